@@ -1,0 +1,26 @@
+# What is installed, below the prefix or, in a wheel, below the package's folder:
+#   lib/libmegatron_sb_ops.so   include/megatron_sb/*.h   lib/cmake/megatron_sb/   _C.*.so
+include(CMakePackageConfigHelpers)
+
+set(sb_prefix ".")
+if(SKBUILD)
+    set(sb_prefix "megatron_sb")
+endif()
+
+# The wheel's neighbours: torch, and with it NCCL and the CUDA runtime, are found from lib/ of the package.
+set_target_properties(megatron_sb_ops PROPERTIES
+    INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib;$ORIGIN/../../nvidia/nccl/lib;$ORIGIN/../../nvidia/cu13/lib")
+install(TARGETS megatron_sb_ops EXPORT megatron_sb_targets LIBRARY DESTINATION "${sb_prefix}/lib")
+install(DIRECTORY csrc/include/ DESTINATION "${sb_prefix}/include")
+if(SB_BUILD_PYTHON)
+    install(TARGETS _C LIBRARY DESTINATION "${sb_prefix}")
+endif()
+
+set_target_properties(megatron_sb_ops PROPERTIES EXPORT_NAME ops)
+set(sb_cmake_dir "${sb_prefix}/lib/cmake/megatron_sb")
+install(EXPORT megatron_sb_targets NAMESPACE megatron_sb:: DESTINATION "${sb_cmake_dir}")
+configure_package_config_file(cmake/megatron_sbConfig.cmake.in "${CMAKE_CURRENT_BINARY_DIR}/megatron_sbConfig.cmake"
+                              INSTALL_DESTINATION "${sb_cmake_dir}")
+write_basic_package_version_file("${CMAKE_CURRENT_BINARY_DIR}/megatron_sbConfigVersion.cmake" COMPATIBILITY SameMinorVersion)
+install(FILES "${CMAKE_CURRENT_BINARY_DIR}/megatron_sbConfig.cmake" "${CMAKE_CURRENT_BINARY_DIR}/megatron_sbConfigVersion.cmake"
+              cmake/SbTorch.cmake DESTINATION "${sb_cmake_dir}")

@@ -1,0 +1,89 @@
+// The block contract: the two entry points every floor above stands on, as plain structs.
+//
+//   block_forward   (q, k, v, segments, mass_in)                             -> o, mass_out, restart
+//   block_backward  (q, k, v, do, segments, restart, mass_in, prefix_in)     -> dq, dk, dv (added to), prefix_out
+//
+// Letters as in the paper: z logit, beta = sigmoid(z), A weights, P mass (the stick that is left), g = A * (dO . v).
+#pragma once
+
+#include <cstdint>
+
+namespace megatron_sb {
+
+enum class Dtype : int8_t { kFloat32, kFloat64, kBFloat16, kFloat16 };
+
+// A run of query rows that sees a run of key rows. Rows count from the start of the local buffers of one batch
+// element. Key row i (from k_begin) is visible to query row j (from q_begin) when
+//     i < j + q_pos_minus_k_pos        (or <= where a query attends to its own position).
+// A query row stands in at most one segment of a table; rows in none get o = 0 and mass_out = mass_in.
+struct Segment {
+    int32_t q_begin;
+    int32_t q_len;
+    int32_t k_begin;
+    int32_t k_len;
+    int32_t q_pos_minus_k_pos;
+};
+inline constexpr int kSegmentFields = 5;
+
+// A tensor (batch, row, head, head_dim) whose last stride is one. Strides are in elements, not bytes.
+template <class Pointer>
+struct Rows {
+    Pointer data = nullptr;
+    int64_t batch_stride = 0;
+    int64_t row_stride = 0;
+    int64_t head_stride = 0;
+};
+
+struct Sizes {
+    Dtype dtype;  // of q, k, v and do; accumulation is in fp64 for kFloat64 and in fp32 for all others
+    int32_t batch;
+    int32_t num_heads;
+    int32_t num_kv_heads;  // divides num_heads; query head h reads key head h / (num_heads / num_kv_heads)
+    int32_t q_rows;
+    int32_t k_rows;
+    int32_t head_dim;    // of q and k
+    int32_t head_dim_v;  // of v and o
+};
+
+struct Options {
+    double scale;           // z = scale * q . k
+    double mass_threshold;  // a row whose mass is below this is used up; 0 keeps all that can contribute
+    bool attend_current;    // keys i <= j instead of i < j
+};
+
+// Where the backward starts, for each query row: the keys [0, edge) of its segment still meet `mass` at their newer
+// edge, and that is the oldest tile edge at which this mass is at least max(mass_threshold, the kernel's floor).
+// The backward walks from the tile that ends at `edge` to newer keys. edge = 0: no key contributes.
+// Edges lie on the tile grid of the kernel that wrote them, and only that kernel's backward reads them.
+struct Restart {
+    int32_t* edge = nullptr;  // (batch, num_heads, q_rows), contiguous
+    void* mass = nullptr;     // (batch, num_heads, q_rows), contiguous, accumulation type
+};
+
+struct ForwardParams {
+    Sizes sizes;
+    Options options;
+    const Segment* segments = nullptr;  // num_segments entries, applied to every batch element
+    int32_t num_segments = 0;
+    Rows<const void*> q, k, v;
+    Rows<void*> o;                  // of type o_dtype
+    Dtype o_dtype;                  // the accumulation type or sizes.dtype
+    const void* mass_in = nullptr;  // (batch, num_heads, q_rows), accumulation type; null: a full stick, 1
+    void* mass_out = nullptr;       // same shape
+    Restart restart;
+};
+
+struct BackwardParams {
+    Sizes sizes;
+    Options options;
+    const Segment* segments = nullptr;
+    int32_t num_segments = 0;
+    Rows<const void*> q, k, v, d_o;
+    Rows<void*> dq, dk, dv;           // accumulation type; added to, never overwritten
+    Restart restart;                  // read only
+    const void* mass_in = nullptr;    // scales a restart that was made before its carry was known; null: 1
+    const void* prefix_in = nullptr;  // sum of g over all older keys, plus P * dP at the oldest end; null: 0
+    void* prefix_out = nullptr;       // prefix_in plus this block's g; (batch, num_heads, q_rows)
+};
+
+}  // namespace megatron_sb

@@ -1,0 +1,31 @@
+// The segment of one packed document, the same on host and device.
+#pragma once
+
+#include "core/params.h"
+
+#if defined(__CUDACC__)
+#define SB_HOST_DEVICE __host__ __device__
+#else
+#define SB_HOST_DEVICE
+#endif
+
+namespace megatron_sb {
+
+SB_HOST_DEVICE inline int32_t clamp_row(int32_t row, int32_t low, int32_t high) {
+    return row < low ? low : row > high ? high : row;
+}
+
+// Document i of cu_seqlens (queries) and cu_seqlens_k (keys): its queries are the last ones of its key positions.
+// Bounds are clamped to the rows there are, so that a table made without a look at the values stays in memory.
+SB_HOST_DEVICE inline Segment document_segment(const int32_t* cu_seqlens, const int32_t* cu_seqlens_k, int32_t i,
+                                               int32_t q_rows, int32_t k_rows) {
+    Segment s;
+    s.q_begin = clamp_row(cu_seqlens[i], 0, q_rows);
+    s.q_len = clamp_row(cu_seqlens[i + 1], s.q_begin, q_rows) - s.q_begin;
+    s.k_begin = clamp_row(cu_seqlens_k[i], 0, k_rows);
+    s.k_len = clamp_row(cu_seqlens_k[i + 1], s.k_begin, k_rows) - s.k_begin;
+    s.q_pos_minus_k_pos = s.k_len - s.q_len;
+    return s;
+}
+
+}  // namespace megatron_sb

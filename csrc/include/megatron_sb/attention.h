@@ -1,0 +1,32 @@
+// Stick-breaking attention (Tan et al., arXiv 2410.17980) for C++ users; no Python needed. Link megatron_sb::ops.
+//
+//   z_ij = scale * q_j . k_i,   beta = sigmoid(z),   A_ij = beta_ij * prod_{i<k<j} (1 - beta_kj)        (eq. 1)
+//   o_j = sum_i A_ij v_i,   mass_j = 1 - sum_i A_ij, the stick that is left
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <tuple>
+
+namespace megatron_sb {
+
+struct AttentionOptions {
+    std::optional<double> scale = std::nullopt;  // default 1 / sqrt(head_dim)
+    bool attend_current = false;                 // keys i <= j instead of i < j
+    double mass_threshold = 0x1p-24;             // rows with less mass are used up; 0 turns skipping off
+};
+
+// q (b, s, h, d), k (b, s_k, h_kv, d), v (b, s_k, h_kv, d_v), s <= s_k: the queries are the last s positions.
+// Returns o (b, s, h, d_v) in q's dtype and mass (b, h, s) in fp32 (fp64 for fp64); both differentiable, once.
+// Throws c10::ValueError / c10::TypeError that name the argument.
+std::tuple<at::Tensor, at::Tensor> stickbreaking_attention(const at::Tensor& q, const at::Tensor& k,
+                                                           const at::Tensor& v, const AttentionOptions& options = {});
+
+// Packed documents: q (t, h, d), k (t_k, h_kv, d), v (t_k, h_kv, d_v); cu_seqlens int32 (n + 1,) from 0, and
+// cu_seqlens_k where the keys differ. Returns o (t, h, d_v) and mass (h, t); rows of no document: o = 0, mass = 1.
+std::tuple<at::Tensor, at::Tensor> stickbreaking_attention_varlen(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& cu_seqlens,
+    const std::optional<at::Tensor>& cu_seqlens_k = std::nullopt, const AttentionOptions& options = {});
+
+}  // namespace megatron_sb

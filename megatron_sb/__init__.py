@@ -1,0 +1,36 @@
+"""Stick-breaking attention (Tan et al., arXiv 2410.17980) for long-context training.
+
+Public functions are listed in ``__all__``; `megatron_sb.compat`, `megatron_sb.reference` and `megatron_sb.megatron` are
+imported by name.
+"""
+
+from megatron_sb import _library
+
+_library.load()
+
+from megatron_sb.context_parallel import (  # noqa: E402  the operators must be loaded first
+    ContextParallelPlan,
+    context_parallel_attention,
+    shard_sequence,
+    unshard_sequence,
+)
+from megatron_sb.functional import stickbreaking_attention, stickbreaking_attention_varlen  # noqa: E402
+
+__version__ = _library.build_info()["version"]
+
+__all__ = [
+    "ContextParallelPlan",
+    "context_parallel_attention",
+    "shard_sequence",
+    "stickbreaking_attention",
+    "stickbreaking_attention_varlen",
+    "unshard_sequence",
+]
+
+
+def __getattr__(name: str):
+    if name in ("compat", "reference"):
+        import importlib
+
+        return importlib.import_module(f"megatron_sb.{name}")
+    raise AttributeError(f"module 'megatron_sb' has no attribute {name!r}")
