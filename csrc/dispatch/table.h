@@ -1,0 +1,38 @@
+// Which kernels serve what: one table, searched from the fastest to the most general.
+#pragma once
+
+#include <string>
+
+#include "core/params.h"
+
+namespace megatron_sb::dispatch {
+
+enum class Device : int8_t { kCpu, kCuda };
+
+struct Request {
+    Device device;
+    int architecture;  // compute capability times ten (90 for sm_90); 0 on CPU
+    Dtype dtype;
+    int head_dim, head_dim_v;
+};
+
+struct Kernels {
+    const char* name;
+    bool (*serves)(const Request&);
+    const char* what;  // `serves` in words
+    void (*forward)(const ForwardParams&, void* stream);
+    void (*backward)(const BackwardParams&, void* stream);
+};
+
+const char* name_of(Dtype dtype);
+
+// The first entry that serves the request. Throws InvalidArgument that says what was asked and what there is.
+const Kernels& find(const Request& request);
+
+// The table in words, a line an entry, fastest first.
+std::string describe();
+
+// True when this build holds CUDA code at all.
+bool built_with_cuda();
+
+}  // namespace megatron_sb::dispatch

@@ -1,0 +1,303 @@
+// block_backward on the CPU. For a tile of queries, walking its key tiles from the oldest that counts to the newest:
+//
+//   g_k = A_k (dO . v_k),   b_k = sum of g over keys older than k,   dz_k = (1 - beta_k) g_k - beta_k b_k
+//   dq = scale sum_k dz_k k_k,   dk_k = scale sum_j dz_jk q_j,   dv_k = sum_j A_jk dO_j
+//
+// The mass at a tile's newer edge comes from the restart record in the row's first tile, and from
+// P_newer = P_older / R, R = prod (1 - beta) over the tile, in all later ones: never from a total. 1 - beta is 1/(1+e).
+#include "kernels/cpu/cpu.h"
+#include "kernels/cpu/tile.h"
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+namespace megatron_sb::cpu::SB_CPU_LEVEL {
+namespace {
+
+template <class T>
+struct BackwardScratch {
+    Scratch<T> memory;
+    int d_pitch, d_v_pitch;  // widths padded to whole vectors
+    T *q, *d_o, *q_t, *d_o_t, *k, *v, *scores, *kept, *weights, *d_weights, *dq_t, *dkv, *mass, *prefix, *limit;
+
+    BackwardScratch(int d, int d_v) : d_pitch(round_up(d, kLanes<T>)), d_v_pitch(round_up(d_v, kLanes<T>)) {
+        q = memory.take(kTile * d_pitch);        // (query, d)
+        d_o = memory.take(kTile * d_v_pitch);    // (query, d_v)
+        q_t = memory.take(kTile * d);            // (d, query)
+        d_o_t = memory.take(kTile * d_v);        // (d_v, query)
+        k = memory.take(kTile * d);              // (key, d)
+        v = memory.take(kTile * d_v);            // (key, d_v)
+        scores = memory.take(kTile * kTile);     // (key, query): q . k, then e, then beta, then dz
+        kept = memory.take(kTile * kTile);       // (key, query): 1 - beta
+        weights = memory.take(kTile * kTile);    // (key, query): A
+        d_weights = memory.take(kTile * kTile);  // (key, query): dO . v
+        dq_t = memory.take(kTile * d);           // (d, query)
+        dkv = memory.take(kTile * std::max(d_pitch, d_v_pitch));
+        mass = memory.take(kTile);    // at the newer edge of the tile before, 0 in rows not started
+        prefix = memory.take(kTile);  // b
+        limit = memory.take(kTile);
+        std::fill(q, q + kTile * d_pitch, T(0));
+        std::fill(d_o, d_o + kTile * d_v_pitch, T(0));
+    }
+};
+
+// Where one task adds its dk and dv: the caller's tensors or a copy of its own, both (row, width) for one key head.
+template <class T>
+struct KeyGradients {
+    T *dk, *dv;
+    int64_t dk_row_stride, dv_row_stride;
+};
+
+template <class T>
+class BackwardTile {
+  public:
+    BackwardTile(const BackwardParams& params, BackwardScratch<T>& scratch, const QueryTile& tile,
+                 const KeyGradients<T>& gradients)
+        : p_(params), s_(scratch), tile_(tile), gradients_(gradients) {}
+
+    void run() {
+        start();
+        if (oldest_ < newest_) {
+            load_queries();
+            for (int begin = oldest_; begin < newest_; begin += kTile) key_tile(begin);
+            write_dq();
+        }
+        if (p_.prefix_out != nullptr)
+            std::copy_n(s_.prefix, tile_.count, static_cast<T*>(p_.prefix_out) + tile_.row_index(p_.sizes));
+    }
+
+  private:
+    void start() {
+        const int64_t index = tile_.row_index(p_.sizes);
+        const T* prefix_in = static_cast<const T*>(p_.prefix_in);
+        edge_ = p_.restart.edge + index;
+        oldest_ = tile_.segment->k_len;
+        for (int r = 0; r < kTile; ++r) {
+            s_.mass[r] = T(0);
+            s_.prefix[r] = r < tile_.count && prefix_in != nullptr ? prefix_in[index + r] : T(0);
+            if (r >= tile_.count || edge_[r] == 0) continue;
+            oldest_ = std::min(oldest_, (edge_[r] - 1) / kTile * kTile);
+            newest_ = std::max(newest_, tile_.visible(r, p_.options.attend_current));
+        }
+    }
+
+    void load_queries() {
+        const Sizes& z = p_.sizes;
+        const int d = z.head_dim, d_v = z.head_dim_v;
+        pack_rows(z.dtype, p_.q, tile_.batch, tile_.q_row(), tile_.head, tile_.count, kTile, d, s_.d_pitch, s_.q);
+        pack_rows(z.dtype, p_.d_o, tile_.batch, tile_.q_row(), tile_.head, tile_.count, kTile, d_v, s_.d_v_pitch,
+                  s_.d_o);
+        transpose(s_.q, kTile, d, s_.d_pitch, s_.q_t);
+        transpose(s_.d_o, kTile, d_v, s_.d_v_pitch, s_.d_o_t);
+        std::fill(s_.dq_t, s_.dq_t + kTile * d, T(0));
+        for (int r = 0; r < tile_.count; ++r) finite_[r] = row_is_finite(r);
+        for (int r = 0; r < tile_.count; ++r) clear_unless_finite(r);
+    }
+
+    bool row_is_finite(int r) const {
+        const auto finite = [](T x) { return std::isfinite(x); };
+        return std::all_of(s_.q + r * s_.d_pitch, s_.q + r * s_.d_pitch + p_.sizes.head_dim, finite) &&
+               std::all_of(s_.d_o + r * s_.d_v_pitch, s_.d_o + r * s_.d_v_pitch + p_.sizes.head_dim_v, finite);
+    }
+
+    // 0 * NaN is NaN: until a row with a NaN or an infinity starts, its zeros must not meet it in a product.
+    void clear_unless_finite(int r) {
+        if (finite_[r]) return;
+        std::fill_n(s_.q + r * s_.d_pitch, p_.sizes.head_dim, T(0));
+        std::fill_n(s_.d_o + r * s_.d_v_pitch, p_.sizes.head_dim_v, T(0));
+    }
+    void restore_unless_finite(int r) {
+        if (finite_[r]) return;
+        for (int c = 0; c < p_.sizes.head_dim; ++c) s_.q[r * s_.d_pitch + c] = s_.q_t[c * kTile + r];
+        for (int c = 0; c < p_.sizes.head_dim_v; ++c) s_.d_o[r * s_.d_v_pitch + c] = s_.d_o_t[c * kTile + r];
+    }
+
+    void key_tile(int begin) {
+        const Segment& segment = *tile_.segment;
+        const Sizes& z = p_.sizes;
+        const int count = std::min(kTile, segment.k_len - begin), keys = round_up(count, kKeysPerStep);
+        const int kv_head = tile_.head / (z.num_heads / z.num_kv_heads), lanes = tile_.lanes;
+        const int64_t row = int64_t(segment.k_begin) + begin;
+        pack_rows(z.dtype, p_.k, tile_.batch, row, kv_head, count, keys, z.head_dim, z.head_dim, s_.k);
+        pack_rows(z.dtype, p_.v, tile_.batch, row, kv_head, count, keys, z.head_dim_v, z.head_dim_v, s_.v);
+        multiply<T, false>({s_.k, z.head_dim, 1}, s_.q_t, kTile, keys, lanes, z.head_dim, s_.scores, kTile);
+        multiply<T, false>({s_.v, z.head_dim_v, 1}, s_.d_o_t, kTile, keys, lanes, z.head_dim_v, s_.d_weights, kTile);
+
+        bool saturated[kTile / kLanes<T>];  // every e is taken as it is here
+        const bool masked = set_limits(begin, begin + count, keys);
+        exponentials(s_.scores, keys, lanes, T(p_.options.scale * 1.44269504088896340736), s_.limit, masked, saturated);
+        for (int v = 0; v < lanes; v += kLanes<T>) scan(v, begin + count, keys);
+        for (int r = 0; r < tile_.count; ++r)
+            if (std::isnan(s_.prefix[r])) s_.prefix[r] = T(0);  // what is newer than a NaN's tile stays clean
+
+        multiply<T, true>({s_.k, 1, z.head_dim}, s_.scores, kTile, z.head_dim, lanes, keys, s_.dq_t, kTile);
+        add_key_gradient(s_.scores, s_.q, s_.d_pitch, keys, count, z.head_dim, T(p_.options.scale),
+                         gradients_.dk + row * gradients_.dk_row_stride, gradients_.dk_row_stride);
+        add_key_gradient(s_.weights, s_.d_o, s_.d_v_pitch, keys, count, z.head_dim_v, T(1),
+                         gradients_.dv + row * gradients_.dv_row_stride, gradients_.dv_row_stride);
+    }
+
+    // limit[r] = keys of this tile that row r sees, 0 before the row has started; true where that is not all of them.
+    bool set_limits(int begin, int end, int keys) {
+        bool masked = false;
+        for (int r = 0; r < kTile; ++r) {
+            int limit = 0;
+            const bool started = r < tile_.count && edge_[r] > 0 && edge_[r] <= end;
+            if (started) limit = std::clamp(tile_.visible(r, p_.options.attend_current) - begin, 0, keys);
+            if (started && edge_[r] == end) restore_unless_finite(r);
+            s_.limit[r] = T(limit);
+            masked |= limit < keys;
+        }
+        return masked;
+    }
+
+    // The mass at this tile's newer edge, given R of its rows [v, v + lanes).
+    Vec<T> mass_at_newer_edge(int v, int end, const Vec<T>& r_tile) {
+        const int64_t index = tile_.row_index(p_.sizes);
+        const T* restart_mass = static_cast<const T*>(p_.restart.mass) + index;
+        const T* mass_in = static_cast<const T*>(p_.mass_in);
+        for (int lane = 0; lane < kLanes<T>; ++lane) {
+            const int r = v + lane;
+            if (r >= tile_.count || edge_[r] == 0 || edge_[r] > end) continue;
+            if (edge_[r] == end)
+                s_.mass[r] = restart_mass[r] * (mass_in == nullptr ? T(1) : mass_in[index + r]);
+            else
+                s_.mass[r] /= r_tile[lane];
+        }
+        return load(s_.mass + v);
+    }
+
+    // e -> dz in `scores`, A in `weights`, for one vector of rows; the prefix goes on to the newer edge.
+    void scan(int v, int end, int keys) {
+        T *scores = s_.scores + v, *kept = s_.kept + v, *weights = s_.weights + v;
+        const T* d_weights = s_.d_weights + v;
+        Vec<T> r_tile = splat<T>(1);
+        for (int k = 0; k < keys; ++k) {
+            const Vec<T> e = load(scores + k * kTile), one_minus_beta = T(1) / (T(1) + e);
+            store(kept + k * kTile, one_minus_beta);
+            store(scores + k * kTile, e * one_minus_beta);
+            r_tile = r_tile * one_minus_beta;
+        }
+        Vec<T> p = mass_at_newer_edge(v, end, r_tile);
+        for (int k = keys - 1; k >= 0; --k) {
+            store(weights + k * kTile, p * load(scores + k * kTile));
+            p = p * load(kept + k * kTile);
+        }
+        Vec<T> b = load(s_.prefix + v);
+        const Vec<T> limit = load(s_.limit + v);
+        for (int k = 0; k < keys; ++k) {
+            const Mask<T> seen = splat<T>(T(k)) < limit;  // 0 * NaN again: dO . v may be NaN where A is 0
+            const Vec<T> g = seen ? load(weights + k * kTile) * load(d_weights + k * kTile) : Vec<T>{};
+            const Vec<T> dz = load(kept + k * kTile) * g - load(scores + k * kTile) * b;
+            store(scores + k * kTile, seen ? dz : Vec<T>{});
+            b = b + g;
+        }
+        store(s_.prefix + v, b);
+    }
+
+    // to (key, width) += factor * from (key, query) rows (query, width)
+    void add_key_gradient(const T* from, const T* rows, int pitch, int keys, int count, int width, T factor, T* to,
+                          int64_t to_stride) {
+        multiply<T, false>({from, kTile, 1}, rows, pitch, keys, pitch, tile_.count, s_.dkv, pitch);
+        for (int k = 0; k < count; ++k)
+            for (int c = 0; c < width; ++c) to[k * to_stride + c] += factor * s_.dkv[k * pitch + c];
+    }
+
+    void write_dq() {
+        T* to = static_cast<T*>(p_.dq.data) + offset(p_.dq, tile_.batch, tile_.q_row(), tile_.head);
+        for (int r = 0; r < tile_.count; ++r)
+            for (int c = 0; c < p_.sizes.head_dim; ++c)
+                to[r * p_.dq.row_stride + c] += T(p_.options.scale) * s_.dq_t[c * kTile + r];
+    }
+
+    const BackwardParams& p_;
+    BackwardScratch<T>& s_;
+    const QueryTile tile_;
+    const KeyGradients<T> gradients_;
+    const int32_t* edge_ = nullptr;
+    int oldest_ = 0, newest_ = 0;  // keys [oldest_, newest_) count
+    bool finite_[kTile];
+};
+
+// dk and dv of one key head are the sum over many query tiles. A task is a key head of a batch element or, where there
+// are fewer of those than threads, one of `parts` shares of its query tiles, each with sums of its own; the shares are
+// added up in a fixed order, so the result does not depend on which thread ran what.
+template <class T>
+class BackwardTasks {
+  public:
+    explicit BackwardTasks(const BackwardParams& params)
+        : p_(params),
+          work_(params.segments, params.num_segments),
+          heads_(params.sizes.batch * params.sizes.num_kv_heads) {
+#if defined(_OPENMP)
+        parts_ = std::max(1, (omp_get_max_threads() + heads_ - 1) / std::max(heads_, 1));
+#endif
+        dk_size_ = int64_t(p_.sizes.k_rows) * p_.sizes.head_dim;
+        dv_size_ = int64_t(p_.sizes.k_rows) * p_.sizes.head_dim_v;
+        if (parts_ > 1) sums_.assign((dk_size_ + dv_size_) * heads_ * parts_, T(0));
+    }
+
+    void run() {
+#pragma omp parallel
+        {
+            BackwardScratch<T> scratch(p_.sizes.head_dim, p_.sizes.head_dim_v);
+#pragma omp for schedule(dynamic)
+            for (int task = 0; task < heads_ * parts_; ++task) one(task / parts_, task % parts_, scratch);
+#pragma omp for schedule(static)
+            for (int head = 0; head < (parts_ > 1 ? heads_ : 0); ++head) add_parts(head);
+        }
+    }
+
+  private:
+    KeyGradients<T> in_tensors(int head) const {
+        const int64_t b = head / p_.sizes.num_kv_heads, h = head % p_.sizes.num_kv_heads;
+        return {static_cast<T*>(p_.dk.data) + offset(p_.dk, b, 0, h),
+                static_cast<T*>(p_.dv.data) + offset(p_.dv, b, 0, h), p_.dk.row_stride, p_.dv.row_stride};
+    }
+    KeyGradients<T> in_sums(int head, int part) {
+        T* dk = sums_.data() + (dk_size_ + dv_size_) * (int64_t(head) * parts_ + part);
+        return {dk, dk + dk_size_, p_.sizes.head_dim, p_.sizes.head_dim_v};
+    }
+
+    void one(int kv_head, int part, BackwardScratch<T>& scratch) {
+        const KeyGradients<T> gradients = parts_ == 1 ? in_tensors(kv_head) : in_sums(kv_head, part);
+        const int batch = kv_head / p_.sizes.num_kv_heads, group = p_.sizes.num_heads / p_.sizes.num_kv_heads;
+        for (int member = 0; member < group; ++member) {
+            const int head = kv_head % p_.sizes.num_kv_heads * group + member;
+            for (size_t i = part; i < work_.tiles.size(); i += parts_)
+                BackwardTile<T>(p_, scratch, query_tile<T>(p_.segments, work_.tiles[i], batch, head), gradients).run();
+        }
+    }
+
+    void add_parts(int head) {
+        const KeyGradients<T> to = in_tensors(head);
+        for (int part = 0; part < parts_; ++part) {
+            const KeyGradients<T> from = in_sums(head, part);
+            for (int row = 0; row < p_.sizes.k_rows; ++row) {
+                for (int c = 0; c < p_.sizes.head_dim; ++c)
+                    to.dk[row * to.dk_row_stride + c] += from.dk[row * from.dk_row_stride + c];
+                for (int c = 0; c < p_.sizes.head_dim_v; ++c)
+                    to.dv[row * to.dv_row_stride + c] += from.dv[row * from.dv_row_stride + c];
+            }
+        }
+    }
+
+    const BackwardParams& p_;
+    const QueryTiles work_;
+    const int heads_;  // key heads of all batch elements
+    int parts_ = 1;
+    int64_t dk_size_, dv_size_;
+    std::vector<T> sums_;
+};
+
+}  // namespace
+
+void block_backward(const BackwardParams& params) {
+    if (params.sizes.dtype == Dtype::kFloat64)
+        BackwardTasks<double>(params).run();
+    else
+        BackwardTasks<float>(params).run();
+}
+
+}  // namespace megatron_sb::cpu::SB_CPU_LEVEL

@@ -1,0 +1,25 @@
+// The CPU kernels: block_forward and block_backward of core/params.h on raw pointers.
+#pragma once
+
+#include "core/params.h"
+
+namespace megatron_sb::cpu {
+
+void block_forward(const ForwardParams& params);
+void block_backward(const BackwardParams& params);
+
+// "avx512", "avx2" or "baseline": the instruction set that this machine runs.
+const char* instruction_set();
+
+// One build of the same two sources for each instruction set; the functions above choose at run time.
+#define SB_DECLARE_LEVEL(level)                        \
+    namespace level {                                  \
+    void block_forward(const ForwardParams& params);   \
+    void block_backward(const BackwardParams& params); \
+    }
+SB_DECLARE_LEVEL(baseline)
+SB_DECLARE_LEVEL(avx2)
+SB_DECLARE_LEVEL(avx512)
+#undef SB_DECLARE_LEVEL
+
+}  // namespace megatron_sb::cpu

@@ -1,0 +1,206 @@
+// block_forward on the CPU. For a tile of queries, walking its key tiles from the newest to the oldest:
+//
+//   e = 2^(scale log2(e) q . k),  1 - beta = 1 / (1 + e),  A_k = e_k * (mass after key k)
+//
+// in quads of neighbouring keys, 1 the newest, with one reciprocal for four scores:
+//
+//   inv = 1 / ((1+e1)(1+e2)(1+e3)(1+e4));  P4 = P inv;  A4 = e4 P4;  P3 = P4 + A4;  A3 = e3 P3;  ...
+//
+// Where an e is so large that the product would overflow, key by key instead. A tile whose rows are all used up ends
+// the walk.
+#include "kernels/cpu/cpu.h"
+#include "kernels/cpu/tile.h"
+
+namespace megatron_sb::cpu::SB_CPU_LEVEL {
+namespace {
+
+template <class T>
+struct ForwardScratch {
+    Scratch<T> memory;
+    T *rows, *q_t, *k, *v, *scores, *weights, *o_t, *mass, *poison, *limit;
+
+    ForwardScratch(int d, int d_v) {
+        const int widest = std::max(d, d_v);
+        rows = memory.take(kTile * widest);    // (query, d) as loaded, (query, d_v) as stored
+        q_t = memory.take(kTile * d);          // (d, query)
+        k = memory.take(kTile * d);            // (key, d)
+        v = memory.take(kTile * d_v);          // (key, d_v)
+        scores = memory.take(kTile * kTile);   // (key, query): q . k, then e
+        weights = memory.take(kTile * kTile);  // (key, query): A
+        o_t = memory.take(kTile * d_v);        // (d_v, query)
+        mass = memory.take(kTile);
+        poison = memory.take(kTile);  // NaN where the mass became NaN, else 0
+        limit = memory.take(kTile);
+    }
+};
+
+// A and the mass of one vector of rows through `keys` keys, newest first. keys is a multiple of 4.
+template <class T>
+void scan_quads(const T* e, int keys, T* weights, T* mass) {
+    Vec<T> p = load(mass);
+    for (int k = keys - kKeysPerStep; k >= 0; k -= kKeysPerStep) {
+        const Vec<T> e1 = load(e + (k + 3) * kTile), e2 = load(e + (k + 2) * kTile);
+        const Vec<T> e3 = load(e + (k + 1) * kTile), e4 = load(e + k * kTile);
+        const Vec<T> inv = T(1) / (((T(1) + e1) * (T(1) + e2)) * ((T(1) + e3) * (T(1) + e4)));
+        const Vec<T> p4 = p * inv, a4 = e4 * p4;
+        const Vec<T> p3 = p4 + a4, a3 = e3 * p3;
+        const Vec<T> p2 = p3 + a3, a2 = e2 * p2;
+        const Vec<T> p1 = p2 + a2, a1 = e1 * p1;
+        store(weights + (k + 3) * kTile, a1);
+        store(weights + (k + 2) * kTile, a2);
+        store(weights + (k + 1) * kTile, a3);
+        store(weights + k * kTile, a4);
+        p = p4;
+    }
+    store(mass, p);
+}
+
+// The same with e up to the largest finite value.
+template <class T>
+void scan_keys(const T* e, int keys, T* weights, T* mass) {
+    Vec<T> p = load(mass);
+    for (int k = keys - 1; k >= 0; --k) {
+        const Vec<T> e_k = load(e + k * kTile), inv = T(1) / (T(1) + e_k);
+        store(weights + k * kTile, p * (e_k * inv));
+        p = p * inv;
+    }
+    store(mass, p);
+}
+
+template <class T>
+class ForwardTile {
+  public:
+    ForwardTile(const ForwardParams& params, ForwardScratch<T>& scratch, const QueryTile& tile)
+        : p_(params), s_(scratch), tile_(tile) {}
+
+    void run() {
+        start();
+        int visible = 0;
+        for (int r = 0; r < tile_.count; ++r) visible = std::max(visible, tile_.visible(r, p_.options.attend_current));
+        if (visible > 0) load_queries();
+        for (int begin = (visible - 1) / kTile * kTile; visible > 0 && begin >= 0; begin -= kTile) {
+            if (!write_restarts(std::min(begin + kTile, int(tile_.segment->k_len)))) break;
+            key_tile(begin);
+        }
+        finish();
+    }
+
+  private:
+    void start() {
+        const T* mass_in = static_cast<const T*>(p_.mass_in);
+        const int64_t index = tile_.row_index(p_.sizes);
+        for (int r = 0; r < kTile; ++r) {
+            const bool live = r < tile_.count;
+            s_.mass[r] = !live ? T(0) : mass_in == nullptr ? T(1) : mass_in[index + r];
+            s_.poison[r] = T(0);
+            if (live) p_.restart.edge[index + r] = 0;
+            if (live) static_cast<T*>(p_.restart.mass)[index + r] = T(0);
+        }
+        std::fill(s_.o_t, s_.o_t + kTile * p_.sizes.head_dim_v, T(0));
+        contain_nan();
+    }
+
+    void load_queries() {
+        const int d = p_.sizes.head_dim;
+        pack_rows(p_.sizes.dtype, p_.q, tile_.batch, tile_.q_row(), tile_.head, tile_.count, kTile, d, d, s_.rows);
+        transpose(s_.rows, kTile, d, d, s_.q_t);
+    }
+
+    // Notes where the backward may start; false once no row can gain anything from keys before `edge`.
+    bool write_restarts(int edge) {
+        const T threshold = T(p_.options.mass_threshold);
+        const T floor = std::max(threshold, Numbers<T>::kRestartFloor);
+        const int64_t index = tile_.row_index(p_.sizes);
+        bool live = false;
+        for (int r = 0; r < tile_.count; ++r) {
+            live |= s_.mass[r] > T(0) && s_.mass[r] >= threshold;
+            if (!(s_.mass[r] >= floor)) continue;
+            p_.restart.edge[index + r] = edge;
+            static_cast<T*>(p_.restart.mass)[index + r] = s_.mass[r];
+        }
+        return live;
+    }
+
+    void key_tile(int begin) {
+        const Segment& segment = *tile_.segment;
+        const Sizes& z = p_.sizes;
+        const int count = std::min(kTile, segment.k_len - begin), keys = round_up(count, kKeysPerStep);
+        const int kv_head = tile_.head / (z.num_heads / z.num_kv_heads), lanes = tile_.lanes;
+        const int64_t row = int64_t(segment.k_begin) + begin;
+        pack_rows(z.dtype, p_.k, tile_.batch, row, kv_head, count, keys, z.head_dim, z.head_dim, s_.k);
+        pack_rows(z.dtype, p_.v, tile_.batch, row, kv_head, count, keys, z.head_dim_v, z.head_dim_v, s_.v);
+        multiply<T, false>({s_.k, z.head_dim, 1}, s_.q_t, kTile, keys, lanes, z.head_dim, s_.scores, kTile);
+
+        bool saturated[kTile / kLanes<T>];
+        const bool masked = set_limits(begin, keys);
+        exponentials(s_.scores, keys, lanes, T(p_.options.scale * 1.44269504088896340736), s_.limit, masked, saturated);
+        for (int v = 0; v < lanes; v += kLanes<T>)
+            (saturated[v / kLanes<T>] ? scan_keys<T> : scan_quads<T>)(s_.scores + v, keys, s_.weights + v, s_.mass + v);
+        multiply<T, true>({s_.v, 1, z.head_dim_v}, s_.weights, kTile, z.head_dim_v, lanes, keys, s_.o_t, kTile);
+        contain_nan();
+    }
+
+    // limit[r] = keys of this tile that row r sees; true where that is not all of them for every row.
+    bool set_limits(int begin, int keys) {
+        bool masked = false;
+        for (int r = 0; r < kTile; ++r) {
+            int limit = 0;
+            if (r < tile_.count && s_.poison[r] == T(0))
+                limit = std::clamp(tile_.visible(r, p_.options.attend_current) - begin, 0, keys);
+            s_.limit[r] = T(limit);
+            masked |= limit < keys;
+        }
+        return masked;
+    }
+
+    // A NaN ends its row's walk: older keys get no weight, and the row's mass is NaN in the end.
+    void contain_nan() {
+        for (int r = 0; r < tile_.count; ++r) {
+            if (!std::isnan(s_.mass[r])) continue;
+            s_.poison[r] = s_.mass[r];
+            s_.mass[r] = T(0);
+        }
+    }
+
+    void finish() {
+        const int64_t index = tile_.row_index(p_.sizes);
+        T* mass_out = static_cast<T*>(p_.mass_out) + index;
+        for (int r = 0; r < tile_.count; ++r) mass_out[r] = s_.mass[r] + s_.poison[r];
+        const int width = p_.sizes.head_dim_v;
+        with_element(p_.o_dtype, [&](auto element) {
+            using Element = decltype(element);
+            Element* to = static_cast<Element*>(p_.o.data) + offset(p_.o, tile_.batch, tile_.q_row(), tile_.head);
+            for (int r = 0; r < tile_.count; ++r)
+                for (int c = 0; c < width; ++c) to[r * p_.o.row_stride + c] = convert<Element>(s_.o_t[c * kTile + r]);
+        });
+    }
+
+    const ForwardParams& p_;
+    ForwardScratch<T>& s_;
+    const QueryTile tile_;
+};
+
+template <class T>
+void forward(const ForwardParams& params) {
+    const QueryTiles work(params.segments, params.num_segments);
+    const int64_t heads = int64_t(params.sizes.batch) * params.sizes.num_heads;
+    const int64_t tasks = heads * int64_t(work.tiles.size());
+#pragma omp parallel
+    {
+        ForwardScratch<T> scratch(params.sizes.head_dim, params.sizes.head_dim_v);
+#pragma omp for schedule(dynamic)
+        for (int64_t task = 0; task < tasks; ++task) {
+            const int batch = int(task % heads / params.sizes.num_heads), head = int(task % params.sizes.num_heads);
+            const QueryTile tile = query_tile<T>(params.segments, work.tiles[task / heads], batch, head);
+            ForwardTile<T>(params, scratch, tile).run();
+        }
+    }
+}
+
+}  // namespace
+
+void block_forward(const ForwardParams& params) {
+    params.sizes.dtype == Dtype::kFloat64 ? forward<double>(params) : forward<float>(params);
+}
+
+}  // namespace megatron_sb::cpu::SB_CPU_LEVEL

@@ -1,0 +1,212 @@
+// What both directions share: a tile of 64 queries by 64 keys, kept with the queries along the vector lanes, so that a
+// scan along the keys is a loop over rows of the tile and needs no shuffles.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "core/params.h"
+#include "kernels/cpu/simd.h"
+
+namespace megatron_sb::cpu::SB_CPU_LEVEL {
+
+inline constexpr int kTile = 64;
+inline constexpr int kKeysPerStep = 4;  // a quad: one reciprocal for four scores (math of block_forward)
+
+inline int round_up(int value, int multiple) {
+    return (value + multiple - 1) / multiple * multiple;
+}
+
+// ---- element types -------------------------------------------------------------------------------------------------
+
+struct BFloat16 {
+    uint16_t bits;
+    template <class T>
+    explicit operator T() const {
+        const uint32_t wide = uint32_t(bits) << 16;
+        float value;
+        std::memcpy(&value, &wide, sizeof(value));
+        return T(value);
+    }
+    static BFloat16 from(float value) {
+        uint32_t wide;
+        std::memcpy(&wide, &value, sizeof(wide));
+        if (std::isnan(value)) return {uint16_t((wide >> 16) | 0x40)};
+        return {uint16_t((wide + 0x7fff + ((wide >> 16) & 1)) >> 16)};  // to nearest, ties to even
+    }
+};
+
+template <class To, class From>
+inline To convert(From value) {
+    if constexpr (std::is_same_v<To, BFloat16>) {
+        return BFloat16::from(float(value));
+    } else {
+        return To(value);
+    }
+}
+
+// Calls f(Element{}) with the C++ type of `dtype`.
+template <class F>
+inline void with_element(Dtype dtype, F&& f) {
+    switch (dtype) {
+        case Dtype::kFloat32:
+            return f(float{});
+        case Dtype::kFloat64:
+            return f(double{});
+        case Dtype::kBFloat16:
+            return f(BFloat16{});
+        case Dtype::kFloat16:
+            return f(_Float16{});
+    }
+}
+
+// ---- rows of tensors -----------------------------------------------------------------------------------------------
+
+template <class Pointer>
+inline int64_t offset(const Rows<Pointer>& rows, int64_t batch, int64_t row, int64_t head) {
+    return batch * rows.batch_stride + row * rows.row_stride + head * rows.head_stride;
+}
+
+// `count` rows into a dense (kTile, width) array of T; the rows after them, up to `padded`, become zero.
+template <class T>
+void pack_rows(Dtype dtype, const Rows<const void*>& rows, int64_t batch, int64_t row, int64_t head, int count,
+               int padded, int width, int pitch, T* out) {
+    with_element(dtype, [&](auto element) {
+        using Element = decltype(element);
+        const Element* from = static_cast<const Element*>(rows.data) + offset(rows, batch, row, head);
+        for (int r = 0; r < count; ++r)
+            for (int c = 0; c < width; ++c) out[r * pitch + c] = T(from[r * rows.row_stride + c]);
+    });
+    std::fill(out + count * pitch, out + padded * pitch, T(0));
+}
+
+// (rows, width) with `pitch` -> (width, kTile), the form with queries along the lanes.
+template <class T>
+void transpose(const T* from, int rows, int width, int pitch, T* to) {
+    for (int c = 0; c < width; ++c)
+        for (int r = 0; r < rows; ++r) to[c * kTile + r] = from[r * pitch + c];
+}
+
+// ---- matrix products -----------------------------------------------------------------------------------------------
+
+// A matrix read one scalar at a time.
+template <class T>
+struct Scalars {
+    const T* data;
+    int row_stride, column_stride;
+};
+
+template <class T, int kRows, int kVectors, bool kAdd>
+inline void multiply_block(const Scalars<T>& a, const T* b, int b_pitch, int depth, T* c, int c_pitch) {
+    Vec<T> sum[kRows][kVectors];
+    for (int r = 0; r < kRows; ++r)
+        for (int v = 0; v < kVectors; ++v) sum[r][v] = kAdd ? load(c + r * c_pitch + v * kLanes<T>) : Vec<T>{};
+    for (int k = 0; k < depth; ++k) {
+        Vec<T> row[kVectors];
+        for (int v = 0; v < kVectors; ++v) row[v] = load(b + k * b_pitch + v * kLanes<T>);
+        for (int r = 0; r < kRows; ++r) {
+            const Vec<T> scalar = splat<T>(a.data[r * a.row_stride + k * a.column_stride]);
+            for (int v = 0; v < kVectors; ++v) sum[r][v] += scalar * row[v];
+        }
+    }
+    for (int r = 0; r < kRows; ++r)
+        for (int v = 0; v < kVectors; ++v) store(c + r * c_pitch + v * kLanes<T>, sum[r][v]);
+}
+
+// c (rows, columns) = or += a (rows, depth) b (depth, columns). rows is a multiple of 4, columns of the lanes.
+template <class T, bool kAdd>
+inline void multiply(const Scalars<T>& a, const T* b, int b_pitch, int rows, int columns, int depth, T* c,
+                     int c_pitch) {
+    constexpr int kRows = 4, kWide = SB_VECTOR_BYTES == 64 ? 4 : 2;
+    for (int r = 0; r < rows; r += kRows) {
+        const Scalars<T> a_rows = {a.data + r * a.row_stride, a.row_stride, a.column_stride};
+        T* c_rows = c + r * c_pitch;
+        int n = 0;
+        for (; n + kWide * kLanes<T> <= columns; n += kWide * kLanes<T>)
+            multiply_block<T, kRows, kWide, kAdd>(a_rows, b + n, b_pitch, depth, c_rows + n, c_pitch);
+        for (; n < columns; n += kLanes<T>)
+            multiply_block<T, kRows, 1, kAdd>(a_rows, b + n, b_pitch, depth, c_rows + n, c_pitch);
+    }
+}
+
+// ---- one query tile and its place ----------------------------------------------------------------------------------
+
+// Query rows [first, first + count) of a segment, for one head of one batch element.
+struct QueryTile {
+    const Segment* segment;
+    int batch, head;
+    int first, count;
+    int lanes;  // count rounded up to whole vectors
+
+    // How many keys of the segment row `r` of this tile sees.
+    int visible(int r, bool attend_current) const {
+        const int64_t keys = int64_t(first) + r + segment->q_pos_minus_k_pos + (attend_current ? 1 : 0);
+        return int(std::clamp<int64_t>(keys, 0, segment->k_len));
+    }
+    int64_t q_row() const { return segment->q_begin + first; }
+    // Where this tile's rows stand in an array (batch, num_heads, q_rows).
+    int64_t row_index(const Sizes& sizes) const {
+        return (int64_t(batch) * sizes.num_heads + head) * sizes.q_rows + q_row();
+    }
+};
+
+struct QueryTiles {
+    std::vector<std::pair<int, int>> tiles;  // (segment, first row), those with the most keys first
+
+    QueryTiles(const Segment* segments, int num_segments) {
+        for (int s = 0; s < num_segments; ++s)
+            for (int first = 0; first < segments[s].q_len; first += kTile) tiles.emplace_back(s, first);
+        const auto keys = [&](const std::pair<int, int>& tile) {
+            const Segment& s = segments[tile.first];
+            return std::min<int64_t>(s.k_len, int64_t(tile.second) + kTile + s.q_pos_minus_k_pos);
+        };
+        std::stable_sort(tiles.begin(), tiles.end(), [&](const auto& a, const auto& b) { return keys(a) > keys(b); });
+    }
+};
+
+template <class T>
+inline QueryTile query_tile(const Segment* segments, const std::pair<int, int>& tile, int batch, int head) {
+    const Segment* segment = segments + tile.first;
+    const int count = std::min(kTile, segment->q_len - tile.second);
+    return {segment, batch, head, tile.second, count, round_up(count, kLanes<T>)};
+}
+
+// Arrays on cache lines, freed together.
+template <class T>
+class Scratch {
+  public:
+    T* take(int64_t elements) {
+        const size_t bytes = (size_t(std::max<int64_t>(elements, 1)) * sizeof(T) + 63) / 64 * 64;
+        T* data = static_cast<T*>(std::aligned_alloc(64, bytes));
+        if (data == nullptr) throw std::bad_alloc();
+        blocks_.emplace_back(data, std::free);
+        return data;
+    }
+
+  private:
+    std::vector<std::unique_ptr<T, decltype(&std::free)>> blocks_;
+};
+
+// e_kj = 2^(z log2 e) for the keys [0, keys) of a tile, in place of q . k; 0 where the row does not see the key.
+// limit[r]: how many keys of the tile row r sees. Returns, per vector of rows, whether some e is too large for quads.
+template <class T>
+inline void exponentials(T* scores, int keys, int lanes, T scale_log2e, const T* limit, bool masked, bool* saturated) {
+    for (int v = 0; v * kLanes<T> < lanes; ++v) {
+        const Vec<T> row_limit = load(limit + v * kLanes<T>);
+        Mask<T> large{};
+        for (int k = 0; k < keys; ++k) {
+            T* at = scores + k * kTile + v * kLanes<T>;
+            Vec<T> e = exp2_clamped<T>(load(at) * scale_log2e);
+            if (masked) e = splat<T>(T(k)) < row_limit ? e : Vec<T>{};
+            large |= ~(e <= splat<T>(Numbers<T>::kMaxQuadE));  // NaN counts as large
+            store(at, e);
+        }
+        saturated[v] = any<T>(large);
+    }
+}
+
+}  // namespace megatron_sb::cpu::SB_CPU_LEVEL

@@ -1,0 +1,44 @@
+// Under autocast q, k and v are cast to its dtype, as torch's own attention does; cu_seqlens stay as they are.
+#include <ATen/autocast_mode.h>
+
+#include "ops/registration.h"
+
+namespace megatron_sb::ops {
+
+using at::autocast::cached_cast;
+
+template <c10::DeviceType kDevice>
+Two attention_autocast(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, std::optional<double> scale,
+                       bool attend_current, double mass_threshold) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(
+        at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+    const at::ScalarType type = at::autocast::get_autocast_dtype(kDevice);
+    static const auto op = registered("megatron_sb::attention", attention);
+    return op.call(cached_cast(type, q, kDevice), cached_cast(type, k, kDevice), cached_cast(type, v, kDevice), scale,
+                   attend_current, mass_threshold);
+}
+
+template <c10::DeviceType kDevice>
+Two attention_varlen_autocast(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                              const at::Tensor& cu_seqlens, const OptionalTensor& cu_seqlens_k,
+                              std::optional<double> scale, bool attend_current, double mass_threshold) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(
+        at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+    const at::ScalarType type = at::autocast::get_autocast_dtype(kDevice);
+    static const auto op = registered("megatron_sb::attention_varlen", attention_varlen);
+    return op.call(cached_cast(type, q, kDevice), cached_cast(type, k, kDevice), cached_cast(type, v, kDevice),
+                   cu_seqlens, cu_seqlens_k, scale, attend_current, mass_threshold);
+}
+
+template Two attention_autocast<c10::DeviceType::CPU>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                                      std::optional<double>, bool, double);
+template Two attention_autocast<c10::DeviceType::CUDA>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                                       std::optional<double>, bool, double);
+template Two attention_varlen_autocast<c10::DeviceType::CPU>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                                             const at::Tensor&, const OptionalTensor&,
+                                                             std::optional<double>, bool, double);
+template Two attention_varlen_autocast<c10::DeviceType::CUDA>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                                              const at::Tensor&, const OptionalTensor&,
+                                                              std::optional<double>, bool, double);
+
+}  // namespace megatron_sb::ops

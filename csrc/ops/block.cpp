@@ -1,0 +1,224 @@
+#include "ops/block.h"
+
+#include <ATen/ATen.h>
+
+#include "core/error.h"
+#include "dispatch/table.h"
+#include "ops/check.h"
+#include "ops/device.h"
+
+namespace megatron_sb::ops {
+namespace {
+
+Dtype dtype_of(at::ScalarType type) {
+    switch (type) {
+        case at::kFloat:
+            return Dtype::kFloat32;
+        case at::kDouble:
+            return Dtype::kFloat64;
+        case at::kBFloat16:
+            return Dtype::kBFloat16;
+        case at::kHalf:
+            return Dtype::kFloat16;
+        default:
+            TORCH_CHECK_TYPE(false, "dtype ", type, " has no attention kernel");
+    }
+}
+
+template <class Pointer>
+Rows<Pointer> rows_of(const at::Tensor& x) {
+    return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
+}
+
+void check_rows(const char* name, const at::Tensor& x) {
+    TORCH_CHECK_VALUE(x.dim() == 4, name, ": has ", x.dim(),
+                      " dimensions; 4, (batch, rows, heads, head_dim), are needed");
+    TORCH_CHECK_VALUE(x.stride(3) == 1 || x.size(3) <= 1 || x.numel() == 0, name, ": last stride is ", x.stride(3),
+                      "; 1 is needed");
+}
+
+Sizes sizes_of(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+    return {dtype_of(q.scalar_type()), int32_t(q.size(0)), int32_t(q.size(2)), int32_t(k.size(2)),
+            int32_t(q.size(1)),        int32_t(k.size(1)), int32_t(q.size(3)), int32_t(v.size(3))};
+}
+
+// The table a call works on: the caller's, or one segment over everything, which lives in this object.
+class SegmentTable {
+  public:
+    SegmentTable(const std::optional<at::Tensor>& segments, const at::Tensor& q, const at::Tensor& k) {
+        if (!segments.has_value()) {
+            const int32_t s = int32_t(q.size(1)), s_k = int32_t(k.size(1));
+            table_ = whole_segment(Segment{0, s, 0, s_k, s_k - s}, q.device());
+        } else {
+            table_ = segments->contiguous();
+        }
+        TORCH_CHECK_TYPE(table_.scalar_type() == at::kInt, "segments: dtype is ", table_.scalar_type(),
+                         "; int32 is needed");
+        TORCH_CHECK_VALUE(table_.dim() == 2 && table_.size(1) == kSegmentFields, "segments: shape is ", table_.sizes(),
+                          "; (n, ", kSegmentFields, ") is needed");
+        TORCH_CHECK_VALUE(table_.device() == q.device(), "segments: device is ", table_.device(), " but q's is ",
+                          q.device());
+        if (table_.is_cpu() && segments.has_value()) check_values(q.size(1), k.size(1));
+    }
+
+    const Segment* data() const { return reinterpret_cast<const Segment*>(table_.const_data_ptr<int32_t>()); }
+    int32_t size() const { return int32_t(table_.size(0)); }
+
+    // True when some query row may be in no segment.
+    bool may_leave_rows(int64_t q_rows) const {
+        if (!table_.is_cpu()) return true;
+        int64_t covered = 0;
+        for (int32_t i = 0; i < size(); ++i) covered += data()[i].q_len;
+        return covered < q_rows;
+    }
+
+  private:
+    void check_values(int64_t q_rows, int64_t k_rows) const {
+        std::vector<std::pair<int32_t, int32_t>> runs;
+        for (int32_t i = 0; i < size(); ++i) {
+            const Segment& s = data()[i];
+            const bool inside = s.q_begin >= 0 && s.q_len >= 0 && int64_t(s.q_begin) + s.q_len <= q_rows &&
+                                s.k_begin >= 0 && s.k_len >= 0 && int64_t(s.k_begin) + s.k_len <= k_rows;
+            TORCH_CHECK_VALUE(inside, "segments: row ", i, " (", s.q_begin, ", ", s.q_len, ", ", s.k_begin, ", ",
+                              s.k_len, ", ", s.q_pos_minus_k_pos, ") leaves the ", q_rows, " query and ", k_rows,
+                              " key rows");
+            if (s.q_len > 0) runs.emplace_back(s.q_begin, s.q_begin + s.q_len);
+        }
+        std::sort(runs.begin(), runs.end());
+        for (size_t i = 1; i < runs.size(); ++i)
+            TORCH_CHECK_VALUE(runs[i - 1].second <= runs[i].first, "segments: query row ", runs[i].first,
+                              " stands in two segments; one is allowed");
+    }
+
+    at::Tensor table_;
+};
+
+const dispatch::Kernels& kernels_for(const at::Tensor& q, const at::Tensor& v) {
+    const bool on_cpu = q.is_cpu();
+    TORCH_CHECK_VALUE(on_cpu || q.is_cuda(), "q: device is ", q.device(), "; cpu and cuda are allowed");
+    const dispatch::Request request = {on_cpu ? dispatch::Device::kCpu : dispatch::Device::kCuda,
+                                       on_cpu ? 0 : device_architecture(q.device()), dtype_of(q.scalar_type()),
+                                       int(q.size(3)), int(v.size(3))};
+    try {
+        return dispatch::find(request);
+    } catch (const InvalidArgument& error) {
+        TORCH_CHECK_VALUE(false, error.what());
+    }
+}
+
+void check_block(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const BlockOptions& options) {
+    check_rows("q", q);
+    check_rows("k", k);
+    check_rows("v", v);
+    check_attention(q, k, v);
+    check_options(options.scale, options.mass_threshold);
+}
+
+std::optional<at::Tensor> row_values(const char* name, const std::optional<at::Tensor>& values, const at::Tensor& q) {
+    if (!values.has_value()) return std::nullopt;
+    check_row_values(name, *values, q, accumulation_type(q));
+    return values->contiguous();
+}
+
+const void* data_or_null(const std::optional<at::Tensor>& x) {
+    return x.has_value() ? x->const_data_ptr() : nullptr;
+}
+
+}  // namespace
+
+at::ScalarType accumulation_type(const at::Tensor& q) {
+    return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+BlockGradients zero_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+    const auto zeros = [&](const at::Tensor& x) {
+        return at::zeros_symint(x.sym_sizes(), x.options().dtype(accumulation_type(q)));
+    };
+    return {zeros(q), zeros(k), zeros(v)};
+}
+
+BlockOutput block_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          const std::optional<at::Tensor>& segments, const std::optional<at::Tensor>& mass_in,
+                          const BlockOptions& options, std::optional<at::ScalarType> o_dtype) {
+    check_block(q, k, v, options);
+    const at::ScalarType wide = accumulation_type(q), o_type = o_dtype.value_or(wide);
+    TORCH_CHECK_TYPE(o_type == wide || o_type == q.scalar_type(), "out_dtype is ", o_type, "; ", wide, " or q's ",
+                     q.scalar_type(), " is allowed");
+    const dispatch::Kernels& kernels = kernels_for(q, v);
+    const SegmentTable table(segments, q, k);
+    const std::optional<at::Tensor> carry = row_values("mass_in", mass_in, q);
+
+    const DeviceScope scope(q.device());
+    const std::vector<int64_t> rows = {q.size(0), q.size(2), q.size(1)};
+    BlockOutput out;
+    out.o = at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options().dtype(o_type));
+    out.mass = at::empty(rows, q.options().dtype(wide));
+    out.restart_edge = at::empty(rows, q.options().dtype(at::kInt));
+    out.restart_mass = at::empty(rows, q.options().dtype(wide));
+    if (table.may_leave_rows(q.size(1))) {
+        out.o.zero_();
+        carry.has_value() ? out.mass.copy_(*carry) : out.mass.fill_(1);
+        out.restart_edge.zero_();
+        out.restart_mass.zero_();
+    }
+    ForwardParams params;
+    params.sizes = sizes_of(q, k, v);
+    params.options = {options.scale, options.mass_threshold, options.attend_current};
+    params.segments = table.data();
+    params.num_segments = table.size();
+    params.q = rows_of<const void*>(q);
+    params.k = rows_of<const void*>(k);
+    params.v = rows_of<const void*>(v);
+    params.o = rows_of<void*>(out.o);
+    params.o_dtype = dtype_of(o_type);
+    params.mass_in = data_or_null(carry);
+    params.mass_out = out.mass.data_ptr();
+    params.restart = {out.restart_edge.data_ptr<int32_t>(), out.restart_mass.data_ptr()};
+    kernels.forward(params, scope.stream());
+    return out;
+}
+
+at::Tensor block_backward(const at::Tensor& d_o, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          const std::optional<at::Tensor>& segments, const at::Tensor& restart_edge,
+                          const at::Tensor& restart_mass, const std::optional<at::Tensor>& mass_in,
+                          const std::optional<at::Tensor>& prefix_in, const BlockOptions& options,
+                          const BlockGradients& gradients) {
+    check_block(q, k, v, options);
+    check_rows("do", d_o);
+    TORCH_CHECK_TYPE(d_o.scalar_type() == q.scalar_type(), "do: dtype is ", d_o.scalar_type(), "; q's, ",
+                     q.scalar_type(), ", is needed");
+    TORCH_CHECK_VALUE(
+        d_o.size(0) == q.size(0) && d_o.size(1) == q.size(1) && d_o.size(2) == q.size(2) && d_o.size(3) == v.size(3),
+        "do: shape is ", d_o.sizes(), "; the output's is needed");
+    const at::ScalarType wide = accumulation_type(q);
+    check_row_values("restart_edge", restart_edge, q, at::kInt);
+    check_row_values("restart_mass", restart_mass, q, wide);
+    const dispatch::Kernels& kernels = kernels_for(q, v);
+    const SegmentTable table(segments, q, k);
+    const std::optional<at::Tensor> carry = row_values("mass_in", mass_in, q);
+    const std::optional<at::Tensor> prefix = row_values("prefix_in", prefix_in, q);
+    const at::Tensor edge = restart_edge.contiguous(), mass = restart_mass.contiguous();
+
+    const DeviceScope scope(q.device());
+    const at::Tensor prefix_out = prefix.has_value() ? prefix->clone() : at::zeros_like(mass);
+    BackwardParams params;
+    params.sizes = sizes_of(q, k, v);
+    params.options = {options.scale, options.mass_threshold, options.attend_current};
+    params.segments = table.data();
+    params.num_segments = table.size();
+    params.q = rows_of<const void*>(q);
+    params.k = rows_of<const void*>(k);
+    params.v = rows_of<const void*>(v);
+    params.d_o = rows_of<const void*>(d_o);
+    params.dq = rows_of<void*>(gradients.dq);
+    params.dk = rows_of<void*>(gradients.dk);
+    params.dv = rows_of<void*>(gradients.dv);
+    params.restart = {edge.data_ptr<int32_t>(), mass.data_ptr()};
+    params.mass_in = data_or_null(carry);
+    params.prefix_in = data_or_null(prefix);
+    params.prefix_out = prefix_out.data_ptr();
+    kernels.backward(params, scope.stream());
+    return prefix_out;
+}
+
+}  // namespace megatron_sb::ops

@@ -1,0 +1,51 @@
+// The block contract on tensors: check -> Params -> dispatch. No autograd here.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace megatron_sb::ops {
+
+struct BlockOptions {
+    double scale;
+    bool attend_current;
+    double mass_threshold;
+};
+
+struct BlockOutput {
+    at::Tensor o;             // (b, s, h, d_v), o_dtype
+    at::Tensor mass;          // (b, h, s), accumulation type
+    at::Tensor restart_edge;  // (b, h, s), int32
+    at::Tensor restart_mass;  // (b, h, s), accumulation type
+};
+
+// Gradients in the accumulation type, contiguous, added to.
+struct BlockGradients {
+    at::Tensor dq;  // (b, s, h, d)
+    at::Tensor dk;  // (b, s_k, h_kv, d)
+    at::Tensor dv;  // (b, s_k, h_kv, d_v)
+};
+
+// fp64 for fp64 tensors, fp32 for all others: masses, prefixes, partial outputs and gradients.
+at::ScalarType accumulation_type(const at::Tensor& q);
+
+// Zeros of the shapes and types that block_backward adds to.
+BlockGradients zero_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
+
+// q (b, s, h, d), k (b, s_k, h_kv, d), v (b, s_k, h_kv, d_v) with a unit last stride; segments int32 (n, 5) on the same
+// device, or none: one segment over all rows whose queries are the last s of the s_k positions. mass_in (b, h, s).
+// o comes in the accumulation type, or in `o_dtype` (that or q's). Rows of no segment: o = 0, mass = mass_in.
+BlockOutput block_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          const std::optional<at::Tensor>& segments, const std::optional<at::Tensor>& mass_in,
+                          const BlockOptions& options, std::optional<at::ScalarType> o_dtype = std::nullopt);
+
+// Adds this block's part to `gradients` and returns prefix_out (b, h, s). mass_in scales a restart that was made before
+// its carry was known; prefix_in is the sum of g over all older keys plus mass * dmass (absent: 0).
+at::Tensor block_backward(const at::Tensor& d_o, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          const std::optional<at::Tensor>& segments, const at::Tensor& restart_edge,
+                          const at::Tensor& restart_mass, const std::optional<at::Tensor>& mass_in,
+                          const std::optional<at::Tensor>& prefix_in, const BlockOptions& options,
+                          const BlockGradients& gradients);
+
+}  // namespace megatron_sb::ops

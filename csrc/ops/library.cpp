@@ -1,0 +1,62 @@
+// The operators on one screen. Shapes: q (b, s, h, d), k (b, s_k, h_kv, d), v (b, s_k, h_kv, d_v), o (b, s, h, d_v),
+// mass and all other values per row (b, h, s); packed: q (t, h, d), o (t, h, d_v), mass (h, t).
+// context_parallel_attention is registered with its plan in csrc/distributed.
+#include <torch/library.h>
+
+#include "ops/registration.h"
+
+TORCH_LIBRARY(megatron_sb, m) {
+    // What users call. Autograd and autocast included.
+    m.def(
+        "attention(Tensor q, Tensor k, Tensor v, *, float? scale=None, bool attend_current=False, "
+        "float mass_threshold=5.9604644775390625e-08) -> (Tensor o, Tensor mass)");
+    m.def(
+        "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? cu_seqlens_k=None, *, "
+        "float? scale=None, bool attend_current=False, float mass_threshold=5.9604644775390625e-08) "
+        "-> (Tensor o, Tensor mass)");
+
+    // The segment table (documents, 5) of a packed batch: {q_begin, q_len, k_begin, k_len, q_pos_minus_k_pos}.
+    m.def("segments(Tensor cu_seqlens, Tensor cu_seqlens_k, SymInt q_rows, SymInt k_rows) -> Tensor");
+
+    // The block contract (core/params.h), without autograd.
+    m.def(
+        "block_forward(Tensor q, Tensor k, Tensor v, Tensor? segments=None, Tensor? mass_in=None, *, float scale, "
+        "bool attend_current=False, float mass_threshold=5.9604644775390625e-08, ScalarType? out_dtype=None) "
+        "-> (Tensor o, Tensor mass_out, Tensor restart_edge, Tensor restart_mass)");
+    m.def(
+        "block_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor? segments, Tensor restart_edge, "
+        "Tensor restart_mass, Tensor? mass_in=None, Tensor? prefix_in=None, *, float scale, bool attend_current=False, "
+        "float mass_threshold=5.9604644775390625e-08) -> (Tensor dq, Tensor dk, Tensor dv, Tensor prefix_out)");
+
+    // What this build serves, in words.
+    m.def("describe_kernels() -> str", megatron_sb::ops::describe_kernels);
+}
+
+TORCH_LIBRARY_IMPL(megatron_sb, CompositeImplicitAutograd, m) {
+    m.impl("attention", megatron_sb::ops::attention);
+    m.impl("attention_varlen", megatron_sb::ops::attention_varlen);
+}
+
+#define SB_REGISTER_DEVICE(KEY)                                        \
+    TORCH_LIBRARY_IMPL(megatron_sb, KEY, m) {                          \
+        m.impl("segments", megatron_sb::ops::segments);                \
+        m.impl("block_forward", megatron_sb::ops::block_forward_op);   \
+        m.impl("block_backward", megatron_sb::ops::block_backward_op); \
+    }
+SB_REGISTER_DEVICE(CPU)
+SB_REGISTER_DEVICE(CUDA)
+
+TORCH_LIBRARY_IMPL(megatron_sb, Meta, m) {
+    m.impl("segments", megatron_sb::ops::segments_meta);
+    m.impl("block_forward", megatron_sb::ops::block_forward_meta);
+    m.impl("block_backward", megatron_sb::ops::block_backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(megatron_sb, AutocastCPU, m) {
+    m.impl("attention", megatron_sb::ops::attention_autocast<c10::DeviceType::CPU>);
+    m.impl("attention_varlen", megatron_sb::ops::attention_varlen_autocast<c10::DeviceType::CPU>);
+}
+TORCH_LIBRARY_IMPL(megatron_sb, AutocastCUDA, m) {
+    m.impl("attention", megatron_sb::ops::attention_autocast<c10::DeviceType::CUDA>);
+    m.impl("attention_varlen", megatron_sb::ops::attention_varlen_autocast<c10::DeviceType::CUDA>);
+}

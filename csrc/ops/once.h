@@ -1,0 +1,38 @@
+// Gradients that cannot be differentiated again, and say so only when somebody tries.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+namespace megatron_sb::ops {
+
+struct RefuseSecondDerivative : torch::autograd::Function<RefuseSecondDerivative> {
+    static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& gradient,
+                              torch::autograd::variable_list) {
+        return gradient.view_as(gradient);
+    }
+    static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                   const torch::autograd::variable_list&) {
+        TORCH_CHECK_NOT_IMPLEMENTED(false,
+                                    "stick-breaking attention has no second derivative: its gradients cannot be "
+                                    "differentiated again (double backward)");
+    }
+};
+
+// Runs `compute` without recording. Where the caller asked for a graph of the gradients (create_graph=True), they hang
+// on `sources` by a node that refuses.
+template <class Compute>
+torch::autograd::variable_list once_differentiable(const torch::autograd::variable_list& sources, Compute&& compute) {
+    const bool graph_wanted = at::GradMode::is_enabled();
+    torch::autograd::variable_list gradients;
+    {
+        const at::NoGradGuard no_grad;
+        gradients = compute();
+    }
+    if (graph_wanted)
+        for (at::Tensor& gradient : gradients)
+            if (gradient.defined()) gradient = RefuseSecondDerivative::apply(gradient, sources);
+    return gradients;
+}
+
+}  // namespace megatron_sb::ops

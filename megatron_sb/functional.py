@@ -1,0 +1,107 @@
+"""Stick-breaking attention on one device, dense and packed.
+
+z_ij = scale * q_j . k_i,  beta = sigmoid(z),  A_ij = beta_ij * prod_{i<k<j} (1 - beta_kj)     (paper eq. 1)
+o_j = sum_i A_ij v_i,      mass_j = prod_k (1 - beta_kj) = 1 - sum_i A_ij, the stick that is left
+"""
+
+import torch
+from torch import Tensor
+
+DEFAULT_MASS_THRESHOLD = 2.0**-24
+
+
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is {type(value).__name__}; a torch.Tensor is allowed")
+
+
+def _check_max_seqlen(name: str, max_seqlen: int | None, cu_seqlens: Tensor) -> None:
+    if max_seqlen is None or torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu" or cu_seqlens.dim() != 1:
+        return
+    longest = int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
+    if max_seqlen < longest:
+        raise ValueError(f"{name} is {max_seqlen}, but the longest document has {longest} positions")
+
+
+def stickbreaking_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    attend_current: bool = False,
+    mass_threshold: float = DEFAULT_MASS_THRESHOLD,
+    return_mass: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend by breaking a stick over the keys, newest first (Tan et al., arXiv 2410.17980, eq. 1).
+
+    Differentiable once; no position embedding is needed. Strides are taken as they are where the last one is 1.
+
+    Args:
+        q: (b, s, h, d), in bf16, fp16, fp32, or fp64 on CPU. d: a multiple of 8 up to 256.
+        k: (b, s_k, h_kv, d), s_k >= s: the queries are the last s positions. h is a multiple of h_kv; query head i
+            reads key head i // (h / h_kv).
+        v: (b, s_k, h_kv, d_v).
+        scale: factor of the logits; 1 / sqrt(d) by default.
+        attend_current: let position j attend to itself too (keys i <= j instead of i < j).
+        mass_threshold: a row whose mass is below this is used up; older keys that only such rows see are skipped.
+            Changes o by at most mass_threshold * max |v|. 0 turns skipping off.
+        return_mass: return the mass too.
+
+    Returns:
+        o (b, s, h, d_v) in q's dtype; with return_mass also mass (b, h, s), fp32 (fp64 for fp64). Once a row is used up
+        its mass is somewhere in [0, mass_threshold].
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is allowed, before anything runs.
+    """
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        _check_tensor(name, value)
+    o, mass = torch.ops.megatron_sb.attention(
+        q, k, v, scale=scale, attend_current=attend_current, mass_threshold=mass_threshold
+    )
+    return (o, mass) if return_mass else o
+
+
+def stickbreaking_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int | None = None,
+    *,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    scale: float | None = None,
+    attend_current: bool = False,
+    mass_threshold: float = DEFAULT_MASS_THRESHOLD,
+    return_mass: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Stick-breaking attention over packed documents, each by itself.
+
+    Args:
+        q: (t, h, d).
+        k: (t_k, h_kv, d).
+        v: (t_k, h_kv, d_v).
+        cu_seqlens: int32 (documents + 1,), where each document starts and the last one ends; starts at 0. Documents may
+            be empty. On a GPU the values are not read back: offsets beyond t are clamped.
+        max_seqlen: not needed; checked against cu_seqlens where that is on the CPU.
+        cu_seqlens_k: the same for the keys where they differ; per document the queries are the last of its keys.
+        max_seqlen_k: as max_seqlen, for the keys.
+        scale, attend_current, mass_threshold, return_mass: as in `stickbreaking_attention`.
+
+    Returns:
+        o (t, h, d_v) in q's dtype; with return_mass also mass (h, t), fp32 (fp64 for fp64). Rows beyond the last
+        document: o = 0, mass = 1, gradients 0.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its value and what is allowed, before anything runs.
+    """
+    for name, value in (("q", q), ("k", k), ("v", v), ("cu_seqlens", cu_seqlens)):
+        _check_tensor(name, value)
+    _check_max_seqlen("max_seqlen", max_seqlen, cu_seqlens)
+    _check_max_seqlen("max_seqlen_k", max_seqlen_k, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
+    o, mass = torch.ops.megatron_sb.attention_varlen(
+        q, k, v, cu_seqlens, cu_seqlens_k, scale=scale, attend_current=attend_current, mass_threshold=mass_threshold
+    )
+    return (o, mass) if return_mass else o
