@@ -32,6 +32,9 @@ const Kernels& find(const Request& request);
 // The table in words, a line an entry, fastest first.
 std::string describe();
 
+// The instruction set that the CPU kernels use here.
+std::string instruction_set();
+
 // True when this build holds CUDA code at all.
 bool built_with_cuda();
 

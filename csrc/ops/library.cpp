@@ -28,8 +28,9 @@ TORCH_LIBRARY(megatron_sb, m) {
         "Tensor restart_mass, Tensor? mass_in=None, Tensor? prefix_in=None, *, float scale, bool attend_current=False, "
         "float mass_threshold=5.9604644775390625e-08) -> (Tensor dq, Tensor dk, Tensor dv, Tensor prefix_out)");
 
-    // What this build serves, in words.
+    // What this build serves, in words, and the instruction set of its CPU kernels on this machine.
     m.def("describe_kernels() -> str", megatron_sb::ops::describe_kernels);
+    m.def("instruction_set() -> str", megatron_sb::ops::instruction_set);
 }
 
 TORCH_LIBRARY_IMPL(megatron_sb, CompositeImplicitAutograd, m) {

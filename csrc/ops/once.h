@@ -7,8 +7,8 @@
 namespace megatron_sb::ops {
 
 struct RefuseSecondDerivative : torch::autograd::Function<RefuseSecondDerivative> {
-    static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& gradient,
-                              torch::autograd::variable_list) {
+    // `sources` is a TensorList because Function::apply sees no tensors in a variable_list.
+    static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& gradient, at::TensorList) {
         return gradient.view_as(gradient);
     }
     static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
@@ -31,7 +31,7 @@ torch::autograd::variable_list once_differentiable(const torch::autograd::variab
     }
     if (graph_wanted)
         for (at::Tensor& gradient : gradients)
-            if (gradient.defined()) gradient = RefuseSecondDerivative::apply(gradient, sources);
+            if (gradient.defined()) gradient = RefuseSecondDerivative::apply(gradient, at::TensorList(sources));
     return gradients;
 }
 

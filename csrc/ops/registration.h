@@ -41,6 +41,7 @@ Four block_backward_op(const at::Tensor& d_o, const at::Tensor& q, const at::Ten
                        const OptionalTensor& mass_in, const OptionalTensor& prefix_in, double scale,
                        bool attend_current, double mass_threshold);
 std::string describe_kernels();
+std::string instruction_set();
 
 // fake.cpp: shapes and dtypes without values
 at::Tensor segments_meta(const at::Tensor& cu_seqlens, const at::Tensor& cu_seqlens_k, c10::SymInt q_rows,
