@@ -6,6 +6,7 @@
 
 #include <cmath>
 
+#include "ops/block.h"
 #include "ops/check.h"
 #include "ops/once.h"
 #include "ops/registration.h"
@@ -16,10 +17,6 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-at::Tensor unit_last_stride(const at::Tensor& x) {
-    return x.sym_stride(-1) == 1 ? x : x.contiguous();
-}
 
 // q, k, v as block_forward takes them; segments, or none for the dense form.
 class Attend : public torch::autograd::Function<Attend> {

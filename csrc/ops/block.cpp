@@ -130,6 +130,10 @@ at::ScalarType accumulation_type(const at::Tensor& q) {
     return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
+at::Tensor unit_last_stride(const at::Tensor& x) {
+    return x.sym_stride(-1) == 1 ? x : x.contiguous();
+}
+
 BlockGradients zero_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
     const auto zeros = [&](const at::Tensor& x) {
         return at::zeros_symint(x.sym_sizes(), x.options().dtype(accumulation_type(q)));

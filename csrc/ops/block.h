@@ -20,7 +20,7 @@ struct BlockOutput {
     at::Tensor restart_mass;  // (b, h, s), accumulation type
 };
 
-// Gradients in the accumulation type, contiguous, added to.
+// Gradients in the accumulation type, added to: any strides with a unit last one (views of larger tensors too).
 struct BlockGradients {
     at::Tensor dq;  // (b, s, h, d)
     at::Tensor dk;  // (b, s_k, h_kv, d)
@@ -29,6 +29,9 @@ struct BlockGradients {
 
 // fp64 for fp64 tensors, fp32 for all others: masses, prefixes, partial outputs and gradients.
 at::ScalarType accumulation_type(const at::Tensor& q);
+
+// x itself where its last stride is 1, as the kernels need it, or a contiguous copy.
+at::Tensor unit_last_stride(const at::Tensor& x);
 
 // Zeros of the shapes and types that block_backward adds to.
 BlockGradients zero_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);

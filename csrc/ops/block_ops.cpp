@@ -62,8 +62,12 @@ Four block_backward_op(const at::Tensor& d_o, const at::Tensor& q, const at::Ten
     return {gradients.dq, gradients.dk, gradients.dv, prefix_out};
 }
 
-std::string describe_kernels() { return dispatch::describe(); }
+std::string describe_kernels() {
+    return dispatch::describe();
+}
 
-std::string instruction_set() { return dispatch::instruction_set(); }
+std::string instruction_set() {
+    return dispatch::instruction_set();
+}
 
 }  // namespace megatron_sb::ops

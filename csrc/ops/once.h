@@ -29,9 +29,12 @@ torch::autograd::variable_list once_differentiable(const torch::autograd::variab
         const at::NoGradGuard no_grad;
         gradients = compute();
     }
-    if (graph_wanted)
-        for (at::Tensor& gradient : gradients)
-            if (gradient.defined()) gradient = RefuseSecondDerivative::apply(gradient, at::TensorList(sources));
+    if (!graph_wanted) return gradients;
+    torch::autograd::variable_list defined;  // a result that is not in the loss has no gradient
+    for (const at::Tensor& source : sources)
+        if (source.defined()) defined.push_back(source);
+    for (at::Tensor& gradient : gradients)
+        if (gradient.defined()) gradient = RefuseSecondDerivative::apply(gradient, at::TensorList(defined));
     return gradients;
 }
 

@@ -1,0 +1,124 @@
+#include "distributed/c10d_transport.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "core/error.h"
+
+namespace megatron_sb::distributed {
+namespace {
+
+using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
+
+// Runs `call` and puts what it throws into words that say what was under way.
+template <class Call>
+void guard(const std::string& what, const Call& call) {
+    try {
+        call();
+    } catch (const c10::Error& error) {
+        throw RuntimeFailure(concat(what, " failed: ", error.what_without_backtrace()));
+    } catch (const std::exception& error) {
+        throw RuntimeFailure(concat(what, " failed: ", error.what()));
+    }
+}
+
+class C10dPending final : public Pending {
+  public:
+    C10dPending(std::string what, Works works, std::vector<at::Tensor> tensors)
+        : what_(std::move(what)), works_(std::move(works)), tensors_(std::move(tensors)) {}
+
+    void wait() override {
+        guard(what_, [this] {
+            for (const auto& work : works_) work->wait();
+        });
+        tensors_.clear();
+    }
+
+  private:
+    std::string what_;
+    Works works_;
+    std::vector<at::Tensor> tensors_;
+};
+
+class C10dTransport final : public Transport {
+  public:
+    explicit C10dTransport(c10::intrusive_ptr<c10d::ProcessGroup> group) : group_(std::move(group)) {}
+
+    int rank() const override { return group_->getRank(); }
+    int size() const override { return group_->getSize(); }
+
+    c10::Device control_device() const override {
+        const std::vector<c10::Device> devices = group_->getDeviceTypes();
+        for (const c10::Device& device : devices) {
+            if (device.is_cpu()) return device;
+        }
+        return c10::impl::VirtualGuardImpl(devices.at(0).type()).getDevice();
+    }
+
+    std::unique_ptr<Pending> exchange(const std::vector<Message>& sends,
+                                      const std::vector<Message>& receives) override {
+        std::vector<at::Tensor> tensors;
+        std::string what = "exchange, sending to";
+        for (const Message& send : sends) {
+            tensors.push_back(send.tensor);
+            what += concat(" ", send.peer);
+        }
+        what += ", receiving from";
+        for (const Message& receive : receives) {
+            tensors.push_back(receive.tensor);
+            what += concat(" ", receive.peer);
+        }
+        return post(std::move(what), std::move(tensors), [&](Works& works) { post_messages(sends, receives, works); });
+    }
+
+    std::unique_ptr<Pending> all_gather(const at::Tensor& input, const at::Tensor& output) override {
+        return post("all_gather", {input, output}, [&](Works& works) {
+            at::Tensor from = input, to = output.flatten(0, 1);  // as gloo wants it
+            works.push_back(group_->_allgather_base(to, from));
+        });
+    }
+
+    std::unique_ptr<Pending> reduce_scatter_sum(const at::Tensor& input, const at::Tensor& output) override {
+        return post("reduce_scatter", {input, output}, [&](Works& works) {
+            at::Tensor from = input.flatten(0, 1), to = output;
+            works.push_back(group_->_reduce_scatter_base(to, from));
+        });
+    }
+
+  private:
+    // A message's tag is its place in the list. NCCL knows no tags, but takes both lists as one group in their order.
+    void post_messages(const std::vector<Message>& sends, const std::vector<Message>& receives, Works& works) {
+        const c10::DeviceType device = sends.at(0).tensor.device().type();
+        const bool coalesce = group_->getBackend(device)->supportsCoalescing();
+        if (coalesce) group_->startCoalescing(device);
+        for (size_t i = 0; i < sends.size(); ++i) {
+            std::vector<at::Tensor> tensor{sends[i].tensor};
+            works.push_back(group_->send(tensor, sends[i].peer, static_cast<int>(i)));
+        }
+        for (size_t i = 0; i < receives.size(); ++i) {
+            std::vector<at::Tensor> tensor{receives[i].tensor};
+            works.push_back(group_->recv(tensor, receives[i].peer, static_cast<int>(i)));
+        }
+        if (coalesce) works = {group_->endCoalescing(device)};
+    }
+
+    template <class Post>
+    std::unique_ptr<Pending> post(std::string what, std::vector<at::Tensor> tensors, const Post& post) {
+        what = concat("context parallelism, rank ", rank(), " of ", size(), ": ", what);
+        Works works;
+        guard(what, [&] { post(works); });
+        return std::make_unique<C10dPending>(std::move(what), std::move(works), std::move(tensors));
+    }
+
+    c10::intrusive_ptr<c10d::ProcessGroup> group_;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> c10d_transport(const std::string& group_name) {
+    return std::make_unique<C10dTransport>(c10d::resolve_process_group(group_name));
+}
+
+}  // namespace megatron_sb::distributed

@@ -1,0 +1,14 @@
+// The transport over a process group of torch.distributed, any backend: gloo for CPU tensors, NCCL for CUDA tensors.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "distributed/transport.h"
+
+namespace megatron_sb::distributed {
+
+// The group registered under a name (`group.group_name` in Python). Waits end within the group's own time-out.
+std::unique_ptr<Transport> c10d_transport(const std::string& group_name);
+
+}  // namespace megatron_sb::distributed

@@ -1,0 +1,173 @@
+// The forward meets the keys of each run newest to oldest and carries (o, mass) on; runs are joined at the end by the
+// fold (O, m) o (O', m') = (O + m O', m m'). The backward meets them oldest to newest and carries the prefix sum of g
+// on, which starts at mass * d_mass plus, for a run with older keys, dO . (their output).
+#include "distributed/driver.h"
+
+#include <ATen/ATen.h>
+
+namespace megatron_sb::distributed {
+namespace {
+
+using at::Tensor;
+
+struct Carry {
+    Tensor o;     // (b, rows, h, d_v)
+    Tensor mass;  // (b, h, rows)
+};
+
+const Tables& tables_of(const RankPlan& plan, Comm comm) {
+    return comm == Comm::kRing ? plan.ring : plan.gather;
+}
+
+std::unique_ptr<KeyFeed> make_feed(Transport& transport, const RankPlan& plan, Comm comm, plan::Pass pass,
+                                   const Tensor& k, const Tensor& v) {
+    if (comm == Comm::kRing) return make_ring_feed(transport, plan, pass, k, v);
+    return make_gather_feed(transport, plan, k, v);
+}
+
+Tensor rows_of(const Tensor& x, int64_t dim, const plan::Run& run) {
+    return x.narrow(dim, run.row_begin, run.num_rows);
+}
+
+// A value (b, h, rows) for each row of (b, rows, h, d).
+Tensor beside_rows(const Tensor& value) {
+    return value.transpose(1, 2).unsqueeze(-1);
+}
+
+std::optional<Tensor> if_defined(const Tensor& x) {
+    return x.defined() ? std::optional<Tensor>(x) : std::nullopt;
+}
+
+// The query heads that read a range of KV heads; dim is that of the heads.
+Tensor query_heads(const Tensor& x, int64_t dim, HeadRange heads, int64_t heads_per_kv_head) {
+    return x.narrow(dim, heads.begin * heads_per_kv_head, heads.count * heads_per_kv_head);
+}
+
+// Joins what the runs gave to each row of q; fills the record's mass_in and older_o.
+Carry fold(const Tables& tables, const std::vector<Carry>& carries, const Tensor& q, int64_t d_v, GroupRecord* record) {
+    const auto options = q.options().dtype(ops::accumulation_type(q));
+    const Carry whole{at::zeros({q.size(0), q.size(1), q.size(2), d_v}, options),
+                      at::ones({q.size(0), q.size(2), q.size(1)}, options)};
+    std::vector<Tensor> mass_out;  // by run: the mass at its older edge
+    for (size_t i = 0; i < carries.size(); ++i) {
+        const Tensor mass = rows_of(whole.mass, 2, tables.runs[i]);
+        if (record != nullptr) record->mass_in.push_back(i > 0 ? mass.clone() : Tensor());
+        mass_out.push_back(mass.mul_(carries[i].mass).clone());
+    }
+    if (record != nullptr) record->older_o.resize(carries.size());
+    for (size_t i = carries.size(); i-- > 0;) {
+        const Tensor o = rows_of(whole.o, 1, tables.runs[i]);
+        const bool oldest = i + 1 == carries.size();
+        if (record != nullptr && !oldest) record->older_o[i] = o * beside_rows(mass_out[i]);
+        oldest ? o.copy_(carries[i].o) : o.mul_(beside_rows(carries[i].mass)).add_(carries[i].o);
+    }
+    return whole;
+}
+
+}  // namespace
+
+Attended attend_forward(Transport& transport, const RankPlan& plan, Comm comm, const Tensor& q, const Tensor& k,
+                        const Tensor& v, const ops::BlockOptions& options, bool keep_record) {
+    const Tables& tables = tables_of(plan, comm);
+    const auto feed = make_feed(transport, plan, comm, plan::Pass::kForward, k, v);
+    const int64_t d = q.size(3), d_v = v.size(3);
+    Attended result;
+    std::vector<Tensor> o, mass;
+    for (int group = 0; group < feed->num_groups(); ++group) {
+        const Tensor q_group = query_heads(q, 2, feed->heads(group), q.size(2) / k.size(2));
+        GroupRecord record{
+            std::vector<Tensor>(tables.segments.size()), std::vector<Tensor>(tables.segments.size()), {}, {}};
+        std::vector<Carry> carries(tables.runs.size());
+        for (int step = 0; step < feed->num_steps(); ++step) {
+            for (const KeyBlock& block : feed->take()) {
+                if (!tables.segments[block.buffer].defined()) continue;
+                const int run = tables.run_of[block.buffer];
+                Carry& carry = carries[run];
+                const ops::BlockOutput out = ops::block_forward(
+                    rows_of(q_group, 1, tables.runs[run]), block.kv.narrow(3, 0, d), block.kv.narrow(3, d, d_v),
+                    tables.segments[block.buffer], if_defined(carry.mass), options);
+                record.restart_edge[block.buffer] = out.restart_edge;
+                record.restart_mass[block.buffer] = out.restart_mass;
+                carry = {carry.o.defined() ? carry.o.add_(out.o) : out.o, out.mass};
+            }
+        }
+        const Carry whole = fold(tables, carries, q_group, d_v, keep_record ? &record : nullptr);
+        o.push_back(whole.o.to(q.scalar_type()));
+        mass.push_back(whole.mass);
+        if (keep_record) result.record.push_back(std::move(record));
+    }
+    result.o = at::cat(o, 2).contiguous();
+    result.mass = at::cat(mass, 1).contiguous();
+    return result;
+}
+
+Gradients attend_backward(Transport& transport, const RankPlan& plan, Comm comm, const Tensor& d_o,
+                          const Tensor& d_mass, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& mass,
+                          const std::vector<GroupRecord>& record, const ops::BlockOptions& options) {
+    const Tables& tables = tables_of(plan, comm);
+    const auto feed = make_feed(transport, plan, comm, plan::Pass::kBackward, k, v);
+    const int64_t d = q.size(3), d_v = v.size(3), heads_per_kv_head = q.size(2) / k.size(2);
+    const auto wide = q.options().dtype(ops::accumulation_type(q));
+    const Tensor dq = at::zeros(q.sizes(), wide);
+    const Tensor oldest_prefix = d_mass.defined() ? mass * d_mass : at::zeros_like(mass);
+    for (int group = 0; group < feed->num_groups(); ++group) {
+        const HeadRange heads = feed->heads(group);
+        const GroupRecord& kept = record[group];
+        const auto rows = [&](const Tensor& x, const plan::Run& run) {
+            return rows_of(query_heads(x, 2, heads, heads_per_kv_head), 1, run);
+        };
+        std::vector<Tensor> prefix;  // by run
+        for (size_t i = 0; i < tables.runs.size(); ++i) {
+            prefix.push_back(rows_of(query_heads(oldest_prefix, 1, heads, heads_per_kv_head), 2, tables.runs[i]));
+            if (!kept.older_o[i].defined()) continue;
+            prefix[i] = prefix[i] + (rows(d_o, tables.runs[i]) * kept.older_o[i]).sum(-1).transpose(1, 2);
+        }
+        for (int step = 0; step < feed->num_steps(); ++step) {
+            std::vector<Tensor> gradients;
+            for (const KeyBlock& block : feed->take()) {
+                gradients.emplace_back();
+                if (!tables.segments[block.buffer].defined()) continue;
+                const int run = tables.run_of[block.buffer];
+                gradients.back() = at::zeros(block.kv.sizes(), wide);
+                prefix[run] = ops::block_backward(
+                    rows(d_o, tables.runs[run]), rows(q, tables.runs[run]), block.kv.narrow(3, 0, d),
+                    block.kv.narrow(3, d, d_v), tables.segments[block.buffer], kept.restart_edge[block.buffer],
+                    kept.restart_mass[block.buffer], if_defined(kept.mass_in[run]), prefix[run], options,
+                    {rows(dq, tables.runs[run]), gradients.back().narrow(3, 0, d), gradients.back().narrow(3, d, d_v)});
+            }
+            feed->give(std::move(gradients));
+        }
+    }
+    const Tensor dkv = feed->home().to(k.scalar_type());
+    return {dq.to(q.scalar_type()), dkv.narrow(3, 0, d), dkv.narrow(3, d, d_v)};
+}
+
+std::vector<Tensor> flatten(const std::vector<GroupRecord>& record) {
+    std::vector<Tensor> tensors;
+    for (const GroupRecord& group : record) {
+        for (const auto* part : {&group.restart_edge, &group.restart_mass, &group.mass_in, &group.older_o}) {
+            tensors.insert(tensors.end(), part->begin(), part->end());
+        }
+    }
+    return tensors;
+}
+
+std::vector<GroupRecord> unflatten(const RankPlan& plan, Comm comm, const std::vector<Tensor>& tensors) {
+    const Tables& tables = tables_of(plan, comm);
+    std::vector<GroupRecord> record;
+    for (auto at = tensors.begin(); at != tensors.end();) {
+        const auto take = [&at](size_t count) {
+            at += static_cast<std::ptrdiff_t>(count);
+            return std::vector<Tensor>(at - static_cast<std::ptrdiff_t>(count), at);
+        };
+        GroupRecord group;
+        group.restart_edge = take(tables.segments.size());
+        group.restart_mass = take(tables.segments.size());
+        group.mass_in = take(tables.runs.size());
+        group.older_o = take(tables.runs.size());
+        record.push_back(std::move(group));
+    }
+    return record;
+}
+
+}  // namespace megatron_sb::distributed

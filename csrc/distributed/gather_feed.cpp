@@ -1,0 +1,95 @@
+// all_gather: every rank sees the whole stream in order, a group of KV heads at a time; the next group travels under
+// this group's compute, and in the backward this group's gradients under the next one's.
+#include <ATen/ATen.h>
+
+#include "distributed/feed.h"
+#include "ops/block.h"
+
+namespace megatron_sb::distributed {
+namespace {
+
+// More groups hide more of the transfer and hold less memory; each must still fill the device with work.
+constexpr int64_t kMaxHeadGroups = 4;
+
+int64_t num_head_groups(int64_t num_kv_heads) {
+    return std::min(kMaxHeadGroups, num_kv_heads);
+}
+
+// A collective with rows first, (ranks * rows, b, heads, d + d_v), that becomes (b, ...) again when it is over.
+struct Collective {
+    at::Tensor output;
+    std::unique_ptr<Pending> pending;
+};
+
+class GatherFeed final : public KeyFeed {
+  public:
+    GatherFeed(Transport& transport, const RankPlan& plan, const at::Tensor& k, const at::Tensor& v)
+        : transport_(transport), plan_(plan), k_(k), v_(v), keys_(post(0)) {}
+
+    int num_groups() const override { return static_cast<int>(num_head_groups(k_.size(2))); }
+    int num_steps() const override { return 1; }
+
+    HeadRange heads(int group) const override {
+        const int64_t begin = k_.size(2) * group / num_groups();
+        return {begin, k_.size(2) * (group + 1) / num_groups() - begin};
+    }
+
+    std::vector<KeyBlock> take() override {
+        keys_.pending->wait();
+        const at::Tensor stream = keys_.output.index_select(0, plan_.to_stream).transpose(0, 1);
+        keys_ = ++group_ < num_groups() ? post(group_) : Collective{};
+        return {{0, stream}};
+    }
+
+    void give(std::vector<at::Tensor> gradients) override {
+        at::Tensor input = gradients[0];
+        if (!input.defined()) {
+            const int64_t rows = plan_.to_stream.numel();
+            input = at::zeros({k_.size(0), rows, heads(group_ - 1).count, k_.size(3) + v_.size(3)},
+                              k_.options().dtype(ops::accumulation_type(k_)));
+        }
+        input = input.transpose(0, 1).index_select(0, plan_.from_stream).unflatten(0, {transport_.size(), -1});
+        const at::Tensor output = at::empty(input.sizes().slice(1), input.options());
+        gradients_.push_back({output, transport_.reduce_scatter_sum(input, output)});
+    }
+
+    at::Tensor home() override {
+        std::vector<at::Tensor> groups;
+        for (const Collective& gradient : gradients_) {
+            gradient.pending->wait();
+            groups.push_back(gradient.output.transpose(0, 1));
+        }
+        return at::cat(groups, 2);
+    }
+
+  private:
+    Collective post(int group) {
+        const HeadRange range = heads(group);
+        const auto narrow = [&](const at::Tensor& x) { return x.narrow(2, range.begin, range.count).transpose(0, 1); };
+        const at::Tensor input = at::cat({narrow(k_), narrow(v_)}, -1).contiguous();
+        const at::Tensor output =
+            at::empty({transport_.size(), input.size(0), input.size(1), input.size(2), input.size(3)}, input.options());
+        return {output.flatten(0, 1), transport_.all_gather(input, output)};
+    }
+
+    Transport& transport_;
+    const RankPlan& plan_;
+    const at::Tensor k_, v_;
+    int group_ = 0;
+    Collective keys_;
+    std::vector<Collective> gradients_;
+};
+
+}  // namespace
+
+std::unique_ptr<KeyFeed> make_gather_feed(Transport& transport, const RankPlan& plan, const at::Tensor& k,
+                                          const at::Tensor& v) {
+    return std::make_unique<GatherFeed>(transport, plan, k, v);
+}
+
+int64_t gather_feed_bytes(int ranks, const at::Tensor& k, const at::Tensor& v) {
+    const int64_t alive = std::min<int64_t>(2, num_head_groups(k.size(2)));
+    return ranks * (k.nbytes() + v.nbytes()) * alive / num_head_groups(k.size(2));
+}
+
+}  // namespace megatron_sb::distributed

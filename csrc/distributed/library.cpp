@@ -1,0 +1,89 @@
+// The operators of context parallelism and their plan. A process group enters by its name.
+#include <ATen/autocast_mode.h>
+#include <torch/custom_class.h>
+#include <torch/library.h>
+
+#include <cmath>
+
+#include "distributed/registration.h"
+#include "ops/registration.h"
+
+namespace megatron_sb {
+namespace distributed {
+namespace {
+
+constexpr const char* kAttention = "megatron_sb::context_parallel_attention";
+
+// Under autocast q, k and v are cast to its dtype, as torch's own attention does.
+template <c10::DeviceType kDevice>
+std::tuple<at::Tensor, at::Tensor> attention_autocast(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                                      const PlanPointer& plan, const std::string& comm, double scale,
+                                                      bool attend_current, double mass_threshold) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(
+        at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+    const at::ScalarType type = at::autocast::get_autocast_dtype(kDevice);
+    const auto cast = [type](const at::Tensor& x) { return at::autocast::cached_cast(type, x, kDevice); };
+    static const auto op = ops::registered(kAttention, attention);
+    return op.call(cast(q), cast(k), cast(v), plan, comm, scale, attend_current, mass_threshold);
+}
+
+}  // namespace
+}  // namespace distributed
+
+std::tuple<at::Tensor, at::Tensor> context_parallel_attention(const at::Tensor& q, const at::Tensor& k,
+                                                              const at::Tensor& v,
+                                                              const c10::intrusive_ptr<ContextParallelPlan>& plan,
+                                                              const ContextParallelOptions& options) {
+    static const auto op = ops::registered(distributed::kAttention, distributed::attention);
+    const double scale = options.scale.value_or(1 / std::sqrt(static_cast<double>(q.size(-1))));
+    return op.call(q, k, v, plan, options.comm, scale, options.attend_current, options.mass_threshold);
+}
+
+at::Tensor shard_sequence(const at::Tensor& x, const std::string& group_name, int64_t dim, const std::string& layout,
+                          const std::optional<std::vector<int64_t>>& cu_seqlens, const std::string& packing) {
+    return distributed::shard(x, group_name, dim, layout, cu_seqlens, packing);
+}
+
+at::Tensor unshard_sequence(const at::Tensor& x_local, const std::string& group_name, int64_t dim,
+                            const std::string& layout, const std::optional<std::vector<int64_t>>& cu_seqlens,
+                            const std::string& packing) {
+    return distributed::unshard(x_local, group_name, dim, layout, cu_seqlens, packing);
+}
+
+}  // namespace megatron_sb
+
+TORCH_LIBRARY_FRAGMENT(megatron_sb, m) {
+    using megatron_sb::ContextParallelPlan;
+    m.class_<ContextParallelPlan>("ContextParallelPlan")
+        .def(torch::init<std::string, std::optional<int64_t>, std::optional<std::vector<int64_t>>, std::string,
+                         std::string, std::string>())
+        .def("group_name", [](const c10::intrusive_ptr<ContextParallelPlan>& plan) { return plan->group_name(); })
+        .def("rank", &ContextParallelPlan::rank)
+        .def("size", &ContextParallelPlan::size)
+        .def("seq_len", &ContextParallelPlan::seq_len)
+        .def("local_len", &ContextParallelPlan::local_len)
+        .def("packed", &ContextParallelPlan::packed)
+        .def("layout", &ContextParallelPlan::layout)
+        .def("packing", &ContextParallelPlan::packing);
+    m.def(
+        "context_parallel_attention(Tensor q, Tensor k, Tensor v, "
+        "__torch__.torch.classes.megatron_sb.ContextParallelPlan plan, str comm, float scale, bool attend_current, "
+        "float mass_threshold) -> (Tensor o, Tensor mass)");
+    m.def("shard_sequence(Tensor x, str group_name, int dim, str layout, int[]? cu_seqlens, str packing) -> Tensor");
+    m.def(
+        "unshard_sequence(Tensor x_local, str group_name, int dim, str layout, int[]? cu_seqlens, str packing) -> "
+        "Tensor");
+}
+
+TORCH_LIBRARY_IMPL(megatron_sb, CompositeImplicitAutograd, m) {
+    m.impl("context_parallel_attention", megatron_sb::distributed::attention);
+    m.impl("shard_sequence", megatron_sb::distributed::shard);
+    m.impl("unshard_sequence", megatron_sb::distributed::unshard);
+}
+
+TORCH_LIBRARY_IMPL(megatron_sb, AutocastCPU, m) {
+    m.impl("context_parallel_attention", megatron_sb::distributed::attention_autocast<c10::DeviceType::CPU>);
+}
+TORCH_LIBRARY_IMPL(megatron_sb, AutocastCUDA, m) {
+    m.impl("context_parallel_attention", megatron_sb::distributed::attention_autocast<c10::DeviceType::CUDA>);
+}

@@ -1,0 +1,140 @@
+#include "distributed/plan_state.h"
+
+#include <ATen/ATen.h>
+
+#include "core/error.h"
+#include "distributed/c10d_transport.h"
+
+namespace megatron_sb {
+namespace {
+
+using distributed::Field;
+using distributed::Transport;
+using CuSeqlens = std::optional<std::vector<int64_t>>;
+
+// FNV-1a.
+uint64_t checksum(const std::vector<int64_t>& values) {
+    uint64_t hash = 0xcbf29ce484222325;
+    for (const int64_t value : values) hash = (hash ^ static_cast<uint64_t>(value)) * 0x100000001b3;
+    return hash;
+}
+
+int64_t stream_rows(std::optional<int64_t> seq_len, const CuSeqlens& cu_seqlens) {
+    if (seq_len) return *seq_len;
+    if (!cu_seqlens) throw InvalidArgument("seq_len is missing; it is needed where cu_seqlens is not given");
+    return cu_seqlens->empty() ? 0 : cu_seqlens->back();
+}
+
+// Where lists of one length differ between the ranks, in words. Collective.
+std::string first_difference(Transport& transport, const std::vector<int64_t>& cu_seqlens) {
+    const c10::Device device = transport.control_device();
+    const at::Tensor mine = distributed::index_tensor(cu_seqlens, device);
+    at::Tensor all = at::empty({transport.size(), mine.numel()}, mine.options());
+    transport.all_gather(mine, all)->wait();
+    all = all.cpu();
+    for (int64_t i = 0; i < mine.numel(); ++i) {
+        for (int rank = 1; rank < transport.size(); ++rank) {
+            const auto at_zero = all[0][i].item<int64_t>(), here = all[rank][i].item<int64_t>();
+            if (here == at_zero) continue;
+            return concat("the ranks disagree on cu_seqlens of the plan: cu_seqlens[", i, "] is ", at_zero,
+                          " on rank 0 and ", here, " on rank ", rank);
+        }
+    }
+    return "the ranks disagree on cu_seqlens of the plan";
+}
+
+void agree_on_plan(Transport& transport, const std::optional<plan::Partition>& partition, plan::Packing packing,
+                   const CuSeqlens& cu_seqlens, const std::string& error) {
+    const auto text = [&](const auto& value) { return partition ? concat(value) : std::string(); };
+    const std::vector<int64_t> bounds = cu_seqlens.value_or(std::vector<int64_t>());
+    const std::vector<Field> fields = {
+        {"seq_len", text(partition ? partition->num_rows() : 0)},
+        {"layout", text(partition ? name_of(partition->layout()) : "")},
+        {"packing", text(cu_seqlens ? name_of(packing) : "no packing")},
+        {"the length of cu_seqlens", text(bounds.size())},
+        {"cu_seqlens", text(checksum(bounds))},
+    };
+    try {
+        agree(transport, "the plan", fields, error);
+    } catch (const distributed::Disagreement& disagreement) {
+        if (disagreement.field() != "cu_seqlens") throw;
+        throw InvalidArgument(first_difference(transport, bounds));
+    }
+}
+
+}  // namespace
+
+ContextParallelPlan::State::State(std::string group_name, int rank, plan::Partition partition, plan::Packing packing,
+                                  bool packed)
+    : group_name(std::move(group_name)),
+      rank(rank),
+      partition(std::move(partition)),
+      packing(packing),
+      packed(packed) {}
+
+std::shared_ptr<const distributed::RankPlan> ContextParallelPlan::State::on(c10::Device device) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto& plan = by_device_[device];
+    if (!plan) {
+        plan = std::make_shared<const distributed::RankPlan>(distributed::make_rank_plan(partition, rank, device));
+    }
+    return plan;
+}
+
+void ContextParallelPlan::State::agree_on_call(const std::vector<Field>& fields, const std::string& error) {
+    std::string key;
+    for (const Field& field : fields) key += field.value + "\n";
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (error.empty() && agreed_.count(key) > 0) return;
+    agree(*distributed::c10d_transport(group_name), "context_parallel_attention", fields, error);
+    agreed_.insert(key);
+}
+
+ContextParallelPlan::ContextParallelPlan(const std::string& group_name, std::optional<int64_t> seq_len,
+                                         CuSeqlens cu_seqlens, const std::string& layout, const std::string& packing,
+                                         const std::string& argument_error) {
+    const std::unique_ptr<Transport> transport = distributed::c10d_transport(group_name);
+    std::optional<plan::Partition> partition;
+    plan::Packing cut = plan::Packing::kPerDocument;
+    std::string error = argument_error;
+    try {
+        if (error.empty()) {
+            cut = plan::parse_packing(packing);
+            partition.emplace(plan::parse_layout(layout), cut, transport->size(), stream_rows(seq_len, cu_seqlens),
+                              cu_seqlens);
+        }
+    } catch (const InvalidArgument& refused) {
+        error = refused.what();
+    }
+    agree_on_plan(*transport, partition, cut, cu_seqlens, error);
+    state_ = std::make_unique<State>(group_name, transport->rank(), std::move(*partition), cut, cu_seqlens.has_value());
+}
+
+ContextParallelPlan::~ContextParallelPlan() = default;
+
+const std::string& ContextParallelPlan::group_name() const {
+    return state_->group_name;
+}
+int64_t ContextParallelPlan::rank() const {
+    return state_->rank;
+}
+int64_t ContextParallelPlan::size() const {
+    return state_->partition.size();
+}
+int64_t ContextParallelPlan::seq_len() const {
+    return state_->partition.num_rows();
+}
+int64_t ContextParallelPlan::local_len() const {
+    return state_->partition.num_local_rows();
+}
+bool ContextParallelPlan::packed() const {
+    return state_->packed;
+}
+std::string ContextParallelPlan::layout() const {
+    return plan::name_of(state_->partition.layout());
+}
+std::string ContextParallelPlan::packing() const {
+    return plan::name_of(state_->packing);
+}
+
+}  // namespace megatron_sb

@@ -1,0 +1,48 @@
+// What one rank's calls need of a partition, as tensors on one device.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "plan/itinerary.h"
+#include "plan/partition.h"
+#include "plan/schedule.h"
+
+namespace megatron_sb::distributed {
+
+// Some rows of a local buffer: one stretch, or a list where they are not.
+struct RowSet {
+    int64_t begin;
+    int64_t count;
+    at::Tensor list;  // int64; undefined: [begin, begin + count)
+
+    at::Tensor of(const at::Tensor& x) const;  // those rows of x (b, rows, ..), a view where it can be
+    void put(const at::Tensor& x, const at::Tensor& value) const;  // writes them
+};
+
+// plan::Itinerary with its tables on the device: int32 (segments, 5), undefined where there is nothing to compute.
+struct Tables {
+    std::vector<plan::Run> runs;  // newest to oldest
+    std::vector<int> run_of;      // by key buffer
+    std::vector<at::Tensor> segments;
+};
+
+struct RankPlan {
+    plan::Schedule schedule;
+    int rank;
+    Tables ring;                // key buffers: the chunks
+    Tables gather;              // key buffer: the stream
+    std::vector<RowSet> lanes;  // this rank's chunk of each lane, in its local buffer
+    // Row i of the stream is row to_stream[i] of the local buffers of all ranks, one after the other; from_stream is
+    // the inverse.
+    at::Tensor to_stream;
+    at::Tensor from_stream;
+};
+
+RankPlan make_rank_plan(const plan::Partition& partition, int rank, c10::Device device);
+
+at::Tensor index_tensor(const std::vector<int64_t>& rows, c10::Device device);
+at::Tensor inverse_permutation(const at::Tensor& permutation);
+
+}  // namespace megatron_sb::distributed

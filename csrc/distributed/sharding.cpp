@@ -1,0 +1,134 @@
+// From the whole stream to a rank's rows and back. Gradients are those of the sum of all ranks' losses: the backward of
+// shard gathers, and that of unshard, its adjoint, sums over the ranks.
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "distributed/agreement.h"
+#include "distributed/c10d_transport.h"
+#include "distributed/rank_plan.h"
+#include "distributed/registration.h"
+#include "ops/block.h"
+#include "ops/once.h"
+#include "plan/partition.h"
+
+namespace megatron_sb::distributed {
+namespace {
+
+using CuSeqlens = std::optional<std::vector<int64_t>>;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+int64_t checked_dim(const at::Tensor& x, int64_t dim) {
+    TORCH_CHECK_VALUE(dim >= -x.dim() && dim < x.dim(), "dim = ", dim, " is out of range for a tensor of ", x.dim(),
+                      " dimensions");
+    return dim < 0 ? dim + x.dim() : dim;
+}
+
+// x_local (.., rows, ..) of all ranks -> (.., ranks * rows, ..) in the order of the stream.
+at::Tensor gather_rows(const at::Tensor& x_local, const std::string& group_name, int64_t dim,
+                       const at::Tensor& from_stream) {
+    const auto transport = c10d_transport(group_name);
+    const at::Tensor input = x_local.movedim(dim, 0).contiguous();
+    std::vector<int64_t> sizes = input.sizes().vec();
+    sizes.insert(sizes.begin(), transport->size());
+    const at::Tensor output = at::empty(sizes, input.options());
+    transport->all_gather(input, output)->wait();
+    return output.flatten(0, 1).index_select(0, inverse_permutation(from_stream)).movedim(0, dim);
+}
+
+// The sum over ranks of x (.., rows, ..), of which each gets its own rows.
+at::Tensor scatter_rows(const at::Tensor& x, const std::string& group_name, int64_t dim,
+                        const at::Tensor& from_stream) {
+    const auto transport = c10d_transport(group_name);
+    const at::Tensor rows = x.movedim(dim, 0).index_select(0, from_stream).to(ops::accumulation_type(x));
+    const at::Tensor input = rows.contiguous().unflatten(0, {transport->size(), -1});
+    const at::Tensor output = at::empty(input.sizes().slice(1), input.options());
+    transport->reduce_scatter_sum(input, output)->wait();
+    return output.to(x.scalar_type()).movedim(0, dim);
+}
+
+class Shard : public torch::autograd::Function<Shard> {
+  public:
+    static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const std::string& group_name, int64_t dim,
+                              const at::Tensor& from_stream, int64_t rank, int64_t num_local_rows) {
+        ctx->save_for_backward({from_stream});
+        ctx->saved_data["group_name"] = group_name;
+        ctx->saved_data["dim"] = dim;
+        return x.index_select(dim, from_stream.narrow(0, rank * num_local_rows, num_local_rows));
+    }
+
+    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+        return ops::once_differentiable(grads, [&]() -> variable_list {
+            return {gather_rows(grads[0], ctx->saved_data["group_name"].toStringRef(), ctx->saved_data["dim"].toInt(),
+                                ctx->get_saved_variables()[0]),
+                    {},
+                    {},
+                    {},
+                    {},
+                    {}};
+        });
+    }
+};
+
+class Unshard : public torch::autograd::Function<Unshard> {
+  public:
+    static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x_local, const std::string& group_name,
+                              int64_t dim, const at::Tensor& from_stream) {
+        ctx->save_for_backward({from_stream});
+        ctx->saved_data["group_name"] = group_name;
+        ctx->saved_data["dim"] = dim;
+        return gather_rows(x_local, group_name, dim, from_stream);
+    }
+
+    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+        return ops::once_differentiable(grads, [&]() -> variable_list {
+            return {scatter_rows(grads[0], ctx->saved_data["group_name"].toStringRef(), ctx->saved_data["dim"].toInt(),
+                                 ctx->get_saved_variables()[0]),
+                    {},
+                    {},
+                    {}};
+        });
+    }
+};
+
+plan::Partition partition_of(int ranks, int64_t rows, const std::string& layout, const CuSeqlens& cu_seqlens,
+                             const std::string& packing) {
+    return {plan::parse_layout(layout), plan::parse_packing(packing), ranks, rows, cu_seqlens};
+}
+
+}  // namespace
+
+at::Tensor shard(const at::Tensor& x, const std::string& group_name, int64_t dim, const std::string& layout,
+                 const CuSeqlens& cu_seqlens, const std::string& packing) {
+    dim = checked_dim(x, dim);
+    const auto transport = c10d_transport(group_name);
+    const plan::Partition partition = partition_of(transport->size(), x.size(dim), layout, cu_seqlens, packing);
+    return Shard::apply(x, group_name, dim, index_tensor(partition.gathered_positions(), x.device()), transport->rank(),
+                        partition.num_local_rows());
+}
+
+at::Tensor unshard(const at::Tensor& x_local, const std::string& group_name, int64_t dim, const std::string& layout,
+                   const CuSeqlens& cu_seqlens, const std::string& packing) {
+    const auto transport = c10d_transport(group_name);
+    std::vector<int64_t> from_stream;
+    std::string error;
+    try {
+        dim = checked_dim(x_local, dim);
+        from_stream =
+            partition_of(transport->size(), x_local.size(dim) * transport->size(), layout, cu_seqlens, packing)
+                .gathered_positions();
+    } catch (const c10::Error& refused) {
+        error = refused.what_without_backtrace();
+    } catch (const InvalidArgument& refused) {
+        error = refused.what();
+    }
+    const std::vector<Field> fields = {{"x_local's shape", concat(x_local.sizes())},
+                                       {"x_local's dtype", concat(x_local.scalar_type())},
+                                       {"dim", concat(dim)},
+                                       {"layout", layout},
+                                       {"packing", packing}};
+    agree(*transport, "unshard_sequence", fields, error);
+    return Unshard::apply(x_local, group_name, dim, index_tensor(from_stream, x_local.device()));
+}
+
+}  // namespace megatron_sb::distributed

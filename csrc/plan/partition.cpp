@@ -1,0 +1,167 @@
+#include "plan/partition.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "core/error.h"
+
+namespace megatron_sb::plan {
+namespace {
+
+constexpr const char* kLayoutNames[] = {"zigzag", "contiguous"};
+constexpr const char* kPackingNames[] = {"per_document", "whole_stream"};
+
+int parse_name(const char* argument, const std::string& name, const char* const (&names)[2]) {
+    for (int i = 0; i < 2; ++i) {
+        if (name == names[i]) return i;
+    }
+    throw InvalidArgument(
+        concat(argument, " = \"", name, "\" is unknown; allowed: \"", names[0], "\", \"", names[1], "\""));
+}
+
+void check_cu_seqlens(const std::vector<int64_t>& cu_seqlens, int64_t seq_len) {
+    if (cu_seqlens.empty()) throw InvalidArgument("cu_seqlens is empty; it holds number of documents + 1 entries");
+    if (cu_seqlens[0] != 0) throw InvalidArgument(concat("cu_seqlens[0] = ", cu_seqlens[0], "; it must be 0"));
+    for (size_t i = 1; i < cu_seqlens.size(); ++i) {
+        if (cu_seqlens[i] < cu_seqlens[i - 1]) {
+            throw InvalidArgument(concat("cu_seqlens must not decrease; cu_seqlens[", i - 1, "] = ", cu_seqlens[i - 1],
+                                         ", cu_seqlens[", i, "] = ", cu_seqlens[i]));
+        }
+    }
+    if (cu_seqlens.back() > seq_len) {
+        throw InvalidArgument(concat("cu_seqlens ends at ", cu_seqlens.back(), ", beyond seq_len = ", seq_len));
+    }
+}
+
+void append(std::vector<Piece>& pieces, int document, int64_t document_begin, int64_t from, int64_t to) {
+    if (from >= to) return;
+    const int32_t begin = pieces.empty() ? 0 : pieces.back().begin + pieces.back().length;
+    pieces.push_back({document, static_cast<int32_t>(from - document_begin), static_cast<int32_t>(from), begin,
+                      static_cast<int32_t>(to - from)});
+}
+
+}  // namespace
+
+Layout parse_layout(const std::string& name) {
+    return static_cast<Layout>(parse_name("layout", name, kLayoutNames));
+}
+Packing parse_packing(const std::string& name) {
+    return static_cast<Packing>(parse_name("packing", name, kPackingNames));
+}
+const char* name_of(Layout layout) {
+    return kLayoutNames[static_cast<int>(layout)];
+}
+const char* name_of(Packing packing) {
+    return kPackingNames[static_cast<int>(packing)];
+}
+
+Partition::Partition(Layout layout, Packing packing, int size, int64_t seq_len,
+                     const std::optional<std::vector<int64_t>>& cu_seqlens)
+    : layout_(layout), packing_(packing), size_(size) {
+    if (size < 1) throw InvalidArgument(concat("a context-parallel group of size ", size, "; it must be 1 or more"));
+    if (seq_len < 1 || seq_len > std::numeric_limits<int32_t>::max()) {
+        throw InvalidArgument(concat("seq_len = ", seq_len, "; allowed: 1 to 2^31 - 1"));
+    }
+    if (cu_seqlens) check_cu_seqlens(*cu_seqlens, seq_len);
+    bounds_ = cu_seqlens.value_or(std::vector<int64_t>{0, seq_len});
+    num_documents_ = static_cast<int>(bounds_.size()) - 1;
+    if (bounds_.back() < seq_len) bounds_.push_back(seq_len);
+    check_lengths(cu_seqlens.has_value());
+}
+
+void Partition::check_lengths(bool packed) const {
+    const int multiple = num_chunks();
+    const auto refuse = [&](const std::string& what) {
+        throw InvalidArgument(concat(what, " must be a multiple of ", multiple, " (layout \"", name_of(layout_),
+                                     "\" over ", size_, size_ == 1 ? " rank" : " ranks", ")"));
+    };
+    if (!packed || packing_ == Packing::kWholeStream) {
+        if (num_rows() % multiple != 0) refuse(concat("seq_len = ", num_rows()));
+        return;
+    }
+    for (size_t i = 0; i + 1 < bounds_.size(); ++i) {
+        const int64_t length = bounds_[i + 1] - bounds_[i];
+        if (length % multiple == 0) continue;
+        if (static_cast<int>(i) == num_documents_) {
+            refuse(concat("the ", length, " rows from cu_seqlens[-1] = ", bounds_[i], " to seq_len = ", num_rows()));
+        }
+        refuse(concat("document ", i, " (cu_seqlens ", bounds_[i], " to ", bounds_[i + 1], ") has length ", length,
+                      ", which with packing \"per_document\""));
+    }
+}
+
+std::vector<int> Partition::chunks_of(int rank) const {
+    if (layout_ == Layout::kContiguous) return {rank};
+    return {rank, 2 * size_ - 1 - rank};
+}
+
+std::vector<Piece> Partition::stream() const {
+    std::vector<Piece> pieces;
+    for (size_t i = 0; i + 1 < bounds_.size(); ++i) append(pieces, i, bounds_[i], bounds_[i], bounds_[i + 1]);
+    return pieces;
+}
+
+std::vector<Piece> Partition::chunk(int chunk) const {
+    std::vector<Piece> pieces;
+    const int64_t chunk_rows = num_rows() / num_chunks();
+    for (size_t i = 0; i + 1 < bounds_.size(); ++i) {
+        const int64_t begin = bounds_[i], end = bounds_[i + 1], part = (end - begin) / num_chunks();
+        if (packing_ == Packing::kPerDocument) {
+            append(pieces, i, begin, begin + chunk * part, begin + (chunk + 1) * part);
+        } else {
+            append(pieces, i, begin, std::max(begin, chunk * chunk_rows), std::min(end, (chunk + 1) * chunk_rows));
+        }
+    }
+    return pieces;
+}
+
+std::vector<Piece> Partition::local(int rank) const {
+    std::vector<Piece> pieces;
+    for (const int held : chunks_of(rank)) {
+        const std::vector<Piece> part = chunk(held);
+        pieces.insert(pieces.end(), part.begin(), part.end());
+    }
+    if (packing_ == Packing::kPerDocument) {
+        std::stable_sort(pieces.begin(), pieces.end(),
+                         [](const Piece& a, const Piece& b) { return a.document < b.document; });
+    }
+    int32_t begin = 0;
+    for (Piece& piece : pieces) {
+        piece.begin = begin;
+        begin += piece.length;
+    }
+    return pieces;
+}
+
+std::vector<int64_t> Partition::local_positions(int rank) const {
+    std::vector<int64_t> rows;
+    rows.reserve(num_local_rows());
+    for (const Piece& piece : local(rank)) {
+        for (int32_t i = 0; i < piece.length; ++i) rows.push_back(piece.stream_row + i);
+    }
+    return rows;
+}
+
+std::vector<int64_t> Partition::gathered_positions() const {
+    std::vector<int64_t> rows;
+    rows.reserve(num_rows());
+    for (int rank = 0; rank < size_; ++rank) {
+        const std::vector<int64_t> part = local_positions(rank);
+        rows.insert(rows.end(), part.begin(), part.end());
+    }
+    return rows;
+}
+
+std::vector<int64_t> Partition::chunk_rows(int rank, int chunk) const {
+    const std::vector<Piece> buffer = local(rank);
+    std::vector<int64_t> rows;
+    auto here = buffer.begin();
+    for (const Piece& piece : this->chunk(chunk)) {
+        here = std::find_if(here, buffer.end(), [&](const Piece& held) { return held.stream_row == piece.stream_row; });
+        if (here == buffer.end()) throw InvalidArgument(concat("rank ", rank, " does not hold chunk ", chunk));
+        for (int32_t i = 0; i < piece.length; ++i) rows.push_back(here->begin + i);
+    }
+    return rows;
+}
+
+}  // namespace megatron_sb::plan

@@ -1,0 +1,102 @@
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "core/error.h"
+#include "distributed/agreement.h"
+#include "ranks.h"
+
+namespace megatron_sb::distributed {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::steady_clock;
+
+TEST(InProcessTransport, ExchangesInOrderWithBothNeighbours) {
+    for (const int size : {2, 3, 5}) {
+        run_ranks_or_throw(size, [size](Transport& transport) {
+            const int rank = transport.rank(), next = (rank + 1) % size, previous = (rank + size - 1) % size;
+            for (int step = 0; step < 3; ++step) {
+                const at::Tensor up = at::full({2}, 10 * rank + step), down = at::full({3}, -10 * rank - step);
+                const at::Tensor from_below = at::empty_like(up), from_above = at::empty_like(down);
+                transport.exchange({{next, up}, {previous, down}}, {{previous, from_below}, {next, from_above}})
+                    ->wait();
+                EXPECT_EQ(from_below[0].item<int>(), 10 * previous + step);
+                EXPECT_EQ(from_above[0].item<int>(), -10 * next - step);
+            }
+        });
+    }
+}
+
+TEST(InProcessTransport, GathersAndReduceScatters) {
+    run_ranks_or_throw(3, [](Transport& transport) {
+        const int rank = transport.rank();
+        const at::Tensor all = at::empty({3, 2}), mine = at::full({2}, rank, at::kFloat);
+        transport.all_gather(mine, all)->wait();
+        EXPECT_TRUE(all.equal(at::tensor({0.F, 0.F, 1.F, 1.F, 2.F, 2.F}).view({3, 2})));
+        const at::Tensor sum = at::empty({2});
+        transport.reduce_scatter_sum(all * (rank + 1), sum)->wait();
+        EXPECT_TRUE(sum.equal(at::full({2}, 6 * rank, at::kFloat)));
+    });
+}
+
+TEST(InProcessTransport, ALostPeerEndsTheWait) {
+    const auto start = steady_clock::now();
+    const auto thrown = run_ranks(
+        3,
+        [](Transport& transport) {
+            if (transport.rank() == 1) return;
+            const at::Tensor mine = at::zeros({2}), all = at::empty({3, 2});
+            transport.all_gather(mine, all)->wait();
+        },
+        milliseconds(200));
+    EXPECT_LT(steady_clock::now() - start, milliseconds(5000));
+    EXPECT_EQ(message_of<RuntimeFailure>(thrown[0]), "rank 0 of 3 waited 200 ms for rank 1");
+    EXPECT_FALSE(thrown[1]);
+    EXPECT_EQ(message_of<RuntimeFailure>(thrown[2]), "rank 2 of 3 waited 200 ms for rank 1");
+}
+
+TEST(InProcessTransport, AnotherShapeIsAnError) {
+    const auto thrown = run_ranks(2, [](Transport& transport) {
+        const int peer = 1 - transport.rank();
+        const at::Tensor mine = at::zeros({2 + transport.rank()}), theirs = at::empty({2});
+        transport.exchange({{peer, mine}}, {{peer, theirs}})->wait();
+    });
+    EXPECT_EQ(message_of<RuntimeFailure>(thrown[0]),
+              "rank 0 got CPUFloatType [3] from rank 1 and expected CPUFloatType [2]");
+    EXPECT_FALSE(thrown[1]);
+}
+
+TEST(Agreement, PassesWhereAllMeanTheSame) {
+    run_ranks_or_throw(4, [](Transport& transport) { agree(transport, "the test", {{"a", "1"}, {"b", "x"}}, ""); });
+}
+
+TEST(Agreement, NamesFieldRanksAndValuesOnEveryRank) {
+    const auto thrown = run_ranks(4, [](Transport& transport) {
+        agree(transport, "the test", {{"a", "1"}, {"b", transport.rank() == 2 ? "y" : "x"}}, "");
+    });
+    for (const auto& error : thrown) {
+        EXPECT_EQ(message_of<Disagreement>(error), "the ranks disagree on b of the test: rank 0 has x, rank 2 has y");
+    }
+}
+
+TEST(Agreement, OneRanksErrorIsEveryRanksError) {
+    const auto thrown = run_ranks(3, [](Transport& transport) {
+        agree(transport, "the test", {{"a", transport.rank() == 1 ? "" : "1"}},
+              transport.rank() == 1 ? "a is missing" : "");
+    });
+    EXPECT_EQ(message_of<InvalidArgument>(thrown[0]), "the test was refused on rank 1: a is missing");
+    EXPECT_EQ(message_of<InvalidArgument>(thrown[1]), "a is missing");
+    EXPECT_EQ(message_of<InvalidArgument>(thrown[2]), "the test was refused on rank 1: a is missing");
+}
+
+// A message longer than its place is cut, not lost.
+TEST(Agreement, LongMessagesAreCut) {
+    const auto thrown = run_ranks(2, [](Transport& transport) {
+        agree(transport, "the test", {}, transport.rank() == 1 ? std::string(5000, 'x') : "");
+    });
+    const std::string seen = message_of<InvalidArgument>(thrown[0]);
+    EXPECT_EQ(seen, "the test was refused on rank 1: " + std::string(1023, 'x'));
+}
+
+}  // namespace
+}  // namespace megatron_sb::distributed

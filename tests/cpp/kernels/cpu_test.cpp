@@ -1,0 +1,261 @@
+// The CPU kernels through raw pointers, every instruction set that this machine runs, against the definition in
+// float64.
+#include "kernels/cpu/cpu.h"
+
+#include <gtest/gtest.h>
+
+#include <limits>
+
+#include "kernels/oracle.h"
+
+namespace megatron_sb::cpu {
+namespace {
+
+struct Level {
+    const char* name;
+    void (*forward)(const ForwardParams&);
+    void (*backward)(const BackwardParams&);
+    bool runs_here;
+};
+
+std::vector<Level> levels() {
+    std::vector<Level> all = {{"baseline", baseline::block_forward, baseline::block_backward, true}};
+#if defined(__x86_64__)
+    all.push_back({"avx2", avx2::block_forward, avx2::block_backward,
+                   __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")});
+    all.push_back({"avx512", avx512::block_forward, avx512::block_backward,
+                   __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")});
+#endif
+    return all;
+}
+
+template <class T>
+constexpr Dtype kDtypeOf = sizeof(T) == 8 ? Dtype::kFloat64 : Dtype::kFloat32;
+
+template <class T>
+const T kPoison = std::numeric_limits<T>::quiet_NaN();
+
+// One head, one batch element; keys [k_begin, k_end) of the problem.
+template <class T>
+struct Block {
+    const oracle::Problem& p;
+    int k_begin, k_rows;
+    double mass_threshold;
+    std::vector<T> q, k, v, d_o, o, mass_out, restart_mass, dq, dk, dv, prefix_out;
+    std::vector<int32_t> restart_edge;
+    Segment segment;
+
+    Block(const oracle::Problem& problem, int begin, int end, double threshold = 0)
+        : p(problem),
+          k_begin(begin),
+          k_rows(end - begin),
+          mass_threshold(threshold),
+          q(p.q.begin(), p.q.end()),
+          k(p.k.begin() + begin * p.d, p.k.begin() + end * p.d),
+          v(p.v.begin() + begin * p.d_v, p.v.begin() + end * p.d_v),
+          d_o(p.d_o.begin(), p.d_o.end()),
+          o(p.q_rows * p.d_v, kPoison<T>),
+          mass_out(p.q_rows, kPoison<T>),
+          restart_mass(p.q_rows, kPoison<T>),
+          dq(p.q_rows * p.d),
+          dk(k_rows * p.d),
+          dv(k_rows * p.d_v),
+          prefix_out(p.q_rows, kPoison<T>),
+          restart_edge(p.q_rows, -1),
+          segment{0, p.q_rows, 0, k_rows, p.q_pos_minus_k_pos - begin} {}
+
+    Sizes sizes() const { return {kDtypeOf<T>, 1, 1, 1, p.q_rows, k_rows, p.d, p.d_v}; }
+    Options options() const { return {p.scale, mass_threshold, p.attend_current}; }
+
+    void forward(const Level& level, const T* mass_in = nullptr) {
+        ForwardParams params;
+        params.sizes = sizes();
+        params.options = options();
+        params.segments = &segment;
+        params.num_segments = 1;
+        params.q = {q.data(), 0, p.d, 0};
+        params.k = {k.data(), 0, p.d, 0};
+        params.v = {v.data(), 0, p.d_v, 0};
+        params.o = {o.data(), 0, p.d_v, 0};
+        params.o_dtype = kDtypeOf<T>;
+        params.mass_in = mass_in;
+        params.mass_out = mass_out.data();
+        params.restart = {restart_edge.data(), restart_mass.data()};
+        level.forward(params);
+    }
+
+    void backward(const Level& level, const T* prefix_in, const T* mass_in = nullptr) {
+        BackwardParams params;
+        params.sizes = sizes();
+        params.options = options();
+        params.segments = &segment;
+        params.num_segments = 1;
+        params.q = {q.data(), 0, p.d, 0};
+        params.k = {k.data(), 0, p.d, 0};
+        params.v = {v.data(), 0, p.d_v, 0};
+        params.d_o = {d_o.data(), 0, p.d_v, 0};
+        params.dq = {dq.data(), 0, p.d, 0};
+        params.dk = {dk.data(), 0, p.d, 0};
+        params.dv = {dv.data(), 0, p.d_v, 0};
+        params.restart = {restart_edge.data(), restart_mass.data()};
+        params.mass_in = mass_in;
+        params.prefix_in = prefix_in;
+        params.prefix_out = prefix_out.data();
+        level.backward(params);
+    }
+};
+
+template <class T>
+oracle::Vector wide(const std::vector<T>& x) {
+    return oracle::Vector(x.begin(), x.end());
+}
+
+template <class T>
+std::vector<T> prefix_of(const oracle::Problem& p, const oracle::Answer& answer) {
+    std::vector<T> prefix(p.q_rows);
+    for (int j = 0; j < p.q_rows; ++j) prefix[j] = T(answer.mass[j] * p.d_mass[j]);
+    return prefix;
+}
+
+class CpuKernels : public testing::TestWithParam<Level> {
+  protected:
+    void SetUp() override {
+        if (!GetParam().runs_here) GTEST_SKIP() << "this machine has no " << GetParam().name;
+    }
+};
+
+template <class T>
+void expect_answer(const Level& level, const oracle::Problem& p, double tolerance) {
+    const oracle::Answer want = oracle::solve(p);
+    Block<T> block(p, 0, p.k_rows);
+    block.forward(level);
+    const std::vector<T> prefix = prefix_of<T>(p, want);
+    block.backward(level, prefix.data());
+    EXPECT_LT(oracle::relative_error(wide(block.o), want.o), tolerance);
+    EXPECT_LT(oracle::relative_error(wide(block.mass_out), want.mass, 0x1p-126), tolerance);
+    EXPECT_LT(oracle::relative_error(wide(block.dq), want.dq), tolerance);
+    EXPECT_LT(oracle::relative_error(wide(block.dk), want.dk), tolerance);
+    EXPECT_LT(oracle::relative_error(wide(block.dv), want.dv), tolerance);
+}
+
+TEST_P(CpuKernels, AgreeWithTheDefinitionAtRaggedLengths) {
+    unsigned seed = 0;
+    for (const int rows : {1, 2, 3, 4, 5, 63, 64, 65, 127, 130})
+        for (const bool attend_current : {false, true}) {
+            SCOPED_TRACE(testing::Message() << rows << " rows, attend_current " << attend_current);
+            oracle::Problem p = oracle::random_problem(rows, rows, 24, 40, -1, ++seed);
+            p.attend_current = attend_current;
+            expect_answer<double>(GetParam(), p, 1e-12);
+            expect_answer<float>(GetParam(), p, 2e-6);
+        }
+}
+
+TEST_P(CpuKernels, AgreeWithTheDefinitionFarFromTheDiagonal) {
+    for (const double mean : {-6.0, -3.2, 3.0})
+        expect_answer<float>(GetParam(), oracle::random_problem(20, 3000, 16, 16, mean, 7), 3e-5);
+}
+
+// 1 - beta must not come from a clamped e: at mean logit 30 it is 1e-13.
+TEST_P(CpuKernels, KeepRelativeAccuracyWhenSaturated) {
+    for (const double mean : {15.0, 30.0}) {
+        oracle::Problem p = oracle::random_problem(100, 100, 16, 16, mean, 11);
+        SCOPED_TRACE(testing::Message() << "mean logit " << mean);
+        const oracle::Answer want = oracle::solve(p);
+        Block<float> block(p, 0, p.k_rows);
+        block.forward(GetParam());
+        block.backward(GetParam(), nullptr);
+        EXPECT_LT(oracle::relative_error(wide(block.o), want.o), 2e-6);
+        EXPECT_LT(oracle::relative_error(wide(block.dv), want.dv), 2e-6);
+        std::fill(p.d_mass.begin(), p.d_mass.end(), 0.0);
+        const oracle::Answer without_mass = oracle::solve(p);
+        EXPECT_LT(oracle::relative_error(wide(block.dq), without_mass.dq), 2e-5);
+        EXPECT_LT(oracle::relative_error(wide(block.dk), without_mass.dk), 2e-5);
+    }
+}
+
+// Two neighbouring blocks with the carries between them are the whole, wherever the cut is.
+TEST_P(CpuKernels, ComposeAtAnyCut) {
+    const oracle::Problem p = oracle::random_problem(40, 200, 16, 8, -4, 3);
+    const oracle::Answer want = oracle::solve(p);
+    for (const int cut : {1, 63, 64, 65, 100, 161, 199}) {
+        SCOPED_TRACE(testing::Message() << "cut at " << cut);
+        Block<double> newer(p, cut, p.k_rows), older(p, 0, cut);
+        newer.forward(GetParam());
+        older.forward(GetParam(), newer.mass_out.data());
+        EXPECT_LT(oracle::relative_error(older.mass_out, want.mass), 1e-12);
+        const std::vector<double> prefix = prefix_of<double>(p, want);
+        older.backward(GetParam(), prefix.data());
+        newer.backward(GetParam(), older.prefix_out.data());
+        oracle::Vector o = older.o, dq = older.dq, dk = older.dk, dv = older.dv;
+        for (size_t i = 0; i < o.size(); ++i) o[i] += newer.o[i];
+        for (size_t i = 0; i < dq.size(); ++i) dq[i] += newer.dq[i];
+        dk.insert(dk.end(), newer.dk.begin(), newer.dk.end());
+        dv.insert(dv.end(), newer.dv.begin(), newer.dv.end());
+        EXPECT_LT(oracle::relative_error(o, want.o), 1e-12);
+        EXPECT_LT(oracle::relative_error(dq, want.dq), 1e-12);
+        EXPECT_LT(oracle::relative_error(dk, want.dk), 1e-12);
+        EXPECT_LT(oracle::relative_error(dv, want.dv), 1e-12);
+    }
+}
+
+// A block computed before its carry was known: the backward takes the carry as mass_in.
+TEST_P(CpuKernels, ScaleARestartMadeWithoutItsCarry) {
+    const oracle::Problem p = oracle::random_problem(30, 150, 16, 16, -4, 5);
+    Block<double> newer(p, 70, p.k_rows), with_carry(p, 0, 70), without(p, 0, 70);
+    newer.forward(GetParam());
+    with_carry.forward(GetParam(), newer.mass_out.data());
+    with_carry.backward(GetParam(), nullptr);
+    without.forward(GetParam());
+    without.backward(GetParam(), nullptr, newer.mass_out.data());
+    EXPECT_LT(oracle::relative_error(without.dq, with_carry.dq), 1e-12);
+    EXPECT_LT(oracle::relative_error(without.dk, with_carry.dk), 1e-12);
+    EXPECT_LT(oracle::relative_error(without.prefix_out, with_carry.prefix_out), 1e-12);
+}
+
+TEST_P(CpuKernels, SkipOnlyWhatTheThresholdAllows) {
+    const oracle::Problem p = oracle::random_problem(300, 300, 16, 16, 0, 9);
+    const oracle::Answer want = oracle::solve(p);
+    const double threshold = 0x1p-24;
+    double largest_v = 0;
+    for (const double v : p.v) largest_v = std::max(largest_v, std::abs(v));
+    Block<double> block(p, 0, p.k_rows, threshold);
+    block.forward(GetParam());
+    double worst = 0;
+    for (size_t i = 0; i < want.o.size(); ++i) worst = std::max(worst, std::abs(block.o[i] - want.o[i]));
+    EXPECT_LE(worst, threshold * largest_v + 1e-14);
+    int skipped = 0;
+    for (const int32_t edge : block.restart_edge) skipped += edge > 64;
+    EXPECT_GT(skipped, 100);  // so that the bound above was not met by computing everything
+}
+
+TEST_P(CpuKernels, KeepANaNInItsTileAndItsRows) {
+    oracle::Problem p = oracle::random_problem(256, 256, 16, 16, -6, 13);
+    p.k[100 * p.d] = std::nan("");  // key 100 stands in keys 64..127
+    Block<float> block(p, 0, p.k_rows);
+    block.forward(GetParam());
+    block.backward(GetParam(), nullptr);
+    for (int j = 0; j < 64; ++j) EXPECT_TRUE(std::isfinite(block.o[j * p.d_v])) << j;
+    for (int j = 101; j < 256; ++j) EXPECT_TRUE(std::isnan(block.o[j * p.d_v])) << j;
+    for (int i = 0; i < 256; ++i) {
+        const bool outside_the_tile = i < 64 || i >= 128;
+        if (outside_the_tile) {
+            EXPECT_TRUE(std::isfinite(block.dk[i * p.d])) << i;
+        }
+    }
+
+    p = oracle::random_problem(256, 256, 16, 16, -6, 13);
+    p.q[200 * p.d] = std::nan("");  // query 200 sees keys from 199 down; its walk ends in keys 192..255
+    Block<float> other(p, 0, p.k_rows);
+    other.forward(GetParam());
+    other.backward(GetParam(), nullptr);
+    for (int j = 0; j < 256; ++j) EXPECT_EQ(std::isnan(other.o[j * p.d_v]), j == 200) << j;
+    for (int i = 0; i < 192; ++i)
+        EXPECT_TRUE(std::isfinite(other.dk[i * p.d]) && std::isfinite(other.dv[i * p.d_v])) << i;
+}
+
+INSTANTIATE_TEST_SUITE_P(Levels, CpuKernels, testing::ValuesIn(levels()),
+                         [](const auto& info) { return std::string(info.param.name); });
+
+}  // namespace
+}  // namespace megatron_sb::cpu

@@ -1,0 +1,82 @@
+// The operators as C++ users call them.
+#include "megatron_sb/attention.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+namespace megatron_sb {
+namespace {
+
+// The definition (eq. 1) in float64 on whole tensors: q (s, d), k (s_k, d), v (s_k, d_v).
+at::Tensor definition(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) {
+    const at::Tensor z = at::matmul(q, k.t()) * scale;
+    const int64_t offset = k.size(0) - q.size(0);
+    const at::Tensor seen = at::ones_like(z).tril(offset - 1);
+    const at::Tensor log_kept = -at::softplus(z) * seen;
+    const at::Tensor newer = log_kept.flip(1).cumsum(1).flip(1) - log_kept;
+    return at::matmul(at::exp(-at::softplus(-z) + newer) * seen, v);
+}
+
+TEST(Attention, AgreesWithTheDefinition) {
+    at::manual_seed(0);
+    const auto options = at::TensorOptions(at::kDouble);
+    const at::Tensor q = at::randn({2, 50, 4, 16}, options), k = at::randn({2, 90, 2, 16}, options);
+    const at::Tensor v = at::randn({2, 90, 2, 24}, options);
+    AttentionOptions exact;
+    exact.mass_threshold = 0;
+    const auto [o, mass] = stickbreaking_attention(q, k, v, exact);
+    ASSERT_EQ(o.sizes(), (std::vector<int64_t>{2, 50, 4, 24}));
+    ASSERT_EQ(mass.sizes(), (std::vector<int64_t>{2, 4, 50}));
+    for (int64_t b = 0; b < 2; ++b)
+        for (int64_t h = 0; h < 4; ++h) {
+            const auto head = [&](const at::Tensor& x, int64_t i) { return x.select(0, b).select(1, i); };
+            const at::Tensor want = definition(head(q, h), head(k, h / 2), head(v, h / 2), 0.25);
+            EXPECT_TRUE(at::allclose(head(o, h), want, 1e-12, 1e-13)) << b << ", " << h;
+        }
+}
+
+TEST(Attention, PackedDocumentsAreApart) {
+    at::manual_seed(1);
+    const at::Tensor q = at::randn({70, 2, 8}), k = at::randn({70, 2, 8}), v = at::randn({70, 2, 8});
+    const at::Tensor cu_seqlens = at::tensor({0, 30, 30, 65}, at::kInt);
+    const auto [o, mass] = stickbreaking_attention_varlen(q, k, v, cu_seqlens);
+    const auto part = [](const at::Tensor& x) { return x.slice(0, 30, 65).unsqueeze(0); };
+    const auto [alone, mass_alone] = stickbreaking_attention(part(q), part(k), part(v));
+    EXPECT_TRUE(at::equal(o.slice(0, 30, 65), alone[0]));
+    EXPECT_TRUE(at::equal(mass.slice(1, 30, 65), mass_alone[0]));
+    EXPECT_TRUE(at::equal(o.slice(0, 65, 70), at::zeros({5, 2, 8})));
+    EXPECT_TRUE(at::equal(mass.slice(1, 65, 70), at::ones({2, 5})));
+}
+
+TEST(Attention, GradientsReachQKV) {
+    at::manual_seed(2);
+    const auto leaf = [] { return at::randn({1, 40, 2, 8}, at::kDouble).requires_grad_(); };
+    const at::Tensor q = leaf(), k = leaf(), v = leaf();
+    const auto [o, mass] = stickbreaking_attention(q, k, v);
+    (o.sum() + mass.sum()).backward();
+    const double step = 1e-6;
+    const at::Tensor direction = at::randn_like(k);
+    const auto loss = [&](double distance) {
+        const auto [o2, mass2] = stickbreaking_attention(q.detach(), k.detach() + distance * direction, v.detach());
+        return (o2.sum() + mass2.sum()).item<double>();
+    };
+    const double slope = (loss(step) - loss(-step)) / (2 * step);
+    EXPECT_NEAR((k.grad() * direction).sum().item<double>(), slope, 1e-7 * std::abs(slope) + 1e-8);
+    EXPECT_GT(q.grad().abs().sum().item<double>(), 0);
+    EXPECT_GT(v.grad().abs().sum().item<double>(), 0);
+}
+
+TEST(Attention, NamesWhatIsWrong) {
+    const at::Tensor q = at::randn({1, 8, 3, 16}), k = at::randn({1, 8, 2, 16});
+    try {
+        stickbreaking_attention(q, k, k);
+        FAIL() << "3 heads on 2 were accepted";
+    } catch (const c10::ValueError& error) {
+        EXPECT_NE(std::string(error.what()).find("q has 3 heads and k has 2"), std::string::npos) << error.what();
+    }
+    EXPECT_THROW(stickbreaking_attention(q, q, q.to(at::kHalf)), c10::TypeError);
+    EXPECT_THROW(stickbreaking_attention(q, q, q, {std::nullopt, false, -1.0}), c10::ValueError);
+}
+
+}  // namespace
+}  // namespace megatron_sb

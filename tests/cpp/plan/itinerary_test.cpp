@@ -1,0 +1,181 @@
+#include "plan/itinerary.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <functional>
+#include <map>
+
+#include "plan/schedule.h"
+#include "streams.h"
+
+namespace megatron_sb::plan {
+namespace {
+
+constexpr Layout kLayouts[] = {Layout::kZigzag, Layout::kContiguous};
+constexpr Pass kPasses[] = {Pass::kForward, Pass::kBackward};
+
+TEST(Schedule, EachRankReceivesWhatItsNeighbourSends) {
+    for (const Layout layout : kLayouts) {
+        for (int size = 1; size <= 8; ++size) {
+            const Schedule ring(layout, size);
+            for (const Pass pass : kPasses) {
+                for (int lane = 0; lane < ring.num_lanes(); ++lane) {
+                    for (int rank = 0; rank < size; ++rank) {
+                        const int from = ring.previous_rank(lane, pass, rank);
+                        EXPECT_EQ(ring.next_rank(lane, pass, from), rank);
+                        for (int step = 0; step + 1 < size; ++step) {
+                            EXPECT_EQ(ring.chunk(lane, pass, rank, step + 1), ring.chunk(lane, pass, from, step));
+                        }
+                        const bool forward = pass == Pass::kForward;
+                        EXPECT_EQ(ring.chunk(lane, pass, rank, forward ? 0 : size - 1), ring.home_chunk(lane, rank));
+                        EXPECT_EQ(ring.chunk(lane, pass, rank, 0), ring.home_chunk(lane, forward ? rank : from));
+                    }
+                }
+            }
+        }
+    }
+}
+
+TEST(Schedule, HomeChunksAreThoseOfThePartition) {
+    for (const Layout layout : kLayouts) {
+        const Schedule ring(layout, 3);
+        const Partition partition(layout, Packing::kPerDocument, 3, 12, std::nullopt);
+        for (int rank = 0; rank < 3; ++rank) {
+            std::vector<int> home;
+            for (int lane = 0; lane < ring.num_lanes(); ++lane) home.push_back(ring.home_chunk(lane, rank));
+            EXPECT_EQ(home, partition.chunks_of(rank));
+        }
+    }
+}
+
+// Every chunk comes by once in each pass; inside a run newest to oldest in the forward and oldest to newest in the
+// backward; the runs themselves are stretches of chunks, newest to oldest; and the high chunk misses none that it sees.
+TEST(Schedule, RunsAreInOrder) {
+    for (const Layout layout : kLayouts) {
+        for (int size = 1; size <= 8; ++size) {
+            const Schedule ring(layout, size);
+            const int num_chunks = ring.num_lanes() * size;
+            for (int rank = 0; rank < size; ++rank) {
+                SCOPED_TRACE(testing::Message() << name_of(layout) << ", rank " << rank << " of " << size);
+                std::vector<std::vector<int>> forward(ring.num_runs()), backward(ring.num_runs());
+                for (const Pass pass : kPasses) {
+                    std::vector<int> seen;
+                    for (int step = 0; step < ring.num_steps(); ++step) {
+                        for (int lane = 0; lane < ring.num_lanes(); ++lane) {
+                            const int chunk = ring.chunk(lane, pass, rank, step);
+                            seen.push_back(chunk);
+                            const int run = ring.run(rank, chunk);
+                            if (run >= 0) (pass == Pass::kForward ? forward : backward)[run].push_back(chunk);
+                        }
+                    }
+                    std::sort(seen.begin(), seen.end());
+                    for (int chunk = 0; chunk < num_chunks; ++chunk) EXPECT_EQ(seen[chunk], chunk);
+                }
+                std::vector<int> newest_to_oldest;
+                for (int run = 0; run < ring.num_runs(); ++run) {
+                    newest_to_oldest.insert(newest_to_oldest.end(), forward[run].begin(), forward[run].end());
+                    std::reverse(backward[run].begin(), backward[run].end());
+                    EXPECT_EQ(forward[run], backward[run]) << "run " << run;
+                }
+                const int own = layout == Layout::kZigzag ? num_chunks - 1 - rank : rank;
+                ASSERT_EQ(newest_to_oldest.size(), static_cast<size_t>(own) + 1);
+                for (int chunk = own; chunk >= 0; --chunk) EXPECT_EQ(newest_to_oldest[own - chunk], chunk);
+            }
+        }
+    }
+}
+
+// Every pair of a query and an older or equal key of its document, once; newest to oldest over visits for each query.
+void expect_all_pairs_once(const Stream& stream, const Partition& partition, const Itinerary& itinerary, int rank,
+                           const std::vector<int>& visit_order,
+                           const std::function<std::vector<Piece>(int)>& key_buffer) {
+    const std::vector<int64_t> local = partition.local_positions(rank);
+    const std::vector<int> document_of = stream.documents();
+    std::vector<std::vector<std::vector<int64_t>>> keys_of(local.size(),
+                                                           std::vector<std::vector<int64_t>>(itinerary.runs.size()));
+    for (const int buffer : visit_order) {
+        const Visit& visit = itinerary.visits[buffer];
+        EXPECT_EQ(visit.segments.empty(), visit.run < 0);
+        std::vector<int64_t> key_rows;
+        for (const Piece& piece : key_buffer(buffer)) {
+            for (int32_t i = 0; i < piece.length; ++i) key_rows.push_back(piece.stream_row + i);
+        }
+        std::vector<int> segments_of(local.size(), 0);
+        for (const Segment& segment : visit.segments) {
+            const Run& run = itinerary.runs[visit.run];
+            EXPECT_GE(segment.q_begin, 0);
+            EXPECT_LE(segment.q_begin + segment.q_len, run.num_rows);
+            EXPECT_LE(segment.k_begin + segment.k_len, static_cast<int32_t>(key_rows.size()));
+            EXPECT_GT(segment.k_len, 0);
+            for (int32_t j = 0; j < segment.q_len; ++j) {
+                const int32_t row = run.row_begin + segment.q_begin + j;
+                EXPECT_EQ(++segments_of[row], 1);
+                for (int32_t i = std::min(segment.k_len - 1, j + segment.q_pos_minus_k_pos); i >= 0; --i) {
+                    keys_of[row][visit.run].push_back(key_rows[segment.k_begin + i]);
+                }
+            }
+        }
+    }
+    for (size_t row = 0; row < local.size(); ++row) {
+        std::vector<int64_t> seen, expected;
+        for (const auto& run : keys_of[row]) seen.insert(seen.end(), run.begin(), run.end());
+        const int document = document_of[local[row]];
+        for (int64_t key = local[row]; key >= 0 && document < partition.num_documents(); --key) {
+            if (document_of[key] == document) expected.push_back(key);
+        }
+        EXPECT_EQ(seen, expected) << "stream row " << local[row];
+    }
+}
+
+TEST(Itinerary, EveryVisiblePairOnceAndInOrder) {
+    for (int size = 1; size <= 8; ++size) {
+        for (const Stream& stream : streams(size, 23 * size)) {
+            for (const Layout layout : kLayouts) {
+                const Partition partition = stream.partition(layout, size);
+                const Schedule ring(layout, size);
+                for (int rank = 0; rank < size; ++rank) {
+                    SCOPED_TRACE(testing::Message()
+                                 << stream.name << ", " << name_of(layout) << ", rank " << rank << " of " << size);
+                    std::vector<int> order;
+                    for (int step = 0; step < ring.num_steps(); ++step) {
+                        for (int lane = 0; lane < ring.num_lanes(); ++lane) {
+                            order.push_back(ring.chunk(lane, Pass::kForward, rank, step));
+                        }
+                    }
+                    expect_all_pairs_once(stream, partition, ring_itinerary(partition, rank), rank, order,
+                                          [&](int chunk) { return partition.chunk(chunk); });
+                    expect_all_pairs_once(stream, partition, gather_itinerary(partition, rank), rank, {0},
+                                          [&](int) { return partition.stream(); });
+                }
+            }
+        }
+    }
+}
+
+// What a long context pays for: the partial outputs of run 0 and run 1 cover the high chunk alone.
+TEST(Itinerary, DenseRunsCoverNoMoreRowsThanTheyNeed) {
+    const Partition partition(Layout::kZigzag, Packing::kPerDocument, 4, 64, std::nullopt);
+    for (int rank = 0; rank < 4; ++rank) {
+        const Itinerary itinerary = ring_itinerary(partition, rank);
+        ASSERT_EQ(itinerary.runs.size(), rank == 3 ? 2U : 3U);
+        EXPECT_EQ(itinerary.runs.front().row_begin, 8);
+        EXPECT_EQ(itinerary.runs.front().num_rows, 8);
+        EXPECT_EQ(itinerary.runs.back().row_begin, 0);
+        EXPECT_EQ(itinerary.runs.back().num_rows, 16);
+    }
+}
+
+// The count of the segments is that of the documents, not of the pairs.
+TEST(Itinerary, OneSegmentForEachPieceAndVisit) {
+    const Partition partition(Layout::kZigzag, Packing::kPerDocument, 2, 16, std::vector<int64_t>{0, 8, 16});
+    const Itinerary itinerary = ring_itinerary(partition, 0);
+    std::map<int, size_t> count;
+    for (size_t chunk = 0; chunk < itinerary.visits.size(); ++chunk)
+        count[chunk] = itinerary.visits[chunk].segments.size();
+    EXPECT_EQ(count, (std::map<int, size_t>{{0, 4}, {1, 2}, {2, 2}, {3, 2}}));
+    EXPECT_EQ(gather_itinerary(partition, 0).visits[0].segments.size(), 4U);
+}
+
+}  // namespace
+}  // namespace megatron_sb::plan

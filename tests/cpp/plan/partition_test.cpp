@@ -1,0 +1,150 @@
+#include "plan/partition.h"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+
+#include "core/error.h"
+#include "streams.h"
+
+namespace megatron_sb::plan {
+namespace {
+
+using Rows = std::vector<int64_t>;
+
+// The stream rows that a rank holds, written down from the definition.
+Rows expected_rows(const Stream& stream, Layout layout, int size, int rank) {
+    Rows bounds = stream.cu_seqlens.value_or(Rows{0, stream.seq_len});
+    if (bounds.back() < stream.seq_len) bounds.push_back(stream.seq_len);
+    if (stream.packing == Packing::kWholeStream) bounds = {0, stream.seq_len};
+    const int num_chunks = layout == Layout::kZigzag ? 2 * size : size;
+    Rows rows;
+    for (size_t i = 0; i + 1 < bounds.size(); ++i) {
+        const int64_t part = (bounds[i + 1] - bounds[i]) / num_chunks;
+        for (int64_t j = 0; j < part; ++j) rows.push_back(bounds[i] + rank * part + j);
+        if (layout == Layout::kContiguous) continue;
+        for (int64_t j = 0; j < part; ++j) rows.push_back(bounds[i] + (num_chunks - 1 - rank) * part + j);
+    }
+    return rows;
+}
+
+void for_each_partition(const std::function<void(const Stream&, Layout, int)>& check) {
+    for (int size = 1; size <= 8; ++size) {
+        for (const Stream& stream : streams(size, 17 * size)) {
+            for (const Layout layout : {Layout::kZigzag, Layout::kContiguous}) {
+                SCOPED_TRACE(testing::Message() << stream.name << ", " << name_of(layout) << ", " << size << " ranks");
+                check(stream, layout, size);
+            }
+        }
+    }
+}
+
+std::string refusal(Layout layout, Packing packing, int size, int64_t seq_len, std::optional<Rows> cu_seqlens) {
+    try {
+        Partition(layout, packing, size, seq_len, cu_seqlens);
+    } catch (const InvalidArgument& error) {
+        return error.what();
+    }
+    return "accepted";
+}
+
+TEST(Partition, HoldsTheRowsOfTheDefinition) {
+    for_each_partition([](const Stream& stream, Layout layout, int size) {
+        const Partition partition = stream.partition(layout, size);
+        Rows all;
+        for (int rank = 0; rank < size; ++rank) {
+            const Rows rows = partition.local_positions(rank);
+            EXPECT_EQ(rows, expected_rows(stream, layout, size, rank)) << "rank " << rank;
+            EXPECT_EQ(static_cast<int64_t>(rows.size()), partition.num_local_rows());
+            all.insert(all.end(), rows.begin(), rows.end());
+        }
+        EXPECT_EQ(partition.gathered_positions(), all);
+        std::sort(all.begin(), all.end());
+        for (int64_t row = 0; row < stream.seq_len; ++row) EXPECT_EQ(all[row], row);
+    });
+}
+
+TEST(Partition, PackedZigzagInMegatronsOrder) {
+    const Partition partition(Layout::kZigzag, Packing::kPerDocument, 2, 12, Rows{0, 8, 8, 12});
+    EXPECT_EQ(partition.local_positions(0), (Rows{0, 1, 6, 7, 8, 11}));
+    EXPECT_EQ(partition.local_positions(1), (Rows{2, 3, 4, 5, 9, 10}));
+    EXPECT_EQ(partition.chunk_rows(0, 0), (Rows{0, 1, 4}));
+    EXPECT_EQ(partition.chunk_rows(0, 3), (Rows{2, 3, 5}));
+}
+
+TEST(Partition, PiecesDescribeTheirBuffers) {
+    for_each_partition([](const Stream& stream, Layout layout, int size) {
+        const Partition partition = stream.partition(layout, size);
+        const std::vector<int> document_of = stream.documents();
+        const Rows bounds = stream.cu_seqlens.value_or(Rows{0, stream.seq_len});
+        const auto check = [&](const std::vector<Piece>& pieces, int64_t num_rows) {
+            int64_t begin = 0;
+            for (const Piece& piece : pieces) {
+                EXPECT_EQ(piece.begin, begin);
+                EXPECT_GT(piece.length, 0);
+                begin += piece.length;
+                EXPECT_EQ(piece.document, document_of[piece.stream_row]);
+                EXPECT_EQ(piece.document, document_of[piece.stream_row + piece.length - 1]);
+                EXPECT_EQ(piece.position, piece.stream_row - bounds[piece.document]);
+            }
+            EXPECT_EQ(begin, num_rows);
+        };
+        check(partition.stream(), stream.seq_len);
+        for (int rank = 0; rank < size; ++rank) {
+            check(partition.local(rank), stream.seq_len / size);
+            const Rows local = partition.local_positions(rank);
+            for (const int chunk : partition.chunks_of(rank)) {
+                check(partition.chunk(chunk), stream.seq_len / partition.num_chunks());
+                const Rows rows = partition.chunk_rows(rank, chunk);
+                size_t next = 0;
+                for (const Piece& piece : partition.chunk(chunk)) {
+                    for (int32_t i = 0; i < piece.length; ++i) EXPECT_EQ(local[rows[next++]], piece.stream_row + i);
+                }
+                EXPECT_EQ(next, rows.size());
+            }
+        }
+    });
+}
+
+TEST(Partition, RefusesAChunkOfAnotherRank) {
+    const Partition partition(Layout::kZigzag, Packing::kPerDocument, 2, 8, std::nullopt);
+    EXPECT_THROW(partition.chunk_rows(0, 1), InvalidArgument);
+}
+
+TEST(Partition, RefusesByNameValueAndMultiple) {
+    const auto zigzag = Layout::kZigzag;
+    const auto each = Packing::kPerDocument, whole = Packing::kWholeStream;
+    EXPECT_EQ(refusal(zigzag, each, 4, 100, std::nullopt),
+              "seq_len = 100 must be a multiple of 8 (layout \"zigzag\" over 4 ranks)");
+    EXPECT_EQ(refusal(Layout::kContiguous, each, 3, 100, std::nullopt),
+              "seq_len = 100 must be a multiple of 3 (layout \"contiguous\" over 3 ranks)");
+    EXPECT_EQ(
+        refusal(zigzag, each, 2, 20, Rows{0, 8, 15, 20}),
+        "document 1 (cu_seqlens 8 to 15) has length 7, which with packing \"per_document\" must be a multiple of 4 "
+        "(layout \"zigzag\" over 2 ranks)");
+    EXPECT_EQ(
+        refusal(zigzag, each, 2, 21, Rows{0, 8, 16}),
+        "the 5 rows from cu_seqlens[-1] = 16 to seq_len = 21 must be a multiple of 4 (layout \"zigzag\" over 2 ranks)");
+    EXPECT_EQ(refusal(zigzag, whole, 1, 5, Rows{0, 2, 5}),
+              "seq_len = 5 must be a multiple of 2 (layout \"zigzag\" over 1 rank)");
+    EXPECT_EQ(refusal(zigzag, whole, 2, 20, Rows{0, 8, 15, 20}), "accepted");
+    EXPECT_EQ(refusal(zigzag, whole, 2, 20, Rows{}), "cu_seqlens is empty; it holds number of documents + 1 entries");
+    EXPECT_EQ(refusal(zigzag, whole, 2, 20, Rows{4, 20}), "cu_seqlens[0] = 4; it must be 0");
+    EXPECT_EQ(refusal(zigzag, whole, 2, 20, Rows{0, 8, 6, 20}),
+              "cu_seqlens must not decrease; cu_seqlens[1] = 8, cu_seqlens[2] = 6");
+    EXPECT_EQ(refusal(zigzag, whole, 2, 20, Rows{0, 8, 24}), "cu_seqlens ends at 24, beyond seq_len = 20");
+    EXPECT_EQ(refusal(zigzag, each, 2, 0, std::nullopt), "seq_len = 0; allowed: 1 to 2^31 - 1");
+    EXPECT_EQ(refusal(zigzag, each, 0, 8, std::nullopt), "a context-parallel group of size 0; it must be 1 or more");
+}
+
+TEST(Partition, NamesAreReadAndWritten) {
+    for (const Layout layout : {Layout::kZigzag, Layout::kContiguous}) EXPECT_EQ(parse_layout(name_of(layout)), layout);
+    for (const Packing packing : {Packing::kPerDocument, Packing::kWholeStream}) {
+        EXPECT_EQ(parse_packing(name_of(packing)), packing);
+    }
+    EXPECT_THROW(parse_layout("striped"), InvalidArgument);
+    EXPECT_THROW(parse_packing(""), InvalidArgument);
+}
+
+}  // namespace
+}  // namespace megatron_sb::plan
