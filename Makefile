@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.11.0
+# What to install beside the package: [test] is all; empty where a machine without a network brings its own.
+EXTRAS ?= [test]
 BUILD := build/Release
 CONFIG ?= configs/tiny_context_extension.yaml
 OUT ?= runs/$(basename $(notdir $(CONFIG)))
@@ -50,7 +52,7 @@ $(VENV)/.torch:
 	touch $@
 
 $(VENV)/.built: $(VENV)/.torch pyproject.toml $(SOURCES)
-	$(BIN)/python -m pip install -q --no-build-isolation -e '.[test]' -C cmake.define.SB_BUILD_TESTS=ON
+	$(BIN)/python -m pip install -q --no-build-isolation -e '.$(EXTRAS)' -C cmake.define.SB_BUILD_TESTS=ON
 	touch $@
 
 clean:

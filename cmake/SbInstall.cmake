@@ -8,8 +8,12 @@ if(SKBUILD)
 endif()
 
 # The wheel's neighbours: torch, and with it NCCL and the CUDA runtime, are found from lib/ of the package.
-set_target_properties(megatron_sb_ops PROPERTIES
-    INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib;$ORIGIN/../../nvidia/nccl/lib;$ORIGIN/../../nvidia/cu13/lib")
+set(sb_rpath "$ORIGIN" "$ORIGIN/../../torch/lib" "$ORIGIN/../../nvidia/nccl/lib" "$ORIGIN/../../nvidia/cu13/lib")
+if(NOT SKBUILD)
+    list(APPEND sb_rpath "${SB_TORCH_ROOT}/lib")
+endif()
+set_target_properties(megatron_sb_ops PROPERTIES INSTALL_RPATH "${sb_rpath}")
+target_include_directories(megatron_sb_ops PUBLIC $<INSTALL_INTERFACE:${sb_prefix}/include>)
 install(TARGETS megatron_sb_ops EXPORT megatron_sb_targets LIBRARY DESTINATION "${sb_prefix}/lib")
 install(DIRECTORY csrc/include/ DESTINATION "${sb_prefix}/include")
 if(SB_BUILD_PYTHON)

@@ -1,0 +1,94 @@
+"""The shell command: megatron-sb info | check | bench | train."""
+
+import argparse
+import platform
+import sys
+
+import torch
+
+import megatron_sb
+from megatron_sb import _library
+
+
+def info(arguments: argparse.Namespace) -> int:
+    """Print how this package was built, what is here to run on, and which kernels serve what."""
+    if arguments.cmake_prefix:
+        print(_library.library_path().parents[1])
+        return 0
+    build = _library.build_info()
+    print(f"megatron_sb   {build['version']}, {_library.library_path()}")
+    if build["cuda"] is None:
+        print("build         CPU BUILD: it has no GPU kernels. Build where nvcc and a CUDA build of torch are.")
+    else:
+        print(f"build         CUDA {build['cuda']}")
+    print(f"compiler      {build['compiler']}")
+    print(f"torch         {torch.__version__} (built with {build['torch']})")
+    print(f"python        {platform.python_version()} on {platform.machine()}")
+    print(f"cpu           {torch.ops.megatron_sb.instruction_set()}, {torch.get_num_threads()} threads")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index in range(count):
+        major, minor = torch.cuda.get_device_capability(index)
+        print(f"cuda:{index}        {torch.cuda.get_device_name(index)}, sm_{major}{minor}")
+    if count == 0:
+        print("cuda          no device")
+    print("kernels, fastest first")
+    print(torch.ops.megatron_sb.describe_kernels(), end="")
+    return 0
+
+
+def _check(_: argparse.Namespace) -> int:
+    from megatron_sb import selfcheck
+
+    return selfcheck.main()
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from megatron_sb import bench
+
+    return bench.main(arguments.rest)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from megatron_sb import training
+
+    return training.main(arguments.config, out=arguments.out, resume=arguments.resume)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megatron-sb", description=megatron_sb.__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("info", help="build, devices, which kernel serves which head_dim")
+    command.add_argument("--cmake-prefix", action="store_true", help="print the folder for CMAKE_PREFIX_PATH, no more")
+    command.set_defaults(run=info)
+
+    command = commands.add_parser("check", help="self-test on this machine, a minute at most")
+    command.set_defaults(run=_check)
+
+    command = commands.add_parser("bench", help="table and plot beside torch's softmax kernels (bench --help)")
+    command.add_argument("rest", nargs=argparse.REMAINDER)
+    command.set_defaults(run=_bench)
+
+    command = commands.add_parser("train", help="train as a YAML file says; starts its own ranks, torchrun also works")
+    command.add_argument("config", metavar="CONFIG.yaml")
+    command.add_argument("--out", metavar="DIR", help="where checkpoints, logs and plots go; over the file's own")
+    command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the output folder")
+    command.set_defaults(run=_train)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; 0 means success. Bad arguments are one sentence on standard error and status 2."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["bench"]:  # its options are its own, --help included
+        return _bench(argparse.Namespace(rest=argv[1:]))
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        print(f"megatron-sb: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
