@@ -54,7 +54,9 @@ std::string describe() {
     return text;
 }
 
-std::string instruction_set() { return cpu::instruction_set(); }
+std::string instruction_set() {
+    return cpu::instruction_set();
+}
 
 bool built_with_cuda() {
 #if defined(SB_WITH_CUDA)
