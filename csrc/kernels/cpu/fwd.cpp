@@ -4,8 +4,10 @@
 //
 // in quads of neighbouring keys, 1 the newest, with one reciprocal for four scores:
 //
-//   inv = 1 / ((1+e1)(1+e2)(1+e3)(1+e4));  P4 = P inv;  A4 = e4 P4;  P3 = P4 + A4;  A3 = e3 P3;  ...
+//   P4 = P / ((1+e1)(1+e2)(1+e3)(1+e4));  A4 = e4 P4;  P3 = P4 + A4;  A3 = e3 P3;  ...
 //
+// The product is formed as 1 + (e1 + e2 + e1 e2 + ...) and P divided by it: products of numbers next to 1, and their
+// reciprocals, lie on a coarse grid and drift over many keys.
 // Where an e is so large that the product would overflow, key by key instead. A tile whose rows are all used up ends
 // the walk.
 #include "kernels/cpu/cpu.h"
@@ -41,8 +43,8 @@ void scan_quads(const T* e, int keys, T* weights, T* mass) {
     for (int k = keys - kKeysPerStep; k >= 0; k -= kKeysPerStep) {
         const Vec<T> e1 = load(e + (k + 3) * kTile), e2 = load(e + (k + 2) * kTile);
         const Vec<T> e3 = load(e + (k + 1) * kTile), e4 = load(e + k * kTile);
-        const Vec<T> inv = T(1) / (((T(1) + e1) * (T(1) + e2)) * ((T(1) + e3) * (T(1) + e4)));
-        const Vec<T> p4 = p * inv, a4 = e4 * p4;
+        const Vec<T> e12 = e1 * e2 + (e1 + e2), e34 = e3 * e4 + (e3 + e4);
+        const Vec<T> p4 = p / (T(1) + (e12 * e34 + (e12 + e34))), a4 = e4 * p4;
         const Vec<T> p3 = p4 + a4, a3 = e3 * p3;
         const Vec<T> p2 = p3 + a3, a2 = e2 * p2;
         const Vec<T> p1 = p2 + a2, a1 = e1 * p1;
