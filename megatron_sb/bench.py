@@ -1,0 +1,212 @@
+"""`megatron-sb bench`: stick-breaking attention beside its naive PyTorch formulation and torch's softmax attention.
+
+Two sets of inputs, because stick-breaking attention skips what a used-up stick cannot reach: in `full` the logits lie
+around -11 and nothing can be skipped, in `randn` q and k are plain normal, as they are at initialisation. All of a
+length's contenders take turns in one process, and medians are reported. Peak memory is the growth of the resident set
+of a fresh process over what it held once the inputs existed, which counts outputs, gradients and all workspace.
+"""
+
+import argparse
+import datetime
+import math
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, scaled_dot_product_attention
+
+from .functional import stickbreaking_attention
+
+_FULL_LOGIT = -11.0
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MEMORY_TIMEOUT_S = 1800
+
+
+def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What people start from: log space, every weight materialised. q, k, v: (b, s, h, d) -> (b, s, h, d)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    z = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    hidden = torch.ones(z.shape[-2:], dtype=torch.bool, device=z.device).triu()
+    log_rest = logsigmoid(-z).masked_fill(hidden, 0.0)
+    log_newer = log_rest.flip(-1).cumsum(-1).flip(-1) - log_rest
+    weights = (logsigmoid(z) + log_newer).masked_fill(hidden, -torch.inf).exp()
+    return (weights @ v).transpose(1, 2)
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Torch's own causal attention. q, k, v: (b, s, h, d) -> (b, s, h, d)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def make_inputs(kind: str, length: int, options: argparse.Namespace) -> list[Tensor]:
+    """q, k, v that ask for gradients and dO, all (b, length, h, d), from a fixed seed; kind is "full" or "randn"."""
+    generator = torch.Generator().manual_seed(length)
+    shape = (options.batch, length, options.heads, options.head_dim)
+    q, k, v, do = (torch.randn(shape, generator=generator) for _ in range(4))
+    if kind == "full":
+        q[..., 0] = math.sqrt(-_FULL_LOGIT) * options.head_dim**0.25
+        k[..., 0] = -q[..., 0]
+    q, k, v, do = (x.to(options.device, _DTYPES[options.dtype]) for x in (q, k, v, do))
+    return [*(x.requires_grad_() for x in (q, k, v)), do]
+
+
+def forward_backward(attention: Callable[..., Tensor], inputs: list[Tensor]) -> None:
+    """One forward and one backward pass; the gradients are dropped."""
+    q, k, v, do = inputs
+    torch.autograd.grad(attention(q, k, v), (q, k, v), do)
+
+
+def time_in_turns(attentions: list[Callable[..., Tensor]], inputs: list[Tensor], repeats: int) -> list[float]:
+    """Median milliseconds of a forward and backward pass of each, run in turns after one warm-up of each."""
+    samples: list[list[float]] = [[] for _ in attentions]
+    for repeat in range(repeats + 1):
+        for attention, taken in zip(attentions, samples, strict=True):
+            elapsed = _time_once(attention, inputs)
+            if repeat > 0:
+                taken.append(elapsed)
+    return [statistics.median(taken) for taken in samples]
+
+
+def _time_once(attention: Callable[..., Tensor], inputs: list[Tensor]) -> float:
+    if inputs[0].is_cuda:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        forward_backward(attention, inputs)
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+    start_s = time.perf_counter()
+    forward_backward(attention, inputs)
+    return (time.perf_counter() - start_s) * 1e3
+
+
+def peak_memory(attention: Callable[..., Tensor], inputs: list[Tensor]) -> int:
+    """Bytes at the peak of a forward and backward pass over what is held now. On a CPU, only right in a fresh process.
+
+    The peak of a process includes what it needed before (imports); where that was more, the result is too high.
+    """
+    if inputs[0].is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        forward_backward(attention, inputs)
+        return torch.cuda.max_memory_allocated() - before
+    resident = _resident_bytes("VmRSS")
+    forward_backward(attention, inputs)
+    return _resident_bytes("VmHWM") - resident
+
+
+def _resident_bytes(field: str) -> int:
+    """VmRSS, what is resident now, or VmHWM, its peak, which unlike getrusage's does not begin with the parent's."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def peak_memory_in_fresh_process(kind: str, length: int, options: argparse.Namespace) -> int:
+    """Peak bytes of ours over the inputs, measured by a new interpreter."""
+    command = [sys.executable, "-m", "megatron_sb.bench", "--memory-worker", kind, "--memory-length", str(length)]
+    for name in ("device", "dtype", "batch", "heads", "head_dim"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_MEMORY_TIMEOUT_S)
+    if done.returncode != 0:
+        raise RuntimeError(f"the memory measurement ended with status {done.returncode}:\n{done.stderr}")
+    return int(done.stdout)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the table, the ratios and the memory, and draw the plot if a folder is given."""
+    print(_heading(options))
+    print("forward + backward, median ms      |          full          |    randn")
+    print("   length    softmax      naive    |       ours  naive/ours |       ours", flush=True)
+    rows = []
+    for length in options.lengths:
+        contenders = [stickbreaking_attention, softmax_attention]
+        if length <= options.naive_max_length:
+            contenders.append(naive_attention)
+        full, softmax, *naive = time_in_turns(contenders, make_inputs("full", length, options), options.repeats)
+        (randn,) = time_in_turns([stickbreaking_attention], make_inputs("randn", length, options), options.repeats)
+        rows.append({"length": length, "softmax": softmax, "ours, full": full, "ours, randn": randn})
+        shown = (f"{'-':>10}", f"{'-':>11}")
+        if naive:
+            rows[-1]["naive"] = naive[0]
+            shown = (f"{naive[0]:>10.2f}", f"{naive[0] / full:>10.2f}x")
+        print(f"{length:>9} {softmax:>10.2f} {shown[0]}    | {full:>10.2f} {shown[1]} | {randn:>10.2f}", flush=True)
+    if options.memory_length:
+        peak = peak_memory_in_fresh_process("full", options.memory_length, options)
+        print(f"peak memory over the inputs at length {options.memory_length}: {peak / 2**20:.0f} MiB", flush=True)
+    if options.out:
+        print(f"plot: {_plot(rows, options)}")
+
+
+def _heading(options: argparse.Namespace) -> str:
+    where = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    if options.device == "cuda":
+        where = torch.cuda.get_device_name()
+    shape = f"b={options.batch} h={options.heads} d={options.head_dim} {options.dtype} causal"
+    return f"{datetime.date.today()}, {options.device} ({where}), torch {torch.__version__}, {shape}"
+
+
+def _plot(rows: list[dict[str, float]], options: argparse.Namespace) -> Path:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 5))
+    for name in ("naive", "ours, full", "ours, randn", "softmax"):
+        measured = [row for row in rows if name in row]
+        axes.loglog([row["length"] for row in measured], [row[name] for row in measured], marker="o", label=name)
+    axes.set(xlabel="length", ylabel="forward + backward, ms", title=_heading(options))
+    axes.title.set_fontsize(8)
+    axes.set_xticks(options.lengths, labels=[str(length) for length in options.lengths])
+    axes.set_xticks([], minor=True)
+    axes.legend()
+    axes.grid(True, which="both", alpha=0.3)
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"bench_{options.device}.png"
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path
+
+
+def _parse(args: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="megatron-sb bench", description=__doc__.partition("\n")[0])
+    has_cuda = torch.cuda.is_available()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if has_cuda else "cpu")
+    parser.add_argument("--dtype", choices=tuple(_DTYPES), default="bf16" if has_cuda else "fp32")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])
+    parser.add_argument("--naive-max-length", type=int, default=2048, help="longest length the naive form is run at")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--memory-length", type=int, default=32768, help="0 leaves the memory out")
+    parser.add_argument("--out", type=Path, help="folder for the plot")
+    parser.add_argument("--memory-worker", choices=("full", "randn"), help=argparse.SUPPRESS)
+    options = parser.parse_args(args)
+    if options.device == "cuda" and not has_cuda:
+        parser.error("--device cuda: torch sees no CUDA device here")
+    for name in ("batch", "heads", "head_dim", "repeats"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
+    return options
+
+
+def main(args: list[str] | None = None) -> int:
+    """Run the benchmark with these command line arguments (the process's own if None) and return the exit status."""
+    options = _parse(args)
+    if options.memory_worker:
+        print(peak_memory(stickbreaking_attention, make_inputs(options.memory_worker, options.memory_length, options)))
+    else:
+        run(options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""Drop-ins for the two published packages, so that their users switch by changing one import.
+
+`sb_attn` and `sb_attn_varlen` are what the `stickbreaking_attention` package offers, `parallel_stickbreaking_attn` is
+flash-linear-attention's. Beyond what those do: CPU and every dtype of ours, grouped key/value heads, fewer queries than
+keys, any head_dim up to 256 (padded here to a multiple of 8). Differences worth knowing:
+
+- Once a stick is used up to 2**-24 older keys may be skipped, which changes an output by at most 2**-24 * max|v|.
+- Rows beyond the last document get output 0 and remainder 1, where the package leaves the output uninitialised.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .functional import stickbreaking_attention, stickbreaking_attention_varlen
+
+_HEAD_DIM_MULTIPLE = 8
+_MAX_HEAD_DIM = 256
+
+
+def sb_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    inv_temp: float | None = None,
+    zero_start: bool = True,
+    attend_current: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Dense stick-breaking attention as `stickbreaking_attention.sb_attn` computes it.
+
+    Args:
+        q: (b, h, s, d).
+        k: (b, h_kv, s_k, d).
+        v: (b, h_kv, s_k, d_v).
+        inv_temp: the scale of the logits; None means 1/sqrt(d).
+        zero_start: without a meaning here, as in the package.
+        attend_current: whether the key at a query's own position takes part.
+
+    Returns:
+        out: (b, h, s, d_v) in q's dtype, contiguous if q is.
+        rem: (b, h, s) in q's dtype, the stick that is left.
+
+    Raises:
+        ValueError: for a tensor that is not 4-dimensional or a head_dim above 256, and as stickbreaking_attention does.
+    """
+    del zero_start
+    _check(q, k, v, "(b, h, s, d)")
+    out, mass = stickbreaking_attention(
+        *(_padded(x.transpose(1, 2)) for x in (q, k, v)),
+        scale=_scale(q, inv_temp),
+        attend_current=attend_current,
+        return_mass=True,
+    )
+    return _in_layout_of(q, out[..., : v.shape[-1]].transpose(1, 2)), mass.to(q.dtype)
+
+
+def sb_attn_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlens: int,
+    inv_temp: float | None = None,
+    zero_start: bool = True,
+    attend_current: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Stick-breaking attention over packed documents as `stickbreaking_attention.sb_attn_varlen` computes it.
+
+    Args:
+        q: (h, t, d).
+        k: (h_kv, t, d).
+        v: (h_kv, t, d_v).
+        cu_seqlens: int32 or int64, (n+1,) with a leading 0 if zero_start, otherwise (n,): where each document ends.
+        max_seqlens: the length of the longest document.
+        inv_temp: the scale of the logits; None means 1/sqrt(d).
+        zero_start: whether cu_seqlens begins with the 0 at which the first document starts.
+        attend_current: whether the key at a query's own position takes part.
+
+    Returns:
+        out: (h, t, d_v) in q's dtype, contiguous if q is.
+        rem: (h, t) in q's dtype, the stick that is left.
+
+    Raises:
+        ValueError: for a tensor that is not 3-dimensional or a head_dim above 256, and as
+            stickbreaking_attention_varlen does.
+    """
+    _check(q, k, v, "(h, t, d)")
+    out, mass = stickbreaking_attention_varlen(
+        *(_padded(x.transpose(0, 1)) for x in (q, k, v)),
+        _as_int32(cu_seqlens if zero_start else pad(cu_seqlens, (1, 0))),
+        max_seqlens,
+        scale=_scale(q, inv_temp),
+        attend_current=attend_current,
+        return_mass=True,
+    )
+    return _in_layout_of(q, out[..., : v.shape[-1]].transpose(0, 1)), mass.to(q.dtype)
+
+
+def parallel_stickbreaking_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    attend_current: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Stick-breaking attention as flash-linear-attention's operator of this name computes it.
+
+    Args:
+        q: (b, t, h, d).
+        k: (b, t, h_kv, d).
+        v: (b, t, h_kv, d_v).
+        scale: of the logits; None means 1/sqrt(d).
+        attend_current: whether the key at a query's own position takes part.
+        cu_seqlens: int32 or int64 (n+1,), starts at 0, for documents packed into one sequence; b is 1 then.
+
+    Returns:
+        o: (b, t, h, d_v) in q's dtype.
+        rem: (b, t, h) in q's dtype, the stick that is left.
+
+    Raises:
+        ValueError: for a tensor that is not 4-dimensional, a head_dim above 256, or cu_seqlens with b != 1, and as the
+            functions of megatron_sb do.
+    """
+    _check(q, k, v, "(b, t, h, d)")
+    options = {"scale": _scale(q, scale), "attend_current": attend_current, "return_mass": True}
+    padded = [_padded(x) for x in (q, k, v)]
+    if cu_seqlens is None:
+        out, mass = stickbreaking_attention(*padded, **options)
+    else:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x.shape[0] != 1:
+                raise ValueError(
+                    f"{name} has b = {x.shape[0]}; with cu_seqlens, documents lie in one sequence and b is 1"
+                )
+        packed = stickbreaking_attention_varlen(*(x[0] for x in padded), _as_int32(cu_seqlens), **options)
+        out, mass = (x[None] for x in packed)
+    return out[..., : v.shape[-1]], mass.transpose(1, 2).to(q.dtype).contiguous()
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, shape: str) -> None:
+    """Refuse what would read wrongly after the axes are moved and the head_dim is padded."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != shape.count(",") + 1:
+            raise ValueError(f"{name} must be {shape}, but its shape is {tuple(x.shape)}")
+        if not 1 <= x.shape[-1] <= _MAX_HEAD_DIM:
+            raise ValueError(f"{name} has head_dim {x.shape[-1]}; 1 to {_MAX_HEAD_DIM} are supported")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q has head_dim {q.shape[-1]} and k has {k.shape[-1]}; they must be equal")
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    """The default is of the head_dim that came in, not of the padded one."""
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Zeros up to the next supported head_dim: they add nothing to a logit, and to an output columns that are cut."""
+    missing = -x.shape[-1] % _HEAD_DIM_MULTIPLE
+    return pad(x, (0, missing)) if missing else x
+
+
+def _as_int32(cu_seqlens: Tensor) -> Tensor:
+    """Both packages take int64 offsets too; anything else is left to be refused."""
+    return cu_seqlens.to(torch.int32) if cu_seqlens.dtype == torch.int64 else cu_seqlens
+
+
+def _in_layout_of(q: Tensor, out: Tensor) -> Tensor:
+    """The package's output has q's strides, and people call view() on it."""
+    return out.contiguous() if q.is_contiguous() else out

@@ -1,0 +1,78 @@
+"""Options of stick-breaking attention in a Megatron model, and the command-line flags that set them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from dataclasses import dataclass
+
+from megatron_sb.functional import DEFAULT_MASS_THRESHOLD
+
+CP_LAYOUTS = ("zigzag", "contiguous")
+PACKINGS = ("per_document", "whole_stream")
+
+
+@dataclass(frozen=True)
+class StickBreakingOptions:
+    """What a model may choose about its stick-breaking attention. The same for every layer of one layer spec.
+
+    Attributes:
+        attend_current: a query also attends to its own key (ModuleFormer eq. 4); by default only to older ones.
+        mass_threshold: once less than this is left of a row's stick, older keys are skipped; 0 turns skipping off.
+        cp_layout: how context parallelism cuts a sequence, "zigzag" (Megatron's) or "contiguous".
+        packing: how it cuts a packed (thd) stream, "per_document" (each document by `cp_layout`) or "whole_stream".
+
+    Raises:
+        ValueError: an unknown layout or packing.
+    """
+
+    attend_current: bool = False
+    mass_threshold: float = DEFAULT_MASS_THRESHOLD
+    cp_layout: str = "zigzag"
+    packing: str = "per_document"
+
+    def __post_init__(self):
+        """Refuse unknown names now: without context parallelism nothing else would read them."""
+        for name, value, allowed in (("cp_layout", self.cp_layout, CP_LAYOUTS), ("packing", self.packing, PACKINGS)):
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r} is unknown; allowed: {', '.join(map(repr, allowed))}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the stick-breaking flags to `parser` and return it (the shape of Megatron's `extra_args_provider`)."""
+    group = parser.add_argument_group(title="stick-breaking attention")
+    group.add_argument(
+        "--stick-breaking-attention",
+        action="store_true",
+        help="Replace softmax attention by stick-breaking attention in every layer.",
+    )
+    group.add_argument(
+        "--sb-attend-current",
+        action="store_true",
+        help="Let a query attend to its own key too, not only to older ones.",
+    )
+    group.add_argument(
+        "--sb-mass-threshold",
+        type=float,
+        default=DEFAULT_MASS_THRESHOLD,
+        metavar="X",
+        help="Skip older keys once less than X is left of the stick; 0 skips nothing (default: 2^-24).",
+    )
+    group.add_argument(
+        "--sb-cp-layout",
+        choices=CP_LAYOUTS,
+        default=StickBreakingOptions.cp_layout,
+        help="How the data loader cuts a sequence over context-parallel ranks (default: %(default)s).",
+    )
+    group.add_argument(
+        "--sb-packing",
+        choices=PACKINGS,
+        default=StickBreakingOptions.packing,
+        help="Whether it cuts packed sequences document by document or the stream as a whole (default: %(default)s).",
+    )
+    return parser
+
+
+def options_from_args(args: argparse.Namespace) -> dict:
+    """Keywords for `with_stickbreaking` from the parsed flags of `add_arguments`."""
+    return {field.name: getattr(args, f"sb_{field.name}") for field in dataclasses.fields(StickBreakingOptions)}

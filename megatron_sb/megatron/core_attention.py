@@ -1,0 +1,291 @@
+"""Stick-breaking attention as the `core_attention` module of a Megatron-Core layer."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import OrderedDict
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+
+from megatron_sb.context_parallel import ContextParallelPlan, context_parallel_attention
+from megatron_sb.functional import stickbreaking_attention, stickbreaking_attention_varlen
+from megatron_sb.megatron.arguments import StickBreakingOptions
+
+CAUSAL_MASK_TYPES = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+# (field of TransformerConfig, flag, the value it must have, why). A core without the field has that value.
+CONFIG_REFUSALS = (
+    ("attention_dropout", "--attention-dropout", 0.0, "there is no dropout on stick-breaking weights"),
+    ("multi_latent_attention", "--multi-latent-attention", False, "latent attention has its own core attention"),
+    ("window_size", "--window-size", None, "a query sees every older key"),
+    ("softmax_type", "--softmax-type", "vanilla", "there is no softmax to vary"),
+    ("fp8_dot_product_attention", "--fp8-dot-product-attention", False, "there is no fp8 stick-breaking kernel"),
+    ("fp8_multi_head_attention", "--fp8-multi-head-attention", False, "there is no fp8 stick-breaking kernel"),
+    ("qk_clip", "--qk-clip", False, "the kernels do not report the largest logit"),
+    ("log_max_attention_logit", "--log-max-attention-logit", False, "the kernels do not report the largest logit"),
+    ("flash_decode", "--flash-decode", False, "it bypasses core_attention and would silently run softmax"),
+    (
+        "position_embedding_type",
+        "--position-embedding-type",
+        "none",
+        "the order of the stick tells positions",
+    ),
+)
+# Flags that Megatron's scripts keep for themselves: (attribute of args, flag, the value it must have, why).
+SCRIPT_REFUSALS = (
+    (
+        "position_embedding_type",
+        "--position-embedding-type",
+        "none",
+        "the order of the stick tells positions",
+    ),
+    (
+        "reset_attention_mask",
+        "--reset-attention-mask",
+        False,
+        "masks are not read; pack documents (thd) instead",
+    ),
+)
+
+
+def refuse_settings(settings: object, source: str, refusals: tuple) -> None:
+    """Raise a ValueError that names the first setting stick-breaking attention cannot honour."""
+    for name, flag, required, reason in refusals:
+        value = getattr(settings, name, required)
+        if value != required:
+            raise ValueError(
+                f"stick-breaking attention cannot run with {source}.{name}={value!r} ({flag}): {reason}; "
+                f"it must be {required!r}"
+            )
+
+
+def _script_args() -> object | None:
+    """The parsed arguments of a Megatron training script, where one runs in this process."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+
+
+class PlanCache:
+    """The latest context-parallel plans, so that all layers of a model share the one of their batch.
+
+    An entry serves as long as group, sequence length, layout and packing are the same and `cu_seqlens` is the same
+    tensor object, not modified in place since. It leaves when `capacity` newer plans have been made: a batch's plan
+    outlives its layers, recomputation and the micro-batches a pipeline has in flight; where it does not, it is made
+    again. Ranks of a group run the same layers on the same batches, so they agree on when a plan is made, which is a
+    collective. `clear()` drops all of them, and with them the references to process groups and `cu_seqlens`.
+    """
+
+    def __init__(self, capacity: int = 16):
+        self.capacity = capacity
+        self._plans: OrderedDict[tuple, tuple] = OrderedDict()
+
+    def get(
+        self,
+        cp_group: torch.distributed.ProcessGroup,
+        *,
+        seq_len: int,
+        cu_seqlens: torch.Tensor | None,
+        layout: str,
+        packing: str,
+    ) -> ContextParallelPlan:
+        """The plan for these arguments of `ContextParallelPlan`; made, by all ranks of the group, if need be."""
+        # Tensors made under inference_mode count no versions.
+        version = None if cu_seqlens is None or cu_seqlens.is_inference() else cu_seqlens._version
+        key = (id(cp_group), seq_len, id(cu_seqlens), version, layout, packing)
+        if key in self._plans:
+            self._plans.move_to_end(key)
+        else:
+            plan = ContextParallelPlan(cp_group, seq_len=seq_len, cu_seqlens=cu_seqlens, layout=layout, packing=packing)
+            # An id is only unique among living objects: keep them alive as long as the entry.
+            self._plans[key] = (plan, cp_group, cu_seqlens)
+            while len(self._plans) > self.capacity:
+                self._plans.popitem(last=False)
+        return self._plans[key][0]
+
+    def clear(self) -> None:
+        """Forget every plan; for use before process groups are destroyed."""
+        self._plans.clear()
+
+
+shared_plans = PlanCache()
+
+
+class StickBreakingCoreAttention(MegatronModule):
+    """Stick-breaking attention with the contract of Megatron-Core's `core_attention` (Tan et al., arXiv 2410.17980).
+
+    Heads are split by tensor parallelism before they get here, sequences by context parallelism: where the
+    context-parallel group has more than one rank, `cp_comm_type` is the mode of `context_parallel_attention` (None:
+    "auto"). The module has no parameters. Softmax-only settings that mean nothing here and change nothing
+    (`apply_query_key_layer_scaling`, `attention_softmax_in_fp32`, `masked_softmax_fusion`) are ignored.
+
+    Args:
+        config: a TransformerConfig.
+        layer_number: 1-based, as Megatron counts.
+        attn_mask_type: `AttnMaskType.causal` or `padding_causal`.
+        attention_type: "self".
+        cp_comm_type: None, "p2p", "all_gather", "a2a" or "a2a+p2p".
+        softmax_scale: what logits are multiplied by; None means 1/sqrt(config.kv_channels).
+        pg_collection: process groups (`tp` and `cp` are read); None means those of `parallel_state`.
+        model_comm_pgs: what older cores call `pg_collection`.
+        options: see `StickBreakingOptions`.
+
+    Raises:
+        ValueError: a setting that stick-breaking attention cannot honour, by name.
+    """
+
+    def __init__(
+        self,
+        config,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection=None,
+        model_comm_pgs=None,
+        options: StickBreakingOptions | None = None,
+        **unknown,
+    ):
+        super().__init__(config=config)
+        refuse_settings(config, "config", CONFIG_REFUSALS)
+        refuse_settings(_script_args(), "args", SCRIPT_REFUSALS)
+        if unknown:
+            raise TypeError(f"StickBreakingCoreAttention takes no {', '.join(sorted(unknown))}")
+        if attention_type != "self":
+            raise ValueError(f"attention_type={attention_type!r} is not supported; stick-breaking allows only 'self'")
+        if attn_mask_type not in CAUSAL_MASK_TYPES:
+            raise ValueError(_mask_sentence(attn_mask_type))
+
+        self.layer_number = layer_number
+        self.attn_mask_type = attn_mask_type
+        self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self.cp_comm_type = cp_comm_type
+        self.options = options or StickBreakingOptions()
+        groups = pg_collection if pg_collection is not None else model_comm_pgs
+        if groups is None:
+            self.tp_group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+            self.cp_group = parallel_state.get_context_parallel_group(check_initialized=False)
+        else:
+            self.tp_group, self.cp_group = groups.tp, groups.cp
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params=None,
+    ) -> torch.Tensor:
+        """Attend. Lengths are this rank's; h and g are its heads and KV heads; k and v may be strided views.
+
+        Args:
+            query: (s, b, h, d), or packed (t, h, d).
+            key: (s_k, b, g, d) or (t, g, d), h % g == 0; s < s_k (without context parallelism) means that the queries
+                are the last s positions, as when decoding against a static cache.
+            value: shaped as `key`.
+            attention_mask: not read; the mask is causal. Save its memory with
+                `--no-create-attention-mask-in-dataloader`.
+            attn_mask_type: overrides the constructor's; `no_mask` only with s < s_k.
+            attention_bias: must be None.
+            packed_seq_params: with `qkv_format` "thd" the documents: `cu_seqlens_q`, global and the same on all ranks,
+                or where given `cu_seqlens_q_padded`; rows between a document's end and its padded end belong to it as
+                its newest tokens. `cp_group` overrides the module's, `local_cp_size` 1 turns context parallelism off.
+
+        Returns:
+            (s, b, h * d) or packed (t, h * d).
+
+        Raises:
+            ValueError: a mask, bias or packing that stick-breaking attention cannot honour; a length that does not
+                divide over the context-parallel ranks.
+        """
+        packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
+        self._check_call(query, key, attn_mask_type or self.attn_mask_type, attention_bias, packed)
+        cp_group = self._context_parallel_group(packed_seq_params)
+        kwargs = {
+            "scale": self.scale,
+            "attend_current": self.options.attend_current,
+            "mass_threshold": self.options.mass_threshold,
+        }
+        if not packed:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+
+        if cp_group is not None:
+            plan = self._plan(cp_group, query, packed_seq_params if packed else None)
+            out = context_parallel_attention(query, key, value, plan=plan, comm=self.cp_comm_type or "auto", **kwargs)
+        elif packed:
+            cu_seqlens, cu_seqlens_k = _document_bounds(packed_seq_params)
+            out = stickbreaking_attention_varlen(query, key, value, cu_seqlens, cu_seqlens_k=cu_seqlens_k, **kwargs)
+        else:
+            out = stickbreaking_attention(query, key, value, **kwargs)
+        return out.flatten(1) if packed else out.transpose(0, 1).flatten(2)
+
+    def _check_call(self, query, key, attn_mask_type, attention_bias, packed: bool) -> None:
+        """Refuse what can only be seen in a call."""
+        if attention_bias is not None:
+            raise ValueError(
+                f"attention_bias of shape {tuple(attention_bias.shape)} is not supported by stick-breaking attention; "
+                "it must be None"
+            )
+        if query.dim() != (3 if packed else 4):
+            raise ValueError(
+                f"query has shape {tuple(query.shape)}; allowed: (s, b, h, d), or (t, h, d) with "
+                "packed_seq_params.qkv_format='thd'"
+            )
+        against_cache = not packed and query.shape[0] < key.shape[0]
+        if attn_mask_type not in CAUSAL_MASK_TYPES and not (attn_mask_type == AttnMaskType.no_mask and against_cache):
+            raise ValueError(_mask_sentence(attn_mask_type))
+
+    def _context_parallel_group(self, packed_seq_params) -> torch.distributed.ProcessGroup | None:
+        """The group this call runs over, None for one rank."""
+        local_cp_size = getattr(packed_seq_params, "local_cp_size", None)
+        override = getattr(packed_seq_params, "cp_group", None)
+        if local_cp_size == 1:
+            return None
+        if local_cp_size is not None and override is None:
+            raise ValueError(
+                f"packed_seq_params.local_cp_size={local_cp_size} needs packed_seq_params.cp_group; "
+                "without one only 1 (no context parallelism) is allowed"
+            )
+        group = self.cp_group if override is None else override
+        return group if group is not None and group.size() > 1 else None
+
+    def _plan(self, cp_group, query, packed_seq_params) -> ContextParallelPlan:
+        """The plan all layers share. query: (b, s_local, h, d), or packed (t_local, h, d) with its parameters."""
+        cu_seqlens = None
+        if packed_seq_params is not None:
+            cu_seqlens, cu_seqlens_k = _document_bounds(packed_seq_params)
+            if cu_seqlens_k is not None and not torch.equal(cu_seqlens, cu_seqlens_k):
+                raise ValueError(
+                    "packed_seq_params.cu_seqlens_kv differs from cu_seqlens_q; context parallelism needs them equal"
+                )
+        return shared_plans.get(
+            cp_group,
+            seq_len=query.shape[-3] * cp_group.size(),
+            cu_seqlens=cu_seqlens,
+            layout=self.options.cp_layout,
+            packing=self.options.packing,
+        )
+
+
+def _document_bounds(packed_seq_params) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Offsets of the documents' rows for queries and, where they are another tensor, for keys."""
+    params = packed_seq_params
+    padded = params.cu_seqlens_q_padded is not None
+    queries = params.cu_seqlens_q_padded if padded else params.cu_seqlens_q
+    keys = params.cu_seqlens_kv_padded if padded else params.cu_seqlens_kv
+    if queries is None:
+        raise ValueError("packed_seq_params.cu_seqlens_q is None; qkv_format='thd' needs the documents' offsets")
+    return queries, None if keys is queries else keys
+
+
+def _mask_sentence(attn_mask_type) -> str:
+    name = getattr(attn_mask_type, "name", attn_mask_type)
+    return (
+        f"attn_mask_type={name!r} is not supported; stick-breaking attention allows 'causal' and 'padding_causal', and "
+        "'no_mask' for queries that follow a cache of older keys"
+    )

@@ -1,0 +1,145 @@
+"""The float64 oracle: stick-breaking attention written down from its definition, to judge everything else by.
+
+For query j and key i (Tan et al., Stick-breaking attention, arXiv 2410.17980, eq. 1), with z_ij = scale * q_j . k_i:
+
+    beta_ij = sigmoid(z_ij)      log A_ij = log beta_ij + sum_{i<k<j} log(1 - beta_kj)      o_j = sum_i A_ij v_i
+
+and the mass, the stick that is left, is prod_k (1 - beta_kj). Sums of logarithms in float64 hold every regime, from
+logits of -30 over many thousand keys to a stick used up by the first of them. It shares no code with the operators, is
+differentiated by autograd, and takes O(L) memory times a block of query rows: slow, and good to some 16K keys.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+from torch.utils.checkpoint import checkpoint
+
+_MAX_WEIGHTS_PER_BLOCK = 2**23  # attention weights alive at a time: 64 MiB a copy, and autograd holds some ten
+
+
+def stickbreaking_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    attend_current: bool = False,
+    mass_threshold: float = 2**-24,
+    return_mass: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Stick-breaking attention in float64, whatever dtype comes in.
+
+    Args:
+        q: (b, s, h, d). Where s < s_k the queries are the last s positions.
+        k: (b, s_k, h_kv, d), h a multiple of h_kv.
+        v: (b, s_k, h_kv, d_v).
+        scale: of the logits; None means 1/sqrt(d).
+        attend_current: whether the key at a query's own position takes part.
+        mass_threshold: taken so that the signature is the operator's; nothing is ever skipped here.
+        return_mass: whether to return the mass beside the output.
+
+    Returns:
+        o: (b, s, h, d_v) float64, and if asked for mass: (b, h, s) float64.
+
+    Raises:
+        ValueError: if there are more queries than keys, or h is not a multiple of h_kv.
+    """
+    del mass_threshold
+    num_queries, num_heads, head_dim = q.shape[1:]
+    num_keys, num_kv_heads = k.shape[1:3]
+    if num_queries > num_keys:
+        raise ValueError(f"q has {num_queries} positions and k has {num_keys}: every query needs its own position in k")
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(f"q has {num_heads} heads, which is not a multiple of the {num_kv_heads} of k")
+    scale = head_dim**-0.5 if scale is None else scale
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (k, v))
+
+    rows = max(1, _MAX_WEIGHTS_PER_BLOCK // max(1, q.shape[0] * num_heads * num_keys))
+    outputs, masses = [], []
+    for begin in range(0, max(num_queries, 1), rows):
+        end = min(begin + rows, num_queries)
+        first = num_keys - num_queries + begin
+        seen = first + end - begin
+        block = (q[:, :, begin:end], k[:, :, :seen], v[:, :, :seen], first, scale, attend_current)
+        # Of a sequence in several blocks, autograd keeps the inputs only and computes each block again.
+        o, mass = _rows(*block) if rows >= num_queries else checkpoint(_rows, *block, use_reentrant=False)
+        outputs.append(o)
+        masses.append(mass)
+    o = torch.cat(outputs, dim=2).transpose(1, 2)
+    return (o, torch.cat(masses, dim=2)) if return_mass else o
+
+
+def stickbreaking_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int | None = None,
+    *,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    scale: float | None = None,
+    attend_current: bool = False,
+    mass_threshold: float = 2**-24,
+    return_mass: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Stick-breaking attention over packed documents in float64, one document after the other.
+
+    Args:
+        q: (t, h, d).
+        k: (t_k, h_kv, d), h a multiple of h_kv.
+        v: (t_k, h_kv, d_v).
+        cu_seqlens: (n+1,) integers, where each document begins in q and the last one ends. Rows beyond get o 0, mass 1.
+        max_seqlen: not needed here, as is max_seqlen_k.
+        cu_seqlens_k: the same for k and v, where a document's queries are the last positions of its keys.
+        max_seqlen_k: see max_seqlen.
+        scale: see stickbreaking_attention, as for attend_current, mass_threshold and return_mass.
+        attend_current: see there.
+        mass_threshold: see there.
+        return_mass: see there.
+
+    Returns:
+        o: (t, h, d_v) float64, and if asked for mass: (h, t) float64.
+
+    Raises:
+        ValueError: as stickbreaking_attention does, for the document at fault, and for two cu_seqlens of other lengths.
+    """
+    del max_seqlen, max_seqlen_k, mass_threshold
+    q_edges = cu_seqlens.tolist()
+    k_edges = q_edges if cu_seqlens_k is None else cu_seqlens_k.tolist()
+    documents = [
+        stickbreaking_attention(
+            q[None, q_begin:q_end],
+            k[None, k_begin:k_end],
+            v[None, k_begin:k_end],
+            scale=scale,
+            attend_current=attend_current,
+            return_mass=True,
+        )
+        for (q_begin, q_end), (k_begin, k_end) in zip(pairwise(q_edges), pairwise(k_edges), strict=True)
+    ]
+    num_beyond, num_heads = q.shape[0] - q_edges[-1], q.shape[1]
+    o = torch.cat([o[0] for o, _ in documents] + [v.new_zeros(num_beyond, num_heads, v.shape[-1]).double()])
+    mass = torch.cat([mass[0] for _, mass in documents] + [v.new_ones(num_heads, num_beyond).double()], dim=1)
+    return (o, mass) if return_mass else o
+
+
+def _rows(
+    q: Tensor, k: Tensor, v: Tensor, first_position: int, scale: float, attend_current: bool
+) -> tuple[Tensor, Tensor]:
+    """Output (b, h, n, d_v) and mass (b, h, n) of n query rows, the first of them at first_position among the keys."""
+    query_position = first_position + torch.arange(q.shape[2], device=q.device)[:, None]
+    key_position = torch.arange(k.shape[2], device=q.device)
+    hidden = key_position > query_position if attend_current else key_position >= query_position
+
+    z = scale * (q @ k.transpose(-1, -2))
+    log_beta = logsigmoid(z).masked_fill(hidden, -torch.inf)
+    log_rest = logsigmoid(-z).masked_fill(hidden, 0.0)  # log(1 - beta)
+    log_from = log_rest.flip(-1).cumsum(-1).flip(-1)  # over key i and all newer
+    # Shifted by one key, rather than less its own term: -inf - -inf would be NaN where a logit is infinite.
+    log_newer = torch.cat([log_from, log_from.new_zeros(*log_from.shape[:-1], 1)], dim=-1)[..., 1:]
+    weights = (log_beta + log_newer).exp()
+    return weights @ v, log_rest.sum(-1).exp()

@@ -1,0 +1,255 @@
+"""StickBreakingCoreAttention by itself, on one rank: its answers, what it reads in place, what it refuses."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from support.megatron_cpu import core_attention_arguments, packed_params, small_config
+
+from megatron_sb import reference
+from megatron_sb.megatron import StickBreakingCoreAttention, StickBreakingOptions, core_attention
+
+HEADS, KV_HEADS, CHANNELS = 4, 2, 8
+
+
+def make_core(config=None, **changes) -> StickBreakingCoreAttention:
+    return StickBreakingCoreAttention(**core_attention_arguments(config or small_config(), **changes))
+
+
+def make_qkv(*rows: int) -> list[torch.Tensor]:
+    """q (*rows, h, d) and k, v (*rows, g, d) as Megatron makes them: k and v are views of the fused projection."""
+    group_channels = (HEADS // KV_HEADS + 2) * CHANNELS
+    fused = 2 * torch.randn(*rows, KV_HEADS, group_channels)
+    q, k, v = fused.split([HEADS // KV_HEADS * CHANNELS, CHANNELS, CHANNELS], dim=-1)
+    return [q.reshape(*rows, HEADS, CHANNELS), k, v]
+
+
+def expected(q, k, v, **options) -> torch.Tensor:
+    """The oracle's answer for sbhd tensors, in Megatron's output shape."""
+    out = reference.stickbreaking_attention(*(x.transpose(0, 1) for x in (q, k, v)), **options)
+    return out.transpose(0, 1).flatten(2)
+
+
+def assert_close(out: torch.Tensor, oracle: torch.Tensor) -> None:
+    assert out.shape == oracle.shape
+    torch.testing.assert_close(out.double(), oracle.double(), rtol=0, atol=1e-5)
+
+
+def test_sbhd_is_the_operator():
+    q, k, v = make_qkv(33, 3)
+    out = make_core()(q, k, v, None, attn_mask_type=AttnMaskType.causal, attention_bias=None, packed_seq_params=None)
+    assert_close(out, expected(q, k, v))
+
+
+def test_thd_is_the_operator():
+    q, k, v = make_qkv(30)
+    params = packed_params(0, 7, 7, 28)
+    out = make_core()(q, k, v, None, attn_mask_type=AttnMaskType.padding_causal, packed_seq_params=params)
+    assert_close(out, reference.stickbreaking_attention_varlen(q, k, v, params.cu_seqlens_q).flatten(1))
+    assert out.reshape(30, 1, -1).shape == (30, 1, HEADS * CHANNELS)
+    assert not out[28:].any(), "rows beyond the last document"
+
+
+def test_padded_offsets_bound_the_documents():
+    q, k, v = make_qkv(12)
+    bounds = torch.tensor([0, 8, 12], dtype=torch.int32)
+    params = packed_params(0, 5, 8, cu_seqlens_q_padded=bounds, cu_seqlens_kv_padded=bounds)
+    out = make_core()(q, k, v, None, packed_seq_params=params)
+    for first, last in ((0, 5), (8, 11)):
+        alone = expected(*(x[first:last, None] for x in (q, k, v)))
+        assert_close(out[first:last], alone[:, 0])
+
+
+def test_backward_reaches_the_fused_projection():
+    grads = []
+    for attend in (lambda *qkv: make_core()(*qkv, None), expected):
+        torch.manual_seed(1)
+        fused = torch.randn(9, 2, KV_HEADS, 4 * CHANNELS, requires_grad=True)
+        q, k, v = fused.split([2 * CHANNELS, CHANNELS, CHANNELS], dim=-1)
+        attend(q.reshape(9, 2, HEADS, CHANNELS), k, v).square().sum().backward()
+        grads.append(fused.grad)
+    assert_close(*grads)
+
+
+@pytest.mark.parametrize("rows", [(16, 2), (16,)], ids=["sbhd", "thd"])
+def test_key_and_value_are_read_in_place(rows, monkeypatch):
+    seen = []
+    name = "stickbreaking_attention" if len(rows) == 2 else "stickbreaking_attention_varlen"
+    operator = getattr(core_attention, name)
+
+    def watched_operator(q, k, v, *args, **kwargs):
+        seen.extend((k, v))
+        return operator(q, k, v, *args, **kwargs)
+
+    monkeypatch.setattr(core_attention, name, watched_operator)
+    q, k, v = make_qkv(*rows)
+    make_core()(q, k, v, None, packed_seq_params=packed_params(0, 16) if len(rows) == 1 else None)
+    assert [x.data_ptr() for x in seen] == [k.data_ptr(), v.data_ptr()]
+    assert not any(x.is_contiguous() for x in seen)
+
+
+def test_queries_behind_a_cache_are_its_newest_positions():
+    """Static inference: a whole prompt at once equals a prompt and single steps, which Megatron runs without a mask."""
+    q, k, v = make_qkv(12, 2)
+    core = make_core()
+    whole = core(q, k, v, None)
+    steps = [core(q[:9], k[:9], v[:9], None)]
+    for n in range(10, 13):
+        steps.append(core(q[n - 1 : n], k[:n], v[:n], None, attn_mask_type=AttnMaskType.no_mask))
+    torch.testing.assert_close(torch.cat(steps), whole, rtol=0, atol=1e-6)
+
+
+def test_scale_and_options_reach_the_operator(monkeypatch):
+    q, k, v = make_qkv(20, 1)
+    options = StickBreakingOptions(attend_current=True, mass_threshold=0.0)
+    core = make_core(small_config(softmax_scale=0.7), options=options)
+    assert_close(core(q, k, v, None), expected(q, k, v, scale=0.7, attend_current=True))
+
+    seen = {}
+    monkeypatch.setattr(core_attention, "stickbreaking_attention", lambda q, *rest, **kwargs: seen.update(kwargs) or q)
+    core(q, k, v, None)
+    assert seen == {"scale": 0.7, "attend_current": True, "mass_threshold": 0.0}
+    make_core()(q, k, v, None)
+    assert seen == {"scale": pytest.approx(CHANNELS**-0.5), "attend_current": False, "mass_threshold": 2**-24}
+
+
+def test_older_cores_name_their_groups_otherwise():
+    arguments = core_attention_arguments(small_config())
+    groups = arguments.pop("pg_collection")
+    assert StickBreakingCoreAttention(**arguments, model_comm_pgs=groups).cp_group is None
+    assert StickBreakingCoreAttention(**arguments).cp_group is None  # parallel_state, not initialised here
+
+
+CONFIG_REFUSALS = {
+    "attention_dropout": (
+        {"attention_dropout": 0.1},
+        r"config\.attention_dropout=0\.1 \(--attention-dropout\): .* must be 0\.0",
+    ),
+    "window_size": ({"window_size": (64, 0)}, r"config\.window_size=\(64, 0\) \(--window-size\): .* must be None"),
+    "softmax off-by-one": (
+        {"softmax_type": "off-by-one"},
+        r"config\.softmax_type='off-by-one' \(--softmax-type\): .* must be 'vanilla'",
+    ),
+    "softmax learnable": ({"softmax_type": "learnable"}, r"config\.softmax_type='learnable'"),
+    "fp8 dot product": (
+        {"fp8_dot_product_attention": True},
+        r"config\.fp8_dot_product_attention=True \(--fp8-dot-product-attention\): .* must be False",
+    ),
+    "fp8 multi head": ({"fp8_multi_head_attention": True}, r"config\.fp8_multi_head_attention=True"),
+    "qk_clip": ({"qk_clip": True}, r"config\.qk_clip=True \(--qk-clip\): .* must be False"),
+    "log_max_attention_logit": (
+        {"log_max_attention_logit": True},
+        r"config\.log_max_attention_logit=True \(--log-max-attention-logit\): .* must be False",
+    ),
+    "flash_decode": ({"flash_decode": True}, r"config\.flash_decode=True \(--flash-decode\): .*silently run softmax"),
+}
+
+
+@pytest.mark.parametrize(("changes", "sentence"), CONFIG_REFUSALS.values(), ids=CONFIG_REFUSALS)
+def test_refused_settings(changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make_core(small_config(**changes))
+
+
+def test_refused_latent_attention():
+    config = MLATransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
+    with pytest.raises(ValueError, match=r"multi_latent_attention=True \(--multi-latent-attention\): .* must be False"):
+        make_core(config, k_channels=8, v_channels=8)
+
+
+@pytest.mark.parametrize("kind", ["rope", "learned_absolute"])
+def test_refused_position_embedding_of_a_config(kind):
+    config = small_config()
+    config.position_embedding_type = kind
+    with pytest.raises(ValueError, match=rf"config\.position_embedding_type='{kind}' .* must be 'none'"):
+        make_core(config)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"position_embedding_type": "rope"}, r"args\.position_embedding_type='rope' \(--position-embedding-type\)"),
+        (
+            {"reset_attention_mask": True},
+            r"args\.reset_attention_mask=True \(--reset-attention-mask\): .* must be False",
+        ),
+    ],
+)
+def test_refused_flags_of_a_training_script(flags, sentence, monkeypatch):
+    """Flags that never reach TransformerConfig."""
+    accepted = {"position_embedding_type": "none", "reset_attention_mask": False}
+    args = SimpleNamespace(**accepted)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=args))
+    make_core()
+    vars(args).update(flags)
+    with pytest.raises(ValueError, match=sentence):
+        make_core()
+
+
+@pytest.mark.parametrize("mask_type", ["arbitrary", "padding", "no_mask", "causal_bottom_right"])
+def test_refused_masks(mask_type):
+    sentence = rf"attn_mask_type='{mask_type}' is not supported; .* allows 'causal' and 'padding_causal'"
+    with pytest.raises(ValueError, match=sentence):
+        make_core(attn_mask_type=AttnMaskType[mask_type])
+    with pytest.raises(ValueError, match=sentence):
+        make_core()(*make_qkv(8, 1), None, attn_mask_type=AttnMaskType[mask_type])
+
+
+def test_refused_arguments():
+    with pytest.raises(ValueError, match=r"attention_type='cross' is not supported; .* only 'self'"):
+        make_core(attention_type="cross")
+    with pytest.raises(TypeError, match="takes no sinks"):
+        make_core(sinks=1)
+    with pytest.raises(ValueError, match=r"attention_bias of shape \(1, 4, 8, 8\) is not supported .* must be None"):
+        make_core()(*make_qkv(8, 1), None, attention_bias=torch.zeros(1, 4, 8, 8))
+    with pytest.raises(ValueError, match=r"query has shape \(8, 4, 8\); allowed: \(s, b, h, d\), or \(t, h, d\) with"):
+        make_core()(*make_qkv(8), None)
+    with pytest.raises(ValueError, match=r"cu_seqlens_q is None; qkv_format='thd' needs"):
+        make_core()(*make_qkv(8), None, packed_seq_params=packed_params(0, 8, cu_seqlens_q=None))
+
+
+class TestPlanCache:
+    """Which calls share a plan. Groups and plans are stand-ins: the cache looks at identities only."""
+
+    @pytest.fixture
+    def get(self, monkeypatch):
+        monkeypatch.setattr(core_attention, "ContextParallelPlan", lambda *args, **kwargs: object())
+        cache = core_attention.PlanCache(capacity=2)
+
+        def get(group="group", **changes):
+            key = {"seq_len": 8, "cu_seqlens": None, "layout": "zigzag", "packing": "per_document"}
+            return cache.get(group, **{**key, **changes})
+
+        get.clear = cache.clear
+        return get
+
+    def test_same_batch_shares(self, get):
+        offsets = torch.tensor([0, 8], dtype=torch.int32)
+        assert get() is get()
+        assert get(cu_seqlens=offsets) is get(cu_seqlens=offsets)
+
+    def test_other_batches_do_not(self, get):
+        offsets = torch.tensor([0, 8], dtype=torch.int32)
+        plan = get(cu_seqlens=offsets)
+        assert get(cu_seqlens=offsets.clone()) is not plan
+        plan = get(cu_seqlens=offsets)
+        offsets[1] = 4
+        assert get(cu_seqlens=offsets) is not plan
+        plan = get()
+        for other in ({"seq_len": 16}, {"layout": "contiguous"}, {"packing": "whole_stream"}, {"group": "other"}):
+            assert get(**other) is not plan
+
+    def test_oldest_leaves_first(self, get):
+        first, second = get(), get(seq_len=16)
+        assert get() is first
+        get(seq_len=24)
+        assert get() is first
+        assert get(seq_len=16) is not second
+
+    def test_clear_forgets(self, get):
+        plan = get()
+        get.clear()
+        assert get() is not plan

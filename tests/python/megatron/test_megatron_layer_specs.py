@@ -1,0 +1,112 @@
+"""with_stickbreaking, the bare spec object and the command-line flags."""
+
+import argparse
+
+import pytest
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+from megatron.core.transformer.transformer_block import TransformerBlock
+from support.megatron_cpu import core_attention_arguments, small_config
+
+from megatron_sb.megatron import (
+    CheckedSelfAttention,
+    StickBreakingCoreAttention,
+    StickBreakingOptions,
+    add_arguments,
+    options_from_args,
+    with_stickbreaking,
+)
+
+
+def core_of(layer_spec):
+    return layer_spec.submodules.self_attention.submodules.core_attention
+
+
+def built_core(layer_spec) -> StickBreakingCoreAttention:
+    """The core attention as Megatron-Core's attention builds it."""
+    return core_of(layer_spec)(**core_attention_arguments(small_config()))
+
+
+@pytest.mark.parametrize("num_experts", [None, 4], ids=["dense", "experts"])
+def test_only_the_attention_of_a_layer_changes(num_experts):
+    stock = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=True)
+    before = repr(stock)
+    spec = with_stickbreaking(stock)
+
+    assert repr(stock) == before and core_of(stock) is DotProductAttention
+    assert isinstance(built_core(spec), StickBreakingCoreAttention)
+    attention = spec.submodules.self_attention
+    assert attention.module is CheckedSelfAttention
+    attention.module = SelfAttention
+    attention.submodules.core_attention = DotProductAttention
+    assert repr(spec) == before
+
+
+def test_every_layer_of_a_block(monkeypatch):
+    config = small_config(num_layers=3, num_moe_experts=2, moe_layer_freq=[0, 1, 0], add_bias_linear=False)
+    stock = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=None, pp_rank=0)
+    spec = with_stickbreaking(stock)
+    assert all(core_of(layer) is DotProductAttention for layer in stock.layer_specs)
+    assert [type(built_core(layer)) for layer in spec.layer_specs] == [StickBreakingCoreAttention] * 3
+    assert [layer.submodules.mlp for layer in spec.layer_specs] == [layer.submodules.mlp for layer in stock.layer_specs]
+    assert spec.layer_norm is stock.layer_norm
+
+    inside = with_stickbreaking(ModuleSpec(TransformerBlock, submodules=stock))
+    assert isinstance(built_core(inside.submodules.layer_specs[2]), StickBreakingCoreAttention)
+    assert core_of(stock.layer_specs[2]) is DotProductAttention
+
+
+def test_options_reach_the_module():
+    options = {"attend_current": True, "mass_threshold": 0.5, "cp_layout": "contiguous", "packing": "whole_stream"}
+    spec = with_stickbreaking(get_gpt_layer_local_spec(), **options)
+    assert built_core(spec).options == StickBreakingOptions(**options)
+    assert built_core(with_stickbreaking(spec)).options == StickBreakingOptions()
+
+
+def test_refused_options():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'remainder'"):
+        with_stickbreaking(get_gpt_layer_local_spec(), remainder=True)
+    with pytest.raises(ValueError, match="cp_layout='striped' is unknown; allowed: 'zigzag', 'contiguous'"):
+        with_stickbreaking(get_gpt_layer_local_spec(), cp_layout="striped")
+    with pytest.raises(ValueError, match="packing='tight' is unknown; allowed: 'per_document', 'whole_stream'"):
+        with_stickbreaking(get_gpt_layer_local_spec(), packing="tight")
+
+
+def test_refused_specs():
+    with pytest.raises(ValueError, match=r"self_attention of the layer spec is .*MLASelfAttention.* allows Megatron's"):
+        with_stickbreaking(get_gpt_layer_local_spec(multi_latent_attention=True))
+    without_attention = get_gpt_layer_local_spec()
+    without_attention.submodules.self_attention = IdentityOp
+    with pytest.raises(ValueError, match=r"self_attention of the layer spec is .*IdentityOp"):
+        with_stickbreaking(without_attention)
+    with pytest.raises(ValueError, match="self_attention of the layer spec is None"):
+        with_stickbreaking(ModuleSpec(SelfAttention))
+
+
+def test_bare_spec_object_is_found_as_megatron_looks_it_up():
+    spec = import_module(("megatron_sb.megatron.spec", "stickbreaking_layer_spec"))
+    assert isinstance(spec, ModuleSpec)
+    assert built_core(spec).options == StickBreakingOptions()
+
+
+def test_flags():
+    parser = argparse.ArgumentParser()
+    assert add_arguments(parser) is parser
+    defaults = parser.parse_args([])
+    assert not defaults.stick_breaking_attention
+    assert StickBreakingOptions(**options_from_args(defaults)) == StickBreakingOptions()
+
+    line = "--stick-breaking-attention --sb-attend-current --sb-mass-threshold 0 --sb-cp-layout contiguous"
+    args = parser.parse_args([*line.split(), "--sb-packing", "whole_stream"])
+    assert args.stick_breaking_attention
+    assert options_from_args(args) == {
+        "attend_current": True,
+        "mass_threshold": 0.0,
+        "cp_layout": "contiguous",
+        "packing": "whole_stream",
+    }
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--sb-cp-layout", "striped"])

@@ -1,0 +1,91 @@
+"""GPTModel with stick-breaking attention under torchrun and gloo: the same losses on every parallel layout."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKERS = Path(__file__).parents[1] / "workers"
+TIMEOUT_SECONDS = 300
+
+
+def run_worker(script: str, num_ranks: int, out: Path) -> dict:
+    """Run a worker under torchrun and return the JSON that its first rank wrote."""
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += [str(num_ranks), str(WORKERS / script), str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    workers_words = done.stderr.partition("torch.distributed.elastic.multiprocessing")[0]
+    assert done.returncode == 0, f"{script} failed:\n{done.stdout[-2000:]}\n{workers_words[-8000:]}"
+    return json.loads(out.read_text())
+
+
+def test_every_layout_gives_the_losses_of_one_rank(tmp_path):
+    """GPTModel over TP, CP and EP, sequences and packed documents, 6 optimizer steps each from the same weights."""
+    losses = run_worker("megatron_losses.py", 4, tmp_path / "losses.json")
+    one_rank = {name.partition("/")[0]: run for name, run in losses.items() if name.endswith("/1 rank")}
+    assert set(one_rank) == {"batch", "multi-query", "packed", "experts"}
+    for name, run in one_rank.items():
+        assert len(run) == 6 and all(map(math.isfinite, run)), name
+        assert min(run[3:]) < run[0] - 0.5, f"{name} does not learn, so its losses would say little: {run}"
+
+    def error(name: str) -> float:
+        reference = one_rank[name.partition("/")[0]]
+        return max(abs(a - b) for a, b in zip(losses[name], reference, strict=True))
+
+    errors = {name: error(name) for name in losses}
+    assert errors.pop("batch/misplaced CP2") > 1e-2, "keys in a wrong order must show in the losses"
+    assert len(errors) == 19
+    assert {name: e for name, e in errors.items() if e > 1e-4} == {}
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory) -> dict:
+    return run_worker("megatron_contract.py", 2, tmp_path_factory.mktemp("contract") / "findings.json")
+
+
+def test_contract_in_process_groups(findings):
+    """cp_group and local_cp_size of packed_seq_params, recomputation, one plan a batch, the bare spec in a model."""
+    assert findings["differences"] == {
+        "cp_group of packed_seq_params": 0.0,
+        "local_cp_size=1": 0.0,
+        "rows of no document": 0.0,
+        "recomputation": 0.0,
+    }
+    assert findings["plans"] == {
+        "three sequences": 1,
+        "three packed batches": 3,
+        "one packed batch three times": 1,
+        "offsets changed in place": 2,
+    }
+    bare = findings["bare spec"]
+    assert math.isfinite(bare["loss"]) and bare["gradients are finite"]
+    assert bare["cores"] == ["StickBreakingCoreAttention"] * 2
+    assert bare["checkpoint keys of cores"] == []
+
+
+REFUSALS = {
+    "rope": r"rotary_pos_emb was given to a stick-breaking layer .* use --position-embedding-type none",
+    "attention backend local": r"core_attention is DotProductAttention, .* use --attention-backend auto",
+    "dynamic inference": r"inference_context=.* is dynamic: .* allows static batching only",
+    "qk layernorm": r"config\.qk_layernorm=True \(--qk-layernorm\), .* spec built with qk_layernorm=True",
+    "experts": r"config\.num_moe_experts=2 \(--num-experts\), .* use with_stickbreaking\(get_gpt_decoder_block_spec",
+    "a2a": r'comm = "a2a" is not available yet',
+    "a2a+p2p": r'comm = "a2a\+p2p" is not available yet',
+    "indivisible": r"document 1 \(cu_seqlens 8 to 14\) has length 6, .* must be a multiple of 4",
+    "odd sequence": r"seq_len = 14 must be a multiple of 4",
+    "different documents": r"cu_seqlens_kv differs from cu_seqlens_q; context parallelism needs them equal",
+    "local_cp_size": r"local_cp_size=2 needs packed_seq_params\.cp_group; .* only 1 .* is allowed",
+}
+
+
+def test_every_refusal_has_a_sentence(findings):
+    """What only a built model or a process group can refuse: the worker's messages, one for each sentence here."""
+    assert findings["refusals"].keys() == REFUSALS.keys()
+    wrong = {name: said for name, said in findings["refusals"].items() if not re.search(REFUSALS[name], said)}
+    assert wrong == {}

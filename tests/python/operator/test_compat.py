@@ -1,0 +1,128 @@
+"""The drop-ins: the published packages' signatures, layouts, dtypes and results."""
+
+import inspect
+
+import pytest
+import torch
+from support.accuracy import assert_errors, floors, plain_attention, run
+from support.inputs import Inputs, make_inputs
+
+from megatron_sb import reference
+from megatron_sb.compat import parallel_stickbreaking_attn, sb_attn, sb_attn_varlen
+
+HEAD_DIMS = [50, 64, 16, 1, 255]
+
+
+def bhsd(x):
+    """Inputs in the package's layout (b, h, s, d)."""
+    return Inputs(*(t.transpose(1, 2).contiguous() for t in (x.q, x.k, x.v, x.do)), x.dmass)
+
+
+def in_layout_bhsd(attention):
+    """attention over (b, s, h, d) as one over (b, h, s, d)."""
+
+    def moved(q, k, v, **options):
+        o, mass = attention(*(t.transpose(1, 2) for t in (q, k, v)), **options)
+        return o.transpose(1, 2), mass
+
+    return moved
+
+
+def assert_matches(actual, x, **options):
+    """Against the oracle in (b, h, s, d)."""
+    plain = run(in_layout_bhsd(plain_attention), x, **options)
+    exact = Inputs(*(t.double() for t in vars(x).values()))
+    oracle = run(in_layout_bhsd(reference.stickbreaking_attention), exact, return_mass=True, **options)
+    assert_errors(actual, plain, oracle, floors(x.q.dtype, x.k.shape[2]))
+
+
+@pytest.mark.parametrize("attend_current", [False, True])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_sb_attn(head_dim, attend_current):
+    """Any head_dim; the scale is that of the head_dim that came in."""
+    x = bhsd(make_inputs(b=2, s=70, h=3, d=head_dim))
+    assert_matches(run(sb_attn, x, attend_current=attend_current), x, attend_current=attend_current)
+
+
+def test_sb_attn_in_bf16():
+    """out and rem in q's dtype, out in q's layout: people call view() on it."""
+    x = bhsd(make_inputs(b=2, s=70, h=3, d=50, dtype=torch.bfloat16))
+    out, rem = sb_attn(x.q, x.k, x.v)
+    assert (out.shape, out.dtype, out.is_contiguous()) == ((2, 3, 70, 50), torch.bfloat16, True)
+    assert (rem.shape, rem.dtype) == ((2, 3, 70), torch.bfloat16)
+    transposed = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x.q, x.k, x.v)]
+    out_transposed, _ = sb_attn(*transposed)
+    assert out_transposed.transpose(1, 2).reshape(2, 70, 150).shape == (2, 70, 150)
+    assert torch.equal(out_transposed, out)
+
+
+@pytest.mark.parametrize("zero_start", [True, False])
+def test_sb_attn_inv_temp_and_zero_start(zero_start):
+    """inv_temp is the scale; zero_start changes nothing in the dense form."""
+    x = bhsd(make_inputs(s=20, h=2, d=50))
+    out, rem = sb_attn(x.q, x.k, x.v, 0.3, zero_start)
+    o, mass = in_layout_bhsd(reference.stickbreaking_attention)(x.q, x.k, x.v, scale=0.3, return_mass=True)
+    torch.testing.assert_close(out.double(), o, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(rem.double(), mass, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("offsets", [torch.int32, torch.int64])
+@pytest.mark.parametrize("zero_start", [True, False])
+def test_sb_attn_varlen(zero_start, offsets):
+    """With zero_start cu_seqlens holds the leading 0, without it only the ends."""
+    x = make_inputs(s=60, h=3, d=50).packed()
+    q, k, v = (t.transpose(0, 1) for t in (x.q, x.k, x.v))
+    cu_seqlens = torch.tensor([0, 20, 21, 60], dtype=offsets)
+    given = cu_seqlens if zero_start else cu_seqlens[1:]
+    out, rem = sb_attn_varlen(q, k, v, given, 39, inv_temp=0.3, zero_start=zero_start)
+    o, mass = reference.stickbreaking_attention_varlen(x.q, x.k, x.v, cu_seqlens, scale=0.3, return_mass=True)
+    torch.testing.assert_close(out.double(), o.transpose(0, 1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(rem.double(), mass, rtol=1e-5, atol=1e-6)
+    assert (out.shape, rem.shape) == ((3, 60, 50), (3, 60))
+
+
+@pytest.mark.parametrize("attend_current", [False, True])
+def test_parallel_stickbreaking_attn(attend_current):
+    """(b, t, h, d) in and out, rem (b, t, h); grouped heads and another d_v, as there."""
+    x = make_inputs(b=2, s=70, h=4, h_kv=2, d=50, d_v=30)
+    o, rem = parallel_stickbreaking_attn(x.q, x.k, x.v, attend_current=attend_current)
+    expected, mass = reference.stickbreaking_attention(x.q, x.k, x.v, attend_current=attend_current, return_mass=True)
+    torch.testing.assert_close(o.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(rem.double(), mass.transpose(1, 2), rtol=1e-5, atol=1e-6)
+    assert (o.shape, rem.shape, rem.is_contiguous()) == ((2, 70, 4, 30), (2, 70, 4), True)
+
+
+@pytest.mark.parametrize("offsets", [torch.int32, torch.int64])
+def test_parallel_stickbreaking_attn_varlen(offsets):
+    """Documents packed into a batch of one."""
+    x = make_inputs(s=60, h=4, h_kv=2, d=16, dtype=torch.bfloat16)
+    cu_seqlens = torch.tensor([0, 20, 20, 60], dtype=offsets)
+    o, rem = parallel_stickbreaking_attn(x.q, x.k, x.v, 0.3, cu_seqlens=cu_seqlens)
+    packed = x.packed()
+    expected, mass = reference.stickbreaking_attention_varlen(
+        packed.q, packed.k, packed.v, cu_seqlens, scale=0.3, return_mass=True
+    )
+    assert (o.dtype, rem.dtype) == (torch.bfloat16, torch.bfloat16)
+    torch.testing.assert_close(o[0].double(), expected, rtol=2**-8, atol=2**-16)
+    torch.testing.assert_close(rem[0].double(), mass.T, rtol=2**-8, atol=2**-24)
+
+
+def test_padding_leaves_gradients_as_they_are():
+    """Gradients reach the unpadded tensors, in their shapes."""
+    x = bhsd(make_inputs("mean -3.2", s=70, h=2, d=50, d_v=30))
+    assert_matches(run(sb_attn, x), x)
+
+
+@pytest.mark.parametrize(
+    ("function", "signature"),
+    [
+        (sb_attn, "(q, k, v, inv_temp=None, zero_start=True, attend_current=False)"),
+        (sb_attn_varlen, "(q, k, v, cu_seqlens, max_seqlens, inv_temp=None, zero_start=True, attend_current=False)"),
+        (parallel_stickbreaking_attn, "(q, k, v, scale=None, attend_current=False, cu_seqlens=None)"),
+    ],
+)
+def test_signatures_are_the_published_ones(function, signature):
+    """Names, order and defaults: calls by position and by name both keep working."""
+    parameters = inspect.signature(function).parameters.values()
+    published = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
+    assert str(inspect.Signature(published)) == signature

@@ -1,0 +1,298 @@
+"""The operators as citizens of torch: opcheck, compile, autocast, strides, determinism, and one derivative only."""
+
+import pytest
+import torch
+from support.accuracy import run
+from support.inputs import make_inputs
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from megatron_sb import stickbreaking_attention, stickbreaking_attention_varlen
+
+ops = torch.ops.megatron_sb
+SAME = ("o", "mass", "dq", "dk", "dv")
+
+
+def cu(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def block_arguments():
+    """Of block_backward, from a forward."""
+    x = make_inputs(s=70, h=4, h_kv=2, d=8)
+    segments = torch.tensor([[0, 40, 0, 40, 0]], dtype=torch.int32)
+    _, mass, edge, restart = ops.block_forward(x.q, x.k, x.v, segments, scale=0.3)
+    return x.do, x.q, x.k, x.v, segments, edge, restart, torch.rand_like(mass), torch.rand_like(mass)
+
+
+class TestOpcheck:
+    """Schemas, fake kernels and autograd registration, as torch checks them."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_attention(self, dtype):
+        x = make_inputs(b=2, s=5, s_k=7, h=4, h_kv=2, d=16, d_v=8, dtype=dtype)
+        arguments = [t.requires_grad_() for t in (x.q, x.k, x.v)]
+        torch.library.opcheck(ops.attention.default, arguments, {"scale": 0.5, "attend_current": True})
+
+    def test_attention_varlen(self):
+        x = make_inputs(s=9, h=4, h_kv=2, d=16).packed()
+        arguments = [t.requires_grad_() for t in (x.q, x.k, x.v)]
+        torch.library.opcheck(ops.attention_varlen.default, [*arguments, cu(0, 4, 9)])
+
+    def test_segments(self):
+        torch.library.opcheck(ops.segments.default, (cu(0, 3, 10), cu(0, 5, 14), 12, 14))
+
+    @pytest.mark.parametrize("out_dtype", [None, torch.bfloat16])
+    def test_block_forward(self, out_dtype):
+        x = make_inputs(s=5, s_k=7, h=4, h_kv=2, d=16, d_v=8, dtype=torch.bfloat16)
+        carry = torch.rand(1, 4, 5)
+        torch.library.opcheck(
+            ops.block_forward.default, (x.q, x.k, x.v, None, carry), {"scale": 1.0, "out_dtype": out_dtype}
+        )
+
+    def test_block_backward(self):
+        torch.library.opcheck(ops.block_backward.default, block_arguments(), {"scale": 0.3})
+
+
+class TestCompile:
+    """torch.compile(fullgraph=True), forward and backward, against eager; with the code generator once."""
+
+    @staticmethod
+    def assert_same(compiled, eager, x, *args):
+        expected = run(eager, x, *args)
+        actual = run(compiled, x, *args)
+        for name in SAME:
+            torch.testing.assert_close(actual[name], expected[name], rtol=1e-6, atol=1e-6)
+
+    def test_dense(self):
+        """With work for the code generator before and after the operator."""
+
+        def model(q, k, v):
+            o, mass = stickbreaking_attention(q * 2, k, v, return_mass=True)
+            return o.sin(), mass
+
+        compiled = torch.compile(model, fullgraph=True)
+        self.assert_same(compiled, model, make_inputs("mean -3.2", b=2, s=70, h=4, h_kv=2, d=16))
+
+    def test_dense_with_changing_lengths(self):
+        """One graph serves every length."""
+
+        def model(q, k, v):
+            o, mass = stickbreaking_attention(q * 2, k, v, return_mass=True)
+            return o + v.repeat_interleave(2, dim=2), mass.square()
+
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+        self.assert_same(compiled, model, make_inputs("mean -3.2", b=2, s=70, h=4, h_kv=2, d=16))
+        compilations = counter.frame_count
+        for length in (33, 129):
+            self.assert_same(compiled, model, make_inputs("mean -3.2", b=2, s=length, h=4, h_kv=2, d=16))
+        assert counter.frame_count == compilations
+
+    def test_packed(self):
+        def model(q, k, v, cu_seqlens):
+            o, mass = stickbreaking_attention_varlen(q, k, v, cu_seqlens, 50, return_mass=True)
+            return o.sin(), mass
+
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        self.assert_same(compiled, model, make_inputs(s=90, h=2, d=16).packed(), cu(0, 30, 30, 80))
+
+
+class TestAutocast:
+    """q, k and v are cast to autocast's dtype, as torch's own attention casts them."""
+
+    def test_dense(self):
+        x = make_inputs(b=2, s=70, h=4, h_kv=2, d=16)
+        expected = stickbreaking_attention(x.q.bfloat16(), x.k.bfloat16(), x.v.bfloat16(), return_mass=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            o, mass = stickbreaking_attention(x.q, x.k, x.v, return_mass=True)
+            mixed = stickbreaking_attention(x.q.bfloat16(), x.k, x.v)
+        assert (o.dtype, mass.dtype) == (torch.bfloat16, torch.float32)
+        for actual in (o, mixed):
+            assert torch.equal(actual, expected[0])
+        assert torch.equal(mass, expected[1])
+
+    def test_packed(self):
+        x = make_inputs(s=70, h=2, d=16).packed()
+        expected = stickbreaking_attention_varlen(x.q.bfloat16(), x.k.bfloat16(), x.v.bfloat16(), cu(0, 30, 70))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(stickbreaking_attention_varlen(x.q, x.k, x.v, cu(0, 30, 70)), expected)
+
+    def test_gradients_come_back_in_the_inputs_dtype(self):
+        x = make_inputs(s=70, h=2, d=16)
+
+        def attention(q, k, v):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return stickbreaking_attention(q, k, v, return_mass=True)
+
+        results = run(attention, x)
+        expected = run(stickbreaking_attention, make_inputs(s=70, h=2, d=16, dtype=torch.bfloat16), return_mass=True)
+        for name in ("dq", "dk", "dv"):
+            assert results[name].dtype == torch.float32
+            assert torch.equal(results[name], expected[name].float())
+
+
+def strided(kind, x):
+    """The same values as x in other memory."""
+    if kind == "sbhd transpose":
+        return [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (x.q, x.k, x.v)]
+    if kind == "bhsd transpose":
+        return [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x.q, x.k, x.v)]
+    if kind == "fused qkv":
+        return list(torch.cat([x.q, x.k, x.v], dim=2).split([x.q.shape[2], x.k.shape[2], x.v.shape[2]], dim=2))
+    if kind == "fused kv in head_dim":
+        return [x.q, *torch.cat([x.k, x.v], dim=3).split([x.k.shape[3], x.v.shape[3]], dim=3)]
+    if kind == "every second row and head":
+        return [t.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)[:, ::2, ::2] for t in (x.q, x.k, x.v)]
+    if kind == "misaligned":
+        return [torch.cat([t.new_zeros(3), t.flatten()])[3:].view_as(t) for t in (x.q, x.k, x.v)]
+    if kind == "last stride of two":
+        return [t.repeat_interleave(2, dim=3)[..., ::2] for t in (x.q, x.k, x.v)]
+    if kind == "last dimension transposed":
+        return [t.transpose(1, 3).contiguous().transpose(1, 3) for t in (x.q, x.k, x.v)]
+    raise AssertionError(kind)
+
+
+STRIDES = (
+    "sbhd transpose",
+    "bhsd transpose",
+    "fused qkv",
+    "fused kv in head_dim",
+    "every second row and head",
+    "misaligned",
+    "last stride of two",
+    "last dimension transposed",
+)
+
+
+@pytest.mark.parametrize("kind", STRIDES)
+def test_strides(kind):
+    """Bitwise what contiguous inputs give, gradients included."""
+    x = make_inputs("mean -3.2", b=2, s=70, h=4, h_kv=2, d=16)
+    views = strided(kind, x)
+    assert not all(view.is_contiguous() for view in views) or kind == "misaligned"
+    leaves = [view.detach().requires_grad_() for view in views]
+    o, mass = stickbreaking_attention(*leaves, return_mass=True)
+    gradients = torch.autograd.grad((o, mass), leaves, (x.do, x.dmass))
+    expected = run(stickbreaking_attention, x, return_mass=True)
+    for name, actual in zip(SAME, (o, mass, *gradients), strict=True):
+        assert torch.equal(actual, expected[name]), name
+
+
+def test_strided_and_expanded_output_gradients():
+    """dO as a transpose, and as the expanded scalar that sum() sends back."""
+    x = make_inputs(s=70, h=2, d=16)
+    expected = run(stickbreaking_attention, x, return_mass=True)
+    x.do = x.do.transpose(1, 3).contiguous().transpose(1, 3)
+    x.dmass = x.dmass.transpose(1, 2).contiguous().transpose(1, 2)
+    transposed = run(stickbreaking_attention, x, return_mass=True)
+    for name in SAME:
+        assert torch.equal(transposed[name], expected[name])
+    x.do, x.dmass = torch.ones(()).expand(x.do.shape), torch.ones(()).expand(x.dmass.shape)
+    expanded = run(stickbreaking_attention, x, return_mass=True)
+    x.do, x.dmass = x.do.contiguous(), x.dmass.contiguous()
+    dense = run(stickbreaking_attention, x, return_mass=True)
+    for name in SAME:
+        assert torch.equal(expanded[name], dense[name])
+
+
+@pytest.mark.parametrize("sizes", [{"h": 1}, {"h": 8, "h_kv": 2}, {"b": 3, "h": 2}], ids=str)
+def test_bitwise_deterministic(sizes):
+    """The same bits in every run, whichever thread does what."""
+    x = make_inputs("mean -3.2", **{"s": 600, "d": 16, **sizes})
+    first = run(stickbreaking_attention, x, return_mass=True)
+    for _ in range(4):
+        again = run(stickbreaking_attention, x, return_mass=True)
+        for name in SAME:
+            assert torch.equal(again[name], first[name]), name
+
+
+def test_the_number_of_threads_hardly_matters():
+    """One thread gives what several give, to rounding: sums over queries may be split among them."""
+    x = make_inputs("mean -3.2", s=600, h=1, d=16)
+    threads = torch.get_num_threads()
+    several = run(stickbreaking_attention, x, return_mass=True)
+    try:
+        torch.set_num_threads(1)
+        one = run(stickbreaking_attention, x, return_mass=True)
+    finally:
+        torch.set_num_threads(threads)
+    for name in ("o", "mass", "dq"):
+        assert torch.equal(several[name], one[name]), name
+    for name in ("dk", "dv"):
+        torch.testing.assert_close(several[name], one[name], rtol=1e-5, atol=1e-5)
+
+
+class TestOneDerivativeOnly:
+    """A second derivative is refused with a sentence, and only when somebody asks for it."""
+
+    MESSAGE = "no second derivative.*double backward"
+
+    LOSSES = pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=["output", "mass", "both"])
+
+    def first(self, used, create_graph=True):
+        x = make_inputs(s=5, h=1, d=8)
+        leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
+        results = stickbreaking_attention(*leaves, return_mass=True)
+        loss = sum(results[i].square().sum() for i in used)
+        return leaves, torch.autograd.grad(loss, leaves, create_graph=create_graph)
+
+    @LOSSES
+    @pytest.mark.parametrize("which", [0, 1, 2])
+    def test_refused(self, which, used):
+        leaves, gradients = self.first(used)
+        with pytest.raises(NotImplementedError, match=self.MESSAGE):
+            torch.autograd.grad(gradients[which].sum(), leaves, allow_unused=True)
+
+    @LOSSES
+    def test_create_graph_alone_is_fine(self, used):
+        _, with_graph = self.first(used)
+        _, without = self.first(used, create_graph=False)
+        for a, b in zip(with_graph, without, strict=True):
+            assert torch.equal(a, b)
+
+
+class TestAutograd:
+    """What autograd asks for, and no more."""
+
+    @pytest.mark.parametrize("wanted", ["q", "k", "v"])
+    def test_gradient_of_one_input(self, wanted):
+        x = make_inputs(s=70, h=2, d=16)
+        expected = run(stickbreaking_attention, x, mass_in_loss=False, return_mass=True)
+        leaf = getattr(x, wanted).requires_grad_()
+        (gradient,) = torch.autograd.grad(stickbreaking_attention(x.q, x.k, x.v), leaf, x.do)
+        assert torch.equal(gradient, expected[f"d{wanted}"])
+
+    def test_no_gradient_asked_for(self):
+        x = make_inputs(s=5, h=1, d=8)
+        assert not stickbreaking_attention(x.q, x.k, x.v).requires_grad
+        x.q.requires_grad_()
+        with torch.no_grad():
+            assert not stickbreaking_attention(x.q, x.k, x.v).requires_grad
+
+    def test_inputs_changed_in_place_are_noticed(self):
+        x = make_inputs(s=5, h=1, d=8)
+        q = x.q.requires_grad_()
+        k = x.k.clone()
+        o = stickbreaking_attention(q, k, x.v)
+        k.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            o.sum().backward()
+
+    def test_one_tensor_in_several_places(self):
+        x = make_inputs(s=70, h=2, d=16)
+        y = x.q.clone().requires_grad_()
+        separate = run(stickbreaking_attention, type(x)(y, y, y, x.do, x.dmass), return_mass=True)
+        o, mass = stickbreaking_attention(y, y, y, return_mass=True)
+        (gradient,) = torch.autograd.grad((o, mass), y, (x.do, x.dmass))
+        torch.testing.assert_close(gradient, separate["dq"] + separate["dk"] + separate["dv"], rtol=1e-5, atol=1e-5)
+
+
+def test_meta_tensors():
+    """Shapes and dtypes without values."""
+    q, k, v = (
+        torch.empty(shape, device="meta", dtype=torch.bfloat16)
+        for shape in ((2, 6, 4, 16), (2, 8, 2, 16), (2, 8, 2, 24))
+    )
+    o, mass = stickbreaking_attention(q, k, v, return_mass=True)
+    assert (o.shape, o.dtype, o.device.type) == ((2, 6, 4, 24), torch.bfloat16, "meta")
+    assert (mass.shape, mass.dtype) == ((2, 4, 6), torch.float32)

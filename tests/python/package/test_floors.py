@@ -1,0 +1,81 @@
+"""Files include and import only downward."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+# Floor by folder of csrc/, bottom first; folders of one floor do not include each other.
+CPP_FLOORS = {"core": 1, "kernels": 2, "plan": 2, "dispatch": 3, "ops": 4, "distributed": 5, "bindings": 6}
+TORCH_FREE = ("core", "kernels", "plan", "dispatch", "bindings")
+PYTHON_FLOORS = {
+    "_library": 0,
+    "reference": 0,
+    "config": 0,
+    "functional": 1,
+    "context_parallel": 2,
+    "compat": 2,
+    "modules": 3,
+    "megatron": 4,
+    "training": 5,
+    "bench": 6,
+    "selfcheck": 6,
+    "cli": 7,
+}
+
+
+def _cpp_files() -> list[Path]:
+    files = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cu", ".cuh")]
+    return [path for path in files if path.relative_to(ROOT / "csrc").parts[0] != "include"]
+
+
+def _python_files() -> list[Path]:
+    return sorted((ROOT / "megatron_sb").rglob("*.py"))
+
+
+def _imported_modules(path: Path) -> set[str]:
+    modules = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules.add(node.module)
+            modules.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return modules
+
+
+def test_there_are_files_to_read():
+    assert len(_cpp_files()) > 20
+    assert len(_python_files()) > 8
+
+
+@pytest.mark.parametrize("path", _cpp_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_cpp_includes_downward(path):
+    own = path.relative_to(ROOT / "csrc").parts[0]
+    for include in re.findall(r'#include [<"]([^">]+)[">]', path.read_text()):
+        other = include.split("/")[0]
+        if other in CPP_FLOORS and other != own:
+            assert CPP_FLOORS[other] < CPP_FLOORS[own], f"{own} includes {include}"
+        if own in TORCH_FREE:
+            assert other not in ("ATen", "torch", "c10"), f"{own} includes {include} of Torch"
+
+
+@pytest.mark.parametrize("path", _python_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_python_imports_downward(path):
+    own = path.relative_to(ROOT / "megatron_sb").parts[0].removesuffix(".py")
+    for module in _imported_modules(path):
+        if module.startswith("megatron.core"):
+            assert own == "megatron", f"{own} imports {module}"
+        if own == "__init__" or not module.startswith("megatron_sb."):
+            continue
+        other = module.split(".")[1]
+        if other in PYTHON_FLOORS and other != own:
+            assert PYTHON_FLOORS[other] < PYTHON_FLOORS[own], f"{own} imports {module}"
+
+
+@pytest.mark.parametrize("path", [*_cpp_files(), *_python_files()], ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_stay_small(path):
+    assert len(path.read_text().splitlines()) < 600

@@ -1,0 +1,96 @@
+"""The package as a whole: what it says of itself, the shell command, and the C++ package that it installs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import megatron_sb
+from megatron_sb import _library, cli, selfcheck
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_version_and_torch_match():
+    assert megatron_sb.__version__ == _library.build_info()["version"]
+    assert _library.build_info()["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("installed", ["2.10.0+cu130", "2.11.1+cpu", "2.12.0+cu130"])
+def test_another_torch_is_refused(installed):
+    with pytest.raises(ImportError, match=r"built with torch 2\.11\.0\+cu130, but torch 2\.1"):
+        _library.check_torch("2.11.0+cu130", installed)
+
+
+def test_a_patch_release_of_torch_is_accepted():
+    _library.check_torch("2.11.0+cu130", "2.11.1+cu130")
+
+
+def test_library_holds_no_python_symbol():
+    symbols = subprocess.run(["nm", "-D", _library.library_path()], check=True, capture_output=True, text=True).stdout
+    assert "block_forward" in symbols
+    assert not [line for line in symbols.splitlines() if " Py" in line or " _Py" in line]
+
+
+def test_info_names_build_and_kernels(capsys):
+    assert cli.main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert f"built with {_library.build_info()['torch']}" in text
+    assert ("CPU BUILD" in text) == (_library.build_info()["cuda"] is None)
+    assert "cpu: CPU; fp32, fp64, bf16, fp16" in text
+
+
+def test_check_passes(capsys):
+    assert cli.main(["check"]) == 0
+    assert "all cases pass" in capsys.readouterr().out
+
+
+def test_check_notices_a_wrong_kernel(monkeypatch, capsys):
+    right = selfcheck.stickbreaking_attention_varlen
+
+    def slightly_wrong(*arguments, **options):
+        o, mass = right(*arguments, **options)
+        return o * 1.05, mass
+
+    monkeypatch.setattr(selfcheck, "stickbreaking_attention_varlen", slightly_wrong)
+    assert cli.main(["check"]) == 1
+    assert "FAIL" in capsys.readouterr().out
+
+
+def test_an_unknown_command_says_what_there_is(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["trian"])
+    assert "invalid choice: 'trian'" in capsys.readouterr().err
+
+
+def test_cpp_consumer_builds_and_runs(tmp_path):
+    prefix = _library.library_path().parents[1]
+    configure = ["cmake", "-S", ROOT / "tests/consumer", "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={prefix}"]
+    configure += [f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_BUILD_TYPE=Release"]
+    tool = {"cwd": tmp_path, "check": True, "capture_output": True, "text": True, "timeout": 300}
+    cmake = Path(sys.executable).with_name("cmake")
+    subprocess.run([cmake, *configure[1:]], **tool)
+    subprocess.run([cmake, "--build", tmp_path], **tool)
+    printed = subprocess.run([tmp_path / "consumer"], **tool).stdout
+    assert float(printed) < 5e-6
+
+
+@pytest.mark.gpu
+def test_segment_table_is_made_on_the_gpu():
+    cu_seqlens = torch.tensor([0, 3, 3, 70, 64, 1000], dtype=torch.int32)
+    table = torch.ops.megatron_sb.segments(cu_seqlens.cuda(), cu_seqlens.cuda(), 500, 500).cpu()
+    begin = cu_seqlens[:-1].clamp(0, 500)
+    length = (torch.maximum(cu_seqlens[1:].clamp(max=500), begin) - begin).to(torch.int32)
+    want = torch.stack([begin, length, begin, length, torch.zeros_like(length)], dim=1)
+    assert torch.equal(table, want)
+
+
+@pytest.mark.gpu
+def test_attention_on_a_gpu_names_what_is_missing():
+    if "cuda" in torch.ops.megatron_sb.describe_kernels().lower():
+        pytest.skip("this build has GPU attention kernels")
+    q = torch.randn(1, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="no attention kernel for CUDA sm_"):
+        megatron_sb.stickbreaking_attention(q, q, q)

@@ -1,0 +1,77 @@
+"""Inputs whose logits lie where a test wants them."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Regime:
+    """Mean and standard deviation of the logits, at the default scale."""
+
+    mean: float
+    spread: float = 1.0
+
+
+REGIMES = {
+    "randn": Regime(0.0),
+    "zeros": Regime(0.0, 0.0),
+    "mean -3.2": Regime(-3.2),
+    "mean -8": Regime(-8.0, 2.0),
+    "mean -11": Regime(-11.0),
+    "saturated +5": Regime(5.0),
+    "saturated +15": Regime(15.0, 2.0),
+    "saturated +30": Regime(30.0, 2.0),
+    "alternating": Regime(12.0, 13.0),
+}
+
+
+@dataclass
+class Inputs:
+    """q: (b, s, h, d), k: (b, s_k, h_kv, d), v: (b, s_k, h_kv, d_v), do: (b, s, h, d_v), dmass: (b, h, s).
+
+    Packed: q: (t, h, d), k: (t_k, h_kv, d), v: (t_k, h_kv, d_v), do: (t, h, d_v), dmass: (h, t).
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    dmass: Tensor
+
+    def packed(self) -> "Inputs":
+        """The batch of one as one stream of packed rows."""
+        return Inputs(*(x[0] for x in (self.q, self.k, self.v, self.do, self.dmass)))
+
+
+def make_inputs(
+    regime: str = "randn",
+    *,
+    b: int = 1,
+    s: int = 64,
+    s_k: int | None = None,
+    h: int = 2,
+    h_kv: int | None = None,
+    d: int = 16,
+    d_v: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Inputs:
+    """Inputs of a regime; s_k defaults to s, h_kv to h, d_v to d. The same seed gives the same numbers in any dtype."""
+    s_k, h_kv, d_v = s if s_k is None else s_k, h_kv or h, d_v or d
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    mean, spread = REGIMES[regime].mean, REGIMES[regime].spread
+    q, k, v = randn(b, s, h, d), randn(b, s_k, h_kv, d), randn(b, s_k, h_kv, d_v)
+    q *= spread
+    if mean:  # one component of q and k makes the mean, the others the spread
+        root = (abs(mean) * d**0.5) ** 0.5
+        q[..., 0], k[..., 0] = root, math.copysign(root, mean)
+    rest = randn(b, s, h, d_v), randn(b, h, s)
+    q, k, v, do = (x.to(dtype) for x in (q, k, v, rest[0]))
+    return Inputs(q, k, v, do, rest[1].to(torch.float64 if dtype == torch.float64 else torch.float32))

@@ -1,0 +1,247 @@
+"""Checks that many ranks give the answer of one. Each is a function of the group, run by every rank."""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from support.accuracy import RESULTS, assert_errors, floor, run
+from support.inputs import Inputs, make_inputs
+from torch import Tensor
+
+import megatron_sb as sb
+from megatron_sb import reference
+
+COMMS = ("p2p", "all_gather")
+LAYOUTS = ("zigzag", "contiguous")
+ROWS = 192  # 2 * ranks * 12 for 8 ranks
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A stream of ROWS rows: one document twice (a batch of two), or packed ones."""
+
+    cu_seqlens: tuple[int, ...] | None = None
+    packing: str = "per_document"
+
+    @property
+    def offsets(self) -> Tensor | None:
+        """cu_seqlens as users pass them."""
+        return None if self.cu_seqlens is None else torch.tensor(self.cu_seqlens, dtype=torch.int32)
+
+    @property
+    def dim(self) -> int:
+        """The sequence dimension of q."""
+        return 1 if self.cu_seqlens is None else 0
+
+    def inputs(self, regime: str, dtype: torch.dtype) -> Inputs:
+        """GQA with d_v != d, the same on every rank."""
+        batch = 2 if self.cu_seqlens is None else 1
+        inputs = make_inputs(regime, b=batch, s=ROWS, h=4, h_kv=2, d=16, d_v=24, dtype=dtype)
+        return inputs if self.cu_seqlens is None else inputs.packed()
+
+    def one_rank(self, q, k, v, **options) -> tuple[Tensor, Tensor]:
+        """The operator for a whole sequence."""
+        if self.cu_seqlens is None:
+            return sb.stickbreaking_attention(q, k, v, return_mass=True, **options)
+        return sb.stickbreaking_attention_varlen(q, k, v, self.offsets, return_mass=True, **options)
+
+    def oracle(self, q, k, v, **options) -> tuple[Tensor, Tensor]:
+        """The definition in float64."""
+        if self.cu_seqlens is None:
+            return reference.stickbreaking_attention(q, k, v, return_mass=True, **options)
+        return reference.stickbreaking_attention_varlen(q, k, v, self.offsets, return_mass=True, **options)
+
+
+STREAMS = {
+    "dense": Stream(),
+    "per document": Stream((0, 48, 48, 144)),
+    "whole stream": Stream((0, 5, 5, 100, 101, 180), "whole_stream"),
+}
+
+
+def run_over(group, stream: Stream, inputs: Inputs, layout: str, comm: str, **options) -> dict[str, Tensor]:
+    """Run the context-parallel operator on this rank's rows and return the whole results."""
+    cut = {"layout": layout, "cu_seqlens": stream.offsets, "packing": stream.packing}
+    dims = dict.fromkeys(("q", "k", "v", "do"), stream.dim) | {"dmass": stream.dim + 1 if stream.dim else 1}
+    local = Inputs(**{name: sb.shard_sequence(x, group, dims[name], **cut) for name, x in vars(inputs).items()})
+
+    def attention(q, k, v):
+        return sb.context_parallel_attention(q, k, v, group, comm=comm, return_mass=True, **cut, **options)
+
+    results = run(attention, local)
+    of = {"o": "do", "mass": "dmass", "dq": "q", "dk": "k", "dv": "v"}
+    return {name: sb.unshard_sequence(x, group, dims[of[name]], **cut) for name, x in results.items()}
+
+
+def exact_answer(stream: Stream, inputs: Inputs, **options) -> dict[str, Tensor]:
+    """Results of the oracle."""
+    return run(stream.oracle, Inputs(*(x.double() for x in vars(inputs).values())), **options)
+
+
+def compare(group, dtypes, regimes, comms=COMMS, layouts=LAYOUTS) -> None:
+    """Every stream: no further from float64 than the factor and floor that the operator itself is allowed."""
+    for (name, stream), dtype, regime in itertools.product(STREAMS.items(), dtypes, regimes):
+        inputs = stream.inputs(regime, dtype)
+        poisoned = run_over(
+            group, stream, inputs, layouts[0], comms[0]
+        )  # before the others fill memory with the answer
+        alone, exact = run(stream.one_rank, inputs), exact_answer(stream, inputs)
+        for layout, comm in itertools.product(layouts, comms):
+            first = (layout, comm) == (layouts[0], comms[0])
+            results = poisoned if first else run_over(group, stream, inputs, layout, comm)
+            try:
+                assert_errors(results, alone, exact, floor(dtype, ROWS))
+            except AssertionError as error:
+                raise AssertionError(f"{name}, {dtype}, {regime}, {layout}, {comm}: {error}") from error
+
+
+def same_answer_as_one_rank(group) -> None:
+    """fp32 and bf16, all layouts, packings and modes."""
+    compare(group, (torch.float32, torch.bfloat16), ("randn", "mean -3.2", "saturated +5"))
+
+
+def same_answer_as_one_rank_in_short(group) -> None:
+    """The same for many ranks, which are slow to run here."""
+    compare(group, (torch.float32,), ("mean -3.2",), layouts=("zigzag",))
+
+
+def options_are_passed_on(group) -> None:
+    """attend_current, scale and no skipping."""
+    stream = STREAMS["whole stream"]
+    inputs = stream.inputs("randn", torch.float64)
+    for options in ({"attend_current": True}, {"scale": 0.5}):
+        exact = exact_answer(stream, inputs, **options)
+        for comm in COMMS:
+            results = run_over(group, stream, inputs, "zigzag", comm, mass_threshold=0, **options)
+            for name in RESULTS:
+                torch.testing.assert_close(results[name], exact[name], rtol=1e-10, atol=1e-11)
+
+
+def repeats_bit_for_bit(group) -> None:
+    """Two runs of each mode, gradients too."""
+    stream = STREAMS["per document"]
+    inputs = stream.inputs("randn", torch.bfloat16)
+    for comm in COMMS:
+        first, second = (run_over(group, stream, inputs, "zigzag", comm) for _ in range(2))
+        for name in RESULTS:
+            assert torch.equal(first[name], second[name]), f"{comm}: {name} differs between two runs"
+
+
+def groups_of_one_rank(group) -> None:
+    """A group of one is the operator itself; auto, without a network."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    mine = groups[dist.get_rank()]
+    for stream in STREAMS.values():
+        inputs = stream.inputs("randn", torch.float64)
+        exact = exact_answer(stream, inputs)
+        for comm in (*COMMS, "auto"):
+            results = run_over(mine, stream, inputs, "zigzag", comm, mass_threshold=0)
+            for name in RESULTS:
+                torch.testing.assert_close(results[name], exact[name], rtol=1e-10, atol=1e-11)
+
+
+def subgroups(group) -> None:
+    """Two groups side by side, whose ranks are not those of the world."""
+    size = dist.get_world_size()
+    groups = [dist.new_group(list(range(first, size, 2))) for first in range(2)]
+    mine = groups[dist.get_rank() % 2]
+    stream = STREAMS["dense"]
+    inputs = stream.inputs("randn", torch.float64)
+    exact = exact_answer(stream, inputs)
+    for comm in COMMS:
+        results = run_over(mine, stream, inputs, "zigzag", comm, mass_threshold=0)
+        for name in RESULTS:
+            torch.testing.assert_close(results[name], exact[name], rtol=1e-10, atol=1e-11)
+
+
+def local_inputs(group, dtype=torch.float32) -> list[Tensor]:
+    """This rank's rows of q, k, v of the dense stream."""
+    inputs = STREAMS["dense"].inputs("randn", dtype)
+    return [sb.shard_sequence(x, group) for x in (inputs.q, inputs.k, inputs.v)]
+
+
+def a_plan_serves_many_calls(group) -> None:
+    """One plan for several layers, dtypes and modes, with gradients and without; its fields say what it is."""
+    plan = sb.ContextParallelPlan(group, ROWS)
+    ranks = dist.get_world_size()
+    assert (plan.rank, plan.size, plan.seq_len, plan.local_len) == (dist.get_rank(), ranks, ROWS, ROWS // ranks)
+    assert (plan.layout, plan.packing, plan.packed) == ("zigzag", "per_document", False)
+    assert repr(plan) == f"ContextParallelPlan(rank {plan.rank} of {ranks}, seq_len={ROWS}, layout='zigzag')"
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v = local_inputs(group, dtype)
+        expected = sb.context_parallel_attention(q, k, v, group, comm="p2p")
+        for cp_group in (None, group):
+            assert torch.equal(sb.context_parallel_attention(q, k, v, cp_group, plan=plan, comm="p2p"), expected)
+        q.requires_grad_()
+        o = sb.context_parallel_attention(q, k, v, plan=plan, comm="p2p")
+        assert torch.equal(o.detach(), expected)
+        o.sum().backward()
+        assert q.grad.isfinite().all() and q.grad.any()
+
+
+def strides_are_taken_as_they_are(group) -> None:
+    """Megatron's (s, b, h, d) with k and v inside of a fused projection."""
+    q, k, v = (x[..., :16] for x in local_inputs(group))
+    fused = torch.cat((q, k, v), 2).transpose(0, 1).contiguous().transpose(0, 1)
+    views = fused.split([4, 2, 2], 2)
+    assert not any(x.is_contiguous() for x in views)
+    for comm in COMMS:
+        expected = sb.context_parallel_attention(q, k, v.contiguous(), group, comm=comm)
+        assert torch.equal(sb.context_parallel_attention(*views, group, comm=comm), expected)
+
+
+def autocast(group) -> None:
+    """fp32 tensors under autocast are bf16 tensors."""
+    q, k, v = local_inputs(group)
+    expected = sb.context_parallel_attention(*(x.bfloat16() for x in (q, k, v)), group)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(sb.context_parallel_attention(q, k, v, group), expected)
+
+
+def gradients_of_one_result(group) -> None:
+    """A loss of the mass alone, or of o alone."""
+    for comm, wanted in itertools.product(COMMS, ("o", "mass")):
+        inputs = STREAMS["dense"].inputs("randn", torch.float64)
+        (inputs.dmass if wanted == "o" else inputs.do).zero_()
+        exact = exact_answer(STREAMS["dense"], inputs)
+        q, k, v = (x.requires_grad_() for x in local_inputs(group, torch.float64))
+        o, mass = sb.context_parallel_attention(q, k, v, group, comm=comm, return_mass=True, mass_threshold=0)
+        if wanted == "o":
+            gradients = torch.autograd.grad(o, (q, k, v), sb.shard_sequence(inputs.do, group))
+        else:
+            gradients = torch.autograd.grad(mass, (q, k), sb.shard_sequence(inputs.dmass, group, 2))
+        for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=False):
+            expected = sb.shard_sequence(exact[name], group)
+            torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-11)
+
+
+def shard_and_unshard(group) -> None:
+    """Inverse of each other in any dimension and dtype; each other's adjoint in the backward."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for stream, layout in itertools.product(STREAMS.values(), LAYOUTS):
+        cut = {"layout": layout, "cu_seqlens": stream.offsets, "packing": stream.packing}
+        for dim, x in ((0, torch.arange(ROWS)), (-1, torch.randn(2, 3, ROWS)), (1, torch.randn(2, ROWS, 3).bfloat16())):
+            local = sb.shard_sequence(x, group, dim, **cut)
+            assert local.shape[dim] == ROWS // ranks and local.dtype == x.dtype
+            assert torch.equal(sb.unshard_sequence(local, group, dim, **cut), x)
+        # Each rank weighs with its own numbers; gradients are those of the sum of all ranks' losses.
+        weights = [torch.randn(3, ROWS, generator=torch.Generator().manual_seed(r)) for r in range(ranks)]
+        x = torch.randn(3, ROWS).requires_grad_()
+        local = sb.shard_sequence(x, group, 1, **cut)
+        (local * sb.shard_sequence(weights[rank], group, 1, **cut)).sum().backward()
+        owned = [torch.zeros(ROWS) for _ in range(ranks)]
+        dist.all_gather(owned, sum_of_rows(group, cut))
+        expected = sum(w * rows for w, rows in zip(weights, owned, strict=True))
+        torch.testing.assert_close(x.grad, expected, rtol=0, atol=0)
+
+        leaf = local.detach().requires_grad_()
+        (sb.unshard_sequence(leaf, group, 1, **cut) * weights[rank]).sum().backward()
+        expected = sb.shard_sequence(sum(weights), group, 1, **cut)
+        torch.testing.assert_close(leaf.grad, expected, rtol=1e-6, atol=1e-6)
+
+
+def sum_of_rows(group, cut: dict) -> Tensor:
+    """1 for each row of the stream that this rank holds, else 0."""
+    rows = sb.shard_sequence(torch.arange(ROWS), group, 0, **cut)
+    return torch.zeros(ROWS).index_fill(0, rows, 1.0)

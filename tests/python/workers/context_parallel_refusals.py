@@ -1,0 +1,192 @@
+"""Checks that what cannot work is refused with a sentence, on every rank. Run by every rank."""
+
+import re
+
+import torch
+import torch.distributed as dist
+from context_parallel_accuracy import ROWS, local_inputs
+
+import megatron_sb as sb
+
+
+def expect_on_every_rank(call, expected: str, error: type[Exception] = ValueError) -> None:
+    """`call` raises `error` everywhere; each message matches the expression."""
+    try:
+        call()
+        mine = "nothing was raised"
+    except error as raised:
+        mine = f"raised: {raised}"
+    messages = [""] * dist.get_world_size()
+    dist.all_gather_object(messages, mine)
+    for rank, message in enumerate(messages):
+        assert message.startswith("raised: ") and re.search(expected, message), f"rank {rank}: {message!r}"
+
+
+def offsets(*cu_seqlens: int) -> torch.Tensor:
+    """cu_seqlens as users pass them."""
+    return torch.tensor(cu_seqlens, dtype=torch.int32)
+
+
+def refuses_lengths_that_do_not_divide(group) -> None:
+    """By document, length and multiple."""
+    multiple = 2 * dist.get_world_size()
+    q, k, v = local_inputs(group)
+    expect_on_every_rank(
+        lambda: sb.ContextParallelPlan(group, 100 * multiple + 1),
+        rf"seq_len = {100 * multiple + 1} must be a multiple of {multiple} \(layout \"zigzag\" over",
+    )
+    expect_on_every_rank(
+        lambda: sb.ContextParallelPlan(group, cu_seqlens=offsets(0, multiple, 2 * multiple + 3, 3 * multiple)),
+        rf"document 1 \(cu_seqlens {multiple} to .*\) has length {multiple + 3}.*multiple of {multiple}",
+    )
+    expect_on_every_rank(
+        lambda: sb.context_parallel_attention(q[:, 1:], k[:, 1:], v[:, 1:], group), "seq_len = .* must be"
+    )
+    expect_on_every_rank(
+        lambda: sb.shard_sequence(torch.zeros(1, multiple + 1), group), "seq_len = .* must be a multiple"
+    )
+    expect_on_every_rank(
+        lambda: sb.unshard_sequence(torch.zeros(1, 3), group, cu_seqlens=offsets(0, 1, 3)), "document 0 .* has length 1"
+    )
+
+
+def refuses_bad_offsets(group) -> None:
+    """Form and values of cu_seqlens, and seq_len."""
+    for cu_seqlens, expected in (
+        (offsets(1, ROWS), r"cu_seqlens\[0\] = 1; it must be 0"),
+        (offsets(0, 96, 48, ROWS), r"must not decrease; cu_seqlens\[1\] = 96, cu_seqlens\[2\] = 48"),
+        (offsets(0, 2 * ROWS), f"ends at {2 * ROWS}, beyond seq_len = {ROWS}"),
+        (offsets(), "cu_seqlens is empty"),
+        (offsets(0, ROWS).long(), "cu_seqlens has dtype torch.int64; torch.int32 is allowed"),
+        (offsets(0, ROWS)[None], "cu_seqlens has 2 dimensions"),
+        ([0, ROWS], "cu_seqlens is list"),
+    ):
+        expect_on_every_rank(lambda c=cu_seqlens: sb.ContextParallelPlan(group, ROWS, c), expected)
+        expect_on_every_rank(
+            lambda c=cu_seqlens: sb.shard_sequence(torch.zeros(ROWS), group, 0, cu_seqlens=c), expected
+        )
+    expect_on_every_rank(lambda: sb.ContextParallelPlan(group), "seq_len is missing")
+    expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 0), "seq_len = 0; allowed: 1 to")
+    expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 64.0), "seq_len is 64.0; an int is allowed")
+    expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 64, layout="striped"), 'layout = "striped" is unknown')
+    expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 64, layout=3), 'layout = "layout=3" is unknown')
+    expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 64, packing="tight"), 'packing = "tight" is unknown')
+
+
+def refuses_ranks_that_disagree(group) -> None:
+    """On the plan, on shapes, on options; or one rank alone has a bad argument."""
+    odd = dist.get_rank() == 1
+    q, k, v = local_inputs(group)
+    plan = sb.ContextParallelPlan(group, ROWS)
+
+    def plan_of(**arguments):
+        return lambda: sb.ContextParallelPlan(group, **arguments)
+
+    disagree = r"the ranks disagree on {}.*rank 0.* {}.*rank 1.* {}"
+    expect_on_every_rank(plan_of(seq_len=2 * ROWS if odd else ROWS), disagree.format("seq_len", ROWS, 2 * ROWS))
+    expect_on_every_rank(
+        plan_of(seq_len=ROWS, layout="contiguous" if odd else "zigzag"),
+        disagree.format("layout", "zigzag", "contiguous"),
+    )
+    expect_on_every_rank(
+        plan_of(cu_seqlens=offsets(0, 48, ROWS), packing="whole_stream" if odd else "per_document"),
+        disagree.format("packing", "per_document", "whole_stream"),
+    )
+    expect_on_every_rank(
+        plan_of(cu_seqlens=offsets(0, 48, ROWS) if odd else offsets(0, ROWS)), "disagree on the length of cu_seqlens"
+    )
+    expect_on_every_rank(
+        plan_of(cu_seqlens=offsets(0, 96 if odd else 48, ROWS)), r"cu_seqlens\[1\] is 48 on rank 0 and 96 on rank 1"
+    )
+    expect_on_every_rank(plan_of(seq_len=ROWS + 1 if odd else ROWS), f"seq_len = {ROWS + 1} must be a multiple")
+
+    def call(*tensors, **options):
+        return lambda: sb.context_parallel_attention(*tensors, plan=plan, **options)
+
+    expect_on_every_rank(call(q[:1] if odd else q, k[:1] if odd else k, v[:1] if odd else v), "disagree on q's shape")
+    expect_on_every_rank(call(q, k, v[..., :16] if odd else v), "disagree on v's shape")
+    expect_on_every_rank(call(*(x.bfloat16() if odd else x for x in (q, k, v))), "disagree on q's dtype")
+    expect_on_every_rank(call(q, k, v, comm="p2p" if odd else "all_gather"), "disagree on comm")
+    expect_on_every_rank(call(q, k, v, scale=0.5 if odd else 0.25), "disagree on scale")
+    expect_on_every_rank(call(q[:, :-1] if odd else q, k, v), "q: has .* local rows; the plan, .* has")
+    expect_on_every_rank(call(q, k, v, comm="a2a" if odd else "auto"), "not available yet")
+    expect_on_every_rank(lambda: sb.unshard_sequence(q[:1] if odd else q, group), "disagree on x_local's shape")
+    assert call(q, k, v)().isfinite().all(), "the plan serves after its refusals"
+
+
+def refuses_bad_calls(group) -> None:
+    """What every rank gets wrong alike."""
+    q, k, v = local_inputs(group)
+    plan = sb.ContextParallelPlan(group, ROWS)
+    packed = sb.ContextParallelPlan(group, ROWS, offsets(0, 96, ROWS))
+    wholes = sb.ContextParallelPlan(group, ROWS, offsets(0, 96, ROWS), layout="contiguous", packing="whole_stream")
+    call = sb.context_parallel_attention
+    for attempt, expected, error in (
+        (lambda: call(q, k, v), "cp_group and plan are both missing", ValueError),
+        (lambda: call(q, k, v, "world"), "cp_group is str; a torch.distributed.ProcessGroup is allowed", TypeError),
+        (lambda: call(q, k, v, plan=3), "plan is int; a ContextParallelPlan is allowed", TypeError),
+        (
+            lambda: call(q, k, v, plan=plan, cu_seqlens=offsets(0, ROWS)),
+            "cu_seqlens and plan were both given",
+            ValueError,
+        ),
+        (
+            lambda: call(q, k, v, plan=plan, layout="contiguous"),
+            "layout = 'contiguous' contradicts the plan",
+            ValueError,
+        ),
+        (lambda: call(q, k, v, plan=plan, packing="whole_stream"), "packing = 'whole_stream' contradicts", ValueError),
+        (lambda: call(q, k, v, group, comm="ring"), 'comm = "ring" is unknown; allowed: "auto"', ValueError),
+        (lambda: call(q, k, v, group, comm="a2a"), 'comm = "a2a" is not available yet', ValueError),
+        (lambda: call(q, k, v, group, comm="a2a+p2p"), 'comm = "a2a\\+p2p" is not available yet', ValueError),
+        (lambda: call(q, k, v, group, hierarchical_groups=(group, group)), "hierarchical_groups are for", ValueError),
+        (lambda: call(q[0], k[0], v[0], group), "q has 3 dimensions; 4", ValueError),
+        (lambda: call(q, k, v, group, cu_seqlens=offsets(0, ROWS)), "q has 4 dimensions; 3", ValueError),
+        (lambda: call(q, k, v, plan=packed), "q: has 4 dimensions; 3, .* as the plan is packed", ValueError),
+        (lambda: call(q[0], k[0], v[0], plan=plan), "q: has 3 dimensions; 4", ValueError),
+        (lambda: call([1], k, v, group), "q is list; a torch.Tensor is allowed", TypeError),
+        (lambda: call(q, k.bfloat16(), v, group), "k: dtype is BFloat16 but q's is Float", TypeError),
+        (lambda: call(q, k[:, :, :1], v, group), "number of heads differs", ValueError),
+        (lambda: call(q, k[:, 1:], v, plan=plan), "k: has .* local rows", ValueError),
+        (lambda: call(q, k, v, group, mass_threshold=1.5), "mass_threshold is 1.5", ValueError),
+        (lambda: call(q, k, v, group, scale=float("inf")), "scale is inf", ValueError),
+        (lambda: sb.shard_sequence(q, group, 7), "dim = 7 is out of range for a tensor of 4 dimensions", ValueError),
+        (lambda: sb.unshard_sequence(q, group, -5), "dim = -5 is out of range", ValueError),
+        (lambda: sb.shard_sequence([1], group), "x is list; a torch.Tensor is allowed", TypeError),
+        (lambda: sb.shard_sequence(q, None), "cp_group is NoneType", TypeError),
+    ):
+        expect_on_every_rank(attempt, expected, error)
+    q3, k3, v3 = (sb.shard_sequence(torch.randn(ROWS, h, 16), group, 0) for h in (4, 2, 2))
+    assert call(q3, k3, v3, plan=wholes).isfinite().all(), "the defaults of layout and packing contradict no plan"
+
+
+def refuses_wrong_groups(group) -> None:
+    """A plan of another group, and a group that this rank is not in."""
+    other = dist.new_group(list(range(dist.get_world_size())))
+    alone = dist.new_group([0])
+    q, k, v = local_inputs(group)
+    plan = sb.ContextParallelPlan(other, ROWS)
+    expect_on_every_rank(
+        lambda: sb.context_parallel_attention(q, k, v, group, plan=plan),
+        "plan was made for another group than cp_group",
+    )
+    if dist.get_rank() > 0:
+        for attempt in (
+            lambda: sb.ContextParallelPlan(alone, ROWS),
+            lambda: sb.context_parallel_attention(q, k, v, alone),
+            lambda: sb.shard_sequence(q, alone),
+        ):
+            try:
+                attempt()
+                raise AssertionError("a group without this rank was accepted")
+            except ValueError as error:
+                assert f"cp_group does not contain this rank, {dist.get_rank()} of the world" in str(error)
+
+
+def refuses_a_second_derivative(group) -> None:
+    """With a sentence, and only when somebody asks for it."""
+    for comm in ("p2p", "all_gather"):
+        q, k, v = (x.requires_grad_() for x in local_inputs(group))
+        o = sb.context_parallel_attention(q, k, v, group, comm=comm)
+        (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+        expect_on_every_rank(lambda dq=dq: dq.sum().backward(), "no second derivative", NotImplementedError)

@@ -1,0 +1,192 @@
+"""What a StickBreakingCoreAttention promises inside models and process groups; writes findings as JSON.
+
+Run by torchrun on 2 ranks: `torchrun --nproc-per-node 2 megatron_contract.py OUT.json`.
+"""
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from torch.utils.checkpoint import checkpoint
+
+from megatron_sb.megatron import StickBreakingCoreAttention, core_attention, shared_plans, with_stickbreaking
+from megatron_sb.megatron.spec import stickbreaking_layer_spec
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.megatron_cpu import (
+    answer_for_gpu,
+    core_attention_arguments,
+    packed_params,
+    small_config,
+)
+
+VOCAB_SIZE = 32
+
+
+def make_model(spec, position_embedding_type="none", **changes) -> GPTModel:
+    """A GPTModel of `spec` with 32 tokens of context."""
+    torch.manual_seed(3)
+    return GPTModel(small_config(**changes), spec, VOCAB_SIZE, 32, position_embedding_type=position_embedding_type)
+
+
+def make_core(cp_group, cp_comm_type=None) -> StickBreakingCoreAttention:
+    """A core attention by itself over `cp_group`."""
+    return StickBreakingCoreAttention(**core_attention_arguments(small_config(), cp_group, cp_comm_type=cp_comm_type))
+
+
+def make_qkv(*rows: int) -> list[torch.Tensor]:
+    """q, k, v of 4 heads, 2 KV heads and 8 channels; the same on every rank."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(*rows, heads, 8, generator=generator) for heads in (4, 2, 2)]
+
+
+def message(call) -> str:
+    """What the ValueError of `call` says."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def refusals(world) -> dict[str, str]:
+    """Messages of what only a built model or a process group can refuse."""
+    tokens = torch.randint(VOCAB_SIZE, (1, 16))
+    rope = make_model(with_stickbreaking(get_gpt_layer_local_spec()), position_embedding_type="rope")
+    overwritten = with_stickbreaking(get_gpt_layer_local_spec())
+    overwritten.submodules.self_attention.submodules.core_attention = DotProductAttention
+    attention = make_model(stickbreaking_layer_spec).decoder.layers[0].self_attention
+    dynamic = SimpleNamespace(is_static_batching=lambda: False)
+    hidden = torch.randn(16, 1, 32)
+    sequence = make_qkv(8, 1)
+    indivisible = packed_params(0, 8, 14)
+    return {
+        "rope": message(lambda: rope(tokens, None, None)),
+        "attention backend local": message(lambda: make_model(overwritten)),
+        "dynamic inference": message(lambda: attention(hidden, None, inference_context=dynamic)),
+        "qk layernorm": message(lambda: make_model(stickbreaking_layer_spec, qk_layernorm=True)),
+        "experts": message(lambda: make_model(stickbreaking_layer_spec, num_moe_experts=2, add_bias_linear=False)),
+        "a2a": message(lambda: make_core(world, "a2a")(*sequence, None)),
+        "a2a+p2p": message(lambda: make_core(world, "a2a+p2p")(*sequence, None)),
+        "indivisible": message(lambda: make_core(world)(*make_qkv(7), None, packed_seq_params=indivisible)),
+        "odd sequence": message(lambda: make_core(world)(*make_qkv(7, 1), None)),
+        "different documents": message(
+            lambda: make_core(world)(
+                *make_qkv(4),
+                None,
+                packed_seq_params=packed_params(0, 4, 8, cu_seqlens_kv=torch.tensor([0, 8, 8], dtype=torch.int32)),
+            )
+        ),
+        "local_cp_size": message(
+            lambda: make_core(world)(*make_qkv(8), None, packed_seq_params=packed_params(0, 8, local_cp_size=2))
+        ),
+    }
+
+
+def plan_counts(world) -> dict[str, int]:
+    """How many plans two layers make."""
+    made = []
+    real = core_attention.ContextParallelPlan
+
+    def counting_plan(*args, **kwargs):
+        made.append(kwargs)
+        return real(*args, **kwargs)
+
+    def count(batches) -> int:
+        shared_plans.clear()
+        made.clear()
+        layers = [make_core(world, mode) for mode in ("p2p", "all_gather")]
+        for params in batches:
+            for layer in layers:
+                layer(*make_qkv(*((8,) if params else (8, 1))), None, packed_seq_params=params)
+        return len(made)
+
+    def one_in_two_versions():
+        params = packed_params(0, 8, 16)
+        yield params
+        params.cu_seqlens_q.copy_(torch.tensor([0, 4, 16], dtype=torch.int32))
+        yield params
+
+    core_attention.ContextParallelPlan = counting_plan
+    counts = {
+        "three sequences": count([None, None, None]),
+        "three packed batches": count([packed_params(0, 8, 16), packed_params(0, 4, 16), packed_params(0, 8, 16)]),
+        "one packed batch three times": count([packed_params(0, 8, 16)] * 3),
+        "offsets changed in place": count(one_in_two_versions()),
+    }
+    core_attention.ContextParallelPlan = real
+    return counts
+
+
+def differences(world) -> dict[str, float]:
+    """Largest absolute differences between two ways to the same answer."""
+    q, k, v = make_qkv(8)
+    over_two, alone = make_core(world), make_core(None)
+    bounds = (0, 8, 16)
+    plain = over_two(q, k, v, None, packed_seq_params=packed_params(*bounds))
+    overridden = alone(q, k, v, None, packed_seq_params=packed_params(*bounds, cp_group=world, local_cp_size=2))
+    local = alone(q, k, v, None, packed_seq_params=packed_params(0, 8))
+    turned_off = over_two(q, k, v, None, packed_seq_params=packed_params(0, 8, local_cp_size=1))
+    one_of_two = over_two(q, k, v, None, packed_seq_params=packed_params(0, 8))
+
+    inputs = [[x.clone().requires_grad_() for x in make_qkv(8, 2)] for _ in range(2)]
+    weights = torch.linspace(-1, 1, 8 * 2 * 32).view(8, 2, 32)
+    (over_two(*inputs[0], None) * weights).sum().backward()
+    recomputed = checkpoint(lambda *qkv: over_two(*qkv, None), *inputs[1], use_reentrant=False)
+    (recomputed * weights).sum().backward()
+    return {
+        "cp_group of packed_seq_params": (plain - overridden).abs().max().item(),
+        "local_cp_size=1": (local - turned_off).abs().max().item(),
+        # 16 rows over both ranks, of which the first 8 are a document: 4 and 4 on each.
+        "rows of no document": one_of_two[4:].abs().max().item(),
+        "recomputation": max((a.grad - b.grad).abs().max().item() for a, b in zip(*inputs, strict=True)),
+    }
+
+
+def bare_spec() -> dict:
+    """A model of the spec object as `--spec` would use it."""
+    model = make_model(stickbreaking_layer_spec)
+    loss = model(torch.arange(16)[None], None, None, labels=torch.arange(16)[None]).mean()
+    loss.backward()
+    cores = [layer.self_attention.core_attention for layer in model.decoder.layers]
+    return {
+        "loss": loss.item(),
+        "gradients are finite": all(p.grad.isfinite().all().item() for p in model.parameters()),
+        "cores": [type(core).__name__ for core in cores],
+        "checkpoint keys of cores": [key for key in model.sharded_state_dict() if "core_attention" in key],
+    }
+
+
+def main(out: str) -> None:
+    """Write everything found."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    answer_for_gpu()
+    parallel_state.initialize_model_parallel()
+    world = dist.group.WORLD
+    findings = {
+        "differences": differences(world),
+        "plans": plan_counts(world),
+        "bare spec": bare_spec(),
+        "refusals": refusals(world),
+    }
+    shared_plans.clear()
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(findings))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
