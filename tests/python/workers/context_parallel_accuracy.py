@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from support.accuracy import RESULTS, assert_errors, floor, run
+from support.accuracy import RESULTS, assert_errors, floors, run
 from support.inputs import Inputs, make_inputs
 from torch import Tensor
 
@@ -91,7 +91,7 @@ def compare(group, dtypes, regimes, comms=COMMS, layouts=LAYOUTS) -> None:
             first = (layout, comm) == (layouts[0], comms[0])
             results = poisoned if first else run_over(group, stream, inputs, layout, comm)
             try:
-                assert_errors(results, alone, exact, floor(dtype, ROWS))
+                assert_errors(results, alone, exact, floors(dtype, ROWS))
             except AssertionError as error:
                 raise AssertionError(f"{name}, {dtype}, {regime}, {layout}, {comm}: {error}") from error
 
