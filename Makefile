@@ -10,7 +10,6 @@ TORCH ?= torch==2.11.0
 EXTRAS ?= [test]
 BUILD := build/Release
 CONFIG ?= configs/tiny_context_extension.yaml
-OUT ?= runs/$(basename $(notdir $(CONFIG)))
 
 SOURCES := $(shell git ls-files -co --exclude-standard 'CMakeLists.txt' 'cmake' 'csrc' 'tests/cpp' 2>/dev/null)
 PYTHON_FILES := megatron_sb tests examples
@@ -19,7 +18,7 @@ CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES))
 .PHONY: train test test-cpp test-python test-gpu lint format build clean
 
 train: $(VENV)/.built
-	$(BIN)/megatron-sb train $(CONFIG) --out $(OUT)
+	$(BIN)/megatron-sb train $(CONFIG)
 
 test: lint test-cpp test-python
 
