@@ -51,7 +51,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     from megatron_sb import training
 
-    return training.main(arguments.config, out=arguments.out, resume=arguments.resume)
+    return training.main(arguments.config, arguments.set, out=arguments.out, resume=arguments.resume)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,8 +71,11 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("train", help="train as a YAML file says; starts its own ranks, torchrun also works")
     command.add_argument("config", metavar="CONFIG.yaml")
-    command.add_argument("--out", metavar="DIR", help="where checkpoints, logs and plots go; over the file's own")
-    command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the output folder")
+    command.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="over the file's, as model.num_layers=2"
+    )
+    command.add_argument("--out", metavar="DIR", help="a new folder for the run; runs/NAME-TIME where not given")
+    command.add_argument("--resume", action="store_true", help="go on with the run in --out, or the newest one")
     command.set_defaults(run=_train)
     return parser
 

@@ -1,0 +1,172 @@
+"""The seam between machines: gradients, optimizer and checkpoints by torch on a CPU, by Megatron-Core on GPUs.
+
+Megatron-Core has its DistributedDataParallel, distributed optimizer and distributed checkpoints for CUDA alone. Both
+classes below offer the same few methods, so that everything above them is the same code on either machine. In both, a
+loss that is a rank's share of the global mean gives the gradient of that mean.
+"""
+
+import contextlib
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from megatron_sb.config import OptimizerConfig
+
+
+class TorchBackend:
+    """torch's DistributedDataParallel, AdamW and distributed checkpoint."""
+
+    def __init__(self, model: torch.nn.Module, config: OptimizerConfig, reduce_group: dist.ProcessGroup) -> None:
+        self._ddp = torch.nn.parallel.DistributedDataParallel(model, process_group=reduce_group)
+        self._ddp.register_comm_hook(reduce_group, _sum_in_rank_order)
+        self._clip_grad = config.clip_grad
+        vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim != 1]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self._optimizer = torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), eps=config.eps)
+
+    def forward(self, *args, **kwargs) -> Tensor:
+        """The wrapped model's forward."""
+        return self._ddp(*args, **kwargs)
+
+    def accumulate(self, *, last: bool) -> contextlib.AbstractContextManager:
+        """Around forward and backward of one micro-batch: gradients are reduced with the last."""
+        return contextlib.nullcontext() if last else self._ddp.no_sync()
+
+    def step(self, learning_rate: float) -> float:
+        """Clip, update, clear. Returns the norm of the gradient before clipping."""
+        norm = torch.nn.utils.clip_grad_norm_(self._ddp.parameters(), self._clip_grad)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return float(norm)
+
+    def save(self, path: Path) -> None:
+        """Model, optimizer and every rank's generator; collective."""
+        dcp.save(self._state(), checkpoint_id=path)
+
+    def load(self, path: Path) -> None:
+        """The inverse of save; collective."""
+        state = self._state()
+        dcp.load(state, checkpoint_id=path)  # in place: the model's tensors are the parameters themselves
+        set_optimizer_state_dict(self._ddp, self._optimizer, optim_state_dict=state["optimizer"])
+        torch.set_rng_state(state[_rng_key()])
+
+    def _state(self) -> dict:
+        tensors = {
+            name: value for name, value in self._ddp.module.state_dict().items() if isinstance(value, Tensor)
+        }  # Megatron's extra states are None
+        return {
+            "model": tensors,
+            "optimizer": get_optimizer_state_dict(self._ddp, self._optimizer),
+            _rng_key(): torch.get_rng_state(),
+        }
+
+
+class MegatronBackend:
+    """Megatron-Core's DistributedDataParallel, distributed optimizer and distributed checkpoint."""
+
+    def __init__(self, model: torch.nn.Module, config: OptimizerConfig, reduce_group: dist.ProcessGroup) -> None:
+        from megatron.core import distributed, optimizer
+
+        ddp_config = distributed.DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=True, use_distributed_optimizer=True
+        )
+        self._ddp = distributed.DistributedDataParallel(model.config, ddp_config, model)
+        self._finalize = distributed.finalize_model_grads
+        self._weight_decay = config.weight_decay
+        self._steps = 0
+        optimizer_config = optimizer.OptimizerConfig(
+            optimizer="adam",
+            lr=0.0,  # set before every step
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=model.config.bf16,
+            params_dtype=model.config.params_dtype,
+            use_distributed_optimizer=True,
+        )
+        self._optimizer = optimizer.get_megatron_optimizer(optimizer_config, [self._ddp], use_gloo_process_groups=False)
+        self._ddp.zero_grad_buffer()
+
+    def forward(self, *args, **kwargs) -> Tensor:
+        """The wrapped model's forward."""
+        return self._ddp(*args, **kwargs)
+
+    def accumulate(self, *, last: bool) -> contextlib.AbstractContextManager:
+        """Around forward and backward of one micro-batch: gradients are reduced with the last."""
+        return contextlib.nullcontext() if last else self._ddp.no_sync()
+
+    def step(self, learning_rate: float) -> float:
+        """Reduce what is left, clip, update, clear. Returns the norm of the gradient before clipping."""
+        self._finalize([self._ddp])
+        for group in self._optimizer.param_groups:  # what Megatron's scheduler would set
+            group["lr"] = learning_rate * group["lr_mult"]
+            group["weight_decay"] = self._weight_decay * group["wd_mult"]
+        _, norm, _ = self._optimizer.step()
+        self._steps += 1
+        self._ddp.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        return float(norm)
+
+    def save(self, path: Path) -> None:
+        """Model, optimizer and every rank's generators; collective."""
+        from megatron.core import dist_checkpointing
+
+        dist_checkpointing.save(self._sharded_state(is_loading=False), str(path))
+
+    @torch.no_grad()
+    def load(self, path: Path) -> None:
+        """The inverse of save; collective."""
+        from megatron.core import dist_checkpointing
+
+        self.step(0.0)  # torch's AdamW, where neither Transformer Engine nor Apex is, has no state to load into before
+        state = dist_checkpointing.load(self._sharded_state(is_loading=True), str(path))
+        self._ddp.module.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        own = state["rank"]
+        self._steps = own["steps"]
+        self._restore_step_counts()
+        torch.set_rng_state(own["cpu"])
+        torch.cuda.set_rng_state(own["cuda"])
+
+    def _restore_step_counts(self) -> None:
+        """Megatron-Core 0.16 loads torch's AdamW with one step count, an outdated one, shared by all parameters."""
+        for optimizer in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+            for state in optimizer.optimizer.state.values():
+                if "step" in state:
+                    state["step"] = torch.tensor(float(self._steps))
+
+    def _sharded_state(self, *, is_loading: bool) -> dict:
+        from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+        model = self._ddp.module.sharded_state_dict()
+        optimizer = self._optimizer.sharded_state_dict(
+            model, is_loading=is_loading, metadata={"distrib_optim_sharding_type": "dp_reshardable"}
+        )
+        own = {"steps": self._steps, "cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state()}
+        rank = ShardedObject("rank", own, (dist.get_world_size(),), (dist.get_rank(),))
+        return {"model": model, "optimizer": optimizer, "rank": rank}
+
+
+def _sum_in_rank_order(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Gradients added up over ranks, always in the order of the ranks.
+
+    An all-reduce adds in an order that depends on a gradient's place in its bucket, and the buckets are laid out anew
+    after the first step: with more than two ranks a resumed run would differ in the last bits.
+    """
+    ranks = dist.get_world_size(group)
+    gathered = bucket.buffer().new_empty(ranks * bucket.buffer().numel())
+    work = dist.all_gather_into_tensor(gathered, bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda _: gathered.view(ranks, -1).sum(dim=0))
+
+
+def _rng_key() -> str:
+    return f"rng_of_rank_{dist.get_rank()}"

@@ -1,0 +1,268 @@
+"""Documents, their split, and rows of a fixed length packed from them. NumPy only.
+
+A row holds parts of documents, one after the other. A document that does not fit into what is left of a row is cut
+there and goes on in the next row as a part of its own (attention never crosses parts). Each part is padded to a
+multiple, so that it can be cut evenly between context-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import glob
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_sb.config import STANDARD_LIBRARY, DataConfig, TrainingConfig
+
+BYTE_VOCAB_SIZE = 257
+BYTE_END_OF_DOCUMENT = 256
+
+# Directories of the standard library that some installations leave out, or that hold tables and other people's
+# packages and not text.
+STANDARD_LIBRARY_EXCLUDE = (
+    *("test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "ensurepip"),
+    *("encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"),
+)
+
+
+class TextDocuments:
+    """Files as byte tokens with an end-of-document token; read when asked for.
+
+    lengths: int64 tokens per document, the end-of-document token counted.
+    """
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths = paths
+        self.lengths = np.array([path.stat().st_size + 1 for path in paths], dtype=np.int64)
+
+    def read(self, index: int, start: int, stop: int) -> np.ndarray:
+        """Tokens start to stop of one document, int64."""
+        num_bytes = min(stop, int(self.lengths[index]) - 1) - start
+        read = np.fromfile(self._paths[index], dtype=np.uint8, count=num_bytes, offset=start).astype(np.int64)
+        return np.append(read, BYTE_END_OF_DOCUMENT) if stop == self.lengths[index] else read
+
+
+class Subset:
+    """Some documents of a collection, in the collection's order."""
+
+    def __init__(self, documents: Any, indices: np.ndarray) -> None:
+        self._documents = documents
+        self._indices = indices
+        self.lengths = documents.lengths[indices]
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def read(self, index: int, start: int, stop: int) -> np.ndarray:
+        """Tokens start to stop of one document, int64."""
+        return self._documents.read(int(self._indices[index]), start, stop)
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Training and validation documents; each ends with end_of_document."""
+
+    train: Subset
+    validation: Subset
+    vocab_size: int
+    end_of_document: int
+
+    def fingerprint(self) -> dict[str, int]:
+        """Tells whether a resumed run sees the documents it started with."""
+        return {
+            "train_documents": len(self.train),
+            "train_tokens": int(self.train.lengths.sum()),
+            "validation_documents": len(self.validation),
+            "validation_tokens": int(self.validation.lengths.sum()),
+        }
+
+
+def load_corpus(config: TrainingConfig) -> Corpus:
+    """The documents that config.data names, split at random (by config.seed) document by document.
+
+    Raises ValueError when a path names nothing or a side of the split is left empty.
+    """
+    data = config.data
+    if data.kind == "text":
+        documents: Any = TextDocuments(_find_files(data))
+        vocab_size, end_of_document = BYTE_VOCAB_SIZE, BYTE_END_OF_DOCUMENT
+    else:
+        from megatron_sb.megatron.indexed_documents import IndexedDocuments
+
+        vocab_size, end_of_document = data.vocab_size, data.end_of_document
+        documents = IndexedDocuments(data.paths, end_of_document)
+    held_out = np.random.default_rng([config.seed, 0]).random(len(documents.lengths)) < data.validation_fraction
+    long_enough = documents.lengths > 1
+    train, validation = np.flatnonzero(long_enough & ~held_out), np.flatnonzero(long_enough & held_out)
+    if not len(train) or not len(validation):
+        raise ValueError(
+            f"data.paths = {list(data.paths)} hold {len(documents.lengths)} documents: {len(train)} for training and "
+            f"{len(validation)} for validation "
+            f"(data.validation_fraction = {data.validation_fraction}); at least one of each is needed"
+        )
+    return Corpus(Subset(documents, train), Subset(documents, validation), vocab_size, end_of_document)
+
+
+def _find_files(data: DataConfig) -> list[Path]:
+    """Files in a fixed order: the order of data.paths, sorted by relative path within each."""
+    found: dict[Path, None] = {}
+    for entry in data.paths:
+        if entry == STANDARD_LIBRARY:
+            files = _walk(Path(sysconfig.get_paths()["stdlib"]), ("*.py",), (*STANDARD_LIBRARY_EXCLUDE, *data.exclude))
+        elif Path(entry).is_dir():
+            files = _walk(Path(entry), data.include, data.exclude)
+        elif Path(entry).is_file():
+            files = [Path(entry)]
+        else:
+            files = [Path(name) for name in sorted(glob.glob(entry, recursive=True)) if Path(name).is_file()]
+        if not files:
+            raise ValueError(
+                f"data.paths: {entry!r} names no file; allowed are files, directories, glob patterns and "
+                f"{STANDARD_LIBRARY!r}"
+            )
+        found.update((path, None) for path in files if path.stat().st_size)
+    return list(found)
+
+
+def _walk(root: Path, include: Sequence[str], exclude: Sequence[str]) -> list[Path]:
+    def wanted(path: Path) -> bool:
+        parts = path.relative_to(root).parts
+        return any(fnmatch.fnmatch(parts[-1], pattern) for pattern in include) and not any(
+            fnmatch.fnmatch(part, pattern) for part in parts for pattern in exclude
+        )
+
+    return [path for path in sorted(root.rglob("*")) if wanted(path) and path.is_file()]
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedBatch:
+    """Packed sequences, before they are cut between context-parallel ranks.
+
+    tokens, labels: int64 (t,). counted: bool (t,), true where the label's loss counts. cu_seqlens: int32 (n + 1,),
+    from 0 to t.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    counted: np.ndarray
+    cu_seqlens: np.ndarray
+
+    @staticmethod
+    def concatenate(batches: Sequence[PackedBatch]) -> PackedBatch:
+        """One stream of all of them."""
+        starts = np.cumsum([0, *(len(batch.tokens) for batch in batches)])
+        bounds = [batch.cu_seqlens[1:] + start for batch, start in zip(batches, starts, strict=False)]
+        return PackedBatch(
+            np.concatenate([batch.tokens for batch in batches]),
+            np.concatenate([batch.labels for batch in batches]),
+            np.concatenate([batch.counted for batch in batches]),
+            np.concatenate([[0], *bounds]).astype(np.int32),
+        )
+
+
+def pack(parts: Sequence[np.ndarray], pad_multiple: int, pad_token: int, num_targets: int | None = None) -> PackedBatch:
+    """Parts of documents, (n_i + 1,) tokens each, as one packed batch of n_i inputs and labels each, padded to the
+    multiple.
+
+    num_targets: count the loss of each part's last num_targets labels alone (None: of all).
+    """
+    rows = []
+    for part in parts:
+        length = len(part) - 1
+        padding = -length % pad_multiple
+        counted = np.zeros(length + padding, dtype=bool)
+        counted[0 if num_targets is None else length - num_targets : length] = True
+        rows.append(
+            PackedBatch(
+                np.pad(part[:-1], (0, padding), constant_values=pad_token),
+                np.pad(part[1:], (0, padding), constant_values=pad_token),
+                counted,
+                np.array([0, length + padding], dtype=np.int32),
+            )
+        )
+    return PackedBatch.concatenate(rows)
+
+
+class RowSampler:
+    """Rows of `row_length` tokens, cut from documents in a shuffled order and then shuffled themselves.
+
+    Both orders are pure functions of (seed, epoch), so that a position is two integers, which a checkpoint can hold.
+    What is left over at the end of an epoch, less than a row, is dropped. row_length must be a multiple of
+    pad_multiple. Raises ValueError where the documents fill no row.
+    """
+
+    def __init__(
+        self, documents: Subset, row_length: int, pad_multiple: int, pad_token: int, seed: Sequence[int]
+    ) -> None:
+        if row_length % pad_multiple:
+            raise ValueError(f"row_length = {row_length} must be a multiple of pad_multiple = {pad_multiple}")
+        self._documents = documents
+        self._row_length = row_length
+        self._pad_multiple = pad_multiple
+        self._pad_token = pad_token
+        self._seed = list(seed)
+        self._start_epoch(0)
+        if not len(self._order):
+            raise ValueError(
+                f"the training documents hold {documents.lengths.sum()} tokens, less than a row of {row_length}"
+            )
+
+    def state_dict(self) -> dict[str, int]:
+        """The epoch and how many of its rows have been taken."""
+        return {"epoch": self._epoch, "taken": self._taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where `state_dict` was taken."""
+        self._start_epoch(state["epoch"])
+        self._taken = state["taken"]
+
+    def next_rows(self, count: int) -> list[PackedBatch]:
+        """The next `count` rows."""
+        return [self._next_row() for _ in range(count)]
+
+    def _next_row(self) -> PackedBatch:
+        if self._taken == len(self._order):
+            self._start_epoch(self._epoch + 1)
+        parts = self._rows[self._order[self._taken]]
+        self._taken += 1
+        # One token more than a part has inputs: the label of its last.
+        tokens = [self._documents.read(document, start, start + length + 1) for document, start, length in parts]
+        return pack(tokens, self._pad_multiple, self._pad_token)
+
+    def _start_epoch(self, epoch: int) -> None:
+        generator = np.random.default_rng([*self._seed, epoch])
+        self._epoch = epoch
+        self._taken = 0
+        self._rows = self._cut(generator.permutation(len(self._documents)).tolist())
+        self._order = generator.permutation(len(self._rows)).tolist()
+
+    def _cut(self, documents: list[int]) -> list[list[tuple[int, int, int]]]:
+        """The parts (document, start, number of inputs) of every full row."""
+        rows: list[list[tuple[int, int, int]]] = [[]]
+        room = self._row_length
+        for document in documents:
+            start, inputs = 0, int(self._documents.lengths[document]) - 1
+            while start < inputs:
+                length = min(room, inputs - start)
+                rows[-1].append((document, start, length))
+                start += length
+                room -= length + -length % self._pad_multiple
+                if not room:
+                    rows.append([])
+                    room = self._row_length
+        return rows[:-1]
+
+
+def split_rows(
+    rows: Sequence[PackedBatch], group: int, num_groups: int, rows_per_micro_batch: int | None
+) -> list[PackedBatch]:
+    """The micro-batches of one data-parallel group out of the rows of a whole step."""
+    per_group = len(rows) // num_groups
+    mine = rows[group * per_group : (group + 1) * per_group]
+    size = rows_per_micro_batch or per_group
+    return [PackedBatch.concatenate(mine[start : start + size]) for start in range(0, per_group, size)]

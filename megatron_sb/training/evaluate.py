@@ -1,0 +1,76 @@
+"""Negative log-likelihood by context length: the same target tokens, seen with ever longer contexts.
+
+A window is the last `target_tokens` of a stretch of a validation document as long as the job's longest context. For
+every context length c the model sees the stretch's last c tokens and is scored on the targets alone (one of them has
+between c - target_tokens and c tokens before it). So a difference between two lengths is the context's doing and not
+the text's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_sb.config import StageConfig, TrainingConfig
+from megatron_sb.training.data import Corpus, pack
+
+
+def choose_windows(corpus: Corpus, config: TrainingConfig) -> list[np.ndarray]:
+    """Up to config.evaluation.windows stretches of validation documents, (longest + 1,) tokens each: first the start
+    of every document that is long enough, then what follows it, and so on.
+
+    Raises ValueError when no validation document is long enough.
+    """
+    longest = max(config.evaluation_lengths(stage)[-1] for stage in config.stages)
+    places = sorted(
+        (start, index)
+        for index, length in enumerate(corpus.validation.lengths)
+        for start in range(0, int(length) - longest, longest)
+    )
+    if not places:
+        raise ValueError(
+            f"no validation document has the {longest + 1} tokens that evaluation.length_factor = "
+            f"{config.evaluation.length_factor} asks for "
+            f"(the longest has {corpus.validation.lengths.max()}): lower it or a stage's context_length, or "
+            "give longer documents"
+        )
+    chosen = places[: config.evaluation.windows]
+    return [corpus.validation.read(index, start, start + longest + 1) for start, index in chosen]
+
+
+def evaluate(
+    engine: Any,
+    corpus: Corpus,
+    windows: list[np.ndarray],
+    config: TrainingConfig,
+    stage: StageConfig,
+    on_length: Any = None,
+) -> list[dict[str, Any]]:
+    """One entry per context length: {"context", "nll" (nats per token), "standard_error" (over windows; None with
+    one), "windows"}.
+
+    on_length(context, nll): called after each length; what it raises ends the evaluation on every rank that raises.
+    Data-parallel groups share out the windows; ranks of one group share each sequence.
+    """
+    results = []
+    num_targets = config.evaluation.target_tokens
+    for context in config.evaluation_lengths(stage):
+        sums = torch.zeros(len(windows), dtype=torch.float64)
+        mine = range(engine.data_parallel_rank, len(windows), engine.data_parallel_size)
+        at_once = max(1, len(windows[0]) // context)
+        for start in range(0, len(mine), at_once):
+            indices = list(mine[start : start + at_once])
+            parts = [windows[index][-context - 1 :] for index in indices]
+            batch = pack(parts, config.pad_multiple(stage), corpus.end_of_document, num_targets)
+            sums[indices] = engine.window_losses(batch, len(parts)).cpu()
+        sums = engine.sum_over_ranks(sums)
+        means = (sums / num_targets).tolist()
+        nll = math.fsum(means) / len(means)
+        error = float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None
+        results.append({"context": context, "nll": nll, "standard_error": error, "windows": len(means)})
+        if on_length:
+            on_length(context, nll)
+    return results

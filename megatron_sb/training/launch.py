@@ -1,0 +1,325 @@
+"""Starting a job: the command that starts its own ranks and watches them, and what each rank does first and last.
+
+`main` is either. Under torchrun (RANK and WORLD_SIZE are set) the process is a rank; otherwise it starts
+`parallel.ranks` processes on this machine, each of them this module's `main` again, and ends them all when one dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_sb import config as configuration
+from megatron_sb.config import ConfigError, TrainingConfig
+
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+GRACE_SECONDS = 10.0  # after one rank has died, for the others to say why they end
+POLL_SECONDS = 0.1
+PARENT_PIPE = "MEGATRON_SB_PARENT_PIPE"
+
+
+def main(config_path: str, overrides: Sequence[str] = (), *, out: str | None = None, resume: bool = False) -> int:
+    """Train as the configuration says; the exit status.
+
+    overrides: `dotted.field=value`. out: the run's directory (default: runs/NAME-TIME). resume: go on with that run
+    (default: the newest runs/NAME-*).
+    Status 0: done. 1: a rank failed. 2: the configuration or the directory was refused. 128 + signal: stopped and
+    saved.
+    Under torchrun it does not return: a rank ends its process.
+    """
+    try:
+        config = configuration.load_config(config_path, overrides)
+    except (ConfigError, OSError) as error:
+        _say(f"{config_path}: {error}")
+        return EXIT_REFUSED
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        run_rank(config, config_path, out, resume)
+    arguments = [config_path, *overrides, *(["--out", out] if out else []), *(["--resume"] if resume else [])]
+    return start_ranks(config, [sys.executable, "-m", "megatron_sb.training", *arguments])
+
+
+def start_ranks(config: TrainingConfig, command: list[str]) -> int:
+    """Run `command` once per rank and wait for all; the job's exit status.
+
+    When one dies the others get GRACE_SECONDS and are killed. SIGINT and SIGTERM are passed on once, so that the ranks
+    save; a second one kills.
+    """
+    num_ranks = config.parallel.ranks
+    threads = config.parallel.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    read_end, write_end = os.pipe()  # never written to: the ranks see it close when this process is gone
+    common = {
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": _free_port(),
+        "OMP_NUM_THREADS": threads,
+        PARENT_PIPE: read_end,
+    }
+    received: list[int] = []
+    previous = {
+        number: signal.signal(number, lambda number, frame: received.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    ranks: list[subprocess.Popen] = []
+    try:
+        for rank in range(num_ranks):
+            environment = {
+                **os.environ,
+                **{name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()},
+            }
+            # A session of its own: Ctrl-C reaches this process alone, which passes it on exactly once.
+            ranks.append(subprocess.Popen(command, env=environment, pass_fds=(read_end,), start_new_session=True))
+        return _watch(ranks, received, config.parallel.timeout_seconds)
+    finally:
+        for process in ranks:
+            with contextlib.suppress(ProcessLookupError):  # with the helpers that Megatron-Core's checkpoints start
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        os.close(read_end)
+        os.close(write_end)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _watch(ranks: list[subprocess.Popen], received: list[int], timeout_seconds: float) -> int:
+    """Wait until all ranks have ended, one has failed, or a stop took too long."""
+    deadline = None
+    while True:
+        codes = [process.poll() for process in ranks]
+        failed = next((rank for rank, code in enumerate(codes) if code not in (None, 0, *STOP_CODES)), None)
+        if failed is not None:
+            return _report_failure(ranks, failed, received)
+        if None not in codes:
+            return max(codes)
+        if received and deadline is None:
+            deadline = time.monotonic() + timeout_seconds
+            _say(f"{signal.Signals(received[0]).name}: saving after this step (once more to end at once)")
+            for process in ranks:
+                process.send_signal(received[0])
+        if len(received) > 1 or (deadline and time.monotonic() > deadline):
+            _say(
+                "told twice" if len(received) > 1 else f"not stopped in parallel.timeout_seconds = {timeout_seconds:g}"
+            )
+            _say("ending all ranks without saving")
+            return 128 + received[0]
+        time.sleep(POLL_SECONDS)
+
+
+def _report_failure(ranks: list[subprocess.Popen], rank: int, received: list[int]) -> int:
+    """Say which rank ended how, and give the others GRACE_SECONDS to say why they do; the job's status."""
+    code = ranks[rank].returncode
+    refused = code == EXIT_REFUSED  # all ranks refuse together, and one of them says why
+    if not refused:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        when = " before it could save" if received else ""
+        _say(
+            f"rank {rank} (process {ranks[rank].pid}) {how}{when}; ending the job. --resume goes on from the last save"
+        )
+    deadline = time.monotonic() + GRACE_SECONDS
+    while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    if refused:
+        return EXIT_REFUSED
+    return 128 + received[0] if received else EXIT_FAILED
+
+
+def _say(text: str) -> None:
+    print(f"megatron-sb train: {text}", file=sys.stderr, flush=True)
+
+
+def run_rank(config: TrainingConfig, config_path: str, out: str | None, resume: bool) -> NoReturn:
+    """Be one rank of a job; ends the process (static destructors of process groups may abort it otherwise)."""
+    _end_with_parent()
+    _quieten()
+    try:
+        status = _run_rank(config, config_path, out, resume)
+    except Exception:  # the traceback is the message; the launcher ends the other ranks
+        print(f"rank {os.environ['RANK']} failed:\n{traceback.format_exc()}", file=sys.stderr)
+        status = EXIT_FAILED
+    for helper in multiprocessing.active_children():  # Megatron-Core's checkpoints leave some, which os._exit forgets
+        helper.terminate()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _run_rank(config: TrainingConfig, config_path: str, out: str | None, resume: bool) -> int:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_sb.training.loop import Interrupted, Job
+    from megatron_sb.training.report import Report
+
+    rank = int(os.environ["RANK"])
+    try:
+        device = _choose_device(config)
+    except ConfigError as error:
+        if os.environ["LOCAL_RANK"] == "0":
+            _say(f"{config_path}: {error}")
+        return EXIT_REFUSED
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        timeout=datetime.timedelta(seconds=config.parallel.timeout_seconds),
+    )
+    refusals: list[ValueError | None] = [None] * dist.get_world_size()
+    refusal = None
+    try:
+        directory = _agree_on_directory(config, out, resume)
+        report = Report(directory, config) if rank == 0 else None
+        job = Job(config, directory, device, report)
+    except ValueError as error:
+        refusal = error
+    dist.all_gather_object(refusals, refusal)
+    if any(refusals):
+        if rank == 0:
+            _say(f"{config_path}: {next(filter(None, refusals))}")
+        return EXIT_REFUSED
+    again = f"megatron-sb train {config_path} --out {directory} --resume"
+    if report:
+        report.message(f"{config.parallel.ranks} ranks on {device.type}; {job.describe()}; writing to {directory}")
+    try:
+        job.run()
+    except Interrupted as stop:
+        number, where = stop.args
+        if report:
+            report.close()
+            _say(f"stopped by {number.name} {where}. Go on with: {again}")
+        dist.destroy_process_group()
+        return 128 + number
+    if report:
+        report.draw()
+        report.message(
+            f"negative log-likelihood (nats per token) by context length\n{report.table()}\nsee "
+            f"{directory}/loss.png, {directory}/nll_by_length.png"
+        )
+        report.close()
+    dist.destroy_process_group()
+    return 0
+
+
+def _choose_device(config: TrainingConfig) -> Any:
+    import torch
+
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    num_gpus = torch.cuda.device_count()
+    wanted = config.parallel.device
+    if int(os.environ["WORLD_SIZE"]) != config.parallel.ranks:
+        raise ConfigError(
+            f"parallel.ranks = {config.parallel.ranks}, but WORLD_SIZE = {os.environ['WORLD_SIZE']} ranks were started"
+        )
+    if wanted == "cuda" and num_gpus < local_ranks:
+        raise ConfigError(
+            f"parallel.device = 'cuda' needs a GPU for each of the {local_ranks} ranks on this machine; it has "
+            f"{num_gpus}"
+        )
+    if wanted != "cpu" and num_gpus >= local_ranks:
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if config.model.precision == "bf16":
+        raise ConfigError(
+            f"model.precision = 'bf16' needs a GPU for each of the {local_ranks} ranks on this machine; it has "
+            f"{num_gpus}"
+        )
+    return torch.device("cpu")
+
+
+def _agree_on_directory(config: TrainingConfig, out: str | None, resume: bool) -> Path:
+    """Rank 0 chooses and checks the run's directory; every rank gets it, or the ValueError."""
+    import torch.distributed as dist
+
+    answer: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [prepare_directory(config, out, resume)]
+        except ValueError as error:
+            answer = [error]
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], ValueError):
+        raise answer[0]
+    return answer[0]
+
+
+def prepare_directory(config: TrainingConfig, out: str | None, resume: bool) -> Path:
+    """The directory of a new run, made and with the configuration in it, or of the run to go on with.
+
+    Raises ValueError where a new one holds a run already, or one to resume holds none or was configured otherwise.
+    """
+    from megatron_sb.training.checkpoint import write_aside
+
+    if out:
+        directory = Path(out)
+    elif resume:
+        found = sorted(path.parent for path in Path("runs").glob(f"{config.name}-*/config.yaml"))
+        if not found:
+            raise ValueError(f"--resume: there is no runs/{config.name}-* to go on with; name the directory with --out")
+        directory = found[-1]
+    else:
+        directory = Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    saved = directory / "config.yaml"
+    if resume:
+        if not saved.exists():
+            raise ValueError(f"--resume: {directory} holds no run (no config.yaml)")
+        _refuse_changes(
+            configuration.flatten(configuration.load_config(saved)), configuration.flatten(config), directory
+        )
+    else:
+        if saved.exists():
+            raise ValueError(
+                f"{directory} holds a run already: go on with --resume, or name another directory with --out"
+            )
+        directory.mkdir(parents=True, exist_ok=True)
+        write_aside(saved, configuration.to_yaml(config))
+    return directory
+
+
+def _refuse_changes(before: dict[str, Any], now: dict[str, Any], directory: Path) -> None:
+    for path in before | now:
+        if before.get(path) != now.get(path):
+            raise ValueError(
+                f"--resume: {path} = {now.get(path)!r}, but {directory} was started with {before.get(path)!r}; "
+                "a resumed run must go on as it began"
+            )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _end_with_parent() -> None:
+    """When the launcher is gone (killed, say), so is its end of the pipe: do not train on unwatched."""
+    if PARENT_PIPE not in os.environ:
+        return
+    descriptor = int(os.environ[PARENT_PIPE])
+
+    def wait() -> None:
+        os.read(descriptor, 1)
+        os.killpg(0, signal.SIGKILL)  # a session of its own (start_ranks)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _quieten() -> None:
+    """Megatron-Core tells of every optional package that is absent, torch of a CUDA toolkit without a GPU."""
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -1,0 +1,165 @@
+"""The job itself, as every rank runs it: each model through each stage, a checkpoint and an evaluation at each stage's
+end.
+
+A stage always starts from files (the checkpoint of the stage before) and a resumed job from the newest checkpoint, so
+both take the same path.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_sb.config import StageConfig, TrainingConfig
+from megatron_sb.training.checkpoint import CheckpointDirectory, Progress
+from megatron_sb.training.data import Corpus, RowSampler, load_corpus, split_rows
+from megatron_sb.training.evaluate import choose_windows, evaluate
+from megatron_sb.training.report import Report
+from megatron_sb.training.schedule import learning_rate
+
+
+class Interrupted(Exception):
+    """The job was asked to stop and has saved what it has; args: the signal and where."""
+
+
+class StopRequest:
+    """Notes SIGINT and SIGTERM, for all ranks to honour together: they add up their flags where they meet anyway."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self._received = dict.fromkeys(self.SIGNALS, 0.0)
+        for number in self.SIGNALS:
+            signal.signal(number, self._note)
+
+    def flags(self) -> list[float]:
+        """1.0 for each of SIGNALS that this rank has received."""
+        return list(self._received.values())
+
+    @classmethod
+    def agreed(cls, sums: list[float]) -> signal.Signals | None:
+        """The signal that some rank has received, from the sum of every rank's flags."""
+        return next((number for number, count in zip(cls.SIGNALS, sums, strict=True) if count), None)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self._received[number] = 1.0
+
+
+class Job:
+    """One rank's view of a run. report: None on every rank but the first."""
+
+    def __init__(self, config: TrainingConfig, out: Path, device: torch.device, report: Report | None) -> None:
+        self._config = config
+        self._out = out
+        self._device = device
+        self._report = report
+        self._stop = StopRequest()
+        self._corpus: Corpus = load_corpus(config)
+        self._windows = choose_windows(self._corpus, config)
+
+    def describe(self) -> str:
+        """The documents, in one sentence."""
+        counts = self._corpus.fingerprint()
+        return (
+            f"{counts['train_documents']} training documents ({counts['train_tokens']:,} tokens), "
+            f"{counts['validation_documents']} held out; evaluation on {len(self._windows)} windows"
+        )
+
+    def run(self) -> None:
+        """Everything that is not done yet. Raises Interrupted when a signal asked for a stop."""
+        for model in self._config.compare:
+            directory = CheckpointDirectory(self._out / model / "checkpoints", self._config.checkpoint.keep)
+            progress = directory.latest()
+            if progress is not None and progress.corpus != self._corpus.fingerprint():
+                raise ValueError(
+                    f"the documents changed since {directory.path(progress)} was saved: they were "
+                    f"{progress.corpus}, now {self._corpus.fingerprint()}"
+                )
+            names = [stage.name for stage in self._config.stages]
+            for index, stage in enumerate(self._config.stages):
+                if progress is not None and names.index(progress.stage) > index:
+                    continue
+                progress = self._run_stage(model, index, stage, directory, progress)
+
+    def _run_stage(
+        self, model: str, index: int, stage: StageConfig, directory: CheckpointDirectory, progress: Progress | None
+    ) -> Progress:
+        """Train the stage's steps that are left, then evaluate unless that is done."""
+        from megatron_sb.megatron.engine import Engine
+
+        evaluation_path = self._out / "evaluation" / f"{model}-{stage.name}.json"
+        if (
+            progress is not None
+            and (progress.stage, progress.step) == (stage.name, stage.steps)
+            and evaluation_path.exists()
+        ):
+            return progress
+        config, corpus = self._config, self._corpus
+        engine = Engine(config, model, stage, corpus.vocab_size, self._device)
+        sampler = RowSampler(
+            corpus.train,
+            stage.context_length,
+            config.pad_multiple(stage),
+            corpus.end_of_document,
+            (config.seed, 1 + index),
+        )
+        if progress is not None:
+            directory.load(engine, progress)
+        if progress is not None and progress.stage == stage.name:
+            sampler.load_state_dict(progress.sampler)
+        else:
+            tokens = progress.tokens if progress is not None else 0
+            progress = Progress(stage.name, 0, tokens, sampler.state_dict(), corpus.fingerprint())
+        progress = self._train(model, stage, engine, sampler, directory, progress)
+        self._evaluate(model, stage, engine)
+        engine.close()
+        return progress
+
+    def _train(
+        self,
+        model: str,
+        stage: StageConfig,
+        engine: Any,
+        sampler: RowSampler,
+        directory: CheckpointDirectory,
+        progress: Progress,
+    ) -> Progress:
+        config = self._config
+        if self._report:
+            self._report.start_stage(model, stage, progress)
+        while progress.step < stage.steps:
+            rows = sampler.next_rows(stage.rows_per_step)
+            num_tokens = int(sum(row.counted.sum() for row in rows))
+            mine = split_rows(rows, engine.data_parallel_rank, engine.data_parallel_size, stage.rows_per_micro_batch)
+            rate = learning_rate(stage, progress.step)
+            share, norm = engine.train_step(mine, num_tokens, rate)
+            flags = torch.tensor(self._stop.flags(), dtype=torch.float64, device=share.device)
+            loss, *sums = engine.sum_over_ranks(torch.cat([share[None], flags])).tolist()
+            stop = StopRequest.agreed(sums)
+            progress = Progress(
+                stage.name, progress.step + 1, progress.tokens + num_tokens, sampler.state_dict(), progress.corpus
+            )
+            if self._report:
+                self._report.step(model, stage, progress, loss, norm, rate)
+            if stop or progress.step % config.checkpoint.interval == 0 or progress.step == stage.steps:
+                saved = directory.save(engine, progress)
+            if stop:
+                raise Interrupted(stop, f"at step {progress.step} of {model} / {stage.name}; saved {saved}")
+        if self._report:
+            self._report.end_stage()
+        return progress
+
+    def _evaluate(self, model: str, stage: StageConfig, engine: Any) -> None:
+        def on_length(context: int, nll: float) -> None:
+            if self._report:
+                self._report.message(f"  {model} / {stage.name}: context {context}, negative log-likelihood {nll:.4f}")
+            sums = engine.sum_over_ranks(torch.tensor(self._stop.flags(), dtype=torch.float64))
+            if stop := StopRequest.agreed(sums.tolist()):
+                raise Interrupted(stop, f"while evaluating {model} / {stage.name}, whose checkpoint is saved")
+
+        results = evaluate(engine, self._corpus, self._windows, self._config, stage, on_length)
+        if self._report:
+            self._report.evaluation(model, stage, results)

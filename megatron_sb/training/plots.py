@@ -1,0 +1,64 @@
+"""The two pictures of a job, drawn from what its report wrote."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+COLOURS = {"stick_breaking": "tab:blue", "softmax_rope": "tab:orange"}
+STYLES = ("--", "-", ":", "-.")
+
+
+def draw_losses(metrics: list[dict[str, Any]], labels: dict[str, str], path: Path) -> None:
+    """Training loss against tokens, one line per model; a change of stage is marked."""
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    for model in dict.fromkeys(line["model"] for line in metrics):
+        lines = [line for line in metrics if line["model"] == model]
+        tokens = np.array([line["tokens"] for line in lines])
+        axes.plot(tokens, [line["loss"] for line in lines], label=labels[model], color=COLOURS[model], linewidth=0.9)
+        for before, after in itertools.pairwise(lines):
+            if before["stage"] != after["stage"]:
+                axes.axvline(before["tokens"], color="grey", linewidth=0.6, linestyle=":")
+    axes.set(xlabel="tokens", ylabel="training loss (nats per token)")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    _save(figure, path)
+
+
+def draw_nll_by_length(evaluations: list[dict[str, Any]], labels: dict[str, str], path: Path) -> None:
+    """Negative log-likelihood against context length, one line per model and stage; the context each was trained with
+    is marked.
+    """
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    stages = list(dict.fromkeys(entry["stage"] for entry in evaluations))
+    for entry in evaluations:
+        contexts = [result["context"] for result in entry["results"]]
+        losses = [result["nll"] for result in entry["results"]]
+        style = STYLES[stages.index(entry["stage"]) % len(STYLES)]
+        label = f"{labels[entry['model']]}, {entry['stage']} (trained at {entry['trained_context']})"
+        axes.plot(contexts, losses, style, marker="o", markersize=3, color=COLOURS[entry["model"]], label=label)
+    for context in sorted({entry["trained_context"] for entry in evaluations}):
+        axes.axvline(context, color="grey", linewidth=0.6, linestyle=":")
+    ticks = sorted({result["context"] for entry in evaluations for result in entry["results"]})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set(xlabel="context (tokens)", ylabel="negative log-likelihood of the same tokens (nats)")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    """Write aside, then rename."""
+    aside = path.with_name(f".{path.name}")
+    figure.tight_layout()
+    figure.savefig(aside, dpi=120, format="png")
+    pyplot.close(figure)
+    aside.replace(path)

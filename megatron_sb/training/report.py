@@ -1,0 +1,164 @@
+"""What a job shows and writes: a progress bar, metrics.jsonl, tensorboard, evaluation files, pictures, a closing
+table. Rank 0 alone has one.
+
+metrics.jsonl                one line per reported step
+evaluation/MODEL-STAGE.json  negative log-likelihood by context length
+tensorboard/  loss.png  nll_by_length.png
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from megatron_sb.config import StageConfig, TrainingConfig
+from megatron_sb.training.checkpoint import Progress, write_aside
+
+MODEL_LABELS = {"stick_breaking": "stick-breaking", "softmax_rope": "softmax + RoPE"}
+
+
+class Report:
+    """Writes under `out`."""
+
+    def __init__(self, out: Path, config: TrainingConfig) -> None:
+        self.out = out
+        self._config = config
+        self._metrics_path = out / "metrics.jsonl"
+        self._tensorboard: dict[str, Any] = {}
+        self._bar: tqdm | None = None
+
+    def start_stage(self, model: str, stage: StageConfig, progress: Progress) -> None:
+        """Open the progress bar; lines of steps beyond `progress` (written by a run that died after its last
+        checkpoint) are dropped.
+        """
+        kept = [
+            line
+            for line in self.metrics()
+            if not (line["model"] == model and line["stage"] == stage.name and line["step"] > progress.step)
+        ]
+        write_aside(self._metrics_path, "".join(json.dumps(line) + "\n" for line in kept))
+        label = f"{MODEL_LABELS[model]} / {stage.name} ({stage.context_length})"
+        self._bar = tqdm(
+            total=stage.steps, initial=progress.step, desc=label, unit="step", dynamic_ncols=True, mininterval=0.5
+        )
+        self._last = (time.monotonic(), progress.tokens)
+
+    def step(
+        self,
+        model: str,
+        stage: StageConfig,
+        progress: Progress,
+        loss: float,
+        gradient_norm: float,
+        learning_rate: float,
+    ) -> None:
+        """One finished step: loss in nats per token."""
+        assert self._bar is not None
+        self._bar.update()
+        if progress.step % self._config.report.interval and progress.step != stage.steps:
+            return
+        now = time.monotonic()
+        rate = (progress.tokens - self._last[1]) / (now - self._last[0])
+        self._last = (now, progress.tokens)
+        self._bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s")
+        line = {
+            "model": model,
+            "stage": stage.name,
+            "step": progress.step,
+            "tokens": progress.tokens,
+            "loss": loss,
+            "gradient_norm": gradient_norm,
+            "learning_rate": learning_rate,
+            "tokens_per_second": round(rate, 1),
+        }
+        with self._metrics_path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        for name in ("loss", "gradient_norm", "learning_rate", "tokens_per_second"):
+            self._write_scalar(model, f"{stage.name}/{name}", line[name], progress.step)
+
+    def end_stage(self) -> None:
+        """Close the progress bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def message(self, text: str) -> None:
+        """One line above the progress bar."""
+        tqdm.write(text)
+
+    def evaluation_path(self, model: str, stage: StageConfig) -> Path:
+        """Where the evaluation after a stage is kept; the file exists when it is done."""
+        return self.out / "evaluation" / f"{model}-{stage.name}.json"
+
+    def evaluation(self, model: str, stage: StageConfig, results: list[dict[str, Any]]) -> None:
+        """Keep and show an evaluation."""
+        path = self.evaluation_path(model, stage)
+        path.parent.mkdir(exist_ok=True)
+        write_aside(
+            path,
+            json.dumps(
+                {"model": model, "stage": stage.name, "trained_context": stage.context_length, "results": results},
+                indent=1,
+            ),
+        )
+        for result in results:
+            self._write_scalar(model, f"{stage.name}/nll_by_length", result["nll"], result["context"])
+        self.draw()
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl; one cut off by a crash is left out."""
+        if not self._metrics_path.exists():
+            return []
+        lines = self._metrics_path.read_text(encoding="utf-8").split("\n")
+        return [json.loads(line) for line in lines[:-1]]
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Every evaluation that is done, in the order of the configuration."""
+        paths = [self.evaluation_path(model, stage) for model in self._config.compare for stage in self._config.stages]
+        return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
+
+    def draw(self) -> None:
+        """loss.png and nll_by_length.png from the files."""
+        from megatron_sb.training import plots
+
+        plots.draw_losses(self.metrics(), MODEL_LABELS, self.out / "loss.png")
+        plots.draw_nll_by_length(self.evaluations(), MODEL_LABELS, self.out / "nll_by_length.png")
+
+    def table(self) -> str:
+        """Negative log-likelihood by context length, a column per model and stage."""
+        evaluations = self.evaluations()
+        heads = [f"{MODEL_LABELS[entry['model']]}, {entry['stage']}" for entry in evaluations]
+        columns = [{result["context"]: f"{result['nll']:.4f}" for result in entry["results"]} for entry in evaluations]
+        lines = [" | ".join(["context", *heads])]
+        for context in sorted({context for column in columns for context in column}):
+            lines.append(
+                " | ".join(
+                    [
+                        f"{context:7d}",
+                        *(
+                            column.get(context, "").rjust(len(head))
+                            for column, head in zip(columns, heads, strict=True)
+                        ),
+                    ]
+                )
+            )
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Flush what is open."""
+        self.end_stage()
+        for writer in self._tensorboard.values():
+            writer.close()
+
+    def _write_scalar(self, model: str, name: str, value: float, step: int) -> None:
+        if not self._config.report.tensorboard:
+            return
+        if model not in self._tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard[model] = SummaryWriter(str(self.out / "tensorboard" / model))
+        self._tensorboard[model].add_scalar(name, value, step)

@@ -1,0 +1,188 @@
+"""Documents, their split and the rows packed from them."""
+
+import dataclasses
+import itertools
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
+
+from megatron_sb.config import DataConfig, load_config
+from megatron_sb.training.data import BYTE_END_OF_DOCUMENT, RowSampler, load_corpus, pack, split_rows
+from megatron_sb.training.evaluate import choose_windows
+from megatron_sb.training.schedule import learning_rate
+
+TINY = load_config(Path(__file__).parents[3] / "configs" / "tiny_context_extension.yaml")
+
+
+def with_data(**fields):
+    return dataclasses.replace(TINY, data=DataConfig(**fields))
+
+
+@pytest.fixture
+def text_folder(tmp_path):
+    """40 files of 1 to 3004 random bytes, an empty one, and one that is not asked for."""
+    generator = np.random.default_rng(7)
+    for index in range(40):
+        folder = tmp_path / f"part{index % 3}"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{index:02d}.txt").write_bytes(generator.integers(0, 256, 1 + 77 * index, dtype=np.uint8).tobytes())
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "part0" / "image.png").write_bytes(b"not text")
+    return tmp_path
+
+
+def whole(side, index):
+    """One document."""
+    return side.read(index, 0, int(side.lengths[index]))
+
+
+def test_text_folder_is_split_by_file_and_nothing_is_lost(text_folder):
+    config = with_data(paths=(str(text_folder),), validation_fraction=0.3)
+    corpus, again = load_corpus(config), load_corpus(config)
+    assert len(corpus.train) + len(corpus.validation) == 40
+    assert 4 <= len(corpus.validation) <= 20
+    assert corpus.fingerprint() == again.fingerprint()
+    texts = Counter(path.read_bytes() for path in text_folder.rglob("*.txt") if path.stat().st_size)
+    read = Counter()
+    for side in (corpus.train, corpus.validation):
+        for index, length in enumerate(side.lengths):
+            tokens = whole(side, index)
+            assert len(tokens) == length and tokens[-1] == BYTE_END_OF_DOCUMENT
+            read[tokens[:-1].astype(np.uint8).tobytes()] += 1
+    assert read == texts
+
+
+def test_paths_may_be_files_patterns_and_the_standard_library(text_folder):
+    single, pattern = str(text_folder / "part0" / "00.txt"), str(text_folder / "part1" / "*.txt")
+    corpus = load_corpus(with_data(paths=(single, pattern, single), validation_fraction=0.3))
+    assert len(corpus.train) + len(corpus.validation) == 1 + 13
+    library = load_corpus(TINY)
+    assert library.train.lengths.sum() > 3_000_000
+    windows = choose_windows(library, TINY)
+    assert len(windows) == TINY.evaluation.windows and {len(window) for window in windows} == {16385}
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        (("/nowhere/*.txt",), "'/nowhere/\\*.txt' names no file"),
+        (("{}/part0/00.txt",), "at least one of each is needed"),
+    ],
+)
+def test_paths_that_give_nothing_are_refused(paths, message, text_folder):
+    with pytest.raises(ValueError, match=message):
+        load_corpus(with_data(paths=tuple(path.format(text_folder) for path in paths)))
+
+
+def test_too_short_for_the_evaluation_is_refused(text_folder):
+    config = with_data(paths=(str(text_folder),), validation_fraction=0.3)
+    with pytest.raises(ValueError, match="no validation document has the 16385 tokens"):
+        choose_windows(load_corpus(config), config)
+
+
+def test_indexed_dataset_gives_the_same_documents(text_folder, tmp_path):
+    """Documents of several sequences, some without the end-of-document token."""
+    text = load_corpus(with_data(paths=(str(text_folder),)))
+    builder = IndexedDatasetBuilder(get_bin_path(str(tmp_path / "set")), dtype=np.uint16)
+    for index in range(len(text.train)):
+        tokens = whole(text.train, index)[: None if index % 2 else -1]
+        for piece in np.array_split(tokens, 1 + min(index % 3, len(tokens) - 1)):
+            builder.add_item(torch.from_numpy(piece))
+        builder.end_document()
+    builder.finalize(get_idx_path(str(tmp_path / "set")))
+    fields = {"kind": "indexed", "paths": (str(tmp_path / "set"),), "vocab_size": 300, "end_of_document": 256}
+    corpus = load_corpus(with_data(**fields, validation_fraction=0.4))
+    read = Counter(
+        tuple(whole(side, i).tolist()) for side in (corpus.train, corpus.validation) for i in range(len(side))
+    )
+    assert read == Counter(tuple(whole(text.train, index).tolist()) for index in range(len(text.train)))
+    assert corpus.vocab_size == 300
+    with pytest.raises(ValueError, match="is not the prefix of an IndexedDataset"):
+        load_corpus(with_data(**{**fields, "paths": (str(tmp_path / "other"),)}))
+
+
+@pytest.mark.parametrize("pad_multiple", [1, 4])
+def test_an_epoch_of_rows_holds_every_label_once(text_folder, pad_multiple):
+    corpus = load_corpus(with_data(paths=(str(text_folder),)))
+    labels_there = Counter()
+    for index in range(len(corpus.train)):
+        labels_there.update(whole(corpus.train, index)[1:].tolist())
+    sampler = RowSampler(corpus.train, 128, pad_multiple, corpus.end_of_document, [3, 1])
+    seen = Counter()
+    (row,) = sampler.next_rows(1)
+    while sampler.state_dict()["epoch"] == 0:
+        assert len(row.tokens) == len(row.labels) == len(row.counted) == 128
+        bounds = row.cu_seqlens
+        assert bounds[0] == 0 and bounds[-1] == 128 and (np.diff(bounds) % pad_multiple == 0).all()
+        for start, end in itertools.pairwise(bounds):
+            real = int(row.counted[start:end].sum())
+            assert row.counted[start : start + real].all() and end - start - real < pad_multiple
+            assert (row.tokens[start + 1 : start + real] == row.labels[start : start + real - 1]).all()
+        seen.update(row.labels[row.counted].tolist())
+        (row,) = sampler.next_rows(1)
+    assert sampler.state_dict() == {"epoch": 1, "taken": 1}
+    assert sum((seen - labels_there).values()) == 0
+    assert 0 < sum((labels_there - seen).values()) < 128  # less than a row is dropped
+
+
+def test_consecutive_rows_come_from_different_places(text_folder):
+    corpus = load_corpus(with_data(paths=(str(text_folder),)))
+    rows = RowSampler(corpus.train, 64, 1, corpus.end_of_document, [3, 1]).next_rows(200)
+    follows = sum(before.labels[-1] == after.tokens[0] for before, after in itertools.pairwise(rows))
+    assert follows < 20
+
+
+def test_less_than_a_row_is_refused(text_folder):
+    corpus = load_corpus(with_data(paths=(str(text_folder),)))
+    with pytest.raises(ValueError, match="less than a row of 1000000"):
+        RowSampler(corpus.train, 1_000_000, 1, corpus.end_of_document, [3, 1])
+
+
+def test_the_sampler_goes_on_where_it_stood(text_folder):
+    corpus = load_corpus(with_data(paths=(str(text_folder),)))
+
+    def sampler():
+        return RowSampler(corpus.train, 96, 4, corpus.end_of_document, [3, 1])
+
+    straight, first, second = sampler(), sampler(), sampler()
+    expected = straight.next_rows(900)
+    assert straight.state_dict()["epoch"] >= 1
+    first.next_rows(600)
+    second.load_state_dict(first.state_dict())
+    for row, other in zip(second.next_rows(300), expected[600:], strict=True):
+        for field in dataclasses.fields(row):
+            np.testing.assert_array_equal(getattr(row, field.name), getattr(other, field.name))
+
+
+def test_groups_and_micro_batches_share_out_the_rows():
+    rows = [pack([np.arange(start, start + 9)], 4, 0) for start in range(0, 80, 10)]
+    parts = [split_rows(rows, group, 2, 2) for group in (0, 1)]
+    assert [len(part) for part in parts] == [2, 2]
+    np.testing.assert_array_equal(parts[0][1].cu_seqlens, [0, 8, 16])
+    tokens = np.concatenate([batch.tokens for part in parts for batch in part])
+    np.testing.assert_array_equal(tokens, np.concatenate([row.tokens for row in rows]))
+
+
+def test_padding_and_targets():
+    batch = pack([np.array([5, 6, 7, 8]), np.array([1, 2])], pad_multiple=2, pad_token=9, num_targets=1)
+    np.testing.assert_array_equal(batch.tokens, [5, 6, 7, 9, 1, 9])
+    np.testing.assert_array_equal(batch.labels, [6, 7, 8, 9, 2, 9])
+    np.testing.assert_array_equal(batch.counted, [False, False, True, False, True, False])
+    np.testing.assert_array_equal(batch.cu_seqlens, [0, 4, 6])
+
+
+def test_schedules():
+    stage = dataclasses.replace(TINY.stages[0], steps=110, warmup_steps=10, learning_rate=2.0)
+    for schedule in ("constant", "power", "exponential"):
+        shaped = dataclasses.replace(stage, schedule=schedule)
+        assert [learning_rate(shaped, step) for step in (0, 4, 9)] == pytest.approx([0.2, 1.0, 2.0])
+    at = {name: dataclasses.replace(stage, schedule=name) for name in ("constant", "power", "exponential")}
+    assert learning_rate(at["constant"], 109) == 2.0
+    assert learning_rate(at["power"], 79) == pytest.approx(2.0 * 8**-0.51)
+    assert learning_rate(at["exponential"], 10) == pytest.approx(2.0)
+    assert learning_rate(at["exponential"], 60) == pytest.approx(2.0 * (2 * 0.5**0.5 - 1))
+    assert 0 < learning_rate(at["exponential"], 109) < 0.03

@@ -1,0 +1,248 @@
+"""The whole job as a user runs it: what it leaves behind, stopping, dying, resuming, refusing."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from megatron_sb.config import load_config
+from megatron_sb.training import launch, report
+from megatron_sb.training.checkpoint import Progress
+
+TRAIN = [sys.executable, "-m", "megatron_sb.training"]
+TIMEOUT_SECONDS = 120
+LIBRARY = Path(sysconfig.get_paths()["stdlib"])
+
+# Small enough for seconds; both stages with context parallelism, micro-batches in the first.
+CONFIG = f"""
+name: small
+data: {{paths: ["{LIBRARY / "json"}", "{LIBRARY / "email"}"], validation_fraction: 0.3}}
+model: {{num_layers: 2, hidden_size: 32, num_heads: 2, num_kv_heads: 1, ffn_hidden_size: 64}}
+parallel: {{ranks: 2, device: cpu, threads_per_rank: 1, timeout_seconds: 60}}
+stages:
+  - {{name: short, context_length: 32, steps: 40, rows_per_step: 8, rows_per_micro_batch: 2, learning_rate: 1e-2,
+      warmup_steps: 4, schedule: power, context_parallel_size: 2}}
+  - {{name: extended, context_length: 64, steps: 60, rows_per_step: 4, learning_rate: 1e-2, warmup_steps: 4,
+      schedule: exponential, context_parallel_size: 2}}
+evaluation: {{windows: 4, target_tokens: 16, length_factor: 8}}
+checkpoint: {{interval: 7, keep: 2}}
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("config") / "small.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def run(*arguments, command=TRAIN, **environment):
+    """Run to the end: (status, standard output, standard error)."""
+    done = subprocess.run(
+        [*command, *map(str, arguments)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@contextlib.contextmanager
+def started(*arguments):
+    """A job in the background, killed at the end whatever happens."""
+    process = subprocess.Popen(
+        [*TRAIN, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()  # its ranks see it go and end
+        process.wait()
+
+
+def metrics(out):
+    path = out / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+
+def wait_for_step(process, out, model, stage, step):
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not any(line["step"] >= step and (line["model"], line["stage"]) == (model, stage) for line in metrics(out)):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"{stage} never reached step {step}"
+        time.sleep(0.01)
+
+
+def state(checkpoint, tmp_path):
+    """Every tensor of a checkpoint by name."""
+    dcp_to_torch_save(checkpoint, tmp_path / "state.pt")
+    tensors = {}
+
+    def walk(value, name):
+        if isinstance(value, dict):
+            for key, child in value.items():
+                walk(child, f"{name}/{key}")
+        elif isinstance(value, (list, tuple)):
+            for index, child in enumerate(value):
+                walk(child, f"{name}/{index}")
+        else:
+            tensors[name] = value
+
+    walk(torch.load(tmp_path / "state.pt", weights_only=False), "")
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def straight(config, tmp_path_factory):
+    """A run from start to end: (its directory, its standard output)."""
+    out = tmp_path_factory.mktemp("straight") / "out"
+    status, output, errors = run(config, "--out", out)
+    assert status == 0, errors
+    return out, output, errors
+
+
+def test_what_a_run_leaves_behind(straight):
+    out, output, errors = straight
+    lines = metrics(out)
+    assert [(line["model"], line["stage"], line["step"]) for line in lines] == [
+        (model, stage, step)
+        for model in ("stick_breaking", "softmax_rope")
+        for stage, steps in (("short", 40), ("extended", 60))
+        for step in range(1, steps + 1)
+    ]
+    for model in ("stick_breaking", "softmax_rope"):
+        losses = [line["loss"] for line in lines if line["model"] == model]
+        assert losses[0] == pytest.approx(5.55, abs=0.1) and sum(losses[-5:]) / 5 < 3.6, "it does not learn"
+        assert sorted(path.name for path in (out / model / "checkpoints").iterdir()) == [
+            "extended-000056",
+            "extended-000060",
+            "latest",
+            "short-000035",
+            "short-000040",
+        ]
+        for stage, longest in (("short", 256), ("extended", 512)):
+            evaluation = json.loads((out / "evaluation" / f"{model}-{stage}.json").read_text())
+            contexts = [result["context"] for result in evaluation["results"]]
+            assert contexts[0] == 16 and contexts[-1] == longest
+            assert all(2 < result["nll"] < 6 and result["standard_error"] > 0 for result in evaluation["results"])
+            for result in evaluation["results"]:
+                row = re.search(rf"^ *{result['context']} \|.*", output, re.M).group()
+                assert f"{result['nll']:.4f}" in row
+    for picture in ("loss.png", "nll_by_length.png"):
+        assert (out / picture).read_bytes().startswith(b"\x89PNG")
+    assert list(out.glob("tensorboard/stick_breaking/events*"))
+    bar = errors.replace("\r", "\n")
+    assert re.search(r"stick-breaking / extended \(64\): .*60/60 \[\d\d:\d\d<.*loss \d\.\d+, [\d,]+ tokens/s", bar)
+
+
+def test_killed_stopped_and_resumed_is_the_straight_run(straight, config, tmp_path):
+    """A rank killed in the first stage, SIGINT in the second, resumed after each: nothing differs."""
+    out = tmp_path / "out"
+    with started(config, "--out", out) as job:
+        wait_for_step(job, out, "stick_breaking", "short", 9)
+        ranks = psutil.Process(job.pid).children()
+        assert len(ranks) == 2
+        ranks[1].kill()
+        output, _ = job.communicate(timeout=40)
+        assert job.returncode == 1
+        assert re.search(r"rank \d \(process \d+\) (was killed by SIGKILL|ended with status 1); ending the job", output)
+        assert not [rank for rank in ranks if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
+    before = (out / "stick_breaking" / "checkpoints" / "latest").read_text()
+    assert re.fullmatch(r"short-0000\d\d", before)
+
+    with started(config, "--out", out, "--resume") as job:
+        wait_for_step(job, out, "stick_breaking", "extended", 2)
+        job.send_signal(signal.SIGINT)
+        output, _ = job.communicate(timeout=40)
+        assert job.returncode == 130
+    stopped = re.search(
+        r"stopped by SIGINT at step (\d+) of stick_breaking / extended; saved (\S+)\. Go on with", output
+    )
+    assert stopped and Path(stopped[2]).is_dir() and int(stopped[1]) < 60
+    assert metrics(out)[-1]["step"] == int(stopped[1])
+
+    status, _, errors = run(config, "--out", out, "--resume")
+    assert status == 0, errors
+    expected, _, _ = straight
+    exact = ("model", "stage", "step", "tokens", "loss", "gradient_norm", "learning_rate")
+    assert [[line[name] for name in exact] for line in metrics(out)] == [
+        [line[name] for name in exact] for line in metrics(expected)
+    ]
+    for path in (expected / "evaluation").iterdir():
+        assert (out / "evaluation" / path.name).read_text() == path.read_text()
+    for model in ("stick_breaking", "softmax_rope"):
+        checkpoint = Path(model) / "checkpoints" / "extended-000060"
+        ours, theirs = state(out / checkpoint, tmp_path), state(expected / checkpoint, tmp_path)
+        assert ours.keys() == theirs.keys() and any("exp_avg_sq" in name for name in ours)
+        for name, value in theirs.items():
+            same = torch.equal(ours[name], value) if isinstance(value, torch.Tensor) else ours[name] == value
+            assert same, name
+
+    status, output, _ = run(config, "--out", out, "--resume")
+    assert status == 0 and "by context length" in output, "a finished run has nothing left to do"
+
+
+def test_the_directory_of_a_run_is_not_overwritten_nor_changed(straight, config, tmp_path, monkeypatch):
+    out, _, _ = straight
+    status, _, errors = run(config, "--out", out)
+    assert status == 2 and "holds a run already: go on with --resume" in errors and "Traceback" not in errors, errors
+
+    job = load_config(config)
+    with pytest.raises(ValueError, match=r"stages\.0\.steps = 41, but .* was started with 40"):
+        launch.prepare_directory(load_config(config, ["stages.0.steps=41"]), str(out), resume=True)
+    with pytest.raises(ValueError, match="holds no run"):
+        launch.prepare_directory(job, str(tmp_path), resume=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"there is no runs/small-\* to go on with"):
+        launch.prepare_directory(job, None, resume=True)
+    made = launch.prepare_directory(job, None, resume=False)
+    assert re.fullmatch(r"runs/small-\d{8}-\d{6}", str(made))
+    assert launch.prepare_directory(job, None, resume=True) == made
+
+
+def test_a_wrong_field_is_refused_before_anything_runs(config, tmp_path):
+    status, _, errors = run(config, "stages.0.stepz=3", "--out", tmp_path / "out")
+    assert status == 2 and "unknown field stages.0.stepz = 3; did you mean 'steps'?" in errors
+    assert not (tmp_path / "out").exists()
+
+
+def test_torchrun_starts_the_ranks_too(config, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    small = ["stages.0.steps=5", "stages.1.steps=5", "compare=[stick_breaking]", "report.tensorboard=false"]
+    arguments = ["-m", "megatron_sb.training", config, *small, "--out", tmp_path / "out"]
+    status, _, errors = run(*arguments, command=torchrun, OMP_NUM_THREADS="1")
+    assert status == 0, errors
+    assert len(metrics(tmp_path / "out")) == 10
+    status, _, errors = run(*arguments[:-1], tmp_path / "other", "parallel.ranks=1", command=torchrun)
+    assert status != 0
+
+
+def test_bar_shows_time_left_and_lines_beyond_the_checkpoint_are_dropped(tmp_path, config):
+    """A run that died after its last checkpoint has reported steps that a resumed one takes again."""
+    job = load_config(config, ["report.tensorboard=false"])
+    written = report.Report(tmp_path, job)
+    progress = Progress("short", 0, 0, {}, {})
+    written.start_stage("stick_breaking", job.stages[0], progress)
+    for step in range(1, 6):
+        progress = dataclasses.replace(progress, step=step, tokens=100 * step)
+        written.step("stick_breaking", job.stages[0], progress, 5.0 - step, 1.0, 0.1)
+    written.end_stage()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"cut off')
+    again = report.Report(tmp_path, job)
+    again.start_stage("stick_breaking", job.stages[0], dataclasses.replace(progress, step=3, tokens=300))
+    again.end_stage()
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
