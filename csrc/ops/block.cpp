@@ -124,6 +124,22 @@ const void* data_or_null(const std::optional<at::Tensor>& x) {
     return x.has_value() ? x->const_data_ptr() : nullptr;
 }
 
+// What both directions read.
+template <class Params>
+Params with_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const SegmentTable& table,
+                   const BlockOptions& options, const std::optional<at::Tensor>& mass_in) {
+    Params params;
+    params.sizes = sizes_of(q, k, v);
+    params.options = {options.scale, options.mass_threshold, options.attend_current};
+    params.segments = table.data();
+    params.num_segments = table.size();
+    params.q = rows_of<const void*>(q);
+    params.k = rows_of<const void*>(k);
+    params.v = rows_of<const void*>(v);
+    params.mass_in = data_or_null(mass_in);
+    return params;
+}
+
 }  // namespace
 
 at::ScalarType accumulation_type(const at::Tensor& q) {
@@ -165,17 +181,9 @@ BlockOutput block_forward(const at::Tensor& q, const at::Tensor& k, const at::Te
         out.restart_edge.zero_();
         out.restart_mass.zero_();
     }
-    ForwardParams params;
-    params.sizes = sizes_of(q, k, v);
-    params.options = {options.scale, options.mass_threshold, options.attend_current};
-    params.segments = table.data();
-    params.num_segments = table.size();
-    params.q = rows_of<const void*>(q);
-    params.k = rows_of<const void*>(k);
-    params.v = rows_of<const void*>(v);
+    auto params = with_inputs<ForwardParams>(q, k, v, table, options, carry);
     params.o = rows_of<void*>(out.o);
     params.o_dtype = dtype_of(o_type);
-    params.mass_in = data_or_null(carry);
     params.mass_out = out.mass.data_ptr();
     params.restart = {out.restart_edge.data_ptr<int32_t>(), out.restart_mass.data_ptr()};
     kernels.forward(params, scope.stream());
@@ -205,20 +213,12 @@ at::Tensor block_backward(const at::Tensor& d_o, const at::Tensor& q, const at::
 
     const DeviceScope scope(q.device());
     const at::Tensor prefix_out = prefix.has_value() ? prefix->clone() : at::zeros_like(mass);
-    BackwardParams params;
-    params.sizes = sizes_of(q, k, v);
-    params.options = {options.scale, options.mass_threshold, options.attend_current};
-    params.segments = table.data();
-    params.num_segments = table.size();
-    params.q = rows_of<const void*>(q);
-    params.k = rows_of<const void*>(k);
-    params.v = rows_of<const void*>(v);
+    auto params = with_inputs<BackwardParams>(q, k, v, table, options, carry);
     params.d_o = rows_of<const void*>(d_o);
     params.dq = rows_of<void*>(gradients.dq);
     params.dk = rows_of<void*>(gradients.dk);
     params.dv = rows_of<void*>(gradients.dv);
     params.restart = {edge.data_ptr<int32_t>(), mass.data_ptr()};
-    params.mass_in = data_or_null(carry);
     params.prefix_in = data_or_null(prefix);
     params.prefix_out = prefix_out.data_ptr();
     kernels.backward(params, scope.stream());

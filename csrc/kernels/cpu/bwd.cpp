@@ -116,13 +116,9 @@ class BackwardTile {
     }
 
     void key_tile(int begin) {
-        const Segment& segment = *tile_.segment;
         const Sizes& z = p_.sizes;
-        const int count = std::min(kTile, segment.k_len - begin), keys = round_up(count, kKeysPerStep);
-        const int kv_head = tile_.head / (z.num_heads / z.num_kv_heads), lanes = tile_.lanes;
-        const int64_t row = int64_t(segment.k_begin) + begin;
-        pack_rows(z.dtype, p_.k, tile_.batch, row, kv_head, count, keys, z.head_dim, z.head_dim, s_.k);
-        pack_rows(z.dtype, p_.v, tile_.batch, row, kv_head, count, keys, z.head_dim_v, z.head_dim_v, s_.v);
+        const int lanes = tile_.lanes;
+        const auto [count, keys, row] = load_key_tile(p_, tile_, begin, s_.k, s_.v);
         multiply<T, false>({s_.k, z.head_dim, 1}, s_.q_t, kTile, keys, lanes, z.head_dim, s_.scores, kTile);
         multiply<T, false>({s_.v, z.head_dim_v, 1}, s_.d_o_t, kTile, keys, lanes, z.head_dim_v, s_.d_weights, kTile);
 

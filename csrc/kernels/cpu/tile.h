@@ -175,6 +175,24 @@ inline QueryTile query_tile(const Segment* segments, const std::pair<int, int>& 
     return {segment, batch, head, tile.second, count, round_up(count, kLanes<T>)};
 }
 
+// A tile of keys: `count` of them, `keys` with the padding to whole quads; `row` is its first row in the tensors.
+struct KeyTile {
+    int count, keys;
+    int64_t row;
+};
+
+// Keys [begin, begin + kTile) of the segment, for the key head that `tile` reads, into k (key, d) and v (key, d_v).
+template <class T, class Params>
+KeyTile load_key_tile(const Params& p, const QueryTile& tile, int begin, T* k, T* v) {
+    const Sizes& z = p.sizes;
+    const int count = std::min(kTile, tile.segment->k_len - begin), keys = round_up(count, kKeysPerStep);
+    const int kv_head = tile.head / (z.num_heads / z.num_kv_heads);
+    const int64_t row = int64_t(tile.segment->k_begin) + begin;
+    pack_rows(z.dtype, p.k, tile.batch, row, kv_head, count, keys, z.head_dim, z.head_dim, k);
+    pack_rows(z.dtype, p.v, tile.batch, row, kv_head, count, keys, z.head_dim_v, z.head_dim_v, v);
+    return {count, keys, row};
+}
+
 // Arrays on cache lines, freed together.
 template <class T>
 class Scratch {
