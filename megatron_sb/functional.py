@@ -99,6 +99,8 @@ def stickbreaking_attention_varlen(
     """
     for name, value in (("q", q), ("k", k), ("v", v), ("cu_seqlens", cu_seqlens)):
         _check_tensor(name, value)
+    if cu_seqlens_k is not None:
+        _check_tensor("cu_seqlens_k", cu_seqlens_k)
     _check_max_seqlen("max_seqlen", max_seqlen, cu_seqlens)
     _check_max_seqlen("max_seqlen_k", max_seqlen_k, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
     o, mass = torch.ops.megatron_sb.attention_varlen(

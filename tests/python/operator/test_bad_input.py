@@ -102,6 +102,11 @@ PACKED = {
     "mixed dtypes": (lambda: {"v": zeros(8, 2, 16, **half)}, TypeError, "v: dtype is BFloat16 but q's is Float"),
     "ungrouped heads": (lambda: {"q": zeros(8, 3, 16)}, ValueError, "q has 3 heads and k has 2; the heads of q must"),
     "offsets no tensor": (lambda: {"cu_seqlens": [0, 8]}, TypeError, "cu_seqlens is list; a torch.Tensor is allowed"),
+    "key offsets no tensor": (
+        lambda: {"cu_seqlens_k": [0, 8]},
+        TypeError,
+        "cu_seqlens_k is list; a torch.Tensor is allowed",
+    ),
     "int64 offsets": (
         lambda: {"cu_seqlens": cu([0, 8], torch.int64)},
         TypeError,

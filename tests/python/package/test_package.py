@@ -1,5 +1,7 @@
 """The package as a whole: what it says of itself, the shell command, and the C++ package that it installs."""
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +77,26 @@ def test_cpp_consumer_builds_and_runs(tmp_path):
     subprocess.run([cmake, "--build", tmp_path], **tool)
     printed = subprocess.run([tmp_path / "consumer"], **tool).stdout
     assert float(printed) < 5e-6
+
+
+def _configure_without_nvcc(folder: Path, with_cuda: str) -> subprocess.CompletedProcess:
+    path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not shutil.which("nvcc", path=p))
+    environment = {name: value for name, value in os.environ.items() if name != "CUDACXX"} | {"PATH": path}
+    command = [Path(sys.executable).with_name("cmake"), "-S", ROOT, "-B", folder, f"-DSB_WITH_CUDA={with_cuda}"]
+    command += [f"-DPython_EXECUTABLE={sys.executable}", "-DSB_BUILD_PYTHON=OFF"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_cuda_asked_for_without_nvcc_fails(tmp_path):
+    run = _configure_without_nvcc(tmp_path, "ON")
+    assert run.returncode != 0
+    assert "SB_WITH_CUDA=ON, but there is no nvcc" in " ".join(run.stderr.split())
+
+
+def test_a_build_without_nvcc_says_that_it_is_a_cpu_build(tmp_path):
+    run = _configure_without_nvcc(tmp_path, "AUTO")
+    assert run.returncode == 0, run.stderr
+    assert "this is a CPU BUILD, because there is no nvcc" in " ".join(run.stderr.split())
 
 
 @pytest.mark.gpu
