@@ -68,8 +68,9 @@ struct Block {
     Sizes sizes() const { return {kDtypeOf<T>, 1, 1, 1, p.q_rows, k_rows, p.d, p.d_v}; }
     Options options() const { return {p.scale, mass_threshold, p.attend_current}; }
 
-    void forward(const Level& level, const T* mass_in = nullptr) {
-        ForwardParams params;
+    template <class Params>
+    Params inputs(const T* mass_in) {
+        Params params;
         params.sizes = sizes();
         params.options = options();
         params.segments = &segment;
@@ -77,29 +78,25 @@ struct Block {
         params.q = {q.data(), 0, p.d, 0};
         params.k = {k.data(), 0, p.d, 0};
         params.v = {v.data(), 0, p.d_v, 0};
+        params.mass_in = mass_in;
+        params.restart = {restart_edge.data(), restart_mass.data()};
+        return params;
+    }
+
+    void forward(const Level& level, const T* mass_in = nullptr) {
+        ForwardParams params = inputs<ForwardParams>(mass_in);
         params.o = {o.data(), 0, p.d_v, 0};
         params.o_dtype = kDtypeOf<T>;
-        params.mass_in = mass_in;
         params.mass_out = mass_out.data();
-        params.restart = {restart_edge.data(), restart_mass.data()};
         level.forward(params);
     }
 
     void backward(const Level& level, const T* prefix_in, const T* mass_in = nullptr) {
-        BackwardParams params;
-        params.sizes = sizes();
-        params.options = options();
-        params.segments = &segment;
-        params.num_segments = 1;
-        params.q = {q.data(), 0, p.d, 0};
-        params.k = {k.data(), 0, p.d, 0};
-        params.v = {v.data(), 0, p.d_v, 0};
+        BackwardParams params = inputs<BackwardParams>(mass_in);
         params.d_o = {d_o.data(), 0, p.d_v, 0};
         params.dq = {dq.data(), 0, p.d, 0};
         params.dk = {dk.data(), 0, p.d, 0};
         params.dv = {dv.data(), 0, p.d_v, 0};
-        params.restart = {restart_edge.data(), restart_mass.data()};
-        params.mass_in = mass_in;
         params.prefix_in = prefix_in;
         params.prefix_out = prefix_out.data();
         level.backward(params);
