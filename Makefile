@@ -1,6 +1,7 @@
 # make train   the main job from nothing: context extension of a small Megatron-Core model on real text
 # make test    every test that this machine can run, from nothing
-# Both make .venv themselves and are quick the second time.
+# make gpu-suite   on a GPU machine: the GPU tests, compute-sanitizer and the benchmarks, with a record
+# All make .venv themselves and are quick the second time.
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,10 +13,10 @@ BUILD := build/Release
 CONFIG ?= configs/tiny_context_extension.yaml
 
 SOURCES := $(shell git ls-files -co --exclude-standard 'CMakeLists.txt' 'cmake' 'csrc' 'tests/cpp' 2>/dev/null)
-PYTHON_FILES := megatron_sb tests examples
+PYTHON_FILES := megatron_sb tests examples benchmarks
 CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES))
 
-.PHONY: train test test-cpp test-python test-gpu lint format build clean
+.PHONY: train test test-cpp test-python test-gpu gpu-suite lint format build clean
 
 train: $(VENV)/.built
 	$(BIN)/megatron-sb train $(CONFIG)
@@ -30,6 +31,10 @@ test-python: $(VENV)/.built
 
 test-gpu: $(VENV)/.built
 	$(BIN)/python -m pytest -m "gpu or multigpu"
+
+OUT ?= runs/gpu-suite
+gpu-suite: $(VENV)/.built
+	$(BIN)/python benchmarks/gpu_suite.py --out $(OUT) --stages tests portable sanitize bench
 
 lint: $(VENV)/.built
 	$(BIN)/ruff check $(PYTHON_FILES)

@@ -8,6 +8,12 @@
 
 #include <cstdint>
 
+#if defined(__CUDACC__)
+#define SB_HOST_DEVICE __host__ __device__
+#else
+#define SB_HOST_DEVICE
+#endif
+
 namespace megatron_sb {
 
 enum class Dtype : int8_t { kFloat32, kFloat64, kBFloat16, kFloat16 };
@@ -15,7 +21,8 @@ enum class Dtype : int8_t { kFloat32, kFloat64, kBFloat16, kFloat16 };
 // A run of query rows that sees a run of key rows. Rows count from the start of the local buffers of one batch
 // element. Key row i (from k_begin) is visible to query row j (from q_begin) when
 //     i < j + q_pos_minus_k_pos        (or <= where a query attends to its own position).
-// A query row stands in at most one segment of a table; rows in none get o = 0 and mass_out = mass_in.
+// A query row stands in at most one segment of a table; rows in none get o = 0 and mass_out = mass_in. The key rows of
+// two segments are disjoint or begin at the same row: the tiles of keys, counted from k_begin, are then one grid.
 struct Segment {
     int32_t q_begin;
     int32_t q_len;
@@ -24,6 +31,17 @@ struct Segment {
     int32_t q_pos_minus_k_pos;
 };
 inline constexpr int kSegmentFields = 5;
+
+// The table of a call, applied to every batch element: `size` entries at `data`, in memory that the kernel reads, or
+// the one entry `whole`, which travels by value (a dense call has nothing to copy to a device). `data` is null in the
+// second case, and may be where there are no entries.
+struct Segments {
+    const Segment* data = nullptr;
+    int32_t size = 1;
+    Segment whole = {};
+    SB_HOST_DEVICE bool by_value() const { return data == nullptr && size == 1; }
+    SB_HOST_DEVICE const Segment& operator[](int32_t i) const { return data == nullptr ? whole : data[i]; }
+};
 
 // A tensor (batch, row, head, head_dim) whose last stride is one. Strides are in elements, not bytes.
 template <class Pointer>
@@ -54,7 +72,9 @@ struct Options {
 // Where the backward starts, for each query row: the keys [0, edge) of its segment still meet `mass` at their newer
 // edge, and that is the oldest tile edge at which this mass is at least max(mass_threshold, the kernel's floor).
 // The backward walks from the tile that ends at `edge` to newer keys. edge = 0: no key contributes.
-// Edges lie on the tile grid of the kernel that wrote them, and only that kernel's backward reads them.
+// Edges are multiples of kRestartTile, or the segment's k_len: one grid for all kernels, so that any of their backwards
+// reads what any of their forwards wrote.
+inline constexpr int kRestartTile = 64;
 struct Restart {
     int32_t* edge = nullptr;  // (batch, num_heads, q_rows), contiguous
     void* mass = nullptr;     // (batch, num_heads, q_rows), contiguous, accumulation type
@@ -63,27 +83,28 @@ struct Restart {
 struct ForwardParams {
     Sizes sizes;
     Options options;
-    const Segment* segments = nullptr;  // num_segments entries, applied to every batch element
-    int32_t num_segments = 0;
+    Segments segments;
     Rows<const void*> q, k, v;
     Rows<void*> o;                  // of type o_dtype
     Dtype o_dtype;                  // the accumulation type or sizes.dtype
     const void* mass_in = nullptr;  // (batch, num_heads, q_rows), accumulation type; null: a full stick, 1
     void* mass_out = nullptr;       // same shape
     Restart restart;
+    void* workspace = nullptr;  // what the kernel asked for, in bytes, aligned to 256
 };
 
 struct BackwardParams {
     Sizes sizes;
     Options options;
-    const Segment* segments = nullptr;
-    int32_t num_segments = 0;
+    Segments segments;
     Rows<const void*> q, k, v, d_o;
     Rows<void*> dq, dk, dv;           // accumulation type; added to, never overwritten
     Restart restart;                  // read only
     const void* mass_in = nullptr;    // scales a restart that was made before its carry was known; null: 1
     const void* prefix_in = nullptr;  // sum of g over all older keys, plus P * dP at the oldest end; null: 0
     void* prefix_out = nullptr;       // prefix_in plus this block's g; (batch, num_heads, q_rows)
+    void* workspace = nullptr;        // workspace_bytes, aligned to 256
+    int64_t workspace_bytes = 0;
 };
 
 }  // namespace megatron_sb

@@ -1,18 +1,22 @@
-// The segment of one packed document, the same on host and device.
+// Segments within their rows and of packed documents, the same on host and device.
 #pragma once
 
 #include "core/params.h"
-
-#if defined(__CUDACC__)
-#define SB_HOST_DEVICE __host__ __device__
-#else
-#define SB_HOST_DEVICE
-#endif
 
 namespace megatron_sb {
 
 SB_HOST_DEVICE inline int32_t clamp_row(int32_t row, int32_t low, int32_t high) {
     return row < low ? low : row > high ? high : row;
+}
+
+// A segment within the rows there are, whatever a table says that only a device has seen.
+SB_HOST_DEVICE inline Segment clamped(const Segment& s, const Sizes& sizes) {
+    Segment c = s;
+    c.q_begin = clamp_row(s.q_begin, 0, sizes.q_rows);
+    c.q_len = clamp_row(s.q_len, 0, sizes.q_rows - c.q_begin);
+    c.k_begin = clamp_row(s.k_begin, 0, sizes.k_rows);
+    c.k_len = clamp_row(s.k_len, 0, sizes.k_rows - c.k_begin);
+    return c;
 }
 
 // Document i of cu_seqlens (queries) and cu_seqlens_k (keys): its queries are the last ones of its key positions.

@@ -1,20 +1,52 @@
 #include "dispatch/table.h"
 
+#include <cstdlib>
+#include <cstring>
+
 #include "core/error.h"
 #include "kernels/cpu/cpu.h"
+
+#if defined(SB_WITH_CUDA)
+#include "kernels/hopper/hopper.h"
+#include "kernels/portable/portable.h"
+#endif
 
 namespace megatron_sb::dispatch {
 namespace {
 
 constexpr int kMaxHeadDim = 256;
 
-bool cpu_serves(const Request& r) {
-    return r.device == Device::kCpu && r.head_dim % 8 == 0 && r.head_dim_v % 8 == 0 && r.head_dim <= kMaxHeadDim &&
-           r.head_dim_v <= kMaxHeadDim;
+bool head_dims_fit(const Request& r) {
+    return r.head_dim % 8 == 0 && r.head_dim_v % 8 == 0 && r.head_dim <= kMaxHeadDim && r.head_dim_v <= kMaxHeadDim;
 }
 
+bool cpu_serves(const Request& r) {
+    return r.device == Device::kCpu && head_dims_fit(r);
+}
+
+#if defined(SB_WITH_CUDA)
+bool portable_serves(const Request& r) {
+    return r.device == Device::kCuda && r.architecture >= 80 && r.dtype != Dtype::kFloat64 && head_dims_fit(r);
+}
+
+bool hopper_serves(const Request& r) {
+    const bool half = r.dtype == Dtype::kBFloat16 || r.dtype == Dtype::kFloat16;
+    return r.device == Device::kCuda && r.architecture == 90 && half && r.head_dim == r.head_dim_v &&
+           (r.head_dim == 64 || r.head_dim == 128);
+}
+#endif
+
 constexpr Kernels kTable[] = {
+#if defined(SB_WITH_CUDA)
+    {"hopper", hopper_serves,
+     "CUDA sm_90; bf16, fp16; head_dim = head_dim_v: 64, 128 (forward; the backward is the portable one)",
+     hopper::forward_workspace, portable::backward_workspace, hopper::block_forward, portable::block_backward},
+    {"portable", portable_serves,
+     "CUDA sm_80 and later; fp32, bf16, fp16; head_dim and head_dim_v: multiples of 8 up to 256",
+     portable::forward_workspace, portable::backward_workspace, portable::block_forward, portable::block_backward},
+#endif
     {"cpu", cpu_serves, "CPU; fp32, fp64, bf16, fp16; head_dim and head_dim_v: multiples of 8 up to 256",
+     [](const ForwardParams&) { return int64_t(0); }, [](const BackwardParams&, int64_t) { return int64_t(0); },
      [](const ForwardParams& params, void*) { cpu::block_forward(params); },
      [](const BackwardParams& params, void*) { cpu::block_backward(params); }},
 };
@@ -22,6 +54,12 @@ constexpr Kernels kTable[] = {
 std::string describe(const Request& r) {
     const std::string where = r.device == Device::kCpu ? "CPU" : concat("CUDA sm_", r.architecture);
     return concat(where, ", ", name_of(r.dtype), ", head_dim ", r.head_dim, ", head_dim_v ", r.head_dim_v);
+}
+
+// MEGATRON_SB_KERNELS=portable leaves the faster GPU kernels out, to compare with them or to do without them.
+bool left_out(const Kernels& kernels) {
+    static const char* const wanted = std::getenv("MEGATRON_SB_KERNELS");
+    return wanted != nullptr && std::strcmp(wanted, "portable") == 0 && std::strcmp(kernels.name, "hopper") == 0;
 }
 
 }  // namespace
@@ -42,7 +80,7 @@ const char* name_of(Dtype dtype) {
 
 const Kernels& find(const Request& request) {
     for (const Kernels& kernels : kTable)
-        if (kernels.serves(request)) return kernels;
+        if (kernels.serves(request) && !left_out(kernels)) return kernels;
     const char* build = request.device == Device::kCuda && !built_with_cuda() ? " (a CPU build)" : "";
     throw InvalidArgument(
         concat("no attention kernel for ", describe(request), ". This build", build, " has:\n", describe()));

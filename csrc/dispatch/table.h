@@ -20,6 +20,9 @@ struct Kernels {
     const char* name;
     bool (*serves)(const Request&);
     const char* what;  // `serves` in words
+    // Bytes that a forward needs; bytes that a backward can use, at most `limit` where it can do with so little.
+    int64_t (*forward_workspace)(const ForwardParams&);
+    int64_t (*backward_workspace)(const BackwardParams&, int64_t limit);
     void (*forward)(const ForwardParams&, void* stream);
     void (*backward)(const BackwardParams&, void* stream);
 };

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <cstdlib>
+
 #include "core/error.h"
 #include "dispatch/table.h"
 #include "ops/check.h"
@@ -23,6 +25,16 @@ Dtype dtype_of(at::ScalarType type) {
         default:
             TORCH_CHECK_TYPE(false, "dtype ", type, " has no attention kernel");
     }
+}
+
+// x itself on a CPU. The GPU kernels move 16 bytes at a time: x where its rows begin on such addresses, else a copy.
+at::Tensor aligned(const at::Tensor& x) {
+    constexpr int64_t kBytes = 16;
+    if (x.is_cpu()) return x;
+    bool fits = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % kBytes == 0;
+    for (int dim = 0; dim < 3; ++dim)
+        fits &= x.size(dim) <= 1 || (x.stride(dim) > 0 && x.stride(dim) * x.element_size() % kBytes == 0);
+    return fits ? x : x.clone(at::MemoryFormat::Contiguous);
 }
 
 template <class Pointer>
@@ -48,49 +60,58 @@ class SegmentTable {
     SegmentTable(const std::optional<at::Tensor>& segments, const at::Tensor& q, const at::Tensor& k) {
         if (!segments.has_value()) {
             const int32_t s = int32_t(q.size(1)), s_k = int32_t(k.size(1));
-            table_ = whole_segment(Segment{0, s, 0, s_k, s_k - s}, q.device());
-        } else {
-            table_ = segments->contiguous();
+            segments_.whole = {0, s, 0, s_k, s_k - s};
+            return;
         }
+        table_ = segments->contiguous();
         TORCH_CHECK_TYPE(table_.scalar_type() == at::kInt, "segments: dtype is ", table_.scalar_type(),
                          "; int32 is needed");
         TORCH_CHECK_VALUE(table_.dim() == 2 && table_.size(1) == kSegmentFields, "segments: shape is ", table_.sizes(),
                           "; (n, ", kSegmentFields, ") is needed");
         TORCH_CHECK_VALUE(table_.device() == q.device(), "segments: device is ", table_.device(), " but q's is ",
                           q.device());
-        if (table_.is_cpu() && segments.has_value()) check_values(q.size(1), k.size(1));
+        segments_.data = reinterpret_cast<const Segment*>(table_.const_data_ptr<int32_t>());
+        segments_.size = int32_t(table_.size(0));
+        if (table_.is_cpu()) check_values(q.size(1), k.size(1));
     }
 
-    const Segment* data() const { return reinterpret_cast<const Segment*>(table_.const_data_ptr<int32_t>()); }
-    int32_t size() const { return int32_t(table_.size(0)); }
+    const Segments& segments() const { return segments_; }
 
-    // True when some query row may be in no segment.
-    bool may_leave_rows(int64_t q_rows) const {
-        if (!table_.is_cpu()) return true;
+    // True when some query row is in no segment, as far as the host can tell; GPU kernels look for themselves.
+    bool leaves_rows(int64_t q_rows) const {
+        if (segments_.by_value() || !table_.is_cpu()) return false;
         int64_t covered = 0;
-        for (int32_t i = 0; i < size(); ++i) covered += data()[i].q_len;
+        for (int32_t i = 0; i < segments_.size; ++i) covered += segments_[i].q_len;
         return covered < q_rows;
     }
 
   private:
     void check_values(int64_t q_rows, int64_t k_rows) const {
-        std::vector<std::pair<int32_t, int32_t>> runs;
-        for (int32_t i = 0; i < size(); ++i) {
-            const Segment& s = data()[i];
+        std::vector<std::pair<int32_t, int32_t>> runs, key_runs;
+        for (int32_t i = 0; i < segments_.size; ++i) {
+            const Segment& s = segments_[i];
             const bool inside = s.q_begin >= 0 && s.q_len >= 0 && int64_t(s.q_begin) + s.q_len <= q_rows &&
                                 s.k_begin >= 0 && s.k_len >= 0 && int64_t(s.k_begin) + s.k_len <= k_rows;
             TORCH_CHECK_VALUE(inside, "segments: row ", i, " (", s.q_begin, ", ", s.q_len, ", ", s.k_begin, ", ",
                               s.k_len, ", ", s.q_pos_minus_k_pos, ") leaves the ", q_rows, " query and ", k_rows,
                               " key rows");
             if (s.q_len > 0) runs.emplace_back(s.q_begin, s.q_begin + s.q_len);
+            if (s.q_len > 0 && s.k_len > 0) key_runs.emplace_back(s.k_begin, s.k_begin + s.k_len);
         }
         std::sort(runs.begin(), runs.end());
         for (size_t i = 1; i < runs.size(); ++i)
             TORCH_CHECK_VALUE(runs[i - 1].second <= runs[i].first, "segments: query row ", runs[i].first,
                               " stands in two segments; one is allowed");
+        std::sort(key_runs.begin(), key_runs.end());
+        for (size_t i = 1; i < key_runs.size(); ++i)
+            TORCH_CHECK_VALUE(key_runs[i].first == key_runs[i - 1].first || key_runs[i - 1].second <= key_runs[i].first,
+                              "segments: the key rows that begin at ", key_runs[i].first,
+                              " overlap those that begin at ", key_runs[i - 1].first,
+                              "; the key rows of two segments must be disjoint or begin at the same row");
     }
 
     at::Tensor table_;
+    Segments segments_;
 };
 
 const dispatch::Kernels& kernels_for(const at::Tensor& q, const at::Tensor& v) {
@@ -120,6 +141,25 @@ std::optional<at::Tensor> row_values(const char* name, const std::optional<at::T
     return values->contiguous();
 }
 
+// Bytes that a kernel may use for what it needs between its launches. MEGATRON_SB_WORKSPACE_MIB, read once, changes it.
+int64_t workspace_limit() {
+    constexpr int64_t kDefaultMiB = 256;
+    static const int64_t limit = [] {
+        const char* text = std::getenv("MEGATRON_SB_WORKSPACE_MIB");
+        if (text == nullptr) return kDefaultMiB << 20;
+        char* end = nullptr;
+        const long long mib = std::strtoll(text, &end, 10);
+        TORCH_CHECK_VALUE(end != text && *end == 0 && mib >= 1 && mib <= (1 << 20), "MEGATRON_SB_WORKSPACE_MIB is ",
+                          text, "; a whole number from 1 to 1048576 is allowed");
+        return int64_t(mib) << 20;
+    }();
+    return limit;
+}
+
+at::Tensor workspace_of(int64_t bytes, const at::Tensor& q) {
+    return at::empty({bytes}, q.options().dtype(at::kByte));
+}
+
 const void* data_or_null(const std::optional<at::Tensor>& x) {
     return x.has_value() ? x->const_data_ptr() : nullptr;
 }
@@ -131,8 +171,7 @@ Params with_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
     Params params;
     params.sizes = sizes_of(q, k, v);
     params.options = {options.scale, options.mass_threshold, options.attend_current};
-    params.segments = table.data();
-    params.num_segments = table.size();
+    params.segments = table.segments();
     params.q = rows_of<const void*>(q);
     params.k = rows_of<const void*>(k);
     params.v = rows_of<const void*>(v);
@@ -157,10 +196,12 @@ BlockGradients zero_gradients(const at::Tensor& q, const at::Tensor& k, const at
     return {zeros(q), zeros(k), zeros(v)};
 }
 
-BlockOutput block_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+BlockOutput block_forward(const at::Tensor& q_given, const at::Tensor& k_given, const at::Tensor& v_given,
                           const std::optional<at::Tensor>& segments, const std::optional<at::Tensor>& mass_in,
                           const BlockOptions& options, std::optional<at::ScalarType> o_dtype) {
-    check_block(q, k, v, options);
+    check_block(q_given, k_given, v_given, options);
+    const DeviceScope scope(q_given.device());
+    const at::Tensor q = aligned(q_given), k = aligned(k_given), v = aligned(v_given);
     const at::ScalarType wide = accumulation_type(q), o_type = o_dtype.value_or(wide);
     TORCH_CHECK_TYPE(o_type == wide || o_type == q.scalar_type(), "out_dtype is ", o_type, "; ", wide, " or q's ",
                      q.scalar_type(), " is allowed");
@@ -168,14 +209,13 @@ BlockOutput block_forward(const at::Tensor& q, const at::Tensor& k, const at::Te
     const SegmentTable table(segments, q, k);
     const std::optional<at::Tensor> carry = row_values("mass_in", mass_in, q);
 
-    const DeviceScope scope(q.device());
     const std::vector<int64_t> rows = {q.size(0), q.size(2), q.size(1)};
     BlockOutput out;
     out.o = at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options().dtype(o_type));
     out.mass = at::empty(rows, q.options().dtype(wide));
     out.restart_edge = at::empty(rows, q.options().dtype(at::kInt));
     out.restart_mass = at::empty(rows, q.options().dtype(wide));
-    if (table.may_leave_rows(q.size(1))) {
+    if (table.leaves_rows(q.size(1))) {
         out.o.zero_();
         carry.has_value() ? out.mass.copy_(*carry) : out.mass.fill_(1);
         out.restart_edge.zero_();
@@ -186,17 +226,21 @@ BlockOutput block_forward(const at::Tensor& q, const at::Tensor& k, const at::Te
     params.o_dtype = dtype_of(o_type);
     params.mass_out = out.mass.data_ptr();
     params.restart = {out.restart_edge.data_ptr<int32_t>(), out.restart_mass.data_ptr()};
+    const at::Tensor workspace = workspace_of(kernels.forward_workspace(params), q);
+    params.workspace = workspace.data_ptr();
     kernels.forward(params, scope.stream());
     return out;
 }
 
-at::Tensor block_backward(const at::Tensor& d_o, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                          const std::optional<at::Tensor>& segments, const at::Tensor& restart_edge,
-                          const at::Tensor& restart_mass, const std::optional<at::Tensor>& mass_in,
-                          const std::optional<at::Tensor>& prefix_in, const BlockOptions& options,
-                          const BlockGradients& gradients) {
-    check_block(q, k, v, options);
-    check_rows("do", d_o);
+at::Tensor block_backward(const at::Tensor& d_o_given, const at::Tensor& q_given, const at::Tensor& k_given,
+                          const at::Tensor& v_given, const std::optional<at::Tensor>& segments,
+                          const at::Tensor& restart_edge, const at::Tensor& restart_mass,
+                          const std::optional<at::Tensor>& mass_in, const std::optional<at::Tensor>& prefix_in,
+                          const BlockOptions& options, const BlockGradients& gradients) {
+    check_block(q_given, k_given, v_given, options);
+    check_rows("do", d_o_given);
+    const DeviceScope scope(q_given.device());
+    const at::Tensor q = aligned(q_given), k = aligned(k_given), v = aligned(v_given), d_o = aligned(d_o_given);
     TORCH_CHECK_TYPE(d_o.scalar_type() == q.scalar_type(), "do: dtype is ", d_o.scalar_type(), "; q's, ",
                      q.scalar_type(), ", is needed");
     TORCH_CHECK_VALUE(
@@ -211,7 +255,6 @@ at::Tensor block_backward(const at::Tensor& d_o, const at::Tensor& q, const at::
     const std::optional<at::Tensor> prefix = row_values("prefix_in", prefix_in, q);
     const at::Tensor edge = restart_edge.contiguous(), mass = restart_mass.contiguous();
 
-    const DeviceScope scope(q.device());
     const at::Tensor prefix_out = prefix.has_value() ? prefix->clone() : at::zeros_like(mass);
     auto params = with_inputs<BackwardParams>(q, k, v, table, options, carry);
     params.d_o = rows_of<const void*>(d_o);
@@ -221,6 +264,9 @@ at::Tensor block_backward(const at::Tensor& d_o, const at::Tensor& q, const at::
     params.restart = {edge.data_ptr<int32_t>(), mass.data_ptr()};
     params.prefix_in = data_or_null(prefix);
     params.prefix_out = prefix_out.data_ptr();
+    params.workspace_bytes = kernels.backward_workspace(params, workspace_limit());
+    const at::Tensor workspace = workspace_of(params.workspace_bytes, q);
+    params.workspace = workspace.data_ptr();
     kernels.backward(params, scope.stream());
     return prefix_out;
 }

@@ -18,12 +18,6 @@ int device_architecture(const c10::Device& device) {
 #endif
 }
 
-at::Tensor whole_segment(const Segment& segment, const c10::Device& device) {
-    const at::Tensor table = at::empty({1, kSegmentFields}, at::kInt);
-    *reinterpret_cast<Segment*>(table.data_ptr<int32_t>()) = segment;
-    return table.to(device);
-}
-
 DeviceScope::DeviceScope(const c10::Device& device) {
 #if defined(SB_WITH_CUDA)
     if (!device.is_cuda()) return;

@@ -3,8 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "core/params.h"
-
 #if defined(SB_WITH_CUDA)
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -14,9 +12,6 @@ namespace megatron_sb::ops {
 
 // Compute capability times ten.
 int device_architecture(const c10::Device& device);
-
-// One segment as a table (1, 5) on `device`.
-at::Tensor whole_segment(const Segment& segment, const c10::Device& device);
 
 // While it lives, `device` is the current one; launches go to that device's current stream.
 class DeviceScope {

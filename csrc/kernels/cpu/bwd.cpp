@@ -225,9 +225,7 @@ template <class T>
 class BackwardTasks {
   public:
     explicit BackwardTasks(const BackwardParams& params)
-        : p_(params),
-          work_(params.segments, params.num_segments),
-          heads_(params.sizes.batch * params.sizes.num_kv_heads) {
+        : p_(params), work_(params.segments), heads_(params.sizes.batch * params.sizes.num_kv_heads) {
 #if defined(_OPENMP)
         parts_ = std::max(1, (omp_get_max_threads() + heads_ - 1) / std::max(heads_, 1));
 #endif

@@ -180,7 +180,7 @@ class ForwardTile {
 
 template <class T>
 void forward(const ForwardParams& params) {
-    const QueryTiles work(params.segments, params.num_segments);
+    const QueryTiles work(params.segments);
     const int64_t heads = int64_t(params.sizes.batch) * params.sizes.num_heads;
     const int64_t tasks = heads * int64_t(work.tiles.size());
 #pragma omp parallel

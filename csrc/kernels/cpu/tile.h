@@ -14,7 +14,7 @@
 
 namespace megatron_sb::cpu::SB_CPU_LEVEL {
 
-inline constexpr int kTile = 64;
+inline constexpr int kTile = kRestartTile;
 inline constexpr int kKeysPerStep = 4;  // a quad: one reciprocal for four scores (math of block_forward)
 
 inline int round_up(int value, int multiple) {
@@ -157,8 +157,8 @@ struct QueryTile {
 struct QueryTiles {
     std::vector<std::pair<int, int>> tiles;  // (segment, first row), those with the most keys first
 
-    QueryTiles(const Segment* segments, int num_segments) {
-        for (int s = 0; s < num_segments; ++s)
+    explicit QueryTiles(const Segments& segments) {
+        for (int s = 0; s < segments.size; ++s)
             for (int first = 0; first < segments[s].q_len; first += kTile) tiles.emplace_back(s, first);
         const auto keys = [&](const std::pair<int, int>& tile) {
             const Segment& s = segments[tile.first];
@@ -169,8 +169,8 @@ struct QueryTiles {
 };
 
 template <class T>
-inline QueryTile query_tile(const Segment* segments, const std::pair<int, int>& tile, int batch, int head) {
-    const Segment* segment = segments + tile.first;
+inline QueryTile query_tile(const Segments& segments, const std::pair<int, int>& tile, int batch, int head) {
+    const Segment* segment = &segments[tile.first];
     const int count = std::min(kTile, segment->q_len - tile.second);
     return {segment, batch, head, tile.second, count, round_up(count, kLanes<T>)};
 }

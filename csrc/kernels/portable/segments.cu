@@ -1,7 +1,5 @@
-#include <cuda_runtime.h>
-
-#include "core/error.h"
 #include "core/segment.h"
+#include "kernels/portable/launch.h"
 #include "kernels/portable/segments.h"
 
 namespace megatron_sb::portable {
@@ -22,9 +20,7 @@ void segments_from_cu_seqlens(const int32_t* cu_seqlens, const int32_t* cu_seqle
     const int blocks = (documents + kThreads - 1) / kThreads;
     write_segments<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(cu_seqlens, cu_seqlens_k, documents,
                                                                                q_rows, k_rows, out);
-    const cudaError_t error = cudaGetLastError();
-    if (error != cudaSuccess)
-        throw RuntimeFailure(concat("segments_from_cu_seqlens: launch failed: ", cudaGetErrorString(error)));
+    check_launch("segments_from_cu_seqlens");
 }
 
 }  // namespace megatron_sb::portable

@@ -73,8 +73,7 @@ struct Block {
         Params params;
         params.sizes = sizes();
         params.options = options();
-        params.segments = &segment;
-        params.num_segments = 1;
+        params.segments = {&segment, 1, {}};
         params.q = {q.data(), 0, p.d, 0};
         params.k = {k.data(), 0, p.d, 0};
         params.v = {v.data(), 0, p.d_v, 0};

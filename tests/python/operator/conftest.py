@@ -1,16 +1,33 @@
-"""Poisoned memory: in these tests, what torch allocates without a value holds NaN (the largest value for integers)."""
+"""Where the operator tests run, and on what memory: what torch allocates without a value holds NaN."""
 
 import pytest
 import torch
+from support.memory import poisoned_memory, quiet
+
+# Modules that work anywhere use this fixture: once on the CPU, once on a GPU.
+_DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, quiet])]
+
+
+@pytest.fixture(scope="module", params=_DEVICES)
+def device(request):
+    """Where what a test makes without saying where is made."""
+    return request.param
 
 
 @pytest.fixture(autouse=True)
-def _poisoned_memory():
-    """An operator that leaves a part of its output unwritten shows it, and no recycled memory can hold the answer."""
-    fills = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(3, 5).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = fills
+def _on_device(request):
+    device = request.getfixturevalue("device") if "device" in request.fixturenames else "cpu"
+    with torch.device(device), poisoned_memory():
+        yield
+
+
+def pytest_collection_modifyitems(config, items):
+    """GPUs have no kernels for fp64."""
+    wide = [i for i in items if _parameters(i).get("device") == "cuda" and torch.float64 in _parameters(i).values()]
+    if wide:
+        config.hook.pytest_deselected(items=wide)
+        items[:] = [item for item in items if item not in wide]
+
+
+def _parameters(item):
+    return item.callspec.params if hasattr(item, "callspec") else {}

@@ -7,6 +7,8 @@ from support.inputs import REGIMES, make_inputs
 
 from megatron_sb import stickbreaking_attention
 
+pytestmark = pytest.mark.usefixtures("device")
+
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 LENGTHS = [0, 1, 2, 3, 63, 64, 65, 127, 129, 1000]
 FAR = ["mean -3.2", "mean -8", "mean -11"]

@@ -1,66 +1,20 @@
 """The block contract: blocks of keys compose, forward from the newest and backward from the oldest, at any cut."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.accuracy import RESULTS, accumulation_type, relative_errors, run
+from support.accuracy import relative_errors, run
+from support.blocks import run_in_blocks
 from support.inputs import REGIMES, Inputs, make_inputs
+from support.rounded import rounds_weights
 
 from megatron_sb import reference
 
+pytestmark = pytest.mark.usefixtures("device")
 ops = torch.ops.megatron_sb
 few = settings(max_examples=12, deadline=None, derandomize=True)
 cuts_of = st.lists(st.floats(0, 1), min_size=1, max_size=3)
-
-
-def blocks_of(x, cuts):
-    """(first key, last key, segments) of the blocks between the cuts, oldest first; the queries are the last rows."""
-    s, s_k = x.q.shape[1], x.k.shape[1]
-    edges = [0, *sorted(round(cut * s_k) for cut in cuts), s_k]
-    return [(a, b, torch.tensor([[0, s, 0, b - a, s_k - s - a]], dtype=torch.int32)) for a, b in pairwise(edges)]
-
-
-def forward(x, blocks, options, carry):
-    """o and mass over all blocks; with carry each takes the mass of the newer ones, without it is folded afterwards."""
-    mass = torch.ones(x.q.shape[0], x.q.shape[2], x.q.shape[1], dtype=accumulation_type(x.q.dtype))
-    o, records = 0.0, []
-    for a, b, segments in reversed(blocks):
-        given = mass if carry else None
-        block_o, block_mass, edge, restart = ops.block_forward(
-            x.q, x.k[:, a:b], x.v[:, a:b], segments, given, **options
-        )
-        # The backward's mass_in scales a restart that was made before its carry was known.
-        records.insert(0, (edge, restart, None if carry else mass))
-        o = o + (block_o if carry else block_o * mass.transpose(1, 2)[..., None])
-        mass = block_mass if carry else mass * block_mass
-    return o, mass, records
-
-
-def backward(x, blocks, options, mass, records):
-    """dq, dk, dv and the sum of g over all blocks, the prefix carried from the oldest to the newest."""
-    prefix = mass * x.dmass.to(mass.dtype)
-    dq, dk, dv = 0.0, [], []
-    for (a, b, segments), (edge, restart, mass_in) in zip(blocks, records, strict=True):
-        block_dq, block_dk, block_dv, prefix = ops.block_backward(
-            x.do, x.q, x.k[:, a:b], x.v[:, a:b], segments, edge, restart, mass_in, prefix, **options
-        )
-        dq = dq + block_dq
-        dk.append(block_dk)
-        dv.append(block_dv)
-    return dq, torch.cat(dk, dim=1), torch.cat(dv, dim=1), prefix
-
-
-def run_in_blocks(x, cuts, carry, attend_current=False):
-    """All results of the two entry points over the blocks between the cuts."""
-    options = {"scale": x.q.shape[-1] ** -0.5, "attend_current": attend_current, "mass_threshold": 0.0}
-    blocks = blocks_of(x, cuts)
-    o, mass, records = forward(x, blocks, options, carry)
-    results = (o, mass, *backward(x, blocks, options, mass, records))
-    assert all(result.dtype == accumulation_type(x.q.dtype) for result in results)
-    return dict(zip((*RESULTS, "prefix"), results, strict=True))
 
 
 @few
@@ -73,11 +27,14 @@ def run_in_blocks(x, cuts, carry, attend_current=False):
     carry=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
 )
-def test_blocks_compose_at_any_cut(regime, s, context, cuts, attend_current, carry, dtype):
+def test_blocks_compose_at_any_cut(device, regime, s, context, cuts, attend_current, carry, dtype):
     """Cuts inside tiles and inside the diagonal, empty blocks, blocks of which some rows see nothing."""
+    if device == "cuda" and dtype == torch.float64:
+        dtype = torch.float32
     x = make_inputs(regime, s=s, s_k=s + context, h=4, h_kv=2, d=16, dtype=dtype, seed=s)
-    composed, whole = (run_in_blocks(x, some_cuts, carry, attend_current) for some_cuts in (cuts, []))
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    composed, whole = (run_in_blocks(x, some_cuts, carry, attend_current=attend_current) for some_cuts in (cuts, []))
+    # A block's weights are rounded before they are scaled by a carry that it did not know.
+    tolerance = 2**-7 if rounds_weights(x.q) else 1e-12 if dtype == torch.float64 else 1e-5
     for name, expected in whole.items():
         error = max(relative_errors(composed[name], expected))
         assert error <= tolerance, f"{name}: {error:.3g}"
@@ -155,8 +112,10 @@ def test_segments_of_documents():
         ([9, 2, 0, 20, 0], "segments: query row 9 stands in two segments"),
     ],
 )
-def test_a_wrong_segment_is_refused(row, message):
+def test_a_wrong_segment_is_refused(device, row, message):
     """Rows outside the tensors, and a query row in two segments."""
+    if device == "cuda":
+        pytest.skip("tables on a GPU are not read back: kernels clamp")
     x = make_inputs(s=20, h=2, d=8)
     segments = torch.tensor([[0, 10, 0, 10, 0], row], dtype=torch.int32)
     with pytest.raises(ValueError, match=message):

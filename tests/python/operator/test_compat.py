@@ -6,9 +6,12 @@ import pytest
 import torch
 from support.accuracy import assert_errors, floors, plain_attention, run
 from support.inputs import Inputs, make_inputs
+from support.rounded import rounds_weights
 
 from megatron_sb import reference
 from megatron_sb.compat import parallel_stickbreaking_attn, sb_attn, sb_attn_varlen
+
+pytestmark = pytest.mark.usefixtures("device")
 
 HEAD_DIMS = [50, 64, 16, 1, 255]
 
@@ -103,7 +106,8 @@ def test_parallel_stickbreaking_attn_varlen(offsets):
         packed.q, packed.k, packed.v, cu_seqlens, scale=0.3, return_mass=True
     )
     assert (o.dtype, rem.dtype) == (torch.bfloat16, torch.bfloat16)
-    torch.testing.assert_close(o[0].double(), expected, rtol=2**-8, atol=2**-16)
+    rounding = 2**-6 if rounds_weights(x.q) else 2**-16  # the weights' beside the result's
+    torch.testing.assert_close(o[0].double(), expected, rtol=2**-8, atol=rounding)
     torch.testing.assert_close(rem[0].double(), mass.T, rtol=2**-8, atol=2**-24)
 
 

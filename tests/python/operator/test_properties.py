@@ -11,6 +11,7 @@ from support.inputs import REGIMES, make_inputs
 
 from megatron_sb import stickbreaking_attention
 
+pytestmark = pytest.mark.usefixtures("device")
 few = settings(max_examples=12, deadline=None, derandomize=True)
 regimes, seeds = st.sampled_from(sorted(REGIMES)), st.integers(0, 2**16)
 ULP = torch.finfo(torch.float32).eps

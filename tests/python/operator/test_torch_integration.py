@@ -3,11 +3,12 @@
 import pytest
 import torch
 from support.accuracy import run
-from support.inputs import make_inputs
+from support.inputs import STRIDES, make_inputs, strided
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from megatron_sb import stickbreaking_attention, stickbreaking_attention_varlen
 
+pytestmark = pytest.mark.usefixtures("device")
 ops = torch.ops.megatron_sb
 SAME = ("o", "mass", "dq", "dk", "dv")
 
@@ -100,10 +101,10 @@ class TestCompile:
 class TestAutocast:
     """q, k and v are cast to autocast's dtype, as torch's own attention casts them."""
 
-    def test_dense(self):
+    def test_dense(self, device):
         x = make_inputs(b=2, s=70, h=4, h_kv=2, d=16)
         expected = stickbreaking_attention(x.q.bfloat16(), x.k.bfloat16(), x.v.bfloat16(), return_mass=True)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(device, dtype=torch.bfloat16):
             o, mass = stickbreaking_attention(x.q, x.k, x.v, return_mass=True)
             mixed = stickbreaking_attention(x.q.bfloat16(), x.k, x.v)
         assert (o.dtype, mass.dtype) == (torch.bfloat16, torch.float32)
@@ -111,17 +112,17 @@ class TestAutocast:
             assert torch.equal(actual, expected[0])
         assert torch.equal(mass, expected[1])
 
-    def test_packed(self):
+    def test_packed(self, device):
         x = make_inputs(s=70, h=2, d=16).packed()
         expected = stickbreaking_attention_varlen(x.q.bfloat16(), x.k.bfloat16(), x.v.bfloat16(), cu(0, 30, 70))
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(device, dtype=torch.bfloat16):
             assert torch.equal(stickbreaking_attention_varlen(x.q, x.k, x.v, cu(0, 30, 70)), expected)
 
-    def test_gradients_come_back_in_the_inputs_dtype(self):
+    def test_gradients_come_back_in_the_inputs_dtype(self, device):
         x = make_inputs(s=70, h=2, d=16)
 
         def attention(q, k, v):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.autocast(device, dtype=torch.bfloat16):
                 return stickbreaking_attention(q, k, v, return_mass=True)
 
         results = run(attention, x)
@@ -129,39 +130,6 @@ class TestAutocast:
         for name in ("dq", "dk", "dv"):
             assert results[name].dtype == torch.float32
             assert torch.equal(results[name], expected[name].float())
-
-
-def strided(kind, x):
-    """The same values as x in other memory."""
-    if kind == "sbhd transpose":
-        return [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (x.q, x.k, x.v)]
-    if kind == "bhsd transpose":
-        return [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x.q, x.k, x.v)]
-    if kind == "fused qkv":
-        return list(torch.cat([x.q, x.k, x.v], dim=2).split([x.q.shape[2], x.k.shape[2], x.v.shape[2]], dim=2))
-    if kind == "fused kv in head_dim":
-        return [x.q, *torch.cat([x.k, x.v], dim=3).split([x.k.shape[3], x.v.shape[3]], dim=3)]
-    if kind == "every second row and head":
-        return [t.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)[:, ::2, ::2] for t in (x.q, x.k, x.v)]
-    if kind == "misaligned":
-        return [torch.cat([t.new_zeros(3), t.flatten()])[3:].view_as(t) for t in (x.q, x.k, x.v)]
-    if kind == "last stride of two":
-        return [t.repeat_interleave(2, dim=3)[..., ::2] for t in (x.q, x.k, x.v)]
-    if kind == "last dimension transposed":
-        return [t.transpose(1, 3).contiguous().transpose(1, 3) for t in (x.q, x.k, x.v)]
-    raise AssertionError(kind)
-
-
-STRIDES = (
-    "sbhd transpose",
-    "bhsd transpose",
-    "fused qkv",
-    "fused kv in head_dim",
-    "every second row and head",
-    "misaligned",
-    "last stride of two",
-    "last dimension transposed",
-)
 
 
 @pytest.mark.parametrize("kind", STRIDES)
@@ -206,8 +174,10 @@ def test_bitwise_deterministic(sizes):
             assert torch.equal(again[name], first[name]), name
 
 
-def test_the_number_of_threads_hardly_matters():
+def test_the_number_of_threads_hardly_matters(device):
     """One thread gives what several give, to rounding: sums over queries may be split among them."""
+    if device == "cuda":
+        pytest.skip("threads of the CPU kernels")
     x = make_inputs("mean -3.2", s=600, h=1, d=16)
     threads = torch.get_num_threads()
     several = run(stickbreaking_attention, x, return_mass=True)

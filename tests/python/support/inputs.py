@@ -19,6 +19,7 @@ REGIMES = {
     "randn": Regime(0.0),
     "zeros": Regime(0.0, 0.0),
     "mean -3.2": Regime(-3.2),
+    "mean -6": Regime(-6.0),
     "mean -8": Regime(-8.0, 2.0),
     "mean -11": Regime(-11.0),
     "saturated +5": Regime(5.0),
@@ -59,12 +60,16 @@ def make_inputs(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Inputs:
-    """Inputs of a regime; s_k defaults to s, h_kv to h, d_v to d. The same seed gives the same numbers in any dtype."""
+    """Inputs of a regime on torch's default device; s_k defaults to s, h_kv to h, d_v to d.
+
+    The same seed gives the same numbers in any dtype.
+    """
     s_k, h_kv, d_v = s if s_k is None else s_k, h_kv or h, d_v or d
-    generator = torch.Generator().manual_seed(seed)
+    device = torch.get_default_device()
+    generator = torch.Generator(device).manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator, device=device)
 
     mean, spread = REGIMES[regime].mean, REGIMES[regime].spread
     q, k, v = randn(b, s, h, d), randn(b, s_k, h_kv, d), randn(b, s_k, h_kv, d_v)
@@ -75,3 +80,36 @@ def make_inputs(
     rest = randn(b, s, h, d_v), randn(b, h, s)
     q, k, v, do = (x.to(dtype) for x in (q, k, v, rest[0]))
     return Inputs(q, k, v, do, rest[1].to(torch.float64 if dtype == torch.float64 else torch.float32))
+
+
+def strided(kind: str, x: Inputs) -> list[Tensor]:
+    """q, k, v of dense inputs with the same values in other memory."""
+    if kind == "sbhd transpose":
+        return [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (x.q, x.k, x.v)]
+    if kind == "bhsd transpose":
+        return [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x.q, x.k, x.v)]
+    if kind == "fused qkv":
+        return list(torch.cat([x.q, x.k, x.v], dim=2).split([x.q.shape[2], x.k.shape[2], x.v.shape[2]], dim=2))
+    if kind == "fused kv in head_dim":
+        return [x.q, *torch.cat([x.k, x.v], dim=3).split([x.k.shape[3], x.v.shape[3]], dim=3)]
+    if kind == "every second row and head":
+        return [t.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)[:, ::2, ::2] for t in (x.q, x.k, x.v)]
+    if kind == "misaligned":
+        return [torch.cat([t.new_zeros(3), t.flatten()])[3:].view_as(t) for t in (x.q, x.k, x.v)]
+    if kind == "last stride of two":
+        return [t.repeat_interleave(2, dim=3)[..., ::2] for t in (x.q, x.k, x.v)]
+    if kind == "last dimension transposed":
+        return [t.transpose(1, 3).contiguous().transpose(1, 3) for t in (x.q, x.k, x.v)]
+    raise AssertionError(kind)
+
+
+STRIDES = (
+    "sbhd transpose",
+    "bhsd transpose",
+    "fused qkv",
+    "fused kv in head_dim",
+    "every second row and head",
+    "misaligned",
+    "last stride of two",
+    "last dimension transposed",
+)

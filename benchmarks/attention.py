@@ -1,0 +1,344 @@
+"""Ours beside softmax (cuDNN, FlashAttention-2) and the published stick-breaking kernels, on one GPU, in one run.
+
+TFLOP/s are of the causal model count: forward 2 b h s^2 d, backward 2.5 times that, packed 2 h d (sum of squared
+document lengths), whatever a kernel computes or skips. "full" inputs have logits around -11, so that nothing can be
+skipped; "randn" ones are standard normal: a stick is used up after some 30 keys, and they draw less power. A time is
+the median over rounds in which all contenders of a row take turns, each with a cold L2; "sustained" is half a second of
+the same call back to back. A forward is one for training: each contender keeps what its backward needs.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peers import NAMES, Contender, contenders, ours
+from report import markdown
+from timing import Call, Sensors, back_to_back, ceilings, machine, on_gpu, take_turns
+from torch import Tensor
+
+FULL_LOGIT = -11.0
+SHAPES = tuple((b, s, h, d) for d, h in ((128, 12), (64, 24)) for s, b in ((4096, 8), (16384, 2), (65536, 1)))
+SLOW_LENGTH = 16384  # the one length at which slow contenders run
+ROWS = ("dense", "gqa", "varlen", "skip", "portable")
+VARLEN = {"tokens": 32768, "documents": 100, "shortest": 10, "longest": 4000, "seed": 0}
+DRY_RUN_FACTOR = 64
+
+
+@dataclass
+class Measurement:
+    """One contender in one row."""
+
+    group: str
+    inputs: str  # "full" or "randn"
+    direction: str  # "forward" or "backward"
+    shape: str
+    contender: str
+    ms: float
+    tflops: float
+    sustained_tflops: float | None = None
+    watts: float | None = None
+    sm_mhz: float | None = None
+
+
+class Benchmark:
+    """What was asked for, and all that was measured."""
+
+    def __init__(self, options: argparse.Namespace, sensors: Sensors) -> None:
+        self.options, self.sensors = options, sensors
+        self.device = "cuda" if on_gpu() else "cpu"
+        self.measurements: list[Measurement] = []
+        self.notes: list[str] = []
+        self.failed = False  # whether one of ours could not run
+        asked = contenders(options.contenders)
+        self.notes += [f"{c.name}: {c.missing}" for c in asked if c.missing]
+        self.contenders = [c for c in asked if not c.missing]
+
+    def shrunk(self, length: int) -> int:
+        """The length, or a small one in a dry run."""
+        return length if on_gpu() else length // DRY_RUN_FACTOR
+
+    def inputs(self, kind: str, *shape: int, h_kv: int | None = None) -> list[Tensor]:
+        """q, k, v, do: (..., h, d) with h_kv heads in k and v, bf16, drawn on the device from a fixed seed."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        *rows, h, d = shape
+        heads = (h, h_kv or h, h_kv or h, h)
+        drawn = {"device": self.device, "dtype": torch.bfloat16, "generator": generator}
+        q, k, v, do = (torch.randn(*rows, n, d, **drawn) for n in heads)
+        if kind == "full":
+            q[..., 0] = math.sqrt(-FULL_LOGIT) * d**0.25
+            k[..., 0] = -math.sqrt(-FULL_LOGIT) * d**0.25
+        return [q, k, v, do]
+
+    def measure(self, calls: dict[str, Call], flops: float, sustained: tuple[str, ...] = (), **about: str) -> None:
+        """Time the calls in turns, those in `sustained` back to back as well, and print a line."""
+        ready = {name: call for name, call in calls.items() if self._runs(name, call, about)}
+        medians = take_turns(ready, seconds=self.options.seconds) if ready else {}
+        line = []
+        for name, ms in medians.items():
+            result = Measurement(**about, contender=name, ms=ms, tflops=flops / ms / 1e9)
+            if name in sustained:
+                begin = time.monotonic()
+                result.sustained_tflops = flops / back_to_back(ready[name], ms, self.options.sustained) / 1e9
+                read = self.sensors.since(begin + 0.2 * self.options.sustained)
+                result.watts, result.sm_mhz = read.get("watts"), read.get("sm_mhz")
+            self.measurements.append(result)
+            steady = f" ({result.sustained_tflops:.0f})" if result.sustained_tflops else ""
+            line.append(f"{name} {ms:.3f} ms {result.tflops:.0f}{steady}")
+        what = f"{about['group']:9s}{about['inputs']:6s}{about['direction']:9s}{about['shape']}"
+        print(f"{what}: {' | '.join(line)}", flush=True)
+
+    def _runs(self, name: str, call: Call, about: dict[str, str]) -> bool:
+        """One call, in which kernels are compiled; a contender that cannot is noted and left out."""
+        begin = time.monotonic()
+        try:
+            call()
+            if on_gpu():
+                torch.cuda.synchronize()
+        except (RuntimeError, ValueError, TypeError) as error:
+            self.failed |= name.startswith("ours")
+            self.note(f"{name} cannot run {about['group']} {about['direction']}: {str(error).splitlines()[0][:150]}")
+            return False
+        if time.monotonic() - begin > 5:
+            print(f"# the first {about['direction']} of {name} took {time.monotonic() - begin:.0f} s", flush=True)
+        return True
+
+    def note(self, text: str) -> None:
+        """Keep a sentence for the record, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def forward_and_backward(contender: Contender, inputs: list[Tensor], *packing) -> tuple[Call, Call]:
+    """The two calls of a contender; the backward's forward runs at the first of its calls."""
+    q, k, v, do = (contender.in_layout(x) for x in inputs)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    attention = contender.packed if packing else contender.dense
+    kept: list[Tensor] = []
+
+    def forward():
+        return attention(*leaves, *packing)
+
+    def backward():
+        if not kept:
+            kept.append(forward())
+        return torch.autograd.grad(kept[0], leaves, do, retain_graph=True)
+
+    return forward, backward
+
+
+def run_dense(bench: Benchmark) -> None:
+    """Every shape: forward and backward with nothing to skip, and the forward on randn with skipping off beside it."""
+    for b, full_length, h, d in SHAPES:
+        if bench.options.lengths and full_length not in bench.options.lengths:
+            continue
+        s = bench.shrunk(full_length)
+        flops, shape = 2 * b * h * s**2 * d, f"b={b} h={h} d={d} L={s}"
+        taking_part = [c for c in bench.contenders if full_length == SLOW_LENGTH or not c.slow]
+        about = {"group": "dense", "shape": shape}
+        steady = ("ours", "cuDNN")
+        inputs = bench.inputs("full", b, s, h, d)
+        calls = {c.name: forward_and_backward(c, inputs) for c in taking_part}
+        bench.measure({n: c[0] for n, c in calls.items()}, flops, steady, inputs="full", direction="forward", **about)
+        if not bench.options.forward_only:
+            backward = {n: c[1] for n, c in calls.items()}
+            bench.measure(backward, 2.5 * flops, steady, inputs="full", direction="backward", **about)
+        del calls
+        inputs = bench.inputs("randn", b, s, h, d)
+        unskipped = [ours("ours", mass_threshold=0.0) if c.name == "ours" else c for c in taking_part if not c.slow]
+        calls = {c.name: forward_and_backward(c, inputs)[0] for c in unskipped}
+        bench.measure(calls, flops, inputs="randn", direction="forward", **about)
+
+
+def run_gqa(bench: Benchmark) -> None:
+    """12 query heads on 4 key heads beside 12 on 12."""
+    b, s, h, d = 2, bench.shrunk(16384), 12, 128
+    flops = 2 * b * h * s**2 * d
+    calls = {}
+    for h_kv in (12, 4):
+        inputs = bench.inputs("full", b, s, h, d, h_kv=h_kv)
+        for contender in bench.contenders:
+            if contender.name in ("ours", "cuDNN"):
+                calls[f"{contender.name} 12:{h_kv}"] = forward_and_backward(contender, inputs)
+    about = {"group": "gqa", "inputs": "full", "shape": f"b={b} h=12 d={d} L={s}"}
+    for index, direction in enumerate(("forward", "backward")[: 1 if bench.options.forward_only else 2]):
+        chosen = {name: pair[index] for name, pair in calls.items()}
+        bench.measure(chosen, flops * (1, 2.5)[index], ("ours 12:12", "ours 12:4"), direction=direction, **about)
+
+
+def draw_lengths(tokens: int, documents: int, shortest: int, longest: int, seed: int) -> list[int]:
+    """Document lengths that add up to exactly `tokens`: shortest * (longest / shortest)^(u^c), u uniform in [0, 1).
+
+    c = 1 would be log-uniform; the exponent is the one at which the sum is right, so that the whole range is kept.
+    """
+    if not shortest * documents <= tokens <= longest * documents:
+        raise ValueError(f"{documents} documents of {shortest} to {longest} tokens cannot hold {tokens} tokens")
+    rng = random.Random(seed)
+    drawn = [rng.random() for _ in range(documents)]
+
+    def lengths_at(exponent: float) -> list[int]:
+        return [round(shortest * (longest / shortest) ** (u**exponent)) for u in drawn]
+
+    low, high = 1e-3, 1e3  # the sum falls from its largest to its smallest
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if sum(lengths_at(middle)) > tokens else (low, middle)
+    lengths = lengths_at(high)
+    for i in sorted(range(documents), key=lambda i: lengths[i]):  # what rounding leaves
+        change = max(shortest - lengths[i], min(longest - lengths[i], tokens - sum(lengths)))
+        lengths[i] += change
+    return lengths
+
+
+def run_varlen(bench: Benchmark) -> None:
+    """Packed random documents beside a dense call of as nearly the same number of pairs."""
+    sizes = {**VARLEN, "tokens": bench.shrunk(VARLEN["tokens"] * 8), "longest": bench.shrunk(VARLEN["longest"] * 8)}
+    sizes = VARLEN if on_gpu() else {**sizes, "documents": 20}
+    lengths = draw_lengths(**sizes)
+    h, d, squares = 12, 128, sum(n * n for n in lengths)
+    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(bench.device)
+    like = max(64, round(squares / sizes["tokens"] / 64) * 64)  # of a dense batch of as many tokens and pairs
+    batch = max(1, round(squares / like**2))
+    packed_inputs = bench.inputs("full", sizes["tokens"], h, d)
+    dense_inputs = bench.inputs("full", batch, like, h, d)
+    bench.note(
+        f"varlen: {len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all, seed "
+        f"{sizes['seed']} (draw_lengths), {squares / 2e6:.1f}M pairs; the dense call beside it: b={batch} L={like}, "
+        f"{batch * like**2 / 2e6:.1f}M pairs"
+    )
+    packed = [c for c in bench.contenders if c.packed]
+    pairs = {c.name: forward_and_backward(c, packed_inputs, cu_seqlens, max(lengths)) for c in packed}
+    dense = {c.name: forward_and_backward(c, dense_inputs) for c in bench.contenders if not c.slow}
+    steady = ("ours", "cuDNN")
+    for index, direction in enumerate(("forward", "backward")[: 1 if bench.options.forward_only else 2]):
+        factor = 2 * h * d * (1, 2.5)[index]
+        about = {"group": "varlen", "inputs": "full", "direction": direction}
+        shape = f"{sum(lengths)} tokens, {len(lengths)} documents, h={h} d={d}"
+        bench.measure({n: c[index] for n, c in pairs.items()}, factor * squares, steady, shape=shape, **about)
+        shape = f"dense b={batch} h={h} d={d} L={like}"
+        bench.measure({n: c[index] for n, c in dense.items()}, factor * batch * like**2, steady, shape=shape, **about)
+
+
+def run_skip(bench: Benchmark) -> None:
+    """randn with skipping on, in milliseconds; and what looking for a used-up stick costs where there is none."""
+    for b, full_length, h, d in SHAPES:
+        if d != 128 or (bench.options.lengths and full_length not in bench.options.lengths):
+            continue
+        s = bench.shrunk(full_length)
+        flops, about = 2 * b * h * s**2 * d, {"group": "skip", "shape": f"b={b} h={h} d={d} L={s}"}
+        inputs = bench.inputs("randn", b, s, h, d)
+        forward, backward = forward_and_backward(ours(), inputs)
+        bench.measure({"ours": forward}, flops, inputs="randn", direction="forward", **about)
+        if not bench.options.forward_only:
+            bench.measure({"ours": backward}, 2.5 * flops, inputs="randn", direction="backward", **about)
+        inputs = bench.inputs("full", b, s, h, d)
+        both = [ours("ours, default threshold"), ours("ours, threshold 0", mass_threshold=0.0)]
+        calls = {c.name: forward_and_backward(c, inputs)[0] for c in both}
+        bench.measure(calls, flops, tuple(calls), inputs="full", direction="forward", **about)
+        on, off = ([m for m in bench.measurements if m.contender == c.name][-1:] for c in both)
+        if on and off:
+            prices = [off[0].tflops / on[0].tflops - 1, off[0].sustained_tflops / on[0].sustained_tflops - 1]
+            text = ", ".join(f"{price:+.1%}" for price in prices)
+            bench.note(
+                f"the price of skipping where nothing can be skipped, {about['shape']}: {text} (median, sustained)"
+            )
+
+
+def run_portable(bench: Benchmark) -> None:
+    """The portable kernels alone, which a process of its own is told to use."""
+    if os.environ.get("MEGATRON_SB_KERNELS") == "portable":
+        b, s, h, d = 2, bench.shrunk(16384), 12, 128
+        forward, backward = forward_and_backward(ours("ours, portable"), bench.inputs("full", b, s, h, d))
+        flops, about = (
+            2 * b * h * s**2 * d,
+            {"group": "portable", "inputs": "full", "shape": f"b={b} h={h} d={d} L={s}"},
+        )
+        steady = ("ours, portable",)
+        bench.measure({steady[0]: forward}, flops, steady, direction="forward", **about)
+        bench.measure({steady[0]: backward}, 2.5 * flops, steady, direction="backward", **about)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "portable.json"
+        command = [
+            sys.executable,
+            __file__,
+            "--rows",
+            "portable",
+            "--only",
+            "ours",
+            "--json",
+            str(out),
+            "--no-ceilings",
+        ]
+        command += [f"--seconds={bench.options.seconds}", f"--sustained={bench.options.sustained}"]
+        command += [] if on_gpu() else ["--dry-run"]
+        status = subprocess.run(command, env={**os.environ, "MEGATRON_SB_KERNELS": "portable"}, timeout=300).returncode
+        bench.failed |= status != 0
+        if out.exists():
+            bench.measurements += [Measurement(**m) for m in json.loads(out.read_text())["measurements"]]
+
+
+RUNNERS = {"dense": run_dense, "gqa": run_gqa, "varlen": run_varlen, "skip": run_skip, "portable": run_portable}
+
+
+def parse(args: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="groups of rows")
+    parser.add_argument("--peers", nargs="*", choices=NAMES[1:], default=list(NAMES[1:]), help="beside ours")
+    parser.add_argument("--only", choices=("ours",), help="no peers")
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, choices=(4096, 16384, 65536), help="of the dense and skip rows"
+    )
+    parser.add_argument("--forward-only", action="store_true")
+    parser.add_argument("--seconds", type=float, default=0.3, help="of device time for the rounds of one line")
+    parser.add_argument("--sustained", type=float, default=0.5, help="seconds of each back-to-back run")
+    parser.add_argument("--no-ceilings", action="store_true")
+    parser.add_argument("--json", type=Path, help="write everything measured here")
+    parser.add_argument("--markdown", type=Path, help="write the tables here")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="toy sizes on a machine without a GPU, to try this script"
+    )
+    options = parser.parse_args(args)
+    if not on_gpu() and not options.dry_run:
+        parser.error("torch sees no GPU here; --dry-run tries the script at toy sizes")
+    options.contenders = ["ours", *([] if options.only else options.peers)]
+    return options
+
+
+def main(args: list[str] | None = None) -> int:
+    """Measure and write what was asked for."""
+    options = parse(args)
+    begin = time.monotonic()
+    with Sensors() as sensors:
+        bench = Benchmark(options, sensors)
+        record = {"machine": machine(), "idle": sensors.since(0), "ceilings": {}}
+        print(record["machine"], flush=True)
+        if not options.no_ceilings:
+            record["ceilings"] = ceilings()
+            print(record["ceilings"], flush=True)
+        for row in options.rows:
+            RUNNERS[row](bench)
+    print("\n".join(f"# {note}" for note in bench.notes))
+    record["seconds"] = round(time.monotonic() - begin, 1)
+    record |= {"notes": bench.notes, "measurements": [dataclasses.asdict(m) for m in bench.measurements]}
+    text = markdown(record)
+    print(text)
+    for path, content in ((options.json, json.dumps(record, indent=1)), (options.markdown, text)):
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+    return int(bench.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

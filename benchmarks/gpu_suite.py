@@ -1,0 +1,190 @@
+"""The GPU work bench: build, `gpu` tests, compute-sanitizer and benchmarks on a GPU machine, and a dated record.
+
+Stages run one after the other, each with a time limit, whatever became of the one before; a short table comes last.
+Logs and the record (YYYY-MM-DD-GPU-suite.md) go into --out. With --library-from, nothing is built: the operator library
+of a build made elsewhere, with this machine's torch but any Python, is used with the Python files here.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+STAGES = ("build", "tests", "portable", "sanitize", "bench")
+
+
+@dataclass
+class Step:
+    """One command of a stage."""
+
+    name: str
+    command: list[str]
+    limit_s: int
+    environment: dict[str, str] = field(default_factory=dict)
+    verdict: str = "-"
+    seconds: float = 0.0
+    summary: str = ""
+
+
+def steps_of(stage: str, options: argparse.Namespace) -> list[Step]:
+    """What a stage runs. Its tests are found from the repository's root."""
+    python, out = sys.executable, options.out
+    # With a library from elsewhere the package here, which has none, must not be found first.
+    safe_path = ["-P"] if options.library_from else []
+    tests = [python, *safe_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=10", "--maxfail=30"]
+    workers = ["-n", str(options.workers)] if options.workers > 1 else []
+    if stage == "build":
+        install = [python, "-m", "pip", "install", "-q", "--no-build-isolation", "-e", "."]
+        return [Step("build", install, 900)]
+    if stage == "tests":
+        return [Step("tests", [*tests, *workers, "-m", "gpu or multigpu", *options.select], 420)]
+    if stage == "portable":  # where a fast kernel serves by default, and with hardly any workspace
+        which = ["tests/python/gpu/test_fuzz.py", "tests/python/gpu/test_accuracy_bars.py", "-k", "not 65536"]
+        alone = {"MEGATRON_SB_KERNELS": "portable", "MEGATRON_SB_WORKSPACE_MIB": "1"}
+        return [Step("portable", [*tests, *workers, *which], 240, alone)]
+    if stage == "sanitize":
+        cases = str(ROOT / "tests/python/gpu/sanitizer_cases.py")
+        sanitizer = [
+            shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer",
+            "--error-exitcode",
+            "9",
+            "--print-limit",
+            "20",
+        ]
+        return [Step(tool, [*sanitizer, "--tool", tool, python, cases], 180) for tool in options.tools]
+    bench = [python, "benchmarks/attention.py", "--json", f"{out}/bench.json", "--markdown", f"{out}/bench.md"]
+    return [Step("bench", [*bench, *options.bench_arguments], 300)]
+
+
+def run(step: Step, options: argparse.Namespace) -> None:
+    """Run a step within its limit, its output in a log; a group of its own, so that nothing of it stays behind."""
+    if shutil.which(step.command[0]) is None:
+        step.verdict, step.summary = "FAILED", f"{step.command[0]} is not here"
+        return
+    environment = {**os.environ, **step.environment, "PYTHONUNBUFFERED": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [options.python_path, os.environ.get("PYTHONPATH")]))
+    log = options.out / f"{step.name}.log"
+    begin = time.monotonic()
+    with log.open("w") as file:
+        print("$", " ".join(step.command), file=file, flush=True)
+        process = subprocess.Popen(
+            step.command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status = process.wait(timeout=step.limit_s)
+            step.verdict = "ok" if status == 0 else f"FAILED ({status})"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            step.verdict = f"TIME LIMIT ({step.limit_s} s)"
+    step.seconds = time.monotonic() - begin
+    step.summary = _summary(log.read_text(errors="replace"))
+    if step.verdict == "ok" and "pytest" in step.command and " passed" not in step.summary:
+        step.verdict = "NOTHING RAN"
+
+
+def _summary(log: str) -> str:
+    """The line that tells most: a sanitizer's, pytest's or a build's last."""
+    lines = [line.strip(" =") for line in log.splitlines() if line.strip(" =")]
+    telling = [
+        line for line in lines if re.search(r"(ERROR|RACECHECK) SUMMARY|\d+ (passed|failed)|took [\d.]+ s", line)
+    ]
+    return (telling or lines or ["no output"])[-1][:150]
+
+
+def library_folder(source: Path) -> Path:
+    """A folder with the package megatron_sb: the Python files here, and the operator library found below `source`."""
+    libraries = [*source.rglob("libmegatron_sb_ops.so")]
+    if not libraries:
+        raise SystemExit(f"--library-from {source}: it holds no libmegatron_sb_ops.so")
+    package = Path(tempfile.mkdtemp(prefix="megatron_sb_suite_")) / "megatron_sb"
+    shutil.copytree(ROOT / "megatron_sb", package)
+    (package / "lib").mkdir(exist_ok=True)
+    shutil.copy(libraries[0], package / "lib")
+    modules = [*source.rglob(f"_C{sysconfig.get_config_var('EXT_SUFFIX')}")]
+    if modules:
+        shutil.copy(modules[0], package)
+    else:  # the operator library serves every Python; what the build says of itself does not
+        about = {
+            "version": "unknown",
+            "torch": torch.__version__,
+            "cuda": str(torch.version.cuda),
+            "compiler": "unknown",
+        }
+        (package / "_C.py").write_text(f"def build_info():\n    return {about!r}\n")
+    return package.parent
+
+
+def record(steps: list[Step], options: argparse.Namespace) -> str:
+    """The dated record in markdown: the machine, the stages, and the benchmark's tables."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    lines = [
+        f"# GPU suite, {time.strftime('%Y-%m-%d')}",
+        "",
+        f"{gpu}, torch {torch.__version__}, Python {sys.version.split()[0]}.",
+        "",
+    ]
+    lines += ["| step | verdict | seconds | |", "| --- | --- | ---: | --- |"]
+    lines += [f"| {s.name} | {s.verdict} | {s.seconds:.0f} | {s.summary.replace('|', '/')} |" for s in steps]
+    tables = options.out / "bench.md"
+    if tables.exists():
+        lines += ["", tables.read_text().replace("# ", "## ", 1)]
+    return "\n".join(lines) + "\n"
+
+
+def parse(args: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for the logs and the record")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument(
+        "--library-from", type=Path, help="folder of a build made elsewhere; leaves the build stage out"
+    )
+    parser.add_argument("--workers", type=int, default=1, help="pytest-xdist workers on the one GPU")
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), help="of compute-sanitizer")
+    parser.add_argument("--select", nargs=argparse.REMAINDER, default=[], help="more arguments for pytest; comes last")
+    parser.add_argument(
+        "--bench-arguments", type=str.split, default=[], help="more for benchmarks/attention.py, in quotes"
+    )
+    options = parser.parse_args(args)
+    options.out = options.out.resolve()
+    return options
+
+
+def main(args: list[str] | None = None) -> int:
+    """Run the stages; 0 if all went well."""
+    options = parse(args)
+    options.out.mkdir(parents=True, exist_ok=True)
+    options.python_path = str(library_folder(options.library_from)) if options.library_from else None
+    stages = [stage for stage in options.stages if stage != "build" or not options.library_from]
+    steps = [step for stage in stages for step in steps_of(stage, options)]
+    for step in steps:
+        run(step, options)
+        print(f"{step.name:10s} {step.verdict:20s} {step.seconds:5.0f} s  {step.summary}", flush=True)
+    gpu = torch.cuda.get_device_name().split()[-1].lower() if torch.cuda.is_available() else "no-gpu"
+    (options.out / f"{time.strftime('%Y-%m-%d')}-{gpu}-suite.md").write_text(record(steps, options))
+    failed = [step for step in steps if step.verdict != "ok"]
+    for step in failed:
+        print(f"--- the end of {step.name}.log")
+        log = options.out / f"{step.name}.log"
+        print("\n".join(log.read_text(errors="replace").splitlines()[-25:]) if log.exists() else step.summary)
+    print("\nstep       verdict                  s")
+    for step in steps:
+        print(f"{step.name:10s} {step.verdict:20s} {step.seconds:5.0f}  {step.summary[:80]}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

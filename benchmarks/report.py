@@ -1,0 +1,65 @@
+"""The record of benchmarks/attention.py as markdown tables."""
+
+_ORDER = ("ours", "cuDNN", "FlashAttention-2", "Triton", "fla")
+
+
+def markdown(record: dict) -> str:
+    """Heading, one table a group, notes. record: what --json writes."""
+    machine, top = record["machine"], record["ceilings"]
+    lines = [f"# Attention, {machine['date']}", ""]
+    lines += [
+        ", ".join(
+            [machine["gpu"], *(f"{k} {machine[k]}" for k in ("driver", "cuda", "cudnn", "torch") if k in machine)]
+        )
+    ]
+    if top:
+        lines += [
+            f"Ceilings in this run: matmul 8192^3 bf16 {top['matmul_tflops']:.0f} TFLOP/s "
+            f"({top['matmul_sustained_tflops']:.0f} sustained), copy {top['copy_tbytes_per_s']:.2f} TB/s."
+        ]
+    lines += [
+        "TFLOP/s of the causal model count (forward 2 b h L^2 d, backward 2.5 times that): medians of rounds in turns",
+        "with a cold L2, in brackets sustained. full: mean logit -11, nothing to skip; randn in the dense table:",
+        "skipping off. W and MHz: while ours was sustained.",
+        "",
+    ]
+    groups = list(dict.fromkeys(m["group"] for m in record["measurements"]))
+    for group in groups:
+        lines += _table(group, [m for m in record["measurements"] if m["group"] == group])
+    lines += [f"- {note}" for note in record["notes"]]
+    lines += [f"- Idle before: {_sensed(record['idle'])}.", f"- The run took {record['seconds']} s."]
+    return "\n".join(lines) + "\n"
+
+
+def _table(group: str, measurements: list[dict]) -> list[str]:
+    names = list(dict.fromkeys(m["contender"] for m in measurements))
+    names.sort(key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
+    compared = "cuDNN" in names
+    heading = [group, "inputs", "direction", *(f"{name}" for name in names), "ours ms"]
+    heading += ["ours / cuDNN", "sustained"] if compared else []
+    lines = [f"| {' | '.join([*heading, 'W', 'MHz'])} |", "| --- | --- | --- |" + " ---: |" * (len(heading) - 1)]
+    rows = list(dict.fromkeys((m["shape"], m["inputs"], m["direction"]) for m in measurements))
+    for row in rows:
+        found = {m["contender"]: m for m in measurements if (m["shape"], m["inputs"], m["direction"]) == row}
+        our = next((m for name, m in found.items() if name.startswith("ours")), None)
+        cells = [*row, *(_rate(found.get(name)) for name in names), f"{our['ms']:.3f}" if our else "-"]
+        if compared:
+            cells += [_ratio(our, found.get("cuDNN"), key) for key in ("tflops", "sustained_tflops")]
+        cells += [f"{our[key]:.0f}" if our and our[key] else "-" for key in ("watts", "sm_mhz")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def _rate(measurement: dict | None) -> str:
+    if measurement is None:
+        return "-"
+    steady = measurement["sustained_tflops"]
+    return f"{measurement['tflops']:.0f}" + (f" ({steady:.0f})" if steady else "")
+
+
+def _ratio(ours: dict | None, theirs: dict | None, key: str) -> str:
+    return f"{ours[key] / theirs[key]:.2f}x" if ours and theirs and ours[key] and theirs[key] else "-"
+
+
+def _sensed(values: dict) -> str:
+    return ", ".join(f"{value:.0f} {name}" for name, value in values.items()) or "not read"

@@ -1,0 +1,162 @@
+"""Times of GPU work: contenders in turns with a cold L2, medians, back-to-back runs, ceilings, power and clocks.
+
+On a machine without a GPU the same calls measure wall time, so that a benchmark can be tried there.
+"""
+
+import shutil
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+Call = Callable[[], object]
+
+_L2_FLUSH_BYTES = 256 * 2**20  # several times the largest L2
+_HEAD_START_CYCLES = 2_000_000  # about 1 ms of device time in which the host queues a round
+_MATMUL, _COPY_BYTES = 8192, 2**32
+
+
+def on_gpu() -> bool:
+    """Whether there is a GPU to time."""
+    return torch.cuda.is_available()
+
+
+class Stopwatch:
+    """The time between construction and stop(), on the device's clock where there is a device."""
+
+    def __init__(self) -> None:
+        if on_gpu():
+            self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._begin.record()
+        else:
+            self._begin_s = time.perf_counter()
+
+    def stop(self) -> "Stopwatch":
+        """End the measurement without waiting for the device."""
+        if on_gpu():
+            self._end.record()
+        else:
+            self._elapsed_ms = (time.perf_counter() - self._begin_s) * 1e3
+        return self
+
+    def milliseconds(self) -> float:
+        """Wait for the device and return the time."""
+        if not on_gpu():
+            return self._elapsed_ms
+        self._end.synchronize()
+        return self._begin.elapsed_time(self._end)
+
+
+def take_turns(calls: dict[str, Call], *, seconds: float, least: int = 5, most: int = 30) -> dict[str, float]:
+    """Median milliseconds of each call. All run once a round, after a flush of the L2, so that drift hits all alike.
+
+    The number of rounds is what `seconds` allow, within least and most. Two calls of each go before, untimed.
+    """
+    warm = {}
+    for name, call in calls.items():
+        call()
+        watch = Stopwatch()
+        call()
+        warm[name] = watch.stop().milliseconds()
+    rounds = min(most, max(least, int(seconds * 1e3 / (sum(warm.values()) + 0.1 * len(calls)))))
+    flushed = torch.empty(_L2_FLUSH_BYTES, dtype=torch.int8, device="cuda") if on_gpu() else None
+    watches: dict[str, list[Stopwatch]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        if on_gpu():
+            torch.cuda._sleep(_HEAD_START_CYCLES)
+        for name, call in calls.items():
+            if flushed is not None:
+                flushed.zero_()
+            watch = Stopwatch()
+            call()
+            watches[name].append(watch.stop())
+    return {name: statistics.median(w.milliseconds() for w in taken) for name, taken in watches.items()}
+
+
+def back_to_back(call: Call, milliseconds: float, seconds: float) -> float:
+    """Milliseconds a call where calls of about `milliseconds` follow each other for about `seconds`."""
+    repeats = max(3, int(seconds * 1e3 / milliseconds))
+    watch = Stopwatch()
+    for _ in range(repeats):
+        call()
+    return watch.stop().milliseconds() / repeats
+
+
+def ceilings() -> dict[str, float]:
+    """TFLOP/s of a large bf16 matrix product and TB/s, read and written, of a large copy, on random data."""
+    if not on_gpu():
+        return {}
+    a, b = (torch.randn(_MATMUL, _MATMUL, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    source = torch.randint(0, 100, (_COPY_BYTES // 4,), dtype=torch.int32, device="cuda")
+    target = torch.empty_like(source)
+    calls = {"matmul": lambda: a @ b, "copy": lambda: target.copy_(source)}
+    medians = take_turns(calls, seconds=0.2)
+    sustained = back_to_back(calls["matmul"], medians["matmul"], 0.5)
+    return {
+        "matmul_tflops": 2 * _MATMUL**3 / medians["matmul"] / 1e9,
+        "matmul_sustained_tflops": 2 * _MATMUL**3 / sustained / 1e9,
+        "copy_tbytes_per_s": 2 * _COPY_BYTES / medians["copy"] / 1e9,
+    }
+
+
+class Sensors:
+    """Power and SM clock, read by nvidia-smi every tenth of a second for as long as the context lasts."""
+
+    _QUERY = "power.draw.instant,clocks.sm,temperature.gpu"
+
+    def __init__(self) -> None:
+        self._samples: list[tuple[float, float, float, float]] = []  # (time, W, MHz, degrees C)
+        self._process = None
+
+    def __enter__(self) -> "Sensors":
+        if on_gpu() and shutil.which("nvidia-smi"):
+            command = [
+                "nvidia-smi",
+                f"--query-gpu={self._QUERY}",
+                "--format=csv,noheader,nounits",
+                "--id=0",
+                "-lms",
+                "100",
+            ]
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            threading.Thread(target=self._read, daemon=True).start()
+            time.sleep(0.5)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(timeout=10)
+
+    def _read(self) -> None:
+        for line in self._process.stdout:
+            try:
+                self._samples.append((time.monotonic(), *(float(value) for value in line.split(","))))
+            except ValueError:  # "[N/A]": this device does not tell
+                return
+
+    def since(self, begin: float) -> dict[str, float]:
+        """Medians of the samples since that time.monotonic(); nothing where there are none."""
+        taken = [sample for sample in self._samples if sample[0] >= begin]
+        if not taken:
+            return {}
+        _, watts, clocks, degrees = (statistics.median(column) for column in zip(*taken, strict=True))
+        return {"watts": watts, "sm_mhz": clocks, "celsius": degrees}
+
+
+def machine() -> dict[str, str]:
+    """What the numbers were taken on."""
+    about = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
+    if not on_gpu():
+        return about | {"gpu": "none: wall times of a dry run"}
+    query = ["nvidia-smi", "--query-gpu=driver_version,power.limit,memory.total", "--format=csv,noheader", "--id=0"]
+    driver, power, memory = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.split(", ")
+    return about | {
+        "gpu": f"{torch.cuda.get_device_name()}, {memory.strip()}, {power} limit",
+        "driver": driver,
+        "cuda": str(torch.version.cuda),
+        "cudnn": str(torch.backends.cudnn.version()),
+    }

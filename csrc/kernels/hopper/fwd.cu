@@ -1,0 +1,117 @@
+// block_forward on Hopper. For 64 query rows a warpgroup, walking key tiles of 128 from the newest to the oldest:
+//
+//   S = Q K^T;  e = 2^(scale log2(e) S);  A_k = e_k * P_after_k,  P_after_k = P_before_k / (1 + e_k)  (scan.cuh);  O +=
+//   A V
+//
+// One producer warp on the copy engine, two or three consumer warpgroups on wgmma; CTAs take work tiles, those with the
+// most keys first, until there are none. README.md draws the tile and the permutation of its keys.
+#include <algorithm>
+
+#include "kernels/hopper/consumer.cuh"
+#include "kernels/hopper/hopper.h"
+#include "kernels/portable/launch.h"
+
+namespace megatron_sb::hopper {
+namespace {
+
+template <class T>
+__global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant__ Arguments arguments) {
+    extern __shared__ __align__(1024) uint8_t memory[];
+    auto& shared = *reinterpret_cast<typename T::Shared*>(memory);
+    // Uniform for the compiler too: what depends on it then stays out of per-thread registers.
+    const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
+    Control& c = shared.control;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < kStages; ++i) {
+            mbarrier_init(&c.q_full[i], 1);
+            mbarrier_init(&c.k_full[i], 1);
+            mbarrier_init(&c.v_full[i], 1);
+            mbarrier_init(&c.q_empty[i], 4 * T::kWarpgroups);
+            mbarrier_init(&c.k_empty[i], T::kWarpgroups);
+            mbarrier_init(&c.v_empty[i], T::kWarpgroups);
+        }
+        for (int32_t& number : c.used_up_in) number = -1;
+        c.end_slot = -1;
+        fence_mbarrier_init();
+        fence_async_proxy();
+    }
+    __syncthreads();
+    if (warpgroup == 0) {
+        give_registers<T::kProducerRegisters>();
+        if (threadIdx.x < 32) Producer<T>(shared, arguments).run();
+    } else {
+        take_registers<T::kConsumerRegisters>();
+        Consumer<T>(shared, arguments, warpgroup - 1).run();
+    }
+}
+
+// Few heads at a time, so that their keys and values stay in the L2 cache; in groups of one size, so that no last head
+// is left to a few CTAs.
+int heads_in_flight(const Sizes& z) {
+    constexpr int64_t kCacheBytes = 32 << 20;
+    const int64_t kv_head_bytes = std::max<int64_t>(1, int64_t(z.k_rows) * (z.head_dim + z.head_dim_v) * 2);
+    const int64_t most = std::max<int64_t>(1, kCacheBytes / kv_head_bytes) * (z.num_heads / z.num_kv_heads);
+    const int64_t heads = int64_t(z.batch) * z.num_heads, groups = (heads + most - 1) / most;
+    return int((heads + groups - 1) / groups);
+}
+
+float scale_log2(double scale) {
+    constexpr double kLog2E = 1.44269504088896340736;
+    constexpr float kTiny = 1e-30f;  // all scores 0, and yet minus infinity times it is minus infinity
+    return scale == 0 ? kTiny : float(scale * kLog2E);
+}
+
+template <class Element, int kHeadDim>
+void launch(const ForwardParams& p, cudaStream_t stream) {
+    using T = Traits<Element, kHeadDim>;
+    const Sizes& z = p.sizes;
+    auto* tiles = static_cast<QueryTiles*>(p.workspace);
+    portable::make_query_tiles(z, p.segments, p.options.attend_current, T::kQueryTile, tiles, stream);
+
+    Arguments a;
+    a.params = p;
+    a.tiles = tiles;
+    a.q = query_map(p.q, {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim}, T::kQueryTile);
+    a.k = key_map(p.k, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim});
+    a.v = key_map(p.v, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim});
+    a.heads_in_flight = heads_in_flight(z);
+    a.scale_log2 = scale_log2(p.options.scale);
+    constexpr float kLeastNormal = 0x1p-126f, kRestartFloor = 0x1p-64f;
+    a.used_up = kStick<Element> * std::max(float(p.options.mass_threshold), kLeastNormal);
+    a.floor = kStick<Element> * std::max(float(p.options.mass_threshold), kRestartFloor);
+
+    int device = 0, num_sms = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+    constexpr int kSharedBytes = int(sizeof(typename T::Shared));
+    cudaFuncSetAttribute(forward<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    const int64_t work = portable::max_query_tiles(z, p.segments, T::kQueryTile) * z.batch * z.num_heads;
+    forward<T><<<int(std::min<int64_t>(num_sms, work)), T::kThreads, kSharedBytes, stream>>>(a);
+    portable::check_launch("hopper forward");
+}
+
+constexpr int kSmallestQueryTile = 128;
+
+}  // namespace
+
+int64_t forward_workspace(const ForwardParams& params) {
+    return portable::query_tiles_bytes(params.sizes, params.segments, kSmallestQueryTile);
+}
+
+void block_forward(const ForwardParams& given, void* stream) {
+    ForwardParams params = given;
+    const Sizes& z = params.sizes;
+    if (z.k_rows == 0) params.segments = {nullptr, 0};  // a tensor map has rows; here no query row sees a key
+    portable::fill_uncovered_rows(params, stream);
+    if (z.q_rows == 0 || z.batch == 0 || z.num_heads == 0 || params.segments.size == 0) return;
+    const auto run = [&](auto launch_64, auto launch_128) {
+        z.head_dim == 64 ? launch_64(params, static_cast<cudaStream_t>(stream))
+                         : launch_128(params, static_cast<cudaStream_t>(stream));
+    };
+    if (z.dtype == Dtype::kBFloat16)
+        run(launch<__nv_bfloat16, 64>, launch<__nv_bfloat16, 128>);
+    else
+        run(launch<__half, 64>, launch<__half, 128>);
+}
+
+}  // namespace megatron_sb::hopper

@@ -1,0 +1,92 @@
+#include <cuda_runtime.h>
+
+#include <numeric>
+
+#include "core/error.h"
+#include "kernels/hopper/tensor_maps.h"
+
+namespace megatron_sb::hopper {
+namespace {
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                            const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+constexpr int kColumns = 64;      // of a box: 128 bytes, the width of the swizzle
+constexpr int kElementBytes = 2;  // bf16 and fp16
+
+// From the driver at first use: the library loads where there is none.
+Encode encode_function() {
+    static const Encode function = [] {
+        void* entry = nullptr;
+        cudaDriverEntryPointQueryResult found;
+        constexpr int kCudaVersion = 12000;
+        const cudaError_t error =
+            cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, kCudaVersion, cudaEnableDefault, &found);
+        if (error != cudaSuccess || found != cudaDriverEntryPointSuccess)
+            throw RuntimeFailure("cuTensorMapEncodeTiled: this driver does not have it");
+        return reinterpret_cast<Encode>(entry);
+    }();
+    return function;
+}
+
+struct Layout {
+    cuuint64_t head_stride, num_heads;  // of the joined batch and head dimension
+    cuuint64_t row_stride;              // in elements
+    HeadIndex index;
+};
+
+// Strides of dimensions of size one say nothing and may be anything.
+Layout layout_of(const Rows<const void*>& tensor, const TensorSizes& sizes) {
+    const int64_t batch_stride = sizes.batch > 1 ? tensor.batch_stride : 0;
+    const int64_t head_stride = sizes.heads > 1 ? tensor.head_stride : 0;
+    const int64_t divisor = std::gcd(batch_stride, head_stride);
+    const int64_t unit = divisor > 0 ? divisor : sizes.head_dim;
+    Layout layout;
+    layout.index = {int32_t(batch_stride / unit), int32_t(head_stride / unit)};
+    layout.head_stride = cuuint64_t(unit);
+    layout.num_heads = cuuint64_t(batch_stride / unit * (sizes.batch - 1) + head_stride / unit * (sizes.heads - 1) + 1);
+    layout.row_stride = cuuint64_t(sizes.rows > 1 ? tensor.row_stride : sizes.head_dim);
+    return layout;
+}
+
+template <int kRank>
+CUtensorMap encode(const Rows<const void*>& tensor, Dtype dtype, const cuuint64_t (&sizes)[kRank],
+                   const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank]) {
+    cuuint64_t bytes[kRank - 1];
+    cuuint32_t steps[kRank];
+    for (int i = 0; i < kRank - 1; ++i) bytes[i] = strides[i] * kElementBytes;
+    for (int i = 0; i < kRank; ++i) steps[i] = 1;
+    const CUtensorMapDataType type =
+        dtype == Dtype::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    CUtensorMap map;
+    const CUresult result = encode_function()(&map, type, kRank, const_cast<void*>(tensor.data), sizes, bytes, box,
+                                              steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result != CUDA_SUCCESS)
+        throw RuntimeFailure(concat("cuTensorMapEncodeTiled: error ", int(result), " for strides of ",
+                                    tensor.batch_stride, ", ", tensor.row_stride, ", ", tensor.head_stride,
+                                    " elements (batch, row, head)"));
+    return map;
+}
+
+}  // namespace
+
+TensorMap query_map(const Rows<const void*>& tensor, const TensorSizes& sizes, int box_rows) {
+    const Layout layout = layout_of(tensor, sizes);
+    const cuuint64_t extents[] = {cuuint64_t(sizes.head_dim), cuuint64_t(sizes.rows), layout.num_heads};
+    const cuuint64_t strides[] = {layout.row_stride, layout.head_stride};
+    const cuuint32_t box[] = {kColumns, cuuint32_t(box_rows), 1};
+    return {encode(tensor, sizes.dtype, extents, strides, box), layout.index};
+}
+
+TensorMap key_map(const Rows<const void*>& tensor, const TensorSizes& sizes) {
+    const Layout layout = layout_of(tensor, sizes);
+    const cuuint64_t row = layout.row_stride;
+    const cuuint64_t extents[] = {cuuint64_t(sizes.head_dim), cuuint64_t(sizes.rows), 4, 16, layout.num_heads};
+    const cuuint64_t strides[] = {row, 32 * row, 2 * row, layout.head_stride};
+    const cuuint32_t box[] = {kColumns, 2, 4, 16, 1};
+    return {encode(tensor, sizes.dtype, extents, strides, box), layout.index};
+}
+
+}  // namespace megatron_sb::hopper

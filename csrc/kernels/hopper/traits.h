@@ -1,0 +1,68 @@
+// Tiles and the shared-memory plan of the forward, by head dimension.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/portable/query_tiles.h"
+
+namespace megatron_sb::hopper {
+
+using portable::QueryTile;
+
+constexpr int kKeyTile = 128;   // keys of a tile
+constexpr int kRowBytes = 128;  // of a tile row under the 128-byte swizzle: 64 elements
+constexpr int kStages = 2;      // of the ring of K and V tiles, and of the query buffers
+constexpr int kMaxWarpgroups = 3;
+// Work tile n is read until its output is written, which is after its queries were given back and before those of n + 1
+// are: n + 3 may take its place, as it waits for the queries of n + 1.
+constexpr int kWorkTiles = 3;
+
+// A work tile as the consumers need it: query rows of one head.
+struct WorkTile {
+    QueryTile queries;  // num_rows 0: there is no more work
+    int batch, head;
+    bool ragged;  // the segment ends within the newest tile of keys
+};
+
+struct Control {
+    uint64_t q_full[kStages], q_empty[kStages];
+    uint64_t k_full[kStages], k_empty[kStages];
+    uint64_t v_full[kStages], v_empty[kStages];
+    WorkTile work[kWorkTiles];  // ordered by q_full and q_empty, as the query tiles are
+    // Early exit. A consumer warp whose rows are used up writes the number of its work tile; the producer then ends the
+    // work tile with a K slot that holds no tile, and announces that slot here before the slot's barrier completes.
+    int32_t used_up_in[4 * kMaxWarpgroups];
+    int32_t end_slot;
+};
+
+template <class Element_, int kHeadDim_>
+struct Traits {
+    using Element = Element_;
+    static constexpr int kHeadDim = kHeadDim_;
+    static_assert(kHeadDim == 64 || kHeadDim == 128, "the tiles are laid out for these two");
+    // d=64: fewer registers of output, so three warpgroups share a K/V tile.
+    static constexpr int kWarpgroups = kHeadDim == 128 ? 2 : 3;
+    static constexpr int kThreads = 128 * (kWarpgroups + 1);
+    // The CTA starts with its share of the register file; what the consumers take the producer must have given, or
+    // they wait for ever.
+    static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+    static constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
+    static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 240 : 160;
+    static_assert(kProducerRegisters + kWarpgroups * kConsumerRegisters <= (kWarpgroups + 1) * kLaunchRegisters,
+                  "the consumers take more registers than the producer gives");
+
+    static constexpr int kQueryTile = 64 * kWarpgroups;
+    static constexpr int kHalves = kHeadDim / 64;  // a tile is stored by 64 columns of the head dimension
+    static constexpr int kQueryHalfBytes = kQueryTile * kRowBytes, kKeyHalfBytes = kKeyTile * kRowBytes;
+    static constexpr int kQueryBytes = kHalves * kQueryHalfBytes, kKeyBytes = kHalves * kKeyHalfBytes;
+
+    struct Shared {
+        alignas(1024) uint8_t q[kStages][kQueryBytes];
+        alignas(1024) uint8_t k[kStages][kKeyBytes];
+        alignas(1024) uint8_t v[kStages][kKeyBytes];
+        Control control;
+    };
+    static_assert(sizeof(Shared) <= 227 * 1024, "more shared memory than a CTA can have");
+};
+
+}  // namespace megatron_sb::hopper

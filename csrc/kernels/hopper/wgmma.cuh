@@ -1,0 +1,126 @@
+// wgmma: the warpgroup's matrix product, from shared memory (or A from registers), in fp32 registers.
+//
+// Descriptors are for tiles of 128-byte rows under the 128-byte swizzle: 8 rows an atom (SBO 1024 bytes). An operand
+// that lies K-major needs no LBO; an MN-major one (V) has its next 64 columns LBO bytes further on.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace megatron_sb::hopper {
+
+// The half of a descriptor that is the same for all tiles: SBO 1024, 128-byte swizzle.
+__device__ __forceinline__ uint64_t descriptor(uint32_t low) {
+    return (uint64_t(0x40000040u) << 32) | low;
+}
+__device__ __forceinline__ uint32_t descriptor_low(uint32_t shared_address, int lbo_bytes) {
+    return (shared_address >> 4) | (uint32_t(lbo_bytes >> 4) << 16);
+}
+
+// Orders register and shared-memory accesses before it with the wgmma after it.
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int kInFlight>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kInFlight) : "memory");
+}
+// The compiler may not move uses of these registers across this point: a wait it does not understand.
+template <int N>
+__device__ __forceinline__ void pin(float (&d)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// clang-format off
+#define SB_OUT_64 \
+    "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]), \
+    "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15]), \
+    "=f"(d[16]), "=f"(d[17]), "=f"(d[18]), "=f"(d[19]), "=f"(d[20]), "=f"(d[21]), "=f"(d[22]), "=f"(d[23]), \
+    "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31]), \
+    "=f"(d[32]), "=f"(d[33]), "=f"(d[34]), "=f"(d[35]), "=f"(d[36]), "=f"(d[37]), "=f"(d[38]), "=f"(d[39]), \
+    "=f"(d[40]), "=f"(d[41]), "=f"(d[42]), "=f"(d[43]), "=f"(d[44]), "=f"(d[45]), "=f"(d[46]), "=f"(d[47]), \
+    "=f"(d[48]), "=f"(d[49]), "=f"(d[50]), "=f"(d[51]), "=f"(d[52]), "=f"(d[53]), "=f"(d[54]), "=f"(d[55]), \
+    "=f"(d[56]), "=f"(d[57]), "=f"(d[58]), "=f"(d[59]), "=f"(d[60]), "=f"(d[61]), "=f"(d[62]), "=f"(d[63])
+#define SB_ADD_64 \
+    "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
+    "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
+    "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
+    "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), \
+    "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
+    "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), \
+    "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
+    "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+#define SB_ADD_32 \
+    "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
+    "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
+    "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
+    "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define SB_REGISTERS_64 \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
+#define SB_REGISTERS_32 \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
+// clang-format on
+
+// Three products for one element type: S = Q K^T (first step and later ones, 128 keys), O += P V (128 or 64 columns).
+#define SB_WGMMA_OF(Type, type)                                                                                  \
+    /* d (64, 128) = a b^T, both K-major in shared memory */                                                     \
+    __device__ __forceinline__ void wgmma_first(Type, float(&d)[64], uint64_t a, uint64_t b) {                   \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." type \
+                     " " SB_REGISTERS_64 ", %64, %65, p, 1, 1, 0, 0;\n}"                                         \
+                     : SB_OUT_64                                                                                 \
+                     : "l"(a), "l"(b));                                                                          \
+    }                                                                                                            \
+    /* d (64, 128) += a b^T */                                                                                   \
+    __device__ __forceinline__ void wgmma_add(Type, float(&d)[64], uint64_t a, uint64_t b) {                     \
+        asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." type \
+                     " " SB_REGISTERS_64 ", %64, %65, p, 1, 1, 0, 0;\n}"                                         \
+                     : SB_ADD_64                                                                                 \
+                     : "l"(a), "l"(b));                                                                          \
+    }                                                                                                            \
+    /* d (64, 128) += a b, a in registers, b MN-major */                                                         \
+    __device__ __forceinline__ void wgmma_add(Type, float(&d)[64], const uint32_t* a, uint64_t b) {              \
+        asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." type \
+                     " " SB_REGISTERS_64 ", {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}"                           \
+                     : SB_ADD_64                                                                                 \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                      \
+    }                                                                                                            \
+    /* d (64, 64) += a b, a in registers, b MN-major */                                                          \
+    __device__ __forceinline__ void wgmma_add(Type, float(&d)[32], const uint32_t* a, uint64_t b) {              \
+        asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." type  \
+                     " " SB_REGISTERS_32 ", {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}"                           \
+                     : SB_ADD_32                                                                                 \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                      \
+    }
+SB_WGMMA_OF(__nv_bfloat16, "bf16.bf16")
+SB_WGMMA_OF(__half, "f16.f16")
+#undef SB_WGMMA_OF
+#undef SB_OUT_64
+#undef SB_ADD_64
+#undef SB_ADD_32
+#undef SB_REGISTERS_64
+#undef SB_REGISTERS_32
+
+// Two values to a register, `low` in the lower half.
+__device__ __forceinline__ uint32_t pack(__nv_bfloat16, float low, float high) {
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+__device__ __forceinline__ uint32_t pack(__half, float low, float high) {
+    uint32_t packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+}  // namespace megatron_sb::hopper

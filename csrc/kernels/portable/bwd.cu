@@ -1,0 +1,188 @@
+// block_backward for sm_80 and later: the plan of its two passes (bwd.cuh), made by kernels from a segment table that
+// the host never reads, and the launches.
+#include "kernels/portable/bwd.cuh"
+#include "kernels/portable/portable.h"
+
+namespace megatron_sb::portable {
+namespace {
+
+constexpr int kPlanThreads = 1024;
+constexpr int kSegmentThreads = 128;
+
+struct QueryTileRows {
+    template <class T, int kDim>
+    int operator()() const {
+        return kQueryTile<T, kDim>;
+    }
+};
+
+// Key tiles that the query tile from `row` of a segment on sees.
+SB_HOST_DEVICE int key_tiles_at(const Segment& s, bool attend_current, int tile_rows, int row) {
+    const int rows = s.q_len - row < tile_rows ? s.q_len - row : tile_rows;
+    return key_tiles_of(row + s.q_pos_minus_k_pos + (attend_current ? 1 : 0), rows, s.k_len);
+}
+
+SB_HOST_DEVICE int carry_blocks(const Segment& s, bool attend_current, int tile_rows) {
+    int blocks = 0;
+    for (int row = 0; row < s.q_len; row += tile_rows) blocks += key_tiles_at(s, attend_current, tile_rows, row);
+    return blocks;
+}
+
+// One thread a segment, in rounds: the blocks of the segments before it, then its own query tiles one by one.
+__global__ void __launch_bounds__(kPlanThreads)
+    plan_carries(Sizes sizes, Segments segments, bool attend_current, int tile_rows, BackwardPlan plan) {
+    __shared__ int ends[kPlanThreads];
+    int before = 0;
+    for (int round = 0; round < segments.size; round += kPlanThreads) {
+        const int i = round + int(threadIdx.x);
+        Segment mine = {};
+        if (i < segments.size) mine = clamped(segments[i], sizes);
+        const int blocks = carry_blocks(mine, attend_current, tile_rows);
+        ends[threadIdx.x] = blocks;
+        __syncthreads();
+        for (int step = 1; step < kPlanThreads; step *= 2) {
+            const int below = int(threadIdx.x) >= step ? ends[threadIdx.x - step] : 0;
+            __syncthreads();
+            ends[threadIdx.x] += below;
+            __syncthreads();
+        }
+        int block = before + ends[threadIdx.x] - blocks;
+        for (int row = 0; row < mine.q_len; row += tile_rows) {
+            plan.first_block[mine.q_begin + row] = block;
+            block += key_tiles_at(mine, attend_current, tile_rows, row);
+        }
+        before += ends[kPlanThreads - 1];
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) *plan.totals = {before, 0};
+}
+
+// Key tiles of the runs of keys: the first segment of a run writes them.
+__global__ void __launch_bounds__(kSegmentThreads) plan_keys(Sizes sizes, Segments segments, BackwardPlan plan) {
+    const int i = blockIdx.x * kSegmentThreads + threadIdx.x;
+    if (i >= segments.size) return;
+    const Segment mine = clamped(segments[i], sizes);
+    if (mine.q_len == 0 || mine.k_len == 0) return;
+    int next = -1, longest = 0;
+    bool first = true;
+    for (int j = 0; j < segments.size; ++j) {
+        const Segment other = clamped(segments[j], sizes);
+        if (other.k_begin != mine.k_begin || other.q_len == 0 || other.k_len == 0) continue;
+        if (j < i) first = false;
+        if (j > i && next < 0) next = j;
+        longest = max(longest, other.k_len);
+    }
+    plan.next_segment[i] = next;
+    if (!first) return;
+    const int tiles = (longest + kKeyTile - 1) / kKeyTile;
+    const int at = atomicAdd(&plan.totals->num_key_tiles, tiles);
+    for (int tile = 0; tile < tiles && at + tile < plan.max_key_tiles; ++tile)
+        plan.key_tiles[at + tile] = {mine.k_begin, longest, tile * kKeyTile, i};
+}
+
+// What the host knows of a call.
+struct Bounds {
+    int tile_rows;
+    int64_t query_tiles, key_tiles;
+    int64_t blocks;        // of carries, all heads
+    int64_t largest_tile;  // blocks of one query tile
+    int64_t block_bytes;
+
+    explicit Bounds(const BackwardParams& p) : tile_rows(with_shape(p.sizes, QueryTileRows{})) {
+        const Sizes& z = p.sizes;
+        query_tiles = max_query_tiles(z, p.segments, tile_rows);
+        key_tiles = z.k_rows / kKeyTile + std::min(p.segments.size, z.k_rows);
+        block_bytes = int64_t(2 * tile_rows * sizeof(float) + sizeof(Starts));
+        largest_tile = (z.k_rows + kKeyTile - 1) / kKeyTile;
+        int64_t of_a_head = query_tiles * largest_tile;
+        if (p.segments.by_value()) of_a_head = carry_blocks(p.segments.whole, p.options.attend_current, tile_rows);
+        blocks = of_a_head * z.batch * z.num_heads;
+    }
+};
+
+// The parts of the workspace one after the other; all but the carries have a size that no limit changes.
+struct Workspace {
+    BackwardPlan plan = {};
+    int64_t fixed_bytes = 0;
+
+    Workspace(const BackwardParams& p, const Bounds& bounds) : next_(static_cast<char*>(p.workspace)) {
+        plan.query_tiles = take<QueryTiles>(query_tiles_bytes(p.sizes, p.segments, bounds.tile_rows));
+        plan.totals = take<PlanTotals>(sizeof(PlanTotals));
+        plan.first_block = take<int32_t>(int64_t(p.sizes.q_rows) * 4);
+        plan.next_segment = take<int32_t>(int64_t(p.segments.size) * 4);
+        plan.key_tiles = take<KeyTile>(bounds.key_tiles * int64_t(sizeof(KeyTile)));
+        plan.max_query_tiles = int32_t(bounds.query_tiles);
+        plan.max_key_tiles = int32_t(bounds.key_tiles);
+    }
+
+    // Room for carries in `bytes`, in blocks: at least so much that a chunk makes progress, at most what there is.
+    int64_t room(const Bounds& bounds, int64_t bytes) const {
+        const int64_t whole = (bytes - fixed_bytes) / kAlignment * kAlignment;
+        return std::min(std::max(whole / bounds.block_bytes, 2 * bounds.largest_tile), bounds.blocks);
+    }
+
+    void take_carries(const Bounds& bounds, int64_t room) {
+        plan.carries = take<float>(room * bounds.block_bytes);
+        plan.starts = reinterpret_cast<Starts*>(plan.carries + room * 2 * bounds.tile_rows);
+    }
+
+  private:
+    static constexpr int64_t kAlignment = 256;
+
+    template <class Item>
+    Item* take(int64_t bytes) {
+        const int64_t whole = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+        fixed_bytes += whole;
+        char* const at = next_;
+        if (next_ != nullptr) next_ += whole;
+        return reinterpret_cast<Item*>(at);
+    }
+
+    char* next_;
+};
+
+bool has_work(const BackwardParams& p) {
+    return p.segments.size > 0 && p.sizes.q_rows > 0 && p.sizes.k_rows > 0;
+}
+
+}  // namespace
+
+int64_t backward_workspace(const BackwardParams& params, int64_t limit) {
+    if (!has_work(params)) return 0;
+    BackwardParams nowhere = params;
+    nowhere.workspace = nullptr;
+    const Bounds bounds(nowhere);
+    Workspace workspace(nowhere, bounds);
+    workspace.take_carries(bounds, workspace.room(bounds, limit));
+    return workspace.fixed_bytes;
+}
+
+void block_backward(const BackwardParams& params, void* stream_handle) {
+    if (!has_work(params)) return;
+    const auto stream = static_cast<cudaStream_t>(stream_handle);
+    const Bounds bounds(params);
+    if (bounds.blocks == 0) return;
+    Workspace workspace(params, bounds);
+    const int64_t room = workspace.room(bounds, params.workspace_bytes);
+    workspace.take_carries(bounds, room);
+
+    BackwardPlan& plan = workspace.plan;
+    const bool current = params.options.attend_current;
+    make_query_tiles(params.sizes, params.segments, current, bounds.tile_rows, plan.query_tiles, stream);
+    plan_carries<<<1, kPlanThreads, 0, stream>>>(params.sizes, params.segments, current, bounds.tile_rows, plan);
+    check_launch("block_backward");
+    const int blocks = (params.segments.size + kSegmentThreads - 1) / kSegmentThreads;
+    plan_keys<<<blocks, kSegmentThreads, 0, stream>>>(params.sizes, params.segments, plan);
+    check_launch("block_backward");
+
+    // A query tile that begins in a chunk may reach beyond its window; the windows are made equal.
+    const int64_t largest_window = room == bounds.blocks ? room : room - bounds.largest_tile;
+    const int64_t chunks = (bounds.blocks + largest_window - 1) / largest_window;
+    plan.window = (bounds.blocks + chunks - 1) / chunks;
+    for (plan.chunk = 0; plan.chunk < chunks; ++plan.chunk) {
+        launch_query_pass(params, plan, stream);
+        launch_key_pass(params, plan, stream);
+    }
+}
+
+}  // namespace megatron_sb::portable

@@ -1,0 +1,373 @@
+// The key pass of block_backward: dk and dv. A thread block owns 64 keys of one key head (and, of wide heads, 128
+// columns of dk and dv) and goes over all query rows that see them, in steps of 64, over the segments that share these
+// keys and the query heads that read this key head:
+//
+//   S = Q K^T,  dP = dO V^T,  A and dz (scan.cuh) from the carries of the query pass,  dV += A^T dO,  dK += dz^T Q
+//
+// For S and dP a warp has 16 query rows and all keys; for dV and dK, 32 keys and half the columns, with A and dz read
+// back transposed from shared memory.
+#include "kernels/portable/bwd.cuh"
+#include "kernels/portable/scan.cuh"
+
+namespace megatron_sb::portable {
+namespace {
+
+constexpr int kBlocks = kKeyTile / 8;  // of accumulator columns
+using KeyOrder = KeysToColumns<kKeyTile>;
+
+// A query step of this thread block.
+struct Step {
+    int32_t q_row, head;
+    int32_t visible;             // keys of the tile that the first row sees if the tile went on for ever, negative too
+    int32_t block;               // of its carries in this chunk
+    uint8_t num_rows, num_keys;  // that there are of the tile's keys for this segment
+    bool some_absent;            // some row starts in a newer key tile, or never
+    bool second;                 // half of its query tile
+};
+
+struct StepList {
+    Step steps[kThreads];
+    int found[kWarps];  // by each warp, while the list is made
+};
+
+template <class T, int kDim>
+struct Shape {
+    static constexpr int kPitch = kDim * int(sizeof(T)) < 512 ? kDim * int(sizeof(T)) : 512;
+    static constexpr int kChunks = kDim * int(sizeof(T)) / kPitch;
+    // K, V, Q, dO all at hand, Q with two buffers; else keys and queries have one tile each and operands take turns.
+    static constexpr bool kResident = sizeof(T) == 2 && kDim <= 128;
+    static constexpr int kColumns = kDim < 128 ? kDim : 128, kSlices = kDim / kColumns;  // of dk and dv
+    static constexpr int kOut = kColumns / 2 / 8;                                        // accumulator blocks of a warp
+    static constexpr int kTileBytes = 64 * kPitch;
+    static constexpr int kScorePitch = kKeyTile * int(sizeof(T)), kScoreBytes = kQueryStep * kScorePitch;
+    static constexpr int kOperandBytes = (kResident ? 5 : 2) * kTileBytes;
+    static constexpr int kSharedBytes = kOperandBytes + 2 * kScoreBytes + int(sizeof(StepList));
+    static constexpr int kBlocksPerSm = sizeof(T) == 2 && kDim == 64 ? 3 : 2;
+    static_assert(kKeyTile == 64 && kQueryStep == 64, "one tile size");
+    static_assert(kSharedBytes <= kLeastSharedBytes, "fits every GPU from sm_80 on");
+};
+
+template <class T, int kDim>
+class KeyTilePass {
+    using S = Shape<T, kDim>;
+    using Block = float[1][kBlocks][4];
+
+  public:
+    __device__ KeyTilePass(const BackwardParams& params, const BackwardPlan& plan, const Scalars& scalars,
+                           const KeyTile& tile, int batch, int key_head, int slice, uint8_t* shared)
+        : p_(params),
+          plan_(plan),
+          scalars_(scalars),
+          tile_(tile),
+          batch_(batch),
+          key_head_(key_head),
+          slice_(slice),
+          tiles_(shared_address(shared)),
+          list_(*reinterpret_cast<StepList*>(shared + S::kSharedBytes - sizeof(StepList))) {}
+
+    __device__ void run() {
+        const Sizes& z = p_.sizes;
+        const int group = z.num_heads / z.num_kv_heads;
+        for (int i = tile_.segment; i >= 0; i = plan_.next_segment[i]) {
+            const Segment s = clamped(p_.segments[i], z);
+            const int candidates = num_candidates(s);
+            for (int first = 0; first < candidates * group; first += kThreads) {
+                const int steps = collect(s, candidates, first + int(threadIdx.x));
+                if (steps > 0) go_over(steps);
+            }
+        }
+        if (worked_) finish();
+    }
+
+  private:
+    static constexpr int kStepsOfTile = kQueryTile<T, kDim> / kQueryStep;
+
+    __device__ int visible(const Segment& s, int row) const {
+        return row + s.q_pos_minus_k_pos + (p_.options.attend_current ? 1 : 0);
+    }
+
+    // ---- which query steps there are --------------------------------------------------------------------------------
+    __device__ int first_tile(const Segment& s) const {  // the first query tile that sees a key of this tile
+        return max(tile_.begin + 1 - visible(s, 0), 0) / kQueryTile<T, kDim>;
+    }
+    __device__ int num_candidates(const Segment& s) const {
+        if (tile_.begin >= s.k_len) return 0;
+        const int tiles = (s.q_len + kQueryTile<T, kDim> - 1) / kQueryTile<T, kDim>;
+        return max(tiles - first_tile(s), 0) * kStepsOfTile;
+    }
+
+    __device__ bool candidate(const Segment& s, int candidates, int number, Step& step) const {
+        const int group = p_.sizes.num_heads / p_.sizes.num_kv_heads;
+        if (number >= candidates * group) return false;
+        const int half = number % kStepsOfTile;
+        const int tile_row = (first_tile(s) + number % candidates / kStepsOfTile) * kQueryTile<T, kDim>;
+        const int row = tile_row + half * kQueryStep, rows = min(kQueryStep, s.q_len - row);
+        if (rows <= 0 || visible(s, row + rows - 1) <= tile_.begin) return false;
+
+        const int head = key_head_ * group + number / candidates;
+        const int key_tiles = key_tiles_of(visible(s, tile_row), min(kQueryTile<T, kDim>, s.q_len - tile_row), s.k_len);
+        const int64_t block = block_in_chunk(plan_, p_.sizes, plan_.first_block[s.q_begin + tile_row],
+                                             batch_ * p_.sizes.num_heads + head, key_tiles);
+        if (block < 0) return false;
+        const Starts& starts = plan_.starts[block];
+        const int key_tile = tile_.begin / kKeyTile;
+        if (key_tile < starts.first[half]) return false;
+        step = {s.q_begin + row,
+                head,
+                visible(s, row) - tile_.begin,
+                int(block) + key_tile,
+                uint8_t(rows),
+                uint8_t(min(kKeyTile, s.k_len - tile_.begin)),
+                key_tile < starts.last[half],
+                half == 1};
+        return true;
+    }
+
+    // The steps among kThreads candidates, in their order, to shared memory; returns how many.
+    __device__ int collect(const Segment& s, int candidates, int number) {
+        Step step;
+        const bool take = candidate(s, candidates, number, step);
+        const unsigned lanes = __ballot_sync(kAllLanes, take);
+        const int warp = threadIdx.x / 32;
+        __syncthreads();  // the steps before are done with
+        list_.found[warp] = __popc(lanes);
+        __syncthreads();
+        int before = __popc(lanes & ((1u << threadIdx.x % 32) - 1)), all = 0;
+        for (int w = 0; w < kWarps; ++w) {
+            if (w < warp) before += list_.found[w];
+            all += list_.found[w];
+        }
+        if (take) list_.steps[before] = step;
+        __syncthreads();
+        return all;
+    }
+
+    // ---- operands ---------------------------------------------------------------------------------------------------
+    __device__ uint32_t key_operand(int i) const { return tiles_ + i * S::kTileBytes; }
+    __device__ uint32_t query_operand(int i) const { return tiles_ + ((S::kResident ? 2 : 1) + i) * S::kTileBytes; }
+    __device__ uint32_t weights_tile() const { return tiles_ + S::kOperandBytes; }
+    __device__ uint32_t gradients_tile() const { return weights_tile() + S::kScoreBytes; }
+
+    __device__ void load_keys(uint32_t to, const Rows<const void*>& rows, int width, int byte) const {
+        const HeadRows from = head_rows<T>(rows, batch_, key_head_, width).rows_from(tile_.k_row + tile_.begin);
+        load_rows<kKeyTile, S::kPitch>(to, from.bytes_from(byte), tile_.num_keys - tile_.begin, KeyOrder{});
+    }
+    // Absent rows are not loaded: what is in them must not reach these keys.
+    __device__ void load_queries(uint32_t to, const Rows<const void*>& rows, int width, int byte,
+                                 const Step& step) const {
+        const HeadRows from = head_rows<T>(rows, batch_, step.head, width).rows_from(step.q_row).bytes_from(byte);
+        if (!step.some_absent) {
+            load_rows<kQueryStep, S::kPitch>(to, from, step.num_rows);
+        } else {
+            const float* mass = carries(step);
+            load_rows<kQueryStep, S::kPitch>(to, from, step.num_rows, InOrder{},
+                                             [&](int row) { return mass[row] != kAbsent; });
+        }
+    }
+    __device__ void load_q(uint32_t to, const Step& step, int chunk = 0) const {
+        load_queries(to, p_.q, p_.sizes.head_dim, chunk * S::kPitch, step);
+    }
+    __device__ void load_do(uint32_t to, const Step& step, int chunk = 0) const {
+        load_queries(to, p_.d_o, p_.sizes.head_dim_v, chunk * S::kPitch, step);
+    }
+    __device__ const float* carries(const Step& step) const {
+        return plan_.carries + int64_t(step.block) * 2 * kQueryTile<T, kDim> + (step.second ? kQueryStep : 0);
+    }
+
+    // ---- the products -----------------------------------------------------------------------------------------------
+    __device__ void go_over(int steps) {
+        if constexpr (S::kResident) {
+            if (!worked_) {
+                load_keys(key_operand(0), p_.k, p_.sizes.head_dim, 0);
+                load_keys(key_operand(1), p_.v, p_.sizes.head_dim_v, 0);
+            }
+            load_q(query_operand(0), list_.steps[0]);
+            load_do(query_operand(2), list_.steps[0]);
+            commit_copies();
+            for (int i = 0; i < steps; ++i) resident_step(i, steps);
+        } else {
+            for (int i = 0; i < steps; ++i) lean_step(list_.steps[i]);
+        }
+        worked_ = true;
+    }
+
+    __device__ void resident_step(int i, int steps) {
+        const Step step = list_.steps[i];
+        const uint32_t q_tile = query_operand(i % 2), do_tile = query_operand(2), warp_rows = threadIdx.x / 32 * 16;
+        const bool more = i + 1 < steps;
+        wait_for_copies<0>();
+        __syncthreads();
+        if (more) load_q(query_operand((i + 1) % 2), list_.steps[i + 1]);
+        Block s = {}, dp = {};
+        multiply_rows<T, S::kPitch>(s, q_tile + warp_rows * S::kPitch, key_operand(0),
+                                    p_.sizes.head_dim * int(sizeof(T)));
+        multiply_rows<T, S::kPitch>(dp, do_tile + warp_rows * S::kPitch, key_operand(1),
+                                    p_.sizes.head_dim_v * int(sizeof(T)));
+        to_gradients(s, dp, step);
+        __syncthreads();
+        add(dv_, weights_tile(), do_tile);
+        __syncthreads();
+        if (more) load_do(do_tile, list_.steps[i + 1]);
+        commit_copies();
+        add(dk_, gradients_tile(), q_tile);
+    }
+
+    __device__ void lean_step(const Step& step) {
+        const uint32_t keys = key_operand(0), queries = query_operand(0), warp_rows = threadIdx.x / 32 * 16;
+        const int widths[] = {p_.sizes.head_dim * int(sizeof(T)), p_.sizes.head_dim_v * int(sizeof(T))};
+        Block x[2] = {};  // S, dP
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            for (int chunk = 0; chunk < S::kChunks; ++chunk) {
+                const int byte = chunk * S::kPitch;
+                __syncthreads();
+                i == 0 ? load_q(queries, step, chunk) : load_do(queries, step, chunk);
+                load_keys(keys, i == 0 ? p_.k : p_.v, i == 0 ? p_.sizes.head_dim : p_.sizes.head_dim_v, byte);
+                commit_copies();
+                wait_for_copies<0>();
+                __syncthreads();
+                multiply_rows<T, S::kPitch>(x[i], queries + warp_rows * S::kPitch, keys, widths[i] - byte);
+            }
+        }
+        to_gradients(x[0], x[1], step);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            __syncthreads();
+            const int chunk = S::kChunks == 1 ? 0 : slice_;
+            i == 0 ? load_do(queries, step, chunk) : load_q(queries, step, chunk);
+            commit_copies();
+            wait_for_copies<0>();
+            __syncthreads();
+            i == 0 ? add(dv_, weights_tile(), queries) : add(dk_, gradients_tile(), queries);
+        }
+    }
+
+    // S and dP to A and dz in shared memory.
+    __device__ void to_gradients(Block& s, Block& dp, const Step& step) const {
+        const int t = threadIdx.x % 4, warp_row = threadIdx.x / 32 * 16, row = warp_row + threadIdx.x % 32 / 4;
+        const float* const carry = carries(step);
+        float mass[1][2], prefix[1][2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            mass[0][r] = carry[row + 8 * r];
+            prefix[0][r] = carry[kQueryTile<T, kDim> + row + 8 * r];
+        }
+        const bool masked = step.some_absent || min(step.visible + warp_row, int(step.num_keys)) < kKeyTile;
+        Limits<1> limit;
+        if (masked) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int seen = min(step.visible + row + 8 * r, int(step.num_keys));
+                limit[0][r] = mass[0][r] == kAbsent ? 0 : seen - t * (kKeyTile / 4);
+            }
+            fill_hidden(s, limit, scalars_.hidden);
+            fill_hidden(dp, limit, 0.f);
+        }
+        Rises<1, kBlocks> rises;
+        exponentials(s, scalars_.scale_log2e, rises);
+        const bool key_by_key = weights(s, rises, mass, [&](int, int r, int n, float older_a, float newer_a) {
+            dp[0][n][2 * r] *= older_a;
+            dp[0][n][2 * r + 1] *= newer_a;
+            store_scores(weights_tile(), r, n, kWeightScale<T> * older_a, kWeightScale<T> * newer_a);
+        });
+        logit_gradients(s, dp, prefix, key_by_key);
+        if (masked) fill_hidden(dp, limit, 0.f);
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int n = 0; n < kBlocks; ++n)
+                store_scores(gradients_tile(), r, n, dp[0][n][2 * r], dp[0][n][2 * r + 1]);
+    }
+
+    // Accumulator columns 8n + 2t, + 1 of row r to a tile of scores.
+    __device__ void store_scores(uint32_t tile, int r, int n, float x, float y) const {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        const int byte = 2 * t * int(sizeof(T)), row = threadIdx.x / 32 * 16 + g;
+        const uint32_t at = tile + row * S::kScorePitch + ((byte / 16 ^ g) << 4) + byte % 16;
+        const uint32_t to = (at ^ n * 8 * int(sizeof(T))) + r * 8 * S::kScorePitch;
+        if constexpr (sizeof(T) == 2)
+            store_shared(to, pack<T>(x, y));
+        else
+            store_shared(to, __float_as_uint(x), __float_as_uint(y));
+    }
+
+    __device__ int warp_key_column() const {
+        return threadIdx.x / 32 % 2 * 32;
+    }
+    __device__ int warp_column() const {
+        return threadIdx.x / 64 * (S::kColumns / 2);
+    }  // within the slice
+
+    __device__ void add(float (&sum)[2][S::kOut][4], uint32_t scores, uint32_t queries) const {
+        const int column = (S::kChunks == 1 ? slice_ * S::kColumns : 0) + warp_column();
+        multiply_columns<T, kQueryStep, S::kScorePitch, S::kPitch>(sum, scores, warp_key_column(), queries, column);
+    }
+
+    __device__ void finish() const {
+        const Sizes& z = p_.sizes;
+        const int column = slice_ * S::kColumns + warp_column();
+#pragma unroll
+        for (int m = 0; m < 2; ++m)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int key = key_of_column<kKeyTile>(warp_key_column() + 16 * m + 8 * r + threadIdx.x % 32 / 4);
+                if (tile_.begin + key >= tile_.num_keys) continue;
+                const int64_t row = tile_.k_row + tile_.begin + key;
+                add_row(row_of(p_.dk, row), z.head_dim, column, dk_[m], r, scalars_.scale);
+                add_row(row_of(p_.dv, row), z.head_dim_v, column, dv_[m], r, 1.f / kWeightScale<T>);
+            }
+    }
+    __device__ float* row_of(const Rows<void*>& rows, int64_t row) const {
+        return static_cast<float*>(rows.data) + batch_ * rows.batch_stride + row * rows.row_stride +
+               key_head_ * rows.head_stride;
+    }
+
+    const BackwardParams& p_;
+    const BackwardPlan& plan_;
+    const Scalars& scalars_;
+    const KeyTile tile_;
+    const int batch_, key_head_, slice_;
+    const uint32_t tiles_;
+    StepList& list_;
+    bool worked_ = false;
+    float dk_[2][S::kOut][4] = {}, dv_[2][S::kOut][4] = {};  // dv_ times kWeightScale
+};
+
+template <class T, int kDim>
+__global__ void __launch_bounds__(kThreads, Shape<T, kDim>::kBlocksPerSm)
+    key_pass(const __grid_constant__ BackwardParams params, const __grid_constant__ BackwardPlan plan,
+             const __grid_constant__ Scalars scalars) {
+    extern __shared__ __align__(1024) uint8_t shared[];
+    using S = Shape<T, kDim>;
+    const Sizes& z = params.sizes;
+    const int slice = blockIdx.x % S::kSlices, rest = blockIdx.x / S::kSlices;
+    const int tile = rest % plan.max_key_tiles, head = rest / plan.max_key_tiles;
+    if (tile >= min(plan.totals->num_key_tiles, plan.max_key_tiles)) return;
+    if (plan.chunk * plan.window >= int64_t(plan.totals->carry_blocks) * z.batch * z.num_heads) return;
+    KeyTilePass<T, kDim>(params, plan, scalars, plan.key_tiles[tile], head / z.num_kv_heads, head % z.num_kv_heads,
+                         slice, shared)
+        .run();
+}
+
+struct Launch {
+    const BackwardParams& params;
+    const BackwardPlan& plan;
+    cudaStream_t stream;
+
+    template <class T, int kDim>
+    int operator()() const {
+        using S = Shape<T, kDim>;
+        const int64_t heads = int64_t(params.sizes.batch) * params.sizes.num_kv_heads;
+        launch("block_backward", key_pass<T, kDim>, plan.max_key_tiles * heads * S::kSlices, S::kSharedBytes, stream,
+               params, plan, scalars_of<T>(params.options));
+        return 0;
+    }
+};
+
+}  // namespace
+
+void launch_key_pass(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream) {
+    with_shape(params.sizes, Launch{params, plan, stream});
+}
+
+}  // namespace megatron_sb::portable

@@ -1,0 +1,280 @@
+// block_forward for sm_80 and later. A thread block owns a tile of query rows of one head and walks its keys from the
+// newest tile of 64 to the oldest:
+//
+//   S = Q K^T,   e = exp(z),   A_k = e_k P_k (scan.cuh),   O += A V,   P -> P / prod (1 + e)
+//
+// and ends when no row has mass left. K has two buffers and V one: V of this tile and K of the next are on their way
+// while S is computed.
+#include "kernels/portable/portable.h"
+#include "kernels/portable/query_tiles.h"
+#include "kernels/portable/scan.cuh"
+#include "kernels/portable/work.cuh"
+
+namespace megatron_sb::portable {
+namespace {
+
+constexpr int kKeys = kRestartTile;
+using KeyOrder = KeysToColumns<kKeys>;
+
+template <class T, int kDim>
+struct Shape {
+    static constexpr int kPitch = kDim * int(sizeof(T)) < 512 ? kDim * int(sizeof(T)) : 512;
+    static constexpr int kChunks = kDim * int(sizeof(T)) / kPitch;  // above 1, Q, K and V pass through chunk by chunk
+    static constexpr int kTiles =
+        sizeof(T) == 2 && kDim <= 128 ? 2 : 1;  // blocks of 16 rows a warp: as registers allow
+    static constexpr int kWarpRows = 16 * kTiles, kRows = kWarps * kWarpRows;
+    static constexpr int kKeyBuffers = kPitch <= 256 ? 2 : 1;
+    static constexpr int kKeyBytes = kKeys * kPitch;
+    static constexpr int kSharedBytes = kRows * kPitch + (kChunks > 1 ? 1 : kKeyBuffers + 1) * kKeyBytes;
+    static constexpr int kBlocksPerSm = sizeof(T) == 2 && kDim == 64 ? 3 : 2;  // what registers are made to allow
+    static constexpr int kColumnBlocks = kPitch / int(sizeof(T)) / 8;          // of 8 columns, in a chunk of O
+    static_assert(kSharedBytes <= kLeastSharedBytes, "fits every GPU from sm_80 on");
+};
+
+template <class T, int kDim>
+class ForwardTile {
+    using S = Shape<T, kDim>;
+
+  public:
+    __device__ ForwardTile(const ForwardParams& params, const Scalars& scalars, const QueryTile& tile, const Head& head,
+                           uint32_t shared)
+        : p_(params),
+          scalars_(scalars),
+          tile_(tile),
+          head_(head),
+          q_tile_(shared),
+          k_tile_(shared + S::kRows * S::kPitch) {
+        const Sizes& z = params.sizes;
+        q_ = head_rows<T>(params.q, head.batch, head.query, z.head_dim).rows_from(tile.q_row);
+        k_ = head_rows<T>(params.k, head.batch, head.key, z.head_dim).rows_from(tile.k_row);
+        v_ = head_rows<T>(params.v, head.batch, head.key, z.head_dim_v).rows_from(tile.k_row);
+        warp_row_ = threadIdx.x / 32 * S::kWarpRows;
+    }
+
+    __device__ void run() {
+        start();
+        const int keys = visible(tile_.num_rows - 1);
+        const int newest = (keys + kKeys - 1) / kKeys - 1;
+        if constexpr (S::kChunks == 1) {
+            if (newest >= 0) {
+                load_rows<S::kRows, S::kPitch>(q_tile_, q_, tile_.num_rows);
+                load_keys(k_buffer(newest), k_, newest);
+            }
+            for (int tile = newest; tile >= 0; --tile)
+                if (!key_tile(tile)) break;
+        } else {
+            for (int tile = newest; tile >= 0; --tile)
+                if (!key_tile_in_chunks(tile)) break;
+        }
+        finish();
+    }
+
+  private:
+    __device__ int visible(int row) const { return clamp_row(tile_.visible + row, 0, tile_.k_len); }
+    __device__ int row(int m, int r) const { return warp_row_ + 16 * m + 8 * r + threadIdx.x % 32 / 4; }
+    __device__ int64_t index(int row) const {
+        return (int64_t(head_.batch) * p_.sizes.num_heads + head_.query) * p_.sizes.q_rows + tile_.q_row + row;
+    }
+    template <class F>
+    __device__ void for_each_row(F f) const {
+#pragma unroll
+        for (int m = 0; m < S::kTiles; ++m)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) f(m, r, row(m, r));
+    }
+    // One lane of the four that share a row writes what there is one of a row.
+    __device__ bool writes(int row) const {
+        return threadIdx.x % 4 == 0 && row < tile_.num_rows;
+    }
+
+    __device__ void start() {
+        const float* mass_in = static_cast<const float*>(p_.mass_in);
+        for_each_row([&](int m, int r, int row) {
+            const bool live = row < tile_.num_rows;
+            mass_[m][r] = !live ? 0.f : mass_in == nullptr ? kWeightScale<T> : kWeightScale<T> * mass_in[index(row)];
+            if (writes(row)) write_restart(row, 0, 0.f);
+        });
+    }
+    __device__ void write_restart(int row, int edge, float mass) const {
+        p_.restart.edge[index(row)] = edge;
+        static_cast<float*>(p_.restart.mass)[index(row)] = mass;
+    }
+
+    __device__ uint32_t k_buffer(int tile) const {
+        return k_tile_ + tile % S::kKeyBuffers * S::kKeyBytes;
+    }
+    __device__ void load_keys(uint32_t to, const HeadRows& from, int tile) const {
+        load_rows<kKeys, S::kPitch>(to, from.rows_from(int64_t(tile) * kKeys), tile_.k_len - tile * kKeys, KeyOrder{});
+        commit_copies();
+    }
+
+    __device__ bool live() const {
+        bool live = false;
+        for_each_row([&](int m, int r, int) { live |= mass_[m][r] >= scalars_.least_mass; });
+        return live;
+    }
+    // Whether this warp's rows can gain anything from a tile.
+    __device__ bool takes_part(int tile) const {
+        const int last = min(warp_row_ + S::kWarpRows, tile_.num_rows) - 1;
+        return last >= warp_row_ && visible(last) > tile * kKeys && __any_sync(kAllLanes, live());
+    }
+
+    // False, and nothing done, where no row has mass left.
+    __device__ bool key_tile(int tile) {
+        const uint32_t v_tile = k_tile_ + S::kKeyBuffers * S::kKeyBytes;
+        wait_for_copies<0>();  // K
+        if (!__syncthreads_or(live())) return false;
+        load_keys(v_tile, v_, tile);
+        if (S::kKeyBuffers == 2 && tile > 0) load_keys(k_buffer(tile - 1), k_, tile - 1);
+
+        const bool active = takes_part(tile);
+        float s[S::kTiles][kKeys / 8][4] = {};
+        if (active) {
+            multiply_rows<T, S::kPitch>(s, q_tile_ + warp_row_ * S::kPitch, k_buffer(tile), q_.width);
+            to_weights(s, tile);
+        }
+        if (S::kKeyBuffers == 2 && tile > 0)
+            wait_for_copies<1>();  // V
+        else
+            wait_for_copies<0>();
+        __syncthreads();
+        if (S::kKeyBuffers == 1 && tile > 0) load_keys(k_buffer(tile - 1), k_, tile - 1);
+        if (active) multiply_accumulators<T, S::kPitch>(o_[0], s, v_tile);
+        return true;
+    }
+
+    __device__ bool key_tile_in_chunks(int tile) {
+        if (!__syncthreads_or(live())) return false;
+        const bool active = takes_part(tile);
+        float s[S::kTiles][kKeys / 8][4] = {};
+        for (int chunk = 0; chunk < S::kChunks; ++chunk) {
+            const int byte = chunk * S::kPitch;
+            __syncthreads();
+            load_rows<S::kRows, S::kPitch>(q_tile_, q_.bytes_from(byte), tile_.num_rows);
+            load_keys(k_tile_, k_.bytes_from(byte), tile);
+            wait_for_copies<0>();
+            __syncthreads();
+            if (active) multiply_rows<T, S::kPitch>(s, q_tile_ + warp_row_ * S::kPitch, k_tile_, q_.width - byte);
+        }
+        if (active) to_weights(s, tile);
+#pragma unroll
+        for (int chunk = 0; chunk < S::kChunks; ++chunk) {
+            __syncthreads();
+            load_keys(k_tile_, v_.bytes_from(chunk * S::kPitch), tile);
+            wait_for_copies<0>();
+            __syncthreads();
+            if (active) multiply_accumulators<T, S::kPitch>(o_[chunk], s, k_tile_);
+        }
+        return true;
+    }
+
+    // q . k -> A; notes where the backward may start.
+    __device__ void to_weights(float (&s)[S::kTiles][kKeys / 8][4], int tile) {
+        const int begin = tile * kKeys, end = min(begin + kKeys, tile_.k_len);
+        if (visible(warp_row_) < begin + kKeys) {
+            Limits<S::kTiles> limit;
+            for_each_row(
+                [&](int m, int r, int row) { limit[m][r] = visible(row) - begin - threadIdx.x % 4 * (kKeys / 4); });
+            fill_hidden(s, limit, scalars_.hidden);
+        }
+        Rises<S::kTiles, kKeys / 8> rises;
+        exponentials(s, scalars_.scale_log2e, rises);
+        float newer[S::kTiles][2];
+        for_each_row([&](int m, int r, int) { newer[m][r] = mass_[m][r]; });
+        weights(s, rises, mass_, [&](int m, int r, int n, float older_a, float newer_a) {
+            s[m][n][2 * r] = older_a;
+            s[m][n][2 * r + 1] = newer_a;
+        });
+        // The oldest edge with enough mass is the newer edge of the tile that uses it up, or of the last one.
+        for_each_row([&](int m, int r, int row) {
+            const bool oldest =
+                newer[m][r] >= scalars_.least_restart && (tile == 0 || !(mass_[m][r] >= scalars_.least_restart));
+            if (oldest && writes(row)) write_restart(row, end, newer[m][r] / kWeightScale<T>);
+        });
+    }
+
+    __device__ void finish() const {
+        const Sizes& z = p_.sizes;
+        const int64_t head = head_.batch * p_.o.batch_stride + head_.query * p_.o.head_stride;
+        for_each_row([&](int m, int r, int row) {
+            if (row >= tile_.num_rows) return;
+            if (writes(row)) static_cast<float*>(p_.mass_out)[index(row)] = mass_[m][r] / kWeightScale<T>;
+            const int64_t at = head + (tile_.q_row + row) * p_.o.row_stride + threadIdx.x % 4 * 2;
+#pragma unroll
+            for (int chunk = 0; chunk < S::kChunks; ++chunk)
+#pragma unroll
+                for (int n = 0; n < S::kColumnBlocks; ++n) {
+                    const int column = (chunk * S::kColumnBlocks + n) * 8;
+                    if (column >= z.head_dim_v) break;
+                    write_o(at + column, o_[chunk][m][n][2 * r] / kWeightScale<T>,
+                            o_[chunk][m][n][2 * r + 1] / kWeightScale<T>);
+                }
+        });
+    }
+    __device__ void write_o(int64_t at, float x, float y) const {
+        if constexpr (sizeof(T) == 2) {
+            if (p_.o_dtype != Dtype::kFloat32) {
+                *reinterpret_cast<uint32_t*>(static_cast<T*>(p_.o.data) + at) = pack<T>(x, y);
+                return;
+            }
+        }
+        *reinterpret_cast<float2*>(static_cast<float*>(p_.o.data) + at) = make_float2(x, y);
+    }
+
+    const ForwardParams& p_;
+    const Scalars& scalars_;
+    const QueryTile tile_;
+    const Head head_;
+    HeadRows q_, k_, v_;
+    const uint32_t q_tile_, k_tile_;
+    int warp_row_;
+    float mass_[S::kTiles][2];  // times kWeightScale, at the newer edge of the next tile
+    float o_[S::kChunks][S::kTiles][S::kColumnBlocks][4] = {};
+};
+
+template <class T, int kDim>
+__global__ void __launch_bounds__(kThreads, Shape<T, kDim>::kBlocksPerSm)
+    forward(const __grid_constant__ ForwardParams params, const __grid_constant__ Scalars scalars, int num_tiles) {
+    extern __shared__ __align__(1024) uint8_t shared[];
+    const QueryTiles& tiles = *static_cast<const QueryTiles*>(params.workspace);
+    const int tile = blockIdx.x % num_tiles;
+    if (tile >= tiles.count) return;
+    const Head head = head_of(params.sizes, blockIdx.x / num_tiles);
+    ForwardTile<T, kDim>(params, scalars, tiles.entries()[tile], head, shared_address(shared)).run();
+}
+
+struct TileRows {
+    template <class T, int kDim>
+    int operator()() const {
+        return Shape<T, kDim>::kRows;
+    }
+};
+
+struct Launch {
+    const ForwardParams& params;
+    cudaStream_t stream;
+
+    template <class T, int kDim>
+    int operator()() const {
+        using S = Shape<T, kDim>;
+        const int num_tiles = int(max_query_tiles(params.sizes, params.segments, S::kRows));
+        make_query_tiles(params.sizes, params.segments, params.options.attend_current, S::kRows,
+                         static_cast<QueryTiles*>(params.workspace), stream);
+        launch("block_forward", forward<T, kDim>, int64_t(num_tiles) * params.sizes.batch * params.sizes.num_heads,
+               S::kSharedBytes, stream, params, scalars_of<T>(params.options), num_tiles);
+        return 0;
+    }
+};
+
+}  // namespace
+
+int64_t forward_workspace(const ForwardParams& params) {
+    return query_tiles_bytes(params.sizes, params.segments, with_shape(params.sizes, TileRows{}));
+}
+
+void block_forward(const ForwardParams& params, void* stream) {
+    fill_uncovered_rows(params, stream);
+    if (params.segments.size > 0) with_shape(params.sizes, Launch{params, static_cast<cudaStream_t>(stream)});
+}
+
+}  // namespace megatron_sb::portable

@@ -1,0 +1,15 @@
+// What every launch of a kernel here is followed by.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "core/error.h"
+
+namespace megatron_sb::portable {
+
+inline void check_launch(const char* what) {
+    const cudaError_t error = cudaGetLastError();
+    if (error != cudaSuccess) throw RuntimeFailure(concat(what, ": launch failed: ", cudaGetErrorString(error)));
+}
+
+}  // namespace megatron_sb::portable

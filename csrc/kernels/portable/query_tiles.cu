@@ -1,0 +1,157 @@
+#include <algorithm>
+
+#include "core/segment.h"
+#include "kernels/portable/launch.h"
+#include "kernels/portable/query_tiles.h"
+
+namespace megatron_sb::portable {
+namespace {
+
+constexpr int kThreads = 1024;  // one block makes the list
+constexpr int kBuckets = 1024;  // of tiles by how many keys they have
+constexpr int kWarps = kThreads / 32;
+
+// The sum of `value` over this thread and those before it; every thread of the block takes part.
+template <int kWarps>
+__device__ int inclusive_scan(int value, int* warp_sums) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    for (int step = 1; step < 32; step *= 2) {
+        const int below = __shfl_up_sync(~0u, value, step);
+        if (lane >= step) value += below;
+    }
+    if (lane == 31) warp_sums[warp] = value;
+    __syncthreads();
+    if (warp == 0) {
+        int sum = lane < kWarps ? warp_sums[lane] : 0;
+        for (int step = 1; step < kWarps; step *= 2) {
+            const int below = __shfl_up_sync(~0u, sum, step);
+            if (lane >= step) sum += below;
+        }
+        if (lane < kWarps) warp_sums[lane] = sum;
+    }
+    __syncthreads();
+    if (warp > 0) value += warp_sums[warp - 1];
+    __syncthreads();  // warp_sums may be written again
+    return value;
+}
+
+struct Shared {
+    Segment segments[kThreads];
+    int ends[kThreads];  // tiles up to and with this segment, within a round of kThreads segments
+    int buckets[kBuckets];
+    int warp_sums[kWarps];
+};
+
+// Calls f(tile, bucket) for every tile of the call; bucket 0 has the most keys. All threads of the block take part.
+template <class F>
+__device__ void for_each_tile(const Sizes& sizes, const Segments& segments, bool attend_current, int tile_rows,
+                              Shared& shared, F f) {
+    for (int round = 0; round < segments.size; round += kThreads) {
+        const int i = round + threadIdx.x;
+        Segment mine = {};
+        if (i < segments.size) mine = clamped(segments[i], sizes);
+        shared.segments[threadIdx.x] = mine;
+        shared.ends[threadIdx.x] = inclusive_scan<kWarps>((mine.q_len + tile_rows - 1) / tile_rows, shared.warp_sums);
+        __syncthreads();
+        for (int tile = threadIdx.x; tile < shared.ends[kThreads - 1]; tile += kThreads) {
+            int at = 0;  // the first segment whose end is above `tile`
+            for (int step = kThreads / 2; step > 0; step /= 2)
+                if (shared.ends[at + step - 1] <= tile) at += step;
+            const Segment s = shared.segments[at];
+            const int first = (tile - (at > 0 ? shared.ends[at - 1] : 0)) * tile_rows;
+            const int rows = min(tile_rows, s.q_len - first);
+            const int visible = first + s.q_pos_minus_k_pos + (attend_current ? 1 : 0);
+            const int keys = clamp_row(visible + rows - 1, 0, s.k_len);
+            const int bucket = kBuckets - 1 - int(int64_t(keys) * (kBuckets - 1) / max(sizes.k_rows, 1));
+            f(QueryTile{s.q_begin + first, rows, s.k_begin, s.k_len, visible, round + at}, bucket);
+        }
+        __syncthreads();
+    }
+}
+
+// A counting sort: how many tiles a bucket has, where it begins, the tiles to their places.
+__global__ void __launch_bounds__(kThreads) write_query_tiles(Sizes sizes, Segments segments, bool attend_current,
+                                                              int tile_rows, int capacity, QueryTiles* out) {
+    __shared__ Shared shared;
+    shared.buckets[threadIdx.x] = 0;
+    __syncthreads();
+    for_each_tile(sizes, segments, attend_current, tile_rows, shared,
+                  [&](const QueryTile&, int bucket) { atomicAdd(&shared.buckets[bucket], 1); });
+    const int size = shared.buckets[threadIdx.x];
+    const int end = inclusive_scan<kWarps>(size, shared.warp_sums);
+    shared.buckets[threadIdx.x] = end - size;
+    if (threadIdx.x == kThreads - 1) {
+        out->count = min(end, capacity);  // more only if a table gives a row to two segments
+        out->ticket = 0;
+    }
+    __syncthreads();
+    for_each_tile(sizes, segments, attend_current, tile_rows, shared, [&](const QueryTile& tile, int bucket) {
+        const int at = atomicAdd(&shared.buckets[bucket], 1);
+        if (at < capacity) out->entries()[at] = tile;
+    });
+}
+static_assert(kThreads == kBuckets, "a thread keeps a bucket");
+
+constexpr int kFillRows = 256;  // query rows, and threads, a block
+
+__device__ void fill_row(const ForwardParams& p, int batch, int head, int row) {
+    const Sizes& z = p.sizes;
+    const int64_t index = (int64_t(batch) * z.num_heads + head) * z.q_rows + row;
+    const float* mass_in = static_cast<const float*>(p.mass_in);
+    static_cast<float*>(p.mass_out)[index] = mass_in == nullptr ? 1.f : mass_in[index];
+    static_cast<float*>(p.restart.mass)[index] = 0.f;
+    p.restart.edge[index] = 0;
+    const int64_t at = batch * p.o.batch_stride + row * p.o.row_stride + head * p.o.head_stride;
+    for (int c = 0; c < z.head_dim_v; ++c) {
+        if (p.o_dtype == Dtype::kFloat32)
+            static_cast<float*>(p.o.data)[at + c] = 0.f;
+        else
+            static_cast<uint16_t*>(p.o.data)[at + c] = 0;
+    }
+}
+
+// starts[r] counts the segments that begin at row r less those that end there: their running sum covers a row, or is 0.
+__global__ void __launch_bounds__(kFillRows) fill_uncovered(ForwardParams p) {
+    __shared__ int starts[kFillRows + 1], warp_sums[kFillRows / 32];
+    starts[threadIdx.x] = 0;
+    __syncthreads();
+    const int first = blockIdx.x * kFillRows;
+    for (int i = threadIdx.x; i < p.segments.size; i += kFillRows) {
+        const Segment s = clamped(p.segments[i], p.sizes);
+        const int begin = max(s.q_begin - first, 0), end = min(s.q_begin + s.q_len - first, kFillRows);
+        if (begin >= end) continue;
+        atomicAdd(&starts[begin], 1);
+        atomicAdd(&starts[end], -1);
+    }
+    __syncthreads();
+    const bool covered = inclusive_scan<kFillRows / 32>(starts[threadIdx.x], warp_sums) > 0;
+    const int row = first + threadIdx.x;
+    if (row >= p.sizes.q_rows || covered) return;
+    for (int batch = 0; batch < p.sizes.batch; ++batch)
+        for (int head = 0; head < p.sizes.num_heads; ++head) fill_row(p, batch, head, row);
+}
+
+}  // namespace
+
+int64_t max_query_tiles(const Sizes& sizes, const Segments& segments, int tile_rows) {
+    // A segment has at most one tile that is not full.
+    const int64_t partial = std::min<int64_t>(segments.size, sizes.q_rows);
+    return sizes.q_rows / tile_rows + partial;
+}
+
+void make_query_tiles(const Sizes& sizes, const Segments& segments, bool attend_current, int tile_rows, QueryTiles* out,
+                      void* stream) {
+    const int capacity = int(max_query_tiles(sizes, segments, tile_rows));
+    write_query_tiles<<<1, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(sizes, segments, attend_current, tile_rows,
+                                                                             capacity, out);
+    check_launch("make_query_tiles");
+}
+
+void fill_uncovered_rows(const ForwardParams& params, void* stream) {
+    if (params.segments.by_value() || params.sizes.q_rows == 0) return;
+    const int blocks = (params.sizes.q_rows + kFillRows - 1) / kFillRows;
+    fill_uncovered<<<blocks, kFillRows, 0, static_cast<cudaStream_t>(stream)>>>(params);
+    check_launch("fill_uncovered_rows");
+}
+
+}  // namespace megatron_sb::portable

@@ -1,0 +1,79 @@
+"""Every GPU kernel once at small sizes, for compute-sanitizer: compute-sanitizer --tool memcheck python THIS_FILE
+
+All dtypes, head_dims with and without a fast kernel, dense and packed, forward and backward, the block operators, all
+options; results are judged too, so that a run of wrong kernels does not count as clean. Allocations are not cached, so
+that a read past a tensor's end is one past an allocation's; memory is not filled, so that initcheck sees what is unset.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from support.accuracy import RESULTS, relative_errors, run
+from support.blocks import run_in_blocks
+from support.inputs import make_inputs
+
+from megatron_sb import stickbreaking_attention, stickbreaking_attention_varlen
+
+DTYPES = {
+    torch.bfloat16: 2e-2,
+    torch.float16: 5e-3,
+    torch.float32: 1e-4,
+}  # and the largest error against fp32 on the CPU
+HEAD_DIMS = ((64, 64), (128, 128), (40, 24), (256, 256))
+EDGES, EDGES_K = [0, 1, 1, 150, 190], [0, 30, 31, 200, 240]
+
+
+def cases():
+    """(name, attention, inputs on the CPU, arguments, options) of every call."""
+    for dtype in DTYPES:
+        for d, d_v in HEAD_DIMS:
+            sizes = {"h": 2, "h_kv": 1, "d": d, "d_v": d_v, "dtype": dtype}
+            name = f"{str(dtype).removeprefix('torch.')} {d}:{d_v}"
+            dense = make_inputs("mean -6", s=150, s_k=200, **sizes)
+            yield f"{name} dense", stickbreaking_attention, dense, (), {"return_mass": True}
+            packed = make_inputs("randn", s=200, s_k=250, **sizes).packed()
+            cu_seqlens, cu_seqlens_k = (torch.tensor(edges, dtype=torch.int32) for edges in (EDGES, EDGES_K))
+            options = {"return_mass": True, "attend_current": True, "mass_threshold": 0.0}
+            yield f"{name} packed", stickbreaking_attention_varlen, packed, (cu_seqlens, cu_seqlens_k), options
+
+
+def moved(x, device, dtype=None):
+    """Inputs on another device, q, k, v and do in another dtype."""
+    return type(x)(*(t.to(device, dtype) for t in (x.q, x.k, x.v, x.do)), x.dmass.to(device))
+
+
+def call(attention, x, args, options):
+    """The operator with cu_seqlens where its inputs are."""
+    offsets = [t.to(x.q.device) for t in args]
+    keywords = {"cu_seqlens_k": offsets[1], **options} if offsets else options
+    return run(attention, x, *offsets[:1], **keywords)
+
+
+def main() -> int:
+    """Run all, print one line, and return 1 if a result is wrong."""
+    failed = count = 0
+    for name, attention, x, args, options in cases():
+        actual = call(attention, moved(x, "cuda"), args, options)
+        expected = call(attention, moved(x, "cpu", torch.float32), args, options)
+        if attention is stickbreaking_attention:
+            blocks = run_in_blocks(moved(x, "cuda"), [0.4], carry=True)
+            actual |= {f"{result} in blocks": blocks[result] for result in RESULTS}
+            expected |= {f"{result} in blocks": expected[result] for result in RESULTS}
+        for result, value in actual.items():
+            error, _ = relative_errors(value.cpu().float(), expected[result])
+            count += 1
+            if not error <= DTYPES[x.q.dtype]:
+                failed += 1
+                print(f"{name}: {result} is off by {error:.3g}")
+    torch.cuda.synchronize()
+    print(f"{count} results, {failed} wrong")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

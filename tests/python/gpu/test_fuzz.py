@@ -1,0 +1,47 @@
+"""2000 random calls, everything an attention call can be asked for, against the float64 oracle, element by element."""
+
+import pytest
+import torch
+from support.fuzz import draw_case, judge
+from support.memory import poison_free_memory
+
+NUM_CASES, BATCHES = 2000, 20
+PER_BATCH = NUM_CASES // BATCHES
+MOST_SHOWN = 5
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_random_cases(batch, device):
+    """The message holds each failed case as Python source (support/fuzz.py says how to run one again)."""
+    failures = []
+    for number in range(batch * PER_BATCH, (batch + 1) * PER_BATCH):
+        case = draw_case(number)
+        poison_free_memory(device)
+        try:
+            wrong = judge(case, device)
+        except torch.AcceleratorError:  # nothing works after it
+            pytest.fail(f"the GPU failed in {case}", pytrace=True)
+        except (RuntimeError, ValueError, TypeError) as error:
+            wrong = [repr(error)]
+        if wrong:
+            failures.append(f"{case}\n    {'; '.join(wrong)}")
+    shown = "\n".join(failures[:MOST_SHOWN])
+    assert not failures, f"{len(failures)} of {PER_BATCH} cases are wrong:\n{shown}"
+
+
+@pytest.mark.parametrize("name", ["o", "mass", "dq", "dk", "dv"])
+def test_the_judge_notices(name, device):
+    """The largest element off by a tenth, or one element unwritten, in any result."""
+
+    def scaled(results):
+        results[name].view(-1)[results[name].abs().argmax()] *= 1.1
+
+    def unwritten(results):
+        results[name].view(-1)[results[name].numel() // 2] = torch.nan
+
+    cases = [case for case in map(draw_case, range(200)) if case.form == "dense" and case.dtype == "bfloat16"]
+    for case in [case for case in cases if case.regime == "mean -11" and case.lengths[0][0] > 20][:3]:
+        assert not judge(case, device)
+        for mutate in (scaled, unwritten):
+            wrong = judge(case, device, mutate)
+            assert [text.partition(":")[0] for text in wrong] == [name], f"{case}: {mutate.__name__}"

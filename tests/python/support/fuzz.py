@@ -1,0 +1,184 @@
+"""Random cases of everything that an attention call can be asked for, and one function that judges a case.
+
+A case is drawn from its number alone and prints as Python source, so that a failure is run again by itself:
+
+    PYTHONPATH=tests/python python -c "from support.fuzz import *; print(judge(Case(...), 'cuda'))"
+"""
+
+import random
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from megatron_sb import reference, stickbreaking_attention, stickbreaking_attention_varlen
+
+from .accuracy import run
+from .blocks import run_in_blocks
+from .bounds import error_bounds, error_bounds_packed, excesses
+from .inputs import REGIMES, STRIDES, Inputs, make_inputs, strided
+
+_EDGES = (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257)
+_MAX_WEIGHTS = 1_500_000  # of a case: batch * heads * queries * keys
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. `lengths` are (queries, keys) of the documents; one document where the form is not packed."""
+
+    form: str  # "dense", "packed" or "blocks"
+    dtype: str
+    b: int
+    h: int
+    h_kv: int
+    d: int
+    d_v: int
+    lengths: tuple[tuple[int, int], ...]
+    beyond: int  # packed: rows beyond the last document, which hold NaN
+    strides: str  # one of STRIDES, or "contiguous"
+    regime: str
+    attend_current: bool
+    scale: float  # in units of 1 / sqrt(d)
+    mass_threshold: float
+    mass_in_loss: bool
+    cuts: tuple[float, ...]  # blocks: where the keys are cut
+    carry: bool  # blocks: whether the forward's carry is handed on
+    seed: int
+
+
+def draw_case(number: int) -> Case:
+    """The case of this number."""
+    rng = random.Random(number)
+    form = rng.choices(("dense", "packed", "blocks"), (5, 4, 1))[0]
+    h_kv = rng.choice((1, 1, 2, 3))
+    h = h_kv * rng.choice((1, 1, 2, 3, 4, 8))
+    d = rng.choice((64, 128)) if rng.random() < 0.5 else 8 * rng.randint(1, 32)
+    d_v = d if rng.random() < 0.75 else 8 * rng.randint(1, 32)
+    b = rng.choice((1, 1, 1, 2, 3)) if form != "packed" else 1
+    documents = rng.randint(1, 8) if form == "packed" else 1
+    longer_keys = rng.random() < 0.4
+    lengths = [(s, s + (_length(rng) if longer_keys else 0)) for s in (_length(rng) for _ in range(documents))]
+    while b * h * sum(s * s_k for s, s_k in lengths) > _MAX_WEIGHTS:
+        lengths = [(s // 2, s // 2 + (s_k - s) // 2) for s, s_k in lengths]
+    return Case(
+        form=form,
+        dtype=rng.choices(("bfloat16", "float16", "float32"), (5, 2, 3))[0],
+        b=b,
+        h=h,
+        h_kv=h_kv,
+        d=d,
+        d_v=d_v,
+        lengths=tuple(lengths),
+        beyond=rng.choice((0, 0, 1, 40, 130)) if form == "packed" else 0,
+        strides=rng.choice(
+            (
+                "contiguous",
+                *(kind for kind in STRIDES if _fits(kind, form, d == d_v and all(s == s_k for s, s_k in lengths))),
+            )
+        ),
+        regime=rng.choice(sorted(REGIMES)),
+        attend_current=rng.random() < 0.3,
+        scale=rng.choice((1.0, 1.0, 0.5, 1.7, -0.7)),
+        mass_threshold=rng.choice((0.0, 2.0**-24, 2.0**-24, 1e-3)),
+        mass_in_loss=rng.random() < 0.7,
+        cuts=tuple(round(rng.random(), 3) for _ in range(rng.randint(1, 3))) if form == "blocks" else (),
+        carry=rng.random() < 0.5,
+        seed=number,
+    )
+
+
+def _length(rng: random.Random) -> int:
+    kind = rng.random()
+    if kind < 0.1:
+        return rng.choice((0, 1, 1))
+    return rng.choice(_EDGES) if kind < 0.5 else rng.randint(1, 420)
+
+
+def _fits(kind: str, form: str, same_shape: bool) -> bool:
+    if form == "blocks" and "last" in kind:  # the block operators take unit last strides only
+        return False
+    return same_shape or kind != "fused qkv"
+
+
+def judge(case: Case, device: str = "cuda", mutate=None) -> list[str]:
+    """What is wrong with the operator's answer, in words; nothing if it is right.
+
+    mutate(results) changes the operator's results before they are judged: to show that the judge notices.
+    """
+    with torch.device(device):
+        x, edges, edges_k = _inputs(case)
+        given = Inputs(*(t.clone() for t in vars(x).values()))
+        actual = _run_operator(case, x, edges, edges_k)
+        if mutate is not None:
+            mutate(actual)
+        oracle, bounds = _run_oracle(case, given, edges, edges_k)
+        longest = max((s_k for _, s_k in case.lengths), default=0)
+        wrong = [
+            f"{name}: {tuple(actual[name].shape)} {actual[name].dtype} instead of {tuple(oracle[name].shape)}"
+            for name in oracle
+            if actual[name].shape != oracle[name].shape or actual[name].dtype != _dtype_of(case, name)
+        ]
+        if wrong:
+            return wrong
+        limits = {"dtype": getattr(torch, case.dtype), "num_keys": longest, "threshold": case.mass_threshold}
+        found = excesses(actual, oracle, bounds, **limits)
+        return [f"{name}: error {excess:.3g} times its bound" for name, excess in found.items() if not excess <= 1]
+
+
+def _dtype_of(case: Case, name: str) -> torch.dtype:
+    if name == "mass" or case.form == "blocks":
+        return torch.float32
+    return getattr(torch, case.dtype)
+
+
+def _options(case: Case) -> dict:
+    return {"attend_current": case.attend_current, "scale": case.scale * case.d**-0.5}
+
+
+def _inputs(case: Case) -> tuple[Inputs, list[int], list[int]]:
+    """Inputs in the asked-for strides, dense or packed, and the documents' bounds."""
+    edges, edges_k = ([0, *accumulate(lengths)] for lengths in zip(*case.lengths, strict=True))
+    sizes = {"b": case.b, "h": case.h, "h_kv": case.h_kv, "d": case.d, "d_v": case.d_v}
+    rows = {"s": edges[-1] + case.beyond, "s_k": edges_k[-1] + case.beyond}
+    x = make_inputs(case.regime, dtype=getattr(torch, case.dtype), seed=case.seed, **sizes, **rows)
+    if not case.mass_in_loss:
+        x.dmass.zero_()
+    if case.beyond:
+        for tensor, last in ((x.q, edges), (x.do, edges), (x.k, edges_k), (x.v, edges_k)):
+            tensor[:, last[-1] :] = torch.nan
+        x.dmass[..., edges[-1] :] = torch.nan
+    if case.strides != "contiguous":
+        x.q, x.k, x.v = strided(case.strides, x)
+    return (x.packed() if case.form == "packed" else x), edges, edges_k
+
+
+def _run_operator(case: Case, x: Inputs, edges: list[int], edges_k: list[int]) -> dict[str, Tensor]:
+    options = {**_options(case), "mass_threshold": case.mass_threshold}
+    if case.form == "blocks":
+        results = run_in_blocks(x, list(case.cuts), case.carry, **options)
+        results.pop("prefix")
+        return results
+    options |= {"return_mass": True, "mass_in_loss": case.mass_in_loss}
+    if case.form == "dense":
+        return run(stickbreaking_attention, x, **options)
+    cu_seqlens, cu_seqlens_k = (torch.tensor(e, dtype=torch.int32) for e in (edges, edges_k))
+    if edges != edges_k:
+        options["cu_seqlens_k"] = cu_seqlens_k
+    return run(stickbreaking_attention_varlen, x, cu_seqlens, **options)
+
+
+def _run_oracle(
+    case: Case, x: Inputs, edges: list[int], edges_k: list[int]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    # 0 * NaN is NaN, so the oracle is given clean rows beyond the last document; what they hold must not matter.
+    x = Inputs(*(torch.nan_to_num(t.double()) for t in vars(x).values()))
+    options = {**_options(case), "return_mass": True}
+    bounds_options = {**_options(case), "mass_threshold": case.mass_threshold * (len(case.cuts) + 1)}  # of each block
+    narrow = Inputs(*(t.to(getattr(torch, case.dtype)) for t in (x.q, x.k, x.v, x.do)), x.dmass)
+    if case.form == "packed":
+        cu_seqlens, cu_seqlens_k = (torch.tensor(e) for e in (edges, edges_k))
+        oracle = run(reference.stickbreaking_attention_varlen, x, cu_seqlens, cu_seqlens_k=cu_seqlens_k, **options)
+        return oracle, error_bounds_packed(narrow, edges, edges_k, **bounds_options)
+    oracle = run(reference.stickbreaking_attention, x, **options)
+    return oracle, error_bounds(narrow, **bounds_options)
