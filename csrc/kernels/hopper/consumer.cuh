@@ -18,6 +18,7 @@ template <class T>
 class Consumer {
   public:
     using Element = typename T::Element;
+    static constexpr float kOutputScale = 1.f / kStick<Element>;
 
     __device__ Consumer(typename T::Shared& shared, const Arguments& arguments, int warpgroup)
         : shared_(shared),
@@ -42,10 +43,12 @@ class Consumer {
             ++number_;
             more = next_work();
             issue_scores();  // after the last work tile: of what lies there, and never looked at
+            write_rows(number_ - 1);
             wgmma_wait<1>();
             pin(o_);
             release(c_.v_empty, v_uses_);
-            finish(c_.work[(number_ - 1) % kWorkTiles]);
+            write_output(number_ - 1);
+            release_queries(number_ - 1);
         }
         wgmma_wait<0>();
     }
@@ -53,12 +56,10 @@ class Consumer {
   private:
     // Waits for the queries of work tile number_ and its first keys. False if there is no such tile.
     __device__ __forceinline__ bool next_work() {
-        mbarrier_wait(&c_.q_full[number_ % kStages], number_ / kStages & 1);
-        const bool more = __shfl_sync(~0u, work().queries.num_rows, 0) > 0, ragged = work().ragged;
-        if (!more) return false;
-        wait_for_keys();
-        if (ragged) fence_async_proxy();
-        return true;
+        mbarrier_wait(&c_.q_full[number_ % kQueryStages], number_ / kQueryStages & 1);
+        const bool more = __shfl_sync(~0u, work(number_).queries.num_rows, 0) > 0;
+        if (more) wait_for_keys();
+        return more;
     }
     __device__ __forceinline__ void wait_for_keys() {
         mbarrier_wait(&c_.k_full[k_uses_ % kStages], k_uses_ / kStages & 1);
@@ -69,7 +70,7 @@ class Consumer {
 
     // S = Q K^T of the tile in K slot k_uses_.
     __device__ __forceinline__ void issue_scores() {
-        const uint32_t q = q_low_ + number_ % kStages * (T::kQueryBytes >> 4);
+        const uint32_t q = q_low_ + number_ % kQueryStages * (T::kQueryBytes >> 4);
         const uint32_t k = k_low_ + k_uses_ % kStages * (T::kKeyBytes >> 4);
         wgmma_fence();
         wgmma_first(Element{}, s_, descriptor(q), descriptor(k));
@@ -92,36 +93,39 @@ class Consumer {
         wgmma_commit();
     }
 
-    // One thread speaks for the warpgroup: wgmma runs for all four of its warps together.
+    // Each warp speaks for itself.
     __device__ __forceinline__ void release(uint64_t* empty, int& uses) {
-        if (threadIdx.x % 128 == 0) mbarrier_arrive(&empty[uses % kStages]);
+        if (lane_ == 0) mbarrier_arrive(&empty[uses % kStages]);
         ++uses;
     }
-    // Each warp has read `work` by itself.
-    __device__ __forceinline__ void release_queries() {
-        if (lane_ == 0) mbarrier_arrive(&c_.q_empty[number_ % kStages]);
+    __device__ __forceinline__ void release_queries(int number) {
+        fence_async_proxy();
+        __syncwarp();
+        if (lane_ == 0) mbarrier_arrive(&c_.q_empty[number % kQueryStages]);
     }
 
     // Read from shared memory wherever it is needed: registers are scarcer.
-    __device__ __forceinline__ const WorkTile& work() const {
-        return c_.work[number_ % kWorkTiles];
+    __device__ __forceinline__ const WorkTile& work(int number) const {
+        return c_.work[number % kQueryStages];
     }
     __device__ __forceinline__ int row(int r) const {
         return warpgroup_ * 64 + warp_ * 16 + lane_ / 4 + 8 * r;
     }
-    __device__ __forceinline__ int64_t row_index(const WorkTile& work, int r) const {
+    // Of row 0 of this thread in tensors (batch, head, row).
+    __device__ __forceinline__ int64_t row_index(const WorkTile& work) const {
         const Sizes& z = a_.params.sizes;
-        return (int64_t(work.batch) * z.num_heads + work.head) * z.q_rows + work.queries.q_row + row(r);
+        return (int64_t(work.batch) * z.num_heads + work.head) * z.q_rows + work.queries.q_row + row(0);
     }
 
     // Rows that do not exist have no stick.
     __device__ __forceinline__ void start() {
         const float* mass_in = static_cast<const float*>(a_.params.mass_in);
+        const WorkTile& work = this->work(number_);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             rows_.mass[r] = 0.f;
-            if (row(r) < work().queries.num_rows)
-                rows_.mass[r] = kStick<Element> * (mass_in == nullptr ? 1.f : mass_in[row_index(work(), r)]);
+            if (row(r) < work.queries.num_rows)
+                rows_.mass[r] = kStick<Element> * (mass_in == nullptr ? 1.f : mass_in[row_index(work) + 8 * r]);
             rows_.restart_mass[r] = 0.f;
             rows_.restart_tile[r] = -1;
         }
@@ -130,22 +134,17 @@ class Consumer {
     // Ends with the weights of the last tile in registers and their product with V still to be issued.
     __device__ __forceinline__ void attend() {
         // Newest tile first. Those before `first_partial` are seen whole by all rows of this warpgroup.
-        int i = __shfl_sync(~0u, num_key_tiles(work().queries), 0) - 1;
-        const int first_partial = __shfl_sync(~0u, visible_keys(work().queries, warpgroup_ * 64), 0) / kKeyTile;
+        int i = __shfl_sync(~0u, num_key_tiles(work(number_).queries), 0) - 1;
+        const int first_partial = __shfl_sync(~0u, visible_keys(work(number_).queries, warpgroup_ * 64), 0) / kKeyTile;
         wgmma_wait<0>();
         pin(s_);
         release(c_.k_empty, k_uses_);
 #pragma unroll
         for (int n = 0; n < T::kHeadDim / 2; ++n) o_[n] = 0.f;
         pin(o_);
-        if (i == 0) release_queries();
         weigh(i, true);
         bool may_end = false;
         pack_weights();
-        if (work().ragged) {
-            wait_for_values();
-            fence_async_proxy();
-        }
         for (--i; i >= 0; --i)
             if (!attend_next(i, may_end, first_partial)) return;
     }
@@ -161,7 +160,6 @@ class Consumer {
         wgmma_wait<1>();
         pin(s_);
         release(c_.k_empty, k_uses_);
-        if (i == 0) release_queries();
         weigh(i, i >= first_partial);
         wgmma_wait<0>();
         pin(o_);
@@ -176,20 +174,19 @@ class Consumer {
         Scan(s_, a_.scale_log2, lane_ % 4, a_.floor, i, rows_).run();
     }
 
-    // True where no row of this warp has any stick left, which the producer is told.
+    // True where no row of this warp has any stick left, which the producer is told with K slot k_uses_.
     __device__ __forceinline__ bool used_up() {
         const bool all = __all_sync(~0u, !(fmaxf(rows_.mass[0], rows_.mass[1]) >= a_.used_up));
-        if (all && lane_ == 0) *const_cast<volatile int32_t*>(&c_.used_up_in[4 * warpgroup_ + warp_]) = number_;
+        if (all && lane_ == 0) c_.used_up_in[k_uses_ % kStages][4 * warpgroup_ + warp_] = number_;
         return all;
     }
 
     // True where the K slot that has just been waited for ends the work tile. All warps then come here: the producer
-    // saw each of them used up. The slot is given back when all have read what it says.
+    // saw each of them used up.
     __device__ __forceinline__ bool ended_early() {
-        if (*const_cast<volatile int32_t*>(&c_.end_slot) != k_uses_) return false;
-        asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup_) : "memory");
+        if (c_.end_slot != k_uses_) return false;
+        __syncwarp();
         release(c_.k_empty, k_uses_);
-        release_queries();
         return true;
     }
 
@@ -198,7 +195,7 @@ class Consumer {
         const float unseen = copysignf(INFINITY, -a_.scale_log2);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int seen = visible_keys(work().queries, row(r)) - i * kKeyTile - lane_ % 4 * kKeysPerThread;
+            const int seen = visible_keys(work(number_).queries, row(r)) - i * kKeyTile - lane_ % 4 * kKeysPerThread;
 #pragma unroll
             for (int k = 0; k < kKeysPerThread; ++k)
                 if (k >= seen) s_[at(r, k)] = unseen;
@@ -210,48 +207,90 @@ class Consumer {
         for (int i = 0; i < 32; ++i) weights_[i] = pack(Element{}, s_[2 * i], s_[2 * i + 1]);
     }
 
-    __device__ __forceinline__ void finish(const WorkTile& work) {
+    // Mass and restart. Threads 1 and 3 of a quad hold the keys up to the edges 64 and 128 of a tile: the restart is
+    // the older of theirs.
+    __device__ __forceinline__ void write_rows(int number) {
+        constexpr int kNone = 0x7fffffff;
+        const QueryTile& queries = work(number).queries;
+        const int64_t index = row_index(work(number));
+        float* const mass_out = static_cast<float*>(a_.params.mass_out) + index;
+        float* const restart_mass = static_cast<float*>(a_.params.restart.mass) + index;
+        int32_t* const restart_edge = a_.params.restart.edge + index;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            write_restart(work, r);
-            if (row(r) >= work.queries.num_rows) continue;
-            write_output(work, r);
-            if (lane_ % 4 == 0)
-                static_cast<float*>(a_.params.mass_out)[row_index(work, r)] = rows_.mass[r] * (1.f / kStick<Element>);
+            const int found = rows_.restart_tile[r];
+            const int edge = found < 0 ? kNone : found * kKeyTile + (lane_ % 4 + 1) * kKeysPerThread;
+            const int other_edge = __shfl_xor_sync(~0u, edge, 2), oldest = min(edge, other_edge);
+            const float other_mass = __shfl_xor_sync(~0u, rows_.restart_mass[r], 2);
+            if (lane_ % 4 != 1 || row(r) >= queries.num_rows) continue;
+            mass_out[8 * r] = rows_.mass[r] * kOutputScale;
+            restart_edge[8 * r] = oldest == kNone ? 0 : min(oldest, queries.k_len);
+            restart_mass[8 * r] =
+                oldest == kNone ? 0.f : (edge < other_edge ? rows_.restart_mass[r] : other_mass) * kOutputScale;
         }
     }
 
-    // Threads 1 and 3 of a quad hold the keys up to the edges 64 and 128 of a tile: the restart is the older of theirs.
-    __device__ __forceinline__ void write_restart(const WorkTile& work, int r) {
-        constexpr int kNone = 0x7fffffff;
-        const int found = rows_.restart_tile[r];
-        const int edge = found < 0 ? kNone : found * kKeyTile + (lane_ % 4 + 1) * kKeysPerThread;
-        const int other_edge = __shfl_xor_sync(~0u, edge, 2);
-        const float other_mass = __shfl_xor_sync(~0u, rows_.restart_mass[r], 2);
-        if (lane_ % 4 != 1 || row(r) >= work.queries.num_rows) return;
-        const int oldest = min(edge, other_edge);
-        a_.params.restart.edge[row_index(work, r)] = oldest == kNone ? 0 : min(oldest, work.queries.k_len);
-        static_cast<float*>(a_.params.restart.mass)[row_index(work, r)] =
-            oldest == kNone ? 0.f : (edge < other_edge ? rows_.restart_mass[r] : other_mass) * (1.f / kStick<Element>);
-    }
-
-    __device__ __forceinline__ void write_output(const WorkTile& work, int r) {
+    // In 16 bits through shared memory, where the queries were, so that a warp writes whole rows.
+    __device__ __forceinline__ void write_output(int number) {
+        const WorkTile& work = this->work(number);
         const Rows<void*>& o = a_.params.o;
-        const int64_t offset = work.batch * o.batch_stride + (int64_t(work.queries.q_row) + row(r)) * o.row_stride +
-                               work.head * o.head_stride + lane_ % 4 * 2;
-        constexpr float kScale = 1.f / kStick<Element>;
-        if (a_.params.o_dtype == Dtype::kFloat32) {
-            float* to = static_cast<float*>(o.data) + offset;
+        const int warp_row = warpgroup_ * 64 + warp_ * 16, rows = work.queries.num_rows - warp_row;
+        const int64_t offset = work.batch * o.batch_stride + (int64_t(work.queries.q_row) + warp_row) * o.row_stride +
+                               work.head * o.head_stride;
+        if (a_.params.o_dtype == Dtype::kFloat32)
+            write_float(static_cast<float*>(o.data) + offset, o.row_stride, rows);
+        else
+            write_packed(static_cast<uint16_t*>(o.data) + offset, o.row_stride, rows,
+                         shared_address(shared_.q[number % kQueryStages]) + warp_row * kRowBytes);
+    }
+    __device__ __forceinline__ void write_float(float* to, int64_t row_stride, int rows) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = lane_ / 4 + 8 * r;
+            if (row >= rows) continue;
+            float* const first = to + row * row_stride + lane_ % 4 * 2;
 #pragma unroll
             for (int n = 0; n < T::kHeadDim / 8; ++n)
-                *reinterpret_cast<float2*>(to + 8 * n) = {o_[4 * n + 2 * r] * kScale, o_[4 * n + 2 * r + 1] * kScale};
-        } else {
-            uint16_t* to = static_cast<uint16_t*>(o.data) + offset;
-#pragma unroll
-            for (int n = 0; n < T::kHeadDim / 8; ++n)
-                *reinterpret_cast<uint32_t*>(to + 8 * n) =
-                    pack(Element{}, o_[4 * n + 2 * r] * kScale, o_[4 * n + 2 * r + 1] * kScale);
+                *reinterpret_cast<float2*>(first + 8 * n) = {o_[4 * n + 2 * r] * kOutputScale,
+                                                             o_[4 * n + 2 * r + 1] * kOutputScale};
         }
+    }
+    // `staged`: this warp's 16 rows of the query tile, swizzled as it was. No wgmma reads it any more: all warps of the
+    // warpgroup have waited for that.
+    __device__ __forceinline__ void write_packed(uint16_t* to, int64_t row_stride, int rows, uint32_t staged) {
+        sync_warpgroup();
+        const int matrix = lane_ / 8, matrix_row = lane_ % 8;  // the rows that this lane gives the address of
+        const uint32_t lane_to = staged + (matrix % 2 * 8 + matrix_row) * kRowBytes + ((matrix / 2 ^ matrix_row) << 4);
+#pragma unroll
+        for (int n = 0; n < T::kHeadDim / 8; n += 2) {
+            uint32_t x[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* const pair = &o_[4 * (n + i / 2) + i % 2 * 2];
+                x[i] = pack(Element{}, pair[0] * kOutputScale, pair[1] * kOutputScale);
+            }
+            store_matrices((lane_to ^ n % 8 * 16) + n / 8 * T::kQueryHalfBytes, x);
+        }
+        __syncwarp();
+        constexpr int kChunks = T::kHeadDim / 8, kRowsAtOnce = 32 / kChunks;
+        const int chunk = lane_ % kChunks, first = lane_ / kChunks;
+        to += first * row_stride + chunk * 8;
+        row_stride *= kRowsAtOnce;
+        uint4 x[16 / kRowsAtOnce];  // all loads before the first store waits for one
+#pragma unroll
+        for (int i = 0; i < 16 / kRowsAtOnce; ++i) {
+            const int row = first + i * kRowsAtOnce;
+            x[i] =
+                load_shared(staged + chunk / 8 * T::kQueryHalfBytes + row * kRowBytes + ((chunk % 8 ^ row % 8) << 4));
+        }
+#pragma unroll
+        for (int i = 0; i < 16 / kRowsAtOnce; ++i) {
+            store_global_if(first + i * kRowsAtOnce < rows, to, x[i]);
+            to += row_stride;
+        }
+    }
+    __device__ __forceinline__ void sync_warpgroup() const {
+        asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup_) : "memory");
     }
 
     typename T::Shared& shared_;

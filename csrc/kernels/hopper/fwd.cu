@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "kernels/hopper/consumer.cuh"
+#include "kernels/hopper/edge_loader.cuh"
 #include "kernels/hopper/hopper.h"
 #include "kernels/portable/launch.h"
 
@@ -22,15 +23,22 @@ __global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant_
     const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
     Control& c = shared.control;
     if (threadIdx.x == 0) {
+        for (int i = 0; i < kQueryStages; ++i) {
+            mbarrier_init(&c.q_full[i], 2);  // `work` and the queries
+            mbarrier_init(&c.q_empty[i], 4 * T::kWarpgroups);
+        }
         for (int i = 0; i < kStages; ++i) {
-            mbarrier_init(&c.q_full[i], 1);
             mbarrier_init(&c.k_full[i], 1);
             mbarrier_init(&c.v_full[i], 1);
-            mbarrier_init(&c.q_empty[i], 4 * T::kWarpgroups);
-            mbarrier_init(&c.k_empty[i], T::kWarpgroups);
-            mbarrier_init(&c.v_empty[i], T::kWarpgroups);
+            mbarrier_init(&c.k_empty[i], 4 * T::kWarpgroups);
+            mbarrier_init(&c.v_empty[i], 4 * T::kWarpgroups);
         }
-        for (int32_t& number : c.used_up_in) number = -1;
+        for (int i = 0; i < kEdgeLoaders; ++i) {
+            mbarrier_init(&c.edge_full[i], 1);
+            mbarrier_init(&c.edge_empty[i], 1);
+        }
+        for (auto& numbers : c.used_up_in)
+            for (int32_t& number : numbers) number = -1;
         c.end_slot = -1;
         fence_mbarrier_init();
         fence_async_proxy();
@@ -38,7 +46,10 @@ __global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant_
     __syncthreads();
     if (warpgroup == 0) {
         give_registers<T::kProducerRegisters>();
-        if (threadIdx.x < 32) Producer<T>(shared, arguments).run();
+        const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
+        if (warp == 0) Producer<T>(shared, arguments).run();
+        if (warp == 1) EdgeLoader<T>(c, 0, arguments.params.k).run(shared.k, c.k_full);
+        if (warp == 2) EdgeLoader<T>(c, 1, arguments.params.v).run(shared.v, c.v_full);
     } else {
         take_registers<T::kConsumerRegisters>();
         Consumer<T>(shared, arguments, warpgroup - 1).run();

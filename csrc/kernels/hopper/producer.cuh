@@ -1,7 +1,8 @@
-// The producer warp: hands out work, fills the rings of Q, K and V tiles.
+// The producer warp: hands out work, fills the rings of Q, K and V tiles. The tiles in which a segment ends it leaves
+// to two more warps (edge_loader.cuh).
 //
-// What orders what: a slot is written after its `empty` barrier says that every consumer is done with it, and read
-// after its `full` barrier says that the bytes (and `work`, `end_slot`, written before the arrival) are there.
+// What orders what: a slot is written after its `empty` barrier says that every reader is done with it, and read after
+// its `full` barrier says that the bytes (and `work`, `edge`, `end_slot`, written before the arrival) are there.
 #pragma once
 
 #include "kernels/hopper/ptx.cuh"
@@ -40,34 +41,33 @@ class Producer {
 
     // All 32 lanes run this; one of them talks to the copy engine.
     __device__ void run() {
-        const Sizes& z = a_.params.sizes;
         num_tiles_ = a_.tiles->count;
-        take_ticket();
-        look_up_ticket();
-        for (;; ++number_) {
-            const int slot = number_ % kStages;
-            mbarrier_wait(&c_.q_empty[slot], parity_before(number_));
-            if (next_index_ < 0) {
-                c_.work[number_ % kWorkTiles].queries.num_rows = 0;
-                __syncwarp();
-                if (lane_ == 0) mbarrier_arrive(&c_.q_full[slot]);
-                return;
-            }
-            tile_ = looked_up_tile();
-            batch_ = next_index_ / z.num_heads;
-            const int head = next_index_ - batch_ * z.num_heads;
-            kv_head_ = head / (z.num_heads / z.num_kv_heads);
-            take_ticket();
-            load_queries(slot, head);
-            load_keys_and_values();
-        }
+        prepare_next(kSteps);
+        for (bool more = begin(); more;) more = load_work_tile();
+        send_to_loader(0, -1, {}, 0);
+        send_to_loader(1, -1, {}, 0);
     }
 
   private:
+    // The keys, or values, of a segment and head.
+    struct Keys {
+        int batch, head, row, len;
+    };
+
+    static constexpr int kTileWords = 6;  // of a QueryTile, without its padding
+
     // The parity of a ring's `empty` barrier that says use `n` may begin; the first use of a slot finds it free.
     __device__ static int parity_before(int n) { return (n / kStages & 1) ^ 1; }
 
-    // The next work tile is looked up in two steps, each long before what it brings is needed.
+    // The next work tile is come by in three steps, each some time before what it brings is needed: a ticket, the tile
+    // that it stands for, its announcement to the consumers. Not sooner: who has a ticket keeps others from the work.
+    static constexpr int kSteps = 3;
+    __device__ void prepare_next(int steps) {
+        if (prepared_ < 1 && steps >= 1) take_ticket();
+        if (prepared_ < 2 && steps >= 2) look_up_ticket();
+        if (prepared_ < 3 && steps >= 3) announce();
+        prepared_ = max(prepared_, steps);
+    }
     __device__ void take_ticket() {
         if (lane_ == 0) ticket_ = atomicAdd(&a_.tiles->ticket, 1);
     }
@@ -81,108 +81,122 @@ class Producer {
         const int rank = ticket % per_group / group_size;
         next_index_ = first_head + ticket % per_group % group_size;
         // A lane a word.
-        const auto* words = reinterpret_cast<const int32_t*>(&a_.tiles->entries()[rank]);
-        next_word_ = words[lane_ % (sizeof(QueryTile) / sizeof(int32_t))];
+        next_word_ = reinterpret_cast<const int32_t*>(&a_.tiles->entries()[rank])[lane_ % kTileWords];
     }
-    __device__ QueryTile looked_up_tile() const {
-        QueryTile tile;
-        tile.q_row = __shfl_sync(~0u, next_word_, 0);
-        tile.num_rows = __shfl_sync(~0u, next_word_, 1);
-        tile.k_row = __shfl_sync(~0u, next_word_, 2);
-        tile.k_len = __shfl_sync(~0u, next_word_, 3);
-        tile.visible = __shfl_sync(~0u, next_word_, 4);
-        return tile;
-    }
+    __device__ int next(int word) const { return __shfl_sync(~0u, next_word_, word); }
 
-    __device__ void load_queries(int slot, int head) {
+    // What was looked up goes to the consumers, with its queries.
+    __device__ void announce() {
+        const int slot = announced_ % kQueryStages;
+        mbarrier_wait(&c_.q_empty[slot], announced_ / kQueryStages & 1 ^ 1);
+        ++announced_;
+        const int q_row = next(0);
+        WorkTile& work = c_.work[slot];
+        if (lane_ < kTileWords) reinterpret_cast<int32_t*>(&work.queries)[lane_] = next_index_ < 0 ? 0 : next_word_;
+        const Sizes& z = a_.params.sizes;
+        const int batch = next_index_ / z.num_heads, head = next_index_ % z.num_heads;
+        if (lane_ == 0) {
+            work.batch = batch;
+            work.head = head;
+        }
+        __syncwarp();
         if (lane_ != 0) return;
-        c_.work[number_ % kWorkTiles] = {tile_, batch_, head, num_key_tiles(tile_) * kKeyTile > tile_.k_len};
+        mbarrier_arrive(&c_.q_full[slot]);
+        if (next_index_ < 0) {
+            mbarrier_arrive(&c_.q_full[slot]);
+            return;
+        }
         mbarrier_arrive_expect(&c_.q_full[slot], T::kQueryBytes);
 #pragma unroll
         for (int half = 0; half < T::kHalves; ++half)
-            tma_load_3d(shared_.q[slot] + half * T::kQueryHalfBytes, &a_.q.map, &c_.q_full[slot], 64 * half,
-                        tile_.q_row, a_.q.heads(batch_, head));
+            tma_load_3d(shared_.q[slot] + half * T::kQueryHalfBytes, &a_.q.map, &c_.q_full[slot], 64 * half, q_row,
+                        a_.q.heads(batch, head));
     }
 
-    // Newest tile first: K0 K1 V0 K2 V1 ... The next work tile is looked up on the way.
-    __device__ void load_keys_and_values() {
-        const int newest = num_key_tiles(tile_) - 1;
-        bool end = false;
-        for (int tile = newest; !end; --tile) {
-            end = tile < 0 || !load_keys(tile, tile < newest);
-            if (tile < newest) load_values(tile + 1);
-            if (tile == newest - 1) look_up_ticket();
+    // Turns to the work tile that was announced and loads its first keys; false if there is none.
+    __device__ bool begin() {
+        if (next_index_ < 0) return false;
+        const Sizes& z = a_.params.sizes;
+        const QueryTile tile = {next(0), next(1), next(2), next(3), next(4), 0};
+        const int head = next_index_ % z.num_heads / (z.num_heads / z.num_kv_heads);
+        keys_ = {next_index_ / z.num_heads, head, tile.k_row, tile.k_len};
+        newest_ = num_key_tiles(tile) - 1;
+        ++number_;
+        prepared_ = 0;
+        load_keys(newest_);
+        return true;
+    }
+
+    // From the second keys on, newest first, always a tile of keys and then the tile of values before it: K1 V0 K2 V1
+    // ... and, after the first keys of the next work tile, the last values. False if there is no next work tile.
+    __device__ bool load_work_tile() {
+        // As after an early end another one is likely, the next work tile is then prepared at once.
+        const int last_tiles = ended_early_ ? newest_ : min(newest_, kSteps);
+        ended_early_ = false;
+        int tile = newest_;
+        for (; tile > 0; --tile) {
+            prepare_next(min(last_tiles - tile + 1, kSteps));
+            if (!load_keys(tile - 1)) break;
+            load_values(keys_, tile);
         }
+        prepare_next(kSteps);
+        const Keys values = keys_;
+        const bool more = begin();
+        load_values(values, tile);
+        return more;
     }
 
     // False where the consumers need no more keys, which they are told.
-    __device__ bool load_keys(int tile, bool may_end) {
+    __device__ bool load_keys(int tile) {
         const int slot = k_uses_ % kStages;
-        mbarrier_wait(&c_.k_empty[slot], parity_before(k_uses_));
-        if (may_end && consumers_are_used_up()) {
-            end_early();
+        mbarrier_wait(&c_.k_empty[slot], parity_before(k_uses_++));
+        if (tile < newest_ && consumers_are_used_up(slot)) {
+            end_early(slot);
             return false;
         }
-        load(shared_.k[slot], &c_.k_full[slot], a_.k, a_.params.k, tile);
-        ++k_uses_;
+        load(0, shared_.k[slot], &c_.k_full[slot], a_.k, keys_, tile, slot);
         return true;
     }
-    __device__ void load_values(int tile) {
+    __device__ void load_values(const Keys& values, int tile) {
         const int slot = v_uses_ % kStages;
         mbarrier_wait(&c_.v_empty[slot], parity_before(v_uses_++));
-        load(shared_.v[slot], &c_.v_full[slot], a_.v, a_.params.v, tile);
+        load(1, shared_.v[slot], &c_.v_full[slot], a_.v, values, tile, slot);
     }
 
-    __device__ bool consumers_are_used_up() const {
-        const volatile int32_t* numbers = c_.used_up_in;
-        return __all_sync(~0u, lane_ >= 4 * T::kWarpgroups || numbers[lane_] == number_);
+    // As they were when they gave back K slot `slot`.
+    __device__ bool consumers_are_used_up(int slot) const {
+        return __all_sync(~0u, lane_ >= 4 * T::kWarpgroups || c_.used_up_in[slot][lane_] == number_);
     }
 
     // A K slot without a tile.
-    __device__ void end_early() {
-        if (lane_ == 0) {
-            c_.end_slot = k_uses_;
-            mbarrier_arrive(&c_.k_full[k_uses_ % kStages]);
-        }
-        ++k_uses_;
+    __device__ void end_early(int slot) {
+        ended_early_ = true;
+        if (lane_ != 0) return;
+        c_.end_slot = k_uses_ - 1;
+        mbarrier_arrive(&c_.k_full[slot]);
     }
 
-    // Keys [128 tile, 128 tile + 128) of the segment.
-    __device__ void load(uint8_t* to, uint64_t* full, const TensorMap& map, const Rows<const void*>& rows, int tile) {
-        const int first = tile * kKeyTile;
-        if (first + kKeyTile > tile_.k_len) {
-            load_ragged(to, full, rows, first);
+    // Rows [128 tile, 128 tile + 128) of the segment.
+    __device__ void load(int loader, uint8_t* to, uint64_t* full, const TensorMap& map, const Keys& keys, int tile,
+                         int slot) {
+        if (keys.len - tile * kKeyTile < kKeyTile) {
+            send_to_loader(loader, slot, keys, tile);
         } else if (lane_ == 0) {
             mbarrier_arrive_expect(full, T::kKeyBytes);
 #pragma unroll
             for (int half = 0; half < T::kHalves; ++half)
-                tma_load_5d(to + half * T::kKeyHalfBytes, &map.map, full, 64 * half, tile_.k_row + first, 0, 0,
-                            map.heads(batch_, kv_head_));
+                tma_load_5d(to + half * T::kKeyHalfBytes, &map.map, full, 64 * half, keys.row + tile * kKeyTile, 0, 0,
+                            map.heads(keys.batch, keys.head));
         }
     }
-
-    // The tile in which the segment ends, as the copy engine would lay it out, with zeros after the end: what lies
-    // there may be another document's, or no memory at all. Row 8n + 2t + c of it is key 32t + 2n + c. The barrier
-    // completes when the copies have; the readers of such a tile need a proxy fence.
-    __device__ void load_ragged(uint8_t* to, uint64_t* full, const Rows<const void*>& rows, int first) {
-        constexpr int kChunk = 16, kChunksPerHalf = kRowBytes / kChunk, kChunksPerRow = T::kHalves * kChunksPerHalf;
-        constexpr int kRowsAtOnce = 32 / kChunksPerRow;  // neighbouring rows that the lanes take together
-        const int chunk = lane_ % kChunksPerRow, half = chunk / kChunksPerHalf;
-        const uint8_t* from = static_cast<const uint8_t*>(rows.data) + chunk * kChunk +
-                              2 * (batch_ * rows.batch_stride + kv_head_ * rows.head_stride +
-                                   (int64_t(tile_.k_row) + first) * rows.row_stride);
-        const int count = tile_.k_len - first;
-        to += half * T::kKeyHalfBytes;
-#pragma unroll 2
-        for (int row = lane_ / kChunksPerRow; row < kKeyTile; row += kRowsAtOnce) {
-            const int key = row % 8 / 2 * 32 + row / 8 * 2 + row % 2;
-            const int column = (chunk % kChunksPerHalf) ^ (row % 8);
-            cp_async_16(to + row * kRowBytes + column * kChunk,
-                        key < count ? from + 2 * key * rows.row_stride : rows.data, key < count ? kChunk : 0);
-        }
-        cp_async_arrive(full);
-        __syncwarp();
-        if (lane_ == 0) mbarrier_arrive(full);
+    // A tile in which the segment ends; slot -1 sends the loader home.
+    __device__ void send_to_loader(int loader, int slot, const Keys& keys, int tile) {
+        mbarrier_wait(&c_.edge_empty[loader], (edge_tiles_ >> loader & 1) ^ 1);
+        edge_tiles_ ^= 1 << loader;
+        if (lane_ != 0) return;
+        const int count = max(keys.len - tile * kKeyTile, 0);
+        c_.edge[loader] = {keys.batch, keys.head, keys.row + tile * kKeyTile, count, slot};
+        mbarrier_arrive(&c_.edge_full[loader]);
     }
 
     typename T::Shared& shared_;
@@ -190,11 +204,15 @@ class Producer {
     const Arguments& a_;
     const int lane_;
     int num_tiles_;
+    int prepared_ = 0;  // steps towards the next work tile
+    bool ended_early_ = false;
     int ticket_ = 0;                  // of the next work tile, in lane 0
     int next_index_, next_word_ = 0;  // batch * num_heads + head of the next work tile, or -1; its QueryTile by lanes
-    QueryTile tile_;
-    int batch_, kv_head_;
-    int number_ = 0, k_uses_ = 0, v_uses_ = 0;
+    int announced_ = 0;
+    int number_ = -1, newest_;  // of the work tile at hand, and its newest tile of keys
+    Keys keys_;
+    int k_uses_ = 0, v_uses_ = 0;
+    int edge_tiles_ = 0;  // how many each loader had, the last bit
 };
 
 }  // namespace megatron_sb::hopper

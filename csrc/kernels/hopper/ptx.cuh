@@ -64,14 +64,36 @@ __device__ __forceinline__ void cp_async_16(void* to, const void* from, int byte
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
                  : "memory");
 }
-// The barrier's phase does not complete before this thread's copies so far have. One more arrival, counted by itself.
-__device__ __forceinline__ void cp_async_arrive(uint64_t* barrier) {
-    asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+// Until all copies of this thread are done.
+__device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
 }
-// Ordinary writes to shared memory that this thread made, or has waited for, become visible to wgmma and the copy
-// engine as this thread uses them.
+// This thread's ordinary writes to shared memory become visible to wgmma and the copy engine, for those who are told.
 __device__ __forceinline__ void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit values; lanes 8i .. 8i + 7 give the rows of matrix i.
+__device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
+                 "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+__device__ __forceinline__ uint4 load_shared(uint32_t from) {
+    uint4 x;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(from)
+                 : "memory");
+    return x;
+}
+
+// As 16 bytes: the compiler makes four stores of an assignment.
+__device__ __forceinline__ void store_global_if(bool condition, void* to, const uint4& x) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.global.v4.b32 [%1], {%2, %3, %4, %5};\n}" ::"r"(int(condition)),
+        "l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+        : "memory");
 }
 
 // ---- registers and arithmetic

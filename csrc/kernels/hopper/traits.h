@@ -9,29 +9,35 @@ namespace megatron_sb::hopper {
 
 using portable::QueryTile;
 
-constexpr int kKeyTile = 128;   // keys of a tile
-constexpr int kRowBytes = 128;  // of a tile row under the 128-byte swizzle: 64 elements
-constexpr int kStages = 2;      // of the ring of K and V tiles, and of the query buffers
+constexpr int kKeyTile = 128;    // keys of a tile
+constexpr int kRowBytes = 128;   // of a tile row under the 128-byte swizzle: 64 elements
+constexpr int kStages = 2;       // of the rings of K and V tiles
+constexpr int kQueryStages = 3;  // queries come from memory, not from the cache: they are sent for a work tile earlier
 constexpr int kMaxWarpgroups = 3;
-// Work tile n is read until its output is written, which is after its queries were given back and before those of n + 1
-// are: n + 3 may take its place, as it waits for the queries of n + 1.
-constexpr int kWorkTiles = 3;
-
+constexpr int kEdgeLoaders = 2;  // warps
 // A work tile as the consumers need it: query rows of one head.
 struct WorkTile {
     QueryTile queries;  // num_rows 0: there is no more work
-    int batch, head;
-    bool ragged;  // the segment ends within the newest tile of keys
+    int32_t batch, head;
+};
+
+// A tile of K or V for an edge loader: `count` rows of head `head` of batch element `batch` from `row` on, then zeros.
+struct EdgeTile {
+    int32_t batch, head, row, count;  // count 0: there are no more
+    int32_t slot;
 };
 
 struct Control {
-    uint64_t q_full[kStages], q_empty[kStages];
+    uint64_t q_full[kQueryStages], q_empty[kQueryStages];
     uint64_t k_full[kStages], k_empty[kStages];
     uint64_t v_full[kStages], v_empty[kStages];
-    WorkTile work[kWorkTiles];  // ordered by q_full and q_empty, as the query tiles are
-    // Early exit. A consumer warp whose rows are used up writes the number of its work tile; the producer then ends the
-    // work tile with a K slot that holds no tile, and announces that slot here before the slot's barrier completes.
-    int32_t used_up_in[4 * kMaxWarpgroups];
+    WorkTile work[kQueryStages];  // ordered by q_full and q_empty, as the query tiles are
+    uint64_t edge_full[kEdgeLoaders], edge_empty[kEdgeLoaders];
+    EdgeTile edge[kEdgeLoaders];  // ordered by those two; the first loader has the keys, the second the values
+    // Early exit. A consumer warp whose rows are used up writes the number of its work tile before it gives back a K
+    // slot; the producer then ends the work tile with a K slot that holds no tile, and says so here before that slot's
+    // `full` barrier completes.
+    int32_t used_up_in[kStages][4 * kMaxWarpgroups];
     int32_t end_slot;
 };
 
@@ -46,8 +52,8 @@ struct Traits {
     // The CTA starts with its share of the register file; what the consumers take the producer must have given, or
     // they wait for ever.
     static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-    static constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
-    static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 240 : 160;
+    static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
+    static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160;
     static_assert(kProducerRegisters + kWarpgroups * kConsumerRegisters <= (kWarpgroups + 1) * kLaunchRegisters,
                   "the consumers take more registers than the producer gives");
 
@@ -57,7 +63,7 @@ struct Traits {
     static constexpr int kQueryBytes = kHalves * kQueryHalfBytes, kKeyBytes = kHalves * kKeyHalfBytes;
 
     struct Shared {
-        alignas(1024) uint8_t q[kStages][kQueryBytes];
+        alignas(1024) uint8_t q[kQueryStages][kQueryBytes];
         alignas(1024) uint8_t k[kStages][kKeyBytes];
         alignas(1024) uint8_t v[kStages][kKeyBytes];
         Control control;
