@@ -1,7 +1,7 @@
 // A consumer warpgroup: 64 query rows of a work tile, newest key tile to oldest.
 //
-// S of the next key tile and O += A V of this one are in flight while the weights of the next are waited for, and the
-// first S of the next work tile is in flight while this one's output is written.
+// O += A V of a key tile is in flight while the scores of the next become weights, and the first S = Q K^T of the next
+// work tile while this one's output is written; the other warpgroups fill what is left of the tensor cores.
 #pragma once
 
 #include "kernels/hopper/producer.cuh"
@@ -100,8 +100,7 @@ class Consumer {
     }
     __device__ __forceinline__ void release_queries(int number) {
         fence_async_proxy();
-        __syncwarp();
-        if (lane_ == 0) mbarrier_arrive(&c_.q_empty[number % kQueryStages]);
+        mbarrier_arrive(&c_.q_empty[number % kQueryStages]);
     }
 
     // Read from shared memory wherever it is needed: registers are scarcer.
@@ -184,8 +183,7 @@ class Consumer {
     // True where the K slot that has just been waited for ends the work tile. All warps then come here: the producer
     // saw each of them used up.
     __device__ __forceinline__ bool ended_early() {
-        if (c_.end_slot != k_uses_) return false;
-        __syncwarp();
+        if (__shfl_sync(~0u, lane_ == 0 ? c_.end_slot : 0, 0) != k_uses_) return false;
         release(c_.k_empty, k_uses_);
         return true;
     }
@@ -230,7 +228,7 @@ class Consumer {
         }
     }
 
-    // In 16 bits through shared memory, where the queries were, so that a warp writes whole rows.
+    // What is 16 bits wide goes through shared memory, where the queries were, so that a warp writes whole rows.
     __device__ __forceinline__ void write_output(int number) {
         const WorkTile& work = this->work(number);
         const Rows<void*>& o = a_.params.o;

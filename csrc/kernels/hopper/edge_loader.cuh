@@ -20,8 +20,7 @@ class EdgeLoader {
         for (int number = 0;; ++number) {
             mbarrier_wait(&c_.edge_full[loader_], number & 1);
             const EdgeTile tile = c_.edge[loader_];
-            __syncwarp();
-            if (lane_ == 0) mbarrier_arrive(&c_.edge_empty[loader_]);
+            mbarrier_arrive(&c_.edge_empty[loader_]);
             if (tile.slot < 0) return;
             copy(tiles[tile.slot], tile);
             wait_for_copies();

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant_
     if (threadIdx.x == 0) {
         for (int i = 0; i < kQueryStages; ++i) {
             mbarrier_init(&c.q_full[i], 2);  // `work` and the queries
-            mbarrier_init(&c.q_empty[i], 4 * T::kWarpgroups);
+            mbarrier_init(&c.q_empty[i], 128 * T::kWarpgroups);
         }
         for (int i = 0; i < kStages; ++i) {
             mbarrier_init(&c.k_full[i], 1);
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant_
         }
         for (int i = 0; i < kEdgeLoaders; ++i) {
             mbarrier_init(&c.edge_full[i], 1);
-            mbarrier_init(&c.edge_empty[i], 1);
+            mbarrier_init(&c.edge_empty[i], 32);
         }
         for (auto& numbers : c.used_up_in)
             for (int32_t& number : numbers) number = -1;

@@ -3,6 +3,8 @@
 //
 // What orders what: a slot is written after its `empty` barrier says that every reader is done with it, and read after
 // its `full` barrier says that the bytes (and `work`, `edge`, `end_slot`, written before the arrival) are there.
+// Whoever arrives did the reading and writing itself: what one lane writes, lane 0 does, and what all lanes read, all
+// give back.
 #pragma once
 
 #include "kernels/hopper/ptx.cuh"
@@ -83,24 +85,22 @@ class Producer {
         // A lane a word.
         next_word_ = reinterpret_cast<const int32_t*>(&a_.tiles->entries()[rank])[lane_ % kTileWords];
     }
-    __device__ int next(int word) const { return __shfl_sync(~0u, next_word_, word); }
+    __device__ QueryTile next_tile() const {
+        const auto word = [&](int i) { return __shfl_sync(~0u, next_word_, i); };
+        return {word(0), word(1), word(2), word(3), word(4), word(5)};
+    }
 
     // What was looked up goes to the consumers, with its queries.
     __device__ void announce() {
         const int slot = announced_ % kQueryStages;
         mbarrier_wait(&c_.q_empty[slot], announced_ / kQueryStages & 1 ^ 1);
         ++announced_;
-        const int q_row = next(0);
-        WorkTile& work = c_.work[slot];
-        if (lane_ < kTileWords) reinterpret_cast<int32_t*>(&work.queries)[lane_] = next_index_ < 0 ? 0 : next_word_;
         const Sizes& z = a_.params.sizes;
+        const QueryTile tile = next_tile();
         const int batch = next_index_ / z.num_heads, head = next_index_ % z.num_heads;
-        if (lane_ == 0) {
-            work.batch = batch;
-            work.head = head;
-        }
-        __syncwarp();
         if (lane_ != 0) return;
+        c_.work[slot] = {tile, batch, head};
+        if (next_index_ < 0) c_.work[slot].queries.num_rows = 0;
         mbarrier_arrive(&c_.q_full[slot]);
         if (next_index_ < 0) {
             mbarrier_arrive(&c_.q_full[slot]);
@@ -109,7 +109,7 @@ class Producer {
         mbarrier_arrive_expect(&c_.q_full[slot], T::kQueryBytes);
 #pragma unroll
         for (int half = 0; half < T::kHalves; ++half)
-            tma_load_3d(shared_.q[slot] + half * T::kQueryHalfBytes, &a_.q.map, &c_.q_full[slot], 64 * half, q_row,
+            tma_load_3d(shared_.q[slot] + half * T::kQueryHalfBytes, &a_.q.map, &c_.q_full[slot], 64 * half, tile.q_row,
                         a_.q.heads(batch, head));
     }
 
@@ -117,9 +117,11 @@ class Producer {
     __device__ bool begin() {
         if (next_index_ < 0) return false;
         const Sizes& z = a_.params.sizes;
-        const QueryTile tile = {next(0), next(1), next(2), next(3), next(4), 0};
-        const int head = next_index_ % z.num_heads / (z.num_heads / z.num_kv_heads);
-        keys_ = {next_index_ / z.num_heads, head, tile.k_row, tile.k_len};
+        const QueryTile tile = next_tile();
+        keys_.batch = next_index_ / z.num_heads;
+        keys_.head = next_index_ % z.num_heads / (z.num_heads / z.num_kv_heads);
+        keys_.row = tile.k_row;
+        keys_.len = tile.k_len;
         newest_ = num_key_tiles(tile) - 1;
         ++number_;
         prepared_ = 0;
@@ -165,7 +167,10 @@ class Producer {
 
     // As they were when they gave back K slot `slot`.
     __device__ bool consumers_are_used_up(int slot) const {
-        return __all_sync(~0u, lane_ >= 4 * T::kWarpgroups || c_.used_up_in[slot][lane_] == number_);
+        bool all = true;
+        if (lane_ == 0)
+            for (int warp = 0; warp < 4 * T::kWarpgroups; ++warp) all = all && c_.used_up_in[slot][warp] == number_;
+        return __shfl_sync(~0u, all, 0);
     }
 
     // A K slot without a tile.

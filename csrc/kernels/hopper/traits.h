@@ -15,6 +15,7 @@ constexpr int kStages = 2;       // of the rings of K and V tiles
 constexpr int kQueryStages = 3;  // queries come from memory, not from the cache: they are sent for a work tile earlier
 constexpr int kMaxWarpgroups = 3;
 constexpr int kEdgeLoaders = 2;  // warps
+
 // A work tile as the consumers need it: query rows of one head.
 struct WorkTile {
     QueryTile queries;  // num_rows 0: there is no more work
@@ -22,9 +23,9 @@ struct WorkTile {
 };
 
 // A tile of K or V for an edge loader: `count` rows of head `head` of batch element `batch` from `row` on, then zeros.
-struct EdgeTile {
-    int32_t batch, head, row, count;  // count 0: there are no more
-    int32_t slot;
+struct alignas(32) EdgeTile {
+    int32_t batch, head, row, count;
+    int32_t slot;  // -1: there are no more
 };
 
 struct Control {

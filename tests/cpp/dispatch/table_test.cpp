@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <string>
+
 #include "core/error.h"
 
 namespace megatron_sb::dispatch {
@@ -27,6 +29,21 @@ TEST(Dispatch, WhatIsMissingIsNamedBesideWhatThereIs) {
 TEST(Dispatch, CpuKernelsServeNoGpu) {
     // sm_70 is older than any GPU kernel here will be.
     EXPECT_THROW(find({Device::kCuda, 70, Dtype::kBFloat16, 64, 64}), InvalidArgument);
+}
+
+TEST(Dispatch, TheFirstGpuKernelsThatServeARequestAreTaken) {
+    if (!built_with_cuda()) GTEST_SKIP() << "a CPU build";
+    const auto name = [](int architecture, Dtype dtype, int head_dim, int head_dim_v) {
+        return std::string(find({Device::kCuda, architecture, dtype, head_dim, head_dim_v}).name);
+    };
+    EXPECT_EQ(name(90, Dtype::kBFloat16, 128, 128), "hopper");
+    EXPECT_EQ(name(90, Dtype::kFloat16, 64, 64), "hopper");
+    EXPECT_EQ(name(90, Dtype::kBFloat16, 128, 64), "portable");
+    EXPECT_EQ(name(90, Dtype::kFloat32, 128, 128), "portable");
+    EXPECT_EQ(name(90, Dtype::kBFloat16, 256, 256), "portable");
+    EXPECT_EQ(name(80, Dtype::kBFloat16, 128, 128), "portable");
+    EXPECT_EQ(name(100, Dtype::kFloat16, 64, 64), "portable");
+    EXPECT_THROW(find({Device::kCuda, 90, Dtype::kFloat64, 64, 64}), InvalidArgument);
 }
 
 }  // namespace
