@@ -5,6 +5,7 @@ torch's two softmax kernels are always there. The two published stick-breaking o
 """
 
 import importlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -71,6 +72,8 @@ def _flash_packed() -> Packed | None:
 
 
 def _triton() -> Contender:
+    # Its kernels read plain global variables, which newer Triton compiles only when told to.
+    os.environ.setdefault("TRITON_ALLOW_NON_CONSTEXPR_GLOBALS", "1")
     try:
         package = importlib.import_module("stickbreaking_attention")
     except ImportError as error:
