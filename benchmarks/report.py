@@ -19,8 +19,8 @@ def markdown(record: dict) -> str:
         ]
     lines += [
         "TFLOP/s of the causal model count (forward 2 b h L^2 d, backward 2.5 times that): medians of rounds in turns",
-        "with a cold L2, in brackets sustained. full: mean logit -11, nothing to skip; randn in the dense table:",
-        "skipping off. W and MHz: while ours was sustained.",
+        "with a cold L2, in brackets sustained. full: mean logit -11, nothing to skip; randn in the dense table: at",
+        "mass_threshold 0, where a row ends only when its mass underflows. W and MHz: while ours was sustained.",
         "",
     ]
     groups = list(dict.fromkeys(m["group"] for m in record["measurements"]))
