@@ -9,12 +9,10 @@ namespace {
 constexpr int kPlanThreads = 1024;
 constexpr int kSegmentThreads = 128;
 
-struct QueryTileRows {
-    template <class T, int kDim>
-    int operator()() const {
-        return kQueryTile<T, kDim>;
-    }
-};
+int query_tile_rows(const Sizes& sizes) {
+    return with_kind(sizes,
+                     [](auto kind) { return kQueryTile<typename decltype(kind)::Element, decltype(kind)::kDim>; });
+}
 
 // Key tiles that the query tile from `row` of a segment on sees.
 SB_HOST_DEVICE int key_tiles_at(const Segment& s, bool attend_current, int tile_rows, int row) {
@@ -88,7 +86,7 @@ struct Bounds {
     int64_t largest_tile;  // blocks of one query tile
     int64_t block_bytes;
 
-    explicit Bounds(const BackwardParams& p) : tile_rows(with_shape(p.sizes, QueryTileRows{})) {
+    explicit Bounds(const BackwardParams& p) : tile_rows(query_tile_rows(p.sizes)) {
         const Sizes& z = p.sizes;
         query_tiles = max_query_tiles(z, p.segments, tile_rows);
         key_tiles = z.k_rows / kKeyTile + std::min(p.segments.size, z.k_rows);

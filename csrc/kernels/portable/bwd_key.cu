@@ -349,25 +349,17 @@ __global__ void __launch_bounds__(kThreads, Shape<T, kDim>::kBlocksPerSm)
         .run();
 }
 
-struct Launch {
-    const BackwardParams& params;
-    const BackwardPlan& plan;
-    cudaStream_t stream;
-
-    template <class T, int kDim>
-    int operator()() const {
-        using S = Shape<T, kDim>;
-        const int64_t heads = int64_t(params.sizes.batch) * params.sizes.num_kv_heads;
-        launch("block_backward", key_pass<T, kDim>, plan.max_key_tiles * heads * S::kSlices, S::kSharedBytes, stream,
-               params, plan, scalars_of<T>(params.options));
-        return 0;
-    }
-};
-
 }  // namespace
 
 void launch_key_pass(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream) {
-    with_shape(params.sizes, Launch{params, plan, stream});
+    const int64_t heads = int64_t(params.sizes.batch) * params.sizes.num_kv_heads;
+    with_kind(params.sizes, [&](auto kind) {
+        using T = typename decltype(kind)::Element;
+        constexpr int kDim = decltype(kind)::kDim;
+        using S = Shape<T, kDim>;
+        launch("block_backward", key_pass<T, kDim>, plan.max_key_tiles * heads * S::kSlices, S::kSharedBytes, stream,
+               params, plan, scalars_of<T>(params.options));
+    });
 }
 
 }  // namespace megatron_sb::portable

@@ -325,24 +325,17 @@ __global__ void __launch_bounds__(kThreads, Shape<T, kDim>::kBlocksPerSm)
         .run();
 }
 
-struct Launch {
-    const BackwardParams& params;
-    const BackwardPlan& plan;
-    cudaStream_t stream;
-
-    template <class T, int kDim>
-    int operator()() const {
-        const int64_t heads = int64_t(params.sizes.batch) * params.sizes.num_heads;
-        launch("block_backward", query_pass<T, kDim>, plan.max_query_tiles * heads, Shape<T, kDim>::kSharedBytes,
-               stream, params, plan, scalars_of<T>(params.options));
-        return 0;
-    }
-};
-
 }  // namespace
 
 void launch_query_pass(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream) {
-    with_shape(params.sizes, Launch{params, plan, stream});
+    const int64_t heads = int64_t(params.sizes.batch) * params.sizes.num_heads;
+    with_kind(params.sizes, [&](auto kind) {
+        using T = typename decltype(kind)::Element;
+        constexpr int kDim = decltype(kind)::kDim;
+        using S = Shape<T, kDim>;
+        launch("block_backward", query_pass<T, kDim>, plan.max_query_tiles * heads, S::kSharedBytes, stream, params,
+               plan, scalars_of<T>(params.options));
+    });
 }
 
 }  // namespace megatron_sb::portable

@@ -243,38 +243,28 @@ __global__ void __launch_bounds__(kThreads, Shape<T, kDim>::kBlocksPerSm)
     ForwardTile<T, kDim>(params, scalars, tiles.entries()[tile], head, shared_address(shared)).run();
 }
 
-struct TileRows {
-    template <class T, int kDim>
-    int operator()() const {
-        return Shape<T, kDim>::kRows;
-    }
-};
+}  // namespace
 
-struct Launch {
-    const ForwardParams& params;
-    cudaStream_t stream;
+int64_t forward_workspace(const ForwardParams& params) {
+    const int rows = with_kind(
+        params.sizes, [](auto kind) { return Shape<typename decltype(kind)::Element, decltype(kind)::kDim>::kRows; });
+    return query_tiles_bytes(params.sizes, params.segments, rows);
+}
 
-    template <class T, int kDim>
-    int operator()() const {
+void block_forward(const ForwardParams& params, void* stream_handle) {
+    const auto stream = static_cast<cudaStream_t>(stream_handle);
+    fill_uncovered_rows(params, stream);
+    if (params.segments.size == 0) return;
+    with_kind(params.sizes, [&](auto kind) {
+        using T = typename decltype(kind)::Element;
+        constexpr int kDim = decltype(kind)::kDim;
         using S = Shape<T, kDim>;
         const int num_tiles = int(max_query_tiles(params.sizes, params.segments, S::kRows));
         make_query_tiles(params.sizes, params.segments, params.options.attend_current, S::kRows,
                          static_cast<QueryTiles*>(params.workspace), stream);
         launch("block_forward", forward<T, kDim>, int64_t(num_tiles) * params.sizes.batch * params.sizes.num_heads,
                S::kSharedBytes, stream, params, scalars_of<T>(params.options), num_tiles);
-        return 0;
-    }
-};
-
-}  // namespace
-
-int64_t forward_workspace(const ForwardParams& params) {
-    return query_tiles_bytes(params.sizes, params.segments, with_shape(params.sizes, TileRows{}));
-}
-
-void block_forward(const ForwardParams& params, void* stream) {
-    fill_uncovered_rows(params, stream);
-    if (params.segments.size > 0) with_shape(params.sizes, Launch{params, static_cast<cudaStream_t>(stream)});
+    });
 }
 
 }  // namespace megatron_sb::portable

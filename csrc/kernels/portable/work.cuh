@@ -55,15 +55,22 @@ __device__ inline Head head_of(const Sizes& sizes, int index) {
     return {index / sizes.num_heads, query, query / (sizes.num_heads / sizes.num_kv_heads)};
 }
 
-// f.operator()<element type, padded head dimension>()
+// What kernels are compiled for: an element type and a padded head dimension.
+template <class T, int kDim_>
+struct Kind {
+    using Element = T;
+    static constexpr int kDim = kDim_;
+};
+
+// f(Kind of these sizes)
 template <class F>
-auto with_shape(const Sizes& sizes, const F& f) {
+auto with_kind(const Sizes& sizes, const F& f) {
     const auto with_dim = [&](auto element) {
         using T = decltype(element);
         const int widest = std::max(sizes.head_dim, sizes.head_dim_v);
-        if (widest <= 64) return f.template operator()<T, 64>();
-        if (widest <= 128) return f.template operator()<T, 128>();
-        return f.template operator()<T, 256>();
+        if (widest <= 64) return f(Kind<T, 64>{});
+        if (widest <= 128) return f(Kind<T, 128>{});
+        return f(Kind<T, 256>{});
     };
     if (sizes.dtype == Dtype::kBFloat16) return with_dim(BFloat16{});
     if (sizes.dtype == Dtype::kFloat16) return with_dim(Half{});
