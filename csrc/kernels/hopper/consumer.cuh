@@ -10,15 +10,13 @@
 
 namespace megatron_sb::hopper {
 
-// fp16 has few bits left for a weight of 1e-5: there the stick has length 2^15, and O is scaled back.
-template <class Element>
-constexpr float kStick = std::is_same_v<Element, __half> ? 32768.f : 1.f;
+using portable::kWeightScale;
 
 template <class T>
 class Consumer {
   public:
     using Element = typename T::Element;
-    static constexpr float kOutputScale = 1.f / kStick<Element>;
+    static constexpr float kOutputScale = 1.f / kWeightScale<Element>;
 
     __device__ Consumer(typename T::Shared& shared, const Arguments& arguments, int warpgroup)
         : shared_(shared),
@@ -124,7 +122,7 @@ class Consumer {
         for (int r = 0; r < 2; ++r) {
             rows_.mass[r] = 0.f;
             if (row(r) < work.queries.num_rows)
-                rows_.mass[r] = kStick<Element> * (mass_in == nullptr ? 1.f : mass_in[row_index(work) + 8 * r]);
+                rows_.mass[r] = kWeightScale<Element> * (mass_in == nullptr ? 1.f : mass_in[row_index(work) + 8 * r]);
             rows_.restart_mass[r] = 0.f;
             rows_.restart_tile[r] = -1;
         }
@@ -202,7 +200,7 @@ class Consumer {
 
     __device__ __forceinline__ void pack_weights() {
 #pragma unroll
-        for (int i = 0; i < 32; ++i) weights_[i] = pack(Element{}, s_[2 * i], s_[2 * i + 1]);
+        for (int i = 0; i < 32; ++i) weights_[i] = pack<Element>(s_[2 * i], s_[2 * i + 1]);
     }
 
     // Mass and restart. Threads 1 and 3 of a quad hold the keys up to the edges 64 and 128 of a tile: the restart is
@@ -265,7 +263,7 @@ class Consumer {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float* const pair = &o_[4 * (n + i / 2) + i % 2 * 2];
-                x[i] = pack(Element{}, pair[0] * kOutputScale, pair[1] * kOutputScale);
+                x[i] = pack<Element>(pair[0] * kOutputScale, pair[1] * kOutputScale);
             }
             store_matrices((lane_to ^ n % 8 * 16) + n / 8 * T::kQueryHalfBytes, x);
         }

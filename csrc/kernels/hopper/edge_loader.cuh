@@ -45,8 +45,8 @@ class EdgeLoader {
             const int key = row % 8 / 2 * 32 + row / 8 * 2 + row % 2;
             const int column = (chunk % kChunksPerHalf) ^ (row % 8);
             const bool there = key < tile.count;
-            cp_async_16(to + row * kRowBytes + column * kChunk, there ? from + 2 * key * rows_.row_stride : rows_.data,
-                        there ? kChunk : 0);
+            copy_async(shared_address(to + row * kRowBytes + column * kChunk),
+                       there ? from + 2 * key * rows_.row_stride : rows_.data, there);
         }
     }
 

@@ -66,12 +66,6 @@ int heads_in_flight(const Sizes& z) {
     return int((heads + groups - 1) / groups);
 }
 
-float scale_log2(double scale) {
-    constexpr double kLog2E = 1.44269504088896340736;
-    constexpr float kTiny = 1e-30f;  // all scores 0, and yet minus infinity times it is minus infinity
-    return scale == 0 ? kTiny : float(scale * kLog2E);
-}
-
 template <class Element, int kHeadDim>
 void launch(const ForwardParams& p, cudaStream_t stream) {
     using T = Traits<Element, kHeadDim>;
@@ -86,10 +80,10 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
     a.k = key_map(p.k, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim});
     a.v = key_map(p.v, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim});
     a.heads_in_flight = heads_in_flight(z);
-    a.scale_log2 = scale_log2(p.options.scale);
-    constexpr float kLeastNormal = 0x1p-126f, kRestartFloor = 0x1p-64f;
-    a.used_up = kStick<Element> * std::max(float(p.options.mass_threshold), kLeastNormal);
-    a.floor = kStick<Element> * std::max(float(p.options.mass_threshold), kRestartFloor);
+    const portable::Scalars scalars = portable::scalars_of<Element>(p.options);
+    a.scale_log2 = scalars.scale_log2e;
+    a.used_up = scalars.least_mass;
+    a.floor = scalars.least_restart;
 
     int device = 0, num_sms = 0;
     cudaGetDevice(&device);

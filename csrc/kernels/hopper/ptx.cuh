@@ -1,15 +1,20 @@
-// One function for one PTX instruction: barriers, bulk copies, register budgets, approximations.
+// One function for one PTX instruction of sm_90: barriers, bulk copies, register budgets.
 #pragma once
 
 #include <cuda.h>
 
 #include <cstdint>
 
+#include "kernels/portable/ptx.cuh"
+
 namespace megatron_sb::hopper {
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
+using portable::copy_async;
+using portable::exp2_approximate;
+using portable::min_nan;
+using portable::pack;
+using portable::reciprocal;
+using portable::shared_address;
 
 // ---- mbarrier: arrivals release, waits acquire, both at the scope of the CTA ----------------------------------------
 
@@ -40,8 +45,7 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
     }
 }
 
-// ---- copies into shared memory
-// ---------------------------------------------------------------------------------------
+// ---- copies into shared memory --------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void tma_load_3d(void* to, const CUtensorMap* map, uint64_t* barrier, int c0, int c1,
                                             int c2) {
@@ -58,11 +62,6 @@ __device__ __forceinline__ void tma_load_5d(void* to, const CUtensorMap* map, ui
         "[%2];" ::"r"(shared_address(to)),
         "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
         : "memory");
-}
-// 16 bytes, or zeros where `bytes` is 0.
-__device__ __forceinline__ void cp_async_16(void* to, const void* from, int bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
-                 : "memory");
 }
 // Until all copies of this thread are done.
 __device__ __forceinline__ void wait_for_copies() {
@@ -96,8 +95,7 @@ __device__ __forceinline__ void store_global_if(bool condition, void* to, const 
         : "memory");
 }
 
-// ---- registers and arithmetic
-// ----------------------------------------------------------------------------------------
+// ---- registers ------------------------------------------------------------------------------------------------------
 
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
@@ -106,21 +104,6 @@ __device__ __forceinline__ void give_registers() {
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-__device__ __forceinline__ float exp2_approx(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ __forceinline__ float reciprocal_approx(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ __forceinline__ float min_keep_nan(float x, float limit) {
-    float y;
-    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(limit));
-    return y;
 }
 
 }  // namespace megatron_sb::hopper

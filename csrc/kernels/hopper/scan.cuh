@@ -10,12 +10,14 @@
 #include <cstdint>
 
 #include "kernels/hopper/ptx.cuh"
+#include "kernels/portable/scalars.h"
 
 namespace megatron_sb::hopper {
 
+using portable::kLargestE;
+
 constexpr int kKeysPerThread = 32;         // of one row in a tile of 128 keys
 constexpr float kLeastProduct = 0x1p-96f;  // below, 1/t and P/t may leave the normal numbers: key by key then
-constexpr float kLargestE = 0x1p126f;      // 1 / (1 + e) is still normal
 
 // The accumulator register of key k (0 the oldest) of row r.
 __device__ __forceinline__ constexpr int at(int r, int k) {
@@ -40,7 +42,7 @@ class Scan {
         float t = 1.f;
 #pragma unroll
         for (int k = 0; k < kKeysPerThread; ++k) exponential(0, k, t);
-        float inverse = reciprocal_approx(t);
+        float inverse = reciprocal(t);
         t = 1.f;
         if (saturated(inverse)) {
             key_by_key(0);
@@ -54,7 +56,7 @@ class Scan {
                 weight(0, k, m);
             }
         }
-        inverse = reciprocal_approx(t);
+        inverse = reciprocal(t);
         if (saturated(inverse)) {
             key_by_key(1);
         } else {
@@ -67,7 +69,7 @@ class Scan {
   private:
     // A score becomes e; t is the product of 1 + e over the keys so far, the oldest first.
     __device__ __forceinline__ void exponential(int r, int k, float& t) {
-        const float e = exp2_approx(s_[at(r, k)] * scale_log2_);
+        const float e = exp2_approximate(s_[at(r, k)] * scale_log2_);
         s_[at(r, k)] = e;
         t = fmaf(t, e, t);
     }
@@ -89,7 +91,7 @@ class Scan {
         float product = 1.f;
 #pragma unroll
         for (int k = kKeysPerThread - 1; k >= 0; --k) {
-            const float e = min_keep_nan(s_[at(r, k)], kLargestE), inverse = reciprocal_approx(1.f + e);
+            const float e = min_nan(s_[at(r, k)], kLargestE), inverse = reciprocal(1.f + e);
             s_[at(r, k)] = product * (e * inverse);
             product *= inverse;
         }

@@ -111,16 +111,4 @@ SB_WGMMA_OF(__half, "f16.f16")
 #undef SB_REGISTERS_64
 #undef SB_REGISTERS_32
 
-// Two values to a register, `low` in the lower half.
-__device__ __forceinline__ uint32_t pack(__nv_bfloat16, float low, float high) {
-    uint32_t packed;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    return packed;
-}
-__device__ __forceinline__ uint32_t pack(__half, float low, float high) {
-    uint32_t packed;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    return packed;
-}
-
 }  // namespace megatron_sb::hopper

@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace megatron_sb::portable {
 
@@ -75,14 +76,14 @@ __device__ inline uint32_t round_to_tf32(float x) {
     return bits;
 }
 
-__device__ inline uint32_t pack_bf16(float low, float high) {
+// Two values to a register.
+template <class T>
+__device__ inline uint32_t pack(float low, float high) {
     uint32_t pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-__device__ inline uint32_t pack_fp16(float low, float high) {
-    uint32_t pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    if constexpr (std::is_same_v<T, __nv_bfloat16>)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
 

@@ -12,12 +12,12 @@
 #pragma once
 
 #include "kernels/portable/ptx.cuh"
+#include "kernels/portable/scalars.h"
 
 namespace megatron_sb::portable {
 
 // Above this a thread's rise goes key by key (also where it is NaN); the rise of a quad of lanes is then finite.
 inline constexpr float kLargestRise = 0x1p30f;
-inline constexpr float kLargestE = 0x1p126f;  // its reciprocal is still a normal number
 
 template <int kBlocks>
 __device__ inline float& at(float (&x)[kBlocks][4], int row, int key) {

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "kernels/portable/ptx.cuh"
+#include "kernels/portable/scalars.h"
 
 namespace megatron_sb::portable {
 
@@ -18,19 +19,8 @@ inline constexpr int kWarps = kThreads / 32;
 
 // ---- element types -------------------------------------------------------------------------------------------------
 
-using BFloat16 = __nv_bfloat16;
-using Half = __half;
-
 template <class T>
 inline constexpr int kDepth = 32 / int(sizeof(T));  // values in a step along k
-
-template <class T>
-__device__ inline uint32_t pack(float low, float high) {
-    if constexpr (std::is_same_v<T, BFloat16>)
-        return pack_bf16(low, high);
-    else
-        return pack_fp16(low, high);
-}
 
 template <class T>
 __device__ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
