@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from report import described
+from timing import machine
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -129,13 +131,8 @@ def library_folder(source: Path) -> Path:
 
 def record(steps: list[Step], options: argparse.Namespace) -> str:
     """The dated record in markdown: the machine, the stages, and the benchmark's tables."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    lines = [
-        f"# GPU suite, {time.strftime('%Y-%m-%d')}",
-        "",
-        f"{gpu}, torch {torch.__version__}, Python {sys.version.split()[0]}.",
-        "",
-    ]
+    here = machine()
+    lines = [f"# GPU suite, {here['date']}", "", f"{described(here)}, Python {sys.version.split()[0]}.", ""]
     lines += ["| step | verdict | seconds | |", "| --- | --- | ---: | --- |"]
     lines += [f"| {s.name} | {s.verdict} | {s.seconds:.0f} | {s.summary.replace('|', '/')} |" for s in steps]
     tables = options.out / "bench.md"

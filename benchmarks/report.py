@@ -7,11 +7,7 @@ def markdown(record: dict) -> str:
     """Heading, one table a group, notes. record: what --json writes."""
     machine, top = record["machine"], record["ceilings"]
     lines = [f"# Attention, {machine['date']}", ""]
-    lines += [
-        ", ".join(
-            [machine["gpu"], *(f"{k} {machine[k]}" for k in ("driver", "cuda", "cudnn", "torch") if k in machine)]
-        )
-    ]
+    lines += [described(machine)]
     if top:
         lines += [
             f"Ceilings in this run: matmul 8192^3 bf16 {top['matmul_tflops']:.0f} TFLOP/s "
@@ -29,6 +25,13 @@ def markdown(record: dict) -> str:
     lines += [f"- {note}" for note in record["notes"]]
     lines += [f"- Idle before: {_sensed(record['idle'])}.", f"- The run took {record['seconds']} s."]
     return "\n".join(lines) + "\n"
+
+
+def described(machine: dict[str, str]) -> str:
+    """What timing.machine() found, as a line."""
+    return ", ".join(
+        [machine["gpu"], *(f"{k} {machine[k]}" for k in ("driver", "cuda", "cudnn", "torch") if k in machine)]
+    )
 
 
 def _table(group: str, measurements: list[dict]) -> list[str]:

@@ -19,11 +19,8 @@ from support.inputs import make_inputs
 
 from megatron_sb import stickbreaking_attention, stickbreaking_attention_varlen
 
-DTYPES = {
-    torch.bfloat16: 2e-2,
-    torch.float16: 5e-3,
-    torch.float32: 1e-4,
-}  # and the largest error against fp32 on the CPU
+# With the largest error against fp32 on the CPU.
+DTYPES = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-4}
 HEAD_DIMS = ((64, 64), (128, 128), (40, 24), (256, 256))
 EDGES, EDGES_K = [0, 1, 1, 150, 190], [0, 30, 31, 200, 240]
 
