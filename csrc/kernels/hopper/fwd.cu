@@ -1,7 +1,6 @@
 // block_forward on Hopper. For 64 query rows a warpgroup, walking key tiles of 128 from the newest to the oldest:
 //
-//   S = Q K^T;  e = 2^(scale log2(e) S);  A_k = e_k * P_after_k,  P_after_k = P_before_k / (1 + e_k)  (scan.cuh);  O +=
-//   A V
+//   S = Q K^T;   e = 2^(scale log2(e) S);   A_k = e_k * P_after_k,   P_after_k = P_before_k / (1 + e_k);   O += A V
 //
 // One producer warp on the copy engine, two or three consumer warpgroups on wgmma; CTAs take work tiles, those with the
 // most keys first, until there are none. README.md draws the tile and the permutation of its keys.
@@ -70,12 +69,12 @@ template <class Element, int kHeadDim>
 void launch(const ForwardParams& p, cudaStream_t stream) {
     using T = Traits<Element, kHeadDim>;
     const Sizes& z = p.sizes;
-    auto* tiles = static_cast<QueryTiles*>(p.workspace);
-    portable::make_query_tiles(z, p.segments, p.options.attend_current, T::kQueryTile, tiles, stream);
+    portable::prepare_forward(p, T::kQueryTile, stream);
+    if (p.segments.size == 0) return;
 
     Arguments a;
     a.params = p;
-    a.tiles = tiles;
+    a.tiles = static_cast<QueryTiles*>(p.workspace);
     a.q = query_map(p.q, {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim}, T::kQueryTile);
     a.k = key_map(p.k, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim});
     a.v = key_map(p.v, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim});
@@ -107,8 +106,7 @@ void block_forward(const ForwardParams& given, void* stream) {
     ForwardParams params = given;
     const Sizes& z = params.sizes;
     if (z.k_rows == 0) params.segments = {nullptr, 0};  // a tensor map has rows; here no query row sees a key
-    portable::fill_uncovered_rows(params, stream);
-    if (z.q_rows == 0 || z.batch == 0 || z.num_heads == 0 || params.segments.size == 0) return;
+    if (z.q_rows == 0 || z.batch == 0 || z.num_heads == 0) return;
     const auto run = [&](auto launch_64, auto launch_128) {
         z.head_dim == 64 ? launch_64(params, static_cast<cudaStream_t>(stream))
                          : launch_128(params, static_cast<cudaStream_t>(stream));

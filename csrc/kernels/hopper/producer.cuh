@@ -56,7 +56,7 @@ class Producer {
         int batch, head, row, len;
     };
 
-    static constexpr int kTileWords = 6;  // of a QueryTile, without its padding
+    static constexpr int kTileWords = 5;  // of a QueryTile, without its padding
 
     // The parity of a ring's `empty` barrier that says use `n` may begin; the first use of a slot finds it free.
     __device__ static int parity_before(int n) { return (n / kStages & 1) ^ 1; }
@@ -87,7 +87,7 @@ class Producer {
     }
     __device__ QueryTile next_tile() const {
         const auto word = [&](int i) { return __shfl_sync(~0u, next_word_, i); };
-        return {word(0), word(1), word(2), word(3), word(4), word(5)};
+        return {word(0), word(1), word(2), word(3), word(4)};
     }
 
     // What was looked up goes to the consumers, with its queries.

@@ -45,14 +45,12 @@ class QueryTilePass {
                              const QueryTile& tile, const Head& head, int64_t block, uint32_t shared)
         : p_(params),
           scalars_(scalars),
-          tile_(tile),
-          head_(head),
+          rows_{params.sizes, tile, head},
           starts_(plan.starts + block),
           carries_(plan.carries + block * 2 * S::kRows),
           q_tile_(shared),
           do_tile_(shared + S::kRowBytes),
-          key_tiles_(shared + 2 * S::kRowBytes),
-          warp_row_(threadIdx.x / 32 * S::kWarpRows) {
+          key_tiles_(shared + 2 * S::kRowBytes) {
         const Sizes& z = params.sizes;
         q_ = head_rows<T>(params.q, head.batch, head.query, z.head_dim).rows_from(tile.q_row);
         do_ = head_rows<T>(params.d_o, head.batch, head.query, z.head_dim_v).rows_from(tile.q_row);
@@ -64,16 +62,16 @@ class QueryTilePass {
     __device__ void run() {
         find_starts();
         if (oldest_ == kNever) return;
-        for_each_row([&](int m, int r, int row) {
+        rows_.for_each([&](int m, int r, int row) {
             const float* prefix_in = static_cast<const float*>(p_.prefix_in);
-            const bool there = row < tile_.num_rows;
+            const bool there = row < rows_.tile.num_rows;
             mass_[m][r] = there ? kAbsent : 0.f;
-            prefix_[m][r] = there && prefix_in != nullptr ? prefix_in[index(row)] : 0.f;
+            prefix_[m][r] = there && prefix_in != nullptr ? prefix_in[rows_.index(row)] : 0.f;
         });
         const int units = 3 * (newest_ - oldest_ + 1) + 2 * (num_tiles_ - 1 - newest_);
         if constexpr (S::kChunks == 1) {
-            load_rows<S::kRows, S::kPitch>(q_tile_, q_, tile_.num_rows);
-            load_rows<S::kRows, S::kPitch>(do_tile_, do_, tile_.num_rows);
+            load_rows<S::kRows, S::kPitch>(q_tile_, q_, rows_.tile.num_rows);
+            load_rows<S::kRows, S::kPitch>(do_tile_, do_, rows_.tile.num_rows);
             if (S::kStages == 2) load_unit(0, 0);
         }
         for (int n = 0; n < units; ++n) {
@@ -86,29 +84,16 @@ class QueryTilePass {
     }
 
   private:
-    __device__ int visible(int row) const { return clamp_row(tile_.visible + row, 0, tile_.k_len); }
-    __device__ int row(int m, int r) const { return warp_row_ + 16 * m + 8 * r + threadIdx.x % 32 / 4; }
-    __device__ int64_t index(int row) const {
-        return (int64_t(head_.batch) * p_.sizes.num_heads + head_.query) * p_.sizes.q_rows + tile_.q_row + row;
-    }
-    template <class F>
-    __device__ void for_each_row(F f) const {
-#pragma unroll
-        for (int m = 0; m < S::kTiles; ++m)
-#pragma unroll
-            for (int r = 0; r < 2; ++r) f(m, r, row(m, r));
-    }
-
     // The key tile in which a row starts. Rows that are not there have no mass, and need no mask: they have always
     // started.
     __device__ int start_tile(int row) const {
-        if (row >= tile_.num_rows) return -1;
-        const int edge = p_.restart.edge[index(row)], tile = (edge - 1) / kKeyTile;
+        if (row >= rows_.tile.num_rows) return -1;
+        const int edge = p_.restart.edge[rows_.index(row)], tile = (edge - 1) / kKeyTile;
         return edge > 0 && tile < num_tiles_ ? tile : kNever;
     }
     __device__ float restart_mass(int row) const {
-        const float mass = static_cast<const float*>(p_.restart.mass)[index(row)];
-        return p_.mass_in == nullptr ? mass : mass * static_cast<const float*>(p_.mass_in)[index(row)];
+        const float mass = static_cast<const float*>(p_.restart.mass)[rows_.index(row)];
+        return p_.mass_in == nullptr ? mass : mass * static_cast<const float*>(p_.mass_in)[rows_.index(row)];
     }
 
     // Where rows start: of this warp, of the query tile, and for the key pass by kQueryStep rows.
@@ -116,7 +101,7 @@ class QueryTilePass {
         __shared__ int first[kWarps], last[kWarps], newest[kWarps];
         int warp_first = kNever, warp_newest = -1;
         warp_last_ = -1;
-        for_each_row([&](int, int, int row) {
+        rows_.for_each([&](int, int, int row) {
             const int tile = start_tile(row);
             if (tile >= 0) warp_first = min(warp_first, tile);
             warp_last_ = max(warp_last_, tile);
@@ -148,12 +133,10 @@ class QueryTilePass {
         return {newest_ + 1 + (n - among_starts) / 2, (n - among_starts) % 2, false};
     }
 
-    __device__ uint32_t k_buffer(int n) const {
-        return key_tiles_ + n % S::kStages * 2 * S::kKeyBytes;
-    }
+    __device__ uint32_t k_buffer(int n) const { return key_tiles_ + n % S::kStages * 2 * S::kKeyBytes; }
     __device__ void load_keys(uint32_t to, const HeadRows& from, const Unit& u) const {
         const int begin = u.tile * kKeyTile + u.half * kUnit;
-        load_rows<kUnit, S::kPitch>(to, from.rows_from(begin), tile_.k_len - begin, KeyOrder{});
+        load_rows<kUnit, S::kPitch>(to, from.rows_from(begin), rows_.tile.k_len - begin, KeyOrder{});
     }
     __device__ void load_unit(int n, int byte) const {
         const Unit u = unit_at(n);
@@ -165,7 +148,8 @@ class QueryTilePass {
     // Whether a unit matters to this warp: rows start here or have started, and see some of it.
     __device__ bool takes_part(const Unit& u) const {
         const int begin = u.tile * kKeyTile + u.half * kUnit;
-        return u.tile >= warp_first_ && (u.tile <= warp_last_ || visible(warp_row_ + S::kWarpRows - 1) > begin);
+        return u.tile >= warp_first_ &&
+               (u.tile <= warp_last_ || rows_.visible(rows_.warp_row + S::kWarpRows - 1) > begin);
     }
 
     __device__ void unit(int n, int units) {
@@ -181,9 +165,10 @@ class QueryTilePass {
         const bool active = takes_part(u);
         if (active) {
             Block s = {}, dp = {};
-            multiply_rows<T, S::kPitch>(s, q_tile_ + warp_row_ * S::kPitch, k_tile, q_.width);
+            multiply_rows<T, S::kPitch>(s, q_tile_ + rows_.warp_row * S::kPitch, k_tile, q_.width);
             if (!u.only_mass)
-                multiply_rows<T, S::kPitch>(dp, do_tile_ + warp_row_ * S::kPitch, k_tile + S::kKeyBytes, do_.width);
+                multiply_rows<T, S::kPitch>(dp, do_tile_ + rows_.warp_row * S::kPitch, k_tile + S::kKeyBytes,
+                                            do_.width);
             to_gradients(s, dp, u);
             if (!u.only_mass) multiply_accumulators<T, S::kPitch>(dq_[0], dp, k_tile);
         }
@@ -197,14 +182,14 @@ class QueryTilePass {
         for (int chunk = 0; chunk < S::kChunks; ++chunk) {
             const int byte = chunk * S::kPitch;
             __syncthreads();
-            load_rows<S::kRows, S::kPitch>(q_tile_, q_.bytes_from(byte), tile_.num_rows);
-            load_rows<S::kRows, S::kPitch>(do_tile_, do_.bytes_from(byte), tile_.num_rows);
+            load_rows<S::kRows, S::kPitch>(q_tile_, q_.bytes_from(byte), rows_.tile.num_rows);
+            load_rows<S::kRows, S::kPitch>(do_tile_, do_.bytes_from(byte), rows_.tile.num_rows);
             load_unit(n, byte);
             wait_for_copies<0>();
             __syncthreads();
             if (!active) continue;
-            multiply_rows<T, S::kPitch>(s, q_tile_ + warp_row_ * S::kPitch, key_tiles_, q_.width - byte);
-            multiply_rows<T, S::kPitch>(dp, do_tile_ + warp_row_ * S::kPitch, key_tiles_ + S::kKeyBytes,
+            multiply_rows<T, S::kPitch>(s, q_tile_ + rows_.warp_row * S::kPitch, key_tiles_, q_.width - byte);
+            multiply_rows<T, S::kPitch>(dp, do_tile_ + rows_.warp_row * S::kPitch, key_tiles_ + S::kKeyBytes,
                                         do_.width - byte);
         }
         if (active) to_gradients(s, dp, u);
@@ -225,7 +210,7 @@ class QueryTilePass {
     __device__ void write_carries(const Unit& u) const {
         if (threadIdx.x % 4 != 0) return;
         float* const to = carries_ + int64_t(u.tile) * 2 * S::kRows;
-        for_each_row([&](int m, int r, int row) {
+        rows_.for_each([&](int m, int r, int row) {
             if (u.half == 0)
                 to[S::kRows + row] = prefix_[m][r];
             else
@@ -238,13 +223,13 @@ class QueryTilePass {
     __device__ void to_gradients(Block& s, Block& dp, const Unit& u) {
         const int begin = u.tile * kKeyTile + u.half * kUnit;
         const bool starting = u.tile <= warp_last_;
-        const bool masked = starting || visible(warp_row_) < begin + kUnit;
+        const bool masked = starting || rows_.visible(rows_.warp_row) < begin + kUnit;
         int start[S::kTiles][2];
-        for_each_row([&](int m, int r, int row) { start[m][r] = starting ? start_tile(row) : -1; });
+        rows_.for_each([&](int m, int r, int row) { start[m][r] = starting ? start_tile(row) : -1; });
         Limits<S::kTiles> limit;
         if (masked) {
-            for_each_row([&](int m, int r, int row) {
-                const int seen = visible(row) - begin - int(threadIdx.x % 4) * (kUnit / 4);
+            rows_.for_each([&](int m, int r, int row) {
+                const int seen = rows_.visible(row) - begin - int(threadIdx.x % 4) * (kUnit / 4);
                 limit[m][r] = start[m][r] <= u.tile ? seen : 0;
             });
             fill_hidden(s, limit, scalars_.hidden);
@@ -253,7 +238,7 @@ class QueryTilePass {
         Rises<S::kTiles, kBlocks> rises;
         exponentials(s, scalars_.scale_log2e, rises);
         float newer[S::kTiles][2], older[S::kTiles][2];
-        for_each_row([&](int m, int r, int row) {
+        rows_.for_each([&](int m, int r, int row) {
             const float risen = fmaf(mass_[m][r], quad_join(rises.all[m][r]), mass_[m][r]);
             newer[m][r] = start[m][r] < u.tile ? risen : mass_[m][r];
             if (start[m][r] == u.tile && u.half == 1) newer[m][r] = restart_mass(row);
@@ -263,7 +248,7 @@ class QueryTilePass {
             dp[m][n][2 * r] *= older_a;
             dp[m][n][2 * r + 1] *= newer_a;
         });
-        for_each_row([&](int m, int r, int) {
+        rows_.for_each([&](int m, int r, int) {
             if (!u.only_mass)
                 mass_[m][r] = newer[m][r];
             else if (start[m][r] == u.tile)
@@ -273,18 +258,18 @@ class QueryTilePass {
         write_carries(u);
         logit_gradients(s, dp, prefix_, key_by_key);
         if (masked) fill_hidden(dp, limit, 0.f);
-        for_each_row([&](int m, int r, int) {
+        rows_.for_each([&](int m, int r, int) {
             if (isnan(prefix_[m][r])) prefix_[m][r] = 0.f;  // what is newer than a NaN's unit stays clean
         });
     }
 
     __device__ void finish() const {
         const Sizes& z = p_.sizes;
-        const int64_t head = head_.batch * p_.dq.batch_stride + head_.query * p_.dq.head_stride;
-        for_each_row([&](int m, int r, int row) {
-            if (row >= tile_.num_rows) return;
-            if (threadIdx.x % 4 == 0) static_cast<float*>(p_.prefix_out)[index(row)] = prefix_[m][r];
-            float* const to = static_cast<float*>(p_.dq.data) + head + (tile_.q_row + row) * p_.dq.row_stride;
+        const int64_t head = rows_.head.batch * p_.dq.batch_stride + rows_.head.query * p_.dq.head_stride;
+        rows_.for_each([&](int m, int r, int row) {
+            if (row >= rows_.tile.num_rows) return;
+            if (threadIdx.x % 4 == 0) static_cast<float*>(p_.prefix_out)[rows_.index(row)] = prefix_[m][r];
+            float* const to = static_cast<float*>(p_.dq.data) + head + (rows_.tile.q_row + row) * p_.dq.row_stride;
 #pragma unroll
             for (int chunk = 0; chunk < S::kChunks; ++chunk)
                 add_row(to, z.head_dim, chunk * S::kColumnBlocks * 8, dq_[chunk][m], r, scalars_.scale);
@@ -293,13 +278,11 @@ class QueryTilePass {
 
     const BackwardParams& p_;
     const Scalars& scalars_;
-    const QueryTile tile_;
-    const Head head_;
+    const QueryRows<S::kTiles> rows_;
     Starts* const starts_;
     float* const carries_;
     HeadRows q_, do_, k_, v_;
     const uint32_t q_tile_, do_tile_, key_tiles_;
-    const int warp_row_;
     int num_tiles_;               // key tiles
     int oldest_, newest_;         // key tiles in which the first and the last row start
     int warp_first_, warp_last_;  // the same of this warp; warp_last_ is kNever where a row never starts

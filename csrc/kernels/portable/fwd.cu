@@ -40,24 +40,22 @@ class ForwardTile {
                            uint32_t shared)
         : p_(params),
           scalars_(scalars),
-          tile_(tile),
-          head_(head),
+          rows_{params.sizes, tile, head},
           q_tile_(shared),
           k_tile_(shared + S::kRows * S::kPitch) {
         const Sizes& z = params.sizes;
         q_ = head_rows<T>(params.q, head.batch, head.query, z.head_dim).rows_from(tile.q_row);
         k_ = head_rows<T>(params.k, head.batch, head.key, z.head_dim).rows_from(tile.k_row);
         v_ = head_rows<T>(params.v, head.batch, head.key, z.head_dim_v).rows_from(tile.k_row);
-        warp_row_ = threadIdx.x / 32 * S::kWarpRows;
     }
 
     __device__ void run() {
         start();
-        const int keys = visible(tile_.num_rows - 1);
+        const int keys = rows_.visible(rows_.tile.num_rows - 1);
         const int newest = (keys + kKeys - 1) / kKeys - 1;
         if constexpr (S::kChunks == 1) {
             if (newest >= 0) {
-                load_rows<S::kRows, S::kPitch>(q_tile_, q_, tile_.num_rows);
+                load_rows<S::kRows, S::kPitch>(q_tile_, q_, rows_.tile.num_rows);
                 load_keys(k_buffer(newest), k_, newest);
             }
             for (int tile = newest; tile >= 0; --tile)
@@ -70,53 +68,40 @@ class ForwardTile {
     }
 
   private:
-    __device__ int visible(int row) const { return clamp_row(tile_.visible + row, 0, tile_.k_len); }
-    __device__ int row(int m, int r) const { return warp_row_ + 16 * m + 8 * r + threadIdx.x % 32 / 4; }
-    __device__ int64_t index(int row) const {
-        return (int64_t(head_.batch) * p_.sizes.num_heads + head_.query) * p_.sizes.q_rows + tile_.q_row + row;
-    }
-    template <class F>
-    __device__ void for_each_row(F f) const {
-#pragma unroll
-        for (int m = 0; m < S::kTiles; ++m)
-#pragma unroll
-            for (int r = 0; r < 2; ++r) f(m, r, row(m, r));
-    }
     // One lane of the four that share a row writes what there is one of a row.
-    __device__ bool writes(int row) const {
-        return threadIdx.x % 4 == 0 && row < tile_.num_rows;
-    }
+    __device__ bool writes(int row) const { return threadIdx.x % 4 == 0 && row < rows_.tile.num_rows; }
 
     __device__ void start() {
         const float* mass_in = static_cast<const float*>(p_.mass_in);
-        for_each_row([&](int m, int r, int row) {
-            const bool live = row < tile_.num_rows;
-            mass_[m][r] = !live ? 0.f : mass_in == nullptr ? kWeightScale<T> : kWeightScale<T> * mass_in[index(row)];
+        rows_.for_each([&](int m, int r, int row) {
+            const bool live = row < rows_.tile.num_rows;
+            mass_[m][r] = !live                ? 0.f
+                          : mass_in == nullptr ? kWeightScale<T>
+                                               : kWeightScale<T> * mass_in[rows_.index(row)];
             if (writes(row)) write_restart(row, 0, 0.f);
         });
     }
     __device__ void write_restart(int row, int edge, float mass) const {
-        p_.restart.edge[index(row)] = edge;
-        static_cast<float*>(p_.restart.mass)[index(row)] = mass;
+        p_.restart.edge[rows_.index(row)] = edge;
+        static_cast<float*>(p_.restart.mass)[rows_.index(row)] = mass;
     }
 
-    __device__ uint32_t k_buffer(int tile) const {
-        return k_tile_ + tile % S::kKeyBuffers * S::kKeyBytes;
-    }
+    __device__ uint32_t k_buffer(int tile) const { return k_tile_ + tile % S::kKeyBuffers * S::kKeyBytes; }
     __device__ void load_keys(uint32_t to, const HeadRows& from, int tile) const {
-        load_rows<kKeys, S::kPitch>(to, from.rows_from(int64_t(tile) * kKeys), tile_.k_len - tile * kKeys, KeyOrder{});
+        load_rows<kKeys, S::kPitch>(to, from.rows_from(int64_t(tile) * kKeys), rows_.tile.k_len - tile * kKeys,
+                                    KeyOrder{});
         commit_copies();
     }
 
     __device__ bool live() const {
         bool live = false;
-        for_each_row([&](int m, int r, int) { live |= mass_[m][r] >= scalars_.least_mass; });
+        rows_.for_each([&](int m, int r, int) { live |= mass_[m][r] >= scalars_.least_mass; });
         return live;
     }
     // Whether this warp's rows can gain anything from a tile.
     __device__ bool takes_part(int tile) const {
-        const int last = min(warp_row_ + S::kWarpRows, tile_.num_rows) - 1;
-        return last >= warp_row_ && visible(last) > tile * kKeys && __any_sync(kAllLanes, live());
+        const int last = min(rows_.warp_row + S::kWarpRows, rows_.tile.num_rows) - 1;
+        return last >= rows_.warp_row && rows_.visible(last) > tile * kKeys && __any_sync(kAllLanes, live());
     }
 
     // False, and nothing done, where no row has mass left.
@@ -130,7 +115,7 @@ class ForwardTile {
         const bool active = takes_part(tile);
         float s[S::kTiles][kKeys / 8][4] = {};
         if (active) {
-            multiply_rows<T, S::kPitch>(s, q_tile_ + warp_row_ * S::kPitch, k_buffer(tile), q_.width);
+            multiply_rows<T, S::kPitch>(s, q_tile_ + rows_.warp_row * S::kPitch, k_buffer(tile), q_.width);
             to_weights(s, tile);
         }
         if (S::kKeyBuffers == 2 && tile > 0)
@@ -150,11 +135,11 @@ class ForwardTile {
         for (int chunk = 0; chunk < S::kChunks; ++chunk) {
             const int byte = chunk * S::kPitch;
             __syncthreads();
-            load_rows<S::kRows, S::kPitch>(q_tile_, q_.bytes_from(byte), tile_.num_rows);
+            load_rows<S::kRows, S::kPitch>(q_tile_, q_.bytes_from(byte), rows_.tile.num_rows);
             load_keys(k_tile_, k_.bytes_from(byte), tile);
             wait_for_copies<0>();
             __syncthreads();
-            if (active) multiply_rows<T, S::kPitch>(s, q_tile_ + warp_row_ * S::kPitch, k_tile_, q_.width - byte);
+            if (active) multiply_rows<T, S::kPitch>(s, q_tile_ + rows_.warp_row * S::kPitch, k_tile_, q_.width - byte);
         }
         if (active) to_weights(s, tile);
 #pragma unroll
@@ -170,23 +155,24 @@ class ForwardTile {
 
     // q . k -> A; notes where the backward may start.
     __device__ void to_weights(float (&s)[S::kTiles][kKeys / 8][4], int tile) {
-        const int begin = tile * kKeys, end = min(begin + kKeys, tile_.k_len);
-        if (visible(warp_row_) < begin + kKeys) {
+        const int begin = tile * kKeys, end = min(begin + kKeys, rows_.tile.k_len);
+        if (rows_.visible(rows_.warp_row) < begin + kKeys) {
             Limits<S::kTiles> limit;
-            for_each_row(
-                [&](int m, int r, int row) { limit[m][r] = visible(row) - begin - threadIdx.x % 4 * (kKeys / 4); });
+            rows_.for_each([&](int m, int r, int row) {
+                limit[m][r] = rows_.visible(row) - begin - threadIdx.x % 4 * (kKeys / 4);
+            });
             fill_hidden(s, limit, scalars_.hidden);
         }
         Rises<S::kTiles, kKeys / 8> rises;
         exponentials(s, scalars_.scale_log2e, rises);
         float newer[S::kTiles][2];
-        for_each_row([&](int m, int r, int) { newer[m][r] = mass_[m][r]; });
+        rows_.for_each([&](int m, int r, int) { newer[m][r] = mass_[m][r]; });
         weights(s, rises, mass_, [&](int m, int r, int n, float older_a, float newer_a) {
             s[m][n][2 * r] = older_a;
             s[m][n][2 * r + 1] = newer_a;
         });
         // The oldest edge with enough mass is the newer edge of the tile that uses it up, or of the last one.
-        for_each_row([&](int m, int r, int row) {
+        rows_.for_each([&](int m, int r, int row) {
             const bool oldest =
                 newer[m][r] >= scalars_.least_restart && (tile == 0 || !(mass_[m][r] >= scalars_.least_restart));
             if (oldest && writes(row)) write_restart(row, end, newer[m][r] / kWeightScale<T>);
@@ -195,11 +181,11 @@ class ForwardTile {
 
     __device__ void finish() const {
         const Sizes& z = p_.sizes;
-        const int64_t head = head_.batch * p_.o.batch_stride + head_.query * p_.o.head_stride;
-        for_each_row([&](int m, int r, int row) {
-            if (row >= tile_.num_rows) return;
-            if (writes(row)) static_cast<float*>(p_.mass_out)[index(row)] = mass_[m][r] / kWeightScale<T>;
-            const int64_t at = head + (tile_.q_row + row) * p_.o.row_stride + threadIdx.x % 4 * 2;
+        const int64_t head = rows_.head.batch * p_.o.batch_stride + rows_.head.query * p_.o.head_stride;
+        rows_.for_each([&](int m, int r, int row) {
+            if (row >= rows_.tile.num_rows) return;
+            if (writes(row)) static_cast<float*>(p_.mass_out)[rows_.index(row)] = mass_[m][r] / kWeightScale<T>;
+            const int64_t at = head + (rows_.tile.q_row + row) * p_.o.row_stride + threadIdx.x % 4 * 2;
 #pragma unroll
             for (int chunk = 0; chunk < S::kChunks; ++chunk)
 #pragma unroll
@@ -223,11 +209,9 @@ class ForwardTile {
 
     const ForwardParams& p_;
     const Scalars& scalars_;
-    const QueryTile tile_;
-    const Head head_;
+    const QueryRows<S::kTiles> rows_;
     HeadRows q_, k_, v_;
     const uint32_t q_tile_, k_tile_;
-    int warp_row_;
     float mass_[S::kTiles][2];  // times kWeightScale, at the newer edge of the next tile
     float o_[S::kChunks][S::kTiles][S::kColumnBlocks][4] = {};
 };
@@ -253,15 +237,13 @@ int64_t forward_workspace(const ForwardParams& params) {
 
 void block_forward(const ForwardParams& params, void* stream_handle) {
     const auto stream = static_cast<cudaStream_t>(stream_handle);
-    fill_uncovered_rows(params, stream);
-    if (params.segments.size == 0) return;
+    if (params.sizes.q_rows == 0) return;
     with_kind(params.sizes, [&](auto kind) {
         using T = typename decltype(kind)::Element;
         constexpr int kDim = decltype(kind)::kDim;
         using S = Shape<T, kDim>;
         const int num_tiles = int(max_query_tiles(params.sizes, params.segments, S::kRows));
-        make_query_tiles(params.sizes, params.segments, params.options.attend_current, S::kRows,
-                         static_cast<QueryTiles*>(params.workspace), stream);
+        prepare_forward(params, S::kRows, stream);
         launch("block_forward", forward<T, kDim>, int64_t(num_tiles) * params.sizes.batch * params.sizes.num_heads,
                S::kSharedBytes, stream, params, scalars_of<T>(params.options), num_tiles);
     });

@@ -63,16 +63,15 @@ __device__ void for_each_tile(const Sizes& sizes, const Segments& segments, bool
             const int visible = first + s.q_pos_minus_k_pos + (attend_current ? 1 : 0);
             const int keys = clamp_row(visible + rows - 1, 0, s.k_len);
             const int bucket = kBuckets - 1 - int(int64_t(keys) * (kBuckets - 1) / max(sizes.k_rows, 1));
-            f(QueryTile{s.q_begin + first, rows, s.k_begin, s.k_len, visible, round + at}, bucket);
+            f(QueryTile{s.q_begin + first, rows, s.k_begin, s.k_len, visible}, bucket);
         }
         __syncthreads();
     }
 }
 
 // A counting sort: how many tiles a bucket has, where it begins, the tiles to their places.
-__global__ void __launch_bounds__(kThreads) write_query_tiles(Sizes sizes, Segments segments, bool attend_current,
-                                                              int tile_rows, int capacity, QueryTiles* out) {
-    __shared__ Shared shared;
+__device__ void write_query_tiles(const Sizes& sizes, const Segments& segments, bool attend_current, int tile_rows,
+                                  int capacity, QueryTiles* out, Shared& shared) {
     shared.buckets[threadIdx.x] = 0;
     __syncthreads();
     for_each_tile(sizes, segments, attend_current, tile_rows, shared,
@@ -92,8 +91,6 @@ __global__ void __launch_bounds__(kThreads) write_query_tiles(Sizes sizes, Segme
 }
 static_assert(kThreads == kBuckets, "a thread keeps a bucket");
 
-constexpr int kFillRows = 256;  // query rows, and threads, a block
-
 __device__ void fill_row(const ForwardParams& p, int batch, int head, int row) {
     const Sizes& z = p.sizes;
     const int64_t index = (int64_t(batch) * z.num_heads + head) * z.q_rows + row;
@@ -110,25 +107,41 @@ __device__ void fill_row(const ForwardParams& p, int batch, int head, int row) {
     }
 }
 
-// starts[r] counts the segments that begin at row r less those that end there: their running sum covers a row, or is 0.
-__global__ void __launch_bounds__(kFillRows) fill_uncovered(ForwardParams p) {
-    __shared__ int starts[kFillRows + 1], warp_sums[kFillRows / 32];
-    starts[threadIdx.x] = 0;
+// Rows [first, first + kThreads), a thread a row. `ends` counts for each the segments that begin there less those that
+// end there: their running sum covers the row, or is 0.
+__device__ void fill_uncovered_rows(const ForwardParams& p, int first, Shared& shared) {
+    shared.ends[threadIdx.x] = 0;
     __syncthreads();
-    const int first = blockIdx.x * kFillRows;
-    for (int i = threadIdx.x; i < p.segments.size; i += kFillRows) {
+    for (int i = threadIdx.x; i < p.segments.size; i += kThreads) {
         const Segment s = clamped(p.segments[i], p.sizes);
-        const int begin = max(s.q_begin - first, 0), end = min(s.q_begin + s.q_len - first, kFillRows);
+        const int begin = max(s.q_begin - first, 0), end = min(s.q_begin + s.q_len - first, kThreads);
         if (begin >= end) continue;
-        atomicAdd(&starts[begin], 1);
-        atomicAdd(&starts[end], -1);
+        atomicAdd(&shared.ends[begin], 1);
+        if (end < kThreads) atomicAdd(&shared.ends[end], -1);
     }
     __syncthreads();
-    const bool covered = inclusive_scan<kFillRows / 32>(starts[threadIdx.x], warp_sums) > 0;
+    const bool covered = inclusive_scan<kWarps>(shared.ends[threadIdx.x], shared.warp_sums) > 0;
     const int row = first + threadIdx.x;
     if (row >= p.sizes.q_rows || covered) return;
     for (int batch = 0; batch < p.sizes.batch; ++batch)
         for (int head = 0; head < p.sizes.num_heads; ++head) fill_row(p, batch, head, row);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    list_tiles(Sizes sizes, Segments segments, bool attend_current, int tile_rows, int capacity, QueryTiles* out) {
+    __shared__ Shared shared;
+    write_query_tiles(sizes, segments, attend_current, tile_rows, capacity, out, shared);
+}
+
+// The first block makes the list, the others look after the rows that are in no tile.
+__global__ void __launch_bounds__(kThreads)
+    prepare(const __grid_constant__ ForwardParams params, int tile_rows, int capacity, QueryTiles* out) {
+    __shared__ Shared shared;
+    if (blockIdx.x == 0)
+        write_query_tiles(params.sizes, params.segments, params.options.attend_current, tile_rows, capacity, out,
+                          shared);
+    else
+        fill_uncovered_rows(params, (blockIdx.x - 1) * kThreads, shared);
 }
 
 }  // namespace
@@ -142,16 +155,17 @@ int64_t max_query_tiles(const Sizes& sizes, const Segments& segments, int tile_r
 void make_query_tiles(const Sizes& sizes, const Segments& segments, bool attend_current, int tile_rows, QueryTiles* out,
                       void* stream) {
     const int capacity = int(max_query_tiles(sizes, segments, tile_rows));
-    write_query_tiles<<<1, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(sizes, segments, attend_current, tile_rows,
-                                                                             capacity, out);
+    list_tiles<<<1, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(sizes, segments, attend_current, tile_rows,
+                                                                      capacity, out);
     check_launch("make_query_tiles");
 }
 
-void fill_uncovered_rows(const ForwardParams& params, void* stream) {
-    if (params.segments.by_value() || params.sizes.q_rows == 0) return;
-    const int blocks = (params.sizes.q_rows + kFillRows - 1) / kFillRows;
-    fill_uncovered<<<blocks, kFillRows, 0, static_cast<cudaStream_t>(stream)>>>(params);
-    check_launch("fill_uncovered_rows");
+void prepare_forward(const ForwardParams& params, int tile_rows, void* stream) {
+    const int rows = params.segments.by_value() ? 0 : params.sizes.q_rows;
+    const int capacity = int(max_query_tiles(params.sizes, params.segments, tile_rows));
+    prepare<<<1 + (rows + kThreads - 1) / kThreads, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+        params, tile_rows, capacity, static_cast<QueryTiles*>(params.workspace));
+    check_launch("prepare_forward");
 }
 
 }  // namespace megatron_sb::portable

@@ -16,7 +16,6 @@ struct alignas(32) QueryTile {
     int32_t k_row;
     int32_t k_len;
     int32_t visible;
-    int32_t segment;
 };
 
 struct alignas(32) QueryTiles {
@@ -39,7 +38,7 @@ inline int64_t query_tiles_bytes(const Sizes& sizes, const Segments& segments, i
 void make_query_tiles(const Sizes& sizes, const Segments& segments, bool attend_current, int tile_rows, QueryTiles* out,
                       void* stream);
 
-// Writes o = 0, mass_out = mass_in and restart edge 0 to the query rows of no segment.
-void fill_uncovered_rows(const ForwardParams& params, void* stream);
+// The same to params.workspace; and o = 0, mass_out = mass_in and restart edge 0 to the query rows of no segment.
+void prepare_forward(const ForwardParams& params, int tile_rows, void* stream);
 
 }  // namespace megatron_sb::portable

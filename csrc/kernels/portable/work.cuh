@@ -9,6 +9,7 @@
 #include "core/params.h"
 #include "core/segment.h"
 #include "kernels/portable/launch.h"
+#include "kernels/portable/query_tiles.h"
 #include "kernels/portable/scalars.h"
 #include "kernels/portable/tile.cuh"
 
@@ -26,6 +27,30 @@ __device__ inline Head head_of(const Sizes& sizes, int index) {
     const int query = index % sizes.num_heads;
     return {index / sizes.num_heads, query, query / (sizes.num_heads / sizes.num_kv_heads)};
 }
+
+// A thread's rows of a query tile: in each of its warp's kTiles blocks m of 16 rows, rows r = 0, 1 (fragments:
+// tile.cuh).
+template <int kTiles>
+struct QueryRows {
+    const Sizes& sizes;
+    const QueryTile tile;
+    const Head head;
+    const int warp_row = threadIdx.x / 32 * 16 * kTiles;  // the warp's first
+
+    // Keys of the segment that a row sees.
+    __device__ int visible(int row) const { return clamp_row(tile.visible + row, 0, tile.k_len); }
+    // Where a row is in tensors (batch, head, row).
+    __device__ int64_t index(int row) const {
+        return (int64_t(head.batch) * sizes.num_heads + head.query) * sizes.q_rows + tile.q_row + row;
+    }
+    template <class F>
+    __device__ void for_each(F f) const {  // f(m, r, row)
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) f(m, r, warp_row + 16 * m + 8 * r + threadIdx.x % 32 / 4);
+    }
+};
 
 // What kernels are compiled for: an element type and a padded head dimension.
 template <class T, int kDim_>
