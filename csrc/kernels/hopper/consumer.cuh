@@ -35,9 +35,9 @@ class Consumer {
         issue_scores();
         while (more) {
             start();
-            attend();
+            const bool pending = attend();
             wait_for_values();
-            issue_output();
+            if (pending) issue_output();
             ++number_;
             more = next_work();
             issue_scores();  // after the last work tile: of what lies there, and never looked at
@@ -128,8 +128,9 @@ class Consumer {
         }
     }
 
-    // Ends with the weights of the last tile in registers and their product with V still to be issued.
-    __device__ __forceinline__ void attend() {
+    // Ends with the weights of the last tile in registers and their product with V still to be issued. False if that is
+    // not so because the sticks were used up before.
+    __device__ __forceinline__ bool attend() {
         // Newest tile first. Those before `first_partial` are seen whole by all rows of this warpgroup.
         int i = __shfl_sync(~0u, num_key_tiles(work(number_).queries), 0) - 1;
         const int first_partial = __shfl_sync(~0u, visible_keys(work(number_).queries, warpgroup_ * 64), 0) / kKeyTile;
@@ -140,20 +141,36 @@ class Consumer {
         for (int n = 0; n < T::kHeadDim / 2; ++n) o_[n] = 0.f;
         pin(o_);
         weigh(i, true);
-        bool may_end = false;
         pack_weights();
+        if (i > 0 && used_up()) {  // as often happens after one tile: sooner than attend_next would find out
+            wait_for_values();
+            issue_output();
+            wgmma_wait<0>();
+            pin(o_);
+            give_back(i);
+            return false;
+        }
         for (--i; i >= 0; --i)
-            if (!attend_next(i, may_end, first_partial)) return;
+            if (!attend_next(i, first_partial)) {
+                give_back(i + 1);
+                return false;
+            }
+        return true;
     }
 
-    // False where the work tile ends before tile i, because all sticks are used up.
-    __device__ __forceinline__ bool attend_next(int i, bool& may_end, int first_partial) {
+    // Tile i. False, with its keys still to be given back, if the tiles before it used up all sticks of this warpgroup.
+    __device__ __forceinline__ bool attend_next(int i, int first_partial) {
         wait_for_keys();
-        if (may_end && ended_early()) return false;
         issue_scores();
+        const bool done = used_up();
         wait_for_values();
         issue_output();
-        may_end = used_up();
+        if (done) {
+            wgmma_wait<0>();
+            pin(s_);
+            pin(o_);
+            return false;
+        }
         wgmma_wait<1>();
         pin(s_);
         release(c_.k_empty, k_uses_);
@@ -165,25 +182,43 @@ class Consumer {
         return true;
     }
 
+    // True where no row of this warpgroup has any stick left. What the compiler cannot see to be the same in all lanes
+    // must not decide about the loop over tiles, or it keeps descriptors in per-thread registers, which costs 5%. So
+    // the votes of the warps go through shared memory, read at one address, also for the warp's own.
+    __device__ __forceinline__ bool used_up() {
+        const bool mine = __all_sync(~0u, !(fmaxf(rows_.mass[0], rows_.mass[1]) >= a_.used_up));
+        int4& votes = c_.spent[votes_++ & 1][warpgroup_];
+        if (lane_ == 0) reinterpret_cast<int*>(&votes)[warp_] = mine;
+        sync_warpgroup();
+        const int4 all = votes;
+        return all.x & all.y & all.z & all.w;
+    }
+    // To the producer, with K slot k_uses_.
+    __device__ __forceinline__ void tell_used_up() {
+        if (lane_ == 0) c_.used_up_in[k_uses_ % kStages][4 * warpgroup_ + warp_] = number_;
+    }
+
+    // Gives back the `tiles` oldest tiles unread, as far as they are loaded, but for the last tile of values.
+    __device__ __forceinline__ void give_back(int tiles) {
+        for (; tiles > 0; --tiles) {
+            wait_for_keys();
+            const int slot = k_uses_ % kStages;
+            const bool end = mbarrier_is_past(&c_.k_end[slot], ends_ >> slot & 1);
+            tell_used_up();
+            release(c_.k_empty, k_uses_);
+            if (end) {
+                ends_ ^= 1 << slot;
+                return;
+            }
+            release(c_.v_empty, v_uses_);
+            wait_for_values();
+        }
+    }
+
     // Scores to weights.
     __device__ __forceinline__ void weigh(int i, bool partial) {
         if (partial) mask(i);
         Scan(s_, a_.scale_log2, lane_ % 4, a_.floor, i, rows_).run();
-    }
-
-    // True where no row of this warp has any stick left, which the producer is told with K slot k_uses_.
-    __device__ __forceinline__ bool used_up() {
-        const bool all = __all_sync(~0u, !(fmaxf(rows_.mass[0], rows_.mass[1]) >= a_.used_up));
-        if (all && lane_ == 0) c_.used_up_in[k_uses_ % kStages][4 * warpgroup_ + warp_] = number_;
-        return all;
-    }
-
-    // True where the K slot that has just been waited for ends the work tile. All warps then come here: the producer
-    // saw each of them used up.
-    __device__ __forceinline__ bool ended_early() {
-        if (__shfl_sync(~0u, lane_ == 0 ? c_.end_slot : 0, 0) != k_uses_) return false;
-        release(c_.k_empty, k_uses_);
-        return true;
     }
 
     // Scores of keys that a row does not see become what gives e = 0.
@@ -286,7 +321,7 @@ class Consumer {
         }
     }
     __device__ __forceinline__ void sync_warpgroup() const {
-        asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup_) : "memory");
+        warpgroup_barrier(1 + warpgroup_);
     }
 
     typename T::Shared& shared_;
@@ -294,7 +329,8 @@ class Consumer {
     const Arguments& a_;
     const int warpgroup_, warp_, lane_;
     uint32_t q_low_, k_low_, v_low_;
-    int number_ = 0, k_uses_ = 0, v_uses_ = 0;
+    int number_ = 0, k_uses_ = 0, v_uses_ = 0, votes_ = 0;
+    int ends_ = 0;  // a bit for each K slot: the phase of its `k_end`
     RowPair rows_;
     float s_[64], o_[T::kHeadDim / 2];
     uint32_t weights_[32];

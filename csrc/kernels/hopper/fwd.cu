@@ -29,6 +29,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant_
         for (int i = 0; i < kStages; ++i) {
             mbarrier_init(&c.k_full[i], 1);
             mbarrier_init(&c.v_full[i], 1);
+            mbarrier_init(&c.k_end[i], 1);
             mbarrier_init(&c.k_empty[i], 4 * T::kWarpgroups);
             mbarrier_init(&c.v_empty[i], 4 * T::kWarpgroups);
         }
@@ -38,7 +39,6 @@ __global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant_
         }
         for (auto& numbers : c.used_up_in)
             for (int32_t& number : numbers) number = -1;
-        c.end_slot = -1;
         fence_mbarrier_init();
         fence_async_proxy();
     }

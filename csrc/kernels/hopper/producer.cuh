@@ -2,7 +2,7 @@
 // to two more warps (edge_loader.cuh).
 //
 // What orders what: a slot is written after its `empty` barrier says that every reader is done with it, and read after
-// its `full` barrier says that the bytes (and `work`, `edge`, `end_slot`, written before the arrival) are there.
+// its `full` barrier says that the bytes (and `work` and `edge`, written before the arrival) are there.
 // Whoever arrives did the reading and writing itself: what one lane writes, lane 0 does, and what all lanes read, all
 // give back.
 #pragma once
@@ -177,7 +177,7 @@ class Producer {
     __device__ void end_early(int slot) {
         ended_early_ = true;
         if (lane_ != 0) return;
-        c_.end_slot = k_uses_ - 1;
+        mbarrier_arrive(&c_.k_end[slot]);
         mbarrier_arrive(&c_.k_full[slot]);
     }
 

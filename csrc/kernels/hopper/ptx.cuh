@@ -21,6 +21,10 @@ using portable::shared_address;
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
 }
+// Among the 128 threads of a warpgroup; 0 is __syncthreads.
+__device__ __forceinline__ void warpgroup_barrier(int barrier) {
+    asm volatile("barrier.cta.sync.aligned %0, 128;" ::"r"(barrier) : "memory");
+}
 // The barriers initialised so far become visible to the copy engine.
 __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -40,9 +44,24 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint64_t* barrier, int parity)
                  : "memory");
     return done;
 }
+__device__ __forceinline__ bool mbarrier_is_past(uint64_t* barrier, int parity) {
+    uint32_t done;
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
+    return done;
+}
+// Ends the launch with an error: a write to no address. Not `trap`, with which ptxas forgets what setmaxnreg gives.
+__device__ __forceinline__ void fail() {
+    asm volatile("st.global.u32 [%0], %1;" ::"l"(0ULL), "r"(0) : "memory");
+}
+// A wait that takes seconds is a fault, and becomes an error of the launch.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
-    while (!mbarrier_try_wait(barrier, parity)) {
-    }
+    constexpr uint32_t kMostTries = 1 << 26;
+    if (mbarrier_try_wait(barrier, parity)) return;
+    for (uint32_t tries = 0; !mbarrier_try_wait(barrier, parity); ++tries)
+        if (tries == kMostTries) fail();
 }
 
 // ---- copies into shared memory --------------------------------------------------------------------------------------

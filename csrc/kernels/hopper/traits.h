@@ -35,11 +35,13 @@ struct Control {
     WorkTile work[kQueryStages];  // ordered by q_full and q_empty, as the query tiles are
     uint64_t edge_full[kEdgeLoaders], edge_empty[kEdgeLoaders];
     EdgeTile edge[kEdgeLoaders];  // ordered by those two; the first loader has the keys, the second the values
-    // Early exit. A consumer warp whose rows are used up writes the number of its work tile before it gives back a K
-    // slot; the producer then ends the work tile with a K slot that holds no tile, and says so here before that slot's
-    // `full` barrier completes.
+    // Early exit. A warp says in turns in `spent[0]` and `spent[1]` whether its rows are used up; the warpgroup stops
+    // when all of its warps are. From then on each of them writes the number of the work tile before it gives back a K
+    // slot; when all warpgroups do, the producer ends the work tile with a K slot that holds no tile, and lets that
+    // slot's `k_end` complete a phase before its `k_full`.
+    int4 spent[2][kMaxWarpgroups];
     int32_t used_up_in[kStages][4 * kMaxWarpgroups];
-    int32_t end_slot;
+    uint64_t k_end[kStages];
 };
 
 template <class Element_, int kHeadDim_>

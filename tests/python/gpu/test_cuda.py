@@ -139,6 +139,17 @@ def test_bitwise_deterministic_at_length(regime):
         assert_same(again, first)
 
 
+@pytest.mark.parametrize("regime", ["mean -3.2", "randn"])
+@kinds
+def test_batch_elements_are_as_alone(dtype, d, regime):
+    """Of a call with many more work tiles than thread blocks, whose sticks are used up early: the same bits."""
+    x = make_inputs(regime, b=6, s=2000, h=16, h_kv=8, d=d, dtype=dtype)
+    together = run(stickbreaking_attention, x, return_mass=True)
+    for i in range(6):
+        alone = Inputs(*(t[i : i + 1] for t in vars(x).values()))
+        assert_same({name: t[i : i + 1] for name, t in together.items()}, run(stickbreaking_attention, alone, return_mass=True))
+
+
 @kinds
 def test_grouped_heads_are_repeated_heads(dtype, d):
     """o, mass and dq of each query head as with a key head of its own; dk and dv are the sums over the group."""
