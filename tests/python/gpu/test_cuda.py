@@ -146,8 +146,8 @@ def test_batch_elements_are_as_alone(dtype, d, regime):
     x = make_inputs(regime, b=6, s=2000, h=16, h_kv=8, d=d, dtype=dtype)
     together = run(stickbreaking_attention, x, return_mass=True)
     for i in range(6):
-        alone = Inputs(*(t[i : i + 1] for t in vars(x).values()))
-        assert_same({name: t[i : i + 1] for name, t in together.items()}, run(stickbreaking_attention, alone, return_mass=True))
+        alone = run(stickbreaking_attention, Inputs(*(t[i : i + 1] for t in vars(x).values())), return_mass=True)
+        assert_same({name: t[i : i + 1] for name, t in together.items()}, alone)
 
 
 @kinds
