@@ -3,7 +3,7 @@
 // The query pass walks, for a tile of query rows, the keys from the oldest that count to the newest: dq, and for each
 // row and key tile of 64 its carries, the mass at the tile's newer edge and the sum of g over all keys older than the
 // tile. With those the key pass works on any pair of a query tile and a key tile alone: a thread block owns a key tile
-// and adds up dk and dv in registers over all queries that see it. No atomics, and every sum has one order.
+// and adds up dk and dv in registers over all queries that see it. Every sum has one order.
 //
 // Carries take 8 bytes a row and key tile. Beyond what the workspace holds the work goes chunk by chunk, both passes
 // for one chunk of query tiles after the other. The place of a query tile's carries in the sum over all query tiles and

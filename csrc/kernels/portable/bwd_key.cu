@@ -4,8 +4,8 @@
 //
 //   S = Q K^T,  dP = dO V^T,  A and dz (scan.cuh) from the carries of the query pass,  dV += A^T dO,  dK += dz^T Q
 //
-// For S and dP a warp has 16 query rows and all keys; for dV and dK, 32 keys and half the columns, with A and dz read
-// back transposed from shared memory.
+// For S and dP a warp has 16 query rows and all keys; then two warps have dV and two dK, each all keys and half the
+// columns, with A and dz read back transposed from shared memory.
 #include "kernels/portable/bwd.cuh"
 #include "kernels/portable/scan.cuh"
 
@@ -38,11 +38,12 @@ struct Shape {
     static constexpr bool kResident = sizeof(T) == 2 && kDim <= 128;
     static constexpr int kColumns = kDim < 128 ? kDim : 128, kSlices = kDim / kColumns;  // of dk and dv
     static constexpr int kOut = kColumns / 2 / 8;                                        // accumulator blocks of a warp
+    static constexpr int kKeyBlocks = kKeyTile / 16;
     static constexpr int kTileBytes = 64 * kPitch;
     static constexpr int kScorePitch = kKeyTile * int(sizeof(T)), kScoreBytes = kQueryStep * kScorePitch;
     static constexpr int kOperandBytes = (kResident ? 5 : 2) * kTileBytes;
     static constexpr int kSharedBytes = kOperandBytes + 2 * kScoreBytes + int(sizeof(StepList));
-    static constexpr int kBlocksPerSm = sizeof(T) == 2 && kDim == 64 ? 3 : 2;
+    static constexpr int kBlocksPerSm = 2;
     static_assert(kKeyTile == 64 && kQueryStep == 64, "one tile size");
     static_assert(kSharedBytes <= kLeastSharedBytes, "fits every GPU from sm_80 on");
 };
@@ -68,9 +69,9 @@ class KeyTilePass {
     __device__ void run() {
         const Sizes& z = p_.sizes;
         const int group = z.num_heads / z.num_kv_heads;
-        for (int i = tile_.segment; i >= 0; i = plan_.next_segment[i]) {
+        for (int i = uniform(tile_.segment); i >= 0; i = uniform(plan_.next_segment[i])) {
             const Segment s = clamped(p_.segments[i], z);
-            const int candidates = num_candidates(s);
+            const int candidates = uniform(num_candidates(s));
             for (int first = 0; first < candidates * group; first += kThreads) {
                 const int steps = collect(s, candidates, first + int(threadIdx.x));
                 if (steps > 0) go_over(steps);
@@ -139,7 +140,7 @@ class KeyTilePass {
         }
         if (take) list_.steps[before] = step;
         __syncthreads();
-        return all;
+        return uniform(all);
     }
 
     // ---- operands ---------------------------------------------------------------------------------------------------
@@ -182,7 +183,6 @@ class KeyTilePass {
                 load_keys(key_operand(1), p_.v, p_.sizes.head_dim_v, 0);
             }
             load_q(query_operand(0), list_.steps[0]);
-            load_do(query_operand(2), list_.steps[0]);
             commit_copies();
             for (int i = 0; i < steps; ++i) resident_step(i, steps);
         } else {
@@ -191,25 +191,30 @@ class KeyTilePass {
         worked_ = true;
     }
 
+    // Q of the next step and dO of this one are on their way while S is computed.
     __device__ void resident_step(int i, int steps) {
         const Step step = list_.steps[i];
         const uint32_t q_tile = query_operand(i % 2), do_tile = query_operand(2), warp_rows = threadIdx.x / 32 * 16;
-        const bool more = i + 1 < steps;
         wait_for_copies<0>();
         __syncthreads();
-        if (more) load_q(query_operand((i + 1) % 2), list_.steps[i + 1]);
+        load_do(do_tile, step);
+        commit_copies();
+        if (i + 1 < steps) load_q(query_operand((i + 1) % 2), list_.steps[i + 1]);
+        commit_copies();
+        ThreadRows rows = rows_of(step);
         Block s = {}, dp = {};
         multiply_rows<T, S::kPitch>(s, q_tile + warp_rows * S::kPitch, key_operand(0),
                                     p_.sizes.head_dim * int(sizeof(T)));
+        if (rows.masked) fill_hidden(s, rows.limit, scalars_.hidden);
+        wait_for_copies<1>();
+        __syncthreads();
+        Rises<1, kBlocks> rises;
         multiply_rows<T, S::kPitch>(dp, do_tile + warp_rows * S::kPitch, key_operand(1),
-                                    p_.sizes.head_dim_v * int(sizeof(T)));
-        to_gradients(s, dp, step);
+                                    p_.sizes.head_dim_v * int(sizeof(T)),
+                                    exponentials_in_parts<S::kPitch / 32>(s, scalars_, rises));
+        to_gradients(s, dp, rises, rows);
         __syncthreads();
-        add(dv_, weights_tile(), do_tile);
-        __syncthreads();
-        if (more) load_do(do_tile, list_.steps[i + 1]);
-        commit_copies();
-        add(dk_, gradients_tile(), q_tile);
+        add(do_tile, q_tile);
     }
 
     __device__ void lean_step(const Step& step) {
@@ -229,49 +234,58 @@ class KeyTilePass {
                 multiply_rows<T, S::kPitch>(x[i], queries + warp_rows * S::kPitch, keys, widths[i] - byte);
             }
         }
-        to_gradients(x[0], x[1], step);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            __syncthreads();
-            const int chunk = S::kChunks == 1 ? 0 : slice_;
-            i == 0 ? load_do(queries, step, chunk) : load_q(queries, step, chunk);
-            commit_copies();
-            wait_for_copies<0>();
-            __syncthreads();
-            i == 0 ? add(dv_, weights_tile(), queries) : add(dk_, gradients_tile(), queries);
-        }
+        ThreadRows rows = rows_of(step);
+        if (rows.masked) fill_hidden(x[0], rows.limit, scalars_.hidden);
+        Rises<1, kBlocks> rises;
+        exponentials(x[0], scalars_.scale_log2e, rises);
+        to_gradients(x[0], x[1], rises, rows);
+        __syncthreads();
+        const int chunk = S::kChunks == 1 ? 0 : slice_;
+        load_do(keys, step, chunk);
+        load_q(queries, step, chunk);
+        commit_copies();
+        wait_for_copies<0>();
+        __syncthreads();
+        add(keys, queries);
     }
 
-    // S and dP to A and dz in shared memory.
-    __device__ void to_gradients(Block& s, Block& dp, const Step& step) const {
+    // What this thread's rows bring to a step.
+    struct ThreadRows {
+        float mass[1][2], prefix[1][2];
+        Limits<1> limit;
+        bool masked;  // some row of the warp does not see all keys
+    };
+    __device__ ThreadRows rows_of(const Step& step) const {
         const int t = threadIdx.x % 4, warp_row = threadIdx.x / 32 * 16, row = warp_row + threadIdx.x % 32 / 4;
         const float* const carry = carries(step);
-        float mass[1][2], prefix[1][2];
+        ThreadRows rows;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            mass[0][r] = carry[row + 8 * r];
-            prefix[0][r] = carry[kQueryTile<T, kDim> + row + 8 * r];
+            rows.mass[0][r] = carry[row + 8 * r];
+            rows.prefix[0][r] = carry[kQueryTile<T, kDim> + row + 8 * r];
         }
-        const bool masked = step.some_absent || min(step.visible + warp_row, int(step.num_keys)) < kKeyTile;
-        Limits<1> limit;
-        if (masked) {
+        rows.masked =
+            __any_sync(kAllLanes, step.some_absent || min(step.visible + warp_row, int(step.num_keys)) < kKeyTile);
+        if (rows.masked) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int seen = min(step.visible + row + 8 * r, int(step.num_keys));
-                limit[0][r] = mass[0][r] == kAbsent ? 0 : seen - t * (kKeyTile / 4);
+                rows.limit[0][r] = rows.mass[0][r] == kAbsent ? 0 : seen - t * (kKeyTile / 4);
             }
-            fill_hidden(s, limit, scalars_.hidden);
-            fill_hidden(dp, limit, 0.f);
         }
-        Rises<1, kBlocks> rises;
-        exponentials(s, scalars_.scale_log2e, rises);
-        const bool key_by_key = weights(s, rises, mass, [&](int, int r, int n, float older_a, float newer_a) {
+        return rows;
+    }
+
+    // e and dP to A and dz in shared memory.
+    __device__ void to_gradients(Block& e, Block& dp, const Rises<1, kBlocks>& rises, ThreadRows& rows) const {
+        if (rows.masked) fill_hidden(dp, rows.limit, 0.f);
+        const bool key_by_key = weights(e, rises, rows.mass, [&](int, int r, int n, float older_a, float newer_a) {
             dp[0][n][2 * r] *= older_a;
             dp[0][n][2 * r + 1] *= newer_a;
             store_scores(weights_tile(), r, n, kWeightScale<T> * older_a, kWeightScale<T> * newer_a);
         });
-        logit_gradients(s, dp, prefix, key_by_key);
-        if (masked) fill_hidden(dp, limit, 0.f);
+        logit_gradients(e, dp, rows.prefix, key_by_key);
+        if (rows.masked) fill_hidden(dp, rows.limit, 0.f);
 #pragma unroll
         for (int r = 0; r < 2; ++r)
 #pragma unroll
@@ -281,40 +295,41 @@ class KeyTilePass {
 
     // Accumulator columns 8n + 2t, + 1 of row r to a tile of scores.
     __device__ void store_scores(uint32_t tile, int r, int n, float x, float y) const {
-        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        const int lane = made_here(threadIdx.x % 32), g = lane / 4, t = lane % 4;
         const int byte = 2 * t * int(sizeof(T)), row = threadIdx.x / 32 * 16 + g;
         const uint32_t at = tile + row * S::kScorePitch + ((byte / 16 ^ g) << 4) + byte % 16;
-        const uint32_t to = (at ^ n * 8 * int(sizeof(T))) + r * 8 * S::kScorePitch;
+        const uint32_t to = along(at, n * 8 * int(sizeof(T))) + r * 8 * S::kScorePitch;
         if constexpr (sizeof(T) == 2)
             store_shared(to, pack<T>(x, y));
         else
             store_shared(to, __float_as_uint(x), __float_as_uint(y));
     }
 
-    __device__ int warp_key_column() const {
-        return threadIdx.x / 32 % 2 * 32;
+    __device__ bool makes_dv() const {
+        return threadIdx.x < kThreads / 2;
     }
     __device__ int warp_column() const {
-        return threadIdx.x / 64 * (S::kColumns / 2);
+        return threadIdx.x / 32 % 2 * (S::kColumns / 2);
     }  // within the slice
 
-    __device__ void add(float (&sum)[2][S::kOut][4], uint32_t scores, uint32_t queries) const {
+    __device__ void add(uint32_t do_tile, uint32_t q_tile) {
         const int column = (S::kChunks == 1 ? slice_ * S::kColumns : 0) + warp_column();
-        multiply_columns<T, kQueryStep, S::kScorePitch, S::kPitch>(sum, scores, warp_key_column(), queries, column);
+        multiply_columns<T, kQueryStep, S::kScorePitch, S::kPitch>(sum_, makes_dv() ? weights_tile() : gradients_tile(),
+                                                                   makes_dv() ? do_tile : q_tile, column);
     }
 
     __device__ void finish() const {
-        const Sizes& z = p_.sizes;
-        const int column = slice_ * S::kColumns + warp_column();
+        const Rows<void*>& rows = makes_dv() ? p_.dv : p_.dk;
+        const int width = makes_dv() ? p_.sizes.head_dim_v : p_.sizes.head_dim;
+        const float factor = makes_dv() ? 1.f / kWeightScale<T> : scalars_.scale;
 #pragma unroll
-        for (int m = 0; m < 2; ++m)
+        for (int m = 0; m < S::kKeyBlocks; ++m)
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const int key = key_of_column<kKeyTile>(warp_key_column() + 16 * m + 8 * r + threadIdx.x % 32 / 4);
+                const int key = key_of_column<kKeyTile>(16 * m + 8 * r + threadIdx.x % 32 / 4);
                 if (tile_.begin + key >= tile_.num_keys) continue;
-                const int64_t row = tile_.k_row + tile_.begin + key;
-                add_row(row_of(p_.dk, row), z.head_dim, column, dk_[m], r, scalars_.scale);
-                add_row(row_of(p_.dv, row), z.head_dim_v, column, dv_[m], r, 1.f / kWeightScale<T>);
+                add_row(row_of(rows, tile_.k_row + tile_.begin + key), width, slice_ * S::kColumns + warp_column(),
+                        sum_[m], r, factor);
             }
     }
     __device__ float* row_of(const Rows<void*>& rows, int64_t row) const {
@@ -330,7 +345,7 @@ class KeyTilePass {
     const uint32_t tiles_;
     StepList& list_;
     bool worked_ = false;
-    float dk_[2][S::kOut][4] = {}, dv_[2][S::kOut][4] = {};  // dv_ times kWeightScale
+    float sum_[S::kKeyBlocks][S::kOut][4] = {};  // of dv, times kWeightScale, or dk
 };
 
 template <class T, int kDim>

@@ -26,13 +26,18 @@ struct Shape {
     static constexpr int kRowBytes = kRows * kPitch, kKeyBytes = kUnit * kPitch;
     static constexpr int kSharedBytes = 2 * kRowBytes + kStages * 2 * kKeyBytes;
     static constexpr int kColumnBlocks = kPitch / int(sizeof(T)) / 8;
-    static constexpr int kBlocksPerSm = sizeof(T) == 2 && kDim == 64 ? 3 : 2;
+    static constexpr int kBlocksPerSm = 2;
     static_assert(kSharedBytes <= kLeastSharedBytes - 1024, "fits every GPU from sm_80 on");
 };
 
 struct Unit {
     int tile, half;
     bool only_mass;  // a first look at the newer half of a tile in which rows may start
+};
+
+// Where K and V are, in shared memory: registers are scarcer.
+struct KeyRows {
+    HeadRows k, v;
 };
 
 template <class T, int kDim>
@@ -42,20 +47,23 @@ class QueryTilePass {
 
   public:
     __device__ QueryTilePass(const BackwardParams& params, const BackwardPlan& plan, const Scalars& scalars,
-                             const QueryTile& tile, const Head& head, int64_t block, uint32_t shared)
+                             const QueryTile& tile, const Head& head, int64_t block, KeyRows& keys, uint32_t shared)
         : p_(params),
           scalars_(scalars),
           rows_{params.sizes, tile, head},
           starts_(plan.starts + block),
           carries_(plan.carries + block * 2 * S::kRows),
+          keys_(keys),
           q_tile_(shared),
           do_tile_(shared + S::kRowBytes),
           key_tiles_(shared + 2 * S::kRowBytes) {
         const Sizes& z = params.sizes;
         q_ = head_rows<T>(params.q, head.batch, head.query, z.head_dim).rows_from(tile.q_row);
         do_ = head_rows<T>(params.d_o, head.batch, head.query, z.head_dim_v).rows_from(tile.q_row);
-        k_ = head_rows<T>(params.k, head.batch, head.key, z.head_dim).rows_from(tile.k_row);
-        v_ = head_rows<T>(params.v, head.batch, head.key, z.head_dim_v).rows_from(tile.k_row);
+        if (threadIdx.x == 0) {
+            keys_.k = head_rows<T>(params.k, head.batch, head.key, z.head_dim).rows_from(tile.k_row);
+            keys_.v = head_rows<T>(params.v, head.batch, head.key, z.head_dim_v).rows_from(tile.k_row);
+        }
         num_tiles_ = key_tiles_of(tile.visible, tile.num_rows, tile.k_len);
     }
 
@@ -68,17 +76,19 @@ class QueryTilePass {
             mass_[m][r] = there ? kAbsent : 0.f;
             prefix_[m][r] = there && prefix_in != nullptr ? prefix_in[rows_.index(row)] : 0.f;
         });
-        const int units = 3 * (newest_ - oldest_ + 1) + 2 * (num_tiles_ - 1 - newest_);
+        Unit u = {oldest_, 1, true};
         if constexpr (S::kChunks == 1) {
             load_rows<S::kRows, S::kPitch>(q_tile_, q_, rows_.tile.num_rows);
             load_rows<S::kRows, S::kPitch>(do_tile_, do_, rows_.tile.num_rows);
-            if (S::kStages == 2) load_unit(0, 0);
+            if (S::kStages == 2) load_unit(u, key_buffer(0));
         }
-        for (int n = 0; n < units; ++n) {
+        for (int n = 0; u.tile < num_tiles_; ++n) {
+            const Unit next = after(u);
             if constexpr (S::kChunks == 1)
-                unit(n, units);
+                unit(u, next, n);
             else
-                unit_in_chunks(n);
+                unit_in_chunks(u);
+            u = next;
         }
         finish();
     }
@@ -124,24 +134,26 @@ class QueryTilePass {
             starts.first[step] = min(starts.first[step], first[w]);
             starts.last[step] = max(starts.last[step], last[w]);
         }
+        oldest_ = uniform(oldest_);
+        newest_ = uniform(newest_);
         if (threadIdx.x == 0) *starts_ = starts;
     }
 
-    __device__ Unit unit_at(int n) const {
-        const int among_starts = 3 * (newest_ - oldest_ + 1);
-        if (n < among_starts) return {oldest_ + n / 3, n % 3 != 1, n % 3 == 0};
-        return {newest_ + 1 + (n - among_starts) / 2, (n - among_starts) % 2, false};
+    __device__ Unit after(const Unit& u) const {
+        if (u.only_mass) return {u.tile, 0, false};
+        if (u.half == 0) return {u.tile, 1, false};
+        const bool starts = u.tile < newest_;
+        return {u.tile + 1, starts, starts};
     }
 
-    __device__ uint32_t k_buffer(int n) const { return key_tiles_ + n % S::kStages * 2 * S::kKeyBytes; }
+    __device__ uint32_t key_buffer(int n) const { return key_tiles_ + n % S::kStages * 2 * S::kKeyBytes; }
     __device__ void load_keys(uint32_t to, const HeadRows& from, const Unit& u) const {
         const int begin = u.tile * kKeyTile + u.half * kUnit;
         load_rows<kUnit, S::kPitch>(to, from.rows_from(begin), rows_.tile.k_len - begin, KeyOrder{});
     }
-    __device__ void load_unit(int n, int byte) const {
-        const Unit u = unit_at(n);
-        load_keys(k_buffer(n), k_.bytes_from(byte), u);
-        load_keys(k_buffer(n) + S::kKeyBytes, v_.bytes_from(byte), u);
+    __device__ void load_unit(const Unit& u, uint32_t to, int byte = 0) const {
+        load_keys(to, keys_.k.bytes_from(byte), u);
+        load_keys(to + S::kKeyBytes, keys_.v.bytes_from(byte), u);
         commit_copies();
     }
 
@@ -152,31 +164,33 @@ class QueryTilePass {
                (u.tile <= warp_last_ || rows_.visible(rows_.warp_row + S::kWarpRows - 1) > begin);
     }
 
-    __device__ void unit(int n, int units) {
+    __device__ void unit(const Unit& u, const Unit& next, int n) {
+        const uint32_t k_tile = key_buffer(n);
         if (S::kStages == 1) {
             __syncthreads();
-            load_unit(n, 0);
+            load_unit(u, k_tile);
         }
         wait_for_copies<0>();
         __syncthreads();
-        if (S::kStages == 2 && n + 1 < units) load_unit(n + 1, 0);
-        const Unit u = unit_at(n);
-        const uint32_t k_tile = k_buffer(n);
+        if (S::kStages == 2 && next.tile < num_tiles_) load_unit(next, key_buffer(n + 1));
         const bool active = takes_part(u);
         if (active) {
             Block s = {}, dp = {};
+            Rises<S::kTiles, kBlocks> rises;
             multiply_rows<T, S::kPitch>(s, q_tile_ + rows_.warp_row * S::kPitch, k_tile, q_.width);
-            if (!u.only_mass)
-                multiply_rows<T, S::kPitch>(dp, do_tile_ + rows_.warp_row * S::kPitch, k_tile + S::kKeyBytes,
-                                            do_.width);
-            to_gradients(s, dp, u);
+            hide(s, scalars_.hidden, u);
+            if (u.only_mass)
+                exponentials(s, scalars_.scale_log2e, rises);
+            else
+                multiply_rows<T, S::kPitch>(dp, do_tile_ + rows_.warp_row * S::kPitch, k_tile + S::kKeyBytes, do_.width,
+                                            exponentials_in_parts<S::kPitch / 32>(s, scalars_, rises));
+            to_gradients(s, dp, rises, u);
             if (!u.only_mass) multiply_accumulators<T, S::kPitch>(dq_[0], dp, k_tile);
         }
         if (!u.only_mass && !active) write_carries(u);
     }
 
-    __device__ void unit_in_chunks(int n) {
-        const Unit u = unit_at(n);
+    __device__ void unit_in_chunks(const Unit& u) {
         const bool active = takes_part(u);
         Block s = {}, dp = {};
         for (int chunk = 0; chunk < S::kChunks; ++chunk) {
@@ -184,7 +198,7 @@ class QueryTilePass {
             __syncthreads();
             load_rows<S::kRows, S::kPitch>(q_tile_, q_.bytes_from(byte), rows_.tile.num_rows);
             load_rows<S::kRows, S::kPitch>(do_tile_, do_.bytes_from(byte), rows_.tile.num_rows);
-            load_unit(n, byte);
+            load_unit(u, key_tiles_, byte);
             wait_for_copies<0>();
             __syncthreads();
             if (!active) continue;
@@ -192,13 +206,18 @@ class QueryTilePass {
             multiply_rows<T, S::kPitch>(dp, do_tile_ + rows_.warp_row * S::kPitch, key_tiles_ + S::kKeyBytes,
                                         do_.width - byte);
         }
-        if (active) to_gradients(s, dp, u);
+        if (active) {
+            Rises<S::kTiles, kBlocks> rises;
+            hide(s, scalars_.hidden, u);
+            exponentials(s, scalars_.scale_log2e, rises);
+            to_gradients(s, dp, rises, u);
+        }
         if (u.only_mass) return;
         if (!active) write_carries(u);
 #pragma unroll
         for (int chunk = 0; chunk < S::kChunks; ++chunk) {
             __syncthreads();
-            load_unit(n, chunk * S::kPitch);
+            load_unit(u, key_tiles_, chunk * S::kPitch);
             wait_for_copies<0>();
             __syncthreads();
             if (active) multiply_accumulators<T, S::kPitch>(dq_[chunk], dp, key_tiles_);
@@ -209,55 +228,75 @@ class QueryTilePass {
     // newer unit has made it.
     __device__ void write_carries(const Unit& u) const {
         if (threadIdx.x % 4 != 0) return;
-        float* const to = carries_ + int64_t(u.tile) * 2 * S::kRows;
-        rows_.for_each([&](int m, int r, int row) {
-            if (u.half == 0)
-                to[S::kRows + row] = prefix_[m][r];
-            else
-                to[row] = mass_[m][r];
-        });
+        float* const to = carries_ + int64_t(u.tile) * 2 * S::kRows + rows_.warp_row + threadIdx.x % 32 / 4;
+#pragma unroll
+        for (int m = 0; m < S::kTiles; ++m)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                if (u.half == 0)
+                    to[S::kRows + 16 * m + 8 * r] = prefix_[m][r];
+                else
+                    to[16 * m + 8 * r] = mass_[m][r];
+            }
     }
 
-    // S -> e and dP -> dz; mass and prefix to the newer edge. With only_mass, the mass of rows that start here to the
-    // older edge, and nothing else.
-    __device__ void to_gradients(Block& s, Block& dp, const Unit& u) {
-        const int begin = u.tile * kKeyTile + u.half * kUnit;
-        const bool starting = u.tile <= warp_last_;
-        const bool masked = starting || rows_.visible(rows_.warp_row) < begin + kUnit;
-        int start[S::kTiles][2];
-        rows_.for_each([&](int m, int r, int row) { start[m][r] = starting ? start_tile(row) : -1; });
+    // Whether rows of this warp start here or later, and whether some row does not see all of a unit.
+    __device__ bool starting(const Unit& u) const {
+        return u.tile <= warp_last_;
+    }
+    __device__ bool masked(const Unit& u) const {
+        return starting(u) || rows_.visible(rows_.warp_row) < u.tile * kKeyTile + (u.half + 1) * kUnit;
+    }
+    // `value` for keys that a row does not see, or not yet. What is rare is found out again each time, not kept.
+    __device__ void hide(Block& x, float value, const Unit& u) const {
+        if (!masked(u)) return;
         Limits<S::kTiles> limit;
-        if (masked) {
-            rows_.for_each([&](int m, int r, int row) {
-                const int seen = rows_.visible(row) - begin - int(threadIdx.x % 4) * (kUnit / 4);
-                limit[m][r] = start[m][r] <= u.tile ? seen : 0;
-            });
-            fill_hidden(s, limit, scalars_.hidden);
-            fill_hidden(dp, limit, 0.f);
-        }
-        Rises<S::kTiles, kBlocks> rises;
-        exponentials(s, scalars_.scale_log2e, rises);
-        float newer[S::kTiles][2], older[S::kTiles][2];
         rows_.for_each([&](int m, int r, int row) {
-            const float risen = fmaf(mass_[m][r], quad_join(rises.all[m][r]), mass_[m][r]);
-            newer[m][r] = start[m][r] < u.tile ? risen : mass_[m][r];
-            if (start[m][r] == u.tile && u.half == 1) newer[m][r] = restart_mass(row);
-            older[m][r] = newer[m][r];
+            const int begin = u.tile * kKeyTile + u.half * kUnit + int(threadIdx.x % 4) * (kUnit / 4);
+            limit[m][r] = starting(u) && start_tile(row) > u.tile ? 0 : rows_.visible(row) - begin;
         });
-        const bool key_by_key = weights(s, rises, older, [&](int m, int r, int n, float older_a, float newer_a) {
+        fill_hidden(x, limit, value);
+    }
+
+    // e stays, dP -> dz; mass and prefix to the newer edge. With only_mass, the mass of rows that start here to the
+    // older edge, and nothing else.
+    __device__ void to_gradients(Block& e, Block& dp, const Rises<S::kTiles, kBlocks>& rises, const Unit& u) {
+        hide(dp, 0.f, u);
+        float newer[S::kTiles][2], older[S::kTiles][2], oldest[S::kTiles][2];
+        rows_.for_each([&](int m, int r, int) {
+            newer[m][r] = mass_[m][r];
+            oldest[m][r] = ascend(rises.all[m][r], newer[m][r]);
+        });
+        if (starting(u)) {
+            rows_.for_each([&](int m, int r, int row) {
+                const int start = start_tile(row);
+                if (start >= u.tile) newer[m][r] = start == u.tile && u.half == 1 ? restart_mass(row) : mass_[m][r];
+                older[m][r] = newer[m][r];
+                const float from_newer = descend(rises.all[m][r], older[m][r]);
+                if (start >= u.tile) oldest[m][r] = from_newer;
+            });
+        }
+        const auto sink = [&](int m, int r, int n, float older_a, float newer_a) {
             dp[m][n][2 * r] *= older_a;
             dp[m][n][2 * r + 1] *= newer_a;
-        });
-        rows_.for_each([&](int m, int r, int) {
-            if (!u.only_mass)
-                mass_[m][r] = newer[m][r];
-            else if (start[m][r] == u.tile)
-                mass_[m][r] = older[m][r];
-        });
-        if (u.only_mass) return;
+        };
+        const bool key_by_key = saturated(rises);
+        if (key_by_key) {
+            rows_.for_each([&](int m, int r, int) { older[m][r] = newer[m][r]; });
+            weights_key_by_key(e, older, sink);
+        } else {
+            weights_upwards(e, rises, oldest, sink);
+        }
+        if (u.only_mass) {
+            rows_.for_each([&](int m, int r, int row) {
+                if (start_tile(row) == u.tile) mass_[m][r] = older[m][r];
+            });
+            return;
+        }
+        rows_.for_each([&](int m, int r, int) { mass_[m][r] = newer[m][r]; });
         write_carries(u);
-        logit_gradients(s, dp, prefix_, key_by_key);
-        if (masked) fill_hidden(dp, limit, 0.f);
+        logit_gradients(e, dp, prefix_, key_by_key);
+        hide(dp, 0.f, u);
         rows_.for_each([&](int m, int r, int) {
             if (isnan(prefix_[m][r])) prefix_[m][r] = 0.f;  // what is newer than a NaN's unit stays clean
         });
@@ -281,7 +320,8 @@ class QueryTilePass {
     const QueryRows<S::kTiles> rows_;
     Starts* const starts_;
     float* const carries_;
-    HeadRows q_, do_, k_, v_;
+    KeyRows& keys_;
+    HeadRows q_, do_;
     const uint32_t q_tile_, do_tile_, key_tiles_;
     int num_tiles_;               // key tiles
     int oldest_, newest_;         // key tiles in which the first and the last row start
@@ -298,13 +338,15 @@ __global__ void __launch_bounds__(kThreads, Shape<T, kDim>::kBlocksPerSm)
     extern __shared__ __align__(1024) uint8_t shared[];
     const int index = blockIdx.x % plan.max_query_tiles;
     if (index >= plan.query_tiles->count) return;
-    const QueryTile tile = plan.query_tiles->entries()[index];
+    const QueryTile tile = uniform(plan.query_tiles->entries()[index]);
     const int key_tiles = key_tiles_of(tile.visible, tile.num_rows, tile.k_len);
     if (key_tiles == 0) return;
     const int head = blockIdx.x / plan.max_query_tiles;
     const int64_t block = block_in_chunk(plan, params.sizes, plan.first_block[tile.q_row], head, key_tiles);
     if (block < 0) return;
-    QueryTilePass<T, kDim>(params, plan, scalars, tile, head_of(params.sizes, head), block, shared_address(shared))
+    __shared__ KeyRows keys;
+    QueryTilePass<T, kDim>(params, plan, scalars, tile, head_of(params.sizes, head), block, keys,
+                           shared_address(shared))
         .run();
 }
 

@@ -172,10 +172,15 @@ class ForwardTile {
             s[m][n][2 * r + 1] = newer_a;
         });
         // The oldest edge with enough mass is the newer edge of the tile that uses it up, or of the last one.
-        rows_.for_each([&](int m, int r, int row) {
-            const bool oldest =
+        bool oldest[S::kTiles][2], any = false;
+        rows_.for_each([&](int m, int r, int) {
+            oldest[m][r] =
                 newer[m][r] >= scalars_.least_restart && (tile == 0 || !(mass_[m][r] >= scalars_.least_restart));
-            if (oldest && writes(row)) write_restart(row, end, newer[m][r] / kWeightScale<T>);
+            any |= oldest[m][r];
+        });
+        if (!__any_sync(kAllLanes, any)) return;
+        rows_.for_each([&](int m, int r, int row) {
+            if (oldest[m][r] && writes(row)) write_restart(row, end, newer[m][r] / kWeightScale<T>);
         });
     }
 
@@ -224,7 +229,7 @@ __global__ void __launch_bounds__(kThreads, Shape<T, kDim>::kBlocksPerSm)
     const int tile = blockIdx.x % num_tiles;
     if (tile >= tiles.count) return;
     const Head head = head_of(params.sizes, blockIdx.x / num_tiles);
-    ForwardTile<T, kDim>(params, scalars, tiles.entries()[tile], head, shared_address(shared)).run();
+    ForwardTile<T, kDim>(params, scalars, uniform(tiles.entries()[tile]), head, shared_address(shared)).run();
 }
 
 }  // namespace

@@ -97,6 +97,17 @@ __device__ inline float reciprocal(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+// The same value, which the compiler can no longer follow: what is made from it inside a loop is made there again,
+// instead of once and in registers (or, where there are none left, in local memory) ever after.
+__device__ inline int made_here(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+// A value that all lanes of a warp share. Told so, the compiler keeps it out of the lanes' registers, and does not take
+// a branch on it for one that could part the lanes.
+__device__ inline int uniform(int x) {
+    return __shfl_sync(kAllLanes, x, 0);
+}
 // NaN if either is.
 __device__ inline float min_nan(float a, float b) {
     float y;

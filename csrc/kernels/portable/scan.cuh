@@ -29,16 +29,6 @@ __device__ inline float join(float a, float b) {
     return fmaf(a, b, a + b);
 }
 
-// Of all lanes of a quad of lanes; the same bits in each.
-__device__ inline float quad_sum(float x) {
-    x += __shfl_xor_sync(kAllLanes, x, 1);
-    return x + __shfl_xor_sync(kAllLanes, x, 2);
-}
-__device__ inline float quad_join(float rise) {
-    rise = join(rise, __shfl_xor_sync(kAllLanes, rise, 1));
-    return join(rise, __shfl_xor_sync(kAllLanes, rise, 2));
-}
-
 // How many of this thread's keys each of its rows sees.
 template <int kTiles>
 using Limits = int[kTiles][2];
@@ -60,28 +50,37 @@ struct Rises {
     float all[kTiles][2];                  // over this thread's keys
 };
 
-// z -> e, with the rises.
+// z -> e of four keys, with their rise: for every i below kTiles * kBlocks, in this order.
+template <int kTiles, int kBlocks>
+__device__ inline void exponentials_of_quad(int i, float (&x)[kTiles][kBlocks][4], float scale_log2e,
+                                            Rises<kTiles, kBlocks>& rises) {
+    const int m = i / kBlocks, r = i / (kBlocks / 2) % 2, quad = i % (kBlocks / 2);
+    float e[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        float& z = at(x[m], r, 4 * quad + k);
+        e[k] = z = exp2_approximate(z * scale_log2e);
+    }
+    const float rise = join(join(e[0], e[1]), join(e[2], e[3]));
+    rises.before[m][r][quad] = quad == 0 ? 0.f : rises.all[m][r];
+    rises.all[m][r] = quad == 0 ? rise : join(rises.all[m][r], rise);
+}
 template <int kTiles, int kBlocks>
 __device__ inline void exponentials(float (&x)[kTiles][kBlocks][4], float scale_log2e, Rises<kTiles, kBlocks>& rises) {
 #pragma unroll
-    for (int m = 0; m < kTiles; ++m)
+    for (int i = 0; i < kTiles * kBlocks; ++i) exponentials_of_quad(i, x, scale_log2e, rises);
+}
+
+// The same in kParts parts, as a function of the part: for multiply_rows.
+template <int kParts, int kTiles, int kBlocks>
+__device__ inline auto exponentials_in_parts(float (&x)[kTiles][kBlocks][4], const Scalars& scalars,
+                                             Rises<kTiles, kBlocks>& rises) {
+    return [&](int part) {
+        constexpr int kQuads = kTiles * kBlocks;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float all = 0.f;
-#pragma unroll
-            for (int quad = 0; quad < kBlocks / 2; ++quad) {
-                float e[4];
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    float& z = at(x[m], r, 4 * quad + k);
-                    e[k] = z = exp2_approximate(z * scale_log2e);
-                }
-                const float rise = join(join(e[0], e[1]), join(e[2], e[3]));
-                rises.before[m][r][quad] = all;
-                all = quad == 0 ? rise : join(all, rise);
-            }
-            rises.all[m][r] = all;
-        }
+        for (int i = part * kQuads / kParts; i < (part + 1) * kQuads / kParts; ++i)
+            exponentials_of_quad(i, x, scalars.scale_log2e, rises);
+    };
 }
 
 // For rows whose e may be anything: one reciprocal a key, from the newest on.
@@ -116,52 +115,84 @@ __device__ inline void weights_key_by_key(float (&e)[kTiles][kBlocks][4], float 
         }
 }
 
-// Calls sink(m, r, n, A of key 2n, A of key 2n + 1) for all keys. `mass` goes from the newer edge of the tile to the
-// older one. True where keys went one by one; e is then at most kLargestE.
-template <int kTiles, int kBlocks, class Sink>
-__device__ inline bool weights(float (&e)[kTiles][kBlocks][4], const Rises<kTiles, kBlocks>& rises,
-                               float (&mass)[kTiles][2], Sink sink) {
+// From the mass at an edge of the tile to the mass at the older side of this thread's keys, where `rise` is theirs; the
+// edge's mass goes to the other edge, down from the newer one or up from the older one.
+__device__ inline float descend(float rise, float& mass) {
     const int t = threadIdx.x % 4;
-    bool saturated = false;
+    const float two = join(rise, __shfl_xor_sync(kAllLanes, rise, 1));
+    const float others = __shfl_xor_sync(kAllLanes, two, 2), four = join(two, others);
+    const float newer = t & 1 ? rise : two;  // over this thread's keys and all newer ones
+    const float oldest = mass * reciprocal(1.f + (t & 2 ? newer : join(newer, others)));
+    const float keep = reciprocal(1.f + four);
+    mass = four < 1.f ? fmaf(-mass, four * keep, mass) : mass * keep;
+    return oldest;
+}
+__device__ inline float ascend(float rise, float& mass) {
+    const int t = threadIdx.x % 4;
+    const float other = __shfl_xor_sync(kAllLanes, rise, 1), two = join(rise, other);
+    const float others = __shfl_xor_sync(kAllLanes, two, 2);
+    const float older = join(t & 1 ? other : 0.f, t & 2 ? others : 0.f);
+    const float oldest = fmaf(mass, older, mass);
+    mass = fmaf(mass, join(two, others), mass);
+    return oldest;
+}
+
+// Whether keys of this warp have to go one by one.
+template <int kTiles, int kBlocks>
+__device__ inline bool saturated(const Rises<kTiles, kBlocks>& rises) {
+    bool any = false;
 #pragma unroll
     for (int m = 0; m < kTiles; ++m)
 #pragma unroll
-        for (int r = 0; r < 2; ++r) saturated |= !(rises.all[m][r] <= kLargestRise);
-    if (__any_sync(kAllLanes, saturated)) {
-        weights_key_by_key(e, mass, sink);
-        return true;
-    }
+        for (int r = 0; r < 2; ++r) any |= !(rises.all[m][r] <= kLargestRise);
+    return __any_sync(kAllLanes, any);
+}
+
+// Calls sink(m, r, n, A of key 2n, A of key 2n + 1) for all keys, from the mass at the older side of this thread's.
+template <int kTiles, int kBlocks, class Sink>
+__device__ inline void weights_upwards(const float (&e)[kTiles][kBlocks][4], const Rises<kTiles, kBlocks>& rises,
+                                       const float (&oldest)[kTiles][2], Sink sink) {
 #pragma unroll
     for (int m = 0; m < kTiles; ++m)
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float one = rises.all[m][r], two = join(one, __shfl_xor_sync(kAllLanes, one, 1));
-            const float others = __shfl_xor_sync(kAllLanes, two, 2), four = join(two, others);
-            const float newer = t & 1 ? one : two;  // over this thread's keys and all newer ones
-            const float oldest = mass[m][r] * reciprocal(1.f + (t & 2 ? newer : join(newer, others)));
-            const float keep = reciprocal(1.f + four);
-            mass[m][r] = four < 1.f ? fmaf(-mass[m][r], four * keep, mass[m][r]) : mass[m][r] * keep;
+        for (int r = 0; r < 2; ++r)
 #pragma unroll
             for (int quad = 0; quad < kBlocks / 2; ++quad) {
-                float p = quad == 0 ? oldest : fmaf(oldest, rises.before[m][r][quad], oldest);
+                float p = quad == 0 ? oldest[m][r] : fmaf(oldest[m][r], rises.before[m][r][quad], oldest[m][r]);
                 float a[4];
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    a[k] = at(e[m], r, 4 * quad + k) * p;
+                    a[k] = e[m][2 * quad + k / 2][2 * r + k % 2] * p;
                     p += a[k];
                 }
                 sink(m, r, 2 * quad, a[0], a[1]);
                 sink(m, r, 2 * quad + 1, a[2], a[3]);
             }
-        }
+}
+
+// The same, with `mass` from the newer edge of the tile to the older one. True where keys went one by one; e is then at
+// most kLargestE.
+template <int kTiles, int kBlocks, class Sink>
+__device__ inline bool weights(float (&e)[kTiles][kBlocks][4], const Rises<kTiles, kBlocks>& rises,
+                               float (&mass)[kTiles][2], Sink sink) {
+    if (saturated(rises)) {
+        weights_key_by_key(e, mass, sink);
+        return true;
+    }
+    float oldest[kTiles][2];
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) oldest[m][r] = descend(rises.all[m][r], mass[m][r]);
+    weights_upwards(e, rises, oldest, sink);
     return false;
 }
 
 // g -> dz = (1 - beta) g - beta b in place. `prefix`, the sum of g over older keys, goes from the older edge of the
-// tile to the newer one. `key_by_key` where weights() went key by key.
-template <int kTiles, int kBlocks>
+// tile to the newer one.
+template <bool kKeyByKey, int kTiles, int kBlocks>
 __device__ inline void logit_gradients(const float (&e)[kTiles][kBlocks][4], float (&g)[kTiles][kBlocks][4],
-                                       float (&prefix)[kTiles][2], bool key_by_key) {
+                                       float (&prefix)[kTiles][2]) {
     constexpr int kQuads = kBlocks / 2;
     const int t = threadIdx.x % 4;
 #pragma unroll
@@ -188,18 +219,27 @@ __device__ inline void logit_gradients(const float (&e)[kTiles][kBlocks][4], flo
                 float &g0 = g[m][n][2 * r], &g1 = g[m][n][2 * r + 1];
                 const float b0 = b_n, b1 = b0 + g0;
                 b_n = b1 + g1;
-                if (key_by_key) {
-                    const float keep0 = reciprocal(1.f + e0), keep1 = reciprocal(1.f + e1);
+                const float keep0 = reciprocal(1.f + e0), keep1 = reciprocal(1.f + e1);  // 1 - beta
+                if constexpr (kKeyByKey) {                                               // e b may be infinite
                     g0 = keep0 * g0 - (e0 * keep0) * b0;
                     g1 = keep1 * g1 - (e1 * keep1) * b1;
-                } else {  // one reciprocal for two keys: 1 - beta_0 = (1 + e1) / ((1 + e0)(1 + e1))
-                    const float keep = reciprocal(fmaf(1.f + e0, e1, 1.f + e0));
-                    const float u0 = fmaf(-e0, b0, g0) * keep, u1 = fmaf(-e1, b1, g1) * keep;
-                    g0 = fmaf(u0, e1, u0);
-                    g1 = fmaf(u1, e0, u1);
+                } else {
+                    g0 = fmaf(-e0, b0, g0) * keep0;
+                    g1 = fmaf(-e1, b1, g1) * keep1;
                 }
             }
         }
+}
+
+// The same, `key_by_key` where weights() went key by key. One branch around everything: a branch for each pair of keys
+// would leave nothing to do while a reciprocal is on its way.
+template <int kTiles, int kBlocks>
+__device__ inline void logit_gradients(const float (&e)[kTiles][kBlocks][4], float (&g)[kTiles][kBlocks][4],
+                                       float (&prefix)[kTiles][2], bool key_by_key) {
+    if (key_by_key)
+        logit_gradients<true>(e, g, prefix);
+    else
+        logit_gradients<false>(e, g, prefix);
 }
 
 }  // namespace megatron_sb::portable

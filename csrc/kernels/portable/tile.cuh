@@ -111,8 +111,12 @@ __device__ inline void load_rows(uint32_t to, const HeadRows& from, int num_rows
 
 // ---- products -------------------------------------------------------------------------------------------------------
 //
-// Where this lane reads: a step along a row, or another block of columns, only flips bits 5 to 8 (XOR), and 8 or more
-// rows further on only adds to the address, because tiles begin at multiples of 1024 bytes.
+// Where this lane reads. Tiles begin at multiples of 1024 bytes and only bits 4 to 6 are swizzled, so all else along a
+// row, and 8 or more rows further on, is added: that goes into the instruction and needs no register of its own.
+
+__device__ inline uint32_t along(uint32_t address, int bytes) {  // further along the row, by a multiple of 16
+    return (address ^ (bytes & 112)) + (bytes & ~127);
+}
 
 template <int kPitch>
 __device__ inline uint32_t lane_rows_16(int lane) {  // rows 0..15 twice: first and second piece
@@ -123,32 +127,46 @@ __device__ inline uint32_t lane_rows_8_8(int lane) {  // rows 0..7 of both piece
     return (lane % 8 + lane / 16 * 8) * kPitch + ((lane / 8 % 2 ^ lane % 8) << 4);
 }
 template <int kPitch>
-__device__ inline uint32_t lane_float(int lane, int row) {  // a float: column g of row 2t or 2t + 1
-    const int g = lane / 4, at = lane % 4 * 2 + row;
-    return at * kPitch + ((g / 4 ^ at) << 4) + g % 4 * 4;
+__device__ inline uint32_t lane_float(int lane) {  // a float: column g of row 2t; row 2t + 1 is next_row further on
+    const int g = lane / 4, row = lane % 4 * 2;
+    return row * kPitch + ((g / 4 ^ row) << 4) + g % 4 * 4;
+}
+template <int kPitch>
+__device__ inline uint32_t next_row(uint32_t address, int rows) {  // 0 or 1, from an even one
+    return (address ^ 16 * rows) + rows * kPitch;
 }
 
-// Two blocks of B whose k runs along the rows of the tile: rows from `step` * kDepth on, columns from 16 `pair` on.
+// Where this lane reads operands whose k runs along the rows of a tile.
 template <class T, int kPitch>
-__device__ inline void load_b_along_rows(uint32_t (&b)[4], uint32_t tile, int lane, int step, int pair) {
+__device__ inline uint32_t lane_b_along_rows(int lane) {
+    return sizeof(T) == 2 ? lane_rows_16<kPitch>(lane) : lane_float<kPitch>(lane);
+}
+template <class T, int kPitch>
+__device__ inline uint32_t lane_a_along_rows(int lane) {
+    return sizeof(T) == 2 ? lane_rows_8_8<kPitch>(lane) : lane_float<kPitch>(lane);
+}
+
+// Two blocks of B: rows from `step` * kDepth on, columns from 16 `pair` on.
+template <class T, int kPitch>
+__device__ inline void load_b_along_rows(uint32_t (&b)[4], uint32_t from, int step, int pair) {
     if constexpr (sizeof(T) == 2) {
-        load_matrices_transposed(b, (tile + lane_rows_16<kPitch>(lane) ^ 32 * pair) + step * 16 * kPitch);
+        load_matrices_transposed(b, along(from, 32 * pair) + step * 16 * kPitch);
     } else {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            b[i] = load_shared((tile + lane_float<kPitch>(lane, i % 2) ^ 32 * (2 * pair + i / 2)) + step * 8 * kPitch);
+            b[i] = load_shared(next_row<kPitch>(along(from, 32 * (2 * pair + i / 2)), i % 2) + step * 8 * kPitch);
     }
 }
 
-// A whose rows are columns of the tile, from 16 `block` on, and whose k runs along the rows.
+// A, whose rows are columns of the tile, from 16 `block` on.
 template <class T, int kPitch>
-__device__ inline void load_a_along_rows(uint32_t (&a)[4], uint32_t tile, int lane, int step, int block) {
+__device__ inline void load_a_along_rows(uint32_t (&a)[4], uint32_t from, int step, int block) {
     if constexpr (sizeof(T) == 2) {
-        load_matrices_transposed(a, (tile + lane_rows_8_8<kPitch>(lane) ^ 32 * block) + step * 16 * kPitch);
+        load_matrices_transposed(a, along(from, 32 * block) + step * 16 * kPitch);
     } else {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            a[i] = load_shared((tile + lane_float<kPitch>(lane, i / 2) ^ 32 * (2 * block + i % 2)) + step * 8 * kPitch);
+            a[i] = load_shared(next_row<kPitch>(along(from, 32 * (2 * block + i % 2)), i / 2) + step * 8 * kPitch);
     }
 }
 
@@ -165,31 +183,43 @@ __device__ inline void a_from_accumulators(uint32_t (&a)[4], const float (&c)[kB
     }
 }
 
-// c (16 kTiles, 8 kBlocks) += a b^T over the first `width` bytes of the rows of both tiles.
-template <class T, int kPitch, int kTiles, int kBlocks>
-__device__ inline void multiply_rows(float (&c)[kTiles][kBlocks][4], uint32_t a_tile, uint32_t b_tile, int width) {
+struct Nothing {
+    __device__ void operator()(int) const {}
+};
+
+// c (16 kTiles, 8 kBlocks) += a b^T over the first `width` bytes of the rows of both tiles. beside(i), for each i below
+// kPitch / 32 in order, is arithmetic that has nothing to do with c: it goes between the steps, while the tensor cores
+// are at work.
+template <class T, int kPitch, int kTiles, int kBlocks, class Beside = Nothing>
+__device__ inline void multiply_rows(float (&c)[kTiles][kBlocks][4], uint32_t a_tile, uint32_t b_tile, int width,
+                                     Beside beside = {}) {
     constexpr int kSteps = kPitch / 32, kUnrolled = kSteps < 8 && sizeof(T) == 2 ? kSteps : sizeof(T) == 2 ? 8 : 2;
-    const int lane = threadIdx.x % 32;
+    const int lane = made_here(threadIdx.x % 32);
     const uint32_t a_lane = a_tile + lane_rows_16<kPitch>(lane), b_lane = b_tile + lane_rows_8_8<kPitch>(lane);
 #pragma unroll 1
-    for (int first = 0; first < kSteps && first * 32 < width; first += kUnrolled) {
+    for (int first = 0; first < kSteps && (first == 0 || first * 32 < width); first += kUnrolled) {
 #pragma unroll
         for (int i = 0; i < kUnrolled; ++i) {
             const int step = first + i;
             uint32_t a[kTiles][4];
 #pragma unroll
-            for (int m = 0; m < kTiles; ++m) load_matrices(a[m], (a_lane ^ 32 * step) + m * 16 * kPitch);
+            for (int m = 0; m < kTiles; ++m) load_matrices(a[m], along(a_lane, 32 * step) + m * 16 * kPitch);
 #pragma unroll
             for (int n = 0; n < kBlocks; n += 2) {
                 uint32_t b[4];
-                load_matrices(b, (b_lane ^ 32 * step) + n * 8 * kPitch);
+                load_matrices(b, along(b_lane, 32 * step) + n * 8 * kPitch);
 #pragma unroll
                 for (int m = 0; m < kTiles; ++m) {
                     multiply_add<T>(c[m][n], a[m], b[0], b[1]);
                     multiply_add<T>(c[m][n + 1], a[m], b[2], b[3]);
                 }
             }
+            if constexpr (kUnrolled == kSteps) beside(step);
         }
+    }
+    if constexpr (kUnrolled != kSteps) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) beside(step);
     }
 }
 
@@ -197,7 +227,7 @@ __device__ inline void multiply_rows(float (&c)[kTiles][kBlocks][4], uint32_t a_
 template <class T, int kPitch, int kTiles, int kBlocks, int kOut>
 __device__ inline void multiply_accumulators(float (&c)[kTiles][kOut][4], const float (&a)[kTiles][kBlocks][4],
                                              uint32_t b_tile) {
-    const int lane = threadIdx.x % 32;
+    const uint32_t b_lane = b_tile + lane_b_along_rows<T, kPitch>(made_here(threadIdx.x % 32));
 #pragma unroll
     for (int step = 0; step < kBlocks * 8 / kDepth<T>; ++step) {
         uint32_t fragment[kTiles][4];
@@ -206,7 +236,7 @@ __device__ inline void multiply_accumulators(float (&c)[kTiles][kOut][4], const 
 #pragma unroll
         for (int n = 0; n < kOut; n += 2) {
             uint32_t b[4];
-            load_b_along_rows<T, kPitch>(b, b_tile, lane, step, n / 2);
+            load_b_along_rows<T, kPitch>(b, b_lane, step, n / 2);
 #pragma unroll
             for (int m = 0; m < kTiles; ++m) {
                 multiply_add<T>(c[m][n], fragment[m], b[0], b[1]);
@@ -216,21 +246,23 @@ __device__ inline void multiply_accumulators(float (&c)[kTiles][kOut][4], const 
     }
 }
 
-// c (16 kTiles, 8 kOut) += a^T b over kRows rows of both tiles; columns of a from a_column on, of b from b_column on
-// (multiples of 16).
+// c (16 kTiles, 8 kOut) += a^T b over kRows rows of both tiles: the first columns of a, and those of b from b_column
+// on, a multiple of 8 kOut.
 template <class T, int kRows, int kPitchA, int kPitchB, int kTiles, int kOut>
-__device__ inline void multiply_columns(float (&c)[kTiles][kOut][4], uint32_t a_tile, int a_column, uint32_t b_tile,
-                                        int b_column) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int step = 0; step < kRows / kDepth<T>; ++step) {
+__device__ inline void multiply_columns(float (&c)[kTiles][kOut][4], uint32_t a_tile, uint32_t b_tile, int b_column) {
+    constexpr int kSteps = kRows / kDepth<T>, kUnrolled = sizeof(T) == 2 ? kSteps : 1;  // of fp32 more would spill
+    const int lane = made_here(threadIdx.x % 32);
+    const uint32_t a_lane = a_tile + lane_a_along_rows<T, kPitchA>(lane);
+    const uint32_t b_lane = along(b_tile + lane_b_along_rows<T, kPitchB>(lane), b_column * int(sizeof(T)));
+#pragma unroll(kUnrolled)
+    for (int step = 0; step < kSteps; ++step) {
         uint32_t a[kTiles][4];
 #pragma unroll
-        for (int m = 0; m < kTiles; ++m) load_a_along_rows<T, kPitchA>(a[m], a_tile, lane, step, a_column / 16 + m);
+        for (int m = 0; m < kTiles; ++m) load_a_along_rows<T, kPitchA>(a[m], a_lane, step, m);
 #pragma unroll
         for (int n = 0; n < kOut; n += 2) {
             uint32_t b[4];
-            load_b_along_rows<T, kPitchB>(b, b_tile, lane, step, b_column / 16 + n / 2);
+            load_b_along_rows<T, kPitchB>(b, b_lane, step, n / 2);
 #pragma unroll
             for (int m = 0; m < kTiles; ++m) {
                 multiply_add<T>(c[m][n], a[m], b[0], b[1]);
@@ -240,16 +272,17 @@ __device__ inline void multiply_columns(float (&c)[kTiles][kOut][4], uint32_t a_
     }
 }
 
-// to[first_column ...] += factor * row r of the accumulators, columns below `width`; each lane its own.
+// to[first_column ...] += factor * row r of the accumulators, columns below `width`. Each value belongs to one lane of
+// a launch; the addition is left to the memory only because a lane that reads before it writes waits at every value.
 template <int kOut>
 __device__ inline void add_row(float* to, int width, int first_column, const float (&c)[kOut][4], int r, float factor) {
 #pragma unroll
     for (int n = 0; n < kOut; ++n) {
         const int column = first_column + 8 * n;
         if (column >= width) break;
-        float2* const at = reinterpret_cast<float2*>(to + column + threadIdx.x % 4 * 2);
-        const float2 sum = *at;
-        *at = make_float2(sum.x + factor * c[n][2 * r], sum.y + factor * c[n][2 * r + 1]);
+        float* const at = to + column + threadIdx.x % 4 * 2;
+        atomicAdd(at, factor * c[n][2 * r]);
+        atomicAdd(at + 1, factor * c[n][2 * r + 1]);
     }
 }
 

@@ -28,6 +28,11 @@ __device__ inline Head head_of(const Sizes& sizes, int index) {
     return {index / sizes.num_heads, query, query / (sizes.num_heads / sizes.num_kv_heads)};
 }
 
+__device__ inline QueryTile uniform(const QueryTile& tile) {
+    return {uniform(tile.q_row), uniform(tile.num_rows), uniform(tile.k_row), uniform(tile.k_len),
+            uniform(tile.visible)};
+}
+
 // A thread's rows of a query tile: in each of its warp's kTiles blocks m of 16 rows, rows r = 0, 1 (fragments:
 // tile.cuh).
 template <int kTiles>
@@ -35,7 +40,7 @@ struct QueryRows {
     const Sizes& sizes;
     const QueryTile tile;
     const Head head;
-    const int warp_row = threadIdx.x / 32 * 16 * kTiles;  // the warp's first
+    const int warp_row = uniform(threadIdx.x / 32) * 16 * kTiles;  // the warp's first
 
     // Keys of the segment that a row sees.
     __device__ int visible(int row) const { return clamp_row(tile.visible + row, 0, tile.k_len); }
