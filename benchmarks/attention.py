@@ -106,7 +106,9 @@ class Benchmark:
                 torch.cuda.synchronize()
         except Exception as error:  # of a compiler too
             self.failed |= name.startswith("ours")
-            self.note(f"{name} cannot run {about['group']} {about['direction']}: {str(error).splitlines()[0][:150]}")
+            lines = str(error).splitlines() or [""]
+            why = f"{type(error).__name__}: {lines[0]}" + (f" ... {lines[-1]}" if len(lines) > 1 else "")
+            self.note(f"{name} cannot run {about['group']} {about['direction']}: {why[:300]}")
             return False
         if time.monotonic() - begin > 5:
             print(f"# the first {about['direction']} of {name} took {time.monotonic() - begin:.0f} s", flush=True)
