@@ -1,10 +1,11 @@
 """Drop-ins for the two published packages, so that their users switch by changing one import.
 
 `sb_attn` and `sb_attn_varlen` are what the `stickbreaking_attention` package offers, `parallel_stickbreaking_attn` is
-flash-linear-attention's. Beyond what those do: CPU and every dtype of ours, grouped key/value heads, fewer queries than
-keys, any head_dim up to 256 (padded here to a multiple of 8). Differences worth knowing:
+flash-linear-attention's. Beyond what those do: CPU and every dtype of ours, any head_dim up to 256 (padded here to a
+multiple of 8), and for the first two grouped key/value heads and fewer queries than keys. Differences worth knowing:
 
-- Once a stick is used up to 2**-24 older keys may be skipped, which changes an output by at most 2**-24 * max|v|.
+- In the first two, once a stick is used up to 2**-24 older keys may be skipped, which changes an output by at most
+  2**-24 * max|v|.
 - Rows beyond the last document get output 0 and remainder 1, where the package leaves the output uninitialised.
 """
 
@@ -119,20 +120,21 @@ def parallel_stickbreaking_attn(
         rem: (b, t, h) in q's dtype, the stick that is left.
 
     Raises:
-        ValueError: for a tensor that is not 4-dimensional, a head_dim above 256, or cu_seqlens with b != 1, and as the
-            functions of megatron_sb do.
+        ValueError: for what the operator there refuses, in words that it uses: shapes that do not belong together
+            (fewer queries than keys among them), h not a multiple of h_kv, a head_dim above 256, cu_seqlens with
+            b != 1; and as the functions of megatron_sb do.
     """
-    _check(q, k, v, "(b, t, h, d)")
-    options = {"scale": _scale(q, scale), "attend_current": attend_current, "return_mass": True}
+    _check_parallel(q, k, v, packed=cu_seqlens is not None)
+    options = {
+        "scale": _scale(q, scale),
+        "attend_current": attend_current,
+        "mass_threshold": 0.0,  # the operator there skips nothing, and its tests look at what is left of a stick
+        "return_mass": True,
+    }
     padded = [_padded(x) for x in (q, k, v)]
     if cu_seqlens is None:
         out, mass = stickbreaking_attention(*padded, **options)
     else:
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if x.shape[0] != 1:
-                raise ValueError(
-                    f"{name} has b = {x.shape[0]}; with cu_seqlens, documents lie in one sequence and b is 1"
-                )
         packed = stickbreaking_attention_varlen(*(x[0] for x in padded), _as_int32(cu_seqlens), **options)
         out, mass = (x[None] for x in packed)
     return out[..., : v.shape[-1]], mass.transpose(1, 2).to(q.dtype).contiguous()
@@ -147,6 +149,28 @@ def _check(q: Tensor, k: Tensor, v: Tensor, shape: str) -> None:
             raise ValueError(f"{name} has head_dim {x.shape[-1]}; 1 to {_MAX_HEAD_DIM} are supported")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q has head_dim {q.shape[-1]} and k has {k.shape[-1]}; they must be equal")
+
+
+def _check_parallel(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
+    """Refuse what flash-linear-attention's operator refuses."""
+    shapes = [tuple(x.shape) for x in (q, k, v)]
+    if any(len(shape) != 4 for shape in shapes) or not (
+        shapes[0][:2] == shapes[1][:2] and shapes[1][:3] == shapes[2][:3] and shapes[0][3] == shapes[1][3]
+    ):
+        raise ValueError(
+            f"Expected q, k and v of shapes (b, t, h, d), (b, t, h_kv, d) and (b, t, h_kv, d_v); they are {shapes}"
+        )
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"q has {heads} heads, which must be divisible by the {kv_heads} of k and v")
+    for name, what, x in (("q", "key", q), ("v", "value", v)):
+        if not 1 <= x.shape[-1] <= _MAX_HEAD_DIM:
+            raise ValueError(f"{name} has a {what} dimension of {x.shape[-1]}; 1 to {_MAX_HEAD_DIM} are supported")
+    if packed and q.shape[0] != 1:
+        raise ValueError(
+            f"q has b = {q.shape[0]}; with cu_seqlens, whose documents lie in one sequence, the batch size is expected "
+            "to be 1"
+        )
 
 
 def _scale(q: Tensor, scale: float | None) -> float:

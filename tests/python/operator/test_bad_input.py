@@ -182,8 +182,24 @@ COMPAT = {
         "q has head_dim 257; 1 to 256 are supported",
     ),
     "head_dims that padding would make equal": (
-        lambda: parallel_stickbreaking_attn(zeros(1, 8, 4, 50), zeros(1, 8, 4, 51), zeros(1, 8, 4, 50)),
+        lambda: sb_attn(zeros(1, 4, 8, 50), zeros(1, 4, 8, 51), zeros(1, 4, 8, 50)),
         "q has head_dim 50 and k has 51; they must be equal",
+    ),
+    "fewer queries than keys": (
+        lambda: parallel_stickbreaking_attn(zeros(1, 1, 4, 16), zeros(1, 8, 4, 16), zeros(1, 8, 4, 16)),
+        "Expected q, k and v of shapes (b, t, h, d), (b, t, h_kv, d) and (b, t, h_kv, d_v); they are [(1, 1, 4, 16), ",
+    ),
+    "heads": (
+        lambda: parallel_stickbreaking_attn(zeros(1, 8, 3, 16), zeros(1, 8, 2, 16), zeros(1, 8, 2, 16)),
+        "q has 3 heads, which must be divisible by the 2 of k and v",
+    ),
+    "no heads": (
+        lambda: parallel_stickbreaking_attn(zeros(1, 8, 2, 16), zeros(1, 8, 0, 16), zeros(1, 8, 0, 16)),
+        "q has 2 heads, which must be divisible by the 0 of k and v",
+    ),
+    "value dimension": (
+        lambda: parallel_stickbreaking_attn(zeros(1, 8, 2, 16), zeros(1, 8, 2, 16), zeros(1, 8, 2, 257)),
+        "v has a value dimension of 257; 1 to 256 are supported",
     ),
     "start": (
         lambda: sb_attn_varlen(*[zeros(4, 8, 16)] * 3, cu([3, 8]), 5),
@@ -195,7 +211,7 @@ COMPAT = {
     ),
     "batch with cu_seqlens": (
         lambda: parallel_stickbreaking_attn(*[zeros(2, 8, 4, 16)] * 3, cu_seqlens=cu([0, 8])),
-        "q has b = 2; with cu_seqlens, documents lie in one sequence and b is 1",
+        "q has b = 2; with cu_seqlens, whose documents lie in one sequence, the batch size is expected to be 1",
     ),
 }
 
