@@ -4,7 +4,8 @@ TFLOP/s are of the causal model count: forward 2 b h s^2 d, backward 2.5 times t
 document lengths), whatever a kernel computes or skips. "full" inputs have logits around -11, so that nothing can be
 skipped; "randn" ones are standard normal: a stick is used up after some 30 keys, and they draw less power. A time is
 the median over rounds in which all contenders of a row take turns, each with a cold L2; "sustained" is half a second of
-the same call back to back. A forward is one for training: each contender keeps what its backward needs.
+the same call back to back. A forward is one for training: each contender keeps what its backward needs. "both" is the
+one after the other, as in a training step.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from torch import Tensor
 FULL_LOGIT = -11.0
 SHAPES = tuple((b, s, h, d) for d, h in ((128, 12), (64, 24)) for s, b in ((4096, 8), (16384, 2), (65536, 1)))
 SLOW_LENGTH = 16384  # the one length at which slow contenders run
-ROWS = ("dense", "gqa", "varlen", "skip", "portable")
+ROWS = ("dense", "gqa", "varlen", "skip", "heads", "portable")
 VARLEN = {"tokens": 32768, "documents": 100, "shortest": 10, "longest": 4000, "seed": 0}
 DRY_RUN_FACTOR = 64
 
@@ -40,7 +41,7 @@ class Measurement:
 
     group: str
     inputs: str  # "full" or "randn"
-    direction: str  # "forward" or "backward"
+    direction: str  # "forward", "backward" or "both"
     shape: str
     contender: str
     ms: float
@@ -66,6 +67,10 @@ class Benchmark:
     def shrunk(self, length: int) -> int:
         """The length, or a small one in a dry run."""
         return length if on_gpu() else length // DRY_RUN_FACTOR
+
+    def directions(self, *more: str) -> tuple[str, ...]:
+        """Those that were asked for, of forward, backward and `more`."""
+        return ("forward",) if self.options.forward_only else ("forward", "backward", *more)
 
     def inputs(self, kind: str, *shape: int, h_kv: int | None = None) -> list[Tensor]:
         """q, k, v, do: (..., h, d) with h_kv heads in k and v, bf16, drawn on the device from a fixed seed."""
@@ -120,8 +125,12 @@ class Benchmark:
             self.notes.append(text)
 
 
-def forward_and_backward(contender: Contender, inputs: list[Tensor], *packing) -> tuple[Call, Call]:
-    """The two calls of a contender; the backward's forward runs at the first of its calls."""
+# Of a forward's operations.
+FACTORS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
+
+
+def calls_of(contender: Contender, inputs: list[Tensor], *packing) -> dict[str, Call]:
+    """The calls of a contender, by direction; the backward's forward runs at the first of its calls."""
     q, k, v, do = (contender.in_layout(x) for x in inputs)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     attention = contender.packed if packing else contender.dense
@@ -135,11 +144,14 @@ def forward_and_backward(contender: Contender, inputs: list[Tensor], *packing) -
             kept.append(forward())
         return torch.autograd.grad(kept[0], leaves, do, retain_graph=True)
 
-    return forward, backward
+    def both():
+        return torch.autograd.grad(forward(), leaves, do)
+
+    return {"forward": forward, "backward": backward, "both": both}
 
 
 def run_dense(bench: Benchmark) -> None:
-    """Every shape: forward and backward with nothing to skip, and the forward on randn with skipping off beside it."""
+    """Every shape: all directions with nothing to skip, and the forward on randn with skipping off beside it."""
     for b, full_length, h, d in SHAPES:
         if bench.options.lengths and full_length not in bench.options.lengths:
             continue
@@ -149,15 +161,16 @@ def run_dense(bench: Benchmark) -> None:
         about = {"group": "dense", "shape": shape}
         steady = ("ours", "cuDNN")
         inputs = bench.inputs("full", b, s, h, d)
-        calls = {c.name: forward_and_backward(c, inputs) for c in taking_part}
-        bench.measure({n: c[0] for n, c in calls.items()}, flops, steady, inputs="full", direction="forward", **about)
-        if not bench.options.forward_only:
-            backward = {n: c[1] for n, c in calls.items()}
-            bench.measure(backward, 2.5 * flops, steady, inputs="full", direction="backward", **about)
+        calls = {c.name: calls_of(c, inputs) for c in taking_part}
+        for direction in bench.directions("both"):
+            chosen = {
+                n: c[direction] for n, c in calls.items() if direction != "both" or n in (*steady, "FlashAttention-2")
+            }
+            bench.measure(chosen, FACTORS[direction] * flops, steady, inputs="full", direction=direction, **about)
         del calls
         inputs = bench.inputs("randn", b, s, h, d)
         unskipped = [ours("ours", mass_threshold=0.0) if c.name == "ours" else c for c in taking_part if not c.slow]
-        calls = {c.name: forward_and_backward(c, inputs)[0] for c in unskipped}
+        calls = {c.name: calls_of(c, inputs)["forward"] for c in unskipped}
         bench.measure(calls, flops, inputs="randn", direction="forward", **about)
 
 
@@ -170,11 +183,11 @@ def run_gqa(bench: Benchmark) -> None:
         inputs = bench.inputs("full", b, s, h, d, h_kv=h_kv)
         for contender in bench.contenders:
             if contender.name in ("ours", "cuDNN"):
-                calls[f"{contender.name} 12:{h_kv}"] = forward_and_backward(contender, inputs)
+                calls[f"{contender.name} 12:{h_kv}"] = calls_of(contender, inputs)
     about = {"group": "gqa", "inputs": "full", "shape": f"b={b} h=12 d={d} L={s}"}
-    for index, direction in enumerate(("forward", "backward")[: 1 if bench.options.forward_only else 2]):
-        chosen = {name: pair[index] for name, pair in calls.items()}
-        bench.measure(chosen, flops * (1, 2.5)[index], ("ours 12:12", "ours 12:4"), direction=direction, **about)
+    for direction in bench.directions():
+        chosen = {name: of[direction] for name, of in calls.items()}
+        bench.measure(chosen, FACTORS[direction] * flops, ("ours 12:12", "ours 12:4"), direction=direction, **about)
 
 
 def draw_lengths(tokens: int, documents: int, shortest: int, longest: int, seed: int) -> list[int]:
@@ -218,16 +231,17 @@ def run_varlen(bench: Benchmark) -> None:
         f"{batch * like**2 / 2e6:.1f}M pairs"
     )
     packed = [c for c in bench.contenders if c.packed]
-    pairs = {c.name: forward_and_backward(c, packed_inputs, cu_seqlens, max(lengths)) for c in packed}
-    dense = {c.name: forward_and_backward(c, dense_inputs) for c in bench.contenders if not c.slow}
+    pairs = {c.name: calls_of(c, packed_inputs, cu_seqlens, max(lengths)) for c in packed}
+    dense = {c.name: calls_of(c, dense_inputs) for c in bench.contenders if not c.slow}
     steady = ("ours", "cuDNN")
-    for index, direction in enumerate(("forward", "backward")[: 1 if bench.options.forward_only else 2]):
-        factor = 2 * h * d * (1, 2.5)[index]
+    for direction in bench.directions():
+        factor = 2 * h * d * FACTORS[direction]
         about = {"group": "varlen", "inputs": "full", "direction": direction}
         shape = f"{sum(lengths)} tokens, {len(lengths)} documents, h={h} d={d}"
-        bench.measure({n: c[index] for n, c in pairs.items()}, factor * squares, steady, shape=shape, **about)
+        bench.measure({n: c[direction] for n, c in pairs.items()}, factor * squares, steady, shape=shape, **about)
         shape = f"dense b={batch} h={h} d={d} L={like}"
-        bench.measure({n: c[index] for n, c in dense.items()}, factor * batch * like**2, steady, shape=shape, **about)
+        chosen = {n: c[direction] for n, c in dense.items()}
+        bench.measure(chosen, factor * batch * like**2, steady, shape=shape, **about)
 
 
 def run_skip(bench: Benchmark) -> None:
@@ -241,13 +255,14 @@ def run_skip(bench: Benchmark) -> None:
         s = bench.shrunk(full_length)
         flops, about = 2 * b * h * s**2 * d, {"group": "skip", "shape": f"b={b} h={h} d={d} L={s}"}
         inputs = bench.inputs("randn", b, s, h, d)
-        forward, backward = forward_and_backward(ours(), inputs)
-        bench.measure({"ours": forward}, flops, inputs="randn", direction="forward", **about)
-        if not bench.options.forward_only:
-            bench.measure({"ours": backward}, 2.5 * flops, inputs="randn", direction="backward", **about)
+        calls = calls_of(ours(), inputs)
+        for direction in bench.directions("both"):
+            bench.measure(
+                {"ours": calls[direction]}, FACTORS[direction] * flops, inputs="randn", direction=direction, **about
+            )
         inputs = bench.inputs("full", b, s, h, d)
         both = [ours("ours, default threshold"), ours("ours, threshold 0", mass_threshold=0.0)]
-        calls = {c.name: forward_and_backward(c, inputs)[0] for c in both}
+        calls = {c.name: calls_of(c, inputs)["forward"] for c in both}
         bench.measure(calls, flops, tuple(calls), inputs="full", direction="forward", **about)
         on, off = ([m for m in bench.measurements if m.contender == c.name][-1:] for c in both)
         if on and off:
@@ -257,18 +272,27 @@ def run_skip(bench: Benchmark) -> None:
             bench.note(f"{what}, {about['shape']}: {text} (median, sustained)")
 
 
+def run_heads(bench: Benchmark) -> None:
+    """Few heads of one long sequence, where a chain of key tiles may be all there is, beside 12 of them."""
+    for full_length in (16384, 65536):
+        s, d = bench.shrunk(full_length), 128
+        for direction in bench.directions():
+            for h in (1, 4, 12):
+                call = calls_of(ours(), bench.inputs("full", 1, s, h, d))[direction]
+                about = {"group": "heads", "inputs": "full", "shape": f"b=1 h={h} d={d} L={s}"}
+                bench.measure({"ours": call}, FACTORS[direction] * 2 * h * s**2 * d, direction=direction, **about)
+
+
 def run_portable(bench: Benchmark) -> None:
     """The portable kernels alone, which a process of its own is told to use."""
     if os.environ.get("MEGATRON_SB_KERNELS") == "portable":
         b, s, h, d = 2, bench.shrunk(16384), 12, 128
-        forward, backward = forward_and_backward(ours("ours, portable"), bench.inputs("full", b, s, h, d))
-        flops, about = (
-            2 * b * h * s**2 * d,
-            {"group": "portable", "inputs": "full", "shape": f"b={b} h={h} d={d} L={s}"},
-        )
-        steady = ("ours, portable",)
-        bench.measure({steady[0]: forward}, flops, steady, direction="forward", **about)
-        bench.measure({steady[0]: backward}, 2.5 * flops, steady, direction="backward", **about)
+        name, flops = "ours, portable", 2 * b * h * s**2 * d
+        calls = calls_of(ours(name), bench.inputs("full", b, s, h, d))
+        about = {"group": "portable", "inputs": "full", "shape": f"b={b} h={h} d={d} L={s}"}
+        for direction in bench.directions():
+            factor = FACTORS[direction]
+            bench.measure({name: calls[direction]}, factor * flops, (name,), direction=direction, **about)
         return
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "portable.json"
@@ -290,7 +314,14 @@ def run_portable(bench: Benchmark) -> None:
             bench.measurements += [Measurement(**m) for m in json.loads(out.read_text())["measurements"]]
 
 
-RUNNERS = {"dense": run_dense, "gqa": run_gqa, "varlen": run_varlen, "skip": run_skip, "portable": run_portable}
+RUNNERS = {
+    "dense": run_dense,
+    "gqa": run_gqa,
+    "varlen": run_varlen,
+    "skip": run_skip,
+    "heads": run_heads,
+    "portable": run_portable,
+}
 
 
 def parse(args: list[str] | None) -> argparse.Namespace:
