@@ -163,9 +163,7 @@ def run_dense(bench: Benchmark) -> None:
         inputs = bench.inputs("full", b, s, h, d)
         calls = {c.name: calls_of(c, inputs) for c in taking_part}
         for direction in bench.directions("both"):
-            chosen = {
-                n: c[direction] for n, c in calls.items() if direction != "both" or n in (*steady, "FlashAttention-2")
-            }
+            chosen = {c.name: calls[c.name][direction] for c in taking_part if direction != "both" or not c.slow}
             bench.measure(chosen, FACTORS[direction] * flops, steady, inputs="full", direction=direction, **about)
         del calls
         inputs = bench.inputs("randn", b, s, h, d)
@@ -276,11 +274,12 @@ def run_heads(bench: Benchmark) -> None:
     """Few heads of one long sequence, where a chain of key tiles may be all there is, beside 12 of them."""
     for full_length in (16384, 65536):
         s, d = bench.shrunk(full_length), 128
+        calls = {h: calls_of(ours(), bench.inputs("full", 1, s, h, d)) for h in (1, 4, 12)}
         for direction in bench.directions():
-            for h in (1, 4, 12):
-                call = calls_of(ours(), bench.inputs("full", 1, s, h, d))[direction]
+            for h, of in calls.items():
                 about = {"group": "heads", "inputs": "full", "shape": f"b=1 h={h} d={d} L={s}"}
-                bench.measure({"ours": call}, FACTORS[direction] * 2 * h * s**2 * d, direction=direction, **about)
+                flops = FACTORS[direction] * 2 * h * s**2 * d
+                bench.measure({"ours": of[direction]}, flops, direction=direction, **about)
 
 
 def run_portable(bench: Benchmark) -> None:
