@@ -1,7 +1,7 @@
 // The block contract: the two entry points every floor above stands on, as plain structs.
 //
 //   block_forward   (q, k, v, segments, mass_in)                             -> o, mass_out, restart
-//   block_backward  (q, k, v, do, segments, restart, mass_in, prefix_in)     -> dq, dk, dv (added to), prefix_out
+//   block_backward  (q, k, v, do, segments, restart, mass_in, prefix_in)     -> dq, dk, dv, prefix_out
 //
 // Letters as in the paper: z logit, beta = sigmoid(z), A weights, P mass (the stick that is left), g = A * (dO . v).
 #pragma once
@@ -98,7 +98,8 @@ struct BackwardParams {
     Options options;
     Segments segments;
     Rows<const void*> q, k, v, d_o;
-    Rows<void*> dq, dk, dv;           // accumulation type; added to, never overwritten
+    Rows<void*> dq, dk, dv;
+    Dtype grad_dtype;  // of them: the accumulation type, and they are added to; or sizes.dtype, and they begin as zeros
     Restart restart;                  // read only
     const void* mass_in = nullptr;    // scales a restart that was made before its carry was known; null: 1
     const void* prefix_in = nullptr;  // sum of g over all older keys, plus P * dP at the oldest end; null: 0

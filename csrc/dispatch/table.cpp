@@ -39,16 +39,17 @@ bool hopper_serves(const Request& r) {
 constexpr Kernels kTable[] = {
 #if defined(SB_WITH_CUDA)
     {"hopper", hopper_serves,
-     "CUDA sm_90; bf16, fp16; head_dim = head_dim_v: 64, 128 (forward; the backward is the portable one)",
-     hopper::forward_workspace, portable::backward_workspace, hopper::block_forward, portable::block_backward},
+     "CUDA sm_90; bf16, fp16; head_dim = head_dim_v: 64, 128", hopper::forward_workspace,
+     hopper::backward_workspace, hopper::block_forward, hopper::block_backward, true},
     {"portable", portable_serves,
      "CUDA sm_80 and later; fp32, bf16, fp16; head_dim and head_dim_v: multiples of 8 up to 256",
-     portable::forward_workspace, portable::backward_workspace, portable::block_forward, portable::block_backward},
+     portable::forward_workspace, portable::backward_workspace, portable::block_forward, portable::block_backward,
+     false},
 #endif
     {"cpu", cpu_serves, "CPU; fp32, fp64, bf16, fp16; head_dim and head_dim_v: multiples of 8 up to 256",
      [](const ForwardParams&) { return int64_t(0); }, [](const BackwardParams&, int64_t) { return int64_t(0); },
      [](const ForwardParams& params, void*) { cpu::block_forward(params); },
-     [](const BackwardParams& params, void*) { cpu::block_backward(params); }},
+     [](const BackwardParams& params, void*) { cpu::block_backward(params); }, false},
 };
 
 std::string describe(const Request& r) {

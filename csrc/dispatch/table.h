@@ -25,6 +25,7 @@ struct Kernels {
     int64_t (*backward_workspace)(const BackwardParams&, int64_t limit);
     void (*forward)(const ForwardParams&, void* stream);
     void (*backward)(const BackwardParams&, void* stream);
+    bool narrow_gradients;  // grad_dtype may be sizes.dtype
 };
 
 const char* name_of(Dtype dtype);

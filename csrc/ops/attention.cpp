@@ -49,8 +49,9 @@ class Attend : public torch::autograd::Function<Attend> {
             static const auto op = registered("megatron_sb::block_backward", block_backward_op);
             const auto [dq, dk, dv, prefix_out] = op.call(
                 d_o, q, k, v, segments, saved[5], saved[6], std::nullopt, prefix, ctx->saved_data["scale"].toDouble(),
-                ctx->saved_data["attend_current"].toBool(), ctx->saved_data["mass_threshold"].toDouble());
-            return {dq.to(q.scalar_type()), dk.to(q.scalar_type()), dv.to(q.scalar_type())};
+                ctx->saved_data["attend_current"].toBool(), ctx->saved_data["mass_threshold"].toDouble(),
+                q.scalar_type());
+            return {dq, dk, dv};
         });
         gradients.resize(7);
         return gradients;

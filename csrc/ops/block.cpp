@@ -189,11 +189,16 @@ at::Tensor unit_last_stride(const at::Tensor& x) {
     return x.sym_stride(-1) == 1 ? x : x.contiguous();
 }
 
-BlockGradients zero_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+BlockGradients zero_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                              std::optional<at::ScalarType> dtype) {
     const auto zeros = [&](const at::Tensor& x) {
-        return at::zeros_symint(x.sym_sizes(), x.options().dtype(accumulation_type(q)));
+        return at::zeros_symint(x.sym_sizes(), x.options().dtype(dtype.value_or(accumulation_type(q))));
     };
     return {zeros(q), zeros(k), zeros(v)};
+}
+
+bool narrow_gradients(const at::Tensor& q, const at::Tensor& v) {
+    return kernels_for(q, v).narrow_gradients;
 }
 
 BlockOutput block_forward(const at::Tensor& q_given, const at::Tensor& k_given, const at::Tensor& v_given,
@@ -261,6 +266,7 @@ at::Tensor block_backward(const at::Tensor& d_o_given, const at::Tensor& q_given
     params.dq = rows_of<void*>(gradients.dq);
     params.dk = rows_of<void*>(gradients.dk);
     params.dv = rows_of<void*>(gradients.dv);
+    params.grad_dtype = dtype_of(gradients.dq.scalar_type());
     params.restart = {edge.data_ptr<int32_t>(), mass.data_ptr()};
     params.prefix_in = data_or_null(prefix);
     params.prefix_out = prefix_out.data_ptr();

@@ -20,7 +20,8 @@ struct BlockOutput {
     at::Tensor restart_mass;  // (b, h, s), accumulation type
 };
 
-// Gradients in the accumulation type, added to: any strides with a unit last one (views of larger tensors too).
+// Gradients that are added to: in the accumulation type, with any strides with a unit last one (views of larger tensors
+// too). Zeros may also be in q's dtype, where narrow_gradients() says so.
 struct BlockGradients {
     at::Tensor dq;  // (b, s, h, d)
     at::Tensor dk;  // (b, s_k, h_kv, d)
@@ -33,8 +34,12 @@ at::ScalarType accumulation_type(const at::Tensor& q);
 // x itself where its last stride is 1, as the kernels need it, or a contiguous copy.
 at::Tensor unit_last_stride(const at::Tensor& x);
 
-// Zeros of the shapes and types that block_backward adds to.
-BlockGradients zero_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
+// Zeros of the shapes that block_backward adds to, in the accumulation type or `dtype`.
+BlockGradients zero_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                              std::optional<at::ScalarType> dtype = std::nullopt);
+
+// Whether the kernels that serve q and v write gradients in q's dtype.
+bool narrow_gradients(const at::Tensor& q, const at::Tensor& v);
 
 // q (b, s, h, d), k (b, s_k, h_kv, d), v (b, s_k, h_kv, d_v) with a unit last stride; segments int32 (n, 5) on the same
 // device, or none: one segment over all rows whose queries are the last s of the s_k positions. mass_in (b, h, s).

@@ -55,11 +55,14 @@ Four block_forward_op(const at::Tensor& q, const at::Tensor& k, const at::Tensor
 Four block_backward_op(const at::Tensor& d_o, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                        const OptionalTensor& segments, const at::Tensor& restart_edge, const at::Tensor& restart_mass,
                        const OptionalTensor& mass_in, const OptionalTensor& prefix_in, double scale,
-                       bool attend_current, double mass_threshold) {
-    const BlockGradients gradients = zero_gradients(q, k, v);
+                       bool attend_current, double mass_threshold, std::optional<at::ScalarType> out_dtype) {
+    const at::ScalarType wide = accumulation_type(q), type = out_dtype.value_or(wide);
+    TORCH_CHECK_TYPE(type == wide || type == q.scalar_type(), "out_dtype is ", type, "; ", wide, " or q's ",
+                     q.scalar_type(), " is allowed");
+    const BlockGradients gradients = zero_gradients(q, k, v, narrow_gradients(q, v) ? type : wide);
     const at::Tensor prefix_out = block_backward(d_o, q, k, v, segments, restart_edge, restart_mass, mass_in, prefix_in,
                                                  {scale, attend_current, mass_threshold}, gradients);
-    return {gradients.dq, gradients.dk, gradients.dv, prefix_out};
+    return {gradients.dq.to(type), gradients.dk.to(type), gradients.dv.to(type), prefix_out};
 }
 
 std::string describe_kernels() {

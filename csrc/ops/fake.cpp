@@ -24,10 +24,12 @@ Four block_forward_meta(const at::Tensor& q, const at::Tensor& k, const at::Tens
 
 Four block_backward_meta(const at::Tensor&, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                          const OptionalTensor&, const at::Tensor&, const at::Tensor& restart_mass,
-                         const OptionalTensor&, const OptionalTensor&, double, bool, double) {
-    const at::TensorOptions wide = q.options().dtype(accumulation_type(q));
-    return {at::empty_symint(q.sym_sizes(), wide), at::empty_symint(k.sym_sizes(), wide),
-            at::empty_symint(v.sym_sizes(), wide), at::empty_symint(restart_mass.sym_sizes(), wide)};
+                         const OptionalTensor&, const OptionalTensor&, double, bool, double,
+                         std::optional<at::ScalarType> out_dtype) {
+    const at::TensorOptions wide = q.options().dtype(accumulation_type(q)),
+                            out = q.options().dtype(out_dtype.value_or(accumulation_type(q)));
+    return {at::empty_symint(q.sym_sizes(), out), at::empty_symint(k.sym_sizes(), out),
+            at::empty_symint(v.sym_sizes(), out), at::empty_symint(restart_mass.sym_sizes(), wide)};
 }
 
 }  // namespace megatron_sb::ops

@@ -26,7 +26,8 @@ TORCH_LIBRARY(megatron_sb, m) {
     m.def(
         "block_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor? segments, Tensor restart_edge, "
         "Tensor restart_mass, Tensor? mass_in=None, Tensor? prefix_in=None, *, float scale, bool attend_current=False, "
-        "float mass_threshold=5.9604644775390625e-08) -> (Tensor dq, Tensor dk, Tensor dv, Tensor prefix_out)");
+        "float mass_threshold=5.9604644775390625e-08, ScalarType? out_dtype=None) "
+        "-> (Tensor dq, Tensor dk, Tensor dv, Tensor prefix_out)");
 
     // What this build serves, in words, and the instruction set of its CPU kernels on this machine.
     m.def("describe_kernels() -> str", megatron_sb::ops::describe_kernels);

@@ -39,7 +39,7 @@ Four block_forward_op(const at::Tensor& q, const at::Tensor& k, const at::Tensor
 Four block_backward_op(const at::Tensor& d_o, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                        const OptionalTensor& segments, const at::Tensor& restart_edge, const at::Tensor& restart_mass,
                        const OptionalTensor& mass_in, const OptionalTensor& prefix_in, double scale,
-                       bool attend_current, double mass_threshold);
+                       bool attend_current, double mass_threshold, std::optional<at::ScalarType> out_dtype);
 std::string describe_kernels();
 std::string instruction_set();
 
@@ -52,7 +52,7 @@ Four block_forward_meta(const at::Tensor& q, const at::Tensor& k, const at::Tens
 Four block_backward_meta(const at::Tensor& d_o, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                          const OptionalTensor& segments, const at::Tensor& restart_edge, const at::Tensor& restart_mass,
                          const OptionalTensor& mass_in, const OptionalTensor& prefix_in, double scale,
-                         bool attend_current, double mass_threshold);
+                         bool attend_current, double mass_threshold, std::optional<at::ScalarType> out_dtype);
 
 // The registered operator `name`, typed as `function` is: calls pass the dispatcher, so that tracing sees them.
 template <class Function>

@@ -76,8 +76,8 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
     a.params = p;
     a.tiles = static_cast<QueryTiles*>(p.workspace);
     a.q = query_map(p.q, {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim}, T::kQueryTile);
-    a.k = key_map(p.k, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim});
-    a.v = key_map(p.v, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim});
+    a.k = key_map(p.k, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim}, kKeyTile);
+    a.v = key_map(p.v, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim}, kKeyTile);
     a.heads_in_flight = heads_in_flight(z);
     const portable::Scalars scalars = portable::scalars_of<Element>(p.options);
     a.scale_log2 = scalars.scale_log2e;

@@ -114,6 +114,46 @@ __device__ __forceinline__ void store_global_if(bool condition, void* to, const 
         : "memory");
 }
 
+// ---- between thread blocks ------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void fence_gpu() {
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
+__device__ __forceinline__ int32_t load_acquire(const int32_t* from) {
+    int32_t x;
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+    return x;
+}
+__device__ __forceinline__ void store_relaxed(int32_t* to, int32_t x) {
+    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+// 16 bytes as one transaction.
+__device__ __forceinline__ uint4 load_relaxed_16(const void* from) {
+    uint4 x;
+    asm volatile(
+        "{\n.reg .b128 v;\n.reg .b64 lo, hi;\nld.relaxed.gpu.global.b128 v, [%4];\nmov.b128 {lo, hi}, v;\n"
+        "mov.b64 {%0, %1}, lo;\nmov.b64 {%2, %3}, hi;\n}"
+        : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+        : "l"(from)
+        : "memory");
+    return x;
+}
+__device__ __forceinline__ void store_relaxed_16(void* to, const uint4& x) {
+    asm volatile(
+        "{\n.reg .b128 v;\n.reg .b64 lo, hi;\nmov.b64 lo, {%1, %2};\nmov.b64 hi, {%3, %4};\nmov.b128 v, {lo, hi};\n"
+        "st.relaxed.gpu.global.b128 [%0], v;\n}" ::"l"(to),
+        "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+        : "memory");
+}
+// Add to numbers in memory; in order only with what a fence orders.
+__device__ __forceinline__ void add_global(float* to, float x, float y) {
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
+}
+__device__ __forceinline__ void add_global(float* to, float x, float y, float z, float w) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w)
+                 : "memory");
+}
+
 // ---- registers ------------------------------------------------------------------------------------------------------
 
 template <int kRegisters>

@@ -80,12 +80,13 @@ TensorMap query_map(const Rows<const void*>& tensor, const TensorSizes& sizes, i
     return {encode(tensor, sizes.dtype, extents, strides, box), layout.index};
 }
 
-TensorMap key_map(const Rows<const void*>& tensor, const TensorSizes& sizes) {
+TensorMap key_map(const Rows<const void*>& tensor, const TensorSizes& sizes, int tile_keys) {
     const Layout layout = layout_of(tensor, sizes);
-    const cuuint64_t row = layout.row_stride;
-    const cuuint64_t extents[] = {cuuint64_t(sizes.head_dim), cuuint64_t(sizes.rows), 4, 16, layout.num_heads};
-    const cuuint64_t strides[] = {row, 32 * row, 2 * row, layout.head_stride};
-    const cuuint32_t box[] = {kColumns, 2, 4, 16, 1};
+    const cuuint64_t row = layout.row_stride, of_thread = cuuint64_t(tile_keys / 4);
+    const cuuint64_t extents[] = {cuuint64_t(sizes.head_dim), cuuint64_t(sizes.rows), 4, of_thread / 2,
+                                  layout.num_heads};
+    const cuuint64_t strides[] = {row, of_thread * row, 2 * row, layout.head_stride};
+    const cuuint32_t box[] = {kColumns, 2, 4, cuuint32_t(of_thread / 2), 1};
     return {encode(tensor, sizes.dtype, extents, strides, box), layout.index};
 }
 

@@ -39,6 +39,22 @@ __device__ __forceinline__ void pin(float (&d)[N]) {
 }
 
 // clang-format off
+#define SB_OUT_16 \
+    "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]), \
+    "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15])
+#define SB_ADD_16 \
+    "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
+    "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+#define SB_OUT_32 \
+    "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]), \
+    "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15]), \
+    "=f"(d[16]), "=f"(d[17]), "=f"(d[18]), "=f"(d[19]), "=f"(d[20]), "=f"(d[21]), "=f"(d[22]), "=f"(d[23]), \
+    "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31])
+#define SB_ADD_32 \
+    "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
+    "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
+    "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
+    "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
 #define SB_OUT_64 \
     "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]), \
     "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15]), \
@@ -57,58 +73,61 @@ __device__ __forceinline__ void pin(float (&d)[N]) {
     "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), \
     "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
     "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-#define SB_ADD_32 \
-    "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
-    "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
-    "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
-    "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define SB_REGISTERS_16 \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}"
+#define SB_REGISTERS_32 \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
 #define SB_REGISTERS_64 \
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
-#define SB_REGISTERS_32 \
-    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
 // clang-format on
 
-// Three products for one element type: S = Q K^T (first step and later ones, 128 keys), O += P V (128 or 64 columns).
-#define SB_WGMMA_OF(Type, type)                                                                                  \
-    /* d (64, 128) = a b^T, both K-major in shared memory */                                                     \
-    __device__ __forceinline__ void wgmma_first(Type, float(&d)[64], uint64_t a, uint64_t b) {                   \
-        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." type \
-                     " " SB_REGISTERS_64 ", %64, %65, p, 1, 1, 0, 0;\n}"                                         \
-                     : SB_OUT_64                                                                                 \
-                     : "l"(a), "l"(b));                                                                          \
-    }                                                                                                            \
-    /* d (64, 128) += a b^T */                                                                                   \
-    __device__ __forceinline__ void wgmma_add(Type, float(&d)[64], uint64_t a, uint64_t b) {                     \
-        asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." type \
-                     " " SB_REGISTERS_64 ", %64, %65, p, 1, 1, 0, 0;\n}"                                         \
-                     : SB_ADD_64                                                                                 \
-                     : "l"(a), "l"(b));                                                                          \
-    }                                                                                                            \
-    /* d (64, 128) += a b, a in registers, b MN-major */                                                         \
-    __device__ __forceinline__ void wgmma_add(Type, float(&d)[64], const uint32_t* a, uint64_t b) {              \
-        asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." type \
-                     " " SB_REGISTERS_64 ", {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}"                           \
-                     : SB_ADD_64                                                                                 \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                      \
-    }                                                                                                            \
-    /* d (64, 64) += a b, a in registers, b MN-major */                                                          \
-    __device__ __forceinline__ void wgmma_add(Type, float(&d)[32], const uint32_t* a, uint64_t b) {              \
-        asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." type  \
-                     " " SB_REGISTERS_32 ", {%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}"                           \
-                     : SB_ADD_32                                                                                 \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                      \
+// d (64, n) = a b, or += a b ("ne": the first step, d is only written), a and b in shared memory. What is
+// transposed lies MN-major; a_ to tb_ are the places of a, b and the two transpositions after the registers of d.
+#define SB_SHARED_PRODUCT(name, Type, type, n, count, outputs, predicate, a_, b_, ta_, tb_)                          \
+    template <int kTransposeA = 0, int kTransposeB = 0>                                                              \
+    __device__ __forceinline__ void name(Type, float(&d)[count], uint64_t a, uint64_t b) {                           \
+        asm volatile("{\n.reg .pred p;\nsetp." predicate ".b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" n       \
+                     "k16.f32." type " " SB_REGISTERS_##count ", " a_ ", " b_ ", p, 1, 1, " ta_ ", " tb_ ";\n}"      \
+                     : outputs                                                                                       \
+                     : "l"(a), "l"(b), "n"(kTransposeA), "n"(kTransposeB));                                          \
     }
+#define SB_SHARED_PRODUCTS(Type, type, n, count, a_, b_, ta_, tb_)                                                   \
+    SB_SHARED_PRODUCT(wgmma_first, Type, type, n, count, SB_OUT_##count, "ne", a_, b_, ta_, tb_)                     \
+    SB_SHARED_PRODUCT(wgmma_add, Type, type, n, count, SB_ADD_##count, "eq", a_, b_, ta_, tb_)
+
+// d (64, n) += a b, a in registers, b MN-major.
+#define SB_REGISTER_PRODUCT(Type, type, n, count, a0_, a1_, a2_, a3_, b_)                                            \
+    __device__ __forceinline__ void wgmma_add(Type, float(&d)[count], const uint32_t* a, uint64_t b) {               \
+        asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" n                  \
+                     "k16.f32." type " " SB_REGISTERS_##count ", {" a0_ ", " a1_ ", " a2_ ", " a3_ "}, " b_          \
+                     ", p, 1, 1, 1;\n}"                                                                              \
+                     : SB_ADD_##count                                                                                \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                          \
+    }
+#define SB_WGMMA_OF(Type, type)                                                                                      \
+    SB_SHARED_PRODUCTS(Type, type, "32", 16, "%16", "%17", "%18", "%19")                                             \
+    SB_SHARED_PRODUCTS(Type, type, "64", 32, "%32", "%33", "%34", "%35")                                             \
+    SB_SHARED_PRODUCTS(Type, type, "128", 64, "%64", "%65", "%66", "%67")                                            \
+    SB_REGISTER_PRODUCT(Type, type, "64", 32, "%32", "%33", "%34", "%35", "%36")                                     \
+    SB_REGISTER_PRODUCT(Type, type, "128", 64, "%64", "%65", "%66", "%67", "%68")
 SB_WGMMA_OF(__nv_bfloat16, "bf16.bf16")
 SB_WGMMA_OF(__half, "f16.f16")
 #undef SB_WGMMA_OF
+#undef SB_REGISTER_PRODUCT
+#undef SB_SHARED_PRODUCTS
+#undef SB_SHARED_PRODUCT
+#undef SB_OUT_16
+#undef SB_OUT_32
 #undef SB_OUT_64
-#undef SB_ADD_64
+#undef SB_ADD_16
 #undef SB_ADD_32
-#undef SB_REGISTERS_64
+#undef SB_ADD_64
+#undef SB_REGISTERS_16
 #undef SB_REGISTERS_32
+#undef SB_REGISTERS_64
 
 }  // namespace megatron_sb::hopper

@@ -1,0 +1,123 @@
+// block_backward on Hopper: one pass over the keys, five products, deterministic, O(L) memory. A thread block owns 128
+// keys and walks the query rows that see them, 64 at a time, from the newest to the oldest; what the scan along the
+// keys needs from older keys, each row's mass and the sum of its g, comes from the block that owns those
+// (bwd_producer.cuh). dk and dv add up in registers, also over the query heads that share a key head; dq adds up in
+// memory, in the order of the keys. README.md draws it.
+#include <algorithm>
+
+#include "kernels/hopper/bwd_consumer.cuh"
+#include "kernels/hopper/hopper.h"
+#include "kernels/portable/launch.h"
+
+namespace megatron_sb::hopper {
+namespace {
+
+__device__ void init_barriers(BackwardControl& c) {
+    constexpr int kConsumerWarps = 8;
+    mbarrier_init(&c.kv_full, 1);
+    mbarrier_init(&c.kv_empty, kConsumerWarps);
+    for (int i = 0; i < kStepStages; ++i) {
+        mbarrier_init(&c.step_full[i], 1);
+        mbarrier_init(&c.step_empty[i], kConsumerWarps);
+        mbarrier_init(&c.carry_full[i], 1);
+    }
+    for (int i = 0; i < kTurns; ++i) {
+        for (uint64_t& of_warp : c.between_full[i]) mbarrier_init(&of_warp, 1);
+        mbarrier_init(&c.turn[i], 1);
+        mbarrier_init(&c.added[i], kConsumerWarps);
+        mbarrier_init(&c.published[i], 1);
+    }
+    for (int i = 0; i < 2; ++i) {
+        mbarrier_init(&c.dz_full[i], 2);
+        mbarrier_init(&c.dz_empty[i], kConsumerWarps);
+    }
+    for (uint64_t& described : c.described) mbarrier_init(&described, 1);
+    fence_mbarrier_init();
+    fence_async_proxy();
+}
+
+template <class T>
+__global__ void __launch_bounds__(T::kThreads, 1) backward(const __grid_constant__ BackwardArguments arguments) {
+    extern __shared__ __align__(1024) uint8_t memory[];
+    auto& shared = *reinterpret_cast<typename T::Shared*>(memory);
+    // Uniform for the compiler too: what depends on it then stays out of per-thread registers.
+    const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
+    BackwardControl& c = shared.control;
+    if (threadIdx.x == 0) init_barriers(c);
+    __syncthreads();
+    if (warpgroup == 0) {
+        give_registers<T::kProducerRegisters>();
+        const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
+        if (warp == 0) StepLoader<T>(shared, arguments).run();
+        if (warp == 1) CarryReader(c, arguments).run();
+        if (warp == 2 && lane == 0) wait_for_turns(c, arguments);
+        if (warp == 3 && lane == 0) publish_additions(c, arguments);
+    } else {
+        take_registers<T::kConsumerRegisters>();
+        BackwardConsumer<T>(shared, arguments, warpgroup - 1).run();
+    }
+}
+
+// Few heads at a time, for the cache; enough of them that the chains of key tiles fill the chip.
+int heads_in_flight(const Sizes& z) {
+    const int heads = z.batch * z.num_kv_heads, most = z.k_rows <= 4096 ? 16 : z.k_rows <= 16384 ? 12 : 6;
+    const int groups = (heads + most - 1) / most;
+    return (heads + groups - 1) / groups;
+}
+
+template <class Element, int kHeadDim>
+void launch(const BackwardParams& p, cudaStream_t stream) {
+    using T = BackwardTraits<Element, kHeadDim>;
+    const Sizes& z = p.sizes;
+    BackwardArguments a;
+    a.params = p;
+    plan_backward(p, &a.plan);
+    launch_plan(p, a.plan, stream);
+    const TensorSizes of_queries = {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim};
+    const TensorSizes of_keys = {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim};
+    a.q = query_map(p.q, of_queries, kStepRows);
+    a.d_o = query_map(p.d_o, of_queries, kStepRows);
+    a.k = key_map(p.k, of_keys, kSubtileKeys);
+    a.v = key_map(p.v, of_keys, kSubtileKeys);
+    a.heads_in_flight = heads_in_flight(z);
+    const portable::Scalars scalars = portable::scalars_of<Element>(p.options);
+    a.scale = scalars.scale;
+    a.scale_log2 = scalars.scale_log2e;
+    cudaFuncSetAttribute(backward<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(typename T::Shared));
+    int device = 0, multiprocessors = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    const int64_t most = int64_t(a.plan.max_items) * z.batch * z.num_kv_heads;
+    backward<T>
+        <<<unsigned(std::min<int64_t>(multiprocessors, most)), T::kThreads, sizeof(typename T::Shared), stream>>>(a);
+    portable::check_launch("hopper backward");
+}
+
+bool has_work(const BackwardParams& p) {
+    return p.segments.size > 0 && p.sizes.q_rows > 0 && p.sizes.k_rows > 0 && p.sizes.batch > 0 &&
+           p.sizes.num_heads > 0;
+}
+
+}  // namespace
+
+int64_t backward_workspace(const BackwardParams& params, int64_t) {
+    if (!has_work(params)) return 0;
+    BackwardParams nowhere = params;
+    nowhere.workspace = nullptr;
+    BackwardPlan plan;
+    return plan_backward(nowhere, &plan);
+}
+
+void block_backward(const BackwardParams& params, void* stream_handle) {
+    if (!has_work(params)) return;
+    const auto stream = static_cast<cudaStream_t>(stream_handle);
+    const auto run = [&](auto launch_64, auto launch_128) {
+        params.sizes.head_dim == 64 ? launch_64(params, stream) : launch_128(params, stream);
+    };
+    if (params.sizes.dtype == Dtype::kBFloat16)
+        run(launch<__nv_bfloat16, 64>, launch<__nv_bfloat16, 128>);
+    else
+        run(launch<__half, 64>, launch<__half, 128>);
+}
+
+}  // namespace megatron_sb::hopper

@@ -1,0 +1,73 @@
+// The work of a backward, made on the device from a segment table that the host never reads: which key tiles there are,
+// which steps each of them takes, and what goes from one key tile to the next.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "core/params.h"
+#include "core/segment.h"
+#include "kernels/hopper/bwd_traits.h"
+
+namespace megatron_sb::hopper {
+
+// A tile of the keys of a run: of the segments that begin at the same key.
+struct KeyItem {
+    int32_t segment;  // the first of the run; SegmentPlan::next leads to the others
+    int32_t tile;
+    int32_t num_keys;  // of the run
+    int32_t unused;
+};
+
+struct SegmentPlan {
+    int32_t first_step;  // its steps among those of a head
+    int32_t next;        // the next segment of its run, or -1
+};
+
+// Where rows start: of a step and all newer ones of the segment the oldest key tile, of a step and all older ones the
+// newest half of a tile. Neither decreases from step to step, so that the steps that need a key tile, and those of them
+// in which a row may start there, are runs.
+struct Starts {
+    int32_t first_tile, newest_half;
+};
+constexpr int kNever = 1 << 29;
+
+// What a key tile leaves to the next one for each row, in one transaction: valid once `tile` is the next one's.
+struct alignas(16) CarrySlot {
+    float mass, prefix;
+    int32_t tile;
+    int32_t unused;
+};
+
+struct BackwardPlan {
+    int32_t max_steps, max_items;
+    int32_t* counters;      // tickets given out; items
+    SegmentPlan* segments;  // of each segment
+    KeyItem* items;         // the oldest tiles of all runs first
+    Starts* starts;         // (heads, max_steps)
+    int32_t* added;         // (heads, max_steps): key tiles, from the oldest, whose part of dq is in
+    CarrySlot* carries;     // (heads, q_rows)
+    float* dq;              // (heads, max_steps, 64 * head_dim), as the threads have it
+    int32_t* runs;          // (3, k_rows): for planning
+    int32_t* places;        // (k_rows / 128 + 1): for planning
+};
+
+constexpr int kTicket = 0, kNumItems = 1;
+
+// Bytes of workspace; pointers into it.
+int64_t plan_backward(const BackwardParams& params, BackwardPlan* plan);
+void launch_plan(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream);
+
+// Keys of a segment that its row sees.
+SB_HOST_DEVICE inline int visible_keys(const Segment& s, bool attend_current, int row) {
+    return clamp_row(row + s.q_pos_minus_k_pos + (attend_current ? 1 : 0), 0, s.k_len);
+}
+// The half tile in which a row that sees `visible` keys starts: -1 if it sees none.
+SB_HOST_DEVICE inline int start_of(int edge, int visible) {
+    if (visible == 0) return -1;
+    return edge > 0 && (edge - 1) / kSubtileKeys <= (visible - 1) / kSubtileKeys ? (edge - 1) / kSubtileKeys : kNever;
+}
+SB_HOST_DEVICE inline int num_steps(const Segment& s) {
+    return s.k_len > 0 ? (s.q_len + kStepRows - 1) / kStepRows : 0;
+}
+
+}  // namespace megatron_sb::hopper

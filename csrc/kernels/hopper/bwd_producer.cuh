@@ -1,0 +1,378 @@
+// The warps beside the consumers. One hands out the work and loads it; one brings the carries; two keep the additions
+// to dq in order.
+//
+// What orders what. In the block: `step_full` says that Q, dO and the step's description are there, `step_empty` that
+// they and the carries' place may be written; `described` is the same for the descriptions alone, for the warps here.
+// Between blocks: a carry slot is read and written as one transaction and says by `tile` for whom it is; `added` is
+// stored after a fence that follows the additions (added -> mbarrier -> fence -> store), and read with acquire before
+// the next additions (load -> mbarrier -> additions). Key tiles are handed out by tickets, older tiles of a run first,
+// so what a block waits for is the work of a block that already runs, and never of a later ticket: the oldest waits for
+// nobody.
+#pragma once
+
+#include "kernels/hopper/bwd_plan.h"
+#include "kernels/hopper/ptx.cuh"
+#include "kernels/hopper/tensor_maps.h"
+
+namespace megatron_sb::hopper {
+
+struct BackwardArguments {
+    BackwardParams params;
+    BackwardPlan plan;
+    TensorMap q, d_o, k, v;
+    int32_t heads_in_flight;  // key heads
+    float scale, scale_log2;
+};
+
+// The place in a ring of kStepStages and the parity of its use.
+struct StageCursor {
+    int stage = 0, parity = 0;
+    __device__ __forceinline__ StageCursor next() const {
+        return stage + 1 == kStepStages ? StageCursor{0, parity ^ 1} : StageCursor{stage + 1, parity};
+    }
+};
+
+__device__ __forceinline__ void wait_for_description(BackwardControl& c, int number) {
+    mbarrier_wait(&c.described[number % kStepRing], number / kStepRing & 1);
+}
+
+template <class T>
+class StepLoader {
+  public:
+    __device__ StepLoader(typename T::Shared& shared, const BackwardArguments& arguments)
+        : shared_(shared), c_(shared.control), a_(arguments), lane_(threadIdx.x % 32) {}
+
+    __device__ void run() {
+        while (next_item()) {
+            // First all steps in which a row may start in this tile, then the others: the consumers have a loop of
+            // each.
+            walk_all(true);
+            walk_all(false);
+            if (have_pending_) push(kLastOfTile);
+        }
+        pending_.flags = 0;
+        push(kNoMore);
+    }
+
+  private:
+    __device__ bool next_item() {
+        int ticket = 0;
+        if (lane_ == 0) ticket = atomicAdd(&a_.plan.counters[kTicket], 1);
+        ticket = __shfl_sync(~0u, ticket, 0);
+        const Sizes& z = a_.params.sizes;
+        const int items = a_.plan.counters[kNumItems], heads = z.batch * z.num_kv_heads;
+        const int64_t of_group = int64_t(a_.heads_in_flight) * items;
+        if (ticket >= int64_t(heads) * items) return false;
+        const int group = int(ticket / of_group), in_group = int(ticket % of_group);
+        const int first = group * a_.heads_in_flight, count = min(a_.heads_in_flight, heads - first);
+        item_ = a_.plan.items[in_group / count];
+        const int head = first + in_group % count;
+        batch_ = head / z.num_kv_heads;
+        kv_head_ = head % z.num_kv_heads;
+        new_item_ = true;
+        return true;
+    }
+
+    __device__ void walk_all(bool slow) {
+        const Sizes& z = a_.params.sizes;
+        const int group = z.num_heads / z.num_kv_heads;
+        for (int i = item_.segment; i >= 0; i = a_.plan.segments[i].next) {
+            const Segment s = clamped(a_.params.segments[i], z);
+            for (int h = 0; h < group; ++h)
+                walk(s, a_.plan.segments[i].first_step, batch_ * z.num_heads + kv_head_ * group + h, slow);
+        }
+    }
+
+    // The steps of one query head that see this key tile and need it, the newest first.
+    __device__ void walk(const Segment& s, int first_step, int head, bool slow) {
+        const int current = a_.params.options.attend_current ? 1 : 0, offset = s.q_pos_minus_k_pos + current;
+        const int tile_begin = item_.tile * kBackwardKeys, steps = num_steps(s);
+        if (s.k_len <= tile_begin || s.q_len - 1 + offset <= tile_begin) return;
+        const int oldest = max(0, (tile_begin - offset + 1) >> 6);
+        const Starts* const starts = a_.plan.starts + int64_t(head) * a_.plan.max_steps + first_step;
+        const int2 newest = find_newest(starts, oldest, steps);
+        const int end = slow ? newest.y : oldest - 1;
+        for (int top = slow ? newest.x : newest.y; top > end; top -= 32) {
+            const int first_tiles = top - lane_ > end ? starts[top - lane_].first_tile : kNever;
+            for (int n = 0; n < 32 && top - n > end; ++n) {
+                const int step = top - n, row = step * kStepRows, rows = min(kStepRows, s.q_len - row);
+                if (have_pending_) push(slow ? kSlowNext : 0);
+                const int last_tile = (clamp_row(row + rows - 1 + offset, 0, s.k_len) - 1) / kBackwardKeys;
+                const int first_tile = __shfl_sync(~0u, first_tiles, n);
+                pending_.first_row = int64_t(head) * a_.params.sizes.q_rows + s.q_begin + row;
+                pending_.sum = head * a_.plan.max_steps + first_step + step;
+                pending_.row = s.q_begin + row;
+                pending_.head = head - batch_ * a_.params.sizes.num_heads;
+                pending_.num_rows = rows;
+                pending_.visible = row + offset - tile_begin;
+                pending_.num_keys = min(kBackwardKeys, s.k_len - tile_begin);
+                pending_.slow = slow;
+                pending_.flags = (first_tile == item_.tile ? kFirstOfRows : 0) |
+                                 (last_tile == item_.tile ? kLastOfRows : 0) | masked_halves();
+                have_pending_ = true;
+            }
+        }
+    }
+    __device__ int masked_halves() const {
+        const int seen = min(pending_.visible, pending_.num_keys);
+        return (seen < kSubtileKeys ? kMasked : 0) | (seen < 2 * kSubtileKeys ? kMasked << 1 : 0);
+    }
+
+    // Of the steps from `oldest` on, x: the newest that needs this tile, as a row of it or of a newer one starts here
+    // or in older keys; y: the newest before which, itself included, no row starts in this tile or newer ones. oldest -
+    // 1 for none.
+    __device__ int2 find_newest(const Starts* starts, int oldest, int steps) const {
+        int low[2] = {oldest - 1, oldest - 1}, high[2] = {steps, steps};  // `low` is so, or is none; `high` is not
+        while (high[0] - low[0] > 1 || high[1] - low[1] > 1) {
+            bool so[2];
+            int stride[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                stride[i] = max((high[i] - low[i] + 31) / 32, 1);
+                const int step = low[i] + (lane_ + 1) * stride[i];
+                so[i] = step < high[i] &&
+                        (i == 0 ? starts[step].first_tile <= item_.tile : starts[step].newest_half < 2 * item_.tile);
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int count = __popc(__ballot_sync(~0u, so[i]));
+                high[i] = min(high[i], low[i] + (count + 1) * stride[i]);
+                low[i] += count * stride[i];
+            }
+        }
+        return make_int2(low[0], min(low[0], low[1]));
+    }
+
+    // The pending step goes to the consumers, before the first one of a tile its keys and values.
+    __device__ void push(int flags) {
+        const int stage = cursor_.stage;
+        const bool more = !(flags & kNoMore);
+        if (more && new_item_) load_tile();
+        mbarrier_wait(&c_.step_empty[stage], cursor_.parity ^ 1);
+        if (lane_ == 0) {
+            Step step = pending_;
+            step.flags |= flags;
+            step.tile = item_.tile;
+            step.batch = batch_;
+            step.kv_head = kv_head_;
+            step.k_row = tile_row_;
+            step.tile_keys = tile_keys_;
+            c_.steps[number_ % kStepRing] = step;
+            mbarrier_arrive(&c_.described[number_ % kStepRing]);
+        }
+        if (more)
+            load_rows_of_step(stage);
+        else if (lane_ == 0)
+            mbarrier_arrive(&c_.step_full[stage]);
+        cursor_ = cursor_.next();
+        ++number_;
+        have_pending_ = false;
+    }
+
+    __device__ void load_rows_of_step(int stage) {
+        const int batch = batch_, head = pending_.head;
+        uint8_t* const q = shared_.steps[stage][0];
+        uint8_t* const d_o = shared_.steps[stage][1];
+        if (pending_.num_rows == kStepRows) {
+            if (lane_ != 0) return;
+            mbarrier_arrive_expect(&c_.step_full[stage], 2 * T::kTileBytes);
+#pragma unroll
+            for (int half = 0; half < T::kHalves; ++half) {
+                tma_load_3d(q + half * T::kHalfBytes, &a_.q.map, &c_.step_full[stage], 64 * half, pending_.row,
+                            a_.q.heads(batch, head));
+                tma_load_3d(d_o + half * T::kHalfBytes, &a_.d_o.map, &c_.step_full[stage], 64 * half, pending_.row,
+                            a_.d_o.heads(batch, head));
+            }
+            return;
+        }
+        const auto same = [](int row) { return row; };
+        copy_rows(q, a_.params.q, batch, head, pending_.row, pending_.num_rows, same);
+        copy_rows(d_o, a_.params.d_o, batch, head, pending_.row, pending_.num_rows, same);
+        finish_copies(&c_.step_full[stage]);
+    }
+
+    __device__ void load_tile() {
+        const Sizes& z = a_.params.sizes;
+        new_item_ = false;
+        tile_row_ = clamped(a_.params.segments[item_.segment], z).k_begin + item_.tile * kBackwardKeys;
+        tile_keys_ = min(kBackwardKeys, item_.num_keys - item_.tile * kBackwardKeys);
+        mbarrier_wait(&c_.kv_empty, (tiles_++ & 1) ^ 1);
+        if (tile_keys_ == kBackwardKeys) {
+            if (lane_ != 0) return;
+            mbarrier_arrive_expect(&c_.kv_full, 4 * T::kTileBytes);
+#pragma unroll
+            for (int w = 0; w < 2; ++w)
+#pragma unroll
+                for (int half = 0; half < T::kHalves; ++half) {
+                    const int row = tile_row_ + w * kSubtileKeys;
+                    tma_load_5d(shared_.k[w] + half * T::kHalfBytes, &a_.k.map, &c_.kv_full, 64 * half, row, 0, 0,
+                                a_.k.heads(batch_, kv_head_));
+                    tma_load_5d(shared_.v[w] + half * T::kHalfBytes, &a_.v.map, &c_.kv_full, 64 * half, row, 0, 0,
+                                a_.v.heads(batch_, kv_head_));
+                }
+            return;
+        }
+        // As the copy engine would lay it out: row 8n + 2t + c of the half tile is key 16t + 2n + c.
+        const auto permuted = [](int row) { return row % 8 / 2 * 16 + row / 8 * 2 + row % 2; };
+        for (int w = 0; w < 2; ++w) {
+            const int row = tile_row_ + w * kSubtileKeys, count = tile_keys_ - w * kSubtileKeys;
+            copy_rows(shared_.k[w], a_.params.k, batch_, kv_head_, row, count, permuted);
+            copy_rows(shared_.v[w], a_.params.v, batch_, kv_head_, row, count, permuted);
+        }
+        finish_copies(&c_.kv_full);
+    }
+
+    // 64 rows, of which the first `count` are there and the others zeros; shared memory's row r is row order(r).
+    template <class Order>
+    __device__ void copy_rows(uint8_t* to, const Rows<const void*>& from, int batch, int head, int first, int count,
+                              Order order) const {
+        constexpr int kChunk = 16, kChunksPerHalf = 128 / kChunk, kChunksPerRow = T::kHalves * kChunksPerHalf;
+        const int chunk = lane_ % kChunksPerRow, half = chunk / kChunksPerHalf;
+        const uint8_t* const source =
+            static_cast<const uint8_t*>(from.data) + chunk * kChunk +
+            2 * (batch * from.batch_stride + head * from.head_stride + first * from.row_stride);
+        to += half * T::kHalfBytes;
+#pragma unroll 2
+        for (int r = lane_ / kChunksPerRow; r < 64; r += 32 / kChunksPerRow) {
+            const int row = order(r), column = (chunk % kChunksPerHalf) ^ (r % 8);
+            const bool there = row < count;
+            copy_async(shared_address(to + r * 128 + column * kChunk),
+                       there ? source + 2 * row * from.row_stride : from.data, there);
+        }
+    }
+    __device__ void finish_copies(uint64_t* full) const {
+        wait_for_copies();
+        fence_async_proxy();
+        __syncwarp();
+        if (lane_ == 0) mbarrier_arrive(full);
+    }
+
+    typename T::Shared& shared_;
+    BackwardControl& c_;
+    const BackwardArguments& a_;
+    const int lane_;
+    KeyItem item_;
+    int batch_ = 0, kv_head_ = 0;
+    int tile_row_ = 0, tile_keys_ = 0, tiles_ = 0;
+    bool new_item_ = false, have_pending_ = false;
+    Step pending_;  // what comes next decides whether it is the last of its tile
+    StageCursor cursor_;
+    int number_ = 0;
+};
+
+// Brings each step's carries: from the next older key tile, or for the first one from the restarts.
+class CarryReader {
+  public:
+    __device__ CarryReader(BackwardControl& control, const BackwardArguments& arguments)
+        : c_(control), a_(arguments), lane_(threadIdx.x % 32) {}
+
+    __device__ void run() const {
+        StageCursor cursor;
+        for (int number = 0;; ++number, cursor = cursor.next()) {
+            wait_for_description(c_, number);
+            const Step& step = c_.steps[number % kStepRing];
+            if (step.flags & kNoMore) return;
+            mbarrier_wait(&c_.step_empty[cursor.stage], cursor.parity ^ 1);
+            Carry carries[2];  // of rows lane_ and lane_ + 32: all that is read for them is under way at once
+            read_starts(step, carries);
+            if (step.flags & kFirstOfRows)
+                read_prefixes(step, carries);
+            else
+                read_slots(step, carries);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) c_.carries[cursor.stage][lane_ + 32 * i] = carries[i];
+            __syncwarp();
+            if (lane_ == 0) mbarrier_arrive(&c_.carry_full[cursor.stage]);
+        }
+    }
+
+  private:
+    __device__ int64_t index(const Step& step, int i) const {
+        return step.first_row + lane_ + 32 * i;
+    }
+    __device__ bool there(const Step& step, int i) const {
+        return lane_ + 32 * i < step.num_rows;
+    }
+
+    // Rows that are not there never start.
+    __device__ void read_starts(const Step& step, Carry (&carries)[2]) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) carries[i] = {0.f, 0.f, there(step, i) ? -1 : kNever, 0.f};
+        if (!step.slow) return;  // all have started in older tiles
+        const float* const mass = static_cast<const float*>(a_.params.restart.mass);
+        const float* const mass_in = static_cast<const float*>(a_.params.mass_in);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (!there(step, i)) continue;
+            const int64_t at = index(step, i);
+            const int begin = step.tile * kBackwardKeys;
+            const int visible = min(step.visible + lane_ + 32 * i, step.num_keys) + begin;
+            carries[i].start = start_of(a_.params.restart.edge[at], max(visible, 0)) - 2 * step.tile;
+            carries[i].restart_mass = mass[at] * (mass_in == nullptr ? 1.f : mass_in[at]);
+        }
+    }
+    __device__ void read_prefixes(const Step& step, Carry (&carries)[2]) const {
+        const float* const prefix_in = static_cast<const float*>(a_.params.prefix_in);
+        if (prefix_in == nullptr) return;
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            if (there(step, i)) carries[i].prefix = prefix_in[index(step, i)];
+    }
+    __device__ void read_slots(const Step& step, Carry (&carries)[2]) const {
+        uint4 slots[2];
+        for (uint32_t tries = 0;; ++tries) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                slots[i] = make_uint4(0, 0, step.tile, 0);
+                if (there(step, i)) slots[i] = load_relaxed_16(a_.plan.carries + index(step, i));
+            }
+            if (int(slots[0].z) == step.tile && int(slots[1].z) == step.tile) break;
+            if (tries == kMostTries) fail();
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            carries[i].mass = __uint_as_float(slots[i].x);
+            carries[i].prefix = __uint_as_float(slots[i].y);
+        }
+    }
+
+    static constexpr uint32_t kMostTries = 1 << 24;
+
+    BackwardControl& c_;
+    const BackwardArguments& a_;
+    const int lane_;
+};
+
+// Lets the additions of a step begin when those of the next older key tile are in. One thread.
+__device__ inline void wait_for_turns(BackwardControl& c, const BackwardArguments& a) {
+    constexpr uint32_t kMostTries = 1 << 24;
+    for (int number = 0;; ++number) {
+        wait_for_description(c, number);
+        const Step& step = c.steps[number % kStepRing];
+        if (step.flags & kNoMore) return;
+        const int turn = number % kTurns;
+        if (number >= kTurns) mbarrier_wait(&c.published[turn], (number / kTurns - 1) & 1);
+        if (!(step.flags & kFirstOfRows)) {
+            const int32_t* const added = a.plan.added + step.sum;
+            for (uint32_t tries = 0; load_acquire(added) != step.tile; ++tries)
+                if (tries == kMostTries) fail();
+        }
+        mbarrier_arrive(&c.turn[turn]);
+    }
+}
+
+// Tells the next newer key tile that a step's additions are in. One thread.
+__device__ inline void publish_additions(BackwardControl& c, const BackwardArguments& a) {
+    for (int number = 0;; ++number) {
+        wait_for_description(c, number);
+        const Step& step = c.steps[number % kStepRing];
+        if (step.flags & kNoMore) return;
+        const int turn = number % kTurns;
+        mbarrier_wait(&c.added[turn], number / kTurns & 1);
+        fence_gpu();
+        if (!(step.flags & kLastOfRows)) store_relaxed(a.plan.added + step.sum, step.tile + 1);
+        mbarrier_arrive(&c.published[turn]);
+    }
+}
+
+}  // namespace megatron_sb::hopper
