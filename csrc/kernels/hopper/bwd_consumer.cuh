@@ -331,7 +331,7 @@ class BackwardConsumer {
         constexpr float kOutputScale = 1.f / portable::kWeightScale<Element>;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int at = row(r), key = warpgroup_ * kSubtileKeys + at / 2 % 4 * 16 + at / 8 * 2 + at % 2;
+            const int key = warpgroup_ * kSubtileKeys + KeyOrder<kSubtileKeys>()(row(r));
             if (key >= of.tile_keys) continue;
             Out* const dk = key_row<Out>(a_.params.dk, of, of.k_row + key);
             Out* const dv = key_row<Out>(a_.params.dv, of, of.k_row + key);

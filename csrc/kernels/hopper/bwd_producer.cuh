@@ -13,6 +13,7 @@
 #include "kernels/hopper/bwd_plan.h"
 #include "kernels/hopper/ptx.cuh"
 #include "kernels/hopper/tensor_maps.h"
+#include "kernels/hopper/tile_copy.cuh"
 
 namespace megatron_sb::hopper {
 
@@ -186,8 +187,12 @@ class StepLoader {
             return;
         }
         const auto same = [](int row) { return row; };
-        copy_rows(q, a_.params.q, batch, head, pending_.row, pending_.num_rows, same);
-        copy_rows(d_o, a_.params.d_o, batch, head, pending_.row, pending_.num_rows, same);
+        const auto copy = [&](uint8_t* to, const Rows<const void*>& from) {
+            copy_rows<kStepRows, T::kHalves>(to, from, offset_of(from, batch, head, pending_.row), pending_.num_rows,
+                                             same);
+        };
+        copy(q, a_.params.q);
+        copy(d_o, a_.params.d_o);
         finish_copies(&c_.step_full[stage]);
     }
 
@@ -212,39 +217,16 @@ class StepLoader {
                 }
             return;
         }
-        // As the copy engine would lay it out: row 8n + 2t + c of the half tile is key 16t + 2n + c.
-        const auto permuted = [](int row) { return row % 8 / 2 * 16 + row / 8 * 2 + row % 2; };
         for (int w = 0; w < 2; ++w) {
-            const int row = tile_row_ + w * kSubtileKeys, count = tile_keys_ - w * kSubtileKeys;
-            copy_rows(shared_.k[w], a_.params.k, batch_, kv_head_, row, count, permuted);
-            copy_rows(shared_.v[w], a_.params.v, batch_, kv_head_, row, count, permuted);
+            const int first = w * kSubtileKeys;
+            const auto copy = [&](uint8_t* to, const Rows<const void*>& from) {
+                copy_rows<kSubtileKeys, T::kHalves>(to, from, offset_of(from, batch_, kv_head_, tile_row_ + first),
+                                                    tile_keys_ - first, KeyOrder<kSubtileKeys>());
+            };
+            copy(shared_.k[w], a_.params.k);
+            copy(shared_.v[w], a_.params.v);
         }
         finish_copies(&c_.kv_full);
-    }
-
-    // 64 rows, of which the first `count` are there and the others zeros; shared memory's row r is row order(r).
-    template <class Order>
-    __device__ void copy_rows(uint8_t* to, const Rows<const void*>& from, int batch, int head, int first, int count,
-                              Order order) const {
-        constexpr int kChunk = 16, kChunksPerHalf = 128 / kChunk, kChunksPerRow = T::kHalves * kChunksPerHalf;
-        const int chunk = lane_ % kChunksPerRow, half = chunk / kChunksPerHalf;
-        const uint8_t* const source =
-            static_cast<const uint8_t*>(from.data) + chunk * kChunk +
-            2 * (batch * from.batch_stride + head * from.head_stride + first * from.row_stride);
-        to += half * T::kHalfBytes;
-#pragma unroll 2
-        for (int r = lane_ / kChunksPerRow; r < 64; r += 32 / kChunksPerRow) {
-            const int row = order(r), column = (chunk % kChunksPerHalf) ^ (r % 8);
-            const bool there = row < count;
-            copy_async(shared_address(to + r * 128 + column * kChunk),
-                       there ? source + 2 * row * from.row_stride : from.data, there);
-        }
-    }
-    __device__ void finish_copies(uint64_t* full) const {
-        wait_for_copies();
-        fence_async_proxy();
-        __syncwarp();
-        if (lane_ == 0) mbarrier_arrive(full);
     }
 
     typename T::Shared& shared_;

@@ -9,8 +9,8 @@ namespace megatron_sb::hopper {
 int64_t forward_workspace(const ForwardParams& params);
 int64_t backward_workspace(const BackwardParams& params, int64_t limit);
 
-// On `stream`, a cudaStream_t. Rows of q, k, v, o and do begin at multiples of 16 bytes. Throws RuntimeFailure if a tensor
-// map cannot be made or a launch fails.
+// On `stream`, a cudaStream_t. Rows of q, k, v, o and do begin at multiples of 16 bytes. Throws RuntimeFailure if a
+// tensor map cannot be made or a launch fails.
 void block_forward(const ForwardParams& params, void* stream);
 void block_backward(const BackwardParams& params, void* stream);
 

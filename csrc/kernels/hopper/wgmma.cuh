@@ -87,32 +87,31 @@ __device__ __forceinline__ void pin(float (&d)[N]) {
 
 // d (64, n) = a b, or += a b ("ne": the first step, d is only written), a and b in shared memory. What is
 // transposed lies MN-major; a_ to tb_ are the places of a, b and the two transpositions after the registers of d.
-#define SB_SHARED_PRODUCT(name, Type, type, n, count, outputs, predicate, a_, b_, ta_, tb_)                          \
-    template <int kTransposeA = 0, int kTransposeB = 0>                                                              \
-    __device__ __forceinline__ void name(Type, float(&d)[count], uint64_t a, uint64_t b) {                           \
-        asm volatile("{\n.reg .pred p;\nsetp." predicate ".b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" n       \
-                     "k16.f32." type " " SB_REGISTERS_##count ", " a_ ", " b_ ", p, 1, 1, " ta_ ", " tb_ ";\n}"      \
-                     : outputs                                                                                       \
-                     : "l"(a), "l"(b), "n"(kTransposeA), "n"(kTransposeB));                                          \
+#define SB_SHARED_PRODUCT(name, Type, type, n, count, outputs, predicate, a_, b_, ta_, tb_)                     \
+    template <int kTransposeA = 0, int kTransposeB = 0>                                                         \
+    __device__ __forceinline__ void name(Type, float(&d)[count], uint64_t a, uint64_t b) {                      \
+        asm volatile("{\n.reg .pred p;\nsetp." predicate ".b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" n   \
+                     "k16.f32." type " " SB_REGISTERS_##count ", " a_ ", " b_ ", p, 1, 1, " ta_ ", " tb_ ";\n}" \
+                     : outputs                                                                                  \
+                     : "l"(a), "l"(b), "n"(kTransposeA), "n"(kTransposeB));                                     \
     }
-#define SB_SHARED_PRODUCTS(Type, type, n, count, a_, b_, ta_, tb_)                                                   \
-    SB_SHARED_PRODUCT(wgmma_first, Type, type, n, count, SB_OUT_##count, "ne", a_, b_, ta_, tb_)                     \
+#define SB_SHARED_PRODUCTS(Type, type, n, count, a_, b_, ta_, tb_)                               \
+    SB_SHARED_PRODUCT(wgmma_first, Type, type, n, count, SB_OUT_##count, "ne", a_, b_, ta_, tb_) \
     SB_SHARED_PRODUCT(wgmma_add, Type, type, n, count, SB_ADD_##count, "eq", a_, b_, ta_, tb_)
 
 // d (64, n) += a b, a in registers, b MN-major.
-#define SB_REGISTER_PRODUCT(Type, type, n, count, a0_, a1_, a2_, a3_, b_)                                            \
-    __device__ __forceinline__ void wgmma_add(Type, float(&d)[count], const uint32_t* a, uint64_t b) {               \
-        asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" n                  \
-                     "k16.f32." type " " SB_REGISTERS_##count ", {" a0_ ", " a1_ ", " a2_ ", " a3_ "}, " b_          \
-                     ", p, 1, 1, 1;\n}"                                                                              \
-                     : SB_ADD_##count                                                                                \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                          \
+#define SB_REGISTER_PRODUCT(Type, type, n, count, a0_, a1_, a2_, a3_, b_)                                          \
+    __device__ __forceinline__ void wgmma_add(Type, float(&d)[count], const uint32_t* a, uint64_t b) {             \
+        asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type \
+                     " " SB_REGISTERS_##count ", {" a0_ ", " a1_ ", " a2_ ", " a3_ "}, " b_ ", p, 1, 1, 1;\n}"     \
+                     : SB_ADD_##count                                                                              \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                        \
     }
-#define SB_WGMMA_OF(Type, type)                                                                                      \
-    SB_SHARED_PRODUCTS(Type, type, "32", 16, "%16", "%17", "%18", "%19")                                             \
-    SB_SHARED_PRODUCTS(Type, type, "64", 32, "%32", "%33", "%34", "%35")                                             \
-    SB_SHARED_PRODUCTS(Type, type, "128", 64, "%64", "%65", "%66", "%67")                                            \
-    SB_REGISTER_PRODUCT(Type, type, "64", 32, "%32", "%33", "%34", "%35", "%36")                                     \
+#define SB_WGMMA_OF(Type, type)                                                  \
+    SB_SHARED_PRODUCTS(Type, type, "32", 16, "%16", "%17", "%18", "%19")         \
+    SB_SHARED_PRODUCTS(Type, type, "64", 32, "%32", "%33", "%34", "%35")         \
+    SB_SHARED_PRODUCTS(Type, type, "128", 64, "%64", "%65", "%66", "%67")        \
+    SB_REGISTER_PRODUCT(Type, type, "64", 32, "%32", "%33", "%34", "%35", "%36") \
     SB_REGISTER_PRODUCT(Type, type, "128", 64, "%64", "%65", "%66", "%67", "%68")
 SB_WGMMA_OF(__nv_bfloat16, "bf16.bf16")
 SB_WGMMA_OF(__half, "f16.f16")

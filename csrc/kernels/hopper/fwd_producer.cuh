@@ -1,5 +1,5 @@
 // The producer warp: hands out work, fills the rings of Q, K and V tiles. The tiles in which a segment ends it leaves
-// to two more warps (edge_loader.cuh).
+// to two more warps (fwd_edge_loader.cuh).
 //
 // What orders what: a slot is written after its `empty` barrier says that every reader is done with it, and read after
 // its `full` barrier says that the bytes (and `work` and `edge`, written before the arrival) are there.
@@ -7,9 +7,9 @@
 // give back.
 #pragma once
 
+#include "kernels/hopper/fwd_traits.h"
 #include "kernels/hopper/ptx.cuh"
 #include "kernels/hopper/tensor_maps.h"
-#include "kernels/hopper/traits.h"
 
 namespace megatron_sb::hopper {
 

@@ -4,8 +4,8 @@
 // work tile while this one's output is written; the other warpgroups fill what is left of the tensor cores.
 #pragma once
 
-#include "kernels/hopper/producer.cuh"
-#include "kernels/hopper/scan.cuh"
+#include "kernels/hopper/fwd_producer.cuh"
+#include "kernels/hopper/fwd_scan.cuh"
 #include "kernels/hopper/wgmma.cuh"
 
 namespace megatron_sb::hopper {
