@@ -71,7 +71,8 @@ struct Options {
 
 // Where the backward starts, for each query row: the keys [0, edge) of its segment still meet `mass` at their newer
 // edge, and that is the oldest tile edge at which this mass is at least max(mass_threshold, the kernel's floor).
-// The backward walks from the tile that ends at `edge` to newer keys. edge = 0: no key contributes.
+// The backward walks from the tile that ends at `edge` to newer keys. edge = 0: from the first key on, which has `mass`
+// at its older edge; that is for a kernel to write whose backward gains by it. mass = 0: no key contributes.
 // Edges are multiples of kRestartTile, or the segment's k_len: one grid for all kernels, so that any of their backwards
 // reads what any of their forwards wrote.
 inline constexpr int kRestartTile = 64;
@@ -100,7 +101,7 @@ struct BackwardParams {
     Rows<const void*> q, k, v, d_o;
     Rows<void*> dq, dk, dv;
     Dtype grad_dtype;  // of them: the accumulation type, and they are added to; or sizes.dtype, and they begin as zeros
-    Restart restart;                  // read only
+    Restart restart;   // read only
     const void* mass_in = nullptr;    // scales a restart that was made before its carry was known; null: 1
     const void* prefix_in = nullptr;  // sum of g over all older keys, plus P * dP at the oldest end; null: 0
     void* prefix_out = nullptr;       // prefix_in plus this block's g; (batch, num_heads, q_rows)

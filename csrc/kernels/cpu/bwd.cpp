@@ -7,6 +7,8 @@
 // e P_older, key by key, in all later ones: never from a total, and not from P_older / prod (1 - beta), because factors
 // next to 1 lie on a coarse grid and their product drifts (dk 7e-5 off at 16K keys of mean logit -11, now 4e-6).
 // 1 - beta is 1/(1+e).
+#include <limits>
+
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/tile.h"
 
@@ -73,13 +75,18 @@ class BackwardTile {
     void start() {
         const int64_t index = tile_.row_index(p_.sizes);
         const T* prefix_in = static_cast<const T*>(p_.prefix_in);
-        edge_ = p_.restart.edge + index;
+        const T* mass_in = static_cast<const T*>(p_.mass_in);
+        restart_mass_ = static_cast<const T*>(p_.restart.mass) + index;
+        const int32_t* edge = p_.restart.edge + index;
         oldest_ = tile_.segment->k_len;
         for (int r = 0; r < kTile; ++r) {
             s_.mass[r] = T(0);
             s_.prefix[r] = r < tile_.count && prefix_in != nullptr ? prefix_in[index + r] : T(0);
-            if (r >= tile_.count || edge_[r] == 0) continue;
-            oldest_ = std::min(oldest_, (edge_[r] - 1) / kTile * kTile);
+            start_[r] = kNever;
+            if (r >= tile_.count || !(edge[r] > 0 || restart_mass_[r] > T(0))) continue;
+            start_[r] = edge[r];
+            if (edge[r] == 0) s_.mass[r] = restart_mass_[r] * (mass_in == nullptr ? T(1) : mass_in[index + r]);
+            oldest_ = std::min(oldest_, std::max(edge[r] - 1, 0) / kTile * kTile);
             newest_ = std::max(newest_, tile_.visible(r, p_.options.attend_current));
         }
     }
@@ -94,7 +101,8 @@ class BackwardTile {
         transpose(s_.d_o, kTile, d_v, s_.d_v_pitch, s_.d_o_t);
         std::fill(s_.dq_t, s_.dq_t + kTile * d, T(0));
         for (int r = 0; r < tile_.count; ++r) finite_[r] = row_is_finite(r);
-        for (int r = 0; r < tile_.count; ++r) clear_unless_finite(r);
+        for (int r = 0; r < tile_.count; ++r)
+            if (start_[r] > 0) clear_unless_finite(r);
     }
 
     bool row_is_finite(int r) const {
@@ -141,9 +149,9 @@ class BackwardTile {
         bool masked = false;
         for (int r = 0; r < kTile; ++r) {
             int limit = 0;
-            const bool started = r < tile_.count && edge_[r] > 0 && edge_[r] <= end;
+            const bool started = start_[r] <= end;
             if (started) limit = std::clamp(tile_.visible(r, p_.options.attend_current) - begin, 0, keys);
-            if (started && edge_[r] == end) restore_unless_finite(r);
+            if (start_[r] == end) restore_unless_finite(r);
             s_.limit[r] = T(limit);
             masked |= limit < keys;
         }
@@ -153,13 +161,12 @@ class BackwardTile {
     // The mass at this tile's newer edge in rows [v, v + lanes), given what it rose to over this tile.
     Vec<T> mass_at_newer_edge(int v, int end, const Vec<T>& risen) {
         const int64_t index = tile_.row_index(p_.sizes);
-        const T* restart_mass = static_cast<const T*>(p_.restart.mass) + index;
         const T* mass_in = static_cast<const T*>(p_.mass_in);
         for (int lane = 0; lane < kLanes<T>; ++lane) {
             const int r = v + lane;
-            if (r >= tile_.count || edge_[r] == 0 || edge_[r] > end) continue;
-            if (edge_[r] == end)
-                s_.mass[r] = restart_mass[r] * (mass_in == nullptr ? T(1) : mass_in[index + r]);
+            if (start_[r] > end) continue;
+            if (start_[r] == end)
+                s_.mass[r] = restart_mass_[r] * (mass_in == nullptr ? T(1) : mass_in[index + r]);
             else
                 s_.mass[r] = risen[lane];
         }
@@ -213,7 +220,9 @@ class BackwardTile {
     BackwardScratch<T>& s_;
     const QueryTile tile_;
     const KeyGradients<T> gradients_;
-    const int32_t* edge_ = nullptr;
+    static constexpr int kNever = std::numeric_limits<int>::max();
+    const T* restart_mass_ = nullptr;
+    int start_[kTile];             // the restart's edge, or kNever
     int oldest_ = 0, newest_ = 0;  // keys [oldest_, newest_) count
     bool finite_[kTile];
 };

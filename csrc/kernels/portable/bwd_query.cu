@@ -73,10 +73,11 @@ class QueryTilePass {
         rows_.for_each([&](int m, int r, int row) {
             const float* prefix_in = static_cast<const float*>(p_.prefix_in);
             const bool there = row < rows_.tile.num_rows;
-            mass_[m][r] = there ? kAbsent : 0.f;
+            mass_[m][r] = !there ? 0.f : start_tile(row) < 0 ? restart_mass(row) : kAbsent;
             prefix_[m][r] = there && prefix_in != nullptr ? prefix_in[rows_.index(row)] : 0.f;
         });
-        Unit u = {oldest_, 1, true};
+        const bool starts = oldest_ <= newest_;  // in the first tile
+        Unit u = {oldest_, starts, starts};
         if constexpr (S::kChunks == 1) {
             load_rows<S::kRows, S::kPitch>(q_tile_, q_, rows_.tile.num_rows);
             load_rows<S::kRows, S::kPitch>(do_tile_, do_, rows_.tile.num_rows);
@@ -94,12 +95,13 @@ class QueryTilePass {
     }
 
   private:
-    // The key tile in which a row starts. Rows that are not there have no mass, and need no mask: they have always
-    // started.
+    // The key tile in which a row starts, -1 before them all. Rows that are not there have no mass, and need no mask:
+    // they have always started.
     __device__ int start_tile(int row) const {
         if (row >= rows_.tile.num_rows) return -1;
         const int edge = p_.restart.edge[rows_.index(row)], tile = (edge - 1) / kKeyTile;
-        return edge > 0 && tile < num_tiles_ ? tile : kNever;
+        if (edge == 0) return static_cast<const float*>(p_.restart.mass)[rows_.index(row)] > 0.f ? -1 : kNever;
+        return tile < num_tiles_ ? tile : kNever;
     }
     __device__ float restart_mass(int row) const {
         const float mass = static_cast<const float*>(p_.restart.mass)[rows_.index(row)];
@@ -113,7 +115,7 @@ class QueryTilePass {
         warp_last_ = -1;
         rows_.for_each([&](int, int, int row) {
             const int tile = start_tile(row);
-            if (tile >= 0) warp_first = min(warp_first, tile);
+            if (row < rows_.tile.num_rows) warp_first = min(warp_first, max(tile, 0));
             warp_last_ = max(warp_last_, tile);
             if (tile != kNever) warp_newest = max(warp_newest, tile);
         });

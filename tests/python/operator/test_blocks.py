@@ -134,3 +134,22 @@ def test_wrong_carries_are_refused():
         ops.block_backward(x.do[:, :10], x.q, x.k, x.v, None, edge, restart, scale=1.0)
     with pytest.raises(ValueError, match="prefix_in: shape is"):
         ops.block_backward(x.do, x.q, x.k, x.v, None, edge, restart, None, torch.ones(2, 20), scale=1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_backward_starts_before_all_keys(device, dtype):
+    """A restart at edge 0, the mass before the first key, serves as well as one at a newer edge, row by row."""
+    if device == "cuda" and dtype == torch.float64:
+        pytest.skip("no float64 on a GPU")
+    x = make_inputs("mean -8", s=200, s_k=300, h=4, h_kv=2, d=16, dtype=dtype)
+    _, mass, edge, restart = ops.block_forward(x.q, x.k, x.v, scale=0.25)
+    assert bool((mass > 2**-24).all() and (edge > 0).all())
+    early = torch.arange(200, device=edge.device) % 3 > 0
+    mass_in = torch.full_like(mass, 0.5)
+    newer, oldest = (
+        ops.block_backward(x.do, x.q, x.k, x.v, None, edges, masses, mass_in, mass, scale=0.25)
+        for edges, masses in ((edge, restart), (edge * ~early, torch.where(early, mass, restart)))
+    )
+    for name, a, b in zip(("dq", "dk", "dv", "prefix_out"), newer, oldest, strict=True):
+        error = max(relative_errors(b, a))
+        assert error <= (1e-12 if dtype == torch.float64 else 2e-6), f"{name}: {error:.3g}"
