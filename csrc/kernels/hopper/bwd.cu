@@ -6,31 +6,35 @@
 #include <algorithm>
 
 #include "kernels/hopper/bwd_consumer.cuh"
+#include "kernels/hopper/bwd_split.cuh"
 #include "kernels/hopper/hopper.h"
 #include "kernels/portable/launch.h"
 
 namespace megatron_sb::hopper {
 namespace {
 
+template <class T>
 __device__ void init_barriers(BackwardControl& c) {
-    constexpr int kConsumerWarps = 8;
-    mbarrier_init(&c.kv_full, 1);
-    mbarrier_init(&c.kv_empty, kConsumerWarps);
+    constexpr int kScanWarps = 8;
+    for (int i = 0; i < T::kTileBuffers; ++i) {
+        mbarrier_init(&c.kv_full[i], 1);
+        mbarrier_init(&c.kv_empty[i], T::kStepReaders);
+    }
     for (int i = 0; i < kStepStages; ++i) {
         mbarrier_init(&c.step_full[i], 1);
-        mbarrier_init(&c.step_empty[i], kConsumerWarps);
+        mbarrier_init(&c.step_empty[i], T::kStepReaders);
         mbarrier_init(&c.carry_full[i], 1);
     }
     for (int i = 0; i < kTurns; ++i) {
-        for (uint64_t& of_warp : c.between_full[i]) mbarrier_init(&of_warp, 1);
         mbarrier_init(&c.turn[i], 1);
-        mbarrier_init(&c.added[i], kConsumerWarps);
+        mbarrier_init(&c.added[i], T::kSplit ? 4 : kScanWarps);
         mbarrier_init(&c.published[i], 1);
     }
-    for (int i = 0; i < 2; ++i) {
-        mbarrier_init(&c.dz_full[i], 2);
-        mbarrier_init(&c.dz_empty[i], kConsumerWarps);
+    for (int i = 0; i < T::kSlots; ++i) {
+        mbarrier_init(&c.scanned_full[i], 2);
+        mbarrier_init(&c.scanned_empty[i], T::kSplit ? 4 : kScanWarps);
     }
+    for (int i = 0; i < 2 * kPassed * 4; ++i) mbarrier_init(&c.passed_full[0][0][i], 1);
     for (uint64_t& described : c.described) mbarrier_init(&described, 1);
     fence_mbarrier_init();
     fence_async_proxy();
@@ -43,7 +47,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) backward(const __grid_constant
     // Uniform for the compiler too: what depends on it then stays out of per-thread registers.
     const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
     BackwardControl& c = shared.control;
-    if (threadIdx.x == 0) init_barriers(c);
+    if (threadIdx.x == 0) init_barriers<T>(c);
     __syncthreads();
     if (warpgroup == 0) {
         give_registers<T::kProducerRegisters>();
@@ -51,16 +55,22 @@ __global__ void __launch_bounds__(T::kThreads, 1) backward(const __grid_constant
         if (warp == 0) StepLoader<T>(shared, arguments).run();
         if (warp == 1) CarryReader(c, arguments).run();
         if (warp == 2 && lane == 0) wait_for_turns(c, arguments);
-        if (warp == 3 && lane == 0) publish_additions(c, arguments);
+        if (warp == 3) Publisher<T>(c, arguments).run();
+    } else if (T::kSplit && warpgroup == 3) {
+        take_registers<T::kSumRegisters>();
+        if constexpr (T::kSplit) SumWarpgroup<T>(shared, arguments).run();
     } else {
         take_registers<T::kConsumerRegisters>();
-        BackwardConsumer<T>(shared, arguments, warpgroup - 1).run();
+        if constexpr (T::kSplit)
+            ScanWarpgroup<T>(shared, arguments, warpgroup - 1).run();
+        else
+            BackwardConsumer<T>(shared, arguments, warpgroup - 1).run();
     }
 }
 
 // Few heads at a time, for the cache; enough of them that the chains of key tiles fill the chip.
 int heads_in_flight(const Sizes& z) {
-    const int heads = z.batch * z.num_kv_heads, most = z.k_rows <= 4096 ? 16 : z.k_rows <= 16384 ? 12 : 6;
+    const int heads = z.batch * z.num_kv_heads, most = z.k_rows <= 4096 ? 48 : z.k_rows <= 16384 ? 12 : 6;
     const int groups = (heads + most - 1) / most;
     return (heads + groups - 1) / groups;
 }

@@ -133,16 +133,19 @@ __global__ void __launch_bounds__(kStartThreads)
     const int head = blockIdx.x / p.segments.size, i = blockIdx.x % p.segments.size;
     const Segment s = clamped(p.segments[i], p.sizes);
     const int steps = num_steps(s), lane = threadIdx.x % 32;
-    const int32_t* const edges = p.restart.edge + int64_t(head) * p.sizes.q_rows + s.q_begin;
+    const int64_t index = int64_t(head) * p.sizes.q_rows + s.q_begin;
+    const int32_t* const edges = p.restart.edge + index;
+    const float* const masses = static_cast<const float*>(p.restart.mass) + index;
     Starts* const starts = plan.starts + int64_t(head) * plan.max_steps + plan.segments[i].first_step;
     for (int step = threadIdx.x / 32; step < steps; step += kStartThreads / 32) {
         int first = kNever, newest = -1;
         for (int r = lane; r < kStepRows; r += 32) {
             const int row = step * kStepRows + r;
             if (row >= s.q_len) continue;
-            const int start = start_of(edges[row], visible_keys(s, p.options.attend_current, row));
+            const int visible = visible_keys(s, p.options.attend_current, row);
+            const int start = start_of(edges[row], masses[row], visible);
             newest = max(newest, start);
-            if (start >= 0) first = min(first, start == kNever ? kNever : start / 2);
+            if (visible > 0) first = min(first, start == kNever ? kNever : max(start, 0) / 2);
         }
         first = __reduce_min_sync(~0u, first);
         newest = __reduce_max_sync(~0u, newest);

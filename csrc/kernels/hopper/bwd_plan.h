@@ -61,10 +61,11 @@ void launch_plan(const BackwardParams& params, const BackwardPlan& plan, cudaStr
 SB_HOST_DEVICE inline int visible_keys(const Segment& s, bool attend_current, int row) {
     return clamp_row(row + s.q_pos_minus_k_pos + (attend_current ? 1 : 0), 0, s.k_len);
 }
-// The half tile in which a row that sees `visible` keys starts: -1 if it sees none.
-SB_HOST_DEVICE inline int start_of(int edge, int visible) {
+// The half tile in which a row starts that sees `visible` keys: -1 before them all, or if there are none.
+SB_HOST_DEVICE inline int start_of(int edge, float mass, int visible) {
     if (visible == 0) return -1;
-    return edge > 0 && (edge - 1) / kSubtileKeys <= (visible - 1) / kSubtileKeys ? (edge - 1) / kSubtileKeys : kNever;
+    if (edge == 0) return mass > 0.f ? -1 : kNever;
+    return (edge - 1) / kSubtileKeys <= (visible - 1) / kSubtileKeys ? (edge - 1) / kSubtileKeys : kNever;
 }
 SB_HOST_DEVICE inline int num_steps(const Segment& s) {
     return s.k_len > 0 ? (s.q_len + kStepRows - 1) / kStepRows : 0;

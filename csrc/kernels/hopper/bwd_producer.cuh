@@ -107,8 +107,7 @@ class StepLoader {
                 pending_.num_rows = rows;
                 pending_.visible = row + offset - tile_begin;
                 pending_.num_keys = min(kBackwardKeys, s.k_len - tile_begin);
-                pending_.slow = slow;
-                pending_.flags = (first_tile == item_.tile ? kFirstOfRows : 0) |
+                pending_.flags = (slow ? kSlow : 0) | (first_tile == item_.tile ? kFirstOfRows : 0) |
                                  (last_tile == item_.tile ? kLastOfRows : 0) | masked_halves();
                 have_pending_ = true;
             }
@@ -144,11 +143,12 @@ class StepLoader {
         return make_int2(low[0], min(low[0], low[1]));
     }
 
-    // The pending step goes to the consumers, before the first one of a tile its keys and values.
+    // The pending step goes to the consumers, and with the first one of a tile its keys and values: last, as their
+    // place is the last to become free.
     __device__ void push(int flags) {
         const int stage = cursor_.stage;
-        const bool more = !(flags & kNoMore);
-        if (more && new_item_) load_tile();
+        const bool more = !(flags & kNoMore), begins_tile = more && new_item_;
+        if (begins_tile) find_tile();
         mbarrier_wait(&c_.step_empty[stage], cursor_.parity ^ 1);
         if (lane_ == 0) {
             Step step = pending_;
@@ -165,6 +165,7 @@ class StepLoader {
             load_rows_of_step(stage);
         else if (lane_ == 0)
             mbarrier_arrive(&c_.step_full[stage]);
+        if (begins_tile) load_tile();
         cursor_ = cursor_.next();
         ++number_;
         have_pending_ = false;
@@ -196,23 +197,27 @@ class StepLoader {
         finish_copies(&c_.step_full[stage]);
     }
 
-    __device__ void load_tile() {
-        const Sizes& z = a_.params.sizes;
+    __device__ void find_tile() {
+        const int first = item_.tile * kBackwardKeys;
         new_item_ = false;
-        tile_row_ = clamped(a_.params.segments[item_.segment], z).k_begin + item_.tile * kBackwardKeys;
-        tile_keys_ = min(kBackwardKeys, item_.num_keys - item_.tile * kBackwardKeys);
-        mbarrier_wait(&c_.kv_empty, (tiles_++ & 1) ^ 1);
+        tile_row_ = clamped(a_.params.segments[item_.segment], a_.params.sizes).k_begin + first;
+        tile_keys_ = min(kBackwardKeys, item_.num_keys - first);
+    }
+    __device__ void load_tile() {
+        const int buffer = tiles_ % T::kTileBuffers;
+        uint64_t* const full = &c_.kv_full[buffer];
+        mbarrier_wait(&c_.kv_empty[buffer], (tiles_++ / T::kTileBuffers & 1) ^ 1);
         if (tile_keys_ == kBackwardKeys) {
             if (lane_ != 0) return;
-            mbarrier_arrive_expect(&c_.kv_full, 4 * T::kTileBytes);
+            mbarrier_arrive_expect(full, 4 * T::kTileBytes);
 #pragma unroll
             for (int w = 0; w < 2; ++w)
 #pragma unroll
                 for (int half = 0; half < T::kHalves; ++half) {
                     const int row = tile_row_ + w * kSubtileKeys;
-                    tma_load_5d(shared_.k[w] + half * T::kHalfBytes, &a_.k.map, &c_.kv_full, 64 * half, row, 0, 0,
+                    tma_load_5d(shared_.k[buffer][w] + half * T::kHalfBytes, &a_.k.map, full, 64 * half, row, 0, 0,
                                 a_.k.heads(batch_, kv_head_));
-                    tma_load_5d(shared_.v[w] + half * T::kHalfBytes, &a_.v.map, &c_.kv_full, 64 * half, row, 0, 0,
+                    tma_load_5d(shared_.v[buffer][w] + half * T::kHalfBytes, &a_.v.map, full, 64 * half, row, 0, 0,
                                 a_.v.heads(batch_, kv_head_));
                 }
             return;
@@ -223,10 +228,10 @@ class StepLoader {
                 copy_rows<kSubtileKeys, T::kHalves>(to, from, offset_of(from, batch_, kv_head_, tile_row_ + first),
                                                     tile_keys_ - first, KeyOrder<kSubtileKeys>());
             };
-            copy(shared_.k[w], a_.params.k);
-            copy(shared_.v[w], a_.params.v);
+            copy(shared_.k[buffer][w], a_.params.k);
+            copy(shared_.v[buffer][w], a_.params.v);
         }
-        finish_copies(&c_.kv_full);
+        finish_copies(full);
     }
 
     typename T::Shared& shared_;
@@ -258,7 +263,7 @@ class CarryReader {
             Carry carries[2];  // of rows lane_ and lane_ + 32: all that is read for them is under way at once
             read_starts(step, carries);
             if (step.flags & kFirstOfRows)
-                read_prefixes(step, carries);
+                read_first(step, carries);
             else
                 read_slots(step, carries);
 #pragma unroll
@@ -280,25 +285,31 @@ class CarryReader {
     __device__ void read_starts(const Step& step, Carry (&carries)[2]) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) carries[i] = {0.f, 0.f, there(step, i) ? -1 : kNever, 0.f};
-        if (!step.slow) return;  // all have started in older tiles
-        const float* const mass = static_cast<const float*>(a_.params.restart.mass);
-        const float* const mass_in = static_cast<const float*>(a_.params.mass_in);
+        if (!(step.flags & kSlow)) return;  // all have started in older tiles
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             if (!there(step, i)) continue;
             const int64_t at = index(step, i);
             const int begin = step.tile * kBackwardKeys;
             const int visible = min(step.visible + lane_ + 32 * i, step.num_keys) + begin;
-            carries[i].start = start_of(a_.params.restart.edge[at], max(visible, 0)) - 2 * step.tile;
-            carries[i].restart_mass = mass[at] * (mass_in == nullptr ? 1.f : mass_in[at]);
+            carries[i].restart_mass = restart_mass(at);
+            carries[i].start =
+                start_of(a_.params.restart.edge[at], carries[i].restart_mass, max(visible, 0)) - 2 * step.tile;
         }
     }
-    __device__ void read_prefixes(const Step& step, Carry (&carries)[2]) const {
+    // What a row brings that starts before all keys; the mass of others counts from where they start.
+    __device__ void read_first(const Step& step, Carry (&carries)[2]) const {
         const float* const prefix_in = static_cast<const float*>(a_.params.prefix_in);
-        if (prefix_in == nullptr) return;
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-            if (there(step, i)) carries[i].prefix = prefix_in[index(step, i)];
+        for (int i = 0; i < 2; ++i) {
+            if (!there(step, i)) continue;
+            carries[i].mass = restart_mass(index(step, i));
+            if (prefix_in != nullptr) carries[i].prefix = prefix_in[index(step, i)];
+        }
+    }
+    __device__ float restart_mass(int64_t at) const {
+        const float mass = static_cast<const float*>(a_.params.restart.mass)[at];
+        return a_.params.mass_in == nullptr ? mass : mass * static_cast<const float*>(a_.params.mass_in)[at];
     }
     __device__ void read_slots(const Step& step, Carry (&carries)[2]) const {
         uint4 slots[2];
@@ -343,18 +354,60 @@ __device__ inline void wait_for_turns(BackwardControl& c, const BackwardArgument
     }
 }
 
-// Tells the next newer key tile that a step's additions are in. One thread.
-__device__ inline void publish_additions(BackwardControl& c, const BackwardArguments& a) {
-    for (int number = 0;; ++number) {
-        wait_for_description(c, number);
-        const Step& step = c.steps[number % kStepRing];
-        if (step.flags & kNoMore) return;
-        const int turn = number % kTurns;
-        mbarrier_wait(&c.added[turn], number / kTurns & 1);
-        fence_gpu();
-        if (!(step.flags & kLastOfRows)) store_relaxed(a.plan.added + step.sum, step.tile + 1);
-        mbarrier_arrive(&c.published[turn]);
+// Tells the next newer key tile what a step's carries are, and later that its additions are in.
+template <class T>
+class Publisher {
+  public:
+    __device__ Publisher(BackwardControl& control, const BackwardArguments& arguments)
+        : c_(control), a_(arguments), lane_(threadIdx.x % 32) {}
+
+    __device__ void run() const {
+        // The additions of the step so far back are in before the carries of this one are made.
+        constexpr int kLag = T::kSlots;
+        for (int number = 0;; ++number) {
+            wait_for_description(c_, number);
+            const bool more = !(step(number).flags & kNoMore);
+            for (int late = max(number - kLag, 0); late < (more ? number - kLag + 1 : number); ++late)
+                publish_additions(late);
+            if (!more) return;
+            publish_carries(number);
+        }
     }
-}
+
+  private:
+    __device__ const Step& step(int number) const { return c_.steps[number % kStepRing]; }
+
+    __device__ void publish_carries(int number) const {
+        const Step& of = step(number);
+        for (uint64_t& of_warp : c_.passed_full[1][number % kPassed]) mbarrier_wait(&of_warp, number / kPassed & 1);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = lane_ + 32 * i;
+            const float2 carry = c_.passed[1][number % kPassed][row];
+            if (row >= of.num_rows) continue;
+            if (of.flags & kLastOfRows)
+                static_cast<float*>(a_.params.prefix_out)[of.first_row + row] = carry.y;
+            else
+                store_relaxed_16(a_.plan.carries + of.first_row + row,
+                                 make_uint4(__float_as_uint(carry.x), __float_as_uint(carry.y), of.tile + 1, 0));
+        }
+        __syncwarp();
+    }
+    __device__ void publish_additions(int number) const {
+        if (lane_ == 0) {
+            const Step& of = step(number);
+            const int turn = number % kTurns;
+            mbarrier_wait(&c_.added[turn], number / kTurns & 1);
+            fence_gpu();
+            if (!(of.flags & kLastOfRows)) store_relaxed(a_.plan.added + of.sum, of.tile + 1);
+            mbarrier_arrive(&c_.published[turn]);
+        }
+        __syncwarp();
+    }
+
+    BackwardControl& c_;
+    const BackwardArguments& a_;
+    const int lane_;
+};
 
 }  // namespace megatron_sb::hopper

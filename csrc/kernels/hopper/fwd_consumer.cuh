@@ -239,7 +239,7 @@ class Consumer {
     }
 
     // Mass and restart. Threads 1 and 3 of a quad hold the keys up to the edges 64 and 128 of a tile: the restart is
-    // the older of theirs.
+    // the older of theirs, or before all keys.
     __device__ __forceinline__ void write_rows(int number) {
         constexpr int kNone = 0x7fffffff;
         const QueryTile& queries = work(number).queries;
@@ -254,10 +254,11 @@ class Consumer {
             const int other_edge = __shfl_xor_sync(~0u, edge, 2), oldest = min(edge, other_edge);
             const float other_mass = __shfl_xor_sync(~0u, rows_.restart_mass[r], 2);
             if (lane_ % 4 != 1 || row(r) >= queries.num_rows) continue;
+            const bool live = rows_.mass[r] >= a_.floor, none = oldest == kNone;
+            const float newer_mass = none ? 0.f : edge < other_edge ? rows_.restart_mass[r] : other_mass;
             mass_out[8 * r] = rows_.mass[r] * kOutputScale;
-            restart_edge[8 * r] = oldest == kNone ? 0 : min(oldest, queries.k_len);
-            restart_mass[8 * r] =
-                oldest == kNone ? 0.f : (edge < other_edge ? rows_.restart_mass[r] : other_mass) * kOutputScale;
+            restart_edge[8 * r] = live || none ? 0 : min(oldest, queries.k_len);
+            restart_mass[8 * r] = (live ? rows_.mass[r] : newer_mass) * kOutputScale;
         }
     }
 

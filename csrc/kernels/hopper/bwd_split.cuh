@@ -1,0 +1,178 @@
+// The backward's consumers at head_dim 64, where registers allow a division of labour: two warpgroups scan, each the
+// scores of a step with its half of the key tile, and hand A and dz to a third one, which does the products that add
+// up. So the tensor cores are at work while the others compute, and a scan never waits for what becomes of its results.
+//
+//   scan:  S = Q K^T, dP = dO V^T, A and dz to a ring in shared memory
+//   sum:   dQ = dz K;  dV += A^T dO, dK += dz^T Q
+#pragma once
+
+#include "kernels/hopper/bwd_thread.cuh"
+
+namespace megatron_sb::hopper {
+
+template <class T>
+class ScanWarpgroup : HalfScan<T> {
+    using Base = HalfScan<T>;
+    using Base::a_, Base::c_, Base::dp_, Base::half_, Base::lane_, Base::s_, Base::step, Base::warp_;
+    using typename Base::Element;
+
+  public:
+    __device__ __forceinline__ ScanWarpgroup(typename T::Shared& shared, const BackwardArguments& arguments, int half)
+        : Base(shared, arguments, half) {
+        k_low_ = descriptor_low(shared_address(shared.k[0][half]), 0);
+        v_low_ = descriptor_low(shared_address(shared.v[0][half]), 0);
+        steps_low_ = descriptor_low(shared_address(shared.steps[0][0]), 0);
+        weights_ = shared_address(shared.weights[0][half]);
+        dz_ = shared_address(shared.dz[0][half]);
+    }
+
+    __device__ __forceinline__ void run() {
+        begin();
+        wgmma_wait<0>();
+        pin(s_);
+        while (!(flags_ & kNoMore)) {
+            // One after the other, not one in the other or side by side: only so does ptxas see what is uniform.
+            while (flags_ & kSlow) make(SlowScan(half_));
+            while (!(flags_ & (kSlow | kNoMore))) make(FastScan());
+        }
+    }
+
+  private:
+    // The scores of step number_, whose flags are flags_ from now on; of nothing, where there are no more.
+    __device__ __forceinline__ void begin() {
+        mbarrier_wait(&c_.step_full[cursor_.stage], cursor_.parity);
+        flags_ = step(number_).flags;
+        const int buffer = tiles_ % T::kTileBuffers;
+        if (!(flags_ & kNoMore)) mbarrier_wait(&c_.kv_full[buffer], tiles_ / T::kTileBuffers & 1);
+        wgmma_fence();
+        this->multiply_rows(s_, queries(), this->fresh(k_low_) + buffer * 2 * Base::kTile);
+    }
+    __device__ __forceinline__ uint32_t queries() const {
+        return this->fresh(steps_low_) + cursor_.stage * 2 * Base::kTile;
+    }
+
+    template <class Scan>
+    __device__ __forceinline__ void make(Scan scan) {
+        wgmma_fence();
+        this->multiply_rows(dp_, queries() + Base::kTile,
+                            this->fresh(v_low_) + tiles_ % T::kTileBuffers * 2 * Base::kTile);
+        this->mask(number_, flags_);
+        scan.exponentials(s_, a_.scale_log2, lane_ % 4);
+        this->take_carries(scan, number_, cursor_);
+        wgmma_wait<0>();
+        pin(dp_);
+        this->release(&c_.step_empty[cursor_.stage]);
+        const uint32_t slot = number_ % T::kSlots, parity = number_ / T::kSlots & 1;
+        mbarrier_wait(&c_.scanned_empty[slot], parity ^ 1);
+        constexpr int kSlotBytes = 2 * T::kHalfBytes;
+        // The next scores are under way while A and dz become visible.
+        this->make_gradients(
+            scan, number_, weights_ + slot * kSlotBytes, dz_ + slot * kSlotBytes, [] {}, [&] { begin_next(); });
+        if (warp_ == 0 && lane_ == 0) mbarrier_arrive(&c_.scanned_full[slot]);
+        wgmma_wait<0>();
+        pin(s_);
+    }
+    __device__ __forceinline__ void begin_next() {
+        if (flags_ & kLastOfTile) this->release(&c_.kv_empty[tiles_++ % T::kTileBuffers]);
+        cursor_ = cursor_.next();
+        ++number_;
+        begin();
+    }
+
+    uint32_t k_low_, v_low_, steps_low_, weights_, dz_;
+    StageCursor cursor_;  // of step number_
+    uint32_t number_ = 0;
+    int tiles_ = 0, flags_ = 0;
+};
+
+template <class T>
+class SumWarpgroup : BackwardThread<T> {
+    using Base = BackwardThread<T>;
+    using Base::c_, Base::kHalf, Base::kTile, Base::step;
+    using typename Base::Element;
+
+  public:
+    __device__ __forceinline__ SumWarpgroup(typename T::Shared& shared, const BackwardArguments& arguments)
+        : Base(shared, arguments) {
+        k_low_ = descriptor_low(shared_address(shared.k[0][0]), 0);
+        steps_low_ = descriptor_low(shared_address(shared.steps[0][0]), 0);
+        weights_low_ = descriptor_low(shared_address(shared.weights[0][0]), 0);
+        dz_low_ = descriptor_low(shared_address(shared.dz[0][0]), 0);
+        k_ = shared_address(shared.k[0][0]);
+    }
+
+    __device__ __forceinline__ void run() {
+        for (int tiles = 0;; ++tiles) {
+            mbarrier_wait(&c_.step_full[cursor_.stage], cursor_.parity);
+            if (step(number_).flags & kNoMore) return;
+            const int buffer = tiles % T::kTileBuffers;
+            mbarrier_wait(&c_.kv_full[buffer], tiles / T::kTileBuffers & 1);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                for (int i = 0; i < 32; ++i) dk_[half][i] = dv_[half][i] = 0.f;
+                pin(dk_[half]);
+                pin(dv_[half]);
+            }
+            do {
+                add(buffer);
+            } while (!(step(number_ - 1).flags & kLastOfTile));
+            const Step last = step(number_ - 1);
+            // By way of K, which all have read: what the sums were made of came after that.
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                this->write_keys(last, half, k_ + buffer * 2 * T::kTileBytes, dk_[half], dv_[half]);
+            fence_async_proxy();
+            this->release(&c_.kv_empty[buffer]);
+        }
+    }
+
+  private:
+    __device__ __forceinline__ void add(int buffer) {
+        const uint32_t slot = number_ % T::kSlots, parity = number_ / T::kSlots & 1;
+        mbarrier_wait(&c_.step_full[cursor_.stage], cursor_.parity);
+        mbarrier_wait(&c_.scanned_full[slot], parity);
+        const uint32_t k = this->fresh(k_low_) + buffer * 2 * kTile;
+        const uint32_t q = this->fresh(steps_low_) + cursor_.stage * 2 * kTile, d_o = q + kTile;
+        const uint32_t weights = this->fresh(weights_low_) + slot * 2 * kHalf;
+        const uint32_t dz = this->fresh(dz_low_) + slot * 2 * kHalf;
+        wgmma_fence();
+        wgmma_first<0, 1>(Element{}, dq_, descriptor(dz), descriptor(k));
+#pragma unroll
+        for (int i = 1; i < kBackwardKeys / 16; ++i)
+            wgmma_add<0, 1>(Element{}, dq_, descriptor(dz + i / 4 * kHalf + i % 4 * 2),
+                            descriptor(k + i / 4 * kTile + i % 4 * 128));
+        wgmma_commit();
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int i = 0; i < kStepRows / 16; ++i)
+                wgmma_add<1, 1>(Element{}, dv_[half], descriptor(weights + half * kHalf + i * 128),
+                                descriptor(d_o + i * 128));
+#pragma unroll
+            for (int i = 0; i < kStepRows / 16; ++i)
+                wgmma_add<1, 1>(Element{}, dk_[half], descriptor(dz + half * kHalf + i * 128), descriptor(q + i * 128));
+        }
+        wgmma_commit();
+        wgmma_wait<1>();
+        pin(dq_);
+        this->template add_dq<2>(number_, this->dq_place(number_, 0), dq_, 0);
+        wgmma_wait<0>();
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            pin(dk_[half]);
+            pin(dv_[half]);
+        }
+        this->release(&c_.scanned_empty[slot]);
+        this->release(&c_.step_empty[cursor_.stage]);
+        cursor_ = cursor_.next();
+        ++number_;
+    }
+
+    uint32_t k_low_, steps_low_, weights_low_, dz_low_, k_;
+    StageCursor cursor_;  // of step number_
+    uint32_t number_ = 0;
+    float dq_[32], dk_[2][32], dv_[2][32];
+};
+
+}  // namespace megatron_sb::hopper
