@@ -38,8 +38,7 @@ bool hopper_serves(const Request& r) {
 
 constexpr Kernels kTable[] = {
 #if defined(SB_WITH_CUDA)
-    {"hopper", hopper_serves,
-     "CUDA sm_90; bf16, fp16; head_dim = head_dim_v: 64, 128", hopper::forward_workspace,
+    {"hopper", hopper_serves, "CUDA sm_90; bf16, fp16; head_dim = head_dim_v: 64, 128", hopper::forward_workspace,
      hopper::backward_workspace, hopper::block_forward, hopper::block_backward, true},
     {"portable", portable_serves,
      "CUDA sm_80 and later; fp32, bf16, fp16; head_dim and head_dim_v: multiples of 8 up to 256",

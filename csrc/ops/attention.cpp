@@ -47,10 +47,10 @@ class Attend : public torch::autograd::Function<Attend> {
                     : at::zeros_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)}, q.options());
             const OptionalTensor prefix = grads[1].defined() ? OptionalTensor(mass * grads[1]) : std::nullopt;
             static const auto op = registered("megatron_sb::block_backward", block_backward_op);
-            const auto [dq, dk, dv, prefix_out] = op.call(
-                d_o, q, k, v, segments, saved[5], saved[6], std::nullopt, prefix, ctx->saved_data["scale"].toDouble(),
-                ctx->saved_data["attend_current"].toBool(), ctx->saved_data["mass_threshold"].toDouble(),
-                q.scalar_type());
+            const auto [dq, dk, dv, prefix_out] =
+                op.call(d_o, q, k, v, segments, saved[5], saved[6], std::nullopt, prefix,
+                        ctx->saved_data["scale"].toDouble(), ctx->saved_data["attend_current"].toBool(),
+                        ctx->saved_data["mass_threshold"].toDouble(), q.scalar_type());
             return {dq, dk, dv};
         });
         gradients.resize(7);
