@@ -22,7 +22,10 @@ def instructions_of_kernels() -> dict[str, list[str]]:
 
 @pytest.mark.skipif(_library.build_info()["cuda"] is None, reason="needs a build with CUDA")
 def test_wgmma_descriptors_stay_in_uniform_registers():
-    """Else each wgmma waits for moves: a loop whose end does not look uniform to ptxas loses 5% of the forward."""
+    """Else each wgmma waits for moves: a loop whose end does not look uniform to ptxas loses 5% of the forward.
+
+    A value that a round reads from shared memory may move, once; descriptors move before every product.
+    """
     kernels = {name: code for name, code in instructions_of_kernels().items() if any("HGMMA" in i for i in code)}
     assert len(kernels) >= 4
     for name, code in kernels.items():
@@ -32,4 +35,4 @@ def test_wgmma_descriptors_stay_in_uniform_registers():
             between = code[first:second]
             if len(between) < 16:
                 moves += sum("R2UR" in instruction for instruction in between)
-        assert moves == 0, name
+        assert moves < len(products) / 16, name
