@@ -75,20 +75,25 @@ class BackwardTile {
     void start() {
         const int64_t index = tile_.row_index(p_.sizes);
         const T* prefix_in = static_cast<const T*>(p_.prefix_in);
-        const T* mass_in = static_cast<const T*>(p_.mass_in);
-        restart_mass_ = static_cast<const T*>(p_.restart.mass) + index;
+        const T* restart_mass = static_cast<const T*>(p_.restart.mass) + index;
         const int32_t* edge = p_.restart.edge + index;
         oldest_ = tile_.segment->k_len;
         for (int r = 0; r < kTile; ++r) {
             s_.mass[r] = T(0);
             s_.prefix[r] = r < tile_.count && prefix_in != nullptr ? prefix_in[index + r] : T(0);
             start_[r] = kNever;
-            if (r >= tile_.count || !(edge[r] > 0 || restart_mass_[r] > T(0))) continue;
+            if (r >= tile_.count || !(edge[r] > 0 || restart_mass[r] > T(0))) continue;
             start_[r] = edge[r];
-            if (edge[r] == 0) s_.mass[r] = restart_mass_[r] * (mass_in == nullptr ? T(1) : mass_in[index + r]);
+            if (edge[r] == 0) s_.mass[r] = restart_mass_of(r);
             oldest_ = std::min(oldest_, std::max(edge[r] - 1, 0) / kTile * kTile);
             newest_ = std::max(newest_, tile_.visible(r, p_.options.attend_current));
         }
+    }
+
+    T restart_mass_of(int r) const {
+        const int64_t index = tile_.row_index(p_.sizes) + r;
+        const T mass = static_cast<const T*>(p_.restart.mass)[index];
+        return p_.mass_in == nullptr ? mass : mass * static_cast<const T*>(p_.mass_in)[index];
     }
 
     void load_queries() {
@@ -160,15 +165,9 @@ class BackwardTile {
 
     // The mass at this tile's newer edge in rows [v, v + lanes), given what it rose to over this tile.
     Vec<T> mass_at_newer_edge(int v, int end, const Vec<T>& risen) {
-        const int64_t index = tile_.row_index(p_.sizes);
-        const T* mass_in = static_cast<const T*>(p_.mass_in);
         for (int lane = 0; lane < kLanes<T>; ++lane) {
             const int r = v + lane;
-            if (start_[r] > end) continue;
-            if (start_[r] == end)
-                s_.mass[r] = restart_mass_[r] * (mass_in == nullptr ? T(1) : mass_in[index + r]);
-            else
-                s_.mass[r] = risen[lane];
+            if (start_[r] <= end) s_.mass[r] = start_[r] == end ? restart_mass_of(r) : risen[lane];
         }
         return load(s_.mass + v);
     }
@@ -221,7 +220,6 @@ class BackwardTile {
     const QueryTile tile_;
     const KeyGradients<T> gradients_;
     static constexpr int kNever = std::numeric_limits<int>::max();
-    const T* restart_mass_ = nullptr;
     int start_[kTile];             // the restart's edge, or kNever
     int oldest_ = 0, newest_ = 0;  // keys [oldest_, newest_) count
     bool finite_[kTile];

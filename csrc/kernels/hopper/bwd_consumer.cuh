@@ -15,6 +15,7 @@ template <class T>
 class BackwardConsumer : HalfScan<T> {
     using Base = HalfScan<T>;
     using Base::a_, Base::c_, Base::dp_, Base::half_, Base::lane_, Base::s_, Base::step, Base::warp_;
+    using Base::dz_, Base::k_low_, Base::steps_low_, Base::v_low_, Base::weights_;
     using Base::kHalf, Base::kHeadDim, Base::kTile;
     using typename Base::Element;
 
@@ -22,12 +23,7 @@ class BackwardConsumer : HalfScan<T> {
     __device__ __forceinline__ BackwardConsumer(typename T::Shared& shared, const BackwardArguments& arguments,
                                                 int half)
         : Base(shared, arguments, half) {
-        k_low_ = descriptor_low(shared_address(shared.k[0][half]), 0);
-        v_low_ = descriptor_low(shared_address(shared.v[0][half]), 0);
         k_columns_low_ = descriptor_low(shared_address(shared.k[0][0]) + half * T::kHalfBytes, 0);
-        steps_low_ = descriptor_low(shared_address(shared.steps[0][0]), 0);
-        weights_ = shared_address(shared.weights[0][half]);
-        dz_ = shared_address(shared.dz[0][half]);
     }
 
     __device__ __forceinline__ void run() {
@@ -172,8 +168,8 @@ class BackwardConsumer : HalfScan<T> {
                 mbarrier_wait(&c_.scanned_empty[turn], (number >> 1) - 1 & 1);
                 const StageCursor next = cursor.next();
                 const uint32_t before = number - 1;
-                ready_ = mbarrier_test(&c_.step_full[next.stage], next.parity) &
-                         mbarrier_test(&c_.scanned_full[before & 1], before >> 1 & 1);
+                ready_ = mbarrier_is_past(&c_.step_full[next.stage], next.parity) &
+                         mbarrier_is_past(&c_.scanned_full[before & 1], before >> 1 & 1);
             },
             [] {});
         if (warp_ == 0 && lane_ == 0) mbarrier_arrive(&c_.scanned_full[turn]);
@@ -188,7 +184,7 @@ class BackwardConsumer : HalfScan<T> {
         mbarrier_wait(&c_.scanned_full[number & 1], number >> 1 & 1);
     }
 
-    uint32_t k_low_, v_low_, k_columns_low_, steps_low_, weights_, dz_;
+    uint32_t k_columns_low_;
     StageCursor cursor_;  // of step number_
     uint32_t number_ = 0;
     int flags_ = 0;

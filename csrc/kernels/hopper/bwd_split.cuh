@@ -14,17 +14,12 @@ template <class T>
 class ScanWarpgroup : HalfScan<T> {
     using Base = HalfScan<T>;
     using Base::a_, Base::c_, Base::dp_, Base::half_, Base::lane_, Base::s_, Base::step, Base::warp_;
+    using Base::dz_, Base::k_low_, Base::steps_low_, Base::v_low_, Base::weights_;
     using typename Base::Element;
 
   public:
     __device__ __forceinline__ ScanWarpgroup(typename T::Shared& shared, const BackwardArguments& arguments, int half)
-        : Base(shared, arguments, half) {
-        k_low_ = descriptor_low(shared_address(shared.k[0][half]), 0);
-        v_low_ = descriptor_low(shared_address(shared.v[0][half]), 0);
-        steps_low_ = descriptor_low(shared_address(shared.steps[0][0]), 0);
-        weights_ = shared_address(shared.weights[0][half]);
-        dz_ = shared_address(shared.dz[0][half]);
-    }
+        : Base(shared, arguments, half) {}
 
     __device__ __forceinline__ void run() {
         begin();
@@ -79,7 +74,6 @@ class ScanWarpgroup : HalfScan<T> {
         begin();
     }
 
-    uint32_t k_low_, v_low_, steps_low_, weights_, dz_;
     StageCursor cursor_;  // of step number_
     uint32_t number_ = 0;
     int tiles_ = 0, flags_ = 0;

@@ -193,7 +193,13 @@ class HalfScan : protected BackwardThread<T> {
     using typename Base::Element;
 
     __device__ __forceinline__ HalfScan(typename T::Shared& shared, const BackwardArguments& arguments, int half)
-        : Base(shared, arguments), half_(half) {}
+        : Base(shared, arguments), half_(half) {
+        k_low_ = descriptor_low(shared_address(shared.k[0][half]), 0);
+        v_low_ = descriptor_low(shared_address(shared.v[0][half]), 0);
+        steps_low_ = descriptor_low(shared_address(shared.steps[0][0]), 0);
+        weights_ = shared_address(shared.weights[0][half]);
+        dz_ = shared_address(shared.dz[0][half]);
+    }
 
     __device__ __forceinline__ static void multiply_rows(float (&d)[32], uint32_t rows, uint32_t keys) {
         wgmma_first(Element{}, d, descriptor(rows), descriptor(keys));
@@ -274,6 +280,8 @@ class HalfScan : protected BackwardThread<T> {
     }
 
     const int half_;
+    uint32_t k_low_, v_low_, steps_low_;  // descriptors of the first buffer
+    uint32_t weights_, dz_;               // A and dz of this half, the first slot
     float s_[32], dp_[32];
 };
 

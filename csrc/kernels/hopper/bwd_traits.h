@@ -67,7 +67,7 @@ struct BackwardTraits {
     static_assert(kHeadDim == 64 || kHeadDim == 128, "the tiles are laid out for these two");
     // d=64: two warpgroups scan and one adds up (bwd_split.cuh). d=128: two do both (bwd_consumer.cuh).
     static constexpr bool kSplit = kHeadDim == 64;
-    static constexpr int kThreads = kSplit ? 512 : 384, kLaunchRegisters = kSplit ? 128 : 168;
+    static constexpr int kThreads = kSplit ? 512 : 384;
     static constexpr int kProducerRegisters = kSplit ? 32 : 40;
     static constexpr int kConsumerRegisters = kSplit ? 144 : 232, kSumRegisters = 192;
     static constexpr int kTileBuffers = kSplit ? 2 : 1;                           // of K and V

@@ -57,15 +57,6 @@ __device__ __forceinline__ void fail() {
     asm volatile("st.global.u32 [%0], %1;" ::"l"(0ULL), "r"(0) : "memory");
 }
 // A wait that takes seconds is a fault, and becomes an error of the launch.
-// Whether that is so already: does not wait.
-__device__ __forceinline__ bool mbarrier_test(uint64_t* barrier, int parity) {
-    uint32_t done;
-    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(done)
-                 : "r"(shared_address(barrier)), "r"(parity)
-                 : "memory");
-    return done;
-}
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
     constexpr uint32_t kMostTries = 1 << 26;
     if (mbarrier_try_wait(barrier, parity)) return;
