@@ -24,7 +24,7 @@ def instructions_of_kernels() -> dict[str, list[str]]:
 def test_wgmma_descriptors_stay_in_uniform_registers():
     """Else each wgmma waits for moves: a loop whose end does not look uniform to ptxas loses 5% of the forward.
 
-    A value that a round reads from shared memory may move, once; descriptors move before every product.
+    In the backward at head_dim 128 the place of dq, read from shared memory, moves: twice in each of two loops.
     """
     kernels = {name: code for name, code in instructions_of_kernels().items() if any("HGMMA" in i for i in code)}
     assert len(kernels) >= 4
@@ -35,4 +35,5 @@ def test_wgmma_descriptors_stay_in_uniform_registers():
             between = code[first:second]
             if len(between) < 16:
                 moves += sum("R2UR" in instruction for instruction in between)
-        assert moves < len(products) / 16, name
+        allowed = 4 if "8backward" in name and "Li128E" in name else 0
+        assert moves <= allowed, name
