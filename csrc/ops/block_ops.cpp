@@ -59,7 +59,11 @@ Four block_backward_op(const at::Tensor& d_o, const at::Tensor& q, const at::Ten
     const at::ScalarType wide = accumulation_type(q), type = out_dtype.value_or(wide);
     TORCH_CHECK_TYPE(type == wide || type == q.scalar_type(), "out_dtype is ", type, "; ", wide, " or q's ",
                      q.scalar_type(), " is allowed");
-    const BlockGradients gradients = zero_gradients(q, k, v, narrow_gradients(q, v) ? type : wide);
+    const bool narrow = type != wide && narrow_gradients(q, v);
+    const bool all_written = narrow && !segments && q.numel() > 0 && k.numel() > 0;
+    const BlockGradients gradients = all_written
+                                         ? BlockGradients{at::empty_like(q), at::empty_like(k), at::empty_like(v)}
+                                         : zero_gradients(q, k, v, narrow ? type : wide);
     const at::Tensor prefix_out = block_backward(d_o, q, k, v, segments, restart_edge, restart_mass, mass_in, prefix_in,
                                                  {scale, attend_current, mass_threshold}, gradients);
     return {gradients.dq.to(type), gradients.dk.to(type), gradients.dv.to(type), prefix_out};

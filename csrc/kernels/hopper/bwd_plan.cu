@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "kernels/hopper/bwd_plan.h"
+#include "kernels/hopper/tile_copy.cuh"
 #include "kernels/portable/launch.h"
 
 namespace megatron_sb::hopper {
@@ -112,22 +113,24 @@ __global__ void __launch_bounds__(kPlanThreads) plan_work(Sizes sizes, Segments 
 // Joins to each step those before it, from `first` on by `direction`. One warp.
 template <class Join>
 __device__ void spread(Starts* starts, int steps, int lane, int first, int direction, Join join) {
-    Starts before = {kNever, -1};
+    constexpr Starts kNone = {kNever, -1, -1};
+    Starts before = kNone;
     for (int done = 0; done < steps; done += 32) {
         const bool there = done + lane < steps;
         Starts* const at = starts + first + direction * (done + lane);
-        Starts own = there ? *at : Starts{kNever, -1};
+        Starts own = there ? *at : kNone;
         for (int n = 1; n < 32; n *= 2) {
-            const Starts other = {__shfl_up_sync(~0u, own.first_tile, n), __shfl_up_sync(~0u, own.newest_half, n)};
+            const Starts other = {__shfl_up_sync(~0u, own.first_tile, n), 0, __shfl_up_sync(~0u, own.newest_older, n)};
             if (lane >= n) join(own, other);
         }
         join(own, before);
-        before = {__shfl_sync(~0u, own.first_tile, 31), __shfl_sync(~0u, own.newest_half, 31)};
+        before = {__shfl_sync(~0u, own.first_tile, 31), 0, __shfl_sync(~0u, own.newest_older, 31)};
         if (there) *at = own;
     }
 }
 
-// A block has a segment of one head.
+// A block has a segment of one head. Rows of dq that no key tile will write are zeros, where the others are not added
+// to.
 __global__ void __launch_bounds__(kStartThreads)
     plan_starts(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardPlan plan) {
     const int head = blockIdx.x / p.segments.size, i = blockIdx.x % p.segments.size;
@@ -149,7 +152,7 @@ __global__ void __launch_bounds__(kStartThreads)
         }
         first = __reduce_min_sync(~0u, first);
         newest = __reduce_max_sync(~0u, newest);
-        if (lane == 0) starts[step] = {first, newest};
+        if (lane == 0) starts[step] = {first, newest, newest};
     }
     __syncthreads();
     if (threadIdx.x < 32)
@@ -158,7 +161,15 @@ __global__ void __launch_bounds__(kStartThreads)
     __syncthreads();
     if (threadIdx.x < 32)
         spread(starts, steps, lane, 0, 1,
-               [](Starts& own, const Starts& older) { own.newest_half = max(own.newest_half, older.newest_half); });
+               [](Starts& own, const Starts& older) { own.newest_older = max(own.newest_older, older.newest_older); });
+    if (p.grad_dtype == Dtype::kFloat32) return;
+    __syncthreads();
+    for (int step = threadIdx.x / 32; step < steps; step += kStartThreads / 32) {
+        const int row = step * kStepRows, rows = min(kStepRows, s.q_len - row);
+        const int visible = visible_keys(s, p.options.attend_current, row + rows - 1);
+        if (visible > 0 && starts[step].first_tile <= (visible - 1) / kBackwardKeys) continue;
+        write_zeros(p.dq, head / p.sizes.num_heads, head % p.sizes.num_heads, s.q_begin + row, rows, p.sizes.head_dim);
+    }
 }
 
 // The parts of the workspace, one after the other.

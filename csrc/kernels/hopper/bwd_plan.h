@@ -23,11 +23,11 @@ struct SegmentPlan {
     int32_t next;        // the next segment of its run, or -1
 };
 
-// Where rows start: of a step and all newer ones of the segment the oldest key tile, of a step and all older ones the
-// newest half of a tile. Neither decreases from step to step, so that the steps that need a key tile, and those of them
-// in which a row may start there, are runs.
+// Where the rows of a step start.
 struct Starts {
-    int32_t first_tile, newest_half;
+    int32_t first_tile;    // the oldest tile, of this step and all newer ones: so the steps that need a tile are a run
+    int32_t newest_half;   // of a tile
+    int32_t newest_older;  // the same of this step and all older ones
 };
 constexpr int kNever = 1 << 29;
 

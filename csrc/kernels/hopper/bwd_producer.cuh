@@ -49,7 +49,10 @@ class StepLoader {
             // each.
             walk_all(true);
             walk_all(false);
-            if (have_pending_) push(kLastOfTile);
+            if (have_pending_)
+                push(kLastOfTile);
+            else if (a_.params.grad_dtype != Dtype::kFloat32)
+                clear_tile();
         }
         pending_.flags = 0;
         push(kNoMore);
@@ -84,63 +87,59 @@ class StepLoader {
         }
     }
 
-    // The steps of one query head that see this key tile and need it, the newest first.
+    // The steps of one query head that see this key tile and need it, the newest first; of them those in which a row
+    // may start in this tile, or the others.
     __device__ void walk(const Segment& s, int first_step, int head, bool slow) {
         const int current = a_.params.options.attend_current ? 1 : 0, offset = s.q_pos_minus_k_pos + current;
-        const int tile_begin = item_.tile * kBackwardKeys, steps = num_steps(s);
+        const int tile_begin = item_.tile * kBackwardKeys;
         if (s.k_len <= tile_begin || s.q_len - 1 + offset <= tile_begin) return;
         const int oldest = max(0, (tile_begin - offset + 1) >> 6);
         const Starts* const starts = a_.plan.starts + int64_t(head) * a_.plan.max_steps + first_step;
-        const int2 newest = find_newest(starts, oldest, steps);
-        const int end = slow ? newest.y : oldest - 1;
-        for (int top = slow ? newest.x : newest.y; top > end; top -= 32) {
-            const int first_tiles = top - lane_ > end ? starts[top - lane_].first_tile : kNever;
-            for (int n = 0; n < 32 && top - n > end; ++n) {
-                const int step = top - n, row = step * kStepRows, rows = min(kStepRows, s.q_len - row);
+        const int newest = find_newest(starts, oldest, num_steps(s));
+        if (newest < oldest || (slow && starts[newest].newest_older < 2 * item_.tile)) return;
+        for (int top = newest; top >= oldest; top -= 32) {
+            Starts own = {kNever, -1, -1};
+            if (top - lane_ >= oldest) own = starts[top - lane_];
+            const bool mine = top - lane_ >= oldest && (own.newest_half >= 2 * item_.tile) == slow;
+            for (uint32_t left = __ballot_sync(~0u, mine); left != 0; left &= left - 1) {
+                const int n = __ffs(left) - 1, first_tile = __shfl_sync(~0u, own.first_tile, n);
                 if (have_pending_) push(slow ? kSlowNext : 0);
-                const int last_tile = (clamp_row(row + rows - 1 + offset, 0, s.k_len) - 1) / kBackwardKeys;
-                const int first_tile = __shfl_sync(~0u, first_tiles, n);
-                pending_.first_row = int64_t(head) * a_.params.sizes.q_rows + s.q_begin + row;
-                pending_.sum = head * a_.plan.max_steps + first_step + step;
-                pending_.row = s.q_begin + row;
-                pending_.head = head - batch_ * a_.params.sizes.num_heads;
-                pending_.num_rows = rows;
-                pending_.visible = row + offset - tile_begin;
-                pending_.num_keys = min(kBackwardKeys, s.k_len - tile_begin);
-                pending_.flags = (slow ? kSlow : 0) | (first_tile == item_.tile ? kFirstOfRows : 0) |
-                                 (last_tile == item_.tile ? kLastOfRows : 0) | masked_halves();
-                have_pending_ = true;
+                describe(s, first_step, head, top - n, offset);
+                pending_.flags |= (slow ? kSlow : 0) | (first_tile == item_.tile ? kFirstOfRows : 0);
             }
         }
+    }
+    __device__ void describe(const Segment& s, int first_step, int head, int step, int offset) {
+        const int tile_begin = item_.tile * kBackwardKeys;
+        const int row = step * kStepRows, rows = min(kStepRows, s.q_len - row);
+        const int last_tile = (clamp_row(row + rows - 1 + offset, 0, s.k_len) - 1) / kBackwardKeys;
+        pending_.first_row = int64_t(head) * a_.params.sizes.q_rows + s.q_begin + row;
+        pending_.sum = head * a_.plan.max_steps + first_step + step;
+        pending_.row = s.q_begin + row;
+        pending_.head = head - batch_ * a_.params.sizes.num_heads;
+        pending_.num_rows = rows;
+        pending_.visible = row + offset - tile_begin;
+        pending_.num_keys = min(kBackwardKeys, s.k_len - tile_begin);
+        pending_.flags = (last_tile == item_.tile ? kLastOfRows : 0) | masked_halves();
+        have_pending_ = true;
     }
     __device__ int masked_halves() const {
         const int seen = min(pending_.visible, pending_.num_keys);
         return (seen < kSubtileKeys ? kMasked : 0) | (seen < 2 * kSubtileKeys ? kMasked << 1 : 0);
     }
 
-    // Of the steps from `oldest` on, x: the newest that needs this tile, as a row of it or of a newer one starts here
-    // or in older keys; y: the newest before which, itself included, no row starts in this tile or newer ones. oldest -
-    // 1 for none.
-    __device__ int2 find_newest(const Starts* starts, int oldest, int steps) const {
-        int low[2] = {oldest - 1, oldest - 1}, high[2] = {steps, steps};  // `low` is so, or is none; `high` is not
-        while (high[0] - low[0] > 1 || high[1] - low[1] > 1) {
-            bool so[2];
-            int stride[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                stride[i] = max((high[i] - low[i] + 31) / 32, 1);
-                const int step = low[i] + (lane_ + 1) * stride[i];
-                so[i] = step < high[i] &&
-                        (i == 0 ? starts[step].first_tile <= item_.tile : starts[step].newest_half < 2 * item_.tile);
-            }
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int count = __popc(__ballot_sync(~0u, so[i]));
-                high[i] = min(high[i], low[i] + (count + 1) * stride[i]);
-                low[i] += count * stride[i];
-            }
+    // The newest step from `oldest` on that needs this tile, as a row of it or of a newer one starts here or in older
+    // keys; oldest - 1 for none.
+    __device__ int find_newest(const Starts* starts, int oldest, int steps) const {
+        int low = oldest - 1, high = steps;  // `low` is so, or is none; `high` is not
+        while (high - low > 1) {
+            const int stride = max((high - low + 31) / 32, 1), step = low + (lane_ + 1) * stride;
+            const bool so = step < high && starts[step].first_tile <= item_.tile;
+            const int count = __popc(__ballot_sync(~0u, so));
+            high = min(high, low + (count + 1) * stride);
+            low += count * stride;
         }
-        return make_int2(low[0], min(low[0], low[1]));
+        return low;
     }
 
     // The pending step goes to the consumers, and with the first one of a tile its keys and values: last, as their
@@ -202,6 +201,12 @@ class StepLoader {
         new_item_ = false;
         tile_row_ = clamped(a_.params.segments[item_.segment], a_.params.sizes).k_begin + first;
         tile_keys_ = min(kBackwardKeys, item_.num_keys - first);
+    }
+    // Gradients of keys that no row reaches.
+    __device__ void clear_tile() {
+        find_tile();
+        for (const Rows<void*>& to : {a_.params.dk, a_.params.dv})
+            write_zeros(to, batch_, kv_head_, tile_row_, tile_keys_, a_.params.sizes.head_dim);
     }
     __device__ void load_tile() {
         const int buffer = tiles_ % T::kTileBuffers;
