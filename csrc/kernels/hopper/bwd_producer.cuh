@@ -79,34 +79,49 @@ class StepLoader {
 
     __device__ void walk_all(bool slow) {
         const Sizes& z = a_.params.sizes;
-        const int group = z.num_heads / z.num_kv_heads;
-        for (int i = item_.segment; i >= 0; i = a_.plan.segments[i].next) {
-            const Segment s = clamped(a_.params.segments[i], z);
-            for (int h = 0; h < group; ++h)
-                walk(s, a_.plan.segments[i].first_step, batch_ * z.num_heads + kv_head_ * group + h, slow);
-        }
+        const int group = z.num_heads / z.num_kv_heads, first = batch_ * z.num_heads + kv_head_ * group;
+        for (int i = item_.segment; i >= 0; i = a_.plan.segments[i].next)
+            for (int h = 0; h < group; h += 32)  // a lane for each
+                walk(clamped(a_.params.segments[i], z), a_.plan.segments[i].first_step, first + h, min(32, group - h),
+                     slow);
     }
 
-    // The steps of one query head that see this key tile and need it, the newest first; of them those in which a row
-    // may start in this tile, or the others.
-    __device__ void walk(const Segment& s, int first_step, int head, bool slow) {
+    // The steps of some query heads that see this key tile and need it: those in which a row may start in this tile, or
+    // the others. The newest first, and of all heads before the next older: a tile's neighbours in the chain keep their
+    // distance although each has fewer steps of a head than the older one.
+    __device__ void walk(const Segment& s, int first_step, int first_head, int heads, bool slow) {
         const int current = a_.params.options.attend_current ? 1 : 0, offset = s.q_pos_minus_k_pos + current;
-        const int tile_begin = item_.tile * kBackwardKeys;
+        const int tile_begin = item_.tile * kBackwardKeys, steps = num_steps(s);
         if (s.k_len <= tile_begin || s.q_len - 1 + offset <= tile_begin) return;
         const int oldest = max(0, (tile_begin - offset + 1) >> 6);
-        const Starts* const starts = a_.plan.starts + int64_t(head) * a_.plan.max_steps + first_step;
-        const int newest = find_newest(starts, oldest, num_steps(s));
-        if (newest < oldest || (slow && starts[newest].newest_older < 2 * item_.tile)) return;
-        for (int top = newest; top >= oldest; top -= 32) {
-            Starts own = {kNever, -1, -1};
-            if (top - lane_ >= oldest) own = starts[top - lane_];
-            const bool mine = top - lane_ >= oldest && (own.newest_half >= 2 * item_.tile) == slow;
-            for (uint32_t left = __ballot_sync(~0u, mine); left != 0; left &= left - 1) {
-                const int n = __ffs(left) - 1, first_tile = __shfl_sync(~0u, own.first_tile, n);
-                if (have_pending_) push(slow ? kSlowNext : 0);
-                describe(s, first_step, head, top - n, offset);
-                pending_.flags |= (slow ? kSlow : 0) | (first_tile == item_.tile ? kFirstOfRows : 0);
+        const Starts* const starts = a_.plan.starts + int64_t(first_head) * a_.plan.max_steps + first_step;
+        int newest = oldest - 1;  // of this lane's head
+        for (int h = 0; h < heads; ++h) {
+            const Starts* const of_head = starts + int64_t(h) * a_.plan.max_steps;
+            const int found = find_newest(of_head, oldest, steps);
+            const bool some = found >= oldest && (!slow || of_head[found].newest_older >= 2 * item_.tile);
+            if (lane_ == h && some) newest = found;
+        }
+        for (int top = __reduce_max_sync(~0u, newest); top >= oldest; top -= 32) {
+            uint32_t mine = 0,
+                     first = 0;  // of this lane's head, bit n: whether step top - n is one of these; kFirstOfRows
+            for (int h = 0; h < heads; ++h) {
+                const int step = top - lane_, newest_of_head = __shfl_sync(~0u, newest, h);
+                Starts own = {kNever, -1, -1};
+                if (step >= oldest && step <= newest_of_head) own = starts[int64_t(h) * a_.plan.max_steps + step];
+                const bool is_slow = own.newest_half >= 2 * item_.tile;
+                const uint32_t those = __ballot_sync(~0u, own.first_tile <= item_.tile && is_slow == slow);
+                const uint32_t begin = __ballot_sync(~0u, own.first_tile == item_.tile);
+                if (lane_ == h) mine = those, first = begin;
             }
+            for (int n = 0; n < 32; ++n)
+                for (uint32_t left = __ballot_sync(~0u, mine >> n & 1); left != 0; left &= left - 1) {
+                    const int h = __ffs(left) - 1;
+                    if (have_pending_) push(slow ? kSlowNext : 0);
+                    describe(s, first_step, first_head + h, top - n, offset);
+                    const bool begins = __shfl_sync(~0u, first, h) >> n & 1;
+                    pending_.flags |= (slow ? kSlow : 0) | (begins ? kFirstOfRows : 0);
+                }
         }
     }
     __device__ void describe(const Segment& s, int first_step, int head, int step, int offset) {
