@@ -22,8 +22,8 @@ __device__ void init_barriers(BackwardControl& c) {
     }
     for (int i = 0; i < kStepStages; ++i) {
         mbarrier_init(&c.step_full[i], 1);
-        mbarrier_init(&c.step_empty[i], T::kStepReaders);
-        mbarrier_init(&c.carry_full[i], 1);
+        mbarrier_init(&c.step_empty[i], T::kStepReaders * 32);
+        mbarrier_init(&c.carry_full[i], 32);
     }
     for (int i = 0; i < kTurns; ++i) {
         mbarrier_init(&c.turn[i], 1);
@@ -34,8 +34,15 @@ __device__ void init_barriers(BackwardControl& c) {
         mbarrier_init(&c.scanned_full[i], 2);
         mbarrier_init(&c.scanned_empty[i], T::kSplit ? 4 : kScanWarps);
     }
-    for (int i = 0; i < 2 * kPassed * 4; ++i) mbarrier_init(&c.passed_full[0][0][i], 1);
-    for (uint64_t& described : c.described) mbarrier_init(&described, 1);
+    for (int i = 0; i < 2 * kPassed * 4; ++i) mbarrier_init(&c.passed_full[0][0][i], 8);
+    for (int i = 0; i < kPassed; ++i) {
+        mbarrier_init(&c.passed_empty[0][i], 128);
+        mbarrier_init(&c.passed_empty[1][i], 32);
+    }
+    for (int i = 0; i < kStepRing; ++i) {
+        mbarrier_init(&c.described[i], 1);
+        mbarrier_init(&c.forgotten[i], 32 + 32 + 1);
+    }
     fence_mbarrier_init();
     fence_async_proxy();
 }

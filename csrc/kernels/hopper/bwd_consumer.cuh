@@ -125,7 +125,7 @@ class BackwardConsumer : HalfScan<T> {
         this->take_carries(scan, number_ + 1, next);
         wgmma_wait<0>();
         pin(dp_);
-        this->release(&c_.step_empty[cursor_.stage]);
+        mbarrier_arrive(&c_.step_empty[cursor_.stage]);
         make_gradients(scan, number_ + 1, next);
         cursor_ = next;
         ++number_;
@@ -144,7 +144,7 @@ class BackwardConsumer : HalfScan<T> {
         wgmma_wait<0>();
         pin(dk_);
         pin(dv_);
-        this->release(&c_.step_empty[cursor_.stage]);
+        mbarrier_arrive(&c_.step_empty[cursor_.stage]);
         wait_for_dz(number_);
         wgmma_fence();
         issue_dq(number_ & 1);

@@ -164,6 +164,7 @@ class StepLoader {
         const bool more = !(flags & kNoMore), begins_tile = more && new_item_;
         if (begins_tile) find_tile();
         mbarrier_wait(&c_.step_empty[stage], cursor_.parity ^ 1);
+        mbarrier_wait(&c_.forgotten[number_ % kStepRing], number_ / kStepRing & 1 ^ 1);
         if (lane_ == 0) {
             Step step = pending_;
             step.flags |= flags;
@@ -288,8 +289,8 @@ class CarryReader {
                 read_slots(step, carries);
 #pragma unroll
             for (int i = 0; i < 2; ++i) c_.carries[cursor.stage][lane_ + 32 * i] = carries[i];
-            __syncwarp();
-            if (lane_ == 0) mbarrier_arrive(&c_.carry_full[cursor.stage]);
+            mbarrier_arrive(&c_.carry_full[cursor.stage]);
+            mbarrier_arrive(&c_.forgotten[number % kStepRing]);
         }
     }
 
@@ -371,6 +372,7 @@ __device__ inline void wait_for_turns(BackwardControl& c, const BackwardArgument
                 if (tries == kMostTries) fail();
         }
         mbarrier_arrive(&c.turn[turn]);
+        mbarrier_arrive(&c.forgotten[number % kStepRing]);
     }
 }
 
@@ -411,7 +413,7 @@ class Publisher {
                 store_relaxed_16(a_.plan.carries + of.first_row + row,
                                  make_uint4(__float_as_uint(carry.x), __float_as_uint(carry.y), of.tile + 1, 0));
         }
-        __syncwarp();
+        mbarrier_arrive(&c_.passed_empty[1][number % kPassed]);
     }
     __device__ void publish_additions(int number) const {
         if (lane_ == 0) {
@@ -423,6 +425,7 @@ class Publisher {
             mbarrier_arrive(&c_.published[turn]);
         }
         __syncwarp();
+        mbarrier_arrive(&c_.forgotten[number % kStepRing]);
     }
 
     BackwardControl& c_;

@@ -56,7 +56,7 @@ class ScanWarpgroup : HalfScan<T> {
         this->take_carries(scan, number_, cursor_);
         wgmma_wait<0>();
         pin(dp_);
-        this->release(&c_.step_empty[cursor_.stage]);
+        mbarrier_arrive(&c_.step_empty[cursor_.stage]);
         const uint32_t slot = number_ % T::kSlots, parity = number_ / T::kSlots & 1;
         mbarrier_wait(&c_.scanned_empty[slot], parity ^ 1);
         constexpr int kSlotBytes = 2 * T::kHalfBytes;
@@ -158,7 +158,7 @@ class SumWarpgroup : BackwardThread<T> {
             pin(dv_[half]);
         }
         this->release(&c_.scanned_empty[slot]);
-        this->release(&c_.step_empty[cursor_.stage]);
+        mbarrier_arrive(&c_.step_empty[cursor_.stage]);
         cursor_ = cursor_.next();
         ++number_;
     }

@@ -240,6 +240,7 @@ class HalfScan : protected BackwardThread<T> {
             }
             scan.start(r, carry);
         }
+        if (half_ == 1) mbarrier_arrive(&c_.passed_empty[0][number % kPassed]);
     }
 
     // A and dz to the tiles of those names in shared memory, from e and dP in s_ and dp_; the carries to whoever is
@@ -271,12 +272,13 @@ class HalfScan : protected BackwardThread<T> {
 #pragma unroll
         for (int r = 0; r < 2; ++r)  // what is newer than a NaN's tile stays clean
             prefix[r] = isnan(scan.newer_prefix[r]) ? 0.f : scan.newer_prefix[r];
-        if (lane_ % 4 == 0)
+        mbarrier_wait(&c_.passed_empty[half_][number % kPassed], number / kPassed & 1 ^ 1);
+        if (lane_ % 4 == 0) {
 #pragma unroll
             for (int r = 0; r < 2; ++r)
                 c_.passed[half_][number % kPassed][row(r)] = make_float2(scan.newer_mass[r], prefix[r]);
-        __syncwarp();
-        if (lane_ == 0) mbarrier_arrive(&c_.passed_full[half_][number % kPassed][warp_]);
+            mbarrier_arrive(&c_.passed_full[half_][number % kPassed][warp_]);
+        }
     }
 
     const int half_;

@@ -51,9 +51,10 @@ struct BackwardControl {
     uint64_t step_full[kStepStages], step_empty[kStepStages];  // Q and dO, and the carries' places
     uint64_t carry_full[kStepStages];
     uint64_t passed_full[2][kPassed][4];  // by half of the tile, and warp: the carries of its 16 rows in `passed`
+    uint64_t passed_empty[2][kPassed];
     uint64_t scanned_full[kMaxSlots], scanned_empty[kMaxSlots];  // A and dz
     uint64_t turn[kTurns], added[kTurns], published[kTurns];
-    uint64_t described[kStepRing];
+    uint64_t described[kStepRing], forgotten[kStepRing];
     Step steps[kStepRing];
     Carry carries[kStepStages][kStepRows];
     // Mass and prefix at the newer edge of each half: to the newer half, and to the next key tile.
