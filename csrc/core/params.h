@@ -100,9 +100,8 @@ struct BackwardParams {
     Segments segments;
     Rows<const void*> q, k, v, d_o;
     Rows<void*> dq, dk, dv;
-    Dtype grad_dtype;  // of them: the accumulation type, and they are added to; or sizes.dtype, and the rows and keys
-                       // of segments are written
-    Restart restart;                  // read only
+    Dtype grad_dtype;  // of them: the accumulation type, and they are added to; or sizes.dtype, and all are written
+    Restart restart;   // read only
     const void* mass_in = nullptr;    // scales a restart that was made before its carry was known; null: 1
     const void* prefix_in = nullptr;  // sum of g over all older keys, plus P * dP at the oldest end; null: 0
     void* prefix_out = nullptr;       // prefix_in plus this block's g; (batch, num_heads, q_rows)

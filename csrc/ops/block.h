@@ -21,7 +21,7 @@ struct BlockOutput {
 };
 
 // Gradients that are added to: in the accumulation type, with any strides with a unit last one (views of larger tensors
-// too). Or in q's dtype, where narrow_gradients() says so: then the rows and keys of segments are written.
+// too). Or in q's dtype, where narrow_gradients() says so: then all are written.
 struct BlockGradients {
     at::Tensor dq;  // (b, s, h, d)
     at::Tensor dk;  // (b, s_k, h_kv, d)

@@ -60,7 +60,7 @@ Four block_backward_op(const at::Tensor& d_o, const at::Tensor& q, const at::Ten
     TORCH_CHECK_TYPE(type == wide || type == q.scalar_type(), "out_dtype is ", type, "; ", wide, " or q's ",
                      q.scalar_type(), " is allowed");
     const bool narrow = type != wide && narrow_gradients(q, v);
-    const bool all_written = narrow && !segments && q.numel() > 0 && k.numel() > 0;
+    const bool all_written = narrow && q.numel() > 0 && k.numel() > 0 && (!segments || segments->numel() > 0);
     const BlockGradients gradients = all_written
                                          ? BlockGradients{at::empty_like(q), at::empty_like(k), at::empty_like(v)}
                                          : zero_gradients(q, k, v, narrow ? type : wide);

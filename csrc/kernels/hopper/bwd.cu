@@ -75,9 +75,10 @@ __global__ void __launch_bounds__(T::kThreads, 1) backward(const __grid_constant
     }
 }
 
-// Few heads at a time, for the cache; enough of them that the chains of key tiles fill the chip.
-int heads_in_flight(const Sizes& z) {
-    const int heads = z.batch * z.num_kv_heads, most = z.k_rows <= 4096 ? 48 : z.k_rows <= 16384 ? 12 : 6;
+// Few heads at a time, for the cache; enough of them that the chains of key tiles, of each segment one, fill the chip.
+int heads_in_flight(const Sizes& z, int num_segments) {
+    const int chains = z.k_rows <= 4096 ? 32 : z.k_rows <= 32768 ? 24 : 12;
+    const int heads = z.batch * z.num_kv_heads, most = std::max(chains / num_segments, 2);
     const int groups = (heads + most - 1) / most;
     return (heads + groups - 1) / groups;
 }
@@ -96,7 +97,7 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
     a.d_o = query_map(p.d_o, of_queries, kStepRows);
     a.k = key_map(p.k, of_keys, kSubtileKeys);
     a.v = key_map(p.v, of_keys, kSubtileKeys);
-    a.heads_in_flight = heads_in_flight(z);
+    a.heads_in_flight = heads_in_flight(z, p.segments.size);
     const portable::Scalars scalars = portable::scalars_of<Element>(p.options);
     a.scale = scalars.scale;
     a.scale_log2 = scalars.scale_log2e;

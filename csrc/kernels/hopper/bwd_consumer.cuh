@@ -163,7 +163,7 @@ class BackwardConsumer : HalfScan<T> {
     __device__ __forceinline__ void make_gradients(Scan& scan, uint32_t number, const StageCursor& cursor) {
         const uint32_t turn = number & 1;
         Base::make_gradients(
-            scan, number, weights_, dz_ + turn * 2 * T::kHalfBytes,
+            scan, number, cursor.stage, weights_, dz_ + turn * 2 * T::kHalfBytes,
             [&] {
                 mbarrier_wait(&c_.scanned_empty[turn], (number >> 1) - 1 & 1);
                 const StageCursor next = cursor.next();

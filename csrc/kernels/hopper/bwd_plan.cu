@@ -2,26 +2,16 @@
 
 #include "kernels/hopper/bwd_plan.h"
 #include "kernels/hopper/tile_copy.cuh"
+#include "kernels/portable/block_scan.cuh"
 #include "kernels/portable/launch.h"
 
 namespace megatron_sb::hopper {
 namespace {
 
 constexpr int kPlanThreads = 1024;
-constexpr int kStartThreads = 256;
+constexpr int kStepsAtOnce = 4;  // of a warp that looks for starts
 
-// Inclusive, over the block. `sums` has an entry for each thread.
-__device__ int scan(int value, int* sums) {
-    sums[threadIdx.x] = value;
-    __syncthreads();
-    for (int step = 1; step < kPlanThreads; step *= 2) {
-        const int below = int(threadIdx.x) >= step ? sums[threadIdx.x - step] : 0;
-        __syncthreads();
-        sums[threadIdx.x] += below;
-        __syncthreads();
-    }
-    return sums[threadIdx.x];
-}
+using portable::kMostWarps, portable::RowRange, portable::scan_over_block, portable::Sum;
 
 struct Runs {
     int32_t* from_end;  // by first key: the number of segments less the first segment with it
@@ -33,142 +23,188 @@ struct Runs {
 };
 
 // Where the segments' steps are, and which segments share their keys.
-__device__ void place_steps(const Sizes& sizes, const Segments& segments, const BackwardPlan& plan, int* sums) {
+__device__ void place_steps(const Sizes& sizes, const Segments& segments, const BackwardPlan& plan, int* warp_sums) {
     const Runs runs(plan, sizes.k_rows);
     int before = 0;
     for (int round = 0; round < segments.size; round += kPlanThreads) {
         const int i = round + int(threadIdx.x);
         Segment s = {};
         if (i < segments.size) s = clamped(segments[i], sizes);
-        const int steps = num_steps(s), end = scan(steps, sums);
-        if (i < segments.size) plan.segments[i] = {before + end - steps, -1};
+        const int steps = num_steps(s);
+        const auto sums = scan_over_block(steps, 0, warp_sums, Sum());
+        if (i < segments.size) plan.segments[i] = {before + sums.with_before - steps, -1};
         if (steps > 0) {
             atomicMax(&runs.from_end[s.k_begin], segments.size - i);
             atomicAdd(&runs.size[s.k_begin], 1);
             atomicMax(&runs.longest[s.k_begin], s.k_len);
         }
-        before += sums[kPlanThreads - 1];
-        __syncthreads();
+        before += sums.all;
     }
 }
 
-__device__ bool begins_run(const Segment& s, int i, int num_segments, const Runs& runs) {
-    return num_steps(s) > 0 && num_segments - i == __ldcg(&runs.from_end[s.k_begin]);
-}
-__device__ int tiles_of_run(const Segment& s, const Runs& runs) {
-    return (__ldcg(&runs.longest[s.k_begin]) + kBackwardKeys - 1) / kBackwardKeys;
-}
-
-// How many runs have a tile 0, 1, ...; and the chains through the runs of more than one segment.
-__device__ void count_tiles(const Sizes& sizes, const Segments& segments, const BackwardPlan& plan) {
+// The chains through the runs of more than one segment.
+__device__ void link_segments(const Sizes& sizes, const Segments& segments, const BackwardPlan& plan) {
     const Runs runs(plan, sizes.k_rows);
     for (int i = threadIdx.x; i < segments.size; i += kPlanThreads) {
         const Segment s = clamped(segments[i], sizes);
-        if (num_steps(s) == 0) continue;
-        if (__ldcg(&runs.size[s.k_begin]) > 1)
-            for (int j = i + 1; j < segments.size; ++j) {
-                const Segment other = clamped(segments[j], sizes);
-                if (other.k_begin != s.k_begin || num_steps(other) == 0) continue;
-                plan.segments[i].next = j;
-                break;
-            }
-        if (!begins_run(s, i, segments.size, runs)) continue;
-        for (int tile = 0; tile < tiles_of_run(s, runs); ++tile) atomicAdd(&plan.places[tile], 1);
+        if (num_steps(s) == 0 || __ldcg(&runs.size[s.k_begin]) == 1) continue;
+        for (int j = i + 1; j < segments.size; ++j) {
+            const Segment other = clamped(segments[j], sizes);
+            if (other.k_begin != s.k_begin || num_steps(other) == 0) continue;
+            plan.segments[i].next = j;
+            break;
+        }
     }
 }
 
-__device__ void place_items(const Sizes& sizes, const Segments& segments, const BackwardPlan& plan, int* sums) {
+// Calls f(first segment, keys, tile) for each tile of each run. A segment has as many threads as there are for each.
+template <class F>
+__device__ void for_each_tile(const Sizes& sizes, const Segments& segments, const BackwardPlan& plan, F f) {
     const Runs runs(plan, sizes.k_rows);
+    int threads = kPlanThreads;
+    while (threads > 1 && threads * segments.size > kPlanThreads) threads /= 2;
+    for (int i = threadIdx.x / threads; i < segments.size; i += kPlanThreads / threads) {
+        const Segment s = clamped(segments[i], sizes);
+        if (num_steps(s) == 0 || segments.size - i != __ldcg(&runs.from_end[s.k_begin])) continue;
+        const int num_keys = __ldcg(&runs.longest[s.k_begin]);
+        for (int tile = threadIdx.x % threads; tile * kBackwardKeys < num_keys; tile += threads) f(i, num_keys, tile);
+    }
+}
+
+// A counting sort: how many runs have a tile of a number, where those begin, the tiles to their places.
+__device__ void place_items(const Sizes& sizes, const Segments& segments, const BackwardPlan& plan, int* warp_sums) {
+    for_each_tile(sizes, segments, plan, [&](int, int, int tile) { atomicAdd(&plan.places[tile], 1); });
+    __syncthreads();
     const int most_tiles = (sizes.k_rows + kBackwardKeys - 1) / kBackwardKeys;
     int before = 0;
     for (int round = 0; round < most_tiles; round += kPlanThreads) {
         const int tile = round + int(threadIdx.x);
-        const int count = tile < most_tiles ? __ldcg(&plan.places[tile]) : 0, end = scan(count, sums);
-        if (tile < most_tiles) __stcg(&plan.places[tile], before + end - count);
-        before += sums[kPlanThreads - 1];
-        __syncthreads();
+        const int count = tile < most_tiles ? __ldcg(&plan.places[tile]) : 0;
+        const auto sums = scan_over_block(count, 0, warp_sums, Sum());
+        if (tile < most_tiles) __stcg(&plan.places[tile], before + sums.with_before - count);
+        before += sums.all;
     }
     if (threadIdx.x == 0) plan.counters[kNumItems] = min(before, plan.max_items);
     __syncthreads();
-    for (int i = threadIdx.x; i < segments.size; i += kPlanThreads) {
-        const Segment s = clamped(segments[i], sizes);
-        if (!begins_run(s, i, segments.size, runs)) continue;
-        const int num_keys = __ldcg(&runs.longest[s.k_begin]);
-        for (int tile = 0; tile < tiles_of_run(s, runs); ++tile) {
-            const int at = atomicAdd(&plan.places[tile], 1);
-            if (at < plan.max_items) plan.items[at] = {i, tile, num_keys, 0};
+    for_each_tile(sizes, segments, plan, [&](int segment, int num_keys, int tile) {
+        const int at = atomicAdd(&plan.places[tile], 1);
+        if (at < plan.max_items) plan.items[at] = {segment, tile, num_keys, 0};
+    });
+}
+
+// Gradients of a row or a key that no segment has.
+__device__ void clear_row(const Rows<void*>& to, const Sizes& sizes, int heads, int row) {
+    for (int batch = 0; batch < sizes.batch; ++batch)
+        for (int head = 0; head < heads; ++head) write_zeros(to, batch, head, row, sizes.head_dim);
+}
+
+__device__ void clear_uncovered(const BackwardParams& p, int block, int* changes, int* warp_sums) {
+    const Sizes& z = p.sizes;
+    const int blocks_of_q = (z.q_rows + kPlanThreads - 1) / kPlanThreads;
+    if (block < blocks_of_q)
+        portable::for_uncovered_row(
+            z, p.segments, block * kPlanThreads, z.q_rows, changes, warp_sums,
+            [](const Segment& s) {
+                return RowRange{s.q_begin, num_steps(s) > 0 ? s.q_len : 0};
+            },
+            [&](int row) { clear_row(p.dq, z, z.num_heads, row); });
+    else
+        portable::for_uncovered_row(
+            z, p.segments, (block - blocks_of_q) * kPlanThreads, z.k_rows, changes, warp_sums,
+            [](const Segment& s) {
+                return RowRange{s.k_begin, num_steps(s) > 0 ? s.k_len : 0};
+            },
+            [&](int row) {
+                clear_row(p.dk, z, z.num_kv_heads, row);
+                clear_row(p.dv, z, z.num_kv_heads, row);
+            });
+}
+// Only of a table, and where gradients are not added to.
+int blocks_that_clear(const BackwardParams& p) {
+    if (p.segments.by_value() || p.grad_dtype == Dtype::kFloat32) return 0;
+    return (p.sizes.q_rows + kPlanThreads - 1) / kPlanThreads + (p.sizes.k_rows + kPlanThreads - 1) / kPlanThreads;
+}
+
+// The first block plans.
+__global__ void __launch_bounds__(kPlanThreads)
+    plan_work(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardPlan plan) {
+    __shared__ int warp_sums[kMostWarps], changes[kPlanThreads];
+    if (blockIdx.x > 0) return clear_uncovered(p, blockIdx.x - 1, changes, warp_sums);
+    place_steps(p.sizes, p.segments, plan, warp_sums);
+    __syncthreads();
+    link_segments(p.sizes, p.segments, plan);
+    place_items(p.sizes, p.segments, plan, warp_sums);
+}
+
+__device__ void find_starts(const BackwardParams& p, const Segment& s, int64_t first_row, Starts* starts) {
+    constexpr int kRows = kStepsAtOnce * kStepRows / 32;  // of a lane
+    const int steps = num_steps(s), lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    const int32_t* const edges = p.restart.edge + first_row;
+    const float* const masses = static_cast<const float*>(p.restart.mass) + first_row;
+    for (int begin = threadIdx.x / 32 * kStepsAtOnce; begin < steps; begin += warps * kStepsAtOnce) {
+        int edge[kRows];
+        float mass[kRows];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            const int row = begin * kStepRows + 32 * r + lane;
+            edge[r] = row < s.q_len ? edges[row] : 0;
+            mass[r] = row < s.q_len ? masses[row] : 0.f;
+        }
+#pragma unroll
+        for (int n = 0; n < kStepsAtOnce; ++n) {
+            int first = kNever, newest = -1;
+#pragma unroll
+            for (int r = 2 * n; r < 2 * n + 2; ++r) {
+                const int row = begin * kStepRows + 32 * r + lane;
+                if (row >= s.q_len) continue;
+                const int visible = visible_keys(s, p.options.attend_current, row);
+                const int start = start_of(edge[r], mass[r], visible);
+                newest = max(newest, start);
+                if (visible > 0) first = min(first, start == kNever ? kNever : max(start, 0) / 2);
+            }
+            first = __reduce_min_sync(~0u, first);
+            newest = __reduce_max_sync(~0u, newest);
+            if (lane == 0 && begin + n < steps) starts[begin + n] = {first, newest, newest};
         }
     }
 }
 
-__global__ void __launch_bounds__(kPlanThreads) plan_work(Sizes sizes, Segments segments, BackwardPlan plan) {
-    __shared__ int sums[kPlanThreads];
-    place_steps(sizes, segments, plan, sums);
-    __syncthreads();
-    count_tiles(sizes, segments, plan);
-    __syncthreads();
-    place_items(sizes, segments, plan, sums);
-}
-
-// Joins to each step those before it, from `first` on by `direction`. One warp.
+// Joins the values of one field from `first` on by `direction`: each becomes that of its step and all before.
 template <class Join>
-__device__ void spread(Starts* starts, int steps, int lane, int first, int direction, Join join) {
-    constexpr Starts kNone = {kNever, -1, -1};
-    Starts before = kNone;
-    for (int done = 0; done < steps; done += 32) {
-        const bool there = done + lane < steps;
-        Starts* const at = starts + first + direction * (done + lane);
-        Starts own = there ? *at : kNone;
-        for (int n = 1; n < 32; n *= 2) {
-            const Starts other = {__shfl_up_sync(~0u, own.first_tile, n), 0, __shfl_up_sync(~0u, own.newest_older, n)};
-            if (lane >= n) join(own, other);
-        }
-        join(own, before);
-        before = {__shfl_sync(~0u, own.first_tile, 31), 0, __shfl_sync(~0u, own.newest_older, 31)};
-        if (there) *at = own;
+__device__ void spread(Starts* first, int steps, int direction, int32_t Starts::*field, int none, int* of_warps,
+                       Join join) {
+    int before = none;
+    for (int done = 0; done < steps; done += blockDim.x) {
+        const int step = done + int(threadIdx.x);
+        int32_t* const at = &(first[direction * step].*field);
+        const auto scan = scan_over_block(step < steps ? *at : none, none, of_warps, join);
+        if (step < steps) *at = join(before, scan.with_before);
+        before = join(before, scan.all);
     }
 }
 
 // A block has a segment of one head. Rows of dq that no key tile will write are zeros, where the others are not added
 // to.
-__global__ void __launch_bounds__(kStartThreads)
+__global__ void __launch_bounds__(kMostWarps * 32)
     plan_starts(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardPlan plan) {
+    __shared__ int of_warps[kMostWarps];
     const int head = blockIdx.x / p.segments.size, i = blockIdx.x % p.segments.size;
     const Segment s = clamped(p.segments[i], p.sizes);
-    const int steps = num_steps(s), lane = threadIdx.x % 32;
-    const int64_t index = int64_t(head) * p.sizes.q_rows + s.q_begin;
-    const int32_t* const edges = p.restart.edge + index;
-    const float* const masses = static_cast<const float*>(p.restart.mass) + index;
+    const int steps = num_steps(s);
     Starts* const starts = plan.starts + int64_t(head) * plan.max_steps + plan.segments[i].first_step;
-    for (int step = threadIdx.x / 32; step < steps; step += kStartThreads / 32) {
-        int first = kNever, newest = -1;
-        for (int r = lane; r < kStepRows; r += 32) {
-            const int row = step * kStepRows + r;
-            if (row >= s.q_len) continue;
-            const int visible = visible_keys(s, p.options.attend_current, row);
-            const int start = start_of(edges[row], masses[row], visible);
-            newest = max(newest, start);
-            if (visible > 0) first = min(first, start == kNever ? kNever : max(start, 0) / 2);
-        }
-        first = __reduce_min_sync(~0u, first);
-        newest = __reduce_max_sync(~0u, newest);
-        if (lane == 0) starts[step] = {first, newest, newest};
-    }
+    find_starts(p, s, int64_t(head) * p.sizes.q_rows + s.q_begin, starts);
     __syncthreads();
-    if (threadIdx.x < 32)
-        spread(starts, steps, lane, steps - 1, -1,
-               [](Starts& own, const Starts& newer) { own.first_tile = min(own.first_tile, newer.first_tile); });
-    __syncthreads();
-    if (threadIdx.x < 32)
-        spread(starts, steps, lane, 0, 1,
-               [](Starts& own, const Starts& older) { own.newest_older = max(own.newest_older, older.newest_older); });
+    spread(starts + steps - 1, steps, -1, &Starts::first_tile, kNever, of_warps,
+           [](int a, int b) { return min(a, b); });
+    spread(starts, steps, 1, &Starts::newest_older, -1, of_warps, [](int a, int b) { return max(a, b); });
     if (p.grad_dtype == Dtype::kFloat32) return;
     __syncthreads();
-    for (int step = threadIdx.x / 32; step < steps; step += kStartThreads / 32) {
-        const int row = step * kStepRows, rows = min(kStepRows, s.q_len - row);
-        const int visible = visible_keys(s, p.options.attend_current, row + rows - 1);
+    for (int step = threadIdx.x; step < steps; step += blockDim.x) {
+        const int row = step * kStepRows, end = min(row + kStepRows, s.q_len);
+        const int visible = visible_keys(s, p.options.attend_current, end - 1);
         if (visible > 0 && starts[step].first_tile <= (visible - 1) / kBackwardKeys) continue;
-        write_zeros(p.dq, head / p.sizes.num_heads, head % p.sizes.num_heads, s.q_begin + row, rows, p.sizes.head_dim);
+        for (int r = s.q_begin + row; r < s.q_begin + end; ++r)
+            write_zeros(p.dq, head / p.sizes.num_heads, head % p.sizes.num_heads, r, p.sizes.head_dim);
     }
 }
 
@@ -221,10 +257,12 @@ void launch_plan(const BackwardParams& params, const BackwardPlan& plan, cudaStr
     BackwardPlan same;
     const Layout layout = lay_out(params, &same);
     cudaMemsetAsync(params.workspace, 0, size_t(layout.zeroed), stream);
-    plan_work<<<1, kPlanThreads, 0, stream>>>(params.sizes, params.segments, plan);
+    plan_work<<<1 + blocks_that_clear(params), kPlanThreads, 0, stream>>>(params, plan);
     portable::check_launch("hopper backward");
     const int64_t heads = int64_t(params.sizes.batch) * params.sizes.num_heads;
-    plan_starts<<<unsigned(heads * params.segments.size), kStartThreads, 0, stream>>>(params, plan);
+    const int steps = plan.max_steps / params.segments.size;  // of a segment, on average
+    const int warps = std::clamp(steps / kStepsAtOnce, 4, kMostWarps);
+    plan_starts<<<unsigned(heads * params.segments.size), warps * 32, 0, stream>>>(params, plan);
     portable::check_launch("hopper backward");
 }
 

@@ -49,10 +49,8 @@ class StepLoader {
             // each.
             walk_all(true);
             walk_all(false);
-            if (have_pending_)
-                push(kLastOfTile);
-            else if (a_.params.grad_dtype != Dtype::kFloat32)
-                clear_tile();
+            if (!have_pending_ && a_.params.grad_dtype != Dtype::kFloat32) describe_nothing();
+            if (have_pending_) push(kLastOfTile);
         }
         pending_.flags = 0;
         push(kNoMore);
@@ -103,8 +101,7 @@ class StepLoader {
             if (lane_ == h && some) newest = found;
         }
         for (int top = __reduce_max_sync(~0u, newest); top >= oldest; top -= 32) {
-            uint32_t mine = 0,
-                     first = 0;  // of this lane's head, bit n: whether step top - n is one of these; kFirstOfRows
+            uint32_t mine = 0, first = 0;  // of this lane's head, bit n: if step top - n is one of these; kFirstOfRows
             for (int h = 0; h < heads; ++h) {
                 const int step = top - lane_, newest_of_head = __shfl_sync(~0u, newest, h);
                 Starts own = {kNever, -1, -1};
@@ -136,6 +133,13 @@ class StepLoader {
         pending_.visible = row + offset - tile_begin;
         pending_.num_keys = min(kBackwardKeys, s.k_len - tile_begin);
         pending_.flags = (last_tile == item_.tile ? kLastOfRows : 0) | masked_halves();
+        have_pending_ = true;
+    }
+    // A step without rows, for a tile that no row reaches: its gradients are zeros.
+    __device__ void describe_nothing() {
+        pending_ = {};
+        pending_.flags = kFirstOfRows | kLastOfRows | kSlow | kMasked | kMasked << 1;
+        pending_.visible = -kStepRows;
         have_pending_ = true;
     }
     __device__ int masked_halves() const {
@@ -217,12 +221,6 @@ class StepLoader {
         new_item_ = false;
         tile_row_ = clamped(a_.params.segments[item_.segment], a_.params.sizes).k_begin + first;
         tile_keys_ = min(kBackwardKeys, item_.num_keys - first);
-    }
-    // Gradients of keys that no row reaches.
-    __device__ void clear_tile() {
-        find_tile();
-        for (const Rows<void*>& to : {a_.params.dk, a_.params.dv})
-            write_zeros(to, batch_, kv_head_, tile_row_, tile_keys_, a_.params.sizes.head_dim);
     }
     __device__ void load_tile() {
         const int buffer = tiles_ % T::kTileBuffers;

@@ -63,6 +63,10 @@ class FastScan {
             newer_mass[r] = over.all;
         }
     }
+    // Whether row r has a NaN, and no part in these keys as it starts in newer ones.
+    __device__ __forceinline__ static constexpr bool is_idle_nan(int) {
+        return false;
+    }
     __device__ __forceinline__ void start(int r, const Carry& carry) {
         mass_[r] *= carry.mass;
         newer_mass[r] *= carry.mass;
@@ -156,8 +160,12 @@ class SlowScan {
             newer_mass[r] = over.all;  // what is left of a stick, until start()
         }
     }
+    __device__ __forceinline__ bool is_idle_nan(int r) const {
+        return idle_nan_[r];
+    }
     __device__ __forceinline__ void start(int r, const Carry& carry) {
         const bool before = carry.start < half_, here = carry.start == half_;
+        idle_nan_[r] = !before && !here && isnan(newer_mass[r]);
         newer_mass[r] = before ? __fdividef(carry.mass, newer_mass[r]) : here ? carry.restart_mass : 0.f;
         mass_[r] *= newer_mass[r];
         prefix_[r] = carry.prefix;
@@ -169,6 +177,11 @@ class SlowScan {
         forget(s);
         float newer = 0.f;
         sum_[r] = 0.f;
+        if (idle_nan_[r]) {
+#pragma unroll
+            for (int k = 0; k < kStepKeys; ++k) s[key_register(r, k)] = 0.f;
+            mass_[r] = 0.f;
+        }
 #pragma unroll
         for (int k = kStepKeys - 1; k >= 0; --k) {
             const int i = key_register(r, k);
@@ -218,7 +231,7 @@ class SlowScan {
 
     const int half_;
     float mass_[2], prefix_[2], sum_[2];
-    bool started_[2];
+    bool started_[2], idle_nan_[2];
 };
 
 }  // namespace megatron_sb::hopper

@@ -62,7 +62,8 @@ class ScanWarpgroup : HalfScan<T> {
         constexpr int kSlotBytes = 2 * T::kHalfBytes;
         // The next scores are under way while A and dz become visible.
         this->make_gradients(
-            scan, number_, weights_ + slot * kSlotBytes, dz_ + slot * kSlotBytes, [] {}, [&] { begin_next(); });
+            scan, number_, cursor_.stage, weights_ + slot * kSlotBytes, dz_ + slot * kSlotBytes, [] {},
+            [&] { begin_next(); });
         if (warp_ == 0 && lane_ == 0) mbarrier_arrive(&c_.scanned_full[slot]);
         wgmma_wait<0>();
         pin(s_);

@@ -189,7 +189,7 @@ class HalfScan : protected BackwardThread<T> {
   protected:
     using Base = BackwardThread<T>;
     using Base::a_, Base::c_, Base::lane_, Base::row, Base::step, Base::warp_;
-    using Base::kHalf, Base::kHeadDim;
+    using Base::kHalf, Base::kHeadDim, Base::kTile;
     using typename Base::Element;
 
     __device__ __forceinline__ HalfScan(typename T::Shared& shared, const BackwardArguments& arguments, int half)
@@ -246,8 +246,8 @@ class HalfScan : protected BackwardThread<T> {
     // A and dz to the tiles of those names in shared memory, from e and dP in s_ and dp_; the carries to whoever is
     // next.
     template <class Scan, class BeforeDz, class AfterDz>
-    __device__ __forceinline__ void make_gradients(Scan& scan, uint32_t number, uint32_t weights, uint32_t dz,
-                                                   BeforeDz before_dz, AfterDz after_dz) {
+    __device__ __forceinline__ void make_gradients(Scan& scan, uint32_t number, int stage, uint32_t weights,
+                                                   uint32_t dz, BeforeDz before_dz, AfterDz after_dz) {
         uint32_t packed[8];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -256,6 +256,7 @@ class HalfScan : protected BackwardThread<T> {
         }
         scan.prefixes(lane_ % 4);
         pass_on(scan, number);
+        clear_queries(scan, stage);
         before_dz();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -265,6 +266,20 @@ class HalfScan : protected BackwardThread<T> {
         after_dz();
         fence_async_proxy();
         warpgroup_barrier(1 + half_);
+    }
+    // dK takes dz^T Q, and zeros of dz times a NaN would still be NaN. The stage is not given back before dK is done;
+    // if the other half's scores still read the row, it does not matter to them what it is.
+    template <class Scan>
+    __device__ __forceinline__ void clear_queries(const Scan& scan, int stage) const {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (!scan.is_idle_nan(r)) continue;
+            const uint32_t queries = (this->fresh(steps_low_) + stage * 2 * kTile) << 4;
+#pragma unroll
+            for (int i = 0; i < 2 * T::kHalves; ++i)
+                store_shared(queries + i / 2 * T::kHalfBytes + row(r) * 128 + lane_ % 4 * 32 + i % 2 * 16,
+                             make_uint4(0, 0, 0, 0));
+        }
     }
     template <class Scan>
     __device__ __forceinline__ void pass_on(const Scan& scan, uint32_t number) {

@@ -97,6 +97,10 @@ __device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&x)[
                  "r"(x[2]), "r"(x[3])
                  : "memory");
 }
+__device__ __forceinline__ void store_shared(uint32_t to, uint4 x) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                 : "memory");
+}
 __device__ __forceinline__ uint4 load_shared(uint32_t from) {
     uint4 x;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

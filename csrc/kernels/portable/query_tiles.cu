@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "core/segment.h"
+#include "kernels/portable/block_scan.cuh"
 #include "kernels/portable/launch.h"
 #include "kernels/portable/query_tiles.h"
 
@@ -9,37 +10,12 @@ namespace {
 
 constexpr int kThreads = 1024;  // one block makes the list
 constexpr int kBuckets = 1024;  // of tiles by how many keys they have
-constexpr int kWarps = kThreads / 32;
-
-// The sum of `value` over this thread and those before it; every thread of the block takes part.
-template <int kWarps>
-__device__ int inclusive_scan(int value, int* warp_sums) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    for (int step = 1; step < 32; step *= 2) {
-        const int below = __shfl_up_sync(~0u, value, step);
-        if (lane >= step) value += below;
-    }
-    if (lane == 31) warp_sums[warp] = value;
-    __syncthreads();
-    if (warp == 0) {
-        int sum = lane < kWarps ? warp_sums[lane] : 0;
-        for (int step = 1; step < kWarps; step *= 2) {
-            const int below = __shfl_up_sync(~0u, sum, step);
-            if (lane >= step) sum += below;
-        }
-        if (lane < kWarps) warp_sums[lane] = sum;
-    }
-    __syncthreads();
-    if (warp > 0) value += warp_sums[warp - 1];
-    __syncthreads();  // warp_sums may be written again
-    return value;
-}
 
 struct Shared {
     Segment segments[kThreads];
     int ends[kThreads];  // tiles up to and with this segment, within a round of kThreads segments
     int buckets[kBuckets];
-    int warp_sums[kWarps];
+    int warp_sums[kMostWarps];
 };
 
 // Calls f(tile, bucket) for every tile of the call; bucket 0 has the most keys. All threads of the block take part.
@@ -51,7 +27,8 @@ __device__ void for_each_tile(const Sizes& sizes, const Segments& segments, bool
         Segment mine = {};
         if (i < segments.size) mine = clamped(segments[i], sizes);
         shared.segments[threadIdx.x] = mine;
-        shared.ends[threadIdx.x] = inclusive_scan<kWarps>((mine.q_len + tile_rows - 1) / tile_rows, shared.warp_sums);
+        const int tiles = (mine.q_len + tile_rows - 1) / tile_rows;
+        shared.ends[threadIdx.x] = scan_over_block(tiles, 0, shared.warp_sums, Sum()).with_before;
         __syncthreads();
         for (int tile = threadIdx.x; tile < shared.ends[kThreads - 1]; tile += kThreads) {
             int at = 0;  // the first segment whose end is above `tile`
@@ -77,7 +54,7 @@ __device__ void write_query_tiles(const Sizes& sizes, const Segments& segments, 
     for_each_tile(sizes, segments, attend_current, tile_rows, shared,
                   [&](const QueryTile&, int bucket) { atomicAdd(&shared.buckets[bucket], 1); });
     const int size = shared.buckets[threadIdx.x];
-    const int end = inclusive_scan<kWarps>(size, shared.warp_sums);
+    const int end = scan_over_block(size, 0, shared.warp_sums, Sum()).with_before;
     shared.buckets[threadIdx.x] = end - size;
     if (threadIdx.x == kThreads - 1) {
         out->count = min(end, capacity);  // more only if a table gives a row to two segments
@@ -107,22 +84,8 @@ __device__ void fill_row(const ForwardParams& p, int batch, int head, int row) {
     }
 }
 
-// Rows [first, first + kThreads), a thread a row. `ends` counts for each the segments that begin there less those that
-// end there: their running sum covers the row, or is 0.
-__device__ void fill_uncovered_rows(const ForwardParams& p, int first, Shared& shared) {
-    shared.ends[threadIdx.x] = 0;
-    __syncthreads();
-    for (int i = threadIdx.x; i < p.segments.size; i += kThreads) {
-        const Segment s = clamped(p.segments[i], p.sizes);
-        const int begin = max(s.q_begin - first, 0), end = min(s.q_begin + s.q_len - first, kThreads);
-        if (begin >= end) continue;
-        atomicAdd(&shared.ends[begin], 1);
-        if (end < kThreads) atomicAdd(&shared.ends[end], -1);
-    }
-    __syncthreads();
-    const bool covered = inclusive_scan<kWarps>(shared.ends[threadIdx.x], shared.warp_sums) > 0;
-    const int row = first + threadIdx.x;
-    if (row >= p.sizes.q_rows || covered) return;
+// A row that is in no tile.
+__device__ void fill_row(const ForwardParams& p, int row) {
     for (int batch = 0; batch < p.sizes.batch; ++batch)
         for (int head = 0; head < p.sizes.num_heads; ++head) fill_row(p, batch, head, row);
 }
@@ -141,7 +104,13 @@ __global__ void __launch_bounds__(kThreads)
         write_query_tiles(params.sizes, params.segments, params.options.attend_current, tile_rows, capacity, out,
                           shared);
     else
-        fill_uncovered_rows(params, (blockIdx.x - 1) * kThreads, shared);
+        for_uncovered_row(
+            params.sizes, params.segments, (blockIdx.x - 1) * kThreads, params.sizes.q_rows, shared.ends,
+            shared.warp_sums,
+            [](const Segment& s) {
+                return RowRange{s.q_begin, s.q_len};
+            },
+            [&](int row) { fill_row(params, row); });
 }
 
 }  // namespace
