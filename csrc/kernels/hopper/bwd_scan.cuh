@@ -165,11 +165,11 @@ class SlowScan {
     }
     __device__ __forceinline__ void start(int r, const Carry& carry) {
         const bool before = carry.start < half_, here = carry.start == half_;
-        idle_nan_[r] = !before && !here && isnan(newer_mass[r]);
+        started_[r] = before || here;
+        idle_nan_[r] = !started_[r] && isnan(newer_mass[r]);
         newer_mass[r] = before ? __fdividef(carry.mass, newer_mass[r]) : here ? carry.restart_mass : 0.f;
         mass_[r] *= newer_mass[r];
         prefix_[r] = carry.prefix;
-        started_[r] = before || here;
     }
     template <class Element>
     __device__ __forceinline__ void weights(int r, float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
@@ -177,9 +177,9 @@ class SlowScan {
         forget(s);
         float newer = 0.f;
         sum_[r] = 0.f;
-        if (idle_nan_[r]) {
+        if (!started_[r]) {  // zeros, whatever the row and these keys hold
 #pragma unroll
-            for (int k = 0; k < kStepKeys; ++k) s[key_register(r, k)] = 0.f;
+            for (int k = 0; k < kStepKeys; ++k) s[key_register(r, k)] = dp[key_register(r, k)] = 0.f;
             mass_[r] = 0.f;
         }
 #pragma unroll
