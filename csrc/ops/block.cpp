@@ -189,12 +189,19 @@ at::Tensor unit_last_stride(const at::Tensor& x) {
     return x.sym_stride(-1) == 1 ? x : x.contiguous();
 }
 
+BlockGradients empty_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               std::optional<at::ScalarType> dtype) {
+    const auto empty = [&](const at::Tensor& x) {
+        return at::empty_symint(x.sym_sizes(), x.options().dtype(dtype.value_or(accumulation_type(q))));
+    };
+    return {empty(q), empty(k), empty(v)};
+}
+
 BlockGradients zero_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                               std::optional<at::ScalarType> dtype) {
-    const auto zeros = [&](const at::Tensor& x) {
-        return at::zeros_symint(x.sym_sizes(), x.options().dtype(dtype.value_or(accumulation_type(q))));
-    };
-    return {zeros(q), zeros(k), zeros(v)};
+    const BlockGradients gradients = empty_gradients(q, k, v, dtype);
+    for (const at::Tensor& gradient : {gradients.dq, gradients.dk, gradients.dv}) gradient.zero_();
+    return gradients;
 }
 
 bool narrow_gradients(const at::Tensor& q, const at::Tensor& v) {

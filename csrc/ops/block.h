@@ -34,7 +34,9 @@ at::ScalarType accumulation_type(const at::Tensor& q);
 // x itself where its last stride is 1, as the kernels need it, or a contiguous copy.
 at::Tensor unit_last_stride(const at::Tensor& x);
 
-// Zeros of the shapes that block_backward adds to, in the accumulation type or `dtype`.
+// Contiguous tensors of the shapes that block_backward adds to or writes, in the accumulation type or `dtype`.
+BlockGradients empty_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               std::optional<at::ScalarType> dtype = std::nullopt);
 BlockGradients zero_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                               std::optional<at::ScalarType> dtype = std::nullopt);
 

@@ -60,10 +60,10 @@ Four block_backward_op(const at::Tensor& d_o, const at::Tensor& q, const at::Ten
     TORCH_CHECK_TYPE(type == wide || type == q.scalar_type(), "out_dtype is ", type, "; ", wide, " or q's ",
                      q.scalar_type(), " is allowed");
     const bool narrow = type != wide && narrow_gradients(q, v);
+    // Where there is nothing to do, no kernel writes.
     const bool all_written = narrow && q.numel() > 0 && k.numel() > 0 && (!segments || segments->numel() > 0);
-    const BlockGradients gradients = all_written
-                                         ? BlockGradients{at::empty_like(q), at::empty_like(k), at::empty_like(v)}
-                                         : zero_gradients(q, k, v, narrow ? type : wide);
+    const BlockGradients gradients =
+        all_written ? empty_gradients(q, k, v, type) : zero_gradients(q, k, v, narrow ? type : wide);
     const at::Tensor prefix_out = block_backward(d_o, q, k, v, segments, restart_edge, restart_mass, mass_in, prefix_in,
                                                  {scale, attend_current, mass_threshold}, gradients);
     return {gradients.dq.to(type), gradients.dk.to(type), gradients.dv.to(type), prefix_out};

@@ -98,10 +98,12 @@ __device__ void clear_row(const Rows<void*>& to, const Sizes& sizes, int heads, 
         for (int head = 0; head < heads; ++head) write_zeros(to, batch, head, row, sizes.head_dim);
 }
 
+__host__ __device__ int blocks_of(int rows) {
+    return (rows + kPlanThreads - 1) / kPlanThreads;
+}
 __device__ void clear_uncovered(const BackwardParams& p, int block, int* changes, int* warp_sums) {
     const Sizes& z = p.sizes;
-    const int blocks_of_q = (z.q_rows + kPlanThreads - 1) / kPlanThreads;
-    if (block < blocks_of_q)
+    if (block < blocks_of(z.q_rows))
         portable::for_uncovered_row(
             z, p.segments, block * kPlanThreads, z.q_rows, changes, warp_sums,
             [](const Segment& s) {
@@ -110,7 +112,7 @@ __device__ void clear_uncovered(const BackwardParams& p, int block, int* changes
             [&](int row) { clear_row(p.dq, z, z.num_heads, row); });
     else
         portable::for_uncovered_row(
-            z, p.segments, (block - blocks_of_q) * kPlanThreads, z.k_rows, changes, warp_sums,
+            z, p.segments, (block - blocks_of(z.q_rows)) * kPlanThreads, z.k_rows, changes, warp_sums,
             [](const Segment& s) {
                 return RowRange{s.k_begin, num_steps(s) > 0 ? s.k_len : 0};
             },
@@ -122,7 +124,7 @@ __device__ void clear_uncovered(const BackwardParams& p, int block, int* changes
 // Only of a table, and where gradients are not added to.
 int blocks_that_clear(const BackwardParams& p) {
     if (p.segments.by_value() || p.grad_dtype == Dtype::kFloat32) return 0;
-    return (p.sizes.q_rows + kPlanThreads - 1) / kPlanThreads + (p.sizes.k_rows + kPlanThreads - 1) / kPlanThreads;
+    return blocks_of(p.sizes.q_rows) + blocks_of(p.sizes.k_rows);
 }
 
 // The first block plans.

@@ -2,7 +2,9 @@
 // to dq in order.
 //
 // What orders what. In the block: `step_full` says that Q, dO and the step's description are there, `step_empty` that
-// they and the carries' place may be written; `described` is the same for the descriptions alone, for the warps here.
+// they and the carries' place may be written; `described` and `forgotten` are the same for the descriptions alone, for
+// the warps here; `passed_full` and `passed_empty` for what a half of the tile leaves to newer keys. Whoever reads or
+// writes what these hand over arrives itself.
 // Between blocks: a carry slot is read and written as one transaction and says by `tile` for whom it is; `added` is
 // stored after a fence that follows the additions (added -> mbarrier -> fence -> store), and read with acquire before
 // the next additions (load -> mbarrier -> additions). Key tiles are handed out by tickets, older tiles of a run first,

@@ -40,8 +40,6 @@ class BackwardThread {
         return y;
     }
 
-    // Adds this key tile's part of 64 columns of a step's dq to that of the older ones, in their order; the newest tile
-    // adds all to the result.
     // Where a thread's part of 64 columns of a step's dq adds up.
     struct DqPlace {
         float* sum;
@@ -52,6 +50,8 @@ class BackwardThread {
         const int thread = warp_ * 32 + lane_;
         return {a_.plan.dq + (int64_t(of.sum) * (kHeadDim / 64) + part) * (kStepRows * 64) + thread * 4, of.flags};
     }
+    // Adds this key tile's part of 64 columns of a step's dq to that of the older ones, in their order; the newest tile
+    // adds all to the result.
     template <int kLoads>  // of the sum, under way at once
     __device__ __forceinline__ void add_dq(uint32_t number, const DqPlace& place, const float (&dq)[32],
                                            int part) const {

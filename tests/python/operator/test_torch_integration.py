@@ -146,6 +146,15 @@ def test_strides(kind):
         assert torch.equal(actual, expected[name]), name
 
 
+@pytest.mark.parametrize("kind", STRIDES)
+def test_gradients_are_contiguous(kind):
+    """Whatever the inputs' strides: as the fake kernel says, on which compiled programs rely."""
+    x = make_inputs(b=2, s=70, h=4, h_kv=2, d=64, dtype=torch.bfloat16)
+    leaves = [view.detach().requires_grad_() for view in strided(kind, x)]
+    gradients = torch.autograd.grad(stickbreaking_attention(*leaves), leaves, x.do)
+    assert all(gradient.is_contiguous() for gradient in gradients)
+
+
 def test_strided_and_expanded_output_gradients():
     """dO as a transpose, and as the expanded scalar that sum() sends back."""
     x = make_inputs(s=70, h=2, d=16)
