@@ -31,8 +31,12 @@ __device__ void init_barriers(BackwardControl& c) {
         mbarrier_init(&c.published[i], 1);
     }
     for (int i = 0; i < T::kSlots; ++i) {
-        mbarrier_init(&c.scanned_full[i], 2);
+        mbarrier_init(&c.scanned_full[i], kScanWarps);
         mbarrier_init(&c.scanned_empty[i], T::kSplit ? 4 : kScanWarps);
+    }
+    for (int i = 0; i < 2; ++i) {
+        mbarrier_init(&c.half_full[i], 128);
+        mbarrier_init(&c.half_empty[i], 128);
     }
     for (int i = 0; i < 2 * kPassed * 4; ++i) mbarrier_init(&c.passed_full[0][0][i], 8);
     for (int i = 0; i < kPassed; ++i) {

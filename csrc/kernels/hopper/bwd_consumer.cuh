@@ -96,6 +96,7 @@ class BackwardConsumer : HalfScan<T> {
     __device__ __forceinline__ void begin(Scan scan) {
         scan.exponentials(s_, a_.scale_log2, lane_ % 4);
         this->take_carries(scan, number_, cursor_);
+        mbarrier_arrive(&c_.half_empty[half_]);
         make_gradients(scan, number_, cursor_);
     }
 
@@ -111,6 +112,8 @@ class BackwardConsumer : HalfScan<T> {
         wgmma_fence();
         issue_dq((number_ - 1) & 1);  // of nothing in a tile's first round
         issue_scores(next.stage);
+        mbarrier_wait(&c_.half_full[half_], number_ & 1);
+        wgmma_fence();
         issue_dkv(cursor_.stage, number_ & 1);
         wgmma_wait<2>();
         pin(dp_);
@@ -125,6 +128,7 @@ class BackwardConsumer : HalfScan<T> {
         this->take_carries(scan, number_ + 1, next);
         wgmma_wait<0>();
         pin(dp_);
+        mbarrier_arrive(&c_.half_empty[half_]);
         mbarrier_arrive(&c_.step_empty[cursor_.stage]);
         make_gradients(scan, number_ + 1, next);
         cursor_ = next;
@@ -135,6 +139,7 @@ class BackwardConsumer : HalfScan<T> {
     __device__ __forceinline__ void end_tile() {
         const Step last = step(number_);
         wait_for_dz(number_ - 1);
+        mbarrier_wait(&c_.half_full[half_], number_ & 1);
         wgmma_fence();
         issue_dq((number_ - 1) & 1);
         issue_dkv(cursor_.stage, number_ & 1);
@@ -154,6 +159,7 @@ class BackwardConsumer : HalfScan<T> {
         finish_dq<kDqVectors>(number_, this->dq_place(number_, half_));
         cursor_ = cursor_.next();
         ++number_;
+        warpgroup_barrier(1 + half_);  // by way of A's place, which the others' dV has read too
         this->write_keys(last, half_, weights_, dk_, dv_);
     }
 
@@ -164,15 +170,17 @@ class BackwardConsumer : HalfScan<T> {
         const uint32_t turn = number & 1;
         Base::make_gradients(
             scan, number, cursor.stage, weights_, dz_ + turn * 2 * T::kHalfBytes,
+            [&] { mbarrier_wait(&c_.half_empty[half_], number & 1); },
             [&] {
                 mbarrier_wait(&c_.scanned_empty[turn], (number >> 1) - 1 & 1);
                 const StageCursor next = cursor.next();
                 const uint32_t before = number - 1;
                 ready_ = mbarrier_is_past(&c_.step_full[next.stage], next.parity) &
                          mbarrier_is_past(&c_.scanned_full[before & 1], before >> 1 & 1);
-            },
-            [] {});
-        if (warp_ == 0 && lane_ == 0) mbarrier_arrive(&c_.scanned_full[turn]);
+            });
+        fence_async_proxy();
+        mbarrier_arrive(&c_.half_full[half_]);
+        this->announce(&c_.scanned_full[turn]);
     }
     // In a round there are no registers for more than two loads under way; at a tile's end scores have theirs to spare.
     template <int kLoads>

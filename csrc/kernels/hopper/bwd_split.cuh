@@ -60,11 +60,11 @@ class ScanWarpgroup : HalfScan<T> {
         const uint32_t slot = number_ % T::kSlots, parity = number_ / T::kSlots & 1;
         mbarrier_wait(&c_.scanned_empty[slot], parity ^ 1);
         constexpr int kSlotBytes = 2 * T::kHalfBytes;
-        // The next scores are under way while A and dz become visible.
         this->make_gradients(
-            scan, number_, cursor_.stage, weights_ + slot * kSlotBytes, dz_ + slot * kSlotBytes, [] {},
-            [&] { begin_next(); });
-        if (warp_ == 0 && lane_ == 0) mbarrier_arrive(&c_.scanned_full[slot]);
+            scan, number_, cursor_.stage, weights_ + slot * kSlotBytes, dz_ + slot * kSlotBytes, [] {}, [] {});
+        begin_next();  // under way while A and dz become visible
+        fence_async_proxy();
+        this->announce(&c_.scanned_full[slot]);
         wgmma_wait<0>();
         pin(s_);
     }
@@ -113,7 +113,8 @@ class SumWarpgroup : BackwardThread<T> {
                 add(buffer);
             } while (!(step(number_ - 1).flags & kLastOfTile));
             const Step last = step(number_ - 1);
-            // By way of K, which all have read: what the sums were made of came after that.
+            // By way of K, which the scans have read, as what the sums were made of came after that, and these warps.
+            warpgroup_barrier(1);
 #pragma unroll
             for (int half = 0; half < 2; ++half)
                 this->write_keys(last, half, k_ + buffer * 2 * T::kTileBytes, dk_[half], dv_[half]);

@@ -33,6 +33,11 @@ class BackwardThread {
     __device__ __forceinline__ void release(uint64_t* empty) const {
         if (lane_ == 0) mbarrier_arrive(empty);
     }
+    // What this warp's threads have written and fenced is there.
+    __device__ __forceinline__ void announce(uint64_t* full) const {
+        __syncwarp();
+        if (lane_ == 0) mbarrier_arrive(full);
+    }
     // Not to be computed once for all loops and kept: there are not enough uniform registers.
     __device__ __forceinline__ static uint32_t fresh(uint32_t x) {
         uint32_t y;
@@ -75,7 +80,7 @@ class BackwardThread {
         if (lane_ == 0) mbarrier_arrive(&c_.added[number % kTurns]);
     }
     // Rows of dk and dv are the keys of half a tile in the order of shared memory. `staged`: 64 rows of 64 columns in
-    // shared memory that nothing else uses.
+    // shared memory that nothing else uses, and no product of another warp still reads.
     __device__ __forceinline__ void write_keys(const Step& of, int half, uint32_t staged,
                                                const float (&dk)[kHeadDim / 2], const float (&dv)[kHeadDim / 2]) const {
         constexpr float kOutputScale = 1.f / portable::kWeightScale<Element>;
@@ -244,14 +249,16 @@ class HalfScan : protected BackwardThread<T> {
     }
 
     // A and dz to the tiles of those names in shared memory, from e and dP in s_ and dp_; the carries to whoever is
-    // next.
-    template <class Scan, class BeforeDz, class AfterDz>
+    // next. What comes before each of the tiles is written waits until its place is free; whoever calls makes them
+    // visible.
+    template <class Scan, class BeforeWeights, class BeforeDz>
     __device__ __forceinline__ void make_gradients(Scan& scan, uint32_t number, int stage, uint32_t weights,
-                                                   uint32_t dz, BeforeDz before_dz, AfterDz after_dz) {
+                                                   uint32_t dz, BeforeWeights before_weights, BeforeDz before_dz) {
         uint32_t packed[8];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             scan.template weights<Element>(r, s_, dp_, packed);
+            if (r == 0) before_weights();
             this->store_rows(weights, r, packed);
         }
         scan.prefixes(lane_ % 4);
@@ -263,9 +270,6 @@ class HalfScan : protected BackwardThread<T> {
             scan.template logit_gradients<Element>(r, s_, dp_, packed);
             this->store_rows(dz, r, packed);
         }
-        after_dz();
-        fence_async_proxy();
-        warpgroup_barrier(1 + half_);
     }
     // dK takes dz^T Q, and zeros of dz times a NaN would still be NaN. The stage is not given back before dK is done;
     // if the other half's scores still read the row, it does not matter to them what it is.

@@ -53,6 +53,7 @@ struct BackwardControl {
     uint64_t passed_full[2][kPassed][4];  // by half of the tile, and warp: the carries of its 16 rows in `passed`
     uint64_t passed_empty[2][kPassed];
     uint64_t scanned_full[kMaxSlots], scanned_empty[kMaxSlots];  // A and dz
+    uint64_t half_full[2], half_empty[2];  // d=128, by half: A and dz for its own products; A's place
     uint64_t turn[kTurns], added[kTurns], published[kTurns];
     uint64_t described[kStepRing], forgotten[kStepRing];
     Step steps[kStepRing];
