@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,10 +120,34 @@ class Benchmark:
             print(f"# the first {about['direction']} of {name} took {time.monotonic() - begin:.0f} s", flush=True)
         return True
 
+    def note_step(self, names: Iterable[str], calls: dict[str, dict[str, Call]], shape: str) -> None:
+        """What a training step of those contenders that ran takes besides time: memory, and how many kernels."""
+        ran = {m.contender for m in self.measurements if m.shape == shape and m.direction == "both"}
+        if not on_gpu():
+            return
+        costs = [f"{n} {_step_costs(calls[n]['forward'], calls[n]['both'])}" for n in names if n in ran]
+        what = "MiB over inputs kept after a forward, most in forward and backward, kernels of both"
+        self.note(f"{what}, {shape}: {', '.join(costs)}")
+
     def note(self, text: str) -> None:
         """Keep a sentence for the record, once."""
         if text not in self.notes:
             self.notes.append(text)
+
+
+def _step_costs(forward: Call, both: Call) -> str:
+    before = torch.cuda.memory_allocated()
+    kept = forward()
+    after = torch.cuda.memory_allocated()
+    del kept
+    torch.cuda.reset_peak_memory_stats()
+    both()
+    peak = torch.cuda.max_memory_allocated()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        both()
+        torch.cuda.synchronize()
+    kernels = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+    return f"{(after - before) / 2**20:.0f}, {(peak - before) / 2**20:.0f}, {kernels}"
 
 
 # Of a forward's operations.
@@ -165,6 +190,8 @@ def run_dense(bench: Benchmark) -> None:
         for direction in bench.directions("both"):
             chosen = {c.name: calls[c.name][direction] for c in taking_part if direction != "both" or not c.slow}
             bench.measure(chosen, FACTORS[direction] * flops, steady, inputs="full", direction=direction, **about)
+        if full_length == SLOW_LENGTH and not bench.options.forward_only:
+            bench.note_step(chosen, calls, shape)
         del calls
         inputs = bench.inputs("randn", b, s, h, d)
         unskipped = [ours("ours", mass_threshold=0.0) if c.name == "ours" else c for c in taking_part if not c.slow]

@@ -16,6 +16,7 @@ from megatron_sb import reference, stickbreaking_attention
 
 BAR = 1.2
 BARRED = ["randn", "mean -3.2", "mean -6", "mean -8", "mean -11", "saturated +5", "saturated +15", "saturated +30"]
+SPIKES, FIRST_SPIKE, SPIKE_DISTANCE = "spikes", 3000, 10000  # of keys whose logits are +11 among those of -11
 SAMPLED = {65536: [(1000, 1128), (32700, 32828), (65408, 65536)]}
 DEFAULT_THRESHOLD = 2.0**-24
 # One key of logit 30 leaves 1e-13 of the stick, and dz is as small. Nothing is skipped there, because what skipping may
@@ -25,7 +26,9 @@ UNSKIPPED = ("saturated +30",)
 
 def make(regime: str, length: int, **sizes) -> tuple[Inputs, list[tuple[int, int]]]:
     """Inputs and the runs of rows to compare; gradients of the results are 0 in all other rows."""
-    x = make_inputs(regime, s=length, **sizes)
+    x = make_inputs("mean -11" if regime == SPIKES else regime, s=length, **sizes)
+    if regime == SPIKES:
+        x.k[:, FIRST_SPIKE::SPIKE_DISTANCE, :, 0] *= -1
     runs = SAMPLED.get(length, [(0, length)])
     compared = torch.zeros(length, dtype=torch.bool)
     for begin, end in runs:
@@ -59,13 +62,17 @@ def oracle_rows(x: Inputs, runs: list[tuple[int, int]]) -> dict:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("length", [4096, 16384, 65536])
-@pytest.mark.parametrize("regime", BARRED)
-def test_bf16(regime, length, head_dim):
+@pytest.mark.parametrize("regime", [*BARRED, SPIKES])
+@pytest.mark.parametrize("mass_in_loss", [True, False], ids=["mass in loss", "output alone"])
+def test_bf16(regime, length, head_dim, mass_in_loss):
     """o, dq, dk, dv at the bar; the mass to the tolerance of the stick. Two query heads share a key head at 4K."""
     heads = {"h": 2, "h_kv": 1} if length == 4096 else {"h": 1}
     x, runs = make(regime, length, d=head_dim, dtype=torch.bfloat16, **heads)
+    if not mass_in_loss:
+        x.dmass.zero_()
     threshold = 0.0 if regime in UNSKIPPED else DEFAULT_THRESHOLD
-    actual = rows_of(run(stickbreaking_attention, x, mass_threshold=threshold, return_mass=True), runs)
+    options = {"mass_threshold": threshold, "return_mass": True, "mass_in_loss": mass_in_loss}
+    actual = rows_of(run(stickbreaking_attention, x, **options), runs)
     oracle, rounded = oracle_rows(x, runs), rounded_results(x, runs=runs)
     allowed = floors(torch.bfloat16, length)
     missed = []
