@@ -16,16 +16,16 @@ from torch import Tensor
 from megatron_sb.functional import DEFAULT_MASS_THRESHOLD
 
 
-def _group_name(cp_group: object) -> str:
+def _group_name(group: object, argument: str = "cp_group") -> str:
     if not dist.is_available() or not dist.is_initialized():
-        raise ValueError("cp_group needs torch.distributed; call torch.distributed.init_process_group first")
-    if cp_group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"cp_group does not contain this rank, {dist.get_rank()} of the world")
-    if not isinstance(cp_group, dist.ProcessGroup):
-        raise TypeError(f"cp_group is {type(cp_group).__name__}; a torch.distributed.ProcessGroup is allowed")
-    if dist.get_rank(cp_group) < 0:
-        raise ValueError(f"cp_group does not contain this rank, {dist.get_rank()} of the world")
-    return cp_group.group_name
+        raise ValueError(f"{argument} needs torch.distributed; call torch.distributed.init_process_group first")
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{argument} does not contain this rank, {dist.get_rank()} of the world")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"{argument} is {type(group).__name__}; a torch.distributed.ProcessGroup is allowed")
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"{argument} does not contain this rank, {dist.get_rank()} of the world")
+    return group.group_name
 
 
 def _offsets(cu_seqlens: object) -> tuple[list[int] | None, str]:
@@ -131,6 +131,17 @@ def _check_plan(
             raise ValueError(f"{name} = {value!r} contradicts the plan, which was made with {planned!r}")
 
 
+def _hierarchy(groups: object, comm: object) -> tuple[str, str]:
+    """Return the names of the a2a and the p2p group of this rank, "" where there are none."""
+    if groups is None:
+        return "", ""
+    if comm != "a2a+p2p":
+        raise ValueError(f"hierarchical_groups are for comm = 'a2a+p2p' alone, which is {comm!r}; pass None")
+    if not isinstance(groups, (tuple, list)) or len(groups) != 2:
+        raise ValueError(f"hierarchical_groups is {groups!r}; two groups, (a2a group, p2p group), are allowed")
+    return _group_name(groups[0], "hierarchical_groups[0]"), _group_name(groups[1], "hierarchical_groups[1]")
+
+
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -168,11 +179,14 @@ def context_parallel_attention(
         v: (b, s_local, h_kv, d_v) or (t_local, h_kv, d_v).
         cp_group: the process group; not needed with a plan.
         plan: a plan for this batch; layout, cu_seqlens and packing are the plan's then.
-        comm: "p2p": keys move around the ring; "all_gather": keys are gathered, a group of heads at a time; "auto":
-            all_gather while the gathered keys and values that are alive at a time stay within 1 GiB, p2p beyond.
-            "a2a" and "a2a+p2p" are not available yet.
+        comm: "p2p": keys move around the ring; "all_gather": keys are gathered, a group of heads at a time; "a2a":
+            ranks exchange heads for rows, so that each has all rows of its share of the heads; "a2a+p2p": that within
+            the a2a group, and a ring over the p2p group; "auto": all_gather while the gathered keys and values that are
+            alive at a time stay within 1 GiB, p2p beyond. To exchange heads between n ranks, h must be a multiple of n
+            and h_kv a multiple or a divisor: fewer KV heads than ranks go to several of them.
         layout, cu_seqlens, packing: as for `ContextParallelPlan`.
-        hierarchical_groups: for "a2a+p2p" only, which is not available yet.
+        hierarchical_groups: (a2a group, p2p group) of this rank, for "a2a+p2p", as Megatron makes them: rank of the
+            context-parallel group = rank in the p2p group * size of the a2a group + rank in the a2a group.
         return_mass: return the mass too.
         scale, attend_current, mass_threshold: as in `stickbreaking_attention`.
 
@@ -186,8 +200,6 @@ def context_parallel_attention(
         TypeError: of the wrong type, on the rank that has it.
         RuntimeError: a rank is lost or does not come, within the group's time-out.
     """
-    if hierarchical_groups is not None:
-        raise ValueError("hierarchical_groups are for comm = 'a2a+p2p', which is not available yet; pass None")
     if plan is None:
         plan = _make_plan(q, cp_group, layout, cu_seqlens, packing)
     else:
@@ -197,8 +209,9 @@ def context_parallel_attention(
             raise TypeError(f"{name} is {type(value).__name__}; a torch.Tensor is allowed")
     if scale is None:
         scale = 1 / math.sqrt(max(1, q.shape[-1]))
+    heads_group, keys_group = _hierarchy(hierarchical_groups, comm)
     o, mass = torch.ops.megatron_sb.context_parallel_attention(
-        q, k, v, plan.state, _text("comm", comm), scale, attend_current, mass_threshold
+        q, k, v, plan.state, _text("comm", comm), heads_group, keys_group, scale, attend_current, mass_threshold
     )
     return (o, mass) if return_mass else o
 

@@ -1,14 +1,16 @@
-// One autograd function over the driver.
+// One autograd function over the routes.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "core/error.h"
 #include "distributed/c10d_transport.h"
-#include "distributed/driver.h"
+#include "distributed/head_exchange.h"
 #include "distributed/plan_state.h"
 #include "distributed/registration.h"
+#include "distributed/route.h"
 #include "ops/block.h"
 #include "ops/check.h"
 #include "ops/once.h"
@@ -21,17 +23,43 @@ using torch::autograd::variable_list;
 
 constexpr int64_t kMostGatheredBytes = int64_t{1} << 30;
 
-Comm choose_comm(const std::string& comm, int64_t ranks, const at::Tensor& k, const at::Tensor& v) {
-    if (comm == "p2p") return Comm::kRing;
-    if (comm == "all_gather") return Comm::kGather;
-    return gather_feed_bytes(static_cast<int>(ranks), k, v) <= kMostGatheredBytes ? Comm::kGather : Comm::kRing;
-}
+constexpr const char* kModes[] = {"auto", "p2p", "all_gather", "a2a", "a2a+p2p"};
 
 void check_comm(const std::string& comm) {
-    const bool known = comm == "auto" || comm == "p2p" || comm == "all_gather";
-    TORCH_CHECK_VALUE(known || comm == "a2a" || comm == "a2a+p2p", "comm = \"", comm,
-                      "\" is unknown; allowed: \"auto\", \"p2p\", \"all_gather\"");
-    TORCH_CHECK_VALUE(known, "comm = \"", comm, "\" is not available yet; \"auto\", \"p2p\" and \"all_gather\" are");
+    const bool known = std::find(std::begin(kModes), std::end(kModes), comm) != std::end(kModes);
+    TORCH_CHECK_VALUE(known, "comm = \"", comm,
+                      "\" is unknown; allowed: \"auto\", \"p2p\", \"all_gather\", \"a2a\", \"a2a+p2p\"");
+}
+
+// The groups of "a2a+p2p" are cut out of the plan's: ranks that exchange heads are neighbours in it.
+void check_hierarchy(const ContextParallelPlan& plan, const std::string& heads, const std::string& keys) {
+    TORCH_CHECK_VALUE(!heads.empty() && !keys.empty(),
+                      "comm = \"a2a+p2p\" needs hierarchical_groups: the a2a group and the p2p group of this rank");
+    const auto a2a = c10d_transport(heads), p2p = c10d_transport(keys);
+    TORCH_CHECK_VALUE(a2a->size() * p2p->size() == plan.size(), "hierarchical_groups have ", a2a->size(), " and ",
+                      p2p->size(), " ranks; the product must be the size of the context-parallel group, ", plan.size());
+    TORCH_CHECK_VALUE(p2p->rank() * a2a->size() + a2a->rank() == plan.rank(), "hierarchical_groups: rank ", plan.rank(),
+                      " of the context-parallel group is rank ", a2a->rank(), " of ", a2a->size(),
+                      " in the a2a group and rank ", p2p->rank(), " of ", p2p->size(),
+                      " in the p2p group; ranks of an a2a group must be neighbours: p2p rank * ", a2a->size(),
+                      " + a2a rank");
+}
+
+int exchanging_ranks(const ContextParallelPlan& plan, const std::string& comm, const std::string& heads_group) {
+    if (comm == "a2a") return static_cast<int>(plan.size());
+    return comm == "a2a+p2p" ? c10d_transport(heads_group)->size() : 1;
+}
+
+// Groups of one rank have nothing to exchange.
+RouteNames choose_route(const ContextParallelPlan& plan, const std::string& comm, const std::string& heads_group,
+                        const std::string& keys_group, const at::Tensor& k, const at::Tensor& v) {
+    const int exchanging = exchanging_ranks(plan, comm, heads_group);
+    const std::string heads = exchanging == 1 ? "" : comm == "a2a" ? plan.group_name() : heads_group;
+    if (exchanging == plan.size()) return {heads, "", Comm::kHere};
+    if (comm == "a2a+p2p") return {heads, keys_group, Comm::kRing};
+    const bool gather = comm == "all_gather" || (comm == "auto" && gather_feed_bytes(static_cast<int>(plan.size()), k,
+                                                                                     v) <= kMostGatheredBytes);
+    return {heads, plan.group_name(), gather ? Comm::kGather : Comm::kRing};
 }
 
 // What this rank can see for itself; shapes as the caller gave them.
@@ -65,7 +93,8 @@ std::vector<Field> call_fields(const at::Tensor& q, const at::Tensor& k, const a
 
 // Refuses on every rank what any rank finds wrong; this rank's own finding keeps its type.
 void check_and_agree(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextParallelPlan& plan,
-                     const std::string& comm, const ops::BlockOptions& options) {
+                     const std::string& comm, const std::string& heads_group, const std::string& keys_group,
+                     const ops::BlockOptions& options) {
     std::exception_ptr own;
     std::string words;
     try {
@@ -74,6 +103,10 @@ void check_and_agree(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
         const auto rank4 = [&](const at::Tensor& x) { return plan.packed() ? x.unsqueeze(0) : x; };
         ops::check_attention(rank4(q), rank4(k), rank4(v));
         ops::check_options(options.scale, options.mass_threshold);
+        if (comm == "a2a+p2p") check_hierarchy(plan, heads_group, keys_group);
+        const int exchanging = exchanging_ranks(plan, comm, heads_group), heads = plan.packed() ? 1 : 2;
+        const std::string why_not = HeadExchange::refusal(q.size(heads), k.size(heads), exchanging);
+        TORCH_CHECK_VALUE(why_not.empty(), "comm = \"", comm, "\": ", why_not);
     } catch (const c10::Error& error) {
         own = std::current_exception();
         words = error.what_without_backtrace();
@@ -88,43 +121,45 @@ void check_and_agree(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
 
 class Attend : public torch::autograd::Function<Attend> {
   public:
-    static constexpr int kNumInputs = 9;
+    static constexpr int kNumInputs = 11;
 
     static variable_list forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                 const PlanPointer& plan, bool gather, double scale, bool attend_current,
-                                 double mass_threshold, bool keep_record) {
-        const Comm comm = gather ? Comm::kGather : Comm::kRing;
-        const auto tables = plan->state().on(q.device());
-        const Attended result = attend_forward(*c10d_transport(plan->group_name()), *tables, comm, q, k, v,
-                                               {scale, attend_current, mass_threshold}, keep_record);
-        variable_list kept = flatten(result.record);
-        kept.insert(kept.begin(), {q, k, v, result.mass});
-        ctx->save_for_backward(std::move(kept));
+                                 const PlanPointer& plan, const std::string& heads_group, const std::string& keys_group,
+                                 int64_t comm, double scale, bool attend_current, double mass_threshold,
+                                 bool keep_record) {
+        const Route route = make_route(*plan, {heads_group, keys_group, static_cast<Comm>(comm)}, q.device());
+        const Routed result = route_forward(route, q, k, v, {scale, attend_current, mass_threshold}, keep_record);
+        ctx->save_for_backward(flatten(result.records));
         ctx->set_materialize_grads(false);
         ctx->saved_data["plan"] = plan;
-        ctx->saved_data["gather"] = gather;
+        ctx->saved_data["heads_group"] = heads_group;
+        ctx->saved_data["keys_group"] = keys_group;
+        ctx->saved_data["comm"] = comm;
+        ctx->saved_data["num_records"] = static_cast<int64_t>(result.records.size());
+        ctx->saved_data["o_sizes"] = result.o.sizes().vec();
+        ctx->saved_data["num_kv_heads"] = k.size(2);
         ctx->saved_data["scale"] = scale;
         ctx->saved_data["attend_current"] = attend_current;
         ctx->saved_data["mass_threshold"] = mass_threshold;
         return {result.o, result.mass};
     }
 
-    // Runs its exchanges whatever gradients came: the other ranks count on it.
+    // Runs its exchanges whatever gradients came: the other ranks count on it. A gradient without a history has been
+    // asked for some input's sake, which may not be kept: `inputs` stands for all of them.
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
         const variable_list kept = ctx->get_saved_variables();
-        const at::Tensor &q = kept[0], &k = kept[1], &v = kept[2], &mass = kept[3];
-        variable_list gradients = ops::once_differentiable({grads[0], grads[1], q, k, v}, [&]() -> variable_list {
-            const auto plan = ctx->saved_data["plan"].toCustomClass<ContextParallelPlan>();
-            const Comm comm = ctx->saved_data["gather"].toBool() ? Comm::kGather : Comm::kRing;
-            const auto tables = plan->state().on(q.device());
-            const at::Tensor d_o = grads[0].defined()
-                                       ? ops::unit_last_stride(grads[0])
-                                       : at::zeros({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options());
-            const Gradients result =
-                attend_backward(*c10d_transport(plan->group_name()), *tables, comm, d_o, grads[1], q, k, v, mass,
-                                unflatten(*tables, comm, {kept.begin() + 4, kept.end()}),
-                                {ctx->saved_data["scale"].toDouble(), ctx->saved_data["attend_current"].toBool(),
-                                 ctx->saved_data["mass_threshold"].toDouble()});
+        auto& data = ctx->saved_data;
+        const at::Tensor inputs = at::empty({0}, kept[0].options()).set_requires_grad(true);
+        variable_list gradients = ops::once_differentiable({grads[0], grads[1], inputs}, [&]() -> variable_list {
+            const Route route = make_route(*data["plan"].toCustomClass<ContextParallelPlan>(),
+                                           {data["heads_group"].toStringRef(), data["keys_group"].toStringRef(),
+                                            static_cast<Comm>(data["comm"].toInt())},
+                                           kept[0].device());
+            const at::Tensor d_o = grads[0].defined() ? ops::unit_last_stride(grads[0])
+                                                      : at::zeros(data["o_sizes"].toIntVector(), kept[0].options());
+            const Gradients result = route_backward(
+                route, d_o, grads[1], data["num_kv_heads"].toInt(), unflatten(route, data["num_records"].toInt(), kept),
+                {data["scale"].toDouble(), data["attend_current"].toBool(), data["mass_threshold"].toDouble()});
             return {result.dq, result.dk, result.dv};
         });
         gradients.resize(kNumInputs);
@@ -135,14 +170,16 @@ class Attend : public torch::autograd::Function<Attend> {
 }  // namespace
 
 std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                             const PlanPointer& plan, const std::string& comm, double scale,
-                                             bool attend_current, double mass_threshold) {
-    check_and_agree(q, k, v, *plan, comm, {scale, attend_current, mass_threshold});
+                                             const PlanPointer& plan, const std::string& comm,
+                                             const std::string& heads_group, const std::string& keys_group,
+                                             double scale, bool attend_current, double mass_threshold) {
+    check_and_agree(q, k, v, *plan, comm, heads_group, keys_group, {scale, attend_current, mass_threshold});
     const auto rank4 = [&](const at::Tensor& x) { return ops::unit_last_stride(plan->packed() ? x.unsqueeze(0) : x); };
-    const bool gather = choose_comm(comm, plan->size(), k, v) == Comm::kGather;
+    const RouteNames route = choose_route(*plan, comm, heads_group, keys_group, k, v);
     const bool keep = at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
     const variable_list out =
-        Attend::apply(rank4(q), rank4(k), rank4(v), plan, gather, scale, attend_current, mass_threshold, keep);
+        Attend::apply(rank4(q), rank4(k), rank4(v), plan, route.heads, route.keys, static_cast<int64_t>(route.comm),
+                      scale, attend_current, mass_threshold, keep);
     if (plan->packed()) return {out[0].squeeze(0), out[1].squeeze(0)};
     return {out[0], out[1]};
 }

@@ -80,6 +80,14 @@ class C10dTransport final : public Transport {
         });
     }
 
+    std::unique_ptr<Pending> all_to_all(const at::Tensor& input, const at::Tensor& output) override {
+        return post("all_to_all", {input, output}, [&](Works& works) {
+            at::Tensor from = input, to = output;
+            std::vector<int64_t> even;
+            works.push_back(group_->alltoall_base(to, from, even, even));
+        });
+    }
+
     std::unique_ptr<Pending> reduce_scatter_sum(const at::Tensor& input, const at::Tensor& output) override {
         return post("reduce_scatter", {input, output}, [&](Works& works) {
             at::Tensor from = input.flatten(0, 1), to = output;

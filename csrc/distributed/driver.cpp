@@ -19,10 +19,12 @@ const Tables& tables_of(const RankPlan& plan, Comm comm) {
     return comm == Comm::kRing ? plan.ring : plan.gather;
 }
 
-std::unique_ptr<KeyFeed> make_feed(Transport& transport, const RankPlan& plan, Comm comm, plan::Pass pass,
-                                   const Tensor& k, const Tensor& v) {
-    if (comm == Comm::kRing) return make_ring_feed(transport, plan, pass, k, v);
-    return make_gather_feed(transport, plan, k, v);
+// `type`: that of gradients.
+std::unique_ptr<KeyFeed> make_feed(Transport* transport, const RankPlan& plan, Comm comm, plan::Pass pass,
+                                   const Tensor& k, const Tensor& v, at::ScalarType type) {
+    if (comm == Comm::kRing) return make_ring_feed(*transport, plan, pass, k, v);
+    if (comm == Comm::kGather) return make_gather_feed(*transport, plan, k, v);
+    return make_here_feed(k, v, type);
 }
 
 Tensor rows_of(const Tensor& x, int64_t dim, const plan::Run& run) {
@@ -45,6 +47,10 @@ Tensor query_heads(const Tensor& x, int64_t dim, HeadRange heads, int64_t heads_
 
 // Joins what the runs gave to each row of q; fills the record's mass_in and older_o.
 Carry fold(const Tables& tables, const std::vector<Carry>& carries, const Tensor& q, int64_t d_v, GroupRecord* record) {
+    if (carries.size() == 1 && tables.runs[0].num_rows == q.size(1)) {
+        if (record != nullptr) record->mass_in.resize(1), record->older_o.resize(1);
+        return carries[0];
+    }
     const auto options = q.options().dtype(ops::accumulation_type(q));
     const Carry whole{at::zeros({q.size(0), q.size(1), q.size(2), d_v}, options),
                       at::ones({q.size(0), q.size(2), q.size(1)}, options)};
@@ -66,11 +72,12 @@ Carry fold(const Tables& tables, const std::vector<Carry>& carries, const Tensor
 
 }  // namespace
 
-Attended attend_forward(Transport& transport, const RankPlan& plan, Comm comm, const Tensor& q, const Tensor& k,
+Attended attend_forward(Transport* transport, const RankPlan& plan, Comm comm, const Tensor& q, const Tensor& k,
                         const Tensor& v, const ops::BlockOptions& options, bool keep_record) {
     const Tables& tables = tables_of(plan, comm);
-    const auto feed = make_feed(transport, plan, comm, plan::Pass::kForward, k, v);
-    const int64_t d = q.size(3), d_v = v.size(3);
+    const auto feed = make_feed(transport, plan, comm, plan::Pass::kForward, k, v, k.scalar_type());
+    // Where all keys come as one block, what it gives is the result; else it is a part, which takes full precision.
+    const auto o_type = tables.segments.size() == 1 ? q.scalar_type() : ops::accumulation_type(q);
     Attended result;
     std::vector<Tensor> o, mass;
     for (int group = 0; group < feed->num_groups(); ++group) {
@@ -83,32 +90,37 @@ Attended attend_forward(Transport& transport, const RankPlan& plan, Comm comm, c
                 if (!tables.segments[block.buffer].defined()) continue;
                 const int run = tables.run_of[block.buffer];
                 Carry& carry = carries[run];
-                const ops::BlockOutput out = ops::block_forward(
-                    rows_of(q_group, 1, tables.runs[run]), block.kv.narrow(3, 0, d), block.kv.narrow(3, d, d_v),
-                    tables.segments[block.buffer], if_defined(carry.mass), options);
+                const ops::BlockOutput out =
+                    ops::block_forward(rows_of(q_group, 1, tables.runs[run]), block.k, block.v,
+                                       tables.segments[block.buffer], if_defined(carry.mass), options, o_type);
                 record.restart_edge[block.buffer] = out.restart_edge;
                 record.restart_mass[block.buffer] = out.restart_mass;
                 carry = {carry.o.defined() ? carry.o.add_(out.o) : out.o, out.mass};
             }
         }
-        const Carry whole = fold(tables, carries, q_group, d_v, keep_record ? &record : nullptr);
+        const Carry whole = fold(tables, carries, q_group, v.size(3), keep_record ? &record : nullptr);
         o.push_back(whole.o.to(q.scalar_type()));
         mass.push_back(whole.mass);
         if (keep_record) result.record.push_back(std::move(record));
     }
-    result.o = at::cat(o, 2).contiguous();
-    result.mass = at::cat(mass, 1).contiguous();
+    result.o = o.size() == 1 ? o[0] : at::cat(o, 2);
+    result.mass = mass.size() == 1 ? mass[0] : at::cat(mass, 1);
     return result;
 }
 
-Gradients attend_backward(Transport& transport, const RankPlan& plan, Comm comm, const Tensor& d_o,
+Gradients attend_backward(Transport* transport, const RankPlan& plan, Comm comm, const Tensor& d_o,
                           const Tensor& d_mass, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& mass,
-                          const std::vector<GroupRecord>& record, const ops::BlockOptions& options) {
+                          const std::vector<GroupRecord>& record, const ops::BlockOptions& options,
+                          at::ScalarType type) {
     const Tables& tables = tables_of(plan, comm);
-    const auto feed = make_feed(transport, plan, comm, plan::Pass::kBackward, k, v);
-    const int64_t d = q.size(3), d_v = v.size(3), heads_per_kv_head = q.size(2) / k.size(2);
-    const auto wide = q.options().dtype(ops::accumulation_type(q));
-    const Tensor dq = at::zeros(q.sizes(), wide);
+    // A single block's gradients are the result, which kernels may write in its type; else they add up.
+    const bool written =
+        comm == Comm::kHere && type == q.scalar_type() && ops::narrow_gradients(q, v) && tables.segments[0].defined();
+    const auto own_type = written ? type : ops::accumulation_type(q);
+    const auto feed = make_feed(transport, plan, comm, plan::Pass::kBackward, k, v, own_type);
+    const int64_t heads_per_kv_head = q.size(2) / k.size(2);
+    const auto dq_options = q.options().dtype(own_type);
+    const Tensor dq = written ? at::empty(q.sizes(), dq_options) : at::zeros(q.sizes(), dq_options);
     const Tensor oldest_prefix = d_mass.defined() ? mass * d_mass : at::zeros_like(mass);
     for (int group = 0; group < feed->num_groups(); ++group) {
         const HeadRange heads = feed->heads(group);
@@ -123,23 +135,21 @@ Gradients attend_backward(Transport& transport, const RankPlan& plan, Comm comm,
             prefix[i] = prefix[i] + (rows(d_o, tables.runs[i]) * kept.older_o[i]).sum(-1).transpose(1, 2);
         }
         for (int step = 0; step < feed->num_steps(); ++step) {
-            std::vector<Tensor> gradients;
-            for (const KeyBlock& block : feed->take()) {
-                gradients.emplace_back();
-                if (!tables.segments[block.buffer].defined()) continue;
-                const int run = tables.run_of[block.buffer];
-                gradients.back() = at::zeros(block.kv.sizes(), wide);
-                prefix[run] = ops::block_backward(
-                    rows(d_o, tables.runs[run]), rows(q, tables.runs[run]), block.kv.narrow(3, 0, d),
-                    block.kv.narrow(3, d, d_v), tables.segments[block.buffer], kept.restart_edge[block.buffer],
-                    kept.restart_mass[block.buffer], if_defined(kept.mass_in[run]), prefix[run], options,
-                    {rows(dq, tables.runs[run]), gradients.back().narrow(3, 0, d), gradients.back().narrow(3, d, d_v)});
+            const std::vector<KeyBlock> blocks = feed->take();
+            for (size_t i = 0; i < blocks.size(); ++i) {
+                const int buffer = blocks[i].buffer, run = tables.run_of[buffer];
+                if (!tables.segments[buffer].defined()) continue;
+                const KeyGradients gradients = feed->gradients(i);
+                prefix[run] = ops::block_backward(rows(d_o, tables.runs[run]), rows(q, tables.runs[run]), blocks[i].k,
+                                                  blocks[i].v, tables.segments[buffer], kept.restart_edge[buffer],
+                                                  kept.restart_mass[buffer], if_defined(kept.mass_in[run]), prefix[run],
+                                                  options, {rows(dq, tables.runs[run]), gradients.dk, gradients.dv});
             }
-            feed->give(std::move(gradients));
+            feed->give();
         }
     }
-    const Tensor dkv = feed->home().to(k.scalar_type());
-    return {dq.to(q.scalar_type()), dkv.narrow(3, 0, d), dkv.narrow(3, d, d_v)};
+    const KeyGradients own = feed->home();
+    return {dq.to(type), own.dk.to(type), own.dv.to(type)};
 }
 
 std::vector<Tensor> flatten(const std::vector<GroupRecord>& record) {

@@ -28,18 +28,20 @@ struct Attended {
 };
 
 struct Gradients {
-    at::Tensor dq, dk, dv;  // of q, k, v, in their dtype
+    at::Tensor dq, dk, dv;  // of q, k, v
 };
 
 // q (b, s_local, h, d), k (b, s_local, h_kv, d), v (b, s_local, h_kv, d_v) with a unit last stride. All ranks call it.
-Attended attend_forward(Transport& transport, const RankPlan& plan, Comm comm, const at::Tensor& q, const at::Tensor& k,
+// Where all keys are here, no transport is needed.
+Attended attend_forward(Transport* transport, const RankPlan& plan, Comm comm, const at::Tensor& q, const at::Tensor& k,
                         const at::Tensor& v, const ops::BlockOptions& options, bool keep_record);
 
-// d_o like o with a unit last stride; d_mass like mass, or undefined.
-Gradients attend_backward(Transport& transport, const RankPlan& plan, Comm comm, const at::Tensor& d_o,
+// d_o like o with a unit last stride; d_mass like mass, or undefined. Gradients come in `type`: q's dtype, or the
+// accumulation type.
+Gradients attend_backward(Transport* transport, const RankPlan& plan, Comm comm, const at::Tensor& d_o,
                           const at::Tensor& d_mass, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                           const at::Tensor& mass, const std::vector<GroupRecord>& record,
-                          const ops::BlockOptions& options);
+                          const ops::BlockOptions& options, at::ScalarType type);
 
 // A record as one list of tensors for autograd to keep, and back.
 std::vector<at::Tensor> flatten(const std::vector<GroupRecord>& record);

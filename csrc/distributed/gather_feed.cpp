@@ -38,28 +38,33 @@ class GatherFeed final : public KeyFeed {
         keys_.pending->wait();
         const at::Tensor stream = keys_.output.index_select(0, plan_.to_stream).transpose(0, 1);
         keys_ = ++group_ < num_groups() ? post(group_) : Collective{};
-        return {{0, stream}};
+        own_ = at::Tensor();
+        return {{0, keys_of(stream, k_.size(3)), values_of(stream, k_.size(3))}};
     }
 
-    void give(std::vector<at::Tensor> gradients) override {
-        at::Tensor input = gradients[0];
-        if (!input.defined()) {
-            const int64_t rows = plan_.to_stream.numel();
-            input = at::zeros({k_.size(0), rows, heads(group_ - 1).count, k_.size(3) + v_.size(3)},
-                              k_.options().dtype(ops::accumulation_type(k_)));
-        }
-        input = input.transpose(0, 1).index_select(0, plan_.from_stream).unflatten(0, {transport_.size(), -1});
+    KeyGradients gradients(size_t) override {
+        const int64_t rows = plan_.to_stream.numel(), d = k_.size(3);
+        own_ = at::zeros({k_.size(0), rows, heads(group_ - 1).count, d + v_.size(3)},
+                         k_.options().dtype(ops::accumulation_type(k_)));
+        return {keys_of(own_, d), values_of(own_, d)};
+    }
+
+    void give() override {
+        if (!own_.defined()) gradients(0);
+        const at::Tensor input =
+            own_.transpose(0, 1).index_select(0, plan_.from_stream).unflatten(0, {transport_.size(), -1});
         const at::Tensor output = at::empty(input.sizes().slice(1), input.options());
         gradients_.push_back({output, transport_.reduce_scatter_sum(input, output)});
     }
 
-    at::Tensor home() override {
+    KeyGradients home() override {
         std::vector<at::Tensor> groups;
         for (const Collective& gradient : gradients_) {
             gradient.pending->wait();
             groups.push_back(gradient.output.transpose(0, 1));
         }
-        return at::cat(groups, 2);
+        const at::Tensor own = at::cat(groups, 2);
+        return {keys_of(own, k_.size(3)), values_of(own, k_.size(3))};
     }
 
   private:
@@ -76,6 +81,7 @@ class GatherFeed final : public KeyFeed {
     const RankPlan& plan_;
     const at::Tensor k_, v_;
     int group_ = 0;
+    at::Tensor own_;  // this rank's part of the gradients of the stream
     Collective keys_;
     std::vector<Collective> gradients_;
 };

@@ -3,38 +3,37 @@
 #include <ATen/ATen.h>
 
 #include <condition_variable>
-#include <deque>
 #include <functional>
 #include <map>
 #include <mutex>
+#include <tuple>
+#include <vector>
 
 #include "core/error.h"
 
 namespace megatron_sb::distributed {
 
-// What was sent and not yet received, by (from, to).
+// What was sent and not yet received, by (from, to, number of the message between these two).
 class Mailboxes {
   public:
     Mailboxes(int size, std::chrono::milliseconds timeout) : size_(size), timeout_(timeout) {}
 
     int size() const { return size_; }
 
-    void put(int from, int to, const at::Tensor& tensor) {
+    void put(int from, int to, int64_t number, const at::Tensor& tensor) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        boxes_[{from, to}].push_back(tensor.clone());
+        boxes_[{from, to, number}] = tensor.clone();
         changed_.notify_all();
     }
 
-    at::Tensor take(int from, int to) {
+    at::Tensor take(int from, int to, int64_t number) {
         std::unique_lock<std::mutex> lock(mutex_);
-        std::deque<at::Tensor>& box = boxes_[{from, to}];
-        if (!changed_.wait_for(lock, timeout_, [&] { return !box.empty(); })) {
+        const std::tuple<int, int, int64_t> box{from, to, number};
+        if (!changed_.wait_for(lock, timeout_, [&] { return boxes_.count(box) > 0; })) {
             throw RuntimeFailure(
                 concat("rank ", to, " of ", size_, " waited ", timeout_.count(), " ms for rank ", from));
         }
-        at::Tensor tensor = box.front();
-        box.pop_front();
-        return tensor;
+        return boxes_.extract(box).mapped();
     }
 
   private:
@@ -42,7 +41,7 @@ class Mailboxes {
     const std::chrono::milliseconds timeout_;
     std::mutex mutex_;
     std::condition_variable changed_;
-    std::map<std::pair<int, int>, std::deque<at::Tensor>> boxes_;
+    std::map<std::tuple<int, int, int64_t>, at::Tensor> boxes_;
 };
 
 namespace {
@@ -59,7 +58,10 @@ class InProcessPending final : public Pending {
 class InProcessTransport final : public Transport {
   public:
     InProcessTransport(std::shared_ptr<Mailboxes> mailboxes, int rank)
-        : mailboxes_(std::move(mailboxes)), rank_(rank) {}
+        : mailboxes_(std::move(mailboxes)),
+          rank_(rank),
+          num_sent_(mailboxes_->size(), 0),
+          num_expected_(mailboxes_->size(), 0) {}
 
     int rank() const override { return rank_; }
     int size() const override { return mailboxes_->size(); }
@@ -67,39 +69,60 @@ class InProcessTransport final : public Transport {
 
     std::unique_ptr<Pending> exchange(const std::vector<Message>& sends,
                                       const std::vector<Message>& receives) override {
-        for (const Message& send : sends) mailboxes_->put(rank_, send.peer, send.tensor);
-        return std::make_unique<InProcessPending>([this, receives] {
-            for (const Message& receive : receives) receive.tensor.copy_(checked(receive.peer, receive.tensor));
+        for (const Message& send : sends) put(send.peer, send.tensor);
+        std::vector<std::function<at::Tensor()>> boxes;
+        for (const Message& receive : receives) boxes.push_back(expect(receive.peer, receive.tensor));
+        return std::make_unique<InProcessPending>([receives, boxes] {
+            for (size_t i = 0; i < receives.size(); ++i) receives[i].tensor.copy_(boxes[i]());
         });
     }
 
     std::unique_ptr<Pending> all_gather(const at::Tensor& input, const at::Tensor& output) override {
-        for (int peer = 0; peer < size(); ++peer) mailboxes_->put(rank_, peer, input);
-        return std::make_unique<InProcessPending>([this, output] {
-            for (int peer = 0; peer < size(); ++peer) output[peer].copy_(checked(peer, output[peer]));
-        });
+        for (int peer = 0; peer < size(); ++peer) put(peer, input);
+        return receive_from_all(output);
+    }
+
+    std::unique_ptr<Pending> all_to_all(const at::Tensor& input, const at::Tensor& output) override {
+        for (int peer = 0; peer < size(); ++peer) put(peer, input[peer]);
+        return receive_from_all(output);
     }
 
     std::unique_ptr<Pending> reduce_scatter_sum(const at::Tensor& input, const at::Tensor& output) override {
-        for (int peer = 0; peer < size(); ++peer) mailboxes_->put(rank_, peer, input[peer]);
-        return std::make_unique<InProcessPending>([this, output] {
+        std::vector<std::function<at::Tensor()>> boxes;
+        for (int peer = 0; peer < size(); ++peer) put(peer, input[peer]);
+        for (int peer = 0; peer < size(); ++peer) boxes.push_back(expect(peer, output));
+        return std::make_unique<InProcessPending>([boxes, output] {
             output.zero_();
-            for (int peer = 0; peer < size(); ++peer) output.add_(checked(peer, output));
+            for (const auto& box : boxes) output.add_(box());
         });
     }
 
   private:
-    at::Tensor checked(int from, const at::Tensor& expected) {
-        at::Tensor tensor = mailboxes_->take(from, rank_);
-        if (tensor.sizes() != expected.sizes() || tensor.scalar_type() != expected.scalar_type()) {
-            throw RuntimeFailure(concat("rank ", rank_, " got ", tensor.toString(), " ", tensor.sizes(), " from rank ",
-                                        from, " and expected ", expected.toString(), " ", expected.sizes()));
-        }
-        return tensor;
+    void put(int peer, const at::Tensor& tensor) { mailboxes_->put(rank_, peer, num_sent_[peer]++, tensor); }
+
+    // Waits for what comes next from a rank after all that was expected of it before.
+    std::function<at::Tensor()> expect(int from, const at::Tensor& like) {
+        return [this, from, like, number = num_expected_[from]++] {
+            const at::Tensor tensor = mailboxes_->take(from, rank_, number);
+            if (tensor.sizes() != like.sizes() || tensor.scalar_type() != like.scalar_type()) {
+                throw RuntimeFailure(concat("rank ", rank_, " got ", tensor.toString(), " ", tensor.sizes(),
+                                            " from rank ", from, " and expected ", like.toString(), " ", like.sizes()));
+            }
+            return tensor;
+        };
+    }
+
+    std::unique_ptr<Pending> receive_from_all(const at::Tensor& output) {
+        std::vector<std::function<at::Tensor()>> boxes;
+        for (int peer = 0; peer < size(); ++peer) boxes.push_back(expect(peer, output[peer]));
+        return std::make_unique<InProcessPending>([boxes, output] {
+            for (size_t peer = 0; peer < boxes.size(); ++peer) output[static_cast<int64_t>(peer)].copy_(boxes[peer]());
+        });
     }
 
     std::shared_ptr<Mailboxes> mailboxes_;
     int rank_;
+    std::vector<int64_t> num_sent_, num_expected_;  // by peer
 };
 
 }  // namespace

@@ -72,11 +72,12 @@ ContextParallelPlan::State::State(std::string group_name, int rank, plan::Partit
       packing(packing),
       packed(packed) {}
 
-std::shared_ptr<const distributed::RankPlan> ContextParallelPlan::State::on(c10::Device device) {
+std::shared_ptr<const distributed::RankPlan> ContextParallelPlan::State::on(c10::Device device, int num_exchanging) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    auto& plan = by_device_[device];
+    auto& plan = made_[{device.str(), num_exchanging}];
     if (!plan) {
-        plan = std::make_shared<const distributed::RankPlan>(distributed::make_rank_plan(partition, rank, device));
+        plan = std::make_shared<const distributed::RankPlan>(
+            distributed::make_rank_plan(partition, rank, device, num_exchanging));
     }
     return plan;
 }

@@ -1,11 +1,12 @@
 // What a ContextParallelPlan holds.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <string>
-#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "distributed/agreement.h"
@@ -25,14 +26,14 @@ class ContextParallelPlan::State {
     const plan::Packing packing;
     const bool packed;
 
-    // Tables on a device; the first call for it uploads them.
-    std::shared_ptr<const distributed::RankPlan> on(c10::Device device);
+    // Tables on a device, for so many ranks that exchange heads (rank_plan.h); the first call uploads them.
+    std::shared_ptr<const distributed::RankPlan> on(c10::Device device, int num_exchanging);
     // Makes sure, once for each set of values, that the ranks call with the same ones. `error`: see agree().
     void agree_on_call(const std::vector<distributed::Field>& fields, const std::string& error);
 
   private:
     std::mutex mutex_;
-    std::unordered_map<c10::Device, std::shared_ptr<const distributed::RankPlan>> by_device_;
+    std::map<std::pair<std::string, int>, std::shared_ptr<const distributed::RankPlan>> made_;
     std::set<std::string> agreed_;
 };
 

@@ -27,6 +27,20 @@ RowSet make_row_set(const std::vector<int64_t>& rows, c10::Device device) {
     return {rows.front(), count, stretch ? at::Tensor() : index_tensor(rows, device)};
 }
 
+// For each row of the buffers of the ranks that exchange heads, one after the other, its row in their joint buffer.
+std::vector<int64_t> joint_order(const plan::Partition& partition, const plan::Partition& joint, int joint_rank) {
+    std::vector<int64_t> at_row(partition.num_rows()), order;
+    const std::vector<int64_t> joint_rows = joint.local_positions(joint_rank);
+    for (size_t i = 0; i < joint_rows.size(); ++i) at_row[joint_rows[i]] = static_cast<int64_t>(i);
+    const int num_exchanging = partition.size() / joint.size();
+    for (int i = 0; i < num_exchanging; ++i) {
+        for (const int64_t row : partition.local_positions(joint_rank * num_exchanging + i)) {
+            order.push_back(at_row[row]);
+        }
+    }
+    return order;
+}
+
 }  // namespace
 
 at::Tensor RowSet::of(const at::Tensor& x) const {
@@ -46,19 +60,28 @@ at::Tensor inverse_permutation(const at::Tensor& permutation) {
         .index_put_({permutation}, at::arange(permutation.numel(), permutation.options()));
 }
 
-RankPlan make_rank_plan(const plan::Partition& partition, int rank, c10::Device device) {
+RankPlan make_rank_plan(const plan::Partition& partition, int rank, c10::Device device, int num_exchanging) {
+    const int joint_rank = rank / num_exchanging;
+    const plan::Partition joint = partition.over(partition.size() / num_exchanging);
     std::vector<RowSet> lanes;
-    for (const int chunk : partition.chunks_of(rank)) {
-        lanes.push_back(make_row_set(partition.chunk_rows(rank, chunk), device));
+    for (const int chunk : joint.chunks_of(joint_rank)) {
+        lanes.push_back(make_row_set(joint.chunk_rows(joint_rank, chunk), device));
     }
-    const at::Tensor from_stream = index_tensor(partition.gathered_positions(), device);
-    return {plan::Schedule(partition.layout(), partition.size()),
-            rank,
-            make_tables(plan::ring_itinerary(partition, rank), device),
-            make_tables(plan::gather_itinerary(partition, rank), device),
-            std::move(lanes),
-            inverse_permutation(from_stream),
-            from_stream};
+    const at::Tensor from_stream = index_tensor(joint.gathered_positions(), device);
+    RankPlan plan{plan::Schedule(joint.layout(), joint.size()),
+                  joint_rank,
+                  make_tables(plan::ring_itinerary(joint, joint_rank), device),
+                  make_tables(plan::gather_itinerary(joint, joint_rank), device),
+                  std::move(lanes),
+                  inverse_permutation(from_stream),
+                  from_stream,
+                  {},
+                  {}};
+    if (num_exchanging > 1) {
+        plan.from_joint = index_tensor(joint_order(partition, joint, joint_rank), device);
+        plan.to_joint = inverse_permutation(plan.from_joint);
+    }
+    return plan;
 }
 
 }  // namespace megatron_sb::distributed

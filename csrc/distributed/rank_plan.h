@@ -38,9 +38,16 @@ struct RankPlan {
     // the inverse.
     at::Tensor to_stream;
     at::Tensor from_stream;
+    // Where ranks exchange heads: row i of the rows that they have together is row to_joint[i] of their local buffers,
+    // one after the other; from_joint is the inverse.
+    at::Tensor to_joint;
+    at::Tensor from_joint;
 };
 
-RankPlan make_rank_plan(const plan::Partition& partition, int rank, c10::Device device);
+// For a rank that exchanges heads with the others of its `num_exchanging` neighbours, itself included: ranks
+// [i * num_exchanging, (i + 1) * num_exchanging) are as one rank, number i, with all their rows. All but to_joint and
+// from_joint are that one's.
+RankPlan make_rank_plan(const plan::Partition& partition, int rank, c10::Device device, int num_exchanging = 1);
 
 at::Tensor index_tensor(const std::vector<int64_t>& rows, c10::Device device);
 at::Tensor inverse_permutation(const at::Tensor& permutation);

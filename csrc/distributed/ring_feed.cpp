@@ -22,7 +22,12 @@ struct Shipment {
 class RingFeed final : public KeyFeed {
   public:
     RingFeed(Transport& transport, const RankPlan& plan, plan::Pass pass, const at::Tensor& k, const at::Tensor& v)
-        : transport_(transport), plan_(plan), pass_(pass), num_heads_(k.size(2)), wide_(ops::accumulation_type(k)) {
+        : transport_(transport),
+          plan_(plan),
+          pass_(pass),
+          num_heads_(k.size(2)),
+          d_(k.size(3)),
+          wide_(ops::accumulation_type(k)) {
         std::vector<at::Tensor> own;
         for (const RowSet& rows : plan.lanes) own.push_back(at::cat({rows.of(k), rows.of(v)}, -1).contiguous());
         keys_ = pass == plan::Pass::kForward ? Shipment{std::move(own), nullptr} : ship(own);
@@ -36,31 +41,38 @@ class RingFeed final : public KeyFeed {
         current_ = keys_.arrive();
         std::vector<KeyBlock> blocks;
         for (int lane = 0; lane < plan_.schedule.num_lanes(); ++lane) {
-            blocks.push_back({plan_.schedule.chunk(lane, pass_, plan_.rank, step_), current_[lane]});
+            blocks.push_back({plan_.schedule.chunk(lane, pass_, plan_.rank, step_), keys_of(current_[lane], d_),
+                              values_of(current_[lane], d_)});
         }
+        own_ = std::vector<at::Tensor>(blocks.size());
         if (++step_ < num_steps()) keys_ = ship(current_);
         return blocks;
     }
 
-    void give(std::vector<at::Tensor> gradients) override {
+    KeyGradients gradients(size_t lane) override {
+        own_[lane] = at::zeros(current_[lane].sizes(), current_[lane].options().dtype(wide_));
+        return {keys_of(own_[lane], d_), values_of(own_[lane], d_)};
+    }
+
+    void give() override {
         const std::vector<at::Tensor> others = gradients_.arrive();
-        for (size_t lane = 0; lane < gradients.size(); ++lane) {
-            at::Tensor& own = gradients[lane];
+        for (size_t lane = 0; lane < own_.size(); ++lane) {
+            at::Tensor& own = own_[lane];
             if (others.empty()) {
-                if (!own.defined()) own = at::zeros(current_[lane].sizes(), current_[lane].options().dtype(wide_));
+                if (!own.defined()) gradients(lane);
             } else {
                 own = own.defined() ? own.add_(others[lane]) : others[lane];
             }
         }
-        gradients_ = step_ < num_steps() ? ship(gradients) : Shipment{std::move(gradients), nullptr};
+        gradients_ = step_ < num_steps() ? ship(own_) : Shipment{own_, nullptr};
     }
 
-    at::Tensor home() override {
+    KeyGradients home() override {
         const std::vector<at::Tensor> own = gradients_.arrive();
         const int64_t rows = own[0].size(1) * static_cast<int64_t>(own.size());
         const at::Tensor local = at::empty({own[0].size(0), rows, own[0].size(2), own[0].size(3)}, own[0].options());
         for (size_t lane = 0; lane < own.size(); ++lane) plan_.lanes[lane].put(local, own[lane]);
-        return local;
+        return {keys_of(local, d_), values_of(local, d_)};
     }
 
   private:
@@ -81,10 +93,10 @@ class RingFeed final : public KeyFeed {
     Transport& transport_;
     const RankPlan& plan_;
     const plan::Pass pass_;
-    const int64_t num_heads_;
+    const int64_t num_heads_, d_;
     const at::ScalarType wide_;
     int step_ = 0;
-    std::vector<at::Tensor> current_;
+    std::vector<at::Tensor> current_, own_;  // by lane: keys and values, and this rank's part of their gradients
     Shipment keys_, gradients_;
 };
 

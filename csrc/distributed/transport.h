@@ -1,4 +1,4 @@
-// What the attention needs of a network: neighbours exchange tensors, and two collectives. Nothing here knows
+// What the attention needs of a network: neighbours exchange tensors, and three collectives. Nothing here knows
 // attention.
 #pragma once
 
@@ -37,6 +37,8 @@ class Transport {
                                               const std::vector<Message>& receives) = 0;
     // output (size, ...) in the order of the ranks, for input (...); both contiguous.
     virtual std::unique_ptr<Pending> all_gather(const at::Tensor& input, const at::Tensor& output) = 0;
+    // output (size, ...): what each rank has at this rank's place of its input (size, ...); both contiguous.
+    virtual std::unique_ptr<Pending> all_to_all(const at::Tensor& input, const at::Tensor& output) = 0;
     // output (...) = the sum over ranks of their input (size, ...) at this rank's place; both contiguous, in the
     // input's type, which is fp32 or fp64 wherever gradients are summed.
     virtual std::unique_ptr<Pending> reduce_scatter_sum(const at::Tensor& input, const at::Tensor& output) = 0;

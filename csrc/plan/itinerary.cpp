@@ -59,10 +59,9 @@ Itinerary ring_itinerary(const Partition& partition, int rank) {
 }
 
 Itinerary gather_itinerary(const Partition& partition, int rank) {
-    Itinerary itinerary;
-    itinerary.visits.push_back({0, pair_pieces(partition.local(rank), partition.stream(), partition.num_documents())});
-    place_runs(itinerary, 1);
-    return itinerary;
+    Visit all{0, pair_pieces(partition.local(rank), partition.stream(), partition.num_documents())};
+    if (all.segments.empty()) return {{}, {{}}};
+    return {{{0, static_cast<int32_t>(partition.num_local_rows())}}, {std::move(all)}};
 }
 
 }  // namespace megatron_sb::plan

@@ -12,7 +12,7 @@
 
 namespace megatron_sb::plan {
 
-// A run's query rows, the smallest stretch of the local buffer that holds all of them.
+// A run's query rows, a stretch of the local buffer that holds all of them.
 struct Run {
     int32_t row_begin;
     int32_t num_rows;
@@ -35,7 +35,7 @@ std::vector<Segment> pair_pieces(const std::vector<Piece>& queries, const std::v
 
 // Key buffers are the chunks.
 Itinerary ring_itinerary(const Partition& partition, int rank);
-// The one key buffer is the whole stream in order.
+// The one key buffer is the whole stream in order, the one run the whole local buffer.
 Itinerary gather_itinerary(const Partition& partition, int rank);
 
 }  // namespace megatron_sb::plan

@@ -69,6 +69,12 @@ Partition::Partition(Layout layout, Packing packing, int size, int64_t seq_len,
     check_lengths(cu_seqlens.has_value());
 }
 
+Partition Partition::over(int size) const {
+    Partition other = *this;
+    other.size_ = size;
+    return other;
+}
+
 void Partition::check_lengths(bool packed) const {
     const int multiple = num_chunks();
     const auto refuse = [&](const std::string& what) {

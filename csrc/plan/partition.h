@@ -39,6 +39,9 @@ class Partition {
     Partition(Layout layout, Packing packing, int size, int64_t seq_len,
               const std::optional<std::vector<int64_t>>& cu_seqlens);
 
+    // The same stream, cut over a number of ranks that divides this one's.
+    Partition over(int size) const;
+
     Layout layout() const { return layout_; }
     int size() const { return size_; }
     int64_t num_rows() const { return bounds_.back(); }

@@ -44,6 +44,10 @@ class ThreadBackend final : public c10d::Backend {
                                                    const c10d::AllgatherOptions&) override {
         return work(transport_.all_gather(input, output.unflatten(0, {getSize(), -1})));
     }
+    c10::intrusive_ptr<c10d::Work> alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>&,
+                                                 std::vector<int64_t>&, const c10d::AllToAllOptions&) override {
+        return work(transport_.all_to_all(input, output));
+    }
     c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(Tensor& output, Tensor& input,
                                                         const c10d::ReduceScatterOptions&) override {
         return work(transport_.reduce_scatter_sum(input.unflatten(0, {getSize(), -1}), output));

@@ -6,6 +6,7 @@
 #include <iostream>
 
 #include "core/error.h"
+#include "distributed/route.h"
 #include "plan/streams.h"
 #include "ranks.h"
 
@@ -21,7 +22,7 @@ struct Case {
 
 // Keys and queries share a direction, so that the mean logit is about `mean_logit`.
 Case make_case(const plan::Stream& stream, at::ScalarType dtype, double mean_logit, double mass_threshold) {
-    const int64_t batch = stream.cu_seqlens ? 1 : 2, h = 4, h_kv = 2, d = 8, d_v = 16;
+    const int64_t batch = stream.cu_seqlens ? 1 : 2, h = 8, h_kv = 4, d = 8, d_v = 16;
     at::manual_seed(stream.seq_len);
     const auto random = [&](int64_t heads, int64_t head_dim) {
         return at::randn({batch, stream.seq_len, heads, head_dim}, at::kDouble).to(dtype);
@@ -52,21 +53,63 @@ Answer one_rank(const plan::Stream& stream, const Case& x) {
     return {out.o, out.mass, rounded(gradients.dq), rounded(gradients.dk), rounded(gradients.dv)};
 }
 
-Answer many_ranks(const plan::Stream& stream, const Case& x, plan::Layout layout, Comm comm, int size) {
+// How ranks work together: `exchanging` of them exchange heads (1: nobody does).
+struct Mode {
+    std::string name;
+    Comm comm;
+    int exchanging;
+};
+
+// Those that many ranks can have with the eight query heads and four KV heads of a case.
+std::vector<Mode> modes_of(int size) {
+    std::vector<Mode> modes{{"p2p", Comm::kRing, 1}, {"all_gather", Comm::kGather, 1}};
+    if (size == 1) modes.push_back({"one rank", Comm::kHere, 1});
+    if (size == 2 || size == 4 || size == 8) modes.push_back({"a2a", Comm::kHere, size});
+    for (const int exchanging : {2, 4}) {
+        if (size % exchanging != 0 || size == exchanging) continue;
+        modes.push_back({concat("a2a over ", exchanging, " + p2p"), Comm::kRing, exchanging});
+        modes.push_back({concat("a2a over ", exchanging, " + all_gather"), Comm::kGather, exchanging});
+    }
+    return modes;
+}
+
+// The groups of ranks of a mode, as threads.
+class Groups {
+  public:
+    Groups(const Mode& mode, int size, std::chrono::milliseconds timeout = std::chrono::seconds(60))
+        : mode_(mode), ring_(size / mode.exchanging) {
+        for (int i = 0; i < ring_; ++i) heads_.emplace_back(mode.exchanging, timeout);
+        for (int i = 0; i < mode.exchanging; ++i) keys_.emplace_back(ring_, timeout);
+    }
+
+    Route route(const plan::Partition& partition, int rank) const {
+        const int a2a_rank = rank % mode_.exchanging, p2p_rank = rank / mode_.exchanging;
+        return {mode_.exchanging > 1 ? heads_[p2p_rank].transport(a2a_rank) : nullptr,
+                mode_.comm == Comm::kHere ? nullptr : keys_[a2a_rank].transport(p2p_rank), mode_.comm,
+                std::make_shared<RankPlan>(make_rank_plan(partition, rank, at::kCPU, mode_.exchanging)), 100};
+    }
+
+  private:
+    const Mode mode_;
+    const int ring_;
+    std::vector<InProcessGroup> heads_, keys_;
+};
+
+Answer many_ranks(const plan::Stream& stream, const Case& x, plan::Layout layout, const Mode& mode, int size) {
     const plan::Partition partition = stream.partition(layout, size);
+    const Groups groups(mode, size);
     const auto wide = ops::accumulation_type(x.q);
     Answer all{at::empty_like(x.d_o), at::empty_like(x.d_mass), at::empty(x.q.sizes(), wide),
                at::empty(x.k.sizes(), wide), at::empty(x.v.sizes(), wide)};
-    run_ranks_or_throw(size, [&](Transport& transport) {
-        const int rank = transport.rank();
-        const RankPlan plan = make_rank_plan(partition, rank, at::kCPU);
+    run_ranks_or_throw(size, [&](Transport& world) {
+        const int rank = world.rank();
+        const Route route = groups.route(partition, rank);
         const Tensor rows = index_tensor(partition.local_positions(rank), at::kCPU);
         const auto local = [&rows](const Tensor& whole, int64_t dim) { return whole.index_select(dim, rows); };
-        const Tensor q = local(x.q, 1), k = local(x.k, 1), v = local(x.v, 1);
-        const Attended out = attend_forward(transport, plan, comm, q, k, v, x.options, true);
-        const auto record = unflatten(plan, comm, flatten(out.record));
-        const Gradients gradients = attend_backward(transport, plan, comm, local(x.d_o, 1), local(x.d_mass, 2), q, k, v,
-                                                    out.mass, record, x.options);
+        const Routed out = route_forward(route, local(x.q, 1), local(x.k, 1), local(x.v, 1), x.options, true);
+        const auto records = unflatten(route, out.records.size(), flatten(out.records));
+        const Gradients gradients =
+            route_backward(route, local(x.d_o, 1), local(x.d_mass, 2), x.k.size(2), records, x.options);
         all.o.index_copy_(1, rows, out.o);
         all.mass.index_copy_(2, rows, out.mass);
         all.dq.index_copy_(1, rows, gradients.dq.to(wide));
@@ -101,10 +144,10 @@ TEST_P(DriverTest, GivesTheAnswerOfOneRank) {
             x.options.attend_current = mean_logit == 0;
             const Answer expected = one_rank(stream, x);
             for (const plan::Layout layout : {plan::Layout::kZigzag, plan::Layout::kContiguous}) {
-                for (const Comm comm : {Comm::kRing, Comm::kGather}) {
-                    const double error = worst_error(many_ranks(stream, x, layout, comm, size), expected);
-                    EXPECT_LT(error, 1e-13) << stream.name << ", " << name_of(layout) << ", mean logit " << mean_logit
-                                            << (comm == Comm::kRing ? ", p2p" : ", all_gather");
+                for (const Mode& mode : modes_of(size)) {
+                    const double error = worst_error(many_ranks(stream, x, layout, mode, size), expected);
+                    EXPECT_LT(error, 1e-13)
+                        << stream.name << ", " << name_of(layout) << ", mean logit " << mean_logit << ", " << mode.name;
                 }
             }
         }
@@ -120,8 +163,8 @@ TEST_P(DriverTest, SkippingStaysWithinItsBound) {
     full.options.mass_threshold = 0;
     const Answer expected = one_rank(stream, full);
     for (const plan::Layout layout : {plan::Layout::kZigzag, plan::Layout::kContiguous}) {
-        for (const Comm comm : {Comm::kRing, Comm::kGather}) {
-            EXPECT_LT(worst_error(many_ranks(stream, x, layout, comm, size), expected), 0x1p-22);
+        for (const Mode& mode : modes_of(size)) {
+            EXPECT_LT(worst_error(many_ranks(stream, x, layout, mode, size), expected), 0x1p-22);
         }
     }
 }
@@ -132,10 +175,10 @@ TEST_P(DriverTest, PartialResultsCrossRanksInFullPrecision) {
     const plan::Stream stream{"dense", plan::Packing::kPerDocument, 384, std::nullopt};
     const Case x = make_case(stream, at::kBFloat16, -3.0, 0);
     const Answer expected = one_rank(stream, x);
-    for (const Comm comm : {Comm::kRing, Comm::kGather}) {
-        const Answer answer = many_ranks(stream, x, plan::Layout::kZigzag, comm, size);
+    for (const Mode& mode : modes_of(size)) {
+        const Answer answer = many_ranks(stream, x, plan::Layout::kZigzag, mode, size);
         // Values next to a rounding border may go either way: one in a few hundred, by 2^-8.
-        EXPECT_LT(worst_error(answer, expected), 3e-4) << (comm == Comm::kRing ? "p2p" : "all_gather");
+        EXPECT_LT(worst_error(answer, expected), 3e-4) << mode.name;
     }
 }
 
@@ -143,9 +186,9 @@ TEST_P(DriverTest, RepeatsBitForBit) {
     const int size = GetParam();
     const plan::Stream stream = plan::streams(size, 5)[1];
     const Case x = make_case(stream, at::kFloat, -1.0, 0x1p-24);
-    for (const Comm comm : {Comm::kRing, Comm::kGather}) {
-        const Answer first = many_ranks(stream, x, plan::Layout::kZigzag, comm, size);
-        const Answer second = many_ranks(stream, x, plan::Layout::kZigzag, comm, size);
+    for (const Mode& mode : modes_of(size)) {
+        const Answer first = many_ranks(stream, x, plan::Layout::kZigzag, mode, size);
+        const Answer second = many_ranks(stream, x, plan::Layout::kZigzag, mode, size);
         for (const auto part : {&Answer::o, &Answer::mass, &Answer::dq, &Answer::dk, &Answer::dv}) {
             EXPECT_TRUE((first.*part).equal(second.*part));
         }
@@ -162,12 +205,11 @@ TEST(Driver, ErrorDoesNotGrowWithTheRing) {
         for (Tensor* part : {&exact.q, &exact.k, &exact.v, &exact.d_o, &exact.d_mass}) *part = part->to(at::kDouble);
         const Answer expected = one_rank(stream, exact);
         const double alone = worst_error(one_rank(stream, x), expected);
-        for (const Comm comm : {Comm::kRing, Comm::kGather}) {
-            for (const int size : {1, 2, 4, 8, 16}) {
-                const double error = worst_error(many_ranks(stream, x, plan::Layout::kZigzag, comm, size), expected);
+        for (const int size : {1, 2, 4, 8, 16}) {
+            for (const Mode& mode : modes_of(size)) {
+                const double error = worst_error(many_ranks(stream, x, plan::Layout::kZigzag, mode, size), expected);
                 std::cout << "[ error    ] " << at::toString(dtype) << ", mean logit " << mean_logit << ", "
-                          << (comm == Comm::kRing ? "p2p" : "all_gather") << ", " << size << " ranks: " << error
-                          << " (one block: " << alone << ")\n";
+                          << mode.name << ", " << size << " ranks: " << error << " (one block: " << alone << ")\n";
                 EXPECT_LT(error, 1.25 * alone + 1e-7) << size << " ranks";
             }
         }
@@ -188,21 +230,23 @@ TEST(GatherFeed, HoldsTwoGroupsOfHeadsAtATime) {
 }
 
 TEST(Driver, ALostPeerEndsEveryRank) {
+    const int size = 4;
     const plan::Stream stream{"dense", plan::Packing::kPerDocument, 64, std::nullopt};
     const Case x = make_case(stream, at::kFloat, 0, 0);
-    const plan::Partition partition = stream.partition(plan::Layout::kZigzag, 4);
-    for (const Comm comm : {Comm::kRing, Comm::kGather}) {
-        const auto thrown = run_ranks(
-            4,
-            [&](Transport& transport) {
-                if (transport.rank() == 2) return;
-                const RankPlan plan = make_rank_plan(partition, transport.rank(), at::kCPU);
-                const Tensor rows = index_tensor(partition.local_positions(transport.rank()), at::kCPU);
-                attend_forward(transport, plan, comm, x.q.index_select(1, rows), x.k.index_select(1, rows),
-                               x.v.index_select(1, rows), x.options, true);
-            },
-            std::chrono::milliseconds(300));
-        for (const int rank : {0, 1, 3}) EXPECT_NE(message_of<RuntimeFailure>(thrown[rank]), "") << "rank " << rank;
+    const plan::Partition partition = stream.partition(plan::Layout::kZigzag, size);
+    for (const Mode& mode : modes_of(size)) {
+        const Groups groups(mode, size, std::chrono::milliseconds(300));
+        const auto thrown = run_ranks(size, [&](Transport& world) {
+            if (world.rank() == 2) return;
+            const Tensor rows = index_tensor(partition.local_positions(world.rank()), at::kCPU);
+            route_forward(groups.route(partition, world.rank()), x.q.index_select(1, rows), x.k.index_select(1, rows),
+                          x.v.index_select(1, rows), x.options, true);
+        });
+        // In a hierarchy, only those that share a group with it: rank 3 exchanges heads with it, rank 0 keys.
+        const bool all = mode.exchanging == 1 || mode.exchanging == size;
+        for (const int rank : {0, 1, 3}) {
+            if (rank != 1 || all) EXPECT_NE(message_of<RuntimeFailure>(thrown[rank]), "") << mode.name << rank;
+        }
     }
 }
 

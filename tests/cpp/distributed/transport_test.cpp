@@ -39,6 +39,15 @@ TEST(InProcessTransport, GathersAndReduceScatters) {
     });
 }
 
+TEST(InProcessTransport, ExchangesAllToAll) {
+    run_ranks_or_throw(3, [](Transport& transport) {
+        const at::Tensor mine = at::tensor({0, 1, 2}).view({3, 1}) + 10 * transport.rank(),
+                         theirs = at::empty_like(mine);
+        transport.all_to_all(mine, theirs)->wait();
+        EXPECT_TRUE(theirs.equal(at::tensor({0, 10, 20}).view({3, 1}) + transport.rank()));
+    });
+}
+
 TEST(InProcessTransport, ALostPeerEndsTheWait) {
     const auto start = steady_clock::now();
     const auto thrown = run_ranks(

@@ -30,6 +30,7 @@ def free_port() -> int:
         ("killed in forward", "p2p"),
         ("killed in backward", "p2p"),
         ("killed in backward", "all_gather"),
+        ("killed in backward", "a2a"),
         ("never arrives", "p2p"),
     ],
 )

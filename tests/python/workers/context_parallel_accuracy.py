@@ -1,5 +1,6 @@
 """Checks that many ranks give the answer of one. Each is a function of the group, run by every rank."""
 
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from torch import Tensor
 import megatron_sb as sb
 from megatron_sb import reference
 
-COMMS = ("p2p", "all_gather")
+EXCHANGING = 2  # ranks of an a2a group of "a2a+p2p"
 LAYOUTS = ("zigzag", "contiguous")
 ROWS = 192  # 2 * ranks * 12 for 8 ranks
 
@@ -60,6 +61,27 @@ STREAMS = {
 }
 
 
+def comms_of(group) -> list[str]:
+    """The modes that a group can have with the 4 heads of the inputs."""
+    size = dist.get_world_size(group)
+    comms = ["p2p", "all_gather"] + ["a2a"] * (4 % size == 0)
+    return comms + ["a2a+p2p"] * (group is dist.group.WORLD and size > EXCHANGING and size % EXCHANGING == 0)
+
+
+@functools.cache
+def hierarchy() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This rank's a2a and p2p group of the world, as Megatron makes them. Collective at its first call."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    a2a = [dist.new_group(list(range(i, i + EXCHANGING))) for i in range(0, size, EXCHANGING)]
+    p2p = [dist.new_group(list(range(i, size, EXCHANGING))) for i in range(EXCHANGING)]
+    return a2a[rank // EXCHANGING], p2p[rank % EXCHANGING]
+
+
+def groups_for(comm: str) -> dict:
+    """The arguments of a call that name groups beside cp_group."""
+    return {"hierarchical_groups": hierarchy()} if comm == "a2a+p2p" else {}
+
+
 def run_over(group, stream: Stream, inputs: Inputs, layout: str, comm: str, **options) -> dict[str, Tensor]:
     """Run the context-parallel operator on this rank's rows and return the whole results."""
     cut = {"layout": layout, "cu_seqlens": stream.offsets, "packing": stream.packing}
@@ -67,7 +89,9 @@ def run_over(group, stream: Stream, inputs: Inputs, layout: str, comm: str, **op
     local = Inputs(**{name: sb.shard_sequence(x, group, dims[name], **cut) for name, x in vars(inputs).items()})
 
     def attention(q, k, v):
-        return sb.context_parallel_attention(q, k, v, group, comm=comm, return_mass=True, **cut, **options)
+        return sb.context_parallel_attention(
+            q, k, v, group, comm=comm, return_mass=True, **groups_for(comm), **cut, **options
+        )
 
     results = run(attention, local)
     of = {"o": "do", "mass": "dmass", "dq": "q", "dk": "k", "dv": "v"}
@@ -79,8 +103,9 @@ def exact_answer(stream: Stream, inputs: Inputs, **options) -> dict[str, Tensor]
     return run(stream.oracle, Inputs(*(x.double() for x in vars(inputs).values())), **options)
 
 
-def compare(group, dtypes, regimes, comms=COMMS, layouts=LAYOUTS) -> None:
-    """Every stream: no further from float64 than the factor and floor that the operator itself is allowed."""
+def compare(group, dtypes, regimes, layouts=LAYOUTS) -> None:
+    """Every stream and mode: no further from float64 than the factor and floor that the operator itself is allowed."""
+    comms = comms_of(group)
     for (name, stream), dtype, regime in itertools.product(STREAMS.items(), dtypes, regimes):
         inputs = stream.inputs(regime, dtype)
         poisoned = run_over(
@@ -112,7 +137,7 @@ def options_are_passed_on(group) -> None:
     inputs = stream.inputs("randn", torch.float64)
     for options in ({"attend_current": True}, {"scale": 0.5}):
         exact = exact_answer(stream, inputs, **options)
-        for comm in COMMS:
+        for comm in comms_of(group):
             results = run_over(group, stream, inputs, "zigzag", comm, mass_threshold=0, **options)
             for name in RESULTS:
                 torch.testing.assert_close(results[name], exact[name], rtol=1e-10, atol=1e-11)
@@ -122,7 +147,7 @@ def repeats_bit_for_bit(group) -> None:
     """Two runs of each mode, gradients too."""
     stream = STREAMS["per document"]
     inputs = stream.inputs("randn", torch.bfloat16)
-    for comm in COMMS:
+    for comm in comms_of(group):
         first, second = (run_over(group, stream, inputs, "zigzag", comm) for _ in range(2))
         for name in RESULTS:
             assert torch.equal(first[name], second[name]), f"{comm}: {name} differs between two runs"
@@ -135,7 +160,7 @@ def groups_of_one_rank(group) -> None:
     for stream in STREAMS.values():
         inputs = stream.inputs("randn", torch.float64)
         exact = exact_answer(stream, inputs)
-        for comm in (*COMMS, "auto"):
+        for comm in (*comms_of(mine), "auto"):
             results = run_over(mine, stream, inputs, "zigzag", comm, mass_threshold=0)
             for name in RESULTS:
                 torch.testing.assert_close(results[name], exact[name], rtol=1e-10, atol=1e-11)
@@ -149,7 +174,7 @@ def subgroups(group) -> None:
     stream = STREAMS["dense"]
     inputs = stream.inputs("randn", torch.float64)
     exact = exact_answer(stream, inputs)
-    for comm in COMMS:
+    for comm in comms_of(mine):
         results = run_over(mine, stream, inputs, "zigzag", comm, mass_threshold=0)
         for name in RESULTS:
             torch.testing.assert_close(results[name], exact[name], rtol=1e-10, atol=1e-11)
@@ -186,9 +211,9 @@ def strides_are_taken_as_they_are(group) -> None:
     fused = torch.cat((q, k, v), 2).transpose(0, 1).contiguous().transpose(0, 1)
     views = fused.split([4, 2, 2], 2)
     assert not any(x.is_contiguous() for x in views)
-    for comm in COMMS:
-        expected = sb.context_parallel_attention(q, k, v.contiguous(), group, comm=comm)
-        assert torch.equal(sb.context_parallel_attention(*views, group, comm=comm), expected)
+    for comm in comms_of(group):
+        expected = sb.context_parallel_attention(q, k, v.contiguous(), group, comm=comm, **groups_for(comm))
+        assert torch.equal(sb.context_parallel_attention(*views, group, comm=comm, **groups_for(comm)), expected)
 
 
 def autocast(group) -> None:
@@ -201,12 +226,13 @@ def autocast(group) -> None:
 
 def gradients_of_one_result(group) -> None:
     """A loss of the mass alone, or of o alone."""
-    for comm, wanted in itertools.product(COMMS, ("o", "mass")):
+    for comm, wanted in itertools.product(comms_of(group), ("o", "mass")):
         inputs = STREAMS["dense"].inputs("randn", torch.float64)
         (inputs.dmass if wanted == "o" else inputs.do).zero_()
         exact = exact_answer(STREAMS["dense"], inputs)
         q, k, v = (x.requires_grad_() for x in local_inputs(group, torch.float64))
-        o, mass = sb.context_parallel_attention(q, k, v, group, comm=comm, return_mass=True, mass_threshold=0)
+        options = {"comm": comm, "return_mass": True, "mass_threshold": 0, **groups_for(comm)}
+        o, mass = sb.context_parallel_attention(q, k, v, group, **options)
         if wanted == "o":
             gradients = torch.autograd.grad(o, (q, k, v), sb.shard_sequence(inputs.do, group))
         else:

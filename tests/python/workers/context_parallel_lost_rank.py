@@ -30,7 +30,7 @@ def main(scenario: str, timeout_seconds: float, comm: str) -> None:
     group = dist.new_group(timeout=timedelta(seconds=timeout_seconds))
     dist.barrier()
     plan = sb.ContextParallelPlan(group, 64 * dist.get_world_size())
-    q, k, v = (torch.randn(1, 64, 2, 16, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(1, 64, 3, 16, requires_grad=True) for _ in range(3))
     o = sb.context_parallel_attention(q, k, v, plan=plan, comm=comm)
     dist.barrier()
     start = time.monotonic()

@@ -4,7 +4,7 @@ import re
 
 import torch
 import torch.distributed as dist
-from context_parallel_accuracy import ROWS, local_inputs
+from context_parallel_accuracy import ROWS, comms_of, groups_for, hierarchy, local_inputs
 
 import megatron_sb as sb
 
@@ -109,7 +109,7 @@ def refuses_ranks_that_disagree(group) -> None:
     expect_on_every_rank(call(q, k, v, comm="p2p" if odd else "all_gather"), "disagree on comm")
     expect_on_every_rank(call(q, k, v, scale=0.5 if odd else 0.25), "disagree on scale")
     expect_on_every_rank(call(q[:, :-1] if odd else q, k, v), "q: has .* local rows; the plan, .* has")
-    expect_on_every_rank(call(q, k, v, comm="a2a" if odd else "auto"), "not available yet")
+    expect_on_every_rank(call(q, k, v, comm="a2a+p2p" if odd else "auto"), "needs hierarchical_groups")
     expect_on_every_rank(lambda: sb.unshard_sequence(q[:1] if odd else q, group), "disagree on x_local's shape")
     assert call(q, k, v)().isfinite().all(), "the plan serves after its refusals"
 
@@ -121,6 +121,10 @@ def refuses_bad_calls(group) -> None:
     packed = sb.ContextParallelPlan(group, ROWS, offsets(0, 96, ROWS))
     wholes = sb.ContextParallelPlan(group, ROWS, offsets(0, 96, ROWS), layout="contiguous", packing="whole_stream")
     call = sb.context_parallel_attention
+
+    def hierarchical(groups):
+        return call(q, k, v, group, comm="a2a+p2p", hierarchical_groups=groups)
+
     for attempt, expected, error in (
         (lambda: call(q, k, v), "cp_group and plan are both missing", ValueError),
         (lambda: call(q, k, v, "world"), "cp_group is str; a torch.distributed.ProcessGroup is allowed", TypeError),
@@ -137,9 +141,17 @@ def refuses_bad_calls(group) -> None:
         ),
         (lambda: call(q, k, v, plan=plan, packing="whole_stream"), "packing = 'whole_stream' contradicts", ValueError),
         (lambda: call(q, k, v, group, comm="ring"), 'comm = "ring" is unknown; allowed: "auto"', ValueError),
-        (lambda: call(q, k, v, group, comm="a2a"), 'comm = "a2a" is not available yet', ValueError),
-        (lambda: call(q, k, v, group, comm="a2a+p2p"), 'comm = "a2a\\+p2p" is not available yet', ValueError),
+        (
+            lambda: call(q[:, :, :3], k[:, :, :1], v[:, :, :1], group, comm="a2a"),
+            'comm = "a2a": q has 3 heads and k has 1, to be exchanged between 4 ranks',
+            ValueError,
+        ),
+        (lambda: call(q, k, v, group, comm="a2a+p2p"), "needs hierarchical_groups", ValueError),
         (lambda: call(q, k, v, group, hierarchical_groups=(group, group)), "hierarchical_groups are for", ValueError),
+        (lambda: hierarchical((group,)), "two groups, .a2a group, p2p group., are allowed", ValueError),
+        (lambda: hierarchical((group, 3)), r"hierarchical_groups\[1\] is int; a torch.distributed.Proc", TypeError),
+        (lambda: hierarchical((group, group)), "have 4 and 4 ranks; the product must be .*, 4", ValueError),
+        (lambda: hierarchical(hierarchy()[::-1]), "ranks of an a2a group must be neighbours", ValueError),
         (lambda: call(q[0], k[0], v[0], group), "q has 3 dimensions; 4", ValueError),
         (lambda: call(q, k, v, group, cu_seqlens=offsets(0, ROWS)), "q has 4 dimensions; 3", ValueError),
         (lambda: call(q, k, v, plan=packed), "q: has 4 dimensions; 3, .* as the plan is packed", ValueError),
@@ -185,8 +197,8 @@ def refuses_wrong_groups(group) -> None:
 
 def refuses_a_second_derivative(group) -> None:
     """With a sentence, and only when somebody asks for it."""
-    for comm in ("p2p", "all_gather"):
+    for comm in comms_of(group):
         q, k, v = (x.requires_grad_() for x in local_inputs(group))
-        o = sb.context_parallel_attention(q, k, v, group, comm=comm)
+        o = sb.context_parallel_attention(q, k, v, group, comm=comm, **groups_for(comm))
         (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
         expect_on_every_rank(lambda dq=dq: dq.sum().backward(), "no second derivative", NotImplementedError)

@@ -1,0 +1,153 @@
+#include "distributed/route.h"
+
+#include <ATen/ATen.h>
+
+#include "distributed/c10d_transport.h"
+#include "distributed/head_exchange.h"
+#include "distributed/plan_state.h"
+
+namespace megatron_sb::distributed {
+namespace {
+
+using at::Tensor;
+using Delivery = HeadExchange::Delivery;
+
+// A single head of fewer rows is too little work for a device: H200, forward of 16K rows 299 TFLOP/s with one head, 686
+// with twelve; of 64K 707 and 626.
+constexpr int64_t kRowsToSplitHeads = 32768;
+
+// Values (b, h, rows) as tensors (b, rows, h, 1) of rows, and back.
+Tensor as_rows(const Tensor& x) {
+    return x.transpose(1, 2).unsqueeze(-1);
+}
+Tensor from_rows(const Tensor& x) {
+    return x.squeeze(-1).transpose(1, 2);
+}
+
+// Several tensors of one group on their way home, and where each goes.
+struct Homecoming {
+    Delivery delivery;
+    std::vector<Tensor> to;  // (b, s_local, heads, width)
+    int group;
+};
+
+void bring_home(const HeadExchange& exchange, std::vector<Homecoming>& all) {
+    for (Homecoming& some : all) {
+        const std::vector<Tensor> arrived = some.delivery.arrive();
+        for (size_t i = 0; i < arrived.size(); ++i) exchange.put(some.to[i], arrived[i], some.group);
+    }
+}
+
+Routed exchanged_forward(const Route& route, const Tensor& q, const Tensor& k, const Tensor& v,
+                         const ops::BlockOptions& options, bool keep_record) {
+    HeadExchange exchange(*route.heads, *route.plan, q.size(2), k.size(2), route.rows_to_split_heads);
+    const auto wide = q.options().dtype(ops::accumulation_type(q));
+    Routed result{at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options()),
+                  at::empty({q.size(0), q.size(2), q.size(1)}, wide),
+                  {}};
+    std::vector<Homecoming> home;
+    Delivery coming = exchange.to_heads({q, k, v}, 0);
+    for (int group = 0; group < exchange.num_groups(); ++group) {
+        const std::vector<Tensor> here = coming.arrive();
+        if (group + 1 < exchange.num_groups()) coming = exchange.to_heads({q, k, v}, group + 1);
+        Attended attended =
+            attend_forward(route.keys.get(), *route.plan, route.comm, here[0], here[1], here[2], options, keep_record);
+        home.push_back({exchange.to_rows({attended.o}), {result.o}, group});
+        home.push_back({exchange.to_rows({as_rows(attended.mass)}), {as_rows(result.mass)}, group});
+        result.records.push_back({here[0], here[1], here[2], attended.mass, std::move(attended.record)});
+    }
+    bring_home(exchange, home);
+    return result;
+}
+
+// The gradients of a group set out for home: those of KV heads that several ranks have in full precision, for they are
+// summed.
+void send_home(HeadExchange& exchange, const Gradients& of, const Gradients& to, int group,
+               std::vector<Homecoming>& home) {
+    if (exchange.repeats_keys()) {
+        home.push_back({exchange.to_rows({of.dq.to(to.dq.scalar_type())}), {to.dq}, group});
+        home.push_back({exchange.to_rows({of.dk, of.dv}), {to.dk, to.dv}, group});
+    } else {
+        home.push_back({exchange.to_rows({of.dq, of.dk, of.dv}), {to.dq, to.dk, to.dv}, group});
+    }
+}
+
+Gradients exchanged_backward(const Route& route, const Tensor& d_o, const Tensor& d_mass, int64_t num_kv_heads,
+                             const std::vector<Record>& records, const ops::BlockOptions& options) {
+    const Tensor &q = records[0].q, &v = records[0].v;
+    const int64_t num_heads = d_o.size(2), d = q.size(3);
+    HeadExchange exchange(*route.heads, *route.plan, num_heads, num_kv_heads, route.rows_to_split_heads);
+    const auto empty = [&](int64_t heads, int64_t width) {
+        return at::empty({d_o.size(0), d_o.size(1), heads, width}, q.options());
+    };
+    const Gradients result{empty(num_heads, d), empty(num_kv_heads, d), empty(num_kv_heads, v.size(3))};
+    const auto type = exchange.repeats_keys() ? ops::accumulation_type(q) : q.scalar_type();
+    struct Coming {
+        Delivery d_o;
+        std::optional<Delivery> d_mass;
+    };
+    const auto post = [&](int group) {
+        Coming coming{exchange.to_heads({d_o}, group), std::nullopt};
+        if (d_mass.defined()) coming.d_mass = exchange.to_heads({as_rows(d_mass)}, group);
+        return coming;
+    };
+    std::vector<Homecoming> home;
+    Coming coming = post(0);
+    for (int group = 0; group < exchange.num_groups(); ++group) {
+        const Tensor d_o_here = coming.d_o.arrive()[0];
+        const Tensor d_mass_here = coming.d_mass ? from_rows(coming.d_mass->arrive()[0]) : Tensor();
+        if (group + 1 < exchange.num_groups()) coming = post(group + 1);
+        const Record& of = records[group];
+        send_home(exchange,
+                  attend_backward(route.keys.get(), *route.plan, route.comm, d_o_here, d_mass_here, of.q, of.k, of.v,
+                                  of.mass, of.groups, options, type),
+                  result, group, home);
+    }
+    bring_home(exchange, home);
+    return result;
+}
+
+}  // namespace
+
+Route make_route(const ContextParallelPlan& plan, const RouteNames& names, c10::Device device) {
+    const auto transport = [](const std::string& name) { return name.empty() ? nullptr : c10d_transport(name); };
+    Route route{transport(names.heads), transport(names.keys), names.comm, nullptr, kRowsToSplitHeads};
+    route.plan = plan.state().on(device, route.heads ? route.heads->size() : 1);
+    return route;
+}
+
+Routed route_forward(const Route& route, const Tensor& q, const Tensor& k, const Tensor& v,
+                     const ops::BlockOptions& options, bool keep_record) {
+    if (route.heads) return exchanged_forward(route, q, k, v, options, keep_record);
+    Attended attended = attend_forward(route.keys.get(), *route.plan, route.comm, q, k, v, options, keep_record);
+    return {attended.o, attended.mass, {{q, k, v, attended.mass, std::move(attended.record)}}};
+}
+
+Gradients route_backward(const Route& route, const Tensor& d_o, const Tensor& d_mass, int64_t num_kv_heads,
+                         const std::vector<Record>& records, const ops::BlockOptions& options) {
+    if (route.heads) return exchanged_backward(route, d_o, d_mass, num_kv_heads, records, options);
+    const Record& of = records[0];
+    return attend_backward(route.keys.get(), *route.plan, route.comm, d_o, d_mass, of.q, of.k, of.v, of.mass, of.groups,
+                           options, of.q.scalar_type());
+}
+
+std::vector<Tensor> flatten(const std::vector<Record>& records) {
+    std::vector<Tensor> tensors;
+    for (const Record& record : records) {
+        const std::vector<Tensor> groups = flatten(record.groups);
+        tensors.insert(tensors.end(), {record.q, record.k, record.v, record.mass});
+        tensors.insert(tensors.end(), groups.begin(), groups.end());
+    }
+    return tensors;
+}
+
+std::vector<Record> unflatten(const Route& route, size_t num_records, const std::vector<Tensor>& tensors) {
+    std::vector<Record> records;
+    const auto each = static_cast<std::ptrdiff_t>(tensors.size() / num_records);
+    for (auto at = tensors.begin(); at != tensors.end(); at += each) {
+        records.push_back({at[0], at[1], at[2], at[3], unflatten(*route.plan, route.comm, {at + 4, at + each})});
+    }
+    return records;
+}
+
+}  // namespace megatron_sb::distributed

@@ -1,0 +1,55 @@
+// A call from local rows to local rows: heads are exchanged or not, then each group of them attends (driver.h).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "distributed/driver.h"
+#include "megatron_sb/context_parallel.h"
+
+namespace megatron_sb::distributed {
+
+// By name: the ranks that exchange heads, and those that keys come from; each may be none, "".
+struct RouteNames {
+    std::string heads;
+    std::string keys;
+    Comm comm;
+};
+
+struct Route {
+    std::unique_ptr<Transport> heads, keys;  // none: nullptr
+    Comm comm;
+    std::shared_ptr<const RankPlan> plan;
+    int64_t rows_to_split_heads;  // from which on heads are exchanged a group at a time
+};
+
+Route make_route(const ContextParallelPlan& plan, const RouteNames& names, c10::Device device);
+
+// What the backward needs of one exchange of heads, or of all heads where there is none.
+struct Record {
+    at::Tensor q, k, v, mass;         // as they attended
+    std::vector<GroupRecord> groups;  // of KV heads
+};
+
+struct Routed {
+    at::Tensor o;                 // (b, s_local, h, d_v), q's dtype
+    at::Tensor mass;              // (b, h, s_local), accumulation type
+    std::vector<Record> records;  // without `groups` unless asked for
+};
+
+// q (b, s_local, h, d), k (b, s_local, h_kv, d), v (b, s_local, h_kv, d_v) with a unit last stride. All ranks call it.
+Routed route_forward(const Route& route, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     const ops::BlockOptions& options, bool keep_record);
+
+// d_o (b, s_local, h, d_v) with a unit last stride; d_mass (b, h, s_local), or undefined. Gradients come in q's dtype.
+Gradients route_backward(const Route& route, const at::Tensor& d_o, const at::Tensor& d_mass, int64_t num_kv_heads,
+                         const std::vector<Record>& records, const ops::BlockOptions& options);
+
+// Records as one list of tensors for autograd to keep, and back.
+std::vector<at::Tensor> flatten(const std::vector<Record>& records);
+std::vector<Record> unflatten(const Route& route, size_t num_records, const std::vector<at::Tensor>& tensors);
+
+}  // namespace megatron_sb::distributed
