@@ -1,14 +1,8 @@
 """Context parallelism under torchrun and gloo: many checks in one launch, each reported by itself."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from support.launch import assert_passed, failed_checks
 
-WORKERS = Path(__file__).parents[1] / "workers"
 TIMEOUT_SECONDS = 240
 
 EVERYTHING = (
@@ -44,12 +38,7 @@ def failures(tmp_path_factory):
     def of(num_ranks: int) -> dict[str, dict[str, str]]:
         if num_ranks not in launched:
             out = tmp_path_factory.mktemp("context_parallel") / "failures.json"
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-            command += [str(WORKERS / "context_parallel_run.py"), str(out), *CHECKS[num_ranks]]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-            assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-8000:]}"
-            launched[num_ranks] = json.loads(out.read_text())
+            launched[num_ranks] = failed_checks(num_ranks, "cpu", CHECKS[num_ranks], out, TIMEOUT_SECONDS)
         return launched[num_ranks]
 
     return of
@@ -58,6 +47,4 @@ def failures(tmp_path_factory):
 @pytest.mark.parametrize(("num_ranks", "check"), [(n, check) for n, checks in CHECKS.items() for check in checks])
 def test_on_gloo(failures, num_ranks, check):
     """Each check passes on every rank."""
-    found = failures(num_ranks)
-    assert check in found, f"not reached: a check before it failed: {list(found)[-1]}"
-    assert not found[check], "\n".join(f"rank {rank}:\n{text}" for rank, text in found[check].items())
+    assert_passed(check, failures(num_ranks))

@@ -220,7 +220,7 @@ def autocast(group) -> None:
     """fp32 tensors under autocast are bf16 tensors."""
     q, k, v = local_inputs(group)
     expected = sb.context_parallel_attention(*(x.bfloat16() for x in (q, k, v)), group)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(q.device.type, torch.bfloat16):
         assert torch.equal(sb.context_parallel_attention(q, k, v, group), expected)
 
 
@@ -252,7 +252,7 @@ def shard_and_unshard(group) -> None:
             assert local.shape[dim] == ROWS // ranks and local.dtype == x.dtype
             assert torch.equal(sb.unshard_sequence(local, group, dim, **cut), x)
         # Each rank weighs with its own numbers; gradients are those of the sum of all ranks' losses.
-        weights = [torch.randn(3, ROWS, generator=torch.Generator().manual_seed(r)) for r in range(ranks)]
+        weights = [torch.randn(3, ROWS, generator=torch.Generator(x.device).manual_seed(r)) for r in range(ranks)]
         x = torch.randn(3, ROWS).requires_grad_()
         local = sb.shard_sequence(x, group, 1, **cut)
         (local * sb.shard_sequence(weights[rank], group, 1, **cut)).sum().backward()

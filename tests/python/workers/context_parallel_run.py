@@ -1,6 +1,7 @@
-"""Runs named checks of context parallelism on gloo; writes what went wrong, by check and rank, as JSON.
+"""Runs named checks of context parallelism; writes what went wrong, by check and rank, as JSON.
 
-torchrun --nproc-per-node N context_parallel_run.py OUT.json CHECK..
+torchrun --nproc-per-node N context_parallel_run.py OUT.json DEVICE CHECK..
+DEVICE is cpu, with gloo, or cuda, with NCCL and a GPU for each rank.
 """
 
 import json
@@ -15,25 +16,37 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import context_parallel_accuracy
+import context_parallel_gpus
 import context_parallel_refusals
+
+MODULES = (context_parallel_accuracy, context_parallel_refusals, context_parallel_gpus)
 
 TIMEOUT_SECONDS = 60
 
 
 def failure(check: str) -> str:
     """Run a check on every rank and return what it raised here, "" for nothing."""
-    module = context_parallel_refusals if check.startswith("refuses") else context_parallel_accuracy
+    (function,) = {getattr(module, check) for module in MODULES if hasattr(module, check)}
     torch.manual_seed(0)  # the same numbers on every rank
     try:
-        getattr(module, check)(dist.group.WORLD)
+        function(dist.group.WORLD)
     except Exception:
         return traceback.format_exc()
     return ""
 
 
-def main(out: str, checks: list[str]) -> None:
+def start(device: str) -> None:
+    """Join the other ranks; tensors are made on the device."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.set_default_device(torch.device("cuda", torch.cuda.current_device()))
+    timeout = timedelta(seconds=TIMEOUT_SECONDS)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
+
+
+def main(out: str, device: str, checks: list[str]) -> None:
     """Run the checks in their order and stop after one that fails, as the ranks may be out of step then."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_SECONDS))
+    start(device)
     failures = {}
     for check in checks:
         mine = failure(check)
@@ -49,7 +62,7 @@ def main(out: str, checks: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

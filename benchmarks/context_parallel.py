@@ -1,0 +1,227 @@
+"""Context-parallel attention on the GPUs of a host: every mode beside one GPU and beside torch's own context_parallel.
+
+torchrun --nproc-per-node 4 benchmarks/context_parallel.py
+
+TFLOP/s per GPU, of the causal model count (forward 2 b h s^2 d, forward and backward 3.5 times that; packed 2 h d (sum
+of squared document lengths)); logits around -11, so that nothing can be skipped. A time is the median over rounds, each
+started by all ranks together, of the slowest rank. "one GPU" is the whole sequence on each GPU, all at the same time.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from timing import machine
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import megatron_sb as sb
+
+Call = Callable[[], object]
+MODES = ("p2p", "all_gather", "a2a")
+LOGIT = -11.0
+HEAD_START_CYCLES = 3_000_000  # some 1.5 ms of device time in which the host queues a call
+
+
+def inputs(s: int, h: int, h_kv: int, d: int) -> list[Tensor]:
+    """q, k, v, do: (1, s, heads, d), bf16, the same on all ranks."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    drawn = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+    q, k, v, do = (torch.randn(1, s, n, d, **drawn) for n in (h, h_kv, h_kv, h))
+    q[..., 0], k[..., 0] = math.sqrt(-LOGIT) * d**0.25, -math.sqrt(-LOGIT) * d**0.25
+    return [q, k, v, do]
+
+
+def calls_of(attention: Callable, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> dict[str, Call]:
+    """Forward, and forward and backward, of attention(q, k, v)."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    return {
+        "forward": lambda: attention(*leaves),
+        "both": lambda: torch.autograd.grad(attention(*leaves), leaves, do),
+    }
+
+
+def median_ms(call: Call, seconds: float) -> float:
+    """Milliseconds of the slowest rank, median over rounds that all ranks start together."""
+    aligned = torch.zeros(1, device="cuda")
+
+    def timed() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        torch.cuda._sleep(HEAD_START_CYCLES)
+        dist.all_reduce(aligned)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        return begin, end
+
+    for _ in range(2):
+        call()
+    begin, end = timed()
+    torch.cuda.synchronize()
+    rounds = torch.tensor(min(30, max(5, int(seconds * 1e3 / begin.elapsed_time(end)))), device="cuda")
+    dist.broadcast(rounds, 0)
+    events = [timed() for _ in range(int(rounds))]
+    torch.cuda.synchronize()
+    slowest = torch.tensor([b.elapsed_time(e) for b, e in events], device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return statistics.median(slowest.tolist())
+
+
+def sustained_ms(call: Call, ms: float, seconds: float) -> float:
+    """Milliseconds a call where calls follow each other for about `seconds`; of the slowest rank."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    repeats = max(3, int(seconds * 1e3 / ms))
+    begin.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    slowest = torch.tensor(begin.elapsed_time(end) / repeats, device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+@contextlib.contextmanager
+def torch_context_parallel(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Iterator[dict[str, Call]]:
+    """torch's context_parallel with cuDNN, for tensors of the whole sequence."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = dist.device_mesh.init_device_mesh("cuda", (dist.get_world_size(),))
+    buffers = [x.transpose(1, 2).contiguous() for x in (q, k, v, do)]
+
+    def attention(q, k, v):
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # which the context replaces
+
+    with (
+        sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
+        context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers=set(buffers)),
+    ):
+        yield calls_of(attention, *(x.clone() for x in buffers))
+
+
+class Benchmark:
+    """What was asked for, and the table so far."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.rows = options, []
+
+    def measure(self, what: str, name: str, calls: dict[str, Call], forward_flops: float) -> None:
+        """A line: TFLOP/s per GPU of forward, and of forward and backward."""
+        row = {"what": what, "name": name}
+        try:
+            for direction, factor in (("forward", 1.0), ("both", 3.5)):
+                ms = median_ms(calls[direction], self.options.seconds)
+                steady = sustained_ms(calls[direction], ms, self.options.sustained)
+                rates = [factor * forward_flops / t / 1e9 for t in (ms, steady)]
+                row[direction] = {"ms": ms, "tflops": rates[0], "sustained": rates[1]}
+        except RuntimeError as error:  # out of memory, or a peer that cannot
+            row["error"] = str(error).splitlines()[0][:200]
+        self.rows.append(row)
+        if dist.get_rank() == 0:
+            print(_line(row), flush=True)
+
+    def dense(self, s: int, h: int, h_kv: int, d: int) -> None:
+        """One sequence: one GPU, the modes, torch."""
+        ranks, flops = dist.get_world_size(), 2 * h * s**2 * d
+        heads = f"{h}" if h == h_kv else f"{h}:{h_kv}"
+        what, whole = f"L={s} h={heads} d={d}", inputs(s, h, h_kv, d)
+        self.measure(what, "one GPU", calls_of(sb.stickbreaking_attention, *whole), flops)
+        plan = sb.ContextParallelPlan(dist.group.WORLD, s)
+        local = [sb.shard_sequence(x, dist.group.WORLD) for x in whole]
+        for comm in self.options.modes:
+
+            def attention(q, k, v, comm=comm):
+                return sb.context_parallel_attention(q, k, v, plan=plan, comm=comm)
+
+            self.measure(what, comm, calls_of(attention, *local), flops / ranks)
+        if self.options.peer and h == h_kv:
+            with torch_context_parallel(*whole) as calls:
+                self.measure(what, "torch, cuDNN", calls, flops / ranks)
+
+    def packed(self, tokens: int, h: int, d: int) -> None:
+        """Documents of 100 to 16K tokens, by document; and as many pairs of one sequence each."""
+        ranks = dist.get_world_size()
+        lengths = document_lengths(tokens, 2 * ranks)
+        squares = sum(n * n for n in lengths)
+        cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        whole = [x[0] for x in inputs(tokens, h, h, d)]
+        plan = sb.ContextParallelPlan(dist.group.WORLD, cu_seqlens=cu_seqlens)
+        cut = {"dim": 0, "cu_seqlens": cu_seqlens}
+        local = [sb.shard_sequence(x, dist.group.WORLD, **cut) for x in whole]
+        what = f"{tokens} tokens in {len(lengths)} documents, h={h} d={d}"
+        for comm in self.options.modes:
+
+            def attention(q, k, v, comm=comm):
+                return sb.context_parallel_attention(q, k, v, plan=plan, comm=comm)
+
+            self.measure(what, comm, calls_of(attention, *local), 2 * h * d * squares / ranks)
+        like = round(squares / tokens / (2 * ranks)) * 2 * ranks
+        batch = round(squares / like**2)
+        q, k, v, do = (x.view(batch, like, h, d) for x in inputs(batch * like, h, h, d))
+        plan = sb.ContextParallelPlan(dist.group.WORLD, like)
+        local = [sb.shard_sequence(x, dist.group.WORLD) for x in (q, k, v, do)]
+
+        def attention(q, k, v):
+            return sb.context_parallel_attention(q, k, v, plan=plan, comm="a2a")
+
+        what = f"dense b={batch} L={like} h={h} d={d}"
+        self.measure(what, "a2a", calls_of(attention, *local), 2 * batch * h * like**2 * d / ranks)
+
+
+def document_lengths(tokens: int, multiple: int) -> list[int]:
+    """Lengths from 100 to 16384, log-uniform, multiples of `multiple`, that add up to `tokens`; fixed seed."""
+    generator, lengths = torch.Generator().manual_seed(0), []
+    while sum(lengths) < tokens:
+        drawn = 100 * (16384 / 100) ** torch.rand(1, generator=generator).item()
+        lengths.append(max(multiple, int(drawn) // multiple * multiple))
+    lengths[-1] -= sum(lengths) - tokens
+    return lengths
+
+
+def _line(row: dict) -> str:
+    if "error" in row:
+        return f"{row['what']:36s} {row['name']:13s} {row['error']}"
+    cells = [f"{row[d]['ms']:9.3f} ms {row[d]['tflops']:4.0f} ({row[d]['sustained']:.0f})" for d in ("forward", "both")]
+    return f"{row['what']:36s} {row['name']:13s} {' | '.join(cells)}"
+
+
+def main() -> None:
+    """Measure what was asked for on the ranks of torchrun."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--lengths", nargs="*", type=int, default=[16384, 65536, 131072])
+    parser.add_argument("--grouped", nargs="*", default=["12:4", "32:8"], help="query heads : key heads")
+    parser.add_argument("--grouped-length", type=int, default=65536)
+    parser.add_argument("--packed", type=int, default=65536, help="tokens; 0: none")
+    parser.add_argument("--modes", nargs="+", default=list(MODES))
+    parser.add_argument("--no-peer", dest="peer", action="store_false", help="without torch's context_parallel")
+    parser.add_argument("--seconds", type=float, default=0.3, help="of device time for the rounds of a cell")
+    parser.add_argument("--sustained", type=float, default=0.3, help="seconds of each back-to-back run")
+    parser.add_argument("--json", type=Path, help="write everything measured here")
+    options = parser.parse_args()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    if dist.get_rank() == 0:
+        print({**machine(), "ranks": dist.get_world_size(), "nccl": torch.cuda.nccl.version()}, flush=True)
+    bench = Benchmark(options)
+    for s in options.lengths:
+        bench.dense(s, 12, 12, 128)
+    for heads in options.grouped:
+        h, h_kv = (int(n) for n in heads.split(":"))
+        bench.dense(options.grouped_length, h, h_kv, 128)
+    if options.packed:
+        bench.packed(options.packed, 12, 128)
+    if options.json and dist.get_rank() == 0:
+        options.json.write_text(json.dumps({"machine": machine(), "rows": bench.rows}, indent=1))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

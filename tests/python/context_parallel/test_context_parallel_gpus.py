@@ -1,0 +1,32 @@
+"""Context parallelism over NCCL, a GPU for each rank."""
+
+import pytest
+import torch
+from support.launch import assert_passed, failed_checks
+
+TIMEOUT_SECONDS = 300
+# A launch each: the first are short sequences, without fast kernels.
+CHECKS = (
+    "same_answer_as_one_rank",
+    "a_plan_serves_many_calls",
+    "strides_are_taken_as_they_are",
+    "autocast",
+    "shard_and_unshard",
+    "refuses_lengths_that_do_not_divide",
+    "refuses_ranks_that_disagree",
+    "refuses_a_second_derivative",
+    "packed_within_the_bars",
+    "repeats_bit_for_bit_at_16k",
+    "within_the_bars",
+)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_on_nccl(num_ranks, tmp_path):
+    """Every check passes on every rank."""
+    if torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"needs {num_ranks} CUDA devices, there are {torch.cuda.device_count()}")
+    found = failed_checks(num_ranks, "cuda", CHECKS, tmp_path / "failures.json", TIMEOUT_SECONDS)
+    for check in CHECKS:
+        assert_passed(check, found)

@@ -1,0 +1,57 @@
+"""Checks of context parallelism on GPUs with the fast kernels. Each is a function of the group, run by every rank."""
+
+import itertools
+
+import torch
+import torch.distributed as dist
+from context_parallel_accuracy import LAYOUTS, RESULTS, Stream, comms_of, run_over
+from support.bars import BARRED, SPIKES, Bar, barred_inputs, threshold_of
+from support.inputs import make_inputs
+
+HEADS = {"h": 4, "d": 128}
+RUNS = {  # of rows to compare, by length
+    4096: [(0, 4096)],
+    16384: [(1000, 1128), (8100, 8228), (16256, 16384)],
+    65536: [(1000, 1128), (32700, 32828), (65408, 65536)],
+}
+
+
+def within_the_bars(group) -> None:
+    """The bar of one GPU: all regimes at 4K, the hardest ones at 16K and 64K; every mode and layout."""
+    regimes = {4096: BARRED, 16384: ["mean -8", "mean -11"], 65536: ["mean -11", SPIKES]}
+    for length, regime in ((length, regime) for length, some in regimes.items() for regime in some):
+        x = barred_inputs(regime, length, RUNS[length], **HEADS, h_kv=2 if length == 4096 else 4)
+        options = {"mass_threshold": threshold_of(regime)}
+        results = {
+            (layout, comm): run_over(group, Stream(), x, layout, comm, **options)
+            for layout, comm in itertools.product(LAYOUTS if length == 4096 else LAYOUTS[:1], comms_of(group))
+        }
+        bar = Bar(x, RUNS[length])
+        for mode, result in results.items():
+            missed = bar.missed(result, regime)
+            assert not missed, f"{regime}, {length}, {mode}: {'; '.join(missed)}"
+
+
+def packed_within_the_bars(group) -> None:
+    """Documents that start and end anywhere, cut by document and as one stream: what one GPU gives, to rounding."""
+    size = 2 * dist.get_world_size()
+    bounds = [0, 40 * size, 41 * size, 41 * size, 300 * size, 512 * size]
+    for stream in (Stream(tuple(bounds)), Stream((0, 77, 78, 2000, 512 * size - 5), "whole_stream")):
+        x = make_inputs("mean -6", s=512 * size, h=4, h_kv=2, d=128, dtype=torch.bfloat16).packed()
+        alone = run_over(dist.new_group([dist.get_rank()], use_local_synchronization=True), stream, x, "zigzag", "p2p")
+        for layout, comm in itertools.product(LAYOUTS, comms_of(group)):
+            results = run_over(group, stream, x, layout, comm)
+            for name in RESULTS:
+                off = (results[name].double() - alone[name].double()).norm() / alone[name].double().norm()
+                assert off < 2e-3, f"{stream}, {layout}, {comm}: {name} is off by {off:.2g}"
+
+
+def repeats_bit_for_bit_at_16k(group) -> None:
+    """Ten runs of each mode, gradients too, while their transfers race their kernels."""
+    x = make_inputs("mean -11", s=16384, dtype=torch.bfloat16, **HEADS)
+    for layout, comm in itertools.product(LAYOUTS, comms_of(group)):
+        first = run_over(group, Stream(), x, layout, comm)
+        for _ in range(9):
+            again = run_over(group, Stream(), x, layout, comm)
+            for name in RESULTS:
+                assert torch.equal(first[name], again[name]), f"{layout}, {comm}: {name} differs between two runs"
