@@ -87,7 +87,7 @@ class ParallelConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads_per_rank: PositiveInt | None = None
     timeout_seconds: PositiveFloat = 300.0
-    comm: Literal["auto", "p2p", "all_gather"] = "auto"
+    comm: Literal["auto", "p2p", "all_gather", "a2a"] = "auto"
     layout: Literal["zigzag", "contiguous"] = "zigzag"
     packing: Literal["per_document", "whole_stream"] = "per_document"
 

@@ -8,11 +8,8 @@
 namespace megatron_sb::distributed {
 namespace {
 
-// More groups hide more of the transfer and hold less memory; each must still fill the device with work.
-constexpr int64_t kMaxHeadGroups = 4;
-
-int64_t num_head_groups(int64_t num_kv_heads) {
-    return std::min(kMaxHeadGroups, num_kv_heads);
+int64_t num_head_groups(int64_t num_kv_heads, int64_t rows, int64_t rows_to_split) {
+    return rows < rows_to_split ? 1 : std::min(kMaxHeadGroups, num_kv_heads);
 }
 
 // A collective with rows first, (ranks * rows, b, heads, d + d_v), that becomes (b, ...) again when it is over.
@@ -24,20 +21,25 @@ struct Collective {
 class GatherFeed final : public KeyFeed {
   public:
     GatherFeed(Transport& transport, const RankPlan& plan, const at::Tensor& k, const at::Tensor& v)
-        : transport_(transport), plan_(plan), k_(k), v_(v), keys_(post(0)) {}
+        : transport_(transport),
+          plan_(plan),
+          k_(k),
+          v_(v),
+          num_groups_(num_head_groups(k.size(2), plan.to_stream.numel(), plan.rows_to_split_heads)),
+          keys_(post(0)) {}
 
-    int num_groups() const override { return static_cast<int>(num_head_groups(k_.size(2))); }
+    int num_groups() const override { return static_cast<int>(num_groups_); }
     int num_steps() const override { return 1; }
 
     HeadRange heads(int group) const override {
-        const int64_t begin = k_.size(2) * group / num_groups();
-        return {begin, k_.size(2) * (group + 1) / num_groups() - begin};
+        const int64_t begin = k_.size(2) * group / num_groups_;
+        return {begin, k_.size(2) * (group + 1) / num_groups_ - begin};
     }
 
     std::vector<KeyBlock> take() override {
         keys_.pending->wait();
-        const at::Tensor stream = keys_.output.index_select(0, plan_.to_stream).transpose(0, 1);
-        keys_ = ++group_ < num_groups() ? post(group_) : Collective{};
+        const at::Tensor stream = select_rows(keys_.output, 0, plan_.to_stream).transpose(0, 1);
+        keys_ = ++group_ < num_groups_ ? post(group_) : Collective{};
         own_ = at::Tensor();
         return {{0, keys_of(stream, k_.size(3)), values_of(stream, k_.size(3))}};
     }
@@ -52,7 +54,7 @@ class GatherFeed final : public KeyFeed {
     void give() override {
         if (!own_.defined()) gradients(0);
         const at::Tensor input =
-            own_.transpose(0, 1).index_select(0, plan_.from_stream).unflatten(0, {transport_.size(), -1});
+            select_rows(own_.transpose(0, 1), 0, plan_.from_stream).unflatten(0, {transport_.size(), -1});
         const at::Tensor output = at::empty(input.sizes().slice(1), input.options());
         gradients_.push_back({output, transport_.reduce_scatter_sum(input, output)});
     }
@@ -80,6 +82,7 @@ class GatherFeed final : public KeyFeed {
     Transport& transport_;
     const RankPlan& plan_;
     const at::Tensor k_, v_;
+    const int64_t num_groups_;
     int group_ = 0;
     at::Tensor own_;  // this rank's part of the gradients of the stream
     Collective keys_;
@@ -94,8 +97,9 @@ std::unique_ptr<KeyFeed> make_gather_feed(Transport& transport, const RankPlan& 
 }
 
 int64_t gather_feed_bytes(int ranks, const at::Tensor& k, const at::Tensor& v) {
-    const int64_t alive = std::min<int64_t>(2, num_head_groups(k.size(2)));
-    return ranks * (k.nbytes() + v.nbytes()) * alive / num_head_groups(k.size(2));
+    const int64_t rows = k.dim() == 4 ? k.size(1) : k.size(0);
+    const int64_t groups = num_head_groups(k.size(-2), ranks * rows, kRowsToSplitHeads);
+    return ranks * (k.nbytes() + v.nbytes()) * std::min<int64_t>(2, groups) / groups;
 }
 
 }  // namespace megatron_sb::distributed

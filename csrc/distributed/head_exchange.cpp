@@ -7,8 +7,6 @@
 namespace megatron_sb::distributed {
 namespace {
 
-constexpr int kMaxGroups = 4;
-
 // x (b, rows, heads, width) as (b, rows, ranks, heads of each, width).
 at::Tensor by_rank(const at::Tensor& x, int64_t ranks) {
     const int64_t heads = x.size(2);
@@ -21,16 +19,21 @@ at::Tensor part_of(const at::Tensor& x, int64_t dim, int group, int num_groups) 
     return x.narrow(dim, count * group, count);
 }
 
+// x (.., heads, width) as (.., words): tensors of any dtypes side by side.
+at::Tensor as_words(const at::Tensor& x) {
+    const at::Tensor flat = x.flatten(-2);
+    return (divides_into(flat, 4) ? flat : flat.clone(at::MemoryFormat::Contiguous)).view(at::kInt);
+}
+
 }  // namespace
 
-HeadExchange::HeadExchange(Transport& transport, const RankPlan& plan, int64_t num_heads, int64_t num_kv_heads,
-                           int64_t rows_to_split)
+HeadExchange::HeadExchange(Transport& transport, const RankPlan& plan, int64_t num_heads, int64_t num_kv_heads)
     : transport_(transport), plan_(plan), num_kv_heads_(num_kv_heads) {
     const std::string why_not = refusal(num_heads, num_kv_heads, transport.size());
     if (!why_not.empty()) throw InvalidArgument(why_not);
-    if (plan.to_joint.numel() < rows_to_split) return;
+    if (plan.to_joint.numel() < plan.rows_to_split_heads) return;
     const int64_t share = std::max<int64_t>(1, num_kv_heads / transport.size());
-    for (int groups = 2; groups <= kMaxGroups; ++groups) {
+    for (int groups = 2; groups <= kMaxHeadGroups; ++groups) {
         if (share % groups == 0) num_groups_ = groups;
     }
 }
@@ -45,26 +48,27 @@ std::string HeadExchange::refusal(int64_t num_heads, int64_t num_kv_heads, int n
 std::vector<at::Tensor> HeadExchange::Delivery::arrive() {
     pending_->wait();
     at::Tensor rows = output_;
-    if (order_.defined()) rows = rows.flatten(0, 1).index_select(0, order_).transpose(0, 1);
+    if (order_.defined()) rows = select_rows(rows.flatten(0, 1), 0, order_).transpose(0, 1);
     std::vector<at::Tensor> arrived;
     int64_t at = 0;
-    for (const std::vector<int64_t>& shape : shapes_) {
-        const int64_t count = shape[0] * shape[1];
-        arrived.push_back(rows.narrow(-1, at, count).unflatten(-1, shape));
-        at += count;
+    for (const Part& part : parts_) {
+        const auto words = part.heads * part.width * static_cast<int64_t>(at::elementSize(part.type)) / 4;
+        const at::Tensor one = rows.narrow(-1, at, words).view(part.type);
+        arrived.push_back(one.unflatten(-1, {part.heads, part.width}));
+        at += words;
     }
     return arrived;
 }
 
 HeadExchange::Delivery HeadExchange::to_heads(const std::vector<at::Tensor>& xs, int group) {
     Delivery delivery;
-    std::vector<at::Tensor> parts;
+    std::vector<at::Tensor> words;
     for (const at::Tensor& x : xs) {
         const at::Tensor part = part_of(by_rank(x, transport_.size()), 3, group, num_groups_);
-        delivery.shapes_.push_back({part.size(3), part.size(4)});
-        parts.push_back(part.permute({2, 1, 0, 3, 4}).flatten(3));
+        delivery.parts_.push_back({x.scalar_type(), part.size(3), part.size(4)});
+        words.push_back(as_words(part.permute({2, 1, 0, 3, 4})));
     }
-    const at::Tensor input = at::cat(parts, 3).contiguous();
+    const at::Tensor input = at::cat(words, 3).contiguous();
     delivery.order_ = plan_.to_joint;
     delivery.output_ = at::empty_like(input);
     delivery.pending_ = transport_.all_to_all(input, delivery.output_);
@@ -73,13 +77,13 @@ HeadExchange::Delivery HeadExchange::to_heads(const std::vector<at::Tensor>& xs,
 
 HeadExchange::Delivery HeadExchange::to_rows(const std::vector<at::Tensor>& ys) {
     Delivery delivery;
-    std::vector<at::Tensor> parts;
+    std::vector<at::Tensor> words;
     for (const at::Tensor& y : ys) {
-        delivery.shapes_.push_back({y.size(2), y.size(3)});
-        parts.push_back(y.transpose(0, 1).flatten(2));
+        delivery.parts_.push_back({y.scalar_type(), y.size(2), y.size(3)});
+        words.push_back(as_words(y.transpose(0, 1)));
     }
-    const at::Tensor rows = parts.size() == 1 ? parts[0] : at::cat(parts, 2);
-    const at::Tensor input = rows.index_select(0, plan_.from_joint).unflatten(0, {transport_.size(), -1});
+    const at::Tensor rows = words.size() == 1 ? words[0] : at::cat(words, 2);
+    const at::Tensor input = select_rows(rows, 0, plan_.from_joint).unflatten(0, {transport_.size(), -1});
     delivery.output_ = at::empty_like(input);
     delivery.pending_ = transport_.all_to_all(input, delivery.output_);
     return delivery;

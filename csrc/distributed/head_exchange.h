@@ -18,10 +18,8 @@ namespace megatron_sb::distributed {
 
 class HeadExchange {
   public:
-    // `transport` and `plan` (made for this many exchanging ranks) outlive it. One group, where the joint rows are
-    // fewer than `rows_to_split`.
-    HeadExchange(Transport& transport, const RankPlan& plan, int64_t num_heads, int64_t num_kv_heads,
-                 int64_t rows_to_split);
+    // `transport` and `plan` (made for this many exchanging ranks) outlive it.
+    HeadExchange(Transport& transport, const RankPlan& plan, int64_t num_heads, int64_t num_kv_heads);
 
     // Why these heads cannot be exchanged between so many ranks; "" if they can.
     static std::string refusal(int64_t num_heads, int64_t num_kv_heads, int num_ranks);
@@ -37,17 +35,21 @@ class HeadExchange {
 
       private:
         friend class HeadExchange;
-        std::vector<std::vector<int64_t>> shapes_;  // of a row of each: heads, width
-        at::Tensor output_;                         // (ranks, rows, b, all of a row)
-        at::Tensor order_;                          // of the rows of all ranks; undefined: stay by rank
+        struct Part {
+            at::ScalarType type;
+            int64_t heads, width;  // of a row
+        };
+        std::vector<Part> parts_;
+        at::Tensor output_;  // (ranks, rows, b, words of a row)
+        at::Tensor order_;   // of the rows of all ranks; undefined: stay by rank
         std::unique_ptr<Pending> pending_;
     };
 
-    // x (b, s_local, heads or KV heads, width), all of one dtype; arrive as (b, joint rows, this rank's heads of the
-    // group, width).
+    // x (b, s_local, heads or KV heads, width) of any dtypes, a row of a head taking a multiple of four bytes; arrive
+    // as (b, joint rows, this rank's heads of the group, width).
     Delivery to_heads(const std::vector<at::Tensor>& xs, int group);
-    // y (b, joint rows, this rank's heads of a group, width), all of one dtype; arrive as (ranks, s_local, b, heads,
-    // width), for put().
+    // y (b, joint rows, this rank's heads of a group, width), likewise; arrive as (ranks, s_local, b, heads, width),
+    // for put().
     Delivery to_rows(const std::vector<at::Tensor>& ys);
     // Writes what arrived of a group into x (b, s_local, heads or KV heads, width); the sum of what several ranks have
     // of a head.

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
 namespace megatron_sb::distributed {
 namespace {
 
@@ -44,11 +46,23 @@ std::vector<int64_t> joint_order(const plan::Partition& partition, const plan::P
 }  // namespace
 
 at::Tensor RowSet::of(const at::Tensor& x) const {
-    return list.defined() ? x.index_select(1, list) : x.narrow(1, begin, count);
+    return list.defined() ? select_rows(x, 1, list) : x.narrow(1, begin, count);
 }
 
 void RowSet::put(const at::Tensor& x, const at::Tensor& value) const {
     list.defined() ? x.index_copy_(1, list, value) : x.narrow(1, begin, count).copy_(value);
+}
+
+bool divides_into(const at::Tensor& x, int64_t bytes) {
+    const auto whole = [&](int64_t elements) { return elements * x.element_size() % bytes == 0; };
+    const auto strides = x.strides().slice(0, x.dim() - 1);
+    return x.stride(-1) == 1 && whole(x.size(-1)) && whole(x.storage_offset()) &&
+           std::all_of(strides.begin(), strides.end(), whole);
+}
+
+at::Tensor select_rows(const at::Tensor& x, int64_t dim, const at::Tensor& rows) {
+    if (!divides_into(x, 8)) return x.index_select(dim, rows);
+    return x.view(at::kLong).index_select(dim, rows).view(x.scalar_type());
 }
 
 at::Tensor index_tensor(const std::vector<int64_t>& rows, c10::Device device) {
@@ -76,7 +90,8 @@ RankPlan make_rank_plan(const plan::Partition& partition, int rank, c10::Device 
                   inverse_permutation(from_stream),
                   from_stream,
                   {},
-                  {}};
+                  {},
+                  kRowsToSplitHeads};
     if (num_exchanging > 1) {
         plan.from_joint = index_tensor(joint_order(partition, joint, joint_rank), device);
         plan.to_joint = inverse_permutation(plan.from_joint);

@@ -28,6 +28,12 @@ struct Tables {
     std::vector<at::Tensor> segments;
 };
 
+// From how many rows on heads are exchanged or gathered a group at a time, so that one group's transfer hides under
+// another's compute. Fewer rows of a single head are too little work for a device: H200, forward of 16K rows 299
+// TFLOP/s with one head and 686 with twelve; of 64K 707 and 626.
+constexpr int64_t kRowsToSplitHeads = 32768;
+constexpr int64_t kMaxHeadGroups = 4;
+
 struct RankPlan {
     plan::Schedule schedule;
     int rank;
@@ -42,6 +48,7 @@ struct RankPlan {
     // one after the other; from_joint is the inverse.
     at::Tensor to_joint;
     at::Tensor from_joint;
+    int64_t rows_to_split_heads = kRowsToSplitHeads;
 };
 
 // For a rank that exchanges heads with the others of its `num_exchanging` neighbours, itself included: ranks
@@ -49,6 +56,10 @@ struct RankPlan {
 // from_joint are that one's.
 RankPlan make_rank_plan(const plan::Partition& partition, int rank, c10::Device device, int num_exchanging = 1);
 
+// x.index_select(dim, rows), in units of eight bytes where x's last dimension, which is not `dim`, allows it.
+at::Tensor select_rows(const at::Tensor& x, int64_t dim, const at::Tensor& rows);
+// Whether x's memory can be seen as elements of so many bytes.
+bool divides_into(const at::Tensor& x, int64_t bytes);
 at::Tensor index_tensor(const std::vector<int64_t>& rows, c10::Device device);
 at::Tensor inverse_permutation(const at::Tensor& permutation);
 

@@ -12,10 +12,6 @@ namespace {
 using at::Tensor;
 using Delivery = HeadExchange::Delivery;
 
-// A single head of fewer rows is too little work for a device: H200, forward of 16K rows 299 TFLOP/s with one head, 686
-// with twelve; of 64K 707 and 626.
-constexpr int64_t kRowsToSplitHeads = 32768;
-
 // Values (b, h, rows) as tensors (b, rows, h, 1) of rows, and back.
 Tensor as_rows(const Tensor& x) {
     return x.transpose(1, 2).unsqueeze(-1);
@@ -40,7 +36,7 @@ void bring_home(const HeadExchange& exchange, std::vector<Homecoming>& all) {
 
 Routed exchanged_forward(const Route& route, const Tensor& q, const Tensor& k, const Tensor& v,
                          const ops::BlockOptions& options, bool keep_record) {
-    HeadExchange exchange(*route.heads, *route.plan, q.size(2), k.size(2), route.rows_to_split_heads);
+    HeadExchange exchange(*route.heads, *route.plan, q.size(2), k.size(2));
     const auto wide = q.options().dtype(ops::accumulation_type(q));
     Routed result{at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options()),
                   at::empty({q.size(0), q.size(2), q.size(1)}, wide),
@@ -52,56 +48,39 @@ Routed exchanged_forward(const Route& route, const Tensor& q, const Tensor& k, c
         if (group + 1 < exchange.num_groups()) coming = exchange.to_heads({q, k, v}, group + 1);
         Attended attended =
             attend_forward(route.keys.get(), *route.plan, route.comm, here[0], here[1], here[2], options, keep_record);
-        home.push_back({exchange.to_rows({attended.o}), {result.o}, group});
-        home.push_back({exchange.to_rows({as_rows(attended.mass)}), {as_rows(result.mass)}, group});
+        home.push_back(
+            {exchange.to_rows({attended.o, as_rows(attended.mass)}), {result.o, as_rows(result.mass)}, group});
         result.records.push_back({here[0], here[1], here[2], attended.mass, std::move(attended.record)});
     }
     bring_home(exchange, home);
     return result;
 }
 
-// The gradients of a group set out for home: those of KV heads that several ranks have in full precision, for they are
-// summed.
-void send_home(HeadExchange& exchange, const Gradients& of, const Gradients& to, int group,
-               std::vector<Homecoming>& home) {
-    if (exchange.repeats_keys()) {
-        home.push_back({exchange.to_rows({of.dq.to(to.dq.scalar_type())}), {to.dq}, group});
-        home.push_back({exchange.to_rows({of.dk, of.dv}), {to.dk, to.dv}, group});
-    } else {
-        home.push_back({exchange.to_rows({of.dq, of.dk, of.dv}), {to.dq, to.dk, to.dv}, group});
-    }
-}
-
 Gradients exchanged_backward(const Route& route, const Tensor& d_o, const Tensor& d_mass, int64_t num_kv_heads,
                              const std::vector<Record>& records, const ops::BlockOptions& options) {
     const Tensor &q = records[0].q, &v = records[0].v;
     const int64_t num_heads = d_o.size(2), d = q.size(3);
-    HeadExchange exchange(*route.heads, *route.plan, num_heads, num_kv_heads, route.rows_to_split_heads);
+    HeadExchange exchange(*route.heads, *route.plan, num_heads, num_kv_heads);
     const auto empty = [&](int64_t heads, int64_t width) {
         return at::empty({d_o.size(0), d_o.size(1), heads, width}, q.options());
     };
     const Gradients result{empty(num_heads, d), empty(num_kv_heads, d), empty(num_kv_heads, v.size(3))};
+    // Those of KV heads that several ranks have are summed, so they travel in full precision.
     const auto type = exchange.repeats_keys() ? ops::accumulation_type(q) : q.scalar_type();
-    struct Coming {
-        Delivery d_o;
-        std::optional<Delivery> d_mass;
-    };
-    const auto post = [&](int group) {
-        Coming coming{exchange.to_heads({d_o}, group), std::nullopt};
-        if (d_mass.defined()) coming.d_mass = exchange.to_heads({as_rows(d_mass)}, group);
-        return coming;
-    };
+    std::vector<Tensor> sources{d_o};
+    if (d_mass.defined()) sources.push_back(as_rows(d_mass));
     std::vector<Homecoming> home;
-    Coming coming = post(0);
+    Delivery coming = exchange.to_heads(sources, 0);
     for (int group = 0; group < exchange.num_groups(); ++group) {
-        const Tensor d_o_here = coming.d_o.arrive()[0];
-        const Tensor d_mass_here = coming.d_mass ? from_rows(coming.d_mass->arrive()[0]) : Tensor();
-        if (group + 1 < exchange.num_groups()) coming = post(group + 1);
+        const std::vector<Tensor> here = coming.arrive();
+        if (group + 1 < exchange.num_groups()) coming = exchange.to_heads(sources, group + 1);
         const Record& of = records[group];
-        send_home(exchange,
-                  attend_backward(route.keys.get(), *route.plan, route.comm, d_o_here, d_mass_here, of.q, of.k, of.v,
-                                  of.mass, of.groups, options, type),
-                  result, group, home);
+        const Gradients made = attend_backward(route.keys.get(), *route.plan, route.comm, here[0],
+                                               d_mass.defined() ? from_rows(here[1]) : Tensor(), of.q, of.k, of.v,
+                                               of.mass, of.groups, options, type);
+        home.push_back({exchange.to_rows({made.dq.to(q.scalar_type()), made.dk, made.dv}),
+                        {result.dq, result.dk, result.dv},
+                        group});
     }
     bring_home(exchange, home);
     return result;
@@ -111,7 +90,7 @@ Gradients exchanged_backward(const Route& route, const Tensor& d_o, const Tensor
 
 Route make_route(const ContextParallelPlan& plan, const RouteNames& names, c10::Device device) {
     const auto transport = [](const std::string& name) { return name.empty() ? nullptr : c10d_transport(name); };
-    Route route{transport(names.heads), transport(names.keys), names.comm, nullptr, kRowsToSplitHeads};
+    Route route{transport(names.heads), transport(names.keys), names.comm, nullptr};
     route.plan = plan.state().on(device, route.heads ? route.heads->size() : 1);
     return route;
 }

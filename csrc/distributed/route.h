@@ -23,7 +23,6 @@ struct Route {
     std::unique_ptr<Transport> heads, keys;  // none: nullptr
     Comm comm;
     std::shared_ptr<const RankPlan> plan;
-    int64_t rows_to_split_heads;  // from which on heads are exchanged a group at a time
 };
 
 Route make_route(const ContextParallelPlan& plan, const RouteNames& names, c10::Device device);

@@ -126,7 +126,8 @@ class StickBreakingCoreAttention(MegatronModule):
         layer_number: 1-based, as Megatron counts.
         attn_mask_type: `AttnMaskType.causal` or `padding_causal`.
         attention_type: "self".
-        cp_comm_type: None, "p2p", "all_gather", "a2a" or "a2a+p2p".
+        cp_comm_type: None, "p2p", "all_gather", "a2a" or "a2a+p2p"; the last with the groups of
+            `--hierarchical-context-parallel-sizes` (the a2a level, the p2p level).
         softmax_scale: what logits are multiplied by; None means 1/sqrt(config.kv_channels).
         pg_collection: process groups (`tp` and `cp` are read); None means those of `parallel_state`.
         model_comm_pgs: what older cores call `pg_collection`.
@@ -170,6 +171,21 @@ class StickBreakingCoreAttention(MegatronModule):
             self.cp_group = parallel_state.get_context_parallel_group(check_initialized=False)
         else:
             self.tp_group, self.cp_group = groups.tp, groups.cp
+        self.hierarchical_groups = self._hierarchy(groups) if cp_comm_type == "a2a+p2p" else None
+
+    def _hierarchy(self, groups) -> tuple | None:
+        """The a2a and the p2p group of this rank, as Megatron makes them; None where there is one rank."""
+        if self.cp_group is None or self.cp_group.size() == 1:
+            return None
+        made = getattr(groups, "hcp", None)
+        if made is None:
+            made = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False)
+        if made is None or len(made) != 2:
+            raise ValueError(
+                f"cp_comm_type='a2a+p2p' needs two levels of context-parallel groups, there are {len(made or ())}; "
+                "use --hierarchical-context-parallel-sizes A2A P2P"
+            )
+        return tuple(made)
 
     def forward(
         self,
@@ -216,7 +232,8 @@ class StickBreakingCoreAttention(MegatronModule):
 
         if cp_group is not None:
             plan = self._plan(cp_group, query, packed_seq_params if packed else None)
-            out = context_parallel_attention(query, key, value, plan=plan, comm=self.cp_comm_type or "auto", **kwargs)
+            kwargs |= {"comm": self.cp_comm_type or "auto", "hierarchical_groups": self.hierarchical_groups}
+            out = context_parallel_attention(query, key, value, plan=plan, **kwargs)
         elif packed:
             cu_seqlens, cu_seqlens_k = _document_bounds(packed_seq_params)
             out = stickbreaking_attention_varlen(query, key, value, cu_seqlens, cu_seqlens_k=cu_seqlens_k, **kwargs)
@@ -252,6 +269,11 @@ class StickBreakingCoreAttention(MegatronModule):
                 "without one only 1 (no context parallelism) is allowed"
             )
         group = self.cp_group if override is None else override
+        if group is not self.cp_group and self.hierarchical_groups is not None:
+            raise ValueError(
+                "packed_seq_params.cp_group is another group than the module's, which cp_comm_type='a2a+p2p' does not "
+                "allow: its groups are parts of the module's"
+            )
         return group if group is not None and group.size() > 1 else None
 
     def _plan(self, cp_group, query, packed_seq_params) -> ContextParallelPlan:

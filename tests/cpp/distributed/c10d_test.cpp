@@ -82,8 +82,8 @@ TEST(ContextParallel, ServesCppUsers) {
     const auto [o, mass] = stickbreaking_attention(leaves[0], leaves[1], leaves[2], whole);
     const std::vector<Tensor> expected = torch::autograd::grad({o.square().sum() + mass.sum()}, leaves);
 
-    for (const std::string comm : {"p2p", "all_gather", "auto"}) {
-        run_groups(3, [&, o = o](const std::string& group) {
+    for (const std::string comm : {"p2p", "all_gather", "a2a", "auto"}) {
+        run_groups(comm == "a2a" ? 2 : 3, [&, o = o](const std::string& group) {
             const auto plan = c10::make_intrusive<ContextParallelPlan>(group, 48, std::nullopt);
             std::vector<Tensor> local;
             for (const Tensor& x : {q, k, v}) local.push_back(shard_sequence(x, group).requires_grad_());

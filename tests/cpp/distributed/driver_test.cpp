@@ -84,9 +84,10 @@ class Groups {
 
     Route route(const plan::Partition& partition, int rank) const {
         const int a2a_rank = rank % mode_.exchanging, p2p_rank = rank / mode_.exchanging;
+        auto plan = std::make_shared<RankPlan>(make_rank_plan(partition, rank, at::kCPU, mode_.exchanging));
+        plan->rows_to_split_heads = 100;  // some of the streams here are longer
         return {mode_.exchanging > 1 ? heads_[p2p_rank].transport(a2a_rank) : nullptr,
-                mode_.comm == Comm::kHere ? nullptr : keys_[a2a_rank].transport(p2p_rank), mode_.comm,
-                std::make_shared<RankPlan>(make_rank_plan(partition, rank, at::kCPU, mode_.exchanging)), 100};
+                mode_.comm == Comm::kHere ? nullptr : keys_[a2a_rank].transport(p2p_rank), mode_.comm, plan};
     }
 
   private:
@@ -218,15 +219,18 @@ TEST(Driver, ErrorDoesNotGrowWithTheRing) {
 
 // What `auto` goes by.
 TEST(GatherFeed, HoldsTwoGroupsOfHeadsAtATime) {
-    const auto bytes = [](int ranks, int64_t num_kv_heads) {
-        const Tensor x = at::empty({1, 1024, num_kv_heads, 64}, at::kBFloat16);
+    const auto bytes = [](int ranks, int64_t num_kv_heads, int64_t rows = 8192) {
+        const Tensor x = at::empty({1, rows, num_kv_heads, 64}, at::kBFloat16);
         return gather_feed_bytes(ranks, x, x);
     };
-    constexpr int64_t kOneHead = 2 * 1024 * 64 * 2;  // keys and values of one rank
+    constexpr int64_t kOneHead = 2 * 8192 * 64 * 2;  // keys and values of one rank
     EXPECT_EQ(bytes(4, 1), 4 * kOneHead);
     EXPECT_EQ(bytes(4, 2), 4 * 2 * kOneHead);
     EXPECT_EQ(bytes(4, 8), 4 * 4 * kOneHead);
     EXPECT_EQ(bytes(8, 32), 8 * 16 * kOneHead);
+    EXPECT_EQ(bytes(4, 8, 4096), 4 * 8 * kOneHead / 2);  // so short that all heads come at once
+    const Tensor packed = at::empty({8192, 8, 64}, at::kBFloat16);
+    EXPECT_EQ(gather_feed_bytes(4, packed, packed), 4 * 4 * kOneHead);
 }
 
 TEST(Driver, ALostPeerEndsEveryRank) {

@@ -40,7 +40,7 @@ def test_every_layout_gives_the_losses_of_one_rank(tmp_path):
 
     errors = {name: error(name) for name in losses}
     assert errors.pop("batch/misplaced CP2") > 1e-2, "keys in a wrong order must show in the losses"
-    assert len(errors) == 19
+    assert len(errors) == 21
     assert {name: e for name, e in errors.items() if e > 1e-4} == {}
 
 
@@ -75,8 +75,8 @@ REFUSALS = {
     "dynamic inference": r"inference_context=.* is dynamic: .* allows static batching only",
     "qk layernorm": r"config\.qk_layernorm=True \(--qk-layernorm\), .* spec built with qk_layernorm=True",
     "experts": r"config\.num_moe_experts=2 \(--num-experts\), .* use with_stickbreaking\(get_gpt_decoder_block_spec",
-    "a2a": r'comm = "a2a" is not available yet',
-    "a2a+p2p": r'comm = "a2a\+p2p" is not available yet',
+    "a2a": r'comm = "a2a": q has 3 heads and k has 1, to be exchanged between 2 ranks',
+    "a2a+p2p": r"cp_comm_type='a2a\+p2p' needs two levels .* use --hierarchical-context-parallel-sizes A2A P2P",
     "indivisible": r"document 1 \(cu_seqlens 8 to 14\) has length 6, .* must be a multiple of 4",
     "odd sequence": r"seq_len = 14 must be a multiple of 4",
     "different documents": r"cu_seqlens_kv differs from cu_seqlens_q; context parallelism needs them equal",

@@ -75,7 +75,9 @@ def refusals(world) -> dict[str, str]:
         "dynamic inference": message(lambda: attention(hidden, None, inference_context=dynamic)),
         "qk layernorm": message(lambda: make_model(stickbreaking_layer_spec, qk_layernorm=True)),
         "experts": message(lambda: make_model(stickbreaking_layer_spec, num_moe_experts=2, add_bias_linear=False)),
-        "a2a": message(lambda: make_core(world, "a2a")(*sequence, None)),
+        "a2a": message(
+            lambda: make_core(world, "a2a")(sequence[0][:, :, :3], *(x[:, :, :1] for x in sequence[1:]), None)
+        ),
         "a2a+p2p": message(lambda: make_core(world, "a2a+p2p")(*sequence, None)),
         "indivisible": message(lambda: make_core(world)(*make_qkv(7), None, packed_seq_params=indivisible)),
         "odd sequence": message(lambda: make_core(world)(*make_qkv(7, 1), None)),

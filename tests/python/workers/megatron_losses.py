@@ -61,6 +61,8 @@ EXPERTS = {
 }
 RING = {"cp_comm_type": "p2p"}
 GATHER = {"cp_comm_type": "all_gather"}
+HEADS = {"cp_comm_type": "a2a"}
+HIERARCHY = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
 PACKED = {"form": "packed", "lengths": UNEQUAL_LENGTHS}
 
@@ -69,6 +71,8 @@ RUNS = (
     Run("batch/TP2", tp=2),
     Run("batch/CP2 p2p", cp=2, model=RING),
     Run("batch/CP2 all_gather", cp=2, model=GATHER),
+    Run("batch/CP2 a2a", cp=2, model=HEADS),
+    Run("batch/CP4 a2a+p2p", cp=4, model=HIERARCHY),
     Run("batch/CP2 contiguous p2p", cp=2, model=RING, options={"cp_layout": "contiguous"}, data_layout="contiguous"),
     Run("batch/TP2 CP2", tp=2, cp=2),
     Run("batch/TP2 CP2 sequence parallel", tp=2, cp=2, model=SEQUENCE_PARALLEL),
@@ -97,6 +101,7 @@ def build(run: Run) -> GPTModel:
         context_parallel_size=run.cp,
         expert_model_parallel_size=run.ep,
         expert_tensor_parallel_size=1,
+        hierarchical_context_parallel_sizes=run.model.get("hierarchical_context_parallel_sizes"),
     )
     config = megatron_cpu.small_config(
         **{
