@@ -169,9 +169,11 @@ def context_parallel_attention(
     Memory beside the local tensors: "p2p" keeps about 8 * ranks bytes for each local row and head and, for zigzag, two
     fp32 partial outputs of half of the rows (of nearly all rows where many documents are packed per_document), and
     holds two chunks of keys, in the backward three of fp32 gradients too, for each of two lanes. "all_gather" holds the
-    whole stream's keys and values for up to two groups of heads (a quarter of the KV heads each, one head at least), in
-    the backward with their fp32 gradients. In "p2p" zigzag a rank's higher chunk meets the lower chunks before the mass
-    at their newer edge is known: there, skipping goes by the mass of that part alone.
+    whole stream's keys and values for up to two groups of heads (a quarter of the KV heads each, one head at least; all
+    heads together in streams of less than 32768 rows), in the backward with their fp32 gradients. "a2a" keeps the
+    exchanged queries, keys and values, which take what the local ones take, and not the local ones. In "p2p" zigzag a
+    rank's higher chunk meets the lower chunks before the mass at their newer edge is known: there, skipping goes by the
+    mass of that part alone.
 
     Args:
         q: (b, s_local, h, d), or (t_local, h, d) with cu_seqlens.
