@@ -52,12 +52,24 @@ class Measurement:
     sm_mhz: float | None = None
 
 
+def draw_inputs(kind: str, *shape: int, h_kv: int | None = None) -> list[Tensor]:
+    """q, k, v, do: (..., h, d) with h_kv heads in k and v, bf16, drawn on the device from a fixed seed."""
+    device = "cuda" if on_gpu() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+    *rows, h, d = shape
+    heads = (h, h_kv or h, h_kv or h, h)
+    q, k, v, do = (torch.randn(*rows, n, d, device=device, dtype=torch.bfloat16, generator=generator) for n in heads)
+    if kind == "full":
+        q[..., 0] = math.sqrt(-FULL_LOGIT) * d**0.25
+        k[..., 0] = -math.sqrt(-FULL_LOGIT) * d**0.25
+    return [q, k, v, do]
+
+
 class Benchmark:
     """What was asked for, and all that was measured."""
 
     def __init__(self, options: argparse.Namespace, sensors: Sensors) -> None:
         self.options, self.sensors = options, sensors
-        self.device = "cuda" if on_gpu() else "cpu"
         self.measurements: list[Measurement] = []
         self.notes: list[str] = []
         self.failed = False  # whether one of ours could not run
@@ -72,18 +84,6 @@ class Benchmark:
     def directions(self, *more: str) -> tuple[str, ...]:
         """Those that were asked for, of forward, backward and `more`."""
         return ("forward",) if self.options.forward_only else ("forward", "backward", *more)
-
-    def inputs(self, kind: str, *shape: int, h_kv: int | None = None) -> list[Tensor]:
-        """q, k, v, do: (..., h, d) with h_kv heads in k and v, bf16, drawn on the device from a fixed seed."""
-        generator = torch.Generator(self.device).manual_seed(0)
-        *rows, h, d = shape
-        heads = (h, h_kv or h, h_kv or h, h)
-        drawn = {"device": self.device, "dtype": torch.bfloat16, "generator": generator}
-        q, k, v, do = (torch.randn(*rows, n, d, **drawn) for n in heads)
-        if kind == "full":
-            q[..., 0] = math.sqrt(-FULL_LOGIT) * d**0.25
-            k[..., 0] = -math.sqrt(-FULL_LOGIT) * d**0.25
-        return [q, k, v, do]
 
     def measure(self, calls: dict[str, Call], flops: float, sustained: tuple[str, ...] = (), **about: str) -> None:
         """Time the calls in turns, those in `sustained` back to back as well, and print a line."""
@@ -185,7 +185,7 @@ def run_dense(bench: Benchmark) -> None:
         taking_part = [c for c in bench.contenders if full_length == SLOW_LENGTH or not c.slow]
         about = {"group": "dense", "shape": shape}
         steady = ("ours", "cuDNN")
-        inputs = bench.inputs("full", b, s, h, d)
+        inputs = draw_inputs("full", b, s, h, d)
         calls = {c.name: calls_of(c, inputs) for c in taking_part}
         for direction in bench.directions("both"):
             chosen = {c.name: calls[c.name][direction] for c in taking_part if direction != "both" or not c.slow}
@@ -193,7 +193,7 @@ def run_dense(bench: Benchmark) -> None:
         if full_length == SLOW_LENGTH and not bench.options.forward_only:
             bench.note_step(chosen, calls, shape)
         del calls
-        inputs = bench.inputs("randn", b, s, h, d)
+        inputs = draw_inputs("randn", b, s, h, d)
         unskipped = [ours("ours", mass_threshold=0.0) if c.name == "ours" else c for c in taking_part if not c.slow]
         calls = {c.name: calls_of(c, inputs)["forward"] for c in unskipped}
         bench.measure(calls, flops, inputs="randn", direction="forward", **about)
@@ -205,7 +205,7 @@ def run_gqa(bench: Benchmark) -> None:
     flops = 2 * b * h * s**2 * d
     calls = {}
     for h_kv in (12, 4):
-        inputs = bench.inputs("full", b, s, h, d, h_kv=h_kv)
+        inputs = draw_inputs("full", b, s, h, d, h_kv=h_kv)
         for contender in bench.contenders:
             if contender.name in ("ours", "cuDNN"):
                 calls[f"{contender.name} 12:{h_kv}"] = calls_of(contender, inputs)
@@ -245,11 +245,13 @@ def run_varlen(bench: Benchmark) -> None:
     sizes = VARLEN if on_gpu() else {**sizes, "documents": 20}
     lengths = draw_lengths(**sizes)
     h, d, squares = 12, 128, sum(n * n for n in lengths)
-    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(bench.device)
+    cu_seqlens = (
+        torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to("cuda" if on_gpu() else "cpu")
+    )
     like = max(64, round(squares / sizes["tokens"] / 64) * 64)  # of a dense batch of as many tokens and pairs
     batch = max(1, round(squares / like**2))
-    packed_inputs = bench.inputs("full", sizes["tokens"], h, d)
-    dense_inputs = bench.inputs("full", batch, like, h, d)
+    packed_inputs = draw_inputs("full", sizes["tokens"], h, d)
+    dense_inputs = draw_inputs("full", batch, like, h, d)
     bench.note(
         f"varlen: {len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all, seed "
         f"{sizes['seed']} (draw_lengths), {squares / 2e6:.1f}M pairs; the dense call beside it: b={batch} L={like}, "
@@ -279,13 +281,13 @@ def run_skip(bench: Benchmark) -> None:
             continue
         s = bench.shrunk(full_length)
         flops, about = 2 * b * h * s**2 * d, {"group": "skip", "shape": f"b={b} h={h} d={d} L={s}"}
-        inputs = bench.inputs("randn", b, s, h, d)
+        inputs = draw_inputs("randn", b, s, h, d)
         calls = calls_of(ours(), inputs)
         for direction in bench.directions("both"):
             bench.measure(
                 {"ours": calls[direction]}, FACTORS[direction] * flops, inputs="randn", direction=direction, **about
             )
-        inputs = bench.inputs("full", b, s, h, d)
+        inputs = draw_inputs("full", b, s, h, d)
         both = [ours("ours, default threshold"), ours("ours, threshold 0", mass_threshold=0.0)]
         calls = {c.name: calls_of(c, inputs)["forward"] for c in both}
         bench.measure(calls, flops, tuple(calls), inputs="full", direction="forward", **about)
@@ -301,7 +303,7 @@ def run_heads(bench: Benchmark) -> None:
     """Few heads of one long sequence, where a chain of key tiles may be all there is, beside 12 of them."""
     for full_length in (16384, 65536):
         s, d = bench.shrunk(full_length), 128
-        calls = {h: calls_of(ours(), bench.inputs("full", 1, s, h, d)) for h in (1, 4, 12)}
+        calls = {h: calls_of(ours(), draw_inputs("full", 1, s, h, d)) for h in (1, 4, 12)}
         for direction in bench.directions():
             for h, of in calls.items():
                 about = {"group": "heads", "inputs": "full", "shape": f"b=1 h={h} d={d} L={s}"}
@@ -314,7 +316,7 @@ def run_portable(bench: Benchmark) -> None:
     if os.environ.get("MEGATRON_SB_KERNELS") == "portable":
         b, s, h, d = 2, bench.shrunk(16384), 12, 128
         name, flops = "ours, portable", 2 * b * h * s**2 * d
-        calls = calls_of(ours(name), bench.inputs("full", b, s, h, d))
+        calls = calls_of(ours(name), draw_inputs("full", b, s, h, d))
         about = {"group": "portable", "inputs": "full", "shape": f"b={b} h={h} d={d} L={s}"}
         for direction in bench.directions():
             factor = FACTORS[direction]

@@ -10,7 +10,6 @@ started by all ranks together, of the slowest rank. "one GPU" is the whole seque
 import argparse
 import contextlib
 import json
-import math
 import os
 import statistics
 from collections.abc import Callable, Iterator
@@ -18,26 +17,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from timing import machine
+from attention import draw_inputs, draw_lengths
+from timing import Call, Stopwatch, back_to_back, machine
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import megatron_sb as sb
 
-Call = Callable[[], object]
 MODES = ("p2p", "all_gather", "a2a")
-LOGIT = -11.0
+DOCUMENTS, SHORTEST, LONGEST = 27, 100, 16384
 HEAD_START_CYCLES = 3_000_000  # some 1.5 ms of device time in which the host queues a call
-
-
-def inputs(s: int, h: int, h_kv: int, d: int) -> list[Tensor]:
-    """q, k, v, do: (1, s, heads, d), bf16, the same on all ranks."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    drawn = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
-    q, k, v, do = (torch.randn(1, s, n, d, **drawn) for n in (h, h_kv, h_kv, h))
-    q[..., 0], k[..., 0] = math.sqrt(-LOGIT) * d**0.25, -math.sqrt(-LOGIT) * d**0.25
-    return [q, k, v, do]
 
 
 def calls_of(attention: Callable, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> dict[str, Call]:
@@ -53,40 +43,26 @@ def median_ms(call: Call, seconds: float) -> float:
     """Milliseconds of the slowest rank, median over rounds that all ranks start together."""
     aligned = torch.zeros(1, device="cuda")
 
-    def timed() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    def timed() -> Stopwatch:
         torch.cuda._sleep(HEAD_START_CYCLES)
         dist.all_reduce(aligned)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        watch = Stopwatch()
         call()
-        end.record()
-        return begin, end
+        return watch.stop()
 
     for _ in range(2):
         call()
-    begin, end = timed()
-    torch.cuda.synchronize()
-    rounds = torch.tensor(min(30, max(5, int(seconds * 1e3 / begin.elapsed_time(end)))), device="cuda")
+    rounds = torch.tensor(min(30, max(5, int(seconds * 1e3 / timed().milliseconds()))), device="cuda")
     dist.broadcast(rounds, 0)
-    events = [timed() for _ in range(int(rounds))]
-    torch.cuda.synchronize()
-    slowest = torch.tensor([b.elapsed_time(e) for b, e in events], device="cuda")
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return statistics.median(slowest.tolist())
+    watches = [timed() for _ in range(int(rounds))]
+    return statistics.median(of_slowest_rank([watch.milliseconds() for watch in watches]))
 
 
-def sustained_ms(call: Call, ms: float, seconds: float) -> float:
-    """Milliseconds a call where calls follow each other for about `seconds`; of the slowest rank."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    repeats = max(3, int(seconds * 1e3 / ms))
-    begin.record()
-    for _ in range(repeats):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    slowest = torch.tensor(begin.elapsed_time(end) / repeats, device="cuda")
+def of_slowest_rank(values: list[float]) -> list[float]:
+    """Each value's largest over the ranks."""
+    slowest = torch.tensor(values, device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.item()
+    return slowest.tolist()
 
 
 @contextlib.contextmanager
@@ -119,7 +95,7 @@ class Benchmark:
         try:
             for direction, factor in (("forward", 1.0), ("both", 3.5)):
                 ms = median_ms(calls[direction], self.options.seconds)
-                steady = sustained_ms(calls[direction], ms, self.options.sustained)
+                (steady,) = of_slowest_rank([back_to_back(calls[direction], ms, self.options.sustained)])
                 rates = [factor * forward_flops / t / 1e9 for t in (ms, steady)]
                 row[direction] = {"ms": ms, "tflops": rates[0], "sustained": rates[1]}
         except RuntimeError as error:  # out of memory, or a peer that cannot
@@ -132,7 +108,7 @@ class Benchmark:
         """One sequence: one GPU, the modes, torch."""
         ranks, flops = dist.get_world_size(), 2 * h * s**2 * d
         heads = f"{h}" if h == h_kv else f"{h}:{h_kv}"
-        what, whole = f"L={s} h={heads} d={d}", inputs(s, h, h_kv, d)
+        what, whole = f"L={s} h={heads} d={d}", draw_inputs("full", 1, s, h, d, h_kv=h_kv)
         self.measure(what, "one GPU", calls_of(sb.stickbreaking_attention, *whole), flops)
         plan = sb.ContextParallelPlan(dist.group.WORLD, s)
         local = [sb.shard_sequence(x, dist.group.WORLD) for x in whole]
@@ -149,10 +125,12 @@ class Benchmark:
     def packed(self, tokens: int, h: int, d: int) -> None:
         """Documents of 100 to 16K tokens, by document; and as many pairs of one sequence each."""
         ranks = dist.get_world_size()
-        lengths = document_lengths(tokens, 2 * ranks)
+        unit = 2 * ranks  # of which zigzag wants a multiple in each document
+        drawn = draw_lengths(tokens // unit, DOCUMENTS, -(-SHORTEST // unit), LONGEST // unit, seed=0)
+        lengths = [unit * n for n in drawn]
         squares = sum(n * n for n in lengths)
         cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        whole = [x[0] for x in inputs(tokens, h, h, d)]
+        whole = [x[0] for x in draw_inputs("full", 1, tokens, h, d)]
         plan = sb.ContextParallelPlan(dist.group.WORLD, cu_seqlens=cu_seqlens)
         cut = {"dim": 0, "cu_seqlens": cu_seqlens}
         local = [sb.shard_sequence(x, dist.group.WORLD, **cut) for x in whole]
@@ -165,7 +143,7 @@ class Benchmark:
             self.measure(what, comm, calls_of(attention, *local), 2 * h * d * squares / ranks)
         like = round(squares / tokens / (2 * ranks)) * 2 * ranks
         batch = round(squares / like**2)
-        q, k, v, do = (x.view(batch, like, h, d) for x in inputs(batch * like, h, h, d))
+        q, k, v, do = draw_inputs("full", batch, like, h, d)
         plan = sb.ContextParallelPlan(dist.group.WORLD, like)
         local = [sb.shard_sequence(x, dist.group.WORLD) for x in (q, k, v, do)]
 
@@ -174,16 +152,6 @@ class Benchmark:
 
         what = f"dense b={batch} L={like} h={h} d={d}"
         self.measure(what, "a2a", calls_of(attention, *local), 2 * batch * h * like**2 * d / ranks)
-
-
-def document_lengths(tokens: int, multiple: int) -> list[int]:
-    """Lengths from 100 to 16384, log-uniform, multiples of `multiple`, that add up to `tokens`; fixed seed."""
-    generator, lengths = torch.Generator().manual_seed(0), []
-    while sum(lengths) < tokens:
-        drawn = 100 * (16384 / 100) ** torch.rand(1, generator=generator).item()
-        lengths.append(max(multiple, int(drawn) // multiple * multiple))
-    lengths[-1] -= sum(lengths) - tokens
-    return lengths
 
 
 def _line(row: dict) -> str:

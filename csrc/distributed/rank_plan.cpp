@@ -90,8 +90,7 @@ RankPlan make_rank_plan(const plan::Partition& partition, int rank, c10::Device 
                   inverse_permutation(from_stream),
                   from_stream,
                   {},
-                  {},
-                  kRowsToSplitHeads};
+                  {}};
     if (num_exchanging > 1) {
         plan.from_joint = index_tensor(joint_order(partition, joint, joint_rank), device);
         plan.to_joint = inverse_permutation(plan.from_joint);

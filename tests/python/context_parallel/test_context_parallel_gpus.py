@@ -5,7 +5,7 @@ import torch
 from support.launch import assert_passed, failed_checks
 
 TIMEOUT_SECONDS = 300
-# A launch each: the first are short sequences, without fast kernels.
+# In one launch for each number of ranks; the first ones with short sequences, which fast kernels do not serve.
 CHECKS = (
     "same_answer_as_one_rank",
     "a_plan_serves_many_calls",

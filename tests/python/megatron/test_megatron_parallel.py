@@ -1,28 +1,10 @@
 """GPTModel with stick-breaking attention under torchrun and gloo: the same losses on every parallel layout."""
 
-import json
 import math
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-
-WORKERS = Path(__file__).parents[1] / "workers"
-TIMEOUT_SECONDS = 300
-
-
-def run_worker(script: str, num_ranks: int, out: Path) -> dict:
-    """Run a worker under torchrun and return the JSON that its first rank wrote."""
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command += [str(num_ranks), str(WORKERS / script), str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-    workers_words = done.stderr.partition("torch.distributed.elastic.multiprocessing")[0]
-    assert done.returncode == 0, f"{script} failed:\n{done.stdout[-2000:]}\n{workers_words[-8000:]}"
-    return json.loads(out.read_text())
+from support.launch import run_worker
 
 
 def test_every_layout_gives_the_losses_of_one_rank(tmp_path):

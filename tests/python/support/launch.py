@@ -6,18 +6,24 @@ import subprocess
 import sys
 from pathlib import Path
 
-WORKERS = Path(__file__).parents[1] / "workers"
+_WORKERS = Path(__file__).parents[1] / "workers"
 
 
-def failed_checks(num_ranks: int, device: str, checks: tuple[str, ...], out: Path, seconds: int) -> dict:
-    """Run checks of workers/context_parallel_run.py under torchrun: {check: {rank: traceback}}, as far as it came."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    command += [str(WORKERS / "context_parallel_run.py"), str(out), device, *checks]
+def run_worker(script: str, num_ranks: int, out: Path, *arguments: str, device: str = "cpu", seconds: int = 300):
+    """Run a worker, `script OUT ARGUMENTS..`, under torchrun and return the JSON that its first rank wrote."""
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += [str(num_ranks), str(_WORKERS / script), str(out), *arguments]
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **hidden}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-8000:]}"
+    workers_words = done.stderr.partition("torch.distributed.elastic.multiprocessing")[0]
+    assert done.returncode == 0, f"{script} failed:\n{done.stdout[-2000:]}\n{workers_words[-8000:]}"
     return json.loads(out.read_text())
+
+
+def failed_checks(num_ranks: int, device: str, checks: tuple[str, ...], out: Path, seconds: int) -> dict:
+    """Run checks of workers/context_parallel_run.py: {check: {rank: traceback}}, as far as it came."""
+    return run_worker("context_parallel_run.py", num_ranks, out, device, *checks, device=device, seconds=seconds)
 
 
 def assert_passed(check: str, found: dict) -> None:
