@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) backward(const __grid_constant
         if (warp == 0) StepLoader<T>(shared, arguments).run();
         if (warp == 1) CarryReader(c, arguments).run();
         if (warp == 2 && lane == 0) wait_for_turns(c, arguments);
-        if (warp == 3) Publisher(c, arguments).run();
+        if (warp == 3) Publisher<T>(c, arguments).run();
     } else if (T::kSplit && warpgroup == 3) {
         take_registers<T::kSumRegisters>();
         if constexpr (T::kSplit) SumWarpgroup<T>(shared, arguments).run();

@@ -9,8 +9,7 @@
 // stored after a fence that follows the additions (added -> mbarrier -> fence -> store), and read with acquire before
 // the next additions (load -> mbarrier -> additions). Key tiles are handed out by tickets, older tiles of a run first,
 // so what a block waits for is the work of a block that already runs, and never of a later ticket: the oldest waits for
-// nobody. For that, what a finished tile has to tell must not wait for anything of the block's next one: carries and
-// additions are published as they come, each as soon as it is there.
+// nobody. For that, what a finished tile has to tell must not wait for anything of the block's next one.
 #pragma once
 
 #include "kernels/hopper/bwd_plan.h"
@@ -377,42 +376,33 @@ __device__ inline void wait_for_turns(BackwardControl& c, const BackwardArgument
     }
 }
 
-// Tells the next newer key tile what a step's carries are, and later that its additions are in.
+// Tells the next newer key tile what a step's carries are, and later that its additions are in. A tile's additions are
+// told of before the next one's carries are waited for: other blocks may wait for those, and these for other blocks.
+template <class T>
 class Publisher {
   public:
     __device__ Publisher(BackwardControl& control, const BackwardArguments& arguments)
         : c_(control), a_(arguments), lane_(threadIdx.x % 32) {}
 
     __device__ void run() {
+        // The additions of the step so far back are in before the carries of this one are made.
+        constexpr int kLag = T::kSlots;
         for (int number = 0;; ++number) {
             wait_for_description(c_, number);
-            if (step(number).flags & kNoMore) break;
-            // Additions are told of while these carries wait for theirs, from which other blocks may wait for those.
-            for (uint32_t tries = 0; !carries_are_made(number); ++tries) {
-                if (next_added_ < number && additions_are_in()) publish_additions();
-                if (tries == kMostTries) fail();
-            }
+            const int flags = step(number).flags;
+            if (flags & kNoMore) return;
+            publish_additions_before(number - kLag + 1);
             publish_carries(number);
+            if (flags & kLastOfTile) publish_additions_before(number + 1);
         }
-        for (; !(step(next_added_).flags & kNoMore); publish_additions())
-            mbarrier_wait(&c_.added[next_added_ % kTurns], next_added_ / kTurns & 1);
     }
 
   private:
     __device__ const Step& step(int number) const { return c_.steps[number % kStepRing]; }
 
-    __device__ bool carries_are_made(int number) const {
-        bool made = true;
-        for (uint64_t& of_warp : c_.passed_full[1][number % kPassed])
-            made &= mbarrier_is_past(&of_warp, number / kPassed & 1);
-        return __all_sync(~0u, made);
-    }
-    __device__ bool additions_are_in() const {
-        return __all_sync(~0u, mbarrier_is_past(&c_.added[next_added_ % kTurns], next_added_ / kTurns & 1));
-    }
-
     __device__ void publish_carries(int number) const {
         const Step& of = step(number);
+        for (uint64_t& of_warp : c_.passed_full[1][number % kPassed]) mbarrier_wait(&of_warp, number / kPassed & 1);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int row = lane_ + 32 * i;
@@ -426,19 +416,20 @@ class Publisher {
         }
         mbarrier_arrive(&c_.passed_empty[1][number % kPassed]);
     }
-    __device__ void publish_additions() {
-        if (lane_ == 0) {
-            const Step& of = step(next_added_);
-            fence_gpu();
-            if (!(of.flags & kLastOfRows)) store_relaxed(a_.plan.added + of.sum, of.tile + 1);
-            mbarrier_arrive(&c_.published[next_added_ % kTurns]);
+    __device__ void publish_additions_before(int end) {
+        for (; next_added_ < end; ++next_added_) {
+            if (lane_ == 0) {
+                const Step& of = step(next_added_);
+                const int turn = next_added_ % kTurns;
+                mbarrier_wait(&c_.added[turn], next_added_ / kTurns & 1);
+                fence_gpu();
+                if (!(of.flags & kLastOfRows)) store_relaxed(a_.plan.added + of.sum, of.tile + 1);
+                mbarrier_arrive(&c_.published[turn]);
+            }
+            __syncwarp();
+            mbarrier_arrive(&c_.forgotten[next_added_ % kStepRing]);
         }
-        __syncwarp();
-        mbarrier_arrive(&c_.forgotten[next_added_ % kStepRing]);
-        ++next_added_;
     }
-
-    static constexpr uint32_t kMostTries = 1 << 26;
 
     BackwardControl& c_;
     const BackwardArguments& a_;
