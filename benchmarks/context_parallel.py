@@ -4,7 +4,8 @@ torchrun --nproc-per-node 4 benchmarks/context_parallel.py
 
 TFLOP/s per GPU, of the causal model count (forward 2 b h s^2 d, forward and backward 3.5 times that; packed 2 h d (sum
 of squared document lengths)); logits around -11, so that nothing can be skipped. A time is the median over rounds, each
-started by all ranks together, of the slowest rank. "one GPU" is the whole sequence on each GPU, all at the same time.
+started by all ranks together, of the slowest rank, in brackets back to back; MiB: the most that forward and backward
+take over the inputs. "one GPU" is the whole sequence on each GPU, all at the same time.
 """
 
 import argparse
@@ -65,6 +66,15 @@ def of_slowest_rank(values: list[float]) -> list[float]:
     return slowest.tolist()
 
 
+def peak_mib(call: Call) -> float:
+    """Most MiB allocated during a call over what was allocated before, of the rank that needs most."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return max(of_slowest_rank([(torch.cuda.max_memory_allocated() - before) / 2**20]))
+
+
 @contextlib.contextmanager
 def torch_context_parallel(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Iterator[dict[str, Call]]:
     """torch's context_parallel with cuDNN, for tensors of the whole sequence."""
@@ -98,6 +108,7 @@ class Benchmark:
                 (steady,) = of_slowest_rank([back_to_back(calls[direction], ms, self.options.sustained)])
                 rates = [factor * forward_flops / t / 1e9 for t in (ms, steady)]
                 row[direction] = {"ms": ms, "tflops": rates[0], "sustained": rates[1]}
+            row["peak_mib"] = peak_mib(calls["both"])
         except RuntimeError as error:  # out of memory, or a peer that cannot
             row["error"] = str(error).splitlines()[0][:200]
         self.rows.append(row)
@@ -158,7 +169,7 @@ def _line(row: dict) -> str:
     if "error" in row:
         return f"{row['what']:36s} {row['name']:13s} {row['error']}"
     cells = [f"{row[d]['ms']:9.3f} ms {row[d]['tflops']:4.0f} ({row[d]['sustained']:.0f})" for d in ("forward", "both")]
-    return f"{row['what']:36s} {row['name']:13s} {' | '.join(cells)}"
+    return f"{row['what']:36s} {row['name']:13s} {' | '.join(cells)} | {row['peak_mib']:6.0f} MiB"
 
 
 def main() -> None:

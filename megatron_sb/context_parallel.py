@@ -183,9 +183,10 @@ def context_parallel_attention(
         plan: a plan for this batch; layout, cu_seqlens and packing are the plan's then.
         comm: "p2p": keys move around the ring; "all_gather": keys are gathered, a group of heads at a time; "a2a":
             ranks exchange heads for rows, so that each has all rows of its share of the heads; "a2a+p2p": that within
-            the a2a group, and a ring over the p2p group; "auto": all_gather while the gathered keys and values that are
-            alive at a time stay within 1 GiB, p2p beyond. To exchange heads between n ranks, h must be a multiple of n
-            and h_kv a multiple or a divisor: fewer KV heads than ranks go to several of them.
+            the a2a group, and a ring over the p2p group; "auto": a2a where the heads can be exchanged and a rank's
+            share of them has 32768 rows or more (heads times rows); else all_gather while the gathered keys and values
+            that are alive at a time stay within 1 GiB; else p2p. To exchange heads between n ranks, h must be a
+            multiple of n and h_kv a multiple or a divisor: fewer KV heads than ranks go to several of them.
         layout, cu_seqlens, packing: as for `ContextParallelPlan`.
         hierarchical_groups: (a2a group, p2p group) of this rank, for "a2a+p2p", as Megatron makes them: rank of the
             context-parallel group = rank in the p2p group * size of the a2a group + rank in the a2a group.
@@ -213,7 +214,17 @@ def context_parallel_attention(
         scale = 1 / math.sqrt(max(1, q.shape[-1]))
     heads_group, keys_group = _hierarchy(hierarchical_groups, comm)
     o, mass = torch.ops.megatron_sb.context_parallel_attention(
-        q, k, v, plan.state, _text("comm", comm), heads_group, keys_group, scale, attend_current, mass_threshold
+        q,
+        k,
+        v,
+        plan.state,
+        _text("comm", comm),
+        heads_group,
+        keys_group,
+        scale,
+        attend_current,
+        mass_threshold,
+        return_mass,
     )
     return (o, mass) if return_mass else o
 

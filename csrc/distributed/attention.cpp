@@ -21,8 +21,6 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr int64_t kMostGatheredBytes = int64_t{1} << 30;
-
 constexpr const char* kModes[] = {"auto", "p2p", "all_gather", "a2a", "a2a+p2p"};
 
 void check_comm(const std::string& comm) {
@@ -51,15 +49,14 @@ int exchanging_ranks(const ContextParallelPlan& plan, const std::string& comm, c
 }
 
 // Groups of one rank have nothing to exchange.
-RouteNames choose_route(const ContextParallelPlan& plan, const std::string& comm, const std::string& heads_group,
-                        const std::string& keys_group, const at::Tensor& k, const at::Tensor& v) {
+RouteNames choose_route(const ContextParallelPlan& plan, const std::string& asked, const std::string& heads_group,
+                        const std::string& keys_group, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+    const std::string comm = asked == "auto" ? choose_comm(static_cast<int>(plan.size()), q, k, v) : asked;
     const int exchanging = exchanging_ranks(plan, comm, heads_group);
     const std::string heads = exchanging == 1 ? "" : comm == "a2a" ? plan.group_name() : heads_group;
     if (exchanging == plan.size()) return {heads, "", Comm::kHere};
     if (comm == "a2a+p2p") return {heads, keys_group, Comm::kRing};
-    const bool gather = comm == "all_gather" || (comm == "auto" && gather_feed_bytes(static_cast<int>(plan.size()), k,
-                                                                                     v) <= kMostGatheredBytes);
-    return {heads, plan.group_name(), gather ? Comm::kGather : Comm::kRing};
+    return {heads, plan.group_name(), comm == "all_gather" ? Comm::kGather : Comm::kRing};
 }
 
 // What this rank can see for itself; shapes as the caller gave them.
@@ -77,7 +74,7 @@ void check_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, c
 }
 
 std::vector<Field> call_fields(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::string& comm,
-                               const ops::BlockOptions& options) {
+                               const ops::BlockOptions& options, bool return_mass) {
     const bool grad = at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
     return {{"q's shape", concat(q.sizes())},
             {"k's shape", concat(k.sizes())},
@@ -86,6 +83,7 @@ std::vector<Field> call_fields(const at::Tensor& q, const at::Tensor& k, const a
             {"q's device type", concat(q.device().type())},
             {"whether gradients are wanted", grad ? "yes" : "no"},
             {"comm", comm},
+            {"return_mass", return_mass ? "True" : "False"},
             {"scale", concat(std::hexfloat, options.scale)},
             {"attend_current", options.attend_current ? "True" : "False"},
             {"mass_threshold", concat(std::hexfloat, options.mass_threshold)}};
@@ -94,7 +92,7 @@ std::vector<Field> call_fields(const at::Tensor& q, const at::Tensor& k, const a
 // Refuses on every rank what any rank finds wrong; this rank's own finding keeps its type.
 void check_and_agree(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextParallelPlan& plan,
                      const std::string& comm, const std::string& heads_group, const std::string& keys_group,
-                     const ops::BlockOptions& options) {
+                     const ops::BlockOptions& options, bool return_mass) {
     std::exception_ptr own;
     std::string words;
     try {
@@ -112,7 +110,7 @@ void check_and_agree(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
         words = error.what_without_backtrace();
     }
     try {
-        plan.state().agree_on_call(call_fields(q, k, v, comm, options), words);
+        plan.state().agree_on_call(call_fields(q, k, v, comm, options, return_mass), words);
     } catch (const InvalidArgument&) {
         if (own) std::rethrow_exception(own);
         throw;
@@ -121,14 +119,15 @@ void check_and_agree(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
 
 class Attend : public torch::autograd::Function<Attend> {
   public:
-    static constexpr int kNumInputs = 11;
+    static constexpr int kNumInputs = 12;
 
     static variable_list forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                  const PlanPointer& plan, const std::string& heads_group, const std::string& keys_group,
                                  int64_t comm, double scale, bool attend_current, double mass_threshold,
-                                 bool keep_record) {
+                                 bool keep_record, bool return_mass) {
         const Route route = make_route(*plan, {heads_group, keys_group, static_cast<Comm>(comm)}, q.device());
-        const Routed result = route_forward(route, q, k, v, {scale, attend_current, mass_threshold}, keep_record);
+        const Routed result =
+            route_forward(route, q, k, v, {scale, attend_current, mass_threshold}, keep_record, return_mass);
         ctx->save_for_backward(flatten(result.records));
         ctx->set_materialize_grads(false);
         ctx->saved_data["plan"] = plan;
@@ -141,7 +140,7 @@ class Attend : public torch::autograd::Function<Attend> {
         ctx->saved_data["scale"] = scale;
         ctx->saved_data["attend_current"] = attend_current;
         ctx->saved_data["mass_threshold"] = mass_threshold;
-        return {result.o, result.mass};
+        return {result.o, return_mass ? result.mass : at::empty({0}, result.o.options())};
     }
 
     // Runs its exchanges whatever gradients came: the other ranks count on it. A gradient without a history has been
@@ -172,15 +171,17 @@ class Attend : public torch::autograd::Function<Attend> {
 std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                              const PlanPointer& plan, const std::string& comm,
                                              const std::string& heads_group, const std::string& keys_group,
-                                             double scale, bool attend_current, double mass_threshold) {
-    check_and_agree(q, k, v, *plan, comm, heads_group, keys_group, {scale, attend_current, mass_threshold});
+                                             double scale, bool attend_current, double mass_threshold,
+                                             bool return_mass) {
+    check_and_agree(q, k, v, *plan, comm, heads_group, keys_group, {scale, attend_current, mass_threshold},
+                    return_mass);
     const auto rank4 = [&](const at::Tensor& x) { return ops::unit_last_stride(plan->packed() ? x.unsqueeze(0) : x); };
-    const RouteNames route = choose_route(*plan, comm, heads_group, keys_group, k, v);
+    const RouteNames route = choose_route(*plan, comm, heads_group, keys_group, q, k, v);
     const bool keep = at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
     const variable_list out =
         Attend::apply(rank4(q), rank4(k), rank4(v), plan, route.heads, route.keys, static_cast<int64_t>(route.comm),
-                      scale, attend_current, mass_threshold, keep);
-    if (plan->packed()) return {out[0].squeeze(0), out[1].squeeze(0)};
+                      scale, attend_current, mass_threshold, keep, return_mass);
+    if (plan->packed()) return {out[0].squeeze(0), return_mass ? out[1].squeeze(0) : out[1]};
     return {out[0], out[1]};
 }
 

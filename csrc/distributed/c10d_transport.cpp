@@ -2,6 +2,7 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <set>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -22,6 +23,15 @@ void guard(const std::string& what, const Call& call) {
     } catch (const std::exception& error) {
         throw RuntimeFailure(concat(what, " failed: ", error.what()));
     }
+}
+
+// " 1 2" for messages with ranks 1, 1 and 2.
+std::string peers_of(const std::vector<Message>& messages) {
+    std::set<int> peers;
+    for (const Message& message : messages) peers.insert(message.peer);
+    std::string text;
+    for (const int peer : peers) text += concat(" ", peer);
+    return text;
 }
 
 class C10dPending final : public Pending {
@@ -60,17 +70,10 @@ class C10dTransport final : public Transport {
     std::unique_ptr<Pending> exchange(const std::vector<Message>& sends,
                                       const std::vector<Message>& receives) override {
         std::vector<at::Tensor> tensors;
-        std::string what = "exchange, sending to";
-        for (const Message& send : sends) {
-            tensors.push_back(send.tensor);
-            what += concat(" ", send.peer);
-        }
-        what += ", receiving from";
-        for (const Message& receive : receives) {
-            tensors.push_back(receive.tensor);
-            what += concat(" ", receive.peer);
-        }
-        return post(std::move(what), std::move(tensors), [&](Works& works) { post_messages(sends, receives, works); });
+        for (const Message& send : sends) tensors.push_back(send.tensor);
+        for (const Message& receive : receives) tensors.push_back(receive.tensor);
+        return post(concat("exchange, sending to", peers_of(sends), ", receiving from", peers_of(receives)),
+                    std::move(tensors), [&](Works& works) { post_messages(sends, receives, works); });
     }
 
     std::unique_ptr<Pending> all_gather(const at::Tensor& input, const at::Tensor& output) override {
@@ -96,18 +99,20 @@ class C10dTransport final : public Transport {
     }
 
   private:
-    // A message's tag is its place in the list. NCCL knows no tags, but takes both lists as one group in their order.
+    // A message's tag is its number among those of the list with the same peer. NCCL knows no tags, but takes both
+    // lists as one group in their order.
     void post_messages(const std::vector<Message>& sends, const std::vector<Message>& receives, Works& works) {
         const c10::DeviceType device = sends.at(0).tensor.device().type();
         const bool coalesce = group_->getBackend(device)->supportsCoalescing();
         if (coalesce) group_->startCoalescing(device);
-        for (size_t i = 0; i < sends.size(); ++i) {
-            std::vector<at::Tensor> tensor{sends[i].tensor};
-            works.push_back(group_->send(tensor, sends[i].peer, static_cast<int>(i)));
+        std::vector<int> num_sent(size(), 0), num_received(size(), 0);
+        for (const Message& send : sends) {
+            std::vector<at::Tensor> tensor{send.tensor};
+            works.push_back(group_->send(tensor, send.peer, num_sent[send.peer]++));
         }
-        for (size_t i = 0; i < receives.size(); ++i) {
-            std::vector<at::Tensor> tensor{receives[i].tensor};
-            works.push_back(group_->recv(tensor, receives[i].peer, static_cast<int>(i)));
+        for (const Message& receive : receives) {
+            std::vector<at::Tensor> tensor{receive.tensor};
+            works.push_back(group_->recv(tensor, receive.peer, num_received[receive.peer]++));
         }
         if (coalesce) works = {group_->endCoalescing(device)};
     }

@@ -2,6 +2,9 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <iterator>
+
 #include "core/error.h"
 
 namespace megatron_sb::distributed {
@@ -19,19 +22,33 @@ at::Tensor part_of(const at::Tensor& x, int64_t dim, int group, int num_groups) 
     return x.narrow(dim, count * group, count);
 }
 
-// x (.., heads, width) as (.., words): tensors of any dtypes side by side.
-at::Tensor as_words(const at::Tensor& x) {
-    const at::Tensor flat = x.flatten(-2);
-    return (divides_into(flat, 4) ? flat : flat.clone(at::MemoryFormat::Contiguous)).view(at::kInt);
+// Tensors (.., heads, width) of any dtypes side by side as (.., words of four bytes), contiguous.
+at::Tensor pack(const std::vector<at::Tensor>& xs) {
+    std::vector<at::Tensor> rows;
+    for (const at::Tensor& x : xs) {
+        const at::Tensor flat = x.flatten(-2);
+        rows.push_back(divides_into(flat, 4) ? flat : flat.clone(at::MemoryFormat::Contiguous));
+    }
+    const bool wide = std::all_of(rows.begin(), rows.end(), [](const at::Tensor& x) { return divides_into(x, 16); });
+    for (at::Tensor& x : rows) x = wide ? as_16_bytes(x) : x.view(at::kInt);
+    return (rows.size() == 1 ? rows[0] : at::cat(rows, -1)).contiguous().view(at::kInt);
+}
+
+void copy_wide(const at::Tensor& to, const at::Tensor& from) {
+    const bool wide = divides_into(to, 16) && divides_into(from, 16);
+    wide ? as_16_bytes(to).copy_(as_16_bytes(from)) : to.copy_(from);
 }
 
 }  // namespace
 
 HeadExchange::HeadExchange(Transport& transport, const RankPlan& plan, int64_t num_heads, int64_t num_kv_heads)
-    : transport_(transport), plan_(plan), num_kv_heads_(num_kv_heads) {
+    : transport_(transport),
+      plan_(plan),
+      num_kv_heads_(num_kv_heads),
+      num_joint_rows_(plan.to_stream.numel() / plan.schedule.size()) {
     const std::string why_not = refusal(num_heads, num_kv_heads, transport.size());
     if (!why_not.empty()) throw InvalidArgument(why_not);
-    if (plan.to_joint.numel() < plan.rows_to_split_heads) return;
+    if (num_joint_rows_ < plan.rows_to_split_heads) return;
     const int64_t share = std::max<int64_t>(1, num_kv_heads / transport.size());
     for (int groups = 2; groups <= kMaxHeadGroups; ++groups) {
         if (share % groups == 0) num_groups_ = groups;
@@ -47,8 +64,7 @@ std::string HeadExchange::refusal(int64_t num_heads, int64_t num_kv_heads, int n
 
 std::vector<at::Tensor> HeadExchange::Delivery::arrive() {
     pending_->wait();
-    at::Tensor rows = output_;
-    if (order_.defined()) rows = select_rows(rows.flatten(0, 1), 0, order_).transpose(0, 1);
+    const at::Tensor rows = (order_.defined() ? select_rows(output_, 0, order_) : output_).transpose(-3, -2);
     std::vector<at::Tensor> arrived;
     int64_t at = 0;
     for (const Part& part : parts_) {
@@ -62,38 +78,73 @@ std::vector<at::Tensor> HeadExchange::Delivery::arrive() {
 
 HeadExchange::Delivery HeadExchange::to_heads(const std::vector<at::Tensor>& xs, int group) {
     Delivery delivery;
-    std::vector<at::Tensor> words;
+    std::vector<at::Tensor> parts;
     for (const at::Tensor& x : xs) {
         const at::Tensor part = part_of(by_rank(x, transport_.size()), 3, group, num_groups_);
         delivery.parts_.push_back({x.scalar_type(), part.size(3), part.size(4)});
-        words.push_back(as_words(part.permute({2, 1, 0, 3, 4})));
+        parts.push_back(part.permute({2, 1, 0, 3, 4}));
     }
-    const at::Tensor input = at::cat(words, 3).contiguous();
+    const at::Tensor input = pack(parts);  // (ranks, s_local, b, words)
     delivery.order_ = plan_.to_joint;
-    delivery.output_ = at::empty_like(input);
-    delivery.pending_ = transport_.all_to_all(input, delivery.output_);
+    delivery.output_ = at::empty({num_joint_rows_, input.size(2), input.size(3)}, input.options());
+    delivery.pending_ = in_place()
+                            ? exchange(pieces_by_rank(input), pieces_of_joint(delivery.output_))
+                            : transport_.all_to_all(input, delivery.output_.unflatten(0, {transport_.size(), -1}));
     return delivery;
 }
 
 HeadExchange::Delivery HeadExchange::to_rows(const std::vector<at::Tensor>& ys) {
     Delivery delivery;
-    std::vector<at::Tensor> words;
+    std::vector<at::Tensor> parts;
     for (const at::Tensor& y : ys) {
         delivery.parts_.push_back({y.scalar_type(), y.size(2), y.size(3)});
-        words.push_back(as_words(y.transpose(0, 1)));
+        parts.push_back(y.transpose(0, 1));
     }
-    const at::Tensor rows = words.size() == 1 ? words[0] : at::cat(words, 2);
-    const at::Tensor input = select_rows(rows, 0, plan_.from_joint).unflatten(0, {transport_.size(), -1});
-    delivery.output_ = at::empty_like(input);
-    delivery.pending_ = transport_.all_to_all(input, delivery.output_);
+    const at::Tensor rows = pack(parts);  // (joint rows, b, words)
+    const int64_t ranks = transport_.size();
+    delivery.output_ = at::empty({ranks, num_joint_rows_ / ranks, rows.size(1), rows.size(2)}, rows.options());
+    delivery.pending_ =
+        in_place()
+            ? exchange(pieces_of_joint(rows), pieces_by_rank(delivery.output_))
+            : transport_.all_to_all(select_rows(rows, 0, plan_.from_joint).unflatten(0, {ranks, -1}), delivery.output_);
     return delivery;
 }
 
+std::vector<Message> HeadExchange::pieces_by_rank(const at::Tensor& x) const {
+    std::vector<Message> pieces;
+    for (int rank = 0; rank < transport_.size(); ++rank) {
+        for (const Stretch& stretch : plan_.stretches[transport_.rank()]) {
+            pieces.push_back({rank, x[rank].narrow(0, stretch.local, stretch.count)});
+        }
+    }
+    return pieces;
+}
+
+std::vector<Message> HeadExchange::pieces_of_joint(const at::Tensor& x) const {
+    std::vector<Message> pieces;
+    for (int rank = 0; rank < transport_.size(); ++rank) {
+        for (const Stretch& stretch : plan_.stretches[rank]) {
+            pieces.push_back({rank, x.narrow(0, stretch.joint, stretch.count)});
+        }
+    }
+    return pieces;
+}
+
+std::unique_ptr<Pending> HeadExchange::exchange(const std::vector<Message>& from,
+                                                const std::vector<Message>& to) const {
+    const auto own = [this](const Message& piece) { return piece.peer == transport_.rank(); };
+    std::vector<Message> own_from, own_to, sends, receives;
+    std::partition_copy(from.begin(), from.end(), std::back_inserter(own_from), std::back_inserter(sends), own);
+    std::partition_copy(to.begin(), to.end(), std::back_inserter(own_to), std::back_inserter(receives), own);
+    for (size_t i = 0; i < own_from.size(); ++i) copy_wide(own_to[i].tensor, own_from[i].tensor);
+    return transport_.exchange(sends, receives);
+}
+
 void HeadExchange::put(const at::Tensor& x, const at::Tensor& arrived, int group) const {
-    const at::Tensor by_head = arrived.permute({2, 1, 0, 3, 4});  // (b, s_local, ranks, heads, width)
+    const at::Tensor by_head = arrived.permute({1, 2, 0, 3, 4});  // (b, s_local, ranks, heads, width)
     const int64_t ranks = transport_.size(), heads = x.size(2);
     if (heads % ranks == 0) {
-        part_of(x.unflatten(2, {ranks, -1}), 3, group, num_groups_).copy_(by_head);
+        copy_wide(part_of(x.unflatten(2, {ranks, -1}), 3, group, num_groups_), by_head);
     } else {
         x.copy_(by_head.select(3, 0).unflatten(2, {heads, -1}).sum(3));
     }

@@ -40,15 +40,15 @@ class HeadExchange {
             int64_t heads, width;  // of a row
         };
         std::vector<Part> parts_;
-        at::Tensor output_;  // (ranks, rows, b, words of a row)
-        at::Tensor order_;   // of the rows of all ranks; undefined: stay by rank
+        at::Tensor output_;  // (rows, b, words of a row), or those of each rank
+        at::Tensor order_;   // which row goes where; undefined: all are in their places
         std::unique_ptr<Pending> pending_;
     };
 
     // x (b, s_local, heads or KV heads, width) of any dtypes, a row of a head taking a multiple of four bytes; arrive
     // as (b, joint rows, this rank's heads of the group, width).
     Delivery to_heads(const std::vector<at::Tensor>& xs, int group);
-    // y (b, joint rows, this rank's heads of a group, width), likewise; arrive as (ranks, s_local, b, heads, width),
+    // y (b, joint rows, this rank's heads of a group, width), likewise; arrive as (ranks, b, s_local, heads, width),
     // for put().
     Delivery to_rows(const std::vector<at::Tensor>& ys);
     // Writes what arrived of a group into x (b, s_local, heads or KV heads, width); the sum of what several ranks have
@@ -56,9 +56,17 @@ class HeadExchange {
     void put(const at::Tensor& x, const at::Tensor& arrived, int group) const;
 
   private:
+    // Whether rows travel from where they are to where they belong; else in the order of the ranks.
+    bool in_place() const { return !plan_.to_joint.defined(); }
+    // What goes to each rank, or comes from it: of (ranks, s_local, ..), or of (joint rows, ..); both contiguous.
+    std::vector<Message> pieces_by_rank(const at::Tensor& x) const;
+    std::vector<Message> pieces_of_joint(const at::Tensor& x) const;
+    // This rank's own pieces are copied at once.
+    std::unique_ptr<Pending> exchange(const std::vector<Message>& from, const std::vector<Message>& to) const;
+
     Transport& transport_;
     const RankPlan& plan_;
-    const int64_t num_kv_heads_;
+    const int64_t num_kv_heads_, num_joint_rows_;
     int num_groups_ = 1;
 };
 

@@ -43,6 +43,28 @@ std::vector<int64_t> joint_order(const plan::Partition& partition, const plan::P
     return order;
 }
 
+// Of each rank, from where its rows go.
+std::vector<std::vector<Stretch>> find_stretches(const std::vector<int64_t>& order, int num_ranks) {
+    const auto rows = static_cast<int64_t>(order.size()) / num_ranks;
+    std::vector<std::vector<Stretch>> stretches(num_ranks);
+    for (int64_t i = 0; i < static_cast<int64_t>(order.size()); ++i) {
+        std::vector<Stretch>& of_rank = stretches[i / rows];
+        const bool goes_on = i % rows != 0 && order[i] == order[i - 1] + 1;
+        goes_on ? void(++of_rank.back().count) : of_rank.push_back({i % rows, order[i], 1});
+    }
+    return stretches;
+}
+
+void place_joint_rows(RankPlan& plan, const std::vector<int64_t>& order, int num_ranks, c10::Device device) {
+    plan.stretches = find_stretches(order, num_ranks);
+    const auto few = [](const std::vector<Stretch>& of_rank) { return of_rank.size() <= kMostStretches; };
+    const bool many_rows = static_cast<int64_t>(order.size()) >= plan.rows_to_split_heads;
+    if (many_rows && std::all_of(plan.stretches.begin(), plan.stretches.end(), few)) return;
+    plan.stretches.clear();
+    plan.from_joint = index_tensor(order, device);
+    plan.to_joint = inverse_permutation(plan.from_joint);
+}
+
 }  // namespace
 
 at::Tensor RowSet::of(const at::Tensor& x) const {
@@ -60,6 +82,10 @@ bool divides_into(const at::Tensor& x, int64_t bytes) {
            std::all_of(strides.begin(), strides.end(), whole);
 }
 
+at::Tensor as_16_bytes(const at::Tensor& x) {
+    return x.view(at::kComplexDouble);
+}
+
 at::Tensor select_rows(const at::Tensor& x, int64_t dim, const at::Tensor& rows) {
     if (!divides_into(x, 8)) return x.index_select(dim, rows);
     return x.view(at::kLong).index_select(dim, rows).view(x.scalar_type());
@@ -74,7 +100,8 @@ at::Tensor inverse_permutation(const at::Tensor& permutation) {
         .index_put_({permutation}, at::arange(permutation.numel(), permutation.options()));
 }
 
-RankPlan make_rank_plan(const plan::Partition& partition, int rank, c10::Device device, int num_exchanging) {
+RankPlan make_rank_plan(const plan::Partition& partition, int rank, c10::Device device, int num_exchanging,
+                        int64_t rows_to_split_heads) {
     const int joint_rank = rank / num_exchanging;
     const plan::Partition joint = partition.over(partition.size() / num_exchanging);
     std::vector<RowSet> lanes;
@@ -90,10 +117,11 @@ RankPlan make_rank_plan(const plan::Partition& partition, int rank, c10::Device 
                   inverse_permutation(from_stream),
                   from_stream,
                   {},
-                  {}};
+                  {},
+                  {},
+                  rows_to_split_heads};
     if (num_exchanging > 1) {
-        plan.from_joint = index_tensor(joint_order(partition, joint, joint_rank), device);
-        plan.to_joint = inverse_permutation(plan.from_joint);
+        place_joint_rows(plan, joint_order(partition, joint, joint_rank), num_exchanging, device);
     }
     return plan;
 }

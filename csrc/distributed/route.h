@@ -25,6 +25,10 @@ struct Route {
     std::shared_ptr<const RankPlan> plan;
 };
 
+// What comm = "auto" stands for, by local tensors (.., s_local, heads, head_dim): "a2a" where the heads can be
+// exchanged and leave a rank enough work, else "all_gather" while its memory is small, else "p2p".
+const char* choose_comm(int ranks, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
+
 Route make_route(const ContextParallelPlan& plan, const RouteNames& names, c10::Device device);
 
 // What the backward needs of one exchange of heads, or of all heads where there is none.
@@ -40,8 +44,9 @@ struct Routed {
 };
 
 // q (b, s_local, h, d), k (b, s_local, h_kv, d), v (b, s_local, h_kv, d_v) with a unit last stride. All ranks call it.
+// Without `with_mass` no mass travels, and the result's may be undefined.
 Routed route_forward(const Route& route, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                     const ops::BlockOptions& options, bool keep_record);
+                     const ops::BlockOptions& options, bool keep_record, bool with_mass);
 
 // d_o (b, s_local, h, d_v) with a unit last stride; d_mass (b, h, s_local), or undefined. Gradients come in q's dtype.
 Gradients route_backward(const Route& route, const at::Tensor& d_o, const at::Tensor& d_mass, int64_t num_kv_heads,

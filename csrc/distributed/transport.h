@@ -1,4 +1,4 @@
-// What the attention needs of a network: neighbours exchange tensors, and three collectives. Nothing here knows
+// What the attention needs of a network: ranks exchange tensors, and three collectives. Nothing here knows
 // attention.
 #pragma once
 
@@ -23,8 +23,8 @@ struct Message {
     at::Tensor tensor;  // contiguous
 };
 
-// Every call is made by all ranks in the same order. Sends and receives between two ranks are matched by their place in
-// the lists and, over several calls, first to first.
+// Every call is made by all ranks in the same order. Sends and receives between two ranks are matched in the order of
+// the lists and, over several calls, first to first. No rank sends to itself.
 class Transport {
   public:
     virtual ~Transport() = default;

@@ -51,11 +51,14 @@ class ContextParallelPlan : public torch::CustomClassHolder {
 struct ContextParallelOptions : AttentionOptions {
     // "p2p": keys move around the ring. "all_gather": keys are gathered, a group of heads at a time. "a2a": heads are
     // exchanged for rows. "a2a+p2p": that within the first of `hierarchical_groups`, and a ring over the second.
-    // "auto": all_gather while the gathered keys and values that are alive at a time stay within 1 GiB, p2p beyond.
+    // "auto": a2a where the heads can be exchanged and a rank's share of them has 32768 rows or more (heads times rows);
+    // else all_gather while the gathered keys and values that are alive at a time stay within 1 GiB; else p2p.
     std::string comm = "auto";
     // Names of this rank's a2a group and p2p group, for "a2a+p2p". Rank = rank in the p2p group * size of the a2a group
     // + rank in the a2a group.
     std::pair<std::string, std::string> hierarchical_groups = {};
+    // Without it no mass is sent, and an empty tensor returned in its place.
+    bool return_mass = true;
 };
 
 // Local shards: q (b, s_local, h, d), k (b, s_local, h_kv, d), v (b, s_local, h_kv, d_v), or (t_local, heads, head_dim)

@@ -92,10 +92,10 @@ __device__ void place_items(const Sizes& sizes, const Segments& segments, const 
     });
 }
 
-// Gradients of a row or a key that no segment has.
+// Gradients of a row or a key that no segment has, by one warp.
 __device__ void clear_row(const Rows<void*>& to, const Sizes& sizes, int heads, int row) {
-    for (int batch = 0; batch < sizes.batch; ++batch)
-        for (int head = 0; head < heads; ++head) write_zeros(to, batch, head, row, sizes.head_dim);
+    for (int i = threadIdx.x % 32; i < sizes.batch * heads; i += 32)
+        write_zeros(to, i / heads, i % heads, row, sizes.head_dim);
 }
 
 __host__ __device__ int blocks_of(int rows) {

@@ -45,9 +45,9 @@ struct RowRange {
     int begin, size;
 };
 
-// Calls f(row) for row first + thread, if there is one and it is in no segment's range(segment). All threads of the
-// block take part; `changes` is shared memory with an entry for each, for how many ranges begin less how many end
-// there.
+// Calls f(row), by all lanes of a warp, for each of the rows from `first` on, one for each thread of the block, that is
+// there and in no segment's range(segment). All threads take part; `changes` is shared memory with an entry for each,
+// for how many ranges begin less how many end there.
 template <class Range, class F>
 __device__ inline void for_uncovered_row(const Sizes& sizes, const Segments& segments, int first, int rows,
                                          int* changes, int* of_warps, Range range, F f) {
@@ -63,8 +63,9 @@ __device__ inline void for_uncovered_row(const Sizes& sizes, const Segments& seg
     }
     __syncthreads();
     const bool covered = scan_over_block(changes[threadIdx.x], 0, of_warps, Sum()).with_before > 0;
-    const int row = first + int(threadIdx.x);
-    if (row < rows && !covered) f(row);
+    const int row = first + int(threadIdx.x), lane = threadIdx.x % 32;
+    for (uint32_t left = __ballot_sync(~0u, row < rows && !covered); left != 0; left &= left - 1)
+        f(row - lane + __ffs(left) - 1);
 }
 
 }  // namespace megatron_sb::portable

@@ -68,26 +68,23 @@ __device__ void write_query_tiles(const Sizes& sizes, const Segments& segments, 
 }
 static_assert(kThreads == kBuckets, "a thread keeps a bucket");
 
+// A row that is in no tile, by one warp.
 __device__ void fill_row(const ForwardParams& p, int batch, int head, int row) {
-    const Sizes& z = p.sizes;
-    const int64_t index = (int64_t(batch) * z.num_heads + head) * z.q_rows + row;
-    const float* mass_in = static_cast<const float*>(p.mass_in);
-    static_cast<float*>(p.mass_out)[index] = mass_in == nullptr ? 1.f : mass_in[index];
-    static_cast<float*>(p.restart.mass)[index] = 0.f;
-    p.restart.edge[index] = 0;
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) {
+        const int64_t index = (int64_t(batch) * p.sizes.num_heads + head) * p.sizes.q_rows + row;
+        const float* mass_in = static_cast<const float*>(p.mass_in);
+        static_cast<float*>(p.mass_out)[index] = mass_in == nullptr ? 1.f : mass_in[index];
+        static_cast<float*>(p.restart.mass)[index] = 0.f;
+        p.restart.edge[index] = 0;
+    }
     const int64_t at = batch * p.o.batch_stride + row * p.o.row_stride + head * p.o.head_stride;
-    for (int c = 0; c < z.head_dim_v; ++c) {
+    for (int c = lane; c < p.sizes.head_dim_v; c += 32) {
         if (p.o_dtype == Dtype::kFloat32)
             static_cast<float*>(p.o.data)[at + c] = 0.f;
         else
             static_cast<uint16_t*>(p.o.data)[at + c] = 0;
     }
-}
-
-// A row that is in no tile.
-__device__ void fill_row(const ForwardParams& p, int row) {
-    for (int batch = 0; batch < p.sizes.batch; ++batch)
-        for (int head = 0; head < p.sizes.num_heads; ++head) fill_row(p, batch, head, row);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -110,7 +107,10 @@ __global__ void __launch_bounds__(kThreads)
             [](const Segment& s) {
                 return RowRange{s.q_begin, s.q_len};
             },
-            [&](int row) { fill_row(params, row); });
+            [&](int row) {
+                for (int batch = 0; batch < params.sizes.batch; ++batch)
+                    for (int head = 0; head < params.sizes.num_heads; ++head) fill_row(params, batch, head, row);
+            });
 }
 
 }  // namespace

@@ -48,6 +48,25 @@ TEST(InProcessTransport, ExchangesAllToAll) {
     });
 }
 
+TEST(InProcessTransport, MatchesMessagesWithAPeerInTheirOrder) {
+    run_ranks_or_throw(3, [](Transport& transport) {
+        const at::Tensor theirs = at::empty({4}, at::kLong);
+        std::vector<Message> sends, receives;
+        for (int peer = 0, place = 0; peer < 3; ++peer) {
+            if (peer == transport.rank()) continue;
+            for (int i = 0; i < 2; ++i) {
+                sends.push_back({peer, at::full({1}, 100 * transport.rank() + 10 * peer + i, at::kLong)});
+                receives.push_back({peer, theirs.narrow(0, place++, 1)});
+            }
+        }
+        transport.exchange(sends, receives)->wait();
+        const int64_t rank = transport.rank(), first = rank == 0 ? 1 : 0, second = rank == 2 ? 1 : 2;
+        const std::vector<int64_t> expected{100 * first + 10 * rank, 100 * first + 10 * rank + 1,
+                                            100 * second + 10 * rank, 100 * second + 10 * rank + 1};
+        EXPECT_TRUE(theirs.equal(at::tensor(expected)));
+    });
+}
+
 TEST(InProcessTransport, ALostPeerEndsTheWait) {
     const auto start = steady_clock::now();
     const auto thrown = run_ranks(

@@ -21,12 +21,24 @@ CHECKS = (
 )
 
 
-@pytest.mark.multigpu
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_on_nccl(num_ranks, tmp_path):
+def run_checks(num_ranks, checks, tmp_path):
     """Every check passes on every rank."""
     if torch.cuda.device_count() < num_ranks:
         pytest.skip(f"needs {num_ranks} CUDA devices, there are {torch.cuda.device_count()}")
-    found = failed_checks(num_ranks, "cuda", CHECKS, tmp_path / "failures.json", TIMEOUT_SECONDS)
-    for check in CHECKS:
+    found = failed_checks(num_ranks, "cuda", checks, tmp_path / "failures.json", TIMEOUT_SECONDS)
+    for check in checks:
         assert_passed(check, found)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_on_nccl(num_ranks, tmp_path):
+    """The answers of one rank, in every mode."""
+    run_checks(num_ranks, CHECKS, tmp_path)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_in_a_cuda_graph(num_ranks, tmp_path):
+    """A layer can be captured: it neither waits on the host nor allocates elsewhere."""
+    run_checks(num_ranks, ("replays_in_a_cuda_graph",), tmp_path)

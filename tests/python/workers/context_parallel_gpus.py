@@ -4,9 +4,11 @@ import itertools
 
 import torch
 import torch.distributed as dist
-from context_parallel_accuracy import LAYOUTS, RESULTS, Stream, comms_of, run_over
+from context_parallel_accuracy import LAYOUTS, RESULTS, Stream, comms_of, groups_for, run_over
 from support.bars import BARRED, SPIKES, Bar, barred_inputs, threshold_of
 from support.inputs import make_inputs
+
+import megatron_sb as sb
 
 HEADS = {"h": 4, "d": 128}
 RUNS = {  # of rows to compare, by length
@@ -55,3 +57,30 @@ def repeats_bit_for_bit_at_16k(group) -> None:
             again = run_over(group, Stream(), x, layout, comm)
             for name in RESULTS:
                 assert torch.equal(first[name], again[name]), f"{layout}, {comm}: {name} differs between two runs"
+
+
+def replays_in_a_cuda_graph(group) -> None:
+    """Forward and backward of each mode, captured with one input and replayed with another, bit for bit."""
+    plan = sb.ContextParallelPlan(group, 4096)
+    first, second = (make_inputs("mean -6", s=4096, dtype=torch.bfloat16, seed=seed, **HEADS) for seed in (0, 1))
+    local, other = ([sb.shard_sequence(x, group) for x in (y.q, y.k, y.v, y.do)] for y in (first, second))
+    for comm in comms_of(group):
+        leaves, do = [x.clone().requires_grad_() for x in local[:3]], local[3].clone()
+
+        def both(leaves=leaves, do=do, comm=comm):
+            o = sb.context_parallel_attention(*leaves, plan=plan, comm=comm, **groups_for(comm))
+            return [o, *torch.autograd.grad(o, leaves, do)]
+
+        side = torch.cuda.Stream()  # as torch wants it before a capture
+        with torch.cuda.stream(side):
+            both()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            captured = both()
+        with torch.no_grad():
+            for x, y in zip([*leaves, do], other, strict=True):
+                x.copy_(y)
+        graph.replay()
+        for x, y in zip(captured, both(), strict=True):
+            assert torch.equal(x, y), f"{comm}: a replay differs from a call"

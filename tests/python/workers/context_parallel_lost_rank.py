@@ -1,10 +1,11 @@
 """One rank of a group in which the last rank is lost; prints what this rank ended with, and after how many seconds.
 
 RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them (which would end all ranks when one is killed):
-context_parallel_lost_rank.py SCENARIO TIMEOUT_SECONDS COMM
+context_parallel_lost_rank.py SCENARIO TIMEOUT_SECONDS COMM gloo|nccl
 """
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -23,16 +24,29 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(scenario: str, timeout_seconds: float, comm: str) -> None:
+def finish(device: torch.device) -> None:
+    """Wait for all that was asked of the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main(scenario: str, timeout_seconds: float, comm: str, backend: str) -> None:
     """Lose the last rank before its second forward, in its backward, or by silence."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=START_SECONDS))
-    victim = dist.get_rank() == dist.get_world_size() - 1
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # to end at once
+    device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", int(os.environ["RANK"]))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, timeout=timedelta(seconds=START_SECONDS))
+    ranks, victim = dist.get_world_size(), dist.get_rank() == dist.get_world_size() - 1
     group = dist.new_group(timeout=timedelta(seconds=timeout_seconds))
     dist.barrier()
-    plan = sb.ContextParallelPlan(group, 64 * dist.get_world_size())
-    q, k, v = (torch.randn(1, 64, 3, 16, requires_grad=True) for _ in range(3))
+    plan = sb.ContextParallelPlan(group, 64 * ranks)
+    dtype = torch.float32 if backend == "gloo" else torch.bfloat16
+    q, k, v = (torch.randn(1, 64, ranks, 64, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     o = sb.context_parallel_attention(q, k, v, plan=plan, comm=comm)
     dist.barrier()
+    finish(device)
+    print(f"ready at {time.time():.1f}", file=sys.stderr, flush=True)
     start = time.monotonic()
     try:
         if scenario == "killed in forward":
@@ -47,11 +61,12 @@ def main(scenario: str, timeout_seconds: float, comm: str) -> None:
             if victim:
                 time.sleep(10 * timeout_seconds)
             sb.context_parallel_attention(q, k, v, plan=plan, comm=comm)
+        finish(device)
         print("finished", flush=True)
     except RuntimeError as error:
         print(f"{time.monotonic() - start:.1f} {error}", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], float(sys.argv[2]), *sys.argv[3:])
     os._exit(0)

@@ -1,0 +1,128 @@
+"""The error of context-parallel attention against float64, for 1, 2, 4, .. ranks: it should not grow with the ring.
+
+torchrun --nproc-per-node 4 benchmarks/context_parallel_error.py record OUT.json    (8 ranks and --device cpu: gloo)
+python benchmarks/context_parallel_error.py draw OUT.json OUT.png
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+RESULTS = ("o", "dq", "dk", "dv")
+HEADS = 8
+LAYOUT = "zigzag"
+
+
+def errors(results, exact) -> dict[str, float]:
+    """Relative Frobenius error of each result."""
+    pairs = zip(RESULTS, results, exact, strict=True)
+    return {name: ((x.double() - y).norm() / y.norm()).item() for name, x, y in pairs}
+
+
+def outcome(attention, q, k, v, do) -> list:
+    """o, dq, dk, dv of attention(q, k, v)."""
+    import torch
+
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    o = attention(*leaves)
+    return [o.detach(), *torch.autograd.grad(o, leaves, do)]
+
+
+def over(group, comm: str, whole: list) -> list:
+    """The whole results of a group's ranks."""
+    import megatron_sb as sb
+
+    plan = sb.ContextParallelPlan(group, whole[0].shape[1], layout=LAYOUT)
+    local = [sb.shard_sequence(x, group, layout=LAYOUT) for x in whole]
+    parts = outcome(lambda q, k, v: sb.context_parallel_attention(q, k, v, plan=plan, comm=comm), *local)
+    return [sb.unshard_sequence(x, group, layout=LAYOUT) for x in parts]
+
+
+def record(options: argparse.Namespace) -> None:
+    """Run every number of ranks, mode and regime; the first rank writes what came out."""
+    import torch
+    import torch.distributed as dist
+    from timing import machine
+
+    from megatron_sb import reference
+
+    device = torch.device(options.device, int(os.environ["LOCAL_RANK"]) if options.device == "cuda" else None)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    sizes = [size for size in (1, 2, 4, 8, 16) if size <= dist.get_world_size()]
+    groups = {size: dist.new_group(list(range(size))) for size in sizes}
+    rows = []
+    for mean in options.means:
+        generator = torch.Generator(device).manual_seed(0)
+        shape = (1, options.length, HEADS, options.head_dim)
+        q, k, v, do = (torch.randn(shape, device=device, generator=generator) for _ in range(4))
+        q[..., 0], k[..., 0] = (-mean) ** 0.5 * options.head_dim**0.25, -((-mean) ** 0.5) * options.head_dim**0.25
+        whole = [x.to(getattr(torch, options.dtype)) for x in (q, k, v, do)]
+        for size in sizes:
+            if dist.get_rank() >= size:
+                continue
+            results = {comm: over(groups[size], comm, whole) for comm in options.modes}
+            if dist.get_rank() > 0:
+                continue
+            exact = outcome(reference.stickbreaking_attention, *(x.double() for x in whole))
+            for comm in options.modes:
+                rows.append({"mean": mean, "ranks": size, "comm": comm, **errors(results[comm], exact)})
+                print(rows[-1], flush=True)
+        dist.barrier()
+    if dist.get_rank() == 0:
+        about = {**machine(), "length": options.length, "head_dim": options.head_dim, "dtype": options.dtype}
+        options.json.write_text(json.dumps({"machine": about, "rows": rows}, indent=1))
+    dist.destroy_process_group()
+
+
+def draw(options: argparse.Namespace) -> None:
+    """A panel for each result, a line for each mode and mean logit."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    recorded = json.loads(options.json.read_text())
+    about, rows = recorded["machine"], recorded["rows"]
+    figure, panels = pyplot.subplots(1, len(RESULTS), figsize=(3 * len(RESULTS), 3.2), sharey=True)
+    for panel, name in zip(panels, RESULTS, strict=True):
+        for mean, comm in sorted({(row["mean"], row["comm"]) for row in rows}):
+            line = [row for row in rows if (row["mean"], row["comm"]) == (mean, comm)]
+            panel.plot(
+                [r["ranks"] for r in line], [r[name] for r in line], marker="o", label=f"{comm}, logits {mean:g}"
+            )
+        panel.set_xscale("log", base=2)
+        panel.set_ylim(0, 1.3 * max(row[other] for row in rows for other in RESULTS))
+        panel.set_xticks(sorted({row["ranks"] for row in rows}), sorted({row["ranks"] for row in rows}))
+        panel.set_title(name)
+        panel.set_xlabel("ranks")
+    panels[0].set_ylabel("relative error against float64")
+    panels[0].legend(fontsize=7)
+    figure.suptitle(f"{about['length']} positions, head_dim {about['head_dim']}, {about['dtype']}, {about['gpu']}")
+    figure.tight_layout()
+    figure.savefig(options.picture, dpi=110)
+
+
+def main() -> None:
+    """Record, or draw."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    recording = commands.add_parser("record", help="under torchrun")
+    recording.add_argument("json", type=Path)
+    recording.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    recording.add_argument("--length", type=int, default=8192)
+    recording.add_argument("--head-dim", type=int, default=128)
+    recording.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    recording.add_argument("--means", nargs="+", type=float, default=[-3.2, -11.0])
+    recording.add_argument("--modes", nargs="+", default=["p2p", "all_gather", "a2a"])
+    drawing = commands.add_parser("draw", help="anywhere")
+    drawing.add_argument("json", type=Path)
+    drawing.add_argument("picture", type=Path)
+    options = parser.parse_args()
+    (record if options.command == "record" else draw)(options)
+
+
+if __name__ == "__main__":
+    main()

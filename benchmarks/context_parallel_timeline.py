@@ -1,0 +1,136 @@
+"""What a GPU's streams do during one attention, forward and backward, over the GPUs of a host: transfers under compute.
+
+torchrun --nproc-per-node 4 benchmarks/context_parallel_timeline.py record OUT.json
+python benchmarks/context_parallel_timeline.py draw OUT.json OUT.png
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+MODES = ("p2p", "all_gather", "a2a")
+DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+TRANSFERS, COMPUTE, REST = "NCCL", "block kernels", "the rest"
+COLOURS = {TRANSFERS: "tab:orange", COMPUTE: "tab:blue", REST: "tab:gray"}
+
+
+def kind_of(name: str) -> str:
+    """A kernel's part in the picture."""
+    if "nccl" in name:
+        return TRANSFERS
+    return COMPUTE if "megatron_sb" in name else REST
+
+
+def trace(call) -> dict:
+    """Device events of a call: name, stream, start and duration in microseconds; and how long the host takes for it."""
+    import torch
+    import torch.distributed as dist
+
+    host_ms = []
+    for _ in range(8):
+        dist.barrier()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        host_ms.append((time.perf_counter() - start) * 1e3)
+        torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        torch.cuda.synchronize()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profile.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    events = [e for e in events if e.get("cat") in DEVICE_CATEGORIES]
+    first = min(e["ts"] for e in events)
+    rows = [[e["name"][:120], e["args"]["stream"], round(e["ts"] - first, 1), e["dur"]] for e in events]
+    return {"host_ms": statistics.median(host_ms), "events": sorted(rows, key=lambda row: row[2])}
+
+
+def record(options: argparse.Namespace) -> None:
+    """Trace each length and mode on the ranks of torchrun; the first rank writes its own."""
+    import torch
+    import torch.distributed as dist
+    from attention import draw_inputs
+    from timing import machine
+
+    import megatron_sb as sb
+
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    traces = []
+    for s in options.lengths:
+        plan = sb.ContextParallelPlan(dist.group.WORLD, s)
+        q, k, v, do = (sb.shard_sequence(x, dist.group.WORLD) for x in draw_inputs("full", 1, s, 12, 128))
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        for comm in options.modes:
+
+            def both(comm=comm, plan=plan, leaves=leaves, do=do):
+                o = sb.context_parallel_attention(*leaves, plan=plan, comm=comm)
+                return torch.autograd.grad(o, leaves, do)
+
+            traces.append({"length": s, "comm": comm, **trace(both)})
+    if dist.get_rank() == 0:
+        about = {**machine(), "ranks": dist.get_world_size(), "heads": 12, "head_dim": 128}
+        options.json.write_text(json.dumps({"machine": about, "traces": traces}))
+    dist.destroy_process_group()
+
+
+def draw(options: argparse.Namespace) -> None:
+    """A panel for each mode of one length, a line for each stream."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    recorded = json.loads(options.json.read_text())
+    about = recorded["machine"]
+    traces = [t for t in recorded["traces"] if t["length"] == options.length]
+    longest = max(start + duration for t in traces for *_, start, duration in t["events"]) / 1e3
+    figure, panels = pyplot.subplots(len(traces), 1, figsize=(12, 2 * len(traces)), squeeze=False, sharex=True)
+    for panel, one in zip(panels[:, 0], traces, strict=True):
+        streams = sorted({stream for _, stream, _, _ in one["events"]})
+        for name, stream, start, duration in one["events"]:
+            panel.broken_barh(
+                [(start / 1e3, duration / 1e3)], (streams.index(stream) - 0.4, 0.8), color=COLOURS[kind_of(name)]
+            )
+        panel.set_yticks(range(len(streams)), [f"stream {stream}" for stream in streams])
+        panel.set_xlim(0, longest)
+        panel.set_title(one["comm"], loc="left", fontsize=10)
+    panels[-1, 0].set_xlabel("ms")
+    figure.legend(handles=[Patch(color=c, label=name) for name, c in COLOURS.items()], loc="upper right", ncols=3)
+    figure.suptitle(
+        f"Forward and backward of {options.length} positions on {about['ranks']} x {about['gpu']}, "
+        f"{about['heads']} heads of {about['head_dim']}: one GPU",
+        x=0.01,
+        ha="left",
+    )
+    figure.tight_layout()
+    figure.savefig(options.picture, dpi=110)
+
+
+def main() -> None:
+    """Record, or draw."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    recording = commands.add_parser("record", help="on GPUs, under torchrun")
+    recording.add_argument("json", type=Path)
+    recording.add_argument("--lengths", nargs="+", type=int, default=[16384, 65536])
+    recording.add_argument("--modes", nargs="+", default=list(MODES))
+    drawing = commands.add_parser("draw", help="anywhere")
+    drawing.add_argument("json", type=Path)
+    drawing.add_argument("picture", type=Path)
+    drawing.add_argument("--length", type=int, default=65536)
+    options = parser.parse_args()
+    (record if options.command == "record" else draw)(options)
+
+
+if __name__ == "__main__":
+    main()
