@@ -1,0 +1,98 @@
+"""The model of the schedules of context parallelism: what holds whatever its constants, and what was measured."""
+
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+MEASURED = ROOT / "benchmarks" / "results" / "2026-11-22-4xh200-context-parallel.json"
+DIRECTIONS = ("forward", "backward")
+MODES = ("p2p", "all_gather", "a2a")
+
+
+@pytest.fixture(scope="module")
+def model():
+    """benchmarks/context_parallel_model.py, which is in no package."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    yield importlib.import_module("context_parallel_model")
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture
+def time(model):
+    """Microseconds of a direction back to back; keywords are those of the machine."""
+
+    def of(mode: str, direction: str, ranks: int, length: int = 65536, heads: int = 32, kv_heads: int = 8, **machine):
+        machine = replace(model.BACK_TO_BACK, **machine)
+        return model.Model(machine, model.Shape(length, heads, kv_heads), ranks).time(mode, direction)
+
+    return of
+
+
+def pairs(segments) -> float:
+    """(query, key) pairs of a block, a query's own place counted half."""
+    return sum(rows * older + (rows**2 / 2 if causal else 0) for rows, older, causal in segments)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 16])
+def test_a_ring_meets_every_pair_once(model, ranks, direction):
+    chunk = 96
+    kinds = [pairs(segments) for segments in model.ring_segments(chunk)]
+    met = [model.ring_kinds(ranks, direction, step) for step in range(ranks)]
+    of_rank = [sum(kinds[low[r]] + kinds[high[r]] for low, high in met) for r in range(ranks)]
+    assert sum(of_rank) == (2 * ranks * chunk) ** 2 / 2
+    assert len(set(of_rank)) == 1  # which is what zigzag is for
+
+
+@pytest.mark.parametrize("length", [2**18, 2**20])
+def test_more_ranks_are_not_slower_with_exchanged_heads(time, length):
+    times = [time("a2a", "forward", ranks, length) for ranks in (1, 2, 4, 8, 16, 32)]
+    assert times == sorted(times, reverse=True)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("mode", MODES)
+def test_slower_links_take_longer(time, mode, direction):
+    times = [time(mode, direction, 8, link_gbytes=gbytes, host_step=0.0) for gbytes in (10, 30, 100, 300)]
+    assert times == sorted(times, reverse=True) and len(set(times)) == len(times)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_rank_takes_what_a_block_takes(model, time, mode):
+    machine, segments = model.BACK_TO_BACK, ((65536, 0, True),)
+    assert time(mode, "forward", 1, host_step=0.0) == model.forward_block(machine, segments, 32)
+    assert time(mode, "backward", 1, host_step=0.0) == model.backward_block(machine, segments, 65536, 8, 4)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_no_rank_is_faster_than_its_share_of_the_work(model, time, mode, ranks, direction):
+    shape = model.Shape(65536, 32, 8)
+    tiles = shape.heads * shape.length**2 / 2 / ranks / model.TILE**2 / model.Machine.multiprocessors
+    least = {"forward": tiles * model.Machine.forward_tile, "backward": 2 * tiles * model.Machine.backward_step}
+    assert time(mode, direction, ranks) > least[direction]
+
+
+def test_a_rest_before_a_call_saves_no_more_than_power_allows(model):
+    rested, shape = model.Machine(), model.Shape(65536)
+    for mode in MODES:
+        fresh = model.Model(rested, shape, 4).time(mode, *DIRECTIONS)
+        steady = model.Model(replace(rested, rest_credit=0.0), shape, 4).time(mode, *DIRECTIONS)
+        assert rested.highest_clock * steady <= fresh < steady
+
+
+def test_heads_limit_the_ranks_that_exchange_them(model):
+    possible = [n for n in (2, 4, 8, 16, 32, 64, 3, 12) if model.Model(model.Machine(), model.SHAPE, n).possible("a2a")]
+    assert possible == [2, 4, 8, 16, 32]
+
+
+def test_what_was_measured_on_four_gpus_is_predicted(model, capsys):
+    assert model.compare(MEASURED, within=0.1), capsys.readouterr().out
+    names = {(row["name"], ranks) for _, ranks, row in model.measured_rows(MEASURED)}
+    assert names == {(mode, 4) for mode in MODES} | {("one GPU", 1)}
+    assert not model.compare(MEASURED, within=0.001)
