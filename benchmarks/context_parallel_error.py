@@ -100,7 +100,9 @@ def draw(options: argparse.Namespace) -> None:
         panel.set_xlabel("ranks")
     panels[0].set_ylabel("relative error against float64")
     panels[0].legend(fontsize=7)
-    figure.suptitle(f"{about['length']} positions, head_dim {about['head_dim']}, {about['dtype']}, {about['gpu']}")
+    figure.suptitle(
+        f"{about['length']} positions, head_dim {about['head_dim']}, {about['dtype']}, {about['gpu'].partition(',')[0]}"
+    )
     figure.tight_layout()
     figure.savefig(options.picture, dpi=110)
 

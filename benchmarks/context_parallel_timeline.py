@@ -94,7 +94,7 @@ def draw(options: argparse.Namespace) -> None:
     about = recorded["machine"]
     traces = [t for t in recorded["traces"] if t["length"] == options.length]
     longest = max(start + duration for t in traces for *_, start, duration in t["events"]) / 1e3
-    figure, panels = pyplot.subplots(len(traces), 1, figsize=(12, 2 * len(traces)), squeeze=False, sharex=True)
+    figure, panels = pyplot.subplots(len(traces), 1, figsize=(12, 2 * len(traces) + 0.5), squeeze=False, sharex=True)
     for panel, one in zip(panels[:, 0], traces, strict=True):
         streams = sorted({stream for _, stream, _, _ in one["events"]})
         for name, stream, start, duration in one["events"]:
@@ -105,12 +105,11 @@ def draw(options: argparse.Namespace) -> None:
         panel.set_xlim(0, longest)
         panel.set_title(one["comm"], loc="left", fontsize=10)
     panels[-1, 0].set_xlabel("ms")
-    figure.legend(handles=[Patch(color=c, label=name) for name, c in COLOURS.items()], loc="upper right", ncols=3)
+    handles = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
+    figure.legend(handles=handles, loc="lower right", ncols=len(handles))
     figure.suptitle(
-        f"Forward and backward of {options.length} positions on {about['ranks']} x {about['gpu']}, "
-        f"{about['heads']} heads of {about['head_dim']}: one GPU",
-        x=0.01,
-        ha="left",
+        f"One of {about['ranks']} GPUs ({about['gpu'].partition(',')[0]}), forward and backward of {options.length} "
+        f"positions, {about['heads']} heads of {about['head_dim']}"
     )
     figure.tight_layout()
     figure.savefig(options.picture, dpi=110)

@@ -22,6 +22,11 @@ at::Tensor part_of(const at::Tensor& x, int64_t dim, int group, int num_groups) 
     return x.narrow(dim, count * group, count);
 }
 
+// x as elements of 16 bytes, which copies move fastest.
+at::Tensor as_16_bytes(const at::Tensor& x) {
+    return x.view(at::kComplexDouble);
+}
+
 // Tensors (.., heads, width) of any dtypes side by side as (.., words of four bytes), contiguous.
 at::Tensor pack(const std::vector<at::Tensor>& xs) {
     std::vector<at::Tensor> rows;

@@ -82,10 +82,6 @@ bool divides_into(const at::Tensor& x, int64_t bytes) {
            std::all_of(strides.begin(), strides.end(), whole);
 }
 
-at::Tensor as_16_bytes(const at::Tensor& x) {
-    return x.view(at::kComplexDouble);
-}
-
 at::Tensor select_rows(const at::Tensor& x, int64_t dim, const at::Tensor& rows) {
     if (!divides_into(x, 8)) return x.index_select(dim, rows);
     return x.view(at::kLong).index_select(dim, rows).view(x.scalar_type());

@@ -72,8 +72,6 @@ RankPlan make_rank_plan(const plan::Partition& partition, int rank, c10::Device 
 at::Tensor select_rows(const at::Tensor& x, int64_t dim, const at::Tensor& rows);
 // Whether x's memory can be seen as elements of so many bytes.
 bool divides_into(const at::Tensor& x, int64_t bytes);
-// x seen as elements of 16 bytes, which copies move fastest.
-at::Tensor as_16_bytes(const at::Tensor& x);
 at::Tensor index_tensor(const std::vector<int64_t>& rows, c10::Device device);
 at::Tensor inverse_permutation(const at::Tensor& permutation);
 

@@ -51,8 +51,8 @@ class ContextParallelPlan : public torch::CustomClassHolder {
 struct ContextParallelOptions : AttentionOptions {
     // "p2p": keys move around the ring. "all_gather": keys are gathered, a group of heads at a time. "a2a": heads are
     // exchanged for rows. "a2a+p2p": that within the first of `hierarchical_groups`, and a ring over the second.
-    // "auto": a2a where the heads can be exchanged and a rank's share of them has 32768 rows or more (heads times rows);
-    // else all_gather while the gathered keys and values that are alive at a time stay within 1 GiB; else p2p.
+    // "auto": a2a where the heads can be exchanged and a rank's share of them has 32768 rows or more (heads times
+    // rows); else all_gather while the gathered keys and values that are alive at a time stay within 1 GiB; else p2p.
     std::string comm = "auto";
     // Names of this rank's a2a group and p2p group, for "a2a+p2p". Rank = rank in the p2p group * size of the a2a group
     // + rank in the a2a group.

@@ -7,6 +7,7 @@ TIMEOUT_SECONDS = 240
 
 EVERYTHING = (
     "same_answer_as_one_rank",
+    "same_answer_at_4k",
     "options_are_passed_on",
     "repeats_bit_for_bit",
     "subgroups",
@@ -23,10 +24,16 @@ EVERYTHING = (
     "refuses_a_second_derivative",
 )
 CHECKS = {
-    2: ("same_answer_as_one_rank", "groups_of_one_rank", "shard_and_unshard", "refuses_ranks_that_disagree"),
+    2: (
+        "same_answer_as_one_rank",
+        "same_answer_at_4k",
+        "groups_of_one_rank",
+        "shard_and_unshard",
+        "refuses_ranks_that_disagree",
+    ),
     3: ("same_answer_as_one_rank_in_short", "shard_and_unshard"),
     4: EVERYTHING,
-    8: ("same_answer_as_one_rank_in_short", "refuses_ranks_that_disagree"),
+    8: ("same_answer_as_one_rank_in_short", "same_answer_at_4k", "refuses_ranks_that_disagree"),
 }
 
 

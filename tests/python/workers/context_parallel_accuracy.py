@@ -132,6 +132,21 @@ def same_answer_as_one_rank_in_short(group) -> None:
     compare(group, (torch.float32,), ("mean -3.2",), layouts=("zigzag",))
 
 
+def same_answer_at_4k(group) -> None:
+    """One sequence of 4096 rows in every mode; one rank judges for all."""
+    stream = Stream()
+    inputs = make_inputs("mean -6", s=4096, h=4, h_kv=2, d=16)
+    results = {comm: run_over(group, stream, inputs, "zigzag", comm) for comm in comms_of(group)}
+    if dist.get_rank() > 0:
+        return
+    alone, exact = run(stream.one_rank, inputs), exact_answer(stream, inputs)
+    for comm, result in results.items():
+        try:
+            assert_errors(result, alone, exact, floors(torch.float32, 4096))
+        except AssertionError as error:
+            raise AssertionError(f"{comm}: {error}") from error
+
+
 def options_are_passed_on(group) -> None:
     """attend_current, scale and no skipping."""
     stream = STREAMS["whole stream"]

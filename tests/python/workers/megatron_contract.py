@@ -95,7 +95,7 @@ def refusals(world) -> dict[str, str]:
 
 
 def plan_counts(world) -> dict[str, int]:
-    """How many plans two layers make."""
+    """How many plans 24 layers make, backward included."""
     made = []
     real = core_attention.ContextParallelPlan
 
@@ -106,10 +106,13 @@ def plan_counts(world) -> dict[str, int]:
     def count(batches) -> int:
         shared_plans.clear()
         made.clear()
-        layers = [make_core(world, mode) for mode in ("p2p", "all_gather")]
+        layers = [make_core(world, mode) for mode in ("p2p", "all_gather")] * 12
         for params in batches:
+            outputs = []
             for layer in layers:
-                layer(*make_qkv(*((8,) if params else (8, 1))), None, packed_seq_params=params)
+                q, k, v = (x.requires_grad_() for x in make_qkv(*((8,) if params else (8, 1))))
+                outputs.append(layer(q, k, v, None, packed_seq_params=params))
+            torch.stack(outputs).sum().backward()
         return len(made)
 
     def one_in_two_versions():
