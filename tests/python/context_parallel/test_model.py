@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-MEASURED = ROOT / "benchmarks" / "results" / "2026-11-22-4xh200-context-parallel.json"
+RESULTS = ROOT / "benchmarks" / "results"
 DIRECTIONS = ("forward", "backward")
 MODES = ("p2p", "all_gather", "a2a")
 
@@ -91,8 +91,31 @@ def test_heads_limit_the_ranks_that_exchange_them(model):
     assert possible == [2, 4, 8, 16, 32]
 
 
-def test_what_was_measured_on_four_gpus_is_predicted(model, capsys):
-    assert model.compare(MEASURED, within=0.1), capsys.readouterr().out
-    names = {(row["name"], ranks) for _, ranks, row in model.measured_rows(MEASURED)}
-    assert names == {(mode, 4) for mode in MODES} | {("one GPU", 1)}
-    assert not model.compare(MEASURED, within=0.001)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_was_measured_is_predicted(model, ranks, capsys):
+    measured = RESULTS / f"2026-11-22-{ranks}xh200-context-parallel.json"
+    assert model.compare(measured, within=0.1), capsys.readouterr().out
+    names = {(row["name"], ranks) for _, ranks, row in model.measured_rows(measured)}
+    assert names == {(mode, ranks) for mode in MODES} | {("one GPU", 1)}
+    assert not model.compare(measured, within=0.001)
+
+
+def test_rows_are_sorted_only_where_they_are_few(model, time):
+    few, many = model.ROWS_TO_SPLIT - 2048, model.ROWS_TO_SPLIT
+    free = {"memory_tbytes": 1e6, "kernel": 0.0}
+
+    def passes(length: int) -> float:
+        return time("a2a", "forward", 4, length) - time("a2a", "forward", 4, length, **free)
+
+    assert passes(many) < passes(few)
+
+
+def test_the_clock_does_not_hasten_transfers(model):
+    def fresh_to_steady(link_gbytes: float) -> float:
+        steady = replace(model.BACK_TO_BACK, link_gbytes=link_gbytes)
+        machines = (replace(steady, rest_credit=1e9), steady)
+        fresh, held_back = (model.Model(machine, model.Shape(65536), 4).time("a2a", "forward") for machine in machines)
+        return fresh / held_back
+
+    assert fresh_to_steady(0.1) > 0.999
+    assert fresh_to_steady(1e3) < 0.9
