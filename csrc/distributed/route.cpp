@@ -90,8 +90,8 @@ Gradients exchanged_backward(const Route& route, const Tensor& d_o, const Tensor
     return result;
 }
 
-// Four H200s, 12 heads of 128, forward and backward in milliseconds (a2a, all_gather, p2p): 16K rows 2.2, 3.0, 3.4; 64K
-// 26, 28, 31; 128K 100, 100, 113; a2a takes the least memory too. But a kernel with one head of 16K rows has too little
+// Four H200s, 12 heads of 128, forward and backward in milliseconds (a2a, all_gather, p2p): 16K rows 2.1, 3.0, 3.4; 64K
+// 26, 27, 30; 128K 97, 100, 112; a2a takes the least memory too. But a kernel with one head of 16K rows has too little
 // to do: 307 TFLOP/s in the forward, where 4 heads have 661.
 constexpr int64_t kFewestRowsOfHeads = 32768;
 constexpr int64_t kMostGatheredBytes = int64_t{1} << 30;
