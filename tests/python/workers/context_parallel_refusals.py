@@ -108,6 +108,7 @@ def refuses_ranks_that_disagree(group) -> None:
     expect_on_every_rank(call(*(x.bfloat16() if odd else x for x in (q, k, v))), "disagree on q's dtype")
     expect_on_every_rank(call(q, k, v, comm="p2p" if odd else "all_gather"), "disagree on comm")
     expect_on_every_rank(call(q, k, v, scale=0.5 if odd else 0.25), "disagree on scale")
+    expect_on_every_rank(call(q, k, v, return_mass=odd), disagree.format("return_mass", "False", "True"))
     expect_on_every_rank(call(q[:, :-1] if odd else q, k, v), "q: has .* local rows; the plan, .* has")
     expect_on_every_rank(call(q, k, v, comm="a2a+p2p" if odd else "auto"), "needs hierarchical_groups")
     expect_on_every_rank(lambda: sb.unshard_sequence(q[:1] if odd else q, group), "disagree on x_local's shape")
