@@ -60,9 +60,14 @@ def draw_inputs(kind: str, *shape: int, h_kv: int | None = None) -> list[Tensor]
     heads = (h, h_kv or h, h_kv or h, h)
     q, k, v, do = (torch.randn(*rows, n, d, device=device, dtype=torch.bfloat16, generator=generator) for n in heads)
     if kind == "full":
-        q[..., 0] = math.sqrt(-FULL_LOGIT) * d**0.25
-        k[..., 0] = -math.sqrt(-FULL_LOGIT) * d**0.25
+        shift_logits(q, k, FULL_LOGIT)
     return [q, k, v, do]
+
+
+def shift_logits(q: Tensor, k: Tensor, mean: float) -> None:
+    """Give the logits of q and k, standard normal numbers, a negative mean; their first column goes for it."""
+    shift = math.sqrt(-mean) * q.shape[-1] ** 0.25
+    q[..., 0], k[..., 0] = shift, -shift
 
 
 class Benchmark:
@@ -245,12 +250,11 @@ def run_varlen(bench: Benchmark) -> None:
     sizes = VARLEN if on_gpu() else {**sizes, "documents": 20}
     lengths = draw_lengths(**sizes)
     h, d, squares = 12, 128, sum(n * n for n in lengths)
-    cu_seqlens = (
-        torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to("cuda" if on_gpu() else "cpu")
-    )
     like = max(64, round(squares / sizes["tokens"] / 64) * 64)  # of a dense batch of as many tokens and pairs
     batch = max(1, round(squares / like**2))
     packed_inputs = draw_inputs("full", sizes["tokens"], h, d)
+    offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    cu_seqlens = offsets.to(packed_inputs[0].device)
     dense_inputs = draw_inputs("full", batch, like, h, d)
     bench.note(
         f"varlen: {len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all, seed "

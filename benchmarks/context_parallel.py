@@ -10,6 +10,7 @@ take over the inputs. "one GPU" is the whole sequence on each GPU, all at the sa
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import statistics
@@ -38,6 +39,18 @@ def calls_of(attention: Callable, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -
         "forward": lambda: attention(*leaves),
         "both": lambda: torch.autograd.grad(attention(*leaves), leaves, do),
     }
+
+
+def calls_over(plan: sb.ContextParallelPlan, comm: str, local: list[Tensor]) -> dict[str, Call]:
+    """The same in a mode of context parallelism, of this rank's q, k, v, do."""
+    return calls_of(functools.partial(sb.context_parallel_attention, plan=plan, comm=comm), *local)
+
+
+def join_ranks() -> None:
+    """Join the ranks of torchrun, each with the GPU of its local number."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
 
 
 def median_ms(call: Call, seconds: float) -> float:
@@ -124,11 +137,7 @@ class Benchmark:
         plan = sb.ContextParallelPlan(dist.group.WORLD, s)
         local = [sb.shard_sequence(x, dist.group.WORLD) for x in whole]
         for comm in self.options.modes:
-
-            def attention(q, k, v, comm=comm):
-                return sb.context_parallel_attention(q, k, v, plan=plan, comm=comm)
-
-            self.measure(what, comm, calls_of(attention, *local), flops / ranks)
+            self.measure(what, comm, calls_over(plan, comm, local), flops / ranks)
         if self.options.peer and h == h_kv:
             with torch_context_parallel(*whole) as calls:
                 self.measure(what, "torch, cuDNN", calls, flops / ranks)
@@ -147,22 +156,14 @@ class Benchmark:
         local = [sb.shard_sequence(x, dist.group.WORLD, **cut) for x in whole]
         what = f"{tokens} tokens in {len(lengths)} documents, h={h} d={d}"
         for comm in self.options.modes:
-
-            def attention(q, k, v, comm=comm):
-                return sb.context_parallel_attention(q, k, v, plan=plan, comm=comm)
-
-            self.measure(what, comm, calls_of(attention, *local), 2 * h * d * squares / ranks)
+            self.measure(what, comm, calls_over(plan, comm, local), 2 * h * d * squares / ranks)
         like = round(squares / tokens / (2 * ranks)) * 2 * ranks
         batch = round(squares / like**2)
         q, k, v, do = draw_inputs("full", batch, like, h, d)
         plan = sb.ContextParallelPlan(dist.group.WORLD, like)
         local = [sb.shard_sequence(x, dist.group.WORLD) for x in (q, k, v, do)]
-
-        def attention(q, k, v):
-            return sb.context_parallel_attention(q, k, v, plan=plan, comm="a2a")
-
         what = f"dense b={batch} L={like} h={h} d={d}"
-        self.measure(what, "a2a", calls_of(attention, *local), 2 * batch * h * like**2 * d / ranks)
+        self.measure(what, "a2a", calls_over(plan, "a2a", local), 2 * batch * h * like**2 * d / ranks)
 
 
 def _line(row: dict) -> str:
@@ -185,8 +186,7 @@ def main() -> None:
     parser.add_argument("--sustained", type=float, default=0.3, help="seconds of each back-to-back run")
     parser.add_argument("--json", type=Path, help="write everything measured here")
     options = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    join_ranks()
     if dist.get_rank() == 0:
         print({**machine(), "ranks": dist.get_world_size(), "nccl": torch.cuda.nccl.version()}, flush=True)
     bench = Benchmark(options)

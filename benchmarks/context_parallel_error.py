@@ -7,7 +7,15 @@ python benchmarks/context_parallel_error.py draw OUT.json OUT.png
 import argparse
 import json
 import os
-from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from attention import shift_logits
+from pictures import pyplot_for_files, record_or_draw
+from timing import machine
+
+import megatron_sb as sb
+from megatron_sb import reference
 
 RESULTS = ("o", "dq", "dk", "dv")
 HEADS = 8
@@ -22,8 +30,6 @@ def errors(results, exact) -> dict[str, float]:
 
 def outcome(attention, q, k, v, do) -> list:
     """o, dq, dk, dv of attention(q, k, v)."""
-    import torch
-
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     o = attention(*leaves)
     return [o.detach(), *torch.autograd.grad(o, leaves, do)]
@@ -31,8 +37,6 @@ def outcome(attention, q, k, v, do) -> list:
 
 def over(group, comm: str, whole: list) -> list:
     """The whole results of a group's ranks."""
-    import megatron_sb as sb
-
     plan = sb.ContextParallelPlan(group, whole[0].shape[1], layout=LAYOUT)
     local = [sb.shard_sequence(x, group, layout=LAYOUT) for x in whole]
     parts = outcome(lambda q, k, v: sb.context_parallel_attention(q, k, v, plan=plan, comm=comm), *local)
@@ -41,12 +45,6 @@ def over(group, comm: str, whole: list) -> list:
 
 def record(options: argparse.Namespace) -> None:
     """Run every number of ranks, mode and regime; the first rank writes what came out."""
-    import torch
-    import torch.distributed as dist
-    from timing import machine
-
-    from megatron_sb import reference
-
     device = torch.device(options.device, int(os.environ["LOCAL_RANK"]) if options.device == "cuda" else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -58,7 +56,7 @@ def record(options: argparse.Namespace) -> None:
         generator = torch.Generator(device).manual_seed(0)
         shape = (1, options.length, HEADS, options.head_dim)
         q, k, v, do = (torch.randn(shape, device=device, generator=generator) for _ in range(4))
-        q[..., 0], k[..., 0] = (-mean) ** 0.5 * options.head_dim**0.25, -((-mean) ** 0.5) * options.head_dim**0.25
+        shift_logits(q, k, mean)
         whole = [x.to(getattr(torch, options.dtype)) for x in (q, k, v, do)]
         for size in sizes:
             if dist.get_rank() >= size:
@@ -79,11 +77,7 @@ def record(options: argparse.Namespace) -> None:
 
 def draw(options: argparse.Namespace) -> None:
     """A panel for each result, a line for each mode and mean logit."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pyplot_for_files()
     recorded = json.loads(options.json.read_text())
     about, rows = recorded["machine"], recorded["rows"]
     figure, panels = pyplot.subplots(1, len(RESULTS), figsize=(3 * len(RESULTS), 3.2), sharey=True)
@@ -109,21 +103,15 @@ def draw(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Record, or draw."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    recording = commands.add_parser("record", help="under torchrun")
-    recording.add_argument("json", type=Path)
+    parser, recording, _ = record_or_draw(__doc__, record, draw)
     recording.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     recording.add_argument("--length", type=int, default=8192)
     recording.add_argument("--head-dim", type=int, default=128)
     recording.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     recording.add_argument("--means", nargs="+", type=float, default=[-3.2, -11.0])
     recording.add_argument("--modes", nargs="+", default=["p2p", "all_gather", "a2a"])
-    drawing = commands.add_parser("draw", help="anywhere")
-    drawing.add_argument("json", type=Path)
-    drawing.add_argument("picture", type=Path)
     options = parser.parse_args()
-    (record if options.command == "record" else draw)(options)
+    options.run(options)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,20 @@ python benchmarks/context_parallel_timeline.py draw OUT.json OUT.png
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
-MODES = ("p2p", "all_gather", "a2a")
+import torch
+import torch.distributed as dist
+from attention import draw_inputs
+from context_parallel import MODES, calls_over, join_ranks
+from pictures import pyplot_for_files, record_or_draw
+from timing import machine
+
+import megatron_sb as sb
+
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 TRANSFERS, COMPUTE, REST = "NCCL", "block kernels", "the rest"
 COLOURS = {TRANSFERS: "tab:orange", COMPUTE: "tab:blue", REST: "tab:gray"}
@@ -27,9 +34,6 @@ def kind_of(name: str) -> str:
 
 def trace(call) -> dict:
     """Device events of a call: name, stream, start and duration in microseconds; and how long the host takes for it."""
-    import torch
-    import torch.distributed as dist
-
     host_ms = []
     for _ in range(8):
         dist.barrier()
@@ -55,27 +59,13 @@ def trace(call) -> dict:
 
 def record(options: argparse.Namespace) -> None:
     """Trace each length and mode on the ranks of torchrun; the first rank writes its own."""
-    import torch
-    import torch.distributed as dist
-    from attention import draw_inputs
-    from timing import machine
-
-    import megatron_sb as sb
-
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    join_ranks()
     traces = []
     for s in options.lengths:
         plan = sb.ContextParallelPlan(dist.group.WORLD, s)
-        q, k, v, do = (sb.shard_sequence(x, dist.group.WORLD) for x in draw_inputs("full", 1, s, 12, 128))
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        local = [sb.shard_sequence(x, dist.group.WORLD) for x in draw_inputs("full", 1, s, 12, 128)]
         for comm in options.modes:
-
-            def both(comm=comm, plan=plan, leaves=leaves, do=do):
-                o = sb.context_parallel_attention(*leaves, plan=plan, comm=comm)
-                return torch.autograd.grad(o, leaves, do)
-
-            traces.append({"length": s, "comm": comm, **trace(both)})
+            traces.append({"length": s, "comm": comm, **trace(calls_over(plan, comm, local)["both"])})
     if dist.get_rank() == 0:
         about = {**machine(), "ranks": dist.get_world_size(), "heads": 12, "head_dim": 128}
         options.json.write_text(json.dumps({"machine": about, "traces": traces}))
@@ -84,10 +74,7 @@ def record(options: argparse.Namespace) -> None:
 
 def draw(options: argparse.Namespace) -> None:
     """A panel for each mode of one length, a line for each stream."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot = pyplot_for_files()
     from matplotlib.patches import Patch
 
     recorded = json.loads(options.json.read_text())
@@ -117,18 +104,12 @@ def draw(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Record, or draw."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    recording = commands.add_parser("record", help="on GPUs, under torchrun")
-    recording.add_argument("json", type=Path)
+    parser, recording, drawing = record_or_draw(__doc__, record, draw)
     recording.add_argument("--lengths", nargs="+", type=int, default=[16384, 65536])
     recording.add_argument("--modes", nargs="+", default=list(MODES))
-    drawing = commands.add_parser("draw", help="anywhere")
-    drawing.add_argument("json", type=Path)
-    drawing.add_argument("picture", type=Path)
     drawing.add_argument("--length", type=int, default=65536)
     options = parser.parse_args()
-    (record if options.command == "record" else draw)(options)
+    options.run(options)
 
 
 if __name__ == "__main__":
