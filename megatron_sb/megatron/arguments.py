@@ -7,6 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from megatron_sb.functional import DEFAULT_MASS_THRESHOLD
+from megatron_sb.megatron.layer_pattern import layer_pattern
 
 CP_LAYOUTS = ("zigzag", "contiguous")
 PACKINGS = ("per_document", "whole_stream")
@@ -21,21 +22,26 @@ class StickBreakingOptions:
         mass_threshold: once less than this is left of a row's stick, older keys are skipped; 0 turns skipping off.
         cp_layout: how context parallelism cuts a sequence, "zigzag" (Megatron's) or "contiguous".
         packing: how it cuts a packed (thd) stream, "per_document" (each document by `cp_layout`) or "whole_stream".
+        layers: 1 for a layer with stick-breaking attention, 0 for one that keeps its softmax, an entry for every layer
+            of the model; None means every layer.
 
     Raises:
-        ValueError: an unknown layout or packing.
+        ValueError: an unknown layout or packing; an entry of `layers` that is neither 0 nor 1.
     """
 
     attend_current: bool = False
     mass_threshold: float = DEFAULT_MASS_THRESHOLD
     cp_layout: str = "zigzag"
     packing: str = "per_document"
+    layers: tuple[int, ...] | None = None
 
     def __post_init__(self):
         """Refuse unknown names now: without context parallelism nothing else would read them."""
         for name, value, allowed in (("cp_layout", self.cp_layout, CP_LAYOUTS), ("packing", self.packing, PACKINGS)):
             if value not in allowed:
                 raise ValueError(f"{name}={value!r} is unknown; allowed: {', '.join(map(repr, allowed))}")
+        if self.layers is not None and not {*self.layers} <= {0, 1}:
+            raise ValueError(f"layers={self.layers} (--sb-layers) may hold 0 (softmax) and 1 (stick-breaking) only")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -69,6 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=PACKINGS,
         default=StickBreakingOptions.packing,
         help="Whether it cuts packed sequences document by document or the stream as a whole (default: %(default)s).",
+    )
+    group.add_argument(
+        "--sb-layers",
+        type=layer_pattern,
+        metavar="PATTERN",
+        help="Which layers are stick-breaking (1) and which keep their softmax (0), as in --moe-layer-freq: "
+        '"([1]*3+[0]*1)*10" (default: all are).',
     )
     return parser
 

@@ -28,21 +28,9 @@ CONFIG_REFUSALS = (
     ("qk_clip", "--qk-clip", False, "the kernels do not report the largest logit"),
     ("log_max_attention_logit", "--log-max-attention-logit", False, "the kernels do not report the largest logit"),
     ("flash_decode", "--flash-decode", False, "it bypasses core_attention and would silently run softmax"),
-    (
-        "position_embedding_type",
-        "--position-embedding-type",
-        "none",
-        "the order of the stick tells positions",
-    ),
 )
 # Flags that Megatron's scripts keep for themselves: (attribute of args, flag, the value it must have, why).
 SCRIPT_REFUSALS = (
-    (
-        "position_embedding_type",
-        "--position-embedding-type",
-        "none",
-        "the order of the stick tells positions",
-    ),
     (
         "reset_attention_mask",
         "--reset-attention-mask",
@@ -61,6 +49,22 @@ def refuse_settings(settings: object, source: str, refusals: tuple) -> None:
                 f"stick-breaking attention cannot run with {source}.{name}={value!r} ({flag}): {reason}; "
                 f"it must be {required!r}"
             )
+
+
+def refuse_position_embedding(settings: object, source: str, no_rope: bool) -> None:
+    """Raise a ValueError for an embedding that reaches stick-breaking layers; no_rope: `--no-rope-freq` spares them."""
+    kind = getattr(settings, "position_embedding_type", "none")
+    if kind != "none" and not (kind == "rope" and no_rope):
+        raise ValueError(
+            f"stick-breaking attention cannot run with {source}.position_embedding_type={kind!r} "
+            "(--position-embedding-type): the order of the stick tells positions; it must be 'none', or 'rope' with "
+            "every stick-breaking layer in --no-rope-freq"
+        )
+
+
+def without_rope(config: object, layer_number: int) -> bool:
+    """Whether Megatron keeps rotary embeddings from this layer (1-based): `--no-rope-freq`."""
+    return bool(config.no_rope_freq) and bool(config.no_rope_freq[layer_number - 1])
 
 
 def _script_args() -> object | None:
@@ -153,6 +157,8 @@ class StickBreakingCoreAttention(MegatronModule):
         super().__init__(config=config)
         refuse_settings(config, "config", CONFIG_REFUSALS)
         refuse_settings(_script_args(), "args", SCRIPT_REFUSALS)
+        for settings, source in ((config, "config"), (_script_args(), "args")):
+            refuse_position_embedding(settings, source, without_rope(config, layer_number))
         if unknown:
             raise TypeError(f"StickBreakingCoreAttention takes no {', '.join(sorted(unknown))}")
         if attention_type != "self":

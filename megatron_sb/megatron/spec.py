@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.attention import SelfAttention
@@ -10,7 +11,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_sb.megatron.arguments import StickBreakingOptions
-from megatron_sb.megatron.core_attention import StickBreakingCoreAttention
+from megatron_sb.megatron.core_attention import StickBreakingCoreAttention, without_rope
 
 
 class CheckedSelfAttention(SelfAttention):
@@ -18,11 +19,18 @@ class CheckedSelfAttention(SelfAttention):
 
     A core attention never sees rotary embeddings (they are applied to q and k before it) and is not called at all by
     dynamic inference, and `--attention-backend local` replaces it; all three would run without a word.
+
+    In a mixed model (`layers`) the layers that are not stick-breaking are Megatron's own, with the core attention
+    `softmax` and without these checks. Rotary embeddings are for them: `--no-rope-freq` has to name the others.
     """
 
-    def __init__(self, config, *args, **kwargs):
-        super().__init__(config, *args, **kwargs)
-        if not isinstance(self.core_attention, StickBreakingCoreAttention):
+    def __init__(self, config, submodules, layer_number, *args, layers=None, softmax=None, **kwargs):
+        refuse_layers(layers, config, "config")
+        self.stick_breaking = layers is None or bool(layers[layer_number - 1])
+        if not self.stick_breaking:
+            submodules = dataclasses.replace(submodules, core_attention=softmax)
+        super().__init__(config, submodules, layer_number, *args, **kwargs)
+        if self.stick_breaking and not isinstance(self.core_attention, StickBreakingCoreAttention):
             raise ValueError(
                 f"core_attention is {type(self.core_attention).__name__}, not StickBreakingCoreAttention: something "
                 "replaced it after with_stickbreaking (--attention-backend local does); use --attention-backend auto"
@@ -34,20 +42,42 @@ class CheckedSelfAttention(SelfAttention):
             )
 
     def forward(self, hidden_states, attention_mask, key_value_states=None, inference_context=None, **kwargs):
-        """As in Megatron-Core; raises ValueError for rotary embeddings and for dynamic inference."""
+        """As in Megatron-Core; a stick-breaking layer raises ValueError for rotary embeddings and dynamic inference."""
+        if self.stick_breaking:
+            context = inference_context if inference_context is not None else kwargs.get("inference_params")
+            self._check_call(context, kwargs)
+        return super().forward(hidden_states, attention_mask, key_value_states, inference_context, **kwargs)
+
+    def _check_call(self, inference_context, kwargs: dict) -> None:
+        """Refuse what only a call shows. Rotary embeddings that `--no-rope-freq` spares this layer come here too."""
+        spared = {"rotary_pos_emb"} if without_rope(self.config, self.layer_number) else set()
         for name, value in kwargs.items():
-            if name.startswith("rotary_") and value is not None:
+            if name.startswith("rotary_") and name not in spared and value is not None:
                 raise ValueError(
                     f"{name} was given to a stick-breaking layer (--position-embedding-type rope, mrope or yarn): the "
                     "order of the stick tells positions; use --position-embedding-type none"
                 )
-        context = inference_context if inference_context is not None else kwargs.get("inference_params")
-        if context is not None and not context.is_static_batching():
+        if inference_context is not None and not inference_context.is_static_batching():
             raise ValueError(
-                f"inference_context={type(context).__name__} is dynamic: it bypasses core_attention and would run "
-                "softmax; stick-breaking attention allows static batching only"
+                f"inference_context={type(inference_context).__name__} is dynamic: it bypasses core_attention and "
+                "would run softmax; stick-breaking attention allows static batching only"
             )
-        return super().forward(hidden_states, attention_mask, key_value_states, inference_context, **kwargs)
+
+
+def refuse_layers(layers, settings, source: str) -> None:
+    """Raise a ValueError where `layers` (`StickBreakingOptions.layers`) does not fit a model's config or arguments."""
+    if layers is None:
+        return
+    if len(layers) != settings.num_layers:
+        raise ValueError(
+            f"layers={layers} (--sb-layers) has {len(layers)} entries, but {source}.num_layers={settings.num_layers} "
+            "(--num-layers); it needs one entry for every layer"
+        )
+    if settings.mtp_num_layers is not None:
+        raise ValueError(
+            f"layers={layers} (--sb-layers) says nothing about the {settings.mtp_num_layers} layers of "
+            f"{source}.mtp_num_layers (--mtp-num-layers); mixed layers allow none of those"
+        )
 
 
 class _DenseSelfAttention(CheckedSelfAttention):
@@ -68,38 +98,45 @@ def with_stickbreaking(spec, **options):
     Args:
         spec: the ModuleSpec of a transformer layer (dense or mixture of experts, local or Transformer Engine), a
             TransformerBlockSubmodules with `layer_specs`, or a ModuleSpec that holds one.
-        options: fields of `StickBreakingOptions`. They travel in the `params` of the core attention's ModuleSpec.
+        options: fields of `StickBreakingOptions`. They travel in the `params` of the core attention's ModuleSpec. With
+            `layers` some layers keep the core attention that `spec` has.
 
     Raises:
         TypeError: an unknown option.
         ValueError: an unknown value of one; a layer whose self-attention is not Megatron's `SelfAttention`.
     """
-    return _replace_core_attention(spec, StickBreakingOptions(**options))
+    return _replace_in_layers(spec, StickBreakingOptions(**options))
 
 
-def _replace_core_attention(spec, options: StickBreakingOptions):
+def _replace_in_layers(spec, options: StickBreakingOptions):
     spec = copy.copy(spec)
     if hasattr(spec, "layer_specs"):
-        spec.layer_specs = [_replace_core_attention(layer, options) for layer in spec.layer_specs]
-        return spec
-    if hasattr(getattr(spec, "submodules", None), "layer_specs"):
-        spec.submodules = _replace_core_attention(spec.submodules, options)
-        return spec
+        spec.layer_specs = [_replace_in_layers(layer, options) for layer in spec.layer_specs]
+    elif hasattr(getattr(spec, "submodules", None), "layer_specs"):
+        spec.submodules = _replace_in_layers(spec.submodules, options)
+    else:
+        spec.submodules = with_core_attention(getattr(spec, "submodules", None), options)
+    return spec
 
-    attention = getattr(getattr(spec, "submodules", None), "self_attention", None)
+
+def with_core_attention(submodules, options: StickBreakingOptions):
+    """A copy of a transformer layer's submodules with stick-breaking attention, for `with_stickbreaking`."""
+    attention = getattr(submodules, "self_attention", None)
     module = getattr(attention, "module", attention)
     if module is not SelfAttention and not (isinstance(module, type) and issubclass(module, CheckedSelfAttention)):
         raise ValueError(
             f"self_attention of the layer spec is {module!r}; with_stickbreaking allows Megatron's SelfAttention, or a "
             "class derived from megatron_sb.megatron.CheckedSelfAttention"
         )
-    attention = copy.copy(attention)
+    stock, attention = attention, copy.copy(attention)
+    softmax = stock.params.get("softmax", stock.submodules.core_attention)
     attention.module = CheckedSelfAttention if module is SelfAttention else module
-    attention.submodules = copy.copy(attention.submodules)
+    attention.params = {**stock.params, "layers": options.layers, "softmax": softmax}
+    attention.submodules = copy.copy(stock.submodules)
     attention.submodules.core_attention = ModuleSpec(StickBreakingCoreAttention, params={"options": options})
-    spec.submodules = copy.copy(spec.submodules)
-    spec.submodules.self_attention = attention
-    return spec
+    submodules = copy.copy(submodules)
+    submodules.self_attention = attention
+    return submodules
 
 
 def _bare_layer_spec() -> ModuleSpec:

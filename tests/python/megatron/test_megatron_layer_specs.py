@@ -41,6 +41,7 @@ def test_only_the_attention_of_a_layer_changes(num_experts):
     attention = spec.submodules.self_attention
     assert attention.module is CheckedSelfAttention
     attention.module = SelfAttention
+    assert (attention.params.pop("layers"), attention.params.pop("softmax")) == (None, DotProductAttention)
     attention.submodules.core_attention = DotProductAttention
     assert repr(spec) == before
 
@@ -61,6 +62,7 @@ def test_every_layer_of_a_block(monkeypatch):
 
 def test_options_reach_the_module():
     options = {"attend_current": True, "mass_threshold": 0.5, "cp_layout": "contiguous", "packing": "whole_stream"}
+    options["layers"] = (1, 0)
     spec = with_stickbreaking(get_gpt_layer_local_spec(), **options)
     assert built_core(spec).options == StickBreakingOptions(**options)
     assert built_core(with_stickbreaking(spec)).options == StickBreakingOptions()
@@ -73,6 +75,10 @@ def test_refused_options():
         with_stickbreaking(get_gpt_layer_local_spec(), cp_layout="striped")
     with pytest.raises(ValueError, match="packing='tight' is unknown; allowed: 'per_document', 'whole_stream'"):
         with_stickbreaking(get_gpt_layer_local_spec(), packing="tight")
+    with pytest.raises(
+        ValueError, match=r"layers=\(1, 2\) \(--sb-layers\) may hold 0 \(softmax\) and 1 \(stick-breaking"
+    ):
+        with_stickbreaking(get_gpt_layer_local_spec(), layers=(1, 2))
 
 
 def test_refused_specs():
@@ -100,13 +106,28 @@ def test_flags():
     assert StickBreakingOptions(**options_from_args(defaults)) == StickBreakingOptions()
 
     line = "--stick-breaking-attention --sb-attend-current --sb-mass-threshold 0 --sb-cp-layout contiguous"
-    args = parser.parse_args([*line.split(), "--sb-packing", "whole_stream"])
+    args = parser.parse_args([*line.split(), "--sb-packing", "whole_stream", "--sb-layers", "([1]*2+[0])*2"])
     assert args.stick_breaking_attention
     assert options_from_args(args) == {
         "attend_current": True,
         "mass_threshold": 0.0,
         "cp_layout": "contiguous",
         "packing": "whole_stream",
+        "layers": (1, 1, 0, 1, 1, 0),
     }
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--sb-cp-layout", "striped"], "argument --sb-cp-layout: invalid choice: 'striped'"),
+        *(
+            (["--sb-layers", text], f"argument --sb-layers: {text!r} is not a list of layers such as ([1]*3+[0]*1)*10")
+            for text in ("3", "[1, [0]]", "[1]*x", "[1]**2", "[1")
+        ),
+    ],
+)
+def test_refused_flags(flags, sentence, capsys):
     with pytest.raises(SystemExit):
-        parser.parse_args(["--sb-cp-layout", "striped"])
+        add_arguments(argparse.ArgumentParser()).parse_args(flags)
+    assert sentence in capsys.readouterr().err
