@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_sb.config import STANDARD_LIBRARY, DataConfig, TrainingConfig
+from megatron_sb.config import BYTE_VOCAB_SIZE, STANDARD_LIBRARY, DataConfig, TrainingConfig
 
-BYTE_VOCAB_SIZE = 257
 BYTE_END_OF_DOCUMENT = 256
 
 # Directories of the standard library that some installations leave out, or that hold tables and other people's

@@ -57,6 +57,10 @@ class Job:
         self._device = device
         self._report = report
         self._stop = StopRequest()
+        if config.initial_checkpoint and not (Path(config.initial_checkpoint) / "progress.json").exists():
+            raise ValueError(
+                f"initial_checkpoint = {config.initial_checkpoint!r} holds no checkpoint (no progress.json)"
+            )
         self._corpus: Corpus = load_corpus(config)
         self._windows = choose_windows(self._corpus, config)
 
@@ -108,6 +112,8 @@ class Job:
         )
         if progress is not None:
             directory.load(engine, progress)
+        elif config.initial_checkpoint:
+            engine.load(Path(config.initial_checkpoint))
         if progress is not None and progress.stage == stage.name:
             sampler.load_state_dict(progress.sampler)
         else:

@@ -213,6 +213,18 @@ def test_the_directory_of_a_run_is_not_overwritten_nor_changed(straight, config,
     assert launch.prepare_directory(job, None, resume=True) == made
 
 
+def test_another_runs_checkpoint_to_start_from(straight, config, tmp_path):
+    out, _, _ = straight
+    short = ["compare=[stick_breaking]", "stages.0.steps=5", "stages.1.steps=5", "evaluation.windows=1"]
+    start = out / "stick_breaking" / "checkpoints" / "extended-000060"
+    status, _, errors = run(config, f"initial_checkpoint={start}", *short, "--out", tmp_path / "out")
+    assert status == 0, errors
+    first, before = metrics(tmp_path / "out")[0], metrics(out)
+    assert first["loss"] < 4 < before[0]["loss"] and first["tokens"] < before[99]["tokens"]
+    status, _, errors = run(config, "initial_checkpoint=nowhere", *short, "--out", tmp_path / "none")
+    assert status == 2 and "initial_checkpoint = 'nowhere' holds no checkpoint (no progress.json)" in errors, errors
+
+
 def test_a_wrong_field_is_refused_before_anything_runs(config, tmp_path):
     status, _, errors = run(config, "stages.0.stepz=3", "--out", tmp_path / "out")
     assert status == 2 and "unknown field stages.0.stepz = 3; did you mean 'steps'?" in errors

@@ -1,0 +1,48 @@
+"""The training configuration: typed, read from YAML, refused by field name when it is wrong.
+
+`schema` has the fields, `checks` what may not be together, `parameters` how many weights the sizes make, `loader` reads
+and writes, `lm_engine` understands the model section of lm-engine's files. Needs neither torch nor a device.
+"""
+
+from megatron_sb.config.loader import flatten, load_config, to_yaml
+from megatron_sb.config.parameters import ParameterCount, count_parameters
+from megatron_sb.config.schema import (
+    BYTE_VOCAB_SIZE,
+    STANDARD_LIBRARY,
+    BaselineConfig,
+    CheckpointConfig,
+    ConfigError,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ReportConfig,
+    StageConfig,
+    StickBreakingConfig,
+    TrainingConfig,
+)
+
+__all__ = [
+    "BYTE_VOCAB_SIZE",
+    "STANDARD_LIBRARY",
+    "BaselineConfig",
+    "CheckpointConfig",
+    "ConfigError",
+    "DataConfig",
+    "EvaluationConfig",
+    "MoEConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "ParameterCount",
+    "ReportConfig",
+    "StageConfig",
+    "StickBreakingConfig",
+    "TrainingConfig",
+    "count_parameters",
+    "flatten",
+    "load_config",
+    "to_yaml",
+]

@@ -1,0 +1,192 @@
+"""Contradictions between fields of a training configuration, each named with its values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron_sb.config.parameters import count_parameters
+from megatron_sb.config.schema import STANDARD_LIBRARY, ConfigError, StageConfig, TrainingConfig
+
+
+def check(config: TrainingConfig) -> None:
+    """Raise ConfigError for the first contradiction."""
+    problems = (_list_problems, _model_problems, _data_problems, _parallel_problems, _moe_problems)
+    for find in problems:
+        for problem in find(config):
+            raise ConfigError(problem)
+    for index, stage in enumerate(config.stages):
+        for find in (_schedule_problems, _context_parallel_problems, _row_problems):
+            for problem in find(config, stage, f"stages.{index}"):
+                raise ConfigError(problem)
+
+
+def _list_problems(config: TrainingConfig) -> Iterator[str]:
+    stages = [stage.name for stage in config.stages]
+    for path, names in (("data.paths", config.data.paths), ("stages", stages), ("compare", config.compare)):
+        if not names:
+            yield f"{path} = []: at least one is needed"
+        if len(set(names)) != len(names):
+            yield f"{path} = {list(names)!r}: names must differ"
+    if config.initial_checkpoint is not None and len(config.compare) > 1:
+        yield (
+            f"initial_checkpoint = {config.initial_checkpoint!r} contradicts compare = {list(config.compare)}: it is "
+            "one model's"
+        )
+
+
+def _model_problems(config: TrainingConfig) -> Iterator[str]:
+    model = config.model
+    if model.head_dim is None:
+        yield (
+            f"model.hidden_size = {model.hidden_size} must be a multiple of model.num_heads = {model.num_heads}, "
+            "where model.head_dim is not given"
+        )
+        return
+    if model.num_heads % model.num_kv_heads:
+        yield f"model.num_heads = {model.num_heads} must be a multiple of model.num_kv_heads = {model.num_kv_heads}"
+    if model.head_dim % 8 or model.head_dim > 256:
+        yield (
+            f"model.head_dim = {model.head_dim} (by default model.hidden_size / model.num_heads) must be a multiple of "
+            "8 up to 256"
+        )
+    if model.precision == "bf16" and config.parallel.device == "cpu":
+        yield (
+            "model.precision = 'bf16' contradicts parallel.device = 'cpu': bf16 training keeps fp32 "
+            "master weights in Megatron's optimizer, which needs CUDA"
+        )
+
+
+def _data_problems(config: TrainingConfig) -> Iterator[str]:
+    data = config.data
+    if data.kind == "text":
+        for name in ("vocab_size", "end_of_document"):
+            if getattr(data, name) is not None:
+                yield (
+                    f"data.{name} = {getattr(data, name)} contradicts data.kind = 'text': text is read as "
+                    "bytes (256 and an end-of-document token)"
+                )
+    else:
+        if STANDARD_LIBRARY in data.paths:
+            yield (
+                f"data.paths holds {STANDARD_LIBRARY!r}, which contradicts data.kind = 'indexed': give path "
+                "prefixes of .bin/.idx pairs"
+            )
+        if data.vocab_size is None or data.end_of_document is None:
+            yield "data.kind = 'indexed' needs data.vocab_size and data.end_of_document"
+        elif data.end_of_document >= data.vocab_size:
+            yield f"data.end_of_document = {data.end_of_document} must be less than data.vocab_size = {data.vocab_size}"
+    expected = config.model.num_parameters
+    total = count_parameters(config.model, config.stick_breaking, config.vocab_size).total
+    if expected is not None and expected != total:
+        yield f"model.num_parameters = {expected} contradicts the sizes of model, which make {total}"
+
+
+def _parallel_problems(config: TrainingConfig) -> Iterator[str]:
+    model, parallel = config.model, config.parallel
+    tensor = parallel.tensor_parallel_size
+    if parallel.ranks % tensor:
+        yield f"parallel.tensor_parallel_size = {tensor} must divide parallel.ranks = {parallel.ranks}"
+    sizes = [("num_heads", model.num_heads), ("num_kv_heads", model.num_kv_heads)]
+    if model.moe is None:  # experts are not split, they are spread by expert_parallel_size
+        sizes.append(("ffn_hidden_size", model.ffn_hidden_size))
+    for name, size in (*sizes, ("make_vocab_size_divisible_by", model.make_vocab_size_divisible_by)):
+        if size % tensor:
+            yield f"model.{name} = {size} must be a multiple of parallel.tensor_parallel_size = {tensor}"
+    if parallel.sequence_parallel and tensor == 1:
+        yield "parallel.sequence_parallel = True contradicts parallel.tensor_parallel_size = 1"
+    if parallel.expert_parallel_size > 1 and model.moe is None:
+        yield f"parallel.expert_parallel_size = {parallel.expert_parallel_size} contradicts model.moe = None"
+
+
+def _moe_problems(config: TrainingConfig) -> Iterator[str]:
+    moe, parallel = config.model.moe, config.parallel
+    if moe is None:
+        return
+    expert = parallel.expert_parallel_size
+    if moe.top_k > moe.num_experts:
+        yield f"model.moe.top_k = {moe.top_k} exceeds model.moe.num_experts = {moe.num_experts}"
+    if moe.load_balancing == "none" and moe.aux_loss_coefficient:
+        yield (
+            f"model.moe.aux_loss_coefficient = {moe.aux_loss_coefficient} contradicts model.moe.load_balancing = "
+            "'none': give 0"
+        )
+    if moe.num_experts % expert:
+        yield f"parallel.expert_parallel_size = {expert} must divide model.moe.num_experts = {moe.num_experts}"
+    if parallel.ranks % expert:
+        yield f"parallel.expert_parallel_size = {expert} must divide parallel.ranks = {parallel.ranks}"
+    if parallel.tensor_parallel_size > 1 and not parallel.sequence_parallel:
+        yield (
+            f"parallel.tensor_parallel_size = {parallel.tensor_parallel_size} with model.moe needs "
+            "parallel.sequence_parallel = true"
+        )
+
+
+def _schedule_problems(config: TrainingConfig, stage: StageConfig, at: str) -> Iterator[str]:
+    if stage.warmup_steps >= stage.steps:
+        yield f"{at}.warmup_steps = {stage.warmup_steps} must be less than {at}.steps = {stage.steps}"
+    if stage.schedule == "power" and stage.power_coefficient is None and stage.warmup_steps == 0:
+        yield (
+            f"{at}.schedule = 'power' contradicts {at}.warmup_steps = 0: without {at}.power_coefficient the power law "
+            "starts where the warm-up ends"
+        )
+    if stage.power_coefficient is not None and stage.schedule != "power":
+        yield f"{at}.power_coefficient = {stage.power_coefficient} contradicts {at}.schedule = {stage.schedule!r}"
+    if stage.warmup_start_rate and stage.warmup_steps == 0:
+        yield f"{at}.warmup_start_rate = {stage.warmup_start_rate} contradicts {at}.warmup_steps = 0"
+    if stage.warmup_start_rate > stage.learning_rate:
+        yield (f"{at}.warmup_start_rate = {stage.warmup_start_rate} exceeds {at}.learning_rate = {stage.learning_rate}")
+
+
+def _context_parallel_problems(config: TrainingConfig, stage: StageConfig, at: str) -> Iterator[str]:
+    parallel, size = config.parallel, stage.context_parallel_size
+    groups = parallel.ranks // parallel.tensor_parallel_size
+    if groups % size:
+        by = f" / parallel.tensor_parallel_size = {groups}" if parallel.tensor_parallel_size > 1 else f" = {groups}"
+        yield f"{at}.context_parallel_size = {size} must divide parallel.ranks{by}"
+    if size > 1 and "stick_breaking" not in config.compare:
+        yield (
+            f"{at}.context_parallel_size = {size} contradicts compare = {list(config.compare)}: only "
+            "'stick_breaking' runs with context parallelism"
+        )
+    levels = stage.hierarchical_context_parallel_sizes
+    if levels and parallel.comm != "a2a+p2p":
+        yield f"{at}.hierarchical_context_parallel_sizes = {list(levels)} contradicts parallel.comm = {parallel.comm!r}"
+    if levels and (len(levels) != 2 or math.prod(levels) != size):
+        yield (
+            f"{at}.hierarchical_context_parallel_sizes = {list(levels)}: must be two sizes, a2a's and p2p's, whose "
+            f"product is {at}.context_parallel_size = {size}"
+        )
+    if parallel.comm == "a2a+p2p" and size > 1 and not levels:
+        yield f"parallel.comm = 'a2a+p2p' needs {at}.hierarchical_context_parallel_sizes"
+
+
+def _row_problems(config: TrainingConfig, stage: StageConfig, at: str) -> Iterator[str]:
+    parallel = config.parallel
+    multiple = config.row_multiple(stage)
+    if stage.context_length % multiple:
+        split = f" and parallel.tensor_parallel_size = {parallel.tensor_parallel_size}"
+        yield (
+            f"{at}.context_length = {stage.context_length} must be a multiple of {multiple}, "
+            f"for {at}.context_parallel_size = {stage.context_parallel_size} and parallel.layout = {parallel.layout!r}"
+            f"{split if parallel.sequence_parallel else ''}"
+        )
+    for model in config.compare:
+        groups = config.data_parallel_size(model, stage)
+        per_group = stage.rows_per_step // groups
+        if stage.rows_per_step % groups:
+            yield (
+                f"{at}.rows_per_step = {stage.rows_per_step} must be a multiple of {groups}, the "
+                f"data-parallel size of {model}"
+            )
+        if stage.rows_per_micro_batch is not None and per_group % stage.rows_per_micro_batch:
+            yield (
+                f"{at}.rows_per_micro_batch = {stage.rows_per_micro_batch} must divide {per_group}, "
+                f"the rows of one data-parallel group of {model} ({at}.rows_per_step / {groups})"
+            )
+    longest = config.evaluation.length_factor * stage.context_length
+    if config.evaluation.target_tokens > longest:
+        yield (
+            f"evaluation.target_tokens = {config.evaluation.target_tokens} exceeds the longest "
+            f"evaluated context of {at}, {longest} tokens"
+        )

@@ -1,0 +1,229 @@
+"""The fields of a training configuration, their types, ranges and defaults; configs/README.md has their meaning."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Literal
+
+STANDARD_LIBRARY = "python-stdlib"
+BYTE_VOCAB_SIZE = 257  # text is read as bytes, and one token ends a document
+
+# A type, what its values must be in words, and as a test.
+PositiveInt = Annotated[int, "greater than 0", lambda value: value > 0]
+PositiveFloat = Annotated[float, "greater than 0", lambda value: value > 0]
+CountFromZero = Annotated[int, "0 or greater", lambda value: value >= 0]
+NonNegativeFloat = Annotated[float, "0 or greater", lambda value: value >= 0]
+BelowOne = Annotated[float, "at least 0 and less than 1", lambda value: 0 <= value < 1]
+Fraction = Annotated[float, "between 0 and 1", lambda value: 0 < value < 1]
+Name = Annotated[
+    str,
+    "letters, digits, '_' and '-', starting with a letter (it names files)",
+    lambda value: value.replace("-", "_").isidentifier(),
+]
+
+
+class ConfigError(ValueError):
+    """A field that is unknown, of the wrong type, out of range, or in contradiction to another."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where the documents come from."""
+
+    kind: Literal["text", "indexed"] = "text"
+    paths: tuple[str, ...] = (STANDARD_LIBRARY,)
+    include: tuple[str, ...] = ("*.py", "*.txt", "*.md", "*.rst")
+    exclude: tuple[str, ...] = ()
+    validation_fraction: Fraction = 0.1
+    vocab_size: PositiveInt | None = None
+    end_of_document: CountFromZero | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts in place of every layer's MLP; each expert has the MLP's ffn_hidden_size."""
+
+    num_experts: PositiveInt
+    top_k: PositiveInt
+    dispatcher: Literal["allgather", "alltoall"] = "alltoall"
+    load_balancing: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "aux_loss"
+    aux_loss_coefficient: NonNegativeFloat = 0.01
+    z_loss_coefficient: NonNegativeFloat = 0.0
+    grouped_gemm: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Sizes shared by the stick-breaking model and the softmax baseline: RMSNorm, gated MLPs (SwiGLU), no biases.
+
+    head_dim, where it is not given, becomes hidden_size / num_heads (and stays None where that is no integer).
+    """
+
+    num_layers: PositiveInt
+    hidden_size: PositiveInt
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    ffn_hidden_size: PositiveInt
+    head_dim: PositiveInt | None = None
+    moe: MoEConfig | None = None
+    tie_word_embeddings: bool = False
+    make_vocab_size_divisible_by: PositiveInt = 1
+    num_parameters: PositiveInt | None = None
+    init_std: PositiveFloat = 0.02
+    precision: Literal["fp32", "bf16"] = "fp32"
+    recompute: Literal["none", "selective", "full"] = "none"
+
+    def __post_init__(self) -> None:
+        if self.head_dim is None and self.hidden_size % self.num_heads == 0:
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
+
+    def padded_vocab_size(self, vocab_size: int) -> int:
+        """Rows of the embedding: vocab_size rounded up to a multiple of make_vocab_size_divisible_by."""
+        multiple = self.make_vocab_size_divisible_by
+        return -(-vocab_size // multiple) * multiple
+
+
+@dataclasses.dataclass(frozen=True)
+class StickBreakingConfig:
+    """Options of stick-breaking attention."""
+
+    attend_current: bool = False
+    mass_threshold: BelowOne = 2**-24
+    remainder_bias: bool = False
+    head_norm: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class BaselineConfig:
+    """Options of the softmax baseline."""
+
+    rotary_base: PositiveFloat = 10000.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelConfig:
+    """Processes, devices, and how a model and a sequence are spread over them."""
+
+    ranks: PositiveInt = 1
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads_per_rank: PositiveInt | None = None
+    timeout_seconds: PositiveFloat = 300.0
+    tensor_parallel_size: PositiveInt = 1
+    sequence_parallel: bool = False
+    expert_parallel_size: PositiveInt = 1
+    comm: Literal["auto", "p2p", "all_gather", "a2a", "a2a+p2p"] = "auto"
+    layout: Literal["zigzag", "contiguous"] = "zigzag"
+    packing: Literal["per_document", "whole_stream"] = "per_document"
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with gradient clipping."""
+
+    beta1: BelowOne = 0.9
+    beta2: BelowOne = 0.95
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
+    clip_grad: PositiveFloat = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class StageConfig:
+    """One stage of training: a context length, a number of steps, a learning-rate schedule."""
+
+    name: Name
+    context_length: PositiveInt
+    steps: PositiveInt
+    rows_per_step: PositiveInt
+    learning_rate: PositiveFloat
+    rows_per_micro_batch: PositiveInt | None = None
+    warmup_steps: CountFromZero = 0
+    warmup_start_rate: NonNegativeFloat = 0.0
+    schedule: Literal["constant", "power", "exponential"] = "constant"
+    power_coefficient: PositiveFloat | None = None
+    context_parallel_size: PositiveInt = 1
+    hierarchical_context_parallel_sizes: tuple[PositiveInt, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """The negative log-likelihood of the same target tokens, seen with ever longer contexts."""
+
+    windows: PositiveInt = 16
+    target_tokens: PositiveInt = 256
+    length_factor: PositiveInt = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """How often to save inside a stage (its end is always saved) and how many to keep."""
+
+    interval: PositiveInt = 100
+    keep: PositiveInt = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportConfig:
+    """What is written besides the checkpoints."""
+
+    interval: PositiveInt = 1
+    tensorboard: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    """A whole job."""
+
+    name: Name
+    model: ModelConfig
+    stages: tuple[StageConfig, ...]
+    seed: CountFromZero = 0
+    compare: tuple[Literal["stick_breaking", "softmax_rope"], ...] = ("stick_breaking", "softmax_rope")
+    initial_checkpoint: str | None = None
+    data: DataConfig = DataConfig()
+    stick_breaking: StickBreakingConfig = StickBreakingConfig()
+    baseline: BaselineConfig = BaselineConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    report: ReportConfig = ReportConfig()
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the data's vocabulary, before padding."""
+        return self.data.vocab_size or BYTE_VOCAB_SIZE
+
+    def context_parallel_size(self, model: str, stage: StageConfig) -> int:
+        """Ranks that share one sequence: the baseline runs without context parallelism."""
+        return stage.context_parallel_size if model == "stick_breaking" else 1
+
+    def data_parallel_size(self, model: str, stage: StageConfig) -> int:
+        """Ranks (or groups of them) that work on rows of their own."""
+        shared = self.parallel.tensor_parallel_size * self.context_parallel_size(model, stage)
+        return self.parallel.ranks // shared
+
+    def row_multiple(self, stage: StageConfig) -> int:
+        """What a row's length is a multiple of, so that context- and sequence-parallel ranks get equal parts."""
+        size = stage.context_parallel_size
+        chunks = size * (2 if size > 1 and self.parallel.layout == "zigzag" else 1)
+        return chunks * (self.parallel.tensor_parallel_size if self.parallel.sequence_parallel else 1)
+
+    def pad_multiple(self, stage: StageConfig) -> int:
+        """What every document's part of a row is padded to; the baseline gets the same rows.
+
+        A stream that is cut as a whole needs no padding; but evaluation packs as many documents as there are windows,
+        and their sum must divide over sequence-parallel ranks.
+        """
+        whole = self.parallel.packing == "whole_stream" and not self.parallel.sequence_parallel
+        return 1 if whole else self.row_multiple(stage)
+
+    def evaluation_lengths(self, stage: StageConfig) -> list[int]:
+        """Context lengths, doubling from target_tokens to length_factor times the stage's."""
+        longest = self.evaluation.length_factor * stage.context_length
+        lengths = []
+        length = self.evaluation.target_tokens
+        while length < longest:
+            lengths.append(length)
+            length *= 2
+        return [*lengths, longest]

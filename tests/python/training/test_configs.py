@@ -1,0 +1,56 @@
+"""The shipped configurations: valid, of the published sizes, and with the schedules they say they have."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_sb.config import count_parameters, load_config, to_yaml
+from megatron_sb.training.schedule import learning_rate
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+# Weights in all and those a token meets. Table 1 of arXiv 2410.17980 has the dense ones; Table 5 has the mixtures' to
+# one decimal of a billion.
+PUBLISHED = {
+    "dense_350m": (367_526_912, 367_526_912),
+    "dense_1b": (1_208_083_968, 1_208_083_968),
+    "dense_3b": (3_513_473_280, 3_513_473_280),
+    "moe_6_5b": (6_497_023_488, 1_212_200_448),
+    "moe_28_6b": (28_604_681_728, 5_175_299_584),
+}
+
+
+def load(name, overrides=()):
+    return load_config(CONFIGS / f"{name}.yaml", overrides)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_valid_and_written_back_whole(path, tmp_path):
+    config = load_config(path)
+    (tmp_path / "again.yaml").write_text(to_yaml(config))
+    assert load_config(tmp_path / "again.yaml") == config
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts(name):
+    config = load(name)
+    count = count_parameters(config.model, config.stick_breaking, config.vocab_size)
+    assert (count.total, count.active) == PUBLISHED[name]
+    assert config.model.num_parameters == count.total
+
+
+@pytest.mark.parametrize("size", ["1b", "3b"])
+def test_context_extension_goes_on_from_the_model(size):
+    base, extension = load(f"dense_{size}"), load(f"context_extension_{size}")
+    assert extension.model == load(f"dense_{size}", ["model.recompute=selective"]).model
+    last = base.stages[-1]
+    assert extension.initial_checkpoint.endswith(f"{base.name}/stick_breaking/checkpoints/{last.name}-{last.steps:06d}")
+    for stage in extension.stages:
+        assert stage.context_length * stage.rows_per_step == 2**22
+    assert [stage.context_length for stage in extension.stages] == [16384, 65536]
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "dense_350m"])
+def test_the_decay_starts_where_the_power_schedule_ends(name):
+    pretrain, anneal = load(name).stages
+    assert learning_rate(anneal, 0) == pytest.approx(learning_rate(pretrain, pretrain.steps - 1), rel=0.01)
+    assert learning_rate(anneal, anneal.steps) == 0

@@ -1,0 +1,136 @@
+"""lm-engine's model section: what it becomes, and what is refused by its own name."""
+
+import re
+
+import pytest
+import yaml
+
+from megatron_sb.config import ConfigError, MoEConfig, load_config
+
+MIXER = {
+    "sequence_mixer_type": "stickbreaking_attention",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "add_bias": False,
+    "attention_multiplier": None,
+    "dropout": 0,
+}
+MLP = {"mlp_type": "MLP", "intermediate_size": 96, "activation_function": "swiglu", "add_bias": False, "dropout": 0}
+MOE = {**MLP, "mlp_type": "MoE", "num_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": None}
+MODEL = {
+    "model_type": "gpt_base",
+    "vocab_size": 300,
+    "max_position_embeddings": 4096,
+    "hidden_size": 64,
+    "num_layers": 2,
+    "initializer_range": 0.03,
+    "normalization_function": "rmsnorm",
+    "layer_norm_epsilon": 1e-5,
+    "position_embedding_type": "nope",
+    "rope_theta": 10000,
+    "router_aux_loss_coef": 0.02,
+    "tie_word_embeddings": True,
+    "m_emb": None,
+    "m_width": 1.0,
+    "init_method": "normal",
+    "bos_token_id": 0,
+    "eos_token_id": 7,
+    "sequence_mixer_blocks": [MIXER, MIXER],
+    "mlp_blocks": [MLP, MLP],
+}
+STAGE = {"name": "a", "context_length": 64, "steps": 5, "rows_per_step": 4, "learning_rate": 1e-3}
+
+
+def load(tmp_path, theirs=MODEL, arguments=None, **sections):
+    tree = {
+        "name": "theirs",
+        "model_args": {"model_class": "AutoModelForCausalLM", "pretrained_config": theirs, **(arguments or {})},
+        "data": {"kind": "indexed", "paths": ["set"]},
+        "stages": [STAGE],
+        "evaluation": {"target_tokens": 64},
+        **sections,
+    }
+    path = tmp_path / "theirs.yaml"
+    path.write_text(yaml.dump(tree, Dumper=NoAliases))
+    return load_config(path)
+
+
+class NoAliases(yaml.SafeDumper):
+    def ignore_aliases(self, data):
+        return True
+
+
+def changed(name, value):
+    """MODEL with another value of one key, or without it where the value is ..."""
+    return {key: old for key, old in MODEL.items() if key != name} | ({} if value is ... else {name: value})
+
+
+def test_a_dense_model(tmp_path):
+    config = load(tmp_path, stick_breaking={"mass_threshold": 0.0})
+    model, attention = config.model, config.stick_breaking
+    assert (model.num_layers, model.hidden_size, model.num_heads, model.num_kv_heads) == (2, 64, 4, 2)
+    assert (model.ffn_hidden_size, model.head_dim, model.init_std, model.moe) == (96, 16, 0.03, None)
+    assert model.tie_word_embeddings and (config.data.vocab_size, config.data.end_of_document) == (300, 7)
+    assert attention.remainder_bias and attention.head_norm and attention.mass_threshold == 0
+
+
+def test_a_mixture_with_their_other_names(tmp_path):
+    model = {name: value for name, value in MODEL.items() if name not in ("hidden_size", "num_layers")}
+    mixer = {**MIXER, "head_dim": 32}
+    model |= {"n_embd": 64, "n_layer": 3, "sequence_mixer_blocks": [mixer] * 3, "mlp_blocks": [MOE] * 3}
+    config = load(tmp_path, model, model={"precision": "bf16"}, stick_breaking={"head_norm": False})
+    assert config.model.moe == MoEConfig(num_experts=8, top_k=2, aux_loss_coefficient=0.02)
+    assert (config.model.head_dim, config.model.num_layers, config.model.precision) == (32, 3, "bf16")
+    assert config.stick_breaking.remainder_bias and not config.stick_breaking.head_norm
+
+
+AT = "model_args.pretrained_config"
+REFUSED = [
+    ("n_inner", 5, f"unknown field {AT}.n_inner = 5 (allowed here: model_type, vocab_size,"),
+    ("n_embd", 64, f"{AT}.n_embd = 64: model.hidden_size is given twice"),
+    ("m_width", 9, f"{AT}.m_width is 9: must be None or 1 (there are no muP multipliers)"),
+    ("position_embedding_type", "rope", f"{AT}.position_embedding_type is 'rope': must be 'nope' (the order"),
+    ("position_embedding_type", ..., f"{AT}.position_embedding_type is missing: must be 'nope'"),
+    ("model_type", "ladder_residual", f"{AT}.model_type is 'ladder_residual': must be 'gpt_base'"),
+    ("num_layers", 3, f"{AT}.sequence_mixer_blocks: 2 blocks, must be as many as layers, 3"),
+    ("mlp_blocks", None, f"{AT}.mlp_blocks: None blocks, must be as many as layers, 2"),
+    ("mlp_blocks", [MLP, MOE], f"{AT}.mlp_blocks.1 differs from {AT}.mlp_blocks.0: all layers must be the same"),
+    ("mlp_blocks", [3, 3], f"{AT}.mlp_blocks.0 must be a mapping of fields, got 3"),
+    ("mlp_blocks", [{**MLP, "num_experts": 8}] * 2, f"unknown field {AT}.mlp_blocks.0.num_experts = 8"),
+    ("mlp_blocks", [{**MLP, "activation_function": "gelu"}] * 2, f"{AT}.mlp_blocks.0.activation_function is 'gelu'"),
+    ("mlp_blocks", [{**MOE, "shared_intermediate_size": 8}] * 2, f"{AT}.mlp_blocks.0.shared_intermediate_size is 8"),
+    ("sequence_mixer_blocks", [{**MIXER, "add_bias": True}] * 2, f"{AT}.sequence_mixer_blocks.0.add_bias is True"),
+    (
+        "sequence_mixer_blocks",
+        [{**MIXER, "attention_multiplier": 0.1}] * 2,
+        "attention_multiplier is 0.1: must be None",
+    ),
+    (
+        "sequence_mixer_blocks",
+        [{**MIXER, "sequence_mixer_type": "mamba2"}] * 2,
+        f"{AT}.sequence_mixer_blocks.0.sequence_mixer_type is 'mamba2': must be 'stickbreaking_attention'",
+    ),
+    ("hidden_size", "wide", "model.hidden_size = 'wide': must be an integer"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), REFUSED)
+def test_refused_by_name(name, value, message, tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(tmp_path, changed(name, value))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sections", "message"),
+    [
+        ({"reset_attention_mask": False}, {}, "model_args.reset_attention_mask is False: must be True (no document"),
+        ({}, {"stick_breaking": 3}, "stick_breaking must be a mapping of fields, got 3"),
+        ({"tuning": 1}, {}, "unknown field model_args.tuning = 1"),
+        ({"pretrained_config": None}, {}, f"{AT} must be a mapping of fields, got None"),
+        ({}, {"model": {"num_layers": 4}}, "model.num_layers = 4 contradicts model_args, which makes it 2"),
+        ({}, {"data": {"vocab_size": 5}}, "data.vocab_size = 5 contradicts model_args, which makes it 300"),
+    ],
+)
+def test_refused_beside_the_model(arguments, sections, message, tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(tmp_path, arguments=arguments, **sections)
