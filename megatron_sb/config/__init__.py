@@ -4,6 +4,7 @@
 and writes, `lm_engine` understands the model section of lm-engine's files. Needs neither torch nor a device.
 """
 
+from megatron_sb.config.checks import needs_gpu
 from megatron_sb.config.loader import flatten, load_config, to_yaml
 from megatron_sb.config.parameters import ParameterCount, count_parameters
 from megatron_sb.config.schema import (
@@ -44,5 +45,6 @@ __all__ = [
     "count_parameters",
     "flatten",
     "load_config",
+    "needs_gpu",
     "to_yaml",
 ]

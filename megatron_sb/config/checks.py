@@ -21,6 +21,19 @@ def check(config: TrainingConfig) -> None:
                 raise ConfigError(problem)
 
 
+def needs_gpu(config: TrainingConfig) -> Iterator[tuple[str, str]]:
+    """What a configuration asks for that a CPU does not have: the field with its value, and why."""
+    model, parallel = config.model, config.parallel
+    if model.precision == "bf16":
+        yield "model.precision = 'bf16'", "its fp32 master weights are kept by Megatron's optimizer, which needs CUDA"
+    if model.recompute != "none":
+        yield f"model.recompute = {model.recompute!r}", "Megatron-Core saves and restores the GPU's generator"
+    if model.moe is not None:
+        yield f"model.moe.num_experts = {model.moe.num_experts}", "Megatron-Core's router and dispatchers need CUDA"
+    if parallel.sequence_parallel:
+        yield "parallel.sequence_parallel = True", "Megatron-Core forks the GPU's generator"
+
+
 def _list_problems(config: TrainingConfig) -> Iterator[str]:
     stages = [stage.name for stage in config.stages]
     for path, names in (("data.paths", config.data.paths), ("stages", stages), ("compare", config.compare)):
@@ -50,11 +63,9 @@ def _model_problems(config: TrainingConfig) -> Iterator[str]:
             f"model.head_dim = {model.head_dim} (by default model.hidden_size / model.num_heads) must be a multiple of "
             "8 up to 256"
         )
-    if model.precision == "bf16" and config.parallel.device == "cpu":
-        yield (
-            "model.precision = 'bf16' contradicts parallel.device = 'cpu': bf16 training keeps fp32 "
-            "master weights in Megatron's optimizer, which needs CUDA"
-        )
+    if config.parallel.device == "cpu":
+        for field, why in needs_gpu(config):
+            yield f"{field} contradicts parallel.device = 'cpu': {why}"
 
 
 def _data_problems(config: TrainingConfig) -> Iterator[str]:
@@ -115,10 +126,10 @@ def _moe_problems(config: TrainingConfig) -> Iterator[str]:
         yield f"parallel.expert_parallel_size = {expert} must divide model.moe.num_experts = {moe.num_experts}"
     if parallel.ranks % expert:
         yield f"parallel.expert_parallel_size = {expert} must divide parallel.ranks = {parallel.ranks}"
-    if parallel.tensor_parallel_size > 1 and not parallel.sequence_parallel:
+    if parallel.tensor_parallel_size > 1 and (expert == 1 or not parallel.sequence_parallel):
         yield (
             f"parallel.tensor_parallel_size = {parallel.tensor_parallel_size} with model.moe needs "
-            "parallel.sequence_parallel = true"
+            "parallel.sequence_parallel = true and parallel.expert_parallel_size > 1"
         )
 
 

@@ -46,7 +46,7 @@ class MoEConfig:
     num_experts: PositiveInt
     top_k: PositiveInt
     dispatcher: Literal["allgather", "alltoall"] = "alltoall"
-    load_balancing: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "aux_loss"
+    load_balancing: Literal["none", "aux_loss"] = "aux_loss"
     aux_loss_coefficient: NonNegativeFloat = 0.01
     z_loss_coefficient: NonNegativeFloat = 0.0
     grouped_gemm: bool = False

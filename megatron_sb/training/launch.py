@@ -234,10 +234,9 @@ def _choose_device(config: TrainingConfig) -> Any:
         )
     if wanted != "cpu" and num_gpus >= local_ranks:
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    if config.model.precision == "bf16":
+    for field, why in configuration.needs_gpu(config):
         raise ConfigError(
-            f"model.precision = 'bf16' needs a GPU for each of the {local_ranks} ranks on this machine; it has "
-            f"{num_gpus}"
+            f"{field} needs a GPU for each of the {local_ranks} ranks on this machine ({why}); it has {num_gpus}"
         )
     return torch.device("cpu")
 

@@ -77,6 +77,12 @@ def test_refused_by_name(override):
 TENSOR_PARALLEL = ["parallel.tensor_parallel_size=2", "model.make_vocab_size_divisible_by=2"]
 REFUSED_TOGETHER = [
     (["model.precision=bf16", "parallel.device=cpu"], "model.precision = 'bf16' contradicts parallel.device = 'cpu'"),
+    (["model.recompute=full", "parallel.device=cpu"], "model.recompute = 'full' contradicts parallel.device = 'cpu'"),
+    ([*MIXTURE, "parallel.device=cpu"], "model.moe.num_experts = 4 contradicts parallel.device = 'cpu'"),
+    (
+        [*TENSOR_PARALLEL, "parallel.sequence_parallel=true", "parallel.device=cpu"],
+        "parallel.sequence_parallel = True contradicts parallel.device = 'cpu'",
+    ),
     ([*TENSOR_PARALLEL, "model.num_kv_heads=1"], "model.num_kv_heads = 1 must be a multiple of parallel.tensor_p"),
     (
         [*TENSOR_PARALLEL, "model.ffn_hidden_size=7"],
@@ -88,7 +94,11 @@ REFUSED_TOGETHER = [
         "context_length = 2052 must be a multiple of 8, for stages.1.context_parallel_size = 2 and parallel.layout = "
         "'zigzag' and parallel.tensor_parallel_size = 2",
     ),
-    ([*MIXTURE, *TENSOR_PARALLEL], "with model.moe needs parallel.sequence_parallel = true"),
+    ([*MIXTURE, *TENSOR_PARALLEL], "with model.moe needs parallel.sequence_parallel = true and parallel.expert_"),
+    (
+        [*MIXTURE, *TENSOR_PARALLEL, "parallel.sequence_parallel=true"],
+        "with model.moe needs parallel.sequence_parallel = true and parallel.expert_parallel_size > 1",
+    ),
     ([*MIXTURE, "parallel.expert_parallel_size=3"], "expert_parallel_size = 3 must divide model.moe.num_experts = 4"),
     ([*MIXTURE, "parallel.expert_parallel_size=4"], "expert_parallel_size = 4 must divide parallel.ranks = 2"),
     ([*MIXTURE, "model.moe.top_k=5"], "model.moe.top_k = 5 exceeds model.moe.num_experts = 4"),
