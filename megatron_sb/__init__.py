@@ -14,13 +14,18 @@ from megatron_sb.context_parallel import (  # noqa: E402  the operators must be 
     shard_sequence,
     unshard_sequence,
 )
-from megatron_sb.functional import stickbreaking_attention, stickbreaking_attention_varlen  # noqa: E402
+from megatron_sb.functional import (  # noqa: E402
+    head_output,
+    stickbreaking_attention,
+    stickbreaking_attention_varlen,
+)
 
 __version__ = _library.build_info()["version"]
 
 __all__ = [
     "ContextParallelPlan",
     "context_parallel_attention",
+    "head_output",
     "shard_sequence",
     "stickbreaking_attention",
     "stickbreaking_attention_varlen",

@@ -12,36 +12,6 @@
 namespace megatron_sb::ops {
 namespace {
 
-Dtype dtype_of(at::ScalarType type) {
-    switch (type) {
-        case at::kFloat:
-            return Dtype::kFloat32;
-        case at::kDouble:
-            return Dtype::kFloat64;
-        case at::kBFloat16:
-            return Dtype::kBFloat16;
-        case at::kHalf:
-            return Dtype::kFloat16;
-        default:
-            TORCH_CHECK_TYPE(false, "dtype ", type, " has no attention kernel");
-    }
-}
-
-// x itself on a CPU. The GPU kernels move 16 bytes at a time: x where its rows begin on such addresses, else a copy.
-at::Tensor aligned(const at::Tensor& x) {
-    constexpr int64_t kBytes = 16;
-    if (x.is_cpu()) return x;
-    bool fits = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % kBytes == 0;
-    for (int dim = 0; dim < 3; ++dim)
-        fits &= x.size(dim) <= 1 || (x.stride(dim) > 0 && x.stride(dim) * x.element_size() % kBytes == 0);
-    return fits ? x : x.clone(at::MemoryFormat::Contiguous);
-}
-
-template <class Pointer>
-Rows<Pointer> rows_of(const at::Tensor& x) {
-    return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
-}
-
 void check_rows(const char* name, const at::Tensor& x) {
     TORCH_CHECK_VALUE(x.dim() == 4, name, ": has ", x.dim(),
                       " dimensions; 4, (batch, rows, heads, head_dim), are needed");
@@ -180,6 +150,30 @@ Params with_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
 }
 
 }  // namespace
+
+Dtype dtype_of(at::ScalarType type) {
+    switch (type) {
+        case at::kFloat:
+            return Dtype::kFloat32;
+        case at::kDouble:
+            return Dtype::kFloat64;
+        case at::kBFloat16:
+            return Dtype::kBFloat16;
+        case at::kHalf:
+            return Dtype::kFloat16;
+        default:
+            TORCH_CHECK_TYPE(false, "dtype ", type, " has no attention kernel");
+    }
+}
+
+at::Tensor aligned(const at::Tensor& x) {
+    constexpr int64_t kBytes = 16;
+    if (x.is_cpu()) return x;
+    bool fits = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % kBytes == 0;
+    for (int dim = 0; dim < 3; ++dim)
+        fits &= x.size(dim) <= 1 || (x.stride(dim) > 0 && x.stride(dim) * x.element_size() % kBytes == 0);
+    return fits ? x : x.clone(at::MemoryFormat::Contiguous);
+}
 
 at::ScalarType accumulation_type(const at::Tensor& q) {
     return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;

@@ -5,6 +5,8 @@
 
 #include <optional>
 
+#include "core/params.h"
+
 namespace megatron_sb::ops {
 
 struct BlockOptions {
@@ -33,6 +35,18 @@ at::ScalarType accumulation_type(const at::Tensor& q);
 
 // x itself where its last stride is 1, as the kernels need it, or a contiguous copy.
 at::Tensor unit_last_stride(const at::Tensor& x);
+
+// As the kernels name it. Raises TypeError for a type that none knows.
+Dtype dtype_of(at::ScalarType type);
+
+// x (batch, rows, heads, head_dim) itself on a CPU. The GPU kernels move 16 bytes at a time: x where its rows begin on
+// such addresses, else a copy.
+at::Tensor aligned(const at::Tensor& x);
+
+template <class Pointer>
+Rows<Pointer> rows_of(const at::Tensor& x) {
+    return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
+}
 
 // Contiguous tensors of the shapes that block_backward adds to or writes, in the accumulation type or `dtype`.
 BlockGradients empty_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

@@ -9,12 +9,6 @@ namespace {
 
 constexpr int64_t kMaxHeadDim = 256, kHeadDimMultiple = 8;
 
-void check_head_dim(const char* name, const c10::SymInt& head_dim) {
-    TORCH_CHECK_VALUE(head_dim > 0 && head_dim <= kMaxHeadDim && head_dim % kHeadDimMultiple == 0, name,
-                      ": head_dim is ", head_dim, "; a multiple of ", kHeadDimMultiple, " up to ", kMaxHeadDim,
-                      " is allowed");
-}
-
 void check_same_size(const char* what, const c10::SymInt& a, const char* a_name, const c10::SymInt& b,
                      const char* b_name) {
     TORCH_CHECK_VALUE(a == b, what, " differs: ", a_name, " has ", a, ", ", b_name, " has ", b);
@@ -22,11 +16,21 @@ void check_same_size(const char* what, const c10::SymInt& a, const char* a_name,
 
 }  // namespace
 
+void check_dtype(const char* name, const at::Tensor& x) {
+    TORCH_CHECK_TYPE(x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble ||
+                         x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf,
+                     name, ": dtype is ", x.scalar_type(), "; float32, float64, bfloat16 and float16 are allowed");
+}
+
+void check_head_dim(const char* name, const c10::SymInt& head_dim) {
+    TORCH_CHECK_VALUE(head_dim > 0 && head_dim <= kMaxHeadDim && head_dim % kHeadDimMultiple == 0, name,
+                      ": head_dim is ", head_dim, "; a multiple of ", kHeadDimMultiple, " up to ", kMaxHeadDim,
+                      " is allowed");
+}
+
 void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
     for (const auto& [name, x] : {std::pair<const char*, const at::Tensor&>{"q", q}, {"k", k}, {"v", v}}) {
-        TORCH_CHECK_TYPE(x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble ||
-                             x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf,
-                         name, ": dtype is ", x.scalar_type(), "; float32, float64, bfloat16 and float16 are allowed");
+        check_dtype(name, x);
         TORCH_CHECK_TYPE(x.scalar_type() == q.scalar_type(), name, ": dtype is ", x.scalar_type(), " but q's is ",
                          q.scalar_type(), "; q, k and v need one dtype (or autocast)");
         TORCH_CHECK_VALUE(x.device() == q.device(), name, ": device is ", x.device(), " but q's is ", q.device(),

@@ -11,6 +11,10 @@ namespace megatron_sb::ops {
 // TypeError that names the argument, its value and what is allowed.
 void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
 
+// Of a tensor by itself: a floating type that kernels know; a head_dim that they know.
+void check_dtype(const char* name, const at::Tensor& x);
+void check_head_dim(const char* name, const c10::SymInt& head_dim);
+
 // Of the dense operators: the queries are the last s of s_k positions.
 void check_lengths(const at::Tensor& q, const at::Tensor& k);
 

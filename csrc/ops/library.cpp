@@ -1,5 +1,6 @@
 // The operators on one screen. Shapes: q (b, s, h, d), k (b, s_k, h_kv, d), v (b, s_k, h_kv, d_v), o (b, s, h, d_v),
-// mass and all other values per row (b, h, s); packed: q (t, h, d), o (t, h, d_v), mass (h, t).
+// mass and all other values per row (b, h, s); packed: q (t, h, d), o (t, h, d_v), mass (h, t). remainder_bias,
+// norm_weight, norm_bias (h * d_v,).
 // context_parallel_attention is registered with its plan in csrc/distributed.
 #include <torch/library.h>
 
@@ -14,6 +15,18 @@ TORCH_LIBRARY(megatron_sb, m) {
         "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? cu_seqlens_k=None, *, "
         "float? scale=None, bool attend_current=False, float mass_threshold=5.9604644775390625e-08) "
         "-> (Tensor o, Tensor mass)");
+    m.def(
+        "head_output(Tensor o, Tensor? mass, Tensor? remainder_bias=None, Tensor? norm_weight=None, "
+        "Tensor? norm_bias=None, *, float eps=1e-05) -> Tensor");
+
+    // The same without autograd, o (b, s, h, d); gradients of what is absent have no elements.
+    m.def(
+        "head_output_forward(Tensor o, Tensor? mass, Tensor? remainder_bias, Tensor? norm_weight, Tensor? norm_bias, "
+        "float eps) -> Tensor");
+    m.def(
+        "head_output_backward(Tensor d_out, Tensor o, Tensor? mass, Tensor? remainder_bias, Tensor? norm_weight, "
+        "Tensor? norm_bias, float eps) "
+        "-> (Tensor d_o, Tensor d_mass, Tensor d_remainder_bias, Tensor d_norm_weight, Tensor d_norm_bias)");
 
     // The segment table (documents, 5) of a packed batch: {q_begin, q_len, k_begin, k_len, q_pos_minus_k_pos}.
     m.def("segments(Tensor cu_seqlens, Tensor cu_seqlens_k, SymInt q_rows, SymInt k_rows) -> Tensor");
@@ -37,18 +50,23 @@ TORCH_LIBRARY(megatron_sb, m) {
 TORCH_LIBRARY_IMPL(megatron_sb, CompositeImplicitAutograd, m) {
     m.impl("attention", megatron_sb::ops::attention);
     m.impl("attention_varlen", megatron_sb::ops::attention_varlen);
+    m.impl("head_output", megatron_sb::ops::head_output);
 }
 
-#define SB_REGISTER_DEVICE(KEY)                                        \
-    TORCH_LIBRARY_IMPL(megatron_sb, KEY, m) {                          \
-        m.impl("segments", megatron_sb::ops::segments);                \
-        m.impl("block_forward", megatron_sb::ops::block_forward_op);   \
-        m.impl("block_backward", megatron_sb::ops::block_backward_op); \
+#define SB_REGISTER_DEVICE(KEY)                                                 \
+    TORCH_LIBRARY_IMPL(megatron_sb, KEY, m) {                                   \
+        m.impl("head_output_forward", megatron_sb::ops::head_output_forward);   \
+        m.impl("head_output_backward", megatron_sb::ops::head_output_backward); \
+        m.impl("segments", megatron_sb::ops::segments);                         \
+        m.impl("block_forward", megatron_sb::ops::block_forward_op);            \
+        m.impl("block_backward", megatron_sb::ops::block_backward_op);          \
     }
 SB_REGISTER_DEVICE(CPU)
 SB_REGISTER_DEVICE(CUDA)
 
 TORCH_LIBRARY_IMPL(megatron_sb, Meta, m) {
+    m.impl("head_output_forward", megatron_sb::ops::head_output_forward_meta);
+    m.impl("head_output_backward", megatron_sb::ops::head_output_backward_meta);
     m.impl("segments", megatron_sb::ops::segments_meta);
     m.impl("block_forward", megatron_sb::ops::block_forward_meta);
     m.impl("block_backward", megatron_sb::ops::block_backward_meta);

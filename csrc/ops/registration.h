@@ -12,6 +12,7 @@ namespace megatron_sb::ops {
 
 using Two = std::tuple<at::Tensor, at::Tensor>;
 using Four = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using Five = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using OptionalTensor = std::optional<at::Tensor>;
 
 // attention.cpp
@@ -20,6 +21,21 @@ Two attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, std
 Two attention_varlen(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& cu_seqlens,
                      const OptionalTensor& cu_seqlens_k, std::optional<double> scale, bool attend_current,
                      double mass_threshold);
+
+// head_output.cpp, with its fake kernels
+at::Tensor head_output(const at::Tensor& o, const OptionalTensor& mass, const OptionalTensor& remainder_bias,
+                       const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, double eps);
+at::Tensor head_output_forward(const at::Tensor& o, const OptionalTensor& mass, const OptionalTensor& remainder_bias,
+                               const OptionalTensor& norm_weight, const OptionalTensor& norm_bias, double eps);
+Five head_output_backward(const at::Tensor& d_out, const at::Tensor& o, const OptionalTensor& mass,
+                          const OptionalTensor& remainder_bias, const OptionalTensor& norm_weight,
+                          const OptionalTensor& norm_bias, double eps);
+at::Tensor head_output_forward_meta(const at::Tensor& o, const OptionalTensor& mass,
+                                    const OptionalTensor& remainder_bias, const OptionalTensor& norm_weight,
+                                    const OptionalTensor& norm_bias, double eps);
+Five head_output_backward_meta(const at::Tensor& d_out, const at::Tensor& o, const OptionalTensor& mass,
+                               const OptionalTensor& remainder_bias, const OptionalTensor& norm_weight,
+                               const OptionalTensor& norm_bias, double eps);
 
 // autocast.cpp
 template <c10::DeviceType kDevice>

@@ -1,0 +1,410 @@
+// Bound by memory: o is read once and out written once; backwards o and d_out are read and d_o is written once, and
+// mean and deviation are made again. A row of a head belongs to kLanes neighbouring lanes with 8 channels each. A
+// thread block has rows of one head, so that a thread keeps its channels of r, w and c, and its part of their
+// gradients, in registers; those parts go to the workspace and a second launch adds them up in one order.
+//
+//   x^ = (x - mean) / sqrt(var + eps),  g = d_out w,  dx = (g - mean(g) - x^ mean(g x^)) / sqrt(var + eps)
+//   d_o = dx,  dP = sum over channels of dx r;   over rows:  dr = sum P dx,  dw = sum d_out x^,  dc = sum d_out
+#include <algorithm>
+
+#include "kernels/head_output/head_output.h"
+#include "kernels/portable/launch.h"
+#include "kernels/portable/ptx.cuh"
+
+namespace megatron_sb::head_output {
+namespace {
+
+using portable::check_launch;
+using portable::kAllLanes;
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kChannels = 8;         // of a lane
+constexpr int kThreadBlocks = 2048;  // of a launch, about: several waves of any GPU, few enough partial sums
+constexpr int kRowsAtOnce = 2;       // of a thread: their loads are on their way together
+constexpr int kSumColumns = 32, kSumSlices = 32;  // of a thread block that adds partial sums up
+enum Partial { kRemainderBias, kNormWeight, kNormBias, kPartials };
+
+// ---- which rows and channels are whose ------------------------------------------------------------------------------
+template <class Element, int kLanesOfRow>
+struct Kind {
+    using T = Element;
+    static constexpr int kLanes = kLanesOfRow;
+    static constexpr int kGroups = kThreads / kLanes;  // of lanes that share a row
+    static constexpr int kRound = kGroups * kRowsAtOnce;
+};
+
+template <class F>
+auto with_kind(const Inputs& in, const F& f) {
+    const auto with_lanes = [&](auto element) {
+        using T = decltype(element);
+        if (in.head_dim <= 64) return f(Kind<T, 8>{});
+        if (in.head_dim <= 128) return f(Kind<T, 16>{});
+        return f(Kind<T, 32>{});
+    };
+    if (in.dtype == Dtype::kBFloat16) return with_lanes(__nv_bfloat16{});
+    if (in.dtype == Dtype::kFloat16) return with_lanes(__half{});
+    return with_lanes(float{});
+}
+
+// The rows of a batch element in chunks: a thread block has a chunk of one head.
+struct Chunks {
+    int32_t rows, count;  // rows of a chunk; chunks of a batch element
+};
+
+template <class K>
+Chunks chunks_of(K, const Inputs& in) {
+    constexpr int64_t kRound = K::kRound;
+    const int64_t wanted = std::max<int64_t>(1, kThreadBlocks / (int64_t(in.batch) * in.num_heads));
+    const int64_t rows = (in.rows + wanted * kRound - 1) / (wanted * kRound) * kRound;
+    return {int32_t(rows), int32_t((in.rows + rows - 1) / rows)};
+}
+
+template <class K>
+struct Place {
+    int32_t head, batch;
+    int32_t chunk;       // of all batch elements
+    int32_t first, end;  // its rows
+    int32_t group;       // this thread's of the thread block's
+    int32_t channel;     // the first of kChannels
+    bool has_channels;   // of head_dim
+    float per_channel;   // 1 / head_dim
+
+    __device__ Place(const Inputs& in, const Chunks& chunks)
+        : head(blockIdx.x % in.num_heads),
+          batch(blockIdx.x / in.num_heads / chunks.count),
+          chunk(blockIdx.x / in.num_heads),
+          first(chunk % chunks.count * chunks.rows),
+          end(min(first + chunks.rows, in.rows)),
+          group(threadIdx.x / K::kLanes),
+          channel(threadIdx.x % K::kLanes * kChannels),
+          has_channels(channel < in.head_dim),
+          per_channel(1.f / in.head_dim) {}
+
+    // This thread's i-th row of a round that begins at `first`.
+    __device__ int32_t row(int32_t first, int i) const { return first + i * K::kGroups + group; }
+    template <class Pointer>
+    __device__ int64_t in_tensor(const Rows<Pointer>& x, int32_t row) const {
+        return batch * x.batch_stride + row * x.row_stride + head * x.head_stride + channel;
+    }
+    __device__ int64_t in_mass(const Inputs& in, int32_t row) const {
+        return (int64_t(batch) * in.num_heads + head) * in.rows + row;
+    }
+};
+
+// ---- a lane's channels ----------------------------------------------------------------------------------------------
+using Values = float[kChannels];
+
+template <class T>
+struct Packed {
+    uint32_t words[kChannels * sizeof(T) / 4];
+};
+
+template <class T>
+__device__ Packed<T> load(const void* data, int64_t at, bool valid) {
+    Packed<T> packed = {};
+    if (!valid) return packed;
+    const uint4* from = reinterpret_cast<const uint4*>(static_cast<const T*>(data) + at);
+#pragma unroll
+    for (int i = 0; i < int(sizeof(packed)) / 4; i += 4) {
+        const uint4 four = from[i / 4];
+        packed.words[i] = four.x;
+        packed.words[i + 1] = four.y;
+        packed.words[i + 2] = four.z;
+        packed.words[i + 3] = four.w;
+    }
+    return packed;
+}
+
+template <class T>
+__device__ void unpack(const Packed<T>& packed, Values& x) {
+    const T* values = reinterpret_cast<const T*>(packed.words);
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) x[c] = float(values[c]);
+}
+
+// The compiler makes four stores of a plain one.
+__device__ void store_16_bytes(uint4* to, const uint32_t* words) {
+    asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+                 "r"(words[3])
+                 : "memory");
+}
+
+template <class T>
+__device__ void store(void* data, int64_t at, const Values& x) {
+    Packed<T> packed;
+#pragma unroll
+    for (int i = 0; i < int(sizeof(packed)) / 4; ++i) {
+        if constexpr (sizeof(T) == 2)
+            packed.words[i] = portable::pack<T>(x[2 * i], x[2 * i + 1]);
+        else
+            packed.words[i] = __float_as_uint(x[i]);
+    }
+    uint4* to = reinterpret_cast<uint4*>(static_cast<T*>(data) + at);
+#pragma unroll
+    for (int i = 0; i < int(sizeof(packed)) / 4; i += 4) store_16_bytes(to + i / 4, packed.words + i);
+}
+
+template <class Element>
+__device__ void read_at(const void* data, int64_t at, Values& x) {
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) x[c] = float(static_cast<const Element*>(data)[at + c]);
+}
+
+__device__ void write_at(const HeadVectors<void*>& vectors, int64_t at, float x) {
+    switch (vectors.dtype) {
+        case Dtype::kFloat64:
+            static_cast<double*>(vectors.data)[at] = x;
+            break;
+        case Dtype::kBFloat16:
+            static_cast<__nv_bfloat16*>(vectors.data)[at] = __nv_bfloat16(x);
+            break;
+        case Dtype::kFloat16:
+            static_cast<__half*>(vectors.data)[at] = __half(x);
+            break;
+        case Dtype::kFloat32:
+            static_cast<float*>(vectors.data)[at] = x;
+    }
+}
+
+// The place's channels of a vector per head; `absent` where there are none.
+template <class K>
+__device__ void read_vector(const HeadVectors<const void*>& vectors, const Inputs& in, const Place<K>& place,
+                            float absent, Values& x) {
+    const int64_t at = int64_t(place.head) * in.head_dim + place.channel;
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) x[c] = absent;
+    if (vectors.data == nullptr || !place.has_channels) return;
+    switch (vectors.dtype) {
+        case Dtype::kFloat32:
+            return read_at<float>(vectors.data, at, x);
+        case Dtype::kFloat64:
+            return read_at<double>(vectors.data, at, x);
+        case Dtype::kBFloat16:
+            return read_at<__nv_bfloat16>(vectors.data, at, x);
+        case Dtype::kFloat16:
+            return read_at<__half>(vectors.data, at, x);
+    }
+}
+
+// What a thread reads of a row. One beyond the chunk takes part in what lanes do together, as zeros.
+template <class K>
+struct RowInputs {
+    Packed<typename K::T> o;
+    float mass;  // 0 without remainder_bias
+
+    __device__ void read(const Inputs& in, const Place<K>& place, int32_t row) {
+        const bool there = row < place.end;
+        o = load<typename K::T>(in.o.data, place.in_tensor(in.o, row), there && place.has_channels);
+        mass = there && in.mass != nullptr ? in.mass[place.in_mass(in, row)] : 0.f;
+    }
+    // o + P r
+    __device__ void biased(const Values& r, Values& x) const {
+        unpack(o, x);
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) x[c] += mass * r[c];
+    }
+};
+
+// ---- the norm -------------------------------------------------------------------------------------------------------
+template <class K>
+__device__ float sum_over_row(float x) {
+#pragma unroll
+    for (int lanes = K::kLanes / 2; lanes > 0; lanes /= 2) x += __shfl_xor_sync(kAllLanes, x, lanes);
+    return x;
+}
+
+// Makes x^ of x and returns 1 / sqrt(var + eps). In lanes without channels x stays 0.
+template <class K>
+__device__ float normalise(const Place<K>& place, float eps, Values& x) {
+    float sum = 0.f, squares = 0.f;
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) sum += x[c];
+    const float mean = sum_over_row<K>(sum) * place.per_channel, shift = place.has_channels ? mean : 0.f;
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+        x[c] -= shift;
+        squares += x[c] * x[c];
+    }
+    const float rstd = rsqrtf(sum_over_row<K>(squares) * place.per_channel + eps);
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) x[c] *= rstd;
+    return rstd;
+}
+
+using Sums = Values[kPartials];
+
+// Makes dx of d, the gradient of out, and adds the row's part of dw and dc.
+template <class K>
+__device__ void normalise_backward(const Place<K>& place, float rstd, const Values& normalised, const Values& w,
+                                   Values& d, Sums& sums) {
+    float sum = 0.f, product = 0.f;
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+        sums[kNormWeight][c] += d[c] * normalised[c];
+        sums[kNormBias][c] += d[c];
+        d[c] *= w[c];
+        sum += d[c];
+        product += d[c] * normalised[c];
+    }
+    const float factor = rstd * place.per_channel;
+    const float mean = sum_over_row<K>(sum) * factor, slope = sum_over_row<K>(product) * factor;
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) d[c] = d[c] * rstd - mean - normalised[c] * slope;
+}
+
+// ---- kernels --------------------------------------------------------------------------------------------------------
+template <class K>
+__global__ void __launch_bounds__(kThreads)
+    forward_rows(const __grid_constant__ Inputs in, const __grid_constant__ Rows<void*> out, Chunks chunks) {
+    const Place<K> place(in, chunks);
+    Values r, w, b;
+    read_vector(in.remainder_bias, in, place, 0.f, r);
+    read_vector(in.norm_weight, in, place, 1.f, w);
+    read_vector(in.norm_bias, in, place, 0.f, b);
+    for (int32_t first = place.first; first < place.end; first += K::kRound) {
+        RowInputs<K> inputs[kRowsAtOnce];
+#pragma unroll
+        for (int i = 0; i < kRowsAtOnce; ++i) inputs[i].read(in, place, place.row(first, i));
+#pragma unroll
+        for (int i = 0; i < kRowsAtOnce; ++i) {
+            const int32_t row = place.row(first, i);
+            Values x;
+            inputs[i].biased(r, x);
+            if (in.norm_weight.data != nullptr) {
+                normalise(place, in.eps, x);
+#pragma unroll
+                for (int c = 0; c < kChannels; ++c) x[c] = x[c] * w[c] + b[c];
+            }
+            if (row < place.end && place.has_channels) store<typename K::T>(out.data, place.in_tensor(out, row), x);
+        }
+    }
+}
+
+// This thread block's sums over its rows go to the workspace, which is (chunk, kPartials, num_heads, head_dim).
+template <class K>
+__device__ void write_partials(const Inputs& in, const Place<K>& place, Sums& sums, float* workspace) {
+    __shared__ float of_warps[kPartials][kWarps][K::kLanes * kChannels];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int p = 0; p < kPartials; ++p)
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) {
+            for (int lanes = K::kLanes; lanes < 32; lanes *= 2)
+                sums[p][c] += __shfl_xor_sync(kAllLanes, sums[p][c], lanes);
+            if (lane < K::kLanes) of_warps[p][warp][place.channel + c] = sums[p][c];
+        }
+    __syncthreads();
+    for (int i = threadIdx.x; i < kPartials * in.head_dim; i += kThreads) {
+        const int p = i / in.head_dim, channel = i % in.head_dim;
+        float sum = 0.f;
+        for (int w = 0; w < kWarps; ++w) sum += of_warps[p][w][channel];
+        const int64_t vector = (int64_t(place.chunk) * kPartials + p) * in.num_heads + place.head;
+        workspace[vector * in.head_dim + channel] = sum;
+    }
+}
+
+template <class K>
+__global__ void __launch_bounds__(kThreads)
+    backward_rows(const __grid_constant__ Inputs in, const __grid_constant__ Gradients gradients, Chunks chunks) {
+    using T = typename K::T;
+    const Place<K> place(in, chunks);
+    Values r, w;
+    read_vector(in.remainder_bias, in, place, 0.f, r);
+    read_vector(in.norm_weight, in, place, 1.f, w);
+    Sums sums = {};
+    for (int32_t first = place.first; first < place.end; first += K::kRound) {
+        RowInputs<K> inputs[kRowsAtOnce];
+        Packed<T> d_out[kRowsAtOnce];
+#pragma unroll
+        for (int i = 0; i < kRowsAtOnce; ++i) {
+            const int32_t row = place.row(first, i);
+            inputs[i].read(in, place, row);
+            d_out[i] = load<T>(gradients.d_out.data, place.in_tensor(gradients.d_out, row),
+                               row < place.end && place.has_channels);
+        }
+#pragma unroll
+        for (int i = 0; i < kRowsAtOnce; ++i) {
+            const int32_t row = place.row(first, i);
+            Values x, d;
+            unpack(d_out[i], d);
+            if (in.norm_weight.data != nullptr) {
+                inputs[i].biased(r, x);
+                const float rstd = normalise(place, in.eps, x);
+                normalise_backward(place, rstd, x, w, d, sums);
+            }
+            if (row < place.end && place.has_channels)
+                store<T>(gradients.d_o.data, place.in_tensor(gradients.d_o, row), d);
+            if (in.mass == nullptr) continue;
+            float d_mass = 0.f;
+#pragma unroll
+            for (int c = 0; c < kChannels; ++c) {
+                sums[kRemainderBias][c] += inputs[i].mass * d[c];
+                d_mass += d[c] * r[c];
+            }
+            d_mass = sum_over_row<K>(d_mass);
+            if (row < place.end && place.channel == 0) gradients.d_mass[place.in_mass(in, row)] = d_mass;
+        }
+    }
+    write_partials(in, place, sums, static_cast<float*>(gradients.workspace));
+}
+
+struct ParameterGradients {
+    HeadVectors<void*> of[kPartials];
+};
+
+// Sums of the partial sums over the chunks. A thread block has kSumColumns channels of one parameter, each cut into
+// kSumSlices sums that are added up in order.
+__global__ void __launch_bounds__(kSumColumns* kSumSlices)
+    sum_partials(const float* partials, int32_t chunks, int64_t channels,
+                 const __grid_constant__ ParameterGradients gradients) {
+    __shared__ float slices[kSumSlices][kSumColumns];
+    const int p = blockIdx.y;
+    if (gradients.of[p].data == nullptr) return;
+    const int64_t channel = int64_t(blockIdx.x) * kSumColumns + threadIdx.x;
+    float sum = 0.f;
+    if (channel < channels)
+        for (int32_t chunk = threadIdx.y; chunk < chunks; chunk += kSumSlices)
+            sum += partials[(int64_t(chunk) * kPartials + p) * channels + channel];
+    slices[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y != 0 || channel >= channels) return;
+    for (int slice = 1; slice < kSumSlices; ++slice) sum += slices[slice][threadIdx.x];
+    write_at(gradients.of[p], channel, sum);
+}
+
+}  // namespace
+
+int64_t backward_workspace(const Inputs& in) {
+    const int64_t chunks = with_kind(in, [&](auto kind) { return chunks_of(kind, in).count; });
+    return in.batch * chunks * kPartials * in.num_heads * in.head_dim * int64_t(sizeof(float));
+}
+
+void forward(const Inputs& in, const Rows<void*>& out, void* stream_handle) {
+    const auto stream = static_cast<cudaStream_t>(stream_handle);
+    with_kind(in, [&](auto kind) {
+        const Chunks chunks = chunks_of(kind, in);
+        forward_rows<decltype(kind)><<<in.batch * chunks.count * in.num_heads, kThreads, 0, stream>>>(in, out, chunks);
+    });
+    check_launch("head_output::forward");
+}
+
+void backward(const Inputs& in, const Gradients& gradients, void* stream_handle) {
+    const auto stream = static_cast<cudaStream_t>(stream_handle);
+    const int32_t num_partials = with_kind(in, [&](auto kind) {
+        const Chunks chunks = chunks_of(kind, in);
+        backward_rows<decltype(kind)>
+            <<<in.batch * chunks.count * in.num_heads, kThreads, 0, stream>>>(in, gradients, chunks);
+        return in.batch * chunks.count;
+    });
+    check_launch("head_output::backward");
+    const int64_t channels = int64_t(in.num_heads) * in.head_dim;
+    const dim3 blocks(unsigned((channels + kSumColumns - 1) / kSumColumns), kPartials),
+        threads(kSumColumns, kSumSlices);
+    const ParameterGradients parameters = {
+        {gradients.d_remainder_bias, gradients.d_norm_weight, gradients.d_norm_bias}};
+    sum_partials<<<blocks, threads, 0, stream>>>(static_cast<const float*>(gradients.workspace), num_partials, channels,
+                                                 parameters);
+    check_launch("head_output: sums of the parameters' gradients");
+}
+
+}  // namespace megatron_sb::head_output
