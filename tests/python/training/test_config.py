@@ -4,8 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_sb.config import ConfigError, flatten, load_config
+from megatron_sb.training import launch
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 TINY = CONFIGS / "tiny_context_extension.yaml"
@@ -121,6 +123,22 @@ REFUSED_TOGETHER = [
 def test_contradictions_of_several_fields(overrides, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_config(TINY, overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.recompute=full", "model.recompute = 'full' needs a GPU for each of the 2 ranks on this machine"),
+        ("parallel.device=cuda", "parallel.device = 'cuda' needs a GPU for each of the 2 ranks on this machine"),
+    ],
+)
+def test_where_a_gpu_is_missing(override, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in (("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with pytest.raises(ConfigError, match=re.escape(message) + r".*; it has\s1"):
+        launch._choose_device(load_config(TINY, [override]))
 
 
 ROWS = ["stages.0.rows_per_step=8", "stages.1.rows_per_step=8"]
