@@ -4,8 +4,8 @@ Kernels are laid onto the multiprocessors as the Hopper kernels lay out their wo
 follow from each other as csrc/distributed posts and awaits them. Used to predict more ranks than there are at hand:
 what it prints is predicted, not measured. bf16, head_dim 128, nothing skipped, all ranks start together.
 
-Beside the medians on 2 and on 4 GPUs of 2026-11-22 no dense row is off by more than 9%. Furthest: p2p of 16K rows on 2,
-forward and backward, took 9% longer than predicted; all_gather and a2a of 16K rows on 4 up to 7% less, as did
+Beside the medians on 2 and on 4 GPUs of 2026-11-22 no dense row is off by more than 8%. Furthest: p2p of 16K rows on 2,
+forward and backward, took 8% longer than predicted; all_gather and a2a of 16K rows on 4 up to 7% less, as did
 all_gather's forward and backward of 64K. Back to back it is within 8% from 64K rows on; with 16K it says up to 14% too
 few TFLOP/s: there power hardly held several GPUs back, and the model takes it that it did.
 
@@ -77,10 +77,10 @@ BACK_TO_BACK = Machine(rest_credit=0.0, host_step=205.0)
 #   all  the keys and values of all ranks, 16 bits
 # so that a tensor in fp32 counts twice. Stages:
 #   start, end     once, before the first transfer and after the last
-#   come           for each group of heads, of its share: before its transfer to the blocks
+#   come           for each group of heads of all_gather, of its share: before its transfer to the blocks
 #   before, after  ... the blocks of the group
 #   home           ... once it is back
-#   sort           a2a, fewer than ROWS_TO_SPLIT rows: before the blocks of a group; "sort back" after them
+#   sort           a2a, fewer than ROWS_TO_SPLIT rows: before the block; "sort back" after it
 #   own            a2a, from there on, rows being sent to their places: with "come" and "after", but only of the part
 #                  that stays on this rank
 #   block          for each block of p2p, of its lane's half
@@ -298,21 +298,16 @@ class Model:
         few = self.shape.length < ROWS_TO_SPLIT
         return 1 if few else max(groups for groups in range(1, HEAD_GROUPS + 1) if kv_heads % groups == 0)
 
-    def _pipeline(self, mode: str, direction: str, groups: int, block: float, come: float, go: float) -> float:
+    def _gather(self, direction: str) -> float:
         """Groups of heads: each comes under the block of the one before and goes under that of the one after."""
-        placed = self.shape.length >= ROWS_TO_SPLIT
-        more_passes = {  # of a2a
-            "come": ("own", 1 / self.ranks) if placed else None,
-            "before": None if placed else ("sort", 1.0),
-            "after": ("own back", 1 / self.ranks) if placed else ("sort back", 1.0),
-        }
-
-        def cost(stage: str) -> float:
-            also, part = more_passes.get(stage) or ("", 0.0)
-            passes = self._passes(mode, direction, stage, 1 / groups)
-            return passes + self._passes(mode, direction, also, part / groups)
-
-        clock = self._passes(mode, direction, "start") + cost("come")
+        n, c = self.ranks, self.chunk
+        groups = self._groups(self.shape.kv_heads)
+        segments = [((c, r * c, True), (c, (2 * n - 1 - r) * c, True)) for r in (0, n // 2, n - 1)]
+        block = max(self._block(direction, some, 2 * n * c, 1 / groups) for some in segments)
+        others = (n - 1) * self.bytes["kv"] / groups
+        come, go = self._transfer(others, n - 1), self._transfer(2 * others, n - 1) if direction == "backward" else 0.0
+        cost = functools.partial(self._passes, "all_gather", direction, share=1 / groups)
+        clock = self._passes("all_gather", direction, "start") + cost("come")
         arrived = link = clock + come
         for group in range(groups):
             more = group + 1 < groups
@@ -327,30 +322,22 @@ class Model:
             clock += cost("after")
             link = max(link, clock) + go
         clock += (groups - 1) * cost("home")
-        return max(clock, link if go else 0.0) + cost("home") + self._passes(mode, direction, "end")
-
-    def _gather(self, direction: str) -> float:
-        n, c = self.ranks, self.chunk
-        groups = self._groups(self.shape.kv_heads)
-        segments = [((c, r * c, True), (c, (2 * n - 1 - r) * c, True)) for r in (0, n // 2, n - 1)]
-        block = max(self._block(direction, some, 2 * n * c, 1 / groups) for some in segments)
-        others = (n - 1) * self.bytes["kv"] / groups
-        come, go = self._transfer(others, n - 1), self._transfer(2 * others, n - 1) if direction == "backward" else 0.0
-        return self._pipeline("all_gather", direction, groups, block, come, go)
+        return max(clock, link if go else 0.0) + cost("home") + self._passes("all_gather", direction, "end")
 
     def _exchange(self, direction: str, repeated: bool = False) -> float:
         n, shape, kv = self.ranks, self.shape, self.bytes["kv"]
         if shape.kv_heads < n:  # each rank gets a copy of a head that several want
             return Model(self.machine, replace(shape, kv_heads=n), n)._exchange(direction, repeated=True)
-        groups = self._groups(shape.kv_heads // n)
-        block = self._block(direction, ((shape.length, 0, True),), shape.length, 1 / n / groups)
-        share = (n - 1) / n / groups
         if direction == "forward":
             come, go = self.bytes["q"] + kv, self.bytes["q"]
         else:  # gradients of repeated heads are summed, so they go in fp32
             come, go = self.bytes["q"], self.bytes["q"] + kv * (2 if repeated else 1)
-        times = [self._transfer(share * x, n - 1) for x in (come, go)]
-        return self._pipeline("a2a", direction, groups, block, *times)
+        placed = shape.length >= ROWS_TO_SPLIT
+        stages = {"start": 1, "come": 1, "before": 1, "after": 1, "home": 1, "end": 1}
+        stages |= {"own": 1 / n, "own back": 1 / n} if placed else {"sort": 1, "sort back": 1}
+        passes = sum(self._passes("a2a", direction, stage, part) for stage, part in stages.items())
+        block = self._block(direction, ((shape.length, 0, True),), shape.length, 1 / n)
+        return passes + block + sum(self._transfer((n - 1) / n * some, n - 1) for some in (come, go))
 
 
 # ---- commands

@@ -128,13 +128,12 @@ class Attend : public torch::autograd::Function<Attend> {
         const Route route = make_route(*plan, {heads_group, keys_group, static_cast<Comm>(comm)}, q.device());
         const Routed result =
             route_forward(route, q, k, v, {scale, attend_current, mass_threshold}, keep_record, return_mass);
-        ctx->save_for_backward(flatten(result.records));
+        ctx->save_for_backward(flatten(result.record));
         ctx->set_materialize_grads(false);
         ctx->saved_data["plan"] = plan;
         ctx->saved_data["heads_group"] = heads_group;
         ctx->saved_data["keys_group"] = keys_group;
         ctx->saved_data["comm"] = comm;
-        ctx->saved_data["num_records"] = static_cast<int64_t>(result.records.size());
         ctx->saved_data["o_sizes"] = result.o.sizes().vec();
         ctx->saved_data["num_kv_heads"] = k.size(2);
         ctx->saved_data["scale"] = scale;
@@ -157,7 +156,7 @@ class Attend : public torch::autograd::Function<Attend> {
             const at::Tensor d_o = grads[0].defined() ? ops::unit_last_stride(grads[0])
                                                       : at::zeros(data["o_sizes"].toIntVector(), kept[0].options());
             const Gradients result = route_backward(
-                route, d_o, grads[1], data["num_kv_heads"].toInt(), unflatten(route, data["num_records"].toInt(), kept),
+                route, d_o, grads[1], data["num_kv_heads"].toInt(), unflatten(route, kept),
                 {data["scale"].toDouble(), data["attend_current"].toBool(), data["mass_threshold"].toDouble()});
             return {result.dq, result.dk, result.dv};
         });

@@ -16,12 +16,6 @@ at::Tensor by_rank(const at::Tensor& x, int64_t ranks) {
     return (heads % ranks == 0 ? x : x.repeat_interleave(ranks / heads, 2)).unflatten(2, {ranks, -1});
 }
 
-// The part of dimension `dim` that belongs to a group.
-at::Tensor part_of(const at::Tensor& x, int64_t dim, int group, int num_groups) {
-    const int64_t count = x.size(dim) / num_groups;
-    return x.narrow(dim, count * group, count);
-}
-
 // x as elements of 16 bytes, which copies move fastest.
 at::Tensor as_16_bytes(const at::Tensor& x) {
     return x.view(at::kComplexDouble);
@@ -44,6 +38,29 @@ void copy_wide(const at::Tensor& to, const at::Tensor& from) {
     wide ? as_16_bytes(to).copy_(as_16_bytes(from)) : to.copy_(from);
 }
 
+// What pack(likes) made, (.., words), or has become on the way, as tensors (.., heads, width) of theirs.
+std::vector<at::Tensor> unpack(const at::Tensor& x, const std::vector<at::Tensor>& likes) {
+    std::vector<at::Tensor> parts;
+    int64_t at = 0;
+    for (const at::Tensor& like : likes) {
+        const int64_t heads = like.size(-2), width = like.size(-1);
+        const int64_t words = heads * width * static_cast<int64_t>(like.element_size()) / 4;
+        parts.push_back(x.narrow(-1, at, words).view(like.scalar_type()).unflatten(-1, {heads, width}));
+        at += words;
+    }
+    return parts;
+}
+
+// Writes what came of each rank's heads, (b, s_local, ranks, heads, width), into x (b, s_local, all heads, width).
+void put(const at::Tensor& x, const at::Tensor& by_rank) {
+    const int64_t ranks = by_rank.size(2), heads = x.size(2);
+    if (heads % ranks == 0) {
+        copy_wide(x.unflatten(2, {ranks, -1}), by_rank);
+    } else {
+        x.copy_(by_rank.select(3, 0).unflatten(2, {heads, -1}).sum(3));
+    }
+}
+
 }  // namespace
 
 HeadExchange::HeadExchange(Transport& transport, const RankPlan& plan, int64_t num_heads, int64_t num_kv_heads)
@@ -53,11 +70,6 @@ HeadExchange::HeadExchange(Transport& transport, const RankPlan& plan, int64_t n
       num_joint_rows_(plan.to_stream.numel() / plan.schedule.size()) {
     const std::string why_not = refusal(num_heads, num_kv_heads, transport.size());
     if (!why_not.empty()) throw InvalidArgument(why_not);
-    if (num_joint_rows_ < plan.rows_to_split_heads) return;
-    const int64_t share = std::max<int64_t>(1, num_kv_heads / transport.size());
-    for (int groups = 2; groups <= kMaxHeadGroups; ++groups) {
-        if (share % groups == 0) num_groups_ = groups;
-    }
 }
 
 std::string HeadExchange::refusal(int64_t num_heads, int64_t num_kv_heads, int num_ranks) {
@@ -67,52 +79,33 @@ std::string HeadExchange::refusal(int64_t num_heads, int64_t num_kv_heads, int n
                   " ranks: q's must be a multiple of the ranks, and k's a multiple or a divisor");
 }
 
-std::vector<at::Tensor> HeadExchange::Delivery::arrive() {
-    pending_->wait();
-    const at::Tensor rows = (order_.defined() ? select_rows(output_, 0, order_) : output_).transpose(-3, -2);
-    std::vector<at::Tensor> arrived;
-    int64_t at = 0;
-    for (const Part& part : parts_) {
-        const auto words = part.heads * part.width * static_cast<int64_t>(at::elementSize(part.type)) / 4;
-        const at::Tensor one = rows.narrow(-1, at, words).view(part.type);
-        arrived.push_back(one.unflatten(-1, {part.heads, part.width}));
-        at += words;
-    }
-    return arrived;
-}
-
-HeadExchange::Delivery HeadExchange::to_heads(const std::vector<at::Tensor>& xs, int group) {
-    Delivery delivery;
+std::vector<at::Tensor> HeadExchange::to_heads(const std::vector<at::Tensor>& xs) const {
     std::vector<at::Tensor> parts;
-    for (const at::Tensor& x : xs) {
-        const at::Tensor part = part_of(by_rank(x, transport_.size()), 3, group, num_groups_);
-        delivery.parts_.push_back({x.scalar_type(), part.size(3), part.size(4)});
-        parts.push_back(part.permute({2, 1, 0, 3, 4}));
-    }
+    for (const at::Tensor& x : xs) parts.push_back(by_rank(x, transport_.size()).permute({2, 1, 0, 3, 4}));
     const at::Tensor input = pack(parts);  // (ranks, s_local, b, words)
-    delivery.order_ = plan_.to_joint;
-    delivery.output_ = at::empty({num_joint_rows_, input.size(2), input.size(3)}, input.options());
-    delivery.pending_ = in_place()
-                            ? exchange(pieces_by_rank(input), pieces_of_joint(delivery.output_))
-                            : transport_.all_to_all(input, delivery.output_.unflatten(0, {transport_.size(), -1}));
-    return delivery;
+    at::Tensor rows = at::empty({num_joint_rows_, input.size(2), input.size(3)}, input.options());
+    if (in_place()) {
+        exchange(pieces_by_rank(input), pieces_of_joint(rows))->wait();
+    } else {
+        transport_.all_to_all(input, rows.unflatten(0, {transport_.size(), -1}))->wait();
+        rows = select_rows(rows, 0, plan_.to_joint);
+    }
+    return unpack(rows.transpose(0, 1), parts);
 }
 
-HeadExchange::Delivery HeadExchange::to_rows(const std::vector<at::Tensor>& ys) {
-    Delivery delivery;
+void HeadExchange::to_rows(const std::vector<at::Tensor>& ys, const std::vector<at::Tensor>& xs) const {
     std::vector<at::Tensor> parts;
-    for (const at::Tensor& y : ys) {
-        delivery.parts_.push_back({y.scalar_type(), y.size(2), y.size(3)});
-        parts.push_back(y.transpose(0, 1));
-    }
+    for (const at::Tensor& y : ys) parts.push_back(y.transpose(0, 1));
     const at::Tensor rows = pack(parts);  // (joint rows, b, words)
     const int64_t ranks = transport_.size();
-    delivery.output_ = at::empty({ranks, num_joint_rows_ / ranks, rows.size(1), rows.size(2)}, rows.options());
-    delivery.pending_ =
-        in_place()
-            ? exchange(pieces_of_joint(rows), pieces_by_rank(delivery.output_))
-            : transport_.all_to_all(select_rows(rows, 0, plan_.from_joint).unflatten(0, {ranks, -1}), delivery.output_);
-    return delivery;
+    const at::Tensor output = at::empty({ranks, num_joint_rows_ / ranks, rows.size(1), rows.size(2)}, rows.options());
+    if (in_place()) {
+        exchange(pieces_of_joint(rows), pieces_by_rank(output))->wait();
+    } else {
+        transport_.all_to_all(select_rows(rows, 0, plan_.from_joint).unflatten(0, {ranks, -1}), output)->wait();
+    }
+    const std::vector<at::Tensor> arrived = unpack(output, parts);  // each (ranks, s_local, b, heads, width)
+    for (size_t i = 0; i < xs.size(); ++i) put(xs[i], arrived[i].permute({2, 1, 0, 3, 4}));
 }
 
 std::vector<Message> HeadExchange::pieces_by_rank(const at::Tensor& x) const {
@@ -143,16 +136,6 @@ std::unique_ptr<Pending> HeadExchange::exchange(const std::vector<Message>& from
     std::partition_copy(to.begin(), to.end(), std::back_inserter(own_to), std::back_inserter(receives), own);
     for (size_t i = 0; i < own_from.size(); ++i) copy_wide(own_to[i].tensor, own_from[i].tensor);
     return transport_.exchange(sends, receives);
-}
-
-void HeadExchange::put(const at::Tensor& x, const at::Tensor& arrived, int group) const {
-    const at::Tensor by_head = arrived.permute({1, 2, 0, 3, 4});  // (b, s_local, ranks, heads, width)
-    const int64_t ranks = transport_.size(), heads = x.size(2);
-    if (heads % ranks == 0) {
-        copy_wide(part_of(x.unflatten(2, {ranks, -1}), 3, group, num_groups_), by_head);
-    } else {
-        x.copy_(by_head.select(3, 0).unflatten(2, {heads, -1}).sum(3));
-    }
 }
 
 }  // namespace megatron_sb::distributed

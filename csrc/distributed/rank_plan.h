@@ -35,7 +35,7 @@ struct Tables {
     std::vector<at::Tensor> segments;
 };
 
-// From how many rows on heads are exchanged or gathered a group at a time, so that one group's transfer hides under
+// From how many rows on keys are gathered a group of heads at a time, so that one group's transfer hides under
 // another's compute. Fewer rows of a single head are too little work for a device: H200, forward of 16K rows 299
 // TFLOP/s with one head and 686 with twelve; of 64K 707 and 626. From there on too, ranks that exchange heads send each
 // stretch of rows to its place. With fewer rows the host, which takes some 9 us a message, falls behind the device:

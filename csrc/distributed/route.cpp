@@ -10,7 +10,6 @@ namespace megatron_sb::distributed {
 namespace {
 
 using at::Tensor;
-using Delivery = HeadExchange::Delivery;
 
 // Values (b, h, rows) as tensors (b, rows, h, 1) of rows, and back.
 Tensor as_rows(const Tensor& x) {
@@ -20,78 +19,47 @@ Tensor from_rows(const Tensor& x) {
     return x.squeeze(-1).transpose(1, 2);
 }
 
-// Several tensors of one group on their way home, and where each goes.
-struct Homecoming {
-    Delivery delivery;
-    std::vector<Tensor> to;  // (b, s_local, heads, width)
-    int group;
-};
-
-void bring_home(const HeadExchange& exchange, std::vector<Homecoming>& all) {
-    for (Homecoming& some : all) {
-        const std::vector<Tensor> arrived = some.delivery.arrive();
-        for (size_t i = 0; i < arrived.size(); ++i) exchange.put(some.to[i], arrived[i], some.group);
-    }
-}
-
 Routed exchanged_forward(const Route& route, const Tensor& q, const Tensor& k, const Tensor& v,
                          const ops::BlockOptions& options, bool keep_record, bool with_mass) {
-    HeadExchange exchange(*route.heads, *route.plan, q.size(2), k.size(2));
-    const auto wide = q.options().dtype(ops::accumulation_type(q));
+    const HeadExchange exchange(*route.heads, *route.plan, q.size(2), k.size(2));
+    const std::vector<Tensor> here = exchange.to_heads({q, k, v});
+    Attended attended =
+        attend_forward(route.keys.get(), *route.plan, route.comm, here[0], here[1], here[2], options, keep_record);
     Routed result{at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options()), {}, {}};
-    std::vector<Tensor> to{result.o};
+    std::vector<Tensor> made{attended.o}, home{result.o};
     if (with_mass) {
+        const auto wide = q.options().dtype(ops::accumulation_type(q));
         result.mass = at::empty({q.size(0), q.size(2), q.size(1)}, wide);
-        to.push_back(as_rows(result.mass));
+        made.push_back(as_rows(attended.mass));
+        home.push_back(as_rows(result.mass));
     }
-    std::vector<Homecoming> home;
-    Delivery coming = exchange.to_heads({q, k, v}, 0);
-    for (int group = 0; group < exchange.num_groups(); ++group) {
-        const std::vector<Tensor> here = coming.arrive();
-        if (group + 1 < exchange.num_groups()) coming = exchange.to_heads({q, k, v}, group + 1);
-        Attended attended =
-            attend_forward(route.keys.get(), *route.plan, route.comm, here[0], here[1], here[2], options, keep_record);
-        std::vector<Tensor> made{attended.o};
-        if (with_mass) made.push_back(as_rows(attended.mass));
-        home.push_back({exchange.to_rows(made), to, group});
-        result.records.push_back({here[0], here[1], here[2], attended.mass, std::move(attended.record)});
-    }
-    bring_home(exchange, home);
+    exchange.to_rows(made, home);
+    result.record = {here[0], here[1], here[2], attended.mass, std::move(attended.record)};
     return result;
 }
 
 Gradients exchanged_backward(const Route& route, const Tensor& d_o, const Tensor& d_mass, int64_t num_kv_heads,
-                             const std::vector<Record>& records, const ops::BlockOptions& options) {
-    const Tensor &q = records[0].q, &v = records[0].v;
-    const int64_t num_heads = d_o.size(2), d = q.size(3);
-    HeadExchange exchange(*route.heads, *route.plan, num_heads, num_kv_heads);
-    const auto empty = [&](int64_t heads, int64_t width) {
-        return at::empty({d_o.size(0), d_o.size(1), heads, width}, q.options());
-    };
-    const Gradients result{empty(num_heads, d), empty(num_kv_heads, d), empty(num_kv_heads, v.size(3))};
-    // Those of KV heads that several ranks have are summed, so they travel in full precision.
-    const auto type = exchange.repeats_keys() ? ops::accumulation_type(q) : q.scalar_type();
+                             const Record& of, const ops::BlockOptions& options) {
+    const int64_t num_heads = d_o.size(2), d = of.q.size(3);
+    const HeadExchange exchange(*route.heads, *route.plan, num_heads, num_kv_heads);
     std::vector<Tensor> sources{d_o};
     if (d_mass.defined()) sources.push_back(as_rows(d_mass));
-    std::vector<Homecoming> home;
-    Delivery coming = exchange.to_heads(sources, 0);
-    for (int group = 0; group < exchange.num_groups(); ++group) {
-        const std::vector<Tensor> here = coming.arrive();
-        if (group + 1 < exchange.num_groups()) coming = exchange.to_heads(sources, group + 1);
-        const Record& of = records[group];
-        const Gradients made = attend_backward(route.keys.get(), *route.plan, route.comm, here[0],
-                                               d_mass.defined() ? from_rows(here[1]) : Tensor(), of.q, of.k, of.v,
-                                               of.mass, of.groups, options, type);
-        home.push_back({exchange.to_rows({made.dq.to(q.scalar_type()), made.dk, made.dv}),
-                        {result.dq, result.dk, result.dv},
-                        group});
-    }
-    bring_home(exchange, home);
+    const std::vector<Tensor> here = exchange.to_heads(sources);
+    // Those of KV heads that several ranks have are summed, so they travel in full precision.
+    const auto type = exchange.repeats_keys() ? ops::accumulation_type(of.q) : of.q.scalar_type();
+    const Gradients made = attend_backward(route.keys.get(), *route.plan, route.comm, here[0],
+                                           d_mass.defined() ? from_rows(here[1]) : Tensor(), of.q, of.k, of.v, of.mass,
+                                           of.groups, options, type);
+    const auto empty = [&](int64_t heads, int64_t width) {
+        return at::empty({d_o.size(0), d_o.size(1), heads, width}, of.q.options());
+    };
+    const Gradients result{empty(num_heads, d), empty(num_kv_heads, d), empty(num_kv_heads, of.v.size(3))};
+    exchange.to_rows({made.dq.to(of.q.scalar_type()), made.dk, made.dv}, {result.dq, result.dk, result.dv});
     return result;
 }
 
-// Four H200s, 12 heads of 128, forward and backward in milliseconds (a2a, all_gather, p2p): 16K rows 2.1, 3.0, 3.4; 64K
-// 26, 27, 30; 128K 97, 100, 112; a2a takes the least memory too. But a kernel with one head of 16K rows has too little
+// Four H200s, 12 heads of 128, forward and backward in milliseconds (a2a, all_gather, p2p): 16K rows 2.2, 3.0, 3.5; 64K
+// 24, 27, 30; 128K 95, 100, 111; a2a takes the least memory too. But a kernel with one head of 16K rows has too little
 // to do: 307 TFLOP/s in the forward, where 4 heads have 661.
 constexpr int64_t kFewestRowsOfHeads = 32768;
 constexpr int64_t kMostGatheredBytes = int64_t{1} << 30;
@@ -116,34 +84,26 @@ Routed route_forward(const Route& route, const Tensor& q, const Tensor& k, const
                      const ops::BlockOptions& options, bool keep_record, bool with_mass) {
     if (route.heads) return exchanged_forward(route, q, k, v, options, keep_record, with_mass);
     Attended attended = attend_forward(route.keys.get(), *route.plan, route.comm, q, k, v, options, keep_record);
-    return {attended.o, attended.mass, {{q, k, v, attended.mass, std::move(attended.record)}}};
+    return {attended.o, attended.mass, {q, k, v, attended.mass, std::move(attended.record)}};
 }
 
 Gradients route_backward(const Route& route, const Tensor& d_o, const Tensor& d_mass, int64_t num_kv_heads,
-                         const std::vector<Record>& records, const ops::BlockOptions& options) {
-    if (route.heads) return exchanged_backward(route, d_o, d_mass, num_kv_heads, records, options);
-    const Record& of = records[0];
+                         const Record& of, const ops::BlockOptions& options) {
+    if (route.heads) return exchanged_backward(route, d_o, d_mass, num_kv_heads, of, options);
     return attend_backward(route.keys.get(), *route.plan, route.comm, d_o, d_mass, of.q, of.k, of.v, of.mass, of.groups,
                            options, of.q.scalar_type());
 }
 
-std::vector<Tensor> flatten(const std::vector<Record>& records) {
-    std::vector<Tensor> tensors;
-    for (const Record& record : records) {
-        const std::vector<Tensor> groups = flatten(record.groups);
-        tensors.insert(tensors.end(), {record.q, record.k, record.v, record.mass});
-        tensors.insert(tensors.end(), groups.begin(), groups.end());
-    }
+std::vector<Tensor> flatten(const Record& record) {
+    std::vector<Tensor> tensors{record.q, record.k, record.v, record.mass};
+    const std::vector<Tensor> groups = flatten(record.groups);
+    tensors.insert(tensors.end(), groups.begin(), groups.end());
     return tensors;
 }
 
-std::vector<Record> unflatten(const Route& route, size_t num_records, const std::vector<Tensor>& tensors) {
-    std::vector<Record> records;
-    const auto each = static_cast<std::ptrdiff_t>(tensors.size() / num_records);
-    for (auto at = tensors.begin(); at != tensors.end(); at += each) {
-        records.push_back({at[0], at[1], at[2], at[3], unflatten(*route.plan, route.comm, {at + 4, at + each})});
-    }
-    return records;
+Record unflatten(const Route& route, const std::vector<Tensor>& tensors) {
+    return {tensors[0], tensors[1], tensors[2], tensors[3],
+            unflatten(*route.plan, route.comm, {tensors.begin() + 4, tensors.end()})};
 }
 
 }  // namespace megatron_sb::distributed

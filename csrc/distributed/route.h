@@ -1,4 +1,4 @@
-// A call from local rows to local rows: heads are exchanged or not, then each group of them attends (driver.h).
+// A call from local rows to local rows: heads are exchanged or not, then they attend (driver.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,16 +31,16 @@ const char* choose_comm(int ranks, const at::Tensor& q, const at::Tensor& k, con
 
 Route make_route(const ContextParallelPlan& plan, const RouteNames& names, c10::Device device);
 
-// What the backward needs of one exchange of heads, or of all heads where there is none.
+// What the backward needs.
 struct Record {
     at::Tensor q, k, v, mass;         // as they attended
     std::vector<GroupRecord> groups;  // of KV heads
 };
 
 struct Routed {
-    at::Tensor o;                 // (b, s_local, h, d_v), q's dtype
-    at::Tensor mass;              // (b, h, s_local), accumulation type
-    std::vector<Record> records;  // without `groups` unless asked for
+    at::Tensor o;     // (b, s_local, h, d_v), q's dtype
+    at::Tensor mass;  // (b, h, s_local), accumulation type
+    Record record;    // without `groups` unless asked for
 };
 
 // q (b, s_local, h, d), k (b, s_local, h_kv, d), v (b, s_local, h_kv, d_v) with a unit last stride. All ranks call it.
@@ -50,10 +50,10 @@ Routed route_forward(const Route& route, const at::Tensor& q, const at::Tensor& 
 
 // d_o (b, s_local, h, d_v) with a unit last stride; d_mass (b, h, s_local), or undefined. Gradients come in q's dtype.
 Gradients route_backward(const Route& route, const at::Tensor& d_o, const at::Tensor& d_mass, int64_t num_kv_heads,
-                         const std::vector<Record>& records, const ops::BlockOptions& options);
+                         const Record& record, const ops::BlockOptions& options);
 
-// Records as one list of tensors for autograd to keep, and back.
-std::vector<at::Tensor> flatten(const std::vector<Record>& records);
-std::vector<Record> unflatten(const Route& route, size_t num_records, const std::vector<at::Tensor>& tensors);
+// A record as one list of tensors for autograd to keep, and back.
+std::vector<at::Tensor> flatten(const Record& record);
+Record unflatten(const Route& route, const std::vector<at::Tensor>& tensors);
 
 }  // namespace megatron_sb::distributed
