@@ -1,8 +1,7 @@
-"""Small Megatron-Core models on a CPU: what Megatron-Core 0.16 asks of a GPU or of Transformer Engine, and builders.
+"""Small Megatron-Core models on a CPU: answers for what Megatron-Core asks of a GPU, and builders.
 
-For tests only. Dense models with tensor and context parallelism need no shim. Mixture of experts with the allgather
-dispatcher needs `answer_for_gpu`; sequence parallelism, which it demands next to tensor parallelism, that and
-`TaggedNorm`.
+For tests only. Dense models with tensor and context parallelism need no answers. Mixture of experts with the allgather
+dispatcher, sequence parallelism, rotary embeddings and distributed checkpoints need `answer_for_gpu`.
 """
 
 import contextlib
@@ -13,29 +12,33 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.moe import moe_utils
+
+from megatron_sb.megatron import install_stand_ins
 
 
 def answer_for_gpu() -> None:
-    """For the whole process: the router keeps its weights on the CPU and multiplies by torch; no GPU seed is forked."""
+    """For the whole process: the router keeps its weights on the CPU, nothing waits for a GPU, no GPU seed is forked.
+
+    What Transformer Engine would bring has the package's stand-ins.
+    """
     if torch.cuda.is_available():
         raise RuntimeError("answer_for_gpu is for machines without a GPU")
+    install_stand_ins()
     torch.cuda.current_device = lambda: torch.device("cpu")
-    # Imported there only where Transformer Engine is; None is what its absence is meant to be.
-    moe_utils.te_general_gemm = None
+    torch.cuda.synchronize = lambda: None
     # Sequence parallelism draws dropout from a seed of its own, on the GPU, even where the probability is 0.
     random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
+    # Recomputation saves and restores the generator of the GPU.
+    random._get_cuda_rng_state = random._set_cuda_rng_state = lambda *args, **kwargs: None
 
 
-class TaggedNorm(torch.nn.RMSNorm):
-    """RMSNorm whose gradient the trainer knows to sum over tensor-parallel ranks, for sequence parallelism.
-
-    The torch norm that Megatron-Core falls back to refuses sequence parallelism; its own tagged ones need a GPU.
-    """
-
-    def __init__(self, config, hidden_size: int, eps: float = 1e-5, **unused):
-        super().__init__(hidden_size, eps=eps)
-        self.weight.sequence_parallel = config.sequence_parallel
+def message(call) -> str:
+    """What the ValueError of `call` says."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
 
 
 def small_config(**changes) -> TransformerConfig:

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.megatron_cpu import (
     answer_for_gpu,
     core_attention_arguments,
+    message,
     packed_params,
     small_config,
 )
@@ -47,15 +48,6 @@ def make_qkv(*rows: int) -> list[torch.Tensor]:
     """q, k, v of 4 heads, 2 KV heads and 8 channels; the same on every rank."""
     generator = torch.Generator().manual_seed(5)
     return [torch.randn(*rows, heads, 8, generator=generator) for heads in (4, 2, 2)]
-
-
-def message(call) -> str:
-    """What the ValueError of `call` says."""
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return "nothing was refused"
 
 
 def refusals(world) -> dict[str, str]:

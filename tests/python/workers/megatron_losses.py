@@ -17,7 +17,6 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_sb.megatron import shared_plans, with_stickbreaking
 
@@ -116,10 +115,8 @@ def build(run: Run) -> GPTModel:
         }
     )
     layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = megatron_cpu.TaggedNorm
-    block = TransformerBlockSubmodules([layer] * config.num_layers, layer_norm=megatron_cpu.TaggedNorm)
     torch.manual_seed(1)
-    spec = with_stickbreaking(block, **run.options)
+    spec = with_stickbreaking(layer, **run.options)
     return GPTModel(config, spec, VOCAB_SIZE, max_sequence_length=64, position_embedding_type="none")
 
 

@@ -1,0 +1,180 @@
+"""`python -m megatron_sb.megatron.launch`: a user's unmodified script, with one flag more."""
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_sb.megatron import StickBreakingOptions, launch
+
+HAS_TRAINING = importlib.util.find_spec("megatron.training") is not None
+needs_training = pytest.mark.skipif(
+    not HAS_TRAINING, reason="this Megatron-Core has no megatron.training (wheels from 0.17 on, for Python 3.12, do)"
+)
+PRETRAIN = Path(__file__).parents[1] / "workers" / "megatron_pretrain.py"
+SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
+BATCHES = "--micro-batch-size 1 --global-batch-size 4 --train-iters 20 --lr 1e-2 --lr-decay-style constant --mock-data"
+TOKENS = "--tokenizer-type NullTokenizer --vocab-size 127"
+# Without Transformer Engine and Apex:
+PLAIN = "--transformer-impl local --no-gradient-accumulation-fusion --no-rope-fusion"
+MEGATRON = f"{SHAPE} {BATCHES} {TOKENS} {PLAIN} --bf16"
+ON_A_CPU = "--use-cpu-initialization --build-only"
+ACCEPTED = "--attention-dropout 0 --position-embedding-type none"
+
+
+def run_script(script: Path, *flags: str, launcher: bool = True) -> subprocess.CompletedProcess:
+    """Run a script with the launcher, or by itself."""
+    through = ["-m", "megatron_sb.megatron.launch"] if launcher else []
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *through, str(script), *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_without_the_flag_a_script_is_as_under_python(tmp_path):
+    """Name, arguments, search path and file of the script; no Megatron is imported for it."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, sys\nimport neighbour\n"
+        "print(json.dumps([__name__, __file__, sys.argv, sys.path[0], neighbour.__name__, '__main__' in sys.modules, "
+        "sys.modules['__main__'].__dict__ is globals(), any(name.startswith('megatron.') for name in sys.modules)]))\n"
+    )
+    (tmp_path / "neighbour.py").touch()
+    done = [run_script(script, "--sb-layers", "x", launcher=launcher) for launcher in (True, False)]
+    assert [run.returncode for run in done] == [0, 0], done[0].stderr
+    assert done[0].stdout == done[1].stdout
+    assert json.loads(done[0].stdout)[-1] is False
+
+
+@pytest.mark.parametrize("arguments", [[], ["missing.py"], ["--num-layers"]])
+def test_refused_scripts(arguments, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_sb.megatron.launch", *arguments], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 1
+    assert f"SCRIPT.py={(arguments or [''])[0]!r} is not a Python file" in done.stderr
+
+
+BUILT = {
+    "without the flag": ("--no-persist-layer-norm", ["SelfAttention DotProductAttention LayerNorm"] * 2),
+    "experts, with multi-token prediction": (
+        f"--stick-breaking-attention {ACCEPTED} --num-experts 4 --disable-bias-linear --normalization RMSNorm "
+        "--mtp-num-layers 1",
+        ["CheckedSelfAttention StickBreakingCoreAttention RMSNorm"] * 3,
+    ),
+    "mixed, with rope": (
+        "--stick-breaking-attention --sb-mass-threshold 0.25 --sb-layers [0]+[1] --attention-dropout 0 "
+        "--position-embedding-type rope --no-rope-freq [0]+[1]",
+        [
+            "CheckedSelfAttention DotProductAttention LayerNorm",
+            "CheckedSelfAttention StickBreakingCoreAttention LayerNorm",
+        ],
+    ),
+}
+
+
+@needs_training
+@pytest.mark.parametrize(("flags", "layers"), BUILT.values(), ids=BUILT)
+def test_models_of_a_training_script(flags, layers, tmp_path):
+    """What Megatron's own builder makes of a command line, in a script that knows nothing of stick-breaking."""
+    out = tmp_path / "layers.json"
+    done = run_script(PRETRAIN, *MEGATRON.split(), *flags.split(), *ON_A_CPU.split(), str(out))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(out.read_text()) == [layer.split() for layer in layers]
+    assert ("stick-breaking attention: StickBreakingOptions(" in done.stdout) == ("--stick-breaking" in flags)
+    assert ("mass_threshold=0.25" in done.stdout) == ("0.25" in flags)
+
+
+@needs_training
+def test_a_layer_checks_what_the_command_line_could_not_tell(tmp_path):
+    flags = "--stick-breaking-attention --attention-dropout 0 --position-embedding-type rope --no-rope-freq [0]+[1]"
+    done = run_script(PRETRAIN, *MEGATRON.split(), *flags.split(), *ON_A_CPU.split(), str(tmp_path / "no.json"))
+    assert done.returncode != 0
+    assert "args.position_embedding_type='rope' (--position-embedding-type): the order of the stick" in done.stderr
+
+
+def parse(flags: str) -> tuple[argparse.Namespace, StickBreakingOptions]:
+    """Megatron's arguments and ours, as the launcher reads them before the script starts."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_sb.megatron import add_arguments, options_from_args
+
+    parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    args = parser.parse_args([*MEGATRON.split(), *flags.split()])
+    return args, StickBreakingOptions(**options_from_args(args))
+
+
+@needs_training
+def test_accepted_flags():
+    launch.refuse_arguments(*parse(ACCEPTED))
+    launch.refuse_arguments(*parse("--attention-dropout 0 --position-embedding-type rope --no-rope-freq 2"))
+    launch.refuse_arguments(*parse(f"{ACCEPTED} --sb-layers [1,0]"))
+    whole = "--dataloader-inter-document-masking --context-parallel-size 2 --sb-packing whole_stream"
+    launch.refuse_arguments(*parse(f"{ACCEPTED} {whole}"))
+
+
+REFUSED = {
+    "": r"args\.attention_dropout=0\.1 \(--attention-dropout\): .* must be 0\.0",
+    "--attention-dropout 0": r"args\.position_embedding_type='learned_absolute' .* must be 'none', or 'rope' with",
+    "--attention-dropout 0 --position-embedding-type rope": r"args\.position_embedding_type='rope'",
+    f"{ACCEPTED} --attention-backend local": r"args\.attention_backend='local' \(--attention-backend\): .* 'auto'",
+    f"{ACCEPTED} --multi-latent-attention": r"args\.multi_latent_attention=True \(--multi-latent-attention\)",
+    f"{ACCEPTED} --window-size 64,0": r"args\.window_size=\(64, 0\) \(--window-size\): .* must be None",
+    f"{ACCEPTED} --softmax-type learnable": r"args\.softmax_type='learnable' \(--softmax-type\)",
+    f"{ACCEPTED} --qk-clip": r"args\.qk_clip=True \(--qk-clip\)",
+    f"{ACCEPTED} --flash-decode": r"args\.flash_decode=True \(--flash-decode\)",
+    f"{ACCEPTED} --reset-attention-mask": r"args\.reset_attention_mask=True \(--reset-attention-mask\)",
+    f"{ACCEPTED} --yaml-cfg x.yaml": r"args\.yaml_cfg='x\.yaml' \(--yaml-cfg\): .* must be None",
+    f"{ACCEPTED} --sb-layers [1]*3": r"has 3 entries, but args\.num_layers=2 \(--num-layers\)",
+    f"{ACCEPTED} --sb-layers [1,0] --mtp-num-layers 1": r"the 1 layers of args\.mtp_num_layers \(--mtp-num-layers\)",
+    f"{ACCEPTED} --dataloader-inter-document-masking --context-parallel-size 2": (
+        r"args\.dataloader_inter_document_masking=True .* --sb-packing must be 'whole_stream', not 'per_document'"
+    ),
+}
+
+
+@needs_training
+@pytest.mark.parametrize(("flags", "sentence"), REFUSED.items())
+def test_refused_flags(flags, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        launch.refuse_arguments(*parse(flags))
+
+
+def train(ranks: int, folder: Path, *flags: str) -> list[float]:
+    """The losses that Megatron logs in 20 steps of the script under torchrun and the launcher."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    logged = ["--log-interval", "1", "--eval-iters", "0", "--data-cache-path", str(folder)]
+    command = [sys.executable, *torchrun, "-m", "megatron_sb.megatron.launch", str(PRETRAIN), *MEGATRON.split()]
+    command += [*ACCEPTED.split(), "--stick-breaking-attention", *logged, *flags]
+    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-8000:]}"
+    return [float(loss) for loss in re.findall(r"lm loss: ([\d.E+-]+)", done.stdout)]
+
+
+@needs_training
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "flags",
+    ["", "--num-experts 4 --moe-grouped-gemm --disable-bias-linear --moe-token-dispatcher-type alltoall"],
+    ids=["dense", "experts"],
+)
+def test_training(flags, tmp_path):
+    """Documents that count upwards are learned at once."""
+    losses = train(1, tmp_path, *flags.split())
+    assert len(losses) == 20 and losses[-1] < losses[0] - 1.0, losses
+
+
+@needs_training
+@pytest.mark.multigpu
+def test_training_with_context_parallelism(tmp_path):
+    """The losses of one rank, with half of every sequence on each of two; bf16 rounds them differently."""
+    one = train(1, tmp_path, "--calculate-per-token-loss")
+    two = train(2, tmp_path, "--calculate-per-token-loss", "--context-parallel-size", "2")
+    assert len(one) == len(two) == 20
+    assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 5e-2, (one, two)

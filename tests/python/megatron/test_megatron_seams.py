@@ -1,0 +1,128 @@
+"""Mixed layers, what the launcher does to stock specs, and the stand-ins for Transformer Engine, in built models."""
+
+import re
+
+import pytest
+import torch
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from support.launch import run_worker
+from support.megatron_cpu import small_config
+
+from megatron_sb.megatron import install_stand_ins
+from megatron_sb.megatron.stand_ins import GroupedExperts
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory) -> dict:
+    return run_worker("megatron_seams.py", 2, tmp_path_factory.mktemp("seams") / "findings.json", "cpu")
+
+
+def refusals_that_miss(sentences: dict[str, str], said: dict[str, str]) -> dict[str, str]:
+    assert said.keys() == sentences.keys()
+    return {name: words for name, words in said.items() if not re.search(sentences[name], words)}
+
+
+def test_mixed_layers(findings):
+    """Layers (1, 0): the second keeps its softmax, and rotary embeddings reach it alone."""
+    mixed = findings["mixed"]
+    assert mixed["cores"] == ["StickBreakingCoreAttention", "DotProductAttention"]
+    for change in ("rope in layer", "softmax in layer"):
+        first, second = mixed[change]
+        assert first == 0.0 and second > 1e-5, change
+    sentences = {
+        "rope": "rotary_pos_emb was given to a stick-breaking layer",
+        "rope in the other layer": "rotary_pos_emb was given to a stick-breaking layer",
+        "three layers": r"layers=\(1, 0\) \(--sb-layers\) has 2 entries, but config\.num_layers=3 \(--num-layers\)",
+        "multi-token prediction": r"says nothing about the 1 layers of config\.mtp_num_layers \(--mtp-num-layers\)",
+    }
+    assert refusals_that_miss(sentences, mixed["refused"]) == {}
+
+
+def test_stock_specs_under_the_launcher(findings):
+    """Where the launcher's seam is in place, stock specs build what `with_stickbreaking` would."""
+    launched = findings["launched"]
+    assert launched["difference from with_stickbreaking"] == {"dense": 0.0, "experts": 0.0}
+    assert min(launched["difference from softmax"].values()) > 1e-3
+    assert launched["layer without attention"] == "IdentityOp"
+    sentences = {
+        "latent attention": "self_attention of the layer spec is .*MLASelfAttention.* allows Megatron's SelfAttention",
+        "cross-attention": "cross_attention of a layer is .*CrossAttention.*: --stick-breaking-attention has self-",
+    }
+    assert refusals_that_miss(sentences, launched["refused"]) == {}
+
+
+def assert_experts(findings: dict, tolerance: float, dispatchers: set[str]) -> None:
+    """Grouped experts against float64, in a model beside sequential ones, and through a checkpoint."""
+    experts = findings["experts"]
+    assert experts["class"] == "GroupedExperts" and experts["errors"].keys() == {"rows", "no rows"}
+    assert max(experts["errors"].values()) < tolerance
+    assert "hidden_size=32 and 44 of moe_ffn_hidden_size on a rank: both must be multiples of 8" in experts["refused"]
+    assert findings["models"].keys() == dispatchers and max(findings["models"].values()) < tolerance
+    assert findings["checkpoint"].keys() == {"as it was", "one rank", "sequential"}
+    assert max(findings["checkpoint"].values()) < tolerance
+
+
+def test_grouped_experts(findings):
+    assert_experts(findings, 1e-6, {"allgather"})
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.multigpu)])
+def test_grouped_experts_on_gpus(ranks, tmp_path):
+    """In bf16, whose rounding is 2^-9; the largest of some relative errors over matrices of them."""
+    found = run_worker("megatron_seams.py", ranks, tmp_path / "findings.json", "cuda", device="cuda")
+    assert_experts(found, 2e-2, {"allgather", "alltoall"})
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_norm(normalization, sequence_parallel):
+    install_stand_ins()
+    config = small_config(normalization=normalization)
+    config.sequence_parallel = sequence_parallel  # which a config with one tensor-parallel rank would turn off
+    norm = WrappedTorchNorm(config, 32, eps=1e-3)
+    assert [parameter.sequence_parallel for parameter in norm.parameters()] == [sequence_parallel] * len(
+        list(norm.parameters())
+    )
+    x = torch.randn(5, 32)
+    centred = x.double() - (x.double().mean(-1, keepdim=True) if normalization == "LayerNorm" else 0)
+    wanted = centred / (centred.square().mean(-1, keepdim=True) + 1e-3).sqrt()
+    torch.testing.assert_close(norm(x).double(), wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"normalization": "L2Norm"}, r"normalization='L2Norm' \(--normalization\) .* allowed: 'LayerNorm', 'RMSNorm'"),
+        ({"layernorm_zero_centered_gamma": True}, r"layernorm_zero_centered_gamma=True \(--apply-layernorm-1p\) needs"),
+        ({"memory_efficient_layer_norm": True}, r"memory_efficient_layer_norm=True \(--memory-efficient-layer-norm\)"),
+    ],
+)
+def test_refused_norms(changes, sentence):
+    install_stand_ins()
+    config = small_config()
+    vars(config).update(changes)
+    with pytest.raises(ValueError, match=sentence):
+        WrappedTorchNorm(config, 32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"add_bias_linear": True}, r"config\.add_bias_linear=True \(--disable-bias-linear\); it must be False"),
+        ({"fp8": "hybrid"}, r"config\.fp8='hybrid' \(--fp8-format\); it must be None"),
+        ({"fp4": "e2m1"}, r"config\.fp4='e2m1' \(--fp4-format\); it must be None"),
+        ({"moe_apply_probs_on_input": True}, r"config\.moe_apply_probs_on_input=True \(--moe-apply-probs-on-input\)"),
+        ({"activation_func_clamp_value": 7.0}, r"config\.activation_func_clamp_value=7\.0 .*; it must be None"),
+        ({"glu_linear_offset": 1.0}, r"config\.glu_linear_offset=1\.0 \(--glu-linear-offset\); it must be 0\.0"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+            r"config\.recompute_modules=\['moe_act'\] \(--recompute-modules\): moe_act is not allowed",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_refused_grouped_experts(changes, sentence):
+    config = small_config(add_bias_linear=False)
+    vars(config).update(changes)
+    with pytest.raises(ValueError, match="--moe-grouped-gemm without Transformer Engine cannot run with " + sentence):
+        GroupedExperts(2, config, None)

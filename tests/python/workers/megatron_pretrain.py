@@ -1,0 +1,89 @@
+"""A training script as Megatron's users have them: GPT on Megatron's mock data, and no word of stick-breaking.
+
+    python megatron_pretrain.py FLAGS OF MEGATRON          trains, on GPUs
+    python megatron_pretrain.py ... --build-only OUT.json  builds the model on one CPU, and writes what its attention is
+
+It needs `megatron.training` (in Megatron-Core's wheel from 0.17 on).
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import get_batch_on_this_cp_rank
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+
+BATCH = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+def add_own_arguments(parser):
+    """A script may have flags of its own."""
+    parser.add_argument("--build-only", metavar="OUT.json")
+    return parser
+
+
+def loss_func(loss_mask, losses):
+    """The sum of the token losses that count, how many they are, and both for the log."""
+    loss, num_tokens = (losses.float() * loss_mask).sum(), loss_mask.sum().int()
+    return loss, num_tokens, {"lm loss": torch.stack((loss.detach(), num_tokens.float()))}
+
+
+def forward_step(data_iterator, model):
+    """Token losses of a micro-batch, of this context-parallel rank's part of it."""
+    sample = next(data_iterator)
+    batch = {name: sample[name].cuda() for name in BATCH}
+    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
+    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return losses, partial(loss_func, batch["loss_mask"])
+
+
+def make_datasets(num_samples):
+    """Megatron's mock documents: each counts upwards, modulo the vocabulary."""
+    args = get_args()
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=None,
+        split="90,5,5",
+        path_to_cache=args.data_cache_path,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    return BlendedMegatronDatasetBuilder(MockGPTDataset, num_samples, lambda: True, config).build()
+
+
+def describe_attention(model_config) -> list[list[str]]:
+    """Class of attention, of core attention and of norm in every layer, as built on one CPU rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model = model_config.get_builder_cls()(model_config).build_model(groups)
+    layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
+    parts = [(layer.self_attention, layer.self_attention.core_attention, layer.input_layernorm) for layer in layers]
+    return [[type(part).__name__ for part in layer] for layer in parts]
+
+
+if __name__ == "__main__":
+    args = parse_and_validate_args(extra_args_provider=add_own_arguments)
+    model_config = gpt_config_from_args(args)
+    if args.build_only:
+        Path(args.build_only).write_text(json.dumps(describe_attention(model_config)))
+    else:
+        make_datasets.is_distributed = True
+        config = pretrain_cfg_container_from_args(args, model_config)
+        pretrain(config, make_datasets, ModelType.encoder_or_decoder, forward_step)
