@@ -51,7 +51,9 @@ def _bench(arguments: argparse.Namespace) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     from megatron_sb import training
 
-    return training.main(arguments.config, arguments.set, out=arguments.out, resume=arguments.resume)
+    return training.main(
+        arguments.config, arguments.set, out=arguments.out, resume=arguments.resume, profile=arguments.profile
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,6 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--out", metavar="DIR", help="a new folder for the run; runs/NAME-TIME where not given")
     command.add_argument("--resume", action="store_true", help="go on with the run in --out, or the newest one")
+    command.add_argument(
+        "--profile", metavar="FIRST:LAST", help="steps of each stage to run under torch's profiler, as 10:12"
+    )
     command.set_defaults(run=_train)
     return parser
 

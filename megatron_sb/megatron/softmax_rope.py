@@ -2,17 +2,45 @@
 sequences, no context parallelism.
 
 Megatron-Core's own needs Transformer Engine or a GPU for packed sequences and for its rotary embedding; this one runs
-on torch's scaled_dot_product_attention wherever torch does.
+on torch's scaled_dot_product_attention wherever torch does: cuDNN's kernels on GPUs, where torch.compile also fuses the
+rotation.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+
+CUDA_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+
+
+@dataclass(frozen=True)
+class RotaryScaling:
+    """How positions beyond the trained context are made to look like trained ones.
+
+    kind: "none"; "linear", positions divided by `factor` (Chen et al., arXiv 2306.15595); "ntk", the base times
+        factor ** (d / (d - 2)), which stretches the longest wavelength by `factor` and leaves the shortest.
+    factor: the context over the trained one, at least 1.
+    Raises ValueError for another kind, or a factor below 1.
+    """
+
+    kind: Literal["none", "linear", "ntk"] = "none"
+    factor: float = 1.0
+
+    def __post_init__(self):
+        """Refuse what no formula is for."""
+        if self.kind not in ("none", "linear", "ntk"):
+            raise ValueError(f"kind = {self.kind!r}: one of 'none', 'linear', 'ntk' is allowed")
+        if self.factor < 1:
+            raise ValueError(f"factor = {self.factor}: at least 1 is allowed")
 
 
 class SoftmaxRotaryAttention(MegatronModule):
@@ -20,6 +48,7 @@ class SoftmaxRotaryAttention(MegatronModule):
     attention per document.
 
     rotary_base: the longest wavelength is about 2 * pi * rotary_base positions.
+    Attribute `scaling`: a RotaryScaling, which may be set between calls.
     Raises ValueError for what it does not do: context parallelism, dropout, an unpacked input.
     """
 
@@ -43,10 +72,8 @@ class SoftmaxRotaryAttention(MegatronModule):
         if config.attention_dropout:
             raise ValueError(f"attention_dropout = {config.attention_dropout}: the softmax baseline has none (0)")
         self.softmax_scale = softmax_scale
-        half = config.kv_channels // 2
-        self.register_buffer(
-            "inverse_wavelengths", rotary_base ** -(torch.arange(half, dtype=torch.float64) / half), persistent=False
-        )
+        self.rotary_base = rotary_base
+        self.scaling = RotaryScaling()
 
     def forward(
         self,
@@ -62,30 +89,76 @@ class SoftmaxRotaryAttention(MegatronModule):
         """query: (t, h, d); key, value: (t, h_kv, d) -> (t, h * d)."""
         if packed_seq_params is None:
             raise ValueError("packed_seq_params = None: the softmax baseline takes packed sequences (qkv_format 'thd')")
-        bounds = packed_seq_params.cu_seqlens_q.tolist()
-        cos, sin = self._rotation(packed_seq_params.cu_seqlens_q, query)
-        query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+        batch = _shared.get(packed_seq_params.cu_seqlens_q, query, self.rotary_base, self.scaling)
+        rotate = _fused_rotate if query.is_cuda else _rotate
+        query, key = rotate(query, batch.cos, batch.sin), rotate(key, batch.cos, batch.sin)
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))
-        outputs = [  # (1, h, s, d): torch's fused kernels take four dimensions only
-            scaled_dot_product_attention(
-                *(x[None, start:end].transpose(1, 2) for x in (query, key, value)),
-                is_causal=True,
-                scale=self.softmax_scale,
-            )
-            for start, end in itertools.pairwise(bounds)
-        ]
-        return torch.cat(outputs, dim=2)[0].transpose(0, 1).flatten(1)
+        with sdpa_kernel(CUDA_BACKENDS, set_priority=True) if query.is_cuda else contextlib.nullcontext():
+            outputs = [  # (1, h, s, d): torch's fused kernels take four dimensions only
+                scaled_dot_product_attention(
+                    *(x[None, start:end].transpose(1, 2) for x in (query, key, value)),
+                    is_causal=True,
+                    scale=self.softmax_scale,
+                )
+                for start, end in itertools.pairwise(batch.bounds)
+            ]
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        return out[0].transpose(0, 1).flatten(1)
 
-    def _rotation(self, cu_seqlens: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of every position's angles, (t, 1, d / 2) each, the angles in float64."""
-        position = torch.arange(query.shape[0], device=query.device)
-        position = position - cu_seqlens[torch.bucketize(position, cu_seqlens[1:], right=True)]
-        angle = position[:, None, None] * self.inverse_wavelengths
-        return angle.cos().to(query.dtype), angle.sin().to(query.dtype)
+
+def set_rotary_scaling(model: torch.nn.Module, scaling: RotaryScaling) -> None:
+    """Set it in every layer of `model` that has a SoftmaxRotaryAttention."""
+    for module in model.modules():
+        if isinstance(module, SoftmaxRotaryAttention):
+            module.scaling = scaling
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What all layers share of a batch. bounds: on the host. cos, sin: (t, 1, d / 2), in q's dtype."""
+
+    bounds: list[int]
+    cos: Tensor
+    sin: Tensor
+
+
+class _LastBatch:
+    """Bounds and angles of the batch that was asked for last: made by its first layer, not by each of them."""
+
+    def __init__(self) -> None:
+        self._key: tuple | None = None
+
+    def get(self, cu_seqlens: Tensor, query: Tensor, base: float, scaling: RotaryScaling) -> _Batch:
+        key = (id(cu_seqlens), cu_seqlens._version, query.shape, query.dtype, base, scaling)
+        if key != self._key:
+            bounds = cu_seqlens.tolist()
+            self._batch = _Batch(bounds, *_angles(bounds, query, base, scaling))
+            self._cu_seqlens, self._key = cu_seqlens, key  # kept alive: an id is only unique among the living
+        return self._batch
+
+
+_shared = _LastBatch()
+
+
+def _angles(bounds: list[int], query: Tensor, base: float, scaling: RotaryScaling) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's angles, (t, 1, d / 2) each, the angles in float64."""
+    tokens, _, dim = query.shape
+    position = torch.cat([torch.arange(end - start) for start, end in itertools.pairwise(bounds)])
+    position = torch.nn.functional.pad(position, (0, tokens - position.numel())).to(query.device, torch.float64)
+    if scaling.kind == "linear":
+        position = position / scaling.factor
+    if scaling.kind == "ntk":
+        base = base * scaling.factor ** (dim / (dim - 2))
+    inverse_wavelengths = base ** -(torch.arange(0, dim, 2, dtype=torch.float64, device=query.device) / dim)
+    angle = position[:, None, None] * inverse_wavelengths
+    return angle.cos().to(query.dtype), angle.sin().to(query.dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (x[i], x[i + d / 2])."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+_fused_rotate = torch.compile(_rotate, dynamic=True)

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 from megatron_sb import config as configuration
 from megatron_sb.config import ConfigError, TrainingConfig
+from megatron_sb.training.profiler import ProfilerWindow
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
@@ -34,23 +35,33 @@ POLL_SECONDS = 0.1
 PARENT_PIPE = "MEGATRON_SB_PARENT_PIPE"
 
 
-def main(config_path: str, overrides: Sequence[str] = (), *, out: str | None = None, resume: bool = False) -> int:
+def main(
+    config_path: str,
+    overrides: Sequence[str] = (),
+    *,
+    out: str | None = None,
+    resume: bool = False,
+    profile: str | None = None,
+) -> int:
     """Train as the configuration says; the exit status.
 
     overrides: `dotted.field=value`. out: the run's directory (default: runs/NAME-TIME). resume: go on with that run
-    (default: the newest runs/NAME-*).
+    (default: the newest runs/NAME-*). profile: "FIRST:LAST", steps of each stage that rank 0 runs under torch's
+    profiler, which writes RUN/profile/MODEL-STAGE.json.
     Status 0: done. 1: a rank failed. 2: the configuration or the directory was refused. 128 + signal: stopped and
     saved.
     Under torchrun it does not return: a rank ends its process.
     """
     try:
         config = configuration.load_config(config_path, overrides)
-    except (ConfigError, OSError) as error:
+        window = ProfilerWindow.parse(profile) if profile else (0, 0)
+    except (ValueError, OSError) as error:
         _say(f"{config_path}: {error}")
         return EXIT_REFUSED
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        run_rank(config, config_path, out, resume)
+        run_rank(config, config_path, out, resume, window)
     arguments = [config_path, *overrides, *(["--out", out] if out else []), *(["--resume"] if resume else [])]
+    arguments += ["--profile", profile] if profile else []
     return start_ranks(config, [sys.executable, "-m", "megatron_sb.training", *arguments])
 
 
@@ -143,12 +154,14 @@ def _say(text: str) -> None:
     print(f"megatron-sb train: {text}", file=sys.stderr, flush=True)
 
 
-def run_rank(config: TrainingConfig, config_path: str, out: str | None, resume: bool) -> NoReturn:
+def run_rank(
+    config: TrainingConfig, config_path: str, out: str | None, resume: bool, profiled: tuple[int, int]
+) -> NoReturn:
     """Be one rank of a job; ends the process (static destructors of process groups may abort it otherwise)."""
     _end_with_parent()
     _quieten()
     try:
-        status = _run_rank(config, config_path, out, resume)
+        status = _run_rank(config, config_path, out, resume, profiled)
     except Exception:  # the traceback is the message; the launcher ends the other ranks
         print(f"rank {os.environ['RANK']} failed:\n{traceback.format_exc()}", file=sys.stderr)
         status = EXIT_FAILED
@@ -159,7 +172,9 @@ def run_rank(config: TrainingConfig, config_path: str, out: str | None, resume: 
     os._exit(status)
 
 
-def _run_rank(config: TrainingConfig, config_path: str, out: str | None, resume: bool) -> int:
+def _run_rank(
+    config: TrainingConfig, config_path: str, out: str | None, resume: bool, profiled: tuple[int, int]
+) -> int:
     import torch
     import torch.distributed as dist
 
@@ -186,7 +201,8 @@ def _run_rank(config: TrainingConfig, config_path: str, out: str | None, resume:
     try:
         directory = _agree_on_directory(config, out, resume)
         report = Report(directory, config) if rank == 0 else None
-        job = Job(config, directory, device, report)
+        profiler = ProfilerWindow(directory / "profile", *profiled) if rank == 0 else None
+        job = Job(config, directory, device, report, profiler)
     except ValueError as error:
         refusal = error
     dist.all_gather_object(refusals, refusal)

@@ -17,8 +17,10 @@ from megatron_sb.config import StageConfig, TrainingConfig
 from megatron_sb.training.checkpoint import CheckpointDirectory, Progress
 from megatron_sb.training.data import Corpus, RowSampler, load_corpus, split_rows
 from megatron_sb.training.evaluate import choose_windows, evaluate
-from megatron_sb.training.report import Report
+from megatron_sb.training.profiler import ProfilerWindow
+from megatron_sb.training.report import Report, Step
 from megatron_sb.training.schedule import learning_rate
+from megatron_sb.training.throughput import model_flops
 
 
 class Interrupted(Exception):
@@ -49,13 +51,21 @@ class StopRequest:
 
 
 class Job:
-    """One rank's view of a run. report: None on every rank but the first."""
+    """One rank's view of a run. report, profiler: None on every rank but the first."""
 
-    def __init__(self, config: TrainingConfig, out: Path, device: torch.device, report: Report | None) -> None:
+    def __init__(
+        self,
+        config: TrainingConfig,
+        out: Path,
+        device: torch.device,
+        report: Report | None,
+        profiler: ProfilerWindow | None = None,
+    ) -> None:
         self._config = config
         self._out = out
         self._device = device
         self._report = report
+        self._profiler = profiler or ProfilerWindow(out)
         self._stop = StopRequest()
         if config.initial_checkpoint and not (Path(config.initial_checkpoint) / "progress.json").exists():
             raise ValueError(
@@ -139,6 +149,7 @@ class Job:
         while progress.step < stage.steps:
             rows = sampler.next_rows(stage.rows_per_step)
             num_tokens = int(sum(row.counted.sum() for row in rows))
+            self._profiler.before(progress.step + 1)
             mine = split_rows(rows, engine.data_parallel_rank, engine.data_parallel_size, stage.rows_per_micro_batch)
             rate = learning_rate(stage, progress.step)
             share, norm = engine.train_step(mine, num_tokens, rate)
@@ -148,12 +159,15 @@ class Job:
             progress = Progress(
                 stage.name, progress.step + 1, progress.tokens + num_tokens, sampler.state_dict(), progress.corpus
             )
+            self._profiler.after(progress.step, model, stage.name)
             if self._report:
-                self._report.step(model, stage, progress, loss, norm, rate)
+                flops = model_flops(config, self._corpus.vocab_size, [row.cu_seqlens for row in rows])
+                self._report.step(model, stage, progress, Step(loss, norm, rate, flops, _peak_gib(self._device)))
             if stop or progress.step % config.checkpoint.interval == 0 or progress.step == stage.steps:
                 saved = directory.save(engine, progress)
             if stop:
                 raise Interrupted(stop, f"at step {progress.step} of {model} / {stage.name}; saved {saved}")
+        self._profiler.end_stage(model, stage.name)
         if self._report:
             self._report.end_stage()
         return progress
@@ -169,3 +183,8 @@ class Job:
         results = evaluate(engine, self._corpus, self._windows, self._config, stage, on_length)
         if self._report:
             self._report.evaluation(model, stage, results)
+
+
+def _peak_gib(device: torch.device) -> float | None:
+    """Most GiB that this rank's tensors have taken on a GPU so far; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None

@@ -1,7 +1,7 @@
 """What a job shows and writes: a progress bar, metrics.jsonl, tensorboard, evaluation files, pictures, a closing
 table. Rank 0 alone has one.
 
-metrics.jsonl                one line per reported step
+metrics.jsonl                one line per reported step; model_tflops is per rank, peak_gib of the first one
 evaluation/MODEL-STAGE.json  negative log-likelihood by context length
 tensorboard/  loss.png  nll_by_length.png
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,19 @@ from megatron_sb.config import StageConfig, TrainingConfig
 from megatron_sb.training.checkpoint import Progress, write_aside
 
 MODEL_LABELS = {"stick_breaking": "stick-breaking", "softmax_rope": "softmax + RoPE"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a training step gave. loss: nats per token. gradient_norm: before clipping. flops: of the model, over all
+    ranks. peak_gib: the most that this rank has used of its GPU; None on a CPU.
+    """
+
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    flops: float
+    peak_gib: float | None
 
 
 class Report:
@@ -46,39 +60,38 @@ class Report:
             total=stage.steps, initial=progress.step, desc=label, unit="step", dynamic_ncols=True, mininterval=0.5
         )
         self._last = (time.monotonic(), progress.tokens)
+        self._flops = 0.0
 
-    def step(
-        self,
-        model: str,
-        stage: StageConfig,
-        progress: Progress,
-        loss: float,
-        gradient_norm: float,
-        learning_rate: float,
-    ) -> None:
-        """One finished step: loss in nats per token."""
+    def step(self, model: str, stage: StageConfig, progress: Progress, step: Step) -> None:
+        """One finished step. Rates are means over the steps since the last line."""
         assert self._bar is not None
         self._bar.update()
+        self._flops += step.flops
         if progress.step % self._config.report.interval and progress.step != stage.steps:
             return
         now = time.monotonic()
-        rate = (progress.tokens - self._last[1]) / (now - self._last[0])
-        self._last = (now, progress.tokens)
-        self._bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s")
+        seconds = now - self._last[0]
+        rate = (progress.tokens - self._last[1]) / seconds
+        tflops = self._flops / seconds / self._config.parallel.ranks / 1e12
+        self._last, self._flops = (now, progress.tokens), 0.0
+        self._bar.set_postfix_str(f"loss {step.loss:.3f}, {rate:,.0f} tokens/s")
         line = {
             "model": model,
             "stage": stage.name,
             "step": progress.step,
             "tokens": progress.tokens,
-            "loss": loss,
-            "gradient_norm": gradient_norm,
-            "learning_rate": learning_rate,
+            "loss": step.loss,
+            "gradient_norm": step.gradient_norm,
+            "learning_rate": step.learning_rate,
             "tokens_per_second": round(rate, 1),
+            "model_tflops": round(tflops, 4),
+            "peak_gib": step.peak_gib,
         }
         with self._metrics_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        for name in ("loss", "gradient_norm", "learning_rate", "tokens_per_second"):
-            self._write_scalar(model, f"{stage.name}/{name}", line[name], progress.step)
+        for name, value in line.items():
+            if isinstance(value, float):
+                self._write_scalar(model, f"{stage.name}/{name}", value, progress.step)
 
     def end_stage(self) -> None:
         """Close the progress bar."""
