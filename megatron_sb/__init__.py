@@ -19,11 +19,13 @@ from megatron_sb.functional import (  # noqa: E402
     stickbreaking_attention,
     stickbreaking_attention_varlen,
 )
+from megatron_sb.modules import StickBreakingSelfAttention  # noqa: E402
 
 __version__ = _library.build_info()["version"]
 
 __all__ = [
     "ContextParallelPlan",
+    "StickBreakingSelfAttention",
     "context_parallel_attention",
     "head_output",
     "shard_sequence",

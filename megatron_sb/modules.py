@@ -1,0 +1,160 @@
+"""Modules of torch around the operators."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_sb.context_parallel import ContextParallelPlan, context_parallel_attention
+from megatron_sb.functional import (
+    DEFAULT_MASS_THRESHOLD,
+    head_output,
+    stickbreaking_attention,
+    stickbreaking_attention_varlen,
+)
+
+_MAX_HEAD_DIM, _HEAD_DIM_MULTIPLE = 256, 8
+
+
+def _check_sizes(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:
+    sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    if head_dim is not None:
+        sizes["head_dim"] = head_dim
+    for name, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} is {value!r}; an int of 1 or more is allowed")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads is {num_kv_heads}; a divisor of num_heads, {num_heads}, is allowed")
+    if head_dim is None and hidden_size % num_heads:
+        raise ValueError(
+            f"hidden_size is {hidden_size}; without head_dim a multiple of num_heads, {num_heads}, is allowed"
+        )
+    used = hidden_size // num_heads if head_dim is None else head_dim
+    if used % _HEAD_DIM_MULTIPLE or used > _MAX_HEAD_DIM:
+        source = "hidden_size / num_heads" if head_dim is None else "head_dim"
+        raise ValueError(f"{source} is {used}; a multiple of {_HEAD_DIM_MULTIPLE} up to {_MAX_HEAD_DIM} is allowed")
+
+
+class StickBreakingSelfAttention(nn.Module):
+    """Causal self-attention by stick-breaking with its projections (Tan et al., arXiv 2410.17980); no positions needed.
+
+    q, k, v = split(qkv_proj(x)),  o, P = attention(q, k, v),  out = out_proj(head_output(o, P))
+
+    Args:
+        hidden_size: channels of x.
+        num_heads: query heads, h.
+        num_kv_heads: KV heads, a divisor of num_heads; num_heads by default.
+        head_dim: channels of a head, d, a multiple of 8 up to 256; hidden_size / num_heads by default.
+        bias: whether the two projections have biases.
+        remainder_bias: add the mass times a learnable vector per head to the attention's output (paper eq. 14): the
+            parameter remainder_bias (h * d,), 0 at first.
+        head_norm: group norm behind it with one group per head: norm_weight and norm_bias (h * d,), 1 and 0 at first.
+        norm_eps: added to the variance.
+        attend_current, scale, mass_threshold: as in `stickbreaking_attention`.
+        cp_group: the group over which sequences are cut. Gradients of parameters are then those of this rank's rows:
+            sum them over the group, as over data-parallel ranks.
+        layout, comm: as in `context_parallel_attention`; not read without cp_group.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError: sizes that do not fit each other, naming the argument, its value and what is allowed.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        bias: bool = False,
+        remainder_bias: bool = False,
+        head_norm: bool = False,
+        norm_eps: float = 1e-5,
+        attend_current: bool = False,
+        scale: float | None = None,
+        mass_threshold: float = DEFAULT_MASS_THRESHOLD,
+        cp_group: dist.ProcessGroup | None = None,
+        layout: str = "zigzag",
+        comm: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        _check_sizes(hidden_size, num_heads, num_kv_heads, head_dim)
+        self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
+        self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        self.norm_eps = norm_eps
+        self.attention_options = {"scale": scale, "attend_current": attend_current, "mass_threshold": mass_threshold}
+        self.cp_group, self.layout, self.comm = cp_group, layout, comm
+        kind = {"device": device, "dtype": dtype}
+        width = num_heads * self.head_dim
+        self.qkv_proj = nn.Linear(hidden_size, width + 2 * num_kv_heads * self.head_dim, bias=bias, **kind)
+        self.out_proj = nn.Linear(width, hidden_size, bias=bias, **kind)
+        for name, wanted in (("remainder_bias", remainder_bias), ("norm_weight", head_norm), ("norm_bias", head_norm)):
+            self.register_parameter(name, nn.Parameter(torch.empty(width, **kind)) if wanted else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Make the remainder bias and the norm's bias 0 and its weight 1; the projections reset their own."""
+        for parameter, value in ((self.remainder_bias, 0.0), (self.norm_weight, 1.0), (self.norm_bias, 0.0)):
+            if parameter is not None:
+                nn.init.constant_(parameter, value)
+
+    def extra_repr(self) -> str:
+        """Sizes and what is switched on."""
+        return (
+            f"hidden_size={self.hidden_size}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+            f"head_dim={self.head_dim}, remainder_bias={self.remainder_bias is not None}, "
+            f"head_norm={self.norm_weight is not None}"
+        )
+
+    def forward(
+        self, x: Tensor, *, cu_seqlens: Tensor | None = None, plan: ContextParallelPlan | None = None
+    ) -> Tensor:
+        """Attend within each sequence or document.
+
+        Args:
+            x: (b, s, hidden_size), or packed (t, hidden_size); with cp_group this rank's rows.
+            cu_seqlens: for packed rows, int32 (documents + 1,), as in `stickbreaking_attention_varlen`; with cp_group
+                global.
+            plan: with context parallelism, the batch's plan, which has the cu_seqlens; cp_group and layout must agree.
+
+        Returns:
+            A tensor of x's shape.
+
+        Raises:
+            TypeError, ValueError: naming the argument, its value and what is allowed, before anything runs.
+        """
+        self._check_input(x, cu_seqlens, plan)
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        q, k, v = (
+            part.view(*x.shape[:-1], -1, self.head_dim)
+            for part in self.qkv_proj(x).split([n * self.head_dim for n in heads], dim=-1)
+        )
+        o, mass = self._attend(q, k, v, cu_seqlens, plan)
+        if self.remainder_bias is not None or self.norm_weight is not None:
+            o = head_output(o, mass, self.remainder_bias, self.norm_weight, self.norm_bias, eps=self.norm_eps)
+        return self.out_proj(o.flatten(-2))
+
+    def _check_input(self, x: object, cu_seqlens: object, plan: object) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x is {type(x).__name__}; a torch.Tensor is allowed")
+        if plan is not None and not isinstance(plan, ContextParallelPlan):
+            raise TypeError(f"plan is {type(plan).__name__}; a ContextParallelPlan is allowed")
+        packed = cu_seqlens is not None if plan is None else plan.packed
+        shape = "(t, hidden_size) for packed documents" if packed else "(b, s, hidden_size) without cu_seqlens"
+        if x.dim() != (2 if packed else 3) or x.shape[-1] != self.hidden_size:
+            raise ValueError(f"x has shape {tuple(x.shape)}; {shape}, hidden_size {self.hidden_size}, is allowed")
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens, plan) -> tuple[Tensor, Tensor | None]:
+        """o, and the mass where it is wanted."""
+        options = {**self.attention_options, "return_mass": self.remainder_bias is not None}
+        if self.cp_group is not None or plan is not None:
+            options |= {"cu_seqlens": cu_seqlens, "layout": self.layout, "comm": self.comm}
+            result = context_parallel_attention(q, k, v, self.cp_group, plan=plan, **options)
+        elif cu_seqlens is not None:
+            result = stickbreaking_attention_varlen(q, k, v, cu_seqlens, **options)
+        else:
+            result = stickbreaking_attention(q, k, v, **options)
+        return result if options["return_mass"] else (result, None)

@@ -1,0 +1,74 @@
+"""StickBreakingSelfAttention with its sequences cut over two ranks beside whole ones; writes differences as JSON.
+
+Run by torchrun on 2 ranks: `torchrun --nproc-per-node 2 self_attention.py OUT.json`.
+"""
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import megatron_sb as sb
+
+CHANNELS = 32
+OFFSETS = (0, 4, 12, 24)
+CASES = {
+    "dense": {},
+    "ring": {"comm": "p2p"},
+    "contiguous": {"layout": "contiguous", "comm": "all_gather"},
+    "packed": {"packed": True},
+    "plan": {"packed": True, "plan": True},
+    "norm alone": {"remainder_bias": False},
+}
+
+
+def difference(*, packed: bool = False, plan: bool = False, remainder_bias: bool = True, **options) -> dict[str, float]:
+    """Largest absolute differences of the output and of all parameters' gradients, summed over the ranks."""
+    torch.manual_seed(0)
+    group = dist.group.WORLD
+    switches = {"remainder_bias": remainder_bias, "head_norm": True}
+    whole = sb.StickBreakingSelfAttention(CHANNELS, 4, 2, **switches)
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    parts = sb.StickBreakingSelfAttention(CHANNELS, 4, 2, **switches, cp_group=None if plan else group, **options)
+    parts.load_state_dict(whole.state_dict())
+
+    cu_seqlens = torch.tensor(OFFSETS, dtype=torch.int32) if packed else None
+    x, weight = (torch.randn(*((24,) if packed else (2, 24)), CHANNELS) for _ in range(2))
+    cut = {"dim": 0 if packed else 1, "layout": options.get("layout", "zigzag"), "cu_seqlens": cu_seqlens}
+    call = {"plan": sb.ContextParallelPlan(group, cu_seqlens=cu_seqlens)} if plan else {"cu_seqlens": cu_seqlens}
+
+    expected = whole(x, cu_seqlens=cu_seqlens)
+    out = parts(sb.shard_sequence(x, group, **cut), **call)
+    (expected * weight).sum().backward()
+    (out * sb.shard_sequence(weight, group, **cut)).sum().backward()
+    for parameter in parts.parameters():
+        dist.all_reduce(parameter.grad)
+    pairs = zip(parts.parameters(), whole.parameters(), strict=True)
+    return {
+        "out": (out - sb.shard_sequence(expected, group, **cut)).abs().max().item(),
+        "gradients": max((a.grad - b.grad).abs().max().item() for a, b in pairs),
+        "parameters": len(list(parts.parameters())),
+    }
+
+
+def main(out: str) -> None:
+    """Write every case's differences."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    found = {name: difference(**options) for name, options in CASES.items()}
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
