@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -18,9 +19,15 @@ from megatron_sb.config import OptimizerConfig
 
 
 class TorchBackend:
-    """torch's DistributedDataParallel, AdamW and distributed checkpoint."""
+    """torch's DistributedDataParallel, AdamW and distributed checkpoint.
 
-    def __init__(self, model: torch.nn.Module, config: OptimizerConfig, reduce_group: dist.ProcessGroup) -> None:
+    Every rank saves its own share of a model that tensor or expert parallelism splits: only the same sizes load it.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: OptimizerConfig) -> None:
+        reduce_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        experts = {name for name, parameter in model.named_parameters() if _is_expert(parameter)}
+        torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
         self._ddp = torch.nn.parallel.DistributedDataParallel(model, process_group=reduce_group)
         self._ddp.register_comm_hook(reduce_group, _sum_in_rank_order)
         self._clip_grad = config.clip_grad
@@ -38,8 +45,11 @@ class TorchBackend:
         return contextlib.nullcontext() if last else self._ddp.no_sync()
 
     def step(self, learning_rate: float) -> float:
-        """Clip, update, clear. Returns the norm of the gradient before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(self._ddp.parameters(), self._clip_grad)
+        """Reduce what is left, clip, update, clear. Returns the norm of the gradient before clipping."""
+        parameters = list(self._ddp.parameters())
+        _reduce_model_parallel_gradients(parameters)
+        norm = _gradient_norm(parameters)
+        torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad, norm)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
@@ -54,7 +64,7 @@ class TorchBackend:
         """The inverse of save; collective."""
         state = self._state()
         dcp.load(state, checkpoint_id=path)  # in place: the model's tensors are the parameters themselves
-        set_optimizer_state_dict(self._ddp, self._optimizer, optim_state_dict=state["optimizer"])
+        set_optimizer_state_dict(self._ddp, self._optimizer, optim_state_dict=state[f"optimizer{_share()}"])
         torch.set_rng_state(state[_rng_key()])
 
     def _state(self) -> dict:
@@ -62,8 +72,8 @@ class TorchBackend:
             name: value for name, value in self._ddp.module.state_dict().items() if isinstance(value, Tensor)
         }  # Megatron's extra states are None
         return {
-            "model": tensors,
-            "optimizer": get_optimizer_state_dict(self._ddp, self._optimizer),
+            f"model{_share()}": tensors,
+            f"optimizer{_share()}": get_optimizer_state_dict(self._ddp, self._optimizer),
             _rng_key(): torch.get_rng_state(),
         }
 
@@ -71,7 +81,7 @@ class TorchBackend:
 class MegatronBackend:
     """Megatron-Core's DistributedDataParallel, distributed optimizer and distributed checkpoint."""
 
-    def __init__(self, model: torch.nn.Module, config: OptimizerConfig, reduce_group: dist.ProcessGroup) -> None:
+    def __init__(self, model: torch.nn.Module, config: OptimizerConfig) -> None:
         from megatron.core import distributed, optimizer
 
         ddp_config = distributed.DistributedDataParallelConfig(
@@ -154,6 +164,52 @@ class MegatronBackend:
         own = {"steps": self._steps, "cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state()}
         rank = ShardedObject("rank", own, (dist.get_world_size(),), (dist.get_rank(),))
         return {"model": model, "optimizer": optimizer, "rank": rank}
+
+
+def _is_expert(parameter: torch.nn.Parameter) -> bool:
+    """Whether expert-parallel ranks have different ones."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def _reduce_model_parallel_gradients(parameters: list[torch.nn.Parameter]) -> None:
+    """Add up what data-parallel reduction leaves: experts' over their own replicas, norms' and routers' over the
+    tensor-parallel ranks that share a sequence. An expert that no token was sent to has a gradient of zeros.
+    """
+    for parameter in parameters:
+        if _is_expert(parameter):
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(parameter.grad, group=parallel_state.get_expert_data_parallel_group())
+        elif getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
+
+
+def _gradient_norm(parameters: list[torch.nn.Parameter]) -> Tensor:
+    """Of the whole model: every rank gives the squares of what it holds, divided by how many ranks hold the same."""
+    ranks = dist.get_world_size()
+    squares = torch.zeros((), dtype=torch.float64)
+    for held, copies in (
+        (_is_expert, ranks / parallel_state.get_expert_model_parallel_world_size()),
+        (_is_shard, ranks / parallel_state.get_tensor_model_parallel_world_size()),
+        (lambda parameter: not _is_expert(parameter) and not _is_shard(parameter), ranks),
+    ):
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if held(parameter)])
+        squares += norm.double() ** 2 / copies
+    dist.all_reduce(squares)
+    return squares.sqrt().float()
+
+
+def _is_shard(parameter: torch.nn.Parameter) -> bool:
+    """Whether tensor-parallel ranks have different parts."""
+    return getattr(parameter, "tensor_model_parallel", False) and not _is_expert(parameter)
+
+
+def _share() -> str:
+    """Names this rank's share of the model among tensor- and expert-parallel ranks; empty where there is one share."""
+    tensor, expert = (
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_expert_model_parallel_group(),
+    )
+    return "" if tensor.size() == expert.size() == 1 else f"_tensor{tensor.rank()}_expert{expert.rank()}"
 
 
 def _sum_in_rank_order(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

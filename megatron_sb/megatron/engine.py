@@ -13,20 +13,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
 from megatron_sb.config import StageConfig, TrainingConfig
 from megatron_sb.context_parallel import shard_sequence
 from megatron_sb.megatron.backends import MegatronBackend, TorchBackend
 from megatron_sb.megatron.core_attention import shared_plans
-from megatron_sb.megatron.softmax_rope import SoftmaxRotaryAttention
-from megatron_sb.megatron.spec import with_stickbreaking
+from megatron_sb.megatron.model import build_model
 
 
 class Batch(Protocol):
@@ -54,10 +50,15 @@ class Engine:
     ) -> None:
         self._config = config
         self._device = device
-        context_parallel_size = config.context_parallel_size(model, stage)
+        parallel, context_parallel_size = config.parallel, config.context_parallel_size(model, stage)
+        levels = stage.hierarchical_context_parallel_sizes if context_parallel_size > 1 else ()
         parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor_parallel_size,
             context_parallel_size=context_parallel_size,
-            distributed_timeout_minutes=config.parallel.timeout_seconds / 60,
+            hierarchical_context_parallel_sizes=[*levels] or None,
+            expert_model_parallel_size=parallel.expert_parallel_size,
+            expert_tensor_parallel_size=1,
+            distributed_timeout_minutes=parallel.timeout_seconds / 60,
             create_gloo_process_groups=False,
         )
         self._cp_group = parallel_state.get_context_parallel_group()
@@ -66,11 +67,10 @@ class Engine:
         torch.manual_seed(config.seed)
         if device.type == "cuda":
             model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)
-        longest = config.evaluation.length_factor * stage.context_length
-        self._model = _build_model(config, model, context_parallel_size, vocab_size, longest).to(device)
+        self._model = build_model(config, model, stage, vocab_size)
+        self._model.to(device=device, dtype=self._model.config.params_dtype)  # norms too, as Megatron's scripts do
         backend = MegatronBackend if device.type == "cuda" else TorchBackend
-        self._reduce_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        self._backend = backend(self._model, config.optimizer, self._reduce_group)
+        self._backend = backend(self._model, config.optimizer)
 
     def train_step(self, batches: list[Batch], num_tokens: int, learning_rate: float) -> tuple[Tensor, float]:
         """One update from this data-parallel rank's micro-batches.
@@ -81,6 +81,7 @@ class Engine:
         gradient's norm before clipping.
         """
         self._model.train()
+        self._scale_auxiliary_losses(num_tokens)
         share = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, batch in enumerate(batches):
             with self._backend.accumulate(last=index == len(batches) - 1):
@@ -102,10 +103,12 @@ class Engine:
         return sums.index_add_(0, window, (losses * counted).double())
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """The sum of every rank's values; collective."""
+        """The sum of every rank's values, each set of tensor-parallel ranks, which see the same tokens, counting once;
+        collective.
+        """
         values = values.to(self._device)
-        dist.all_reduce(values, group=self._reduce_group)
-        return values.cpu()
+        dist.all_reduce(values)
+        return values.cpu() / self._config.parallel.tensor_parallel_size
 
     def save(self, path: Path) -> None:
         """Model, optimizer and generators into an existing directory; collective."""
@@ -120,6 +123,17 @@ class Engine:
         del self._backend, self._model
         shared_plans.clear()
         parallel_state.destroy_model_parallel()
+
+    def _scale_auxiliary_losses(self, num_tokens: int) -> None:
+        """Weigh a router's losses in a micro-batch as its tokens' share of the step.
+
+        Megatron-Core multiplies a rank's part of them by the rank's tokens, which are the micro-batch's divided by the
+        ranks that share it.
+        """
+        shared = parallel_state.get_context_parallel_world_size()
+        if self._config.parallel.sequence_parallel:
+            shared *= self._config.parallel.tensor_parallel_size
+        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(shared / num_tokens, device=self._device))
 
     def _forward(self, model, batch: Batch, extra) -> tuple[Tensor, Tensor, Tensor]:
         """Token losses, which of them count, and this rank's part of `extra`: (t / cp,) each."""
@@ -148,56 +162,3 @@ class Engine:
         )
         losses = model(tokens[None], None, None, labels=labels[None], packed_seq_params=packed)
         return losses[0], counted, extra
-
-
-def _build_model(
-    config: TrainingConfig, model: str, context_parallel_size: int, vocab_size: int, max_sequence_length: int
-) -> GPTModel:
-    """A decoder without position embedding of its own: stick-breaking needs none, the baseline's core attention brings
-    rotations.
-    """
-    sizes = config.model
-    dtype = torch.bfloat16 if sizes.precision == "bf16" else torch.float32
-    transformer_config = TransformerConfig(
-        num_layers=sizes.num_layers,
-        hidden_size=sizes.hidden_size,
-        num_attention_heads=sizes.num_heads,
-        num_query_groups=sizes.num_kv_heads,
-        ffn_hidden_size=sizes.ffn_hidden_size,
-        init_method_std=sizes.init_std,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,  # the same weights on every device
-        bf16=sizes.precision == "bf16",
-        params_dtype=dtype,
-        context_parallel_size=context_parallel_size,
-        cp_comm_type=None if context_parallel_size == 1 or config.parallel.comm == "auto" else config.parallel.comm,
-        calculate_per_token_loss=True,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-    )
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    if model == "stick_breaking":
-        spec = _stick_breaking_spec(spec, config)
-    else:
-        core_attention = ModuleSpec(module=SoftmaxRotaryAttention, params={"rotary_base": config.baseline.rotary_base})
-        spec.submodules.self_attention.submodules.core_attention = core_attention
-    return GPTModel(transformer_config, spec, vocab_size, max_sequence_length, position_embedding_type="none")
-
-
-def _stick_breaking_spec(spec: ModuleSpec, config: TrainingConfig) -> ModuleSpec:
-    options = config.stick_breaking
-    return with_stickbreaking(
-        spec,
-        attend_current=options.attend_current,
-        mass_threshold=options.mass_threshold,
-        cp_layout=config.parallel.layout,
-        packing=config.parallel.packing,
-    )

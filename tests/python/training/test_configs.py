@@ -3,8 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_sb.config import count_parameters, load_config, to_yaml
+from megatron_sb.megatron.model import build_model
 from megatron_sb.training.schedule import learning_rate
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -17,6 +21,8 @@ PUBLISHED = {
     "moe_6_5b": (6_497_023_488, 1_212_200_448),
     "moe_28_6b": (28_604_681_728, 5_175_299_584),
 }
+PLAIN = ["model.num_parameters=null", "stick_breaking={}", "model.moe.dispatcher=allgather"]
+ALONE = {"tiny_context_extension": ["stages.1.context_parallel_size=1"], "moe_6_5b": PLAIN, "moe_28_6b": PLAIN}
 
 
 def load(name, overrides=()):
@@ -36,6 +42,30 @@ def test_parameter_counts(name):
     count = count_parameters(config.model, config.stick_breaking, config.vocab_size)
     assert (count.total, count.active) == PUBLISHED[name]
     assert config.model.num_parameters == count.total
+
+
+@pytest.fixture
+def one_rank():
+    """Megatron-Core's parallel state of a single process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel(expert_tensor_parallel_size=1)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, "tiny_context_extension"])
+def test_the_model_has_as_many(name, one_rank):
+    """The whole model as Megatron-Core builds it, with parameters that have a shape and no values."""
+    config = load(name, ["parallel.ranks=1", "parallel.expert_parallel_size=1", *ALONE.get(name, ())])
+    count = count_parameters(config.model, config.stick_breaking, config.vocab_size)
+    with torch.device("meta"):
+        model = build_model(config, "stick_breaking", config.stages[0], config.vocab_size)
+        baseline = build_model(config, "softmax_rope", config.stages[0], config.vocab_size)
+    assert sum(parameter.numel() for parameter in model.parameters()) == count.total
+    heads = config.model.num_layers * config.model.num_heads * config.model.head_dim
+    extras = heads * (config.stick_breaking.remainder_bias + 2 * config.stick_breaking.head_norm)
+    assert sum(parameter.numel() for parameter in baseline.parameters()) == count.total - extras
 
 
 @pytest.mark.parametrize("size", ["1b", "3b"])

@@ -1,9 +1,14 @@
-"""Two ranks: a few steps of the same rows under several layouts. Rank 0 writes what came out to the file argv[1]."""
+"""A few steps of the same rows under several parallel layouts; rank 0 writes what came out to the file argv[1].
 
+On one rank: every family's reference. On four CPU ranks, or two GPUs (argv[2] is cuda): every layout of every family.
+"""
+
+import contextlib
 import dataclasses
 import json
 import os
 import sys
+import sysconfig
 from pathlib import Path
 
 import torch
@@ -13,59 +18,197 @@ from megatron_sb.config import load_config
 from megatron_sb.megatron.engine import Engine
 from megatron_sb.training.data import PackedBatch, RowSampler, load_corpus, split_rows
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from support import megatron_cpu
+
 TINY = Path(__file__).parents[3] / "configs" / "tiny_context_extension.yaml"
-SIZES = ["model.num_layers=2", "model.hidden_size=32", "model.num_heads=2", "model.num_kv_heads=1"]
-LAYOUTS = {
-    "data parallel": (1, None, "zigzag"),
-    "micro-batches": (1, 1, "zigzag"),
-    "context parallel": (2, None, "zigzag"),
-    "context parallel, contiguous, micro-batches": (2, 2, "contiguous"),
+SIZES = {
+    "model.num_layers": 2,
+    "model.hidden_size": 32,
+    "model.num_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.ffn_hidden_size": 48,
+    "model.make_vocab_size_divisible_by": 4,
+    "compare": ["stick_breaking"],
+    "data.paths": [sysconfig.get_paths()["stdlib"] + "/" + name for name in ("json", "email")],
+}
+ROW_LENGTH = 64
+PAD_MULTIPLE = 8  # for the layout that asks for most, so that all see the same rows
+NUM_STEPS = 5
+
+MIXTURE = {"model.moe": {"num_experts": 4, "top_k": 2, "dispatcher": "allgather", "grouped_gemm": True}}
+FAMILIES = {
+    "dense": {"model.tie_word_embeddings": True},
+    "softmax": {"compare": ["softmax_rope"]},
+    "mixture": MIXTURE,
+    "mixture, no auxiliary loss": {
+        **MIXTURE,
+        "model.moe.load_balancing": "none",
+        "model.moe.aux_loss_coefficient": 0,
+        "model.moe.grouped_gemm": False,
+    },
 }
 
 
-def train(context_parallel_size: int, rows_per_micro_batch: int | None, layout: str) -> dict:
-    """Losses and gradient norms of 5 steps, then the loss of every row of one more, in one layout."""
-    config = load_config(TINY, [*SIZES, f"parallel.layout={layout}"])
-    stage = dataclasses.replace(
-        config.stages[0], context_length=64, rows_per_step=8, context_parallel_size=context_parallel_size
-    )
+def context_parallel(size, **fields):
+    return {"stages.0.context_parallel_size": size} | {f"stages.0.{name}": value for name, value in fields.items()}
+
+
+TENSOR = {"parallel.tensor_parallel_size": 2}
+SEQUENCE = {**TENSOR, "parallel.sequence_parallel": True}
+EXPERT = {"parallel.expert_parallel_size": 2}
+ALL_TO_ALL = {"model.moe.dispatcher": "alltoall"}
+LAYOUTS = {
+    "dense": {
+        "data parallel, micro-batches": {"stages.0.rows_per_micro_batch": 1},
+        "CP2": context_parallel(2),
+        "CP2 contiguous, micro-batches, recompute selective": {
+            **context_parallel(2, rows_per_micro_batch=2),
+            "parallel.layout": "contiguous",
+            "model.recompute": "selective",
+        },
+        "CP4 a2a+p2p": {
+            **context_parallel(4, hierarchical_context_parallel_sizes=[2, 2]),
+            "parallel.comm": "a2a+p2p",
+        },
+        "TP2": TENSOR,
+        "TP2 CP2": TENSOR | context_parallel(2),
+        "TP2 CP2 sequence parallel": SEQUENCE | context_parallel(2),
+        "TP2 CP2, recompute full": TENSOR | context_parallel(2) | {"model.recompute": "full"},
+    },
+    "softmax": {"TP2": TENSOR},
+    # The auxiliary loss is that of a micro-batch: CP4 and TP2 CP2 have the reference's.
+    "mixture": {
+        "CP4 EP2": EXPERT | context_parallel(4),
+        "TP2 CP2 EP2 alltoall": SEQUENCE | EXPERT | ALL_TO_ALL | context_parallel(2),
+    },
+    "mixture, no auxiliary loss": {
+        "EP2 alltoall": EXPERT | ALL_TO_ALL,
+        "CP2 EP4": {"parallel.expert_parallel_size": 4} | context_parallel(2),
+    },
+}
+GPU_LAYOUTS = {
+    "dense": {
+        "CP2, recompute full": context_parallel(2) | {"model.recompute": "full"},
+        "TP2 sequence parallel, recompute selective": SEQUENCE | {"model.recompute": "selective"},
+    },
+    "softmax": {"TP2": TENSOR},
+    "mixture": {
+        "CP2 EP2 alltoall": EXPERT | ALL_TO_ALL | context_parallel(2),
+        "TP2 EP2": SEQUENCE | EXPERT,
+        "TP2 EP2 alltoall": SEQUENCE | EXPERT | ALL_TO_ALL,
+    },
+    "mixture, no auxiliary loss": {"EP2 alltoall": EXPERT | ALL_TO_ALL},
+}
+CHECKPOINTED = (
+    "TP2 EP2 alltoall",
+    "TP2 sequence parallel, recompute selective",
+    "TP2 CP2, recompute full",
+    "TP2 CP2 EP2 alltoall",
+)
+
+
+def load(family: str, layout: dict):
+    stage = {"name": "a", "context_length": ROW_LENGTH, "steps": 9, "rows_per_step": 8, "learning_rate": 1e-2}
+    fields = SIZES | FAMILIES[family] | {"parallel.ranks": dist.get_world_size(), "stages": [stage]} | layout
+    return load_config(TINY, [f"{name}={json.dumps(value)}" for name, value in fields.items()])
+
+
+def train(family: str, layout: dict, device: torch.device, checkpoint: Path | None) -> dict:
+    """Losses and gradient norms of NUM_STEPS steps, then the loss of every row of one more, in one layout.
+
+    checkpoint: where the last step is taken by a new engine that loads what the one before it saved.
+    """
+    config = load(family, layout)
+    (stage,), (model,) = config.stages, config.compare
     corpus = load_corpus(config)
-    # The same rows in every layout: padded for the one that asks for most.
-    sampler = RowSampler(corpus.train, stage.context_length, 4, corpus.end_of_document, [1])
-    engine = Engine(config, "stick_breaking", stage, corpus.vocab_size, torch.device("cpu"))
+    sampler = RowSampler(corpus.train, ROW_LENGTH, PAD_MULTIPLE, corpus.end_of_document, [1])
+    engine = Engine(config, model, stage, corpus.vocab_size, device)
+    group, num_groups = engine.data_parallel_rank, engine.data_parallel_size
     losses, norms, counted = [], [], []
-    for _ in range(5):
+    for step in range(NUM_STEPS):
+        if checkpoint and step == NUM_STEPS - 1:
+            checkpoint.mkdir(parents=True, exist_ok=True)
+            dist.barrier()
+            engine.save(checkpoint)
+            engine.close()
+            engine = Engine(config, model, stage, corpus.vocab_size, device)
+            engine.load(checkpoint)
         rows = sampler.next_rows(stage.rows_per_step)
         # Uneven on purpose: the first rows count few of their labels.
         rows = [
             dataclasses.replace(row, counted=row.counted & (row.labels % (2 + i) > 0)) for i, row in enumerate(rows)
         ]
         num_tokens = int(sum(row.counted.sum() for row in rows))
-        mine = split_rows(rows, engine.data_parallel_rank, engine.data_parallel_size, rows_per_micro_batch)
+        mine = split_rows(rows, group, num_groups, stage.rows_per_micro_batch)
         counted.append(int(sum(batch.counted.sum() for batch in mine)))
-        share, norm = engine.train_step(mine, num_tokens, 1e-2)
+        share, norm = engine.train_step(mine, num_tokens, stage.learning_rate)
         losses.append(engine.sum_over_ranks(share).item())
         norms.append(norm)
     rows = [dataclasses.replace(row, cu_seqlens=row.cu_seqlens[[0, -1]]) for row in sampler.next_rows(4)]
-    mine = rows[engine.data_parallel_rank :: engine.data_parallel_size]
     sums = torch.zeros(4, dtype=torch.float64)
-    sums[engine.data_parallel_rank :: engine.data_parallel_size] = engine.window_losses(
-        PackedBatch.concatenate(mine), len(mine)
-    )
+    mine = rows[group::num_groups]
+    sums[group::num_groups] = engine.window_losses(PackedBatch.concatenate(mine), len(mine)).cpu()
     windows = engine.sum_over_ranks(sums).tolist()
     engine.close()
-    everywhere: list = [None, None]
+    everywhere: list = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, counted[0])
     return {"losses": losses, "norms": norms, "windows": windows, "counted": everywhere}
 
 
-dist.init_process_group("gloo")
-torch.set_num_threads(1)
-results = {name: train(*layout) for name, layout in LAYOUTS.items()}
-if dist.get_rank() == 0:
-    Path(sys.argv[1]).write_text(json.dumps(results))
-dist.barrier()
-dist.destroy_process_group()
-sys.stdout.flush()
-sys.stderr.flush()
-os._exit(0)
+class NoStream:
+    """A CUDA stream and its event, where nothing runs beside anything else."""
+
+    def wait_stream(self, other) -> None: ...
+
+    def record_event(self):
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+def answer_for_streams() -> None:
+    """What the alltoall dispatcher asks of a GPU: streams, and split sizes that are tensors."""
+    torch.cuda.Stream = NoStream
+    torch.cuda.current_stream = NoStream
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    exchange = dist.all_to_all_single
+
+    def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, group=None):
+        sizes = (x.tolist() if isinstance(x, torch.Tensor) else x for x in (output_split_sizes, input_split_sizes))
+        return exchange(output, input, *sizes, group=group)
+
+    dist.all_to_all_single = all_to_all_single
+
+
+def main(out: str, kind: str = "cpu") -> None:
+    """Train and write {family: {layout: results}}."""
+    device = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+        megatron_cpu.answer_for_gpu()
+        answer_for_streams()
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    checkpoint = Path(out).parent / "checkpoint"
+    layouts = GPU_LAYOUTS if kind == "cuda" else LAYOUTS
+    layouts = layouts if dist.get_world_size() > 1 else {family: {"one rank": {}} for family in FAMILIES}
+    results = {
+        family: {
+            name: train(family, layout, device, checkpoint / name if name in CHECKPOINTED else None)
+            for name, layout in named.items()
+        }
+        for family, named in layouts.items()
+    }
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
