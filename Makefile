@@ -11,23 +11,36 @@ TORCH ?= torch==2.11.0
 EXTRAS ?= [test]
 BUILD := build/Release
 CONFIG ?= configs/tiny_context_extension.yaml
+# Megatron-Core's newest release needs Python 3.12. Its environment takes the operators from .venv's: they know no Python.
+PYTHON312 ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python3.12; do \
+	$$python -c 'import sys; print(sys.executable)' 2>/dev/null && break; done)
+VENV312 := .venv312
+MEGATRON312 ?= megatron-core==0.19.2
 
 SOURCES := $(shell git ls-files -co --exclude-standard 'CMakeLists.txt' 'cmake' 'csrc' 'tests/cpp' 2>/dev/null)
 PYTHON_FILES := megatron_sb tests examples benchmarks
 CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES))
 
-.PHONY: train test test-cpp test-python test-gpu gpu-suite lint format build clean
+.PHONY: train test test-cpp test-python test-megatron-3.12 test-gpu gpu-suite lint format build clean
 
 train: $(VENV)/.built
 	$(BIN)/megatron-sb train $(CONFIG)
 
-test: lint test-cpp test-python
+test: lint test-cpp test-python test-megatron-3.12
 
 test-cpp: $(VENV)/.built
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error
 
 test-python: $(VENV)/.built
 	$(BIN)/python -m pytest
+
+ifeq ($(PYTHON312),)
+test-megatron-3.12:
+	@echo "SKIPPED [1] tests/python/megatron with $(MEGATRON312): there is no python3.12 (PYTHON312=...)"
+else
+test-megatron-3.12: $(VENV312)/.built
+	$(VENV312)/bin/python -m pytest tests/python/megatron
+endif
 
 test-gpu: $(VENV)/.built
 	$(BIN)/python -m pytest -m "gpu or multigpu"
@@ -49,15 +62,24 @@ format: $(VENV)/.built
 build: $(VENV)/.built
 
 # torch first: everything is built against the one that is installed. Then what builds (pyproject.toml's own list).
-$(VENV)/.torch:
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q '$(TORCH)'
-	$(BIN)/python -m pip install -q 'scikit-build-core>=0.10' 'pybind11>=2.13' 'cmake>=3.25' ninja
+$(VENV)/.torch: MAKE_VENV := $(PYTHON) -m venv
+$(VENV312)/.torch: MAKE_VENV := $(PYTHON312) -m venv
+$(VENV)/.torch $(VENV312)/.torch:
+	test -x $(@D)/bin/python || $(MAKE_VENV) $(@D)
+	$(@D)/bin/python -m pip install -q '$(TORCH)'
+	$(@D)/bin/python -m pip install -q 'scikit-build-core>=0.10' 'pybind11>=2.13' 'cmake>=3.25' ninja
 	touch $@
 
 $(VENV)/.built: $(VENV)/.torch pyproject.toml $(SOURCES)
 	$(BIN)/python -m pip install -q --no-build-isolation -e '.$(EXTRAS)' -C cmake.define.SB_BUILD_TESTS=ON
 	touch $@
 
+# Of what is compiled, only the module _C belongs to one Python.
+$(VENV312)/.built: $(VENV312)/.torch $(VENV)/.built
+	$(@D)/bin/python -m pip install -q '$(MEGATRON312)' --no-build-isolation -e '.$(EXTRAS)' \
+		-C build-dir=build/python3.12 -C build.targets=_C -C install.components=python
+	cp -r "$$($(BIN)/megatron-sb info --cmake-prefix)/lib" $(@D)/lib/python3.12/site-packages/megatron_sb/
+	touch $@
+
 clean:
-	rm -rf build $(VENV)/.built
+	rm -rf build $(VENV)/.built $(VENV312)/.built

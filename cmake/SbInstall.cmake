@@ -17,7 +17,7 @@ target_include_directories(megatron_sb_ops PUBLIC $<INSTALL_INTERFACE:${sb_prefi
 install(TARGETS megatron_sb_ops EXPORT megatron_sb_targets LIBRARY DESTINATION "${sb_prefix}/lib")
 install(DIRECTORY csrc/include/ DESTINATION "${sb_prefix}/include")
 if(SB_BUILD_PYTHON)
-    install(TARGETS _C LIBRARY DESTINATION "${sb_prefix}")
+    install(TARGETS _C LIBRARY DESTINATION "${sb_prefix}" COMPONENT python)
 endif()
 
 set_target_properties(megatron_sb_ops PROPERTIES EXPORT_NAME ops)
