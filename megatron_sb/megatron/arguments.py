@@ -20,6 +20,8 @@ class StickBreakingOptions:
     Attributes:
         attend_current: a query also attends to its own key (ModuleFormer eq. 4); by default only to older ones.
         mass_threshold: once less than this is left of a row's stick, older keys are skipped; 0 turns skipping off.
+        remainder_bias: what is left of the stick carries a learnable vector per head into the output (paper eq. 14).
+        head_norm: group norm behind that, one group per head, with a learnable weight and bias.
         cp_layout: how context parallelism cuts a sequence, "zigzag" (Megatron's) or "contiguous".
         packing: how it cuts a packed (thd) stream, "per_document" (each document by `cp_layout`) or "whole_stream".
         layers: 1 for a layer with stick-breaking attention, 0 for one that keeps its softmax, an entry for every layer
@@ -31,6 +33,8 @@ class StickBreakingOptions:
 
     attend_current: bool = False
     mass_threshold: float = DEFAULT_MASS_THRESHOLD
+    remainder_bias: bool = False
+    head_norm: bool = False
     cp_layout: str = "zigzag"
     packing: str = "per_document"
     layers: tuple[int, ...] | None = None
@@ -63,6 +67,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=DEFAULT_MASS_THRESHOLD,
         metavar="X",
         help="Skip older keys once less than X is left of the stick; 0 skips nothing (default: 2^-24).",
+    )
+    group.add_argument(
+        "--sb-remainder-bias",
+        action="store_true",
+        help="Add what is left of the stick, times a learnable vector per head, to the attention's output.",
+    )
+    group.add_argument(
+        "--sb-head-norm",
+        action="store_true",
+        help="Normalise each head's output (group norm, one group per head), with a learnable weight and bias.",
     )
     group.add_argument(
         "--sb-cp-layout",

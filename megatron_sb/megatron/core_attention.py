@@ -8,11 +8,13 @@ from collections import OrderedDict
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
 from megatron_sb.context_parallel import ContextParallelPlan, context_parallel_attention
-from megatron_sb.functional import stickbreaking_attention, stickbreaking_attention_varlen
+from megatron_sb.functional import head_output, stickbreaking_attention, stickbreaking_attention_varlen
 from megatron_sb.megatron.arguments import StickBreakingOptions
 
 CAUSAL_MASK_TYPES = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -122,8 +124,10 @@ class StickBreakingCoreAttention(MegatronModule):
 
     Heads are split by tensor parallelism before they get here, sequences by context parallelism: where the
     context-parallel group has more than one rank, `cp_comm_type` is the mode of `context_parallel_attention` (None:
-    "auto"). The module has no parameters. Softmax-only settings that mean nothing here and change nothing
-    (`apply_query_key_layer_scaling`, `attention_softmax_in_fp32`, `masked_softmax_fusion`) are ignored.
+    "auto"). It has no parameters, unless `options` ask for them: remainder_bias, norm_weight and norm_bias, each one
+    vector per local head in one dimension, (h * d,), to which Megatron applies no weight decay. Softmax-only settings
+    that mean nothing here and change nothing (`apply_query_key_layer_scaling`, `attention_softmax_in_fp32`,
+    `masked_softmax_fusion`) are ignored.
 
     Args:
         config: a TransformerConfig.
@@ -178,6 +182,37 @@ class StickBreakingCoreAttention(MegatronModule):
         else:
             self.tp_group, self.cp_group = groups.tp, groups.cp
         self.hierarchical_groups = self._hierarchy(groups) if cp_comm_type == "a2a+p2p" else None
+        self._add_head_vector("remainder_bias", 0.0, self.options.remainder_bias)
+        self._add_head_vector("norm_weight", 1.0, self.options.head_norm)
+        self._add_head_vector("norm_bias", 0.0, self.options.head_norm)
+
+    def _add_head_vector(self, name: str, value: float, wanted: bool) -> None:
+        """Register a parameter (h * d,) of this rank's heads, or None.
+
+        Heads are split over tensor-parallel ranks, so its gradient is whole on each, with sequence parallelism too.
+        Over context-parallel ranks it is that of this rank's rows; Megatron sums it with all others over DP x CP.
+        """
+        if not wanted:
+            self.register_parameter(name, None)
+            return
+        config, tp_size = self.config, 1 if self.tp_group is None else self.tp_group.size()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        width = config.num_attention_heads // tp_size * config.kv_channels
+        parameter = torch.nn.Parameter(torch.full((width,), value, device=device, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+        self.register_parameter(name, parameter)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """As Megatron's own, with the vectors cut over tensor-parallel ranks: a checkpoint loads on other layouts."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(
+            state,
+            prefix,
+            dict.fromkeys(state, 0),
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
 
     def _hierarchy(self, groups) -> tuple | None:
         """The a2a and the p2p group of this rank, as Megatron makes them; None where there is one rank."""
@@ -233,6 +268,8 @@ class StickBreakingCoreAttention(MegatronModule):
             "attend_current": self.options.attend_current,
             "mass_threshold": self.options.mass_threshold,
         }
+        if self.remainder_bias is not None:
+            kwargs["return_mass"] = True
         if not packed:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
 
@@ -245,6 +282,10 @@ class StickBreakingCoreAttention(MegatronModule):
             out = stickbreaking_attention_varlen(query, key, value, cu_seqlens, cu_seqlens_k=cu_seqlens_k, **kwargs)
         else:
             out = stickbreaking_attention(query, key, value, **kwargs)
+        if self.remainder_bias is not None or self.norm_weight is not None:
+            out, mass = out if self.remainder_bias is not None else (out, None)
+            eps = self.config.layernorm_epsilon
+            out = head_output(out, mass, self.remainder_bias, self.norm_weight, self.norm_bias, eps=eps)
         return out.flatten(1) if packed else out.transpose(0, 1).flatten(2)
 
     def _check_call(self, query, key, attn_mask_type, attention_bias, packed: bool) -> None:

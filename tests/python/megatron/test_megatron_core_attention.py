@@ -123,6 +123,96 @@ def test_older_cores_name_their_groups_otherwise():
     assert StickBreakingCoreAttention(**arguments).cp_group is None  # parallel_state, not initialised here
 
 
+HEAD_VECTORS = {
+    "remainder bias": {"remainder_bias": ("remainder_bias",)},
+    "head norm": {"head_norm": ("norm_weight", "norm_bias")},
+    "both": {"remainder_bias": ("remainder_bias",), "head_norm": ("norm_weight", "norm_bias")},
+}
+head_vectors = pytest.mark.parametrize("wanted", HEAD_VECTORS.values(), ids=HEAD_VECTORS)
+
+
+class TestHeadVectors:
+    """The remainder bias and the norm of each head: answers and parameters."""
+
+    @staticmethod
+    def make(wanted, config=None, **changes):
+        return make_core(config, options=StickBreakingOptions(**dict.fromkeys(wanted, True)), **changes)
+
+    @staticmethod
+    def behind(o, mass, core):
+        """The formula in float64; o: (..., rows, h, d), mass: (..., h, rows)."""
+        heads = (HEADS, CHANNELS)
+        if core.remainder_bias is not None:
+            o = o + mass.transpose(-1, -2)[..., None] * core.remainder_bias.detach().double().view(heads)
+        if core.norm_weight is not None:
+            variance = o.var(-1, correction=0, keepdim=True)
+            o = (o - o.mean(-1, keepdim=True)) / (variance + core.config.layernorm_epsilon).sqrt()
+            o = o * core.norm_weight.detach().double().view(heads) + core.norm_bias.detach().double().view(heads)
+        return o
+
+    @head_vectors
+    @pytest.mark.parametrize("packed", [False, True], ids=["sbhd", "thd"])
+    def test_answers(self, wanted, packed):
+        core = self.make(wanted, small_config(layernorm_epsilon=1e-2))
+        with torch.no_grad():
+            for parameter in core.parameters():
+                parameter.add_(torch.randn_like(parameter))
+        q, k, v = make_qkv(*((30,) if packed else (33, 3)))
+        params = packed_params(0, 7, 7, 28) if packed else None
+        out = core(q, k, v, None, packed_seq_params=params)
+        if packed:
+            o, mass = reference.stickbreaking_attention_varlen(q, k, v, params.cu_seqlens_q, return_mass=True)
+            assert_close(out, self.behind(o, mass, core).flatten(1))
+        else:
+            o, mass = reference.stickbreaking_attention(*(x.transpose(0, 1) for x in (q, k, v)), return_mass=True)
+            assert_close(out, self.behind(o, mass, core).transpose(0, 1).flatten(2))
+        out.square().sum().backward()
+        assert all(parameter.grad.abs().sum() > 0 for parameter in core.parameters())
+
+    @head_vectors
+    def test_parameters(self, wanted):
+        """One dimension, so that weights do not decay; the config's dtype; marked as a rank's part of the heads."""
+        core = self.make(wanted, small_config(params_dtype=torch.bfloat16))
+        start = {"remainder_bias": 0.0, "norm_weight": 1.0, "norm_bias": 0.0}
+        names = [name for group in wanted.values() for name in group]
+        assert [name for name, _ in core.named_parameters()] == names
+        for name, parameter in core.named_parameters():
+            assert torch.equal(parameter, torch.full((HEADS * CHANNELS,), start[name], dtype=torch.bfloat16))
+            assert (parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride) == (
+                True,
+                0,
+                1,
+            )
+            assert not getattr(parameter, "sequence_parallel", False)
+
+    def test_local_heads(self):
+        """Of two tensor-parallel ranks, a half; heads may be wider than the hidden size would make them."""
+        groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2), cp=None)
+        core = self.make(("remainder_bias",), small_config(kv_channels=24), pg_collection=groups)
+        assert core.remainder_bias.shape == (HEADS // 2 * 24,)
+
+    def test_made_on_the_gpu_unless_told_otherwise(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
+        assert self.make(("head_norm",), small_config(use_cpu_initialization=False)).norm_weight.is_meta
+        assert self.make(("head_norm",)).norm_weight.device.type == "cpu"
+
+    def test_the_mass_is_asked_for_where_it_is_read(self, monkeypatch):
+        seen = {}
+        real = core_attention.stickbreaking_attention
+        monkeypatch.setattr(
+            core_attention,
+            "stickbreaking_attention",
+            lambda *qkv, **kwargs: seen.update(kwargs) or real(*qkv, **kwargs),
+        )
+        self.make(("head_norm",))(*make_qkv(8, 1), None)
+        assert "return_mass" not in seen
+        self.make(("remainder_bias",))(*make_qkv(8, 1), None)
+        assert seen["return_mass"]
+
+    def test_without_them_there_are_no_parameters(self):
+        assert not list(make_core().parameters())
+
+
 CONFIG_REFUSALS = {
     "attention_dropout": (
         {"attention_dropout": 0.1},

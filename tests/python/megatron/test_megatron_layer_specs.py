@@ -106,11 +106,14 @@ def test_flags():
     assert StickBreakingOptions(**options_from_args(defaults)) == StickBreakingOptions()
 
     line = "--stick-breaking-attention --sb-attend-current --sb-mass-threshold 0 --sb-cp-layout contiguous"
+    line += " --sb-remainder-bias --sb-head-norm"
     args = parser.parse_args([*line.split(), "--sb-packing", "whole_stream", "--sb-layers", "([1]*2+[0])*2"])
     assert args.stick_breaking_attention
     assert options_from_args(args) == {
         "attend_current": True,
         "mass_threshold": 0.0,
+        "remainder_bias": True,
+        "head_norm": True,
         "cp_layout": "contiguous",
         "packing": "whole_stream",
         "layers": (1, 1, 0, 1, 1, 0),

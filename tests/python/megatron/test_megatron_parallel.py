@@ -11,7 +11,7 @@ def test_every_layout_gives_the_losses_of_one_rank(tmp_path):
     """GPTModel over TP, CP and EP, sequences and packed documents, 6 optimizer steps each from the same weights."""
     losses = run_worker("megatron_losses.py", 4, tmp_path / "losses.json")
     one_rank = {name.partition("/")[0]: run for name, run in losses.items() if name.endswith("/1 rank")}
-    assert set(one_rank) == {"batch", "multi-query", "packed", "experts"}
+    assert set(one_rank) == {"batch", "multi-query", "head vectors", "packed", "experts"}
     for name, run in one_rank.items():
         assert len(run) == 6 and all(map(math.isfinite, run)), name
         assert min(run[3:]) < run[0] - 0.5, f"{name} does not learn, so its losses would say little: {run}"
@@ -22,7 +22,7 @@ def test_every_layout_gives_the_losses_of_one_rank(tmp_path):
 
     errors = {name: error(name) for name in losses}
     assert errors.pop("batch/misplaced CP2") > 1e-2, "keys in a wrong order must show in the losses"
-    assert len(errors) == 21
+    assert len(errors) == 24
     assert {name: e for name, e in errors.items() if e > 1e-4} == {}
 
 
@@ -51,6 +51,17 @@ def test_contract_in_process_groups(findings):
     assert bare["checkpoint keys of cores"] == []
 
 
+def test_a_checkpoint_of_two_tensor_parallel_ranks_loads_on_one_and_back(findings):
+    """Remainder bias and head norm are cut by heads, and whole again; losses are those of the model that was saved."""
+    found = findings["head vectors"]
+    names = {f"decoder.layers.{i}.self_attention.core_attention.{name}" for i in (0, 1) for name in HEAD_VECTORS}
+    assert set(found["local lengths"]) == names
+    assert set(found["local lengths"].values()) == {16}, "half of 4 heads of 8 channels"
+    assert found["whole"] == {"one rank": True, "two ranks again": True}
+    assert found["loss"] == {name: pytest.approx(found["loss"]["saved"], abs=1e-5) for name in found["loss"]}
+
+
+HEAD_VECTORS = ("remainder_bias", "norm_weight", "norm_bias")
 REFUSALS = {
     "rope": r"rotary_pos_emb was given to a stick-breaking layer .* use --position-embedding-type none",
     "attention backend local": r"core_attention is DotProductAttention, .* use --attention-backend auto",

@@ -4,6 +4,7 @@ Run by torchrun on 2 ranks: `torchrun --nproc-per-node 2 megatron_contract.py OU
 """
 
 import json
+import multiprocessing
 import os
 import sys
 from datetime import timedelta
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -163,6 +164,52 @@ def bare_spec() -> dict:
     }
 
 
+def head_vectors(folder: Path) -> dict:
+    """A model with remainder bias and head norm, saved by two tensor-parallel ranks, loaded by one and by two again."""
+
+    def build(num_ranks: int) -> GPTModel:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(num_ranks)
+        spec = with_stickbreaking(get_gpt_layer_local_spec(), remainder_bias=True, head_norm=True)
+        return make_model(spec, tensor_model_parallel_size=num_ranks)
+
+    def of_cores(model) -> dict[str, torch.Tensor]:
+        return {name: x.detach() for name, x in model.named_parameters() if "core_attention" in name}
+
+    def whole(model) -> dict[str, torch.Tensor]:
+        group = parallel_state.get_tensor_model_parallel_group()
+        parts = {name: [torch.empty_like(x) for _ in range(group.size())] for name, x in of_cores(model).items()}
+        for name, x in of_cores(model).items():
+            dist.all_gather(parts[name], x, group)
+        return {name: torch.cat(part) for name, part in parts.items()}
+
+    def loss(model) -> float:
+        tokens = torch.arange(16)[None]
+        return model(tokens, None, None, labels=tokens + 1).mean().item()
+
+    def loaded(num_ranks: int) -> GPTModel:
+        model = build(num_ranks)
+        model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), str(folder)))
+        return model
+
+    if dist.get_rank() == 0:
+        folder.mkdir()
+    dist.barrier()
+    saved = build(2)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for x in of_cores(saved).values():
+        x.add_(torch.randn(x.shape, generator=generator))
+    expected, losses = whole(saved), {"saved": loss(saved)}
+    dist_checkpointing.save(saved.sharded_state_dict(), str(folder))
+    same = {}
+    for name, num_ranks in {"one rank": 1, "two ranks again": 2}.items():
+        model = loaded(num_ranks)
+        losses[name] = loss(model)
+        same[name] = all(torch.equal(x, expected[key]) for key, x in whole(model).items())
+    lengths = {name: len(x) for name, x in of_cores(saved).items()}
+    return {"local lengths": lengths, "whole": same, "loss": losses}
+
+
 def main(out: str) -> None:
     """Write everything found."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
@@ -174,6 +221,7 @@ def main(out: str) -> None:
         "plans": plan_counts(world),
         "bare spec": bare_spec(),
         "refusals": refusals(world),
+        "head vectors": head_vectors(Path(out).parent / "checkpoint"),
     }
     shared_plans.clear()
     if dist.get_rank() == 0:
@@ -184,6 +232,8 @@ def main(out: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    for writer in multiprocessing.active_children():  # of checkpoints; os._exit would leave it running
+        writer.kill()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -64,6 +64,7 @@ HEADS = {"cp_comm_type": "a2a"}
 HIERARCHY = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
 PACKED = {"form": "packed", "lengths": UNEQUAL_LENGTHS}
+HEAD_VECTORS = {"options": {"remainder_bias": True, "head_norm": True}}
 
 RUNS = (
     Run("batch/1 rank", alone=True),
@@ -79,6 +80,9 @@ RUNS = (
     Run("batch/misplaced CP2", cp=2, data_layout="contiguous"),
     Run("multi-query/1 rank", alone=True, model=MULTI_QUERY),
     Run("multi-query/TP2 CP2", tp=2, cp=2, model=MULTI_QUERY),
+    Run("head vectors/1 rank", alone=True, **HEAD_VECTORS),
+    Run("head vectors/TP2 sequence parallel", tp=2, model=SEQUENCE_PARALLEL, **HEAD_VECTORS),
+    Run("head vectors/TP2 CP2", tp=2, cp=2, **HEAD_VECTORS),
     Run("packed/1 rank", form="single", lengths=UNEQUAL_LENGTHS, alone=True),
     Run("packed/1 rank packed", alone=True, **PACKED),
     Run("packed/TP2", tp=2, **PACKED),
