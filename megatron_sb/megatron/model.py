@@ -54,10 +54,9 @@ def build_model(config: TrainingConfig, model: str, stage: StageConfig, vocab_si
 
 
 def _stick_breaking_spec(spec: ModuleSpec, config: TrainingConfig) -> ModuleSpec:
-    chosen = {name: value for name, value in dataclasses.asdict(config.stick_breaking).items() if value is not False}
     return with_stickbreaking(
         spec,
-        **chosen,
+        **dataclasses.asdict(config.stick_breaking),
         cp_layout=config.parallel.layout,
         packing=config.parallel.packing,
     )

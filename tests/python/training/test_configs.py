@@ -21,8 +21,12 @@ PUBLISHED = {
     "moe_6_5b": (6_497_023_488, 1_212_200_448),
     "moe_28_6b": (28_604_681_728, 5_175_299_584),
 }
-PLAIN = ["model.num_parameters=null", "stick_breaking={}", "model.moe.dispatcher=allgather"]
-ALONE = {"tiny_context_extension": ["stages.1.context_parallel_size=1"], "moe_6_5b": PLAIN, "moe_28_6b": PLAIN}
+FEW_LAYERS = ["model.num_parameters=null", "model.moe.dispatcher=allgather", "model.num_layers=2"]
+ALONE = {
+    "tiny_context_extension": ["stages.1.context_parallel_size=1"],
+    "moe_6_5b": FEW_LAYERS,
+    "moe_28_6b": FEW_LAYERS,
+}
 
 
 def load(name, overrides=()):

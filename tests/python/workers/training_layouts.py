@@ -38,7 +38,11 @@ NUM_STEPS = 5
 
 MIXTURE = {"model.moe": {"num_experts": 4, "top_k": 2, "dispatcher": "allgather", "grouped_gemm": True}}
 FAMILIES = {
-    "dense": {"model.tie_word_embeddings": True},
+    "dense": {
+        "model.tie_word_embeddings": True,
+        "stick_breaking.remainder_bias": True,
+        "stick_breaking.head_norm": True,
+    },
     "softmax": {"compare": ["softmax_rope"]},
     "mixture": MIXTURE,
     "mixture, no auxiliary loss": {
