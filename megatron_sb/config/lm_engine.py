@@ -16,9 +16,10 @@ SECTION = "model_args"
 
 @dataclasses.dataclass(frozen=True)
 class _Renamed:
-    """Our field of the same meaning, dotted."""
+    """Our field of the same meaning, dotted. required: its default there is another than here."""
 
     field: str
+    required: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,7 @@ _MODEL_KEYS = {
     "num_layers": _Renamed("model.num_layers"),
     "n_layer": _Renamed("model.num_layers"),
     "initializer_range": _Renamed("model.init_std"),
-    "tie_word_embeddings": _Renamed("model.tie_word_embeddings"),
+    "tie_word_embeddings": _Renamed("model.tie_word_embeddings", required=True),
     "router_aux_loss_coef": _Renamed("model.moe.aux_loss_coefficient"),
     "eos_token_id": _Renamed("data.end_of_document"),
     "bos_token_id": _IGNORED,
@@ -130,6 +131,8 @@ def translate(tree: Any) -> Any:
     fields |= _read(mlp, _EXPERT_KEYS if experts else _MLP_KEYS, f"{path}.mlp_blocks.0")
     if not experts:  # lm-engine's files give it to dense models too
         fields.pop("model.moe.aux_loss_coefficient", None)
+    elif "model.moe.aux_loss_coefficient" not in fields:
+        raise ConfigError(f"missing field {path}.router_aux_loss_coef")
     rest = {name: value for name, value in tree.items() if name != SECTION}
     given = _mapping(rest.get("stick_breaking", {}), "stick_breaking")
     rest["stick_breaking"] = {"remainder_bias": True, "head_norm": True, **given}
@@ -148,6 +151,8 @@ def _read(section: dict, keys: dict, path: str) -> dict[str, Any]:
     """Our fields from one of their mappings."""
     fields: dict[str, Any] = {}
     for name, rule in keys.items():
+        if isinstance(rule, _Renamed) and rule.required and name not in section:
+            raise ConfigError(f"missing field {path}.{name}")
         if isinstance(rule, _Fixed) and (name in section or rule.required):
             value = section.get(name)
             if name not in section or value not in rule.allowed:

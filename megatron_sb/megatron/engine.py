@@ -77,7 +77,7 @@ class Engine:
 
         num_tokens: the labels that count in the whole step, over all ranks: the gradient is that of (sum of token
         losses) / num_tokens.
-        Returns this rank's share of that mean loss (a float64 scalar; the sum over ranks is the loss) and the
+        Returns this rank's share of that mean loss (a float64 scalar; `sum_over_ranks` makes it the loss) and the
         gradient's norm before clipping.
         """
         self._model.train()

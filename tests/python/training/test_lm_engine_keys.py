@@ -91,6 +91,7 @@ REFUSED = [
     ("m_width", 9, f"{AT}.m_width is 9: must be None or 1 (there are no muP multipliers)"),
     ("position_embedding_type", "rope", f"{AT}.position_embedding_type is 'rope': must be 'nope' (the order"),
     ("position_embedding_type", ..., f"{AT}.position_embedding_type is missing: must be 'nope'"),
+    ("tie_word_embeddings", ..., f"missing field {AT}.tie_word_embeddings"),
     ("model_type", "ladder_residual", f"{AT}.model_type is 'ladder_residual': must be 'gpt_base'"),
     ("num_layers", 3, f"{AT}.sequence_mixer_blocks: 2 blocks, must be as many as layers, 3"),
     ("mlp_blocks", None, f"{AT}.mlp_blocks: None blocks, must be as many as layers, 2"),
@@ -118,6 +119,11 @@ REFUSED = [
 def test_refused_by_name(name, value, message, tmp_path):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load(tmp_path, changed(name, value))
+
+
+def test_a_mixture_says_the_weight_of_its_auxiliary_loss(tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(f"missing field {AT}.router_aux_loss_coef")):
+        load(tmp_path, changed("router_aux_loss_coef", ...) | {"mlp_blocks": [MOE, MOE]})
 
 
 @pytest.mark.parametrize(
