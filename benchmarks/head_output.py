@@ -1,0 +1,107 @@
+"""What the remainder bias and the norm of each head cost over the bare attention, on one GPU, in one run.
+
+A row's contenders take turns, each with a cold L2; times are medians. "bare" is the attention alone, "fused" with
+`head_output` behind it, "torch" with the same in torch's own operators. A forward is one for training; "both" is
+forward and backward, with the gradients of the parameters too. Inputs are those of attention.py in which nothing can be
+skipped.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from attention import DRY_RUN_FACTOR, SHAPES, draw_inputs
+from timing import Call, machine, on_gpu, take_turns
+from torch import Tensor
+from torch.nn.functional import group_norm
+
+from megatron_sb import head_output, stickbreaking_attention
+
+EPS = 1e-5
+
+
+def bare(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The attention alone."""
+    return stickbreaking_attention(q, k, v)
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, remainder_bias: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """With the operator behind it."""
+    o, mass = stickbreaking_attention(q, k, v, return_mass=True)
+    return head_output(o, mass, remainder_bias, weight, bias, eps=EPS)
+
+
+def torch_operators(q: Tensor, k: Tensor, v: Tensor, remainder_bias: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """With torch's operators behind it."""
+    o, mass = stickbreaking_attention(q, k, v, return_mass=True)
+    h, d = o.shape[2:]
+    x = (o + mass.transpose(1, 2)[..., None] * remainder_bias.view(h, d)).to(o.dtype)
+    return group_norm(x.view(-1, h * d), h, weight, bias, EPS).view(o.shape)
+
+
+def calls_of(function, inputs: list[Tensor], parameters: list[Tensor]) -> dict[str, Call]:
+    """The calls of a contender, by direction. inputs: q, k, v, do (b, s, h, d); parameters: (h * d,) each."""
+    *leaves, d_out = inputs
+    leaves = [x.detach().requires_grad_() for x in (*leaves, *parameters)]
+
+    def forward():
+        return function(*leaves)
+
+    def both():
+        return torch.autograd.grad(function(*leaves), leaves, d_out)
+
+    return {"forward": forward, "both": both}
+
+
+def measure(shape: tuple[int, int, int, int], seconds: float) -> list[dict]:
+    """Milliseconds of every contender and their cost over the bare attention, by direction."""
+    b, s, h, d = shape
+    inputs = draw_inputs("full", b, s, h, d)
+    generator = torch.Generator(inputs[0].device).manual_seed(1)
+    like = {"device": inputs[0].device, "dtype": inputs[0].dtype, "generator": generator}
+    parameters = [torch.randn(h * d, **like) for _ in range(3)]
+    contenders = {
+        "bare": calls_of(bare, inputs, []),
+        "fused": calls_of(fused, inputs, parameters),
+        "torch": calls_of(torch_operators, inputs, parameters),
+    }
+    rows = []
+    for direction in ("forward", "both"):
+        ms = take_turns({name: calls[direction] for name, calls in contenders.items()}, seconds=seconds)
+        cost = {name: value / ms["bare"] - 1 for name, value in ms.items() if name != "bare"}
+        rows.append({"shape": f"b={b} h={h} d={d} L={s}", "direction": direction, "ms": ms, "cost": cost})
+    return rows
+
+
+def line(row: dict) -> str:
+    """A row of the table."""
+    ms, cost = row["ms"], row["cost"]
+    times = " | ".join(f"{ms[name]:.3f}" for name in ("bare", "fused", "torch"))
+    return f"| {row['shape']} | {row['direction']} | {times} | {cost['fused']:+.1%} | {cost['torch']:+.1%} |"
+
+
+def main(args: list[str] | None = None) -> None:
+    """Measure every shape and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=0.5, help="of device time for the rounds of one line")
+    parser.add_argument("--json", type=Path, help="write everything measured here")
+    parser.add_argument("--dry-run", action="store_true", help="toy sizes without a GPU, to try this script")
+    options = parser.parse_args(args)
+    if not on_gpu() and not options.dry_run:
+        parser.error("torch sees no GPU here; --dry-run tries the script at toy sizes")
+    record = {"machine": machine(), "rows": []}
+    print(record["machine"], flush=True)
+    print("| shape | direction | bare ms | fused ms | torch ms | fused over bare | torch over bare |")
+    print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    for b, length, h, d in SHAPES:
+        for row in measure((b, length if on_gpu() else length // DRY_RUN_FACTOR, h, d), options.seconds):
+            record["rows"].append(row)
+            print(line(row), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
