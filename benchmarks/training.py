@@ -2,33 +2,109 @@
 
 python benchmarks/training.py configs/dense_1b.yaml --lengths 4096 16384 65536
 
-Both models are the trainer's own, with the same sizes, optimizer and rows of random tokens, a row one document: they
-differ in the core attention (softmax: cuDNN through torch, after rotary embeddings fused by torch.compile). A time is
-the median over steps on one GPU: forward, backward and update. The first length is measured again at the end, "again",
+Both models are the trainer's own, with the same sizes, weights, optimizer and rows of random tokens, each a document:
+they differ in the core attention (softmax: cuDNN through torch, after rotary embeddings fused by torch.compile). Random
+weights would make logits of about 0, with which a stick is used up after some dozens of keys; they are changed so that
+logits are about --logit, and with -11 nothing can be skipped (0: random weights). A time is the median over steps on
+one GPU: forward, backward and update, at a learning rate of 0. The first length is measured again at the end, "again",
 to show how far the machine drifts.
 """
 
 import argparse
+import contextlib
 import gc
 import json
+import math
 import os
 import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from timing import machine
 
 from megatron_sb.config import TrainingConfig, load_config
-from megatron_sb.megatron.engine import Engine
+from megatron_sb.megatron import engine as engine_module
 from megatron_sb.training.data import PackedBatch
 from megatron_sb.training.throughput import model_flops
 
 WARM_STEPS = 3
+TRIED_TOKENS = 512  # in which weights are changed, and logits looked at
 MODELS = ("stick_breaking", "softmax_rope")
+
+
+@torch.no_grad()
+def shift_logits(model: GPTModel, logit: float) -> None:
+    """Add `logit` (at most 0) to the logits of all layers, whatever the tokens are.
+
+    All embeddings get a part in common, one standard deviation in each place. Queries read it with one sign and keys
+    with the other, by weights that depend on how much of it a layer sees: so layers are changed in a forward.
+    """
+    embedding = model.embedding.word_embeddings.weight
+    embedding += embedding.std()
+    config = model.config
+    head_dim, groups = config.kv_channels, config.num_query_groups
+    wanted = math.sqrt(-logit / math.sqrt(head_dim))  # in each place of a query, and less it of a key
+
+    def change(module: torch.nn.Module, args: tuple) -> None:
+        by_head = module.weight.view(groups, -1, head_dim, config.hidden_size)  # query heads, a key, a value head
+        step = wanted / args[0].float().mean().item() / config.hidden_size
+        by_head[:, :-2] += step
+        by_head[:, -2] -= step
+
+    hooks = [layer.self_attention.linear_qkv.register_forward_pre_hook(change) for layer in model.decoder.layers]
+    tokens = torch.arange(TRIED_TOKENS, device=embedding.device)
+    bounds = torch.tensor([0, TRIED_TOKENS], dtype=torch.int32, device=embedding.device)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=TRIED_TOKENS,
+        max_seqlen_kv=TRIED_TOKENS,
+    )
+    model(tokens[None], None, None, packed_seq_params=packed)
+    for hook in hooks:
+        hook.remove()
+
+
+@contextlib.contextmanager
+def mean_logits(model: GPTModel) -> Iterator[list[float]]:
+    """Collects the mean logit of each layer's first forward inside."""
+    found: list[float] = []
+
+    def look(module, args, kwargs) -> None:
+        query, key = (x.detach().float().mean(1) for x in args[:2])  # (t, h, d) -> the mean head, as all have the same
+        products = query[::7] @ key[::7].T / math.sqrt(query.shape[-1])
+        found.append(products.mean().item())
+
+    layers = model.decoder.layers
+    hooks = [layer.self_attention.core_attention.register_forward_pre_hook(look, with_kwargs=True) for layer in layers]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def shifted_weights(logit: float) -> Iterator[list[GPTModel]]:
+    """Engines made inside have shifted logits, before their optimizer copies the weights. Yields their models."""
+    backend = engine_module.MegatronBackend
+    models: list[GPTModel] = []
+
+    def with_shift(model: GPTModel, *args):
+        shift_logits(model, logit)
+        models.append(model)
+        return backend(model, *args)
+
+    with mock.patch.object(engine_module, "MegatronBackend", with_shift):
+        yield models
 
 
 def random_rows(length: int, tokens: int, vocab_size: int, rows_at_once: int) -> list[PackedBatch]:
@@ -42,13 +118,13 @@ def random_rows(length: int, tokens: int, vocab_size: int, rows_at_once: int) ->
     return batches
 
 
-def step_seconds(engine: Engine, batches: list[PackedBatch], tokens: int, seconds: float) -> list[float]:
+def step_seconds(engine: engine_module.Engine, batches: list[PackedBatch], tokens: int, seconds: float) -> list[float]:
     """Seconds of each step, after WARM_STEPS untimed ones."""
     taken: list[float] = []
     for step in range(WARM_STEPS + 100):
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        engine.train_step(batches, tokens, 1e-4)
+        engine.train_step(batches, tokens, 0.0)
         torch.cuda.synchronize()
         if step >= WARM_STEPS:
             taken.append(time.perf_counter() - begin)
@@ -60,7 +136,10 @@ def step_seconds(engine: Engine, batches: list[PackedBatch], tokens: int, second
 def measure(options: argparse.Namespace, config: TrainingConfig, model: str, lengths: list[int]) -> Iterator[dict]:
     """Lines of the table, of one model: the lengths, then the first of them again."""
     device = torch.device("cuda")
-    engine = Engine(config, model, config.stages[0], config.vocab_size, device)
+    with shifted_weights(options.logit) as models:
+        engine = engine_module.Engine(config, model, config.stages[0], config.vocab_size, device)
+    with mean_logits(models[0]) as logits:
+        engine.train_step(random_rows(TRIED_TOKENS, TRIED_TOKENS, config.vocab_size, 1), TRIED_TOKENS, 0.0)
     for length, note in [*((length, "") for length in lengths), (lengths[0], "again")]:
         tokens = max(options.tokens, length)
         batches = random_rows(length, tokens, config.vocab_size, max(1, options.tokens_at_once // length))
@@ -73,13 +152,14 @@ def measure(options: argparse.Namespace, config: TrainingConfig, model: str, len
             "length": length,
             "note": note,
             "recompute": config.model.recompute,
+            "mean_logits": [min(logits), max(logits)],
             "tokens_per_second": tokens / second,
             "spread": (max(times) - min(times)) / second,
             "model_tflops": flops / second / 1e12,
             "gib": torch.cuda.max_memory_allocated() / 2**30,
         }
     engine.close()
-    del engine
+    del engine, models
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -93,6 +173,7 @@ def main() -> None:
     parser.add_argument("--recompute-from", type=int, default=65536, help="lengths that recompute every layer")
     parser.add_argument("--tokens", type=int, default=65536, help="of a step")
     parser.add_argument("--tokens-at-once", type=int, default=16384, help="of a micro-batch, or one row")
+    parser.add_argument("--logit", type=float, default=-11.0, help="what logits are about; at most 0")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--seconds", type=float, default=5.0, help="of timed steps in a cell, three steps at least")
     parser.add_argument("--json", type=Path)
@@ -113,7 +194,8 @@ def main() -> None:
                 print(
                     f"{row['length']:6d} {row['note']:5s} {model:14s} recompute {recompute}: "
                     f"{row['tokens_per_second']:9,.0f} tokens/s, {row['model_tflops']:4.0f} model TFLOP/s, "
-                    f"{row['gib']:5.1f} GiB, spread {row['spread']:.1%}",
+                    f"{row['gib']:5.1f} GiB, spread {row['spread']:.1%}, layers' mean logits "
+                    f"{row['mean_logits'][0]:.1f} to {row['mean_logits'][1]:.1f}",
                     flush=True,
                 )
     if options.json:
