@@ -29,6 +29,8 @@ class CheckedSelfAttention(SelfAttention):
         self.stick_breaking = layers is None or bool(layers[layer_number - 1])
         if not self.stick_breaking:
             submodules = dataclasses.replace(submodules, core_attention=softmax)
+        if layers is not None:  # layers that hold different parameters cannot share their keys of a checkpoint
+            config.hetereogenous_dist_checkpoint = True
         super().__init__(config, submodules, layer_number, *args, **kwargs)
         if self.stick_breaking and not isinstance(self.core_attention, StickBreakingCoreAttention):
             raise ValueError(

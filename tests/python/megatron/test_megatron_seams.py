@@ -29,6 +29,7 @@ def test_mixed_layers(findings):
     for change in ("rope in layer", "softmax in layer"):
         first, second = mixed[change]
         assert first == 0.0 and second > 1e-5, change
+    assert findings["mixed checkpoint"] == 0.0
     sentences = {
         "rope": "rotary_pos_emb was given to a stick-breaking layer",
         "rope in the other layer": "rotary_pos_emb was given to a stick-breaking layer",

@@ -211,12 +211,31 @@ def resharded_checkpoint(device: str, folder: Path) -> dict[str, float]:
     return differences
 
 
+def mixed_checkpoint(folder: Path) -> float:
+    """The difference in logits of a mixed model, whose layers hold different parameters, after a checkpoint."""
+    spec = with_stickbreaking(get_gpt_layer_local_spec(), layers=(0, 1), remainder_bias=True)
+    saved, loaded = (make_model(spec, "cpu") for _ in range(2))
+    with torch.no_grad():
+        for parameter in saved.parameters():
+            parameter.add_(0.01)
+    dist_checkpointing.save(saved.sharded_state_dict(), str(folder))
+    loaded.load_state_dict(dist_checkpointing.load(loaded.sharded_state_dict(), str(folder)))
+    return (forward(saved) - forward(loaded)).abs().max().item()
+
+
 def initialize(expert_ranks: int) -> None:
     """Megatron's groups, with experts over `expert_ranks` ranks."""
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         expert_model_parallel_size=expert_ranks, expert_tensor_parallel_size=1, create_gloo_process_groups=False
     )
+
+
+def shared_folder() -> Path:
+    """A new folder, the same on every rank."""
+    folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(folder)
+    return Path(folder[0])
 
 
 def main(out: str, device: str) -> None:
@@ -232,10 +251,9 @@ def main(out: str, device: str) -> None:
     else:
         answer_for_gpu()
         findings |= {"mixed": mixed_layers(), "launched": launched_models()}
+        findings["mixed checkpoint"] = mixed_checkpoint(shared_folder())
     findings |= {"experts": grouped_experts(device), "models": moe_models(device)}
-    folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
-    dist.broadcast_object_list(folder)
-    findings["checkpoint"] = resharded_checkpoint(device, Path(folder[0]))
+    findings["checkpoint"] = resharded_checkpoint(device, shared_folder())
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(findings))
     dist.barrier()
