@@ -250,7 +250,7 @@ def test_bar_shows_time_left_and_lines_beyond_the_checkpoint_are_dropped(tmp_pat
     written.start_stage("stick_breaking", job.stages[0], progress)
     for step in range(1, 6):
         progress = dataclasses.replace(progress, step=step, tokens=100 * step)
-        written.step("stick_breaking", job.stages[0], progress, 5.0 - step, 1.0, 0.1)
+        written.step("stick_breaking", job.stages[0], progress, report.Step(5.0 - step, 1.0, 0.1, 1e9, None))
     written.end_stage()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"cut off')
