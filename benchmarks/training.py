@@ -134,13 +134,13 @@ def step_seconds(engine: engine_module.Engine, batches: list[PackedBatch], token
 
 
 def measure(options: argparse.Namespace, config: TrainingConfig, model: str, lengths: list[int]) -> Iterator[dict]:
-    """Lines of the table, of one model: the lengths, then the first of them again."""
+    """Lines of the table, of one model: the lengths, then, after several, the first of them again."""
     device = torch.device("cuda")
     with shifted_weights(options.logit) as models:
         engine = engine_module.Engine(config, model, config.stages[0], config.vocab_size, device)
     with mean_logits(models[0]) as logits:
         engine.train_step(random_rows(TRIED_TOKENS, TRIED_TOKENS, config.vocab_size, 1), TRIED_TOKENS, 0.0)
-    for length, note in [*((length, "") for length in lengths), (lengths[0], "again")]:
+    for length, note in [*((length, "") for length in lengths), *([(lengths[0], "again")] if lengths[1:] else [])]:
         tokens = max(options.tokens, length)
         batches = random_rows(length, tokens, config.vocab_size, max(1, options.tokens_at_once // length))
         torch.cuda.reset_peak_memory_stats()
@@ -198,10 +198,11 @@ def main() -> None:
                     f"{row['mean_logits'][0]:.1f} to {row['mean_logits'][1]:.1f}",
                     flush=True,
                 )
-    if options.json:
-        options.json.write_text(
-            json.dumps({"machine": here, "arguments": vars(options) | {"json": None}, "rows": rows}, indent=1)
-        )
+                if options.json:
+                    arguments = vars(options) | {"json": None}
+                    options.json.write_text(
+                        json.dumps({"machine": here, "arguments": arguments, "rows": rows}, indent=1)
+                    )
     dist.destroy_process_group()
 
 

@@ -1,0 +1,157 @@
+"""Training on several GPUs beside one: losses, tokens/s and memory of the same rows on every parallel layout.
+
+python benchmarks/training_layouts.py record OUT.json --model dense --lengths 16384 65536   (on a host of four GPUs)
+python benchmarks/training_layouts.py draw OUT.json OUT.png
+
+Runs `megatron-sb train` with each layout, on the Python standard library as bytes, and reads its log. "1 GPU again" is
+one GPU with two rows at a time instead of one: how far it is from "1 GPU" is what rounding alone does to the losses.
+tokens/s is the median over the second half of the steps.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from pictures import pyplot_for_files, record_or_draw
+from timing import machine
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+ALONE = "1 GPU"
+TP2_CP2 = {"parallel.tensor_parallel_size": 2, "parallel.sequence_parallel": True, "stages.0.context_parallel_size": 2}
+LAYOUTS = {
+    "dense": {
+        ALONE: {},
+        "1 GPU again": {"stages.0.rows_per_micro_batch": 2},
+        "CP4": {"stages.0.context_parallel_size": 4},
+        "TP2 CP2": TP2_CP2,
+    },
+    "moe": {
+        ALONE: {},
+        "1 GPU again": {"stages.0.rows_per_micro_batch": 2},
+        "TP2 CP2 EP2": {**TP2_CP2, "parallel.expert_parallel_size": 2},
+        "CP4 EP4": {"stages.0.context_parallel_size": 4, "parallel.expert_parallel_size": 4},
+    },
+}
+BYTES = ["model.num_parameters=null", "model.make_vocab_size_divisible_by=128"]  # not the published vocabularies
+MODELS = {
+    "dense": (CONFIGS / "dense_350m.yaml", BYTES),
+    # The 6.5B family at a quarter of its layers and experts.
+    "moe": (CONFIGS / "moe_6_5b.yaml", [*BYTES, "model.num_layers=10", "model.moe.num_experts=16"]),
+}
+
+
+def settings(options: argparse.Namespace, length: int, num_ranks: int) -> dict:
+    """What all layouts share."""
+    stage = {
+        "name": "steps",
+        "context_length": length,
+        "steps": options.steps,
+        "rows_per_step": max(2, options.tokens // length),
+        "rows_per_micro_batch": 1,
+        "learning_rate": 3e-4,
+        "warmup_steps": 5,
+    }
+    return {
+        "data": {"kind": "text", "paths": ["python-stdlib"], "validation_fraction": 0.3},
+        "stages": [stage],
+        "evaluation": {"windows": 1, "target_tokens": 256, "length_factor": 1},
+        "parallel.ranks": num_ranks,
+        "parallel.expert_parallel_size": 1,
+        "report": {"tensorboard": False},
+    }
+
+
+def train(config: Path, overrides: list[str], folder: Path) -> list[dict]:
+    """The lines of a run's log. Raises RuntimeError with its last words where it fails."""
+    command = [sys.executable, "-m", "megatron_sb.training", config, *overrides, "--out", folder]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=500)
+    if done.returncode:
+        raise RuntimeError("\n".join(done.stderr.splitlines()[-30:]))
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def record(options: argparse.Namespace) -> None:
+    """Every length and layout; a layout that fails is recorded with its error."""
+    config, overrides = MODELS[options.model]
+    rows = []
+    for length in options.lengths:
+        for name, layout in LAYOUTS[options.model].items():
+            if options.layouts and name not in options.layouts:
+                continue
+            chosen = settings(options, length, 1 if name.startswith(ALONE) else 4) | layout
+            words = [f"{field}={json.dumps(value)}" for field, value in chosen.items()]
+            row = {"length": length, "layout": name}
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    lines = train(config, [*overrides, *words], Path(folder) / "run")
+                except RuntimeError as error:
+                    rows.append(row | {"error": str(error)})
+                    print(length, name, error, flush=True)
+                    continue
+            later = lines[len(lines) // 2 :]
+            rows.append(
+                row
+                | {
+                    "losses": [line["loss"] for line in lines],
+                    "tokens_per_second": statistics.median(line["tokens_per_second"] for line in later),
+                    "model_tflops": statistics.median(line["model_tflops"] for line in later),
+                    "gib": lines[-1]["peak_gib"],
+                }
+            )
+            print(line_of(rows[-1], rows), flush=True)
+            about = {**machine(), "model": options.model, "steps": options.steps, "tokens": options.tokens}
+            options.json.write_text(json.dumps({"machine": about, "rows": rows}, indent=1))
+
+
+def line_of(row: dict, rows: list[dict]) -> str:
+    """A line of the table: losses beside those of one GPU."""
+    alone = next((x for x in rows if (x["length"], x["layout"]) == (row["length"], ALONE) and "losses" in x), row)
+    off = max(abs(a - b) for a, b in zip(row["losses"], alone["losses"], strict=True))
+    return (
+        f"{row['length']:6d} {row['layout']:12s} loss {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}, at most "
+        f"{off:.1e} from one GPU's; {row['tokens_per_second']:9,.0f} tokens/s, {row['model_tflops']:4.0f} model "
+        f"TFLOP/s a GPU, {row['gib']:5.1f} GiB"
+    )
+
+
+def draw(options: argparse.Namespace) -> None:
+    """Losses by step, and under them their distance from one GPU's; a column for each length."""
+    rows = [row for row in json.loads(options.json.read_text())["rows"] if "losses" in row]
+    lengths = sorted({row["length"] for row in rows})
+    pyplot = pyplot_for_files()
+    figure, axes = pyplot.subplots(2, len(lengths), figsize=(6 * len(lengths), 6), squeeze=False, sharex=True)
+    for column, length in enumerate(lengths):
+        here = {row["layout"]: row["losses"] for row in rows if row["length"] == length}
+        for name, losses in here.items():
+            steps = range(1, len(losses) + 1)
+            axes[0][column].plot(steps, losses, label=name, linewidth=1)
+            if name != ALONE:
+                off = [abs(a - b) for a, b in zip(losses, here[ALONE], strict=True)]
+                axes[1][column].plot(steps, off, label=name, linewidth=1)
+        axes[0][column].set(title=f"{length} tokens", ylabel="loss (nats per token)")
+        axes[1][column].set(xlabel="step", ylabel=f"distance from {ALONE}", yscale="log")
+        for part in axes[:, column]:
+            part.legend()
+            part.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(options.picture, dpi=110)
+
+
+def main() -> None:
+    """Record or draw."""
+    parser, recording, _ = record_or_draw(__doc__, record, draw)
+    recording.add_argument("--model", choices=MODELS, default="dense")
+    recording.add_argument("--lengths", nargs="+", type=int, default=[16384])
+    recording.add_argument("--layouts", nargs="+", help="some of them; all by default")
+    recording.add_argument("--steps", type=int, default=50)
+    recording.add_argument("--tokens", type=int, default=65536, help="of a step, two rows at least")
+    options = parser.parse_args()
+    options.run(options)
+
+
+if __name__ == "__main__":
+    main()
