@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_sb.config import StageConfig, TrainingConfig
 from megatron_sb.context_parallel import shard_sequence
+from megatron_sb.megatron import versions
 from megatron_sb.megatron.backends import MegatronBackend, TorchBackend
 from megatron_sb.megatron.core_attention import shared_plans
 from megatron_sb.megatron.model import build_model
@@ -127,12 +128,14 @@ class Engine:
     def _scale_auxiliary_losses(self, num_tokens: int) -> None:
         """Weigh a router's losses in a micro-batch as its tokens' share of the step.
 
-        Megatron-Core multiplies a rank's part of them by the rank's tokens, which are the micro-batch's divided by the
-        ranks that share it.
+        Megatron-Core before 0.19 multiplies a rank's part of them by the rank's tokens, which are the micro-batch's
+        divided by the ranks that share it.
         """
         shared = parallel_state.get_context_parallel_world_size()
         if self._config.parallel.sequence_parallel:
             shared *= self._config.parallel.tensor_parallel_size
+        if versions.ROUTER_COUNTS_ALL_RANKS:
+            shared = 1
         MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(shared / num_tokens, device=self._device))
 
     def _forward(self, model, batch: Batch, extra) -> tuple[Tensor, Tensor, Tensor]:

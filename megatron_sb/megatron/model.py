@@ -11,6 +11,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_sb.config import ModelConfig, ParallelConfig, StageConfig, TrainingConfig
+from megatron_sb.megatron import versions
 from megatron_sb.megatron.softmax_rope import SoftmaxRotaryAttention
 from megatron_sb.megatron.spec import with_stickbreaking
 from megatron_sb.megatron.stand_ins import install_stand_ins
@@ -36,8 +37,7 @@ def build_model(config: TrainingConfig, model: str, stage: StageConfig, vocab_si
         num_experts=moe and moe.num_experts, moe_grouped_gemm=bool(moe and moe.grouped_gemm), normalization="RMSNorm"
     )
     if moe:
-        experts = spec.submodules.mlp.submodules.experts
-        experts.module = _with_weights_by_index(experts.module)
+        versions.replace_experts(spec, _with_weights_by_index)
     if model == "stick_breaking":
         spec = _stick_breaking_spec(spec, config)
     else:

@@ -2,10 +2,12 @@
 
 | | 0.16 | 0.17 and later |
 | --- | --- | --- |
-| a layer spec's experts | `(module, submodules)` | a `functools.partial` of the module |
+| a layer spec's mixture of experts, and its experts | a ModuleSpec each | a `functools.partial` of the module each |
+| experts of a spec provider | `(module, submodules)` | that `functools.partial` |
 | `moe_utils.te_general_gemm` without Transformer Engine | a NameError where the router asks for it | None |
 | `megatron.training` | in a Megatron-LM checkout | in the wheel, too |
 
+From 0.19 on a router multiplies its auxiliary losses by all tokens of a micro-batch; before, by its own rank's.
 `core_attention` is built and called alike in both, and `CheckedSelfAttention` passes on what either adds.
 """
 
@@ -13,7 +15,10 @@ from __future__ import annotations
 
 import functools
 
+import megatron.core
 from megatron.core.transformer.moe import moe_utils
+
+ROUTER_COUNTS_ALL_RANKS = tuple(map(int, megatron.core.__version__.split(".")[:2])) >= (0, 19)
 
 
 def with_experts_module(experts, module: type):
@@ -21,6 +26,17 @@ def with_experts_module(experts, module: type):
     if isinstance(experts, tuple):
         return module, experts[1]
     return functools.partial(module, *experts.args, **experts.keywords)
+
+
+def replace_experts(layer_spec, replace) -> None:
+    """Put `replace(module)` in the place of the experts' module in a layer spec with a mixture of experts."""
+    mixture = layer_spec.submodules.mlp
+    submodules = mixture.keywords["submodules"] if isinstance(mixture, functools.partial) else mixture.submodules
+    experts = submodules.experts
+    if isinstance(experts, functools.partial):
+        submodules.experts = with_experts_module(experts, replace(experts.func))
+    else:
+        experts.module = replace(experts.module)
 
 
 def define_te_general_gemm() -> None:
