@@ -30,6 +30,11 @@ def test_mixed_layers(findings):
         first, second = mixed[change]
         assert first == 0.0 and second > 1e-5, change
     assert findings["mixed checkpoint"] == 0.0
+    stick_breaking, softmax = "StickBreakingCoreAttention", "DotProductAttention"
+    assert findings["virtual pipeline"] == [
+        [[1, stick_breaking], [3, softmax]],
+        [[2, softmax], [4, stick_breaking]],
+    ]
     sentences = {
         "rope": "rotary_pos_emb was given to a stick-breaking layer",
         "rope in the other layer": "rotary_pos_emb was given to a stick-breaking layer",

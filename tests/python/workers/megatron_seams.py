@@ -94,6 +94,39 @@ def mixed_layers() -> dict:
     }
 
 
+def virtual_pipeline() -> list[list[tuple[int, str]]]:
+    """Layers of a mixed model and their core attention on each of two ranks, with two stages of a layer a rank."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, create_gloo_process_groups=False
+    )
+    config = small_config(
+        num_layers=4,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.float32,
+    )
+    found = {}
+    for stage in range(2):
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage)
+        spec = with_stickbreaking(spec, layers=(1, 0, 0, 1))
+        model = GPTModel(
+            config,
+            spec,
+            VOCAB_SIZE,
+            32,
+            pre_process=(dist.get_rank(), stage) == (0, 0),
+            post_process=(dist.get_rank(), stage) == (1, 1),
+            position_embedding_type="none",
+            vp_stage=stage,
+        )
+        for layer in model.decoder.layers:
+            found[layer.layer_number] = type(layer.self_attention.core_attention).__name__
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    return [sorted(layers.items()) for layers in everyone]
+
+
 def launched_models() -> dict:
     """Stock specs in a process where `TransformerLayer` puts stick-breaking attention in."""
     options = {"attend_current": True, "layers": (0, 1)}
@@ -252,6 +285,8 @@ def main(out: str, device: str) -> None:
         answer_for_gpu()
         findings |= {"mixed": mixed_layers(), "launched": launched_models()}
         findings["mixed checkpoint"] = mixed_checkpoint(shared_folder())
+        findings["virtual pipeline"] = virtual_pipeline()
+        initialize(dist.get_world_size())
     findings |= {"experts": grouped_experts(device), "models": moe_models(device)}
     findings["checkpoint"] = resharded_checkpoint(device, shared_folder())
     if dist.get_rank() == 0:
