@@ -43,7 +43,8 @@ def main() -> None:
     if not script.endswith(".py") or not Path(script).is_file():
         raise SystemExit(f"{USAGE}\nSCRIPT.py={script!r} is not a Python file")
     sys.argv = [script, *flags]
-    sys.path[0] = str(Path(script).resolve().parent)
+    if not getattr(sys.flags, "safe_path", False):  # with -P python puts no folder there
+        sys.path[0] = str(Path(script).resolve().parent)
     if FLAG in flags:
         _prepare(flags)
     runpy.run_path(script, run_name="__main__")

@@ -28,24 +28,25 @@ ON_A_CPU = "--use-cpu-initialization --build-only"
 ACCEPTED = "--attention-dropout 0 --position-embedding-type none"
 
 
-def run_script(script: Path, *flags: str, launcher: bool = True) -> subprocess.CompletedProcess:
-    """Run a script with the launcher, or by itself."""
+def run_script(script: Path, *flags: str, launcher: bool = True, python: tuple = ()) -> subprocess.CompletedProcess:
+    """Run a script with the launcher, or by itself; `python`: flags of the interpreter."""
     through = ["-m", "megatron_sb.megatron.launch"] if launcher else []
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *through, str(script), *flags]
+    command = [sys.executable, *python, *through, str(script), *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
-def test_without_the_flag_a_script_is_as_under_python(tmp_path):
-    """Name, arguments, search path and file of the script; no Megatron is imported for it."""
+@pytest.mark.parametrize("python", [(), ("-P",)], ids=["", "safe path"])
+def test_without_the_flag_a_script_is_as_under_python(python, tmp_path):
+    """Name, file, arguments and search path of the script; no Megatron is imported for it."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import json, sys\nimport neighbour\n"
-        "print(json.dumps([__name__, __file__, sys.argv, sys.path[0], neighbour.__name__, '__main__' in sys.modules, "
+        "import json, sys\nfrom importlib.util import find_spec\n"
+        "print(json.dumps([__name__, __file__, sys.argv, sys.path[:2], find_spec('neighbour') is not None, "
         "sys.modules['__main__'].__dict__ is globals(), any(name.startswith('megatron.') for name in sys.modules)]))\n"
     )
     (tmp_path / "neighbour.py").touch()
-    done = [run_script(script, "--sb-layers", "x", launcher=launcher) for launcher in (True, False)]
+    done = [run_script(script, "--sb-layers", "x", launcher=launcher, python=python) for launcher in (True, False)]
     assert [run.returncode for run in done] == [0, 0], done[0].stderr
     assert done[0].stdout == done[1].stdout
     assert json.loads(done[0].stdout)[-1] is False
