@@ -52,6 +52,7 @@ def settings(options: argparse.Namespace, length: int, num_ranks: int) -> dict:
         "steps": options.steps,
         "rows_per_step": max(2, options.tokens // length),
         "rows_per_micro_batch": 1,
+        "pad_multiple": 8,  # what four ranks need; so all layouts have the same rows
         "learning_rate": 3e-4,
         "warmup_steps": 5,
     }

@@ -9,7 +9,9 @@ from megatron_sb.config.loader import flatten, load_config, to_yaml
 from megatron_sb.config.parameters import ParameterCount, count_parameters
 from megatron_sb.config.schema import (
     BYTE_VOCAB_SIZE,
+    SITE_PACKAGES,
     STANDARD_LIBRARY,
+    TEXT_OF_PYTHON,
     BaselineConfig,
     CheckpointConfig,
     ConfigError,
@@ -27,7 +29,9 @@ from megatron_sb.config.schema import (
 
 __all__ = [
     "BYTE_VOCAB_SIZE",
+    "SITE_PACKAGES",
     "STANDARD_LIBRARY",
+    "TEXT_OF_PYTHON",
     "BaselineConfig",
     "CheckpointConfig",
     "ConfigError",

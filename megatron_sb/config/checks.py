@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_sb.config.parameters import count_parameters
-from megatron_sb.config.schema import STANDARD_LIBRARY, ConfigError, StageConfig, TrainingConfig
+from megatron_sb.config.schema import TEXT_OF_PYTHON, ConfigError, StageConfig, TrainingConfig
 
 
 def check(config: TrainingConfig) -> None:
@@ -36,7 +36,8 @@ def needs_gpu(config: TrainingConfig) -> Iterator[tuple[str, str]]:
 
 def _list_problems(config: TrainingConfig) -> Iterator[str]:
     stages = [stage.name for stage in config.stages]
-    for path, names in (("data.paths", config.data.paths), ("stages", stages), ("compare", config.compare)):
+    scalings = ("baseline.evaluated_scalings", config.baseline.evaluated_scalings)
+    for path, names in (("data.paths", config.data.paths), ("stages", stages), ("compare", config.compare), scalings):
         if not names:
             yield f"{path} = []: at least one is needed"
         if len(set(names)) != len(names):
@@ -78,11 +79,12 @@ def _data_problems(config: TrainingConfig) -> Iterator[str]:
                     "bytes (256 and an end-of-document token)"
                 )
     else:
-        if STANDARD_LIBRARY in data.paths:
-            yield (
-                f"data.paths holds {STANDARD_LIBRARY!r}, which contradicts data.kind = 'indexed': give path "
-                "prefixes of .bin/.idx pairs"
-            )
+        for name in TEXT_OF_PYTHON:
+            if name in data.paths:
+                yield (
+                    f"data.paths holds {name!r}, which contradicts data.kind = 'indexed': give path prefixes of "
+                    ".bin/.idx pairs"
+                )
         if data.vocab_size is None or data.end_of_document is None:
             yield "data.kind = 'indexed' needs data.vocab_size and data.end_of_document"
         elif data.end_of_document >= data.vocab_size:
@@ -182,6 +184,12 @@ def _row_problems(config: TrainingConfig, stage: StageConfig, at: str) -> Iterat
             f"for {at}.context_parallel_size = {stage.context_parallel_size} and parallel.layout = {parallel.layout!r}"
             f"{split if parallel.sequence_parallel else ''}"
         )
+    needed, padded = config.needed_pad_multiple(stage), stage.pad_multiple or 1
+    if stage.pad_multiple and (padded % needed or stage.context_length % padded):
+        yield (
+            f"{at}.pad_multiple = {padded} must be a multiple of {needed}, which the stage's ranks need, and divide "
+            f"{at}.context_length = {stage.context_length}"
+        )
     for model in config.compare:
         groups = config.data_parallel_size(model, stage)
         per_group = stage.rows_per_step // groups
@@ -195,7 +203,7 @@ def _row_problems(config: TrainingConfig, stage: StageConfig, at: str) -> Iterat
                 f"{at}.rows_per_micro_batch = {stage.rows_per_micro_batch} must divide {per_group}, "
                 f"the rows of one data-parallel group of {model} ({at}.rows_per_step / {groups})"
             )
-    longest = config.evaluation.length_factor * stage.context_length
+    longest = config.longest_evaluated(stage)
     if config.evaluation.target_tokens > longest:
         yield (
             f"evaluation.target_tokens = {config.evaluation.target_tokens} exceeds the longest "

@@ -6,6 +6,8 @@ import dataclasses
 from typing import Annotated, Literal
 
 STANDARD_LIBRARY = "python-stdlib"
+SITE_PACKAGES = "python-site-packages"
+TEXT_OF_PYTHON = (STANDARD_LIBRARY, SITE_PACKAGES)  # what data.paths may name beside paths
 BYTE_VOCAB_SIZE = 257  # text is read as bytes, and one token ends a document
 
 # A type, what its values must be in words, and as a test.
@@ -98,6 +100,7 @@ class BaselineConfig:
     """Options of the softmax baseline."""
 
     rotary_base: PositiveFloat = 10000.0
+    evaluated_scalings: tuple[Literal["none", "linear", "ntk"], ...] = ("none",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +144,7 @@ class StageConfig:
     warmup_start_rate: NonNegativeFloat = 0.0
     schedule: Literal["constant", "power", "exponential"] = "constant"
     power_coefficient: PositiveFloat | None = None
+    pad_multiple: PositiveInt | None = None
     context_parallel_size: PositiveInt = 1
     hierarchical_context_parallel_sizes: tuple[PositiveInt, ...] = ()
 
@@ -152,6 +156,7 @@ class EvaluationConfig:
     windows: PositiveInt = 16
     target_tokens: PositiveInt = 256
     length_factor: PositiveInt = 8
+    longest: PositiveInt | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +172,7 @@ class ReportConfig:
     """What is written besides the checkpoints."""
 
     interval: PositiveInt = 1
+    attention_interval: CountFromZero = 10
     tensorboard: bool = True
 
 
@@ -212,15 +218,28 @@ class TrainingConfig:
     def pad_multiple(self, stage: StageConfig) -> int:
         """What every document's part of a row is padded to; the baseline gets the same rows.
 
-        A stream that is cut as a whole needs no padding; but evaluation packs as many documents as there are windows,
-        and their sum must divide over sequence-parallel ranks.
+        Where the stage says nothing, as little as its ranks need. A stream that is cut as a whole needs no padding; but
+        evaluation packs as many documents as there are windows, and their sum must divide over sequence-parallel ranks.
         """
+        return stage.pad_multiple or self.needed_pad_multiple(stage)
+
+    def needed_pad_multiple(self, stage: StageConfig) -> int:
+        """The least that the stage's ranks can do with."""
         whole = self.parallel.packing == "whole_stream" and not self.parallel.sequence_parallel
         return 1 if whole else self.row_multiple(stage)
 
+    def evaluated_scalings(self, model: str) -> tuple[str, ...]:
+        """With which scalings of positions a model is evaluated: stick-breaking has no positions to scale."""
+        return self.baseline.evaluated_scalings if model == "softmax_rope" else ("none",)
+
+    def longest_evaluated(self, stage: StageConfig) -> int:
+        """length_factor times the stage's context, at most evaluation.longest."""
+        multiple = self.evaluation.length_factor * stage.context_length
+        return min(multiple, self.evaluation.longest or multiple)
+
     def evaluation_lengths(self, stage: StageConfig) -> list[int]:
-        """Context lengths, doubling from target_tokens to length_factor times the stage's."""
-        longest = self.evaluation.length_factor * stage.context_length
+        """Context lengths, doubling from target_tokens to the longest."""
+        longest = self.longest_evaluated(stage)
         lengths = []
         length = self.evaluation.target_tokens
         while length < longest:

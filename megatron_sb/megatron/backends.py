@@ -57,15 +57,20 @@ class TorchBackend:
         return float(norm)
 
     def save(self, path: Path) -> None:
-        """Model, optimizer and every rank's generator; collective."""
+        """Model and optimizer; collective."""
         dcp.save(self._state(), checkpoint_id=path)
 
     def load(self, path: Path) -> None:
-        """The inverse of save; collective."""
+        """The inverse of save; collective. Raises ValueError where the model was split otherwise."""
         state = self._state()
+        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        if not any(name.startswith(f"model{_share()}.") for name in saved):
+            raise ValueError(
+                f"{path} was saved with another parallel.tensor_parallel_size or parallel.expert_parallel_size; on a "
+                "CPU these must stay as they were (on GPUs Megatron's checkpoints load on any)"
+            )
         dcp.load(state, checkpoint_id=path)  # in place: the model's tensors are the parameters themselves
         set_optimizer_state_dict(self._ddp, self._optimizer, optim_state_dict=state[f"optimizer{_share()}"])
-        torch.set_rng_state(state[_rng_key()])
 
     def _state(self) -> dict:
         tensors = {
@@ -74,7 +79,6 @@ class TorchBackend:
         return {
             f"model{_share()}": tensors,
             f"optimizer{_share()}": get_optimizer_state_dict(self._ddp, self._optimizer),
-            _rng_key(): torch.get_rng_state(),
         }
 
 
@@ -127,7 +131,7 @@ class MegatronBackend:
         return float(norm)
 
     def save(self, path: Path) -> None:
-        """Model, optimizer and every rank's generators; collective."""
+        """Model and optimizer, in the form that any parallel layout loads; collective."""
         from megatron.core import dist_checkpointing
 
         dist_checkpointing.save(self._sharded_state(is_loading=False), str(path))
@@ -141,11 +145,8 @@ class MegatronBackend:
         state = dist_checkpointing.load(self._sharded_state(is_loading=True), str(path))
         self._ddp.module.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
-        own = state["rank"]
-        self._steps = own["steps"]
+        self._steps = state["steps"]
         self._restore_step_counts()
-        torch.set_rng_state(own["cpu"])
-        torch.cuda.set_rng_state(own["cuda"])
 
     def _restore_step_counts(self) -> None:
         """Megatron-Core 0.16 loads torch's AdamW with one step count, an outdated one, shared by all parameters."""
@@ -155,15 +156,11 @@ class MegatronBackend:
                     state["step"] = torch.tensor(float(self._steps))
 
     def _sharded_state(self, *, is_loading: bool) -> dict:
-        from megatron.core.dist_checkpointing.mapping import ShardedObject
-
         model = self._ddp.module.sharded_state_dict()
         optimizer = self._optimizer.sharded_state_dict(
-            model, is_loading=is_loading, metadata={"distrib_optim_sharding_type": "dp_reshardable"}
+            model, is_loading=is_loading, metadata={"distrib_optim_sharding_type": "fully_reshardable"}
         )
-        own = {"steps": self._steps, "cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state()}
-        rank = ShardedObject("rank", own, (dist.get_world_size(),), (dist.get_rank(),))
-        return {"model": model, "optimizer": optimizer, "rank": rank}
+        return {"model": model, "optimizer": optimizer, "steps": self._steps}
 
 
 def _is_expert(parameter: torch.nn.Parameter) -> bool:
@@ -222,7 +219,3 @@ def _sum_in_rank_order(group: dist.ProcessGroup, bucket: dist.GradBucket) -> tor
     gathered = bucket.buffer().new_empty(ranks * bucket.buffer().numel())
     work = dist.all_gather_into_tensor(gathered, bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda _: gathered.view(ranks, -1).sum(dim=0))
-
-
-def _rng_key() -> str:
-    return f"rng_of_rank_{dist.get_rank()}"

@@ -260,33 +260,45 @@ class StickBreakingCoreAttention(MegatronModule):
             ValueError: a mask, bias or packing that stick-breaking attention cannot honour; a length that does not
                 divide over the context-parallel ranks.
         """
-        packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
+        packed = is_packed(packed_seq_params)
         self._check_call(query, key, attn_mask_type or self.attn_mask_type, attention_bias, packed)
-        cp_group = self._context_parallel_group(packed_seq_params)
-        kwargs = {
-            "scale": self.scale,
-            "attend_current": self.options.attend_current,
-            "mass_threshold": self.options.mass_threshold,
-        }
-        if self.remainder_bias is not None:
-            kwargs["return_mass"] = True
+        out, mass = self.attend(query, key, value, packed_seq_params, return_mass=self.remainder_bias is not None)
+        if self.remainder_bias is not None or self.norm_weight is not None:
+            eps = self.config.layernorm_epsilon
+            out = head_output(out, mass, self.remainder_bias, self.norm_weight, self.norm_bias, eps=eps)
+        return out.flatten(1) if packed else out.transpose(0, 1).flatten(2)
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed_seq_params, *, return_mass: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The attention alone; arguments as in `forward`.
+
+        Returns:
+            (b, s, h, d), or packed (t, h, d); and (b, h, s), or packed (h, t), the mass that is left, or None.
+        """
+        packed, cp_group = is_packed(packed_seq_params), self.cp_group_of(packed_seq_params)
         if not packed:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-
+        kwargs = {**self.attention_options, "return_mass": return_mass}
         if cp_group is not None:
             plan = self._plan(cp_group, query, packed_seq_params if packed else None)
             kwargs |= {"comm": self.cp_comm_type or "auto", "hierarchical_groups": self.hierarchical_groups}
             out = context_parallel_attention(query, key, value, plan=plan, **kwargs)
         elif packed:
-            cu_seqlens, cu_seqlens_k = _document_bounds(packed_seq_params)
+            cu_seqlens, cu_seqlens_k = document_bounds(packed_seq_params)
             out = stickbreaking_attention_varlen(query, key, value, cu_seqlens, cu_seqlens_k=cu_seqlens_k, **kwargs)
         else:
             out = stickbreaking_attention(query, key, value, **kwargs)
-        if self.remainder_bias is not None or self.norm_weight is not None:
-            out, mass = out if self.remainder_bias is not None else (out, None)
-            eps = self.config.layernorm_epsilon
-            out = head_output(out, mass, self.remainder_bias, self.norm_weight, self.norm_bias, eps=eps)
-        return out.flatten(1) if packed else out.transpose(0, 1).flatten(2)
+        return out if return_mass else (out, None)
+
+    @property
+    def attention_options(self) -> dict:
+        """Keywords of the attention that are the same at every call."""
+        return {
+            "scale": self.scale,
+            "attend_current": self.options.attend_current,
+            "mass_threshold": self.options.mass_threshold,
+        }
 
     def _check_call(self, query, key, attn_mask_type, attention_bias, packed: bool) -> None:
         """Refuse what can only be seen in a call."""
@@ -304,7 +316,7 @@ class StickBreakingCoreAttention(MegatronModule):
         if attn_mask_type not in CAUSAL_MASK_TYPES and not (attn_mask_type == AttnMaskType.no_mask and against_cache):
             raise ValueError(_mask_sentence(attn_mask_type))
 
-    def _context_parallel_group(self, packed_seq_params) -> torch.distributed.ProcessGroup | None:
+    def cp_group_of(self, packed_seq_params) -> torch.distributed.ProcessGroup | None:
         """The group this call runs over, None for one rank."""
         local_cp_size = getattr(packed_seq_params, "local_cp_size", None)
         override = getattr(packed_seq_params, "cp_group", None)
@@ -327,7 +339,7 @@ class StickBreakingCoreAttention(MegatronModule):
         """The plan all layers share. query: (b, s_local, h, d), or packed (t_local, h, d) with its parameters."""
         cu_seqlens = None
         if packed_seq_params is not None:
-            cu_seqlens, cu_seqlens_k = _document_bounds(packed_seq_params)
+            cu_seqlens, cu_seqlens_k = document_bounds(packed_seq_params)
             if cu_seqlens_k is not None and not torch.equal(cu_seqlens, cu_seqlens_k):
                 raise ValueError(
                     "packed_seq_params.cu_seqlens_kv differs from cu_seqlens_q; context parallelism needs them equal"
@@ -341,7 +353,12 @@ class StickBreakingCoreAttention(MegatronModule):
         )
 
 
-def _document_bounds(packed_seq_params) -> tuple[torch.Tensor, torch.Tensor | None]:
+def is_packed(packed_seq_params) -> bool:
+    """Whether a call's tensors are (t, h, d), documents one after the other."""
+    return packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
+
+
+def document_bounds(packed_seq_params) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Offsets of the documents' rows for queries and, where they are another tensor, for keys."""
     params = packed_seq_params
     padded = params.cu_seqlens_q_padded is not None

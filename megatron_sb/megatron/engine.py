@@ -6,6 +6,7 @@ backends.py.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +25,8 @@ from megatron_sb.megatron import versions
 from megatron_sb.megatron.backends import MegatronBackend, TorchBackend
 from megatron_sb.megatron.core_attention import shared_plans
 from megatron_sb.megatron.model import build_model
+from megatron_sb.megatron.softmax_rope import RotaryScaling, set_rotary_scaling
+from megatron_sb.megatron.statistics import AttentionCounts, observed
 
 
 class Batch(Protocol):
@@ -51,6 +54,7 @@ class Engine:
     ) -> None:
         self._config = config
         self._device = device
+        self.attention_counts = AttentionCounts.zeros(device)
         parallel, context_parallel_size = config.parallel, config.context_parallel_size(model, stage)
         levels = stage.hierarchical_context_parallel_sizes if context_parallel_size > 1 else ()
         parallel_state.initialize_model_parallel(
@@ -73,8 +77,12 @@ class Engine:
         backend = MegatronBackend if device.type == "cuda" else TorchBackend
         self._backend = backend(self._model, config.optimizer)
 
-    def train_step(self, batches: list[Batch], num_tokens: int, learning_rate: float) -> tuple[Tensor, float]:
+    def train_step(
+        self, batches: list[Batch], num_tokens: int, learning_rate: float, *, observe: bool = False
+    ) -> tuple[Tensor, float]:
         """One update from this data-parallel rank's micro-batches.
+
+        observe: count in the first of them what `statistics.AttentionCounts` says, into `attention_counts`.
 
         num_tokens: the labels that count in the whole step, over all ranks: the gradient is that of (sum of token
         losses) / num_tokens.
@@ -86,10 +94,12 @@ class Engine:
         share = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, batch in enumerate(batches):
             with self._backend.accumulate(last=index == len(batches) - 1):
-                losses, counted, _ = self._forward(self._backend.forward, batch, batch.counted)
+                with observed(self._model, self._device) if observe and index == 0 else nullcontext([]) as found:
+                    losses, counted, _ = self._forward(self._backend.forward, batch, batch.counted)
                 loss = (losses * counted).sum() / num_tokens
                 loss.backward()
             share += loss.detach()
+            self.attention_counts = found[0] if found else self.attention_counts
         return share, self._backend.step(learning_rate)
 
     @torch.no_grad()
@@ -103,6 +113,10 @@ class Engine:
         sums = torch.zeros(num_windows, dtype=torch.float64, device=self._device)
         return sums.index_add_(0, window, (losses * counted).double())
 
+    def scale_positions(self, kind: str, factor: float) -> None:
+        """How the softmax baseline scales positions from now on: `softmax_rope.RotaryScaling`."""
+        set_rotary_scaling(self._model, RotaryScaling(kind, factor))
+
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """The sum of every rank's values, each set of tensor-parallel ranks, which see the same tokens, counting once;
         collective.
@@ -112,7 +126,7 @@ class Engine:
         return values.cpu() / self._config.parallel.tensor_parallel_size
 
     def save(self, path: Path) -> None:
-        """Model, optimizer and generators into an existing directory; collective."""
+        """Model and optimizer into an existing directory; collective. Once weights are made nothing draws at random."""
         self._backend.save(path)
 
     def load(self, path: Path) -> None:

@@ -47,7 +47,7 @@ def build_model(config: TrainingConfig, model: str, stage: StageConfig, vocab_si
         _transformer_config(config, model, stage),
         spec,
         config.model.padded_vocab_size(vocab_size),
-        config.evaluation.length_factor * stage.context_length,
+        config.longest_evaluated(stage),
         position_embedding_type="none",
         share_embeddings_and_output_weights=config.model.tie_word_embeddings,
     )

@@ -1,6 +1,6 @@
 """Checkpoints on disk: a directory each, written aside and renamed, and a file that names the newest.
 
-    <root>/short-000100/        model, optimizer, generators (written by the engine) and progress.json
+    <root>/short-000100/        model, optimizer (written by the engine) and progress.json
     <root>/latest               "short-000100"
 
 A job that dies while writing leaves `<root>/.short-000100.tmp`, which nothing reads and the next save removes.

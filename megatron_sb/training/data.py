@@ -17,7 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from megatron_sb.config import BYTE_VOCAB_SIZE, STANDARD_LIBRARY, DataConfig, TrainingConfig
+from megatron_sb.config import (
+    BYTE_VOCAB_SIZE,
+    SITE_PACKAGES,
+    STANDARD_LIBRARY,
+    TEXT_OF_PYTHON,
+    DataConfig,
+    TrainingConfig,
+)
 
 BYTE_END_OF_DOCUMENT = 256
 
@@ -113,6 +120,8 @@ def _find_files(data: DataConfig) -> list[Path]:
     for entry in data.paths:
         if entry == STANDARD_LIBRARY:
             files = _walk(Path(sysconfig.get_paths()["stdlib"]), ("*.py",), (*STANDARD_LIBRARY_EXCLUDE, *data.exclude))
+        elif entry == SITE_PACKAGES:
+            files = _walk(Path(sysconfig.get_paths()["purelib"]), data.include, data.exclude)
         elif Path(entry).is_dir():
             files = _walk(Path(entry), data.include, data.exclude)
         elif Path(entry).is_file():
@@ -122,7 +131,7 @@ def _find_files(data: DataConfig) -> list[Path]:
         if not files:
             raise ValueError(
                 f"data.paths: {entry!r} names no file; allowed are files, directories, glob patterns and "
-                f"{STANDARD_LIBRARY!r}"
+                f"{' and '.join(map(repr, TEXT_OF_PYTHON))}"
             )
         found.update((path, None) for path in files if path.stat().st_size)
     return list(found)

@@ -9,6 +9,7 @@ the text's.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,12 @@ import torch
 
 from megatron_sb.config import StageConfig, TrainingConfig
 from megatron_sb.training.data import Corpus, pack
+
+
+def result_path(out: Path, model: str, stage: StageConfig, scaling: str) -> Path:
+    """Where the evaluation after a stage is kept; the file exists when it is done."""
+    suffix = "" if scaling == "none" else f"-{scaling}"
+    return out / "evaluation" / f"{model}-{stage.name}{suffix}.json"
 
 
 def choose_windows(corpus: Corpus, config: TrainingConfig) -> list[np.ndarray]:
@@ -33,7 +40,7 @@ def choose_windows(corpus: Corpus, config: TrainingConfig) -> list[np.ndarray]:
     if not places:
         raise ValueError(
             f"no validation document has the {longest + 1} tokens that evaluation.length_factor = "
-            f"{config.evaluation.length_factor} asks for "
+            f"{config.evaluation.length_factor} and evaluation.longest = {config.evaluation.longest} ask for "
             f"(the longest has {corpus.validation.lengths.max()}): lower it or a stage's context_length, or "
             "give longer documents"
         )
@@ -48,16 +55,19 @@ def evaluate(
     config: TrainingConfig,
     stage: StageConfig,
     on_length: Any = None,
+    scaling: str = "none",
 ) -> list[dict[str, Any]]:
     """One entry per context length: {"context", "nll" (nats per token), "standard_error" (over windows; None with
     one), "windows"}.
 
     on_length(context, nll): called after each length; what it raises ends the evaluation on every rank that raises.
+    scaling: how the softmax baseline scales positions, by as much as a context is longer than the stage's.
     Data-parallel groups share out the windows; ranks of one group share each sequence.
     """
     results = []
     num_targets = config.evaluation.target_tokens
     for context in config.evaluation_lengths(stage):
+        engine.scale_positions(scaling, max(1.0, context / stage.context_length))
         sums = torch.zeros(len(windows), dtype=torch.float64)
         mine = range(engine.data_parallel_rank, len(windows), engine.data_parallel_size)
         at_once = max(1, len(windows[0]) // context)
@@ -73,4 +83,5 @@ def evaluate(
         results.append({"context": context, "nll": nll, "standard_error": error, "windows": len(means)})
         if on_length:
             on_length(context, nll)
+    engine.scale_positions("none", 1.0)
     return results

@@ -11,6 +11,7 @@ import datetime
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -33,6 +34,11 @@ STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 GRACE_SECONDS = 10.0  # after one rank has died, for the others to say why they end
 POLL_SECONDS = 0.1
 PARENT_PIPE = "MEGATRON_SB_PARENT_PIPE"
+# What may differ when a run is resumed.
+LAYOUT_FIELDS = (
+    r"parallel\..*|model\.recompute|report\..*|checkpoint\..*"
+    r"|stages\.\d+\.(context_parallel_size|hierarchical_context_parallel_sizes|rows_per_micro_batch)"
+)
 
 
 def main(
@@ -293,9 +299,7 @@ def prepare_directory(config: TrainingConfig, out: str | None, resume: bool) -> 
     if resume:
         if not saved.exists():
             raise ValueError(f"--resume: {directory} holds no run (no config.yaml)")
-        _refuse_changes(
-            configuration.flatten(configuration.load_config(saved)), configuration.flatten(config), directory
-        )
+        _refuse_changes(configuration.load_config(saved), config, directory)
     else:
         if saved.exists():
             raise ValueError(
@@ -306,12 +310,21 @@ def prepare_directory(config: TrainingConfig, out: str | None, resume: bool) -> 
     return directory
 
 
-def _refuse_changes(before: dict[str, Any], now: dict[str, Any], directory: Path) -> None:
-    for path in before | now:
-        if before.get(path) != now.get(path):
+def _refuse_changes(before: TrainingConfig, now: TrainingConfig, directory: Path) -> None:
+    """Only what a model and its rows are spread over may change: not the rows, nor what is done with them."""
+    began, wanted = configuration.flatten(before), configuration.flatten(now)
+    for path in began | wanted:
+        if began.get(path) != wanted.get(path) and not re.fullmatch(LAYOUT_FIELDS, path):
             raise ValueError(
-                f"--resume: {path} = {now.get(path)!r}, but {directory} was started with {before.get(path)!r}; "
+                f"--resume: {path} = {wanted.get(path)!r}, but {directory} was started with {began.get(path)!r}; "
                 "a resumed run must go on as it began"
+            )
+    for index, (old, new) in enumerate(zip(before.stages, now.stages, strict=True)):
+        if before.pad_multiple(old) != now.pad_multiple(new):
+            raise ValueError(
+                f"--resume: stages.{index} pads documents to multiples of {now.pad_multiple(new)} on these ranks, but "
+                f"{directory} was started with {before.pad_multiple(old)}, and rows would be cut elsewhere; start runs "
+                f"that change their ranks with stages.{index}.pad_multiple = {now.pad_multiple(new)}"
             )
 
 

@@ -16,7 +16,7 @@ import torch
 from megatron_sb.config import StageConfig, TrainingConfig
 from megatron_sb.training.checkpoint import CheckpointDirectory, Progress
 from megatron_sb.training.data import Corpus, RowSampler, load_corpus, split_rows
-from megatron_sb.training.evaluate import choose_windows, evaluate
+from megatron_sb.training.evaluate import choose_windows, evaluate, result_path
 from megatron_sb.training.profiler import ProfilerWindow
 from megatron_sb.training.report import Report, Step
 from megatron_sb.training.schedule import learning_rate
@@ -104,12 +104,8 @@ class Job:
         """Train the stage's steps that are left, then evaluate unless that is done."""
         from megatron_sb.megatron.engine import Engine
 
-        evaluation_path = self._out / "evaluation" / f"{model}-{stage.name}.json"
-        if (
-            progress is not None
-            and (progress.stage, progress.step) == (stage.name, stage.steps)
-            and evaluation_path.exists()
-        ):
+        trained = progress is not None and (progress.stage, progress.step) == (stage.name, stage.steps)
+        if trained and not self._scalings_to_evaluate(model, stage):
             return progress
         config, corpus = self._config, self._corpus
         engine = Engine(config, model, stage, corpus.vocab_size, self._device)
@@ -152,9 +148,12 @@ class Job:
             self._profiler.before(progress.step + 1)
             mine = split_rows(rows, engine.data_parallel_rank, engine.data_parallel_size, stage.rows_per_micro_batch)
             rate = learning_rate(stage, progress.step)
-            share, norm = engine.train_step(mine, num_tokens, rate)
+            every = config.report.attention_interval
+            observe = model == "stick_breaking" and every > 0 and (progress.step + 1) % every == 0
+            share, norm = engine.train_step(mine, num_tokens, rate, observe=observe)
             flags = torch.tensor(self._stop.flags(), dtype=torch.float64, device=share.device)
-            loss, *sums = engine.sum_over_ranks(torch.cat([share[None], flags])).tolist()
+            sums = torch.cat([share[None], engine.attention_counts.stack(), flags])
+            loss, remainder, counted, skipped, tiles, *sums = engine.sum_over_ranks(sums).tolist()
             stop = StopRequest.agreed(sums)
             progress = Progress(
                 stage.name, progress.step + 1, progress.tokens + num_tokens, sampler.state_dict(), progress.corpus
@@ -162,7 +161,10 @@ class Job:
             self._profiler.after(progress.step, model, stage.name)
             if self._report:
                 flops = model_flops(config, self._corpus.vocab_size, [row.cu_seqlens for row in rows])
-                self._report.step(model, stage, progress, Step(loss, norm, rate, flops, _peak_gib(self._device)))
+                sticks = (remainder / counted, skipped / tiles if tiles else None) if observe else (None, None)
+                self._report.step(
+                    model, stage, progress, Step(loss, norm, rate, flops, _peak_gib(self._device), *sticks)
+                )
             if stop or progress.step % config.checkpoint.interval == 0 or progress.step == stage.steps:
                 saved = directory.save(engine, progress)
             if stop:
@@ -172,6 +174,10 @@ class Job:
             self._report.end_stage()
         return progress
 
+    def _scalings_to_evaluate(self, model: str, stage: StageConfig) -> list[str]:
+        scalings = self._config.evaluated_scalings(model)
+        return [scaling for scaling in scalings if not result_path(self._out, model, stage, scaling).exists()]
+
     def _evaluate(self, model: str, stage: StageConfig, engine: Any) -> None:
         def on_length(context: int, nll: float) -> None:
             if self._report:
@@ -180,9 +186,10 @@ class Job:
             if stop := StopRequest.agreed(sums.tolist()):
                 raise Interrupted(stop, f"while evaluating {model} / {stage.name}, whose checkpoint is saved")
 
-        results = evaluate(engine, self._corpus, self._windows, self._config, stage, on_length)
-        if self._report:
-            self._report.evaluation(model, stage, results)
+        for scaling in self._scalings_to_evaluate(model, stage):
+            results = evaluate(engine, self._corpus, self._windows, self._config, stage, on_length, scaling)
+            if self._report:
+                self._report.evaluation(model, stage, scaling, results)
 
 
 def _peak_gib(device: torch.device) -> float | None:

@@ -13,6 +13,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 COLOURS = {"stick_breaking": "tab:blue", "softmax_rope": "tab:orange"}
+MARKERS = {"none": "o", "linear": "v", "ntk": "^"}
+SCALINGS = {"none": "", "linear": ", linear scaling", "ntk": ", NTK scaling"}
 STYLES = ("--", "-", ":", "-.")
 
 
@@ -42,8 +44,9 @@ def draw_nll_by_length(evaluations: list[dict[str, Any]], labels: dict[str, str]
         contexts = [result["context"] for result in entry["results"]]
         losses = [result["nll"] for result in entry["results"]]
         style = STYLES[stages.index(entry["stage"]) % len(STYLES)]
-        label = f"{labels[entry['model']]}, {entry['stage']} (trained at {entry['trained_context']})"
-        axes.plot(contexts, losses, style, marker="o", markersize=3, color=COLOURS[entry["model"]], label=label)
+        label = f"{label_of(entry, labels)}, {entry['stage']} (trained at {entry['trained_context']})"
+        look = {"marker": MARKERS[entry["scaling"]], "markersize": 4, "color": COLOURS[entry["model"]]}
+        axes.plot(contexts, losses, style, label=label, **look)
     for context in sorted({entry["trained_context"] for entry in evaluations}):
         axes.axvline(context, color="grey", linewidth=0.6, linestyle=":")
     ticks = sorted({result["context"] for entry in evaluations for result in entry["results"]})
@@ -53,6 +56,11 @@ def draw_nll_by_length(evaluations: list[dict[str, Any]], labels: dict[str, str]
     axes.legend()
     axes.grid(alpha=0.3)
     _save(figure, path)
+
+
+def label_of(entry: dict[str, Any], labels: dict[str, str]) -> str:
+    """The model of an evaluation, and how it was scaled."""
+    return labels[entry["model"]] + SCALINGS[entry["scaling"]]
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from megatron_sb.config import StageConfig, TrainingConfig
 from megatron_sb.training.checkpoint import Progress, write_aside
+from megatron_sb.training.evaluate import result_path
 
 MODEL_LABELS = {"stick_breaking": "stick-breaking", "softmax_rope": "softmax + RoPE"}
 
@@ -25,7 +26,9 @@ MODEL_LABELS = {"stick_breaking": "stick-breaking", "softmax_rope": "softmax + R
 @dataclass(frozen=True)
 class Step:
     """What a training step gave. loss: nats per token. gradient_norm: before clipping. flops: of the model, over all
-    ranks. peak_gib: the most that this rank has used of its GPU; None on a CPU.
+    ranks. peak_gib: the most that this rank has used of its GPU; None on a CPU. remainder: the mean mass that
+    stick-breaking attention left over. skipped: the share of its tiles that the backward left out. Both None where
+    nobody looked, and skipped with context parallelism, too.
     """
 
     loss: float
@@ -33,6 +36,8 @@ class Step:
     learning_rate: float
     flops: float
     peak_gib: float | None
+    remainder: float | None = None
+    skipped: float | None = None
 
 
 class Report:
@@ -84,8 +89,10 @@ class Report:
             "gradient_norm": step.gradient_norm,
             "learning_rate": step.learning_rate,
             "tokens_per_second": round(rate, 1),
-            "model_tflops": round(tflops, 4),
+            "model_tflops": float(f"{tflops:.4g}"),
             "peak_gib": step.peak_gib,
+            "mean_remainder": step.remainder,
+            "skipped_tiles": step.skipped,
         }
         with self._metrics_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -103,23 +110,15 @@ class Report:
         """One line above the progress bar."""
         tqdm.write(text)
 
-    def evaluation_path(self, model: str, stage: StageConfig) -> Path:
-        """Where the evaluation after a stage is kept; the file exists when it is done."""
-        return self.out / "evaluation" / f"{model}-{stage.name}.json"
-
-    def evaluation(self, model: str, stage: StageConfig, results: list[dict[str, Any]]) -> None:
-        """Keep and show an evaluation."""
-        path = self.evaluation_path(model, stage)
+    def evaluation(self, model: str, stage: StageConfig, scaling: str, results: list[dict[str, Any]]) -> None:
+        """Keep and show an evaluation. scaling: of the baseline's positions."""
+        path = result_path(self.out, model, stage, scaling)
         path.parent.mkdir(exist_ok=True)
-        write_aside(
-            path,
-            json.dumps(
-                {"model": model, "stage": stage.name, "trained_context": stage.context_length, "results": results},
-                indent=1,
-            ),
-        )
+        about = {"model": model, "stage": stage.name, "trained_context": stage.context_length, "scaling": scaling}
+        write_aside(path, json.dumps(about | {"results": results}, indent=1))
+        name = f"{stage.name}/nll_by_length" + ("" if scaling == "none" else f"_{scaling}")
         for result in results:
-            self._write_scalar(model, f"{stage.name}/nll_by_length", result["nll"], result["context"])
+            self._write_scalar(model, name, result["nll"], result["context"])
         self.draw()
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -131,7 +130,13 @@ class Report:
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Every evaluation that is done, in the order of the configuration."""
-        paths = [self.evaluation_path(model, stage) for model in self._config.compare for stage in self._config.stages]
+        config = self._config
+        paths = [
+            result_path(self.out, model, stage, scaling)
+            for model in config.compare
+            for stage in config.stages
+            for scaling in config.evaluated_scalings(model)
+        ]
         return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
 
     def draw(self) -> None:
@@ -143,8 +148,10 @@ class Report:
 
     def table(self) -> str:
         """Negative log-likelihood by context length, a column per model and stage."""
+        from megatron_sb.training import plots
+
         evaluations = self.evaluations()
-        heads = [f"{MODEL_LABELS[entry['model']]}, {entry['stage']}" for entry in evaluations]
+        heads = [f"{plots.label_of(entry, MODEL_LABELS)}, {entry['stage']}" for entry in evaluations]
         columns = [{result["context"]: f"{result['nll']:.4f}" for result in entry["results"]} for entry in evaluations]
         lines = [" | ".join(["context", *heads])]
         for context in sorted({context for column in columns for context in column}):

@@ -13,6 +13,7 @@ from megatron_sb import reference
 from megatron_sb.megatron import StickBreakingCoreAttention, StickBreakingOptions, core_attention
 
 HEADS, KV_HEADS, CHANNELS = 4, 2, 8
+DEFAULTS = {"attend_current": False, "mass_threshold": 2**-24, "return_mass": False}
 
 
 def make_core(config=None, **changes) -> StickBreakingCoreAttention:
@@ -111,9 +112,9 @@ def test_scale_and_options_reach_the_operator(monkeypatch):
     seen = {}
     monkeypatch.setattr(core_attention, "stickbreaking_attention", lambda q, *rest, **kwargs: seen.update(kwargs) or q)
     core(q, k, v, None)
-    assert seen == {"scale": 0.7, "attend_current": True, "mass_threshold": 0.0}
+    assert seen == {**DEFAULTS, "scale": 0.7, "attend_current": True, "mass_threshold": 0.0}
     make_core()(q, k, v, None)
-    assert seen == {"scale": pytest.approx(CHANNELS**-0.5), "attend_current": False, "mass_threshold": 2**-24}
+    assert seen == {"scale": pytest.approx(CHANNELS**-0.5), **DEFAULTS}
 
 
 def test_older_cores_name_their_groups_otherwise():
@@ -205,7 +206,7 @@ class TestHeadVectors:
             lambda *qkv, **kwargs: seen.update(kwargs) or real(*qkv, **kwargs),
         )
         self.make(("head_norm",))(*make_qkv(8, 1), None)
-        assert "return_mass" not in seen
+        assert not seen["return_mass"]
         self.make(("remainder_bias",))(*make_qkv(8, 1), None)
         assert seen["return_mass"]
 

@@ -1,5 +1,7 @@
 """The softmax baseline's attention against its definition."""
 
+import itertools
+
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -42,7 +44,7 @@ def assert_rotary_softmax(attention, num_kv_heads, bounds, device="cpu", dtype=t
     query, key, value = (torch.randn(40, heads, 16, device=device, dtype=dtype) for heads in (4, *[num_kv_heads] * 2))
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
     out = attention.to(device)(query, key, value, None, packed_seq_params=packed)
-    documents = list(zip(bounds, bounds[1:], strict=False))
+    documents = list(itertools.pairwise(bounds))
     wanted = naive_rotary_softmax(query.cpu(), key.cpu(), value.cpu(), documents, **{"base": 100.0, **expected})
     torch.testing.assert_close(out.cpu().double(), wanted, rtol=0, atol=atol)
 

@@ -53,6 +53,8 @@ REFUSALS = {
     "parallel.ranks=3": r"rows_per_step = 8 must be a multiple of 3, the data-parallel size of stick_breaking",
     "stages.1.context_parallel_size=4": r"context_parallel_size = 4 must divide parallel\.ranks = 2",
     "stages.1.context_length=2046": r"stages\.1\.context_length = 2046 must be a multiple of 4",
+    "stages.1.pad_multiple=6": r"stages\.1\.pad_multiple = 6 must be a multiple of 4, which the stage's ranks need",
+    "stages.1.pad_multiple=12": r"stages\.1\.pad_multiple = 12 .* divide stages\.1\.context_length = 2048",
     "stages.1.warmup_steps=100": r"stages\.1\.warmup_steps = 100 must be less than stages\.1\.steps = 100",
     "stages.0.warmup_steps=0": r"stages\.0\.schedule = 'power' contradicts stages\.0\.warmup_steps = 0",
     "stages.0.rows_per_micro_batch=3": r"rows_per_micro_batch = 3 must divide 4",

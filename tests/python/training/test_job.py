@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ CONFIG = f"""
 name: small
 data: {{paths: ["{LIBRARY / "json"}", "{LIBRARY / "email"}"], validation_fraction: 0.3}}
 model: {{num_layers: 2, hidden_size: 32, num_heads: 2, num_kv_heads: 1, ffn_hidden_size: 64}}
+baseline: {{evaluated_scalings: [none, linear, ntk]}}
 parallel: {{ranks: 2, device: cpu, threads_per_rank: 1, timeout_seconds: 60}}
 stages:
   - {{name: short, context_length: 32, steps: 40, rows_per_step: 8, rows_per_micro_batch: 2, learning_rate: 1e-2,
@@ -123,6 +125,10 @@ def test_what_a_run_leaves_behind(straight):
         for stage, steps in (("short", 40), ("extended", 60))
         for step in range(1, steps + 1)
     ]
+    for line in lines:  # a micro-batch of each tenth step, over two context-parallel ranks
+        assert line["model_tflops"] > 0 and line["peak_gib"] is None and line["skipped_tiles"] is None
+        looked = line["model"] == "stick_breaking" and line["step"] % 10 == 0
+        assert (line["mean_remainder"] is not None) == looked and (not looked or 0 < line["mean_remainder"] < 1)
     for model in ("stick_breaking", "softmax_rope"):
         losses = [line["loss"] for line in lines if line["model"] == model]
         assert losses[0] == pytest.approx(5.55, abs=0.1) and sum(losses[-5:]) / 5 < 3.6, "it does not learn"
@@ -141,6 +147,15 @@ def test_what_a_run_leaves_behind(straight):
             for result in evaluation["results"]:
                 row = re.search(rf"^ *{result['context']} \|.*", output, re.M).group()
                 assert f"{result['nll']:.4f}" in row
+    for stage, trained in (("short", 32), ("extended", 64)):
+        by_scaling = {
+            scaling: json.loads((out / "evaluation" / f"softmax_rope-{stage}{suffix}.json").read_text())["results"]
+            for scaling, suffix in (("none", ""), ("linear", "-linear"), ("ntk", "-ntk"))
+        }
+        for plain, *scaled in zip(*by_scaling.values(), strict=True):
+            beyond = plain["context"] > trained
+            assert len({plain["nll"], *(result["nll"] for result in scaled)}) == (3 if beyond else 1)
+    assert re.search(r"\| softmax \+ RoPE, NTK scaling, extended$", output, re.M)
     for picture in ("loss.png", "nll_by_length.png"):
         assert (out / picture).read_bytes().startswith(b"\x89PNG")
     assert list(out.glob("tensorboard/stick_breaking/events*"))
@@ -211,6 +226,71 @@ def test_the_directory_of_a_run_is_not_overwritten_nor_changed(straight, config,
     made = launch.prepare_directory(job, None, resume=False)
     assert re.fullmatch(r"runs/small-\d{8}-\d{6}", str(made))
     assert launch.prepare_directory(job, None, resume=True) == made
+
+
+def test_a_run_goes_on_over_other_ranks(config, tmp_path):
+    """Saved by two context-parallel ranks, resumed by one, and by two data-parallel ones: the same rows and losses."""
+    padded = [f"stages.{stage}.pad_multiple=4" for stage in (0, 1)]
+    short = ["compare=[stick_breaking]", "stages.0.steps=10", "stages.1.steps=5"]
+    out = tmp_path / "out"
+    status, _, errors = run(config, *short, *padded, "--out", out)
+    assert status == 0, errors
+    alone = [f"stages.{stage}.context_parallel_size=1" for stage in (0, 1)]
+    for ranks in (1, 2):
+        other = tmp_path / str(ranks)
+        shutil.copytree(out, other)
+        (other / "stick_breaking" / "checkpoints" / "latest").write_text("short-000007")
+        status, _, errors = run(config, *short, *padded, *alone, f"parallel.ranks={ranks}", "--out", other, "--resume")
+        assert status == 0, errors
+        losses, expected = ([line["loss"] for line in metrics(folder)] for folder in (other, out))
+        assert losses == pytest.approx(expected, abs=2e-5) and losses[:7] == expected[:7] and losses != expected
+
+
+def test_killed_while_it_saves(straight, config, tmp_path):
+    """SIGKILL to every rank with a checkpoint half written: the one before is whole and the run goes on from it."""
+    out = tmp_path / "out"
+    checkpoints = out / "stick_breaking" / "checkpoints"
+    short = ["compare=[stick_breaking]", "checkpoint.interval=1"]
+    resume: list[str] = []
+    while not list(checkpoints.glob(".*.tmp")):
+        with started(config, *short, "--out", out, *resume) as job:
+            wait_for_step(job, out, "stick_breaking", "short", 5 + 3 * len(resume))
+            while not list(checkpoints.glob(".*.tmp")):
+                assert job.poll() is None
+            for process in [job, *psutil.Process(job.pid).children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            job.wait()
+        resume = ["--resume"]
+    half = next(checkpoints.glob(".*.tmp"))
+    latest = (checkpoints / "latest").read_text()
+    assert half.name != f".{latest}.tmp" and (checkpoints / latest / "progress.json").exists()
+    status, _, errors = run(config, *short, "--out", out, "--resume")
+    assert status == 0 and not half.exists(), errors
+    expected = [line["loss"] for line in metrics(straight[0]) if line["model"] == "stick_breaking"]
+    assert [line["loss"] for line in metrics(out)] == expected
+
+
+def test_a_run_does_not_go_on_with_rows_cut_elsewhere(straight, config):
+    out, _, _ = straight
+    status, _, errors = run(config, "stages.0.context_parallel_size=1", "--out", out, "--resume")
+    assert status == 2 and "--resume: stages.0 pads documents to multiples of 1 on these ranks" in errors, errors
+
+
+def test_profiled_steps_and_skipped_tiles(config, tmp_path):
+    alone = ["parallel.ranks=1", "stages.0.context_parallel_size=1", "stages.1.context_parallel_size=1"]
+    short = ["compare=[stick_breaking]", "stages.0.steps=10", "stages.1.steps=5", "report.attention_interval=5"]
+    status, _, errors = run(config, *alone, *short, "--profile", "4:5", "--out", tmp_path)
+    assert status == 0, errors
+    traces = sorted((tmp_path / "profile").iterdir())
+    assert [trace.name for trace in traces] == ["stick_breaking-extended.json", "stick_breaking-short.json"]
+    names = [event.get("name", "") for event in json.loads(traces[1].read_text())["traceEvents"]]
+    assert sum(name.startswith("Optimizer.step") for name in names) == 2
+    looked = [line for line in metrics(tmp_path) if line["mean_remainder"] is not None]
+    assert [line["step"] for line in looked] == [5, 10, 5]
+    assert all(line["skipped_tiles"] == 0 for line in looked), "documents of one tile have none to skip"
+    status, _, errors = run(config, "--profile", "5:4", "--out", tmp_path / "other")
+    assert status == 2 and "--profile 5:4: write FIRST:LAST" in errors, errors
 
 
 def test_another_runs_checkpoint_to_start_from(straight, config, tmp_path):

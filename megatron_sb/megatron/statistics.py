@@ -1,0 +1,106 @@
+"""How a model's stick-breaking attention uses its sticks: what is left of them, and how much work that saves."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_sb.megatron.core_attention import StickBreakingCoreAttention, document_bounds, is_packed
+
+TILE = 64  # the grid on which kernels begin to skip (csrc/core/params.h)
+
+
+@dataclass(frozen=True)
+class AttentionCounts:
+    """Sums over rows, heads and layers; sums over ranks add up.
+
+    remainder: of the mass that is left, and rows: how many rows gave it. skipped, tiles: 64 x 64 tiles on or below the
+    diagonal that the backward leaves out, of all; 0 of 0 under context parallelism, where a rank does not see them.
+    """
+
+    remainder: Tensor
+    rows: Tensor
+    skipped: Tensor
+    tiles: Tensor
+
+    @staticmethod
+    def zeros(device: torch.device) -> AttentionCounts:
+        """No rows."""
+        return AttentionCounts(*torch.zeros(4, dtype=torch.float64, device=device))
+
+    def __add__(self, other: AttentionCounts) -> AttentionCounts:
+        """Of both."""
+        return AttentionCounts(*(self.stack() + other.stack()))
+
+    def stack(self) -> Tensor:
+        """The four sums, (4,) float64."""
+        return torch.stack((self.remainder, self.rows, self.skipped, self.tiles))
+
+
+@contextlib.contextmanager
+def observed(model: torch.nn.Module, device: torch.device) -> Iterator[list[AttentionCounts]]:
+    """Count in every forward inside; yields a list that ends as one AttentionCounts.
+
+    Each layer's attention runs a second time for it, without gradients; all ranks of a context-parallel group must
+    observe together.
+    """
+    counts = [AttentionCounts.zeros(device)]
+
+    def look(module: StickBreakingCoreAttention, args: tuple, kwargs: dict, _) -> None:
+        counts[0] += count(module, *args[:3], kwargs.get("packed_seq_params"))
+
+    cores = [module for module in model.modules() if isinstance(module, StickBreakingCoreAttention)]
+    hooks = [core.register_forward_hook(look, with_kwargs=True) for core in cores]
+    try:
+        yield counts
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def count(
+    core: StickBreakingCoreAttention, query: Tensor, key: Tensor, value: Tensor, packed_seq_params
+) -> AttentionCounts:
+    """What one call of a layer's core attention gives; arguments as in its forward."""
+    none = torch.zeros((), dtype=torch.float64, device=query.device)
+    if core.cp_group_of(packed_seq_params) is not None:
+        _, mass = core.attend(query, key, value, packed_seq_params, return_mass=True)
+        return AttentionCounts(mass.sum(dtype=torch.float64), none + mass.numel(), none, none)
+    if is_packed(packed_seq_params):
+        bounds, _ = document_bounds(packed_seq_params)
+        batch = [x[None] for x in (query, key, value)]
+        segments = torch.ops.megatron_sb.segments(bounds, bounds, query.shape[0], key.shape[0])
+    else:
+        bounds, segments = torch.tensor([0, query.shape[0]], device=query.device), None
+        batch = [x.transpose(0, 1) for x in (query, key, value)]
+    _, mass, edge, _ = torch.ops.megatron_sb.block_forward(*batch, segments, **core.attention_options)
+    skipped, tiles = skipped_tiles(edge, bounds.long(), core.options.attend_current)
+    return AttentionCounts(mass.sum(dtype=torch.float64), none + mass.numel(), skipped, tiles)
+
+
+def skipped_tiles(edge: Tensor, bounds: Tensor, attend_current: bool) -> tuple[Tensor, Tensor]:
+    """How many tiles the backward skips and how many there are, float64 scalars.
+
+    edge: (b, h, rows), the restarts' edges. bounds: (n + 1,), the documents' offsets; rows beyond the last count not.
+    """
+    rows = edge.shape[-1]
+    row = torch.arange(rows, device=edge.device)
+    document = torch.bucketize(row, bounds[1:], right=True)
+    inside = document < bounds.numel() - 1
+    document = document.clamp(max=bounds.numel() - 2)
+    position = row - bounds[document]
+    first_tile = torch.nn.functional.pad(-(-bounds.diff() // TILE), (1, 0)).cumsum(0)
+    tile = torch.where(inside, first_tile[document] + position // TILE, rows)  # rows: where what counts not goes
+    by_tile = edge.new_full((*edge.shape[:-1], rows + 1), rows)
+    by_tile.scatter_reduce_(-1, tile.expand_as(edge), edge, "amin")
+    visible = position.new_zeros(rows + 1)
+    visible.scatter_reduce_(0, tile, position + int(attend_current), "amax")
+    tiles = -(-visible[:rows] // TILE)
+    older = (-(-by_tile[..., :rows] // TILE) - 1).clamp(min=0)  # than the tile in which the backward starts
+    skipped = torch.minimum(older, tiles)
+    return skipped.sum(dtype=torch.float64), tiles.sum(dtype=torch.float64) * edge[..., 0].numel()
