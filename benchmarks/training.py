@@ -133,6 +133,17 @@ def step_seconds(engine: engine_module.Engine, batches: list[PackedBatch], token
     return taken
 
 
+def busiest(engine: engine_module.Engine, batches: list[PackedBatch], tokens: int, count: int) -> list[str]:
+    """The kernels that take most of a step: milliseconds, launches, name."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        engine.train_step(batches, tokens, 0.0)
+        torch.cuda.synchronize()
+    kernels = sorted(profiler.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
+    total = sum(kernel.self_device_time_total for kernel in kernels)
+    lines = [f"{k.self_device_time_total / 1e3:10.2f} {k.count:6d}  {k.key[:100]}" for k in kernels[:count]]
+    return [f"{total / 1e3:10.2f} ms in all", *lines]
+
+
 def measure(options: argparse.Namespace, config: TrainingConfig, model: str, lengths: list[int]) -> Iterator[dict]:
     """Lines of the table, of one model: the lengths, then, after several, the first of them again."""
     device = torch.device("cuda")
@@ -146,6 +157,8 @@ def measure(options: argparse.Namespace, config: TrainingConfig, model: str, len
         torch.cuda.reset_peak_memory_stats()
         times = step_seconds(engine, batches, tokens, options.seconds)
         second = statistics.median(times)
+        for line in busiest(engine, batches, tokens, options.kernels) if options.kernels and not note else ():
+            print(line, flush=True)
         flops = model_flops(config, config.vocab_size, [batch.cu_seqlens for batch in batches])
         yield {
             "model": model,
@@ -176,6 +189,7 @@ def main() -> None:
     parser.add_argument("--logit", type=float, default=-11.0, help="what logits are about; at most 0")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--seconds", type=float, default=5.0, help="of timed steps in a cell, three steps at least")
+    parser.add_argument("--kernels", type=int, default=0, help="show so many of a step's kernels, by their time")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}

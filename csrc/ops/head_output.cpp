@@ -27,7 +27,6 @@ struct Arguments {
 };
 
 // ---- check: works on symbolic sizes too
-// ------------------------------------------------------------------------------
 void check_head_vectors(const char* name, const OptionalTensor& x, const at::Tensor& o) {
     if (!x.has_value()) return;
     check_dtype(name, *x);
@@ -77,7 +76,6 @@ void check_output_gradient(const at::Tensor& d_out, const at::Tensor& o) {
 }
 
 // ---- on a CPU, in the accumulation type
-// ------------------------------------------------------------------------------
 at::Tensor per_head(const at::Tensor& vectors, const at::Tensor& o) {
     return vectors.to(accumulation_type(o)).reshape({o.size(2), o.size(3)});
 }
@@ -128,7 +126,6 @@ Five backward_on_cpu(const at::Tensor& d_out, const Arguments& in, Five gradient
 }
 
 // ---- on a GPU
-// --------------------------------------------------------------------------------------------------------
 #if defined(SB_WITH_CUDA)
 OptionalTensor contiguous(const OptionalTensor& x) {
     return x.has_value() ? OptionalTensor(x->contiguous()) : std::nullopt;
