@@ -38,6 +38,20 @@ def test_on_nccl(num_ranks, tmp_path):
 
 
 @pytest.mark.multigpu
+def test_two_hosts_over_sockets(tmp_path, monkeypatch):
+    """Two groups of two GPUs that NCCL takes for two hosts, every mode, "a2a+p2p" among them; what it used is looked up
+    in its log.
+    """
+    monkeypatch.setenv("SB_RANKS_PER_HOST", "2")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("NCCL_DEBUG_SUBSYS", "INIT,GRAPH,P2P")
+    monkeypatch.setenv("NCCL_DEBUG_FILE", str(tmp_path / "nccl.%p"))
+    run_checks(4, ("same_answer_as_one_rank", "packed_within_the_bars"), tmp_path)
+    words = "".join(path.read_text() for path in tmp_path.glob("nccl.*"))
+    assert "via NET/Socket" in words and "via P2P" in words
+
+
+@pytest.mark.multigpu
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_in_a_cuda_graph(num_ranks, tmp_path):
     """A layer can be captured: it neither waits on the host nor allocates elsewhere."""

@@ -1,7 +1,8 @@
 """Runs named checks of context parallelism; writes what went wrong, by check and rank, as JSON.
 
 torchrun --nproc-per-node N context_parallel_run.py OUT.json DEVICE CHECK..
-DEVICE is cpu, with gloo, or cuda, with NCCL and a GPU for each rank.
+DEVICE is cpu, with gloo, or cuda, with NCCL and a GPU for each rank. With SB_RANKS_PER_HOST=n in the environment NCCL
+takes every n neighbours for a host of their own and reaches the others over sockets of this machine.
 """
 
 import json
@@ -40,6 +41,9 @@ def start(device: str) -> None:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.set_default_device(torch.device("cuda", torch.cuda.current_device()))
+    if ranks_per_host := int(os.environ.get("SB_RANKS_PER_HOST", "0")):
+        host = int(os.environ["RANK"]) // ranks_per_host
+        os.environ |= {"NCCL_HOSTID": f"host{host}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     timeout = timedelta(seconds=TIMEOUT_SECONDS)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
 
