@@ -183,6 +183,30 @@ def test_bitwise_deterministic(sizes):
             assert torch.equal(again[name], first[name]), name
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_kept_can_be_offloaded(packed):
+    """All tensors that the backward needs go through saved-tensor hooks: moved away and back, they give the same."""
+    x = make_inputs("mean -3.2", s=150, h=4, h_kv=2, d=16)
+    x = x.packed() if packed else x
+    offloaded = []
+
+    def attention(q, k, v):
+        if packed:
+            return stickbreaking_attention_varlen(q, k, v, cu(0, 70, 150), return_mass=True)
+        return stickbreaking_attention(q, k, v, return_mass=True)
+
+    def move_away(tensor):
+        offloaded.append(tensor.shape)
+        return tensor.device, tensor.to("cpu", copy=True)
+
+    plain = run(attention, x)
+    with torch.autograd.graph.saved_tensors_hooks(move_away, lambda away: away[1].to(away[0])):
+        moved = run(attention, x)
+    assert len(offloaded) >= 6  # q, k, v, the mass and two restarts
+    for name in SAME:
+        assert torch.equal(plain[name], moved[name]), name
+
+
 def test_the_number_of_threads_hardly_matters(device):
     """One thread gives what several give, to rounding: sums over queries may be split among them."""
     if device == "cuda":
