@@ -25,6 +25,11 @@ from timing import machine
 ROOT = Path(__file__).parents[1]
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 STAGES = ("build", "tests", "portable", "sanitize", "bench")
+TRAINING_STAGES = ("training", "layouts")  # with Megatron-Core; on one GPU, on four
+HEADS_OF_128 = [
+    f"model.{field}" for field in ("num_heads=12", "num_kv_heads=12", "head_dim=128", "num_parameters=null")
+]
+TRAINED = {"1b": ("dense_1b", []), "1b-128": ("dense_1b", HEADS_OF_128), "350m": ("dense_350m", [])}
 
 
 @dataclass
@@ -43,9 +48,7 @@ class Step:
 def steps_of(stage: str, options: argparse.Namespace) -> list[Step]:
     """What a stage runs. Its tests are found from the repository's root."""
     python, out = sys.executable, options.out
-    # With a library from elsewhere the package here, which has none, must not be found first.
-    safe_path = ["-P"] if options.library_from else []
-    tests = [python, *safe_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=10", "--maxfail=30"]
+    tests = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=10", "--maxfail=30"]
     workers = ["-n", str(options.workers)] if options.workers > 1 else []
     if stage == "build":
         install = [python, "-m", "pip", "install", "-q", "--no-build-isolation", "-e", "."]
@@ -66,6 +69,32 @@ def steps_of(stage: str, options: argparse.Namespace) -> list[Step]:
             "20",
         ]
         return [Step(tool, [*sanitizer, "--tool", tool, python, cases], 180) for tool in options.tools]
+    if stage == "training":
+        return [
+            Step(
+                f"training-{name}",
+                [
+                    *(
+                        python,
+                        "benchmarks/training.py",
+                        f"configs/{config}.yaml",
+                        "--json",
+                        f"{out}/training-{name}.json",
+                    ),
+                    *(word for field in changes for word in ("--set", field)),
+                    *options.training_arguments,
+                ],
+                500,
+            )
+            for name, (config, changes) in TRAINED.items()
+            if name in options.models
+        ]
+    if stage == "layouts":
+        record = [python, "benchmarks/training_layouts.py", "record"]
+        return [
+            Step(f"layouts-{model}", [*record, f"{out}/layouts-{model}.json", "--model", model, *lengths], 500)
+            for model, lengths in (("dense", ["--lengths", "16384", "65536"]), ("moe", []))
+        ]
     bench = [python, "benchmarks/attention.py", "--json", f"{out}/bench.json", "--markdown", f"{out}/bench.md"]
     return [Step("bench", [*bench, *options.bench_arguments], 300)]
 
@@ -76,7 +105,9 @@ def run(step: Step, options: argparse.Namespace) -> None:
         step.verdict, step.summary = "FAILED", f"{step.command[0]} is not here"
         return
     environment = {**os.environ, **step.environment, "PYTHONUNBUFFERED": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [options.python_path, os.environ.get("PYTHONPATH")]))
+    environment["PYTHONPATH"] = os.pathsep.join([*options.python_path, *filter(None, [os.environ.get("PYTHONPATH")])])
+    if options.library_from:  # the package here, which has no library, must not be found first
+        environment["PYTHONSAFEPATH"] = "1"
     log = options.out / f"{step.name}.log"
     begin = time.monotonic()
     with log.open("w") as file:
@@ -129,6 +160,17 @@ def library_folder(source: Path) -> Path:
     return package.parent
 
 
+def python_path(options: argparse.Namespace) -> list[str]:
+    """Where the steps find modules: what was built elsewhere, wheels, and what stands beside the scripts they run."""
+    folders = [library_folder(options.library_from)] if options.library_from else []
+    if options.wheels:
+        site = Path(tempfile.mkdtemp(prefix="megatron_sb_wheels_"))
+        install = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", site]
+        subprocess.run([*map(str, install), *map(str, sorted(options.wheels.glob("*.whl")))], check=True)
+        folders.append(site)
+    return [*map(str, folders), *(str(ROOT / name) for name in ("benchmarks", "tests/python", "tests/python/workers"))]
+
+
 def record(steps: list[Step], options: argparse.Namespace) -> str:
     """The dated record in markdown: the machine, the stages, and the benchmark's tables."""
     here = machine()
@@ -145,13 +187,20 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the logs and the record")
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--stages", nargs="+", choices=[*STAGES, *TRAINING_STAGES], default=list(STAGES))
     parser.add_argument(
         "--library-from", type=Path, help="folder of a build made elsewhere; leaves the build stage out"
+    )
+    parser.add_argument(
+        "--wheels", type=Path, help="folder of wheels to use beside what is installed, as megatron-core's"
     )
     parser.add_argument("--workers", type=int, default=1, help="pytest-xdist workers on the one GPU")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), help="of compute-sanitizer")
     parser.add_argument("--select", nargs=argparse.REMAINDER, default=[], help="more arguments for pytest; comes last")
+    parser.add_argument("--models", nargs="+", choices=TRAINED, default=list(TRAINED), help="of the stage training")
+    parser.add_argument(
+        "--training-arguments", type=str.split, default=[], help="more for benchmarks/training.py, in quotes"
+    )
     parser.add_argument(
         "--bench-arguments", type=str.split, default=[], help="more for benchmarks/attention.py, in quotes"
     )
@@ -164,7 +213,7 @@ def main(args: list[str] | None = None) -> int:
     """Run the stages; 0 if all went well."""
     options = parse(args)
     options.out.mkdir(parents=True, exist_ok=True)
-    options.python_path = str(library_folder(options.library_from)) if options.library_from else None
+    options.python_path = python_path(options)
     stages = [stage for stage in options.stages if stage != "build" or not options.library_from]
     steps = [step for stage in stages for step in steps_of(stage, options)]
     for step in steps:
