@@ -218,15 +218,13 @@ class TrainingConfig:
     def pad_multiple(self, stage: StageConfig) -> int:
         """What every document's part of a row is padded to; the baseline gets the same rows.
 
-        Where the stage says nothing, as little as its ranks need. A stream that is cut as a whole needs no padding; but
-        evaluation packs as many documents as there are windows, and their sum must divide over sequence-parallel ranks.
+        Where the stage says nothing, as little as its ranks need: nothing, where the stream is cut as a whole.
         """
         return stage.pad_multiple or self.needed_pad_multiple(stage)
 
     def needed_pad_multiple(self, stage: StageConfig) -> int:
         """The least that the stage's ranks can do with."""
-        whole = self.parallel.packing == "whole_stream" and not self.parallel.sequence_parallel
-        return 1 if whole else self.row_multiple(stage)
+        return 1 if self.parallel.packing == "whole_stream" else self.row_multiple(stage)
 
     def evaluated_scalings(self, model: str) -> tuple[str, ...]:
         """With which scalings of positions a model is evaluated: stick-breaking has no positions to scale."""

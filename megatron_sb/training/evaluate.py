@@ -62,21 +62,24 @@ def evaluate(
 
     on_length(context, nll): called after each length; what it raises ends the evaluation on every rank that raises.
     scaling: how the softmax baseline scales positions, by as much as a context is longer than the stage's.
-    Data-parallel groups share out the windows; ranks of one group share each sequence.
+    Data-parallel groups share out the windows; ranks of one group share each sequence. Every group scores as many,
+    some of them a window that another has too, which counts once: experts are spread over groups, which have to call
+    them alike.
     """
     results = []
-    num_targets = config.evaluation.target_tokens
+    num_targets, num_groups = config.evaluation.target_tokens, engine.data_parallel_size
+    num_scored = -(-len(windows) // num_groups) * num_groups
     for context in config.evaluation_lengths(stage):
         engine.scale_positions(scaling, max(1.0, context / stage.context_length))
-        sums = torch.zeros(len(windows), dtype=torch.float64)
-        mine = range(engine.data_parallel_rank, len(windows), engine.data_parallel_size)
+        sums = torch.zeros(num_scored, dtype=torch.float64)
+        mine = range(engine.data_parallel_rank, num_scored, num_groups)
         at_once = max(1, len(windows[0]) // context)
         for start in range(0, len(mine), at_once):
             indices = list(mine[start : start + at_once])
-            parts = [windows[index][-context - 1 :] for index in indices]
-            batch = pack(parts, config.pad_multiple(stage), corpus.end_of_document, num_targets)
+            parts = [windows[index % len(windows)][-context - 1 :] for index in indices]
+            batch = pack(parts, config.row_multiple(stage), corpus.end_of_document, num_targets)
             sums[indices] = engine.window_losses(batch, len(parts)).cpu()
-        sums = engine.sum_over_ranks(sums)
+        sums = engine.sum_over_ranks(sums)[: len(windows)]
         means = (sums / num_targets).tolist()
         nll = math.fsum(means) / len(means)
         error = float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None

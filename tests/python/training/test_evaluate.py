@@ -1,0 +1,55 @@
+"""The evaluation by context length, with an engine that only adds up labels."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_sb.config import load_config
+from megatron_sb.training.evaluate import evaluate
+
+TINY = Path(__file__).parents[3] / "configs" / "tiny_context_extension.yaml"
+
+
+class Adder:
+    """Ranks one after the other; a sequence's "loss" is the sum of its labels that count."""
+
+    def __init__(self, num_groups: int) -> None:
+        self.data_parallel_rank, self.data_parallel_size = 0, num_groups
+        self.calls: list[list[tuple]] = [[] for _ in range(num_groups)]
+        self.totals: dict[int, torch.Tensor] = {}
+
+    def scale_positions(self, kind, factor): ...
+
+    def window_losses(self, batch, num_windows):
+        self.calls[self.data_parallel_rank].append((num_windows, len(batch.tokens)))
+        parts = np.split(batch.labels * batch.counted, batch.cu_seqlens[1:-1])
+        return torch.tensor([part.sum() for part in parts], dtype=torch.float64)
+
+    def sum_over_ranks(self, sums):
+        self.turn += 1
+        self.totals[self.turn] = self.totals.get(self.turn, 0) + sums
+        return self.totals[self.turn]
+
+
+@pytest.mark.parametrize("num_windows", [2, 5, 6])
+@pytest.mark.parametrize("packing", ["per_document", "whole_stream"])
+def test_groups_score_as_many_windows_each(num_windows, packing):
+    """Three groups: the same calls on all, or experts that they share would wait for ever; rows that ranks can cut."""
+    config = load_config(TINY, ["evaluation.target_tokens=10", f"parallel.packing={packing}"])
+    stage = config.stages[1]
+    generator = np.random.default_rng(0)
+    windows = [generator.integers(256, size=config.longest_evaluated(stage) + 1) for _ in range(num_windows)]
+    engine = Adder(num_groups=3)
+    for engine.data_parallel_rank in range(3):
+        engine.turn = 0
+        results = evaluate(engine, SimpleNamespace(end_of_document=256), windows, config, stage)
+    assert engine.calls[0] == engine.calls[1] == engine.calls[2]
+    assert all(length % config.row_multiple(stage) == 0 for _, length in engine.calls[0])
+    assert [result["context"] for result in results] == config.evaluation_lengths(stage)
+    means = [window[-10:].mean() for window in windows]
+    for result in results:
+        assert result["nll"] == pytest.approx(np.mean(means)) and result["windows"] == num_windows
+        assert result["standard_error"] == pytest.approx(np.std(means, ddof=1) / num_windows**0.5)
