@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -65,7 +66,7 @@ def main(
         _say(f"{config_path}: {error}")
         return EXIT_REFUSED
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        run_rank(config, config_path, out, resume, window)
+        run_rank(config, config_path, overrides, out, resume, window)
     arguments = [config_path, *overrides, *(["--out", out] if out else []), *(["--resume"] if resume else [])]
     arguments += ["--profile", profile] if profile else []
     return start_ranks(config, [sys.executable, "-m", "megatron_sb.training", *arguments])
@@ -161,13 +162,18 @@ def _say(text: str) -> None:
 
 
 def run_rank(
-    config: TrainingConfig, config_path: str, out: str | None, resume: bool, profiled: tuple[int, int]
+    config: TrainingConfig,
+    config_path: str,
+    overrides: Sequence[str],
+    out: str | None,
+    resume: bool,
+    profiled: tuple[int, int],
 ) -> NoReturn:
     """Be one rank of a job; ends the process (static destructors of process groups may abort it otherwise)."""
     _end_with_parent()
     _quieten()
     try:
-        status = _run_rank(config, config_path, out, resume, profiled)
+        status = _run_rank(config, config_path, overrides, out, resume, profiled)
     except Exception:  # the traceback is the message; the launcher ends the other ranks
         print(f"rank {os.environ['RANK']} failed:\n{traceback.format_exc()}", file=sys.stderr)
         status = EXIT_FAILED
@@ -179,7 +185,12 @@ def run_rank(
 
 
 def _run_rank(
-    config: TrainingConfig, config_path: str, out: str | None, resume: bool, profiled: tuple[int, int]
+    config: TrainingConfig,
+    config_path: str,
+    overrides: Sequence[str],
+    out: str | None,
+    resume: bool,
+    profiled: tuple[int, int],
 ) -> int:
     import torch
     import torch.distributed as dist
@@ -216,7 +227,6 @@ def _run_rank(
         if rank == 0:
             _say(f"{config_path}: {next(filter(None, refusals))}")
         return EXIT_REFUSED
-    again = f"megatron-sb train {config_path} --out {directory} --resume"
     if report:
         report.message(f"{config.parallel.ranks} ranks on {device.type}; {job.describe()}; writing to {directory}")
     try:
@@ -225,7 +235,8 @@ def _run_rank(
         number, where = stop.args
         if report:
             report.close()
-            _say(f"stopped by {number.name} {where}. Go on with: {again}")
+            again = [config_path, *(f"--set={override}" for override in overrides), "--out", str(directory), "--resume"]
+            _say(f"stopped by {number.name} {where}. Go on with: megatron-sb train {shlex.join(again)}")
         dist.destroy_process_group()
         return 128 + number
     if report:

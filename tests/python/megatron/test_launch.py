@@ -24,6 +24,7 @@ TOKENS = "--tokenizer-type NullTokenizer --vocab-size 127"
 # Without Transformer Engine and Apex:
 PLAIN = "--transformer-impl local --no-gradient-accumulation-fusion --no-rope-fusion"
 MEGATRON = f"{SHAPE} {BATCHES} {TOKENS} {PLAIN} --bf16"
+HEAD_VECTORS = ("--sb-remainder-bias", "--sb-head-norm")
 ON_A_CPU = "--use-cpu-initialization --build-only"
 ACCEPTED = "--attention-dropout 0 --position-embedding-type none"
 
@@ -117,6 +118,8 @@ def test_accepted_flags():
     launch.refuse_arguments(*parse(f"{ACCEPTED} --sb-layers [1,0]"))
     whole = "--dataloader-inter-document-masking --context-parallel-size 2 --sb-packing whole_stream"
     launch.refuse_arguments(*parse(f"{ACCEPTED} {whole}"))
+    for flags in ON_TWO_RANKS.values():
+        launch.refuse_arguments(*parse(f"{ACCEPTED} {SPREAD} {flags}"))
 
 
 REFUSED = {
@@ -171,11 +174,34 @@ def test_training(flags, tmp_path):
     assert len(losses) == 20 and losses[-1] < losses[0] - 1.0, losses
 
 
+# Four layers, for the stages of a virtual pipeline.
+SPREAD = "--num-layers 4 --use-cpu-initialization --calculate-per-token-loss --use-distributed-optimizer"
+ON_TWO_RANKS = {
+    "context parallel": "--context-parallel-size 2",
+    "context parallel by heads": "--context-parallel-size 2 --cp-comm-type a2a",
+    "tensor and sequence parallel": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "head vectors, tensor parallel": "--tensor-model-parallel-size 2 --sb-remainder-bias --sb-head-norm",
+    "pipeline": "--pipeline-model-parallel-size 2",
+    "virtual pipeline": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+    "overlapped": "--overlap-grad-reduce --overlap-param-gather",
+    "recomputed": "--context-parallel-size 2 --recompute-granularity selective --recompute-modules core_attn",
+    "recomputed whole": "--context-parallel-size 2 --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1",
+}
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(tmp_path_factory):
+    return train(1, tmp_path_factory.mktemp("one"), *SPREAD.split())
+
+
 @needs_training
 @pytest.mark.multigpu
-def test_training_with_context_parallelism(tmp_path):
-    """The losses of one rank, with half of every sequence on each of two; bf16 rounds them differently."""
-    one = train(1, tmp_path, "--calculate-per-token-loss")
-    two = train(2, tmp_path, "--calculate-per-token-loss", "--context-parallel-size", "2")
-    assert len(one) == len(two) == 20
-    assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 5e-2, (one, two)
+@pytest.mark.parametrize("flags", ON_TWO_RANKS.values(), ids=ON_TWO_RANKS)
+def test_training_over_two_ranks(flags, on_one_rank, tmp_path):
+    """The losses of one rank, which bf16 rounds differently; later stages of a pipeline start from other weights."""
+    expected = train(1, tmp_path / "one", *SPREAD.split(), *HEAD_VECTORS) if "--sb-head-norm" in flags else on_one_rank
+    losses = train(2, tmp_path / "two", *SPREAD.split(), *flags.split())
+    assert len(expected) == len(losses) == 20 and losses[-1] < losses[0] - 1.0
+    if "pipeline" not in flags:
+        assert max(abs(a - b) for a, b in zip(expected, losses, strict=True)) < 5e-2, (expected, losses)

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -164,9 +165,9 @@ def test_what_a_run_leaves_behind(straight):
 
 
 def test_killed_stopped_and_resumed_is_the_straight_run(straight, config, tmp_path):
-    """A rank killed in the first stage, SIGINT in the second, resumed after each: nothing differs."""
-    out = tmp_path / "out"
-    with started(config, "--out", out) as job:
+    """A rank killed in the first stage, SIGINT in the second, resumed after each, as it says: nothing differs."""
+    out, renamed = tmp_path / "out", "name=renamed"
+    with started(config, renamed, "--out", out) as job:
         wait_for_step(job, out, "stick_breaking", "short", 9)
         ranks = psutil.Process(job.pid).children()
         assert len(ranks) == 2
@@ -178,18 +179,19 @@ def test_killed_stopped_and_resumed_is_the_straight_run(straight, config, tmp_pa
     before = (out / "stick_breaking" / "checkpoints" / "latest").read_text()
     assert re.fullmatch(r"short-0000\d\d", before)
 
-    with started(config, "--out", out, "--resume") as job:
+    with started(config, renamed, "--out", out, "--resume") as job:
         wait_for_step(job, out, "stick_breaking", "extended", 2)
         job.send_signal(signal.SIGINT)
         output, _ = job.communicate(timeout=40)
         assert job.returncode == 130
     stopped = re.search(
-        r"stopped by SIGINT at step (\d+) of stick_breaking / extended; saved (\S+)\. Go on with", output
+        r"stopped by SIGINT at step (\d+) of stick_breaking / extended; saved (\S+)\. Go on with: megatron-sb (.*)",
+        output,
     )
     assert stopped and Path(stopped[2]).is_dir() and int(stopped[1]) < 60
     assert metrics(out)[-1]["step"] == int(stopped[1])
 
-    status, _, errors = run(config, "--out", out, "--resume")
+    status, _, errors = run(*shlex.split(stopped[3]), command=[sys.executable, "-m", "megatron_sb.cli"])
     assert status == 0, errors
     expected, _, _ = straight
     exact = ("model", "stage", "step", "tokens", "loss", "gradient_norm", "learning_rate")
@@ -206,7 +208,7 @@ def test_killed_stopped_and_resumed_is_the_straight_run(straight, config, tmp_pa
             same = torch.equal(ours[name], value) if isinstance(value, torch.Tensor) else ours[name] == value
             assert same, name
 
-    status, output, _ = run(config, "--out", out, "--resume")
+    status, output, _ = run(config, renamed, "--out", out, "--resume")
     assert status == 0 and "by context length" in output, "a finished run has nothing left to do"
 
 
