@@ -61,13 +61,13 @@ class TorchBackend:
         dcp.save(self._state(), checkpoint_id=path)
 
     def load(self, path: Path) -> None:
-        """The inverse of save; collective. Raises ValueError where the model was split otherwise."""
+        """The inverse of save; collective. Raises ValueError where the model was split otherwise, or saved on GPUs."""
         state = self._state()
         saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         if not any(name.startswith(f"model{_share()}.") for name in saved):
             raise ValueError(
-                f"{path} was saved with another parallel.tensor_parallel_size or parallel.expert_parallel_size; on a "
-                "CPU these must stay as they were (on GPUs Megatron's checkpoints load on any)"
+                f"{path} was saved with another parallel.tensor_parallel_size or parallel.expert_parallel_size, or on "
+                "GPUs: a CPU loads what CPUs saved with the same (on GPUs Megatron's checkpoints load on any)"
             )
         dcp.load(state, checkpoint_id=path)  # in place: the model's tensors are the parameters themselves
         set_optimizer_state_dict(self._ddp, self._optimizer, optim_state_dict=state[f"optimizer{_share()}"])
@@ -206,7 +206,9 @@ def _share() -> str:
         parallel_state.get_tensor_model_parallel_group(),
         parallel_state.get_expert_model_parallel_group(),
     )
-    return "" if tensor.size() == expert.size() == 1 else f"_tensor{tensor.rank()}_expert{expert.rank()}"
+    if tensor.size() == expert.size() == 1:
+        return ""
+    return f"_tensor{tensor.rank()}of{tensor.size()}_expert{expert.rank()}of{expert.size()}"
 
 
 def _sum_in_rank_order(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -6,11 +6,11 @@ from support.launch import run_worker
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """{family: {layout: results}} on four ranks, each family's on one rank as "one rank"."""
+    """{family: {layout: results}} on four ranks, each family's on one rank as "one rank"; "refused checkpoint"."""
     out = tmp_path_factory.mktemp("layouts")
     alone = run_worker("training_layouts.py", 1, out / "one.json")
     together = run_worker("training_layouts.py", 4, out / "four.json")
-    return {family: together[family] | alone[family] for family in together}
+    return together | {family: together[family] | alone[family] for family in alone}
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,10 @@ def test_on_two_gpus(tmp_path):
             assert run["losses"] == pytest.approx(expected["losses"], abs=1e-3), name
             assert run["norms"] == pytest.approx(expected["norms"], rel=1e-3), name
             assert run["windows"] == pytest.approx(expected["windows"], rel=1e-3), name
+
+
+def test_a_checkpoint_of_other_shares_is_refused(runs):
+    assert "was saved with another parallel.tensor_parallel_size" in runs["refused checkpoint"]
 
 
 def test_the_runs_can_tell_layouts_apart(runs):

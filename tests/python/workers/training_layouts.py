@@ -160,6 +160,20 @@ def train(family: str, layout: dict, device: torch.device, checkpoint: Path | No
     return {"losses": losses, "norms": norms, "windows": windows, "counted": everywhere}
 
 
+def refused_checkpoint(folder: Path) -> str:
+    """What two tensor-parallel ranks say to the checkpoint of four."""
+    folder.mkdir(exist_ok=True)
+    for size in (4, 2):
+        config = load("dense", {"model.num_kv_heads": 4, "parallel.tensor_parallel_size": size})
+        engine = Engine(config, "stick_breaking", config.stages[0], config.vocab_size, torch.device("cpu"))
+        if size == 4:
+            engine.save(folder)
+        else:
+            said = megatron_cpu.message(lambda engine=engine: engine.load(folder))
+        engine.close()
+    return said
+
+
 class NoStream:
     """A CUDA stream and its event, where nothing runs beside anything else."""
 
@@ -205,6 +219,8 @@ def main(out: str, kind: str = "cpu") -> None:
         }
         for family, named in layouts.items()
     }
+    if kind == "cpu" and dist.get_world_size() > 1:
+        results["refused checkpoint"] = refused_checkpoint(checkpoint)
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(results))
     dist.barrier()
