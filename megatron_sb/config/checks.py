@@ -128,6 +128,9 @@ def _moe_problems(config: TrainingConfig) -> Iterator[str]:
         yield f"parallel.expert_parallel_size = {expert} must divide model.moe.num_experts = {moe.num_experts}"
     if parallel.ranks % expert:
         yield f"parallel.expert_parallel_size = {expert} must divide parallel.ranks = {parallel.ranks}"
+    for name in ("hidden_size", "ffn_hidden_size") if moe.grouped_gemm else ():
+        if getattr(config.model, name) % 8:
+            yield f"model.{name} = {getattr(config.model, name)} must be a multiple of 8 with model.moe.grouped_gemm"
     if parallel.tensor_parallel_size > 1 and (expert == 1 or not parallel.sequence_parallel):
         yield (
             f"parallel.tensor_parallel_size = {parallel.tensor_parallel_size} with model.moe needs "
@@ -172,6 +175,14 @@ def _context_parallel_problems(config: TrainingConfig, stage: StageConfig, at: s
         )
     if parallel.comm == "a2a+p2p" and size > 1 and not levels:
         yield f"parallel.comm = 'a2a+p2p' needs {at}.hierarchical_context_parallel_sizes"
+    exchanging = {"a2a": size, "a2a+p2p": levels[0] if levels else 1}.get(parallel.comm, 1)
+    heads, kv_heads = (n // parallel.tensor_parallel_size for n in (config.model.num_heads, config.model.num_kv_heads))
+    if heads % exchanging or (kv_heads % exchanging and exchanging % kv_heads):
+        yield (
+            f"parallel.comm = {parallel.comm!r} exchanges heads between {exchanging} ranks in {at}: model.num_heads = "
+            f"{config.model.num_heads} / parallel.tensor_parallel_size must be a multiple of them, and "
+            f"model.num_kv_heads = {config.model.num_kv_heads} / parallel.tensor_parallel_size a multiple or a divisor"
+        )
 
 
 def _row_problems(config: TrainingConfig, stage: StageConfig, at: str) -> Iterator[str]:

@@ -184,7 +184,7 @@ def _same_block(model: dict, name: str, path: str, num_layers: Any) -> dict:
 
 def _put(tree: dict, field: str, value: Any) -> None:
     *parents, name = field.split(".")
-    for parent in parents:
-        tree = tree.setdefault(parent, {})
+    for depth, parent in enumerate(parents, 1):
+        tree = _mapping(tree.setdefault(parent, {}), ".".join(parents[:depth]))
     if tree.setdefault(name, value) != value:
         raise ConfigError(f"{field} = {tree[name]!r} contradicts {SECTION}, which makes it {value!r}")

@@ -79,6 +79,7 @@ def test_refused_by_name(override):
 
 
 TENSOR_PARALLEL = ["parallel.tensor_parallel_size=2", "model.make_vocab_size_divisible_by=2"]
+LEVELS = ["parallel.comm=a2a+p2p", "stages.1.hierarchical_context_parallel_sizes=[2, 1]"]
 REFUSED_TOGETHER = [
     (["model.precision=bf16", "parallel.device=cpu"], "model.precision = 'bf16' contradicts parallel.device = 'cpu'"),
     (["model.recompute=full", "parallel.device=cpu"], "model.recompute = 'full' contradicts parallel.device = 'cpu'"),
@@ -109,6 +110,19 @@ REFUSED_TOGETHER = [
     (
         [*MIXTURE, "model.moe.load_balancing=none"],
         "model.moe.aux_loss_coefficient = 0.01 contradicts model.moe.load_balancing = 'none'",
+    ),
+    (
+        ["model.moe={num_experts: 4, top_k: 2, grouped_gemm: true}", "model.ffn_hidden_size=100"],
+        "model.ffn_hidden_size = 100 must be a multiple of 8 with model.moe.grouped_gemm",
+    ),
+    (
+        ["parallel.comm=a2a", "model.head_dim=16", "model.num_heads=3", "model.num_kv_heads=3"],
+        "parallel.comm = 'a2a' exchanges heads between 2 ranks in stages.1: model.num_heads = 3 / ",
+    ),
+    (
+        [*LEVELS, "model.head_dim=16", "model.num_heads=6", "model.num_kv_heads=3"],
+        "between 2 ranks in stages.1: model.num_heads = 6 / parallel.tensor_parallel_size must be a multiple of them, "
+        "and model.num_kv_heads = 3 / parallel.tensor_parallel_size a multiple or a divisor",
     ),
     (
         ["parallel.comm=a2a+p2p", "stages.1.hierarchical_context_parallel_sizes=[2, 2]"],

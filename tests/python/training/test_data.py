@@ -13,7 +13,6 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bi
 from megatron_sb.config import DataConfig, load_config
 from megatron_sb.training.data import BYTE_END_OF_DOCUMENT, RowSampler, load_corpus, pack, split_rows
 from megatron_sb.training.evaluate import choose_windows
-from megatron_sb.training.schedule import learning_rate
 
 TINY = load_config(Path(__file__).parents[3] / "configs" / "tiny_context_extension.yaml")
 
@@ -173,16 +172,3 @@ def test_padding_and_targets():
     np.testing.assert_array_equal(batch.labels, [6, 7, 8, 9, 2, 9])
     np.testing.assert_array_equal(batch.counted, [False, False, True, False, True, False])
     np.testing.assert_array_equal(batch.cu_seqlens, [0, 4, 6])
-
-
-def test_schedules():
-    stage = dataclasses.replace(TINY.stages[0], steps=110, warmup_steps=10, learning_rate=2.0)
-    for schedule in ("constant", "power", "exponential"):
-        shaped = dataclasses.replace(stage, schedule=schedule)
-        assert [learning_rate(shaped, step) for step in (0, 4, 9)] == pytest.approx([0.2, 1.0, 2.0])
-    at = {name: dataclasses.replace(stage, schedule=name) for name in ("constant", "power", "exponential")}
-    assert learning_rate(at["constant"], 109) == 2.0
-    assert learning_rate(at["power"], 79) == pytest.approx(2.0 * 8**-0.51)
-    assert learning_rate(at["exponential"], 10) == pytest.approx(2.0)
-    assert learning_rate(at["exponential"], 60) == pytest.approx(2.0 * (2 * 0.5**0.5 - 1))
-    assert 0 < learning_rate(at["exponential"], 109) < 0.03

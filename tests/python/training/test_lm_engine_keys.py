@@ -134,6 +134,7 @@ def test_a_mixture_says_the_weight_of_its_auxiliary_loss(tmp_path):
         ({"tuning": 1}, {}, "unknown field model_args.tuning = 1"),
         ({"pretrained_config": None}, {}, f"{AT} must be a mapping of fields, got None"),
         ({}, {"model": {"num_layers": 4}}, "model.num_layers = 4 contradicts model_args, which makes it 2"),
+        ({}, {"model": None}, "model must be a mapping of fields, got None"),
         ({}, {"data": {"vocab_size": 5}}, "data.vocab_size = 5 contradicts model_args, which makes it 300"),
     ],
 )
