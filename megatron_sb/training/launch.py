@@ -61,7 +61,7 @@ def main(
     """
     try:
         config = configuration.load_config(config_path, overrides)
-        window = ProfilerWindow.parse(profile) if profile else (0, 0)
+        window = ProfilerWindow.parse(profile, max(stage.steps for stage in config.stages)) if profile else (0, 0)
     except (ValueError, OSError) as error:
         _say(f"{config_path}: {error}")
         return EXIT_REFUSED

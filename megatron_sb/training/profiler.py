@@ -19,12 +19,14 @@ class ProfilerWindow:
         self._profiler: Any = None
 
     @staticmethod
-    def parse(text: str) -> tuple[int, int]:
-        """("3:5") -> (3, 5). Raises ValueError for anything that is not two steps in order."""
+    def parse(text: str, num_steps: int) -> tuple[int, int]:
+        """("3:5", 9) -> (3, 5). Raises ValueError for what is not two steps in order, or begins after num_steps."""
         match = re.fullmatch(r"(\d+):(\d+)", text)
         first, last = (int(number) for number in match.groups()) if match else (0, 0)
         if not 1 <= first <= last:
             raise ValueError(f"--profile {text}: write FIRST:LAST, steps of a stage from 1, for example 10:12")
+        if first > num_steps:
+            raise ValueError(f"--profile {text}: no stage has so many steps; FIRST may be up to {num_steps}")
         return first, last
 
     def before(self, step: int) -> None:

@@ -291,8 +291,12 @@ def test_profiled_steps_and_skipped_tiles(config, tmp_path):
     looked = [line for line in metrics(tmp_path) if line["mean_remainder"] is not None]
     assert [line["step"] for line in looked] == [5, 10, 5]
     assert all(line["skipped_tiles"] == 0 for line in looked), "documents of one tile have none to skip"
-    status, _, errors = run(config, "--profile", "5:4", "--out", tmp_path / "other")
-    assert status == 2 and "--profile 5:4: write FIRST:LAST" in errors, errors
+    for window, sentence in {
+        "5:4": "write FIRST:LAST",
+        "61:70": "no stage has so many steps; FIRST may be up to 60",
+    }.items():
+        status, _, errors = run(config, "--profile", window, "--out", tmp_path / "other")
+        assert status == 2 and f"--profile {window}: {sentence}" in errors, errors
 
 
 def test_another_runs_checkpoint_to_start_from(straight, config, tmp_path):
