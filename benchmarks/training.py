@@ -108,7 +108,7 @@ def shifted_weights(logit: float) -> Iterator[list[GPTModel]]:
 
 
 def random_rows(length: int, tokens: int, vocab_size: int, rows_at_once: int) -> list[PackedBatch]:
-    """Micro-batches of `tokens` random tokens together, a row a document of `length`."""
+    """Micro-batches of at most `tokens` random tokens together, a row a document of `length`."""
     generator = np.random.default_rng(0)
     batches = []
     for _ in range(tokens // (length * rows_at_once)):
@@ -152,8 +152,9 @@ def measure(options: argparse.Namespace, config: TrainingConfig, model: str, len
     with mean_logits(models[0]) as logits:
         engine.train_step(random_rows(TRIED_TOKENS, TRIED_TOKENS, config.vocab_size, 1), TRIED_TOKENS, 0.0)
     for length, note in [*((length, "") for length in lengths), *([(lengths[0], "again")] if lengths[1:] else [])]:
-        tokens = max(options.tokens, length)
-        batches = random_rows(length, tokens, config.vocab_size, max(1, options.tokens_at_once // length))
+        rows_at_once = max(1, options.tokens_at_once // length)
+        batches = random_rows(length, max(options.tokens, length * rows_at_once), config.vocab_size, rows_at_once)
+        tokens = sum(len(batch.tokens) for batch in batches)
         torch.cuda.reset_peak_memory_stats()
         times = step_seconds(engine, batches, tokens, options.seconds)
         second = statistics.median(times)
@@ -184,7 +185,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="over the file's")
     parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 16384, 65536])
     parser.add_argument("--recompute-from", type=int, default=65536, help="lengths that recompute every layer")
-    parser.add_argument("--tokens", type=int, default=65536, help="of a step")
+    parser.add_argument("--tokens", type=int, default=65536, help="of a step, at most, or one micro-batch")
     parser.add_argument("--tokens-at-once", type=int, default=16384, help="of a micro-batch, or one row")
     parser.add_argument("--logit", type=float, default=-11.0, help="what logits are about; at most 0")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)

@@ -89,23 +89,24 @@ def record(options: argparse.Namespace) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     lines = train(config, [*overrides, *words], Path(folder) / "run")
-                except RuntimeError as error:
+                    rows.append(row | measured(lines))
+                    print(line_of(rows[-1], rows), flush=True)
+                except (RuntimeError, subprocess.TimeoutExpired) as error:
                     rows.append(row | {"error": str(error)})
                     print(length, name, error, flush=True)
-                    continue
-            later = lines[len(lines) // 2 :]
-            rows.append(
-                row
-                | {
-                    "losses": [line["loss"] for line in lines],
-                    "tokens_per_second": statistics.median(line["tokens_per_second"] for line in later),
-                    "model_tflops": statistics.median(line["model_tflops"] for line in later),
-                    "gib": lines[-1]["peak_gib"],
-                }
-            )
-            print(line_of(rows[-1], rows), flush=True)
             about = {**machine(), "model": options.model, "steps": options.steps, "tokens": options.tokens}
             options.json.write_text(json.dumps({"machine": about, "rows": rows}, indent=1))
+
+
+def measured(lines: list[dict]) -> dict:
+    """What a run's log comes to."""
+    later = lines[len(lines) // 2 :]
+    return {
+        "losses": [line["loss"] for line in lines],
+        "tokens_per_second": statistics.median(line["tokens_per_second"] for line in later),
+        "model_tflops": statistics.median(line["model_tflops"] for line in later),
+        "gib": lines[-1]["peak_gib"],
+    }
 
 
 def line_of(row: dict, rows: list[dict]) -> str:
