@@ -82,10 +82,9 @@ class Engine:
     ) -> tuple[Tensor, float]:
         """One update from this data-parallel rank's micro-batches.
 
-        observe: count in the first of them what `statistics.AttentionCounts` says, into `attention_counts`.
-
         num_tokens: the labels that count in the whole step, over all ranks: the gradient is that of (sum of token
-        losses) / num_tokens.
+        losses) / num_tokens. observe: count in the first micro-batch what `statistics.AttentionCounts` says, into
+        `attention_counts`, which stays until the next time.
         Returns this rank's share of that mean loss (a float64 scalar; `sum_over_ranks` makes it the loss) and the
         gradient's norm before clipping.
         """
