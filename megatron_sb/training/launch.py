@@ -35,10 +35,10 @@ STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 GRACE_SECONDS = 10.0  # after one rank has died, for the others to say why they end
 POLL_SECONDS = 0.1
 PARENT_PIPE = "MEGATRON_SB_PARENT_PIPE"
-# What may differ when a run is resumed.
+# What may differ when a run is resumed; what documents are padded to is looked at by itself.
 LAYOUT_FIELDS = (
     r"parallel\..*|model\.recompute|report\..*|checkpoint\..*"
-    r"|stages\.\d+\.(context_parallel_size|hierarchical_context_parallel_sizes|rows_per_micro_batch)"
+    r"|stages\.\d+\.(context_parallel_size|hierarchical_context_parallel_sizes|rows_per_micro_batch|pad_multiple)"
 )
 
 
@@ -334,8 +334,8 @@ def _refuse_changes(before: TrainingConfig, now: TrainingConfig, directory: Path
         if before.pad_multiple(old) != now.pad_multiple(new):
             raise ValueError(
                 f"--resume: stages.{index} pads documents to multiples of {now.pad_multiple(new)} on these ranks, but "
-                f"{directory} was started with {before.pad_multiple(old)}, and rows would be cut elsewhere; start runs "
-                f"that change their ranks with stages.{index}.pad_multiple = {now.pad_multiple(new)}"
+                f"{directory} was started with {before.pad_multiple(old)}, and rows would be cut elsewhere; give "
+                f"stages.{index}.pad_multiple = {before.pad_multiple(old)}"
             )
 
 

@@ -277,6 +277,9 @@ def test_a_run_does_not_go_on_with_rows_cut_elsewhere(straight, config):
     out, _, _ = straight
     status, _, errors = run(config, "stages.0.context_parallel_size=1", "--out", out, "--resume")
     assert status == 2 and "--resume: stages.0 pads documents to multiples of 1 on these ranks" in errors, errors
+    assert "give stages.0.pad_multiple = 4" in errors
+    same_rows = load_config(config, ["stages.0.context_parallel_size=1", "stages.0.pad_multiple=4"])
+    assert launch.prepare_directory(same_rows, str(out), resume=True) == out
 
 
 def test_profiled_steps_and_skipped_tiles(config, tmp_path):
