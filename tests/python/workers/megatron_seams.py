@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import sys
-import tempfile
 from datetime import timedelta
 from pathlib import Path
 
@@ -264,11 +263,12 @@ def initialize(expert_ranks: int) -> None:
     )
 
 
-def shared_folder() -> Path:
-    """A new folder, the same on every rank."""
-    folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [None]
-    dist.broadcast_object_list(folder)
-    return Path(folder[0])
+def new_folder(path: Path) -> Path:
+    """It, made by the first rank."""
+    if dist.get_rank() == 0:
+        path.mkdir()
+    dist.barrier()
+    return path
 
 
 def main(out: str, device: str) -> None:
@@ -284,11 +284,11 @@ def main(out: str, device: str) -> None:
     else:
         answer_for_gpu()
         findings |= {"mixed": mixed_layers(), "launched": launched_models()}
-        findings["mixed checkpoint"] = mixed_checkpoint(shared_folder())
+        findings["mixed checkpoint"] = mixed_checkpoint(new_folder(Path(out).parent / "mixed"))
         findings["virtual pipeline"] = virtual_pipeline()
         initialize(dist.get_world_size())
     findings |= {"experts": grouped_experts(device), "models": moe_models(device)}
-    findings["checkpoint"] = resharded_checkpoint(device, shared_folder())
+    findings["checkpoint"] = resharded_checkpoint(device, new_folder(Path(out).parent / "experts"))
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(findings))
     dist.barrier()
