@@ -52,7 +52,7 @@ class StickBreakingSelfAttention(nn.Module):
         attend_current, scale, mass_threshold: as in `stickbreaking_attention`.
         cp_group: the group over which sequences are cut. Gradients of parameters are then those of this rank's rows:
             sum them over the group, as over data-parallel ranks.
-        layout, comm: as in `context_parallel_attention`; not read without cp_group.
+        layout, comm: as in `context_parallel_attention`; not read without cp_group or a plan.
         device, dtype: of the parameters.
 
     Raises:
