@@ -195,6 +195,7 @@ def _run_rank(
     import torch
     import torch.distributed as dist
 
+    from megatron_sb.training.checkpoint import write_aside
     from megatron_sb.training.loop import Interrupted, Job
     from megatron_sb.training.report import Report
 
@@ -228,6 +229,8 @@ def _run_rank(
             _say(f"{config_path}: {next(filter(None, refusals))}")
         return EXIT_REFUSED
     if report:
+        if not resume:
+            write_aside(directory / "config.yaml", configuration.to_yaml(config))
         report.message(f"{config.parallel.ranks} ranks on {device.type}; {job.describe()}; writing to {directory}")
     try:
         job.run()
@@ -291,12 +294,10 @@ def _agree_on_directory(config: TrainingConfig, out: str | None, resume: bool) -
 
 
 def prepare_directory(config: TrainingConfig, out: str | None, resume: bool) -> Path:
-    """The directory of a new run, made and with the configuration in it, or of the run to go on with.
+    """The directory of a new run, made, or of the run to go on with; what makes it one is the config.yaml in it.
 
     Raises ValueError where a new one holds a run already, or one to resume holds none or was configured otherwise.
     """
-    from megatron_sb.training.checkpoint import write_aside
-
     if out:
         directory = Path(out)
     elif resume:
@@ -317,7 +318,6 @@ def prepare_directory(config: TrainingConfig, out: str | None, resume: bool) -> 
                 f"{directory} holds a run already: go on with --resume, or name another directory with --out"
             )
         directory.mkdir(parents=True, exist_ok=True)
-        write_aside(saved, configuration.to_yaml(config))
     return directory
 
 

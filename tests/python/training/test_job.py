@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from megatron_sb.config import load_config
+from megatron_sb.config import load_config, to_yaml
 from megatron_sb.training import launch, report
 from megatron_sb.training.checkpoint import Progress
 
@@ -227,6 +227,7 @@ def test_the_directory_of_a_run_is_not_overwritten_nor_changed(straight, config,
         launch.prepare_directory(job, None, resume=True)
     made = launch.prepare_directory(job, None, resume=False)
     assert re.fullmatch(r"runs/small-\d{8}-\d{6}", str(made))
+    (made / "config.yaml").write_text(to_yaml(job))
     assert launch.prepare_directory(job, None, resume=True) == made
 
 
@@ -312,6 +313,7 @@ def test_another_runs_checkpoint_to_start_from(straight, config, tmp_path):
     assert first["loss"] < 4 < before[0]["loss"] and first["tokens"] < before[99]["tokens"]
     status, _, errors = run(config, "initial_checkpoint=nowhere", *short, "--out", tmp_path / "none")
     assert status == 2 and "initial_checkpoint = 'nowhere' holds no checkpoint (no progress.json)" in errors, errors
+    assert not list((tmp_path / "none").iterdir()), "what was refused is no run"
 
 
 def test_a_wrong_field_is_refused_before_anything_runs(config, tmp_path):
