@@ -46,7 +46,7 @@ def test_only_the_attention_of_a_layer_changes(num_experts):
     assert repr(spec) == before
 
 
-def test_every_layer_of_a_block(monkeypatch):
+def test_every_layer_of_a_block():
     config = small_config(num_layers=3, num_moe_experts=2, moe_layer_freq=[0, 1, 0], add_bias_linear=False)
     stock = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=None, pp_rank=0)
     spec = with_stickbreaking(stock)
