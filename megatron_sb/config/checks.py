@@ -195,8 +195,8 @@ def _row_problems(config: TrainingConfig, stage: StageConfig, at: str) -> Iterat
             f"for {at}.context_parallel_size = {stage.context_parallel_size} and parallel.layout = {parallel.layout!r}"
             f"{split if parallel.sequence_parallel else ''}"
         )
-    needed, padded = config.needed_pad_multiple(stage), stage.pad_multiple or 1
-    if stage.pad_multiple and (padded % needed or stage.context_length % padded):
+    needed, padded = config.needed_pad_multiple(stage), config.pad_multiple(stage)
+    if padded % needed or stage.context_length % padded:
         yield (
             f"{at}.pad_multiple = {padded} must be a multiple of {needed}, which the stage's ranks need, and divide "
             f"{at}.context_length = {stage.context_length}"
