@@ -4,8 +4,8 @@ Kernels are laid onto the multiprocessors as the Hopper kernels lay out their wo
 follow from each other as csrc/distributed posts and awaits them. Used to predict more ranks than there are at hand:
 what it prints is predicted, not measured. bf16, head_dim 128, nothing skipped, all ranks start together.
 
-Beside the medians on 2 and on 4 GPUs of 2026-11-22 no dense row is off by more than 8%. Furthest: p2p of 16K rows on 2,
-forward and backward, took 8% longer than predicted; all_gather and a2a of 16K rows on 4 up to 7% less, as did
+Beside the medians on 2 and on 4 GPUs of 2026-11-22 no dense row is off by more than 9%. Furthest: p2p of 16K rows on 2,
+forward and backward, took 9% longer than predicted; all_gather and a2a of 16K rows on 4 up to 7% less, as did
 all_gather's forward and backward of 64K. Back to back it is within 8% from 64K rows on; with 16K it says up to 14% too
 few TFLOP/s: there power hardly held several GPUs back, and the model takes it that it did.
 
