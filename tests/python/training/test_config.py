@@ -67,6 +67,7 @@ REFUSALS = {
     "parallel.sequence_parallel=true": r"sequence_parallel = True contradicts parallel\.tensor_parallel_size = 1",
     "parallel.expert_parallel_size=2": r"parallel\.expert_parallel_size = 2 contradicts model\.moe = None",
     "compare=[softmax_rope]": r"stages\.1\.context_parallel_size = 2 contradicts compare = \['softmax_rope'\]",
+    "evaluation.longest=255": r"target_tokens = 256 exceeds the longest evaluated context of stages\.0, 255 tokens",
     "evaluation.target_tokens=5000": r"evaluation\.target_tokens = 5000 exceeds the longest evaluated context",
     "nonsense": r"override 'nonsense': write dotted\.field=value",
 }
@@ -189,3 +190,5 @@ def test_broken_files(text, message, tmp_path):
 def test_evaluation_lengths_double_up_to_the_factor():
     config = load_config(TINY, ["evaluation.target_tokens=256", "evaluation.length_factor=6"])
     assert config.evaluation_lengths(config.stages[0]) == [256, 512, 1024, 2048, 3072]
+    bounded = load_config(TINY, ["evaluation.target_tokens=256", "evaluation.longest=5000"])
+    assert [bounded.evaluation_lengths(stage)[-1] for stage in bounded.stages] == [4096, 5000]
