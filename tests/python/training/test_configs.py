@@ -6,10 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_sb.config import count_parameters, load_config, to_yaml
 from megatron_sb.megatron.model import build_model
 from megatron_sb.training.schedule import learning_rate
+from megatron_sb.training.throughput import model_flops
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 # Weights in all and those a token meets. Table 1 of arXiv 2410.17980 has the dense ones; Table 5 has the mixtures' to
@@ -70,6 +73,21 @@ def test_the_model_has_as_many(name, one_rank):
     heads = config.model.num_layers * config.model.num_heads * config.model.head_dim
     extras = heads * (config.stick_breaking.remainder_bias + 2 * config.stick_breaking.head_norm)
     assert sum(parameter.numel() for parameter in baseline.parameters()) == count.total - extras
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_arithmetic_of_a_step(tied, one_rank):
+    """model_flops beside the matrix products that torch counts, and two of the attention for each pair it sees."""
+    config = load("tiny_context_extension", [*ALONE["tiny_context_extension"], f"model.tie_word_embeddings={tied}"])
+    model = build_model(config, "stick_breaking", config.stages[0], config.vocab_size)
+    tokens, bounds = torch.arange(96)[None], torch.tensor([0, 32, 96], dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, None, None, labels=tokens, packed_seq_params=packed).sum().backward()
+    pairs = (32**2 + 64**2) / 2
+    attention = 3 * 2 * 2 * config.model.num_layers * config.model.hidden_size * pairs
+    counted = counter.get_total_flops() + attention
+    assert model_flops(config, config.vocab_size, [bounds.numpy()]) == pytest.approx(counted, rel=3e-3)  # norms
 
 
 @pytest.mark.parametrize("size", ["1b", "3b"])
