@@ -3,7 +3,8 @@
     <root>/short-000100/        model, optimizer (written by the engine) and progress.json
     <root>/latest               "short-000100"
 
-A job that dies while writing leaves `<root>/.short-000100.tmp`, which nothing reads and the next save removes.
+A job that dies while writing leaves `<root>/.short-000100.tmp`, which nothing reads and the next save of
+that step removes.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class CheckpointDirectory:
             write_aside(aside / "progress.json", json.dumps(dataclasses.asdict(progress), indent=1))
             aside.rename(final)
             write_aside(self.root / "latest", final.name)
-            self._prune(progress.stage)
+            self._prune(progress)
         dist.barrier()
         return final
 
@@ -89,8 +90,10 @@ class CheckpointDirectory:
         """Bring the engine to the state that `progress` was saved with."""
         engine.load(self.path(progress))
 
-    def _prune(self, stage: str) -> None:
-        for old in sorted(self.root.glob(f"{stage}-" + "[0-9]" * 6))[: -self._keep]:
+    def _prune(self, newest: Progress) -> None:
+        """Later steps than the newest's are of a run that died before it could name them."""
+        saved = sorted(self.root.glob(f"{newest.stage}-" + "[0-9]" * 6))
+        for old in saved[: max(0, saved.index(self.path(newest)) + 1 - self._keep)]:
             shutil.rmtree(old)
 
 
