@@ -38,7 +38,7 @@ MEGATRON = f"""
 --attention-dropout 0 --hidden-dropout 0 --use-cpu-initialization --seed 1234 --bf16
 --micro-batch-size 1 --global-batch-size {ROWS} --train-iters {STEPS} --lr {RATE} --lr-decay-style constant
 --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 --use-distributed-optimizer
---calculate-per-token-loss --tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE - 1} --split 100,0,0
+--calculate-per-token-loss --tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE} --split 100,0,0
 --no-create-attention-mask-in-dataloader --transformer-impl local --no-gradient-accumulation-fusion --no-rope-fusion
 --no-bias-swiglu-fusion --no-bias-dropout-fusion --log-interval 1 --eval-iters 0 --stick-breaking-attention
 """
