@@ -25,7 +25,8 @@ def test_every_layout_gives_the_training_of_one_rank(runs, family, num_layouts):
     for name, run in layouts.items():
         assert run["losses"] == pytest.approx(expected["losses"], abs=2e-5), name
         assert run["norms"] == pytest.approx(expected["norms"], rel=1e-4), name
-        assert run["windows"] == pytest.approx(expected["windows"], rel=1e-5), name
+        # A token between two experts that are all but equal to it may be sent to the other.
+        assert run["windows"] == pytest.approx(expected["windows"], rel=1e-4), name
 
 
 @pytest.mark.multigpu
