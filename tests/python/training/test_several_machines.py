@@ -10,7 +10,14 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 SMALL = ["parallel.ranks=2", "parallel.device=cpu", "parallel.threads_per_rank=1", "compare=[stick_breaking]"]
-SMALL += ["model.num_layers=1", "stages.0.steps=31", "stages.1.steps=11", "evaluation.length_factor=1"]
+SMALL += ["model={num_layers: 1, hidden_size: 32, num_heads: 2, num_kv_heads: 2, ffn_hidden_size: 64}"]
+SMALL += [
+    "stages.0.context_length=64",
+    "stages.1.context_length=128",
+    "evaluation.windows=2",
+    "evaluation.target_tokens=32",
+]
+SMALL += ["stages.0.steps=31", "stages.1.steps=11", "evaluation.length_factor=1"]
 # What Slurm does for a job of one machine and two tasks.
 SLURM = {
     "scontrol": "echo 127.0.0.1",
