@@ -21,7 +21,7 @@ from megatron_sb.training.data import Corpus, pack
 
 def result_path(out: Path, model: str, stage: StageConfig, scaling: str) -> Path:
     """Where the evaluation after a stage is kept; the file exists when it is done."""
-    suffix = "" if scaling == "none" else f"-{scaling}"
+    suffix = "" if scaling == "none" else f".{scaling}"
     return out / "evaluation" / f"{model}-{stage.name}{suffix}.json"
 
 

@@ -151,7 +151,7 @@ def test_what_a_run_leaves_behind(straight):
     for stage, trained in (("short", 32), ("extended", 64)):
         by_scaling = {
             scaling: json.loads((out / "evaluation" / f"softmax_rope-{stage}{suffix}.json").read_text())["results"]
-            for scaling, suffix in (("none", ""), ("linear", "-linear"), ("ntk", "-ntk"))
+            for scaling, suffix in (("none", ""), ("linear", ".linear"), ("ntk", ".ntk"))
         }
         for plain, *scaled in zip(*by_scaling.values(), strict=True):
             beyond = plain["context"] > trained
