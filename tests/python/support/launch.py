@@ -1,10 +1,14 @@
 """Ranks of torch.distributed in processes of their own."""
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
 
 _WORKERS = Path(__file__).parents[1] / "workers"
 
@@ -19,6 +23,21 @@ def run_worker(script: str, num_ranks: int, out: Path, *arguments: str, device: 
     workers_words = done.stderr.partition("torch.distributed.elastic.multiprocessing")[0]
     assert done.returncode == 0, f"{script} failed:\n{done.stdout[-2000:]}\n{workers_words[-8000:]}"
     return json.loads(out.read_text())
+
+
+def end_worker(out: str, findings: dict) -> NoReturn:
+    """What each rank of a worker does last: the first one writes the findings. Destructors may abort a process, so it
+    ends without them.
+    """
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(findings))
+    dist.barrier()
+    dist.destroy_process_group()
+    for writer in multiprocessing.active_children():  # of checkpoints; os._exit would leave it running
+        writer.kill()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def failed_checks(num_ranks: int, device: str, checks: tuple[str, ...], out: Path, seconds: int) -> dict:

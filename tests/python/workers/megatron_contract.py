@@ -3,9 +3,6 @@
 Run by torchrun on 2 ranks: `torchrun --nproc-per-node 2 megatron_contract.py OUT.json`.
 """
 
-import json
-import multiprocessing
-import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +20,7 @@ from megatron_sb.megatron import StickBreakingCoreAttention, core_attention, sha
 from megatron_sb.megatron.spec import stickbreaking_layer_spec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.launch import end_worker
 from support.megatron_cpu import (
     answer_for_gpu,
     core_attention_arguments,
@@ -224,16 +222,8 @@ def main(out: str) -> None:
         "head vectors": head_vectors(Path(out).parent / "checkpoint"),
     }
     shared_plans.clear()
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(findings))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_worker(out, findings)
 
 
 if __name__ == "__main__":
     main(sys.argv[1])
-    for writer in multiprocessing.active_children():  # of checkpoints; os._exit would leave it running
-        writer.kill()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)

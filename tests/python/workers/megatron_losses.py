@@ -4,8 +4,6 @@ Run by torchrun on 4 ranks: `torchrun --nproc-per-node 4 megatron_losses.py OUT.
 full weights and sees the same documents. "alone" runs are the 1-rank ones: each rank does all the work by itself.
 """
 
-import json
-import os
 import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,6 +20,7 @@ from megatron_sb.megatron import shared_plans, with_stickbreaking
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support import megatron_cpu
+from support.launch import end_worker
 
 NUM_STEPS = 6
 VOCAB_SIZE = 64
@@ -290,14 +289,8 @@ def main(out: str) -> None:
         assert_same_start(model, run, full)
         results[run.name] = train(model, run)
         shared_plans.clear()
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_worker(out, results)
 
 
 if __name__ == "__main__":
     main(sys.argv[1])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)

@@ -3,8 +3,6 @@
 Run by torchrun: `torchrun --nproc-per-node N megatron_seams.py OUT.json cpu|cuda`. Experts are spread over all N ranks.
 """
 
-import json
-import multiprocessing
 import os
 import sys
 from datetime import timedelta
@@ -24,6 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_sb.megatron import StickBreakingOptions, install_stand_ins, launch, with_stickbreaking
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.launch import end_worker
 from support.megatron_cpu import answer_for_gpu, message, small_config
 
 VOCAB_SIZE = 32
@@ -289,16 +288,8 @@ def main(out: str, device: str) -> None:
         initialize(dist.get_world_size())
     findings |= {"experts": grouped_experts(device), "models": moe_models(device)}
     findings["checkpoint"] = resharded_checkpoint(device, new_folder(Path(out).parent / "experts"))
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(findings))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_worker(out, findings)
 
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    for writer in multiprocessing.active_children():  # of checkpoints; os._exit would leave it running
-        writer.kill()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)

@@ -3,8 +3,6 @@
 Run by torchrun on 2 ranks: `torchrun --nproc-per-node 2 self_attention.py OUT.json`.
 """
 
-import json
-import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +11,9 @@ import torch
 import torch.distributed as dist
 
 import megatron_sb as sb
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.launch import end_worker
 
 CHANNELS = 32
 OFFSETS = (0, 4, 12, 24)
@@ -61,14 +62,8 @@ def main(out: str) -> None:
     """Write every case's differences."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     found = {name: difference(**options) for name, options in CASES.items()}
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_worker(out, found)
 
 
 if __name__ == "__main__":
     main(sys.argv[1])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)

@@ -20,6 +20,7 @@ from megatron_sb.training.data import PackedBatch, RowSampler, load_corpus, spli
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support import megatron_cpu
+from support.launch import end_worker
 
 TINY = Path(__file__).parents[3] / "configs" / "tiny_context_extension.yaml"
 SIZES = {
@@ -221,14 +222,8 @@ def main(out: str, kind: str = "cpu") -> None:
     }
     if kind == "cpu" and dist.get_world_size() > 1:
         results["refused checkpoint"] = refused_checkpoint(checkpoint)
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    end_worker(out, results)
 
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
