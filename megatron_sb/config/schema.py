@@ -24,6 +24,9 @@ Name = Annotated[
 ]
 
 
+RotaryKind = Literal["none", "linear", "ntk"]  # how positions beyond the trained context are scaled
+
+
 class ConfigError(ValueError):
     """A field that is unknown, of the wrong type, out of range, or in contradiction to another."""
 
@@ -100,7 +103,7 @@ class BaselineConfig:
     """Options of the softmax baseline."""
 
     rotary_base: PositiveFloat = 10000.0
-    evaluated_scalings: tuple[Literal["none", "linear", "ntk"], ...] = ("none",)
+    evaluated_scalings: tuple[RotaryKind, ...] = ("none",)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,13 +11,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 from dataclasses import dataclass
-from typing import Literal
+from typing import get_args
 
 import torch
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+
+from megatron_sb.config import RotaryKind
 
 # Fastest first. The third is the one for fp32 whose memory does not grow with the square of a length.
 CUDA_BACKENDS = [
@@ -38,13 +40,14 @@ class RotaryScaling:
     Raises ValueError for another kind, or a factor below 1.
     """
 
-    kind: Literal["none", "linear", "ntk"] = "none"
+    kind: RotaryKind = "none"
     factor: float = 1.0
 
     def __post_init__(self):
         """Refuse what no formula is for."""
-        if self.kind not in ("none", "linear", "ntk"):
-            raise ValueError(f"kind = {self.kind!r}: one of 'none', 'linear', 'ntk' is allowed")
+        allowed = get_args(RotaryKind)
+        if self.kind not in allowed:
+            raise ValueError(f"kind = {self.kind!r}: one of {', '.join(map(repr, allowed))} is allowed")
         if self.factor < 1:
             raise ValueError(f"factor = {self.factor}: at least 1 is allowed")
 

@@ -22,6 +22,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,6 +41,22 @@ LAYOUT_FIELDS = (
     r"parallel\..*|model\.recompute|report\..*|checkpoint\..*"
     r"|stages\.\d+\.(context_parallel_size|hierarchical_context_parallel_sizes|rows_per_micro_batch|pad_multiple)"
 )
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a rank was told on its command line, as `main` takes it. profiled: first and last step, 0 for none."""
+
+    config_path: str
+    overrides: tuple[str, ...]
+    out: str | None
+    resume: bool
+    profiled: tuple[int, int]
+
+    def to_go_on(self, directory: Path) -> str:
+        """What a user types to go on with the run in `directory`."""
+        changes = [f"--set={override}" for override in self.overrides]
+        return "megatron-sb train " + shlex.join([self.config_path, *changes, "--out", str(directory), "--resume"])
 
 
 def main(
@@ -66,7 +83,7 @@ def main(
         _say(f"{config_path}: {error}")
         return EXIT_REFUSED
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        run_rank(config, config_path, overrides, out, resume, window)
+        run_rank(config, Command(config_path, tuple(overrides), out, resume, window))
     arguments = [config_path, *overrides, *(["--out", out] if out else []), *(["--resume"] if resume else [])]
     arguments += ["--profile", profile] if profile else []
     return start_ranks(config, [sys.executable, "-m", "megatron_sb.training", *arguments])
@@ -161,19 +178,12 @@ def _say(text: str) -> None:
     print(f"megatron-sb train: {text}", file=sys.stderr, flush=True)
 
 
-def run_rank(
-    config: TrainingConfig,
-    config_path: str,
-    overrides: Sequence[str],
-    out: str | None,
-    resume: bool,
-    profiled: tuple[int, int],
-) -> NoReturn:
+def run_rank(config: TrainingConfig, command: Command) -> NoReturn:
     """Be one rank of a job; ends the process (static destructors of process groups may abort it otherwise)."""
     _end_with_parent()
     _quieten()
     try:
-        status = _run_rank(config, config_path, overrides, out, resume, profiled)
+        status = _run_rank(config, command)
     except Exception:  # the traceback is the message; the launcher ends the other ranks
         print(f"rank {os.environ['RANK']} failed:\n{traceback.format_exc()}", file=sys.stderr)
         status = EXIT_FAILED
@@ -184,14 +194,7 @@ def run_rank(
     os._exit(status)
 
 
-def _run_rank(
-    config: TrainingConfig,
-    config_path: str,
-    overrides: Sequence[str],
-    out: str | None,
-    resume: bool,
-    profiled: tuple[int, int],
-) -> int:
+def _run_rank(config: TrainingConfig, command: Command) -> int:
     import torch
     import torch.distributed as dist
 
@@ -204,7 +207,7 @@ def _run_rank(
         device = _choose_device(config)
     except ConfigError as error:
         if os.environ["LOCAL_RANK"] == "0":
-            _say(f"{config_path}: {error}")
+            _say(f"{command.config_path}: {error}")
         return EXIT_REFUSED
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -217,19 +220,19 @@ def _run_rank(
     refusals: list[ValueError | None] = [None] * dist.get_world_size()
     refusal = None
     try:
-        directory = _agree_on_directory(config, out, resume)
+        directory = _agree_on_directory(config, command.out, command.resume)
         report = Report(directory, config) if rank == 0 else None
-        profiler = ProfilerWindow(directory / "profile", *profiled) if rank == 0 else None
+        profiler = ProfilerWindow(directory / "profile", *command.profiled) if rank == 0 else None
         job = Job(config, directory, device, report, profiler)
     except ValueError as error:
         refusal = error
     dist.all_gather_object(refusals, refusal)
     if any(refusals):
         if rank == 0:
-            _say(f"{config_path}: {next(filter(None, refusals))}")
+            _say(f"{command.config_path}: {next(filter(None, refusals))}")
         return EXIT_REFUSED
     if report:
-        if not resume:
+        if not command.resume:
             write_aside(directory / "config.yaml", configuration.to_yaml(config))
         report.message(f"{config.parallel.ranks} ranks on {device.type}; {job.describe()}; writing to {directory}")
     try:
@@ -238,8 +241,7 @@ def _run_rank(
         number, where = stop.args
         if report:
             report.close()
-            again = [config_path, *(f"--set={override}" for override in overrides), "--out", str(directory), "--resume"]
-            _say(f"stopped by {number.name} {where}. Go on with: megatron-sb train {shlex.join(again)}")
+            _say(f"stopped by {number.name} {where}. Go on with: {command.to_go_on(directory)}")
         dist.destroy_process_group()
         return 128 + number
     if report:

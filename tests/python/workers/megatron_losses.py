@@ -97,13 +97,13 @@ RUNS = (
 
 def build(run: Run) -> GPTModel:
     """The model on this run's layout; its weights are still to be loaded."""
-    parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=run.tp,
         context_parallel_size=run.cp,
         expert_model_parallel_size=run.ep,
         expert_tensor_parallel_size=1,
         hierarchical_context_parallel_sizes=run.model.get("hierarchical_context_parallel_sizes"),
+        create_gloo_process_groups=False,  # all are of gloo here
     )
     config = megatron_cpu.small_config(
         **{
@@ -275,10 +275,15 @@ def train(model: GPTModel, run: Run) -> list[float]:
 
 def main(out: str) -> None:
     """Train every run and write {name: losses}."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    store, rank, num_ranks = next(dist.rendezvous("env://"))
     megatron_cpu.answer_for_gpu()
     results, starts = {}, {}
     for run in RUNS:
+        if results:  # Megatron's groups of a run are dozens, with threads of their own: they end with it
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+        namespace = dist.PrefixStore(run.name, store)
+        dist.init_process_group("gloo", store=namespace, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
         model = build(run)
         assert model.decoder.layers[0].self_attention.core_attention.cp_comm_type == run.model.get("cp_comm_type")
         family = run.name.partition("/")[0]
