@@ -1,39 +1,65 @@
 """Training on several GPUs beside one: losses, tokens/s and memory of the same rows on every parallel layout.
 
-python benchmarks/training_layouts.py record OUT.json --model dense --lengths 16384 65536   (on a host of four GPUs)
+python benchmarks/training_layouts.py record OUT.json --model dense --lengths 16384 65536
 python benchmarks/training_layouts.py draw OUT.json OUT.png
 
-Runs `megatron-sb train` with each layout, on the Python standard library as bytes, and reads its log. "1 GPU again" is
-one GPU with two rows at a time instead of one: how far it is from "1 GPU" is what rounding alone does to the losses.
-tokens/s is the median over the second half of the steps.
+Runs `megatron-sb train` with each layout that this machine has the GPUs for, on the Python standard library as bytes,
+and reads its log. "1 GPU again" is one GPU with two rows at a time instead of one: how far it is from "1 GPU" is what
+rounding alone does to the losses. tokens/s is the median over the second half of the steps.
+
+A layout of four ranks that is asked for by --layouts runs on two GPUs as well, as a job over two machines that share
+them (NCCL is told so and goes over sockets): its losses are what they are anywhere, its times mean nothing.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from pictures import pyplot_for_files, record_or_draw
 from timing import machine
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "configs"
+TWO_MACHINES = ROOT / "tests" / "python" / "support" / "two_machines.sh"
+LIMIT_SECONDS = 500
 ALONE = "1 GPU"
-TP2_CP2 = {"parallel.tensor_parallel_size": 2, "parallel.sequence_parallel": True, "stages.0.context_parallel_size": 2}
-LAYOUTS = {
+TP2 = {"parallel.tensor_parallel_size": 2, "parallel.sequence_parallel": True}
+
+
+def cp(size: int) -> dict:
+    """Fields of a context-parallel layout."""
+    return {"stages.0.context_parallel_size": size}
+
+
+def ep(size: int) -> dict:
+    """Fields of an expert-parallel layout."""
+    return {"parallel.expert_parallel_size": size}
+
+
+AGAIN = {"stages.0.rows_per_micro_batch": 2}
+LAYOUTS = {  # ranks and fields
     "dense": {
-        ALONE: {},
-        "1 GPU again": {"stages.0.rows_per_micro_batch": 2},
-        "CP4": {"stages.0.context_parallel_size": 4},
-        "TP2 CP2": TP2_CP2,
+        ALONE: (1, {}),
+        "1 GPU again": (1, AGAIN),
+        "CP2": (2, cp(2)),
+        "TP2": (2, TP2),
+        "CP4": (4, cp(4)),
+        "TP2 CP2": (4, TP2 | cp(2)),
     },
     "moe": {
-        ALONE: {},
-        "1 GPU again": {"stages.0.rows_per_micro_batch": 2},
-        "TP2 CP2 EP2": {**TP2_CP2, "parallel.expert_parallel_size": 2},
-        "CP4 EP4": {"stages.0.context_parallel_size": 4, "parallel.expert_parallel_size": 4},
+        ALONE: (1, {}),
+        "1 GPU again": (1, AGAIN),
+        "CP2 EP2": (2, cp(2) | ep(2)),
+        "TP2 EP2": (2, TP2 | ep(2)),
+        "TP2 CP2 EP2": (4, TP2 | cp(2) | ep(2)),
+        "CP4 EP4": (4, cp(4) | ep(4)),
     },
 }
 BYTES = ["model.num_parameters=null", "model.make_vocab_size_divisible_by=128"]  # not the published vocabularies
@@ -50,7 +76,7 @@ def settings(options: argparse.Namespace, length: int, num_ranks: int) -> dict:
         "name": "steps",
         "context_length": length,
         "steps": options.steps,
-        "rows_per_step": max(2, options.tokens // length),
+        "rows_per_step": max(1, options.tokens // length),
         "rows_per_micro_batch": 1,
         "pad_multiple": 8,  # what four ranks need; so all layouts have the same rows
         "learning_rate": 3e-4,
@@ -66,13 +92,22 @@ def settings(options: argparse.Namespace, length: int, num_ranks: int) -> dict:
     }
 
 
-def train(config: Path, overrides: list[str], folder: Path) -> list[dict]:
+def train(config: Path, overrides: list[str], folder: Path, machines: int) -> list[dict]:
     """The lines of a run's log. Raises RuntimeError with its last words where it fails."""
-    command = [sys.executable, "-m", "megatron_sb.training", config, *overrides, "--out", folder]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=500)
+    start = [sys.executable, "-m", "megatron_sb.training"] if machines == 1 else [TWO_MACHINES]
+    command = [*map(str, [*start, config, *overrides, "--out", folder])]
+    environment = {**os.environ, "PYTHON": sys.executable, "SECONDS_AT_MOST": str(LIMIT_SECONDS)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS + 20, env=environment)
     if done.returncode:
         raise RuntimeError("\n".join(done.stderr.splitlines()[-30:]))
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def layouts_of(options: argparse.Namespace) -> Iterator[tuple[str, int, dict]]:
+    """Name, ranks and fields of those asked for, or else of all that this machine has the GPUs for."""
+    for name, (num_ranks, fields) in LAYOUTS[options.model].items():
+        if name in options.layouts if options.layouts else num_ranks <= torch.cuda.device_count():
+            yield name, num_ranks, fields
 
 
 def record(options: argparse.Namespace) -> None:
@@ -80,22 +115,21 @@ def record(options: argparse.Namespace) -> None:
     config, overrides = MODELS[options.model]
     rows = []
     for length in options.lengths:
-        for name, layout in LAYOUTS[options.model].items():
-            if options.layouts and name not in options.layouts:
-                continue
-            chosen = settings(options, length, 1 if name.startswith(ALONE) else 4) | layout
-            words = [f"{field}={json.dumps(value)}" for field, value in chosen.items()]
-            row = {"length": length, "layout": name}
+        for name, num_ranks, layout in layouts_of(options):
+            chosen = settings(options, length, num_ranks) | layout
+            words = [*options.set, *(f"{field}={json.dumps(value)}" for field, value in chosen.items())]
+            machines = 1 if num_ranks <= torch.cuda.device_count() else 2
+            row = {"length": length, "layout": name, "machines": machines}
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    lines = train(config, [*overrides, *words], Path(folder) / "run")
+                    lines = train(config, [*overrides, *words], Path(folder) / "run", machines)
                     rows.append(row | measured(lines))
                     print(line_of(rows[-1], rows), flush=True)
                 except (RuntimeError, subprocess.TimeoutExpired) as error:
                     rows.append(row | {"error": str(error)})
                     print(length, name, error, flush=True)
-            about = {**machine(), "model": options.model, "steps": options.steps, "tokens": options.tokens}
-            options.json.write_text(json.dumps({"machine": about, "rows": rows}, indent=1))
+            arguments = {name: getattr(options, name) for name in ("model", "steps", "tokens", "set")}
+            options.json.write_text(json.dumps({"machine": machine() | arguments, "rows": rows}, indent=1))
 
 
 def measured(lines: list[dict]) -> dict:
@@ -113,11 +147,13 @@ def line_of(row: dict, rows: list[dict]) -> str:
     """A line of the table: losses beside those of one GPU."""
     alone = next((x for x in rows if (x["length"], x["layout"]) == (row["length"], ALONE) and "losses" in x), row)
     off = max(abs(a - b) for a, b in zip(row["losses"], alone["losses"], strict=True))
-    return (
+    line = (
         f"{row['length']:6d} {row['layout']:12s} loss {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}, at most "
-        f"{off:.1e} from one GPU's; {row['tokens_per_second']:9,.0f} tokens/s, {row['model_tflops']:4.0f} model "
-        f"TFLOP/s a GPU, {row['gib']:5.1f} GiB"
+        f"{off:.1e} from one GPU's; {row['gib']:5.1f} GiB; "
     )
+    if row["machines"] > 1:
+        return line + "ranks share GPUs: no times"
+    return line + f"{row['tokens_per_second']:9,.0f} tokens/s, {row['model_tflops']:4.0f} model TFLOP/s a GPU"
 
 
 def draw(options: argparse.Namespace) -> None:
@@ -148,9 +184,10 @@ def main() -> None:
     parser, recording, _ = record_or_draw(__doc__, record, draw)
     recording.add_argument("--model", choices=MODELS, default="dense")
     recording.add_argument("--lengths", nargs="+", type=int, default=[16384])
-    recording.add_argument("--layouts", nargs="+", help="some of them; all by default")
+    recording.add_argument("--layouts", nargs="+", help="by default those that there are GPUs for")
+    recording.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="over the model's")
     recording.add_argument("--steps", type=int, default=50)
-    recording.add_argument("--tokens", type=int, default=65536, help="of a step, two rows at least")
+    recording.add_argument("--tokens", type=int, default=65536, help="of a step, a row at least")
     options = parser.parse_args()
     options.run(options)
 

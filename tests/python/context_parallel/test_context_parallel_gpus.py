@@ -21,10 +21,10 @@ CHECKS = (
 )
 
 
-def run_checks(num_ranks, checks, tmp_path):
+def run_checks(num_ranks, checks, tmp_path, num_gpus):
     """Every check passes on every rank."""
-    if torch.cuda.device_count() < num_ranks:
-        pytest.skip(f"needs {num_ranks} CUDA devices, there are {torch.cuda.device_count()}")
+    if torch.cuda.device_count() < num_gpus:
+        pytest.skip(f"needs {num_gpus} CUDA devices, there are {torch.cuda.device_count()}")
     found = failed_checks(num_ranks, "cuda", checks, tmp_path / "failures.json", TIMEOUT_SECONDS)
     for check in checks:
         assert_passed(check, found)
@@ -34,19 +34,19 @@ def run_checks(num_ranks, checks, tmp_path):
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_on_nccl(num_ranks, tmp_path):
     """The answers of one rank, in every mode."""
-    run_checks(num_ranks, CHECKS, tmp_path)
+    run_checks(num_ranks, CHECKS, tmp_path, num_ranks)
 
 
 @pytest.mark.multigpu
 def test_two_hosts_over_sockets(tmp_path, monkeypatch):
     """Two groups of two GPUs that NCCL takes for two hosts, every mode, "a2a+p2p" among them; what it used is looked up
-    in its log.
+    in its log. On two GPUs the groups share them.
     """
     monkeypatch.setenv("SB_RANKS_PER_HOST", "2")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("NCCL_DEBUG_SUBSYS", "INIT,GRAPH,P2P")
     monkeypatch.setenv("NCCL_DEBUG_FILE", str(tmp_path / "nccl.%p"))
-    run_checks(4, ("same_answer_as_one_rank", "packed_within_the_bars"), tmp_path)
+    run_checks(4, ("same_answer_as_one_rank", "packed_within_the_bars"), tmp_path, num_gpus=2)
     words = "".join(path.read_text() for path in tmp_path.glob("nccl.*"))
     assert "via NET/Socket" in words and "via P2P" in words
 
@@ -55,4 +55,4 @@ def test_two_hosts_over_sockets(tmp_path, monkeypatch):
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_in_a_cuda_graph(num_ranks, tmp_path):
     """A layer can be captured: it neither waits on the host nor allocates elsewhere."""
-    run_checks(num_ranks, ("replays_in_a_cuda_graph",), tmp_path)
+    run_checks(num_ranks, ("replays_in_a_cuda_graph",), tmp_path, num_ranks)

@@ -1,14 +1,20 @@
-"""The whole job on GPUs: Megatron's checkpoints go on over other ranks and outlive a rank that is killed."""
+"""The whole job on GPUs: Megatron's checkpoints go on over other ranks and outlive a rank that is killed.
+
+With two GPUs a job of four ranks runs as on two machines that share them.
+"""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
 TRAIN = [sys.executable, "-m", "megatron_sb.training"]
+TWO_MACHINES = [Path(__file__).parents[1] / "support" / "two_machines.sh"]
 TIMEOUT_SECONDS = 240
 CONFIG = """
 name: small
@@ -44,8 +50,11 @@ def train(out, *arguments, precision="fp32"):
     """Start a job in `out`."""
     config = out.with_suffix(".yaml")
     config.write_text(CONFIG.replace("PRECISION", precision))
-    command = [*TRAIN, config, *arguments, "--out", out]
-    return subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    shared = "parallel.ranks=4" in arguments and torch.cuda.device_count() < 4
+    command = [*(TWO_MACHINES if shared else TRAIN), config, *arguments, "--out", out]
+    environment = {**os.environ, "PYTHON": sys.executable, "SECONDS_AT_MOST": str(TIMEOUT_SECONDS)}
+    words = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([*map(str, command)], env=environment, **words)
 
 
 def losses(out, *arguments, **options):
@@ -65,8 +74,6 @@ def back_to(out, step):
 @pytest.mark.parametrize(("model", "precision"), [("dense", "fp32"), ("dense", "bf16"), ("experts", "bf16")])
 def test_a_checkpoint_of_one_layout_goes_on_in_others(tmp_path, model, precision):
     """TP2 CP2 to step 20, then on one GPU and in CP4: the losses of the run that never stopped."""
-    if torch.cuda.device_count() < 4:
-        pytest.skip(f"needs 4 CUDA devices, there are {torch.cuda.device_count()}")
     experts = EXPERTS if model == "experts" else []
     out = tmp_path / "run"
     expected = losses(out, *experts, *LAYOUTS["TP2 CP2"], precision=precision)

@@ -1,4 +1,6 @@
-"""The examples of jobs over several machines, with one machine: torchrun, and a Slurm made of two small scripts."""
+"""The examples of jobs over several machines, with one machine: torchrun, once and as on two machines, and a Slurm made
+of two small scripts.
+"""
 
 import json
 import os
@@ -28,10 +30,10 @@ SLURM = {
 }
 
 
-def run(command, out, **environment):
+def run(command, out, *more, **environment):
     """Train the small model with one of the examples and return the steps it reported."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    arguments = [ROOT / "configs" / "tiny_context_extension.yaml", *SMALL, "--out", out]
+    arguments = [ROOT / "configs" / "tiny_context_extension.yaml", *SMALL, *more, "--out", out]
     done = subprocess.run(
         [*map(str, [*command, *arguments])],
         cwd=ROOT,
@@ -46,6 +48,14 @@ def run(command, out, **environment):
 
 def test_torchrun(tmp_path):
     steps = run([ROOT / "examples" / "train_torchrun.sh"], tmp_path / "out", RANKS_PER_NODE="2", PORT="0")
+    assert steps == [*range(1, 32), *range(1, 12)]
+
+
+def test_torchrun_on_two_machines(tmp_path):
+    """Both of them start ranks, and the ranks find each other."""
+    script = Path(__file__).parents[1] / "support" / "two_machines.sh"
+    more = ["parallel.ranks=4", "evaluation.windows=4"]
+    steps = run([script], tmp_path / "out", *more, PYTHON=sys.executable, SECONDS_AT_MOST="170")
     assert steps == [*range(1, 32), *range(1, 12)]
 
 

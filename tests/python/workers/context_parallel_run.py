@@ -2,7 +2,8 @@
 
 torchrun --nproc-per-node N context_parallel_run.py OUT.json DEVICE CHECK..
 DEVICE is cpu, with gloo, or cuda, with NCCL and a GPU for each rank. With SB_RANKS_PER_HOST=n in the environment NCCL
-takes every n neighbours for a host of their own and reaches the others over sockets of this machine.
+takes every n neighbours for a host of their own and reaches the others over sockets of this machine; hosts share GPUs
+where there are too few.
 """
 
 import json
@@ -39,7 +40,7 @@ def failure(check: str) -> str:
 def start(device: str) -> None:
     """Join the other ranks; tensors are made on the device."""
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.set_default_device(torch.device("cuda", torch.cuda.current_device()))
     if ranks_per_host := int(os.environ.get("SB_RANKS_PER_HOST", "0")):
         host = int(os.environ["RANK"]) // ranks_per_host
