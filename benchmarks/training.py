@@ -5,9 +5,9 @@ python benchmarks/training.py configs/dense_1b.yaml --lengths 4096 16384 65536
 Both models are the trainer's own, with the same sizes, weights, optimizer and rows of random tokens, each a document:
 they differ in the core attention (softmax: cuDNN through torch, after rotary embeddings fused by torch.compile). Random
 weights would make logits of about 0, with which a stick is used up after some dozens of keys; they are changed so that
-logits are about --logit, and with -11 nothing can be skipped (0: random weights). A time is the median over steps on
-one GPU: forward, backward and update, at a learning rate of 0. The first length is measured again at the end, "again",
-to show how far the machine drifts.
+logits are about --logit, and with -11 nothing is skipped (0: random weights). What is skipped is counted and shown. A
+time is the median over steps on one GPU: forward, backward and update, at a learning rate of 0. The first length is
+measured again at the end, "again", to show how far the machine drifts.
 """
 
 import argparse
@@ -35,25 +35,30 @@ from megatron_sb.training.data import PackedBatch
 from megatron_sb.training.throughput import model_flops
 
 WARM_STEPS = 3
+QUIET = 0.25  # of their random part is left in shifted queries and keys
+COMMON = 2.0  # what all embeddings have in common, in standard deviations of what they have not
 TRIED_TOKENS = 512  # in which weights are changed, and logits looked at
 MODELS = ("stick_breaking", "softmax_rope")
 
 
 @torch.no_grad()
 def shift_logits(model: GPTModel, logit: float) -> None:
-    """Add `logit` (at most 0) to the logits of all layers, whatever the tokens are.
+    """Make the logits of all layers about `logit` (at most 0), whatever the tokens are.
 
-    All embeddings get a part in common, one standard deviation in each place. Queries read it with one sign and keys
-    with the other, by weights that depend on how much of it a layer sees: so layers are changed in a forward.
+    All embeddings get a part in common, and are made large beside what layers add to them. Queries read that part with
+    one sign and keys with the other, by weights that depend on how much of it a layer sees: so layers are changed in a
+    forward.
     """
     embedding = model.embedding.word_embeddings.weight
-    embedding += embedding.std()
+    embedding /= embedding.std()
+    embedding += COMMON
     config = model.config
     head_dim, groups = config.kv_channels, config.num_query_groups
     wanted = math.sqrt(-logit / math.sqrt(head_dim))  # in each place of a query, and less it of a key
 
     def change(module: torch.nn.Module, args: tuple) -> None:
         by_head = module.weight.view(groups, -1, head_dim, config.hidden_size)  # query heads, a key, a value head
+        by_head[:, :-1] *= QUIET
         step = wanted / args[0].float().mean().item() / config.hidden_size
         by_head[:, :-2] += step
         by_head[:, -2] -= step
@@ -99,7 +104,8 @@ def shifted_weights(logit: float) -> Iterator[list[GPTModel]]:
     models: list[GPTModel] = []
 
     def with_shift(model: GPTModel, *args):
-        shift_logits(model, logit)
+        if logit:
+            shift_logits(model, logit)
         models.append(model)
         return backend(model, *args)
 
@@ -131,6 +137,13 @@ def step_seconds(engine: engine_module.Engine, batches: list[PackedBatch], token
         if len(taken) >= 3 and sum(taken) > seconds:
             break
     return taken
+
+
+def skipped_share(engine: engine_module.Engine, batches: list[PackedBatch], tokens: int) -> float:
+    """Of the tiles of the attention's backward, over all layers."""
+    engine.train_step(batches, tokens, 0.0, observe=True)
+    counts = engine.attention_counts
+    return (counts.skipped / counts.tiles).item()
 
 
 def busiest(engine: engine_module.Engine, batches: list[PackedBatch], tokens: int, count: int) -> list[str]:
@@ -167,6 +180,7 @@ def measure(options: argparse.Namespace, config: TrainingConfig, model: str, len
             "note": note,
             "recompute": config.model.recompute,
             "mean_logits": [min(logits), max(logits)],
+            "skipped": skipped_share(engine, batches, tokens) if model == "stick_breaking" else None,
             "tokens_per_second": tokens / second,
             "spread": (max(times) - min(times)) / second,
             "model_tflops": flops / second / 1e12,
@@ -210,7 +224,8 @@ def main() -> None:
                     f"{row['length']:6d} {row['note']:5s} {model:14s} recompute {recompute}: "
                     f"{row['tokens_per_second']:9,.0f} tokens/s, {row['model_tflops']:4.0f} model TFLOP/s, "
                     f"{row['gib']:5.1f} GiB, spread {row['spread']:.1%}, layers' mean logits "
-                    f"{row['mean_logits'][0]:.1f} to {row['mean_logits'][1]:.1f}",
+                    f"{row['mean_logits'][0]:.1f} to {row['mean_logits'][1]:.1f}"
+                    + (f", {row['skipped']:.1%} skipped" if row["skipped"] is not None else ""),
                     flush=True,
                 )
                 if options.json:

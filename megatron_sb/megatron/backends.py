@@ -6,6 +6,7 @@ loss that is a rank's share of the global mean gives the gradient of that mean.
 """
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -121,13 +122,17 @@ class MegatronBackend:
     def step(self, learning_rate: float) -> float:
         """Reduce what is left, clip, update, clear. Returns the norm of the gradient before clipping."""
         self._finalize([self._ddp])
+        norm = self._update(learning_rate)
+        self._steps += 1
+        self._ddp.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        return norm
+
+    def _update(self, learning_rate: float) -> float:
         for group in self._optimizer.param_groups:  # what Megatron's scheduler would set
             group["lr"] = learning_rate * group["lr_mult"]
             group["weight_decay"] = self._weight_decay * group["wd_mult"]
         _, norm, _ = self._optimizer.step()
-        self._steps += 1
-        self._ddp.zero_grad_buffer()
-        self._optimizer.zero_grad()
         return float(norm)
 
     def save(self, path: Path) -> None:
@@ -141,16 +146,30 @@ class MegatronBackend:
         """The inverse of save; collective."""
         from megatron.core import dist_checkpointing
 
-        self.step(0.0)  # torch's AdamW, where neither Transformer Engine nor Apex is, has no state to load into before
+        self._update(
+            0.0
+        )  # torch's AdamW, where neither Transformer Engine nor Apex is, has no state to load into before
         state = dist_checkpointing.load(self._sharded_state(is_loading=True), str(path))
         self._ddp.module.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
         self._steps = state["steps"]
-        self._restore_step_counts()
+        with self._given_step_counts():
+            self._optimizer.load_state_dict(state["optimizer"])
 
-    def _restore_step_counts(self) -> None:
-        """Megatron-Core 0.16 loads torch's AdamW with one step count, an outdated one, shared by all parameters."""
-        for optimizer in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+    @contextlib.contextmanager
+    def _given_step_counts(self) -> Iterator[None]:
+        """Around loading: Megatron-Core (0.16 and 0.19) asks for the step counts that torch's AdamW has and Transformer
+        Engine's has not, but does not load them; what it puts in their place is one tensor that all parameters share.
+        """
+        with contextlib.ExitStack() as patches:
+            optimizers = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+            for optimizer in optimizers:
+                name = "_set_main_param_and_optimizer_states"
+                load_one = getattr(optimizer, name)
+                count = torch.tensor(float(self._steps))
+                setattr(optimizer, name, lambda p, found, f=load_one, c=count: f(p, {"step": c, **found}))
+                patches.callback(delattr, optimizer, name)
+            yield
+        for optimizer in optimizers:
             for state in optimizer.optimizer.state.values():
                 if "step" in state:
                     state["step"] = torch.tensor(float(self._steps))

@@ -55,10 +55,11 @@ def write_documents(prefix: Path, count: int) -> None:
     builder.finalize(f"{prefix}.idx")
 
 
-def run(command: list, **environment) -> str:
-    """Run to the end and return what was said."""
+def run(command: list, folder: Path, **environment) -> str:
+    """Run in a folder to the end, as a user's shell would, and return what was said."""
+    environment = {name: x for name, x in os.environ.items() if name != "PYTHONSAFEPATH"} | environment
     done = subprocess.run(
-        [*map(str, command)], env=os.environ | environment, capture_output=True, text=True, timeout=300
+        [*map(str, command)], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-8000:]}"
     return done.stdout
@@ -69,7 +70,7 @@ def our_losses(folder: Path, ranks: int, *overrides: str) -> list[float]:
     write_documents(folder / "ours", 8)
     config = folder / "config.yaml"
     config.write_text(CONFIG.replace("DATA", str(folder / "ours")).replace("RANKS", str(ranks)))
-    run([sys.executable, "-m", "megatron_sb.training", config, *overrides, "--out", folder / "run"])
+    run([sys.executable, "-m", "megatron_sb.training", config, *overrides, "--out", folder / "run"], folder)
     return [json.loads(line)["loss"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -89,7 +90,7 @@ def test_pretrain_gpt_has_the_same_losses(tmp_path, ranks):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
     script = ["-m", "megatron_sb.megatron.launch", Path(MEGATRON_LM) / "pretrain_gpt.py", *MEGATRON.split()]
     script += ["--context-parallel-size", ranks, "--data-path", tmp_path / "theirs", "--data-cache-path", tmp_path]
-    said = run([*torchrun, *script], CUDA_DEVICE_MAX_CONNECTIONS="1")
+    said = run([*torchrun, *script], Path(MEGATRON_LM), CUDA_DEVICE_MAX_CONNECTIONS="1")
     theirs = [float(loss) for loss in re.findall(r"lm loss: ([\d.E+-]+)", said)]
     assert len(ours) == len(theirs) == STEPS and ours[-1] < ours[0] - 1
     assert theirs == pytest.approx(ours, abs=2e-2)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.datasets import utils as dataset_utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
@@ -84,6 +85,7 @@ if __name__ == "__main__":
     if args.build_only:
         Path(args.build_only).write_text(json.dumps(describe_attention(model_config)))
     else:
+        dataset_utils.compile_helpers = lambda: None  # a wheel has them compiled, and no Makefile
         make_datasets.is_distributed = True
         config = pretrain_cfg_container_from_args(args, model_config)
         pretrain(config, make_datasets, ModelType.encoder_or_decoder, forward_step)

@@ -1,6 +1,7 @@
 """A few steps of the same rows under several parallel layouts; rank 0 writes what came out to the file argv[1].
 
 On one rank: every family's reference. On four CPU ranks, or two GPUs (argv[2] is cuda): every layout of every family.
+With argv[2] megatron, four CPU ranks take what Megatron-Core has for GPUs: its gradients, optimizer and checkpoints.
 """
 
 import contextlib
@@ -13,8 +14,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from megatron_sb.config import load_config
+from megatron_sb.megatron import engine as engine_module
+from megatron_sb.megatron.backends import MegatronBackend
 from megatron_sb.megatron.engine import Engine
 from megatron_sb.training.data import PackedBatch, RowSampler, load_corpus, split_rows
 
@@ -105,12 +109,29 @@ GPU_LAYOUTS = {
     },
     "mixture, no auxiliary loss": {"EP2 alltoall": EXPERT | ALL_TO_ALL},
 }
-CHECKPOINTED = (
-    "TP2 EP2 alltoall",
-    "TP2 sequence parallel, recompute selective",
-    "TP2 CP2, recompute full",
-    "TP2 CP2 EP2 alltoall",
-)
+MEGATRON_LAYOUTS = {
+    "dense": {"TP2 CP2 sequence parallel": SEQUENCE | context_parallel(2), "CP4": context_parallel(4)},
+    "softmax": {"TP2": TENSOR},
+    "mixture": {"TP2 CP2 EP2 alltoall": SEQUENCE | EXPERT | ALL_TO_ALL | context_parallel(2)},
+    "mixture, no auxiliary loss": {"CP2 EP4": {"parallel.expert_parallel_size": 4} | context_parallel(2)},
+}
+# Saved before the last step, and by whom that is taken: the same layout where ranks save their own shares.
+CHECKPOINTED = {
+    name: LAYOUTS[family][name]
+    for family, name in (("dense", "TP2 CP2, recompute full"), ("mixture", "TP2 CP2 EP2 alltoall"))
+}
+GPU_CHECKPOINTED = {
+    "TP2 sequence parallel, recompute selective": context_parallel(2),
+    "TP2 EP2 alltoall": EXPERT | ALL_TO_ALL | context_parallel(2),
+    "TP2": {},
+}
+MEGATRON_CHECKPOINTED = {
+    "TP2 CP2 sequence parallel": context_parallel(4),
+    "CP4": {},
+    "TP2": {},
+    "TP2 CP2 EP2 alltoall": {"parallel.expert_parallel_size": 4} | ALL_TO_ALL | context_parallel(4),
+    "CP2 EP4": SEQUENCE | EXPERT,
+}
 
 
 def load(family: str, layout: dict):
@@ -119,10 +140,10 @@ def load(family: str, layout: dict):
     return load_config(TINY, [f"{name}={json.dumps(value)}" for name, value in fields.items()])
 
 
-def train(family: str, layout: dict, device: torch.device, checkpoint: Path | None) -> dict:
+def train(family: str, layout: dict, device: torch.device, checkpoint: Path, last: dict | None) -> dict:
     """Losses and gradient norms of NUM_STEPS steps, then the loss of every row of one more, in one layout.
 
-    checkpoint: where the last step is taken by a new engine that loads what the one before it saved.
+    last: the layout of a new engine that loads what the one before it saved in `checkpoint`, and takes the last step.
     """
     config = load(family, layout)
     (stage,), (model,) = config.stages, config.compare
@@ -132,12 +153,15 @@ def train(family: str, layout: dict, device: torch.device, checkpoint: Path | No
     group, num_groups = engine.data_parallel_rank, engine.data_parallel_size
     losses, norms, counted = [], [], []
     for step in range(NUM_STEPS):
-        if checkpoint and step == NUM_STEPS - 1:
+        if last is not None and step == NUM_STEPS - 1:
             checkpoint.mkdir(parents=True, exist_ok=True)
             dist.barrier()
             engine.save(checkpoint)
             engine.close()
+            config = load(family, last)
+            (stage,) = config.stages
             engine = Engine(config, model, stage, corpus.vocab_size, device)
+            group, num_groups = engine.data_parallel_rank, engine.data_parallel_size
             engine.load(checkpoint)
         rows = sampler.next_rows(stage.rows_per_step)
         # Uneven on purpose: the first rows count few of their labels.
@@ -178,6 +202,8 @@ def refused_checkpoint(folder: Path) -> str:
 class NoStream:
     """A CUDA stream and its event, where nothing runs beside anything else."""
 
+    def __init__(self, *args, **kwargs) -> None: ...
+
     def wait_stream(self, other) -> None: ...
 
     def record_event(self):
@@ -188,8 +214,7 @@ class NoStream:
 
 def answer_for_streams() -> None:
     """What the alltoall dispatcher asks of a GPU: streams, and split sizes that are tensors."""
-    torch.cuda.Stream = NoStream
-    torch.cuda.current_stream = NoStream
+    torch.cuda.Stream = torch.cuda.current_stream = NoStream
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     exchange = dist.all_to_all_single
 
@@ -200,23 +225,44 @@ def answer_for_streams() -> None:
     dist.all_to_all_single = all_to_all_single
 
 
+class TensorsOnTheCpu(TorchFunctionMode):
+    """What Megatron-Core makes on "cuda" is made on the CPU, and its parameters say that they are on a GPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        """The call, changed where it is about the device."""
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if function is torch.Tensor.type and len(args) == 1:
+            return function(*args).replace("torch.", "torch.cuda.")
+        return function(*args, **kwargs)
+
+
 def main(out: str, kind: str = "cpu") -> None:
     """Train and write {family: {layout: results}}."""
-    device = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device(kind)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
         megatron_cpu.answer_for_gpu()
         answer_for_streams()
+    if kind == "megatron":
+        engine_module.TorchBackend = MegatronBackend
+        TensorsOnTheCpu().__enter__()
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     checkpoint = Path(out).parent / "checkpoint"
-    layouts = GPU_LAYOUTS if kind == "cuda" else LAYOUTS
+    layouts, last = {
+        "cpu": (LAYOUTS, CHECKPOINTED),
+        "cuda": (GPU_LAYOUTS, GPU_CHECKPOINTED),
+        "megatron": (MEGATRON_LAYOUTS, MEGATRON_CHECKPOINTED),
+    }[kind]
     layouts = layouts if dist.get_world_size() > 1 else {family: {"one rank": {}} for family in FAMILIES}
     results = {
         family: {
-            name: train(family, layout, device, checkpoint / name if name in CHECKPOINTED else None)
-            for name, layout in named.items()
+            name: train(family, layout, device, checkpoint / name, last.get(name)) for name, layout in named.items()
         }
         for family, named in layouts.items()
     }
