@@ -1,17 +1,21 @@
 """Small Megatron-Core models on a CPU: answers for what Megatron-Core asks of a GPU, and builders.
 
 For tests only. Dense models with tensor and context parallelism need no answers. Mixture of experts with the allgather
-dispatcher, sequence parallelism, rotary embeddings and distributed checkpoints need `answer_for_gpu`.
+dispatcher, sequence parallelism, rotary embeddings and distributed checkpoints need `answer_for_gpu`; the distributed
+optimizer needs `answer_for_streams` and `TensorsOnTheCpu` too, and Megatron's training scripts `answer_for_training`.
 """
 
 import contextlib
+import os
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
+from torch.overrides import TorchFunctionMode
 
 from megatron_sb.megatron import install_stand_ins
 
@@ -30,6 +34,78 @@ def answer_for_gpu() -> None:
     random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
     # Recomputation saves and restores the generator of the GPU.
     random._get_cuda_rng_state = random._set_cuda_rng_state = lambda *args, **kwargs: None
+
+
+class NoStream:
+    """A CUDA stream and its event, where nothing runs beside anything else."""
+
+    def __init__(self, *args, **kwargs) -> None: ...
+
+    def wait_stream(self, other) -> None: ...
+
+    def record_event(self):
+        return self
+
+    def record(self, *args) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end) -> float:
+        return 1.0
+
+
+def answer_for_streams() -> None:
+    """What dispatchers and the distributed optimizer ask of a GPU: streams, and split sizes that are tensors."""
+    torch.cuda.Stream = torch.cuda.Event = torch.cuda.current_stream = NoStream
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    exchange = dist.all_to_all_single
+
+    def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, group=None):
+        sizes = (x.tolist() if isinstance(x, torch.Tensor) else x for x in (output_split_sizes, input_split_sizes))
+        return exchange(output, input, *sizes, group=group)
+
+    dist.all_to_all_single = all_to_all_single
+
+
+class TensorsOnTheCpu(TorchFunctionMode):
+    """What Megatron-Core makes on "cuda" is made on the CPU, and its parameters say that they are on a GPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        """The call, changed where it is about the device."""
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if function is torch.Tensor.type and len(args) == 1:
+            return function(*args).replace("torch.", "torch.cuda.")
+        return function(*args, **kwargs)
+
+
+def answer_for_training() -> None:
+    """What Megatron's training loop asks of a GPU besides: its properties, its generator, its memory, NCCL."""
+    nothing = {"set_device", "set_rng_state", "manual_seed", "reset_peak_memory_stats", "empty_cache", "set_stream"}
+    for name in nothing:
+        setattr(torch.cuda, name, lambda *args: None)
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        setattr(torch.cuda, name, lambda *args: 0)
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: int(os.environ["LOCAL_WORLD_SIZE"])
+    torch.cuda.get_device_capability = lambda *args: (9, 0)
+    torch.cuda.get_device_properties = lambda *args: SimpleNamespace(name="none", major=9, minor=0, total_memory=1)
+    torch.cuda.get_rng_state = lambda *args: torch.get_rng_state()
+    torch.cuda.memory_stats = lambda *args: {}
+    torch.cuda.is_current_stream_capturing = torch.accelerator.is_available = lambda: False
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *args: None
+    init_process_group = dist.init_process_group
+
+    def over_gloo(backend=None, device_id=None, **kwargs) -> None:
+        init_process_group("gloo", **kwargs)
+
+    dist.init_process_group = over_gloo
 
 
 def message(call) -> str:

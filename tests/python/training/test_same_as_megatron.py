@@ -18,13 +18,16 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 MEGATRON_LM = os.environ.get("MEGATRON_LM")
 STEPS, ROWS, LENGTH, VOCAB_SIZE, RATE = 20, 4, 512, 128, 1e-3
+PRECISION = {"cpu": "fp32", "cuda": "bf16"}
+ROUNDING = {"fp32": 1e-4, "bf16": 2e-2}  # of losses; Megatron logs six digits
+ON_CPU = Path(__file__).parents[1] / "workers" / "megatron_on_cpu.py"
 CONFIG = f"""
 name: same
 seed: 1234
 compare: [stick_breaking]
 data: {{kind: indexed, paths: [DATA], vocab_size: {VOCAB_SIZE}, end_of_document: 0, validation_fraction: 0.3}}
-model: {{num_layers: 3, hidden_size: 256, num_heads: 4, num_kv_heads: 2, ffn_hidden_size: 512, precision: bf16}}
-parallel: {{ranks: RANKS, device: cuda}}
+model: {{num_layers: 3, hidden_size: 256, num_heads: 4, num_kv_heads: 2, ffn_hidden_size: 512, precision: PRECISION}}
+parallel: {{ranks: RANKS, device: DEVICE}}
 stages:
   - {{name: only, context_length: {LENGTH}, steps: {STEPS}, rows_per_step: {ROWS}, rows_per_micro_batch: 1,
       learning_rate: {RATE}, context_parallel_size: RANKS}}
@@ -35,12 +38,13 @@ MEGATRON = f"""
 --num-layers 3 --hidden-size 256 --num-attention-heads 4 --group-query-attention --num-query-groups 2
 --ffn-hidden-size 512 --swiglu --disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights
 --make-vocab-size-divisible-by 1 --seq-length {LENGTH} --max-position-embeddings {LENGTH} --position-embedding-type none
---attention-dropout 0 --hidden-dropout 0 --use-cpu-initialization --seed 1234 --bf16
+--attention-dropout 0 --hidden-dropout 0 --use-cpu-initialization --seed 1234
 --micro-batch-size 1 --global-batch-size {ROWS} --train-iters {STEPS} --lr {RATE} --lr-decay-style constant
 --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 --use-distributed-optimizer
 --calculate-per-token-loss --tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE} --split 100,0,0
 --no-create-attention-mask-in-dataloader --transformer-impl local --no-gradient-accumulation-fusion --no-rope-fusion
---no-bias-swiglu-fusion --no-bias-dropout-fusion --log-interval 1 --eval-iters 0 --stick-breaking-attention
+--no-bias-swiglu-fusion --no-bias-dropout-fusion --log-interval 1 --eval-iters 0 --eval-interval 1000 --num-workers 0
+--stick-breaking-attention
 """
 
 
@@ -58,39 +62,57 @@ def write_documents(prefix: Path, count: int) -> None:
 def run(command: list, folder: Path, **environment) -> str:
     """Run in a folder to the end, as a user's shell would, and return what was said."""
     environment = {name: x for name, x in os.environ.items() if name != "PYTHONSAFEPATH"} | environment
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"  # Megatron builds with its python3
     done = subprocess.run(
         [*map(str, command)], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-8000:]}"
+    words = done.stderr.partition("torch.distributed.elastic.multiprocessing")[0]
+    assert done.returncode == 0, f"{done.stdout[-1000:]}\n{words[-8000:]}"
     return done.stdout
 
 
-def our_losses(folder: Path, ranks: int, *overrides: str) -> list[float]:
-    """Those of the trainer."""
+def our_losses(folder: Path, device: str, ranks: int, steps: int = STEPS) -> list[float]:
+    """Those of the trainer, in bf16 on a GPU."""
     write_documents(folder / "ours", 8)
     config = folder / "config.yaml"
-    config.write_text(CONFIG.replace("DATA", str(folder / "ours")).replace("RANKS", str(ranks)))
-    run([sys.executable, "-m", "megatron_sb.training", config, *overrides, "--out", folder / "run"], folder)
-    return [json.loads(line)["loss"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    words = {"DATA": folder / "ours", "RANKS": ranks, "DEVICE": device, "PRECISION": PRECISION[device]}
+    text = CONFIG
+    for name, word in words.items():
+        text = text.replace(name, str(word))
+    config.write_text(text)
+    out = folder / "run"
+    run([sys.executable, "-m", "megatron_sb.training", config, f"stages.0.steps={steps}", "--out", out], folder)
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_the_rows_are_learned(tmp_path):
     """The trainer's half, on a CPU."""
-    losses = our_losses(tmp_path, 1, "model.precision=fp32", "parallel.device=cpu", "stages.0.steps=8")
+    losses = our_losses(tmp_path, "cpu", 1, steps=8)
     assert losses[0] == pytest.approx(np.log(VOCAB_SIZE), abs=0.2) and losses[-1] < losses[0] - 0.5
 
 
-@pytest.mark.gpu
 @pytest.mark.skipif(MEGATRON_LM is None, reason="MEGATRON_LM does not name a checkout of Megatron-LM")
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.multigpu)])
-def test_pretrain_gpt_has_the_same_losses(tmp_path, ranks):
-    """From the same weights, with one rank and with two context-parallel ones, in bf16."""
-    ours = our_losses(tmp_path, ranks)
+@pytest.mark.parametrize(
+    ("device", "ranks"),
+    [
+        ("cpu", 1),
+        ("cpu", 2),
+        pytest.param("cuda", 1, marks=pytest.mark.gpu),
+        pytest.param("cuda", 2, marks=pytest.mark.multigpu),
+    ],
+)
+def test_pretrain_gpt_has_the_same_losses(tmp_path, device, ranks):
+    """From the same weights, with one rank and with two context-parallel ones."""
+    ours = our_losses(tmp_path, device, ranks)
     write_documents(tmp_path / "theirs", 1)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    script = ["-m", "megatron_sb.megatron.launch", Path(MEGATRON_LM) / "pretrain_gpt.py", *MEGATRON.split()]
+    launcher = ["-m", "megatron_sb.megatron.launch"] if device == "cuda" else [ON_CPU]
+    script = [*launcher, Path(MEGATRON_LM) / "pretrain_gpt.py", *MEGATRON.split()]
+    script += ["--bf16"] if PRECISION[device] == "bf16" else []
     script += ["--context-parallel-size", ranks, "--data-path", tmp_path / "theirs", "--data-cache-path", tmp_path]
-    said = run([*torchrun, *script], Path(MEGATRON_LM), CUDA_DEVICE_MAX_CONNECTIONS="1")
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | ({} if device == "cuda" else {"TORCHDYNAMO_DISABLE": "1"})
+    said = run([*torchrun, *script], Path(MEGATRON_LM), **environment)
     theirs = [float(loss) for loss in re.findall(r"lm loss: ([\d.E+-]+)", said)]
+    theirs[1] = 2 * theirs[1] - theirs[0]  # 0.19 logs the mean of the first two there
     assert len(ours) == len(theirs) == STEPS and ours[-1] < ours[0] - 1
-    assert theirs == pytest.approx(ours, abs=2e-2)
+    assert theirs == pytest.approx(ours, abs=ROUNDING[PRECISION[device]])

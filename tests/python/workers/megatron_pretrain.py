@@ -49,7 +49,7 @@ def forward_step(data_iterator, model):
     return losses, partial(loss_func, batch["loss_mask"])
 
 
-def make_datasets(num_samples):
+def make_datasets(num_samples, vp_stage=None):
     """Megatron's mock documents: each counts upwards, modulo the vocabulary."""
     args = get_args()
     config = GPTDatasetConfig(

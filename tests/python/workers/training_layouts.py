@@ -4,7 +4,6 @@ On one rank: every family's reference. On four CPU ranks, or two GPUs (argv[2] i
 With argv[2] megatron, four CPU ranks take what Megatron-Core has for GPUs: its gradients, optimizer and checkpoints.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 
 from megatron_sb.config import load_config
 from megatron_sb.megatron import engine as engine_module
@@ -199,47 +197,6 @@ def refused_checkpoint(folder: Path) -> str:
     return said
 
 
-class NoStream:
-    """A CUDA stream and its event, where nothing runs beside anything else."""
-
-    def __init__(self, *args, **kwargs) -> None: ...
-
-    def wait_stream(self, other) -> None: ...
-
-    def record_event(self):
-        return self
-
-    def synchronize(self) -> None: ...
-
-
-def answer_for_streams() -> None:
-    """What the alltoall dispatcher asks of a GPU: streams, and split sizes that are tensors."""
-    torch.cuda.Stream = torch.cuda.current_stream = NoStream
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()
-    exchange = dist.all_to_all_single
-
-    def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, group=None):
-        sizes = (x.tolist() if isinstance(x, torch.Tensor) else x for x in (output_split_sizes, input_split_sizes))
-        return exchange(output, input, *sizes, group=group)
-
-    dist.all_to_all_single = all_to_all_single
-
-
-class TensorsOnTheCpu(TorchFunctionMode):
-    """What Megatron-Core makes on "cuda" is made on the CPU, and its parameters say that they are on a GPU."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        """The call, changed where it is about the device."""
-        kwargs = dict(kwargs or {})
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        if function is torch.Tensor.cuda:
-            return args[0]
-        if function is torch.Tensor.type and len(args) == 1:
-            return function(*args).replace("torch.", "torch.cuda.")
-        return function(*args, **kwargs)
-
-
 def main(out: str, kind: str = "cpu") -> None:
     """Train and write {family: {layout: results}}."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device("cpu")
@@ -248,10 +205,10 @@ def main(out: str, kind: str = "cpu") -> None:
     else:
         torch.set_num_threads(1)
         megatron_cpu.answer_for_gpu()
-        answer_for_streams()
+        megatron_cpu.answer_for_streams()
     if kind == "megatron":
         engine_module.TorchBackend = MegatronBackend
-        TensorsOnTheCpu().__enter__()
+        megatron_cpu.TensorsOnTheCpu().__enter__()
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     checkpoint = Path(out).parent / "checkpoint"
     layouts, last = {
