@@ -6,6 +6,7 @@ of a build made elsewhere, with this machine's torch but any Python, is used wit
 """
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from report import described
 from timing import machine
 
 ROOT = Path(__file__).parents[1]
+LAST_WORDS_S = 15
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 STAGES = ("build", "tests", "portable", "sanitize", "bench")
 TRAINING_STAGES = ("training", "layouts")  # with Megatron-Core; on one GPU, on four
@@ -115,13 +117,18 @@ def run(step: Step, options: argparse.Namespace) -> None:
         process = subprocess.Popen(
             step.command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
+        limit_s = min(step.limit_s, options.limit_s or step.limit_s)
         try:
-            status = process.wait(timeout=step.limit_s)
+            status = process.wait(timeout=limit_s)
             step.verdict = "ok" if status == 0 else f"FAILED ({status})"
         except subprocess.TimeoutExpired:
+            step.verdict = f"TIME LIMIT ({limit_s} s)"
+            process.send_signal(signal.SIGINT)  # pytest tells what it found until then
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=LAST_WORDS_S)
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            step.verdict = f"TIME LIMIT ({step.limit_s} s)"
+        process.wait()
     step.seconds = time.monotonic() - begin
     step.summary = _summary(log.read_text(errors="replace"))
     if step.verdict == "ok" and "pytest" in step.command and " passed" not in step.summary:
@@ -195,6 +202,7 @@ def parse(args: list[str] | None) -> argparse.Namespace:
         "--wheels", type=Path, help="folder of wheels to use beside what is installed, as megatron-core's"
     )
     parser.add_argument("--workers", type=int, default=1, help="pytest-xdist workers on the one GPU")
+    parser.add_argument("--limit-s", type=int, help="of a step, where its own is longer")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), help="of compute-sanitizer")
     parser.add_argument("--select", nargs=argparse.REMAINDER, default=[], help="more arguments for pytest; comes last")
     parser.add_argument("--models", nargs="+", choices=TRAINED, default=list(TRAINED), help="of the stage training")
