@@ -72,7 +72,7 @@ class Engine:
         torch.manual_seed(config.seed)
         if device.type == "cuda":
             model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)
-        self._model = build_model(config, model, stage, vocab_size)
+        self._model = build_model(config, model, stage, vocab_size, fused=device.type == "cuda")
         self._model.to(device=device, dtype=self._model.config.params_dtype)  # norms too, as Megatron's scripts do
         backend = MegatronBackend if device.type == "cuda" else TorchBackend
         self._backend = backend(self._model, config.optimizer)

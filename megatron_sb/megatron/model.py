@@ -23,11 +23,14 @@ RECOMPUTE = {
 }
 
 
-def build_model(config: TrainingConfig, model: str, stage: StageConfig, vocab_size: int) -> GPTModel:
+def build_model(
+    config: TrainingConfig, model: str, stage: StageConfig, vocab_size: int, *, fused: bool = False
+) -> GPTModel:
     """A decoder without position embedding of its own: stick-breaking needs none, the baseline's core attention brings
     rotations. This rank's share of it, on torch's default device.
 
-    model: "stick_breaking" or "softmax_rope". vocab_size: before padding.
+    model: "stick_breaking" or "softmax_rope". vocab_size: before padding. fused: with Megatron-Core's operators that
+    torch.compile fuses, which is for GPUs: activations and residuals, as Megatron's scripts have them by default.
     Its weights come from torch's generator: where that is in the same state on every rank, they are the same for any
     parallel layout.
     """
@@ -44,7 +47,7 @@ def build_model(config: TrainingConfig, model: str, stage: StageConfig, vocab_si
         core_attention = ModuleSpec(module=SoftmaxRotaryAttention, params={"rotary_base": config.baseline.rotary_base})
         spec.submodules.self_attention.submodules.core_attention = core_attention
     return GPTModel(
-        _transformer_config(config, model, stage),
+        _transformer_config(config, model, stage, fused),
         spec,
         config.model.padded_vocab_size(vocab_size),
         config.longest_evaluated(stage),
@@ -62,7 +65,7 @@ def _stick_breaking_spec(spec: ModuleSpec, config: TrainingConfig) -> ModuleSpec
     )
 
 
-def _transformer_config(config: TrainingConfig, model: str, stage: StageConfig) -> TransformerConfig:
+def _transformer_config(config: TrainingConfig, model: str, stage: StageConfig, fused: bool) -> TransformerConfig:
     sizes = config.model
     return TransformerConfig(
         num_layers=sizes.num_layers,
@@ -83,8 +86,8 @@ def _transformer_config(config: TrainingConfig, model: str, stage: StageConfig) 
         params_dtype=torch.bfloat16 if sizes.precision == "bf16" else torch.float32,
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
+        bias_activation_fusion=fused,
+        bias_dropout_fusion=fused,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         **RECOMPUTE[sizes.recompute],

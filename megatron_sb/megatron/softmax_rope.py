@@ -3,7 +3,7 @@ sequences, no context parallelism.
 
 Megatron-Core's own needs Transformer Engine or a GPU for packed sequences and for its rotary embedding; this one runs
 on torch's scaled_dot_product_attention wherever torch does: cuDNN's kernels on GPUs, where torch.compile also fuses the
-rotation.
+rotation. Documents of different lengths take torch's FlashAttention-2 there, which has one kernel for all of them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_sb.config import RotaryKind
@@ -103,17 +104,25 @@ class SoftmaxRotaryAttention(MegatronModule):
         query, key = rotate(query, batch.cos, batch.sin), rotate(key, batch.cos, batch.sin)
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))
+        return self._attend(query, key, value, batch).flatten(1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, batch: _Batch) -> Tensor:
+        """Each document's causal attention, (t, h, d): in one call where there is a kernel for it, else in one each."""
+        lengths = [end - start for start, end in itertools.pairwise(batch.bounds)]
+        if len(set(lengths)) > 1 and query.is_cuda and query.dtype != torch.float32:
+            bounds, longest = batch.cu_seqlens, max(lengths)
+            window = (-1, 0)  # causal
+            return varlen_attn(
+                query, key, value, bounds, bounds, longest, longest, scale=self.softmax_scale, window_size=window
+            )
+        at_once = len(lengths) if len(set(lengths)) == 1 else 1
+        outputs = []
         with sdpa_kernel(CUDA_BACKENDS, set_priority=True) if query.is_cuda else contextlib.nullcontext():
-            outputs = [  # (1, h, s, d): torch's fused kernels take four dimensions only
-                scaled_dot_product_attention(
-                    *(x[None, start:end].transpose(1, 2) for x in (query, key, value)),
-                    is_causal=True,
-                    scale=self.softmax_scale,
-                )
-                for start, end in itertools.pairwise(batch.bounds)
-            ]
-        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-        return out[0].transpose(0, 1).flatten(1)
+            for start, end in itertools.pairwise(batch.bounds[::at_once]):
+                rows = (x[start:end].unflatten(0, (at_once, -1)).transpose(1, 2) for x in (query, key, value))
+                out = scaled_dot_product_attention(*rows, is_causal=True, scale=self.softmax_scale)
+                outputs.append(out.transpose(1, 2).flatten(0, 1))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def set_rotary_scaling(model: torch.nn.Module, scaling: RotaryScaling) -> None:
@@ -125,8 +134,9 @@ def set_rotary_scaling(model: torch.nn.Module, scaling: RotaryScaling) -> None:
 
 @dataclass(frozen=True)
 class _Batch:
-    """What all layers share of a batch. bounds: on the host. cos, sin: (t, 1, d / 2), in q's dtype."""
+    """What all layers share of a batch. bounds: cu_seqlens on the host. cos, sin: (t, 1, d / 2), in q's dtype."""
 
+    cu_seqlens: Tensor
     bounds: list[int]
     cos: Tensor
     sin: Tensor
@@ -142,8 +152,8 @@ class _LastBatch:
         key = (id(cu_seqlens), cu_seqlens._version, query.shape, query.dtype, base, scaling)
         if key != self._key:
             bounds = cu_seqlens.tolist()
-            self._batch = _Batch(bounds, *_angles(bounds, query, base, scaling))
-            self._cu_seqlens, self._key = cu_seqlens, key  # kept alive: an id is only unique among the living
+            self._batch = _Batch(cu_seqlens, bounds, *_angles(bounds, query, base, scaling))
+            self._key = key  # of what _batch keeps alive: an id is only unique among the living
         return self._batch
 
 
@@ -170,4 +180,4 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-_fused_rotate = torch.compile(_rotate, dynamic=True)
+_fused_rotate = torch.compile(_rotate)

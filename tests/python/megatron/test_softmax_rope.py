@@ -41,23 +41,32 @@ def naive_rotary_softmax(query, key, value, bounds, base, stretch=1.0):
 def assert_rotary_softmax(attention, num_kv_heads, bounds, device="cpu", dtype=torch.float32, atol=2e-6, **expected):
     """On random q, k, v of 40 rows: `attention`, and the definition with base 100 unless `expected` says otherwise."""
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
-    query, key, value = (torch.randn(40, heads, 16, device=device, dtype=dtype) for heads in (4, *[num_kv_heads] * 2))
+    inputs = [torch.randn(40, heads, 16, device=device, dtype=dtype) for heads in (4, *[num_kv_heads] * 2)]
+    inputs = [x.requires_grad_() for x in inputs]
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
-    out = attention.to(device)(query, key, value, None, packed_seq_params=packed)
+    out = attention.to(device)(*inputs, None, packed_seq_params=packed)
     documents = list(itertools.pairwise(bounds))
-    wanted = naive_rotary_softmax(query.cpu(), key.cpu(), value.cpu(), documents, **{"base": 100.0, **expected})
+    definition = [x.detach().cpu().double().requires_grad_() for x in inputs]
+    wanted = naive_rotary_softmax(*definition, documents, **{"base": 100.0, **expected})
     torch.testing.assert_close(out.cpu().double(), wanted, rtol=0, atol=atol)
+    weights = torch.randn(wanted.shape, dtype=dtype)
+    out.backward(weights.to(device))
+    wanted.backward(weights.double())
+    for x, x_of_definition in zip(inputs, definition, strict=True):
+        torch.testing.assert_close(x.grad.cpu().double(), x_of_definition.grad, rtol=0, atol=4 * atol)
 
 
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
-def test_rotary_softmax_per_document(num_kv_heads):
-    assert_rotary_softmax(softmax_attention(4, num_kv_heads), num_kv_heads, [0, 5, 6, 40])
+@pytest.mark.parametrize("bounds", [[0, 5, 6, 40], [0, 10, 20, 30, 40], [0, 40]])
+def test_rotary_softmax_per_document(num_kv_heads, bounds):
+    assert_rotary_softmax(softmax_attention(4, num_kv_heads), num_kv_heads, bounds)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("bounds", [[0, 40], [0, 5, 6, 40]])
-def test_rotary_softmax_on_a_gpu(bounds):
-    assert_rotary_softmax(softmax_attention(4, 2), 2, bounds, "cuda", torch.bfloat16, atol=2e-2)
+@pytest.mark.parametrize("bounds", [[0, 40], [0, 10, 20, 30, 40], [0, 5, 6, 40]])
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
+def test_rotary_softmax_on_a_gpu(bounds, dtype, atol):
+    assert_rotary_softmax(softmax_attention(4, 2), 2, bounds, "cuda", dtype, atol)
 
 
 def test_scaled_positions():
