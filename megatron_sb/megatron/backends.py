@@ -146,33 +146,17 @@ class MegatronBackend:
         """The inverse of save; collective."""
         from megatron.core import dist_checkpointing
 
-        self._update(
-            0.0
-        )  # torch's AdamW, where neither Transformer Engine nor Apex is, has no state to load into before
+        # Without Transformer Engine and Apex the optimizer is torch's AdamW: before a step it has no state to load into.
+        self._update(0.0)
         state = dist_checkpointing.load(self._sharded_state(is_loading=True), str(path))
         self._ddp.module.load_state_dict(state["model"])
         self._steps = state["steps"]
-        with self._given_step_counts():
+        with _step_counts_given(self._steps):
             self._optimizer.load_state_dict(state["optimizer"])
-
-    @contextlib.contextmanager
-    def _given_step_counts(self) -> Iterator[None]:
-        """Around loading: Megatron-Core (0.16 and 0.19) asks for the step counts that torch's AdamW has and Transformer
-        Engine's has not, but does not load them; what it puts in their place is one tensor that all parameters share.
-        """
-        with contextlib.ExitStack() as patches:
-            optimizers = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
-            for optimizer in optimizers:
-                name = "_set_main_param_and_optimizer_states"
-                load_one = getattr(optimizer, name)
-                count = torch.tensor(float(self._steps))
-                setattr(optimizer, name, lambda p, found, f=load_one, c=count: f(p, {"step": c, **found}))
-                patches.callback(delattr, optimizer, name)
-            yield
-        for optimizer in optimizers:
-            for state in optimizer.optimizer.state.values():
-                if "step" in state:
-                    state["step"] = torch.tensor(float(self._steps))
+        for optimizer in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+            for of_parameter in optimizer.optimizer.state.values():
+                if "step" in of_parameter:  # one tensor, which all parameters would count in
+                    of_parameter["step"] = torch.tensor(float(self._steps))
 
     def _sharded_state(self, *, is_loading: bool) -> dict:
         model = self._ddp.module.sharded_state_dict()
@@ -180,6 +164,25 @@ class MegatronBackend:
             model, is_loading=is_loading, metadata={"distrib_optim_sharding_type": "fully_reshardable"}
         )
         return {"model": model, "optimizer": optimizer, "steps": self._steps}
+
+
+@contextlib.contextmanager
+def _step_counts_given(steps: int) -> Iterator[None]:
+    """Around loading the distributed optimizer: Megatron-Core (0.16 and 0.19) asks for the step count that torch's AdamW
+    has for every parameter, but does not load it.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    stock = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def load_one(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter, found: dict) -> None:
+        stock(optimizer, parameter, {"step": torch.tensor(float(steps)), **found})
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = load_one
+    try:
+        yield
+    finally:
+        DistributedOptimizer._set_main_param_and_optimizer_states = stock
 
 
 def _is_expert(parameter: torch.nn.Parameter) -> bool:
