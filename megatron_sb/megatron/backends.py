@@ -146,7 +146,7 @@ class MegatronBackend:
         """The inverse of save; collective."""
         from megatron.core import dist_checkpointing
 
-        # Without Transformer Engine and Apex the optimizer is torch's AdamW: before a step it has no state to load into.
+        # Without Transformer Engine and Apex it is torch's AdamW, without a state to load into before a step.
         self._update(0.0)
         state = dist_checkpointing.load(self._sharded_state(is_loading=True), str(path))
         self._ddp.module.load_state_dict(state["model"])
@@ -168,7 +168,7 @@ class MegatronBackend:
 
 @contextlib.contextmanager
 def _step_counts_given(steps: int) -> Iterator[None]:
-    """Around loading the distributed optimizer: Megatron-Core (0.16 and 0.19) asks for the step count that torch's AdamW
+    """Around loading the distributed optimizer: Megatron-Core (0.16, 0.19) asks for the step count that torch's AdamW
     has for every parameter, but does not load it.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
