@@ -11,7 +11,8 @@ import dataclasses
 import fnmatch
 import glob
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,25 @@ class RowSampler:
                     rows.append([])
                     room = self._row_length
         return rows[:-1]
+
+
+def rows_ahead(sampler: RowSampler, count: int, steps: int) -> Iterator[tuple[list[PackedBatch], dict[str, int]]]:
+    """`count` rows for each of `steps` steps, and the sampler's state after them; the next step's are read, by a thread
+    that alone uses the sampler, while one is computed.
+    """
+
+    def read() -> tuple[list[PackedBatch], dict[str, int]]:
+        return sampler.next_rows(count), sampler.state_dict()
+
+    if not steps:
+        return
+    with ThreadPoolExecutor(max_workers=1) as reader:
+        ahead = reader.submit(read)
+        for left in reversed(range(steps)):
+            rows = ahead.result()
+            if left:
+                ahead = reader.submit(read)
+            yield rows
 
 
 def split_rows(

@@ -15,7 +15,7 @@ import torch
 
 from megatron_sb.config import StageConfig, TrainingConfig
 from megatron_sb.training.checkpoint import CheckpointDirectory, Progress
-from megatron_sb.training.data import Corpus, RowSampler, load_corpus, split_rows
+from megatron_sb.training.data import Corpus, RowSampler, load_corpus, rows_ahead, split_rows
 from megatron_sb.training.evaluate import choose_windows, evaluate, result_path
 from megatron_sb.training.profiler import ProfilerWindow
 from megatron_sb.training.report import Report, Step
@@ -142,8 +142,7 @@ class Job:
         config = self._config
         if self._report:
             self._report.start_stage(model, stage, progress)
-        while progress.step < stage.steps:
-            rows = sampler.next_rows(stage.rows_per_step)
+        for rows, place in rows_ahead(sampler, stage.rows_per_step, stage.steps - progress.step):
             num_tokens = int(sum(row.counted.sum() for row in rows))
             self._profiler.before(progress.step + 1)
             mine = split_rows(rows, engine.data_parallel_rank, engine.data_parallel_size, stage.rows_per_micro_batch)
@@ -155,9 +154,7 @@ class Job:
             sums = torch.cat([share[None], engine.attention_counts.stack(), flags])
             loss, remainder, counted, skipped, tiles, *sums = engine.sum_over_ranks(sums).tolist()
             stop = StopRequest.agreed(sums)
-            progress = Progress(
-                stage.name, progress.step + 1, progress.tokens + num_tokens, sampler.state_dict(), progress.corpus
-            )
+            progress = Progress(stage.name, progress.step + 1, progress.tokens + num_tokens, place, progress.corpus)
             self._profiler.after(progress.step, model, stage.name)
             if self._report:
                 flops = model_flops(config, self._corpus.vocab_size, [row.cu_seqlens for row in rows])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 
 from megatron_sb.config import DataConfig, load_config
-from megatron_sb.training.data import BYTE_END_OF_DOCUMENT, RowSampler, load_corpus, pack, split_rows
+from megatron_sb.training.data import BYTE_END_OF_DOCUMENT, RowSampler, load_corpus, pack, rows_ahead, split_rows
 from megatron_sb.training.evaluate import choose_windows
 
 TINY = load_config(Path(__file__).parents[3] / "configs" / "tiny_context_extension.yaml")
@@ -157,6 +158,27 @@ def test_the_sampler_goes_on_where_it_stood(text_folder):
     for row, other in zip(second.next_rows(300), expected[600:], strict=True):
         for field in dataclasses.fields(row):
             np.testing.assert_array_equal(getattr(row, field.name), getattr(other, field.name))
+
+
+def test_rows_read_ahead_are_those_of_the_sampler(text_folder):
+    """With the state after each step's, not after what was read since; nothing is read for no steps."""
+    corpus = load_corpus(with_data(paths=(str(text_folder),), validation_fraction=0.3))
+    ahead, straight = (RowSampler(corpus.train, 96, 4, corpus.end_of_document, [3, 1]) for _ in range(2))
+    for rows, state in rows_ahead(ahead, 5, 7):
+        expected = straight.next_rows(5)
+        assert state == straight.state_dict()
+        assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(rows, expected, strict=True))
+    assert ahead.state_dict() == straight.state_dict()
+    assert list(rows_ahead(ahead, 5, 0)) == [] and ahead.state_dict() == straight.state_dict()
+
+
+def test_a_document_that_cannot_be_read_is_an_error(text_folder):
+    """Of the step that needs it, though a thread reads it."""
+    corpus = load_corpus(with_data(paths=(str(text_folder),), validation_fraction=0.3))
+    sampler = RowSampler(corpus.train, 96, 4, corpus.end_of_document, [3, 1])
+    shutil.rmtree(text_folder)
+    with pytest.raises(FileNotFoundError):
+        next(rows_ahead(sampler, 5, 7))
 
 
 def test_groups_and_micro_batches_share_out_the_rows():
