@@ -111,11 +111,14 @@ def layouts_of(options: argparse.Namespace) -> Iterator[tuple[str, int, dict]]:
 
 
 def record(options: argparse.Namespace) -> None:
-    """Every length and layout; a layout that fails is recorded with its error."""
+    """Every length and layout but those that the file has; a layout that fails is recorded with its error."""
     config, overrides = MODELS[options.model]
-    rows = []
+    rows = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
+    rows = [row for row in rows if "error" not in row]
     for length in options.lengths:
         for name, num_ranks, layout in layouts_of(options):
+            if any((row["length"], row["layout"]) == (length, name) for row in rows):
+                continue
             chosen = settings(options, length, num_ranks) | layout
             words = [*options.set, *(f"{field}={json.dumps(value)}" for field, value in chosen.items())]
             machines = 1 if num_ranks <= torch.cuda.device_count() else 2
