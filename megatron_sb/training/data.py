@@ -197,6 +197,18 @@ def pack(parts: Sequence[np.ndarray], pad_multiple: int, pad_token: int, num_tar
     return PackedBatch.concatenate(rows)
 
 
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row before it is read.
+
+    parts: document, start, and number of inputs of each. num_tokens: labels that count. cu_seqlens: as in PackedBatch.
+    """
+
+    parts: list[tuple[int, int, int]]
+    num_tokens: int
+    cu_seqlens: np.ndarray
+
+
 class RowSampler:
     """Rows of `row_length` tokens, cut from documents in a shuffled order and then shuffled themselves.
 
@@ -230,50 +242,67 @@ class RowSampler:
         self._start_epoch(state["epoch"])
         self._taken = state["taken"]
 
-    def next_rows(self, count: int) -> list[PackedBatch]:
+    def next_rows(self, count: int) -> list[Row]:
         """The next `count` rows."""
-        return [self._next_row() for _ in range(count)]
+        rows = []
+        for _ in range(count):
+            if self._taken == len(self._order):
+                self._start_epoch(self._epoch + 1)
+            rows.append(self._row(int(self._order[self._taken]) * self._row_length))
+            self._taken += 1
+        return rows
 
-    def _next_row(self) -> PackedBatch:
-        if self._taken == len(self._order):
-            self._start_epoch(self._epoch + 1)
-        parts = self._rows[self._order[self._taken]]
-        self._taken += 1
+    def read(self, row: Row) -> PackedBatch:
+        """A row's tokens."""
         # One token more than a part has inputs: the label of its last.
-        tokens = [self._documents.read(document, start, start + length + 1) for document, start, length in parts]
+        tokens = [self._documents.read(document, start, start + length + 1) for document, start, length in row.parts]
         return pack(tokens, self._pad_multiple, self._pad_token)
 
     def _start_epoch(self, epoch: int) -> None:
+        """Lay the documents out one after the other, each padded at its end. Rows are equal stretches of that, and as
+        they begin at multiples of pad_multiple, a document that is cut between rows is padded no more for it.
+        """
         generator = np.random.default_rng([*self._seed, epoch])
         self._epoch = epoch
         self._taken = 0
-        self._rows = self._cut(generator.permutation(len(self._documents)).tolist())
-        self._order = generator.permutation(len(self._rows)).tolist()
+        self._shuffled = generator.permutation(len(self._documents))
+        self._inputs = self._documents.lengths[self._shuffled] - 1
+        padded = self._inputs + -self._inputs % self._pad_multiple
+        self._starts = np.concatenate([[0], np.cumsum(padded)])
+        self._order = generator.permutation(int(self._starts[-1]) // self._row_length)
 
-    def _cut(self, documents: list[int]) -> list[list[tuple[int, int, int]]]:
-        """The parts (document, start, number of inputs) of every full row."""
-        rows: list[list[tuple[int, int, int]]] = [[]]
-        room = self._row_length
-        for document in documents:
-            start, inputs = 0, int(self._documents.lengths[document]) - 1
-            while start < inputs:
-                length = min(room, inputs - start)
-                rows[-1].append((document, start, length))
-                start += length
-                room -= length + -length % self._pad_multiple
-                if not room:
-                    rows.append([])
-                    room = self._row_length
-        return rows[:-1]
+    def _row(self, begin: int) -> Row:
+        """What lies from `begin` on, for a row's length."""
+        end = begin + self._row_length
+        first, beyond = np.searchsorted(self._starts, begin, "right") - 1, np.searchsorted(self._starts, end)
+        starts = np.maximum(begin - self._starts[first:beyond], 0)
+        lengths = np.minimum(self._inputs[first:beyond], end - self._starts[first:beyond]) - starts
+        parts = [*zip(self._shuffled[first:beyond].tolist(), starts.tolist(), lengths.tolist(), strict=True)]
+        bounds = np.clip(self._starts[first : beyond + 1] - begin, 0, self._row_length)
+        return Row(parts, int(lengths.sum()), bounds.astype(np.int32))
 
 
-def rows_ahead(sampler: RowSampler, count: int, steps: int) -> Iterator[tuple[list[PackedBatch], dict[str, int]]]:
-    """`count` rows for each of `steps` steps, and the sampler's state after them; the next step's are read, by a thread
-    that alone uses the sampler, while one is computed.
+@dataclasses.dataclass(frozen=True)
+class StepRows:
+    """All rows of a step; the micro-batches of one data-parallel group; the sampler's state after them."""
+
+    rows: list[Row]
+    micro_batches: list[PackedBatch]
+    sampler: dict[str, int]
+
+
+def rows_ahead(
+    sampler: RowSampler, count: int, steps: int, group: int, num_groups: int, rows_per_micro_batch: int | None
+) -> Iterator[StepRows]:
+    """`count` rows for each of `steps` steps. The next step's are read while one is computed, by a thread that alone
+    uses the sampler.
     """
 
-    def read() -> tuple[list[PackedBatch], dict[str, int]]:
-        return sampler.next_rows(count), sampler.state_dict()
+    def read() -> StepRows:
+        rows = sampler.next_rows(count)
+        shares = split_rows(rows, group, num_groups, rows_per_micro_batch)
+        batches = [PackedBatch.concatenate([sampler.read(row) for row in share]) for share in shares]
+        return StepRows(rows, batches, sampler.state_dict())
 
     if not steps:
         return
@@ -286,11 +315,9 @@ def rows_ahead(sampler: RowSampler, count: int, steps: int) -> Iterator[tuple[li
             yield rows
 
 
-def split_rows(
-    rows: Sequence[PackedBatch], group: int, num_groups: int, rows_per_micro_batch: int | None
-) -> list[PackedBatch]:
-    """The micro-batches of one data-parallel group out of the rows of a whole step."""
+def split_rows(rows: Sequence[Any], group: int, num_groups: int, rows_per_micro_batch: int | None) -> list[list[Any]]:
+    """The rows of each micro-batch of one data-parallel group out of those of a whole step."""
     per_group = len(rows) // num_groups
     mine = rows[group * per_group : (group + 1) * per_group]
     size = rows_per_micro_batch or per_group
-    return [PackedBatch.concatenate(mine[start : start + size]) for start in range(0, per_group, size)]
+    return [mine[start : start + size] for start in range(0, per_group, size)]

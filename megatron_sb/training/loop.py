@@ -15,7 +15,7 @@ import torch
 
 from megatron_sb.config import StageConfig, TrainingConfig
 from megatron_sb.training.checkpoint import CheckpointDirectory, Progress
-from megatron_sb.training.data import Corpus, RowSampler, load_corpus, rows_ahead, split_rows
+from megatron_sb.training.data import Corpus, RowSampler, load_corpus, rows_ahead
 from megatron_sb.training.evaluate import choose_windows, evaluate, result_path
 from megatron_sb.training.profiler import ProfilerWindow
 from megatron_sb.training.report import Report, Step
@@ -142,22 +142,24 @@ class Job:
         config = self._config
         if self._report:
             self._report.start_stage(model, stage, progress)
-        for rows, place in rows_ahead(sampler, stage.rows_per_step, stage.steps - progress.step):
-            num_tokens = int(sum(row.counted.sum() for row in rows))
+        share_of_rows = engine.data_parallel_rank, engine.data_parallel_size, stage.rows_per_micro_batch
+        for step in rows_ahead(sampler, stage.rows_per_step, stage.steps - progress.step, *share_of_rows):
+            num_tokens = sum(row.num_tokens for row in step.rows)
             self._profiler.before(progress.step + 1)
-            mine = split_rows(rows, engine.data_parallel_rank, engine.data_parallel_size, stage.rows_per_micro_batch)
             rate = learning_rate(stage, progress.step)
             every = config.report.attention_interval
             observe = model == "stick_breaking" and every > 0 and (progress.step + 1) % every == 0
-            share, norm = engine.train_step(mine, num_tokens, rate, observe=observe)
+            share, norm = engine.train_step(step.micro_batches, num_tokens, rate, observe=observe)
             flags = torch.tensor(self._stop.flags(), dtype=torch.float64, device=share.device)
             sums = torch.cat([share[None], engine.attention_counts.stack(), flags])
             loss, remainder, counted, skipped, tiles, *sums = engine.sum_over_ranks(sums).tolist()
             stop = StopRequest.agreed(sums)
-            progress = Progress(stage.name, progress.step + 1, progress.tokens + num_tokens, place, progress.corpus)
+            progress = Progress(
+                stage.name, progress.step + 1, progress.tokens + num_tokens, step.sampler, progress.corpus
+            )
             self._profiler.after(progress.step, model, stage.name)
             if self._report:
-                flops = model_flops(config, self._corpus.vocab_size, [row.cu_seqlens for row in rows])
+                flops = model_flops(config, self._corpus.vocab_size, [row.cu_seqlens for row in step.rows])
                 sticks = (remainder / counted, skipped / tiles if tiles else None) if observe else (None, None)
                 self._report.step(
                     model, stage, progress, Step(loss, norm, rate, flops, _peak_gib(self._device), *sticks)

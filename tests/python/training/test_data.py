@@ -12,7 +12,15 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 
 from megatron_sb.config import DataConfig, load_config
-from megatron_sb.training.data import BYTE_END_OF_DOCUMENT, RowSampler, load_corpus, pack, rows_ahead, split_rows
+from megatron_sb.training.data import (
+    BYTE_END_OF_DOCUMENT,
+    PackedBatch,
+    RowSampler,
+    load_corpus,
+    pack,
+    rows_ahead,
+    split_rows,
+)
 from megatron_sb.training.evaluate import choose_windows
 
 TINY = load_config(Path(__file__).parents[3] / "configs" / "tiny_context_extension.yaml")
@@ -107,6 +115,15 @@ def test_indexed_dataset_gives_the_same_documents(text_folder, tmp_path):
         load_corpus(with_data(**{**fields, "paths": (str(tmp_path / "other"),)}))
 
 
+def next_row(sampler):
+    """Read; what was known of it before is true."""
+    (row,) = sampler.next_rows(1)
+    read = sampler.read(row)
+    np.testing.assert_array_equal(read.cu_seqlens, row.cu_seqlens)
+    assert row.num_tokens == read.counted.sum()
+    return read
+
+
 @pytest.mark.parametrize("pad_multiple", [1, 4])
 def test_an_epoch_of_rows_holds_every_label_once(text_folder, pad_multiple):
     corpus = load_corpus(with_data(paths=(str(text_folder),)))
@@ -115,7 +132,7 @@ def test_an_epoch_of_rows_holds_every_label_once(text_folder, pad_multiple):
         labels_there.update(whole(corpus.train, index)[1:].tolist())
     sampler = RowSampler(corpus.train, 128, pad_multiple, corpus.end_of_document, [3, 1])
     seen = Counter()
-    (row,) = sampler.next_rows(1)
+    row = next_row(sampler)
     while sampler.state_dict()["epoch"] == 0:
         assert len(row.tokens) == len(row.labels) == len(row.counted) == 128
         bounds = row.cu_seqlens
@@ -125,7 +142,7 @@ def test_an_epoch_of_rows_holds_every_label_once(text_folder, pad_multiple):
             assert row.counted[start : start + real].all() and end - start - real < pad_multiple
             assert (row.tokens[start + 1 : start + real] == row.labels[start : start + real - 1]).all()
         seen.update(row.labels[row.counted].tolist())
-        (row,) = sampler.next_rows(1)
+        row = next_row(sampler)
     assert sampler.state_dict() == {"epoch": 1, "taken": 1}
     assert sum((seen - labels_there).values()) == 0
     assert 0 < sum((labels_there - seen).values()) < 128  # less than a row is dropped
@@ -133,7 +150,8 @@ def test_an_epoch_of_rows_holds_every_label_once(text_folder, pad_multiple):
 
 def test_consecutive_rows_come_from_different_places(text_folder):
     corpus = load_corpus(with_data(paths=(str(text_folder),)))
-    rows = RowSampler(corpus.train, 64, 1, corpus.end_of_document, [3, 1]).next_rows(200)
+    sampler = RowSampler(corpus.train, 64, 1, corpus.end_of_document, [3, 1])
+    rows = [next_row(sampler) for _ in range(200)]
     follows = sum(before.labels[-1] == after.tokens[0] for before, after in itertools.pairwise(rows))
     assert follows < 20
 
@@ -151,25 +169,29 @@ def test_the_sampler_goes_on_where_it_stood(text_folder):
         return RowSampler(corpus.train, 96, 4, corpus.end_of_document, [3, 1])
 
     straight, first, second = sampler(), sampler(), sampler()
-    expected = straight.next_rows(900)
+    expected = [next_row(straight) for _ in range(900)]
     assert straight.state_dict()["epoch"] >= 1
     first.next_rows(600)
     second.load_state_dict(first.state_dict())
-    for row, other in zip(second.next_rows(300), expected[600:], strict=True):
+    for other in expected[600:]:
+        row = next_row(second)
         for field in dataclasses.fields(row):
             np.testing.assert_array_equal(getattr(row, field.name), getattr(other, field.name))
 
 
-def test_rows_read_ahead_are_those_of_the_sampler(text_folder):
-    """With the state after each step's, not after what was read since; nothing is read for no steps."""
+def test_a_step_reads_its_group_s_rows_ahead(text_folder):
+    """The sampler's state is that after the step, not after what was read since; nothing is read for no steps."""
     corpus = load_corpus(with_data(paths=(str(text_folder),), validation_fraction=0.3))
     ahead, straight = (RowSampler(corpus.train, 96, 4, corpus.end_of_document, [3, 1]) for _ in range(2))
-    for rows, state in rows_ahead(ahead, 5, 7):
-        expected = straight.next_rows(5)
-        assert state == straight.state_dict()
-        assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(rows, expected, strict=True))
+    for step in rows_ahead(ahead, 8, 7, group=1, num_groups=2, rows_per_micro_batch=2):
+        expected = [next_row(straight) for _ in range(8)]
+        assert step.sampler == straight.state_dict()
+        assert sum(row.num_tokens for row in step.rows) == sum(row.counted.sum() for row in expected)
+        assert len(step.micro_batches) == 2
+        tokens = np.concatenate([batch.tokens for batch in step.micro_batches])
+        np.testing.assert_array_equal(tokens, np.concatenate([row.tokens for row in expected[4:]]))
     assert ahead.state_dict() == straight.state_dict()
-    assert list(rows_ahead(ahead, 5, 0)) == [] and ahead.state_dict() == straight.state_dict()
+    assert list(rows_ahead(ahead, 8, 0, 0, 1, None)) == [] and ahead.state_dict() == straight.state_dict()
 
 
 def test_a_document_that_cannot_be_read_is_an_error(text_folder):
@@ -178,16 +200,22 @@ def test_a_document_that_cannot_be_read_is_an_error(text_folder):
     sampler = RowSampler(corpus.train, 96, 4, corpus.end_of_document, [3, 1])
     shutil.rmtree(text_folder)
     with pytest.raises(FileNotFoundError):
-        next(rows_ahead(sampler, 5, 7))
+        next(rows_ahead(sampler, 5, 7, 0, 1, None))
 
 
 def test_groups_and_micro_batches_share_out_the_rows():
-    rows = [pack([np.arange(start, start + 9)], 4, 0) for start in range(0, 80, 10)]
-    parts = [split_rows(rows, group, 2, 2) for group in (0, 1)]
-    assert [len(part) for part in parts] == [2, 2]
-    np.testing.assert_array_equal(parts[0][1].cu_seqlens, [0, 8, 16])
-    tokens = np.concatenate([batch.tokens for part in parts for batch in part])
-    np.testing.assert_array_equal(tokens, np.concatenate([row.tokens for row in rows]))
+    assert [split_rows(range(8), group, 2, 2) for group in (0, 1)] == [
+        [range(2), range(2, 4)],
+        [range(4, 6), range(6, 8)],
+    ]
+    assert split_rows(range(8), 1, 2, None) == [range(4, 8)]
+
+
+def test_concatenated_rows():
+    rows = [pack([np.arange(start, start + 9)], 4, 0) for start in (0, 10)]
+    batch = PackedBatch.concatenate(rows)
+    np.testing.assert_array_equal(batch.cu_seqlens, [0, 8, 16])
+    np.testing.assert_array_equal(batch.tokens, np.concatenate([row.tokens for row in rows]))
 
 
 def test_padding_and_targets():

@@ -161,18 +161,20 @@ def train(family: str, layout: dict, device: torch.device, checkpoint: Path, las
             engine = Engine(config, model, stage, corpus.vocab_size, device)
             group, num_groups = engine.data_parallel_rank, engine.data_parallel_size
             engine.load(checkpoint)
-        rows = sampler.next_rows(stage.rows_per_step)
+        rows = [sampler.read(row) for row in sampler.next_rows(stage.rows_per_step)]
         # Uneven on purpose: the first rows count few of their labels.
         rows = [
             dataclasses.replace(row, counted=row.counted & (row.labels % (2 + i) > 0)) for i, row in enumerate(rows)
         ]
         num_tokens = int(sum(row.counted.sum() for row in rows))
-        mine = split_rows(rows, group, num_groups, stage.rows_per_micro_batch)
+        shares = split_rows(rows, group, num_groups, stage.rows_per_micro_batch)
+        mine = [PackedBatch.concatenate(share) for share in shares]
         counted.append(int(sum(batch.counted.sum() for batch in mine)))
         share, norm = engine.train_step(mine, num_tokens, stage.learning_rate)
         losses.append(engine.sum_over_ranks(share).item())
         norms.append(norm)
-    rows = [dataclasses.replace(row, cu_seqlens=row.cu_seqlens[[0, -1]]) for row in sampler.next_rows(4)]
+    rows = [sampler.read(row) for row in sampler.next_rows(4)]
+    rows = [dataclasses.replace(row, cu_seqlens=row.cu_seqlens[[0, -1]]) for row in rows]
     sums = torch.zeros(4, dtype=torch.float64)
     mine = rows[group::num_groups]
     sums[group::num_groups] = engine.window_losses(PackedBatch.concatenate(mine), len(mine)).cpu()
