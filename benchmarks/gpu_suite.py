@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 LAST_WORDS_S = 15
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 STAGES = ("build", "tests", "portable", "sanitize", "bench")
-TRAINING_STAGES = ("training", "layouts")  # with Megatron-Core; on one GPU, on four
+TRAINING_STAGES = ("training", "layouts")  # with Megatron-Core; on one GPU, on all of them
 HEADS_OF_128 = [
     f"model.{field}" for field in ("num_heads=12", "num_kv_heads=12", "head_dim=128", "num_parameters=null")
 ]

@@ -76,7 +76,7 @@ def settings(options: argparse.Namespace, length: int, num_ranks: int) -> dict:
         "name": "steps",
         "context_length": length,
         "steps": options.steps,
-        "rows_per_step": max(1, options.tokens // length),
+        "rows_per_step": max(2, options.tokens // length),
         "rows_per_micro_batch": 1,
         "pad_multiple": 8,  # what four ranks need; so all layouts have the same rows
         "learning_rate": 3e-4,
@@ -113,8 +113,11 @@ def layouts_of(options: argparse.Namespace) -> Iterator[tuple[str, int, dict]]:
 def record(options: argparse.Namespace) -> None:
     """Every length and layout but those that the file has; a layout that fails is recorded with its error."""
     config, overrides = MODELS[options.model]
-    rows = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
-    rows = [row for row in rows if "error" not in row]
+    arguments = {name: getattr(options, name) for name in ("model", "steps", "tokens", "set")}
+    recorded = json.loads(options.json.read_text()) if options.json.exists() else {"machine": arguments, "rows": []}
+    if recorded["machine"] | arguments != recorded["machine"]:
+        raise SystemExit(f"{options.json} is of other settings: {recorded['machine']}, not {arguments}")
+    rows = [row for row in recorded["rows"] if "error" not in row]
     for length in options.lengths:
         for name, num_ranks, layout in layouts_of(options):
             if any((row["length"], row["layout"]) == (length, name) for row in rows):
@@ -131,7 +134,6 @@ def record(options: argparse.Namespace) -> None:
                 except (RuntimeError, subprocess.TimeoutExpired) as error:
                     rows.append(row | {"error": str(error)})
                     print(length, name, error, flush=True)
-            arguments = {name: getattr(options, name) for name in ("model", "steps", "tokens", "set")}
             options.json.write_text(json.dumps({"machine": machine() | arguments, "rows": rows}, indent=1))
 
 
@@ -190,7 +192,7 @@ def main() -> None:
     recording.add_argument("--layouts", nargs="+", help="by default those that there are GPUs for")
     recording.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="over the model's")
     recording.add_argument("--steps", type=int, default=50)
-    recording.add_argument("--tokens", type=int, default=65536, help="of a step, a row at least")
+    recording.add_argument("--tokens", type=int, default=65536, help="of a step, two rows at least")
     options = parser.parse_args()
     options.run(options)
 

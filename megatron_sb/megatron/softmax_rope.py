@@ -108,14 +108,14 @@ class SoftmaxRotaryAttention(MegatronModule):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, batch: _Batch) -> Tensor:
         """Each document's causal attention, (t, h, d): in one call where there is a kernel for it, else in one each."""
-        lengths = [end - start for start, end in itertools.pairwise(batch.bounds)]
-        if len(set(lengths)) > 1 and query.is_cuda and query.dtype != torch.float32:
-            bounds, longest = batch.cu_seqlens, max(lengths)
+        equal = len(set(batch.lengths)) == 1
+        if not equal and query.is_cuda and query.dtype != torch.float32:
+            bounds, longest = batch.cu_seqlens, max(batch.lengths)
             window = (-1, 0)  # causal
             return varlen_attn(
                 query, key, value, bounds, bounds, longest, longest, scale=self.softmax_scale, window_size=window
             )
-        at_once = len(lengths) if len(set(lengths)) == 1 else 1
+        at_once = len(batch.lengths) if equal else 1
         outputs = []
         with sdpa_kernel(CUDA_BACKENDS, set_priority=True) if query.is_cuda else contextlib.nullcontext():
             for start, end in itertools.pairwise(batch.bounds[::at_once]):
@@ -134,10 +134,13 @@ def set_rotary_scaling(model: torch.nn.Module, scaling: RotaryScaling) -> None:
 
 @dataclass(frozen=True)
 class _Batch:
-    """What all layers share of a batch. bounds: cu_seqlens on the host. cos, sin: (t, 1, d / 2), in q's dtype."""
+    """What all layers share of a batch. bounds: cu_seqlens on the host; lengths: between them. cos, sin: (t, 1, d / 2),
+    in q's dtype.
+    """
 
     cu_seqlens: Tensor
     bounds: list[int]
+    lengths: list[int]
     cos: Tensor
     sin: Tensor
 
@@ -152,7 +155,8 @@ class _LastBatch:
         key = (id(cu_seqlens), cu_seqlens._version, query.shape, query.dtype, base, scaling)
         if key != self._key:
             bounds = cu_seqlens.tolist()
-            self._batch = _Batch(cu_seqlens, bounds, *_angles(bounds, query, base, scaling))
+            lengths = [end - start for start, end in itertools.pairwise(bounds)]
+            self._batch = _Batch(cu_seqlens, bounds, lengths, *_angles(lengths, query, base, scaling))
             self._key = key  # of what _batch keeps alive: an id is only unique among the living
         return self._batch
 
@@ -160,10 +164,10 @@ class _LastBatch:
 _shared = _LastBatch()
 
 
-def _angles(bounds: list[int], query: Tensor, base: float, scaling: RotaryScaling) -> tuple[Tensor, Tensor]:
+def _angles(lengths: list[int], query: Tensor, base: float, scaling: RotaryScaling) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position's angles, (t, 1, d / 2) each, the angles in float64."""
     tokens, _, dim = query.shape
-    position = torch.cat([torch.arange(end - start) for start, end in itertools.pairwise(bounds)])
+    position = torch.cat([torch.arange(length) for length in lengths])
     position = torch.nn.functional.pad(position, (0, tokens - position.numel())).to(query.device, torch.float64)
     if scaling.kind == "linear":
         position = position / scaling.factor

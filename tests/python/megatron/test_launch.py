@@ -5,12 +5,12 @@ import functools
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.launch import megatron_losses
 
 from megatron_sb.megatron import StickBreakingOptions, launch
 
@@ -18,8 +18,7 @@ HAS_TRAINING = importlib.util.find_spec("megatron.training") is not None
 needs_training = pytest.mark.skipif(
     not HAS_TRAINING, reason="this Megatron-Core has no megatron.training (wheels from 0.17 on, for Python 3.12, do)"
 )
-WORKERS = Path(__file__).parents[1] / "workers"
-PRETRAIN, ON_CPU = WORKERS / "megatron_pretrain.py", WORKERS / "megatron_on_cpu.py"
+PRETRAIN = Path(__file__).parents[1] / "workers" / "megatron_pretrain.py"
 SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
 BATCHES = "--micro-batch-size 1 --global-batch-size 4 --train-iters 20 --lr 5e-3 --lr-decay-style constant --mock-data"
 TOKENS = "--tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 2"
@@ -153,17 +152,9 @@ def test_refused_flags(flags, sentence):
 
 def train(device: str, ranks: int, folder: Path, *flags: str) -> list[float]:
     """The losses that Megatron logs in 20 steps of the script under torchrun and the launcher."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    launcher = ["-m", "megatron_sb.megatron.launch"] if device == "cuda" else [str(ON_CPU)]
     logged = ["--log-interval", "1", "--eval-iters", "0", "--eval-interval", "1000", "--data-cache-path", str(folder)]
-    command = [sys.executable, *torchrun, *launcher, str(PRETRAIN), *MEGATRON.split(), "--hidden-dropout", "0"]
-    command += [*ACCEPTED.split(), "--stick-breaking-attention", "--num-workers", "0", *logged, *flags]
-    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
-    environment |= {} if device == "cuda" else {"TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    words = done.stderr.partition("torch.distributed.elastic.multiprocessing")[0]
-    assert done.returncode == 0, f"{done.stdout[-1000:]}\n{words[-8000:]}"
-    return [float(loss) for loss in re.findall(r"lm loss: ([\d.E+-]+)", done.stdout)]
+    flags = [*ACCEPTED.split(), "--hidden-dropout", "0", "--stick-breaking-attention", "--num-workers", "0", *flags]
+    return megatron_losses(PRETRAIN, ranks, *MEGATRON.split(), *logged, *flags, device=device)
 
 
 EXPERTS = "--num-experts 4 --moe-grouped-gemm --disable-bias-linear --moe-token-dispatcher-type alltoall"

@@ -7,14 +7,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from support.launch import TWO_MACHINES
 
 TRAIN = [sys.executable, "-m", "megatron_sb.training"]
-TWO_MACHINES = [Path(__file__).parents[1] / "support" / "two_machines.sh"]
 TIMEOUT_SECONDS = 240
 CONFIG = """
 name: small
@@ -51,7 +50,7 @@ def train(out, *arguments, precision="fp32"):
     config = out.with_suffix(".yaml")
     config.write_text(CONFIG.replace("PRECISION", precision))
     shared = "parallel.ranks=4" in arguments and torch.cuda.device_count() < 4
-    command = [*(TWO_MACHINES if shared else TRAIN), config, *arguments, "--out", out]
+    command = [*([TWO_MACHINES] if shared else TRAIN), config, *arguments, "--out", out]
     environment = {**os.environ, "PYTHON": sys.executable, "SECONDS_AT_MOST": str(TIMEOUT_SECONDS)}
     words = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen([*map(str, command)], env=environment, **words)

@@ -6,21 +6,18 @@ data is the same, so that the order in which each of them takes rows does not ma
 
 import json
 import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from support.launch import megatron_losses, run_ranks
 
 MEGATRON_LM = os.environ.get("MEGATRON_LM")
 STEPS, ROWS, LENGTH, VOCAB_SIZE, RATE = 20, 4, 512, 128, 1e-3
 PRECISION = {"cpu": "fp32", "cuda": "bf16"}
 ROUNDING = {"fp32": 1e-4, "bf16": 2e-2}  # of losses; Megatron logs six digits
-ON_CPU = Path(__file__).parents[1] / "workers" / "megatron_on_cpu.py"
 CONFIG = f"""
 name: same
 seed: 1234
@@ -59,18 +56,6 @@ def write_documents(prefix: Path, count: int) -> None:
     builder.finalize(f"{prefix}.idx")
 
 
-def run(command: list, folder: Path, **environment) -> str:
-    """Run in a folder to the end, as a user's shell would, and return what was said."""
-    environment = {name: x for name, x in os.environ.items() if name != "PYTHONSAFEPATH"} | environment
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"  # Megatron builds with its python3
-    done = subprocess.run(
-        [*map(str, command)], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
-    words = done.stderr.partition("torch.distributed.elastic.multiprocessing")[0]
-    assert done.returncode == 0, f"{done.stdout[-1000:]}\n{words[-8000:]}"
-    return done.stdout
-
-
 def our_losses(folder: Path, device: str, ranks: int, steps: int = STEPS) -> list[float]:
     """Those of the trainer, in bf16 on a GPU."""
     write_documents(folder / "ours", 8)
@@ -81,7 +66,7 @@ def our_losses(folder: Path, device: str, ranks: int, steps: int = STEPS) -> lis
         text = text.replace(name, str(word))
     config.write_text(text)
     out = folder / "run"
-    run([sys.executable, "-m", "megatron_sb.training", config, f"stages.0.steps={steps}", "--out", out], folder)
+    run_ranks(ranks, ["-m", "megatron_sb.training", config, f"stages.0.steps={steps}", "--out", out], 300)
     return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -105,14 +90,9 @@ def test_pretrain_gpt_has_the_same_losses(tmp_path, device, ranks):
     """From the same weights, with one rank and with two context-parallel ones."""
     ours = our_losses(tmp_path, device, ranks)
     write_documents(tmp_path / "theirs", 1)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    launcher = ["-m", "megatron_sb.megatron.launch"] if device == "cuda" else [ON_CPU]
-    script = [*launcher, Path(MEGATRON_LM) / "pretrain_gpt.py", *MEGATRON.split()]
-    script += ["--bf16"] if PRECISION[device] == "bf16" else []
-    script += ["--context-parallel-size", ranks, "--data-path", tmp_path / "theirs", "--data-cache-path", tmp_path]
-    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | ({} if device == "cuda" else {"TORCHDYNAMO_DISABLE": "1"})
-    said = run([*torchrun, *script], Path(MEGATRON_LM), **environment)
-    theirs = [float(loss) for loss in re.findall(r"lm loss: ([\d.E+-]+)", said)]
+    flags = [*MEGATRON.split(), *(["--bf16"] if PRECISION[device] == "bf16" else [])]
+    flags += ["--context-parallel-size", ranks, "--data-path", tmp_path / "theirs", "--data-cache-path", tmp_path]
+    theirs = megatron_losses(Path(MEGATRON_LM).resolve() / "pretrain_gpt.py", ranks, *flags, device=device)
     theirs[1] = 2 * theirs[1] - theirs[0]  # 0.19 logs the mean of the first two there
     assert len(ours) == len(theirs) == STEPS and ours[-1] < ours[0] - 1
     assert theirs == pytest.approx(ours, abs=ROUNDING[PRECISION[device]])
