@@ -38,7 +38,7 @@ def draw_nll_by_length(evaluations: list[dict[str, Any]], labels: dict[str, str]
     """Negative log-likelihood against context length, one line per model and stage; the context each was trained with
     is marked.
     """
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    figure, axes = pyplot.subplots(figsize=(8, 5.5))
     stages = list(dict.fromkeys(entry["stage"] for entry in evaluations))
     for entry in evaluations:
         contexts = [result["context"] for result in entry["results"]]
@@ -52,9 +52,12 @@ def draw_nll_by_length(evaluations: list[dict[str, Any]], labels: dict[str, str]
     ticks = sorted({result["context"] for entry in evaluations for result in entry["results"]})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_yscale("log")  # what a model gains by context is small beside what another loses
+    axes.yaxis.set_major_formatter("{x:.3g}")
+    axes.yaxis.set_minor_formatter("{x:.3g}")
     axes.set(xlabel="context (tokens)", ylabel="negative log-likelihood of the same tokens (nats)")
-    axes.legend()
-    axes.grid(alpha=0.3)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, fontsize="small")
+    axes.grid(alpha=0.3, which="both")
     _save(figure, path)
 
 
