@@ -14,12 +14,16 @@ try:
     _HAS_MEGATRON = importlib.util.find_spec("megatron.core") is not None
 except ModuleNotFoundError:
     _HAS_MEGATRON = False
-collect_ignore = [] if _HAS_MEGATRON else ["megatron", "training"]
+_HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
+collect_ignore = ([] if _HAS_MEGATRON else ["megatron", "training"]) + ([] if _HAS_TRANSFORMERS else ["huggingface"])
 
 
 def pytest_report_header():
     """Say what is left out as a whole."""
-    return "megatron-core: " + ("here" if _HAS_MEGATRON else "NOT INSTALLED, tests/python/{megatron,training} left out")
+    return [
+        "megatron-core: " + ("here" if _HAS_MEGATRON else "NOT INSTALLED, tests/python/{megatron,training} left out"),
+        "transformers: " + ("here" if _HAS_TRANSFORMERS else "NOT INSTALLED, tests/python/huggingface left out"),
+    ]
 
 
 def pytest_configure():

@@ -1,0 +1,22 @@
+"""Stick-breaking attention for Hugging Face's transformers; importing it makes the names below known there.
+
+    import megatron_sb.huggingface
+    config = megatron_sb.huggingface.without_positions(AutoConfig.from_pretrained(..))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="stickbreaking")
+
+`StickBreakingForCausalLM` is the model that `megatron-sb train` trains (model_type "stick_breaking").
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from megatron_sb.huggingface import attention
+from megatron_sb.huggingface.attention import without_positions
+from megatron_sb.huggingface.configuration import StickBreakingConfig
+from megatron_sb.huggingface.modeling import StickBreakingForCausalLM, StickBreakingModel
+
+attention.register()
+AutoConfig.register(StickBreakingConfig.model_type, StickBreakingConfig)
+AutoModel.register(StickBreakingConfig, StickBreakingModel)
+AutoModelForCausalLM.register(StickBreakingConfig, StickBreakingForCausalLM)
+
+__all__ = ["StickBreakingConfig", "StickBreakingForCausalLM", "StickBreakingModel", "without_positions"]

@@ -1,0 +1,216 @@
+"""The decoder that this project trains, for transformers: the same weights, names in its style."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from megatron_sb.functional import head_output
+from megatron_sb.huggingface.attention import NAME, attend
+from megatron_sb.huggingface.configuration import StickBreakingConfig
+
+
+class StickBreakingAttention(nn.Module):
+    """Self-attention by stick-breaking, with remainder bias and head norm where they are asked for."""
+
+    def __init__(self, config: StickBreakingConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self.head_dim = config.head_dim
+        width, kv_width = (
+            heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)
+        )
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        head_vectors = {
+            "remainder_bias": config.remainder_bias,
+            "norm_weight": config.head_norm,
+            "norm_bias": config.head_norm,
+        }
+        for name, wanted in head_vectors.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(width)) if wanted else None)
+
+    def forward(self, x: Tensor, mask: Tensor | None, past_key_values: Cache | None) -> Tensor:
+        """x: (b, s, hidden_size); mask: as `attention_mask` makes it."""
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if past_key_values is not None:
+            k, v = past_key_values.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        config, with_mass = self.config, self.remainder_bias is not None
+        options = {"attend_current": config.attend_current, "mass_threshold": config.mass_threshold}
+        result = attend(q, k, v, mask, return_mass=with_mass, **options)
+        o, mass = result if with_mass else (result, None)
+        if with_mass or self.norm_weight is not None:
+            o = head_output(o, mass, self.remainder_bias, self.norm_weight, self.norm_bias)
+        return self.o_proj(o.flatten(2))
+
+
+class StickBreakingMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: StickBreakingConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (.., hidden_size)."""
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class StickBreakingExperts(nn.Module):
+    """A mixture of MLPs: each token's best by the router, weighed by the softmax of their logits, in fp32."""
+
+    def __init__(self, config: StickBreakingConfig) -> None:
+        super().__init__()
+        self.num_chosen = config.num_experts_per_tok
+        self.router = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = nn.ModuleList(StickBreakingMLP(config) for _ in range(config.num_experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (b, s, hidden_size)."""
+        tokens = x.flatten(0, -2)
+        logits = nn.functional.linear(tokens.float(), self.router.weight.float())
+        best, chosen = logits.topk(self.num_chosen, dim=-1)
+        weights = best.softmax(-1)
+        out = torch.zeros_like(tokens, dtype=torch.float32)
+        for number in chosen.unique().tolist():
+            rows, places = (chosen == number).nonzero(as_tuple=True)
+            made = self.experts[number](tokens[rows])
+            out.index_add_(0, rows, made.float() * weights[rows, places, None])
+        return out.to(x.dtype).view_as(x)
+
+
+class StickBreakingDecoderLayer(GradientCheckpointingLayer):
+    """x + attention(norm(x)), then the same with the MLP or the experts."""
+
+    def __init__(self, config: StickBreakingConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = StickBreakingAttention(config, layer_idx)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = StickBreakingExperts(config) if config.num_experts else StickBreakingMLP(config)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, past_key_values: Cache | None = None) -> Tensor:
+        """x: (b, s, hidden_size)."""
+        x = x + self.self_attn(self.input_layernorm(x), mask, past_key_values)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class StickBreakingPreTrainedModel(PreTrainedModel):
+    """What both models share."""
+
+    config_class = StickBreakingConfig
+    config: StickBreakingConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ("StickBreakingDecoderLayer",)
+    _skip_keys_device_placement = ("past_key_values",)
+    _supports_attention_backend = True
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """Stick-breaking attention, whatever the default is; another by name is refused."""
+        if requested_attention not in (None, NAME):
+            raise ValueError(f"attn_implementation = {requested_attention!r}; {NAME!r} is allowed for this model")
+        return NAME
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, StickBreakingAttention):
+            initial = {"remainder_bias": 0.0, "norm_weight": 1.0, "norm_bias": 0.0}
+            for name, value in initial.items():
+                if getattr(module, name) is not None:
+                    nn.init.constant_(getattr(module, name), value)
+
+
+class StickBreakingModel(StickBreakingPreTrainedModel):
+    """The decoder without its output layer."""
+
+    def __init__(self, config: StickBreakingConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        layers = (StickBreakingDecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(layers)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """input_ids: (b, s). attention_mask: (b, keys so far), 0 for padding. position_ids: only where they begin anew
+        they say something: where the next document of a packed row begins.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("exactly one of input_ids and inputs_embeds is allowed")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if use_cache and past_key_values is None and not self.training:
+            past_key_values = DynamicCache(config=self.config)
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=x,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        states = [x]
+        for layer in self.layers:
+            x = layer(x, mask, past_key_values)
+            states.append(x)
+        x = self.norm(x)
+        states[-1] = x
+        return BaseModelOutputWithPast(x, past_key_values, tuple(states) if wanted else None)
+
+
+class StickBreakingForCausalLM(StickBreakingPreTrainedModel, GenerationMixin):
+    """The decoder with its output layer."""
+
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: StickBreakingConfig) -> None:
+        super().__init__(config)
+        self.model = StickBreakingModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """labels: (b, s), as input_ids, -100 where nothing is to be predicted; the rest as for `StickBreakingModel`.
+
+        logits_to_keep: how many of the last tokens get logits (0: all), or which.
+        """
+        made = self.model(input_ids, past_key_values=past_key_values, **kwargs)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(made.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=num_items_in_batch)
+        return CausalLMOutputWithPast(loss, logits, made.past_key_values, made.hidden_states)

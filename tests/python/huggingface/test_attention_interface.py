@@ -1,0 +1,195 @@
+"""attn_implementation="stickbreaking" in decoders of transformers, beside the float64 oracle in the same models."""
+
+import pytest
+import torch
+from transformers import AttentionInterface, AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import megatron_sb as sb
+from megatron_sb.huggingface import without_positions
+
+VOCAB = 97
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+}
+DECODERS = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": None},
+    "granite": {"attention_multiplier": 0.1},
+    "olmo2": {},
+    "phi3": {"partial_rotary_factor": 0.5},
+    "mixtral": {"num_local_experts": 2, "sliding_window": None},
+    "gemma": {"head_dim": 16},
+}
+
+
+def make_config(name="llama", **fields):
+    return CONFIG_MAPPING[name](**SIZES | DECODERS.get(name, {}) | fields)
+
+
+def make_model(config, implementation="stickbreaking"):
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+
+
+def without_rotation(name="llama", **fields):
+    return without_positions(make_config(name, **fields))
+
+
+@pytest.fixture
+def oracle():
+    """The name of an attention that is the naive oracle on whole batches without padding."""
+
+    def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return sb.reference.stickbreaking_attention(q, k, v, scale=scaling).to(q.dtype), None
+
+    AttentionInterface.register("oracle", attend)
+    yield "oracle"
+    AttentionInterface._global_mapping.pop("oracle")
+
+
+def tokens(*shape):
+    return torch.randint(1, VOCAB, shape)
+
+
+def logits(model, ids, **inputs):
+    with torch.no_grad():
+        return model(ids, **inputs).logits
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders_are_the_oracles(name, oracle):
+    """Weights, scale, grouped heads and experts are each model's own."""
+    config, ids = without_rotation(name), tokens(2, 24)
+    ours = make_model(config)
+    assert ours.config._attn_implementation == "stickbreaking"
+    torch.testing.assert_close(logits(ours, ids), logits(make_model(config, oracle), ids), atol=2e-5, rtol=1e-4)
+
+
+def test_order_matters_without_positions():
+    model, ids = make_model(without_rotation()), tokens(1, 16)
+    swapped = ids[:, [1, 0, *range(2, 16)]]
+    assert (logits(model, ids)[:, -1] - logits(model, swapped)[:, -1]).abs().max() > 1e-3
+
+
+def test_layers_without_rotation_are_taken(oracle):
+    """SmolLM3 says for every layer whether it rotates."""
+    config = make_config("smollm3", no_rope_layers=[0, 0])
+    ids = tokens(1, 12)
+    assert config.rope_parameters["rope_type"] == "default"
+    torch.testing.assert_close(
+        logits(make_model(config), ids), logits(make_model(config, oracle), ids), atol=2e-5, rtol=1e-4
+    )
+    with pytest.raises(ValueError, match="rope_type 'default'"):
+        logits(make_model(make_config("smollm3", no_rope_layers=[0, 1])), ids)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing(side):
+    """Rows of lengths 12, 7 and 1 in one batch have the logits that each has alone, and so have gradients."""
+    model, lengths = make_model(without_rotation()), (12, 7, 1)
+    rows = [tokens(1, length) for length in lengths]
+    ids, mask = torch.zeros(3, 12, dtype=torch.long), torch.zeros(3, 12, dtype=torch.long)
+    kept = [slice(12 - n, 12) if side == "left" else slice(0, n) for n in lengths]
+    for index, row in enumerate(rows):
+        ids[index, kept[index]], mask[index, kept[index]] = row[0], 1
+    together = model(ids, attention_mask=mask).logits
+    weight = torch.randn(sum(lengths), VOCAB)
+    (torch.cat([together[i, part] for i, part in enumerate(kept)]) * weight).sum().backward()
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    alone = torch.cat([model(row).logits[0] for row in rows])
+    torch.testing.assert_close(
+        torch.cat([together[i, part] for i, part in enumerate(kept)]), alone, atol=1e-5, rtol=1e-4
+    )
+    (alone * weight).sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, atol=1e-4, rtol=1e-3, msg=name)
+
+
+def test_packed_documents():
+    """Positions that begin anew begin a document, as transformers packs them."""
+    model, rows = make_model(without_rotation()), [tokens(1, 5), tokens(1, 9), tokens(1, 1)]
+    positions = torch.cat([torch.arange(row.shape[1]) for row in rows])[None]
+    packed = logits(model, torch.cat(rows, 1), position_ids=positions, use_cache=False)
+    torch.testing.assert_close(packed, torch.cat([logits(model, row) for row in rows], 1), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation(cache):
+    """With either cache, token by token, padded on the left: what whole forwards without a cache choose."""
+    model, lengths, steps = make_model(without_rotation()), (9, 4), 8
+    rows = [tokens(1, length) for length in lengths]
+    expected = []
+    for row in rows:
+        for _ in range(steps):
+            row = torch.cat([row, logits(model, row, use_cache=False)[:, -1:].argmax(-1)], 1)
+        expected.append(row[0, -steps:])
+    ids, mask = torch.zeros(2, 9, dtype=torch.long), torch.zeros(2, 9, dtype=torch.long)
+    for index, row in enumerate(rows):
+        ids[index, 9 - row.shape[1] :], mask[index, 9 - row.shape[1] :] = row[0], 1
+    options = {"max_new_tokens": steps, "do_sample": False, "eos_token_id": None, "cache_implementation": cache}
+    found = model.generate(ids, attention_mask=mask, **options)[:, -steps:]
+    assert found.tolist() == [row.tolist() for row in expected]
+    assert model.generate(rows[0], num_beams=3, **options).shape == (1, 9 + steps)
+
+
+def test_several_tokens_against_a_cache():
+    model, ids = make_model(without_rotation()), tokens(2, 20)
+    first = model(ids[:, :12], use_cache=True)
+    rest = model(ids[:, 12:], past_key_values=first.past_key_values)
+    expected = logits(model, ids)
+    torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_options_of_the_configuration(oracle):
+    config, ids = without_rotation(attend_current=True), tokens(1, 12)
+    assert (logits(make_model(config), ids) - logits(make_model(without_rotation()), ids)).abs().max() > 1e-3
+    reloaded = LlamaConfig.from_dict(config.to_dict())
+    assert reloaded.attend_current and reloaded.rope_parameters["rope_type"] == "none"
+
+
+def test_rotary_parameters_by_layer():
+    """Gemma 3 has two kinds of layers, whose windows are refused; both kinds of positions are switched off."""
+    config = without_rotation("gemma3_text", head_dim=16, sliding_window=4, layer_types=["full_attention"] * 2)
+    assert {parameters["rope_type"] for parameters in config.rope_parameters.values()} == {"none"}
+    assert logits(make_model(config), tokens(1, 8)).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (lambda: make_config(), "rope_type 'default'; 'none' is allowed, as megatron_sb.huggingface.without_positions"),
+        (lambda: GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=VOCAB), "'gpt2' does not say that it has no"),
+        (lambda: without_rotation("mistral", sliding_window=4), "sliding_window = 4; None is allowed"),
+        (lambda: without_rotation("gemma2", head_dim=16, layer_types=["full_attention"] * 2), "softcap = 50.0; None"),
+        (lambda: without_rotation("llama", is_causal=False), "is_causal = False; True is allowed"),
+    ],
+    ids=["rotary", "learned", "window", "soft cap", "both ways"],
+)
+def test_refused_models(config, words):
+    with pytest.raises(ValueError, match=words):
+        logits(make_model(config()), tokens(1, 8))
+
+
+def test_refused_calls():
+    model, ids = make_model(without_rotation(attention_dropout=0.1)), tokens(2, 8)
+    with pytest.raises(ValueError, match=r"dropout = 0.1; 0 is allowed"):
+        model.train()(ids)
+    model.eval()
+    with pytest.raises(ValueError, match="attention_mask has 4 dimensions"):
+        model(ids, attention_mask=torch.ones(2, 1, 8, 8, dtype=torch.bool))
+    with pytest.raises(ValueError, match="output_attentions"):
+        model(ids, output_attentions=True)
+    with pytest.raises(ValueError, match="'gpt2' has no rope_parameters to switch off"):
+        without_positions(GPT2Config())

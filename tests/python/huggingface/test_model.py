@@ -1,0 +1,177 @@
+"""The project's own decoder for transformers, against the same model written out in float64."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import megatron_sb as sb
+from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+}
+VARIANTS = {
+    "plain": {},
+    "head vectors": {"remainder_bias": True, "head_norm": True},
+    "remainder bias, own key": {"remainder_bias": True, "attend_current": True},
+    "head norm, wide heads": {"head_norm": True, "head_dim": 16, "num_key_value_heads": 1},
+    "experts, tied": {"num_experts": 5, "num_experts_per_tok": 2, "tie_word_embeddings": True},
+}
+
+
+def make_model(**fields):
+    torch.manual_seed(1)
+    model = StickBreakingForCausalLM(StickBreakingConfig(**SIZES | fields)).eval()
+    with torch.no_grad():  # vectors that are 0 and 1 at first would hide what they do
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+def tokens(*shape):
+    return torch.randint(1, SIZES["vocab_size"], shape)
+
+
+def rms_norm(x, weight):
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def mlp(x, weights, prefix):
+    gate, up, down = (weights[f"{prefix}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    inner = x @ gate.T
+    return (inner * torch.sigmoid(inner) * (x @ up.T)) @ down.T
+
+
+def experts(x, weights, prefix, num_chosen):
+    scores = x @ weights[f"{prefix}.router.weight"].T
+    out = torch.zeros_like(x)
+    for row, token in enumerate(x):
+        best = scores[row].argsort(descending=True)[:num_chosen]
+        shares = scores[row, best].exp() / scores[row, best].exp().sum()
+        for share, number in zip(shares, best.tolist(), strict=True):
+            out[row] += share * mlp(token, weights, f"{prefix}.experts.{number}")
+    return out
+
+
+def attention(x, weights, prefix, config):
+    q, k, v = (
+        (x @ weights[f"{prefix}.{name}_proj.weight"].T).view(1, len(x), -1, config.head_dim) for name in ("q", "k", "v")
+    )
+    options = {"attend_current": config.attend_current, "return_mass": True}
+    o, mass = sb.reference.stickbreaking_attention(q, k, v, **options)
+    o, mass = o[0], mass[0].T  # (s, h, d), (s, h)
+    if config.remainder_bias:
+        o = o + mass[..., None] * weights[f"{prefix}.remainder_bias"].view(-1, config.head_dim)
+    if config.head_norm:
+        o = (o - o.mean(-1, keepdim=True)) / (o.var(-1, keepdim=True, correction=0) + 1e-5).sqrt()
+        o = o * weights[f"{prefix}.norm_weight"].view(-1, config.head_dim)
+        o = o + weights[f"{prefix}.norm_bias"].view(-1, config.head_dim)
+    return o.flatten(1) @ weights[f"{prefix}.o_proj.weight"].T
+
+
+def expected_logits(model, row):
+    """(s, vocab), in float64, of one row of tokens (s,)."""
+    config = model.config
+    weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
+    x = weights["model.embed_tokens.weight"][row]
+    for number in range(config.num_hidden_layers):
+        layer = f"model.layers.{number}"
+        x = x + attention(
+            rms_norm(x, weights[f"{layer}.input_layernorm.weight"]), weights, f"{layer}.self_attn", config
+        )
+        inner = rms_norm(x, weights[f"{layer}.post_attention_layernorm.weight"])
+        if config.num_experts:
+            x = x + experts(inner, weights, f"{layer}.mlp", config.num_experts_per_tok)
+        else:
+            x = x + mlp(inner, weights, f"{layer}.mlp")
+    return rms_norm(x, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_the_oracles(variant):
+    model, ids = make_model(**VARIANTS[variant]), tokens(2, 20)
+    expected = torch.stack([expected_logits(model, row) for row in ids])
+    assert expected.std() > 1
+    torch.testing.assert_close(model(ids).logits.double(), expected, atol=5e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["head vectors", "experts, tied"])
+def test_padding_and_generation(variant):
+    """Left padding in a batch; token by token with a cache as whole forwards without one choose."""
+    model = make_model(**VARIANTS[variant])
+    rows = [tokens(1, 9), tokens(1, 4)]
+    ids, mask = torch.zeros(2, 9, dtype=torch.long), torch.zeros(2, 9, dtype=torch.long)
+    for index, row in enumerate(rows):
+        ids[index, 9 - row.shape[1] :], mask[index, 9 - row.shape[1] :] = row[0], 1
+    made = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)[:, 9:]
+    for index, row in enumerate(rows):
+        for _ in range(6):
+            row = torch.cat([row, model(row, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+        assert made[index].tolist() == row[0, -6:].tolist()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_and_loaded(variant, dtype, tmp_path):
+    """safetensors, through transformers' own classes: every bit of every weight, and the configuration."""
+    model = make_model(**VARIANTS[variant]).to(dtype)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(loaded, StickBreakingForCausalLM)
+    assert AutoConfig.from_pretrained(tmp_path).to_diff_dict() == loaded.config.to_diff_dict()
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor) and loaded.state_dict()[name].dtype == dtype, name
+
+
+def test_loss_and_gradients():
+    """The loss is that of the next tokens; with layers recomputed, gradients stay the same."""
+    model, ids = make_model(**VARIANTS["head vectors"]).train(), tokens(2, 16)
+    made = model(ids, labels=ids)
+    expected = torch.nn.functional.cross_entropy(made.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(made.loss, expected)
+    made.loss.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    assert all(gradient.abs().max() > 0 for gradient in gradients.values())
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    model(ids, labels=ids).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], msg=name)
+
+
+def test_hidden_states_and_kept_logits():
+    model, ids = make_model(), tokens(1, 8)
+    made = model(ids, output_hidden_states=True, logits_to_keep=2)
+    assert len(made.hidden_states) == 3 and made.logits.shape == (1, 2, 97)
+    torch.testing.assert_close(made.logits, model(ids).logits[:, -2:])
+    torch.testing.assert_close(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_attention_heads": 5}, "hidden_size = 32 is no multiple of num_attention_heads = 5"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads = 3; a divisor of num_attention_heads = 4"),
+        ({"num_experts": 4}, "num_experts_per_tok = None; 1 to num_experts = 4"),
+        ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok = 5; 1 to num_experts = 4"),
+    ],
+)
+def test_refused_configurations(fields, words):
+    with pytest.raises(ValueError, match=words):
+        StickBreakingConfig(**SIZES | fields)
+
+
+def test_refused_attention():
+    with pytest.raises(ValueError, match="attn_implementation = 'eager'; 'stickbreaking' is allowed"):
+        AutoModelForCausalLM.from_config(StickBreakingConfig(**SIZES), attn_implementation="eager")
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        make_model()()
