@@ -1,4 +1,4 @@
-"""The shell command: megatron-sb info | check | bench | train."""
+"""The shell command: megatron-sb info | check | bench | train | convert."""
 
 import argparse
 import platform
@@ -56,6 +56,18 @@ def _train(arguments: argparse.Namespace) -> int:
     )
 
 
+def _convert(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from megatron_sb import convert
+
+    source = convert.format_of(Path(arguments.source))
+    model = convert.load(arguments.source, arguments.config)
+    convert.save(model, arguments.out, arguments.to)
+    print(f"{arguments.source} ({source}) -> {arguments.out} ({arguments.to}): {model.num_parameters():,} parameters")
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megatron-sb", description=megatron_sb.__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -82,6 +94,17 @@ def _parser() -> argparse.ArgumentParser:
         "--profile", metavar="FIRST:LAST", help="steps of each stage to run under torch's profiler, as 10:12"
     )
     command.set_defaults(run=_train)
+
+    command = commands.add_parser("convert", help="a checkpoint into another format, every weight bit for bit")
+    command.add_argument("source", metavar="SOURCE", help="a folder; its format is found out")
+    command.add_argument("out", metavar="OUT", help="a new folder")
+    command.add_argument("--to", required=True, choices=("huggingface", "megatron", "dolomite", "fla"))
+    command.add_argument(
+        "--config",
+        metavar="FILE",
+        help="of a Megatron checkpoint: its training configuration, or the config.json of such a model",
+    )
+    command.set_defaults(run=_convert)
     return parser
 
 

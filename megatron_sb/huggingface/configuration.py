@@ -17,6 +17,9 @@ class StickBreakingConfig(PreTrainedConfig):
         head is normalised behind that (`megatron_sb.head_output`).
     num_experts, num_experts_per_tok: a mixture of experts in place of every MLP, each of intermediate_size; a token's
         experts are weighed by the softmax of their logits. None: no experts.
+    attention_multiplier: the scale of the logits of the attention; 1 / sqrt(head_dim) where it is None.
+    embedding_multiplier, residual_multiplier, logits_scaling: embeddings and what each half of a layer adds are
+        multiplied by these, the model's logits divided by the last.
     max_position_embeddings: the longest context in training; nothing depends on it.
     """
 
@@ -36,6 +39,10 @@ class StickBreakingConfig(PreTrainedConfig):
     head_norm: bool = False
     num_experts: int | None = None
     num_experts_per_tok: int | None = None
+    attention_multiplier: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     rms_norm_eps: float = 1e-5
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False

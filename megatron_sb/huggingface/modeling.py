@@ -47,7 +47,11 @@ class StickBreakingAttention(nn.Module):
             k, v = past_key_values.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         config, with_mass = self.config, self.remainder_bias is not None
-        options = {"attend_current": config.attend_current, "mass_threshold": config.mass_threshold}
+        options = {
+            "scale": config.attention_multiplier,
+            "attend_current": config.attend_current,
+            "mass_threshold": config.mass_threshold,
+        }
         result = attend(q, k, v, mask, return_mass=with_mass, **options)
         o, mass = result if with_mass else (result, None)
         if with_mass or self.norm_weight is not None:
@@ -97,6 +101,7 @@ class StickBreakingDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: StickBreakingConfig, layer_idx: int) -> None:
         super().__init__()
+        self.residual_multiplier = config.residual_multiplier
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = StickBreakingAttention(config, layer_idx)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -104,8 +109,8 @@ class StickBreakingDecoderLayer(GradientCheckpointingLayer):
 
     def forward(self, x: Tensor, mask: Tensor | None = None, past_key_values: Cache | None = None) -> Tensor:
         """x: (b, s, hidden_size)."""
-        x = x + self.self_attn(self.input_layernorm(x), mask, past_key_values)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.residual_multiplier * self.self_attn(self.input_layernorm(x), mask, past_key_values)
+        return x + self.residual_multiplier * self.mlp(self.post_attention_layernorm(x))
 
 
 class StickBreakingPreTrainedModel(PreTrainedModel):
@@ -139,7 +144,7 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
 
     def __init__(self, config: StickBreakingConfig) -> None:
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         layers = (StickBreakingDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.layers = nn.ModuleList(layers)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -163,6 +168,7 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds is allowed")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        x = x * self.config.embedding_multiplier
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None and not self.training:
             past_key_values = DynamicCache(config=self.config)
@@ -209,7 +215,7 @@ class StickBreakingForCausalLM(StickBreakingPreTrainedModel, GenerationMixin):
         """
         made = self.model(input_ids, past_key_values=past_key_values, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(made.last_hidden_state[:, kept])
+        logits = self.lm_head(made.last_hidden_state[:, kept]) / self.config.logits_scaling
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=num_items_in_batch)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from megatron_sb.config import OptimizerConfig
+from megatron_sb.megatron.weights import has_optimizer
 
 
 class TorchBackend:
@@ -143,9 +144,14 @@ class MegatronBackend:
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
-        """The inverse of save; collective."""
+        """The inverse of save; collective. A checkpoint of weights alone leaves the optimizer as new."""
         from megatron.core import dist_checkpointing
 
+        if not has_optimizer(path):
+            state = dist_checkpointing.load({"model": self._ddp.module.sharded_state_dict()}, str(path))
+            self._ddp.module.load_state_dict(state["model"])
+            self._optimizer.reload_model_params()
+            return
         # Without Transformer Engine and Apex it is torch's AdamW, without a state to load into before a step.
         self._update(0.0)
         state = dist_checkpointing.load(self._sharded_state(is_loading=True), str(path))

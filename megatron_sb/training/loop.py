@@ -67,10 +67,8 @@ class Job:
         self._report = report
         self._profiler = profiler or ProfilerWindow(out)
         self._stop = StopRequest()
-        if config.initial_checkpoint and not (Path(config.initial_checkpoint) / "progress.json").exists():
-            raise ValueError(
-                f"initial_checkpoint = {config.initial_checkpoint!r} holds no checkpoint (no progress.json)"
-            )
+        if config.initial_checkpoint and not (Path(config.initial_checkpoint) / ".metadata").exists():
+            raise ValueError(f"initial_checkpoint = {config.initial_checkpoint!r} holds no checkpoint (no .metadata)")
         self._corpus: Corpus = load_corpus(config)
         self._windows = choose_windows(self._corpus, config)
 

@@ -15,14 +15,18 @@ try:
 except ModuleNotFoundError:
     _HAS_MEGATRON = False
 _HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
-collect_ignore = ([] if _HAS_MEGATRON else ["megatron", "training"]) + ([] if _HAS_TRANSFORMERS else ["huggingface"])
+collect_ignore = ([] if _HAS_MEGATRON else ["megatron", "training", "convert"]) + (
+    [] if _HAS_TRANSFORMERS else ["huggingface", "convert"]
+)
 
 
 def pytest_report_header():
     """Say what is left out as a whole."""
     return [
-        "megatron-core: " + ("here" if _HAS_MEGATRON else "NOT INSTALLED, tests/python/{megatron,training} left out"),
-        "transformers: " + ("here" if _HAS_TRANSFORMERS else "NOT INSTALLED, tests/python/huggingface left out"),
+        "megatron-core: "
+        + ("here" if _HAS_MEGATRON else "NOT INSTALLED, tests/python/{megatron,training,convert} left out"),
+        "transformers: "
+        + ("here" if _HAS_TRANSFORMERS else "NOT INSTALLED, tests/python/{huggingface,convert} left out"),
     ]
 
 

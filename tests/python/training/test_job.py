@@ -312,7 +312,7 @@ def test_another_runs_checkpoint_to_start_from(straight, config, tmp_path):
     first, before = metrics(tmp_path / "out")[0], metrics(out)
     assert first["loss"] < 4 < before[0]["loss"] and first["tokens"] < before[99]["tokens"]
     status, _, errors = run(config, "initial_checkpoint=nowhere", *short, "--out", tmp_path / "none")
-    assert status == 2 and "initial_checkpoint = 'nowhere' holds no checkpoint (no progress.json)" in errors, errors
+    assert status == 2 and "initial_checkpoint = 'nowhere' holds no checkpoint (no .metadata)" in errors, errors
     assert not list((tmp_path / "none").iterdir()), "what was refused is no run"
 
 

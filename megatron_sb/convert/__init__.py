@@ -1,0 +1,127 @@
+"""Checkpoints of stick-breaking models from one format into another, every weight bit for bit.
+
+    megatron-sb convert SOURCE OUT --to huggingface
+
+All of them go through `StickBreakingForCausalLM`. Formats: "huggingface" (that model), "megatron" (Megatron-Core's
+distributed checkpoints), "dolomite" (dolomite-engine, lm-engine) and "fla" (flash-linear-attention).
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from megatron_sb.config import load_config
+from megatron_sb.convert import dolomite, files, fla
+from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
+
+FORMATS = ("huggingface", "megatron", "dolomite", "fla")
+
+
+def format_of(source: Path) -> str:
+    """Which of FORMATS a folder is in. Raises ValueError where it is in none."""
+    if (source / "metadata.json").exists() and (source / ".metadata").exists():
+        return "megatron"
+    kind = files.read_config(source).get("model_type")
+    if kind == StickBreakingConfig.model_type:
+        return "huggingface"
+    if kind == fla.MODEL_TYPE:
+        return "fla"
+    if kind in dolomite.MODEL_TYPES:
+        return "dolomite"
+    raise ValueError(f"{source}/config.json: model_type = {kind!r} is of none of the formats {', '.join(FORMATS)}")
+
+
+def load(source: str | Path, config: str | Path | None = None) -> StickBreakingForCausalLM:
+    """Read a model in any of FORMATS, on the CPU, with the dtype of its weights.
+
+    config: for "megatron" alone, which does not have it: the training configuration (YAML), or the folder or
+    config.json of a model of "huggingface"; by default the config.yaml of the run that the checkpoint is in.
+
+    Raises:
+        ValueError, FileNotFoundError: naming the folder, or the option that cannot be converted.
+    """
+    source = Path(source)
+    kind = format_of(source)
+    if config is not None and kind != "megatron":
+        raise ValueError(f"config = {str(config)!r}: a {kind} folder has its own")
+    if kind == "huggingface":
+        return StickBreakingForCausalLM.from_pretrained(source, dtype="auto")
+    if kind == "megatron":
+        from megatron_sb.convert import megatron
+
+        made = _megatron_config(source, config)
+        weights = megatron.load(source, made)
+    else:
+        made, weights = (fla if kind == "fla" else dolomite).load(source)
+    return _with_weights(made, weights, source)
+
+
+def save(model: StickBreakingForCausalLM, out: str | Path, to: str) -> None:
+    """Write a model in one of FORMATS to a new folder; it is there whole or not at all.
+
+    Raises:
+        ValueError: `to` is unknown, the model has what that format does not, or `out` exists.
+    """
+    out = Path(out)
+    if to not in FORMATS:
+        raise ValueError(f"to = {to!r}; {', '.join(map(repr, FORMATS))} are allowed")
+    if out.exists():
+        raise ValueError(f"out = {str(out)!r} exists")
+    aside = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        _save(model, aside, to)
+        aside.rename(out)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _save(model: StickBreakingForCausalLM, folder: Path, to: str) -> None:
+    if to == "huggingface":
+        model.save_pretrained(folder)
+        return
+    weights = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    if to == "megatron":
+        from megatron_sb.convert import megatron
+
+        megatron.save(model.config, weights, folder)
+    else:
+        (fla if to == "fla" else dolomite).save(model.config, weights, folder)
+
+
+def _megatron_config(source: Path, config: str | Path | None) -> StickBreakingConfig:
+    from megatron_sb.convert import megatron
+    from megatron_sb.megatron.weights import read_weights
+
+    path = Path(config) if config is not None else source.resolve().parents[2] / "config.yaml"
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} is not there: a Megatron checkpoint does not have its configuration; name the training "
+            "configuration (YAML) or the folder of a Hugging Face model of these sizes"
+        )
+    if path.is_dir() or path.suffix == ".json":
+        return StickBreakingConfig.from_pretrained(path)
+    rows = len(read_weights(source)[megatron.OUTER["model.embed_tokens.weight"]])
+    return megatron.config_of(load_config(path), rows)
+
+
+def _with_weights(config: StickBreakingConfig, weights: dict, source: Path) -> StickBreakingForCausalLM:
+    """A model that has these weights. Raises ValueError where names or shapes are not the model's."""
+    if config.tie_word_embeddings:
+        weights = weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}
+    dtypes = {tensor.dtype for tensor in weights.values()}
+    with torch.device("meta"):
+        model = StickBreakingForCausalLM(config)
+    try:
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"{source} does not have the weights of its configuration: {error}") from None
+    model.tie_weights()
+    config.dtype = dtypes.pop() if len(dtypes) == 1 else None
+    return model.eval()

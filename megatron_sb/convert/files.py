@@ -1,0 +1,41 @@
+"""Folders of a config.json and safetensors, as Hugging Face has them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+
+def read_config(folder: Path) -> dict:
+    """The folder's config.json. Raises FileNotFoundError where there is none."""
+    path = folder / "config.json"
+    if not path.exists():
+        raise FileNotFoundError(f"{folder} has no config.json")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of the folder's safetensors, one file or several. Raises FileNotFoundError where there are none."""
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise FileNotFoundError(f"{folder} has no *.safetensors")
+    return {name: tensor for path in paths for name, tensor in load_file(path).items()}
+
+
+def write(folder: Path, config: dict, tensors: dict[str, Tensor]) -> None:
+    """Both, into an existing folder."""
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def take(config: dict, name: str, allowed: tuple, default: object = None) -> None:
+    """Refuse a config with a field that has none of the allowed values; what is missing has the default."""
+    value = config.get(name, default)
+    if value not in allowed:
+        said = " or ".join(map(repr, allowed))
+        raise ValueError(f"config.json: {name} = {value!r} cannot be converted; {said} can")

@@ -1,0 +1,36 @@
+"""How other people's checkpoints fuse the weights that `StickBreakingForCausalLM` has one by one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, num_kv_heads: int) -> Tensor:
+    """Projections (heads * d, hidden) as one: for every KV head its query heads, its keys, its values, d rows each.
+
+    Megatron-Core and Dolomite both have this for any number of KV heads.
+    """
+    parts = [x.unflatten(0, (num_kv_heads, -1)) for x in (q, k, v)]
+    return torch.cat(parts, 1).flatten(0, 1)
+
+
+def split_qkv(fused: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The inverse of `fuse_qkv`."""
+    head_dim = len(fused) // (num_heads + 2 * num_kv_heads)
+    rows = [num_heads // num_kv_heads * head_dim, head_dim, head_dim]
+    q, k, v = (part.flatten(0, 1) for part in fused.unflatten(0, (num_kv_heads, -1)).split(rows, 1))
+    return q, k, v
+
+
+def tiled_heads(num_heads: int, num_kv_heads: int) -> Tensor:
+    """The order in which query heads that read KV heads in turns (head n reads n % num_kv_heads) stand group by group.
+
+    x[order] has the heads of the first KV head first; `order.argsort()` is the way back.
+    """
+    return torch.arange(num_heads).view(-1, num_kv_heads).t().flatten()
+
+
+def reorder_heads(x: Tensor, order: Tensor, dim: int = 0) -> Tensor:
+    """x with its heads, of as many places each along dim, in another order."""
+    return x.unflatten(dim, (len(order), -1)).index_select(dim, order).flatten(dim, dim + 1)

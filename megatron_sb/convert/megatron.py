@@ -1,0 +1,127 @@
+"""Megatron-Core's distributed checkpoints, of `megatron-sb train` on GPUs and of Megatron-LM's scripts.
+
+They hold weights but not what the model was: its configuration comes beside them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_sb.config import TrainingConfig
+from megatron_sb.convert.layouts import fuse_qkv, split_qkv
+from megatron_sb.huggingface import StickBreakingConfig
+from megatron_sb.megatron.weights import LAYERS, read_weights, write_weights
+
+OUTER = {
+    "model.embed_tokens.weight": "embedding.word_embeddings.weight",
+    "model.norm.weight": "decoder.final_layernorm.weight",
+    "lm_head.weight": "output_layer.weight",
+}
+# Of a layer: ours, and theirs, of which the first is written and any is read.
+IN_LAYERS = {
+    "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+    "post_attention_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    "self_attn.o_proj.weight": ("self_attention.linear_proj.weight",),
+    "self_attn.remainder_bias": ("self_attention.core_attention.remainder_bias",),
+    "self_attn.norm_weight": ("self_attention.core_attention.norm_weight",),
+    "self_attn.norm_bias": ("self_attention.core_attention.norm_bias",),
+    "mlp.down_proj.weight": ("mlp.linear_fc2.weight",),
+    "mlp.router.weight": ("mlp.router.weight",),
+}
+QKV, WIDE = "self_attention.linear_qkv.weight", "mlp.linear_fc1.weight"
+EXPERTS_WIDE, EXPERTS_BACK = (f"mlp.experts.experts.linear_fc{number}.weight" for number in (1, 2))
+
+
+def config_of(training: TrainingConfig, vocab_size: int) -> StickBreakingConfig:
+    """The model of a training configuration. vocab_size: rows of its embedding, with padding."""
+    sizes, sticks = training.model, training.stick_breaking
+    return StickBreakingConfig(
+        vocab_size=vocab_size,
+        hidden_size=sizes.hidden_size,
+        intermediate_size=sizes.ffn_hidden_size,
+        num_hidden_layers=sizes.num_layers,
+        num_attention_heads=sizes.num_heads,
+        num_key_value_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        attend_current=sticks.attend_current,
+        mass_threshold=sticks.mass_threshold,
+        remainder_bias=sticks.remainder_bias,
+        head_norm=sticks.head_norm,
+        num_experts=sizes.moe and sizes.moe.num_experts,
+        num_experts_per_tok=sizes.moe and sizes.moe.top_k,
+        initializer_range=sizes.init_std,
+        tie_word_embeddings=sizes.tie_word_embeddings,
+        max_position_embeddings=max(stage.context_length for stage in training.stages),
+    )
+
+
+def load(folder: Path, config: StickBreakingConfig) -> dict[str, Tensor]:
+    """Weights of `StickBreakingForCausalLM`. Raises ValueError where names or shapes do not fit the configuration."""
+    found = read_weights(folder)
+    made = {ours: found[theirs] for ours, theirs in OUTER.items() if theirs in found}
+    for number in range(config.num_hidden_layers):
+        prefix = f"model.layers.{number}"
+        for ours, names in IN_LAYERS.items():
+            tensor = next((x for x in (_of_layer(found, name, number) for name in names) if x is not None), None)
+            if tensor is not None:
+                made[f"{prefix}.{ours}"] = tensor
+        fused = _of_layer(found, QKV, number)
+        if fused is None:
+            raise ValueError(f"{folder} has no {LAYERS}{QKV} of layer {number}; its layers are of another kind")
+        q, k, v = split_qkv(fused, config.num_attention_heads, config.num_key_value_heads)
+        made |= {f"{prefix}.self_attn.{name}_proj.weight": x for name, x in (("q", q), ("k", k), ("v", v))}
+        if config.num_experts:
+            wide, back = (_of_layer(found, name, number) for name in (EXPERTS_WIDE, EXPERTS_BACK))
+            for expert in range(config.num_experts):
+                name = f"{prefix}.mlp.experts.{expert}"
+                made |= _split_mlp(name, wide[expert]) | {f"{name}.down_proj.weight": back[expert]}
+        else:
+            made |= _split_mlp(f"{prefix}.mlp", _of_layer(found, WIDE, number))
+    return made
+
+
+def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) -> None:
+    """Write a checkpoint of weights alone. Raises ValueError for what Megatron-Core's models do not have."""
+    for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
+        if getattr(config, name) != 1:
+            raise ValueError(f"{name} = {getattr(config, name)}: Megatron-Core's models have 1 and no other")
+    if config.attention_multiplier is not None:
+        raise ValueError(
+            f"attention_multiplier = {config.attention_multiplier}: None, for 1 / sqrt(head_dim), can be converted"
+        )
+    layers = [_layer_to_theirs(config, weights, f"model.layers.{n}") for n in range(config.num_hidden_layers)]
+    made = {LAYERS + name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    made |= {theirs: weights[ours] for ours, theirs in OUTER.items() if ours not in tied}
+    write_weights(folder, made, config.num_hidden_layers, config.num_experts)
+
+
+def _of_layer(found: dict[str, Tensor], name: str, number: int) -> Tensor | None:
+    """One layer's tensor, of layers that are stacked or (where they differ among each other) are not."""
+    stacked = found.get(LAYERS + name)
+    return found.get(f"{LAYERS}{number}.{name}") if stacked is None else stacked[number]
+
+
+def _layer_to_theirs(config: StickBreakingConfig, weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    made = {names[0]: weights[f"{prefix}.{ours}"] for ours, names in IN_LAYERS.items() if f"{prefix}.{ours}" in weights}
+    q, k, v = (weights[f"{prefix}.self_attn.{name}_proj.weight"] for name in "qkv")
+    made[QKV] = fuse_qkv(q, k, v, config.num_key_value_heads)
+    if config.num_experts:
+        names = [f"{prefix}.mlp.experts.{expert}" for expert in range(config.num_experts)]
+        made[EXPERTS_WIDE] = torch.stack([_fuse_mlp(name, weights) for name in names])
+        made[EXPERTS_BACK] = torch.stack([weights[f"{name}.down_proj.weight"] for name in names])
+    else:
+        made[WIDE] = _fuse_mlp(f"{prefix}.mlp", weights)
+    return made
+
+
+def _split_mlp(name: str, wide: Tensor) -> dict[str, Tensor]:
+    gate, up = wide.chunk(2)
+    return {f"{name}.gate_proj.weight": gate, f"{name}.up_proj.weight": up}
+
+
+def _fuse_mlp(name: str, weights: dict[str, Tensor]) -> Tensor:
+    return torch.cat([weights[f"{name}.gate_proj.weight"], weights[f"{name}.up_proj.weight"]])

@@ -1,0 +1,103 @@
+"""Two CPU ranks with Megatron-Core's own checkpoints: one that is trained, as a model of transformers, and back.
+
+argv[1]: where the first rank writes what it found; argv[2]: "dense" or "experts".
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from training_layouts import EXPERT, ROW_LENGTH, SEQUENCE, TENSOR, load
+
+from megatron_sb import config as configuration
+from megatron_sb import convert
+from megatron_sb.megatron import engine as engine_module
+from megatron_sb.megatron.backends import MegatronBackend
+from megatron_sb.megatron.engine import Engine
+from megatron_sb.megatron.weights import has_optimizer, read_weights
+from megatron_sb.training.data import PackedBatch, RowSampler, load_corpus
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from support import megatron_cpu
+from support.launch import end_worker
+
+KINDS = {"dense": ("dense", TENSOR), "experts": ("mixture, no auxiliary loss", SEQUENCE | EXPERT)}
+
+
+def losses_of(model, rows: list[PackedBatch]) -> list[float]:
+    """The summed losses of each row by a model of transformers."""
+    sums = []
+    for row in rows:
+        logits = model(torch.from_numpy(row.tokens)[None]).logits[0]
+        losses = torch.nn.functional.cross_entropy(logits, torch.from_numpy(row.labels), reduction="none")
+        sums.append(losses[torch.from_numpy(row.counted)].sum().item())
+    return sums
+
+
+def window_losses(engine: Engine, rows: list[PackedBatch]) -> list[float]:
+    """The same by an engine whose ranks all see the rows, or each a share of them."""
+    sums = torch.zeros(len(rows), dtype=torch.float64)
+    mine = range(engine.data_parallel_rank, len(rows), engine.data_parallel_size)
+    sums[list(mine)] = engine.window_losses(PackedBatch.concatenate([rows[i] for i in mine]), len(mine)).cpu()
+    return engine.sum_over_ranks(sums).tolist()
+
+
+def main(out: str, kind: str) -> None:
+    """Train two steps, save, convert, convert back, load in another layout, train on; write losses of the same rows."""
+    torch.set_num_threads(1)
+    megatron_cpu.answer_for_gpu()
+    megatron_cpu.answer_for_streams()
+    engine_module.TorchBackend = MegatronBackend
+    megatron_cpu.TensorsOnTheCpu().__enter__()
+    dist.init_process_group("gloo")
+    family, layout = KINDS[kind]
+    config = load(family, layout)
+    (stage,) = config.stages
+    run = Path(out).parent / "run"
+    saved, back = run / "stick_breaking" / "checkpoints" / "a-000002", run / "back"
+    corpus = load_corpus(config)
+    sampler = RowSampler(corpus.train, ROW_LENGTH, 8, corpus.end_of_document, [1])
+    rows = [sampler.read(row) for row in sampler.next_rows(4)]
+    rows = [dataclasses.replace(row, cu_seqlens=row.cu_seqlens[[0, -1]]) for row in rows]
+    num_tokens = int(sum(row.counted.sum() for row in rows))
+    engine = Engine(config, "stick_breaking", stage, corpus.vocab_size, torch.device("cpu"))
+
+    def step(engine: Engine, learning_rate: float) -> None:
+        mine = rows[engine.data_parallel_rank :: engine.data_parallel_size]
+        engine.train_step([PackedBatch.concatenate(mine)], num_tokens, learning_rate)
+
+    for _ in range(2):
+        step(engine, 1e-2)
+    found = {"trained": window_losses(engine, rows)}
+    if dist.get_rank() == 0:
+        saved.mkdir(parents=True)
+        (run / "config.yaml").write_text(configuration.to_yaml(config))
+    dist.barrier()
+    engine.save(saved)
+    engine.close()
+    if dist.get_rank() == 0:
+        model = convert.load(saved)
+        with torch.no_grad():
+            found["transformers"] = losses_of(model, rows)
+        convert.save(model, back, "megatron")
+        before, after = read_weights(saved), read_weights(back)
+        found["names"] = [sorted(before), sorted(after)]
+        found["equal"] = all(torch.equal(before[name], after[name]) for name in before)
+        found["optimizers"] = [has_optimizer(saved), has_optimizer(back)]
+    dist.barrier()
+    config = load(family, {})
+    engine = Engine(config, "stick_breaking", config.stages[0], corpus.vocab_size, torch.device("cpu"))
+    engine.load(back)
+    found["loaded"] = window_losses(engine, rows)
+    step(engine, 0.0)  # what the optimizer updates are the weights that were loaded
+    found["after a step of rate 0"] = window_losses(engine, rows)
+    step(engine, 1e-4)
+    found["after a step"] = window_losses(engine, rows)
+    engine.close()
+    end_worker(out, found)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
