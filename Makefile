@@ -17,7 +17,7 @@ PYTHON312 ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin
 VENV312 := .venv312
 MEGATRON312 ?= megatron-core==0.19.2
 # Of everything that is built on Megatron-Core, what depends on its release.
-TESTS312 := tests/python/megatron tests/python/training/test_engine.py
+TESTS312 := tests/python/megatron tests/python/training/test_engine.py tests/python/convert/test_megatron_checkpoints.py
 
 SOURCES := $(shell git ls-files -co --exclude-standard 'CMakeLists.txt' 'cmake' 'csrc' 'tests/cpp' 2>/dev/null)
 PYTHON_FILES := megatron_sb tests examples benchmarks

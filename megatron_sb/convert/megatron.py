@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_sb.config import TrainingConfig
+from megatron_sb.config import BYTE_VOCAB_SIZE, TrainingConfig
 from megatron_sb.convert.layouts import fuse_qkv, split_qkv
 from megatron_sb.huggingface import StickBreakingConfig
 from megatron_sb.megatron.weights import LAYERS, read_weights, write_weights
@@ -38,6 +38,7 @@ EXPERTS_WIDE, EXPERTS_BACK = (f"mlp.experts.experts.linear_fc{number}.weight" fo
 def config_of(training: TrainingConfig, vocab_size: int) -> StickBreakingConfig:
     """The model of a training configuration. vocab_size: rows of its embedding, with padding."""
     sizes, sticks = training.model, training.stick_breaking
+    end = BYTE_VOCAB_SIZE - 1 if training.data.kind == "text" else training.data.end_of_document
     return StickBreakingConfig(
         vocab_size=vocab_size,
         hidden_size=sizes.hidden_size,
@@ -55,6 +56,9 @@ def config_of(training: TrainingConfig, vocab_size: int) -> StickBreakingConfig:
         initializer_range=sizes.init_std,
         tie_word_embeddings=sizes.tie_word_embeddings,
         max_position_embeddings=max(stage.context_length for stage in training.stages),
+        bos_token_id=end,
+        eos_token_id=end,
+        pad_token_id=end,
     )
 
 

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from megatron_sb.huggingface import attention
 from megatron_sb.huggingface.attention import without_positions
+from megatron_sb.huggingface.byte_tokenizer import byte_tokenizer
 from megatron_sb.huggingface.configuration import StickBreakingConfig
 from megatron_sb.huggingface.modeling import StickBreakingForCausalLM, StickBreakingModel
 
@@ -19,4 +20,10 @@ AutoConfig.register(StickBreakingConfig.model_type, StickBreakingConfig)
 AutoModel.register(StickBreakingConfig, StickBreakingModel)
 AutoModelForCausalLM.register(StickBreakingConfig, StickBreakingForCausalLM)
 
-__all__ = ["StickBreakingConfig", "StickBreakingForCausalLM", "StickBreakingModel", "without_positions"]
+__all__ = [
+    "StickBreakingConfig",
+    "StickBreakingForCausalLM",
+    "StickBreakingModel",
+    "byte_tokenizer",
+    "without_positions",
+]

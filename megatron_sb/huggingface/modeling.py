@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +16,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from megatron_sb.functional import head_output
 from megatron_sb.huggingface.attention import NAME, attend
 from megatron_sb.huggingface.configuration import StickBreakingConfig
+
+LOADER = "load_stick_breaking"  # the module in a saved folder that finds the classes
+AUTO_CLASSES = {"AutoConfig": "StickBreakingConfig", "AutoModelForCausalLM": "StickBreakingForCausalLM"}
 
 
 class StickBreakingAttention(nn.Module):
@@ -199,6 +204,16 @@ class StickBreakingForCausalLM(StickBreakingPreTrainedModel, GenerationMixin):
         self.model = StickBreakingModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        """As transformers does; beside it a file by which programs that know no megatron_sb find this class
+        (trust_remote_code=True).
+        """
+        self.config.auto_map = {auto: f"{LOADER}.{name}" for auto, name in AUTO_CLASSES.items()}
+        super().save_pretrained(save_directory, **kwargs)
+        names = ", ".join(AUTO_CLASSES.values())
+        text = f"from megatron_sb.huggingface import {names}  # noqa: F401\n"
+        (Path(save_directory) / f"{LOADER}.py").write_text(text, encoding="utf-8")
 
     def forward(
         self,

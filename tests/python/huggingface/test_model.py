@@ -89,9 +89,8 @@ def expected_logits(model, row):
     x, step = weights["model.embed_tokens.weight"][row] * config.embedding_multiplier, config.residual_multiplier
     for number in range(config.num_hidden_layers):
         layer = f"model.layers.{number}"
-        x = x + attention(
-            rms_norm(x, weights[f"{layer}.input_layernorm.weight"]), weights, f"{layer}.self_attn", config
-        )
+        inner = rms_norm(x, weights[f"{layer}.input_layernorm.weight"])
+        x = x + step * attention(inner, weights, f"{layer}.self_attn", config)
         inner = rms_norm(x, weights[f"{layer}.post_attention_layernorm.weight"])
         if config.num_experts:
             x = x + step * experts(inner, weights, f"{layer}.mlp", config.num_experts_per_tok)

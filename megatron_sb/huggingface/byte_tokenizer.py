@@ -1,0 +1,23 @@
+"""A tokenizer for models trained on bytes by `megatron-sb train`: token 0 to 255 a byte, 256 a document's end."""
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+END_OF_DOCUMENT = "<|end|>"
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes of UTF-8, for `AutoTokenizer` to load after save_pretrained."""
+    vocabulary = {character: byte for byte, character in enumerate(_characters())}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    end = {"bos_token": END_OF_DOCUMENT, "eos_token": END_OF_DOCUMENT, "pad_token": END_OF_DOCUMENT}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **end)
+
+
+def _characters() -> list[str]:
+    """The printable character that the tokenizers library writes each byte as, by byte."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)]
