@@ -22,7 +22,7 @@ FORMATS = ("huggingface", "megatron", "dolomite", "fla")
 
 def format_of(source: Path) -> str:
     """Which of FORMATS a folder is in. Raises ValueError where it is in none."""
-    if (source / "metadata.json").exists() and (source / ".metadata").exists():
+    if (source / "metadata.json").exists() or (source / "latest_checkpointed_iteration.txt").exists():
         return "megatron"
     kind = files.read_config(source).get("model_type")
     if kind == StickBreakingConfig.model_type:
@@ -52,6 +52,7 @@ def load(source: str | Path, config: str | Path | None = None) -> StickBreakingF
     if kind == "megatron":
         from megatron_sb.convert import megatron
 
+        source = megatron.newest(source)
         made = _megatron_config(source, config)
         weights = megatron.load(source, made)
     else:

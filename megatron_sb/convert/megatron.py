@@ -15,6 +15,7 @@ from megatron_sb.convert.layouts import fuse_qkv, split_qkv
 from megatron_sb.huggingface import StickBreakingConfig
 from megatron_sb.megatron.weights import LAYERS, read_weights, write_weights
 
+TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"  # what Megatron-LM finds a checkpoint by
 OUTER = {
     "model.embed_tokens.weight": "embedding.word_embeddings.weight",
     "model.norm.weight": "decoder.final_layernorm.weight",
@@ -62,6 +63,15 @@ def config_of(training: TrainingConfig, vocab_size: int) -> StickBreakingConfig:
     )
 
 
+def newest(folder: Path) -> Path:
+    """The checkpoint itself, where a folder is one of Megatron-LM's that names its newest; else the folder."""
+    tracker = folder / TRACKER
+    if not tracker.exists():
+        return folder
+    name = tracker.read_text(encoding="utf-8").strip()
+    return folder / (name if name == RELEASE else f"iter_{int(name):07d}")
+
+
 def load(folder: Path, config: StickBreakingConfig) -> dict[str, Tensor]:
     """Weights of `StickBreakingForCausalLM`. Raises ValueError where names or shapes do not fit the configuration."""
     found = read_weights(folder)
@@ -88,7 +98,10 @@ def load(folder: Path, config: StickBreakingConfig) -> dict[str, Tensor]:
 
 
 def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) -> None:
-    """Write a checkpoint of weights alone. Raises ValueError for what Megatron-Core's models do not have."""
+    """Write a checkpoint of weights alone, as Megatron-LM's scripts --load it.
+
+    Raises ValueError for what Megatron-Core's models do not have.
+    """
     for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
         if getattr(config, name) != 1:
             raise ValueError(f"{name} = {getattr(config, name)}: Megatron-Core's models have 1 and no other")
@@ -100,7 +113,9 @@ def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) 
     made = {LAYERS + name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     made |= {theirs: weights[ours] for ours, theirs in OUTER.items() if ours not in tied}
-    write_weights(folder, made, config.num_hidden_layers, config.num_experts)
+    (folder / RELEASE).mkdir()
+    write_weights(folder / RELEASE, made, config.num_hidden_layers, config.num_experts)
+    (folder / TRACKER).write_text(RELEASE, encoding="utf-8")
 
 
 def _of_layer(found: dict[str, Tensor], name: str, number: int) -> Tensor | None:

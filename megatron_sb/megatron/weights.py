@@ -6,8 +6,11 @@ whatever parallel layout saved them. Neither reading nor writing needs a process
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -40,7 +43,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         for name, found in metadata.items()
         if isinstance(found, TensorStorageMetadata) and not is_optimizers(name)
     }
-    dcp.load(weights, checkpoint_id=folder, no_dist=True)
+    with _alone():
+        dcp.load(weights, checkpoint_id=folder, no_dist=True)
     return weights
 
 
@@ -52,6 +56,14 @@ def is_optimizers(name: str) -> bool:
 def has_optimizer(folder: Path) -> bool:
     """Whether a checkpoint can resume training, or holds weights alone."""
     return any(is_optimizers(name) for name in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Around what torch warns of: that one process reads or writes by itself, which is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
 
 
 def write_weights(folder: Path, weights: dict[str, Tensor], num_layers: int, num_experts: int | None) -> None:
@@ -68,6 +80,7 @@ def write_weights(folder: Path, weights: dict[str, Tensor], num_layers: int, num
         for place in itertools.product(*map(range, counts)):
             where = "_".join(".".join(map(str, numbers)) for numbers in (place, counts))
             state[f"{name.removesuffix('weight')}_extra_state/shard_{where}"] = [None]
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    with _alone():
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
     torch.save({}, folder / "common.pt")
     (folder / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support import decoders
 
 import megatron_sb as sb
 from megatron_sb import cli, convert
-from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
 
 SIZES = {
     "vocab_size": 61,
@@ -45,13 +45,7 @@ TAKEN = {
 
 
 def make_model(dtype=torch.float32, **fields):
-    torch.manual_seed(1)
-    model = StickBreakingForCausalLM(StickBreakingConfig(**SIZES | fields)).eval()
-    with torch.no_grad():  # vectors that are 0 and 1 at first would hide what they do
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter += 0.3 * torch.randn_like(parameter)
-    return model.to(dtype)
+    return decoders.make_model(dtype, **SIZES | fields)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import decoders
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import megatron_sb as sb
@@ -32,13 +33,7 @@ VARIANTS = {
 
 
 def make_model(**fields):
-    torch.manual_seed(1)
-    model = StickBreakingForCausalLM(StickBreakingConfig(**SIZES | fields)).eval()
-    with torch.no_grad():  # vectors that are 0 and 1 at first would hide what they do
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter += 0.3 * torch.randn_like(parameter)
-    return model
+    return decoders.make_model(**SIZES | fields)
 
 
 def tokens(*shape):

@@ -82,14 +82,14 @@ def main(out: str, kind: str) -> None:
         with torch.no_grad():
             found["transformers"] = losses_of(model, rows)
         convert.save(model, back, "megatron")
-        before, after = read_weights(saved), read_weights(back)
+        before, after = read_weights(saved), read_weights(back / "release")
         found["names"] = [sorted(before), sorted(after)]
         found["equal"] = all(torch.equal(before[name], after[name]) for name in before)
-        found["optimizers"] = [has_optimizer(saved), has_optimizer(back)]
+        found["optimizers"] = [has_optimizer(saved), has_optimizer(back / "release")]
     dist.barrier()
     config = load(family, {})
     engine = Engine(config, "stick_breaking", config.stages[0], corpus.vocab_size, torch.device("cpu"))
-    engine.load(back)
+    engine.load(back / "release")
     found["loaded"] = window_losses(engine, rows)
     step(engine, 0.0)  # what the optimizer updates are the weights that were loaded
     found["after a step of rate 0"] = window_losses(engine, rows)
