@@ -62,6 +62,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     from megatron_sb import convert
 
     source = convert.format_of(Path(arguments.source))
+    convert.check_target(arguments.out, arguments.to)
     model = convert.load(arguments.source, arguments.config)
     convert.save(model, arguments.out, arguments.to)
     print(f"{arguments.source} ({source}) -> {arguments.out} ({arguments.to}): {model.num_parameters():,} parameters")

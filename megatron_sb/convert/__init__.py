@@ -51,13 +51,23 @@ def load(source: str | Path, config: str | Path | None = None) -> StickBreakingF
         return StickBreakingForCausalLM.from_pretrained(source, dtype="auto")
     if kind == "megatron":
         from megatron_sb.convert import megatron
+        from megatron_sb.megatron.weights import read_weights
 
         source = megatron.newest(source)
-        made = _megatron_config(source, config)
-        weights = megatron.load(source, made)
+        found = read_weights(source)
+        made = _megatron_config(source, config, len(found[megatron.EMBEDDING]))
+        weights = megatron.to_ours(found, made, source)
     else:
         made, weights = (fla if kind == "fla" else dolomite).load(source)
     return _with_weights(made, weights, source)
+
+
+def check_target(out: str | Path, to: str) -> None:
+    """Raise ValueError where `to` is none of FORMATS or `out` exists: before a model is read, that is, for `save`."""
+    if to not in FORMATS:
+        raise ValueError(f"to = {to!r}; {', '.join(map(repr, FORMATS))} are allowed")
+    if Path(out).exists():
+        raise ValueError(f"out = {str(out)!r} exists")
 
 
 def save(model: StickBreakingForCausalLM, out: str | Path, to: str) -> None:
@@ -66,11 +76,8 @@ def save(model: StickBreakingForCausalLM, out: str | Path, to: str) -> None:
     Raises:
         ValueError: `to` is unknown, the model has what that format does not, or `out` exists.
     """
+    check_target(out, to)
     out = Path(out)
-    if to not in FORMATS:
-        raise ValueError(f"to = {to!r}; {', '.join(map(repr, FORMATS))} are allowed")
-    if out.exists():
-        raise ValueError(f"out = {str(out)!r} exists")
     aside = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -96,9 +103,8 @@ def _save(model: StickBreakingForCausalLM, folder: Path, to: str) -> None:
         (fla if to == "fla" else dolomite).save(model.config, weights, folder)
 
 
-def _megatron_config(source: Path, config: str | Path | None) -> StickBreakingConfig:
+def _megatron_config(source: Path, config: str | Path | None, vocab_size: int) -> StickBreakingConfig:
     from megatron_sb.convert import megatron
-    from megatron_sb.megatron.weights import read_weights
 
     path = Path(config) if config is not None else source.resolve().parents[2] / "config.yaml"
     if not path.exists():
@@ -108,8 +114,7 @@ def _megatron_config(source: Path, config: str | Path | None) -> StickBreakingCo
         )
     if path.is_dir() or path.suffix == ".json":
         return StickBreakingConfig.from_pretrained(path)
-    rows = len(read_weights(source)[megatron.OUTER["model.embed_tokens.weight"]])
-    return megatron.config_of(load_config(path), rows)
+    return megatron.config_of(load_config(path), vocab_size)
 
 
 def _with_weights(config: StickBreakingConfig, weights: dict, source: Path) -> StickBreakingForCausalLM:

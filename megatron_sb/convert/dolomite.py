@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from megatron_sb.convert import files
-from megatron_sb.convert.layouts import fuse_qkv, reorder_heads, split_qkv, tiled_heads
+from megatron_sb.convert.layouts import fuse_glu, fuse_qkv, reorder_heads, split_glu, split_qkv, tiled_heads
 from megatron_sb.huggingface import StickBreakingConfig
 
 MODEL_TYPES = ("sb_dolomite", "stickbreaking", "moe_stickbreaking", "gpt_dolomite", "gpt_base")
 MULTIPLIERS = {"embedding_multiplier": "m_emb", "residual_multiplier": "m_residual", "logits_scaling": "m_width"}
 IDS = {"pad_token_id": 50256, "bos_token_id": 50256, "eos_token_id": 50256}
+HALVES = ("up", "gate")  # of c_fc
 HEAD_VECTORS = {"remainder_bias": "head_bias", "norm_weight": "norm.weight", "norm_bias": "norm.bias"}
 
 
@@ -60,13 +61,8 @@ def load(folder: Path) -> tuple[StickBreakingConfig, dict[str, Tensor]]:
 
 def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) -> None:
     """Write the "flat" form. Raises ValueError for what it does not have."""
-    if config.attend_current:
-        raise ValueError("attend_current = True: Dolomite's models have False and no other")
-    if config.head_dim * config.num_attention_heads != config.hidden_size:
-        raise ValueError(
-            f"head_dim = {config.head_dim}: Dolomite's models have hidden_size / num_attention_heads, "
-            f"{config.hidden_size} / {config.num_attention_heads}"
-        )
+    fixed = {"attend_current": False, "head_dim": config.hidden_size / config.num_attention_heads}
+    files.require(config, fixed, "Dolomite's")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     kind = "mha" if kv_heads == heads else "mqa" if kv_heads == 1 else "gqa"
     fields = {
@@ -182,9 +178,10 @@ def _to_ours(config: StickBreakingConfig, tensors: dict[str, Tensor], tiled: boo
         if config.num_experts:
             made[f"{ours}.mlp.router.weight"] = tensors[f"{theirs}.{mlp}.gate.weight"]
             for expert in range(config.num_experts):
-                made |= _split_mlp(f"{ours}.mlp.experts.{expert}", wide[expert], back[expert])
+                name = f"{ours}.mlp.experts.{expert}"
+                made |= split_glu(name, wide[expert], HALVES) | {f"{name}.down_proj.weight": back[expert]}
         else:
-            made |= _split_mlp(f"{ours}.mlp", wide, back)
+            made |= split_glu(f"{ours}.mlp", wide, HALVES) | {f"{ours}.mlp.down_proj.weight": back}
     return made
 
 
@@ -206,10 +203,11 @@ def _to_theirs(config: StickBreakingConfig, weights: dict[str, Tensor]) -> dict[
                 made[f"{theirs}.{attn}.{vector}"] = tensor.view(heads, -1) if vector == "head_bias" else tensor
         if config.num_experts:
             made[f"{theirs}.{mlp}.gate.weight"] = weights[f"{ours}.mlp.router.weight"]
-            experts = [_fuse_mlp(f"{ours}.mlp.experts.{expert}", weights) for expert in range(config.num_experts)]
-            wide, back = (torch.stack(parts) for parts in zip(*experts, strict=True))
+            names = [f"{ours}.mlp.experts.{expert}" for expert in range(config.num_experts)]
+            wide = torch.stack([fuse_glu(name, weights, HALVES) for name in names])
+            back = torch.stack([weights[f"{name}.down_proj.weight"] for name in names])
         else:
-            wide, back = _fuse_mlp(f"{ours}.mlp", weights)
+            wide, back = fuse_glu(f"{ours}.mlp", weights, HALVES), weights[f"{ours}.mlp.down_proj.weight"]
         made[f"{theirs}.{mlp}.c_fc.weight"], made[f"{theirs}.{mlp}.c_proj.weight"] = wide, back
     return made
 
@@ -221,13 +219,3 @@ def _outer(config: StickBreakingConfig, tensors: dict[str, Tensor], *, to_ours: 
         names["lm_head.weight"] = "lm_head.weight"
     for ours, theirs in names.items():
         yield (ours, tensors[theirs]) if to_ours else (theirs, tensors[ours])
-
-
-def _split_mlp(name: str, wide: Tensor, back: Tensor) -> dict[str, Tensor]:
-    up, gate = wide.chunk(2)
-    return {f"{name}.up_proj.weight": up, f"{name}.gate_proj.weight": gate, f"{name}.down_proj.weight": back}
-
-
-def _fuse_mlp(name: str, weights: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    up, gate, down = (weights[f"{name}.{part}_proj.weight"] for part in ("up", "gate", "down"))
-    return torch.cat([up, gate]), down

@@ -1,4 +1,4 @@
-"""Folders of a config.json and safetensors, as Hugging Face has them."""
+"""Folders of a config.json and safetensors, as Hugging Face has them, and refusals of what they cannot say."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 
 def read_config(folder: Path) -> dict:
@@ -31,6 +32,13 @@ def write(folder: Path, config: dict, tensors: dict[str, Tensor]) -> None:
         {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
     )
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def require(config: PreTrainedConfig, fields: dict[str, object], whose: str) -> None:
+    """Refuse a model with a field of another value than a format's models all have."""
+    for name, value in fields.items():
+        if getattr(config, name) != value:
+            raise ValueError(f"{name} = {getattr(config, name)!r}: {whose} models have {value!r} and no other")
 
 
 def take(config: dict, name: str, allowed: tuple, default: object = None) -> None:

@@ -42,7 +42,7 @@ def load(folder: Path) -> tuple[StickBreakingConfig, dict[str, Tensor]]:
 
 def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) -> None:
     """Write a model of its. Raises ValueError for what its models do not have."""
-    plain = {
+    fixed = {
         "remainder_bias": False,
         "head_norm": False,
         "num_experts": None,
@@ -52,11 +52,7 @@ def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) 
         "logits_scaling": 1.0,
         "head_dim": config.hidden_size / config.num_attention_heads,
     }
-    for name, value in plain.items():
-        if getattr(config, name) != value:
-            raise ValueError(
-                f"{name} = {getattr(config, name)!r}: flash-linear-attention's models have {value!r} and no other"
-            )
+    files.require(config, fixed, "flash-linear-attention's")
     fields = {name: getattr(config, name) for name in (*SAME, *IDS, "attend_current", "tie_word_embeddings")}
     fields |= {
         "architectures": ["StickBreakingAttentionForCausalLM"],

@@ -23,6 +23,16 @@ def split_qkv(fused: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor,
     return q, k, v
 
 
+def fuse_glu(name: str, weights: dict[str, Tensor], halves: tuple[str, str]) -> Tensor:
+    """The two wide projections of the gated MLP `name` as one; halves: "gate" and "up" in the order of their rows."""
+    return torch.cat([weights[f"{name}.{half}_proj.weight"] for half in halves])
+
+
+def split_glu(name: str, fused: Tensor, halves: tuple[str, str]) -> dict[str, Tensor]:
+    """The inverse of `fuse_glu`."""
+    return {f"{name}.{half}_proj.weight": rows for half, rows in zip(halves, fused.chunk(2), strict=True)}
+
+
 def tiled_heads(num_heads: int, num_kv_heads: int) -> Tensor:
     """The order in which query heads that read KV heads in turns (head n reads n % num_kv_heads) stand group by group.
 

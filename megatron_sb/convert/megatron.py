@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from megatron_sb.config import BYTE_VOCAB_SIZE, TrainingConfig
-from megatron_sb.convert.layouts import fuse_qkv, split_qkv
+from megatron_sb.convert import files
+from megatron_sb.convert.layouts import fuse_glu, fuse_qkv, split_glu, split_qkv
 from megatron_sb.huggingface import StickBreakingConfig
-from megatron_sb.megatron.weights import LAYERS, read_weights, write_weights
+from megatron_sb.megatron.weights import LAYERS, write_weights
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"  # what Megatron-LM finds a checkpoint by
+EMBEDDING, HALVES = "embedding.word_embeddings.weight", ("gate", "up")  # halves of linear_fc1
 OUTER = {
-    "model.embed_tokens.weight": "embedding.word_embeddings.weight",
+    "model.embed_tokens.weight": EMBEDDING,
     "model.norm.weight": "decoder.final_layernorm.weight",
     "lm_head.weight": "output_layer.weight",
 }
@@ -72,9 +74,11 @@ def newest(folder: Path) -> Path:
     return folder / (name if name == RELEASE else f"iter_{int(name):07d}")
 
 
-def load(folder: Path, config: StickBreakingConfig) -> dict[str, Tensor]:
-    """Weights of `StickBreakingForCausalLM`. Raises ValueError where names or shapes do not fit the configuration."""
-    found = read_weights(folder)
+def to_ours(found: dict[str, Tensor], config: StickBreakingConfig, folder: Path) -> dict[str, Tensor]:
+    """Weights of `StickBreakingForCausalLM` of those `found` in a folder.
+
+    Raises ValueError where names or shapes do not fit the configuration.
+    """
     made = {ours: found[theirs] for ours, theirs in OUTER.items() if theirs in found}
     for number in range(config.num_hidden_layers):
         prefix = f"model.layers.{number}"
@@ -91,9 +95,9 @@ def load(folder: Path, config: StickBreakingConfig) -> dict[str, Tensor]:
             wide, back = (_of_layer(found, name, number) for name in (EXPERTS_WIDE, EXPERTS_BACK))
             for expert in range(config.num_experts):
                 name = f"{prefix}.mlp.experts.{expert}"
-                made |= _split_mlp(name, wide[expert]) | {f"{name}.down_proj.weight": back[expert]}
+                made |= split_glu(name, wide[expert], HALVES) | {f"{name}.down_proj.weight": back[expert]}
         else:
-            made |= _split_mlp(f"{prefix}.mlp", _of_layer(found, WIDE, number))
+            made |= split_glu(f"{prefix}.mlp", _of_layer(found, WIDE, number), HALVES)
     return made
 
 
@@ -102,13 +106,8 @@ def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) 
 
     Raises ValueError for what Megatron-Core's models do not have.
     """
-    for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
-        if getattr(config, name) != 1:
-            raise ValueError(f"{name} = {getattr(config, name)}: Megatron-Core's models have 1 and no other")
-    if config.attention_multiplier is not None:
-        raise ValueError(
-            f"attention_multiplier = {config.attention_multiplier}: None, for 1 / sqrt(head_dim), can be converted"
-        )
+    multipliers = dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0)
+    files.require(config, multipliers | {"attention_multiplier": None}, "Megatron-Core's")
     layers = [_layer_to_theirs(config, weights, f"model.layers.{n}") for n in range(config.num_hidden_layers)]
     made = {LAYERS + name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
@@ -130,17 +129,8 @@ def _layer_to_theirs(config: StickBreakingConfig, weights: dict[str, Tensor], pr
     made[QKV] = fuse_qkv(q, k, v, config.num_key_value_heads)
     if config.num_experts:
         names = [f"{prefix}.mlp.experts.{expert}" for expert in range(config.num_experts)]
-        made[EXPERTS_WIDE] = torch.stack([_fuse_mlp(name, weights) for name in names])
+        made[EXPERTS_WIDE] = torch.stack([fuse_glu(name, weights, HALVES) for name in names])
         made[EXPERTS_BACK] = torch.stack([weights[f"{name}.down_proj.weight"] for name in names])
     else:
-        made[WIDE] = _fuse_mlp(f"{prefix}.mlp", weights)
+        made[WIDE] = fuse_glu(f"{prefix}.mlp", weights, HALVES)
     return made
-
-
-def _split_mlp(name: str, wide: Tensor) -> dict[str, Tensor]:
-    gate, up = wide.chunk(2)
-    return {f"{name}.gate_proj.weight": gate, f"{name}.up_proj.weight": up}
-
-
-def _fuse_mlp(name: str, weights: dict[str, Tensor]) -> Tensor:
-    return torch.cat([weights[f"{name}.gate_proj.weight"], weights[f"{name}.up_proj.weight"]])

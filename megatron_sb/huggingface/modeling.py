@@ -185,13 +185,13 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
             position_ids=position_ids,
         )
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        states = [x]
+        states = []  # what each layer got, and the last one's output behind the norm
         for layer in self.layers:
+            if wanted:
+                states.append(x)
             x = layer(x, mask, past_key_values)
-            states.append(x)
         x = self.norm(x)
-        states[-1] = x
-        return BaseModelOutputWithPast(x, past_key_values, tuple(states) if wanted else None)
+        return BaseModelOutputWithPast(x, past_key_values, (*states, x) if wanted else None)
 
 
 class StickBreakingForCausalLM(StickBreakingPreTrainedModel, GenerationMixin):
