@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.decoders import chosen, padded
 from transformers import AttentionInterface, AutoModelForCausalLM, GPT2Config, LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -99,19 +100,15 @@ def test_padding_changes_nothing(side):
     """Rows of lengths 12, 7 and 1 in one batch have the logits that each has alone, and so have gradients."""
     model, lengths = make_model(without_rotation()), (12, 7, 1)
     rows = [tokens(1, length) for length in lengths]
-    ids, mask = torch.zeros(3, 12, dtype=torch.long), torch.zeros(3, 12, dtype=torch.long)
-    kept = [slice(12 - n, 12) if side == "left" else slice(0, n) for n in lengths]
-    for index, row in enumerate(rows):
-        ids[index, kept[index]], mask[index, kept[index]] = row[0], 1
+    ids, mask = padded(rows, side)
+    kept = mask.bool()
     together = model(ids, attention_mask=mask).logits
     weight = torch.randn(sum(lengths), VOCAB)
-    (torch.cat([together[i, part] for i, part in enumerate(kept)]) * weight).sum().backward()
+    (together[kept] * weight).sum().backward()
     found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
     alone = torch.cat([model(row).logits[0] for row in rows])
-    torch.testing.assert_close(
-        torch.cat([together[i, part] for i, part in enumerate(kept)]), alone, atol=1e-5, rtol=1e-4
-    )
+    torch.testing.assert_close(together[kept], alone, atol=1e-5, rtol=1e-4)
     (alone * weight).sum().backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, atol=1e-4, rtol=1e-3, msg=name)
@@ -130,17 +127,10 @@ def test_generation(cache):
     """With either cache, token by token, padded on the left: what whole forwards without a cache choose."""
     model, lengths, steps = make_model(without_rotation()), (9, 4), 8
     rows = [tokens(1, length) for length in lengths]
-    expected = []
-    for row in rows:
-        for _ in range(steps):
-            row = torch.cat([row, logits(model, row, use_cache=False)[:, -1:].argmax(-1)], 1)
-        expected.append(row[0, -steps:])
-    ids, mask = torch.zeros(2, 9, dtype=torch.long), torch.zeros(2, 9, dtype=torch.long)
-    for index, row in enumerate(rows):
-        ids[index, 9 - row.shape[1] :], mask[index, 9 - row.shape[1] :] = row[0], 1
+    ids, mask = padded(rows)
     options = {"max_new_tokens": steps, "do_sample": False, "eos_token_id": None, "cache_implementation": cache}
     found = model.generate(ids, attention_mask=mask, **options)[:, -steps:]
-    assert found.tolist() == [row.tolist() for row in expected]
+    assert found.tolist() == [chosen(model, row, steps) for row in rows]
     assert model.generate(rows[0], num_beams=3, **options).shape == (1, 9 + steps)
 
 

@@ -1,6 +1,7 @@
 """Small models of transformers."""
 
 import torch
+from torch import Tensor
 
 from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
 
@@ -14,3 +15,23 @@ def make_model(dtype: torch.dtype = torch.float32, **fields: object) -> StickBre
             if parameter.dim() == 1:
                 parameter += 0.3 * torch.randn_like(parameter)
     return model.to(dtype)
+
+
+def padded(rows: list[Tensor], side: str = "left") -> tuple[Tensor, Tensor]:
+    """Rows of tokens (1, n) as a batch (b, longest), 0 on one side, and its attention mask."""
+    width = max(row.shape[1] for row in rows)
+    ids, mask = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(2))
+    for index, row in enumerate(rows):
+        n = row.shape[1]
+        kept = slice(width - n, width) if side == "left" else slice(0, n)
+        ids[index, kept], mask[index, kept] = row[0], 1
+    return ids, mask
+
+
+def chosen(model: torch.nn.Module, row: Tensor, steps: int) -> list[int]:
+    """The likeliest tokens that follow a row (1, n), each found by a whole forward without a cache."""
+    for _ in range(steps):
+        with torch.no_grad():
+            logits = model(row, use_cache=False).logits
+        row = torch.cat([row, logits[:, -1:].argmax(-1)], 1)
+    return row[0, -steps:].tolist()
