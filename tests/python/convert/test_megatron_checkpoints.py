@@ -1,26 +1,19 @@
 """A checkpoint of Megatron-Core's, saved by two tensor-parallel ranks, as a model of transformers and back."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
-from support.launch import megatron_losses, run_worker
+from support.launch import run_worker
+from support.megatron_loop import needs_training, train
 
 from megatron_sb import convert
 from megatron_sb.huggingface import StickBreakingConfig
 from megatron_sb.megatron.weights import read_weights
 
-PRETRAIN = Path(__file__).parents[1] / "workers" / "megatron_pretrain.py"
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 FLAGS = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --seq-length 64 --swiglu "
-    "--max-position-embeddings 64 --disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights "
-    "--micro-batch-size 1 --global-batch-size 4 --lr-decay-style constant --mock-data --num-workers 0 --bf16 "
-    "--tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 2 --transformer-impl local "
-    "--no-gradient-accumulation-fusion --no-rope-fusion --attention-dropout 0 --hidden-dropout 0 --log-interval 1 "
-    "--eval-iters 0 --eval-interval 1000 --position-embedding-type none --stick-breaking-attention --sb-head-norm "
-    "--use-cpu-initialization --ckpt-format torch_dist --use-distributed-optimizer --calculate-per-token-loss"
+    "--ffn-hidden-size 96 --swiglu --disable-bias-linear --normalization RMSNorm --use-distributed-optimizer "
+    "--untie-embeddings-and-output-weights --sb-head-norm --use-cpu-initialization --ckpt-format torch_dist "
+    "--calculate-per-token-loss"
 )
 
 
@@ -36,16 +29,12 @@ def test_there_and_back(kind, tmp_path):
     assert sum(found["after a step"]) < sum(found["loaded"])
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("megatron.training") is None,
-    reason="this Megatron-Core has no megatron.training (wheels from 0.17 on, for Python 3.12, do)",
-)
+@needs_training
 def test_megatrons_scripts_save_and_load(tmp_path):
     """Trained and saved by Megatron's loop over two tensor-parallel ranks; what came back starts where that ended."""
 
     def losses(ranks: int, *flags: object) -> list[float]:
-        shared = [*FLAGS.split(), "--data-cache-path", tmp_path / "cache", *flags]
-        return megatron_losses(PRETRAIN, ranks, *map(str, shared), device="cpu")
+        return train("cpu", ranks, tmp_path / "cache", *FLAGS.split(), *map(str, flags))
 
     saved, back = tmp_path / "saved", tmp_path / "back"
     split = ("--tensor-model-parallel-size", 2)

@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,24 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.launch import megatron_losses
+from support.megatron_loop import ACCEPTED, MEGATRON, PRETRAIN, needs_training, train
 
 from megatron_sb.megatron import StickBreakingOptions, launch
 
-HAS_TRAINING = importlib.util.find_spec("megatron.training") is not None
-needs_training = pytest.mark.skipif(
-    not HAS_TRAINING, reason="this Megatron-Core has no megatron.training (wheels from 0.17 on, for Python 3.12, do)"
-)
-PRETRAIN = Path(__file__).parents[1] / "workers" / "megatron_pretrain.py"
-SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
-BATCHES = "--micro-batch-size 1 --global-batch-size 4 --train-iters 20 --lr 5e-3 --lr-decay-style constant --mock-data"
-TOKENS = "--tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 2"
-# Without Transformer Engine and Apex:
-PLAIN = "--transformer-impl local --no-gradient-accumulation-fusion --no-rope-fusion"
-MEGATRON = f"{SHAPE} {BATCHES} {TOKENS} {PLAIN} --bf16"
 HEAD_VECTORS = ("--sb-remainder-bias", "--sb-head-norm")
 ON_A_CPU = "--use-cpu-initialization --build-only"
-ACCEPTED = "--attention-dropout 0 --position-embedding-type none"
 
 
 def run_script(script: Path, *flags: str, launcher: bool = True, python: tuple = ()) -> subprocess.CompletedProcess:
@@ -148,13 +135,6 @@ REFUSED = {
 def test_refused_flags(flags, sentence):
     with pytest.raises(ValueError, match=sentence):
         launch.refuse_arguments(*parse(flags))
-
-
-def train(device: str, ranks: int, folder: Path, *flags: str) -> list[float]:
-    """The losses that Megatron logs in 20 steps of the script under torchrun and the launcher."""
-    logged = ["--log-interval", "1", "--eval-iters", "0", "--eval-interval", "1000", "--data-cache-path", str(folder)]
-    flags = [*ACCEPTED.split(), "--hidden-dropout", "0", "--stick-breaking-attention", "--num-workers", "0", *flags]
-    return megatron_losses(PRETRAIN, ranks, *MEGATRON.split(), *logged, *flags, device=device)
 
 
 EXPERTS = "--num-experts 4 --moe-grouped-gemm --disable-bias-linear --moe-token-dispatcher-type alltoall"

@@ -1,0 +1,27 @@
+"""Megatron's own training loop on workers/megatron_pretrain.py, a small model of mock documents."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from support.launch import megatron_losses
+
+HAS_TRAINING = importlib.util.find_spec("megatron.training") is not None
+needs_training = pytest.mark.skipif(
+    not HAS_TRAINING, reason="this Megatron-Core has no megatron.training (wheels from 0.17 on, for Python 3.12, do)"
+)
+PRETRAIN = Path(__file__).parents[1] / "workers" / "megatron_pretrain.py"
+SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
+BATCHES = "--micro-batch-size 1 --global-batch-size 4 --train-iters 20 --lr 5e-3 --lr-decay-style constant --mock-data"
+TOKENS = "--tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 2"
+# Without Transformer Engine and Apex:
+PLAIN = "--transformer-impl local --no-gradient-accumulation-fusion --no-rope-fusion"
+MEGATRON = f"{SHAPE} {BATCHES} {TOKENS} {PLAIN} --bf16"
+ACCEPTED = "--attention-dropout 0 --position-embedding-type none"
+
+
+def train(device: str, ranks: int, folder: Path, *flags: str) -> list[float]:
+    """The losses that Megatron logs in 20 steps (or what `flags` say) of the script under torchrun and the launcher."""
+    logged = ["--log-interval", "1", "--eval-iters", "0", "--eval-interval", "1000", "--data-cache-path", str(folder)]
+    flags = [*ACCEPTED.split(), "--hidden-dropout", "0", "--stick-breaking-attention", "--num-workers", "0", *flags]
+    return megatron_losses(PRETRAIN, ranks, *MEGATRON.split(), *logged, *flags, device=device)
