@@ -1,7 +1,7 @@
 """Training on several GPUs beside one: losses, tokens/s and memory of the same rows on every parallel layout.
 
 python benchmarks/training_layouts.py record OUT.json --model dense --lengths 16384 65536
-python benchmarks/training_layouts.py draw OUT.json OUT.png
+python benchmarks/training_layouts.py draw OUT.json OUT.png --beside MORE.json
 
 Runs `megatron-sb train` with each layout that this machine has the GPUs for, on the Python standard library as bytes,
 and reads its log. "1 GPU again" is one GPU with two rows at a time instead of one: how far it is from "1 GPU" is what
@@ -162,22 +162,26 @@ def line_of(row: dict, rows: list[dict]) -> str:
 
 
 def draw(options: argparse.Namespace) -> None:
-    """Losses by step, and under them their distance from one GPU's; a column for each length."""
-    rows = [row for row in json.loads(options.json.read_text())["rows"] if "losses" in row]
-    lengths = sorted({row["length"] for row in rows})
+    """Losses by step, and under them their distance from one GPU's; a column for each record and length."""
+    columns: dict[str, dict[str, list[float]]] = {}
+    for file in (options.json, *options.beside):
+        recorded = json.loads(file.read_text())
+        words = (recorded["machine"]["model"], *recorded["machine"]["set"])
+        for row in recorded["rows"]:
+            if "losses" in row:
+                columns.setdefault(f"{', '.join(words)}, {row['length']} tokens", {})[row["layout"]] = row["losses"]
     pyplot = pyplot_for_files()
-    figure, axes = pyplot.subplots(2, len(lengths), figsize=(6 * len(lengths), 6), squeeze=False, sharex=True)
-    for column, length in enumerate(lengths):
-        here = {row["layout"]: row["losses"] for row in rows if row["length"] == length}
-        for name, losses in here.items():
+    figure, axes = pyplot.subplots(2, len(columns), figsize=(6 * len(columns), 6), squeeze=False, sharex=True)
+    for (title, runs), (above, below) in zip(columns.items(), axes.T, strict=True):
+        for name, losses in runs.items():
             steps = range(1, len(losses) + 1)
-            axes[0][column].plot(steps, losses, label=name, linewidth=1)
+            above.plot(steps, losses, label=name, linewidth=1)
             if name != ALONE:
-                off = [abs(a - b) for a, b in zip(losses, here[ALONE], strict=True)]
-                axes[1][column].plot(steps, off, label=name, linewidth=1)
-        axes[0][column].set(title=f"{length} tokens", ylabel="loss (nats per token)")
-        axes[1][column].set(xlabel="step", ylabel=f"distance from {ALONE}", yscale="log")
-        for part in axes[:, column]:
+                off = [abs(a - b) for a, b in zip(losses, runs[ALONE], strict=True)]
+                below.plot(steps, off, label=name, linewidth=1)
+        above.set(title=title, ylabel="loss (nats per token)")
+        below.set(xlabel="step", ylabel=f"distance from {ALONE}", yscale="log")
+        for part in (above, below):
             part.legend()
             part.grid(alpha=0.3)
     figure.tight_layout()
@@ -186,13 +190,14 @@ def draw(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Record or draw."""
-    parser, recording, _ = record_or_draw(__doc__, record, draw)
+    parser, recording, drawing = record_or_draw(__doc__, record, draw)
     recording.add_argument("--model", choices=MODELS, default="dense")
     recording.add_argument("--lengths", nargs="+", type=int, default=[16384])
     recording.add_argument("--layouts", nargs="+", help="by default those that there are GPUs for")
     recording.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="over the model's")
     recording.add_argument("--steps", type=int, default=50)
     recording.add_argument("--tokens", type=int, default=65536, help="of a step, two rows at least")
+    drawing.add_argument("--beside", nargs="+", type=Path, default=[], help="more records, each in columns of its own")
     options = parser.parse_args()
     options.run(options)
 
