@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import logsigmoid, pad
 
+from megatron_sb.functional import _check_tensor
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _MAX_WEIGHTS_PER_CHUNK = 2**23  # weights alive at a time: 32 MiB a copy in fp32, and the backward holds some ten
 
@@ -242,11 +244,6 @@ def _chunks(num_rows: int, length: int) -> list[tuple[int, int]]:
     """(begin, end) of the query rows to compute at a time, num_rows sequences of that length beside each other."""
     rows = max(1, _MAX_WEIGHTS_PER_CHUNK // max(1, num_rows * length))
     return [(begin, min(begin + rows, length)) for begin in range(0, length, rows)]
-
-
-def _check_tensor(name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} is {type(value).__name__}; a torch.Tensor is allowed")
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, left: Tensor, right: Tensor) -> None:

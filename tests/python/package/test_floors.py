@@ -18,6 +18,7 @@ PYTHON_FLOORS = {
     "functional": 1,
     "context_parallel": 2,
     "compat": 2,
+    "geometric": 2,
     "modules": 3,
     "huggingface": 3,
     "megatron": 4,
