@@ -172,7 +172,7 @@ def measure(options: argparse.Namespace, config: TrainingConfig, model: str, len
         second = statistics.median(times)
         for line in busiest(engine, batches, tokens, options.kernels) if options.kernels and not note else ():
             print(line, flush=True)
-        flops = model_flops(config, config.vocab_size, [batch.cu_seqlens for batch in batches])
+        flops = model_flops(config, model, config.vocab_size, [batch.cu_seqlens for batch in batches])
         yield {
             "model": model,
             "length": length,

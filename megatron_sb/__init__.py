@@ -1,7 +1,7 @@
 """Stick-breaking attention (Tan et al., arXiv 2410.17980) for long-context training.
 
-Public functions are listed in ``__all__``; `megatron_sb.compat`, `megatron_sb.geometric`, `megatron_sb.reference`
-and `megatron_sb.megatron` are imported by name.
+Public functions are listed in ``__all__``; `megatron_sb.compat`, `megatron_sb.geometric`, `megatron_sb.reference`,
+`megatron_sb.softmax` and `megatron_sb.megatron` are imported by name.
 """
 
 from megatron_sb import _library
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    if name in ("compat", "geometric", "reference"):
+    if name in ("compat", "geometric", "reference", "softmax"):
         import importlib
 
         return importlib.import_module(f"megatron_sb.{name}")

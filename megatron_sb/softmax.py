@@ -3,7 +3,8 @@
 z_ij = scale * q_j . k_i + bias_ij,  A_ij = exp(z_ij) / sum_l exp(z_lj),  o_j = sum_i A_ij v_i,   i, l <= j
 
 for query j and key i of one document, positions counted from 0. Without a bias, window or StableMask torch's
-scaled_dot_product_attention has a kernel. With them torch's flex_attention makes one on GPUs, whose memory is linear in
+scaled_dot_product_attention has a kernel, and on GPUs its FlashAttention-2 one for documents of different lengths. With
+them torch's flex_attention makes one on GPUs, whose memory is linear in
 a length. Everything else runs in blocks of query rows that are computed again for the gradients: flex_attention has no
 gradients on CPUs, sums in fp32, needs heads of 16 channels, and cannot differentiate a network inside a bias (FIRE).
 """
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -267,9 +269,13 @@ class SoftmaxAttention(nn.Module):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         window = None if self.window is None or self.window >= max(lengths) else self.window
         plain = window is None and self.stable_mask_gamma is None and self.position in ("none", "rope")
-        if self._has_flex_kernel(q) and not (plain and len(lengths) == 1):
+        several = len(lengths) > 1
+        fused = plain and several and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+        if self._has_flex_kernel(q) and (several or not plain) and not fused:
             return self._flex(q, k, v, lengths, window).transpose(1, 2)
         k, v = (x.repeat_interleave(self.num_heads // x.shape[1], dim=1) for x in (k, v))
+        if fused:
+            return self._varlen(*(x[0].transpose(0, 1) for x in (q, k, v)), lengths)[None]
         documents = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
         outputs = [self._sdpa(*d) if plain else self._in_blocks(*d, window) for d in documents]
         return _joined(outputs).transpose(1, 2)
@@ -282,6 +288,12 @@ class SoftmaxAttention(nn.Module):
         """q, k, v: (b, h, s, d), one document."""
         with sdpa_kernel(_CUDA_BACKENDS, set_priority=True) if q.is_cuda else contextlib.nullcontext():
             return scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+
+    def _varlen(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """q, k, v: (t, h, d)."""
+        bounds, longest = _bounds(lengths, q.device), max(lengths)
+        causal = (-1, 0)
+        return varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=self.scale, window_size=causal)
 
     def _flex(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], window: int | None) -> Tensor:
         """q: (b, h, s, d); k, v: (b, h_kv, s, d)."""
@@ -401,6 +413,12 @@ def _shared_by_layers(function):
 def _positions(lengths: tuple[int, ...]) -> Tensor:
     """Position of each row in its document, (s,), on the CPU."""
     return torch.cat([torch.arange(length, device="cpu") for length in lengths])
+
+
+@_shared_by_layers
+def _bounds(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where documents begin, and the end of the last: int32 (documents + 1,)."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 @_shared_by_layers

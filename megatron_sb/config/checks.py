@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 
 from megatron_sb.config.parameters import count_parameters
-from megatron_sb.config.schema import TEXT_OF_PYTHON, ConfigError, StageConfig, TrainingConfig
+from megatron_sb.config.schema import TEXT_OF_PYTHON, ConfigError, SoftmaxConfig, StageConfig, TrainingConfig
 
 
 def check(config: TrainingConfig) -> None:
     """Raise ConfigError for the first contradiction."""
-    problems = (_list_problems, _model_problems, _data_problems, _parallel_problems, _moe_problems)
+    problems = (_list_problems, _model_problems, _attention_problems, _data_problems, _parallel_problems, _moe_problems)
     for find in problems:
         for problem in find(config):
             raise ConfigError(problem)
@@ -36,12 +36,19 @@ def needs_gpu(config: TrainingConfig) -> Iterator[tuple[str, str]]:
 
 def _list_problems(config: TrainingConfig) -> Iterator[str]:
     stages = [stage.name for stage in config.stages]
-    scalings = ("baseline.evaluated_scalings", config.baseline.evaluated_scalings)
-    for path, names in (("data.paths", config.data.paths), ("stages", stages), ("compare", config.compare), scalings):
+    lists = {"data.paths": config.data.paths, "stages": stages, "compare": config.compare}
+    for name, attention in config.attention.items():
+        if isinstance(attention, SoftmaxConfig):
+            lists[f"attention.{name}.evaluated_scalings"] = attention.evaluated_scalings
+    for path, names in lists.items():
         if not names:
             yield f"{path} = []: at least one is needed"
         if len(set(names)) != len(names):
             yield f"{path} = {list(names)!r}: names must differ"
+    for name in config.compare:
+        if name not in config.attention:
+            known = list(config.attention)
+            yield f"compare = {list(config.compare)!r}: {name!r} is not in attention, which has {known}"
     if config.initial_checkpoint is not None and len(config.compare) > 1:
         yield (
             f"initial_checkpoint = {config.initial_checkpoint!r} contradicts compare = {list(config.compare)}: it is "
@@ -69,6 +76,19 @@ def _model_problems(config: TrainingConfig) -> Iterator[str]:
             yield f"{field} contradicts parallel.device = 'cpu': {why}"
 
 
+def _attention_problems(config: TrainingConfig) -> Iterator[str]:
+    tensor = config.parallel.tensor_parallel_size
+    for name in config.compare:
+        attention, at = config.attention[name], f"attention.{name}"
+        if not isinstance(attention, SoftmaxConfig):
+            continue
+        position = f"{at}.position = {attention.position!r}"
+        if attention.position != "rope" and attention.evaluated_scalings != ("none",):
+            yield f"{at}.evaluated_scalings = {list(attention.evaluated_scalings)} contradicts {position}: give [none]"
+        if attention.position in ("alibi", "fire") and tensor > 1:
+            yield f"{position} contradicts parallel.tensor_parallel_size = {tensor}: its biases are not split"
+
+
 def _data_problems(config: TrainingConfig) -> Iterator[str]:
     data = config.data
     if data.kind == "text":
@@ -90,7 +110,7 @@ def _data_problems(config: TrainingConfig) -> Iterator[str]:
         elif data.end_of_document >= data.vocab_size:
             yield f"data.end_of_document = {data.end_of_document} must be less than data.vocab_size = {data.vocab_size}"
     expected = config.model.num_parameters
-    total = count_parameters(config.model, config.stick_breaking, config.vocab_size).total
+    total = count_parameters(config.model, config.attention[config.compare[0]], config.vocab_size).total
     if expected is not None and expected != total:
         yield f"model.num_parameters = {expected} contradicts the sizes of model, which make {total}"
 
@@ -160,10 +180,10 @@ def _context_parallel_problems(config: TrainingConfig, stage: StageConfig, at: s
     if groups % size:
         by = f" / parallel.tensor_parallel_size = {groups}" if parallel.tensor_parallel_size > 1 else f" = {groups}"
         yield f"{at}.context_parallel_size = {size} must divide parallel.ranks{by}"
-    if size > 1 and "stick_breaking" not in config.compare:
+    if size > 1 and not any(map(config.breaks_sticks, config.compare)):
         yield (
-            f"{at}.context_parallel_size = {size} contradicts compare = {list(config.compare)}: only "
-            "'stick_breaking' runs with context parallelism"
+            f"{at}.context_parallel_size = {size} contradicts compare = {list(config.compare)}: only stick-breaking "
+            "attention runs with context parallelism"
         )
     levels = stage.hierarchical_context_parallel_sizes
     if levels and parallel.comm != "a2a+p2p":

@@ -111,11 +111,11 @@ _EXPERT_KEYS = {
 
 
 def translate(tree: Any) -> Any:
-    """A configuration's mapping with `model_args`, where there is one, turned into `model`, `stick_breaking`, `data`.
+    """A configuration's mapping with `model_args`, where there is one, turned into `model`, `attention`, `data`.
 
     Their stick-breaking layers always have the remainder bias and the head norm, so both are set unless the file's own
-    `stick_breaking` says otherwise. Raises ConfigError for a key that is unknown or has a value our models cannot
-    honour, for blocks that differ from layer to layer, and for a field given both ways.
+    `attention.stick_breaking` says otherwise. Raises ConfigError for a key that is unknown or has a value our models
+    cannot honour, for blocks that differ from layer to layer, and for a field given both ways.
     """
     if not isinstance(tree, dict) or SECTION not in tree:
         return tree
@@ -134,8 +134,9 @@ def translate(tree: Any) -> Any:
     elif "model.moe.aux_loss_coefficient" not in fields:
         raise ConfigError(f"missing field {path}.router_aux_loss_coef")
     rest = {name: value for name, value in tree.items() if name != SECTION}
-    given = _mapping(rest.get("stick_breaking", {}), "stick_breaking")
-    rest["stick_breaking"] = {"remainder_bias": True, "head_norm": True, **given}
+    attention = _mapping(rest.get("attention", {}), "attention")
+    given = _mapping(attention.get("stick_breaking", {}), "attention.stick_breaking")
+    rest["attention"] = {**attention, "stick_breaking": {"remainder_bias": True, "head_norm": True, **given}}
     for field, value in fields.items():
         _put(rest, field, value)
     return rest

@@ -126,11 +126,34 @@ def _build(cls: type, tree: Any, path: str) -> Any:
             )
     values = {}
     for name, field in fields.items():
-        if name in tree:
+        if name in tree and typing.get_origin(hints[name]) is dict:
+            values[name] = _add_entries(hints[name], field.default_factory(), tree[name], prefix + name)
+        elif name in tree:
             values[name] = _coerce(hints[name], tree[name], prefix + name)
-        elif field.default is dataclasses.MISSING:
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ConfigError(f"missing field {prefix}{name} ({_describe(hints[name])})")
     return cls(**values)
+
+
+def _add_entries(hint: Any, known: dict, tree: Any, path: str) -> dict:
+    """Named dataclasses of several kinds, added to those that are known from the start; what has one of their names is
+    of its kind unless it says otherwise.
+    """
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must be a mapping of names, got {tree!r}")
+    name_hint, classes = typing.get_args(hint)
+    by_kind = {cls.kind: cls for cls in typing.get_args(classes)}
+    entries = dict(known)
+    for name, fields in tree.items():
+        at = f"{path}.{name}"
+        _coerce(name_hint, name, f"the name {at}")
+        if not isinstance(fields, dict):
+            raise ConfigError(f"{at} must be a mapping of fields, got {fields!r}")
+        kind = fields.get("kind", known[name].kind if name in known else None)
+        if kind not in by_kind:
+            raise ConfigError(f"{at}.kind = {kind!r}: must be one of {', '.join(map(repr, by_kind))}")
+        entries[name] = _build(by_kind[kind], fields, at)
+    return entries
 
 
 def _coerce(hint: Any, value: Any, path: str) -> Any:

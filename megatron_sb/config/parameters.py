@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron_sb.config.schema import ModelConfig, StickBreakingConfig
+from megatron_sb.config.schema import AttentionConfig, ModelConfig, StickBreakingConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,21 +15,31 @@ class ParameterCount:
     active: int
 
 
-def count_parameters(model: ModelConfig, stick_breaking: StickBreakingConfig, vocab_size: int) -> ParameterCount:
-    """Weights of the stick-breaking model over all ranks.
+FIRE_HIDDEN_SIZE = 32
 
-    vocab_size: before padding. The softmax baseline has the same but for the remainder bias and the head norm.
-    """
+
+def count_parameters(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> ParameterCount:
+    """Weights of a model over all ranks. vocab_size: before padding."""
     hidden, head_dim = model.hidden_size, model.head_dim
     query = model.num_heads * head_dim
-    attention = hidden * (query + 2 * model.num_kv_heads * head_dim) + query * hidden
-    extras = query * stick_breaking.remainder_bias + 2 * query * stick_breaking.head_norm  # the norm: weight and bias
+    projections = hidden * (query + 2 * model.num_kv_heads * head_dim) + query * hidden
+    extras = _own_parameters(model, attention)
     norms = 2 * hidden
     mlp = 3 * hidden * model.ffn_hidden_size  # gate, up and down
     router = hidden * model.moe.num_experts if model.moe else 0
     embeddings = model.padded_vocab_size(vocab_size) * hidden * (1 if model.tie_word_embeddings else 2)
 
     def count(experts: int) -> int:
-        return embeddings + model.num_layers * (attention + extras + norms + router + experts * mlp) + hidden
+        return embeddings + model.num_layers * (projections + extras + norms + router + experts * mlp) + hidden
 
     return ParameterCount(count(model.moe.num_experts if model.moe else 1), count(model.moe.top_k if model.moe else 1))
+
+
+def _own_parameters(model: ModelConfig, attention: AttentionConfig) -> int:
+    """Those of a layer's attention beside its projections."""
+    if isinstance(attention, StickBreakingConfig):
+        vector = model.num_heads * model.head_dim
+        return vector * attention.remainder_bias + 2 * vector * attention.head_norm  # the norm: weight and bias
+    if attention.position == "fire":  # c, the threshold's factor, and a network 1 -> 32 -> heads with biases
+        return 2 + 2 * FIRE_HIDDEN_SIZE + (FIRE_HIDDEN_SIZE + 1) * model.num_heads
+    return 0

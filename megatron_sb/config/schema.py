@@ -59,7 +59,7 @@ class MoEConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Sizes shared by the stick-breaking model and the softmax baseline: RMSNorm, gated MLPs (SwiGLU), no biases.
+    """Sizes shared by all models that are compared: RMSNorm, gated MLPs (SwiGLU), no biases.
 
     head_dim, where it is not given, becomes hidden_size / num_heads (and stays None where that is no integer).
     """
@@ -90,8 +90,9 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class StickBreakingConfig:
-    """Options of stick-breaking attention."""
+    """Stick-breaking attention and its options."""
 
+    kind: Literal["stick_breaking"] = "stick_breaking"
     attend_current: bool = False
     mass_threshold: BelowOne = 2**-24
     remainder_bias: bool = False
@@ -99,11 +100,22 @@ class StickBreakingConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class BaselineConfig:
-    """Options of the softmax baseline."""
+class SoftmaxConfig:
+    """Softmax attention, with a choice of positions."""
 
+    kind: Literal["softmax"] = "softmax"
+    position: Literal["none", "rope", "alibi", "fire"] = "rope"
+    window: PositiveInt | None = None
+    stable_mask_gamma: NonNegativeFloat | None = None
     rotary_base: PositiveFloat = 10000.0
     evaluated_scalings: tuple[RotaryKind, ...] = ("none",)
+
+
+AttentionConfig = StickBreakingConfig | SoftmaxConfig
+
+
+def _known_attention() -> dict[str, AttentionConfig]:
+    return {"stick_breaking": StickBreakingConfig(), "softmax_rope": SoftmaxConfig()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,11 +199,10 @@ class TrainingConfig:
     model: ModelConfig
     stages: tuple[StageConfig, ...]
     seed: CountFromZero = 0
-    compare: tuple[Literal["stick_breaking", "softmax_rope"], ...] = ("stick_breaking", "softmax_rope")
+    compare: tuple[Name, ...] = ("stick_breaking", "softmax_rope")
     initial_checkpoint: str | None = None
     data: DataConfig = DataConfig()
-    stick_breaking: StickBreakingConfig = StickBreakingConfig()
-    baseline: BaselineConfig = BaselineConfig()
+    attention: dict[Name, AttentionConfig] = dataclasses.field(default_factory=_known_attention)
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -203,9 +214,13 @@ class TrainingConfig:
         """Tokens of the data's vocabulary, before padding."""
         return self.data.vocab_size or BYTE_VOCAB_SIZE
 
+    def breaks_sticks(self, model: str) -> bool:
+        """Whether a model of `compare` has stick-breaking attention."""
+        return isinstance(self.attention[model], StickBreakingConfig)
+
     def context_parallel_size(self, model: str, stage: StageConfig) -> int:
-        """Ranks that share one sequence: the baseline runs without context parallelism."""
-        return stage.context_parallel_size if model == "stick_breaking" else 1
+        """Ranks that share one sequence: softmax runs without context parallelism."""
+        return stage.context_parallel_size if self.breaks_sticks(model) else 1
 
     def data_parallel_size(self, model: str, stage: StageConfig) -> int:
         """Ranks (or groups of them) that work on rows of their own."""
@@ -219,7 +234,7 @@ class TrainingConfig:
         return chunks * (self.parallel.tensor_parallel_size if self.parallel.sequence_parallel else 1)
 
     def pad_multiple(self, stage: StageConfig) -> int:
-        """What every document's part of a row is padded to; the baseline gets the same rows.
+        """What every document's part of a row is padded to; all models get the same rows.
 
         Where the stage says nothing, as little as its ranks need: nothing, where the stream is cut as a whole.
         """
@@ -231,7 +246,8 @@ class TrainingConfig:
 
     def evaluated_scalings(self, model: str) -> tuple[str, ...]:
         """With which scalings of positions a model is evaluated: stick-breaking has no positions to scale."""
-        return self.baseline.evaluated_scalings if model == "softmax_rope" else ("none",)
+        attention = self.attention[model]
+        return attention.evaluated_scalings if isinstance(attention, SoftmaxConfig) else ("none",)
 
     def longest_evaluated(self, stage: StageConfig) -> int:
         """length_factor times the stage's context, at most evaluation.longest."""

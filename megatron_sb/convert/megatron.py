@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_sb.config import BYTE_VOCAB_SIZE, TrainingConfig
+from megatron_sb.config import BYTE_VOCAB_SIZE, AttentionConfig, TrainingConfig
 from megatron_sb.convert import files
 from megatron_sb.convert.layouts import fuse_glu, fuse_qkv, split_glu, split_qkv
 from megatron_sb.huggingface import StickBreakingConfig
@@ -40,7 +40,7 @@ EXPERTS_WIDE, EXPERTS_BACK = (f"mlp.experts.experts.linear_fc{number}.weight" fo
 
 def config_of(training: TrainingConfig, vocab_size: int) -> StickBreakingConfig:
     """The model of a training configuration. vocab_size: rows of its embedding, with padding."""
-    sizes, sticks = training.model, training.stick_breaking
+    sizes, sticks = training.model, _stick_breaking_of(training)
     end = BYTE_VOCAB_SIZE - 1 if training.data.kind == "text" else training.data.end_of_document
     return StickBreakingConfig(
         vocab_size=vocab_size,
@@ -63,6 +63,14 @@ def config_of(training: TrainingConfig, vocab_size: int) -> StickBreakingConfig:
         eos_token_id=end,
         pad_token_id=end,
     )
+
+
+def _stick_breaking_of(training: TrainingConfig) -> AttentionConfig:
+    """The one that the models with stick-breaking attention among those trained have."""
+    found = [training.attention[name] for name in training.compare if training.breaks_sticks(name)]
+    if len(found) != 1:
+        raise ValueError(f"compare = {list(training.compare)} has {len(found)} stick-breaking models; one is needed")
+    return found[0]
 
 
 def newest(folder: Path) -> Path:

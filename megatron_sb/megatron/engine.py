@@ -25,8 +25,9 @@ from megatron_sb.megatron import versions
 from megatron_sb.megatron.backends import MegatronBackend, TorchBackend
 from megatron_sb.megatron.core_attention import shared_plans
 from megatron_sb.megatron.model import build_model
-from megatron_sb.megatron.softmax_rope import RotaryScaling, set_rotary_scaling
+from megatron_sb.megatron.softmax_attention import set_rotary_scaling
 from megatron_sb.megatron.statistics import AttentionCounts, observed
+from megatron_sb.softmax import RotaryScaling
 
 
 class Batch(Protocol):
@@ -46,7 +47,7 @@ class Engine:
     """A GPTModel and its optimizer under one stage's parallel layout. The default process group must exist; one engine
     at a time.
 
-    model: "stick_breaking" or "softmax_rope". Every rank builds the same weights from config.seed.
+    model: a name in config.attention. Every rank builds the same weights from config.seed.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Engine:
         return sums.index_add_(0, window, (losses * counted).double())
 
     def scale_positions(self, kind: str, factor: float) -> None:
-        """How the softmax baseline scales positions from now on: `softmax_rope.RotaryScaling`."""
+        """How rotary positions are scaled from now on: `megatron_sb.softmax.RotaryScaling`."""
         set_rotary_scaling(self._model, RotaryScaling(kind, factor))
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:

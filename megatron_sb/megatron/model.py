@@ -10,9 +10,16 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_sb.config import ModelConfig, ParallelConfig, StageConfig, TrainingConfig
+from megatron_sb.config import (
+    ModelConfig,
+    ParallelConfig,
+    SoftmaxConfig,
+    StageConfig,
+    StickBreakingConfig,
+    TrainingConfig,
+)
 from megatron_sb.megatron import versions
-from megatron_sb.megatron.softmax_rope import SoftmaxRotaryAttention
+from megatron_sb.megatron.softmax_attention import SoftmaxCoreAttention
 from megatron_sb.megatron.spec import with_stickbreaking
 from megatron_sb.megatron.stand_ins import install_stand_ins
 
@@ -26,10 +33,10 @@ RECOMPUTE = {
 def build_model(
     config: TrainingConfig, model: str, stage: StageConfig, vocab_size: int, *, fused: bool = False
 ) -> GPTModel:
-    """A decoder without position embedding of its own: stick-breaking needs none, the baseline's core attention brings
-    rotations. This rank's share of it, on torch's default device.
+    """A decoder without position embedding of its own: stick-breaking needs none, softmax's core attention brings it.
+    This rank's share of it, on torch's default device.
 
-    model: "stick_breaking" or "softmax_rope". vocab_size: before padding. fused: with Megatron-Core's operators that
+    model: a name in config.attention. vocab_size: before padding. fused: with Megatron-Core's operators that
     torch.compile fuses, which is for GPUs: activations and residuals, as Megatron's scripts have them by default.
     Its weights come from torch's generator: where that is in the same state on every rank, they are the same for any
     parallel layout.
@@ -41,10 +48,11 @@ def build_model(
     )
     if moe:
         versions.replace_experts(spec, _with_weights_by_index)
-    if model == "stick_breaking":
-        spec = _stick_breaking_spec(spec, config)
+    attention = config.attention[model]
+    if isinstance(attention, StickBreakingConfig):
+        spec = _stick_breaking_spec(spec, attention, config.parallel)
     else:
-        core_attention = ModuleSpec(module=SoftmaxRotaryAttention, params={"rotary_base": config.baseline.rotary_base})
+        core_attention = ModuleSpec(module=SoftmaxCoreAttention, params=_softmax_fields(attention))
         spec.submodules.self_attention.submodules.core_attention = core_attention
     return GPTModel(
         _transformer_config(config, model, stage, fused),
@@ -56,13 +64,14 @@ def build_model(
     )
 
 
-def _stick_breaking_spec(spec: ModuleSpec, config: TrainingConfig) -> ModuleSpec:
-    return with_stickbreaking(
-        spec,
-        **dataclasses.asdict(config.stick_breaking),
-        cp_layout=config.parallel.layout,
-        packing=config.parallel.packing,
-    )
+def _stick_breaking_spec(spec: ModuleSpec, attention: StickBreakingConfig, parallel: ParallelConfig) -> ModuleSpec:
+    fields = {name: value for name, value in dataclasses.asdict(attention).items() if name != "kind"}
+    return with_stickbreaking(spec, **fields, cp_layout=parallel.layout, packing=parallel.packing)
+
+
+def _softmax_fields(attention: SoftmaxConfig) -> dict:
+    names = ("position", "window", "stable_mask_gamma", "rotary_base")
+    return {name: getattr(attention, name) for name in names}
 
 
 def _transformer_config(config: TrainingConfig, model: str, stage: StageConfig, fused: bool) -> TransformerConfig:

@@ -61,7 +61,7 @@ def evaluate(
     one), "windows"}.
 
     on_length(context, nll): called after each length; what it raises ends the evaluation on every rank that raises.
-    scaling: how the softmax baseline scales positions, by as much as a context is longer than the stage's.
+    scaling: how rotary positions are scaled, by as much as a context is longer than the stage's.
     Data-parallel groups share out the windows; ranks of one group share each sequence. Every group scores as many,
     some of them a window that another has too, which counts once: experts are spread over groups, which have to call
     them alike.

@@ -146,7 +146,7 @@ class Job:
             self._profiler.before(progress.step + 1)
             rate = learning_rate(stage, progress.step)
             every = config.report.attention_interval
-            observe = model == "stick_breaking" and every > 0 and (progress.step + 1) % every == 0
+            observe = config.breaks_sticks(model) and every > 0 and (progress.step + 1) % every == 0
             share, norm = engine.train_step(step.micro_batches, num_tokens, rate, observe=observe)
             flags = torch.tensor(self._stop.flags(), dtype=torch.float64, device=share.device)
             sums = torch.cat([share[None], engine.attention_counts.stack(), flags])
@@ -157,7 +157,7 @@ class Job:
             )
             self._profiler.after(progress.step, model, stage.name)
             if self._report:
-                flops = model_flops(config, self._corpus.vocab_size, [row.cu_seqlens for row in step.rows])
+                flops = model_flops(config, model, self._corpus.vocab_size, [row.cu_seqlens for row in step.rows])
                 sticks = (remainder / counted, skipped / tiles if tiles else None) if observe else (None, None)
                 self._report.step(
                     model, stage, progress, Step(loss, norm, rate, flops, _peak_gib(self._device), *sticks)

@@ -12,7 +12,6 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-COLOURS = {"stick_breaking": "tab:blue", "softmax_rope": "tab:orange"}
 MARKERS = {"none": "o", "linear": "v", "ntk": "^"}
 SCALINGS = {"none": "", "linear": ", linear scaling", "ntk": ", NTK scaling"}
 STYLES = ("--", "-", ":", "-.")
@@ -24,7 +23,9 @@ def draw_losses(metrics: list[dict[str, Any]], labels: dict[str, str], path: Pat
     for model in dict.fromkeys(line["model"] for line in metrics):
         lines = [line for line in metrics if line["model"] == model]
         tokens = np.array([line["tokens"] for line in lines])
-        axes.plot(tokens, [line["loss"] for line in lines], label=labels[model], color=COLOURS[model], linewidth=0.9)
+        axes.plot(
+            tokens, [line["loss"] for line in lines], label=labels[model], color=_colour(model, labels), linewidth=0.9
+        )
         for before, after in itertools.pairwise(lines):
             if before["stage"] != after["stage"]:
                 axes.axvline(before["tokens"], color="grey", linewidth=0.6, linestyle=":")
@@ -45,7 +46,7 @@ def draw_nll_by_length(evaluations: list[dict[str, Any]], labels: dict[str, str]
         losses = [result["nll"] for result in entry["results"]]
         style = STYLES[stages.index(entry["stage"]) % len(STYLES)]
         label = f"{label_of(entry, labels)}, {entry['stage']} (trained at {entry['trained_context']})"
-        look = {"marker": MARKERS[entry["scaling"]], "markersize": 4, "color": COLOURS[entry["model"]]}
+        look = {"marker": MARKERS[entry["scaling"]], "markersize": 4, "color": _colour(entry["model"], labels)}
         axes.plot(contexts, losses, style, label=label, **look)
     for context in sorted({entry["trained_context"] for entry in evaluations}):
         axes.axvline(context, color="grey", linewidth=0.6, linestyle=":")
@@ -64,6 +65,10 @@ def draw_nll_by_length(evaluations: list[dict[str, Any]], labels: dict[str, str]
 def label_of(entry: dict[str, Any], labels: dict[str, str]) -> str:
     """The model of an evaluation, and how it was scaled."""
     return labels[entry["model"]] + SCALINGS[entry["scaling"]]
+
+
+def _colour(model: str, labels: dict[str, str]) -> str:
+    return f"C{list(labels).index(model)}"
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -20,7 +20,7 @@ from megatron_sb.config import StageConfig, TrainingConfig
 from megatron_sb.training.checkpoint import Progress, write_aside
 from megatron_sb.training.evaluate import result_path
 
-MODEL_LABELS = {"stick_breaking": "stick-breaking", "softmax_rope": "softmax + RoPE"}
+LABELS = {"stick_breaking": "stick-breaking", "softmax_rope": "softmax + RoPE"}  # others go by their names
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,10 @@ class Report:
         self._tensorboard: dict[str, Any] = {}
         self._bar: tqdm | None = None
 
+    def _labels(self) -> dict[str, str]:
+        """By model, in the order of `compare`."""
+        return {model: LABELS.get(model, model) for model in self._config.compare}
+
     def start_stage(self, model: str, stage: StageConfig, progress: Progress) -> None:
         """Open the progress bar; lines of steps beyond `progress` (written by a run that died after its last
         checkpoint) are dropped.
@@ -60,7 +64,7 @@ class Report:
             if not (line["model"] == model and line["stage"] == stage.name and line["step"] > progress.step)
         ]
         write_aside(self._metrics_path, "".join(json.dumps(line) + "\n" for line in kept))
-        label = f"{MODEL_LABELS[model]} / {stage.name} ({stage.context_length})"
+        label = f"{LABELS.get(model, model)} / {stage.name} ({stage.context_length})"
         self._bar = tqdm(
             total=stage.steps, initial=progress.step, desc=label, unit="step", dynamic_ncols=True, mininterval=0.5
         )
@@ -111,7 +115,7 @@ class Report:
         tqdm.write(text)
 
     def evaluation(self, model: str, stage: StageConfig, scaling: str, results: list[dict[str, Any]]) -> None:
-        """Keep and show an evaluation. scaling: of the baseline's positions."""
+        """Keep and show an evaluation. scaling: of rotary positions."""
         path = result_path(self.out, model, stage, scaling)
         path.parent.mkdir(exist_ok=True)
         about = {"model": model, "stage": stage.name, "trained_context": stage.context_length, "scaling": scaling}
@@ -143,15 +147,15 @@ class Report:
         """loss.png and nll_by_length.png from the files."""
         from megatron_sb.training import plots
 
-        plots.draw_losses(self.metrics(), MODEL_LABELS, self.out / "loss.png")
-        plots.draw_nll_by_length(self.evaluations(), MODEL_LABELS, self.out / "nll_by_length.png")
+        plots.draw_losses(self.metrics(), self._labels(), self.out / "loss.png")
+        plots.draw_nll_by_length(self.evaluations(), self._labels(), self.out / "nll_by_length.png")
 
     def table(self) -> str:
         """Negative log-likelihood by context length, a column per model and stage."""
         from megatron_sb.training import plots
 
         evaluations = self.evaluations()
-        heads = [f"{plots.label_of(entry, MODEL_LABELS)}, {entry['stage']}" for entry in evaluations]
+        heads = [f"{plots.label_of(entry, self._labels())}, {entry['stage']}" for entry in evaluations]
         columns = [{result["context"]: f"{result['nll']:.4f}" for result in entry["results"]} for entry in evaluations]
         lines = [" | ".join(["context", *heads])]
         for context in sorted({context for column in columns for context in column}):

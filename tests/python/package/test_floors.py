@@ -16,6 +16,7 @@ PYTHON_FLOORS = {
     "reference": 0,
     "config": 0,
     "functional": 1,
+    "softmax": 1,
     "context_parallel": 2,
     "compat": 2,
     "geometric": 2,

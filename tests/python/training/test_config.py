@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_sb.config import ConfigError, flatten, load_config
+from megatron_sb.config import ConfigError, SoftmaxConfig, StickBreakingConfig, flatten, load_config
 from megatron_sb.training import launch
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -21,8 +21,21 @@ def test_every_field_is_explained():
 
 
 def test_overrides_reach_lists_and_new_mappings():
-    config = load_config(TINY, ["stages.1.steps=21", "baseline.rotary_base=5e5", "compare=[stick_breaking]"])
-    assert (config.stages[1].steps, config.baseline.rotary_base, config.compare) == (21, 5e5, ("stick_breaking",))
+    config = load_config(
+        TINY, ["stages.1.steps=21", "attention.softmax_rope.rotary_base=5e5", "compare=[stick_breaking]"]
+    )
+    attention = config.attention["softmax_rope"]
+    assert (config.stages[1].steps, attention.rotary_base, config.compare) == (21, 5e5, ("stick_breaking",))
+
+
+def test_attention_is_added_by_name():
+    """Beside the two that are there from the start."""
+    far = {"kind": "softmax", "position": "alibi"}
+    config = load_config(TINY, [f"attention.far={far}", "attention.stick_breaking.head_norm=true"])
+    assert list(config.attention) == ["stick_breaking", "softmax_rope", "far"]
+    assert config.attention["far"] == SoftmaxConfig(position="alibi")
+    assert config.attention["stick_breaking"] == StickBreakingConfig(head_norm=True)
+    assert config.attention["softmax_rope"] == SoftmaxConfig()
 
 
 REFUSALS = {
@@ -66,6 +79,15 @@ REFUSALS = {
     "parallel.tensor_parallel_size=2": r"make_vocab_size_divisible_by = 1 must be a multiple of parallel\.tensor_par",
     "parallel.sequence_parallel=true": r"sequence_parallel = True contradicts parallel\.tensor_parallel_size = 1",
     "parallel.expert_parallel_size=2": r"parallel\.expert_parallel_size = 2 contradicts model\.moe = None",
+    "compare=[linear]": r"compare = \['linear'\]: 'linear' is not in attention, which has \['stick_b",
+    "attention=3": r"attention must be a mapping of names, got 3",
+    "attention.mine=3": r"attention\.mine must be a mapping of fields, got 3",
+    "attention.mine={}": r"attention\.mine\.kind = None: must be one of 'stick_breaking', 'softmax'",
+    "attention.my/own={kind: softmax}": r"the name attention\.my/own = 'my/own': must be letters, digits",
+    "attention.softmax_rope.head_norm=true": r"unknown field attention\.softmax_rope\.head_norm .*: kind, position",
+    "attention.softmax_rope.window=0": r"attention\.softmax_rope\.window = 0: must be greater than 0",
+    "attention.softmax_rope={position: none, evaluated_scalings: [ntk]}": r"\['ntk'\] contradicts .*position = 'none'",
+    "attention.softmax_rope.evaluated_scalings=[]": r"softmax_rope\.evaluated_scalings = \[\]: at least one is needed",
     "compare=[softmax_rope]": r"stages\.1\.context_parallel_size = 2 contradicts compare = \['softmax_rope'\]",
     "evaluation.longest=255": r"target_tokens = 256 exceeds the longest evaluated context of stages\.0, 255 tokens",
     "evaluation.target_tokens=5000": r"evaluation\.target_tokens = 5000 exceeds the longest evaluated context",

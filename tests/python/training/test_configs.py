@@ -1,5 +1,6 @@
 """The shipped configurations: valid, of the published sizes, and with the schedules they say they have."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def test_valid_and_written_back_whole(path, tmp_path):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameter_counts(name):
     config = load(name)
-    count = count_parameters(config.model, config.stick_breaking, config.vocab_size)
+    count = count_parameters(config.model, config.attention["stick_breaking"], config.vocab_size)
     assert (count.total, count.active) == PUBLISHED[name]
     assert config.model.num_parameters == count.total
 
@@ -65,14 +66,38 @@ def one_rank():
 def test_the_model_has_as_many(name, one_rank):
     """The whole model as Megatron-Core builds it, with parameters that have a shape and no values."""
     config = load(name, ["parallel.ranks=1", "parallel.expert_parallel_size=1", *ALONE.get(name, ())])
-    count = count_parameters(config.model, config.stick_breaking, config.vocab_size)
+    count = count_parameters(config.model, config.attention["stick_breaking"], config.vocab_size)
     with torch.device("meta"):
         model = build_model(config, "stick_breaking", config.stages[0], config.vocab_size)
         baseline = build_model(config, "softmax_rope", config.stages[0], config.vocab_size)
     assert sum(parameter.numel() for parameter in model.parameters()) == count.total
     heads = config.model.num_layers * config.model.num_heads * config.model.head_dim
-    extras = heads * (config.stick_breaking.remainder_bias + 2 * config.stick_breaking.head_norm)
+    sticks = config.attention["stick_breaking"]
+    extras = heads * (sticks.remainder_bias + 2 * sticks.head_norm)
     assert sum(parameter.numel() for parameter in baseline.parameters()) == count.total - extras
+
+
+VARIANTS = {
+    "sticks": {"kind": "stick_breaking", "remainder_bias": True, "head_norm": True, "attend_current": True},
+    "rotary": {"kind": "softmax", "window": 32},
+    "no positions": {"kind": "softmax", "position": "none", "stable_mask_gamma": 0.5},
+    "alibi": {"kind": "softmax", "position": "alibi"},
+    "fire": {"kind": "softmax", "position": "fire"},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_of_attention(name, one_rank):
+    """Each can be trained, and has the weights that are counted."""
+    chosen = f"attention={json.dumps({'mine': VARIANTS[name]})}"
+    config = load("tiny_context_extension", [*ALONE["tiny_context_extension"], "compare=[mine]", chosen])
+    model = build_model(config, "mine", config.stages[0], config.vocab_size)
+    count = count_parameters(config.model, config.attention["mine"], config.vocab_size)
+    assert sum(parameter.numel() for parameter in model.parameters()) == count.total
+    tokens, bounds = torch.arange(96)[None], torch.tensor([0, 32, 96], dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    model(tokens, None, None, labels=tokens, packed_seq_params=packed).mean().backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -87,7 +112,9 @@ def test_the_arithmetic_of_a_step(tied, one_rank):
     pairs = (32**2 + 64**2) / 2
     attention = 3 * 2 * 2 * config.model.num_layers * config.model.hidden_size * pairs
     counted = counter.get_total_flops() + attention
-    assert model_flops(config, config.vocab_size, [bounds.numpy()]) == pytest.approx(counted, rel=3e-3)  # norms
+    assert model_flops(config, "stick_breaking", config.vocab_size, [bounds.numpy()]) == pytest.approx(
+        counted, rel=3e-3
+    )  # norms
 
 
 @pytest.mark.parametrize("size", ["1b", "3b"])

@@ -32,7 +32,7 @@ CONFIG = f"""
 name: small
 data: {{paths: ["{LIBRARY / "json"}", "{LIBRARY / "email"}"], validation_fraction: 0.3}}
 model: {{num_layers: 2, hidden_size: 32, num_heads: 2, num_kv_heads: 1, ffn_hidden_size: 64}}
-baseline: {{evaluated_scalings: [none, linear, ntk]}}
+attention: {{softmax_rope: {{evaluated_scalings: [none, linear, ntk]}}}}
 parallel: {{ranks: 2, device: cpu, threads_per_rank: 1, timeout_seconds: 60}}
 stages:
   - {{name: short, context_length: 32, steps: 40, rows_per_step: 8, rows_per_micro_batch: 2, learning_rate: 1e-2,
@@ -314,6 +314,35 @@ def test_another_runs_checkpoint_to_start_from(straight, config, tmp_path):
     status, _, errors = run(config, "initial_checkpoint=nowhere", *short, "--out", tmp_path / "none")
     assert status == 2 and "initial_checkpoint = 'nowhere' holds no checkpoint (no .metadata)" in errors, errors
     assert not list((tmp_path / "none").iterdir()), "what was refused is no run"
+
+
+def test_models_by_name(config, tmp_path):
+    """Attention that the file names, beside one that is there from the start: trained, evaluated, drawn, resumed."""
+    variants = {
+        "near": {"kind": "softmax", "position": "alibi", "window": 24, "stable_mask_gamma": 0.5},
+        "learned": {"kind": "softmax", "position": "fire"},
+    }
+    small = [f"attention={json.dumps(variants)}", "compare=[learned, near, stick_breaking]", "evaluation.windows=1"]
+    small += ["stages.0.steps=3", "stages.0.warmup_steps=1", "stages.1.steps=5", "report.tensorboard=false"]
+    status, output, errors = run(config, *small, "--out", tmp_path / "out")
+    assert status == 0, errors
+    lines = metrics(tmp_path / "out")
+    assert [line["model"] for line in lines] == ["learned"] * 8 + ["near"] * 8 + ["stick_breaking"] * 8
+    assert len({line["loss"] for line in lines if line["stage"] == "short" and line["step"] == 1}) == 3
+    assert "learned, extended" in output and (tmp_path / "out" / "nll_by_length.png").stat().st_size > 1000
+
+    checkpoints = tmp_path / "out" / "learned" / "checkpoints"
+    saved = state(checkpoints / "extended-000005", tmp_path)
+    learned = [name for name in saved if name.startswith("/model/") and "attention.fire" in name]
+    assert len(learned) == 2 * 6, "two layers of six parameters"
+    (checkpoints / "latest").write_text("short-000003")
+    status, _, errors = run(config, *small, "--out", tmp_path / "out", "--resume")
+    assert status == 0, errors
+    losses, again = (
+        {(line["model"], line["stage"], line["step"]): line["loss"] for line in written}
+        for written in (lines, metrics(tmp_path / "out"))
+    )
+    assert again == losses
 
 
 def test_a_wrong_field_is_refused_before_anything_runs(config, tmp_path):

@@ -21,7 +21,7 @@ compare: [stick_breaking]
 data: {paths: [python-stdlib], validation_fraction: 0.1}
 model: {num_layers: 4, hidden_size: 256, num_heads: 4, num_kv_heads: 4, ffn_hidden_size: 512, precision: PRECISION,
   make_vocab_size_divisible_by: 2}
-stick_breaking: {remainder_bias: true, head_norm: true}
+attention: {stick_breaking: {remainder_bias: true, head_norm: true}}
 parallel: {ranks: 1, device: cuda, timeout_seconds: 100}
 stages:
   - {name: only, context_length: 4096, steps: 30, rows_per_step: 8, rows_per_micro_batch: 2, pad_multiple: 8,

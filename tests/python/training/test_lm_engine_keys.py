@@ -66,8 +66,8 @@ def changed(name, value):
 
 
 def test_a_dense_model(tmp_path):
-    config = load(tmp_path, stick_breaking={"mass_threshold": 0.0})
-    model, attention = config.model, config.stick_breaking
+    config = load(tmp_path, attention={"stick_breaking": {"mass_threshold": 0.0}})
+    model, attention = config.model, config.attention["stick_breaking"]
     assert (model.num_layers, model.hidden_size, model.num_heads, model.num_kv_heads) == (2, 64, 4, 2)
     assert (model.ffn_hidden_size, model.head_dim, model.init_std, model.moe) == (96, 16, 0.03, None)
     assert model.tie_word_embeddings and (config.data.vocab_size, config.data.end_of_document) == (300, 7)
@@ -78,10 +78,11 @@ def test_a_mixture_with_their_other_names(tmp_path):
     model = {name: value for name, value in MODEL.items() if name not in ("hidden_size", "num_layers")}
     mixer = {**MIXER, "head_dim": 32}
     model |= {"n_embd": 64, "n_layer": 3, "sequence_mixer_blocks": [mixer] * 3, "mlp_blocks": [MOE] * 3}
-    config = load(tmp_path, model, model={"precision": "bf16"}, stick_breaking={"head_norm": False})
+    config = load(tmp_path, model, model={"precision": "bf16"}, attention={"stick_breaking": {"head_norm": False}})
     assert config.model.moe == MoEConfig(num_experts=8, top_k=2, aux_loss_coefficient=0.02)
     assert (config.model.head_dim, config.model.num_layers, config.model.precision) == (32, 3, "bf16")
-    assert config.stick_breaking.remainder_bias and not config.stick_breaking.head_norm
+    attention = config.attention["stick_breaking"]
+    assert attention.remainder_bias and not attention.head_norm
 
 
 AT = "model_args.pretrained_config"
@@ -130,7 +131,8 @@ def test_a_mixture_says_the_weight_of_its_auxiliary_loss(tmp_path):
     ("arguments", "sections", "message"),
     [
         ({"reset_attention_mask": False}, {}, "model_args.reset_attention_mask is False: must be True (no document"),
-        ({}, {"stick_breaking": 3}, "stick_breaking must be a mapping of fields, got 3"),
+        ({}, {"attention": 3}, "attention must be a mapping of fields, got 3"),
+        ({}, {"attention": {"stick_breaking": 3}}, "attention.stick_breaking must be a mapping of fields, got 3"),
         ({"tuning": 1}, {}, "unknown field model_args.tuning = 1"),
         ({"pretrained_config": None}, {}, f"{AT} must be a mapping of fields, got None"),
         ({}, {"model": {"num_layers": 4}}, "model.num_layers = 4 contradicts model_args, which makes it 2"),

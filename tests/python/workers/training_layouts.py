@@ -43,8 +43,8 @@ MIXTURE = {"model.moe": {"num_experts": 4, "top_k": 2, "dispatcher": "allgather"
 FAMILIES = {
     "dense": {
         "model.tie_word_embeddings": True,
-        "stick_breaking.remainder_bias": True,
-        "stick_breaking.head_norm": True,
+        "attention.stick_breaking.remainder_bias": True,
+        "attention.stick_breaking.head_norm": True,
     },
     "softmax": {"compare": ["softmax_rope"]},
     "mixture": MIXTURE,

@@ -7,7 +7,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_sb.megatron.softmax_rope import RotaryScaling, SoftmaxRotaryAttention, set_rotary_scaling
+from megatron_sb.megatron.softmax_attention import SoftmaxCoreAttention, set_rotary_scaling
+from megatron_sb.softmax import RotaryScaling
 
 
 def softmax_attention(num_heads, num_kv_heads, head_dim=16, **fields):
@@ -18,7 +19,7 @@ def softmax_attention(num_heads, num_kv_heads, head_dim=16, **fields):
         num_query_groups=num_kv_heads,
         **{"attention_dropout": 0.0, **fields},
     )
-    return SoftmaxRotaryAttention(config, 1, None, "self", rotary_base=100.0)
+    return SoftmaxCoreAttention(config, 1, None, "self", rotary_base=100.0)
 
 
 def naive_rotary_softmax(query, key, value, bounds, base, stretch=1.0):
@@ -88,7 +89,7 @@ def test_what_it_does_not_do_is_refused():
         softmax_attention(4, 4, attention_dropout=0.1)
     with pytest.raises(ValueError, match="packed_seq_params = None"):
         softmax_attention(4, 4)(*(torch.randn(8, 4, 16) for _ in range(3)), None)
-    with pytest.raises(ValueError, match="kind = 'yarn': one of"):
+    with pytest.raises(ValueError, match="kind is 'yarn'; one of"):
         RotaryScaling("yarn")
-    with pytest.raises(ValueError, match=r"factor = 0\.5: at least 1"):
+    with pytest.raises(ValueError, match=r"factor is 0\.5; at least 1"):
         RotaryScaling("linear", 0.5)
