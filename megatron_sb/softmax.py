@@ -273,7 +273,8 @@ class SoftmaxAttention(nn.Module):
         fused = plain and several and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
         if self._has_flex_kernel(q) and (several or not plain) and not fused:
             return self._flex(q, k, v, lengths, window).transpose(1, 2)
-        k, v = (x.repeat_interleave(self.num_heads // x.shape[1], dim=1) for x in (k, v))
+        groups = self.num_heads // k.shape[1]
+        k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))  # one copies too
         if fused:
             return self._varlen(*(x[0].transpose(0, 1) for x in (q, k, v)), lengths)[None]
         documents = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
