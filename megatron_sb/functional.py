@@ -15,6 +15,20 @@ def _check_tensor(name: str, value: object) -> None:
         raise TypeError(f"{name} is {type(value).__name__}; a torch.Tensor is allowed")
 
 
+def _check_counts(sizes: dict[str, object]) -> None:
+    for name, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} is {value!r}; an int of 1 or more is allowed")
+
+
+def _head_dim_of(hidden_size: int, num_heads: int, head_dim: int | None) -> int:
+    if head_dim is None and hidden_size % num_heads:
+        raise ValueError(
+            f"hidden_size is {hidden_size}; without head_dim a multiple of num_heads, {num_heads}, is allowed"
+        )
+    return hidden_size // num_heads if head_dim is None else head_dim
+
+
 def _check_max_seqlen(name: str, max_seqlen: int | None, cu_seqlens: Tensor) -> None:
     if max_seqlen is None or torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu" or cu_seqlens.dim() != 1:
         return

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import logsigmoid, pad
 
-from megatron_sb.functional import _check_tensor
+from megatron_sb.functional import _check_counts, _check_tensor, _head_dim_of
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _MAX_WEIGHTS_PER_CHUNK = 2**23  # weights alive at a time: 32 MiB a copy in fp32, and the backward holds some ten
@@ -97,9 +97,10 @@ class GeometricAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check_sizes(hidden_size, num_heads, head_dim)
+        sizes = {"hidden_size": hidden_size, "num_heads": num_heads}
+        _check_counts(sizes if head_dim is None else sizes | {"head_dim": head_dim})
         self.hidden_size, self.num_heads = hidden_size, num_heads
-        self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        self.head_dim = _head_dim_of(hidden_size, num_heads, head_dim)
         kind = {"device": device, "dtype": dtype}
         width = num_heads * self.head_dim
         self.qkv_proj = nn.Linear(hidden_size, 3 * width, bias=False, **kind)
@@ -278,16 +279,3 @@ def _check_mask(mask: object, rows: torch.Size, device: torch.device) -> None:
         raise ValueError(f"key_padding_mask has shape {tuple(mask.shape)}; (b, s), {tuple(rows)}, is allowed")
     if mask.device != device:
         raise ValueError(f"key_padding_mask is on {mask.device}; {device}, where the sequences are, is allowed")
-
-
-def _check_sizes(hidden_size: int, num_heads: int, head_dim: int | None) -> None:
-    sizes = {"hidden_size": hidden_size, "num_heads": num_heads}
-    if head_dim is not None:
-        sizes["head_dim"] = head_dim
-    for name, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} is {value!r}; an int of 1 or more is allowed")
-    if head_dim is None and hidden_size % num_heads:
-        raise ValueError(
-            f"hidden_size is {hidden_size}; without head_dim a multiple of num_heads, {num_heads}, is allowed"
-        )

@@ -7,6 +7,9 @@ from torch import Tensor, nn
 from megatron_sb.context_parallel import ContextParallelPlan, context_parallel_attention
 from megatron_sb.functional import (
     DEFAULT_MASS_THRESHOLD,
+    _check_counts,
+    _check_tensor,
+    _head_dim_of,
     head_output,
     stickbreaking_attention,
     stickbreaking_attention_varlen,
@@ -15,23 +18,17 @@ from megatron_sb.functional import (
 _MAX_HEAD_DIM, _HEAD_DIM_MULTIPLE = 256, 8
 
 
-def _check_sizes(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> None:
+def _checked_head_dim(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
+    """Channels of a head, where all sizes fit each other."""
     sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    if head_dim is not None:
-        sizes["head_dim"] = head_dim
-    for name, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} is {value!r}; an int of 1 or more is allowed")
+    _check_counts(sizes if head_dim is None else sizes | {"head_dim": head_dim})
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads is {num_kv_heads}; a divisor of num_heads, {num_heads}, is allowed")
-    if head_dim is None and hidden_size % num_heads:
-        raise ValueError(
-            f"hidden_size is {hidden_size}; without head_dim a multiple of num_heads, {num_heads}, is allowed"
-        )
-    used = hidden_size // num_heads if head_dim is None else head_dim
+    used = _head_dim_of(hidden_size, num_heads, head_dim)
     if used % _HEAD_DIM_MULTIPLE or used > _MAX_HEAD_DIM:
         source = "hidden_size / num_heads" if head_dim is None else "head_dim"
         raise ValueError(f"{source} is {used}; a multiple of {_HEAD_DIM_MULTIPLE} up to {_MAX_HEAD_DIM} is allowed")
+    return used
 
 
 class StickBreakingSelfAttention(nn.Module):
@@ -81,9 +78,8 @@ class StickBreakingSelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_sizes(hidden_size, num_heads, num_kv_heads, head_dim)
+        self.head_dim = _checked_head_dim(hidden_size, num_heads, num_kv_heads, head_dim)
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
-        self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
         self.norm_eps = norm_eps
         self.attention_options = {"scale": scale, "attend_current": attend_current, "mass_threshold": mass_threshold}
         self.cp_group, self.layout, self.comm = cp_group, layout, comm
@@ -138,8 +134,7 @@ class StickBreakingSelfAttention(nn.Module):
         return self.out_proj(o.flatten(-2))
 
     def _check_input(self, x: object, cu_seqlens: object, plan: object) -> None:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x is {type(x).__name__}; a torch.Tensor is allowed")
+        _check_tensor("x", x)
         if plan is not None and not isinstance(plan, ContextParallelPlan):
             raise TypeError(f"plan is {type(plan).__name__}; a ContextParallelPlan is allowed")
         packed = cu_seqlens is not None if plan is None else plan.packed

@@ -27,6 +27,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from megatron_sb.functional import _check_counts, _check_tensor
+
 Position = Literal["none", "rope", "alibi", "fire"]
 RotaryKind = Literal["none", "linear", "ntk"]
 
@@ -179,9 +181,7 @@ class SoftmaxAttention(nn.Module):
     ) -> None:
         super().__init__()
         sizes = {"num_heads": num_heads, "head_dim": head_dim, "fire_hidden_size": fire_hidden_size}
-        for name, size in (sizes if window is None else sizes | {"window": window}).items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"{name} is {size!r}; an int of 1 or more is allowed")
+        _check_counts(sizes if window is None else sizes | {"window": window})
         _check_choice("position", position, get_args(Position))
         if position == "rope" and (head_dim % 2 or head_dim < 4):
             raise ValueError(f"head_dim is {head_dim}; with position 'rope' an even number of at least 4 is allowed")
@@ -234,8 +234,7 @@ class SoftmaxAttention(nn.Module):
     def _check_input(self, q: object, k: object, v: object, cu_seqlens: object) -> None:
         optional = () if cu_seqlens is None else (("cu_seqlens", cu_seqlens),)
         for name, value in (("q", q), ("k", k), ("v", v), *optional):
-            if not isinstance(value, Tensor):
-                raise TypeError(f"{name} is {type(value).__name__}; a torch.Tensor is allowed")
+            _check_tensor(name, value)
         shape = "(b, s, h, d) without cu_seqlens" if cu_seqlens is None else "(t, h, d) for packed documents"
         dims = 4 if cu_seqlens is None else 3
         if q.dim() != dims or q.shape[-2:] != (self.num_heads, self.head_dim) or q.numel() == 0:

@@ -6,6 +6,8 @@ import dataclasses
 
 from megatron_sb.config.schema import AttentionConfig, ModelConfig, StickBreakingConfig
 
+FIRE_HIDDEN_SIZE = 32  # the width of FIRE's network in megatron_sb.softmax
+
 
 @dataclasses.dataclass(frozen=True)
 class ParameterCount:
@@ -13,9 +15,6 @@ class ParameterCount:
 
     total: int
     active: int
-
-
-FIRE_HIDDEN_SIZE = 32
 
 
 def count_parameters(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> ParameterCount:

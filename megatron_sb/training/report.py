@@ -46,13 +46,10 @@ class Report:
     def __init__(self, out: Path, config: TrainingConfig) -> None:
         self.out = out
         self._config = config
+        self._labels = {model: LABELS.get(model, model) for model in config.compare}
         self._metrics_path = out / "metrics.jsonl"
         self._tensorboard: dict[str, Any] = {}
         self._bar: tqdm | None = None
-
-    def _labels(self) -> dict[str, str]:
-        """By model, in the order of `compare`."""
-        return {model: LABELS.get(model, model) for model in self._config.compare}
 
     def start_stage(self, model: str, stage: StageConfig, progress: Progress) -> None:
         """Open the progress bar; lines of steps beyond `progress` (written by a run that died after its last
@@ -64,7 +61,7 @@ class Report:
             if not (line["model"] == model and line["stage"] == stage.name and line["step"] > progress.step)
         ]
         write_aside(self._metrics_path, "".join(json.dumps(line) + "\n" for line in kept))
-        label = f"{LABELS.get(model, model)} / {stage.name} ({stage.context_length})"
+        label = f"{self._labels[model]} / {stage.name} ({stage.context_length})"
         self._bar = tqdm(
             total=stage.steps, initial=progress.step, desc=label, unit="step", dynamic_ncols=True, mininterval=0.5
         )
@@ -147,15 +144,15 @@ class Report:
         """loss.png and nll_by_length.png from the files."""
         from megatron_sb.training import plots
 
-        plots.draw_losses(self.metrics(), self._labels(), self.out / "loss.png")
-        plots.draw_nll_by_length(self.evaluations(), self._labels(), self.out / "nll_by_length.png")
+        plots.draw_losses(self.metrics(), self._labels, self.out / "loss.png")
+        plots.draw_nll_by_length(self.evaluations(), self._labels, self.out / "nll_by_length.png")
 
     def table(self) -> str:
         """Negative log-likelihood by context length, a column per model and stage."""
         from megatron_sb.training import plots
 
         evaluations = self.evaluations()
-        heads = [f"{plots.label_of(entry, self._labels())}, {entry['stage']}" for entry in evaluations]
+        heads = [f"{plots.label_of(entry, self._labels)}, {entry['stage']}" for entry in evaluations]
         columns = [{result["context"]: f"{result['nll']:.4f}" for result in entry["results"]} for entry in evaluations]
         lines = [" | ".join(["context", *heads])]
         for context in sorted({context for column in columns for context in column}):
