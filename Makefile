@@ -63,13 +63,15 @@ format: $(VENV)/.built
 
 build: $(VENV)/.built
 
-# torch first: everything is built against the one that is installed. Then what builds (pyproject.toml's own list).
+# torch first: everything is built against the one that is installed. Then what builds (pyproject.toml's own list), and
+# what lm-eval's rouge-score, which has no wheel, is built by: --no-build-isolation holds for it too (82: torch's bound).
 $(VENV)/.torch: MAKE_VENV := $(PYTHON) -m venv
 $(VENV312)/.torch: MAKE_VENV := $(PYTHON312) -m venv
 $(VENV)/.torch $(VENV312)/.torch:
 	test -x $(@D)/bin/python || $(MAKE_VENV) $(@D)
 	$(@D)/bin/python -m pip install -q '$(TORCH)'
-	$(@D)/bin/python -m pip install -q 'scikit-build-core>=0.10' 'pybind11>=2.13' 'cmake>=3.25' ninja
+	$(@D)/bin/python -m pip install -q 'scikit-build-core>=0.10' 'pybind11>=2.13' 'cmake>=3.25' ninja \
+		'setuptools>=70.1,<82'
 	touch $@
 
 $(VENV)/.built: $(VENV)/.torch pyproject.toml $(SOURCES)
