@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from megatron_sb.config import OptimizerConfig
 from megatron_sb.megatron.weights import has_optimizer
 
+_RESHARDABLE = "fully_reshardable"  # by Megatron-Core's name: any parallel layout loads it
+
 
 class TorchBackend:
     """torch's DistributedDataParallel, AdamW and distributed checkpoint.
@@ -157,18 +159,22 @@ class MegatronBackend:
         state = dist_checkpointing.load(self._sharded_state(is_loading=True), str(path))
         self._ddp.module.load_state_dict(state["model"])
         self._steps = state["steps"]
-        with _step_counts_given(self._steps):
-            self._optimizer.load_state_dict(state["optimizer"])
-        for optimizer in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+        optimizers = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        for index, optimizer in enumerate(optimizers):
+            found = state["optimizer"] if len(optimizers) == 1 else state["optimizer"][index]
+            # What is no tensor is this optimizer's own: the experts that expert parallelism splits have an optimizer to
+            # themselves, so the saved one may have been several where this is one.
+            tensors = {"param_state": found["param_state"], "param_state_sharding_type": _RESHARDABLE}
+            with _step_counts_given(self._steps):
+                optimizer.load_state_dict({**optimizer.state_dict(), **tensors})
             for of_parameter in optimizer.optimizer.state.values():
                 if "step" in of_parameter:  # one tensor, which all parameters would count in
                     of_parameter["step"] = torch.tensor(float(self._steps))
 
     def _sharded_state(self, *, is_loading: bool) -> dict:
         model = self._ddp.module.sharded_state_dict()
-        optimizer = self._optimizer.sharded_state_dict(
-            model, is_loading=is_loading, metadata={"distrib_optim_sharding_type": "fully_reshardable"}
-        )
+        metadata = {"distrib_optim_sharding_type": _RESHARDABLE, "chained_optim_avoid_prefix": True}
+        optimizer = self._optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
         return {"model": model, "optimizer": optimizer, "steps": self._steps}
 
 
