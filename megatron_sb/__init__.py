@@ -19,18 +19,21 @@ from megatron_sb.functional import (  # noqa: E402
     stickbreaking_attention,
     stickbreaking_attention_varlen,
 )
+from megatron_sb.kvcache import KVCache, stickbreaking_attention_with_kvcache  # noqa: E402
 from megatron_sb.modules import StickBreakingSelfAttention  # noqa: E402
 
 __version__ = _library.build_info()["version"]
 
 __all__ = [
     "ContextParallelPlan",
+    "KVCache",
     "StickBreakingSelfAttention",
     "context_parallel_attention",
     "head_output",
     "shard_sequence",
     "stickbreaking_attention",
     "stickbreaking_attention_varlen",
+    "stickbreaking_attention_with_kvcache",
     "unshard_sequence",
 ]
 

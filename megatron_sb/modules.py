@@ -14,6 +14,7 @@ from megatron_sb.functional import (
     stickbreaking_attention,
     stickbreaking_attention_varlen,
 )
+from megatron_sb.kvcache import KVCache, stickbreaking_attention_with_kvcache
 
 _MAX_HEAD_DIM, _HEAD_DIM_MULTIPLE = 256, 8
 
@@ -106,7 +107,12 @@ class StickBreakingSelfAttention(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, *, cu_seqlens: Tensor | None = None, plan: ContextParallelPlan | None = None
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        plan: ContextParallelPlan | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor:
         """Attend within each sequence or document.
 
@@ -115,6 +121,8 @@ class StickBreakingSelfAttention(nn.Module):
             cu_seqlens: for packed rows, int32 (documents + 1,), as in `stickbreaking_attention_varlen`; with cp_group
                 global.
             plan: with context parallelism, the batch's plan, which has the cu_seqlens; cp_group and layout must agree.
+            cache: keys and values of earlier positions; those of x, which follow them, are appended, and each position
+                attends to all before it. Without gradients, context parallelism and cu_seqlens.
 
         Returns:
             A tensor of x's shape.
@@ -123,12 +131,13 @@ class StickBreakingSelfAttention(nn.Module):
             TypeError, ValueError: naming the argument, its value and what is allowed, before anything runs.
         """
         self._check_input(x, cu_seqlens, plan)
+        self._check_cache(cache, cu_seqlens, plan)
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q, k, v = (
             part.view(*x.shape[:-1], -1, self.head_dim)
             for part in self.qkv_proj(x).split([n * self.head_dim for n in heads], dim=-1)
         )
-        o, mass = self._attend(q, k, v, cu_seqlens, plan)
+        o, mass = self._attend(q, k, v, cu_seqlens, plan) if cache is None else self._attend_to(cache, q, k, v)
         if self.remainder_bias is not None or self.norm_weight is not None:
             o = head_output(o, mass, self.remainder_bias, self.norm_weight, self.norm_bias, eps=self.norm_eps)
         return self.out_proj(o.flatten(-2))
@@ -141,6 +150,24 @@ class StickBreakingSelfAttention(nn.Module):
         shape = "(t, hidden_size) for packed documents" if packed else "(b, s, hidden_size) without cu_seqlens"
         if x.dim() != (2 if packed else 3) or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x has shape {tuple(x.shape)}; {shape}, hidden_size {self.hidden_size}, is allowed")
+
+    def _check_cache(self, cache: object, cu_seqlens: object, plan: object) -> None:
+        if cache is None:
+            return
+        if not isinstance(cache, KVCache):
+            raise TypeError(f"cache is {type(cache).__name__}; a KVCache is allowed")
+        for name, value in (("cp_group", self.cp_group), ("plan", plan), ("cu_seqlens", cu_seqlens)):
+            if value is not None:
+                raise ValueError(f"{name} is given beside a cache; None is allowed: a cache holds whole sequences")
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
+            raise ValueError("cache is given while gradients are recorded, which it has none of; use torch.no_grad()")
+
+    def _attend_to(self, cache: KVCache, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """o and mass of the positions that follow those in the cache, which are appended to it."""
+        cache.append(k, v)
+        return stickbreaking_attention_with_kvcache(
+            q, cache.k, cache.v, cache_seqlens=cache.seqlens(), return_mass=True, **self.attention_options
+        )
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens, plan) -> tuple[Tensor, Tensor | None]:
         """o, and the mass where it is wanted."""

@@ -7,6 +7,7 @@
 #include "kernels/cpu/cpu.h"
 
 #if defined(SB_WITH_CUDA)
+#include "kernels/decode/decode.h"
 #include "kernels/hopper/hopper.h"
 #include "kernels/portable/portable.h"
 #endif
@@ -29,9 +30,12 @@ bool portable_serves(const Request& r) {
     return r.device == Device::kCuda && r.architecture >= 80 && r.dtype != Dtype::kFloat64 && head_dims_fit(r);
 }
 
+bool is_half(Dtype dtype) {
+    return dtype == Dtype::kBFloat16 || dtype == Dtype::kFloat16;
+}
+
 bool hopper_serves(const Request& r) {
-    const bool half = r.dtype == Dtype::kBFloat16 || r.dtype == Dtype::kFloat16;
-    return r.device == Device::kCuda && r.architecture == 90 && half && r.head_dim == r.head_dim_v &&
+    return r.device == Device::kCuda && r.architecture == 90 && is_half(r.dtype) && r.head_dim == r.head_dim_v &&
            (r.head_dim == 64 || r.head_dim == 128);
 }
 #endif
@@ -57,9 +61,12 @@ std::string describe(const Request& r) {
 }
 
 // MEGATRON_SB_KERNELS=portable leaves the faster GPU kernels out, to compare with them or to do without them.
-bool left_out(const Kernels& kernels) {
+bool only_portable() {
     static const char* const wanted = std::getenv("MEGATRON_SB_KERNELS");
-    return wanted != nullptr && std::strcmp(wanted, "portable") == 0 && std::strcmp(kernels.name, "hopper") == 0;
+    return wanted != nullptr && std::strcmp(wanted, "portable") == 0;
+}
+bool left_out(const Kernels& kernels) {
+    return only_portable() && std::strcmp(kernels.name, "hopper") == 0;
 }
 
 }  // namespace
@@ -86,9 +93,24 @@ const Kernels& find(const Request& request) {
         concat("no attention kernel for ", describe(request), ". This build", build, " has:\n", describe()));
 }
 
+bool decode_serves(const Request& request) {
+#if defined(SB_WITH_CUDA)
+    return portable_serves(request) && is_half(request.dtype) && !only_portable();
+#else
+    (void)request;
+    return false;
+#endif
+}
+
 std::string describe() {
     std::string text;
     for (const Kernels& kernels : kTable) text += concat("  ", kernels.name, ": ", kernels.what, "\n");
+#if defined(SB_WITH_CUDA)
+    text += concat(
+        "  decode: a KV cache on CUDA sm_80 and later; bf16, fp16; head_dim and head_dim_v: multiples of 8 up to ",
+        kMaxHeadDim, "; at most ", decode::kMostQueryRows,
+        " query rows a KV head (else, and for fp32, the kernels above)\n");
+#endif
     return text;
 }
 

@@ -33,7 +33,10 @@ const char* name_of(Dtype dtype);
 // The first entry that serves the request. Throws InvalidArgument that says what was asked and what there is.
 const Kernels& find(const Request& request);
 
-// The table in words, a line an entry, fastest first.
+// Whether the decode kernel (kernels/decode) serves the request; what it does not serve goes through the table.
+bool decode_serves(const Request& request);
+
+// The table in words, a line an entry, fastest first; then what the decode kernel serves.
 std::string describe();
 
 // The instruction set that the CPU kernels use here.

@@ -1,6 +1,7 @@
 // Under autocast q, k and v are cast to its dtype, as torch's own attention does; cu_seqlens stay as they are.
 #include <ATen/autocast_mode.h>
 
+#include "ops/kvcache.h"
 #include "ops/registration.h"
 
 namespace megatron_sb::ops {
@@ -30,6 +31,20 @@ Two attention_varlen_autocast(const at::Tensor& q, const at::Tensor& k, const at
                    cu_seqlens, cu_seqlens_k, scale, attend_current, mass_threshold);
 }
 
+template <c10::DeviceType kDevice>
+Two attention_kvcache_autocast(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
+                               const at::Tensor& cache_seqlens, const OptionalTensor& block_table,
+                               const OptionalTensor& cache_leftpad, std::optional<double> scale, bool attend_current,
+                               double mass_threshold) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(
+        at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+    const at::ScalarType type = at::autocast::get_autocast_dtype(kDevice);
+    static const auto op = registered("megatron_sb::attention_kvcache", attention_kvcache);
+    return op.call(cached_cast(type, q, kDevice), cached_cast(type, k_cache, kDevice),
+                   cached_cast(type, v_cache, kDevice), cache_seqlens, block_table, cache_leftpad, scale,
+                   attend_current, mass_threshold);
+}
+
 template Two attention_autocast<c10::DeviceType::CPU>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                                       std::optional<double>, bool, double);
 template Two attention_autocast<c10::DeviceType::CUDA>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
@@ -40,5 +55,13 @@ template Two attention_varlen_autocast<c10::DeviceType::CPU>(const at::Tensor&, 
 template Two attention_varlen_autocast<c10::DeviceType::CUDA>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                                               const at::Tensor&, const OptionalTensor&,
                                                               std::optional<double>, bool, double);
+template Two attention_kvcache_autocast<c10::DeviceType::CPU>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                                              const at::Tensor&, const OptionalTensor&,
+                                                              const OptionalTensor&, std::optional<double>, bool,
+                                                              double);
+template Two attention_kvcache_autocast<c10::DeviceType::CUDA>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                                               const at::Tensor&, const OptionalTensor&,
+                                                               const OptionalTensor&, std::optional<double>, bool,
+                                                               double);
 
 }  // namespace megatron_sb::ops

@@ -4,6 +4,7 @@
 // context_parallel_attention is registered with its plan in csrc/distributed.
 #include <torch/library.h>
 
+#include "ops/kvcache.h"
 #include "ops/registration.h"
 
 TORCH_LIBRARY(megatron_sb, m) {
@@ -15,9 +16,20 @@ TORCH_LIBRARY(megatron_sb, m) {
         "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? cu_seqlens_k=None, *, "
         "float? scale=None, bool attend_current=False, float mass_threshold=5.9604644775390625e-08) "
         "-> (Tensor o, Tensor mass)");
+    // To a cache (b, s_cache, h_kv, d), or (blocks, block_size, h_kv, d) with a block table (b, max_blocks); no
+    // autograd.
+    m.def(
+        "attention_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? block_table=None, "
+        "Tensor? cache_leftpad=None, *, float? scale=None, bool attend_current=False, "
+        "float mass_threshold=5.9604644775390625e-08) -> (Tensor o, Tensor mass)");
     m.def(
         "head_output(Tensor o, Tensor? mass, Tensor? remainder_bias=None, Tensor? norm_weight=None, "
         "Tensor? norm_bias=None, *, float eps=1e-05) -> Tensor");
+
+    m.def(
+        "kvcache_forward(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? block_table, "
+        "Tensor? cache_leftpad, *, float scale, bool attend_current=False, "
+        "float mass_threshold=5.9604644775390625e-08) -> (Tensor o, Tensor mass)");
 
     // The same without autograd, o (b, s, h, d); gradients of what is absent have no elements.
     m.def(
@@ -50,11 +62,13 @@ TORCH_LIBRARY(megatron_sb, m) {
 TORCH_LIBRARY_IMPL(megatron_sb, CompositeImplicitAutograd, m) {
     m.impl("attention", megatron_sb::ops::attention);
     m.impl("attention_varlen", megatron_sb::ops::attention_varlen);
+    m.impl("attention_kvcache", megatron_sb::ops::attention_kvcache);
     m.impl("head_output", megatron_sb::ops::head_output);
 }
 
 #define SB_REGISTER_DEVICE(KEY)                                                 \
     TORCH_LIBRARY_IMPL(megatron_sb, KEY, m) {                                   \
+        m.impl("kvcache_forward", megatron_sb::ops::kvcache_forward);           \
         m.impl("head_output_forward", megatron_sb::ops::head_output_forward);   \
         m.impl("head_output_backward", megatron_sb::ops::head_output_backward); \
         m.impl("segments", megatron_sb::ops::segments);                         \
@@ -65,6 +79,7 @@ SB_REGISTER_DEVICE(CPU)
 SB_REGISTER_DEVICE(CUDA)
 
 TORCH_LIBRARY_IMPL(megatron_sb, Meta, m) {
+    m.impl("kvcache_forward", megatron_sb::ops::kvcache_forward_meta);
     m.impl("head_output_forward", megatron_sb::ops::head_output_forward_meta);
     m.impl("head_output_backward", megatron_sb::ops::head_output_backward_meta);
     m.impl("segments", megatron_sb::ops::segments_meta);
@@ -75,8 +90,10 @@ TORCH_LIBRARY_IMPL(megatron_sb, Meta, m) {
 TORCH_LIBRARY_IMPL(megatron_sb, AutocastCPU, m) {
     m.impl("attention", megatron_sb::ops::attention_autocast<c10::DeviceType::CPU>);
     m.impl("attention_varlen", megatron_sb::ops::attention_varlen_autocast<c10::DeviceType::CPU>);
+    m.impl("attention_kvcache", megatron_sb::ops::attention_kvcache_autocast<c10::DeviceType::CPU>);
 }
 TORCH_LIBRARY_IMPL(megatron_sb, AutocastCUDA, m) {
     m.impl("attention", megatron_sb::ops::attention_autocast<c10::DeviceType::CUDA>);
     m.impl("attention_varlen", megatron_sb::ops::attention_varlen_autocast<c10::DeviceType::CUDA>);
+    m.impl("attention_kvcache", megatron_sb::ops::attention_kvcache_autocast<c10::DeviceType::CUDA>);
 }

@@ -43,6 +43,18 @@ class Packing:
         return cls(queries, here.flatten().nonzero().flatten(), _bounds(num_own), _bounds(num_keys))
 
 
+def leftpad_of(documents: Tensor) -> Tensor | None:
+    """Where each row's tokens begin, int32 (b,), where they are one document that reaches to the row's end; else None.
+
+    documents: int (b, s_k), as for `Packing.of`.
+    """
+    here = documents > 0
+    leftpad = here.shape[1] - here.sum(1)
+    at = torch.arange(here.shape[1], device=here.device)
+    whole = torch.where(at >= leftpad[:, None], documents == documents[:, -1:], ~here)
+    return leftpad.int() if bool((whole & (here == (at >= leftpad[:, None]))).all()) else None
+
+
 def _bounds(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
 

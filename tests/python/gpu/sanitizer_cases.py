@@ -1,8 +1,9 @@
 """Every GPU kernel once at small sizes, for compute-sanitizer: compute-sanitizer --tool memcheck python THIS_FILE
 
-All dtypes, head_dims with and without a fast kernel, dense and packed, forward and backward, the block operators, all
-options; results are judged too, so that a run of wrong kernels does not count as clean. Allocations are not cached, so
-that a read past a tensor's end is one past an allocation's; memory is not filled, so that initcheck sees what is unset.
+All dtypes, head_dims with and without a fast kernel, dense and packed, forward and backward, the block operators, KV
+caches, all options; results are judged too, so that a run of wrong kernels does not count as clean. Allocations are not
+cached, so that a read past a tensor's end is one past an allocation's; memory is not filled, so that initcheck sees
+what is unset.
 """
 
 import os
@@ -15,9 +16,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from support.accuracy import RESULTS, relative_errors, run
 from support.blocks import run_in_blocks
+from support.caches import CacheCase
 from support.inputs import make_inputs
 
-from megatron_sb import stickbreaking_attention, stickbreaking_attention_varlen
+from megatron_sb import (
+    stickbreaking_attention,
+    stickbreaking_attention_varlen,
+    stickbreaking_attention_with_kvcache,
+)
 
 # With the largest error against fp32 on the CPU.
 DTYPES = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-4}
@@ -51,9 +57,37 @@ def call(attention, x, args, options):
     return run(attention, x, *offsets[:1], **keywords)
 
 
+def cache_cases():
+    """(name, dtype, tensors on the CPU, options) of every call to a KV cache: many splits, early ends, blocks."""
+    for dtype in DTYPES:
+        for d, d_v in HEAD_DIMS:
+            for block_size, regime in ((None, "mean -11"), (16, "randn")):
+                sizes = {"s_q": 3, "h": 8, "h_kv": 2, "d": d, "d_v": d_v, "firsts": [5, 0, 30]}
+                options = {"block_size": block_size, "regime": regime, "mass_threshold": 2.0**-24}
+                tensors, options = CacheCase([1500, 0, 45], dtype=dtype, **sizes, **options).arguments()
+                name = f"{str(dtype).removeprefix('torch.')} {d}:{d_v} {'paged' if block_size else 'contiguous'} cache"
+                yield name, dtype, tensors, options
+
+
+def wrong_caches() -> tuple[int, int]:
+    """How many results there are of calls to KV caches, and how many are wrong."""
+    failed = count = 0
+    for name, dtype, tensors, options in cache_cases():
+        there = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in options.items()}
+        actual = stickbreaking_attention_with_kvcache(*(x.cuda() for x in tensors), **there, return_mass=True)
+        expected = stickbreaking_attention_with_kvcache(*(x.float() for x in tensors), **options, return_mass=True)
+        for result, value, wanted in zip(("o", "mass"), actual, expected, strict=True):
+            error, _ = relative_errors(value.cpu().float(), wanted)
+            count += 1
+            if not error <= DTYPES[dtype]:
+                failed += 1
+                print(f"{name}: {result} is off by {error:.3g}")
+    return count, failed
+
+
 def main() -> int:
     """Run all, print one line, and return 1 if a result is wrong."""
-    failed = count = 0
+    count, failed = wrong_caches()
     for name, attention, x, args, options in cases():
         actual = call(attention, moved(x, "cuda"), args, options)
         expected = call(attention, moved(x, "cpu", torch.float32), args, options)

@@ -19,6 +19,7 @@ PYTHON_FLOORS = {
     "context_parallel": 2,
     "compat": 2,
     "geometric": 2,
+    "kvcache": 2,
     "softmax": 2,
     "modules": 3,
     "huggingface": 3,

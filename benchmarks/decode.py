@@ -1,0 +1,125 @@
+"""Decoding on one GPU: one query a sequence against a KV cache, ours beside torch's FlashAttention, in one run.
+
+GB/s are of the keys and values that the cache holds, whatever a kernel reads of them. "full" inputs have logits around
+-11, so that no stick is used up; with "randn" ones a stick ends after some 30 keys, and what is older need not be read.
+A time is the median over rounds in which both take turns, each with a cold L2. Both read the same cache
+(b, s, h_kv, d), bf16. Softmax attention for comparison only: its answer is another one.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from attention import DRY_RUN_FACTOR, FULL_LOGIT, shift_logits
+from timing import Call, machine, on_gpu, take_turns
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from megatron_sb import stickbreaking_attention_with_kvcache
+
+HEADS = ((32, 32, 128), (12, 12, 128), (32, 8, 128), (24, 24, 64))  # query heads, KV heads, head_dim
+LENGTHS = (4096, 16384, 65536, 131072)
+BATCHES = (1, 32)
+SHARE_OF_MEMORY = 0.85  # of what is free, for a cache
+BLOCK_SIZE = 64
+
+
+class Cache:
+    """Memory for the largest cache, of which every row of the table takes its part."""
+
+    def __init__(self, most_elements: int) -> None:
+        self._memory = torch.empty(2, most_elements, dtype=torch.bfloat16, device="cuda" if on_gpu() else "cpu")
+
+    def draw(self, kind: str, batch: int, length: int, h: int, h_kv: int, d: int) -> list[Tensor]:
+        """q (b, 1, h, d), k and v (b, length, h_kv, d) of a kind of logits, from a fixed seed."""
+        generator = torch.Generator(self._memory.device).manual_seed(0)
+        count = batch * length * h_kv * d
+        k, v = (part[:count].view(batch, length, h_kv, d).normal_(generator=generator) for part in self._memory)
+        q = torch.empty(batch, 1, h, d, dtype=k.dtype, device=k.device).normal_(generator=generator)
+        if kind == "full":
+            shift_logits(q, k, FULL_LOGIT)
+        return [q, k, v]
+
+
+def calls_of(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
+    """The contenders; "paged" is ours with the same cache read through a block table."""
+    batch, length = k.shape[:2]
+    seqlens = torch.full((batch,), length, dtype=torch.int32, device=q.device)
+    pages = [x.view(batch * length // BLOCK_SIZE, BLOCK_SIZE, *x.shape[2:]) for x in (k, v)]
+    table = torch.arange(len(pages[0]), dtype=torch.int32, device=q.device).view(batch, -1)
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+
+    def ours():
+        return stickbreaking_attention_with_kvcache(q, k, v, cache_seqlens=seqlens)
+
+    def paged():
+        return stickbreaking_attention_with_kvcache(q, *pages, cache_seqlens=seqlens, block_table=table)
+
+    def flash():
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return scaled_dot_product_attention(*heads_first, enable_gqa=q.shape[2] != k.shape[2])
+
+    return {"ours": ours, "paged": paged, "flash": flash}
+
+
+def measure(cache: Cache, kind: str, batch: int, length: int, heads: tuple[int, int, int], seconds: float) -> dict:
+    """Milliseconds and GB/s of every contender, and ours over FlashAttention."""
+    h, h_kv, d = heads
+    ms = take_turns(calls_of(*cache.draw(kind, batch, length, *heads)), seconds=seconds)
+    held = 2 * 2 * batch * length * h_kv * d
+    return {
+        "inputs": kind,
+        "shape": f"b={batch} h={h}:{h_kv} d={d} keys={length}",
+        "bytes": held,
+        "ms": ms,
+        "gbytes_per_s": {name: held / value / 1e6 for name, value in ms.items()},
+        "times_faster": {name: ms["flash"] / ms[name] for name in ("ours", "paged")},
+    }
+
+
+def line(row: dict) -> str:
+    """A row of the table."""
+    times = " | ".join(f"{ms:.4f} ({row['gbytes_per_s'][name]:.0f})" for name, ms in row["ms"].items())
+    faster = " | ".join(f"{row['times_faster'][name]:.2f}x" for name in ("ours", "paged"))
+    return f"| {row['shape']} | {row['inputs']} | {times} | {faster} |"
+
+
+def rows_that_fit(lengths: list[int]) -> list[tuple[int, int, tuple[int, int, int]]]:
+    """(batch, length, heads) of the table whose caches fit in memory."""
+    free = torch.cuda.mem_get_info()[0] * SHARE_OF_MEMORY if on_gpu() else 2**30
+    rows = [(batch, length, heads) for heads in HEADS for batch in BATCHES for length in lengths]
+    return [(b, s, heads) for b, s, heads in rows if 4 * b * s * heads[1] * heads[2] <= free]
+
+
+def main(args: list[str] | None = None) -> None:
+    """Measure every row that fits and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), help="keys; multiples of 64")
+    parser.add_argument("--seconds", type=float, default=0.15, help="of device time for the rounds of one line")
+    parser.add_argument("--out", type=Path, help="write everything measured here, as JSON")
+    parser.add_argument("--dry-run", action="store_true", help="toy sizes without a GPU, to try this script")
+    options = parser.parse_args(args)
+    if not on_gpu() and not options.dry_run:
+        parser.error("torch sees no GPU here; --dry-run tries the script at toy sizes")
+    begin = time.monotonic()
+    record = {"machine": machine(), "rows": []}
+    print(record["machine"], flush=True)
+    print("| shape | inputs | ours ms (GB/s) | ours, paged | FlashAttention | ours faster | paged faster |")
+    print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    chosen = rows_that_fit([length if on_gpu() else length // DRY_RUN_FACTOR for length in options.lengths])
+    cache = Cache(max(b * s * heads[1] * heads[2] for b, s, heads in chosen))
+    for batch, length, heads in chosen:
+        for kind in ("full", "randn"):
+            record["rows"].append(measure(cache, kind, batch, length, heads, options.seconds))
+            print(line(record["rows"][-1]), flush=True)
+    record["seconds"] = round(time.monotonic() - begin, 1)
+    if options.out:
+        options.out.write_text(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,307 @@
+// Attention of a few queries to a long cache, bound by the memory's bandwidth: as many keys on their way at a time as
+// the device can hold, each read once for all query heads of its KV head.
+//
+// A thread block owns 16 query rows of a KV head and a split of the keys that they see; split 0 has the newest. Each of
+// its warps walks a run of the split with a full stick (worker.cuh). Runs, and then splits, are folded from the newest
+// to the oldest:
+//
+//   O = sum_i (prod_{j newer than i} P_j) O_i,     P = prod_i P_i
+//
+// and a row is used up where that product falls below mass_threshold: what is older counts nothing, whether somebody
+// computed it or not. So a warp may stop as soon as it hears that newer keys alone have used up the stick of all rows:
+// when it hears of it changes the time and no bit of the result.
+#include <algorithm>
+#include <climits>
+
+#include "core/error.h"
+#include "kernels/decode/decode.h"
+#include "kernels/decode/worker.cuh"
+#include "kernels/portable/launch.h"
+
+namespace megatron_sb::decode {
+namespace {
+
+using portable::kWarps;
+
+constexpr int kMostSplits = 128;
+constexpr int kLeastTiles = 2;  // for each warp of a split
+constexpr int kWorkspaceAlignment = 256;
+
+// What splits tell each other, in the workspace. A unit is 16 query rows of a KV head and batch element.
+struct Exchange {
+    int* arrived;  // (units,) splits that have written their results; 0 before the launch
+    int* used_up;  // (units,) splits - the newest split that used up all rows' sticks by itself; 0 before the launch
+    float* mass;   // (units, splits, kRows)
+    float* o;      // (units, splits, kRows, head_dim_v)
+};
+
+int64_t units_of(const Params& p, const Plan& plan) {
+    return int64_t(p.sizes.batch) * p.sizes.num_kv_heads * plan.row_tiles;
+}
+
+int64_t counters_bytes(int64_t units) {
+    return (2 * units * int64_t(sizeof(int)) + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+}
+
+Exchange exchange_of(const Params& p, const Plan& plan) {
+    const int64_t units = units_of(p, plan);
+    if (plan.splits == 1) return {};
+    int* const counters = static_cast<int*>(p.workspace);
+    float* const mass = reinterpret_cast<float*>(static_cast<char*>(p.workspace) + counters_bytes(units));
+    return {counters, counters + units, mass, mass + units * plan.splits * kRows};
+}
+
+// Of results 0 (the newest) to count - 1 of a row, kRows floats from one mass to the next: in the place of its mass,
+// what each counts. Returns the mass that is left, and how many count.
+__device__ float fold_masses(float* masses, int count, float least_mass, int& counting) {
+    float left = 1.f;
+    int i = 0;
+    for (; i < count && left >= least_mass; ++i) {
+        const float mass = masses[i * kRows];
+        masses[i * kRows] = left;
+        left *= mass;
+    }
+    counting = i;
+    return left;
+}
+
+template <class T>
+__device__ void write_output(const Params& p, const QueryRows& rows, int row, int column, const float4& x) {
+    T* const to = static_cast<T*>(p.o.data) + rows.batch * p.o.batch_stride + rows.query(row) * p.o.row_stride +
+                  rows.head(row) * p.o.head_stride + column;
+    *reinterpret_cast<uint2*>(to) = make_uint2(portable::pack<T>(x.x, x.y), portable::pack<T>(x.z, x.w));
+}
+
+__device__ void write_mass(const Params& p, const QueryRows& rows, int row, float mass) {
+    const Sizes& z = p.sizes;
+    p.mass[(int64_t(rows.batch) * z.num_heads + rows.head(row)) * z.q_rows + rows.query(row)] = mass;
+}
+
+// sum_i weights[i * kRows] * of(i), a float4 each, over i below count.
+template <class Of>
+__device__ float4 weighted_sum(const float* weights, int count, Of of) {
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 8
+    for (int i = 0; i < count; ++i) {
+        const float4 x = of(i);
+        const float weight = weights[i * kRows];
+        sum.x = fmaf(weight, x.x, sum.x);
+        sum.y = fmaf(weight, x.y, sum.y);
+        sum.z = fmaf(weight, x.z, sum.z);
+        sum.w = fmaf(weight, x.w, sum.w);
+    }
+    return sum;
+}
+
+// f(row, column) for every fourth column of the rows that are there, by the whole thread block.
+template <class F>
+__device__ void for_each_quad(const Params& p, const QueryRows& rows, F f) {
+    const int quads = p.sizes.head_dim_v / 4;
+    for (int i = threadIdx.x; i < rows.count * quads; i += blockDim.x) f(i / quads, i % quads * 4);
+}
+
+// The splits' results of a unit, once all have written theirs, by the thread block that was the last.
+template <class T>
+__device__ void fold_splits(const Params& p, const QueryRows& rows, const Exchange& exchange, int64_t unit, int splits,
+                            float least_mass, float* masses, Shared& shared) {
+    const float* const mass = exchange.mass + unit * splits * kRows;
+    for (int i = threadIdx.x; i < splits * kRows; i += blockDim.x) masses[i] = __ldcg(mass + i);
+    __syncthreads();
+    const int row = threadIdx.x;
+    if (row < rows.count) write_mass(p, rows, row, fold_masses(masses + row, splits, least_mass, shared.counting[row]));
+    __syncthreads();
+    const int width = p.sizes.head_dim_v;
+    for_each_quad(p, rows, [&](int row, int column) {
+        const float* const o = exchange.o + (unit * splits * kRows + row) * width + column;
+        const float4 sum = weighted_sum(masses + row, shared.counting[row], [&](int i) {
+            return __ldcg(reinterpret_cast<const float4*>(o + int64_t(i) * kRows * width));
+        });
+        write_output<T>(p, rows, row, column, sum);
+    });
+}
+
+// The warps' results, in `rings`, to o and mass where this is the only split, else to the exchange. True for the thread
+// block that is then to fold the splits.
+template <class T, int kDim>
+__device__ bool fold_warps(const Params& p, const QueryRows& rows, const Exchange& exchange, int64_t unit, int split,
+                           int splits, float least_mass, const uint8_t* rings, Shared& shared) {
+    using S = Shape<kDim>;
+    const int warps = blockDim.x / 32, row = threadIdx.x;
+    bool used_up = true;
+    if (row < rows.count) {
+        const float left = fold_masses(&shared.mass[0][row], warps, least_mass, shared.counting[row]);
+        used_up = left < least_mass || rows.visible(row) == 0;
+        if (splits == 1)
+            write_mass(p, rows, row, left);
+        else
+            exchange.mass[(unit * splits + split) * kRows + row] = left;
+    } else if (row < kRows && splits > 1) {
+        exchange.mass[(unit * splits + split) * kRows + row] = 0.f;
+    }
+    used_up = __syncthreads_and(used_up);
+    if (splits > 1 && threadIdx.x == 0 && used_up) atomicMax(exchange.used_up + unit, splits - split);
+    for_each_quad(p, rows, [&](int row, int column) {
+        const float4 sum = weighted_sum(&shared.mass[0][row], shared.counting[row], [&](int warp) {
+            const float* const o = reinterpret_cast<const float*>(rings + warp * S::kRingBytes);
+            return *reinterpret_cast<const float4*>(o + row * S::kOutputPitch + column);
+        });
+        if (splits == 1)
+            write_output<T>(p, rows, row, column, sum);
+        else
+            *reinterpret_cast<float4*>(exchange.o + ((unit * splits + split) * kRows + row) * p.sizes.head_dim_v +
+                                       column) = sum;
+    });
+    if (splits == 1) return false;
+    // Each thread's results are visible to the device before the block's arrival is; and the last to arrive reads none
+    // before it has seen all arrivals (with __ldcg: nothing of them can be in its L1).
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) shared.is_last = atomicAdd(exchange.arrived + unit, 1) == splits - 1;
+    __syncthreads();
+    __threadfence();
+    return shared.is_last;
+}
+
+template <class T, int kDim>
+__global__ void __launch_bounds__(kWarps * 32, kDim == 64    ? 4
+                                               : kDim == 128 ? 2
+                                                             : 1)
+    attend(const __grid_constant__ Params p, const __grid_constant__ portable::Scalars scalars,
+           const __grid_constant__ Exchange exchange, int units, int splits, int row_tiles) {
+    using S = Shape<kDim>;
+    extern __shared__ __align__(1024) uint8_t memory[];
+    const int warps = blockDim.x / 32, warp = portable::uniform(threadIdx.x / 32);
+    uint8_t* const rings = memory + S::kQueryBytes;
+    Shared& shared = *reinterpret_cast<Shared*>(rings + warps * S::kRingBytes);
+    const int unit = blockIdx.x % units, split = blockIdx.x / units;  // the newest keys of all units are begun first
+    const QueryRows rows(p, unit, row_tiles);
+    const uint32_t queries = portable::shared_address(memory);
+
+    const int tiles = (rows.visible(rows.count - 1) + kKeys - 1) / kKeys;
+    const int64_t share = int64_t(split) * warps + warp, shares = int64_t(splits) * warps;
+    const int begin = int(tiles * share / shares), count = int(tiles * (share + 1) / shares) - begin;
+    Worker<T, kDim> worker(p, scalars, rows, queries, portable::shared_address(rings + warp * S::kRingBytes));
+    if (threadIdx.x == 0) shared.newest_used_up = INT_MAX;
+    load_queries<T, S::kPitch>(queries, p, rows);
+    worker.start(tiles - 1 - begin, count);
+    portable::wait_for_copies<2>();  // Q
+    __syncthreads();
+
+    // Both numbers stand for themselves, so no order is needed. That of the splits is looked at a tile after it was
+    // asked for: nobody waits for it.
+    const volatile int* const used_up = exchange.used_up + unit;
+    int heard = 0;
+    worker.run(tiles - 1 - begin, count, [&] {
+        bool enough = heard > splits - split;
+        if (warp > 0 && threadIdx.x % 32 == 0) enough |= atomicMin(&shared.newest_used_up, INT_MAX) < warp;
+        if (split > 0) heard = *used_up;
+        return bool(__any_sync(portable::kAllLanes, enough));
+    });
+    if (!__any_sync(portable::kAllLanes, worker.live()) && threadIdx.x % 32 == 0)
+        atomicMin(&shared.newest_used_up, warp);
+    worker.write(reinterpret_cast<float*>(rings + warp * S::kRingBytes), shared.mass[warp]);
+    __syncthreads();  // all warps' results are written
+
+    const float least_mass = scalars.least_mass / portable::kWeightScale<T>;
+    if (!fold_warps<T, kDim>(p, rows, exchange, unit, split, splits, least_mass, rings, shared)) return;
+    static_assert(kMostSplits * kRows * 4 <= S::kRingBytes, "the splits' masses fit a ring");
+    fold_splits<T>(p, rows, exchange, unit, splits, least_mass, reinterpret_cast<float*>(rings), shared);
+}
+
+// What a kernel is compiled for, and how it is launched.
+struct Kernel {
+    const void* function;
+    int query_bytes, ring_bytes;
+    portable::Scalars scalars;
+
+    int shared_bytes(int warps) const { return query_bytes + warps * ring_bytes + int(sizeof(Shared)); }
+};
+
+template <class T>
+Kernel kernel_of_type(const Params& p) {
+    const auto of = [&](auto function, auto shape) {
+        using S = decltype(shape);
+        return Kernel{reinterpret_cast<const void*>(function), S::kQueryBytes, S::kRingBytes,
+                      portable::scalars_of<T>(p.options)};
+    };
+    const int widest = std::max(p.sizes.head_dim, p.sizes.head_dim_v);
+    if (widest <= 64) return of(attend<T, 64>, Shape<64>{});
+    if (widest <= 128) return of(attend<T, 128>, Shape<128>{});
+    return of(attend<T, 256>, Shape<256>{});
+}
+
+Kernel kernel_for(const Params& p) {
+    return p.sizes.dtype == Dtype::kBFloat16 ? kernel_of_type<portable::BFloat16>(p)
+                                             : kernel_of_type<portable::Half>(p);
+}
+
+void check(cudaError_t error) {
+    if (error != cudaSuccess) throw RuntimeFailure(concat("attention_kvcache: ", cudaGetErrorString(error)));
+}
+
+int device_attribute(cudaDeviceAttr attribute) {
+    int device = 0, value = 0;
+    check(cudaGetDevice(&device));
+    check(cudaDeviceGetAttribute(&value, attribute, device));
+    return value;
+}
+
+// The fewest splits at which the last round of thread blocks leaves next to none of `slots` places empty.
+int splits_for(int64_t units, int64_t slots, int most) {
+    const auto efficiency = [&](int splits) {
+        const int64_t blocks = units * splits, rounds = (blocks + slots - 1) / slots;
+        return double(blocks) / double(rounds * slots);
+    };
+    double best = 0;
+    for (int splits = 1; splits <= most; ++splits) best = std::max(best, efficiency(splits));
+    int splits = 1;
+    while (efficiency(splits) < 0.95 * best) ++splits;
+    return splits;
+}
+
+}  // namespace
+
+Plan plan_for(const Params& p) {
+    const Kernel kernel = kernel_for(p);
+    const int most_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    Plan plan = {kWarps, 1, (p.sizes.q_rows * (p.sizes.num_heads / p.sizes.num_kv_heads) + kRows - 1) / kRows};
+    while (plan.warps > 1 && kernel.shared_bytes(plan.warps) > most_bytes) plan.warps /= 2;
+    check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               kernel.shared_bytes(plan.warps)));
+    int resident = 0;
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel.function, plan.warps * 32,
+                                                        size_t(kernel.shared_bytes(plan.warps))));
+    const int64_t slots = int64_t(std::max(resident, 1)) * device_attribute(cudaDevAttrMultiProcessorCount);
+    const int64_t tiles = (int64_t(p.sizes.k_rows) + kKeys - 1) / kKeys;
+    const int64_t most = std::min<int64_t>(kMostSplits, tiles / (plan.warps * kLeastTiles));
+    if (units_of(p, plan) > 0 && most > 1) plan.splits = splits_for(units_of(p, plan), slots, int(most));
+    return plan;
+}
+
+int64_t workspace_bytes(const Params& p, const Plan& plan) {
+    if (plan.splits == 1) return 0;
+    const int64_t units = units_of(p, plan);
+    return counters_bytes(units) + units * plan.splits * kRows * (1 + p.sizes.head_dim_v) * int64_t(sizeof(float));
+}
+
+void forward(const Params& p, const Plan& plan, void* stream_handle) {
+    const auto stream = static_cast<cudaStream_t>(stream_handle);
+    const int64_t units = units_of(p, plan), blocks = units * plan.splits;
+    if (blocks == 0 || p.sizes.q_rows == 0) return;
+    if (blocks > INT32_MAX)
+        throw RuntimeFailure(concat("attention_kvcache: ", blocks, " thread blocks are too many for a launch"));
+    const Kernel kernel = kernel_for(p);
+    const Exchange exchange = exchange_of(p, plan);
+    if (plan.splits > 1) check(cudaMemsetAsync(exchange.arrived, 0, size_t(counters_bytes(units)), stream));
+    int num_units = int(units), splits = plan.splits, row_tiles = plan.row_tiles;
+    void* arguments[] = {const_cast<Params*>(&p),
+                         const_cast<portable::Scalars*>(&kernel.scalars),
+                         const_cast<Exchange*>(&exchange),
+                         &num_units,
+                         &splits,
+                         &row_tiles};
+    check(cudaLaunchKernel(kernel.function, dim3(unsigned(blocks)), dim3(unsigned(plan.warps) * 32), arguments,
+                           size_t(kernel.shared_bytes(plan.warps)), stream));
+}
+
+}  // namespace megatron_sb::decode

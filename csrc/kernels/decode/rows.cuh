@@ -1,0 +1,109 @@
+// Which query rows and which keys a thread block works on, and where they are in memory.
+#pragma once
+
+#include "core/segment.h"
+#include "kernels/decode/decode.h"
+#include "kernels/portable/tile.cuh"
+
+namespace megatron_sb::decode {
+
+inline constexpr int kKeys = 32;  // in a tile
+inline constexpr int kRows = 16;  // query rows of a thread block
+using KeyOrder = portable::KeysToColumns<kKeys>;
+
+// Rows [first, first + count) of the q_rows * group rows of a KV head: row r is query r / group of head
+// r % group of the group.
+struct QueryRows {
+    int batch, kv_head, group, first, count;
+    int num_queries, num_keys, first_key, current;  // keys [first_key, first_key + num_keys) of the cache are there
+
+    __device__ QueryRows(const Params& p, int unit, int row_tiles) {
+        const Sizes& z = p.sizes;
+        group = z.num_heads / z.num_kv_heads;
+        first = unit % row_tiles * kRows;
+        count = min(kRows, z.q_rows * group - first);
+        kv_head = unit / row_tiles % z.num_kv_heads;
+        batch = unit / row_tiles / z.num_kv_heads;
+        const int end = clamp_row(p.ends[batch], 0, z.k_rows);
+        first_key = p.firsts == nullptr ? 0 : clamp_row(p.firsts[batch], 0, end);
+        num_keys = end - first_key;
+        num_queries = z.q_rows;
+        current = p.options.attend_current ? 1 : 0;
+    }
+
+    __device__ int query(int row) const { return (first + row) / group; }
+    __device__ int head(int row) const { return kv_head * group + (first + row) % group; }
+    // How many keys, from first_key on, a row sees; grows with the row.
+    __device__ int visible(int row) const {
+        return clamp_row(num_keys - num_queries + query(row) + current, 0, num_keys);
+    }
+};
+
+// Keys or values of one sequence and head, in bytes.
+struct CachedRows {
+    const char* data;
+    int64_t block_stride, row_stride;
+    int width;
+
+    __device__ CachedRows(const Rows<const void*>& rows, int head, int head_dim)
+        : data(static_cast<const char*>(rows.data) + head * rows.head_stride * 2),
+          block_stride(rows.batch_stride * 2),
+          row_stride(rows.row_stride * 2),
+          width(head_dim * 2) {}
+};
+
+// The key of this lane in a tile of kKeys.
+struct KeyPlace {
+    int block, row;
+    bool there;
+
+    __device__ int64_t in(const CachedRows& rows) const {
+        return there ? block * rows.block_stride + row * rows.row_stride : 0;
+    }
+};
+
+__device__ inline KeyPlace place_of(const Params& p, int batch, int key, bool there) {
+    if (p.table.data == nullptr) return {batch, key, there};
+    const int index = key / p.table.block_size, row = key - index * p.table.block_size;
+    const int block = there ? __ldg(p.table.data + batch * p.table.stride + index) : 0;
+    return {clamp_row(block, 0, p.table.num_blocks - 1), row, there};
+}
+
+// A tile of keys to shared memory, by one warp; lane i knows where key i is. Zeros for keys that are not there and
+// beyond the width. One group of copies.
+template <int kPitch>
+__device__ inline void load_keys(uint32_t to, const CachedRows& from, const KeyPlace& place) {
+    constexpr int kPieces = kPitch / 16, kRowsAtOnce = 32 / kPieces;
+    const int lane = threadIdx.x % 32, piece = lane % kPieces, first = lane / kPieces;
+    const int64_t offset = place.in(from);
+    const unsigned there = __ballot_sync(portable::kAllLanes, place.there);
+    const bool inside = piece * 16 < from.width;
+    const int first_at = KeyOrder{}(first);
+    const uint32_t first_to = to + first_at * kPitch + ((piece ^ first_at % 8) << 4);
+#pragma unroll
+    for (int i = 0; i < kKeys / kRowsAtOnce; ++i) {
+        const int key = i * kRowsAtOnce + first, further = KeyOrder{}(i * kRowsAtOnce);
+        const int64_t at = __shfl_sync(portable::kAllLanes, offset, key);
+        portable::copy_async((first_to ^ further % 8 << 4) + further * kPitch, from.data + at + piece * 16,
+                             inside && (there >> key & 1));
+    }
+    portable::commit_copies();
+}
+
+// The query rows to shared memory, by the whole thread block; zeros for rows that are not there. One group of copies.
+template <class T, int kPitch>
+__device__ inline void load_queries(uint32_t to, const Params& p, const QueryRows& rows) {
+    constexpr int kPieces = kPitch / 16;
+    for (int i = threadIdx.x; i < kRows * kPieces; i += blockDim.x) {
+        const int row = i / kPieces, piece = i % kPieces;
+        const bool there = row < rows.count && piece * 8 < p.sizes.head_dim;
+        const T* from = static_cast<const T*>(p.q.data);
+        if (there)
+            from += rows.batch * p.q.batch_stride + rows.query(row) * p.q.row_stride +
+                    rows.head(row) * p.q.head_stride + piece * 8;
+        portable::copy_async(to + row * kPitch + ((piece ^ row % 8) << 4), from, there);
+    }
+    portable::commit_copies();
+}
+
+}  // namespace megatron_sb::decode

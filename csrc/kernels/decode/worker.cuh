@@ -1,0 +1,163 @@
+// One warp's share: a run of key tiles, from the newest to the oldest, with a full stick at its newer edge.
+//
+//   S = Q K^T,   e = exp(z),   A_k = e_k P_k (portable/scan.cuh),   O += A V,   P -> P / prod (1 + e)
+//
+// K and V of the tiles pass through a ring of three slots: while one is multiplied, two are on their way. A warp waits
+// for its own copies only; no other warp touches its ring.
+#pragma once
+
+#include "kernels/decode/rows.cuh"
+#include "kernels/portable/scan.cuh"
+
+namespace megatron_sb::decode {
+
+inline constexpr int kSlots = 3;
+
+template <int kDim>
+struct Shape {
+    static constexpr int kPitch = kDim * 2;
+    static constexpr int kSlotBytes = kKeys * kPitch, kRingBytes = kSlots * kSlotBytes;
+    static constexpr int kQueryBytes = kRows * kPitch;
+    static constexpr int kColumnBlocks = kDim / 8;  // of 8 columns of O
+    static constexpr int kOutputPitch = kDim + 8;   // floats from row to row of O in a ring, after the last tile
+    static_assert(kRows * kOutputPitch * 4 <= kRingBytes, "a warp's O fits its ring");
+};
+
+// What the warps of a thread block tell each other.
+struct Shared {
+    float mass[portable::kWarps][kRows];
+    int counting[kRows];  // partial results of a row that count
+    int newest_used_up;   // the newest warp that used up the stick of all rows by itself
+    int is_last;
+};
+
+template <class T, int kDim>
+class Worker {
+    using S = Shape<kDim>;
+
+  public:
+    __device__ Worker(const Params& p, const portable::Scalars& scalars, const QueryRows& rows, uint32_t queries,
+                      uint32_t ring)
+        : p_(p),
+          scalars_(scalars),
+          rows_(rows),
+          queries_(queries),
+          now_(ring),
+          next_(ring + S::kSlotBytes),
+          free_(ring + 2 * S::kSlotBytes),
+          k_(p.k, rows.kv_head, p.sizes.head_dim),
+          v_(p.v, rows.kv_head, p.sizes.head_dim_v) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = row_of(r);
+            visible_[r] = row < rows.count ? rows.visible(row) : 0;
+            mass_[0][r] = row < rows.count ? portable::kWeightScale<T> : 0.f;
+        }
+    }
+
+    // Two groups of copies: K and V of the first tile.
+    __device__ void start(int newest, int count) {
+        load_tile_keys(newest, count > 0, now_);
+        load_or_skip(next_, v_, count > 0);
+    }
+
+    // Tiles newest, newest - 1, ..., count of them, the first of them on its way. enough(): whether newer keys that
+    // others have seen leave nothing for these.
+    template <class Enough>
+    __device__ void run(int newest, int count, Enough enough) {
+        for (int i = 0; i < count; ++i) {
+            if (enough() || !__any_sync(portable::kAllLanes, live())) break;
+            const bool more = i + 1 < count;
+            load_tile_keys(newest - i - 1, more, free_);
+            portable::wait_for_copies<2>();  // K
+            __syncwarp();                    // that of all lanes
+            float s[1][kKeys / 8][4] = {};
+            portable::multiply_rows<T, S::kPitch>(s, queries_, now_, k_.width);
+            __syncwarp();  // all lanes have read K: its slot is free
+            load_or_skip(now_, v_, more);
+            to_weights(s, newest - i);
+            portable::wait_for_copies<2>();  // V
+            __syncwarp();
+            portable::multiply_accumulators<T, S::kPitch>(o_, s, next_);
+            __syncwarp();  // all lanes have read V
+            const uint32_t read = next_;
+            next_ = now_;
+            now_ = free_;
+            free_ = read;
+        }
+        portable::wait_for_copies<0>();  // nothing writes to the ring any more
+        __syncwarp();
+    }
+
+    // Whether some row that sees keys has mass left.
+    __device__ bool live() const {
+        bool live = false;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) live |= visible_[r] > 0 && mass_[0][r] >= scalars_.least_mass;
+        return live;
+    }
+
+    // O to rows of kOutputPitch floats, the masses to kRows floats.
+    __device__ void write(float* o, float* mass) const {
+        const int t = threadIdx.x % 4;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float* const to = o + row_of(r) * S::kOutputPitch + 2 * t;
+#pragma unroll
+            for (int n = 0; n < S::kColumnBlocks; ++n)
+                *reinterpret_cast<float2*>(to + 8 * n) = make_float2(o_[0][n][2 * r] / portable::kWeightScale<T>,
+                                                                     o_[0][n][2 * r + 1] / portable::kWeightScale<T>);
+            if (t == 0) mass[row_of(r)] = mass_[0][r] / portable::kWeightScale<T>;
+        }
+    }
+
+  private:
+    __device__ static int row_of(int r) {
+        return threadIdx.x % 32 / 4 + 8 * r;
+    }
+
+    __device__ void load_tile_keys(int tile, bool wanted, uint32_t to) {
+        if (wanted) {
+            const int key = tile * kKeys + threadIdx.x % 32;
+            place_ = place_of(p_, rows_.batch, rows_.first_key + key, key < rows_.visible(rows_.count - 1));
+        }
+        load_or_skip(to, k_, wanted);
+    }
+    // Every step adds a group of copies, if an empty one: waits count them.
+    __device__ void load_or_skip(uint32_t to, const CachedRows& from, bool wanted) const {
+        if (wanted)
+            load_keys<S::kPitch>(to, from, place_);
+        else
+            portable::commit_copies();
+    }
+
+    // q . k -> A, and the masses to the older edge of the tile.
+    __device__ void to_weights(float (&s)[1][kKeys / 8][4], int tile) {
+        const int begin = tile * kKeys;
+        if (rows_.visible(0) < begin + kKeys) {
+            portable::Limits<1> limit;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) limit[0][r] = visible_[r] - begin - threadIdx.x % 4 * (kKeys / 4);
+            portable::fill_hidden(s, limit, scalars_.hidden);
+        }
+        portable::Rises<1, kKeys / 8> rises;
+        portable::exponentials(s, scalars_.scale_log2e, rises);
+        portable::weights(s, rises, mass_, [&](int m, int r, int n, float older_a, float newer_a) {
+            s[m][n][2 * r] = older_a;
+            s[m][n][2 * r + 1] = newer_a;
+        });
+    }
+
+    const Params& p_;
+    const portable::Scalars& scalars_;
+    const QueryRows& rows_;
+    const uint32_t queries_;
+    uint32_t now_, next_, free_;  // slots: of this tile's K, its V, and the one to be filled
+    const CachedRows k_, v_;
+    KeyPlace place_ = {};  // of the tile that was asked for last
+    int visible_[2];
+    float mass_[1][2];  // times kWeightScale, at the newer edge of the next tile
+    float o_[1][S::kColumnBlocks][4] = {};
+};
+
+}  // namespace megatron_sb::decode

@@ -1,0 +1,144 @@
+"""Attention to a KV cache on a GPU: graphs, no synchronisation, the same bits whenever, long caches, early ends."""
+
+import pytest
+import torch
+from support.caches import CacheCase, assert_accurate, attend
+
+from megatron_sb import stickbreaking_attention_with_kvcache
+
+pytestmark = pytest.mark.gpu
+
+halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+paged = pytest.mark.parametrize("block_size", [None, 64], ids=["contiguous", "paged"])
+LONG = 65536
+
+
+def same(actual, expected) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 2.0**-24])
+@pytest.mark.parametrize("regime", ["mean -11", "mean -8", "mean -3.2", "randn"])
+@paged
+@halves
+def test_many_splits(dtype, block_size, regime, threshold):
+    """64K keys of one sequence and few heads: as many splits as there are."""
+    sizes = {"h": 2, "h_kv": 1, "d": 128, "block_size": block_size, "mass_threshold": threshold}
+    assert_accurate(CacheCase([LONG - 37], capacity=LONG, regime=regime, dtype=dtype, **sizes))
+
+
+@pytest.mark.parametrize(("h", "h_kv", "d"), [(32, 32, 128), (12, 12, 128), (32, 8, 128), (24, 24, 64), (8, 1, 256)])
+@halves
+def test_shapes_of_models(dtype, h, h_kv, d):
+    """Ragged lengths in a batch, 4K keys."""
+    assert_accurate(CacheCase([4096, 3001, 64, 17], h=h, h_kv=h_kv, d=d, regime="mean -8", dtype=dtype))
+
+
+@pytest.mark.parametrize("ends", [[LONG], [9000, 200, 9000]], ids=["one", "three"])
+@pytest.mark.parametrize("regime", ["mean -11", "mean -6", "randn", "alternating"])
+@paged
+@halves
+def test_bitwise_deterministic(dtype, block_size, regime, ends):
+    """Whoever stops when: ten runs beside other work give the same bits, at the default threshold."""
+    case = CacheCase(ends, h=4, h_kv=2, d=128, regime=regime, dtype=dtype, block_size=block_size, mass_threshold=2**-24)
+    tensors, options = case.arguments()
+    first = stickbreaking_attention_with_kvcache(*tensors, **options, return_mass=True)
+    noise, other = torch.randn(2048, 2048), torch.cuda.Stream()
+    for _ in range(10):
+        with torch.cuda.stream(other):
+            torch.mm(noise, noise)
+        same(stickbreaking_attention_with_kvcache(*tensors, **options, return_mass=True), first)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@paged
+def test_graph(dtype, block_size):
+    """Captured once and replayed while the sequences grow."""
+    case = CacheCase([5000, 700], s_q=2, d=128, dtype=dtype, block_size=block_size, capacity=5120)
+    (q, k, v), options = case.arguments()
+    k, v = k.nan_to_num(), v.nan_to_num()
+    if block_size is not None:
+        options["block_table"] = options["block_table"].clamp(max=k.shape[0] - 1)
+
+    def call():
+        return stickbreaking_attention_with_kvcache(q, k, v, **options, return_mass=True)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()  # loads modules, which a capture may not
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for ends in ([5000, 700], [5001, 701], [0, 5120], [1, 33]):
+        options["cache_seqlens"].copy_(torch.tensor(ends, dtype=torch.int32))
+        q.copy_(torch.randn_like(q))
+        graph.replay()
+        same(captured, call())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@paged
+def test_no_synchronisation(dtype, block_size):
+    """Nothing is read back."""
+    tensors, options = CacheCase([500, 30], dtype=dtype, block_size=block_size, firsts=[3, 0]).arguments()
+    stickbreaking_attention_with_kvcache(*tensors, **options)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        stickbreaking_attention_with_kvcache(*tensors, **options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@halves
+def test_batch_elements_do_not_meet(dtype):
+    """A sequence that is all NaN leaves the others as they are."""
+    case = CacheCase([3000, 2000, 3000], h=8, h_kv=2, d=64, dtype=dtype)
+    (q, k, v), options = case.arguments()
+    expected = stickbreaking_attention_with_kvcache(q, k, v, **options, return_mass=True)
+    q[1], k[1], v[1] = torch.nan, torch.nan, torch.nan
+    actual = stickbreaking_attention_with_kvcache(q, k, v, **options, return_mass=True)
+    assert actual[0][1].isnan().all()
+    same((x[::2] for x in actual), (x[::2] for x in expected))
+
+
+@halves
+def test_what_is_used_up_is_not_read(dtype):
+    """NaN behind a key that takes the whole stick does not arrive, however many splits read ahead."""
+    case = CacheCase([LONG], h=2, h_kv=1, d=128, regime="mean -11", dtype=dtype, mass_threshold=2.0**-24)
+    (q, k, v), options = case.arguments()
+    k[0, LONG - 200, :, 0] *= -4  # a logit of 44
+    k[0, : LONG - 4096], v[0, : LONG - 4096] = torch.nan, torch.nan
+    o, mass = stickbreaking_attention_with_kvcache(q, k, v, **options, return_mass=True)
+    assert o.isfinite().all() and (mass <= 2.0**-24).all()
+
+
+@halves
+def test_views_of_a_fused_cache(dtype):
+    """Keys and values that alternate in one tensor, heads before rows: bitwise as by themselves."""
+    case = CacheCase([900, 800], h=8, h_kv=2, d=64, dtype=dtype)
+    q, k, v = case.x.q, case.x.k, case.x.v
+    seqlens = torch.tensor([900, 800], dtype=torch.int32)
+    expected = stickbreaking_attention_with_kvcache(q, k, v, cache_seqlens=seqlens, return_mass=True)
+    fused = torch.stack([k, v], dim=3).transpose(1, 2).contiguous().transpose(1, 2)
+    views = (q, fused[..., 0, :], fused[..., 1, :])
+    same(stickbreaking_attention_with_kvcache(*views, cache_seqlens=seqlens, return_mass=True), expected)
+
+
+def test_other_stream():
+    """Everything, the counters' reset too, is on the current stream: two streams at a time do not meet."""
+    cases = [CacheCase([30000], h=4, h_kv=2, d=128, dtype=torch.bfloat16, seed=seed) for seed in (0, 1)]
+    expected = [attend(case) for case in cases]
+    arguments = [case.arguments() for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        found = []
+        for stream, (tensors, options) in zip(streams, arguments, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(stickbreaking_attention_with_kvcache(*tensors, **options, return_mass=True))
+        torch.cuda.synchronize()
+        for actual, wanted in zip(found, expected, strict=True):
+            same(actual, wanted)
