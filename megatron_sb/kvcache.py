@@ -67,6 +67,24 @@ def stickbreaking_attention_with_kvcache(
     return (o, mass) if return_mass else o
 
 
+_MOST_NEW_TOKENS = 16  # a step that attends to its cache as it lies; more are a prompt
+
+
+def is_decoding_step(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether these are a few queries (b, s, h, d) against longer keys, without gradients."""
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    return q.shape[1] <= _MOST_NEW_TOKENS and q.shape[1] < k.shape[1] and not recorded
+
+
+def attend_to_filled(
+    q: Tensor, k: Tensor, v: Tensor, num_keys: int | None = None, leftpad: Tensor | None = None, **options: object
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`stickbreaking_attention_with_kvcache` where all sequences end at num_keys, by default where the cache does."""
+    num_keys = k.shape[1] if num_keys is None else num_keys
+    seqlens = torch.full((q.shape[0],), num_keys, dtype=torch.int32, device=q.device)
+    return stickbreaking_attention_with_kvcache(q, k, v, cache_seqlens=seqlens, cache_leftpad=leftpad, **options)
+
+
 class KVCache:
     """Keys and values of a batch of sequences that grow together, in memory that is allocated once.
 
@@ -117,7 +135,3 @@ class KVCache:
             raise ValueError(f"k has {k.shape[1]} positions; up to {free}, as many as are free, are allowed")
         self.k[:, self.length : end], self.v[:, self.length : end] = k.detach(), v.detach()
         self.length = end
-
-    def seqlens(self) -> Tensor:
-        """The cache_seqlens of a call: int32 (b,), all `length`."""
-        return torch.full((self.k.shape[0],), self.length, dtype=torch.int32, device=self.k.device)

@@ -14,7 +14,7 @@ from megatron_sb.functional import (
     stickbreaking_attention,
     stickbreaking_attention_varlen,
 )
-from megatron_sb.kvcache import KVCache, stickbreaking_attention_with_kvcache
+from megatron_sb.kvcache import KVCache, attend_to_filled
 
 _MAX_HEAD_DIM, _HEAD_DIM_MULTIPLE = 256, 8
 
@@ -165,9 +165,7 @@ class StickBreakingSelfAttention(nn.Module):
     def _attend_to(self, cache: KVCache, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """o and mass of the positions that follow those in the cache, which are appended to it."""
         cache.append(k, v)
-        return stickbreaking_attention_with_kvcache(
-            q, cache.k, cache.v, cache_seqlens=cache.seqlens(), return_mass=True, **self.attention_options
-        )
+        return attend_to_filled(q, cache.k, cache.v, cache.length, return_mass=True, **self.attention_options)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens, plan) -> tuple[Tensor, Tensor | None]:
         """o, and the mass where it is wanted."""

@@ -117,14 +117,23 @@ Two through_blocks(const Arguments& in) {
         const at::Tensor blocks = in.block_table->clamp(0, cache.size(0) - 1).flatten();
         return cache.index_select(0, blocks).flatten(0, 1).unsqueeze(0);
     };
-    const at::Tensor number = at::arange(b, in.cache_seqlens.options());
     const at::Tensor end = in.cache_seqlens.clamp(0, capacity);
     const at::Tensor first =
         in.cache_leftpad.has_value() ? at::minimum(in.cache_leftpad->clamp_min(0), end) : at::zeros_like(end);
-    const at::Tensor segments = at::stack(
-        {number * s_q, at::full_like(end, s_q), number * capacity + first, end - first, end - first - s_q}, 1);
+    const auto table = [&](const at::Tensor& number) {
+        return at::stack(
+            {number * s_q, at::full_like(end, s_q), number * capacity + first, end - first, end - first - s_q}, 1);
+    };
+    const BlockOptions options = {in.scale, in.attend_current, in.mass_threshold};
+    const auto all_alike = [](const at::Tensor& x) { return x.eq(x[0]).all().item<bool>(); };
+    if (in.q.is_cpu() && !in.paged() && all_alike(end) && all_alike(first)) {  // one segment is that of every sequence
+        const at::Tensor segment = table(at::zeros_like(end)).narrow(0, 0, 1);
+        const BlockOutput out = block_forward(in.q, in.k, in.v, segment, std::nullopt, options, in.q.scalar_type());
+        return {out.o, out.mass};
+    }
+    const at::Tensor segments = table(at::arange(b, end.options()));
     const BlockOutput out = block_forward(in.q.flatten(0, 1).unsqueeze(0), run(in.k), run(in.v), segments, std::nullopt,
-                                          {in.scale, in.attend_current, in.mass_threshold}, in.q.scalar_type());
+                                          options, in.q.scalar_type());
     return {out.o.view({b, s_q, in.q.size(2), in.v.size(3)}),
             out.mass.view({in.q.size(2), b, s_q}).transpose(0, 1).contiguous()};
 }

@@ -22,12 +22,11 @@ from megatron_sb.functional import (
     stickbreaking_attention_varlen,
 )
 from megatron_sb.huggingface.packing import Packing, documents_of, leftpad_of
-from megatron_sb.kvcache import stickbreaking_attention_with_kvcache
+from megatron_sb.kvcache import attend_to_filled, is_decoding_step
 
 NAME = "stickbreaking"
 NO_ROTATION = "none"  # the rope_type whose rotations do nothing
 MODEL_TYPE = "stick_breaking"  # of our own models, which have no positions
-_MOST_NEW_TOKENS = 16  # a step that attends to its cache as it lies; more are a prompt
 # What models hand over beside q, k, v, and the only value with which attention is what it says.
 REFUSED = {"sliding_window": None, "softcap": None, "s_aux": None, "position_bias": None, "head_mask": None}
 
@@ -108,10 +107,9 @@ def attend(
     mask: None, or int (b, s_k) as `attention_mask` makes it; keys beyond its columns are places that are still empty.
     With return_mass the mass too, (b, h, s); for padding the output is 0 and the mass 1.
     """
-    if mask is None and q.is_cuda and _decodes(q, k, v):
-        return _attend_to_cache(q, k, v, k.shape[1], return_mass=return_mass, **options)
     if mask is None:
-        return stickbreaking_attention(q, k, v, return_mass=return_mass, **options)
+        attention = attend_to_filled if is_decoding_step(q, k, v) else stickbreaking_attention
+        return attention(q, k, v, return_mass=return_mass, **options)
     if mask.dim() != 2:
         raise ValueError(
             f"attention_mask has {mask.dim()} dimensions; two, (batch, tokens), 0 for padding, are allowed"
@@ -122,8 +120,8 @@ def attend(
             "(a sliding window, chunks, or tokens that see later ones)"
         )
     leftpad = getattr(mask, "leftpad", None)
-    if leftpad is not None and _decodes(q, k, v):
-        return _attend_to_cache(q, k, v, mask.shape[1], leftpad, return_mass=return_mass, **options)
+    if leftpad is not None and is_decoding_step(q, k, v):
+        return attend_to_filled(q, k, v, mask.shape[1], leftpad, return_mass=return_mass, **options)
     k, v = k[:, : mask.shape[1]], v[:, : mask.shape[1]]
     packing = getattr(mask, "packing", None) or Packing.of(mask, q.shape[1])
     result = stickbreaking_attention_varlen(
@@ -144,20 +142,6 @@ def attend(
     return out, left.unflatten(0, q.shape[:2]).transpose(1, 2)
 
 
-def _decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether these are a few queries against a cache, without gradients."""
-    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    return q.shape[1] <= _MOST_NEW_TOKENS and q.shape[1] < k.shape[1] and not recorded
-
-
-def _attend_to_cache(
-    q: Tensor, k: Tensor, v: Tensor, num_keys: int, leftpad: Tensor | None = None, **options: Any
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The first num_keys places of the cache are filled, in each row from its leftpad on."""
-    seqlens = torch.full((q.shape[0],), num_keys, dtype=torch.int32, device=q.device)
-    return stickbreaking_attention_with_kvcache(q, k, v, cache_seqlens=seqlens, cache_leftpad=leftpad, **options)
-
-
 def attention_mask(
     batch_size: int,
     q_length: int,
@@ -172,7 +156,7 @@ def attention_mask(
     """Make what `attend` takes of what transformers knows of a batch; called once a forward.
 
     None where all keys count; else int32 (b, keys so far): 0 for padding, else the number of the key's document. Its
-    attributes `packing` and `leftpad` (of rows that begin with padding and have no other, for a few queries; or None)
+    attributes `packing` and `leftpad` (of rows that begin with padding and have no other, for steps; or None)
     spare layers the work of finding them. Without columns: a mask that is refused, once a layer uses it.
     """
     _refuse(kv_offset == 0, "a cache that forgets its oldest keys, kv_offset", kv_offset, "0")
@@ -184,7 +168,7 @@ def attention_mask(
     if documents is None:
         return torch.empty(batch_size, 0, dtype=torch.int32, device=device)
     mask = documents if kept is None else documents * kept
-    mask.leftpad = leftpad_of(mask) if q_length <= _MOST_NEW_TOKENS else None
+    mask.leftpad = leftpad_of(mask) if q_length < num_keys else None
     mask.packing = Packing.of(mask, q_length)
     return mask
 

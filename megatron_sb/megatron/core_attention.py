@@ -15,6 +15,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 
 from megatron_sb.context_parallel import ContextParallelPlan, context_parallel_attention
 from megatron_sb.functional import head_output, stickbreaking_attention, stickbreaking_attention_varlen
+from megatron_sb.kvcache import attend_to_filled, is_decoding_step
 from megatron_sb.megatron.arguments import StickBreakingOptions
 
 CAUSAL_MASK_TYPES = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -288,7 +289,8 @@ class StickBreakingCoreAttention(MegatronModule):
             cu_seqlens, cu_seqlens_k = document_bounds(packed_seq_params)
             out = stickbreaking_attention_varlen(query, key, value, cu_seqlens, cu_seqlens_k=cu_seqlens_k, **kwargs)
         else:
-            out = stickbreaking_attention(query, key, value, **kwargs)
+            attention = attend_to_filled if is_decoding_step(query, key, value) else stickbreaking_attention
+            out = attention(query, key, value, **kwargs)
         return out if return_mass else (out, None)
 
     @property

@@ -7,7 +7,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM, GPT2Config, L
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import megatron_sb as sb
-from megatron_sb.huggingface import without_positions
+from megatron_sb.huggingface import attention, without_positions
+from megatron_sb.kvcache import attend_to_filled
 
 VOCAB = 97
 SIZES = {
@@ -132,6 +133,24 @@ def test_generation(cache):
     found = model.generate(ids, attention_mask=mask, **options)[:, -steps:]
     assert found.tolist() == [chosen(model, row, steps) for row in rows]
     assert model.generate(rows[0], num_beams=3, **options).shape == (1, 9 + steps)
+
+
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+def test_steps_attend_to_the_cache_as_it_lies(padding, monkeypatch):
+    """Without padding and with padding on the left; what lies in no one run is gathered. Logits are the whole's."""
+    model, calls = make_model(without_rotation()), []
+    monkeypatch.setattr(
+        attention, "attend_to_filled", lambda *args, **options: calls.append(0) or attend_to_filled(*args, **options)
+    )
+    rows = [tokens(1, 9), tokens(1, 9 if padding is None else 5)]
+    ids, mask = padded(rows, padding or "left")
+    new, ones = tokens(2, 2), torch.ones(2, 2, dtype=torch.long)
+    ids, mask = torch.cat([ids, new], 1), torch.cat([mask, ones], 1)
+    with torch.no_grad():
+        first = model(ids[:, :9], attention_mask=mask[:, :9], use_cache=True)
+        step = model(ids[:, 9:], attention_mask=mask, past_key_values=first.past_key_values).logits
+    assert len(calls) == (0 if padding == "right" else 2)  # layers
+    torch.testing.assert_close(step, logits(model, ids, attention_mask=mask)[:, 9:], atol=1e-5, rtol=1e-4)
 
 
 def test_several_tokens_against_a_cache():
