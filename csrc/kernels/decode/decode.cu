@@ -163,9 +163,7 @@ __device__ bool fold_warps(const Params& p, const QueryRows& rows, const Exchang
 }
 
 template <class T, int kDim>
-__global__ void __launch_bounds__(kWarps * 32, kDim == 64    ? 4
-                                               : kDim == 128 ? 2
-                                                             : 1)
+__global__ void __launch_bounds__(kWarps * 32, Shape<kDim>::kBlocksPerSm)
     attend(const __grid_constant__ Params p, const __grid_constant__ portable::Scalars scalars,
            const __grid_constant__ Exchange exchange, int units, int splits, int row_tiles) {
     using S = Shape<kDim>;

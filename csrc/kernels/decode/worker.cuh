@@ -18,8 +18,9 @@ struct Shape {
     static constexpr int kPitch = kDim * 2;
     static constexpr int kSlotBytes = kKeys * kPitch, kRingBytes = kSlots * kSlotBytes;
     static constexpr int kQueryBytes = kRows * kPitch;
-    static constexpr int kColumnBlocks = kDim / 8;  // of 8 columns of O
-    static constexpr int kOutputPitch = kDim + 8;   // floats from row to row of O in a ring, after the last tile
+    static constexpr int kBlocksPerSm = 256 / kDim;  // what registers are made to allow
+    static constexpr int kColumnBlocks = kDim / 8;   // of 8 columns of O
+    static constexpr int kOutputPitch = kDim + 8;    // floats from row to row of O in a ring, after the last tile
     static_assert(kRows * kOutputPitch * 4 <= kRingBytes, "a warp's O fits its ring");
 };
 
