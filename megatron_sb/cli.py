@@ -1,4 +1,4 @@
-"""The shell command: megatron-sb info | check | bench | train | convert."""
+"""The shell command: megatron-sb info | check | bench | train | experiment | convert."""
 
 import argparse
 import platform
@@ -56,6 +56,12 @@ def _train(arguments: argparse.Namespace) -> int:
     )
 
 
+def _experiment(arguments: argparse.Namespace) -> int:
+    from megatron_sb import experiments
+
+    return experiments.main(arguments.rest)
+
+
 def _convert(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
@@ -96,6 +102,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=_train)
 
+    command = commands.add_parser("experiment", help="train what it needs, one table and picture (experiment --help)")
+    command.add_argument("rest", nargs=argparse.REMAINDER)
+    command.set_defaults(run=_experiment)
+
     command = commands.add_parser("convert", help="a checkpoint into another format, every weight bit for bit")
     command.add_argument("source", metavar="SOURCE", help="a folder; its format is found out")
     command.add_argument("out", metavar="OUT", help="a new folder")
@@ -112,11 +122,11 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run one command; 0 means success. Bad arguments are one sentence on standard error and status 2."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["bench"]:  # its options are its own, --help included
-        return _bench(argparse.Namespace(rest=argv[1:]))
-    arguments = _parser().parse_args(argv)
+    own_options = {"bench": _bench, "experiment": _experiment}  # --help included
+    run = own_options.get(argv[0]) if argv else None
+    arguments = argparse.Namespace(rest=argv[1:]) if run else _parser().parse_args(argv)
     try:
-        return arguments.run(arguments)
+        return (run or arguments.run)(arguments)
     except (ValueError, TypeError, FileNotFoundError) as error:
         print(f"megatron-sb: {error}", file=sys.stderr)
         return 2

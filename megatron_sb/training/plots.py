@@ -32,7 +32,7 @@ def draw_losses(metrics: list[dict[str, Any]], labels: dict[str, str], path: Pat
     axes.set(xlabel="tokens", ylabel="training loss (nats per token)")
     axes.legend()
     axes.grid(alpha=0.3)
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_nll_by_length(evaluations: list[dict[str, Any]], labels: dict[str, str], path: Path) -> None:
@@ -59,7 +59,7 @@ def draw_nll_by_length(evaluations: list[dict[str, Any]], labels: dict[str, str]
     axes.set(xlabel="context (tokens)", ylabel="negative log-likelihood of the same tokens (nats)")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, fontsize="small")
     axes.grid(alpha=0.3, which="both")
-    _save(figure, path)
+    save(figure, path)
 
 
 def label_of(entry: dict[str, Any], labels: dict[str, str]) -> str:
@@ -71,7 +71,7 @@ def _colour(model: str, labels: dict[str, str]) -> str:
     return f"C{list(labels).index(model)}"
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> None:
     """Write aside, then rename."""
     aside = path.with_name(f".{path.name}")
     figure.tight_layout()

@@ -26,6 +26,7 @@ PYTHON_FLOORS = {
     "megatron": 4,
     "convert": 5,
     "training": 5,
+    "experiments": 6,
     "bench": 6,
     "selfcheck": 6,
     "cli": 7,

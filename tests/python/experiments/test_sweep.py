@@ -1,0 +1,93 @@
+"""The command's arguments, what a sweep refuses and skips, and what an experiment leaves behind."""
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from matplotlib import pyplot
+
+from megatron_sb import cli, experiments
+from megatron_sb.config import load_config, to_yaml
+from megatron_sb.experiments import sweep, tables
+from megatron_sb.experiments.sweep import Trial
+
+TINY = str(Path(__file__).parents[3] / "configs" / "tiny_context_extension.yaml")
+
+
+def pretend_done(folder, config):
+    """What a finished run leaves, as far as a sweep looks."""
+    (folder / "evaluation").mkdir(parents=True)
+    (folder / "config.yaml").write_text(to_yaml(config))
+    for model in config.compare:
+        sweep.evaluation_path(folder, config, model).write_text(json.dumps({"results": [{"nll": 1.5}]}))
+
+
+def test_what_is_done_is_not_trained_again(tmp_path, monkeypatch):
+    trial = Trial("wide", ("model.hidden_size=64",))
+    config = load_config(TINY, trial.overrides)
+    assert not sweep.is_done(config, tmp_path / "wide")
+    pretend_done(tmp_path / "wide", config)
+    started = []
+    monkeypatch.setattr(sweep, "_start", lambda config_path, trial, out, gpu: started.append(trial))
+    sweep.train_all(TINY, [trial], tmp_path)
+    assert started == [] and sweep.is_done(config, tmp_path / "wide")
+    assert sweep.evaluation(tmp_path / "wide", config, "stick_breaking") == [{"nll": 1.5}]
+    with pytest.raises(ValueError, match=r"model\.hidden_size = 32, but .*wide was started with 64"):
+        sweep.train_all(TINY, [Trial("wide", ("model.hidden_size=32",))], tmp_path)
+
+
+def test_what_makes_no_sweep_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="--jobs is 0; 1 or more"):
+        sweep.train_all(TINY, [], tmp_path, jobs=0)
+    with pytest.raises(ValueError, match="their names must differ"):
+        sweep.train_all(TINY, [Trial("one", ()), Trial("one", ("seed=1",))], tmp_path)
+    with pytest.raises(ValueError, match=r"unknown field stages\.0\.stepz"):
+        sweep.train_all(TINY, [Trial("one", ("stages.0.stepz=1",))], tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_run_ends_the_sweep_and_says_why(tmp_path):
+    lots = "data.paths=[/nowhere]"
+    with pytest.raises(sweep.SweepStopped, match="data.paths: '/nowhere' names no file") as stop:
+        sweep.train_all(TINY, [Trial("one", (lots, "parallel.ranks=1", "stages.1.context_parallel_size=1"))], tmp_path)
+    assert stop.value.status == 2
+
+
+def test_the_command_hands_its_arguments_on(monkeypatch, capsys):
+    got = {}
+    module = types.ModuleType("an_experiment", "Shows 100% of nothing\nat all.\n\nMore.")
+    module.add_arguments = lambda parser: parser.add_argument("--depth", type=int)
+    module.run = lambda options: got.update(vars(options)) or 3
+    monkeypatch.setitem(sys.modules, "an_experiment", module)
+    monkeypatch.setitem(experiments.EXPERIMENTS, "nothing", "an_experiment")
+    assert cli.main(["experiment", "nothing", "a/b.yaml", "--depth", "2", "--set", "seed=1", "--set", "name=x"]) == 3
+    assert (got["config"], got["set"], got["depth"]) == ("a/b.yaml", ["seed=1", "name=x"], 2)
+    assert sweep.output_folder(types.SimpleNamespace(**got)) == Path("runs/nothing-b")
+    with pytest.raises(SystemExit):
+        cli.main(["experiment", "--help"])
+    assert "Shows 100% of nothing at all." in capsys.readouterr().out
+
+    def stopped(options):
+        raise sweep.SweepStopped("enough", 130)
+
+    module.run = stopped
+    assert cli.main(["experiment", "nothing", "a.yaml"]) == 130
+    assert "megatron-sb experiment: enough" in capsys.readouterr().err
+
+
+def test_what_an_experiment_leaves_behind(tmp_path, capsys):
+    table = tables.markdown_table(["pairs", "accuracy"], [["8", "0.5"]])
+    assert table == "| pairs | accuracy |\n| --- | ---: |\n| 8 | 0.5 |\n"
+    with pytest.raises(ValueError, match="a row is .*2 cells are allowed"):
+        tables.markdown_table(["pairs", "accuracy"], [["8"]])
+    figure, axes = pyplot.subplots()
+    axes.plot([1, 2])
+    tables.write_results(tmp_path / "out", {"accuracy": {"8": 0.5}}, table, figure)
+    written = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert written["accuracy"] == {"8": 0.5} and written["date"] > "2020" and written["device"]
+    assert (tmp_path / "out" / "table.md").read_text().startswith(table)
+    assert (tmp_path / "out" / "picture.png").read_bytes()[:4] == b"\x89PNG"
+    assert table in capsys.readouterr().out
+    assert len(list((tmp_path / "out").iterdir())) == 3
