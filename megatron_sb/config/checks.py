@@ -6,7 +6,16 @@ import math
 from collections.abc import Iterator
 
 from megatron_sb.config.parameters import count_parameters
-from megatron_sb.config.schema import TEXT_OF_PYTHON, ConfigError, SoftmaxConfig, StageConfig, TrainingConfig
+from megatron_sb.config.schema import (
+    TEXT_OF_PYTHON,
+    ConfigError,
+    DataConfig,
+    SoftmaxConfig,
+    StageConfig,
+    TrainingConfig,
+)
+
+RECALL_FIELDS = ("num_pairs", "num_keys", "num_values")
 
 
 def check(config: TrainingConfig) -> None:
@@ -85,34 +94,65 @@ def _attention_problems(config: TrainingConfig) -> Iterator[str]:
         position = f"{at}.position = {attention.position!r}"
         if attention.position != "rope" and attention.evaluated_scalings != ("none",):
             yield f"{at}.evaluated_scalings = {list(attention.evaluated_scalings)} contradicts {position}: give [none]"
+        if config.data.kind == "recall" and attention.evaluated_scalings != ("none",):
+            yield (
+                f"{at}.evaluated_scalings = {list(attention.evaluated_scalings)} contradicts data.kind = 'recall': no "
+                "context is longer than the stage's; give [none]"
+            )
         if attention.position in ("alibi", "fire") and tensor > 1:
             yield f"{position} contradicts parallel.tensor_parallel_size = {tensor}: its biases are not split"
 
 
 def _data_problems(config: TrainingConfig) -> Iterator[str]:
     data = config.data
-    if data.kind == "text":
-        for name in ("vocab_size", "end_of_document"):
+    kinds = {"text": _text_problems, "indexed": _indexed_problems, "recall": _recall_problems}
+    yield from kinds[data.kind](data)
+    if data.kind != "recall":
+        for name in RECALL_FIELDS:
             if getattr(data, name) is not None:
-                yield (
-                    f"data.{name} = {getattr(data, name)} contradicts data.kind = 'text': text is read as "
-                    "bytes (256 and an end-of-document token)"
-                )
-    else:
-        for name in TEXT_OF_PYTHON:
-            if name in data.paths:
-                yield (
-                    f"data.paths holds {name!r}, which contradicts data.kind = 'indexed': give path prefixes of "
-                    ".bin/.idx pairs"
-                )
-        if data.vocab_size is None or data.end_of_document is None:
-            yield "data.kind = 'indexed' needs data.vocab_size and data.end_of_document"
-        elif data.end_of_document >= data.vocab_size:
-            yield f"data.end_of_document = {data.end_of_document} must be less than data.vocab_size = {data.vocab_size}"
+                yield f"data.{name} = {getattr(data, name)} contradicts data.kind = {data.kind!r}: it is for 'recall'"
     expected = config.model.num_parameters
     total = count_parameters(config.model, config.attention[config.compare[0]], config.vocab_size).total
     if expected is not None and expected != total:
         yield f"model.num_parameters = {expected} contradicts the sizes of model, which make {total}"
+
+
+def _text_problems(data: DataConfig) -> Iterator[str]:
+    for name in ("vocab_size", "end_of_document"):
+        if getattr(data, name) is not None:
+            yield (
+                f"data.{name} = {getattr(data, name)} contradicts data.kind = 'text': text is read as "
+                "bytes (256 and an end-of-document token)"
+            )
+
+
+def _indexed_problems(data: DataConfig) -> Iterator[str]:
+    for name in TEXT_OF_PYTHON:
+        if name in data.paths:
+            yield (
+                f"data.paths holds {name!r}, which contradicts data.kind = 'indexed': give path prefixes of "
+                ".bin/.idx pairs"
+            )
+    if data.vocab_size is None or data.end_of_document is None:
+        yield "data.kind = 'indexed' needs data.vocab_size and data.end_of_document"
+    elif data.end_of_document >= data.vocab_size:
+        yield f"data.end_of_document = {data.end_of_document} must be less than data.vocab_size = {data.vocab_size}"
+
+
+def _recall_problems(data: DataConfig) -> Iterator[str]:
+    for name in ("vocab_size", "end_of_document"):
+        if getattr(data, name) is not None:
+            yield (
+                f"data.{name} = {getattr(data, name)} contradicts data.kind = 'recall': its tokens are data.num_keys "
+                "keys and data.num_values values"
+            )
+    if data.paths != DataConfig.paths:
+        yield f"data.paths = {list(data.paths)} contradicts data.kind = 'recall', which reads no files"
+    missing = [f"data.{name}" for name in RECALL_FIELDS if getattr(data, name) is None]
+    if missing:
+        yield f"data.kind = 'recall' needs {' and '.join(missing)}"
+    elif data.num_pairs > data.num_keys:
+        yield f"data.num_pairs = {data.num_pairs} exceeds data.num_keys = {data.num_keys}"
 
 
 def _parallel_problems(config: TrainingConfig) -> Iterator[str]:
@@ -234,9 +274,21 @@ def _row_problems(config: TrainingConfig, stage: StageConfig, at: str) -> Iterat
                 f"{at}.rows_per_micro_batch = {stage.rows_per_micro_batch} must divide {per_group}, "
                 f"the rows of one data-parallel group of {model} ({at}.rows_per_step / {groups})"
             )
+    if config.data.kind == "recall":
+        yield from _recall_row_problems(config, stage, at)
+        return
     longest = config.longest_evaluated(stage)
     if config.evaluation.target_tokens > longest:
         yield (
             f"evaluation.target_tokens = {config.evaluation.target_tokens} exceeds the longest "
             f"evaluated context of {at}, {longest} tokens"
+        )
+
+
+def _recall_row_problems(config: TrainingConfig, stage: StageConfig, at: str) -> Iterator[str]:
+    pairs = config.data.num_pairs
+    if stage.context_length % 2 or stage.context_length <= 2 * pairs:
+        yield (
+            f"{at}.context_length = {stage.context_length} must be even and more than 2 * data.num_pairs = "
+            f"{2 * pairs}: keys and values by turns, every key assigned before the first is asked for"
         )

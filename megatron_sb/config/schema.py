@@ -33,15 +33,18 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Where the documents come from."""
+    """Where the documents come from, or the rule that sequences are made by."""
 
-    kind: Literal["text", "indexed"] = "text"
+    kind: Literal["text", "indexed", "recall"] = "text"
     paths: tuple[str, ...] = (STANDARD_LIBRARY,)
     include: tuple[str, ...] = ("*.py", "*.txt", "*.md", "*.rst")
     exclude: tuple[str, ...] = ()
     validation_fraction: Fraction = 0.1
     vocab_size: PositiveInt | None = None
     end_of_document: CountFromZero | None = None
+    num_pairs: PositiveInt | None = None
+    num_keys: PositiveInt | None = None
+    num_values: PositiveInt | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +215,8 @@ class TrainingConfig:
     @property
     def vocab_size(self) -> int:
         """Tokens of the data's vocabulary, before padding."""
+        if self.data.kind == "recall":
+            return (self.data.num_keys or 0) + (self.data.num_values or 0)
         return self.data.vocab_size or BYTE_VOCAB_SIZE
 
     def breaks_sticks(self, model: str) -> bool:

@@ -12,7 +12,9 @@ import importlib
 import sys
 
 # Name on the command line -> module.
-EXPERIMENTS: dict[str, str] = {}
+EXPERIMENTS: dict[str, str] = {
+    "mqrar": "megatron_sb.experiments.mqrar",
+}
 
 
 def main(argv: list[str]) -> int:

@@ -132,10 +132,14 @@ def _checked(config_path: str, trial: Trial, out: Path) -> TrainingConfig:
     return config
 
 
-def _start(config_path: str, trial: Trial, out: Path, gpu: int | None) -> subprocess.Popen:
-    folder = out / trial.name
+def _command(config_path: str, trial: Trial, folder: Path) -> list[str]:
+    """Starts or goes on with one run."""
     command = [sys.executable, "-m", "megatron_sb.training", config_path, *trial.overrides, "--out", str(folder)]
-    command += ["--resume"] if (folder / "config.yaml").exists() else []
+    return [*command, "--resume"] if (folder / "config.yaml").exists() else command
+
+
+def _start(config_path: str, trial: Trial, out: Path, gpu: int | None) -> subprocess.Popen:
+    command = _command(config_path, trial, out / trial.name)
     environment = dict(os.environ)
     if gpu is not None:
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_sb.config import TrainingConfig
 from megatron_sb.training.checkpoint import write_aside
 
 
@@ -23,6 +24,13 @@ def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         if len(line) != len(heads):
             raise ValueError(f"a row is {line!r}; {len(heads)} cells are allowed, as many as heads {list(heads)!r}")
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def labels_of(config: TrainingConfig) -> dict[str, str]:
+    """What tables and pictures call the models of a configuration, in its order."""
+    from megatron_sb.training.report import LABELS
+
+    return {model: LABELS.get(model, model) for model in config.compare}
 
 
 def provenance() -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
@@ -55,6 +56,7 @@ class Engine:
     ) -> None:
         self._config = config
         self._device = device
+        self._vocab_size = vocab_size
         self.attention_counts = AttentionCounts.zeros(device)
         parallel, context_parallel_size = config.parallel, config.context_parallel_size(model, stage)
         levels = stage.hierarchical_context_parallel_sizes if context_parallel_size > 1 else ()
@@ -107,11 +109,12 @@ class Engine:
         """This rank's share of the summed loss of every sequence in the batch: float64 (num_windows,); add them over
         the ranks that share the batch.
         """
-        self._model.eval()
-        window = torch.arange(num_windows).repeat_interleave(torch.from_numpy(batch.cu_seqlens).diff())
-        losses, counted, window = self._forward(self._model, batch, window.numpy())
-        sums = torch.zeros(num_windows, dtype=torch.float64, device=self._device)
-        return sums.index_add_(0, window, (losses * counted).double())
+        return self._sum_windows(batch, num_windows, hits=False)
+
+    @torch.no_grad()
+    def window_hits(self, batch: Batch, num_windows: int) -> Tensor:
+        """As `window_losses`, how many of the labels that count are the likeliest token."""
+        return self._sum_windows(batch, num_windows, hits=True)
 
     def scale_positions(self, kind: str, factor: float) -> None:
         """How rotary positions are scaled from now on: `megatron_sb.softmax.RotaryScaling`."""
@@ -139,6 +142,13 @@ class Engine:
         shared_plans.clear()
         parallel_state.destroy_model_parallel()
 
+    def _sum_windows(self, batch: Batch, num_windows: int, *, hits: bool) -> Tensor:
+        self._model.eval()
+        window = torch.arange(num_windows).repeat_interleave(torch.from_numpy(batch.cu_seqlens).diff())
+        scores, counted, window = self._forward(self._model, batch, window.numpy(), hits=hits)
+        sums = torch.zeros(num_windows, dtype=torch.float64, device=self._device)
+        return sums.index_add_(0, window, (scores * counted).double())
+
     def _scale_auxiliary_losses(self, num_tokens: int) -> None:
         """Weigh a router's losses in a micro-batch as its tokens' share of the step.
 
@@ -152,8 +162,10 @@ class Engine:
             shared = 1
         MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(shared / num_tokens, device=self._device))
 
-    def _forward(self, model, batch: Batch, extra) -> tuple[Tensor, Tensor, Tensor]:
-        """Token losses, which of them count, and this rank's part of `extra`: (t / cp,) each."""
+    def _forward(self, model, batch: Batch, extra, *, hits: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Token losses, or with hits whether each label is the likeliest token; which of them count, and this rank's
+        part of `extra`: (t / cp,) each.
+        """
         cu_seqlens = torch.from_numpy(batch.cu_seqlens)
         columns = [torch.from_numpy(column).long() for column in (batch.tokens, batch.labels, batch.counted, extra)]
         rows = torch.stack(columns, dim=1).to(self._device)
@@ -177,5 +189,9 @@ class Engine:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         )
+        if hits:
+            logits = model(tokens[None], None, None, packed_seq_params=packed)[0]
+            likeliest = gather_from_tensor_model_parallel_region(logits)[:, : self._vocab_size].argmax(dim=-1)
+            return likeliest == labels, counted, extra
         losses = model(tokens[None], None, None, labels=labels[None], packed_seq_params=packed)
         return losses[0], counted, extra

@@ -292,10 +292,10 @@ class StepRows:
 
 
 def rows_ahead(
-    sampler: RowSampler, count: int, steps: int, group: int, num_groups: int, rows_per_micro_batch: int | None
+    sampler: Any, count: int, steps: int, group: int, num_groups: int, rows_per_micro_batch: int | None
 ) -> Iterator[StepRows]:
     """`count` rows for each of `steps` steps. The next step's are read while one is computed, by a thread that alone
-    uses the sampler.
+    uses the sampler, a `task.Sampler`.
     """
 
     def read() -> StepRows:

@@ -9,6 +9,7 @@ the text's.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from megatron_sb.config import StageConfig, TrainingConfig
-from megatron_sb.training.data import Corpus, pack
+from megatron_sb.training.data import Corpus, PackedBatch, pack
 
 
 def result_path(out: Path, model: str, stage: StageConfig, scaling: str) -> Path:
@@ -60,31 +61,56 @@ def evaluate(
     """One entry per context length: {"context", "nll" (nats per token), "standard_error" (over windows; None with
     one), "windows"}.
 
-    on_length(context, nll): called after each length; what it raises ends the evaluation on every rank that raises.
+    on_length(entry): called after each length; what it raises ends the evaluation on every rank that raises.
     scaling: how rotary positions are scaled, by as much as a context is longer than the stage's.
+    """
+    results = []
+    num_targets = config.evaluation.target_tokens
+    for context in config.evaluation_lengths(stage):
+        engine.scale_positions(scaling, max(1.0, context / stage.context_length))
+
+        def batch_of(indices: Sequence[int], context: int = context) -> PackedBatch:
+            parts = [windows[index][-context - 1 :] for index in indices]
+            return pack(parts, config.row_multiple(stage), corpus.end_of_document, num_targets)
+
+        at_once = max(1, len(windows[0]) // context)
+        (sums,) = score_windows(engine, [engine.window_losses], batch_of, len(windows), at_once)
+        nll, error = mean_and_error((sums / num_targets).tolist())
+        results.append({"context": context, "nll": nll, "standard_error": error, "windows": len(windows)})
+        if on_length:
+            on_length(results[-1])
+    engine.scale_positions("none", 1.0)
+    return results
+
+
+def score_windows(
+    engine: Any,
+    measures: Sequence[Callable[[PackedBatch, int], torch.Tensor]],
+    batch_of: Callable[[Sequence[int]], PackedBatch],
+    num_windows: int,
+    at_once: int,
+) -> torch.Tensor:
+    """Each measure of every window, summed over ranks: float64 (len(measures), num_windows); collective.
+
+    measures: the engine's, of a batch and how many windows it holds: (n,). batch_of: the windows of these indices.
+    at_once: windows in a batch, at most.
     Data-parallel groups share out the windows; ranks of one group share each sequence. Every group scores as many,
     some of them a window that another has too, which counts once: experts are spread over groups, which have to call
     them alike.
     """
-    results = []
-    num_targets, num_groups = config.evaluation.target_tokens, engine.data_parallel_size
-    num_scored = -(-len(windows) // num_groups) * num_groups
-    for context in config.evaluation_lengths(stage):
-        engine.scale_positions(scaling, max(1.0, context / stage.context_length))
-        sums = torch.zeros(num_scored, dtype=torch.float64)
-        mine = range(engine.data_parallel_rank, num_scored, num_groups)
-        at_once = max(1, len(windows[0]) // context)
-        for start in range(0, len(mine), at_once):
-            indices = list(mine[start : start + at_once])
-            parts = [windows[index % len(windows)][-context - 1 :] for index in indices]
-            batch = pack(parts, config.row_multiple(stage), corpus.end_of_document, num_targets)
-            sums[indices] = engine.window_losses(batch, len(parts)).cpu()
-        sums = engine.sum_over_ranks(sums)[: len(windows)]
-        means = (sums / num_targets).tolist()
-        nll = math.fsum(means) / len(means)
-        error = float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None
-        results.append({"context": context, "nll": nll, "standard_error": error, "windows": len(means)})
-        if on_length:
-            on_length(context, nll)
-    engine.scale_positions("none", 1.0)
-    return results
+    num_groups = engine.data_parallel_size
+    num_scored = -(-num_windows // num_groups) * num_groups
+    sums = torch.zeros(len(measures), num_scored, dtype=torch.float64)
+    mine = range(engine.data_parallel_rank, num_scored, num_groups)
+    for start in range(0, len(mine), at_once):
+        indices = list(mine[start : start + at_once])
+        batch = batch_of([index % num_windows for index in indices])
+        for row, measure in zip(sums, measures, strict=True):
+            row[indices] = measure(batch, len(indices)).cpu()
+    return engine.sum_over_ranks(sums)[:, :num_windows]
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """The mean and its standard error, None with one value."""
+    mean = math.fsum(values) / len(values)
+    return mean, float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None

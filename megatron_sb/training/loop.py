@@ -15,11 +15,12 @@ import torch
 
 from megatron_sb.config import StageConfig, TrainingConfig
 from megatron_sb.training.checkpoint import CheckpointDirectory, Progress
-from megatron_sb.training.data import Corpus, RowSampler, load_corpus, rows_ahead
-from megatron_sb.training.evaluate import choose_windows, evaluate, result_path
+from megatron_sb.training.data import rows_ahead
+from megatron_sb.training.evaluate import result_path
 from megatron_sb.training.profiler import ProfilerWindow
 from megatron_sb.training.report import Report, Step
 from megatron_sb.training.schedule import learning_rate
+from megatron_sb.training.task import Sampler, Task, load_task
 from megatron_sb.training.throughput import model_flops
 
 
@@ -69,26 +70,21 @@ class Job:
         self._stop = StopRequest()
         if config.initial_checkpoint and not (Path(config.initial_checkpoint) / ".metadata").exists():
             raise ValueError(f"initial_checkpoint = {config.initial_checkpoint!r} holds no checkpoint (no .metadata)")
-        self._corpus: Corpus = load_corpus(config)
-        self._windows = choose_windows(self._corpus, config)
+        self._task: Task = load_task(config)
 
     def describe(self) -> str:
-        """The documents, in one sentence."""
-        counts = self._corpus.fingerprint()
-        return (
-            f"{counts['train_documents']} training documents ({counts['train_tokens']:,} tokens), "
-            f"{counts['validation_documents']} held out; evaluation on {len(self._windows)} windows"
-        )
+        """What is trained on, in one sentence."""
+        return self._task.describe()
 
     def run(self) -> None:
         """Everything that is not done yet. Raises Interrupted when a signal asked for a stop."""
         for model in self._config.compare:
             directory = CheckpointDirectory(self._out / model / "checkpoints", self._config.checkpoint.keep)
             progress = directory.latest()
-            if progress is not None and progress.corpus != self._corpus.fingerprint():
+            if progress is not None and progress.corpus != self._task.fingerprint():
                 raise ValueError(
                     f"the documents changed since {directory.path(progress)} was saved: they were "
-                    f"{progress.corpus}, now {self._corpus.fingerprint()}"
+                    f"{progress.corpus}, now {self._task.fingerprint()}"
                 )
             names = [stage.name for stage in self._config.stages]
             for index, stage in enumerate(self._config.stages):
@@ -105,15 +101,9 @@ class Job:
         trained = progress is not None and (progress.stage, progress.step) == (stage.name, stage.steps)
         if trained and not self._scalings_to_evaluate(model, stage):
             return progress
-        config, corpus = self._config, self._corpus
-        engine = Engine(config, model, stage, corpus.vocab_size, self._device)
-        sampler = RowSampler(
-            corpus.train,
-            stage.context_length,
-            config.pad_multiple(stage),
-            corpus.end_of_document,
-            (config.seed, 1 + index),
-        )
+        config, task = self._config, self._task
+        engine = Engine(config, model, stage, task.vocab_size, self._device)
+        sampler = task.sampler(stage, index)
         if progress is not None:
             directory.load(engine, progress)
         elif config.initial_checkpoint:
@@ -122,7 +112,7 @@ class Job:
             sampler.load_state_dict(progress.sampler)
         else:
             tokens = progress.tokens if progress is not None else 0
-            progress = Progress(stage.name, 0, tokens, sampler.state_dict(), corpus.fingerprint())
+            progress = Progress(stage.name, 0, tokens, sampler.state_dict(), task.fingerprint())
         progress = self._train(model, stage, engine, sampler, directory, progress)
         self._evaluate(model, stage, engine)
         engine.close()
@@ -133,7 +123,7 @@ class Job:
         model: str,
         stage: StageConfig,
         engine: Any,
-        sampler: RowSampler,
+        sampler: Sampler,
         directory: CheckpointDirectory,
         progress: Progress,
     ) -> Progress:
@@ -157,7 +147,7 @@ class Job:
             )
             self._profiler.after(progress.step, model, stage.name)
             if self._report:
-                flops = model_flops(config, model, self._corpus.vocab_size, [row.cu_seqlens for row in step.rows])
+                flops = model_flops(config, model, self._task.vocab_size, [row.cu_seqlens for row in step.rows])
                 sticks = (remainder / counted, skipped / tiles if tiles else None) if observe else (None, None)
                 self._report.step(
                     model, stage, progress, Step(loss, norm, rate, flops, _peak_gib(self._device), *sticks)
@@ -176,15 +166,15 @@ class Job:
         return [scaling for scaling in scalings if not result_path(self._out, model, stage, scaling).exists()]
 
     def _evaluate(self, model: str, stage: StageConfig, engine: Any) -> None:
-        def on_length(context: int, nll: float) -> None:
+        def on_length(result: dict[str, Any]) -> None:
             if self._report:
-                self._report.message(f"  {model} / {stage.name}: context {context}, negative log-likelihood {nll:.4f}")
+                self._report.evaluated(model, stage, result)
             sums = engine.sum_over_ranks(torch.tensor(self._stop.flags(), dtype=torch.float64))
             if stop := StopRequest.agreed(sums.tolist()):
                 raise Interrupted(stop, f"while evaluating {model} / {stage.name}, whose checkpoint is saved")
 
         for scaling in self._scalings_to_evaluate(model, stage):
-            results = evaluate(engine, self._corpus, self._windows, self._config, stage, on_length, scaling)
+            results = self._task.evaluate(engine, stage, scaling, on_length)
             if self._report:
                 self._report.evaluation(model, stage, scaling, results)
 

@@ -111,6 +111,12 @@ class Report:
         """One line above the progress bar."""
         tqdm.write(text)
 
+    def evaluated(self, model: str, stage: StageConfig, result: dict[str, Any]) -> None:
+        """One line about an evaluation at one length."""
+        accuracy = f", accuracy {result['accuracy']:.1%}" if "accuracy" in result else ""
+        nll = f"negative log-likelihood {result['nll']:.4f}{accuracy}"
+        self.message(f"  {model} / {stage.name}: context {result['context']}, {nll}")
+
     def evaluation(self, model: str, stage: StageConfig, scaling: str, results: list[dict[str, Any]]) -> None:
         """Keep and show an evaluation. scaling: of rotary positions."""
         path = result_path(self.out, model, stage, scaling)

@@ -1,7 +1,11 @@
 """The command's arguments, what a sweep refuses and skips, and what an experiment leaves behind."""
 
 import json
+import os
+import signal
 import sys
+import threading
+import time
 import types
 from pathlib import Path
 
@@ -48,11 +52,57 @@ def test_what_makes_no_sweep_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failed_run_ends_the_sweep_and_says_why(tmp_path):
-    lots = "data.paths=[/nowhere]"
-    with pytest.raises(sweep.SweepStopped, match="data.paths: '/nowhere' names no file") as stop:
-        sweep.train_all(TINY, [Trial("one", (lots, "parallel.ranks=1", "stages.1.context_parallel_size=1"))], tmp_path)
-    assert stop.value.status == 2
+def run_instead(monkeypatch, code):
+    """Start python with this code in place of the trainer; returns the commands that would have been."""
+    command, commands = sweep._command, []
+
+    def instead(*arguments):
+        commands.append(command(*arguments))
+        return [sys.executable, "-c", code]
+
+    monkeypatch.setattr(sweep, "_command", instead)
+    return commands
+
+
+def test_a_failed_run_ends_the_sweep_and_says_why(tmp_path, monkeypatch):
+    commands = run_instead(monkeypatch, "print('this is why'); raise SystemExit(3)")
+    with pytest.raises(
+        sweep.SweepStopped, match=r"^one ended with status 3; the end of .*one\.log:\nthis is why$"
+    ) as stop:
+        sweep.train_all(TINY, [Trial("one", ("seed=3",)), Trial("two", ())], tmp_path)
+    assert stop.value.status == 3
+    assert [command[2:] for command in commands] == [
+        ["megatron_sb.training", TINY, "seed=3", "--out", str(tmp_path / "one")]
+    ]
+
+
+def test_what_was_begun_is_resumed(tmp_path, monkeypatch):
+    config = load_config(TINY)
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "config.yaml").write_text(to_yaml(config))
+    commands = run_instead(monkeypatch, "")
+    sweep.train_all(TINY, [Trial("one", ()), Trial("two", ())], tmp_path, jobs=2)
+    assert [command[-1] for command in commands] == ["--resume", str(tmp_path / "two")]
+
+
+def test_a_signal_reaches_the_runs(tmp_path, monkeypatch):
+    """They save, and the sweep says how it ended."""
+    saves = (
+        "import signal, time\ntry: print('began', flush=True), time.sleep(60)\nexcept KeyboardInterrupt: print('saved')"
+    )
+    run_instead(monkeypatch, saves)
+
+    def interrupt():
+        logs = [tmp_path / name for name in ("one.log", "two.log")]
+        while not all(log.exists() and "began" in log.read_text() for log in logs):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(sweep.SweepStopped, match="stopped by SIGTERM; the same command goes on") as stop:
+        sweep.train_all(TINY, [Trial("one", ()), Trial("two", ())], tmp_path, jobs=2)
+    assert stop.value.status == 128 + signal.SIGTERM
+    assert all((tmp_path / name).read_text().endswith("saved\n") for name in ("one.log", "two.log"))
 
 
 def test_the_command_hands_its_arguments_on(monkeypatch, capsys):
@@ -80,7 +130,7 @@ def test_the_command_hands_its_arguments_on(monkeypatch, capsys):
 def test_what_an_experiment_leaves_behind(tmp_path, capsys):
     table = tables.markdown_table(["pairs", "accuracy"], [["8", "0.5"]])
     assert table == "| pairs | accuracy |\n| --- | ---: |\n| 8 | 0.5 |\n"
-    with pytest.raises(ValueError, match="a row is .*2 cells are allowed"):
+    with pytest.raises(ValueError, match=r"a row is .*2 cells are allowed"):
         tables.markdown_table(["pairs", "accuracy"], [["8"]])
     figure, axes = pyplot.subplots()
     axes.plot([1, 2])

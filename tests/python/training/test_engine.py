@@ -15,12 +15,13 @@ def runs(tmp_path_factory):
 
 def assert_same_training(layouts, expected, loss, rest):
     """Losses, gradient norms and evaluated windows of each layout are those of one rank, and something was learned."""
-    assert expected["losses"][-1] < expected["losses"][0] - 0.3
+    assert expected["losses"][-1] < expected["losses"][0] - 0.3 and all(hits > 4 for hits in expected["hits"])
     for name, run in layouts.items():
         assert run["losses"] == pytest.approx(expected["losses"], abs=loss), name
         assert run["norms"] == pytest.approx(expected["norms"], rel=rest), name
         # A token between two experts that are all but equal to it may be sent to the other.
         assert run["windows"] == pytest.approx(expected["windows"], rel=rest), name
+        assert run["hits"] == pytest.approx(expected["hits"], abs=1), name  # of two tokens that are all but as likely
 
 
 @pytest.mark.parametrize(

@@ -175,14 +175,15 @@ def train(family: str, layout: dict, device: torch.device, checkpoint: Path, las
         norms.append(norm)
     rows = [sampler.read(row) for row in sampler.next_rows(4)]
     rows = [dataclasses.replace(row, cu_seqlens=row.cu_seqlens[[0, -1]]) for row in rows]
-    sums = torch.zeros(4, dtype=torch.float64)
+    sums = torch.zeros(2, 4, dtype=torch.float64)
     mine = rows[group::num_groups]
-    sums[group::num_groups] = engine.window_losses(PackedBatch.concatenate(mine), len(mine)).cpu()
-    windows = engine.sum_over_ranks(sums).tolist()
+    for row, measure in zip(sums, (engine.window_losses, engine.window_hits), strict=True):
+        row[group::num_groups] = measure(PackedBatch.concatenate(mine), len(mine)).cpu()
+    windows, hits = engine.sum_over_ranks(sums).tolist()
     engine.close()
     everywhere: list = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, counted[0])
-    return {"losses": losses, "norms": norms, "windows": windows, "counted": everywhere}
+    return {"losses": losses, "norms": norms, "windows": windows, "hits": hits, "counted": everywhere}
 
 
 def refused_checkpoint(folder: Path) -> str:

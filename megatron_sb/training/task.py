@@ -1,0 +1,84 @@
+"""What a job trains on and is measured by: rows with the labels whose loss counts, and an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from megatron_sb.config import StageConfig, TrainingConfig
+from megatron_sb.training.data import PackedBatch, Row, RowSampler, load_corpus
+from megatron_sb.training.evaluate import choose_windows, evaluate
+from megatron_sb.training.recall import RecallTask
+
+
+class Sampler(Protocol):
+    """An endless series of rows, the same for the same seed; a position in it is a few integers."""
+
+    def state_dict(self) -> dict[str, int]: ...
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+    def next_rows(self, count: int) -> Sequence[Row]: ...
+
+    def read(self, row: Row) -> PackedBatch: ...
+
+
+class Task(Protocol):
+    """vocab_size: before padding."""
+
+    vocab_size: int
+
+    def fingerprint(self) -> dict[str, int]:
+        """Tells whether a resumed run sees the data it started with."""
+
+    def describe(self) -> str:
+        """The data, in one sentence."""
+
+    def sampler(self, stage: StageConfig, index: int) -> Sampler:
+        """The training rows of a stage. index: the stage's, from 0."""
+
+    def evaluate(
+        self, engine: Any, stage: StageConfig, scaling: str, on_length: Callable[[dict[str, Any]], None] | None = None
+    ) -> list[dict[str, Any]]:
+        """One entry per context length: {"context", "nll" (nats per label), "standard_error", "windows"} and what else
+        the task measures. scaling, on_length: as in `evaluate.evaluate`.
+        """
+
+
+class TextTask:
+    """Next tokens of documents; evaluated by context length."""
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self._config = config
+        self._corpus = load_corpus(config)
+        self._windows = choose_windows(self._corpus, config)
+        self.vocab_size = self._corpus.vocab_size
+
+    def fingerprint(self) -> dict[str, int]:
+        """As `Task.fingerprint`."""
+        return self._corpus.fingerprint()
+
+    def describe(self) -> str:
+        """As `Task.describe`."""
+        counts = self._corpus.fingerprint()
+        return (
+            f"{counts['train_documents']} training documents ({counts['train_tokens']:,} tokens), "
+            f"{counts['validation_documents']} held out; evaluation on {len(self._windows)} windows"
+        )
+
+    def sampler(self, stage: StageConfig, index: int) -> RowSampler:
+        """As `Task.sampler`."""
+        config, corpus = self._config, self._corpus
+        padding = config.pad_multiple(stage), corpus.end_of_document
+        return RowSampler(corpus.train, stage.context_length, *padding, (config.seed, 1 + index))
+
+    def evaluate(
+        self, engine: Any, stage: StageConfig, scaling: str, on_length: Callable[[dict[str, Any]], None] | None = None
+    ) -> list[dict[str, Any]]:
+        """As `Task.evaluate`."""
+        return evaluate(engine, self._corpus, self._windows, self._config, stage, on_length, scaling)
+
+
+def load_task(config: TrainingConfig) -> Task:
+    """What config.data says. Raises ValueError when it cannot be had."""
+    return RecallTask(config) if config.data.kind == "recall" else TextTask(config)

@@ -1,0 +1,128 @@
+"""Recall by rule: every label by reading the sequence again, rows, and what is evaluated."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_sb.config import ConfigError, load_config
+from megatron_sb.training.data import rows_ahead
+from megatron_sb.training.recall import RecallRule, labelled
+from megatron_sb.training.task import load_task
+
+SMALL = Path(__file__).parents[3] / "configs" / "mqrar_small.yaml"
+
+
+def answers_by_reading(tokens, num_keys):
+    """Position -> value that its key had last, from the tokens alone."""
+    held, answers = {}, {}
+    for position, token in enumerate(tokens):
+        if position % 2 == 0:
+            assert token < num_keys
+            if token in held:
+                answers[position] = held[token]
+        else:
+            assert token >= num_keys
+            held[tokens[position - 1]] = token
+    return answers
+
+
+def check_sequence(batch, num_keys, num_answers):
+    answers = answers_by_reading(batch.tokens.tolist(), num_keys)
+    assert {int(at): int(batch.labels[at]) for at in np.flatnonzero(batch.counted)} == answers
+    assert len(answers) == num_answers
+
+
+@pytest.mark.parametrize(("num_pairs", "num_keys", "length"), [(1, 1, 4), (5, 9, 64), (32, 32, 66), (192, 4096, 768)])
+def test_labels_are_the_latest_values(num_pairs, num_keys, length):
+    rule = RecallRule(num_pairs, num_keys, 7, length)
+    keys_seen, tokens_seen = set(), set()
+    for seed in range(20):
+        batch = rule.draw([seed])
+        check_sequence(batch, num_keys, rule.num_answers)
+        first = batch.tokens[: 2 * num_pairs : 2]
+        assert len(set(first)) == num_pairs and not batch.counted[: 2 * num_pairs].any()
+        assert set(batch.tokens[::2]) == set(first) and batch.tokens.max() < num_keys + 7
+        assert batch.cu_seqlens.tolist() == [0, length]
+        keys_seen.update(first.tolist())
+        tokens_seen.add(tuple(batch.tokens))
+    assert len(keys_seen) >= min(num_keys, 4 * num_pairs) and (num_keys == 1 or len(tokens_seen) == 20)
+    assert (rule.draw([3]).tokens == rule.draw([3]).tokens).all()
+
+
+def test_the_example_of_the_docstring():
+    batch = labelled(np.frombuffer(b"BPEXZEBEB", dtype=np.uint8), np.array([6, 4, 3, 1, 2, 2, 1, 5, 4]))
+    assert np.flatnonzero(batch.counted).tolist() == [10, 12, 14, 16]
+    assert batch.labels[batch.counted].tolist() == [3, 6, 2, 1]
+
+
+def test_rows_go_on_and_are_none_of_the_evaluated():
+    config = load_config(SMALL)
+    task, stage = load_task(config), config.stages[0]
+    straight, again = task.sampler(stage, 0), task.sampler(stage, 0)
+    rows = straight.next_rows(9)
+    assert {row.num_tokens for row in rows} == {straight.read(row).counted.sum() for row in rows}
+    state = next(rows_ahead(again, 4, 2, group=0, num_groups=1, rows_per_micro_batch=2)).sampler
+    resumed = task.sampler(stage, 0)
+    resumed.load_state_dict(state)
+    assert [row.index for row in resumed.next_rows(5)] == [row.index for row in rows[4:]]
+    other_stage = task.sampler(stage, 1)
+    drawn = {tuple(straight.read(row).tokens) for row in rows}
+    assert drawn.isdisjoint(tuple(other_stage.read(row).tokens) for row in other_stage.next_rows(9))
+    rule = task.rule(stage)
+    assert drawn.isdisjoint(tuple(rule.draw([config.seed, 0, index]).tokens) for index in range(9))
+
+
+class HalfRight:
+    """Scores whoever asks: every second answer of a sequence is hit, each label costs its place among the values."""
+
+    data_parallel_rank, data_parallel_size = 0, 1
+
+    def window_losses(self, batch, num_windows):
+        losses = (batch.labels - 16) * batch.counted
+        return torch.from_numpy(np.add.reduceat(losses, batch.cu_seqlens[:-1])).double()
+
+    def window_hits(self, batch, num_windows):
+        counts = np.add.reduceat(batch.counted.astype(int), batch.cu_seqlens[:-1])
+        assert len(counts) == num_windows
+        return torch.from_numpy(counts // 2).double()
+
+    def sum_over_ranks(self, sums):
+        return sums
+
+
+def test_accuracy_is_of_answers():
+    small = ["data.num_pairs=4", "data.num_keys=16", "data.num_values=4", "stages.0.context_length=48"]
+    config = load_config(SMALL, [*small, "evaluation.windows=70"])
+    seen = []
+    (result,) = load_task(config).evaluate(HalfRight(), config.stages[0], "none", seen.append)
+    assert result["accuracy"] == 0.5 and result["accuracy_standard_error"] == 0
+    assert result["nll"] == pytest.approx(1.5, abs=0.1) and result["standard_error"] < 0.1
+    assert (result["context"], result["windows"], seen) == (48, 70, [result])
+
+
+REFUSALS = {
+    "data.num_pairs=null": r"data\.kind = 'recall' needs data\.num_pairs",
+    "data.num_keys=7": r"data\.num_pairs = 8 exceeds data\.num_keys = 7",
+    "data.vocab_size=99": r"data\.vocab_size = 99 contradicts data\.kind = 'recall'",
+    "data.paths=[a]": r"data\.paths = \['a'\] contradicts data\.kind = 'recall'",
+    "data.kind=text": r"data\.num_pairs = 8 contradicts data\.kind = 'text': it is for 'recall'",
+    "stages.0.context_length=16": r"context_length = 16 must be even and more than 2 \* data\.num_pairs = 16",
+    "stages.0.context_length=63": r"context_length = 63 must be even",
+    "attention.softmax_rope={evaluated_scalings: [ntk]}": r"\['ntk'\] contradicts data\.kind = 'recall'",
+}
+
+
+@pytest.mark.parametrize("override", REFUSALS)
+def test_refused_by_name(override):
+    with pytest.raises(ConfigError, match=REFUSALS[override]):
+        load_config(SMALL, ["data.num_pairs=8", override])
+
+
+def test_tasks_have_one_form():
+    assert load_task(load_config(SMALL)).vocab_size == load_config(SMALL).vocab_size
+    text = load_task(load_config(SMALL.with_name("tiny_context_extension.yaml")))
+    stand_in = SimpleNamespace(**text.fingerprint())
+    assert text.vocab_size == 257 and f"{stand_in.train_documents} training documents" in text.describe()
