@@ -13,6 +13,7 @@ import sys
 
 # Name on the command line -> module.
 EXPERIMENTS: dict[str, str] = {
+    "attention-picture": "megatron_sb.experiments.attention_picture",
     "mqrar": "megatron_sb.experiments.mqrar",
 }
 

@@ -27,7 +27,7 @@ from megatron_sb.megatron.backends import MegatronBackend, TorchBackend
 from megatron_sb.megatron.core_attention import shared_plans
 from megatron_sb.megatron.model import build_model
 from megatron_sb.megatron.softmax_attention import set_rotary_scaling
-from megatron_sb.megatron.statistics import AttentionCounts, observed
+from megatron_sb.megatron.statistics import AttentionCounts, AttentionInputs, captured, observed
 from megatron_sb.softmax import RotaryScaling
 
 
@@ -109,12 +109,27 @@ class Engine:
         """This rank's share of the summed loss of every sequence in the batch: float64 (num_windows,); add them over
         the ranks that share the batch.
         """
-        return self._sum_windows(batch, num_windows, hits=False)
+        return self._sum_windows(batch, num_windows, "losses")
 
     @torch.no_grad()
     def window_hits(self, batch: Batch, num_windows: int) -> Tensor:
         """As `window_losses`, how many of the labels that count are the likeliest token."""
-        return self._sum_windows(batch, num_windows, hits=True)
+        return self._sum_windows(batch, num_windows, "hits")
+
+    @torch.no_grad()
+    def likeliest_tokens(self, batch: Batch) -> Tensor:
+        """The likeliest token after each token: int64 (t,), on the CPU. Of this rank's part of the batch."""
+        self._model.eval()
+        likeliest, _, _ = self._forward(self._model, batch, batch.counted, "likeliest")
+        return likeliest.cpu()
+
+    def attention_inputs(self, batch: Batch) -> list[AttentionInputs]:
+        """What every stick-breaking layer attends with, in the order of the layers. Of this rank's part of the batch
+        and of the heads. Raises ValueError for a model without such layers.
+        """
+        with captured(self._model) as inputs:
+            self.likeliest_tokens(batch)
+        return inputs
 
     def scale_positions(self, kind: str, factor: float) -> None:
         """How rotary positions are scaled from now on: `megatron_sb.softmax.RotaryScaling`."""
@@ -142,10 +157,10 @@ class Engine:
         shared_plans.clear()
         parallel_state.destroy_model_parallel()
 
-    def _sum_windows(self, batch: Batch, num_windows: int, *, hits: bool) -> Tensor:
+    def _sum_windows(self, batch: Batch, num_windows: int, wanted: str) -> Tensor:
         self._model.eval()
         window = torch.arange(num_windows).repeat_interleave(torch.from_numpy(batch.cu_seqlens).diff())
-        scores, counted, window = self._forward(self._model, batch, window.numpy(), hits=hits)
+        scores, counted, window = self._forward(self._model, batch, window.numpy(), wanted)
         sums = torch.zeros(num_windows, dtype=torch.float64, device=self._device)
         return sums.index_add_(0, window, (scores * counted).double())
 
@@ -162,9 +177,10 @@ class Engine:
             shared = 1
         MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(shared / num_tokens, device=self._device))
 
-    def _forward(self, model, batch: Batch, extra, *, hits: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Token losses, or with hits whether each label is the likeliest token; which of them count, and this rank's
-        part of `extra`: (t / cp,) each.
+    def _forward(self, model, batch: Batch, extra, wanted: str = "losses") -> tuple[Tensor, Tensor, Tensor]:
+        """What is wanted of each token, which of them count, and this rank's part of `extra`: (t / cp,) each.
+
+        wanted: its "losses", the "likeliest" token after it, or "hits", whether that is its label.
         """
         cu_seqlens = torch.from_numpy(batch.cu_seqlens)
         columns = [torch.from_numpy(column).long() for column in (batch.tokens, batch.labels, batch.counted, extra)]
@@ -189,9 +205,9 @@ class Engine:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         )
-        if hits:
-            logits = model(tokens[None], None, None, packed_seq_params=packed)[0]
-            likeliest = gather_from_tensor_model_parallel_region(logits)[:, : self._vocab_size].argmax(dim=-1)
-            return likeliest == labels, counted, extra
-        losses = model(tokens[None], None, None, labels=labels[None], packed_seq_params=packed)
-        return losses[0], counted, extra
+        if wanted == "losses":
+            losses = model(tokens[None], None, None, labels=labels[None], packed_seq_params=packed)
+            return losses[0], counted, extra
+        logits = model(tokens[None], None, None, packed_seq_params=packed)[0]
+        likeliest = gather_from_tensor_model_parallel_region(logits)[:, : self._vocab_size].argmax(dim=-1)
+        return likeliest == labels if wanted == "hits" else likeliest, counted, extra

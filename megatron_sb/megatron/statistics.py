@@ -1,4 +1,6 @@
-"""How a model's stick-breaking attention uses its sticks: what is left of them, and how much work that saves."""
+"""How a model's stick-breaking attention uses its sticks: what is left of them, how much work that saves, and what it
+attends with.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +59,41 @@ def observed(model: torch.nn.Module, device: torch.device) -> Iterator[list[Atte
     hooks = [core.register_forward_hook(look, with_kwargs=True) for core in cores]
     try:
         yield counts
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What a layer attended with, on the CPU. query: (t, h, d), key: (t, g, d), packed; scale, attend_current: as in
+    `functional.stickbreaking_attention`.
+    """
+
+    query: Tensor
+    key: Tensor
+    scale: float
+    attend_current: bool
+
+
+@contextlib.contextmanager
+def captured(model: torch.nn.Module) -> Iterator[list[AttentionInputs]]:
+    """Keep what every stick-breaking layer attends with in a forward of packed sequences; yields the list that grows.
+
+    Raises ValueError for a model without such layers.
+    """
+    found: list[AttentionInputs] = []
+
+    def keep(module: StickBreakingCoreAttention, args: tuple) -> None:
+        query, key = (x.detach().cpu() for x in args[:2])
+        found.append(AttentionInputs(query, key, module.scale, module.options.attend_current))
+
+    cores = [module for module in model.modules() if isinstance(module, StickBreakingCoreAttention)]
+    if not cores:
+        raise ValueError("the model has no stick-breaking layer to look into")
+    hooks = [core.register_forward_pre_hook(keep) for core in cores]
+    try:
+        yield found
     finally:
         for hook in hooks:
             hook.remove()

@@ -181,7 +181,7 @@ def _say(text: str) -> None:
 def run_rank(config: TrainingConfig, command: Command) -> NoReturn:
     """Be one rank of a job; ends the process (static destructors of process groups may abort it otherwise)."""
     _end_with_parent()
-    _quieten()
+    quieten()
     try:
         status = _run_rank(config, command)
     except Exception:  # the traceback is the message; the launcher ends the other ranks
@@ -360,7 +360,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _quieten() -> None:
+def quieten() -> None:
     """Megatron-Core tells of every optional package that is absent, torch of a CUDA toolkit without a GPU."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

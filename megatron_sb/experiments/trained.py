@@ -1,0 +1,67 @@
+"""A trained model in this process, for an experiment that asks it something."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_sb.config import ConfigError, TrainingConfig, load_config
+from megatron_sb.experiments import sweep
+
+LAYOUT = ("parallel.ranks=1", "parallel.tensor_parallel_size=1", "parallel.sequence_parallel=false")
+
+
+def trained_run(options: argparse.Namespace, config: TrainingConfig) -> Path:
+    """The folder of a finished run of the configuration: the configuration's own where that is RUN/config.yaml of a
+    finished run and nothing is set over it, else OUT/trained, which is trained first unless it is done.
+    """
+    here = Path(options.config)
+    if here.name == "config.yaml" and not options.set and sweep.is_done(config, here.parent):
+        return here.parent
+    out = sweep.output_folder(options)
+    sweep.train_all(options.config, [sweep.Trial("trained", tuple(options.set))], out)
+    return out / "trained"
+
+
+@contextlib.contextmanager
+def trained_engine(run: Path, config: TrainingConfig, model: str) -> Iterator[Any]:
+    """An `Engine` of the last stage with a run's newest weights of one of its models, alone on one device.
+
+    Raises ValueError where the configuration wants a GPU and there is none, FileNotFoundError without a checkpoint.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from megatron_sb.training.launch import quieten
+
+    quieten()
+    from megatron_sb.megatron.engine import Engine
+
+    cuda = config.parallel.device != "cpu" and torch.cuda.is_available()
+    if config.parallel.device == "cuda" and not cuda:
+        raise ConfigError("parallel.device is 'cuda' and there is no GPU; its checkpoints need one")
+    checkpoint = sweep.newest_checkpoint(run, model)
+    if cuda:
+        torch.cuda.set_device(0)
+    dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+        engine = Engine(config, model, config.stages[-1], config.vocab_size, device)
+        try:
+            engine.load(checkpoint)
+            yield engine
+        finally:
+            engine.close()
+    finally:
+        dist.destroy_process_group()
+
+
+def on_one_rank(run: Path) -> TrainingConfig:
+    """A run's configuration, for one rank."""
+    path = run / "config.yaml"
+    stages = range(len(load_config(path).stages))
+    alone = (f"stages.{index}.context_parallel_size=1" for index in stages)
+    return load_config(path, [*LAYOUT, *alone])
