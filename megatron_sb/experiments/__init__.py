@@ -15,6 +15,7 @@ import sys
 EXPERIMENTS: dict[str, str] = {
     "attention-picture": "megatron_sb.experiments.attention_picture",
     "mqrar": "megatron_sb.experiments.mqrar",
+    "needles": "megatron_sb.experiments.needles",
 }
 
 

@@ -96,7 +96,7 @@ def load_corpus(config: TrainingConfig) -> Corpus:
     """
     data = config.data
     if data.kind == "text":
-        documents: Any = TextDocuments(_find_files(data))
+        documents: Any = TextDocuments(find_files(data))
         vocab_size, end_of_document = BYTE_VOCAB_SIZE, BYTE_END_OF_DOCUMENT
     else:
         from megatron_sb.megatron.indexed_documents import IndexedDocuments
@@ -115,7 +115,7 @@ def load_corpus(config: TrainingConfig) -> Corpus:
     return Corpus(Subset(documents, train), Subset(documents, validation), vocab_size, end_of_document)
 
 
-def _find_files(data: DataConfig) -> list[Path]:
+def find_files(data: DataConfig) -> list[Path]:
     """Files in a fixed order: the order of data.paths, sorted by relative path within each."""
     found: dict[Path, None] = {}
     for entry in data.paths:

@@ -1,0 +1,27 @@
+"""Variables that are assigned from one another, scattered over noise: which of them hold a value (RULER's vt)."""
+
+from __future__ import annotations
+
+import string
+
+import numpy as np
+
+from megatron_sb.experiments.ruler.sample import Sample, fitted
+from megatron_sb.experiments.ruler.texts import Texts
+
+NUM_HOPS = 4  # RULER's: five variables of one chain
+
+
+def variable_tracking(generator: np.random.Generator, length: int, texts: Texts) -> Sample:
+    """One chain of NUM_HOPS assignments in the order of the text; the answers are its variables in that order."""
+    letters = list(string.ascii_uppercase)
+    names: dict[str, None] = {}
+    while len(names) < 1 + NUM_HOPS:
+        names["".join(generator.choice(letters, 5))] = None
+    chain = list(names)
+    value = str(generator.integers(10_000, 100_000))
+    steps = [
+        f"VAR {name} = {source}." for name, source in zip(chain, [value, *(f"VAR {n}" for n in chain)], strict=False)
+    ]
+    asked = f"Which variables hold the value {value}? The variables that hold the value {value} are: "
+    return fitted(generator, length, texts.noise(), steps, asked, chain, shuffled=False)
