@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     ]
     heads = dict(zip(names, (head for by_head in weights for head in by_head), strict=True))
     answers = likeliest.numpy() - config.data.num_keys
-    found = [found_at(position, batch, heads, answers, words) for position in np.flatnonzero(batch.counted)]
+    found = [found_at(position, heads, answers, words) for position in np.flatnonzero(batch.counted)]
     results = {"model": model, "sequence": options.sequence, "queries": found}
     results["attention"] = {name: np.round(head, 4).tolist() for name, head in heads.items()}
     tables.write_results(sweep.output_folder(options), results, table_of(found, list(heads)), draw(heads, words, found))
@@ -95,9 +95,7 @@ def weights_of(layer: Any) -> np.ndarray:
     )
 
 
-def found_at(
-    position: int, batch: Any, heads: dict[str, np.ndarray], answers: np.ndarray, words: Sequence[str]
-) -> dict[str, Any]:
+def found_at(position: int, heads: dict[str, np.ndarray], answers: np.ndarray, words: Sequence[str]) -> dict[str, Any]:
     """A query's right and given answer, and for every head how much the query gives to the value that it had last, and
     that value to its key.
     """
@@ -131,7 +129,7 @@ def draw(heads: dict[str, np.ndarray], words: Sequence[str], found: Sequence[dic
     """A heat map for each head; the queries' right values are framed."""
     from megatron_sb.training.plots import pyplot
 
-    figure, grid = pyplot.subplots(1, len(heads), figsize=(5 * len(heads), 5), squeeze=False)
+    figure, grid = pyplot.subplots(1, len(heads), figsize=(5 * len(heads), 5.4), squeeze=False)
     for (name, head), axes in zip(heads.items(), grid[0], strict=True):
         axes.imshow(head, cmap="Blues", vmin=0, vmax=1)
         axes.set_xticks(range(len(words)), words)

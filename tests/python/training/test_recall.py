@@ -1,7 +1,6 @@
 """Recall by rule: every label by reading the sequence again, rows, and what is evaluated."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -61,6 +60,7 @@ def test_the_example_of_the_docstring():
 def test_rows_go_on_and_are_none_of_the_evaluated():
     config = load_config(SMALL)
     task, stage = load_task(config), config.stages[0]
+    assert task.vocab_size == config.vocab_size == 16 + 16
     straight, again = task.sampler(stage, 0), task.sampler(stage, 0)
     rows = straight.next_rows(9)
     assert {row.num_tokens for row in rows} == {straight.read(row).counted.sum() for row in rows}
@@ -119,10 +119,3 @@ REFUSALS = {
 def test_refused_by_name(override):
     with pytest.raises(ConfigError, match=REFUSALS[override]):
         load_config(SMALL, ["data.num_pairs=8", override])
-
-
-def test_tasks_have_one_form():
-    assert load_task(load_config(SMALL)).vocab_size == load_config(SMALL).vocab_size
-    text = load_task(load_config(SMALL.with_name("tiny_context_extension.yaml")))
-    stand_in = SimpleNamespace(**text.fingerprint())
-    assert text.vocab_size == 257 and f"{stand_in.train_documents} training documents" in text.describe()
