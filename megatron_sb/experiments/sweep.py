@@ -58,7 +58,8 @@ def train_all(config_path: str, trials: Sequence[Trial], out: Path, jobs: int = 
     """Train every trial that is not done, `jobs` at a time, in out/NAME, its output in out/NAME.log.
 
     A trial is done when every model of its configuration has been evaluated after the last stage. SIGINT and SIGTERM
-    let the runs save and stop; the same call goes on from there. Each run sees one GPU where jobs > 1, by turns.
+    let the runs save and stop, a second one ends them without; the same call goes on from there. Where jobs > 1, each
+    run sees one GPU, by turns.
     Raises ValueError for a configuration that is refused, also because out/NAME was begun with another one, before
     anything runs; SweepStopped when a run fails or a signal has come, once the others have saved.
     """
@@ -89,7 +90,7 @@ def train_all(config_path: str, trials: Sequence[Trial], out: Path, jobs: int = 
                     raise SweepStopped(f"stopped by {name}; the same command goes on", 128 + received[0])
                 time.sleep(POLL_SECONDS)
         finally:
-            _stop([slot[1] for slot in slots if slot])
+            _stop([slot[1] for slot in slots if slot], received)
 
 
 def is_done(config: TrainingConfig, folder: Path) -> bool:
@@ -155,12 +156,15 @@ def _failure(trial: Trial, status: int, out: Path) -> SweepStopped:
     return SweepStopped(f"{trial.name} ended with status {status}; the end of {log}:\n{tail}", abs(status))
 
 
-def _stop(processes: list[subprocess.Popen]) -> None:
-    """Let runs save and end; the launcher of each bounds how long that takes."""
-    for process in processes:
-        process.send_signal(signal.SIGINT)
-    for process in processes:
-        process.wait()
+def _stop(processes: list[subprocess.Popen], received: list[int]) -> None:
+    """Let runs save and end, and where a second signal comes, end without. Their launchers bound how long it takes."""
+    told = 0
+    while any(process.poll() is None for process in processes):
+        if told < max(1, min(len(received), 2)):
+            told += 1
+            for process in processes:
+                process.send_signal(signal.SIGINT)
+        time.sleep(POLL_SECONDS)
 
 
 @contextlib.contextmanager
