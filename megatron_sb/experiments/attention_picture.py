@@ -105,7 +105,7 @@ def found_at(position: int, heads: dict[str, np.ndarray], answers: np.ndarray, w
         "position": int(position),
         "key": words[position],
         "right": words[value],
-        "answer": str(answers[position]),
+        "answer": str(answers[position]) if answers[position] >= 0 else "a key",
         "value_at": value,
         "query_to_value": {name: float(head[position, value]) for name, head in heads.items()},
         "value_to_key": {name: float(head[value, key]) for name, head in heads.items()},
