@@ -7,13 +7,11 @@ and ``"whole_stream"`` cuts the stream whatever the documents. Rows beyond the l
 are cut as one more document would be.
 """
 
-import math
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_sb.functional import DEFAULT_MASS_THRESHOLD
+from megatron_sb.functional import DEFAULT_MASS_THRESHOLD, _variant
 
 
 def _group_name(group: object, argument: str = "cp_group") -> str:
@@ -158,6 +156,8 @@ def context_parallel_attention(
     scale: float | None = None,
     attend_current: bool = False,
     mass_threshold: float = DEFAULT_MASS_THRESHOLD,
+    logits: str = "dot",
+    forget_gate: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend over a sequence of which this rank holds a part; the answer is that of one rank with the whole of it.
 
@@ -191,7 +191,8 @@ def context_parallel_attention(
         hierarchical_groups: (a2a group, p2p group) of this rank, for "a2a+p2p", as Megatron makes them: rank of the
             context-parallel group = rank in the p2p group * size of the a2a group + rank in the a2a group.
         return_mass: return the mass too.
-        scale, attend_current, mass_threshold: as in `stickbreaking_attention`.
+        scale, attend_current, mass_threshold, logits: as in `stickbreaking_attention`.
+        forget_gate: as there, of the local keys: (b, s_local, h_kv) or (t_local, h_kv).
 
     Returns:
         o (b, s_local, h, d_v) or (t_local, h, d_v) in q's dtype; with return_mass also mass (b, h, s_local) or
@@ -210,8 +211,7 @@ def context_parallel_attention(
     for name, value in (("q", q), ("k", k), ("v", v)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} is {type(value).__name__}; a torch.Tensor is allowed")
-    if scale is None:
-        scale = 1 / math.sqrt(max(1, q.shape[-1]))
+    variant = _variant(logits, forget_gate)
     heads_group, keys_group = _hierarchy(hierarchical_groups, comm)
     o, mass = torch.ops.megatron_sb.context_parallel_attention(
         q,
@@ -225,6 +225,7 @@ def context_parallel_attention(
         attend_current,
         mass_threshold,
         return_mass,
+        **variant,
     )
     return (o, mass) if return_mass else o
 

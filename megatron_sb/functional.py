@@ -2,17 +2,33 @@
 
 z_ij = scale * q_j . k_i,  beta = sigmoid(z),  A_ij = beta_ij * prod_{i<k<j} (1 - beta_kj)     (paper eq. 1)
 o_j = sum_i A_ij v_i,      mass_j = prod_k (1 - beta_kj) = 1 - sum_i A_ij, the stick that is left
+
+Variants of the logit: z_ij = -scale * |q_j - k_i|^2 (logits="euclidean"), beta_ij = f_i * sigmoid(z_ij) (forget_gate).
 """
 
 import torch
 from torch import Tensor
 
 DEFAULT_MASS_THRESHOLD = 2.0**-24
+LOGITS = ("dot", "euclidean")
 
 
 def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is {type(value).__name__}; a torch.Tensor is allowed")
+
+
+def _variant(logits: object, forget_gate: object) -> dict[str, object]:
+    """The operators' arguments for the variant of the logit."""
+    _check_logits(logits)
+    if forget_gate is not None:
+        _check_tensor("forget_gate", forget_gate)
+    return {"forget_gate": forget_gate, "euclidean": logits == "euclidean"}
+
+
+def _check_logits(logits: object) -> None:
+    if logits not in LOGITS:
+        raise ValueError(f"logits is {logits!r}; {' and '.join(map(repr, LOGITS))} are allowed")
 
 
 def _check_counts(sizes: dict[str, object]) -> None:
@@ -46,6 +62,8 @@ def stickbreaking_attention(
     attend_current: bool = False,
     mass_threshold: float = DEFAULT_MASS_THRESHOLD,
     return_mass: bool = False,
+    logits: str = "dot",
+    forget_gate: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend by breaking a stick over the keys, newest first (Tan et al., arXiv 2410.17980, eq. 1).
 
@@ -56,11 +74,16 @@ def stickbreaking_attention(
         k: (b, s_k, h_kv, d), s_k >= s: the queries are the last s positions. h is a multiple of h_kv; query head i
             reads key head i // (h / h_kv).
         v: (b, s_k, h_kv, d_v).
-        scale: factor of the logits; 1 / sqrt(d) by default.
+        scale: factor of the logits; 1 / sqrt(d) by default, and 1 for Euclidean ones.
         attend_current: let position j attend to itself too (keys i <= j instead of i < j).
         mass_threshold: a row whose mass is below this is used up; older keys that only such rows see are skipped.
             Changes o by at most mass_threshold * max |v|. 0 turns skipping off.
         return_mass: return the mass too.
+        logits: "dot", z_ij = scale * q_j . k_i, or "euclidean", z_ij = -scale * |q_j - k_i|^2 (NU-CS-2024-15); the
+            latter takes 8 more columns of q and k, so that d is 248 at most.
+        forget_gate: f (b, s_k, h_kv) in (0, 1], for beta_ij = f_i * sigmoid(z_ij), in q's dtype or in fp32 (fp64 for
+            fp64), which keeps 1 - f of a gate that is nearly open; clamped to [0, 1]. Its gradient is rounded to q's
+            dtype.
 
     Returns:
         o (b, s, h, d_v) in q's dtype; with return_mass also mass (b, h, s), fp32 (fp64 for fp64). Once a row is used up
@@ -72,7 +95,13 @@ def stickbreaking_attention(
     for name, value in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, value)
     o, mass = torch.ops.megatron_sb.attention(
-        q, k, v, scale=scale, attend_current=attend_current, mass_threshold=mass_threshold
+        q,
+        k,
+        v,
+        scale=scale,
+        attend_current=attend_current,
+        mass_threshold=mass_threshold,
+        **_variant(logits, forget_gate),
     )
     return (o, mass) if return_mass else o
 
@@ -90,6 +119,8 @@ def stickbreaking_attention_varlen(
     attend_current: bool = False,
     mass_threshold: float = DEFAULT_MASS_THRESHOLD,
     return_mass: bool = False,
+    logits: str = "dot",
+    forget_gate: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Stick-breaking attention over packed documents, each by itself.
 
@@ -102,7 +133,8 @@ def stickbreaking_attention_varlen(
         max_seqlen: not needed; checked against cu_seqlens where that is on the CPU.
         cu_seqlens_k: the same for the keys where they differ; per document the queries are the last of its keys.
         max_seqlen_k: as max_seqlen, for the keys.
-        scale, attend_current, mass_threshold, return_mass: as in `stickbreaking_attention`.
+        scale, attend_current, mass_threshold, return_mass, logits: as in `stickbreaking_attention`.
+        forget_gate: as there, (t_k, h_kv).
 
     Returns:
         o (t, h, d_v) in q's dtype; with return_mass also mass (h, t), fp32 (fp64 for fp64). Rows beyond the last
@@ -118,7 +150,15 @@ def stickbreaking_attention_varlen(
     _check_max_seqlen("max_seqlen", max_seqlen, cu_seqlens)
     _check_max_seqlen("max_seqlen_k", max_seqlen_k, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
     o, mass = torch.ops.megatron_sb.attention_varlen(
-        q, k, v, cu_seqlens, cu_seqlens_k, scale=scale, attend_current=attend_current, mass_threshold=mass_threshold
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens_k,
+        scale=scale,
+        attend_current=attend_current,
+        mass_threshold=mass_threshold,
+        **_variant(logits, forget_gate),
     )
     return (o, mass) if return_mass else o
 

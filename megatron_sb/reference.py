@@ -4,7 +4,8 @@ For query j and key i (Tan et al., Stick-breaking attention, arXiv 2410.17980, e
 
     beta_ij = sigmoid(z_ij)      log A_ij = log beta_ij + sum_{i<k<j} log(1 - beta_kj)      o_j = sum_i A_ij v_i
 
-and the mass, the stick that is left, is prod_k (1 - beta_kj). Sums of logarithms in float64 hold every regime, from
+and the mass, the stick that is left, is prod_k (1 - beta_kj); with Euclidean logits z_ij = -scale * |q_j - k_i|^2, with
+a forget gate beta_ij = f_i * sigmoid(z_ij). Sums of logarithms in float64 hold every regime, from
 logits of -30 over many thousand keys to a stick used up by the first of them. It shares no code with the operators, is
 differentiated by autograd, and takes O(L) memory times a block of query rows: slow, and good to some 16K keys.
 """
@@ -28,6 +29,8 @@ def stickbreaking_attention(
     attend_current: bool = False,
     mass_threshold: float = 2**-24,
     return_mass: bool = False,
+    logits: str = "dot",
+    forget_gate: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Stick-breaking attention in float64, whatever dtype comes in.
 
@@ -35,10 +38,12 @@ def stickbreaking_attention(
         q: (b, s, h, d). Where s < s_k the queries are the last s positions.
         k: (b, s_k, h_kv, d), h a multiple of h_kv.
         v: (b, s_k, h_kv, d_v).
-        scale: of the logits; None means 1/sqrt(d).
+        scale: of the logits; None means 1/sqrt(d), and 1 for Euclidean ones.
         attend_current: whether the key at a query's own position takes part.
         mass_threshold: taken so that the signature is the operator's; nothing is ever skipped here.
         return_mass: whether to return the mass beside the output.
+        logits: "dot" or "euclidean".
+        forget_gate: (b, s_k, h_kv), f of each key, or None for 1.
 
     Returns:
         o: (b, s, h, d_v) float64, and if asked for mass: (b, h, s) float64.
@@ -53,9 +58,11 @@ def stickbreaking_attention(
         raise ValueError(f"q has {num_queries} positions and k has {num_keys}: every query needs its own position in k")
     if num_kv_heads == 0 or num_heads % num_kv_heads:
         raise ValueError(f"q has {num_heads} heads, which is not a multiple of the {num_kv_heads} of k")
-    scale = head_dim**-0.5 if scale is None else scale
-    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
-    k, v = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (k, v))
+    if scale is None:
+        scale = 1.0 if logits == "euclidean" else head_dim**-0.5
+    gate = k.new_ones(k.shape[:3]) if forget_gate is None else forget_gate
+    q, k, v, gate = (x.double().transpose(1, 2) for x in (q, k, v, gate))
+    k, v, gate = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (k, v, gate))
 
     rows = max(1, _MAX_WEIGHTS_PER_BLOCK // max(1, q.shape[0] * num_heads * num_keys))
     outputs, masses = [], []
@@ -63,7 +70,8 @@ def stickbreaking_attention(
         end = min(begin + rows, num_queries)
         first = num_keys - num_queries + begin
         seen = first + end - begin
-        block = (q[:, :, begin:end], k[:, :, :seen], v[:, :, :seen], first, scale, attend_current)
+        keys = (x[:, :, :seen] for x in (k, v, gate))
+        block = (q[:, :, begin:end], *keys, first, scale, attend_current, logits, forget_gate is not None)
         # Of a sequence in several blocks, autograd keeps the inputs only and computes each block again.
         o, mass = _rows(*block) if rows >= num_queries else checkpoint(_rows, *block, use_reentrant=False)
         outputs.append(o)
@@ -85,6 +93,8 @@ def stickbreaking_attention_varlen(
     attend_current: bool = False,
     mass_threshold: float = 2**-24,
     return_mass: bool = False,
+    logits: str = "dot",
+    forget_gate: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Stick-breaking attention over packed documents in float64, one document after the other.
 
@@ -100,6 +110,8 @@ def stickbreaking_attention_varlen(
         attend_current: see there.
         mass_threshold: see there.
         return_mass: see there.
+        logits: see there.
+        forget_gate: (t_k, h_kv), f of each key, or None for 1.
 
     Returns:
         o: (t, h, d_v) float64, and if asked for mass: (h, t) float64.
@@ -118,6 +130,8 @@ def stickbreaking_attention_varlen(
             scale=scale,
             attend_current=attend_current,
             return_mass=True,
+            logits=logits,
+            forget_gate=None if forget_gate is None else forget_gate[None, k_begin:k_end],
         )
         for (q_begin, q_end), (k_begin, k_end) in zip(pairwise(q_edges), pairwise(k_edges), strict=True)
     ]
@@ -128,16 +142,33 @@ def stickbreaking_attention_varlen(
 
 
 def _rows(
-    q: Tensor, k: Tensor, v: Tensor, first_position: int, scale: float, attend_current: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    first_position: int,
+    scale: float,
+    attend_current: bool,
+    logits: str,
+    gated: bool,
 ) -> tuple[Tensor, Tensor]:
     """Output (b, h, n, d_v) and mass (b, h, n) of n query rows, the first of them at first_position among the keys."""
     query_position = first_position + torch.arange(q.shape[2], device=q.device)[:, None]
     key_position = torch.arange(k.shape[2], device=q.device)
     hidden = key_position > query_position if attend_current else key_position >= query_position
 
-    z = scale * (q @ k.transpose(-1, -2))
-    log_beta = logsigmoid(z).masked_fill(hidden, -torch.inf)
-    log_rest = logsigmoid(-z).masked_fill(hidden, 0.0)  # log(1 - beta)
+    if logits == "euclidean":
+        q_norm, k_norm = q.square().sum(-1), k.square().sum(-1)
+        z = -scale * (q_norm[..., None] + k_norm[:, :, None] - 2 * (q @ k.transpose(-1, -2)))
+    else:
+        z = scale * (q @ k.transpose(-1, -2))
+    log_beta, log_rest = logsigmoid(z), logsigmoid(-z)  # log(1 - beta)
+    if gated:
+        f = gate[:, :, None]
+        log_beta = f.log() + log_beta
+        log_rest = (torch.sigmoid(-z) + (1 - f) * torch.sigmoid(z)).log()
+    log_beta = log_beta.masked_fill(hidden, -torch.inf)
+    log_rest = log_rest.masked_fill(hidden, 0.0)
     log_from = log_rest.flip(-1).cumsum(-1).flip(-1)  # over key i and all newer
     # Shifted by one key, rather than less its own term: -inf - -inf would be NaN where a logit is infinite.
     log_newer = torch.cat([log_from, log_from.new_zeros(*log_from.shape[:-1], 1)], dim=-1)[..., 1:]

@@ -64,10 +64,19 @@ struct Sizes {
 };
 
 struct Options {
-    double scale;           // z = scale * q . k
-    double mass_threshold;  // a row whose mass is below this is used up; 0 keeps all that can contribute
-    bool attend_current;    // keys i <= j instead of i < j
+    double scale;              // z = scale * q . k
+    double mass_threshold;     // a row whose mass is below this is used up; 0 keeps all that can contribute
+    bool attend_current;       // keys i <= j instead of i < j
+    bool forget_gate = false;  // the rows of k go on with their gates (below)
 };
+
+// With forget gates, beta = f sigmoid(z), where f in [0, 1] is the key's. A row of k is then head_dim + kGateColumns
+// wide: f is the sum of the first kGateParts columns behind the head_dim, so that 16-bit types hold 24 bits of it, and
+// 1 - f of a gate that is nearly open; the other columns are not read. So a gate goes wherever its key goes. A row of
+// dk is as wide, and the gradient of f is added to the first column behind the head_dim.
+inline constexpr int kGateColumns = 8;  // 16 bytes of a 16-bit type: rows stay aligned
+inline constexpr int kGateParts = 3;
+inline constexpr float kLeastGate = 0x1p-64f;  // g / f of a gate with less is taken as if it had so much
 
 // Where the backward starts, for each query row: the keys [0, edge) of its segment still meet `mass` at their newer
 // edge, and that is the oldest tile edge at which this mass is at least max(mass_threshold, the kernel's floor).

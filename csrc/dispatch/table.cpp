@@ -36,14 +36,14 @@ bool is_half(Dtype dtype) {
 
 bool hopper_serves(const Request& r) {
     return r.device == Device::kCuda && r.architecture == 90 && is_half(r.dtype) && r.head_dim == r.head_dim_v &&
-           (r.head_dim == 64 || r.head_dim == 128);
+           (r.head_dim == 64 || r.head_dim == 128) && !r.forget_gate;
 }
 #endif
 
 constexpr Kernels kTable[] = {
 #if defined(SB_WITH_CUDA)
-    {"hopper", hopper_serves, "CUDA sm_90; bf16, fp16; head_dim = head_dim_v: 64, 128", hopper::forward_workspace,
-     hopper::backward_workspace, hopper::block_forward, hopper::block_backward, true},
+    {"hopper", hopper_serves, "CUDA sm_90; bf16, fp16; head_dim = head_dim_v: 64, 128; no forget gates",
+     hopper::forward_workspace, hopper::backward_workspace, hopper::block_forward, hopper::block_backward, true},
     {"portable", portable_serves,
      "CUDA sm_80 and later; fp32, bf16, fp16; head_dim and head_dim_v: multiples of 8 up to 256",
      portable::forward_workspace, portable::backward_workspace, portable::block_forward, portable::block_backward,
@@ -57,7 +57,8 @@ constexpr Kernels kTable[] = {
 
 std::string describe(const Request& r) {
     const std::string where = r.device == Device::kCpu ? "CPU" : concat("CUDA sm_", r.architecture);
-    return concat(where, ", ", name_of(r.dtype), ", head_dim ", r.head_dim, ", head_dim_v ", r.head_dim_v);
+    return concat(where, ", ", name_of(r.dtype), ", head_dim ", r.head_dim, ", head_dim_v ", r.head_dim_v,
+                  r.forget_gate ? ", forget gates" : "");
 }
 
 // MEGATRON_SB_KERNELS=portable leaves the faster GPU kernels out, to compare with them or to do without them.

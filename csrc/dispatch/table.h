@@ -14,6 +14,7 @@ struct Request {
     int architecture;  // compute capability times ten (90 for sm_90); 0 on CPU
     Dtype dtype;
     int head_dim, head_dim_v;
+    bool forget_gate = false;
 };
 
 struct Kernels {

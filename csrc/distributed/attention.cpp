@@ -3,7 +3,6 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
-#include <cmath>
 
 #include "core/error.h"
 #include "distributed/c10d_transport.h"
@@ -14,6 +13,7 @@
 #include "ops/block.h"
 #include "ops/check.h"
 #include "ops/once.h"
+#include "ops/variants.h"
 
 namespace megatron_sb::distributed {
 namespace {
@@ -73,9 +73,14 @@ void check_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, c
     }
 }
 
+bool wants_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ops::Variants& variants) {
+    const bool by_gate = variants.forget_gate.has_value() && variants.forget_gate->requires_grad();
+    return at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad() || by_gate);
+}
+
 std::vector<Field> call_fields(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::string& comm,
-                               const ops::BlockOptions& options, bool return_mass) {
-    const bool grad = at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
+                               const ops::BlockOptions& options, const ops::Variants& variants, bool return_mass) {
+    const bool grad = wants_gradients(q, k, v, variants);
     return {{"q's shape", concat(q.sizes())},
             {"k's shape", concat(k.sizes())},
             {"v's shape", concat(v.sizes())},
@@ -83,6 +88,8 @@ std::vector<Field> call_fields(const at::Tensor& q, const at::Tensor& k, const a
             {"q's device type", concat(q.device().type())},
             {"whether gradients are wanted", grad ? "yes" : "no"},
             {"comm", comm},
+            {"logits", variants.euclidean ? "euclidean" : "dot"},
+            {"whether there is a forget_gate", variants.forget_gate.has_value() ? "yes" : "no"},
             {"return_mass", return_mass ? "True" : "False"},
             {"scale", concat(std::hexfloat, options.scale)},
             {"attend_current", options.attend_current ? "True" : "False"},
@@ -92,7 +99,7 @@ std::vector<Field> call_fields(const at::Tensor& q, const at::Tensor& k, const a
 // Refuses on every rank what any rank finds wrong; this rank's own finding keeps its type.
 void check_and_agree(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextParallelPlan& plan,
                      const std::string& comm, const std::string& heads_group, const std::string& keys_group,
-                     const ops::BlockOptions& options, bool return_mass) {
+                     const ops::BlockOptions& options, const ops::Variants& variants, bool return_mass) {
     std::exception_ptr own;
     std::string words;
     try {
@@ -100,6 +107,7 @@ void check_and_agree(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
         check_call(q, k, v, plan);
         const auto rank4 = [&](const at::Tensor& x) { return plan.packed() ? x.unsqueeze(0) : x; };
         ops::check_attention(rank4(q), rank4(k), rank4(v));
+        ops::check_variants(q, k, variants);
         ops::check_options(options.scale, options.mass_threshold);
         if (comm == "a2a+p2p") check_hierarchy(plan, heads_group, keys_group);
         const int exchanging = exchanging_ranks(plan, comm, heads_group), heads = plan.packed() ? 1 : 2;
@@ -110,7 +118,7 @@ void check_and_agree(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
         words = error.what_without_backtrace();
     }
     try {
-        plan.state().agree_on_call(call_fields(q, k, v, comm, options, return_mass), words);
+        plan.state().agree_on_call(call_fields(q, k, v, comm, options, variants, return_mass), words);
     } catch (const InvalidArgument&) {
         if (own) std::rethrow_exception(own);
         throw;
@@ -119,15 +127,15 @@ void check_and_agree(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
 
 class Attend : public torch::autograd::Function<Attend> {
   public:
-    static constexpr int kNumInputs = 12;
+    static constexpr int kNumInputs = 13;
 
     static variable_list forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                  const PlanPointer& plan, const std::string& heads_group, const std::string& keys_group,
                                  int64_t comm, double scale, bool attend_current, double mass_threshold,
-                                 bool keep_record, bool return_mass) {
+                                 bool forget_gate, bool keep_record, bool return_mass) {
         const Route route = make_route(*plan, {heads_group, keys_group, static_cast<Comm>(comm)}, q.device());
-        const Routed result =
-            route_forward(route, q, k, v, {scale, attend_current, mass_threshold}, keep_record, return_mass);
+        const Routed result = route_forward(route, q, k, v, {scale, attend_current, mass_threshold, forget_gate},
+                                            keep_record, return_mass);
         ctx->save_for_backward(flatten(result.record));
         ctx->set_materialize_grads(false);
         ctx->saved_data["plan"] = plan;
@@ -139,6 +147,7 @@ class Attend : public torch::autograd::Function<Attend> {
         ctx->saved_data["scale"] = scale;
         ctx->saved_data["attend_current"] = attend_current;
         ctx->saved_data["mass_threshold"] = mass_threshold;
+        ctx->saved_data["forget_gate"] = forget_gate;
         return {result.o, return_mass ? result.mass : at::empty({0}, result.o.options())};
     }
 
@@ -155,9 +164,10 @@ class Attend : public torch::autograd::Function<Attend> {
                                            kept[0].device());
             const at::Tensor d_o = grads[0].defined() ? ops::unit_last_stride(grads[0])
                                                       : at::zeros(data["o_sizes"].toIntVector(), kept[0].options());
-            const Gradients result = route_backward(
-                route, d_o, grads[1], data["num_kv_heads"].toInt(), unflatten(route, kept),
-                {data["scale"].toDouble(), data["attend_current"].toBool(), data["mass_threshold"].toDouble()});
+            const Gradients result =
+                route_backward(route, d_o, grads[1], data["num_kv_heads"].toInt(), unflatten(route, kept),
+                               {data["scale"].toDouble(), data["attend_current"].toBool(),
+                                data["mass_threshold"].toDouble(), data["forget_gate"].toBool()});
             return {result.dq, result.dk, result.dv};
         });
         gradients.resize(kNumInputs);
@@ -170,16 +180,21 @@ class Attend : public torch::autograd::Function<Attend> {
 std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                              const PlanPointer& plan, const std::string& comm,
                                              const std::string& heads_group, const std::string& keys_group,
-                                             double scale, bool attend_current, double mass_threshold,
-                                             bool return_mass) {
-    check_and_agree(q, k, v, *plan, comm, heads_group, keys_group, {scale, attend_current, mass_threshold},
-                    return_mass);
+                                             std::optional<double> scale, bool attend_current, double mass_threshold,
+                                             bool return_mass, const std::optional<at::Tensor>& forget_gate,
+                                             bool euclidean) {
+    const ops::Variants variants{forget_gate, euclidean};
+    const double used_scale = ops::scale_of(scale, q, variants);
+    const bool gated = forget_gate.has_value();
+    check_and_agree(q, k, v, *plan, comm, heads_group, keys_group, {used_scale, attend_current, mass_threshold, gated},
+                    variants, return_mass);
+    const ops::Extended x = ops::extended(q, k, variants);
     const auto rank4 = [&](const at::Tensor& x) { return ops::unit_last_stride(plan->packed() ? x.unsqueeze(0) : x); };
-    const RouteNames route = choose_route(*plan, comm, heads_group, keys_group, q, k, v);
-    const bool keep = at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
+    const RouteNames route = choose_route(*plan, comm, heads_group, keys_group, x.q, x.k, v);
+    const bool keep = wants_gradients(q, k, v, variants);
     const variable_list out =
-        Attend::apply(rank4(q), rank4(k), rank4(v), plan, route.heads, route.keys, static_cast<int64_t>(route.comm),
-                      scale, attend_current, mass_threshold, keep, return_mass);
+        Attend::apply(rank4(x.q), rank4(x.k), rank4(v), plan, route.heads, route.keys, static_cast<int64_t>(route.comm),
+                      used_scale, attend_current, mass_threshold, gated, keep, return_mass);
     if (plan->packed()) return {out[0].squeeze(0), return_mass ? out[1].squeeze(0) : out[1]};
     return {out[0], out[1]};
 }

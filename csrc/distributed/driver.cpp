@@ -114,8 +114,8 @@ Gradients attend_backward(Transport* transport, const RankPlan& plan, Comm comm,
                           at::ScalarType type) {
     const Tables& tables = tables_of(plan, comm);
     // A single block's gradients are the result, which kernels may write in its type; else they add up.
-    const bool written =
-        comm == Comm::kHere && type == q.scalar_type() && ops::narrow_gradients(q, v) && tables.segments[0].defined();
+    const bool written = comm == Comm::kHere && type == q.scalar_type() && ops::narrow_gradients(q, v, options) &&
+                         tables.segments[0].defined();
     const auto own_type = written ? type : ops::accumulation_type(q);
     const auto feed = make_feed(transport, plan, comm, plan::Pass::kBackward, k, v, own_type);
     const int64_t heads_per_kv_head = q.size(2) / k.size(2);

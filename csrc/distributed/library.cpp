@@ -3,8 +3,6 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
-#include <cmath>
-
 #include "distributed/registration.h"
 #include "ops/registration.h"
 
@@ -19,15 +17,18 @@ template <c10::DeviceType kDevice>
 std::tuple<at::Tensor, at::Tensor> attention_autocast(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                                       const PlanPointer& plan, const std::string& comm,
                                                       const std::string& heads_group, const std::string& keys_group,
-                                                      double scale, bool attend_current, double mass_threshold,
-                                                      bool return_mass) {
+                                                      std::optional<double> scale, bool attend_current,
+                                                      double mass_threshold, bool return_mass,
+                                                      const std::optional<at::Tensor>& forget_gate, bool euclidean) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(
         at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
     const at::ScalarType type = at::autocast::get_autocast_dtype(kDevice);
     const auto cast = [type](const at::Tensor& x) { return at::autocast::cached_cast(type, x, kDevice); };
+    const bool narrow_gate = forget_gate.has_value() && forget_gate->scalar_type() != at::kFloat;
+    const std::optional<at::Tensor> gate = narrow_gate ? cast(*forget_gate) : forget_gate;
     static const auto op = ops::registered(kAttention, attention);
     return op.call(cast(q), cast(k), cast(v), plan, comm, heads_group, keys_group, scale, attend_current,
-                   mass_threshold, return_mass);
+                   mass_threshold, return_mass, gate, euclidean);
 }
 
 }  // namespace
@@ -38,10 +39,9 @@ std::tuple<at::Tensor, at::Tensor> context_parallel_attention(const at::Tensor& 
                                                               const c10::intrusive_ptr<ContextParallelPlan>& plan,
                                                               const ContextParallelOptions& options) {
     static const auto op = ops::registered(distributed::kAttention, distributed::attention);
-    const double scale = options.scale.value_or(1 / std::sqrt(static_cast<double>(q.size(-1))));
     const auto [heads_group, keys_group] = options.hierarchical_groups;
-    return op.call(q, k, v, plan, options.comm, heads_group, keys_group, scale, options.attend_current,
-                   options.mass_threshold, options.return_mass);
+    return op.call(q, k, v, plan, options.comm, heads_group, keys_group, options.scale, options.attend_current,
+                   options.mass_threshold, options.return_mass, options.forget_gate, options.euclidean);
 }
 
 at::Tensor shard_sequence(const at::Tensor& x, const std::string& group_name, int64_t dim, const std::string& layout,
@@ -73,7 +73,8 @@ TORCH_LIBRARY_FRAGMENT(megatron_sb, m) {
     m.def(
         "context_parallel_attention(Tensor q, Tensor k, Tensor v, "
         "__torch__.torch.classes.megatron_sb.ContextParallelPlan plan, str comm, str heads_group, str keys_group, "
-        "float scale, bool attend_current, float mass_threshold, bool return_mass) -> (Tensor o, Tensor mass)");
+        "float? scale, bool attend_current, float mass_threshold, bool return_mass, Tensor? forget_gate=None, "
+        "bool euclidean=False) -> (Tensor o, Tensor mass)");
     m.def("shard_sequence(Tensor x, str group_name, int dim, str layout, int[]? cu_seqlens, str packing) -> Tensor");
     m.def(
         "unshard_sequence(Tensor x_local, str group_name, int dim, str layout, int[]? cu_seqlens, str packing) -> "

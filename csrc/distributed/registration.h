@@ -18,8 +18,9 @@ using PlanPointer = c10::intrusive_ptr<ContextParallelPlan>;
 std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                              const PlanPointer& plan, const std::string& comm,
                                              const std::string& heads_group, const std::string& keys_group,
-                                             double scale, bool attend_current, double mass_threshold,
-                                             bool return_mass);
+                                             std::optional<double> scale, bool attend_current, double mass_threshold,
+                                             bool return_mass, const std::optional<at::Tensor>& forget_gate,
+                                             bool euclidean);
 
 // sharding.cpp
 at::Tensor shard(const at::Tensor& x, const std::string& group_name, int64_t dim, const std::string& layout,

@@ -40,7 +40,7 @@ Routed exchanged_forward(const Route& route, const Tensor& q, const Tensor& k, c
 
 Gradients exchanged_backward(const Route& route, const Tensor& d_o, const Tensor& d_mass, int64_t num_kv_heads,
                              const Record& of, const ops::BlockOptions& options) {
-    const int64_t num_heads = d_o.size(2), d = of.q.size(3);
+    const int64_t num_heads = d_o.size(2);
     const HeadExchange exchange(*route.heads, *route.plan, num_heads, num_kv_heads);
     std::vector<Tensor> sources{d_o};
     if (d_mass.defined()) sources.push_back(as_rows(d_mass));
@@ -53,7 +53,8 @@ Gradients exchanged_backward(const Route& route, const Tensor& d_o, const Tensor
     const auto empty = [&](int64_t heads, int64_t width) {
         return at::empty({d_o.size(0), d_o.size(1), heads, width}, of.q.options());
     };
-    const Gradients result{empty(num_heads, d), empty(num_kv_heads, d), empty(num_kv_heads, of.v.size(3))};
+    const Gradients result{empty(num_heads, of.q.size(3)), empty(num_kv_heads, of.k.size(3)),
+                           empty(num_kv_heads, of.v.size(3))};
     exchange.to_rows({made.dq.to(of.q.scalar_type()), made.dk, made.dv}, {result.dq, result.dk, result.dv});
     return result;
 }

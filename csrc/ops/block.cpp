@@ -84,12 +84,15 @@ class SegmentTable {
     Segments segments_;
 };
 
-const dispatch::Kernels& kernels_for(const at::Tensor& q, const at::Tensor& v) {
+const dispatch::Kernels& kernels_for(const at::Tensor& q, const at::Tensor& v, bool forget_gate) {
     const bool on_cpu = q.is_cpu();
     TORCH_CHECK_VALUE(on_cpu || q.is_cuda(), "q: device is ", q.device(), "; cpu and cuda are allowed");
     const dispatch::Request request = {on_cpu ? dispatch::Device::kCpu : dispatch::Device::kCuda,
-                                       on_cpu ? 0 : device_architecture(q.device()), dtype_of(q.scalar_type()),
-                                       int(q.size(3)), int(v.size(3))};
+                                       on_cpu ? 0 : device_architecture(q.device()),
+                                       dtype_of(q.scalar_type()),
+                                       int(q.size(3)),
+                                       int(v.size(3)),
+                                       forget_gate};
     try {
         return dispatch::find(request);
     } catch (const InvalidArgument& error) {
@@ -101,7 +104,7 @@ void check_block(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, 
     check_rows("q", q);
     check_rows("k", k);
     check_rows("v", v);
-    check_attention(q, k, v);
+    check_attention(q, k, v, options.forget_gate);
     check_options(options.scale, options.mass_threshold);
 }
 
@@ -140,7 +143,7 @@ Params with_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
                    const BlockOptions& options, const std::optional<at::Tensor>& mass_in) {
     Params params;
     params.sizes = sizes_of(q, k, v);
-    params.options = {options.scale, options.mass_threshold, options.attend_current};
+    params.options = {options.scale, options.mass_threshold, options.attend_current, options.forget_gate};
     params.segments = table.segments();
     params.q = rows_of<const void*>(q);
     params.k = rows_of<const void*>(k);
@@ -198,8 +201,8 @@ BlockGradients zero_gradients(const at::Tensor& q, const at::Tensor& k, const at
     return gradients;
 }
 
-bool narrow_gradients(const at::Tensor& q, const at::Tensor& v) {
-    return kernels_for(q, v).narrow_gradients;
+bool narrow_gradients(const at::Tensor& q, const at::Tensor& v, const BlockOptions& options) {
+    return kernels_for(q, v, options.forget_gate).narrow_gradients;
 }
 
 BlockOutput block_forward(const at::Tensor& q_given, const at::Tensor& k_given, const at::Tensor& v_given,
@@ -211,7 +214,7 @@ BlockOutput block_forward(const at::Tensor& q_given, const at::Tensor& k_given, 
     const at::ScalarType wide = accumulation_type(q), o_type = o_dtype.value_or(wide);
     TORCH_CHECK_TYPE(o_type == wide || o_type == q.scalar_type(), "out_dtype is ", o_type, "; ", wide, " or q's ",
                      q.scalar_type(), " is allowed");
-    const dispatch::Kernels& kernels = kernels_for(q, v);
+    const dispatch::Kernels& kernels = kernels_for(q, v, options.forget_gate);
     const SegmentTable table(segments, q, k);
     const std::optional<at::Tensor> carry = row_values("mass_in", mass_in, q);
 
@@ -255,7 +258,7 @@ at::Tensor block_backward(const at::Tensor& d_o_given, const at::Tensor& q_given
     const at::ScalarType wide = accumulation_type(q);
     check_row_values("restart_edge", restart_edge, q, at::kInt);
     check_row_values("restart_mass", restart_mass, q, wide);
-    const dispatch::Kernels& kernels = kernels_for(q, v);
+    const dispatch::Kernels& kernels = kernels_for(q, v, options.forget_gate);
     const SegmentTable table(segments, q, k);
     const std::optional<at::Tensor> carry = row_values("mass_in", mass_in, q);
     const std::optional<at::Tensor> prefix = row_values("prefix_in", prefix_in, q);

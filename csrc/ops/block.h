@@ -13,6 +13,7 @@ struct BlockOptions {
     double scale;
     bool attend_current;
     double mass_threshold;
+    bool forget_gate = false;  // k's rows are wider by kGateColumns (core/params.h)
 };
 
 struct BlockOutput {
@@ -55,7 +56,7 @@ BlockGradients zero_gradients(const at::Tensor& q, const at::Tensor& k, const at
                               std::optional<at::ScalarType> dtype = std::nullopt);
 
 // Whether the kernels that serve q and v write gradients in q's dtype.
-bool narrow_gradients(const at::Tensor& q, const at::Tensor& v);
+bool narrow_gradients(const at::Tensor& q, const at::Tensor& v, const BlockOptions& options);
 
 // q (b, s, h, d), k (b, s_k, h_kv, d), v (b, s_k, h_kv, d_v) with a unit last stride; segments int32 (n, 5) on the same
 // device, or none: one segment over all rows whose queries are the last s of the s_k positions. mass_in (b, h, s).

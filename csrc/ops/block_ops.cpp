@@ -47,25 +47,28 @@ at::Tensor segments(const at::Tensor& cu_seqlens, const at::Tensor& cu_seqlens_k
 
 Four block_forward_op(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& segments,
                       const OptionalTensor& mass_in, double scale, bool attend_current, double mass_threshold,
-                      std::optional<at::ScalarType> out_dtype) {
-    BlockOutput out = block_forward(q, k, v, segments, mass_in, {scale, attend_current, mass_threshold}, out_dtype);
+                      std::optional<at::ScalarType> out_dtype, bool forget_gate) {
+    BlockOutput out =
+        block_forward(q, k, v, segments, mass_in, {scale, attend_current, mass_threshold, forget_gate}, out_dtype);
     return {out.o, out.mass, out.restart_edge, out.restart_mass};
 }
 
 Four block_backward_op(const at::Tensor& d_o, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                        const OptionalTensor& segments, const at::Tensor& restart_edge, const at::Tensor& restart_mass,
                        const OptionalTensor& mass_in, const OptionalTensor& prefix_in, double scale,
-                       bool attend_current, double mass_threshold, std::optional<at::ScalarType> out_dtype) {
+                       bool attend_current, double mass_threshold, std::optional<at::ScalarType> out_dtype,
+                       bool forget_gate) {
     const at::ScalarType wide = accumulation_type(q), type = out_dtype.value_or(wide);
     TORCH_CHECK_TYPE(type == wide || type == q.scalar_type(), "out_dtype is ", type, "; ", wide, " or q's ",
                      q.scalar_type(), " is allowed");
-    const bool narrow = type != wide && narrow_gradients(q, v);
+    const BlockOptions options{scale, attend_current, mass_threshold, forget_gate};
+    const bool narrow = type != wide && narrow_gradients(q, v, options);
     // Where there is nothing to do, no kernel writes.
     const bool all_written = narrow && q.numel() > 0 && k.numel() > 0 && (!segments || segments->numel() > 0);
     const BlockGradients gradients =
         all_written ? empty_gradients(q, k, v, type) : zero_gradients(q, k, v, narrow ? type : wide);
-    const at::Tensor prefix_out = block_backward(d_o, q, k, v, segments, restart_edge, restart_mass, mass_in, prefix_in,
-                                                 {scale, attend_current, mass_threshold}, gradients);
+    const at::Tensor prefix_out =
+        block_backward(d_o, q, k, v, segments, restart_edge, restart_mass, mass_in, prefix_in, options, gradients);
     return {gradients.dq.to(type), gradients.dk.to(type), gradients.dv.to(type), prefix_out};
 }
 

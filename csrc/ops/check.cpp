@@ -4,6 +4,8 @@
 
 #include <cmath>
 
+#include "core/params.h"
+
 namespace megatron_sb::ops {
 namespace {
 
@@ -28,7 +30,7 @@ void check_head_dim(const char* name, const c10::SymInt& head_dim) {
                       " is allowed");
 }
 
-void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool gates) {
     for (const auto& [name, x] : {std::pair<const char*, const at::Tensor&>{"q", q}, {"k", k}, {"v", v}}) {
         check_dtype(name, x);
         TORCH_CHECK_TYPE(x.scalar_type() == q.scalar_type(), name, ": dtype is ", x.scalar_type(), " but q's is ",
@@ -40,7 +42,8 @@ void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
     check_same_size("batch", v.sym_size(0), "v", q.sym_size(0), "q");
     check_same_size("number of keys", v.sym_size(1), "v", k.sym_size(1), "k");
     check_same_size("number of heads", v.sym_size(2), "v", k.sym_size(2), "k");
-    check_same_size("head_dim", k.sym_size(3), "k", q.sym_size(3), "q");
+    const c10::SymInt k_width = k.sym_size(3) - (gates ? int64_t(kGateColumns) : int64_t(0));
+    check_same_size(gates ? "head_dim without gates" : "head_dim", k_width, "k", q.sym_size(3), "q");
     check_head_dim("q", q.sym_size(3));
     check_head_dim("v", v.sym_size(3));
     TORCH_CHECK_VALUE(q.sym_size(2) > 0 && k.sym_size(2) > 0 && q.sym_size(2) % k.sym_size(2) == 0, "q has ",

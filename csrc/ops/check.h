@@ -7,9 +7,9 @@
 
 namespace megatron_sb::ops {
 
-// q, k, v of rank 4: (batch, rows, heads, head_dim). Rank, device, dtype, sizes and head counts. Raises ValueError or
-// TypeError that names the argument, its value and what is allowed.
-void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
+// q, k, v of rank 4: (batch, rows, heads, head_dim), k with kGateColumns more where it brings `gates`. Rank, device,
+// dtype, sizes and head counts. Raises ValueError or TypeError that names the argument, its value and what is allowed.
+void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool gates = false);
 
 // Of a tensor by itself: a floating type that kernels know; a head_dim that they know.
 void check_dtype(const char* name, const at::Tensor& x);

@@ -12,8 +12,9 @@ at::Tensor segments_meta(const at::Tensor& cu_seqlens, const at::Tensor&, c10::S
 }
 
 Four block_forward_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor&,
-                        const OptionalTensor&, double, bool, double, std::optional<at::ScalarType> out_dtype) {
-    check_attention(q, k, v);
+                        const OptionalTensor&, double, bool, double, std::optional<at::ScalarType> out_dtype,
+                        bool forget_gate) {
+    check_attention(q, k, v, forget_gate);
     const at::TensorOptions wide = q.options().dtype(accumulation_type(q));
     const std::vector<c10::SymInt> rows = {q.sym_size(0), q.sym_size(2), q.sym_size(1)};
     return {at::empty_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)},
@@ -25,7 +26,7 @@ Four block_forward_meta(const at::Tensor& q, const at::Tensor& k, const at::Tens
 Four block_backward_meta(const at::Tensor&, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                          const OptionalTensor&, const at::Tensor&, const at::Tensor& restart_mass,
                          const OptionalTensor&, const OptionalTensor&, double, bool, double,
-                         std::optional<at::ScalarType> out_dtype) {
+                         std::optional<at::ScalarType> out_dtype, bool) {
     const at::TensorOptions wide = q.options().dtype(accumulation_type(q)),
                             out = q.options().dtype(out_dtype.value_or(accumulation_type(q)));
     return {at::empty_symint(q.sym_sizes(), out), at::empty_symint(k.sym_sizes(), out),

@@ -1,6 +1,6 @@
 // The operators on one screen. Shapes: q (b, s, h, d), k (b, s_k, h_kv, d), v (b, s_k, h_kv, d_v), o (b, s, h, d_v),
 // mass and all other values per row (b, h, s); packed: q (t, h, d), o (t, h, d_v), mass (h, t). remainder_bias,
-// norm_weight, norm_bias (h * d_v,).
+// norm_weight, norm_bias (h * d_v,), forget_gate (b, s_k, h_kv), packed (t_k, h_kv).
 // context_parallel_attention is registered with its plan in csrc/distributed.
 #include <torch/library.h>
 
@@ -11,11 +11,12 @@ TORCH_LIBRARY(megatron_sb, m) {
     // What users call. Autograd and autocast included.
     m.def(
         "attention(Tensor q, Tensor k, Tensor v, *, float? scale=None, bool attend_current=False, "
-        "float mass_threshold=5.9604644775390625e-08) -> (Tensor o, Tensor mass)");
+        "float mass_threshold=5.9604644775390625e-08, Tensor? forget_gate=None, bool euclidean=False) "
+        "-> (Tensor o, Tensor mass)");
     m.def(
         "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? cu_seqlens_k=None, *, "
-        "float? scale=None, bool attend_current=False, float mass_threshold=5.9604644775390625e-08) "
-        "-> (Tensor o, Tensor mass)");
+        "float? scale=None, bool attend_current=False, float mass_threshold=5.9604644775390625e-08, "
+        "Tensor? forget_gate=None, bool euclidean=False) -> (Tensor o, Tensor mass)");
     // To a cache (b, s_cache, h_kv, d), or (blocks, block_size, h_kv, d) with a block table (b, max_blocks); no
     // autograd.
     m.def(
@@ -40,18 +41,21 @@ TORCH_LIBRARY(megatron_sb, m) {
         "Tensor? norm_bias, float eps) "
         "-> (Tensor d_o, Tensor d_mass, Tensor d_remainder_bias, Tensor d_norm_weight, Tensor d_norm_bias)");
 
+    // q and k with which plain logits, and gates behind the keys, are those of a variant: what attention makes of them.
+    m.def("with_variants(Tensor q, Tensor k, Tensor? forget_gate, bool euclidean) -> (Tensor q, Tensor k)");
+
     // The segment table (documents, 5) of a packed batch: {q_begin, q_len, k_begin, k_len, q_pos_minus_k_pos}.
     m.def("segments(Tensor cu_seqlens, Tensor cu_seqlens_k, SymInt q_rows, SymInt k_rows) -> Tensor");
 
-    // The block contract (core/params.h), without autograd.
+    // The block contract (core/params.h), without autograd; with forget_gate k and dk have columns for the gates.
     m.def(
         "block_forward(Tensor q, Tensor k, Tensor v, Tensor? segments=None, Tensor? mass_in=None, *, float scale, "
-        "bool attend_current=False, float mass_threshold=5.9604644775390625e-08, ScalarType? out_dtype=None) "
-        "-> (Tensor o, Tensor mass_out, Tensor restart_edge, Tensor restart_mass)");
+        "bool attend_current=False, float mass_threshold=5.9604644775390625e-08, ScalarType? out_dtype=None, "
+        "bool forget_gate=False) -> (Tensor o, Tensor mass_out, Tensor restart_edge, Tensor restart_mass)");
     m.def(
         "block_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor? segments, Tensor restart_edge, "
         "Tensor restart_mass, Tensor? mass_in=None, Tensor? prefix_in=None, *, float scale, bool attend_current=False, "
-        "float mass_threshold=5.9604644775390625e-08, ScalarType? out_dtype=None) "
+        "float mass_threshold=5.9604644775390625e-08, ScalarType? out_dtype=None, bool forget_gate=False) "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor prefix_out)");
 
     // What this build serves, in words, and the instruction set of its CPU kernels on this machine.
@@ -64,6 +68,7 @@ TORCH_LIBRARY_IMPL(megatron_sb, CompositeImplicitAutograd, m) {
     m.impl("attention_varlen", megatron_sb::ops::attention_varlen);
     m.impl("attention_kvcache", megatron_sb::ops::attention_kvcache);
     m.impl("head_output", megatron_sb::ops::head_output);
+    m.impl("with_variants", megatron_sb::ops::with_variants);
 }
 
 #define SB_REGISTER_DEVICE(KEY)                                                 \

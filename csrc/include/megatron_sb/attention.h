@@ -12,9 +12,13 @@
 namespace megatron_sb {
 
 struct AttentionOptions {
-    std::optional<double> scale = std::nullopt;  // default 1 / sqrt(head_dim)
+    std::optional<double> scale = std::nullopt;  // default 1 / sqrt(head_dim), and 1 with euclidean
     bool attend_current = false;                 // keys i <= j instead of i < j
     double mass_threshold = 0x1p-24;             // rows with less mass are used up; 0 turns skipping off
+    // f in (0, 1], beta = f * sigmoid(z): for each key and its head, (b, s_k, h_kv) or packed (t_k, h_kv), in q's dtype
+    // or in fp32 (fp64 for fp64).
+    std::optional<at::Tensor> forget_gate = std::nullopt;
+    bool euclidean = false;  // z_ij = -scale * |q_j - k_i|^2 (NU-CS-2024-15); head_dim up to 248
 };
 
 // q (b, s, h, d), k (b, s_k, h_kv, d), v (b, s_k, h_kv, d_v), s <= s_k: the queries are the last s positions.

@@ -7,6 +7,12 @@
 // e P_older, key by key, in all later ones: never from a total, and not from P_older / prod (1 - beta), because factors
 // next to 1 lie on a coarse grid and their product drifts (dk 7e-5 off at 16K keys of mean logit -11, now 4e-6).
 // 1 - beta is 1/(1+e).
+//
+// With forget gates this holds for e' = f e / (1 + (1 - f) e) and its logarithm y: with r = 1 / (1 + (1 - f) e) and
+// dy_k = (1 - beta_k) g_k - beta_k b_k,
+//
+//   dz_k = r dy_k,   df_k = dy_k / (f (1 - beta_k))        as y = log f + z + log r and 1 - beta = (1 + (1 - f) e) / (1
+//   + e)
 #include <limits>
 
 #include "kernels/cpu/cpu.h"
@@ -23,7 +29,8 @@ template <class T>
 struct BackwardScratch {
     Scratch<T> memory;
     int d_pitch, d_v_pitch;  // widths padded to whole vectors
-    T *q, *d_o, *q_t, *d_o_t, *k, *v, *scores, *kept, *weights, *d_weights, *dq_t, *dkv, *mass, *prefix, *limit;
+    T *q, *d_o, *q_t, *d_o_t, *k, *v, *scores, *kept, *weights, *d_weights, *dq_t, *dkv, *mass, *prefix, *limit, *gates,
+        *opened, *d_gates;
 
     BackwardScratch(int d, int d_v) : d_pitch(round_up(d, kLanes<T>)), d_v_pitch(round_up(d_v, kLanes<T>)) {
         q = memory.take(kTile * d_pitch);        // (query, d)
@@ -41,6 +48,9 @@ struct BackwardScratch {
         mass = memory.take(kTile);    // at the newer edge of the tile before, 0 in rows not started
         prefix = memory.take(kTile);  // b
         limit = memory.take(kTile);
+        gates = memory.take(kTile);           // of the keys
+        opened = memory.take(kTile * kTile);  // (key, query): r, with gates
+        d_gates = memory.take(kTile);
         std::fill(q, q + kTile * d_pitch, T(0));
         std::fill(d_o, d_o + kTile * d_v_pitch, T(0));
     }
@@ -49,7 +59,7 @@ struct BackwardScratch {
 // Where one task adds its dk and dv: the caller's tensors or a copy of its own, both (row, width) for one key head.
 template <class T>
 struct KeyGradients {
-    T *dk, *dv;
+    T *dk, *dv;  // a row of dk: as k's, with its gate's gradient
     int64_t dk_row_stride, dv_row_stride;
 };
 
@@ -131,13 +141,14 @@ class BackwardTile {
     void key_tile(int begin) {
         const Sizes& z = p_.sizes;
         const int lanes = tile_.lanes;
-        const auto [count, keys, row] = load_key_tile(p_, tile_, begin, s_.k, s_.v);
+        const auto [count, keys, row] = load_key_tile(p_, tile_, begin, s_.k, s_.v, s_.gates);
         multiply<T, false>({s_.k, z.head_dim, 1}, s_.q_t, kTile, keys, lanes, z.head_dim, s_.scores, kTile);
         multiply<T, false>({s_.v, z.head_dim_v, 1}, s_.d_o_t, kTile, keys, lanes, z.head_dim_v, s_.d_weights, kTile);
 
         bool saturated[kTile / kLanes<T>];  // every e is taken as it is here
         const bool masked = set_limits(begin, begin + count, keys);
         exponentials(s_.scores, keys, lanes, T(p_.options.scale * 1.44269504088896340736), s_.limit, masked, saturated);
+        std::fill(s_.d_gates, s_.d_gates + keys, T(0));
         for (int v = 0; v < lanes; v += kLanes<T>) scan(v, begin + count, keys);
         for (int r = 0; r < tile_.count; ++r)
             if (std::isnan(s_.prefix[r])) s_.prefix[r] = T(0);  // what is newer than a NaN's tile stays clean
@@ -145,6 +156,9 @@ class BackwardTile {
         multiply<T, true>({s_.k, 1, z.head_dim}, s_.scores, kTile, z.head_dim, lanes, keys, s_.dq_t, kTile);
         add_key_gradient(s_.scores, s_.q, s_.d_pitch, keys, count, z.head_dim, T(p_.options.scale),
                          gradients_.dk + row * gradients_.dk_row_stride, gradients_.dk_row_stride);
+        if (p_.options.forget_gate)
+            for (int k = 0; k < count; ++k)
+                gradients_.dk[(row + k) * gradients_.dk_row_stride + z.head_dim] += s_.d_gates[k];
         add_key_gradient(s_.weights, s_.d_o, s_.d_v_pitch, keys, count, z.head_dim_v, T(1),
                          gradients_.dv + row * gradients_.dv_row_stride, gradients_.dv_row_stride);
     }
@@ -178,7 +192,12 @@ class BackwardTile {
         const T* d_weights = s_.d_weights + v;
         Vec<T> risen = load(s_.mass + v);
         for (int k = 0; k < keys; ++k) {
-            const Vec<T> e = load(scores + k * kTile), one_minus_beta = T(1) / (T(1) + e);
+            Vec<T> e = load(scores + k * kTile);
+            if (gated_) {
+                store(s_.opened + v + k * kTile, T(1) / (T(1) + (T(1) - s_.gates[k]) * e));
+                e = gated(e, s_.gates[k]);
+            }
+            const Vec<T> one_minus_beta = T(1) / (T(1) + e);
             store(kept + k * kTile, one_minus_beta);
             store(scores + k * kTile, e * one_minus_beta);
             risen = risen + e * risen;
@@ -193,11 +212,20 @@ class BackwardTile {
         for (int k = 0; k < keys; ++k) {
             const Mask<T> seen = splat<T>(T(k)) < limit;  // 0 * NaN again: dO . v may be NaN where A is 0
             const Vec<T> g = seen ? load(weights + k * kTile) * load(d_weights + k * kTile) : Vec<T>{};
-            const Vec<T> dz = load(kept + k * kTile) * g - load(scores + k * kTile) * b;
-            store(scores + k * kTile, seen ? dz : Vec<T>{});
+            Vec<T> dz = load(kept + k * kTile) * g - load(scores + k * kTile) * b;
+            dz = seen ? dz : Vec<T>{};
+            if (gated_) dz = through_gate(k, dz, load(kept + k * kTile), load(s_.opened + v + k * kTile));
+            store(scores + k * kTile, dz);
             b = b + g;
         }
         store(s_.prefix + v, b);
+    }
+
+    // dy -> dz, and its share of df to d_gates.
+    Vec<T> through_gate(int k, const Vec<T>& dy, const Vec<T>& one_minus_beta, const Vec<T>& opened) {
+        const Vec<T> df = dy / one_minus_beta / std::max(s_.gates[k], T(kLeastGate));
+        for (int lane = 0; lane < kLanes<T>; ++lane) s_.d_gates[k] += df[lane];
+        return dy * opened;
     }
 
     // to (key, width) += factor * from (key, query) rows (query, width)
@@ -219,6 +247,7 @@ class BackwardTile {
     BackwardScratch<T>& s_;
     const QueryTile tile_;
     const KeyGradients<T> gradients_;
+    const bool gated_ = p_.options.forget_gate;
     static constexpr int kNever = std::numeric_limits<int>::max();
     int start_[kTile];             // the restart's edge, or kNever
     int oldest_ = 0, newest_ = 0;  // keys [oldest_, newest_) count
@@ -236,7 +265,8 @@ class BackwardTasks {
 #if defined(_OPENMP)
         parts_ = std::max(1, (omp_get_max_threads() + heads_ - 1) / std::max(heads_, 1));
 #endif
-        dk_size_ = int64_t(p_.sizes.k_rows) * p_.sizes.head_dim;
+        dk_width_ = p_.sizes.head_dim + (p_.options.forget_gate ? kGateColumns : 0);
+        dk_size_ = int64_t(p_.sizes.k_rows) * dk_width_;
         dv_size_ = int64_t(p_.sizes.k_rows) * p_.sizes.head_dim_v;
         if (parts_ > 1) sums_.assign((dk_size_ + dv_size_) * heads_ * parts_, T(0));
     }
@@ -260,7 +290,7 @@ class BackwardTasks {
     }
     KeyGradients<T> in_sums(int head, int part) {
         T* dk = sums_.data() + (dk_size_ + dv_size_) * (int64_t(head) * parts_ + part);
-        return {dk, dk + dk_size_, p_.sizes.head_dim, p_.sizes.head_dim_v};
+        return {dk, dk + dk_size_, dk_width_, p_.sizes.head_dim_v};
     }
 
     void one(int kv_head, int part, BackwardScratch<T>& scratch) {
@@ -278,7 +308,7 @@ class BackwardTasks {
         for (int part = 0; part < parts_; ++part) {
             const KeyGradients<T> from = in_sums(head, part);
             for (int row = 0; row < p_.sizes.k_rows; ++row) {
-                for (int c = 0; c < p_.sizes.head_dim; ++c)
+                for (int c = 0; c < dk_width_; ++c)
                     to.dk[row * to.dk_row_stride + c] += from.dk[row * from.dk_row_stride + c];
                 for (int c = 0; c < p_.sizes.head_dim_v; ++c)
                     to.dv[row * to.dv_row_stride + c] += from.dv[row * from.dv_row_stride + c];
@@ -290,7 +320,7 @@ class BackwardTasks {
     const QueryTiles work_;
     const int heads_;  // key heads of all batch elements
     int parts_ = 1;
-    int64_t dk_size_, dv_size_;
+    int64_t dk_width_, dk_size_, dv_size_;
     std::vector<T> sums_;
 };
 

@@ -8,6 +8,7 @@
 //
 // The product is formed as 1 + (e1 + e2 + e1 e2 + ...) and P divided by it: products of numbers next to 1, and their
 // reciprocals, lie on a coarse grid and drift over many keys.
+// With forget gates e is f e / (1 + (1 - f) e) from there on: the odds of f sigmoid(z).
 // Where an e is so large that the product would overflow, key by key instead. A tile whose rows are all used up ends
 // the walk.
 #include "kernels/cpu/cpu.h"
@@ -19,7 +20,7 @@ namespace {
 template <class T>
 struct ForwardScratch {
     Scratch<T> memory;
-    T *rows, *q_t, *k, *v, *scores, *weights, *o_t, *mass, *poison, *limit;
+    T *rows, *q_t, *k, *v, *scores, *weights, *o_t, *mass, *poison, *limit, *gates;
 
     ForwardScratch(int d, int d_v) {
         const int widest = std::max(d, d_v);
@@ -33,6 +34,7 @@ struct ForwardScratch {
         mass = memory.take(kTile);
         poison = memory.take(kTile);  // NaN where the mass became NaN, else 0
         limit = memory.take(kTile);
+        gates = memory.take(kTile);  // of the keys
     }
 };
 
@@ -126,16 +128,26 @@ class ForwardTile {
     void key_tile(int begin) {
         const Sizes& z = p_.sizes;
         const int lanes = tile_.lanes;
-        const int keys = load_key_tile(p_, tile_, begin, s_.k, s_.v).keys;
+        const int keys = load_key_tile(p_, tile_, begin, s_.k, s_.v, s_.gates).keys;
         multiply<T, false>({s_.k, z.head_dim, 1}, s_.q_t, kTile, keys, lanes, z.head_dim, s_.scores, kTile);
 
         bool saturated[kTile / kLanes<T>];
         const bool masked = set_limits(begin, keys);
         exponentials(s_.scores, keys, lanes, T(p_.options.scale * 1.44269504088896340736), s_.limit, masked, saturated);
+        if (p_.options.forget_gate) apply_gates(keys);
         for (int v = 0; v < lanes; v += kLanes<T>)
             (saturated[v / kLanes<T>] ? scan_keys<T> : scan_quads<T>)(s_.scores + v, keys, s_.weights + v, s_.mass + v);
         multiply<T, true>({s_.v, 1, z.head_dim_v}, s_.weights, kTile, z.head_dim_v, lanes, keys, s_.o_t, kTile);
         contain_nan();
+    }
+
+    // A gate makes no e larger, so that what is not saturated stays so.
+    void apply_gates(int keys) {
+        for (int k = 0; k < keys; ++k)
+            for (int v = 0; v < tile_.lanes; v += kLanes<T>) {
+                T* at = s_.scores + k * kTile + v;
+                store(at, gated(load(at), s_.gates[k]));
+            }
     }
 
     // limit[r] = keys of this tile that row r sees; true where that is not all of them for every row.

@@ -84,6 +84,21 @@ void pack_rows(Dtype dtype, const Rows<const void*>& rows, int64_t batch, int64_
     std::fill(out + count * pitch, out + padded * pitch, T(0));
 }
 
+// The forget gates of `count` key rows, whose heads are `head_dim` wide without them; 1 after them, up to `padded`.
+template <class T>
+void pack_gates(Dtype dtype, const Rows<const void*>& k, int64_t batch, int64_t row, int64_t head, int count,
+                int padded, int head_dim, T* out) {
+    with_element(dtype, [&](auto element) {
+        using Element = decltype(element);
+        const Element* from = static_cast<const Element*>(k.data) + offset(k, batch, row, head) + head_dim;
+        for (int r = 0; r < count; ++r, from += k.row_stride) {
+            out[r] = T(0);
+            for (int part = 0; part < kGateParts; ++part) out[r] += T(from[part]);
+        }
+    });
+    std::fill(out + count, out + padded, T(1));
+}
+
 // (rows, width) with `pitch` -> (width, kTile), the form with queries along the lanes.
 template <class T>
 void transpose(const T* from, int rows, int width, int pitch, T* to) {
@@ -181,15 +196,17 @@ struct KeyTile {
     int64_t row;
 };
 
-// Keys [begin, begin + kTile) of the segment, for the key head that `tile` reads, into k (key, d) and v (key, d_v).
+// Keys [begin, begin + kTile) of the segment, for the key head that `tile` reads, into k (key, d), v (key, d_v) and,
+// where there are forget gates, gates (key).
 template <class T, class Params>
-KeyTile load_key_tile(const Params& p, const QueryTile& tile, int begin, T* k, T* v) {
+KeyTile load_key_tile(const Params& p, const QueryTile& tile, int begin, T* k, T* v, T* gates) {
     const Sizes& z = p.sizes;
     const int count = std::min(kTile, tile.segment->k_len - begin), keys = round_up(count, kKeysPerStep);
     const int kv_head = tile.head / (z.num_heads / z.num_kv_heads);
     const int64_t row = int64_t(tile.segment->k_begin) + begin;
     pack_rows(z.dtype, p.k, tile.batch, row, kv_head, count, keys, z.head_dim, z.head_dim, k);
     pack_rows(z.dtype, p.v, tile.batch, row, kv_head, count, keys, z.head_dim_v, z.head_dim_v, v);
+    if (p.options.forget_gate) pack_gates(z.dtype, p.k, tile.batch, row, kv_head, count, keys, z.head_dim, gates);
     return {count, keys, row};
 }
 
@@ -225,6 +242,12 @@ inline void exponentials(T* scores, int keys, int lanes, T scale_log2e, const T*
         }
         saturated[v] = any<T>(large);
     }
+}
+
+// What a forget gate f leaves of e = beta / (1 - beta): f e / (1 + (1 - f) e).
+template <class T>
+inline Vec<T> gated(const Vec<T>& e, T f) {
+    return f * e / (T(1) + (T(1) - f) * e);
 }
 
 }  // namespace megatron_sb::cpu::SB_CPU_LEVEL

@@ -142,7 +142,7 @@ class Worker {
             portable::fill_hidden(s, limit, scalars_.hidden);
         }
         portable::Rises<1, kKeys / 8> rises;
-        portable::exponentials(s, scalars_.scale_log2e, rises);
+        portable::exponentials<false>(s, scalars_.scale_log2e, rises, portable::Open{});
         portable::weights(s, rises, mass_, [&](int m, int r, int n, float older_a, float newer_a) {
             s[m][n][2 * r] = older_a;
             s[m][n][2 * r + 1] = newer_a;

@@ -9,8 +9,8 @@ namespace {
 constexpr int kPlanThreads = 1024;
 constexpr int kSegmentThreads = 128;
 
-int query_tile_rows(const Sizes& sizes) {
-    return with_kind(sizes,
+int query_tile_rows(const BackwardParams& params) {
+    return with_kind(params,
                      [](auto kind) { return kQueryTile<typename decltype(kind)::Element, decltype(kind)::kDim>; });
 }
 
@@ -86,7 +86,7 @@ struct Bounds {
     int64_t largest_tile;  // blocks of one query tile
     int64_t block_bytes;
 
-    explicit Bounds(const BackwardParams& p) : tile_rows(query_tile_rows(p.sizes)) {
+    explicit Bounds(const BackwardParams& p) : tile_rows(query_tile_rows(p)) {
         const Sizes& z = p.sizes;
         query_tiles = max_query_tiles(z, p.segments, tile_rows);
         key_tiles = z.k_rows / kKeyTile + std::min(p.segments.size, z.k_rows);

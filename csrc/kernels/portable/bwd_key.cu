@@ -30,7 +30,7 @@ struct StepList {
     int found[kWarps];  // by each warp, while the list is made
 };
 
-template <class T, int kDim>
+template <class T, int kDim, bool kGated>
 struct Shape {
     static constexpr int kPitch = kDim * int(sizeof(T)) < 512 ? kDim * int(sizeof(T)) : 512;
     static constexpr int kChunks = kDim * int(sizeof(T)) / kPitch;
@@ -42,15 +42,16 @@ struct Shape {
     static constexpr int kTileBytes = 64 * kPitch;
     static constexpr int kScorePitch = kKeyTile * int(sizeof(T)), kScoreBytes = kQueryStep * kScorePitch;
     static constexpr int kOperandBytes = (kResident ? 5 : 2) * kTileBytes;
-    static constexpr int kSharedBytes = kOperandBytes + 2 * kScoreBytes + int(sizeof(StepList));
+    static constexpr int kGatesAt = kOperandBytes + 2 * kScoreBytes, kGatesBytes = kGated ? kKeyTile * 4 : 0;
+    static constexpr int kSharedBytes = kGatesAt + kGatesBytes + int(sizeof(StepList));
     static constexpr int kBlocksPerSm = 2;
     static_assert(kKeyTile == 64 && kQueryStep == 64, "one tile size");
     static_assert(kSharedBytes <= kLeastSharedBytes, "fits every GPU from sm_80 on");
 };
 
-template <class T, int kDim>
+template <class T, int kDim, bool kGated>
 class KeyTilePass {
-    using S = Shape<T, kDim>;
+    using S = Shape<T, kDim, kGated>;
     using Block = float[1][kBlocks][4];
 
   public:
@@ -64,11 +65,13 @@ class KeyTilePass {
           key_head_(key_head),
           slice_(slice),
           tiles_(shared_address(shared)),
+          gates_(reinterpret_cast<float*>(shared + S::kGatesAt)),
           list_(*reinterpret_cast<StepList*>(shared + S::kSharedBytes - sizeof(StepList))) {}
 
     __device__ void run() {
         const Sizes& z = p_.sizes;
         const int group = z.num_heads / z.num_kv_heads;
+        if constexpr (kGated) read_gates();
         for (int i = uniform(tile_.segment); i >= 0; i = uniform(plan_.next_segment[i])) {
             const Segment s = clamped(p_.segments[i], z);
             const int candidates = uniform(num_candidates(s));
@@ -77,7 +80,9 @@ class KeyTilePass {
                 if (steps > 0) go_over(steps);
             }
         }
-        if (worked_) finish();
+        if (!worked_) return;
+        finish();
+        if constexpr (kGated) finish_gates();
     }
 
   private:
@@ -175,6 +180,16 @@ class KeyTilePass {
         return plan_.carries + int64_t(step.block) * 2 * kQueryTile<T, kDim> + (step.second ? kQueryStep : 0);
     }
 
+    // The keys' gates to shared memory; collect() has barriers between this and whoever reads them.
+    __device__ void read_gates() const {
+        const int key = threadIdx.x;
+        if (key >= kKeyTile) return;
+        const bool there = tile_.begin + key < tile_.num_keys;
+        const HeadRows row = head_rows<T>(p_.k, batch_, key_head_, p_.sizes.head_dim)
+                                 .rows_from(int64_t(tile_.k_row) + tile_.begin + (there ? key : 0));
+        gates_[column_of_key<kKeyTile>(key)] = there ? gate_behind<T>(row) : 1.f;
+    }
+
     // ---- the products -----------------------------------------------------------------------------------------------
     __device__ void go_over(int steps) {
         if constexpr (S::kResident) {
@@ -209,9 +224,15 @@ class KeyTilePass {
         wait_for_copies<1>();
         __syncthreads();
         Rises<1, kBlocks> rises;
-        multiply_rows<T, S::kPitch>(dp, do_tile + warp_rows * S::kPitch, key_operand(1),
-                                    p_.sizes.head_dim_v * int(sizeof(T)),
-                                    exponentials_in_parts<S::kPitch / 32>(s, scalars_, rises));
+        const uint32_t do_rows = do_tile + warp_rows * S::kPitch;
+        const int width = p_.sizes.head_dim_v * int(sizeof(T));
+        if constexpr (kGated) {
+            exponentials<false>(s, scalars_.scale_log2e, rises, gates());
+            multiply_rows<T, S::kPitch>(dp, do_rows, key_operand(1), width);
+        } else {
+            multiply_rows<T, S::kPitch>(dp, do_rows, key_operand(1), width,
+                                        exponentials_in_parts<S::kPitch / 32>(s, scalars_, rises));
+        }
         to_gradients(s, dp, rises, rows);
         __syncthreads();
         add(do_tile, q_tile);
@@ -237,7 +258,7 @@ class KeyTilePass {
         ThreadRows rows = rows_of(step);
         if (rows.masked) fill_hidden(x[0], rows.limit, scalars_.hidden);
         Rises<1, kBlocks> rises;
-        exponentials(x[0], scalars_.scale_log2e, rises);
+        exponentials<false>(x[0], scalars_.scale_log2e, rises, gates());
         to_gradients(x[0], x[1], rises, rows);
         __syncthreads();
         const int chunk = S::kChunks == 1 ? 0 : slice_;
@@ -276,15 +297,31 @@ class KeyTilePass {
         return rows;
     }
 
-    // e and dP to A and dz in shared memory.
-    __device__ void to_gradients(Block& e, Block& dp, const Rises<1, kBlocks>& rises, ThreadRows& rows) const {
+    __device__ auto gates() const {
+        if constexpr (kGated)
+            return GateValues(gates_);
+        else
+            return Open();
+    }
+
+    // e and dP to A and dz in shared memory, and df to d_gate_.
+    __device__ void to_gradients(Block& e, Block& dp, const Rises<1, kBlocks>& rises, ThreadRows& rows) {
         if (rows.masked) fill_hidden(dp, rows.limit, 0.f);
-        const bool key_by_key = weights(e, rises, rows.mass, [&](int, int r, int n, float older_a, float newer_a) {
+        const auto sink = [&](int, int r, int n, float older_a, float newer_a) {
             dp[0][n][2 * r] *= older_a;
             dp[0][n][2 * r + 1] *= newer_a;
             store_scores(weights_tile(), r, n, kWeightScale<T> * older_a, kWeightScale<T> * newer_a);
-        });
-        logit_gradients(e, dp, rows.prefix, key_by_key);
+        };
+        const bool key_by_key = weights(e, rises, rows.mass, sink, gates());
+        if constexpr (kGated) {
+            float df[2 * kBlocks] = {};
+            logit_gradients(e, dp, rows.prefix, key_by_key, gates(), [&](int r, int k, float of_row) {
+                if (!rows.masked || k < rows.limit[0][r]) df[k] += of_row;  // what a row does not see may be NaN
+            });
+            sum_over_rows(df, d_gate_);
+        } else {
+            logit_gradients(e, dp, rows.prefix, key_by_key);
+        }
         if (rows.masked) fill_hidden(dp, rows.limit, 0.f);
 #pragma unroll
         for (int r = 0; r < 2; ++r)
@@ -332,6 +369,22 @@ class KeyTilePass {
                         sum_[m], r, factor);
             }
     }
+    // The warps' sums one after the other, where the gates were: these have not been read since the last step's
+    // barrier.
+    __device__ void finish_gates() {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const int key = lane % 4 * (kKeyTile / 4) + lane / 4 * 2;
+        for (int turn = 0; turn < kWarps; ++turn) {
+            if (warp == turn) {
+                gates_[key] = d_gate_[0] + (turn == 0 ? 0.f : gates_[key]);
+                gates_[key + 1] = d_gate_[1] + (turn == 0 ? 0.f : gates_[key + 1]);
+            }
+            __syncthreads();
+        }
+        const int64_t row = int64_t(tile_.k_row) + tile_.begin + threadIdx.x;
+        if (slice_ == 0 && threadIdx.x < kKeyTile && tile_.begin + int(threadIdx.x) < tile_.num_keys)
+            atomicAdd(row_of(p_.dk, row) + p_.sizes.head_dim, gates_[threadIdx.x]);
+    }
     __device__ float* row_of(const Rows<void*>& rows, int64_t row) const {
         return static_cast<float*>(rows.data) + batch_ * rows.batch_stride + row * rows.row_stride +
                key_head_ * rows.head_stride;
@@ -343,24 +396,26 @@ class KeyTilePass {
     const KeyTile tile_;
     const int batch_, key_head_, slice_;
     const uint32_t tiles_;
+    float* const gates_;  // by accumulator column; in the end the gradients of the keys' gates
     StepList& list_;
     bool worked_ = false;
+    float d_gate_[2] = {};                       // of this warp's rows; of which keys: sum_over_rows
     float sum_[S::kKeyBlocks][S::kOut][4] = {};  // of dv, times kWeightScale, or dk
 };
 
-template <class T, int kDim>
-__global__ void __launch_bounds__(kThreads, Shape<T, kDim>::kBlocksPerSm)
+template <class T, int kDim, bool kGated>
+__global__ void __launch_bounds__(kThreads, Shape<T, kDim, kGated>::kBlocksPerSm)
     key_pass(const __grid_constant__ BackwardParams params, const __grid_constant__ BackwardPlan plan,
              const __grid_constant__ Scalars scalars) {
     extern __shared__ __align__(1024) uint8_t shared[];
-    using S = Shape<T, kDim>;
+    using S = Shape<T, kDim, kGated>;
     const Sizes& z = params.sizes;
     const int slice = blockIdx.x % S::kSlices, rest = blockIdx.x / S::kSlices;
     const int tile = rest % plan.max_key_tiles, head = rest / plan.max_key_tiles;
     if (tile >= min(plan.totals->num_key_tiles, plan.max_key_tiles)) return;
     if (plan.chunk * plan.window >= int64_t(plan.totals->carry_blocks) * z.batch * z.num_heads) return;
-    KeyTilePass<T, kDim>(params, plan, scalars, plan.key_tiles[tile], head / z.num_kv_heads, head % z.num_kv_heads,
-                         slice, shared)
+    KeyTilePass<T, kDim, kGated>(params, plan, scalars, plan.key_tiles[tile], head / z.num_kv_heads,
+                                 head % z.num_kv_heads, slice, shared)
         .run();
 }
 
@@ -368,12 +423,13 @@ __global__ void __launch_bounds__(kThreads, Shape<T, kDim>::kBlocksPerSm)
 
 void launch_key_pass(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream) {
     const int64_t heads = int64_t(params.sizes.batch) * params.sizes.num_kv_heads;
-    with_kind(params.sizes, [&](auto kind) {
+    with_kind(params, [&](auto kind) {
         using T = typename decltype(kind)::Element;
         constexpr int kDim = decltype(kind)::kDim;
-        using S = Shape<T, kDim>;
-        launch("block_backward", key_pass<T, kDim>, plan.max_key_tiles * heads * S::kSlices, S::kSharedBytes, stream,
-               params, plan, scalars_of<T>(params.options));
+        constexpr bool kGated = decltype(kind)::kGated;
+        using S = Shape<T, kDim, kGated>;
+        launch("block_backward", key_pass<T, kDim, kGated>, plan.max_key_tiles * heads * S::kSlices, S::kSharedBytes,
+               stream, params, plan, scalars_of<T>(params.options));
     });
 }
 

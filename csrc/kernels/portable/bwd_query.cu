@@ -17,14 +17,16 @@ constexpr int kUnit = kKeyTile / 2;
 constexpr int kBlocks = kUnit / 8;  // of accumulator columns
 using KeyOrder = KeysToColumns<kUnit>;
 
-template <class T, int kDim>
+template <class T, int kDim, bool kGated>
 struct Shape {
     static constexpr int kRows = kQueryTile<T, kDim>, kWarpRows = kRows / kWarps, kTiles = kWarpRows / 16;
     static constexpr int kPitch = kDim * int(sizeof(T)) < 512 ? kDim * int(sizeof(T)) : 512;
     static constexpr int kChunks = kDim * int(sizeof(T)) / kPitch;  // above 1, all operands pass through chunk by chunk
     static constexpr int kStages = kPitch <= 256 ? 2 : 1;           // of K and V; 2: the next unit is loaded ahead
     static constexpr int kRowBytes = kRows * kPitch, kKeyBytes = kUnit * kPitch;
-    static constexpr int kSharedBytes = 2 * kRowBytes + kStages * 2 * kKeyBytes;
+    static constexpr int kTileBytes = 2 * kRowBytes + kStages * 2 * kKeyBytes;
+    static constexpr int kGatesOfUnit = kUnit * kGateBytes;  // for each stage, behind the tiles
+    static constexpr int kSharedBytes = kTileBytes + (kGated ? kStages * kGatesOfUnit : 0);
     static constexpr int kColumnBlocks = kPitch / int(sizeof(T)) / 8;
     static constexpr int kBlocksPerSm = 2;
     static_assert(kSharedBytes <= kLeastSharedBytes - 1024, "fits every GPU from sm_80 on");
@@ -40,23 +42,24 @@ struct KeyRows {
     HeadRows k, v;
 };
 
-template <class T, int kDim>
+template <class T, int kDim, bool kGated>
 class QueryTilePass {
-    using S = Shape<T, kDim>;
+    using S = Shape<T, kDim, kGated>;
     using Block = float[S::kTiles][kBlocks][4];
 
   public:
     __device__ QueryTilePass(const BackwardParams& params, const BackwardPlan& plan, const Scalars& scalars,
-                             const QueryTile& tile, const Head& head, int64_t block, KeyRows& keys, uint32_t shared)
+                             const QueryTile& tile, const Head& head, int64_t block, KeyRows& keys, uint8_t* shared)
         : p_(params),
           scalars_(scalars),
           rows_{params.sizes, tile, head},
           starts_(plan.starts + block),
           carries_(plan.carries + block * 2 * S::kRows),
           keys_(keys),
-          q_tile_(shared),
-          do_tile_(shared + S::kRowBytes),
-          key_tiles_(shared + 2 * S::kRowBytes) {
+          q_tile_(shared_address(shared)),
+          do_tile_(q_tile_ + S::kRowBytes),
+          key_tiles_(q_tile_ + 2 * S::kRowBytes),
+          gates_(shared + S::kTileBytes) {
         const Sizes& z = params.sizes;
         q_ = head_rows<T>(params.q, head.batch, head.query, z.head_dim).rows_from(tile.q_row);
         do_ = head_rows<T>(params.d_o, head.batch, head.query, z.head_dim_v).rows_from(tile.q_row);
@@ -81,7 +84,7 @@ class QueryTilePass {
         if constexpr (S::kChunks == 1) {
             load_rows<S::kRows, S::kPitch>(q_tile_, q_, rows_.tile.num_rows);
             load_rows<S::kRows, S::kPitch>(do_tile_, do_, rows_.tile.num_rows);
-            if (S::kStages == 2) load_unit(u, key_buffer(0));
+            if (S::kStages == 2) load_unit(u, 0);
         }
         for (int n = 0; u.tile < num_tiles_; ++n) {
             const Unit next = after(u);
@@ -153,10 +156,22 @@ class QueryTilePass {
         const int begin = u.tile * kKeyTile + u.half * kUnit;
         load_rows<kUnit, S::kPitch>(to, from.rows_from(begin), rows_.tile.k_len - begin, KeyOrder{});
     }
-    __device__ void load_unit(const Unit& u, uint32_t to, int byte = 0) const {
-        load_keys(to, keys_.k.bytes_from(byte), u);
-        load_keys(to + S::kKeyBytes, keys_.v.bytes_from(byte), u);
+    // K, V and the gates of the n-th unit.
+    __device__ void load_unit(const Unit& u, int n, int byte = 0) const {
+        load_keys(key_buffer(n), keys_.k.bytes_from(byte), u);
+        load_keys(key_buffer(n) + S::kKeyBytes, keys_.v.bytes_from(byte), u);
+        if constexpr (kGated) {
+            const int begin = u.tile * kKeyTile + u.half * kUnit;
+            load_gates<kUnit>(shared_address(gate_buffer(n)), keys_.k.rows_from(begin), rows_.tile.k_len - begin);
+        }
         commit_copies();
+    }
+    __device__ uint8_t* gate_buffer(int n) const { return gates_ + n % S::kStages * S::kGatesOfUnit; }
+    __device__ auto gates(int n) const {
+        if constexpr (kGated)
+            return GateRows<T>(gate_buffer(n));
+        else
+            return Open();
     }
 
     // Whether a unit matters to this warp: rows start here or have started, and see some of it.
@@ -170,23 +185,26 @@ class QueryTilePass {
         const uint32_t k_tile = key_buffer(n);
         if (S::kStages == 1) {
             __syncthreads();
-            load_unit(u, k_tile);
+            load_unit(u, n);
         }
         wait_for_copies<0>();
         __syncthreads();
-        if (S::kStages == 2 && next.tile < num_tiles_) load_unit(next, key_buffer(n + 1));
+        if (S::kStages == 2 && next.tile < num_tiles_) load_unit(next, n + 1);
         const bool active = takes_part(u);
         if (active) {
             Block s = {}, dp = {};
             Rises<S::kTiles, kBlocks> rises;
             multiply_rows<T, S::kPitch>(s, q_tile_ + rows_.warp_row * S::kPitch, k_tile, q_.width);
             hide(s, scalars_.hidden, u);
-            if (u.only_mass)
-                exponentials(s, scalars_.scale_log2e, rises);
-            else
-                multiply_rows<T, S::kPitch>(dp, do_tile_ + rows_.warp_row * S::kPitch, k_tile + S::kKeyBytes, do_.width,
+            const uint32_t do_rows = do_tile_ + rows_.warp_row * S::kPitch;
+            if (kGated || u.only_mass) exponentials<false>(s, scalars_.scale_log2e, rises, gates(n));
+            if constexpr (kGated) {
+                if (!u.only_mass) multiply_rows<T, S::kPitch>(dp, do_rows, k_tile + S::kKeyBytes, do_.width);
+            } else if (!u.only_mass) {
+                multiply_rows<T, S::kPitch>(dp, do_rows, k_tile + S::kKeyBytes, do_.width,
                                             exponentials_in_parts<S::kPitch / 32>(s, scalars_, rises));
-            to_gradients(s, dp, rises, u);
+            }
+            to_gradients(s, dp, rises, u, gates(n));
             if (!u.only_mass) multiply_accumulators<T, S::kPitch>(dq_[0], dp, k_tile);
         }
         if (!u.only_mass && !active) write_carries(u);
@@ -200,7 +218,7 @@ class QueryTilePass {
             __syncthreads();
             load_rows<S::kRows, S::kPitch>(q_tile_, q_.bytes_from(byte), rows_.tile.num_rows);
             load_rows<S::kRows, S::kPitch>(do_tile_, do_.bytes_from(byte), rows_.tile.num_rows);
-            load_unit(u, key_tiles_, byte);
+            load_unit(u, 0, byte);
             wait_for_copies<0>();
             __syncthreads();
             if (!active) continue;
@@ -211,15 +229,15 @@ class QueryTilePass {
         if (active) {
             Rises<S::kTiles, kBlocks> rises;
             hide(s, scalars_.hidden, u);
-            exponentials(s, scalars_.scale_log2e, rises);
-            to_gradients(s, dp, rises, u);
+            exponentials<false>(s, scalars_.scale_log2e, rises, gates(0));
+            to_gradients(s, dp, rises, u, gates(0));
         }
         if (u.only_mass) return;
         if (!active) write_carries(u);
 #pragma unroll
         for (int chunk = 0; chunk < S::kChunks; ++chunk) {
             __syncthreads();
-            load_unit(u, key_tiles_, chunk * S::kPitch);
+            load_unit(u, 0, chunk * S::kPitch);
             wait_for_copies<0>();
             __syncthreads();
             if (active) multiply_accumulators<T, S::kPitch>(dq_[chunk], dp, key_tiles_);
@@ -262,7 +280,9 @@ class QueryTilePass {
 
     // e stays, dP -> dz; mass and prefix to the newer edge. With only_mass, the mass of rows that start here to the
     // older edge, and nothing else.
-    __device__ void to_gradients(Block& e, Block& dp, const Rises<S::kTiles, kBlocks>& rises, const Unit& u) {
+    template <class Gates>
+    __device__ void to_gradients(Block& e, Block& dp, const Rises<S::kTiles, kBlocks>& rises, const Unit& u,
+                                 const Gates& gates) {
         hide(dp, 0.f, u);
         float newer[S::kTiles][2], older[S::kTiles][2], oldest[S::kTiles][2];
         rows_.for_each([&](int m, int r, int) {
@@ -285,9 +305,9 @@ class QueryTilePass {
         const bool key_by_key = saturated(rises);
         if (key_by_key) {
             rows_.for_each([&](int m, int r, int) { older[m][r] = newer[m][r]; });
-            weights_key_by_key(e, older, sink);
+            weights_key_by_key(e, older, sink, gates);
         } else {
-            weights_upwards(e, rises, oldest, sink);
+            weights_upwards(e, rises, oldest, sink, gates);
         }
         if (u.only_mass) {
             rows_.for_each([&](int m, int r, int row) {
@@ -297,7 +317,7 @@ class QueryTilePass {
         }
         rows_.for_each([&](int m, int r, int) { mass_[m][r] = newer[m][r]; });
         write_carries(u);
-        logit_gradients(e, dp, prefix_, key_by_key);
+        logit_gradients(e, dp, prefix_, key_by_key, gates);
         hide(dp, 0.f, u);
         rows_.for_each([&](int m, int r, int) {
             if (isnan(prefix_[m][r])) prefix_[m][r] = 0.f;  // what is newer than a NaN's unit stays clean
@@ -325,6 +345,7 @@ class QueryTilePass {
     KeyRows& keys_;
     HeadRows q_, do_;
     const uint32_t q_tile_, do_tile_, key_tiles_;
+    uint8_t* const gates_;
     int num_tiles_;               // key tiles
     int oldest_, newest_;         // key tiles in which the first and the last row start
     int warp_first_, warp_last_;  // the same of this warp; warp_last_ is kNever where a row never starts
@@ -333,8 +354,8 @@ class QueryTilePass {
     float dq_[S::kChunks][S::kTiles][S::kColumnBlocks][4] = {};
 };
 
-template <class T, int kDim>
-__global__ void __launch_bounds__(kThreads, Shape<T, kDim>::kBlocksPerSm)
+template <class T, int kDim, bool kGated>
+__global__ void __launch_bounds__(kThreads, Shape<T, kDim, kGated>::kBlocksPerSm)
     query_pass(const __grid_constant__ BackwardParams params, const __grid_constant__ BackwardPlan plan,
                const __grid_constant__ Scalars scalars) {
     extern __shared__ __align__(1024) uint8_t shared[];
@@ -347,21 +368,20 @@ __global__ void __launch_bounds__(kThreads, Shape<T, kDim>::kBlocksPerSm)
     const int64_t block = block_in_chunk(plan, params.sizes, plan.first_block[tile.q_row], head, key_tiles);
     if (block < 0) return;
     __shared__ KeyRows keys;
-    QueryTilePass<T, kDim>(params, plan, scalars, tile, head_of(params.sizes, head), block, keys,
-                           shared_address(shared))
-        .run();
+    QueryTilePass<T, kDim, kGated>(params, plan, scalars, tile, head_of(params.sizes, head), block, keys, shared).run();
 }
 
 }  // namespace
 
 void launch_query_pass(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream) {
     const int64_t heads = int64_t(params.sizes.batch) * params.sizes.num_heads;
-    with_kind(params.sizes, [&](auto kind) {
+    with_kind(params, [&](auto kind) {
         using T = typename decltype(kind)::Element;
         constexpr int kDim = decltype(kind)::kDim;
-        using S = Shape<T, kDim>;
-        launch("block_backward", query_pass<T, kDim>, plan.max_query_tiles * heads, S::kSharedBytes, stream, params,
-               plan, scalars_of<T>(params.options));
+        constexpr bool kGated = decltype(kind)::kGated;
+        using S = Shape<T, kDim, kGated>;
+        launch("block_backward", query_pass<T, kDim, kGated>, plan.max_query_tiles * heads, S::kSharedBytes, stream,
+               params, plan, scalars_of<T>(params.options));
     });
 }
 

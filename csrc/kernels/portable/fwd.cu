@@ -16,7 +16,7 @@ namespace {
 constexpr int kKeys = kRestartTile;
 using KeyOrder = KeysToColumns<kKeys>;
 
-template <class T, int kDim>
+template <class T, int kDim, bool kGated>
 struct Shape {
     static constexpr int kPitch = kDim * int(sizeof(T)) < 512 ? kDim * int(sizeof(T)) : 512;
     static constexpr int kChunks = kDim * int(sizeof(T)) / kPitch;  // above 1, Q, K and V pass through chunk by chunk
@@ -25,24 +25,27 @@ struct Shape {
     static constexpr int kWarpRows = 16 * kTiles, kRows = kWarps * kWarpRows;
     static constexpr int kKeyBuffers = kPitch <= 256 ? 2 : 1;
     static constexpr int kKeyBytes = kKeys * kPitch;
-    static constexpr int kSharedBytes = kRows * kPitch + (kChunks > 1 ? 1 : kKeyBuffers + 1) * kKeyBytes;
+    static constexpr int kTileBytes = kRows * kPitch + (kChunks > 1 ? 1 : kKeyBuffers + 1) * kKeyBytes;
+    static constexpr int kGatesOfTile = kKeys * kGateBytes;  // as many buffers as K has, behind the tiles
+    static constexpr int kSharedBytes = kTileBytes + (kGated ? kKeyBuffers * kGatesOfTile : 0);
     static constexpr int kBlocksPerSm = sizeof(T) == 2 && kDim == 64 ? 3 : 2;  // what registers are made to allow
     static constexpr int kColumnBlocks = kPitch / int(sizeof(T)) / 8;          // of 8 columns, in a chunk of O
     static_assert(kSharedBytes <= kLeastSharedBytes, "fits every GPU from sm_80 on");
 };
 
-template <class T, int kDim>
+template <class T, int kDim, bool kGated>
 class ForwardTile {
-    using S = Shape<T, kDim>;
+    using S = Shape<T, kDim, kGated>;
 
   public:
     __device__ ForwardTile(const ForwardParams& params, const Scalars& scalars, const QueryTile& tile, const Head& head,
-                           uint32_t shared)
+                           uint8_t* shared)
         : p_(params),
           scalars_(scalars),
           rows_{params.sizes, tile, head},
-          q_tile_(shared),
-          k_tile_(shared + S::kRows * S::kPitch) {
+          q_tile_(shared_address(shared)),
+          k_tile_(q_tile_ + S::kRows * S::kPitch),
+          gates_(shared + S::kTileBytes) {
         const Sizes& z = params.sizes;
         q_ = head_rows<T>(params.q, head.batch, head.query, z.head_dim).rows_from(tile.q_row);
         k_ = head_rows<T>(params.k, head.batch, head.key, z.head_dim).rows_from(tile.k_row);
@@ -56,7 +59,7 @@ class ForwardTile {
         if constexpr (S::kChunks == 1) {
             if (newest >= 0) {
                 load_rows<S::kRows, S::kPitch>(q_tile_, q_, rows_.tile.num_rows);
-                load_keys(k_buffer(newest), k_, newest);
+                load_k(newest);
             }
             for (int tile = newest; tile >= 0; --tile)
                 if (!key_tile(tile)) break;
@@ -92,6 +95,23 @@ class ForwardTile {
                                     KeyOrder{});
         commit_copies();
     }
+    // Gates come and go with K: whatever lets K be read, or its buffer be written again, does so for them.
+    __device__ void load_k(int tile) const {
+        load_gates_of(tile);
+        load_keys(k_buffer(tile), k_, tile);
+    }
+    __device__ void load_gates_of(int tile) const {
+        if constexpr (kGated)
+            load_gates<kKeys>(shared_address(gate_buffer(tile)), k_.rows_from(int64_t(tile) * kKeys),
+                              rows_.tile.k_len - tile * kKeys);
+    }
+    __device__ uint8_t* gate_buffer(int tile) const { return gates_ + tile % S::kKeyBuffers * S::kGatesOfTile; }
+    __device__ auto gates(int tile) const {
+        if constexpr (kGated)
+            return GateRows<T>(gate_buffer(tile));
+        else
+            return Open();
+    }
 
     __device__ bool live() const {
         bool live = false;
@@ -110,7 +130,7 @@ class ForwardTile {
         wait_for_copies<0>();  // K
         if (!__syncthreads_or(live())) return false;
         load_keys(v_tile, v_, tile);
-        if (S::kKeyBuffers == 2 && tile > 0) load_keys(k_buffer(tile - 1), k_, tile - 1);
+        if (S::kKeyBuffers == 2 && tile > 0) load_k(tile - 1);
 
         const bool active = takes_part(tile);
         float s[S::kTiles][kKeys / 8][4] = {};
@@ -123,7 +143,7 @@ class ForwardTile {
         else
             wait_for_copies<0>();
         __syncthreads();
-        if (S::kKeyBuffers == 1 && tile > 0) load_keys(k_buffer(tile - 1), k_, tile - 1);
+        if (S::kKeyBuffers == 1 && tile > 0) load_k(tile - 1);
         if (active) multiply_accumulators<T, S::kPitch>(o_[0], s, v_tile);
         return true;
     }
@@ -136,6 +156,7 @@ class ForwardTile {
             const int byte = chunk * S::kPitch;
             __syncthreads();
             load_rows<S::kRows, S::kPitch>(q_tile_, q_.bytes_from(byte), rows_.tile.num_rows);
+            if (chunk == 0) load_gates_of(tile);
             load_keys(k_tile_, k_.bytes_from(byte), tile);
             wait_for_copies<0>();
             __syncthreads();
@@ -164,7 +185,7 @@ class ForwardTile {
             fill_hidden(s, limit, scalars_.hidden);
         }
         Rises<S::kTiles, kKeys / 8> rises;
-        exponentials(s, scalars_.scale_log2e, rises);
+        exponentials<true>(s, scalars_.scale_log2e, rises, gates(tile));
         float newer[S::kTiles][2];
         rows_.for_each([&](int m, int r, int) { newer[m][r] = mass_[m][r]; });
         weights(s, rises, mass_, [&](int m, int r, int n, float older_a, float newer_a) {
@@ -217,40 +238,44 @@ class ForwardTile {
     const QueryRows<S::kTiles> rows_;
     HeadRows q_, k_, v_;
     const uint32_t q_tile_, k_tile_;
+    uint8_t* const gates_;
     float mass_[S::kTiles][2];  // times kWeightScale, at the newer edge of the next tile
     float o_[S::kChunks][S::kTiles][S::kColumnBlocks][4] = {};
 };
 
-template <class T, int kDim>
-__global__ void __launch_bounds__(kThreads, Shape<T, kDim>::kBlocksPerSm)
+template <class T, int kDim, bool kGated>
+__global__ void __launch_bounds__(kThreads, Shape<T, kDim, kGated>::kBlocksPerSm)
     forward(const __grid_constant__ ForwardParams params, const __grid_constant__ Scalars scalars, int num_tiles) {
     extern __shared__ __align__(1024) uint8_t shared[];
     const QueryTiles& tiles = *static_cast<const QueryTiles*>(params.workspace);
     const int tile = blockIdx.x % num_tiles;
     if (tile >= tiles.count) return;
     const Head head = head_of(params.sizes, blockIdx.x / num_tiles);
-    ForwardTile<T, kDim>(params, scalars, uniform(tiles.entries()[tile]), head, shared_address(shared)).run();
+    ForwardTile<T, kDim, kGated>(params, scalars, uniform(tiles.entries()[tile]), head, shared).run();
 }
 
 }  // namespace
 
 int64_t forward_workspace(const ForwardParams& params) {
-    const int rows = with_kind(
-        params.sizes, [](auto kind) { return Shape<typename decltype(kind)::Element, decltype(kind)::kDim>::kRows; });
+    const int rows = with_kind(params, [](auto kind) {
+        return Shape<typename decltype(kind)::Element, decltype(kind)::kDim, decltype(kind)::kGated>::kRows;
+    });
     return query_tiles_bytes(params.sizes, params.segments, rows);
 }
 
 void block_forward(const ForwardParams& params, void* stream_handle) {
     const auto stream = static_cast<cudaStream_t>(stream_handle);
     if (params.sizes.q_rows == 0) return;
-    with_kind(params.sizes, [&](auto kind) {
+    with_kind(params, [&](auto kind) {
         using T = typename decltype(kind)::Element;
         constexpr int kDim = decltype(kind)::kDim;
-        using S = Shape<T, kDim>;
+        constexpr bool kGated = decltype(kind)::kGated;
+        using S = Shape<T, kDim, kGated>;
         const int num_tiles = int(max_query_tiles(params.sizes, params.segments, S::kRows));
         prepare_forward(params, S::kRows, stream);
-        launch("block_forward", forward<T, kDim>, int64_t(num_tiles) * params.sizes.batch * params.sizes.num_heads,
-               S::kSharedBytes, stream, params, scalars_of<T>(params.options), num_tiles);
+        launch("block_forward", forward<T, kDim, kGated>,
+               int64_t(num_tiles) * params.sizes.batch * params.sizes.num_heads, S::kSharedBytes, stream, params,
+               scalars_of<T>(params.options), num_tiles);
     });
 }
 

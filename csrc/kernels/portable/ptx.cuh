@@ -86,6 +86,13 @@ __device__ inline uint32_t pack(float low, float high) {
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
+template <class T>
+__device__ inline float2 unpack(uint32_t pair) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>)
+        return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+    else
+        return __half22float2(__half2(__ushort_as_half(uint16_t(pair)), __ushort_as_half(uint16_t(pair >> 16))));
+}
 
 __device__ inline float exp2_approximate(float x) {
     float y;

@@ -57,26 +57,32 @@ struct QueryRows {
     }
 };
 
-// What kernels are compiled for: an element type and a padded head dimension.
-template <class T, int kDim_>
+// What kernels are compiled for: an element type, a padded head dimension, and whether there are forget gates.
+template <class T, int kDim_, bool kGated_>
 struct Kind {
     using Element = T;
     static constexpr int kDim = kDim_;
+    static constexpr bool kGated = kGated_;
 };
 
-// f(Kind of these sizes)
-template <class F>
-auto with_kind(const Sizes& sizes, const F& f) {
-    const auto with_dim = [&](auto element) {
+// f(Kind of this call)
+template <class Params, class F>
+auto with_kind(const Params& params, const F& f) {
+    const Sizes& sizes = params.sizes;
+    const auto with_dim = [&](auto element, auto gated) {
         using T = decltype(element);
+        constexpr bool kGated = decltype(gated)::value;
         const int widest = std::max(sizes.head_dim, sizes.head_dim_v);
-        if (widest <= 64) return f(Kind<T, 64>{});
-        if (widest <= 128) return f(Kind<T, 128>{});
-        return f(Kind<T, 256>{});
+        if (widest <= 64) return f(Kind<T, 64, kGated>{});
+        if (widest <= 128) return f(Kind<T, 128, kGated>{});
+        return f(Kind<T, 256, kGated>{});
     };
-    if (sizes.dtype == Dtype::kBFloat16) return with_dim(BFloat16{});
-    if (sizes.dtype == Dtype::kFloat16) return with_dim(Half{});
-    return with_dim(float{});
+    const auto with_gates = [&](auto element) {
+        return params.options.forget_gate ? with_dim(element, std::true_type{}) : with_dim(element, std::false_type{});
+    };
+    if (sizes.dtype == Dtype::kBFloat16) return with_gates(BFloat16{});
+    if (sizes.dtype == Dtype::kFloat16) return with_gates(Half{});
+    return with_gates(float{});
 }
 
 template <class... Parameters, class... Arguments>

@@ -1,0 +1,295 @@
+"""Forget gates and Euclidean logits: formulas, gradients, accuracy, forms, and what is refused."""
+
+import math
+import re
+
+import pytest
+import torch
+from support.inputs import make_inputs
+from support.variants import VARIANTS, assert_variant, errors, make_variant, run_variant, wide_inputs
+
+from megatron_sb import reference, stickbreaking_attention, stickbreaking_attention_varlen
+
+pytestmark = pytest.mark.usefixtures("device")
+ops = torch.ops.megatron_sb
+variants = pytest.mark.parametrize("name", VARIANTS)
+
+
+def cu(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.fixture
+def one_thread():
+    """For thousands of tiny calls, in which threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def formula(q, k, v, scale, logits, gate):
+    """A, by products and one query at a time; rows of one head in float64: q (s, d), k (s, d), gate (s,)."""
+    weights = torch.zeros(len(q), len(k), dtype=torch.float64)
+    for j in range(len(q)):
+        left = 1.0
+        for i in range(j - 1, -1, -1):
+            z = -scale * (q[j] - k[i]).square().sum() if logits == "euclidean" else scale * q[j] @ k[i]
+            beta = gate[i] * z.sigmoid()
+            weights[j, i] = beta * left
+            left = left * (1 - beta)
+    return weights @ v
+
+
+@variants
+@pytest.mark.parametrize("dtype", [torch.float64])
+def test_formula(name, dtype):
+    """The oracle and the operator beside the definition, at the default scale."""
+    x, options = make_variant(name, s=9, h=1, d=8, dtype=dtype)
+    options.pop("scale", None)
+    scale = 1.0 if options["logits"] == "euclidean" else 8**-0.5
+    gate = options.get("forget_gate", torch.ones(1, 9, 1, dtype=dtype))[0, :, 0]
+    expected = formula(x.q[0, :, 0], x.k[0, :, 0], x.v[0, :, 0], scale, options["logits"], gate)
+    for attention in (stickbreaking_attention, reference.stickbreaking_attention):
+        torch.testing.assert_close(attention(x.q, x.k, x.v, **options)[0, :, 0], expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.usefixtures("one_thread")
+@variants
+@pytest.mark.parametrize(("packed", "attend_current"), [(False, False), (True, True)], ids=["dense", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float64])
+def test_gradients(name, packed, attend_current, dtype):
+    """Output and mass with respect to q, k, v and the gates, by finite differences; grouped heads."""
+    x, options = make_variant(name, s=7, h=2, h_kv=1, d=8, dtype=dtype)
+    gate = options.pop("forget_gate", None)
+    leaves = [x.q, x.k, x.v] + ([] if gate is None else [gate])
+
+    def attention(q, k, v, forget_gate=None):
+        more = {"forget_gate": forget_gate, "attend_current": attend_current, "return_mass": True, **options}
+        if not packed:
+            return stickbreaking_attention(q, k, v, **more)
+        gates = None if forget_gate is None else forget_gate[0]
+        return stickbreaking_attention_varlen(q[0], k[0], v[0], cu(0, 3, 3, 6), **{**more, "forget_gate": gates})
+
+    assert torch.autograd.gradcheck(attention, [leaf.requires_grad_() for leaf in leaves])
+
+
+@variants
+@pytest.mark.parametrize("dtype", [torch.float64])
+def test_gradients_across_tiles(name, dtype):
+    """Several tiles of queries and keys, along random directions."""
+    x, options = make_variant(name, "mean -3.2", s=150, s_k=210, h=2, h_kv=1, d=8, dtype=dtype)
+    gate = options.pop("forget_gate", None)
+    leaves = [t.requires_grad_() for t in (x.q, x.k, x.v, *([] if gate is None else [gate]))]
+
+    def attention(q, k, v, forget_gate=None):
+        return stickbreaking_attention(
+            q, k, v, forget_gate=forget_gate, mass_threshold=0.0, return_mass=True, **options
+        )
+
+    assert torch.autograd.gradcheck(attention, leaves, fast_mode=True)
+
+
+@variants
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("d", [64, 128])
+def test_accuracy(name, dtype, d):
+    """Dense, with fewer queries than keys and two heads on a key head, beside the oracle."""
+    for regime in ("randn", "mean -6"):
+        assert_variant(name, regime, s=150, s_k=300, h=2, h_kv=1, d=d, dtype=dtype)
+
+
+@variants
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_packed(name, dtype):
+    """Documents of 0, 1 and many tiles, the last rows in none, d_v other than d."""
+    edges = [0, 1, 1, 150, 290]
+    assert_variant(name, "mean -3.2", edges, attend_current=True, s=300, h=2, d=40, d_v=24, dtype=dtype)
+
+
+@pytest.mark.parametrize("d", [64, 200])
+def test_saturated(d):
+    """Logits of +15 behind gates: odds are f / (1 - f), and gradients reach what they still depend on."""
+    assert_variant("gated", "saturated +15", s=150, h=2, d=d)
+
+
+@variants
+def test_one_stick(name):
+    """With v = 1 o is sum(A): o + mass = 1."""
+    x, options = make_variant(name, "mean -3.2", s=1000, h=2, d=64)
+    x.v.fill_(1.0)
+    o, mass = stickbreaking_attention(x.q, x.k, x.v, mass_threshold=0.0, return_mass=True, **options)
+    stick = o.double() + mass.double().transpose(1, 2)[..., None]
+    assert (stick - 1).abs().max().item() <= 1.1e-5  # 1e-6 and 1e-8 a key
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_open_gates_are_no_gates(dtype, device):
+    """f = 1."""
+    x = make_inputs("mean -3.2", s=300, h=4, h_kv=2, d=40, dtype=dtype)
+    gates = {"forget_gate": torch.ones(1, 300, 2)}
+    gated = run_variant(stickbreaking_attention, x, gates)
+    plain = run_variant(stickbreaking_attention, x, {})
+    for name, value in plain.items():
+        if device == "cpu":
+            assert torch.equal(gated[name], value), name
+        else:
+            torch.testing.assert_close(gated[name], value, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-4)
+
+
+def test_a_nearly_open_gate_is_not_rounded_open():
+    """1 - f = 2^-20 beside saturated logits: each key leaves 2^-20 of the stick, which bf16's own 1 - f would not."""
+    x = make_inputs("saturated +30", s=4, h=1, d=64, dtype=torch.bfloat16)
+    gates = torch.full((1, 4, 1), 1 - 2.0**-20)
+    _, mass = stickbreaking_attention(x.q, x.k, x.v, forget_gate=gates, mass_threshold=0.0, return_mass=True)
+    expected = torch.tensor([2.0 ** (-20 * j) for j in range(4)])
+    torch.testing.assert_close(mass[0, 0], expected, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_distances_do_not_change_with_the_origin(dtype):
+    """A common shift of q and k is in no distance; one that both hold exactly."""
+    x, options = make_variant("euclidean", s=200, h=2, d=64, dtype=torch.float32)
+    q, k = ((t * 16).round().clamp(-64, 64) / 16 for t in (x.q, x.k))  # 8 bits, 1 of them for the shift
+    here, there = (
+        stickbreaking_attention((q + by).to(dtype), (k + by).to(dtype), x.v.to(dtype), **options) for by in (0.0, 2.0)
+    )
+    torch.testing.assert_close(there, here, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3)
+
+
+def test_large_norms_in_fp16():
+    """|q|^2 beyond fp16's largest number, 65504."""
+    x, options = make_variant("euclidean", s=40, h=1, d=64, dtype=torch.float16)
+    x.q, x.k = x.q * 0.125 + 40, x.k * 0.125 + 40
+    assert x.q.float().square().sum(-1).min() > 65504
+    actual = stickbreaking_attention(x.q, x.k, x.v, **options)
+    expected = reference.stickbreaking_attention(x.q, x.k, x.v, **options)
+    assert errors({"o": actual}, {"o": expected})["o"] < 3e-2  # z is a difference of numbers around 1e5
+
+
+@variants
+@pytest.mark.parametrize("carry", [True, False])
+def test_blocks_of_keys(name, carry):
+    """The block operators on columns of gates, put together, give what the whole gives."""
+    x, options = make_variant(name, "mean -3.2", s=100, s_k=200, h=2, h_kv=1, d=16)
+    gated = "forget_gate" in options
+    columns = torch.nn.functional.pad(options["forget_gate"][..., None], (0, 7)) if gated else x.k[..., :0]
+    q, k, scale = x.q, x.k, options.get("scale", 0.25)
+    if options["logits"] == "euclidean":
+        ones, none = torch.ones(1, 200, 2, 1), torch.zeros(1, 200, 2, 6)
+        q = torch.cat([2 * q, -q.square().sum(-1, keepdim=True), ones[:, :100], none[:, :100]], -1)
+        k = torch.cat([k, ones[:, :, :1], -k.square().sum(-1, keepdim=True), none[:, :, :1]], -1)
+    k = torch.cat([k, columns], -1)
+    mass, o = torch.ones(1, 2, 100), 0.0
+    for a, b in ((90, 200), (0, 90)):  # keys, newest first
+        table = torch.tensor([[0, 100, 0, b - a, 100 - a]], dtype=torch.int32)
+        block_o, block_mass, _, _ = ops.block_forward(
+            q, k[:, a:b], x.v[:, a:b], table, mass if carry else None, scale=scale, forget_gate=gated
+        )
+        o = o + (block_o if carry else block_o * mass.transpose(1, 2)[..., None])
+        mass = block_mass if carry else mass * block_mass
+    expected_o, expected_mass = stickbreaking_attention(x.q, x.k, x.v, return_mass=True, **options)
+    torch.testing.assert_close(o, expected_o, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(mass, expected_mass, rtol=1e-4, atol=1e-5)
+
+
+class TestTorch:
+    """The operators as citizens of torch."""
+
+    @variants
+    def test_opcheck(self, name):
+        x, options = make_variant(name, b=2, s=5, s_k=7, h=4, h_kv=2, d=16, d_v=8)
+        options["euclidean"] = options.pop("logits") == "euclidean"
+        if "forget_gate" in options:
+            options["forget_gate"].requires_grad_()
+        leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
+        torch.library.opcheck(ops.attention.default, leaves, options)
+
+    def test_opcheck_of_the_block_operators(self):
+        x = make_inputs(s=70, h=4, h_kv=2, d=8)
+        k = torch.cat([x.k, torch.rand_like(x.k)], -1)
+        options = {"scale": 0.3, "forget_gate": True}
+        torch.library.opcheck(ops.block_forward.default, (x.q, k, x.v), options)
+        _, _, edge, restart = ops.block_forward(x.q, k, x.v, **options)
+        torch.library.opcheck(ops.block_backward.default, (x.do, x.q, k, x.v, None, edge, restart), options)
+
+    @variants
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_compile(self, name, packed):
+        """fullgraph, forward and backward, gates and all."""
+        x, options = make_variant(name, "mean -3.2", s=90, h=4, h_kv=2, d=16)
+        args = (cu(0, 30, 80),) if packed else ()
+        if packed:
+            x = x.packed()
+            options |= {"forget_gate": options["forget_gate"][0]} if "forget_gate" in options else {}
+        attention = stickbreaking_attention_varlen if packed else stickbreaking_attention
+
+        def model(q, k, v, *offsets, **options):
+            o, mass = attention(q * 2, k, v, *offsets, **options)
+            return o.sin(), mass
+
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        expected = run_variant(model, x, options, *args)
+        assert all(expected[result].any() for result in expected)
+        for result, value in run_variant(compiled, x, options, *args).items():
+            torch.testing.assert_close(value, expected[result], rtol=1e-5, atol=1e-6)
+
+    def test_autocast(self, device):
+        """q, k, v are cast, gates in fp32 are not; gradients come back in the inputs' dtypes."""
+        x, options = make_variant("gated euclidean", s=70, h=2, d=16)
+        half = make_variant("gated euclidean", s=70, h=2, d=16, dtype=torch.bfloat16)[0]
+
+        def attention(*args, **options):
+            with torch.autocast(device, dtype=torch.bfloat16):
+                return stickbreaking_attention(*args, **options)
+
+        expected = run_variant(stickbreaking_attention, half, options)
+        actual = run_variant(attention, x, options)
+        assert actual["o"].dtype == torch.bfloat16 and actual["dgate"].dtype == actual["dq"].dtype == torch.float32
+        for result, value in expected.items():
+            assert torch.equal(actual[result].to(value.dtype), value), result
+
+    def test_a_second_derivative_is_refused(self):
+        x, options = make_variant("gated euclidean", s=5, h=1, d=8)
+        x.q.requires_grad_()
+        o = stickbreaking_attention(x.q, x.k, x.v, **options)
+        (gradient,) = torch.autograd.grad(o.square().sum(), x.q, create_graph=True)
+        with pytest.raises(NotImplementedError, match="no second derivative"):
+            gradient.sum().backward()
+
+
+def gate(*shape, **options):
+    return {"forget_gate": torch.ones(*shape, **options)}
+
+
+BAD = {
+    "logits": ({"logits": "cosine"}, ValueError, "logits is 'cosine'; 'dot' and 'euclidean' are allowed"),
+    "gate no tensor": ({"forget_gate": 0.5}, TypeError, "forget_gate is float; a torch.Tensor is allowed"),
+    "gate's shape": (gate(1, 8, 4), ValueError, "forget_gate: shape is [1, 8, 4]; one gate for each row and head of k"),
+    "gate's dtype": (
+        gate(1, 8, 2, dtype=torch.float16),
+        TypeError,
+        "forget_gate: dtype is Half; q's, Float, or Float is allowed",
+    ),
+    "gate's device": (gate(1, 8, 2, device="meta"), ValueError, "forget_gate: device is meta but k's is"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    """Refused before anything runs, by name."""
+    options, error, words = BAD[name]
+    x = make_inputs(s=8, h=4, h_kv=2, d=16)
+    with pytest.raises(error, match=re.escape(words)):
+        stickbreaking_attention(x.q, x.k, x.v, **options)
+
+
+def test_the_widest_head_of_euclidean_logits():
+    """Eight columns are its own."""
+    x = make_inputs(s=8, h=1, d=256)
+    with pytest.raises(ValueError, match="head_dim is 256; with Euclidean logits a multiple of 8 up to 248 is allowed"):
+        stickbreaking_attention(x.q, x.k, x.v, logits="euclidean")
+    x = make_inputs(s=70, h=1, d=248)
+    options = {"logits": "euclidean", "scale": 0.5 / math.sqrt(248)}
+    actual = run_variant(stickbreaking_attention, x, options)
+    assert max(errors(actual, run_variant(reference.stickbreaking_attention, *wide_inputs(x, options))).values()) < 2e-5
