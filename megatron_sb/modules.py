@@ -8,12 +8,14 @@ from megatron_sb.context_parallel import ContextParallelPlan, context_parallel_a
 from megatron_sb.functional import (
     DEFAULT_MASS_THRESHOLD,
     _check_counts,
+    _check_logits,
     _check_tensor,
     _head_dim_of,
     head_output,
     stickbreaking_attention,
     stickbreaking_attention_varlen,
 )
+from megatron_sb.gates import OPEN_GATE, forget_gate_loss, gates_of, keep_gates_open
 from megatron_sb.kvcache import KVCache, attend_to_filled
 
 _MAX_HEAD_DIM, _HEAD_DIM_MULTIPLE = 256, 8
@@ -47,7 +49,12 @@ class StickBreakingSelfAttention(nn.Module):
             parameter remainder_bias (h * d,), 0 at first.
         head_norm: group norm behind it with one group per head: norm_weight and norm_bias (h * d,), 1 and 0 at first.
         norm_eps: added to the variance.
-        attend_current, scale, mass_threshold: as in `stickbreaking_attention`.
+        forget_gate: f = sigmoid(gate_proj(x)) in fp32, one for each key and KV head, for beta = f * sigmoid(z);
+            gate_proj has a bias, OPEN_GATE (5) at first.
+        forget_gate_loss: coefficient of the auxiliary loss mean(-log f), which keeps gates open unless closing them
+            pays; its gradient joins that of the gates (`megatron_sb.gates.keep_gates_open`), its value of the latest
+            forward is the attribute gate_loss.
+        logits, attend_current, scale, mass_threshold: as in `stickbreaking_attention`.
         cp_group: the group over which sequences are cut. Gradients of parameters are then those of this rank's rows:
             sum them over the group, as over data-parallel ranks.
         layout, comm: as in `context_parallel_attention`; not read without cp_group or a plan.
@@ -68,6 +75,9 @@ class StickBreakingSelfAttention(nn.Module):
         remainder_bias: bool = False,
         head_norm: bool = False,
         norm_eps: float = 1e-5,
+        forget_gate: bool = False,
+        forget_gate_loss: float = 0.0,
+        logits: str = "dot",
         attend_current: bool = False,
         scale: float | None = None,
         mass_threshold: float = DEFAULT_MASS_THRESHOLD,
@@ -82,18 +92,32 @@ class StickBreakingSelfAttention(nn.Module):
         self.head_dim = _checked_head_dim(hidden_size, num_heads, num_kv_heads, head_dim)
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
         self.norm_eps = norm_eps
-        self.attention_options = {"scale": scale, "attend_current": attend_current, "mass_threshold": mass_threshold}
+        _check_logits(logits)
+        if forget_gate_loss < 0 or (forget_gate_loss > 0 and not forget_gate):
+            raise ValueError(f"forget_gate_loss is {forget_gate_loss}; 0, or with forget_gate more, is allowed")
+        self.forget_gate_loss, self.gate_loss = forget_gate_loss, None
+        self.attention_options = {
+            "scale": scale,
+            "attend_current": attend_current,
+            "mass_threshold": mass_threshold,
+            "logits": logits,
+        }
         self.cp_group, self.layout, self.comm = cp_group, layout, comm
         kind = {"device": device, "dtype": dtype}
         width = num_heads * self.head_dim
         self.qkv_proj = nn.Linear(hidden_size, width + 2 * num_kv_heads * self.head_dim, bias=bias, **kind)
         self.out_proj = nn.Linear(width, hidden_size, bias=bias, **kind)
+        self.gate_proj = nn.Linear(hidden_size, num_kv_heads, **kind) if forget_gate else None
         for name, wanted in (("remainder_bias", remainder_bias), ("norm_weight", head_norm), ("norm_bias", head_norm)):
             self.register_parameter(name, nn.Parameter(torch.empty(width, **kind)) if wanted else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Make the remainder bias and the norm's bias 0 and its weight 1; the projections reset their own."""
+        """Make the remainder bias and the norm's bias 0 and its weight 1, and open the gates; the projections' weights
+        are their own to reset.
+        """
+        if self.gate_proj is not None:
+            nn.init.constant_(self.gate_proj.bias, OPEN_GATE)
         for parameter, value in ((self.remainder_bias, 0.0), (self.norm_weight, 1.0), (self.norm_bias, 0.0)):
             if parameter is not None:
                 nn.init.constant_(parameter, value)
@@ -103,7 +127,8 @@ class StickBreakingSelfAttention(nn.Module):
         return (
             f"hidden_size={self.hidden_size}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
             f"head_dim={self.head_dim}, remainder_bias={self.remainder_bias is not None}, "
-            f"head_norm={self.norm_weight is not None}"
+            f"head_norm={self.norm_weight is not None}, logits={self.attention_options['logits']!r}, "
+            f"forget_gate={self.gate_proj is not None}"
         )
 
     def forward(
@@ -137,10 +162,21 @@ class StickBreakingSelfAttention(nn.Module):
             part.view(*x.shape[:-1], -1, self.head_dim)
             for part in self.qkv_proj(x).split([n * self.head_dim for n in heads], dim=-1)
         )
-        o, mass = self._attend(q, k, v, cu_seqlens, plan) if cache is None else self._attend_to(cache, q, k, v)
+        if cache is None:
+            o, mass = self._attend(q, k, v, self._gates(x), cu_seqlens, plan)
+        else:
+            o, mass = self._attend_to(cache, q, k, v)
         if self.remainder_bias is not None or self.norm_weight is not None:
             o = head_output(o, mass, self.remainder_bias, self.norm_weight, self.norm_bias, eps=self.norm_eps)
         return self.out_proj(o.flatten(-2))
+
+    def _gates(self, x: Tensor) -> Tensor | None:
+        """f of every key and KV head, x's shape without its channels and with the heads."""
+        if self.gate_proj is None:
+            return None
+        f = gates_of(self.gate_proj(x))
+        self.gate_loss = forget_gate_loss(f.detach())
+        return keep_gates_open(f, self.forget_gate_loss) if self.forget_gate_loss > 0 else f
 
     def _check_input(self, x: object, cu_seqlens: object, plan: object) -> None:
         _check_tensor("x", x)
@@ -159,17 +195,26 @@ class StickBreakingSelfAttention(nn.Module):
         for name, value in (("cp_group", self.cp_group), ("plan", plan), ("cu_seqlens", cu_seqlens)):
             if value is not None:
                 raise ValueError(f"{name} is given beside a cache; None is allowed: a cache holds whole sequences")
+        if self.gate_proj is not None or self.attention_options["logits"] != "dot":
+            raise ValueError("cache is given with forget gates or Euclidean logits; it is allowed without them")
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
             raise ValueError("cache is given while gradients are recorded, which it has none of; use torch.no_grad()")
 
     def _attend_to(self, cache: KVCache, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """o and mass of the positions that follow those in the cache, which are appended to it."""
         cache.append(k, v)
-        return attend_to_filled(q, cache.k, cache.v, cache.length, return_mass=True, **self.attention_options)
+        options = {name: value for name, value in self.attention_options.items() if name != "logits"}
+        return attend_to_filled(q, cache.k, cache.v, cache.length, return_mass=True, **options)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens, plan) -> tuple[Tensor, Tensor | None]:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, forget_gate: Tensor | None, cu_seqlens, plan
+    ) -> tuple[Tensor, Tensor | None]:
         """o, and the mass where it is wanted."""
-        options = {**self.attention_options, "return_mass": self.remainder_bias is not None}
+        options = {
+            **self.attention_options,
+            "forget_gate": forget_gate,
+            "return_mass": self.remainder_bias is not None,
+        }
         if self.cp_group is not None or plan is not None:
             options |= {"cu_seqlens": cu_seqlens, "layout": self.layout, "comm": self.comm}
             result = context_parallel_attention(q, k, v, self.cp_group, plan=plan, **options)

@@ -9,6 +9,7 @@ EVERYTHING = (
     "same_answer_as_one_rank",
     "same_answer_at_4k",
     "options_are_passed_on",
+    "variants_of_the_logit",
     "repeats_bit_for_bit",
     "subgroups",
     "a_plan_serves_many_calls",

@@ -8,6 +8,7 @@ TIMEOUT_SECONDS = 300
 # In one launch for each number of ranks; the first ones with short sequences, which fast kernels do not serve.
 CHECKS = (
     "same_answer_as_one_rank",
+    "variants_of_the_logit",
     "a_plan_serves_many_calls",
     "strides_are_taken_as_they_are",
     "autocast",

@@ -14,7 +14,16 @@ SWITCHES = {
     "biases": {"bias": True},
     "remainder bias": {"remainder_bias": True},
     "head norm": {"head_norm": True},
-    "all": {"bias": True, "remainder_bias": True, "head_norm": True, "attend_current": True, "scale": 0.4},
+    "euclidean": {"logits": "euclidean", "scale": 0.3},
+    "forget gate": {"forget_gate": True},
+    "all": {
+        "forget_gate": True,
+        "bias": True,
+        "remainder_bias": True,
+        "head_norm": True,
+        "attend_current": True,
+        "scale": 0.4,
+    },
 }
 switches = pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
 
@@ -28,12 +37,17 @@ def make_module(*sizes, **options):
     return module
 
 
-def expected(module, x, cu_seqlens=None, *, remainder_bias=False, head_norm=False, bias=False, **options):
+def expected(
+    module, x, cu_seqlens=None, *, remainder_bias=False, head_norm=False, bias=False, forget_gate=False, **options
+):
     """The module's answer in float64, written out."""
     weights = {name: value.double() for name, value in module.state_dict().items()}
     d, heads, kv_heads = module.head_dim, module.num_heads, module.num_kv_heads
     qkv = x.double() @ weights["qkv_proj.weight"].T + (weights["qkv_proj.bias"] if bias else 0)
     q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, d)).split([heads, kv_heads, kv_heads], dim=-2)
+    if forget_gate:
+        f = (x.double() @ weights["gate_proj.weight"].T + weights["gate_proj.bias"]).sigmoid()
+        options["forget_gate"] = f
     if cu_seqlens is None:
         o, mass = reference.stickbreaking_attention(q, k, v, return_mass=True, **options)
     else:
@@ -95,7 +109,8 @@ class TestAnswers:
         seen = {}
         monkeypatch.setattr(modules, "stickbreaking_attention", lambda q, *rest, **kwargs: seen.update(kwargs) or q)
         make_module(head_norm=True, mass_threshold=0.5)(torch.randn(1, 9, 48))
-        assert seen == {"scale": None, "attend_current": False, "mass_threshold": 0.5, "return_mass": False}
+        options = {"scale": None, "attend_current": False, "mass_threshold": 0.5, "return_mass": False}
+        assert seen == {**options, "logits": "dot", "forget_gate": None}
 
 
 def test_start():

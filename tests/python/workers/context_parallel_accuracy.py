@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from support.accuracy import RESULTS, assert_errors, floors, run
 from support.inputs import Inputs, make_inputs
+from support.variants import VARIANTS, make_variant, run_variant, wide_inputs
 from torch import Tensor
 
 import megatron_sb as sb
@@ -157,6 +158,34 @@ def options_are_passed_on(group) -> None:
             results = run_over(group, stream, inputs, "zigzag", comm, mass_threshold=0, **options)
             for name in RESULTS:
                 torch.testing.assert_close(results[name], exact[name], rtol=1e-10, atol=1e-11)
+
+
+def variants_of_the_logit(group) -> None:
+    """Forget gates, whose gradients come home with their keys', and Euclidean logits, in every mode."""
+    on_cpu = torch.get_default_device().type == "cpu"
+    dtype, tolerance = (torch.float64, 1e-10) if on_cpu else (torch.float32, 1e-4)
+    for name, stream in itertools.product(VARIANTS, (STREAMS["dense"], STREAMS["per document"])):
+        x, options = make_variant(name, b=1 + stream.dim, s=ROWS, h=4, h_kv=2, d=16, d_v=24, dtype=dtype)
+        if stream.dim == 0:
+            x = x.packed()
+            options |= {"forget_gate": options["forget_gate"][0]} if "forget_gate" in options else {}
+
+        def oracle(*args, return_mass, of=stream, **options):
+            return of.oracle(*args, **options)
+
+        exact = run_variant(oracle, *wide_inputs(x, options))
+        cut = {"cu_seqlens": stream.offsets, "packing": stream.packing}
+        local = {
+            part: sb.shard_sequence(t, group, stream.dim + (part == "dmass"), **cut) for part, t in vars(x).items()
+        }
+        if "forget_gate" in options:
+            options["forget_gate"] = sb.shard_sequence(options["forget_gate"], group, stream.dim, **cut)
+        for comm in comms_of(group):
+            more = {"comm": comm, "mass_threshold": 0, **groups_for(comm), **cut}
+            results = run_variant(sb.context_parallel_attention, Inputs(**local), options, group, **more)
+            for result, value in results.items():
+                whole = sb.unshard_sequence(value, group, stream.dim + (result == "mass"), **cut).double()
+                torch.testing.assert_close(whole, exact[result], rtol=tolerance, atol=tolerance / 10)
 
 
 def repeats_bit_for_bit(group) -> None:
