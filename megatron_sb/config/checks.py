@@ -12,6 +12,7 @@ from megatron_sb.config.schema import (
     DataConfig,
     SoftmaxConfig,
     StageConfig,
+    StickBreakingConfig,
     TrainingConfig,
 )
 
@@ -89,7 +90,8 @@ def _attention_problems(config: TrainingConfig) -> Iterator[str]:
     tensor = config.parallel.tensor_parallel_size
     for name in config.compare:
         attention, at = config.attention[name], f"attention.{name}"
-        if not isinstance(attention, SoftmaxConfig):
+        if isinstance(attention, StickBreakingConfig):
+            yield from _logit_problems(config, attention, at)
             continue
         position = f"{at}.position = {attention.position!r}"
         if attention.position != "rope" and attention.evaluated_scalings != ("none",):
@@ -101,6 +103,19 @@ def _attention_problems(config: TrainingConfig) -> Iterator[str]:
             )
         if attention.position in ("alibi", "fire") and tensor > 1:
             yield f"{position} contradicts parallel.tensor_parallel_size = {tensor}: its biases are not split"
+
+
+def _logit_problems(config: TrainingConfig, attention: StickBreakingConfig, at: str) -> Iterator[str]:
+    model, tensor, widest = config.model, config.parallel.tensor_parallel_size, 248
+    if attention.forget_gate_loss > 0 and not attention.forget_gate:
+        yield f"{at}.forget_gate_loss = {attention.forget_gate_loss} contradicts {at}.forget_gate = False"
+    if attention.forget_gate and model.num_kv_heads < tensor:
+        yield (
+            f"{at}.forget_gate = True contradicts parallel.tensor_parallel_size = {tensor}: gates are cut by KV heads, "
+            f"of which model.num_kv_heads = {model.num_kv_heads}"
+        )
+    if attention.logits == "euclidean" and model.head_dim and model.head_dim > widest:
+        yield f"{at}.logits = 'euclidean' contradicts model.head_dim = {model.head_dim}: up to {widest} is allowed"
 
 
 def _data_problems(config: TrainingConfig) -> Iterator[str]:

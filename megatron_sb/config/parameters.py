@@ -38,7 +38,9 @@ def _own_parameters(model: ModelConfig, attention: AttentionConfig) -> int:
     """Those of a layer's attention beside its projections."""
     if isinstance(attention, StickBreakingConfig):
         vector = model.num_heads * model.head_dim
-        return vector * attention.remainder_bias + 2 * vector * attention.head_norm  # the norm: weight and bias
+        gates = (model.hidden_size + 1) * model.num_kv_heads  # a projection with a bias
+        norm = 2 * vector  # weight and bias
+        return vector * attention.remainder_bias + norm * attention.head_norm + gates * attention.forget_gate
     if attention.position == "fire":  # c, the threshold's factor, and a network 1 -> 32 -> heads with biases
         return 2 + 2 * FIRE_HIDDEN_SIZE + (FIRE_HIDDEN_SIZE + 1) * model.num_heads
     return 0

@@ -100,6 +100,9 @@ class StickBreakingConfig:
     mass_threshold: BelowOne = 2**-24
     remainder_bias: bool = False
     head_norm: bool = False
+    logits: Literal["dot", "euclidean"] = "dot"
+    forget_gate: bool = False
+    forget_gate_loss: NonNegativeFloat = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,6 +70,11 @@ def _stick_breaking_of(training: TrainingConfig) -> AttentionConfig:
     found = [training.attention[name] for name in training.compare if training.breaks_sticks(name)]
     if len(found) != 1:
         raise ValueError(f"compare = {list(training.compare)} has {len(found)} stick-breaking models; one is needed")
+    for name, only in (("logits", "dot"), ("forget_gate", False)):
+        if getattr(found[0], name) != only:
+            raise ValueError(
+                f"{name} = {getattr(found[0], name)!r} of the attention is in no other format; {only!r} is"
+            )
     return found[0]
 
 
@@ -85,8 +90,10 @@ def newest(folder: Path) -> Path:
 def to_ours(found: dict[str, Tensor], config: StickBreakingConfig, folder: Path) -> dict[str, Tensor]:
     """Weights of `StickBreakingForCausalLM` of those `found` in a folder.
 
-    Raises ValueError where names or shapes do not fit the configuration.
+    Raises ValueError where names or shapes do not fit the configuration, or there are forget gates.
     """
+    if any(".gate_proj." in name for name in found):
+        raise ValueError(f"{folder} has forget gates (gate_proj), which are in no other format")
     made = {ours: found[theirs] for ours, theirs in OUTER.items() if theirs in found}
     for number in range(config.num_hidden_layers):
         prefix = f"model.layers.{number}"

@@ -17,6 +17,7 @@ from megatron_sb.context_parallel import ContextParallelPlan, context_parallel_a
 from megatron_sb.functional import head_output, stickbreaking_attention, stickbreaking_attention_varlen
 from megatron_sb.kvcache import attend_to_filled, is_decoding_step
 from megatron_sb.megatron.arguments import StickBreakingOptions
+from megatron_sb.megatron.gates import split_gates
 
 CAUSAL_MASK_TYPES = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -137,7 +138,7 @@ class StickBreakingCoreAttention(MegatronModule):
         attention_type: "self".
         cp_comm_type: None, "p2p", "all_gather", "a2a" or "a2a+p2p"; the last with the groups of
             `--hierarchical-context-parallel-sizes` (the a2a level, the p2p level).
-        softmax_scale: what logits are multiplied by; None means 1/sqrt(config.kv_channels).
+        softmax_scale: what logits are multiplied by; None means 1/sqrt(config.kv_channels), and 1 for Euclidean ones.
         pg_collection: process groups (`tp` and `cp` are read); None means those of `parallel_state`.
         model_comm_pgs: what older cores call `pg_collection`.
         options: see `StickBreakingOptions`.
@@ -173,9 +174,10 @@ class StickBreakingCoreAttention(MegatronModule):
 
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
-        self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self.cp_comm_type = cp_comm_type
         self.options = options or StickBreakingOptions()
+        default_scale = 1.0 if self.options.logits == "euclidean" else 1.0 / math.sqrt(config.kv_channels)
+        self.scale = default_scale if softmax_scale is None else softmax_scale
         groups = pg_collection if pg_collection is not None else model_comm_pgs
         if groups is None:
             self.tp_group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
@@ -243,9 +245,10 @@ class StickBreakingCoreAttention(MegatronModule):
 
         Args:
             query: (s, b, h, d), or packed (t, h, d).
-            key: (s_k, b, g, d) or (t, g, d), h % g == 0; s < s_k (without context parallelism) means that the queries
-                are the last s positions, as when decoding against a static cache.
-            value: shaped as `key`.
+            key: (s_k, b, g, d) or (t, g, d), h % g == 0; with forget gates they stand behind the d channels, as
+                `gates.with_gates` puts them; s < s_k (without context parallelism) means that the queries are the last
+                s positions, as when decoding against a static cache.
+            value: shaped as `key` without gates.
             attention_mask: not read; the mask is causal. Save its memory with
                 `--no-create-attention-mask-in-dataloader`.
             attn_mask_type: overrides the constructor's; `no_mask` only with s < s_k.
@@ -280,7 +283,8 @@ class StickBreakingCoreAttention(MegatronModule):
         packed, cp_group = is_packed(packed_seq_params), self.cp_group_of(packed_seq_params)
         if not packed:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        kwargs = {**self.attention_options, "return_mass": return_mass}
+        key, variant = self.variant_of(key)
+        kwargs = {**self.attention_options, **variant, "return_mass": return_mass}
         if cp_group is not None:
             plan = self._plan(cp_group, query, packed_seq_params if packed else None)
             kwargs |= {"comm": self.cp_comm_type or "auto", "hierarchical_groups": self.hierarchical_groups}
@@ -301,6 +305,11 @@ class StickBreakingCoreAttention(MegatronModule):
             "attend_current": self.options.attend_current,
             "mass_threshold": self.options.mass_threshold,
         }
+
+    def variant_of(self, key: torch.Tensor) -> tuple[torch.Tensor, dict]:
+        """The keys alone, and the attention's keywords for the variant of the logit: its kind, and the gates."""
+        key, gate = split_gates(key) if self.options.forget_gate else (key, None)
+        return key, {"logits": self.options.logits, "forget_gate": gate}
 
     def _check_call(self, query, key, attn_mask_type, attention_bias, packed: bool) -> None:
         """Refuse what can only be seen in a call."""

@@ -25,6 +25,7 @@ from megatron_sb.context_parallel import shard_sequence
 from megatron_sb.megatron import versions
 from megatron_sb.megatron.backends import MegatronBackend, TorchBackend
 from megatron_sb.megatron.core_attention import shared_plans
+from megatron_sb.megatron.gates import GateLossScale
 from megatron_sb.megatron.model import build_model
 from megatron_sb.megatron.softmax_attention import set_rotary_scaling
 from megatron_sb.megatron.statistics import AttentionCounts, AttentionInputs, captured, observed
@@ -155,6 +156,7 @@ class Engine:
         """Give up the parallel state, so that the next engine can make its own."""
         del self._backend, self._model
         shared_plans.clear()
+        GateLossScale.per_token = None
         parallel_state.destroy_model_parallel()
 
     def _sum_windows(self, batch: Batch, num_windows: int, wanted: str) -> Tensor:
@@ -165,7 +167,7 @@ class Engine:
         return sums.index_add_(0, window, (scores * counted).double())
 
     def _scale_auxiliary_losses(self, num_tokens: int) -> None:
-        """Weigh a router's losses in a micro-batch as its tokens' share of the step.
+        """Weigh the losses of routers and gates in a micro-batch as its tokens' share of the step.
 
         Megatron-Core before 0.19 multiplies a rank's part of them by the rank's tokens, which are the micro-batch's
         divided by the ranks that share it.
@@ -175,6 +177,7 @@ class Engine:
             shared *= self._config.parallel.tensor_parallel_size
         if versions.ROUTER_COUNTS_ALL_RANKS:
             shared = 1
+        GateLossScale.per_token = 1 / num_tokens
         MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(shared / num_tokens, device=self._device))
 
     def _forward(self, model, batch: Batch, extra, wanted: str = "losses") -> tuple[Tensor, Tensor, Tensor]:

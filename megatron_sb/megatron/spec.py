@@ -12,6 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_sb.megatron.arguments import StickBreakingOptions
 from megatron_sb.megatron.core_attention import StickBreakingCoreAttention, without_rope
+from megatron_sb.megatron.gates import gate_projection, with_gate_loss, with_gates
 
 
 class CheckedSelfAttention(SelfAttention):
@@ -19,6 +20,10 @@ class CheckedSelfAttention(SelfAttention):
 
     A core attention never sees rotary embeddings (they are applied to q and k before it) and is not called at all by
     dynamic inference, and `--attention-backend local` replaces it; all three would run without a word.
+
+    With `forget_gate` it has gate_proj, which makes a gate for each key and KV head from the hidden states, and the
+    core attention gets the keys with their gates behind them. gate_loss is the latest micro-batch's mean of -log f over
+    this rank's tokens and heads.
 
     In a mixed model (`layers`) the layers that are not stick-breaking are Megatron's own, with the core attention
     `softmax` and without these checks. Rotary embeddings are for them: `--no-rope-freq` has to name the others.
@@ -42,6 +47,20 @@ class CheckedSelfAttention(SelfAttention):
                 "config.qk_layernorm=True (--qk-layernorm), but this layer spec has no q_layernorm; use "
                 "with_stickbreaking on a spec built with qk_layernorm=True"
             )
+        options = self.core_attention.options if self.stick_breaking else StickBreakingOptions()
+        self.gate_proj, self.gate_loss, self.gate_loss_coefficient = None, None, options.forget_gate_loss
+        if options.forget_gate:
+            self.gate_proj = gate_projection(config, self.linear_qkv, self.pg_collection.tp)
+
+    def get_query_key_value_tensors(self, hidden_states, *args, **kwargs):
+        """As in Megatron-Core; keys come with their gates."""
+        made = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        if self.gate_proj is None:
+            return made
+        logits, _ = self.gate_proj(hidden_states)
+        logits, self.gate_loss = with_gate_loss(logits, self.gate_loss_coefficient, self.config)
+        query, key, *others = made
+        return query, with_gates(key, logits), *others
 
     def forward(self, hidden_states, attention_mask, key_value_states=None, inference_context=None, **kwargs):
         """As in Megatron-Core; a stick-breaking layer raises ValueError for rotary embeddings and dynamic inference."""
@@ -59,6 +78,11 @@ class CheckedSelfAttention(SelfAttention):
                     f"{name} was given to a stick-breaking layer (--position-embedding-type rope, mrope or yarn): the "
                     "order of the stick tells positions; use --position-embedding-type none"
                 )
+        if inference_context is not None and self.gate_proj is not None:
+            raise ValueError(
+                f"inference_context={type(inference_context).__name__} with forget_gate=True (--sb-forget-gate): "
+                "Megatron's caches have no room for gates"
+            )
         if inference_context is not None and not inference_context.is_static_batching():
             raise ValueError(
                 f"inference_context={type(inference_context).__name__} is dynamic: it bypasses core_attention and "

@@ -108,14 +108,19 @@ def count(
     if core.cp_group_of(packed_seq_params) is not None:
         _, mass = core.attend(query, key, value, packed_seq_params, return_mass=True)
         return AttentionCounts(mass.sum(dtype=torch.float64), none + mass.numel(), none, none)
+    key, variant = core.variant_of(key)
     if is_packed(packed_seq_params):
         bounds, _ = document_bounds(packed_seq_params)
         batch = [x[None] for x in (query, key, value)]
+        gate = None if variant["forget_gate"] is None else variant["forget_gate"][None]
         segments = torch.ops.megatron_sb.segments(bounds, bounds, query.shape[0], key.shape[0])
     else:
         bounds, segments = torch.tensor([0, query.shape[0]], device=query.device), None
         batch = [x.transpose(0, 1) for x in (query, key, value)]
-    _, mass, edge, _ = torch.ops.megatron_sb.block_forward(*batch, segments, **core.attention_options)
+        gate = None if variant["forget_gate"] is None else variant["forget_gate"].transpose(0, 1)
+    batch[:2] = torch.ops.megatron_sb.with_variants(*batch[:2], gate, variant["logits"] == "euclidean")
+    options = {**core.attention_options, "forget_gate": gate is not None}
+    _, mass, edge, _ = torch.ops.megatron_sb.block_forward(*batch, segments, **options)
     skipped, tiles = skipped_tiles(edge, bounds.long(), core.options.attend_current)
     return AttentionCounts(mass.sum(dtype=torch.float64), none + mass.numel(), skipped, tiles)
 

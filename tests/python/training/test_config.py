@@ -85,6 +85,8 @@ REFUSALS = {
     "attention.mine={}": r"attention\.mine\.kind = None: must be one of 'stick_breaking', 'softmax'",
     "attention.my/own={kind: softmax}": r"the name attention\.my/own = 'my/own': must be letters, digits",
     "attention.softmax_rope.head_norm=true": r"unknown field attention\.softmax_rope\.head_norm .*: kind, position",
+    "attention.stick_breaking.logits=cosine": r"stick_breaking\.logits = 'cosine': must be one of 'dot', 'euclidean'",
+    "attention.stick_breaking.forget_gate_loss=0.1": r"forget_gate_loss = 0\.1 contradicts .*\.forget_gate = False",
     "attention.softmax_rope.window=0": r"attention\.softmax_rope\.window = 0: must be greater than 0",
     "attention.softmax_rope={position: none, evaluated_scalings: [ntk]}": r"\['ntk'\] contradicts .*position = 'none'",
     "attention.softmax_rope.evaluated_scalings=[]": r"softmax_rope\.evaluated_scalings = \[\]: at least one is needed",

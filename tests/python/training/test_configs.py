@@ -79,6 +79,7 @@ def test_the_model_has_as_many(name, one_rank):
 
 VARIANTS = {
     "sticks": {"kind": "stick_breaking", "remainder_bias": True, "head_norm": True, "attend_current": True},
+    "gates and distances": {"kind": "stick_breaking", "forget_gate": True, "logits": "euclidean"},
     "rotary": {"kind": "softmax", "window": 32},
     "no positions": {"kind": "softmax", "position": "none", "stable_mask_gamma": 0.5},
     "alibi": {"kind": "softmax", "position": "alibi"},

@@ -17,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_sb.megatron import shared_plans, with_stickbreaking
+from megatron_sb.megatron.gates import GateLossScale
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support import megatron_cpu
@@ -64,6 +65,7 @@ HIERARCHY = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
 PACKED = {"form": "packed", "lengths": UNEQUAL_LENGTHS}
 HEAD_VECTORS = {"options": {"remainder_bias": True, "head_norm": True}}
+GATES = {"options": {"forget_gate": True, "forget_gate_loss": 1.0, "logits": "euclidean"}}
 
 RUNS = (
     Run("batch/1 rank", alone=True),
@@ -82,6 +84,8 @@ RUNS = (
     Run("head vectors/1 rank", alone=True, **HEAD_VECTORS),
     Run("head vectors/TP2 sequence parallel", tp=2, model=SEQUENCE_PARALLEL, **HEAD_VECTORS),
     Run("head vectors/TP2 CP2", tp=2, cp=2, **HEAD_VECTORS),
+    Run("gates/1 rank", alone=True, **GATES),
+    Run("gates/TP2 CP2 sequence parallel", tp=2, cp=2, model=SEQUENCE_PARALLEL, **GATES),
     Run("packed/1 rank", form="single", lengths=UNEQUAL_LENGTHS, alone=True),
     Run("packed/1 rank packed", alone=True, **PACKED),
     Run("packed/TP2", tp=2, **PACKED),
@@ -258,6 +262,7 @@ def train(model: GPTModel, run: Run) -> list[float]:
         docs = documents(run.lengths, step)
         num_tokens = sum(len(doc) - 1 for doc in docs)
         total = torch.zeros(())
+        GateLossScale.per_token = 1 / num_tokens
         for param in model.parameters():
             param.grad = torch.zeros_like(param)  # an expert without tokens has a gradient too
         for batch in micro_batches(docs, run):
