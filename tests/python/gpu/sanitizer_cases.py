@@ -6,6 +6,7 @@ cached, so that a read past a tensor's end is one past an allocation's; memory i
 what is unset.
 """
 
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from support.accuracy import RESULTS, relative_errors, run
 from support.blocks import run_in_blocks
 from support.caches import CacheCase
 from support.inputs import make_inputs
+from support.variants import VARIANTS, make_variant, run_variant
 
 from megatron_sb import (
     stickbreaking_attention,
@@ -89,6 +91,25 @@ def wrong_caches() -> tuple[int, int]:
     return count, failed
 
 
+def variant_errors():
+    """(name, error, allowed) of every result with forget gates and Euclidean logits, dense and packed."""
+    for dtype, allowed in DTYPES.items():
+        for (d, d_v), variant in itertools.product(((64, 64), (128, 128), (200, 24)), VARIANTS):
+            x, options = make_variant(variant, "mean -3.2", s=150, s_k=150, h=2, h_kv=1, d=d, d_v=d_v, dtype=dtype)
+            gate = options.pop("forget_gate", None)
+            for packed in (False, True):
+                attention = stickbreaking_attention_varlen if packed else stickbreaking_attention
+                form = x.packed() if packed else x
+                results = []
+                for device, wide in (("cuda", None), ("cpu", torch.float32)):
+                    args = (torch.tensor([0, 1, 1, 100, 140], dtype=torch.int32, device=device),) if packed else ()
+                    gates = {} if gate is None else {"forget_gate": (gate[0] if packed else gate).to(device)}
+                    results.append(run_variant(attention, moved(form, device, wide), {**options, **gates}, *args))
+                for result, value in results[0].items():
+                    error, _ = relative_errors(value.cpu().float(), results[1][result])
+                    yield f"{variant} {dtype} {d}:{d_v} packed={packed} {result}", error, allowed
+
+
 def main() -> int:
     """Run all, print one line, and return 1 if a result is wrong."""
     count, failed = wrong_caches()
@@ -105,6 +126,11 @@ def main() -> int:
             if not error <= DTYPES[x.q.dtype]:
                 failed += 1
                 print(f"{name}: {result} is off by {error:.3g}")
+    for name, found, allowed in variant_errors():
+        count += 1
+        if not found <= allowed:
+            failed += 1
+            print(f"{name} is off by {found:.3g}")
     torch.cuda.synchronize()
     print(f"{count} results, {failed} wrong")
     return int(failed > 0)

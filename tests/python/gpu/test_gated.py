@@ -1,0 +1,64 @@
+"""Forget gates on the portable kernels at 4K keys: accuracy, repeats, CUDA graphs. Variants are judged in
+operator/test_variants.py too, at small sizes.
+"""
+
+import pytest
+import torch
+from support.variants import ALLOWED, errors, make_variant, run_variant, wide_inputs
+
+from megatron_sb import reference, stickbreaking_attention
+
+variants = pytest.mark.parametrize("name", ["gated", "euclidean"])
+
+
+@variants
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("regime", ["randn", "mean -8"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_4k_keys(name, d, regime, dtype):
+    """All results beside the oracle, with two heads on a key head."""
+    x, options = make_variant(name, regime, s=4096, h=2, h_kv=1, d=d, dtype=dtype)
+    actual = run_variant(stickbreaking_attention, x, options, mass_threshold=0.0)
+    expected = run_variant(reference.stickbreaking_attention, *wide_inputs(x, options), mass_threshold=0.0)
+    found = errors(actual, expected)
+    assert all(error <= ALLOWED[dtype] for error in found.values()), found
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_bitwise_repeatable(d):
+    """The gates' gradients too."""
+    x, options = make_variant("gated", "mean -8", s=2000, h=4, h_kv=2, d=d, dtype=torch.bfloat16)
+    first = run_variant(stickbreaking_attention, x, options)
+    for _ in range(20):
+        again = run_variant(stickbreaking_attention, x, options)
+        assert all(torch.equal(again[name], value) for name, value in first.items())
+
+
+def test_skipping_changes_little():
+    """At the default threshold used-up rows leave keys out; randn logits and gates that are half open."""
+    x, options = make_variant("gated", s=1000, h=2, d=64, dtype=torch.float32)
+    skipped, whole = (run_variant(stickbreaking_attention, x, options, mass_threshold=t) for t in (2.0**-24, 0.0))
+    assert (
+        max(errors(skipped, {name: value.double() for name, value in whole.items() if name != "mass"}).values()) < 1e-5
+    )
+
+
+@pytest.mark.gpu
+def test_graph():
+    """Captured forward and backward, replayed on other values."""
+    x, options = make_variant("gated", "mean -8", s=500, h=4, h_kv=2, d=128, dtype=torch.bfloat16)
+    if not x.q.is_cuda:
+        pytest.skip("CUDA graphs")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run_variant(stickbreaking_attention, x, options)  # loads modules, which a capture may not
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run_variant(stickbreaking_attention, x, options)
+    options["forget_gate"].mul_(0.9)
+    x.q.mul_(0.5)
+    graph.replay()
+    for name, value in run_variant(stickbreaking_attention, x, options).items():
+        assert torch.equal(captured[name], value), name
