@@ -4,6 +4,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 namespace megatron_sb {
 namespace {
 
@@ -64,6 +66,36 @@ TEST(Attention, GradientsReachQKV) {
     EXPECT_NEAR((k.grad() * direction).sum().item<double>(), slope, 1e-7 * std::abs(slope) + 1e-8);
     EXPECT_GT(q.grad().abs().sum().item<double>(), 0);
     EXPECT_GT(v.grad().abs().sum().item<double>(), 0);
+}
+
+TEST(Attention, EuclideanLogitsAreDistances) {
+    at::manual_seed(3);
+    const auto options = at::TensorOptions(at::kDouble);
+    const at::Tensor q = at::randn({1, 30, 1, 16}, options), k = at::randn({1, 30, 1, 16}, options);
+    // -|q - k|^2 as a product of wider heads, here by hand
+    const auto norm = [](const at::Tensor& x) { return x.square().sum(-1, true); };
+    const at::Tensor wide_q = at::cat({2 * q, -norm(q), at::ones_like(norm(q))}, -1)[0].select(1, 0);
+    const at::Tensor wide_k = at::cat({k, at::ones_like(norm(k)), -norm(k)}, -1)[0].select(1, 0);
+    AttentionOptions euclidean;
+    euclidean.euclidean = true;
+    euclidean.mass_threshold = 0;
+    const at::Tensor o = std::get<0>(stickbreaking_attention(q, k, k, euclidean));
+    const at::Tensor want = definition(wide_q, wide_k, k[0].select(1, 0), 1);
+    EXPECT_TRUE(at::allclose(o[0].select(1, 0), want, 1e-10, 1e-12));
+}
+
+TEST(Attention, AForgetGateMultipliesBeta) {
+    at::manual_seed(4);
+    const at::Tensor q = at::randn({1, 2, 1, 8}, at::kDouble), k = at::randn({1, 2, 1, 8}, at::kDouble);
+    AttentionOptions gated;
+    gated.forget_gate = at::full({1, 2, 1}, 0.25, at::kDouble).requires_grad_();
+    const auto [o, mass] = stickbreaking_attention(q, k, k, gated);
+    const double beta = 0.25 * at::sigmoid(at::dot(q[0][1][0], k[0][0][0]) / std::sqrt(8.0)).item<double>();
+    EXPECT_NEAR(mass[0][0][1].item<double>(), 1 - beta, 1e-14);
+    mass.sum().backward();
+    EXPECT_NEAR(gated.forget_gate->grad()[0][0][0].item<double>(), -beta / 0.25, 1e-14);
+    gated.forget_gate = at::ones({1, 2, 2}, at::kDouble);
+    EXPECT_THROW(stickbreaking_attention(q, k, k, gated), c10::ValueError);
 }
 
 TEST(Attention, NamesWhatIsWrong) {
