@@ -5,7 +5,7 @@ and writes, `lm_engine` understands the model section of lm-engine's files. Need
 """
 
 from megatron_sb.config.checks import needs_gpu
-from megatron_sb.config.loader import flatten, load_config, to_yaml
+from megatron_sb.config.loader import flatten, load_config, load_fields, to_yaml
 from megatron_sb.config.parameters import ParameterCount, count_parameters
 from megatron_sb.config.schema import (
     BYTE_VOCAB_SIZE,
@@ -53,6 +53,7 @@ __all__ = [
     "count_parameters",
     "flatten",
     "load_config",
+    "load_fields",
     "needs_gpu",
     "to_yaml",
 ]

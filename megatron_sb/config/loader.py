@@ -28,12 +28,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainingConf
     YAML, e.g. `stages.0.steps=10`.
     Raises ConfigError naming the field, its value and what is allowed; OSError when the file cannot be read.
     """
-    tree = translate(_parse(Path(path).read_text(encoding="utf-8"), str(path)))
-    for override in overrides:
-        _apply_override(tree, override)
-    config = _build(TrainingConfig, tree, "")
+    config = _overridden(TrainingConfig, translate(_read(path)), overrides)
     check(config)
     return config
+
+
+def load_fields(cls: type, path: str | Path, overrides: Sequence[str] = ()) -> Any:
+    """Another dataclass whose fields are annotated as the training configuration's; path, overrides and errors as of
+    `load_config`.
+    """
+    return _overridden(cls, _read(path), overrides)
 
 
 def flatten(config: TrainingConfig) -> dict[str, Any]:
@@ -78,6 +82,16 @@ class _Loader(yaml.SafeLoader):
                     f"field {name} is given twice in the mapping that starts at line {node.start_mark.line + 1}"
                 )
         return super().construct_mapping(node, deep)
+
+
+def _read(path: str | Path) -> Any:
+    return _parse(Path(path).read_text(encoding="utf-8"), str(path))
+
+
+def _overridden(cls: type, tree: Any, overrides: Sequence[str]) -> Any:
+    for override in overrides:
+        _apply_override(tree, override)
+    return _build(cls, tree, "")
 
 
 def _parse(text: str, source: str) -> Any:

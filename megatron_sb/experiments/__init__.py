@@ -14,8 +14,11 @@ import sys
 # Name on the command line -> module.
 EXPERIMENTS: dict[str, str] = {
     "attention-picture": "megatron_sb.experiments.attention_picture",
+    "extrapolation": "megatron_sb.experiments.extrapolation",
     "mqrar": "megatron_sb.experiments.mqrar",
     "needles": "megatron_sb.experiments.needles",
+    "skipping": "megatron_sb.experiments.skipping",
+    "stolen-attention": "megatron_sb.experiments.stolen_attention",
 }
 
 

@@ -31,9 +31,11 @@ def run(options: argparse.Namespace) -> int:
     """Train unless CONFIG is that of a finished run, look, write table and picture; 0."""
     config = load_config(options.config, options.set)
     model = options.model or config.compare[0]
-    if model not in config.compare or not config.breaks_sticks(model):
-        able = [name for name in config.compare if config.breaks_sticks(name)]
-        raise ConfigError(f"--model is {model!r}; the stick-breaking models of compare are allowed: {able}")
+    if model not in (able := trained.plain_sticks(config)):
+        raise ConfigError(
+            f"--model is {model!r}; the stick-breaking models of compare without gates and Euclidean logits are "
+            f"allowed: {able}"
+        )
     words = options.sequence.split()
     batch = tokens_of(words, config)
     run_folder = trained.trained_run(options, config)

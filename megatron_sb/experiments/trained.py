@@ -59,6 +59,12 @@ def trained_engine(run: Path, config: TrainingConfig, model: str) -> Iterator[An
         dist.destroy_process_group()
 
 
+def plain_sticks(config: TrainingConfig) -> list[str]:
+    """The models of compare whose logits are q . k and whose keys have no gates: what experiments write out again."""
+    chosen = {name: config.attention[name] for name in config.compare if config.breaks_sticks(name)}
+    return [name for name, attention in chosen.items() if attention.logits == "dot" and not attention.forget_gate]
+
+
 def on_one_rank(run: Path) -> TrainingConfig:
     """A run's configuration, for one rank."""
     path = run / "config.yaml"

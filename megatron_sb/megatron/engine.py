@@ -6,6 +6,7 @@ backends.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol
@@ -28,7 +29,7 @@ from megatron_sb.megatron.core_attention import shared_plans
 from megatron_sb.megatron.gates import GateLossScale
 from megatron_sb.megatron.model import build_model
 from megatron_sb.megatron.softmax_attention import set_rotary_scaling
-from megatron_sb.megatron.statistics import AttentionCounts, AttentionInputs, captured, observed
+from megatron_sb.megatron.statistics import AttentionCounts, AttentionInputs, captured, observed, watched
 from megatron_sb.softmax import RotaryScaling
 
 
@@ -131,6 +132,11 @@ class Engine:
         with captured(self._model) as inputs:
             self.likeliest_tokens(batch)
         return inputs
+
+    def watch_attention(self, batch: Batch, look: Callable[..., None]) -> None:
+        """A forward without gradients that calls `look` as `statistics.watched` says, in every stick-breaking layer."""
+        with watched(self._model, look):
+            self.likeliest_tokens(batch)
 
     def scale_positions(self, kind: str, factor: float) -> None:
         """How rotary positions are scaled from now on: `megatron_sb.softmax.RotaryScaling`."""

@@ -5,7 +5,7 @@ attends with.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +44,22 @@ class AttentionCounts:
 
 
 @contextlib.contextmanager
+def watched(model: torch.nn.Module, look: Callable[..., None]) -> Iterator[None]:
+    """Before every call of a stick-breaking layer inside: look(core, query, key, value, packed_seq_params)."""
+
+    def before(core: StickBreakingCoreAttention, args: tuple, kwargs: dict) -> None:
+        look(core, *args[:3], kwargs.get("packed_seq_params"))
+
+    cores = [module for module in model.modules() if isinstance(module, StickBreakingCoreAttention)]
+    hooks = [core.register_forward_pre_hook(before, with_kwargs=True) for core in cores]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
 def observed(model: torch.nn.Module, device: torch.device) -> Iterator[list[AttentionCounts]]:
     """Count in every forward inside; yields a list that ends as one AttentionCounts.
 
@@ -52,16 +68,11 @@ def observed(model: torch.nn.Module, device: torch.device) -> Iterator[list[Atte
     """
     counts = [AttentionCounts.zeros(device)]
 
-    def look(module: StickBreakingCoreAttention, args: tuple, kwargs: dict, _) -> None:
-        counts[0] += count(module, *args[:3], kwargs.get("packed_seq_params"))
+    def add(*call) -> None:
+        counts[0] += count(*call)
 
-    cores = [module for module in model.modules() if isinstance(module, StickBreakingCoreAttention)]
-    hooks = [core.register_forward_hook(look, with_kwargs=True) for core in cores]
-    try:
+    with watched(model, add):
         yield counts
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @dataclass(frozen=True)
@@ -84,19 +95,14 @@ def captured(model: torch.nn.Module) -> Iterator[list[AttentionInputs]]:
     """
     found: list[AttentionInputs] = []
 
-    def keep(module: StickBreakingCoreAttention, args: tuple) -> None:
-        query, key = (x.detach().cpu() for x in args[:2])
-        found.append(AttentionInputs(query, key, module.scale, module.options.attend_current))
+    def keep(core: StickBreakingCoreAttention, query: Tensor, key: Tensor, *_) -> None:
+        query, key = (x.detach().cpu() for x in (query, key))
+        found.append(AttentionInputs(query, key, core.scale, core.options.attend_current))
 
-    cores = [module for module in model.modules() if isinstance(module, StickBreakingCoreAttention)]
-    if not cores:
+    if not any(isinstance(module, StickBreakingCoreAttention) for module in model.modules()):
         raise ValueError("the model has no stick-breaking layer to look into")
-    hooks = [core.register_forward_pre_hook(keep) for core in cores]
-    try:
+    with watched(model, keep):
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @torch.no_grad()
@@ -108,6 +114,25 @@ def count(
     if core.cp_group_of(packed_seq_params) is not None:
         _, mass = core.attend(query, key, value, packed_seq_params, return_mass=True)
         return AttentionCounts(mass.sum(dtype=torch.float64), none + mass.numel(), none, none)
+    mass, edge, bounds = _sticks(core, query, key, value, packed_seq_params)
+    skipped, tiles = skipped_tiles(edge, bounds, core.options.attend_current)
+    return AttentionCounts(mass.sum(dtype=torch.float64), none + mass.numel(), skipped, tiles)
+
+
+@torch.no_grad()
+def skipped_share(
+    core: StickBreakingCoreAttention, query: Tensor, key: Tensor, value: Tensor, packed_seq_params
+) -> Tensor:
+    """The share of tiles that each head skips in one call of a layer's core attention, without context parallelism:
+    (h,) float64; arguments as in its forward.
+    """
+    _, edge, bounds = _sticks(core, query, key, value, packed_seq_params)
+    skipped, tiles = _skipped_by_head(edge, bounds, core.options.attend_current)
+    return skipped.mean(0) / tiles
+
+
+def _sticks(core, query: Tensor, key: Tensor, value: Tensor, packed_seq_params) -> tuple[Tensor, Tensor, Tensor]:
+    """The mass that is left and the restarts' edges, (b, h, rows), and the documents' offsets."""
     key, variant = core.variant_of(key)
     if is_packed(packed_seq_params):
         bounds, _ = document_bounds(packed_seq_params)
@@ -121,8 +146,7 @@ def count(
     batch[:2] = torch.ops.megatron_sb.with_variants(*batch[:2], gate, variant["logits"] == "euclidean")
     options = {**core.attention_options, "forget_gate": gate is not None}
     _, mass, edge, _ = torch.ops.megatron_sb.block_forward(*batch, segments, **options)
-    skipped, tiles = skipped_tiles(edge, bounds.long(), core.options.attend_current)
-    return AttentionCounts(mass.sum(dtype=torch.float64), none + mass.numel(), skipped, tiles)
+    return mass, edge, bounds.long()
 
 
 def skipped_tiles(edge: Tensor, bounds: Tensor, attend_current: bool) -> tuple[Tensor, Tensor]:
@@ -130,6 +154,12 @@ def skipped_tiles(edge: Tensor, bounds: Tensor, attend_current: bool) -> tuple[T
 
     edge: (b, h, rows), the restarts' edges. bounds: (n + 1,), the documents' offsets; rows beyond the last count not.
     """
+    skipped, tiles = _skipped_by_head(edge, bounds, attend_current)
+    return skipped.sum(), tiles * edge[..., 0].numel()
+
+
+def _skipped_by_head(edge: Tensor, bounds: Tensor, attend_current: bool) -> tuple[Tensor, Tensor]:
+    """(b, h) float64, and how many tiles each head has."""
     rows = edge.shape[-1]
     row = torch.arange(rows, device=edge.device)
     document = torch.bucketize(row, bounds[1:], right=True)
@@ -145,4 +175,4 @@ def skipped_tiles(edge: Tensor, bounds: Tensor, attend_current: bool) -> tuple[T
     tiles = -(-visible[:rows] // TILE)
     older = (-(-by_tile[..., :rows] // TILE) - 1).clamp(min=0)  # than the tile in which the backward starts
     skipped = torch.minimum(older, tiles)
-    return skipped.sum(dtype=torch.float64), tiles.sum(dtype=torch.float64) * edge[..., 0].numel()
+    return skipped.sum(-1, dtype=torch.float64), tiles.sum(dtype=torch.float64)

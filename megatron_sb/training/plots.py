@@ -36,8 +36,13 @@ def draw_losses(metrics: list[dict[str, Any]], labels: dict[str, str], path: Pat
 
 
 def draw_nll_by_length(evaluations: list[dict[str, Any]], labels: dict[str, str], path: Path) -> None:
-    """Negative log-likelihood against context length, one line per model and stage; the context each was trained with
-    is marked.
+    """`nll_by_length`, written."""
+    save(nll_by_length(evaluations, labels), path)
+
+
+def nll_by_length(evaluations: list[dict[str, Any]], labels: dict[str, str]) -> Any:
+    """A figure: negative log-likelihood against context length, one line per model and stage; the context each was
+    trained with is marked.
     """
     figure, axes = pyplot.subplots(figsize=(8, 5.5))
     stages = list(dict.fromkeys(entry["stage"] for entry in evaluations))
@@ -59,7 +64,7 @@ def draw_nll_by_length(evaluations: list[dict[str, Any]], labels: dict[str, str]
     axes.set(xlabel="context (tokens)", ylabel="negative log-likelihood of the same tokens (nats)")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, fontsize="small")
     axes.grid(alpha=0.3, which="both")
-    save(figure, path)
+    return figure
 
 
 def label_of(entry: dict[str, Any], labels: dict[str, str]) -> str:

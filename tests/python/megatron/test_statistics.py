@@ -7,7 +7,7 @@ import torch
 from support.megatron_cpu import core_attention_arguments, packed_params, small_config
 
 from megatron_sb.megatron import StickBreakingCoreAttention
-from megatron_sb.megatron.statistics import TILE, observed, skipped_tiles
+from megatron_sb.megatron.statistics import TILE, observed, skipped_share, skipped_tiles
 
 BOUNDS = (0, 70, 70, 300)
 
@@ -57,6 +57,11 @@ def test_counts_are_those_of_the_matrix(bounds, shift):
     expected = expected_counts(query, key, core.scale, bounds, core.options.mass_threshold)
     assert found[0] == pytest.approx(expected[0], rel=1e-5, abs=1e-4)
     assert found[1:] == expected[1:]
+    shares = skipped_share(core, *tensors, params)
+    for head, share in enumerate(shares.tolist()):
+        of_head = [x[:, head : head + 1] for x in (query, key)]
+        _, _, skipped, tiles = expected_counts(*of_head, core.scale, bounds, core.options.mass_threshold)
+        assert share == pytest.approx(skipped / tiles, rel=1e-12)
     assert expected[3] > 20 and (expected[2] > 0) == (shift > -9)
 
 

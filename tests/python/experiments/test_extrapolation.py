@@ -1,0 +1,73 @@
+"""Likelihood beyond the trained length, as a user asks for it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_sb import cli
+from megatron_sb.config import StickBreakingConfig, load_config
+from megatron_sb.experiments import sweep
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+TINY = ["model.num_layers=1", "model.hidden_size=16", "model.ffn_hidden_size=32", "stages.0.context_length=16"]
+TINY += ["stages.0.steps=2", "stages.0.warmup_steps=1", "stages.0.rows_per_step=2", "evaluation.target_tokens=8"]
+TINY += ["evaluation.windows=2"]
+
+
+@pytest.mark.parametrize("form", ["extrapolation", "extrapolation_small"])
+def test_the_forms_compare_every_kind_of_attention(form):
+    config = load_config(CONFIGS / f"{form}.yaml")
+    kinds = [config.attention[model] for model in config.compare]
+    sticks = [(a.remainder_bias, a.head_norm) for a in kinds if isinstance(a, StickBreakingConfig)]
+    softmax = [a for a in kinds if not isinstance(a, StickBreakingConfig)]
+    assert sticks == [(False, False), (True, True)]
+    assert {a.position for a in softmax} == {"none", "rope", "alibi", "fire"}
+    assert any(a.window for a in softmax) and any(a.stable_mask_gamma for a in softmax)
+    assert ("none", "linear", "ntk") in [a.evaluated_scalings for a in softmax]
+    (stage,) = config.stages
+    assert config.evaluation_lengths(stage)[-1] == 32 * stage.context_length
+
+
+def command_of(out, compare):
+    overrides = [word for override in (*TINY, f"compare=[{', '.join(compare)}]") for word in ("--set", override)]
+    return ["experiment", "extrapolation", str(CONFIGS / "extrapolation_small.yaml"), "--out", str(out), *overrides]
+
+
+def test_the_command(tmp_path):
+    out = tmp_path / "out"
+    assert cli.main(command_of(out, ["softmax_rope"])) == 0
+    written = json.loads((out / "results.json").read_text())["evaluations"]
+    table = (out / "table.md").read_text().splitlines()
+    assert table[0] == "| attention | 8 | 16 | 32 | 64 | 128 | 256 | 512 |"
+    for line, entry, scaling in zip(table[2:5], written, ["", ", linear scaling", ", NTK scaling"], strict=True):
+        cells = [f"softmax + RoPE{scaling}", *(f"{result['nll']:.3f}" for result in entry["results"])]
+        assert line == f"| {' | '.join(cells)} |"
+        suffix = "" if entry["scaling"] == "none" else f".{entry['scaling']}"
+        of_run = out / "softmax_rope" / "evaluation" / f"softmax_rope-trained{suffix}.json"
+        assert json.loads(of_run.read_text())["results"] == entry["results"]
+        assert len({result["nll"] for result in entry["results"]}) > 2, "context says something"
+    assert (out / "picture.png").stat().st_size > 1000
+
+
+def test_every_model_is_a_run(tmp_path, monkeypatch):
+    """Each with its name alone in compare; what they leave is put together in the configuration's order."""
+
+    def train_all(config_path, trials, out, jobs):
+        for trial, nll in zip(trials, (3.0, 2.0), strict=True):
+            config = load_config(config_path, trial.overrides)
+            assert config.compare == (trial.name,)
+            for scaling in config.evaluated_scalings(trial.name):
+                path = sweep.evaluation_path(out / trial.name, config, trial.name, scaling)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps({"results": [{"context": 8, "nll": nll, "windows": 2}]}))
+
+    monkeypatch.setattr(sweep, "train_all", train_all)
+    assert cli.main(command_of(tmp_path, ["softmax_rope", "stick_breaking"])) == 0
+    rows = (tmp_path / "table.md").read_text().splitlines()[2:6]
+    assert rows[0] == "| softmax + RoPE | 3.000 |" and rows[3] == "| stick-breaking | 2.000 |"
+
+
+def test_recall_is_refused(capsys):
+    assert cli.main(["experiment", "extrapolation", str(CONFIGS / "mqrar_small.yaml")]) == 2
+    assert "data.kind is 'recall'; extrapolation needs text" in capsys.readouterr().err

@@ -1,0 +1,132 @@
+"""Keys on the hull, and the most attention a key can get, against answers that are known."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linprog, minimize
+
+from megatron_sb.cli import main
+from megatron_sb.experiments.key_hull import ATTENTIONS, largest_attention, on_hull
+
+RNG = np.random.default_rng(0)
+
+
+def separable(keys, index):
+    """Whether some direction tells a key from all others: a linear programme, which knows nothing of facets."""
+    others = np.delete(keys, index, axis=0) - keys[index]
+    bounds = [(-1, 1)] * keys.shape[1] + [(None, None)]
+    found = linprog(
+        [0] * keys.shape[1] + [-1], np.c_[others, np.ones(len(others))], np.zeros(len(others)), bounds=bounds
+    )
+    return -found.fun > 1e-9
+
+
+@pytest.mark.parametrize("head_dim", [2, 3, 5, 8])
+def test_keys_on_the_hull_are_those_a_plane_cuts_off(head_dim):
+    keys = RNG.standard_normal((40, head_dim))
+    found = on_hull(keys)
+    assert found.tolist() == [separable(keys, index) for index in range(40)]
+    assert found.any()
+
+
+def test_keys_inside_are_not_on_the_hull():
+    corners = np.array([[-1.0, -1.0], [1.0, -1.0], [-1.0, 1.0], [1.0, 1.0]])
+    assert on_hull(np.vstack([corners, 0.9 * corners, [[0.0, 0.0]]])).tolist() == 4 * [True] + 5 * [False]
+
+
+@pytest.mark.parametrize("shape", [(40, 9), (40, 1), (4, 3), (40,)])
+def test_other_shapes_are_refused(shape):
+    with pytest.raises(ValueError, match="keys has shape"):
+        on_hull(np.zeros(shape))
+
+
+def test_keys_in_a_plane_are_refused():
+    with pytest.raises(ValueError, match="no convex hull of dimension 3"):
+        on_hull(np.c_[RNG.standard_normal((40, 2)), np.zeros(40)])
+
+
+def test_softmax_of_three_keys_on_a_line():
+    """0 between -1 and 2 gets 1 / (1 + e^-t + e^2t), most at t = log(1/2) / 3; an end all but everything."""
+    keys = torch.tensor([[0.0, 0.0], [-1.0, 0.0], [2.0, 0.0]], dtype=torch.float64)
+    t = math.log(0.5) / 3
+    middle, *ends = largest_attention(keys, "softmax", 50.0).tolist()
+    assert middle == pytest.approx(1 / (1 + math.exp(-t) + math.exp(2 * t)), rel=2e-4)
+    assert ends == pytest.approx([1, 1], abs=2e-4)
+
+
+def test_a_key_in_the_middle_of_others_gets_a_share_of_softmax_and_all_of_the_others():
+    """At the centroid of a square's corners q = 0 is best: a fifth. Distances can make it the nearest by far, and
+    nothing newer breaks what it takes of the stick.
+    """
+    corners = torch.tensor([[-1.0, -1.0], [1.0, -1.0], [-1.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
+    keys = torch.cat([corners, torch.zeros(1, 2, dtype=torch.float64)])
+    most = {name: largest_attention(keys, name, 100.0).tolist() for name in ATTENTIONS}
+    assert most["softmax"] == pytest.approx([1, 1, 1, 1, 0.2], abs=2e-4)
+    assert most["euclidean"] == pytest.approx([1, 1, 1, 1, 1], abs=2e-4)
+    assert most["stick_breaking"][4] == pytest.approx(0.5, abs=2e-4)  # a key of 0 has a logit of 0
+    # With a mean a plane through 0 can part each key from all that are newer.
+    moved = largest_attention(keys + torch.tensor([3.0, 0.0]), "stick_breaking", 200.0).tolist()
+    assert moved == pytest.approx([1, 1, 1, 1, 1], abs=2e-4)
+
+
+def log_attention(name, query, keys, index, scale):
+    """By the definition, one key and query at a time."""
+    if name == "stick_breaking":
+        logits = keys[index:] @ query
+        return -np.logaddexp(0, -logits[0]) - np.logaddexp(0, logits[1:]).sum()
+    logits = keys @ query if name == "softmax" else -scale * np.square(query - keys).sum(-1)
+    return logits[index] - np.logaddexp.reduce(logits)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_the_maximum_is_the_one_of_another_optimiser(name):
+    """Several starts of scipy's, in the unit ball by q = R u / sqrt(1 + |u|^2): it finds no more, and as much."""
+    keys, norm = RNG.standard_normal((20, 3)), 4.0
+    keys -= keys.mean(0)
+    scale = norm / (2 * np.linalg.norm(keys, axis=1).max())
+    radius = norm / (2 * scale) if name == "euclidean" else norm
+    found = largest_attention(torch.from_numpy(keys), name, norm).log().numpy()
+    for index in (0, 9, 19):
+
+        def lost(u, index=index):
+            return -log_attention(name, radius * u / np.sqrt(1 + u @ u), keys, index, scale)
+
+        best = max(-minimize(lost, start).fun for start in RNG.standard_normal((4, 3)))
+        assert best - 2e-4 < found[index] < best + 1e-4
+
+
+@pytest.mark.parametrize(
+    ("attention", "norm", "words"), [("dot", 1.0, "attention is"), ("softmax", 0.0, "query_norm is")]
+)
+def test_bad_input_of_largest_attention(attention, norm, words):
+    with pytest.raises(ValueError, match=words):
+        largest_attention(torch.zeros(4, 2, dtype=torch.float64), attention, norm)
+
+
+def test_the_command(tmp_path, capsys):
+    config = tmp_path / "hulls.yaml"
+    config.write_text("head_dims: [2, 4]\nnum_keys: [16]\nkey_means: [0, 2]\n")
+    assert (
+        main(["experiment", "stolen-attention", str(config), "--out", str(tmp_path / "out"), "--set", "draws=2"]) == 0
+    )
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    shapes = [(entry["head_dim"], entry["num_keys"], entry["key_mean"]) for entry in results["entries"]]
+    assert shapes == [(2, 16, 0.0), (2, 16, 2.0), (4, 16, 0.0), (4, 16, 2.0)]
+    for entry in results["entries"]:
+        softmax = entry["attention"]["softmax"]
+        assert softmax["interior"] is None or softmax["interior"]["max"] <= 0.5
+        assert softmax["hull"]["max"] > 0.99
+        assert [len(of["by_age"]) for of in entry["attention"].values()] == [5, 5, 5]  # 1, 2, 3-4, 5-8, 9-16
+    assert (tmp_path / "out" / "table.md").read_text().count("\n| ") == 5
+    assert (tmp_path / "out" / "picture.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("change", "words"), [("head_dims=[9]", "from 2 to 8"), ("num_keys=[8]", "at least 16")])
+def test_a_bad_field_is_refused(change, words, tmp_path, capsys):
+    config = tmp_path / "hulls.yaml"
+    config.write_text("head_dims: [2]\nnum_keys: [16]\n")
+    assert main(["experiment", "stolen-attention", str(config), "--set", change]) == 2
+    assert words in capsys.readouterr().err

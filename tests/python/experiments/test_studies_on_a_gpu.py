@@ -1,0 +1,42 @@
+"""What a model skips, and every kind of attention beyond its trained length, in bf16 on a GPU."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from megatron_sb import cli
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+GPU = ["parallel.device=cuda", "model.precision=bf16", "model.num_layers=2", "model.hidden_size=128"]
+GPU += ["model.num_heads=2", "model.num_kv_heads=2", "stages.0.steps=20", "stages.0.warmup_steps=2"]
+
+
+def run(name, config, out, *overrides):
+    words = [word for override in (*GPU, *overrides) for word in ("--set", override)]
+    assert cli.main(["experiment", name, str(CONFIGS / config), "--out", str(out), *words]) == 0
+    return json.loads((out / "results.json").read_text())
+
+
+@pytest.mark.gpu
+def test_skipping(tmp_path):
+    """Sticks that end early save time, more of it the longer the context."""
+    results = run("skipping", "skipping_small.yaml", tmp_path / "out", "evaluation.length_factor=64")
+    longest = [entry for entry in results["entries"] if entry["context"] == 512 * 64]
+    assert [entry["layer"] for entry in longest] == [1, 2]
+    for entry in longest:
+        assert min(entry["skipped"]) > 0.5
+        for own, _, every_tile in entry["milliseconds"].values():
+            assert 0 < own < 0.8 * every_tile
+
+
+@pytest.mark.gpu
+def test_extrapolation(tmp_path):
+    """Kinds whose kernels are made anew for every length."""
+    compare = "compare=[softmax_alibi, softmax_fire, softmax_window, softmax_stable_mask]"
+    results = run("extrapolation", "extrapolation_small.yaml", tmp_path / "out", compare)
+    assert len(results["evaluations"]) == 4
+    for entry in results["evaluations"]:
+        assert [result["context"] for result in entry["results"]] == [64, 128, 256, 512, 1024, 2048, 4096]
+        assert all(0 < result["nll"] < math.log(257) + 1 for result in entry["results"][:2])
