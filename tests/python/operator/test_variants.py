@@ -280,6 +280,8 @@ def test_bad_input(name):
     """Refused before anything runs, by name."""
     options, error, words = BAD[name]
     x = make_inputs(s=8, h=4, h_kv=2, d=16)
+    if name in ("gate's shape", "gate's dtype"):
+        options = {"forget_gate": options["forget_gate"].to(x.k.device)}
     with pytest.raises(error, match=re.escape(words)):
         stickbreaking_attention(x.q, x.k, x.v, **options)
 
