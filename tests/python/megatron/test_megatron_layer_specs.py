@@ -75,6 +75,10 @@ def test_refused_options():
         with_stickbreaking(get_gpt_layer_local_spec(), cp_layout="striped")
     with pytest.raises(ValueError, match="packing='tight' is unknown; allowed: 'per_document', 'whole_stream'"):
         with_stickbreaking(get_gpt_layer_local_spec(), packing="tight")
+    with pytest.raises(ValueError, match="logits='cosine' is unknown; allowed: 'dot', 'euclidean'"):
+        with_stickbreaking(get_gpt_layer_local_spec(), logits="cosine")
+    with pytest.raises(ValueError, match=r"forget_gate_loss=0.1 \(--sb-forget-gate-loss\) with forget_gate=False"):
+        with_stickbreaking(get_gpt_layer_local_spec(), forget_gate_loss=0.1)
     with pytest.raises(
         ValueError, match=r"layers=\(1, 2\) \(--sb-layers\) may hold 0 \(softmax\) and 1 \(stick-breaking"
     ):
@@ -106,7 +110,7 @@ def test_flags():
     assert StickBreakingOptions(**options_from_args(defaults)) == StickBreakingOptions()
 
     line = "--stick-breaking-attention --sb-attend-current --sb-mass-threshold 0 --sb-cp-layout contiguous"
-    line += " --sb-remainder-bias --sb-head-norm"
+    line += " --sb-remainder-bias --sb-head-norm --sb-logits euclidean --sb-forget-gate --sb-forget-gate-loss 0.5"
     args = parser.parse_args([*line.split(), "--sb-packing", "whole_stream", "--sb-layers", "([1]*2+[0])*2"])
     assert args.stick_breaking_attention
     assert options_from_args(args) == {
@@ -114,6 +118,9 @@ def test_flags():
         "mass_threshold": 0.0,
         "remainder_bias": True,
         "head_norm": True,
+        "logits": "euclidean",
+        "forget_gate": True,
+        "forget_gate_loss": 0.5,
         "cp_layout": "contiguous",
         "packing": "whole_stream",
         "layers": (1, 1, 0, 1, 1, 0),
