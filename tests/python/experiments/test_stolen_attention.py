@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,8 +10,11 @@ import torch
 from scipy.optimize import linprog, minimize
 
 from megatron_sb.cli import main
+from megatron_sb.config import load_fields
 from megatron_sb.experiments.key_hull import ATTENTIONS, largest_attention, on_hull
+from megatron_sb.experiments.stolen_attention import StolenAttentionConfig
 
+CONFIGS = Path(__file__).parents[3] / "configs" / "experiments"
 RNG = np.random.default_rng(0)
 
 
@@ -106,7 +110,13 @@ def test_bad_input_of_largest_attention(attention, norm, words):
         largest_attention(torch.zeros(4, 2, dtype=torch.float64), attention, norm)
 
 
-def test_the_command(tmp_path, capsys):
+@pytest.mark.parametrize("form", ["stolen_attention", "stolen_attention_small"])
+def test_the_forms_are_valid(form):
+    config = load_fields(StolenAttentionConfig, CONFIGS / f"{form}.yaml")
+    assert config.head_dims == tuple(range(2, 9)) and config.key_means == (0.0, 4.0)
+
+
+def test_the_command(tmp_path):
     config = tmp_path / "hulls.yaml"
     config.write_text("head_dims: [2, 4]\nnum_keys: [16]\nkey_means: [0, 2]\n")
     assert (
