@@ -19,6 +19,7 @@ from megatron_sb.kvcache import attend_to_filled, is_decoding_step
 from megatron_sb.megatron.arguments import StickBreakingOptions
 from megatron_sb.megatron.gates import split_gates
 
+PLAIN_LOGITS = {"logits": "dot", "forget_gate": None}
 CAUSAL_MASK_TYPES = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 # (field of TransformerConfig, flag, the value it must have, why). A core without the field has that value.
@@ -292,9 +293,10 @@ class StickBreakingCoreAttention(MegatronModule):
         elif packed:
             cu_seqlens, cu_seqlens_k = document_bounds(packed_seq_params)
             out = stickbreaking_attention_varlen(query, key, value, cu_seqlens, cu_seqlens_k=cu_seqlens_k, **kwargs)
+        elif variant == PLAIN_LOGITS and is_decoding_step(query, key, value):
+            out = attend_to_filled(query, key, value, **self.attention_options, return_mass=return_mass)
         else:
-            attention = attend_to_filled if is_decoding_step(query, key, value) else stickbreaking_attention
-            out = attention(query, key, value, **kwargs)
+            out = stickbreaking_attention(query, key, value, **kwargs)
         return out if return_mass else (out, None)
 
     @property

@@ -89,9 +89,20 @@ def test_the_table_adds_up():
     ("options", "words"),
     [
         (["--model", "softmax_rope"], "--model is 'softmax_rope'; the stick-breaking models"),
-        (["--set", "attention={stick_breaking: {mass_threshold: 0}}"], "a mass_threshold above 0 are allowed: []"),
+        (
+            ["--set", "attention={stick_breaking: {mass_threshold: 0}}"],
+            "a mass_threshold above 0, without gates and Euclidean logits, are allowed: []",
+        ),
         (["--seconds", "0"], "--seconds is 0.0"),
         (["--set", "compare=[softmax_rope]"], "are allowed: []"),
+        (
+            ["--set", "attention={stick_breaking: {forget_gate: true}}"],
+            "without gates and Euclidean logits, are allowed: []",
+        ),
+        (
+            ["--set", "attention={stick_breaking: {logits: euclidean}}"],
+            "without gates and Euclidean logits, are allowed: []",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused(options, words, capsys):

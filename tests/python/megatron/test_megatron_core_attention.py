@@ -13,7 +13,13 @@ from megatron_sb import reference
 from megatron_sb.megatron import StickBreakingCoreAttention, StickBreakingOptions, core_attention
 
 HEADS, KV_HEADS, CHANNELS = 4, 2, 8
-DEFAULTS = {"attend_current": False, "mass_threshold": 2**-24, "return_mass": False}
+DEFAULTS = {
+    "attend_current": False,
+    "mass_threshold": 2**-24,
+    "return_mass": False,
+    "logits": "dot",
+    "forget_gate": None,
+}
 
 
 def make_core(config=None, **changes) -> StickBreakingCoreAttention:
@@ -92,10 +98,11 @@ def test_key_and_value_are_read_in_place(rows, monkeypatch):
     assert not any(x.is_contiguous() for x in seen)
 
 
-def test_queries_behind_a_cache_are_its_newest_positions():
+@pytest.mark.parametrize("logits", ["dot", "euclidean"])
+def test_queries_behind_a_cache_are_its_newest_positions(logits):
     """Static inference: a whole prompt at once equals a prompt and single steps, which Megatron runs without a mask."""
     q, k, v = make_qkv(12, 2)
-    core = make_core()
+    core = make_core(options=StickBreakingOptions(logits=logits))
     whole = core(q, k, v, None)
     steps = [core(q[:9], k[:9], v[:9], None)]
     for n in range(10, 13):

@@ -202,6 +202,9 @@ class TestModule:
                 module(x, cache=[])
             with pytest.raises(ValueError, match="cu_seqlens is given beside a cache"):
                 module(x[0], cu_seqlens=torch.tensor([0, 5], dtype=torch.int32), cache=cache)
+            for variant in ({"forget_gate": True}, {"logits": "euclidean"}):
+                with pytest.raises(ValueError, match="cache is given with forget gates or Euclidean logits"):
+                    sb.StickBreakingSelfAttention(64, 4, 2, **variant)(x, cache=cache)
             module.cp_group = object()
             with pytest.raises(ValueError, match="cp_group is given beside a cache"):
                 module(x, cache=cache)

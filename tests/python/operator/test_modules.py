@@ -87,7 +87,7 @@ class TestAnswers:
     def test_every_parameter_has_a_gradient(self):
         module = make_module(**SWITCHES["all"])
         module(torch.randn(2, 9, 48)).square().sum().backward()
-        assert len(list(module.parameters())) == 7
+        assert len(list(module.parameters())) == 9
         for name, parameter in module.named_parameters():
             assert parameter.grad.abs().sum() > 0, name
 
