@@ -34,9 +34,9 @@ def test_skipping(tmp_path):
 @pytest.mark.gpu
 def test_extrapolation(tmp_path):
     """Kinds whose kernels are made anew for every length."""
-    compare = "compare=[softmax_alibi, softmax_fire, softmax_window, softmax_stable_mask]"
-    results = run("extrapolation", "extrapolation_small.yaml", tmp_path / "out", compare)
-    assert len(results["evaluations"]) == 4
+    fields = ["compare=[softmax_alibi, softmax_fire]", "evaluation.length_factor=4"]
+    results = run("extrapolation", "extrapolation_small.yaml", tmp_path / "out", *fields)
+    assert len(results["evaluations"]) == 2
     for entry in results["evaluations"]:
-        assert [result["context"] for result in entry["results"]] == [64, 128, 256, 512, 1024, 2048, 4096]
+        assert [result["context"] for result in entry["results"]] == [64, 128, 256, 512]
         assert all(0 < result["nll"] < math.log(257) + 1 for result in entry["results"][:2])
