@@ -59,7 +59,7 @@ def train_all(config_path: str, trials: Sequence[Trial], out: Path, jobs: int = 
 
     A trial is done when every model of its configuration has been evaluated after the last stage. SIGINT and SIGTERM
     let the runs save and stop, a second one ends them without; the same call goes on from there. Where jobs > 1, each
-    run sees one GPU, by turns.
+    run sees one GPU, by turns, and its share of the cores: threads that each take all of them wait for each other.
     Raises ValueError for a configuration that is refused, also because out/NAME was begun with another one, before
     anything runs; SweepStopped when a run fails or a signal has come, once the others have saved.
     """
@@ -79,7 +79,8 @@ def train_all(config_path: str, trials: Sequence[Trial], out: Path, jobs: int = 
                     if slot is None and waiting:
                         trial = waiting.pop(0)
                         gpu = index % num_gpus if num_gpus else None
-                        slots[index] = trial, _start(config_path, trial, out, gpu)
+                        with _on_share_of_cores(index, jobs):
+                            slots[index] = trial, _start(config_path, trial, out, gpu)
                     elif slot is not None and slot[1].poll() is not None:
                         slots[index] = None
                         if slot[1].returncode:
@@ -148,6 +149,17 @@ def _start(config_path: str, trial: Trial, out: Path, gpu: int | None) -> subpro
     with (out / f"{trial.name}.log").open("ab") as log:
         # A session of its own: Ctrl-C reaches this process alone, which passes it on exactly once.
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+
+@contextlib.contextmanager
+def _on_share_of_cores(index: int, jobs: int) -> Iterator[None]:
+    """What is started inside runs on every jobs-th core from index on, or on one where there are fewer."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[index::jobs] or [cores[index % len(cores)]])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def _failure(trial: Trial, status: int, out: Path) -> SweepStopped:

@@ -85,6 +85,18 @@ def test_what_was_begun_is_resumed(tmp_path, monkeypatch):
     assert [command[-1] for command in commands] == ["--resume", str(tmp_path / "two")]
 
 
+def test_runs_side_by_side_share_the_cores(tmp_path, monkeypatch):
+    run_instead(monkeypatch, "import os; print(sorted(os.sched_getaffinity(0)))")
+    cores = sorted(os.sched_getaffinity(0))
+    for jobs, shares in ((1, [cores]), (2, [cores[::2], cores[1::2] or cores]), (3, None)):
+        out = tmp_path / str(jobs)
+        sweep.train_all(TINY, [Trial(str(i), ()) for i in range(jobs)], out, jobs=jobs)
+        found = [json.loads((out / f"{i}.log").read_text()) for i in range(jobs)]
+        assert all(found) and {core for share in found for core in share} == {*cores}
+        assert shares is None or found == shares
+    assert sorted(os.sched_getaffinity(0)) == cores
+
+
 def test_a_signal_reaches_the_runs(tmp_path, monkeypatch):
     """They save, and the sweep says how it ended."""
     saves = (
