@@ -7,14 +7,13 @@ A time is the median over rounds in which both take turns, each with a cold L2. 
 """
 
 import argparse
-import json
 import sys
-import time
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 from attention import DRY_RUN_FACTOR, FULL_LOGIT, shift_logits
-from timing import Call, machine, on_gpu, take_turns
+from table import table_main
+from timing import Call, on_gpu, take_turns
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -95,30 +94,24 @@ def rows_that_fit(lengths: list[int]) -> list[tuple[int, int, tuple[int, int, in
     return [(b, s, heads) for b, s, heads in rows if 4 * b * s * heads[1] * heads[2] <= free]
 
 
-def main(args: list[str] | None = None) -> None:
-    """Measure every row that fits and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), help="keys; multiples of 64")
-    parser.add_argument("--seconds", type=float, default=0.15, help="of device time for the rounds of one line")
-    parser.add_argument("--out", type=Path, help="write everything measured here, as JSON")
-    parser.add_argument("--dry-run", action="store_true", help="toy sizes without a GPU, to try this script")
-    options = parser.parse_args(args)
-    if not on_gpu() and not options.dry_run:
-        parser.error("torch sees no GPU here; --dry-run tries the script at toy sizes")
-    begin = time.monotonic()
-    record = {"machine": machine(), "rows": []}
-    print(record["machine"], flush=True)
-    print("| shape | inputs | ours ms (GB/s) | ours, paged | FlashAttention | ours faster | paged faster |")
-    print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+def rows(options: argparse.Namespace) -> Iterator[dict]:
+    """Those of every shape that fits, with both kinds of inputs."""
     chosen = rows_that_fit([length if on_gpu() else length // DRY_RUN_FACTOR for length in options.lengths])
     cache = Cache(max(b * s * heads[1] * heads[2] for b, s, heads in chosen))
     for batch, length, heads in chosen:
         for kind in ("full", "randn"):
-            record["rows"].append(measure(cache, kind, batch, length, heads, options.seconds))
-            print(line(record["rows"][-1]), flush=True)
-    record["seconds"] = round(time.monotonic() - begin, 1)
-    if options.out:
-        options.out.write_text(json.dumps(record, indent=1))
+            yield measure(cache, kind, batch, length, heads, options.seconds)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Beside those of every table."""
+    parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), help="keys; multiples of 64")
+
+
+def main(args: list[str] | None = None) -> None:
+    """Measure every row that fits and print the table."""
+    heads = ["shape", "inputs", "ours ms (GB/s)", "ours, paged", "FlashAttention", "ours faster", "paged faster"]
+    table_main(__doc__, args, heads, rows, line, 0.15, add_arguments)
 
 
 if __name__ == "__main__":

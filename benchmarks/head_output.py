@@ -7,13 +7,13 @@ skipped.
 """
 
 import argparse
-import json
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 from attention import DRY_RUN_FACTOR, SHAPES, draw_inputs
-from timing import Call, machine, on_gpu, take_turns
+from table import table_main
+from timing import Call, on_gpu, take_turns
 from torch import Tensor
 from torch.nn.functional import group_norm
 
@@ -82,25 +82,16 @@ def line(row: dict) -> str:
     return f"| {row['shape']} | {row['direction']} | {times} | {cost['fused']:+.1%} | {cost['torch']:+.1%} |"
 
 
+def rows(options: argparse.Namespace) -> Iterator[dict]:
+    """Those of every shape."""
+    for b, length, h, d in SHAPES:
+        yield from measure((b, length if on_gpu() else length // DRY_RUN_FACTOR, h, d), options.seconds)
+
+
 def main(args: list[str] | None = None) -> None:
     """Measure every shape and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=0.5, help="of device time for the rounds of one line")
-    parser.add_argument("--json", type=Path, help="write everything measured here")
-    parser.add_argument("--dry-run", action="store_true", help="toy sizes without a GPU, to try this script")
-    options = parser.parse_args(args)
-    if not on_gpu() and not options.dry_run:
-        parser.error("torch sees no GPU here; --dry-run tries the script at toy sizes")
-    record = {"machine": machine(), "rows": []}
-    print(record["machine"], flush=True)
-    print("| shape | direction | bare ms | fused ms | torch ms | fused over bare | torch over bare |")
-    print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
-    for b, length, h, d in SHAPES:
-        for row in measure((b, length if on_gpu() else length // DRY_RUN_FACTOR, h, d), options.seconds):
-            record["rows"].append(row)
-            print(line(row), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(record, indent=1))
+    heads = ["shape", "direction", "bare ms", "fused ms", "torch ms", "fused over bare", "torch over bare"]
+    table_main(__doc__, args, heads, rows, line)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,14 @@ attention.py in which nothing can be skipped; "both" is forward and backward, wi
 """
 
 import argparse
-import json
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 from attention import DRY_RUN_FACTOR, FACTORS, calls_of, draw_inputs
 from peers import ours
-from timing import machine, on_gpu, take_turns
+from table import table_main
+from timing import on_gpu, take_turns
 
 SHAPES = ((2, 16384, 12, 128), (2, 16384, 24, 64))
 
@@ -41,26 +41,22 @@ def measure(shape: tuple[int, int, int, int], seconds: float) -> list[dict]:
     return rows
 
 
-def main(args: list[str] | None = None) -> None:
-    """Measure every shape and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=0.5, help="of device time for the rounds of one line")
-    parser.add_argument("--json", type=Path, help="write everything measured here")
-    parser.add_argument("--dry-run", action="store_true", help="toy sizes without a GPU, to try this script")
-    options = parser.parse_args(args)
-    if not on_gpu() and not options.dry_run:
-        parser.error("torch sees no GPU here; --dry-run tries the script at toy sizes")
-    record = {"machine": machine(), "rows": []}
-    print(record["machine"], flush=True)
-    print("| shape | direction | plain | gated | euclidean | gated euclidean |  (ms, TFLOP/s)")
-    print("| --- | --- | ---: | ---: | ---: | ---: |")
+def line(row: dict) -> str:
+    """A row of the table."""
+    cells = " | ".join(f"{row['ms'][name]:.2f}, {row['tflops'][name]:.0f}" for name in row["ms"])
+    return f"| {row['shape']} | {row['direction']} | {cells} |"
+
+
+def rows(options: argparse.Namespace) -> Iterator[dict]:
+    """Those of every shape."""
     for b, length, h, d in SHAPES:
-        for row in measure((b, length if on_gpu() else length // DRY_RUN_FACTOR, h, d), options.seconds):
-            record["rows"].append(row)
-            cells = " | ".join(f"{row['ms'][name]:.2f}, {row['tflops'][name]:.0f}" for name in row["ms"])
-            print(f"| {row['shape']} | {row['direction']} | {cells} |", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(record, indent=1))
+        yield from measure((b, length if on_gpu() else length // DRY_RUN_FACTOR, h, d), options.seconds)
+
+
+def main(args: list[str] | None = None) -> None:
+    """Measure every shape and print the table: milliseconds, TFLOP/s."""
+    heads = ["shape", "direction", "plain", "gated", "euclidean", "gated euclidean"]
+    table_main(__doc__, args, heads, rows, line)
 
 
 if __name__ == "__main__":
