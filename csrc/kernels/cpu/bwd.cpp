@@ -11,8 +11,9 @@
 // With forget gates this holds for e' = f e / (1 + (1 - f) e) and its logarithm y: with r = 1 / (1 + (1 - f) e) and
 // dy_k = (1 - beta_k) g_k - beta_k b_k,
 //
-//   dz_k = r dy_k,   df_k = dy_k / (f (1 - beta_k))        as y = log f + z + log r and 1 - beta = (1 + (1 - f) e) / (1
-//   + e)
+//   dz_k = r dy_k,   df_k = dy_k / (f (1 - beta_k)),
+//
+// as y = log f + z + log r and 1 - beta = (1 + (1 - f) e) / (1 + e).
 #include <limits>
 
 #include "kernels/cpu/cpu.h"
