@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_sb.functional import DEFAULT_MASS_THRESHOLD, _variant
+from megatron_sb.functional import DEFAULT_MASS_THRESHOLD, _check_tensor, _variant
 
 
 def _group_name(group: object, argument: str = "cp_group") -> str:
@@ -209,8 +209,7 @@ def context_parallel_attention(
     else:
         _check_plan(plan, cp_group, layout, cu_seqlens, packing)
     for name, value in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} is {type(value).__name__}; a torch.Tensor is allowed")
+        _check_tensor(name, value)
     variant = _variant(logits, forget_gate)
     heads_group, keys_group = _hierarchy(hierarchical_groups, comm)
     o, mass = torch.ops.megatron_sb.context_parallel_attention(

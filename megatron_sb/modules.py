@@ -96,12 +96,8 @@ class StickBreakingSelfAttention(nn.Module):
         if forget_gate_loss < 0 or (forget_gate_loss > 0 and not forget_gate):
             raise ValueError(f"forget_gate_loss is {forget_gate_loss}; 0, or with forget_gate more, is allowed")
         self.forget_gate_loss, self.gate_loss = forget_gate_loss, None
-        self.attention_options = {
-            "scale": scale,
-            "attend_current": attend_current,
-            "mass_threshold": mass_threshold,
-            "logits": logits,
-        }
+        self.logits = logits
+        self.attention_options = {"scale": scale, "attend_current": attend_current, "mass_threshold": mass_threshold}
         self.cp_group, self.layout, self.comm = cp_group, layout, comm
         kind = {"device": device, "dtype": dtype}
         width = num_heads * self.head_dim
@@ -127,7 +123,7 @@ class StickBreakingSelfAttention(nn.Module):
         return (
             f"hidden_size={self.hidden_size}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
             f"head_dim={self.head_dim}, remainder_bias={self.remainder_bias is not None}, "
-            f"head_norm={self.norm_weight is not None}, logits={self.attention_options['logits']!r}, "
+            f"head_norm={self.norm_weight is not None}, logits={self.logits!r}, "
             f"forget_gate={self.gate_proj is not None}"
         )
 
@@ -195,7 +191,7 @@ class StickBreakingSelfAttention(nn.Module):
         for name, value in (("cp_group", self.cp_group), ("plan", plan), ("cu_seqlens", cu_seqlens)):
             if value is not None:
                 raise ValueError(f"{name} is given beside a cache; None is allowed: a cache holds whole sequences")
-        if self.gate_proj is not None or self.attention_options["logits"] != "dot":
+        if self.gate_proj is not None or self.logits != "dot":
             raise ValueError("cache is given with forget gates or Euclidean logits; it is allowed without them")
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
             raise ValueError("cache is given while gradients are recorded, which it has none of; use torch.no_grad()")
@@ -203,8 +199,7 @@ class StickBreakingSelfAttention(nn.Module):
     def _attend_to(self, cache: KVCache, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """o and mass of the positions that follow those in the cache, which are appended to it."""
         cache.append(k, v)
-        options = {name: value for name, value in self.attention_options.items() if name != "logits"}
-        return attend_to_filled(q, cache.k, cache.v, cache.length, return_mass=True, **options)
+        return attend_to_filled(q, cache.k, cache.v, cache.length, return_mass=True, **self.attention_options)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, forget_gate: Tensor | None, cu_seqlens, plan
@@ -212,6 +207,7 @@ class StickBreakingSelfAttention(nn.Module):
         """o, and the mass where it is wanted."""
         options = {
             **self.attention_options,
+            "logits": self.logits,
             "forget_gate": forget_gate,
             "return_mass": self.remainder_bias is not None,
         }
