@@ -38,17 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train unless CONFIG is that of a finished run, measure at every evaluated length, write table and picture; 0."""
-    import torch
-
     config = load_config(options.config, options.set)
     model = _chosen_model(config, options.model)
     if not options.seconds > 0:
         raise ValueError(f"--seconds is {options.seconds}; a number greater than 0 is allowed")
     folder = trained.trained_run(options, config)
     alone = trained.on_one_rank(folder)
-    if threads := alone.parallel.threads_per_rank:
-        torch.set_num_threads(threads)
-    with trained.trained_engine(folder, alone, model) as engine:
+    with trained.threads(alone.parallel.threads_per_rank), trained.trained_engine(folder, alone, model) as engine:
         entries = measure(engine, alone, options.seconds)
     results = {"model": model, "mass_threshold": alone.attention[model].mass_threshold, "entries": entries}
     tables.write_results(sweep.output_folder(options), results, table(entries), draw(entries))

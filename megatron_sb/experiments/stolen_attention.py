@@ -55,7 +55,6 @@ def run(options: argparse.Namespace) -> int:
     """Measure what the configuration says; see `megatron_sb.experiments.main`."""
     config = load_fields(StolenAttentionConfig, options.config, options.set)
     out = sweep.output_folder(options)
-    torch.set_num_threads(1)  # matrices of a few hundred rows: a second thread costs more than it does
     begin = time.monotonic()
     sets = [
         ({"key_mean": key_mean}, draw_keys(config, head_dim, num_keys, key_mean))
@@ -64,7 +63,8 @@ def run(options: argparse.Namespace) -> int:
         for key_mean in config.key_means
     ]
     sets += trained_keys(Path(config.run), config.num_keys) if config.run else []
-    entries = [measure(draws, config.query_norm) | about for about, draws in sets]
+    with trained.threads(1):  # matrices of a few hundred rows: a second thread costs more than it does
+        entries = [measure(draws, config.query_norm) | about for about, draws in sets]
     results = {"config": dataclasses.asdict(config), "seconds": round(time.monotonic() - begin, 1), "entries": entries}
     tables.write_results(out, results, table(entries), draw(entries, config))
     return 0
@@ -152,7 +152,7 @@ def table(entries: list[dict[str, Any]]) -> str:
 
 def draw(entries: list[dict[str, Any]], config: StolenAttentionConfig) -> Any:
     """Of keys that were drawn: share on the hull; most attention by head dimension with the most keys; and by age."""
-    from matplotlib import pyplot
+    from megatron_sb.training.plots import pyplot
 
     figure, (shares, by_dim, by_age) = pyplot.subplots(1, 3, figsize=(14, 5))
     entries = [entry for entry in entries if "key_mean" in entry]

@@ -27,6 +27,19 @@ def trained_run(options: argparse.Namespace, config: TrainingConfig) -> Path:
 
 
 @contextlib.contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """torch computes with so many threads inside, None: with as many as before."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
 def trained_engine(run: Path, config: TrainingConfig, model: str) -> Iterator[Any]:
     """An `Engine` of the last stage with a run's newest weights of one of its models, alone on one device.
 

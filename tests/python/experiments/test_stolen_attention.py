@@ -117,11 +117,13 @@ def test_the_forms_are_valid(form):
 
 
 def test_the_command(tmp_path):
-    config = tmp_path / "hulls.yaml"
+    """Also: the process has as many threads afterwards as before."""
+    config, threads = tmp_path / "hulls.yaml", torch.get_num_threads()
     config.write_text("head_dims: [2, 4]\nnum_keys: [16]\nkey_means: [0, 2]\n")
     assert (
         main(["experiment", "stolen-attention", str(config), "--out", str(tmp_path / "out"), "--set", "draws=2"]) == 0
     )
+    assert torch.get_num_threads() == threads
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     shapes = [(entry["head_dim"], entry["num_keys"], entry["key_mean"]) for entry in results["entries"]]
     assert shapes == [(2, 16, 0.0), (2, 16, 2.0), (4, 16, 0.0), (4, 16, 2.0)]
