@@ -129,8 +129,8 @@ class FireBias(nn.Module):
         distance = (query_position[:, None] - key_position).clamp(min=0)
         normalizer = torch.log1p(c * torch.maximum(query_position, threshold)) + _FIRE_EPS
         x = torch.log1p(c * distance) / normalizer[:, None]
-        first, second = ([p.to(dtype) for p in (layer.weight, layer.bias)] for layer in (self.hidden, self.out))
-        return linear(linear(x[..., None], *first).relu(), *second).permute(2, 0, 1)
+        network = _fused_fire_network if x.is_cuda else _fire_network
+        return network(x, *(p.to(dtype) for layer in (self.hidden, self.out) for p in (layer.weight, layer.bias)))
 
 
 class SoftmaxAttention(nn.Module):
@@ -206,7 +206,7 @@ class SoftmaxAttention(nn.Module):
         """Attend within each sequence or document.
 
         "fire" everywhere, and on CPUs all biases, windows and StableMask, hold the attention weights of a block of rows
-        at a time, O(s) for each row, and take one document after the other where their lengths differ.
+        at a time, O(s) for each row, documents of one length together; on GPUs padded to the next power of two.
 
         Args:
             q: (b, s, h, d), or packed (t, h, d), in bf16, fp16, fp32 or fp64; at least one position.
@@ -276,9 +276,10 @@ class SoftmaxAttention(nn.Module):
         k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))  # one copies too
         if fused:
             return self._varlen(*(x[0].transpose(0, 1) for x in (q, k, v)), lengths)[None]
+        if not plain:
+            return self._in_batches(q, k, v, lengths, window).transpose(1, 2)
         documents = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
-        outputs = [self._sdpa(*d) if plain else self._in_blocks(*d, window) for d in documents]
-        return _joined(outputs).transpose(1, 2)
+        return _joined([self._sdpa(*document) for document in documents]).transpose(1, 2)
 
     def _has_flex_kernel(self, q: Tensor) -> bool:
         wide = self.head_dim >= _FLEX_MIN_HEAD_DIM
@@ -316,10 +317,25 @@ class SoftmaxAttention(nn.Module):
         )
         return o if aux.lse is None else (o * self._real_share(aux.lse, lengths)).to(q.dtype)
 
+    def _in_batches(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], window: int | None) -> Tensor:
+        """q, k, v: (b, h, s, d), b = 1 where there are several documents."""
+        if len(lengths) == 1:
+            return self._in_blocks(q, k, v, window)
+        # StableMask depends on where a document ends.
+        batches, places = _batches(lengths, q.is_cuda and self.stable_mask_gamma is None, q.device)
+        sources = [torch.nn.functional.pad(x[0], (0, 0, 0, 1)) for x in (q, k, v)]
+        outputs = []
+        for rows in batches:
+            batch = (x.index_select(1, rows.flatten()).unflatten(1, rows.shape).transpose(0, 1) for x in sources)
+            outputs.append(self._in_blocks(*batch, window).transpose(0, 1).flatten(1, 2))
+        return torch.cat(outputs, dim=1).index_select(1, places)[None]
+
     def _in_blocks(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """q, k, v: (b, h, s, d), one document."""
+        """q, k, v: (b, h, s, d), documents of one length."""
         length = q.shape[2]
-        widest = max(q.shape[0] * self.num_heads, self.fire.hidden.out_features if self.position == "fire" else 1)
+        widest = q.shape[0] * self.num_heads
+        if self.position == "fire" and not q.is_cuda:
+            widest = max(widest, self.fire.hidden.out_features)
         rows = max(1, _MAX_WEIGHTS_PER_BLOCK // (widest * length))
         outputs = []
         for begin in range(0, length, rows):
@@ -410,9 +426,35 @@ def _shared_by_layers(function):
     return functools.lru_cache(maxsize=4)(torch.inference_mode(False)(function))
 
 
-def _positions(lengths: tuple[int, ...]) -> Tensor:
-    """Position of each row in its document, (s,), on the CPU."""
-    return torch.cat([torch.arange(length, device="cpu") for length in lengths])
+def _positions(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Position of each row in its document, int64 (s,)."""
+    # Made where it is used: the threads that a CPU needs for some 10,000 rows cost a GPU milliseconds.
+    length = torch.tensor(lengths, device=device)
+    start = length.cumsum(0) - length
+    return torch.arange(sum(lengths), device=device) - start.repeat_interleave(length, output_size=sum(lengths))
+
+
+@_shared_by_layers
+def _batches(lengths: tuple[int, ...], padded: bool, device: torch.device) -> tuple[list[Tensor], Tensor]:
+    """Documents of one length, or padded to one, the next power of two at most the longest, as a batch.
+
+    Returns the rows of each batch, int64 (documents, length), padding being row s, and where among the rows of all
+    batches, one batch after the other, each of the s rows is: int64 (s,).
+    """
+    starts = [0, *itertools.accumulate(lengths)]
+    members: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths):
+        size = min(1 << (length - 1).bit_length(), max(lengths)) if padded else length
+        members.setdefault(size, []).append(index)
+    batches, num_before, places = [], 0, torch.empty(starts[-1] + 1, dtype=torch.int64, device=device)
+    for size, indices in members.items():
+        start, end = (torch.tensor([starts[i + side] for i in indices], device=device) for side in (0, 1))
+        rows = start[:, None] + torch.arange(size, device=device)
+        rows = rows.where(rows < end[:, None], starts[-1])
+        places[rows.flatten()] = torch.arange(num_before, num_before + rows.numel(), device=device)
+        num_before += rows.numel()
+        batches.append(rows)
+    return batches, places[:-1]
 
 
 @_shared_by_layers
@@ -436,7 +478,7 @@ def _angles(
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every row's angles, (s, 1, d / 2) each, the angles in float64."""
-    position = _positions(lengths).to(device, torch.float64)
+    position = _positions(lengths, device).double()
     if scaling.kind == "linear":
         position = position / scaling.factor
     if scaling.kind == "ntk":
@@ -453,6 +495,20 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 _fused_rotate = torch.compile(_rotate)
+
+
+def _fire_network(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor) -> Tensor:
+    """FIRE's f of x (r, n), by the weights of its two layers -> (h, r, n)."""
+    return linear(linear(x[..., None], weight, bias).relu(), out_weight, out_bias).permute(2, 0, 1)
+
+
+@functools.partial(torch.compile, dynamic=True)
+def _fused_fire_network(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor) -> Tensor:
+    """`_fire_network` as sums, which the compiler makes one kernel of: the hidden layer never gets to memory."""
+    hidden = (x[..., None] * weight[:, 0] + bias).relu()
+    return (hidden * out_weight[:, None, None]).sum(-1) + out_bias[:, None, None]
+
+
 # fullgraph: past the limit of recompilations an error, where otherwise an s x s matrix would be made in silence.
 _fused_flex = torch.compile(flex_attention, fullgraph=True)
 
@@ -463,9 +519,9 @@ def _pseudo_lse(gammas: tuple[float, ...], lengths: tuple[int, ...], device: tor
 
     For row p of n, from 0: log sum_{p < i < n} exp(-i gamma), a geometric sum; -inf in the last row.
     """
-    position = _positions(lengths).to(device, torch.float64)
-    length = torch.tensor(lengths, device="cpu")
-    unseen = length.repeat_interleave(length).to(device) - 1 - position
+    position = _positions(lengths, device).double()
+    length = torch.tensor(lengths, device=device)
+    unseen = length.repeat_interleave(length, output_size=len(position)) - 1 - position
     gamma = torch.tensor(gammas, dtype=torch.float64, device=device)[:, None]
     geometric = torch.log(torch.expm1(-unseen * gamma) / torch.expm1(-gamma)) - (position + 1) * gamma
     return torch.where(gamma > 0, geometric, unseen.log())
@@ -479,10 +535,9 @@ def _block_mask(lengths: tuple[int, ...], window: int | None, device: torch.devi
     decreases from row to row, blocks of 128 rows x 128 keys can be told from their corners. Like there, a last block of
     fewer rows is never full.
     """
-    position = _positions(lengths)
-    row = torch.arange(len(position), device="cpu")
+    position = _positions(lengths, device)
     reach = position if window is None else position.clamp(max=window - 1)
-    first = (row - reach).to(device, torch.int32)
+    first = (torch.arange(len(position), device=device) - reach).int()
     block = torch.arange(-(-len(position) // _FLEX_BLOCK), device=device)
     top = block * _FLEX_BLOCK
     end = top + _FLEX_BLOCK

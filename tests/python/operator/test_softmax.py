@@ -232,6 +232,35 @@ def test_equal_documents_are_a_batch():
         torch.testing.assert_close(packed, module(*inputs).flatten(0, 1), rtol=1e-12, atol=1e-12)
 
 
+def test_documents_padded_to_one_length(monkeypatch):
+    """What GPUs do with documents of different lengths, on a CPU; StableMask has to know where they end."""
+    batches_of, sizes = softmax._batches, []
+
+    def padded(lengths, wanted, device):
+        batches, places = batches_of(lengths, True, device)
+        sizes.append(sorted(rows.shape for rows in batches))
+        return batches, places
+
+    monkeypatch.setattr(softmax, "_batches", padded)
+    for options, scaling in (VARIANTS["fire"], VARIANTS["alibi window"], VARIANTS["fire window"]):
+        module, inputs = make_module(options, scaling, dtype=torch.float64), make_inputs(25)
+        assert_same(
+            module,
+            inputs,
+            lambda *args, options=options: expected_packed(*args, options, lengths=(9, 1, 3, 4, 8)),
+            offsets(9, 1, 3, 4, 8),
+        )
+    assert sizes == [[(1, 1), (1, 8), (1, 9), (2, 4)]] * 3
+
+
+@pytest.mark.parametrize("lengths", [(9, 1, 3, 4, 8), (4, 4, 4), (5, 3)], ids=str)
+def test_batches_find_every_row(lengths):
+    for padded in (False, True):
+        batches, places = softmax._batches(lengths, padded, torch.device("cpu"))
+        assert torch.cat([rows.flatten() for rows in batches])[places].tolist() == list(range(sum(lengths)))
+        assert padded or not any((rows == sum(lengths)).any() for rows in batches)
+
+
 def test_half_precision():
     options = {"position": "alibi", "window": 3, "stable_mask_gamma": 0.2}
     inputs = make_inputs(1, 6, dtype=torch.float16)
