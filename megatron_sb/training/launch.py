@@ -14,7 +14,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+
+from torch.distributed import TCPStore
 
 from megatron_sb import config as configuration
 from megatron_sb.config import ConfigError, TrainingConfig
@@ -98,11 +99,15 @@ def start_ranks(config: TrainingConfig, command: list[str]) -> int:
     num_ranks = config.parallel.ranks
     threads = config.parallel.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // num_ranks)
     read_end, write_end = os.pipe()  # never written to: the ranks see it close when this process is gone
+    # The ranks meet at a store of this process, as under torchrun: a port that is only looked up for rank 0 to listen
+    # on can be another job's by then.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         "WORLD_SIZE": num_ranks,
         "LOCAL_WORLD_SIZE": num_ranks,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": _free_port(),
+        "MASTER_PORT": store.port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
         "OMP_NUM_THREADS": threads,
         PARENT_PIPE: read_end,
     }
@@ -339,12 +344,6 @@ def _refuse_changes(before: TrainingConfig, now: TrainingConfig, directory: Path
                 f"{directory} was started with {before.pad_multiple(old)}, and rows would be cut elsewhere; give "
                 f"stages.{index}.pad_multiple = {before.pad_multiple(old)}"
             )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _end_with_parent() -> None:

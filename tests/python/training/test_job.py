@@ -351,6 +351,19 @@ def test_a_wrong_field_is_refused_before_anything_runs(config, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_jobs_that_start_together_meet_at_ports_of_their_own(config, tmp_path):
+    """While a job's ranks start, nobody else can listen where they are going to meet."""
+    script = (
+        "import errno, os, pathlib, socket\n"
+        "try:\n"
+        "    socket.socket().bind(('127.0.0.1', int(os.environ['MASTER_PORT'])))\n"
+        "except OSError as error:\n"
+        f"    pathlib.Path({str(tmp_path)!r}, os.environ['RANK']).write_text(errno.errorcode[error.errno])\n"
+    )
+    assert launch.start_ranks(load_config(config), [sys.executable, "-c", script]) == 0
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "EADDRINUSE", "1": "EADDRINUSE"}
+
+
 def test_torchrun_starts_the_ranks_too(config, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     small = ["stages.0.steps=5", "stages.1.steps=5", "compare=[stick_breaking]", "report.tensorboard=false"]
