@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -31,7 +31,7 @@ class Progress:
     step: int
     tokens: int
     sampler: dict[str, int]
-    corpus: dict[str, int]
+    corpus: dict[str, Any]
 
 
 class Saveable(Protocol):

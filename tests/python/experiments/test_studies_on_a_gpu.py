@@ -33,7 +33,7 @@ def test_skipping(tmp_path):
 
 @pytest.mark.gpu
 def test_extrapolation(tmp_path):
-    """Kinds whose kernels are made anew for every length."""
+    """One kind on FlexAttention, which is compiled for training and for evaluation, one in blocks of rows."""
     fields = ["compare=[softmax_alibi, softmax_fire]", "evaluation.length_factor=4"]
     results = run("extrapolation", "extrapolation_small.yaml", tmp_path / "out", *fields)
     assert len(results["evaluations"]) == 2
