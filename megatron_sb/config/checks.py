@@ -123,8 +123,8 @@ def _data_problems(config: TrainingConfig) -> Iterator[str]:
     kinds = {"text": _text_problems, "indexed": _indexed_problems, "recall": _recall_problems}
     yield from kinds[data.kind](data)
     if data.kind != "recall":
-        for name in (*RECALL_FIELDS, "recency"):
-            if getattr(data, name) != getattr(DataConfig, name):
+        for name in RECALL_FIELDS:
+            if getattr(data, name) is not None:
                 yield f"data.{name} = {getattr(data, name)} contradicts data.kind = {data.kind!r}: it is for 'recall'"
     expected = config.model.num_parameters
     total = count_parameters(config.model, config.attention[config.compare[0]], config.vocab_size).total

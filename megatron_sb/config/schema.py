@@ -45,7 +45,6 @@ class DataConfig:
     num_pairs: PositiveInt | None = None
     num_keys: PositiveInt | None = None
     num_values: PositiveInt | None = None
-    recency: Literal["uniform", "log_uniform"] = "uniform"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -31,7 +31,7 @@ class Progress:
     step: int
     tokens: int
     sampler: dict[str, int]
-    corpus: dict[str, Any]
+    corpus: dict[str, int]
 
 
 class Saveable(Protocol):

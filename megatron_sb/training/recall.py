@@ -4,20 +4,16 @@
     labels                       3   6   2   1
 
 Keys and values by turns, each value assigned to the key before it. num_pairs keys are assigned once each, one after the
-other; then keys are drawn from those again and again. Where a key is met again, the label is the value that it had
-last, while the token that follows is the new one: so nothing but the answer is asked for, and only the latest
+other; then keys are drawn from those again and again, uniformly. Where a key is met again, the label is the value that
+it had last, while the token that follows is the new one: so nothing but the answer is asked for, and only the latest
 assignment counts. Labels count there alone.
-
-How far back an answer is: "uniform" draws keys uniformly; "log_uniform" takes the r-th of them by how recently they
-were assigned with a probability of nearly 1 / r, so that every distance up to num_pairs is as likely, counted by
-doublings (the gaps of Arora et al.'s MQAR, arXiv 2312.04927, follow such a power law).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -30,15 +26,12 @@ HELD_OUT = 0  # second number of the seeds of evaluated rows; training rows have
 
 @dataclasses.dataclass(frozen=True)
 class RecallRule:
-    """Tokens 0 to num_keys - 1 are keys, the num_values after them values; length: tokens of a sequence, even; recency:
-    how far back answers are.
-    """
+    """Tokens 0 to num_keys - 1 are keys, the num_values after them values; length: tokens of a sequence, even."""
 
     num_pairs: int
     num_keys: int
     num_values: int
     length: int
-    recency: Literal["uniform", "log_uniform"] = "uniform"
 
     @property
     def num_answers(self) -> int:
@@ -49,24 +42,8 @@ class RecallRule:
         """One sequence, a pure function of the seed."""
         generator = np.random.default_rng([*seed])
         keys = generator.permutation(self.num_keys)[: self.num_pairs]
-        if self.recency == "uniform":
-            again = generator.choice(keys, self.num_answers)
-        else:
-            again = taken_by_recency(keys.tolist(), generator.random(self.num_answers))
-        keys = np.concatenate([keys, again])
+        keys = np.concatenate([keys, generator.choice(keys, self.num_answers)])
         return labelled(keys, self.num_keys + generator.integers(self.num_values, size=len(keys)))
-
-
-def taken_by_recency(keys: list[int], draws: np.ndarray) -> list[int]:
-    """The keys that are met again. keys: the one that was assigned longest ago first; draws: uniform in [0, 1).
-
-    Of n keys the r-th by recency is taken with probability log((r + 1) / r) / log(n + 1).
-    """
-    keys, taken = [*keys], []
-    for rank in ((len(keys) + 1) ** draws).astype(int).tolist():
-        taken.append(keys.pop(-rank))
-        keys.append(taken[-1])
-    return taken
 
 
 def labelled(keys: np.ndarray, values: np.ndarray) -> PackedBatch:
@@ -124,17 +101,17 @@ class RecallTask:
         self._config = config
         self.vocab_size = config.vocab_size
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, int]:
         """As `Task.fingerprint`."""
         data = self._config.data
-        return {name: getattr(data, name) for name in ("num_pairs", "num_keys", "num_values", "recency")}
+        return {"num_pairs": data.num_pairs, "num_keys": data.num_keys, "num_values": data.num_values}
 
     def describe(self) -> str:
         """As `Task.describe`."""
         data = self._config.data
         return (
-            f"recall of {data.num_pairs} pairs out of {data.num_keys} keys and {data.num_values} values, recency "
-            f"{data.recency}; evaluation on {self._config.evaluation.windows} sequences"
+            f"recall of {data.num_pairs} pairs out of {data.num_keys} keys and {data.num_values} values; evaluation on "
+            f"{self._config.evaluation.windows} sequences"
         )
 
     def rule(self, stage: StageConfig) -> RecallRule:

@@ -28,7 +28,7 @@ class Task(Protocol):
 
     vocab_size: int
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, int]:
         """Tells whether a resumed run sees the data it started with."""
 
     def describe(self) -> str:

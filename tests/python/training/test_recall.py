@@ -8,7 +8,7 @@ import torch
 
 from megatron_sb.config import ConfigError, load_config
 from megatron_sb.training.data import rows_ahead
-from megatron_sb.training.recall import RecallRule, labelled, taken_by_recency
+from megatron_sb.training.recall import RecallRule, labelled
 from megatron_sb.training.task import load_task
 
 SMALL = Path(__file__).parents[3] / "configs" / "mqrar_small.yaml"
@@ -34,10 +34,9 @@ def check_sequence(batch, num_keys, num_answers):
     assert len(answers) == num_answers
 
 
-@pytest.mark.parametrize("recency", ["uniform", "log_uniform"])
 @pytest.mark.parametrize(("num_pairs", "num_keys", "length"), [(1, 1, 4), (5, 9, 64), (32, 32, 66), (192, 4096, 768)])
-def test_labels_are_the_latest_values(num_pairs, num_keys, length, recency):
-    rule = RecallRule(num_pairs, num_keys, 7, length, recency)
+def test_labels_are_the_latest_values(num_pairs, num_keys, length):
+    rule = RecallRule(num_pairs, num_keys, 7, length)
     keys_seen, tokens_seen = set(), set()
     for seed in range(20):
         batch = rule.draw([seed])
@@ -50,20 +49,6 @@ def test_labels_are_the_latest_values(num_pairs, num_keys, length, recency):
         tokens_seen.add(tuple(batch.tokens))
     assert len(keys_seen) >= min(num_keys, 4 * num_pairs) and (num_keys == 1 or len(tokens_seen) == 20)
     assert (rule.draw([3]).tokens == rule.draw([3]).tokens).all()
-
-
-def test_recency_is_log_uniform():
-    """The r-th key by recency, looked up in a list that is sorted anew for each, is taken as often as it should be."""
-    num_keys, draws = 6, np.random.default_rng(0).random(20000)
-    met_at = {key: key - num_keys for key in range(num_keys)}
-    ranks = np.zeros(num_keys)
-    for time, key in enumerate(taken_by_recency(list(range(num_keys)), draws)):
-        newest_first = sorted(met_at, key=met_at.get, reverse=True)
-        ranks[newest_first.index(key)] += 1
-        met_at[key] = time
-    expected = np.log(np.arange(2, num_keys + 2) / np.arange(1, num_keys + 1)) / np.log(num_keys + 1)
-    assert np.abs(ranks / len(draws) - expected).max() < 4 * np.sqrt(0.25 / len(draws))
-    assert taken_by_recency([3, 1, 2], np.array([0.0, np.nextafter(1, 0)])) == [2, 3]
 
 
 def test_the_example_of_the_docstring():
@@ -124,7 +109,6 @@ REFUSALS = {
     "data.vocab_size=99": r"data\.vocab_size = 99 contradicts data\.kind = 'recall'",
     "data.paths=[a]": r"data\.paths = \['a'\] contradicts data\.kind = 'recall'",
     "data.kind=text": r"data\.num_pairs = 8 contradicts data\.kind = 'text': it is for 'recall'",
-    "data.recency=recent": r"data\.recency = 'recent'.*uniform.*log_uniform",
     "stages.0.context_length=16": r"context_length = 16 must be even and more than 2 \* data\.num_pairs = 16",
     "stages.0.context_length=63": r"context_length = 63 must be even",
     "attention.softmax_rope={evaluated_scalings: [ntk]}": r"\['ntk'\] contradicts data\.kind = 'recall'",
