@@ -123,7 +123,7 @@ def _data_problems(config: TrainingConfig) -> Iterator[str]:
     kinds = {"text": _text_problems, "indexed": _indexed_problems, "recall": _recall_problems}
     yield from kinds[data.kind](data)
     if data.kind != "recall":
-        for name in RECALL_FIELDS:
+        for name in (*RECALL_FIELDS, "fewest_pairs"):
             if getattr(data, name) is not None:
                 yield f"data.{name} = {getattr(data, name)} contradicts data.kind = {data.kind!r}: it is for 'recall'"
     expected = config.model.num_parameters
@@ -168,6 +168,8 @@ def _recall_problems(data: DataConfig) -> Iterator[str]:
         yield f"data.kind = 'recall' needs {' and '.join(missing)}"
     elif data.num_pairs > data.num_keys:
         yield f"data.num_pairs = {data.num_pairs} exceeds data.num_keys = {data.num_keys}"
+    elif data.fewest_pairs is not None and data.fewest_pairs > data.num_pairs:
+        yield f"data.fewest_pairs = {data.fewest_pairs} exceeds data.num_pairs = {data.num_pairs}"
 
 
 def _parallel_problems(config: TrainingConfig) -> Iterator[str]:

@@ -45,6 +45,7 @@ class DataConfig:
     num_pairs: PositiveInt | None = None
     num_keys: PositiveInt | None = None
     num_values: PositiveInt | None = None
+    fewest_pairs: PositiveInt | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,7 +50,8 @@ def nll_by_length(evaluations: list[dict[str, Any]], labels: dict[str, str]) -> 
         contexts = [result["context"] for result in entry["results"]]
         losses = [result["nll"] for result in entry["results"]]
         style = STYLES[stages.index(entry["stage"]) % len(STYLES)]
-        label = f"{label_of(entry, labels)}, {entry['stage']} (trained at {entry['trained_context']})"
+        stage = f", {entry['stage']} (trained at {entry['trained_context']})" if len(stages) > 1 else ""
+        label = label_of(entry, labels) + stage
         look = {"marker": MARKERS[entry["scaling"]], "markersize": 4, "color": _colour(entry["model"], labels)}
         axes.plot(contexts, losses, style, label=label, **look)
     for context in sorted({entry["trained_context"] for entry in evaluations}):
@@ -72,8 +73,9 @@ def label_of(entry: dict[str, Any], labels: dict[str, str]) -> str:
     return labels[entry["model"]] + SCALINGS[entry["scaling"]]
 
 
-def _colour(model: str, labels: dict[str, str]) -> str:
-    return f"C{list(labels).index(model)}"
+def _colour(model: str, labels: dict[str, str]) -> Any:
+    index = list(labels).index(model)
+    return f"C{index}" if len(labels) <= len(pyplot.colormaps["tab10"].colors) else pyplot.colormaps["tab20"](index)
 
 
 def save(figure: Any, path: Path) -> None:

@@ -7,6 +7,10 @@ Keys and values by turns, each value assigned to the key before it. num_pairs ke
 other; then keys are drawn from those again and again, uniformly. Where a key is met again, the label is the value that
 it had last, while the token that follows is the new one: so nothing but the answer is asked for, and only the latest
 assignment counts. Labels count there alone.
+
+With fewest_pairs the rows that are trained on have from that many pairs to num_pairs, by turns and as many of them per
+doubling; what is evaluated has num_pairs. Rows of few pairs teach what those of many take long to begin with (Arora et
+al., arXiv 2312.04927, train on a mixture, too).
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from megatron_sb.config import StageConfig, TrainingConfig
 from megatron_sb.training.data import PackedBatch, Row
 from megatron_sb.training.evaluate import mean_and_error, score_windows
 
+GOLDEN_RATIO = (5**0.5 - 1) / 2
 HELD_OUT = 0  # second number of the seeds of evaluated rows; training rows have 1 and up, by stage
 
 
@@ -60,16 +65,18 @@ def labelled(keys: np.ndarray, values: np.ndarray) -> PackedBatch:
 
 @dataclasses.dataclass(frozen=True)
 class RecallRow(Row):
-    """A row before it is made. index: which of its stage."""
+    """A row before it is made. index: which of its stage. rule: its own."""
 
     index: int
+    rule: RecallRule
 
 
 class RecallSampler:
-    """Rows of one rule; `task.Sampler`."""
+    """Rows of one rule, with from fewest_pairs to its num_pairs pairs; `task.Sampler`."""
 
-    def __init__(self, rule: RecallRule, seed: Sequence[int]) -> None:
+    def __init__(self, rule: RecallRule, seed: Sequence[int], fewest_pairs: int | None = None) -> None:
         self._rule = rule
+        self._fewest_pairs = fewest_pairs or rule.num_pairs
         self._seed = list(seed)
         self._taken = 0
 
@@ -85,11 +92,18 @@ class RecallSampler:
         """The next `count` rows."""
         bounds = np.array([0, self._rule.length], dtype=np.int32)
         first, self._taken = self._taken, self._taken + count
-        return [RecallRow([], self._rule.num_answers, bounds, index) for index in range(first, self._taken)]
+        rules = ((index, self._rule_of(index)) for index in range(first, self._taken))
+        return [RecallRow([], rule.num_answers, bounds, index, rule) for index, rule in rules]
 
     def read(self, row: RecallRow) -> PackedBatch:
         """A row's tokens."""
-        return self._rule.draw([*self._seed, row.index])
+        return row.rule.draw([*self._seed, row.index])
+
+    def _rule_of(self, index: int) -> RecallRule:
+        # Multiples of the golden ratio fill [0, 1) evenly: any stretch of rows has the whole mixture.
+        share = index * GOLDEN_RATIO % 1
+        num_pairs = self._fewest_pairs * ((self._rule.num_pairs + 1) / self._fewest_pairs) ** share
+        return dataclasses.replace(self._rule, num_pairs=int(num_pairs))
 
 
 class RecallTask:
@@ -104,7 +118,8 @@ class RecallTask:
     def fingerprint(self) -> dict[str, int]:
         """As `Task.fingerprint`."""
         data = self._config.data
-        return {"num_pairs": data.num_pairs, "num_keys": data.num_keys, "num_values": data.num_values}
+        names = ("num_pairs", "fewest_pairs", "num_keys", "num_values")
+        return {name: getattr(data, name) for name in names if getattr(data, name) is not None}
 
     def describe(self) -> str:
         """As `Task.describe`."""
@@ -116,11 +131,12 @@ class RecallTask:
 
     def rule(self, stage: StageConfig) -> RecallRule:
         """What a stage's sequences are made by."""
-        return RecallRule(**self.fingerprint(), length=stage.context_length)
+        data = self._config.data
+        return RecallRule(data.num_pairs, data.num_keys, data.num_values, stage.context_length)
 
     def sampler(self, stage: StageConfig, index: int) -> RecallSampler:
         """As `Task.sampler`."""
-        return RecallSampler(self.rule(stage), (self._config.seed, 1 + index))
+        return RecallSampler(self.rule(stage), (self._config.seed, 1 + index), self._config.data.fewest_pairs)
 
     def evaluate(
         self, engine: Any, stage: StageConfig, scaling: str, on_length: Callable[[dict[str, Any]], None] | None = None

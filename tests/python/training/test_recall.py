@@ -75,6 +75,23 @@ def test_rows_go_on_and_are_none_of_the_evaluated():
     assert drawn.isdisjoint(tuple(rule.draw([config.seed, 0, index]).tokens) for index in range(9))
 
 
+def test_rows_of_fewer_pairs():
+    """From fewest_pairs to num_pairs, as many rows per doubling in every stretch, each with the labels it says."""
+    config = load_config(SMALL, ["data.num_pairs=16", "data.fewest_pairs=2"])
+    task, stage = load_task(config), config.stages[0]
+    sampler = task.sampler(stage, 0)
+    for _ in range(3):
+        rows = sampler.next_rows(300)
+        pairs = [stage.context_length // 2 - row.num_tokens for row in rows]
+        assert [row.num_tokens for row in rows] == [sampler.read(row).counted.sum() for row in rows]
+        counts = np.bincount(pairs, minlength=17)
+        assert len(counts) == 17 and not counts[:2].any() and counts[2:].all()
+        expected = 300 * np.log(np.arange(3, 18) / np.arange(2, 17)) / np.log(17 / 2)
+        assert np.abs(counts[2:] - expected).max() < 4
+    assert task.rule(stage).draw([0]).counted.sum() == stage.context_length // 2 - 16
+    assert task.fingerprint() != load_task(load_config(SMALL, ["data.num_pairs=16"])).fingerprint()
+
+
 class HalfRight:
     """Scores whoever asks: every second answer of a sequence is hit, each label costs its place among the values."""
 
@@ -109,6 +126,7 @@ REFUSALS = {
     "data.vocab_size=99": r"data\.vocab_size = 99 contradicts data\.kind = 'recall'",
     "data.paths=[a]": r"data\.paths = \['a'\] contradicts data\.kind = 'recall'",
     "data.kind=text": r"data\.num_pairs = 8 contradicts data\.kind = 'text': it is for 'recall'",
+    "data.fewest_pairs=9": r"data\.fewest_pairs = 9 exceeds data\.num_pairs = 8",
     "stages.0.context_length=16": r"context_length = 16 must be even and more than 2 \* data\.num_pairs = 16",
     "stages.0.context_length=63": r"context_length = 63 must be even",
     "attention.softmax_rope={evaluated_scalings: [ntk]}": r"\['ntk'\] contradicts data\.kind = 'recall'",
