@@ -89,7 +89,9 @@ def test_rows_of_fewer_pairs():
         expected = 300 * np.log(np.arange(3, 18) / np.arange(2, 17)) / np.log(17 / 2)
         assert np.abs(counts[2:] - expected).max() < 4
     assert task.rule(stage).draw([0]).counted.sum() == stage.context_length // 2 - 16
-    assert task.fingerprint() != load_task(load_config(SMALL, ["data.num_pairs=16"])).fingerprint()
+    alone = load_task(load_config(SMALL, ["data.num_pairs=16", "data.fewest_pairs=null"]))
+    assert {row.num_tokens for row in alone.sampler(stage, 0).next_rows(9)} == {stage.context_length // 2 - 16}
+    assert task.fingerprint() != alone.fingerprint()
 
 
 class HalfRight:
