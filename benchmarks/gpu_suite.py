@@ -27,10 +27,20 @@ ROOT = Path(__file__).parents[1]
 LAST_WORDS_S = 15
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 STAGES = ("build", "tests", "portable", "sanitize", "bench")
-TRAINING_STAGES = ("training", "layouts")  # with Megatron-Core; on one GPU, on all of them
+TRAINING_STAGES = ("training", "layouts", "experiments")  # with Megatron-Core; the first on one GPU, the others on all
 HEADS_OF_128 = [
     f"model.{field}" for field in ("num_heads=12", "num_kv_heads=12", "head_dim=128", "num_parameters=null")
 ]
+# Full forms of docs/experiments.md that train; each is begun with what an earlier call of this left in --out.
+EXPERIMENTS = {
+    "attention-picture": "configs/mqrar.yaml --set compare=[stick_breaking] --set data.num_pairs=5 "
+    "--set data.fewest_pairs=null --set data.num_keys=64 --set data.num_values=64 --set stages.0.context_length=64 "
+    "--set stages.0.rows_per_step=256 --set stages.0.steps=4000",
+    "mqrar": "configs/mqrar.yaml --pairs 32 64 96 128 160 192 --learning-rates 3e-4 1e-3 3e-3 1e-2 --jobs 12",
+    "extrapolation": "configs/extrapolation.yaml --jobs 8",
+    "skipping": "{out}/extrapolation/stick_breaking/config.yaml",
+    "needles": "configs/needles.yaml --lengths 2048 4096 8192 16384 32768 --samples 50",
+}
 TRAINED = {"1b": ("dense_1b", []), "1b-128": ("dense_1b", HEADS_OF_128), "350m": ("dense_350m", [])}
 
 
@@ -96,6 +106,12 @@ def steps_of(stage: str, options: argparse.Namespace) -> list[Step]:
         return [
             Step(f"layouts-{model}", [*record, f"{out}/layouts-{model}.json", "--model", model, *lengths], 500)
             for model, lengths in (("dense", ["--lengths", "16384", "65536"]), ("moe", []))
+        ]
+    if stage == "experiments":
+        command = [python, "-m", "megatron_sb.cli", "experiment"]
+        return [
+            Step(name, [*command, name, *EXPERIMENTS[name].format(out=out).split(), "--out", f"{out}/{name}"], 3000)
+            for name in options.experiments
         ]
     bench = [python, "benchmarks/attention.py", "--json", f"{out}/bench.json", "--markdown", f"{out}/bench.md"]
     return [Step("bench", [*bench, *options.bench_arguments], 300)]
@@ -206,6 +222,9 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), help="of compute-sanitizer")
     parser.add_argument("--select", nargs=argparse.REMAINDER, default=[], help="more arguments for pytest; comes last")
     parser.add_argument("--models", nargs="+", choices=TRAINED, default=list(TRAINED), help="of the stage training")
+    parser.add_argument(
+        "--experiments", nargs="+", choices=EXPERIMENTS, default=list(EXPERIMENTS), help="of the stage experiments"
+    )
     parser.add_argument(
         "--training-arguments", type=str.split, default=[], help="more for benchmarks/training.py, in quotes"
     )
