@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import linear, pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from megatron_sb.functional import _check_counts, _check_tensor
@@ -323,7 +323,7 @@ class SoftmaxAttention(nn.Module):
             return self._in_blocks(q, k, v, window)
         # StableMask depends on where a document ends.
         batches, places = _batches(lengths, q.is_cuda and self.stable_mask_gamma is None, q.device)
-        sources = [torch.nn.functional.pad(x[0], (0, 0, 0, 1)) for x in (q, k, v)]
+        sources = [pad(x[0], (0, 0, 0, 1)) for x in (q, k, v)]
         outputs = []
         for rows in batches:
             batch = (x.index_select(1, rows.flatten()).unflatten(1, rows.shape).transpose(0, 1) for x in sources)
