@@ -10,6 +10,7 @@ from megatron_sb import cli
 SMALL = str(Path(__file__).parents[3] / "configs" / "mqrar_small.yaml")
 GPU = ["parallel.device=cuda", "model.precision=bf16", "model.ffn_hidden_size=64", "stages.0.context_length=16"]
 GPU += ["data.num_keys=2", "data.num_pairs=2", "data.num_values=4", "stages.0.steps=150", "stages.0.rows_per_step=32"]
+GPU += ["stages.0.warmup_steps=50", "stages.0.schedule=exponential"]
 
 
 @pytest.mark.gpu

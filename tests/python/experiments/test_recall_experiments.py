@@ -18,7 +18,12 @@ SMALL = str(Path(__file__).parents[3] / "configs" / "mqrar_small.yaml")
 # Learned in two seconds: the current value of two keys out of two.
 TINY = ["data.num_keys=2", "data.num_values=4", "model.hidden_size=32", "model.init_std=0.18"]
 TINY += ["model.ffn_hidden_size=64", "stages.0.context_length=16", "stages.0.steps=120", "stages.0.rows_per_step=32"]
-TINY += ["stages.0.warmup_steps=5", "evaluation.windows=64", "compare=[stick_breaking]"]
+TINY += [
+    "stages.0.warmup_steps=5",
+    "stages.0.schedule=exponential",
+    "evaluation.windows=64",
+    "compare=[stick_breaking]",
+]
 
 
 @pytest.fixture(scope="module")

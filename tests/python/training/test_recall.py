@@ -60,7 +60,7 @@ def test_the_example_of_the_docstring():
 def test_rows_go_on_and_are_none_of_the_evaluated():
     config = load_config(SMALL)
     task, stage = load_task(config), config.stages[0]
-    assert task.vocab_size == config.vocab_size == 16 + 16
+    assert task.vocab_size == config.vocab_size == 64 + 16
     straight, again = task.sampler(stage, 0), task.sampler(stage, 0)
     rows = straight.next_rows(9)
     assert {row.num_tokens for row in rows} == {straight.read(row).counted.sum() for row in rows}
