@@ -13,17 +13,15 @@ def runs(tmp_path_factory):
     return together | {family: together[family] | alone[family] for family in alone}
 
 
-def assert_same_training(layouts, expected, loss, rest, hits=1):
+def assert_same_training(layouts, expected, loss, rest):
     """Losses, gradient norms and evaluated windows of each layout are those of one rank, and something was learned."""
-    assert expected["losses"][-1] < expected["losses"][0] - 0.3
-    assert sum(expected["hits"]) > 10  # of 256 labels; a guess is right in one of 257
+    assert expected["losses"][-1] < expected["losses"][0] - 0.3 and all(hits > 4 for hits in expected["hits"])
     for name, run in layouts.items():
         assert run["losses"] == pytest.approx(expected["losses"], abs=loss), name
         assert run["norms"] == pytest.approx(expected["norms"], rel=rest), name
         # A token between two experts that are all but equal to it may be sent to the other.
         assert run["windows"] == pytest.approx(expected["windows"], rel=rest), name
-        # Of two tokens that are all but as likely, either is the likeliest.
-        assert run["hits"] == pytest.approx(expected["hits"], abs=hits), name
+        assert run["hits"] == pytest.approx(expected["hits"], abs=1), name  # of two tokens that are all but as likely
 
 
 @pytest.mark.parametrize(
@@ -52,7 +50,7 @@ def test_on_two_gpus(tmp_path):
     together = run_worker("training_layouts.py", 2, tmp_path / "two.json", "cuda", device="cuda")
     assert sum(map(len, together.values())) == 7
     for family, layouts in together.items():
-        assert_same_training(layouts, alone[family]["one rank"], 1e-3, 1e-3, hits=3)
+        assert_same_training(layouts, alone[family]["one rank"], 1e-3, 1e-3)
 
 
 def test_a_checkpoint_of_other_shares_is_refused(runs):
