@@ -441,10 +441,10 @@ def _batches(lengths: tuple[int, ...], padded: bool, device: torch.device) -> tu
     Returns the rows of each batch, int64 (documents, length), padding being row s, and where among the rows of all
     batches, one batch after the other, each of the s rows is: int64 (s,).
     """
-    starts = [0, *itertools.accumulate(lengths)]
+    starts, longest = [0, *itertools.accumulate(lengths)], max(lengths)
     members: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
-        size = min(1 << (length - 1).bit_length(), max(lengths)) if padded else length
+        size = min(1 << (length - 1).bit_length(), longest) if padded else length
         members.setdefault(size, []).append(index)
     batches, num_before, places = [], 0, torch.empty(starts[-1] + 1, dtype=torch.int64, device=device)
     for size, indices in members.items():

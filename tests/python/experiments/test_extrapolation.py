@@ -19,11 +19,15 @@ TINY += ["evaluation.windows=2"]
 def test_the_forms_compare_every_kind_of_attention(form):
     config = load_config(CONFIGS / f"{form}.yaml")
     kinds = [config.attention[model] for model in config.compare]
-    sticks = [a for a in kinds if isinstance(a, StickBreakingConfig)]
+    sticks = {a for a in kinds if isinstance(a, StickBreakingConfig)}
     softmax = [a for a in kinds if not isinstance(a, StickBreakingConfig)]
-    assert StickBreakingConfig() in sticks and any(a.remainder_bias and a.head_norm for a in sticks)
-    assert any(a.attend_current for a in sticks) and any(a.forget_gate and a.forget_gate_loss for a in sticks)
-    assert any(a.logits == "euclidean" for a in sticks)
+    assert sticks == {
+        StickBreakingConfig(),
+        StickBreakingConfig(remainder_bias=True, head_norm=True),
+        StickBreakingConfig(attend_current=True),
+        StickBreakingConfig(forget_gate=True, forget_gate_loss=0.01),
+        StickBreakingConfig(logits="euclidean"),
+    }
     assert {a.position for a in softmax} == {"none", "rope", "alibi", "fire"}
     assert any(a.window for a in softmax) and any(a.stable_mask_gamma for a in softmax)
     assert ("none", "linear", "ntk") in [a.evaluated_scalings for a in softmax]
