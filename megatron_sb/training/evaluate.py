@@ -55,14 +55,16 @@ def evaluate(
     windows: list[np.ndarray],
     config: TrainingConfig,
     stage: StageConfig,
-    on_length: Any = None,
     scaling: str = "none",
+    on_length: Callable[[dict[str, Any]], None] | None = None,
+    on_batch: Callable[[], None] | None = None,
 ) -> list[dict[str, Any]]:
     """One entry per context length: {"context", "nll" (nats per token), "standard_error" (over windows; None with
     one), "windows"}.
 
-    on_length(entry): called after each length; what it raises ends the evaluation on every rank that raises.
     scaling: how rotary positions are scaled, by as much as a context is longer than the stage's.
+    on_length(entry), on_batch(): called after each length and each batch, on every rank after as many; what they raise
+    ends the evaluation on every rank that raises.
     """
     results = []
     num_targets = config.evaluation.target_tokens
@@ -74,7 +76,7 @@ def evaluate(
             return pack(parts, config.row_multiple(stage), corpus.end_of_document, num_targets)
 
         at_once = max(1, len(windows[0]) // context)
-        (sums,) = score_windows(engine, [engine.window_losses], batch_of, len(windows), at_once)
+        (sums,) = score_windows(engine, [engine.window_losses], batch_of, len(windows), at_once, on_batch)
         nll, error = mean_and_error((sums / num_targets).tolist())
         results.append({"context": context, "nll": nll, "standard_error": error, "windows": len(windows)})
         if on_length:
@@ -89,11 +91,12 @@ def score_windows(
     batch_of: Callable[[Sequence[int]], PackedBatch],
     num_windows: int,
     at_once: int,
+    on_batch: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """Each measure of every window, summed over ranks: float64 (len(measures), num_windows); collective.
 
     measures: the engine's, of a batch and how many windows it holds: (n,). batch_of: the windows of these indices.
-    at_once: windows in a batch, at most.
+    at_once: windows in a batch, at most. on_batch: called after each, on every rank after as many.
     Data-parallel groups share out the windows; ranks of one group share each sequence. Every group scores as many,
     some of them a window that another has too, which counts once: experts are spread over groups, which have to call
     them alike.
@@ -107,6 +110,8 @@ def score_windows(
         batch = batch_of([index % num_windows for index in indices])
         for row, measure in zip(sums, measures, strict=True):
             row[indices] = measure(batch, len(indices)).cpu()
+        if on_batch:
+            on_batch()
     return engine.sum_over_ranks(sums)[:, :num_windows]
 
 

@@ -155,6 +155,7 @@ class Job:
             if stop or progress.step % config.checkpoint.interval == 0 or progress.step == stage.steps:
                 saved = directory.save(engine, progress)
             if stop:
+                self._profiler.end_stage(model, stage.name)
                 raise Interrupted(stop, f"at step {progress.step} of {model} / {stage.name}; saved {saved}")
         self._profiler.end_stage(model, stage.name)
         if self._report:
@@ -169,12 +170,14 @@ class Job:
         def on_length(result: dict[str, Any]) -> None:
             if self._report:
                 self._report.evaluated(model, stage, result)
+
+        def on_batch() -> None:
             sums = engine.sum_over_ranks(torch.tensor(self._stop.flags(), dtype=torch.float64))
             if stop := StopRequest.agreed(sums.tolist()):
                 raise Interrupted(stop, f"while evaluating {model} / {stage.name}, whose checkpoint is saved")
 
         for scaling in self._scalings_to_evaluate(model, stage):
-            results = self._task.evaluate(engine, stage, scaling, on_length)
+            results = self._task.evaluate(engine, stage, scaling, on_length, on_batch)
             if self._report:
                 self._report.evaluation(model, stage, scaling, results)
 

@@ -139,7 +139,12 @@ class RecallTask:
         return RecallSampler(self.rule(stage), (self._config.seed, 1 + index), self._config.data.fewest_pairs)
 
     def evaluate(
-        self, engine: Any, stage: StageConfig, scaling: str, on_length: Callable[[dict[str, Any]], None] | None = None
+        self,
+        engine: Any,
+        stage: StageConfig,
+        scaling: str,
+        on_length: Callable[[dict[str, Any]], None] | None = None,
+        on_batch: Callable[[], None] | None = None,
     ) -> list[dict[str, Any]]:
         """As `Task.evaluate`, with "accuracy". One entry, of the stage's own length: no positions are scaled."""
         rule, windows = self.rule(stage), self._config.evaluation.windows
@@ -149,7 +154,7 @@ class RecallTask:
 
         at_once = stage.rows_per_micro_batch or stage.rows_per_step // engine.data_parallel_size
         measures = [engine.window_losses, engine.window_hits]
-        losses, hits = score_windows(engine, measures, batch_of, windows, at_once) / rule.num_answers
+        losses, hits = score_windows(engine, measures, batch_of, windows, at_once, on_batch) / rule.num_answers
         nll, error = mean_and_error(losses.tolist())
         accuracy, accuracy_error = mean_and_error(hits.tolist())
         result = {"context": rule.length, "nll": nll, "standard_error": error, "windows": windows}

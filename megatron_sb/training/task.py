@@ -38,10 +38,15 @@ class Task(Protocol):
         """The training rows of a stage. index: the stage's, from 0."""
 
     def evaluate(
-        self, engine: Any, stage: StageConfig, scaling: str, on_length: Callable[[dict[str, Any]], None] | None = None
+        self,
+        engine: Any,
+        stage: StageConfig,
+        scaling: str,
+        on_length: Callable[[dict[str, Any]], None] | None = None,
+        on_batch: Callable[[], None] | None = None,
     ) -> list[dict[str, Any]]:
         """One entry per context length: {"context", "nll" (nats per label), "standard_error", "windows"} and what else
-        the task measures. scaling, on_length: as in `evaluate.evaluate`.
+        the task measures. scaling, on_length, on_batch: as in `evaluate.evaluate`.
         """
 
 
@@ -73,10 +78,15 @@ class TextTask:
         return RowSampler(corpus.train, stage.context_length, *padding, (config.seed, 1 + index))
 
     def evaluate(
-        self, engine: Any, stage: StageConfig, scaling: str, on_length: Callable[[dict[str, Any]], None] | None = None
+        self,
+        engine: Any,
+        stage: StageConfig,
+        scaling: str,
+        on_length: Callable[[dict[str, Any]], None] | None = None,
+        on_batch: Callable[[], None] | None = None,
     ) -> list[dict[str, Any]]:
         """As `Task.evaluate`."""
-        return evaluate(engine, self._corpus, self._windows, self._config, stage, on_length, scaling)
+        return evaluate(engine, self._corpus, self._windows, self._config, stage, scaling, on_length, on_batch)
 
 
 def load_task(config: TrainingConfig) -> Task:
