@@ -20,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_sb.config import TrainingConfig, load_config
-from megatron_sb.training.launch import prepare_directory
+from megatron_sb.training.launch import PARENT_PIPE, prepare_directory
 
 POLL_SECONDS = 0.2
 LINES_OF_LOG = 15  # shown of a run that failed
@@ -72,7 +72,11 @@ def train_all(config_path: str, trials: Sequence[Trial], out: Path, jobs: int = 
     num_done, num_gpus = len(trials) - len(waiting), _count_gpus() if jobs > 1 else 0
     slots: list[tuple[Trial, subprocess.Popen] | None] = [None] * jobs
     received: list[int] = []
-    with _noting_signals(received), tqdm(total=len(trials), initial=num_done, desc=out.name, unit="run") as bar:
+    with (
+        _pipe() as pipe,
+        _noting_signals(received),
+        tqdm(total=len(trials), initial=num_done, desc=out.name, unit="run") as bar,
+    ):
         try:
             while waiting or any(slots):
                 for index, slot in enumerate(slots):
@@ -80,7 +84,7 @@ def train_all(config_path: str, trials: Sequence[Trial], out: Path, jobs: int = 
                         trial = waiting.pop(0)
                         gpu = index % num_gpus if num_gpus else None
                         with _on_share_of_cores(index, jobs):
-                            slots[index] = trial, _start(config_path, trial, out, gpu)
+                            slots[index] = trial, _start(config_path, trial, out, gpu, pipe)
                     elif slot is not None and slot[1].poll() is not None:
                         slots[index] = None
                         if slot[1].returncode:
@@ -140,15 +144,18 @@ def _command(config_path: str, trial: Trial, folder: Path) -> list[str]:
     return [*command, "--resume"] if (folder / "config.yaml").exists() else command
 
 
-def _start(config_path: str, trial: Trial, out: Path, gpu: int | None) -> subprocess.Popen:
+def _start(config_path: str, trial: Trial, out: Path, gpu: int | None, pipe: int) -> subprocess.Popen:
+    """pipe: the end to read of one that is never written to, which the run sees close when this process is gone."""
     command = _command(config_path, trial, out / trial.name)
-    environment = dict(os.environ)
+    environment = os.environ | {PARENT_PIPE: str(pipe)}
     if gpu is not None:
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         environment["CUDA_VISIBLE_DEVICES"] = visible[gpu] if visible else str(gpu)
     with (out / f"{trial.name}.log").open("ab") as log:
         # A session of its own: Ctrl-C reaches this process alone, which passes it on exactly once.
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen(
+            command, env=environment, stdout=log, stderr=log, pass_fds=(pipe,), start_new_session=True
+        )
 
 
 @contextlib.contextmanager
@@ -177,6 +184,17 @@ def _stop(processes: list[subprocess.Popen], received: list[int]) -> None:
             for process in processes:
                 process.send_signal(signal.SIGINT)
         time.sleep(POLL_SECONDS)
+
+
+@contextlib.contextmanager
+def _pipe() -> Iterator[int]:
+    """The end to read of a pipe, whose other end is open inside and in no other process."""
+    read_end, write_end = os.pipe()
+    try:
+        yield read_end
+    finally:
+        os.close(read_end)
+        os.close(write_end)
 
 
 @contextlib.contextmanager

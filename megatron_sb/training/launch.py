@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -55,9 +55,12 @@ class Command:
     profiled: tuple[int, int]
 
     def to_go_on(self, directory: Path) -> str:
-        """What a user types to go on with the run in `directory`."""
+        """What a user types to go on with the run in `directory`; under torchrun, what its ranks are to run."""
+        rest = ["--out", str(directory), "--resume"]
+        if PARENT_PIPE not in os.environ:
+            return "torchrun ... -m megatron_sb.training " + shlex.join([self.config_path, *self.overrides, *rest])
         changes = [f"--set={override}" for override in self.overrides]
-        return "megatron-sb train " + shlex.join([self.config_path, *changes, "--out", str(directory), "--resume"])
+        return "megatron-sb train " + shlex.join([self.config_path, *changes, *rest])
 
 
 def main(
@@ -94,7 +97,7 @@ def start_ranks(config: TrainingConfig, command: list[str]) -> int:
     """Run `command` once per rank and wait for all; the job's exit status.
 
     When one dies the others get GRACE_SECONDS and are killed. SIGINT and SIGTERM are passed on once, so that the ranks
-    save; a second one kills.
+    save; a second one kills. Where a process that started this one with PARENT_PIPE is gone, it is as after SIGINT.
     """
     num_ranks = config.parallel.ranks
     threads = config.parallel.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // num_ranks)
@@ -116,6 +119,7 @@ def start_ranks(config: TrainingConfig, command: list[str]) -> int:
         number: signal.signal(number, lambda number, frame: received.append(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
+    _when_parent_is_gone(lambda: os.kill(os.getpid(), signal.SIGINT))
     ranks: list[subprocess.Popen] = []
     try:
         for rank in range(num_ranks):
@@ -185,7 +189,8 @@ def _say(text: str) -> None:
 
 def run_rank(config: TrainingConfig, command: Command) -> NoReturn:
     """Be one rank of a job; ends the process (static destructors of process groups may abort it otherwise)."""
-    _end_with_parent()
+    # In a session of its own (start_ranks), and not to train on unwatched.
+    _when_parent_is_gone(lambda: os.killpg(0, signal.SIGKILL))
     quieten()
     try:
         status = _run_rank(config, command)
@@ -346,15 +351,15 @@ def _refuse_changes(before: TrainingConfig, now: TrainingConfig, directory: Path
             )
 
 
-def _end_with_parent() -> None:
-    """When the launcher is gone (killed, say), so is its end of the pipe: do not train on unwatched."""
+def _when_parent_is_gone(act: Callable[[], None]) -> None:
+    """Where the process that started this one is gone (killed, say), so is its end of the pipe."""
     if PARENT_PIPE not in os.environ:
         return
     descriptor = int(os.environ[PARENT_PIPE])
 
     def wait() -> None:
         os.read(descriptor, 1)
-        os.killpg(0, signal.SIGKILL)  # a session of its own (start_ranks)
+        act()
 
     threading.Thread(target=wait, daemon=True).start()
 

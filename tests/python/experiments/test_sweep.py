@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -34,7 +35,7 @@ def test_what_is_done_is_not_trained_again(tmp_path, monkeypatch):
     assert not sweep.is_done(config, tmp_path / "wide")
     pretend_done(tmp_path / "wide", config)
     started = []
-    monkeypatch.setattr(sweep, "_start", lambda config_path, trial, out, gpu: started.append(trial))
+    monkeypatch.setattr(sweep, "_start", lambda config_path, trial, *others: started.append(trial))
     sweep.train_all(TINY, [trial], tmp_path)
     assert started == [] and sweep.is_done(config, tmp_path / "wide")
     assert sweep.evaluation(tmp_path / "wide", config, "stick_breaking") == [{"nll": 1.5}]
@@ -115,6 +116,35 @@ def test_a_signal_reaches_the_runs(tmp_path, monkeypatch):
         sweep.train_all(TINY, [Trial("one", ()), Trial("two", ())], tmp_path, jobs=2)
     assert stop.value.status == 128 + signal.SIGTERM
     assert all((tmp_path / name).read_text().endswith("saved\n") for name in ("one.log", "two.log"))
+
+
+KILLED_SWEEP = """
+import sys
+from megatron_sb.experiments import sweep
+rank = "import time\\ntry: print('began', flush=True), time.sleep(60)\\nexcept KeyboardInterrupt: print('saved')"
+run = (
+    "import sys\\nfrom megatron_sb.config import load_config\\nfrom megatron_sb.training.launch import start_ranks\\n"
+    f"start_ranks(load_config(sys.argv[1]), [sys.executable, '-c', {rank!r}])"
+)
+sweep._command = lambda config_path, trial, folder: [sys.executable, "-c", run, config_path]
+sweep.train_all(sys.argv[1], [sweep.Trial("one", ())], sweep.Path(sys.argv[2]))
+"""
+
+
+def test_runs_of_a_killed_sweep_save_and_end(tmp_path):
+    log = tmp_path / "one.log"
+
+    def wait_for(word):
+        deadline = time.monotonic() + 60
+        while not (log.exists() and word in log.read_text()):
+            assert time.monotonic() < deadline, word
+            time.sleep(0.05)
+
+    with subprocess.Popen([sys.executable, "-c", KILLED_SWEEP, TINY, str(tmp_path)]) as process:
+        wait_for("began")
+        process.kill()
+    wait_for("saved")
+    assert "SIGINT: saving after this step" in log.read_text()
 
 
 def test_the_command_hands_its_arguments_on(monkeypatch, capsys):

@@ -64,10 +64,10 @@ def run(*arguments, command=TRAIN, **environment):
 
 
 @contextlib.contextmanager
-def started(*arguments):
+def started(*arguments, command=TRAIN):
     """A job in the background, killed at the end whatever happens."""
     process = subprocess.Popen(
-        [*TRAIN, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*command, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
         yield process
@@ -366,11 +366,17 @@ def test_jobs_that_start_together_meet_at_ports_of_their_own(config, tmp_path):
 
 def test_torchrun_starts_the_ranks_too(config, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    small = ["stages.0.steps=5", "stages.1.steps=5", "compare=[stick_breaking]", "report.tensorboard=false"]
+    small = ["stages.1.steps=5", "compare=[stick_breaking]", "report.tensorboard=false"]
     arguments = ["-m", "megatron_sb.training", config, *small, "--out", tmp_path / "out"]
-    status, _, errors = run(*arguments, command=torchrun, OMP_NUM_THREADS="1")
+    with started(*arguments, "--profile", "2:40", command=torchrun) as job:
+        wait_for_step(job, tmp_path / "out", "stick_breaking", "short", 2)
+        psutil.Process(job.pid).children()[0].send_signal(signal.SIGTERM)
+        output, _ = job.communicate(timeout=40)
+        assert (tmp_path / "out" / "profile" / "stick_breaking-short.json").exists()
+    (to_go_on,) = re.findall(r"Go on with: torchrun \.\.\. (.*)", output)
+    status, _, errors = run(*shlex.split(to_go_on), command=torchrun, OMP_NUM_THREADS="1")
     assert status == 0, errors
-    assert len(metrics(tmp_path / "out")) == 10
+    assert len(metrics(tmp_path / "out")) == 45
     status, _, errors = run(*arguments[:-1], tmp_path / "other", "parallel.ranks=1", command=torchrun)
     assert status != 0
 
