@@ -1,9 +1,9 @@
 // The operators of context parallelism and their plan. A process group enters by its name.
-#include <ATen/autocast_mode.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
 #include "distributed/registration.h"
+#include "ops/autocast.h"
 #include "ops/registration.h"
 
 namespace megatron_sb {
@@ -12,7 +12,6 @@ namespace {
 
 constexpr const char* kAttention = "megatron_sb::context_parallel_attention";
 
-// Under autocast q, k and v are cast to its dtype, as torch's own attention does.
 template <c10::DeviceType kDevice>
 std::tuple<at::Tensor, at::Tensor> attention_autocast(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                                       const PlanPointer& plan, const std::string& comm,
@@ -20,15 +19,10 @@ std::tuple<at::Tensor, at::Tensor> attention_autocast(const at::Tensor& q, const
                                                       std::optional<double> scale, bool attend_current,
                                                       double mass_threshold, bool return_mass,
                                                       const std::optional<at::Tensor>& forget_gate, bool euclidean) {
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(
-        at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
-    const at::ScalarType type = at::autocast::get_autocast_dtype(kDevice);
-    const auto cast = [type](const at::Tensor& x) { return at::autocast::cached_cast(type, x, kDevice); };
-    const bool narrow_gate = forget_gate.has_value() && forget_gate->scalar_type() != at::kFloat;
-    const std::optional<at::Tensor> gate = narrow_gate ? cast(*forget_gate) : forget_gate;
+    const ops::Autocast<kDevice> cast;
     static const auto op = ops::registered(kAttention, attention);
     return op.call(cast(q), cast(k), cast(v), plan, comm, heads_group, keys_group, scale, attend_current,
-                   mass_threshold, return_mass, gate, euclidean);
+                   mass_threshold, return_mass, cast.gate(forget_gate), euclidean);
 }
 
 }  // namespace
