@@ -8,6 +8,7 @@ the text's.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +19,19 @@ import torch
 
 from megatron_sb.config import StageConfig, TrainingConfig
 from megatron_sb.training.data import Corpus, PackedBatch, pack
+
+
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """Whom an evaluation tells how far it is, on every rank after as many lengths and batches; what they raise ends it
+    on every rank that raises.
+    """
+
+    on_length: Callable[[dict[str, Any]], None] = lambda result: None
+    on_batch: Callable[[], None] = lambda: None
+
+
+UNWATCHED = Watch()
 
 
 def result_path(out: Path, model: str, stage: StageConfig, scaling: str) -> Path:
@@ -56,15 +70,12 @@ def evaluate(
     config: TrainingConfig,
     stage: StageConfig,
     scaling: str = "none",
-    on_length: Callable[[dict[str, Any]], None] | None = None,
-    on_batch: Callable[[], None] | None = None,
+    watch: Watch = UNWATCHED,
 ) -> list[dict[str, Any]]:
     """One entry per context length: {"context", "nll" (nats per token), "standard_error" (over windows; None with
     one), "windows"}.
 
     scaling: how rotary positions are scaled, by as much as a context is longer than the stage's.
-    on_length(entry), on_batch(): called after each length and each batch, on every rank after as many; what they raise
-    ends the evaluation on every rank that raises.
     """
     results = []
     num_targets = config.evaluation.target_tokens
@@ -76,11 +87,10 @@ def evaluate(
             return pack(parts, config.row_multiple(stage), corpus.end_of_document, num_targets)
 
         at_once = max(1, len(windows[0]) // context)
-        (sums,) = score_windows(engine, [engine.window_losses], batch_of, len(windows), at_once, on_batch)
+        (sums,) = score_windows(engine, [engine.window_losses], batch_of, len(windows), at_once, watch)
         nll, error = mean_and_error((sums / num_targets).tolist())
         results.append({"context": context, "nll": nll, "standard_error": error, "windows": len(windows)})
-        if on_length:
-            on_length(results[-1])
+        watch.on_length(results[-1])
     engine.scale_positions("none", 1.0)
     return results
 
@@ -91,12 +101,12 @@ def score_windows(
     batch_of: Callable[[Sequence[int]], PackedBatch],
     num_windows: int,
     at_once: int,
-    on_batch: Callable[[], None] | None = None,
+    watch: Watch = UNWATCHED,
 ) -> torch.Tensor:
     """Each measure of every window, summed over ranks: float64 (len(measures), num_windows); collective.
 
     measures: the engine's, of a batch and how many windows it holds: (n,). batch_of: the windows of these indices.
-    at_once: windows in a batch, at most. on_batch: called after each, on every rank after as many.
+    at_once: windows in a batch, at most.
     Data-parallel groups share out the windows; ranks of one group share each sequence. Every group scores as many,
     some of them a window that another has too, which counts once: experts are spread over groups, which have to call
     them alike.
@@ -110,8 +120,7 @@ def score_windows(
         batch = batch_of([index % num_windows for index in indices])
         for row, measure in zip(sums, measures, strict=True):
             row[indices] = measure(batch, len(indices)).cpu()
-        if on_batch:
-            on_batch()
+        watch.on_batch()
     return engine.sum_over_ranks(sums)[:, :num_windows]
 
 

@@ -16,7 +16,7 @@ import torch
 from megatron_sb.config import StageConfig, TrainingConfig
 from megatron_sb.training.checkpoint import CheckpointDirectory, Progress
 from megatron_sb.training.data import rows_ahead
-from megatron_sb.training.evaluate import result_path
+from megatron_sb.training.evaluate import Watch, result_path
 from megatron_sb.training.profiler import ProfilerWindow
 from megatron_sb.training.report import Report, Step
 from megatron_sb.training.schedule import learning_rate
@@ -177,7 +177,7 @@ class Job:
                 raise Interrupted(stop, f"while evaluating {model} / {stage.name}, whose checkpoint is saved")
 
         for scaling in self._scalings_to_evaluate(model, stage):
-            results = self._task.evaluate(engine, stage, scaling, on_length, on_batch)
+            results = self._task.evaluate(engine, stage, scaling, Watch(on_length, on_batch))
             if self._report:
                 self._report.evaluation(model, stage, scaling, results)
 

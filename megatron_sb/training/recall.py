@@ -16,14 +16,14 @@ al., arXiv 2312.04927, train on a mixture, too).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from megatron_sb.config import StageConfig, TrainingConfig
 from megatron_sb.training.data import PackedBatch, Row
-from megatron_sb.training.evaluate import mean_and_error, score_windows
+from megatron_sb.training.evaluate import UNWATCHED, Watch, mean_and_error, score_windows
 
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 HELD_OUT = 0  # second number of the seeds of evaluated rows; training rows have 1 and up, by stage
@@ -138,14 +138,7 @@ class RecallTask:
         """As `Task.sampler`."""
         return RecallSampler(self.rule(stage), (self._config.seed, 1 + index), self._config.data.fewest_pairs)
 
-    def evaluate(
-        self,
-        engine: Any,
-        stage: StageConfig,
-        scaling: str,
-        on_length: Callable[[dict[str, Any]], None] | None = None,
-        on_batch: Callable[[], None] | None = None,
-    ) -> list[dict[str, Any]]:
+    def evaluate(self, engine: Any, stage: StageConfig, scaling: str, watch: Watch = UNWATCHED) -> list[dict[str, Any]]:
         """As `Task.evaluate`, with "accuracy". One entry, of the stage's own length: no positions are scaled."""
         rule, windows = self.rule(stage), self._config.evaluation.windows
 
@@ -154,11 +147,10 @@ class RecallTask:
 
         at_once = stage.rows_per_micro_batch or stage.rows_per_step // engine.data_parallel_size
         measures = [engine.window_losses, engine.window_hits]
-        losses, hits = score_windows(engine, measures, batch_of, windows, at_once, on_batch) / rule.num_answers
+        losses, hits = score_windows(engine, measures, batch_of, windows, at_once, watch) / rule.num_answers
         nll, error = mean_and_error(losses.tolist())
         accuracy, accuracy_error = mean_and_error(hits.tolist())
         result = {"context": rule.length, "nll": nll, "standard_error": error, "windows": windows}
         result |= {"accuracy": accuracy, "accuracy_standard_error": accuracy_error}
-        if on_length:
-            on_length(result)
+        watch.on_length(result)
         return [result]

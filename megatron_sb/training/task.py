@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from megatron_sb.config import StageConfig, TrainingConfig
 from megatron_sb.training.data import PackedBatch, Row, RowSampler, load_corpus
-from megatron_sb.training.evaluate import choose_windows, evaluate
+from megatron_sb.training.evaluate import UNWATCHED, Watch, choose_windows, evaluate
 from megatron_sb.training.recall import RecallTask
 
 
@@ -37,16 +37,9 @@ class Task(Protocol):
     def sampler(self, stage: StageConfig, index: int) -> Sampler:
         """The training rows of a stage. index: the stage's, from 0."""
 
-    def evaluate(
-        self,
-        engine: Any,
-        stage: StageConfig,
-        scaling: str,
-        on_length: Callable[[dict[str, Any]], None] | None = None,
-        on_batch: Callable[[], None] | None = None,
-    ) -> list[dict[str, Any]]:
+    def evaluate(self, engine: Any, stage: StageConfig, scaling: str, watch: Watch = UNWATCHED) -> list[dict[str, Any]]:
         """One entry per context length: {"context", "nll" (nats per label), "standard_error", "windows"} and what else
-        the task measures. scaling, on_length, on_batch: as in `evaluate.evaluate`.
+        the task measures. scaling, watch: as in `evaluate.evaluate`.
         """
 
 
@@ -77,16 +70,9 @@ class TextTask:
         padding = config.pad_multiple(stage), corpus.end_of_document
         return RowSampler(corpus.train, stage.context_length, *padding, (config.seed, 1 + index))
 
-    def evaluate(
-        self,
-        engine: Any,
-        stage: StageConfig,
-        scaling: str,
-        on_length: Callable[[dict[str, Any]], None] | None = None,
-        on_batch: Callable[[], None] | None = None,
-    ) -> list[dict[str, Any]]:
+    def evaluate(self, engine: Any, stage: StageConfig, scaling: str, watch: Watch = UNWATCHED) -> list[dict[str, Any]]:
         """As `Task.evaluate`."""
-        return evaluate(engine, self._corpus, self._windows, self._config, stage, scaling, on_length, on_batch)
+        return evaluate(engine, self._corpus, self._windows, self._config, stage, scaling, watch)
 
 
 def load_task(config: TrainingConfig) -> Task:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_sb.config import load_config
-from megatron_sb.training.evaluate import evaluate
+from megatron_sb.training.evaluate import Watch, evaluate
 
 TINY = Path(__file__).parents[3] / "configs" / "tiny_context_extension.yaml"
 
@@ -42,10 +42,12 @@ def test_groups_score_as_many_windows_each(num_windows, packing):
     stage = config.stages[1]
     generator = np.random.default_rng(0)
     windows = [generator.integers(256, size=config.longest_evaluated(stage) + 1) for _ in range(num_windows)]
-    engine = Adder(num_groups=3)
+    engine, corpus, batches = Adder(num_groups=3), SimpleNamespace(end_of_document=256), []
+    watch = Watch(on_batch=lambda: batches.append(1))
     for engine.data_parallel_rank in range(3):
         engine.turn = 0
-        results = evaluate(engine, SimpleNamespace(end_of_document=256), windows, config, stage)
+        results = evaluate(engine, corpus, windows, config, stage, watch=watch)
+    assert len(batches) == sum(map(len, engine.calls)), "a stop is heard after each"
     assert engine.calls[0] == engine.calls[1] == engine.calls[2]
     assert all(length % config.row_multiple(stage) == 0 for _, length in engine.calls[0])
     assert [result["context"] for result in results] == config.evaluation_lengths(stage)

@@ -8,6 +8,7 @@ import torch
 
 from megatron_sb.config import ConfigError, load_config
 from megatron_sb.training.data import rows_ahead
+from megatron_sb.training.evaluate import Watch
 from megatron_sb.training.recall import RecallRule, labelled
 from megatron_sb.training.task import load_task
 
@@ -116,7 +117,7 @@ def test_accuracy_is_of_answers():
     small = ["data.num_pairs=4", "data.num_keys=16", "data.num_values=4", "stages.0.context_length=48"]
     config = load_config(SMALL, [*small, "evaluation.windows=70"])
     seen = []
-    (result,) = load_task(config).evaluate(HalfRight(), config.stages[0], "none", seen.append)
+    (result,) = load_task(config).evaluate(HalfRight(), config.stages[0], "none", Watch(seen.append))
     assert result["accuracy"] == 0.5 and result["accuracy_standard_error"] == 0
     assert result["nll"] == pytest.approx(1.5, abs=0.1) and result["standard_error"] < 0.1
     assert (result["context"], result["windows"], seen) == (48, 70, [result])
