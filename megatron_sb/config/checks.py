@@ -17,6 +17,7 @@ from megatron_sb.config.schema import (
 )
 
 RECALL_FIELDS = ("num_pairs", "num_keys", "num_values")
+SHORTEST_RULER_ROW = 1024  # bytes in which a question of each of RULER's tasks fits
 
 
 def check(config: TrainingConfig) -> None:
@@ -126,6 +127,11 @@ def _data_problems(config: TrainingConfig) -> Iterator[str]:
         for name in (*RECALL_FIELDS, "fewest_pairs"):
             if getattr(data, name) is not None:
                 yield f"data.{name} = {getattr(data, name)} contradicts data.kind = {data.kind!r}: it is for 'recall'"
+    if data.kind != "text" and data.ruler_fraction:
+        yield (
+            f"data.ruler_fraction = {data.ruler_fraction} contradicts data.kind = {data.kind!r}: RULER's tasks are "
+            "made in bytes, among 'text'"
+        )
     expected = config.model.num_parameters
     total = count_parameters(config.model, config.attention[config.compare[0]], config.vocab_size).total
     if expected is not None and expected != total:
@@ -294,6 +300,11 @@ def _row_problems(config: TrainingConfig, stage: StageConfig, at: str) -> Iterat
     if config.data.kind == "recall":
         yield from _recall_row_problems(config, stage, at)
         return
+    if config.data.ruler_fraction and stage.context_length < SHORTEST_RULER_ROW:
+        yield (
+            f"{at}.context_length = {stage.context_length} contradicts data.ruler_fraction = "
+            f"{config.data.ruler_fraction}: RULER's tasks need {SHORTEST_RULER_ROW} or more"
+        )
     longest = config.longest_evaluated(stage)
     if config.evaluation.target_tokens > longest:
         yield (

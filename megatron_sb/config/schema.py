@@ -40,6 +40,7 @@ class DataConfig:
     include: tuple[str, ...] = ("*.py", "*.txt", "*.md", "*.rst")
     exclude: tuple[str, ...] = ()
     validation_fraction: Fraction = 0.1
+    ruler_fraction: BelowOne = 0.0
     vocab_size: PositiveInt | None = None
     end_of_document: CountFromZero | None = None
     num_pairs: PositiveInt | None = None

@@ -18,7 +18,8 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron_sb.config import ConfigError, load_config
-from megatron_sb.experiments import ruler, sweep, tables, trained
+from megatron_sb.experiments import sweep, tables, trained
+from megatron_sb.training import ruler
 
 BYTES_AT_ONCE = 65536  # of samples in a forward, at least one
 
@@ -57,11 +58,10 @@ def run(options: argparse.Namespace) -> int:
 
 def samples_of(task: str, length: int, count: int) -> list[ruler.Sample]:
     """The same for every model. Raises ValueError, naming the task, where it does not fit into `length` bytes."""
-    seed = zlib.crc32(task.encode())
+    seed, texts = zlib.crc32(task.encode()), ruler.load_texts().asking(held_out=True)
     try:
         return [
-            ruler.TASKS[task](np.random.default_rng([seed, length, index]), length, ruler.load_texts())
-            for index in range(count)
+            ruler.TASKS[task](np.random.default_rng([seed, length, index]), length, texts) for index in range(count)
         ]
     except ValueError as error:
         raise ValueError(f"--tasks {task}: {error}") from None
@@ -77,7 +77,7 @@ def scores(engine: Any, samples: Sequence[ruler.Sample], length: int) -> dict[st
     at_once = max(1, BYTES_AT_ONCE // length)
     whole, single = [], []
     for start in range(0, len(samples), at_once):
-        rows = [encoded(sample) for sample in samples[start : start + at_once]]
+        rows = [ruler.encoded(sample) for sample in samples[start : start + at_once]]
         batch = PackedBatch.concatenate([row for row, _ in rows])
         hits = engine.likeliest_tokens(batch).numpy() == batch.labels
         for (_, spans), begin in zip(rows, batch.cu_seqlens[:-1], strict=True):
@@ -86,20 +86,6 @@ def scores(engine: Any, samples: Sequence[ruler.Sample], length: int) -> dict[st
             single.append(float(np.concatenate(of_answers).mean()))
     accuracy, error = mean_and_error(whole)
     return {"accuracy": accuracy, "standard_error": error, "bytes": float(np.mean(single)), "samples": len(samples)}
-
-
-def encoded(sample: ruler.Sample) -> tuple[Any, list[tuple[int, int]]]:
-    """The sequence of a sample, and where each answer's labels begin and end in it."""
-    from megatron_sb.training.data import pack
-
-    text, spans = sample.prompt.encode(), []
-    for answer in sample.answers:
-        text += ruler.SEPARATOR.encode() if spans else b""
-        first = len(text) - 1  # the label of a token is the one after it
-        text += answer.encode()
-        spans.append((first, len(text) - 1))
-    tokens = np.frombuffer(text, dtype=np.uint8).astype(np.int64)
-    return pack([tokens], 1, 0), spans
 
 
 def mean_of(found: Sequence[dict[str, Any]], model: str, length: int, tasks: Sequence[str], measure: str) -> float:

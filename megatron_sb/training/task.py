@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -9,6 +10,7 @@ from megatron_sb.config import StageConfig, TrainingConfig
 from megatron_sb.training.data import PackedBatch, Row, RowSampler, load_corpus
 from megatron_sb.training.evaluate import UNWATCHED, Watch, choose_windows, evaluate
 from megatron_sb.training.recall import RecallTask
+from megatron_sb.training.ruler import MixedSampler, load_texts
 
 
 class Sampler(Protocol):
@@ -50,6 +52,7 @@ class TextTask:
         self._config = config
         self._corpus = load_corpus(config)
         self._windows = choose_windows(self._corpus, config)
+        self._ruler_fraction = config.data.ruler_fraction
         self.vocab_size = self._corpus.vocab_size
 
     def fingerprint(self) -> dict[str, int]:
@@ -59,16 +62,22 @@ class TextTask:
     def describe(self) -> str:
         """As `Task.describe`."""
         counts = self._corpus.fingerprint()
+        tasks = f"{self._ruler_fraction:.0%} of the rows RULER's tasks; " if self._ruler_fraction else ""
         return (
             f"{counts['train_documents']} training documents ({counts['train_tokens']:,} tokens), "
-            f"{counts['validation_documents']} held out; evaluation on {len(self._windows)} windows"
+            f"{counts['validation_documents']} held out; {tasks}evaluation on {len(self._windows)} windows"
         )
 
-    def sampler(self, stage: StageConfig, index: int) -> RowSampler:
+    def sampler(self, stage: StageConfig, index: int) -> Sampler:
         """As `Task.sampler`."""
-        config, corpus = self._config, self._corpus
-        padding = config.pad_multiple(stage), corpus.end_of_document
-        return RowSampler(corpus.train, stage.context_length, *padding, (config.seed, 1 + index))
+        config, corpus, seed = self._config, self._corpus, (self._config.seed, 1 + index)
+        padded, end = config.pad_multiple(stage), corpus.end_of_document
+        rows = RowSampler(corpus.train, stage.context_length, padded, end, seed)
+        if not self._ruler_fraction:
+            return rows
+        texts = load_texts().asking(held_out=False)
+        padding = math.lcm(padded, config.row_multiple(stage)), end
+        return MixedSampler(rows, self._ruler_fraction, texts, stage.context_length, *padding, seed)
 
     def evaluate(self, engine: Any, stage: StageConfig, scaling: str, watch: Watch = UNWATCHED) -> list[dict[str, Any]]:
         """As `Task.evaluate`."""

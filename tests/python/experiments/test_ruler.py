@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from megatron_sb import cli
-from megatron_sb.experiments import needles, ruler
+from megatron_sb.config import ConfigError, load_config
+from megatron_sb.experiments import needles
+from megatron_sb.training import ruler
+from megatron_sb.training.data import rows_ahead
+from megatron_sb.training.task import load_task
 
 NEEDLE = r"The secret (number|code) of (\S+) is: (\S+)\."
 
@@ -38,7 +42,7 @@ def solve_tracking(prompt):
 def most_frequent(prompt, count):
     """Words, the most frequent first; it must be clear which they are."""
     counts = Counter(prompt[: prompt.index(".")].split()).most_common(count + 1)
-    assert counts[count - 1][1] > counts[count][1]
+    assert len(counts) == count or counts[count - 1][1] > counts[count][1]
     return [word for word, _ in counts[:count]]
 
 
@@ -110,16 +114,19 @@ class Oracle:
 
 
 def test_an_answer_is_right_as_a_whole():
-    samples = [ruler.Sample("What? ", ("abc", "de")), ruler.Sample("Which? It is: ", ("f",))]
-    batch, spans = needles.encoded(samples[0])
+    samples = [ruler.Sample("No. ", "What? ", ("abc", "de")), ruler.Sample("", "Which? It is: ", ("f",))]
+    batch, spans = ruler.encoded(samples[0])
     text = bytes(batch.tokens.astype(np.uint8)).decode()
-    assert text == "What? abc, d" and bytes(batch.labels.astype(np.uint8)).decode() == "hat? abc, de"
+    assert text == "No. What? abc, d" and bytes(batch.labels.astype(np.uint8)).decode() == "o. What? abc, de"
     assert [bytes(batch.labels[first:last].astype(np.uint8)) for first, last in spans] == [b"abc", b"de"]
+    assert bytes(batch.labels[batch.counted].astype(np.uint8)) == b"What? abc, de"
+    (alone, _), whole = ruler.encoded(samples[1]), b"hich? It is: f"
+    assert bytes(alone.labels[alone.counted].astype(np.uint8)) == whole
     right = needles.scores(Oracle([]), samples, 16)
     assert (right["accuracy"], right["bytes"], right["samples"]) == (1, 1, 2)
-    one_wrong = needles.scores(Oracle([6]), samples, 10_000)  # the b of the first, a letter of the other's question
+    one_wrong = needles.scores(Oracle([10]), samples, 10_000)  # the b of the first, a letter of the other's question
     assert one_wrong["accuracy"] == pytest.approx((0.5 + 1) / 2) and one_wrong["bytes"] == pytest.approx((0.8 + 1) / 2)
-    between = needles.scores(Oracle([8, 9]), samples[:1], 16)  # what stands between answers is not asked for
+    between = needles.scores(Oracle([12, 13]), samples[:1], 16)  # what stands between answers is not asked for
     assert between["accuracy"] == 1
 
 
@@ -135,6 +142,92 @@ def test_table_and_picture(tmp_path):
     assert "| single_1 | 512 | 100.0% | 50.0% | 100.0% | 50.0% |\n" in table
     assert "| mean | 1024 | 75.0% | 50.0% | 75.0% | 50.0% |\n" in table
     assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+SMALL = "configs/needles_small.yaml"
+SOLVED_BY = {  # by words of the question
+    "the secret ": solve_needles,
+    "hold the value ": solve_tracking,
+    "most common words are: ": SOLVERS["common_words"],
+    "most frequent words, ": SOLVERS["frequent_words"],
+    "the method ": solve_question,
+}
+
+
+def mixed(request, fraction=0.75, *overrides):
+    """Stage and sampler of a quarter of text."""
+    small = ["data.paths=[megatron_sb]", "evaluation.target_tokens=64", "stages.0.context_length=1024"]
+    config = load_config(request.config.rootpath / SMALL, [*small, f"data.ruler_fraction={fraction}", *overrides])
+    (stage,) = config.stages
+    return stage, load_task(config).sampler(stage, 0)
+
+
+def read_samples(batch):
+    """Of a row: each sequence's text, and the text of its labels that count."""
+    for begin, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
+        labels = batch.labels[begin:end]
+        padding = (labels == 256).sum()
+        text = bytes([batch.tokens[begin], *labels[: len(labels) - padding]]).decode()
+        yield text, bytes(labels[batch.counted[begin:end]].astype(np.uint8)).decode()
+
+
+def test_rows_of_tasks_among_rows_of_text(request, monkeypatch):
+    """Three of four, each task, one or more samples in a row, whose questions and answers count, and nothing else."""
+    monkeypatch.chdir(request.config.rootpath)
+    stage, sampler = mixed(request)
+    rows = sampler.next_rows(240)
+    batches = [sampler.read(row) for row in rows]
+    assert [row.num_tokens for row in rows] == [batch.counted.sum() for batch in batches]
+    assert all((row.cu_seqlens == batch.cu_seqlens).all() for row, batch in zip(rows, batches, strict=True))
+    of_tasks = [isinstance(row, ruler.TaskRow) for row in rows]
+    assert of_tasks == [False, True, True, True] * 60
+    counts, kinds = Counter(), Counter()
+    for batch in (batch for batch, is_task in zip(batches, of_tasks, strict=True) if is_task):
+        samples = [*read_samples(batch)]
+        counts[len(samples)] += 1
+        for text, counted in samples:
+            solve = next(solver for words, solver in SOLVED_BY.items() if words in text)
+            answers = solve(text)
+            assert text.endswith(counted) and counted.endswith(", ".join(answers))
+            assert counted.startswith(("What ", "Which ", "To which ", "The class of the method "))
+            assert len(text) <= stage.context_length // len(samples)
+            kinds[solve] += 1
+    assert set(counts) == {1, 2, 4} and min(counts.values()) > 20
+    assert len(kinds) == len(set(SOLVED_BY.values()))
+
+
+def test_classes_of_training_are_not_asked_about_again():
+    texts = ruler.load_texts()
+    trained, held_out = texts.asking(held_out=False), texts.asking(held_out=True)
+    assert trained.asked | held_out.asked == texts.asked and not trained.asked & held_out.asked
+    assert 0.15 < len(held_out.asked) / len(texts.asked) < 0.35
+    owners = {method.name: method.owner for method in texts.methods}
+    for task in ruler.GROUPS["questions"]:
+        for sample in needles.samples_of(task, 1200, 20):
+            assert owners[re.search(r"method (\w+) (?:belong\?|is derived)", sample.prompt)[1]] in held_out.asked
+
+
+def test_mixed_rows_go_on(request, monkeypatch):
+    monkeypatch.chdir(request.config.rootpath)
+    _, straight = mixed(request)
+    _, again = mixed(request)
+    _, resumed = mixed(request)
+    rows = [straight.read(row) for row in straight.next_rows(16)]
+    resumed.load_state_dict(next(rows_ahead(again, 5, 2, group=0, num_groups=1, rows_per_micro_batch=5)).sampler)
+    after = [resumed.read(row) for row in resumed.next_rows(11)]
+    for expected, row in zip(rows[5:], after, strict=True):
+        assert all((getattr(expected, name) == getattr(row, name)).all() for name in ("tokens", "labels", "counted"))
+
+
+def test_fractions_that_cannot_be(request):
+    for override, message in {
+        "data.ruler_fraction=1.0": r"data\.ruler_fraction = 1\.0: must be at least 0 and less than 1",
+        "stages.0.context_length=1000": r"length = 1000 contradicts data\.ruler_fraction = 0\.5: .* 1024 or more",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            load_config(request.config.rootpath / SMALL, ["data.ruler_fraction=0.5", override])
+    with pytest.raises(ConfigError, match=r"data\.ruler_fraction = 0\.5 contradicts data\.kind = 'recall'"):
+        load_config(request.config.rootpath / "configs" / "mqrar_small.yaml", ["data.ruler_fraction=0.5"])
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,18 @@ SEPARATOR = ", "
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """prompt: the text, the question, and the beginning of its reply. answers: what goes on from there, in this order,
-    with SEPARATOR between them.
+    """question: with the beginning of its reply. answers: what goes on from there, in this order, with SEPARATOR
+    between them.
     """
 
-    prompt: str
+    text: str
+    question: str
     answers: tuple[str, ...]
+
+    @property
+    def prompt(self) -> str:
+        """The text and the question."""
+        return self.text + self.question
 
     @property
     def num_bytes(self) -> int:
@@ -42,7 +48,7 @@ def fitted(
     filling: sentences, without end or with one; the first that does not fit ends it. Raises ValueError where the rest
     alone is longer than `length`.
     """
-    room = length - Sample(between.join([*inserted, question]), tuple(answers)).num_bytes
+    room = length - joined(inserted, question, answers, between).num_bytes
     if room < 0:
         raise ValueError(f"length is {length}; {length - room} bytes or more are needed by this question")
     sentences = []
@@ -55,4 +61,9 @@ def fitted(
     places = np.sort(generator.integers(len(sentences) + 1, size=len(inserted)))
     for place, index in reversed(list(zip(places, order, strict=True))):
         sentences.insert(int(place), inserted[index])
-    return Sample(between.join([*sentences, question]), tuple(answers))
+    return joined(sentences, question, answers, between)
+
+
+def joined(sentences: Sequence[str], question: str, answers: Sequence[str], between: str) -> Sample:
+    """These sentences alone."""
+    return Sample("".join(sentence + between for sentence in sentences), question, tuple(answers))

@@ -4,12 +4,12 @@ documents about the classes and methods of the Python standard library).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megatron_sb.experiments.ruler.sample import Sample, fitted
-from megatron_sb.experiments.ruler.texts import Method, Texts
+from megatron_sb.training.ruler.sample import Sample, fitted
+from megatron_sb.training.ruler.texts import Method, Texts
 
 
 def about_method(method: Method) -> str:
@@ -24,14 +24,14 @@ def about_class(name: str, base: str) -> str:
 
 def single_hop(generator: np.random.Generator, length: int, texts: Texts) -> Sample:
     """To which class a method belongs; the other documents are about other methods."""
-    asked, *others = _methods(generator, texts)
+    asked, others = _drawn(generator, texts, texts.methods)
     question = f"To which class does the method {asked.name} belong? It belongs to the class "
     return _fitted(generator, length, map(about_method, others), [about_method(asked)], question, asked.owner)
 
 
 def two_hops(generator: np.random.Generator, length: int, texts: Texts) -> Sample:
     """From which class the class of a method is derived: two documents, among others of either kind."""
-    asked, *others = [method for method in _methods(generator, texts) if method.owner in texts.bases]
+    asked, others = _drawn(generator, texts, [method for method in texts.methods if method.owner in texts.bases])
     base = texts.bases[asked.owner]
     needed = [about_method(asked), about_class(asked.owner, base)]
     question = f"The class of the method {asked.name} is derived from another one. It is derived from the class "
@@ -47,9 +47,11 @@ def _both_kinds(methods: list[Method], asked: Method, texts: Texts) -> Iterator[
             yield about_class(method.owner, texts.bases[method.owner])
 
 
-def _methods(generator: np.random.Generator, texts: Texts) -> list[Method]:
-    """All of them, shuffled."""
-    return [texts.methods[index] for index in generator.permutation(len(texts.methods))]
+def _drawn(generator: np.random.Generator, texts: Texts, methods: Sequence[Method]) -> tuple[Method, list[Method]]:
+    """One to ask about, and all others, shuffled."""
+    shuffled = [methods[index] for index in generator.permutation(len(methods))]
+    asked = next(method for method in shuffled if method.owner in texts.asked)
+    return asked, [method for method in shuffled if method is not asked]
 
 
 def _fitted(

@@ -1,14 +1,6 @@
-"""The thirteen tasks of RULER (Hsieh et al., arXiv 2404.06654), made by rule in any length, over the text of the Python
-standard library.
+"""The thirteen by name, and what kinds of them there are."""
 
-A task is a function of (generator, length, texts) that gives a `Sample` of at most `length` bytes, question and answers
-counted, and nearly as many; the same for the same state of the generator. Raises ValueError where its question does not
-fit.
-"""
-
-from megatron_sb.experiments.ruler import needles, questions, tracking, words
-from megatron_sb.experiments.ruler.sample import SEPARATOR, Sample
-from megatron_sb.experiments.ruler.texts import Texts, load_texts
+from megatron_sb.training.ruler import needles, questions, tracking, words
 
 TASKS = {
     "single_1": needles.single_noise,
@@ -32,5 +24,3 @@ GROUPS = {
     "words": ("common_words", "frequent_words"),
     "questions": ("question", "question_2"),
 }
-
-__all__ = ["GROUPS", "SEPARATOR", "TASKS", "Sample", "Texts", "load_texts"]

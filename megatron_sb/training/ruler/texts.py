@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import functools
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 
@@ -34,13 +35,21 @@ class Method:
 @dataclasses.dataclass(frozen=True)
 class Texts:
     """sentences: of docstrings, in order, 20 to 200 ASCII characters. words: that occur in them, lower case, sorted.
-    methods: see Method. bases: the class that a class derives from.
+    methods: see Method. bases: the class that a class derives from. asked: the classes that questions are about.
     """
 
     sentences: tuple[str, ...]
     words: tuple[str, ...]
     methods: tuple[Method, ...]
     bases: dict[str, str]
+    asked: frozenset[str]
+
+    def asking(self, held_out: bool) -> Texts:
+        """With questions about every fourth class alone, by its name, or about all others: what a model was asked in
+        training says nothing of what it is evaluated on.
+        """
+        every_fourth = {name for name in self.asked if zlib.crc32(name.encode()) % 4 == 0}
+        return dataclasses.replace(self, asked=frozenset(every_fourth if held_out else self.asked - every_fourth))
 
     def sentences_from(self, generator: np.random.Generator) -> Iterator[str]:
         """From a random place on, round and round."""
@@ -82,15 +91,15 @@ def load_texts() -> Texts:
                     bases[node.name] = node.bases[0].id
     named = Counter(method.name for method in methods)
     words = Counter(word for sentence in sentences for word in re.findall(r"\b[a-z]{4,10}\b", sentence))
+    usable = tuple(
+        method for method in methods if method.name[0] != "_" and named[method.name] == 1 and classes[method.owner] == 1
+    )
     return Texts(
         tuple(dict.fromkeys(sentences)),
         tuple(sorted(words)),
-        tuple(
-            method
-            for method in methods
-            if method.name[0] != "_" and named[method.name] == 1 and classes[method.owner] == 1
-        ),
+        usable,
         {name: base for name, base in bases.items() if classes[name] == 1 and base != name},
+        frozenset(method.owner for method in usable),
     )
 
 

@@ -6,8 +6,8 @@ import string
 
 import numpy as np
 
-from megatron_sb.experiments.ruler.sample import Sample
-from megatron_sb.experiments.ruler.texts import Texts
+from megatron_sb.training.ruler.sample import Sample
+from megatron_sb.training.ruler.texts import Texts
 
 # RULER's, but for the times that words occur: it has 30 and 3, for lists of more than 4096 tokens.
 NUM_COMMON = 10
@@ -18,7 +18,7 @@ ZETA = 2.0  # the i-th word of the list takes part in proportion to i ** -ZETA
 
 def common_words(generator: np.random.Generator, length: int, texts: Texts) -> Sample:
     """Ten words occur COMMON_TIMES, all others OTHER_TIMES; the answers are the ten, in alphabetical order."""
-    question = f" Which {NUM_COMMON} words occur most often? In alphabetical order the most common words are: "
+    question = f"Which {NUM_COMMON} words occur most often? In alphabetical order the most common words are: "
     words = iter(texts.draw_words(generator, len(texts.words)))
     common = sorted(next(words) for _ in range(NUM_COMMON))
     listed = common * COMMON_TIMES
@@ -36,7 +36,7 @@ def common_words(generator: np.random.Generator, length: int, texts: Texts) -> S
 
 def frequent_words(generator: np.random.Generator, length: int, texts: Texts) -> Sample:
     """Made-up words as often as the zeta distribution says; the answers are the three most frequent, in that order."""
-    question = f" Which {NUM_FREQUENT} words occur most often? The most frequent words, the first of them first, are: "
+    question = f"Which {NUM_FREQUENT} words occur most often? The most frequent words, the first of them first, are: "
     letters = list(string.ascii_lowercase)
     made_up: dict[str, None] = {}
     while len(made_up) < 50:
@@ -53,7 +53,7 @@ def frequent_words(generator: np.random.Generator, length: int, texts: Texts) ->
 
 
 def _listed(words: list[str], question: str, answers: list[str]) -> Sample:
-    return Sample(f"{' '.join(words)}.{question}", tuple(answers))
+    return Sample(f"{' '.join(words)}. ", question, tuple(answers))
 
 
 def _shuffled(generator: np.random.Generator, words: list[str]) -> list[str]:
