@@ -207,6 +207,19 @@ def test_classes_of_training_are_not_asked_about_again():
             assert owners[re.search(r"method (\w+) (?:belong\?|is derived)", sample.prompt)[1]] in held_out.asked
 
 
+@pytest.mark.parametrize("packing", ["per_document", "whole_stream"])
+def test_mixed_rows_can_be_cut_between_ranks(packing, request, monkeypatch):
+    monkeypatch.chdir(request.config.rootpath)
+    ranks = ["parallel.ranks=4", "stages.0.context_parallel_size=4", f"parallel.packing={packing}"]
+    _, sampler = mixed(request, 0.75, *ranks)
+    rows = sampler.next_rows(40)
+    batches = [sampler.read(row) for row in rows]
+    assert all(len(batch.tokens) % 8 == 0 for batch in batches)
+    assert packing == "whole_stream" or all((batch.cu_seqlens % 8 == 0).all() for batch in batches)
+    of_tasks = [row.batch for row in rows if isinstance(row, ruler.TaskRow)]
+    assert len(of_tasks) == 30 and all((batch.labels[batch.counted] < 256).all() for batch in of_tasks)
+
+
 def test_mixed_rows_go_on(request, monkeypatch):
     monkeypatch.chdir(request.config.rootpath)
     _, straight = mixed(request)
