@@ -36,7 +36,7 @@ EXPERIMENTS = {
     "attention-picture": "configs/mqrar.yaml --set compare=[stick_breaking] --set data.num_pairs=5 "
     "--set data.fewest_pairs=null --set data.num_keys=64 --set data.num_values=64 --set stages.0.context_length=64 "
     "--set stages.0.rows_per_step=256 --set stages.0.steps=4000",
-    "mqrar": "configs/mqrar.yaml --pairs 32 64 96 128 160 192 --learning-rates 3e-4 1e-3 3e-3 1e-2 --jobs 12",
+    "mqrar": "configs/mqrar.yaml --pairs 32 64 96 128 160 192 --learning-rates 3e-4 5e-4 1e-3 3e-3 --jobs 12",
     "extrapolation": "configs/extrapolation.yaml --jobs 8",
     "skipping": "{out}/extrapolation/stick_breaking/config.yaml",
     "needles": "configs/needles.yaml --lengths 2048 4096 8192 16384 32768 --samples 50",
