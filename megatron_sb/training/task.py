@@ -52,7 +52,6 @@ class TextTask:
         self._config = config
         self._corpus = load_corpus(config)
         self._windows = choose_windows(self._corpus, config)
-        self._ruler_fraction = config.data.ruler_fraction
         self.vocab_size = self._corpus.vocab_size
 
     def fingerprint(self) -> dict[str, int]:
@@ -62,7 +61,8 @@ class TextTask:
     def describe(self) -> str:
         """As `Task.describe`."""
         counts = self._corpus.fingerprint()
-        tasks = f"{self._ruler_fraction:.0%} of the rows RULER's tasks; " if self._ruler_fraction else ""
+        fraction = self._config.data.ruler_fraction
+        tasks = f"{fraction:.0%} of the rows RULER's tasks; " if fraction else ""
         return (
             f"{counts['train_documents']} training documents ({counts['train_tokens']:,} tokens), "
             f"{counts['validation_documents']} held out; {tasks}evaluation on {len(self._windows)} windows"
@@ -73,11 +73,11 @@ class TextTask:
         config, corpus, seed = self._config, self._corpus, (self._config.seed, 1 + index)
         padded, end = config.pad_multiple(stage), corpus.end_of_document
         rows = RowSampler(corpus.train, stage.context_length, padded, end, seed)
-        if not self._ruler_fraction:
+        if not config.data.ruler_fraction:
             return rows
         texts = load_texts().asking(held_out=False)
         padding = math.lcm(padded, config.row_multiple(stage)), end
-        return MixedSampler(rows, self._ruler_fraction, texts, stage.context_length, *padding, seed)
+        return MixedSampler(rows, config.data.ruler_fraction, texts, stage.context_length, *padding, seed)
 
     def evaluate(self, engine: Any, stage: StageConfig, scaling: str, watch: Watch = UNWATCHED) -> list[dict[str, Any]]:
         """As `Task.evaluate`."""
