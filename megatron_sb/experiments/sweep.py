@@ -20,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_sb.config import TrainingConfig, load_config
-from megatron_sb.training.launch import PARENT_PIPE, prepare_directory
+from megatron_sb.training.launch import PARENT_PIPE, noting_signals, parent_pipe, prepare_directory
 
 POLL_SECONDS = 0.2
 LINES_OF_LOG = 15  # shown of a run that failed
@@ -73,8 +73,8 @@ def train_all(config_path: str, trials: Sequence[Trial], out: Path, jobs: int = 
     slots: list[tuple[Trial, subprocess.Popen] | None] = [None] * jobs
     received: list[int] = []
     with (
-        _pipe() as pipe,
-        _noting_signals(received),
+        parent_pipe() as pipe,
+        noting_signals(received),
         tqdm(total=len(trials), initial=num_done, desc=out.name, unit="run") as bar,
     ):
         try:
@@ -145,7 +145,7 @@ def _command(config_path: str, trial: Trial, folder: Path) -> list[str]:
 
 
 def _start(config_path: str, trial: Trial, out: Path, gpu: int | None, pipe: int) -> subprocess.Popen:
-    """pipe: the end to read of one that is never written to, which the run sees close when this process is gone."""
+    """pipe: `launch.parent_pipe`'s."""
     command = _command(config_path, trial, out / trial.name)
     environment = os.environ | {PARENT_PIPE: str(pipe)}
     if gpu is not None:
@@ -184,29 +184,6 @@ def _stop(processes: list[subprocess.Popen], received: list[int]) -> None:
             for process in processes:
                 process.send_signal(signal.SIGINT)
         time.sleep(POLL_SECONDS)
-
-
-@contextlib.contextmanager
-def _pipe() -> Iterator[int]:
-    """The end to read of a pipe, whose other end is open inside and in no other process."""
-    read_end, write_end = os.pipe()
-    try:
-        yield read_end
-    finally:
-        os.close(read_end)
-        os.close(write_end)
-
-
-@contextlib.contextmanager
-def _noting_signals(received: list[int]) -> Iterator[None]:
-    """SIGINT and SIGTERM are appended to `received` and do nothing else."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    previous = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _count_gpus() -> int:

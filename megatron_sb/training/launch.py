@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -101,7 +101,6 @@ def start_ranks(config: TrainingConfig, command: list[str]) -> int:
     """
     num_ranks = config.parallel.ranks
     threads = config.parallel.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // num_ranks)
-    read_end, write_end = os.pipe()  # never written to: the ranks see it close when this process is gone
     # The ranks meet at a store of this process, as under torchrun: a port that is only looked up for rank 0 to listen
     # on can be another job's by then.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -112,31 +111,46 @@ def start_ranks(config: TrainingConfig, command: list[str]) -> int:
         "MASTER_PORT": store.port,
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "OMP_NUM_THREADS": threads,
-        PARENT_PIPE: read_end,
     }
     received: list[int] = []
-    previous = {
-        number: signal.signal(number, lambda number, frame: received.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    _when_parent_is_gone(lambda: os.kill(os.getpid(), signal.SIGINT))
     ranks: list[subprocess.Popen] = []
+    with parent_pipe() as pipe, noting_signals(received):
+        _when_parent_is_gone(lambda: os.kill(os.getpid(), signal.SIGINT))
+        try:
+            for rank in range(num_ranks):
+                own = {PARENT_PIPE: pipe, "RANK": rank, "LOCAL_RANK": rank}
+                environment = {**os.environ, **{name: str(value) for name, value in (common | own).items()}}
+                # A session of its own: Ctrl-C reaches this process alone, which passes it on exactly once.
+                ranks.append(subprocess.Popen(command, env=environment, pass_fds=(pipe,), start_new_session=True))
+            return _watch(ranks, received, config.parallel.timeout_seconds)
+        finally:
+            for process in ranks:
+                with contextlib.suppress(ProcessLookupError):  # with the helpers that Megatron-Core's checkpoints start
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@contextlib.contextmanager
+def parent_pipe() -> Iterator[int]:
+    """The end to read of a pipe that is never written to. Processes that are started with it, in PARENT_PIPE, see it
+    close when this one is gone: its other end is open here alone, and only inside.
+    """
+    read_end, write_end = os.pipe()
     try:
-        for rank in range(num_ranks):
-            environment = {
-                **os.environ,
-                **{name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()},
-            }
-            # A session of its own: Ctrl-C reaches this process alone, which passes it on exactly once.
-            ranks.append(subprocess.Popen(command, env=environment, pass_fds=(read_end,), start_new_session=True))
-        return _watch(ranks, received, config.parallel.timeout_seconds)
+        yield read_end
     finally:
-        for process in ranks:
-            with contextlib.suppress(ProcessLookupError):  # with the helpers that Megatron-Core's checkpoints start
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
         os.close(read_end)
         os.close(write_end)
+
+
+@contextlib.contextmanager
+def noting_signals(received: list[int]) -> Iterator[None]:
+    """SIGINT and SIGTERM are appended to `received` and do nothing else."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    previous = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
