@@ -17,6 +17,24 @@ from megatron_sb.config.schema import (
 )
 
 RECALL_FIELDS = ("num_pairs", "num_keys", "num_values")
+# What a kind of data does not read, and why: such a field stays as it is by default.
+UNREAD = {
+    "text": (
+        ("data", ("vocab_size", "end_of_document"), "text is read as bytes (256 and an end-of-document token)"),
+        ("data", (*RECALL_FIELDS, "fewest_pairs"), "it is for 'recall'"),
+    ),
+    "indexed": (
+        ("data", ("include", "exclude"), "no folder is searched"),
+        ("data", ("ruler_fraction",), "RULER's tasks are made in bytes, among 'text'"),
+        ("data", (*RECALL_FIELDS, "fewest_pairs"), "it is for 'recall'"),
+    ),
+    "recall": (
+        ("data", ("paths", "include", "exclude", "validation_fraction"), "no files are read"),
+        ("data", ("ruler_fraction",), "RULER's tasks are made in bytes, among 'text'"),
+        ("data", ("vocab_size", "end_of_document"), "its tokens are data.num_keys keys and data.num_values values"),
+        ("evaluation", ("target_tokens", "length_factor", "longest"), "held-out rows are as long as the stage's"),
+    ),
+}
 SHORTEST_RULER_ROW = 1024  # bytes in which a question of each of RULER's tasks fits
 
 
@@ -120,31 +138,22 @@ def _logit_problems(config: TrainingConfig, attention: StickBreakingConfig, at: 
 
 
 def _data_problems(config: TrainingConfig) -> Iterator[str]:
-    data = config.data
-    kinds = {"text": _text_problems, "indexed": _indexed_problems, "recall": _recall_problems}
-    yield from kinds[data.kind](data)
-    if data.kind != "recall":
-        for name in (*RECALL_FIELDS, "fewest_pairs"):
-            if getattr(data, name) is not None:
-                yield f"data.{name} = {getattr(data, name)} contradicts data.kind = {data.kind!r}: it is for 'recall'"
-    if data.kind != "text" and data.ruler_fraction:
-        yield (
-            f"data.ruler_fraction = {data.ruler_fraction} contradicts data.kind = {data.kind!r}: RULER's tasks are "
-            "made in bytes, among 'text'"
-        )
+    kind = config.data.kind
+    for section, names, why in UNREAD[kind]:
+        given = getattr(config, section)
+        for name in names:
+            value = getattr(given, name)
+            if value != getattr(type(given), name):
+                value = list(value) if isinstance(value, tuple) else value
+                yield f"{section}.{name} = {value!r} contradicts data.kind = {kind!r}: {why}"
+    if kind == "indexed":
+        yield from _indexed_problems(config.data)
+    if kind == "recall":
+        yield from _recall_problems(config.data)
     expected = config.model.num_parameters
     total = count_parameters(config.model, config.attention[config.compare[0]], config.vocab_size).total
     if expected is not None and expected != total:
         yield f"model.num_parameters = {expected} contradicts the sizes of model, which make {total}"
-
-
-def _text_problems(data: DataConfig) -> Iterator[str]:
-    for name in ("vocab_size", "end_of_document"):
-        if getattr(data, name) is not None:
-            yield (
-                f"data.{name} = {getattr(data, name)} contradicts data.kind = 'text': text is read as "
-                "bytes (256 and an end-of-document token)"
-            )
 
 
 def _indexed_problems(data: DataConfig) -> Iterator[str]:
@@ -161,14 +170,6 @@ def _indexed_problems(data: DataConfig) -> Iterator[str]:
 
 
 def _recall_problems(data: DataConfig) -> Iterator[str]:
-    for name in ("vocab_size", "end_of_document"):
-        if getattr(data, name) is not None:
-            yield (
-                f"data.{name} = {getattr(data, name)} contradicts data.kind = 'recall': its tokens are data.num_keys "
-                "keys and data.num_values values"
-            )
-    if data.paths != DataConfig.paths:
-        yield f"data.paths = {list(data.paths)} contradicts data.kind = 'recall', which reads no files"
     missing = [f"data.{name}" for name in RECALL_FIELDS if getattr(data, name) is None]
     if missing:
         yield f"data.kind = 'recall' needs {' and '.join(missing)}"

@@ -260,7 +260,9 @@ class TrainingConfig:
         return attention.evaluated_scalings if isinstance(attention, SoftmaxConfig) else ("none",)
 
     def longest_evaluated(self, stage: StageConfig) -> int:
-        """length_factor times the stage's context, at most evaluation.longest."""
+        """length_factor times the stage's context, at most evaluation.longest; recall: the stage's."""
+        if self.data.kind == "recall":
+            return stage.context_length
         multiple = self.evaluation.length_factor * stage.context_length
         return min(multiple, self.evaluation.longest or multiple)
 

@@ -157,6 +157,10 @@ REFUSED_TOGETHER = [
         ["stages.1.warmup_steps=0", "stages.1.warmup_start_rate=1e-5"],
         "stages.1.warmup_start_rate = 1e-05 contradicts stages.1.warmup_steps = 0",
     ),
+    (
+        ["data={kind: indexed, paths: [a], vocab_size: 8, end_of_document: 0, exclude: [b]}"],
+        "data.exclude = ['b'] contradicts data.kind = 'indexed': no folder is searched",
+    ),
 ]
 
 

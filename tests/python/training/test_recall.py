@@ -128,6 +128,8 @@ REFUSALS = {
     "data.num_keys=7": r"data\.num_pairs = 8 exceeds data\.num_keys = 7",
     "data.vocab_size=99": r"data\.vocab_size = 99 contradicts data\.kind = 'recall'",
     "data.paths=[a]": r"data\.paths = \['a'\] contradicts data\.kind = 'recall'",
+    "data.validation_fraction=0.2": r"data\.validation_fraction = 0\.2 contradicts data\.kind = 'recall': no files",
+    "evaluation.length_factor=1": r"evaluation\.length_factor = 1 contradicts .* as long as the stage's",
     "data.kind=text": r"data\.num_pairs = 8 contradicts data\.kind = 'text': it is for 'recall'",
     "data.fewest_pairs=9": r"data\.fewest_pairs = 9 exceeds data\.num_pairs = 8",
     "stages.0.context_length=16": r"context_length = 16 must be even and more than 2 \* data\.num_pairs = 16",
