@@ -44,11 +44,14 @@ def megatron_losses(script: Path, num_ranks: int, *flags: str, device: str) -> l
 
 
 def end_worker(out: str, findings: dict) -> NoReturn:
-    """What each rank of a worker does last: the first one writes the findings. Destructors may abort a process, so it
-    ends without them.
-    """
+    """What each rank of a worker does last: the first one writes the findings."""
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(findings))
+    end_rank()
+
+
+def end_rank() -> NoReturn:
+    """End a rank that is done. Destructors may abort a process (gloo's threads do now and then), so without them."""
     dist.barrier()
     dist.destroy_process_group()
     for writer in multiprocessing.active_children():  # of checkpoints; os._exit would leave it running

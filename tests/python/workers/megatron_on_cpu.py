@@ -8,11 +8,12 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Answer for the GPU, then do what the launcher does."""
+    """Answer for the GPU, do what the launcher does, and end the rank."""
     # In place of this file's own folder; the script's folder decides which Megatron is meant, as under the launcher.
     sys.path[:1] = [str(Path(sys.argv[1]).resolve().parent), str(Path(__file__).parents[1])]
     from megatron.training import initialize
     from support import megatron_cpu
+    from support.launch import end_rank
 
     from megatron_sb.megatron import launch
 
@@ -22,6 +23,7 @@ def main() -> None:
     initialize._warmup_jit_function = lambda *args, **kwargs: None  # it draws from the generator that weights come from
     with megatron_cpu.TensorsOnTheCpu():
         launch.main()
+    end_rank()
 
 
 if __name__ == "__main__":
