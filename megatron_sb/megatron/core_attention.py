@@ -26,6 +26,7 @@ CAUSAL_MASK_TYPES = (AttnMaskType.causal, AttnMaskType.padding_causal)
 CONFIG_REFUSALS = (
     ("attention_dropout", "--attention-dropout", 0.0, "there is no dropout on stick-breaking weights"),
     ("multi_latent_attention", "--multi-latent-attention", False, "latent attention has its own core attention"),
+    ("experimental_attention_variant", "--experimental-attention-variant", None, "it is another attention"),
     ("window_size", "--window-size", None, "a query sees every older key"),
     ("softmax_type", "--softmax-type", "vanilla", "there is no softmax to vary"),
     ("fp8_dot_product_attention", "--fp8-dot-product-attention", False, "there is no fp8 stick-breaking kernel"),

@@ -42,11 +42,12 @@ class CheckedSelfAttention(SelfAttention):
                 f"core_attention is {type(self.core_attention).__name__}, not StickBreakingCoreAttention: something "
                 "replaced it after with_stickbreaking (--attention-backend local does); use --attention-backend auto"
             )
-        if config.qk_layernorm and isinstance(self.q_layernorm, (IdentityOp, type(None))):
-            raise ValueError(
-                "config.qk_layernorm=True (--qk-layernorm), but this layer spec has no q_layernorm; use "
-                "with_stickbreaking on a spec built with qk_layernorm=True"
-            )
+        for name, flag in (("qk_layernorm", "--qk-layernorm"), ("qk_l2_norm", "--qk-l2-norm")):
+            if getattr(config, name, False) and isinstance(self.q_layernorm, (IdentityOp, type(None))):
+                raise ValueError(
+                    f"config.{name}=True ({flag}), but this layer spec has no q_layernorm; use with_stickbreaking on a "
+                    f"spec built with {name}=True"
+                )
         options = self.core_attention.options if self.stick_breaking else StickBreakingOptions()
         self.gate_proj, self.gate_loss, self.gate_loss_coefficient = None, None, options.forget_gate_loss
         if options.forget_gate:

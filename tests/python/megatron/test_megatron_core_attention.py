@@ -258,6 +258,13 @@ def test_refused_latent_attention():
         make_core(config, k_channels=8, v_channels=8)
 
 
+def test_refused_experimental_attention():
+    config = small_config()
+    config.experimental_attention_variant = "dsa"  # which of them a config takes depends on Megatron-Core's release
+    with pytest.raises(ValueError, match=r"experimental_attention_variant='dsa' \(--exp.*-variant\): .* must be None"):
+        make_core(config)
+
+
 @pytest.mark.parametrize("kind", ["rope", "learned_absolute"])
 def test_refused_position_embedding_of_a_config(kind):
     config = small_config()

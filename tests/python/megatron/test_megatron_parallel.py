@@ -66,6 +66,7 @@ REFUSALS = {
     "rope": r"rotary_pos_emb was given to a stick-breaking layer .* use --position-embedding-type none",
     "attention backend local": r"core_attention is DotProductAttention, .* use --attention-backend auto",
     "dynamic inference": r"inference_context=.* is dynamic: .* allows static batching only",
+    "qk l2 norm": r"config\.qk_l2_norm=True \(--qk-l2-norm\), .* spec built with qk_l2_norm=True",
     "qk layernorm": r"config\.qk_layernorm=True \(--qk-layernorm\), .* spec built with qk_layernorm=True",
     "experts": r"config\.num_moe_experts=2 \(--num-experts\), .* use with_stickbreaking\(get_gpt_decoder_block_spec",
     "a2a": r'comm = "a2a": q has 3 heads and k has 1, to be exchanged between 2 ranks',

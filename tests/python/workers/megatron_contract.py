@@ -65,6 +65,7 @@ def refusals(world) -> dict[str, str]:
         "attention backend local": message(lambda: make_model(overwritten)),
         "dynamic inference": message(lambda: attention(hidden, None, inference_context=dynamic)),
         "qk layernorm": message(lambda: make_model(stickbreaking_layer_spec, qk_layernorm=True)),
+        "qk l2 norm": message(lambda: make_model(stickbreaking_layer_spec, qk_l2_norm=True)),
         "experts": message(lambda: make_model(stickbreaking_layer_spec, num_moe_experts=2, add_bias_linear=False)),
         "a2a": message(
             lambda: make_core(world, "a2a")(sequence[0][:, :, :3], *(x[:, :, :1] for x in sequence[1:]), None)
