@@ -21,7 +21,7 @@ from megatron_sb.functional import (
     stickbreaking_attention,
     stickbreaking_attention_varlen,
 )
-from megatron_sb.huggingface.packing import Packing, documents_of, leftpad_of
+from megatron_sb.huggingface.packing import Packing, document_mask, documents_of, leftpad_of
 from megatron_sb.kvcache import attend_to_filled, is_decoding_step
 
 NAME = "stickbreaking"
@@ -72,8 +72,9 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Attend as a module of transformers asks to: q (b, h, s, d), k (b, h_kv, s_k, d), v (b, h_kv, s_k, d_v).
 
-    attention_mask: what `attention_mask` made. The configuration's attend_current and mass_threshold are followed where
-    it has them.
+    attention_mask: what `attention_mask` made. Where it is None and there are no older keys, packed documents are taken
+    from position_ids or cu_seq_lens_q, if the model hands them on. The configuration's attend_current and
+    mass_threshold are followed where it has them.
     Returns (b, s, h, d_v), 0 for padding, and no weights.
 
     Raises:
@@ -86,6 +87,9 @@ def attention_forward(
     _refuse(not kwargs.get("output_attentions"), "output_attentions", True, "False: they are never made")
     for name, allowed in REFUSED.items():
         _refuse(kwargs.get(name) is allowed, name, kwargs.get(name), str(allowed))
+    if attention_mask is None and query.shape[2] == key.shape[2]:
+        rows = (query.shape[0], query.shape[2])
+        attention_mask = document_mask(kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q"), rows)
     config = module.config
     out = attend(
         query.transpose(1, 2),
@@ -151,6 +155,7 @@ def attention_mask(
     mask_function: Callable = causal_mask_function,
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
+    config: PreTrainedConfig | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
     """Make what `attend` takes of what transformers knows of a batch; called once a forward.
@@ -158,7 +163,13 @@ def attention_mask(
     None where all keys count; else int32 (b, keys so far): 0 for padding, else the number of the key's document. Its
     attributes `packing` and `leftpad` (of rows that begin with padding and have no other, for steps; or None)
     spare layers the work of finding them. Without columns: a mask that is refused, once a layer uses it.
+
+    Raises:
+        ValueError: a cache that forgets; a configuration that says nothing of its positions: some such models ask for
+            the mask and then attend by themselves.
     """
+    if config is not None:
+        _refuse_unsaid_positions(config)
     _refuse(kv_offset == 0, "a cache that forgets its oldest keys, kv_offset", kv_offset, "0")
     num_keys = int(q_offset) + q_length  # of a static cache, those that are filled
     kept = None if attention_mask is None else attention_mask[:, :num_keys].to(device=device, dtype=torch.bool)
@@ -178,23 +189,28 @@ def refuse_positions(module: nn.Module) -> None:
     config = module.config
     if config.model_type == MODEL_TYPE or getattr(module, "use_rope", True) in (False, 0):
         return
-    rope = getattr(config, "rope_parameters", None)
-    if hasattr(config, "position_embedding_type"):
-        kind = config.position_embedding_type
-        if kind in (None, "none", "nope"):
-            return
-        if kind != "rope":
-            raise ValueError(f"position_embedding_type = {kind!r} contradicts attn_implementation = {NAME!r}")
-    if not rope:
-        raise ValueError(
-            f"attn_implementation = {NAME!r}: the configuration of {config.model_type!r} does not say that it has no "
-            "position embedding (no rope_parameters to be switched off); models with rotary positions can be taken"
-        )
+    _refuse_unsaid_positions(config)
+    kind = getattr(config, "position_embedding_type", "rope")
+    if kind in (None, "none", "nope"):
+        return
+    if kind != "rope":
+        raise ValueError(f"position_embedding_type = {kind!r} contradicts attn_implementation = {NAME!r}")
+    rope = config.rope_parameters
     kinds = {parameters["rope_type"] for parameters in _rope_by_layer(rope).values() if parameters is not None}
     if kinds - {NO_ROTATION}:
         raise ValueError(
             f"attn_implementation = {NAME!r}: rope_parameters have rope_type {', '.join(sorted(map(repr, kinds)))}; "
             f"{NO_ROTATION!r} is allowed, as megatron_sb.huggingface.without_positions(config) makes it"
+        )
+
+
+def _refuse_unsaid_positions(config: PreTrainedConfig) -> None:
+    kind = getattr(config, "position_embedding_type", "rope")
+    said = config.model_type == MODEL_TYPE or getattr(config, "rope_parameters", None) or kind != "rope"
+    if not said:
+        raise ValueError(
+            f"attn_implementation = {NAME!r}: the configuration of {config.model_type!r} does not say that it has no "
+            "position embedding (no rope_parameters to be switched off); models with rotary positions can be taken"
         )
 
 

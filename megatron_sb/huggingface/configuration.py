@@ -14,7 +14,7 @@ class StickBreakingConfig(PreTrainedConfig):
     num_key_value_heads, head_dim: by default num_attention_heads, and hidden_size / num_attention_heads.
     attend_current, mass_threshold: as in `megatron_sb.stickbreaking_attention`.
     remainder_bias, head_norm: what is left of a stick carries a vector per head (paper eq. 14), and the output of each
-        head is normalised behind that (`megatron_sb.head_output`).
+        head is normalised behind that (`megatron_sb.head_output`), with head_norm_eps.
     num_experts, num_experts_per_tok: a mixture of experts in place of every MLP, each of intermediate_size; a token's
         experts are weighed by the softmax of their logits. None: no experts.
     attention_multiplier: the scale of the logits of the attention; 1 / sqrt(head_dim) where it is None.
@@ -37,6 +37,7 @@ class StickBreakingConfig(PreTrainedConfig):
     mass_threshold: float = DEFAULT_MASS_THRESHOLD
     remainder_bias: bool = False
     head_norm: bool = False
+    head_norm_eps: float = 1e-5
     num_experts: int | None = None
     num_experts_per_tok: int | None = None
     attention_multiplier: float | None = None

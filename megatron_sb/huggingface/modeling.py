@@ -12,10 +12,12 @@ from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
 from megatron_sb.functional import head_output
 from megatron_sb.huggingface.attention import NAME, attend
 from megatron_sb.huggingface.configuration import StickBreakingConfig
+from megatron_sb.huggingface.packing import document_mask
 
 LOADER = "load_stick_breaking"  # the module in a saved folder that finds the classes
 AUTO_CLASSES = {"AutoConfig": "StickBreakingConfig", "AutoModelForCausalLM": "StickBreakingForCausalLM"}
@@ -60,7 +62,8 @@ class StickBreakingAttention(nn.Module):
         result = attend(q, k, v, mask, return_mass=with_mass, **options)
         o, mass = result if with_mass else (result, None)
         if with_mass or self.norm_weight is not None:
-            o = head_output(o, mass, self.remainder_bias, self.norm_weight, self.norm_bias)
+            vectors = (self.remainder_bias, self.norm_weight, self.norm_bias)
+            o = head_output(o, mass, *vectors, eps=config.head_norm_eps)
         return self.o_proj(o.flatten(2))
 
 
@@ -156,6 +159,7 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -165,11 +169,16 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """input_ids: (b, s). attention_mask: (b, keys so far), 0 for padding. position_ids: only where they begin anew
-        they say something: where the next document of a packed row begins.
+        they say something: where the next document of a packed row begins; so do cu_seq_lens_q, int32 (documents + 1,),
+        of one row. Without older keys, and where the attention_mask hides nothing.
         """
+        if output_attentions:
+            raise ValueError("output_attentions = True; False is allowed: weights are never made")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds is allowed")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -182,8 +191,9 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
             inputs_embeds=x,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
-            position_ids=position_ids,
         )
+        if mask is None and (past_key_values is None or past_key_values.get_seq_length() == 0):
+            mask = document_mask(position_ids, cu_seq_lens_q, x.shape[:2])
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states = []  # what each layer got, and the last one's output behind the norm
         for layer in self.layers:
@@ -208,13 +218,19 @@ class StickBreakingForCausalLM(StickBreakingPreTrainedModel, GenerationMixin):
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
         """As transformers does; beside it a file by which programs that know no megatron_sb find this class
         (trust_remote_code=True).
+
+        Raises:
+            ValueError: push_to_hub, which uploads before that file is there; the method `push_to_hub` does not.
         """
+        if kwargs.get("push_to_hub"):
+            raise ValueError("push_to_hub = True; False is allowed: call model.push_to_hub(REPOSITORY)")
         self.config.auto_map = {auto: f"{LOADER}.{name}" for auto, name in AUTO_CLASSES.items()}
         super().save_pretrained(save_directory, **kwargs)
         names = ", ".join(AUTO_CLASSES.values())
         text = f"from megatron_sb.huggingface import {names}  # noqa: F401\n"
         (Path(save_directory) / f"{LOADER}.py").write_text(text, encoding="utf-8")
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,

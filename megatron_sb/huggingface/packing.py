@@ -55,6 +55,49 @@ def leftpad_of(documents: Tensor) -> Tensor | None:
     return leftpad.int() if bool((whole & (here == (at >= leftpad[:, None]))).all()) else None
 
 
+def document_mask(positions: Tensor | None, bounds: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+    """The mask of the packed documents that a call names beside its mask, as `attention_mask` makes it; None: of none.
+
+    positions: int (b or 1, s), as position_ids: a document begins where they do not go on by one. bounds: int
+    (documents + 1,), as cu_seq_lens_q, of one row of s tokens. shape: (b, s).
+    A model hands both to each of its layers: the first one makes the mask, and its tensor keeps it for the others.
+    """
+    source = positions if bounds is None else bounds
+    if source is None or (bounds is None and (positions.dim() != 2 or positions.shape[1] != shape[1])):
+        return None
+    version = None if source.is_inference() else source._version  # nothing tells whether those were written to
+    made = getattr(source, "_documents", None)
+    if made is not None and version is not None and made[:2] == (version, shape):
+        return made[2]
+    mask = _documents_by_position(positions, shape) if bounds is None else _documents_by_bounds(bounds, shape)
+    source._documents = version, shape, mask
+    return mask
+
+
+def _documents_by_position(positions: Tensor, shape: tuple[int, int]) -> Tensor | None:
+    begins = positions[:, 1:] != positions[:, :-1] + 1
+    if not bool(begins.any()):
+        return None
+    return _packed((torch.nn.functional.pad(begins.cumsum(1), (1, 0)) + 1).expand(shape))
+
+
+def _documents_by_bounds(bounds: Tensor, shape: tuple[int, int]) -> Tensor | None:
+    if shape[0] != 1 or int(bounds[-1]) != shape[1]:
+        raise ValueError(
+            f"cu_seq_lens_q ends at {int(bounds[-1])}; it bounds the documents of one row, {shape[1]} here"
+        )
+    if len(bounds) == 2:
+        return None
+    at = torch.arange(shape[1], device=bounds.device)
+    return _packed(torch.searchsorted(bounds[1:].contiguous(), at, right=True)[None] + 1)
+
+
+def _packed(documents: Tensor) -> Tensor:
+    mask = documents.int()
+    mask.leftpad, mask.packing = None, Packing.of(mask, mask.shape[1])
+    return mask
+
+
 def _bounds(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
 

@@ -1,9 +1,12 @@
 """attn_implementation="stickbreaking" in decoders of transformers, beside the float64 oracle in the same models."""
 
+import itertools
+
 import pytest
 import torch
+from support import decoders
 from support.decoders import chosen, padded
-from transformers import AttentionInterface, AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AttentionInterface, AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import megatron_sb as sb
@@ -115,12 +118,38 @@ def test_padding_changes_nothing(side):
         torch.testing.assert_close(found[name], parameter.grad, atol=1e-4, rtol=1e-3, msg=name)
 
 
-def test_packed_documents():
-    """Positions that begin anew begin a document, as transformers packs them."""
-    model, rows = make_model(without_rotation()), [tokens(1, 5), tokens(1, 9), tokens(1, 1)]
-    positions = torch.cat([torch.arange(row.shape[1]) for row in rows])[None]
-    packed = logits(model, torch.cat(rows, 1), position_ids=positions, use_cache=False)
-    torch.testing.assert_close(packed, torch.cat([logits(model, row) for row in rows], 1), atol=1e-5, rtol=1e-4)
+def own_model():
+    return decoders.make_model(**SIZES)
+
+
+@pytest.mark.parametrize("make", [lambda: make_model(without_rotation()), own_model], ids=["llama", "own"])
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("said_by", ["positions", "positions and a mask", "bounds"])
+def test_packed_documents(make, use_cache, said_by):
+    """Positions that begin anew begin a document, as transformers packs them; so do bounds for FlashAttention."""
+    model, rows = make(), [tokens(1, 5), tokens(1, 9), tokens(1, 1)]
+    lengths = [row.shape[1] for row in rows]
+    said = {"position_ids": torch.cat([torch.arange(length) for length in lengths])[None]}
+    if said_by == "bounds":
+        bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        said = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    if said_by == "positions and a mask":
+        said["attention_mask"] = torch.ones(1, sum(lengths), dtype=torch.long)
+    alone = torch.cat([logits(model, row) for row in rows], 1)
+    for _ in range(2):  # what the first forward kept of the tensors serves the second
+        packed = logits(model, torch.cat(rows, 1), use_cache=use_cache, **said)
+        torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-4)
+    if said_by == "positions":
+        said["position_ids"].copy_(torch.arange(sum(lengths)))
+        whole = logits(model, torch.cat(rows, 1))
+        torch.testing.assert_close(logits(model, torch.cat(rows, 1), **said), whole, atol=1e-5, rtol=1e-4)
+        assert (whole - alone).abs().max() > 1e-3
+
+
+def test_bounds_of_another_row():
+    bounds = torch.tensor([0, 3, 9], dtype=torch.int32)
+    with pytest.raises(ValueError, match="cu_seq_lens_q ends at 9; it bounds the documents of one row, 8 here"):
+        logits(make_model(without_rotation()), tokens(1, 8), cu_seq_lens_q=bounds)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -132,7 +161,11 @@ def test_generation(cache):
     options = {"max_new_tokens": steps, "do_sample": False, "eos_token_id": None, "cache_implementation": cache}
     found = model.generate(ids, attention_mask=mask, **options)[:, -steps:]
     assert found.tolist() == [chosen(model, row, steps) for row in rows]
-    assert model.generate(rows[0], num_beams=3, **options).shape == (1, 9 + steps)
+    options["num_beams"] = 3
+    beams = model.generate(rows[0], **options)
+    assert (
+        beams.tolist() == model.generate(rows[0], **options | {"cache_implementation": None}, use_cache=False).tolist()
+    )
 
 
 @pytest.mark.parametrize("padding", [None, "left", "right"])
@@ -182,11 +215,15 @@ def test_rotary_parameters_by_layer(oracle):
     [
         (lambda: make_config(), "rope_type 'default'; 'none' is allowed, as megatron_sb.huggingface.without_positions"),
         (lambda: GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=VOCAB), "'gpt2' does not say that it has no"),
+        (
+            lambda: BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=VOCAB),
+            "'bloom' does not say that it has",
+        ),
         (lambda: without_rotation("mistral", sliding_window=4), "sliding_window = 4; None is allowed"),
         (lambda: without_rotation("gemma2", head_dim=16, layer_types=["full_attention"] * 2), "softcap = 50.0; None"),
         (lambda: without_rotation("llama", is_causal=False), "is_causal = False; True is allowed"),
     ],
-    ids=["rotary", "learned", "window", "soft cap", "both ways"],
+    ids=["rotary", "learned", "by itself", "window", "soft cap", "both ways"],
 )
 def test_refused_models(config, words):
     with pytest.raises(ValueError, match=words):

@@ -21,7 +21,7 @@ VARIANTS = {
     "plain": {},
     "head vectors": {"remainder_bias": True, "head_norm": True},
     "remainder bias, own key": {"remainder_bias": True, "attend_current": True},
-    "head norm, wide heads": {"head_norm": True, "head_dim": 16, "num_key_value_heads": 1},
+    "head norm, wide heads": {"head_norm": True, "head_norm_eps": 0.1, "head_dim": 16, "num_key_value_heads": 1},
     "multipliers": {
         "attention_multiplier": 0.1,
         "embedding_multiplier": 3.0,
@@ -71,7 +71,7 @@ def attention(x, weights, prefix, config):
     if config.remainder_bias:
         o = o + mass[..., None] * weights[f"{prefix}.remainder_bias"].view(-1, config.head_dim)
     if config.head_norm:
-        o = (o - o.mean(-1, keepdim=True)) / (o.var(-1, keepdim=True, correction=0) + 1e-5).sqrt()
+        o = (o - o.mean(-1, keepdim=True)) / (o.var(-1, keepdim=True, correction=0) + config.head_norm_eps).sqrt()
         o = o * weights[f"{prefix}.norm_weight"].view(-1, config.head_dim)
         o = o + weights[f"{prefix}.norm_bias"].view(-1, config.head_dim)
     return o.flatten(1) @ weights[f"{prefix}.o_proj.weight"].T
@@ -127,6 +127,13 @@ def test_saved_and_loaded(variant, dtype, tmp_path):
         assert torch.equal(loaded.state_dict()[name], tensor) and loaded.state_dict()[name].dtype == dtype, name
 
 
+def test_saving_does_not_upload(tmp_path):
+    """transformers would before the file is written that the configuration points at."""
+    with pytest.raises(ValueError, match=r"push_to_hub = True; False is allowed: call model\.push_to_hub"):
+        make_model().save_pretrained(tmp_path / "new", push_to_hub=True)
+    assert not (tmp_path / "new").exists()
+
+
 def test_loss_and_gradients():
     """The loss is that of the next tokens; with layers recomputed, gradients stay the same."""
     model, ids = make_model(**VARIANTS["head vectors"]).train(), tokens(2, 16)
@@ -148,6 +155,8 @@ def test_hidden_states_and_kept_logits():
     made = model(ids, output_hidden_states=True, logits_to_keep=2)
     assert len(made.hidden_states) == 3 and made.logits.shape == (1, 2, 97)
     torch.testing.assert_close(made.logits, model(ids).logits[:, -2:])
+    as_tuple = model(ids, labels=ids, use_cache=False, return_dict=False)
+    assert [part.shape for part in as_tuple] == [(), (1, 8, 97)]
     torch.testing.assert_close(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, model(ids).logits)
 
 
@@ -170,3 +179,5 @@ def test_refused_attention():
         AutoModelForCausalLM.from_config(StickBreakingConfig(**SIZES), attn_implementation="eager")
     with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
         make_model()()
+    with pytest.raises(ValueError, match="output_attentions = True; False is allowed"):
+        make_model()(tokens(1, 4), output_attentions=True)
