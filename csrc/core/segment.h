@@ -16,6 +16,8 @@ SB_HOST_DEVICE inline Segment clamped(const Segment& s, const Sizes& sizes) {
     c.q_len = clamp_row(s.q_len, 0, sizes.q_rows - c.q_begin);
     c.k_begin = clamp_row(s.k_begin, 0, sizes.k_rows);
     c.k_len = clamp_row(s.k_len, 0, sizes.k_rows - c.k_begin);
+    // From -q_len on no query sees a key, from k_len on all see all: further offsets say the same, and would overflow.
+    c.q_pos_minus_k_pos = clamp_row(s.q_pos_minus_k_pos, -c.q_len, c.k_len);
     return c;
 }
 

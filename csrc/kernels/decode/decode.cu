@@ -244,7 +244,7 @@ int device_attribute(cudaDeviceAttr attribute) {
     return value;
 }
 
-// The fewest splits at which the last round of thread blocks leaves next to none of `slots` places empty.
+// The fewest splits whose rounds of thread blocks fill the `slots` places nearly as well as the best number does.
 int splits_for(int64_t units, int64_t slots, int most) {
     const auto efficiency = [&](int splits) {
         const int64_t blocks = units * splits, rounds = (blocks + slots - 1) / slots;

@@ -20,8 +20,8 @@ SB_HOST_DEVICE int key_tiles_at(const Segment& s, bool attend_current, int tile_
     return key_tiles_of(row + s.q_pos_minus_k_pos + (attend_current ? 1 : 0), rows, s.k_len);
 }
 
-SB_HOST_DEVICE int carry_blocks(const Segment& s, bool attend_current, int tile_rows) {
-    int blocks = 0;
+SB_HOST_DEVICE int64_t carry_blocks(const Segment& s, bool attend_current, int tile_rows) {
+    int64_t blocks = 0;
     for (int row = 0; row < s.q_len; row += tile_rows) blocks += key_tiles_at(s, attend_current, tile_rows, row);
     return blocks;
 }
@@ -29,22 +29,22 @@ SB_HOST_DEVICE int carry_blocks(const Segment& s, bool attend_current, int tile_
 // One thread a segment, in rounds: the blocks of the segments before it, then its own query tiles one by one.
 __global__ void __launch_bounds__(kPlanThreads)
     plan_carries(Sizes sizes, Segments segments, bool attend_current, int tile_rows, BackwardPlan plan) {
-    __shared__ int ends[kPlanThreads];
-    int before = 0;
+    __shared__ int64_t ends[kPlanThreads];
+    int64_t before = 0;
     for (int round = 0; round < segments.size; round += kPlanThreads) {
         const int i = round + int(threadIdx.x);
         Segment mine = {};
         if (i < segments.size) mine = clamped(segments[i], sizes);
-        const int blocks = carry_blocks(mine, attend_current, tile_rows);
+        const int64_t blocks = carry_blocks(mine, attend_current, tile_rows);
         ends[threadIdx.x] = blocks;
         __syncthreads();
         for (int step = 1; step < kPlanThreads; step *= 2) {
-            const int below = int(threadIdx.x) >= step ? ends[threadIdx.x - step] : 0;
+            const int64_t below = int(threadIdx.x) >= step ? ends[threadIdx.x - step] : 0;
             __syncthreads();
             ends[threadIdx.x] += below;
             __syncthreads();
         }
-        int block = before + ends[threadIdx.x] - blocks;
+        int64_t block = before + ends[threadIdx.x] - blocks;
         for (int row = 0; row < mine.q_len; row += tile_rows) {
             plan.first_block[mine.q_begin + row] = block;
             block += key_tiles_at(mine, attend_current, tile_rows, row);
@@ -93,7 +93,8 @@ struct Bounds {
         block_bytes = int64_t(2 * tile_rows * sizeof(float) + sizeof(Starts));
         largest_tile = (z.k_rows + kKeyTile - 1) / kKeyTile;
         int64_t of_a_head = query_tiles * largest_tile;
-        if (p.segments.by_value()) of_a_head = carry_blocks(p.segments.whole, p.options.attend_current, tile_rows);
+        if (p.segments.by_value())
+            of_a_head = carry_blocks(clamped(p.segments.whole, z), p.options.attend_current, tile_rows);
         blocks = of_a_head * z.batch * z.num_heads;
     }
 };
@@ -106,7 +107,7 @@ struct Workspace {
     Workspace(const BackwardParams& p, const Bounds& bounds) : next_(static_cast<char*>(p.workspace)) {
         plan.query_tiles = take<QueryTiles>(query_tiles_bytes(p.sizes, p.segments, bounds.tile_rows));
         plan.totals = take<PlanTotals>(sizeof(PlanTotals));
-        plan.first_block = take<int32_t>(int64_t(p.sizes.q_rows) * 4);
+        plan.first_block = take<int64_t>(int64_t(p.sizes.q_rows) * 8);
         plan.next_segment = take<int32_t>(int64_t(p.segments.size) * 4);
         plan.key_tiles = take<KeyTile>(bounds.key_tiles * int64_t(sizeof(KeyTile)));
         plan.max_query_tiles = int32_t(bounds.query_tiles);

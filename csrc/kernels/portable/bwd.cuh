@@ -36,7 +36,7 @@ struct alignas(16) Starts {
 };
 
 struct PlanTotals {
-    int32_t carry_blocks;  // of one head
+    int64_t carry_blocks;  // of one head
     int32_t num_key_tiles;
 };
 
@@ -47,7 +47,7 @@ inline constexpr float kAbsent = -1.f;
 struct BackwardPlan {
     QueryTiles* query_tiles;
     PlanTotals* totals;
-    int32_t* first_block;   // (q_rows): where a query tile begins, its first block among those of a head
+    int64_t* first_block;   // (q_rows): where a query tile begins, its first block among those of a head
     int32_t* next_segment;  // (segments): the next one that begins at the same key, or -1
     KeyTile* key_tiles;
     Starts* starts;  // at a query tile's first block
@@ -62,9 +62,9 @@ SB_HOST_DEVICE inline int key_tiles_of(int visible, int num_rows, int k_len) {
 }
 
 // Where the carries of a query tile that sees `key_tiles` key tiles begin in this chunk; -1: in another chunk.
-__device__ inline int64_t block_in_chunk(const BackwardPlan& plan, const Sizes& sizes, int first_block, int head,
+__device__ inline int64_t block_in_chunk(const BackwardPlan& plan, const Sizes& sizes, int64_t first_block, int head,
                                          int key_tiles) {
-    const int64_t block = int64_t(first_block) * sizes.batch * sizes.num_heads + int64_t(head) * key_tiles;
+    const int64_t block = first_block * sizes.batch * sizes.num_heads + int64_t(head) * key_tiles;
     const int64_t in_chunk = block - plan.chunk * plan.window;
     return in_chunk >= 0 && in_chunk < plan.window ? in_chunk : -1;
 }

@@ -413,7 +413,7 @@ __global__ void __launch_bounds__(kThreads, Shape<T, kDim, kGated>::kBlocksPerSm
     const int slice = blockIdx.x % S::kSlices, rest = blockIdx.x / S::kSlices;
     const int tile = rest % plan.max_key_tiles, head = rest / plan.max_key_tiles;
     if (tile >= min(plan.totals->num_key_tiles, plan.max_key_tiles)) return;
-    if (plan.chunk * plan.window >= int64_t(plan.totals->carry_blocks) * z.batch * z.num_heads) return;
+    if (plan.chunk * plan.window >= plan.totals->carry_blocks * z.batch * z.num_heads) return;
     KeyTilePass<T, kDim, kGated>(params, plan, scalars, plan.key_tiles[tile], head / z.num_kv_heads,
                                  head % z.num_kv_heads, slice, shared)
         .run();

@@ -359,6 +359,9 @@ __global__ void __launch_bounds__(kThreads, Shape<T, kDim, kGated>::kBlocksPerSm
     query_pass(const __grid_constant__ BackwardParams params, const __grid_constant__ BackwardPlan plan,
                const __grid_constant__ Scalars scalars) {
     extern __shared__ __align__(1024) uint8_t shared[];
+    // Of a table the host knows only how many chunks there may be.
+    const int64_t heads = int64_t(params.sizes.batch) * params.sizes.num_heads;
+    if (plan.chunk * plan.window >= plan.totals->carry_blocks * heads) return;
     const int index = blockIdx.x % plan.max_query_tiles;
     if (index >= plan.query_tiles->count) return;
     const QueryTile tile = uniform(plan.query_tiles->entries()[index]);

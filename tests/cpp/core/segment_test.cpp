@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <vector>
 
 #include "core/error.h"
@@ -36,6 +37,14 @@ TEST(DocumentSegment, ClampsBoundsThatLeaveTheRows) {
         EXPECT_GE(s.k_len, 0) << i;
         EXPECT_LE(s.k_begin + s.k_len, 64) << i;
     }
+}
+
+TEST(Clamped, KeepsAnOffsetWithinWhatItCanSay) {
+    const Sizes sizes = {Dtype::kFloat32, 1, 1, 1, 10, 100, 64, 64};
+    const int32_t most = std::numeric_limits<int32_t>::max();
+    EXPECT_EQ(clamped({0, 10, 0, 100, 90}, sizes).q_pos_minus_k_pos, 90);
+    EXPECT_EQ(clamped({0, 10, 0, 100, most}, sizes).q_pos_minus_k_pos, 100) << "every query sees every key";
+    EXPECT_EQ(clamped({4, 10, 0, 100, -most}, sizes).q_pos_minus_k_pos, -6) << "none sees any: 6 rows are left";
 }
 
 TEST(Error, ConcatenatesItsParts) {

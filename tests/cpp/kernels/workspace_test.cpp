@@ -1,0 +1,47 @@
+// What the CUDA kernels ask for, which the host computes without a device.
+#if defined(SB_WITH_CUDA)
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <limits>
+
+#include "kernels/portable/portable.h"
+
+namespace megatron_sb {
+namespace {
+
+constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
+
+BackwardParams one_head(int32_t rows) {
+    BackwardParams params = {};
+    params.sizes = {Dtype::kFloat32, 1, 1, 1, rows, rows, 64, 64};
+    params.options.mass_threshold = 0x1p-24;
+    params.segments.whole = {0, rows, 0, rows, 0};
+    return params;
+}
+
+// A query tile of 64 rows sees as many key tiles of 64 as there are query tiles up to it; each pair has carries, two
+// floats a row.
+TEST(PortableWorkspace, CountsMoreBlocksThanAnInt32Holds) {
+    for (const int32_t rows : {1 << 20, 6'000'000}) {
+        const int64_t tiles = rows / 64, blocks = tiles * (tiles + 1) / 2;
+        const int64_t bytes = portable::backward_workspace(one_head(rows), kNoLimit);
+        EXPECT_GE(bytes, blocks * 512) << rows;
+        EXPECT_LE(bytes, blocks * 544) << rows;
+    }
+}
+
+// An offset that no row reaches says what the furthest one says, that every query sees every key.
+TEST(PortableWorkspace, TakesAnyOffset) {
+    BackwardParams params = one_head(4096);
+    params.segments.whole.q_pos_minus_k_pos = 4096;
+    const int64_t all = portable::backward_workspace(params, kNoLimit);
+    params.segments.whole.q_pos_minus_k_pos = std::numeric_limits<int32_t>::max();
+    EXPECT_EQ(portable::backward_workspace(params, kNoLimit), all);
+}
+
+}  // namespace
+}  // namespace megatron_sb
+
+#endif
