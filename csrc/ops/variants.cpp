@@ -34,6 +34,11 @@ double norm_unit(at::ScalarType type) {
     return type == at::kHalf ? 128 : 1;
 }
 
+// A gate with less is taken as this, so that its weights, A / f of which its gradient is made, do not vanish first.
+double least_gate(at::ScalarType type) {
+    return type == at::kHalf ? 0x1p-24 : kLeastGate;  // fp16 has nothing between that and 0
+}
+
 // x (..) as (.., kParts) of `type` whose sum it is, to 24 bits; all of it in the first part where the type is fp64.
 at::Tensor in_parts(const at::Tensor& x, at::ScalarType type) {
     if (type == at::kDouble) return at::constant_pad_nd(x.unsqueeze(-1), {0, kParts - 1});
@@ -70,7 +75,7 @@ class Extend : public torch::autograd::Function<Extend> {
             columns.push_back(constant_columns(x, kNormColumns - 2 * kParts, 0));
         }
         if (gate.has_value()) {
-            columns.push_back(in_parts(gate->to(wide).clamp(0, 1), type));
+            columns.push_back(in_parts(gate->to(wide).clamp(least_gate(type), 1), type));
             columns.push_back(constant_columns(x, kGateColumns - kParts, 0));
         }
         const at::Tensor out = at::cat(columns, -1);

@@ -137,6 +137,23 @@ def test_open_gates_are_no_gates(dtype, device):
             torch.testing.assert_close(gated[name], value, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("f", [1e-2, 2.0**-63, 2.0**-66, 2.0**-100, 0.0])
+def test_the_gradient_of_a_closed_gate(f, dtype):
+    """It goes on to a limit where f goes to 0. The oracle takes f's logarithm, and so 2^-200 for 0."""
+    x = make_inputs("mean -3.2", s=70, h=1, d=16, dtype=dtype)
+    gradients = []
+    for attention, least in ((stickbreaking_attention, 0.0), (reference.stickbreaking_attention, 2.0**-200)):
+        gates = torch.full((1, 70, 1), 0.7, dtype=torch.float64 if least else dtype)
+        gates[0, 60] = max(f, least)
+        gates.requires_grad_()
+        o = attention(x.q, x.k, x.v, forget_gate=gates, mass_threshold=0.0)
+        (o.double() * x.do).sum().backward()
+        gradients.append(gates.grad.double())
+    assert gradients[1][0, 60].abs() > 0.01
+    torch.testing.assert_close(*gradients, rtol=1e-4 if dtype == torch.float32 else 1e-9, atol=1e-6)
+
+
 def test_a_nearly_open_gate_is_not_rounded_open():
     """1 - f = 2^-20 beside saturated logits: each key leaves 2^-20 of the stick, which bf16's own 1 - f would not."""
     x = make_inputs("saturated +30", s=4, h=1, d=64, dtype=torch.bfloat16)
