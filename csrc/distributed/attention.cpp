@@ -151,13 +151,13 @@ class Attend : public torch::autograd::Function<Attend> {
         return {result.o, return_mass ? result.mass : at::empty({0}, result.o.options())};
     }
 
-    // Runs its exchanges whatever gradients came: the other ranks count on it. A gradient without a history has been
-    // asked for some input's sake, which may not be kept: `inputs` stands for all of them.
+    // Runs its exchanges whatever gradients came: the other ranks count on it.
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
         const variable_list kept = ctx->get_saved_variables();
         auto& data = ctx->saved_data;
-        const at::Tensor inputs = at::empty({0}, kept[0].options()).set_requires_grad(true);
-        variable_list gradients = ops::once_differentiable({grads[0], grads[1], inputs}, [&]() -> variable_list {
+        variable_list sources = ops::inputs_of_running_node();  // what is kept may be exchanged heads
+        sources.insert(sources.end(), grads.begin(), grads.end());
+        variable_list gradients = ops::once_differentiable(sources, [&]() -> variable_list {
             const Route route = make_route(*data["plan"].toCustomClass<ContextParallelPlan>(),
                                            {data["heads_group"].toStringRef(), data["keys_group"].toStringRef(),
                                             static_cast<Comm>(data["comm"].toInt())},

@@ -1,7 +1,7 @@
 // Gradients that cannot be differentiated again, and say so only when somebody tries.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 namespace megatron_sb::ops {
@@ -18,6 +18,19 @@ struct RefuseSecondDerivative : torch::autograd::Function<RefuseSecondDerivative
                                     "differentiated again (double backward)");
     }
 };
+
+// Empty tensors with the histories of what the running node was given, for a node that keeps none of it. None where
+// nobody wants a graph.
+inline torch::autograd::variable_list inputs_of_running_node() {
+    torch::autograd::variable_list inputs;
+    if (!at::GradMode::is_enabled()) return inputs;
+    for (const torch::autograd::Edge& edge : torch::autograd::get_current_node()->next_edges()) {
+        if (!edge.is_valid()) continue;  // of an input without a history
+        inputs.push_back(at::empty({0}));
+        torch::autograd::impl::set_gradient_edge(inputs.back(), edge);
+    }
+    return inputs;
+}
 
 // Runs `compute` without recording. Where the caller asked for a graph of the gradients (create_graph=True), they hang
 // on `sources` by a node that refuses.

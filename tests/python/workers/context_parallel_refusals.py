@@ -1,5 +1,6 @@
 """Checks that what cannot work is refused with a sentence, on every rank. Run by every rank."""
 
+import functools
 import re
 
 import torch
@@ -197,9 +198,23 @@ def refuses_wrong_groups(group) -> None:
 
 
 def refuses_a_second_derivative(group) -> None:
-    """With a sentence, and only when somebody asks for it."""
+    """With a sentence, and only when somebody asks for it: of any input, by itself or beside the first derivative."""
+
+    def refuses(loss, of) -> None:
+        expect_on_every_rank(
+            lambda: torch.autograd.grad(loss, of, retain_graph=True),
+            "no second derivative",
+            NotImplementedError,
+        )
+
     for comm in comms_of(group):
-        q, k, v = (x.requires_grad_() for x in local_inputs(group))
-        o = sb.context_parallel_attention(q, k, v, group, comm=comm, **groups_for(comm))
-        (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
-        expect_on_every_rank(lambda dq=dq: dq.sum().backward(), "no second derivative", NotImplementedError)
+        inputs = [x.requires_grad_() for x in local_inputs(group)]
+        o = sb.context_parallel_attention(*inputs, group, comm=comm, **groups_for(comm))
+        for x in inputs:
+            (dx,) = torch.autograd.grad(o.sum(), x, create_graph=True)
+            for other in inputs:
+                refuses(dx.sum(), other)
+                refuses(o.sum() + dx.square().sum(), other)
+            expect_on_every_rank(
+                functools.partial(dx.sum().backward, retain_graph=True), "no second derivative", NotImplementedError
+            )
