@@ -148,6 +148,7 @@ class Attend : public torch::autograd::Function<Attend> {
         ctx->saved_data["attend_current"] = attend_current;
         ctx->saved_data["mass_threshold"] = mass_threshold;
         ctx->saved_data["forget_gate"] = forget_gate;
+        ctx->saved_data["return_mass"] = return_mass;
         return {result.o, return_mass ? result.mass : at::empty({0}, result.o.options())};
     }
 
@@ -167,7 +168,8 @@ class Attend : public torch::autograd::Function<Attend> {
             const Gradients result =
                 route_backward(route, d_o, grads[1], data["num_kv_heads"].toInt(), unflatten(route, kept),
                                {data["scale"].toDouble(), data["attend_current"].toBool(),
-                                data["mass_threshold"].toDouble(), data["forget_gate"].toBool()});
+                                data["mass_threshold"].toDouble(), data["forget_gate"].toBool()},
+                               data["return_mass"].toBool());
             return {result.dq, result.dk, result.dv};
         });
         gradients.resize(kNumInputs);

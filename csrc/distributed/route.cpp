@@ -39,17 +39,20 @@ Routed exchanged_forward(const Route& route, const Tensor& q, const Tensor& k, c
 }
 
 Gradients exchanged_backward(const Route& route, const Tensor& d_o, const Tensor& d_mass, int64_t num_kv_heads,
-                             const Record& of, const ops::BlockOptions& options) {
+                             const Record& of, const ops::BlockOptions& options, bool with_mass) {
     const int64_t num_heads = d_o.size(2);
     const HeadExchange exchange(*route.heads, *route.plan, num_heads, num_kv_heads);
     std::vector<Tensor> sources{d_o};
-    if (d_mass.defined()) sources.push_back(as_rows(d_mass));
+    if (with_mass) {
+        const auto zeros = [&] { return at::zeros({d_o.size(0), num_heads, d_o.size(1)}, of.mass.options()); };
+        sources.push_back(as_rows(d_mass.defined() ? d_mass : zeros()));
+    }
     const std::vector<Tensor> here = exchange.to_heads(sources);
     // Those of KV heads that several ranks have are summed, so they travel in full precision.
     const auto type = exchange.repeats_keys() ? ops::accumulation_type(of.q) : of.q.scalar_type();
-    const Gradients made = attend_backward(route.keys.get(), *route.plan, route.comm, here[0],
-                                           d_mass.defined() ? from_rows(here[1]) : Tensor(), of.q, of.k, of.v, of.mass,
-                                           of.groups, options, type);
+    const Gradients made =
+        attend_backward(route.keys.get(), *route.plan, route.comm, here[0], with_mass ? from_rows(here[1]) : Tensor(),
+                        of.q, of.k, of.v, of.mass, of.groups, options, type);
     const auto empty = [&](int64_t heads, int64_t width) {
         return at::empty({d_o.size(0), d_o.size(1), heads, width}, of.q.options());
     };
@@ -89,8 +92,8 @@ Routed route_forward(const Route& route, const Tensor& q, const Tensor& k, const
 }
 
 Gradients route_backward(const Route& route, const Tensor& d_o, const Tensor& d_mass, int64_t num_kv_heads,
-                         const Record& of, const ops::BlockOptions& options) {
-    if (route.heads) return exchanged_backward(route, d_o, d_mass, num_kv_heads, of, options);
+                         const Record& of, const ops::BlockOptions& options, bool with_mass) {
+    if (route.heads) return exchanged_backward(route, d_o, d_mass, num_kv_heads, of, options, with_mass);
     return attend_backward(route.keys.get(), *route.plan, route.comm, d_o, d_mass, of.q, of.k, of.v, of.mass, of.groups,
                            options, of.q.scalar_type());
 }

@@ -48,9 +48,10 @@ struct Routed {
 Routed route_forward(const Route& route, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                      const ops::BlockOptions& options, bool keep_record, bool with_mass);
 
-// d_o (b, s_local, h, d_v) with a unit last stride; d_mass (b, h, s_local), or undefined. Gradients come in q's dtype.
+// d_o (b, s_local, h, d_v) with a unit last stride; d_mass (b, h, s_local), or undefined: 0. Gradients come in q's
+// dtype. `with_mass` is the forward's: whether a d_mass travels may not depend on the loss of one rank.
 Gradients route_backward(const Route& route, const at::Tensor& d_o, const at::Tensor& d_mass, int64_t num_kv_heads,
-                         const Record& record, const ops::BlockOptions& options);
+                         const Record& record, const ops::BlockOptions& options, bool with_mass);
 
 // A record as one list of tensors for autograd to keep, and back.
 std::vector<at::Tensor> flatten(const Record& record);

@@ -110,7 +110,7 @@ Answer many_ranks(const plan::Stream& stream, const Case& x, plan::Layout layout
         const Routed out = route_forward(route, local(x.q, 1), local(x.k, 1), local(x.v, 1), x.options, true, true);
         const Record record = unflatten(route, flatten(out.record));
         const Gradients gradients =
-            route_backward(route, local(x.d_o, 1), local(x.d_mass, 2), x.k.size(2), record, x.options);
+            route_backward(route, local(x.d_o, 1), local(x.d_mass, 2), x.k.size(2), record, x.options, true);
         all.o.index_copy_(1, rows, out.o);
         all.mass.index_copy_(2, rows, out.mass);
         all.dq.index_copy_(1, rows, gradients.dq.to(wide));

@@ -16,6 +16,7 @@ EVERYTHING = (
     "strides_are_taken_as_they_are",
     "autocast",
     "gradients_of_one_result",
+    "mass_in_one_ranks_loss",
     "shard_and_unshard",
     "refuses_lengths_that_do_not_divide",
     "refuses_bad_offsets",
