@@ -163,8 +163,9 @@ def context_parallel_attention(
 
     Every rank of the group calls it with its local rows. A call without a plan makes one: a collective and a read-back
     of cu_seqlens. The first call of a plan with new shapes and options makes sure that the ranks agree on them; ranks
-    that part ways later, with shapes that each has used before, end by the group's time-out. Partial outputs,
-    masses and gradients cross ranks in fp32 (fp64 for fp64). Differentiable once; the backward is collective too.
+    that part ways later, with shapes that each has used before or where one finds its own arguments bad, end by the
+    group's time-out. Partial outputs, masses and gradients cross ranks in fp32 (fp64 for fp64). Differentiable once;
+    the backward is collective too.
 
     Memory beside the local tensors: "p2p" keeps about 8 * ranks bytes for each local row and head and, for zigzag, two
     fp32 partial outputs of half of the rows (of nearly all rows where many documents are packed per_document), and
@@ -199,10 +200,12 @@ def context_parallel_attention(
         (h, t_local), fp32 (fp64 for fp64). Rows of no document: o = 0, mass = 1, gradients 0.
 
     Raises:
-        ValueError: a bad argument, a length that does not divide, or ranks that disagree; found by any rank, raised on
-            every rank.
+        ValueError: a bad argument, a length that does not divide, or ranks that disagree: found by any rank and raised
+            on every rank, in making a plan and in its first call. Once a call of the plan has been agreed on, a bad
+            argument is raised on the rank that has it. So are, always, a q of the wrong rank without a plan, a plan that
+            contradicts other arguments, unknown logits, and hierarchical_groups of the wrong form.
         TypeError: of the wrong type, on the rank that has it.
-        RuntimeError: a rank is lost or does not come, within the group's time-out.
+        RuntimeError: a rank is lost, does not come or has raised alone, within the group's time-out.
     """
     if plan is None:
         plan = _make_plan(q, cp_group, layout, cu_seqlens, packing)

@@ -96,7 +96,8 @@ std::vector<Field> call_fields(const at::Tensor& q, const at::Tensor& k, const a
             {"mass_threshold", concat(std::hexfloat, options.mass_threshold)}};
 }
 
-// Refuses on every rank what any rank finds wrong; this rank's own finding keeps its type.
+// Refuses on every rank what any rank finds wrong, as far as agree_on_call() can; this rank's own finding keeps its
+// type, and is what it ends with however the others fare.
 void check_and_agree(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextParallelPlan& plan,
                      const std::string& comm, const std::string& heads_group, const std::string& keys_group,
                      const ops::BlockOptions& options, const ops::Variants& variants, bool return_mass) {
@@ -119,7 +120,7 @@ void check_and_agree(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
     }
     try {
         plan.state().agree_on_call(call_fields(q, k, v, comm, options, variants, return_mass), words);
-    } catch (const InvalidArgument&) {
+    } catch (const std::exception&) {
         if (own) std::rethrow_exception(own);
         throw;
     }

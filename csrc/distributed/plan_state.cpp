@@ -87,6 +87,8 @@ void ContextParallelPlan::State::agree_on_call(const std::vector<Field>& fields,
     for (const Field& field : fields) key += field.value + "\n";
     const std::lock_guard<std::mutex> lock(mutex_);
     if (error.empty() && agreed_.count(key) > 0) return;
+    // Ranks that have agreed on their arguments before ask nobody: a word from here would meet their data.
+    if (!error.empty() && !agreed_.empty()) throw InvalidArgument(error);
     agree(*distributed::c10d_transport(group_name), "context_parallel_attention", fields, error);
     agreed_.insert(key);
 }

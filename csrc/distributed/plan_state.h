@@ -28,7 +28,8 @@ class ContextParallelPlan::State {
 
     // Tables on a device, for so many ranks that exchange heads (rank_plan.h); the first call uploads them.
     std::shared_ptr<const distributed::RankPlan> on(c10::Device device, int num_exchanging);
-    // Makes sure, once for each set of values, that the ranks call with the same ones. `error`: see agree().
+    // Makes sure, once for each set of values, that the ranks call with the same ones. `error`: see agree(); once
+    // something has been agreed, it is thrown here alone, and ranks that wait for this one end by their time-out.
     void agree_on_call(const std::vector<distributed::Field>& fields, const std::string& error);
 
   private:

@@ -65,8 +65,9 @@ struct ContextParallelOptions : AttentionOptions {
 // where the plan is packed. Returns o (b, s_local, h, d_v) or (t_local, h, d_v) in q's dtype and mass (b, h, s_local)
 // or (h, t_local) in fp32 (fp64 for fp64); both differentiable, once. Rows of no document: o = 0, mass = 1, gradients
 // 0. Every rank of the group calls it. The first call with new shapes makes sure that the ranks agree on them. Throws
-// c10::ValueError, c10::TypeError and InvalidArgument for bad input, RuntimeFailure (std::runtime_error) for a lost
-// peer, within the group's time-out.
+// c10::ValueError, c10::TypeError and InvalidArgument for bad input, of any rank on every rank until a call of the plan
+// has been agreed on, from then on on the rank that has it; RuntimeFailure (std::runtime_error) for a lost peer, or one
+// that has thrown alone, within the group's time-out.
 std::tuple<at::Tensor, at::Tensor> context_parallel_attention(const at::Tensor& q, const at::Tensor& k,
                                                               const at::Tensor& v,
                                                               const c10::intrusive_ptr<ContextParallelPlan>& plan,

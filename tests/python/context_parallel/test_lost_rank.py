@@ -1,4 +1,4 @@
-"""A rank that is killed, or never comes: the others end with a message, within the group's time-out."""
+"""A rank that is killed, never comes or refuses its call: the others end with a message, in the group's time-out."""
 
 import os
 import re
@@ -54,7 +54,7 @@ def ranks_of(num_ranks: int, scenario: str, seconds: int, comm: str, backend: st
     ]
     try:
         yield ranks
-        if scenario != "never arrives":
+        if scenario.startswith("killed"):
             assert ranks[-1].wait(timeout=START_SECONDS) == -signal.SIGKILL
     finally:
         for process in ranks:
@@ -70,6 +70,9 @@ def ranks_of(num_ranks: int, scenario: str, seconds: int, comm: str, backend: st
         ("killed in backward", "all_gather"),
         ("killed in backward", "a2a"),
         ("never arrives", "p2p"),
+        ("refuses", "p2p"),
+        ("refuses", "all_gather"),
+        ("refuses", "a2a"),
     ],
 )
 def test_a_lost_rank_ends_the_others(scenario, comm):
@@ -82,6 +85,8 @@ def test_a_lost_rank_ends_the_others(scenario, comm):
             assert message.startswith(f"context parallelism, rank {rank} of {NUM_RANKS}: "), out
             assert " failed: " in message, out
             assert float(seconds) < TIMEOUT_SECONDS + MARGIN_SECONDS, out
+        if scenario == "refuses":
+            assert "mass_threshold is 1.5" in ranks[-1].stdout.readline()
 
 
 @pytest.mark.multigpu

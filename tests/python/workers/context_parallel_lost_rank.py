@@ -1,4 +1,5 @@
-"""One rank of a group in which the last rank is lost; prints what this rank ended with, and after how many seconds.
+"""One rank of a group in which the last rank is lost, or refuses a call that the others make; prints what this rank
+ended with, and after how many seconds.
 
 RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them (which would end all ranks when one is killed):
 context_parallel_lost_rank.py SCENARIO TIMEOUT_SECONDS COMM gloo|nccl
@@ -31,7 +32,7 @@ def finish(device: torch.device) -> None:
 
 
 def main(scenario: str, timeout_seconds: float, comm: str, backend: str) -> None:
-    """Lose the last rank before its second forward, in its backward, or by silence."""
+    """Lose the last rank before its second forward, in its backward, by silence or by an argument that it refuses."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # to end at once
     device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", int(os.environ["RANK"]))
     if device.type == "cuda":
@@ -61,10 +62,14 @@ def main(scenario: str, timeout_seconds: float, comm: str, backend: str) -> None
             if victim:
                 time.sleep(10 * timeout_seconds)
             sb.context_parallel_attention(q, k, v, plan=plan, comm=comm)
+        elif scenario == "refuses":
+            sb.context_parallel_attention(q, k, v, plan=plan, comm=comm, **({"mass_threshold": 1.5} if victim else {}))
         finish(device)
         print("finished", flush=True)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         print(f"{time.monotonic() - start:.1f} {error}", flush=True)
+    if scenario == "refuses" and victim:
+        time.sleep(10 * timeout_seconds)  # alive, so that the others end by the time-out
 
 
 if __name__ == "__main__":
