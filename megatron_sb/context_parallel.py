@@ -202,8 +202,9 @@ def context_parallel_attention(
     Raises:
         ValueError: a bad argument, a length that does not divide, or ranks that disagree: found by any rank and raised
             on every rank, in making a plan and in its first call. Once a call of the plan has been agreed on, a bad
-            argument is raised on the rank that has it. So are, always, a q of the wrong rank without a plan, a plan that
-            contradicts other arguments, unknown logits, and hierarchical_groups of the wrong form.
+            argument is raised on the rank that has it. On that rank alone, at any call: a q of the wrong rank where
+            there is no plan, a plan that contradicts other arguments, unknown logits, hierarchical_groups of the wrong
+            form.
         TypeError: of the wrong type, on the rank that has it.
         RuntimeError: a rank is lost, does not come or has raised alone, within the group's time-out.
     """

@@ -23,6 +23,24 @@ using torch::autograd::variable_list;
 
 constexpr const char* kModes[] = {"auto", "p2p", "all_gather", "a2a", "a2a+p2p"};
 
+// A call as the user made it; shapes are the user's.
+struct Call {
+    const at::Tensor &q, &k, &v;
+    const ContextParallelPlan& plan;
+    const std::string &comm, &heads_group, &keys_group;
+    std::optional<double> scale;
+    bool attend_current;
+    double mass_threshold;
+    bool return_mass;
+    ops::Variants variants;
+};
+
+// What a call without faults comes to.
+struct Derived {
+    double scale = 0;
+    int exchanging = 0;  // ranks that exchange heads; 1: none do
+};
+
 void check_comm(const std::string& comm) {
     const bool known = std::find(std::begin(kModes), std::end(kModes), comm) != std::end(kModes);
     TORCH_CHECK_VALUE(known, "comm = \"", comm,
@@ -59,8 +77,7 @@ RouteNames choose_route(const ContextParallelPlan& plan, const std::string& aske
     return {heads, plan.group_name(), comm == "all_gather" ? Comm::kGather : Comm::kRing};
 }
 
-// What this rank can see for itself; shapes as the caller gave them.
-void check_call(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextParallelPlan& plan) {
+void check_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextParallelPlan& plan) {
     const int64_t rank = plan.packed() ? 3 : 4;
     const char* shape =
         plan.packed() ? "(t_local, heads, head_dim), as the plan is packed" : "(b, s_local, heads, head_dim)";
@@ -78,52 +95,60 @@ bool wants_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
     return at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad() || by_gate);
 }
 
-std::vector<Field> call_fields(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::string& comm,
-                               const ops::BlockOptions& options, const ops::Variants& variants, bool return_mass) {
-    const bool grad = wants_gradients(q, k, v, variants);
-    return {{"q's shape", concat(q.sizes())},
-            {"k's shape", concat(k.sizes())},
-            {"v's shape", concat(v.sizes())},
-            {"q's dtype", concat(q.scalar_type())},
-            {"q's device type", concat(q.device().type())},
+// What this rank can see for itself.
+Derived check_call(const Call& call) {
+    const auto& [q, k, v] = std::tie(call.q, call.k, call.v);
+    check_comm(call.comm);
+    check_rows(q, k, v, call.plan);
+    const auto rank4 = [&](const at::Tensor& x) { return call.plan.packed() ? x.unsqueeze(0) : x; };
+    ops::check_attention(rank4(q), rank4(k), rank4(v));
+    ops::check_variants(q, k, call.variants);
+    const double scale = ops::scale_of(call.scale, q, call.variants);
+    ops::check_options(scale, call.mass_threshold);
+    if (call.comm == "a2a+p2p") check_hierarchy(call.plan, call.heads_group, call.keys_group);
+    const int exchanging = exchanging_ranks(call.plan, call.comm, call.heads_group);
+    const std::string why_not = HeadExchange::refusal(q.size(-2), k.size(-2), exchanging);
+    TORCH_CHECK_VALUE(why_not.empty(), "comm = \"", call.comm, "\": ", why_not);
+    return {scale, exchanging};
+}
+
+std::vector<Field> call_fields(const Call& call, const Derived& derived) {
+    const bool grad = wants_gradients(call.q, call.k, call.v, call.variants);
+    return {{"q's shape", concat(call.q.sizes())},
+            {"k's shape", concat(call.k.sizes())},
+            {"v's shape", concat(call.v.sizes())},
+            {"q's dtype", concat(call.q.scalar_type())},
+            {"q's device type", concat(call.q.device().type())},
             {"whether gradients are wanted", grad ? "yes" : "no"},
-            {"comm", comm},
-            {"logits", variants.euclidean ? "euclidean" : "dot"},
-            {"whether there is a forget_gate", variants.forget_gate.has_value() ? "yes" : "no"},
-            {"return_mass", return_mass ? "True" : "False"},
-            {"scale", concat(std::hexfloat, options.scale)},
-            {"attend_current", options.attend_current ? "True" : "False"},
-            {"mass_threshold", concat(std::hexfloat, options.mass_threshold)}};
+            {"comm", call.comm},
+            {"the number of ranks that exchange heads", concat(derived.exchanging)},
+            {"logits", call.variants.euclidean ? "euclidean" : "dot"},
+            {"whether there is a forget_gate", call.variants.forget_gate.has_value() ? "yes" : "no"},
+            {"return_mass", call.return_mass ? "True" : "False"},
+            {"scale", concat(std::hexfloat, derived.scale)},
+            {"attend_current", call.attend_current ? "True" : "False"},
+            {"mass_threshold", concat(std::hexfloat, call.mass_threshold)}};
 }
 
 // Refuses on every rank what any rank finds wrong, as far as agree_on_call() can; this rank's own finding keeps its
 // type, and is what it ends with however the others fare.
-void check_and_agree(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextParallelPlan& plan,
-                     const std::string& comm, const std::string& heads_group, const std::string& keys_group,
-                     const ops::BlockOptions& options, const ops::Variants& variants, bool return_mass) {
+Derived check_and_agree(const Call& call) {
+    Derived derived;
     std::exception_ptr own;
     std::string words;
     try {
-        check_comm(comm);
-        check_call(q, k, v, plan);
-        const auto rank4 = [&](const at::Tensor& x) { return plan.packed() ? x.unsqueeze(0) : x; };
-        ops::check_attention(rank4(q), rank4(k), rank4(v));
-        ops::check_variants(q, k, variants);
-        ops::check_options(options.scale, options.mass_threshold);
-        if (comm == "a2a+p2p") check_hierarchy(plan, heads_group, keys_group);
-        const int exchanging = exchanging_ranks(plan, comm, heads_group), heads = plan.packed() ? 1 : 2;
-        const std::string why_not = HeadExchange::refusal(q.size(heads), k.size(heads), exchanging);
-        TORCH_CHECK_VALUE(why_not.empty(), "comm = \"", comm, "\": ", why_not);
+        derived = check_call(call);
     } catch (const c10::Error& error) {
         own = std::current_exception();
         words = error.what_without_backtrace();
     }
     try {
-        plan.state().agree_on_call(call_fields(q, k, v, comm, options, variants, return_mass), words);
+        call.plan.state().agree_on_call(call_fields(call, derived), words);
     } catch (const std::exception&) {
         if (own) std::rethrow_exception(own);
         throw;
     }
+    return derived;
 }
 
 class Attend : public torch::autograd::Function<Attend> {
@@ -187,10 +212,10 @@ std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q, const at::Tens
                                              bool return_mass, const std::optional<at::Tensor>& forget_gate,
                                              bool euclidean) {
     const ops::Variants variants{forget_gate, euclidean};
-    const double used_scale = ops::scale_of(scale, q, variants);
     const bool gated = forget_gate.has_value();
-    check_and_agree(q, k, v, *plan, comm, heads_group, keys_group, {used_scale, attend_current, mass_threshold, gated},
-                    variants, return_mass);
+    const double used_scale = check_and_agree({q, k, v, *plan, comm, heads_group, keys_group, scale, attend_current,
+                                               mass_threshold, return_mass, variants})
+                                  .scale;
     const ops::Extended x = ops::extended(q, k, variants);
     const auto rank4 = [&](const at::Tensor& x) { return ops::unit_last_stride(plan->packed() ? x.unsqueeze(0) : x); };
     const RouteNames route = choose_route(*plan, comm, heads_group, keys_group, x.q, x.k, v);

@@ -21,6 +21,7 @@ EVERYTHING = (
     "refuses_lengths_that_do_not_divide",
     "refuses_bad_offsets",
     "refuses_ranks_that_disagree",
+    "refuses_hierarchies_that_disagree",
     "refuses_bad_calls",
     "refuses_wrong_groups",
     "refuses_a_second_derivative",

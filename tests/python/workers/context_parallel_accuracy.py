@@ -70,12 +70,12 @@ def comms_of(group) -> list[str]:
 
 
 @functools.cache
-def hierarchy() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def hierarchy(exchanging: int = EXCHANGING) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """This rank's a2a and p2p group of the world, as Megatron makes them. Collective at its first call."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    a2a = [dist.new_group(list(range(i, i + EXCHANGING))) for i in range(0, size, EXCHANGING)]
-    p2p = [dist.new_group(list(range(i, size, EXCHANGING))) for i in range(EXCHANGING)]
-    return a2a[rank // EXCHANGING], p2p[rank % EXCHANGING]
+    a2a = [dist.new_group(list(range(i, i + exchanging))) for i in range(0, size, exchanging)]
+    p2p = [dist.new_group(list(range(i, size, exchanging))) for i in range(exchanging)]
+    return a2a[rank // exchanging], p2p[rank % exchanging]
 
 
 def groups_for(comm: str) -> dict:

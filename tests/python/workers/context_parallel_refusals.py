@@ -111,9 +111,21 @@ def refuses_ranks_that_disagree(group) -> None:
     expect_on_every_rank(call(q, k, v, scale=0.5 if odd else 0.25), "disagree on scale")
     expect_on_every_rank(call(q, k, v, return_mass=odd), disagree.format("return_mass", "False", "True"))
     expect_on_every_rank(call(q[:, :-1] if odd else q, k, v), "q: has .* local rows; the plan, .* has")
+    expect_on_every_rank(call(torch.zeros(()) if odd else q, k, v), "q: has 0 dimensions; 4")
     expect_on_every_rank(call(q, k, v, comm="a2a+p2p" if odd else "auto"), "needs hierarchical_groups")
     expect_on_every_rank(lambda: sb.unshard_sequence(q[:1] if odd else q, group), "disagree on x_local's shape")
     assert call(q, k, v)().isfinite().all(), "the plan serves after its refusals"
+
+
+def refuses_hierarchies_that_disagree(group) -> None:
+    """Two halves of the ranks cut the group in other ways, each of which could be."""
+    q, k, v = local_inputs(group)
+    groups = [hierarchy(exchanging) for exchanging in (2, 4)]
+    mine = groups[dist.get_rank() * 2 // dist.get_world_size()]
+    expect_on_every_rank(
+        lambda: sb.context_parallel_attention(q, k, v, group, comm="a2a+p2p", hierarchical_groups=mine),
+        "disagree on the number of ranks that exchange heads of .* rank 0 has 2, rank 2 has 4",
+    )
 
 
 def refuses_bad_calls(group) -> None:
