@@ -299,7 +299,8 @@ def unshard_sequence(
         The whole sequence, on every rank.
 
     Raises:
-        ValueError: on every rank where a length does not divide, or the ranks disagree on shape, dtype or layout.
+        ValueError: on every rank where a length does not divide, or the ranks disagree on shape, dtype, layout or
+            cu_seqlens; cu_seqlens of the wrong dtype or shape on the rank that has it.
         TypeError: cp_group is no process group, x no tensor.
         RuntimeError: a rank is lost or does not come, within the group's time-out.
     """

@@ -12,6 +12,13 @@ constexpr size_t kErrorBytes = 1024, kValueBytes = 120;
 
 }  // namespace
 
+// FNV-1a.
+uint64_t checksum(const std::vector<int64_t>& values) {
+    uint64_t hash = 0xcbf29ce484222325;
+    for (const int64_t value : values) hash = (hash ^ static_cast<uint64_t>(value)) * 0x100000001b3;
+    return hash;
+}
+
 void agree(Transport& transport, const std::string& subject, const std::vector<Field>& fields,
            const std::string& error) {
     const int64_t bytes = kErrorBytes + fields.size() * kValueBytes;

@@ -1,6 +1,7 @@
 // One small collective by which the ranks of a group make sure that they mean the same.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,9 @@ struct Field {
     std::string name;
     std::string value;  // compared and shown up to its first 120 bytes
 };
+
+// Of a list that is too long for a field.
+uint64_t checksum(const std::vector<int64_t>& values);
 
 class Disagreement : public InvalidArgument {
   public:

@@ -12,13 +12,6 @@ using distributed::Field;
 using distributed::Transport;
 using CuSeqlens = std::optional<std::vector<int64_t>>;
 
-// FNV-1a.
-uint64_t checksum(const std::vector<int64_t>& values) {
-    uint64_t hash = 0xcbf29ce484222325;
-    for (const int64_t value : values) hash = (hash ^ static_cast<uint64_t>(value)) * 0x100000001b3;
-    return hash;
-}
-
 int64_t stream_rows(std::optional<int64_t> seq_len, const CuSeqlens& cu_seqlens) {
     if (seq_len) return *seq_len;
     if (!cu_seqlens) throw InvalidArgument("seq_len is missing; it is needed where cu_seqlens is not given");
@@ -52,7 +45,7 @@ void agree_on_plan(Transport& transport, const std::optional<plan::Partition>& p
         {"layout", text(partition ? name_of(partition->layout()) : "")},
         {"packing", text(cu_seqlens ? name_of(packing) : "no packing")},
         {"the length of cu_seqlens", text(bounds.size())},
-        {"cu_seqlens", text(checksum(bounds))},
+        {"cu_seqlens", text(distributed::checksum(bounds))},
     };
     try {
         agree(transport, "the plan", fields, error);

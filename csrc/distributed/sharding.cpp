@@ -96,6 +96,11 @@ plan::Partition partition_of(int ranks, int64_t rows, const std::string& layout,
     return {plan::parse_layout(layout), plan::parse_packing(packing), ranks, rows, cu_seqlens};
 }
 
+std::string offsets_in_short(const CuSeqlens& cu_seqlens) {
+    if (!cu_seqlens) return "none";
+    return concat(cu_seqlens->size(), " offsets of checksum ", checksum(*cu_seqlens));
+}
+
 }  // namespace
 
 at::Tensor shard(const at::Tensor& x, const std::string& group_name, int64_t dim, const std::string& layout,
@@ -126,7 +131,8 @@ at::Tensor unshard(const at::Tensor& x_local, const std::string& group_name, int
                                        {"x_local's dtype", concat(x_local.scalar_type())},
                                        {"dim", concat(dim)},
                                        {"layout", layout},
-                                       {"packing", packing}};
+                                       {"packing", packing},
+                                       {"cu_seqlens", offsets_in_short(cu_seqlens)}};
     agree(*transport, "unshard_sequence", fields, error);
     return Unshard::apply(x_local, group_name, dim, index_tensor(from_stream, x_local.device()));
 }

@@ -114,6 +114,13 @@ def refuses_ranks_that_disagree(group) -> None:
     expect_on_every_rank(call(torch.zeros(()) if odd else q, k, v), "q: has 0 dimensions; 4")
     expect_on_every_rank(call(q, k, v, comm="a2a+p2p" if odd else "auto"), "needs hierarchical_groups")
     expect_on_every_rank(lambda: sb.unshard_sequence(q[:1] if odd else q, group), "disagree on x_local's shape")
+    for mine, others in (((0, 96), (0, 48)), ((0, 48, 96), (0, 96)), (None, (0, 96))):
+        cu_seqlens = mine if odd else others
+        expect_on_every_rank(
+            lambda cu=cu_seqlens: sb.unshard_sequence(q, group, cu_seqlens=None if cu is None else offsets(*cu)),
+            r"disagree on cu_seqlens of unshard_sequence: rank 0 has 2 offsets of checksum \d+, rank 1 has "
+            + ("none" if mine is None else f"{len(mine)} offsets"),
+        )
     assert call(q, k, v)().isfinite().all(), "the plan serves after its refusals"
 
 
