@@ -43,13 +43,19 @@ void check_int32(const char* name, const at::Tensor& x, int64_t rank, const at::
                       " sequences");
 }
 
-void check_arguments(const Arguments& in) {
-    constexpr int64_t kMostKeys = (int64_t(1) << 31) - 64;
-    const char* cache_shape = in.paged() ? "(blocks, block_size, heads, head_dim)" : "(b, s_cache, heads, head_dim)";
+void check_ranks(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache, bool paged) {
+    const char* cache_shape = paged ? "(blocks, block_size, heads, head_dim)" : "(b, s_cache, heads, head_dim)";
     for (const auto& [name, x] :
-         {std::pair<const char*, const at::Tensor&>{"q", in.q}, {"k_cache", in.k}, {"v_cache", in.v}}) {
+         {std::pair<const char*, const at::Tensor&>{"q", q}, {"k_cache", k_cache}, {"v_cache", v_cache}})
         TORCH_CHECK_VALUE(x.dim() == 4, name, ": has ", x.dim(), " dimensions; 4, ",
                           name[0] == 'q' ? "(b, s_q, heads, head_dim)" : cache_shape, ", are needed");
+}
+
+void check_arguments(const Arguments& in) {
+    constexpr int64_t kMostKeys = (int64_t(1) << 31) - 64;
+    check_ranks(in.q, in.k, in.v, in.paged());
+    for (const auto& [name, x] :
+         {std::pair<const char*, const at::Tensor&>{"q", in.q}, {"k_cache", in.k}, {"v_cache", in.v}}) {
         check_dtype(name, x);
         TORCH_CHECK_TYPE(x.scalar_type() == in.q.scalar_type(), name, ": dtype is ", x.scalar_type(), " but q's is ",
                          in.q.scalar_type(), "; q and the cache need one dtype (or autocast)");
@@ -218,7 +224,7 @@ Two attention_kvcache(const at::Tensor& q, const at::Tensor& k_cache, const at::
         TORCH_CHECK_VALUE(!at::GradMode::is_enabled() || !x.requires_grad(), name,
                           ": requires a gradient, which attention to a cache has none of; call it under "
                           "torch.no_grad(), or stickbreaking_attention for training");
-    TORCH_CHECK_VALUE(q.dim() == 4, "q: has ", q.dim(), " dimensions; 4, (b, s_q, heads, head_dim), are needed");
+    check_ranks(q, k_cache, v_cache, block_table.has_value());
     check_head_dim("q", q.sym_size(3));
     const double used_scale = scale.value_or(1 / std::sqrt(double(q.sym_size(3).guard_int(__FILE__, __LINE__))));
     static const auto op = registered("megatron_sb::kvcache_forward", kvcache_forward);

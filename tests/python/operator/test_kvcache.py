@@ -100,6 +100,8 @@ WRONG = {
     "a list": ({"cache_seqlens": [9, 4]}, TypeError, "cache_seqlens is list"),
     "rank of q": ({"q": torch.randn(2, 4, 16)}, ValueError, r"q: has 3 dimensions; 4"),
     "rank of k": ({"k_cache": torch.randn(9, 2, 16)}, ValueError, r"k_cache: has 3 dimensions; 4, \(b, s_cache"),
+    "k without dimensions": ({"k_cache": torch.tensor(0.0)}, ValueError, "k_cache: has 0 dimensions; 4"),
+    "v without dimensions": ({"v_cache": torch.tensor(0.0)}, ValueError, "v_cache: has 0 dimensions; 4"),
     "dtype": ({"v_cache": torch.randn(2, 9, 2, 16).bfloat16()}, TypeError, "v_cache: dtype is BFloat16"),
     "batch": ({"q": torch.randn(3, 1, 4, 16)}, ValueError, "cache_seqlens: has 2 rows but q has 3"),
     "head_dim": ({"q": torch.randn(2, 1, 4, 24)}, ValueError, "k_cache: head_dim is 16 but q's is 24"),
