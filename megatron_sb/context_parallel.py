@@ -173,8 +173,8 @@ def context_parallel_attention(
     whole stream's keys and values for up to two groups of heads (a quarter of the KV heads each, one head at least; all
     heads together in streams of less than 32768 rows), in the backward with their fp32 gradients. "a2a" keeps the
     exchanged queries, keys and values, which take what the local ones take, and not the local ones. In "p2p" zigzag a
-    rank's higher chunk meets the lower chunks before the mass at their newer edge is known: there, skipping goes by the
-    mass of that part alone.
+    rank's higher chunk meets the lower chunks before the mass at their newer edge is known: there, the forward's
+    skipping goes by the mass of that part alone; a row that was used up before takes nothing of what it gave.
 
     Args:
         q: (b, s_local, h, d), or (t_local, h, d) with cu_seqlens.

@@ -1,9 +1,12 @@
 // The forward meets the keys of each run newest to oldest and carries (o, mass) on; runs are joined at the end by the
-// fold (O, m) o (O', m') = (O + m O', m m'). The backward meets them oldest to newest and carries the prefix sum of g
-// on, which starts at mass * d_mass plus, for a run with older keys, dO . (their output).
+// fold (O, m) o (O', m') = (O + m O', m m'), or (O, m) where m is used up: as a kernel's walk, that of a row ends
+// there, and what its older keys hold, be it NaN, does not reach it. The backward meets them oldest to newest and
+// carries the prefix sum of g on, which starts at mass * d_mass plus, for a run with older keys, dO . (their output).
 #include "distributed/driver.h"
 
 #include <ATen/ATen.h>
+
+#include <cmath>
 
 namespace megatron_sb::distributed {
 namespace {
@@ -36,6 +39,10 @@ Tensor beside_rows(const Tensor& value) {
     return value.transpose(1, 2).unsqueeze(-1);
 }
 
+Tensor nan_as_zero(const Tensor& x) {
+    return x.nan_to_num(0, INFINITY, -INFINITY);
+}
+
 std::optional<Tensor> if_defined(const Tensor& x) {
     return x.defined() ? std::optional<Tensor>(x) : std::nullopt;
 }
@@ -45,28 +52,58 @@ Tensor query_heads(const Tensor& x, int64_t dim, HeadRange heads, int64_t heads_
     return x.narrow(dim, heads.begin * heads_per_kv_head, heads.count * heads_per_kv_head);
 }
 
+// Takes the other rows out of a run's backward: they start in none of its blocks.
+void keep_rows(const Tables& tables, size_t run, const Tensor& live, GroupRecord& record) {
+    std::vector<Tensor> edges, masses;
+    for (size_t buffer = 0; buffer < tables.run_of.size(); ++buffer) {
+        if (tables.run_of[buffer] != static_cast<int>(run)) continue;
+        edges.push_back(record.restart_edge[buffer]);
+        masses.push_back(record.restart_mass[buffer]);
+    }
+    at::_foreach_mul_(edges, std::vector<Tensor>(edges.size(), live.to(edges[0].scalar_type())));
+    at::_foreach_mul_(masses, std::vector<Tensor>(masses.size(), live.to(masses[0].scalar_type())));
+}
+
 // Joins what the runs gave to each row of q; fills the record's mass_in and older_o.
-Carry fold(const Tables& tables, const std::vector<Carry>& carries, const Tensor& q, int64_t d_v, GroupRecord* record) {
+Carry fold(const Tables& tables, const std::vector<Carry>& carries, const Tensor& q, int64_t d_v, double mass_threshold,
+           GroupRecord* record) {
     if (carries.size() == 1 && tables.runs[0].num_rows == q.size(1)) {
         if (record != nullptr) record->mass_in.resize(1), record->older_o.resize(1);
         return carries[0];
     }
     const auto options = q.options().dtype(ops::accumulation_type(q));
-    const Carry whole{at::zeros({q.size(0), q.size(1), q.size(2), d_v}, options),
+    const std::vector<int64_t> sizes{q.size(0), q.size(1), q.size(2), d_v};
+    // The oldest run writes them.
+    const bool all_rows = !tables.runs.empty() && tables.runs.back().num_rows == q.size(1);
+    const Carry whole{all_rows ? at::empty(sizes, options) : at::zeros(sizes, options),
                       at::ones({q.size(0), q.size(2), q.size(1)}, options)};
-    std::vector<Tensor> mass_out;  // by run: the mass at its older edge
+    std::vector<Tensor> mass_in(carries.size());
     for (size_t i = 0; i < carries.size(); ++i) {
         const Tensor mass = rows_of(whole.mass, 2, tables.runs[i]);
-        if (record != nullptr) record->mass_in.push_back(i > 0 ? mass.clone() : Tensor());
-        mass_out.push_back(mass.mul_(carries[i].mass).clone());
+        if (i > 0) {
+            const Tensor live = mass_threshold > 0 ? mass.ge(mass_threshold) : mass.gt(0);  // not where it is NaN
+            const Tensor ended = live.logical_not();
+            mass_in[i] = mass.masked_fill(ended, 0);
+            carries[i].o.masked_fill_(beside_rows(ended), 0);
+            carries[i].mass.masked_fill_(ended, 1);
+            if (record != nullptr) keep_rows(tables, i, live, *record);
+        }
+        mass.mul_(carries[i].mass);
     }
     if (record != nullptr) record->older_o.resize(carries.size());
     for (size_t i = carries.size(); i-- > 0;) {
-        const Tensor o = rows_of(whole.o, 1, tables.runs[i]);
+        Tensor o = rows_of(whole.o, 1, tables.runs[i]);
         const bool oldest = i + 1 == carries.size();
-        if (record != nullptr && !oldest) record->older_o[i] = o * beside_rows(mass_out[i]);
-        oldest ? o.copy_(carries[i].o) : o.mul_(beside_rows(carries[i].mass)).add_(carries[i].o);
+        if (record != nullptr && !oldest) record->older_o[i] = o.clone();
+        if (i == 0) {
+            o.add_(carries[0].o);
+        } else if (oldest) {
+            at::mul_out(o, carries[i].o, beside_rows(mass_in[i]));
+        } else {
+            o.addcmul_(carries[i].o, beside_rows(mass_in[i]));
+        }
     }
+    if (record != nullptr) record->mass_in = std::move(mass_in);
     return whole;
 }
 
@@ -98,7 +135,8 @@ Attended attend_forward(Transport* transport, const RankPlan& plan, Comm comm, c
                 carry = {carry.o.defined() ? carry.o.add_(out.o) : out.o, out.mass};
             }
         }
-        const Carry whole = fold(tables, carries, q_group, v.size(3), keep_record ? &record : nullptr);
+        const Carry whole =
+            fold(tables, carries, q_group, v.size(3), options.mass_threshold, keep_record ? &record : nullptr);
         o.push_back(whole.o.to(q.scalar_type()));
         mass.push_back(whole.mass);
         if (keep_record) result.record.push_back(std::move(record));
@@ -132,7 +170,8 @@ Gradients attend_backward(Transport* transport, const RankPlan& plan, Comm comm,
         for (size_t i = 0; i < tables.runs.size(); ++i) {
             prefix.push_back(rows_of(query_heads(oldest_prefix, 1, heads, heads_per_kv_head), 2, tables.runs[i]));
             if (!kept.older_o[i].defined()) continue;
-            prefix[i] = prefix[i] + (rows(d_o, tables.runs[i]) * kept.older_o[i]).sum(-1).transpose(1, 2);
+            const Tensor of_older = (rows(d_o, tables.runs[i]) * kept.older_o[i]).sum(-1).transpose(1, 2);
+            prefix[i] = nan_as_zero(prefix[i] + of_older);  // what is newer than a NaN's tile stays clean
         }
         for (int step = 0; step < feed->num_steps(); ++step) {
             const std::vector<KeyBlock> blocks = feed->take();

@@ -16,9 +16,10 @@ namespace megatron_sb::distributed {
 struct GroupRecord {
     std::vector<at::Tensor> restart_edge;  // by key buffer; undefined where nothing was computed
     std::vector<at::Tensor> restart_mass;
-    std::vector<at::Tensor> mass_in;  // by run: the mass at its newer edge; undefined for the newest: 1
-    std::vector<at::Tensor>
-        older_o;  // by run: what all older keys gave, in the accumulation type; undefined for the oldest
+    // By run: the mass at its newer edge, 0 where a row has ended before; undefined for the newest: 1.
+    std::vector<at::Tensor> mass_in;
+    // By run: what all older keys gave, in the accumulation type; undefined for the oldest.
+    std::vector<at::Tensor> older_o;
 };
 
 struct Attended {

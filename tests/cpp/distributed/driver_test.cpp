@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <iostream>
 
 #include "core/error.h"
@@ -134,6 +135,20 @@ double worst_error(const Answer& answer, const Answer& expected) {
     return worst;
 }
 
+// And the same values where there is none.
+void expect_no_more_nans(const Answer& answer, const Answer& expected, const std::string& where) {
+    for (const auto& [name, part] : {std::pair{"o", &Answer::o},
+                                     {"mass", &Answer::mass},
+                                     {"dq", &Answer::dq},
+                                     {"dk", &Answer::dk},
+                                     {"dv", &Answer::dv}}) {
+        const Tensor meant = (expected.*part).isnan(), found = (answer.*part).masked_fill(meant, 0);
+        EXPECT_EQ(found.isnan().sum().item<int64_t>(), 0) << where << ", " << name;
+        EXPECT_LT(relative_error(found, (expected.*part).nan_to_num()), 1e-5) << where << ", " << name;
+    }
+    EXPECT_TRUE(answer.o.isnan().any().item<bool>()) << where;
+}
+
 class DriverTest : public testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, DriverTest, testing::Values(1, 2, 3, 4, 8));
 
@@ -166,6 +181,29 @@ TEST_P(DriverTest, SkippingStaysWithinItsBound) {
     for (const plan::Layout layout : {plan::Layout::kZigzag, plan::Layout::kContiguous}) {
         for (const Mode& mode : modes_of(size)) {
             EXPECT_LT(worst_error(many_ranks(stream, x, layout, mode, size), expected), 0x1p-22);
+        }
+    }
+}
+
+// Chunks of whole tiles, so that a tile is the same keys however they are cut. A row whose stick is used up before it
+// comes to the NaN is clean, on one rank but for rows that share a tile with others, and so are keys of other tiles.
+TEST_P(DriverTest, ANanSpreadsNoFurtherThanOnOneRank) {
+    const int size = GetParam();
+    const plan::Stream stream{"dense", plan::Packing::kPerDocument, 128 * size, std::nullopt};
+    for (const double mean_logit : {0.0, 3.0}) {
+        for (const int64_t row : {stream.seq_len / 5, stream.seq_len / 2 + 3, stream.seq_len - 70}) {
+            for (const auto part : {&Case::k, &Case::v}) {
+                const Case x = make_case(stream, at::kFloat, mean_logit, 0x1p-24);
+                (x.*part).select(1, row).fill_(NAN);
+                const Answer expected = one_rank(stream, x);
+                for (const plan::Layout layout : {plan::Layout::kZigzag, plan::Layout::kContiguous}) {
+                    for (const Mode& mode : modes_of(size)) {
+                        const std::string where = concat(name_of(layout), ", ", mode.name, ", mean logit ", mean_logit,
+                                                         ", ", part == &Case::k ? "k" : "v", " row ", row);
+                        expect_no_more_nans(many_ranks(stream, x, layout, mode, size), expected, where);
+                    }
+                }
+            }
         }
     }
 }
