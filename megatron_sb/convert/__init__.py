@@ -55,6 +55,7 @@ def load(source: str | Path, config: str | Path | None = None) -> StickBreakingF
 
         source = megatron.newest(source)
         found = read_weights(source)
+        files.refuse_weights(source, "missing", {megatron.EMBEDDING} - found.keys())
         made = _megatron_config(source, config, len(found[megatron.EMBEDDING]))
         weights = megatron.to_ours(found, made, source)
     else:
@@ -120,14 +121,27 @@ def _megatron_config(source: Path, config: str | Path | None, vocab_size: int) -
 def _with_weights(config: StickBreakingConfig, weights: dict, source: Path) -> StickBreakingForCausalLM:
     """A model that has these weights. Raises ValueError where names or shapes are not the model's."""
     if config.tie_word_embeddings:
-        weights = weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}
+        weights = _tied(weights, source)
     dtypes = {tensor.dtype for tensor in weights.values()}
     with torch.device("meta"):
         model = StickBreakingForCausalLM(config)
-    try:
-        model.load_state_dict(weights, assign=True)
-    except RuntimeError as error:
-        raise ValueError(f"{source} does not have the weights of its configuration: {error}") from None
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    files.refuse_weights(source, "missing", shapes.keys() - weights.keys())
+    files.refuse_weights(source, "without a place in it", weights.keys() - shapes.keys())
+    others = {name: tuple(weights[name].shape) for name, shape in shapes.items() if weights[name].shape != shape}
+    said = [f"{name} ({found}, not {tuple(shapes[name])})" for name, found in others.items()]
+    files.refuse_weights(source, "of another shape", said)
+    model.load_state_dict(weights, assign=True)
     model.tie_weights()
     config.dtype = dtypes.pop() if len(dtypes) == 1 else None
     return model.eval()
+
+
+def _tied(weights: dict, source: Path) -> dict:
+    """The weights with the embedding as output layer too. Raises ValueError where another one comes with them."""
+    head, embedding = weights.get("lm_head.weight"), weights.get("model.embed_tokens.weight")
+    if embedding is None:
+        return weights
+    if head is not None and (head.dtype != embedding.dtype or not torch.equal(head, embedding)):
+        raise ValueError(f"{source}: tie_word_embeddings = True, but its output layer is not its embedding")
+    return weights | {"lm_head.weight": embedding}

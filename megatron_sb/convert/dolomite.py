@@ -14,25 +14,40 @@ models with sb_remainder (and without head_bias) add the rest of the stick times
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron_sb.convert import files
-from megatron_sb.convert.layouts import fuse_glu, fuse_qkv, reorder_heads, split_glu, split_qkv, tiled_heads
+from megatron_sb.convert.layouts import (
+    fuse_glu,
+    fuse_qkv,
+    reorder_heads,
+    split_experts,
+    split_glu,
+    split_qkv,
+    tiled_heads,
+)
 from megatron_sb.huggingface import StickBreakingConfig
 
 MODEL_TYPES = ("sb_dolomite", "stickbreaking", "moe_stickbreaking", "gpt_dolomite", "gpt_base")
 MULTIPLIERS = {"embedding_multiplier": "m_emb", "residual_multiplier": "m_residual", "logits_scaling": "m_width"}
 IDS = {"pad_token_id": 50256, "bos_token_id": 50256, "eos_token_id": 50256}
 HALVES = ("up", "gate")  # of c_fc
+OUTER = {
+    "model.embed_tokens.weight": "transformer.wte.weight",
+    "model.norm.weight": "transformer.ln_f.weight",
+    "lm_head.weight": "lm_head.weight",
+}
 HEAD_VECTORS = {"remainder_bias": "head_bias", "norm_weight": "norm.weight", "norm_bias": "norm.bias"}
 
 
 def load(folder: Path) -> tuple[StickBreakingConfig, dict[str, Tensor]]:
-    """Configuration and weights. Raises ValueError for what `StickBreakingForCausalLM` does not have."""
+    """Configuration and weights.
+
+    Raises ValueError for what `StickBreakingForCausalLM` does not have, and where a weight is missing.
+    """
     found, tensors = files.read_config(folder), files.read_tensors(folder)
     flat = "n_embd" in found
     fields = _flat_fields(found) if flat else _block_fields(found)
@@ -56,7 +71,8 @@ def load(folder: Path) -> tuple[StickBreakingConfig, dict[str, Tensor]]:
         initializer_range=found.get("initializer_range", 0.02),
         tie_word_embeddings=found.get("tie_word_embeddings", True),
     )
-    return config, _to_ours(config, tensors, tiled=flat)
+    modules = _modules(tensors, config)
+    return config, _to_ours(config, files.Weights(folder, tensors), modules, tiled=flat)
 
 
 def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) -> None:
@@ -158,30 +174,32 @@ def _modules(tensors: dict[str, Tensor], config: StickBreakingConfig) -> tuple[s
     return "attn", "moe" if config.num_experts else "mlp"
 
 
-def _to_ours(config: StickBreakingConfig, tensors: dict[str, Tensor], tiled: bool) -> dict[str, Tensor]:
+def _to_ours(
+    config: StickBreakingConfig, weights: files.Weights, modules: tuple[str, str], tiled: bool
+) -> dict[str, Tensor]:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     order = tiled_heads(heads, kv_heads) if tiled else torch.arange(heads)
-    attn, mlp = _modules(tensors, config)
-    made = dict(_outer(config, tensors, to_ours=True))
+    attn, mlp = modules
+    made = {ours: tensor for ours, theirs in OUTER.items() if (tensor := weights.find(theirs)) is not None}
     for number in range(config.num_hidden_layers):
         theirs, ours = f"transformer.h.{number}", f"model.layers.{number}"
-        made[f"{ours}.input_layernorm.weight"] = tensors[f"{theirs}.ln_1.weight"]
-        made[f"{ours}.post_attention_layernorm.weight"] = tensors[f"{theirs}.ln_2.weight"]
-        q, k, v = split_qkv(tensors[f"{theirs}.{attn}.c_attn.weight"], heads, kv_heads)
+        made[f"{ours}.input_layernorm.weight"] = weights.take(f"{theirs}.ln_1.weight")
+        made[f"{ours}.post_attention_layernorm.weight"] = weights.take(f"{theirs}.ln_2.weight")
+        q, k, v = split_qkv(weights.take(f"{theirs}.{attn}.c_attn.weight"), heads, kv_heads)
         for name, tensor in (("q", reorder_heads(q, order)), ("k", k), ("v", v)):
             made[f"{ours}.self_attn.{name}_proj.weight"] = tensor
-        made[f"{ours}.self_attn.o_proj.weight"] = reorder_heads(tensors[f"{theirs}.{attn}.c_proj.weight"], order, 1)
+        o = weights.take(f"{theirs}.{attn}.c_proj.weight")
+        made[f"{ours}.self_attn.o_proj.weight"] = reorder_heads(o, order, 1)
         for name, vector in HEAD_VECTORS.items():
-            if (tensor := tensors.get(f"{theirs}.{attn}.{vector}")) is not None:
+            if (tensor := weights.find(f"{theirs}.{attn}.{vector}")) is not None:
                 made[f"{ours}.self_attn.{name}"] = reorder_heads(tensor.flatten(), order)
-        wide, back = (tensors[f"{theirs}.{mlp}.{name}.weight"] for name in ("c_fc", "c_proj"))
+        wide, back = (weights.take(f"{theirs}.{mlp}.{name}.weight") for name in ("c_fc", "c_proj"))
         if config.num_experts:
-            made[f"{ours}.mlp.router.weight"] = tensors[f"{theirs}.{mlp}.gate.weight"]
-            for expert in range(config.num_experts):
-                name = f"{ours}.mlp.experts.{expert}"
-                made |= split_glu(name, wide[expert], HALVES) | {f"{name}.down_proj.weight": back[expert]}
+            made[f"{ours}.mlp.router.weight"] = weights.take(f"{theirs}.{mlp}.gate.weight")
+            made |= split_experts(f"{ours}.mlp", wide, back, HALVES)
         else:
             made |= split_glu(f"{ours}.mlp", wide, HALVES) | {f"{ours}.mlp.down_proj.weight": back}
+    weights.refuse_rest()
     return made
 
 
@@ -189,7 +207,7 @@ def _to_theirs(config: StickBreakingConfig, weights: dict[str, Tensor]) -> dict[
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     order = tiled_heads(heads, kv_heads).argsort()
     attn, mlp = _modules({}, config)
-    made = dict(_outer(config, weights, to_ours=False))
+    made = {theirs: weights[ours] for ours, theirs in OUTER.items() if ours in weights}
     for number in range(config.num_hidden_layers):
         theirs, ours = f"transformer.h.{number}", f"model.layers.{number}"
         made[f"{theirs}.ln_1.weight"] = weights[f"{ours}.input_layernorm.weight"]
@@ -210,12 +228,3 @@ def _to_theirs(config: StickBreakingConfig, weights: dict[str, Tensor]) -> dict[
             wide, back = fuse_glu(f"{ours}.mlp", weights, HALVES), weights[f"{ours}.mlp.down_proj.weight"]
         made[f"{theirs}.{mlp}.c_fc.weight"], made[f"{theirs}.{mlp}.c_proj.weight"] = wide, back
     return made
-
-
-def _outer(config: StickBreakingConfig, tensors: dict[str, Tensor], *, to_ours: bool) -> Iterator[tuple[str, Tensor]]:
-    """What is outside of layers. A tied model has no lm_head of its own."""
-    names = {"model.embed_tokens.weight": "transformer.wte.weight", "model.norm.weight": "transformer.ln_f.weight"}
-    if not config.tie_word_embeddings:
-        names["lm_head.weight"] = "lm_head.weight"
-    for ours, theirs in names.items():
-        yield (ours, tensors[theirs]) if to_ours else (theirs, tensors[ours])

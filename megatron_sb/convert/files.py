@@ -1,13 +1,44 @@
-"""Folders of a config.json and safetensors, as Hugging Face has them, and refusals of what they cannot say."""
+"""Folders of a config.json and safetensors, as Hugging Face has them, and refusals of what cannot be said."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
+
+
+class Weights:
+    """A checkpoint's tensors by name, each handed out once: what nobody asked for is refused at the end."""
+
+    def __init__(self, folder: Path, tensors: dict[str, Tensor]) -> None:
+        self._folder, self._left = folder, dict(tensors)
+
+    def find(self, *names: str) -> Tensor | None:
+        """The one with the first of these names that is there."""
+        return next((self._left.pop(name) for name in names if name in self._left), None)
+
+    def take(self, name: str) -> Tensor:
+        """The one with this name. Raises ValueError where it is missing."""
+        refuse_weights(self._folder, "missing", {name} - self._left.keys())
+        return self._left.pop(name)
+
+    def refuse_rest(self) -> None:
+        """Raises ValueError where some were never handed out."""
+        refuse_weights(self._folder, "without a place in it", self._left)
+
+
+def refuse_weights(folder: Path, problem: str, names: Collection[str]) -> None:
+    """Refuse a folder for the weights of these names, where there are any. Raises ValueError with the first few."""
+    first, more = sorted(names)[:3], len(names) - 3
+    if first:
+        rest = f" and {more} more" if more > 0 else ""
+        raise ValueError(
+            f"{folder} does not have the weights of its configuration; {problem}: {', '.join(first)}{rest}"
+        )
 
 
 def read_config(folder: Path) -> dict:

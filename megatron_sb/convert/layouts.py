@@ -16,8 +16,13 @@ def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def split_qkv(fused: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The inverse of `fuse_qkv`."""
-    head_dim = len(fused) // (num_heads + 2 * num_kv_heads)
+    """The inverse of `fuse_qkv`. Raises ValueError where the rows are not of that many heads."""
+    head_dim, rest = divmod(len(fused), num_heads + 2 * num_kv_heads)
+    if rest:
+        raise ValueError(
+            f"rows = {len(fused)} of a fused projection; a multiple of num_heads + 2 * num_kv_heads = "
+            f"{num_heads + 2 * num_kv_heads} is allowed"
+        )
     rows = [num_heads // num_kv_heads * head_dim, head_dim, head_dim]
     q, k, v = (part.flatten(0, 1) for part in fused.unflatten(0, (num_kv_heads, -1)).split(rows, 1))
     return q, k, v
@@ -31,6 +36,14 @@ def fuse_glu(name: str, weights: dict[str, Tensor], halves: tuple[str, str]) -> 
 def split_glu(name: str, fused: Tensor, halves: tuple[str, str]) -> dict[str, Tensor]:
     """The inverse of `fuse_glu`."""
     return {f"{name}.{half}_proj.weight": rows for half, rows in zip(halves, fused.chunk(2), strict=True)}
+
+
+def split_experts(name: str, wide: Tensor, back: Tensor, halves: tuple[str, str]) -> dict[str, Tensor]:
+    """The projections of every expert in the stacks of a mixture, each named `name`.experts.N."""
+    made = {f"{name}.experts.{expert}.down_proj.weight": columns for expert, columns in enumerate(back)}
+    for expert, rows in enumerate(wide):
+        made |= split_glu(f"{name}.experts.{expert}", rows, halves)
+    return made
 
 
 def tiled_heads(num_heads: int, num_kv_heads: int) -> Tensor:

@@ -5,6 +5,7 @@ They hold weights but not what the model was: its configuration comes beside the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from megatron_sb.config import BYTE_VOCAB_SIZE, AttentionConfig, TrainingConfig
 from megatron_sb.convert import files
-from megatron_sb.convert.layouts import fuse_glu, fuse_qkv, split_glu, split_qkv
+from megatron_sb.convert.layouts import fuse_glu, fuse_qkv, split_experts, split_glu, split_qkv
 from megatron_sb.huggingface import StickBreakingConfig
 from megatron_sb.megatron.weights import LAYERS, write_weights
 
@@ -90,29 +91,26 @@ def newest(folder: Path) -> Path:
 def to_ours(found: dict[str, Tensor], config: StickBreakingConfig, folder: Path) -> dict[str, Tensor]:
     """Weights of `StickBreakingForCausalLM` of those `found` in a folder.
 
-    Raises ValueError where names or shapes do not fit the configuration, or there are forget gates.
+    Raises ValueError where a weight is missing or has no place in the configuration's model (biases, forget gates,
+    more layers than it has).
     """
     if any(".gate_proj." in name for name in found):
         raise ValueError(f"{folder} has forget gates (gate_proj), which are in no other format")
-    made = {ours: found[theirs] for ours, theirs in OUTER.items() if theirs in found}
+    weights = files.Weights(folder, dict(_unstacked(found)))
+    made = {ours: tensor for ours, theirs in OUTER.items() if (tensor := weights.find(theirs)) is not None}
     for number in range(config.num_hidden_layers):
-        prefix = f"model.layers.{number}"
+        theirs, prefix = f"{LAYERS}{number}.", f"model.layers.{number}"
         for ours, names in IN_LAYERS.items():
-            tensor = next((x for x in (_of_layer(found, name, number) for name in names) if x is not None), None)
-            if tensor is not None:
+            if (tensor := weights.find(*(theirs + name for name in names))) is not None:
                 made[f"{prefix}.{ours}"] = tensor
-        fused = _of_layer(found, QKV, number)
-        if fused is None:
-            raise ValueError(f"{folder} has no {LAYERS}{QKV} of layer {number}; its layers are of another kind")
-        q, k, v = split_qkv(fused, config.num_attention_heads, config.num_key_value_heads)
+        q, k, v = split_qkv(weights.take(theirs + QKV), config.num_attention_heads, config.num_key_value_heads)
         made |= {f"{prefix}.self_attn.{name}_proj.weight": x for name, x in (("q", q), ("k", k), ("v", v))}
         if config.num_experts:
-            wide, back = (_of_layer(found, name, number) for name in (EXPERTS_WIDE, EXPERTS_BACK))
-            for expert in range(config.num_experts):
-                name = f"{prefix}.mlp.experts.{expert}"
-                made |= split_glu(name, wide[expert], HALVES) | {f"{name}.down_proj.weight": back[expert]}
+            wide, back = (weights.take(theirs + name) for name in (EXPERTS_WIDE, EXPERTS_BACK))
+            made |= split_experts(f"{prefix}.mlp", wide, back, HALVES)
         else:
-            made |= split_glu(f"{prefix}.mlp", _of_layer(found, WIDE, number), HALVES)
+            made |= split_glu(f"{prefix}.mlp", weights.take(theirs + WIDE), HALVES)
+    weights.refuse_rest()
     return made
 
 
@@ -132,10 +130,14 @@ def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) 
     (folder / TRACKER).write_text(RELEASE, encoding="utf-8")
 
 
-def _of_layer(found: dict[str, Tensor], name: str, number: int) -> Tensor | None:
-    """One layer's tensor, of layers that are stacked or (where they differ among each other) are not."""
-    stacked = found.get(LAYERS + name)
-    return found.get(f"{LAYERS}{number}.{name}") if stacked is None else stacked[number]
+def _unstacked(found: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Every layer's tensors under names of their own, as they are already where layers differ among each other."""
+    for name, tensor in found.items():
+        of_layer = name.removeprefix(LAYERS)
+        if of_layer == name or of_layer.split(".")[0].isdigit():
+            yield name, tensor
+        else:
+            yield from ((f"{LAYERS}{number}.{of_layer}", of_one) for number, of_one in enumerate(tensor))
 
 
 def _layer_to_theirs(config: StickBreakingConfig, weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-LAYERS = "decoder.layers."
+LAYERS, EXTRA_STATE = "decoder.layers.", "_extra_state"
 WITH_EXTRA_STATE = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
 FORMAT = {
     "sharded_backend": "torch_dist",
@@ -41,7 +41,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     weights = {
         name: torch.empty(found.size, dtype=found.properties.dtype)
         for name, found in metadata.items()
-        if isinstance(found, TensorStorageMetadata) and not is_optimizers(name)
+        if isinstance(found, TensorStorageMetadata) and not is_optimizers(name) and EXTRA_STATE not in name
     }
     with _alone():
         dcp.load(weights, checkpoint_id=folder, no_dist=True)
@@ -79,7 +79,7 @@ def write_weights(folder: Path, weights: dict[str, Tensor], num_layers: int, num
         counts = (num_layers, num_experts) if num_experts is not None and ".experts." in name else (num_layers,)
         for place in itertools.product(*map(range, counts)):
             where = "_".join(".".join(map(str, numbers)) for numbers in (place, counts))
-            state[f"{name.removesuffix('weight')}_extra_state/shard_{where}"] = [None]
+            state[f"{name.removesuffix('weight')}{EXTRA_STATE}/shard_{where}"] = [None]
     with _alone():
         dcp.save(state, checkpoint_id=folder, no_dist=True)
     torch.save({}, folder / "common.pt")
