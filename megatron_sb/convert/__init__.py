@@ -107,7 +107,7 @@ def _save(model: StickBreakingForCausalLM, folder: Path, to: str) -> None:
 def _megatron_config(source: Path, config: str | Path | None, vocab_size: int) -> StickBreakingConfig:
     from megatron_sb.convert import megatron
 
-    path = Path(config) if config is not None else source.resolve().parents[2] / "config.yaml"
+    path = Path(config) if config is not None else source.resolve().parent.parent.parent / "config.yaml"
     if not path.exists():
         raise FileNotFoundError(
             f"{path} is not there: a Megatron checkpoint does not have its configuration; name the training "
@@ -115,7 +115,7 @@ def _megatron_config(source: Path, config: str | Path | None, vocab_size: int) -
         )
     if path.is_dir() or path.suffix == ".json":
         return StickBreakingConfig.from_pretrained(path)
-    return megatron.config_of(load_config(path), vocab_size)
+    return megatron.config_of(load_config(path), source, vocab_size)
 
 
 def _with_weights(config: StickBreakingConfig, weights: dict, source: Path) -> StickBreakingForCausalLM:

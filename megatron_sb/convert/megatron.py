@@ -39,9 +39,13 @@ QKV, WIDE = "self_attention.linear_qkv.weight", "mlp.linear_fc1.weight"
 EXPERTS_WIDE, EXPERTS_BACK = (f"mlp.experts.experts.linear_fc{number}.weight" for number in (1, 2))
 
 
-def config_of(training: TrainingConfig, vocab_size: int) -> StickBreakingConfig:
-    """The model of a training configuration. vocab_size: rows of its embedding, with padding."""
-    sizes, sticks = training.model, _stick_breaking_of(training)
+def config_of(training: TrainingConfig, folder: Path, vocab_size: int) -> StickBreakingConfig:
+    """The model of a training configuration that a checkpoint's folder is of.
+
+    vocab_size: rows of its embedding, with padding. Raises ValueError where it is a model of softmax attention, or
+    could be one of several.
+    """
+    sizes, sticks = training.model, _attention_of(training, folder)
     end = BYTE_VOCAB_SIZE - 1 if training.data.kind == "text" else training.data.end_of_document
     return StickBreakingConfig(
         vocab_size=vocab_size,
@@ -66,17 +70,24 @@ def config_of(training: TrainingConfig, vocab_size: int) -> StickBreakingConfig:
     )
 
 
-def _stick_breaking_of(training: TrainingConfig) -> AttentionConfig:
-    """The one that the models with stick-breaking attention among those trained have."""
-    found = [training.attention[name] for name in training.compare if training.breaks_sticks(name)]
-    if len(found) != 1:
-        raise ValueError(f"compare = {list(training.compare)} has {len(found)} stick-breaking models; one is needed")
-    for name, only in (("logits", "dot"), ("forget_gate", False)):
-        if getattr(found[0], name) != only:
+def _attention_of(training: TrainingConfig, folder: Path) -> AttentionConfig:
+    """That of the model whose run a checkpoint lies in (RUN/MODEL/checkpoints/STEP); of the only one that breaks sticks
+    among those trained, where the folder is elsewhere.
+    """
+    model = folder.resolve().parent.parent.name
+    if model not in training.attention:
+        found = [name for name in training.compare if training.breaks_sticks(name)]
+        if len(found) != 1:
             raise ValueError(
-                f"{name} = {getattr(found[0], name)!r} of the attention is in no other format; {only!r} is"
+                f"compare = {list(training.compare)} has {len(found)} stick-breaking models, and {folder} is in the "
+                "folder of none (MODEL/checkpoints/STEP); one is needed"
             )
-    return found[0]
+        (model,) = found
+    attention = training.attention[model]
+    for name, only in (("kind", "stick_breaking"), ("logits", "dot"), ("forget_gate", False)):
+        if (value := getattr(attention, name)) != only:
+            raise ValueError(f"attention.{model}.{name} = {value!r} of {folder} is in no other format; {only!r} is")
+    return attention
 
 
 def newest(folder: Path) -> Path:
