@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from transformers import GenerationConfig
 
 from megatron_sb.config import load_config
 from megatron_sb.convert import dolomite, files, fla
@@ -48,8 +49,8 @@ def load(source: str | Path, config: str | Path | None = None) -> StickBreakingF
     if config is not None and kind != "megatron":
         raise ValueError(f"config = {str(config)!r}: a {kind} folder has its own")
     if kind == "huggingface":
-        return StickBreakingForCausalLM.from_pretrained(source, dtype="auto")
-    if kind == "megatron":
+        made, weights = StickBreakingConfig.from_pretrained(source), files.read_tensors(source)
+    elif kind == "megatron":
         from megatron_sb.convert import megatron
         from megatron_sb.megatron.weights import read_weights
 
@@ -60,7 +61,10 @@ def load(source: str | Path, config: str | Path | None = None) -> StickBreakingF
         weights = megatron.to_ours(found, made, source)
     else:
         made, weights = (fla if kind == "fla" else dolomite).load(source)
-    return _with_weights(made, weights, source)
+    model = _with_weights(made, weights, source)
+    if kind == "huggingface" and (source / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(source)
+    return model
 
 
 def check_target(out: str | Path, to: str) -> None:

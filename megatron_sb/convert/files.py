@@ -50,11 +50,19 @@ def read_config(folder: Path) -> dict:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the folder's safetensors, one file or several. Raises FileNotFoundError where there are none."""
+    """All tensors of the folder's safetensors, one file or several.
+
+    Raises FileNotFoundError where there are none, ValueError where two files have the same one.
+    """
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise FileNotFoundError(f"{folder} has no *.safetensors")
-    return {name: tensor for path in paths for name, tensor in load_file(path).items()}
+    tensors: dict[str, Tensor] = {}
+    for path in paths:
+        found = load_file(path)
+        refuse_weights(folder, "in two files", tensors.keys() & found.keys())
+        tensors |= found
+    return tensors
 
 
 def write(folder: Path, config: dict, tensors: dict[str, Tensor]) -> None:

@@ -22,7 +22,6 @@ SIZES = {
 }
 HEAD_VECTORS = {"remainder_bias": True, "head_norm": True}
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2}
-FORMATS = ("megatron", "dolomite", "fla")
 LAYERS = {"dolomite": "n_layer"}  # what config.json calls their number where it is not num_hidden_layers
 
 
@@ -82,6 +81,7 @@ class Folder:
         ("dolomite", "transformer.h.1.attn.forget_gate.weight"),
         ("dolomite", "transformer.wpe.weight"),
         ("fla", "model.layers.0.mlp.gate_proj.bias"),
+        ("huggingface", "model.layers.0.mlp.gate_proj.bias"),
     ],
 )
 def test_no_place_in_the_model(kind, name, tmp_path):
@@ -95,7 +95,15 @@ def test_no_place_in_the_model(kind, name, tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "fields"),
-    [("megatron", HEAD_VECTORS), ("megatron", EXPERTS), ("dolomite", HEAD_VECTORS), ("dolomite", EXPERTS), ("fla", {})],
+    [
+        ("megatron", HEAD_VECTORS),
+        ("megatron", EXPERTS),
+        ("dolomite", HEAD_VECTORS),
+        ("dolomite", EXPERTS),
+        ("fla", {}),
+        ("huggingface", HEAD_VECTORS),
+        ("huggingface", EXPERTS),
+    ],
 )
 def test_any_weight_is_missed(kind, fields, tmp_path):
     """Each weight of the folder alone: nothing is made up in its place."""
@@ -111,7 +119,12 @@ def test_any_weight_is_missed(kind, fields, tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "of_the_second"),
-    [("megatron", "decoder.layers.1."), ("dolomite", "transformer.h.1."), ("fla", "model.layers.1.")],
+    [
+        ("megatron", "decoder.layers.1."),
+        ("dolomite", "transformer.h.1."),
+        ("fla", "model.layers.1."),
+        ("huggingface", "model.layers.1."),
+    ],
 )
 def test_another_number_of_layers(kind, of_the_second, tmp_path):
     folder = Folder(tmp_path, kind)
@@ -121,7 +134,7 @@ def test_another_number_of_layers(kind, of_the_second, tmp_path):
     folder.refused("missing: ")
 
 
-@pytest.mark.parametrize("kind", ["megatron", "dolomite"])
+@pytest.mark.parametrize("kind", ["megatron", "dolomite", "huggingface"])
 def test_another_number_of_experts(kind, tmp_path):
     folder = Folder(tmp_path, kind, **EXPERTS)
     folder.configure("num_experts", 2)
@@ -130,7 +143,7 @@ def test_another_number_of_experts(kind, tmp_path):
     folder.refused("missing: model.layers.0.mlp.experts.3.down_proj.weight")
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", convert.FORMATS)
 def test_a_tied_model_has_one_output_layer(kind, tmp_path):
     """An output layer beside the embedding is read where it is the same, refused where it is not."""
     name = "output_layer.weight" if kind == "megatron" else "lm_head.weight"
@@ -157,3 +170,37 @@ def test_what_is_no_weight_is_passed_over(tmp_path):
     names = (f"optimizer.state.exp_avg.{name}weight", f"{name}_extra_state")
     folder.change(lambda weights: weights.update({name: torch.randn(2, 32) for name in names}))
     assert torch.equal(folder.load().lm_head.weight, folder.model.lm_head.weight)
+
+
+@pytest.mark.parametrize("kind", ["dolomite", "fla", "huggingface"])
+def test_another_shape(kind, tmp_path):
+    folder = Folder(tmp_path, kind)
+    folder.configure("vocab_size", 60)
+    folder.refused("of another shape: lm_head.weight ((61, 32), not (60, 32)), model.embed_tokens.weight (")
+
+
+@pytest.mark.parametrize("kind", ["dolomite", "fla", "huggingface"])
+def test_a_weight_in_two_files(kind, tmp_path):
+    """One left by an earlier model, say."""
+    folder = Folder(tmp_path, kind)
+    file = folder.path / "model.safetensors"
+    save_file({"lm_head.weight": torch.zeros(61, 32)}, file.with_name("model-00002-of-00002.safetensors"))
+    folder.refused("in two files: lm_head.weight")
+
+
+@pytest.mark.parametrize("kind", ["dolomite", "fla", "huggingface"])
+def test_weights_of_several_dtypes(kind, tmp_path):
+    """None is rounded to another's."""
+    folder = Folder(tmp_path, kind)
+    folder.change(lambda weights: weights.update({"lm_head.weight": weights["lm_head.weight"].double() + 1e-9}))
+    kept = folder.load().state_dict()
+    assert kept["lm_head.weight"].dtype == torch.float64 and kept["model.norm.weight"].dtype == torch.float32
+    assert torch.equal(kept["lm_head.weight"], folder.model.lm_head.weight.double() + 1e-9)
+
+
+def test_how_a_model_generates_is_kept(tmp_path):
+    folder = Folder(tmp_path, "huggingface")
+    folder.model.generation_config.max_new_tokens = 7
+    folder.model.save_pretrained(folder.path)
+    convert.save(folder.load(), tmp_path / "out", "huggingface")
+    assert convert.load(tmp_path / "out").generation_config.max_new_tokens == 7
