@@ -18,6 +18,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_sb.megatron.metadata import Reader, read_metadata
+
 LAYERS, EXTRA_STATE = "decoder.layers.", "_extra_state"
 WITH_EXTRA_STATE = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
 FORMAT = {
@@ -34,17 +36,19 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of the model, whole, on the CPU. Raises ValueError where the folder is no such checkpoint."""
+    """Every tensor of the model, whole, on the CPU. What the folder's files say is read, none of it is run.
+
+    Raises ValueError where the folder is no such checkpoint, or its `.metadata` names what no checkpoint needs.
+    """
     if not is_checkpoint(folder):
         raise ValueError(f"{folder} is no distributed checkpoint of Megatron-Core's (.metadata and metadata.json)")
-    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     weights = {
         name: torch.empty(found.size, dtype=found.properties.dtype)
-        for name, found in metadata.items()
+        for name, found in read_metadata(folder).state_dict_metadata.items()
         if isinstance(found, TensorStorageMetadata) and not is_optimizers(name) and EXTRA_STATE not in name
     }
     with _alone():
-        dcp.load(weights, checkpoint_id=folder, no_dist=True)
+        dcp.load(weights, storage_reader=Reader(folder), no_dist=True)
     return weights
 
 
@@ -54,8 +58,8 @@ def is_optimizers(name: str) -> bool:
 
 
 def has_optimizer(folder: Path) -> bool:
-    """Whether a checkpoint can resume training, or holds weights alone."""
-    return any(is_optimizers(name) for name in dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+    """Whether a checkpoint can resume training, or holds weights alone. Raises ValueError as `read_metadata`."""
+    return any(is_optimizers(name) for name in read_metadata(folder).state_dict_metadata)
 
 
 @contextlib.contextmanager
