@@ -9,6 +9,7 @@ from support import decoders
 
 import megatron_sb as sb
 from megatron_sb import cli, convert
+from megatron_sb.functional import DEFAULT_MASS_THRESHOLD
 
 SIZES = {
     "vocab_size": 61,
@@ -68,13 +69,24 @@ def test_there_and_back(to, variant, dtype, tmp_path):
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]) and tensor.dtype == after[name].dtype, name
     fields, found = model.config.to_dict(), back.config.to_dict()
-    ignored = {"_name_or_path", "dtype", "transformers_version", "architectures", "mass_threshold", "use_cache"}
+    ignored = {"_name_or_path", "dtype", "transformers_version", "architectures", "use_cache"}
     ignored |= {"max_position_embeddings"} if to == "fla" else set()
     assert {name: found[name] for name in fields.keys() - ignored} == {
         name: fields[name] for name in fields.keys() - ignored
     }
     ids = torch.randint(61, (1, 12))
     assert torch.equal(back(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("to", convert.FORMATS)
+def test_the_mass_threshold(to, tmp_path):
+    """Dolomite and flash-linear-attention have none: back from there it is the default."""
+    model = make_model(mass_threshold=0.25)
+    convert.save(model, tmp_path / "out", to)
+    model.config.save_pretrained(tmp_path / "config")
+    back = convert.load(tmp_path / "out", tmp_path / "config" if to == "megatron" else None)
+    kept = to in ("huggingface", "megatron")
+    assert back.config.mass_threshold == (0.25 if kept else DEFAULT_MASS_THRESHOLD)
 
 
 def rms_norm(x, weight, eps):
