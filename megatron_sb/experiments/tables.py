@@ -42,7 +42,7 @@ def provenance() -> dict[str, Any]:
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     cpu = f"{platform.machine()} CPU, {len(os.sched_getaffinity(0))} cores"
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "device": f"{len(names)} x {names[0]}" if names else cpu,
         "torch": torch.__version__,
         "megatron_core": importlib.metadata.version("megatron-core"),
