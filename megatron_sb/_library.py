@@ -2,6 +2,8 @@
 
 import functools
 import importlib
+import platform
+import sys
 from pathlib import Path
 from typing import TypedDict
 
@@ -29,8 +31,12 @@ def build_info() -> BuildInfo:
     try:
         return importlib.import_module("megatron_sb._C").build_info()
     except ModuleNotFoundError as error:
+        folder = Path(__file__).parent
         raise ImportError(
-            "megatron_sb's compiled module is missing; install the package (pip install . in its folder, or make build)"
+            f"megatron_sb was imported from {folder}, which has no compiled module for Python "
+            f"{platform.python_version()}: it is a source tree, and hides an installed package from a Python that is "
+            f"started in {folder.parent}; start it in another folder or with -P, or install with pip install -e . "
+            "(make build does)"
         ) from error
 
 
@@ -63,6 +69,15 @@ def check_torch(built_with: str, installed: str) -> None:
             f"megatron_sb was built with torch {built_with}, but torch {installed} is installed; "
             "install that torch or build megatron_sb again (pip install --force-reinstall --no-deps .)"
         )
+
+
+def module_command(module: str) -> list[str]:
+    """What starts a module of this package in a new process, which imports the same package.
+
+    Python looks in the current folder first, where a checkout would hide what is installed; -P leaves the folder out.
+    """
+    here = Path(__file__).parents[1] == Path.cwd()
+    return [sys.executable, *([] if here else ["-P"]), "-m", module]
 
 
 @functools.cache

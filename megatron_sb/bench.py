@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 
-from .functional import stickbreaking_attention
+from megatron_sb._library import module_command
+from megatron_sb.functional import stickbreaking_attention
 
 _FULL_LOGIT = -11.0
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -110,7 +111,7 @@ def _resident_bytes(field: str) -> int:
 
 def peak_memory_in_fresh_process(kind: str, length: int, options: argparse.Namespace) -> int:
     """Peak bytes of ours over the inputs, measured by a new interpreter."""
-    command = [sys.executable, "-m", "megatron_sb.bench", "--memory-worker", kind, "--memory-length", str(length)]
+    command = [*module_command("megatron_sb.bench"), "--memory-worker", kind, "--memory-length", str(length)]
     for name in ("device", "dtype", "batch", "heads", "head_dim"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_MEMORY_TIMEOUT_S)

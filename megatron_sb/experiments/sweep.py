@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megatron_sb._library import module_command
 from megatron_sb.config import TrainingConfig, load_config
 from megatron_sb.training.launch import PARENT_PIPE, noting_signals, parent_pipe, prepare_directory
 
@@ -140,7 +140,7 @@ def _checked(config_path: str, trial: Trial, out: Path) -> TrainingConfig:
 
 def _command(config_path: str, trial: Trial, folder: Path) -> list[str]:
     """Starts or goes on with one run."""
-    command = [sys.executable, "-m", "megatron_sb.training", config_path, *trial.overrides, "--out", str(folder)]
+    command = [*module_command("megatron_sb.training"), config_path, *trial.overrides, "--out", str(folder)]
     return [*command, "--resume"] if (folder / "config.yaml").exists() else command
 
 

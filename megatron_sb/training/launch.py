@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 from torch.distributed import TCPStore
 
 from megatron_sb import config as configuration
+from megatron_sb._library import module_command
 from megatron_sb.config import ConfigError, TrainingConfig
 from megatron_sb.training.profiler import ProfilerWindow
 
@@ -90,7 +91,7 @@ def main(
         run_rank(config, Command(config_path, tuple(overrides), out, resume, window))
     arguments = [config_path, *overrides, *(["--out", out] if out else []), *(["--resume"] if resume else [])]
     arguments += ["--profile", profile] if profile else []
-    return start_ranks(config, [sys.executable, "-m", "megatron_sb.training", *arguments])
+    return start_ranks(config, [*module_command("megatron_sb.training"), *arguments])
 
 
 def start_ranks(config: TrainingConfig, command: list[str]) -> int:

@@ -14,6 +14,7 @@ import pytest
 from matplotlib import pyplot
 
 from megatron_sb import cli, experiments
+from megatron_sb._library import module_command
 from megatron_sb.config import load_config, to_yaml
 from megatron_sb.experiments import sweep, tables
 from megatron_sb.experiments.sweep import Trial
@@ -72,9 +73,7 @@ def test_a_failed_run_ends_the_sweep_and_says_why(tmp_path, monkeypatch):
     ) as stop:
         sweep.train_all(TINY, [Trial("one", ("seed=3",)), Trial("two", ())], tmp_path)
     assert stop.value.status == 3
-    assert [command[2:] for command in commands] == [
-        ["megatron_sb.training", TINY, "seed=3", "--out", str(tmp_path / "one")]
-    ]
+    assert commands == [[*module_command("megatron_sb.training"), TINY, "seed=3", "--out", str(tmp_path / "one")]]
 
 
 def test_what_was_begun_is_resumed(tmp_path, monkeypatch):
