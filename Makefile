@@ -19,9 +19,14 @@ MEGATRON312 ?= megatron-core==0.19.2
 # Of everything that is built on Megatron-Core, what depends on its release.
 TESTS312 := tests/python/megatron tests/python/training/test_engine.py tests/python/convert/test_megatron_checkpoints.py
 
-SOURCES := $(shell git ls-files -co --exclude-standard 'CMakeLists.txt' 'cmake' 'csrc' 'tests/cpp' 2>/dev/null)
+SOURCE_ROOTS := CMakeLists.txt cmake csrc tests/cpp
+# What git knows, or all files where it knows none: in an archive, or in a folder of another user, which it distrusts.
+SOURCES := $(or $(shell git ls-files -co --exclude-standard $(SOURCE_ROOTS) 2>/dev/null),\
+	$(shell find $(SOURCE_ROOTS) -type f 2>/dev/null))
 PYTHON_FILES := megatron_sb tests examples benchmarks
 CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES))
+# Without a file it would wait for one on standard input.
+CLANG_FORMAT = $(if $(CXX_FILES),$(BIN)/clang-format,$(error there are no C++ files in $(SOURCE_ROOTS)))
 
 .PHONY: train test test-cpp test-python test-megatron-3.12 test-gpu gpu-suite lint format build clean
 
@@ -54,12 +59,12 @@ gpu-suite: $(VENV)/.built
 lint: $(VENV)/.built
 	$(BIN)/ruff check $(PYTHON_FILES)
 	$(BIN)/ruff format --check $(PYTHON_FILES)
-	@$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	@$(CLANG_FORMAT) --dry-run -Werror $(CXX_FILES)
 
 format: $(VENV)/.built
 	$(BIN)/ruff check --fix $(PYTHON_FILES)
 	$(BIN)/ruff format $(PYTHON_FILES)
-	$(BIN)/clang-format -i $(CXX_FILES)
+	$(CLANG_FORMAT) -i $(CXX_FILES)
 
 build: $(VENV)/.built
 
