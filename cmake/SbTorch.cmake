@@ -13,8 +13,9 @@ function(sb_ask_python_for_torch)
         find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
     endif()
     set(question "import os, torch\nprint(';'.join([os.path.dirname(torch.__file__), torch.__version__, torch.version.cuda or '', str(int(torch.compiled_with_cxx11_abi()))]))")
-    # The second way leaves pip's build isolation: -I ignores the environment that hides the installed packages.
-    foreach(isolation "" "-I")
+    # The second way leaves pip's build isolation: -E ignores the variables that hide the installed packages (-I would
+    # too, and hide the user's own, from pip install --user, itself).
+    foreach(isolation "" "-E")
         execute_process(COMMAND ${Python_EXECUTABLE} ${isolation} -c "${question}"
                         OUTPUT_VARIABLE answer ERROR_VARIABLE error RESULT_VARIABLE status OUTPUT_STRIP_TRAILING_WHITESPACE)
         if(status EQUAL 0)
@@ -22,7 +23,7 @@ function(sb_ask_python_for_torch)
         endif()
     endforeach()
     if(NOT status EQUAL 0)
-        message(FATAL_ERROR "megatron_sb: ${Python_EXECUTABLE} has no torch (pip install 'torch==2.11.*' first), and SB_TORCH_ROOT is not set.\n${error}")
+        message(FATAL_ERROR "megatron_sb: ${Python_EXECUTABLE} has no torch (pip install 'torch==2.11.*' first; one that only PYTHONPATH leads to needs pip install --no-build-isolation), and SB_TORCH_ROOT is not set.\n${error}")
     endif()
     list(GET answer 0 root)
     list(GET answer 1 version)
