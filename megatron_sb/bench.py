@@ -8,6 +8,7 @@ of a fresh process over what it held once the inputs existed, which counts outpu
 
 import argparse
 import datetime
+import importlib
 import math
 import platform
 import statistics
@@ -193,15 +194,20 @@ def _parse(args: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(args)
     if options.device == "cuda" and not has_cuda:
         parser.error("--device cuda: torch sees no CUDA device here")
-    for name in ("batch", "heads", "head_dim", "repeats"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
+    numbers = {name: getattr(options, name) for name in ("batch", "heads", "head_dim", "repeats")}
+    for name, number in {**numbers, "lengths": min(options.lengths)}.items():
+        if number < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {number}")
+    if options.memory_length < 0:
+        parser.error(f"--memory-length must be at least 0, not {options.memory_length}")
     return options
 
 
 def main(args: list[str] | None = None) -> int:
     """Run the benchmark with these command line arguments (the process's own if None) and return the exit status."""
     options = _parse(args)
+    if options.out:
+        importlib.import_module("matplotlib")  # where it is missing, that is said before anything is measured
     if options.memory_worker:
         print(peak_memory(stickbreaking_attention, make_inputs(options.memory_worker, options.memory_length, options)))
     else:

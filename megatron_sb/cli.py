@@ -9,6 +9,12 @@ import torch
 import megatron_sb
 from megatron_sb import _library
 
+# Optional modules -> the extra of pyproject.toml that brings them.
+EXTRAS = {
+    **dict.fromkeys(("matplotlib", "megatron", "psutil", "scipy", "tensorboard", "tqdm", "yaml"), "train"),
+    **dict.fromkeys(("safetensors", "transformers"), "huggingface"),
+}
+
 
 def info(arguments: argparse.Namespace) -> int:
     """Print how this package was built, what is here to run on, and which kernels serve what."""
@@ -120,7 +126,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; 0 means success. Bad arguments are one sentence on standard error and status 2."""
+    """Run one command; 0 means success. Bad arguments and optional modules that are not installed are one sentence on
+    standard error and status 2.
+    """
     argv = sys.argv[1:] if argv is None else argv
     own_options = {"bench": _bench, "experiment": _experiment}  # --help included
     run = own_options.get(argv[0]) if argv else None
@@ -129,6 +137,16 @@ def main(argv: list[str] | None = None) -> int:
         return (run or arguments.run)(arguments)
     except (ValueError, TypeError, FileNotFoundError) as error:
         print(f"megatron-sb: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in EXTRAS:
+            raise
+        print(
+            f"megatron-sb: {argv[0]} needs the module {name}, which is not installed: pip install '.[{EXTRAS[name]}]' "
+            "in the sources of megatron_sb",
+            file=sys.stderr,
+        )
         return 2
 
 

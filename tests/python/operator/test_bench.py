@@ -63,9 +63,23 @@ def test_peak_memory_sees_an_allocation():
     assert peak > (megabytes - 1) * 2**20  # the system counts pages in batches, some 100 KiB off
 
 
-@pytest.mark.parametrize("flag", ["--heads", "--repeats", "--batch"])
+@pytest.mark.parametrize("flag", ["--heads", "--repeats", "--batch", "--lengths"])
 def test_bad_options(flag, capsys):
     """Refused by name."""
     with pytest.raises(SystemExit):
         bench.main([flag, "0"])
     assert f"{flag} must be at least 1, not 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "refusal"),
+    [
+        (["--lengths", "64", "-5"], "--lengths must be at least 1, not -5"),
+        (["--memory-length", "-1"], "--memory-length must be at least 0, not -1"),
+    ],
+)
+def test_bad_lengths_are_refused_before_anything_is_measured(option, refusal, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(option)
+    printed = capsys.readouterr()
+    assert refusal in printed.err and not printed.out

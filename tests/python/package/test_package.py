@@ -1,9 +1,11 @@
 """The package as a whole: what it says of itself, the shell command, and the C++ package that it installs."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,62 @@ def test_an_unknown_command_says_what_there_is(capsys):
     with pytest.raises(SystemExit):
         cli.main(["trian"])
     assert "invalid choice: 'trian'" in capsys.readouterr().err
+
+
+# None in sys.modules is a module that cannot be found.
+WITHOUT_A_MODULE = """
+import sys
+from megatron_sb.cli import main
+missing, *command = sys.argv[1:]
+sys.modules[missing] = None
+sys.exit(main(command))
+"""
+
+
+@pytest.mark.parametrize(
+    ("missing", "extra", "command"),
+    [
+        ("yaml", "train", ["train", "configs/tiny_context_extension.yaml"]),
+        ("tqdm", "train", ["experiment", "--help"]),
+        ("matplotlib", "train", ["bench", "--out", "plots"]),
+        ("transformers", "huggingface", ["convert", "from", "to", "--to", "fla"]),
+    ],
+)
+def test_a_module_that_is_not_installed_is_one_sentence(missing, extra, command, tmp_path):
+    """And comes first: nothing is measured or written."""
+    pytest.importorskip("yaml")  # which convert asks for before transformers
+    python = [sys.executable, "-c", WITHOUT_A_MODULE]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    run = subprocess.run(
+        [*python, missing, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 2
+    assert run.stderr.splitlines()[-1] == (
+        f"megatron-sb: {command[0]} needs the module {missing}, which is not installed: pip install '.[{extra}]' "
+        "in the sources of megatron_sb"
+    )
+    assert "Traceback" not in run.stderr and not run.stdout and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("missing", ["megatron_sb.selfcheck", "no_extra_has_this"])
+def test_another_module_that_is_missing_is_a_defect(missing, monkeypatch):
+    def run():
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setattr(selfcheck, "main", run)
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["check"])
+
+
+def test_every_optional_module_is_known_by_its_extra():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    modules = {"PyYAML": "yaml", "megatron-core": "megatron"}  # named unlike what is installed
+    wanted = {}
+    for extra in ("train", "huggingface"):
+        for requirement in extras[extra]:
+            name = re.match(r"[\w-]+", requirement).group()
+            wanted[modules.get(name, name)] = extra
+    assert wanted == cli.EXTRAS
 
 
 def test_cpp_consumer_builds_and_runs(tmp_path):
