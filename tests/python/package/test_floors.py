@@ -1,6 +1,7 @@
 """Files include and import only downward."""
 
 import ast
+import importlib.util
 import re
 from pathlib import Path
 
@@ -15,6 +16,7 @@ PYTHON_FLOORS = {
     "_library": 0,
     "reference": 0,
     "config": 0,
+    "gates": 0,
     "functional": 1,
     "context_parallel": 2,
     "compat": 2,
@@ -42,15 +44,35 @@ def _python_files() -> list[Path]:
     return sorted((ROOT / "megatron_sb").rglob("*.py"))
 
 
-def _imported_modules(path: Path) -> set[str]:
+def _imported_modules(source: str, package: str) -> set[str]:
+    """What the source of a module in `package` imports, with full names, and whatever is imported from it."""
     modules = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             modules.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            modules.add(node.module)
-            modules.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            name = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            modules.update((name, *(f"{name}.{alias.name}" for alias in node.names)))
     return modules
+
+
+@pytest.mark.parametrize(
+    ("source", "modules"),
+    [
+        ("import a.b, c", {"a.b", "c"}),
+        ("from a.b import c", {"a.b", "a.b.c"}),
+        ("from . import x", {"megatron_sb.training", "megatron_sb.training.x"}),
+        ("from .x import y", {"megatron_sb.training.x", "megatron_sb.training.x.y"}),
+        ("def f():\n    from ..cli import main", {"megatron_sb.cli", "megatron_sb.cli.main"}),
+    ],
+)
+def test_imports_are_read(source, modules):
+    assert _imported_modules(source, "megatron_sb.training") == modules
+
+
+def test_every_module_has_a_floor():
+    modules = {path.relative_to(ROOT / "megatron_sb").parts[0].removesuffix(".py") for path in _python_files()}
+    assert modules - {"__init__"} == PYTHON_FLOORS.keys()
 
 
 def test_there_are_files_to_read():
@@ -72,7 +94,7 @@ def test_cpp_includes_downward(path):
 @pytest.mark.parametrize("path", _python_files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_python_imports_downward(path):
     own = path.relative_to(ROOT / "megatron_sb").parts[0].removesuffix(".py")
-    for module in _imported_modules(path):
+    for module in _imported_modules(path.read_text(), ".".join(path.relative_to(ROOT).parts[:-1])):
         if module.startswith("megatron.core"):
             assert own == "megatron", f"{own} imports {module}"
         if own == "__init__" or not module.startswith("megatron_sb."):
