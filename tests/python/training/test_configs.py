@@ -1,6 +1,8 @@
 """The shipped configurations: valid, of the published sizes, and with the schedules they say they have."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_sb import cli
 from megatron_sb.config import count_parameters, load_config, to_yaml
 from megatron_sb.megatron.model import build_model
 from megatron_sb.training.schedule import learning_rate
@@ -42,6 +45,19 @@ def test_valid_and_written_back_whole(path, tmp_path):
     config = load_config(path)
     (tmp_path / "again.yaml").write_text(to_yaml(config))
     assert load_config(tmp_path / "again.yaml") == config
+
+
+def test_documented_commands_are_what_the_record_was_made_with():
+    text = (CONFIGS.parent / "docs" / "training.md").read_text().replace("\\\n", " ")
+    commands = re.findall(r"^    megatron-sb (train configs/context_extension_38m\.yaml .*)", text, re.MULTILINE)
+    record = CONFIGS.parent / "benchmarks" / "results" / "2026-11-22-2xh200-context-extension.json"
+    models = json.loads(record.read_text())["models"]
+    assert len(commands) == len(models) == 2
+    for command, (model, recorded) in zip(commands, models.items(), strict=True):
+        arguments = cli._parser().parse_args(shlex.split(command))
+        assert {*arguments.set} == {*recorded["overrides"], f"compare=[{model}]"}
+        config = load("context_extension_38m", arguments.set)
+        assert config.parallel.ranks == 2 and [stage.steps for stage in config.stages] == [600, 120]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
