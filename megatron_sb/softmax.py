@@ -214,7 +214,9 @@ class SoftmaxAttention(nn.Module):
                 head i // (h / h_kv).
             v: of k's shape, in q's dtype.
             cu_seqlens: for packed rows, int32 (documents + 1,), where each document starts and the last one ends: from
-                0 to t, not decreasing. The values are read back from a GPU once per tensor, not per call.
+                0 to t, not decreasing, on any device. From a GPU the values are read back once, and again after a write
+                that torch counts (`_version`); collectives, kernels of others and `.data` write uncounted: pass a new
+                tensor after those, or one on the CPU, which is read at every call.
 
         Returns:
             A tensor of q's shape and dtype. Sums are in fp32 (fp64 for fp64).
@@ -376,8 +378,9 @@ class SoftmaxAttention(nn.Module):
 
 
 class _LastOffsets:
-    """Lengths of the documents of the cu_seqlens that were asked for last: a batch's first layer reads them back, the
-    others do not wait for the device.
+    """Lengths of the documents of the cu_seqlens that were asked for last: on a GPU a batch's first layer reads them
+    back, the others do not wait for the device. On CPUs, where nobody waits, they are read at every call: torch does
+    not count what collectives, numpy and `.data` write.
     """
 
     def __init__(self) -> None:
@@ -385,8 +388,9 @@ class _LastOffsets:
 
     def lengths(self, cu_seqlens: Tensor, tokens: int) -> tuple[int, ...]:
         """Lengths of the documents that are not empty; refuses offsets that do not cover `tokens` positions."""
-        # Nothing tells whether an inference tensor was written to.
-        key = None if cu_seqlens.is_inference() else (id(cu_seqlens), cu_seqlens._version)
+        # Of an inference tensor torch counts no writes at all.
+        counted = cu_seqlens.device.type != "cpu" and not cu_seqlens.is_inference()
+        key = (id(cu_seqlens), cu_seqlens._version) if counted else None
         if key is None or key != self._key:
             self._bounds = cu_seqlens.tolist()
             self._key, self._tensor = key, cu_seqlens  # kept alive: an id is only unique among the living

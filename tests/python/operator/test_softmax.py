@@ -3,6 +3,7 @@
 import math
 import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -351,11 +352,42 @@ class TestBetweenCalls:
             right = expected_packed(*inputs, {}, {"position": "none"}, lengths=lengths)
             torch.testing.assert_close(module(*inputs, cu_seqlens), right, rtol=1e-10, atol=1e-10)
 
-    def test_offsets_are_read_once(self, monkeypatch):
-        module, inputs, cu_seqlens = make_module({}), make_inputs(6), offsets(2, 4)
+    @pytest.mark.parametrize("through", [torch.Tensor.numpy, lambda x: x.data], ids=["numpy", "data"])
+    def test_offsets_are_written_over_uncounted(self, through):
+        """As collectives write too: torch's count of writes stays."""
+        module, inputs, cu_seqlens = make_module({"position": "none"}), make_inputs(6), offsets(2, 4)
         module(*inputs, cu_seqlens)
-        monkeypatch.setattr(torch.Tensor, "tolist", None)
-        module(*inputs, cu_seqlens)
+        version = cu_seqlens._version
+        through(cu_seqlens)[1] = 5
+        assert cu_seqlens._version == version
+        right = expected_packed(*inputs, {}, {"position": "none"}, lengths=[5, 1])
+        torch.testing.assert_close(module(*inputs, cu_seqlens), right, rtol=1e-10, atol=1e-10)
+
+    def test_offsets_on_a_gpu_are_read_once(self):
+        """A stand-in on a CPU: until torch counts a write, or for another tensor."""
+        reads, last = [], softmax._LastOffsets()
+
+        def on_gpu(values, inference=False):
+            return SimpleNamespace(
+                device=torch.device("cuda"),
+                _version=0,
+                is_inference=lambda: inference,
+                tolist=lambda: reads.append(1) or values,
+            )
+
+        first, second, third = on_gpu([0, 2, 6]), on_gpu([0, 5, 6]), on_gpu([0, 6], inference=True)
+        for cu_seqlens, lengths, num_reads in (
+            (first, (2, 4), 1),
+            (first, (2, 4), 1),
+            (second, (5, 1), 2),
+            (third, (6,), 3),
+            (third, (6,), 4),
+        ):
+            assert (last.lengths(cu_seqlens, 6), len(reads)) == (lengths, num_reads)
+        last.lengths(first, 6)
+        first._version = 1
+        last.lengths(first, 6)
+        assert len(reads) == 6
 
     @variants
     def test_training_after_inference(self, options, scaling):
