@@ -82,10 +82,12 @@ class PlanCache:
     """The latest context-parallel plans, so that all layers of a model share the one of their batch.
 
     An entry serves as long as group, sequence length, layout and packing are the same and `cu_seqlens` is the same
-    tensor object, not modified in place since. It leaves when `capacity` newer plans have been made: a batch's plan
-    outlives its layers, recomputation and the micro-batches a pipeline has in flight; where it does not, it is made
-    again. Ranks of a group run the same layers on the same batches, so they agree on when a plan is made, which is a
-    collective. `clear()` drops all of them, and with them the references to process groups and `cu_seqlens`.
+    tensor object, not modified in place since as far as torch counts (on a GPU collectives and `.data` are not seen; on
+    a CPU the values are compared). It leaves when `capacity` newer plans have been made: a batch's plan outlives its
+    layers, recomputation and the micro-batches a pipeline has in flight; where it does not, it is made again. Of
+    inference tensors torch counts no writes: each call with one makes its plan. Ranks of a group run the same layers on
+    the same batches, so they agree on when a plan is made, which is a collective. `clear()` drops all of them, and with
+    them the references to process groups and `cu_seqlens`.
     """
 
     def __init__(self, capacity: int = 16):
@@ -102,15 +104,18 @@ class PlanCache:
         packing: str,
     ) -> ContextParallelPlan:
         """The plan for these arguments of `ContextParallelPlan`; made, by all ranks of the group, if need be."""
-        # Tensors made under inference_mode count no versions.
-        version = None if cu_seqlens is None or cu_seqlens.is_inference() else cu_seqlens._version
-        key = (id(cp_group), seq_len, id(cu_seqlens), version, layout, packing)
+        arguments = {"seq_len": seq_len, "cu_seqlens": cu_seqlens, "layout": layout, "packing": packing}
+        if cu_seqlens is not None and cu_seqlens.is_inference():
+            return ContextParallelPlan(cp_group, **arguments)
+        version, on_cpu = None if cu_seqlens is None else cu_seqlens._version, ()
+        if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
+            on_cpu = tuple(cu_seqlens.flatten().tolist())
+        key = (id(cp_group), seq_len, id(cu_seqlens), version, on_cpu, layout, packing)
         if key in self._plans:
             self._plans.move_to_end(key)
         else:
-            plan = ContextParallelPlan(cp_group, seq_len=seq_len, cu_seqlens=cu_seqlens, layout=layout, packing=packing)
             # An id is only unique among living objects: keep them alive as long as the entry.
-            self._plans[key] = (plan, cp_group, cu_seqlens)
+            self._plans[key] = (ContextParallelPlan(cp_group, **arguments), cp_group, cu_seqlens)
             while len(self._plans) > self.capacity:
                 self._plans.popitem(last=False)
         return self._plans[key][0]

@@ -347,6 +347,22 @@ class TestPlanCache:
         for other in ({"seq_len": 16}, {"layout": "contiguous"}, {"packing": "whole_stream"}, {"group": "other"}):
             assert get(**other) is not plan
 
+    def test_writes_that_torch_does_not_count(self, get):
+        """On a CPU a plan is that of the values."""
+        offsets = torch.tensor([0, 8], dtype=torch.int32)
+        plan = get(cu_seqlens=offsets)
+        offsets.numpy()[1] = 4
+        assert get(cu_seqlens=offsets) is not plan
+
+    def test_inference_tensors_have_a_plan_each_call(self, get):
+        """Nothing tells whether one was written to; training on the same values shares as ever."""
+        with torch.inference_mode():
+            offsets = torch.tensor([0, 8], dtype=torch.int32)
+            assert get(cu_seqlens=offsets) is not get(cu_seqlens=offsets)
+            assert get() is get()
+        counted = offsets.clone()
+        assert get(cu_seqlens=counted) is get(cu_seqlens=counted)
+
     def test_oldest_leaves_first(self, get):
         first, second = get(), get(seq_len=16)
         assert get() is first
