@@ -26,6 +26,11 @@ def _group_name(group: object, argument: str = "cp_group") -> str:
     return group.group_name
 
 
+def _group_size(group: object) -> int:
+    _group_name(group)
+    return dist.get_world_size(group)
+
+
 def _offsets(cu_seqlens: object) -> tuple[list[int] | None, str]:
     """Return cu_seqlens as a list, and what is wrong with it or ""; a tensor on a GPU is read back here."""
     if cu_seqlens is None:
@@ -108,8 +113,7 @@ def _make_plan(
     if q.dim() != rank:
         shape = "(b, s_local, h, d)" if cu_seqlens is None else "(t_local, h, d) with cu_seqlens"
         raise ValueError(f"q has {q.dim()} dimensions; {rank}, {shape}, are needed")
-    _group_name(cp_group)
-    return ContextParallelPlan(cp_group, q.shape[rank - 3] * dist.get_world_size(cp_group), cu_seqlens, layout, packing)
+    return ContextParallelPlan(cp_group, q.shape[rank - 3] * _group_size(cp_group), cu_seqlens, layout, packing)
 
 
 def _check_plan(

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_sb.context_parallel import ContextParallelPlan, context_parallel_attention
+from megatron_sb.context_parallel import ContextParallelPlan, _group_size, context_parallel_attention
 from megatron_sb.functional import (
     DEFAULT_MASS_THRESHOLD,
     _check_counts,
@@ -52,11 +52,11 @@ class StickBreakingSelfAttention(nn.Module):
         forget_gate: f = sigmoid(gate_proj(x)) in fp32, one for each key and KV head, for beta = f * sigmoid(z);
             gate_proj has a bias, OPEN_GATE (5) at first.
         forget_gate_loss: coefficient of the auxiliary loss mean(-log f), which keeps gates open unless closing them
-            pays; its gradient joins that of the gates (`megatron_sb.gates.keep_gates_open`), its value of the latest
-            forward is the attribute gate_loss.
+            pays; its gradient joins that of the gates (`megatron_sb.gates.keep_gates_open`). The mean over this rank's
+            keys in the latest forward is the attribute gate_loss.
         logits, attend_current, scale, mass_threshold: as in `stickbreaking_attention`.
         cp_group: the group over which sequences are cut. Gradients of parameters are then those of this rank's rows:
-            sum them over the group, as over data-parallel ranks.
+            sum them over the group. The auxiliary loss is then counted once: a rank adds 1 / ranks of its own mean.
         layout, comm: as in `context_parallel_attention`; not read without cp_group or a plan.
         device, dtype: of the parameters.
 
@@ -159,20 +159,28 @@ class StickBreakingSelfAttention(nn.Module):
             for part in self.qkv_proj(x).split([n * self.head_dim for n in heads], dim=-1)
         )
         if cache is None:
-            o, mass = self._attend(q, k, v, self._gates(x), cu_seqlens, plan)
+            o, mass = self._attend(q, k, v, self._gates(x, plan), cu_seqlens, plan)
         else:
             o, mass = self._attend_to(cache, q, k, v)
         if self.remainder_bias is not None or self.norm_weight is not None:
             o = head_output(o, mass, self.remainder_bias, self.norm_weight, self.norm_bias, eps=self.norm_eps)
         return self.out_proj(o.flatten(-2))
 
-    def _gates(self, x: Tensor) -> Tensor | None:
+    def _gates(self, x: Tensor, plan: ContextParallelPlan | None) -> Tensor | None:
         """f of every key and KV head, x's shape without its channels and with the heads."""
         if self.gate_proj is None:
             return None
         f = gates_of(self.gate_proj(x))
         self.gate_loss = forget_gate_loss(f.detach())
-        return keep_gates_open(f, self.forget_gate_loss) if self.forget_gate_loss > 0 else f
+        # Ranks have as many keys each, so that the mean over all keys is that of the ranks' means.
+        coefficient = self.forget_gate_loss / self._num_ranks(plan)
+        return keep_gates_open(f, coefficient) if coefficient > 0 else f
+
+    def _num_ranks(self, plan: ContextParallelPlan | None) -> int:
+        """Over how many ranks the sequences are cut."""
+        if plan is not None:
+            return plan.size
+        return 1 if self.cp_group is None else _group_size(self.cp_group)
 
     def _check_input(self, x: object, cu_seqlens: object, plan: object) -> None:
         _check_tensor("x", x)

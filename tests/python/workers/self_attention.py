@@ -24,14 +24,25 @@ CASES = {
     "packed": {"packed": True},
     "plan": {"packed": True, "plan": True},
     "norm alone": {"remainder_bias": False},
+    "gates": {"forget_gate": True, "forget_gate_loss": 10.0},
+    "gates, plan": {"packed": True, "plan": True, "forget_gate": True, "forget_gate_loss": 10.0},
 }
 
 
-def difference(*, packed: bool = False, plan: bool = False, remainder_bias: bool = True, **options) -> dict[str, float]:
+def difference(
+    *,
+    packed: bool = False,
+    plan: bool = False,
+    remainder_bias: bool = True,
+    forget_gate: bool = False,
+    forget_gate_loss: float = 0.0,
+    **options,
+) -> dict[str, float]:
     """Largest absolute differences of the output and of all parameters' gradients, summed over the ranks."""
     torch.manual_seed(0)
     group = dist.group.WORLD
     switches = {"remainder_bias": remainder_bias, "head_norm": True}
+    switches |= {"forget_gate": forget_gate, "forget_gate_loss": forget_gate_loss}
     whole = sb.StickBreakingSelfAttention(CHANNELS, 4, 2, **switches)
     with torch.no_grad():
         for parameter in whole.parameters():
