@@ -6,6 +6,10 @@ o_j = sum_i A_ij v_i,      mass_j = prod_k (1 - beta_kj) = 1 - sum_i A_ij, the s
 Variants of the logit: z_ij = -scale * |q_j - k_i|^2 (logits="euclidean"), beta_ij = f_i * sigmoid(z_ij) (forget_gate).
 """
 
+import math
+from collections.abc import Callable
+from numbers import Real
+
 import torch
 from torch import Tensor
 
@@ -16,6 +20,32 @@ LOGITS = ("dot", "euclidean")
 def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is {type(value).__name__}; a torch.Tensor is allowed")
+
+
+def _check_number(
+    name: str, value: object, allowed: str = "a number", fits: Callable[[float], bool] | None = None
+) -> None:
+    """fits, which number is allowed, is only for what torch.compile does not trace: it would settle a symbol's value.
+
+    A tensor is no number: the operators would take its value and give it no gradient.
+    """
+    if isinstance(value, bool) or not isinstance(value, (Real, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name} is {type(value).__name__}; {allowed} is allowed")
+    if fits is not None and not fits(value):
+        raise ValueError(f"{name} is {value}; {allowed} is allowed")
+
+
+def _check_finite(name: str, value: object) -> None:
+    _check_number(name, value, "a finite number", math.isfinite)
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {type(value).__name__}; True or False is allowed")
+
+
+def _check_mass_threshold(value: object) -> None:
+    _check_number("mass_threshold", value, "0 (no skipping) up to, not including, 1", lambda x: 0 <= x < 1)
 
 
 def _variant(logits: object, forget_gate: object) -> dict[str, object]:

@@ -8,7 +8,10 @@ from megatron_sb.context_parallel import ContextParallelPlan, _group_size, conte
 from megatron_sb.functional import (
     DEFAULT_MASS_THRESHOLD,
     _check_counts,
+    _check_finite,
+    _check_flag,
     _check_logits,
+    _check_mass_threshold,
     _check_tensor,
     _head_dim_of,
     head_output,
@@ -61,7 +64,8 @@ class StickBreakingSelfAttention(nn.Module):
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: sizes that do not fit each other, naming the argument, its value and what is allowed.
+        TypeError, ValueError: sizes that do not fit each other and options that no call could have, naming the
+            argument, its value and what is allowed.
     """
 
     def __init__(
@@ -93,6 +97,10 @@ class StickBreakingSelfAttention(nn.Module):
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
         self.norm_eps = norm_eps
         _check_logits(logits)
+        if scale is not None:
+            _check_finite("scale", scale)
+        _check_flag("attend_current", attend_current)
+        _check_mass_threshold(mass_threshold)
         if forget_gate_loss < 0 or (forget_gate_loss > 0 and not forget_gate):
             raise ValueError(f"forget_gate_loss is {forget_gate_loss}; 0, or with forget_gate more, is allowed")
         self.forget_gate_loss, self.gate_loss = forget_gate_loss, None
@@ -143,7 +151,8 @@ class StickBreakingSelfAttention(nn.Module):
                 global.
             plan: with context parallelism, the batch's plan, which has the cu_seqlens; cp_group and layout must agree.
             cache: keys and values of earlier positions; those of x, which follow them, are appended, and each position
-                attends to all before it. Without gradients, context parallelism and cu_seqlens.
+                attends to all before it. Without gradients, context parallelism and cu_seqlens. As it was where
+                anything is raised.
 
         Returns:
             A tensor of x's shape.
@@ -152,16 +161,23 @@ class StickBreakingSelfAttention(nn.Module):
             TypeError, ValueError: naming the argument, its value and what is allowed, before anything runs.
         """
         self._check_input(x, cu_seqlens, plan)
-        self._check_cache(cache, cu_seqlens, plan)
+        self._check_cache(x, cache, cu_seqlens, plan)
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q, k, v = (
             part.view(*x.shape[:-1], -1, self.head_dim)
             for part in self.qkv_proj(x).split([n * self.head_dim for n in heads], dim=-1)
         )
         if cache is None:
-            o, mass = self._attend(q, k, v, self._gates(x, plan), cu_seqlens, plan)
-        else:
-            o, mass = self._attend_to(cache, q, k, v)
+            return self._output(*self._attend(q, k, v, self._gates(x, plan), cu_seqlens, plan))
+        num_filled = cache.length
+        try:
+            return self._output(*self._attend_to(cache, q, k, v))
+        except BaseException:
+            cache.length = num_filled
+            raise
+
+    def _output(self, o: Tensor, mass: Tensor | None) -> Tensor:
+        """What follows the attention: o and mass as it gives them."""
         if self.remainder_bias is not None or self.norm_weight is not None:
             o = head_output(o, mass, self.remainder_bias, self.norm_weight, self.norm_bias, eps=self.norm_eps)
         return self.out_proj(o.flatten(-2))
@@ -191,7 +207,7 @@ class StickBreakingSelfAttention(nn.Module):
         if x.dim() != (2 if packed else 3) or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x has shape {tuple(x.shape)}; {shape}, hidden_size {self.hidden_size}, is allowed")
 
-    def _check_cache(self, cache: object, cu_seqlens: object, plan: object) -> None:
+    def _check_cache(self, x: Tensor, cache: object, cu_seqlens: object, plan: object) -> None:
         if cache is None:
             return
         if not isinstance(cache, KVCache):
@@ -201,7 +217,7 @@ class StickBreakingSelfAttention(nn.Module):
                 raise ValueError(f"{name} is given beside a cache; None is allowed: a cache holds whole sequences")
         if self.gate_proj is not None or self.logits != "dot":
             raise ValueError("cache is given with forget gates or Euclidean logits; it is allowed without them")
-        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *self.parameters())):
             raise ValueError("cache is given while gradients are recorded, which it has none of; use torch.no_grad()")
 
     def _attend_to(self, cache: KVCache, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

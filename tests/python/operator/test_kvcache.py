@@ -6,6 +6,7 @@ from support.caches import CacheCase, assert_accurate, attend
 from support.inputs import STRIDES, strided
 
 import megatron_sb as sb
+from megatron_sb import modules
 
 pytestmark = pytest.mark.usefixtures("device")
 ops = torch.ops.megatron_sb
@@ -211,6 +212,20 @@ class TestModule:
             with pytest.raises(ValueError, match="cp_group is given beside a cache"):
                 module(x, cache=cache)
         assert cache.length == 0
+
+    def test_a_call_that_raises_appends_nothing(self, monkeypatch):
+        """One whose input wants a gradient, others that fail half-way; a call after them is as without them."""
+        module, x, cache = sb.StickBreakingSelfAttention(64, 4, 2), torch.randn(3, 5, 64), sb.KVCache(3, 8, 2, 16)
+        module.requires_grad_(False)
+        module(x[:, :3], cache=cache)
+        with pytest.raises(ValueError, match=r"gradients are recorded.*torch.no_grad"):
+            module(x[:, 3:].clone().requires_grad_(), cache=cache)
+        for part, name in ((modules, "attend_to_filled"), (module.out_proj, "forward")):
+            with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+                patch.setattr(part, name, lambda *args, **options: 1 / 0)
+                module(x[:, 3:], cache=cache)
+        assert cache.length == 3
+        torch.testing.assert_close(module(x[:, 3:], cache=cache), module(x)[:, 3:], rtol=1e-4, atol=1e-5)
 
     def test_cache(self):
         cache, k = sb.KVCache(2, 8, 3, 16, 24, dtype=torch.bfloat16), torch.randn(2, 5, 3, 16).bfloat16()

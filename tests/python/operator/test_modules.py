@@ -144,6 +144,31 @@ def test_refused_sizes(sizes, options, sentence):
         sb.StickBreakingSelfAttention(*sizes, **options)
 
 
+BAD_OPTIONS = {
+    "scale that should learn": (
+        {"scale": torch.nn.Parameter(torch.ones(()))},
+        TypeError,
+        "scale is Parameter; a finite",
+    ),
+    "scale": ({"scale": float("inf")}, ValueError, "scale is inf; a finite number is allowed"),
+    "flag": ({"attend_current": None}, TypeError, "attend_current is NoneType; True or False is allowed"),
+    "threshold": (
+        {"mass_threshold": 2.0},
+        ValueError,
+        "mass_threshold is 2.0; 0 (no skipping) up to, not including, 1",
+    ),
+    "threshold nan": ({"mass_threshold": float("nan")}, ValueError, "mass_threshold is nan; 0 (no skipping) up to"),
+    "no threshold": ({"mass_threshold": None}, TypeError, "mass_threshold is NoneType; 0 (no skipping) up to, not"),
+}
+
+
+@pytest.mark.parametrize(("options", "kind", "sentence"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
+def test_refused_options(options, kind, sentence):
+    """When the module is made, not by its first call."""
+    with pytest.raises(kind, match=re.escape(sentence)):
+        sb.StickBreakingSelfAttention(48, 6, **options)
+
+
 CU = torch.tensor([0, 6], dtype=torch.int32)
 BAD_CALLS = {
     "x no tensor": (([1.0],), {}, TypeError, "x is list; a torch.Tensor is allowed"),
