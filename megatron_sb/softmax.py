@@ -121,8 +121,12 @@ class FireBias(nn.Module):
     def forward(self, query_position: Tensor, key_position: Tensor) -> Tensor:
         """query_position: (r,), key_position: (n,), both of one floating dtype -> (h, r, n) in it, for i <= j.
 
-        Parameters are converted to that dtype: in bfloat16 neighbouring positions would be one.
+        Parameters are converted to that dtype: in bfloat16 neighbouring positions would be one. Autocast is not heeded.
         """
+        with _without_autocast(query_position):
+            return self._bias(query_position, key_position)
+
+    def _bias(self, query_position: Tensor, key_position: Tensor) -> Tensor:
         dtype = query_position.dtype
         c, threshold = self.c.abs().to(dtype), (self.threshold_factor * self.threshold).abs().to(dtype)
         # A key to come has no bias. It is masked later, but the logarithm's NaN would reach the gradients.
@@ -219,24 +223,28 @@ class SoftmaxAttention(nn.Module):
                 tensor after those, or one on the CPU, which is read at every call.
 
         Returns:
-            A tensor of q's shape and dtype. Sums are in fp32 (fp64 for fp64).
+            A tensor of q's shape and dtype. Sums are in fp32 (fp64 for fp64). Under autocast q, k and v, unless fp64,
+            are cast to its dtype, which is the output's then, and all else is as without it.
 
         Raises:
             TypeError, ValueError: naming the argument, its value and what is allowed, before anything runs.
         """
-        self._check_input(q, k, v, cu_seqlens)
-        if cu_seqlens is None:
-            return self._attend(q, k, v, (q.shape[1],))
-        lengths = _last_offsets.lengths(cu_seqlens, q.shape[0])
-        if len(set(lengths)) > 1:
-            return self._attend(q[None], k[None], v[None], lengths)[0]
-        batch = (x.unflatten(0, (len(lengths), -1)) for x in (q, k, v))
-        return self._attend(*batch, lengths[:1]).flatten(0, 1)
-
-    def _check_input(self, q: object, k: object, v: object, cu_seqlens: object) -> None:
-        optional = () if cu_seqlens is None else (("cu_seqlens", cu_seqlens),)
-        for name, value in (("q", q), ("k", k), ("v", v), *optional):
+        for name, value in (("q", q), ("k", k), ("v", v)):
             _check_tensor(name, value)
+        q, k, v = (_cast_by_autocast(x) for x in (q, k, v))
+        self._check_input(q, k, v, cu_seqlens)
+        with _without_autocast(q):
+            if cu_seqlens is None:
+                return self._attend(q, k, v, (q.shape[1],))
+            lengths = _last_offsets.lengths(cu_seqlens, q.shape[0])
+            if len(set(lengths)) > 1:
+                return self._attend(q[None], k[None], v[None], lengths)[0]
+            batch = (x.unflatten(0, (len(lengths), -1)) for x in (q, k, v))
+            return self._attend(*batch, lengths[:1]).flatten(0, 1)
+
+    def _check_input(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: object) -> None:
+        if cu_seqlens is not None:
+            _check_tensor("cu_seqlens", cu_seqlens)
         shape = "(b, s, h, d) without cu_seqlens" if cu_seqlens is None else "(t, h, d) for packed documents"
         dims = 4 if cu_seqlens is None else 3
         if q.dim() != dims or q.shape[-2:] != (self.num_heads, self.head_dim) or q.numel() == 0:
@@ -375,6 +383,18 @@ class SoftmaxAttention(nn.Module):
         """
         pseudo = _pseudo_lse(self.stable_mask_gamma, lengths, lse.device)[:, begin : begin + lse.shape[2]]
         return (lse - pseudo.to(lse.dtype)).sigmoid()[..., None]
+
+
+def _cast_by_autocast(x: Tensor) -> Tensor:
+    """To the dtype of autocast where it is on, as the stick-breaking operators cast, and torch's own: fp64 stays."""
+    casts = x.is_floating_point() and x.dtype != torch.float64 and not x.is_meta
+    on = casts and torch.is_autocast_enabled(x.device.type)
+    return x.to(torch.get_autocast_dtype(x.device.type)) if on else x
+
+
+def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
+    """Off on x's device; there is none for what has no values."""
+    return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 class _LastOffsets:

@@ -199,6 +199,45 @@ class TestAnswers:
         assert_same(module, make_inputs(10, dtype=dtype), oracle, offsets(4, 6), tolerance)
 
 
+def grads_of(o, inputs, module):
+    return torch.autograd.grad(o.float().square().sum(), [*inputs, *module.parameters()])
+
+
+@variants
+def test_autocast(options, scaling, monkeypatch):
+    """What q, k and v in its dtype give, bit for bit, gradients in their own dtypes; fp64 is left alone."""
+    monkeypatch.setattr(softmax, "_MAX_WEIGHTS_PER_BLOCK", 200)  # blocks that are computed again for the gradients
+    module, inputs = make_module(options, scaling), make_inputs(20, dtype=torch.float32)
+    narrow = [x.detach().bfloat16().requires_grad_() for x in inputs]
+    for mixed in (inputs, [narrow[0], *inputs[1:]]):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            o = module(*mixed, offsets(13, 7))
+        right = module(*narrow, offsets(13, 7))
+        assert o.dtype == torch.bfloat16
+        assert torch.equal(o, right)
+        grads, right_grads = grads_of(o, mixed, module), grads_of(right, narrow, module)
+        for x, y, owner in zip(grads, right_grads, [*mixed, *module.parameters()], strict=True):
+            assert x.dtype == owner.dtype
+            assert torch.equal(x, y.to(x.dtype))
+    wide = [x.double() for x in inputs]
+    right = module(*wide, offsets(13, 7))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(module(*wide, offsets(13, 7)), right)
+
+
+@pytest.mark.parametrize("position", ["none", "rope", "alibi", "fire"])
+def test_compile(position):
+    """One graph, with and without autocast; and what has no values."""
+    module, inputs = make_module({"position": position}), make_inputs(1, 6, dtype=torch.float32)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            torch.testing.assert_close(compiled(*inputs), module(*inputs), rtol=1e-6, atol=1e-6)
+    on_meta = make_module({"position": position}, device="meta")(*(x.detach().to("meta") for x in inputs))
+    assert (on_meta.shape, on_meta.device.type) == (inputs[0].shape, "meta")
+
+
 def flex(*args, **kwargs):
     """flex_attention without a compiler, which it warns of."""
     with warnings.catch_warnings():
@@ -293,6 +332,8 @@ def test_fire_in_bfloat16_tells_positions_apart():
     bias = module.fire(torch.tensor([3000.0]), torch.arange(3001.0))
     assert bias.dtype == torch.float32
     assert bias[0].unique().numel() > 2500
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(module.fire(torch.tensor([3000.0]), torch.arange(3001.0)), bias)
 
 
 def test_stable_mask_leaves_the_last_row_whole_and_each_earlier_one_less():
