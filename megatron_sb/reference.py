@@ -49,9 +49,11 @@ def stickbreaking_attention(
         o: (b, s, h, d_v) float64, and if asked for mass: (b, h, s) float64.
 
     Raises:
-        ValueError: if there are more queries than keys, or h is not a multiple of h_kv.
+        ValueError: if there are more queries than keys, h is not a multiple of h_kv, or there are no such logits.
     """
     del mass_threshold
+    if logits not in ("dot", "euclidean"):
+        raise ValueError(f"logits is {logits!r}; 'dot' or 'euclidean' is allowed")
     num_queries, num_heads, head_dim = q.shape[1:]
     num_keys, num_kv_heads = k.shape[1:3]
     if num_queries > num_keys:
@@ -117,11 +119,15 @@ def stickbreaking_attention_varlen(
         o: (t, h, d_v) float64, and if asked for mass: (h, t) float64.
 
     Raises:
-        ValueError: as stickbreaking_attention does, for the document at fault, and for two cu_seqlens of other lengths.
+        ValueError: as stickbreaking_attention does, for the document at fault; for offsets that do not start at 0,
+            decrease or end beyond the rows there are; and for two cu_seqlens of other lengths.
     """
     del max_seqlen, max_seqlen_k, mass_threshold
     q_edges = cu_seqlens.tolist()
     k_edges = q_edges if cu_seqlens_k is None else cu_seqlens_k.tolist()
+    for name, edges, num_rows in (("cu_seqlens", q_edges, len(q)), ("cu_seqlens_k", k_edges, len(k))):
+        if edges[:1] != [0] or edges != sorted(edges) or edges[-1] > num_rows:
+            raise ValueError(f"{name} is {edges}; offsets from 0 to {num_rows} or less, not decreasing, are allowed")
     documents = [
         stickbreaking_attention(
             q[None, q_begin:q_end],

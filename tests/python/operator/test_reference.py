@@ -1,6 +1,7 @@
 """The oracle itself, against the definition written as a loop over keys, and against values worked out by hand."""
 
 import math
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -100,3 +101,21 @@ def test_refuses_more_queries_than_keys_and_ungrouped_heads():
     x = make_inputs(h=3, h_kv=2)
     with pytest.raises(ValueError, match=r"3 heads.* multiple of the 2"):
         reference.stickbreaking_attention(x.q, x.k, x.v)
+
+
+def test_refuses_logits_it_does_not_know():
+    """A typing error is not the dot product."""
+    x = make_inputs(s=4)
+    with pytest.raises(ValueError, match="logits is 'euclidian'; 'dot' or 'euclidean' is allowed"):
+        reference.stickbreaking_attention(x.q, x.k, x.v, logits="euclidian")
+
+
+@pytest.mark.parametrize("edges", [[2, 6], [0, 5, 3, 6], [0, 7], []], ids=str)
+@pytest.mark.parametrize("of", ["cu_seqlens", "cu_seqlens_k"])
+def test_refuses_offsets_that_are_none(of, edges):
+    """Which would give another number of rows, or read one twice."""
+    x = make_inputs(s=6).packed()
+    offsets = {"cu_seqlens": torch.tensor([0, 6]), "cu_seqlens_k": torch.tensor([0, 6])}
+    offsets[of] = torch.tensor(edges, dtype=torch.int64)
+    with pytest.raises(ValueError, match=re.escape(f"{of} is {edges}; offsets from 0 to 6 or less, not decreasing")):
+        reference.stickbreaking_attention_varlen(x.q, x.k, x.v, **offsets)
