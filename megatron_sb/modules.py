@@ -146,7 +146,7 @@ class StickBreakingSelfAttention(nn.Module):
         """Attend within each sequence or document.
 
         Args:
-            x: (b, s, hidden_size), or packed (t, hidden_size); with cp_group this rank's rows.
+            x: (b, s, hidden_size), or packed (t, hidden_size), of any number of rows; with cp_group this rank's rows.
             cu_seqlens: for packed rows, int32 (documents + 1,), as in `stickbreaking_attention_varlen`; with cp_group
                 global.
             plan: with context parallelism, the batch's plan, which has the cu_seqlens; cp_group and layout must agree.
@@ -164,8 +164,8 @@ class StickBreakingSelfAttention(nn.Module):
         self._check_cache(x, cache, cu_seqlens, plan)
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q, k, v = (
-            part.view(*x.shape[:-1], -1, self.head_dim)
-            for part in self.qkv_proj(x).split([n * self.head_dim for n in heads], dim=-1)
+            part.view(*x.shape[:-1], n, self.head_dim)
+            for n, part in zip(heads, self.qkv_proj(x).split([n * self.head_dim for n in heads], dim=-1), strict=True)
         )
         if cache is None:
             return self._output(*self._attend(q, k, v, self._gates(x, plan), cu_seqlens, plan))

@@ -84,6 +84,17 @@ class TestAnswers:
         oracle = expected(module, x, remainder_bias=True)
         assert (out.double() - oracle).norm() < 0.02 * oracle.norm()
 
+    @switches
+    @pytest.mark.parametrize("rows", [(2, 0), (0, 5), (0,)], ids=str)
+    def test_no_rows(self, rows, switches):
+        """No positions, no sequences, no tokens: gradients of 0."""
+        module, x = make_module(**switches), torch.randn(*rows, 48, requires_grad=True)
+        out = module(x, cu_seqlens=torch.zeros(2, dtype=torch.int32) if len(rows) == 1 else None)
+        assert out.shape == x.shape
+        out.sum().backward()
+        assert x.grad.shape == x.shape
+        assert not any(parameter.grad.any() for parameter in module.parameters())
+
     def test_every_parameter_has_a_gradient(self):
         module = make_module(**SWITCHES["all"])
         module(torch.randn(2, 9, 48)).square().sum().backward()
