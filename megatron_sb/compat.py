@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .functional import stickbreaking_attention, stickbreaking_attention_varlen
+from .functional import _check_number, _check_tensor, stickbreaking_attention, stickbreaking_attention_varlen
 
 _HEAD_DIM_MULTIPLE = 8
 _MAX_HEAD_DIM = 256
@@ -42,13 +42,14 @@ def sb_attn(
         rem: (b, h, s) in q's dtype, the stick that is left.
 
     Raises:
+        TypeError: for an argument of another type.
         ValueError: for a tensor that is not 4-dimensional or a head_dim above 256, and as stickbreaking_attention does.
     """
     del zero_start
     _check(q, k, v, "(b, h, s, d)")
     out, mass = stickbreaking_attention(
         *(_padded(x.transpose(1, 2)) for x in (q, k, v)),
-        scale=_scale(q, inv_temp),
+        scale=_scale("inv_temp", q, inv_temp),
         attend_current=attend_current,
         return_mass=True,
     )
@@ -82,15 +83,17 @@ def sb_attn_varlen(
         rem: (h, t) in q's dtype, the stick that is left.
 
     Raises:
+        TypeError: for an argument of another type.
         ValueError: for a tensor that is not 3-dimensional or a head_dim above 256, and as
             stickbreaking_attention_varlen does.
     """
     _check(q, k, v, "(h, t, d)")
+    _check_tensor("cu_seqlens", cu_seqlens)
     out, mass = stickbreaking_attention_varlen(
         *(_padded(x.transpose(0, 1)) for x in (q, k, v)),
         _as_int32(cu_seqlens if zero_start else pad(cu_seqlens, (1, 0))),
         max_seqlens,
-        scale=_scale(q, inv_temp),
+        scale=_scale("inv_temp", q, inv_temp),
         attend_current=attend_current,
         return_mass=True,
     )
@@ -120,13 +123,16 @@ def parallel_stickbreaking_attn(
         rem: (b, t, h) in q's dtype, the stick that is left.
 
     Raises:
+        TypeError: for an argument of another type.
         ValueError: for what the operator there refuses, in words that it uses: shapes that do not belong together
             (fewer queries than keys among them), h not a multiple of h_kv, a head_dim above 256, cu_seqlens with
             b != 1; and as the functions of megatron_sb do.
     """
     _check_parallel(q, k, v, packed=cu_seqlens is not None)
+    if cu_seqlens is not None:
+        _check_tensor("cu_seqlens", cu_seqlens)
     options = {
-        "scale": _scale(q, scale),
+        "scale": _scale("scale", q, scale),
         "attend_current": attend_current,
         "mass_threshold": 0.0,  # the operator there skips nothing, and its tests look at what is left of a stick
         "return_mass": True,
@@ -143,6 +149,7 @@ def parallel_stickbreaking_attn(
 def _check(q: Tensor, k: Tensor, v: Tensor, shape: str) -> None:
     """Refuse what would read wrongly after the axes are moved and the head_dim is padded."""
     for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_tensor(name, x)
         if x.dim() != shape.count(",") + 1:
             raise ValueError(f"{name} must be {shape}, but its shape is {tuple(x.shape)}")
         if not 1 <= x.shape[-1] <= _MAX_HEAD_DIM:
@@ -153,6 +160,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, shape: str) -> None:
 
 def _check_parallel(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     """Refuse what flash-linear-attention's operator refuses."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check_tensor(name, x)
     shapes = [tuple(x.shape) for x in (q, k, v)]
     if any(len(shape) != 4 for shape in shapes) or not (
         shapes[0][:2] == shapes[1][:2] and shapes[1][:3] == shapes[2][:3] and shapes[0][3] == shapes[1][3]
@@ -173,9 +182,12 @@ def _check_parallel(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
         )
 
 
-def _scale(q: Tensor, scale: float | None) -> float:
+def _scale(name: str, q: Tensor, scale: float | None) -> float:
     """The default is of the head_dim that came in, not of the padded one."""
-    return q.shape[-1] ** -0.5 if scale is None else scale
+    if scale is None:
+        return q.shape[-1] ** -0.5
+    _check_number(name, scale)
+    return scale
 
 
 def _padded(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_sb.functional import DEFAULT_MASS_THRESHOLD, _check_tensor, _variant
+from megatron_sb.functional import DEFAULT_MASS_THRESHOLD, _check_options, _check_tensor, _variant
 
 
 def _group_name(group: object, argument: str = "cp_group") -> str:
@@ -218,6 +218,7 @@ def context_parallel_attention(
         _check_plan(plan, cp_group, layout, cu_seqlens, packing)
     for name, value in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, value)
+    _check_options(scale, attend_current, mass_threshold)
     variant = _variant(logits, forget_gate)
     heads_group, keys_group = _hierarchy(hierarchical_groups, comm)
     o, mass = torch.ops.megatron_sb.context_parallel_attention(

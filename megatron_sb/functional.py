@@ -8,7 +8,7 @@ Variants of the logit: z_ij = -scale * |q_j - k_i|^2 (logits="euclidean"), beta_
 
 import math
 from collections.abc import Callable
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -44,6 +44,14 @@ def _check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name} is {type(value).__name__}; True or False is allowed")
 
 
+def _check_options(scale: object, attend_current: object, mass_threshold: object) -> None:
+    """Types alone: values are the operators' to check."""
+    if scale is not None:
+        _check_number("scale", scale)
+    _check_flag("attend_current", attend_current)
+    _check_number("mass_threshold", mass_threshold)
+
+
 def _check_mass_threshold(value: object) -> None:
     _check_number("mass_threshold", value, "0 (no skipping) up to, not including, 1", lambda x: 0 <= x < 1)
 
@@ -75,8 +83,13 @@ def _head_dim_of(hidden_size: int, num_heads: int, head_dim: int | None) -> int:
     return hidden_size // num_heads if head_dim is None else head_dim
 
 
-def _check_max_seqlen(name: str, max_seqlen: int | None, cu_seqlens: Tensor) -> None:
-    if max_seqlen is None or torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu" or cu_seqlens.dim() != 1:
+def _check_max_seqlen(name: str, max_seqlen: object, cu_seqlens: Tensor) -> None:
+    if max_seqlen is None:
+        return
+    # Some callers have it as a tensor, and on a GPU nobody reads it.
+    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (Integral, torch.SymInt, Tensor)):
+        raise TypeError(f"{name} is {type(max_seqlen).__name__}; an int is allowed")
+    if torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu" or cu_seqlens.dim() != 1:
         return
     longest = int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
     if max_seqlen < longest:
@@ -104,7 +117,8 @@ def stickbreaking_attention(
         k: (b, s_k, h_kv, d), s_k >= s: the queries are the last s positions. h is a multiple of h_kv; query head i
             reads key head i // (h / h_kv).
         v: (b, s_k, h_kv, d_v).
-        scale: factor of the logits; 1 / sqrt(d) by default, and 1 for Euclidean ones.
+        scale: factor of the logits, a number: what should learn multiplies q. 1 / sqrt(d) by default, and 1 for
+            Euclidean ones.
         attend_current: let position j attend to itself too (keys i <= j instead of i < j).
         mass_threshold: a row whose mass is below this is used up; older keys that only such rows see are skipped.
             Changes o by at most mass_threshold * max |v|. 0 turns skipping off.
@@ -124,6 +138,7 @@ def stickbreaking_attention(
     """
     for name, value in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, value)
+    _check_options(scale, attend_current, mass_threshold)
     o, mass = torch.ops.megatron_sb.attention(
         q,
         k,
@@ -177,6 +192,7 @@ def stickbreaking_attention_varlen(
         _check_tensor(name, value)
     if cu_seqlens_k is not None:
         _check_tensor("cu_seqlens_k", cu_seqlens_k)
+    _check_options(scale, attend_current, mass_threshold)
     _check_max_seqlen("max_seqlen", max_seqlen, cu_seqlens)
     _check_max_seqlen("max_seqlen_k", max_seqlen_k, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
     o, mass = torch.ops.megatron_sb.attention_varlen(
@@ -225,6 +241,7 @@ def head_output(
         TypeError, ValueError: naming the argument, its value and what is allowed, before anything runs.
     """
     _check_tensor("o", o)
+    _check_number("eps", eps)
     for name, value in (
         ("mass", mass),
         ("remainder_bias", remainder_bias),

@@ -14,14 +14,12 @@ are not in the formula and not here: dropout on the keys of the content logits, 
 default that its configurations of the data router switch off. Rows of A here sum to at most 1.
 """
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import logsigmoid, pad
 
-from megatron_sb.functional import _check_counts, _check_tensor, _head_dim_of
+from megatron_sb.functional import _check_counts, _check_finite, _check_tensor, _head_dim_of
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _MAX_WEIGHTS_PER_CHUNK = 2**23  # weights alive at a time: 32 MiB a copy in fp32, and the backward holds some ten
@@ -61,8 +59,7 @@ def geometric_attention(
     _check_tensors(q, k, v, left, right)
     _check_mask(key_padding_mask, q.shape[:2], q.device)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        raise ValueError(f"scale is {scale!r}; a finite number is allowed")
+    _check_finite("scale", scale)
     return _GeometricAttention.apply(q, k, v, left, right, key_padding_mask, scale)
 
 

@@ -7,7 +7,7 @@ newest keys first, a sequence's oldest keys are not even read once its stick is 
 import torch
 from torch import Tensor
 
-from megatron_sb.functional import DEFAULT_MASS_THRESHOLD, _check_counts, _check_tensor
+from megatron_sb.functional import DEFAULT_MASS_THRESHOLD, _check_counts, _check_options, _check_tensor
 
 
 def stickbreaking_attention_with_kvcache(
@@ -53,6 +53,7 @@ def stickbreaking_attention_with_kvcache(
     for name, value in (("block_table", block_table), ("cache_leftpad", cache_leftpad)):
         if value is not None:
             _check_tensor(name, value)
+    _check_options(scale, attend_current, mass_threshold)
     o, mass = torch.ops.megatron_sb.attention_kvcache(
         q,
         k_cache,

@@ -95,12 +95,14 @@ class StickBreakingSelfAttention(nn.Module):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.head_dim = _checked_head_dim(hidden_size, num_heads, num_kv_heads, head_dim)
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
+        _check_finite("norm_eps", norm_eps)
         self.norm_eps = norm_eps
         _check_logits(logits)
         if scale is not None:
             _check_finite("scale", scale)
         _check_flag("attend_current", attend_current)
         _check_mass_threshold(mass_threshold)
+        _check_finite("forget_gate_loss", forget_gate_loss)
         if forget_gate_loss < 0 or (forget_gate_loss > 0 and not forget_gate):
             raise ValueError(f"forget_gate_loss is {forget_gate_loss}; 0, or with forget_gate more, is allowed")
         self.forget_gate_loss, self.gate_loss = forget_gate_loss, None

@@ -27,7 +27,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from megatron_sb.functional import _check_counts, _check_tensor
+from megatron_sb.functional import _check_counts, _check_finite, _check_number, _check_tensor
 
 Position = Literal["none", "rope", "alibi", "fire"]
 RotaryKind = Literal["none", "linear", "ntk"]
@@ -53,7 +53,7 @@ class RotaryScaling:
     kind: "none"; "linear", positions divided by `factor` (Chen et al., arXiv 2306.15595); "ntk", the base times
         factor ** (d / (d - 2)), which stretches the longest wavelength by `factor` and leaves the shortest.
     factor: the context over the trained one, at least 1.
-    Raises ValueError for another kind, or a factor below 1.
+    Raises TypeError, ValueError for another kind, or a factor that is no number or below 1.
     """
 
     kind: RotaryKind = "none"
@@ -62,8 +62,7 @@ class RotaryScaling:
     def __post_init__(self):
         """Refuse what no formula is for."""
         _check_choice("kind", self.kind, get_args(RotaryKind))
-        if not self.factor >= 1:
-            raise ValueError(f"factor is {self.factor}; at least 1 is allowed")
+        _check_number("factor", self.factor, "a finite number of at least 1", lambda x: 1 <= x < math.inf)
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
@@ -190,8 +189,9 @@ class SoftmaxAttention(nn.Module):
         if position == "rope" and (head_dim % 2 or head_dim < 4):
             raise ValueError(f"head_dim is {head_dim}; with position 'rope' an even number of at least 4 is allowed")
         for name, value in (("rotary_base", rotary_base), ("fire_c", fire_c), ("fire_threshold", fire_threshold)):
-            if not value > 0:
-                raise ValueError(f"{name} is {value}; a number above 0 is allowed")
+            _check_number(name, value, "a finite number above 0", lambda x: 0 < x < math.inf)
+        if scale is not None:
+            _check_finite("scale", scale)
         self.num_heads, self.head_dim, self.position, self.window = num_heads, head_dim, position, window
         self.rotary_base, self.scale = rotary_base, head_dim**-0.5 if scale is None else scale
         self.stable_mask_gamma = _per_head("stable_mask_gamma", stable_mask_gamma, num_heads)
@@ -438,9 +438,13 @@ def _per_head(name: str, value: float | Sequence[float] | None, num_heads: int) 
     """One number for each head, or none."""
     if value is None:
         return None
-    values = tuple(value) if isinstance(value, Sequence) else (value,) * num_heads
-    if len(values) != num_heads or not all(x >= 0 for x in values):
-        raise ValueError(f"{name} is {value}; a number of at least 0, or {num_heads} of them, is allowed")
+    allowed = f"a finite number of at least 0, or {num_heads} of them,"
+    several = isinstance(value, Sequence) and not isinstance(value, str)
+    values = tuple(value) if several else (value,) * num_heads
+    if len(values) != num_heads:
+        raise ValueError(f"{name} is {value}; {allowed} is allowed")
+    for x in values:
+        _check_number(name, x, allowed, lambda x: 0 <= x < math.inf)
     return values
 
 

@@ -2,11 +2,16 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from support.inputs import make_inputs
 
-from megatron_sb import stickbreaking_attention, stickbreaking_attention_varlen
+from megatron_sb import (
+    stickbreaking_attention,
+    stickbreaking_attention_varlen,
+    stickbreaking_attention_with_kvcache,
+)
 from megatron_sb.compat import parallel_stickbreaking_attn, sb_attn, sb_attn_varlen
 
 
@@ -20,6 +25,12 @@ def packed(**changes):
     """A good packed call with some of its arguments replaced."""
     x = make_inputs(s=8, h=4, h_kv=2, d=16).packed()
     return stickbreaking_attention_varlen(**{"q": x.q, "k": x.k, "v": x.v, "cu_seqlens": cu([0, 3, 8]), **changes})
+
+
+def from_a_cache(**changes):
+    """A good call against a cache with some of its options replaced."""
+    x = make_inputs(s=8, h=4, h_kv=2, d=16)
+    return stickbreaking_attention_with_kvcache(x.q, x.k, x.v, cache_seqlens=cu([8]), **changes)[0]
 
 
 def cu(values, dtype=torch.int32):
@@ -95,6 +106,15 @@ DENSE = {
     "threshold of one": (lambda: {"mass_threshold": 1.0}, ValueError, "mass_threshold is 1; 0 (no skipping) up to"),
     "threshold nan": (lambda: {"mass_threshold": float("nan")}, ValueError, "mass_threshold is nan; 0 (no skipping)"),
 }
+OPTIONS = {
+    "learnable scale": ({"scale": torch.nn.Parameter(torch.ones(()))}, "scale is Parameter; a number is allowed"),
+    "scale as text": ({"scale": "x"}, "scale is str; a number is allowed"),
+    "scale a bool": ({"scale": True}, "scale is bool; a number is allowed"),
+    "no threshold": ({"mass_threshold": None}, "mass_threshold is NoneType; a number is allowed"),
+    "threshold a tensor": ({"mass_threshold": torch.zeros(())}, "mass_threshold is Tensor; a number is allowed"),
+    "no flag": ({"attend_current": None}, "attend_current is NoneType; True or False is allowed"),
+    "flag a number": ({"attend_current": 1}, "attend_current is int; True or False is allowed"),
+}
 PACKED = {
     "rank of q": (lambda: {"q": zeros(1, 8, 4, 16)}, ValueError, "q: has 4 dimensions; 3, (t, h, d), are needed"),
     "rank of k": (lambda: {"k": zeros(8, 16)}, ValueError, "k: has 2 dimensions; 3, (t_k, h_kv, d), are needed"),
@@ -165,6 +185,8 @@ PACKED = {
         ValueError,
         "max_seqlen is 4, but the longest document has 5 positions",
     ),
+    "max_seqlen as text": (lambda: {"max_seqlen": "3"}, TypeError, "max_seqlen is str; an int is allowed"),
+    "max_seqlen no int": (lambda: {"max_seqlen_k": 8.0}, TypeError, "max_seqlen_k is float; an int is allowed"),
     "max_seqlen_k": (
         lambda: {"max_seqlen_k": 4},
         ValueError,
@@ -216,6 +238,22 @@ COMPAT = {
 }
 
 
+COMPAT_TYPES = {
+    "q a list": (lambda x, c: sb_attn([1], x, x), "q is list; a torch.Tensor is allowed"),
+    "no offsets": (lambda x, c: sb_attn_varlen(x[0], x[0], x[0], None, 8), "cu_seqlens is NoneType; a torch.Tensor is"),
+    "no ends": (lambda x, c: sb_attn_varlen(x[0], x[0], x[0], None, 8, None, False), "cu_seqlens is NoneType; a torch"),
+    "v a list": (lambda x, c: parallel_stickbreaking_attn(x, x, [1]), "v is list; a torch.Tensor is allowed"),
+    "offsets a list": (lambda x, c: parallel_stickbreaking_attn(x, x, x, cu_seqlens=[0, 8]), "cu_seqlens is list; a"),
+    "inv_temp": (lambda x, c: sb_attn(x, x, x, torch.ones(())), "inv_temp is Tensor; a number is allowed"),
+    "packed": (
+        lambda x, c: sb_attn_varlen(x[0], x[0], x[0], c, 8, x.mean()),
+        "inv_temp is Tensor; a number is allowed",
+    ),
+    "scale": (lambda x, c: parallel_stickbreaking_attn(x, x, x, "x"), "scale is str; a number is allowed"),
+    "longest": (lambda x, c: sb_attn_varlen(x[0], x[0], x[0], c, "8"), "max_seqlen is str; an int is allowed"),
+}
+
+
 def table(cases):
     return pytest.mark.parametrize("case", cases.values(), ids=cases.keys())
 
@@ -244,7 +282,26 @@ def test_compat(case):
         call()
 
 
+@table(COMPAT_TYPES)
+def test_types_in_compat(case):
+    """Not as an attribute that something lacks."""
+    call, message = case
+    with pytest.raises(TypeError, match=re.escape(message)):
+        call(zeros(1, 8, 8, 16), cu([0, 8]))
+
+
+@pytest.mark.parametrize("call", [dense, packed, from_a_cache])
+@table(OPTIONS)
+def test_options(call, case):
+    """What all forms have in common."""
+    changes, message = case
+    with pytest.raises(TypeError, match=re.escape(message)):
+        call(**changes)
+
+
 def test_the_unchanged_calls_are_accepted():
-    """So that each case above is refused for its change alone."""
+    """So that each case above is refused for its change alone; and numbers of other kinds than Python's."""
     assert dense().shape == (2, 6, 4, 16)
-    assert packed().shape == (8, 4, 16)
+    assert packed().shape == from_a_cache().shape == (8, 4, 16)
+    assert packed(max_seqlen=torch.tensor(5), max_seqlen_k=np.int64(5)).shape == (8, 4, 16)
+    assert dense(scale=np.float32(0.5), mass_threshold=0).shape == dense(scale=1).shape == (2, 6, 4, 16)

@@ -496,7 +496,7 @@ BAD_CALLS = {
         "key_padding_mask is on meta; cpu, where the sequences are, is allowed",
     ),
     "scale nan": ({"scale": float("nan")}, ValueError, "scale is nan; a finite number is allowed"),
-    "scale no number": ({"scale": "1"}, ValueError, "scale is '1'; a finite number is allowed"),
+    "scale no number": ({"scale": "1"}, TypeError, "scale is str; a finite number is allowed"),
 }
 
 

@@ -318,6 +318,7 @@ BAD = {
     "eps of 0": ({"eps": 0.0}, ValueError, "eps is 0; a finite number from 1e-30 on is allowed"),
     "negative eps": ({"eps": -1e-5}, ValueError, "eps is -1e-05; a finite number from 1e-30 on is allowed"),
     "eps nan": ({"eps": float("nan")}, ValueError, "eps is nan; a finite number"),
+    "eps as text": ({"eps": "x"}, TypeError, "eps is str; a number is allowed"),
     "eps inf": ({"eps": float("inf")}, ValueError, "eps is inf; a finite number"),
 }
 

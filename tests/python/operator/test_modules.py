@@ -162,6 +162,8 @@ BAD_OPTIONS = {
         "scale is Parameter; a finite",
     ),
     "scale": ({"scale": float("inf")}, ValueError, "scale is inf; a finite number is allowed"),
+    "eps": ({"norm_eps": None}, TypeError, "norm_eps is NoneType; a finite number is allowed"),
+    "loss": ({"forget_gate_loss": float("nan")}, ValueError, "forget_gate_loss is nan; a finite number is allowed"),
     "flag": ({"attend_current": None}, TypeError, "attend_current is NoneType; True or False is allowed"),
     "threshold": (
         {"mass_threshold": 2.0},

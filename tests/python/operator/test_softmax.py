@@ -453,17 +453,25 @@ BAD_MODULES = {
     "position": ((4, 8), {"position": "t5"}, "position is 't5'; one of 'none', 'rope', 'alibi', 'fire' is allowed"),
     "odd head_dim": ((4, 7), {}, "head_dim is 7; with position 'rope' an even number of at least 4 is allowed"),
     "head_dim of one pair": ((4, 2), {}, "head_dim is 2; with position 'rope' an even number of at least 4"),
-    "base": ((4, 8), {"rotary_base": 0.0}, "rotary_base is 0.0; a number above 0 is allowed"),
-    "c": ((4, 8), {"fire_c": -1}, "fire_c is -1; a number above 0 is allowed"),
-    "threshold": ((4, 8), {"fire_threshold": 0}, "fire_threshold is 0; a number above 0 is allowed"),
-    "gamma": ((4, 8), {"stable_mask_gamma": -0.1}, "stable_mask_gamma is -0.1; a number of at least 0, or 4 of them"),
-    "gammas": ((4, 8), {"stable_mask_gamma": [1, 2]}, "stable_mask_gamma is [1, 2]; a number of at least 0, or 4 of"),
+    "base": ((4, 8), {"rotary_base": 0.0}, "rotary_base is 0.0; a finite number above 0 is allowed"),
+    "c": ((4, 8), {"fire_c": -1}, "fire_c is -1; a finite number above 0 is allowed"),
+    "threshold": ((4, 8), {"fire_threshold": 0}, "fire_threshold is 0; a finite number above 0 is allowed"),
+    "gamma": ((4, 8), {"stable_mask_gamma": -0.1}, "stable_mask_gamma is -0.1; a finite number of at least 0, or 4"),
+    "gammas": ((4, 8), {"stable_mask_gamma": [1, 2]}, "stable_mask_gamma is [1, 2]; a finite number of at least 0"),
 }
+
+
+BAD_MODULES |= {
+    f"{name} {value}": ((4, 8), {name: value}, f"{name} is {said}; a finite number")
+    for name in ("scale", "rotary_base", "fire_c", "fire_threshold", "stable_mask_gamma")
+    for value, said in (("x", "str"), (torch.ones(4), "Tensor"), (True, "bool"), (math.inf, "inf"), (math.nan, "nan"))
+}
+BAD_MODULES["gammas as text"] = ((4, 8), {"stable_mask_gamma": ["a"] * 4}, "stable_mask_gamma is str; a finite number")
 
 
 @pytest.mark.parametrize(("sizes", "options", "sentence"), BAD_MODULES.values(), ids=BAD_MODULES)
 def test_refused_modules(sizes, options, sentence):
-    with pytest.raises(ValueError, match=re.escape(sentence)):
+    with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
         SoftmaxAttention(*sizes, **options)
 
 
@@ -471,11 +479,12 @@ def test_refused_modules(sizes, options, sentence):
     ("arguments", "sentence"),
     [
         (("yarn", 2.0), "kind is 'yarn'; one of 'none', 'linear', 'ntk' is allowed"),
-        (("ntk", 0.5), "factor is 0.5; at least 1 is allowed"),
+        (("ntk", 0.5), "factor is 0.5; a finite number of at least 1 is allowed"),
+        (("ntk", "2"), "factor is str; a finite number of at least 1 is allowed"),
     ],
 )
 def test_refused_scaling(arguments, sentence):
-    with pytest.raises(ValueError, match=re.escape(sentence)):
+    with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
         RotaryScaling(*arguments)
 
 

@@ -97,6 +97,18 @@ class TestCompile:
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         self.assert_same(compiled, model, make_inputs(s=90, h=2, d=16).packed(), cu(0, 30, 30, 80))
 
+    def test_options_are_arguments(self):
+        """Checked without a break in the graph where torch.compile may have symbols for them."""
+
+        def model(q, k, v, cu_seqlens, max_seqlen, scale):
+            options = {"scale": scale, "mass_threshold": scale / 2**24, "return_mass": True}
+            return stickbreaking_attention_varlen(q, k, v, cu_seqlens, max_seqlen, **options)
+
+        compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+        for max_seqlen, scale in ((50, 0.3), (60, 0.4)):
+            x = make_inputs(s=90, h=2, d=16).packed()
+            self.assert_same(compiled, model, x, cu(0, 30, 30, 80), max_seqlen, scale)
+
 
 class TestAutocast:
     """q, k and v are cast to autocast's dtype, as torch's own attention casts them."""
