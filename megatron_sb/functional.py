@@ -12,6 +12,7 @@ from numbers import Integral, Real
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 DEFAULT_MASS_THRESHOLD = 2.0**-24
 LOGITS = ("dot", "euclidean")
@@ -89,7 +90,8 @@ def _check_max_seqlen(name: str, max_seqlen: object, cu_seqlens: Tensor) -> None
     # Some callers have it as a tensor, and on a GPU nobody reads it.
     if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (Integral, torch.SymInt, Tensor)):
         raise TypeError(f"{name} is {type(max_seqlen).__name__}; an int is allowed")
-    if torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu" or cu_seqlens.dim() != 1:
+    known = not torch.compiler.is_compiling() and cu_seqlens.device.type == "cpu" and not is_fake(cu_seqlens)
+    if not known or cu_seqlens.dim() != 1:
         return
     longest = int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
     if max_seqlen < longest:
@@ -175,7 +177,7 @@ def stickbreaking_attention_varlen(
         v: (t_k, h_kv, d_v).
         cu_seqlens: int32 (documents + 1,), where each document starts and the last one ends; starts at 0. Documents may
             be empty. On a GPU the values are not read back: offsets beyond t are clamped.
-        max_seqlen: not needed; checked against cu_seqlens where that is on the CPU.
+        max_seqlen: not needed; checked against cu_seqlens where that has values on the CPU.
         cu_seqlens_k: the same for the keys where they differ; per document the queries are the last of its keys.
         max_seqlen_k: as max_seqlen, for the keys.
         scale, attend_current, mass_threshold, return_mass, logits: as in `stickbreaking_attention`.

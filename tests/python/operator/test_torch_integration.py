@@ -5,8 +5,10 @@ import torch
 from support.accuracy import run
 from support.inputs import STRIDES, make_inputs, strided
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_sb import stickbreaking_attention, stickbreaking_attention_varlen
+from megatron_sb.compat import sb_attn_varlen
 
 pytestmark = pytest.mark.usefixtures("device")
 ops = torch.ops.megatron_sb
@@ -311,3 +313,16 @@ def test_meta_tensors():
     o, mass = stickbreaking_attention(q, k, v, return_mass=True)
     assert (o.shape, o.dtype, o.device.type) == ((2, 6, 4, 24), torch.bfloat16, "meta")
     assert (mass.shape, mass.dtype) == ((2, 4, 6), torch.float32)
+
+
+def test_fake_tensors():
+    """Shapes and dtypes of the packed forms, the longest length given, without values to check it against."""
+    with FakeTensorMode():
+        q, v = torch.empty(8, 4, 16, dtype=torch.bfloat16), torch.empty(8, 4, 24, dtype=torch.bfloat16)
+        offsets = torch.empty(3, dtype=torch.int32)
+        o, mass = stickbreaking_attention_varlen(
+            q, q, v, offsets, 5, cu_seqlens_k=offsets, max_seqlen_k=5, return_mass=True
+        )
+        out, rem = sb_attn_varlen(*(x.transpose(0, 1) for x in (q, q, v)), offsets, 5)
+    assert (o.shape, o.dtype, mass.shape, mass.dtype) == ((8, 4, 24), torch.bfloat16, (4, 8), torch.float32)
+    assert (out.shape, out.dtype, rem.shape, rem.dtype) == ((4, 8, 24), torch.bfloat16, (4, 8), torch.bfloat16)
