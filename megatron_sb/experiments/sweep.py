@@ -20,7 +20,8 @@ from tqdm import tqdm
 
 from megatron_sb._library import module_command
 from megatron_sb.config import TrainingConfig, load_config
-from megatron_sb.training.launch import PARENT_PIPE, noting_signals, parent_pipe, prepare_directory
+from megatron_sb.training.directory import hold, refuse_changes
+from megatron_sb.training.launch import PARENT_PIPE, noting_signals, parent_pipe
 
 POLL_SECONDS = 0.2
 LINES_OF_LOG = 15  # shown of a run that failed
@@ -60,24 +61,29 @@ def train_all(config_path: str, trials: Sequence[Trial], out: Path, jobs: int = 
     A trial is done when every model of its configuration has been evaluated after the last stage. SIGINT and SIGTERM
     let the runs save and stop, a second one ends them without; the same call goes on from there. Where jobs > 1, each
     run sees one GPU, by turns, and its share of the cores: threads that each take all of them wait for each other.
-    Raises ValueError for a configuration that is refused, also because out/NAME was begun with another one, before
-    anything runs; SweepStopped when a run fails or a signal has come, once the others have saved.
+    Raises ValueError for a configuration that is refused, also because out/NAME was begun with another one, and where
+    another sweep trains in `out`, before anything runs; SweepStopped when a run fails or a signal has come, once the
+    others have saved.
     """
     if jobs < 1:
         raise ValueError(f"--jobs is {jobs}; 1 or more is allowed")
     if len({trial.name for trial in trials}) < len(trials):
         raise ValueError(f"trials are {[trial.name for trial in trials]}; their names must differ")
-    waiting = [trial for trial in trials if not is_done(_checked(config_path, trial, out), out / trial.name)]
+    configs = [_checked(config_path, trial, out) for trial in trials]
     out.mkdir(parents=True, exist_ok=True)
-    num_done, num_gpus = len(trials) - len(waiting), _count_gpus() if jobs > 1 else 0
+    num_gpus = _count_gpus() if jobs > 1 else 0
     slots: list[tuple[Trial, subprocess.Popen] | None] = [None] * jobs
     received: list[int] = []
     with (
+        hold(out),
         parent_pipe() as pipe,
         noting_signals(received),
-        tqdm(total=len(trials), initial=num_done, desc=out.name, unit="run") as bar,
+        tqdm(total=len(trials), desc=out.name, unit="run") as bar,
     ):
         try:
+            found = zip(trials, configs, strict=True)
+            waiting = [trial for trial, config in found if not is_done(config, out / trial.name)]
+            bar.update(len(trials) - len(waiting))
             while waiting or any(slots):
                 for index, slot in enumerate(slots):
                     if slot is None and waiting:
@@ -134,7 +140,7 @@ def _checked(config_path: str, trial: Trial, out: Path) -> TrainingConfig:
     config = load_config(config_path, trial.overrides)
     folder = out / trial.name
     if (folder / "config.yaml").exists():
-        prepare_directory(config, str(folder), resume=True)
+        refuse_changes(folder, config)
     return config
 
 

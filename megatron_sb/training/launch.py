@@ -11,7 +11,6 @@ import datetime
 import logging
 import multiprocessing
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -23,13 +22,14 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from torch.distributed import TCPStore
 
 from megatron_sb import config as configuration
 from megatron_sb._library import module_command
 from megatron_sb.config import ConfigError, TrainingConfig
+from megatron_sb.training.directory import prepare_directory
 from megatron_sb.training.profiler import ProfilerWindow
 
 EXIT_FAILED = 1
@@ -38,11 +38,6 @@ STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 GRACE_SECONDS = 10.0  # after one rank has died, for the others to say why they end
 POLL_SECONDS = 0.1
 PARENT_PIPE = "MEGATRON_SB_PARENT_PIPE"
-# What may differ when a run is resumed; what documents are padded to is looked at by itself.
-LAYOUT_FIELDS = (
-    r"parallel\..*|model\.recompute|report\..*|checkpoint\..*"
-    r"|stages\.\d+\.(context_parallel_size|hierarchical_context_parallel_sizes|rows_per_micro_batch|pad_multiple)"
-)
 
 
 @dataclass(frozen=True)
@@ -245,7 +240,7 @@ def _run_rank(config: TrainingConfig, command: Command) -> int:
     refusals: list[ValueError | None] = [None] * dist.get_world_size()
     refusal = None
     try:
-        directory = _agree_on_directory(config, command.out, command.resume)
+        directory, _lock = _agree_on_directory(config, command.out, command.resume)  # held until the process ends
         report = Report(directory, config) if rank == 0 else None
         profiler = ProfilerWindow(directory / "profile", *command.profiled) if rank == 0 else None
         job = Job(config, directory, device, report, profiler)
@@ -304,66 +299,22 @@ def _choose_device(config: TrainingConfig) -> Any:
     return torch.device("cpu")
 
 
-def _agree_on_directory(config: TrainingConfig, out: str | None, resume: bool) -> Path:
-    """Rank 0 chooses and checks the run's directory; every rank gets it, or the ValueError."""
+def _agree_on_directory(config: TrainingConfig, out: str | None, resume: bool) -> tuple[Path, IO | None]:
+    """Rank 0 chooses and checks the run's directory, and has its lock; every rank gets it, or the ValueError."""
     import torch.distributed as dist
 
     answer: list[Any] = [None]
+    lock = None
     if dist.get_rank() == 0:
         try:
-            answer = [prepare_directory(config, out, resume)]
+            directory, lock = prepare_directory(config, out, resume)
+            answer = [directory]
         except ValueError as error:
             answer = [error]
     dist.broadcast_object_list(answer, src=0)
     if isinstance(answer[0], ValueError):
         raise answer[0]
-    return answer[0]
-
-
-def prepare_directory(config: TrainingConfig, out: str | None, resume: bool) -> Path:
-    """The directory of a new run, made, or of the run to go on with; what makes it one is the config.yaml in it.
-
-    Raises ValueError where a new one holds a run already, or one to resume holds none or was configured otherwise.
-    """
-    if out:
-        directory = Path(out)
-    elif resume:
-        found = sorted(path.parent for path in Path("runs").glob(f"{config.name}-*/config.yaml"))
-        if not found:
-            raise ValueError(f"--resume: there is no runs/{config.name}-* to go on with; name the directory with --out")
-        directory = found[-1]
-    else:
-        directory = Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    saved = directory / "config.yaml"
-    if resume:
-        if not saved.exists():
-            raise ValueError(f"--resume: {directory} holds no run (no config.yaml)")
-        _refuse_changes(configuration.load_config(saved), config, directory)
-    else:
-        if saved.exists():
-            raise ValueError(
-                f"{directory} holds a run already: go on with --resume, or name another directory with --out"
-            )
-        directory.mkdir(parents=True, exist_ok=True)
-    return directory
-
-
-def _refuse_changes(before: TrainingConfig, now: TrainingConfig, directory: Path) -> None:
-    """Only what a model and its rows are spread over may change: not the rows, nor what is done with them."""
-    began, wanted = configuration.flatten(before), configuration.flatten(now)
-    for path in began | wanted:
-        if began.get(path) != wanted.get(path) and not re.fullmatch(LAYOUT_FIELDS, path):
-            raise ValueError(
-                f"--resume: {path} = {wanted.get(path)!r}, but {directory} was started with {began.get(path)!r}; "
-                "a resumed run must go on as it began"
-            )
-    for index, (old, new) in enumerate(zip(before.stages, now.stages, strict=True)):
-        if before.pad_multiple(old) != now.pad_multiple(new):
-            raise ValueError(
-                f"--resume: stages.{index} pads documents to multiples of {now.pad_multiple(new)} on these ranks, but "
-                f"{directory} was started with {before.pad_multiple(old)}, and rows would be cut elsewhere; give "
-                f"stages.{index}.pad_multiple = {before.pad_multiple(old)}"
-            )
+    return answer[0], lock
 
 
 def _when_parent_is_gone(act: Callable[[], None]) -> None:

@@ -18,6 +18,7 @@ from megatron_sb._library import module_command
 from megatron_sb.config import load_config, to_yaml
 from megatron_sb.experiments import sweep, tables
 from megatron_sb.experiments.sweep import Trial
+from megatron_sb.training.directory import hold
 
 TINY = str(Path(__file__).parents[3] / "configs" / "tiny_context_extension.yaml")
 
@@ -52,6 +53,8 @@ def test_what_makes_no_sweep_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"unknown field stages\.0\.stepz"):
         sweep.train_all(TINY, [Trial("one", ("stages.0.stepz=1",))], tmp_path)
     assert not list(tmp_path.iterdir())
+    with hold(tmp_path), pytest.raises(ValueError, match=f"another job is writing to {tmp_path}"):
+        sweep.train_all(TINY, [], tmp_path)
 
 
 def run_instead(monkeypatch, code):

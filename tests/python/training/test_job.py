@@ -19,9 +19,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from megatron_sb.config import load_config, to_yaml
+from megatron_sb.config import load_config
 from megatron_sb.training import launch, report
 from megatron_sb.training.checkpoint import Progress
+from megatron_sb.training.directory import hold, prepare_directory
 
 TRAIN = [sys.executable, "-m", "megatron_sb.training"]
 TIMEOUT_SECONDS = 120
@@ -217,18 +218,11 @@ def test_the_directory_of_a_run_is_not_overwritten_nor_changed(straight, config,
     status, _, errors = run(config, "--out", out)
     assert status == 2 and "holds a run already: go on with --resume" in errors and "Traceback" not in errors, errors
 
-    job = load_config(config)
     with pytest.raises(ValueError, match=r"stages\.0\.steps = 41, but .* was started with 40"):
-        launch.prepare_directory(load_config(config, ["stages.0.steps=41"]), str(out), resume=True)
-    with pytest.raises(ValueError, match="holds no run"):
-        launch.prepare_directory(job, str(tmp_path), resume=True)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"there is no runs/small-\* to go on with"):
-        launch.prepare_directory(job, None, resume=True)
-    made = launch.prepare_directory(job, None, resume=False)
-    assert re.fullmatch(r"runs/small-\d{8}-\d{6}", str(made))
-    (made / "config.yaml").write_text(to_yaml(job))
-    assert launch.prepare_directory(job, None, resume=True) == made
+        prepare_directory(load_config(config, ["stages.0.steps=41"]), str(out), resume=True)
+    with hold(out):  # as another job would
+        status, _, errors = run(config, "--out", out)
+    assert status == 2 and f"another job is writing to {out}" in errors and "Traceback" not in errors, errors
 
 
 def test_a_run_goes_on_over_other_ranks(config, tmp_path):
@@ -280,7 +274,9 @@ def test_a_run_does_not_go_on_with_rows_cut_elsewhere(straight, config):
     assert status == 2 and "--resume: stages.0 pads documents to multiples of 1 on these ranks" in errors, errors
     assert "give stages.0.pad_multiple = 4" in errors
     same_rows = load_config(config, ["stages.0.context_parallel_size=1", "stages.0.pad_multiple=4"])
-    assert launch.prepare_directory(same_rows, str(out), resume=True) == out
+    directory, lock = prepare_directory(same_rows, str(out), resume=True)
+    lock.close()
+    assert directory == out
 
 
 def test_profiled_steps_and_skipped_tiles(config, tmp_path):
@@ -313,7 +309,7 @@ def test_another_runs_checkpoint_to_start_from(straight, config, tmp_path):
     assert first["loss"] < 4 < before[0]["loss"] and first["tokens"] < before[99]["tokens"]
     status, _, errors = run(config, "initial_checkpoint=nowhere", *short, "--out", tmp_path / "none")
     assert status == 2 and "initial_checkpoint = 'nowhere' holds no checkpoint (no .metadata)" in errors, errors
-    assert not list((tmp_path / "none").iterdir()), "what was refused is no run"
+    assert not (tmp_path / "none" / "config.yaml").exists(), "what was refused is no run"
 
 
 def test_models_by_name(config, tmp_path):

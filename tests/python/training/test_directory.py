@@ -1,0 +1,79 @@
+"""A run's directory: which one it is, and that one job at a time writes to it."""
+
+import errno
+import fcntl
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_sb.config import load_config, to_yaml
+from megatron_sb.training import directory
+from megatron_sb.training.directory import hold, prepare_directory
+
+CONFIG = load_config(Path(__file__).parents[3] / "configs" / "tiny_context_extension.yaml", ["name=small"])
+
+
+def begin(folder):
+    """What makes it a run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(to_yaml(CONFIG))
+
+
+def test_a_new_run_and_the_newest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda form: "20300101-000000")
+    with pytest.raises(ValueError, match=r"there is no runs/small-\* to go on with"):
+        prepare_directory(CONFIG, None, resume=True)
+    with pytest.raises(ValueError, match="holds no run"):
+        prepare_directory(CONFIG, str(tmp_path), resume=True)
+    (first, one), (second, other) = (prepare_directory(CONFIG, None, resume=False) for _ in range(2))
+    assert [str(first), str(second)] == ["runs/small-20300101-000000", "runs/small-20300101-000000-2"]
+    for lock in (one, other):
+        lock.close()
+    begin(second)
+    found, lock = prepare_directory(CONFIG, None, resume=True)
+    lock.close()
+    assert found == second
+    with pytest.raises(ValueError, match="holds a run already"):
+        prepare_directory(CONFIG, str(second), resume=False)
+    prepare_directory(CONFIG, str(second), resume=True)[1].close()  # what was refused holds nothing
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_job_is_refused(resume, tmp_path, monkeypatch):
+    """For as long as the first one's process lives."""
+    monkeypatch.setattr(directory, "LOCK_WAIT_SECONDS", 0.2)
+    code = (
+        "import pathlib, sys, time\nfrom megatron_sb.training.directory import hold\n"
+        "lock = hold(pathlib.Path(sys.argv[1]))\nprint('held', flush=True)\ntime.sleep(60)"
+    )
+    if resume:
+        begin(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=f"^another job is writing to {tmp_path}$"):
+            prepare_directory(CONFIG, str(tmp_path), resume)
+        job.kill()
+    prepare_directory(CONFIG, str(tmp_path), resume)[1].close()
+
+
+def test_to_go_on_waits_for_the_job_that_ends(tmp_path, capsys):
+    begin(tmp_path)
+    lock = hold(tmp_path)
+    threading.Timer(0.5, lock.close).start()
+    prepare_directory(CONFIG, str(tmp_path), resume=True)[1].close()
+    assert lock.closed
+    assert capsys.readouterr().err.count(f"another job is writing to {tmp_path}; waiting up to 60 s") == 1
+
+
+def test_where_there_are_no_locks_a_job_goes_on(tmp_path, monkeypatch):
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.warns(UserWarning, match=r"cannot be locked \(No locks available\): start one job at a time there"):
+        prepare_directory(CONFIG, str(tmp_path), resume=False)[1].close()
