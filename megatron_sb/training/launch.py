@@ -72,8 +72,8 @@ def main(
     overrides: `dotted.field=value`. out: the run's directory (default: runs/NAME-TIME). resume: go on with that run
     (default: the newest runs/NAME-*). profile: "FIRST:LAST", steps of each stage that rank 0 runs under torch's
     profiler, which writes RUN/profile/MODEL-STAGE.json.
-    Status 0: done. 1: a rank failed. 2: the configuration or the directory was refused. 128 + signal: stopped and
-    saved.
+    Status 0: done. 1: a rank failed, or training diverged. 2: the configuration or the directory was refused.
+    128 + signal: stopped and saved.
     Under torchrun it does not return: a rank ends its process.
     """
     try:
@@ -219,7 +219,7 @@ def _run_rank(config: TrainingConfig, command: Command) -> int:
     import torch.distributed as dist
 
     from megatron_sb.training.checkpoint import write_aside
-    from megatron_sb.training.loop import Interrupted, Job
+    from megatron_sb.training.loop import Diverged, Interrupted, Job
     from megatron_sb.training.report import Report
 
     rank = int(os.environ["RANK"])
@@ -264,6 +264,12 @@ def _run_rank(config: TrainingConfig, command: Command) -> int:
             _say(f"stopped by {number.name} {where}. Go on with: {command.to_go_on(directory)}")
         dist.destroy_process_group()
         return 128 + number
+    except Diverged as end:
+        if report:
+            report.close()
+            _say(str(end))
+        dist.destroy_process_group()
+        return EXIT_FAILED
     if report:
         report.draw()
         report.message(

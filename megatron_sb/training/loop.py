@@ -7,6 +7,7 @@ both take the same path.
 
 from __future__ import annotations
 
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,10 @@ from megatron_sb.training.throughput import model_flops
 
 class Interrupted(Exception):
     """The job was asked to stop and has saved what it has; args: the signal and where."""
+
+
+class Diverged(Exception):
+    """A step's loss or gradient is not a finite number, on every rank; args: a sentence."""
 
 
 class StopRequest:
@@ -77,7 +82,9 @@ class Job:
         return self._task.describe()
 
     def run(self) -> None:
-        """Everything that is not done yet. Raises Interrupted when a signal asked for a stop."""
+        """Everything that is not done yet. Raises Interrupted when a signal asked for a stop, Diverged before what a
+        step made of the weights is saved.
+        """
         for model in self._config.compare:
             directory = CheckpointDirectory(self._out / model / "checkpoints", self._config.checkpoint.keep)
             progress = directory.latest()
@@ -138,9 +145,11 @@ class Job:
             every = config.report.attention_interval
             observe = config.breaks_sticks(model) and every > 0 and (progress.step + 1) % every == 0
             share, norm = engine.train_step(step.micro_batches, num_tokens, rate, observe=observe)
-            flags = torch.tensor(self._stop.flags(), dtype=torch.float64, device=share.device)
-            sums = torch.cat([share[None], engine.attention_counts.stack(), flags])
-            loss, remainder, counted, skipped, tiles, *sums = engine.sum_over_ranks(sums).tolist()
+            own = torch.tensor([norm, *self._stop.flags()], dtype=torch.float64, device=share.device)
+            sums = torch.cat([share[None], engine.attention_counts.stack(), own])
+            loss, remainder, counted, skipped, tiles, norms, *sums = engine.sum_over_ranks(sums).tolist()
+            if not math.isfinite(loss) or not math.isfinite(norms):
+                raise Diverged(_how_it_diverged(model, stage, progress.step + 1, loss, norms, directory))
             stop = StopRequest.agreed(sums)
             progress = Progress(
                 stage.name, progress.step + 1, progress.tokens + num_tokens, step.sampler, progress.corpus
@@ -180,6 +189,15 @@ class Job:
             results = self._task.evaluate(engine, stage, scaling, Watch(on_length, on_batch))
             if self._report:
                 self._report.evaluation(model, stage, scaling, results)
+
+
+def _how_it_diverged(
+    model: str, stage: StageConfig, step: int, loss: float, norms: float, directory: CheckpointDirectory
+) -> str:
+    what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norms}"
+    newest = directory.latest()
+    left = f"the newest checkpoint is {directory.path(newest)}" if newest else "no checkpoint was saved before"
+    return f"{what} at step {step} of {model} / {stage.name}: training has diverged and ends unsaved; {left}"
 
 
 def _peak_gib(device: torch.device) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ def nll_by_length(evaluations: list[dict[str, Any]], labels: dict[str, str]) -> 
     ticks = sorted({result["context"] for entry in evaluations for result in entry["results"]})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.set_yscale("log")  # what a model gains by context is small beside what another loses
+    if any(0 < result["nll"] < math.inf for entry in evaluations for result in entry["results"]):
+        axes.set_yscale("log")  # what a model gains by context is small beside what another loses
     axes.yaxis.set_major_formatter("{x:.3g}")
     axes.yaxis.set_minor_formatter("{x:.3g}")
     axes.set(xlabel="context (tokens)", ylabel="negative log-likelihood of the same tokens (nats)")

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import shlex
@@ -20,7 +21,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megatron_sb.config import load_config
-from megatron_sb.training import launch, report
+from megatron_sb.training import launch, plots, report
 from megatron_sb.training.checkpoint import Progress
 from megatron_sb.training.directory import hold, prepare_directory
 
@@ -312,6 +313,21 @@ def test_another_runs_checkpoint_to_start_from(straight, config, tmp_path):
     assert not (tmp_path / "none" / "config.yaml").exists(), "what was refused is no run"
 
 
+def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(config, tmp_path):
+    """Its first stage goes well, its second does not."""
+    out = tmp_path / "out"
+    wild = ["compare=[stick_breaking]", "stages.0.steps=5", "stages.1.learning_rate=1e30", "evaluation.windows=1"]
+    status, _, errors = run(config, *wild, "--out", out)
+    (sentence,) = re.findall(r"(?:loss|norm) is (?:nan|inf) at step \d+ of stick_breaking / extended: .*", errors)
+    checkpoints = out / "stick_breaking" / "checkpoints"
+    assert status == 1 and sentence.endswith(f"ends unsaved; the newest checkpoint is {checkpoints / 'short-000005'}")
+    assert "Traceback" not in errors and sorted(path.name for path in checkpoints.iterdir()) == [
+        "latest",
+        "short-000005",
+    ]
+    assert all(line["loss"] < 1e9 for line in metrics(out))
+
+
 def test_models_by_name(config, tmp_path):
     """Attention that the file names, beside one that is there from the start: trained, evaluated, drawn, resumed."""
     variants = {
@@ -375,6 +391,14 @@ def test_torchrun_starts_the_ranks_too(config, tmp_path):
     assert len(metrics(tmp_path / "out")) == 45
     status, _, errors = run(*arguments[:-1], tmp_path / "other", "parallel.ranks=1", command=torchrun)
     assert status != 0
+
+
+def test_what_has_no_likelihood_is_drawn(tmp_path):
+    """A model that a last step has spoilt has been evaluated all the same."""
+    results = [{"context": context, "nll": math.nan} for context in (8, 16)]
+    entry = {"model": "a", "stage": "short", "trained_context": 8, "scaling": "none", "results": results}
+    plots.draw_nll_by_length([entry], {"a": "a"}, tmp_path / "nll.png")
+    assert (tmp_path / "nll.png").stat().st_size > 1000
 
 
 def test_bar_shows_time_left_and_lines_beyond_the_checkpoint_are_dropped(tmp_path, config):
