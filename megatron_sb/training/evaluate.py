@@ -35,9 +35,9 @@ UNWATCHED = Watch()
 
 
 def result_path(out: Path, model: str, stage: StageConfig, scaling: str) -> Path:
-    """Where the evaluation after a stage is kept; the file exists when it is done."""
+    """Where the evaluation after a stage is kept; the file exists when it is done. No name has a dot in it."""
     suffix = "" if scaling == "none" else f".{scaling}"
-    return out / "evaluation" / f"{model}-{stage.name}{suffix}.json"
+    return out / "evaluation" / f"{model}.{stage.name}{suffix}.json"
 
 
 def choose_windows(corpus: Corpus, config: TrainingConfig) -> list[np.ndarray]:

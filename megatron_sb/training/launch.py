@@ -71,7 +71,7 @@ def main(
 
     overrides: `dotted.field=value`. out: the run's directory (default: runs/NAME-TIME). resume: go on with that run
     (default: the newest runs/NAME-*). profile: "FIRST:LAST", steps of each stage that rank 0 runs under torch's
-    profiler, which writes RUN/profile/MODEL-STAGE.json.
+    profiler, which writes RUN/profile/MODEL.STAGE.json.
     Status 0: done. 1: a rank failed, or training diverged. 2: the configuration or the directory was refused.
     128 + signal: stopped and saved.
     Under torchrun it does not return: a rank ends its process.

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class ProfilerWindow:
-    """Profiles steps `first` to `last` (from 1, both included) of each stage and writes DIR/MODEL-STAGE.json, a trace
+    """Profiles steps `first` to `last` (from 1, both included) of each stage and writes DIR/MODEL.STAGE.json, a trace
     that chrome://tracing and Perfetto read.
 
     first = 0: profiles nothing.
@@ -50,7 +50,7 @@ class ProfilerWindow:
     def _end(self, model: str, stage: str) -> None:
         self._profiler.stop()
         self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._directory / f"{model}-{stage}.json"
+        path = self._directory / f"{model}.{stage}.json"
         aside = path.with_name(f".{path.name}")
         self._profiler.export_chrome_trace(str(aside))
         aside.replace(path)

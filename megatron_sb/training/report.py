@@ -2,7 +2,7 @@
 table. Rank 0 alone has one.
 
 metrics.jsonl                one line per reported step; model_tflops is per rank, peak_gib of the first one
-evaluation/MODEL-STAGE.json  negative log-likelihood by context length; with scaled positions MODEL-STAGE.SCALING.json
+evaluation/MODEL.STAGE.json  negative log-likelihood by context length; with scaled positions MODEL.STAGE.SCALING.json
 tensorboard/  loss.png  nll_by_length.png
 """
 

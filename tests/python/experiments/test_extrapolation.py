@@ -50,7 +50,7 @@ def test_the_command(tmp_path):
         cells = [f"softmax + RoPE{scaling}", *(f"{result['nll']:.3f}" for result in entry["results"])]
         assert line == f"| {' | '.join(cells)} |"
         suffix = "" if entry["scaling"] == "none" else f".{entry['scaling']}"
-        of_run = out / "softmax_rope" / "evaluation" / f"softmax_rope-trained{suffix}.json"
+        of_run = out / "softmax_rope" / "evaluation" / f"softmax_rope.trained{suffix}.json"
         assert json.loads(of_run.read_text())["results"] == entry["results"]
         assert len({result["nll"] for result in entry["results"]}) > 2, "context says something"
     assert (out / "picture.png").stat().st_size > 1000

@@ -1,5 +1,6 @@
 """The evaluation by context length, with an engine that only adds up labels."""
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,9 +9,20 @@ import pytest
 import torch
 
 from megatron_sb.config import load_config
-from megatron_sb.training.evaluate import Watch, evaluate
+from megatron_sb.training.evaluate import Watch, evaluate, result_path
 
 TINY = Path(__file__).parents[3] / "configs" / "tiny_context_extension.yaml"
+
+
+def test_every_evaluation_has_a_file_of_its_own():
+    """Models and stages may have hyphens in their names."""
+    (stage, _) = load_config(TINY).stages
+    names = {
+        result_path(Path("run"), model, dataclasses.replace(stage, name=name), scaling).name
+        for model, name in (("a", "b-c"), ("a-b", "c"), ("a-b-c", "ntk"), ("a", "b"))
+        for scaling in ("none", "ntk")
+    }
+    assert len(names) == 8 and {"a.b-c.json", "a-b.c.ntk.json"} < names
 
 
 class Adder:

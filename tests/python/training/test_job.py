@@ -143,7 +143,7 @@ def test_what_a_run_leaves_behind(straight):
             "short-000040",
         ]
         for stage, longest in (("short", 256), ("extended", 512)):
-            evaluation = json.loads((out / "evaluation" / f"{model}-{stage}.json").read_text())
+            evaluation = json.loads((out / "evaluation" / f"{model}.{stage}.json").read_text())
             contexts = [result["context"] for result in evaluation["results"]]
             assert contexts[0] == 16 and contexts[-1] == longest
             assert all(2 < result["nll"] < 6 and result["standard_error"] > 0 for result in evaluation["results"])
@@ -152,7 +152,7 @@ def test_what_a_run_leaves_behind(straight):
                 assert f"{result['nll']:.4f}" in row
     for stage, trained in (("short", 32), ("extended", 64)):
         by_scaling = {
-            scaling: json.loads((out / "evaluation" / f"softmax_rope-{stage}{suffix}.json").read_text())["results"]
+            scaling: json.loads((out / "evaluation" / f"softmax_rope.{stage}{suffix}.json").read_text())["results"]
             for scaling, suffix in (("none", ""), ("linear", ".linear"), ("ntk", ".ntk"))
         }
         for plain, *scaled in zip(*by_scaling.values(), strict=True):
@@ -286,7 +286,7 @@ def test_profiled_steps_and_skipped_tiles(config, tmp_path):
     status, _, errors = run(config, *alone, *short, "--profile", "4:5", "--out", tmp_path)
     assert status == 0, errors
     traces = sorted((tmp_path / "profile").iterdir())
-    assert [trace.name for trace in traces] == ["stick_breaking-extended.json", "stick_breaking-short.json"]
+    assert [trace.name for trace in traces] == ["stick_breaking.extended.json", "stick_breaking.short.json"]
     names = [event.get("name", "") for event in json.loads(traces[1].read_text())["traceEvents"]]
     assert sum(name.startswith("Optimizer.step") for name in names) == 2
     looked = [line for line in metrics(tmp_path) if line["mean_remainder"] is not None]
@@ -384,7 +384,7 @@ def test_torchrun_starts_the_ranks_too(config, tmp_path):
         wait_for_step(job, tmp_path / "out", "stick_breaking", "short", 2)
         psutil.Process(job.pid).children()[0].send_signal(signal.SIGTERM)
         output, _ = job.communicate(timeout=40)
-        assert (tmp_path / "out" / "profile" / "stick_breaking-short.json").exists()
+        assert (tmp_path / "out" / "profile" / "stick_breaking.short.json").exists()
     (to_go_on,) = re.findall(r"Go on with: torchrun \.\.\. (.*)", output)
     status, _, errors = run(*shlex.split(to_go_on), command=torchrun, OMP_NUM_THREADS="1")
     assert status == 0, errors
