@@ -96,9 +96,18 @@ def _overridden(cls: type, tree: Any, overrides: Sequence[str]) -> Any:
 
 def _parse(text: str, source: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)
+        return _unshared(yaml.load(text, Loader=_Loader))
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not valid YAML: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{source} holds a YAML anchor inside itself: give a tree of fields") from None
+
+
+def _unshared(value: Any) -> Any:
+    """What a YAML anchor and its aliases stand for, each on its own: an override changes the one that it names."""
+    if isinstance(value, dict):
+        return {name: _unshared(child) for name, child in value.items()}
+    return [_unshared(child) for child in value] if isinstance(value, list) else value
 
 
 def _apply_override(tree: Any, override: str) -> None:

@@ -38,6 +38,20 @@ def test_attention_is_added_by_name():
     assert config.attention["softmax_rope"] == SoftmaxConfig()
 
 
+def test_an_override_changes_what_it_names_alone(tmp_path):
+    """Where anchors make one mapping of several, in the file and in an override."""
+    path = tmp_path / "anchors.yaml"
+    near = "attention: {near: &sticks {kind: stick_breaking}, far: *sticks}\n"
+    path.write_text(near + TINY.read_text())
+    stage = "{context_length: 64, steps: 5, rows_per_step: 4, learning_rate: 1e-3"
+    stages = f"stages=[&first {stage}, name: a}}, *first]"
+    config = load_config(
+        path, ["attention.far.head_norm=true", stages, "stages.1.name=b", "evaluation.target_tokens=8"]
+    )
+    assert [config.attention[name].head_norm for name in ("near", "far")] == [False, True]
+    assert [stage.name for stage in config.stages] == ["a", "b"]
+
+
 REFUSALS = {
     "stages.0.step=7": r"unknown field stages\.0\.step = 7; did you mean 'steps'\? \(allowed here: name,",
     "optimiser.beta1=0.9": r"unknown field optimiser = .* did you mean 'optimizer'\?",
@@ -204,6 +218,7 @@ def test_sizes_that_follow_from_others():
     [
         ("name: a\nname: b\n", "field name is given twice in the mapping that starts at line 1"),
         ("name: [", "is not valid YAML"),
+        ("name: &a [*a]", "holds a YAML anchor inside itself"),
         ("name: a\n", r"missing field model \(a mapping of fields\)"),
         ("", "the configuration must be a mapping of fields, got None"),
     ],
