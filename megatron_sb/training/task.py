@@ -46,13 +46,18 @@ class Task(Protocol):
 
 
 class TextTask:
-    """Next tokens of documents; evaluated by context length."""
+    """Next tokens of documents; evaluated by context length. Raises ValueError where they fill no row of a stage."""
 
     def __init__(self, config: TrainingConfig) -> None:
         self._config = config
         self._corpus = load_corpus(config)
         self._windows = choose_windows(self._corpus, config)
         self.vocab_size = self._corpus.vocab_size
+        for index, stage in enumerate(config.stages):  # what fills no row is refused before anything is trained
+            try:
+                self.sampler(stage, index)
+            except ValueError as error:
+                raise ValueError(f"stages.{index}.context_length = {stage.context_length}: {error}") from None
 
     def fingerprint(self) -> dict[str, int]:
         """As `Task.fingerprint`."""

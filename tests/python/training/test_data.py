@@ -22,6 +22,7 @@ from megatron_sb.training.data import (
     split_rows,
 )
 from megatron_sb.training.evaluate import choose_windows
+from megatron_sb.training.task import load_task
 
 TINY = load_config(Path(__file__).parents[3] / "configs" / "tiny_context_extension.yaml")
 
@@ -160,6 +161,19 @@ def test_less_than_a_row_is_refused(text_folder):
     corpus = load_corpus(with_data(paths=(str(text_folder),)))
     with pytest.raises(ValueError, match="less than a row of 1000000"):
         RowSampler(corpus.train, 1_000_000, 1, corpus.end_of_document, [3, 1])
+
+
+def test_a_later_stage_that_cannot_be_filled_is_refused_first(text_folder):
+    config = with_data(paths=(str(text_folder),), validation_fraction=0.3)
+    first, second = config.stages
+    stages = (dataclasses.replace(first, context_length=64), dataclasses.replace(second, context_length=1_000_000))
+    evaluation = dataclasses.replace(config.evaluation, target_tokens=16, longest=64)
+    config = dataclasses.replace(config, stages=stages, evaluation=evaluation)
+    with pytest.raises(
+        ValueError, match=r"stages\.1\.context_length = 1000000: the training documents hold \d+ tokens"
+    ):
+        load_task(config)
+    load_task(dataclasses.replace(config, stages=stages[:1]))
 
 
 def test_the_sampler_goes_on_where_it_stood(text_folder):
