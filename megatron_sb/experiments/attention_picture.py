@@ -38,8 +38,8 @@ def run(options: argparse.Namespace) -> int:
         )
     words = options.sequence.split()
     batch = tokens_of(words, config)
-    run_folder = trained.trained_run(options, config)
-    with trained.trained_engine(run_folder, trained.on_one_rank(run_folder), model) as engine:
+    alone = trained.on_one_rank(config)
+    with trained.trained_engine(trained.trained_run(options, config), alone, model) as engine:
         likeliest, layers = engine.likeliest_tokens(batch), engine.attention_inputs(batch)
     weights = [weights_of(layer) for layer in layers]
     names = [

@@ -46,10 +46,11 @@ def run(options: argparse.Namespace) -> int:
     if min(lengths) < 1 or options.samples < 1:
         raise ValueError(f"--lengths is {lengths} and --samples is {options.samples}; 1 or more are allowed")
     asked = {(task, length): samples_of(task, length, options.samples) for task in options.tasks for length in lengths}
-    folder, out = trained.trained_run(options, config), sweep.output_folder(options)
+    alone, out = trained.on_one_rank(config), sweep.output_folder(options)
+    folder = trained.trained_run(options, config)
     found = []
     for model in config.compare:
-        with trained.trained_engine(folder, trained.on_one_rank(folder), model) as engine:
+        with trained.trained_engine(folder, alone, model) as engine:
             for (task, length), samples in tqdm(asked.items(), desc=model, unit="task"):
                 found.append({"model": model, "task": task, "length": length} | scores(engine, samples, length))
     write(out, tables.labels_of(config), found)

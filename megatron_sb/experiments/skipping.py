@@ -42,8 +42,8 @@ def run(options: argparse.Namespace) -> int:
     model = _chosen_model(config, options.model)
     if not options.seconds > 0:
         raise ValueError(f"--seconds is {options.seconds}; a number greater than 0 is allowed")
+    alone = trained.on_one_rank(config)
     folder = trained.trained_run(options, config)
-    alone = trained.on_one_rank(folder)
     with trained.threads(alone.parallel.threads_per_rank), trained.trained_engine(folder, alone, model) as engine:
         entries = measure(engine, alone, options.seconds)
     results = {"model": model, "mass_threshold": alone.attention[model].mass_threshold, "entries": entries}

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 
-from megatron_sb.config import load_fields
+from megatron_sb.config import load_config, load_fields
 from megatron_sb.config.schema import CountFromZero, NonNegativeFloat, PositiveFloat, PositiveInt
 from megatron_sb.experiments import key_hull, sweep, tables, trained
 
@@ -88,7 +88,7 @@ def trained_keys(run: Path, num_keys: Sequence[int]) -> list[tuple[dict[str, Any
     from megatron_sb.training.data import load_corpus, pack
     from megatron_sb.training.evaluate import choose_windows
 
-    config = trained.on_one_rank(run)
+    config = trained.on_one_rank(load_config(run / "config.yaml"))
     able = trained.plain_sticks(config)
     if config.data.kind == "recall" or not able or config.model.head_dim > key_hull.MAX_HEAD_DIM:
         raise ValueError(

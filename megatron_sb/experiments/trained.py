@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_sb.config import ConfigError, TrainingConfig, load_config
+from megatron_sb.config import ConfigError, ParallelConfig, TrainingConfig
+from megatron_sb.config.checks import check
 from megatron_sb.experiments import sweep
-
-LAYOUT = ("parallel.ranks=1", "parallel.tensor_parallel_size=1", "parallel.sequence_parallel=false")
 
 
 def trained_run(options: argparse.Namespace, config: TrainingConfig) -> Path:
@@ -53,7 +53,7 @@ def trained_engine(run: Path, config: TrainingConfig, model: str) -> Iterator[An
     quieten()
     from megatron_sb.megatron.engine import Engine
 
-    cuda = config.parallel.device != "cpu" and torch.cuda.is_available()
+    cuda = on_gpu(config)
     if config.parallel.device == "cuda" and not cuda:
         raise ConfigError("parallel.device is 'cuda' and there is no GPU; its checkpoints need one")
     checkpoint = sweep.newest_checkpoint(run, model)
@@ -78,9 +78,29 @@ def plain_sticks(config: TrainingConfig) -> list[str]:
     return [name for name, attention in chosen.items() if attention.logits == "dot" and not attention.forget_gate]
 
 
-def on_one_rank(run: Path) -> TrainingConfig:
-    """A run's configuration, for one rank."""
-    path = run / "config.yaml"
-    stages = range(len(load_config(path).stages))
-    alone = (f"stages.{index}.context_parallel_size=1" for index in stages)
-    return load_config(path, [*LAYOUT, *alone])
+def on_gpu(config: TrainingConfig) -> bool:
+    """Whether `trained_engine` has a GPU."""
+    import torch
+
+    return config.parallel.device != "cpu" and torch.cuda.is_available()
+
+
+def on_one_rank(config: TrainingConfig) -> TrainingConfig:
+    """A run's configuration, for one rank that loads its checkpoints: nothing is spread.
+
+    Raises ConfigError where one rank cannot: on a CPU, of a model that tensor parallelism splits.
+    """
+    parallel = config.parallel
+    if parallel.tensor_parallel_size > 1 and not on_gpu(config):
+        raise ConfigError(
+            f"parallel.tensor_parallel_size = {parallel.tensor_parallel_size}: on a CPU as many ranks are needed to "
+            "load what it saves, and an experiment looks into a model on one; 1 is allowed"
+        )
+    alone = ParallelConfig(
+        device=parallel.device, threads_per_rank=parallel.threads_per_rank, timeout_seconds=parallel.timeout_seconds
+    )
+    whole = {"context_parallel_size": 1, "hierarchical_context_parallel_sizes": ()}
+    stages = tuple(dataclasses.replace(stage, **whole) for stage in config.stages)
+    config = dataclasses.replace(config, parallel=alone, stages=stages)
+    check(config)
+    return config

@@ -1,0 +1,52 @@
+"""A trained model on one rank, whatever its run was spread over."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_sb import cli
+from megatron_sb.config import ConfigError, ParallelConfig, load_config
+from megatron_sb.experiments import sweep, trained
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+LEVELS = [
+    "compare=[stick_breaking]",
+    "parallel.device=auto",
+    "parallel.comm=a2a+p2p",
+    "stages.1.context_parallel_size=4",
+]
+LEVELS += ["stages.1.hierarchical_context_parallel_sizes=[2, 2]", "parallel.ranks=4", "parallel.timeout_seconds=60"]
+TENSOR = ["parallel.tensor_parallel_size=2", "parallel.ranks=4", "model.make_vocab_size_divisible_by=2"]
+SEQUENCE = ["parallel.sequence_parallel=true", "parallel.device=auto", "stages.1.rows_per_step=4"]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("tiny_context_extension", LEVELS),
+        ("tiny_context_extension", [*TENSOR, *SEQUENCE]),
+        ("moe_6_5b", ["parallel.ranks=16"]),
+    ],
+)
+def test_what_a_run_is_spread_over_is_left_out(name, overrides, monkeypatch):
+    """On a GPU, which loads what any ranks saved."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = load_config(CONFIGS / f"{name}.yaml", overrides)
+    alone = trained.on_one_rank(config)
+    kept = {name: getattr(config.parallel, name) for name in ("device", "threads_per_rank", "timeout_seconds")}
+    assert alone.parallel == ParallelConfig(**kept) and alone.model == config.model
+    assert {stage.context_parallel_size for stage in alone.stages} == {1}
+
+
+def test_what_one_rank_cannot_load_is_not_trained_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sweep, "train_all", lambda *arguments: pytest.fail("trained"))
+    overrides = [word for override in TENSOR for word in ("--set", override)]
+    for name in ("needles", "skipping"):
+        command = ["experiment", name, str(CONFIGS / f"{name}_small.yaml"), "--out", str(tmp_path / name), *overrides]
+        command += ["--lengths", "1024", "--samples", "1"] if name == "needles" else []
+        assert cli.main(command) == 2
+        assert "parallel.tensor_parallel_size = 2: on a CPU as many ranks" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="1 is allowed"):
+        trained.on_one_rank(load_config(CONFIGS / "skipping_small.yaml", TENSOR))
