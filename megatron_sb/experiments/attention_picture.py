@@ -50,7 +50,8 @@ def run(options: argparse.Namespace) -> int:
     found = [found_at(position, heads, answers, words) for position in np.flatnonzero(batch.counted)]
     results = {"model": model, "sequence": options.sequence, "queries": found}
     results["attention"] = {name: np.round(head, 4).tolist() for name, head in heads.items()}
-    tables.write_results(sweep.output_folder(options), results, table_of(found, list(heads)), draw(heads, words, found))
+    text, figure = table_of(found, list(heads)), draw(heads, words, found)
+    tables.write_results(sweep.output_folder(options), results, text, figure, trained.device_of(alone))
     return 0
 
 

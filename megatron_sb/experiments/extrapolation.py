@@ -28,10 +28,8 @@ def run(options: argparse.Namespace) -> int:
     trials = {model: sweep.Trial(model, (*options.set, f"compare=[{model}]")) for model in config.compare}
     out = sweep.output_folder(options)
     sweep.train_all(options.config, list(trials.values()), out, options.jobs)
-    stage = config.stages[-1]
     evaluations = [
-        {"model": model, "stage": stage.name, "trained_context": stage.context_length, "scaling": scaling}
-        | {"results": sweep.evaluation(out / model, config, model, scaling)}
+        sweep.evaluation(out / model, config, model, scaling)
         for model in config.compare
         for scaling in config.evaluated_scalings(model)
     ]
@@ -56,4 +54,5 @@ def write(out: Any, config: TrainingConfig, evaluations: Sequence[dict[str, Any]
     )
     text = tables.markdown_table(["attention", *contexts], rows) + note
     figure = plots.nll_by_length(list(evaluations), labels)
-    tables.write_results(out, {"evaluations": list(evaluations)}, text, figure)
+    device = tables.devices_of(evaluations)
+    tables.write_results(out, {"evaluations": list(evaluations)}, text, figure, device)

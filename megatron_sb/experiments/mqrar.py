@@ -33,12 +33,13 @@ def run(options: argparse.Namespace) -> int:
     trials = {(count, rate): trial_of(count, rate, options.set) for count in pairs for rate in rates}
     out = sweep.output_folder(options)
     sweep.train_all(options.config, list(trials.values()), out, options.jobs)
-    found = [
-        {"model": model, "num_pairs": count, "learning_rate": rate}
-        | sweep.evaluation(out / trial.name, load_config(options.config, trial.overrides), model)[-1]
-        for (count, rate), trial in trials.items()
-        for model in config.compare
-    ]
+    found = []
+    for (count, rate), trial in trials.items():
+        of_trial = load_config(options.config, trial.overrides)
+        for model in config.compare:
+            evaluation = sweep.evaluation(out / trial.name, of_trial, model)
+            about = {"model": model, "num_pairs": count, "learning_rate": rate, "device": evaluation["device"]}
+            found.append(about | evaluation["results"][-1])
     write(out, config, found)
     return 0
 
@@ -84,4 +85,5 @@ def write(out: Path, config: TrainingConfig, found: Sequence[dict[str, Any]]) ->
     axes.set(xlabel="key-value pairs", ylabel="accuracy, best learning rate", ylim=(-0.02, 1.02), xticks=pairs)
     axes.legend()
     axes.grid(alpha=0.3)
-    tables.write_results(out, {"runs": list(found)}, tables.markdown_table(heads, rows) + note, figure)
+    text = tables.markdown_table(heads, rows) + note
+    tables.write_results(out, {"runs": list(found)}, text, figure, tables.devices_of(found))

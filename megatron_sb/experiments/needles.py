@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         with trained.trained_engine(folder, alone, model) as engine:
             for (task, length), samples in tqdm(asked.items(), desc=model, unit="task"):
                 found.append({"model": model, "task": task, "length": length} | scores(engine, samples, length))
-    write(out, tables.labels_of(config), found)
+    write(out, tables.labels_of(config), found, trained.device_of(alone))
     return 0
 
 
@@ -99,7 +99,7 @@ def mean_of(found: Sequence[dict[str, Any]], model: str, length: int, tasks: Seq
     return float(np.mean(values)) if values else float("nan")
 
 
-def write(out: Path, labels: dict[str, str], found: Sequence[dict[str, Any]]) -> None:
+def write(out: Path, labels: dict[str, str], found: Sequence[dict[str, Any]], device: str) -> None:
     """A row for each task and length, two columns for each model; a panel for each group of tasks."""
     lengths = sorted({entry["length"] for entry in found})
     tasks = list(dict.fromkeys(entry["task"] for entry in found))
@@ -111,7 +111,8 @@ def write(out: Path, labels: dict[str, str], found: Sequence[dict[str, Any]]) ->
             for model in labels:
                 row += [f"{mean_of(found, model, length, group, measure):.1%}" for measure in ("accuracy", "bytes")]
             rows.append(row)
-    tables.write_results(out, {"scores": list(found)}, tables.markdown_table(heads, rows), draw(labels, found, lengths))
+    text, figure = tables.markdown_table(heads, rows), draw(labels, found, lengths)
+    tables.write_results(out, {"scores": list(found)}, text, figure, device)
 
 
 def draw(labels: dict[str, str], found: Sequence[dict[str, Any]], lengths: Sequence[int]) -> Any:

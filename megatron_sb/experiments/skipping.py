@@ -45,9 +45,9 @@ def run(options: argparse.Namespace) -> int:
     alone = trained.on_one_rank(config)
     folder = trained.trained_run(options, config)
     with trained.threads(alone.parallel.threads_per_rank), trained.trained_engine(folder, alone, model) as engine:
-        entries = measure(engine, alone, options.seconds)
+        entries, device = measure(engine, alone, options.seconds), trained.device_of(alone)
     results = {"model": model, "mass_threshold": alone.attention[model].mass_threshold, "entries": entries}
-    tables.write_results(sweep.output_folder(options), results, table(entries), draw(entries))
+    tables.write_results(sweep.output_folder(options), results, table(entries), draw(entries), device)
     return 0
 
 

@@ -22,6 +22,7 @@ import torch
 from megatron_sb.config import load_config, load_fields
 from megatron_sb.config.schema import CountFromZero, NonNegativeFloat, PositiveFloat, PositiveInt
 from megatron_sb.experiments import key_hull, sweep, tables, trained
+from megatron_sb.training.report import hardware
 
 LABELS = {"softmax": "softmax", "euclidean": "softmax, Euclidean", "stick_breaking": "stick-breaking"}
 PLACES = {"hull": "on the hull", "interior": "inside"}
@@ -64,9 +65,9 @@ def run(options: argparse.Namespace) -> int:
     ]
     sets += trained_keys(Path(config.run), config.num_keys) if config.run else []
     with trained.threads(1):  # matrices of a few hundred rows: a second thread costs more than it does
-        entries = [measure(draws, config.query_norm) | about for about, draws in sets]
+        entries, device = [measure(draws, config.query_norm) | about for about, draws in sets], hardware("cpu", ranks=1)
     results = {"config": dataclasses.asdict(config), "seconds": round(time.monotonic() - begin, 1), "entries": entries}
-    tables.write_results(out, results, table(entries), draw(entries, config))
+    tables.write_results(out, results, table(entries), draw(entries, config), device)
     return 0
 
 

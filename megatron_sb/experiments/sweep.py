@@ -120,10 +120,12 @@ def evaluation_path(folder: Path, config: TrainingConfig, model: str, scaling: s
     return result_path(folder, model, config.stages[-1], scaling)
 
 
-def evaluation(folder: Path, config: TrainingConfig, model: str, scaling: str = "none") -> list[dict[str, Any]]:
-    """A model's evaluation after the last stage: one entry per context length."""
+def evaluation(folder: Path, config: TrainingConfig, model: str, scaling: str = "none") -> dict[str, Any]:
+    """A model's evaluation after the last stage, as `Report.evaluation` wrote it: {"model", "stage", "trained_context",
+    "scaling", "device", "results" (one entry per context length)}.
+    """
     path = evaluation_path(folder, config, model, scaling)
-    return json.loads(path.read_text(encoding="utf-8"))["results"]
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def newest_checkpoint(folder: Path, model: str) -> Path:

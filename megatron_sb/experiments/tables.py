@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,31 +31,34 @@ def labels_of(config: TrainingConfig) -> dict[str, str]:
     return {model: LABELS.get(model, model) for model in config.compare}
 
 
-def provenance() -> dict[str, Any]:
-    """When and on what: {"date", "device", "torch", "megatron_core"}."""
+def provenance(device: str) -> dict[str, Any]:
+    """When and on what: {"date", "device", "torch", "megatron_core"}. device: as `report.hardware` says it."""
     import importlib.metadata
 
     import torch
 
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    cpu = f"{platform.machine()} CPU, {len(os.sched_getaffinity(0))} cores"
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "device": f"{len(names)} x {names[0]}" if names else cpu,
+        "device": device,
         "torch": torch.__version__,
         "megatron_core": importlib.metadata.version("megatron-core"),
     }
 
 
-def write_results(out: Path, results: dict[str, Any], table: str, figure: Any) -> None:
+def devices_of(evaluations: Sequence[dict[str, Any]]) -> str:
+    """What the runs of these evaluations ran on."""
+    return " and ".join(dict.fromkeys(evaluation["device"] for evaluation in evaluations))
+
+
+def write_results(out: Path, results: dict[str, Any], table: str, figure: Any, device: str) -> None:
     """Write results.json (with `provenance`), table.md and picture.png into `out`, and print the table.
 
-    figure: of matplotlib; it is closed.
+    figure: of matplotlib; it is closed. device: what the results were measured on, in words.
     """
     from megatron_sb.training.plots import save
 
     out.mkdir(parents=True, exist_ok=True)
-    about = provenance()
+    about = provenance(device)
     write_aside(out / "results.json", json.dumps(about | results, indent=1) + "\n")
     write_aside(out / "table.md", f"{table}\n{about['date']}, {about['device']}\n")
     save(figure, out / "picture.png")

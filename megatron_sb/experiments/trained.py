@@ -85,6 +85,13 @@ def on_gpu(config: TrainingConfig) -> bool:
     return config.parallel.device != "cpu" and torch.cuda.is_available()
 
 
+def device_of(config: TrainingConfig) -> str:
+    """What `trained_engine` runs on, in words."""
+    from megatron_sb.training.report import hardware
+
+    return hardware("cuda" if on_gpu(config) else "cpu", ranks=1)
+
+
 def on_one_rank(config: TrainingConfig) -> TrainingConfig:
     """A run's configuration, for one rank that loads its checkpoints: nothing is spread.
 

@@ -220,7 +220,7 @@ def _run_rank(config: TrainingConfig, command: Command) -> int:
 
     from megatron_sb.training.checkpoint import write_aside
     from megatron_sb.training.loop import Diverged, Interrupted, Job
-    from megatron_sb.training.report import Report
+    from megatron_sb.training.report import Report, hardware
 
     rank = int(os.environ["RANK"])
     try:
@@ -241,7 +241,7 @@ def _run_rank(config: TrainingConfig, command: Command) -> int:
     refusal = None
     try:
         directory, _lock = _agree_on_directory(config, command.out, command.resume)  # held until the process ends
-        report = Report(directory, config) if rank == 0 else None
+        report = Report(directory, config, hardware(device.type, config.parallel.ranks)) if rank == 0 else None
         profiler = ProfilerWindow(directory / "profile", *command.profiled) if rank == 0 else None
         job = Job(config, directory, device, report, profiler)
     except ValueError as error:

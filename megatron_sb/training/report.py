@@ -9,11 +9,13 @@ tensorboard/  loss.png  nll_by_length.png
 from __future__ import annotations
 
 import json
+import platform
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from megatron_sb.config import StageConfig, TrainingConfig
@@ -40,11 +42,20 @@ class Step:
     skipped: float | None = None
 
 
-class Report:
-    """Writes under `out`."""
+def hardware(device_type: str, ranks: int) -> str:
+    """What `ranks` processes like this one run on, in words, for a record. device_type: torch's, "cuda" or "cpu"."""
+    if device_type == "cuda":
+        return f"{ranks} x {torch.cuda.get_device_name()}"
+    threads = ranks * torch.get_num_threads()
+    return f"{platform.machine()} CPU, {threads} thread{'s' if threads > 1 else ''}"
 
-    def __init__(self, out: Path, config: TrainingConfig) -> None:
+
+class Report:
+    """Writes under `out`. device: what the job runs on, in words."""
+
+    def __init__(self, out: Path, config: TrainingConfig, device: str) -> None:
         self.out = out
+        self._device = device
         self._config = config
         self._labels = {model: LABELS.get(model, model) for model in config.compare}
         self._metrics_path = out / "metrics.jsonl"
@@ -122,6 +133,7 @@ class Report:
         path = result_path(self.out, model, stage, scaling)
         path.parent.mkdir(exist_ok=True)
         about = {"model": model, "stage": stage.name, "trained_context": stage.context_length, "scaling": scaling}
+        about |= {"device": self._device}
         write_aside(path, json.dumps(about | {"results": results}, indent=1))
         name = f"{stage.name}/nll_by_length" + ("" if scaling == "none" else f"_{scaling}")
         for result in results:

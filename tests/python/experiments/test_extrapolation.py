@@ -66,11 +66,15 @@ def test_every_model_is_a_run(tmp_path, monkeypatch):
             for scaling in config.evaluated_scalings(trial.name):
                 path = sweep.evaluation_path(out / trial.name, config, trial.name, scaling)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps({"results": [{"context": 8, "nll": nll, "windows": 2}]}))
+                about = {"model": trial.name, "stage": "trained", "trained_context": 16, "scaling": scaling}
+                results = [{"context": 8, "nll": nll, "windows": 2}]
+                path.write_text(json.dumps({**about, "device": f"GPU {nll:g}", "results": results}))
 
     monkeypatch.setattr(sweep, "train_all", train_all)
     assert cli.main(command_of(tmp_path, ["softmax_rope", "stick_breaking"])) == 0
     rows = (tmp_path / "table.md").read_text().splitlines()[2:6]
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert written["device"] == "GPU 3 and GPU 2", "what the runs ran on, and not what is here"
     assert rows[0] == "| softmax + RoPE | 3.000 |" and rows[3] == "| stick-breaking | 2.000 |"
 
 

@@ -137,7 +137,7 @@ def test_table_and_picture(tmp_path):
         for task, accuracy in (("single_1", 1.0), ("tracking", 0.5))
         for length in (512, 1024)
     ]
-    needles.write(tmp_path, {"a": "A", "b": "B"}, found)
+    needles.write(tmp_path, {"a": "A", "b": "B"}, found, "a CPU")
     table = (tmp_path / "table.md").read_text()
     assert "| single_1 | 512 | 100.0% | 50.0% | 100.0% | 50.0% |\n" in table
     assert "| mean | 1024 | 75.0% | 50.0% | 75.0% | 50.0% |\n" in table

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 from matplotlib import pyplot
 
 from megatron_sb import cli, experiments
@@ -19,6 +21,7 @@ from megatron_sb.config import load_config, to_yaml
 from megatron_sb.experiments import sweep, tables
 from megatron_sb.experiments.sweep import Trial
 from megatron_sb.training.directory import hold
+from megatron_sb.training.report import hardware
 
 TINY = str(Path(__file__).parents[3] / "configs" / "tiny_context_extension.yaml")
 
@@ -40,7 +43,7 @@ def test_what_is_done_is_not_trained_again(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "_start", lambda config_path, trial, *others: started.append(trial))
     sweep.train_all(TINY, [trial], tmp_path)
     assert started == [] and sweep.is_done(config, tmp_path / "wide")
-    assert sweep.evaluation(tmp_path / "wide", config, "stick_breaking") == [{"nll": 1.5}]
+    assert sweep.evaluation(tmp_path / "wide", config, "stick_breaking") == {"results": [{"nll": 1.5}]}
     with pytest.raises(ValueError, match=r"model\.hidden_size = 32, but .*wide was started with 64"):
         sweep.train_all(TINY, [Trial("wide", ("model.hidden_size=32",))], tmp_path)
 
@@ -171,6 +174,14 @@ def test_the_command_hands_its_arguments_on(monkeypatch, capsys):
     assert "megatron-sb experiment: enough" in capsys.readouterr().err
 
 
+def test_the_device_is_what_ranks_ran_on(monkeypatch):
+    """And not all that is visible."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Any GPU")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert [hardware("cuda", 2), hardware("cpu", 1)] == ["2 x Any GPU", f"{platform.machine()} CPU, 1 thread"]
+
+
 def test_what_an_experiment_leaves_behind(tmp_path, capsys):
     table = tables.markdown_table(["pairs", "accuracy"], [["8", "0.5"]])
     assert table == "| pairs | accuracy |\n| --- | ---: |\n| 8 | 0.5 |\n"
@@ -178,10 +189,10 @@ def test_what_an_experiment_leaves_behind(tmp_path, capsys):
         tables.markdown_table(["pairs", "accuracy"], [["8"]])
     figure, axes = pyplot.subplots()
     axes.plot([1, 2])
-    tables.write_results(tmp_path / "out", {"accuracy": {"8": 0.5}}, table, figure)
+    tables.write_results(tmp_path / "out", {"accuracy": {"8": 0.5}}, table, figure, "2 x Any GPU")
     written = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert written["accuracy"] == {"8": 0.5} and written["date"] > "2020" and written["device"]
-    assert (tmp_path / "out" / "table.md").read_text().startswith(table)
+    assert written["accuracy"] == {"8": 0.5} and written["date"] > "2020" and written["device"] == "2 x Any GPU"
+    assert (tmp_path / "out" / "table.md").read_text() == f"{table}\n{written['date']}, 2 x Any GPU\n"
     assert (tmp_path / "out" / "picture.png").read_bytes()[:4] == b"\x89PNG"
     assert table in capsys.readouterr().out
     assert len(list((tmp_path / "out").iterdir())) == 3

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -146,6 +147,7 @@ def test_what_a_run_leaves_behind(straight):
             evaluation = json.loads((out / "evaluation" / f"{model}.{stage}.json").read_text())
             contexts = [result["context"] for result in evaluation["results"]]
             assert contexts[0] == 16 and contexts[-1] == longest
+            assert evaluation["device"] == f"{platform.machine()} CPU, 2 threads"
             assert all(2 < result["nll"] < 6 and result["standard_error"] > 0 for result in evaluation["results"])
             for result in evaluation["results"]:
                 row = re.search(rf"^ *{result['context']} \|.*", output, re.M).group()
@@ -404,7 +406,7 @@ def test_what_has_no_likelihood_is_drawn(tmp_path):
 def test_bar_shows_time_left_and_lines_beyond_the_checkpoint_are_dropped(tmp_path, config):
     """A run that died after its last checkpoint has reported steps that a resumed one takes again."""
     job = load_config(config, ["report.tensorboard=false"])
-    written = report.Report(tmp_path, job)
+    written = report.Report(tmp_path, job, "a CPU")
     progress = Progress("short", 0, 0, {}, {})
     written.start_stage("stick_breaking", job.stages[0], progress)
     for step in range(1, 6):
@@ -413,7 +415,7 @@ def test_bar_shows_time_left_and_lines_beyond_the_checkpoint_are_dropped(tmp_pat
     written.end_stage()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"cut off')
-    again = report.Report(tmp_path, job)
+    again = report.Report(tmp_path, job, "a CPU")
     again.start_stage("stick_breaking", job.stages[0], dataclasses.replace(progress, step=3, tokens=300))
     again.end_stage()
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
