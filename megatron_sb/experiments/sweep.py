@@ -51,8 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def output_folder(options: argparse.Namespace) -> Path:
-    """Where an experiment writes: --out, or runs/EXPERIMENT-CONFIG."""
-    return Path(options.out or Path("runs") / f"{options.experiment}-{Path(options.config).stem}")
+    """Where an experiment writes: --out, or runs/EXPERIMENT-CONFIG; a run's config.yaml goes by the run's name."""
+    path = Path(options.config).absolute()
+    name = path.parent.name if path.name == "config.yaml" else path.stem
+    return Path(options.out or Path("runs") / f"{options.experiment}-{name}")
 
 
 def train_all(config_path: str, trials: Sequence[Trial], out: Path, jobs: int = 1) -> None:

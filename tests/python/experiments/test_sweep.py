@@ -162,6 +162,8 @@ def test_the_command_hands_its_arguments_on(monkeypatch, capsys):
     assert cli.main(["experiment", "nothing", "a/b.yaml", "--depth", "2", "--set", "seed=1", "--set", "name=x"]) == 3
     assert (got["config"], got["set"], got["depth"]) == ("a/b.yaml", ["seed=1", "name=x"], 2)
     assert sweep.output_folder(types.SimpleNamespace(**got)) == Path("runs/nothing-b")
+    of_run = types.SimpleNamespace(out=None, experiment="nothing", config="runs/wide/config.yaml")
+    assert sweep.output_folder(of_run) == Path("runs/nothing-wide")
     with pytest.raises(SystemExit):
         cli.main(["experiment", "--help"])
     assert "Shows 100% of nothing at all." in capsys.readouterr().out
