@@ -11,6 +11,7 @@ import dataclasses
 import fnmatch
 import glob
 import sysconfig
+import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +29,7 @@ from megatron_sb.config import (
 )
 
 BYTE_END_OF_DOCUMENT = 256
+CHECKED_BYTES = 2**19
 
 # Directories of the standard library that some installations leave out, or that hold tables and other people's
 # packages and not text.
@@ -72,12 +74,13 @@ class Subset:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Training and validation documents; each ends with end_of_document."""
+    """Training and validation documents; each ends with end_of_document. checksum: `checksum_of` their files."""
 
     train: Subset
     validation: Subset
     vocab_size: int
     end_of_document: int
+    checksum: int
 
     def fingerprint(self) -> dict[str, int]:
         """Tells whether a resumed run sees the documents it started with."""
@@ -86,6 +89,7 @@ class Corpus:
             "train_tokens": int(self.train.lengths.sum()),
             "validation_documents": len(self.validation),
             "validation_tokens": int(self.validation.lengths.sum()),
+            "checksum": self.checksum,
         }
 
 
@@ -96,13 +100,15 @@ def load_corpus(config: TrainingConfig) -> Corpus:
     """
     data = config.data
     if data.kind == "text":
-        documents: Any = TextDocuments(find_files(data))
+        files = find_files(data)
+        documents: Any = TextDocuments(files)
         vocab_size, end_of_document = BYTE_VOCAB_SIZE, BYTE_END_OF_DOCUMENT
     else:
         from megatron_sb.megatron.indexed_documents import IndexedDocuments
 
         vocab_size, end_of_document = data.vocab_size, data.end_of_document
         documents = IndexedDocuments(data.paths, end_of_document)
+        files = [Path(prefix + suffix) for prefix in data.paths for suffix in (".idx", ".bin")]
     held_out = np.random.default_rng([config.seed, 0]).random(len(documents.lengths)) < data.validation_fraction
     long_enough = documents.lengths > 1
     train, validation = np.flatnonzero(long_enough & ~held_out), np.flatnonzero(long_enough & held_out)
@@ -112,7 +118,19 @@ def load_corpus(config: TrainingConfig) -> Corpus:
             f"{len(validation)} for validation "
             f"(data.validation_fraction = {data.validation_fraction}); at least one of each is needed"
         )
-    return Corpus(Subset(documents, train), Subset(documents, validation), vocab_size, end_of_document)
+    checksum = checksum_of(documents.lengths, files)
+    return Corpus(Subset(documents, train), Subset(documents, validation), vocab_size, end_of_document, checksum)
+
+
+def checksum_of(lengths: np.ndarray, files: Sequence[Path]) -> int:
+    """Of the documents' lengths and of CHECKED_BYTES at either end of every file, which is all of most."""
+    checksum = zlib.crc32(lengths.tobytes())
+    for path in files:
+        with path.open("rb") as file:
+            checksum = zlib.crc32(file.read(CHECKED_BYTES), checksum)
+            file.seek(max(CHECKED_BYTES, path.stat().st_size - CHECKED_BYTES))
+            checksum = zlib.crc32(file.read(), checksum)
+    return checksum
 
 
 def find_files(data: DataConfig) -> list[Path]:

@@ -57,7 +57,10 @@ class StopRequest:
 
 
 class Job:
-    """One rank's view of a run. report, profiler: None on every rank but the first."""
+    """One rank's view of a run. report, profiler: None on every rank but the first.
+
+    Raises ValueError where the data cannot be had, or are not those that the run has seen so far.
+    """
 
     def __init__(
         self,
@@ -76,6 +79,15 @@ class Job:
         if config.initial_checkpoint and not (Path(config.initial_checkpoint) / ".metadata").exists():
             raise ValueError(f"initial_checkpoint = {config.initial_checkpoint!r} holds no checkpoint (no .metadata)")
         self._task: Task = load_task(config)
+        for model in config.compare:
+            directory = self._checkpoints(model)
+            progress, now = directory.latest(), self._task.fingerprint()
+            # What an older run does not have in its fingerprint is not compared.
+            if progress and any(now.get(name) != value for name, value in progress.corpus.items()):
+                raise ValueError(
+                    f"the documents changed since {directory.path(progress)} was saved: they were {progress.corpus}, "
+                    f"now {now}"
+                )
 
     def describe(self) -> str:
         """What is trained on, in one sentence."""
@@ -86,18 +98,16 @@ class Job:
         step made of the weights is saved.
         """
         for model in self._config.compare:
-            directory = CheckpointDirectory(self._out / model / "checkpoints", self._config.checkpoint.keep)
+            directory = self._checkpoints(model)
             progress = directory.latest()
-            if progress is not None and progress.corpus != self._task.fingerprint():
-                raise ValueError(
-                    f"the documents changed since {directory.path(progress)} was saved: they were "
-                    f"{progress.corpus}, now {self._task.fingerprint()}"
-                )
             names = [stage.name for stage in self._config.stages]
             for index, stage in enumerate(self._config.stages):
                 if progress is not None and names.index(progress.stage) > index:
                     continue
                 progress = self._run_stage(model, index, stage, directory, progress)
+
+    def _checkpoints(self, model: str) -> CheckpointDirectory:
+        return CheckpointDirectory(self._out / model / "checkpoints", self._config.checkpoint.keep)
 
     def _run_stage(
         self, model: str, index: int, stage: StageConfig, directory: CheckpointDirectory, progress: Progress | None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -12,8 +13,11 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 
 from megatron_sb.config import DataConfig, load_config
+from megatron_sb.training import loop
+from megatron_sb.training.checkpoint import Progress
 from megatron_sb.training.data import (
     BYTE_END_OF_DOCUMENT,
+    CHECKED_BYTES,
     PackedBatch,
     RowSampler,
     load_corpus,
@@ -22,9 +26,11 @@ from megatron_sb.training.data import (
     split_rows,
 )
 from megatron_sb.training.evaluate import choose_windows
+from megatron_sb.training.loop import Job
 from megatron_sb.training.task import load_task
 
-TINY = load_config(Path(__file__).parents[3] / "configs" / "tiny_context_extension.yaml")
+CONFIGS = Path(__file__).parents[3] / "configs"
+TINY = load_config(CONFIGS / "tiny_context_extension.yaml")
 
 
 def with_data(**fields):
@@ -63,6 +69,51 @@ def test_text_folder_is_split_by_file_and_nothing_is_lost(text_folder):
             assert len(tokens) == length and tokens[-1] == BYTE_END_OF_DOCUMENT
             read[tokens[:-1].astype(np.uint8).tobytes()] += 1
     assert read == texts
+
+
+def test_documents_that_change_are_told_apart(text_folder):
+    """By their contents, too: one byte, at either end of a long file or anywhere in another."""
+    config = with_data(paths=(str(text_folder),), validation_fraction=0.3)
+    file, long = text_folder / "part1" / "37.txt", text_folder / "long.txt"
+    long.write_bytes(bytes(3 * CHECKED_BYTES))
+    seen = {load_corpus(config).fingerprint()["checksum"]}
+    for path, place in ((file, 1500), (long, 0), (long, 3 * CHECKED_BYTES - 1)):
+        text = bytearray(path.read_bytes())
+        text[place] ^= 1
+        path.write_bytes(text)
+        seen.add(load_corpus(config).fingerprint()["checksum"])
+    assert len(seen) == 4
+
+
+def small_job(text_folder, out):
+    overrides = [f"data.paths=[{text_folder}]", "data.validation_fraction=0.3", "compare=[stick_breaking]"]
+    overrides += [
+        "stages.0.context_length=64",
+        "stages.1.context_length=64",
+        "evaluation={target_tokens: 16, longest: 64}",
+    ]
+    return Job(load_config(CONFIGS / "tiny_context_extension.yaml", overrides), out, torch.device("cpu"), None)
+
+
+@pytest.mark.parametrize("key", ["checksum", "train_tokens"])
+def test_a_job_does_not_go_on_with_other_documents(key, text_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "StopRequest", lambda: None)
+    corpus = small_job(text_folder, tmp_path)._task.fingerprint()
+
+    def saved(corpus):
+        checkpoint = tmp_path / "stick_breaking" / "checkpoints" / "short-000001"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        (checkpoint.parent / "latest").write_text(checkpoint.name)
+        (checkpoint / "progress.json").write_text(json.dumps(dataclasses.asdict(Progress("short", 1, 1, {}, corpus))))
+
+    saved(corpus)
+    small_job(text_folder, tmp_path)
+    saved({**corpus, key: 7})
+    with pytest.raises(ValueError, match=rf"^the documents changed since .*short-000001 was saved: .*'{key}': 7"):
+        small_job(text_folder, tmp_path)
+    del corpus["checksum"]  # as runs had it before
+    saved(corpus)
+    small_job(text_folder, tmp_path)
 
 
 def test_paths_may_be_files_patterns_and_the_standard_library(text_folder):
