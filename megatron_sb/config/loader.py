@@ -212,7 +212,7 @@ def _to_float(value: Any, path: str) -> float:
         raise _type_error(float, value, path)
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise _type_error(float, value, path) from None
 
 

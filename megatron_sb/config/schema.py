@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Annotated, Literal
 
 STANDARD_LIBRARY = "python-stdlib"
@@ -12,10 +13,12 @@ BYTE_VOCAB_SIZE = 257  # text is read as bytes, and one token ends a document
 
 # A type, what its values must be in words, and as a test.
 PositiveInt = Annotated[int, "greater than 0", lambda value: value > 0]
-PositiveFloat = Annotated[float, "greater than 0", lambda value: value > 0]
+PositiveFloat = Annotated[float, "finite and greater than 0", lambda value: 0 < value < math.inf]
 CountFromZero = Annotated[int, "0 or greater", lambda value: value >= 0]
-NonNegativeFloat = Annotated[float, "0 or greater", lambda value: value >= 0]
+NonNegativeFloat = Annotated[float, "finite and 0 or greater", lambda value: 0 <= value < math.inf]
 BelowOne = Annotated[float, "at least 0 and less than 1", lambda value: 0 <= value < 1]
+Seconds = Annotated[float, "greater than 0 and at most 1e9", lambda value: 0 < value <= 1e9]  # what torch can wait
+Seed = Annotated[int, "0 or greater and less than 2**63", lambda value: 0 <= value < 2**63]  # Megatron-Core adds to it
 Fraction = Annotated[float, "between 0 and 1", lambda value: 0 < value < 1]
 Name = Annotated[
     str,
@@ -133,7 +136,7 @@ class ParallelConfig:
     ranks: PositiveInt = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads_per_rank: PositiveInt | None = None
-    timeout_seconds: PositiveFloat = 300.0
+    timeout_seconds: Seconds = 300.0
     tensor_parallel_size: PositiveInt = 1
     sequence_parallel: bool = False
     expert_parallel_size: PositiveInt = 1
@@ -206,7 +209,7 @@ class TrainingConfig:
     name: Name
     model: ModelConfig
     stages: tuple[StageConfig, ...]
-    seed: CountFromZero = 0
+    seed: Seed = 0
     compare: tuple[Name, ...] = ("stick_breaking", "softmax_rope")
     initial_checkpoint: str | None = None
     data: DataConfig = DataConfig()

@@ -28,12 +28,13 @@ def main(argv: list[str]) -> int:
     options of `run` have `config` (the file's path), `set` (overrides, dotted.field=value), `out` (the folder of its
     runs and results, one that is there is gone on with; None: runs/NAME-CONFIG), and those of the experiment.
     """
-    from megatron_sb.experiments.sweep import SweepStopped
+    from megatron_sb.experiments import sweep
 
     options = _parser().parse_args(argv)
+    sweep.output_folder(options)  # refused before anything is done
     try:
         return options.run(options)
-    except SweepStopped as stop:
+    except sweep.SweepStopped as stop:
         print(f"megatron-sb experiment: {stop}", file=sys.stderr)
         return stop.status
 

@@ -19,8 +19,8 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 
-from megatron_sb.config import load_config, load_fields
-from megatron_sb.config.schema import CountFromZero, NonNegativeFloat, PositiveFloat, PositiveInt
+from megatron_sb.config import ConfigError, load_config, load_fields
+from megatron_sb.config.schema import NonNegativeFloat, PositiveFloat, PositiveInt, Seed
 from megatron_sb.experiments import key_hull, sweep, tables, trained
 from megatron_sb.training.report import hardware
 
@@ -45,7 +45,7 @@ class StolenAttentionConfig:
     draws: PositiveInt = 1
     query_norm: PositiveFloat = 256.0
     run: str | None = None
-    seed: CountFromZero = 0
+    seed: Seed = 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure what the configuration says; see `megatron_sb.experiments.main`."""
     config = load_fields(StolenAttentionConfig, options.config, options.set)
+    for name in ("head_dims", "num_keys", "key_means"):
+        if not getattr(config, name):
+            raise ConfigError(f"{name} = []: at least one is needed")
     out = sweep.output_folder(options)
     begin = time.monotonic()
     sets = [

@@ -53,8 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def output_folder(options: argparse.Namespace) -> Path:
     """Where an experiment writes: --out, or runs/EXPERIMENT-CONFIG; a run's config.yaml goes by the run's name."""
     path = Path(options.config).absolute()
+    if path.is_dir():
+        raise ValueError(f"{options.config} is a folder; a configuration file is allowed")
     name = path.parent.name if path.name == "config.yaml" else path.stem
-    return Path(options.out or Path("runs") / f"{options.experiment}-{name}")
+    out = Path(options.out or Path("runs") / f"{options.experiment}-{name}")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out is {str(out)!r}, a file; a folder, new or of this experiment, is allowed")
+    return out
 
 
 def train_all(config_path: str, trials: Sequence[Trial], out: Path, jobs: int = 1) -> None:

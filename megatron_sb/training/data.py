@@ -59,17 +59,25 @@ class TextDocuments:
 class Subset:
     """Some documents of a collection, in the collection's order."""
 
-    def __init__(self, documents: Any, indices: np.ndarray) -> None:
+    def __init__(self, documents: Any, indices: np.ndarray, vocab_size: int) -> None:
         self._documents = documents
         self._indices = indices
+        self._vocab_size = vocab_size
         self.lengths = documents.lengths[indices]
 
     def __len__(self) -> int:
         return len(self._indices)
 
     def read(self, index: int, start: int, stop: int) -> np.ndarray:
-        """Tokens start to stop of one document, int64."""
-        return self._documents.read(int(self._indices[index]), start, stop)
+        """Tokens start to stop of one document, int64. Raises ValueError for one that the vocabulary does not have."""
+        tokens = self._documents.read(int(self._indices[index]), start, stop)
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
+            at = int(np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0])
+            raise ValueError(
+                f"document {self._indices[index]} of data.paths has the token {tokens[at]} at {start + at}; 0 to "
+                f"data.vocab_size - 1 = {self._vocab_size - 1} are allowed"
+            )
+        return tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +127,8 @@ def load_corpus(config: TrainingConfig) -> Corpus:
             f"(data.validation_fraction = {data.validation_fraction}); at least one of each is needed"
         )
     checksum = checksum_of(documents.lengths, files)
-    return Corpus(Subset(documents, train), Subset(documents, validation), vocab_size, end_of_document, checksum)
+    sides = (Subset(documents, side, vocab_size) for side in (train, validation))
+    return Corpus(*sides, vocab_size, end_of_document, checksum)
 
 
 def checksum_of(lengths: np.ndarray, files: Sequence[Path]) -> int:

@@ -237,14 +237,14 @@ def _run_rank(config: TrainingConfig, command: Command) -> int:
         "nccl" if device.type == "cuda" else "gloo",
         timeout=datetime.timedelta(seconds=config.parallel.timeout_seconds),
     )
-    refusals: list[ValueError | None] = [None] * dist.get_world_size()
+    refusals: list[Exception | None] = [None] * dist.get_world_size()
     refusal = None
     try:
         directory, _lock = _agree_on_directory(config, command.out, command.resume)  # held until the process ends
         report = Report(directory, config, hardware(device.type, config.parallel.ranks)) if rank == 0 else None
         profiler = ProfilerWindow(directory / "profile", *command.profiled) if rank == 0 else None
         job = Job(config, directory, device, report, profiler)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         refusal = error
     dist.all_gather_object(refusals, refusal)
     if any(refusals):
@@ -306,7 +306,7 @@ def _choose_device(config: TrainingConfig) -> Any:
 
 
 def _agree_on_directory(config: TrainingConfig, out: str | None, resume: bool) -> tuple[Path, IO | None]:
-    """Rank 0 chooses and checks the run's directory, and has its lock; every rank gets it, or the ValueError."""
+    """Rank 0 chooses and checks the run's directory, and has its lock; every rank gets it, or what was raised."""
     import torch.distributed as dist
 
     answer: list[Any] = [None]
@@ -315,10 +315,10 @@ def _agree_on_directory(config: TrainingConfig, out: str | None, resume: bool) -
         try:
             directory, lock = prepare_directory(config, out, resume)
             answer = [directory]
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             answer = [error]
     dist.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], ValueError):
+    if isinstance(answer[0], Exception):
         raise answer[0]
     return answer[0], lock
 

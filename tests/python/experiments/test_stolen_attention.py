@@ -136,7 +136,17 @@ def test_the_command(tmp_path):
     assert (tmp_path / "out" / "picture.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize(("change", "words"), [("head_dims=[9]", "from 2 to 8"), ("num_keys=[8]", "at least 16")])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("head_dims=[9]", "from 2 to 8"),
+        ("num_keys=[8]", "at least 16"),
+        ("head_dims=[]", "head_dims = []: at least one is needed"),
+        ("num_keys=[]", "num_keys = []: at least one is needed"),
+        ("key_means=[]", "key_means = []: at least one is needed"),
+        (f"seed={2**64}", "less than 2**63"),
+    ],
+)
 def test_a_bad_field_is_refused(change, words, tmp_path, capsys):
     config = tmp_path / "hulls.yaml"
     config.write_text("head_dims: [2]\nnum_keys: [16]\n")

@@ -152,7 +152,7 @@ def test_runs_of_a_killed_sweep_save_and_end(tmp_path):
     assert "SIGINT: saving after this step" in log.read_text()
 
 
-def test_the_command_hands_its_arguments_on(monkeypatch, capsys):
+def test_the_command_hands_its_arguments_on(monkeypatch, capsys, tmp_path):
     got = {}
     module = types.ModuleType("an_experiment", "Shows 100% of nothing\nat all.\n\nMore.")
     module.add_arguments = lambda parser: parser.add_argument("--depth", type=int)
@@ -164,6 +164,13 @@ def test_the_command_hands_its_arguments_on(monkeypatch, capsys):
     assert sweep.output_folder(types.SimpleNamespace(**got)) == Path("runs/nothing-b")
     of_run = types.SimpleNamespace(out=None, experiment="nothing", config="runs/wide/config.yaml")
     assert sweep.output_folder(of_run) == Path("runs/nothing-wide")
+    (tmp_path / "file").touch()
+    for words, sentence in (
+        (["a.yaml", "--out", str(tmp_path / "file")], f"--out is '{tmp_path / 'file'}', a file; a folder"),
+        ([str(tmp_path)], f"{tmp_path} is a folder; a configuration file is allowed"),
+    ):
+        assert cli.main(["experiment", "nothing", *words]) == 2
+        assert sentence in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["experiment", "--help"])
     assert "Shows 100% of nothing at all." in capsys.readouterr().out

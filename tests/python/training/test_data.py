@@ -163,6 +163,11 @@ def test_indexed_dataset_gives_the_same_documents(text_folder, tmp_path):
     )
     assert read == Counter(tuple(whole(text.train, index).tolist()) for index in range(len(text.train)))
     assert corpus.vocab_size == 300
+    narrow = load_corpus(with_data(**{**fields, "vocab_size": 257, "end_of_document": 250}))
+    assert max(whole(narrow.train, index).max() for index in range(len(narrow.train))) == 256
+    narrow = load_corpus(with_data(**{**fields, "vocab_size": 256, "end_of_document": 250}))
+    with pytest.raises(ValueError, match=r"document \d+ of data\.paths has the token 256 at \d+; 0 to .* = 255 are"):
+        [whole(narrow.train, index) for index in range(len(narrow.train))]
     with pytest.raises(ValueError, match="is not the prefix of an IndexedDataset"):
         load_corpus(with_data(**{**fields, "paths": (str(tmp_path / "other"),)}))
 

@@ -363,6 +363,9 @@ def test_a_wrong_field_is_refused_before_anything_runs(config, tmp_path):
     status, _, errors = run(config, "stages.0.stepz=3", "--out", tmp_path / "out")
     assert status == 2 and "unknown field stages.0.stepz = 3; did you mean 'steps'?" in errors
     assert not (tmp_path / "out").exists()
+    (tmp_path / "file").touch()
+    status, _, errors = run(config, "--out", tmp_path / "file")
+    assert status == 2 and f"File exists: '{tmp_path / 'file'}'" in errors and "Traceback" not in errors, errors
 
 
 def test_jobs_that_start_together_meet_at_ports_of_their_own(config, tmp_path):
