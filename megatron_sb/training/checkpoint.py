@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Protocol
@@ -92,9 +93,11 @@ class CheckpointDirectory:
 
     def _prune(self, newest: Progress) -> None:
         """Later steps than the newest's are of a run that died before it could name them."""
-        saved = sorted(self.root.glob(f"{newest.stage}-" + "[0-9]" * 6))
-        for old in saved[: max(0, saved.index(self.path(newest)) + 1 - self._keep)]:
-            shutil.rmtree(old)
+        of_stage = re.compile(re.escape(newest.stage) + r"-(\d{6,})")
+        saved = {int(match[1]): path for path in self.root.iterdir() if (match := of_stage.fullmatch(path.name))}
+        steps = sorted(step for step in saved if step <= newest.step)
+        for step in steps[: -self._keep]:
+            shutil.rmtree(saved[step])
 
 
 def write_aside(path: Path, text: str) -> None:

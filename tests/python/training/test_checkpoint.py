@@ -42,6 +42,15 @@ def test_the_newest_of_each_stage_stay(tmp_path, one_rank):
     assert engine.loaded == ".a-000003.tmp"
 
 
+def test_a_million_steps_have_seven_digits(tmp_path, one_rank):
+    checkpoints = CheckpointDirectory(tmp_path, keep=2)
+    for step in (999_800, 999_900, 1_000_000, 1_000_100):
+        checkpoints.save(Engine(), progress("a", step))
+    assert names(tmp_path) == ["a-1000000", "a-1000100", "latest"]
+    checkpoints.save(Engine(), progress("a", 2_000_000))
+    assert names(tmp_path) == ["a-1000100", "a-2000000", "latest"]
+
+
 def test_what_a_run_could_not_name_does_not_push_out_the_newest(tmp_path, one_rank):
     """It died between the checkpoint of step 30 and its name, and goes on from step 10 with another interval."""
     checkpoints = CheckpointDirectory(tmp_path, keep=1)
