@@ -115,6 +115,8 @@ def _attention_problems(config: TrainingConfig) -> Iterator[str]:
         position = f"{at}.position = {attention.position!r}"
         if attention.position != "rope" and attention.evaluated_scalings != ("none",):
             yield f"{at}.evaluated_scalings = {list(attention.evaluated_scalings)} contradicts {position}: give [none]"
+        if attention.position != "rope" and attention.rotary_base != SoftmaxConfig.rotary_base:
+            yield f"{at}.rotary_base = {attention.rotary_base} contradicts {position}: no position is rotated"
         if config.data.kind == "recall" and attention.evaluated_scalings != ("none",):
             yield (
                 f"{at}.evaluated_scalings = {list(attention.evaluated_scalings)} contradicts data.kind = 'recall': no "

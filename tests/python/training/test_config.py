@@ -110,6 +110,7 @@ REFUSALS = {
     "attention.stick_breaking.forget_gate_loss=0.1": r"forget_gate_loss = 0\.1 contradicts .*\.forget_gate = False",
     "attention.softmax_rope.window=0": r"attention\.softmax_rope\.window = 0: must be greater than 0",
     "attention.softmax_rope={position: none, evaluated_scalings: [ntk]}": r"\['ntk'\] contradicts .*position = 'none'",
+    "attention.softmax_rope={position: fire, rotary_base: 5e5}": r"base = 500000\.0 contradicts .*position = 'fire'",
     "attention.softmax_rope.evaluated_scalings=[]": r"softmax_rope\.evaluated_scalings = \[\]: at least one is needed",
     "compare=[softmax_rope]": r"stages\.1\.context_parallel_size = 2 contradicts compare = \['softmax_rope'\]",
     "evaluation.longest=255": r"target_tokens = 256 exceeds the longest evaluated context of stages\.0, 255 tokens",
