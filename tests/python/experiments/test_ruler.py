@@ -1,5 +1,6 @@
 """RULER's tasks: every answer found again in the text by a solver that reads nothing but the prompt."""
 
+import json
 import re
 from collections import Counter
 
@@ -262,3 +263,33 @@ def test_texts_are_there():
     texts = ruler.load_texts()
     assert len(texts.sentences) > 5000 and len(texts.words) > 2000 and len(texts.methods) > 500
     assert len(texts.bases) > 200 and set(texts.words).isdisjoint(["Python"])
+
+
+def test_the_command(tmp_path, request):
+    """A model that has hardly been trained, asked at two lengths: every task that was wanted has its row."""
+    tiny = ["model.num_layers=1", "model.hidden_size=16", "model.num_heads=2", "model.num_kv_heads=2"]
+    tiny += ["model.ffn_hidden_size=32", "stages.0.steps=2", "stages.0.warmup_steps=1", "stages.0.context_length=64"]
+    tiny += ["compare=[stick_breaking]", "evaluation={windows: 1, target_tokens: 16, length_factor: 4}"]
+    command = ["experiment", "needles", str(request.config.rootpath / SMALL), "--out", str(tmp_path / "out")]
+    command += [word for override in tiny for word in ("--set", override)]
+    command += ["--lengths", "1024", "1536", "--samples", "2", "--tasks", "tracking", "question"]
+    assert cli.main(command) == 0
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    asked = [(entry["model"], entry["task"], entry["length"]) for entry in results["scores"]]
+    assert asked == [("stick_breaking", task, length) for task in ("tracking", "question") for length in (1024, 1536)]
+    assert all(entry["samples"] == 2 and 0 <= entry["bytes"] < 0.5 for entry in results["scores"])
+    rows = [line.split(" | ")[:2] for line in (tmp_path / "out" / "table.md").read_text().splitlines()[2:8]]
+    tasks = ("| tracking", "| question", "| mean")
+    assert rows == [[task, length] for task in tasks for length in ("1024", "1536")]
+    assert (tmp_path / "out" / "picture.png").stat().st_size > 1000
+    written = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out" / "trained").iterdir()}
+    again = [
+        "experiment",
+        "needles",
+        str(tmp_path / "out" / "trained" / "config.yaml"),
+        "--out",
+        str(tmp_path / "again"),
+    ]
+    assert cli.main([*again, *command[-8:]]) == 0
+    assert json.loads((tmp_path / "again" / "results.json").read_text())["scores"] == results["scores"]
+    assert written == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out" / "trained").iterdir()}
