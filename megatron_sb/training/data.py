@@ -147,7 +147,9 @@ def find_files(data: DataConfig) -> list[Path]:
     found: dict[Path, None] = {}
     for entry in data.paths:
         if entry == STANDARD_LIBRARY:
-            files = _walk(Path(sysconfig.get_paths()["stdlib"]), ("*.py",), (*STANDARD_LIBRARY_EXCLUDE, *data.exclude))
+            exclude = (*STANDARD_LIBRARY_EXCLUDE, *data.exclude)
+            files = _walk(Path(sysconfig.get_paths()["stdlib"]), data.include, exclude)
+            files = [path for path in files if path.suffix == ".py"]
         elif entry == SITE_PACKAGES:
             files = _walk(Path(sysconfig.get_paths()["purelib"]), data.include, data.exclude)
         elif Path(entry).is_dir():

@@ -124,6 +124,10 @@ def test_paths_may_be_files_patterns_and_the_standard_library(text_folder):
     assert library.train.lengths.sum() > 3_000_000
     windows = choose_windows(library, TINY)
     assert len(windows) == TINY.evaluation.windows and {len(window) for window in windows} == {16385}
+    some = load_corpus(with_data(include=("a*.py",), validation_fraction=0.3))
+    assert 10 < len(some.train) + len(some.validation) < len(library.train) / 4
+    with pytest.raises(ValueError, match="'python-stdlib' names no file"):
+        load_corpus(with_data(include=("*.txt",)))
     packages = load_corpus(with_data(paths=("python-site-packages",), include=("*.py",)))
     assert packages.train.lengths.sum() > library.train.lengths.sum(), "torch's sources alone are more"
 
