@@ -118,7 +118,9 @@ def _megatron_config(source: Path, config: str | Path | None, vocab_size: int) -
             "configuration (YAML) or the folder of a Hugging Face model of these sizes"
         )
     if path.is_dir() or path.suffix == ".json":
-        return StickBreakingConfig.from_pretrained(path)
+        made = StickBreakingConfig.from_pretrained(path)
+        megatron.require_one_epsilon(made)
+        return made
     return megatron.config_of(load_config(path), source, vocab_size)
 
 

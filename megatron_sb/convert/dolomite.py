@@ -78,6 +78,8 @@ def load(folder: Path) -> tuple[StickBreakingConfig, dict[str, Tensor]]:
 def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) -> None:
     """Write the "flat" form. Raises ValueError for what it does not have."""
     fixed = {"attend_current": False, "head_dim": config.hidden_size / config.num_attention_heads}
+    if config.head_norm:
+        fixed["head_norm_eps"] = 1e-5
     files.require(config, fixed, "Dolomite's")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     kind = "mha" if kv_heads == heads else "mqa" if kv_heads == 1 else "gqa"

@@ -70,6 +70,12 @@ def config_of(training: TrainingConfig, folder: Path, vocab_size: int) -> StickB
     )
 
 
+def require_one_epsilon(config: StickBreakingConfig) -> None:
+    """Raise ValueError for a head norm with another epsilon than the layers' norms: Megatron has one for all."""
+    if config.head_norm:
+        files.require(config, {"head_norm_eps": config.rms_norm_eps}, "Megatron-Core's")
+
+
 def _attention_of(training: TrainingConfig, folder: Path) -> AttentionConfig:
     """That of the model whose run a checkpoint lies in (RUN/MODEL/checkpoints/STEP); of the only one that breaks sticks
     among those trained, where the folder is elsewhere.
@@ -132,6 +138,7 @@ def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) 
     """
     multipliers = dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0)
     files.require(config, multipliers | {"attention_multiplier": None}, "Megatron-Core's")
+    require_one_epsilon(config)
     layers = [_layer_to_theirs(config, weights, f"model.layers.{n}") for n in range(config.num_hidden_layers)]
     made = {LAYERS + name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()

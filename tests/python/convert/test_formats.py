@@ -89,6 +89,27 @@ def test_the_mass_threshold(to, tmp_path):
     assert back.config.mass_threshold == (0.25 if kept else DEFAULT_MASS_THRESHOLD)
 
 
+@pytest.mark.parametrize(
+    ("to", "allowed"), [("huggingface", None), ("megatron", 1e-6), ("dolomite", 1e-5)], ids=lambda value: str(value)
+)
+def test_the_epsilon_of_head_norm(to, allowed, tmp_path):
+    """Megatron's is that of the layers' norms, Dolomite's is fixed: a model with another is refused, both ways."""
+    for eps in (1e-5, 1e-6):
+        out = tmp_path / str(eps)
+        model = make_model(head_norm=True, head_norm_eps=eps, rms_norm_eps=1e-6)
+        model.config.save_pretrained(out / "config")
+        if allowed in (None, eps):
+            convert.save(model, out / "out", to)
+            back = convert.load(out / "out", out / "config" if to == "megatron" else None)
+            assert (back.config.head_norm_eps, back.config.rms_norm_eps) == (eps, 1e-6)
+        else:
+            with pytest.raises(ValueError, match=rf"head_norm_eps = {eps}: .* models have {allowed} and no other"):
+                convert.save(model, out / "out", to)
+    if to == "megatron":
+        with pytest.raises(ValueError, match=r"head_norm_eps = 1e-05: .* models have 1e-06 and no other"):
+            convert.load(out / "out", tmp_path / "1e-05" / "config")
+
+
 def rms_norm(x, weight, eps):
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
