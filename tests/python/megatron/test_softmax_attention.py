@@ -91,5 +91,5 @@ def test_what_it_does_not_do_is_refused():
         softmax_attention(4, 4)(*(torch.randn(8, 4, 16) for _ in range(3)), None)
     with pytest.raises(ValueError, match="kind is 'yarn'; one of"):
         RotaryScaling("yarn")
-    with pytest.raises(ValueError, match=r"factor is 0\.5; at least 1"):
+    with pytest.raises(ValueError, match=r"factor is 0\.5; a finite number of at least 1"):
         RotaryScaling("linear", 0.5)
