@@ -6,28 +6,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import decoders
+from support.decoders import EXPERTS, HEAD_VECTORS, TO_CONVERT
 
 import megatron_sb as sb
 from megatron_sb import cli, convert
 from megatron_sb.functional import DEFAULT_MASS_THRESHOLD
 
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-}
-HEAD_VECTORS = {"remainder_bias": True, "head_norm": True}
 MULTIPLIERS = {
     "attention_multiplier": 0.1,
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.5,
     "logits_scaling": 2.0,
 }
-EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2}
 VARIANTS = {
     "plain": {},
     "tied, one KV head": {"tie_word_embeddings": True, "num_key_value_heads": 1},
@@ -46,7 +36,7 @@ TAKEN = {
 
 
 def make_model(dtype=torch.float32, **fields):
-    return decoders.make_model(dtype, **SIZES | fields)
+    return decoders.make_model(dtype, **TO_CONVERT | fields)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,20 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import decoders
+from support.decoders import EXPERTS, HEAD_VECTORS, TO_CONVERT
 
 from megatron_sb import convert
 from megatron_sb.megatron.weights import read_weights, write_weights
 
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-HEAD_VECTORS = {"remainder_bias": True, "head_norm": True}
-EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2}
 LAYERS = {"dolomite": "n_layer"}  # what config.json calls their number where it is not num_hidden_layers
 
 
@@ -29,7 +20,7 @@ class Folder:
     """A small model in one of the formats, whose weights and configuration can be changed."""
 
     def __init__(self, path, kind, **fields):
-        self.path, self.kind, self.model = path / "saved", kind, decoders.make_model(**SIZES | fields)
+        self.path, self.kind, self.model = path / "saved", kind, decoders.make_model(**TO_CONVERT | fields)
         self._config = path / "config"
         convert.save(self.model, self.path, kind)
         self.model.config.save_pretrained(self._config)

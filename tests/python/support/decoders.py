@@ -5,6 +5,19 @@ from torch import Tensor
 
 from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
 
+# Sizes of the models that are converted between formats, and what some of them have beside.
+TO_CONVERT = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+}
+HEAD_VECTORS = {"remainder_bias": True, "head_norm": True}
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2}
+
 
 def make_model(dtype: torch.dtype = torch.float32, **fields: object) -> StickBreakingForCausalLM:
     """A model of these fields; its vectors are not the 0 and 1 of the start, which would hide what they do."""
