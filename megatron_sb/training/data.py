@@ -238,6 +238,19 @@ class Row:
     cu_seqlens: np.ndarray
 
 
+def _padded(inputs: np.ndarray, multiple: int) -> np.ndarray:
+    """The next multiple of each number of inputs."""
+    return inputs + -inputs % multiple
+
+
+def require_a_row(documents: Subset, row_length: int, pad_multiple: int) -> None:
+    """Raise ValueError where documents, each padded, fill no row."""
+    if _padded(documents.lengths - 1, pad_multiple).sum() < row_length:
+        raise ValueError(
+            f"the training documents hold {documents.lengths.sum()} tokens, less than a row of {row_length}"
+        )
+
+
 class RowSampler:
     """Rows of `row_length` tokens, cut from documents in a shuffled order and then shuffled themselves.
 
@@ -256,11 +269,8 @@ class RowSampler:
         self._pad_multiple = pad_multiple
         self._pad_token = pad_token
         self._seed = list(seed)
+        require_a_row(documents, row_length, pad_multiple)
         self._start_epoch(0)
-        if not len(self._order):
-            raise ValueError(
-                f"the training documents hold {documents.lengths.sum()} tokens, less than a row of {row_length}"
-            )
 
     def state_dict(self) -> dict[str, int]:
         """The epoch and how many of its rows have been taken."""
@@ -296,8 +306,7 @@ class RowSampler:
         self._taken = 0
         self._shuffled = generator.permutation(len(self._documents))
         self._inputs = self._documents.lengths[self._shuffled] - 1
-        padded = self._inputs + -self._inputs % self._pad_multiple
-        self._starts = np.concatenate([[0], np.cumsum(padded)])
+        self._starts = np.concatenate([[0], np.cumsum(_padded(self._inputs, self._pad_multiple))])
         self._order = generator.permutation(int(self._starts[-1]) // self._row_length)
 
     def _row(self, begin: int) -> Row:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from megatron_sb.config import StageConfig, TrainingConfig
-from megatron_sb.training.data import PackedBatch, Row, RowSampler, load_corpus
+from megatron_sb.training.data import PackedBatch, Row, RowSampler, load_corpus, require_a_row
 from megatron_sb.training.evaluate import UNWATCHED, Watch, choose_windows, evaluate
 from megatron_sb.training.recall import RecallTask
 from megatron_sb.training.ruler import MixedSampler, load_texts
@@ -55,7 +55,7 @@ class TextTask:
         self.vocab_size = self._corpus.vocab_size
         for index, stage in enumerate(config.stages):  # what fills no row is refused before anything is trained
             try:
-                self.sampler(stage, index)
+                require_a_row(self._corpus.train, stage.context_length, config.pad_multiple(stage))
             except ValueError as error:
                 raise ValueError(f"stages.{index}.context_length = {stage.context_length}: {error}") from None
 
