@@ -27,7 +27,7 @@ from timing import machine
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
-TWO_MACHINES = ROOT / "tests" / "python" / "support" / "two_machines.sh"
+SEVERAL_MACHINES = ROOT / "tests" / "python" / "support" / "several_machines.sh"
 LIMIT_SECONDS = 500
 ALONE = "1 GPU"
 TP2 = {"parallel.tensor_parallel_size": 2, "parallel.sequence_parallel": True}
@@ -94,7 +94,7 @@ def settings(options: argparse.Namespace, length: int, num_ranks: int) -> dict:
 
 def train(config: Path, overrides: list[str], folder: Path, machines: int) -> list[dict]:
     """The lines of a run's log. Raises RuntimeError with its last words where it fails."""
-    start = [sys.executable, "-P", "-m", "megatron_sb.training"] if machines == 1 else [TWO_MACHINES]
+    start = [sys.executable, "-P", "-m", "megatron_sb.training"] if machines == 1 else [SEVERAL_MACHINES]
     command = [*map(str, [*start, config, *overrides, "--out", folder])]
     environment = {**os.environ, "PYTHON": sys.executable, "SECONDS_AT_MOST": str(LIMIT_SECONDS)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS + 20, env=environment)

@@ -12,6 +12,7 @@ CHECKS = (
     "a_plan_serves_many_calls",
     "strides_are_taken_as_they_are",
     "autocast",
+    "mass_in_one_ranks_loss",
     "shard_and_unshard",
     "refuses_lengths_that_do_not_divide",
     "refuses_ranks_that_disagree",

@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 _WORKERS = Path(__file__).parents[1] / "workers"
-TWO_MACHINES = Path(__file__).parent / "two_machines.sh"
+SEVERAL_MACHINES = Path(__file__).parent / "several_machines.sh"
 
 
 def run_ranks(num_ranks: int, arguments: list, seconds: int, folder: Path | None = None, **environment: str) -> str:

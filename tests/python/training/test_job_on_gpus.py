@@ -1,17 +1,19 @@
 """The whole job on GPUs: Megatron's checkpoints go on over other ranks and outlive a rank that is killed.
 
-With two GPUs a job of four ranks runs as on two machines that share them.
+With fewer GPUs a job of four ranks runs as on several machines that share them.
 """
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 
 import psutil
 import pytest
 import torch
-from support.launch import TWO_MACHINES
+from support.launch import SEVERAL_MACHINES
 
 TRAIN = [sys.executable, "-m", "megatron_sb.training"]
 TIMEOUT_SECONDS = 240
@@ -43,15 +45,19 @@ LAYOUTS = {
 EXPERTS = ["model.moe={num_experts: 8, top_k: 2, grouped_gemm: true}", "parallel.expert_parallel_size=2"]
 # fp32: the order of additions alone; bf16: rounding of activations, over 30 steps
 ROUNDING = {"fp32": 1e-3, "bf16": 3e-2}
+ATOMIC = 1e-5  # of losses around 3: additions whose order is a GPU's own
 
 
 def train(out, *arguments, precision="fp32"):
     """Start a job in `out`."""
     config = out.with_suffix(".yaml")
     config.write_text(CONFIG.replace("PRECISION", precision))
-    shared = "parallel.ranks=4" in arguments and torch.cuda.device_count() < 4
-    command = [*([TWO_MACHINES] if shared else TRAIN), config, *arguments, "--out", out]
+    num_gpus = torch.cuda.device_count()
+    shared = "parallel.ranks=4" in arguments and num_gpus < 4
+    per_machine = 2 if num_gpus > 1 else 1
+    command = [*([SEVERAL_MACHINES] if shared else TRAIN), config, *arguments, "--out", out]
     environment = {**os.environ, "PYTHON": sys.executable, "SECONDS_AT_MOST": str(TIMEOUT_SECONDS)}
+    environment |= {"NODES": str(4 // per_machine), "RANKS_PER_NODE": str(per_machine)}
     words = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen([*map(str, command)], env=environment, **words)
 
@@ -69,7 +75,7 @@ def back_to(out, step):
     (out / "stick_breaking" / "checkpoints" / "latest").write_text(f"only-{step:06d}")
 
 
-@pytest.mark.multigpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(("model", "precision"), [("dense", "fp32"), ("dense", "bf16"), ("experts", "bf16")])
 def test_a_checkpoint_of_one_layout_goes_on_in_others(tmp_path, model, precision):
     """TP2 CP2 to step 20, then on one GPU and in CP4: the losses of the run that never stopped."""
@@ -82,7 +88,29 @@ def test_a_checkpoint_of_one_layout_goes_on_in_others(tmp_path, model, precision
         alone = ["parallel.expert_parallel_size=1"] if experts and name == "1" else []
         found = losses(out, *experts, *LAYOUTS[name], *alone, "--resume", precision=precision)
         assert found[:20] == expected[:20]
-        assert found == pytest.approx(expected, abs=1e-6 if name == "TP2 CP2" else ROUNDING[precision]), name
+        assert found == pytest.approx(expected, abs=ATOMIC if name == "TP2 CP2" else ROUNDING[precision]), name
+
+
+def signal_all(processes, number):
+    """Send a signal to those that are still there."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def kill_while_it_saves(job, checkpoints):
+    """SIGKILL all processes of a job with a checkpoint half written, after a first whole one."""
+    half_written = False
+    while not half_written:
+        assert job.poll() is None, job.communicate()[0]
+        if not (list(checkpoints.glob(".only*.tmp")) and (checkpoints / "latest").exists()):
+            continue
+        parent = psutil.Process(job.pid)
+        processes = [parent, *parent.children(recursive=True)]
+        signal_all(processes, signal.SIGSTOP)
+        half_written = bool(list(checkpoints.glob(".only*.tmp")))  # still, now that nothing moves
+        signal_all(processes, signal.SIGKILL if half_written else signal.SIGCONT)
+    job.communicate()
 
 
 @pytest.mark.gpu
@@ -91,11 +119,6 @@ def test_killed_while_it_saves(tmp_path):
     out = tmp_path / "run"
     checkpoints = out / "stick_breaking" / "checkpoints"
     expected = losses(tmp_path / "straight")
-    job = train(out, "checkpoint.interval=1")
-    while not (list(checkpoints.glob(".only*.tmp")) and (checkpoints / "latest").exists()):
-        assert job.poll() is None, job.communicate()[0]
-    for process in [*psutil.Process(job.pid).children(recursive=True), job]:
-        process.kill()
-    job.communicate()
+    kill_while_it_saves(train(out, "checkpoint.interval=1"), checkpoints)
     assert list(checkpoints.glob(".only*.tmp"))
-    assert losses(out, "checkpoint.interval=1", "--resume") == pytest.approx(expected, abs=1e-6)
+    assert losses(out, "checkpoint.interval=1", "--resume") == pytest.approx(expected, abs=ATOMIC)

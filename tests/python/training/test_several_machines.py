@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.launch import TWO_MACHINES
+from support.launch import SEVERAL_MACHINES
 
 ROOT = Path(__file__).parents[3]
 SMALL = ["parallel.ranks=2", "parallel.device=cpu", "parallel.threads_per_rank=1", "compare=[stick_breaking]"]
@@ -55,7 +55,7 @@ def test_torchrun(tmp_path):
 def test_torchrun_on_two_machines(tmp_path):
     """Both of them start ranks, and the ranks find each other."""
     more = ["parallel.ranks=4", "evaluation.windows=4"]
-    steps = run([TWO_MACHINES], tmp_path / "out", *more, SECONDS_AT_MOST="170")
+    steps = run([SEVERAL_MACHINES], tmp_path / "out", *more, SECONDS_AT_MOST="170")
     assert steps == [*range(1, 32), *range(1, 12)]
 
 
