@@ -9,6 +9,9 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.11.0
 # What to install beside the package: [test] is all; empty where a machine without a network brings its own.
 EXTRAS ?= [test]
+# Tests at a time, in Python files of them, each with its share of the cores.
+WORKERS ?= 2
+PYTEST := -m pytest -n $(WORKERS) --dist loadfile
 BUILD := build/Release
 CONFIG ?= configs/tiny_context_extension.yaml
 # Megatron-Core's newest release needs Python 3.12. Its environment takes the operators from .venv's: they know no Python.
@@ -36,17 +39,17 @@ train: $(VENV)/.built
 test: lint test-cpp test-python test-megatron-3.12
 
 test-cpp: $(VENV)/.built
-	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error
+	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error --parallel $(WORKERS)
 
 test-python: $(VENV)/.built
-	$(BIN)/python -m pytest
+	$(BIN)/python $(PYTEST)
 
 ifeq ($(PYTHON312),)
 test-megatron-3.12:
 	@echo "SKIPPED [1] $(TESTS312) with $(MEGATRON312): there is no python3.12 (PYTHON312=...)"
 else
 test-megatron-3.12: $(VENV312)/.built
-	$(VENV312)/bin/python -m pytest $(TESTS312)
+	$(VENV312)/bin/python $(PYTEST) $(TESTS312)
 endif
 
 test-gpu: $(VENV)/.built
