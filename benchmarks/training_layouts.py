@@ -97,6 +97,7 @@ def train(config: Path, overrides: list[str], folder: Path, machines: int) -> li
     start = [sys.executable, "-P", "-m", "megatron_sb.training"] if machines == 1 else [SEVERAL_MACHINES]
     command = [*map(str, [*start, config, *overrides, "--out", folder])]
     environment = {**os.environ, "PYTHON": sys.executable, "SECONDS_AT_MOST": str(LIMIT_SECONDS)}
+    environment |= {"NODES": str(machines), "RANKS_PER_NODE": "2"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS + 20, env=environment)
     if done.returncode:
         raise RuntimeError("\n".join(done.stderr.splitlines()[-30:]))

@@ -27,8 +27,8 @@ def test_skipping(tmp_path):
     assert [entry["layer"] for entry in longest] == [1, 2]
     for entry in longest:
         assert min(entry["skipped"]) > 0.5
-        own, _, every_tile = (sum(times) for times in zip(*entry["milliseconds"].values(), strict=True))
-        assert 0 < own < 0.8 * every_tile  # forward and backward together: beside other work a launch takes 2 ms
+        for own, _, every_tile in entry["milliseconds"].values():
+            assert 0 < own < 0.8 * every_tile
 
 
 @pytest.mark.gpu

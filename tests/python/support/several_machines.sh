@@ -4,9 +4,10 @@
 #
 #   NODES=2 RANKS_PER_NODE=2 SECONDS_AT_MOST=300 several_machines.sh CONFIG.yaml ARGUMENTS..
 set -euo pipefail
+: "${NODES:?}" "${RANKS_PER_NODE:?}" "${SECONDS_AT_MOST:?}"
 here=$(dirname "$(realpath "$0")")
 PATH="$(dirname "${PYTHON:-$(command -v python3)}"):$PATH"
-export PATH NODES=${NODES:-2} RANKS_PER_NODE=${RANKS_PER_NODE:-2} NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1
+export PATH NODES RANKS_PER_NODE NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1
 export PORT=$((20000 + $$ % 10000))
 for ((machine = 0; machine < NODES; machine++)); do  # timeout ends all that its command has started
     NCCL_HOSTID=machine$machine timeout "$SECONDS_AT_MOST" "$here/../../../examples/train_torchrun.sh" "$@" &

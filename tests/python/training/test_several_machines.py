@@ -55,7 +55,7 @@ def test_torchrun(tmp_path):
 def test_torchrun_on_two_machines(tmp_path):
     """Both of them start ranks, and the ranks find each other."""
     more = ["parallel.ranks=4", "evaluation.windows=4"]
-    steps = run([SEVERAL_MACHINES], tmp_path / "out", *more, SECONDS_AT_MOST="170")
+    steps = run([SEVERAL_MACHINES], tmp_path / "out", *more, NODES="2", RANKS_PER_NODE="2", SECONDS_AT_MOST="170")
     assert steps == [*range(1, 32), *range(1, 12)]
 
 

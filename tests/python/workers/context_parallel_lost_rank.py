@@ -34,9 +34,8 @@ def finish(device: torch.device) -> None:
 def main(scenario: str, timeout_seconds: float, comm: str, backend: str) -> None:
     """Lose the last rank before its second forward, in its backward, by silence or by an argument that it refuses."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # to end at once
-    device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", int(os.environ["RANK"]) % torch.cuda.device_count())
+    device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", int(os.environ["RANK"]))
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=START_SECONDS))
     ranks, victim = dist.get_world_size(), dist.get_rank() == dist.get_world_size() - 1
