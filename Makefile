@@ -20,7 +20,7 @@ PYTHON312 ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin
 VENV312 := .venv312
 MEGATRON312 ?= megatron-core==0.19.2
 # Of everything that is built on Megatron-Core, what depends on its release.
-TESTS312 := tests/python/megatron tests/python/training/test_engine.py tests/python/convert/test_megatron_checkpoints.py
+TESTS312 := tests/python/megatron tests/python/training/test_engine.py tests/python/checkpoints/test_megatron_checkpoints.py
 
 SOURCE_ROOTS := CMakeLists.txt cmake csrc tests/cpp
 # What git knows, or all files where it knows none: in an archive, or in a folder of another user, which it distrusts.

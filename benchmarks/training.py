@@ -28,9 +28,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from timing import machine
 
-from megatron_sb.config import TrainingConfig, load_config
-from megatron_sb.megatron import engine as engine_module
+from megatron_sb.training.config import TrainingConfig, load_config
 from megatron_sb.training.data import PackedBatch
+from megatron_sb.training.engine import engine as engine_module
 from megatron_sb.training.throughput import model_flops
 
 WARM_STEPS = 3

@@ -1,28 +1,27 @@
 """Stick-breaking attention (Tan et al., arXiv 2410.17980) for long-context training.
 
-Public functions are listed in ``__all__``; `megatron_sb.compat`, `megatron_sb.geometric`, `megatron_sb.reference`,
-`megatron_sb.softmax` and `megatron_sb.megatron` are imported by name.
+The public functions and classes are listed in ``__all__``. The first use of one of them loads the operator library and
+torch; ``import megatron_sb`` alone loads neither, so that `megatron_sb.training.config` can be read without torch.
 """
 
-from megatron_sb import _library
+import importlib
+from typing import TYPE_CHECKING
 
-_library.load()
+from megatron_sb import _moved
 
-from megatron_sb.context_parallel import (  # noqa: E402  the operators must be loaded first
-    ContextParallelPlan,
-    context_parallel_attention,
-    shard_sequence,
-    unshard_sequence,
-)
-from megatron_sb.functional import (  # noqa: E402
-    head_output,
-    stickbreaking_attention,
-    stickbreaking_attention_varlen,
-)
-from megatron_sb.kvcache import KVCache, stickbreaking_attention_with_kvcache  # noqa: E402
-from megatron_sb.modules import StickBreakingSelfAttention  # noqa: E402
-
-__version__ = _library.build_info()["version"]
+if TYPE_CHECKING:
+    from megatron_sb.nn import StickBreakingSelfAttention
+    from megatron_sb.ops import (
+        ContextParallelPlan,
+        KVCache,
+        context_parallel_attention,
+        head_output,
+        shard_sequence,
+        stickbreaking_attention,
+        stickbreaking_attention_varlen,
+        stickbreaking_attention_with_kvcache,
+        unshard_sequence,
+    )
 
 __all__ = [
     "ContextParallelPlan",
@@ -37,10 +36,20 @@ __all__ = [
     "unshard_sequence",
 ]
 
+_SUBMODULES = ("baselines", "compat", "nn", "ops", "reference")
+
+_moved.install()
+
 
 def __getattr__(name: str):
-    if name in ("compat", "geometric", "reference", "softmax"):
-        import importlib
-
+    if name in __all__:
+        package = "nn" if name == "StickBreakingSelfAttention" else "ops"
+        value = getattr(importlib.import_module(f"megatron_sb.{package}"), name)
+    elif name == "__version__":
+        value = importlib.import_module("megatron_sb.ops.library").build_info()["version"]
+    elif name in _SUBMODULES or name in _moved.TOP_LEVEL:
         return importlib.import_module(f"megatron_sb.{name}")
-    raise AttributeError(f"module 'megatron_sb' has no attribute {name!r}")
+    else:
+        raise AttributeError(f"module 'megatron_sb' has no attribute {name!r}")
+    globals()[name] = value
+    return value

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 
-from megatron_sb._library import module_command
-from megatron_sb.functional import stickbreaking_attention
+from megatron_sb.ops.attention import stickbreaking_attention
+from megatron_sb.ops.library import module_command
 
 _FULL_LOGIT = -11.0
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -7,7 +7,7 @@ import sys
 import torch
 
 import megatron_sb
-from megatron_sb import _library
+from megatron_sb.ops import library
 
 # Optional modules -> the extra of pyproject.toml that brings them.
 EXTRAS = {
@@ -19,10 +19,10 @@ EXTRAS = {
 def info(arguments: argparse.Namespace) -> int:
     """Print how this package was built, what is here to run on, and which kernels serve what."""
     if arguments.cmake_prefix:
-        print(_library.library_path().parents[1])
+        print(library.library_path().parents[1])
         return 0
-    build = _library.build_info()
-    print(f"megatron_sb   {build['version']}, {_library.library_path()}")
+    build = library.build_info()
+    print(f"megatron_sb   {build['version']}, {library.library_path()}")
     if build["cuda"] is None:
         print("build         CPU BUILD: it has no GPU kernels. Build where nvcc and a CUDA build of torch are.")
     else:
@@ -71,12 +71,12 @@ def _experiment(arguments: argparse.Namespace) -> int:
 def _convert(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from megatron_sb import convert
+    from megatron_sb import checkpoints
 
-    source = convert.format_of(Path(arguments.source))
-    convert.check_target(arguments.out, arguments.to)
-    model = convert.load(arguments.source, arguments.config)
-    convert.save(model, arguments.out, arguments.to)
+    source = checkpoints.format_of(Path(arguments.source))
+    checkpoints.check_target(arguments.out, arguments.to)
+    model = checkpoints.load(arguments.source, arguments.config)
+    checkpoints.save(model, arguments.out, arguments.to)
     print(f"{arguments.source} ({source}) -> {arguments.out} ({arguments.to}): {model.num_parameters():,} parameters")
     return 0
 

@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .functional import _check_number, _check_tensor, stickbreaking_attention, stickbreaking_attention_varlen
+from megatron_sb.ops.attention import (
+    _check_number,
+    _check_tensor,
+    stickbreaking_attention,
+    stickbreaking_attention_varlen,
+)
 
 _HEAD_DIM_MULTIPLE = 8
 _MAX_HEAD_DIM = 256

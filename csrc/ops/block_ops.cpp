@@ -8,7 +8,7 @@
 #include "ops/registration.h"
 
 #if defined(SB_WITH_CUDA)
-#include "kernels/portable/segments.h"
+#include "kernels/common/segments.h"
 #endif
 
 namespace megatron_sb::ops {

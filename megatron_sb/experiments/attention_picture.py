@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_sb.config import ConfigError, TrainingConfig, load_config
 from megatron_sb.experiments import sweep, tables, trained
+from megatron_sb.training.config import ConfigError, TrainingConfig, load_config
 
 SEQUENCE = "B 6 P 4 E 3 X 1 Z 2 E 2 B 1 E 5 B 4"  # the paper's
 

@@ -11,8 +11,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_sb.config import ConfigError, TrainingConfig, load_config
 from megatron_sb.experiments import sweep, tables
+from megatron_sb.training.config import ConfigError, TrainingConfig, load_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_sb.config import ConfigError, TrainingConfig, load_config
 from megatron_sb.experiments import sweep, tables, trained
+from megatron_sb.training.config import ConfigError, TrainingConfig, load_config
 
 PASSES = ("forward", "backward")
 CASES = ("the model's threshold", "0", "every tile")
@@ -102,7 +102,7 @@ def time_layer(
     """
     import torch
 
-    from megatron_sb.functional import stickbreaking_attention_varlen
+    from megatron_sb.ops.attention import stickbreaking_attention_varlen
 
     bounds = packed_seq_params.cu_seqlens_q
     generator = torch.Generator(device=query.device).manual_seed(0)

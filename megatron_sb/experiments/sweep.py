@@ -18,8 +18,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron_sb._library import module_command
-from megatron_sb.config import TrainingConfig, load_config
+from megatron_sb.ops.library import module_command
+from megatron_sb.training.config import TrainingConfig, load_config
 from megatron_sb.training.directory import hold, refuse_changes
 from megatron_sb.training.launch import PARENT_PIPE, noting_signals, parent_pipe
 

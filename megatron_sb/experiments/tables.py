@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_sb.config import TrainingConfig
 from megatron_sb.training.checkpoint import write_aside
+from megatron_sb.training.config import TrainingConfig
 
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_sb.config import ConfigError, ParallelConfig, TrainingConfig
-from megatron_sb.config.checks import check
 from megatron_sb.experiments import sweep
+from megatron_sb.training.config import ConfigError, ParallelConfig, TrainingConfig
+from megatron_sb.training.config.checks import check
 
 
 def trained_run(options: argparse.Namespace, config: TrainingConfig) -> Path:
@@ -51,7 +51,7 @@ def trained_engine(run: Path, config: TrainingConfig, model: str) -> Iterator[An
     from megatron_sb.training.launch import quieten
 
     quieten()
-    from megatron_sb.megatron.engine import Engine
+    from megatron_sb.training.engine.engine import Engine
 
     cuda = on_gpu(config)
     if config.parallel.device == "cuda" and not cuda:

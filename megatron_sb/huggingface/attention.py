@@ -16,13 +16,13 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin
 
-from megatron_sb.functional import (
+from megatron_sb.huggingface.packing import Packing, document_mask, documents_of, leftpad_of
+from megatron_sb.ops.attention import (
     DEFAULT_MASS_THRESHOLD,
     stickbreaking_attention,
     stickbreaking_attention_varlen,
 )
-from megatron_sb.huggingface.packing import Packing, document_mask, documents_of, leftpad_of
-from megatron_sb.kvcache import attend_to_filled, is_decoding_step
+from megatron_sb.ops.kvcache import attend_to_filled, is_decoding_step
 
 NAME = "stickbreaking"
 NO_ROTATION = "none"  # the rope_type whose rotations do nothing

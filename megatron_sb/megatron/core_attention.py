@@ -13,11 +13,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
-from megatron_sb.context_parallel import ContextParallelPlan, context_parallel_attention
-from megatron_sb.functional import head_output, stickbreaking_attention, stickbreaking_attention_varlen
-from megatron_sb.kvcache import attend_to_filled, is_decoding_step
 from megatron_sb.megatron.arguments import StickBreakingOptions
 from megatron_sb.megatron.gates import split_gates
+from megatron_sb.ops.attention import head_output, stickbreaking_attention, stickbreaking_attention_varlen
+from megatron_sb.ops.context_parallel import ContextParallelPlan, context_parallel_attention
+from megatron_sb.ops.kvcache import attend_to_filled, is_decoding_step
 
 PLAIN_LOGITS = {"logits": "dot", "forget_gate": None}
 CAUSAL_MASK_TYPES = (AttnMaskType.causal, AttnMaskType.padding_causal)

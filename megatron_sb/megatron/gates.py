@@ -8,7 +8,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_sb.gates import OPEN_GATE, add_to_backward, forget_gate_loss, gates_of
+from megatron_sb.nn.gates import OPEN_GATE, add_to_backward, forget_gate_loss, gates_of
 
 GATE_COLUMNS = 8  # of a key beside its channels; the first holds the gate's logit. Rows stay multiples of 16 bytes.
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_sb.config import (
+from megatron_sb.training.config import (
     BYTE_VOCAB_SIZE,
     SITE_PACKAGES,
     STANDARD_LIBRARY,

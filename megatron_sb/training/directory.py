@@ -15,8 +15,8 @@ import warnings
 from pathlib import Path
 from typing import IO
 
-from megatron_sb import config as configuration
-from megatron_sb.config import TrainingConfig
+from megatron_sb.training import config as configuration
+from megatron_sb.training.config import TrainingConfig
 
 LOCK_WAIT_SECONDS = 60.0  # a run whose launcher was killed ends its step and saves, and is then gone on with
 POLL_SECONDS = 0.1

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_sb.config import StageConfig, TrainingConfig
+from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.data import Corpus, PackedBatch, pack
 
 

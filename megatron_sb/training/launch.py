@@ -26,9 +26,9 @@ from typing import IO, Any, NoReturn
 
 from torch.distributed import TCPStore
 
-from megatron_sb import config as configuration
-from megatron_sb._library import module_command
-from megatron_sb.config import ConfigError, TrainingConfig
+from megatron_sb.ops.library import module_command
+from megatron_sb.training import config as configuration
+from megatron_sb.training.config import ConfigError, TrainingConfig
 from megatron_sb.training.directory import prepare_directory
 from megatron_sb.training.profiler import ProfilerWindow
 

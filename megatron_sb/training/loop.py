@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron_sb.config import StageConfig, TrainingConfig
 from megatron_sb.training.checkpoint import CheckpointDirectory, Progress
+from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.data import rows_ahead
 from megatron_sb.training.evaluate import Watch, result_path
 from megatron_sb.training.profiler import ProfilerWindow
@@ -113,7 +113,7 @@ class Job:
         self, model: str, index: int, stage: StageConfig, directory: CheckpointDirectory, progress: Progress | None
     ) -> Progress:
         """Train the stage's steps that are left, then evaluate unless that is done."""
-        from megatron_sb.megatron.engine import Engine
+        from megatron_sb.training.engine.engine import Engine
 
         trained = progress is not None and (progress.stage, progress.step) == (stage.name, stage.steps)
         if trained and not self._scalings_to_evaluate(model, stage):

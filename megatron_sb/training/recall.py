@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_sb.config import StageConfig, TrainingConfig
+from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.data import PackedBatch, Row
 from megatron_sb.training.evaluate import UNWATCHED, Watch, mean_and_error, score_windows
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from megatron_sb.config import StageConfig, TrainingConfig
 from megatron_sb.training.checkpoint import Progress, write_aside
+from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.evaluate import result_path
 
 LABELS = {"stick_breaking": "stick-breaking", "softmax_rope": "softmax + RoPE"}  # others go by their names

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_sb.config import StageConfig
+from megatron_sb.training.config import StageConfig
 
 # Exponent of the power scheduler (Shen et al., arXiv 2408.13359), with which the models of Tan et al., appendix C.1,
 # are pre-trained.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from megatron_sb.config import StageConfig, TrainingConfig
+from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.data import PackedBatch, Row, RowSampler, load_corpus, require_a_row
 from megatron_sb.training.evaluate import UNWATCHED, Watch, choose_windows, evaluate
 from megatron_sb.training.recall import RecallTask

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_sb.config import TrainingConfig, count_parameters
+from megatron_sb.training.config import TrainingConfig, count_parameters
 
 
 def model_flops(config: TrainingConfig, name: str, vocab_size: int, bounds: Sequence[np.ndarray]) -> float:

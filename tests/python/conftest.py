@@ -15,8 +15,8 @@ try:
 except ModuleNotFoundError:
     _HAS_MEGATRON = False
 _HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
-collect_ignore = ([] if _HAS_MEGATRON else ["megatron", "training", "convert", "experiments"]) + (
-    [] if _HAS_TRANSFORMERS else ["huggingface", "convert"]
+collect_ignore = ([] if _HAS_MEGATRON else ["megatron", "training", "checkpoints", "experiments"]) + (
+    [] if _HAS_TRANSFORMERS else ["huggingface", "checkpoints"]
 )
 
 
@@ -24,9 +24,9 @@ def pytest_report_header():
     """Say what is left out as a whole."""
     return [
         "megatron-core: "
-        + ("here" if _HAS_MEGATRON else "NOT INSTALLED, tests/python/{megatron,training,convert,experiments} left out"),
+        + ("here" if _HAS_MEGATRON else "NOT INSTALLED, tests/python/{megatron,training,checkpoints,experiments} out"),
         "transformers: "
-        + ("here" if _HAS_TRANSFORMERS else "NOT INSTALLED, tests/python/{huggingface,convert} left out"),
+        + ("here" if _HAS_TRANSFORMERS else "NOT INSTALLED, tests/python/{huggingface,checkpoints} skipped"),
     ]
 
 

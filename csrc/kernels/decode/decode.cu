@@ -14,9 +14,9 @@
 #include <climits>
 
 #include "core/error.h"
+#include "kernels/common/launch.h"
 #include "kernels/decode/decode.h"
 #include "kernels/decode/worker.cuh"
-#include "kernels/portable/launch.h"
 
 namespace megatron_sb::decode {
 namespace {

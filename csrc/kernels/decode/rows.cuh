@@ -2,8 +2,8 @@
 #pragma once
 
 #include "core/segment.h"
+#include "kernels/common/tile.cuh"
 #include "kernels/decode/decode.h"
-#include "kernels/portable/tile.cuh"
 
 namespace megatron_sb::decode {
 

@@ -6,8 +6,8 @@
 // for its own copies only; no other warp touches its ring.
 #pragma once
 
+#include "kernels/common/scan.cuh"
 #include "kernels/decode/rows.cuh"
-#include "kernels/portable/scan.cuh"
 
 namespace megatron_sb::decode {
 

@@ -7,9 +7,9 @@
 //   d_o = dx,  dP = sum over channels of dx r;   over rows:  dr = sum P dx,  dw = sum d_out x^,  dc = sum d_out
 #include <algorithm>
 
+#include "kernels/common/launch.h"
+#include "kernels/common/ptx.cuh"
 #include "kernels/head_output/head_output.h"
-#include "kernels/portable/launch.h"
-#include "kernels/portable/ptx.cuh"
 
 namespace megatron_sb::head_output {
 namespace {

@@ -5,10 +5,10 @@
 // memory, in the order of the keys. README.md draws it.
 #include <algorithm>
 
+#include "kernels/common/launch.h"
 #include "kernels/hopper/bwd_consumer.cuh"
 #include "kernels/hopper/bwd_split.cuh"
 #include "kernels/hopper/hopper.h"
-#include "kernels/portable/launch.h"
 
 namespace megatron_sb::hopper {
 namespace {

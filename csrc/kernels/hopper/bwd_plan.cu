@@ -1,9 +1,9 @@
 #include <algorithm>
 
+#include "kernels/common/block_scan.cuh"
+#include "kernels/common/launch.h"
 #include "kernels/hopper/bwd_plan.h"
 #include "kernels/hopper/tile_copy.cuh"
-#include "kernels/portable/block_scan.cuh"
-#include "kernels/portable/launch.h"
 
 namespace megatron_sb::hopper {
 namespace {

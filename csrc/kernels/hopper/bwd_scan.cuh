@@ -8,9 +8,9 @@
 // SlowScan takes what a row may begin with: it walks from the newer edge, key by key, with e up to 2^126.
 #pragma once
 
+#include "kernels/common/scalars.h"
 #include "kernels/hopper/bwd_traits.h"
 #include "kernels/hopper/ptx.cuh"
-#include "kernels/portable/scalars.h"
 
 namespace megatron_sb::hopper {
 

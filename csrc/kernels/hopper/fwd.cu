@@ -6,10 +6,10 @@
 // most keys first, until there are none. README.md draws the tile and the permutation of its keys.
 #include <algorithm>
 
+#include "kernels/common/launch.h"
 #include "kernels/hopper/fwd_consumer.cuh"
 #include "kernels/hopper/fwd_edge_loader.cuh"
 #include "kernels/hopper/hopper.h"
-#include "kernels/portable/launch.h"
 
 namespace megatron_sb::hopper {
 namespace {

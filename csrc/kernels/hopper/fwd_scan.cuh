@@ -9,8 +9,8 @@
 
 #include <cstdint>
 
+#include "kernels/common/scalars.h"
 #include "kernels/hopper/ptx.cuh"
-#include "kernels/portable/scalars.h"
 
 namespace megatron_sb::hopper {
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "kernels/portable/query_tiles.h"
+#include "kernels/common/query_tiles.h"
 
 namespace megatron_sb::hopper {
 

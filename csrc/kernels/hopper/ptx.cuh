@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "kernels/portable/ptx.cuh"
+#include "kernels/common/ptx.cuh"
 
 namespace megatron_sb::hopper {
 

@@ -10,7 +10,7 @@
 // heads, in the order of the segment table, says to which chunk it belongs: the host needs no value of the table.
 #pragma once
 
-#include "kernels/portable/query_tiles.h"
+#include "kernels/common/query_tiles.h"
 #include "kernels/portable/work.cuh"
 
 namespace megatron_sb::portable {

@@ -6,8 +6,8 @@
 //
 // For S and dP a warp has 16 query rows and all keys; then two warps have dV and two dK, each all keys and half the
 // columns, with A and dz read back transposed from shared memory.
+#include "kernels/common/scan.cuh"
 #include "kernels/portable/bwd.cuh"
-#include "kernels/portable/scan.cuh"
 
 namespace megatron_sb::portable {
 namespace {

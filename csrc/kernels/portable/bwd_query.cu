@@ -7,8 +7,8 @@
 // The mass at a unit's newer edge is P + P * rise, from the mass P at its older edge: never from a total, and not by a
 // division by prod 1 / (1 + e), which drifts. Where a row starts it is the restart's at the newer edge of the key tile,
 // so the tile's newer unit is looked at first, for the mass between the two.
+#include "kernels/common/scan.cuh"
 #include "kernels/portable/bwd.cuh"
-#include "kernels/portable/scan.cuh"
 
 namespace megatron_sb::portable {
 namespace {

@@ -5,9 +5,9 @@
 //
 // and ends when no row has mass left. K has two buffers and V one: V of this tile and K of the next are on their way
 // while S is computed.
+#include "kernels/common/query_tiles.h"
+#include "kernels/common/scan.cuh"
 #include "kernels/portable/portable.h"
-#include "kernels/portable/query_tiles.h"
-#include "kernels/portable/scan.cuh"
 #include "kernels/portable/work.cuh"
 
 namespace megatron_sb::portable {

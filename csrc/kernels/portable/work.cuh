@@ -8,10 +8,10 @@
 #include "core/error.h"
 #include "core/params.h"
 #include "core/segment.h"
-#include "kernels/portable/launch.h"
-#include "kernels/portable/query_tiles.h"
-#include "kernels/portable/scalars.h"
-#include "kernels/portable/tile.cuh"
+#include "kernels/common/launch.h"
+#include "kernels/common/query_tiles.h"
+#include "kernels/common/scalars.h"
+#include "kernels/common/tile.cuh"
 
 namespace megatron_sb::portable {
 

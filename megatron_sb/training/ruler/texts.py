@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megatron_sb.config import DataConfig
+from megatron_sb.training.config import DataConfig
 from megatron_sb.training.data import find_files
 
 NOISE = (

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron_sb import cli
-from megatron_sb.config import StickBreakingConfig, load_config
 from megatron_sb.experiments import sweep
+from megatron_sb.training.config import StickBreakingConfig, load_config
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 TINY = ["model.num_layers=1", "model.hidden_size=16", "model.ffn_hidden_size=32", "stages.0.context_length=16"]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron_sb import cli
-from megatron_sb.config import load_config
 from megatron_sb.experiments import attention_picture, mqrar
 from megatron_sb.megatron.statistics import AttentionInputs
+from megatron_sb.training.config import load_config
 
 SMALL = str(Path(__file__).parents[3] / "configs" / "mqrar_small.yaml")
 # Learned in two seconds: the current value of two keys out of two.

@@ -10,9 +10,9 @@ import torch
 from scipy.optimize import linprog, minimize
 
 from megatron_sb.cli import main
-from megatron_sb.config import load_fields
 from megatron_sb.experiments.key_hull import ATTENTIONS, largest_attention, on_hull
 from megatron_sb.experiments.stolen_attention import StolenAttentionConfig
+from megatron_sb.training.config import load_fields
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "experiments"
 RNG = np.random.default_rng(0)

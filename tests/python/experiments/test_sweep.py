@@ -16,10 +16,10 @@ import torch
 from matplotlib import pyplot
 
 from megatron_sb import cli, experiments
-from megatron_sb._library import module_command
-from megatron_sb.config import load_config, to_yaml
 from megatron_sb.experiments import sweep, tables
 from megatron_sb.experiments.sweep import Trial
+from megatron_sb.ops.library import module_command
+from megatron_sb.training.config import load_config, to_yaml
 from megatron_sb.training.directory import hold
 from megatron_sb.training.report import hardware
 
@@ -128,7 +128,8 @@ import sys
 from megatron_sb.experiments import sweep
 rank = "import time\\ntry: print('began', flush=True), time.sleep(60)\\nexcept KeyboardInterrupt: print('saved')"
 run = (
-    "import sys\\nfrom megatron_sb.config import load_config\\nfrom megatron_sb.training.launch import start_ranks\\n"
+    "import sys\\nfrom megatron_sb.training.config import load_config\\n"
+    "from megatron_sb.training.launch import start_ranks\\n"
     f"start_ranks(load_config(sys.argv[1]), [sys.executable, '-c', {rank!r}])"
 )
 sweep._command = lambda config_path, trial, folder: [sys.executable, "-c", run, config_path]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_sb import cli
-from megatron_sb.config import ConfigError, ParallelConfig, load_config
 from megatron_sb.experiments import sweep, trained
+from megatron_sb.training.config import ConfigError, ParallelConfig, load_config
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 LEVELS = [

@@ -1,5 +1,5 @@
 """Forget gates on the portable kernels at 4K keys: accuracy, repeats, CUDA graphs. Variants are judged in
-operator/test_variants.py too, at small sizes.
+ops/test_variants.py too, at small sizes.
 """
 
 import pytest

@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import megatron_sb as sb
 from megatron_sb.huggingface import attention, without_positions
-from megatron_sb.kvcache import attend_to_filled
+from megatron_sb.ops.kvcache import attend_to_filled
 
 VOCAB = 97
 SIZES = {

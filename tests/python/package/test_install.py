@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_sb import _library
+from megatron_sb.ops import library
 
 ROOT = Path(__file__).parents[3]
 COMPILED = ("lib", "_C")  # what their names begin with
@@ -18,7 +18,7 @@ def links_to_package(folder: Path, compiled: bool) -> Path:
     """A package megatron_sb in `folder`, of links to the files of this one, with or without what is compiled."""
     package = folder / "megatron_sb"
     package.mkdir(parents=True)
-    for source in _library.package_folders():
+    for source in library.package_folders():
         for path in source.iterdir():
             if path.name != "__pycache__" and (compiled or not path.name.startswith(COMPILED)):
                 (package / path.name).symlink_to(path)
@@ -83,16 +83,16 @@ def test_benchmark_in_a_checkout(installed):
 
 def test_sources_that_hide_the_package_say_so(installed):
     folder, run = installed
-    done = run("-c", "import megatron_sb")
+    done = run("-c", "import megatron_sb.ops")
     assert done.returncode == 1
     last, checkout = done.stderr.splitlines()[-1], folder / "checkout"
     assert last.startswith(f"ImportError: megatron_sb was imported from {checkout / 'megatron_sb'}, which has no comp")
     assert f"started in {checkout}; start it in another folder or with -P, or install with pip install -e ." in last
-    assert run("-P", "-c", "import megatron_sb").returncode == 0
+    assert run("-P", "-c", "import megatron_sb.ops").returncode == 0
 
 
 def test_a_package_in_the_current_folder_is_found_there(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert _library.module_command("megatron_sb.training")[1:] == ["-P", "-m", "megatron_sb.training"]
-    monkeypatch.chdir(Path(_library.__file__).parents[1])
-    assert _library.module_command("megatron_sb.training")[1:] == ["-m", "megatron_sb.training"]
+    assert library.module_command("megatron_sb.training")[1:] == ["-P", "-m", "megatron_sb.training"]
+    monkeypatch.chdir(Path(library.__file__).parents[2])
+    assert library.module_command("megatron_sb.training")[1:] == ["-m", "megatron_sb.training"]

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sb import _library
+from megatron_sb.ops import library
 
 
 def instructions_of_kernels() -> dict[str, list[str]]:
     """The sm_90 kernels of the operator library by mangled name: their instructions in order."""
     triton = pytest.importorskip("triton", reason="brings cuobjdump, which is not part of every toolkit")
     cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    command = [cuobjdump, "-sass", "-arch", "sm_90a", _library.library_path()]
+    command = [cuobjdump, "-sass", "-arch", "sm_90a", library.library_path()]
     text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     kernels = re.split(r"\n\s*Function : ", text)[1:]
     return {k.split("\n", 1)[0]: re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);", k) for k in kernels}
 
 
-@pytest.mark.skipif(_library.build_info()["cuda"] is None, reason="needs a build with CUDA")
+@pytest.mark.skipif(library.build_info()["cuda"] is None, reason="needs a build with CUDA")
 def test_wgmma_descriptors_stay_in_uniform_registers():
     """Else each wgmma waits for moves: a loop whose end does not look uniform to ptxas loses 5% of the forward.
 

@@ -12,28 +12,29 @@ import pytest
 import torch
 
 import megatron_sb
-from megatron_sb import _library, cli, selfcheck
+from megatron_sb import cli, selfcheck
+from megatron_sb.ops import library
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_version_and_torch_match():
-    assert megatron_sb.__version__ == _library.build_info()["version"]
-    assert _library.build_info()["torch"] == torch.__version__
+    assert megatron_sb.__version__ == library.build_info()["version"]
+    assert library.build_info()["torch"] == torch.__version__
 
 
 @pytest.mark.parametrize("installed", ["2.10.0+cu130", "2.11.1+cpu", "2.12.0+cu130"])
 def test_another_torch_is_refused(installed):
     with pytest.raises(ImportError, match=r"built with torch 2\.11\.0\+cu130, but torch 2\.1"):
-        _library.check_torch("2.11.0+cu130", installed)
+        library.check_torch("2.11.0+cu130", installed)
 
 
 def test_a_patch_release_of_torch_is_accepted():
-    _library.check_torch("2.11.0+cu130", "2.11.1+cu130")
+    library.check_torch("2.11.0+cu130", "2.11.1+cu130")
 
 
 def test_library_holds_no_python_symbol():
-    symbols = subprocess.run(["nm", "-D", _library.library_path()], check=True, capture_output=True, text=True).stdout
+    symbols = subprocess.run(["nm", "-D", library.library_path()], check=True, capture_output=True, text=True).stdout
     assert "block_forward" in symbols
     assert not [line for line in symbols.splitlines() if " Py" in line or " _Py" in line]
 
@@ -41,8 +42,8 @@ def test_library_holds_no_python_symbol():
 def test_info_names_build_and_kernels(capsys):
     assert cli.main(["info"]) == 0
     text = capsys.readouterr().out
-    assert f"built with {_library.build_info()['torch']}" in text
-    assert ("CPU BUILD" in text) == (_library.build_info()["cuda"] is None)
+    assert f"built with {library.build_info()['torch']}" in text
+    assert ("CPU BUILD" in text) == (library.build_info()["cuda"] is None)
     assert "cpu: CPU; fp32, fp64, bf16, fp16" in text
 
 
@@ -126,7 +127,7 @@ def test_every_optional_module_is_known_by_its_extra():
 
 
 def test_cpp_consumer_builds_and_runs(tmp_path):
-    prefix = _library.library_path().parents[1]
+    prefix = library.library_path().parents[1]
     configure = ["cmake", "-S", ROOT / "tests/consumer", "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={prefix}"]
     configure += [f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_BUILD_TYPE=Release"]
     tool = {"cwd": tmp_path, "check": True, "capture_output": True, "text": True, "timeout": 300}

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_sb.config import ConfigError, SoftmaxConfig, StickBreakingConfig, flatten, load_config
 from megatron_sb.training import launch
+from megatron_sb.training.config import ConfigError, SoftmaxConfig, StickBreakingConfig, flatten, load_config
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 TINY = CONFIGS / "tiny_context_extension.yaml"

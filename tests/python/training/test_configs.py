@@ -13,8 +13,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_sb import cli
-from megatron_sb.config import count_parameters, load_config, to_yaml
-from megatron_sb.megatron.model import build_model
+from megatron_sb.training.config import count_parameters, load_config, to_yaml
+from megatron_sb.training.engine.model import build_model
 from megatron_sb.training.schedule import learning_rate
 from megatron_sb.training.throughput import model_flops
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 
-from megatron_sb.config import DataConfig, load_config
 from megatron_sb.training import loop
 from megatron_sb.training.checkpoint import Progress
+from megatron_sb.training.config import DataConfig, load_config
 from megatron_sb.training.data import (
     BYTE_END_OF_DOCUMENT,
     CHECKED_BYTES,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sb.config import load_config, to_yaml
 from megatron_sb.training import directory
+from megatron_sb.training.config import load_config, to_yaml
 from megatron_sb.training.directory import hold, prepare_directory
 
 CONFIG = load_config(Path(__file__).parents[3] / "configs" / "tiny_context_extension.yaml", ["name=small"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_sb.config import load_config
+from megatron_sb.training.config import load_config
 from megatron_sb.training.evaluate import Watch, evaluate, result_path
 
 TINY = Path(__file__).parents[3] / "configs" / "tiny_context_extension.yaml"

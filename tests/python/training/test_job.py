@@ -22,9 +22,9 @@ import torch
 from support.jobs import kill_while_it_saves
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from megatron_sb.config import load_config
 from megatron_sb.training import launch, plots, report
 from megatron_sb.training.checkpoint import Progress
+from megatron_sb.training.config import load_config
 from megatron_sb.training.directory import hold, prepare_directory
 
 TRAIN = [sys.executable, "-m", "megatron_sb.training"]

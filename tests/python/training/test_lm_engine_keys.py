@@ -5,7 +5,7 @@ import re
 import pytest
 import yaml
 
-from megatron_sb.config import ConfigError, MoEConfig, load_config
+from megatron_sb.training.config import ConfigError, MoEConfig, load_config
 
 MIXER = {
     "sequence_mixer_type": "stickbreaking_attention",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_sb.config import ConfigError, load_config
+from megatron_sb.training.config import ConfigError, load_config
 from megatron_sb.training.data import rows_ahead
 from megatron_sb.training.evaluate import Watch
 from megatron_sb.training.recall import RecallRule, labelled

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from megatron_sb.config import StageConfig
+from megatron_sb.training.config import StageConfig
 from megatron_sb.training.schedule import learning_rate
 
 

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from training_layouts import EXPERT, ROW_LENGTH, SEQUENCE, TENSOR, load
 
-from megatron_sb import config as configuration
-from megatron_sb import convert
-from megatron_sb.megatron import engine as engine_module
-from megatron_sb.megatron.backends import MegatronBackend
-from megatron_sb.megatron.engine import Engine
+from megatron_sb import checkpoints
 from megatron_sb.megatron.weights import has_optimizer, read_weights
+from megatron_sb.training import config as configuration
 from megatron_sb.training.data import PackedBatch, RowSampler, load_corpus
+from megatron_sb.training.engine import engine as engine_module
+from megatron_sb.training.engine.backends import MegatronBackend
+from megatron_sb.training.engine.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support import megatron_cpu
@@ -78,10 +78,10 @@ def main(out: str, kind: str) -> None:
     engine.save(saved)
     engine.close()
     if dist.get_rank() == 0:
-        model = convert.load(saved)
+        model = checkpoints.load(saved)
         with torch.no_grad():
             found["transformers"] = losses_of(model, rows)
-        convert.save(model, back, "megatron")
+        checkpoints.save(model, back, "megatron")
         before, after = read_weights(saved), read_weights(back / "release")
         found["names"] = [sorted(before), sorted(after)]
         found["equal"] = all(torch.equal(before[name], after[name]) for name in before)

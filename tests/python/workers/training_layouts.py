@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_sb.config import load_config
-from megatron_sb.megatron import engine as engine_module
-from megatron_sb.megatron.backends import MegatronBackend
-from megatron_sb.megatron.engine import Engine
+from megatron_sb.training.config import load_config
 from megatron_sb.training.data import PackedBatch, RowSampler, load_corpus, split_rows
+from megatron_sb.training.engine import engine as engine_module
+from megatron_sb.training.engine.backends import MegatronBackend
+from megatron_sb.training.engine.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support import megatron_cpu

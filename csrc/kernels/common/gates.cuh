@@ -1,0 +1,113 @@
+// Forget gates (core/params.h): beta = f sigmoid(z), whose odds are e' = f e / (1 + (1 - f) e) where e = exp(z). With
+// r = 1 / (1 + (1 - f) e) and sigma = e / (1 + e),
+//
+//   1 - beta = (1 - sigma) / r,   dz = (1 - sigma) g - f sigma r b,   df = g / f - e r b
+//
+// so that nothing cancels. Kernels take the gates of a tile of keys as one of the types below, from which a thread
+// reads the gates of its keys (scan.cuh) by quads; in shared memory they stand at the accumulator columns of their
+// keys.
+#pragma once
+
+#include "kernels/common/ptx.cuh"
+#include "kernels/common/scalars.h"
+#include "kernels/common/tile.cuh"
+
+namespace megatron_sb::portable {
+
+// No gates: all are 1.
+struct Open {
+    static constexpr bool kGated = false;
+    struct Quad {
+        __device__ float odds(float e, int) const { return e; }
+    };
+    __device__ Quad quad(int) const { return {}; }
+};
+
+struct GateQuad {
+    float f[4];
+    __device__ float opened(float e, int k) const { return reciprocal(fmaf(1.f - f[k], e, 1.f)); }  // r
+    __device__ float odds(float e, int k) const { return f[k] * e * opened(e, k); }
+};
+
+// Where a thread's key k stands beyond its first one.
+__device__ inline int column_beyond(int k) {
+    return 8 * (k / 2) + k % 2;
+}
+
+// Gates as they stand behind their keys, kGateBytes a key: the first kGateParts values add up to the gate.
+inline constexpr int kGateBytes = 16;
+template <class T>
+struct GateRows {
+    static constexpr bool kGated = true;
+    using Quad = GateQuad;
+    const uint8_t* first;  // this thread's
+
+    __device__ explicit GateRows(const uint8_t* tile) : first(tile + threadIdx.x % 4 * 2 * kGateBytes) {}
+    __device__ GateQuad quad(int i) const {
+        GateQuad gates;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const uint8_t* const at = first + column_beyond(4 * i + k) * kGateBytes;
+            if constexpr (sizeof(T) == 2) {
+                const uint2 words = *reinterpret_cast<const uint2*>(at);
+                const float2 parts = unpack<T>(words.x);
+                gates.f[k] = parts.x + parts.y + unpack<T>(words.y).x;
+            } else {
+                const float4 parts = *reinterpret_cast<const float4*>(at);
+                gates.f[k] = parts.x + parts.y + parts.z;
+            }
+        }
+        return gates;
+    }
+};
+
+// Their values.
+struct GateValues {
+    static constexpr bool kGated = true;
+    using Quad = GateQuad;
+    const float* first;
+
+    __device__ explicit GateValues(const float* tile) : first(tile + threadIdx.x % 4 * 2) {}
+    __device__ GateQuad quad(int i) const {
+        GateQuad gates;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) gates.f[k] = first[column_beyond(4 * i + k)];
+        return gates;
+    }
+};
+
+// Starts to copy the gates behind kGroup keys for GateRows; 0 from num_keys on.
+template <int kGroup>
+__device__ inline void load_gates(uint32_t to, const HeadRows& keys, int num_keys) {
+    const int key = threadIdx.x;
+    if (key >= kGroup) return;
+    copy_async(to + column_of_key<kGroup>(key) * kGateBytes, keys.data + key * keys.stride + keys.width,
+               key < num_keys);
+}
+
+// One gate, from behind a key in global memory.
+template <class T>
+__device__ inline float gate_behind(const HeadRows& key) {
+    const T* const parts = reinterpret_cast<const T*>(key.data + key.width);
+    return float(parts[0]) + float(parts[1]) + float(parts[2]);
+}
+
+// Adds up x, of this thread's keys, over the warp's rows; the sums of key 2g and 2g + 1, where lane = 4g + t, are added
+// to `sum`.
+__device__ inline void sum_over_rows(float (&x)[16], float (&sum)[2]) {
+#pragma unroll
+    for (int half = 8; half >= 2; half /= 2) {
+        const bool upper = threadIdx.x & (2 * half);
+#pragma unroll
+        for (int k = 0; k < half; ++k) {
+            const float other = __shfl_xor_sync(kAllLanes, upper ? x[k] : x[k + half], 2 * half);
+            x[k] = (upper ? x[k + half] : x[k]) + other;
+        }
+    }
+    sum[0] += x[0];
+    sum[1] += x[1];
+}
+
+static_assert(kGateParts == 3, "quad() and gate_behind() add up three parts");
+
+}  // namespace megatron_sb::portable

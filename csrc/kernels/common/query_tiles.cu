@@ -1,0 +1,140 @@
+#include <algorithm>
+
+#include "core/segment.h"
+#include "kernels/common/block_scan.cuh"
+#include "kernels/common/launch.h"
+#include "kernels/common/query_tiles.h"
+
+namespace megatron_sb::portable {
+namespace {
+
+constexpr int kThreads = 1024;  // one block makes the list
+constexpr int kBuckets = 1024;  // of tiles by how many keys they have
+
+struct Shared {
+    Segment segments[kThreads];
+    int ends[kThreads];  // tiles up to and with this segment, within a round of kThreads segments
+    int buckets[kBuckets];
+    int warp_sums[kMostWarps];
+};
+
+// Calls f(tile, bucket) for every tile of the call; bucket 0 has the most keys. All threads of the block take part.
+template <class F>
+__device__ void for_each_tile(const Sizes& sizes, const Segments& segments, bool attend_current, int tile_rows,
+                              Shared& shared, F f) {
+    for (int round = 0; round < segments.size; round += kThreads) {
+        const int i = round + threadIdx.x;
+        Segment mine = {};
+        if (i < segments.size) mine = clamped(segments[i], sizes);
+        shared.segments[threadIdx.x] = mine;
+        const int tiles = (mine.q_len + tile_rows - 1) / tile_rows;
+        shared.ends[threadIdx.x] = scan_over_block(tiles, 0, shared.warp_sums, Sum()).with_before;
+        __syncthreads();
+        for (int tile = threadIdx.x; tile < shared.ends[kThreads - 1]; tile += kThreads) {
+            int at = 0;  // the first segment whose end is above `tile`
+            for (int step = kThreads / 2; step > 0; step /= 2)
+                if (shared.ends[at + step - 1] <= tile) at += step;
+            const Segment s = shared.segments[at];
+            const int first = (tile - (at > 0 ? shared.ends[at - 1] : 0)) * tile_rows;
+            const int rows = min(tile_rows, s.q_len - first);
+            const int visible = first + s.q_pos_minus_k_pos + (attend_current ? 1 : 0);
+            const int keys = clamp_row(visible + rows - 1, 0, s.k_len);
+            const int bucket = kBuckets - 1 - int(int64_t(keys) * (kBuckets - 1) / max(sizes.k_rows, 1));
+            f(QueryTile{s.q_begin + first, rows, s.k_begin, s.k_len, visible}, bucket);
+        }
+        __syncthreads();
+    }
+}
+
+// A counting sort: how many tiles a bucket has, where it begins, the tiles to their places.
+__device__ void write_query_tiles(const Sizes& sizes, const Segments& segments, bool attend_current, int tile_rows,
+                                  int capacity, QueryTiles* out, Shared& shared) {
+    shared.buckets[threadIdx.x] = 0;
+    __syncthreads();
+    for_each_tile(sizes, segments, attend_current, tile_rows, shared,
+                  [&](const QueryTile&, int bucket) { atomicAdd(&shared.buckets[bucket], 1); });
+    const int size = shared.buckets[threadIdx.x];
+    const int end = scan_over_block(size, 0, shared.warp_sums, Sum()).with_before;
+    shared.buckets[threadIdx.x] = end - size;
+    if (threadIdx.x == kThreads - 1) {
+        out->count = min(end, capacity);  // more only if a table gives a row to two segments
+        out->ticket = 0;
+    }
+    __syncthreads();
+    for_each_tile(sizes, segments, attend_current, tile_rows, shared, [&](const QueryTile& tile, int bucket) {
+        const int at = atomicAdd(&shared.buckets[bucket], 1);
+        if (at < capacity) out->entries()[at] = tile;
+    });
+}
+static_assert(kThreads == kBuckets, "a thread keeps a bucket");
+
+// A row that is in no tile, by one warp.
+__device__ void fill_row(const ForwardParams& p, int batch, int head, int row) {
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) {
+        const int64_t index = (int64_t(batch) * p.sizes.num_heads + head) * p.sizes.q_rows + row;
+        const float* mass_in = static_cast<const float*>(p.mass_in);
+        static_cast<float*>(p.mass_out)[index] = mass_in == nullptr ? 1.f : mass_in[index];
+        static_cast<float*>(p.restart.mass)[index] = 0.f;
+        p.restart.edge[index] = 0;
+    }
+    const int64_t at = batch * p.o.batch_stride + row * p.o.row_stride + head * p.o.head_stride;
+    for (int c = lane; c < p.sizes.head_dim_v; c += 32) {
+        if (p.o_dtype == Dtype::kFloat32)
+            static_cast<float*>(p.o.data)[at + c] = 0.f;
+        else
+            static_cast<uint16_t*>(p.o.data)[at + c] = 0;
+    }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    list_tiles(Sizes sizes, Segments segments, bool attend_current, int tile_rows, int capacity, QueryTiles* out) {
+    __shared__ Shared shared;
+    write_query_tiles(sizes, segments, attend_current, tile_rows, capacity, out, shared);
+}
+
+// The first block makes the list, the others look after the rows that are in no tile.
+__global__ void __launch_bounds__(kThreads)
+    prepare(const __grid_constant__ ForwardParams params, int tile_rows, int capacity, QueryTiles* out) {
+    __shared__ Shared shared;
+    if (blockIdx.x == 0)
+        write_query_tiles(params.sizes, params.segments, params.options.attend_current, tile_rows, capacity, out,
+                          shared);
+    else
+        for_uncovered_row(
+            params.sizes, params.segments, (blockIdx.x - 1) * kThreads, params.sizes.q_rows, shared.ends,
+            shared.warp_sums,
+            [](const Segment& s) {
+                return RowRange{s.q_begin, s.q_len};
+            },
+            [&](int row) {
+                for (int batch = 0; batch < params.sizes.batch; ++batch)
+                    for (int head = 0; head < params.sizes.num_heads; ++head) fill_row(params, batch, head, row);
+            });
+}
+
+}  // namespace
+
+int64_t max_query_tiles(const Sizes& sizes, const Segments& segments, int tile_rows) {
+    // A segment has at most one tile that is not full.
+    const int64_t partial = std::min<int64_t>(segments.size, sizes.q_rows);
+    return sizes.q_rows / tile_rows + partial;
+}
+
+void make_query_tiles(const Sizes& sizes, const Segments& segments, bool attend_current, int tile_rows, QueryTiles* out,
+                      void* stream) {
+    const int capacity = int(max_query_tiles(sizes, segments, tile_rows));
+    list_tiles<<<1, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(sizes, segments, attend_current, tile_rows,
+                                                                      capacity, out);
+    check_launch("make_query_tiles");
+}
+
+void prepare_forward(const ForwardParams& params, int tile_rows, void* stream) {
+    const int rows = params.segments.by_value() ? 0 : params.sizes.q_rows;
+    const int capacity = int(max_query_tiles(params.sizes, params.segments, tile_rows));
+    prepare<<<1 + (rows + kThreads - 1) / kThreads, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+        params, tile_rows, capacity, static_cast<QueryTiles*>(params.workspace));
+    check_launch("prepare_forward");
+}
+
+}  // namespace megatron_sb::portable

@@ -1,0 +1,285 @@
+// Along the keys of a tile, in registers: from logits to weights, and from those to the gradient of the logits.
+//
+// A thread holds rows 0, 1 (g and g + 8) of kTiles blocks of 16 rows, and of each row kKeys = 2 kBlocks neighbouring
+// keys, oldest first; the quad of lanes 4g .. 4g + 3 holds a row's keys, lane t = 0 the oldest. Key k of row r is
+// x[m][k / 2][2 r + k % 2]. With e = exp(z), for neighbouring keys, P the mass:
+//
+//     A_k = e_k P_k,   P_(k+1) = P_k + A_k        P_k: mass at the older side of key k; upwards there is no division
+//
+// A row's mass at the older side of a thread's keys is the mass at the newer edge of the tile over prod (1 + e). That
+// product is kept less 1, as a `rise`, and what a tile takes from the mass is P rise / (1 + rise): numbers next to 1,
+// and their reciprocals, lie on a coarse grid, and errors there add up over the tiles.
+//
+// With forget gates all this holds for the gated odds (gates.cuh).
+#pragma once
+
+#include "kernels/common/gates.cuh"
+#include "kernels/common/ptx.cuh"
+#include "kernels/common/scalars.h"
+
+namespace megatron_sb::portable {
+
+// Above this a thread's rise goes key by key (also where it is NaN); the rise of a quad of lanes is then finite.
+inline constexpr float kLargestRise = 0x1p30f;
+
+template <int kBlocks>
+__device__ inline float& at(float (&x)[kBlocks][4], int row, int key) {
+    return x[key / 2][2 * row + key % 2];
+}
+
+// prod (1 + e) - 1 of two runs together.
+__device__ inline float join(float a, float b) {
+    return fmaf(a, b, a + b);
+}
+
+// How many of this thread's keys each of its rows sees.
+template <int kTiles>
+using Limits = int[kTiles][2];
+
+template <int kTiles, int kBlocks>
+__device__ inline void fill_hidden(float (&x)[kTiles][kBlocks][4], const Limits<kTiles>& limit, float value) {
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int k = 0; k < 2 * kBlocks; ++k)
+                if (k >= limit[m][r]) at(x[m], r, k) = value;
+}
+
+template <int kTiles, int kBlocks>
+struct Rises {
+    float before[kTiles][2][kBlocks / 2];  // over this thread's keys older than each of its quads of keys
+    float all[kTiles][2];                  // over this thread's keys
+};
+
+// z -> e of four keys, with their rise, and with kOdds the gated odds in the place of e: for all quads of a row in
+// order.
+template <bool kOdds, int kTiles, int kBlocks, class Gates = Open>
+__device__ inline void exponentials_of_quad(int m, int r, int quad, float (&x)[kTiles][kBlocks][4], float scale_log2e,
+                                            Rises<kTiles, kBlocks>& rises, const typename Gates::Quad& gates) {
+    float e[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        float& z = at(x[m], r, 4 * quad + k);
+        z = exp2_approximate(z * scale_log2e);
+        if constexpr (Gates::kGated) z = min_nan(z, kLargestE);
+        e[k] = gates.odds(z, k);
+        if constexpr (kOdds) z = e[k];
+    }
+    const float rise = join(join(e[0], e[1]), join(e[2], e[3]));
+    rises.before[m][r][quad] = quad == 0 ? 0.f : rises.all[m][r];
+    rises.all[m][r] = quad == 0 ? rise : join(rises.all[m][r], rise);
+}
+template <bool kOdds, int kTiles, int kBlocks, class Gates>
+__device__ inline void exponentials(float (&x)[kTiles][kBlocks][4], float scale_log2e, Rises<kTiles, kBlocks>& rises,
+                                    const Gates& gates) {
+    constexpr int kRows = 2 * kTiles, kQuads = kBlocks / 2;
+#pragma unroll
+    for (int i = 0; i < kRows * kQuads; ++i) {  // gates are read once for all rows
+        const int row = Gates::kGated ? i % kRows : i / kQuads, quad = Gates::kGated ? i / kRows : i % kQuads;
+        exponentials_of_quad<kOdds, kTiles, kBlocks, Gates>(row / 2, row % 2, quad, x, scale_log2e, rises,
+                                                            gates.quad(quad));
+    }
+}
+
+// The same without gates in kParts parts, as a function of the part: for multiply_rows.
+template <int kParts, int kTiles, int kBlocks>
+__device__ inline auto exponentials_in_parts(float (&x)[kTiles][kBlocks][4], const Scalars& scalars,
+                                             Rises<kTiles, kBlocks>& rises) {
+    return [&](int part) {
+        constexpr int kQuads = kTiles * kBlocks;
+#pragma unroll
+        for (int i = part * kQuads / kParts; i < (part + 1) * kQuads / kParts; ++i)
+            exponentials_of_quad<false>(i / kBlocks, i / (kBlocks / 2) % 2, i % (kBlocks / 2), x, scalars.scale_log2e,
+                                        rises, Open::Quad{});
+    };
+}
+
+// For rows whose e may be anything: one reciprocal a key, from the newest on.
+template <int kTiles, int kBlocks, class Sink, class Gates>
+__device__ inline void weights_key_by_key(float (&e)[kTiles][kBlocks][4], float (&mass)[kTiles][2], Sink sink,
+                                          const Gates& gates) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float product = 1.f;
+#pragma unroll
+            for (int k = 2 * kBlocks - 1; k >= 0; --k) {
+                at(e[m], r, k) = min_nan(at(e[m], r, k), kLargestE);
+                product *= reciprocal(1.f + gates.quad(k / 4).odds(at(e[m], r, k), k % 4));
+            }
+            const float other = __shfl_xor_sync(kAllLanes, product, 1), two = product * other;
+            const float others = __shfl_xor_sync(kAllLanes, two, 2);
+            float p = mass[m][r] * (t & 1 ? 1.f : other) * (t & 2 ? 1.f : others);
+            mass[m][r] *= two * others;
+#pragma unroll
+            for (int n = kBlocks - 1; n >= 0; --n) {
+                float a[2];
+#pragma unroll
+                for (int c = 1; c >= 0; --c) {
+                    const float e_k = gates.quad(n / 2).odds(at(e[m], r, 2 * n + c), 2 * (n % 2) + c);
+                    const float one_minus_beta = reciprocal(1.f + e_k);
+                    a[c] = p * (e_k * one_minus_beta);
+                    p *= one_minus_beta;
+                }
+                sink(m, r, n, a[0], a[1]);
+            }
+        }
+}
+
+// From the mass at an edge of the tile to the mass at the older side of this thread's keys, where `rise` is theirs; the
+// edge's mass goes to the other edge, down from the newer one or up from the older one.
+__device__ inline float descend(float rise, float& mass) {
+    const int t = threadIdx.x % 4;
+    const float two = join(rise, __shfl_xor_sync(kAllLanes, rise, 1));
+    const float others = __shfl_xor_sync(kAllLanes, two, 2), four = join(two, others);
+    const float newer = t & 1 ? rise : two;  // over this thread's keys and all newer ones
+    const float oldest = mass * reciprocal(1.f + (t & 2 ? newer : join(newer, others)));
+    const float keep = reciprocal(1.f + four);
+    mass = four < 1.f ? fmaf(-mass, four * keep, mass) : mass * keep;
+    return oldest;
+}
+__device__ inline float ascend(float rise, float& mass) {
+    const int t = threadIdx.x % 4;
+    const float other = __shfl_xor_sync(kAllLanes, rise, 1), two = join(rise, other);
+    const float others = __shfl_xor_sync(kAllLanes, two, 2);
+    const float older = join(t & 1 ? other : 0.f, t & 2 ? others : 0.f);
+    const float oldest = fmaf(mass, older, mass);
+    mass = fmaf(mass, join(two, others), mass);
+    return oldest;
+}
+
+// Whether keys of this warp have to go one by one.
+template <int kTiles, int kBlocks>
+__device__ inline bool saturated(const Rises<kTiles, kBlocks>& rises) {
+    bool any = false;
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) any |= !(rises.all[m][r] <= kLargestRise);
+    return __any_sync(kAllLanes, any);
+}
+
+// Calls sink(m, r, n, A of key 2n, A of key 2n + 1) for all keys, from the mass at the older side of this thread's.
+template <int kTiles, int kBlocks, class Sink, class Gates>
+__device__ inline void weights_upwards(const float (&e)[kTiles][kBlocks][4], const Rises<kTiles, kBlocks>& rises,
+                                       const float (&oldest)[kTiles][2], Sink sink, const Gates& gates) {
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int quad = 0; quad < kBlocks / 2; ++quad) {
+                float p = quad == 0 ? oldest[m][r] : fmaf(oldest[m][r], rises.before[m][r][quad], oldest[m][r]);
+                float a[4];
+                const auto of_keys = gates.quad(quad);
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    a[k] = of_keys.odds(e[m][2 * quad + k / 2][2 * r + k % 2], k) * p;
+                    p += a[k];
+                }
+                sink(m, r, 2 * quad, a[0], a[1]);
+                sink(m, r, 2 * quad + 1, a[2], a[3]);
+            }
+}
+
+// The same, with `mass` from the newer edge of the tile to the older one. True where keys went one by one; e is then at
+// most kLargestE.
+template <int kTiles, int kBlocks, class Sink, class Gates = Open>
+__device__ inline bool weights(float (&e)[kTiles][kBlocks][4], const Rises<kTiles, kBlocks>& rises,
+                               float (&mass)[kTiles][2], Sink sink, const Gates& gates = {}) {
+    if (saturated(rises)) {
+        weights_key_by_key(e, mass, sink, gates);
+        return true;
+    }
+    float oldest[kTiles][2];
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) oldest[m][r] = descend(rises.all[m][r], mass[m][r]);
+    weights_upwards(e, rises, oldest, sink, gates);
+    return false;
+}
+
+// g -> dz of one gated key (gates.cuh); returns df. No factor here grows beyond e.
+__device__ inline float gated_gradient(const GateQuad& gates, int k, float e, float b, float& g) {
+    const float f = gates.f[k], opened = gates.opened(e, k), one_minus_sigma = reciprocal(1.f + e);
+    const float df = g * reciprocal(fmaxf(f, kLeastGate)) - e * opened * b;
+    g = one_minus_sigma * g - e * one_minus_sigma * f * opened * b;
+    return df;
+}
+
+// Takes no gradients of gates.
+struct NoGateGradients {
+    __device__ void operator()(int, int, float) const {}
+};
+
+// g -> dz = (1 - beta) g - beta b in place. `prefix`, the sum of g over older keys, goes from the older edge of the
+// tile to the newer one. Of gated keys, gate_gradient(r, k, df) is called too; there is one kTiles then, or none cares.
+template <bool kKeyByKey, int kTiles, int kBlocks, class Gates, class GateGradient>
+__device__ inline void logit_gradients_by(const float (&e)[kTiles][kBlocks][4], float (&g)[kTiles][kBlocks][4],
+                                          float (&prefix)[kTiles][2], const Gates& gates, GateGradient gate_gradient) {
+    constexpr int kQuads = kBlocks / 2;
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float b[kQuads], sum = 0.f;  // b: at the older side of each quad of keys
+#pragma unroll
+            for (int quad = 0; quad < kQuads; ++quad) {
+                b[quad] = sum;
+                sum += (g[m][2 * quad][2 * r] + g[m][2 * quad][2 * r + 1]) +
+                       (g[m][2 * quad + 1][2 * r] + g[m][2 * quad + 1][2 * r + 1]);
+            }
+            const float other = __shfl_xor_sync(kAllLanes, sum, 1), two = sum + other;
+            const float others = __shfl_xor_sync(kAllLanes, two, 2);
+            const float oldest = prefix[m][r] + ((t & 1 ? other : 0.f) + (t & 2 ? others : 0.f));
+            prefix[m][r] += two + others;
+#pragma unroll
+            for (int quad = 0; quad < kQuads; ++quad) b[quad] += oldest;
+#pragma unroll
+            for (int n = 0; n < kBlocks; ++n) {
+                float& b_n = b[n / 2];
+                const float e0 = e[m][n][2 * r], e1 = e[m][n][2 * r + 1];
+                float &g0 = g[m][n][2 * r], &g1 = g[m][n][2 * r + 1];
+                const float b0 = b_n, b1 = b0 + g0;
+                b_n = b1 + g1;
+                if constexpr (Gates::kGated) {
+                    const auto of_keys = gates.quad(n / 2);
+                    const int k = 2 * (n % 2);
+                    gate_gradient(r, 2 * n, gated_gradient(of_keys, k, e0, b0, g0));
+                    gate_gradient(r, 2 * n + 1, gated_gradient(of_keys, k + 1, e1, b1, g1));
+                } else {
+                    const float keep0 = reciprocal(1.f + e0), keep1 = reciprocal(1.f + e1);  // 1 - beta
+                    if constexpr (kKeyByKey) {                                               // e b may be infinite
+                        g0 = keep0 * g0 - (e0 * keep0) * b0;
+                        g1 = keep1 * g1 - (e1 * keep1) * b1;
+                    } else {
+                        g0 = fmaf(-e0, b0, g0) * keep0;
+                        g1 = fmaf(-e1, b1, g1) * keep1;
+                    }
+                }
+            }
+        }
+}
+
+// The same, `key_by_key` where weights() went key by key. One branch around everything: a branch for each pair of keys
+// would leave nothing to do while a reciprocal is on its way.
+template <int kTiles, int kBlocks, class Gates = Open, class GateGradient = NoGateGradients>
+__device__ inline void logit_gradients(const float (&e)[kTiles][kBlocks][4], float (&g)[kTiles][kBlocks][4],
+                                       float (&prefix)[kTiles][2], bool key_by_key, const Gates& gates = {},
+                                       GateGradient gate_gradient = {}) {
+    if constexpr (Gates::kGated) {
+        logit_gradients_by<true>(e, g, prefix, gates, gate_gradient);
+    } else if (key_by_key) {
+        logit_gradients_by<true>(e, g, prefix, gates, gate_gradient);
+    } else {
+        logit_gradients_by<false>(e, g, prefix, gates, gate_gradient);
+    }
+}
+
+}  // namespace megatron_sb::portable

@@ -1,0 +1,1 @@
+"""What stick-breaking attention is compared with: softmax attention with several positions, and geometric attention."""

@@ -1,0 +1,30 @@
+"""The operators: attention on one device, packed, against a KV cache, and over the ranks of a process group."""
+
+from megatron_sb.ops import library
+
+library.load()
+
+from megatron_sb.ops.attention import (  # noqa: E402  the operators must be loaded first
+    head_output,
+    stickbreaking_attention,
+    stickbreaking_attention_varlen,
+)
+from megatron_sb.ops.context_parallel import (  # noqa: E402
+    ContextParallelPlan,
+    context_parallel_attention,
+    shard_sequence,
+    unshard_sequence,
+)
+from megatron_sb.ops.kvcache import KVCache, stickbreaking_attention_with_kvcache  # noqa: E402
+
+__all__ = [
+    "ContextParallelPlan",
+    "KVCache",
+    "context_parallel_attention",
+    "head_output",
+    "shard_sequence",
+    "stickbreaking_attention",
+    "stickbreaking_attention_varlen",
+    "stickbreaking_attention_with_kvcache",
+    "unshard_sequence",
+]

@@ -1,0 +1,46 @@
+"""How many weights a model of given sizes has, without building it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron_sb.training.config.schema import AttentionConfig, ModelConfig, StickBreakingConfig
+
+FIRE_HIDDEN_SIZE = 32  # the width of FIRE's network in megatron_sb.baselines.softmax
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterCount:
+    """total: every weight. active: those that one token meets, all but the experts it is not sent to."""
+
+    total: int
+    active: int
+
+
+def count_parameters(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> ParameterCount:
+    """Weights of a model over all ranks. vocab_size: before padding."""
+    hidden, head_dim = model.hidden_size, model.head_dim
+    query = model.num_heads * head_dim
+    projections = hidden * (query + 2 * model.num_kv_heads * head_dim) + query * hidden
+    extras = _own_parameters(model, attention)
+    norms = 2 * hidden
+    mlp = 3 * hidden * model.ffn_hidden_size  # gate, up and down
+    router = hidden * model.moe.num_experts if model.moe else 0
+    embeddings = model.padded_vocab_size(vocab_size) * hidden * (1 if model.tie_word_embeddings else 2)
+
+    def count(experts: int) -> int:
+        return embeddings + model.num_layers * (projections + extras + norms + router + experts * mlp) + hidden
+
+    return ParameterCount(count(model.moe.num_experts if model.moe else 1), count(model.moe.top_k if model.moe else 1))
+
+
+def _own_parameters(model: ModelConfig, attention: AttentionConfig) -> int:
+    """Those of a layer's attention beside its projections."""
+    if isinstance(attention, StickBreakingConfig):
+        vector = model.num_heads * model.head_dim
+        gates = (model.hidden_size + 1) * model.num_kv_heads  # a projection with a bias
+        norm = 2 * vector  # weight and bias
+        return vector * attention.remainder_bias + norm * attention.head_norm + gates * attention.forget_gate
+    if attention.position == "fire":  # c, the threshold's factor, and a network 1 -> 32 -> heads with biases
+        return 2 + 2 * FIRE_HIDDEN_SIZE + (FIRE_HIDDEN_SIZE + 1) * model.num_heads
+    return 0

@@ -1,0 +1,157 @@
+"""The models of a training job as Megatron-Core builds them: sizes from the configuration, layers by its local spec."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_sb.megatron import versions
+from megatron_sb.megatron.spec import with_stickbreaking
+from megatron_sb.megatron.stand_ins import install_stand_ins
+from megatron_sb.training.config import (
+    ModelConfig,
+    ParallelConfig,
+    SoftmaxConfig,
+    StageConfig,
+    StickBreakingConfig,
+    TrainingConfig,
+)
+from megatron_sb.training.engine.softmax_attention import SoftmaxCoreAttention
+
+RECOMPUTE = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def build_model(
+    config: TrainingConfig, model: str, stage: StageConfig, vocab_size: int, *, fused: bool = False
+) -> GPTModel:
+    """A decoder without position embedding of its own: stick-breaking needs none, softmax's core attention brings it.
+    This rank's share of it, on torch's default device.
+
+    model: a name in config.attention. vocab_size: before padding. fused: with Megatron-Core's operators that
+    torch.compile fuses, which is for GPUs: activations and residuals, as Megatron's scripts have them by default.
+    Its weights come from torch's generator: where that is in the same state on every rank, they are the same for any
+    parallel layout.
+    """
+    install_stand_ins()
+    moe = config.model.moe
+    spec = get_gpt_layer_local_spec(
+        num_experts=moe and moe.num_experts, moe_grouped_gemm=bool(moe and moe.grouped_gemm), normalization="RMSNorm"
+    )
+    if moe:
+        versions.replace_experts(spec, _with_weights_by_index)
+    attention = config.attention[model]
+    if isinstance(attention, StickBreakingConfig):
+        spec = _stick_breaking_spec(spec, attention, config.parallel)
+    else:
+        core_attention = ModuleSpec(module=SoftmaxCoreAttention, params=_softmax_fields(attention))
+        spec.submodules.self_attention.submodules.core_attention = core_attention
+    return GPTModel(
+        _transformer_config(config, model, stage, fused),
+        spec,
+        config.model.padded_vocab_size(vocab_size),
+        config.longest_evaluated(stage),
+        position_embedding_type="none",
+        share_embeddings_and_output_weights=config.model.tie_word_embeddings,
+    )
+
+
+def _stick_breaking_spec(spec: ModuleSpec, attention: StickBreakingConfig, parallel: ParallelConfig) -> ModuleSpec:
+    fields = {name: value for name, value in dataclasses.asdict(attention).items() if name != "kind"}
+    return with_stickbreaking(spec, **fields, cp_layout=parallel.layout, packing=parallel.packing)
+
+
+def _softmax_fields(attention: SoftmaxConfig) -> dict:
+    names = ("position", "window", "stable_mask_gamma", "rotary_base")
+    return {name: getattr(attention, name) for name in names}
+
+
+def _transformer_config(config: TrainingConfig, model: str, stage: StageConfig, fused: bool) -> TransformerConfig:
+    sizes = config.model
+    return TransformerConfig(
+        num_layers=sizes.num_layers,
+        hidden_size=sizes.hidden_size,
+        num_attention_heads=sizes.num_heads,
+        num_query_groups=sizes.num_kv_heads,
+        kv_channels=sizes.head_dim,
+        ffn_hidden_size=sizes.ffn_hidden_size,
+        init_method_std=sizes.init_std,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,  # the same weights on every device
+        bf16=sizes.precision == "bf16",
+        params_dtype=torch.bfloat16 if sizes.precision == "bf16" else torch.float32,
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=fused,
+        bias_dropout_fusion=fused,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        **RECOMPUTE[sizes.recompute],
+        **_parallel_fields(config.parallel, stage, config.context_parallel_size(model, stage)),
+        **_moe_fields(sizes),
+    )
+
+
+def _parallel_fields(parallel: ParallelConfig, stage: StageConfig, context_parallel_size: int) -> dict:
+    alone = context_parallel_size == 1
+    return {
+        "tensor_model_parallel_size": parallel.tensor_parallel_size,
+        "sequence_parallel": parallel.sequence_parallel,
+        "context_parallel_size": context_parallel_size,
+        "cp_comm_type": None if alone or parallel.comm == "auto" else parallel.comm,
+        "hierarchical_context_parallel_sizes": None if alone else [*stage.hierarchical_context_parallel_sizes] or None,
+        "expert_model_parallel_size": parallel.expert_parallel_size,
+        "expert_tensor_parallel_size": 1,
+    }
+
+
+def _moe_fields(sizes: ModelConfig) -> dict:
+    moe = sizes.moe
+    if moe is None:
+        return {}
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_ffn_hidden_size": sizes.ffn_hidden_size,
+        "moe_router_topk": moe.top_k,
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": moe.dispatcher,
+        "moe_router_load_balancing_type": moe.load_balancing,
+        "moe_aux_loss_coeff": moe.aux_loss_coefficient,
+        "moe_z_loss_coeff": moe.z_loss_coefficient or None,
+        "moe_grouped_gemm": moe.grouped_gemm,
+    }
+
+
+def _with_weights_by_index(experts: type) -> type:
+    """An experts module whose initial weights depend on each expert's index among all ranks' experts.
+
+    Megatron-Core's on a CPU would draw the same for the first expert of every rank, and leave the generator in a state
+    that depends on how many a rank has.
+    """
+
+    class SeededExperts(experts):
+        def __init__(self, num_local_experts: int, config: TransformerConfig, *args, pg_collection, **kwargs) -> None:
+            seed = int(torch.randint(2**62, (), device="cpu"))
+            with torch.random.fork_rng(devices=()):
+                super().__init__(num_local_experts, config, *args, pg_collection=pg_collection, **kwargs)
+                first = pg_collection.ep.rank() * num_local_experts
+                for index, expert in enumerate(self.local_experts):
+                    torch.manual_seed(seed + first + index)
+                    with torch.no_grad():
+                        config.init_method(expert.linear_fc1.weight)
+                        config.output_layer_init_method(expert.linear_fc2.weight)
+
+    return SeededExperts

@@ -1,0 +1,562 @@
+"""Geometric attention against its formula written out, its order and padding, its memory, and what it refuses."""
+
+import math
+import re
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_sb import reference
+from megatron_sb.baselines import geometric
+from megatron_sb.baselines.geometric import GeometricAttention, geometric_attention
+
+NAMES = ("q", "k", "v", "left", "right")
+
+
+def make_inputs(b=2, s=9, h=2, d=3, d_v=None, *, dtype=torch.float64, gain=1.5, **options):
+    """q, k, v, left, right, differentiable."""
+    shapes = [(b, s, h, d), (b, s, h, d), (b, s, h, d_v or d), (b, s, h), (b, s, h)]
+    return [(gain * torch.randn(shape, dtype=dtype, **options)).requires_grad_() for shape in shapes]
+
+
+def nearer(i, j, s):
+    """S_ij of the paper: what is nearer to i than j is, where the right one of two at one distance is the nearer."""
+    if i < j:
+        return [n for n in range(s) if n not in (i, j) and abs(i - n) < abs(i - j)]
+    return [n for n in range(s) if n not in (i, j) and abs(i - n) <= abs(i - j)]
+
+
+def written_out(q, k, v, left, right, *, key_padding_mask=None, scale=None, nearer=nearer):
+    """The formula in float64, weight by weight, by autograd."""
+    q, k, v, left, right = (x.double() for x in (q, k, v, left, right))
+    b, s, h, d = q.shape
+    scale = d**-0.5 if scale is None else scale
+    padded = torch.zeros(b, s, dtype=torch.bool) if key_padding_mask is None else key_padding_mask
+    zero = q.new_zeros(b, h)
+    rows = []
+    for i in range(s):
+        z = [scale * (q[:, i] * k[:, j]).sum(-1) + (right if j > i else left)[:, i] for j in range(s)]
+        taken = [zero.where(padded[:, j, None], torch.sigmoid(z[j])) for j in range(s)]
+        passed = [(zero + 1).where(padded[:, j, None], torch.sigmoid(-z[j])) for j in range(s)]
+        o = 0.0 * v[:, i]
+        for j in range(s):
+            if j != i:
+                weight = taken[j]
+                for n in nearer(i, j, s):
+                    weight = weight * passed[n]
+                o = o + weight[..., None] * v[:, j]
+        rows.append(o.masked_fill(padded[:, i, None, None], 0.0))
+    return torch.stack(rows, dim=1)
+
+
+def assert_same(found, expected, inputs, tolerance=1e-12):
+    """Outputs, and gradients of all inputs."""
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    grad = torch.randn_like(expected)
+    both = (torch.autograd.grad(o, inputs, grad, materialize_grads=True) for o in (found, expected))
+    for name, a, b in zip(NAMES, *both, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def weights_of(left, right):
+    """A (s, s) of one head whose logits are left and right alone, (s,) each or numbers."""
+    s = 9
+    left, right = (torch.as_tensor(x, dtype=torch.float64).expand(s).view(1, s, 1) for x in (left, right))
+    q = torch.zeros(1, s, 1, 1, dtype=torch.float64)
+    return geometric_attention(q, q, torch.eye(s, dtype=torch.float64).view(1, s, 1, s), left, right)[0, :, 0]
+
+
+def weights_for(logits):
+    """A (s, s) of one head for the logits (s, s)."""
+    s = len(logits)
+    q, eye = (x.double().view(1, s, 1, s) for x in (logits, torch.eye(s)))
+    zero = torch.zeros(1, s, 1, dtype=torch.float64)
+    return geometric_attention(q, eye, eye, zero, zero, scale=1.0)[0, :, 0]
+
+
+class TestAnswers:
+    """Against float64, outputs and gradients."""
+
+    @pytest.mark.parametrize("s", [1, 2, 3, 8, 9])
+    def test_lengths(self, s):
+        inputs = make_inputs(s=s, d_v=5)
+        assert_same(geometric_attention(*inputs), written_out(*inputs), inputs)
+
+    def test_scale(self):
+        inputs = make_inputs()
+        assert_same(geometric_attention(*inputs, scale=-0.7), written_out(*inputs, scale=-0.7), inputs)
+
+    def test_strides(self):
+        """Inputs that are views, and a gradient that is expanded."""
+        whole = torch.randn(2, 7, 2, 11, dtype=torch.float64, requires_grad=True)
+        q, k, v, sides = whole.split([3, 3, 3, 2], dim=-1)
+        found, expected = (f(q, k, v, *sides.unbind(-1)) for f in (geometric_attention, written_out))
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        a, b = (torch.autograd.grad(o.sum(), whole)[0] for o in (found, expected))
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+    def test_gradcheck(self):
+        mask = torch.tensor([[False, False, True, False, False]])
+        inputs = make_inputs(b=1, s=5, h=1, d=2)
+        assert torch.autograd.gradcheck(lambda *x: geometric_attention(*x, key_padding_mask=mask), inputs)
+
+    def test_nothing(self):
+        for b, s in ((0, 4), (2, 0)):
+            inputs = make_inputs(b=b, s=s)
+            o = geometric_attention(*inputs)
+            assert o.shape == (b, s, 2, 3)
+            o.sum().backward()
+            assert inputs[0].grad.shape == (b, s, 2, 3)
+
+    @pytest.mark.parametrize("weights", [1, 100, 130])
+    def test_chunks(self, monkeypatch, weights):
+        """One row at a time, and chunks that do and do not divide the sequence."""
+        inputs = make_inputs(s=11)
+        mask = torch.zeros(2, 11, dtype=torch.bool)
+        mask[1, 7:] = True
+        whole = geometric_attention(*inputs, key_padding_mask=mask)
+        monkeypatch.setattr(geometric, "_MAX_WEIGHTS_PER_CHUNK", weights)
+        assert len(geometric._chunks(4, 11)) == {1: 11, 100: 6, 130: 6}[weights]
+        chunked = geometric_attention(*inputs, key_padding_mask=mask)
+        assert_same(chunked, written_out(*inputs, key_padding_mask=mask), inputs)
+        torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=1e-12)
+
+    def test_differentiable_once(self):
+        inputs = make_inputs()
+        (grad,) = torch.autograd.grad(geometric_attention(*inputs).square().sum(), inputs[:1], create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
+
+
+class TestNumbers:
+    """Logits of every size, and narrow dtypes."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_saturated(self, dtype):
+        """Logits of +-80, some of them in one row."""
+        inputs = make_inputs(dtype=dtype, gain=1.0)
+        with torch.no_grad():
+            for x in inputs[3:]:
+                x.copy_(80.0 * x.sign() * (torch.rand_like(x) > 0.3))
+        found = geometric_attention(*inputs)
+        assert_same(found.double(), written_out(*inputs), inputs, 1e-5 if dtype == torch.float32 else 1e-12)
+
+    def test_near_keys_beside_used_up_sticks(self):
+        """Small logits near the query keep their digits in float32, whatever far keys take."""
+        q, k, v, left, right = make_inputs(b=1, s=600, h=1, d=4, dtype=torch.float32)
+        with torch.no_grad():
+            k[:, :300, :, 0], q[..., 0] = 160.0, 1.0
+            left.fill_(-9.0)
+            right.fill_(-9.0)
+        inputs = [q, k, v, left, right]
+        wide = [x.detach().double().requires_grad_() for x in inputs]
+        found, exact = geometric_attention(*inputs), geometric_attention(*wide)
+        torch.testing.assert_close(found.double()[:, 300:], exact[:, 300:], rtol=1e-4, atol=1e-6)
+        both = (torch.autograd.grad(o[:, 300:].sum(), x) for o, x in ((found, inputs), (exact, wide)))
+        for name, a, b in zip(NAMES, *both, strict=True):
+            assert (a.double() - b).norm() < 1e-5 * b.norm(), name
+
+    def test_many_keys_that_take_little(self):
+        """P = 1e-3 of 2047 keys: what is left is (1 - P)^2047."""
+        zero, one = torch.zeros(1, 2048, 1, 1), torch.ones(1, 2048, 1, 1)
+        logit = torch.full((1, 2048, 1), math.log(1e-3 / (1 - 1e-3)))
+        o = geometric_attention(zero, zero, one, logit, logit)
+        torch.testing.assert_close(o, torch.full_like(o, 1 - (1 - 1e-3) ** 2047), rtol=1e-5, atol=0.0)
+
+    @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 5e-3), (torch.float16, 1e-3)])
+    def test_half_types(self, dtype, bound):
+        """Sums in float32: what is left is the rounding of the answer."""
+        inputs = make_inputs(s=40, d=8, dtype=dtype, gain=1.0)
+        wide = [x.detach().double().requires_grad_() for x in inputs]
+        found, expected = geometric_attention(*inputs), geometric_attention(*wide)
+        assert found.dtype == dtype
+        assert (found.double() - expected).norm() < bound * expected.norm()
+        grad = torch.randn_like(found)
+        grads = torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, wide, grad.double())
+        for name, a, b in zip(NAMES, *grads, strict=True):
+            assert a.dtype == dtype
+            assert (a.double() - b).norm() < bound * b.norm(), name
+
+    def test_direction_in_another_dtype(self):
+        """left and right may be wider than q; gradients come in each one's dtype."""
+        inputs = make_inputs(dtype=torch.bfloat16)
+        inputs[3:] = [x.detach().float().requires_grad_() for x in inputs[3:]]
+        grads = torch.autograd.grad(geometric_attention(*inputs).sum(), inputs)
+        assert [x.dtype for x in grads] == [torch.bfloat16] * 3 + [torch.float32] * 2
+
+    def test_autocast_leaves_the_sums_alone(self):
+        inputs = make_inputs(dtype=torch.float32)
+        o = geometric_attention(*inputs)
+        grads = torch.autograd.grad(o.sum(), inputs)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            again = geometric_attention(*inputs)
+            assert torch.equal(again, o)
+            assert all(map(torch.equal, torch.autograd.grad(again.sum(), inputs), grads))
+
+
+class TestOrder:
+    """What the formula says of single weights."""
+
+    def test_a_stick(self):
+        """Weights are shares of one stick, and none is a position's own."""
+        weights = weights_for(3 * torch.randn(9, 9))
+        assert weights.min() >= 0
+        assert weights.sum(-1).max() <= 1 + 1e-12
+        assert weights.diagonal().tolist() == [0.0] * 9
+        assert weights_of(80.0, 80.0).sum(-1).tolist() == pytest.approx([1.0] * 9)
+
+    @pytest.mark.parametrize("match", [1, 3, 5, 8])
+    def test_nearest_match_hides_everything_farther(self, match):
+        """A match takes all that is left, however well farther keys match."""
+        logits = torch.full((9, 9), -80.0)
+        logits[4, match] = 80.0
+        logits[4, [j for j in range(9) if abs(j - 4) > abs(match - 4)]] = 80.0
+        expected = torch.zeros(9, dtype=torch.float64)
+        expected[match] = 1.0
+        torch.testing.assert_close(weights_for(logits)[4], expected, rtol=0.0, atol=1e-15)
+
+    def test_ties_go_to_the_right(self):
+        """Of two matches at one distance the right one takes all; of two halves it takes its half first."""
+        both = weights_of(80.0, 80.0)
+        assert both.argmax(-1).tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 7]
+        row = weights_of(0.0, 0.0)[4]
+        halves = {5: 1, 3: 2, 6: 3, 2: 4, 7: 5, 1: 6, 8: 7, 0: 8}
+        assert row.tolist() == pytest.approx([2.0 ** -halves[j] if j != 4 else 0.0 for j in range(9)], rel=1e-14)
+
+    def test_mirrored(self):
+        """The sequence backwards, left and right exchanged, is the same but for ties, which then go to the left."""
+
+        def nearer_to_the_left(i, j, s):
+            return [s - 1 - n for n in nearer(s - 1 - i, s - 1 - j, s)]
+
+        q, k, v, left, right = make_inputs()
+        mirrored = geometric_attention(*(x.flip(1) for x in (q, k, v, right, left))).flip(1)
+        expected = written_out(q, k, v, left, right, nearer=nearer_to_the_left)
+        assert_same(mirrored, expected, [q, k, v, left, right])
+        assert (mirrored - geometric_attention(q, k, v, left, right)).abs().max() > 1e-3
+
+    @pytest.mark.parametrize("hidden", ["left", "right"])
+    def test_one_side_is_stick_breaking_attention(self, hidden):
+        """With one side at -inf, forwards or backwards in time."""
+        q, k, v, zero, _ = make_inputs(s=20, d=8)
+        zero = torch.zeros_like(zero)
+        sides = {"left": zero, "right": zero, hidden: torch.full_like(zero, -torch.inf)}
+        found = geometric_attention(q, k, v, **sides)
+        back = (lambda x: x.flip(1)) if hidden == "left" else (lambda x: x)
+        expected = back(reference.stickbreaking_attention(*map(back, (q, k, v))))
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        a, b = (torch.autograd.grad(o.square().sum(), [q, k, v]) for o in (found, expected))
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+class TestPadding:
+    """Padded keys take nothing, padded queries get nothing."""
+
+    def test_like_a_shorter_sequence(self):
+        inputs = make_inputs(b=1)
+        mask = (torch.arange(9) >= 6)[None]
+        short = [x[:, :6].detach().requires_grad_() for x in inputs]
+        found, expected = geometric_attention(*inputs, key_padding_mask=mask), geometric_attention(*short)
+        torch.testing.assert_close(found[:, :6], expected, rtol=1e-12, atol=1e-12)
+        assert found[:, 6:].abs().max() == 0
+        a, b = (torch.autograd.grad(o.square().sum(), x) for o, x in ((found, inputs), (expected, short)))
+        for name, x, y in zip(NAMES, a, b, strict=True):
+            torch.testing.assert_close(x[:, :6], y, rtol=1e-12, atol=1e-12)
+            assert x[:, 6:].abs().max() == 0, name
+
+    def test_anywhere(self):
+        """Holes, another one in each sequence; the others keep their distances."""
+        inputs = make_inputs(b=3)
+        mask = torch.rand(3, 9) < 0.4
+        mask[2] = True
+        options = {"key_padding_mask": mask}
+        assert mask.any(1).all()
+        assert_same(geometric_attention(*inputs, **options), written_out(*inputs, **options), inputs)
+
+    def test_not_read(self):
+        """Whatever is there, NaN too, changes nothing."""
+        inputs = make_inputs()
+        mask = torch.zeros(2, 9, dtype=torch.bool)
+        mask[0, 2:4] = mask[1, 8:] = True
+        dirty = [x.detach().clone().masked_fill_(_like(mask, x), torch.nan).requires_grad_() for x in inputs]
+        grad = torch.randn_like(inputs[2])
+        answers = []
+        for tensors in (inputs, dirty):
+            o = geometric_attention(*tensors, key_padding_mask=mask)
+            answers.append([o, *torch.autograd.grad(o, tensors, grad)])
+            grad = grad.masked_fill(_like(mask, grad), torch.nan)
+        assert all(map(torch.equal, *answers))
+
+
+class TestMemory:
+    """O(s)."""
+
+    def test_what_is_kept(self):
+        """The inputs."""
+        kept = {}
+        for s in (512, 4096):
+            inputs = make_inputs(1, s, 1, 4, dtype=torch.float32)
+            sizes = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.nbytes) or x, lambda x: x):  # noqa: B023
+                geometric_attention(*inputs)
+            assert sum(sizes) == sum(x.nbytes for x in inputs)
+            kept[s] = sum(sizes)
+        assert kept[4096] == 8 * kept[512]
+
+    def test_what_is_computed(self, monkeypatch):
+        """Forwards and backwards no tensor has more weights than a chunk."""
+        chunk = 2**15
+        monkeypatch.setattr(geometric, "_MAX_WEIGHTS_PER_CHUNK", chunk)
+        inputs = make_inputs(1, 1024, 1, 4, dtype=torch.float32)
+        with LargestTensor() as seen:
+            geometric_attention(*inputs).sum().backward()
+        assert seen.numel == chunk
+
+    def test_of_the_module(self):
+        """What a layer keeps grows with s."""
+        module, kept = GeometricAttention(8, 2), []
+        for s in (256, 1024):
+            sizes = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.nbytes) or x, lambda x: x):  # noqa: B023
+                module(torch.randn(1, s, 8))
+            kept.append(sum(sizes))
+        assert kept[1] <= 4 * kept[0]
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements of a tensor that any operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return result
+
+
+def _like(mask, x):
+    """The mask (b, s) as it broadcasts to x (b, s, ...)."""
+    return mask.view(*mask.shape, *[1] * (x.dim() - 2))
+
+
+def make_module(*sizes, **options):
+    """With parameters that are not what they start as."""
+    module = GeometricAttention(*(sizes or (12, 3)), **options)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.5)
+    return module
+
+
+def module_written_out(module, x, mask=None):
+    """The module's answer in float64: the direction encoding around `written_out`."""
+    h, d = module.num_heads, module.head_dim
+    w = {name: parameter.double() for name, parameter in module.named_parameters()}
+    x = x.double()
+    q, k, v = ((x @ rows.T).view(*x.shape[:2], h, d) for rows in w["qkv_proj.weight"].split(h * d))
+    q = q + w["q_bias"].view(h, d)
+    w_rl, w_lr = w["direction_proj.weight"].split(h)
+    b_rl, b_lr = w["direction_proj.bias"].split(h)
+    alpha, beta, gamma = (w[name] for name in ("content_scale", "direction_scale", "logit_bias"))
+    left, right = beta * (x @ w_rl.T + b_rl) + gamma, beta * (x @ w_lr.T + b_lr) + gamma
+    o = written_out(alpha * q, k, v, left, right, key_padding_mask=mask, scale=1.0)
+    return o.flatten(-2) @ w["out_proj.weight"].T
+
+
+class TestModule:
+    """GeometricAttention."""
+
+    @pytest.mark.parametrize("sizes", [(12, 3), (10, 2, 3)])
+    def test_answers(self, sizes):
+        """Outputs and the gradients of x and of every parameter."""
+        module, x = make_module(*sizes, dtype=torch.float64), torch.randn(2, 7, sizes[0], dtype=torch.float64)
+        x.requires_grad_()
+        mask = torch.zeros(2, 7, dtype=torch.bool)
+        mask[1, 5:] = True
+        found, expected = module(x, key_padding_mask=mask), module_written_out(module, x, mask)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        assert found[mask].abs().max() == 0
+        names, tensors = zip(("x", x), *module.named_parameters(), strict=True)
+        assert len(names) == 9
+        grad = torch.randn_like(found)
+        for name, a, b in zip(names, *(torch.autograd.grad(o, tensors, grad) for o in (found, expected)), strict=True):
+            assert b.abs().max() > 1e-3, name
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
+
+    def test_start(self):
+        """alpha 1 / sqrt(d), beta 1, gamma and b_q 0."""
+        module = GeometricAttention(12, 3, dtype=torch.float64)
+        assert {p.dtype for p in module.parameters()} == {torch.float64}
+        scalars = ("q_bias", "content_scale", "direction_scale", "logit_bias")
+        assert [getattr(module, name).unique().tolist() for name in scalars] == [[0.0], [0.5], [1.0], [0.0]]
+        shapes = {name: tuple(p.shape) for name, p in GeometricAttention(12, 3, 8, device="meta").named_parameters()}
+        assert shapes == {
+            "q_bias": (24,),
+            "content_scale": (1,),
+            "direction_scale": (1,),
+            "logit_bias": (1,),
+            "qkv_proj.weight": (72, 12),
+            "direction_proj.weight": (6, 12),
+            "direction_proj.bias": (6,),
+            "out_proj.weight": (12, 24),
+        }
+        assert "hidden_size=12, num_heads=3, head_dim=4" in repr(module)
+
+    def test_order_is_all_the_position_it_knows(self):
+        """Without a position embedding the answer depends on the order of the sequence."""
+        module, x = make_module(), torch.randn(1, 6, 12)
+        order = torch.tensor([0, 1, 5, 3, 4, 2])
+        assert (module(x[:, order]) - module(x)[:, order]).abs().max() > 1e-3
+
+    def test_narrow(self):
+        module, x = make_module(64, 4, dtype=torch.bfloat16), torch.randn(2, 20, 64, dtype=torch.bfloat16)
+        out, exact = module(x), module_written_out(module, x)
+        assert out.dtype == torch.bfloat16
+        assert (out.double() - exact).norm() < 0.03 * exact.norm()
+
+    def test_autocast(self):
+        """fp32 parameters, computed in bfloat16."""
+        module, x = make_module(64, 4), torch.randn(2, 20, 64)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = module(x)
+        assert out.dtype == torch.bfloat16
+        assert (out - module(x)).norm() < 0.03 * module(x).norm()
+        out.float().sum().backward()
+        assert {p.grad.dtype for p in module.parameters()} == {torch.float32}
+
+    @pytest.mark.parametrize("padded", [False, True])
+    def test_compile(self, monkeypatch, padded):
+        """In several chunks; gradients too."""
+        monkeypatch.setattr(geometric, "_MAX_WEIGHTS_PER_CHUNK", 600)
+        module, x = make_module(), torch.randn(2, 12, 12, requires_grad=True)
+        mask = torch.arange(12) >= torch.tensor([[12], [8]]) if padded else None
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        a, b = (f(x, key_padding_mask=mask) for f in (compiled, module))
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+        grads = (torch.autograd.grad(o.square().sum(), [x, *module.parameters()]) for o in (a, b))
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+
+
+def zeros(*shape, **options):
+    return torch.zeros(*shape, **options)
+
+
+BAD_CALLS = {
+    "q no tensor": ({"q": [1.0]}, TypeError, "q is list; a torch.Tensor is allowed"),
+    "right no tensor": ({"right": None}, TypeError, "right is NoneType; a torch.Tensor is allowed"),
+    "integers": (
+        {"q": zeros(2, 6, 4, 8, dtype=torch.int64)},
+        TypeError,
+        "q has dtype torch.int64; torch.bfloat16, torch.float16, torch.float32, torch.float64 are allowed",
+    ),
+    "integer left": ({"left": zeros(2, 6, 4, dtype=torch.int32)}, TypeError, "left has dtype torch.int32; torch.bf"),
+    "mixed dtypes": (
+        {"k": zeros(2, 6, 4, 8, dtype=torch.bfloat16)},
+        TypeError,
+        "k has dtype torch.bfloat16; that of q, torch.float32, is allowed",
+    ),
+    "mixed dtype of v": ({"v": zeros(2, 6, 4, 8).double()}, TypeError, "v has dtype torch.float64; that of q,"),
+    "mixed devices": (
+        {"left": zeros(2, 6, 4, device="meta")},
+        ValueError,
+        "left is on meta; the device of q, cpu, is allowed",
+    ),
+    "rank of q": (
+        {"q": zeros(6, 4, 8)},
+        ValueError,
+        "q has shape (6, 4, 8); (b, s, h, d), d of 1 or more, is allowed",
+    ),
+    "no channels": ({"q": zeros(2, 6, 4, 0)}, ValueError, "q has shape (2, 6, 4, 0); (b, s, h, d), d of 1 or more"),
+    "keys": ({"k": zeros(2, 7, 4, 8)}, ValueError, "k has shape (2, 7, 4, 8); that of q, (2, 6, 4, 8), is allowed"),
+    "grouped heads": ({"k": zeros(2, 6, 2, 8)}, ValueError, "k has shape (2, 6, 2, 8); that of q, (2, 6, 4, 8), is"),
+    "values": (
+        {"v": zeros(2, 5, 4, 8)},
+        ValueError,
+        "v has shape (2, 5, 4, 8); (b, s, h, d_v), (b, s, h) that of q, (2, 6, 4), is allowed",
+    ),
+    "rank of v": ({"v": zeros(2, 6, 4)}, ValueError, "v has shape (2, 6, 4); (b, s, h, d_v), (b, s, h) that of q,"),
+    "left": ({"left": zeros(2, 6)}, ValueError, "left has shape (2, 6); (b, s, h) of q, (2, 6, 4), is allowed"),
+    "right": ({"right": zeros(2, 6, 4, 1)}, ValueError, "right has shape (2, 6, 4, 1); (b, s, h) of q, (2, 6, 4), is"),
+    "mask no tensor": ({"key_padding_mask": [6, 3]}, TypeError, "key_padding_mask is list; a torch.Tensor is allowed"),
+    "lengths": (
+        {"key_padding_mask": torch.tensor([6, 3])},
+        TypeError,
+        "key_padding_mask has dtype torch.int64; torch.bool is allowed",
+    ),
+    "shape of mask": (
+        {"key_padding_mask": zeros(6, 2, dtype=torch.bool)},
+        ValueError,
+        "key_padding_mask has shape (6, 2); (b, s), (2, 6), is allowed",
+    ),
+    "device of mask": (
+        {"key_padding_mask": zeros(2, 6, dtype=torch.bool, device="meta")},
+        ValueError,
+        "key_padding_mask is on meta; cpu, where the sequences are, is allowed",
+    ),
+    "scale nan": ({"scale": float("nan")}, ValueError, "scale is nan; a finite number is allowed"),
+    "scale no number": ({"scale": "1"}, TypeError, "scale is str; a finite number is allowed"),
+}
+
+
+@pytest.mark.parametrize(("changes", "kind", "sentence"), BAD_CALLS.values(), ids=BAD_CALLS)
+def test_refused_calls(changes, kind, sentence):
+    good = {name: zeros(2, 6, 4, 8) for name in "qkv"} | {name: zeros(2, 6, 4) for name in ("left", "right")}
+    with pytest.raises(kind, match=re.escape(sentence)):
+        geometric_attention(**good | changes)
+
+
+BAD_SIZES = {
+    "no width": ((0, 4), "hidden_size is 0; an int of 1 or more is allowed"),
+    "heads no int": ((64, 4.0), "num_heads is 4.0; an int of 1 or more is allowed"),
+    "head_dim a bool": ((64, 4, True), "head_dim is True; an int of 1 or more is allowed"),
+    "heads that do not divide": ((66, 4), "hidden_size is 66; without head_dim a multiple of num_heads, 4, is allowed"),
+}
+
+
+@pytest.mark.parametrize(("sizes", "sentence"), BAD_SIZES.values(), ids=BAD_SIZES)
+def test_refused_sizes(sizes, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        GeometricAttention(*sizes)
+
+
+BAD_MODULE_CALLS = {
+    "x no tensor": ([1.0], {}, TypeError, "x is list; a torch.Tensor is allowed"),
+    "rank of x": (
+        zeros(6, 12),
+        {},
+        ValueError,
+        "x has shape (6, 12); (b, s, hidden_size), hidden_size 12, is allowed",
+    ),
+    "width of x": (zeros(1, 6, 8), {}, ValueError, "x has shape (1, 6, 8); (b, s, hidden_size), hidden_size 12, is"),
+    "mask": (
+        zeros(1, 6, 12),
+        {"key_padding_mask": zeros(1, 5, dtype=torch.bool)},
+        ValueError,
+        "key_padding_mask has shape (1, 5); (b, s), (1, 6), is allowed",
+    ),
+}
+
+
+@pytest.mark.parametrize(("x", "options", "kind", "sentence"), BAD_MODULE_CALLS.values(), ids=BAD_MODULE_CALLS)
+def test_refused_module_calls(x, options, kind, sentence):
+    with pytest.raises(kind, match=re.escape(sentence)):
+        make_module()(x, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 5e-3)])
+def test_on_a_gpu(monkeypatch, dtype, bound):
+    """Beside the CPU in float64, outputs and gradients, in several chunks and with padding."""
+    monkeypatch.setattr(geometric, "_MAX_WEIGHTS_PER_CHUNK", 2**16)
+    inputs = make_inputs(2, 150, 3, 16, dtype=dtype, device="cuda")
+    mask = torch.arange(150) >= torch.tensor([[150], [97]])
+    wide = [x.detach().cpu().double().requires_grad_() for x in inputs]
+    found = geometric_attention(*inputs, key_padding_mask=mask.cuda())
+    expected = geometric_attention(*wide, key_padding_mask=mask)
+    grad = torch.randn_like(found)
+    grads = torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, wide, grad.cpu().double())
+    for name, a, b in zip(("o", *NAMES), (found, *grads[0]), (expected, *grads[1]), strict=True):
+        assert (a.cpu().double() - b).norm() < bound * b.norm(), name

@@ -1,0 +1,572 @@
+"""SoftmaxAttention: answers and gradients beside formulas written out in float64, what it shares, what it refuses."""
+
+import math
+import re
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.memory import quiet
+from torch.func import functional_call
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from megatron_sb.baselines import softmax
+from megatron_sb.baselines.softmax import FireBias, RotaryScaling, SoftmaxAttention, alibi_slopes
+
+# As the papers print them, by number of heads.
+SLOPES = {
+    1: [2**-8],
+    2: [2**-4, 2**-8],
+    3: [2**-4, 2**-8, 2**-2],
+    4: [2**-2, 2**-4, 2**-6, 2**-8],
+    6: [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3],
+    8: [2**-1, 2**-2, 2**-3, 2**-4, 2**-5, 2**-6, 2**-7, 2**-8],
+    12: [2**-1, 2**-2, 2**-3, 2**-4, 2**-5, 2**-6, 2**-7, 2**-8, 2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5],
+}
+LINEAR, NTK = RotaryScaling("linear", 4.0), RotaryScaling("ntk", 2.5)
+# Name: options of the module, and the scaling that is set afterwards.
+VARIANTS = {
+    "none": ({"position": "none"}, None),
+    "rope": ({"position": "rope"}, None),
+    "rope linear": ({"rotary_base": 100.0}, LINEAR),
+    "rope ntk": ({"rotary_base": 100.0}, NTK),
+    "alibi": ({"position": "alibi", "scale": 0.7}, None),
+    "fire": ({"position": "fire", "fire_threshold": 4.7}, None),
+    "window": ({"position": "none", "window": 3}, None),
+    "window 1": ({"position": "rope", "window": 1}, None),
+    "rope window": ({"window": 4}, NTK),
+    "alibi window": ({"position": "alibi", "window": 5}, None),
+    "fire window": ({"position": "fire", "window": 4, "fire_threshold": 2.3, "fire_c": 0.6}, None),
+    "stable": ({"position": "none", "stable_mask_gamma": 0.5}, None),
+    "stable 0": ({"position": "none", "stable_mask_gamma": 0}, None),
+    "stable rope": ({"stable_mask_gamma": 0.03}, LINEAR),
+    "stable alibi": ({"position": "alibi", "stable_mask_gamma": [0.5, 0.0, 0.02, 1.5]}, None),
+    "stable fire": ({"position": "fire", "stable_mask_gamma": 0.1, "fire_threshold": 4.7}, None),
+    "stable window": ({"position": "none", "stable_mask_gamma": 0.2, "window": 3}, None),
+    "stable alibi window": ({"position": "alibi", "stable_mask_gamma": 0.2, "window": 4}, None),
+}
+variants = pytest.mark.parametrize(("options", "scaling"), VARIANTS.values(), ids=VARIANTS)
+
+
+def make_module(options, scaling=None, heads=4, dim=8, **others):
+    """With parameters that are not what they start as."""
+    module = SoftmaxAttention(heads, dim, **options, **others)
+    if scaling is not None:
+        module.scaling = scaling
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.rand_like(parameter), alpha=0.3)
+    return module
+
+
+def make_inputs(*rows, heads=4, kv_heads=2, dim=8, dtype=torch.float64, device=None):
+    """q, k, v that want gradients."""
+    shapes = [(*rows, heads, dim), (*rows, kv_heads, dim), (*rows, kv_heads, dim)]
+    return [torch.randn(shape, dtype=dtype, device=device).requires_grad_() for shape in shapes]
+
+
+def offsets(*lengths):
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def turned(x, base, scaling):
+    """x (s, d) as s x d / 2 complex numbers, each turned by its own angle."""
+    length, half = len(x), x.shape[1] // 2
+    factor = scaling.factor if scaling.kind == "linear" else 1
+    if scaling.kind == "ntk":
+        base = base * scaling.factor ** (2 * half / (2 * half - 2))
+    angles = [[j / factor * base ** (-pair / half) for pair in range(half)] for j in range(length)]
+    return torch.complex(x[:, :half], x[:, half:]) * torch.exp(1j * torch.tensor(angles, dtype=torch.float64))
+
+
+def fire_bias(weights, length, head, threshold):
+    """(s, s) of one head: row j, column i, from 0; anything where i > j."""
+    c, longest = weights["fire.c"].abs(), (weights["fire.threshold_factor"] * threshold).abs()
+    first, first_bias = weights["fire.hidden.weight"][:, 0], weights["fire.hidden.bias"]
+    rows = []
+    for j in range(length):
+        distance = torch.tensor([max(j - i, 0) for i in range(length)], dtype=torch.float64)
+        normalizer = torch.log(c * torch.maximum(longest, torch.tensor(float(j), dtype=torch.float64)) + 1)
+        hidden = torch.relu(torch.outer(torch.log(c * distance + 1) / (normalizer + 1e-6), first) + first_bias)
+        rows.append(hidden @ weights["fire.out.weight"][head] + weights["fire.out.bias"][head])
+    return torch.stack(rows)
+
+
+def expected_head(q, k, v, head, weights, options, scaling):
+    """One head of one document, q, k, v (s, d)."""
+    length, position = len(q), options.get("position", "rope")
+    if position == "rope":
+        base = options.get("rotary_base", 10000.0)
+        scores = (turned(q, base, scaling) @ turned(k, base, scaling).conj().T).real
+    else:
+        scores = q @ k.T
+    scores = scores * options.get("scale", 1 / math.sqrt(q.shape[1]))
+    if position == "alibi":
+        scores = scores - SLOPES[4][head] * torch.tensor([[j - i for i in range(length)] for j in range(length)])
+    if position == "fire":
+        scores = scores + fire_bias(weights, length, head, options.get("fire_threshold", 512.0))
+    gamma = options.get("stable_mask_gamma")
+    gamma = gamma[head] if isinstance(gamma, list) else gamma
+    window = options.get("window", length)
+    hidden = torch.tensor([[i > j or j - i >= window for i in range(length)] for j in range(length)])
+    scores = scores.masked_fill(hidden, -math.inf)
+    if gamma is not None:  # the paper's P: -(i - 1) gamma above the diagonal, i the column from 1
+        pseudo = [[-i * gamma for i in range(length)]] * length
+        above = torch.ones(length, length).triu(1).bool()
+        scores = torch.where(above, torch.tensor(pseudo, dtype=torch.float64), scores)
+    return scores.softmax(1).masked_fill(hidden, 0) @ v
+
+
+def expected(q, k, v, weights, options, scaling=None):
+    """One document, q (s, h, d), k and v (s, h_kv, d), in float64."""
+    q, k, v = q.double(), k.double(), v.double()
+    group = q.shape[1] // k.shape[1]
+    heads = [
+        expected_head(q[:, h], k[:, h // group], v[:, h // group], h, weights, options, scaling or RotaryScaling())
+        for h in range(q.shape[1])
+    ]
+    return torch.stack(heads, dim=1)
+
+
+def expected_packed(q, k, v, weights, options, scaling=None, *, lengths):
+    documents = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+    return torch.cat([expected(*document, weights, options, scaling) for document in documents if len(document[0])])
+
+
+def expected_dense(q, k, v, weights, options, scaling=None):
+    return torch.stack([expected(*one, weights, options, scaling) for one in zip(q, k, v, strict=True)])
+
+
+def doubles(module):
+    """Its parameters in float64, that want gradients."""
+    return {name: p.detach().double().requires_grad_() for name, p in module.named_parameters()}
+
+
+def assert_same(module, inputs, oracle, cu_seqlens=None, tolerance=1e-10):
+    """Outputs, and gradients of a random loss with respect to inputs and parameters, are the oracle's."""
+    weights, wide = doubles(module), [x.detach().double().requires_grad_() for x in inputs]
+    o, right = module(*inputs, cu_seqlens), oracle(*wide, weights)
+    assert (o.shape, o.dtype) == (inputs[0].shape, inputs[0].dtype)
+    loss_weight = torch.randn_like(right)
+    parameters = [*inputs, *module.parameters()]
+    grads = torch.autograd.grad((o.double() * loss_weight).sum(), parameters)
+    right_grads = torch.autograd.grad((right * loss_weight).sum(), [*wide, *weights.values()])
+    names = ["o", "q", "k", "v", *weights]
+    for name, x, y in zip(names, (o, *grads), (right, *right_grads), strict=True):
+        assert (x.double() - y).norm() <= tolerance * y.norm().clamp(min=1), name
+
+
+@variants
+class TestAnswers:
+    """Beside the formulas."""
+
+    def test_dense(self, options, scaling):
+        module = make_module(options, scaling, dtype=torch.float64)
+        assert_same(module, make_inputs(2, 6), lambda *args: expected_dense(*args, options, scaling))
+
+    def test_packed(self, options, scaling):
+        """Documents of several lengths, one of them empty, one of one position."""
+        lengths = [4, 1, 0, 7]
+        module = make_module(options, scaling, dtype=torch.float64)
+        oracle = lambda *args: expected_packed(*args, options, scaling, lengths=lengths)  # noqa: E731
+        assert_same(module, make_inputs(12), oracle, offsets(*lengths))
+
+    def test_in_blocks(self, options, scaling, monkeypatch):
+        """Blocks of rows that are computed again for the gradients."""
+        monkeypatch.setattr(softmax, "_MAX_WEIGHTS_PER_BLOCK", 100)
+        module = make_module(options, scaling, dtype=torch.float64)
+        assert_same(module, make_inputs(1, 9), lambda *args: expected_dense(*args, options, scaling))
+
+    def test_gradcheck(self, options, scaling):
+        options = options | {"fire_hidden_size": 3}
+        if isinstance(options.get("stable_mask_gamma"), list):
+            options["stable_mask_gamma"] = options["stable_mask_gamma"][:2]
+        module = make_module(options, scaling, heads=2, dim=4, dtype=torch.float64)
+        names = [name for name, _ in module.named_parameters()]
+
+        def function(q, k, v, *parameters):
+            return functional_call(module, dict(zip(names, parameters, strict=True)), (q, k, v, offsets(2, 3)))
+
+        inputs = make_inputs(5, heads=2, kv_heads=1, dim=4)
+        assert torch.autograd.gradcheck(function, (*inputs, *module.parameters()), fast_mode=True)
+
+    @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)], ids=str)
+    def test_dtypes(self, options, scaling, dtype, tolerance):
+        """Parameters in fp32."""
+        module = make_module(options, scaling, dtype=torch.float32)
+        oracle = lambda *args: expected_packed(*args, options, scaling, lengths=[4, 6])  # noqa: E731
+        assert_same(module, make_inputs(10, dtype=dtype), oracle, offsets(4, 6), tolerance)
+
+
+def grads_of(o, inputs, module):
+    return torch.autograd.grad(o.float().square().sum(), [*inputs, *module.parameters()])
+
+
+@variants
+def test_autocast(options, scaling, monkeypatch):
+    """What q, k and v in its dtype give, bit for bit, gradients in their own dtypes; fp64 is left alone."""
+    monkeypatch.setattr(softmax, "_MAX_WEIGHTS_PER_BLOCK", 200)  # blocks that are computed again for the gradients
+    module, inputs = make_module(options, scaling), make_inputs(20, dtype=torch.float32)
+    narrow = [x.detach().bfloat16().requires_grad_() for x in inputs]
+    for mixed in (inputs, [narrow[0], *inputs[1:]]):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            o = module(*mixed, offsets(13, 7))
+        right = module(*narrow, offsets(13, 7))
+        assert o.dtype == torch.bfloat16
+        assert torch.equal(o, right)
+        grads, right_grads = grads_of(o, mixed, module), grads_of(right, narrow, module)
+        for x, y, owner in zip(grads, right_grads, [*mixed, *module.parameters()], strict=True):
+            assert x.dtype == owner.dtype
+            assert torch.equal(x, y.to(x.dtype))
+    wide = [x.double() for x in inputs]
+    right = module(*wide, offsets(13, 7))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(module(*wide, offsets(13, 7)), right)
+
+
+@pytest.mark.parametrize("position", ["none", "rope", "alibi", "fire"])
+def test_compile(position):
+    """One graph, with and without autocast; and what has no values."""
+    module, inputs = make_module({"position": position}), make_inputs(1, 6, dtype=torch.float32)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            torch.testing.assert_close(compiled(*inputs), module(*inputs), rtol=1e-6, atol=1e-6)
+    on_meta = make_module({"position": position}, device="meta")(*(x.detach().to("meta") for x in inputs))
+    assert (on_meta.shape, on_meta.device.type) == (inputs[0].shape, "meta")
+
+
+def flex(*args, **kwargs):
+    """flex_attention without a compiler, which it warns of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return flex_attention(*args, **kwargs)
+
+
+WITHOUT_FIRE = {name: variant for name, variant in VARIANTS.items() if variant[0].get("position") != "fire"}
+
+
+@pytest.mark.parametrize(("options", "scaling"), WITHOUT_FIRE.values(), ids=WITHOUT_FIRE)
+def test_kernel_of_gpus(options, scaling, monkeypatch):
+    """What GPUs run, without its compiler: flex_attention's masks and biases. CPUs have no gradients of it."""
+    module = make_module(options, scaling)
+    inputs = [x.detach() for x in make_inputs(2, 15, dtype=torch.float32)]
+    packed = [x.flatten(0, 1) for x in inputs]
+    right = module(*inputs), module(*packed, offsets(5, 1, 24))
+    calls = []
+    monkeypatch.setattr(softmax, "_fused_flex", lambda *args, **kwargs: calls.append(1) or flex(*args, **kwargs))
+    monkeypatch.setattr(SoftmaxAttention, "_has_flex_kernel", lambda self, q: True)
+    o = module(*inputs), module(*packed, offsets(5, 1, 24))
+    torch.testing.assert_close(o, right, rtol=1e-5, atol=1e-5)
+    plain = options.keys() <= {"position", "rotary_base"} and options.get("position") != "alibi"
+    assert len(calls) == (1 if plain else 2)
+
+
+def test_equal_documents_are_a_batch():
+    """The same rows, packed or as a batch."""
+    for options, scaling in VARIANTS.values():
+        module, inputs = make_module(options, scaling, dtype=torch.float64), make_inputs(3, 6)
+        packed = module(*(x.flatten(0, 1) for x in inputs), offsets(6, 6, 6))
+        torch.testing.assert_close(packed, module(*inputs).flatten(0, 1), rtol=1e-12, atol=1e-12)
+
+
+def test_documents_padded_to_one_length(monkeypatch):
+    """What GPUs do with documents of different lengths, on a CPU; StableMask has to know where they end."""
+    batches_of, sizes = softmax._batches, []
+
+    def padded(lengths, wanted, device):
+        batches, places = batches_of(lengths, True, device)
+        sizes.append(sorted(rows.shape for rows in batches))
+        return batches, places
+
+    monkeypatch.setattr(softmax, "_batches", padded)
+    for options, scaling in (VARIANTS["fire"], VARIANTS["alibi window"], VARIANTS["fire window"]):
+        module, inputs = make_module(options, scaling, dtype=torch.float64), make_inputs(25)
+        assert_same(
+            module,
+            inputs,
+            lambda *args, options=options: expected_packed(*args, options, lengths=(9, 1, 3, 4, 8)),
+            offsets(9, 1, 3, 4, 8),
+        )
+    assert sizes == [[(1, 1), (1, 8), (1, 9), (2, 4)]] * 3
+
+
+@pytest.mark.parametrize("lengths", [(9, 1, 3, 4, 8), (4, 4, 4), (5, 3)], ids=str)
+def test_batches_find_every_row(lengths):
+    for padded in (False, True):
+        batches, places = softmax._batches(lengths, padded, torch.device("cpu"))
+        assert torch.cat([rows.flatten() for rows in batches])[places].tolist() == list(range(sum(lengths)))
+        assert padded or not any((rows == sum(lengths)).any() for rows in batches)
+
+
+def test_half_precision():
+    options = {"position": "alibi", "window": 3, "stable_mask_gamma": 0.2}
+    inputs = make_inputs(1, 6, dtype=torch.float16)
+    assert_same(make_module(options), inputs, lambda *args: expected_dense(*args, options), tolerance=3e-3)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_grouped_heads(kv_heads):
+    options, inputs = {"position": "alibi", "window": 3}, make_inputs(1, 6, kv_heads=kv_heads)
+    assert_same(make_module(options), inputs, lambda *args: expected_dense(*args, options))
+
+
+@pytest.mark.parametrize("num_heads", SLOPES)
+def test_alibi_slopes(num_heads):
+    assert alibi_slopes(num_heads) == pytest.approx(SLOPES[num_heads], rel=1e-15)
+
+
+def test_fire_starts_as_in_the_paper():
+    module = FireBias(4, dtype=torch.float64)
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    layers = {"hidden.weight": (32, 1), "hidden.bias": (32,), "out.weight": (4, 32), "out.bias": (4,)}
+    assert shapes == {"c": (), "threshold_factor": (), **layers}
+    assert (module.c.item(), module.threshold_factor.item(), module.threshold) == (0.1, 1.0, 512.0)
+    assert {p.dtype for p in module.parameters()} == {torch.float64}
+
+
+def test_fire_in_bfloat16_tells_positions_apart():
+    module = make_module({"position": "fire"}).bfloat16()
+    bias = module.fire(torch.tensor([3000.0]), torch.arange(3001.0))
+    assert bias.dtype == torch.float32
+    assert bias[0].unique().numel() > 2500
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(module.fire(torch.tensor([3000.0]), torch.arange(3001.0)), bias)
+
+
+def test_stable_mask_leaves_the_last_row_whole_and_each_earlier_one_less():
+    """Values of 1: what is left of them is the share of real keys."""
+    q, k, v = (torch.zeros(1, 9, 1, 8), torch.zeros(1, 9, 1, 8), torch.ones(1, 9, 1, 8))
+    share = SoftmaxAttention(1, 8, position="none", stable_mask_gamma=0.3)(q, k, v)[0, :, 0, 0]
+    assert share[-1] == 1
+    assert (share.diff() > 0).all()
+    pseudo = sum(math.exp(-0.3 * i) for i in range(1, 9))
+    assert share[0].item() == pytest.approx(1 / (1 + pseudo), rel=1e-6)
+
+
+def test_stable_mask_far_out():
+    """Pseudo scores far below what exp holds, in bfloat16."""
+    q, k, v = make_inputs(1, 3000, heads=1, kv_heads=1, dtype=torch.bfloat16)
+    module = SoftmaxAttention(1, 8, window=4, stable_mask_gamma=2.0)
+    o = module(q, k, v)
+    o.float().sum().backward()
+    for x in (o, q.grad, k.grad, v.grad):
+        assert x.isfinite().all()
+    module.stable_mask_gamma = None
+    torch.testing.assert_close(o[:, 100:], module(q, k, v)[:, 100:])
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 300])
+@pytest.mark.parametrize("lengths", [(384,), (500,), (100, 28, 3, 256), (1, 130, 200, 127)], ids=str)
+def test_block_mask(lengths, window):
+    """The blocks that flex_attention's own function finds by looking at every pair."""
+    mask = softmax._block_mask(lengths, window, torch.device("cpu"))
+    document = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+
+    def sees(_, head, query, key):
+        near = key <= query if window is None else (key <= query) & (query - key < window)
+        return near & (document[query] == document[key])
+
+    right = create_block_mask(sees, 1, 1, sum(lengths), sum(lengths), device="cpu")
+    assert mask.shape == right.shape
+    assert torch.equal(mask.to_dense(), right.to_dense())
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(mask, name), getattr(right, name)), name
+
+
+class TestBetweenCalls:
+    """What one call leaves to the next."""
+
+    def test_scaling_is_set(self):
+        module, inputs = make_module({}), make_inputs(1, 6)
+        for scaling in (RotaryScaling(), LINEAR, NTK, RotaryScaling()):
+            module.scaling = scaling
+            right = expected_dense(*inputs, {}, {}, scaling)
+            torch.testing.assert_close(module(*inputs), right, rtol=1e-10, atol=1e-10)
+
+    def test_offsets_are_written_over(self):
+        module, inputs, cu_seqlens = make_module({"position": "none"}), make_inputs(6), offsets(2, 4)
+        for lengths in ([2, 4], [3, 3], [5, 1]):
+            cu_seqlens.copy_(offsets(*lengths))
+            right = expected_packed(*inputs, {}, {"position": "none"}, lengths=lengths)
+            torch.testing.assert_close(module(*inputs, cu_seqlens), right, rtol=1e-10, atol=1e-10)
+
+    @pytest.mark.parametrize("through", [torch.Tensor.numpy, lambda x: x.data], ids=["numpy", "data"])
+    def test_offsets_are_written_over_uncounted(self, through):
+        """As collectives write too: torch's count of writes stays."""
+        module, inputs, cu_seqlens = make_module({"position": "none"}), make_inputs(6), offsets(2, 4)
+        module(*inputs, cu_seqlens)
+        version = cu_seqlens._version
+        through(cu_seqlens)[1] = 5
+        assert cu_seqlens._version == version
+        right = expected_packed(*inputs, {}, {"position": "none"}, lengths=[5, 1])
+        torch.testing.assert_close(module(*inputs, cu_seqlens), right, rtol=1e-10, atol=1e-10)
+
+    def test_offsets_on_a_gpu_are_read_once(self):
+        """A stand-in on a CPU: until torch counts a write, or for another tensor."""
+        reads, last = [], softmax._LastOffsets()
+
+        def on_gpu(values, inference=False):
+            return SimpleNamespace(
+                device=torch.device("cuda"),
+                _version=0,
+                is_inference=lambda: inference,
+                tolist=lambda: reads.append(1) or values,
+            )
+
+        first, second, third = on_gpu([0, 2, 6]), on_gpu([0, 5, 6]), on_gpu([0, 6], inference=True)
+        for cu_seqlens, lengths, num_reads in (
+            (first, (2, 4), 1),
+            (first, (2, 4), 1),
+            (second, (5, 1), 2),
+            (third, (6,), 3),
+            (third, (6,), 4),
+        ):
+            assert (last.lengths(cu_seqlens, 6), len(reads)) == (lengths, num_reads)
+        last.lengths(first, 6)
+        first._version = 1
+        last.lengths(first, 6)
+        assert len(reads) == 6
+
+    @variants
+    def test_training_after_inference(self, options, scaling):
+        """On the same lengths, which nothing asked for before."""
+        module, lengths = make_module(options, scaling), (6, 11)
+        with torch.inference_mode():
+            module(*make_inputs(17), offsets(*lengths))
+        module(*make_inputs(17), offsets(*lengths)).sum().backward()
+
+
+def test_repr():
+    text = repr(SoftmaxAttention(2, 8, position="alibi", window=3, stable_mask_gamma=0.5))
+    assert "num_heads=2, head_dim=8, position='alibi', window=3, stable_mask_gamma=(0.5, 0.5)" in text
+
+
+BAD_MODULES = {
+    "heads": ((0, 8), {}, "num_heads is 0; an int of 1 or more is allowed"),
+    "head_dim no int": ((4, 8.0), {}, "head_dim is 8.0; an int of 1 or more is allowed"),
+    "window 0": ((4, 8), {"window": 0}, "window is 0; an int of 1 or more is allowed"),
+    "window a bool": ((4, 8), {"window": True}, "window is True; an int of 1 or more is allowed"),
+    "hidden size": ((4, 8), {"fire_hidden_size": 0}, "fire_hidden_size is 0; an int of 1 or more is allowed"),
+    "position": ((4, 8), {"position": "t5"}, "position is 't5'; one of 'none', 'rope', 'alibi', 'fire' is allowed"),
+    "odd head_dim": ((4, 7), {}, "head_dim is 7; with position 'rope' an even number of at least 4 is allowed"),
+    "head_dim of one pair": ((4, 2), {}, "head_dim is 2; with position 'rope' an even number of at least 4"),
+    "base": ((4, 8), {"rotary_base": 0.0}, "rotary_base is 0.0; a finite number above 0 is allowed"),
+    "c": ((4, 8), {"fire_c": -1}, "fire_c is -1; a finite number above 0 is allowed"),
+    "threshold": ((4, 8), {"fire_threshold": 0}, "fire_threshold is 0; a finite number above 0 is allowed"),
+    "gamma": ((4, 8), {"stable_mask_gamma": -0.1}, "stable_mask_gamma is -0.1; a finite number of at least 0, or 4"),
+    "gammas": ((4, 8), {"stable_mask_gamma": [1, 2]}, "stable_mask_gamma is [1, 2]; a finite number of at least 0"),
+}
+
+
+BAD_MODULES |= {
+    f"{name} {value}": ((4, 8), {name: value}, f"{name} is {said}; a finite number")
+    for name in ("scale", "rotary_base", "fire_c", "fire_threshold", "stable_mask_gamma")
+    for value, said in (("x", "str"), (torch.ones(4), "Tensor"), (True, "bool"), (math.inf, "inf"), (math.nan, "nan"))
+}
+BAD_MODULES["gammas as text"] = ((4, 8), {"stable_mask_gamma": ["a"] * 4}, "stable_mask_gamma is str; a finite number")
+
+
+@pytest.mark.parametrize(("sizes", "options", "sentence"), BAD_MODULES.values(), ids=BAD_MODULES)
+def test_refused_modules(sizes, options, sentence):
+    with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
+        SoftmaxAttention(*sizes, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("yarn", 2.0), "kind is 'yarn'; one of 'none', 'linear', 'ntk' is allowed"),
+        (("ntk", 0.5), "factor is 0.5; a finite number of at least 1 is allowed"),
+        (("ntk", "2"), "factor is str; a finite number of at least 1 is allowed"),
+    ],
+)
+def test_refused_scaling(arguments, sentence):
+    with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
+        RotaryScaling(*arguments)
+
+
+Q, KV = torch.zeros(1, 6, 4, 8), torch.zeros(1, 6, 2, 8)
+BAD_CALLS = {
+    "q no tensor": (([1.0], KV, KV), TypeError, "q is list; a torch.Tensor is allowed"),
+    "offsets no tensor": ((Q[0], KV[0], KV[0], [0, 6]), TypeError, "cu_seqlens is list; a torch.Tensor is allowed"),
+    "packed without offsets": (
+        (Q[0], KV[0], KV[0]),
+        ValueError,
+        "q has shape (6, 4, 8); (b, s, h, d) without cu_seqlens, h = 4, d = 8, of at least one position is allowed",
+    ),
+    "dense with offsets": (
+        (Q, KV, KV, offsets(6)),
+        ValueError,
+        "q has shape (1, 6, 4, 8); (t, h, d) for packed documents, h = 4, d = 8, of at least one position is allowed",
+    ),
+    "heads of q": ((KV, KV, KV), ValueError, "q has shape (1, 6, 2, 8); (b, s, h, d) without"),
+    "no position": ((Q[:, :0], KV[:, :0], KV[:, :0]), ValueError, "q has shape (1, 0, 4, 8); (b, s, h, d) without"),
+    "rows of k": (
+        (Q, KV[:, :5], KV),
+        ValueError,
+        "k has shape (1, 5, 2, 8); q's, (1, 6, 4, 8), but for the heads, is allowed",
+    ),
+    "heads of k": ((Q, Q[:, :, :3], Q[:, :, :3]), ValueError, "k has 3 heads; a divisor of num_heads, 4, is allowed"),
+    "no heads of k": ((Q, KV[:, :, :0], KV), ValueError, "k has 0 heads; a divisor of num_heads, 4, is allowed"),
+    "v": ((Q, KV, Q), ValueError, "v has shape (1, 6, 4, 8); k's, (1, 6, 2, 8), is allowed"),
+    "dtype of q": (
+        (Q.int(), KV, KV),
+        TypeError,
+        "q is torch.int32; one of torch.float32, torch.float64, torch.bfloat16, torch.float16 is allowed",
+    ),
+    "dtype of v": (
+        (Q, KV, KV.double()),
+        TypeError,
+        "v is torch.float64 on cpu; q's, torch.float32 on cpu, is allowed",
+    ),
+    "offsets in int64": (
+        (Q[0], KV[0], KV[0], offsets(6).long()),
+        ValueError,
+        "cu_seqlens is torch.int64 of shape (2,); torch.int32 of shape (documents + 1,) is allowed",
+    ),
+    "one offset": (
+        (Q[0], KV[0], KV[0], offsets()),
+        ValueError,
+        "cu_seqlens is torch.int32 of shape (1,); torch.int32 of shape (documents + 1,) is allowed",
+    ),
+    "offsets that end early": (
+        (Q[0], KV[0], KV[0], offsets(2, 3)),
+        ValueError,
+        "cu_seqlens is [0, 2, 5]; offsets from 0 to 6, not decreasing, are allowed",
+    ),
+    "offsets that start late": ((Q[0], KV[0], KV[0], offsets(6)[1:].repeat(2)), ValueError, "cu_seqlens is [6, 6]; "),
+    "offsets that fall": ((Q[0], KV[0], KV[0], offsets(4, -1, 3)), ValueError, "cu_seqlens is [0, 4, 3, 6]; offsets"),
+}
+
+
+@pytest.mark.parametrize(("args", "kind", "sentence"), BAD_CALLS.values(), ids=BAD_CALLS)
+def test_refused_calls(args, kind, sentence):
+    with pytest.raises(kind, match=re.escape(sentence)):
+        make_module({})(*args)
+
+
+@quiet
+@pytest.mark.gpu
+@variants
+def test_on_a_gpu(options, scaling):
+    """Beside float64 on the CPU: outputs and all gradients."""
+    module = make_module(options, scaling, dim=32, dtype=torch.float64)
+    on_gpu = make_module(options, scaling, dim=32, dtype=torch.float64, device="cuda")
+    on_gpu.load_state_dict(module.state_dict())
+    packed, dense = ((300,), offsets(100, 3, 197)), ((2, 300), None)
+    cases = [(torch.float64, 1e-10, packed), (torch.float32, 1e-3, packed), (torch.bfloat16, 0.03, dense)]
+    for dtype, tolerance, (rows, cu_seqlens) in cases:
+        inputs = [x.detach().to(dtype) for x in make_inputs(*rows, dim=32)]
+        wide, narrow = [x.double().requires_grad_() for x in inputs], [x.cuda().requires_grad_() for x in inputs]
+        right = module(*wide, cu_seqlens)
+        with torch._dynamo.config.patch(recompile_limit=64):  # more variants than a process has elsewhere
+            o = on_gpu(*narrow, cu_seqlens if cu_seqlens is None else cu_seqlens.cuda())
+        assert (o.shape, o.dtype, o.device.type) == (right.shape, dtype, "cuda")
+        loss_weight = torch.randn_like(right)
+        grads = torch.autograd.grad((o.double() * loss_weight.cuda()).sum(), [*narrow, *on_gpu.parameters()])
+        right_grads = torch.autograd.grad((right * loss_weight).sum(), [*wide, *module.parameters()])
+        for x, y in zip((o, *grads), (right, *right_grads), strict=True):
+            assert (x.cpu().double() - y).norm() <= tolerance * y.norm().clamp(min=1), dtype

@@ -1,0 +1,322 @@
+"""Other people's formats: there and back bit for bit, and what their own layouts compute, written out naively."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import decoders
+from support.decoders import EXPERTS, HEAD_VECTORS, TO_CONVERT
+
+import megatron_sb as sb
+from megatron_sb import checkpoints, cli
+from megatron_sb.ops.attention import DEFAULT_MASS_THRESHOLD
+
+MULTIPLIERS = {
+    "attention_multiplier": 0.1,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
+VARIANTS = {
+    "plain": {},
+    "tied, one KV head": {"tie_word_embeddings": True, "num_key_value_heads": 1},
+    "head vectors": HEAD_VECTORS,
+    "remainder bias, own key, wide heads": {"remainder_bias": True, "attend_current": True, "head_dim": 16},
+    "own key": {"attend_current": True},
+    "multipliers": MULTIPLIERS,
+    "experts, head norm": EXPERTS | {"head_norm": True},
+}
+TAKEN = {
+    "huggingface": set(VARIANTS),
+    "megatron": set(VARIANTS) - {"multipliers"},
+    "dolomite": set(VARIANTS) - {"remainder bias, own key, wide heads", "own key"},
+    "fla": {"plain", "tied, one KV head", "own key"},
+}
+
+
+def make_model(dtype=torch.float32, **fields):
+    return decoders.make_model(dtype, **TO_CONVERT | fields)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("to", checkpoints.FORMATS)
+def test_there_and_back(to, variant, dtype, tmp_path):
+    """Every bit of every weight and every field; what a format cannot say is refused, and nothing is left behind."""
+    model = make_model(dtype, **VARIANTS[variant])
+    if variant not in TAKEN[to]:
+        with pytest.raises(ValueError, match=r" = .*(no other|can be converted|hidden_size)"):
+            checkpoints.save(model, tmp_path / "out", to)
+        assert not list(tmp_path.iterdir())
+        return
+    checkpoints.save(model, tmp_path / "out", to)
+    assert checkpoints.format_of(tmp_path / "out") == to
+    model.config.save_pretrained(tmp_path / "config")
+    back = checkpoints.load(tmp_path / "out", tmp_path / "config" if to == "megatron" else None)
+    before, after = model.state_dict(), back.state_dict()
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]) and tensor.dtype == after[name].dtype, name
+    fields, found = model.config.to_dict(), back.config.to_dict()
+    ignored = {"_name_or_path", "dtype", "transformers_version", "architectures", "use_cache"}
+    ignored |= {"max_position_embeddings"} if to == "fla" else set()
+    assert {name: found[name] for name in fields.keys() - ignored} == {
+        name: fields[name] for name in fields.keys() - ignored
+    }
+    ids = torch.randint(61, (1, 12))
+    assert torch.equal(back(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("to", checkpoints.FORMATS)
+def test_the_mass_threshold(to, tmp_path):
+    """Dolomite and flash-linear-attention have none: back from there it is the default."""
+    model = make_model(mass_threshold=0.25)
+    checkpoints.save(model, tmp_path / "out", to)
+    model.config.save_pretrained(tmp_path / "config")
+    back = checkpoints.load(tmp_path / "out", tmp_path / "config" if to == "megatron" else None)
+    kept = to in ("huggingface", "megatron")
+    assert back.config.mass_threshold == (0.25 if kept else DEFAULT_MASS_THRESHOLD)
+
+
+@pytest.mark.parametrize(
+    ("to", "allowed"), [("huggingface", None), ("megatron", 1e-6), ("dolomite", 1e-5)], ids=lambda value: str(value)
+)
+def test_the_epsilon_of_head_norm(to, allowed, tmp_path):
+    """Megatron's is that of the layers' norms, Dolomite's is fixed: a model with another is refused, both ways."""
+    for eps in (1e-5, 1e-6):
+        out = tmp_path / str(eps)
+        model = make_model(head_norm=True, head_norm_eps=eps, rms_norm_eps=1e-6)
+        model.config.save_pretrained(out / "config")
+        if allowed in (None, eps):
+            checkpoints.save(model, out / "out", to)
+            back = checkpoints.load(out / "out", out / "config" if to == "megatron" else None)
+            assert (back.config.head_norm_eps, back.config.rms_norm_eps) == (eps, 1e-6)
+        else:
+            with pytest.raises(ValueError, match=rf"head_norm_eps = {eps}: .* models have {allowed} and no other"):
+                checkpoints.save(model, out / "out", to)
+    if to == "megatron":
+        with pytest.raises(ValueError, match=r"head_norm_eps = 1e-05: .* models have 1e-06 and no other"):
+            checkpoints.load(out / "out", tmp_path / "1e-05" / "config")
+
+
+def rms_norm(x, weight, eps):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def swiglu(x, wide, back):
+    """c_fc's rows are the up projection, then the gate's."""
+    both = wide @ x
+    up, gate = both[: len(both) // 2], both[len(both) // 2 :]
+    return back @ (up * gate * torch.sigmoid(gate))
+
+
+def dolomite_attention(x, weights, prefix, config, tiled):
+    """Row by row and head by head, as lm-engine's modules of 2025 read c_attn; x: (s, hidden)."""
+    heads, kv_heads = config["n_head"], config["num_key_value_heads"]
+    width = config["n_embd"] // heads
+    fused = weights[f"{prefix}.c_attn.weight"]
+    group = (heads // kv_heads + 2) * width  # rows of a KV head: its query heads, its keys, its values
+    q, k, v = [], [], []
+    for kv_head in range(kv_heads):
+        rows = fused[kv_head * group : (kv_head + 1) * group]
+        q += list(rows[: -2 * width].split(width))
+        k.append(rows[-2 * width : -width])
+        v.append(rows[-width:])
+    out = []
+    for head in range(heads):
+        read = head % kv_heads if tiled else head // (heads // kv_heads)
+        parts = [(x @ w.T)[None, :, None] for w in (q[head], k[read], v[read])]
+        scale = config.get("attention_multiplier")
+        o, mass = sb.reference.stickbreaking_attention(*parts, scale=scale, return_mass=True)
+        o = o[0, :, 0]
+        if (bias := weights.get(f"{prefix}.head_bias")) is not None:
+            o = o + mass[0, 0, :, None] * bias[head]
+        out.append(o)
+    out = torch.cat(out, 1)
+    if (weight := weights.get(f"{prefix}.norm.weight")) is not None:
+        out = torch.nn.functional.group_norm(out, heads, weight, weights[f"{prefix}.norm.bias"], 1e-5)
+    return out @ weights[f"{prefix}.c_proj.weight"].T
+
+
+def dolomite_mlp(x, weights, prefix, config):
+    wide, back = weights[f"{prefix}.c_fc.weight"], weights[f"{prefix}.c_proj.weight"]
+    if wide.dim() == 2:
+        return torch.stack([swiglu(token, wide, back) for token in x])
+    out = []
+    for token in x:
+        best = (weights[f"{prefix}.gate.weight"] @ token).topk(config["num_experts_per_tok"])
+        shares = best.values.softmax(0)
+        out.append(sum(share * swiglu(token, wide[i], back[i]) for share, i in zip(shares, best.indices, strict=True)))
+    return torch.stack(out)
+
+
+def dolomite_logits(ids, weights, config, attn, mlp, tiled):
+    """A whole model of that format in float64."""
+    weights = {name: tensor.double() for name, tensor in weights.items()}
+    eps, step = config["layer_norm_epsilon"], config.get("m_residual") or 1
+    x = weights["transformer.wte.weight"][ids] * (config.get("m_emb") or 1)
+    for number in range(config["n_layer"]):
+        layer = f"transformer.h.{number}"
+        inner = rms_norm(x, weights[f"{layer}.ln_1.weight"], eps)
+        x = x + step * dolomite_attention(inner, weights, f"{layer}.{attn}", config, tiled)
+        inner = rms_norm(x, weights[f"{layer}.ln_2.weight"], eps)
+        x = x + step * dolomite_mlp(inner, weights, f"{layer}.{mlp}", config)
+    x = rms_norm(x, weights["transformer.ln_f.weight"], eps)
+    head = weights.get("lm_head.weight", weights["transformer.wte.weight"])
+    return x @ head.T / (config.get("m_width") or 1)
+
+
+@pytest.mark.parametrize("variant", sorted(TAKEN["dolomite"]))
+def test_the_flat_dolomite_format(variant, tmp_path):
+    """What is written gives the model's logits by the rules of that format."""
+    model = make_model(**VARIANTS[variant])
+    checkpoints.save(model, tmp_path / "out", "dolomite")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    ids, mlp = torch.randint(61, (12,)), "moe" if "num_experts" in config else "mlp"
+    expected = dolomite_logits(ids, load_file(tmp_path / "out" / "model.safetensors"), config, "attn", mlp, tiled=True)
+    torch.testing.assert_close(model(ids[None]).logits[0].double(), expected, atol=5e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mixture", [False, True])
+def test_the_dolomite_format_of_blocks(mixture, tmp_path):
+    """gpt_base: other names, query heads in the order of their KV heads, experts in mlp_block."""
+    flat = {"n_embd": 32, "n_head": 4, "num_key_value_heads": 2, "n_layer": 2, "layer_norm_epsilon": 1e-5}
+    mixer = {"sequence_mixer_type": "stickbreaking_attention", "num_attention_heads": 4, "num_key_value_heads": 2}
+    mlp = {"mlp_type": "MoE" if mixture else "MLP", "intermediate_size": 24, "activation_function": "swiglu"}
+    mlp |= EXPERTS if mixture else {}
+    config = {
+        "model_type": "gpt_base",
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "normalization_function": "rmsnorm",
+        "position_embedding_type": "nope",
+        "m_residual": 0.5,
+        "m_width": 4,
+        "sequence_mixer_blocks": [mixer | {"add_bias": False, "attention_multiplier": 0.2}] * 2,
+        "mlp_blocks": [mlp | {"add_bias": False}] * 2,
+    }
+    shapes = {
+        "ln_1.weight": (32,),
+        "ln_2.weight": (32,),
+        "sequence_mixer.c_attn.weight": (64, 32),
+        "sequence_mixer.c_proj.weight": (32, 32),
+        "sequence_mixer.head_bias": (4, 8),
+        "sequence_mixer.norm.weight": (32,),
+        "sequence_mixer.norm.bias": (32,),
+        "mlp_block.c_fc.weight": (3, 48, 32) if mixture else (48, 32),
+        "mlp_block.c_proj.weight": (3, 32, 24) if mixture else (32, 24),
+    } | ({"mlp_block.gate.weight": (3, 32)} if mixture else {})
+    weights = {
+        f"transformer.h.{n}.{name}": 0.3 * torch.randn(shape) for n in range(2) for name, shape in shapes.items()
+    }
+    weights |= {"transformer.wte.weight": torch.randn(61, 32), "transformer.ln_f.weight": torch.rand(32) + 0.5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(weights, tmp_path / "model.safetensors")
+    model, ids = checkpoints.load(tmp_path), torch.randint(61, (12,))
+    described = config | flat | {"attention_multiplier": 0.2} | EXPERTS
+    expected = dolomite_logits(ids, weights, described, "sequence_mixer", "mlp_block", tiled=False)
+    torch.testing.assert_close(model(ids[None]).logits[0].double(), expected, atol=5e-4, rtol=1e-4)
+
+
+PUBLISHED = {  # the fields of shawntan/stickbreaking-3b's config.json that matter, at a smaller size
+    "activation_function": "swiglu",
+    "add_bias": False,
+    "add_qkv_bias": False,
+    "attention_head_type": "mha",
+    "attention_multiplier": 0.015625,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "initializer_range": 0.1,
+    "layer_norm_epsilon": 1e-05,
+    "m_emb": 12,
+    "m_residual": 0.22,
+    "m_width": 9,
+    "model_type": "stickbreaking",
+    "n_embd": 32,
+    "n_head": 4,
+    "n_inner": 24,
+    "n_layer": 1,
+    "n_positions": 4096,
+    "normalization_function": "rmsnorm",
+    "num_key_value_heads": 4,
+    "pad_token_id": 50256,
+    "position_embedding_type": "nope",
+    "sb_remainder": False,
+    "scale_attn_weights": True,
+    "vocab_size": 61,
+}
+
+
+def write_published(folder, **changes):
+    weights = {
+        "transformer.wte.weight": torch.randn(61, 32),
+        "transformer.ln_f.weight": torch.rand(32),
+        "transformer.h.0.ln_1.weight": torch.rand(32),
+        "transformer.h.0.ln_2.weight": torch.rand(32),
+        "transformer.h.0.attn.c_attn.weight": torch.randn(96, 32),
+        "transformer.h.0.attn.c_proj.weight": torch.randn(32, 32),
+        "transformer.h.0.mlp.c_fc.weight": torch.randn(48, 32),
+        "transformer.h.0.mlp.c_proj.weight": torch.randn(32, 24),
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(PUBLISHED | changes))
+    save_file(weights, folder / "model.safetensors")
+    return weights
+
+
+def test_the_published_configuration(tmp_path):
+    """Tied where it says nothing, a scale of its own, muP's multipliers."""
+    weights = write_published(tmp_path / "published")
+    model, ids = checkpoints.load(tmp_path / "published"), torch.randint(61, (12,))
+    assert model.config.tie_word_embeddings and model.config.attention_multiplier == 1 / 64
+    expected = dolomite_logits(ids, weights, PUBLISHED, "attn", "mlp", tiled=True)
+    torch.testing.assert_close(model(ids[None]).logits[0].double(), expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sb_remainder": True}, "the rest of the stick goes to the query's own value"),
+        ({"activation_function": "gelu"}, "activation_function = 'gelu' cannot be converted; 'swiglu' can"),
+        ({"normalization_function": "layernorm"}, "normalization_function = 'layernorm'"),
+        ({"add_qkv_bias": True}, "add_qkv_bias = True"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi'"),
+        ({"model_type": "llama"}, "model_type = 'llama' is of none of the formats"),
+        ({"n_inner": 32}, "does not have the weights of its configuration"),
+    ],
+)
+def test_refused_folders(changes, words, tmp_path):
+    write_published(tmp_path / "published", **changes)
+    with pytest.raises(ValueError, match=words):
+        checkpoints.load(tmp_path / "published")
+
+
+def test_the_names_of_flash_linear_attention(tmp_path):
+    """As its models name them; its own code runs them in test_flash_linear_attention.py."""
+    checkpoints.save(make_model(), tmp_path / "out", "fla")
+    names = load_file(tmp_path / "out" / "model.safetensors").keys()
+    parts = (
+        "attn.q_proj",
+        "attn.k_proj",
+        "attn.v_proj",
+        "attn.o_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+    )
+    expected = {f"model.layers.{n}.{part}.weight" for n in range(2) for part in (*parts, "attn_norm", "mlp_norm")}
+    assert names == expected | {"model.embeddings.weight", "model.norm.weight", "lm_head.weight"}
+
+
+def test_the_command(tmp_path, capsys):
+    make_model().save_pretrained(tmp_path / "model")
+    assert cli.main(["convert", str(tmp_path / "model"), str(tmp_path / "out"), "--to", "dolomite"]) == 0
+    assert "huggingface" in capsys.readouterr().out
+    assert cli.main(["convert", str(tmp_path / "out"), str(tmp_path / "back"), "--to", "huggingface"]) == 0
+    assert torch.equal(checkpoints.load(tmp_path / "back").lm_head.weight, make_model().lm_head.weight)
+    assert cli.main(["convert", str(tmp_path / "out"), str(tmp_path / "back"), "--to", "huggingface"]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert cli.main(["convert", str(tmp_path / "nothing"), str(tmp_path / "more"), "--to", "fla"]) == 2
+    assert "has no config.json" in capsys.readouterr().err

@@ -1,0 +1,54 @@
+"""A checkpoint of Megatron-Core's, saved by two tensor-parallel ranks, as a model of transformers and back."""
+
+import pytest
+import torch
+from support.launch import run_worker
+from support.megatron_loop import needs_training, train
+
+from megatron_sb import checkpoints
+from megatron_sb.huggingface import StickBreakingConfig
+from megatron_sb.megatron.weights import read_weights
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+FLAGS = (
+    "--ffn-hidden-size 96 --swiglu --disable-bias-linear --normalization RMSNorm --use-distributed-optimizer "
+    "--untie-embeddings-and-output-weights --sb-head-norm --use-cpu-initialization --ckpt-format torch_dist "
+    "--calculate-per-token-loss"
+)
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_there_and_back(kind, tmp_path):
+    """The same losses in transformers; the same bits after the way back, from where another layout trains on."""
+    found = run_worker("converted_checkpoints.py", 2, tmp_path / "out.json", kind)
+    assert found["transformers"] == pytest.approx(found["trained"], rel=1e-5)
+    assert found["names"][0] == found["names"][1] and found["equal"]
+    assert found["optimizers"] == [True, False]
+    assert found["loaded"] == pytest.approx(found["trained"], rel=1e-5)
+    assert found["after a step of rate 0"] == found["loaded"]
+    assert sum(found["after a step"]) < sum(found["loaded"])
+
+
+@needs_training
+def test_megatrons_scripts_save_and_load(tmp_path):
+    """Trained and saved by Megatron's loop over two tensor-parallel ranks; what came back starts where that ended."""
+
+    def losses(ranks: int, *flags: object) -> list[float]:
+        return train("cpu", ranks, tmp_path / "cache", *FLAGS.split(), *map(str, flags))
+
+    saved, back = tmp_path / "saved", tmp_path / "back"
+    split = ("--tensor-model-parallel-size", 2)
+    trained = losses(2, *split, "--train-iters", 10, "--lr", 5e-3, "--save", saved, "--save-interval", 10)
+    StickBreakingConfig(vocab_size=128, head_norm=True, **SIZES).save_pretrained(tmp_path / "config")
+    model = checkpoints.load(saved, tmp_path / "config")
+    assert model.dtype == torch.bfloat16
+    checkpoints.save(model, back, "megatron")
+    still = ("--finetune", "--no-load-optim", "--no-load-rng", "--lr", 0, "--train-iters", 3)
+    expected, found = (losses(1, "--load", folder, *still) for folder in (saved, back))
+    assert found == expected and len(found) == 3
+    assert found[0] < trained[0] - 0.3
+
+
+def test_no_checkpoint(tmp_path):
+    with pytest.raises(ValueError, match="is no distributed checkpoint of Megatron-Core's"):
+        read_weights(tmp_path)

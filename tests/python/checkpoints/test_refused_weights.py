@@ -1,0 +1,197 @@
+"""A folder converts whole or not at all: weights that are missing, or that the model has no place for, are named."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import decoders
+from support.decoders import EXPERTS, HEAD_VECTORS, TO_CONVERT
+
+from megatron_sb import checkpoints
+from megatron_sb.megatron.weights import read_weights, write_weights
+
+LAYERS = {"dolomite": "n_layer"}  # what config.json calls their number where it is not num_hidden_layers
+
+
+class Folder:
+    """A small model in one of the formats, whose weights and configuration can be changed."""
+
+    def __init__(self, path, kind, **fields):
+        self.path, self.kind, self.model = path / "saved", kind, decoders.make_model(**TO_CONVERT | fields)
+        self._config = path / "config"
+        checkpoints.save(self.model, self.path, kind)
+        self.model.config.save_pretrained(self._config)
+
+    def change(self, edit):
+        """edit: is given the dict of the folder's weights by name."""
+        if self.kind == "megatron":
+            folder, config = self.path / "release", self.model.config
+            weights = read_weights(folder)
+            edit(weights)
+            shutil.rmtree(folder)
+            folder.mkdir()
+            write_weights(folder, weights, config.num_hidden_layers, config.num_experts)
+        else:
+            file = self.path / "model.safetensors"
+            weights = load_file(file)
+            edit(weights)
+            save_file(weights, file, {"format": "pt"})
+
+    def configure(self, name, value):
+        file = (self._config if self.kind == "megatron" else self.path) / "config.json"
+        name = LAYERS.get(self.kind, name) if name == "num_hidden_layers" else name
+        fields = json.loads(file.read_text())
+        assert name in fields
+        file.write_text(json.dumps(fields | {name: value}))
+
+    def load(self):
+        return checkpoints.load(self.path, self._config if self.kind == "megatron" else None)
+
+    def refused(self, words):
+        with pytest.raises(ValueError, match="does not have the weights of its configuration; " + re.escape(words)):
+            self.load()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("megatron", "decoder.layers.self_attention.linear_qkv.bias"),
+        ("megatron", "decoder.layers.self_attention.q_layernorm.weight"),
+        ("megatron", "decoder.layers.mlp.linear_fc1.layer_norm_bias"),
+        ("megatron", "decoder.layers.1.mlp.linear_fc2.bias"),
+        ("megatron", "decoder.layers.input_layernorm.weight"),
+        ("megatron", "decoder.layers.mlp.router.expert_bias"),
+        ("megatron", "decoder.layers.mlp.shared_experts.linear_fc1.weight"),
+        ("megatron", "decoder.final_layernorm.bias"),
+        ("megatron", "embedding.position_embeddings.weight"),
+        ("megatron", "mtp.layers.0.eh_proj.weight"),
+        ("dolomite", "transformer.h.0.attn.c_attn.bias"),
+        ("dolomite", "transformer.h.1.attn.forget_gate.weight"),
+        ("dolomite", "transformer.wpe.weight"),
+        ("fla", "model.layers.0.mlp.gate_proj.bias"),
+        ("huggingface", "model.layers.0.mlp.gate_proj.bias"),
+    ],
+)
+def test_no_place_in_the_model(kind, name, tmp_path):
+    """Beside all that the model does need, a weight more: biases, other norms, positions, gates, shared experts."""
+    folder = Folder(tmp_path, kind)
+    folder.change(lambda weights: weights.update({name: torch.randn(2, 32)}))
+    stacked = kind == "megatron" and name.startswith("decoder.layers.") and ".1." not in name
+    named = name.replace("layers.", "layers.0.") if stacked else name
+    folder.refused(f"without a place in it: {named}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("megatron", HEAD_VECTORS),
+        ("megatron", EXPERTS),
+        ("dolomite", HEAD_VECTORS),
+        ("dolomite", EXPERTS),
+        ("fla", {}),
+        ("huggingface", HEAD_VECTORS),
+        ("huggingface", EXPERTS),
+    ],
+)
+def test_any_weight_is_missed(kind, fields, tmp_path):
+    """Each weight of the folder alone: nothing is made up in its place."""
+    folder = Folder(tmp_path, kind, **fields)
+    every = {}
+    folder.change(every.update)
+    for name in every:
+        folder.change(lambda weights, name=name: (weights.update(every), weights.pop(name)))
+        folder.refused("missing: ")
+    folder.change(lambda weights: weights.update(every))
+    assert torch.equal(folder.load().model.norm.weight, folder.model.model.norm.weight)
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_the_second"),
+    [
+        ("megatron", "decoder.layers.1."),
+        ("dolomite", "transformer.h.1."),
+        ("fla", "model.layers.1."),
+        ("huggingface", "model.layers.1."),
+    ],
+)
+def test_another_number_of_layers(kind, of_the_second, tmp_path):
+    folder = Folder(tmp_path, kind)
+    folder.configure("num_hidden_layers", 1)
+    folder.refused(f"without a place in it: {of_the_second}")
+    folder.configure("num_hidden_layers", 3)
+    folder.refused("missing: ")
+
+
+@pytest.mark.parametrize("kind", ["megatron", "dolomite", "huggingface"])
+def test_another_number_of_experts(kind, tmp_path):
+    folder = Folder(tmp_path, kind, **EXPERTS)
+    folder.configure("num_experts", 2)
+    folder.refused("without a place in it: model.layers.0.mlp.experts.2.down_proj.weight")
+    folder.configure("num_experts", 4)
+    folder.refused("missing: model.layers.0.mlp.experts.3.down_proj.weight")
+
+
+@pytest.mark.parametrize("kind", checkpoints.FORMATS)
+def test_a_tied_model_has_one_output_layer(kind, tmp_path):
+    """An output layer beside the embedding is read where it is the same, refused where it is not."""
+    name = "output_layer.weight" if kind == "megatron" else "lm_head.weight"
+    folder = Folder(tmp_path, kind, tie_word_embeddings=True)
+    embedding = folder.model.model.embed_tokens.weight.detach()
+    folder.change(lambda weights: weights.update({name: embedding.clone()}))
+    assert torch.equal(folder.load().lm_head.weight, embedding)
+    folder.change(lambda weights: weights.update({name: embedding + 1}))
+    with pytest.raises(ValueError, match="tie_word_embeddings = True, but its output layer is not its embedding"):
+        folder.load()
+
+
+def test_heads_that_do_not_divide_the_rows(tmp_path):
+    folder = Folder(tmp_path, "megatron")
+    folder.configure("num_key_value_heads", 4)
+    with pytest.raises(ValueError, match=r"rows = 64 of a fused projection; a multiple of .* = 12 is allowed"):
+        folder.load()
+
+
+def test_what_is_no_weight_is_passed_over(tmp_path):
+    """Optimizer state and what modules say of fp8."""
+    folder = Folder(tmp_path, "megatron")
+    name = "decoder.layers.mlp.linear_fc1."
+    names = (f"optimizer.state.exp_avg.{name}weight", f"{name}_extra_state")
+    folder.change(lambda weights: weights.update({name: torch.randn(2, 32) for name in names}))
+    assert torch.equal(folder.load().lm_head.weight, folder.model.lm_head.weight)
+
+
+@pytest.mark.parametrize("kind", ["dolomite", "fla", "huggingface"])
+def test_another_shape(kind, tmp_path):
+    folder = Folder(tmp_path, kind)
+    folder.configure("vocab_size", 60)
+    folder.refused("of another shape: lm_head.weight ((61, 32), not (60, 32)), model.embed_tokens.weight (")
+
+
+@pytest.mark.parametrize("kind", ["dolomite", "fla", "huggingface"])
+def test_a_weight_in_two_files(kind, tmp_path):
+    """One left by an earlier model, say."""
+    folder = Folder(tmp_path, kind)
+    file = folder.path / "model.safetensors"
+    save_file({"lm_head.weight": torch.zeros(61, 32)}, file.with_name("model-00002-of-00002.safetensors"))
+    folder.refused("in two files: lm_head.weight")
+
+
+@pytest.mark.parametrize("kind", ["dolomite", "fla", "huggingface"])
+def test_weights_of_several_dtypes(kind, tmp_path):
+    """None is rounded to another's."""
+    folder = Folder(tmp_path, kind)
+    folder.change(lambda weights: weights.update({"lm_head.weight": weights["lm_head.weight"].double() + 1e-9}))
+    kept = folder.load().state_dict()
+    assert kept["lm_head.weight"].dtype == torch.float64 and kept["model.norm.weight"].dtype == torch.float32
+    assert torch.equal(kept["lm_head.weight"], folder.model.lm_head.weight.double() + 1e-9)
+
+
+def test_how_a_model_generates_is_kept(tmp_path):
+    folder = Folder(tmp_path, "huggingface")
+    folder.model.generation_config.max_new_tokens = 7
+    folder.model.save_pretrained(folder.path)
+    checkpoints.save(folder.load(), tmp_path / "out", "huggingface")
+    assert checkpoints.load(tmp_path / "out").generation_config.max_new_tokens == 7

@@ -1,0 +1,80 @@
+"""Checkpoints in the folder of a run, which names the model that they are of and has its configuration."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support import decoders
+
+from megatron_sb import checkpoints
+from megatron_sb.training import config as configuration
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+OPTIONS = {
+    "stick_breaking_remainder_norm": {"remainder_bias": True, "head_norm": True},
+    "stick_breaking_attend_current": {"attend_current": True},
+}
+
+
+def save(run, model, config, **options):
+    """The folder of a checkpoint of one of the run's models, and its weights."""
+    sizes = config.model
+    made = decoders.make_model(
+        vocab_size=sizes.padded_vocab_size(config.vocab_size),
+        hidden_size=sizes.hidden_size,
+        intermediate_size=sizes.ffn_hidden_size,
+        num_hidden_layers=sizes.num_layers,
+        num_attention_heads=sizes.num_heads,
+        num_key_value_heads=sizes.num_kv_heads,
+        **options,
+    )
+    folder = run / model / "checkpoints" / "short-000100"
+    checkpoints.save(made, run / "converted", "megatron")
+    folder.parent.mkdir(parents=True)
+    (run / "converted" / "release").rename(folder)
+    (run / "config.yaml").write_text(configuration.to_yaml(config))
+    return folder, made.state_dict()
+
+
+@pytest.mark.parametrize("model", OPTIONS)
+@pytest.mark.parametrize("named", [False, True], ids=["by default", "named"])
+def test_one_of_several_stick_breaking_models(model, named, tmp_path):
+    """Its own options, and every weight."""
+    config = configuration.load_config(CONFIGS / "extrapolation_small.yaml")
+    folder, weights = save(tmp_path, model, config, **OPTIONS[model])
+    back = checkpoints.load(folder, tmp_path / "config.yaml" if named else None)
+    for name in ("remainder_bias", "head_norm", "attend_current"):
+        assert getattr(back.config, name) == OPTIONS[model].get(name, False)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in back.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("softmax_rope", r"attention\.softmax_rope\.kind = 'softmax' of .* is in no other format; 'stick_breaking' is"),
+        ("softmax_nope", r"attention\.softmax_nope\.kind = 'softmax'"),
+        ("stick_breaking_euclidean", r"attention\.stick_breaking_euclidean\.logits = 'euclidean' .* 'dot' is"),
+        ("stick_breaking_forget_gate", r"attention\.stick_breaking_forget_gate\.forget_gate = True"),
+    ],
+)
+@pytest.mark.parametrize("named", [False, True], ids=["by default", "named"])
+def test_models_that_no_format_has(model, words, named, tmp_path):
+    """Whose weights have the names of a plain model's, so that nothing else would tell."""
+    config = configuration.load_config(CONFIGS / "extrapolation_small.yaml")
+    folder, _ = save(tmp_path, model, config)
+    with pytest.raises(ValueError, match=words):
+        checkpoints.load(folder, tmp_path / "config.yaml" if named else None)
+
+
+def test_a_checkpoint_outside_of_its_run(tmp_path):
+    """The only model that breaks sticks is meant; among several the folder has to say which."""
+    config = configuration.load_config(CONFIGS / "tiny_context_extension.yaml")
+    folder, weights = save(tmp_path / "run", "stick_breaking", config)
+    elsewhere = tmp_path / "copied"
+    folder.rename(elsewhere)
+    with pytest.raises(FileNotFoundError, match=r"config\.yaml is not there"):
+        checkpoints.load(elsewhere)
+    back = checkpoints.load(elsewhere, tmp_path / "run" / "config.yaml")
+    assert torch.equal(back.lm_head.weight, weights["lm_head.weight"])
+    with pytest.raises(ValueError, match=r"has 5 stick-breaking models, and .*copied is in the folder of none"):
+        checkpoints.load(elsewhere, CONFIGS / "extrapolation_small.yaml")

@@ -1,0 +1,95 @@
+"""The softmax baseline's attention against its definition."""
+
+import itertools
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_sb.baselines.softmax import RotaryScaling
+from megatron_sb.training.engine.softmax_attention import SoftmaxCoreAttention, set_rotary_scaling
+
+
+def softmax_attention(num_heads, num_kv_heads, head_dim=16, **fields):
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=num_heads * head_dim,
+        num_attention_heads=num_heads,
+        num_query_groups=num_kv_heads,
+        **{"attention_dropout": 0.0, **fields},
+    )
+    return SoftmaxCoreAttention(config, 1, None, "self", rotary_base=100.0)
+
+
+def naive_rotary_softmax(query, key, value, bounds, base, stretch=1.0):
+    """By complex numbers and an explicit mask, float64."""
+    heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[2]
+    outputs = []
+    for start, end in bounds:
+        position = torch.arange(end - start, dtype=torch.float64) / stretch
+        angle = position[:, None] * base ** (-torch.arange(dim // 2, dtype=torch.float64) * 2 / dim)
+        turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+        q, k = (torch.complex(*x[start:end].double().chunk(2, dim=-1)) * turn for x in (query, key))
+        k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, value[start:end].double()))
+        logits = torch.einsum("qhd,khd->hqk", q, k.conj()).real / dim**0.5
+        future = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
+        weights = logits.masked_fill(future, float("-inf")).softmax(-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
+    return torch.cat(outputs).flatten(1)
+
+
+def assert_rotary_softmax(attention, num_kv_heads, bounds, device="cpu", dtype=torch.float32, atol=2e-6, **expected):
+    """On random q, k, v of 40 rows: `attention`, and the definition with base 100 unless `expected` says otherwise."""
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+    inputs = [torch.randn(40, heads, 16, device=device, dtype=dtype) for heads in (4, *[num_kv_heads] * 2)]
+    inputs = [x.requires_grad_() for x in inputs]
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
+    out = attention.to(device)(*inputs, None, packed_seq_params=packed)
+    documents = list(itertools.pairwise(bounds))
+    definition = [x.detach().cpu().double().requires_grad_() for x in inputs]
+    wanted = naive_rotary_softmax(*definition, documents, **{"base": 100.0, **expected})
+    torch.testing.assert_close(out.cpu().double(), wanted, rtol=0, atol=atol)
+    weights = torch.randn(wanted.shape, dtype=dtype)
+    out.backward(weights.to(device))
+    wanted.backward(weights.double())
+    for x, x_of_definition in zip(inputs, definition, strict=True):
+        torch.testing.assert_close(x.grad.cpu().double(), x_of_definition.grad, rtol=0, atol=4 * atol)
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("bounds", [[0, 5, 6, 40], [0, 10, 20, 30, 40], [0, 40]])
+def test_rotary_softmax_per_document(num_kv_heads, bounds):
+    assert_rotary_softmax(softmax_attention(4, num_kv_heads), num_kv_heads, bounds)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bounds", [[0, 40], [0, 10, 20, 30, 40], [0, 5, 6, 40]])
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
+def test_rotary_softmax_on_a_gpu(bounds, dtype, atol):
+    assert_rotary_softmax(softmax_attention(4, 2), 2, bounds, "cuda", dtype, atol)
+
+
+def test_scaled_positions():
+    """One batch after the other: nothing of the last one's angles may stay."""
+    attention = softmax_attention(4, 4)
+    for _ in range(2):
+        set_rotary_scaling(attention, RotaryScaling("linear", 4.0))
+        assert_rotary_softmax(attention, 4, [0, 40], stretch=4.0)
+        set_rotary_scaling(attention, RotaryScaling("ntk", 4.0))
+        assert_rotary_softmax(attention, 4, [0, 7, 40], base=100.0 * 4.0 ** (16 / 14))
+        set_rotary_scaling(attention, RotaryScaling())
+        assert_rotary_softmax(attention, 4, [0, 7, 40])
+
+
+def test_what_it_does_not_do_is_refused():
+    with pytest.raises(ValueError, match="context_parallel_size = 2"):
+        softmax_attention(4, 4, context_parallel_size=2)
+    with pytest.raises(ValueError, match=r"attention_dropout = 0\.1"):
+        softmax_attention(4, 4, attention_dropout=0.1)
+    with pytest.raises(ValueError, match="packed_seq_params = None"):
+        softmax_attention(4, 4)(*(torch.randn(8, 4, 16) for _ in range(3)), None)
+    with pytest.raises(ValueError, match="kind is 'yarn'; one of"):
+        RotaryScaling("yarn")
+    with pytest.raises(ValueError, match=r"factor is 0\.5; a finite number of at least 1"):
+        RotaryScaling("linear", 0.5)
