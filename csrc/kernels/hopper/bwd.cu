@@ -1,13 +1,13 @@
 // block_backward on Hopper: one pass over the keys, five products, deterministic, O(L) memory. A thread block owns 128
 // keys and walks the query rows that see them, 64 at a time, from the newest to the oldest; what the scan along the
 // keys needs from older keys, each row's mass and the sum of its g, comes from the block that owns those
-// (bwd_producer.cuh). dk and dv add up in registers, also over the query heads that share a key head; dq adds up in
-// memory, in the order of the keys. README.md draws it.
+// (bwd_producer.cuh). dk and dv add up in registers, also over the query heads that share a key head; dq
+// accumulates_gradients up in memory, in the order of the keys. README.md draws it.
 #include <algorithm>
 
 #include "kernels/common/launch.h"
-#include "kernels/hopper/bwd_consumer.cuh"
-#include "kernels/hopper/bwd_split.cuh"
+#include "kernels/hopper/bwd_consumer_d128.cuh"
+#include "kernels/hopper/bwd_consumer_d64.cuh"
 #include "kernels/hopper/hopper.h"
 
 namespace megatron_sb::hopper {
@@ -18,34 +18,34 @@ __device__ void init_barriers(BackwardControl& c) {
     constexpr int kScanWarps = 8;
     for (int i = 0; i < T::kTileBuffers; ++i) {
         mbarrier_init(&c.kv_full[i], 1);
-        mbarrier_init(&c.kv_empty[i], T::kStepReaders);
+        mbarrier_init(&c.kv_empty[i], T::kReaderWarps);
     }
-    for (int i = 0; i < kStepStages; ++i) {
-        mbarrier_init(&c.step_full[i], 1);
-        mbarrier_init(&c.step_empty[i], T::kStepReaders * 32);
-        mbarrier_init(&c.carry_full[i], 32);
+    for (int i = 0; i < kQdoStages; ++i) {
+        mbarrier_init(&c.qdo_full[i], 1);
+        mbarrier_init(&c.qdo_empty[i], T::kReaderWarps * 32);
+        mbarrier_init(&c.carry_in_full[i], 32);
     }
-    for (int i = 0; i < kTurns; ++i) {
-        mbarrier_init(&c.turn[i], 1);
-        mbarrier_init(&c.added[i], T::kSplit ? 4 : kScanWarps);
-        mbarrier_init(&c.published[i], 1);
+    for (int i = 0; i < kDqTurns; ++i) {
+        mbarrier_init(&c.dq_turn[i], 1);
+        mbarrier_init(&c.dq_added[i], T::kHasSumWarpgroup ? 4 : kScanWarps);
+        mbarrier_init(&c.dq_published[i], 1);
     }
-    for (int i = 0; i < T::kSlots; ++i) {
-        mbarrier_init(&c.scanned_full[i], kScanWarps);
-        mbarrier_init(&c.scanned_empty[i], T::kSplit ? 4 : kScanWarps);
+    for (int i = 0; i < T::kDzSlots; ++i) {
+        mbarrier_init(&c.dz_full[i], kScanWarps);
+        mbarrier_init(&c.dz_empty[i], T::kHasSumWarpgroup ? 4 : kScanWarps);
     }
     for (int i = 0; i < 2; ++i) {
-        mbarrier_init(&c.half_full[i], 128);
-        mbarrier_init(&c.half_empty[i], 128);
+        mbarrier_init(&c.own_half_full[i], 128);
+        mbarrier_init(&c.own_half_empty[i], 128);
     }
-    for (int i = 0; i < 2 * kPassed * 4; ++i) mbarrier_init(&c.passed_full[0][0][i], 8);
-    for (int i = 0; i < kPassed; ++i) {
-        mbarrier_init(&c.passed_empty[0][i], 128);
-        mbarrier_init(&c.passed_empty[1][i], 32);
+    for (int i = 0; i < 2 * kCarryOutSlots * 4; ++i) mbarrier_init(&c.carry_out_full[0][0][i], 8);
+    for (int i = 0; i < kCarryOutSlots; ++i) {
+        mbarrier_init(&c.carry_out_empty[0][i], 128);
+        mbarrier_init(&c.carry_out_empty[1][i], 32);
     }
     for (int i = 0; i < kStepRing; ++i) {
-        mbarrier_init(&c.described[i], 1);
-        mbarrier_init(&c.forgotten[i], 32 + 32 + 1);
+        mbarrier_init(&c.step_info_full[i], 1);
+        mbarrier_init(&c.step_info_empty[i], 32 + 32 + 1);
     }
     fence_mbarrier_init();
     fence_async_proxy();
@@ -61,18 +61,18 @@ __global__ void __launch_bounds__(T::kThreads, 1) backward(const __grid_constant
     if (threadIdx.x == 0) init_barriers<T>(c);
     __syncthreads();
     if (warpgroup == 0) {
-        give_registers<T::kProducerRegisters>();
+        warpgroup_reg_dealloc<T::kProducerRegisters>();
         const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
         if (warp == 0) StepLoader<T>(shared, arguments).run();
         if (warp == 1) CarryReader(c, arguments).run();
         if (warp == 2 && lane == 0) wait_for_turns(c, arguments);
         if (warp == 3) Publisher<T>(c, arguments).run();
-    } else if (T::kSplit && warpgroup == 3) {
-        take_registers<T::kSumRegisters>();
-        if constexpr (T::kSplit) SumWarpgroup<T>(shared, arguments).run();
+    } else if (T::kHasSumWarpgroup && warpgroup == 3) {
+        warpgroup_reg_alloc<T::kSumRegisters>();
+        if constexpr (T::kHasSumWarpgroup) SumWarpgroup<T>(shared, arguments).run();
     } else {
-        take_registers<T::kConsumerRegisters>();
-        if constexpr (T::kSplit)
+        warpgroup_reg_alloc<T::kConsumerRegisters>();
+        if constexpr (T::kHasSumWarpgroup)
             ScanWarpgroup<T>(shared, arguments, warpgroup - 1).run();
         else
             BackwardConsumer<T>(shared, arguments, warpgroup - 1).run();
@@ -97,10 +97,10 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
     launch_plan(p, a.plan, stream);
     const TensorSizes of_queries = {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim};
     const TensorSizes of_keys = {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim};
-    a.q = query_map(p.q, of_queries, kStepRows);
-    a.d_o = query_map(p.d_o, of_queries, kStepRows);
-    a.k = key_map(p.k, of_keys, kSubtileKeys);
-    a.v = key_map(p.v, of_keys, kSubtileKeys);
+    a.q = make_query_map(p.q, of_queries, kStepRows);
+    a.d_o = make_query_map(p.d_o, of_queries, kStepRows);
+    a.k = make_key_map(p.k, of_keys, kHalfTileKeys);
+    a.v = make_key_map(p.v, of_keys, kHalfTileKeys);
     a.heads_in_flight = heads_in_flight(z, p.segments.size);
     const portable::Scalars scalars = portable::scalars_of<Element>(p.options);
     a.scale = scalars.scale;
@@ -109,7 +109,7 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
     int device = 0, multiprocessors = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    const int64_t most = int64_t(a.plan.max_items) * z.batch * z.num_kv_heads;
+    const int64_t most = int64_t(a.plan.max_key_tiles) * z.batch * z.num_kv_heads;
     backward<T>
         <<<unsigned(std::min<int64_t>(multiprocessors, most)), T::kThreads, sizeof(typename T::Shared), stream>>>(a);
     portable::check_launch("hopper backward");

@@ -13,18 +13,18 @@ constexpr int kStepsAtOnce = 4;  // of a warp that looks for starts
 
 using portable::kMostWarps, portable::RowRange, portable::scan_over_block, portable::Sum;
 
-struct Runs {
+struct KeyRanges {
     int32_t* from_end;  // by first key: the number of segments less the first segment with it
     int32_t* size;
     int32_t* longest;
 
-    __device__ Runs(const BackwardPlan& plan, int k_rows)
-        : from_end(plan.runs), size(plan.runs + k_rows), longest(plan.runs + 2 * k_rows) {}
+    __device__ KeyRanges(const BackwardPlan& plan, int k_rows)
+        : from_end(plan.key_ranges), size(plan.key_ranges + k_rows), longest(plan.key_ranges + 2 * k_rows) {}
 };
 
 // Where the segments' steps are, and which segments share their keys.
-__device__ void place_steps(const Sizes& sizes, const Segments& segments, const BackwardPlan& plan, int* warp_sums) {
-    const Runs runs(plan, sizes.k_rows);
+__device__ void number_steps(const Sizes& sizes, const Segments& segments, const BackwardPlan& plan, int* warp_sums) {
+    const KeyRanges key_ranges(plan, sizes.k_rows);
     int before = 0;
     for (int round = 0; round < segments.size; round += kPlanThreads) {
         const int i = round + int(threadIdx.x);
@@ -34,20 +34,20 @@ __device__ void place_steps(const Sizes& sizes, const Segments& segments, const 
         const auto sums = scan_over_block(steps, 0, warp_sums, Sum());
         if (i < segments.size) plan.segments[i] = {before + sums.with_before - steps, -1};
         if (steps > 0) {
-            atomicMax(&runs.from_end[s.k_begin], segments.size - i);
-            atomicAdd(&runs.size[s.k_begin], 1);
-            atomicMax(&runs.longest[s.k_begin], s.k_len);
+            atomicMax(&key_ranges.from_end[s.k_begin], segments.size - i);
+            atomicAdd(&key_ranges.size[s.k_begin], 1);
+            atomicMax(&key_ranges.longest[s.k_begin], s.k_len);
         }
         before += sums.all;
     }
 }
 
-// The chains through the runs of more than one segment.
+// The chains through the key_ranges of more than one segment.
 __device__ void link_segments(const Sizes& sizes, const Segments& segments, const BackwardPlan& plan) {
-    const Runs runs(plan, sizes.k_rows);
+    const KeyRanges key_ranges(plan, sizes.k_rows);
     for (int i = threadIdx.x; i < segments.size; i += kPlanThreads) {
         const Segment s = clamped(segments[i], sizes);
-        if (num_steps(s) == 0 || __ldcg(&runs.size[s.k_begin]) == 1) continue;
+        if (num_steps(s) == 0 || __ldcg(&key_ranges.size[s.k_begin]) == 1) continue;
         for (int j = i + 1; j < segments.size; ++j) {
             const Segment other = clamped(segments[j], sizes);
             if (other.k_begin != s.k_begin || num_steps(other) == 0) continue;
@@ -57,38 +57,39 @@ __device__ void link_segments(const Sizes& sizes, const Segments& segments, cons
     }
 }
 
-// Calls f(first segment, keys, tile) for each tile of each run. A segment has as many threads as there are for each.
+// Calls f(first segment, keys, tile) for each tile of each run. A segment has as many threads as has_row are for each.
 template <class F>
 __device__ void for_each_tile(const Sizes& sizes, const Segments& segments, const BackwardPlan& plan, F f) {
-    const Runs runs(plan, sizes.k_rows);
+    const KeyRanges key_ranges(plan, sizes.k_rows);
     int threads = kPlanThreads;
     while (threads > 1 && threads * segments.size > kPlanThreads) threads /= 2;
     for (int i = threadIdx.x / threads; i < segments.size; i += kPlanThreads / threads) {
         const Segment s = clamped(segments[i], sizes);
-        if (num_steps(s) == 0 || segments.size - i != __ldcg(&runs.from_end[s.k_begin])) continue;
-        const int num_keys = __ldcg(&runs.longest[s.k_begin]);
-        for (int tile = threadIdx.x % threads; tile * kBackwardKeys < num_keys; tile += threads) f(i, num_keys, tile);
+        if (num_steps(s) == 0 || segments.size - i != __ldcg(&key_ranges.from_end[s.k_begin])) continue;
+        const int num_keys = __ldcg(&key_ranges.longest[s.k_begin]);
+        for (int tile = threadIdx.x % threads; tile * kBackwardKeyTile < num_keys; tile += threads)
+            f(i, num_keys, tile);
     }
 }
 
-// A counting sort: how many runs have a tile of a number, where those begin, the tiles to their places.
-__device__ void place_items(const Sizes& sizes, const Segments& segments, const BackwardPlan& plan, int* warp_sums) {
-    for_each_tile(sizes, segments, plan, [&](int, int, int tile) { atomicAdd(&plan.places[tile], 1); });
+// A counting sort: how many key_ranges have a tile of a number, where those begin, the tiles to their tile_offsets.
+__device__ void sort_key_tiles(const Sizes& sizes, const Segments& segments, const BackwardPlan& plan, int* warp_sums) {
+    for_each_tile(sizes, segments, plan, [&](int, int, int tile) { atomicAdd(&plan.tile_offsets[tile], 1); });
     __syncthreads();
-    const int most_tiles = (sizes.k_rows + kBackwardKeys - 1) / kBackwardKeys;
+    const int most_tiles = (sizes.k_rows + kBackwardKeyTile - 1) / kBackwardKeyTile;
     int before = 0;
     for (int round = 0; round < most_tiles; round += kPlanThreads) {
         const int tile = round + int(threadIdx.x);
-        const int count = tile < most_tiles ? __ldcg(&plan.places[tile]) : 0;
+        const int count = tile < most_tiles ? __ldcg(&plan.tile_offsets[tile]) : 0;
         const auto sums = scan_over_block(count, 0, warp_sums, Sum());
-        if (tile < most_tiles) __stcg(&plan.places[tile], before + sums.with_before - count);
+        if (tile < most_tiles) __stcg(&plan.tile_offsets[tile], before + sums.with_before - count);
         before += sums.all;
     }
-    if (threadIdx.x == 0) plan.counters[kNumItems] = min(before, plan.max_items);
+    if (threadIdx.x == 0) plan.counters[kNumKeyTiles] = min(before, plan.max_key_tiles);
     __syncthreads();
     for_each_tile(sizes, segments, plan, [&](int segment, int num_keys, int tile) {
-        const int at = atomicAdd(&plan.places[tile], 1);
-        if (at < plan.max_items) plan.items[at] = {segment, tile, num_keys, 0};
+        const int at = atomicAdd(&plan.tile_offsets[tile], 1);
+        if (at < plan.max_key_tiles) plan.key_tiles[at] = {segment, tile, num_keys, 0};
     });
 }
 
@@ -121,7 +122,7 @@ __device__ void clear_uncovered(const BackwardParams& p, int block, int* changes
                 clear_row(p.dv, z, z.num_kv_heads, row);
             });
 }
-// Only of a table, and where gradients are not added to.
+// Only of a table, and where gradients are not dq_added to.
 int blocks_that_clear(const BackwardParams& p) {
     if (p.segments.by_value() || p.grad_dtype == Dtype::kFloat32) return 0;
     return blocks_of(p.sizes.q_rows) + blocks_of(p.sizes.k_rows);
@@ -132,13 +133,13 @@ __global__ void __launch_bounds__(kPlanThreads)
     plan_work(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardPlan plan) {
     __shared__ int warp_sums[kMostWarps], changes[kPlanThreads];
     if (blockIdx.x > 0) return clear_uncovered(p, blockIdx.x - 1, changes, warp_sums);
-    place_steps(p.sizes, p.segments, plan, warp_sums);
+    number_steps(p.sizes, p.segments, plan, warp_sums);
     __syncthreads();
     link_segments(p.sizes, p.segments, plan);
-    place_items(p.sizes, p.segments, plan, warp_sums);
+    sort_key_tiles(p.sizes, p.segments, plan, warp_sums);
 }
 
-__device__ void find_starts(const BackwardParams& p, const Segment& s, int64_t first_row, Starts* starts) {
+__device__ void find_starts(const BackwardParams& p, const Segment& s, int64_t first_row, StepStarts* starts) {
     constexpr int kRows = kStepsAtOnce * kStepRows / 32;  // of a lane
     const int steps = num_steps(s), lane = threadIdx.x % 32, warps = blockDim.x / 32;
     const int32_t* const edges = p.restart.edge + first_row;
@@ -173,8 +174,8 @@ __device__ void find_starts(const BackwardParams& p, const Segment& s, int64_t f
 
 // Joins the values of one field from `first` on by `direction`: each becomes that of its step and all before.
 template <class Join>
-__device__ void spread(Starts* first, int steps, int direction, int32_t Starts::*field, int none, int* of_warps,
-                       Join join) {
+__device__ void scan_starts(StepStarts* first, int steps, int direction, int32_t StepStarts::*field, int none,
+                            int* of_warps, Join join) {
     int before = none;
     for (int done = 0; done < steps; done += blockDim.x) {
         const int step = done + int(threadIdx.x);
@@ -185,26 +186,27 @@ __device__ void spread(Starts* first, int steps, int direction, int32_t Starts::
     }
 }
 
-// A block has a segment of one head. Rows of dq that no key tile will write are zeros, where the others are not added
-// to.
+// A block has a segment of one head. Rows of dq that no key tile will write are zeros, where the others are not
+// dq_added to.
 __global__ void __launch_bounds__(kMostWarps * 32)
     plan_starts(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardPlan plan) {
     __shared__ int of_warps[kMostWarps];
     const int head = blockIdx.x / p.segments.size, i = blockIdx.x % p.segments.size;
     const Segment s = clamped(p.segments[i], p.sizes);
     const int steps = num_steps(s);
-    Starts* const starts = plan.starts + int64_t(head) * plan.max_steps + plan.segments[i].first_step;
+    StepStarts* const starts = plan.starts + int64_t(head) * plan.max_steps + plan.segments[i].first_step;
     find_starts(p, s, int64_t(head) * p.sizes.q_rows + s.q_begin, starts);
     __syncthreads();
-    spread(starts + steps - 1, steps, -1, &Starts::first_tile, kNever, of_warps,
-           [](int a, int b) { return min(a, b); });
-    spread(starts, steps, 1, &Starts::newest_older, -1, of_warps, [](int a, int b) { return max(a, b); });
+    scan_starts(starts + steps - 1, steps, -1, &StepStarts::oldest_tile, kNever, of_warps,
+                [](int a, int b) { return min(a, b); });
+    scan_starts(starts, steps, 1, &StepStarts::newest_half_so_far, -1, of_warps,
+                [](int a, int b) { return max(a, b); });
     if (p.grad_dtype == Dtype::kFloat32) return;
     __syncthreads();
     for (int step = threadIdx.x; step < steps; step += blockDim.x) {
         const int row = step * kStepRows, end = min(row + kStepRows, s.q_len);
         const int visible = visible_keys(s, p.options.attend_current, end - 1);
-        if (visible > 0 && starts[step].first_tile <= (visible - 1) / kBackwardKeys) continue;
+        if (visible > 0 && starts[step].oldest_tile <= (visible - 1) / kBackwardKeyTile) continue;
         for (int r = s.q_begin + row; r < s.q_begin + end; ++r)
             write_zeros(p.dq, head / p.sizes.num_heads, head % p.sizes.num_heads, r, p.sizes.head_dim);
     }
@@ -229,21 +231,21 @@ struct Layout {
     int64_t bytes;
 };
 
-Layout lay_out(const BackwardParams& p, BackwardPlan* plan) {
+Layout lay_out_workspace(const BackwardParams& p, BackwardPlan* plan) {
     const Sizes& z = p.sizes;
     const int64_t heads = int64_t(z.batch) * z.num_heads;
     plan->max_steps = z.q_rows / kStepRows + std::min(p.segments.size, z.q_rows);
-    plan->max_items = z.k_rows / kBackwardKeys + std::min(p.segments.size, z.k_rows);
+    plan->max_key_tiles = z.k_rows / kBackwardKeyTile + std::min(p.segments.size, z.k_rows);
     Workspace w{static_cast<char*>(p.workspace)};
     plan->counters = w.take<int32_t>(2);
-    plan->added = w.take<int32_t>(heads * plan->max_steps);
+    plan->dq_added = w.take<int32_t>(heads * plan->max_steps);
     plan->carries = w.take<CarrySlot>(heads * z.q_rows);
-    plan->runs = w.take<int32_t>(3 * int64_t(z.k_rows));
-    plan->places = w.take<int32_t>(z.k_rows / kBackwardKeys + 1);
+    plan->key_ranges = w.take<int32_t>(3 * int64_t(z.k_rows));
+    plan->tile_offsets = w.take<int32_t>(z.k_rows / kBackwardKeyTile + 1);
     Layout layout{w.bytes, 0};
     plan->segments = w.take<SegmentPlan>(p.segments.size);
-    plan->items = w.take<KeyItem>(plan->max_items);
-    plan->starts = w.take<Starts>(heads * plan->max_steps);
+    plan->key_tiles = w.take<KeyTile>(plan->max_key_tiles);
+    plan->starts = w.take<StepStarts>(heads * plan->max_steps);
     plan->dq = w.take<float>(heads * plan->max_steps * kStepRows * z.head_dim);
     layout.bytes = w.bytes;
     return layout;
@@ -252,12 +254,12 @@ Layout lay_out(const BackwardParams& p, BackwardPlan* plan) {
 }  // namespace
 
 int64_t plan_backward(const BackwardParams& params, BackwardPlan* plan) {
-    return lay_out(params, plan).bytes;
+    return lay_out_workspace(params, plan).bytes;
 }
 
 void launch_plan(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream) {
     BackwardPlan same;
-    const Layout layout = lay_out(params, &same);
+    const Layout layout = lay_out_workspace(params, &same);
     cudaMemsetAsync(params.workspace, 0, size_t(layout.zeroed), stream);
     plan_work<<<1 + blocks_that_clear(params), kPlanThreads, 0, stream>>>(params, plan);
     portable::check_launch("hopper backward");

@@ -11,27 +11,23 @@
 #include "kernels/common/scalars.h"
 #include "kernels/hopper/bwd_traits.h"
 #include "kernels/hopper/ptx.cuh"
+#include "kernels/hopper/wgmma.cuh"
 
 namespace megatron_sb::hopper {
 
-constexpr int kStepKeys = 16;  // of a row and thread
-constexpr int kQuads = 4;      // of neighbouring keys, for independent chains
-
-// The accumulator register of key k (0 the oldest) of row r.
-__device__ __forceinline__ constexpr int key_register(int r, int k) {
-    return 4 * (k / 2) + 2 * r + k % 2;
-}
+constexpr int kBackwardKeysPerThread = 16;  // of a row and thread
+constexpr int kQuads = 4;                   // of neighbouring keys, for independent chains
 
 // Over the threads of a quad, of which 0 has the oldest keys.
-struct OverQuad {
+struct QuadScan {
     float older, newer, all;
 };
-__device__ __forceinline__ OverQuad multiply_over_quad(float x, int t) {
+__device__ __forceinline__ QuadScan multiply_over_quad(float x, int t) {
     const float beside = __shfl_xor_sync(~0u, x, 1), pair = x * beside, other = __shfl_xor_sync(~0u, pair, 2);
     return {((t & 1) ? beside : 1.f) * ((t & 2) ? other : 1.f), ((t & 1) ? 1.f : beside) * ((t & 2) ? 1.f : other),
             pair * other};
 }
-__device__ __forceinline__ OverQuad add_over_quad(float x, int t) {
+__device__ __forceinline__ QuadScan add_over_quad(float x, int t) {
     const float beside = __shfl_xor_sync(~0u, x, 1), pair = x + beside, other = __shfl_xor_sync(~0u, pair, 2);
     return {((t & 1) ? beside : 0.f) + ((t & 2) ? other : 0.f), 0.f, pair + other};
 }
@@ -43,28 +39,28 @@ class FastScan {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
 #pragma unroll
-            for (int k = 0; k < kStepKeys; ++k)
-                s[key_register(r, k)] = exp2_approximate(s[key_register(r, k)] * scale_log2);
-            const auto e = [&](int q, int k) { return s[key_register(r, 4 * q + k)]; };
+            for (int k = 0; k < kBackwardKeysPerThread; ++k)
+                s[accumulator_register(r, k)] = exp2_approximate(s[accumulator_register(r, k)] * scale_log2);
+            const auto e = [&](int q, int k) { return s[accumulator_register(r, 4 * q + k)]; };
             float x[kQuads], y[kQuads];
 #pragma unroll
             for (int q = 0; q < kQuads; ++q) x[q] = 1.f + e(q, 0), y[q] = 1.f + e(q, 2);
 #pragma unroll
             for (int q = 0; q < kQuads; ++q) x[q] = fmaf(x[q], e(q, 1), x[q]), y[q] = fmaf(y[q], e(q, 3), y[q]);
 #pragma unroll
-            for (int q = 0; q < kQuads; ++q) rise_[r][q] = x[q] * y[q];
-            rise_[r][1] *= rise_[r][0], rise_[r][3] *= rise_[r][2], rise_[r][2] *= rise_[r][1],
-                rise_[r][3] *= rise_[r][1];
+            for (int q = 0; q < kQuads; ++q) product_[r][q] = x[q] * y[q];
+            product_[r][1] *= product_[r][0], product_[r][3] *= product_[r][2], product_[r][2] *= product_[r][1],
+                product_[r][3] *= product_[r][1];
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const OverQuad over = multiply_over_quad(rise_[r][kQuads - 1], t);
+            const QuadScan over = multiply_over_quad(product_[r][kQuads - 1], t);
             mass_[r] = over.older;
             newer_mass[r] = over.all;
         }
     }
     // Whether row r has a NaN, and no part in these keys as it starts in newer ones.
-    __device__ __forceinline__ static constexpr bool is_idle_nan(int) {
+    __device__ __forceinline__ static constexpr bool has_unstarted_nan(int) {
         return false;
     }
     __device__ __forceinline__ void start(int r, const Carry& carry) {
@@ -80,12 +76,12 @@ class FastScan {
         float m[kQuads], a[2][kQuads];
         m[0] = mass_[r];
 #pragma unroll
-        for (int q = 1; q < kQuads; ++q) m[q] = mass_[r] * rise_[r][q - 1];
+        for (int q = 1; q < kQuads; ++q) m[q] = mass_[r] * product_[r][q - 1];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
 #pragma unroll
             for (int q = 0; q < kQuads; ++q) {
-                const int i = key_register(r, 4 * q + k);
+                const int i = accumulator_register(r, 4 * q + k);
                 a[k % 2][q] = s[i] * m[q];
                 if (k < 3) m[q] = fmaf(s[i], m[q], m[q]);
                 dp[i] *= a[k % 2][q];
@@ -94,7 +90,7 @@ class FastScan {
 #pragma unroll
             for (int q = 0; q < kQuads; ++q) {
                 packed[2 * q + k / 2] = pack<Element>(kScale * a[0][q], kScale * a[1][q]);
-                const float sum = dp[key_register(r, 4 * q + k - 1)] + dp[key_register(r, 4 * q + k)];
+                const float sum = dp[accumulator_register(r, 4 * q + k - 1)] + dp[accumulator_register(r, 4 * q + k)];
                 sum_[r][q] = k == 1 ? sum : sum_[r][q] + sum;
             }
         }
@@ -103,7 +99,7 @@ class FastScan {
     __device__ __forceinline__ void prefixes(int t) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const OverQuad over = add_over_quad(sum_[r][kQuads - 1], t);
+            const QuadScan over = add_over_quad(sum_[r][kQuads - 1], t);
             newer_prefix[r] = prefix_[r] + over.all;
             prefix_[r] += over.older;
         }
@@ -121,7 +117,8 @@ class FastScan {
         for (int pair = 0; pair < 2; ++pair)
 #pragma unroll
             for (int q = 0; q < kQuads; ++q) {
-                const int i = key_register(r, 4 * q + 2 * pair), j = key_register(r, 4 * q + 2 * pair + 1);
+                const int i = accumulator_register(r, 4 * q + 2 * pair),
+                          j = accumulator_register(r, 4 * q + 2 * pair + 1);
                 const float one = 1.f + s[i], inverse = reciprocal(fmaf(one, s[j], one));
                 const float older = fmaf(-s[i], b[q], g[i]) * inverse;
                 b[q] += g[i];
@@ -134,7 +131,7 @@ class FastScan {
     float newer_mass[2], newer_prefix[2];  // at the newer edge of the half tile
 
   private:
-    float rise_[2][kQuads];      // products of 1 + e, from this thread's oldest key to the end of each quad of keys
+    float product_[2][kQuads];   // products of 1 + e, from this thread's oldest key to the end of each quad of keys
     float sum_[2][kQuads];       // of g, likewise
     float mass_[2], prefix_[2];  // at the older edge of this thread's keys
 };
@@ -148,25 +145,25 @@ class SlowScan {
 #pragma unroll
         for (int r = 0; r < 2; ++r)
 #pragma unroll
-            for (int k = 0; k < kStepKeys; ++k) {
-                float& x = s[key_register(r, k)];
+            for (int k = 0; k < kBackwardKeysPerThread; ++k) {
+                float& x = s[accumulator_register(r, k)];
                 x = min_nan(exp2_approximate(x * scale_log2), portable::kLargestE);
                 product[r] *= reciprocal(1.f + x);
             }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const OverQuad over = multiply_over_quad(product[r], t);
+            const QuadScan over = multiply_over_quad(product[r], t);
             mass_[r] = over.newer;
             newer_mass[r] = over.all;  // what is left of a stick, until start()
         }
     }
-    __device__ __forceinline__ bool is_idle_nan(int r) const {
-        return idle_nan_[r];
+    __device__ __forceinline__ bool has_unstarted_nan(int r) const {
+        return unstarted_nan_[r];
     }
     __device__ __forceinline__ void start(int r, const Carry& carry) {
         const bool before = carry.start < half_, here = carry.start == half_;
         started_[r] = before || here;
-        idle_nan_[r] = !started_[r] && isnan(newer_mass[r]);
+        unstarted_nan_[r] = !started_[r] && isnan(newer_mass[r]);
         newer_mass[r] = before ? __fdividef(carry.mass, newer_mass[r]) : here ? carry.restart_mass : 0.f;
         mass_[r] *= newer_mass[r];
         prefix_[r] = carry.prefix;
@@ -174,17 +171,18 @@ class SlowScan {
     template <class Element>
     __device__ __forceinline__ void weights(int r, float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
         constexpr float kScale = portable::kWeightScale<Element>;
-        forget(s);
+        prevent_reuse(s);
         float newer = 0.f;
         sum_[r] = 0.f;
         if (!started_[r]) {  // zeros, whatever the row and these keys hold
 #pragma unroll
-            for (int k = 0; k < kStepKeys; ++k) s[key_register(r, k)] = dp[key_register(r, k)] = 0.f;
+            for (int k = 0; k < kBackwardKeysPerThread; ++k)
+                s[accumulator_register(r, k)] = dp[accumulator_register(r, k)] = 0.f;
             mass_[r] = 0.f;
         }
 #pragma unroll
-        for (int k = kStepKeys - 1; k >= 0; --k) {
-            const int i = key_register(r, k);
+        for (int k = kBackwardKeysPerThread - 1; k >= 0; --k) {
+            const int i = accumulator_register(r, k);
             const float inverse = reciprocal(1.f + s[i]), a = mass_[r] * (s[i] * inverse);
             mass_[r] *= inverse;
             dp[i] *= a;
@@ -198,7 +196,7 @@ class SlowScan {
     __device__ __forceinline__ void prefixes(int t) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const OverQuad over = add_over_quad(sum_[r], t);
+            const QuadScan over = add_over_quad(sum_[r], t);
             newer_prefix[r] = prefix_[r] + over.all;
             prefix_[r] = started_[r] ? prefix_[r] + over.older : 0.f;
         }
@@ -206,11 +204,11 @@ class SlowScan {
     template <class Element>
     __device__ __forceinline__ void logit_gradients(int r, float (&s)[32], const float (&g)[32],
                                                     uint32_t (&packed)[8]) const {
-        forget(s);
+        prevent_reuse(s);
         float b = prefix_[r], older = 0.f;
 #pragma unroll
-        for (int k = 0; k < kStepKeys; ++k) {
-            const int i = key_register(r, k);
+        for (int k = 0; k < kBackwardKeysPerThread; ++k) {
+            const int i = accumulator_register(r, k);
             const float inverse = reciprocal(1.f + s[i]), dz = inverse * g[i] - (s[i] * inverse) * b;
             b += g[i];
             if (k % 2 == 0)
@@ -224,14 +222,14 @@ class SlowScan {
 
   private:
     // The reciprocals of before: they are sooner computed again than kept.
-    __device__ __forceinline__ static void forget(float (&s)[32]) {
+    __device__ __forceinline__ static void prevent_reuse(float (&s)[32]) {
 #pragma unroll
         for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(s[i]));
     }
 
     const int half_;
     float mass_[2], prefix_[2], sum_[2];
-    bool started_[2], idle_nan_[2];
+    bool started_[2], unstarted_nan_[2];
 };
 
 }  // namespace megatron_sb::hopper

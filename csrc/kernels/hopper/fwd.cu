@@ -8,55 +8,55 @@
 
 #include "kernels/common/launch.h"
 #include "kernels/hopper/fwd_consumer.cuh"
-#include "kernels/hopper/fwd_edge_loader.cuh"
+#include "kernels/hopper/fwd_tail_loader.cuh"
 #include "kernels/hopper/hopper.h"
 
 namespace megatron_sb::hopper {
 namespace {
 
 template <class T>
-__global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant__ Arguments arguments) {
+__global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant__ ForwardArguments arguments) {
     extern __shared__ __align__(1024) uint8_t memory[];
     auto& shared = *reinterpret_cast<typename T::Shared*>(memory);
     // Uniform for the compiler too: what depends on it then stays out of per-thread registers.
     const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
-    Control& c = shared.control;
+    ForwardControl& c = shared.control;
     if (threadIdx.x == 0) {
         for (int i = 0; i < kQueryStages; ++i) {
             mbarrier_init(&c.q_full[i], 2);  // `work` and the queries
             mbarrier_init(&c.q_empty[i], 128 * T::kWarpgroups);
         }
-        for (int i = 0; i < kStages; ++i) {
+        for (int i = 0; i < kKvStages; ++i) {
             mbarrier_init(&c.k_full[i], 1);
             mbarrier_init(&c.v_full[i], 1);
-            mbarrier_init(&c.k_end[i], 1);
+            mbarrier_init(&c.end_of_keys[i], 1);
             mbarrier_init(&c.k_empty[i], 4 * T::kWarpgroups);
             mbarrier_init(&c.v_empty[i], 4 * T::kWarpgroups);
         }
-        for (int i = 0; i < kEdgeLoaders; ++i) {
-            mbarrier_init(&c.edge_full[i], 1);
-            mbarrier_init(&c.edge_empty[i], 32);
+        for (int i = 0; i < kTailLoaders; ++i) {
+            mbarrier_init(&c.tail_full[i], 1);
+            mbarrier_init(&c.tail_empty[i], 32);
         }
-        for (auto& numbers : c.used_up_in)
+        for (auto& numbers : c.used_up_work)
             for (int32_t& number : numbers) number = -1;
         fence_mbarrier_init();
         fence_async_proxy();
     }
     __syncthreads();
     if (warpgroup == 0) {
-        give_registers<T::kProducerRegisters>();
+        warpgroup_reg_dealloc<T::kProducerRegisters>();
         const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
-        if (warp == 0) Producer<T>(shared, arguments).run();
-        if (warp == 1) EdgeLoader<T>(c, 0, arguments.params.k).run(shared.k, c.k_full);
-        if (warp == 2) EdgeLoader<T>(c, 1, arguments.params.v).run(shared.v, c.v_full);
+        if (warp == 0) ForwardProducer<T>(shared, arguments).run();
+        if (warp == 1) TailLoader<T>(c, 0, arguments.params.k).run(shared.k, c.k_full);
+        if (warp == 2) TailLoader<T>(c, 1, arguments.params.v).run(shared.v, c.v_full);
     } else {
-        take_registers<T::kConsumerRegisters>();
-        Consumer<T>(shared, arguments, warpgroup - 1).run();
+        warpgroup_reg_alloc<T::kConsumerRegisters>();
+        ForwardConsumer<T>(shared, arguments, warpgroup - 1).run();
     }
 }
 
-// Few heads at a time, so that their keys and values stay in the L2 cache; in groups of one size, so that no last head
-// is left to a few CTAs.
+// Few heads accumulator_register a time, so that their keys and values stay in the L2 cache; in groups of one size, so
+// that no last head is left to a few CTAs.
 int heads_in_flight(const Sizes& z) {
     constexpr int64_t kCacheBytes = 32 << 20;
     const int64_t kv_head_bytes = std::max<int64_t>(1, int64_t(z.k_rows) * (z.head_dim + z.head_dim_v) * 2);
@@ -67,22 +67,22 @@ int heads_in_flight(const Sizes& z) {
 
 template <class Element, int kHeadDim>
 void launch(const ForwardParams& p, cudaStream_t stream) {
-    using T = Traits<Element, kHeadDim>;
+    using T = ForwardTraits<Element, kHeadDim>;
     const Sizes& z = p.sizes;
     portable::prepare_forward(p, T::kQueryTile, stream);
     if (p.segments.size == 0) return;
 
-    Arguments a;
+    ForwardArguments a;
     a.params = p;
     a.tiles = static_cast<QueryTiles*>(p.workspace);
-    a.q = query_map(p.q, {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim}, T::kQueryTile);
-    a.k = key_map(p.k, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim}, kKeyTile);
-    a.v = key_map(p.v, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim}, kKeyTile);
+    a.q = make_query_map(p.q, {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim}, T::kQueryTile);
+    a.k = make_key_map(p.k, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim}, kKeyTile);
+    a.v = make_key_map(p.v, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim}, kKeyTile);
     a.heads_in_flight = heads_in_flight(z);
     const portable::Scalars scalars = portable::scalars_of<Element>(p.options);
     a.scale_log2 = scalars.scale_log2e;
-    a.used_up = scalars.least_mass;
-    a.floor = scalars.least_restart;
+    a.min_mass = scalars.least_mass;
+    a.restart_floor = scalars.least_restart;
 
     int device = 0, num_sms = 0;
     cudaGetDevice(&device);

@@ -11,10 +11,10 @@ using portable::QueryTile;
 
 constexpr int kKeyTile = 128;    // keys of a tile
 constexpr int kRowBytes = 128;   // of a tile row under the 128-byte swizzle: 64 elements
-constexpr int kStages = 2;       // of the rings of K and V tiles
+constexpr int kKvStages = 2;     // of the rings of K and V tiles
 constexpr int kQueryStages = 3;  // queries come from memory, not from the cache: they are sent for a work tile earlier
 constexpr int kMaxWarpgroups = 3;
-constexpr int kEdgeLoaders = 2;  // warps
+constexpr int kTailLoaders = 2;  // warps
 
 // A work tile as the consumers need it: query rows of one head.
 struct WorkTile {
@@ -23,29 +23,29 @@ struct WorkTile {
 };
 
 // A tile of K or V for an edge loader: `count` rows of head `head` of batch element `batch` from `row` on, then zeros.
-struct alignas(32) EdgeTile {
+struct alignas(32) TailTile {
     int32_t batch, head, row, count;
     int32_t slot;  // -1: there are no more
 };
 
-struct Control {
+struct ForwardControl {
     uint64_t q_full[kQueryStages], q_empty[kQueryStages];
-    uint64_t k_full[kStages], k_empty[kStages];
-    uint64_t v_full[kStages], v_empty[kStages];
+    uint64_t k_full[kKvStages], k_empty[kKvStages];
+    uint64_t v_full[kKvStages], v_empty[kKvStages];
     WorkTile work[kQueryStages];  // ordered by q_full and q_empty, as the query tiles are
-    uint64_t edge_full[kEdgeLoaders], edge_empty[kEdgeLoaders];
-    EdgeTile edge[kEdgeLoaders];  // ordered by those two; the first loader has the keys, the second the values
-    // Early exit. A warp says in turns in `spent[0]` and `spent[1]` whether its rows are used up; the warpgroup stops
-    // when all of its warps are. From then on each of them writes the number of the work tile before it gives back a K
-    // slot; when all warpgroups do, the producer ends the work tile with a K slot that holds no tile, and lets that
-    // slot's `k_end` complete a phase before its `k_full`.
-    int4 spent[2][kMaxWarpgroups];
-    int32_t used_up_in[kStages][4 * kMaxWarpgroups];
-    uint64_t k_end[kStages];
+    uint64_t tail_full[kTailLoaders], tail_empty[kTailLoaders];
+    TailTile tail[kTailLoaders];  // ordered by those two; the first loader has the keys, the second the values
+    // Early exit. A warp says in turns in `used_up_votes[0]` and `used_up_votes[1]` whether its rows are used up; the
+    // warpgroup stops when all of its warps are. From then on each of them writes the number of the work tile before it
+    // gives back a K slot; when all warpgroups do, the producer ends the work tile with a K slot that holds no tile,
+    // and lets that slot's `end_of_keys` complete a phase before its `k_full`.
+    int4 used_up_votes[2][kMaxWarpgroups];
+    int32_t used_up_work[kKvStages][4 * kMaxWarpgroups];
+    uint64_t end_of_keys[kKvStages];
 };
 
 template <class Element_, int kHeadDim_>
-struct Traits {
+struct ForwardTraits {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
     static_assert(kHeadDim == 64 || kHeadDim == 128, "the tiles are laid out for these two");
@@ -61,15 +61,15 @@ struct Traits {
                   "the consumers take more registers than the producer gives");
 
     static constexpr int kQueryTile = 64 * kWarpgroups;
-    static constexpr int kHalves = kHeadDim / 64;  // a tile is stored by 64 columns of the head dimension
-    static constexpr int kQueryHalfBytes = kQueryTile * kRowBytes, kKeyHalfBytes = kKeyTile * kRowBytes;
-    static constexpr int kQueryBytes = kHalves * kQueryHalfBytes, kKeyBytes = kHalves * kKeyHalfBytes;
+    static constexpr int kPanels = kHeadDim / 64;  // a tile is stored by 64 columns of the head dimension
+    static constexpr int kQueryPanelBytes = kQueryTile * kRowBytes, kKeyPanelBytes = kKeyTile * kRowBytes;
+    static constexpr int kQueryBytes = kPanels * kQueryPanelBytes, kKeyBytes = kPanels * kKeyPanelBytes;
 
     struct Shared {
         alignas(1024) uint8_t q[kQueryStages][kQueryBytes];
-        alignas(1024) uint8_t k[kStages][kKeyBytes];
-        alignas(1024) uint8_t v[kStages][kKeyBytes];
-        Control control;
+        alignas(1024) uint8_t k[kKvStages][kKeyBytes];
+        alignas(1024) uint8_t v[kKvStages][kKeyBytes];
+        ForwardControl control;
     };
     static_assert(sizeof(Shared) <= 227 * 1024, "more shared memory than a CTA can have");
 };

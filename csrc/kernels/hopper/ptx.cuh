@@ -32,7 +32,7 @@ __device__ __forceinline__ void fence_mbarrier_init() {
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-__device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, int bytes) {
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
 }
@@ -44,7 +44,7 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint64_t* barrier, int parity)
                  : "memory");
     return done;
 }
-__device__ __forceinline__ bool mbarrier_is_past(uint64_t* barrier, int parity) {
+__device__ __forceinline__ bool mbarrier_test_wait(uint64_t* barrier, int parity) {
     uint32_t done;
     asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
                  : "=r"(done)
@@ -53,15 +53,15 @@ __device__ __forceinline__ bool mbarrier_is_past(uint64_t* barrier, int parity) 
     return done;
 }
 // Ends the launch with an error: a write to no address. Not `trap`, with which ptxas forgets what setmaxnreg gives.
-__device__ __forceinline__ void fail() {
+__device__ __forceinline__ void abort_launch() {
     asm volatile("st.global.u32 [%0], %1;" ::"l"(0ULL), "r"(0) : "memory");
 }
 // A wait that takes seconds is a fault, and becomes an error of the launch.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
-    constexpr uint32_t kMostTries = 1 << 26;
+    constexpr uint32_t kMaxTries = 1 << 26;
     if (mbarrier_try_wait(barrier, parity)) return;
     for (uint32_t tries = 0; !mbarrier_try_wait(barrier, parity); ++tries)
-        if (tries == kMostTries) fail();
+        if (tries == kMaxTries) abort_launch();
 }
 
 // ---- copies into shared memory --------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ __device__ __forceinline__ void tma_load_5d(void* to, const CUtensorMap* map, ui
         : "memory");
 }
 // Until all copies of this thread are done.
-__device__ __forceinline__ void wait_for_copies() {
+__device__ __forceinline__ void cp_async_wait_all() {
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 // This thread's ordinary writes to shared memory become visible to wgmma and the copy engine, for those who are told.
@@ -92,7 +92,7 @@ __device__ __forceinline__ void fence_async_proxy() {
 }
 
 // Four 8 x 8 matrices of 16-bit values; lanes 8i .. 8i + 7 give the rows of matrix i.
-__device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&x)[4]) {
+__device__ __forceinline__ void stmatrix_x4(uint32_t to, const uint32_t (&x)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
                  "r"(x[2]), "r"(x[3])
                  : "memory");
@@ -120,7 +120,7 @@ __device__ __forceinline__ void store_global_if(bool condition, void* to, const 
 
 // ---- between thread blocks ------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void fence_gpu() {
+__device__ __forceinline__ void fence_acq_rel_gpu() {
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }
 __device__ __forceinline__ int32_t load_acquire(const int32_t* from) {
@@ -132,7 +132,7 @@ __device__ __forceinline__ void store_relaxed(int32_t* to, int32_t x) {
     asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
 // 16 bytes as one transaction.
-__device__ __forceinline__ uint4 load_relaxed_16(const void* from) {
+__device__ __forceinline__ uint4 load_relaxed_b128(const void* from) {
     uint4 x;
     asm volatile(
         "{\n.reg .b128 v;\n.reg .b64 lo, hi;\nld.relaxed.gpu.global.b128 v, [%4];\nmov.b128 {lo, hi}, v;\n"
@@ -142,7 +142,7 @@ __device__ __forceinline__ uint4 load_relaxed_16(const void* from) {
         : "memory");
     return x;
 }
-__device__ __forceinline__ void store_relaxed_16(void* to, const uint4& x) {
+__device__ __forceinline__ void store_relaxed_b128(void* to, const uint4& x) {
     asm volatile(
         "{\n.reg .b128 v;\n.reg .b64 lo, hi;\nmov.b64 lo, {%1, %2};\nmov.b64 hi, {%3, %4};\nmov.b128 v, {lo, hi};\n"
         "st.relaxed.gpu.global.b128 [%0], v;\n}" ::"l"(to),
@@ -150,10 +150,10 @@ __device__ __forceinline__ void store_relaxed_16(void* to, const uint4& x) {
         : "memory");
 }
 // Add to numbers in memory; in order only with what a fence orders.
-__device__ __forceinline__ void add_global(float* to, float x, float y) {
+__device__ __forceinline__ void reduce_add_global(float* to, float x, float y) {
     asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
 }
-__device__ __forceinline__ void add_global(float* to, float x, float y, float z, float w) {
+__device__ __forceinline__ void reduce_add_global(float* to, float x, float y, float z, float w) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w)
                  : "memory");
 }
@@ -161,11 +161,11 @@ __device__ __forceinline__ void add_global(float* to, float x, float y, float z,
 // ---- registers ------------------------------------------------------------------------------------------------------
 
 template <int kRegisters>
-__device__ __forceinline__ void give_registers() {
+__device__ __forceinline__ void warpgroup_reg_dealloc() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 template <int kRegisters>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void warpgroup_reg_alloc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 

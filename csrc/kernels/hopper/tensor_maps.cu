@@ -72,7 +72,7 @@ CUtensorMap encode(const Rows<const void*>& tensor, Dtype dtype, const cuuint64_
 
 }  // namespace
 
-TensorMap query_map(const Rows<const void*>& tensor, const TensorSizes& sizes, int box_rows) {
+TensorMap make_query_map(const Rows<const void*>& tensor, const TensorSizes& sizes, int box_rows) {
     const Layout layout = layout_of(tensor, sizes);
     const cuuint64_t extents[] = {cuuint64_t(sizes.head_dim), cuuint64_t(sizes.rows), layout.num_heads};
     const cuuint64_t strides[] = {layout.row_stride, layout.head_stride};
@@ -80,7 +80,7 @@ TensorMap query_map(const Rows<const void*>& tensor, const TensorSizes& sizes, i
     return {encode(tensor, sizes.dtype, extents, strides, box), layout.index};
 }
 
-TensorMap key_map(const Rows<const void*>& tensor, const TensorSizes& sizes, int tile_keys) {
+TensorMap make_key_map(const Rows<const void*>& tensor, const TensorSizes& sizes, int tile_keys) {
     const Layout layout = layout_of(tensor, sizes);
     const cuuint64_t row = layout.row_stride, of_thread = cuuint64_t(tile_keys / 4);
     const cuuint64_t extents[] = {cuuint64_t(sizes.head_dim), cuuint64_t(sizes.rows), 4, of_thread / 2,

@@ -27,11 +27,11 @@ struct TensorSizes {
 };
 
 // Coordinates {column, row, head index}; a box is `box_rows` rows of 64 columns.
-TensorMap query_map(const Rows<const void*>& tensor, const TensorSizes& sizes, int box_rows);
+TensorMap make_query_map(const Rows<const void*>& tensor, const TensorSizes& sizes, int box_rows);
 
 // Coordinates {column, first key, 0, 0, head index}; a box is 64 columns of tile_keys keys in permuted order: row
 // 8n + 2t + c of the tile is key tile_keys / 4 * t + 2n + c. The bounds of the tensor are not checked beyond the first
 // two keys: ask only for tiles that lie within it.
-TensorMap key_map(const Rows<const void*>& tensor, const TensorSizes& sizes, int tile_keys);
+TensorMap make_key_map(const Rows<const void*>& tensor, const TensorSizes& sizes, int tile_keys);
 
 }  // namespace megatron_sb::hopper

@@ -20,13 +20,13 @@ __device__ inline void write_zeros(const Rows<void*>& to, int batch, int head, i
         *reinterpret_cast<uint4*>(first + column) = make_uint4(0, 0, 0, 0);
 }
 
-// One warp: kRows rows of kHalves times 64 columns as the copy engine lays them out under its 128-byte swizzle, row r
+// One warp: kRows rows of kPanels times 64 columns as the copy engine lays them out under its 128-byte swizzle, row r
 // of shared memory the one order(r) rows after `source`. The first `count` are there, the others zeros. To be waited
 // for.
-template <int kRows, int kHalves, class Order>
+template <int kRows, int kPanels, class Order>
 __device__ inline void copy_rows(uint8_t* to, const Rows<const void*>& tensor, int64_t source, int count, Order order) {
     constexpr int kRowBytes = 128, kChunk = 16, kChunksPerHalf = kRowBytes / kChunk;
-    constexpr int kChunksPerRow = kHalves * kChunksPerHalf;
+    constexpr int kChunksPerRow = kPanels * kChunksPerHalf;
     const int lane = threadIdx.x % 32, chunk = lane % kChunksPerRow, half = chunk / kChunksPerHalf;
     const uint8_t* const from = static_cast<const uint8_t*>(tensor.data) + source + chunk * kChunk;
     to += half * kRows * kRowBytes;
@@ -40,8 +40,8 @@ __device__ inline void copy_rows(uint8_t* to, const Rows<const void*>& tensor, i
 }
 
 // Until this warp's copies are there, for those who wait for `full` and for wgmma.
-__device__ inline void finish_copies(uint64_t* full) {
-    wait_for_copies();
+__device__ inline void finish_copy(uint64_t* full) {
+    cp_async_wait_all();
     fence_async_proxy();
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(full);

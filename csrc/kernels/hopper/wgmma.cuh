@@ -33,9 +33,15 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 // The compiler may not move uses of these registers across this point: a wait it does not understand.
 template <int N>
-__device__ __forceinline__ void pin(float (&d)[N]) {
+__device__ __forceinline__ void fence_accumulator(float (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Where a thread keeps key k (0 is its oldest) of its row r (0 or 1) in an accumulator of scores, given the permuted
+// key order of the K tile (README.md).
+__device__ __forceinline__ constexpr int accumulator_register(int r, int k) {
+    return 4 * (k / 2) + 2 * r + k % 2;
 }
 
 // clang-format off
@@ -86,22 +92,22 @@ __device__ __forceinline__ void pin(float (&d)[N]) {
 // clang-format on
 
 // d (64, n) = a b, or += a b ("ne": the first step, d is only written), a and b in shared memory. What is
-// transposed lies MN-major; a_ to tb_ are the places of a, b and the two transpositions after the registers of d.
-#define SB_SHARED_PRODUCT(name, Type, type, n, count, outputs, predicate, a_, b_, ta_, tb_)                     \
-    template <int kTransposeA = 0, int kTransposeB = 0>                                                         \
-    __device__ __forceinline__ void name(Type, float(&d)[count], uint64_t a, uint64_t b) {                      \
-        asm volatile("{\n.reg .pred p;\nsetp." predicate ".b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" n   \
-                     "k16.f32." type " " SB_REGISTERS_##count ", " a_ ", " b_ ", p, 1, 1, " ta_ ", " tb_ ";\n}" \
-                     : outputs                                                                                  \
-                     : "l"(a), "l"(b), "n"(kTransposeA), "n"(kTransposeB));                                     \
+// transposed lies MN-major; args_ to tb_ are the places of a, b and the two transpositions after the registers of d.
+#define SB_SHARED_PRODUCT(name, Type, type, n, count, outputs, predicate, args_, b_, ta_, tb_)                     \
+    template <int kTransposeA = 0, int kTransposeB = 0>                                                            \
+    __device__ __forceinline__ void name(Type, float(&d)[count], uint64_t a, uint64_t b) {                         \
+        asm volatile("{\n.reg .pred p;\nsetp." predicate ".b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" n      \
+                     "k16.f32." type " " SB_REGISTERS_##count ", " args_ ", " b_ ", p, 1, 1, " ta_ ", " tb_ ";\n}" \
+                     : outputs                                                                                     \
+                     : "l"(a), "l"(b), "n"(kTransposeA), "n"(kTransposeB));                                        \
     }
-#define SB_SHARED_PRODUCTS(Type, type, n, count, a_, b_, ta_, tb_)                               \
-    SB_SHARED_PRODUCT(wgmma_first, Type, type, n, count, SB_OUT_##count, "ne", a_, b_, ta_, tb_) \
-    SB_SHARED_PRODUCT(wgmma_add, Type, type, n, count, SB_ADD_##count, "eq", a_, b_, ta_, tb_)
+#define SB_SHARED_PRODUCTS(Type, type, n, count, args_, b_, ta_, tb_)                                   \
+    SB_SHARED_PRODUCT(wgmma_overwrite, Type, type, n, count, SB_OUT_##count, "ne", args_, b_, ta_, tb_) \
+    SB_SHARED_PRODUCT(wgmma_accumulate, Type, type, n, count, SB_ADD_##count, "eq", args_, b_, ta_, tb_)
 
 // d (64, n) += a b, a in registers, b MN-major.
 #define SB_REGISTER_PRODUCT(Type, type, n, count, a0_, a1_, a2_, a3_, b_)                                          \
-    __device__ __forceinline__ void wgmma_add(Type, float(&d)[count], const uint32_t* a, uint64_t b) {             \
+    __device__ __forceinline__ void wgmma_accumulate(Type, float(&d)[count], const uint32_t* a, uint64_t b) {      \
         asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type \
                      " " SB_REGISTERS_##count ", {" a0_ ", " a1_ ", " a2_ ", " a3_ "}, " b_ ", p, 1, 1, 1;\n}"     \
                      : SB_ADD_##count                                                                              \

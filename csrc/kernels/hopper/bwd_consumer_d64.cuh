@@ -13,8 +13,8 @@ namespace megatron_sb::hopper {
 template <class T>
 class ScanWarpgroup : HalfScan<T> {
     using Base = HalfScan<T>;
-    using Base::a_, Base::c_, Base::dp_, Base::half_, Base::lane_, Base::s_, Base::step, Base::warp_;
-    using Base::dz_, Base::k_low_, Base::steps_low_, Base::v_low_, Base::weights_;
+    using Base::args_, Base::control_, Base::dp_, Base::half_, Base::lane_, Base::s_, Base::step, Base::warp_;
+    using Base::dz_, Base::k_low_, Base::qdo_low_, Base::v_low_, Base::weights_;
     using typename Base::Element;
 
   public:
@@ -24,52 +24,52 @@ class ScanWarpgroup : HalfScan<T> {
     __device__ __forceinline__ void run() {
         begin();
         wgmma_wait<0>();
-        pin(s_);
-        while (!(flags_ & kNoMore)) {
+        fence_accumulator(s_);
+        while (!(flags_ & kEndOfWork)) {
             // One after the other, not one in the other or side by side: only so does ptxas see what is uniform.
-            while (flags_ & kSlow) make(SlowScan(half_));
-            while (!(flags_ & (kSlow | kNoMore))) make(FastScan());
+            while (flags_ & kSlow) scan_step(SlowScan(half_));
+            while (!(flags_ & (kSlow | kEndOfWork))) scan_step(FastScan());
         }
     }
 
   private:
-    // The scores of step number_, whose flags are flags_ from now on; of nothing, where there are no more.
+    // The scores of step number_, whose flags are flags_ from now on; of nothing, where has_row are no more.
     __device__ __forceinline__ void begin() {
-        mbarrier_wait(&c_.step_full[cursor_.stage], cursor_.parity);
+        mbarrier_wait(&control_.qdo_full[cursor_.stage], cursor_.parity);
         flags_ = step(number_).flags;
         const int buffer = tiles_ % T::kTileBuffers;
-        if (!(flags_ & kNoMore)) mbarrier_wait(&c_.kv_full[buffer], tiles_ / T::kTileBuffers & 1);
+        if (!(flags_ & kEndOfWork)) mbarrier_wait(&control_.kv_full[buffer], tiles_ / T::kTileBuffers & 1);
         wgmma_fence();
-        this->multiply_rows(s_, queries(), this->fresh(k_low_) + buffer * 2 * Base::kTile);
+        this->multiply_rows(s_, queries(), this->opaque(k_low_) + buffer * 2 * Base::kTile);
     }
     __device__ __forceinline__ uint32_t queries() const {
-        return this->fresh(steps_low_) + cursor_.stage * 2 * Base::kTile;
+        return this->opaque(qdo_low_) + cursor_.stage * 2 * Base::kTile;
     }
 
     template <class Scan>
-    __device__ __forceinline__ void make(Scan scan) {
+    __device__ __forceinline__ void scan_step(Scan scan) {
         wgmma_fence();
         this->multiply_rows(dp_, queries() + Base::kTile,
-                            this->fresh(v_low_) + tiles_ % T::kTileBuffers * 2 * Base::kTile);
+                            this->opaque(v_low_) + tiles_ % T::kTileBuffers * 2 * Base::kTile);
         this->mask(number_, flags_);
-        scan.exponentials(s_, a_.scale_log2, lane_ % 4);
-        this->take_carries(scan, number_, cursor_);
+        scan.exponentials(s_, args_.scale_log2, lane_ % 4);
+        this->load_carries(scan, number_, cursor_);
         wgmma_wait<0>();
-        pin(dp_);
-        mbarrier_arrive(&c_.step_empty[cursor_.stage]);
-        const uint32_t slot = number_ % T::kSlots, parity = number_ / T::kSlots & 1;
-        mbarrier_wait(&c_.scanned_empty[slot], parity ^ 1);
-        constexpr int kSlotBytes = 2 * T::kHalfBytes;
-        this->make_gradients(
+        fence_accumulator(dp_);
+        mbarrier_arrive(&control_.qdo_empty[cursor_.stage]);
+        const uint32_t slot = number_ % T::kDzSlots, parity = number_ / T::kDzSlots & 1;
+        mbarrier_wait(&control_.dz_empty[slot], parity ^ 1);
+        constexpr int kSlotBytes = 2 * T::kPanelBytes;
+        this->write_weights_and_dz(
             scan, number_, cursor_.stage, weights_ + slot * kSlotBytes, dz_ + slot * kSlotBytes, [] {}, [] {});
         begin_next();  // under way while A and dz become visible
         fence_async_proxy();
-        this->announce(&c_.scanned_full[slot]);
+        this->signal(&control_.dz_full[slot]);
         wgmma_wait<0>();
-        pin(s_);
+        fence_accumulator(s_);
     }
     __device__ __forceinline__ void begin_next() {
-        if (flags_ & kLastOfTile) this->release(&c_.kv_empty[tiles_++ % T::kTileBuffers]);
+        if (flags_ & kLastStepOfTile) this->release(&control_.kv_empty[tiles_++ % T::kTileBuffers]);
         cursor_ = cursor_.next();
         ++number_;
         begin();
@@ -83,14 +83,14 @@ class ScanWarpgroup : HalfScan<T> {
 template <class T>
 class SumWarpgroup : BackwardThread<T> {
     using Base = BackwardThread<T>;
-    using Base::c_, Base::kHalf, Base::kTile, Base::step;
+    using Base::control_, Base::kPanel, Base::kTile, Base::step;
     using typename Base::Element;
 
   public:
     __device__ __forceinline__ SumWarpgroup(typename T::Shared& shared, const BackwardArguments& arguments)
         : Base(shared, arguments) {
         k_low_ = descriptor_low(shared_address(shared.k[0][0]), 0);
-        steps_low_ = descriptor_low(shared_address(shared.steps[0][0]), 0);
+        qdo_low_ = descriptor_low(shared_address(shared.qdo[0][0]), 0);
         weights_low_ = descriptor_low(shared_address(shared.weights[0][0]), 0);
         dz_low_ = descriptor_low(shared_address(shared.dz[0][0]), 0);
         k_ = shared_address(shared.k[0][0]);
@@ -98,74 +98,75 @@ class SumWarpgroup : BackwardThread<T> {
 
     __device__ __forceinline__ void run() {
         for (int tiles = 0;; ++tiles) {
-            mbarrier_wait(&c_.step_full[cursor_.stage], cursor_.parity);
-            if (step(number_).flags & kNoMore) return;
+            mbarrier_wait(&control_.qdo_full[cursor_.stage], cursor_.parity);
+            if (step(number_).flags & kEndOfWork) return;
             const int buffer = tiles % T::kTileBuffers;
-            mbarrier_wait(&c_.kv_full[buffer], tiles / T::kTileBuffers & 1);
+            mbarrier_wait(&control_.kv_full[buffer], tiles / T::kTileBuffers & 1);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
 #pragma unroll
                 for (int i = 0; i < 32; ++i) dk_[half][i] = dv_[half][i] = 0.f;
-                pin(dk_[half]);
-                pin(dv_[half]);
+                fence_accumulator(dk_[half]);
+                fence_accumulator(dv_[half]);
             }
             do {
                 add(buffer);
-            } while (!(step(number_ - 1).flags & kLastOfTile));
+            } while (!(step(number_ - 1).flags & kLastStepOfTile));
             const Step last = step(number_ - 1);
             // By way of K, which the scans have read, as what the sums were made of came after that, and these warps.
             warpgroup_barrier(1);
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                this->write_keys(last, half, k_ + buffer * 2 * T::kTileBytes, dk_[half], dv_[half]);
+                this->write_dk_dv(last, half, k_ + buffer * 2 * T::kTileBytes, dk_[half], dv_[half]);
             fence_async_proxy();
-            this->release(&c_.kv_empty[buffer]);
+            this->release(&control_.kv_empty[buffer]);
         }
     }
 
   private:
     __device__ __forceinline__ void add(int buffer) {
-        const uint32_t slot = number_ % T::kSlots, parity = number_ / T::kSlots & 1;
-        mbarrier_wait(&c_.step_full[cursor_.stage], cursor_.parity);
-        mbarrier_wait(&c_.scanned_full[slot], parity);
-        const uint32_t k = this->fresh(k_low_) + buffer * 2 * kTile;
-        const uint32_t q = this->fresh(steps_low_) + cursor_.stage * 2 * kTile, d_o = q + kTile;
-        const uint32_t weights = this->fresh(weights_low_) + slot * 2 * kHalf;
-        const uint32_t dz = this->fresh(dz_low_) + slot * 2 * kHalf;
+        const uint32_t slot = number_ % T::kDzSlots, parity = number_ / T::kDzSlots & 1;
+        mbarrier_wait(&control_.qdo_full[cursor_.stage], cursor_.parity);
+        mbarrier_wait(&control_.dz_full[slot], parity);
+        const uint32_t k = this->opaque(k_low_) + buffer * 2 * kTile;
+        const uint32_t q = this->opaque(qdo_low_) + cursor_.stage * 2 * kTile, d_o = q + kTile;
+        const uint32_t weights = this->opaque(weights_low_) + slot * 2 * kPanel;
+        const uint32_t dz = this->opaque(dz_low_) + slot * 2 * kPanel;
         wgmma_fence();
-        wgmma_first<0, 1>(Element{}, dq_, descriptor(dz), descriptor(k));
+        wgmma_overwrite<0, 1>(Element{}, dq_, descriptor(dz), descriptor(k));
 #pragma unroll
-        for (int i = 1; i < kBackwardKeys / 16; ++i)
-            wgmma_add<0, 1>(Element{}, dq_, descriptor(dz + i / 4 * kHalf + i % 4 * 2),
-                            descriptor(k + i / 4 * kTile + i % 4 * 128));
+        for (int i = 1; i < kBackwardKeyTile / 16; ++i)
+            wgmma_accumulate<0, 1>(Element{}, dq_, descriptor(dz + i / 4 * kPanel + i % 4 * 2),
+                                   descriptor(k + i / 4 * kTile + i % 4 * 128));
         wgmma_commit();
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
 #pragma unroll
             for (int i = 0; i < kStepRows / 16; ++i)
-                wgmma_add<1, 1>(Element{}, dv_[half], descriptor(weights + half * kHalf + i * 128),
-                                descriptor(d_o + i * 128));
+                wgmma_accumulate<1, 1>(Element{}, dv_[half], descriptor(weights + half * kPanel + i * 128),
+                                       descriptor(d_o + i * 128));
 #pragma unroll
             for (int i = 0; i < kStepRows / 16; ++i)
-                wgmma_add<1, 1>(Element{}, dk_[half], descriptor(dz + half * kHalf + i * 128), descriptor(q + i * 128));
+                wgmma_accumulate<1, 1>(Element{}, dk_[half], descriptor(dz + half * kPanel + i * 128),
+                                       descriptor(q + i * 128));
         }
         wgmma_commit();
         wgmma_wait<1>();
-        pin(dq_);
-        this->template add_dq<2>(number_, this->dq_place(number_, 0), dq_, 0);
+        fence_accumulator(dq_);
+        this->template add_dq<2>(number_, this->dq_target(number_, 0), dq_, 0);
         wgmma_wait<0>();
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            pin(dk_[half]);
-            pin(dv_[half]);
+            fence_accumulator(dk_[half]);
+            fence_accumulator(dv_[half]);
         }
-        this->release(&c_.scanned_empty[slot]);
-        mbarrier_arrive(&c_.step_empty[cursor_.stage]);
+        this->release(&control_.dz_empty[slot]);
+        mbarrier_arrive(&control_.qdo_empty[cursor_.stage]);
         cursor_ = cursor_.next();
         ++number_;
     }
 
-    uint32_t k_low_, steps_low_, weights_low_, dz_low_, k_;
+    uint32_t k_low_, qdo_low_, weights_low_, dz_low_, k_;
     StageCursor cursor_;  // of step number_
     uint32_t number_ = 0;
     float dq_[32], dk_[2][32], dv_[2][32];

@@ -4,7 +4,7 @@
 //   dP = dO V^T of the next step, in the registers of dQ;  its A and dz to shared memory
 //
 // dQ takes the dz of both warpgroups, and each makes half of its columns; the rest is a warpgroup's own. The carries of
-// a step pass from the older half of the tile to the newer one, and from there to the next key tile.
+// a step pass from the older half of the tile to the newer one, and from has_row to the next key tile.
 #pragma once
 
 #include "kernels/hopper/bwd_thread.cuh"
@@ -14,27 +14,27 @@ namespace megatron_sb::hopper {
 template <class T>
 class BackwardConsumer : HalfScan<T> {
     using Base = HalfScan<T>;
-    using Base::a_, Base::c_, Base::dp_, Base::half_, Base::lane_, Base::s_, Base::step, Base::warp_;
-    using Base::dz_, Base::k_low_, Base::steps_low_, Base::v_low_, Base::weights_;
-    using Base::kHalf, Base::kHeadDim, Base::kTile;
+    using Base::args_, Base::control_, Base::dp_, Base::half_, Base::lane_, Base::s_, Base::step, Base::warp_;
+    using Base::dz_, Base::k_low_, Base::qdo_low_, Base::v_low_, Base::weights_;
+    using Base::kPanel, Base::kHeadDim, Base::kTile;
     using typename Base::Element;
 
   public:
     __device__ __forceinline__ BackwardConsumer(typename T::Shared& shared, const BackwardArguments& arguments,
                                                 int half)
         : Base(shared, arguments, half) {
-        k_columns_low_ = descriptor_low(shared_address(shared.k[0][0]) + half * T::kHalfBytes, 0);
+        k_columns_low_ = descriptor_low(shared_address(shared.k[0][0]) + half * T::kPanelBytes, 0);
     }
 
     __device__ __forceinline__ void run() {
         for (int tiles = 0;; ++tiles) {
-            mbarrier_wait(&c_.step_full[cursor_.stage], cursor_.parity);
-            if (step(number_).flags & kNoMore) return;
-            mbarrier_wait(&c_.kv_full[0], tiles & 1);
+            mbarrier_wait(&control_.qdo_full[cursor_.stage], cursor_.parity);
+            if (step(number_).flags & kEndOfWork) return;
+            mbarrier_wait(&control_.kv_full[0], tiles & 1);
             begin_tile();
             // One after the other, not one in the other or side by side: only so does ptxas see what is uniform.
             while (flags_ & kSlowNext) advance(SlowScan(half_));
-            while (!(flags_ & kLastOfTile)) advance(FastScan());
+            while (!(flags_ & kLastStepOfTile)) advance(FastScan());
             end_tile();
         }
     }
@@ -43,33 +43,33 @@ class BackwardConsumer : HalfScan<T> {
     // ---- products -----------------------------------------------------------------------------------------------
 
     __device__ __forceinline__ void issue_scores(int stage) {
-        this->multiply_rows(s_, this->fresh(steps_low_) + stage * 2 * kTile, this->fresh(k_low_));
+        this->multiply_rows(s_, this->opaque(qdo_low_) + stage * 2 * kTile, this->opaque(k_low_));
     }
     __device__ __forceinline__ void issue_dp(int stage) {
-        this->multiply_rows(dp_, this->fresh(steps_low_) + stage * 2 * kTile + kTile, this->fresh(v_low_));
+        this->multiply_rows(dp_, this->opaque(qdo_low_) + stage * 2 * kTile + kTile, this->opaque(v_low_));
     }
     // dQ = dz K, in dP's registers: the two are never needed at once.
     __device__ __forceinline__ void issue_dq(int turn) {
-        const uint32_t dz = this->fresh(dz_ >> 4) + turn * 2 * kHalf - half_ * kHalf;
-        const uint32_t k_columns = this->fresh(k_columns_low_);
-        wgmma_first<0, 1>(Element{}, dp_, descriptor(dz), descriptor(k_columns));
+        const uint32_t dz = this->opaque(dz_ >> 4) + turn * 2 * kPanel - half_ * kPanel;
+        const uint32_t k_columns = this->opaque(k_columns_low_);
+        wgmma_overwrite<0, 1>(Element{}, dp_, descriptor(dz), descriptor(k_columns));
 #pragma unroll
-        for (int i = 1; i < kBackwardKeys / 16; ++i)
-            wgmma_add<0, 1>(Element{}, dp_, descriptor(dz + i / 4 * kHalf + i % 4 * 2),
-                            descriptor(k_columns + i / 4 * kTile + i % 4 * 128));
+        for (int i = 1; i < kBackwardKeyTile / 16; ++i)
+            wgmma_accumulate<0, 1>(Element{}, dp_, descriptor(dz + i / 4 * kPanel + i % 4 * 2),
+                                   descriptor(k_columns + i / 4 * kTile + i % 4 * 128));
         wgmma_commit();
     }
     // dV += A^T dO, dK += dz^T Q
     __device__ __forceinline__ void issue_dkv(int stage, int turn) {
-        constexpr uint32_t kNextColumns = uint32_t(kHalf) << 16;
-        const uint32_t q = (this->fresh(steps_low_) + stage * 2 * kTile) | kNextColumns, d_o = q + kTile;
-        const uint32_t dz = this->fresh(dz_ >> 4) + turn * 2 * kHalf, weights = this->fresh(weights_ >> 4);
+        constexpr uint32_t kNextColumns = uint32_t(kPanel) << 16;
+        const uint32_t q = (this->opaque(qdo_low_) + stage * 2 * kTile) | kNextColumns, d_o = q + kTile;
+        const uint32_t dz = this->opaque(dz_ >> 4) + turn * 2 * kPanel, weights = this->opaque(weights_ >> 4);
 #pragma unroll
         for (int i = 0; i < kStepRows / 16; ++i)
-            wgmma_add<1, 1>(Element{}, dv_, descriptor(weights + i * 128), descriptor(d_o + i * 128));
+            wgmma_accumulate<1, 1>(Element{}, dv_, descriptor(weights + i * 128), descriptor(d_o + i * 128));
 #pragma unroll
         for (int i = 0; i < kStepRows / 16; ++i)
-            wgmma_add<1, 1>(Element{}, dk_, descriptor(dz + i * 128), descriptor(q + i * 128));
+            wgmma_accumulate<1, 1>(Element{}, dk_, descriptor(dz + i * 128), descriptor(q + i * 128));
         wgmma_commit();
     }
 
@@ -78,59 +78,59 @@ class BackwardConsumer : HalfScan<T> {
     __device__ __forceinline__ void begin_tile() {
 #pragma unroll
         for (int i = 0; i < kHeadDim / 2; ++i) dk_[i] = dv_[i] = 0.f;
-        pin(dk_);
-        pin(dv_);
+        fence_accumulator(dk_);
+        fence_accumulator(dv_);
         wgmma_fence();
         issue_scores(cursor_.stage);
         issue_dp(cursor_.stage);
         wgmma_wait<0>();
-        pin(s_);
-        pin(dp_);
+        fence_accumulator(s_);
+        fence_accumulator(dp_);
         flags_ = step(number_).flags;
         this->mask(number_, flags_);
         flags_& kSlow ? begin(SlowScan(half_)) : begin(FastScan());
         first_round_ = true;
-        ready_ = false;
+        next_is_ready_ = false;
     }
     template <class Scan>
     __device__ __forceinline__ void begin(Scan scan) {
-        scan.exponentials(s_, a_.scale_log2, lane_ % 4);
-        this->take_carries(scan, number_, cursor_);
-        mbarrier_arrive(&c_.half_empty[half_]);
-        make_gradients(scan, number_, cursor_);
+        scan.exponentials(s_, args_.scale_log2, lane_ % 4);
+        this->load_carries(scan, number_, cursor_);
+        mbarrier_arrive(&control_.own_half_empty[half_]);
+        write_weights_and_dz(scan, number_, cursor_);
     }
 
     template <class Scan>
     __device__ __forceinline__ void advance(Scan scan) {
         const StageCursor next = cursor_.next();
-        if (!ready_) {
+        if (!next_is_ready_) {
             wait_for_dz(number_ - 1);
-            mbarrier_wait(&c_.step_full[next.stage], next.parity);
+            mbarrier_wait(&control_.qdo_full[next.stage], next.parity);
         }
         const int next_flags = step(number_ + 1).flags;
-        const auto place = this->dq_place(number_ - 1, half_);
+        const auto place = this->dq_target(number_ - 1, half_);
         wgmma_fence();
         issue_dq((number_ - 1) & 1);  // of nothing in a tile's first round
         issue_scores(next.stage);
-        mbarrier_wait(&c_.half_full[half_], number_ & 1);
+        mbarrier_wait(&control_.own_half_full[half_], number_ & 1);
         wgmma_fence();
         issue_dkv(cursor_.stage, number_ & 1);
         wgmma_wait<2>();
-        pin(dp_);
+        fence_accumulator(dp_);
         if (!first_round_) finish_dq<2>(number_ - 1, place);
         first_round_ = false;
         wgmma_wait<1>();
-        pin(s_);
+        fence_accumulator(s_);
         this->mask(number_ + 1, next_flags);
-        scan.exponentials(s_, a_.scale_log2, lane_ % 4);
+        scan.exponentials(s_, args_.scale_log2, lane_ % 4);
         wgmma_fence();
         issue_dp(next.stage);
-        this->take_carries(scan, number_ + 1, next);
+        this->load_carries(scan, number_ + 1, next);
         wgmma_wait<0>();
-        pin(dp_);
-        mbarrier_arrive(&c_.half_empty[half_]);
-        mbarrier_arrive(&c_.step_empty[cursor_.stage]);
-        make_gradients(scan, number_ + 1, next);
+        fence_accumulator(dp_);
+        mbarrier_arrive(&control_.own_half_empty[half_]);
+        mbarrier_arrive(&control_.qdo_empty[cursor_.stage]);
+        write_weights_and_dz(scan, number_ + 1, next);
         cursor_ = next;
         ++number_;
         flags_ = next_flags;
@@ -139,64 +139,65 @@ class BackwardConsumer : HalfScan<T> {
     __device__ __forceinline__ void end_tile() {
         const Step last = step(number_);
         wait_for_dz(number_ - 1);
-        mbarrier_wait(&c_.half_full[half_], number_ & 1);
+        mbarrier_wait(&control_.own_half_full[half_], number_ & 1);
         wgmma_fence();
         issue_dq((number_ - 1) & 1);
         issue_dkv(cursor_.stage, number_ & 1);
         wgmma_wait<1>();
-        pin(dp_);
-        if (!first_round_) finish_dq<kDqVectors>(number_ - 1, this->dq_place(number_ - 1, half_));
+        fence_accumulator(dp_);
+        if (!first_round_) finish_dq<kDqVectors>(number_ - 1, this->dq_target(number_ - 1, half_));
         wgmma_wait<0>();
-        pin(dk_);
-        pin(dv_);
-        mbarrier_arrive(&c_.step_empty[cursor_.stage]);
+        fence_accumulator(dk_);
+        fence_accumulator(dv_);
+        mbarrier_arrive(&control_.qdo_empty[cursor_.stage]);
         wait_for_dz(number_);
         wgmma_fence();
         issue_dq(number_ & 1);
         wgmma_wait<0>();
-        pin(dp_);
-        this->release(&c_.kv_empty[0]);
-        finish_dq<kDqVectors>(number_, this->dq_place(number_, half_));
+        fence_accumulator(dp_);
+        this->release(&control_.kv_empty[0]);
+        finish_dq<kDqVectors>(number_, this->dq_target(number_, half_));
         cursor_ = cursor_.next();
         ++number_;
         warpgroup_barrier(1 + half_);  // by way of A's place, which the others' dV has read too
-        this->write_keys(last, half_, weights_, dk_, dv_);
+        this->write_dk_dv(last, half_, weights_, dk_, dv_);
     }
 
     // ---- hand-overs ---------------------------------------------------------------------------------------------
 
     template <class Scan>
-    __device__ __forceinline__ void make_gradients(Scan& scan, uint32_t number, const StageCursor& cursor) {
+    __device__ __forceinline__ void write_weights_and_dz(Scan& scan, uint32_t number, const StageCursor& cursor) {
         const uint32_t turn = number & 1;
-        Base::make_gradients(
-            scan, number, cursor.stage, weights_, dz_ + turn * 2 * T::kHalfBytes,
-            [&] { mbarrier_wait(&c_.half_empty[half_], number & 1); },
+        Base::write_weights_and_dz(
+            scan, number, cursor.stage, weights_, dz_ + turn * 2 * T::kPanelBytes,
+            [&] { mbarrier_wait(&control_.own_half_empty[half_], number & 1); },
             [&] {
-                mbarrier_wait(&c_.scanned_empty[turn], (number >> 1) - 1 & 1);
+                mbarrier_wait(&control_.dz_empty[turn], (number >> 1) - 1 & 1);
                 const StageCursor next = cursor.next();
                 const uint32_t before = number - 1;
-                ready_ = mbarrier_is_past(&c_.step_full[next.stage], next.parity) &
-                         mbarrier_is_past(&c_.scanned_full[before & 1], before >> 1 & 1);
+                next_is_ready_ = mbarrier_test_wait(&control_.qdo_full[next.stage], next.parity) &
+                                 mbarrier_test_wait(&control_.dz_full[before & 1], before >> 1 & 1);
             });
         fence_async_proxy();
-        mbarrier_arrive(&c_.half_full[half_]);
-        this->announce(&c_.scanned_full[turn]);
+        mbarrier_arrive(&control_.own_half_full[half_]);
+        this->signal(&control_.dz_full[turn]);
     }
-    // In a round there are no registers for more than two loads under way; at a tile's end scores have theirs to spare.
+    // In a round has_row are no registers for more than two loads under way; at a tile's end scores have theirs to
+    // spare.
     template <int kLoads>
-    __device__ __forceinline__ void finish_dq(uint32_t number, const typename Base::DqPlace& place) {
-        this->release(&c_.scanned_empty[number & 1]);
+    __device__ __forceinline__ void finish_dq(uint32_t number, const typename Base::DqTarget& place) {
+        this->release(&control_.dz_empty[number & 1]);
         this->template add_dq<kLoads>(number, place, dp_, half_);
     }
     __device__ __forceinline__ void wait_for_dz(uint32_t number) {
-        mbarrier_wait(&c_.scanned_full[number & 1], number >> 1 & 1);
+        mbarrier_wait(&control_.dz_full[number & 1], number >> 1 & 1);
     }
 
     uint32_t k_columns_low_;
     StageCursor cursor_;  // of step number_
     uint32_t number_ = 0;
     int flags_ = 0;
-    bool first_round_ = true, ready_ = false;
+    bool first_round_ = true, next_is_ready_ = false;
     float dk_[kHeadDim / 2], dv_[kHeadDim / 2];
 };
 
