@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 
-from megatron_sb.ops.attention import stickbreaking_attention
+from megatron_sb.ops import stickbreaking_attention
 from megatron_sb.ops.library import module_command
 
 _FULL_LOGIT = -11.0

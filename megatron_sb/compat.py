@@ -13,12 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_sb.ops.attention import (
-    _check_number,
-    _check_tensor,
-    stickbreaking_attention,
-    stickbreaking_attention_varlen,
-)
+from megatron_sb.ops import stickbreaking_attention, stickbreaking_attention_varlen
+from megatron_sb.validation import check_number, check_tensor
 
 _HEAD_DIM_MULTIPLE = 8
 _MAX_HEAD_DIM = 256
@@ -93,7 +89,7 @@ def sb_attn_varlen(
             stickbreaking_attention_varlen does.
     """
     _check(q, k, v, "(h, t, d)")
-    _check_tensor("cu_seqlens", cu_seqlens)
+    check_tensor("cu_seqlens", cu_seqlens)
     out, mass = stickbreaking_attention_varlen(
         *(_padded(x.transpose(0, 1)) for x in (q, k, v)),
         _as_int32(cu_seqlens if zero_start else pad(cu_seqlens, (1, 0))),
@@ -135,7 +131,7 @@ def parallel_stickbreaking_attn(
     """
     _check_parallel(q, k, v, packed=cu_seqlens is not None)
     if cu_seqlens is not None:
-        _check_tensor("cu_seqlens", cu_seqlens)
+        check_tensor("cu_seqlens", cu_seqlens)
     options = {
         "scale": _scale("scale", q, scale),
         "attend_current": attend_current,
@@ -154,7 +150,7 @@ def parallel_stickbreaking_attn(
 def _check(q: Tensor, k: Tensor, v: Tensor, shape: str) -> None:
     """Refuse what would read wrongly after the axes are moved and the head_dim is padded."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_tensor(name, x)
+        check_tensor(name, x)
         if x.dim() != shape.count(",") + 1:
             raise ValueError(f"{name} must be {shape}, but its shape is {tuple(x.shape)}")
         if not 1 <= x.shape[-1] <= _MAX_HEAD_DIM:
@@ -166,7 +162,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, shape: str) -> None:
 def _check_parallel(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     """Refuse what flash-linear-attention's operator refuses."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_tensor(name, x)
+        check_tensor(name, x)
     shapes = [tuple(x.shape) for x in (q, k, v)]
     if any(len(shape) != 4 for shape in shapes) or not (
         shapes[0][:2] == shapes[1][:2] and shapes[1][:3] == shapes[2][:3] and shapes[0][3] == shapes[1][3]
@@ -191,7 +187,7 @@ def _scale(name: str, q: Tensor, scale: float | None) -> float:
     """The default is of the head_dim that came in, not of the padded one."""
     if scale is None:
         return q.shape[-1] ** -0.5
-    _check_number(name, scale)
+    check_number(name, scale)
     return scale
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_sb import reference
-from megatron_sb.ops.attention import stickbreaking_attention_varlen
+from megatron_sb.ops import stickbreaking_attention_varlen
 
 # A relative error that rounding the operands and the result to this type explains (two roundings and a margin).
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

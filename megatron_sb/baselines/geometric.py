@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import logsigmoid, pad
 
-from megatron_sb.ops.attention import _check_counts, _check_finite, _check_tensor, _head_dim_of
+from megatron_sb.validation import check_counts, check_finite, check_tensor, head_dim_of
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _MAX_WEIGHTS_PER_CHUNK = 2**23  # weights alive at a time: 32 MiB a copy in fp32, and the backward holds some ten
@@ -59,7 +59,7 @@ def geometric_attention(
     _check_tensors(q, k, v, left, right)
     _check_mask(key_padding_mask, q.shape[:2], q.device)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    _check_finite("scale", scale)
+    check_finite("scale", scale)
     return _GeometricAttention.apply(q, k, v, left, right, key_padding_mask, scale)
 
 
@@ -95,9 +95,9 @@ class GeometricAttention(nn.Module):
     ) -> None:
         super().__init__()
         sizes = {"hidden_size": hidden_size, "num_heads": num_heads}
-        _check_counts(sizes if head_dim is None else sizes | {"head_dim": head_dim})
+        check_counts(sizes if head_dim is None else sizes | {"head_dim": head_dim})
         self.hidden_size, self.num_heads = hidden_size, num_heads
-        self.head_dim = _head_dim_of(hidden_size, num_heads, head_dim)
+        self.head_dim = head_dim_of(hidden_size, num_heads, head_dim)
         kind = {"device": device, "dtype": dtype}
         width = num_heads * self.head_dim
         self.qkv_proj = nn.Linear(hidden_size, 3 * width, bias=False, **kind)
@@ -133,7 +133,7 @@ class GeometricAttention(nn.Module):
         Raises:
             TypeError, ValueError: naming the argument, its value and what is allowed, before anything runs.
         """
-        _check_tensor("x", x)
+        check_tensor("x", x)
         if x.dim() != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}; (b, s, hidden_size), hidden_size {self.hidden_size}, is allowed"
@@ -247,7 +247,7 @@ def _chunks(num_rows: int, length: int) -> list[tuple[int, int]]:
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, left: Tensor, right: Tensor) -> None:
     tensors = {"q": q, "k": k, "v": v, "left": left, "right": right}
     for name, value in tensors.items():
-        _check_tensor(name, value)
+        check_tensor(name, value)
         if value.dtype not in _DTYPES:
             raise TypeError(f"{name} has dtype {value.dtype}; {', '.join(map(str, _DTYPES))} are allowed")
         if name in "kv" and value.dtype != q.dtype:
@@ -269,7 +269,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, left: Tensor, right: Tensor)
 def _check_mask(mask: object, rows: torch.Size, device: torch.device) -> None:
     if mask is None:
         return
-    _check_tensor("key_padding_mask", mask)
+    check_tensor("key_padding_mask", mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"key_padding_mask has dtype {mask.dtype}; torch.bool is allowed")
     if mask.shape != rows:

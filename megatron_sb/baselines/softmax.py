@@ -27,7 +27,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from megatron_sb.ops.attention import _check_counts, _check_finite, _check_number, _check_tensor
+from megatron_sb.validation import check_counts, check_finite, check_number, check_tensor
 
 Position = Literal["none", "rope", "alibi", "fire"]
 RotaryKind = Literal["none", "linear", "ntk"]
@@ -62,7 +62,7 @@ class RotaryScaling:
     def __post_init__(self):
         """Refuse what no formula is for."""
         _check_choice("kind", self.kind, get_args(RotaryKind))
-        _check_number("factor", self.factor, "a finite number of at least 1", lambda x: 1 <= x < math.inf)
+        check_number("factor", self.factor, "a finite number of at least 1", lambda x: 1 <= x < math.inf)
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
@@ -184,14 +184,14 @@ class SoftmaxAttention(nn.Module):
     ) -> None:
         super().__init__()
         sizes = {"num_heads": num_heads, "head_dim": head_dim, "fire_hidden_size": fire_hidden_size}
-        _check_counts(sizes if window is None else sizes | {"window": window})
+        check_counts(sizes if window is None else sizes | {"window": window})
         _check_choice("position", position, get_args(Position))
         if position == "rope" and (head_dim % 2 or head_dim < 4):
             raise ValueError(f"head_dim is {head_dim}; with position 'rope' an even number of at least 4 is allowed")
         for name, value in (("rotary_base", rotary_base), ("fire_c", fire_c), ("fire_threshold", fire_threshold)):
-            _check_number(name, value, "a finite number above 0", lambda x: 0 < x < math.inf)
+            check_number(name, value, "a finite number above 0", lambda x: 0 < x < math.inf)
         if scale is not None:
-            _check_finite("scale", scale)
+            check_finite("scale", scale)
         self.num_heads, self.head_dim, self.position, self.window = num_heads, head_dim, position, window
         self.rotary_base, self.scale = rotary_base, head_dim**-0.5 if scale is None else scale
         self.stable_mask_gamma = _per_head("stable_mask_gamma", stable_mask_gamma, num_heads)
@@ -230,7 +230,7 @@ class SoftmaxAttention(nn.Module):
             TypeError, ValueError: naming the argument, its value and what is allowed, before anything runs.
         """
         for name, value in (("q", q), ("k", k), ("v", v)):
-            _check_tensor(name, value)
+            check_tensor(name, value)
         q, k, v = (_cast_by_autocast(x) for x in (q, k, v))
         self._check_input(q, k, v, cu_seqlens)
         with _without_autocast(q):
@@ -244,7 +244,7 @@ class SoftmaxAttention(nn.Module):
 
     def _check_input(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: object) -> None:
         if cu_seqlens is not None:
-            _check_tensor("cu_seqlens", cu_seqlens)
+            check_tensor("cu_seqlens", cu_seqlens)
         shape = "(b, s, h, d) without cu_seqlens" if cu_seqlens is None else "(t, h, d) for packed documents"
         dims = 4 if cu_seqlens is None else 3
         if q.dim() != dims or q.shape[-2:] != (self.num_heads, self.head_dim) or q.numel() == 0:
@@ -444,7 +444,7 @@ def _per_head(name: str, value: float | Sequence[float] | None, num_heads: int) 
     if len(values) != num_heads:
         raise ValueError(f"{name} is {value}; {allowed} is allowed")
     for x in values:
-        _check_number(name, x, allowed, lambda x: 0 <= x < math.inf)
+        check_number(name, x, allowed, lambda x: 0 <= x < math.inf)
     return values
 
 

@@ -102,7 +102,7 @@ def time_layer(
     """
     import torch
 
-    from megatron_sb.ops.attention import stickbreaking_attention_varlen
+    from megatron_sb.ops import stickbreaking_attention_varlen
 
     bounds = packed_seq_params.cu_seqlens_q
     generator = torch.Generator(device=query.device).manual_seed(0)

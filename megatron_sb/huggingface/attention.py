@@ -17,12 +17,9 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin
 
 from megatron_sb.huggingface.packing import Packing, document_mask, documents_of, leftpad_of
-from megatron_sb.ops.attention import (
-    DEFAULT_MASS_THRESHOLD,
-    stickbreaking_attention,
-    stickbreaking_attention_varlen,
-)
+from megatron_sb.ops import stickbreaking_attention, stickbreaking_attention_varlen
 from megatron_sb.ops.kvcache import attend_to_filled, is_decoding_step
+from megatron_sb.options import DEFAULT_MASS_THRESHOLD
 
 NAME = "stickbreaking"
 NO_ROTATION = "none"  # the rope_type whose rotations do nothing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from megatron_sb.ops.attention import DEFAULT_MASS_THRESHOLD
+from megatron_sb.options import DEFAULT_MASS_THRESHOLD
 
 
 class StickBreakingConfig(PreTrainedConfig):

@@ -17,7 +17,7 @@ from transformers.utils import can_return_tuple
 from megatron_sb.huggingface.attention import NAME, attend
 from megatron_sb.huggingface.configuration import StickBreakingConfig
 from megatron_sb.huggingface.packing import document_mask
-from megatron_sb.ops.attention import head_output
+from megatron_sb.ops import head_output
 
 LOADER = "load_stick_breaking"  # the module in a saved folder that finds the classes
 AUTO_CLASSES = {"AutoConfig": "StickBreakingConfig", "AutoModelForCausalLM": "StickBreakingForCausalLM"}

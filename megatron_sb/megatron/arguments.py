@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from megatron_sb.megatron.layer_pattern import layer_pattern
-from megatron_sb.ops.attention import DEFAULT_MASS_THRESHOLD, LOGITS
+from megatron_sb.options import DEFAULT_MASS_THRESHOLD, LOGITS
 
 CP_LAYOUTS = ("zigzag", "contiguous")
 PACKINGS = ("per_document", "whole_stream")

@@ -15,7 +15,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 
 from megatron_sb.megatron.arguments import StickBreakingOptions
 from megatron_sb.megatron.gates import split_gates
-from megatron_sb.ops.attention import head_output, stickbreaking_attention, stickbreaking_attention_varlen
+from megatron_sb.ops import head_output, stickbreaking_attention, stickbreaking_attention_varlen
 from megatron_sb.ops.context_parallel import ContextParallelPlan, context_parallel_attention
 from megatron_sb.ops.kvcache import attend_to_filled, is_decoding_step
 

@@ -5,21 +5,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_sb.nn.gates import OPEN_GATE, forget_gate_loss, gates_of, keep_gates_open
-from megatron_sb.ops.attention import (
-    DEFAULT_MASS_THRESHOLD,
-    _check_counts,
-    _check_finite,
-    _check_flag,
-    _check_logits,
-    _check_mass_threshold,
-    _check_tensor,
-    _head_dim_of,
-    head_output,
-    stickbreaking_attention,
-    stickbreaking_attention_varlen,
-)
+from megatron_sb.ops import head_output, stickbreaking_attention, stickbreaking_attention_varlen
 from megatron_sb.ops.context_parallel import ContextParallelPlan, _group_size, context_parallel_attention
 from megatron_sb.ops.kvcache import KVCache, attend_to_filled
+from megatron_sb.options import DEFAULT_MASS_THRESHOLD, check_logits, check_mass_threshold
+from megatron_sb.validation import check_counts, check_finite, check_flag, check_tensor, head_dim_of
 
 _MAX_HEAD_DIM, _HEAD_DIM_MULTIPLE = 256, 8
 
@@ -27,10 +17,10 @@ _MAX_HEAD_DIM, _HEAD_DIM_MULTIPLE = 256, 8
 def _checked_head_dim(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
     """Channels of a head, where all sizes fit each other."""
     sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    _check_counts(sizes if head_dim is None else sizes | {"head_dim": head_dim})
+    check_counts(sizes if head_dim is None else sizes | {"head_dim": head_dim})
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads is {num_kv_heads}; a divisor of num_heads, {num_heads}, is allowed")
-    used = _head_dim_of(hidden_size, num_heads, head_dim)
+    used = head_dim_of(hidden_size, num_heads, head_dim)
     if used % _HEAD_DIM_MULTIPLE or used > _MAX_HEAD_DIM:
         source = "hidden_size / num_heads" if head_dim is None else "head_dim"
         raise ValueError(f"{source} is {used}; a multiple of {_HEAD_DIM_MULTIPLE} up to {_MAX_HEAD_DIM} is allowed")
@@ -95,14 +85,14 @@ class StickBreakingSelfAttention(nn.Module):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.head_dim = _checked_head_dim(hidden_size, num_heads, num_kv_heads, head_dim)
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
-        _check_finite("norm_eps", norm_eps)
+        check_finite("norm_eps", norm_eps)
         self.norm_eps = norm_eps
-        _check_logits(logits)
+        check_logits(logits)
         if scale is not None:
-            _check_finite("scale", scale)
-        _check_flag("attend_current", attend_current)
-        _check_mass_threshold(mass_threshold)
-        _check_finite("forget_gate_loss", forget_gate_loss)
+            check_finite("scale", scale)
+        check_flag("attend_current", attend_current)
+        check_mass_threshold(mass_threshold)
+        check_finite("forget_gate_loss", forget_gate_loss)
         if forget_gate_loss < 0 or (forget_gate_loss > 0 and not forget_gate):
             raise ValueError(f"forget_gate_loss is {forget_gate_loss}; 0, or with forget_gate more, is allowed")
         self.forget_gate_loss, self.gate_loss = forget_gate_loss, None
@@ -201,7 +191,7 @@ class StickBreakingSelfAttention(nn.Module):
         return 1 if self.cp_group is None else _group_size(self.cp_group)
 
     def _check_input(self, x: object, cu_seqlens: object, plan: object) -> None:
-        _check_tensor("x", x)
+        check_tensor("x", x)
         if plan is not None and not isinstance(plan, ContextParallelPlan):
             raise TypeError(f"plan is {type(plan).__name__}; a ContextParallelPlan is allowed")
         packed = cu_seqlens is not None if plan is None else plan.packed

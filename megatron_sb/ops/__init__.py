@@ -4,18 +4,16 @@ from megatron_sb.ops import library
 
 library.load()
 
-from megatron_sb.ops.attention import (  # noqa: E402  the operators must be loaded first
-    head_output,
-    stickbreaking_attention,
-    stickbreaking_attention_varlen,
-)
+from megatron_sb.ops.attention import stickbreaking_attention  # noqa: E402  the operators must be loaded first
 from megatron_sb.ops.context_parallel import (  # noqa: E402
     ContextParallelPlan,
     context_parallel_attention,
     shard_sequence,
     unshard_sequence,
 )
+from megatron_sb.ops.head_output import head_output  # noqa: E402
 from megatron_sb.ops.kvcache import KVCache, stickbreaking_attention_with_kvcache  # noqa: E402
+from megatron_sb.ops.varlen import stickbreaking_attention_varlen  # noqa: E402
 
 __all__ = [
     "ContextParallelPlan",

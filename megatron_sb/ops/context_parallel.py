@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_sb.ops.attention import DEFAULT_MASS_THRESHOLD, _check_options, _check_tensor, _variant
+from megatron_sb.options import DEFAULT_MASS_THRESHOLD, check_options, variant_arguments
+from megatron_sb.validation import check_tensor
 
 
 def _group_name(group: object, argument: str = "cp_group") -> str:
@@ -217,9 +218,9 @@ def context_parallel_attention(
     else:
         _check_plan(plan, cp_group, layout, cu_seqlens, packing)
     for name, value in (("q", q), ("k", k), ("v", v)):
-        _check_tensor(name, value)
-    _check_options(scale, attend_current, mass_threshold)
-    variant = _variant(logits, forget_gate)
+        check_tensor(name, value)
+    check_options(scale, attend_current, mass_threshold)
+    variant = variant_arguments(logits, forget_gate)
     heads_group, keys_group = _hierarchy(hierarchical_groups, comm)
     o, mass = torch.ops.megatron_sb.context_parallel_attention(
         q,

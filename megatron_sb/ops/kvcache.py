@@ -7,7 +7,8 @@ newest keys first, a sequence's oldest keys are not even read once its stick is 
 import torch
 from torch import Tensor
 
-from megatron_sb.ops.attention import DEFAULT_MASS_THRESHOLD, _check_counts, _check_options, _check_tensor
+from megatron_sb.options import DEFAULT_MASS_THRESHOLD, check_options
+from megatron_sb.validation import check_counts, check_tensor
 
 
 def stickbreaking_attention_with_kvcache(
@@ -49,11 +50,11 @@ def stickbreaking_attention_with_kvcache(
             that require a gradient while gradients are recorded.
     """
     for name, value in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("cache_seqlens", cache_seqlens)):
-        _check_tensor(name, value)
+        check_tensor(name, value)
     for name, value in (("block_table", block_table), ("cache_leftpad", cache_leftpad)):
         if value is not None:
-            _check_tensor(name, value)
-    _check_options(scale, attend_current, mass_threshold)
+            check_tensor(name, value)
+    check_options(scale, attend_current, mass_threshold)
     o, mass = torch.ops.megatron_sb.attention_kvcache(
         q,
         k_cache,
@@ -108,7 +109,7 @@ class KVCache:
     ) -> None:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         sizes = {"batch_size": batch_size, "max_len": max_len, "num_kv_heads": num_kv_heads}
-        _check_counts(sizes | {"head_dim": head_dim, "head_dim_v": head_dim_v})
+        check_counts(sizes | {"head_dim": head_dim, "head_dim_v": head_dim_v})
         rows, kind = (batch_size, max_len, num_kv_heads), {"device": device, "dtype": dtype}
         self.k, self.v = torch.empty(*rows, head_dim, **kind), torch.empty(*rows, head_dim_v, **kind)
         self.length = 0
@@ -120,7 +121,7 @@ class KVCache:
             TypeError, ValueError: another shape, dtype or device than the cache's, or more positions than are free.
         """
         for name, new, held in (("k", k, self.k), ("v", v, self.v)):
-            _check_tensor(name, new)
+            check_tensor(name, new)
             if new.dim() != 4 or (new.shape[0], *new.shape[2:]) != (held.shape[0], *held.shape[2:]):
                 allowed = (held.shape[0], "s", *held.shape[2:])
                 raise ValueError(f"{name} has shape {tuple(new.shape)}; {allowed} is allowed for this cache")

@@ -10,7 +10,7 @@ from support.decoders import EXPERTS, HEAD_VECTORS, TO_CONVERT
 
 import megatron_sb as sb
 from megatron_sb import checkpoints, cli
-from megatron_sb.ops.attention import DEFAULT_MASS_THRESHOLD
+from megatron_sb.options import DEFAULT_MASS_THRESHOLD
 
 MULTIPLIERS = {
     "attention_multiplier": 0.1,
