@@ -16,13 +16,15 @@ MOVED = {
     "megatron_sb.kvcache": "megatron_sb.ops.kvcache",
     "megatron_sb.modules": "megatron_sb.nn",
     "megatron_sb.softmax": "megatron_sb.baselines.softmax",
+    "megatron_sb.training.recall": "megatron_sb.experiments.recall",
+    "megatron_sb.training.ruler": "megatron_sb.experiments.ruler",
 }
-TOP_LEVEL = tuple(name.removeprefix("megatron_sb.") for name in MOVED)
+TOP_LEVEL = tuple(name.removeprefix("megatron_sb.") for name in MOVED if name.count(".") == 1)
 
 
 def _new_name(name: str) -> str | None:
-    package = ".".join(name.split(".")[:2])
-    return MOVED[package] + name.removeprefix(package) if package in MOVED else None
+    package = next((old for old in MOVED if name == old or name.startswith(f"{old}.")), None)
+    return MOVED[package] + name.removeprefix(package) if package else None
 
 
 class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -60,7 +60,7 @@ def tokens_of(words: Sequence[str], config: TrainingConfig) -> Any:
 
     Raises ValueError for what is no such sequence, or has more keys or higher values than the configuration's data.
     """
-    from megatron_sb.training.recall import labelled
+    from megatron_sb.experiments.recall import labelled
 
     if config.data.kind != "recall":
         raise ConfigError(f"data.kind is {config.data.kind!r}; attention-picture needs 'recall'")

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from megatron_sb.experiments import sweep, tables, trained
-from megatron_sb.training import ruler
+from megatron_sb.experiments import ruler, sweep, tables, trained
 from megatron_sb.training.config import ConfigError, load_config
 
 BYTES_AT_ONCE = 65536  # of samples in a forward, at least one

@@ -21,7 +21,7 @@ import torch
 
 from megatron_sb.experiments import key_hull, sweep, tables, trained
 from megatron_sb.training.config import ConfigError, load_config, load_fields
-from megatron_sb.training.config.schema import NonNegativeFloat, PositiveFloat, PositiveInt, Seed
+from megatron_sb.training.config.types import NonNegativeFloat, PositiveFloat, PositiveInt, Seed
 from megatron_sb.training.report import hardware
 
 LABELS = {"softmax": "softmax", "euclidean": "softmax, Euclidean", "stick_breaking": "stick-breaking"}

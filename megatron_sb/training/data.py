@@ -24,7 +24,7 @@ from megatron_sb.training.config import (
     SITE_PACKAGES,
     STANDARD_LIBRARY,
     TEXT_OF_PYTHON,
-    DataConfig,
+    TextDataConfig,
     TrainingConfig,
 )
 
@@ -142,7 +142,7 @@ def checksum_of(lengths: np.ndarray, files: Sequence[Path]) -> int:
     return checksum
 
 
-def find_files(data: DataConfig) -> list[Path]:
+def find_files(data: TextDataConfig) -> list[Path]:
     """Files in a fixed order: the order of data.paths, sorted by relative path within each."""
     found: dict[Path, None] = {}
     for entry in data.paths:

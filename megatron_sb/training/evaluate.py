@@ -12,13 +12,15 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.data import Corpus, PackedBatch, pack
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +113,8 @@ def score_windows(
     some of them a window that another has too, which counts once: experts are spread over groups, which have to call
     them alike.
     """
+    import torch
+
     num_groups = engine.data_parallel_size
     num_scored = -(-num_windows // num_groups) * num_groups
     sums = torch.zeros(len(measures), num_scored, dtype=torch.float64)

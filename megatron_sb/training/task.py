@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from megatron_sb._tasks import import_object
 from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.data import PackedBatch, Row, RowSampler, load_corpus, require_a_row
 from megatron_sb.training.evaluate import UNWATCHED, Watch, choose_windows, evaluate
-from megatron_sb.training.recall import RecallTask
-from megatron_sb.training.ruler import MixedSampler, load_texts
 
 
 class Sampler(Protocol):
@@ -45,7 +43,7 @@ class Task(Protocol):
         """
 
 
-class TextTask:
+class DocumentTask:
     """Next tokens of documents; evaluated by context length. Raises ValueError where they fill no row of a stage."""
 
     def __init__(self, config: TrainingConfig) -> None:
@@ -66,23 +64,15 @@ class TextTask:
     def describe(self) -> str:
         """As `Task.describe`."""
         counts = self._corpus.fingerprint()
-        fraction = self._config.data.ruler_fraction
-        tasks = f"{fraction:.0%} of the rows RULER's tasks; " if fraction else ""
         return (
             f"{counts['train_documents']} training documents ({counts['train_tokens']:,} tokens), "
-            f"{counts['validation_documents']} held out; {tasks}evaluation on {len(self._windows)} windows"
+            f"{counts['validation_documents']} held out; evaluation on {len(self._windows)} windows"
         )
 
     def sampler(self, stage: StageConfig, index: int) -> Sampler:
         """As `Task.sampler`."""
         config, corpus, seed = self._config, self._corpus, (self._config.seed, 1 + index)
-        padded, end = config.pad_multiple(stage), corpus.end_of_document
-        rows = RowSampler(corpus.train, stage.context_length, padded, end, seed)
-        if not config.data.ruler_fraction:
-            return rows
-        texts = load_texts().asking(held_out=False)
-        padding = math.lcm(padded, config.row_multiple(stage)), end
-        return MixedSampler(rows, config.data.ruler_fraction, texts, stage.context_length, *padding, seed)
+        return RowSampler(corpus.train, stage.context_length, config.pad_multiple(stage), corpus.end_of_document, seed)
 
     def evaluate(self, engine: Any, stage: StageConfig, scaling: str, watch: Watch = UNWATCHED) -> list[dict[str, Any]]:
         """As `Task.evaluate`."""
@@ -91,4 +81,4 @@ class TextTask:
 
 def load_task(config: TrainingConfig) -> Task:
     """What config.data says. Raises ValueError when it cannot be had."""
-    return RecallTask(config) if config.data.kind == "recall" else TextTask(config)
+    return import_object(config.data.task)(config)

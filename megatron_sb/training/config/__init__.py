@@ -5,17 +5,21 @@ and writes, `lm_engine` understands the model section of lm-engine's files. Need
 """
 
 from megatron_sb.training.config.checks import needs_gpu
-from megatron_sb.training.config.loader import flatten, load_config, load_fields, to_yaml
-from megatron_sb.training.config.parameters import ParameterCount, count_parameters
-from megatron_sb.training.config.schema import (
+from megatron_sb.training.config.data import (
     BYTE_VOCAB_SIZE,
     SITE_PACKAGES,
     STANDARD_LIBRARY,
     TEXT_OF_PYTHON,
+    DataConfig,
+    DocumentDataConfig,
+    IndexedDataConfig,
+    TextDataConfig,
+)
+from megatron_sb.training.config.loader import flatten, load_config, load_fields, to_yaml
+from megatron_sb.training.config.parameters import ParameterCount, count_parameters
+from megatron_sb.training.config.schema import (
     AttentionConfig,
     CheckpointConfig,
-    ConfigError,
-    DataConfig,
     EvaluationConfig,
     ModelConfig,
     MoEConfig,
@@ -28,6 +32,7 @@ from megatron_sb.training.config.schema import (
     StickBreakingConfig,
     TrainingConfig,
 )
+from megatron_sb.training.config.types import ConfigError
 
 __all__ = [
     "BYTE_VOCAB_SIZE",
@@ -38,7 +43,9 @@ __all__ = [
     "CheckpointConfig",
     "ConfigError",
     "DataConfig",
+    "DocumentDataConfig",
     "EvaluationConfig",
+    "IndexedDataConfig",
     "MoEConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -49,6 +56,7 @@ __all__ = [
     "SoftmaxConfig",
     "StageConfig",
     "StickBreakingConfig",
+    "TextDataConfig",
     "TrainingConfig",
     "count_parameters",
     "flatten",

@@ -7,35 +7,12 @@ from collections.abc import Iterator
 
 from megatron_sb.training.config.parameters import count_parameters
 from megatron_sb.training.config.schema import (
-    TEXT_OF_PYTHON,
-    ConfigError,
-    DataConfig,
     SoftmaxConfig,
     StageConfig,
     StickBreakingConfig,
     TrainingConfig,
 )
-
-RECALL_FIELDS = ("num_pairs", "num_keys", "num_values")
-# What a kind of data does not read, and why: such a field stays as it is by default.
-UNREAD = {
-    "text": (
-        ("data", ("vocab_size", "end_of_document"), "text is read as bytes (256 and an end-of-document token)"),
-        ("data", (*RECALL_FIELDS, "fewest_pairs"), "it is for 'recall'"),
-    ),
-    "indexed": (
-        ("data", ("include", "exclude"), "no folder is searched"),
-        ("data", ("ruler_fraction",), "RULER's tasks are made in bytes, among 'text'"),
-        ("data", (*RECALL_FIELDS, "fewest_pairs"), "it is for 'recall'"),
-    ),
-    "recall": (
-        ("data", ("paths", "include", "exclude", "validation_fraction"), "no files are read"),
-        ("data", ("ruler_fraction",), "RULER's tasks are made in bytes, among 'text'"),
-        ("data", ("vocab_size", "end_of_document"), "its tokens are data.num_keys keys and data.num_values values"),
-        ("evaluation", ("target_tokens", "length_factor", "longest"), "held-out rows are as long as the stage's"),
-    ),
-}
-SHORTEST_RULER_ROW = 1024  # bytes in which a question of each of RULER's tasks fits
+from megatron_sb.training.config.types import ConfigError
 
 
 def check(config: TrainingConfig) -> None:
@@ -65,7 +42,7 @@ def needs_gpu(config: TrainingConfig) -> Iterator[tuple[str, str]]:
 
 def _list_problems(config: TrainingConfig) -> Iterator[str]:
     stages = [stage.name for stage in config.stages]
-    lists = {"data.paths": config.data.paths, "stages": stages, "compare": config.compare}
+    lists = {"stages": stages, "compare": config.compare}
     for name, attention in config.attention.items():
         if isinstance(attention, SoftmaxConfig):
             lists[f"attention.{name}.evaluated_scalings"] = attention.evaluated_scalings
@@ -117,11 +94,6 @@ def _attention_problems(config: TrainingConfig) -> Iterator[str]:
             yield f"{at}.evaluated_scalings = {list(attention.evaluated_scalings)} contradicts {position}: give [none]"
         if attention.position != "rope" and attention.rotary_base != SoftmaxConfig.rotary_base:
             yield f"{at}.rotary_base = {attention.rotary_base} contradicts {position}: no position is rotated"
-        if config.data.kind == "recall" and attention.evaluated_scalings != ("none",):
-            yield (
-                f"{at}.evaluated_scalings = {list(attention.evaluated_scalings)} contradicts data.kind = 'recall': no "
-                "context is longer than the stage's; give [none]"
-            )
         if attention.position in ("alibi", "fire") and tensor > 1:
             yield f"{position} contradicts parallel.tensor_parallel_size = {tensor}: its biases are not split"
 
@@ -140,45 +112,11 @@ def _logit_problems(config: TrainingConfig, attention: StickBreakingConfig, at: 
 
 
 def _data_problems(config: TrainingConfig) -> Iterator[str]:
-    kind = config.data.kind
-    for section, names, why in UNREAD[kind]:
-        given = getattr(config, section)
-        for name in names:
-            value = getattr(given, name)
-            if value != getattr(type(given), name):
-                value = list(value) if isinstance(value, tuple) else value
-                yield f"{section}.{name} = {value!r} contradicts data.kind = {kind!r}: {why}"
-    if kind == "indexed":
-        yield from _indexed_problems(config.data)
-    if kind == "recall":
-        yield from _recall_problems(config.data)
+    yield from config.data.problems(config)
     expected = config.model.num_parameters
     total = count_parameters(config.model, config.attention[config.compare[0]], config.vocab_size).total
     if expected is not None and expected != total:
         yield f"model.num_parameters = {expected} contradicts the sizes of model, which make {total}"
-
-
-def _indexed_problems(data: DataConfig) -> Iterator[str]:
-    for name in TEXT_OF_PYTHON:
-        if name in data.paths:
-            yield (
-                f"data.paths holds {name!r}, which contradicts data.kind = 'indexed': give path prefixes of "
-                ".bin/.idx pairs"
-            )
-    if data.vocab_size is None or data.end_of_document is None:
-        yield "data.kind = 'indexed' needs data.vocab_size and data.end_of_document"
-    elif data.end_of_document >= data.vocab_size:
-        yield f"data.end_of_document = {data.end_of_document} must be less than data.vocab_size = {data.vocab_size}"
-
-
-def _recall_problems(data: DataConfig) -> Iterator[str]:
-    missing = [f"data.{name}" for name in RECALL_FIELDS if getattr(data, name) is None]
-    if missing:
-        yield f"data.kind = 'recall' needs {' and '.join(missing)}"
-    elif data.num_pairs > data.num_keys:
-        yield f"data.num_pairs = {data.num_pairs} exceeds data.num_keys = {data.num_keys}"
-    elif data.fewest_pairs is not None and data.fewest_pairs > data.num_pairs:
-        yield f"data.fewest_pairs = {data.fewest_pairs} exceeds data.num_pairs = {data.num_pairs}"
 
 
 def _parallel_problems(config: TrainingConfig) -> Iterator[str]:
@@ -300,26 +238,4 @@ def _row_problems(config: TrainingConfig, stage: StageConfig, at: str) -> Iterat
                 f"{at}.rows_per_micro_batch = {stage.rows_per_micro_batch} must divide {per_group}, "
                 f"the rows of one data-parallel group of {model} ({at}.rows_per_step / {groups})"
             )
-    if config.data.kind == "recall":
-        yield from _recall_row_problems(config, stage, at)
-        return
-    if config.data.ruler_fraction and stage.context_length < SHORTEST_RULER_ROW:
-        yield (
-            f"{at}.context_length = {stage.context_length} contradicts data.ruler_fraction = "
-            f"{config.data.ruler_fraction}: RULER's tasks need {SHORTEST_RULER_ROW} or more"
-        )
-    longest = config.longest_evaluated(stage)
-    if config.evaluation.target_tokens > longest:
-        yield (
-            f"evaluation.target_tokens = {config.evaluation.target_tokens} exceeds the longest "
-            f"evaluated context of {at}, {longest} tokens"
-        )
-
-
-def _recall_row_problems(config: TrainingConfig, stage: StageConfig, at: str) -> Iterator[str]:
-    pairs = config.data.num_pairs
-    if stage.context_length % 2 or stage.context_length <= 2 * pairs:
-        yield (
-            f"{at}.context_length = {stage.context_length} must be even and more than 2 * data.num_pairs = "
-            f"{2 * pairs}: keys and values by turns, every key assigned before the first is asked for"
-        )
+    yield from config.data.stage_problems(config, stage, at)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron_sb.training.config.schema import ConfigError
+from megatron_sb.training.config.types import ConfigError
 
 SECTION = "model_args"
 

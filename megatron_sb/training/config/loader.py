@@ -17,8 +17,11 @@ from typing import Annotated, Any, Literal
 import yaml
 
 from megatron_sb.training.config.checks import check
+from megatron_sb.training.config.data import DataConfig
 from megatron_sb.training.config.lm_engine import translate
-from megatron_sb.training.config.schema import ConfigError, TrainingConfig
+from megatron_sb.training.config.schema import TrainingConfig
+from megatron_sb.training.config.tasks import choose_data_class
+from megatron_sb.training.config.types import ConfigError
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainingConfig:
@@ -197,6 +200,8 @@ def _coerce(hint: Any, value: Any, path: str) -> Any:
         if value not in typing.get_args(hint):
             raise _type_error(hint, value, path)
         return value
+    if hint is DataConfig and isinstance(value, dict):
+        return _build(*choose_data_class(value), path)
     if dataclasses.is_dataclass(hint):
         return _build(hint, value, path)
     if hint is float:

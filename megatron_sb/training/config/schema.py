@@ -3,53 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Annotated, Literal
+from typing import Literal
 
-STANDARD_LIBRARY = "python-stdlib"
-SITE_PACKAGES = "python-site-packages"
-TEXT_OF_PYTHON = (STANDARD_LIBRARY, SITE_PACKAGES)  # what data.paths may name beside paths
-BYTE_VOCAB_SIZE = 257  # text is read as bytes, and one token ends a document
-
-# A type, what its values must be in words, and as a test.
-PositiveInt = Annotated[int, "greater than 0", lambda value: value > 0]
-PositiveFloat = Annotated[float, "finite and greater than 0", lambda value: 0 < value < math.inf]
-CountFromZero = Annotated[int, "0 or greater", lambda value: value >= 0]
-NonNegativeFloat = Annotated[float, "finite and 0 or greater", lambda value: 0 <= value < math.inf]
-BelowOne = Annotated[float, "at least 0 and less than 1", lambda value: 0 <= value < 1]
-Seconds = Annotated[float, "greater than 0 and at most 1e9", lambda value: 0 < value <= 1e9]  # what torch can wait
-Seed = Annotated[int, "0 or greater and less than 2**63", lambda value: 0 <= value < 2**63]  # Megatron-Core adds to it
-Fraction = Annotated[float, "between 0 and 1", lambda value: 0 < value < 1]
-Name = Annotated[
-    str,
-    "letters, digits, '_' and '-', starting with a letter (it names files)",
-    lambda value: value.replace("-", "_").isidentifier(),
-]
-
+from megatron_sb.training.config.data import DataConfig, TextDataConfig
+from megatron_sb.training.config.types import (
+    BelowOne,
+    CountFromZero,
+    Name,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    Seed,
+)
 
 RotaryKind = Literal["none", "linear", "ntk"]  # how positions beyond the trained context are scaled
-
-
-class ConfigError(ValueError):
-    """A field that is unknown, of the wrong type, out of range, or in contradiction to another."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """Where the documents come from, or the rule that sequences are made by."""
-
-    kind: Literal["text", "indexed", "recall"] = "text"
-    paths: tuple[str, ...] = (STANDARD_LIBRARY,)
-    include: tuple[str, ...] = ("*.py", "*.txt", "*.md", "*.rst")
-    exclude: tuple[str, ...] = ()
-    validation_fraction: Fraction = 0.1
-    ruler_fraction: BelowOne = 0.0
-    vocab_size: PositiveInt | None = None
-    end_of_document: CountFromZero | None = None
-    num_pairs: PositiveInt | None = None
-    num_keys: PositiveInt | None = None
-    num_values: PositiveInt | None = None
-    fewest_pairs: PositiveInt | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +180,7 @@ class TrainingConfig:
     seed: Seed = 0
     compare: tuple[Name, ...] = ("stick_breaking", "softmax_rope")
     initial_checkpoint: str | None = None
-    data: DataConfig = DataConfig()
+    data: DataConfig = dataclasses.field(default_factory=TextDataConfig)
     attention: dict[Name, AttentionConfig] = dataclasses.field(default_factory=_known_attention)
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -223,9 +191,7 @@ class TrainingConfig:
     @property
     def vocab_size(self) -> int:
         """Tokens of the data's vocabulary, before padding."""
-        if self.data.kind == "recall":
-            return (self.data.num_keys or 0) + (self.data.num_values or 0)
-        return self.data.vocab_size or BYTE_VOCAB_SIZE
+        return self.data.vocab_size
 
     def breaks_sticks(self, model: str) -> bool:
         """Whether a model of `compare` has stick-breaking attention."""
@@ -263,11 +229,8 @@ class TrainingConfig:
         return attention.evaluated_scalings if isinstance(attention, SoftmaxConfig) else ("none",)
 
     def longest_evaluated(self, stage: StageConfig) -> int:
-        """length_factor times the stage's context, at most evaluation.longest; recall: the stage's."""
-        if self.data.kind == "recall":
-            return stage.context_length
-        multiple = self.evaluation.length_factor * stage.context_length
-        return min(multiple, self.evaluation.longest or multiple)
+        """Return the longest context, in tokens, that a model is evaluated with after `stage`."""
+        return self.data.longest_evaluated(self.evaluation, stage)
 
     def evaluation_lengths(self, stage: StageConfig) -> list[int]:
         """Context lengths, doubling from target_tokens to the longest."""

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megatron_sb import cli
-from megatron_sb.experiments import needles
-from megatron_sb.training import ruler
+from megatron_sb.experiments import needles, ruler
 from megatron_sb.training.config import ConfigError, load_config
 from megatron_sb.training.data import rows_ahead
 from megatron_sb.training.task import load_task

@@ -14,6 +14,7 @@ CPP_FLOORS = {"core": 1, "kernels": 2, "plan": 2, "dispatch": 3, "ops": 4, "dist
 TORCH_FREE = ("core", "kernels", "plan", "dispatch", "bindings")
 PYTHON_FLOORS = {
     "_moved": 0,
+    "_tasks": 0,
     "reference": 0,
     "validation": 0,
     "options": 1,

@@ -1,6 +1,8 @@
 """The training configuration: what is refused, by name, and what is read."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,29 @@ TINY = CONFIGS / "tiny_context_extension.yaml"
 MIXTURE = ["model.moe={num_experts: 4, top_k: 2}"]
 
 
+def test_configurations_are_read_without_torch():
+    code = """
+import pathlib, sys
+from megatron_sb.training.config import load_config
+for path in pathlib.Path(sys.argv[1]).glob("*.yaml"):
+    load_config(path)
+print("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(CONFIGS)], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
 def test_every_field_is_explained():
     explained = re.findall(r"`([^`]+)`", (CONFIGS / "README.md").read_text())
     names = {part for path in flatten(load_config(TINY, MIXTURE)) for part in path.split(".") if not part.isdigit()}
     assert names - {name.removeprefix("moe.") for name in explained} == set()
+
+
+def test_fields_of_other_kinds_are_dropped_where_they_say_nothing():
+    """Saved configurations of older runs hold the fields of every kind."""
+    unset = ["data.num_pairs=null", "data.vocab_size=null", "data.ruler_fraction=0.0"]
+    assert load_config(TINY, unset) == load_config(TINY)
+    assert load_config(TINY, ["data.ruler_fraction=0.5", "stages.0.context_length=1024"]).data.ruler_fraction == 0.5
 
 
 def test_overrides_reach_lists_and_new_mappings():
@@ -75,7 +96,11 @@ REFUSALS = {
     "evaluation=3": r"evaluation must be a mapping of fields, got 3",
     "data.paths=python-stdlib": r"data\.paths = 'python-stdlib': must be a list, each item a string",
     "data.vocab_size=300": r"data\.vocab_size = 300 contradicts data\.kind = 'text'",
-    "data.kind=indexed": r"data\.paths holds 'python-stdlib', which contradicts data\.kind = 'indexed'",
+    "data={kind: indexed, paths: [python-stdlib], vocab_size: 8, end_of_document: 0}": (
+        r"data\.paths = \['python-stdlib'\] contradicts data\.kind = 'indexed'"
+    ),
+    "data.kind=recal": r"data\.kind must be one of 'text', 'indexed', 'recall', got 'recal'",
+    "data.kind=indexed": r"missing field data\.vocab_size",
     "model.num_kv_heads=3": r"model\.num_heads = 4 must be a multiple of model\.num_kv_heads = 3",
     "model.hidden_size=100": r"model\.head_dim = 25 \(by default model\.hidden_size / model\.num_heads\) must",
     "model.hidden_size=130": r"model\.hidden_size = 130 must be a multiple of model\.num_heads = 4, where",
@@ -181,7 +206,7 @@ REFUSED_TOGETHER = [
     ),
     (
         ["data={kind: indexed, paths: [a], vocab_size: 8, end_of_document: 0, exclude: [b]}"],
-        "data.exclude = ['b'] contradicts data.kind = 'indexed': no folder is searched",
+        "data.exclude = ['b'] contradicts data.kind = 'indexed': it is a field of 'text'",
     ),
 ]
 

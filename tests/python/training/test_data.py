@@ -14,7 +14,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bi
 
 from megatron_sb.training import loop
 from megatron_sb.training.checkpoint import Progress
-from megatron_sb.training.config import DataConfig, load_config
+from megatron_sb.training.config import IndexedDataConfig, TextDataConfig, load_config
 from megatron_sb.training.data import (
     BYTE_END_OF_DOCUMENT,
     CHECKED_BYTES,
@@ -34,7 +34,8 @@ TINY = load_config(CONFIGS / "tiny_context_extension.yaml")
 
 
 def with_data(**fields):
-    return dataclasses.replace(TINY, data=DataConfig(**fields))
+    cls = IndexedDataConfig if fields.get("kind") == "indexed" else TextDataConfig
+    return dataclasses.replace(TINY, data=cls(**fields))
 
 
 @pytest.fixture

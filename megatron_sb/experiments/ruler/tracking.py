@@ -6,8 +6,8 @@ import string
 
 import numpy as np
 
-from megatron_sb.training.ruler.sample import Sample, fitted
-from megatron_sb.training.ruler.texts import Texts
+from megatron_sb.experiments.ruler.sample import Sample, fitted
+from megatron_sb.experiments.ruler.texts import Texts
 
 NUM_HOPS = 4  # RULER's: five variables of one chain
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from megatron_sb.training.ruler.sample import Sample, fitted
-from megatron_sb.training.ruler.texts import Texts
+from megatron_sb.experiments.ruler.sample import Sample, fitted
+from megatron_sb.experiments.ruler.texts import Texts
 
 NUM_KEYS = NUM_VALUES = NUM_QUERIES = 4  # RULER's
 

@@ -6,8 +6,8 @@ import string
 
 import numpy as np
 
-from megatron_sb.training.ruler.sample import Sample
-from megatron_sb.training.ruler.texts import Texts
+from megatron_sb.experiments.ruler.sample import Sample
+from megatron_sb.experiments.ruler.texts import Texts
 
 # RULER's, but for the times that words occur: it has 30 and 3, for lists of more than 4096 tokens.
 NUM_COMMON = 10

@@ -16,17 +16,72 @@ al., arXiv 2312.04927, train on a mixture, too).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from megatron_sb.training.config import StageConfig, TrainingConfig
+from megatron_sb.training.config import DataConfig, EvaluationConfig, SoftmaxConfig, StageConfig, TrainingConfig
+from megatron_sb.training.config.types import PositiveInt
 from megatron_sb.training.data import PackedBatch, Row
 from megatron_sb.training.evaluate import UNWATCHED, Watch, mean_and_error, score_windows
 
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 HELD_OUT = 0  # second number of the seeds of evaluated rows; training rows have 1 and up, by stage
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecallDataConfig(DataConfig):
+    """The `data` section of kind "recall"."""
+
+    task: ClassVar[str] = "megatron_sb.experiments.recall:RecallTask"
+    kind: Literal["recall"] = "recall"
+    num_pairs: PositiveInt
+    num_keys: PositiveInt
+    num_values: PositiveInt
+    fewest_pairs: PositiveInt | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary, before padding."""
+        return self.num_keys + self.num_values
+
+    @property
+    def end_of_document(self) -> None:
+        """No token ends a sequence."""
+
+    def problems(self, config: TrainingConfig) -> Iterator[str]:
+        """See `DataConfig.problems`."""
+        if self.num_pairs > self.num_keys:
+            yield f"data.num_pairs = {self.num_pairs} exceeds data.num_keys = {self.num_keys}"
+        elif self.fewest_pairs is not None and self.fewest_pairs > self.num_pairs:
+            yield f"data.fewest_pairs = {self.fewest_pairs} exceeds data.num_pairs = {self.num_pairs}"
+        for name in ("target_tokens", "length_factor", "longest"):
+            value = getattr(config.evaluation, name)
+            if value != getattr(EvaluationConfig, name):
+                yield (
+                    f"evaluation.{name} = {value!r} contradicts data.kind = 'recall': held-out rows are as long as the "
+                    "stage's"
+                )
+        for name in config.compare:
+            attention = config.attention[name]
+            if isinstance(attention, SoftmaxConfig) and attention.evaluated_scalings != ("none",):
+                yield (
+                    f"attention.{name}.evaluated_scalings = {list(attention.evaluated_scalings)} contradicts data.kind "
+                    "= 'recall': no context is longer than the stage's; give [none]"
+                )
+
+    def stage_problems(self, config: TrainingConfig, stage: StageConfig, path: str) -> Iterator[str]:
+        """See `DataConfig.stage_problems`."""
+        if stage.context_length % 2 or stage.context_length <= 2 * self.num_pairs:
+            yield (
+                f"{path}.context_length = {stage.context_length} must be even and more than 2 * data.num_pairs = "
+                f"{2 * self.num_pairs}: keys and values alternate, and every key is assigned before the first question"
+            )
+
+    def longest_evaluated(self, evaluation: EvaluationConfig, stage: StageConfig) -> int:
+        """Return the stage's own context length."""
+        return stage.context_length
 
 
 @dataclasses.dataclass(frozen=True)

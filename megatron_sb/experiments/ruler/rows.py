@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_sb.experiments.ruler.sample import SEPARATOR, Sample
+from megatron_sb.experiments.ruler.tasks import TASKS
+from megatron_sb.experiments.ruler.texts import Texts
 from megatron_sb.training.data import PackedBatch, Row, RowSampler, pack
-from megatron_sb.training.ruler.sample import SEPARATOR, Sample
-from megatron_sb.training.ruler.tasks import TASKS
-from megatron_sb.training.ruler.texts import Texts
 
 SAMPLES_IN_A_ROW = (4, 2, 1)  # short texts teach what long ones take long to begin with
 

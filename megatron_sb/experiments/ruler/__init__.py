@@ -6,9 +6,9 @@ counted, and nearly as many; the same for the same state of the generator. Raise
 fit.
 """
 
-from megatron_sb.training.ruler.rows import MixedSampler, TaskRow, encoded
-from megatron_sb.training.ruler.sample import Sample
-from megatron_sb.training.ruler.tasks import GROUPS, TASKS
-from megatron_sb.training.ruler.texts import Texts, load_texts
+from megatron_sb.experiments.ruler.rows import MixedSampler, TaskRow, encoded
+from megatron_sb.experiments.ruler.sample import Sample
+from megatron_sb.experiments.ruler.tasks import GROUPS, TASKS
+from megatron_sb.experiments.ruler.texts import Texts, load_texts
 
 __all__ = ["GROUPS", "TASKS", "MixedSampler", "Sample", "TaskRow", "Texts", "encoded", "load_texts"]

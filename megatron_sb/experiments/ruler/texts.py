@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megatron_sb.training.config import DataConfig
+from megatron_sb.training.config import TextDataConfig
 from megatron_sb.training.data import find_files
 
 NOISE = (
@@ -75,7 +75,7 @@ def load_texts() -> Texts:
     methods: list[Method] = []
     bases: dict[str, str] = {}
     classes: Counter[str] = Counter()
-    for path in find_files(DataConfig()):
+    for path in find_files(TextDataConfig()):
         module = ast.parse(path.read_bytes())
         sentences += _sentences(module)
         for node in module.body:

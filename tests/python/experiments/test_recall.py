@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_sb.experiments.recall import RecallRule, labelled
 from megatron_sb.training.config import ConfigError, load_config
 from megatron_sb.training.data import rows_ahead
 from megatron_sb.training.evaluate import Watch
-from megatron_sb.training.recall import RecallRule, labelled
 from megatron_sb.training.task import load_task
 
 SMALL = Path(__file__).parents[3] / "configs" / "mqrar_small.yaml"
@@ -124,13 +124,13 @@ def test_accuracy_is_of_answers():
 
 
 REFUSALS = {
-    "data.num_pairs=null": r"data\.kind = 'recall' needs data\.num_pairs",
+    "data.num_pairs=null": r"data\.num_pairs = None: must be an integer",
     "data.num_keys=7": r"data\.num_pairs = 8 exceeds data\.num_keys = 7",
     "data.vocab_size=99": r"data\.vocab_size = 99 contradicts data\.kind = 'recall'",
     "data.paths=[a]": r"data\.paths = \['a'\] contradicts data\.kind = 'recall'",
-    "data.validation_fraction=0.2": r"data\.validation_fraction = 0\.2 contradicts data\.kind = 'recall': no files",
+    "data.validation_fraction=0.2": r"data\.validation_fraction = 0\.2 contradicts data\.kind = 'recall': it is",
     "evaluation.length_factor=1": r"evaluation\.length_factor = 1 contradicts .* as long as the stage's",
-    "data.kind=text": r"data\.num_pairs = 8 contradicts data\.kind = 'text': it is for 'recall'",
+    "data.kind=text": r"data\.num_pairs = 8 contradicts data\.kind = 'text': it is a field of 'recall'",
     "data.fewest_pairs=9": r"data\.fewest_pairs = 9 exceeds data\.num_pairs = 8",
     "stages.0.context_length=16": r"context_length = 16 must be even and more than 2 \* data\.num_pairs = 16",
     "stages.0.context_length=63": r"context_length = 63 must be even",

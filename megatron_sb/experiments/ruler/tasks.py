@@ -1,6 +1,6 @@
 """The thirteen by name, and what kinds of them there are."""
 
-from megatron_sb.training.ruler import needles, questions, tracking, words
+from megatron_sb.experiments.ruler import needles, questions, tracking, words
 
 TASKS = {
     "single_1": needles.single_noise,

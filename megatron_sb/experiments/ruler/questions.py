@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megatron_sb.training.ruler.sample import Sample, fitted
-from megatron_sb.training.ruler.texts import Method, Texts
+from megatron_sb.experiments.ruler.sample import Sample, fitted
+from megatron_sb.experiments.ruler.texts import Method, Texts
 
 
 def about_method(method: Method) -> str:

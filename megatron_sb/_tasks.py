@@ -1,0 +1,32 @@
+"""Tasks that the trainer can train on: `data.kind` -> classes of the configuration's `data` section.
+
+The table holds "module:class" strings and imports nothing, so the trainer depends on no task. The first class of a kind
+is the kind's own. Each later class adds fields to it, and serves a configuration that sets one of these fields. Another
+package adds a kind through an entry point named after the kind, in the group "megatron_sb.tasks".
+"""
+
+import importlib
+import importlib.metadata
+from typing import Any
+
+TASKS = {
+    "text": (
+        "megatron_sb.training.config.data:TextDataConfig",
+        "megatron_sb.experiments.ruler.mixture:RulerMixtureDataConfig",
+    ),
+    "indexed": ("megatron_sb.training.config.data:IndexedDataConfig",),
+    "recall": ("megatron_sb.experiments.recall:RecallDataConfig",),
+}
+ENTRY_POINTS = "megatron_sb.tasks"
+
+
+def find_tasks() -> dict[str, tuple[str, ...]]:
+    """Return TASKS and the kinds that installed packages add."""
+    added = importlib.metadata.entry_points(group=ENTRY_POINTS)
+    return {point.name: (point.value,) for point in added} | TASKS
+
+
+def import_object(name: str) -> Any:
+    """Return the object that "module:attribute" names."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)

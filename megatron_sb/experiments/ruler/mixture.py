@@ -1,0 +1,55 @@
+"""RULER's tasks among the rows of `data.kind: text`, by `data.ruler_fraction`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import ClassVar
+
+from megatron_sb.experiments.ruler.rows import MixedSampler
+from megatron_sb.experiments.ruler.texts import load_texts
+from megatron_sb.training.config import StageConfig, TextDataConfig, TrainingConfig
+from megatron_sb.training.config.types import BelowOne
+from megatron_sb.training.task import DocumentTask
+
+SHORTEST_ROW = 1024  # bytes that hold a question of every task
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RulerMixtureDataConfig(TextDataConfig):
+    """The `data` section of kind "text" with `ruler_fraction`, the share of rows that hold RULER's tasks."""
+
+    task: ClassVar[str] = "megatron_sb.experiments.ruler.mixture:RulerMixtureTask"
+    ruler_fraction: BelowOne = 0.0
+
+    def stage_problems(self, config: TrainingConfig, stage: StageConfig, path: str) -> Iterator[str]:
+        """See `DataConfig.stage_problems`."""
+        yield from super().stage_problems(config, stage, path)
+        if self.ruler_fraction and stage.context_length < SHORTEST_ROW:
+            yield (
+                f"{path}.context_length = {stage.context_length} contradicts data.ruler_fraction = "
+                f"{self.ruler_fraction}: RULER's tasks need {SHORTEST_ROW} or more"
+            )
+
+
+class RulerMixtureTask(DocumentTask):
+    """Documents, and rows of RULER's tasks among them. Evaluated on documents alone."""
+
+    def describe(self) -> str:
+        """See `Task.describe`."""
+        return f"{self._config.data.ruler_fraction:.0%} of the rows hold RULER's tasks; {super().describe()}"
+
+    def sampler(self, stage: StageConfig, index: int) -> MixedSampler:
+        """See `Task.sampler`."""
+        config, end = self._config, self._corpus.end_of_document
+        multiple = math.lcm(config.pad_multiple(stage), config.row_multiple(stage))
+        return MixedSampler(
+            super().sampler(stage, index),
+            config.data.ruler_fraction,
+            load_texts().asking(held_out=False),
+            stage.context_length,
+            multiple,
+            end,
+            (config.seed, 1 + index),
+        )
