@@ -1,0 +1,10 @@
+"""Causal softmax attention with the position encodings that stick-breaking attention is compared with.
+
+attention.py holds the module, positions.py the position encodings, stable_mask.py StableMask, kernels.py the ways to
+compute the attention and the choice between them, and offsets.py the bookkeeping of packed documents.
+"""
+
+from megatron_sb.baselines.softmax.attention import Position, SoftmaxAttention
+from megatron_sb.baselines.softmax.positions import FireBias, RotaryKind, RotaryScaling, alibi_slopes
+
+__all__ = ["FireBias", "Position", "RotaryKind", "RotaryScaling", "SoftmaxAttention", "alibi_slopes"]

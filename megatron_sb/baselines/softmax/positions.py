@@ -1,0 +1,202 @@
+"""Position encodings: RoPE with linear and NTK scaling, ALiBi and FIRE."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from megatron_sb.baselines.softmax.offsets import row_positions, shared_by_layers
+from megatron_sb.validation import check_number
+
+RotaryKind = Literal["none", "linear", "ntk"]
+
+_FIRE_EPS = 1e-6
+
+
+def check_choice(name: str, value: object, choices: tuple) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
+    """Disable autocast on x's device. The meta device has no autocast."""
+    return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+@dataclass(frozen=True)
+class RotaryScaling:
+    """Scale rotary positions so that a longer context looks like the trained one.
+
+    Args:
+        kind: "none"; "linear", which divides positions by `factor` (Chen et al., arXiv 2306.15595); or "ntk", which
+            multiplies the base by factor ** (d / (d - 2)). NTK scaling stretches the longest wavelength by `factor`
+            and keeps the shortest. Default "none".
+        factor: new context over trained context, at least 1. Default 1.
+
+    Raises:
+        ValueError: if `kind` is unknown, or `factor` is below 1 or not finite.
+        TypeError: if `factor` is not a number.
+
+    Example:
+        >>> attention = SoftmaxAttention(num_heads=4, head_dim=32)
+        >>> attention.scaling = RotaryScaling("ntk", factor=4.0)
+    """
+
+    kind: RotaryKind = "none"
+    factor: float = 1.0
+
+    def __post_init__(self):
+        """Validate the fields."""
+        check_choice("kind", self.kind, get_args(RotaryKind))
+        check_number("factor", self.factor, "a finite number of at least 1", lambda x: 1 <= x < math.inf)
+
+
+@shared_by_layers
+def rotary_cos_sin(
+    lengths: tuple[int, ...],
+    head_dim: int,
+    base: float,
+    scaling: RotaryScaling,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every row's angles, (s, 1, d / 2) each. The angles are computed in float64."""
+    position = row_positions(lengths, device).double()
+    if scaling.kind == "linear":
+        position = position / scaling.factor
+    if scaling.kind == "ntk":
+        base = base * scaling.factor ** (head_dim / (head_dim - 2))
+    inverse_wavelengths = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
+    angle = position[:, None, None] * inverse_wavelengths
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+_compiled_rotate = torch.compile(_rotate)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (x[i], x[i + d / 2]) of x (b, s, h, d)."""
+    return (_compiled_rotate if x.is_cuda else _rotate)(x, cos, sin)
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """Return ALiBi's slope of each head (Press et al., arXiv 2108.12409, section 3).
+
+    The slopes of n heads are the geometric sequence 2^(-8 / n), 2^(-16 / n), ... If n is not a power of two, they are
+    those of the next lower power of two, followed by every second one of the next higher, as in the authors' code.
+
+    Args:
+        num_heads: h, at least 1.
+
+    Returns:
+        h slopes.
+
+    Example:
+        >>> alibi_slopes(4)
+        [0.25, 0.0625, 0.015625, 0.00390625]
+    """
+    power = 2 ** int(math.log2(num_heads))
+    slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
+    return slopes + [2 ** (-4 * (head + 1) / power) for head in range(0, 2 * (num_heads - power), 2)]
+
+
+@shared_by_layers
+def alibi_slope_tensor(num_heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`alibi_slopes` as a tensor (h,)."""
+    return torch.tensor(alibi_slopes(num_heads), dtype=dtype, device=device)
+
+
+class FireBias(nn.Module):
+    """Compute FIRE's bias (Li et al., arXiv 2310.04418), a learned function of the relative distance.
+
+    b(i, j) = f(psi(j - i) / (psi(max(L, j)) + 1e-6)),  psi(x) = log(c x + 1),  f(x) = W_2 relu(W_1 x + b_1) + b_2
+
+    Widths, initial values, the 1e-6, positions from 0, c = |parameter| and L = |factor * threshold| follow the listing
+    in the paper's appendix. L is learned through its factor, which is near 1 and learns as fast as other parameters.
+
+    Args:
+        num_heads: h, the number of outputs of f.
+        hidden_size: width of the hidden layer of f. Default 32.
+        c: initial value of c. Default 0.1.
+        threshold: initial value of L, in tokens. Queries at positions up to L share one scale. Default 512.
+        device: of the parameters c, threshold_factor, hidden.* and out.*.
+        dtype: of the parameters.
+
+    Example:
+        >>> bias = FireBias(num_heads=4)
+        >>> bias(torch.arange(8.0), torch.arange(8.0)).shape
+        torch.Size([4, 8, 8])
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        hidden_size: int = 32,
+        c: float = 0.1,
+        threshold: float = 512.0,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        kind = {"device": device, "dtype": dtype}
+        self.initial_c, self.threshold = c, threshold
+        self.c = nn.Parameter(torch.empty((), **kind))
+        self.threshold_factor = nn.Parameter(torch.empty((), **kind))
+        self.hidden = nn.Linear(1, hidden_size, **kind)
+        self.out = nn.Linear(hidden_size, num_heads, **kind)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Reset c and the factor of L. The linear layers reset themselves."""
+        nn.init.constant_(self.c, self.initial_c)
+        nn.init.constant_(self.threshold_factor, 1.0)
+
+    def forward(self, query_position: Tensor, key_position: Tensor) -> Tensor:
+        """Compute the bias of every pair of query and key.
+
+        Args:
+            query_position: (r,), floating point. Parameters are converted to its dtype, and autocast is ignored: in
+                bfloat16 neighbouring positions would be equal.
+            key_position: (n,), in the dtype of query_position.
+
+        Returns:
+            (h, r, n) in the dtype of query_position. Entries of keys after the query have no meaning.
+        """
+        with without_autocast(query_position):
+            return self._bias(query_position, key_position)
+
+    def _bias(self, query_position: Tensor, key_position: Tensor) -> Tensor:
+        dtype = query_position.dtype
+        c, threshold = self.c.abs().to(dtype), (self.threshold_factor * self.threshold).abs().to(dtype)
+        # The mask removes future keys later. Without the clamp their logarithm is NaN, which reaches the gradients.
+        distance = (query_position[:, None] - key_position).clamp(min=0)
+        normalizer = torch.log1p(c * torch.maximum(query_position, threshold)) + _FIRE_EPS
+        x = torch.log1p(c * distance) / normalizer[:, None]
+        network = _fused_fire_network if x.is_cuda else _fire_network
+        return network(x, *(p.to(dtype) for layer in (self.hidden, self.out) for p in (layer.weight, layer.bias)))
+
+
+def _fire_network(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor) -> Tensor:
+    """Apply f to x (r, n) -> (h, r, n)."""
+    return linear(linear(x[..., None], weight, bias).relu(), out_weight, out_bias).permute(2, 0, 1)
+
+
+@functools.partial(torch.compile, dynamic=True)
+def _fused_fire_network(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor) -> Tensor:
+    """`_fire_network` as sums, which the compiler fuses into one kernel: memory never holds the hidden layer."""
+    hidden = (x[..., None] * weight[:, 0] + bias).relu()
+    return (hidden * out_weight[:, None, None]).sum(-1) + out_bias[:, None, None]
