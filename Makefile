@@ -1,42 +1,57 @@
-# make train   the main job from nothing: context extension of a small Megatron-Core model on real text
-# make test    every test that this machine can run, from nothing
-# make gpu-suite   on a GPU machine: the GPU tests, compute-sanitizer and the benchmarks, with a record
-# All make .venv themselves and are quick the second time.
+# make train      the main job from nothing: context extension of a small Megatron-Core model on real text
+# make test       every test that this machine can run, from nothing
+# make check      after `make build`: lint, the C++ tests, the core tests and the test files that changed (two minutes)
+# make docs       the documentation as a site, in build/site
+# make gpu-suite  on a GPU machine: the GPU tests, compute-sanitizer and the benchmarks, with a record
+# Each target creates .venv if it is missing. A second run reuses it.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.11.0
-# What to install beside the package: [test] is all; empty where a machine without a network brings its own.
+# The extras to install. Leave it empty on a machine without a network that has its own packages.
 EXTRAS ?= [test]
-# Tests at a time, in Python files of them, each with its share of the cores.
+# What installs packages: uv, or pip, which takes several times as long.
+INSTALLER ?= uv
+# Files of Python tests that run at a time. Each gets its share of the cores.
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile
 BUILD := build/Release
 CONFIG ?= configs/tiny_context_extension.yaml
-# Megatron-Core's newest release needs Python 3.12. Its environment takes the operators from .venv's: they know no Python.
+# The newest Megatron-Core needs Python 3.12. Its environment reuses the operator library of .venv: the library does not
+# depend on the Python version.
 PYTHON312 ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python3.12; do \
 	$$python -c 'import sys; print(sys.executable)' 2>/dev/null && break; done)
 VENV312 := .venv312
 MEGATRON312 ?= megatron-core==0.19.2
-# Of everything that is built on Megatron-Core, what depends on its release.
+# The tests that depend on Megatron-Core's release.
 TESTS312 := tests/python/megatron tests/python/training/test_engine.py tests/python/checkpoints/test_megatron_checkpoints.py
+# What `make check` runs beside the test files that differ from the last commit.
+CORE_TESTS := $(addprefix tests/python/,package/test_floors.py ops/test_accuracy.py ops/test_gradients.py \
+	ops/test_bad_input.py ops/test_varlen.py nn training/test_config.py)
+CHANGED_TESTS = $(shell git diff --name-only --diff-filter=d HEAD -- 'tests/python/*/test_*.py' 2>/dev/null)
 
 SOURCE_ROOTS := CMakeLists.txt cmake csrc tests/cpp
-# What git knows, or all files where it knows none: in an archive, or in a folder of another user, which it distrusts.
+# The files that git knows; all files in an archive, or in another user's folder, where git refuses to answer.
 SOURCES := $(or $(shell git ls-files -co --exclude-standard $(SOURCE_ROOTS) 2>/dev/null),\
 	$(shell find $(SOURCE_ROOTS) -type f 2>/dev/null))
 PYTHON_FILES := megatron_sb tests examples benchmarks
 CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES))
-# Without a file it would wait for one on standard input.
+# clang-format without a file would wait for one on standard input.
 CLANG_FORMAT = $(if $(CXX_FILES),$(BIN)/clang-format,$(error there are no C++ files in $(SOURCE_ROOTS)))
 
-.PHONY: train test test-cpp test-python test-megatron-3.12 test-gpu gpu-suite lint format build clean
+.PHONY: train test check docs test-cpp test-python test-megatron-3.12 test-gpu gpu-suite lint format build clean
 
 train: $(VENV)/.built
 	$(BIN)/megatron-sb train $(CONFIG)
 
 test: lint test-cpp test-python test-megatron-3.12
+
+check: lint test-cpp
+	$(BIN)/python $(PYTEST) $(sort $(CORE_TESTS) $(CHANGED_TESTS))
+
+docs: $(VENV)/.built
+	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 test-cpp: $(VENV)/.built
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error --parallel $(WORKERS)
@@ -71,24 +86,31 @@ format: $(VENV)/.built
 
 build: $(VENV)/.built
 
-# torch first: everything is built against the one that is installed. Then what builds (pyproject.toml's own list), and
-# what lm-eval's rouge-score, which has no wheel, is built by: --no-build-isolation holds for it too (82: torch's bound).
+ifeq ($(INSTALLER),uv)
+GET_INSTALLER = $(@D)/bin/python -m pip install -q uv
+INSTALL = UV_HTTP_TIMEOUT=300 $(@D)/bin/uv pip install -q --python $(@D)/bin/python
+else
+GET_INSTALLER = true
+INSTALL = $(@D)/bin/python -m pip install -q
+endif
+
+# torch comes first: the library is built against the installed one, without build isolation. The rest is what
+# pyproject.toml lists for building, and setuptools for rouge-score (lm-eval needs it), which has no wheel.
 $(VENV)/.torch: MAKE_VENV := $(PYTHON) -m venv
 $(VENV312)/.torch: MAKE_VENV := $(PYTHON312) -m venv
 $(VENV)/.torch $(VENV312)/.torch:
 	test -x $(@D)/bin/python || $(MAKE_VENV) $(@D)
-	$(@D)/bin/python -m pip install -q '$(TORCH)'
-	$(@D)/bin/python -m pip install -q 'scikit-build-core>=0.10' 'pybind11>=2.13' 'cmake>=3.25' ninja \
-		'setuptools>=70.1,<82'
+	$(GET_INSTALLER)
+	$(INSTALL) '$(TORCH)' 'scikit-build-core>=0.10' 'pybind11>=2.13' 'cmake>=3.25' ninja 'setuptools>=70.1,<82'
 	touch $@
 
 $(VENV)/.built: $(VENV)/.torch pyproject.toml $(SOURCES)
-	$(BIN)/python -m pip install -q --no-build-isolation -e '.$(EXTRAS)' -C cmake.define.SB_BUILD_TESTS=ON
+	$(INSTALL) --no-build-isolation -e '.$(EXTRAS)' -C cmake.define.SB_BUILD_TESTS=ON
 	touch $@
 
-# Of what is compiled, only the module _C belongs to one Python.
+# Of the compiled files, only the module _C depends on the Python version.
 $(VENV312)/.built: $(VENV312)/.torch $(VENV)/.built
-	$(@D)/bin/python -m pip install -q '$(MEGATRON312)' --no-build-isolation -e '.$(EXTRAS)' \
+	$(INSTALL) '$(MEGATRON312)' --no-build-isolation -e '.$(EXTRAS)' \
 		-C build-dir=build/python3.12 -C build.targets=_C -C install.components=python
 	cp -r "$$($(BIN)/megatron-sb info --cmake-prefix)/lib" $(@D)/lib/python3.12/site-packages/megatron_sb/
 	touch $@
