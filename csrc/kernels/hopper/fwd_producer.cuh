@@ -21,9 +21,9 @@ struct ForwardArguments {
     QueryTiles* tiles;
     TensorMap q, k, v;
     int32_t heads_in_flight;
-    float scale_log2;  // not 0
-    float min_mass;     // a row whose mass is below gains nothing from older keys
-    float restart_floor;       // the least mass of a restart
+    float scale_log2;     // not 0
+    float min_mass;       // a row whose mass is below gains nothing from older keys
+    float restart_floor;  // the least mass of a restart
 };
 
 // How many keys of the segment row `row` of a query tile sees.
