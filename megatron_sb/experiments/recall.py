@@ -21,8 +21,14 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from megatron_sb.training.config import DataConfig, EvaluationConfig, SoftmaxConfig, StageConfig, TrainingConfig
-from megatron_sb.training.config.types import PositiveInt
+from megatron_sb.training.config import (
+    DataConfig,
+    EvaluationConfig,
+    SoftmaxAttentionConfig,
+    StageConfig,
+    TrainingConfig,
+)
+from megatron_sb.training.config.types import PositiveInt, section
 from megatron_sb.training.data import PackedBatch, Row
 from megatron_sb.training.evaluate import UNWATCHED, Watch, mean_and_error, score_windows
 
@@ -30,7 +36,7 @@ GOLDEN_RATIO = (5**0.5 - 1) / 2
 HELD_OUT = 0  # second number of the seeds of evaluated rows; training rows have 1 and up, by stage
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@section
 class RecallDataConfig(DataConfig):
     """The `data` section of kind "recall"."""
 
@@ -53,9 +59,9 @@ class RecallDataConfig(DataConfig):
     def problems(self, config: TrainingConfig) -> Iterator[str]:
         """See `DataConfig.problems`."""
         if self.num_pairs > self.num_keys:
-            yield f"data.num_pairs = {self.num_pairs} exceeds data.num_keys = {self.num_keys}"
+            yield f"data.num_pairs must be at most data.num_keys = {self.num_keys}, got {self.num_pairs}"
         elif self.fewest_pairs is not None and self.fewest_pairs > self.num_pairs:
-            yield f"data.fewest_pairs = {self.fewest_pairs} exceeds data.num_pairs = {self.num_pairs}"
+            yield f"data.fewest_pairs must be at most data.num_pairs = {self.num_pairs}, got {self.fewest_pairs}"
         for name in ("target_tokens", "length_factor", "longest"):
             value = getattr(config.evaluation, name)
             if value != getattr(EvaluationConfig, name):
@@ -65,7 +71,7 @@ class RecallDataConfig(DataConfig):
                 )
         for name in config.compare:
             attention = config.attention[name]
-            if isinstance(attention, SoftmaxConfig) and attention.evaluated_scalings != ("none",):
+            if isinstance(attention, SoftmaxAttentionConfig) and attention.evaluated_scalings != ("none",):
                 yield (
                     f"attention.{name}.evaluated_scalings = {list(attention.evaluated_scalings)} contradicts data.kind "
                     "= 'recall': no context is longer than the stage's; give [none]"
@@ -75,8 +81,9 @@ class RecallDataConfig(DataConfig):
         """See `DataConfig.stage_problems`."""
         if stage.context_length % 2 or stage.context_length <= 2 * self.num_pairs:
             yield (
-                f"{path}.context_length = {stage.context_length} must be even and more than 2 * data.num_pairs = "
-                f"{2 * self.num_pairs}: keys and values alternate, and every key is assigned before the first question"
+                f"{path}.context_length must be even and more than 2 * data.num_pairs = {2 * self.num_pairs}, because "
+                f"keys and values alternate and every key is assigned before the first answer, "
+                f"got {stage.context_length}"
             )
 
     def longest_evaluated(self, evaluation: EvaluationConfig, stage: StageConfig) -> int:

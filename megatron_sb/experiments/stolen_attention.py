@@ -18,21 +18,22 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import Field
 
 from megatron_sb.experiments import key_hull, sweep, tables, trained
 from megatron_sb.training.config import ConfigError, load_config, load_fields
-from megatron_sb.training.config.types import NonNegativeFloat, PositiveFloat, PositiveInt, Seed
+from megatron_sb.training.config.types import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Seed, section
 from megatron_sb.training.report import hardware
 
 LABELS = {"softmax": "softmax", "euclidean": "softmax, Euclidean", "stick_breaking": "stick-breaking"}
 PLACES = {"hull": "on the hull", "interior": "inside"}
 
-HeadDim = Annotated[int, f"from 2 to {key_hull.MAX_HEAD_DIM}", lambda value: 2 <= value <= key_hull.MAX_HEAD_DIM]
-NumKeys = Annotated[int, "at least 16", lambda value: value >= 16]
+HeadDim = Annotated[PositiveInt, Field(ge=2, le=key_hull.MAX_HEAD_DIM)]
+NumKeys = Annotated[PositiveInt, Field(ge=16)]
 
 
-@dataclasses.dataclass(frozen=True)
-class StolenAttentionConfig:
+@section
+class StolenAttentionConfig(Section):
     """Every head dimension with every number of keys and every mean. draws: sets of keys for each of those.
 
     run: the folder of a finished run whose first stick-breaking model has heads of at most 8 channels; each of its

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from typing import ClassVar
@@ -10,13 +9,13 @@ from typing import ClassVar
 from megatron_sb.experiments.ruler.rows import MixedSampler
 from megatron_sb.experiments.ruler.texts import load_texts
 from megatron_sb.training.config import StageConfig, TextDataConfig, TrainingConfig
-from megatron_sb.training.config.types import BelowOne
+from megatron_sb.training.config.types import BelowOne, section
 from megatron_sb.training.task import DocumentTask
 
 SHORTEST_ROW = 1024  # bytes that hold a question of every task
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@section
 class RulerMixtureDataConfig(TextDataConfig):
     """The `data` section of kind "text" with `ruler_fraction`, the share of rows that hold RULER's tasks."""
 
@@ -28,8 +27,8 @@ class RulerMixtureDataConfig(TextDataConfig):
         yield from super().stage_problems(config, stage, path)
         if self.ruler_fraction and stage.context_length < SHORTEST_ROW:
             yield (
-                f"{path}.context_length = {stage.context_length} contradicts data.ruler_fraction = "
-                f"{self.ruler_fraction}: RULER's tasks need {SHORTEST_ROW} or more"
+                f"{path}.context_length must be at least {SHORTEST_ROW} with data.ruler_fraction = "
+                f"{self.ruler_fraction}, got {stage.context_length}"
             )
 
 

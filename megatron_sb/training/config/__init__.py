@@ -1,8 +1,14 @@
-"""The training configuration: typed, read from YAML, refused by field name when it is wrong.
+"""The training configuration: typed, read from YAML, checked field by field.
 
-`schema` has the fields, `checks` what may not be together, `parameters` how many weights the sizes make, `loader` reads
-and writes, `lm_engine` understands the model section of lm-engine's files. Needs neither torch nor a device.
+Importing it loads neither torch nor Megatron-Core.
+
+Example:
+    >>> from megatron_sb.training.config import load_config
+    >>> load_config("configs/tiny_context_extension.yaml", ["seed=7"]).seed
+    7
 """
+
+import warnings
 
 from megatron_sb.training.config.checks import needs_gpu
 from megatron_sb.training.config.data import (
@@ -27,9 +33,9 @@ from megatron_sb.training.config.schema import (
     ParallelConfig,
     ReportConfig,
     RotaryKind,
-    SoftmaxConfig,
+    SoftmaxAttentionConfig,
     StageConfig,
-    StickBreakingConfig,
+    StickBreakingAttentionConfig,
     TrainingConfig,
 )
 from megatron_sb.training.config.types import ConfigError
@@ -53,9 +59,9 @@ __all__ = [
     "ParameterCount",
     "ReportConfig",
     "RotaryKind",
-    "SoftmaxConfig",
+    "SoftmaxAttentionConfig",
     "StageConfig",
-    "StickBreakingConfig",
+    "StickBreakingAttentionConfig",
     "TextDataConfig",
     "TrainingConfig",
     "count_parameters",
@@ -65,3 +71,14 @@ __all__ = [
     "needs_gpu",
     "to_yaml",
 ]
+
+
+_RENAMED = {"SoftmaxConfig": SoftmaxAttentionConfig, "StickBreakingConfig": StickBreakingAttentionConfig}
+
+
+def __getattr__(name: str):
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    new = _RENAMED[name]
+    warnings.warn(f"{name} is deprecated; use {new.__name__} instead.", DeprecationWarning, stacklevel=2)
+    return new

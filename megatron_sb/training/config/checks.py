@@ -1,4 +1,4 @@
-"""Contradictions between fields of a training configuration, each named with its values."""
+"""Contradictions between fields of a training configuration."""
 
 from __future__ import annotations
 
@@ -7,31 +7,46 @@ from collections.abc import Iterator
 
 from megatron_sb.training.config.parameters import count_parameters
 from megatron_sb.training.config.schema import (
-    SoftmaxConfig,
+    SoftmaxAttentionConfig,
     StageConfig,
-    StickBreakingConfig,
+    StickBreakingAttentionConfig,
     TrainingConfig,
 )
 from megatron_sb.training.config.types import ConfigError
 
+MAX_HEAD_DIM = 256
+MAX_HEAD_DIM_EUCLIDEAN = 248  # the kernels append 8 channels to q and k
+
 
 def check(config: TrainingConfig) -> None:
-    """Raise ConfigError for the first contradiction."""
-    problems = (_list_problems, _model_problems, _attention_problems, _data_problems, _parallel_problems, _moe_problems)
-    for find in problems:
-        for problem in find(config):
-            raise ConfigError(problem)
+    """Raise ConfigError, with one line for each contradiction of the first group that has any.
+
+    Later groups rely on what earlier groups have checked.
+    """
+    groups = [
+        find(config)
+        for find in (
+            _list_problems,
+            _model_problems,
+            _attention_problems,
+            _data_problems,
+            _parallel_problems,
+            _moe_problems,
+        )
+    ]
     for index, stage in enumerate(config.stages):
         for find in (_schedule_problems, _context_parallel_problems, _row_problems):
-            for problem in find(config, stage, f"stages.{index}"):
-                raise ConfigError(problem)
+            groups.append(find(config, stage, f"stages.{index}"))
+    for group in groups:
+        if problems := list(group):
+            raise ConfigError("\n".join(problems))
 
 
 def needs_gpu(config: TrainingConfig) -> Iterator[tuple[str, str]]:
-    """What a configuration asks for that a CPU does not have: the field with its value, and why."""
+    """Yield (field and value, reason) for each field that needs a GPU."""
     model, parallel = config.model, config.parallel
     if model.precision == "bf16":
-        yield "model.precision = 'bf16'", "its fp32 master weights are kept by Megatron's optimizer, which needs CUDA"
+        yield "model.precision = 'bf16'", "Megatron's optimizer, which keeps the fp32 master weights, needs CUDA"
     if model.recompute != "none":
         yield f"model.recompute = {model.recompute!r}", "Megatron-Core saves and restores the GPU's generator"
     if model.moe is not None:
@@ -44,21 +59,20 @@ def _list_problems(config: TrainingConfig) -> Iterator[str]:
     stages = [stage.name for stage in config.stages]
     lists = {"stages": stages, "compare": config.compare}
     for name, attention in config.attention.items():
-        if isinstance(attention, SoftmaxConfig):
+        if isinstance(attention, SoftmaxAttentionConfig):
             lists[f"attention.{name}.evaluated_scalings"] = attention.evaluated_scalings
     for path, names in lists.items():
         if not names:
-            yield f"{path} = []: at least one is needed"
+            yield f"{path} must have at least one item, got []"
         if len(set(names)) != len(names):
-            yield f"{path} = {list(names)!r}: names must differ"
+            yield f"{path} must have different names, got {list(names)!r}"
     for name in config.compare:
         if name not in config.attention:
-            known = list(config.attention)
-            yield f"compare = {list(config.compare)!r}: {name!r} is not in attention, which has {known}"
+            yield f"compare must name entries of attention, which are {list(config.attention)}, got {name!r}"
     if config.initial_checkpoint is not None and len(config.compare) > 1:
         yield (
-            f"initial_checkpoint = {config.initial_checkpoint!r} contradicts compare = {list(config.compare)}: it is "
-            "one model's"
+            f"initial_checkpoint = {config.initial_checkpoint!r} contradicts compare = {list(config.compare)}: a "
+            "checkpoint holds one model"
         )
 
 
@@ -66,16 +80,16 @@ def _model_problems(config: TrainingConfig) -> Iterator[str]:
     model = config.model
     if model.head_dim is None:
         yield (
-            f"model.hidden_size = {model.hidden_size} must be a multiple of model.num_heads = {model.num_heads}, "
-            "where model.head_dim is not given"
+            f"model.hidden_size must be a multiple of model.num_heads = {model.num_heads}, got {model.hidden_size}. "
+            "Or set model.head_dim."
         )
         return
     if model.num_heads % model.num_kv_heads:
-        yield f"model.num_heads = {model.num_heads} must be a multiple of model.num_kv_heads = {model.num_kv_heads}"
-    if model.head_dim % 8 or model.head_dim > 256:
+        yield f"model.num_heads must be a multiple of model.num_kv_heads = {model.num_kv_heads}, got {model.num_heads}"
+    if model.head_dim % 8 or model.head_dim > MAX_HEAD_DIM:
         yield (
-            f"model.head_dim = {model.head_dim} (by default model.hidden_size / model.num_heads) must be a multiple of "
-            "8 up to 256"
+            f"model.head_dim must be a multiple of 8 and at most {MAX_HEAD_DIM}, got {model.head_dim}. "
+            "Its default is model.hidden_size / model.num_heads."
         )
     if config.parallel.device == "cpu":
         for field, why in needs_gpu(config):
@@ -83,32 +97,47 @@ def _model_problems(config: TrainingConfig) -> Iterator[str]:
 
 
 def _attention_problems(config: TrainingConfig) -> Iterator[str]:
-    tensor = config.parallel.tensor_parallel_size
     for name in config.compare:
-        attention, at = config.attention[name], f"attention.{name}"
-        if isinstance(attention, StickBreakingConfig):
-            yield from _logit_problems(config, attention, at)
-            continue
-        position = f"{at}.position = {attention.position!r}"
-        if attention.position != "rope" and attention.evaluated_scalings != ("none",):
-            yield f"{at}.evaluated_scalings = {list(attention.evaluated_scalings)} contradicts {position}: give [none]"
-        if attention.position != "rope" and attention.rotary_base != SoftmaxConfig.rotary_base:
-            yield f"{at}.rotary_base = {attention.rotary_base} contradicts {position}: no position is rotated"
-        if attention.position in ("alibi", "fire") and tensor > 1:
-            yield f"{position} contradicts parallel.tensor_parallel_size = {tensor}: its biases are not split"
+        attention, path = config.attention[name], f"attention.{name}"
+        if isinstance(attention, StickBreakingAttentionConfig):
+            yield from _stick_breaking_problems(config, attention, path)
+        else:
+            yield from _softmax_problems(config, attention, path)
 
 
-def _logit_problems(config: TrainingConfig, attention: StickBreakingConfig, at: str) -> Iterator[str]:
-    model, tensor, widest = config.model, config.parallel.tensor_parallel_size, 248
+def _stick_breaking_problems(
+    config: TrainingConfig, attention: StickBreakingAttentionConfig, path: str
+) -> Iterator[str]:
+    model, tensor = config.model, config.parallel.tensor_parallel_size
     if attention.forget_gate_loss > 0 and not attention.forget_gate:
-        yield f"{at}.forget_gate_loss = {attention.forget_gate_loss} contradicts {at}.forget_gate = False"
+        yield f"{path}.forget_gate_loss = {attention.forget_gate_loss} contradicts {path}.forget_gate = False"
     if attention.forget_gate and model.num_kv_heads < tensor:
         yield (
-            f"{at}.forget_gate = True contradicts parallel.tensor_parallel_size = {tensor}: gates are cut by KV heads, "
-            f"of which model.num_kv_heads = {model.num_kv_heads}"
+            f"{path}.forget_gate = True contradicts parallel.tensor_parallel_size = {tensor}: tensor parallelism "
+            f"splits gates by KV head, and model.num_kv_heads = {model.num_kv_heads}"
         )
-    if attention.logits == "euclidean" and model.head_dim and model.head_dim > widest:
-        yield f"{at}.logits = 'euclidean' contradicts model.head_dim = {model.head_dim}: up to {widest} is allowed"
+    if attention.logits == "euclidean" and model.head_dim > MAX_HEAD_DIM_EUCLIDEAN:
+        yield (
+            f"model.head_dim must be at most {MAX_HEAD_DIM_EUCLIDEAN} with {path}.logits = 'euclidean', "
+            f"got {model.head_dim}"
+        )
+
+
+def _softmax_problems(config: TrainingConfig, attention: SoftmaxAttentionConfig, path: str) -> Iterator[str]:
+    tensor = config.parallel.tensor_parallel_size
+    position = f"{path}.position = {attention.position!r}"
+    if attention.position != "rope" and attention.evaluated_scalings != ("none",):
+        yield (
+            f"{path}.evaluated_scalings = {list(attention.evaluated_scalings)} contradicts {position}: only 'rope' has "
+            "positions to scale; give [none]"
+        )
+    if attention.position != "rope" and attention.rotary_base != SoftmaxAttentionConfig.rotary_base:
+        yield f"{path}.rotary_base = {attention.rotary_base} contradicts {position}: only 'rope' reads it"
+    if attention.position in ("alibi", "fire") and tensor > 1:
+        yield (
+            f"{position} contradicts parallel.tensor_parallel_size = {tensor}: tensor parallelism does not split its "
+            "biases"
+        )
 
 
 def _data_problems(config: TrainingConfig) -> Iterator[str]:
@@ -116,20 +145,20 @@ def _data_problems(config: TrainingConfig) -> Iterator[str]:
     expected = config.model.num_parameters
     total = count_parameters(config.model, config.attention[config.compare[0]], config.vocab_size).total
     if expected is not None and expected != total:
-        yield f"model.num_parameters = {expected} contradicts the sizes of model, which make {total}"
+        yield f"model.num_parameters must be {total}, which the sizes of the model make, got {expected}"
 
 
 def _parallel_problems(config: TrainingConfig) -> Iterator[str]:
     model, parallel = config.model, config.parallel
     tensor = parallel.tensor_parallel_size
     if parallel.ranks % tensor:
-        yield f"parallel.tensor_parallel_size = {tensor} must divide parallel.ranks = {parallel.ranks}"
+        yield f"parallel.tensor_parallel_size must divide parallel.ranks = {parallel.ranks}, got {tensor}"
     sizes = [("num_heads", model.num_heads), ("num_kv_heads", model.num_kv_heads)]
-    if model.moe is None:  # experts are not split, they are spread by expert_parallel_size
+    if model.moe is None:  # tensor parallelism does not split experts
         sizes.append(("ffn_hidden_size", model.ffn_hidden_size))
     for name, size in (*sizes, ("make_vocab_size_divisible_by", model.make_vocab_size_divisible_by)):
         if size % tensor:
-            yield f"model.{name} = {size} must be a multiple of parallel.tensor_parallel_size = {tensor}"
+            yield f"model.{name} must be a multiple of parallel.tensor_parallel_size = {tensor}, got {size}"
     if parallel.sequence_parallel and tensor == 1:
         yield "parallel.sequence_parallel = True contradicts parallel.tensor_parallel_size = 1"
     if parallel.expert_parallel_size > 1 and model.moe is None:
@@ -142,19 +171,20 @@ def _moe_problems(config: TrainingConfig) -> Iterator[str]:
         return
     expert = parallel.expert_parallel_size
     if moe.top_k > moe.num_experts:
-        yield f"model.moe.top_k = {moe.top_k} exceeds model.moe.num_experts = {moe.num_experts}"
+        yield f"model.moe.top_k must be at most model.moe.num_experts = {moe.num_experts}, got {moe.top_k}"
     if moe.load_balancing == "none" and moe.aux_loss_coefficient:
         yield (
-            f"model.moe.aux_loss_coefficient = {moe.aux_loss_coefficient} contradicts model.moe.load_balancing = "
-            "'none': give 0"
+            f"model.moe.aux_loss_coefficient must be 0 with model.moe.load_balancing = 'none', "
+            f"got {moe.aux_loss_coefficient}"
         )
     if moe.num_experts % expert:
-        yield f"parallel.expert_parallel_size = {expert} must divide model.moe.num_experts = {moe.num_experts}"
+        yield f"parallel.expert_parallel_size must divide model.moe.num_experts = {moe.num_experts}, got {expert}"
     if parallel.ranks % expert:
-        yield f"parallel.expert_parallel_size = {expert} must divide parallel.ranks = {parallel.ranks}"
+        yield f"parallel.expert_parallel_size must divide parallel.ranks = {parallel.ranks}, got {expert}"
     for name in ("hidden_size", "ffn_hidden_size") if moe.grouped_gemm else ():
-        if getattr(config.model, name) % 8:
-            yield f"model.{name} = {getattr(config.model, name)} must be a multiple of 8 with model.moe.grouped_gemm"
+        size = getattr(config.model, name)
+        if size % 8:
+            yield f"model.{name} must be a multiple of 8 with model.moe.grouped_gemm, got {size}"
     if parallel.tensor_parallel_size > 1 and (expert == 1 or not parallel.sequence_parallel):
         yield (
             f"parallel.tensor_parallel_size = {parallel.tensor_parallel_size} with model.moe needs "
@@ -162,80 +192,95 @@ def _moe_problems(config: TrainingConfig) -> Iterator[str]:
         )
 
 
-def _schedule_problems(config: TrainingConfig, stage: StageConfig, at: str) -> Iterator[str]:
+def _schedule_problems(config: TrainingConfig, stage: StageConfig, path: str) -> Iterator[str]:
     if stage.warmup_steps >= stage.steps:
-        yield f"{at}.warmup_steps = {stage.warmup_steps} must be less than {at}.steps = {stage.steps}"
+        yield f"{path}.warmup_steps must be less than {path}.steps = {stage.steps}, got {stage.warmup_steps}"
     if stage.schedule == "power" and stage.power_coefficient is None and stage.warmup_steps == 0:
         yield (
-            f"{at}.schedule = 'power' contradicts {at}.warmup_steps = 0: without {at}.power_coefficient the power law "
-            "starts where the warm-up ends"
+            f"{path}.schedule = 'power' contradicts {path}.warmup_steps = 0: without {path}.power_coefficient the "
+            "power law starts where the warm-up ends"
         )
     if stage.power_coefficient is not None and stage.schedule != "power":
-        yield f"{at}.power_coefficient = {stage.power_coefficient} contradicts {at}.schedule = {stage.schedule!r}"
+        yield f"{path}.power_coefficient = {stage.power_coefficient} contradicts {path}.schedule = {stage.schedule!r}"
     if stage.warmup_start_rate and stage.warmup_steps == 0:
-        yield f"{at}.warmup_start_rate = {stage.warmup_start_rate} contradicts {at}.warmup_steps = 0"
+        yield f"{path}.warmup_start_rate = {stage.warmup_start_rate} contradicts {path}.warmup_steps = 0"
     if stage.warmup_start_rate > stage.learning_rate:
-        yield (f"{at}.warmup_start_rate = {stage.warmup_start_rate} exceeds {at}.learning_rate = {stage.learning_rate}")
+        yield (
+            f"{path}.warmup_start_rate must be at most {path}.learning_rate = {stage.learning_rate}, "
+            f"got {stage.warmup_start_rate}"
+        )
 
 
-def _context_parallel_problems(config: TrainingConfig, stage: StageConfig, at: str) -> Iterator[str]:
+def _context_parallel_problems(config: TrainingConfig, stage: StageConfig, path: str) -> Iterator[str]:
     parallel, size = config.parallel, stage.context_parallel_size
-    groups = parallel.ranks // parallel.tensor_parallel_size
-    if groups % size:
-        by = f" / parallel.tensor_parallel_size = {groups}" if parallel.tensor_parallel_size > 1 else f" = {groups}"
-        yield f"{at}.context_parallel_size = {size} must divide parallel.ranks{by}"
+    available = parallel.ranks // parallel.tensor_parallel_size
+    if available % size:
+        ranks = "parallel.ranks" + (" / parallel.tensor_parallel_size" if parallel.tensor_parallel_size > 1 else "")
+        yield f"{path}.context_parallel_size must divide {ranks} = {available}, got {size}"
     if size > 1 and not any(map(config.breaks_sticks, config.compare)):
         yield (
-            f"{at}.context_parallel_size = {size} contradicts compare = {list(config.compare)}: only stick-breaking "
+            f"{path}.context_parallel_size = {size} contradicts compare = {list(config.compare)}: only stick-breaking "
             "attention runs with context parallelism"
         )
     levels = stage.hierarchical_context_parallel_sizes
     if levels and parallel.comm != "a2a+p2p":
-        yield f"{at}.hierarchical_context_parallel_sizes = {list(levels)} contradicts parallel.comm = {parallel.comm!r}"
+        yield (
+            f"{path}.hierarchical_context_parallel_sizes = {list(levels)} contradicts parallel.comm = {parallel.comm!r}"
+        )
     if levels and (len(levels) != 2 or math.prod(levels) != size):
         yield (
-            f"{at}.hierarchical_context_parallel_sizes = {list(levels)}: must be two sizes, a2a's and p2p's, whose "
-            f"product is {at}.context_parallel_size = {size}"
+            f"{path}.hierarchical_context_parallel_sizes must be the sizes of a2a and p2p, whose product is "
+            f"{path}.context_parallel_size = {size}, got {list(levels)}"
         )
     if parallel.comm == "a2a+p2p" and size > 1 and not levels:
-        yield f"parallel.comm = 'a2a+p2p' needs {at}.hierarchical_context_parallel_sizes"
+        yield f"parallel.comm = 'a2a+p2p' needs {path}.hierarchical_context_parallel_sizes"
     exchanging = {"a2a": size, "a2a+p2p": levels[0] if levels else 1}.get(parallel.comm, 1)
-    heads, kv_heads = (n // parallel.tensor_parallel_size for n in (config.model.num_heads, config.model.num_kv_heads))
-    if heads % exchanging or (kv_heads % exchanging and exchanging % kv_heads):
+    yield from _all_to_all_problems(config, exchanging, path)
+
+
+def _all_to_all_problems(config: TrainingConfig, ranks: int, path: str) -> Iterator[str]:
+    """ranks: the ranks that exchange heads."""
+    model, tensor = config.model, config.parallel.tensor_parallel_size
+    heads, kv_heads = model.num_heads // tensor, model.num_kv_heads // tensor
+    exchange = f"parallel.comm = {config.parallel.comm!r} exchanges heads between {ranks} ranks in {path}"
+    if heads % ranks:
         yield (
-            f"parallel.comm = {parallel.comm!r} exchanges heads between {exchanging} ranks in {at}: model.num_heads = "
-            f"{config.model.num_heads} / parallel.tensor_parallel_size must be a multiple of them, and "
-            f"model.num_kv_heads = {config.model.num_kv_heads} / parallel.tensor_parallel_size a multiple or a divisor"
+            f"{exchange}: model.num_heads / parallel.tensor_parallel_size must be a multiple of {ranks}, got {heads}"
+        )
+    if kv_heads % ranks and ranks % kv_heads:
+        yield (
+            f"{exchange}: model.num_kv_heads / parallel.tensor_parallel_size must be a multiple or a divisor of "
+            f"{ranks}, got {kv_heads}"
         )
 
 
-def _row_problems(config: TrainingConfig, stage: StageConfig, at: str) -> Iterator[str]:
+def _row_problems(config: TrainingConfig, stage: StageConfig, path: str) -> Iterator[str]:
     parallel = config.parallel
     multiple = config.row_multiple(stage)
     if stage.context_length % multiple:
         split = f" and parallel.tensor_parallel_size = {parallel.tensor_parallel_size}"
         yield (
-            f"{at}.context_length = {stage.context_length} must be a multiple of {multiple}, "
-            f"for {at}.context_parallel_size = {stage.context_parallel_size} and parallel.layout = {parallel.layout!r}"
-            f"{split if parallel.sequence_parallel else ''}"
+            f"{path}.context_length must be a multiple of {multiple}, with {path}.context_parallel_size = "
+            f"{stage.context_parallel_size} and parallel.layout = {parallel.layout!r}"
+            f"{split if parallel.sequence_parallel else ''}, got {stage.context_length}"
         )
     needed, padded = config.needed_pad_multiple(stage), config.pad_multiple(stage)
     if padded % needed or stage.context_length % padded:
         yield (
-            f"{at}.pad_multiple = {padded} must be a multiple of {needed}, which the stage's ranks need, and divide "
-            f"{at}.context_length = {stage.context_length}"
+            f"{path}.pad_multiple must be a multiple of {needed}, which the stage's ranks need, and divide "
+            f"{path}.context_length = {stage.context_length}, got {padded}"
         )
     for model in config.compare:
         groups = config.data_parallel_size(model, stage)
-        per_group = stage.rows_per_step // groups
+        rows_per_group = stage.rows_per_step // groups
         if stage.rows_per_step % groups:
             yield (
-                f"{at}.rows_per_step = {stage.rows_per_step} must be a multiple of {groups}, the "
-                f"data-parallel size of {model}"
+                f"{path}.rows_per_step must be a multiple of {groups}, the data-parallel size of {model}, "
+                f"got {stage.rows_per_step}"
             )
-        if stage.rows_per_micro_batch is not None and per_group % stage.rows_per_micro_batch:
+        if stage.rows_per_micro_batch is not None and rows_per_group % stage.rows_per_micro_batch:
             yield (
-                f"{at}.rows_per_micro_batch = {stage.rows_per_micro_batch} must divide {per_group}, "
-                f"the rows of one data-parallel group of {model} ({at}.rows_per_step / {groups})"
+                f"{path}.rows_per_micro_batch must divide {rows_per_group}, the rows of one data-parallel group of "
+                f"{model} ({path}.rows_per_step / {groups}), got {stage.rows_per_micro_batch}"
             )
-    yield from config.data.stage_problems(config, stage, at)
+    yield from config.data.stage_problems(config, stage, path)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from megatron_sb.training.config.types import CountFromZero, Fraction, PositiveInt
+from megatron_sb.training.config.types import Fraction, NonNegativeInt, PositiveInt, Section, section
 
 if TYPE_CHECKING:
     from megatron_sb.training.config.schema import EvaluationConfig, StageConfig, TrainingConfig
@@ -17,8 +16,8 @@ TEXT_OF_PYTHON = (STANDARD_LIBRARY, SITE_PACKAGES)  # names that data.paths acce
 BYTE_VOCAB_SIZE = 257  # 256 bytes and the end-of-document token
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DataConfig:
+@section
+class DataConfig(Section):
     """Base class of the `data` section. A task declares its fields in a subclass, which `megatron_sb._tasks` lists.
 
     Every subclass also has the attributes `vocab_size` (int, before padding) and `end_of_document` (a token, or None).
@@ -45,7 +44,7 @@ class DataConfig:
         return min(multiple, evaluation.longest or multiple)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@section
 class DocumentDataConfig(DataConfig):
     """Fields of both kinds that read documents."""
 
@@ -65,12 +64,12 @@ class DocumentDataConfig(DataConfig):
         longest = self.longest_evaluated(config.evaluation, stage)
         if config.evaluation.target_tokens > longest:
             yield (
-                f"evaluation.target_tokens = {config.evaluation.target_tokens} exceeds the longest "
-                f"evaluated context of {path}, {longest} tokens"
+                f"evaluation.target_tokens must be at most the longest evaluated context of {path}, {longest} tokens, "
+                f"got {config.evaluation.target_tokens}"
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@section
 class TextDataConfig(DocumentDataConfig):
     """Files, read as bytes."""
 
@@ -90,13 +89,13 @@ class TextDataConfig(DocumentDataConfig):
         return BYTE_VOCAB_SIZE - 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@section
 class IndexedDataConfig(DocumentDataConfig):
     """Megatron's IndexedDataset: tokens in .bin/.idx pairs."""
 
     kind: Literal["indexed"] = "indexed"
     vocab_size: PositiveInt
-    end_of_document: CountFromZero
+    end_of_document: NonNegativeInt
 
     def problems(self, config: TrainingConfig) -> Iterator[str]:
         """See `DataConfig.problems`."""
@@ -108,4 +107,7 @@ class IndexedDataConfig(DocumentDataConfig):
                     ".bin/.idx pairs"
                 )
         if self.end_of_document >= self.vocab_size:
-            yield f"data.end_of_document = {self.end_of_document} must be less than data.vocab_size = {self.vocab_size}"
+            yield (
+                f"data.end_of_document must be less than data.vocab_size = {self.vocab_size}, "
+                f"got {self.end_of_document}"
+            )

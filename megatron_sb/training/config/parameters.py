@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron_sb.training.config.schema import AttentionConfig, ModelConfig, StickBreakingConfig
+from megatron_sb.training.config.schema import AttentionConfig, ModelConfig, StickBreakingAttentionConfig
 
 FIRE_HIDDEN_SIZE = 32  # the width of FIRE's network in megatron_sb.baselines.softmax
 
@@ -36,7 +36,7 @@ def count_parameters(model: ModelConfig, attention: AttentionConfig, vocab_size:
 
 def _own_parameters(model: ModelConfig, attention: AttentionConfig) -> int:
     """Those of a layer's attention beside its projections."""
-    if isinstance(attention, StickBreakingConfig):
+    if isinstance(attention, StickBreakingAttentionConfig):
         vector = model.num_heads * model.head_dim
         gates = (model.hidden_size + 1) * model.num_kv_heads  # a projection with a bias
         norm = 2 * vector  # weight and bias

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
 
 from megatron_sb.training.config.data import DataConfig, TextDataConfig
+from megatron_sb.training.config.tasks import read_data_section
 from megatron_sb.training.config.types import (
     BelowOne,
-    CountFromZero,
+    Bool,
     Name,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Seconds,
+    Section,
     Seed,
+    section,
 )
 
 RotaryKind = Literal["none", "linear", "ntk"]  # how positions beyond the trained context are scaled
 
 
-@dataclasses.dataclass(frozen=True)
-class MoEConfig:
+@section
+class MoEConfig(Section):
     """A mixture of experts in place of every layer's MLP; each expert has the MLP's ffn_hidden_size."""
 
     num_experts: PositiveInt
@@ -30,11 +36,11 @@ class MoEConfig:
     load_balancing: Literal["none", "aux_loss"] = "aux_loss"
     aux_loss_coefficient: NonNegativeFloat = 0.01
     z_loss_coefficient: NonNegativeFloat = 0.0
-    grouped_gemm: bool = False
+    grouped_gemm: Bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
+@section
+class ModelConfig(Section):
     """Sizes shared by all models that are compared: RMSNorm, gated MLPs (SwiGLU), no biases.
 
     head_dim, where it is not given, becomes hidden_size / num_heads (and stays None where that is no integer).
@@ -47,7 +53,7 @@ class ModelConfig:
     ffn_hidden_size: PositiveInt
     head_dim: PositiveInt | None = None
     moe: MoEConfig | None = None
-    tie_word_embeddings: bool = False
+    tie_word_embeddings: Bool = False
     make_vocab_size_divisible_by: PositiveInt = 1
     num_parameters: PositiveInt | None = None
     init_std: PositiveFloat = 0.02
@@ -64,22 +70,22 @@ class ModelConfig:
         return -(-vocab_size // multiple) * multiple
 
 
-@dataclasses.dataclass(frozen=True)
-class StickBreakingConfig:
+@section
+class StickBreakingAttentionConfig(Section):
     """Stick-breaking attention and its options."""
 
     kind: Literal["stick_breaking"] = "stick_breaking"
-    attend_current: bool = False
+    attend_current: Bool = False
     mass_threshold: BelowOne = 2**-24
-    remainder_bias: bool = False
-    head_norm: bool = False
+    remainder_bias: Bool = False
+    head_norm: Bool = False
     logits: Literal["dot", "euclidean"] = "dot"
-    forget_gate: bool = False
+    forget_gate: Bool = False
     forget_gate_loss: NonNegativeFloat = 0.0
 
 
-@dataclasses.dataclass(frozen=True)
-class SoftmaxConfig:
+@section
+class SoftmaxAttentionConfig(Section):
     """Softmax attention, with a choice of positions."""
 
     kind: Literal["softmax"] = "softmax"
@@ -90,15 +96,27 @@ class SoftmaxConfig:
     evaluated_scalings: tuple[RotaryKind, ...] = ("none",)
 
 
-AttentionConfig = StickBreakingConfig | SoftmaxConfig
+AttentionConfig = StickBreakingAttentionConfig | SoftmaxAttentionConfig
 
 
-def _known_attention() -> dict[str, AttentionConfig]:
-    return {"stick_breaking": StickBreakingConfig(), "softmax_rope": SoftmaxConfig()}
+def _predefined_attention() -> dict[str, AttentionConfig]:
+    return {"stick_breaking": StickBreakingAttentionConfig(), "softmax_rope": SoftmaxAttentionConfig()}
 
 
-@dataclasses.dataclass(frozen=True)
-class ParallelConfig:
+def _with_predefined(value: Any) -> Any:
+    """Add the predefined entries. An entry with a predefined name has that name's kind unless it gives another."""
+    if not isinstance(value, dict):
+        return value
+    entries: dict = _predefined_attention()
+    for name, fields in value.items():
+        if isinstance(fields, dict) and name in entries:
+            fields = {"kind": entries[name].kind, **fields}
+        entries[name] = fields
+    return entries
+
+
+@section
+class ParallelConfig(Section):
     """Processes, devices, and how a model and a sequence are spread over them."""
 
     ranks: PositiveInt = 1
@@ -106,15 +124,15 @@ class ParallelConfig:
     threads_per_rank: PositiveInt | None = None
     timeout_seconds: Seconds = 300.0
     tensor_parallel_size: PositiveInt = 1
-    sequence_parallel: bool = False
+    sequence_parallel: Bool = False
     expert_parallel_size: PositiveInt = 1
     comm: Literal["auto", "p2p", "all_gather", "a2a", "a2a+p2p"] = "auto"
     layout: Literal["zigzag", "contiguous"] = "zigzag"
     packing: Literal["per_document", "whole_stream"] = "per_document"
 
 
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
+@section
+class OptimizerConfig(Section):
     """AdamW with gradient clipping."""
 
     beta1: BelowOne = 0.9
@@ -124,8 +142,8 @@ class OptimizerConfig:
     clip_grad: PositiveFloat = 1.0
 
 
-@dataclasses.dataclass(frozen=True)
-class StageConfig:
+@section
+class StageConfig(Section):
     """One stage of training: a context length, a number of steps, a learning-rate schedule."""
 
     name: Name
@@ -134,7 +152,7 @@ class StageConfig:
     rows_per_step: PositiveInt
     learning_rate: PositiveFloat
     rows_per_micro_batch: PositiveInt | None = None
-    warmup_steps: CountFromZero = 0
+    warmup_steps: NonNegativeInt = 0
     warmup_start_rate: NonNegativeFloat = 0.0
     schedule: Literal["constant", "power", "exponential"] = "constant"
     power_coefficient: PositiveFloat | None = None
@@ -143,8 +161,8 @@ class StageConfig:
     hierarchical_context_parallel_sizes: tuple[PositiveInt, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class EvaluationConfig:
+@section
+class EvaluationConfig(Section):
     """The negative log-likelihood of the same target tokens, seen with ever longer contexts."""
 
     windows: PositiveInt = 16
@@ -153,25 +171,25 @@ class EvaluationConfig:
     longest: PositiveInt | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
+@section
+class CheckpointConfig(Section):
     """How often to save inside a stage (its end is always saved) and how many to keep."""
 
     interval: PositiveInt = 100
     keep: PositiveInt = 2
 
 
-@dataclasses.dataclass(frozen=True)
-class ReportConfig:
+@section
+class ReportConfig(Section):
     """What is written besides the checkpoints."""
 
     interval: PositiveInt = 1
-    attention_interval: CountFromZero = 10
-    tensorboard: bool = True
+    attention_interval: NonNegativeInt = 10
+    tensorboard: Bool = True
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainingConfig:
+@section
+class TrainingConfig(Section):
     """A whole job."""
 
     name: Name
@@ -180,13 +198,15 @@ class TrainingConfig:
     seed: Seed = 0
     compare: tuple[Name, ...] = ("stick_breaking", "softmax_rope")
     initial_checkpoint: str | None = None
-    data: DataConfig = dataclasses.field(default_factory=TextDataConfig)
-    attention: dict[Name, AttentionConfig] = dataclasses.field(default_factory=_known_attention)
-    parallel: ParallelConfig = ParallelConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    report: ReportConfig = ReportConfig()
+    data: Annotated[DataConfig, BeforeValidator(read_data_section)] = dataclasses.field(default_factory=TextDataConfig)
+    attention: Annotated[
+        dict[Name, Annotated[AttentionConfig, Field(discriminator="kind")]], BeforeValidator(_with_predefined)
+    ] = dataclasses.field(default_factory=_predefined_attention)
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    report: ReportConfig = dataclasses.field(default_factory=ReportConfig)
 
     @property
     def vocab_size(self) -> int:
@@ -195,7 +215,7 @@ class TrainingConfig:
 
     def breaks_sticks(self, model: str) -> bool:
         """Whether a model of `compare` has stick-breaking attention."""
-        return isinstance(self.attention[model], StickBreakingConfig)
+        return isinstance(self.attention[model], StickBreakingAttentionConfig)
 
     def context_parallel_size(self, model: str, stage: StageConfig) -> int:
         """Ranks that share one sequence: softmax runs without context parallelism."""
@@ -226,7 +246,7 @@ class TrainingConfig:
     def evaluated_scalings(self, model: str) -> tuple[str, ...]:
         """With which scalings of positions a model is evaluated: stick-breaking has no positions to scale."""
         attention = self.attention[model]
-        return attention.evaluated_scalings if isinstance(attention, SoftmaxConfig) else ("none",)
+        return attention.evaluated_scalings if isinstance(attention, SoftmaxAttentionConfig) else ("none",)
 
     def longest_evaluated(self, stage: StageConfig) -> int:
         """Return the longest context, in tokens, that a model is evaluated with after `stage`."""

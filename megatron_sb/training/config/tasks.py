@@ -5,9 +5,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from megatron_sb._tasks import TASKS, find_tasks, import_object
 from megatron_sb.training.config.data import DataConfig
 from megatron_sb.training.config.types import ConfigError
+
+
+def read_data_section(section: Any) -> Any:
+    """Construct the class that `choose_data_class` returns. Leave what is no mapping of fields to pydantic."""
+    if not isinstance(section, dict):
+        return section
+    cls, fields = choose_data_class(section)
+    return TypeAdapter(cls).validate_python(fields)
 
 
 def choose_data_class(section: dict) -> tuple[type[DataConfig], dict]:

@@ -16,9 +16,9 @@ from megatron_sb.megatron.stand_ins import install_stand_ins
 from megatron_sb.training.config import (
     ModelConfig,
     ParallelConfig,
-    SoftmaxConfig,
+    SoftmaxAttentionConfig,
     StageConfig,
-    StickBreakingConfig,
+    StickBreakingAttentionConfig,
     TrainingConfig,
 )
 from megatron_sb.training.engine.softmax_attention import SoftmaxCoreAttention
@@ -49,7 +49,7 @@ def build_model(
     if moe:
         versions.replace_experts(spec, _with_weights_by_index)
     attention = config.attention[model]
-    if isinstance(attention, StickBreakingConfig):
+    if isinstance(attention, StickBreakingAttentionConfig):
         spec = _stick_breaking_spec(spec, attention, config.parallel)
     else:
         core_attention = ModuleSpec(module=SoftmaxCoreAttention, params=_softmax_fields(attention))
@@ -64,12 +64,14 @@ def build_model(
     )
 
 
-def _stick_breaking_spec(spec: ModuleSpec, attention: StickBreakingConfig, parallel: ParallelConfig) -> ModuleSpec:
+def _stick_breaking_spec(
+    spec: ModuleSpec, attention: StickBreakingAttentionConfig, parallel: ParallelConfig
+) -> ModuleSpec:
     fields = {name: value for name, value in dataclasses.asdict(attention).items() if name != "kind"}
     return with_stickbreaking(spec, **fields, cp_layout=parallel.layout, packing=parallel.packing)
 
 
-def _softmax_fields(attention: SoftmaxConfig) -> dict:
+def _softmax_fields(attention: SoftmaxAttentionConfig) -> dict:
     names = ("position", "window", "stable_mask_gamma", "rotary_base")
     return {name: getattr(attention, name) for name in names}
 

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_sb import cli
 from megatron_sb.experiments import sweep
-from megatron_sb.training.config import StickBreakingConfig, load_config
+from megatron_sb.training.config import StickBreakingAttentionConfig, load_config
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 TINY = ["model.num_layers=1", "model.hidden_size=16", "model.ffn_hidden_size=32", "stages.0.context_length=16"]
@@ -19,14 +19,14 @@ TINY += ["evaluation.windows=2"]
 def test_the_forms_compare_every_kind_of_attention(form):
     config = load_config(CONFIGS / f"{form}.yaml")
     kinds = [config.attention[model] for model in config.compare]
-    sticks = {a for a in kinds if isinstance(a, StickBreakingConfig)}
-    softmax = [a for a in kinds if not isinstance(a, StickBreakingConfig)]
+    sticks = {a for a in kinds if isinstance(a, StickBreakingAttentionConfig)}
+    softmax = [a for a in kinds if not isinstance(a, StickBreakingAttentionConfig)]
     assert sticks == {
-        StickBreakingConfig(),
-        StickBreakingConfig(remainder_bias=True, head_norm=True),
-        StickBreakingConfig(attend_current=True),
-        StickBreakingConfig(forget_gate=True, forget_gate_loss=0.01),
-        StickBreakingConfig(logits="euclidean"),
+        StickBreakingAttentionConfig(),
+        StickBreakingAttentionConfig(remainder_bias=True, head_norm=True),
+        StickBreakingAttentionConfig(attend_current=True),
+        StickBreakingAttentionConfig(forget_gate=True, forget_gate_loss=0.01),
+        StickBreakingAttentionConfig(logits="euclidean"),
     }
     assert {a.position for a in softmax} == {"none", "rope", "alibi", "fire"}
     assert any(a.window for a in softmax) and any(a.stable_mask_gamma for a in softmax)

@@ -124,16 +124,16 @@ def test_accuracy_is_of_answers():
 
 
 REFUSALS = {
-    "data.num_pairs=null": r"data\.num_pairs = None: must be an integer",
-    "data.num_keys=7": r"data\.num_pairs = 8 exceeds data\.num_keys = 7",
+    "data.num_pairs=null": r"data\.num_pairs must be an integer, got None",
+    "data.num_keys=7": r"data\.num_pairs must be at most data\.num_keys = 7, got 8",
     "data.vocab_size=99": r"data\.vocab_size = 99 contradicts data\.kind = 'recall'",
     "data.paths=[a]": r"data\.paths = \['a'\] contradicts data\.kind = 'recall'",
     "data.validation_fraction=0.2": r"data\.validation_fraction = 0\.2 contradicts data\.kind = 'recall': it is",
     "evaluation.length_factor=1": r"evaluation\.length_factor = 1 contradicts .* as long as the stage's",
     "data.kind=text": r"data\.num_pairs = 8 contradicts data\.kind = 'text': it is a field of 'recall'",
-    "data.fewest_pairs=9": r"data\.fewest_pairs = 9 exceeds data\.num_pairs = 8",
-    "stages.0.context_length=16": r"context_length = 16 must be even and more than 2 \* data\.num_pairs = 16",
-    "stages.0.context_length=63": r"context_length = 63 must be even",
+    "data.fewest_pairs=9": r"data\.fewest_pairs must be at most data\.num_pairs = 8, got 9",
+    "stages.0.context_length=16": r"context_length must be even and more than 2 \* data\.num_pairs = 16.*, got 16",
+    "stages.0.context_length=63": r"context_length must be even.*, got 63",
     "attention.softmax_rope={evaluated_scalings: [ntk]}": r"\['ntk'\] contradicts data\.kind = 'recall'",
 }
 

@@ -139,8 +139,8 @@ def test_the_command(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("head_dims=[9]", "from 2 to 8"),
-        ("num_keys=[8]", "at least 16"),
+        ("head_dims=[9]", "head_dims.0 must be less than or equal to 8, got 9"),
+        ("num_keys=[8]", "num_keys.0 must be greater than or equal to 16, got 8"),
         ("head_dims=[]", "head_dims = []: at least one is needed"),
         ("num_keys=[]", "num_keys = []: at least one is needed"),
         ("key_means=[]", "key_means = []: at least one is needed"),

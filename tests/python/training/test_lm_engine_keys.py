@@ -112,7 +112,7 @@ REFUSED = [
         [{**MIXER, "sequence_mixer_type": "mamba2"}] * 2,
         f"{AT}.sequence_mixer_blocks.0.sequence_mixer_type is 'mamba2': must be 'stickbreaking_attention'",
     ),
-    ("hidden_size", "wide", "model.hidden_size = 'wide': must be an integer"),
+    ("hidden_size", "wide", "model.hidden_size must be an integer, got 'wide'"),
 ]
 
 

@@ -1,0 +1,58 @@
+"""Messages for the errors that pydantic finds: field, what it must be, value."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import ValidationError
+
+# Types of pydantic's errors -> what the field must be, where pydantic's own words do not fit YAML.
+EXPECTED = {
+    "bool_type": "true or false",
+    "dataclass_type": "a mapping of fields",
+    "dict_type": "a mapping of names",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "int_type": "an integer",
+    "model_attributes_type": "a mapping of fields",
+    "string_type": "a string",
+    "tuple_type": "a list",
+}
+
+
+def describe(error: ValidationError) -> Iterator[str]:
+    """Yield one line for each wrong field."""
+    for details in error.errors(include_url=False):
+        yield from _describe(details)
+
+
+def _describe(details: dict[str, Any]) -> Iterator[str]:
+    kind, value, context = details["type"], details["input"], details.get("ctx", {})
+    location = [str(name) for name in details["loc"]]
+    if location[:1] == ["attention"] and len(location) > 2 and location[2] != "[key]":
+        del location[2]  # pydantic's tag of the union
+    key = location[-1:] == ["[key]"]
+    path = ".".join(location[:-1] if key else location)
+    if kind == "value_error":
+        yield str(context["error"])
+    elif kind == "unknown_fields":
+        for name, unknown in context["unknown"].items():
+            yield _unknown_field(f"{path}.{name}" if path else str(name), unknown, context["known"])
+    elif kind == "missing":
+        yield f"{path} is required"
+    elif kind == "union_tag_not_found":
+        yield f"{path}.kind is required"
+    elif kind == "union_tag_invalid":
+        yield f"{path}.kind must be one of {context['expected_tags']}, got {context['tag']!r}"
+    else:
+        expected = EXPECTED.get(kind) or details["msg"].removeprefix("Input should be ")
+        where = f"the name {path}" if key else path or "the configuration"
+        yield f"{where} must be {expected}, got {value!r}"
+
+
+def _unknown_field(path: str, value: Any, known: list[str]) -> str:
+    close = difflib.get_close_matches(path.rpartition(".")[2], known, n=1)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    return f"unknown field {path}, got {value!r}. {hint}Known fields: {', '.join(known)}"
