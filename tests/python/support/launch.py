@@ -1,4 +1,4 @@
-"""Ranks of torch.distributed in processes of their own."""
+"""Ranks of torch.distributed, each in a process of its own."""
 
 import json
 import multiprocessing
@@ -6,55 +6,110 @@ import os
 import re
 import subprocess
 import sys
+import time
+from datetime import timedelta
+from multiprocessing import connection
 from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
+from support.fork_server import PythonProcess, python_processes
 
 _WORKERS = Path(__file__).parents[1] / "workers"
 SEVERAL_MACHINES = Path(__file__).parent / "several_machines.sh"
 
 
-def run_ranks(num_ranks: int, arguments: list, seconds: int, folder: Path | None = None, **environment: str) -> str:
-    """Run `arguments` under torchrun to the end: what it printed. Fails with its last words before torchrun's own."""
+def run_ranks(num_ranks: int, arguments: list, seconds: float, folder: Path | None = None) -> str:
+    """Run `python ARGUMENTS` as ranks on CPUs, with the environment that torchrun gives them.
+
+    Returns:
+        What the ranks printed, rank 0 first.
+
+    Raises:
+        AssertionError: with the output of the failed ranks, if one fails or they take longer than `seconds`. All ranks
+            are killed.
+    """
+    # The store of torchrun's agent: the ranks connect to it, so that no free port has to be guessed.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+    }
+    jobs = [
+        {"arguments": arguments, "folder": folder, "environment": common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}}
+        for rank in range(num_ranks)
+    ]
+    with python_processes(jobs) as ranks:
+        _wait_for_all(ranks, time.monotonic() + seconds)
+        failed = {rank: process for rank, process in enumerate(ranks) if process.returncode != 0}
+        assert not failed, f"{arguments[0]} failed:\n" + "\n".join(
+            f"rank {rank} {'was still running' if process.returncode is None else f'ended with {process.returncode}'}:"
+            f"\n{process.stdout[-2000:]}\n{process.stderr[-8000:]}"
+            for rank, process in failed.items()
+        )
+        return "".join(process.stdout for process in ranks)
+
+
+def _wait_for_all(ranks: list[PythonProcess], deadline: float) -> None:
+    """Wait until all ranks have ended, one has failed, or the deadline."""
+    running = list(ranks)
+    while running and time.monotonic() < deadline:
+        connection.wait([process.sentinel for process in running], deadline - time.monotonic())
+        if any(process.returncode for process in running):
+            return
+        running = [process for process in running if process.returncode is None]
+
+
+def run_torchrun(
+    num_ranks: int, arguments: list, seconds: float, folder: Path | None = None, **environment: str
+) -> str:
+    """Run `python ARGUMENTS` under torchrun and return its output, for GPUs and for Megatron's training loop.
+
+    Raises:
+        AssertionError: with the end of the ranks' output, if one fails.
+    """
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command = [*map(str, [*command, num_ranks, *arguments])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds)
-    words = done.stderr.partition("torch.distributed.elastic.multiprocessing")[0]
-    assert done.returncode == 0, f"{arguments[0]} failed:\n{done.stdout[-2000:]}\n{words[-8000:]}"
+    errors = done.stderr.partition("torch.distributed.elastic.multiprocessing")[0]
+    assert done.returncode == 0, f"{arguments[0]} failed:\n{done.stdout[-2000:]}\n{errors[-8000:]}"
     return done.stdout
 
 
-def run_worker(script: str, num_ranks: int, out: Path, *arguments: str, device: str = "cpu", seconds: int = 300):
-    """Run a worker, `script OUT ARGUMENTS..`, under torchrun and return the JSON that its first rank wrote."""
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    run_ranks(num_ranks, [_WORKERS / script, out, *arguments], seconds, **hidden)
+def run_worker(script: str, num_ranks: int, out: Path, *arguments: str, device: str = "cpu", seconds: float = 300):
+    """Run `workers/SCRIPT OUT ARGUMENTS..` on every rank and return the JSON that rank 0 wrote to OUT."""
+    run = run_ranks if device == "cpu" else run_torchrun
+    run(num_ranks, [_WORKERS / script, out, *arguments], seconds)
     return json.loads(out.read_text())
 
 
 def megatron_losses(script: Path, num_ranks: int, *flags: str, device: str) -> list[float]:
-    """The losses that Megatron logs for a training script under the launcher, started from the script's folder."""
+    """Run a Megatron training script under the launcher, from the script's folder, and return the losses it logs."""
     launcher = ["-m", "megatron_sb.megatron.launch"] if device == "cuda" else [_WORKERS / "megatron_on_cpu.py"]
-    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONSAFEPATH": ""}  # empty: a user's python has it not
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONSAFEPATH": ""}  # empty, as for users
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # Megatron builds with its python3
     environment |= {} if device == "cuda" else {"TORCHDYNAMO_DISABLE": "1"}
-    said = run_ranks(num_ranks, [*launcher, script, *flags], 300, script.parent, **environment)
-    return [float(loss) for loss in re.findall(r"lm loss: ([\d.E+-]+)", said)]
+    output = run_torchrun(num_ranks, [*launcher, script, *flags], 300, script.parent, **environment)
+    return [float(loss) for loss in re.findall(r"lm loss: ([\d.E+-]+)", output)]
 
 
 def end_worker(out: str, findings: dict) -> NoReturn:
-    """What each rank of a worker does last: the first one writes the findings."""
+    """End a worker's rank. Rank 0 writes the findings."""
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(findings))
     end_rank()
 
 
 def end_rank() -> NoReturn:
-    """End a rank that is done. Destructors may abort a process (gloo's threads do now and then), so without them."""
+    """End a rank that is done, without destructors: those of gloo's threads sometimes abort the process."""
     dist.barrier()
     dist.destroy_process_group()
-    for writer in multiprocessing.active_children():  # of checkpoints; os._exit would leave it running
+    for writer in multiprocessing.active_children():  # of a checkpoint; os._exit would leave it running
         writer.kill()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -62,11 +117,11 @@ def end_rank() -> NoReturn:
 
 
 def failed_checks(num_ranks: int, device: str, checks: tuple[str, ...], out: Path, seconds: int) -> dict:
-    """Run checks of workers/context_parallel_run.py: {check: {rank: traceback}}, as far as it came."""
+    """Run checks of workers/context_parallel_run.py and return {check: {rank: traceback}} of those it reached."""
     return run_worker("context_parallel_run.py", num_ranks, out, device, *checks, device=device, seconds=seconds)
 
 
 def assert_passed(check: str, found: dict) -> None:
-    """The check was reached and failed on no rank."""
-    assert check in found, f"not reached: a check before it failed: {list(found)[-1]}"
+    """Assert that the check was reached and passed on every rank."""
+    assert check in found, f"{check} was not reached, because {list(found)[-1]} failed"
     assert not found[check], "\n".join(f"rank {rank}:\n{text}" for rank, text in found[check].items())

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from support.launch import megatron_losses, run_ranks
+from support.launch import megatron_losses, run_ranks, run_torchrun
 
 MEGATRON_LM = os.environ.get("MEGATRON_LM")
 STEPS, ROWS, LENGTH, VOCAB_SIZE, RATE = 20, 4, 512, 128, 1e-3
@@ -66,7 +66,8 @@ def our_losses(folder: Path, device: str, ranks: int, steps: int = STEPS) -> lis
         text = text.replace(name, str(word))
     config.write_text(text)
     out = folder / "run"
-    run_ranks(ranks, ["-m", "megatron_sb.training", config, f"stages.0.steps={steps}", "--out", out], 300)
+    run = run_ranks if device == "cpu" else run_torchrun
+    run(ranks, ["-m", "megatron_sb.training", config, f"stages.0.steps={steps}", "--out", out], 300)
     return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -1,0 +1,148 @@
+"""Python processes that start with torch and Megatron-Core imported, in milliseconds instead of seconds.
+
+A pytest process starts one server when it first needs it. The server imports preload.py and forks a new process for
+every job. A job is therefore as isolated as under `python`: it has its own interpreter state, environment, process
+groups and Megatron globals, and it may hang, abort or be killed without any effect on other jobs.
+
+Differences from `python`: devices are CPUs, and environment variables that are read while torch or Megatron-Core is
+imported (OMP_NUM_THREADS, TORCHDYNAMO_DISABLE) have no effect. Use `subprocess` where a test depends on them.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import forkserver
+from pathlib import Path
+from unittest import mock
+
+TESTS = Path(__file__).parents[1]
+_context = multiprocessing.get_context("forkserver")
+
+
+class PythonProcess:
+    """A process that runs `python ARGUMENTS`, forked from the server. Its output goes to files.
+
+    Args:
+        arguments: "-m" and a module, or a script; then its arguments.
+        environment: variables to set or replace in those of this process.
+        folder: working directory; that of this process by default.
+    """
+
+    def __init__(
+        self, arguments: Sequence[object], environment: Mapping[str, str] | None = None, folder: Path | None = None
+    ) -> None:
+        self.arguments = [str(argument) for argument in arguments]
+        self._files = tempfile.TemporaryDirectory()
+        self._stdout, self._stderr = (Path(self._files.name) / name for name in ("stdout", "stderr"))
+        variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **(environment or {})}
+        _ensure_server()
+        self._process = _context.Process(
+            target=_run, args=(self.arguments, variables, str(folder or Path.cwd()), self._stdout, self._stderr)
+        )
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, -n if signal n ended the process, or None while it runs."""
+        return self._process.exitcode
+
+    @property
+    def stdout(self) -> str:
+        """What the process has printed so far."""
+        return self._stdout.read_text() if self._stdout.exists() else ""
+
+    @property
+    def stderr(self) -> str:
+        """What the process has printed to standard error so far."""
+        return self._stderr.read_text() if self._stderr.exists() else ""
+
+    @property
+    def sentinel(self) -> int:
+        """A file descriptor that becomes ready when the process ends, for `multiprocessing.connection.wait`."""
+        return self._process.sentinel
+
+    def wait(self, seconds: float) -> int:
+        """Return the exit status, or raise subprocess.TimeoutExpired."""
+        self._process.join(seconds)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self.arguments, seconds, self.stdout, self.stderr)
+        return self.returncode
+
+    def close(self) -> None:
+        """Kill the process, if it still runs, and the processes that it started. Delete its output."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+        self._files.cleanup()
+
+
+@contextlib.contextmanager
+def python_processes(jobs: Sequence[dict]) -> Iterator[list[PythonProcess]]:
+    """Start one `PythonProcess` for each dict of its arguments; kill those that are left at the end."""
+    processes: list[PythonProcess] = []
+    try:
+        for job in jobs:
+            processes.append(PythonProcess(**job))
+        yield processes
+    finally:
+        for process in processes:
+            process.close()
+
+
+def run_python(
+    arguments: Sequence[object],
+    *,
+    seconds: float,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess:
+    """Run `python ARGUMENTS` to its end, as subprocess.run does with captured text.
+
+    Raises:
+        subprocess.TimeoutExpired: after `seconds`. The process is killed.
+    """
+    with python_processes([{"arguments": arguments, "environment": environment, "folder": folder}]) as (process,):
+        process.wait(seconds)
+        return subprocess.CompletedProcess(process.arguments, process.returncode, process.stdout, process.stderr)
+
+
+def _ensure_server() -> None:
+    paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # its pool would be started by the import, and not survive a fork
+    }
+    _context.set_forkserver_preload(["support.preload"])
+    with mock.patch.dict(os.environ, variables):
+        forkserver.ensure_running()
+
+
+def _run(arguments: list[str], environment: dict[str, str], folder: str, stdout: Path, stderr: Path) -> None:
+    """Do what `python ARGUMENTS` does, in the forked process."""
+    os.setpgid(0, 0)
+    for stream, path in ((sys.stdout, stdout), (sys.stderr, stderr)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream.fileno())
+        stream.reconfigure(line_buffering=True)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    warnings.simplefilter("ignore")
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path.insert(0, folder)
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        runpy.run_path(arguments[0], run_name="__main__")
