@@ -1,10 +1,10 @@
 """Geometric attention against its formula written out, its order and padding, its memory, and what it refuses."""
 
 import math
-import re
 
 import pytest
 import torch
+from support.messages import mentions
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -445,104 +445,104 @@ def zeros(*shape, **options):
 
 
 BAD_CALLS = {
-    "q no tensor": ({"q": [1.0]}, TypeError, "q is list; a torch.Tensor is allowed"),
-    "right no tensor": ({"right": None}, TypeError, "right is NoneType; a torch.Tensor is allowed"),
+    "q no tensor": ({"q": [1.0]}, TypeError, "q list"),
+    "right no tensor": ({"right": None}, TypeError, "right NoneType"),
     "integers": (
         {"q": zeros(2, 6, 4, 8, dtype=torch.int64)},
         TypeError,
-        "q has dtype torch.int64; torch.bfloat16, torch.float16, torch.float32, torch.float64 are allowed",
+        "q torch.int64",
     ),
-    "integer left": ({"left": zeros(2, 6, 4, dtype=torch.int32)}, TypeError, "left has dtype torch.int32; torch.bf"),
+    "integer left": ({"left": zeros(2, 6, 4, dtype=torch.int32)}, TypeError, "left torch.int32"),
     "mixed dtypes": (
         {"k": zeros(2, 6, 4, 8, dtype=torch.bfloat16)},
         TypeError,
-        "k has dtype torch.bfloat16; that of q, torch.float32, is allowed",
+        "k torch.bfloat16",
     ),
-    "mixed dtype of v": ({"v": zeros(2, 6, 4, 8).double()}, TypeError, "v has dtype torch.float64; that of q,"),
+    "mixed dtype of v": ({"v": zeros(2, 6, 4, 8).double()}, TypeError, "v torch.float64"),
     "mixed devices": (
         {"left": zeros(2, 6, 4, device="meta")},
         ValueError,
-        "left is on meta; the device of q, cpu, is allowed",
+        "left meta",
     ),
     "rank of q": (
         {"q": zeros(6, 4, 8)},
         ValueError,
-        "q has shape (6, 4, 8); (b, s, h, d), d of 1 or more, is allowed",
+        "q (6, 4, 8)",
     ),
-    "no channels": ({"q": zeros(2, 6, 4, 0)}, ValueError, "q has shape (2, 6, 4, 0); (b, s, h, d), d of 1 or more"),
-    "keys": ({"k": zeros(2, 7, 4, 8)}, ValueError, "k has shape (2, 7, 4, 8); that of q, (2, 6, 4, 8), is allowed"),
-    "grouped heads": ({"k": zeros(2, 6, 2, 8)}, ValueError, "k has shape (2, 6, 2, 8); that of q, (2, 6, 4, 8), is"),
+    "no channels": ({"q": zeros(2, 6, 4, 0)}, ValueError, "q (2, 6, 4, 0)"),
+    "keys": ({"k": zeros(2, 7, 4, 8)}, ValueError, "k (2, 7, 4, 8)"),
+    "grouped heads": ({"k": zeros(2, 6, 2, 8)}, ValueError, "k (2, 6, 2, 8)"),
     "values": (
         {"v": zeros(2, 5, 4, 8)},
         ValueError,
-        "v has shape (2, 5, 4, 8); (b, s, h, d_v), (b, s, h) that of q, (2, 6, 4), is allowed",
+        "v (2, 5, 4, 8)",
     ),
-    "rank of v": ({"v": zeros(2, 6, 4)}, ValueError, "v has shape (2, 6, 4); (b, s, h, d_v), (b, s, h) that of q,"),
-    "left": ({"left": zeros(2, 6)}, ValueError, "left has shape (2, 6); (b, s, h) of q, (2, 6, 4), is allowed"),
-    "right": ({"right": zeros(2, 6, 4, 1)}, ValueError, "right has shape (2, 6, 4, 1); (b, s, h) of q, (2, 6, 4), is"),
-    "mask no tensor": ({"key_padding_mask": [6, 3]}, TypeError, "key_padding_mask is list; a torch.Tensor is allowed"),
+    "rank of v": ({"v": zeros(2, 6, 4)}, ValueError, "v (2, 6, 4)"),
+    "left": ({"left": zeros(2, 6)}, ValueError, "left (2, 6)"),
+    "right": ({"right": zeros(2, 6, 4, 1)}, ValueError, "right (2, 6, 4, 1)"),
+    "mask no tensor": ({"key_padding_mask": [6, 3]}, TypeError, "key_padding_mask list"),
     "lengths": (
         {"key_padding_mask": torch.tensor([6, 3])},
         TypeError,
-        "key_padding_mask has dtype torch.int64; torch.bool is allowed",
+        "key_padding_mask torch.int64",
     ),
     "shape of mask": (
         {"key_padding_mask": zeros(6, 2, dtype=torch.bool)},
         ValueError,
-        "key_padding_mask has shape (6, 2); (b, s), (2, 6), is allowed",
+        "key_padding_mask (6, 2)",
     ),
     "device of mask": (
         {"key_padding_mask": zeros(2, 6, dtype=torch.bool, device="meta")},
         ValueError,
-        "key_padding_mask is on meta; cpu, where the sequences are, is allowed",
+        "key_padding_mask meta",
     ),
-    "scale nan": ({"scale": float("nan")}, ValueError, "scale is nan; a finite number is allowed"),
-    "scale no number": ({"scale": "1"}, TypeError, "scale is str; a finite number is allowed"),
+    "scale nan": ({"scale": float("nan")}, ValueError, "scale nan"),
+    "scale no number": ({"scale": "1"}, TypeError, "scale str"),
 }
 
 
 @pytest.mark.parametrize(("changes", "kind", "sentence"), BAD_CALLS.values(), ids=BAD_CALLS)
 def test_refused_calls(changes, kind, sentence):
     good = {name: zeros(2, 6, 4, 8) for name in "qkv"} | {name: zeros(2, 6, 4) for name in ("left", "right")}
-    with pytest.raises(kind, match=re.escape(sentence)):
+    with pytest.raises(kind, match=mentions(sentence)):
         geometric_attention(**good | changes)
 
 
 BAD_SIZES = {
-    "no width": ((0, 4), "hidden_size is 0; an int of 1 or more is allowed"),
-    "heads no int": ((64, 4.0), "num_heads is 4.0; an int of 1 or more is allowed"),
-    "head_dim a bool": ((64, 4, True), "head_dim is True; an int of 1 or more is allowed"),
-    "heads that do not divide": ((66, 4), "hidden_size is 66; without head_dim a multiple of num_heads, 4, is allowed"),
+    "no width": ((0, 4), "hidden_size 0"),
+    "heads no int": ((64, 4.0), "num_heads 4.0"),
+    "head_dim a bool": ((64, 4, True), "head_dim True"),
+    "heads that do not divide": ((66, 4), "hidden_size 66"),
 }
 
 
 @pytest.mark.parametrize(("sizes", "sentence"), BAD_SIZES.values(), ids=BAD_SIZES)
 def test_refused_sizes(sizes, sentence):
-    with pytest.raises(ValueError, match=re.escape(sentence)):
+    with pytest.raises(ValueError, match=mentions(sentence)):
         GeometricAttention(*sizes)
 
 
 BAD_MODULE_CALLS = {
-    "x no tensor": ([1.0], {}, TypeError, "x is list; a torch.Tensor is allowed"),
+    "x no tensor": ([1.0], {}, TypeError, "x list"),
     "rank of x": (
         zeros(6, 12),
         {},
         ValueError,
-        "x has shape (6, 12); (b, s, hidden_size), hidden_size 12, is allowed",
+        "x (6, 12)",
     ),
-    "width of x": (zeros(1, 6, 8), {}, ValueError, "x has shape (1, 6, 8); (b, s, hidden_size), hidden_size 12, is"),
+    "width of x": (zeros(1, 6, 8), {}, ValueError, "x (1, 6, 8)"),
     "mask": (
         zeros(1, 6, 12),
         {"key_padding_mask": zeros(1, 5, dtype=torch.bool)},
         ValueError,
-        "key_padding_mask has shape (1, 5); (b, s), (1, 6), is allowed",
+        "key_padding_mask (1, 5)",
     ),
 }
 
 
 @pytest.mark.parametrize(("x", "options", "kind", "sentence"), BAD_MODULE_CALLS.values(), ids=BAD_MODULE_CALLS)
 def test_refused_module_calls(x, options, kind, sentence):
-    with pytest.raises(kind, match=re.escape(sentence)):
+    with pytest.raises(kind, match=mentions(sentence)):
         make_module()(x, **options)
 
 

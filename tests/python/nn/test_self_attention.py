@@ -1,10 +1,9 @@
 """StickBreakingSelfAttention: its answers against float64, its parameters, what it refuses, sequences over ranks."""
 
-import re
-
 import pytest
 import torch
 from support.launch import run_worker
+from support.messages import mentions
 
 import megatron_sb as sb
 from megatron_sb import reference
@@ -141,20 +140,20 @@ def test_start():
 
 
 BAD_SIZES = {
-    "no width": ((0, 4), {}, "hidden_size is 0; an int of 1 or more is allowed"),
-    "heads no int": ((64, 4.0), {}, "num_heads is 4.0; an int of 1 or more is allowed"),
-    "negative KV heads": ((64, 4, -2), {}, "num_kv_heads is -2; an int of 1 or more is allowed"),
-    "head_dim a bool": ((64, 4), {"head_dim": True}, "head_dim is True; an int of 1 or more is allowed"),
-    "KV heads that do not divide": ((64, 4, 3), {}, "num_kv_heads is 3; a divisor of num_heads, 4, is allowed"),
-    "heads that do not divide": ((66, 4), {}, "hidden_size is 66; without head_dim a multiple of num_heads, 4, is"),
-    "odd head_dim": ((48, 4), {}, "hidden_size / num_heads is 12; a multiple of 8 up to 256 is allowed"),
-    "large head_dim": ((64, 4), {"head_dim": 264}, "head_dim is 264; a multiple of 8 up to 256 is allowed"),
+    "no width": ((0, 4), {}, "hidden_size 0"),
+    "heads no int": ((64, 4.0), {}, "num_heads 4.0"),
+    "negative KV heads": ((64, 4, -2), {}, "num_kv_heads -2"),
+    "head_dim a bool": ((64, 4), {"head_dim": True}, "head_dim True"),
+    "KV heads that do not divide": ((64, 4, 3), {}, "num_kv_heads 3"),
+    "heads that do not divide": ((66, 4), {}, "hidden_size 66"),
+    "odd head_dim": ((48, 4), {}, "hidden_size num_heads 12"),
+    "large head_dim": ((64, 4), {"head_dim": 264}, "head_dim 264"),
 }
 
 
 @pytest.mark.parametrize(("sizes", "options", "sentence"), BAD_SIZES.values(), ids=BAD_SIZES)
 def test_refused_sizes(sizes, options, sentence):
-    with pytest.raises(ValueError, match=re.escape(sentence)):
+    with pytest.raises(ValueError, match=mentions(sentence)):
         sb.StickBreakingSelfAttention(*sizes, **options)
 
 
@@ -162,52 +161,52 @@ BAD_OPTIONS = {
     "scale that should learn": (
         {"scale": torch.nn.Parameter(torch.ones(()))},
         TypeError,
-        "scale is Parameter; a finite",
+        "scale Parameter",
     ),
-    "scale": ({"scale": float("inf")}, ValueError, "scale is inf; a finite number is allowed"),
-    "eps": ({"norm_eps": None}, TypeError, "norm_eps is NoneType; a finite number is allowed"),
-    "loss": ({"forget_gate_loss": float("nan")}, ValueError, "forget_gate_loss is nan; a finite number is allowed"),
-    "flag": ({"attend_current": None}, TypeError, "attend_current is NoneType; True or False is allowed"),
+    "scale": ({"scale": float("inf")}, ValueError, "scale inf"),
+    "eps": ({"norm_eps": None}, TypeError, "norm_eps NoneType"),
+    "loss": ({"forget_gate_loss": float("nan")}, ValueError, "forget_gate_loss nan"),
+    "flag": ({"attend_current": None}, TypeError, "attend_current NoneType"),
     "threshold": (
         {"mass_threshold": 2.0},
         ValueError,
-        "mass_threshold is 2.0; 0 (no skipping) up to, not including, 1",
+        "mass_threshold 2.0",
     ),
-    "threshold nan": ({"mass_threshold": float("nan")}, ValueError, "mass_threshold is nan; 0 (no skipping) up to"),
-    "no threshold": ({"mass_threshold": None}, TypeError, "mass_threshold is NoneType; 0 (no skipping) up to, not"),
+    "threshold nan": ({"mass_threshold": float("nan")}, ValueError, "mass_threshold nan"),
+    "no threshold": ({"mass_threshold": None}, TypeError, "mass_threshold NoneType"),
 }
 
 
 @pytest.mark.parametrize(("options", "kind", "sentence"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
 def test_refused_options(options, kind, sentence):
     """When the module is made, not by its first call."""
-    with pytest.raises(kind, match=re.escape(sentence)):
+    with pytest.raises(kind, match=mentions(sentence)):
         sb.StickBreakingSelfAttention(48, 6, **options)
 
 
 CU = torch.tensor([0, 6], dtype=torch.int32)
 BAD_CALLS = {
-    "x no tensor": (([1.0],), {}, TypeError, "x is list; a torch.Tensor is allowed"),
+    "x no tensor": (([1.0],), {}, TypeError, "x list"),
     "packed without offsets": (
         (torch.zeros(6, 48),),
         {},
         ValueError,
-        "x has shape (6, 48); (b, s, hidden_size) without cu_seqlens, hidden_size 48, is allowed",
+        "x (6, 48)",
     ),
     "dense with offsets": (
         (torch.zeros(1, 6, 48),),
         {"cu_seqlens": CU},
         ValueError,
-        "x has shape (1, 6, 48); (t, hidden_size) for packed documents, hidden_size 48, is allowed",
+        "x (1, 6, 48)",
     ),
-    "width": ((torch.zeros(1, 6, 40),), {}, ValueError, "x has shape (1, 6, 40); (b, s, hidden_size)"),
-    "plan": ((torch.zeros(1, 6, 48),), {"plan": 2}, TypeError, "plan is int; a ContextParallelPlan is allowed"),
+    "width": ((torch.zeros(1, 6, 40),), {}, ValueError, "x (1, 6, 40)"),
+    "plan": ((torch.zeros(1, 6, 48),), {"plan": 2}, TypeError, "plan int"),
 }
 
 
 @pytest.mark.parametrize(("args", "options", "kind", "sentence"), BAD_CALLS.values(), ids=BAD_CALLS)
 def test_refused_calls(args, options, kind, sentence):
-    with pytest.raises(kind, match=re.escape(sentence)):
+    with pytest.raises(kind, match=mentions(sentence)):
         make_module()(*args, **options)
 
 

@@ -1,10 +1,9 @@
 """head_output, the remainder bias and the norm of each head: against the formula in float64, and as torch demands."""
 
-import re
-
 import pytest
 import torch
 from support.accuracy import accumulation_type, assert_errors
+from support.messages import mentions
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from megatron_sb import head_output, stickbreaking_attention
@@ -265,68 +264,68 @@ def o(*shape, **options):
 
 
 BAD = {
-    "o no tensor": ({"o": 1.0}, TypeError, "o is float; a torch.Tensor is allowed"),
-    "weight no tensor": ({"norm_weight": True}, TypeError, "norm_weight is bool; a torch.Tensor is allowed"),
-    "rank of o": ({"o": o(6, 16)}, ValueError, "o: has 2 dimensions; 4, (b, s, h, d), or packed 3, (t, h, d), are"),
+    "o no tensor": ({"o": 1.0}, TypeError, "o float"),
+    "weight no tensor": ({"norm_weight": True}, TypeError, "norm_weight bool"),
+    "rank of o": ({"o": o(6, 16)}, ValueError, "o 2"),
     "rank of mass": (
         {"mass": torch.zeros(4, 6)},
         ValueError,
-        "mass: has 2 dimensions but o has 4; (b, h, s) goes with (b, s, h, d), (h, t) with (t, h, d)",
+        "mass 2 4",
     ),
-    "integers": ({"o": o(dtype=torch.int32)}, TypeError, "o: dtype is Int; float32, float64, bfloat16 and float16 are"),
-    "odd head_dim": ({"o": o(2, 6, 4, 12)}, ValueError, "o: head_dim is 12; a multiple of 8 up to 256 is allowed"),
-    "large head_dim": ({"o": o(2, 6, 4, 264)}, ValueError, "o: head_dim is 264; a multiple of 8 up to 256"),
+    "integers": ({"o": o(dtype=torch.int32)}, TypeError, "o Int"),
+    "odd head_dim": ({"o": o(2, 6, 4, 12)}, ValueError, "o head_dim 12"),
+    "large head_dim": ({"o": o(2, 6, 4, 264)}, ValueError, "o head_dim 264"),
     "many rows": (
         {"o": torch.zeros(1, 1, 4, 16).expand(2, 2**31, 4, 16)},
         ValueError,
-        "o has 2147483648 rows; up to 2147483584 are allowed",
+        "o 2147483648",
     ),
-    "dtype of mass": ({"mass": torch.zeros(2, 4, 6).double()}, TypeError, "mass: dtype is Double; Float is needed"),
+    "dtype of mass": ({"mass": torch.zeros(2, 4, 6).double()}, TypeError, "mass Double"),
     "shape of mass": (
         {"mass": torch.zeros(2, 6, 4)},
         ValueError,
-        "mass: shape is [2, 6, 4]; (2, 4, 6), (batch, heads, rows) of o, is needed",
+        "mass [2, 6, 4]",
     ),
     "device of mass": (
         {"mass": torch.zeros(2, 4, 6, device="meta")},
         ValueError,
-        "mass: device is meta but o's is cpu",
+        "mass meta cpu",
     ),
-    "no mass": ({"mass": None}, ValueError, "remainder_bias needs the mass"),
+    "no mass": ({"mass": None}, ValueError, "remainder_bias mass"),
     "shape of bias": (
         {"remainder_bias": torch.zeros(4, 16)},
         ValueError,
-        "remainder_bias: shape is [4, 16]; (heads * head_dim,) = (64,) is needed",
+        "remainder_bias [4, 16]",
     ),
-    "one head's weight": ({"norm_weight": torch.zeros(16)}, ValueError, "norm_weight: shape is [16]; (heads *"),
+    "one head's weight": ({"norm_weight": torch.zeros(16)}, ValueError, "norm_weight [16]"),
     "integer weight": (
         {"norm_weight": torch.zeros(64).int()},
         TypeError,
-        "norm_weight: dtype is Int; float32",
+        "norm_weight Int",
     ),
     "device of bias": (
         {"norm_bias": torch.zeros(64, device="meta")},
         ValueError,
-        "norm_bias: device is meta but o's is cpu",
+        "norm_bias meta cpu",
     ),
     "nothing to do": (
         {"remainder_bias": None, "norm_weight": None, "norm_bias": None},
         ValueError,
-        "remainder_bias and norm_weight are both missing; one of them is needed",
+        "remainder_bias norm_weight missing",
     ),
-    "bias of no norm": ({"norm_weight": None}, ValueError, "norm_bias was given without norm_weight; it needs one"),
-    "eps of 0": ({"eps": 0.0}, ValueError, "eps is 0; a finite number from 1e-30 on is allowed"),
-    "negative eps": ({"eps": -1e-5}, ValueError, "eps is -1e-05; a finite number from 1e-30 on is allowed"),
-    "eps nan": ({"eps": float("nan")}, ValueError, "eps is nan; a finite number"),
-    "eps as text": ({"eps": "x"}, TypeError, "eps is str; a number is allowed"),
-    "eps inf": ({"eps": float("inf")}, ValueError, "eps is inf; a finite number"),
+    "bias of no norm": ({"norm_weight": None}, ValueError, "norm_bias norm_weight"),
+    "eps of 0": ({"eps": 0.0}, ValueError, "eps 0"),
+    "negative eps": ({"eps": -1e-5}, ValueError, "eps -1e-05"),
+    "eps nan": ({"eps": float("nan")}, ValueError, "eps nan"),
+    "eps as text": ({"eps": "x"}, TypeError, "eps str"),
+    "eps inf": ({"eps": float("inf")}, ValueError, "eps inf"),
 }
 
 
 @pytest.mark.parametrize(("changes", "kind", "sentence"), BAD.values(), ids=BAD)
 def test_refused(changes, kind, sentence):
     good = {"o": o(), "mass": torch.zeros(2, 4, 6), **{name: torch.zeros(64) for name in BOTH}}
-    with pytest.raises(kind, match=re.escape(sentence)):
+    with pytest.raises(kind, match=mentions(sentence)):
         head_output(**{**good, **changes})
 
 
@@ -334,15 +333,15 @@ def test_refused_output_gradients():
     """Of the operator beneath, which C++ users may call."""
     x, d_out = make_arguments()
     arguments = [*(x[name] for name in NAMES), EPS]
-    with pytest.raises(TypeError, match="d_out: dtype is BFloat16; o's, Float, is needed"):
+    with pytest.raises(TypeError, match=mentions("d_out BFloat16 Float")):
         ops.head_output_backward(d_out.bfloat16(), *arguments)
-    with pytest.raises(ValueError, match=re.escape("d_out: shape is [1, 37, 3, 16]; o's, [2, 37, 3, 16], is needed")):
+    with pytest.raises(ValueError, match=mentions("d_out [1, 37, 3, 16] [2, 37, 3, 16]")):
         ops.head_output_backward(d_out[:1], *arguments)
 
 
 @pytest.mark.gpu
 def test_refused_float64_on_a_gpu():
-    with pytest.raises(TypeError, match="o: dtype is Double; float32, bfloat16 and float16 are allowed on a GPU"):
+    with pytest.raises(TypeError, match=mentions("o Double GPU")):
         head_output(o(dtype=torch.float64, device="cuda"), None, norm_weight=torch.ones(64, device="cuda"))
 
 

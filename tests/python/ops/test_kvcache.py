@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.caches import CacheCase, assert_accurate, attend
 from support.inputs import STRIDES, strided
+from support.messages import mentions
 
 import megatron_sb as sb
 from megatron_sb.nn import self_attention
@@ -198,18 +199,18 @@ class TestModule:
 
     def test_refused(self):
         module, x, cache = sb.StickBreakingSelfAttention(64, 4, 2), torch.randn(3, 5, 64), sb.KVCache(3, 8, 2, 16)
-        with pytest.raises(ValueError, match=r"gradients are recorded.*torch.no_grad"):
+        with pytest.raises(ValueError, match=r"cache.*torch\.no_grad"):
             module(x, cache=cache)
         with torch.no_grad():
-            with pytest.raises(TypeError, match="cache is list; a KVCache"):
+            with pytest.raises(TypeError, match=mentions("cache list")):
                 module(x, cache=[])
-            with pytest.raises(ValueError, match="cu_seqlens is given beside a cache"):
+            with pytest.raises(ValueError, match=mentions("cu_seqlens cache")):
                 module(x[0], cu_seqlens=torch.tensor([0, 5], dtype=torch.int32), cache=cache)
             for variant in ({"forget_gate": True}, {"logits": "euclidean"}):
-                with pytest.raises(ValueError, match="cache is given with forget gates or Euclidean logits"):
+                with pytest.raises(ValueError, match=r"cache.*forget.*logits"):
                     sb.StickBreakingSelfAttention(64, 4, 2, **variant)(x, cache=cache)
             module.cp_group = object()
-            with pytest.raises(ValueError, match="cp_group is given beside a cache"):
+            with pytest.raises(ValueError, match=mentions("cp_group cache")):
                 module(x, cache=cache)
         assert cache.length == 0
 
@@ -218,7 +219,7 @@ class TestModule:
         module, x, cache = sb.StickBreakingSelfAttention(64, 4, 2), torch.randn(3, 5, 64), sb.KVCache(3, 8, 2, 16)
         module.requires_grad_(False)
         module(x[:, :3], cache=cache)
-        with pytest.raises(ValueError, match=r"gradients are recorded.*torch.no_grad"):
+        with pytest.raises(ValueError, match=r"cache.*torch\.no_grad"):
             module(x[:, 3:].clone().requires_grad_(), cache=cache)
         for part, name in ((self_attention, "attend_to_filled"), (module.out_proj, "forward")):
             with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
@@ -232,13 +233,13 @@ class TestModule:
         v = torch.randn(2, 5, 3, 24).bfloat16()
         cache.append(k, v)
         assert torch.equal(cache.k[:, :5], k) and torch.equal(cache.v[:, :5], v) and cache.length == 5
-        with pytest.raises(ValueError, match="k has 5 positions; up to 3"):
+        with pytest.raises(ValueError, match=mentions("k 5 3")):
             cache.append(k, v)
-        with pytest.raises(ValueError, match=r"v has shape \(2, 5, 3, 16\); \(2, 's', 3, 24\) is allowed"):
+        with pytest.raises(ValueError, match=mentions("v (2, 5, 3, 16)")):
             cache.append(k, k)
-        with pytest.raises(TypeError, match=r"k: dtype is torch.float32; the cache's, torch.bfloat16"):
+        with pytest.raises(TypeError, match=mentions("k torch.float32 torch.bfloat16")):
             cache.append(k.float(), v)
-        with pytest.raises(ValueError, match="v has 4 positions; those of k, 5"):
+        with pytest.raises(ValueError, match=mentions("v 4 5")):
             cache.append(k, v[:, :4])
-        with pytest.raises(ValueError, match="max_len is 0"):
+        with pytest.raises(ValueError, match=mentions("max_len 0")):
             sb.KVCache(2, 0, 3, 16)

@@ -1,11 +1,11 @@
 """Forget gates and Euclidean logits: formulas, gradients, accuracy, forms, and what is refused."""
 
 import math
-import re
 
 import pytest
 import torch
 from support.inputs import make_inputs
+from support.messages import mentions
 from support.variants import VARIANTS, assert_variant, errors, make_variant, run_variant, wide_inputs
 
 from megatron_sb import reference, stickbreaking_attention, stickbreaking_attention_varlen
@@ -280,15 +280,15 @@ def gate(*shape, **options):
 
 
 BAD = {
-    "logits": ({"logits": "cosine"}, ValueError, "logits is 'cosine'; 'dot' and 'euclidean' are allowed"),
-    "gate no tensor": ({"forget_gate": 0.5}, TypeError, "forget_gate is float; a torch.Tensor is allowed"),
-    "gate's shape": (gate(1, 8, 4), ValueError, "forget_gate: shape is [1, 8, 4]; one gate for each row and head of k"),
+    "logits": ({"logits": "cosine"}, ValueError, "logits 'cosine'"),
+    "gate no tensor": ({"forget_gate": 0.5}, TypeError, "forget_gate float"),
+    "gate's shape": (gate(1, 8, 4), ValueError, "forget_gate [1, 8, 4]"),
     "gate's dtype": (
         gate(1, 8, 2, dtype=torch.float16),
         TypeError,
-        "forget_gate: dtype is Half; q's, Float, or Float is allowed",
+        "forget_gate Half",
     ),
-    "gate's device": (gate(1, 8, 2, device="meta"), ValueError, "forget_gate: device is meta but k's is"),
+    "gate's device": (gate(1, 8, 2, device="meta"), ValueError, "forget_gate meta"),
 }
 
 
@@ -299,14 +299,14 @@ def test_bad_input(name):
     x = make_inputs(s=8, h=4, h_kv=2, d=16)
     if name in ("gate's shape", "gate's dtype"):
         options = {"forget_gate": options["forget_gate"].to(x.k.device)}
-    with pytest.raises(error, match=re.escape(words)):
+    with pytest.raises(error, match=mentions(words)):
         stickbreaking_attention(x.q, x.k, x.v, **options)
 
 
 def test_the_widest_head_of_euclidean_logits():
     """Eight columns are its own."""
     x = make_inputs(s=8, h=1, d=256)
-    with pytest.raises(ValueError, match="head_dim is 256; with Euclidean logits a multiple of 8 up to 248 is allowed"):
+    with pytest.raises(ValueError, match=mentions("head_dim 256 248")):
         stickbreaking_attention(x.q, x.k, x.v, logits="euclidean")
     x = make_inputs(s=70, h=1, d=248)
     options = {"logits": "euclidean", "scale": 0.5 / math.sqrt(248)}

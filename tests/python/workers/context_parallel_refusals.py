@@ -6,6 +6,7 @@ import re
 import torch
 import torch.distributed as dist
 from context_parallel_accuracy import ROWS, comms_of, groups_for, hierarchy, local_inputs
+from support.messages import mentions
 
 import megatron_sb as sb
 
@@ -34,44 +35,46 @@ def refuses_lengths_that_do_not_divide(group) -> None:
     q, k, v = local_inputs(group)
     expect_on_every_rank(
         lambda: sb.ContextParallelPlan(group, 100 * multiple + 1),
-        rf"seq_len = {100 * multiple + 1} must be a multiple of {multiple} \(layout \"zigzag\" over",
+        mentions(f"seq_len {100 * multiple + 1} multiple {multiple} layout"),
     )
     expect_on_every_rank(
         lambda: sb.ContextParallelPlan(group, cu_seqlens=offsets(0, multiple, 2 * multiple + 3, 3 * multiple)),
-        rf"document 1 \(cu_seqlens {multiple} to .*\) has length {multiple + 3}.*multiple of {multiple}",
+        mentions(f"document 1 cu_seqlens {multiple + 3} multiple {multiple}"),
     )
     expect_on_every_rank(
-        lambda: sb.context_parallel_attention(q[:, 1:], k[:, 1:], v[:, 1:], group), "seq_len = .* must be"
+        lambda: sb.context_parallel_attention(q[:, 1:], k[:, 1:], v[:, 1:], group), mentions("seq_len multiple")
     )
     expect_on_every_rank(
-        lambda: sb.shard_sequence(torch.zeros(1, multiple + 1), group), "seq_len = .* must be a multiple"
+        lambda: sb.shard_sequence(torch.zeros(1, multiple + 1), group),
+        mentions(f"seq_len {multiple + 1} multiple {multiple}"),
     )
     expect_on_every_rank(
-        lambda: sb.unshard_sequence(torch.zeros(1, 3), group, cu_seqlens=offsets(0, 1, 3)), "document 0 .* has length 1"
+        lambda: sb.unshard_sequence(torch.zeros(1, 3), group, cu_seqlens=offsets(0, 1, 3)),
+        mentions("document 0 length 1"),
     )
 
 
 def refuses_bad_offsets(group) -> None:
     """Form and values of cu_seqlens, and seq_len."""
     for cu_seqlens, expected in (
-        (offsets(1, ROWS), r"cu_seqlens\[0\] = 1; it must be 0"),
-        (offsets(0, 96, 48, ROWS), r"must not decrease; cu_seqlens\[1\] = 96, cu_seqlens\[2\] = 48"),
-        (offsets(0, 2 * ROWS), f"ends at {2 * ROWS}, beyond seq_len = {ROWS}"),
-        (offsets(), "cu_seqlens is empty"),
-        (offsets(0, ROWS).long(), "cu_seqlens has dtype torch.int64; torch.int32 is allowed"),
-        (offsets(0, ROWS)[None], "cu_seqlens has 2 dimensions"),
-        ([0, ROWS], "cu_seqlens is list"),
+        (offsets(1, ROWS), mentions("cu_seqlens 1 0")),
+        (offsets(0, 96, 48, ROWS), mentions("cu_seqlens decrease 96 48")),
+        (offsets(0, 2 * ROWS), mentions(f"cu_seqlens seq_len {2 * ROWS} {ROWS}")),
+        (offsets(), mentions("cu_seqlens")),
+        (offsets(0, ROWS).long(), mentions("cu_seqlens torch.int64")),
+        (offsets(0, ROWS)[None], mentions("cu_seqlens 2")),
+        ([0, ROWS], mentions("cu_seqlens list")),
     ):
         expect_on_every_rank(lambda c=cu_seqlens: sb.ContextParallelPlan(group, ROWS, c), expected)
         expect_on_every_rank(
             lambda c=cu_seqlens: sb.shard_sequence(torch.zeros(ROWS), group, 0, cu_seqlens=c), expected
         )
-    expect_on_every_rank(lambda: sb.ContextParallelPlan(group), "seq_len is missing")
-    expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 0), "seq_len = 0; allowed: 1 to")
-    expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 64.0), "seq_len is 64.0; an int is allowed")
-    expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 64, layout="striped"), 'layout = "striped" is unknown')
-    expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 64, layout=3), 'layout = "layout=3" is unknown')
-    expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 64, packing="tight"), 'packing = "tight" is unknown')
+    expect_on_every_rank(lambda: sb.ContextParallelPlan(group), mentions("seq_len cu_seqlens"))
+    expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 0), mentions("seq_len 0 1"))
+    expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 64.0), mentions("seq_len 64.0 int"))
+    expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 64, layout="striped"), mentions('layout "striped"'))
+    expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 64, layout=3), mentions('layout "layout=3"'))
+    expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 64, packing="tight"), mentions('packing "tight"'))
 
 
 def refuses_ranks_that_disagree(group) -> None:
@@ -97,9 +100,9 @@ def refuses_ranks_that_disagree(group) -> None:
         plan_of(cu_seqlens=offsets(0, 48, ROWS) if odd else offsets(0, ROWS)), "disagree on the length of cu_seqlens"
     )
     expect_on_every_rank(
-        plan_of(cu_seqlens=offsets(0, 96 if odd else 48, ROWS)), r"cu_seqlens\[1\] is 48 on rank 0 and 96 on rank 1"
+        plan_of(cu_seqlens=offsets(0, 96 if odd else 48, ROWS)), mentions("cu_seqlens[1] rank 0 1 48 96")
     )
-    expect_on_every_rank(plan_of(seq_len=ROWS + 1 if odd else ROWS), f"seq_len = {ROWS + 1} must be a multiple")
+    expect_on_every_rank(plan_of(seq_len=ROWS + 1 if odd else ROWS), mentions(f"seq_len {ROWS + 1} multiple"))
 
     def call(*tensors, **options):
         return lambda: sb.context_parallel_attention(*tensors, plan=plan, **options)
@@ -110,9 +113,9 @@ def refuses_ranks_that_disagree(group) -> None:
     expect_on_every_rank(call(q, k, v, comm="p2p" if odd else "all_gather"), "disagree on comm")
     expect_on_every_rank(call(q, k, v, scale=0.5 if odd else 0.25), "disagree on scale")
     expect_on_every_rank(call(q, k, v, return_mass=odd), disagree.format("return_mass", "False", "True"))
-    expect_on_every_rank(call(q[:, :-1] if odd else q, k, v), "q: has .* local rows; the plan, .* has")
-    expect_on_every_rank(call(torch.zeros(()) if odd else q, k, v), "q: has 0 dimensions; 4")
-    expect_on_every_rank(call(q, k, v, comm="a2a+p2p" if odd else "auto"), "needs hierarchical_groups")
+    expect_on_every_rank(call(q[:, :-1] if odd else q, k, v), mentions("q local rows plan"))
+    expect_on_every_rank(call(torch.zeros(()) if odd else q, k, v), mentions("q 0 4"))
+    expect_on_every_rank(call(q, k, v, comm="a2a+p2p" if odd else "auto"), mentions("hierarchical_groups a2a+p2p"))
     expect_on_every_rank(lambda: sb.unshard_sequence(q[:1] if odd else q, group), "disagree on x_local's shape")
     for mine, others in (((0, 96), (0, 48)), ((0, 48, 96), (0, 96)), (None, (0, 96))):
         cu_seqlens = mine if odd else others
@@ -147,48 +150,56 @@ def refuses_bad_calls(group) -> None:
         return call(q, k, v, group, comm="a2a+p2p", hierarchical_groups=groups)
 
     for attempt, expected, error in (
-        (lambda: call(q, k, v), "cp_group and plan are both missing", ValueError),
-        (lambda: call(q, k, v, "world"), "cp_group is str; a torch.distributed.ProcessGroup is allowed", TypeError),
-        (lambda: call(q, k, v, plan=3), "plan is int; a ContextParallelPlan is allowed", TypeError),
+        (lambda: call(q, k, v), "cp_group plan", ValueError),
+        (lambda: call(q, k, v, "world"), "cp_group str", TypeError),
+        (lambda: call(q, k, v, plan=3), "plan int", TypeError),
         (
             lambda: call(q, k, v, plan=plan, cu_seqlens=offsets(0, ROWS)),
-            "cu_seqlens and plan were both given",
+            "cu_seqlens plan",
             ValueError,
         ),
         (
             lambda: call(q, k, v, plan=plan, layout="contiguous"),
-            "layout = 'contiguous' contradicts the plan",
+            "layout 'contiguous' plan 'zigzag'",
             ValueError,
         ),
-        (lambda: call(q, k, v, plan=plan, packing="whole_stream"), "packing = 'whole_stream' contradicts", ValueError),
-        (lambda: call(q, k, v, group, comm="ring"), 'comm = "ring" is unknown; allowed: "auto"', ValueError),
+        (
+            lambda: call(q, k, v, plan=plan, packing="whole_stream"),
+            "packing 'whole_stream' plan 'per_document'",
+            ValueError,
+        ),
+        (lambda: call(q, k, v, group, comm="ring"), 'comm "ring" "auto"', ValueError),
         (
             lambda: call(q[:, :, :3], k[:, :, :1], v[:, :, :1], group, comm="a2a"),
-            'comm = "a2a": q has 3 heads and k has 1, to be exchanged between 4 ranks',
+            'comm "a2a" q 3 k 1 4 ranks',
             ValueError,
         ),
-        (lambda: call(q, k, v, group, comm="a2a+p2p"), "needs hierarchical_groups", ValueError),
-        (lambda: call(q, k, v, group, hierarchical_groups=(group, group)), "hierarchical_groups are for", ValueError),
-        (lambda: hierarchical((group,)), "two groups, .a2a group, p2p group., are allowed", ValueError),
-        (lambda: hierarchical((group, 3)), r"hierarchical_groups\[1\] is int; a torch.distributed.Proc", TypeError),
-        (lambda: hierarchical((group, group)), "have 4 and 4 ranks; the product must be .*, 4", ValueError),
-        (lambda: hierarchical(hierarchy()[::-1]), "ranks of an a2a group must be neighbours", ValueError),
-        (lambda: call(q[0], k[0], v[0], group), "q has 3 dimensions; 4", ValueError),
-        (lambda: call(q, k, v, group, cu_seqlens=offsets(0, ROWS)), "q has 4 dimensions; 3", ValueError),
-        (lambda: call(q, k, v, plan=packed), "q: has 4 dimensions; 3, .* as the plan is packed", ValueError),
-        (lambda: call(q[0], k[0], v[0], plan=plan), "q: has 3 dimensions; 4", ValueError),
-        (lambda: call([1], k, v, group), "q is list; a torch.Tensor is allowed", TypeError),
-        (lambda: call(q, k.bfloat16(), v, group), "k: dtype is BFloat16 but q's is Float", TypeError),
-        (lambda: call(q, k[:, :, :1], v, group), "number of heads differs", ValueError),
-        (lambda: call(q, k[:, 1:], v, plan=plan), "k: has .* local rows", ValueError),
-        (lambda: call(q, k, v, group, mass_threshold=1.5), "mass_threshold is 1.5", ValueError),
-        (lambda: call(q, k, v, group, scale=float("inf")), "scale is inf", ValueError),
-        (lambda: sb.shard_sequence(q, group, 7), "dim = 7 is out of range for a tensor of 4 dimensions", ValueError),
-        (lambda: sb.unshard_sequence(q, group, -5), "dim = -5 is out of range", ValueError),
-        (lambda: sb.shard_sequence([1], group), "x is list; a torch.Tensor is allowed", TypeError),
-        (lambda: sb.shard_sequence(q, None), "cp_group is NoneType", TypeError),
+        (lambda: call(q, k, v, group, comm="a2a+p2p"), "hierarchical_groups a2a+p2p", ValueError),
+        (
+            lambda: call(q, k, v, group, hierarchical_groups=(group, group)),
+            "hierarchical_groups comm 'auto'",
+            ValueError,
+        ),
+        (lambda: hierarchical((group,)), "hierarchical_groups a2a p2p", ValueError),
+        (lambda: hierarchical((group, 3)), "hierarchical_groups[1] int", TypeError),
+        (lambda: hierarchical((group, group)), "hierarchical_groups 4", ValueError),
+        (lambda: hierarchical(hierarchy()[::-1]), "hierarchical_groups a2a neighbours", ValueError),
+        (lambda: call(q[0], k[0], v[0], group), "q 3 4", ValueError),
+        (lambda: call(q, k, v, group, cu_seqlens=offsets(0, ROWS)), "q 4 3", ValueError),
+        (lambda: call(q, k, v, plan=packed), "q 4 3 plan packed", ValueError),
+        (lambda: call(q[0], k[0], v[0], plan=plan), "q 3 4", ValueError),
+        (lambda: call([1], k, v, group), "q list", TypeError),
+        (lambda: call(q, k.bfloat16(), v, group), "k BFloat16 Float", TypeError),
+        (lambda: call(q, k[:, :, :1], v, group), "heads k v", ValueError),
+        (lambda: call(q, k[:, 1:], v, plan=plan), "k local rows", ValueError),
+        (lambda: call(q, k, v, group, mass_threshold=1.5), "mass_threshold 1.5", ValueError),
+        (lambda: call(q, k, v, group, scale=float("inf")), "scale inf", ValueError),
+        (lambda: sb.shard_sequence(q, group, 7), "dim 7 4", ValueError),
+        (lambda: sb.unshard_sequence(q, group, -5), "dim -5", ValueError),
+        (lambda: sb.shard_sequence([1], group), "x list", TypeError),
+        (lambda: sb.shard_sequence(q, None), "cp_group NoneType", TypeError),
     ):
-        expect_on_every_rank(attempt, expected, error)
+        expect_on_every_rank(attempt, mentions(expected), error)
     q3, k3, v3 = (sb.shard_sequence(torch.randn(ROWS, h, 16), group, 0) for h in (4, 2, 2))
     assert call(q3, k3, v3, plan=wholes).isfinite().all(), "the defaults of layout and packing contradict no plan"
 
@@ -201,7 +212,7 @@ def refuses_wrong_groups(group) -> None:
     plan = sb.ContextParallelPlan(other, ROWS)
     expect_on_every_rank(
         lambda: sb.context_parallel_attention(q, k, v, group, plan=plan),
-        "plan was made for another group than cp_group",
+        mentions("plan group cp_group"),
     )
     if dist.get_rank() > 0:
         for attempt in (
