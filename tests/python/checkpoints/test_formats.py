@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import decoders
 from support.decoders import EXPERTS, HEAD_VECTORS, TO_CONVERT
+from support.messages import mentions
 
 import megatron_sb as sb
 from megatron_sb import checkpoints, cli
@@ -93,10 +94,10 @@ def test_the_epsilon_of_head_norm(to, allowed, tmp_path):
             back = checkpoints.load(out / "out", out / "config" if to == "megatron" else None)
             assert (back.config.head_norm_eps, back.config.rms_norm_eps) == (eps, 1e-6)
         else:
-            with pytest.raises(ValueError, match=rf"head_norm_eps = {eps}: .* models have {allowed} and no other"):
+            with pytest.raises(ValueError, match=mentions(f"head_norm_eps {eps} {allowed}")):
                 checkpoints.save(model, out / "out", to)
     if to == "megatron":
-        with pytest.raises(ValueError, match=r"head_norm_eps = 1e-05: .* models have 1e-06 and no other"):
+        with pytest.raises(ValueError, match=mentions("head_norm_eps 1e-05 1e-06")):
             checkpoints.load(out / "out", tmp_path / "1e-05" / "config")
 
 
@@ -278,18 +279,18 @@ def test_the_published_configuration(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"sb_remainder": True}, "the rest of the stick goes to the query's own value"),
-        ({"activation_function": "gelu"}, "activation_function = 'gelu' cannot be converted; 'swiglu' can"),
-        ({"normalization_function": "layernorm"}, "normalization_function = 'layernorm'"),
-        ({"add_qkv_bias": True}, "add_qkv_bias = True"),
-        ({"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi'"),
-        ({"model_type": "llama"}, "model_type = 'llama' is of none of the formats"),
-        ({"n_inner": 32}, "does not have the weights of its configuration"),
+        ({"sb_remainder": True}, "sb_remainder True head_bias"),
+        ({"activation_function": "gelu"}, "activation_function 'gelu' 'swiglu'"),
+        ({"normalization_function": "layernorm"}, "normalization_function 'layernorm'"),
+        ({"add_qkv_bias": True}, "add_qkv_bias True"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type 'alibi'"),
+        ({"model_type": "llama"}, "model_type 'llama'"),
+        ({"n_inner": 32}, "weights configuration"),
     ],
 )
 def test_refused_folders(changes, words, tmp_path):
     write_published(tmp_path / "published", **changes)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=mentions(words)):
         checkpoints.load(tmp_path / "published")
 
 

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from support.messages import mentions
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter, save
 
 from megatron_sb import checkpoints
@@ -47,7 +48,7 @@ def test_nothing_is_run(read, folder):
     """Whoever asks: for weights, for the optimizer, for a model."""
     ran = folder / "ran"
     (folder / ".metadata").write_bytes(pickle.dumps(Called(os.mkdir, str(ran))))
-    with pytest.raises(ValueError, match=r"/\.metadata cannot be read: it names posix\.mkdir; the classes"):
+    with pytest.raises(ValueError, match=r"/\.metadata.* posix\.mkdir"):
         read(folder)
     assert not ran.exists()
 
@@ -65,7 +66,7 @@ def test_nothing_is_run(read, folder):
 def test_refused_by_name(value, named, folder):
     """Wherever in the metadata, behind what is allowed."""
     change(folder, lambda metadata: metadata.planner_data.update({"more": value}))
-    with pytest.raises(ValueError, match=rf"\.metadata cannot be read: it names {named}; the classes of"):
+    with pytest.raises(ValueError, match=rf"\.metadata.* {named}"):
         read_weights(folder)
 
 
@@ -73,22 +74,22 @@ def test_a_name_within_an_allowed_module(folder):
     """A pickle can name what lies inside of a class or module by dots."""
     for name in (b"Size.__class__", b"serialization.load", b"float32.__class__"):
         (folder / ".metadata").write_bytes(b"\x80\x04\x8c\x05torch\x8c" + bytes([len(name)]) + name + b"\x93.")
-        with pytest.raises(ValueError, match=rf"it names torch\.{name.decode()}"):
+        with pytest.raises(ValueError, match=rf"\.metadata.* torch\.{name.decode()}"):
             read_metadata(folder)
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "cannot be read: Ran out of input"),
-        (b"\x80\x04K\x01", "cannot be read: "),
-        (b"none of it", "cannot be read: "),
-        (pickle.dumps({"a": 1}), "holds a dict; the Metadata of a distributed checkpoint is allowed"),
+        (b"", ".metadata Ran out of input"),
+        (b"\x80\x04K\x01", ".metadata"),
+        (b"none of it", ".metadata"),
+        (pickle.dumps({"a": 1}), "dict Metadata"),
     ],
 )
 def test_damaged(content, words, folder):
     (folder / ".metadata").write_bytes(content)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=mentions(words)):
         read_metadata(folder)
 
 

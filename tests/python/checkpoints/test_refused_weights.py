@@ -1,7 +1,6 @@
 """A folder converts whole or not at all: weights that are missing, or that the model has no place for, are named."""
 
 import json
-import re
 import shutil
 
 import pytest
@@ -9,11 +8,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import decoders
 from support.decoders import EXPERTS, HEAD_VECTORS, TO_CONVERT
+from support.messages import mentions
 
 from megatron_sb import checkpoints
 from megatron_sb.megatron.weights import read_weights, write_weights
 
 LAYERS = {"dolomite": "n_layer"}  # what config.json calls their number where it is not num_hidden_layers
+
+
+UNEXPECTED = "without a place|unexpected"
 
 
 class Folder:
@@ -50,8 +53,9 @@ class Folder:
     def load(self):
         return checkpoints.load(self.path, self._config if self.kind == "megatron" else None)
 
-    def refused(self, words):
-        with pytest.raises(ValueError, match="does not have the weights of its configuration; " + re.escape(words)):
+    def refused(self, what, weights=""):
+        """Loading names what is wrong and with which weights."""
+        with pytest.raises(ValueError, match=mentions("weights configuration " + weights) + rf"(?=.*({what}))"):
             self.load()
 
 
@@ -81,7 +85,7 @@ def test_no_place_in_the_model(kind, name, tmp_path):
     folder.change(lambda weights: weights.update({name: torch.randn(2, 32)}))
     stacked = kind == "megatron" and name.startswith("decoder.layers.") and ".1." not in name
     named = name.replace("layers.", "layers.0.") if stacked else name
-    folder.refused(f"without a place in it: {named}")
+    folder.refused(UNEXPECTED, named)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +107,7 @@ def test_any_weight_is_missed(kind, fields, tmp_path):
     folder.change(every.update)
     for name in every:
         folder.change(lambda weights, name=name: (weights.update(every), weights.pop(name)))
-        folder.refused("missing: ")
+        folder.refused("missing")
     folder.change(lambda weights: weights.update(every))
     assert torch.equal(folder.load().model.norm.weight, folder.model.model.norm.weight)
 
@@ -120,18 +124,18 @@ def test_any_weight_is_missed(kind, fields, tmp_path):
 def test_another_number_of_layers(kind, of_the_second, tmp_path):
     folder = Folder(tmp_path, kind)
     folder.configure("num_hidden_layers", 1)
-    folder.refused(f"without a place in it: {of_the_second}")
+    folder.refused(UNEXPECTED, of_the_second)
     folder.configure("num_hidden_layers", 3)
-    folder.refused("missing: ")
+    folder.refused("missing")
 
 
 @pytest.mark.parametrize("kind", ["megatron", "dolomite", "huggingface"])
 def test_another_number_of_experts(kind, tmp_path):
     folder = Folder(tmp_path, kind, **EXPERTS)
     folder.configure("num_experts", 2)
-    folder.refused("without a place in it: model.layers.0.mlp.experts.2.down_proj.weight")
+    folder.refused(UNEXPECTED, "model.layers.0.mlp.experts.2.down_proj.weight")
     folder.configure("num_experts", 4)
-    folder.refused("missing: model.layers.0.mlp.experts.3.down_proj.weight")
+    folder.refused("missing", "model.layers.0.mlp.experts.3.down_proj.weight")
 
 
 @pytest.mark.parametrize("kind", checkpoints.FORMATS)
@@ -143,14 +147,14 @@ def test_a_tied_model_has_one_output_layer(kind, tmp_path):
     folder.change(lambda weights: weights.update({name: embedding.clone()}))
     assert torch.equal(folder.load().lm_head.weight, embedding)
     folder.change(lambda weights: weights.update({name: embedding + 1}))
-    with pytest.raises(ValueError, match="tie_word_embeddings = True, but its output layer is not its embedding"):
+    with pytest.raises(ValueError, match=mentions("tie_word_embeddings True embedding")):
         folder.load()
 
 
 def test_heads_that_do_not_divide_the_rows(tmp_path):
     folder = Folder(tmp_path, "megatron")
     folder.configure("num_key_value_heads", 4)
-    with pytest.raises(ValueError, match=r"rows = 64 of a fused projection; a multiple of .* = 12 is allowed"):
+    with pytest.raises(ValueError, match=mentions("rows 64 multiple 12")):
         folder.load()
 
 
@@ -167,7 +171,7 @@ def test_what_is_no_weight_is_passed_over(tmp_path):
 def test_another_shape(kind, tmp_path):
     folder = Folder(tmp_path, kind)
     folder.configure("vocab_size", 60)
-    folder.refused("of another shape: lm_head.weight ((61, 32), not (60, 32)), model.embed_tokens.weight (")
+    folder.refused("shape", "lm_head.weight (61, 32) (60, 32) model.embed_tokens.weight")
 
 
 @pytest.mark.parametrize("kind", ["dolomite", "fla", "huggingface"])
@@ -176,7 +180,7 @@ def test_a_weight_in_two_files(kind, tmp_path):
     folder = Folder(tmp_path, kind)
     file = folder.path / "model.safetensors"
     save_file({"lm_head.weight": torch.zeros(61, 32)}, file.with_name("model-00002-of-00002.safetensors"))
-    folder.refused("in two files: lm_head.weight")
+    folder.refused("two files", "lm_head.weight")
 
 
 @pytest.mark.parametrize("kind", ["dolomite", "fla", "huggingface"])

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import decoders
+from support.messages import mentions
 
 from megatron_sb import checkpoints
 from megatron_sb.training import config as configuration
@@ -51,10 +52,10 @@ def test_one_of_several_stick_breaking_models(model, named, tmp_path):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("softmax_rope", r"attention\.softmax_rope\.kind = 'softmax' of .* is in no other format; 'stick_breaking' is"),
-        ("softmax_nope", r"attention\.softmax_nope\.kind = 'softmax'"),
-        ("stick_breaking_euclidean", r"attention\.stick_breaking_euclidean\.logits = 'euclidean' .* 'dot' is"),
-        ("stick_breaking_forget_gate", r"attention\.stick_breaking_forget_gate\.forget_gate = True"),
+        ("softmax_rope", "attention.softmax_rope.kind 'softmax' 'stick_breaking'"),
+        ("softmax_nope", "attention.softmax_nope.kind 'softmax'"),
+        ("stick_breaking_euclidean", "attention.stick_breaking_euclidean.logits 'euclidean' 'dot'"),
+        ("stick_breaking_forget_gate", "attention.stick_breaking_forget_gate.forget_gate True"),
     ],
 )
 @pytest.mark.parametrize("named", [False, True], ids=["by default", "named"])
@@ -62,7 +63,7 @@ def test_models_that_no_format_has(model, words, named, tmp_path):
     """Whose weights have the names of a plain model's, so that nothing else would tell."""
     config = configuration.load_config(CONFIGS / "extrapolation_small.yaml")
     folder, _ = save(tmp_path, model, config)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=mentions(words)):
         checkpoints.load(folder, tmp_path / "config.yaml" if named else None)
 
 
@@ -72,9 +73,9 @@ def test_a_checkpoint_outside_of_its_run(tmp_path):
     folder, weights = save(tmp_path / "run", "stick_breaking", config)
     elsewhere = tmp_path / "copied"
     folder.rename(elsewhere)
-    with pytest.raises(FileNotFoundError, match=r"config\.yaml is not there"):
+    with pytest.raises(FileNotFoundError, match=mentions("config.yaml")):
         checkpoints.load(elsewhere)
     back = checkpoints.load(elsewhere, tmp_path / "run" / "config.yaml")
     assert torch.equal(back.lm_head.weight, weights["lm_head.weight"])
-    with pytest.raises(ValueError, match=r"has 5 stick-breaking models, and .*copied is in the folder of none"):
+    with pytest.raises(ValueError, match=r"5 stick-breaking models.*copied"):
         checkpoints.load(elsewhere, CONFIGS / "extrapolation_small.yaml")

@@ -1,10 +1,12 @@
 """What a trained model skips, as a user asks for it."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from support.messages import mentions
 
 from megatron_sb import cli
 from megatron_sb.experiments import skipping, stolen_attention
@@ -88,23 +90,23 @@ def test_the_table_adds_up():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--model", "softmax_rope"], "--model is 'softmax_rope'; the stick-breaking models"),
+        (["--model", "softmax_rope"], "--model 'softmax_rope'"),
         (
             ["--set", "attention={stick_breaking: {mass_threshold: 0}}"],
-            "a mass_threshold above 0, without gates and Euclidean logits, are allowed: []",
+            "mass_threshold 0 []",
         ),
-        (["--seconds", "0"], "--seconds is 0.0"),
-        (["--set", "compare=[softmax_rope]"], "are allowed: []"),
+        (["--seconds", "0"], "--seconds 0.0"),
+        (["--set", "compare=[softmax_rope]"], "stick-breaking []"),
         (
             ["--set", "attention={stick_breaking: {forget_gate: true}}"],
-            "without gates and Euclidean logits, are allowed: []",
+            "gates Euclidean []",
         ),
         (
             ["--set", "attention={stick_breaking: {logits: euclidean}}"],
-            "without gates and Euclidean logits, are allowed: []",
+            "gates Euclidean []",
         ),
     ],
 )
 def test_what_cannot_be_measured_is_refused(options, words, capsys):
     assert cli.main(["experiment", "skipping", str(CONFIGS / "skipping_small.yaml"), *options]) == 2
-    assert words in capsys.readouterr().err
+    assert re.search(mentions(words), capsys.readouterr().err)

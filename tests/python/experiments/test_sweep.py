@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from matplotlib import pyplot
+from support.messages import mentions
 
 from megatron_sb import cli, experiments
 from megatron_sb.experiments import sweep, tables
@@ -49,7 +51,7 @@ def test_what_is_done_is_not_trained_again(tmp_path, monkeypatch):
 
 
 def test_what_makes_no_sweep_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="--jobs is 0; 1 or more"):
+    with pytest.raises(ValueError, match=mentions("--jobs 0 1")):
         sweep.train_all(TINY, [], tmp_path, jobs=0)
     with pytest.raises(ValueError, match="their names must differ"):
         sweep.train_all(TINY, [Trial("one", ()), Trial("one", ("seed=1",))], tmp_path)
@@ -167,11 +169,11 @@ def test_the_command_hands_its_arguments_on(monkeypatch, capsys, tmp_path):
     assert sweep.output_folder(of_run) == Path("runs/nothing-wide")
     (tmp_path / "file").touch()
     for words, sentence in (
-        (["a.yaml", "--out", str(tmp_path / "file")], f"--out is '{tmp_path / 'file'}', a file; a folder"),
-        ([str(tmp_path)], f"{tmp_path} is a folder; a configuration file is allowed"),
+        (["a.yaml", "--out", str(tmp_path / "file")], f"--out '{tmp_path / 'file'}' folder"),
+        ([str(tmp_path)], f"{tmp_path} folder"),
     ):
         assert cli.main(["experiment", "nothing", *words]) == 2
-        assert sentence in capsys.readouterr().err
+        assert re.search(mentions(sentence), capsys.readouterr().err)
     with pytest.raises(SystemExit):
         cli.main(["experiment", "--help"])
     assert "Shows 100% of nothing at all." in capsys.readouterr().out
@@ -195,7 +197,7 @@ def test_the_device_is_what_ranks_ran_on(monkeypatch):
 def test_what_an_experiment_leaves_behind(tmp_path, capsys):
     table = tables.markdown_table(["pairs", "accuracy"], [["8", "0.5"]])
     assert table == "| pairs | accuracy |\n| --- | ---: |\n| 8 | 0.5 |\n"
-    with pytest.raises(ValueError, match=r"a row is .*2 cells are allowed"):
+    with pytest.raises(ValueError, match=r"row.*2"):
         tables.markdown_table(["pairs", "accuracy"], [["8"]])
     figure, axes = pyplot.subplots()
     axes.plot([1, 2])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support import decoders
+from support.messages import mentions
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import megatron_sb as sb
@@ -129,7 +130,7 @@ def test_saved_and_loaded(variant, dtype, tmp_path):
 
 def test_saving_does_not_upload(tmp_path):
     """transformers would before the file is written that the configuration points at."""
-    with pytest.raises(ValueError, match=r"push_to_hub = True; False is allowed: call model\.push_to_hub"):
+    with pytest.raises(ValueError, match=mentions("push_to_hub True False model.push_to_hub")):
         make_model().save_pretrained(tmp_path / "new", push_to_hub=True)
     assert not (tmp_path / "new").exists()
 
@@ -163,21 +164,21 @@ def test_hidden_states_and_kept_logits():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"num_attention_heads": 5}, "hidden_size = 32 is no multiple of num_attention_heads = 5"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads = 3; a divisor of num_attention_heads = 4"),
-        ({"num_experts": 4}, "num_experts_per_tok = None; 1 to num_experts = 4"),
-        ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok = 5; 1 to num_experts = 4"),
+        ({"num_attention_heads": 5}, "hidden_size 32 multiple num_attention_heads 5"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3 num_attention_heads 4"),
+        ({"num_experts": 4}, "num_experts_per_tok None num_experts 4"),
+        ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok 5 num_experts 4"),
     ],
 )
 def test_refused_configurations(fields, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=mentions(words)):
         StickBreakingConfig(**SIZES | fields)
 
 
 def test_refused_attention():
-    with pytest.raises(ValueError, match="attn_implementation = 'eager'; 'stickbreaking' is allowed"):
+    with pytest.raises(ValueError, match=mentions("attn_implementation 'eager' 'stickbreaking'")):
         AutoModelForCausalLM.from_config(StickBreakingConfig(**SIZES), attn_implementation="eager")
-    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+    with pytest.raises(ValueError, match=mentions("input_ids inputs_embeds one")):
         make_model()()
-    with pytest.raises(ValueError, match="output_attentions = True; False is allowed"):
+    with pytest.raises(ValueError, match=mentions("output_attentions True False")):
         make_model()(tokens(1, 4), output_attentions=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.megatron_loop import ACCEPTED, MEGATRON, PRETRAIN, needs_training, train
+from support.messages import mentions
 
 from megatron_sb.megatron import StickBreakingOptions, launch
 
@@ -111,21 +112,21 @@ def test_accepted_flags():
 
 
 REFUSED = {
-    "": r"args\.attention_dropout=0\.1 \(--attention-dropout\): .* must be 0\.0",
-    "--attention-dropout 0": r"args\.position_embedding_type='learned_absolute' .* must be 'none', or 'rope' with",
-    "--attention-dropout 0 --position-embedding-type rope": r"args\.position_embedding_type='rope'",
-    f"{ACCEPTED} --attention-backend local": r"args\.attention_backend='local' \(--attention-backend\): .* 'auto'",
-    f"{ACCEPTED} --multi-latent-attention": r"args\.multi_latent_attention=True \(--multi-latent-attention\)",
-    f"{ACCEPTED} --window-size 64,0": r"args\.window_size=\(64, 0\) \(--window-size\): .* must be None",
-    f"{ACCEPTED} --softmax-type learnable": r"args\.softmax_type='learnable' \(--softmax-type\)",
-    f"{ACCEPTED} --qk-clip": r"args\.qk_clip=True \(--qk-clip\)",
-    f"{ACCEPTED} --flash-decode": r"args\.flash_decode=True \(--flash-decode\)",
-    f"{ACCEPTED} --reset-attention-mask": r"args\.reset_attention_mask=True \(--reset-attention-mask\)",
-    f"{ACCEPTED} --yaml-cfg x.yaml": r"args\.yaml_cfg='x\.yaml' \(--yaml-cfg\): .* must be None",
-    f"{ACCEPTED} --sb-layers [1]*3": r"has 3 entries, but args\.num_layers=2 \(--num-layers\)",
-    f"{ACCEPTED} --sb-layers [1,0] --mtp-num-layers 1": r"the 1 layers of args\.mtp_num_layers \(--mtp-num-layers\)",
+    "": "args.attention_dropout 0.1 --attention-dropout 0.0",
+    "--attention-dropout 0": "args.position_embedding_type 'learned_absolute' 'none' 'rope'",
+    "--attention-dropout 0 --position-embedding-type rope": "args.position_embedding_type 'rope'",
+    f"{ACCEPTED} --attention-backend local": "args.attention_backend 'local' --attention-backend 'auto'",
+    f"{ACCEPTED} --multi-latent-attention": "args.multi_latent_attention True --multi-latent-attention",
+    f"{ACCEPTED} --window-size 64,0": "args.window_size (64, 0) --window-size None",
+    f"{ACCEPTED} --softmax-type learnable": "args.softmax_type 'learnable' --softmax-type",
+    f"{ACCEPTED} --qk-clip": "args.qk_clip True --qk-clip",
+    f"{ACCEPTED} --flash-decode": "args.flash_decode True --flash-decode",
+    f"{ACCEPTED} --reset-attention-mask": "args.reset_attention_mask True --reset-attention-mask",
+    f"{ACCEPTED} --yaml-cfg x.yaml": "args.yaml_cfg 'x.yaml' --yaml-cfg None",
+    f"{ACCEPTED} --sb-layers [1]*3": "3 args.num_layers 2 --num-layers",
+    f"{ACCEPTED} --sb-layers [1,0] --mtp-num-layers 1": "1 args.mtp_num_layers --mtp-num-layers",
     f"{ACCEPTED} --dataloader-inter-document-masking --context-parallel-size 2": (
-        r"args\.dataloader_inter_document_masking=True .* --sb-packing must be 'whole_stream', not 'per_document'"
+        "args.dataloader_inter_document_masking True --sb-packing 'whole_stream' 'per_document'"
     ),
 }
 
@@ -133,7 +134,7 @@ REFUSED = {
 @needs_training
 @pytest.mark.parametrize(("flags", "sentence"), REFUSED.items())
 def test_refused_flags(flags, sentence):
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=mentions(sentence)):
         launch.refuse_arguments(*parse(flags))
 
 

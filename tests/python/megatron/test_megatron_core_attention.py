@@ -8,6 +8,7 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from support.megatron_cpu import core_attention_arguments, packed_params, small_config
+from support.messages import mentions
 
 from megatron_sb import reference
 from megatron_sb.megatron import StickBreakingCoreAttention, StickBreakingOptions, core_attention
@@ -224,44 +225,44 @@ class TestHeadVectors:
 CONFIG_REFUSALS = {
     "attention_dropout": (
         {"attention_dropout": 0.1},
-        r"config\.attention_dropout=0\.1 \(--attention-dropout\): .* must be 0\.0",
+        "config.attention_dropout 0.1 --attention-dropout 0.0",
     ),
-    "window_size": ({"window_size": (64, 0)}, r"config\.window_size=\(64, 0\) \(--window-size\): .* must be None"),
+    "window_size": ({"window_size": (64, 0)}, "config.window_size (64, 0) --window-size None"),
     "softmax off-by-one": (
         {"softmax_type": "off-by-one"},
-        r"config\.softmax_type='off-by-one' \(--softmax-type\): .* must be 'vanilla'",
+        "config.softmax_type 'off-by-one' --softmax-type 'vanilla'",
     ),
-    "softmax learnable": ({"softmax_type": "learnable"}, r"config\.softmax_type='learnable'"),
+    "softmax learnable": ({"softmax_type": "learnable"}, "config.softmax_type 'learnable'"),
     "fp8 dot product": (
         {"fp8_dot_product_attention": True},
-        r"config\.fp8_dot_product_attention=True \(--fp8-dot-product-attention\): .* must be False",
+        "config.fp8_dot_product_attention True --fp8-dot-product-attention False",
     ),
-    "fp8 multi head": ({"fp8_multi_head_attention": True}, r"config\.fp8_multi_head_attention=True"),
-    "qk_clip": ({"qk_clip": True}, r"config\.qk_clip=True \(--qk-clip\): .* must be False"),
+    "fp8 multi head": ({"fp8_multi_head_attention": True}, "config.fp8_multi_head_attention True"),
+    "qk_clip": ({"qk_clip": True}, "config.qk_clip True --qk-clip False"),
     "log_max_attention_logit": (
         {"log_max_attention_logit": True},
-        r"config\.log_max_attention_logit=True \(--log-max-attention-logit\): .* must be False",
+        "config.log_max_attention_logit True --log-max-attention-logit False",
     ),
-    "flash_decode": ({"flash_decode": True}, r"config\.flash_decode=True \(--flash-decode\): .*silently run softmax"),
+    "flash_decode": ({"flash_decode": True}, "config.flash_decode True --flash-decode softmax"),
 }
 
 
 @pytest.mark.parametrize(("changes", "sentence"), CONFIG_REFUSALS.values(), ids=CONFIG_REFUSALS)
 def test_refused_settings(changes, sentence):
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=mentions(sentence)):
         make_core(small_config(**changes))
 
 
 def test_refused_latent_attention():
     config = MLATransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
-    with pytest.raises(ValueError, match=r"multi_latent_attention=True \(--multi-latent-attention\): .* must be False"):
+    with pytest.raises(ValueError, match=mentions("multi_latent_attention True --multi-latent-attention False")):
         make_core(config, k_channels=8, v_channels=8)
 
 
 def test_refused_experimental_attention():
     config = small_config()
     config.experimental_attention_variant = "dsa"  # which of them a config takes depends on Megatron-Core's release
-    with pytest.raises(ValueError, match=r"experimental_attention_variant='dsa' \(--exp.*-variant\): .* must be None"):
+    with pytest.raises(ValueError, match=mentions("experimental_attention_variant 'dsa' None")):
         make_core(config)
 
 
@@ -269,17 +270,17 @@ def test_refused_experimental_attention():
 def test_refused_position_embedding_of_a_config(kind):
     config = small_config()
     config.position_embedding_type = kind
-    with pytest.raises(ValueError, match=rf"config\.position_embedding_type='{kind}' .* must be 'none'"):
+    with pytest.raises(ValueError, match=mentions(f"config.position_embedding_type '{kind}' 'none'")):
         make_core(config)
 
 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ({"position_embedding_type": "rope"}, r"args\.position_embedding_type='rope' \(--position-embedding-type\)"),
+        ({"position_embedding_type": "rope"}, "args.position_embedding_type 'rope' --position-embedding-type"),
         (
             {"reset_attention_mask": True},
-            r"args\.reset_attention_mask=True \(--reset-attention-mask\): .* must be False",
+            "args.reset_attention_mask True --reset-attention-mask False",
         ),
     ],
 )
@@ -290,29 +291,29 @@ def test_refused_flags_of_a_training_script(flags, sentence, monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=args))
     make_core()
     vars(args).update(flags)
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=mentions(sentence)):
         make_core()
 
 
 @pytest.mark.parametrize("mask_type", ["arbitrary", "padding", "no_mask", "causal_bottom_right"])
 def test_refused_masks(mask_type):
-    sentence = rf"attn_mask_type='{mask_type}' is not supported; .* allows 'causal' and 'padding_causal'"
-    with pytest.raises(ValueError, match=sentence):
+    sentence = f"attn_mask_type '{mask_type}' 'causal' 'padding_causal'"
+    with pytest.raises(ValueError, match=mentions(sentence)):
         make_core(attn_mask_type=AttnMaskType[mask_type])
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=mentions(sentence)):
         make_core()(*make_qkv(8, 1), None, attn_mask_type=AttnMaskType[mask_type])
 
 
 def test_refused_arguments():
-    with pytest.raises(ValueError, match=r"attention_type='cross' is not supported; .* only 'self'"):
+    with pytest.raises(ValueError, match=mentions("attention_type 'cross' 'self'")):
         make_core(attention_type="cross")
-    with pytest.raises(TypeError, match="takes no sinks"):
+    with pytest.raises(TypeError, match="sinks"):
         make_core(sinks=1)
-    with pytest.raises(ValueError, match=r"attention_bias of shape \(1, 4, 8, 8\) is not supported .* must be None"):
+    with pytest.raises(ValueError, match=mentions("attention_bias (1, 4, 8, 8) None")):
         make_core()(*make_qkv(8, 1), None, attention_bias=torch.zeros(1, 4, 8, 8))
-    with pytest.raises(ValueError, match=r"query has shape \(8, 4, 8\); allowed: \(s, b, h, d\), or \(t, h, d\) with"):
+    with pytest.raises(ValueError, match=mentions("query (8, 4, 8) (s, b, h, d) (t, h, d)")):
         make_core()(*make_qkv(8), None)
-    with pytest.raises(ValueError, match=r"cu_seqlens_q is None; qkv_format='thd' needs"):
+    with pytest.raises(ValueError, match=mentions("cu_seqlens_q None 'thd'")):
         make_core()(*make_qkv(8), None, packed_seq_params=packed_params(0, 8, cu_seqlens_q=None))
 
 

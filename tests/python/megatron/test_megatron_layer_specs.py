@@ -10,6 +10,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 from megatron.core.transformer.transformer_block import TransformerBlock
 from support.megatron_cpu import core_attention_arguments, small_config
+from support.messages import mentions
 
 from megatron_sb.megatron import (
     CheckedSelfAttention,
@@ -71,28 +72,26 @@ def test_options_reach_the_module():
 def test_refused_options():
     with pytest.raises(TypeError, match="unexpected keyword argument 'remainder'"):
         with_stickbreaking(get_gpt_layer_local_spec(), remainder=True)
-    with pytest.raises(ValueError, match="cp_layout='striped' is unknown; allowed: 'zigzag', 'contiguous'"):
+    with pytest.raises(ValueError, match=mentions("cp_layout 'striped' 'zigzag' 'contiguous'")):
         with_stickbreaking(get_gpt_layer_local_spec(), cp_layout="striped")
-    with pytest.raises(ValueError, match="packing='tight' is unknown; allowed: 'per_document', 'whole_stream'"):
+    with pytest.raises(ValueError, match=mentions("packing 'tight' 'per_document' 'whole_stream'")):
         with_stickbreaking(get_gpt_layer_local_spec(), packing="tight")
-    with pytest.raises(ValueError, match="logits='cosine' is unknown; allowed: 'dot', 'euclidean'"):
+    with pytest.raises(ValueError, match=mentions("logits 'cosine' 'dot' 'euclidean'")):
         with_stickbreaking(get_gpt_layer_local_spec(), logits="cosine")
-    with pytest.raises(ValueError, match=r"forget_gate_loss=0.1 \(--sb-forget-gate-loss\) with forget_gate=False"):
+    with pytest.raises(ValueError, match=mentions("forget_gate_loss 0.1")):
         with_stickbreaking(get_gpt_layer_local_spec(), forget_gate_loss=0.1)
-    with pytest.raises(
-        ValueError, match=r"layers=\(1, 2\) \(--sb-layers\) may hold 0 \(softmax\) and 1 \(stick-breaking"
-    ):
+    with pytest.raises(ValueError, match=mentions("layers (1, 2)")):
         with_stickbreaking(get_gpt_layer_local_spec(), layers=(1, 2))
 
 
 def test_refused_specs():
-    with pytest.raises(ValueError, match=r"self_attention of the layer spec is .*MLASelfAttention.* allows Megatron's"):
+    with pytest.raises(ValueError, match="self_attention.*MLASelfAttention"):
         with_stickbreaking(get_gpt_layer_local_spec(multi_latent_attention=True))
     without_attention = get_gpt_layer_local_spec()
     without_attention.submodules.self_attention = IdentityOp
-    with pytest.raises(ValueError, match=r"self_attention of the layer spec is .*IdentityOp"):
+    with pytest.raises(ValueError, match="self_attention.*IdentityOp"):
         with_stickbreaking(without_attention)
-    with pytest.raises(ValueError, match="self_attention of the layer spec is None"):
+    with pytest.raises(ValueError, match=mentions("self_attention None")):
         with_stickbreaking(ModuleSpec(SelfAttention))
 
 

@@ -7,6 +7,7 @@ import torch
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from support.launch import run_worker
 from support.megatron_cpu import small_config
+from support.messages import mentions
 
 from megatron_sb.megatron import install_stand_ins
 from megatron_sb.megatron.stand_ins import GroupedExperts
@@ -19,7 +20,7 @@ def findings(tmp_path_factory) -> dict:
 
 def refusals_that_miss(sentences: dict[str, str], said: dict[str, str]) -> dict[str, str]:
     assert said.keys() == sentences.keys()
-    return {name: words for name, words in said.items() if not re.search(sentences[name], words)}
+    return {name: words for name, words in said.items() if not re.search(mentions(sentences[name]), words)}
 
 
 def test_mixed_layers(findings):
@@ -36,10 +37,10 @@ def test_mixed_layers(findings):
         [[2, softmax], [4, stick_breaking]],
     ]
     sentences = {
-        "rope": "rotary_pos_emb was given to a stick-breaking layer",
-        "rope in the other layer": "rotary_pos_emb was given to a stick-breaking layer",
-        "three layers": r"layers=\(1, 0\) \(--sb-layers\) has 2 entries, but config\.num_layers=3 \(--num-layers\)",
-        "multi-token prediction": r"says nothing about the 1 layers of config\.mtp_num_layers \(--mtp-num-layers\)",
+        "rope": "rotary_pos_emb stick-breaking",
+        "rope in the other layer": "rotary_pos_emb stick-breaking",
+        "three layers": "layers (1, 0) --sb-layers config.num_layers 3 --num-layers",
+        "multi-token prediction": "config.mtp_num_layers --mtp-num-layers 1",
     }
     assert refusals_that_miss(sentences, mixed["refused"]) == {}
 
@@ -51,8 +52,8 @@ def test_stock_specs_under_the_launcher(findings):
     assert min(launched["difference from softmax"].values()) > 1e-3
     assert launched["layer without attention"] == "IdentityOp"
     sentences = {
-        "latent attention": "self_attention of the layer spec is .*MLASelfAttention.* allows Megatron's SelfAttention",
-        "cross-attention": "cross_attention of a layer is .*CrossAttention.*: --stick-breaking-attention has self-",
+        "latent attention": "self_attention SelfAttention",
+        "cross-attention": "cross_attention --stick-breaking-attention",
     }
     assert refusals_that_miss(sentences, launched["refused"]) == {}
 
@@ -98,31 +99,31 @@ def test_norm(normalization, sequence_parallel):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"normalization": "L2Norm"}, r"normalization='L2Norm' \(--normalization\) .* allowed: 'LayerNorm', 'RMSNorm'"),
-        ({"layernorm_zero_centered_gamma": True}, r"layernorm_zero_centered_gamma=True \(--apply-layernorm-1p\) needs"),
-        ({"memory_efficient_layer_norm": True}, r"memory_efficient_layer_norm=True \(--memory-efficient-layer-norm\)"),
+        ({"normalization": "L2Norm"}, "normalization 'L2Norm' --normalization 'LayerNorm' 'RMSNorm'"),
+        ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma True --apply-layernorm-1p"),
+        ({"memory_efficient_layer_norm": True}, "memory_efficient_layer_norm True --memory-efficient-layer-norm"),
     ],
 )
 def test_refused_norms(changes, sentence):
     install_stand_ins()
     config = small_config()
     vars(config).update(changes)
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=mentions(sentence)):
         WrappedTorchNorm(config, 32)
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"add_bias_linear": True}, r"config\.add_bias_linear=True \(--disable-bias-linear\); it must be False"),
-        ({"fp8": "hybrid"}, r"config\.fp8='hybrid' \(--fp8-format\); it must be None"),
-        ({"fp4": "e2m1"}, r"config\.fp4='e2m1' \(--fp4-format\); it must be None"),
-        ({"moe_apply_probs_on_input": True}, r"config\.moe_apply_probs_on_input=True \(--moe-apply-probs-on-input\)"),
-        ({"activation_func_clamp_value": 7.0}, r"config\.activation_func_clamp_value=7\.0 .*; it must be None"),
-        ({"glu_linear_offset": 1.0}, r"config\.glu_linear_offset=1\.0 \(--glu-linear-offset\); it must be 0\.0"),
+        ({"add_bias_linear": True}, "config.add_bias_linear True --disable-bias-linear False"),
+        ({"fp8": "hybrid"}, "config.fp8 'hybrid' --fp8-format None"),
+        ({"fp4": "e2m1"}, "config.fp4 'e2m1' --fp4-format None"),
+        ({"moe_apply_probs_on_input": True}, "config.moe_apply_probs_on_input True --moe-apply-probs-on-input"),
+        ({"activation_func_clamp_value": 7.0}, "config.activation_func_clamp_value 7.0 None"),
+        ({"glu_linear_offset": 1.0}, "config.glu_linear_offset 1.0 --glu-linear-offset 0.0"),
         (
             {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
-            r"config\.recompute_modules=\['moe_act'\] \(--recompute-modules\): moe_act is not allowed",
+            "config.recompute_modules ['moe_act'] --recompute-modules",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -130,5 +131,5 @@ def test_refused_norms(changes, sentence):
 def test_refused_grouped_experts(changes, sentence):
     config = small_config(add_bias_linear=False)
     vars(config).update(changes)
-    with pytest.raises(ValueError, match="--moe-grouped-gemm without Transformer Engine cannot run with " + sentence):
+    with pytest.raises(ValueError, match=mentions("--moe-grouped-gemm " + sentence)):
         GroupedExperts(2, config, None)

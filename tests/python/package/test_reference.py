@@ -1,13 +1,13 @@
 """The oracle itself, against the definition written as a loop over keys, and against values worked out by hand."""
 
 import math
-import re
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from support.inputs import make_inputs
+from support.messages import mentions
 
 from megatron_sb import reference
 
@@ -96,17 +96,17 @@ def test_varlen_is_each_document_alone():
 def test_refuses_more_queries_than_keys_and_ungrouped_heads():
     """What the definition gives no meaning to."""
     x = make_inputs(s=4, s_k=3)
-    with pytest.raises(ValueError, match="q has 4 positions and k has 3"):
+    with pytest.raises(ValueError, match=mentions("q 4 k 3")):
         reference.stickbreaking_attention(x.q, x.k, x.v)
     x = make_inputs(h=3, h_kv=2)
-    with pytest.raises(ValueError, match=r"3 heads.* multiple of the 2"):
+    with pytest.raises(ValueError, match=mentions("q 3 multiple 2")):
         reference.stickbreaking_attention(x.q, x.k, x.v)
 
 
 def test_refuses_logits_it_does_not_know():
     """A typing error is not the dot product."""
     x = make_inputs(s=4)
-    with pytest.raises(ValueError, match="logits is 'euclidian'; 'dot' or 'euclidean' is allowed"):
+    with pytest.raises(ValueError, match=mentions("logits 'euclidian' 'dot' 'euclidean'")):
         reference.stickbreaking_attention(x.q, x.k, x.v, logits="euclidian")
 
 
@@ -117,5 +117,5 @@ def test_refuses_offsets_that_are_none(of, edges):
     x = make_inputs(s=6).packed()
     offsets = {"cu_seqlens": torch.tensor([0, 6]), "cu_seqlens_k": torch.tensor([0, 6])}
     offsets[of] = torch.tensor(edges, dtype=torch.int64)
-    with pytest.raises(ValueError, match=re.escape(f"{of} is {edges}; offsets from 0 to 6 or less, not decreasing")):
+    with pytest.raises(ValueError, match=mentions(f"{of} {edges} 0 6")):
         reference.stickbreaking_attention_varlen(x.q, x.k, x.v, **offsets)
