@@ -85,11 +85,11 @@ def test_refused_options():
 
 
 def test_refused_specs():
-    with pytest.raises(ValueError, match="self_attention.*MLASelfAttention"):
+    with pytest.raises(ValueError, match=r"self_attention.*MLASelfAttention"):
         with_stickbreaking(get_gpt_layer_local_spec(multi_latent_attention=True))
     without_attention = get_gpt_layer_local_spec()
     without_attention.submodules.self_attention = IdentityOp
-    with pytest.raises(ValueError, match="self_attention.*IdentityOp"):
+    with pytest.raises(ValueError, match=r"self_attention.*IdentityOp"):
         with_stickbreaking(without_attention)
     with pytest.raises(ValueError, match=mentions("self_attention None")):
         with_stickbreaking(ModuleSpec(SelfAttention))

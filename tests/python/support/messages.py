@@ -20,6 +20,7 @@ def mentions(words: str) -> str:
 
 
 def _whole(word: str) -> str:
-    before = r"(?<![\w.])" if re.match(r"\w", word) else ""
-    after = r"(?!\w|\.\d)" if re.search(r"\w\Z", word) else ""
+    """A pattern for the word without a neighbour that would make it another name or number."""
+    before = r"(?<![\w.])" if re.match(r"\d", word) else r"(?<!\w)" if re.match(r"\w", word) else ""
+    after = r"(?!\w|\.\d)" if re.search(r"\d\Z", word) else r"(?!\w)" if re.search(r"\w\Z", word) else ""
     return before + re.escape(word) + after
