@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "core/error.h"
+#include "core/limits.h"
 #include "kernels/cpu/cpu.h"
 
 #if defined(SB_WITH_CUDA)
@@ -15,10 +16,8 @@
 namespace megatron_sb::dispatch {
 namespace {
 
-constexpr int kMaxHeadDim = 256;
-
 bool head_dims_fit(const Request& r) {
-    return r.head_dim % 8 == 0 && r.head_dim_v % 8 == 0 && r.head_dim <= kMaxHeadDim && r.head_dim_v <= kMaxHeadDim;
+    return is_supported_head_dim(r.head_dim) && is_supported_head_dim(r.head_dim_v);
 }
 
 bool cpu_serves(const Request& r) {
@@ -109,7 +108,7 @@ std::string describe() {
 #if defined(SB_WITH_CUDA)
     text += concat(
         "  decode: a KV cache on CUDA sm_80 and later; bf16, fp16; head_dim and head_dim_v: multiples of 8 up to ",
-        kMaxHeadDim, "; at most ", decode::kMostQueryRows,
+        kMaxHeadDim, "; at most ", decode::kMaxQueryRows,
         " query rows a KV head (else, and for fp32, the kernels above)\n");
 #endif
     return text;

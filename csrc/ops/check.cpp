@@ -4,12 +4,11 @@
 
 #include <cmath>
 
+#include "core/limits.h"
 #include "core/params.h"
 
 namespace megatron_sb::ops {
 namespace {
-
-constexpr int64_t kMaxHeadDim = 256, kHeadDimMultiple = 8;
 
 void check_same_size(const char* what, const c10::SymInt& a, const char* a_name, const c10::SymInt& b,
                      const char* b_name) {
@@ -49,7 +48,6 @@ void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
     TORCH_CHECK_VALUE(q.sym_size(2) > 0 && k.sym_size(2) > 0 && q.sym_size(2) % k.sym_size(2) == 0, "q has ",
                       q.sym_size(2), " heads and k has ", k.sym_size(2),
                       "; the heads of q must be a positive multiple of those of k and v");
-    constexpr int64_t kMaxRows = (int64_t(1) << 31) - 64;
     TORCH_CHECK_VALUE(q.sym_size(1) <= kMaxRows && k.sym_size(1) <= kMaxRows, "q has ", q.sym_size(1), " rows and k ",
                       k.sym_size(1), "; up to ", kMaxRows, " are allowed");
 }

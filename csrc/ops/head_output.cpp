@@ -7,6 +7,7 @@
 
 #include <cmath>
 
+#include "core/limits.h"
 #include "ops/block.h"
 #include "ops/check.h"
 #include "ops/device.h"
@@ -46,7 +47,6 @@ void check_mass(const at::Tensor& mass, const at::Tensor& o) {
 }
 
 void check_arguments(const Arguments& in) {
-    constexpr int64_t kMaxRows = (int64_t(1) << 31) - 64;
     constexpr double kLeastEps = 1e-30;  // still a normal number in fp32
     TORCH_CHECK_VALUE(in.o.dim() == 4, "o: has ", in.o.dim(), " dimensions; 4, (b, s, h, d), are needed");
     check_dtype("o", in.o);

@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "core/limits.h"
 #include "dispatch/table.h"
 #include "ops/block.h"
 #include "ops/check.h"
@@ -52,7 +53,6 @@ void check_ranks(const at::Tensor& q, const at::Tensor& k_cache, const at::Tenso
 }
 
 void check_arguments(const Arguments& in) {
-    constexpr int64_t kMostKeys = (int64_t(1) << 31) - 64;
     check_ranks(in.q, in.k, in.v, in.paged());
     for (const auto& [name, x] :
          {std::pair<const char*, const at::Tensor&>{"q", in.q}, {"k_cache", in.k}, {"v_cache", in.v}}) {
@@ -80,8 +80,8 @@ void check_arguments(const Arguments& in) {
         TORCH_CHECK_VALUE(in.k.sym_size(0) == in.q.sym_size(0), "k_cache: batch is ", in.k.sym_size(0), " but q's is ",
                           in.q.sym_size(0), "; a cache of another shape needs a block_table");
     }
-    TORCH_CHECK_VALUE(in.q.sym_size(1) <= kMostKeys && in.capacity() <= kMostKeys, "q has ", in.q.sym_size(1),
-                      " positions and the cache holds ", in.capacity(), " a sequence; up to ", kMostKeys,
+    TORCH_CHECK_VALUE(in.q.sym_size(1) <= kMaxRows && in.capacity() <= kMaxRows, "q has ", in.q.sym_size(1),
+                      " positions and the cache holds ", in.capacity(), " a sequence; up to ", kMaxRows,
                       " are allowed");
     check_options(in.scale, in.mass_threshold);
 }
@@ -149,7 +149,7 @@ Two through_blocks(const Arguments& in) {
 bool decode_serves(const Arguments& in) {
     const dispatch::Request request = {dispatch::Device::kCuda, device_architecture(in.q.device()),
                                        dtype_of(in.q.scalar_type()), int(in.q.size(3)), int(in.v.size(3))};
-    return in.q.size(1) * (in.q.size(2) / in.k.size(2)) <= decode::kMostQueryRows && dispatch::decode_serves(request);
+    return in.q.size(1) * (in.q.size(2) / in.k.size(2)) <= decode::kMaxQueryRows && dispatch::decode_serves(request);
 }
 
 Two through_decode(const Arguments& in) {

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/limits.h"
 #include "core/params.h"
 #include "ops/block.h"
 #include "ops/check.h"
@@ -114,8 +115,8 @@ class Extend : public torch::autograd::Function<Extend> {
 void check_variants(const at::Tensor& q, const at::Tensor& k, const Variants& variants) {
     if (variants.euclidean) {
         const c10::SymInt d = q.sym_size(-1);
-        TORCH_CHECK_VALUE(d % 8 == 0 && d > 0 && d <= 256 - kNormColumns, "q: head_dim is ", d,
-                          "; with Euclidean logits a multiple of 8 up to ", 256 - kNormColumns, " is allowed");
+        TORCH_CHECK_VALUE(d % kHeadDimMultiple == 0 && d > 0 && d <= kMaxHeadDim - kNormColumns, "q: head_dim is ", d,
+                          "; with Euclidean logits a multiple of 8 up to ", kMaxHeadDim - kNormColumns, " is allowed");
     }
     if (!variants.forget_gate.has_value()) return;
     const at::Tensor& gate = *variants.forget_gate;

@@ -6,34 +6,34 @@
 
 namespace megatron_sb::portable {
 
-constexpr int kMostWarps = 32;
+constexpr int kMaxWarps = 32;
 
 struct BlockScan {
-    int with_before;  // of this thread's value and those of the threads before it
-    int all;
+    int inclusive;  // of this thread's value and those of the threads before it
+    int total;
 };
 
-// Every thread of the block takes part. `of_warps` is shared memory with kMostWarps entries; join(none, x) == x.
+// Every thread of the block takes part. `warp_values` is shared memory with kMaxWarps entries; join(none, x) == x.
 template <class Join>
-__device__ inline BlockScan scan_over_block(int value, int none, int* of_warps, Join join) {
+__device__ inline BlockScan scan_over_block(int value, int none, int* warp_values, Join join) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     for (int step = 1; step < 32; step *= 2) {
         const int before = __shfl_up_sync(~0u, value, step);
         if (lane >= step) value = join(before, value);
     }
-    if (lane == 31) of_warps[warp] = value;
+    if (lane == 31) warp_values[warp] = value;
     __syncthreads();
     if (warp == 0) {
-        int joined = lane < warps ? of_warps[lane] : none;
+        int joined = lane < warps ? warp_values[lane] : none;
         for (int step = 1; step < warps; step *= 2) {
             const int before = __shfl_up_sync(~0u, joined, step);
             if (lane >= step) joined = join(before, joined);
         }
-        of_warps[lane] = joined;
+        warp_values[lane] = joined;
     }
     __syncthreads();
-    const BlockScan scan = {join(warp > 0 ? of_warps[warp - 1] : none, value), of_warps[warps - 1]};
-    __syncthreads();  // of_warps may be written again
+    const BlockScan scan = {join(warp > 0 ? warp_values[warp - 1] : none, value), warp_values[warps - 1]};
+    __syncthreads();  // warp_values may be written again
     return scan;
 }
 
@@ -50,7 +50,7 @@ struct RowRange {
 // for how many ranges begin less how many end there.
 template <class Range, class F>
 __device__ inline void for_uncovered_row(const Sizes& sizes, const Segments& segments, int first, int rows,
-                                         int* changes, int* of_warps, Range range, F f) {
+                                         int* changes, int* warp_values, Range range, F f) {
     const int threads = blockDim.x;
     changes[threadIdx.x] = 0;
     __syncthreads();
@@ -62,7 +62,7 @@ __device__ inline void for_uncovered_row(const Sizes& sizes, const Segments& seg
         if (end < threads) atomicAdd(&changes[end], -1);
     }
     __syncthreads();
-    const bool covered = scan_over_block(changes[threadIdx.x], 0, of_warps, Sum()).with_before > 0;
+    const bool covered = scan_over_block(changes[threadIdx.x], 0, warp_values, Sum()).inclusive > 0;
     const int row = first + int(threadIdx.x), lane = threadIdx.x % 32;
     for (uint32_t left = __ballot_sync(~0u, row < rows && !covered); left != 0; left &= left - 1)
         f(row - lane + __ffs(left) - 1);

@@ -15,7 +15,7 @@
 namespace megatron_sb::portable {
 
 // No gates: all are 1.
-struct Open {
+struct NoGates {
     static constexpr bool kGated = false;
     struct Quad {
         __device__ float odds(float e, int) const { return e; }

@@ -106,7 +106,7 @@ __device__ inline float reciprocal(float x) {
 }
 // The same value, which the compiler can no longer follow: what is made from it inside a loop is made there again,
 // instead of once and in registers (or, where there are none left, in local memory) ever after.
-__device__ inline int made_here(int x) {
+__device__ inline int opaque(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }

@@ -15,7 +15,7 @@ struct Shared {
     Segment segments[kThreads];
     int ends[kThreads];  // tiles up to and with this segment, within a round of kThreads segments
     int buckets[kBuckets];
-    int warp_sums[kMostWarps];
+    int warp_sums[kMaxWarps];
 };
 
 // Calls f(tile, bucket) for every tile of the call; bucket 0 has the most keys. All threads of the block take part.
@@ -28,7 +28,7 @@ __device__ void for_each_tile(const Sizes& sizes, const Segments& segments, bool
         if (i < segments.size) mine = clamped(segments[i], sizes);
         shared.segments[threadIdx.x] = mine;
         const int tiles = (mine.q_len + tile_rows - 1) / tile_rows;
-        shared.ends[threadIdx.x] = scan_over_block(tiles, 0, shared.warp_sums, Sum()).with_before;
+        shared.ends[threadIdx.x] = scan_over_block(tiles, 0, shared.warp_sums, Sum()).inclusive;
         __syncthreads();
         for (int tile = threadIdx.x; tile < shared.ends[kThreads - 1]; tile += kThreads) {
             int at = 0;  // the first segment whose end is above `tile`
@@ -54,7 +54,7 @@ __device__ void write_query_tiles(const Sizes& sizes, const Segments& segments, 
     for_each_tile(sizes, segments, attend_current, tile_rows, shared,
                   [&](const QueryTile&, int bucket) { atomicAdd(&shared.buckets[bucket], 1); });
     const int size = shared.buckets[threadIdx.x];
-    const int end = scan_over_block(size, 0, shared.warp_sums, Sum()).with_before;
+    const int end = scan_over_block(size, 0, shared.warp_sums, Sum()).inclusive;
     shared.buckets[threadIdx.x] = end - size;
     if (threadIdx.x == kThreads - 1) {
         out->count = min(end, capacity);  // more only if a table gives a row to two segments

@@ -55,7 +55,7 @@ struct Rises {
 
 // z -> e of four keys, with their rise, and with kOdds the gated odds in the place of e: for all quads of a row in
 // order.
-template <bool kOdds, int kTiles, int kBlocks, class Gates = Open>
+template <bool kOdds, int kTiles, int kBlocks, class Gates = NoGates>
 __device__ inline void exponentials_of_quad(int m, int r, int quad, float (&x)[kTiles][kBlocks][4], float scale_log2e,
                                             Rises<kTiles, kBlocks>& rises, const typename Gates::Quad& gates) {
     float e[4];
@@ -92,7 +92,7 @@ __device__ inline auto exponentials_in_parts(float (&x)[kTiles][kBlocks][4], con
 #pragma unroll
         for (int i = part * kQuads / kParts; i < (part + 1) * kQuads / kParts; ++i)
             exponentials_of_quad<false>(i / kBlocks, i / (kBlocks / 2) % 2, i % (kBlocks / 2), x, scalars.scale_log2e,
-                                        rises, Open::Quad{});
+                                        rises, NoGates::Quad{});
     };
 }
 
@@ -188,7 +188,7 @@ __device__ inline void weights_upwards(const float (&e)[kTiles][kBlocks][4], con
 
 // The same, with `mass` from the newer edge of the tile to the older one. True where keys went one by one; e is then at
 // most kLargestE.
-template <int kTiles, int kBlocks, class Sink, class Gates = Open>
+template <int kTiles, int kBlocks, class Sink, class Gates = NoGates>
 __device__ inline bool weights(float (&e)[kTiles][kBlocks][4], const Rises<kTiles, kBlocks>& rises,
                                float (&mass)[kTiles][2], Sink sink, const Gates& gates = {}) {
     if (saturated(rises)) {
@@ -269,7 +269,7 @@ __device__ inline void logit_gradients_by(const float (&e)[kTiles][kBlocks][4], 
 
 // The same, `key_by_key` where weights() went key by key. One branch around everything: a branch for each pair of keys
 // would leave nothing to do while a reciprocal is on its way.
-template <int kTiles, int kBlocks, class Gates = Open, class GateGradient = NoGateGradients>
+template <int kTiles, int kBlocks, class Gates = NoGates, class GateGradient = NoGateGradients>
 __device__ inline void logit_gradients(const float (&e)[kTiles][kBlocks][4], float (&g)[kTiles][kBlocks][4],
                                        float (&prefix)[kTiles][2], bool key_by_key, const Gates& gates = {},
                                        GateGradient gate_gradient = {}) {

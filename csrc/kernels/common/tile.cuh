@@ -114,7 +114,7 @@ __device__ inline void load_rows(uint32_t to, const HeadRows& from, int num_rows
 // Where this lane reads. Tiles begin at multiples of 1024 bytes and only bits 4 to 6 are swizzled, so all else along a
 // row, and 8 or more rows further on, is added: that goes into the instruction and needs no register of its own.
 
-__device__ inline uint32_t along(uint32_t address, int bytes) {  // further along the row, by a multiple of 16
+__device__ inline uint32_t advance(uint32_t address, int bytes) {  // further along the row, by a multiple of 16
     return (address ^ (bytes & 112)) + (bytes & ~127);
 }
 
@@ -150,11 +150,11 @@ __device__ inline uint32_t lane_a_along_rows(int lane) {
 template <class T, int kPitch>
 __device__ inline void load_b_along_rows(uint32_t (&b)[4], uint32_t from, int step, int pair) {
     if constexpr (sizeof(T) == 2) {
-        load_matrices_transposed(b, along(from, 32 * pair) + step * 16 * kPitch);
+        load_matrices_transposed(b, advance(from, 32 * pair) + step * 16 * kPitch);
     } else {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            b[i] = load_shared(next_row<kPitch>(along(from, 32 * (2 * pair + i / 2)), i % 2) + step * 8 * kPitch);
+            b[i] = load_shared(next_row<kPitch>(advance(from, 32 * (2 * pair + i / 2)), i % 2) + step * 8 * kPitch);
     }
 }
 
@@ -162,11 +162,11 @@ __device__ inline void load_b_along_rows(uint32_t (&b)[4], uint32_t from, int st
 template <class T, int kPitch>
 __device__ inline void load_a_along_rows(uint32_t (&a)[4], uint32_t from, int step, int block) {
     if constexpr (sizeof(T) == 2) {
-        load_matrices_transposed(a, along(from, 32 * block) + step * 16 * kPitch);
+        load_matrices_transposed(a, advance(from, 32 * block) + step * 16 * kPitch);
     } else {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            a[i] = load_shared(next_row<kPitch>(along(from, 32 * (2 * block + i % 2)), i / 2) + step * 8 * kPitch);
+            a[i] = load_shared(next_row<kPitch>(advance(from, 32 * (2 * block + i % 2)), i / 2) + step * 8 * kPitch);
     }
 }
 
@@ -183,18 +183,18 @@ __device__ inline void a_from_accumulators(uint32_t (&a)[4], const float (&c)[kB
     }
 }
 
-struct Nothing {
+struct NoWork {
     __device__ void operator()(int) const {}
 };
 
-// c (16 kTiles, 8 kBlocks) += a b^T over the first `width` bytes of the rows of both tiles. beside(i), for each i below
-// kPitch / 32 in order, is arithmetic that has nothing to do with c: it goes between the steps, while the tensor cores
-// are at work.
-template <class T, int kPitch, int kTiles, int kBlocks, class Beside = Nothing>
+// c (16 kTiles, 8 kBlocks) += a b^T over the first `width` bytes of the rows of both tiles. interleaved(i), for each i
+// below kPitch / 32 in order, is arithmetic that has nothing to do with c: it goes between the steps, while the tensor
+// cores are at work.
+template <class T, int kPitch, int kTiles, int kBlocks, class Interleaved = NoWork>
 __device__ inline void multiply_rows(float (&c)[kTiles][kBlocks][4], uint32_t a_tile, uint32_t b_tile, int width,
-                                     Beside beside = {}) {
+                                     Interleaved interleaved = {}) {
     constexpr int kSteps = kPitch / 32, kUnrolled = kSteps < 8 && sizeof(T) == 2 ? kSteps : sizeof(T) == 2 ? 8 : 2;
-    const int lane = made_here(threadIdx.x % 32);
+    const int lane = opaque(threadIdx.x % 32);
     const uint32_t a_lane = a_tile + lane_rows_16<kPitch>(lane), b_lane = b_tile + lane_rows_8_8<kPitch>(lane);
 #pragma unroll 1
     for (int first = 0; first < kSteps && (first == 0 || first * 32 < width); first += kUnrolled) {
@@ -203,46 +203,71 @@ __device__ inline void multiply_rows(float (&c)[kTiles][kBlocks][4], uint32_t a_
             const int step = first + i;
             uint32_t a[kTiles][4];
 #pragma unroll
-            for (int m = 0; m < kTiles; ++m) load_matrices(a[m], along(a_lane, 32 * step) + m * 16 * kPitch);
+            for (int m = 0; m < kTiles; ++m) load_matrices(a[m], advance(a_lane, 32 * step) + m * 16 * kPitch);
 #pragma unroll
             for (int n = 0; n < kBlocks; n += 2) {
                 uint32_t b[4];
-                load_matrices(b, along(b_lane, 32 * step) + n * 8 * kPitch);
+                load_matrices(b, advance(b_lane, 32 * step) + n * 8 * kPitch);
 #pragma unroll
                 for (int m = 0; m < kTiles; ++m) {
                     multiply_add<T>(c[m][n], a[m], b[0], b[1]);
                     multiply_add<T>(c[m][n + 1], a[m], b[2], b[3]);
                 }
             }
-            if constexpr (kUnrolled == kSteps) beside(step);
+            if constexpr (kUnrolled == kSteps) interleaved(step);
         }
     }
     if constexpr (kUnrolled != kSteps) {
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) beside(step);
+        for (int step = 0; step < kSteps; ++step) interleaved(step);
     }
 }
 
+// Moves block i + kBy of each row of blocks to block i, cyclically.
+template <int kBy, int kTiles, int kBlocks>
+__device__ inline void rotate_blocks(float (&x)[kTiles][kBlocks][4]) {
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            float rotated[kBlocks];
+#pragma unroll
+            for (int n = 0; n < kBlocks; ++n) rotated[n] = x[m][(n + kBy) % kBlocks][j];
+#pragma unroll
+            for (int n = 0; n < kBlocks; ++n) x[m][n][j] = rotated[n];
+        }
+}
+
 // c (16 kTiles, 8 kOut) += a b: a in accumulators (16 kTiles, 8 kBlocks), b the tile's first 8 kBlocks rows.
+//
+// Registers cannot be indexed at run time. The steps of a 16-bit type are therefore unrolled. Those of fp32 are twice
+// as many with three products each, and unrolling them all takes the compiler seconds; its loop rotates the blocks of
+// `a` instead, so that each iteration reads the same registers. After the loop `a` is what it was.
 template <class T, int kPitch, int kTiles, int kBlocks, int kOut>
-__device__ inline void multiply_accumulators(float (&c)[kTiles][kOut][4], const float (&a)[kTiles][kBlocks][4],
+__device__ inline void multiply_accumulators(float (&c)[kTiles][kOut][4], float (&a)[kTiles][kBlocks][4],
                                              uint32_t b_tile) {
-    const uint32_t b_lane = b_tile + lane_b_along_rows<T, kPitch>(made_here(threadIdx.x % 32));
+    constexpr int kSteps = kBlocks * 8 / kDepth<T>, kUnrolled = sizeof(T) == 2 ? kSteps : 2;
+    static_assert(kSteps % kUnrolled == 0, "the loop rotates `a` once around");
+    const uint32_t b_lane = b_tile + lane_b_along_rows<T, kPitch>(opaque(threadIdx.x % 32));
+#pragma unroll 1
+    for (int first = 0; first < kSteps; first += kUnrolled) {
 #pragma unroll
-    for (int step = 0; step < kBlocks * 8 / kDepth<T>; ++step) {
-        uint32_t fragment[kTiles][4];
+        for (int i = 0; i < kUnrolled; ++i) {
+            uint32_t fragment[kTiles][4];
 #pragma unroll
-        for (int m = 0; m < kTiles; ++m) a_from_accumulators<T>(fragment[m], a[m], step);
+            for (int m = 0; m < kTiles; ++m) a_from_accumulators<T>(fragment[m], a[m], i);
 #pragma unroll
-        for (int n = 0; n < kOut; n += 2) {
-            uint32_t b[4];
-            load_b_along_rows<T, kPitch>(b, b_lane, step, n / 2);
+            for (int n = 0; n < kOut; n += 2) {
+                uint32_t b[4];
+                load_b_along_rows<T, kPitch>(b, b_lane, first + i, n / 2);
 #pragma unroll
-            for (int m = 0; m < kTiles; ++m) {
-                multiply_add<T>(c[m][n], fragment[m], b[0], b[1]);
-                multiply_add<T>(c[m][n + 1], fragment[m], b[2], b[3]);
+                for (int m = 0; m < kTiles; ++m) {
+                    multiply_add<T>(c[m][n], fragment[m], b[0], b[1]);
+                    multiply_add<T>(c[m][n + 1], fragment[m], b[2], b[3]);
+                }
             }
         }
+        if constexpr (kUnrolled < kSteps) rotate_blocks<kUnrolled>(a);
     }
 }
 
@@ -251,9 +276,9 @@ __device__ inline void multiply_accumulators(float (&c)[kTiles][kOut][4], const 
 template <class T, int kRows, int kPitchA, int kPitchB, int kTiles, int kOut>
 __device__ inline void multiply_columns(float (&c)[kTiles][kOut][4], uint32_t a_tile, uint32_t b_tile, int b_column) {
     constexpr int kSteps = kRows / kDepth<T>, kUnrolled = sizeof(T) == 2 ? kSteps : 1;  // of fp32 more would spill
-    const int lane = made_here(threadIdx.x % 32);
+    const int lane = opaque(threadIdx.x % 32);
     const uint32_t a_lane = a_tile + lane_a_along_rows<T, kPitchA>(lane);
-    const uint32_t b_lane = along(b_tile + lane_b_along_rows<T, kPitchB>(lane), b_column * int(sizeof(T)));
+    const uint32_t b_lane = advance(b_tile + lane_b_along_rows<T, kPitchB>(lane), b_column * int(sizeof(T)));
 #pragma unroll(kUnrolled)
     for (int step = 0; step < kSteps; ++step) {
         uint32_t a[kTiles][4];

@@ -14,8 +14,7 @@
 //   dz_k = r dy_k,   df_k = dy_k / (f (1 - beta_k)),
 //
 // as y = log f + z + log r and 1 - beta = (1 + (1 - f) e) / (1 + e).
-#include <limits>
-
+#include "core/restart.h"
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/tile.h"
 
@@ -30,27 +29,27 @@ template <class T>
 struct BackwardScratch {
     Scratch<T> memory;
     int d_pitch, d_v_pitch;  // widths padded to whole vectors
-    T *q, *d_o, *q_t, *d_o_t, *k, *v, *scores, *kept, *weights, *d_weights, *dq_t, *dkv, *mass, *prefix, *limit, *gates,
-        *opened, *d_gates;
+    T *q, *d_o, *q_t, *d_o_t, *k, *v, *scores, *one_minus_betas, *weights, *d_weights, *dq_t, *dkv, *mass, *prefix,
+        *limit, *gates, *gate_factor, *d_gates;
 
     BackwardScratch(int d, int d_v) : d_pitch(round_up(d, kLanes<T>)), d_v_pitch(round_up(d_v, kLanes<T>)) {
-        q = memory.take(kTile * d_pitch);        // (query, d)
-        d_o = memory.take(kTile * d_v_pitch);    // (query, d_v)
-        q_t = memory.take(kTile * d);            // (d, query)
-        d_o_t = memory.take(kTile * d_v);        // (d_v, query)
-        k = memory.take(kTile * d);              // (key, d)
-        v = memory.take(kTile * d_v);            // (key, d_v)
-        scores = memory.take(kTile * kTile);     // (key, query): q . k, then e, then beta, then dz
-        kept = memory.take(kTile * kTile);       // (key, query): 1 - beta
-        weights = memory.take(kTile * kTile);    // (key, query): A
-        d_weights = memory.take(kTile * kTile);  // (key, query): dO . v
-        dq_t = memory.take(kTile * d);           // (d, query)
+        q = memory.take(kTile * d_pitch);              // (query, d)
+        d_o = memory.take(kTile * d_v_pitch);          // (query, d_v)
+        q_t = memory.take(kTile * d);                  // (d, query)
+        d_o_t = memory.take(kTile * d_v);              // (d_v, query)
+        k = memory.take(kTile * d);                    // (key, d)
+        v = memory.take(kTile * d_v);                  // (key, d_v)
+        scores = memory.take(kTile * kTile);           // (key, query): q . k, then e, then beta, then dz
+        one_minus_betas = memory.take(kTile * kTile);  // (key, query): 1 - beta
+        weights = memory.take(kTile * kTile);          // (key, query): A
+        d_weights = memory.take(kTile * kTile);        // (key, query): dO . v
+        dq_t = memory.take(kTile * d);                 // (d, query)
         dkv = memory.take(kTile * std::max(d_pitch, d_v_pitch));
         mass = memory.take(kTile);    // at the newer edge of the tile before, 0 in rows not started
         prefix = memory.take(kTile);  // b
         limit = memory.take(kTile);
-        gates = memory.take(kTile);           // of the keys
-        opened = memory.take(kTile * kTile);  // (key, query): r, with gates
+        gates = memory.take(kTile);                // of the keys
+        gate_factor = memory.take(kTile * kTile);  // (key, query): r, with gates
         d_gates = memory.take(kTile);
         std::fill(q, q + kTile * d_pitch, T(0));
         std::fill(d_o, d_o + kTile * d_v_pitch, T(0));
@@ -86,25 +85,17 @@ class BackwardTile {
     void start() {
         const int64_t index = tile_.row_index(p_.sizes);
         const T* prefix_in = static_cast<const T*>(p_.prefix_in);
-        const T* restart_mass = static_cast<const T*>(p_.restart.mass) + index;
-        const int32_t* edge = p_.restart.edge + index;
+        const int key_tiles = (tile_.segment->k_len + kTile - 1) / kTile;
         oldest_ = tile_.segment->k_len;
         for (int r = 0; r < kTile; ++r) {
             s_.mass[r] = T(0);
             s_.prefix[r] = r < tile_.count && prefix_in != nullptr ? prefix_in[index + r] : T(0);
-            start_[r] = kNever;
-            if (r >= tile_.count || !(edge[r] > 0 || restart_mass[r] > T(0))) continue;
-            start_[r] = edge[r];
-            if (edge[r] == 0) s_.mass[r] = restart_mass_of(r);
-            oldest_ = std::min(oldest_, std::max(edge[r] - 1, 0) / kTile * kTile);
+            start_[r] = r < tile_.count ? restart_tile<T>(p_, index + r, key_tiles) : kNeverStarts;
+            if (start_[r] == kNeverStarts) continue;
+            if (start_[r] == kBeforeAllKeys) s_.mass[r] = restart_mass<T>(p_, index + r);
+            oldest_ = std::min(oldest_, std::max(start_[r], 0) * kTile);
             newest_ = std::max(newest_, tile_.visible(r, p_.options.attend_current));
         }
-    }
-
-    T restart_mass_of(int r) const {
-        const int64_t index = tile_.row_index(p_.sizes) + r;
-        const T mass = static_cast<const T*>(p_.restart.mass)[index];
-        return p_.mass_in == nullptr ? mass : mass * static_cast<const T*>(p_.mass_in)[index];
     }
 
     void load_queries() {
@@ -118,7 +109,7 @@ class BackwardTile {
         std::fill(s_.dq_t, s_.dq_t + kTile * d, T(0));
         for (int r = 0; r < tile_.count; ++r) finite_[r] = row_is_finite(r);
         for (int r = 0; r < tile_.count; ++r)
-            if (start_[r] > 0) clear_unless_finite(r);
+            if (start_[r] != kBeforeAllKeys) clear_unless_finite(r);
     }
 
     bool row_is_finite(int r) const {
@@ -147,10 +138,10 @@ class BackwardTile {
         multiply<T, false>({s_.v, z.head_dim_v, 1}, s_.d_o_t, kTile, keys, lanes, z.head_dim_v, s_.d_weights, kTile);
 
         bool saturated[kTile / kLanes<T>];  // every e is taken as it is here
-        const bool masked = set_limits(begin, begin + count, keys);
+        const bool masked = set_limits(begin, keys);
         exponentials(s_.scores, keys, lanes, T(p_.options.scale * 1.44269504088896340736), s_.limit, masked, saturated);
         std::fill(s_.d_gates, s_.d_gates + keys, T(0));
-        for (int v = 0; v < lanes; v += kLanes<T>) scan(v, begin + count, keys);
+        for (int v = 0; v < lanes; v += kLanes<T>) scan(v, begin / kTile, keys);
         for (int r = 0; r < tile_.count; ++r)
             if (std::isnan(s_.prefix[r])) s_.prefix[r] = T(0);  // what is newer than a NaN's tile stays clean
 
@@ -165,13 +156,13 @@ class BackwardTile {
     }
 
     // limit[r] = keys of this tile that row r sees, 0 before the row has started; true where that is not all of them.
-    bool set_limits(int begin, int end, int keys) {
+    bool set_limits(int begin, int keys) {
         bool masked = false;
         for (int r = 0; r < kTile; ++r) {
             int limit = 0;
-            const bool started = start_[r] <= end;
+            const bool started = start_[r] <= begin / kTile;
             if (started) limit = std::clamp(tile_.visible(r, p_.options.attend_current) - begin, 0, keys);
-            if (start_[r] == end) restore_unless_finite(r);
+            if (start_[r] == begin / kTile) restore_unless_finite(r);
             s_.limit[r] = T(limit);
             masked |= limit < keys;
         }
@@ -179,43 +170,45 @@ class BackwardTile {
     }
 
     // The mass at this tile's newer edge in rows [v, v + lanes), given what it rose to over this tile.
-    Vec<T> mass_at_newer_edge(int v, int end, const Vec<T>& risen) {
+    Vec<T> mass_at_newer_edge(int v, int tile, const Vec<T>& risen) {
+        const int64_t index = tile_.row_index(p_.sizes);
         for (int lane = 0; lane < kLanes<T>; ++lane) {
             const int r = v + lane;
-            if (start_[r] <= end) s_.mass[r] = start_[r] == end ? restart_mass_of(r) : risen[lane];
+            if (start_[r] <= tile) s_.mass[r] = start_[r] == tile ? restart_mass<T>(p_, index + r) : risen[lane];
         }
         return load(s_.mass + v);
     }
 
     // e -> dz in `scores`, A in `weights`, for one vector of rows; the prefix goes on to the newer edge.
-    void scan(int v, int end, int keys) {
-        T *scores = s_.scores + v, *kept = s_.kept + v, *weights = s_.weights + v;
+    void scan(int v, int tile, int keys) {
+        T *scores = s_.scores + v, *one_minus_betas = s_.one_minus_betas + v, *weights = s_.weights + v;
         const T* d_weights = s_.d_weights + v;
         Vec<T> risen = load(s_.mass + v);
         for (int k = 0; k < keys; ++k) {
             Vec<T> e = load(scores + k * kTile);
             if (gated_) {
-                store(s_.opened + v + k * kTile, T(1) / (T(1) + (T(1) - s_.gates[k]) * e));
+                store(s_.gate_factor + v + k * kTile, T(1) / (T(1) + (T(1) - s_.gates[k]) * e));
                 e = gated(e, s_.gates[k]);
             }
             const Vec<T> one_minus_beta = T(1) / (T(1) + e);
-            store(kept + k * kTile, one_minus_beta);
+            store(one_minus_betas + k * kTile, one_minus_beta);
             store(scores + k * kTile, e * one_minus_beta);
             risen = risen + e * risen;
         }
-        Vec<T> p = mass_at_newer_edge(v, end, risen);
+        Vec<T> p = mass_at_newer_edge(v, tile, risen);
         for (int k = keys - 1; k >= 0; --k) {
             store(weights + k * kTile, p * load(scores + k * kTile));
-            p = p * load(kept + k * kTile);
+            p = p * load(one_minus_betas + k * kTile);
         }
         Vec<T> b = load(s_.prefix + v);
         const Vec<T> limit = load(s_.limit + v);
         for (int k = 0; k < keys; ++k) {
             const Mask<T> seen = splat<T>(T(k)) < limit;  // 0 * NaN again: dO . v may be NaN where A is 0
             const Vec<T> g = seen ? load(weights + k * kTile) * load(d_weights + k * kTile) : Vec<T>{};
-            Vec<T> dz = load(kept + k * kTile) * g - load(scores + k * kTile) * b;
+            Vec<T> dz = load(one_minus_betas + k * kTile) * g - load(scores + k * kTile) * b;
             dz = seen ? dz : Vec<T>{};
-            if (gated_) dz = through_gate(k, dz, load(kept + k * kTile), load(s_.opened + v + k * kTile));
+            if (gated_)
+                dz = through_gate(k, dz, load(one_minus_betas + k * kTile), load(s_.gate_factor + v + k * kTile));
             store(scores + k * kTile, dz);
             b = b + g;
         }
@@ -223,10 +216,10 @@ class BackwardTile {
     }
 
     // dy -> dz, and its share of df to d_gates.
-    Vec<T> through_gate(int k, const Vec<T>& dy, const Vec<T>& one_minus_beta, const Vec<T>& opened) {
+    Vec<T> through_gate(int k, const Vec<T>& dy, const Vec<T>& one_minus_beta, const Vec<T>& gate_factor) {
         const Vec<T> df = dy / one_minus_beta / std::max(s_.gates[k], T(kLeastGate));
         for (int lane = 0; lane < kLanes<T>; ++lane) s_.d_gates[k] += df[lane];
-        return dy * opened;
+        return dy * gate_factor;
     }
 
     // to (key, width) += factor * from (key, query) rows (query, width)
@@ -249,8 +242,7 @@ class BackwardTile {
     const QueryTile tile_;
     const KeyGradients<T> gradients_;
     const bool gated_ = p_.options.forget_gate;
-    static constexpr int kNever = std::numeric_limits<int>::max();
-    int start_[kTile];             // the restart's edge, or kNever
+    int start_[kTile];             // restart_tile() of each row
     int oldest_ = 0, newest_ = 0;  // keys [oldest_, newest_) count
     bool finite_[kTile];
 };
@@ -277,7 +269,7 @@ class BackwardTasks {
         {
             BackwardScratch<T> scratch(p_.sizes.head_dim, p_.sizes.head_dim_v);
 #pragma omp for schedule(dynamic)
-            for (int task = 0; task < heads_ * parts_; ++task) one(task / parts_, task % parts_, scratch);
+            for (int task = 0; task < heads_ * parts_; ++task) run_task(task / parts_, task % parts_, scratch);
 #pragma omp for schedule(static)
             for (int head = 0; head < (parts_ > 1 ? heads_ : 0); ++head) add_parts(head);
         }
@@ -294,7 +286,7 @@ class BackwardTasks {
         return {dk, dk + dk_size_, dk_width_, p_.sizes.head_dim_v};
     }
 
-    void one(int kv_head, int part, BackwardScratch<T>& scratch) {
+    void run_task(int kv_head, int part, BackwardScratch<T>& scratch) {
         const KeyGradients<T> gradients = parts_ == 1 ? in_tensors(kv_head) : in_sums(kv_head, part);
         const int batch = kv_head / p_.sizes.num_kv_heads, group = p_.sizes.num_heads / p_.sizes.num_kv_heads;
         for (int member = 0; member < group; ++member) {

@@ -14,6 +14,7 @@
 #include <climits>
 
 #include "core/error.h"
+#include "core/limits.h"
 #include "kernels/common/launch.h"
 #include "kernels/decode/decode.h"
 #include "kernels/decode/worker.cuh"
@@ -23,9 +24,8 @@ namespace {
 
 using portable::kWarps;
 
-constexpr int kMostSplits = 128;
-constexpr int kLeastTiles = 2;  // for each warp of a split
-constexpr int kWorkspaceAlignment = 256;
+constexpr int kMaxSplits = 128;
+constexpr int kMinTilesPerWarp = 2;  // for each warp of a split
 
 // What splits tell each other, in the workspace. A unit is 16 query rows of a KV head and batch element.
 struct Exchange {
@@ -40,7 +40,7 @@ int64_t units_of(const Params& p, const Plan& plan) {
 }
 
 int64_t counters_bytes(int64_t units) {
-    return (2 * units * int64_t(sizeof(int)) + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+    return align_workspace(2 * units * int64_t(sizeof(int)));
 }
 
 Exchange exchange_of(const Params& p, const Plan& plan) {
@@ -53,7 +53,7 @@ Exchange exchange_of(const Params& p, const Plan& plan) {
 
 // Of results 0 (the newest) to count - 1 of a row, kRows floats from one mass to the next: in the place of its mass,
 // what each counts. Returns the mass that is left, and how many count.
-__device__ float fold_masses(float* masses, int count, float least_mass, int& counting) {
+__device__ float fold_masses(float* masses, int count, float least_mass, int& num_counted) {
     float left = 1.f;
     int i = 0;
     for (; i < count && left >= least_mass; ++i) {
@@ -61,7 +61,7 @@ __device__ float fold_masses(float* masses, int count, float least_mass, int& co
         masses[i * kRows] = left;
         left *= mass;
     }
-    counting = i;
+    num_counted = i;
     return left;
 }
 
@@ -108,12 +108,13 @@ __device__ void fold_splits(const Params& p, const QueryRows& rows, const Exchan
     for (int i = threadIdx.x; i < splits * kRows; i += blockDim.x) masses[i] = __ldcg(mass + i);
     __syncthreads();
     const int row = threadIdx.x;
-    if (row < rows.count) write_mass(p, rows, row, fold_masses(masses + row, splits, least_mass, shared.counting[row]));
+    if (row < rows.count)
+        write_mass(p, rows, row, fold_masses(masses + row, splits, least_mass, shared.num_counted[row]));
     __syncthreads();
     const int width = p.sizes.head_dim_v;
     for_each_quad(p, rows, [&](int row, int column) {
         const float* const o = exchange.o + (unit * splits * kRows + row) * width + column;
-        const float4 sum = weighted_sum(masses + row, shared.counting[row], [&](int i) {
+        const float4 sum = weighted_sum(masses + row, shared.num_counted[row], [&](int i) {
             return __ldcg(reinterpret_cast<const float4*>(o + int64_t(i) * kRows * width));
         });
         write_output<T>(p, rows, row, column, sum);
@@ -129,7 +130,7 @@ __device__ bool fold_warps(const Params& p, const QueryRows& rows, const Exchang
     const int warps = blockDim.x / 32, row = threadIdx.x;
     bool used_up = true;
     if (row < rows.count) {
-        const float left = fold_masses(&shared.mass[0][row], warps, least_mass, shared.counting[row]);
+        const float left = fold_masses(&shared.mass[0][row], warps, least_mass, shared.num_counted[row]);
         used_up = left < least_mass || rows.visible(row) == 0;
         if (splits == 1)
             write_mass(p, rows, row, left);
@@ -141,7 +142,7 @@ __device__ bool fold_warps(const Params& p, const QueryRows& rows, const Exchang
     used_up = __syncthreads_and(used_up);
     if (splits > 1 && threadIdx.x == 0 && used_up) atomicMax(exchange.used_up + unit, splits - split);
     for_each_quad(p, rows, [&](int row, int column) {
-        const float4 sum = weighted_sum(&shared.mass[0][row], shared.counting[row], [&](int warp) {
+        const float4 sum = weighted_sum(&shared.mass[0][row], shared.num_counted[row], [&](int warp) {
             const float* const o = reinterpret_cast<const float*>(rings + warp * S::kRingBytes);
             return *reinterpret_cast<const float4*>(o + row * S::kOutputPitch + column);
         });
@@ -188,12 +189,12 @@ __global__ void __launch_bounds__(kWarps * 32, Shape<kDim>::kBlocksPerSm)
     // Both numbers stand for themselves, so no order is needed. That of the splits is looked at a tile after it was
     // asked for: nobody waits for it.
     const volatile int* const used_up = exchange.used_up + unit;
-    int heard = 0;
+    int newest_used_up_split = 0;
     worker.run(tiles - 1 - begin, count, [&] {
-        bool enough = heard > splits - split;
-        if (warp > 0 && threadIdx.x % 32 == 0) enough |= atomicMin(&shared.newest_used_up, INT_MAX) < warp;
-        if (split > 0) heard = *used_up;
-        return bool(__any_sync(portable::kAllLanes, enough));
+        bool used_up_before = newest_used_up_split > splits - split;
+        if (warp > 0 && threadIdx.x % 32 == 0) used_up_before |= atomicMin(&shared.newest_used_up, INT_MAX) < warp;
+        if (split > 0) newest_used_up_split = *used_up;
+        return bool(__any_sync(portable::kAllLanes, used_up_before));
     });
     if (!__any_sync(portable::kAllLanes, worker.live()) && threadIdx.x % 32 == 0)
         atomicMin(&shared.newest_used_up, warp);
@@ -202,7 +203,7 @@ __global__ void __launch_bounds__(kWarps * 32, Shape<kDim>::kBlocksPerSm)
 
     const float least_mass = scalars.least_mass / portable::kWeightScale<T>;
     if (!fold_warps<T, kDim>(p, rows, exchange, unit, split, splits, least_mass, rings, shared)) return;
-    static_assert(kMostSplits * kRows * 4 <= S::kRingBytes, "the splits' masses fit a ring");
+    static_assert(kMaxSplits * kRows * 4 <= S::kRingBytes, "the splits' masses fit a ring");
     fold_splits<T>(p, rows, exchange, unit, splits, least_mass, reinterpret_cast<float*>(rings), shared);
 }
 
@@ -225,7 +226,7 @@ Kernel kernel_of_type(const Params& p) {
     const int widest = std::max(p.sizes.head_dim, p.sizes.head_dim_v);
     if (widest <= 64) return of(attend<T, 64>, Shape<64>{});
     if (widest <= 128) return of(attend<T, 128>, Shape<128>{});
-    return of(attend<T, 256>, Shape<256>{});
+    return of(attend<T, int(kMaxHeadDim)>, Shape<int(kMaxHeadDim)>{});
 }
 
 Kernel kernel_for(const Params& p) {
@@ -271,7 +272,7 @@ Plan plan_for(const Params& p) {
                                                         size_t(kernel.shared_bytes(plan.warps))));
     const int64_t slots = int64_t(std::max(resident, 1)) * device_attribute(cudaDevAttrMultiProcessorCount);
     const int64_t tiles = (int64_t(p.sizes.k_rows) + kKeys - 1) / kKeys;
-    const int64_t most = std::min<int64_t>(kMostSplits, tiles / (plan.warps * kLeastTiles));
+    const int64_t most = std::min<int64_t>(kMaxSplits, tiles / (plan.warps * kMinTilesPerWarp));
     if (units_of(p, plan) > 0 && most > 1) plan.splits = splits_for(units_of(p, plan), slots, int(most));
     return plan;
 }
@@ -286,8 +287,9 @@ void forward(const Params& p, const Plan& plan, void* stream_handle) {
     const auto stream = static_cast<cudaStream_t>(stream_handle);
     const int64_t units = units_of(p, plan), blocks = units * plan.splits;
     if (blocks == 0 || p.sizes.q_rows == 0) return;
-    if (blocks > INT32_MAX)
-        throw RuntimeFailure(concat("attention_kvcache: ", blocks, " thread blocks are too many for a launch"));
+    if (blocks > kMaxThreadBlocks)
+        throw RuntimeFailure(concat("attention_kvcache: the launch needs ", blocks, " CTAs, and CUDA launches at most ",
+                                    kMaxThreadBlocks, ". Split the batch."));
     const Kernel kernel = kernel_for(p);
     const Exchange exchange = exchange_of(p, plan);
     if (plan.splits > 1) check(cudaMemsetAsync(exchange.arrived, 0, size_t(counters_bytes(units)), stream));

@@ -6,7 +6,7 @@
 namespace megatron_sb::decode {
 
 // Query rows of a KV head, q_rows * num_heads / num_kv_heads: with more, block_forward is the better one.
-inline constexpr int kMostQueryRows = 64;
+inline constexpr int kMaxQueryRows = 64;
 
 // The cache is a batch of runs of keys, or, where there is a block table, blocks of keys: k and v are then (blocks,
 // block_size, num_kv_heads, head_dim), and key i of batch element b is row i % block_size of block

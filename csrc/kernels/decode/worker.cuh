@@ -27,8 +27,8 @@ struct Shape {
 // What the warps of a thread block tell each other.
 struct Shared {
     float mass[portable::kWarps][kRows];
-    int counting[kRows];  // partial results of a row that count
-    int newest_used_up;   // the newest warp that used up the stick of all rows by itself
+    int num_counted[kRows];  // partial results of a row that count
+    int newest_used_up;      // the newest warp that used up the stick of all rows by itself
     int is_last;
 };
 
@@ -43,14 +43,14 @@ class Worker {
           scalars_(scalars),
           rows_(rows),
           queries_(queries),
-          now_(ring),
-          next_(ring + S::kSlotBytes),
-          free_(ring + 2 * S::kSlotBytes),
+          key_slot_(ring),
+          value_slot_(ring + S::kSlotBytes),
+          free_slot_(ring + 2 * S::kSlotBytes),
           k_(p.k, rows.kv_head, p.sizes.head_dim),
           v_(p.v, rows.kv_head, p.sizes.head_dim_v) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int row = row_of(r);
+            const int row = thread_row(r);
             visible_[r] = row < rows.count ? rows.visible(row) : 0;
             mass_[0][r] = row < rows.count ? portable::kWeightScale<T> : 0.f;
         }
@@ -58,33 +58,33 @@ class Worker {
 
     // Two groups of copies: K and V of the first tile.
     __device__ void start(int newest, int count) {
-        load_tile_keys(newest, count > 0, now_);
-        load_or_skip(next_, v_, count > 0);
+        load_tile_keys(newest, count > 0, key_slot_);
+        load_or_skip(value_slot_, v_, count > 0);
     }
 
-    // Tiles newest, newest - 1, ..., count of them, the first of them on its way. enough(): whether newer keys that
-    // others have seen leave nothing for these.
-    template <class Enough>
-    __device__ void run(int newest, int count, Enough enough) {
+    // Tiles newest, newest - 1, ..., count of them, the first of them on its way. newer_used_up(): whether newer keys
+    // that others have seen leave nothing for these.
+    template <class UsedUp>
+    __device__ void run(int newest, int count, UsedUp newer_used_up) {
         for (int i = 0; i < count; ++i) {
-            if (enough() || !__any_sync(portable::kAllLanes, live())) break;
+            if (newer_used_up() || !__any_sync(portable::kAllLanes, live())) break;
             const bool more = i + 1 < count;
-            load_tile_keys(newest - i - 1, more, free_);
+            load_tile_keys(newest - i - 1, more, free_slot_);
             portable::wait_for_copies<2>();  // K
             __syncwarp();                    // that of all lanes
             float s[1][kKeys / 8][4] = {};
-            portable::multiply_rows<T, S::kPitch>(s, queries_, now_, k_.width);
+            portable::multiply_rows<T, S::kPitch>(s, queries_, key_slot_, k_.width);
             __syncwarp();  // all lanes have read K: its slot is free
-            load_or_skip(now_, v_, more);
+            load_or_skip(key_slot_, v_, more);
             to_weights(s, newest - i);
             portable::wait_for_copies<2>();  // V
             __syncwarp();
-            portable::multiply_accumulators<T, S::kPitch>(o_, s, next_);
+            portable::multiply_accumulators<T, S::kPitch>(o_, s, value_slot_);
             __syncwarp();  // all lanes have read V
-            const uint32_t read = next_;
-            next_ = now_;
-            now_ = free_;
-            free_ = read;
+            const uint32_t read = value_slot_;
+            value_slot_ = key_slot_;
+            key_slot_ = free_slot_;
+            free_slot_ = read;
         }
         portable::wait_for_copies<0>();  // nothing writes to the ring any more
         __syncwarp();
@@ -103,17 +103,17 @@ class Worker {
         const int t = threadIdx.x % 4;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float* const to = o + row_of(r) * S::kOutputPitch + 2 * t;
+            float* const to = o + thread_row(r) * S::kOutputPitch + 2 * t;
 #pragma unroll
             for (int n = 0; n < S::kColumnBlocks; ++n)
                 *reinterpret_cast<float2*>(to + 8 * n) = make_float2(o_[0][n][2 * r] / portable::kWeightScale<T>,
                                                                      o_[0][n][2 * r + 1] / portable::kWeightScale<T>);
-            if (t == 0) mass[row_of(r)] = mass_[0][r] / portable::kWeightScale<T>;
+            if (t == 0) mass[thread_row(r)] = mass_[0][r] / portable::kWeightScale<T>;
         }
     }
 
   private:
-    __device__ static int row_of(int r) {
+    __device__ static int thread_row(int r) {
         return threadIdx.x % 32 / 4 + 8 * r;
     }
 
@@ -142,7 +142,7 @@ class Worker {
             portable::fill_hidden(s, limit, scalars_.hidden);
         }
         portable::Rises<1, kKeys / 8> rises;
-        portable::exponentials<false>(s, scalars_.scale_log2e, rises, portable::Open{});
+        portable::exponentials<false>(s, scalars_.scale_log2e, rises, portable::NoGates{});
         portable::weights(s, rises, mass_, [&](int m, int r, int n, float older_a, float newer_a) {
             s[m][n][2 * r] = older_a;
             s[m][n][2 * r + 1] = newer_a;
@@ -153,7 +153,7 @@ class Worker {
     const portable::Scalars& scalars_;
     const QueryRows& rows_;
     const uint32_t queries_;
-    uint32_t now_, next_, free_;  // slots: of this tile's K, its V, and the one to be filled
+    uint32_t key_slot_, value_slot_, free_slot_;  // slots: of this tile's K, its V, and the one to be filled
     const CachedRows k_, v_;
     KeyPlace place_ = {};  // of the tile that was asked for last
     int visible_[2];

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "core/limits.h"
 #include "kernels/common/block_scan.cuh"
 #include "kernels/common/launch.h"
 #include "kernels/hopper/bwd_plan.h"
@@ -11,7 +12,7 @@ namespace {
 constexpr int kPlanThreads = 1024;
 constexpr int kStepsAtOnce = 4;  // of a warp that looks for starts
 
-using portable::kMostWarps, portable::RowRange, portable::scan_over_block, portable::Sum;
+using portable::kMaxWarps, portable::RowRange, portable::scan_over_block, portable::Sum;
 
 struct KeyRanges {
     int32_t* from_end;  // by first key: the number of segments less the first segment with it
@@ -32,13 +33,13 @@ __device__ void number_steps(const Sizes& sizes, const Segments& segments, const
         if (i < segments.size) s = clamped(segments[i], sizes);
         const int steps = num_steps(s);
         const auto sums = scan_over_block(steps, 0, warp_sums, Sum());
-        if (i < segments.size) plan.segments[i] = {before + sums.with_before - steps, -1};
+        if (i < segments.size) plan.segments[i] = {before + sums.inclusive - steps, -1};
         if (steps > 0) {
             atomicMax(&key_ranges.from_end[s.k_begin], segments.size - i);
             atomicAdd(&key_ranges.size[s.k_begin], 1);
             atomicMax(&key_ranges.longest[s.k_begin], s.k_len);
         }
-        before += sums.all;
+        before += sums.total;
     }
 }
 
@@ -82,8 +83,8 @@ __device__ void sort_key_tiles(const Sizes& sizes, const Segments& segments, con
         const int tile = round + int(threadIdx.x);
         const int count = tile < most_tiles ? __ldcg(&plan.tile_offsets[tile]) : 0;
         const auto sums = scan_over_block(count, 0, warp_sums, Sum());
-        if (tile < most_tiles) __stcg(&plan.tile_offsets[tile], before + sums.with_before - count);
-        before += sums.all;
+        if (tile < most_tiles) __stcg(&plan.tile_offsets[tile], before + sums.inclusive - count);
+        before += sums.total;
     }
     if (threadIdx.x == 0) plan.counters[kNumKeyTiles] = min(before, plan.max_key_tiles);
     __syncthreads();
@@ -131,7 +132,7 @@ int blocks_that_clear(const BackwardParams& p) {
 // The first block plans.
 __global__ void __launch_bounds__(kPlanThreads)
     plan_work(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardPlan plan) {
-    __shared__ int warp_sums[kMostWarps], changes[kPlanThreads];
+    __shared__ int warp_sums[kMaxWarps], changes[kPlanThreads];
     if (blockIdx.x > 0) return clear_uncovered(p, blockIdx.x - 1, changes, warp_sums);
     number_steps(p.sizes, p.segments, plan, warp_sums);
     __syncthreads();
@@ -181,16 +182,16 @@ __device__ void scan_starts(StepStarts* first, int steps, int direction, int32_t
         const int step = done + int(threadIdx.x);
         int32_t* const at = &(first[direction * step].*field);
         const auto scan = scan_over_block(step < steps ? *at : none, none, of_warps, join);
-        if (step < steps) *at = join(before, scan.with_before);
-        before = join(before, scan.all);
+        if (step < steps) *at = join(before, scan.inclusive);
+        before = join(before, scan.total);
     }
 }
 
 // A block has a segment of one head. Rows of dq that no key tile will write are zeros, where the others are not
 // dq_added to.
-__global__ void __launch_bounds__(kMostWarps * 32)
+__global__ void __launch_bounds__(kMaxWarps * 32)
     plan_starts(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardPlan plan) {
-    __shared__ int of_warps[kMostWarps];
+    __shared__ int of_warps[kMaxWarps];
     const int head = blockIdx.x / p.segments.size, i = blockIdx.x % p.segments.size;
     const Segment s = clamped(p.segments[i], p.sizes);
     const int steps = num_steps(s);
@@ -219,9 +220,8 @@ struct Workspace {
 
     template <class Item>
     Item* take(int64_t count) {
-        constexpr int64_t kAlignment = 256;
         Item* const at = reinterpret_cast<Item*>(base == nullptr ? nullptr : base + bytes);
-        bytes += (count * int64_t(sizeof(Item)) + kAlignment - 1) / kAlignment * kAlignment;
+        bytes += align_workspace(count * int64_t(sizeof(Item)));
         return at;
     }
 };
@@ -265,7 +265,7 @@ void launch_plan(const BackwardParams& params, const BackwardPlan& plan, cudaStr
     portable::check_launch("hopper backward");
     const int64_t heads = int64_t(params.sizes.batch) * params.sizes.num_heads;
     const int steps = plan.max_steps / params.segments.size;  // of a segment, on average
-    const int warps = std::clamp(steps / kStepsAtOnce, 4, kMostWarps);
+    const int warps = std::clamp(steps / kStepsAtOnce, 4, kMaxWarps);
     plan_starts<<<unsigned(heads * params.segments.size), warps * 32, 0, stream>>>(params, plan);
     portable::check_launch("hopper backward");
 }

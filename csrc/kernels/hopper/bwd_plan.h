@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "core/params.h"
+#include "core/restart.h"
 #include "core/segment.h"
 #include "kernels/hopper/bwd_traits.h"
 
@@ -29,7 +30,7 @@ struct StepStarts {
     int32_t newest_half;  // of a tile
     int32_t newest_half_so_far;  // the same of this step and all older ones
 };
-constexpr int kNever = 1 << 29;
+constexpr int kNever = kNeverStarts;
 
 // What a key tile leaves to the next one for each row, in one transaction: valid once `tile` is the next one's.
 struct alignas(16) CarrySlot {
@@ -63,9 +64,8 @@ SB_HOST_DEVICE inline int visible_keys(const Segment& s, bool attend_current, in
 }
 // The half tile in which a row starts that sees `visible` keys: -1 before them all, or if has_row are none.
 SB_HOST_DEVICE inline int start_of(int edge, float mass, int visible) {
-    if (visible == 0) return -1;
-    if (edge == 0) return mass > 0.f ? -1 : kNever;
-    return (edge - 1) / kHalfTileKeys <= (visible - 1) / kHalfTileKeys ? (edge - 1) / kHalfTileKeys : kNever;
+    static_assert(kHalfTileKeys == kRestartTile, "a restart record names a half tile");
+    return visible == 0 ? kBeforeAllKeys : restart_tile(edge, mass > 0.f, (visible - 1) / kHalfTileKeys + 1);
 }
 SB_HOST_DEVICE inline int num_steps(const Segment& s) {
     return s.k_len > 0 ? (s.q_len + kStepRows - 1) / kStepRows : 0;

@@ -314,7 +314,7 @@ class CarryReader {
             const int64_t at = index(step, i);
             const int begin = step.tile * kBackwardKeyTile;
             const int visible = min(step.visible + lane_ + 32 * i, step.num_keys) + begin;
-            carries[i].restart_mass = restart_mass(at);
+            carries[i].restart_mass = restart_mass<float>(args_.params, at);
             carries[i].start =
                 start_of(args_.params.restart.edge[at], carries[i].restart_mass, max(visible, 0)) - 2 * step.tile;
         }
@@ -325,13 +325,9 @@ class CarryReader {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             if (!has_row(step, i)) continue;
-            carries[i].mass = restart_mass(index(step, i));
+            carries[i].mass = restart_mass<float>(args_.params, index(step, i));
             if (prefix_in != nullptr) carries[i].prefix = prefix_in[index(step, i)];
         }
-    }
-    __device__ float restart_mass(int64_t at) const {
-        const float mass = static_cast<const float*>(args_.params.restart.mass)[at];
-        return args_.params.mass_in == nullptr ? mass : mass * static_cast<const float*>(args_.params.mass_in)[at];
     }
     __device__ void wait_for_carries(const Step& step, Carry (&carries)[2]) const {
         uint4 slots[2];

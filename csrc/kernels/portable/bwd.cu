@@ -1,6 +1,8 @@
 // block_backward for sm_80 and later: the plan of its two passes (bwd.cuh), made by kernels from a segment table that
 // the host never reads, and the launches.
+#include "core/limits.h"
 #include "kernels/portable/bwd.cuh"
+#include "kernels/portable/passes.h"
 #include "kernels/portable/portable.h"
 
 namespace megatron_sb::portable {
@@ -8,11 +10,6 @@ namespace {
 
 constexpr int kPlanThreads = 1024;
 constexpr int kSegmentThreads = 128;
-
-int query_tile_rows(const BackwardParams& params) {
-    return with_kind(params,
-                     [](auto kind) { return kQueryTile<typename decltype(kind)::Element, decltype(kind)::kDim>; });
-}
 
 // Key tiles that the query tile from `row` of a segment on sees.
 SB_HOST_DEVICE int key_tiles_at(const Segment& s, bool attend_current, int tile_rows, int row) {
@@ -86,7 +83,7 @@ struct Bounds {
     int64_t largest_tile;  // blocks of one query tile
     int64_t block_bytes;
 
-    explicit Bounds(const BackwardParams& p) : tile_rows(query_tile_rows(p)) {
+    explicit Bounds(const BackwardParams& p) : tile_rows(query_tile_rows(p.sizes)) {
         const Sizes& z = p.sizes;
         query_tiles = max_query_tiles(z, p.segments, tile_rows);
         key_tiles = z.k_rows / kKeyTile + std::min(p.segments.size, z.k_rows);
@@ -116,7 +113,7 @@ struct Workspace {
 
     // Room for carries in `bytes`, in blocks: at least so much that a chunk makes progress, at most what there is.
     int64_t room(const Bounds& bounds, int64_t bytes) const {
-        const int64_t whole = (bytes - fixed_bytes) / kAlignment * kAlignment;
+        const int64_t whole = (bytes - fixed_bytes) / kWorkspaceAlignment * kWorkspaceAlignment;
         return std::min(std::max(whole / bounds.block_bytes, 2 * bounds.largest_tile), bounds.blocks);
     }
 
@@ -126,14 +123,12 @@ struct Workspace {
     }
 
   private:
-    static constexpr int64_t kAlignment = 256;
-
     template <class Item>
     Item* take(int64_t bytes) {
-        const int64_t whole = (bytes + kAlignment - 1) / kAlignment * kAlignment;
-        fixed_bytes += whole;
+        const int64_t aligned = align_workspace(bytes);
+        fixed_bytes += aligned;
         char* const at = next_;
-        if (next_ != nullptr) next_ += whole;
+        if (next_ != nullptr) next_ += aligned;
         return reinterpret_cast<Item*>(at);
     }
 
@@ -179,8 +174,10 @@ void block_backward(const BackwardParams& params, void* stream_handle) {
     const int64_t chunks = (bounds.blocks + largest_window - 1) / largest_window;
     plan.window = (bounds.blocks + chunks - 1) / chunks;
     for (plan.chunk = 0; plan.chunk < chunks; ++plan.chunk) {
-        launch_query_pass(params, plan, stream);
-        launch_key_pass(params, plan, stream);
+        with_element(params.sizes.dtype, [&](auto element) {
+            launch_query_pass<decltype(element)>(params, plan, stream);
+            launch_key_pass<decltype(element)>(params, plan, stream);
+        });
     }
 }
 

@@ -10,6 +10,7 @@
 // heads, in the order of the segment table, says to which chunk it belongs: the host needs no value of the table.
 #pragma once
 
+#include "core/restart.h"
 #include "kernels/common/query_tiles.h"
 #include "kernels/portable/work.cuh"
 
@@ -17,9 +18,6 @@ namespace megatron_sb::portable {
 
 inline constexpr int kKeyTile = kRestartTile;
 
-// Query rows of a tile of the query pass: 32 a warp where registers allow, else 16.
-template <class T, int kDim>
-inline constexpr int kQueryTile = sizeof(T) == 2 && kDim <= 128 ? 128 : 64;
 inline constexpr int kQueryStep = 64;  // query rows of a step of the key pass
 
 // Keys [begin, begin + kKeyTile) of the run of num_keys keys from row k_row on.
@@ -28,9 +26,8 @@ struct alignas(16) KeyTile {
     int32_t segment;  // the first of the segments with these keys; next_segment leads to the others
 };
 
-// Of the rows of a query tile, by kQueryStep rows: the key tile where the first one starts, oldest keys first, and the
-// one where the last one starts. kNever: in none.
-inline constexpr int kNever = INT32_MAX;
+// The key tiles in which the first and the last row of each kQueryStep rows of a query tile start, counted from the
+// oldest keys. kNeverStarts: in none.
 struct alignas(16) Starts {
     int32_t first[2], last[2];
 };
@@ -68,8 +65,5 @@ __device__ inline int64_t block_in_chunk(const BackwardPlan& plan, const Sizes& 
     const int64_t in_chunk = block - plan.chunk * plan.window;
     return in_chunk >= 0 && in_chunk < plan.window ? in_chunk : -1;
 }
-
-void launch_query_pass(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream);
-void launch_key_pass(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream);
 
 }  // namespace megatron_sb::portable

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "core/error.h"
+#include "core/limits.h"
 #include "core/params.h"
 #include "core/segment.h"
 #include "kernels/common/launch.h"
@@ -57,40 +58,34 @@ struct QueryRows {
     }
 };
 
-// What kernels are compiled for: an element type, a padded head dimension, and whether there are forget gates.
+// An instance of a kernel: the element type, the head dimensions padded to kDim, with or without forget gates.
 template <class T, int kDim_, bool kGated_>
-struct Kind {
+struct Instance {
     using Element = T;
     static constexpr int kDim = kDim_;
     static constexpr bool kGated = kGated_;
 };
 
-// f(Kind of this call)
-template <class Params, class F>
-auto with_kind(const Params& params, const F& f) {
-    const Sizes& sizes = params.sizes;
-    const auto with_dim = [&](auto element, auto gated) {
-        using T = decltype(element);
+// Calls f(Instance) for the head dimensions and the gates of this call.
+template <class T, class Params, class F>
+void with_instance(const Params& params, const F& f) {
+    const auto with_dim = [&](auto gated) {
         constexpr bool kGated = decltype(gated)::value;
-        const int widest = std::max(sizes.head_dim, sizes.head_dim_v);
-        if (widest <= 64) return f(Kind<T, 64, kGated>{});
-        if (widest <= 128) return f(Kind<T, 128, kGated>{});
-        return f(Kind<T, 256, kGated>{});
+        const int head_dim = std::max(params.sizes.head_dim, params.sizes.head_dim_v);
+        if (head_dim <= 64) return f(Instance<T, 64, kGated>{});
+        if (head_dim <= 128) return f(Instance<T, 128, kGated>{});
+        return f(Instance<T, int(kMaxHeadDim), kGated>{});
     };
-    const auto with_gates = [&](auto element) {
-        return params.options.forget_gate ? with_dim(element, std::true_type{}) : with_dim(element, std::false_type{});
-    };
-    if (sizes.dtype == Dtype::kBFloat16) return with_gates(BFloat16{});
-    if (sizes.dtype == Dtype::kFloat16) return with_gates(Half{});
-    return with_gates(float{});
+    params.options.forget_gate ? with_dim(std::true_type{}) : with_dim(std::false_type{});
 }
 
 template <class... Parameters, class... Arguments>
 void launch(const char* what, void (*kernel)(Parameters...), int64_t blocks, int shared_bytes, cudaStream_t stream,
             const Arguments&... arguments) {
     if (blocks == 0) return;
-    if (blocks > INT32_MAX)
-        throw RuntimeFailure(concat(what, ": ", blocks, " thread blocks are too many for a launch"));
+    if (blocks > kMaxThreadBlocks)
+        throw RuntimeFailure(concat(what, ": the launch needs ", blocks, " CTAs, and CUDA launches at most ",
+                                    kMaxThreadBlocks, ". Split the batch or the heads."));
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     kernel<<<unsigned(blocks), kThreads, shared_bytes, stream>>>(arguments...);
     check_launch(what);

@@ -6,8 +6,11 @@
 //
 // For S and dP a warp has 16 query rows and all keys; then two warps have dV and two dK, each all keys and half the
 // columns, with A and dz read back transposed from shared memory.
+#pragma once
+
 #include "kernels/common/scan.cuh"
 #include "kernels/portable/bwd.cuh"
+#include "kernels/portable/passes.h"
 
 namespace megatron_sb::portable {
 namespace {
@@ -77,10 +80,10 @@ class KeyTilePass {
             const int candidates = uniform(num_candidates(s));
             for (int first = 0; first < candidates * group; first += kThreads) {
                 const int steps = collect(s, candidates, first + int(threadIdx.x));
-                if (steps > 0) go_over(steps);
+                if (steps > 0) process_steps(steps);
             }
         }
-        if (!worked_) return;
+        if (!has_steps_) return;
         finish();
         if constexpr (kGated) finish_gates();
     }
@@ -191,9 +194,9 @@ class KeyTilePass {
     }
 
     // ---- the products -----------------------------------------------------------------------------------------------
-    __device__ void go_over(int steps) {
+    __device__ void process_steps(int steps) {
         if constexpr (S::kResident) {
-            if (!worked_) {
+            if (!has_steps_) {
                 load_keys(key_operand(0), p_.k, p_.sizes.head_dim, 0);
                 load_keys(key_operand(1), p_.v, p_.sizes.head_dim_v, 0);
             }
@@ -203,7 +206,7 @@ class KeyTilePass {
         } else {
             for (int i = 0; i < steps; ++i) lean_step(list_.steps[i]);
         }
-        worked_ = true;
+        has_steps_ = true;
     }
 
     // Q of the next step and dO of this one are on their way while S is computed.
@@ -216,7 +219,7 @@ class KeyTilePass {
         commit_copies();
         if (i + 1 < steps) load_q(query_operand((i + 1) % 2), list_.steps[i + 1]);
         commit_copies();
-        ThreadRows rows = rows_of(step);
+        ThreadRows rows = read_carries(step);
         Block s = {}, dp = {};
         multiply_rows<T, S::kPitch>(s, q_tile + warp_rows * S::kPitch, key_operand(0),
                                     p_.sizes.head_dim * int(sizeof(T)));
@@ -255,7 +258,7 @@ class KeyTilePass {
                 multiply_rows<T, S::kPitch>(x[i], queries + warp_rows * S::kPitch, keys, widths[i] - byte);
             }
         }
-        ThreadRows rows = rows_of(step);
+        ThreadRows rows = read_carries(step);
         if (rows.masked) fill_hidden(x[0], rows.limit, scalars_.hidden);
         Rises<1, kBlocks> rises;
         exponentials<false>(x[0], scalars_.scale_log2e, rises, gates());
@@ -276,7 +279,7 @@ class KeyTilePass {
         Limits<1> limit;
         bool masked;  // some row of the warp does not see all keys
     };
-    __device__ ThreadRows rows_of(const Step& step) const {
+    __device__ ThreadRows read_carries(const Step& step) const {
         const int t = threadIdx.x % 4, warp_row = threadIdx.x / 32 * 16, row = warp_row + threadIdx.x % 32 / 4;
         const float* const carry = carries(step);
         ThreadRows rows;
@@ -301,7 +304,7 @@ class KeyTilePass {
         if constexpr (kGated)
             return GateValues(gates_);
         else
-            return Open();
+            return NoGates();
     }
 
     // e and dP to A and dz in shared memory, and df to d_gate_.
@@ -332,10 +335,10 @@ class KeyTilePass {
 
     // Accumulator columns 8n + 2t, + 1 of row r to a tile of scores.
     __device__ void store_scores(uint32_t tile, int r, int n, float x, float y) const {
-        const int lane = made_here(threadIdx.x % 32), g = lane / 4, t = lane % 4;
+        const int lane = opaque(threadIdx.x % 32), g = lane / 4, t = lane % 4;
         const int byte = 2 * t * int(sizeof(T)), row = threadIdx.x / 32 * 16 + g;
         const uint32_t at = tile + row * S::kScorePitch + ((byte / 16 ^ g) << 4) + byte % 16;
-        const uint32_t to = along(at, n * 8 * int(sizeof(T))) + r * 8 * S::kScorePitch;
+        const uint32_t to = advance(at, n * 8 * int(sizeof(T))) + r * 8 * S::kScorePitch;
         if constexpr (sizeof(T) == 2)
             store_shared(to, pack<T>(x, y));
         else
@@ -365,8 +368,8 @@ class KeyTilePass {
             for (int r = 0; r < 2; ++r) {
                 const int key = key_of_column<kKeyTile>(16 * m + 8 * r + threadIdx.x % 32 / 4);
                 if (tile_.begin + key >= tile_.num_keys) continue;
-                add_row(row_of(rows, tile_.k_row + tile_.begin + key), width, slice_ * S::kColumns + warp_column(),
-                        sum_[m], r, factor);
+                add_row(gradient_row(rows, tile_.k_row + tile_.begin + key), width,
+                        slice_ * S::kColumns + warp_column(), sum_[m], r, factor);
             }
     }
     // The warps' sums one after the other, where the gates were: these have not been read since the last step's
@@ -383,9 +386,9 @@ class KeyTilePass {
         }
         const int64_t row = int64_t(tile_.k_row) + tile_.begin + threadIdx.x;
         if (slice_ == 0 && threadIdx.x < kKeyTile && tile_.begin + int(threadIdx.x) < tile_.num_keys)
-            atomicAdd(row_of(p_.dk, row) + p_.sizes.head_dim, gates_[threadIdx.x]);
+            atomicAdd(gradient_row(p_.dk, row) + p_.sizes.head_dim, gates_[threadIdx.x]);
     }
-    __device__ float* row_of(const Rows<void*>& rows, int64_t row) const {
+    __device__ float* gradient_row(const Rows<void*>& rows, int64_t row) const {
         return static_cast<float*>(rows.data) + batch_ * rows.batch_stride + row * rows.row_stride +
                key_head_ * rows.head_stride;
     }
@@ -398,7 +401,7 @@ class KeyTilePass {
     const uint32_t tiles_;
     float* const gates_;  // by accumulator column; in the end the gradients of the keys' gates
     StepList& list_;
-    bool worked_ = false;
+    bool has_steps_ = false;
     float d_gate_[2] = {};                       // of this warp's rows; of which keys: sum_over_rows
     float sum_[S::kKeyBlocks][S::kOut][4] = {};  // of dv, times kWeightScale, or dk
 };
@@ -421,12 +424,12 @@ __global__ void __launch_bounds__(kThreads, Shape<T, kDim, kGated>::kBlocksPerSm
 
 }  // namespace
 
+template <class T>
 void launch_key_pass(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream) {
     const int64_t heads = int64_t(params.sizes.batch) * params.sizes.num_kv_heads;
-    with_kind(params, [&](auto kind) {
-        using T = typename decltype(kind)::Element;
-        constexpr int kDim = decltype(kind)::kDim;
-        constexpr bool kGated = decltype(kind)::kGated;
+    with_instance<T>(params, [&](auto instance) {
+        constexpr int kDim = decltype(instance)::kDim;
+        constexpr bool kGated = decltype(instance)::kGated;
         using S = Shape<T, kDim, kGated>;
         launch("block_backward", key_pass<T, kDim, kGated>, plan.max_key_tiles * heads * S::kSlices, S::kSharedBytes,
                stream, params, plan, scalars_of<T>(params.options));

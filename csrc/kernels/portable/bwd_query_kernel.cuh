@@ -7,8 +7,11 @@
 // The mass at a unit's newer edge is P + P * rise, from the mass P at its older edge: never from a total, and not by a
 // division by prod 1 / (1 + e), which drifts. Where a row starts it is the restart's at the newer edge of the key tile,
 // so the tile's newer unit is looked at first, for the mass between the two.
+#pragma once
+
 #include "kernels/common/scan.cuh"
 #include "kernels/portable/bwd.cuh"
+#include "kernels/portable/passes.h"
 
 namespace megatron_sb::portable {
 namespace {
@@ -72,11 +75,11 @@ class QueryTilePass {
 
     __device__ void run() {
         find_starts();
-        if (oldest_ == kNever) return;
+        if (oldest_ == kNeverStarts) return;
         rows_.for_each([&](int m, int r, int row) {
             const float* prefix_in = static_cast<const float*>(p_.prefix_in);
             const bool there = row < rows_.tile.num_rows;
-            mass_[m][r] = !there ? 0.f : start_tile(row) < 0 ? restart_mass(row) : kAbsent;
+            mass_[m][r] = !there ? 0.f : start_tile(row) < 0 ? start_mass(row) : kAbsent;
             prefix_[m][r] = there && prefix_in != nullptr ? prefix_in[rows_.index(row)] : 0.f;
         });
         const bool starts = oldest_ <= newest_;  // in the first tile
@@ -89,9 +92,9 @@ class QueryTilePass {
         for (int n = 0; u.tile < num_tiles_; ++n) {
             const Unit next = after(u);
             if constexpr (S::kChunks == 1)
-                unit(u, next, n);
+                process_unit(u, next, n);
             else
-                unit_in_chunks(u);
+                process_unit_in_chunks(u);
             u = next;
         }
         finish();
@@ -101,26 +104,20 @@ class QueryTilePass {
     // The key tile in which a row starts, -1 before them all. Rows that are not there have no mass, and need no mask:
     // they have always started.
     __device__ int start_tile(int row) const {
-        if (row >= rows_.tile.num_rows) return -1;
-        const int edge = p_.restart.edge[rows_.index(row)], tile = (edge - 1) / kKeyTile;
-        if (edge == 0) return static_cast<const float*>(p_.restart.mass)[rows_.index(row)] > 0.f ? -1 : kNever;
-        return tile < num_tiles_ ? tile : kNever;
+        return row < rows_.tile.num_rows ? restart_tile<float>(p_, rows_.index(row), num_tiles_) : kBeforeAllKeys;
     }
-    __device__ float restart_mass(int row) const {
-        const float mass = static_cast<const float*>(p_.restart.mass)[rows_.index(row)];
-        return p_.mass_in == nullptr ? mass : mass * static_cast<const float*>(p_.mass_in)[rows_.index(row)];
-    }
+    __device__ float start_mass(int row) const { return restart_mass<float>(p_, rows_.index(row)); }
 
     // Where rows start: of this warp, of the query tile, and for the key pass by kQueryStep rows.
     __device__ void find_starts() {
         __shared__ int first[kWarps], last[kWarps], newest[kWarps];
-        int warp_first = kNever, warp_newest = -1;
+        int warp_first = kNeverStarts, warp_newest = -1;
         warp_last_ = -1;
         rows_.for_each([&](int, int, int row) {
             const int tile = start_tile(row);
             if (row < rows_.tile.num_rows) warp_first = min(warp_first, max(tile, 0));
             warp_last_ = max(warp_last_, tile);
-            if (tile != kNever) warp_newest = max(warp_newest, tile);
+            if (tile != kNeverStarts) warp_newest = max(warp_newest, tile);
         });
         warp_first_ = __reduce_min_sync(kAllLanes, warp_first);
         warp_last_ = __reduce_max_sync(kAllLanes, warp_last_);
@@ -130,8 +127,8 @@ class QueryTilePass {
         last[warp] = warp_last_;
         newest[warp] = warp_newest;
         __syncthreads();
-        oldest_ = kNever, newest_ = -1;
-        Starts starts = {{kNever, kNever}, {-1, -1}};
+        oldest_ = kNeverStarts, newest_ = -1;
+        Starts starts = {{kNeverStarts, kNeverStarts}, {-1, -1}};
         for (int w = 0; w < kWarps; ++w) {
             const int step = w * S::kWarpRows / kQueryStep;
             oldest_ = min(oldest_, first[w]);
@@ -171,7 +168,7 @@ class QueryTilePass {
         if constexpr (kGated)
             return GateRows<T>(gate_buffer(n));
         else
-            return Open();
+            return NoGates();
     }
 
     // Whether a unit matters to this warp: rows start here or have started, and see some of it.
@@ -181,7 +178,7 @@ class QueryTilePass {
                (u.tile <= warp_last_ || rows_.visible(rows_.warp_row + S::kWarpRows - 1) > begin);
     }
 
-    __device__ void unit(const Unit& u, const Unit& next, int n) {
+    __device__ void process_unit(const Unit& u, const Unit& next, int n) {
         const uint32_t k_tile = key_buffer(n);
         if (S::kStages == 1) {
             __syncthreads();
@@ -210,7 +207,7 @@ class QueryTilePass {
         if (!u.only_mass && !active) write_carries(u);
     }
 
-    __device__ void unit_in_chunks(const Unit& u) {
+    __device__ void process_unit_in_chunks(const Unit& u) {
         const bool active = takes_part(u);
         Block s = {}, dp = {};
         for (int chunk = 0; chunk < S::kChunks; ++chunk) {
@@ -292,7 +289,7 @@ class QueryTilePass {
         if (starting(u)) {
             rows_.for_each([&](int m, int r, int row) {
                 const int start = start_tile(row);
-                if (start >= u.tile) newer[m][r] = start == u.tile && u.half == 1 ? restart_mass(row) : mass_[m][r];
+                if (start >= u.tile) newer[m][r] = start == u.tile && u.half == 1 ? start_mass(row) : mass_[m][r];
                 older[m][r] = newer[m][r];
                 const float from_newer = descend(rises.all[m][r], older[m][r]);
                 if (start >= u.tile) oldest[m][r] = from_newer;
@@ -348,7 +345,7 @@ class QueryTilePass {
     uint8_t* const gates_;
     int num_tiles_;               // key tiles
     int oldest_, newest_;         // key tiles in which the first and the last row start
-    int warp_first_, warp_last_;  // the same of this warp; warp_last_ is kNever where a row never starts
+    int warp_first_, warp_last_;  // the same of this warp; warp_last_ is kNeverStarts where a row never starts
     float mass_[S::kTiles][2];    // at the newer edge of the unit before; kAbsent before the row starts
     float prefix_[S::kTiles][2];  // b there
     float dq_[S::kChunks][S::kTiles][S::kColumnBlocks][4] = {};
@@ -376,12 +373,12 @@ __global__ void __launch_bounds__(kThreads, Shape<T, kDim, kGated>::kBlocksPerSm
 
 }  // namespace
 
+template <class T>
 void launch_query_pass(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream) {
     const int64_t heads = int64_t(params.sizes.batch) * params.sizes.num_heads;
-    with_kind(params, [&](auto kind) {
-        using T = typename decltype(kind)::Element;
-        constexpr int kDim = decltype(kind)::kDim;
-        constexpr bool kGated = decltype(kind)::kGated;
+    with_instance<T>(params, [&](auto instance) {
+        constexpr int kDim = decltype(instance)::kDim;
+        constexpr bool kGated = decltype(instance)::kGated;
         using S = Shape<T, kDim, kGated>;
         launch("block_backward", query_pass<T, kDim, kGated>, plan.max_query_tiles * heads, S::kSharedBytes, stream,
                params, plan, scalars_of<T>(params.options));

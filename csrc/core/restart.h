@@ -1,0 +1,40 @@
+// Reads a restart record (see Restart in params.h): in which key tile the backward starts a row of Q, and with what
+// mass. Every backward uses these functions, so a record means the same whichever forward wrote it.
+#pragma once
+
+#include "core/params.h"
+
+namespace megatron_sb {
+
+// Values of restart_tile() that are not key tiles. Kernels subtract tile indices from them, so they stay far from the
+// limits of int32.
+inline constexpr int32_t kBeforeAllKeys = -1;
+inline constexpr int32_t kNeverStarts = 1 << 29;
+
+// Returns the key tile, of kRestartTile keys counted from k_begin, in which a row starts. The row has the record's mass
+// at the newer edge of that tile. kBeforeAllKeys: it has this mass before the first key. kNeverStarts: no key
+// contributes to the row. `num_tiles` is the number of key tiles that the caller processes for the row; a record that
+// names a newer tile is treated as kNeverStarts.
+SB_HOST_DEVICE inline int32_t restart_tile(int32_t edge, bool has_mass, int32_t num_tiles) {
+    if (edge == 0) return has_mass ? kBeforeAllKeys : kNeverStarts;
+    const int32_t tile = (edge - 1) / kRestartTile;
+    return tile < num_tiles ? tile : kNeverStarts;
+}
+
+// Returns the mass with which a row starts. `index` is the row's place in (batch, num_heads, q_rows); T is the
+// accumulation type. The record was made for a full stick if mass_in was unknown then; mass_in scales it.
+template <class T>
+SB_HOST_DEVICE inline T restart_mass(const BackwardParams& params, int64_t index) {
+    const T mass = static_cast<const T*>(params.restart.mass)[index];
+    return params.mass_in == nullptr ? mass : mass * static_cast<const T*>(params.mass_in)[index];
+}
+
+// The same tile, from the record of row `index`.
+template <class T>
+SB_HOST_DEVICE inline int32_t restart_tile(const BackwardParams& params, int64_t index, int32_t num_tiles) {
+    const T* const mass = static_cast<const T*>(params.restart.mass);
+    const int32_t edge = params.restart.edge[index];
+    return restart_tile(edge, edge == 0 && mass[index] > T(0), num_tiles);
+}
+
+}  // namespace megatron_sb

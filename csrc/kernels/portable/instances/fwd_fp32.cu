@@ -1,0 +1,5 @@
+#include "kernels/portable/fwd_kernel.cuh"
+
+namespace megatron_sb::portable {
+template void launch_forward<float>(const ForwardParams&, cudaStream_t);
+}
