@@ -29,7 +29,7 @@ struct Sizes {
     int batch, queries, keys, heads, kv_heads, d, d_v;
 };
 
-__device__ float dot(const float* x, const float* y, int n) {
+static __device__ float dot(const float* x, const float* y, int n) {
     float sum = 0.f;
     for (int c = 0; c < n; ++c) sum += x[c] * y[c];
     return sum;
