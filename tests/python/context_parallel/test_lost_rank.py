@@ -1,4 +1,4 @@
-"""A rank that is killed, never comes or refuses its call: the others end with a message, in the group's time-out."""
+"""A rank dies, never arrives or rejects its call: the other ranks end with a message within the group's timeout."""
 
 import os
 import re
@@ -11,47 +11,46 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.fork_server import PythonProcess, python_processes
 
 WORKER = Path(__file__).parents[1] / "workers" / "context_parallel_lost_rank.py"
 NUM_RANKS = 3
 TIMEOUT_SECONDS = 5
 NCCL_TIMEOUT_SECONDS = 15  # the first call makes the communicator
 NCCL_MARGIN_SECONDS = 45
-# For which the watchdog waits, four times, for others to write down what was under way; 15000 unless told.
+# The watchdog waits this long, four times, for other ranks to dump their collectives. Its default is 15000.
 NCCL_DUMP_MILLISECONDS = 1000
 START_SECONDS = 120
-# Beyond the group's time-out: a rank may wait for one that itself waits, and the machine may be busy.
+# Added to the group's timeout: a rank may wait for one that itself waits, and the machine may be busy.
 MARGIN_SECONDS = 3 * TIMEOUT_SECONDS
 
 
-def free_port() -> int:
-    """A port that nothing listened on a moment ago."""
+def environments(num_ranks: int) -> list[dict[str, str]]:
+    """What torchrun sets for each rank. Its agent would kill all ranks when one is lost."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        port = probe.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
+    return [common | {"RANK": str(rank)} for rank in range(num_ranks)]
 
 
 @contextmanager
-def ranks_of(num_ranks: int, scenario: str, seconds: int, comm: str, backend: str):
-    """The processes of the ranks; without torchrun, which would kill all of them."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(num_ranks),
-    }
-    if backend == "gloo":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    else:
-        environment["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = str(NCCL_DUMP_MILLISECONDS)
-    command = [sys.executable, str(WORKER), scenario, str(seconds), comm, backend]
-    ranks = [
-        subprocess.Popen(
-            command, env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(num_ranks)
-    ]
+def gloo_ranks(scenario: str, comm: str):
+    """Processes of NUM_RANKS ranks on CPUs."""
+    arguments = [WORKER, scenario, TIMEOUT_SECONDS, comm, "gloo"]
+    with python_processes([{"arguments": arguments, "environment": e} for e in environments(NUM_RANKS)]) as ranks:
+        yield ranks
+        if scenario.startswith("killed"):
+            assert ranks[-1].wait(START_SECONDS) == -signal.SIGKILL
+
+
+@contextmanager
+def nccl_ranks(num_ranks: int, scenario: str, comm: str):
+    """Processes of ranks on GPUs, each started by itself."""
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": str(NCCL_DUMP_MILLISECONDS)}
+    command = [sys.executable, str(WORKER), scenario, str(NCCL_TIMEOUT_SECONDS), comm, "nccl"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen(command, env=common | variables, **pipes) for variables in environments(num_ranks)]
     try:
         yield ranks
         if scenario.startswith("killed"):
@@ -60,6 +59,14 @@ def ranks_of(num_ranks: int, scenario: str, seconds: int, comm: str, backend: st
         for process in ranks:
             process.kill()
             process.communicate()
+
+
+def wait_for_output(process: PythonProcess) -> str:
+    """Return what a process that keeps running has printed, once it has printed a line."""
+    deadline = time.monotonic() + START_SECONDS
+    while "\n" not in process.stdout and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return process.stdout
 
 
 @pytest.mark.parametrize(
@@ -76,17 +83,16 @@ def ranks_of(num_ranks: int, scenario: str, seconds: int, comm: str, backend: st
     ],
 )
 def test_a_lost_rank_ends_the_others(scenario, comm):
-    """With an error that can be caught and names the rank and what it waited for."""
-    with ranks_of(NUM_RANKS, scenario, TIMEOUT_SECONDS, comm, "gloo") as ranks:
+    """The others raise an error that can be caught. It names the rank and the step that failed."""
+    with gloo_ranks(scenario, comm) as ranks:
         for rank, process in enumerate(ranks[:-1]):
-            out, err = process.communicate(timeout=START_SECONDS)
-            assert process.returncode == 0, f"rank {rank}:\n{err[-4000:]}"
-            seconds, _, message = out.strip().partition(" ")
-            assert message.startswith(f"context parallelism, rank {rank} of {NUM_RANKS}: "), out
-            assert " failed: " in message, out
-            assert float(seconds) < TIMEOUT_SECONDS + MARGIN_SECONDS, out
+            assert process.wait(START_SECONDS) == 0, f"rank {rank}:\n{process.stderr[-4000:]}"
+            seconds, _, message = process.stdout.strip().partition(" ")
+            assert message.startswith(f"context parallelism, rank {rank} of {NUM_RANKS}: "), process.stdout
+            assert " failed: " in message, process.stdout
+            assert float(seconds) < TIMEOUT_SECONDS + MARGIN_SECONDS, process.stdout
         if scenario == "refuses":
-            assert "mass_threshold is 1.5" in ranks[-1].stdout.readline()
+            assert re.search(r"mass_threshold.* 1\.5", wait_for_output(ranks[-1]))
 
 
 @pytest.mark.multigpu
@@ -95,8 +101,8 @@ def test_a_lost_rank_ends_the_others(scenario, comm):
     [("killed in forward", "all_gather"), ("killed in backward", "p2p"), ("never arrives", "a2a"), ("refuses", "p2p")],
 )
 def test_a_lost_rank_ends_the_others_over_nccl(scenario, comm):
-    """With torch's watchdog, which ends the process and says what timed out: kernels of NCCL cannot be called back."""
-    with ranks_of(2, scenario, NCCL_TIMEOUT_SECONDS, comm, "nccl") as ranks:
+    """torch's watchdog ends the process and names the timeout, because NCCL kernels cannot be interrupted."""
+    with nccl_ranks(2, scenario, comm) as ranks:
         out, err = ranks[0].communicate(timeout=START_SECONDS)
         seconds = time.time() - float(re.search(r"^ready at ([0-9.]+)$", err, re.MULTILINE).group(1))
         assert "finished" not in out, out

@@ -1,8 +1,9 @@
-"""One rank of a group in which the last rank is lost, or refuses a call that the others make; prints what this rank
-ended with, and after how many seconds.
+"""One rank of a group whose last rank is lost, or rejects a call that the others make.
 
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them (which would end all ranks when one is killed):
-context_parallel_lost_rank.py SCENARIO TIMEOUT_SECONDS COMM gloo|nccl
+    context_parallel_lost_rank.py SCENARIO TIMEOUT_SECONDS COMM gloo|nccl
+
+Prints the seconds until this rank's call ended and the error it raised. The caller sets RANK, WORLD_SIZE, MASTER_ADDR
+and MASTER_PORT and starts the ranks itself, because torchrun kills all ranks when one is lost.
 """
 
 import os
@@ -17,23 +18,23 @@ import torch.distributed as dist
 
 import megatron_sb as sb
 
-START_SECONDS = 120  # for the processes to find each other on a busy machine
+START_SECONDS = 120  # for the rendezvous on a busy machine
 
 
 def die() -> None:
-    """End as the out-of-memory killer would end it."""
+    """End this process as the out-of-memory killer does."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def finish(device: torch.device) -> None:
-    """Wait for all that was asked of the device."""
+    """Wait for all kernels on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def main(scenario: str, timeout_seconds: float, comm: str, backend: str) -> None:
-    """Lose the last rank before its second forward, in its backward, by silence or by an argument that it refuses."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # to end at once
+    """Lose the last rank before its second forward, in its backward, by a late arrival or by an invalid argument."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would delay the end
     device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", int(os.environ["RANK"]))
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -69,7 +70,7 @@ def main(scenario: str, timeout_seconds: float, comm: str, backend: str) -> None
     except (RuntimeError, ValueError) as error:
         print(f"{time.monotonic() - start:.1f} {error}", flush=True)
     if scenario == "refuses" and victim:
-        time.sleep(10 * timeout_seconds)  # alive, so that the others end by the time-out
+        time.sleep(10 * timeout_seconds)  # this process stays alive, so that only the timeout ends the others
 
 
 if __name__ == "__main__":
