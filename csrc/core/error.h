@@ -1,4 +1,4 @@
-// Exceptions of the floors that know no Torch; the operators turn them into ValueError and RuntimeError.
+// Exceptions of the folders that do not use Torch. The operators convert them to ValueError and RuntimeError.
 #pragma once
 
 #include <sstream>
@@ -7,13 +7,13 @@
 
 namespace megatron_sb {
 
-// An argument that can never work: the message names it, its value and what is allowed.
+// An invalid argument. The message names the argument, its value and what is expected.
 class InvalidArgument : public std::invalid_argument {
   public:
     using std::invalid_argument::invalid_argument;
 };
 
-// Something that was right and failed on the way: a lost peer, a time-out.
+// A failure of a valid call: a lost peer, a time-out, a failed launch.
 class RuntimeFailure : public std::runtime_error {
   public:
     using std::runtime_error::runtime_error;

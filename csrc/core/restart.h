@@ -1,5 +1,5 @@
-// Reads a restart record (see Restart in params.h): in which key tile the backward starts a row of Q, and with what
-// mass. Every backward uses these functions, so a record means the same whichever forward wrote it.
+// Decodes a restart record (Restart in params.h): in which key tile the backward starts a row of Q, and with what mass.
+// Every backward uses these functions, so a record means the same whichever forward wrote it.
 #pragma once
 
 #include "core/params.h"
@@ -21,8 +21,8 @@ SB_HOST_DEVICE inline int32_t restart_tile(int32_t edge, bool has_mass, int32_t 
     return tile < num_tiles ? tile : kNeverStarts;
 }
 
-// Returns the mass with which a row starts. `index` is the row's place in (batch, num_heads, q_rows); T is the
-// accumulation type. The record was made for a full stick if mass_in was unknown then; mass_in scales it.
+// Returns the mass with which a row starts. `index` is the place of the row in (batch, num_heads, q_rows); T is the
+// type of sums.
 template <class T>
 SB_HOST_DEVICE inline T restart_mass(const BackwardParams& params, int64_t index) {
     const T mass = static_cast<const T*>(params.restart.mass)[index];

@@ -1,4 +1,4 @@
-// Segments within their rows and of packed documents, the same on host and device.
+// Functions of segments that host and device share.
 #pragma once
 
 #include "core/params.h"
@@ -9,20 +9,23 @@ SB_HOST_DEVICE inline int32_t clamp_row(int32_t row, int32_t low, int32_t high) 
     return row < low ? low : row > high ? high : row;
 }
 
-// A segment within the rows there are, whatever a table says that only a device has seen.
+// Returns the segment with its rows clamped to the rows of q and k. The host has not checked a table that is in device
+// memory.
 SB_HOST_DEVICE inline Segment clamped(const Segment& s, const Sizes& sizes) {
     Segment c = s;
     c.q_begin = clamp_row(s.q_begin, 0, sizes.q_rows);
     c.q_len = clamp_row(s.q_len, 0, sizes.q_rows - c.q_begin);
     c.k_begin = clamp_row(s.k_begin, 0, sizes.k_rows);
     c.k_len = clamp_row(s.k_len, 0, sizes.k_rows - c.k_begin);
-    // From -q_len on no query sees a key, from k_len on all see all: further offsets say the same, and would overflow.
+    // At -q_len or less no query sees a key, and at k_len or more every query sees every key. Larger offsets mean the
+    // same, and would overflow later.
     c.q_pos_minus_k_pos = clamp_row(s.q_pos_minus_k_pos, -c.q_len, c.k_len);
     return c;
 }
 
-// Document i of cu_seqlens (queries) and cu_seqlens_k (keys): its queries are the last ones of its key positions.
-// Bounds are clamped to the rows there are, so that a table made without a look at the values stays in memory.
+// Returns the segment of document i of cu_seqlens (rows of q) and cu_seqlens_k (rows of k). The queries of a document
+// are the last positions of its keys. Bounds are clamped to the rows of q and k, so a table whose values nobody has
+// checked cannot cause an access out of bounds.
 SB_HOST_DEVICE inline Segment document_segment(const int32_t* cu_seqlens, const int32_t* cu_seqlens_k, int32_t i,
                                                int32_t q_rows, int32_t k_rows) {
     Segment s;

@@ -1,4 +1,4 @@
-// Running sums, and the like, over the threads of a block.
+// Prefix sums (and other scans) over the threads of a CTA.
 #pragma once
 
 #include "core/params.h"
@@ -9,11 +9,12 @@ namespace megatron_sb::portable {
 constexpr int kMaxWarps = 32;
 
 struct BlockScan {
-    int inclusive;  // of this thread's value and those of the threads before it
+    int inclusive;  // over the values of this thread and all threads before it
     int total;
 };
 
-// Every thread of the block takes part. `warp_values` is shared memory with kMaxWarps entries; join(none, x) == x.
+// All threads of the CTA must call this. `warp_values` is shared memory with kMaxWarps entries. `none` is the identity:
+// join(none, x) == x.
 template <class Join>
 __device__ inline BlockScan scan_over_block(int value, int none, int* warp_values, Join join) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
@@ -33,7 +34,7 @@ __device__ inline BlockScan scan_over_block(int value, int none, int* warp_value
     }
     __syncthreads();
     const BlockScan scan = {join(warp > 0 ? warp_values[warp - 1] : none, value), warp_values[warps - 1]};
-    __syncthreads();  // warp_values may be written again
+    __syncthreads();  // the caller may overwrite warp_values
     return scan;
 }
 
@@ -45,9 +46,9 @@ struct RowRange {
     int begin, size;
 };
 
-// Calls f(row), by all lanes of a warp, for each of the rows from `first` on, one for each thread of the block, that is
-// there and in no segment's range(segment). All threads take part; `changes` is shared memory with an entry for each,
-// for how many ranges begin less how many end there.
+// Calls f(row) for each row that is in no range(segment), with all lanes of a warp. The CTA examines one row for each
+// thread, from `first` on and below `rows`. All threads must call this. `changes` is shared memory with one entry for
+// each thread: the number of ranges that begin at its row, minus the number that end there.
 template <class Range, class F>
 __device__ inline void for_uncovered_row(const Sizes& sizes, const Segments& segments, int first, int rows,
                                          int* changes, int* warp_values, Range range, F f) {

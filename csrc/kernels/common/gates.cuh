@@ -1,11 +1,10 @@
-// Forget gates (core/params.h): beta = f sigmoid(z), whose odds are e' = f e / (1 + (1 - f) e) where e = exp(z). With
-// r = 1 / (1 + (1 - f) e) and sigma = e / (1 + e),
+// Forget gates (core/params.h): beta = f sigmoid(z). The odds of beta are e' = f e / (1 + (1 - f) e), where e = exp(z).
+// With r = 1 / (1 + (1 - f) e) and sigma = e / (1 + e),
 //
 //   1 - beta = (1 - sigma) / r,   dz = (1 - sigma) g - f sigma r b,   df = g / f - e r b
 //
-// so that nothing cancels. Kernels take the gates of a tile of keys as one of the types below, from which a thread
-// reads the gates of its keys (scan.cuh) by quads; in shared memory they stand at the accumulator columns of their
-// keys.
+// and nothing cancels. A kernel gets the gates of a key tile as one of the types below. A thread reads the gates of its
+// keys (scan.cuh) in quads of neighbouring keys. In shared memory a gate is at the accumulator column of its key.
 #pragma once
 
 #include "kernels/common/ptx.cuh"
@@ -14,7 +13,7 @@
 
 namespace megatron_sb::portable {
 
-// No gates: all are 1.
+// Without gates: f = 1 for every key.
 struct NoGates {
     static constexpr bool kGated = false;
     struct Quad {
@@ -29,18 +28,18 @@ struct GateQuad {
     __device__ float odds(float e, int k) const { return f[k] * e * opened(e, k); }
 };
 
-// Where a thread's key k stands beyond its first one.
+// The accumulator column of a thread's key k, relative to that of its key 0.
 __device__ inline int column_beyond(int k) {
     return 8 * (k / 2) + k % 2;
 }
 
-// Gates as they stand behind their keys, kGateBytes a key: the first kGateParts values add up to the gate.
+// Gates in the form in which k has them: kGateBytes for each key, whose first kGateParts values sum to the gate.
 inline constexpr int kGateBytes = 16;
 template <class T>
 struct GateRows {
     static constexpr bool kGated = true;
     using Quad = GateQuad;
-    const uint8_t* first;  // this thread's
+    const uint8_t* first;  // of this thread's keys
 
     __device__ explicit GateRows(const uint8_t* tile) : first(tile + threadIdx.x % 4 * 2 * kGateBytes) {}
     __device__ GateQuad quad(int i) const {
@@ -61,7 +60,7 @@ struct GateRows {
     }
 };
 
-// Their values.
+// Gates as fp32 values.
 struct GateValues {
     static constexpr bool kGated = true;
     using Quad = GateQuad;
@@ -76,7 +75,7 @@ struct GateValues {
     }
 };
 
-// Starts to copy the gates behind kGroup keys for GateRows; 0 from num_keys on.
+// Starts to copy the gates of kGroup keys for GateRows. Keys from num_keys on get 0.
 template <int kGroup>
 __device__ inline void load_gates(uint32_t to, const HeadRows& keys, int num_keys) {
     const int key = threadIdx.x;
@@ -85,15 +84,15 @@ __device__ inline void load_gates(uint32_t to, const HeadRows& keys, int num_key
                key < num_keys);
 }
 
-// One gate, from behind a key in global memory.
+// Returns one gate, read from the columns after its key in global memory.
 template <class T>
 __device__ inline float gate_behind(const HeadRows& key) {
     const T* const parts = reinterpret_cast<const T*>(key.data + key.width);
     return float(parts[0]) + float(parts[1]) + float(parts[2]);
 }
 
-// Adds up x, of this thread's keys, over the warp's rows; the sums of key 2g and 2g + 1, where lane = 4g + t, are added
-// to `sum`.
+// Sums x, one value for each of this thread's keys, over the rows of the warp. Lane 4g + t adds the results of its keys
+// 2g and 2g + 1 to `sum`.
 __device__ inline void sum_over_rows(float (&x)[16], float (&sum)[2]) {
 #pragma unroll
     for (int half = 8; half >= 2; half /= 2) {
@@ -108,6 +107,6 @@ __device__ inline void sum_over_rows(float (&x)[16], float (&sum)[2]) {
     sum[1] += x[1];
 }
 
-static_assert(kGateParts == 3, "quad() and gate_behind() add up three parts");
+static_assert(kGateParts == 3, "quad() and gate_behind() add three parts");
 
 }  // namespace megatron_sb::portable

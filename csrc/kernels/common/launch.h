@@ -1,4 +1,4 @@
-// What every launch of a kernel here is followed by.
+// Error check after a kernel launch.
 #pragma once
 
 #include <cuda_runtime.h>

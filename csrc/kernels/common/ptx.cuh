@@ -1,4 +1,4 @@
-// One function an instruction. Nothing here knows of attention.
+// One function for each PTX instruction, without knowledge of attention.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,20 +16,20 @@ __device__ inline uint32_t shared_address(const void* pointer) {
     return uint32_t(__cvta_generic_to_shared(pointer));
 }
 
-// 16 bytes from global to shared memory; zeros, and no access to `from`, where not `valid`.
+// Copies 16 bytes from global to shared memory. If not `valid`, writes zeros and does not read `from`.
 __device__ inline void copy_async(uint32_t to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 __device__ inline void commit_copies() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
-// Until all but the newest kPending groups of this thread's copies are done.
+// Waits until at most the newest kPending groups of this thread are incomplete.
 template <int kPending>
 __device__ inline void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Four 8 x 16-byte matrices; lanes 8i .. 8i + 7 give the rows of matrix i.
+// Loads four matrices of 8 rows of 16 bytes. Lanes 8i .. 8i + 7 pass the addresses of the rows of matrix i.
 __device__ inline void load_matrices(uint32_t (&to)[4], uint32_t from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -76,7 +76,7 @@ __device__ inline uint32_t round_to_tf32(float x) {
     return bits;
 }
 
-// Two values to a register.
+// Packs two values into a register.
 template <class T>
 __device__ inline uint32_t pack(float low, float high) {
     uint32_t pair;
@@ -104,18 +104,18 @@ __device__ inline float reciprocal(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// The same value, which the compiler can no longer follow: what is made from it inside a loop is made there again,
-// instead of once and in registers (or, where there are none left, in local memory) ever after.
+// Returns x as a value that the compiler cannot trace. It then computes expressions of x inside a loop each time,
+// instead of keeping them in registers (or, if there are none left, in local memory).
 __device__ inline int opaque(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
-// A value that all lanes of a warp share. Told so, the compiler keeps it out of the lanes' registers, and does not take
-// a branch on it for one that could part the lanes.
+// Returns a value that is equal in all lanes of the warp, in a form that tells the compiler so. The value then needs no
+// register of each lane, and a branch on it counts as uniform.
 __device__ inline int uniform(int x) {
     return __shfl_sync(kAllLanes, x, 0);
 }
-// NaN if either is.
+// Returns NaN if either operand is NaN.
 __device__ inline float min_nan(float a, float b) {
     float y;
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));

@@ -8,17 +8,18 @@
 namespace megatron_sb::portable {
 namespace {
 
-constexpr int kThreads = 1024;  // one block makes the list
-constexpr int kBuckets = 1024;  // of tiles by how many keys they have
+constexpr int kThreads = 1024;  // one CTA writes the list
+constexpr int kBuckets = 1024;  // tiles by their number of keys
 
 struct Shared {
     Segment segments[kThreads];
-    int ends[kThreads];  // tiles up to and with this segment, within a round of kThreads segments
+    int ends[kThreads];  // tiles up to and including this segment, in this round of kThreads segments
     int buckets[kBuckets];
     int warp_sums[kMaxWarps];
 };
 
-// Calls f(tile, bucket) for every tile of the call; bucket 0 has the most keys. All threads of the block take part.
+// Calls f(tile, bucket) for every tile of the call. Bucket 0 has the tiles with most keys. All threads of the CTA must
+// call this.
 template <class F>
 __device__ void for_each_tile(const Sizes& sizes, const Segments& segments, bool attend_current, int tile_rows,
                               Shared& shared, F f) {
@@ -31,7 +32,7 @@ __device__ void for_each_tile(const Sizes& sizes, const Segments& segments, bool
         shared.ends[threadIdx.x] = scan_over_block(tiles, 0, shared.warp_sums, Sum()).inclusive;
         __syncthreads();
         for (int tile = threadIdx.x; tile < shared.ends[kThreads - 1]; tile += kThreads) {
-            int at = 0;  // the first segment whose end is above `tile`
+            int at = 0;  // the first segment that ends after `tile`
             for (int step = kThreads / 2; step > 0; step /= 2)
                 if (shared.ends[at + step - 1] <= tile) at += step;
             const Segment s = shared.segments[at];
@@ -46,7 +47,7 @@ __device__ void for_each_tile(const Sizes& sizes, const Segments& segments, bool
     }
 }
 
-// A counting sort: how many tiles a bucket has, where it begins, the tiles to their places.
+// A counting sort: count the tiles of each bucket, compute where each bucket begins, write the tiles.
 __device__ void write_query_tiles(const Sizes& sizes, const Segments& segments, bool attend_current, int tile_rows,
                                   int capacity, QueryTiles* out, Shared& shared) {
     shared.buckets[threadIdx.x] = 0;
@@ -57,7 +58,7 @@ __device__ void write_query_tiles(const Sizes& sizes, const Segments& segments, 
     const int end = scan_over_block(size, 0, shared.warp_sums, Sum()).inclusive;
     shared.buckets[threadIdx.x] = end - size;
     if (threadIdx.x == kThreads - 1) {
-        out->count = min(end, capacity);  // more only if a table gives a row to two segments
+        out->count = min(end, capacity);  // exceeds the capacity only if a row is in two segments
         out->ticket = 0;
     }
     __syncthreads();
@@ -66,9 +67,9 @@ __device__ void write_query_tiles(const Sizes& sizes, const Segments& segments, 
         if (at < capacity) out->entries()[at] = tile;
     });
 }
-static_assert(kThreads == kBuckets, "a thread keeps a bucket");
+static_assert(kThreads == kBuckets, "each thread has one bucket");
 
-// A row that is in no tile, by one warp.
+// Writes the results of a row that is in no tile. One warp calls this.
 __device__ void fill_row(const ForwardParams& p, int batch, int head, int row) {
     const int lane = threadIdx.x % 32;
     if (lane == 0) {
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(kThreads)
     write_query_tiles(sizes, segments, attend_current, tile_rows, capacity, out, shared);
 }
 
-// The first block makes the list, the others look after the rows that are in no tile.
+// The first CTA writes the list; the others fill the rows that are in no tile.
 __global__ void __launch_bounds__(kThreads)
     prepare(const __grid_constant__ ForwardParams params, int tile_rows, int capacity, QueryTiles* out) {
     __shared__ Shared shared;
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 int64_t max_query_tiles(const Sizes& sizes, const Segments& segments, int tile_rows) {
-    // A segment has at most one tile that is not full.
+    // Each segment has at most one partial tile.
     const int64_t partial = std::min<int64_t>(segments.size, sizes.q_rows);
     return sizes.q_rows / tile_rows + partial;
 }

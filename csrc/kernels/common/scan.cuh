@@ -1,14 +1,16 @@
-// Along the keys of a tile, in registers: from logits to weights, and from those to the gradient of the logits.
+// The scan along the keys of a tile, in registers: from logits to weights, and from weights to the gradient of the
+// logits.
 //
 // A thread holds rows 0, 1 (g and g + 8) of kTiles blocks of 16 rows, and of each row kKeys = 2 kBlocks neighbouring
-// keys, oldest first; the quad of lanes 4g .. 4g + 3 holds a row's keys, lane t = 0 the oldest. Key k of row r is
-// x[m][k / 2][2 r + k % 2]. With e = exp(z), for neighbouring keys, P the mass:
+// keys, oldest first. The four lanes 4g .. 4g + 3 hold the keys of a row; lane t = 0 has the oldest. Key k of row r is
+// x[m][k / 2][2 r + k % 2]. With e = exp(z), for neighbouring keys, and P the mass:
 //
-//     A_k = e_k P_k,   P_(k+1) = P_k + A_k        P_k: mass at the older side of key k; upwards there is no division
+//     A_k = e_k P_k,   P_(k+1) = P_k + A_k        P_k: mass at the older side of key k; this direction needs no
+//     division
 //
-// A row's mass at the older side of a thread's keys is the mass at the newer edge of the tile over prod (1 + e). That
-// product is kept less 1, as a `rise`, and what a tile takes from the mass is P rise / (1 + rise): numbers next to 1,
-// and their reciprocals, lie on a coarse grid, and errors there add up over the tiles.
+// The mass at the older side of a thread's keys is the mass at the newer edge of the tile divided by prod (1 + e). The
+// kernels store that product minus 1, as a `rise`; a tile takes P rise / (1 + rise) from the mass. The reason: numbers
+// next to 1, and their reciprocals, lie on a coarse grid, and such errors accumulate over the tiles.
 //
 // With forget gates all this holds for the gated odds (gates.cuh).
 #pragma once
@@ -19,7 +21,8 @@
 
 namespace megatron_sb::portable {
 
-// Above this a thread's rise goes key by key (also where it is NaN); the rise of a quad of lanes is then finite.
+// A thread whose rise is larger (or NaN) processes its keys one by one. Below the bound, the rise of four lanes
+// together is finite.
 inline constexpr float kLargestRise = 0x1p30f;
 
 template <int kBlocks>
@@ -27,12 +30,12 @@ __device__ inline float& at(float (&x)[kBlocks][4], int row, int key) {
     return x[key / 2][2 * row + key % 2];
 }
 
-// prod (1 + e) - 1 of two runs together.
+// Returns prod (1 + e) - 1 over two ranges of keys, from that of each.
 __device__ inline float join(float a, float b) {
     return fmaf(a, b, a + b);
 }
 
-// How many of this thread's keys each of its rows sees.
+// The number of this thread's keys that each of its rows sees.
 template <int kTiles>
 using Limits = int[kTiles][2];
 
@@ -49,12 +52,12 @@ __device__ inline void fill_hidden(float (&x)[kTiles][kBlocks][4], const Limits<
 
 template <int kTiles, int kBlocks>
 struct Rises {
-    float before[kTiles][2][kBlocks / 2];  // over this thread's keys older than each of its quads of keys
+    float before[kTiles][2][kBlocks / 2];  // over this thread's keys that are older than each quad of its keys
     float all[kTiles][2];                  // over this thread's keys
 };
 
-// z -> e of four keys, with their rise, and with kOdds the gated odds in the place of e: for all quads of a row in
-// order.
+// Computes e from z for four keys, and their rise. With kOdds, the gated odds replace e. Must be called for the quads
+// of a row in order.
 template <bool kOdds, int kTiles, int kBlocks, class Gates = NoGates>
 __device__ inline void exponentials_of_quad(int m, int r, int quad, float (&x)[kTiles][kBlocks][4], float scale_log2e,
                                             Rises<kTiles, kBlocks>& rises, const typename Gates::Quad& gates) {
@@ -76,14 +79,14 @@ __device__ inline void exponentials(float (&x)[kTiles][kBlocks][4], float scale_
                                     const Gates& gates) {
     constexpr int kRows = 2 * kTiles, kQuads = kBlocks / 2;
 #pragma unroll
-    for (int i = 0; i < kRows * kQuads; ++i) {  // gates are read once for all rows
+    for (int i = 0; i < kRows * kQuads; ++i) {  // reads gates once for all rows
         const int row = Gates::kGated ? i % kRows : i / kQuads, quad = Gates::kGated ? i / kRows : i % kQuads;
         exponentials_of_quad<kOdds, kTiles, kBlocks, Gates>(row / 2, row % 2, quad, x, scale_log2e, rises,
                                                             gates.quad(quad));
     }
 }
 
-// The same without gates in kParts parts, as a function of the part: for multiply_rows.
+// The same without gates, split into kParts parts, as a function of the part. multiply_rows calls it between its steps.
 template <int kParts, int kTiles, int kBlocks>
 __device__ inline auto exponentials_in_parts(float (&x)[kTiles][kBlocks][4], const Scalars& scalars,
                                              Rises<kTiles, kBlocks>& rises) {
@@ -96,7 +99,7 @@ __device__ inline auto exponentials_in_parts(float (&x)[kTiles][kBlocks][4], con
     };
 }
 
-// For rows whose e may be anything: one reciprocal a key, from the newest on.
+// Computes weights with one reciprocal for each key, from the newest key on. Valid for every e.
 template <int kTiles, int kBlocks, class Sink, class Gates>
 __device__ inline void weights_key_by_key(float (&e)[kTiles][kBlocks][4], float (&mass)[kTiles][2], Sink sink,
                                           const Gates& gates) {
@@ -130,13 +133,13 @@ __device__ inline void weights_key_by_key(float (&e)[kTiles][kBlocks][4], float 
         }
 }
 
-// From the mass at an edge of the tile to the mass at the older side of this thread's keys, where `rise` is theirs; the
-// edge's mass goes to the other edge, down from the newer one or up from the older one.
+// Return the mass at the older side of this thread's keys, whose rise is `rise`, from the mass at an edge of the tile.
+// They replace `mass` by that of the other edge: descend() goes from the newer edge to the older one, ascend() back.
 __device__ inline float descend(float rise, float& mass) {
     const int t = threadIdx.x % 4;
     const float two = join(rise, __shfl_xor_sync(kAllLanes, rise, 1));
     const float others = __shfl_xor_sync(kAllLanes, two, 2), four = join(two, others);
-    const float newer = t & 1 ? rise : two;  // over this thread's keys and all newer ones
+    const float newer = t & 1 ? rise : two;  // over this thread's keys and all newer keys
     const float oldest = mass * reciprocal(1.f + (t & 2 ? newer : join(newer, others)));
     const float keep = reciprocal(1.f + four);
     mass = four < 1.f ? fmaf(-mass, four * keep, mass) : mass * keep;
@@ -152,7 +155,7 @@ __device__ inline float ascend(float rise, float& mass) {
     return oldest;
 }
 
-// Whether keys of this warp have to go one by one.
+// Returns whether this warp must process its keys one by one.
 template <int kTiles, int kBlocks>
 __device__ inline bool saturated(const Rises<kTiles, kBlocks>& rises) {
     bool any = false;
@@ -163,7 +166,8 @@ __device__ inline bool saturated(const Rises<kTiles, kBlocks>& rises) {
     return __any_sync(kAllLanes, any);
 }
 
-// Calls sink(m, r, n, A of key 2n, A of key 2n + 1) for all keys, from the mass at the older side of this thread's.
+// Calls sink(m, r, n, A of key 2n, A of key 2n + 1) for all keys. `oldest` is the mass at the older side of this
+// thread's keys.
 template <int kTiles, int kBlocks, class Sink, class Gates>
 __device__ inline void weights_upwards(const float (&e)[kTiles][kBlocks][4], const Rises<kTiles, kBlocks>& rises,
                                        const float (&oldest)[kTiles][2], Sink sink, const Gates& gates) {
@@ -186,8 +190,8 @@ __device__ inline void weights_upwards(const float (&e)[kTiles][kBlocks][4], con
             }
 }
 
-// The same, with `mass` from the newer edge of the tile to the older one. True where keys went one by one; e is then at
-// most kLargestE.
+// The same from `mass` at the newer edge of the tile, which it replaces by the mass at the older edge. Returns whether
+// keys were processed one by one; e is then at most kLargestE.
 template <int kTiles, int kBlocks, class Sink, class Gates = NoGates>
 __device__ inline bool weights(float (&e)[kTiles][kBlocks][4], const Rises<kTiles, kBlocks>& rises,
                                float (&mass)[kTiles][2], Sink sink, const Gates& gates = {}) {
@@ -204,7 +208,7 @@ __device__ inline bool weights(float (&e)[kTiles][kBlocks][4], const Rises<kTile
     return false;
 }
 
-// g -> dz of one gated key (gates.cuh); returns df. No factor here grows beyond e.
+// Replaces g by dz for one gated key (gates.cuh) and returns df. No factor grows beyond e.
 __device__ inline float gated_gradient(const GateQuad& gates, int k, float e, float b, float& g) {
     const float f = gates.f[k], opened = gates.opened(e, k), one_minus_sigma = reciprocal(1.f + e);
     const float df = g * reciprocal(fmaxf(f, kLeastGate)) - e * opened * b;
@@ -212,13 +216,14 @@ __device__ inline float gated_gradient(const GateQuad& gates, int k, float e, fl
     return df;
 }
 
-// Takes no gradients of gates.
+// Ignores the gradients of gates.
 struct NoGateGradients {
     __device__ void operator()(int, int, float) const {}
 };
 
-// g -> dz = (1 - beta) g - beta b in place. `prefix`, the sum of g over older keys, goes from the older edge of the
-// tile to the newer one. Of gated keys, gate_gradient(r, k, df) is called too; there is one kTiles then, or none cares.
+// Replaces g by dz = (1 - beta) g - beta b. `prefix`, the sum of g over older keys, changes from its value at the older
+// edge of the tile to that at the newer edge. With gates, also calls gate_gradient(r, k, df); kTiles is then 1, or
+// gate_gradient ignores its arguments.
 template <bool kKeyByKey, int kTiles, int kBlocks, class Gates, class GateGradient>
 __device__ inline void logit_gradients_by(const float (&e)[kTiles][kBlocks][4], float (&g)[kTiles][kBlocks][4],
                                           float (&prefix)[kTiles][2], const Gates& gates, GateGradient gate_gradient) {
@@ -255,7 +260,7 @@ __device__ inline void logit_gradients_by(const float (&e)[kTiles][kBlocks][4], 
                     gate_gradient(r, 2 * n + 1, gated_gradient(of_keys, k + 1, e1, b1, g1));
                 } else {
                     const float keep0 = reciprocal(1.f + e0), keep1 = reciprocal(1.f + e1);  // 1 - beta
-                    if constexpr (kKeyByKey) {                                               // e b may be infinite
+                    if constexpr (kKeyByKey) {                                               // because e b can overflow
                         g0 = keep0 * g0 - (e0 * keep0) * b0;
                         g1 = keep1 * g1 - (e1 * keep1) * b1;
                     } else {
@@ -267,8 +272,8 @@ __device__ inline void logit_gradients_by(const float (&e)[kTiles][kBlocks][4], 
         }
 }
 
-// The same, `key_by_key` where weights() went key by key. One branch around everything: a branch for each pair of keys
-// would leave nothing to do while a reciprocal is on its way.
+// The same; `key_by_key` is what weights() returned. One branch encloses everything: a branch for each pair of keys
+// would leave no instructions to issue while a reciprocal is computed.
 template <int kTiles, int kBlocks, class Gates = NoGates, class GateGradient = NoGateGradients>
 __device__ inline void logit_gradients(const float (&e)[kTiles][kBlocks][4], float (&g)[kTiles][kBlocks][4],
                                        float (&prefix)[kTiles][2], bool key_by_key, const Gates& gates = {},

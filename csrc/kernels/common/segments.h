@@ -1,4 +1,4 @@
-// The segment table of a packed batch, made on the device from cu_seqlens: no value crosses to the host.
+// The segment table of a packed batch, computed on the device from cu_seqlens without a synchronisation.
 #pragma once
 
 #include "core/params.h"

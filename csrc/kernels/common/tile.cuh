@@ -1,12 +1,12 @@
-// Tiles in shared memory and the three matrix products on them.
+// Tiles in shared memory, and the three matrix products on them.
 //
-// A tile is rows of kPitch bytes; 16-byte piece p of row r stands at piece p ^ (r % 8), so that ldmatrix meets no bank
-// conflict whichever way it reads. In bytes, a step of mma.sync along k is 32 for every type: 16 half values or 8
-// floats.
+// A tile is rows of kPitch bytes. The 16-byte piece p of row r is stored at piece p ^ (r % 8), so that ldmatrix has no
+// bank conflicts, row-wise or transposed. A step of mma.sync along k is 32 bytes for every type: 16 half-precision
+// values or 8 floats.
 //
-// Fragments of mma.sync, lane = 4 g + t: an accumulator block (16 x 8) holds rows g, g + 8 and columns 2t, 2t + 1.
-// Key rows stand in shared memory so that accumulator column 8n + 2t + c is key t (G/4) + 2n + c of a group of G keys:
-// a thread then holds G/4 neighbouring keys of a row.
+// Fragments of mma.sync, lane = 4 g + t: an accumulator block (16 x 8) holds rows g, g + 8 and columns 2t, 2t + 1. Key
+// rows are permuted in shared memory: accumulator column 8n + 2t + c is key t (G/4) + 2n + c of a group of G keys. A
+// thread then holds G/4 neighbouring keys of a row.
 #pragma once
 
 #include "kernels/common/ptx.cuh"
@@ -29,9 +29,9 @@ __device__ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint3
     } else if constexpr (std::is_same_v<T, Half>) {
         mma_fp16(c, a, b0, b1);
     } else {
-        // fp32 as sums of two tf32. The tensor core cuts its sums off instead of rounding them: over many steps that is
-        // a drift, so each step has a sum of its own, the small terms first. Infinity has no low part and takes part in
-        // no small term, where it would meet a 0 or the other sign.
+        // fp32 as a sum of two tf32 values. The tensor core truncates its sums instead of rounding them. Over many
+        // steps that would drift, so each step has its own sum, which starts with the small terms. Infinity has no low
+        // part and is left out of the small terms, where it would meet a 0 or an infinity of the other sign.
         uint32_t a_high[4], a_low[4], b_high[2], b_low[2], a_finite[4], b_finite[2];
         const auto split = [](uint32_t bits, uint32_t& high, uint32_t& low, uint32_t& finite) {
             const float x = __uint_as_float(bits);
@@ -90,9 +90,9 @@ struct EveryRow {
     __device__ bool operator()(int) const { return true; }
 };
 
-// kRows rows to shared memory, row r to place(r); zeros for rows from num_rows on, rows that are not live, and beyond
-// the width: what is not there must not reach a product, where even 0 * NaN is NaN. `place` permutes the bits of a row
-// number, so that place(a + b) = place(a) + place(b) where a and b share no bit.
+// Copies kRows rows to shared memory, row r to place(r). Writes zeros for rows from num_rows on, for rows that are not
+// live, and beyond the width: values that do not exist must not reach a product, because 0 * NaN is NaN. `place`
+// permutes the bits of a row number, so place(a + b) = place(a) + place(b) if a and b share no bit.
 template <int kRows, int kPitch, class Place = InOrder, class Live = EveryRow>
 __device__ inline void load_rows(uint32_t to, const HeadRows& from, int num_rows, Place place = {}, Live live = {}) {
     constexpr int kPieces = kPitch / 16, kRowsAtOnce = kThreads / kPieces;
@@ -111,15 +111,15 @@ __device__ inline void load_rows(uint32_t to, const HeadRows& from, int num_rows
 
 // ---- products -------------------------------------------------------------------------------------------------------
 //
-// Where this lane reads. Tiles begin at multiples of 1024 bytes and only bits 4 to 6 are swizzled, so all else along a
-// row, and 8 or more rows further on, is added: that goes into the instruction and needs no register of its own.
+// Where this lane reads. Tiles begin at multiples of 1024 bytes, and only bits 4 to 6 are swizzled. All other offsets,
+// along a row or by multiples of 8 rows, are constants that the instruction adds; they need no register.
 
-__device__ inline uint32_t advance(uint32_t address, int bytes) {  // further along the row, by a multiple of 16
+__device__ inline uint32_t advance(uint32_t address, int bytes) {  // moves along the row, by a multiple of 16 bytes
     return (address ^ (bytes & 112)) + (bytes & ~127);
 }
 
 template <int kPitch>
-__device__ inline uint32_t lane_rows_16(int lane) {  // rows 0..15 twice: first and second piece
+__device__ inline uint32_t lane_rows_16(int lane) {  // rows 0..15, first the first piece, then the second
     return (lane % 16) * kPitch + ((lane / 16 ^ lane % 8) << 4);
 }
 template <int kPitch>
@@ -127,7 +127,7 @@ __device__ inline uint32_t lane_rows_8_8(int lane) {  // rows 0..7 of both piece
     return (lane % 8 + lane / 16 * 8) * kPitch + ((lane / 8 % 2 ^ lane % 8) << 4);
 }
 template <int kPitch>
-__device__ inline uint32_t lane_float(int lane) {  // a float: column g of row 2t; row 2t + 1 is next_row further on
+__device__ inline uint32_t lane_float(int lane) {  // one float: column g of row 2t; next_row() reaches row 2t + 1
     const int g = lane / 4, row = lane % 4 * 2;
     return row * kPitch + ((g / 4 ^ row) << 4) + g % 4 * 4;
 }
@@ -136,7 +136,7 @@ __device__ inline uint32_t next_row(uint32_t address, int rows) {  // 0 or 1, fr
     return (address ^ 16 * rows) + rows * kPitch;
 }
 
-// Where this lane reads operands whose k runs along the rows of a tile.
+// Where this lane reads operands whose k dimension is the row of a tile.
 template <class T, int kPitch>
 __device__ inline uint32_t lane_b_along_rows(int lane) {
     return sizeof(T) == 2 ? lane_rows_16<kPitch>(lane) : lane_float<kPitch>(lane);
@@ -146,7 +146,7 @@ __device__ inline uint32_t lane_a_along_rows(int lane) {
     return sizeof(T) == 2 ? lane_rows_8_8<kPitch>(lane) : lane_float<kPitch>(lane);
 }
 
-// Two blocks of B: rows from `step` * kDepth on, columns from 16 `pair` on.
+// Loads two blocks of B: rows from `step` * kDepth on, columns from 16 `pair` on.
 template <class T, int kPitch>
 __device__ inline void load_b_along_rows(uint32_t (&b)[4], uint32_t from, int step, int pair) {
     if constexpr (sizeof(T) == 2) {
@@ -158,7 +158,7 @@ __device__ inline void load_b_along_rows(uint32_t (&b)[4], uint32_t from, int st
     }
 }
 
-// A, whose rows are columns of the tile, from 16 `block` on.
+// Loads A, whose rows are the columns of the tile from 16 `block` on.
 template <class T, int kPitch>
 __device__ inline void load_a_along_rows(uint32_t (&a)[4], uint32_t from, int step, int block) {
     if constexpr (sizeof(T) == 2) {
@@ -170,8 +170,8 @@ __device__ inline void load_a_along_rows(uint32_t (&a)[4], uint32_t from, int st
     }
 }
 
-// A from accumulators: the block's columns become the k of the next product. (fp32: k = t is column 2t, k = t + 4 is
-// column 2t + 1; lane_float reads B to match.)
+// Converts accumulators to A: their columns become the k dimension of the next product. (fp32: k = t is column 2t, and
+// k = t + 4 is column 2t + 1; lane_float reads B in the same order.)
 template <class T, int kBlocks>
 __device__ inline void a_from_accumulators(uint32_t (&a)[4], const float (&c)[kBlocks][4], int step) {
     if constexpr (sizeof(T) == 2) {
@@ -187,9 +187,9 @@ struct NoWork {
     __device__ void operator()(int) const {}
 };
 
-// c (16 kTiles, 8 kBlocks) += a b^T over the first `width` bytes of the rows of both tiles. interleaved(i), for each i
-// below kPitch / 32 in order, is arithmetic that has nothing to do with c: it goes between the steps, while the tensor
-// cores are at work.
+// c (16 kTiles, 8 kBlocks) += a b^T over the first `width` bytes of the rows of both tiles. interleaved(i) is called
+// for each i below kPitch / 32, in order. It is independent arithmetic that fills the issue slots between the steps of
+// the tensor cores.
 template <class T, int kPitch, int kTiles, int kBlocks, class Interleaved = NoWork>
 __device__ inline void multiply_rows(float (&c)[kTiles][kBlocks][4], uint32_t a_tile, uint32_t b_tile, int width,
                                      Interleaved interleaved = {}) {
@@ -223,7 +223,7 @@ __device__ inline void multiply_rows(float (&c)[kTiles][kBlocks][4], uint32_t a_
     }
 }
 
-// Moves block i + kBy of each row of blocks to block i, cyclically.
+// Moves block (i + kBy) % kBlocks to block i.
 template <int kBy, int kTiles, int kBlocks>
 __device__ inline void rotate_blocks(float (&x)[kTiles][kBlocks][4]) {
 #pragma unroll
@@ -238,11 +238,13 @@ __device__ inline void rotate_blocks(float (&x)[kTiles][kBlocks][4]) {
         }
 }
 
-// c (16 kTiles, 8 kOut) += a b: a in accumulators (16 kTiles, 8 kBlocks), b the tile's first 8 kBlocks rows.
+// c (16 kTiles, 8 kOut) += a b. `a` is in accumulators (16 kTiles, 8 kBlocks); b is the first 8 kBlocks rows of the
+// tile.
 //
-// Registers cannot be indexed at run time. The steps of a 16-bit type are therefore unrolled. Those of fp32 are twice
-// as many with three products each, and unrolling them all takes the compiler seconds; its loop rotates the blocks of
-// `a` instead, so that each iteration reads the same registers. After the loop `a` is what it was.
+// Registers cannot be indexed at run time, so the steps of a 16-bit type are unrolled. fp32 has twice as many steps
+// with three products each. Unrolling them all makes the code larger than the instruction cache and the compiler slow.
+// The loop of fp32 rotates the blocks of `a` instead, so each iteration reads the same registers. After the loop, `a`
+// has its original value.
 template <class T, int kPitch, int kTiles, int kBlocks, int kOut>
 __device__ inline void multiply_accumulators(float (&c)[kTiles][kOut][4], float (&a)[kTiles][kBlocks][4],
                                              uint32_t b_tile) {
@@ -271,11 +273,11 @@ __device__ inline void multiply_accumulators(float (&c)[kTiles][kOut][4], float 
     }
 }
 
-// c (16 kTiles, 8 kOut) += a^T b over kRows rows of both tiles: the first columns of a, and those of b from b_column
-// on, a multiple of 8 kOut.
+// c (16 kTiles, 8 kOut) += a^T b over kRows rows of both tiles, with the first columns of `a` and the columns of b from
+// b_column on. b_column is a multiple of 8 kOut.
 template <class T, int kRows, int kPitchA, int kPitchB, int kTiles, int kOut>
 __device__ inline void multiply_columns(float (&c)[kTiles][kOut][4], uint32_t a_tile, uint32_t b_tile, int b_column) {
-    constexpr int kSteps = kRows / kDepth<T>, kUnrolled = sizeof(T) == 2 ? kSteps : 1;  // of fp32 more would spill
+    constexpr int kSteps = kRows / kDepth<T>, kUnrolled = sizeof(T) == 2 ? kSteps : 1;  // more would spill with fp32
     const int lane = opaque(threadIdx.x % 32);
     const uint32_t a_lane = a_tile + lane_a_along_rows<T, kPitchA>(lane);
     const uint32_t b_lane = advance(b_tile + lane_b_along_rows<T, kPitchB>(lane), b_column * int(sizeof(T)));
@@ -297,8 +299,8 @@ __device__ inline void multiply_columns(float (&c)[kTiles][kOut][4], uint32_t a_
     }
 }
 
-// to[first_column ...] += factor * row r of the accumulators, columns below `width`. Each value belongs to one lane of
-// a launch; the addition is left to the memory only because a lane that reads before it writes waits at every value.
+// to[first_column ...] += factor * row r of the accumulators, for columns below `width`. Only one lane of a launch adds
+// to each value. Atomics are used because a lane that read, added and wrote would wait for each value.
 template <int kOut>
 __device__ inline void add_row(float* to, int width, int first_column, const float (&c)[kOut][4], int r, float factor) {
 #pragma unroll
