@@ -1,19 +1,19 @@
-// block_backward on the CPU. For a tile of queries, walking its key tiles from the oldest that counts to the newest:
+// block_backward on the CPU. A tile of rows of Q visits its key tiles from the restart to the newest:
 //
 //   g_k = A_k (dO . v_k),   b_k = sum of g over keys older than k,   dz_k = (1 - beta_k) g_k - beta_k b_k
 //   dq = scale sum_k dz_k k_k,   dk_k = scale sum_j dz_jk q_j,   dv_k = sum_j A_jk dO_j
 //
-// The mass at a tile's newer edge comes from the restart record in the row's first tile, and from P_newer = P_older +
-// e P_older, key by key, in all later ones: never from a total, and not from P_older / prod (1 - beta), because factors
-// next to 1 lie on a coarse grid and their product drifts (dk 7e-5 off at 16K keys of mean logit -11, now 4e-6).
-// 1 - beta is 1/(1+e).
+// In the tile where a row starts, the mass at the newer edge comes from its restart record. In all later tiles it is
+// P_newer = P_older + e P_older, key by key. It is never derived from a total mass, and never from P_older / prod (1 -
+// beta): factors next to 1 lie on a coarse grid and their product drifts (dk has an error of 7e-5 at 16K keys of mean
+// logit -11, instead of 4e-6). 1 - beta is computed as 1 / (1 + e).
 //
-// With forget gates this holds for e' = f e / (1 + (1 - f) e) and its logarithm y: with r = 1 / (1 + (1 - f) e) and
+// With forget gates this holds for e' = f e / (1 + (1 - f) e) and its logarithm y. With r = 1 / (1 + (1 - f) e) and
 // dy_k = (1 - beta_k) g_k - beta_k b_k,
 //
 //   dz_k = r dy_k,   df_k = dy_k / (f (1 - beta_k)),
 //
-// as y = log f + z + log r and 1 - beta = (1 + (1 - f) e) / (1 + e).
+// because y = log f + z + log r and 1 - beta = (1 + (1 - f) e) / (1 + e).
 #include "core/restart.h"
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/tile.h"
@@ -45,7 +45,7 @@ struct BackwardScratch {
         d_weights = memory.take(kTile * kTile);        // (key, query): dO . v
         dq_t = memory.take(kTile * d);                 // (d, query)
         dkv = memory.take(kTile * std::max(d_pitch, d_v_pitch));
-        mass = memory.take(kTile);    // at the newer edge of the tile before, 0 in rows not started
+        mass = memory.take(kTile);    // at the newer edge of the previous tile; 0 in rows that have not started
         prefix = memory.take(kTile);  // b
         limit = memory.take(kTile);
         gates = memory.take(kTile);                // of the keys
@@ -56,10 +56,10 @@ struct BackwardScratch {
     }
 };
 
-// Where one task adds its dk and dv: the caller's tensors or a copy of its own, both (row, width) for one key head.
+// Where one task adds its dk and dv: the tensors of the caller, or its own sums. Both are (row, width) for one KV head.
 template <class T>
 struct KeyGradients {
-    T *dk, *dv;  // a row of dk: as k's, with its gate's gradient
+    T *dk, *dv;  // a row of dk is as wide as a row of k, with the gradient of its gate
     int64_t dk_row_stride, dv_row_stride;
 };
 
@@ -118,7 +118,7 @@ class BackwardTile {
                std::all_of(s_.d_o + r * s_.d_v_pitch, s_.d_o + r * s_.d_v_pitch + p_.sizes.head_dim_v, finite);
     }
 
-    // 0 * NaN is NaN: until a row with a NaN or an infinity starts, its zeros must not meet it in a product.
+    // 0 * NaN is NaN. A row with a NaN or an infinity is therefore cleared until it starts.
     void clear_unless_finite(int r) {
         if (finite_[r]) return;
         std::fill_n(s_.q + r * s_.d_pitch, p_.sizes.head_dim, T(0));
@@ -137,13 +137,13 @@ class BackwardTile {
         multiply<T, false>({s_.k, z.head_dim, 1}, s_.q_t, kTile, keys, lanes, z.head_dim, s_.scores, kTile);
         multiply<T, false>({s_.v, z.head_dim_v, 1}, s_.d_o_t, kTile, keys, lanes, z.head_dim_v, s_.d_weights, kTile);
 
-        bool saturated[kTile / kLanes<T>];  // every e is taken as it is here
+        bool saturated[kTile / kLanes<T>];  // unused: this direction processes every e in the same way
         const bool masked = set_limits(begin, keys);
         exponentials(s_.scores, keys, lanes, T(p_.options.scale * 1.44269504088896340736), s_.limit, masked, saturated);
         std::fill(s_.d_gates, s_.d_gates + keys, T(0));
         for (int v = 0; v < lanes; v += kLanes<T>) scan(v, begin / kTile, keys);
         for (int r = 0; r < tile_.count; ++r)
-            if (std::isnan(s_.prefix[r])) s_.prefix[r] = T(0);  // what is newer than a NaN's tile stays clean
+            if (std::isnan(s_.prefix[r])) s_.prefix[r] = T(0);  // a NaN must not reach newer tiles
 
         multiply<T, true>({s_.k, 1, z.head_dim}, s_.scores, kTile, z.head_dim, lanes, keys, s_.dq_t, kTile);
         add_key_gradient(s_.scores, s_.q, s_.d_pitch, keys, count, z.head_dim, T(p_.options.scale),
@@ -155,7 +155,8 @@ class BackwardTile {
                          gradients_.dv + row * gradients_.dv_row_stride, gradients_.dv_row_stride);
     }
 
-    // limit[r] = keys of this tile that row r sees, 0 before the row has started; true where that is not all of them.
+    // Sets limit[r] to the number of keys of this tile that row r sees, 0 before the row has started. Returns whether
+    // some row does not see all of them.
     bool set_limits(int begin, int keys) {
         bool masked = false;
         for (int r = 0; r < kTile; ++r) {
@@ -169,7 +170,8 @@ class BackwardTile {
         return masked;
     }
 
-    // The mass at this tile's newer edge in rows [v, v + lanes), given what it rose to over this tile.
+    // Returns the mass at the newer edge of this tile for the vector of rows from v on. `risen` is that of rows that
+    // started in older tiles.
     Vec<T> mass_at_newer_edge(int v, int tile, const Vec<T>& risen) {
         const int64_t index = tile_.row_index(p_.sizes);
         for (int lane = 0; lane < kLanes<T>; ++lane) {
@@ -179,7 +181,8 @@ class BackwardTile {
         return load(s_.mass + v);
     }
 
-    // e -> dz in `scores`, A in `weights`, for one vector of rows; the prefix goes on to the newer edge.
+    // Replaces e by dz in `scores` and writes A to `weights`, for one vector of rows. Moves the prefix to the newer
+    // edge.
     void scan(int v, int tile, int keys) {
         T *scores = s_.scores + v, *one_minus_betas = s_.one_minus_betas + v, *weights = s_.weights + v;
         const T* d_weights = s_.d_weights + v;
@@ -203,7 +206,7 @@ class BackwardTile {
         Vec<T> b = load(s_.prefix + v);
         const Vec<T> limit = load(s_.limit + v);
         for (int k = 0; k < keys; ++k) {
-            const Mask<T> seen = splat<T>(T(k)) < limit;  // 0 * NaN again: dO . v may be NaN where A is 0
+            const Mask<T> seen = splat<T>(T(k)) < limit;  // 0 * NaN is NaN: dO . v can be NaN where A is 0
             const Vec<T> g = seen ? load(weights + k * kTile) * load(d_weights + k * kTile) : Vec<T>{};
             Vec<T> dz = load(one_minus_betas + k * kTile) * g - load(scores + k * kTile) * b;
             dz = seen ? dz : Vec<T>{};
@@ -215,14 +218,14 @@ class BackwardTile {
         store(s_.prefix + v, b);
     }
 
-    // dy -> dz, and its share of df to d_gates.
+    // Returns dz from dy, and adds this key's part of df to d_gates.
     Vec<T> through_gate(int k, const Vec<T>& dy, const Vec<T>& one_minus_beta, const Vec<T>& gate_factor) {
         const Vec<T> df = dy / one_minus_beta / std::max(s_.gates[k], T(kLeastGate));
         for (int lane = 0; lane < kLanes<T>; ++lane) s_.d_gates[k] += df[lane];
         return dy * gate_factor;
     }
 
-    // to (key, width) += factor * from (key, query) rows (query, width)
+    // to (key, width) += factor * from (key, query) rows (query, width).
     void add_key_gradient(const T* from, const T* rows, int pitch, int keys, int count, int width, T factor, T* to,
                           int64_t to_stride) {
         multiply<T, false>({from, kTile, 1}, rows, pitch, keys, pitch, tile_.count, s_.dkv, pitch);
@@ -247,9 +250,9 @@ class BackwardTile {
     bool finite_[kTile];
 };
 
-// dk and dv of one key head are the sum over many query tiles. A task is a key head of a batch element or, where there
-// are fewer of those than threads, one of `parts` shares of its query tiles, each with sums of its own; the shares are
-// added up in a fixed order, so the result does not depend on which thread ran what.
+// dk and dv of a KV head are sums over many query tiles. A task is a KV head of a batch element. If there are fewer of
+// those than threads, a task is one of `parts` shares of its query tiles, with its own sums. The shares are added in a
+// fixed order, so the result does not depend on which thread ran which task.
 template <class T>
 class BackwardTasks {
   public:

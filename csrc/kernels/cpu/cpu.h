@@ -8,10 +8,10 @@ namespace megatron_sb::cpu {
 void block_forward(const ForwardParams& params);
 void block_backward(const BackwardParams& params);
 
-// "avx512", "avx2" or "baseline": the instruction set that this machine runs.
+// Returns the instruction set in use: "avx512", "avx2" or "baseline".
 const char* instruction_set();
 
-// One build of the same two sources for each instruction set; the functions above choose at run time.
+// fwd.cpp and bwd.cpp are compiled once for each instruction set; the functions above choose at run time.
 #define SB_DECLARE_LEVEL(level)                        \
     namespace level {                                  \
     void block_forward(const ForwardParams& params);   \

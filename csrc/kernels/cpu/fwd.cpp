@@ -1,16 +1,16 @@
-// block_forward on the CPU. For a tile of queries, walking its key tiles from the newest to the oldest:
+// block_forward on the CPU. A tile of rows of Q visits its key tiles from the newest to the oldest:
 //
 //   e = 2^(scale log2(e) q . k),  1 - beta = 1 / (1 + e),  A_k = e_k * (mass after key k)
 //
-// in quads of neighbouring keys, 1 the newest, with one reciprocal for four scores:
+// in quads of neighbouring keys, 1 the newest, with one division for four scores:
 //
 //   P4 = P / ((1+e1)(1+e2)(1+e3)(1+e4));  A4 = e4 P4;  P3 = P4 + A4;  A3 = e3 P3;  ...
 //
-// The product is formed as 1 + (e1 + e2 + e1 e2 + ...) and P divided by it: products of numbers next to 1, and their
-// reciprocals, lie on a coarse grid and drift over many keys.
-// With forget gates e is f e / (1 + (1 - f) e) from there on: the odds of f sigmoid(z).
-// Where an e is so large that the product would overflow, key by key instead. A tile whose rows are all used up ends
-// the walk.
+// The product is computed as 1 + (e1 + e2 + e1 e2 + ...), and P is divided by it. Products of numbers next to 1, and
+// their reciprocals, lie on a coarse grid and would drift over many keys.
+// With forget gates, f e / (1 + (1 - f) e), the odds of f sigmoid(z), replaces e.
+// If an e is so large that the product would overflow, the keys are processed one by one. The loop ends when all rows
+// of the tile are used up.
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/tile.h"
 
@@ -24,7 +24,7 @@ struct ForwardScratch {
 
     ForwardScratch(int d, int d_v) {
         const int widest = std::max(d, d_v);
-        rows = memory.take(kTile * widest);    // (query, d) as loaded, (query, d_v) as stored
+        rows = memory.take(kTile * widest);    // (query, d) when loaded, (query, d_v) when stored
         q_t = memory.take(kTile * d);          // (d, query)
         k = memory.take(kTile * d);            // (key, d)
         v = memory.take(kTile * d_v);          // (key, d_v)
@@ -32,13 +32,13 @@ struct ForwardScratch {
         weights = memory.take(kTile * kTile);  // (key, query): A
         o_t = memory.take(kTile * d_v);        // (d_v, query)
         mass = memory.take(kTile);
-        poison = memory.take(kTile);  // NaN where the mass became NaN, else 0
+        poison = memory.take(kTile);  // NaN if the mass of the row became NaN, else 0
         limit = memory.take(kTile);
         gates = memory.take(kTile);  // of the keys
     }
 };
 
-// A and the mass of one vector of rows through `keys` keys, newest first. keys is a multiple of 4.
+// Computes A and the mass of one vector of rows over `keys` keys, newest first. keys is a multiple of 4.
 template <class T>
 void scan_quads(const T* e, int keys, T* weights, T* mass) {
     Vec<T> p = load(mass);
@@ -59,7 +59,7 @@ void scan_quads(const T* e, int keys, T* weights, T* mass) {
     store(mass, p);
 }
 
-// The same with e up to the largest finite value.
+// The same for e up to the largest finite value, one key at a time.
 template <class T>
 void scan_keys(const T* e, int keys, T* weights, T* mass) {
     Vec<T> p = load(mass);
@@ -110,7 +110,8 @@ class ForwardTile {
         transpose(s_.rows, kTile, d, d, s_.q_t);
     }
 
-    // Notes where the backward may start; false once no row can gain anything from keys before `edge`.
+    // Writes the restart record of rows that can restart at `edge`. Returns false if no row has mass left for keys
+    // before `edge`.
     bool write_restarts(int edge) {
         const T threshold = T(p_.options.mass_threshold);
         const T floor = std::max(threshold, Numbers<T>::kRestartFloor);
@@ -141,7 +142,7 @@ class ForwardTile {
         contain_nan();
     }
 
-    // A gate makes no e larger, so that what is not saturated stays so.
+    // A gate never increases e, so values that are not saturated remain so.
     void apply_gates(int keys) {
         for (int k = 0; k < keys; ++k)
             for (int v = 0; v < tile_.lanes; v += kLanes<T>) {
@@ -150,7 +151,8 @@ class ForwardTile {
             }
     }
 
-    // limit[r] = keys of this tile that row r sees; true where that is not all of them for every row.
+    // Sets limit[r] to the number of keys of this tile that row r sees. Returns whether some row does not see all of
+    // them.
     bool set_limits(int begin, int keys) {
         bool masked = false;
         for (int r = 0; r < kTile; ++r) {
@@ -163,7 +165,7 @@ class ForwardTile {
         return masked;
     }
 
-    // A NaN ends its row's walk: older keys get no weight, and the row's mass is NaN in the end.
+    // A NaN ends its row: older keys get no weight, and mass_out of the row is NaN.
     void contain_nan() {
         for (int r = 0; r < tile_.count; ++r) {
             if (!std::isnan(s_.mass[r])) continue;

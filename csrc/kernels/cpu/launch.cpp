@@ -18,8 +18,8 @@ constexpr Level kAvx2 = {"avx2", avx2::block_forward, avx2::block_backward};
 constexpr Level kAvx512 = {"avx512", avx512::block_forward, avx512::block_backward};
 #endif
 
-// MEGATRON_SB_CPU_LEVEL lowers the level (never raises it above what the machine runs), so that one machine can test
-// all.
+// MEGATRON_SB_CPU_LEVEL lowers the level, so that one machine can test all levels. It cannot raise the level above what
+// the machine supports.
 Level choose_level() {
 #if defined(SB_CPU_X86_LEVELS)
     const char* wanted = std::getenv("MEGATRON_SB_CPU_LEVEL");

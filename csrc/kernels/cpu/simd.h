@@ -1,4 +1,5 @@
-// Vectors of the compiler's own (GCC and Clang), as wide as the level this file is compiled for, and 2^x on them.
+// Vector extensions of the compiler (GCC and Clang), as wide as the instruction set that this file is compiled for, and
+// 2^x on them.
 #pragma once
 
 #include <cstdint>
@@ -51,7 +52,7 @@ inline bool any(const Mask<T>& mask) {
     return found;
 }
 
-// What depends on the accumulation type. The largest e keeps 1 + e and its reciprocal normal numbers.
+// Constants that depend on the type of sums. The largest e keeps 1 + e and its reciprocal normal numbers.
 template <class T>
 struct Numbers;
 template <>
@@ -59,7 +60,7 @@ struct Numbers<float> {
     static constexpr float kMaxLog2E = 126.0f;   // e = 2^min(z log2 e, this)
     static constexpr float kMaxQuadE = 0x1p24f;  // four (1 + e) up to this e multiply to at most 2^96
     static constexpr float kRestartFloor = 0x1p-64f;
-    static constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer, held in the low bits
+    static constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer, which the low bits then hold
     static constexpr int kMantissaBits = 23, kBias = 127, kDegree = 7;
 };
 template <>
@@ -71,7 +72,8 @@ struct Numbers<double> {
     static constexpr int kMantissaBits = 52, kBias = 1023, kDegree = 13;
 };
 
-// The Taylor series of 2^f on [-1/2, 1/2]: ln(2)^n / n!; truncated below half an ulp of T.
+// The Taylor series of 2^f on [-1/2, 1/2], with coefficients ln(2)^n / n!. The truncation error is below half an ulp of
+// T.
 template <class T>
 struct Exp2Coefficients {
     T value[Numbers<T>::kDegree + 1];
@@ -84,7 +86,7 @@ struct Exp2Coefficients {
     }
 };
 
-// 2^min(x, kMaxLog2E); 0 below the normal range, -inf included; NaN stays NaN.
+// Returns 2^min(x, kMaxLog2E). Returns 0 below the normal range, including -inf, and NaN for NaN.
 template <class T>
 inline Vec<T> exp2_clamped(Vec<T> x) {
     using N = Numbers<T>;
@@ -97,7 +99,7 @@ inline Vec<T> exp2_clamped(Vec<T> x) {
     for (int n = N::kDegree - 1; n >= 0; --n) series = series * f + c.value[n];
     Mask<T> exponent;
     std::memcpy(&exponent, &shifted, sizeof(exponent));
-    exponent = (exponent + N::kBias) << N::kMantissaBits;  // the constant's own bits leave at the top
+    exponent = (exponent + N::kBias) << N::kMantissaBits;  // shifts out the bits of kRound
     Vec<T> power;
     std::memcpy(&power, &exponent, sizeof(power));
     return underflow ? Vec<T>{} : series * power;

@@ -1,5 +1,5 @@
-// What both directions share: a tile of 64 queries by 64 keys, kept with the queries along the vector lanes, so that a
-// scan along the keys is a loop over rows of the tile and needs no shuffles.
+// What both directions share: a tile of 64 keys by 64 queries, with the queries along the vector lanes. A scan along
+// the keys is a loop over the rows of the tile and needs no shuffles.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 namespace megatron_sb::cpu::SB_CPU_LEVEL {
 
 inline constexpr int kTile = kRestartTile;
-inline constexpr int kKeysPerStep = 4;  // a quad: one reciprocal for four scores (math of block_forward)
+inline constexpr int kKeysPerStep = 4;  // a quad: the forward computes one division for four scores
 
 inline int round_up(int value, int multiple) {
     return (value + multiple - 1) / multiple * multiple;
@@ -71,7 +71,8 @@ inline int64_t offset(const Rows<Pointer>& rows, int64_t batch, int64_t row, int
     return batch * rows.batch_stride + row * rows.row_stride + head * rows.head_stride;
 }
 
-// `count` rows into a dense (kTile, width) array of T; the rows after them, up to `padded`, become zero.
+// Copies `count` rows into an array (kTile, width) of T with rows of `pitch` values. Writes zeros to the following
+// rows, up to `padded`.
 template <class T>
 void pack_rows(Dtype dtype, const Rows<const void*>& rows, int64_t batch, int64_t row, int64_t head, int count,
                int padded, int width, int pitch, T* out) {
@@ -84,7 +85,8 @@ void pack_rows(Dtype dtype, const Rows<const void*>& rows, int64_t batch, int64_
     std::fill(out + count * pitch, out + padded * pitch, T(0));
 }
 
-// The forget gates of `count` key rows, whose heads are `head_dim` wide without them; 1 after them, up to `padded`.
+// Reads the forget gates of `count` key rows, which are in the columns after head_dim. Writes 1 after them, up to
+// `padded`.
 template <class T>
 void pack_gates(Dtype dtype, const Rows<const void*>& k, int64_t batch, int64_t row, int64_t head, int count,
                 int padded, int head_dim, T* out) {
@@ -99,7 +101,7 @@ void pack_gates(Dtype dtype, const Rows<const void*>& k, int64_t batch, int64_t 
     std::fill(out + count, out + padded, T(1));
 }
 
-// (rows, width) with `pitch` -> (width, kTile), the form with queries along the lanes.
+// Transposes (rows, width) with rows of `pitch` values to (width, kTile), the form with queries along the lanes.
 template <class T>
 void transpose(const T* from, int rows, int width, int pitch, T* to) {
     for (int c = 0; c < width; ++c)
@@ -108,7 +110,7 @@ void transpose(const T* from, int rows, int width, int pitch, T* to) {
 
 // ---- matrix products -----------------------------------------------------------------------------------------------
 
-// A matrix read one scalar at a time.
+// A matrix that is read one scalar at a time.
 template <class T>
 struct Scalars {
     const T* data;
@@ -132,7 +134,8 @@ inline void multiply_block(const Scalars<T>& a, const T* b, int b_pitch, int dep
         for (int v = 0; v < kVectors; ++v) store(c + r * c_pitch + v * kLanes<T>, sum[r][v]);
 }
 
-// c (rows, columns) = or += a (rows, depth) b (depth, columns). rows is a multiple of 4, columns of the lanes.
+// c (rows, columns) = a b, or c += a b with kAdd, for a (rows, depth) and b (depth, columns). rows is a multiple of 4,
+// columns a multiple of the lanes.
 template <class T, bool kAdd>
 inline void multiply(const Scalars<T>& a, const T* b, int b_pitch, int rows, int columns, int depth, T* c,
                      int c_pitch) {
@@ -150,27 +153,27 @@ inline void multiply(const Scalars<T>& a, const T* b, int b_pitch, int rows, int
 
 // ---- one query tile and its place ----------------------------------------------------------------------------------
 
-// Query rows [first, first + count) of a segment, for one head of one batch element.
+// Rows [first, first + count) of Q of a segment, for one head of one batch element.
 struct QueryTile {
     const Segment* segment;
     int batch, head;
     int first, count;
     int lanes;  // count rounded up to whole vectors
 
-    // How many keys of the segment row `r` of this tile sees.
+    // Returns how many keys of the segment row `r` of this tile sees.
     int visible(int r, bool attend_current) const {
         const int64_t keys = int64_t(first) + r + segment->q_pos_minus_k_pos + (attend_current ? 1 : 0);
         return int(std::clamp<int64_t>(keys, 0, segment->k_len));
     }
     int64_t q_row() const { return segment->q_begin + first; }
-    // Where this tile's rows stand in an array (batch, num_heads, q_rows).
+    // Returns the place of this tile's first row in an array (batch, num_heads, q_rows).
     int64_t row_index(const Sizes& sizes) const {
         return (int64_t(batch) * sizes.num_heads + head) * sizes.q_rows + q_row();
     }
 };
 
 struct QueryTiles {
-    std::vector<std::pair<int, int>> tiles;  // (segment, first row), those with the most keys first
+    std::vector<std::pair<int, int>> tiles;  // (segment, first row), tiles with most keys first
 
     explicit QueryTiles(const Segments& segments) {
         for (int s = 0; s < segments.size; ++s)
@@ -190,14 +193,14 @@ inline QueryTile query_tile(const Segments& segments, const std::pair<int, int>&
     return {segment, batch, head, tile.second, count, round_up(count, kLanes<T>)};
 }
 
-// A tile of keys: `count` of them, `keys` with the padding to whole quads; `row` is its first row in the tensors.
+// A tile of keys: `count` keys, `keys` with the padding to whole quads. `row` is its first row in the tensors.
 struct KeyTile {
     int count, keys;
     int64_t row;
 };
 
-// Keys [begin, begin + kTile) of the segment, for the key head that `tile` reads, into k (key, d), v (key, d_v) and,
-// where there are forget gates, gates (key).
+// Loads keys [begin, begin + kTile) of the segment, for the KV head that `tile` reads, into k (key, d), v (key, d_v)
+// and, with forget gates, gates (key).
 template <class T, class Params>
 KeyTile load_key_tile(const Params& p, const QueryTile& tile, int begin, T* k, T* v, T* gates) {
     const Sizes& z = p.sizes;
@@ -210,7 +213,7 @@ KeyTile load_key_tile(const Params& p, const QueryTile& tile, int begin, T* k, T
     return {count, keys, row};
 }
 
-// Arrays on cache lines, freed together.
+// Arrays aligned to cache lines, which are freed together.
 template <class T>
 class Scratch {
   public:
@@ -226,8 +229,9 @@ class Scratch {
     std::vector<std::unique_ptr<T, decltype(&std::free)>> blocks_;
 };
 
-// e_kj = 2^(z log2 e) for the keys [0, keys) of a tile, in place of q . k; 0 where the row does not see the key.
-// limit[r]: how many keys of the tile row r sees. Returns, per vector of rows, whether some e is too large for quads.
+// Replaces q . k by e_kj = 2^(z log2 e) for the keys [0, keys) of a tile, and by 0 where the row does not see the key.
+// limit[r] is the number of keys of the tile that row r sees. Writes, for each vector of rows, whether some e is too
+// large for quads.
 template <class T>
 inline void exponentials(T* scores, int keys, int lanes, T scale_log2e, const T* limit, bool masked, bool* saturated) {
     for (int v = 0; v * kLanes<T> < lanes; ++v) {
@@ -244,7 +248,7 @@ inline void exponentials(T* scores, int keys, int lanes, T scale_log2e, const T*
     }
 }
 
-// What a forget gate f leaves of e = beta / (1 - beta): f e / (1 + (1 - f) e).
+// Returns the odds of f sigmoid(z) from e, the odds of sigmoid(z): f e / (1 + (1 - f) e).
 template <class T>
 inline Vec<T> gated(const Vec<T>& e, T f) {
     return f * e / (T(1) + (T(1) - f) * e);

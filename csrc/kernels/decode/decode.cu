@@ -1,15 +1,15 @@
-// Attention of a few queries to a long cache, bound by the memory's bandwidth: as many keys on their way at a time as
-// the device can hold, each read once for all query heads of its KV head.
+// Attention of a few queries to a long cache, bound by memory bandwidth. As many keys as the device can hold are in
+// flight at all times, and each is read once for all query heads of its KV head.
 //
-// A thread block owns 16 query rows of a KV head and a split of the keys that they see; split 0 has the newest. Each of
-// its warps walks a run of the split with a full stick (worker.cuh). Runs, and then splits, are folded from the newest
-// to the oldest:
+// A CTA owns 16 rows of Q of a KV head and a split of the keys that they see; split 0 has the newest. Each warp scans a
+// range of the split as if its newest key began a full stick (worker.cuh). The results of the ranges, and then those of
+// the splits, are folded from the newest to the oldest:
 //
 //   O = sum_i (prod_{j newer than i} P_j) O_i,     P = prod_i P_i
 //
-// and a row is used up where that product falls below mass_threshold: what is older counts nothing, whether somebody
-// computed it or not. So a warp may stop as soon as it hears that newer keys alone have used up the stick of all rows:
-// when it hears of it changes the time and no bit of the result.
+// A row is used up where that product falls below mass_threshold. Older results are ignored, whether they were computed
+// or not. A warp can therefore stop as soon as it learns that newer keys have used up all rows. When it learns this
+// affects the time but no bit of the result.
 #include <algorithm>
 #include <climits>
 
@@ -25,12 +25,12 @@ namespace {
 using portable::kWarps;
 
 constexpr int kMaxSplits = 128;
-constexpr int kMinTilesPerWarp = 2;  // for each warp of a split
+constexpr int kMinTilesPerWarp = 2;  // of a split, for each warp
 
-// What splits tell each other, in the workspace. A unit is 16 query rows of a KV head and batch element.
+// What the splits exchange, in the workspace. A unit is 16 rows of Q of a KV head and batch element.
 struct Exchange {
-    int* arrived;  // (units,) splits that have written their results; 0 before the launch
-    int* used_up;  // (units,) splits - the newest split that used up all rows' sticks by itself; 0 before the launch
+    int* arrived;  // (units,) number of splits that have written their results; 0 before the launch
+    int* used_up;  // (units,) splits - newest split whose own keys used up all rows; 0 before the launch
     float* mass;   // (units, splits, kRows)
     float* o;      // (units, splits, kRows, head_dim_v)
 };
@@ -51,8 +51,8 @@ Exchange exchange_of(const Params& p, const Plan& plan) {
     return {counters, counters + units, mass, mass + units * plan.splits * kRows};
 }
 
-// Of results 0 (the newest) to count - 1 of a row, kRows floats from one mass to the next: in the place of its mass,
-// what each counts. Returns the mass that is left, and how many count.
+// Folds the masses of a row: results 0 (the newest) to count - 1, with a stride of kRows floats. Replaces each mass by
+// the weight of its result. Returns the mass that is left, and in `num_counted` how many results contribute.
 __device__ float fold_masses(float* masses, int count, float least_mass, int& num_counted) {
     float left = 1.f;
     int i = 0;
@@ -77,7 +77,7 @@ __device__ void write_mass(const Params& p, const QueryRows& rows, int row, floa
     p.mass[(int64_t(rows.batch) * z.num_heads + rows.head(row)) * z.q_rows + rows.query(row)] = mass;
 }
 
-// sum_i weights[i * kRows] * of(i), a float4 each, over i below count.
+// Returns sum_i weights[i * kRows] * of(i), a float4 each, over i below count.
 template <class Of>
 __device__ float4 weighted_sum(const float* weights, int count, Of of) {
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -93,14 +93,15 @@ __device__ float4 weighted_sum(const float* weights, int count, Of of) {
     return sum;
 }
 
-// f(row, column) for every fourth column of the rows that are there, by the whole thread block.
+// Calls f(row, column) for every fourth column of the rows that exist, by the whole CTA.
 template <class F>
 __device__ void for_each_quad(const Params& p, const QueryRows& rows, F f) {
     const int quads = p.sizes.head_dim_v / 4;
     for (int i = threadIdx.x; i < rows.count * quads; i += blockDim.x) f(i / quads, i % quads * 4);
 }
 
-// The splits' results of a unit, once all have written theirs, by the thread block that was the last.
+// Folds the results of the splits of a unit. The CTA that arrived last calls this, after all splits have written
+// theirs.
 template <class T>
 __device__ void fold_splits(const Params& p, const QueryRows& rows, const Exchange& exchange, int64_t unit, int splits,
                             float least_mass, float* masses, Shared& shared) {
@@ -121,8 +122,8 @@ __device__ void fold_splits(const Params& p, const QueryRows& rows, const Exchan
     });
 }
 
-// The warps' results, in `rings`, to o and mass where this is the only split, else to the exchange. True for the thread
-// block that is then to fold the splits.
+// Folds the results of the warps, which are in `rings`. With one split it writes o and mass, else the results of the
+// split to the exchange. Returns true for the CTA that must then fold the splits.
 template <class T, int kDim>
 __device__ bool fold_warps(const Params& p, const QueryRows& rows, const Exchange& exchange, int64_t unit, int split,
                            int splits, float least_mass, const uint8_t* rings, Shared& shared) {
@@ -153,8 +154,9 @@ __device__ bool fold_warps(const Params& p, const QueryRows& rows, const Exchang
                                        column) = sum;
     });
     if (splits == 1) return false;
-    // Each thread's results are visible to the device before the block's arrival is; and the last to arrive reads none
-    // before it has seen all arrivals (with __ldcg: nothing of them can be in its L1).
+    // Every split publishes its results before its arrival: each thread's writes are fenced before the CTA's arrival is
+    // counted. The last split to arrive reads results only after it has seen all arrivals (with __ldcg, because its L1
+    // could be stale).
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) shared.is_last = atomicAdd(exchange.arrived + unit, 1) == splits - 1;
@@ -172,7 +174,7 @@ __global__ void __launch_bounds__(kWarps * 32, Shape<kDim>::kBlocksPerSm)
     const int warps = blockDim.x / 32, warp = portable::uniform(threadIdx.x / 32);
     uint8_t* const rings = memory + S::kQueryBytes;
     Shared& shared = *reinterpret_cast<Shared*>(rings + warps * S::kRingBytes);
-    const int unit = blockIdx.x % units, split = blockIdx.x / units;  // the newest keys of all units are begun first
+    const int unit = blockIdx.x % units, split = blockIdx.x / units;  // the newest keys of all units start first
     const QueryRows rows(p, unit, row_tiles);
     const uint32_t queries = portable::shared_address(memory);
 
@@ -186,8 +188,8 @@ __global__ void __launch_bounds__(kWarps * 32, Shape<kDim>::kBlocksPerSm)
     portable::wait_for_copies<2>();  // Q
     __syncthreads();
 
-    // Both numbers stand for themselves, so no order is needed. That of the splits is looked at a tile after it was
-    // asked for: nobody waits for it.
+    // Each of the two numbers is meaningful on its own, so their reads need no order. The number of the splits is used
+    // one tile after it was read, so no warp waits for it.
     const volatile int* const used_up = exchange.used_up + unit;
     int newest_used_up_split = 0;
     worker.run(tiles - 1 - begin, count, [&] {
@@ -199,15 +201,15 @@ __global__ void __launch_bounds__(kWarps * 32, Shape<kDim>::kBlocksPerSm)
     if (!__any_sync(portable::kAllLanes, worker.live()) && threadIdx.x % 32 == 0)
         atomicMin(&shared.newest_used_up, warp);
     worker.write(reinterpret_cast<float*>(rings + warp * S::kRingBytes), shared.mass[warp]);
-    __syncthreads();  // all warps' results are written
+    __syncthreads();  // all warps have written their results
 
     const float least_mass = scalars.least_mass / portable::kWeightScale<T>;
     if (!fold_warps<T, kDim>(p, rows, exchange, unit, split, splits, least_mass, rings, shared)) return;
-    static_assert(kMaxSplits * kRows * 4 <= S::kRingBytes, "the splits' masses fit a ring");
+    static_assert(kMaxSplits * kRows * 4 <= S::kRingBytes, "a ring holds the masses of the splits");
     fold_splits<T>(p, rows, exchange, unit, splits, least_mass, reinterpret_cast<float*>(rings), shared);
 }
 
-// What a kernel is compiled for, and how it is launched.
+// An instance of the kernel and the sizes of its launch.
 struct Kernel {
     const void* function;
     int query_bytes, ring_bytes;
@@ -245,7 +247,8 @@ int device_attribute(cudaDeviceAttr attribute) {
     return value;
 }
 
-// The fewest splits whose rounds of thread blocks fill the `slots` places nearly as well as the best number does.
+// Returns the smallest number of splits whose waves of CTAs fill the `slots` of the device nearly as well as the best
+// number does.
 int splits_for(int64_t units, int64_t slots, int most) {
     const auto efficiency = [&](int splits) {
         const int64_t blocks = units * splits, rounds = (blocks + slots - 1) / slots;

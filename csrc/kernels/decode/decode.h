@@ -1,47 +1,48 @@
-// Attention of a few queries to a long cache of keys and values, on any GPU from sm_80 on. Nothing for a backward.
+// Attention of a few queries to a long cache of keys and values, on every GPU from sm_80 on. Inference only: it saves
+// nothing for a backward.
 #pragma once
 
 #include "core/params.h"
 
 namespace megatron_sb::decode {
 
-// Query rows of a KV head, q_rows * num_heads / num_kv_heads: with more, block_forward is the better one.
+// Rows of Q of a KV head, q_rows * num_heads / num_kv_heads. With more, block_forward is faster.
 inline constexpr int kMaxQueryRows = 64;
 
-// The cache is a batch of runs of keys, or, where there is a block table, blocks of keys: k and v are then (blocks,
-// block_size, num_kv_heads, head_dim), and key i of batch element b is row i % block_size of block
-// table[b * stride + i / block_size]. Values are clamped to what is there: they are known to the device only.
+// The cache has keys (batch, row, num_kv_heads, head_dim). With a block table it has blocks of keys (blocks,
+// block_size, num_kv_heads, head_dim), and key i of batch element b is row i % block_size of block table[b * stride + i
+// / block_size]. Only the device knows the values of the table; they are clamped to [0, num_blocks).
 struct BlockTable {
-    const int32_t* data = nullptr;  // null: there is none
+    const int32_t* data = nullptr;  // null: no block table
     int64_t stride = 0;
     int32_t block_size = 0;
     int32_t num_blocks = 0;
 };
 
 struct Params {
-    Sizes sizes;  // k_rows: the most keys that a sequence can have; dtype: kBFloat16 or kFloat16
+    Sizes sizes;  // k_rows: capacity of the cache for each sequence; dtype: kBFloat16 or kFloat16
     Options options;
-    Rows<const void*> q, k, v;  // rows begin at multiples of 16 bytes, as in o
+    Rows<const void*> q, k, v;  // rows begin at multiples of 16 bytes, as do those of o
     Rows<void*> o;              // of type sizes.dtype
     float* mass;                // (batch, num_heads, q_rows), contiguous
-    // Keys [first, end) of each batch element are there, and its queries are the last of these positions.
+    // Each batch element has the keys [first, end) of its cache. Its queries are the last of these positions.
     const int32_t* ends;              // (batch,)
     const int32_t* firsts = nullptr;  // (batch,); null: 0
     BlockTable table;
-    void* workspace = nullptr;  // workspace_bytes(), aligned to 256
+    void* workspace = nullptr;  // workspace_bytes(), aligned to kWorkspaceAlignment
 };
 
-// How a call is spread over the device, from its sizes alone.
+// How a call is distributed over the device. It depends on sizes only, so it is valid for every replay of a CUDA graph.
 struct Plan {
-    int warps;      // of a thread block, each with keys of its own
-    int splits;     // thread blocks over the keys of a sequence
-    int row_tiles;  // over the query rows of a KV head
+    int warps;      // of a CTA, each with its own keys
+    int splits;     // CTAs that share the keys of a sequence
+    int row_tiles;  // tiles of kRows rows of Q for each KV head
 };
 Plan plan_for(const Params& params);
 
 int64_t workspace_bytes(const Params& params, const Plan& plan);
 
-// On `stream`, a cudaStream_t. Throws RuntimeFailure if a launch fails.
+// Launches on `stream`, a cudaStream_t. Throws RuntimeFailure if a launch fails.
 void forward(const Params& params, const Plan& plan, void* stream);
 
 }  // namespace megatron_sb::decode

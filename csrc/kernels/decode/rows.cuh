@@ -1,4 +1,4 @@
-// Which query rows and which keys a thread block works on, and where they are in memory.
+// Which rows of Q and which keys a CTA processes, and where they are in memory.
 #pragma once
 
 #include "core/segment.h"
@@ -7,15 +7,15 @@
 
 namespace megatron_sb::decode {
 
-inline constexpr int kKeys = 32;  // in a tile
-inline constexpr int kRows = 16;  // query rows of a thread block
+inline constexpr int kKeys = 32;  // of a tile
+inline constexpr int kRows = 16;  // rows of Q of a CTA
 using KeyOrder = portable::KeysToColumns<kKeys>;
 
-// Rows [first, first + count) of the q_rows * group rows of a KV head: row r is query r / group of head
-// r % group of the group.
+// Rows [first, first + count) of the q_rows * group rows of a KV head. Row r is query r / group of head r % group of
+// the group.
 struct QueryRows {
     int batch, kv_head, group, first, count;
-    int num_queries, num_keys, first_key, current;  // keys [first_key, first_key + num_keys) of the cache are there
+    int num_queries, num_keys, first_key, current;  // the sequence has keys [first_key, first_key + num_keys)
 
     __device__ QueryRows(const Params& p, int unit, int row_tiles) {
         const Sizes& z = p.sizes;
@@ -33,13 +33,13 @@ struct QueryRows {
 
     __device__ int query(int row) const { return (first + row) / group; }
     __device__ int head(int row) const { return kv_head * group + (first + row) % group; }
-    // How many keys, from first_key on, a row sees; grows with the row.
+    // Returns how many keys, from first_key on, a row sees. It does not decrease with the row.
     __device__ int visible(int row) const {
         return clamp_row(num_keys - num_queries + query(row) + current, 0, num_keys);
     }
 };
 
-// Keys or values of one sequence and head, in bytes.
+// The keys or values of one KV head in the cache. Strides are in bytes.
 struct CachedRows {
     const char* data;
     int64_t block_stride, row_stride;
@@ -52,7 +52,7 @@ struct CachedRows {
           width(head_dim * 2) {}
 };
 
-// The key of this lane in a tile of kKeys.
+// The place of the key of this lane in a tile of kKeys.
 struct KeyPlace {
     int block, row;
     bool there;
@@ -69,8 +69,8 @@ __device__ inline KeyPlace place_of(const Params& p, int batch, int key, bool th
     return {clamp_row(block, 0, p.table.num_blocks - 1), row, there};
 }
 
-// A tile of keys to shared memory, by one warp; lane i knows where key i is. Zeros for keys that are not there and
-// beyond the width. One group of copies.
+// Starts to copy a tile of keys to shared memory, by one warp; lane i knows the place of key i. Writes zeros for keys
+// that do not exist and beyond the width. Commits one group of copies.
 template <int kPitch>
 __device__ inline void load_keys(uint32_t to, const CachedRows& from, const KeyPlace& place) {
     constexpr int kPieces = kPitch / 16, kRowsAtOnce = 32 / kPieces;
@@ -90,7 +90,8 @@ __device__ inline void load_keys(uint32_t to, const CachedRows& from, const KeyP
     portable::commit_copies();
 }
 
-// The query rows to shared memory, by the whole thread block; zeros for rows that are not there. One group of copies.
+// Starts to copy the rows of Q to shared memory, by the whole CTA. Writes zeros for rows that do not exist. Commits one
+// group of copies.
 template <class T, int kPitch>
 __device__ inline void load_queries(uint32_t to, const Params& p, const QueryRows& rows) {
     constexpr int kPieces = kPitch / 16;

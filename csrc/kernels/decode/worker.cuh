@@ -1,9 +1,10 @@
-// One warp's share: a run of key tiles, from the newest to the oldest, with a full stick at its newer edge.
+// One warp and its range of key tiles, from the newest to the oldest. The warp scans them as if its newest key began a
+// full stick:
 //
-//   S = Q K^T,   e = exp(z),   A_k = e_k P_k (portable/scan.cuh),   O += A V,   P -> P / prod (1 + e)
+//   S = Q K^T,   e = exp(z),   A_k = e_k P_k (common/scan.cuh),   O += A V,   P <- P / prod (1 + e)
 //
-// K and V of the tiles pass through a ring of three slots: while one is multiplied, two are on their way. A warp waits
-// for its own copies only; no other warp touches its ring.
+// K and V of the tiles pass through a ring of three slots: while one slot is multiplied, two are being loaded. A warp
+// waits for its own copies only; no other warp accesses its ring.
 #pragma once
 
 #include "kernels/common/scan.cuh"
@@ -18,17 +19,17 @@ struct Shape {
     static constexpr int kPitch = kDim * 2;
     static constexpr int kSlotBytes = kKeys * kPitch, kRingBytes = kSlots * kSlotBytes;
     static constexpr int kQueryBytes = kRows * kPitch;
-    static constexpr int kBlocksPerSm = 256 / kDim;  // what registers are made to allow
+    static constexpr int kBlocksPerSm = 256 / kDim;  // limits the registers of a thread
     static constexpr int kColumnBlocks = kDim / 8;   // of 8 columns of O
-    static constexpr int kOutputPitch = kDim + 8;    // floats from row to row of O in a ring, after the last tile
-    static_assert(kRows * kOutputPitch * 4 <= kRingBytes, "a warp's O fits its ring");
+    static constexpr int kOutputPitch = kDim + 8;  // floats between rows of O, which is in the ring after the last tile
+    static_assert(kRows * kOutputPitch * 4 <= kRingBytes, "the ring holds O of its warp");
 };
 
-// What the warps of a thread block tell each other.
+// What the warps of a CTA exchange.
 struct Shared {
     float mass[portable::kWarps][kRows];
-    int num_counted[kRows];  // partial results of a row that count
-    int newest_used_up;      // the newest warp that used up the stick of all rows by itself
+    int num_counted[kRows];  // how many partial results of a row contribute
+    int newest_used_up;      // the newest warp whose own keys used up all rows
     int is_last;
 };
 
@@ -56,14 +57,14 @@ class Worker {
         }
     }
 
-    // Two groups of copies: K and V of the first tile.
+    // Starts to load K and V of the first tile: two groups of copies.
     __device__ void start(int newest, int count) {
         load_tile_keys(newest, count > 0, key_slot_);
         load_or_skip(value_slot_, v_, count > 0);
     }
 
-    // Tiles newest, newest - 1, ..., count of them, the first of them on its way. newer_used_up(): whether newer keys
-    // that others have seen leave nothing for these.
+    // Processes `count` tiles: newest, newest - 1, ... start() has begun to load the first one. The loop ends when
+    // newer_used_up() returns true: newer keys, which other warps processed, have used up all rows.
     template <class UsedUp>
     __device__ void run(int newest, int count, UsedUp newer_used_up) {
         for (int i = 0; i < count; ++i) {
@@ -71,7 +72,7 @@ class Worker {
             const bool more = i + 1 < count;
             load_tile_keys(newest - i - 1, more, free_slot_);
             portable::wait_for_copies<2>();  // K
-            __syncwarp();                    // that of all lanes
+            __syncwarp();                    // K of all lanes has arrived
             float s[1][kKeys / 8][4] = {};
             portable::multiply_rows<T, S::kPitch>(s, queries_, key_slot_, k_.width);
             __syncwarp();  // all lanes have read K: its slot is free
@@ -86,11 +87,11 @@ class Worker {
             key_slot_ = free_slot_;
             free_slot_ = read;
         }
-        portable::wait_for_copies<0>();  // nothing writes to the ring any more
+        portable::wait_for_copies<0>();  // no copy writes to the ring any more
         __syncwarp();
     }
 
-    // Whether some row that sees keys has mass left.
+    // Returns whether some row that sees keys has mass left.
     __device__ bool live() const {
         bool live = false;
 #pragma unroll
@@ -98,7 +99,7 @@ class Worker {
         return live;
     }
 
-    // O to rows of kOutputPitch floats, the masses to kRows floats.
+    // Writes O to rows of kOutputPitch floats and the masses to kRows floats.
     __device__ void write(float* o, float* mass) const {
         const int t = threadIdx.x % 4;
 #pragma unroll
@@ -124,7 +125,7 @@ class Worker {
         }
         load_or_skip(to, k_, wanted);
     }
-    // Every step adds a group of copies, if an empty one: waits count them.
+    // Every step commits a group of copies, if necessary an empty one, because the waits count groups.
     __device__ void load_or_skip(uint32_t to, const CachedRows& from, bool wanted) const {
         if (wanted)
             load_keys<S::kPitch>(to, from, place_);
@@ -132,7 +133,7 @@ class Worker {
             portable::commit_copies();
     }
 
-    // q . k -> A, and the masses to the older edge of the tile.
+    // Replaces q . k by A, and moves the masses to the older edge of the tile.
     __device__ void to_weights(float (&s)[1][kKeys / 8][4], int tile) {
         const int begin = tile * kKeys;
         if (rows_.visible(0) < begin + kKeys) {
@@ -153,11 +154,11 @@ class Worker {
     const portable::Scalars& scalars_;
     const QueryRows& rows_;
     const uint32_t queries_;
-    uint32_t key_slot_, value_slot_, free_slot_;  // slots: of this tile's K, its V, and the one to be filled
+    uint32_t key_slot_, value_slot_, free_slot_;  // slots of K and V of this tile, and the slot to be filled
     const CachedRows k_, v_;
-    KeyPlace place_ = {};  // of the tile that was asked for last
+    KeyPlace place_ = {};  // of the tile that was requested last
     int visible_[2];
-    float mass_[1][2];  // times kWeightScale, at the newer edge of the next tile
+    float mass_[1][2];  // multiplied by kWeightScale, at the newer edge of the next tile
     float o_[1][S::kColumnBlocks][4] = {};
 };
 

@@ -1,7 +1,7 @@
-// Bound by memory: o is read once and out written once; backwards o and d_out are read and d_o is written once, and
-// mean and deviation are made again. A row of a head belongs to kLanes neighbouring lanes with 8 channels each. A
-// thread block has rows of one head, so that a thread keeps its channels of r, w and c, and its part of their
-// gradients, in registers; those parts go to the workspace and a second launch adds them up in one order.
+// Bound by memory: the forward reads o once and writes out once; the backward reads o and d_out, writes d_o, and
+// computes mean and deviation again. kLanes neighbouring lanes own a row of a head, with 8 channels each. A CTA has
+// rows of one head, so a thread keeps its channels of r, w and c, and its part of their gradients, in registers. It
+// writes that part to the workspace, and a second launch sums the parts in a fixed order.
 //
 //   x^ = (x - mean) / sqrt(var + eps),  g = d_out w,  dx = (g - mean(g) - x^ mean(g x^)) / sqrt(var + eps)
 //   d_o = dx,  dP = sum over channels of dx r;   over rows:  dr = sum P dx,  dw = sum d_out x^,  dc = sum d_out
@@ -19,9 +19,9 @@ using portable::kAllLanes;
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kChannels = 8;         // of a lane
-constexpr int kThreadBlocks = 2048;  // of a launch, about: several waves of any GPU, few enough partial sums
-constexpr int kRowsAtOnce = 2;       // of a thread: their loads are on their way together
-constexpr int kSumColumns = 32, kSumSlices = 32;  // of a thread block that adds partial sums up
+constexpr int kThreadBlocks = 2048;  // of a launch, approximately: several waves on every GPU, but few partial sums
+constexpr int kRowsAtOnce = 2;       // of a thread, whose loads are in flight together
+constexpr int kSumColumns = 32, kSumSlices = 32;  // of a CTA that sums partial sums
 enum Partial { kRemainderBias, kNormWeight, kNormBias, kPartials };
 
 // ---- which rows and channels are whose ------------------------------------------------------------------------------
@@ -29,7 +29,7 @@ template <class Element, int kLanesOfRow>
 struct Kind {
     using T = Element;
     static constexpr int kLanes = kLanesOfRow;
-    static constexpr int kGroups = kThreads / kLanes;  // of lanes that share a row
+    static constexpr int kGroups = kThreads / kLanes;  // groups of lanes, each with one row
     static constexpr int kRound = kGroups * kRowsAtOnce;
 };
 
@@ -46,9 +46,9 @@ auto with_kind(const Inputs& in, const F& f) {
     return with_lanes(float{});
 }
 
-// The rows of a batch element in chunks: a thread block has a chunk of one head.
+// The rows of a batch element are divided into chunks. A CTA has a chunk of one head.
 struct Chunks {
-    int32_t rows, count;  // rows of a chunk; chunks of a batch element
+    int32_t rows, count;  // rows in a chunk; chunks in a batch element
 };
 
 template <class K>
@@ -62,11 +62,11 @@ Chunks chunks_of(K, const Inputs& in) {
 template <class K>
 struct Place {
     int32_t head, batch;
-    int32_t chunk;       // of all batch elements
+    int32_t chunk;       // counted over all batch elements
     int32_t first, end;  // its rows
-    int32_t group;       // this thread's of the thread block's
+    int32_t group;       // of this thread, in the CTA
     int32_t channel;     // the first of kChannels
-    bool has_channels;   // of head_dim
+    bool has_channels;   // channel < head_dim
     float per_channel;   // 1 / head_dim
 
     __device__ Place(const Inputs& in, const Chunks& chunks)
@@ -80,7 +80,7 @@ struct Place {
           has_channels(channel < in.head_dim),
           per_channel(1.f / in.head_dim) {}
 
-    // This thread's i-th row of a round that begins at `first`.
+    // Returns this thread's i-th row of the round that begins at `first`.
     __device__ int32_t row(int32_t first, int i) const { return first + i * K::kGroups + group; }
     template <class Pointer>
     __device__ int64_t in_tensor(const Rows<Pointer>& x, int32_t row) const {
@@ -122,7 +122,7 @@ __device__ void unpack(const Packed<T>& packed, Values& x) {
     for (int c = 0; c < kChannels; ++c) x[c] = float(values[c]);
 }
 
-// The compiler makes four stores of a plain one.
+// The compiler would split a plain store into four.
 __device__ void store_16_bytes(uint4* to, const uint32_t* words) {
     asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
                  "r"(words[3])
@@ -166,7 +166,7 @@ __device__ void write_at(const HeadVectors<void*>& vectors, int64_t at, float x)
     }
 }
 
-// The place's channels of a vector per head; `absent` where there are none.
+// Reads this thread's channels of a vector for each head, or `absent` if there is none.
 template <class K>
 __device__ void read_vector(const HeadVectors<const void*>& vectors, const Inputs& in, const Place<K>& place,
                             float absent, Values& x) {
@@ -186,7 +186,7 @@ __device__ void read_vector(const HeadVectors<const void*>& vectors, const Input
     }
 }
 
-// What a thread reads of a row. One beyond the chunk takes part in what lanes do together, as zeros.
+// The inputs of one row. For a row beyond the chunk they are zeros, because its lanes take part in the shuffles.
 template <class K>
 struct RowInputs {
     Packed<typename K::T> o;
@@ -213,7 +213,7 @@ __device__ float sum_over_row(float x) {
     return x;
 }
 
-// Makes x^ of x and returns 1 / sqrt(var + eps). In lanes without channels x stays 0.
+// Replaces x by x^ and returns 1 / sqrt(var + eps). Lanes without channels keep x = 0.
 template <class K>
 __device__ float normalise(const Place<K>& place, float eps, Values& x) {
     float sum = 0.f, squares = 0.f;
@@ -233,7 +233,7 @@ __device__ float normalise(const Place<K>& place, float eps, Values& x) {
 
 using Sums = Values[kPartials];
 
-// Makes dx of d, the gradient of out, and adds the row's part of dw and dc.
+// Replaces d, the gradient of out, by dx, and adds this row's part of dw and dc.
 template <class K>
 __device__ void normalise_backward(const Place<K>& place, float rstd, const Values& normalised, const Values& w,
                                    Values& d, Sums& sums) {
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-// This thread block's sums over its rows go to the workspace, which is (chunk, kPartials, num_heads, head_dim).
+// Writes the sums of this CTA over its rows to the workspace, which is (chunk, kPartials, num_heads, head_dim).
 template <class K>
 __device__ void write_partials(const Inputs& in, const Place<K>& place, Sums& sums, float* workspace) {
     __shared__ float of_warps[kPartials][kWarps][K::kLanes * kChannels];
@@ -352,8 +352,8 @@ struct ParameterGradients {
     HeadVectors<void*> of[kPartials];
 };
 
-// Sums of the partial sums over the chunks. A thread block has kSumColumns channels of one parameter, each cut into
-// kSumSlices sums that are added up in order.
+// Sums the partial sums over the chunks. A CTA has kSumColumns channels of one parameter. Each is divided into
+// kSumSlices sums, which are added in a fixed order.
 __global__ void __launch_bounds__(kSumColumns* kSumSlices)
     sum_partials(const float* partials, int32_t chunks, int64_t channels,
                  const __grid_constant__ ParameterGradients gradients) {

@@ -1,5 +1,5 @@
-// block_backward for sm_80 and later: the plan of its two passes (bwd.cuh), made by kernels from a segment table that
-// the host never reads, and the launches.
+// block_backward for sm_80 and later: the plan of its two passes (bwd.cuh) and the launches. Kernels compute the plan,
+// so the host never reads the segment table.
 #include "core/limits.h"
 #include "kernels/portable/bwd.cuh"
 #include "kernels/portable/passes.h"
@@ -11,7 +11,7 @@ namespace {
 constexpr int kPlanThreads = 1024;
 constexpr int kSegmentThreads = 128;
 
-// Key tiles that the query tile from `row` of a segment on sees.
+// Returns the number of key tiles that the query tile at `row` of a segment sees.
 SB_HOST_DEVICE int key_tiles_at(const Segment& s, bool attend_current, int tile_rows, int row) {
     const int rows = s.q_len - row < tile_rows ? s.q_len - row : tile_rows;
     return key_tiles_of(row + s.q_pos_minus_k_pos + (attend_current ? 1 : 0), rows, s.k_len);
@@ -23,7 +23,8 @@ SB_HOST_DEVICE int64_t carry_blocks(const Segment& s, bool attend_current, int t
     return blocks;
 }
 
-// One thread a segment, in rounds: the blocks of the segments before it, then its own query tiles one by one.
+// Each thread has one segment, in rounds: it computes the number of blocks of all earlier segments, then visits its own
+// query tiles.
 __global__ void __launch_bounds__(kPlanThreads)
     plan_carries(Sizes sizes, Segments segments, bool attend_current, int tile_rows, BackwardPlan plan) {
     __shared__ int64_t ends[kPlanThreads];
@@ -52,7 +53,7 @@ __global__ void __launch_bounds__(kPlanThreads)
     if (threadIdx.x == 0) *plan.totals = {before, 0};
 }
 
-// Key tiles of the runs of keys: the first segment of a run writes them.
+// Lists the key tiles. The first segment of each key range writes those of the range.
 __global__ void __launch_bounds__(kSegmentThreads) plan_keys(Sizes sizes, Segments segments, BackwardPlan plan) {
     const int i = blockIdx.x * kSegmentThreads + threadIdx.x;
     if (i >= segments.size) return;
@@ -75,12 +76,12 @@ __global__ void __launch_bounds__(kSegmentThreads) plan_keys(Sizes sizes, Segmen
         plan.key_tiles[at + tile] = {mine.k_begin, longest, tile * kKeyTile, i};
 }
 
-// What the host knows of a call.
+// Upper bounds that the host can compute without the values of the segment table.
 struct Bounds {
     int tile_rows;
     int64_t query_tiles, key_tiles;
-    int64_t blocks;        // of carries, all heads
-    int64_t largest_tile;  // blocks of one query tile
+    int64_t blocks;        // of carries, over all heads
+    int64_t largest_tile;  // blocks of one query tile, at most
     int64_t block_bytes;
 
     explicit Bounds(const BackwardParams& p) : tile_rows(query_tile_rows(p.sizes)) {
@@ -96,7 +97,7 @@ struct Bounds {
     }
 };
 
-// The parts of the workspace one after the other; all but the carries have a size that no limit changes.
+// The arrays in the workspace, one after the other. The size of each, except the carries, is independent of the limit.
 struct Workspace {
     BackwardPlan plan = {};
     int64_t fixed_bytes = 0;
@@ -111,7 +112,8 @@ struct Workspace {
         plan.max_key_tiles = int32_t(bounds.key_tiles);
     }
 
-    // Room for carries in `bytes`, in blocks: at least so much that a chunk makes progress, at most what there is.
+    // Returns how many blocks of carries fit into `bytes`: at least enough for a chunk to make progress, at most as
+    // many as there are.
     int64_t room(const Bounds& bounds, int64_t bytes) const {
         const int64_t whole = (bytes - fixed_bytes) / kWorkspaceAlignment * kWorkspaceAlignment;
         return std::min(std::max(whole / bounds.block_bytes, 2 * bounds.largest_tile), bounds.blocks);
@@ -169,7 +171,7 @@ void block_backward(const BackwardParams& params, void* stream_handle) {
     plan_keys<<<blocks, kSegmentThreads, 0, stream>>>(params.sizes, params.segments, plan);
     check_launch("block_backward");
 
-    // A query tile that begins in a chunk may reach beyond its window; the windows are made equal.
+    // A query tile that begins in a chunk can extend beyond its window. All windows have the same size.
     const int64_t largest_window = room == bounds.blocks ? room : room - bounds.largest_tile;
     const int64_t chunks = (bounds.blocks + largest_window - 1) / largest_window;
     plan.window = (bounds.blocks + chunks - 1) / chunks;

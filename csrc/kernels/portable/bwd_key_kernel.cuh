@@ -1,11 +1,11 @@
-// The key pass of block_backward: dk and dv. A thread block owns 64 keys of one key head (and, of wide heads, 128
-// columns of dk and dv) and goes over all query rows that see them, in steps of 64, over the segments that share these
-// keys and the query heads that read this key head:
+// The key pass of block_backward: dk and dv. A CTA owns 64 keys of one KV head (and, for wide heads, 128 columns of dk
+// and dv). It processes all rows of Q that see these keys in steps of 64 rows. The rows come from all segments that
+// share these keys and all query heads that read this KV head:
 //
 //   S = Q K^T,  dP = dO V^T,  A and dz (scan.cuh) from the carries of the query pass,  dV += A^T dO,  dK += dz^T Q
 //
-// For S and dP a warp has 16 query rows and all keys; then two warps have dV and two dK, each all keys and half the
-// columns, with A and dz read back transposed from shared memory.
+// For S and dP, a warp has 16 rows of Q and all keys. For the sums, two warps have dV and two dK, each with all keys
+// and half of the columns; they read A and dz transposed from shared memory.
 #pragma once
 
 #include "kernels/common/scan.cuh"
@@ -15,29 +15,30 @@
 namespace megatron_sb::portable {
 namespace {
 
-constexpr int kBlocks = kKeyTile / 8;  // of accumulator columns
+constexpr int kBlocks = kKeyTile / 8;  // blocks of 8 accumulator columns
 using KeyOrder = KeysToColumns<kKeyTile>;
 
-// A query step of this thread block.
+// A step: up to kQueryStep rows of Q of one head.
 struct Step {
     int32_t q_row, head;
-    int32_t visible;             // keys of the tile that the first row sees if the tile went on for ever, negative too
-    int32_t block;               // of its carries in this chunk
-    uint8_t num_rows, num_keys;  // that there are of the tile's keys for this segment
+    int32_t visible;  // keys from the start of the tile that the first row sees; negative or beyond the tile too
+    int32_t block;    // index of its carries in this chunk
+    uint8_t num_rows, num_keys;  // rows of the step; keys of the tile in this segment
     bool some_absent;            // some row starts in a newer key tile, or never
-    bool second;                 // half of its query tile
+    bool second;                 // in the second half of its query tile
 };
 
 struct StepList {
     Step steps[kThreads];
-    int found[kWarps];  // by each warp, while the list is made
+    int found[kWarps];  // steps that each warp found, while the list is written
 };
 
 template <class T, int kDim, bool kGated>
 struct Shape {
     static constexpr int kPitch = kDim * int(sizeof(T)) < 512 ? kDim * int(sizeof(T)) : 512;
     static constexpr int kChunks = kDim * int(sizeof(T)) / kPitch;
-    // K, V, Q, dO all at hand, Q with two buffers; else keys and queries have one tile each and operands take turns.
+    // Resident: K, V, Q and dO each have a tile in shared memory, and Q has two. Otherwise keys and queries have one
+    // tile each, which their operands share.
     static constexpr bool kResident = sizeof(T) == 2 && kDim <= 128;
     static constexpr int kColumns = kDim < 128 ? kDim : 128, kSlices = kDim / kColumns;  // of dk and dv
     static constexpr int kOut = kColumns / 2 / 8;                                        // accumulator blocks of a warp
@@ -49,7 +50,7 @@ struct Shape {
     static constexpr int kSharedBytes = kGatesAt + kGatesBytes + int(sizeof(StepList));
     static constexpr int kBlocksPerSm = 2;
     static_assert(kKeyTile == 64 && kQueryStep == 64, "one tile size");
-    static_assert(kSharedBytes <= kLeastSharedBytes, "fits every GPU from sm_80 on");
+    static_assert(kSharedBytes <= kMinSharedBytes, "every GPU from sm_80 on has this much");
 };
 
 template <class T, int kDim, bool kGated>
@@ -132,13 +133,13 @@ class KeyTilePass {
         return true;
     }
 
-    // The steps among kThreads candidates, in their order, to shared memory; returns how many.
+    // Writes the steps among kThreads candidates to shared memory, in order, and returns their number.
     __device__ int collect(const Segment& s, int candidates, int number) {
         Step step;
         const bool take = candidate(s, candidates, number, step);
         const unsigned lanes = __ballot_sync(kAllLanes, take);
         const int warp = threadIdx.x / 32;
-        __syncthreads();  // the steps before are done with
+        __syncthreads();  // all threads have finished the previous steps
         list_.found[warp] = __popc(lanes);
         __syncthreads();
         int before = __popc(lanes & ((1u << threadIdx.x % 32) - 1)), all = 0;
@@ -161,7 +162,7 @@ class KeyTilePass {
         const HeadRows from = head_rows<T>(rows, batch_, key_head_, width).rows_from(tile_.k_row + tile_.begin);
         load_rows<kKeyTile, S::kPitch>(to, from.bytes_from(byte), tile_.num_keys - tile_.begin, KeyOrder{});
     }
-    // Absent rows are not loaded: what is in them must not reach these keys.
+    // Absent rows are loaded as zeros: their values must not reach these keys.
     __device__ void load_queries(uint32_t to, const Rows<const void*>& rows, int width, int byte,
                                  const Step& step) const {
         const HeadRows from = head_rows<T>(rows, batch_, step.head, width).rows_from(step.q_row).bytes_from(byte);
@@ -183,7 +184,7 @@ class KeyTilePass {
         return plan_.carries + int64_t(step.block) * 2 * kQueryTile<T, kDim> + (step.second ? kQueryStep : 0);
     }
 
-    // The keys' gates to shared memory; collect() has barriers between this and whoever reads them.
+    // Loads the gates of the keys to shared memory. The barriers in collect() order this before every read.
     __device__ void read_gates() const {
         const int key = threadIdx.x;
         if (key >= kKeyTile) return;
@@ -209,7 +210,7 @@ class KeyTilePass {
         has_steps_ = true;
     }
 
-    // Q of the next step and dO of this one are on their way while S is computed.
+    // Loads Q of the next step and dO of this one while S is computed.
     __device__ void resident_step(int i, int steps) {
         const Step step = list_.steps[i];
         const uint32_t q_tile = query_operand(i % 2), do_tile = query_operand(2), warp_rows = threadIdx.x / 32 * 16;
@@ -273,11 +274,11 @@ class KeyTilePass {
         add(keys, queries);
     }
 
-    // What this thread's rows bring to a step.
+    // The carries and limits of the rows of this thread for a step.
     struct ThreadRows {
         float mass[1][2], prefix[1][2];
         Limits<1> limit;
-        bool masked;  // some row of the warp does not see all keys
+        bool masked;  // some row of the warp does not see all keys of the tile
     };
     __device__ ThreadRows read_carries(const Step& step) const {
         const int t = threadIdx.x % 4, warp_row = threadIdx.x / 32 * 16, row = warp_row + threadIdx.x % 32 / 4;
@@ -307,7 +308,7 @@ class KeyTilePass {
             return NoGates();
     }
 
-    // e and dP to A and dz in shared memory, and df to d_gate_.
+    // Computes A and dz from e and dP, writes them to shared memory, and adds df to d_gate_.
     __device__ void to_gradients(Block& e, Block& dp, const Rises<1, kBlocks>& rises, ThreadRows& rows) {
         if (rows.masked) fill_hidden(dp, rows.limit, 0.f);
         const auto sink = [&](int, int r, int n, float older_a, float newer_a) {
@@ -319,7 +320,7 @@ class KeyTilePass {
         if constexpr (kGated) {
             float df[2 * kBlocks] = {};
             logit_gradients(e, dp, rows.prefix, key_by_key, gates(), [&](int r, int k, float of_row) {
-                if (!rows.masked || k < rows.limit[0][r]) df[k] += of_row;  // what a row does not see may be NaN
+                if (!rows.masked || k < rows.limit[0][r]) df[k] += of_row;  // masked values may be NaN
             });
             sum_over_rows(df, d_gate_);
         } else {
@@ -333,7 +334,7 @@ class KeyTilePass {
                 store_scores(gradients_tile(), r, n, dp[0][n][2 * r], dp[0][n][2 * r + 1]);
     }
 
-    // Accumulator columns 8n + 2t, + 1 of row r to a tile of scores.
+    // Stores accumulator columns 8n + 2t and 8n + 2t + 1 of row r to a tile of scores.
     __device__ void store_scores(uint32_t tile, int r, int n, float x, float y) const {
         const int lane = opaque(threadIdx.x % 32), g = lane / 4, t = lane % 4;
         const int byte = 2 * t * int(sizeof(T)), row = threadIdx.x / 32 * 16 + g;
@@ -350,7 +351,7 @@ class KeyTilePass {
     }
     __device__ int warp_column() const {
         return threadIdx.x / 32 % 2 * (S::kColumns / 2);
-    }  // within the slice
+    }  // in the slice
 
     __device__ void add(uint32_t do_tile, uint32_t q_tile) {
         const int column = (S::kChunks == 1 ? slice_ * S::kColumns : 0) + warp_column();
@@ -372,8 +373,8 @@ class KeyTilePass {
                         slice_ * S::kColumns + warp_column(), sum_[m], r, factor);
             }
     }
-    // The warps' sums one after the other, where the gates were: these have not been read since the last step's
-    // barrier.
+    // Adds the sums of the warps in a fixed order, in the memory of the gates. The last step's barrier follows the last
+    // read of the gates.
     __device__ void finish_gates() {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         const int key = lane % 4 * (kKeyTile / 4) + lane / 4 * 2;
@@ -399,11 +400,11 @@ class KeyTilePass {
     const KeyTile tile_;
     const int batch_, key_head_, slice_;
     const uint32_t tiles_;
-    float* const gates_;  // by accumulator column; in the end the gradients of the keys' gates
+    float* const gates_;  // by accumulator column; at the end the gradients of the gates
     StepList& list_;
     bool has_steps_ = false;
-    float d_gate_[2] = {};                       // of this warp's rows; of which keys: sum_over_rows
-    float sum_[S::kKeyBlocks][S::kOut][4] = {};  // of dv, times kWeightScale, or dk
+    float d_gate_[2] = {};                       // over the rows of this warp; sum_over_rows says for which keys
+    float sum_[S::kKeyBlocks][S::kOut][4] = {};  // of dv, multiplied by kWeightScale, or of dk
 };
 
 template <class T, int kDim, bool kGated>

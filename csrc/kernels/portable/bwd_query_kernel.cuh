@@ -1,12 +1,13 @@
-// The query pass of block_backward: dq, prefix_out, and the carries of each row and key tile (bwd.cuh). A thread block
-// owns a tile of query rows of one head and walks its keys from the oldest that counts to the newest, in units of 32
-// keys, two a key tile:
+// The query pass of block_backward: dq, prefix_out, and the carries of each row and key tile (bwd.cuh). A CTA owns a
+// tile of rows of Q of one head. It visits their keys from the restart to the newest, in units of 32 keys, two in each
+// key tile:
 //
 //   S = Q K^T,  dP = dO V^T,  A (scan.cuh),  g = A dP,  dz = (1 - beta) g - beta b,  dQ += dz K
 //
-// The mass at a unit's newer edge is P + P * rise, from the mass P at its older edge: never from a total, and not by a
-// division by prod 1 / (1 + e), which drifts. Where a row starts it is the restart's at the newer edge of the key tile,
-// so the tile's newer unit is looked at first, for the mass between the two.
+// The mass at the newer edge of a unit is P + P rise, from the mass P at its older edge. It is never derived from a
+// total mass, and never by a division by prod 1 / (1 + e), which drifts. A row that starts in a key tile has the mass
+// of its restart record at the newer edge of that tile. The newer unit of such a tile is therefore visited first, to
+// compute the mass between the two units, and then again in order.
 #pragma once
 
 #include "kernels/common/scan.cuh"
@@ -17,30 +18,30 @@ namespace megatron_sb::portable {
 namespace {
 
 constexpr int kUnit = kKeyTile / 2;
-constexpr int kBlocks = kUnit / 8;  // of accumulator columns
+constexpr int kBlocks = kUnit / 8;  // blocks of 8 accumulator columns
 using KeyOrder = KeysToColumns<kUnit>;
 
 template <class T, int kDim, bool kGated>
 struct Shape {
     static constexpr int kRows = kQueryTile<T, kDim>, kWarpRows = kRows / kWarps, kTiles = kWarpRows / 16;
     static constexpr int kPitch = kDim * int(sizeof(T)) < 512 ? kDim * int(sizeof(T)) : 512;
-    static constexpr int kChunks = kDim * int(sizeof(T)) / kPitch;  // above 1, all operands pass through chunk by chunk
-    static constexpr int kStages = kPitch <= 256 ? 2 : 1;           // of K and V; 2: the next unit is loaded ahead
+    static constexpr int kChunks = kDim * int(sizeof(T)) / kPitch;  // above 1, all operands are loaded chunk by chunk
+    static constexpr int kStages = kPitch <= 256 ? 2 : 1;           // of K and V; 2: the next unit is prefetched
     static constexpr int kRowBytes = kRows * kPitch, kKeyBytes = kUnit * kPitch;
     static constexpr int kTileBytes = 2 * kRowBytes + kStages * 2 * kKeyBytes;
-    static constexpr int kGatesOfUnit = kUnit * kGateBytes;  // for each stage, behind the tiles
+    static constexpr int kGatesOfUnit = kUnit * kGateBytes;  // for each stage, after the tiles
     static constexpr int kSharedBytes = kTileBytes + (kGated ? kStages * kGatesOfUnit : 0);
     static constexpr int kColumnBlocks = kPitch / int(sizeof(T)) / 8;
     static constexpr int kBlocksPerSm = 2;
-    static_assert(kSharedBytes <= kLeastSharedBytes - 1024, "fits every GPU from sm_80 on");
+    static_assert(kSharedBytes <= kMinSharedBytes - 1024, "every GPU from sm_80 on has this much");
 };
 
 struct Unit {
     int tile, half;
-    bool only_mass;  // a first look at the newer half of a tile in which rows may start
+    bool only_mass;  // the first visit of the newer unit of a tile in which rows may start
 };
 
-// Where K and V are, in shared memory: registers are scarcer.
+// The rows of K and V, in shared memory because registers are scarcer.
 struct KeyRows {
     HeadRows k, v;
 };
@@ -82,7 +83,7 @@ class QueryTilePass {
             mass_[m][r] = !there ? 0.f : start_tile(row) < 0 ? start_mass(row) : kAbsent;
             prefix_[m][r] = there && prefix_in != nullptr ? prefix_in[rows_.index(row)] : 0.f;
         });
-        const bool starts = oldest_ <= newest_;  // in the first tile
+        const bool starts = oldest_ <= newest_;  // some row starts in the first tile
         Unit u = {oldest_, starts, starts};
         if constexpr (S::kChunks == 1) {
             load_rows<S::kRows, S::kPitch>(q_tile_, q_, rows_.tile.num_rows);
@@ -101,14 +102,14 @@ class QueryTilePass {
     }
 
   private:
-    // The key tile in which a row starts, -1 before them all. Rows that are not there have no mass, and need no mask:
-    // they have always started.
+    // Returns the key tile in which a row starts. Rows beyond the tile have no mass and need no mask, so they count as
+    // started before all keys.
     __device__ int start_tile(int row) const {
         return row < rows_.tile.num_rows ? restart_tile<float>(p_, rows_.index(row), num_tiles_) : kBeforeAllKeys;
     }
     __device__ float start_mass(int row) const { return restart_mass<float>(p_, rows_.index(row)); }
 
-    // Where rows start: of this warp, of the query tile, and for the key pass by kQueryStep rows.
+    // Computes where rows start: those of this warp, of the query tile, and of each kQueryStep rows for the key pass.
     __device__ void find_starts() {
         __shared__ int first[kWarps], last[kWarps], newest[kWarps];
         int warp_first = kNeverStarts, warp_newest = -1;
@@ -153,7 +154,7 @@ class QueryTilePass {
         const int begin = u.tile * kKeyTile + u.half * kUnit;
         load_rows<kUnit, S::kPitch>(to, from.rows_from(begin), rows_.tile.k_len - begin, KeyOrder{});
     }
-    // K, V and the gates of the n-th unit.
+    // Starts to load K, V and the gates of the n-th unit.
     __device__ void load_unit(const Unit& u, int n, int byte = 0) const {
         load_keys(key_buffer(n), keys_.k.bytes_from(byte), u);
         load_keys(key_buffer(n) + S::kKeyBytes, keys_.v.bytes_from(byte), u);
@@ -171,7 +172,8 @@ class QueryTilePass {
             return NoGates();
     }
 
-    // Whether a unit matters to this warp: rows start here or have started, and see some of it.
+    // Returns whether this warp must process a unit: some of its rows start in it, or have started and see some of its
+    // keys.
     __device__ bool takes_part(const Unit& u) const {
         const int begin = u.tile * kKeyTile + u.half * kUnit;
         return u.tile >= warp_first_ &&
@@ -241,8 +243,8 @@ class QueryTilePass {
         }
     }
 
-    // The prefix at a tile's older edge goes out before its older unit changes it, the mass at its newer edge after its
-    // newer unit has made it.
+    // The carry of a tile has the prefix at its older edge and the mass at its newer edge. The prefix is written before
+    // the older unit changes it, the mass after the newer unit has computed it.
     __device__ void write_carries(const Unit& u) const {
         if (threadIdx.x % 4 != 0) return;
         float* const to = carries_ + int64_t(u.tile) * 2 * S::kRows + rows_.warp_row + threadIdx.x % 32 / 4;
@@ -257,14 +259,16 @@ class QueryTilePass {
             }
     }
 
-    // Whether rows of this warp start here or later, and whether some row does not see all of a unit.
+    // starting(): whether rows of this warp start in this tile or later. masked(): whether some row does not see the
+    // whole unit.
     __device__ bool starting(const Unit& u) const {
         return u.tile <= warp_last_;
     }
     __device__ bool masked(const Unit& u) const {
         return starting(u) || rows_.visible(rows_.warp_row) < u.tile * kKeyTile + (u.half + 1) * kUnit;
     }
-    // `value` for keys that a row does not see, or not yet. What is rare is found out again each time, not kept.
+    // Writes `value` for keys that a row does not see, or that are older than its start. The limits are computed again
+    // in this rare branch; keeping them would cost registers.
     __device__ void hide(Block& x, float value, const Unit& u) const {
         if (!masked(u)) return;
         Limits<S::kTiles> limit;
@@ -275,8 +279,8 @@ class QueryTilePass {
         fill_hidden(x, limit, value);
     }
 
-    // e stays, dP -> dz; mass and prefix to the newer edge. With only_mass, the mass of rows that start here to the
-    // older edge, and nothing else.
+    // Replaces dP by dz and keeps e. Moves mass and prefix to the newer edge of the unit. With only_mass, it only moves
+    // the mass of rows that start in this tile to the older edge of the unit.
     template <class Gates>
     __device__ void to_gradients(Block& e, Block& dp, const Rises<S::kTiles, kBlocks>& rises, const Unit& u,
                                  const Gates& gates) {
@@ -317,7 +321,7 @@ class QueryTilePass {
         logit_gradients(e, dp, prefix_, key_by_key, gates);
         hide(dp, 0.f, u);
         rows_.for_each([&](int m, int r, int) {
-            if (isnan(prefix_[m][r])) prefix_[m][r] = 0.f;  // what is newer than a NaN's unit stays clean
+            if (isnan(prefix_[m][r])) prefix_[m][r] = 0.f;  // a NaN must not reach newer units
         });
     }
 
@@ -344,10 +348,10 @@ class QueryTilePass {
     const uint32_t q_tile_, do_tile_, key_tiles_;
     uint8_t* const gates_;
     int num_tiles_;               // key tiles
-    int oldest_, newest_;         // key tiles in which the first and the last row start
-    int warp_first_, warp_last_;  // the same of this warp; warp_last_ is kNeverStarts where a row never starts
-    float mass_[S::kTiles][2];    // at the newer edge of the unit before; kAbsent before the row starts
-    float prefix_[S::kTiles][2];  // b there
+    int oldest_, newest_;         // key tiles in which the first and the last row of the query tile start
+    int warp_first_, warp_last_;  // the same for this warp; warp_last_ is kNeverStarts if some row never starts
+    float mass_[S::kTiles][2];    // at the newer edge of the previous unit; kAbsent before the row starts
+    float prefix_[S::kTiles][2];  // b at the same edge
     float dq_[S::kChunks][S::kTiles][S::kColumnBlocks][4] = {};
 };
 
@@ -356,7 +360,7 @@ __global__ void __launch_bounds__(kThreads, Shape<T, kDim, kGated>::kBlocksPerSm
     query_pass(const __grid_constant__ BackwardParams params, const __grid_constant__ BackwardPlan plan,
                const __grid_constant__ Scalars scalars) {
     extern __shared__ __align__(1024) uint8_t shared[];
-    // Of a table the host knows only how many chunks there may be.
+    // The host launches as many chunks as a segment table of this size can need. Chunks without work return here.
     const int64_t heads = int64_t(params.sizes.batch) * params.sizes.num_heads;
     if (plan.chunk * plan.window >= plan.totals->carry_blocks * heads) return;
     const int index = blockIdx.x % plan.max_query_tiles;

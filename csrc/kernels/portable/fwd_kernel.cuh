@@ -1,10 +1,10 @@
-// block_forward for sm_80 and later. A thread block owns a tile of query rows of one head and walks its keys from the
-// newest tile of 64 to the oldest:
+// block_forward for sm_80 and later. A CTA owns a tile of rows of Q of one head. It visits their key tiles of 64 from
+// the newest to the oldest:
 //
-//   S = Q K^T,   e = exp(z),   A_k = e_k P_k (scan.cuh),   O += A V,   P -> P / prod (1 + e)
+//   S = Q K^T,   e = exp(z),   A_k = e_k P_k (scan.cuh),   O += A V,   P <- P / prod (1 + e)
 //
-// and ends when no row has mass left. K has two buffers and V one: V of this tile and K of the next are on their way
-// while S is computed.
+// It stops when no row has mass left. K has two buffers and V one: V of this tile and K of the next are loaded while S
+// is computed.
 #pragma once
 
 #include "kernels/common/query_tiles.h"
@@ -21,16 +21,16 @@ using KeyOrder = KeysToColumns<kKeys>;
 template <class T, int kDim, bool kGated>
 struct Shape {
     static constexpr int kPitch = kDim * int(sizeof(T)) < 512 ? kDim * int(sizeof(T)) : 512;
-    static constexpr int kChunks = kDim * int(sizeof(T)) / kPitch;  // above 1, Q, K and V pass through chunk by chunk
+    static constexpr int kChunks = kDim * int(sizeof(T)) / kPitch;  // above 1, Q, K and V are loaded chunk by chunk
     static constexpr int kRows = kQueryTile<T, kDim>, kWarpRows = kRows / kWarps, kTiles = kWarpRows / 16;
     static constexpr int kKeyBuffers = kPitch <= 256 ? 2 : 1;
     static constexpr int kKeyBytes = kKeys * kPitch;
     static constexpr int kTileBytes = kRows * kPitch + (kChunks > 1 ? 1 : kKeyBuffers + 1) * kKeyBytes;
-    static constexpr int kGatesOfTile = kKeys * kGateBytes;  // as many buffers as K has, behind the tiles
+    static constexpr int kGatesOfTile = kKeys * kGateBytes;  // one for each buffer of K, after the tiles
     static constexpr int kSharedBytes = kTileBytes + (kGated ? kKeyBuffers * kGatesOfTile : 0);
-    static constexpr int kBlocksPerSm = sizeof(T) == 2 && kDim == 64 ? 3 : 2;  // what registers are made to allow
+    static constexpr int kBlocksPerSm = sizeof(T) == 2 && kDim == 64 ? 3 : 2;  // limits the registers of a thread
     static constexpr int kColumnBlocks = kPitch / int(sizeof(T)) / 8;          // of 8 columns, in a chunk of O
-    static_assert(kSharedBytes <= kLeastSharedBytes, "fits every GPU from sm_80 on");
+    static_assert(kSharedBytes <= kMinSharedBytes, "every GPU from sm_80 on has this much");
 };
 
 template <class T, int kDim, bool kGated>
@@ -71,7 +71,7 @@ class ForwardTile {
     }
 
   private:
-    // One lane of the four that share a row writes what there is one of a row.
+    // Of the four lanes that share a row, one writes its mass and restart record.
     __device__ bool writes(int row) const { return threadIdx.x % 4 == 0 && row < rows_.tile.num_rows; }
 
     __device__ void start() {
@@ -95,7 +95,8 @@ class ForwardTile {
                                     KeyOrder{});
         commit_copies();
     }
-    // Gates come and go with K: whatever lets K be read, or its buffer be written again, does so for them.
+    // Gates share the copies and barriers of K: whatever allows K to be read, or its buffer to be reused, allows it for
+    // them.
     __device__ void load_k(int tile) const {
         load_gates_of(tile);
         load_keys(k_buffer(tile), k_, tile);
@@ -118,13 +119,13 @@ class ForwardTile {
         rows_.for_each([&](int m, int r, int) { live |= mass_[m][r] >= scalars_.least_mass; });
         return live;
     }
-    // Whether this warp's rows can gain anything from a tile.
+    // Returns whether a row of this warp sees keys of the tile and has mass left.
     __device__ bool takes_part(int tile) const {
         const int last = min(rows_.warp_row + S::kWarpRows, rows_.tile.num_rows) - 1;
         return last >= rows_.warp_row && rows_.visible(last) > tile * kKeys && __any_sync(kAllLanes, live());
     }
 
-    // False, and nothing done, where no row has mass left.
+    // Returns false, without computing anything, if no row has mass left.
     __device__ bool process_key_tile(int tile) {
         const uint32_t v_tile = k_tile_ + S::kKeyBuffers * S::kKeyBytes;
         wait_for_copies<0>();  // K
@@ -174,7 +175,7 @@ class ForwardTile {
         return true;
     }
 
-    // q . k -> A; notes where the backward may start.
+    // Replaces q . k by A. Writes the restart record of each row that reaches its restart in this tile.
     __device__ void to_weights(float (&s)[S::kTiles][kKeys / 8][4], int tile) {
         const int begin = tile * kKeys, end = min(begin + kKeys, rows_.tile.k_len);
         if (rows_.visible(rows_.warp_row) < begin + kKeys) {
@@ -192,7 +193,7 @@ class ForwardTile {
             s[m][n][2 * r] = older_a;
             s[m][n][2 * r + 1] = newer_a;
         });
-        // The oldest edge with enough mass is the newer edge of the tile that uses it up, or of the last one.
+        // The restart is the newer edge of the tile that uses the mass up, or of the oldest tile.
         bool oldest[S::kTiles][2], any = false;
         rows_.for_each([&](int m, int r, int) {
             oldest[m][r] =
@@ -239,7 +240,7 @@ class ForwardTile {
     HeadRows q_, k_, v_;
     const uint32_t q_tile_, k_tile_;
     uint8_t* const gates_;
-    float mass_[S::kTiles][2];  // times kWeightScale, at the newer edge of the next tile
+    float mass_[S::kTiles][2];  // multiplied by kWeightScale, at the newer edge of the next tile
     float o_[S::kChunks][S::kTiles][S::kColumnBlocks][4] = {};
 };
 

@@ -1,5 +1,5 @@
-// What both directions share of a launch: which types and head dimensions there are kernels for, which head a thread
-// block works on, and the launch itself.
+// What both directions share: the instance for the head dimensions and gates of a call, the head that a CTA processes,
+// the rows of Q of a thread, and the launch.
 #pragma once
 
 #include <algorithm>
@@ -16,14 +16,14 @@
 
 namespace megatron_sb::portable {
 
-// Shared memory that a thread block can have on every GPU from sm_80 on (sm_86 has the least).
-inline constexpr int kLeastSharedBytes = 99 * 1024;
+// Shared memory that a CTA can use on every GPU from sm_80 on (sm_86 has the least).
+inline constexpr int kMinSharedBytes = 99 * 1024;
 
 struct Head {
     int batch, query, key;
 };
 
-// The query head `index` of all batch elements.
+// Returns the head of query head `index`, counted over all batch elements.
 __device__ inline Head head_of(const Sizes& sizes, int index) {
     const int query = index % sizes.num_heads;
     return {index / sizes.num_heads, query, query / (sizes.num_heads / sizes.num_kv_heads)};
@@ -34,18 +34,18 @@ __device__ inline QueryTile uniform(const QueryTile& tile) {
             uniform(tile.visible)};
 }
 
-// A thread's rows of a query tile: in each of its warp's kTiles blocks m of 16 rows, rows r = 0, 1 (fragments:
-// tile.cuh).
+// A thread's rows of a query tile. Its warp has kTiles blocks of 16 rows; the thread has rows r = 0, 1 of each block m
+// (fragments: tile.cuh).
 template <int kTiles>
 struct QueryRows {
     const Sizes& sizes;
     const QueryTile tile;
     const Head head;
-    const int warp_row = uniform(threadIdx.x / 32) * 16 * kTiles;  // the warp's first
+    const int warp_row = uniform(threadIdx.x / 32) * 16 * kTiles;  // first row of the warp
 
-    // Keys of the segment that a row sees.
+    // Returns how many keys of the segment a row sees.
     __device__ int visible(int row) const { return clamp_row(tile.visible + row, 0, tile.k_len); }
-    // Where a row is in tensors (batch, head, row).
+    // Returns the place of a row in tensors (batch, head, row).
     __device__ int64_t index(int row) const {
         return (int64_t(head.batch) * sizes.num_heads + head.query) * sizes.q_rows + tile.q_row + row;
     }
