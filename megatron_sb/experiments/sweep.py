@@ -21,7 +21,7 @@ from tqdm import tqdm
 from megatron_sb.ops.library import module_command
 from megatron_sb.training.config import TrainingConfig, load_config
 from megatron_sb.training.directory import hold, refuse_changes
-from megatron_sb.training.launch import PARENT_PIPE, noting_signals, parent_pipe
+from megatron_sb.training.supervisor import PARENT_PIPE, noting_signals, parent_pipe
 
 POLL_SECONDS = 0.2
 LINES_OF_LOG = 15  # shown of a run that failed
@@ -160,7 +160,7 @@ def _command(config_path: str, trial: Trial, folder: Path) -> list[str]:
 
 
 def _start(config_path: str, trial: Trial, out: Path, gpu: int | None, pipe: int) -> subprocess.Popen:
-    """pipe: `launch.parent_pipe`'s."""
+    """pipe: `supervisor.parent_pipe`'s."""
     command = _command(config_path, trial, out / trial.name)
     environment = os.environ | {PARENT_PIPE: str(pipe)}
     if gpu is not None:

@@ -48,9 +48,9 @@ def trained_engine(run: Path, config: TrainingConfig, model: str) -> Iterator[An
     import torch
     import torch.distributed as dist
 
-    from megatron_sb.training.launch import quieten
+    from megatron_sb.training.rank import silence_warnings
 
-    quieten()
+    silence_warnings()
     from megatron_sb.training.engine.engine import Engine
 
     cuda = on_gpu(config)

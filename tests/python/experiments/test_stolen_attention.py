@@ -144,7 +144,7 @@ def test_the_command(tmp_path):
         ("head_dims=[]", "head_dims = []: at least one is needed"),
         ("num_keys=[]", "num_keys = []: at least one is needed"),
         ("key_means=[]", "key_means = []: at least one is needed"),
-        (f"seed={2**64}", "less than 2**63"),
+        (f"seed={2**64}", f"seed must be less than {2**63}, got {2**64}"),
     ],
 )
 def test_a_bad_field_is_refused(change, words, tmp_path, capsys):

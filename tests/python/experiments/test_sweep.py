@@ -131,7 +131,7 @@ from megatron_sb.experiments import sweep
 rank = "import time\\ntry: print('began', flush=True), time.sleep(60)\\nexcept KeyboardInterrupt: print('saved')"
 run = (
     "import sys\\nfrom megatron_sb.training.config import load_config\\n"
-    "from megatron_sb.training.launch import start_ranks\\n"
+    "from megatron_sb.training.supervisor import start_ranks\\n"
     f"start_ranks(load_config(sys.argv[1]), [sys.executable, '-c', {rank!r}])"
 )
 sweep._command = lambda config_path, trial, folder: [sys.executable, "-c", run, config_path]
@@ -152,7 +152,7 @@ def test_runs_of_a_killed_sweep_save_and_end(tmp_path):
         wait_for("began")
         process.kill()
     wait_for("saved")
-    assert "SIGINT: saving after this step" in log.read_text()
+    assert "SIGINT received; saving after this step" in log.read_text()
 
 
 def test_the_command_hands_its_arguments_on(monkeypatch, capsys, tmp_path):

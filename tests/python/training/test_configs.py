@@ -49,7 +49,7 @@ def test_valid_and_written_back_whole(path, tmp_path):
 
 def test_documented_commands_are_what_the_record_was_made_with():
     text = (CONFIGS.parent / "docs" / "training.md").read_text().replace("\\\n", " ")
-    commands = re.findall(r"^    megatron-sb (train configs/context_extension_38m\.yaml .*)", text, re.MULTILINE)
+    commands = re.findall(r"^megatron-sb (train configs/context_extension_38m\.yaml .*compare=.*)", text, re.MULTILINE)
     record = CONFIGS.parent / "benchmarks" / "results" / "2026-11-22-2xh200-context-extension.json"
     models = json.loads(record.read_text())["models"]
     assert len(commands) == len(models) == 2

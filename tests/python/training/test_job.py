@@ -22,7 +22,7 @@ import torch
 from support.jobs import kill_while_it_saves
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from megatron_sb.training import launch, plots, report
+from megatron_sb.training import plots, report, supervisor
 from megatron_sb.training.checkpoint import Progress
 from megatron_sb.training.config import load_config
 from megatron_sb.training.directory import hold, prepare_directory
@@ -190,7 +190,7 @@ def test_killed_stopped_and_resumed_is_the_straight_run(straight, config, tmp_pa
         output, _ = job.communicate(timeout=40)
         assert job.returncode == 130
     stopped = re.search(
-        r"stopped by SIGINT at step (\d+) of stick_breaking / extended; saved (\S+)\. Go on with: megatron-sb (.*)",
+        r"stopped by SIGINT at step (\d+) of stick_breaking / extended; saved (\S+)\. Resume with: megatron-sb (.*)",
         output,
     )
     assert stopped and Path(stopped[2]).is_dir() and int(stopped[1]) < 60
@@ -220,7 +220,9 @@ def test_killed_stopped_and_resumed_is_the_straight_run(straight, config, tmp_pa
 def test_the_directory_of_a_run_is_not_overwritten_nor_changed(straight, config, tmp_path, monkeypatch):
     out, _, _ = straight
     status, _, errors = run(config, "--out", out)
-    assert status == 2 and "holds a run already: go on with --resume" in errors and "Traceback" not in errors, errors
+    assert status == 2 and "holds a run already" in errors and "--resume" in errors and "Traceback" not in errors, (
+        errors
+    )
 
     with pytest.raises(ValueError, match=r"stages\.0\.steps = 41, but .* was started with 40"):
         prepare_directory(load_config(config, ["stages.0.steps=41"]), str(out), resume=True)
@@ -370,7 +372,7 @@ def test_jobs_that_start_together_meet_at_ports_of_their_own(config, tmp_path):
         "except OSError as error:\n"
         f"    pathlib.Path({str(tmp_path)!r}, os.environ['RANK']).write_text(errno.errorcode[error.errno])\n"
     )
-    assert launch.start_ranks(load_config(config), [sys.executable, "-c", script]) == 0
+    assert supervisor.start_ranks(load_config(config), [sys.executable, "-c", script]) == 0
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "EADDRINUSE", "1": "EADDRINUSE"}
 
 
@@ -383,7 +385,7 @@ def test_torchrun_starts_the_ranks_too(config, tmp_path):
         psutil.Process(job.pid).children()[0].send_signal(signal.SIGTERM)
         output, _ = job.communicate(timeout=40)
         assert (tmp_path / "out" / "profile" / "stick_breaking.short.json").exists()
-    (to_go_on,) = re.findall(r"Go on with: torchrun \.\.\. (.*)", output)
+    (to_go_on,) = re.findall(r"Resume with: torchrun \.\.\. (.*)", output)
     status, _, errors = run(*shlex.split(to_go_on), command=torchrun, OMP_NUM_THREADS="1")
     assert status == 0, errors
     assert len(metrics(tmp_path / "out")) == 45

@@ -1,0 +1,166 @@
+"""One rank of a job: its device, the process group, the run's directory, and the exit status."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from megatron_sb.training import config as configuration
+from megatron_sb.training.checkpoint import write_aside
+from megatron_sb.training.config import ConfigError, TrainingConfig
+from megatron_sb.training.directory import prepare_directory
+from megatron_sb.training.launch import Command
+from megatron_sb.training.loop import Diverged, Interrupted, Job
+from megatron_sb.training.profiler import ProfilerWindow
+from megatron_sb.training.report import Report, hardware
+from megatron_sb.training.supervisor import EXIT_FAILED, EXIT_REFUSED, say, when_parent_is_gone
+
+
+def run_rank(config: TrainingConfig, command: Command) -> NoReturn:
+    """Run one rank and end the process.
+
+    The process ends by `os._exit`: the static destructors of process groups may abort it otherwise.
+    """
+    # The supervisor starts each rank in its own session. A rank must not train on without a supervisor.
+    when_parent_is_gone(lambda: os.killpg(0, signal.SIGKILL))
+    silence_warnings()
+    try:
+        status = _run(config, command)
+    except Exception:  # the supervisor ends the other ranks
+        print(f"rank {os.environ['RANK']} failed:\n{traceback.format_exc()}", file=sys.stderr)
+        status = EXIT_FAILED
+    for helper in multiprocessing.active_children():  # Megatron-Core's checkpoints start some; os._exit ignores them
+        helper.terminate()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def choose_device(config: TrainingConfig) -> torch.device:
+    """Return this rank's device.
+
+    Raises:
+        ConfigError: The number of ranks differs from parallel.ranks, or the configuration needs more GPUs.
+    """
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    num_gpus = torch.cuda.device_count()
+    wanted = config.parallel.device
+    if int(os.environ["WORLD_SIZE"]) != config.parallel.ranks:
+        raise ConfigError(
+            f"parallel.ranks must be WORLD_SIZE = {os.environ['WORLD_SIZE']}, the number of started ranks, "
+            f"got {config.parallel.ranks}"
+        )
+    missing = f"needs a GPU for each of the {local_ranks} ranks on this machine, which has {num_gpus}"
+    if wanted == "cuda" and num_gpus < local_ranks:
+        raise ConfigError(f"parallel.device = 'cuda' {missing}")
+    if wanted != "cpu" and num_gpus >= local_ranks:
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    for field, why in configuration.needs_gpu(config):
+        raise ConfigError(f"{field} {missing}: {why}")
+    return torch.device("cpu")
+
+
+def silence_warnings() -> None:
+    """Hide Megatron-Core's warnings about optional packages, and torch's about a CUDA toolkit without a GPU."""
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+
+def _run(config: TrainingConfig, command: Command) -> int:
+    try:
+        device = choose_device(config)
+    except ConfigError as error:
+        if os.environ["LOCAL_RANK"] == "0":
+            say(f"{command.config_path}: {error}")
+        return EXIT_REFUSED
+    _join_process_group(config, device)
+    prepared, refusal = None, None
+    try:
+        prepared = _prepare(config, command, device)
+    except (ValueError, OSError) as error:
+        refusal = error
+    refusals: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(refusals, refusal)
+    if any(refusals):
+        if dist.get_rank() == 0:
+            say(f"{command.config_path}: {next(filter(None, refusals))}")
+        return EXIT_REFUSED
+    directory, _lock, report, job = prepared  # the lock is held until the process ends
+    if report:
+        if not command.resume:
+            write_aside(directory / "config.yaml", configuration.to_yaml(config))
+        report.message(f"{config.parallel.ranks} ranks on {device.type}; {job.describe()}; writing to {directory}")
+    return _train(job, report, command.to_resume(directory))
+
+
+def _join_process_group(config: TrainingConfig, device: torch.device) -> None:
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    timeout = datetime.timedelta(seconds=config.parallel.timeout_seconds)
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout)
+
+
+def _prepare(
+    config: TrainingConfig, command: Command, device: torch.device
+) -> tuple[Path, IO | None, Report | None, Job]:
+    """Return the run's directory with its lock, the report, and the job. Lock and report are on rank 0 only."""
+    directory, lock = _agree_on_directory(config, command.out, command.resume)
+    report = profiler = None
+    if dist.get_rank() == 0:
+        report = Report(directory, config, hardware(device.type, config.parallel.ranks))
+        profiler = ProfilerWindow(directory / "profile", *command.profiled)
+    return directory, lock, report, Job(config, directory, device, report, profiler)
+
+
+def _agree_on_directory(config: TrainingConfig, out: str | None, resume: bool) -> tuple[Path, IO | None]:
+    """Let rank 0 choose, check and lock the run's directory. Every rank returns it, or raises rank 0's error."""
+    answer: list[Any] = [None]
+    lock = None
+    if dist.get_rank() == 0:
+        try:
+            directory, lock = prepare_directory(config, out, resume)
+            answer = [directory]
+        except (ValueError, OSError) as error:
+            answer = [error]
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], Exception):
+        raise answer[0]
+    return answer[0], lock
+
+
+def _train(job: Job, report: Report | None, to_resume: str) -> int:
+    """Run the job to its end and return the exit status. report: None on every rank but the first."""
+    try:
+        job.run()
+        status, ending = 0, None
+    except Interrupted as stop:
+        number, where = stop.args
+        status, ending = 128 + number, f"stopped by {number.name} {where}. Resume with: {to_resume}"
+    except Diverged as end:
+        status, ending = EXIT_FAILED, str(end)
+    if report:
+        if status == 0:
+            report.draw()
+            report.message(
+                f"negative log-likelihood (nats per token) by context length\n{report.table()}\nsee "
+                f"{report.out}/loss.png, {report.out}/nll_by_length.png"
+            )
+        report.close()
+        if ending:
+            say(ending)
+    dist.destroy_process_group()
+    return status

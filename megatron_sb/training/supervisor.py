@@ -1,0 +1,161 @@
+"""Supervision of the ranks that `megatron-sb train` starts on this machine.
+
+The supervisor passes SIGINT and SIGTERM on once, so that the ranks save and stop. It ends all ranks when one fails.
+Both sides notice when the other is killed. docs/design/supervision.md says why this is not torch's elastic launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from megatron_sb.training.config import TrainingConfig
+
+EXIT_FAILED = 1
+EXIT_REFUSED = 2  # a configuration or a directory that a rank rejected
+STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+GRACE_SECONDS = 10.0  # for the other ranks to report why they end, after one has failed
+POLL_SECONDS = 0.1
+PARENT_PIPE = "MEGATRON_SB_PARENT_PIPE"
+
+
+def say(text: str) -> None:
+    """Print a message of `megatron-sb train` to standard error."""
+    print(f"megatron-sb train: {text}", file=sys.stderr, flush=True)
+
+
+def start_ranks(config: TrainingConfig, command: list[str]) -> int:
+    """Run `command` once per rank and wait for all ranks.
+
+    SIGINT and SIGTERM are passed on to the ranks once, which then save. A second signal kills the ranks. The ranks also
+    get SIGINT when the process that started this one with `PARENT_PIPE` is gone.
+
+    Returns:
+        The job's exit status; see `training.launch.main`.
+    """
+    from torch.distributed import TCPStore
+
+    # The ranks meet at a store of this process, as under torchrun. A port that this process only looked up for rank 0
+    # could be taken by another job before rank 0 listens on it.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    received: list[int] = []
+    ranks: list[subprocess.Popen] = []
+    with parent_pipe() as pipe, noting_signals(received):
+        when_parent_is_gone(lambda: os.kill(os.getpid(), signal.SIGINT))
+        try:
+            for rank in range(config.parallel.ranks):
+                environment = _environment_of(rank, config, store.port, pipe)
+                # Each rank has its own session. Ctrl-C then reaches this process alone, which passes it on once.
+                ranks.append(subprocess.Popen(command, env=environment, pass_fds=(pipe,), start_new_session=True))
+            return _wait(ranks, received, config.parallel.timeout_seconds)
+        finally:
+            for process in ranks:
+                with contextlib.suppress(ProcessLookupError):  # the group includes Megatron-Core's helper processes
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@contextlib.contextmanager
+def parent_pipe() -> Iterator[int]:
+    """Yield the read end of a pipe that is never written to.
+
+    Pass it to child processes, with its number in the environment variable `PARENT_PIPE`. Only this process holds the
+    write end, so a child reads the end of the file when this process is gone or leaves the context.
+    """
+    read_end, write_end = os.pipe()
+    try:
+        yield read_end
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+
+
+@contextlib.contextmanager
+def noting_signals(received: list[int]) -> Iterator[None]:
+    """Append SIGINT and SIGTERM to `received` instead of acting on them."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    previous = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def when_parent_is_gone(act: Callable[[], None]) -> None:
+    """Call `act` in a thread when the process that started this one is gone. Needs `PARENT_PIPE`."""
+    if PARENT_PIPE not in os.environ:
+        return
+    descriptor = int(os.environ[PARENT_PIPE])
+
+    def wait() -> None:
+        os.read(descriptor, 1)
+        act()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _environment_of(rank: int, config: TrainingConfig, port: int, pipe: int) -> dict[str, str]:
+    num_ranks = config.parallel.ranks
+    threads = config.parallel.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "OMP_NUM_THREADS": threads,
+        PARENT_PIPE: pipe,
+    }
+    return {**os.environ, **{name: str(value) for name, value in variables.items()}}
+
+
+def _wait(ranks: list[subprocess.Popen], received: list[int], timeout_seconds: float) -> int:
+    """Wait until all ranks have ended, one has failed, or a stop takes too long. Return the job's status."""
+    deadline = None
+    while True:
+        codes = [process.poll() for process in ranks]
+        failed = next((rank for rank, code in enumerate(codes) if code not in (None, 0, *STOP_CODES)), None)
+        if failed is not None:
+            return _end_after_failure(ranks, failed, received)
+        if None not in codes:
+            return max(codes)
+        if received and deadline is None:
+            deadline = time.monotonic() + timeout_seconds
+            say(f"{signal.Signals(received[0]).name} received; saving after this step. Send it again to end at once.")
+            for process in ranks:
+                process.send_signal(received[0])
+        if len(received) > 1:
+            say("second signal received; ending all ranks without saving")
+            return 128 + received[0]
+        if deadline and time.monotonic() > deadline:
+            say(f"not stopped in parallel.timeout_seconds = {timeout_seconds:g}; ending all ranks without saving")
+            return 128 + received[0]
+        time.sleep(POLL_SECONDS)
+
+
+def _end_after_failure(ranks: list[subprocess.Popen], rank: int, received: list[int]) -> int:
+    """Report how a rank ended, and give the others GRACE_SECONDS to end. Return the job's status."""
+    code = ranks[rank].returncode
+    refused = code == EXIT_REFUSED  # all ranks refuse together, and one of them has printed the reason
+    if not refused:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        when = " before it could save" if received else ""
+        say(
+            f"rank {rank} (process {ranks[rank].pid}) {how}{when}; ending the job. "
+            "Use --resume to continue from the last checkpoint."
+        )
+    deadline = time.monotonic() + GRACE_SECONDS
+    while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    if refused:
+        return EXIT_REFUSED
+    return 128 + received[0] if received else EXIT_FAILED
