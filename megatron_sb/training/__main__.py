@@ -1,4 +1,4 @@
-"""One rank of a job, started by `main` or by torchrun: `python -m megatron_sb.training CONFIG.yaml ...`; or all."""
+"""`python -m megatron_sb.training CONFIG.yaml ...`: one rank under torchrun, otherwise a whole job on this machine."""
 
 import argparse
 import sys
@@ -7,16 +7,24 @@ from megatron_sb.training import main
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="megatron_sb.training", description="Train as a YAML configuration says.")
-    parser.add_argument("config_path", metavar="config", help="a YAML file; see configs/README.md")
-    parser.add_argument("overrides", nargs="*", metavar="field=value", help="overrides, such as stages.0.steps=10")
-    parser.add_argument("--out", help="directory of the run (default: runs/NAME-TIME)")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out, or with the newest one")
-    parser.add_argument("--profile", metavar="FIRST:LAST", help="steps of each stage to run under torch's profiler")
+    parser = argparse.ArgumentParser(
+        prog="megatron_sb.training", description="Train a model as a YAML configuration describes."
+    )
+    parser.add_argument("config_path", metavar="config", help="YAML file; configs/README.md explains its fields")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="field=value", help="override of a field, such as stages.0.steps=10"
+    )
+    parser.add_argument(
+        "--out", help="directory of the run (default: a new runs/NAME-TIME; with --resume the newest runs/NAME-*)"
+    )
+    parser.add_argument("--resume", action="store_true", help="continue a run from its newest checkpoint")
+    parser.add_argument(
+        "--profile", metavar="FIRST:LAST", help="profile these steps of each stage with torch's profiler"
+    )
     return parser.parse_intermixed_args()
 
 
-# Megatron-Core's checkpoints spawn processes, which import this module again under another name.
+# Megatron-Core's checkpoints spawn processes, which import this module under another name.
 if __name__ == "__main__":
     arguments = _arguments()
     sys.exit(main(**vars(arguments)))

@@ -1,10 +1,10 @@
-"""Checkpoints on disk: a directory each, written aside and renamed, and a file that names the newest.
+"""Checkpoints on disk. Each is a directory, written under a temporary name and renamed. A file names the newest.
 
-    <root>/short-000100/        model, optimizer (written by the engine) and progress.json
+    <root>/short-000100/        model and optimizer (written by the engine), and progress.json
     <root>/latest               "short-000100"
 
-A job that dies while writing leaves `<root>/.short-000100.tmp`, which nothing reads and the next save of
-that step removes.
+A job that dies while it writes leaves `<root>/.short-000100.tmp`. Nothing reads that directory, and the next save of
+the same step removes it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ import torch.distributed as dist
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Where a model's training stands: `step` steps of stage `stage` are done.
+    """The position of a model's training.
 
-    tokens: labels trained on so far, over all stages. sampler: the position in the stage's data. corpus: the
-    documents' fingerprint.
+    Attributes:
+        stage: Name of the stage.
+        step: Steps of the stage that are done.
+        tokens: Labels trained on so far, over all stages.
+        sampler: State of the stage's sampler.
+        corpus: Fingerprint of the data.
     """
 
     stage: str
@@ -36,18 +40,23 @@ class Progress:
 
 
 class Saveable(Protocol):
-    """What the engine offers; both are collective."""
+    """The engine's methods that a checkpoint needs. Both are collective."""
 
-    def save(self, path: Path) -> None: ...
+    def save(self, path: Path) -> None:
+        """Write model and optimizer into an existing directory."""
 
-    def load(self, path: Path) -> None: ...
+    def load(self, path: Path) -> None:
+        """Read what `save` wrote."""
 
 
 class CheckpointDirectory:
-    """The checkpoints of one model. Every method is called by all ranks; rank 0 touches the names, the engine writes
-    from every rank.
+    """The checkpoints of one model.
 
-    keep: how many checkpoints of each stage stay; the newest of every stage does.
+    All ranks call every method. The engine writes from every rank; only rank 0 creates and renames directories.
+
+    Args:
+        root: The directory that holds them.
+        keep: Number of checkpoints to keep for each stage, the newest ones.
     """
 
     def __init__(self, root: Path, keep: int) -> None:
@@ -55,7 +64,7 @@ class CheckpointDirectory:
         self._keep = keep
 
     def latest(self) -> Progress | None:
-        """What the newest checkpoint holds, None before the first."""
+        """Return the position of the newest checkpoint, or None if there is none."""
         try:
             name = (self.root / "latest").read_text(encoding="utf-8").strip()
         except FileNotFoundError:
@@ -63,11 +72,11 @@ class CheckpointDirectory:
         return Progress(**json.loads((self.root / name / "progress.json").read_text(encoding="utf-8")))
 
     def path(self, progress: Progress) -> Path:
-        """The directory of one checkpoint."""
+        """Return the directory of a checkpoint."""
         return self.root / f"{progress.stage}-{progress.step:06d}"
 
     def save(self, engine: Saveable, progress: Progress) -> Path:
-        """Write a checkpoint; when this returns it is whole and the newest. What is saved already is left alone."""
+        """Write a checkpoint and return its directory. Do nothing if it is already the newest."""
         final = self.path(progress)
         if self.latest() == progress:
             return final
@@ -88,11 +97,11 @@ class CheckpointDirectory:
         return final
 
     def load(self, engine: Saveable, progress: Progress) -> None:
-        """Bring the engine to the state that `progress` was saved with."""
+        """Load the checkpoint of `progress` into the engine."""
         engine.load(self.path(progress))
 
     def _prune(self, newest: Progress) -> None:
-        """Later steps than the newest's are of a run that died before it could name them."""
+        """Remove old checkpoints of a stage. Steps after `newest` belong to a save that died before it was named."""
         of_stage = re.compile(re.escape(newest.stage) + r"-(\d{6,})")
         saved = {int(match[1]): path for path in self.root.iterdir() if (match := of_stage.fullmatch(path.name))}
         steps = sorted(step for step in saved if step <= newest.step)
@@ -101,7 +110,7 @@ class CheckpointDirectory:
 
 
 def write_aside(path: Path, text: str) -> None:
-    """Replace a file whole: whoever reads it sees the old text or the new."""
+    """Replace a file atomically: a reader sees the old text or the new."""
     aside = path.with_name(f".{path.name}.tmp")
     with aside.open("w", encoding="utf-8") as file:
         file.write(text)

@@ -1,8 +1,8 @@
 """Documents, their split, and rows of a fixed length packed from them. NumPy only.
 
-A row holds parts of documents, one after the other. A document that does not fit into what is left of a row is cut
-there and goes on in the next row as a part of its own (attention never crosses parts). Each part is padded to a
-multiple, so that it can be cut evenly between context-parallel ranks.
+A row holds parts of documents, one after the other. A document that does not fit into the rest of a row is cut there.
+Its remaining tokens are a part of their own in the next row. Attention never crosses parts. Each part is padded to a
+multiple, so that context-parallel ranks get equal shares of it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from megatron_sb.training.config import (
 BYTE_END_OF_DOCUMENT = 256
 CHECKED_BYTES = 2**19
 
-# Directories of the standard library that some installations leave out, or that hold tables and other people's
-# packages and not text.
+# Directories of the standard library that some installations lack, or that hold tables or other packages, not text.
 STANDARD_LIBRARY_EXCLUDE = (
     *("test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "ensurepip"),
     *("encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"),
@@ -40,9 +39,10 @@ STANDARD_LIBRARY_EXCLUDE = (
 
 
 class TextDocuments:
-    """Files as byte tokens with an end-of-document token; read when asked for.
+    """Files as byte tokens with an end-of-document token. A file is read when its tokens are requested.
 
-    lengths: int64 tokens per document, the end-of-document token counted.
+    Attributes:
+        lengths: Tokens per document, with the end-of-document token: int64.
     """
 
     def __init__(self, paths: list[Path]) -> None:
@@ -50,14 +50,18 @@ class TextDocuments:
         self.lengths = np.array([path.stat().st_size + 1 for path in paths], dtype=np.int64)
 
     def read(self, index: int, start: int, stop: int) -> np.ndarray:
-        """Tokens start to stop of one document, int64."""
+        """Return tokens start to stop of one document: int64."""
         num_bytes = min(stop, int(self.lengths[index]) - 1) - start
         read = np.fromfile(self._paths[index], dtype=np.uint8, count=num_bytes, offset=start).astype(np.int64)
         return np.append(read, BYTE_END_OF_DOCUMENT) if stop == self.lengths[index] else read
 
 
 class Subset:
-    """Some documents of a collection, in the collection's order."""
+    """Some documents of a collection, in the collection's order.
+
+    Attributes:
+        lengths: Tokens per document: int64.
+    """
 
     def __init__(self, documents: Any, indices: np.ndarray, vocab_size: int) -> None:
         self._documents = documents
@@ -69,20 +73,24 @@ class Subset:
         return len(self._indices)
 
     def read(self, index: int, start: int, stop: int) -> np.ndarray:
-        """Tokens start to stop of one document, int64. Raises ValueError for one that the vocabulary does not have."""
+        """Return tokens start to stop of one document: int64.
+
+        Raises:
+            ValueError: A token is not in the vocabulary.
+        """
         tokens = self._documents.read(int(self._indices[index]), start, stop)
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
             at = int(np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0])
             raise ValueError(
-                f"document {self._indices[index]} of data.paths has the token {tokens[at]} at {start + at}; 0 to "
-                f"data.vocab_size - 1 = {self._vocab_size - 1} are allowed"
+                f"token {start + at} of document {self._indices[index]} of data.paths must be from 0 to "
+                f"data.vocab_size - 1 = {self._vocab_size - 1}, got {tokens[at]}"
             )
         return tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Training and validation documents; each ends with end_of_document. checksum: `checksum_of` their files."""
+    """Training and validation documents. Each ends with end_of_document. checksum: of their files."""
 
     train: Subset
     validation: Subset
@@ -91,7 +99,7 @@ class Corpus:
     checksum: int
 
     def fingerprint(self) -> dict[str, int]:
-        """Tells whether a resumed run sees the documents it started with."""
+        """See `task.Task.fingerprint`."""
         return {
             "train_documents": len(self.train),
             "train_tokens": int(self.train.lengths.sum()),
@@ -102,9 +110,10 @@ class Corpus:
 
 
 def load_corpus(config: TrainingConfig) -> Corpus:
-    """The documents that config.data names, split at random (by config.seed) document by document.
+    """Load the documents that config.data names, and split them at random, document by document, by config.seed.
 
-    Raises ValueError when a path names nothing or a side of the split is left empty.
+    Raises:
+        ValueError: A path names no file, or a side of the split is empty.
     """
     data = config.data
     if data.kind == "text":
@@ -122,9 +131,9 @@ def load_corpus(config: TrainingConfig) -> Corpus:
     train, validation = np.flatnonzero(long_enough & ~held_out), np.flatnonzero(long_enough & held_out)
     if not len(train) or not len(validation):
         raise ValueError(
-            f"data.paths = {list(data.paths)} hold {len(documents.lengths)} documents: {len(train)} for training and "
-            f"{len(validation)} for validation "
-            f"(data.validation_fraction = {data.validation_fraction}); at least one of each is needed"
+            f"data.paths must hold at least one document for training and one for validation, got {len(train)} and "
+            f"{len(validation)} of {len(documents.lengths)} documents in {list(data.paths)}, with "
+            f"data.validation_fraction = {data.validation_fraction}"
         )
     checksum = checksum_of(documents.lengths, files)
     sides = (Subset(documents, side, vocab_size) for side in (train, validation))
@@ -132,7 +141,7 @@ def load_corpus(config: TrainingConfig) -> Corpus:
 
 
 def checksum_of(lengths: np.ndarray, files: Sequence[Path]) -> int:
-    """Of the documents' lengths and of CHECKED_BYTES at either end of every file, which is all of most."""
+    """Return a checksum of the documents' lengths, and of CHECKED_BYTES at both ends of every file."""
     checksum = zlib.crc32(lengths.tobytes())
     for path in files:
         with path.open("rb") as file:
@@ -143,31 +152,35 @@ def checksum_of(lengths: np.ndarray, files: Sequence[Path]) -> int:
 
 
 def find_files(data: TextDataConfig) -> list[Path]:
-    """Files in a fixed order: the order of data.paths, sorted by relative path within each."""
+    """Return the files that data.paths names, in that order, sorted by relative path within each entry.
+
+    Raises:
+        ValueError: An entry names no file.
+    """
     found: dict[Path, None] = {}
     for entry in data.paths:
         if entry == STANDARD_LIBRARY:
             exclude = (*STANDARD_LIBRARY_EXCLUDE, *data.exclude)
-            files = _walk(Path(sysconfig.get_paths()["stdlib"]), data.include, exclude)
+            files = _find_below(Path(sysconfig.get_paths()["stdlib"]), data.include, exclude)
             files = [path for path in files if path.suffix == ".py"]
         elif entry == SITE_PACKAGES:
-            files = _walk(Path(sysconfig.get_paths()["purelib"]), data.include, data.exclude)
+            files = _find_below(Path(sysconfig.get_paths()["purelib"]), data.include, data.exclude)
         elif Path(entry).is_dir():
-            files = _walk(Path(entry), data.include, data.exclude)
+            files = _find_below(Path(entry), data.include, data.exclude)
         elif Path(entry).is_file():
             files = [Path(entry)]
         else:
             files = [Path(name) for name in sorted(glob.glob(entry, recursive=True)) if Path(name).is_file()]
         if not files:
             raise ValueError(
-                f"data.paths: {entry!r} names no file; allowed are files, directories, glob patterns and "
-                f"{' and '.join(map(repr, TEXT_OF_PYTHON))}"
+                f"data.paths must name files, directories, glob patterns or {' or '.join(map(repr, TEXT_OF_PYTHON))}, "
+                f"got {entry!r}, which names no file"
             )
         found.update((path, None) for path in files if path.stat().st_size)
     return list(found)
 
 
-def _walk(root: Path, include: Sequence[str], exclude: Sequence[str]) -> list[Path]:
+def _find_below(root: Path, include: Sequence[str], exclude: Sequence[str]) -> list[Path]:
     def wanted(path: Path) -> bool:
         parts = path.relative_to(root).parts
         return any(fnmatch.fnmatch(parts[-1], pattern) for pattern in include) and not any(
@@ -179,10 +192,13 @@ def _walk(root: Path, include: Sequence[str], exclude: Sequence[str]) -> list[Pa
 
 @dataclasses.dataclass(frozen=True)
 class PackedBatch:
-    """Packed sequences, before they are cut between context-parallel ranks.
+    """Packed sequences, before context-parallel ranks shard them.
 
-    tokens, labels: int64 (t,). counted: bool (t,), true where the label's loss counts. cu_seqlens: int32 (n + 1,),
-    from 0 to t.
+    Attributes:
+        tokens: int64 (t,).
+        labels: int64 (t,).
+        counted: bool (t,), true where the label's loss counts.
+        cu_seqlens: int32 (n + 1,), from 0 to t.
     """
 
     tokens: np.ndarray
@@ -192,7 +208,7 @@ class PackedBatch:
 
     @staticmethod
     def concatenate(batches: Sequence[PackedBatch]) -> PackedBatch:
-        """One stream of all of them."""
+        """Return all batches as one."""
         starts = np.cumsum([0, *(len(batch.tokens) for batch in batches)])
         bounds = [batch.cu_seqlens[1:] + start for batch, start in zip(batches, starts, strict=False)]
         return PackedBatch(
@@ -204,10 +220,13 @@ class PackedBatch:
 
 
 def pack(parts: Sequence[np.ndarray], pad_multiple: int, pad_token: int, num_targets: int | None = None) -> PackedBatch:
-    """Parts of documents, (n_i + 1,) tokens each, as one packed batch of n_i inputs and labels each, padded to the
-    multiple.
+    """Pack parts of documents into one batch.
 
-    num_targets: count the loss of each part's last num_targets labels alone (None: of all).
+    Args:
+        parts: (n_i + 1,) tokens each, which give n_i inputs and labels.
+        pad_multiple: Each part is padded to a multiple of it.
+        pad_token: The token to pad with. Its labels do not count.
+        num_targets: Count only the last labels of each part. None counts all.
     """
     rows = []
     for part in parts:
@@ -228,9 +247,12 @@ def pack(parts: Sequence[np.ndarray], pad_multiple: int, pad_token: int, num_tar
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row before it is read.
+    """A row before its tokens are read.
 
-    parts: document, start, and number of inputs of each. num_tokens: labels that count. cu_seqlens: as in PackedBatch.
+    Attributes:
+        parts: (document, start, number of inputs) of each part.
+        num_tokens: Labels that count.
+        cu_seqlens: As in PackedBatch.
     """
 
     parts: list[tuple[int, int, int]]
@@ -239,31 +261,40 @@ class Row:
 
 
 def _padded(inputs: np.ndarray, multiple: int) -> np.ndarray:
-    """The next multiple of each number of inputs."""
+    """Round up to the multiple."""
     return inputs + -inputs % multiple
 
 
 def require_a_row(documents: Subset, row_length: int, pad_multiple: int) -> None:
-    """Raise ValueError where documents, each padded, fill no row."""
+    """Raise ValueError if the documents, each padded, do not fill a row."""
     if _padded(documents.lengths - 1, pad_multiple).sum() < row_length:
         raise ValueError(
-            f"the training documents hold {documents.lengths.sum()} tokens, less than a row of {row_length}"
+            f"the training documents must fill a row of {row_length} tokens, got {documents.lengths.sum()} tokens"
         )
 
 
 class RowSampler:
-    """Rows of `row_length` tokens, cut from documents in a shuffled order and then shuffled themselves.
+    """Rows cut from shuffled documents, and then shuffled themselves. A `task.Sampler`.
 
-    Both orders are pure functions of (seed, epoch), so that a position is two integers, which a checkpoint can hold.
-    What is left over at the end of an epoch, less than a row, is dropped. row_length must be a multiple of
-    pad_multiple. Raises ValueError where the documents fill no row.
+    Both orders are pure functions of (seed, epoch), so a checkpoint stores a position as two integers. The rest at the
+    end of an epoch, less than a row, is dropped.
+
+    Args:
+        documents: The documents.
+        row_length: Tokens in a row, a multiple of pad_multiple.
+        pad_multiple: Each part is padded to a multiple of it.
+        pad_token: The token to pad with.
+        seed: Any number of integers.
+
+    Raises:
+        ValueError: The documents do not fill a row.
     """
 
     def __init__(
         self, documents: Subset, row_length: int, pad_multiple: int, pad_token: int, seed: Sequence[int]
     ) -> None:
         if row_length % pad_multiple:
-            raise ValueError(f"row_length = {row_length} must be a multiple of pad_multiple = {pad_multiple}")
+            raise ValueError(f"row_length must be a multiple of pad_multiple = {pad_multiple}, got {row_length}")
         self._documents = documents
         self._row_length = row_length
         self._pad_multiple = pad_multiple
@@ -273,16 +304,16 @@ class RowSampler:
         self._start_epoch(0)
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch and how many of its rows have been taken."""
+        """Return the epoch and the number of its rows that have been taken."""
         return {"epoch": self._epoch, "taken": self._taken}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where `state_dict` was taken."""
+        """See `task.Sampler.load_state_dict`."""
         self._start_epoch(state["epoch"])
         self._taken = state["taken"]
 
     def next_rows(self, count: int) -> list[Row]:
-        """The next `count` rows."""
+        """See `task.Sampler.next_rows`."""
         rows = []
         for _ in range(count):
             if self._taken == len(self._order):
@@ -292,14 +323,15 @@ class RowSampler:
         return rows
 
     def read(self, row: Row) -> PackedBatch:
-        """A row's tokens."""
-        # One token more than a part has inputs: the label of its last.
+        """See `task.Sampler.read`."""
+        # One token more than inputs: the label of the last input.
         tokens = [self._documents.read(document, start, start + length + 1) for document, start, length in row.parts]
         return pack(tokens, self._pad_multiple, self._pad_token)
 
     def _start_epoch(self, epoch: int) -> None:
-        """Lay the documents out one after the other, each padded at its end. Rows are equal stretches of that, and as
-        they begin at multiples of pad_multiple, a document that is cut between rows is padded no more for it.
+        """Concatenate the documents in a shuffled order, each padded at its end, and shuffle the rows of the result.
+
+        Rows start at multiples of pad_multiple, so a document that is cut between rows needs no more padding.
         """
         generator = np.random.default_rng([*self._seed, epoch])
         self._epoch = epoch
@@ -310,7 +342,7 @@ class RowSampler:
         self._order = generator.permutation(int(self._starts[-1]) // self._row_length)
 
     def _row(self, begin: int) -> Row:
-        """What lies from `begin` on, for a row's length."""
+        """Return the row that starts at position `begin` of the concatenated documents."""
         end = begin + self._row_length
         first, beyond = np.searchsorted(self._starts, begin, "right") - 1, np.searchsorted(self._starts, end)
         starts = np.maximum(begin - self._starts[first:beyond], 0)
@@ -322,7 +354,7 @@ class RowSampler:
 
 @dataclasses.dataclass(frozen=True)
 class StepRows:
-    """All rows of a step; the micro-batches of one data-parallel group; the sampler's state after them."""
+    """All rows of a step, the micro-batches of one data-parallel group, and the sampler's state after the step."""
 
     rows: list[Row]
     micro_batches: list[PackedBatch]
@@ -332,8 +364,9 @@ class StepRows:
 def rows_ahead(
     sampler: Any, count: int, steps: int, group: int, num_groups: int, rows_per_micro_batch: int | None
 ) -> Iterator[StepRows]:
-    """`count` rows for each of `steps` steps. The next step's are read while one is computed, by a thread that alone
-    uses the sampler, a `task.Sampler`.
+    """Yield `count` rows for each of `steps` steps. A thread reads the next step's rows during a step.
+
+    Only that thread uses the sampler, a `task.Sampler`.
     """
 
     def read() -> StepRows:
@@ -345,16 +378,16 @@ def rows_ahead(
     if not steps:
         return
     with ThreadPoolExecutor(max_workers=1) as reader:
-        ahead = reader.submit(read)
-        for left in reversed(range(steps)):
-            rows = ahead.result()
-            if left:
-                ahead = reader.submit(read)
+        next_step = reader.submit(read)
+        for steps_left in reversed(range(steps)):
+            rows = next_step.result()
+            if steps_left:
+                next_step = reader.submit(read)
             yield rows
 
 
 def split_rows(rows: Sequence[Any], group: int, num_groups: int, rows_per_micro_batch: int | None) -> list[list[Any]]:
-    """The rows of each micro-batch of one data-parallel group out of those of a whole step."""
+    """Return the rows of each micro-batch of one data-parallel group, from the rows of a whole step."""
     per_group = len(rows) // num_groups
     mine = rows[group * per_group : (group + 1) * per_group]
     size = rows_per_micro_batch or per_group

@@ -1,7 +1,7 @@
-"""A run's directory: which one it is, what may differ when a run is resumed, and that one job at a time writes to it.
+"""A run's directory: its choice, the fields that a resumed run may change, and its lock.
 
-DIR/config.yaml    makes it a run
-DIR/.lock          held (flock) by the job that writes; it stays when the job is gone, and holds nobody up then
+DIR/config.yaml    marks the directory as a run
+DIR/.lock          locked (flock) by the job that writes; the file stays, the lock ends with the job
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import IO
 from megatron_sb.training import config as configuration
 from megatron_sb.training.config import TrainingConfig
 
-LOCK_WAIT_SECONDS = 60.0  # a run whose launcher was killed ends its step and saves, and is then gone on with
+LOCK_WAIT_SECONDS = 60.0  # a run whose supervisor was killed may still be ending
 POLL_SECONDS = 0.1
-NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # what file systems without flock say
-# What may differ when a run is resumed; what documents are padded to is looked at by itself.
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # errors of file systems without flock
+# Fields that a resumed run may change. `refuse_changes` checks by itself that documents are padded as before.
 LAYOUT_FIELDS = (
     r"parallel\..*|model\.recompute|report\..*|checkpoint\..*"
     r"|stages\.\d+\.(context_parallel_size|hierarchical_context_parallel_sizes|rows_per_micro_batch|pad_multiple)"
@@ -29,36 +29,48 @@ LAYOUT_FIELDS = (
 
 
 def prepare_directory(config: TrainingConfig, out: str | None, resume: bool) -> tuple[Path, IO]:
-    """The directory of a new run, made, or of the run to go on with, and its lock, which is held until it is closed;
-    what makes it a run is the config.yaml in it.
+    """Create the directory of a new run, or find the run to resume, and lock it.
 
-    Raises ValueError where a new one holds a run already, one to resume holds none or was configured otherwise, or
-    another job writes to it (for one to resume, still after LOCK_WAIT_SECONDS).
+    Args:
+        config: The job's configuration.
+        out: The directory. Default: runs/NAME-TIME, or the newest runs/NAME-* with `resume`.
+        resume: Find a run instead of creating one.
+
+    Returns:
+        The directory, and an open file that holds its lock until it is closed.
+
+    Raises:
+        ValueError: A new run's directory holds a run already. The run to resume does not exist, or was started with
+            another configuration. Another job writes to the directory; a run to resume is waited for.
     """
     if resume:
         directory = Path(out) if out else _newest(config.name)
         if not (directory / "config.yaml").exists():
-            raise ValueError(f"--resume: {directory} holds no run (no config.yaml)")
+            raise ValueError(f"--resume: {directory} holds no run, because it has no config.yaml")
         refuse_changes(directory, config)
-        # The other ranks wait for the answer no longer than timeout_seconds.
+        # The other ranks wait at most timeout_seconds for this rank.
         return directory, hold(directory, min(LOCK_WAIT_SECONDS, config.parallel.timeout_seconds / 2))
-    directory = Path(out) if out else _made(Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    directory = Path(out) if out else _create(Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     directory.mkdir(parents=True, exist_ok=True)
     lock = hold(directory)
     if (directory / "config.yaml").exists():
         lock.close()
-        raise ValueError(f"{directory} holds a run already: go on with --resume, or name another directory with --out")
+        raise ValueError(
+            f"{directory} holds a run already. Use --resume to continue it, or --out for another directory."
+        )
     return directory, lock
 
 
 def hold(directory: Path, wait_seconds: float = 0.0) -> IO:
-    """Take the directory's lock: an open file, which holds it until it is closed or its process ends.
+    """Lock the directory until the returned file is closed or this process ends.
 
-    Raises ValueError where another job has it, still after so many seconds. Where the file system has no locks, nobody
-    is held up, and a warning says so.
+    On a file system without locks, this function warns and returns.
+
+    Raises:
+        ValueError: Another job holds the lock, still after `wait_seconds`.
     """
     file = (directory / ".lock").open("a")
-    deadline, said = time.monotonic() + wait_seconds, False
+    deadline, announced = time.monotonic() + wait_seconds, False
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -71,52 +83,53 @@ def hold(directory: Path, wait_seconds: float = 0.0) -> IO:
             if error.errno not in NO_LOCKS:
                 raise
             warnings.warn(
-                f"{directory} cannot be locked ({error.strerror}): start one job at a time there", stacklevel=2
+                f"{directory} cannot be locked ({error.strerror}). Start only one job at a time there.", stacklevel=2
             )
             return file
-        if not said:
-            said = True
+        if not announced:
+            announced = True
             text = f"another job is writing to {directory}; waiting up to {wait_seconds:g} s for it to end"
             print(f"megatron-sb: {text}", file=sys.stderr, flush=True)
         time.sleep(POLL_SECONDS)
 
 
 def refuse_changes(directory: Path, config: TrainingConfig) -> None:
-    """Only what a model and its rows are spread over may change: not the rows, nor what is done with them.
+    """Check that a configuration changes only the parallel layout of the directory's run, not its rows or training.
 
-    Raises ValueError for another configuration than the one that the directory's run was started with.
+    Raises:
+        ValueError: Another field differs from the configuration that the run was started with.
     """
     before = configuration.load_config(directory / "config.yaml")
-    began, wanted = configuration.flatten(before), configuration.flatten(config)
-    for path in began | wanted:
-        if began.get(path) != wanted.get(path) and not re.fullmatch(LAYOUT_FIELDS, path):
+    started, wanted = configuration.flatten(before), configuration.flatten(config)
+    for path in started | wanted:
+        if started.get(path) != wanted.get(path) and not re.fullmatch(LAYOUT_FIELDS, path):
             raise ValueError(
-                f"--resume: {path} = {wanted.get(path)!r}, but {directory} was started with {began.get(path)!r}; "
-                "a resumed run must go on as it began"
+                f"--resume: {path} must be {started.get(path)!r}, which {directory} was started with, "
+                f"got {wanted.get(path)!r}"
             )
     for index, (old, new) in enumerate(zip(before.stages, config.stages, strict=True)):
         if before.pad_multiple(old) != config.pad_multiple(new):
             raise ValueError(
-                f"--resume: stages.{index} pads documents to multiples of {config.pad_multiple(new)} on these ranks, "
-                f"but {directory} was started with {before.pad_multiple(old)}, and rows would be cut elsewhere; give "
-                f"stages.{index}.pad_multiple = {before.pad_multiple(old)}"
+                f"--resume: stages.{index}.pad_multiple must be {before.pad_multiple(old)}, which {directory} was "
+                f"started with, got {config.pad_multiple(new)}, the default on these ranks. With another value, rows "
+                "would be cut elsewhere."
             )
 
 
 def _newest(name: str) -> Path:
     found = sorted(path.parent for path in Path("runs").glob(f"{name}-*/config.yaml"))
     if not found:
-        raise ValueError(f"--resume: there is no runs/{name}-* to go on with; name the directory with --out")
+        raise ValueError(f"--resume: there is no runs/{name}-*. Name the directory with --out.")
     return found[-1]
 
 
-def _made(directory: Path) -> Path:
-    """A new directory of this name, or with -2, -3 and so on after it where that is taken: another job's."""
-    count, made = 1, directory
+def _create(directory: Path) -> Path:
+    """Create a directory of this name. Where another job has it, append -2, -3 and so on."""
+    count, created = 1, directory
     while True:
         try:
-            made.mkdir(parents=True)
-            return made
+            created.mkdir(parents=True)
+            return created
         except FileExistsError:
             count += 1
-            made = directory.with_name(f"{directory.name}-{count}")
+            created = directory.with_name(f"{directory.name}-{count}")

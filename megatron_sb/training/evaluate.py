@@ -1,9 +1,9 @@
 """Negative log-likelihood by context length: the same target tokens, seen with ever longer contexts.
 
-A window is the last `target_tokens` of a stretch of a validation document as long as the job's longest context. For
-every context length c the model sees the stretch's last c tokens and is scored on the targets alone (one of them has
-between c - target_tokens and c tokens before it). So a difference between two lengths is the context's doing and not
-the text's.
+A window is a part of a validation document, as long as the job's longest context. Its last `target_tokens` are the
+targets. For each context length c, the model sees the window's last c tokens and is scored on the targets only. A
+target then has between c - target_tokens and c tokens before it. Only the context differs between two lengths, never
+the scored text.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Watch:
-    """Whom an evaluation tells how far it is, on every rank after as many lengths and batches; what they raise ends it
-    on every rank that raises.
+    """Callbacks of an evaluation. Every rank calls them equally often. An exception in one ends the evaluation.
+
+    Attributes:
+        on_length: Called with the entry of each context length.
+        on_batch: Called after each batch.
     """
 
     on_length: Callable[[dict[str, Any]], None] = lambda result: None
@@ -37,16 +40,19 @@ UNWATCHED = Watch()
 
 
 def result_path(out: Path, model: str, stage: StageConfig, scaling: str) -> Path:
-    """Where the evaluation after a stage is kept; the file exists when it is done. No name has a dot in it."""
+    """Return the file of the evaluation after a stage. It exists when the evaluation is done. Names have no dots."""
     suffix = "" if scaling == "none" else f".{scaling}"
     return out / "evaluation" / f"{model}.{stage.name}{suffix}.json"
 
 
 def choose_windows(corpus: Corpus, config: TrainingConfig) -> list[np.ndarray]:
-    """Up to config.evaluation.windows stretches of validation documents, (longest + 1,) tokens each: first the start
-    of every document that is long enough, then what follows it, and so on.
+    """Choose up to config.evaluation.windows windows: the start of each long document, then the next part of each.
 
-    Raises ValueError when no validation document is long enough.
+    Returns:
+        Windows of (longest + 1,) tokens.
+
+    Raises:
+        ValueError: No validation document is long enough.
     """
     longest = max(config.evaluation_lengths(stage)[-1] for stage in config.stages)
     places = sorted(
@@ -56,10 +62,9 @@ def choose_windows(corpus: Corpus, config: TrainingConfig) -> list[np.ndarray]:
     )
     if not places:
         raise ValueError(
-            f"no validation document has the {longest + 1} tokens that evaluation.length_factor = "
-            f"{config.evaluation.length_factor} and evaluation.longest = {config.evaluation.longest} ask for "
-            f"(the longest has {corpus.validation.lengths.max()}): lower it or a stage's context_length, or "
-            "give longer documents"
+            f"the longest validation document must have {longest + 1} tokens, got {corpus.validation.lengths.max()}. "
+            f"Lower evaluation.longest = {config.evaluation.longest}, evaluation.length_factor = "
+            f"{config.evaluation.length_factor} or a stage's context_length, or give longer documents."
         )
     chosen = places[: config.evaluation.windows]
     return [corpus.validation.read(index, start, start + longest + 1) for start, index in chosen]
@@ -74,10 +79,20 @@ def evaluate(
     scaling: str = "none",
     watch: Watch = UNWATCHED,
 ) -> list[dict[str, Any]]:
-    """One entry per context length: {"context", "nll" (nats per token), "standard_error" (over windows; None with
-    one), "windows"}.
+    """Evaluate a model at every context length.
 
-    scaling: how rotary positions are scaled, by as much as a context is longer than the stage's.
+    Args:
+        engine: The `Engine` with the model.
+        corpus: The documents that the windows are from.
+        windows: From `choose_windows`.
+        config: The job's configuration.
+        stage: The stage that the model was trained in.
+        scaling: How rotary positions are scaled, by the ratio of a longer context to the stage's.
+        watch: Callbacks.
+
+    Returns:
+        One entry per context length: {"context", "nll" (nats per token), "standard_error" (over windows; None with one
+        window), "windows"}.
     """
     results = []
     num_targets = config.evaluation.target_tokens
@@ -105,13 +120,21 @@ def score_windows(
     at_once: int,
     watch: Watch = UNWATCHED,
 ) -> torch.Tensor:
-    """Each measure of every window, summed over ranks: float64 (len(measures), num_windows); collective.
+    """Compute measures of every window, over all ranks. Collective.
 
-    measures: the engine's, of a batch and how many windows it holds: (n,). batch_of: the windows of these indices.
-    at_once: windows in a batch, at most.
-    Data-parallel groups share out the windows; ranks of one group share each sequence. Every group scores as many,
-    some of them a window that another has too, which counts once: experts are spread over groups, which have to call
-    them alike.
+    Each data-parallel group scores its share of the windows. All groups score equally many, because experts are spread
+    over groups, which must call them together. A window that is scored twice for that counts once.
+
+    Args:
+        engine: The `Engine` with the model.
+        measures: Methods of the engine that map (batch, n) to a tensor (n,), n windows in the batch.
+        batch_of: Returns the batch of the windows with the given indices.
+        num_windows: Number of windows.
+        at_once: Largest number of windows in a batch.
+        watch: Callbacks.
+
+    Returns:
+        float64 (len(measures), num_windows).
     """
     import torch
 
@@ -129,6 +152,6 @@ def score_windows(
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean and its standard error, None with one value."""
+    """Return the mean and its standard error, which is None for one value."""
     mean = math.fsum(values) / len(values)
     return mean, float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None

@@ -1,8 +1,7 @@
-"""The job itself, as every rank runs it: each model through each stage, a checkpoint and an evaluation at each stage's
-end.
+"""The training loop of every rank: each model through each stage, with a checkpoint and an evaluation at a stage's end.
 
-A stage always starts from files (the checkpoint of the stage before) and a resumed job from the newest checkpoint, so
-both take the same path.
+A stage starts from the checkpoint of the stage before. A resumed job starts from the newest checkpoint, by the same
+code.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from megatron_sb.training.throughput import model_flops
 
 
 class Interrupted(Exception):
-    """The job was asked to stop and has saved what it has; args: the signal and where."""
+    """The job was asked to stop and has saved. args: the signal, and the position in words."""
 
 
 class Diverged(Exception):
-    """A step's loss or gradient is not a finite number, on every rank; args: a sentence."""
+    """The loss or the gradient of a step is not finite. Raised on every rank. args: a sentence."""
 
 
 class StopRequest:
-    """Notes SIGINT and SIGTERM, for all ranks to honour together: they add up their flags where they meet anyway."""
+    """Records SIGINT and SIGTERM. Ranks sum their flags in a collective of the step, and so stop together."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -44,12 +43,12 @@ class StopRequest:
             signal.signal(number, self._note)
 
     def flags(self) -> list[float]:
-        """1.0 for each of SIGNALS that this rank has received."""
+        """Return 1.0 for each of SIGNALS that this rank has received, else 0.0."""
         return list(self._received.values())
 
     @classmethod
     def agreed(cls, sums: list[float]) -> signal.Signals | None:
-        """The signal that some rank has received, from the sum of every rank's flags."""
+        """Return a signal that any rank has received, from the sums of all ranks' flags."""
         return next((number for number, count in zip(cls.SIGNALS, sums, strict=True) if count), None)
 
     def _note(self, number: int, frame: Any) -> None:
@@ -57,9 +56,17 @@ class StopRequest:
 
 
 class Job:
-    """One rank's view of a run. report, profiler: None on every rank but the first.
+    """One rank's part of a run.
 
-    Raises ValueError where the data cannot be had, or are not those that the run has seen so far.
+    Args:
+        config: The job's configuration.
+        out: The run's directory.
+        device: This rank's device.
+        report: None on every rank but the first.
+        profiler: None on every rank but the first.
+
+    Raises:
+        ValueError: The data cannot be used, or differ from the data that the run has been trained on.
     """
 
     def __init__(
@@ -77,25 +84,30 @@ class Job:
         self._profiler = profiler or ProfilerWindow(out)
         self._stop = StopRequest()
         if config.initial_checkpoint and not (Path(config.initial_checkpoint) / ".metadata").exists():
-            raise ValueError(f"initial_checkpoint = {config.initial_checkpoint!r} holds no checkpoint (no .metadata)")
+            raise ValueError(
+                f"initial_checkpoint must be a checkpoint directory with a .metadata, got {config.initial_checkpoint!r}"
+            )
         self._task: Task = load_task(config)
         for model in config.compare:
             directory = self._checkpoints(model)
             progress, now = directory.latest(), self._task.fingerprint()
-            # What an older run does not have in its fingerprint is not compared.
+            # An older run's fingerprint may lack names.
             if progress and any(now.get(name) != value for name, value in progress.corpus.items()):
                 raise ValueError(
-                    f"the documents changed since {directory.path(progress)} was saved: they were {progress.corpus}, "
-                    f"now {now}"
+                    f"the data changed after {directory.path(progress)} was saved: the fingerprint must be "
+                    f"{progress.corpus}, got {now}"
                 )
 
     def describe(self) -> str:
-        """What is trained on, in one sentence."""
+        """Describe the data in one sentence."""
         return self._task.describe()
 
     def run(self) -> None:
-        """Everything that is not done yet. Raises Interrupted when a signal asked for a stop, Diverged before what a
-        step made of the weights is saved.
+        """Train and evaluate whatever is not done yet.
+
+        Raises:
+            Interrupted: A signal asked for a stop. The job has saved.
+            Diverged: The loss or gradient of a step is not finite. That step is not saved.
         """
         for model in self._config.compare:
             directory = self._checkpoints(model)
@@ -112,7 +124,7 @@ class Job:
     def _run_stage(
         self, model: str, index: int, stage: StageConfig, directory: CheckpointDirectory, progress: Progress | None
     ) -> Progress:
-        """Train the stage's steps that are left, then evaluate unless that is done."""
+        """Train the remaining steps of a stage, then evaluate unless that is done."""
         from megatron_sb.training.engine.engine import Engine
 
         trained = progress is not None and (progress.stage, progress.step) == (stage.name, stage.steps)
@@ -207,9 +219,10 @@ def _how_it_diverged(
     what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norms}"
     newest = directory.latest()
     left = f"the newest checkpoint is {directory.path(newest)}" if newest else "no checkpoint was saved before"
-    return f"{what} at step {step} of {model} / {stage.name}: training has diverged and ends unsaved; {left}"
+    where = f"step {step} of {model} / {stage.name}"
+    return f"{what} at {where}: training has diverged and ends without saving this step; {left}"
 
 
 def _peak_gib(device: torch.device) -> float | None:
-    """Most GiB that this rank's tensors have taken on a GPU so far; None on a CPU."""
+    """Return the largest memory of this rank's tensors on a GPU so far, in GiB; None on a CPU."""
     return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None

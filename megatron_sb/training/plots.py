@@ -1,4 +1,4 @@
-"""The two pictures of a job, drawn from what its report wrote."""
+"""The two plots of a job, drawn from the files that its report wrote."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STYLES = ("--", "-", ":", "-.")
 
 
 def draw_losses(metrics: list[dict[str, Any]], labels: dict[str, str], path: Path) -> None:
-    """Training loss against tokens, one line per model; a change of stage is marked."""
+    """Plot the training loss against tokens, one line per model. Dotted lines mark changes of stage."""
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     for model in dict.fromkeys(line["model"] for line in metrics):
         lines = [line for line in metrics if line["model"] == model]
@@ -37,13 +37,14 @@ def draw_losses(metrics: list[dict[str, Any]], labels: dict[str, str], path: Pat
 
 
 def draw_nll_by_length(evaluations: list[dict[str, Any]], labels: dict[str, str], path: Path) -> None:
-    """`nll_by_length`, written."""
+    """Write the figure of `nll_by_length` to a file."""
     save(nll_by_length(evaluations, labels), path)
 
 
 def nll_by_length(evaluations: list[dict[str, Any]], labels: dict[str, str]) -> Any:
-    """A figure: negative log-likelihood against context length, one line per model and stage; the context each was
-    trained with is marked.
+    """Plot the negative log-likelihood against context length, one line per model and stage.
+
+    Dotted lines mark the contexts that the models were trained with.
     """
     figure, axes = pyplot.subplots(figsize=(8, 5.5))
     stages = list(dict.fromkeys(entry["stage"] for entry in evaluations))
@@ -61,7 +62,7 @@ def nll_by_length(evaluations: list[dict[str, Any]], labels: dict[str, str]) -> 
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     if any(0 < result["nll"] < math.inf for entry in evaluations for result in entry["results"]):
-        axes.set_yscale("log")  # what a model gains by context is small beside what another loses
+        axes.set_yscale("log")  # the gain of one model is small compared with the loss of another
     axes.yaxis.set_major_formatter("{x:.3g}")
     axes.yaxis.set_minor_formatter("{x:.3g}")
     axes.set(xlabel="context (tokens)", ylabel="negative log-likelihood of the same tokens (nats)")
@@ -71,19 +72,19 @@ def nll_by_length(evaluations: list[dict[str, Any]], labels: dict[str, str]) -> 
 
 
 def label_of(entry: dict[str, Any], labels: dict[str, str]) -> str:
-    """The model of an evaluation, and how it was scaled."""
+    """Return the label of an evaluation: the model, and how its positions were scaled."""
     return labels[entry["model"]] + SCALINGS[entry["scaling"]]
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure under a temporary name, then rename it."""
+    temporary = path.with_name(f".{path.name}")
+    figure.tight_layout()
+    figure.savefig(temporary, dpi=120, format="png")
+    pyplot.close(figure)
+    temporary.replace(path)
 
 
 def _colour(model: str, labels: dict[str, str]) -> Any:
     index = list(labels).index(model)
     return f"C{index}" if len(labels) <= len(pyplot.colormaps["tab10"].colors) else pyplot.colormaps["tab20"](index)
-
-
-def save(figure: Any, path: Path) -> None:
-    """Write aside, then rename."""
-    aside = path.with_name(f".{path.name}")
-    figure.tight_layout()
-    figure.savefig(aside, dpi=120, format="png")
-    pyplot.close(figure)
-    aside.replace(path)

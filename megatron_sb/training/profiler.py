@@ -1,4 +1,4 @@
-"""A window of training steps under torch's profiler."""
+"""Profiling of some training steps with torch's profiler."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 
 class ProfilerWindow:
-    """Profiles steps `first` to `last` (from 1, both included) of each stage and writes DIR/MODEL.STAGE.json, a trace
-    that chrome://tracing and Perfetto read.
+    """Profile a range of steps of each stage into DIR/MODEL.STAGE.json, for chrome://tracing or Perfetto.
 
-    first = 0: profiles nothing.
+    Args:
+        directory: DIR.
+        first: First step to profile, from 1. 0 profiles nothing.
+        last: Last step to profile, included.
     """
 
     def __init__(self, directory: Path, first: int = 0, last: int = 0) -> None:
@@ -20,17 +22,23 @@ class ProfilerWindow:
 
     @staticmethod
     def parse(text: str, num_steps: int) -> tuple[int, int]:
-        """("3:5", 9) -> (3, 5). Raises ValueError for what is not two steps in order, or begins after num_steps."""
+        """Return the steps that "FIRST:LAST" names.
+
+        Raises:
+            ValueError: `text` is not two steps in order, or starts after `num_steps`.
+        """
         match = re.fullmatch(r"(\d+):(\d+)", text)
         first, last = (int(number) for number in match.groups()) if match else (0, 0)
         if not 1 <= first <= last:
-            raise ValueError(f"--profile {text}: write FIRST:LAST, steps of a stage from 1, for example 10:12")
+            raise ValueError(f"--profile must be FIRST:LAST, two steps of a stage such as 10:12, got {text}")
         if first > num_steps:
-            raise ValueError(f"--profile {text}: no stage has so many steps; FIRST may be up to {num_steps}")
+            raise ValueError(
+                f"--profile must start at step {num_steps} or before, the last step of the longest stage, got {text}"
+            )
         return first, last
 
     def before(self, step: int) -> None:
-        """Call before step `step` (from 1) of a stage."""
+        """Start the profiler if `step` (from 1) is the first step to profile. Call before the step."""
         if step == self._first:
             import torch
 
@@ -38,12 +46,12 @@ class ProfilerWindow:
             self._profiler.start()
 
     def after(self, step: int, model: str, stage: str) -> None:
-        """Call after it."""
+        """Write the trace if `step` is the last step to profile. Call after the step."""
         if self._profiler is not None and step == self._last:
             self._end(model, stage)
 
     def end_stage(self, model: str, stage: str) -> None:
-        """Write what there is, where the stage ended inside the window."""
+        """Write the trace if the stage ended before the last step to profile."""
         if self._profiler is not None:
             self._end(model, stage)
 

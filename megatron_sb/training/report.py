@@ -1,8 +1,7 @@
-"""What a job shows and writes: a progress bar, metrics.jsonl, tensorboard, evaluation files, pictures, a closing
-table. Rank 0 alone has one.
+"""The report of a job, on rank 0: a progress bar, files of metrics and evaluations, plots, and a table at the end.
 
-metrics.jsonl                one line per reported step; model_tflops is per rank, peak_gib of the first one
-evaluation/MODEL.STAGE.json  negative log-likelihood by context length; with scaled positions MODEL.STAGE.SCALING.json
+metrics.jsonl                one line per reported step; model_tflops is per rank, peak_gib is rank 0's
+evaluation/MODEL.STAGE.json  negative log-likelihood by context length; MODEL.STAGE.SCALING.json with scaled positions
 tensorboard/  loss.png  nll_by_length.png
 """
 
@@ -22,15 +21,24 @@ from megatron_sb.training.checkpoint import Progress, write_aside
 from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.evaluate import result_path
 
-LABELS = {"stick_breaking": "stick-breaking", "softmax_rope": "softmax + RoPE"}  # others go by their names
+LABELS = {
+    "stick_breaking": "stick-breaking",
+    "softmax_rope": "softmax + RoPE",
+}  # other models are labelled by their names
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a training step gave. loss: nats per token. gradient_norm: before clipping. flops: of the model, over all
-    ranks. peak_gib: the most that this rank has used of its GPU; None on a CPU. remainder: the mean mass that
-    stick-breaking attention left over. skipped: the share of its tiles that the backward left out. Both None where
-    nobody looked, and skipped with context parallelism, too.
+    """The measurements of a training step.
+
+    Attributes:
+        loss: In nats per token.
+        gradient_norm: Before clipping.
+        learning_rate: Of the step.
+        flops: Floating-point operations of the model, over all ranks.
+        peak_gib: Largest use of this rank's GPU so far, in GiB. None on a CPU.
+        remainder: Mean mass that stick-breaking attention left over. None if the step did not measure it.
+        skipped: Share of tiles that the backward skipped. None if not measured, and with context parallelism.
     """
 
     loss: float
@@ -43,7 +51,7 @@ class Step:
 
 
 def hardware(device_type: str, ranks: int) -> str:
-    """What `ranks` processes like this one run on, in words, for a record. device_type: torch's, "cuda" or "cpu"."""
+    """Describe the hardware of `ranks` processes like this one. device_type: torch's, "cuda" or "cpu"."""
     if device_type == "cuda":
         return f"{ranks} x {torch.cuda.get_device_name()}"
     threads = ranks * torch.get_num_threads()
@@ -51,7 +59,13 @@ def hardware(device_type: str, ranks: int) -> str:
 
 
 class Report:
-    """Writes under `out`. device: what the job runs on, in words."""
+    """Write the files of a run.
+
+    Args:
+        out: The run's directory.
+        config: The job's configuration.
+        device: The hardware, in words.
+    """
 
     def __init__(self, out: Path, config: TrainingConfig, device: str) -> None:
         self.out = out
@@ -63,8 +77,9 @@ class Report:
         self._bar: tqdm | None = None
 
     def start_stage(self, model: str, stage: StageConfig, progress: Progress) -> None:
-        """Open the progress bar; lines of steps beyond `progress` (written by a run that died after its last
-        checkpoint) are dropped.
+        """Open the progress bar, and drop the lines of steps after `progress`.
+
+        A run that died after its last checkpoint has written such lines.
         """
         kept = [
             line
@@ -80,7 +95,7 @@ class Report:
         self._flops = 0.0
 
     def step(self, model: str, stage: StageConfig, progress: Progress, step: Step) -> None:
-        """One finished step. Rates are means over the steps since the last line."""
+        """Report a finished step. Rates are means over the steps since the last line."""
         assert self._bar is not None
         self._bar.update()
         self._flops += step.flops
@@ -119,17 +134,17 @@ class Report:
             self._bar = None
 
     def message(self, text: str) -> None:
-        """One line above the progress bar."""
+        """Print one line above the progress bar."""
         tqdm.write(text)
 
     def evaluated(self, model: str, stage: StageConfig, result: dict[str, Any]) -> None:
-        """One line about an evaluation at one length."""
+        """Print one line about the evaluation at one context length."""
         accuracy = f", accuracy {result['accuracy']:.1%}" if "accuracy" in result else ""
         nll = f"negative log-likelihood {result['nll']:.4f}{accuracy}"
         self.message(f"  {model} / {stage.name}: context {result['context']}, {nll}")
 
     def evaluation(self, model: str, stage: StageConfig, scaling: str, results: list[dict[str, Any]]) -> None:
-        """Keep and show an evaluation. scaling: of rotary positions."""
+        """Write an evaluation and redraw the plots. scaling: how rotary positions were scaled."""
         path = result_path(self.out, model, stage, scaling)
         path.parent.mkdir(exist_ok=True)
         about = {"model": model, "stage": stage.name, "trained_context": stage.context_length, "scaling": scaling}
@@ -141,14 +156,14 @@ class Report:
         self.draw()
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl; one cut off by a crash is left out."""
+        """Return the lines of metrics.jsonl, without a last line that a crash cut off."""
         if not self._metrics_path.exists():
             return []
         lines = self._metrics_path.read_text(encoding="utf-8").split("\n")
         return [json.loads(line) for line in lines[:-1]]
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """Every evaluation that is done, in the order of the configuration."""
+        """Return every finished evaluation, in the order of the configuration."""
         config = self._config
         paths = [
             result_path(self.out, model, stage, scaling)
@@ -159,14 +174,14 @@ class Report:
         return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
 
     def draw(self) -> None:
-        """loss.png and nll_by_length.png from the files."""
+        """Draw loss.png and nll_by_length.png from the files."""
         from megatron_sb.training import plots
 
         plots.draw_losses(self.metrics(), self._labels, self.out / "loss.png")
         plots.draw_nll_by_length(self.evaluations(), self._labels, self.out / "nll_by_length.png")
 
     def table(self) -> str:
-        """Negative log-likelihood by context length, a column per model and stage."""
+        """Return a table of the negative log-likelihood by context length, with a column per model and stage."""
         from megatron_sb.training import plots
 
         evaluations = self.evaluations()
@@ -188,7 +203,7 @@ class Report:
         return "\n".join(lines)
 
     def close(self) -> None:
-        """Flush what is open."""
+        """Close the progress bar and the TensorBoard files."""
         self.end_stage()
         for writer in self._tensorboard.values():
             writer.close()

@@ -1,21 +1,22 @@
-"""The learning rate of every step of a stage."""
+"""The learning-rate schedules."""
 
 from __future__ import annotations
 
 from megatron_sb.training.config import StageConfig
 
-# Exponent of the power scheduler (Shen et al., arXiv 2408.13359), with which the models of Tan et al., appendix C.1,
-# are pre-trained.
+# Exponent of the power scheduler (Shen et al., arXiv 2408.13359). Tan et al., appendix C.1, pre-train with it.
 POWER_EXPONENT = -0.51
 
 
 def learning_rate(stage: StageConfig, step: int) -> float:
-    """The rate of step `step` (from 0): a linear warm-up from warmup_start_rate, then what the stage's schedule says.
+    """Return the learning rate of step `step` (from 0): a linear warm-up from warmup_start_rate, then the schedule.
 
-    constant: stays at learning_rate. power: falls with (step / warmup_steps) ** -0.51; with power_coefficient a it is
-    the power scheduler, min(learning_rate, a * rows * n ** -0.51) with n the stage's tokens so far and rows those of a
-    step. exponential: 2 * 0.5**r - 1 with r the part of the decay that is over, Megatron's exponential tail, which
-    reaches 0 where the stage ends.
+    The schedules, with n the stage's tokens so far and r the finished part of the decay, from 0 to 1:
+
+    - constant: learning_rate.
+    - power: learning_rate * (step / warmup_steps) ** -0.51. With power_coefficient a, the power scheduler:
+      min(learning_rate, a * rows_per_step * n ** -0.51).
+    - exponential: learning_rate * (2 * 0.5 ** r - 1), Megatron's exponential tail, which ends at 0.
     """
     if step >= stage.warmup_steps:
         return _after_warmup(stage, step)

@@ -1,4 +1,7 @@
-"""What a job trains on and is measured by: rows with the labels whose loss counts, and an evaluation."""
+"""Tasks: the rows that a job trains on, and its evaluation.
+
+`data.kind` names a task. The class of the `data` section says where its `Task` is; see `megatron_sb._tasks`.
+"""
 
 from __future__ import annotations
 
@@ -12,57 +15,68 @@ from megatron_sb.training.evaluate import UNWATCHED, Watch, choose_windows, eval
 
 
 class Sampler(Protocol):
-    """An endless series of rows, the same for the same seed; a position in it is a few integers."""
+    """An endless series of rows that depends on its seed only. Its state is a few integers."""
 
-    def state_dict(self) -> dict[str, int]: ...
+    def state_dict(self) -> dict[str, int]:
+        """Return the position in the series."""
 
-    def load_state_dict(self, state: dict[str, int]) -> None: ...
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue at a position that `state_dict` returned."""
 
-    def next_rows(self, count: int) -> Sequence[Row]: ...
+    def next_rows(self, count: int) -> Sequence[Row]:
+        """Return the next rows, not read yet."""
 
-    def read(self, row: Row) -> PackedBatch: ...
+    def read(self, row: Row) -> PackedBatch:
+        """Return the tokens of a row."""
 
 
 class Task(Protocol):
-    """vocab_size: before padding."""
+    """The data of a job. Constructed from the whole configuration; raises ValueError if the data cannot be used.
+
+    Attributes:
+        vocab_size: Tokens of the vocabulary, before padding.
+    """
 
     vocab_size: int
 
     def fingerprint(self) -> dict[str, int]:
-        """Tells whether a resumed run sees the data it started with."""
+        """Return numbers that change with the data. A resumed run compares them."""
 
     def describe(self) -> str:
-        """The data, in one sentence."""
+        """Describe the data in one sentence."""
 
     def sampler(self, stage: StageConfig, index: int) -> Sampler:
-        """The training rows of a stage. index: the stage's, from 0."""
+        """Return the training rows of a stage. index: the stage's number, from 0."""
 
     def evaluate(self, engine: Any, stage: StageConfig, scaling: str, watch: Watch = UNWATCHED) -> list[dict[str, Any]]:
-        """One entry per context length: {"context", "nll" (nats per label), "standard_error", "windows"} and what else
-        the task measures. scaling, watch: as in `evaluate.evaluate`.
+        """Evaluate a model.
+
+        Returns:
+            One entry per context length: {"context", "nll" (nats per label), "standard_error", "windows"}, and the
+            task's own measures. For the arguments, see `evaluate.evaluate`.
         """
 
 
 class DocumentTask:
-    """Next tokens of documents; evaluated by context length. Raises ValueError where they fill no row of a stage."""
+    """Prediction of the next token in documents, evaluated by context length."""
 
     def __init__(self, config: TrainingConfig) -> None:
         self._config = config
         self._corpus = load_corpus(config)
         self._windows = choose_windows(self._corpus, config)
         self.vocab_size = self._corpus.vocab_size
-        for index, stage in enumerate(config.stages):  # what fills no row is refused before anything is trained
+        for index, stage in enumerate(config.stages):  # before anything is trained
             try:
                 require_a_row(self._corpus.train, stage.context_length, config.pad_multiple(stage))
             except ValueError as error:
-                raise ValueError(f"stages.{index}.context_length = {stage.context_length}: {error}") from None
+                raise ValueError(f"stages.{index}.context_length: {error}") from None
 
     def fingerprint(self) -> dict[str, int]:
-        """As `Task.fingerprint`."""
+        """See `Task.fingerprint`."""
         return self._corpus.fingerprint()
 
     def describe(self) -> str:
-        """As `Task.describe`."""
+        """See `Task.describe`."""
         counts = self._corpus.fingerprint()
         return (
             f"{counts['train_documents']} training documents ({counts['train_tokens']:,} tokens), "
@@ -70,15 +84,19 @@ class DocumentTask:
         )
 
     def sampler(self, stage: StageConfig, index: int) -> Sampler:
-        """As `Task.sampler`."""
+        """See `Task.sampler`."""
         config, corpus, seed = self._config, self._corpus, (self._config.seed, 1 + index)
         return RowSampler(corpus.train, stage.context_length, config.pad_multiple(stage), corpus.end_of_document, seed)
 
     def evaluate(self, engine: Any, stage: StageConfig, scaling: str, watch: Watch = UNWATCHED) -> list[dict[str, Any]]:
-        """As `Task.evaluate`."""
+        """See `Task.evaluate`."""
         return evaluate(engine, self._corpus, self._windows, self._config, stage, scaling, watch)
 
 
 def load_task(config: TrainingConfig) -> Task:
-    """What config.data says. Raises ValueError when it cannot be had."""
+    """Return the task of config.data.
+
+    Raises:
+        ValueError: The data cannot be used.
+    """
     return import_object(config.data.task)(config)

@@ -1,8 +1,8 @@
-"""The seam between machines: gradients, optimizer and checkpoints by torch on a CPU, by Megatron-Core on GPUs.
+"""Gradients, optimizer and checkpoints: by torch on a CPU, by Megatron-Core on GPUs.
 
-Megatron-Core has its DistributedDataParallel, distributed optimizer and distributed checkpoints for CUDA alone. Both
-classes below offer the same few methods, so that everything above them is the same code on either machine. In both, a
-loss that is a rank's share of the global mean gives the gradient of that mean.
+Megatron-Core's DistributedDataParallel, distributed optimizer and distributed checkpoints need CUDA. Both classes below
+have the same methods, so the engine is the same code on both devices. In both, the loss is a rank's share of the global
+mean, and the gradient is the gradient of that mean.
 """
 
 import contextlib
@@ -19,13 +19,14 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from megatron_sb.megatron.weights import has_optimizer
 from megatron_sb.training.config import OptimizerConfig
 
-_RESHARDABLE = "fully_reshardable"  # by Megatron-Core's name: any parallel layout loads it
+_RESHARDABLE = "fully_reshardable"  # Megatron-Core's name of the form that any parallel layout loads
 
 
 class TorchBackend:
     """torch's DistributedDataParallel, AdamW and distributed checkpoint.
 
-    Every rank saves its own share of a model that tensor or expert parallelism splits: only the same sizes load it.
+    Each rank saves its own shard where tensor or expert parallelism splits the model. Only the same parallel sizes load
+    such a checkpoint.
     """
 
     def __init__(self, model: torch.nn.Module, config: OptimizerConfig) -> None:
@@ -41,15 +42,15 @@ class TorchBackend:
         self._optimizer = torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), eps=config.eps)
 
     def forward(self, *args, **kwargs) -> Tensor:
-        """The wrapped model's forward."""
+        """Run the wrapped model's forward."""
         return self._ddp(*args, **kwargs)
 
     def accumulate(self, *, last: bool) -> contextlib.AbstractContextManager:
-        """Around forward and backward of one micro-batch: gradients are reduced with the last."""
+        """Return the context of a micro-batch's forward and backward. The last micro-batch reduces the gradients."""
         return contextlib.nullcontext() if last else self._ddp.no_sync()
 
     def step(self, learning_rate: float) -> float:
-        """Reduce what is left, clip, update, clear. Returns the norm of the gradient before clipping."""
+        """Reduce the remaining gradients, clip, update and clear them. Return the norm before clipping."""
         parameters = list(self._ddp.parameters())
         _reduce_model_parallel_gradients(parameters)
         norm = _gradient_norm(parameters)
@@ -61,28 +62,32 @@ class TorchBackend:
         return float(norm)
 
     def save(self, path: Path) -> None:
-        """Model and optimizer; collective."""
+        """Write model and optimizer. Collective."""
         dcp.save(self._state(), checkpoint_id=path)
 
     def load(self, path: Path) -> None:
-        """The inverse of save; collective. Raises ValueError where the model was split otherwise, or saved on GPUs."""
+        """Read what `save` wrote. Collective.
+
+        Raises:
+            ValueError: The checkpoint was saved with other parallel sizes, or on GPUs.
+        """
         state = self._state()
         saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        if not any(name.startswith(f"model{_share()}.") for name in saved):
+        if not any(name.startswith(f"model{_shard_suffix()}.") for name in saved):
             raise ValueError(
                 f"{path} was saved with another parallel.tensor_parallel_size or parallel.expert_parallel_size, or on "
-                "GPUs: a CPU loads what CPUs saved with the same (on GPUs Megatron's checkpoints load on any)"
+                "GPUs. On CPUs, load it with the sizes that it was saved with on CPUs. On GPUs any sizes load."
             )
         dcp.load(state, checkpoint_id=path)  # in place: the model's tensors are the parameters themselves
-        set_optimizer_state_dict(self._ddp, self._optimizer, optim_state_dict=state[f"optimizer{_share()}"])
+        set_optimizer_state_dict(self._ddp, self._optimizer, optim_state_dict=state[f"optimizer{_shard_suffix()}"])
 
     def _state(self) -> dict:
         tensors = {
             name: value for name, value in self._ddp.module.state_dict().items() if isinstance(value, Tensor)
         }  # Megatron's extra states are None
         return {
-            f"model{_share()}": tensors,
-            f"optimizer{_share()}": get_optimizer_state_dict(self._ddp, self._optimizer),
+            f"model{_shard_suffix()}": tensors,
+            f"optimizer{_shard_suffix()}": get_optimizer_state_dict(self._ddp, self._optimizer),
         }
 
 
@@ -115,15 +120,15 @@ class MegatronBackend:
         self._ddp.zero_grad_buffer()
 
     def forward(self, *args, **kwargs) -> Tensor:
-        """The wrapped model's forward."""
+        """Run the wrapped model's forward."""
         return self._ddp(*args, **kwargs)
 
     def accumulate(self, *, last: bool) -> contextlib.AbstractContextManager:
-        """Around forward and backward of one micro-batch: gradients are reduced with the last."""
+        """Return the context of a micro-batch's forward and backward. The last micro-batch reduces the gradients."""
         return contextlib.nullcontext() if last else self._ddp.no_sync()
 
     def step(self, learning_rate: float) -> float:
-        """Reduce what is left, clip, update, clear. Returns the norm of the gradient before clipping."""
+        """Reduce the remaining gradients, clip, update and clear them. Return the norm before clipping."""
         self._finalize([self._ddp])
         norm = self._update(learning_rate)
         self._steps += 1
@@ -132,21 +137,21 @@ class MegatronBackend:
         return norm
 
     def _update(self, learning_rate: float) -> float:
-        for group in self._optimizer.param_groups:  # what Megatron's scheduler would set
+        for group in self._optimizer.param_groups:  # Megatron's scheduler would set both
             group["lr"] = learning_rate * group["lr_mult"]
             group["weight_decay"] = self._weight_decay * group["wd_mult"]
         _, norm, _ = self._optimizer.step()
         return float(norm)
 
     def save(self, path: Path) -> None:
-        """Model and optimizer, in the form that any parallel layout loads; collective."""
+        """Write model and optimizer in the form that any parallel layout loads. Collective."""
         from megatron.core import dist_checkpointing
 
         dist_checkpointing.save(self._sharded_state(is_loading=False), str(path))
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
-        """The inverse of save; collective. A checkpoint of weights alone leaves the optimizer as new."""
+        """Read what `save` wrote. Collective. A checkpoint without an optimizer leaves the optimizer as it is."""
         from megatron.core import dist_checkpointing
 
         if not has_optimizer(path):
@@ -154,7 +159,7 @@ class MegatronBackend:
             self._ddp.module.load_state_dict(state["model"])
             self._optimizer.reload_model_params()
             return
-        # Without Transformer Engine and Apex it is torch's AdamW, without a state to load into before a step.
+        # Without Transformer Engine and Apex, the optimizer is torch's AdamW, which has no state before a step.
         self._update(0.0)
         state = dist_checkpointing.load(self._sharded_state(is_loading=True), str(path))
         self._ddp.module.load_state_dict(state["model"])
@@ -162,13 +167,13 @@ class MegatronBackend:
         optimizers = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         for index, optimizer in enumerate(optimizers):
             found = state["optimizer"] if len(optimizers) == 1 else state["optimizer"][index]
-            # What is no tensor is this optimizer's own: the experts that expert parallelism splits have an optimizer to
-            # themselves, so the saved one may have been several where this is one.
+            # Load tensors only. Experts that expert parallelism splits have their own optimizer, so the checkpoint may
+            # have been saved by several optimizers where this layout has one.
             tensors = {"param_state": found["param_state"], "param_state_sharding_type": _RESHARDABLE}
             with _step_counts_given(self._steps):
                 optimizer.load_state_dict({**optimizer.state_dict(), **tensors})
             for of_parameter in optimizer.optimizer.state.values():
-                if "step" in of_parameter:  # one tensor, which all parameters would count in
+                if "step" in of_parameter:  # otherwise all parameters would share one tensor
                     of_parameter["step"] = torch.tensor(float(self._steps))
 
     def _sharded_state(self, *, is_loading: bool) -> dict:
@@ -180,8 +185,9 @@ class MegatronBackend:
 
 @contextlib.contextmanager
 def _step_counts_given(steps: int) -> Iterator[None]:
-    """Around loading the distributed optimizer: Megatron-Core (0.16, 0.19) asks for the step count that torch's AdamW
-    has for every parameter, but does not load it.
+    """Supply the step count while the distributed optimizer loads.
+
+    Megatron-Core (0.16, 0.19) needs the step count that torch's AdamW keeps for each parameter, but does not load it.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -198,13 +204,15 @@ def _step_counts_given(steps: int) -> Iterator[None]:
 
 
 def _is_expert(parameter: torch.nn.Parameter) -> bool:
-    """Whether expert-parallel ranks have different ones."""
+    """Whether expert-parallel ranks hold different parameters."""
     return not getattr(parameter, "allreduce", True)
 
 
 def _reduce_model_parallel_gradients(parameters: list[torch.nn.Parameter]) -> None:
-    """Add up what data-parallel reduction leaves: experts' over their own replicas, norms' and routers' over the
-    tensor-parallel ranks that share a sequence. An expert that no token was sent to has a gradient of zeros.
+    """Sum the gradients that data-parallel reduction leaves.
+
+    Experts sum over their replicas. Norms and routers sum over the tensor-parallel ranks that share a sequence. An
+    expert that received no token gets a gradient of zeros.
     """
     for parameter in parameters:
         if _is_expert(parameter):
@@ -215,7 +223,7 @@ def _reduce_model_parallel_gradients(parameters: list[torch.nn.Parameter]) -> No
 
 
 def _gradient_norm(parameters: list[torch.nn.Parameter]) -> Tensor:
-    """Of the whole model: every rank gives the squares of what it holds, divided by how many ranks hold the same."""
+    """Return the norm of the whole model's gradient. A rank's squares are divided by the ranks that hold the same."""
     ranks = dist.get_world_size()
     squares = torch.zeros((), dtype=torch.float64)
     for held, copies in (
@@ -230,12 +238,12 @@ def _gradient_norm(parameters: list[torch.nn.Parameter]) -> Tensor:
 
 
 def _is_shard(parameter: torch.nn.Parameter) -> bool:
-    """Whether tensor-parallel ranks have different parts."""
+    """Whether tensor-parallel ranks hold different shards."""
     return getattr(parameter, "tensor_model_parallel", False) and not _is_expert(parameter)
 
 
-def _share() -> str:
-    """Names this rank's share of the model among tensor- and expert-parallel ranks; empty where there is one share."""
+def _shard_suffix() -> str:
+    """Return a suffix for this rank's shard of the model; empty where no parallelism splits the model."""
     tensor, expert = (
         parallel_state.get_tensor_model_parallel_group(),
         parallel_state.get_expert_model_parallel_group(),
@@ -246,10 +254,10 @@ def _share() -> str:
 
 
 def _sum_in_rank_order(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Gradients added up over ranks, always in the order of the ranks.
+    """Sum gradients over ranks in the order of the ranks.
 
-    An all-reduce adds in an order that depends on a gradient's place in its bucket, and the buckets are laid out anew
-    after the first step: with more than two ranks a resumed run would differ in the last bits.
+    The order of an all-reduce depends on a gradient's place in its bucket, and torch rebuilds the buckets after the
+    first step. With more than two ranks, a resumed run would differ in the last bits.
     """
     ranks = dist.get_world_size(group)
     gathered = bucket.buffer().new_empty(ranks * bucket.buffer().numel())

@@ -1,7 +1,6 @@
-"""Megatron-Core as the engine of a training job: parallel state, model, one training step, losses of single tokens.
+"""Megatron-Core as the engine of a training job: parallel state, model, training step, losses of single tokens.
 
-Everything that training/ asks of Megatron-Core goes through `Engine`; what differs between a CPU and GPUs is in
-backends.py.
+All of the trainer's use of Megatron-Core goes through `Engine`. backends.py holds the differences between CPU and GPUs.
 """
 
 from __future__ import annotations
@@ -34,10 +33,13 @@ from megatron_sb.training.engine.softmax_attention import set_rotary_scaling
 
 
 class Batch(Protocol):
-    """Packed sequences, the same on every context-parallel rank, before they are cut between those.
+    """Packed sequences, the same on every context-parallel rank, before the ranks shard them.
 
-    tokens, labels: int64 (t,). counted: bool (t,), true where the label's loss counts. cu_seqlens: int32 (n + 1,),
-    from 0 to t.
+    Attributes:
+        tokens: int64 (t,).
+        labels: int64 (t,).
+        counted: bool (t,), true where the label's loss counts.
+        cu_seqlens: int32 (n + 1,), from 0 to t.
     """
 
     tokens: np.ndarray
@@ -47,10 +49,17 @@ class Batch(Protocol):
 
 
 class Engine:
-    """A GPTModel and its optimizer under one stage's parallel layout. The default process group must exist; one engine
-    at a time.
+    """A GPTModel and its optimizer under the parallel layout of one stage.
 
-    model: a name in config.attention. Every rank builds the same weights from config.seed.
+    The default process group must exist. Only one engine may exist at a time. Every rank builds the same weights from
+    config.seed.
+
+    Args:
+        config: The job's configuration.
+        model: A name in config.attention.
+        stage: The stage to train.
+        vocab_size: Size of the vocabulary before padding.
+        device: This rank's device.
     """
 
     def __init__(
@@ -85,13 +94,19 @@ class Engine:
     def train_step(
         self, batches: list[Batch], num_tokens: int, learning_rate: float, *, observe: bool = False
     ) -> tuple[Tensor, float]:
-        """One update from this data-parallel rank's micro-batches.
+        """Update the weights once. Collective.
 
-        num_tokens: the labels that count in the whole step, over all ranks: the gradient is that of (sum of token
-        losses) / num_tokens. observe: count in the first micro-batch what `statistics.AttentionCounts` says, into
-        `attention_counts`, which stays until the next time.
-        Returns this rank's share of that mean loss (a float64 scalar; `sum_over_ranks` makes it the loss) and the
-        gradient's norm before clipping.
+        Args:
+            batches: This data-parallel rank's micro-batches.
+            num_tokens: Labels that count in the step, over all ranks. The loss is the sum of token losses over
+                num_tokens.
+            learning_rate: Of this step.
+            observe: Measure the attention of the first micro-batch into `attention_counts`, which keeps the result
+                until the next measurement.
+
+        Returns:
+            This rank's share of the loss (a float64 scalar, which `sum_over_ranks` sums to the loss), and the norm of
+            the gradient before clipping.
         """
         self._model.train()
         self._scale_auxiliary_losses(num_tokens)
@@ -108,58 +123,62 @@ class Engine:
 
     @torch.no_grad()
     def window_losses(self, batch: Batch, num_windows: int) -> Tensor:
-        """This rank's share of the summed loss of every sequence in the batch: float64 (num_windows,); add them over
-        the ranks that share the batch.
+        """Return this rank's share of the summed loss of each sequence in the batch: float64 (num_windows,).
+
+        The sum over the ranks that share the batch is the loss.
         """
         return self._sum_windows(batch, num_windows, "losses")
 
     @torch.no_grad()
     def window_hits(self, batch: Batch, num_windows: int) -> Tensor:
-        """As `window_losses`, how many of the labels that count are the likeliest token."""
+        """Return this rank's share of the count of labels that are the likeliest token; see `window_losses`."""
         return self._sum_windows(batch, num_windows, "hits")
 
     @torch.no_grad()
     def likeliest_tokens(self, batch: Batch) -> Tensor:
-        """The likeliest token after each token: int64 (t,), on the CPU. Of this rank's part of the batch."""
+        """Return the likeliest next token of each token in this rank's shard of the batch: int64 (t,), on the CPU."""
         self._model.eval()
         likeliest, _, _ = self._forward(self._model, batch, batch.counted, "likeliest")
         return likeliest.cpu()
 
     def attention_inputs(self, batch: Batch) -> list[AttentionInputs]:
-        """What every stick-breaking layer attends with, in the order of the layers. Of this rank's part of the batch
-        and of the heads. Raises ValueError for a model without such layers.
+        """Return the inputs of every stick-breaking attention, by layer, for this rank's tokens and heads.
+
+        Raises:
+            ValueError: The model has no stick-breaking layers.
         """
         with captured(self._model) as inputs:
             self.likeliest_tokens(batch)
         return inputs
 
     def watch_attention(self, batch: Batch, look: Callable[..., None]) -> None:
-        """A forward without gradients that calls `look` as `statistics.watched` says, in every stick-breaking layer."""
+        """Run a forward without gradients that calls `look` in every stick-breaking layer; see `statistics.watched`."""
         with watched(self._model, look):
             self.likeliest_tokens(batch)
 
     def scale_positions(self, kind: str, factor: float) -> None:
-        """How rotary positions are scaled from now on: `megatron_sb.baselines.softmax.RotaryScaling`."""
+        """Set how rotary positions are scaled; see `megatron_sb.baselines.softmax.RotaryScaling`."""
         set_rotary_scaling(self._model, RotaryScaling(kind, factor))
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """The sum of every rank's values, each set of tensor-parallel ranks, which see the same tokens, counting once;
-        collective.
+        """Return the sum of the values over ranks. Collective.
+
+        Tensor-parallel ranks see the same tokens, so each set of them counts once.
         """
         values = values.to(self._device)
         dist.all_reduce(values)
         return values.cpu() / self._config.parallel.tensor_parallel_size
 
     def save(self, path: Path) -> None:
-        """Model and optimizer into an existing directory; collective. Once weights are made nothing draws at random."""
+        """Write model and optimizer into an existing directory. Collective. Training has no other random state."""
         self._backend.save(path)
 
     def load(self, path: Path) -> None:
-        """What `save` wrote, under this engine's parallel layout, which may be another; collective."""
+        """Read what `save` wrote, possibly under another parallel layout. Collective."""
         self._backend.load(path)
 
     def close(self) -> None:
-        """Give up the parallel state, so that the next engine can make its own."""
+        """Destroy the parallel state, so that another engine can be created."""
         del self._backend, self._model
         shared_plans.clear()
         GateLossScale.per_token = None
@@ -173,10 +192,10 @@ class Engine:
         return sums.index_add_(0, window, (scores * counted).double())
 
     def _scale_auxiliary_losses(self, num_tokens: int) -> None:
-        """Weigh the losses of routers and gates in a micro-batch as its tokens' share of the step.
+        """Weight the auxiliary losses of a micro-batch by its tokens' share of the step.
 
-        Megatron-Core before 0.19 multiplies a rank's part of them by the rank's tokens, which are the micro-batch's
-        divided by the ranks that share it.
+        Megatron-Core before 0.19 multiplies them by the tokens of the rank: those of the micro-batch divided by the
+        ranks that share it.
         """
         shared = parallel_state.get_context_parallel_world_size()
         if self._config.parallel.sequence_parallel:
@@ -187,12 +206,19 @@ class Engine:
         MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(shared / num_tokens, device=self._device))
 
     def _forward(self, model, batch: Batch, extra, wanted: str = "losses") -> tuple[Tensor, Tensor, Tensor]:
-        """What is wanted of each token, which of them count, and this rank's part of `extra`: (t / cp,) each.
+        """Run the model on this rank's shard of a batch.
 
-        wanted: its "losses", the "likeliest" token after it, or "hits", whether that is its label.
+        Args:
+            model: The model, or its data-parallel wrapper.
+            batch: The batch.
+            extra: (t,), sharded as the tokens are.
+            wanted: "losses" of the tokens, the "likeliest" next tokens, or "hits": whether these are the labels.
+
+        Returns:
+            What is wanted, which tokens count, and the shard of `extra`: (t / context-parallel size,) each.
         """
         cu_seqlens = torch.from_numpy(batch.cu_seqlens)
-        # NumPy's one thread: torch's threads, which have to be woken, took milliseconds of a GPU's time.
+        # NumPy stacks in this thread. Waking torch's threads took milliseconds, in which the GPU waited.
         columns = np.stack([batch.tokens, batch.labels, batch.counted, extra], axis=1)
         rows = torch.from_numpy(columns).to(self._device)
         cu_seqlens_here = cu_seqlens.to(self._device)

@@ -1,4 +1,4 @@
-"""The models of a training job as Megatron-Core builds them: sizes from the configuration, layers by its local spec."""
+"""The models of a training job, built by Megatron-Core from its local layer spec."""
 
 from __future__ import annotations
 
@@ -33,13 +33,18 @@ RECOMPUTE = {
 def build_model(
     config: TrainingConfig, model: str, stage: StageConfig, vocab_size: int, *, fused: bool = False
 ) -> GPTModel:
-    """A decoder without position embedding of its own: stick-breaking needs none, softmax's core attention brings it.
-    This rank's share of it, on torch's default device.
+    """Build this rank's shard of a decoder on torch's default device.
 
-    model: a name in config.attention. vocab_size: before padding. fused: with Megatron-Core's operators that
-    torch.compile fuses, which is for GPUs: activations and residuals, as Megatron's scripts have them by default.
-    Its weights come from torch's generator: where that is in the same state on every rank, they are the same for any
+    The decoder has no position embedding. Stick-breaking needs none, and softmax applies its own in the core attention.
+    The weights come from torch's generator. Where its state is the same on every rank, the weights do not depend on the
     parallel layout.
+
+    Args:
+        config: The job's configuration.
+        model: A name in config.attention.
+        stage: The stage to train.
+        vocab_size: Size of the vocabulary before padding.
+        fused: Use Megatron-Core's operators that torch.compile fuses, as Megatron's scripts do by default. For GPUs.
     """
     install_stand_ins()
     moe = config.model.moe
@@ -138,10 +143,10 @@ def _moe_fields(sizes: ModelConfig) -> dict:
 
 
 def _with_weights_by_index(experts: type) -> type:
-    """An experts module whose initial weights depend on each expert's index among all ranks' experts.
+    """Return an experts module whose initial weights depend on each expert's index over all ranks.
 
-    Megatron-Core's on a CPU would draw the same for the first expert of every rank, and leave the generator in a state
-    that depends on how many a rank has.
+    On a CPU, Megatron-Core's own module draws the same weights for the first expert of every rank. It also leaves the
+    generator in a state that depends on the rank's number of experts.
     """
 
     class SeededExperts(experts):

@@ -1,8 +1,7 @@
-"""The baselines of a comparison as Megatron-Core's core attention: softmax over packed sequences, on torch's kernels,
-without context parallelism.
+"""Softmax baselines as Megatron-Core's core attention, for packed sequences, without context parallelism.
 
-Megatron-Core's own needs Transformer Engine or a GPU for packed sequences and for its rotary embedding; this one runs
-wherever torch does.
+Megatron-Core's own attention needs Transformer Engine or a GPU for packed sequences and for rotary embeddings. This
+one uses torch's kernels and runs on every device that torch supports.
 """
 
 from __future__ import annotations
@@ -17,8 +16,12 @@ from megatron_sb.baselines.softmax import RotaryScaling, SoftmaxAttention
 class SoftmaxCoreAttention(MegatronModule):
     """A causal `core_attention` for packed sequences around `megatron_sb.baselines.softmax.SoftmaxAttention`.
 
-    options: those of SoftmaxAttention beside its sizes and scale: position, window, stable_mask_gamma, rotary_base.
-    Raises ValueError for what it does not do: context parallelism, dropout, an unpacked input.
+    Args:
+        options: position, window, stable_mask_gamma and rotary_base of SoftmaxAttention. The other arguments are those
+            of Megatron-Core.
+
+    Raises:
+        ValueError: The configuration has context parallelism or dropout.
     """
 
     def __init__(
@@ -35,11 +38,11 @@ class SoftmaxCoreAttention(MegatronModule):
         super().__init__(config=config)
         if config.context_parallel_size != 1:
             raise ValueError(
-                f"context_parallel_size = {config.context_parallel_size}: softmax attention runs without context "
-                "parallelism (1)"
+                "context_parallel_size must be 1, because softmax attention has no context parallelism, "
+                f"got {config.context_parallel_size}"
             )
         if config.attention_dropout:
-            raise ValueError(f"attention_dropout = {config.attention_dropout}: softmax attention has none (0)")
+            raise ValueError(f"attention_dropout must be 0, got {config.attention_dropout}")
         num_heads = config.num_attention_heads // config.tensor_model_parallel_size
         self.attention = SoftmaxAttention(num_heads, config.kv_channels, scale=softmax_scale, **options)
 
@@ -54,14 +57,28 @@ class SoftmaxCoreAttention(MegatronModule):
         attention_bias=None,
         packed_seq_params=None,
     ) -> Tensor:
-        """query: (t, h, d); key, value: (t, h_kv, d) -> (t, h * d)."""
+        """Compute the attention.
+
+        Args:
+            query: (t, h, d).
+            key: (t, h_kv, d).
+            value: (t, h_kv, d).
+            attention_mask: Ignored, as are attn_mask_type and attention_bias.
+            packed_seq_params: Required; its cu_seqlens_q bounds the documents.
+
+        Returns:
+            (t, h * d).
+
+        Raises:
+            ValueError: packed_seq_params is None.
+        """
         if packed_seq_params is None:
-            raise ValueError("packed_seq_params = None: softmax attention takes packed sequences (qkv_format 'thd')")
+            raise ValueError("packed_seq_params must be packed sequences (qkv_format 'thd'), got None")
         return self.attention(query, key, value, packed_seq_params.cu_seqlens_q).flatten(1)
 
 
 def set_rotary_scaling(model: torch.nn.Module, scaling: RotaryScaling) -> None:
-    """Set it in every layer of `model` that has a SoftmaxAttention."""
+    """Set the scaling of rotary positions in every SoftmaxAttention of `model`."""
     for module in model.modules():
         if isinstance(module, SoftmaxAttention):
             module.scaling = scaling

@@ -46,7 +46,7 @@ def test_what_is_done_is_not_trained_again(tmp_path, monkeypatch):
     sweep.train_all(TINY, [trial], tmp_path)
     assert started == [] and sweep.is_done(config, tmp_path / "wide")
     assert sweep.evaluation(tmp_path / "wide", config, "stick_breaking") == {"results": [{"nll": 1.5}]}
-    with pytest.raises(ValueError, match=r"model\.hidden_size = 32, but .*wide was started with 64"):
+    with pytest.raises(ValueError, match=r"model\.hidden_size must be 64, which .*wide was started with, got 32"):
         sweep.train_all(TINY, [Trial("wide", ("model.hidden_size=32",))], tmp_path)
 
 

@@ -110,7 +110,7 @@ def test_a_job_does_not_go_on_with_other_documents(key, text_folder, tmp_path, m
     saved(corpus)
     small_job(text_folder, tmp_path)
     saved({**corpus, key: 7})
-    with pytest.raises(ValueError, match=rf"^the documents changed since .*short-000001 was saved: .*'{key}': 7"):
+    with pytest.raises(ValueError, match=rf"^the data changed after .*short-000001 was saved: .* must be .*'{key}': 7"):
         small_job(text_folder, tmp_path)
     del corpus["checksum"]  # as runs had it before
     saved(corpus)
@@ -127,7 +127,7 @@ def test_paths_may_be_files_patterns_and_the_standard_library(text_folder):
     assert len(windows) == TINY.evaluation.windows and {len(window) for window in windows} == {16385}
     some = load_corpus(with_data(include=("a*.py",), validation_fraction=0.3))
     assert 10 < len(some.train) + len(some.validation) < len(library.train) / 4
-    with pytest.raises(ValueError, match="'python-stdlib' names no file"):
+    with pytest.raises(ValueError, match=r"data\.paths .* got 'python-stdlib'"):
         load_corpus(with_data(include=("*.txt",)))
     packages = load_corpus(with_data(paths=("python-site-packages",), include=("*.py",)))
     assert packages.train.lengths.sum() > library.train.lengths.sum(), "torch's sources alone are more"
@@ -136,8 +136,8 @@ def test_paths_may_be_files_patterns_and_the_standard_library(text_folder):
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
-        (("/nowhere/*.txt",), "'/nowhere/\\*.txt' names no file"),
-        (("{}/part0/00.txt",), "at least one of each is needed"),
+        (("/nowhere/*.txt",), "data.paths .* got '/nowhere/\\*.txt'"),
+        (("{}/part0/00.txt",), "data.paths must hold at least one .* got [01] and [01] of 1 documents"),
     ],
 )
 def test_paths_that_give_nothing_are_refused(paths, message, text_folder):
@@ -171,7 +171,7 @@ def test_indexed_dataset_gives_the_same_documents(text_folder, tmp_path):
     narrow = load_corpus(with_data(**{**fields, "vocab_size": 257, "end_of_document": 250}))
     assert max(whole(narrow.train, index).max() for index in range(len(narrow.train))) == 256
     narrow = load_corpus(with_data(**{**fields, "vocab_size": 256, "end_of_document": 250}))
-    with pytest.raises(ValueError, match=r"document \d+ of data\.paths has the token 256 at \d+; 0 to .* = 255 are"):
+    with pytest.raises(ValueError, match=r"token \d+ of document \d+ of data\.paths must be .* = 255, got 256"):
         [whole(narrow.train, index) for index in range(len(narrow.train))]
     with pytest.raises(ValueError, match="is not the prefix of an IndexedDataset"):
         load_corpus(with_data(**{**fields, "paths": (str(tmp_path / "other"),)}))
@@ -220,7 +220,7 @@ def test_consecutive_rows_come_from_different_places(text_folder):
 
 def test_less_than_a_row_is_refused(text_folder):
     corpus = load_corpus(with_data(paths=(str(text_folder),)))
-    with pytest.raises(ValueError, match="less than a row of 1000000"):
+    with pytest.raises(ValueError, match="must fill a row of 1000000 tokens, got"):
         RowSampler(corpus.train, 1_000_000, 1, corpus.end_of_document, [3, 1])
 
 
@@ -231,7 +231,8 @@ def test_a_later_stage_that_cannot_be_filled_is_refused_first(text_folder):
     evaluation = dataclasses.replace(config.evaluation, target_tokens=16, longest=64)
     config = dataclasses.replace(config, stages=stages, evaluation=evaluation)
     with pytest.raises(
-        ValueError, match=r"stages\.1\.context_length = 1000000: the training documents hold \d+ tokens"
+        ValueError,
+        match=r"stages\.1\.context_length: the training documents must fill a row of 1000000 tokens, got \d+",
     ):
         load_task(config)
     load_task(dataclasses.replace(config, stages=stages[:1]))

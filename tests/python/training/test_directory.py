@@ -26,7 +26,7 @@ def begin(folder):
 def test_a_new_run_and_the_newest(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda form: "20300101-000000")
-    with pytest.raises(ValueError, match=r"there is no runs/small-\* to go on with"):
+    with pytest.raises(ValueError, match=r"there is no runs/small-\*"):
         prepare_directory(CONFIG, None, resume=True)
     with pytest.raises(ValueError, match="holds no run"):
         prepare_directory(CONFIG, str(tmp_path), resume=True)
@@ -75,5 +75,5 @@ def test_where_there_are_no_locks_a_job_goes_on(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.warns(UserWarning, match=r"cannot be locked \(No locks available\): start one job at a time there"):
+    with pytest.warns(UserWarning, match=r"cannot be locked \(No locks available\)"):
         prepare_directory(CONFIG, str(tmp_path), resume=False)[1].close()
