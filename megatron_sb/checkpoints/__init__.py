@@ -1,9 +1,9 @@
-"""Checkpoints of stick-breaking models from one format into another, every weight bit for bit.
+"""Convert checkpoints of stick-breaking models between formats. Every weight keeps its bits.
 
     megatron-sb convert SOURCE OUT --to huggingface
 
-All of them go through `StickBreakingForCausalLM`. Formats: "huggingface" (that model), "megatron" (Megatron-Core's
-distributed checkpoints), "dolomite" (dolomite-engine, lm-engine) and "fla" (flash-linear-attention).
+Every conversion goes through `StickBreakingForCausalLM`. The formats are "huggingface" (that model), "megatron"
+(Megatron-Core's distributed checkpoints), "dolomite" (dolomite-engine, lm-engine) and "fla" (flash-linear-attention).
 """
 
 from __future__ import annotations
@@ -21,76 +21,147 @@ from megatron_sb.training.config import load_config
 FORMATS = ("huggingface", "megatron", "dolomite", "fla")
 
 
-def format_of(source: Path) -> str:
-    """Which of FORMATS a folder is in. Raises ValueError where it is in none."""
+def format_of(source: str | Path) -> str:
+    """Return the format of a checkpoint folder.
+
+    Args:
+        source: folder of the checkpoint.
+
+    Returns:
+        One of `FORMATS`.
+
+    Raises:
+        FileNotFoundError: the folder has neither a config.json nor a distributed checkpoint.
+        ValueError: model_type in config.json belongs to none of the formats.
+
+    Example:
+        >>> import tempfile
+        >>> from megatron_sb import checkpoints
+        >>> from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        >>> model = StickBreakingForCausalLM(StickBreakingConfig(vocab_size=8, **sizes))
+        >>> folder = tempfile.mkdtemp()
+        >>> model.save_pretrained(folder)
+        >>> checkpoints.format_of(folder)
+        'huggingface'
+    """
+    source = Path(source)
     if (source / "metadata.json").exists() or (source / "latest_checkpointed_iteration.txt").exists():
         return "megatron"
-    kind = files.read_config(source).get("model_type")
-    if kind == StickBreakingConfig.model_type:
+    model_type = files.read_config(source).get("model_type")
+    if model_type == StickBreakingConfig.model_type:
         return "huggingface"
-    if kind == fla.MODEL_TYPE:
+    if model_type == fla.MODEL_TYPE:
         return "fla"
-    if kind in dolomite.MODEL_TYPES:
+    if model_type in dolomite.MODEL_TYPES:
         return "dolomite"
-    raise ValueError(f"{source}/config.json: model_type = {kind!r} is of none of the formats {', '.join(FORMATS)}")
+    known = (StickBreakingConfig.model_type, fla.MODEL_TYPE, *dolomite.MODEL_TYPES)
+    raise ValueError(f"{source}/config.json: model_type must be one of {', '.join(known)}, got {model_type!r}.")
 
 
 def load(source: str | Path, config: str | Path | None = None) -> StickBreakingForCausalLM:
-    """Read a model in any of FORMATS, on the CPU, with the dtype of its weights.
+    """Read a model in any of `FORMATS` onto the CPU.
 
-    config: for "megatron" alone, which does not have it: the training configuration (YAML), or the folder or
-    config.json of a model of "huggingface"; by default the config.yaml of the run that the checkpoint is in.
+    Args:
+        source: folder of the checkpoint; its format is detected.
+        config: configuration of a "megatron" checkpoint, which does not hold one. Either a training configuration
+            (YAML), or the folder or config.json of a "huggingface" model. Default: config.yaml of the run that the
+            checkpoint lies in.
+
+    Returns:
+        The model in eval mode, with the dtype of its weights.
 
     Raises:
-        ValueError, FileNotFoundError: naming the folder, or the option that cannot be converted.
+        FileNotFoundError: the folder has no config.json or no weights, or `config` does not exist.
+        ValueError: an option cannot be converted, a weight is missing, unexpected or of the wrong shape, or `config`
+            is given for a format that has its own.
+
+    Example:
+        >>> import tempfile
+        >>> from megatron_sb import checkpoints
+        >>> from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        >>> model = StickBreakingForCausalLM(StickBreakingConfig(vocab_size=8, **sizes))
+        >>> folder = tempfile.mkdtemp()
+        >>> checkpoints.save(model, f"{folder}/fla", "fla")
+        >>> checkpoints.load(f"{folder}/fla").config.hidden_size
+        16
     """
     source = Path(source)
-    kind = format_of(source)
-    if config is not None and kind != "megatron":
-        raise ValueError(f"config = {str(config)!r}: a {kind} folder has its own")
-    if kind == "huggingface":
-        made, weights = StickBreakingConfig.from_pretrained(source), files.read_tensors(source)
-    elif kind == "megatron":
+    source_format = format_of(source)
+    if config is not None and source_format != "megatron":
+        raise ValueError(f"config must be None for a {source_format} folder, which has its own, got {str(config)!r}.")
+    if source_format == "huggingface":
+        model_config, weights = StickBreakingConfig.from_pretrained(source), files.read_tensors(source)
+    elif source_format == "megatron":
         from megatron_sb.checkpoints import megatron
         from megatron_sb.megatron.weights import read_weights
 
         source = megatron.newest(source)
         found = read_weights(source)
-        files.refuse_weights(source, "missing", {megatron.EMBEDDING} - found.keys())
-        made = _megatron_config(source, config, len(found[megatron.EMBEDDING]))
-        weights = megatron.to_ours(found, made, source)
+        files.check_no_weights(source, "Missing weights", {megatron.EMBEDDING} - found.keys())
+        model_config = _megatron_config(source, config, len(found[megatron.EMBEDDING]))
+        weights = megatron.to_ours(found, model_config, source)
     else:
-        made, weights = (fla if kind == "fla" else dolomite).load(source)
-    model = _with_weights(made, weights, source)
-    if kind == "huggingface" and (source / "generation_config.json").exists():
+        model_config, weights = (fla if source_format == "fla" else dolomite).load(source)
+    model = _model_with_weights(model_config, weights, source)
+    if source_format == "huggingface" and (source / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(source)
     return model
 
 
 def check_target(out: str | Path, to: str) -> None:
-    """Raise ValueError where `to` is none of FORMATS or `out` exists: before a model is read, that is, for `save`."""
+    """Check the arguments of `save` before a model is read.
+
+    Args:
+        out: folder to be written.
+        to: format to be written, one of `FORMATS`.
+
+    Raises:
+        ValueError: `to` is not one of `FORMATS`, or `out` exists.
+
+    Example:
+        >>> from megatron_sb import checkpoints
+        >>> checkpoints.check_target("a-new-folder", "dolomite")
+    """
     if to not in FORMATS:
-        raise ValueError(f"to = {to!r}; {', '.join(map(repr, FORMATS))} are allowed")
+        raise ValueError(f"to must be one of {', '.join(map(repr, FORMATS))}, got {to!r}.")
     if Path(out).exists():
-        raise ValueError(f"out = {str(out)!r} exists")
+        raise ValueError(f"out must be a new folder, got {str(out)!r}, which exists.")
 
 
 def save(model: StickBreakingForCausalLM, out: str | Path, to: str) -> None:
-    """Write a model in one of FORMATS to a new folder; it is there whole or not at all.
+    """Write a model to a new folder. If writing fails, the folder does not exist.
+
+    Args:
+        model: the model; its weights keep their dtype.
+        out: folder to be written; it must not exist.
+        to: format to be written, one of `FORMATS`.
 
     Raises:
-        ValueError: `to` is unknown, the model has what that format does not, or `out` exists.
+        ValueError: `to` is not one of `FORMATS`, `out` exists, or the model has an option that the format lacks.
+
+    Example:
+        >>> import tempfile
+        >>> from megatron_sb import checkpoints
+        >>> from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        >>> model = StickBreakingForCausalLM(StickBreakingConfig(vocab_size=8, **sizes))
+        >>> folder = tempfile.mkdtemp()
+        >>> checkpoints.save(model, f"{folder}/dolomite", "dolomite")
+        >>> checkpoints.format_of(f"{folder}/dolomite")
+        'dolomite'
     """
     check_target(out, to)
     out = Path(out)
-    aside = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    temporary = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
     try:
-        _save(model, aside, to)
-        aside.rename(out)
+        _save(model, temporary, to)
+        temporary.rename(out)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _save(model: StickBreakingForCausalLM, folder: Path, to: str) -> None:
@@ -114,40 +185,43 @@ def _megatron_config(source: Path, config: str | Path | None, vocab_size: int) -
     path = Path(config) if config is not None else source.resolve().parent.parent.parent / "config.yaml"
     if not path.exists():
         raise FileNotFoundError(
-            f"{path} is not there: a Megatron checkpoint does not have its configuration; name the training "
-            "configuration (YAML) or the folder of a Hugging Face model of these sizes"
+            f"{path} does not exist. A Megatron checkpoint does not hold its configuration: give the training "
+            "configuration (YAML) or the folder of a Hugging Face model of the same sizes as config (--config)."
         )
     if path.is_dir() or path.suffix == ".json":
-        made = StickBreakingConfig.from_pretrained(path)
-        megatron.require_one_epsilon(made)
-        return made
+        model_config = StickBreakingConfig.from_pretrained(path)
+        megatron.check_one_epsilon(model_config)
+        return model_config
     return megatron.config_of(load_config(path), source, vocab_size)
 
 
-def _with_weights(config: StickBreakingConfig, weights: dict, source: Path) -> StickBreakingForCausalLM:
-    """A model that has these weights. Raises ValueError where names or shapes are not the model's."""
+def _model_with_weights(config: StickBreakingConfig, weights: dict, source: Path) -> StickBreakingForCausalLM:
+    """Build a model from weights. Raise ValueError if names or shapes differ from the model's."""
     if config.tie_word_embeddings:
-        weights = _tied(weights, source)
+        weights = _with_tied_output_layer(weights, source)
     dtypes = {tensor.dtype for tensor in weights.values()}
     with torch.device("meta"):
         model = StickBreakingForCausalLM(config)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    files.refuse_weights(source, "missing", shapes.keys() - weights.keys())
-    files.refuse_weights(source, "without a place in it", weights.keys() - shapes.keys())
-    others = {name: tuple(weights[name].shape) for name, shape in shapes.items() if weights[name].shape != shape}
-    said = [f"{name} ({found}, not {tuple(shapes[name])})" for name, found in others.items()]
-    files.refuse_weights(source, "of another shape", said)
+    files.check_no_weights(source, "Missing weights", shapes.keys() - weights.keys())
+    files.check_no_weights(source, "Unexpected weights", weights.keys() - shapes.keys())
+    misshapen = [
+        f"{name} (must be {tuple(shape)}, got {tuple(weights[name].shape)})"
+        for name, shape in shapes.items()
+        if weights[name].shape != shape
+    ]
+    files.check_no_weights(source, "Weights of the wrong shape", misshapen)
     model.load_state_dict(weights, assign=True)
     model.tie_weights()
     config.dtype = dtypes.pop() if len(dtypes) == 1 else None
     return model.eval()
 
 
-def _tied(weights: dict, source: Path) -> dict:
-    """The weights with the embedding as output layer too. Raises ValueError where another one comes with them."""
+def _with_tied_output_layer(weights: dict, source: Path) -> dict:
+    """Add the embedding as output layer. Raise ValueError if the weights hold a different output layer."""
     head, embedding = weights.get("lm_head.weight"), weights.get("model.embed_tokens.weight")
     if embedding is None:
         return weights
     if head is not None and (head.dtype != embedding.dtype or not torch.equal(head, embedding)):
-        raise ValueError(f"{source}: tie_word_embeddings = True, but its output layer is not its embedding")
+        raise ValueError(f"{source}: tie_word_embeddings must be False if the output layer differs from the embedding.")
     return weights | {"lm_head.weight": embedding}

@@ -1,15 +1,19 @@
 """The Dolomite format (dolomite-engine, later lm-engine) of the published stick-breaking models.
 
-Its code changed five times. What is told apart here:
+Two layouts are read. `save` writes "flat".
 
-- "flat": configs with n_embd; modules `attn`, `mlp` or `moe`. model_type "sb_dolomite", "stickbreaking" or
-  "moe_stickbreaking" (2024-09 to 2025-02). With `head_bias` and `norm` where a checkpoint has them. Query head n reads
-  KV head n % num_kv_heads: heads are put in order here. This is what `save` writes.
-- "blocks": configs with sequence_mixer_blocks and mlp_blocks; modules `sequence_mixer` and `mlp_block`. model_type
-  "gpt_dolomite" or "gpt_base" (2025-02 to 2025-09); always with head_bias and norm; query heads group by group.
+| | flat | blocks |
+| --- | --- | --- |
+| in use | 2024-09 to 2025-02 | 2025-02 to 2025-09 |
+| model_type | sb_dolomite, stickbreaking, moe_stickbreaking | gpt_dolomite, gpt_base |
+| config.json has | n_embd | sequence_mixer_blocks, mlp_blocks |
+| modules of a layer | attn, and mlp or moe | sequence_mixer, mlp_block |
+| head_bias and norm | optional | always |
+| query head n reads KV head | n % num_kv_heads | n // (num_heads / num_kv_heads) |
 
-In both, `c_attn` is fused as `layouts.fuse_qkv` has it, and `c_fc` is the up half, then the gate half. The oldest
-models with sb_remainder (and without head_bias) add the rest of the stick times the query's own value: refused.
+In both layouts `c_attn` is fused as in `layouts.fuse_qkv`. `c_fc` holds the up projection, then the gate.
+The oldest models have sb_remainder but no head_bias: they add the remaining mass times the query's own value.
+`load` rejects them.
 """
 
 from __future__ import annotations
@@ -23,18 +27,18 @@ from megatron_sb.checkpoints import files
 from megatron_sb.checkpoints.layouts import (
     fuse_glu,
     fuse_qkv,
+    interleaved_head_order,
     reorder_heads,
     split_experts,
     split_glu,
     split_qkv,
-    tiled_heads,
 )
 from megatron_sb.huggingface import StickBreakingConfig
 
 MODEL_TYPES = ("sb_dolomite", "stickbreaking", "moe_stickbreaking", "gpt_dolomite", "gpt_base")
 MULTIPLIERS = {"embedding_multiplier": "m_emb", "residual_multiplier": "m_residual", "logits_scaling": "m_width"}
 IDS = {"pad_token_id": 50256, "bos_token_id": 50256, "eos_token_id": 50256}
-HALVES = ("up", "gate")  # of c_fc
+HALVES = ("up", "gate")  # order of the rows of c_fc
 OUTER = {
     "model.embed_tokens.weight": "transformer.wte.weight",
     "model.norm.weight": "transformer.ln_f.weight",
@@ -44,9 +48,9 @@ HEAD_VECTORS = {"remainder_bias": "head_bias", "norm_weight": "norm.weight", "no
 
 
 def load(folder: Path) -> tuple[StickBreakingConfig, dict[str, Tensor]]:
-    """Configuration and weights.
+    """Read the configuration and the weights of either layout.
 
-    Raises ValueError for what `StickBreakingForCausalLM` does not have, and where a weight is missing.
+    Raise ValueError for options that `StickBreakingForCausalLM` lacks, and for missing or unexpected weights.
     """
     found, tensors = files.read_config(folder), files.read_tensors(folder)
     flat = "n_embd" in found
@@ -60,8 +64,8 @@ def load(folder: Path) -> tuple[StickBreakingConfig, dict[str, Tensor]]:
     }
     if flat and found.get("sb_remainder", True) and not vectors["remainder_bias"]:
         raise ValueError(
-            "config.json: sb_remainder = True without weights named head_bias: the rest of the stick goes to the "
-            "query's own value in these models, which cannot be converted"
+            "config.json: sb_remainder must be False for weights without head_bias, got True. These models add the "
+            "remaining mass times the query's own value, which cannot be converted."
         )
     config = StickBreakingConfig(
         **fields,
@@ -72,17 +76,17 @@ def load(folder: Path) -> tuple[StickBreakingConfig, dict[str, Tensor]]:
         tie_word_embeddings=found.get("tie_word_embeddings", True),
     )
     modules = _modules(tensors, config)
-    return config, _to_ours(config, files.Weights(folder, tensors), modules, tiled=flat)
+    return config, _to_ours(config, files.Weights(folder, tensors), modules, interleaved=flat)
 
 
 def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) -> None:
-    """Write the "flat" form. Raises ValueError for what it does not have."""
-    fixed = {"attend_current": False, "head_dim": config.hidden_size / config.num_attention_heads}
+    """Write the "flat" layout. Raise ValueError for options that this format lacks."""
+    fixed_fields = {"attend_current": False, "head_dim": config.hidden_size / config.num_attention_heads}
     if config.head_norm:
-        fixed["head_norm_eps"] = 1e-5
-    files.require(config, fixed, "Dolomite's")
+        fixed_fields["head_norm_eps"] = 1e-5
+    files.check_supported(config, fixed_fields, "dolomite")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    kind = "mha" if kv_heads == heads else "mqa" if kv_heads == 1 else "gqa"
+    head_type = "mha" if kv_heads == heads else "mqa" if kv_heads == 1 else "gqa"
     fields = {
         "model_type": "moe_stickbreaking" if config.num_experts else "stickbreaking",
         "vocab_size": config.vocab_size,
@@ -93,7 +97,7 @@ def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) 
         "num_key_value_heads": kv_heads,
         "n_inner": config.intermediate_size,
         "activation_function": "swiglu",
-        "attention_head_type": kind,
+        "attention_head_type": head_type,
         "attention_multiplier": config.attention_multiplier,
         "normalization_function": "rmsnorm",
         "layer_norm_epsilon": config.rms_norm_eps,
@@ -112,14 +116,15 @@ def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) 
 
 
 def _flat_fields(found: dict) -> dict:
-    files.take(found, "activation_function", ("swiglu",), "gelu_pytorch_tanh")
-    files.take(found, "normalization_function", ("rmsnorm",), "layernorm")
-    files.take(found, "position_embedding_type", ("nope", "rope"), "learned_absolute")  # rope was never applied
-    files.take(found, "add_bias", (False,), True)
+    files.check_field(found, "activation_function", ("swiglu",), "gelu_pytorch_tanh")
+    files.check_field(found, "normalization_function", ("rmsnorm",), "layernorm")
+    # "rope" is accepted because these models never applied it.
+    files.check_field(found, "position_embedding_type", ("nope", "rope"), "learned_absolute")
+    files.check_field(found, "add_bias", (False,), True)
     for name in ("add_qkv_bias", "forget_gate", "use_aux_free_moe"):
-        files.take(found, name, (False,), False)
-    files.take(found, "scale_attn_weights", (True,), True)
-    files.take(found, "shared_n_inner", (None,))
+        files.check_field(found, name, (False,), False)
+    files.check_field(found, "scale_attn_weights", (True,), True)
+    files.check_field(found, "shared_n_inner", (None,))
     head_type = found.get("attention_head_type", "mqa")
     by_type = {"mha": found["n_head"], "mqa": 1}
     experts = {name: found.get(name, default) for name, default in (("num_experts", 8), ("num_experts_per_tok", 2))}
@@ -136,18 +141,18 @@ def _flat_fields(found: dict) -> dict:
 
 
 def _block_fields(found: dict) -> dict:
-    files.take(found, "normalization_function", ("rmsnorm",), "layernorm")
-    files.take(found, "position_embedding_type", ("nope", "rope"), "learned_absolute")
+    files.check_field(found, "normalization_function", ("rmsnorm",), "layernorm")
+    files.check_field(found, "position_embedding_type", ("nope", "rope"), "learned_absolute")
     mixer, mlp = (_one_of(found, name) for name in ("sequence_mixer_blocks", "mlp_blocks"))
-    files.take(mixer, "sequence_mixer_type", ("stickbreaking_attention",), "softmax_attention")
-    files.take(mlp, "mlp_type", ("MLP", "MoE"), "MLP")
-    files.take(mlp, "activation_function", ("swiglu",), "gelu_pytorch_tanh")
+    files.check_field(mixer, "sequence_mixer_type", ("stickbreaking_attention",), "softmax_attention")
+    files.check_field(mlp, "mlp_type", ("MLP", "MoE"), "MLP")
+    files.check_field(mlp, "activation_function", ("swiglu",), "gelu_pytorch_tanh")
     for block in (mixer, mlp):
-        files.take(block, "add_bias", (False,), True)
+        files.check_field(block, "add_bias", (False,), True)
     for name in ("shared_intermediate_size", "shared_expert_gating"):
-        files.take(mlp, name, (None, False))
-    files.take(mlp, "normalized_topk", (True,), True)
-    mixture = mlp.get("mlp_type") == "MoE"
+        files.check_field(mlp, name, (None, False))
+    files.check_field(mlp, "normalized_topk", (True,), True)
+    has_experts = mlp.get("mlp_type") == "MoE"
     return {
         "hidden_size": found["hidden_size"],
         "num_hidden_layers": found["num_layers"],
@@ -156,77 +161,80 @@ def _block_fields(found: dict) -> dict:
         "intermediate_size": mlp["intermediate_size"],
         "attention_multiplier": mixer.get("attention_multiplier"),
         "max_position_embeddings": found.get("max_position_embeddings", 1024),
-        **({name: mlp[name] for name in ("num_experts", "num_experts_per_tok")} if mixture else {}),
+        **({name: mlp[name] for name in ("num_experts", "num_experts_per_tok")} if has_experts else {}),
     }
 
 
 def _one_of(found: dict, name: str) -> dict:
-    """The block that all layers have."""
+    """Return the block that all layers share. Raise ValueError if layers differ."""
     first, *others = found[name]
     for number, block in enumerate(others, 1):
         if block != first:
-            raise ValueError(f"config.json: {name}[{number}] = {block}, but {name}[0] = {first}; layers must be alike")
+            raise ValueError(
+                f"config.json: all layers must have the same {name}, got {name}[0] = {first} and "
+                f"{name}[{number}] = {block}."
+            )
     return first
 
 
 def _modules(tensors: dict[str, Tensor], config: StickBreakingConfig) -> tuple[str, str]:
-    """What a layer's attention and MLP are called."""
+    """Return the names of the attention module and of the MLP module in a layer."""
     if "transformer.h.0.sequence_mixer.c_attn.weight" in tensors:
         return "sequence_mixer", "mlp_block"
     return "attn", "moe" if config.num_experts else "mlp"
 
 
 def _to_ours(
-    config: StickBreakingConfig, weights: files.Weights, modules: tuple[str, str], tiled: bool
+    config: StickBreakingConfig, weights: files.Weights, modules: tuple[str, str], interleaved: bool
 ) -> dict[str, Tensor]:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    order = tiled_heads(heads, kv_heads) if tiled else torch.arange(heads)
+    order = interleaved_head_order(heads, kv_heads) if interleaved else torch.arange(heads)
     attn, mlp = modules
-    made = {ours: tensor for ours, theirs in OUTER.items() if (tensor := weights.find(theirs)) is not None}
+    converted = {ours: tensor for ours, theirs in OUTER.items() if (tensor := weights.pop_first(theirs)) is not None}
     for number in range(config.num_hidden_layers):
         theirs, ours = f"transformer.h.{number}", f"model.layers.{number}"
-        made[f"{ours}.input_layernorm.weight"] = weights.take(f"{theirs}.ln_1.weight")
-        made[f"{ours}.post_attention_layernorm.weight"] = weights.take(f"{theirs}.ln_2.weight")
-        q, k, v = split_qkv(weights.take(f"{theirs}.{attn}.c_attn.weight"), heads, kv_heads)
+        converted[f"{ours}.input_layernorm.weight"] = weights.pop(f"{theirs}.ln_1.weight")
+        converted[f"{ours}.post_attention_layernorm.weight"] = weights.pop(f"{theirs}.ln_2.weight")
+        q, k, v = split_qkv(weights.pop(f"{theirs}.{attn}.c_attn.weight"), heads, kv_heads)
         for name, tensor in (("q", reorder_heads(q, order)), ("k", k), ("v", v)):
-            made[f"{ours}.self_attn.{name}_proj.weight"] = tensor
-        o = weights.take(f"{theirs}.{attn}.c_proj.weight")
-        made[f"{ours}.self_attn.o_proj.weight"] = reorder_heads(o, order, 1)
+            converted[f"{ours}.self_attn.{name}_proj.weight"] = tensor
+        o = weights.pop(f"{theirs}.{attn}.c_proj.weight")
+        converted[f"{ours}.self_attn.o_proj.weight"] = reorder_heads(o, order, 1)
         for name, vector in HEAD_VECTORS.items():
-            if (tensor := weights.find(f"{theirs}.{attn}.{vector}")) is not None:
-                made[f"{ours}.self_attn.{name}"] = reorder_heads(tensor.flatten(), order)
-        wide, back = (weights.take(f"{theirs}.{mlp}.{name}.weight") for name in ("c_fc", "c_proj"))
+            if (tensor := weights.pop_first(f"{theirs}.{attn}.{vector}")) is not None:
+                converted[f"{ours}.self_attn.{name}"] = reorder_heads(tensor.flatten(), order)
+        gate_up, down = (weights.pop(f"{theirs}.{mlp}.{name}.weight") for name in ("c_fc", "c_proj"))
         if config.num_experts:
-            made[f"{ours}.mlp.router.weight"] = weights.take(f"{theirs}.{mlp}.gate.weight")
-            made |= split_experts(f"{ours}.mlp", wide, back, HALVES)
+            converted[f"{ours}.mlp.router.weight"] = weights.pop(f"{theirs}.{mlp}.gate.weight")
+            converted |= split_experts(f"{ours}.mlp", gate_up, down, HALVES)
         else:
-            made |= split_glu(f"{ours}.mlp", wide, HALVES) | {f"{ours}.mlp.down_proj.weight": back}
-    weights.refuse_rest()
-    return made
+            converted |= split_glu(f"{ours}.mlp", gate_up, HALVES) | {f"{ours}.mlp.down_proj.weight": down}
+    weights.check_all_used()
+    return converted
 
 
 def _to_theirs(config: StickBreakingConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    order = tiled_heads(heads, kv_heads).argsort()
+    order = interleaved_head_order(heads, kv_heads).argsort()
     attn, mlp = _modules({}, config)
-    made = {theirs: weights[ours] for ours, theirs in OUTER.items() if ours in weights}
+    converted = {theirs: weights[ours] for ours, theirs in OUTER.items() if ours in weights}
     for number in range(config.num_hidden_layers):
         theirs, ours = f"transformer.h.{number}", f"model.layers.{number}"
-        made[f"{theirs}.ln_1.weight"] = weights[f"{ours}.input_layernorm.weight"]
-        made[f"{theirs}.ln_2.weight"] = weights[f"{ours}.post_attention_layernorm.weight"]
+        converted[f"{theirs}.ln_1.weight"] = weights[f"{ours}.input_layernorm.weight"]
+        converted[f"{theirs}.ln_2.weight"] = weights[f"{ours}.post_attention_layernorm.weight"]
         q, k, v, o = (weights[f"{ours}.self_attn.{name}_proj.weight"] for name in "qkvo")
-        made[f"{theirs}.{attn}.c_attn.weight"] = fuse_qkv(reorder_heads(q, order), k, v, kv_heads)
-        made[f"{theirs}.{attn}.c_proj.weight"] = reorder_heads(o, order, 1)
+        converted[f"{theirs}.{attn}.c_attn.weight"] = fuse_qkv(reorder_heads(q, order), k, v, kv_heads)
+        converted[f"{theirs}.{attn}.c_proj.weight"] = reorder_heads(o, order, 1)
         for name, vector in HEAD_VECTORS.items():
             if (tensor := weights.get(f"{ours}.self_attn.{name}")) is not None:
                 tensor = reorder_heads(tensor, order)
-                made[f"{theirs}.{attn}.{vector}"] = tensor.view(heads, -1) if vector == "head_bias" else tensor
+                converted[f"{theirs}.{attn}.{vector}"] = tensor.view(heads, -1) if vector == "head_bias" else tensor
         if config.num_experts:
-            made[f"{theirs}.{mlp}.gate.weight"] = weights[f"{ours}.mlp.router.weight"]
+            converted[f"{theirs}.{mlp}.gate.weight"] = weights[f"{ours}.mlp.router.weight"]
             names = [f"{ours}.mlp.experts.{expert}" for expert in range(config.num_experts)]
-            wide = torch.stack([fuse_glu(name, weights, HALVES) for name in names])
-            back = torch.stack([weights[f"{name}.down_proj.weight"] for name in names])
+            gate_up = torch.stack([fuse_glu(name, weights, HALVES) for name in names])
+            down = torch.stack([weights[f"{name}.down_proj.weight"] for name in names])
         else:
-            wide, back = fuse_glu(f"{ours}.mlp", weights, HALVES), weights[f"{ours}.mlp.down_proj.weight"]
-        made[f"{theirs}.{mlp}.c_fc.weight"], made[f"{theirs}.{mlp}.c_proj.weight"] = wide, back
-    return made
+            gate_up, down = fuse_glu(f"{ours}.mlp", weights, HALVES), weights[f"{ours}.mlp.down_proj.weight"]
+        converted[f"{theirs}.{mlp}.c_fc.weight"], converted[f"{theirs}.{mlp}.c_proj.weight"] = gate_up, down
+    return converted

@@ -1,4 +1,4 @@
-"""Folders of a config.json and safetensors, as Hugging Face has them, and refusals of what cannot be said."""
+"""Read and write folders with a config.json and safetensors files, as Hugging Face lays them out."""
 
 from __future__ import annotations
 
@@ -10,79 +10,80 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+NUM_NAMES_IN_MESSAGE = 3
+
 
 class Weights:
-    """A checkpoint's tensors by name, each handed out once: what nobody asked for is refused at the end."""
+    """The tensors of a checkpoint by name. Each tensor is handed out once; `check_all_used` rejects what is left."""
 
     def __init__(self, folder: Path, tensors: dict[str, Tensor]) -> None:
-        self._folder, self._left = folder, dict(tensors)
+        self._folder, self._unused = folder, dict(tensors)
 
-    def find(self, *names: str) -> Tensor | None:
-        """The one with the first of these names that is there."""
-        return next((self._left.pop(name) for name in names if name in self._left), None)
+    def pop_first(self, *names: str) -> Tensor | None:
+        """Remove and return the tensor with the first of these names that exists. Return None if none exists."""
+        return next((self._unused.pop(name) for name in names if name in self._unused), None)
 
-    def take(self, name: str) -> Tensor:
-        """The one with this name. Raises ValueError where it is missing."""
-        refuse_weights(self._folder, "missing", {name} - self._left.keys())
-        return self._left.pop(name)
+    def pop(self, name: str) -> Tensor:
+        """Remove and return the tensor with this name. Raise ValueError if it is missing."""
+        check_no_weights(self._folder, "Missing weights", {name} - self._unused.keys())
+        return self._unused.pop(name)
 
-    def refuse_rest(self) -> None:
-        """Raises ValueError where some were never handed out."""
-        refuse_weights(self._folder, "without a place in it", self._left)
+    def check_all_used(self) -> None:
+        """Raise ValueError if a tensor was never handed out."""
+        check_no_weights(self._folder, "Unexpected weights", self._unused)
 
 
-def refuse_weights(folder: Path, problem: str, names: Collection[str]) -> None:
-    """Refuse a folder for the weights of these names, where there are any. Raises ValueError with the first few."""
-    first, more = sorted(names)[:3], len(names) - 3
+def check_no_weights(folder: Path, problem: str, names: Collection[str]) -> None:
+    """Raise ValueError if `names` is not empty. The message gives the problem, the folder and the first names."""
+    first, num_more = sorted(names)[:NUM_NAMES_IN_MESSAGE], len(names) - NUM_NAMES_IN_MESSAGE
     if first:
-        rest = f" and {more} more" if more > 0 else ""
-        raise ValueError(
-            f"{folder} does not have the weights of its configuration; {problem}: {', '.join(first)}{rest}"
-        )
+        more = f" and {num_more} more" if num_more > 0 else ""
+        raise ValueError(f"{problem} in the checkpoint {folder}: {', '.join(first)}{more}.")
 
 
 def read_config(folder: Path) -> dict:
-    """The folder's config.json. Raises FileNotFoundError where there is none."""
+    """Return the folder's config.json. Raise FileNotFoundError if there is none."""
     path = folder / "config.json"
     if not path.exists():
-        raise FileNotFoundError(f"{folder} has no config.json")
+        raise FileNotFoundError(f"{folder} has no config.json.")
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the folder's safetensors, one file or several.
+    """Return all tensors of the folder's safetensors files.
 
-    Raises FileNotFoundError where there are none, ValueError where two files have the same one.
+    Raises:
+        FileNotFoundError: the folder has no safetensors file.
+        ValueError: two files hold a tensor with the same name.
     """
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise FileNotFoundError(f"{folder} has no *.safetensors")
+        raise FileNotFoundError(f"{folder} has no *.safetensors file.")
     tensors: dict[str, Tensor] = {}
     for path in paths:
-        found = load_file(path)
-        refuse_weights(folder, "in two files", tensors.keys() & found.keys())
-        tensors |= found
+        from_file = load_file(path)
+        check_no_weights(folder, "Weights that two files hold", tensors.keys() & from_file.keys())
+        tensors |= from_file
     return tensors
 
 
 def write(folder: Path, config: dict, tensors: dict[str, Tensor]) -> None:
-    """Both, into an existing folder."""
+    """Write config.json and model.safetensors into an existing folder."""
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
     )
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def require(config: PreTrainedConfig, fields: dict[str, object], whose: str) -> None:
-    """Refuse a model with a field of another value than a format's models all have."""
-    for name, value in fields.items():
-        if getattr(config, name) != value:
-            raise ValueError(f"{name} = {getattr(config, name)!r}: {whose} models have {value!r} and no other")
+def check_supported(config: PreTrainedConfig, fixed_fields: dict[str, object], format_name: str) -> None:
+    """Raise ValueError if a field of the model differs from the only value that a format supports."""
+    for name, supported in fixed_fields.items():
+        if (value := getattr(config, name)) != supported:
+            raise ValueError(f"{name} must be {supported!r} in the {format_name} format, got {value!r}.")
 
 
-def take(config: dict, name: str, allowed: tuple, default: object = None) -> None:
-    """Refuse a config with a field that has none of the allowed values; what is missing has the default."""
+def check_field(config: dict, name: str, supported: tuple, default: object = None) -> None:
+    """Raise ValueError if a field of config.json has an unsupported value. A missing field has the default."""
     value = config.get(name, default)
-    if value not in allowed:
-        said = " or ".join(map(repr, allowed))
-        raise ValueError(f"config.json: {name} = {value!r} cannot be converted; {said} can")
+    if value not in supported:
+        raise ValueError(f"config.json: {name} must be {' or '.join(map(repr, supported))}, got {value!r}.")

@@ -1,6 +1,7 @@
-"""flash-linear-attention's `stickbreaking_attn` models (0.6.0): names differ, weights are the same.
+"""The format of flash-linear-attention's `stickbreaking_attn` models (0.6.0).
 
-Its attention is causal without a query's own key unless attend_current, and drops the mass that is left.
+Only the names of the weights differ from `StickBreakingForCausalLM`. Its attention is causal and excludes a query's
+own key unless attend_current is set. It drops the mass that is left.
 """
 
 from __future__ import annotations
@@ -13,36 +14,41 @@ from megatron_sb.checkpoints import files
 from megatron_sb.huggingface import StickBreakingConfig
 
 MODEL_TYPE = "stickbreaking_attn"
-SAME = {"vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 24, "initializer_range": 0.02}
+SHARED_FIELDS = {"vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 24, "initializer_range": 0.02}
 IDS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
-RENAMED = (("embed_tokens", "embeddings"), ("input_layernorm", "attn_norm"), ("self_attn", "attn"))
-RENAMED += (("post_attention_layernorm", "mlp_norm"),)
-MULTIPLE = 256  # what the size of its MLPs is rounded up to where it is not given
+RENAMED = (  # ours, theirs
+    ("embed_tokens", "embeddings"),
+    ("input_layernorm", "attn_norm"),
+    ("self_attn", "attn"),
+    ("post_attention_layernorm", "mlp_norm"),
+)
+INTERMEDIATE_SIZE_MULTIPLE = 256  # flash-linear-attention rounds a default intermediate_size up to a multiple of this
 
 
 def load(folder: Path) -> tuple[StickBreakingConfig, dict[str, Tensor]]:
-    """Configuration and weights of a model of its. Raises ValueError for options that ours does not have."""
-    found = files.read_config(folder)
+    """Read the configuration and the weights. Raise ValueError for options that this project's model lacks."""
+    fields = files.read_config(folder)
     for name in ("qk_norm", "qkv_bias"):
-        files.take(found, name, (False,), False)
-    files.take(found, "hidden_act", ("swish", "silu"), "swish")
-    hidden_size = found.get("hidden_size", SAME["hidden_size"])
-    wide = int(hidden_size * (found.get("hidden_ratio") or 4) * 2 / 3)
+        files.check_field(fields, name, (False,), False)
+    files.check_field(fields, "hidden_act", ("swish", "silu"), "swish")
+    hidden_size = fields.get("hidden_size", SHARED_FIELDS["hidden_size"])
+    multiple = INTERMEDIATE_SIZE_MULTIPLE
+    default_size = -(-int(hidden_size * (fields.get("hidden_ratio") or 4) * 2 / 3) // multiple) * multiple
     config = StickBreakingConfig(
-        **{name: found.get(name, default) for name, default in (SAME | IDS).items()},
-        intermediate_size=found.get("intermediate_size") or -(-wide // MULTIPLE) * MULTIPLE,
-        num_attention_heads=found.get("num_heads", 32),
-        num_key_value_heads=found.get("num_kv_heads"),
-        attend_current=found.get("attend_current", False),
-        rms_norm_eps=found.get("norm_eps", 1e-6),
-        tie_word_embeddings=found.get("tie_word_embeddings", False),
+        **{name: fields.get(name, default) for name, default in (SHARED_FIELDS | IDS).items()},
+        intermediate_size=fields.get("intermediate_size") or default_size,
+        num_attention_heads=fields.get("num_heads", 32),
+        num_key_value_heads=fields.get("num_kv_heads"),
+        attend_current=fields.get("attend_current", False),
+        rms_norm_eps=fields.get("norm_eps", 1e-6),
+        tie_word_embeddings=fields.get("tie_word_embeddings", False),
     )
-    return config, {_renamed(name, ours=True): tensor for name, tensor in files.read_tensors(folder).items()}
+    return config, {_to_our_name(name): tensor for name, tensor in files.read_tensors(folder).items()}
 
 
 def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) -> None:
-    """Write a model of its. Raises ValueError for what its models do not have."""
-    fixed = {
+    """Write config.json and weights. Raise ValueError for options that this format lacks."""
+    fixed_fields = {
         "remainder_bias": False,
         "head_norm": False,
         "num_experts": None,
@@ -52,8 +58,8 @@ def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) 
         "logits_scaling": 1.0,
         "head_dim": config.hidden_size / config.num_attention_heads,
     }
-    files.require(config, fixed, "flash-linear-attention's")
-    fields = {name: getattr(config, name) for name in (*SAME, *IDS, "attend_current", "tie_word_embeddings")}
+    files.check_supported(config, fixed_fields, "fla")
+    fields = {name: getattr(config, name) for name in (*SHARED_FIELDS, *IDS, "attend_current", "tie_word_embeddings")}
     fields |= {
         "architectures": ["StickBreakingAttentionForCausalLM"],
         "model_type": MODEL_TYPE,
@@ -66,11 +72,16 @@ def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) 
         "qk_norm": False,
         "use_cache": False,
     }
-    files.write(folder, fields, {_renamed(name, ours=False): tensor for name, tensor in weights.items()})
+    files.write(folder, fields, {_to_their_name(name): tensor for name, tensor in weights.items()})
 
 
-def _renamed(name: str, *, ours: bool) -> str:
-    for of_ours, of_theirs in RENAMED:
-        old, new = (of_theirs, of_ours) if ours else (of_ours, of_theirs)
-        name = name.replace(f".{old}.", f".{new}.")
+def _to_our_name(name: str) -> str:
+    for ours, theirs in RENAMED:
+        name = name.replace(f".{theirs}.", f".{ours}.")
+    return name
+
+
+def _to_their_name(name: str) -> str:
+    for ours, theirs in RENAMED:
+        name = name.replace(f".{ours}.", f".{theirs}.")
     return name

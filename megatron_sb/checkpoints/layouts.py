@@ -1,4 +1,4 @@
-"""How other people's checkpoints fuse the weights that `StickBreakingForCausalLM` has one by one."""
+"""Convert between fused weights of other formats and the separate weights of `StickBreakingForCausalLM`."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from torch import Tensor
 
 
 def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, num_kv_heads: int) -> Tensor:
-    """Projections (heads * d, hidden) as one: for every KV head its query heads, its keys, its values, d rows each.
+    """Fuse three projections, (heads * head_dim, hidden) each, into one.
 
-    Megatron-Core and Dolomite both have this for any number of KV heads.
+    For every KV head the result holds its query heads, its key head and its value head, head_dim rows each.
+    Megatron-Core and Dolomite use this layout for any number of KV heads.
     """
     parts = [x.unflatten(0, (num_kv_heads, -1)) for x in (q, k, v)]
     return torch.cat(parts, 1).flatten(0, 1)
 
 
 def split_qkv(fused: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The inverse of `fuse_qkv`. Raises ValueError where the rows are not of that many heads."""
-    head_dim, rest = divmod(len(fused), num_heads + 2 * num_kv_heads)
-    if rest:
+    """Invert `fuse_qkv`. Raise ValueError if the rows do not divide into that many heads."""
+    num_fused_heads = num_heads + 2 * num_kv_heads
+    head_dim, remaining_rows = divmod(len(fused), num_fused_heads)
+    if remaining_rows:
         raise ValueError(
-            f"rows = {len(fused)} of a fused projection; a multiple of num_heads + 2 * num_kv_heads = "
-            f"{num_heads + 2 * num_kv_heads} is allowed"
+            f"The rows of a fused QKV projection must be a multiple of num_heads + 2 * num_kv_heads = "
+            f"{num_fused_heads}, got {len(fused)}."
         )
     rows = [num_heads // num_kv_heads * head_dim, head_dim, head_dim]
     q, k, v = (part.flatten(0, 1) for part in fused.unflatten(0, (num_kv_heads, -1)).split(rows, 1))
@@ -29,31 +31,35 @@ def split_qkv(fused: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor,
 
 
 def fuse_glu(name: str, weights: dict[str, Tensor], halves: tuple[str, str]) -> Tensor:
-    """The two wide projections of the gated MLP `name` as one; halves: "gate" and "up" in the order of their rows."""
+    """Fuse the gate and up projections of the gated MLP `name`. halves: "gate" and "up" in the order of their rows."""
     return torch.cat([weights[f"{name}.{half}_proj.weight"] for half in halves])
 
 
 def split_glu(name: str, fused: Tensor, halves: tuple[str, str]) -> dict[str, Tensor]:
-    """The inverse of `fuse_glu`."""
+    """Invert `fuse_glu`."""
     return {f"{name}.{half}_proj.weight": rows for half, rows in zip(halves, fused.chunk(2), strict=True)}
 
 
-def split_experts(name: str, wide: Tensor, back: Tensor, halves: tuple[str, str]) -> dict[str, Tensor]:
-    """The projections of every expert in the stacks of a mixture, each named `name`.experts.N."""
-    made = {f"{name}.experts.{expert}.down_proj.weight": columns for expert, columns in enumerate(back)}
-    for expert, rows in enumerate(wide):
-        made |= split_glu(f"{name}.experts.{expert}", rows, halves)
-    return made
+def split_experts(name: str, gate_up: Tensor, down: Tensor, halves: tuple[str, str]) -> dict[str, Tensor]:
+    """Split the stacked projections of a mixture of experts. Each expert gets the prefix `name`.experts.N.
+
+    gate_up: (experts, 2 * intermediate, hidden). down: (experts, hidden, intermediate).
+    """
+    weights = {f"{name}.experts.{expert}.down_proj.weight": columns for expert, columns in enumerate(down)}
+    for expert, rows in enumerate(gate_up):
+        weights |= split_glu(f"{name}.experts.{expert}", rows, halves)
+    return weights
 
 
-def tiled_heads(num_heads: int, num_kv_heads: int) -> Tensor:
-    """The order in which query heads that read KV heads in turns (head n reads n % num_kv_heads) stand group by group.
+def interleaved_head_order(num_heads: int, num_kv_heads: int) -> Tensor:
+    """Return the permutation from interleaved to grouped query heads.
 
-    x[order] has the heads of the first KV head first; `order.argsort()` is the way back.
+    Interleaved: query head n reads KV head n % num_kv_heads. Grouped: query head n reads KV head
+    n // (num_heads // num_kv_heads). x[order] is grouped if x is interleaved; `order.argsort()` is the inverse.
     """
     return torch.arange(num_heads).view(-1, num_kv_heads).t().flatten()
 
 
 def reorder_heads(x: Tensor, order: Tensor, dim: int = 0) -> Tensor:
-    """x with its heads, of as many places each along dim, in another order."""
+    """Permute the heads of x along dim, whose size is a multiple of the number of heads."""
     return x.unflatten(dim, (len(order), -1)).index_select(dim, order).flatten(dim, dim + 1)

@@ -1,4 +1,4 @@
-"""flash-linear-attention's own code on a model converted for it: the logits of ours, within the rounding of bf16."""
+"""flash-linear-attention's own code runs a converted model. Its logits match ours within the rounding of bf16."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalL
     "fields", [{}, {"num_key_value_heads": 2, "tie_word_embeddings": True}], ids=["mha", "gqa, tied"]
 )
 def test_the_same_logits(fields, tmp_path):
-    """Its kernels and modules, as far from float32 as ours are."""
+    """Its kernels and modules are as close to float32 as ours."""
     pytest.importorskip("fla.models.stickbreaking_attn", reason="needs flash-linear-attention")
     torch.manual_seed(1)
     sizes = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4}

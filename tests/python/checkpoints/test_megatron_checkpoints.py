@@ -1,4 +1,4 @@
-"""A checkpoint of Megatron-Core's, saved by two tensor-parallel ranks, as a model of transformers and back."""
+"""Two tensor-parallel ranks save a Megatron-Core checkpoint. It is converted to transformers and back."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ FLAGS = (
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_there_and_back(kind, tmp_path):
-    """The same losses in transformers; the same bits after the way back, from where another layout trains on."""
+    """Losses in transformers are equal. After conversion back, bits are equal and another layout resumes training."""
     found = run_worker("converted_checkpoints.py", 2, tmp_path / "out.json", kind)
     assert found["transformers"] == pytest.approx(found["trained"], rel=1e-5)
     assert found["names"][0] == found["names"][1] and found["equal"]
@@ -31,7 +31,7 @@ def test_there_and_back(kind, tmp_path):
 
 @needs_training
 def test_megatrons_scripts_save_and_load(tmp_path):
-    """Trained and saved by Megatron's loop over two tensor-parallel ranks; what came back starts where that ended."""
+    """Megatron's loop trains and saves on two tensor-parallel ranks. The converted checkpoint has the same loss."""
 
     def losses(ranks: int, *flags: object) -> list[float]:
         return train("cpu", ranks, tmp_path / "cache", *FLAGS.split(), *map(str, flags))
@@ -50,5 +50,5 @@ def test_megatrons_scripts_save_and_load(tmp_path):
 
 
 def test_no_checkpoint(tmp_path):
-    with pytest.raises(ValueError, match="is no distributed checkpoint of Megatron-Core's"):
+    with pytest.raises(ValueError, match=f"{tmp_path}.* distributed checkpoint"):
         read_weights(tmp_path)

@@ -1,6 +1,6 @@
-"""Two CPU ranks with Megatron-Core's own checkpoints: one that is trained, as a model of transformers, and back.
+"""Two CPU ranks train and save a Megatron-Core checkpoint. It is converted to transformers and back.
 
-argv[1]: where the first rank writes what it found; argv[2]: "dense" or "experts".
+argv[1]: file for the results of the first rank. argv[2]: "dense" or "experts".
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ KINDS = {"dense": ("dense", TENSOR), "experts": ("mixture, no auxiliary loss", S
 
 
 def losses_of(model, rows: list[PackedBatch]) -> list[float]:
-    """The summed losses of each row by a model of transformers."""
+    """Sum the losses of each row with a model of transformers."""
     sums = []
     for row in rows:
         logits = model(torch.from_numpy(row.tokens)[None]).logits[0]
@@ -37,7 +37,7 @@ def losses_of(model, rows: list[PackedBatch]) -> list[float]:
 
 
 def window_losses(engine: Engine, rows: list[PackedBatch]) -> list[float]:
-    """The same by an engine whose ranks all see the rows, or each a share of them."""
+    """Sum the losses of each row with an engine whose data-parallel ranks share the rows."""
     sums = torch.zeros(len(rows), dtype=torch.float64)
     mine = range(engine.data_parallel_rank, len(rows), engine.data_parallel_size)
     sums[list(mine)] = engine.window_losses(PackedBatch.concatenate([rows[i] for i in mine]), len(mine)).cpu()
@@ -45,7 +45,7 @@ def window_losses(engine: Engine, rows: list[PackedBatch]) -> list[float]:
 
 
 def main(out: str, kind: str) -> None:
-    """Train two steps, save, convert, convert back, load in another layout, train on; write losses of the same rows."""
+    """Train, save, convert, convert back, load in another layout and resume. Write losses of the same rows."""
     torch.set_num_threads(1)
     megatron_cpu.answer_for_gpu()
     megatron_cpu.answer_for_streams()
@@ -91,7 +91,7 @@ def main(out: str, kind: str) -> None:
     engine = Engine(config, "stick_breaking", config.stages[0], corpus.vocab_size, torch.device("cpu"))
     engine.load(back / "release")
     found["loaded"] = window_losses(engine, rows)
-    step(engine, 0.0)  # what the optimizer updates are the weights that were loaded
+    step(engine, 0.0)  # the optimizer must update the weights that were loaded
     found["after a step of rate 0"] = window_losses(engine, rows)
     step(engine, 1e-4)
     found["after a step"] = window_losses(engine, rows)
