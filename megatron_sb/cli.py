@@ -11,7 +11,8 @@ from megatron_sb.ops import library
 
 # Optional modules -> the extra of pyproject.toml that brings them.
 EXTRAS = {
-    **dict.fromkeys(("matplotlib", "megatron", "psutil", "pydantic", "scipy", "tensorboard", "tqdm", "yaml"), "train"),
+    **dict.fromkeys(("matplotlib", "megatron", "pandas", "psutil", "pydantic", "scipy"), "train"),
+    **dict.fromkeys(("tabulate", "tensorboard", "tqdm", "yaml"), "train"),
     **dict.fromkeys(("safetensors", "transformers"), "huggingface"),
 }
 

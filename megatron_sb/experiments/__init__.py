@@ -1,8 +1,7 @@
-"""Experiments on the trainer: `megatron-sb experiment NAME CONFIG.yaml`, each one command, one configuration, one table
-and one picture.
+"""Experiments with the trainer: `megatron-sb experiment NAME CONFIG.yaml` writes one table and one picture.
 
-An experiment is a module with `add_arguments(parser)` and `run(options) -> int` (the exit status), whose docstring
-begins with what it shows. `sweep` trains what it needs, `tables` writes what it found.
+An experiment is a module with `add_arguments(parser)` and `run(options) -> int`, which returns the exit status. The
+first paragraph of its docstring is its help text. `sweep` trains models, `tables` writes results.
 """
 
 from __future__ import annotations
@@ -23,15 +22,29 @@ EXPERIMENTS: dict[str, str] = {
 
 
 def main(argv: list[str]) -> int:
-    """Run the experiment that the command line names; its exit status.
+    """Run the experiment that the command line names.
 
-    options of `run` have `config` (the file's path), `set` (overrides, dotted.field=value), `out` (the folder of its
-    runs and results, one that is there is gone on with; None: runs/NAME-CONFIG), and those of the experiment.
+    The experiment's `run` receives the options `config` (path of the file), `set` (list of overrides,
+    dotted.field=value), `out` (folder of runs and results; None: runs/NAME-CONFIG) and its own ones.
+
+    Args:
+        argv: arguments after `megatron-sb experiment`.
+
+    Returns:
+        The exit status: 0 on success, 128 + N after signal N, else the status of the run that failed.
+
+    Raises:
+        ValueError: the configuration or an option is invalid.
+
+    Example:
+        >>> from megatron_sb import experiments
+        >>> experiments.main(["mqrar", "configs/mqrar_small.yaml", "--pairs", "16", "--jobs", "2"])  # doctest: +SKIP
+        0
     """
     from megatron_sb.experiments import sweep
 
     options = _parser().parse_args(argv)
-    sweep.output_folder(options)  # refused before anything is done
+    sweep.output_folder(options)  # check --out before anything runs
     try:
         return options.run(options)
     except sweep.SweepStopped as stop:
@@ -40,18 +53,26 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megatron-sb experiment", description="An experiment on the trainer.")
+    parser = argparse.ArgumentParser(
+        prog="megatron-sb experiment", description="Train what an experiment needs and write its table and picture."
+    )
     names = parser.add_subparsers(required=True, metavar="NAME")
     for name, path in EXPERIMENTS.items():
         module = importlib.import_module(path)
         about = module.__doc__.partition("\n\n")[0].replace("\n", " ")
         command = names.add_parser(name, help=about.replace("%", "%%"), description=about)
-        command.add_argument("config", metavar="CONFIG.yaml")
+        command.add_argument("config", metavar="CONFIG.yaml", help="configuration file (required)")
         command.add_argument(
-            "--set", action="append", default=[], metavar="FIELD=VALUE", help="over the file's, as model.num_layers=2"
+            "--set",
+            action="append",
+            default=[],
+            metavar="FIELD=VALUE",
+            help="override a field of CONFIG.yaml, for example model.num_layers=2 (repeatable; default: none)",
         )
         command.add_argument(
-            "--out", metavar="FOLDER", help="of its runs and results, gone on with if it is there; runs/NAME-CONFIG"
+            "--out",
+            metavar="FOLDER",
+            help="folder of runs and results; an existing one is resumed (default: runs/NAME-CONFIG)",
         )
         module.add_arguments(command)
         command.set_defaults(run=module.run, experiment=name)

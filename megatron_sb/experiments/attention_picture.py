@@ -1,8 +1,8 @@
-"""Attention of a trained model, drawn: where it looks to recall what a key was assigned last (Tan et al.,
-arXiv 2410.17980, Fig. 4).
+"""Draw the attention of a trained model that recalls the latest value of a key.
 
-The weights are the definition's (`reference`), from the queries and keys that the model made. Two layers solve it: in
-the first a value finds the key before it, in the second a key that is met again finds its latest value by that.
+Tan et al., arXiv 2410.17980, Fig. 4. `reference` computes the weights from the model's own queries and keys. Two layers
+suffice: in the first layer each value attends to its key. In the second layer a repeated key attends to its latest
+value.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from pandas import DataFrame
 
 from megatron_sb.experiments import sweep, tables, trained
 from megatron_sb.training.config import ConfigError, TrainingConfig, load_config
@@ -20,67 +21,72 @@ SEQUENCE = "B 6 P 4 E 3 X 1 Z 2 E 2 B 1 E 5 B 4"  # the paper's
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options beside those of every experiment."""
+    """Add the options of this experiment."""
     parser.add_argument(
-        "--sequence", default=SEQUENCE, metavar="TEXT", help=f"keys (words) and values (numbers) by turns: {SEQUENCE!r}"
+        "--sequence",
+        default=SEQUENCE,
+        metavar="TEXT",
+        help="alternating keys (words) and values (numbers) (default: %(default)r)",
     )
-    parser.add_argument("--model", metavar="NAME", help="one of the configuration's compare (default: the first)")
+    parser.add_argument("--model", metavar="NAME", help="a model of compare in CONFIG (default: the first)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train unless CONFIG is that of a finished run, look, write table and picture; 0."""
+    """Train unless CONFIG is of a finished run, compute the attention, write the results. Return the exit status."""
     config = load_config(options.config, options.set)
     model = options.model or config.compare[0]
-    if model not in (able := trained.plain_sticks(config)):
+    if model not in (supported := trained.plain_stickbreaking_models(config)):
         raise ConfigError(
-            f"--model is {model!r}; the stick-breaking models of compare without gates and Euclidean logits are "
-            f"allowed: {able}"
+            f"--model must be one of {supported}, the stick-breaking models of compare without forget gates and "
+            f"Euclidean logits, got {model!r}."
         )
     words = options.sequence.split()
     batch = tokens_of(words, config)
-    alone = trained.on_one_rank(config)
-    with trained.trained_engine(trained.trained_run(options, config), alone, model) as engine:
+    single_rank_config = trained.on_one_rank(config)
+    with trained.trained_engine(trained.trained_run(options, config), single_rank_config, model) as engine:
         likeliest, layers = engine.likeliest_tokens(batch), engine.attention_inputs(batch)
-    weights = [weights_of(layer) for layer in layers]
+    weights = [attention_weights(layer) for layer in layers]
     names = [
-        f"layer {1 + layer}, head {1 + head}" for layer, by_head in enumerate(weights) for head in range(len(by_head))
+        f"layer {layer}, head {head}"
+        for layer, layer_weights in enumerate(weights, 1)
+        for head in range(1, 1 + len(layer_weights))
     ]
-    heads = dict(zip(names, (head for by_head in weights for head in by_head), strict=True))
+    heads = dict(zip(names, (head for layer_weights in weights for head in layer_weights), strict=True))
     answers = likeliest.numpy() - config.data.num_keys
-    found = [found_at(position, heads, answers, words) for position in np.flatnonzero(batch.counted)]
-    results = {"model": model, "sequence": options.sequence, "queries": found}
+    queries = [describe_query(position, heads, answers, words) for position in np.flatnonzero(batch.counted)]
+    results = {"model": model, "sequence": options.sequence, "queries": queries}
     results["attention"] = {name: np.round(head, 4).tolist() for name, head in heads.items()}
-    text, figure = table_of(found, list(heads)), draw(heads, words, found)
-    tables.write_results(sweep.output_folder(options), results, text, figure, trained.device_of(alone))
+    text, figure = to_table(queries, list(heads)), draw(heads, words, queries)
+    tables.write_results(sweep.output_folder(options), results, text, figure, trained.device_of(single_rank_config))
     return 0
 
 
 def tokens_of(words: Sequence[str], config: TrainingConfig) -> Any:
-    """The batch of one sequence of keys and values by turns: words are numbered as they come, values are numbers.
+    """Return the batch of one sequence of alternating keys and values. Keys are numbered in order of appearance.
 
-    Raises ValueError for what is no such sequence, or has more keys or higher values than the configuration's data.
+    Raise ValueError if the words are no such sequence, or if data.num_keys or data.num_values is too small for it.
     """
     from megatron_sb.experiments.recall import labelled
 
     if config.data.kind != "recall":
-        raise ConfigError(f"data.kind is {config.data.kind!r}; attention-picture needs 'recall'")
+        raise ConfigError(f"data.kind must be 'recall' for attention-picture, got {config.data.kind!r}.")
     if len(words) % 2 or not words:
-        raise ValueError(f"--sequence has {len(words)} words; keys and values by turns are allowed, an even number")
+        raise ValueError(f"--sequence must alternate keys and values, an even number of words, got {len(words)}.")
     names = list(dict.fromkeys(words[::2]))
     if len(names) > config.data.num_keys:
-        raise ValueError(f"--sequence has {len(names)} keys; data.num_keys = {config.data.num_keys} are allowed")
+        raise ValueError(f"--sequence must have at most data.num_keys = {config.data.num_keys} keys, got {len(names)}.")
     for word in words[1::2]:
         if not word.isdecimal() or int(word) >= config.data.num_values:
-            raise ValueError(f"--sequence has the value {word!r}; 0 to {config.data.num_values - 1} are allowed")
+            raise ValueError(f"values of --sequence must be from 0 to {config.data.num_values - 1}, got {word!r}.")
     keys = np.array([names.index(word) for word in words[::2]])
     batch = labelled(keys, config.data.num_keys + np.array([int(word) for word in words[1::2]]))
     if not batch.counted.any():
-        raise ValueError("--sequence meets no key twice, so that nothing is asked; repeat one")
+        raise ValueError(f"--sequence must repeat a key, got {' '.join(words)!r}.")
     return batch
 
 
-def weights_of(layer: Any) -> np.ndarray:
-    """A of paper eq. 1 for every head of a layer, (h, t, t) float64: row j is what query j gives to each key.
+def attention_weights(layer: Any) -> np.ndarray:
+    """Return the weights of paper eq. 1 for every head of a layer, (h, t, t) float64. Row j belongs to query j.
 
     layer: `AttentionInputs` of one sequence.
     """
@@ -98,11 +104,14 @@ def weights_of(layer: Any) -> np.ndarray:
     )
 
 
-def found_at(position: int, heads: dict[str, np.ndarray], answers: np.ndarray, words: Sequence[str]) -> dict[str, Any]:
-    """A query's right and given answer, and for every head how much the query gives to the value that it had last, and
-    that value to its key.
+def describe_query(
+    position: int, heads: dict[str, np.ndarray], answers: np.ndarray, words: Sequence[str]
+) -> dict[str, Any]:
+    """Return a query's right answer, the model's answer and two weights per head.
+
+    The weights are of the query to the right value and of that value to its key.
     """
-    earlier = [at for at in range(0, position, 2) if words[at] == words[position]]
+    earlier = [index for index in range(0, position, 2) if words[index] == words[position]]
     key, value = earlier[-1], earlier[-1] + 1
     return {
         "position": int(position),
@@ -115,21 +124,21 @@ def found_at(position: int, heads: dict[str, np.ndarray], answers: np.ndarray, w
     }
 
 
-def table_of(found: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
-    """A row for each query."""
-    heads = ["query", "right", "answer"]
-    heads += [f"{name}: {what}" for name in names for what in ("value to its key", "query to its value")]
+def to_table(queries: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
+    """Return a Markdown table with a row for each query."""
+    headers = ["query", "right", "answer"]
+    headers += [f"{name}: {what}" for name in names for what in ("value to its key", "query to its value")]
     rows = []
-    for entry in found:
+    for entry in queries:
         row = [f"{entry['key']} at {entry['position']}", entry["right"], entry["answer"]]
         for name in names:
             row += [f"{entry['value_to_key'][name]:.3f}", f"{entry['query_to_value'][name]:.3f}"]
         rows.append(row)
-    return tables.markdown_table(heads, rows)
+    return tables.to_markdown(DataFrame(rows, columns=headers))
 
 
-def draw(heads: dict[str, np.ndarray], words: Sequence[str], found: Sequence[dict[str, Any]]) -> Any:
-    """A heat map for each head; the queries' right values are framed."""
+def draw(heads: dict[str, np.ndarray], words: Sequence[str], queries: Sequence[dict[str, Any]]) -> Any:
+    """Draw a heat map for each head. A frame marks the right value of each query."""
     from megatron_sb.training.plots import pyplot
 
     figure, grid = pyplot.subplots(1, len(heads), figsize=(5 * len(heads), 5.4), squeeze=False)
@@ -138,7 +147,7 @@ def draw(heads: dict[str, np.ndarray], words: Sequence[str], found: Sequence[dic
         axes.set_xticks(range(len(words)), words)
         axes.set_yticks(range(len(words)), words)
         axes.set(title=name, xlabel="key", ylabel="query")
-        for entry in found:
+        for entry in queries:
             corner = (entry["value_at"] - 0.5, entry["position"] - 0.5)
             axes.add_patch(pyplot.Rectangle(corner, 1, 1, fill=False, edgecolor="C3"))
     return figure

@@ -1,4 +1,4 @@
-"""What an experiment leaves behind: results.json, table.md and picture.png, each written aside and renamed."""
+"""Write the results of an experiment: results.json, table.md and picture.png."""
 
 from __future__ import annotations
 
@@ -8,31 +8,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import tabulate  # noqa: F401  DataFrame.to_markdown needs it: fail before anything is trained
+from pandas import DataFrame
+
 from megatron_sb.training.checkpoint import write_aside
 from megatron_sb.training.config import TrainingConfig
 
 
-def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, numbers to the right; the first column to the left.
-
-    Raises ValueError for a row of another length than `heads`.
-    """
-    lines = [list(heads), ["---", *["---:"] * (len(heads) - 1)], *map(list, rows)]
-    for line in lines:
-        if len(line) != len(heads):
-            raise ValueError(f"a row is {line!r}; {len(heads)} cells are allowed, as many as heads {list(heads)!r}")
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def to_markdown(table: DataFrame) -> str:
+    """Return a Markdown table of formatted cells. The first column is aligned left, the others right."""
+    alignment = ["left", *["right"] * (table.shape[1] - 1)]
+    return table.to_markdown(index=False, disable_numparse=True, colalign=alignment) + "\n"
 
 
 def labels_of(config: TrainingConfig) -> dict[str, str]:
-    """What tables and pictures call the models of a configuration, in its order."""
+    """Return the name of every compared model in tables and pictures, in the configuration's order."""
     from megatron_sb.training.report import LABELS
 
     return {model: LABELS.get(model, model) for model in config.compare}
 
 
 def provenance(device: str) -> dict[str, Any]:
-    """When and on what: {"date", "device", "torch", "megatron_core"}. device: as `report.hardware` says it."""
+    """Return {"date", "device", "torch", "megatron_core"} of a measurement. device: as `report.hardware` returns it."""
     import importlib.metadata
 
     import torch
@@ -46,20 +43,25 @@ def provenance(device: str) -> dict[str, Any]:
 
 
 def devices_of(evaluations: Sequence[dict[str, Any]]) -> str:
-    """What the runs of these evaluations ran on."""
+    """Return the devices that the runs of these evaluations used."""
     return " and ".join(dict.fromkeys(evaluation["device"] for evaluation in evaluations))
 
 
 def write_results(out: Path, results: dict[str, Any], table: str, figure: Any, device: str) -> None:
-    """Write results.json (with `provenance`), table.md and picture.png into `out`, and print the table.
+    """Write results.json, table.md and picture.png into `out` and print the table. Each file is replaced atomically.
 
-    figure: of matplotlib; it is closed. device: what the results were measured on, in words.
+    Args:
+        out: output folder; it is created if needed.
+        results: content of results.json, to which `provenance` is added.
+        table: Markdown.
+        figure: of matplotlib; it is closed.
+        device: the hardware that was measured, in words.
     """
     from megatron_sb.training.plots import save
 
     out.mkdir(parents=True, exist_ok=True)
-    about = provenance(device)
-    write_aside(out / "results.json", json.dumps(about | results, indent=1) + "\n")
-    write_aside(out / "table.md", f"{table}\n{about['date']}, {about['device']}\n")
+    measured = provenance(device)
+    write_aside(out / "results.json", json.dumps(measured | results, indent=1) + "\n")
+    write_aside(out / "table.md", f"{table}\n{measured['date']}, {measured['device']}\n")
     save(figure, out / "picture.png")
-    print(f"{table}\nsee {out}/table.md, {out}/picture.png, {out}/results.json")
+    print(f"{table}\nSee {out}/table.md, {out}/picture.png and {out}/results.json.")

@@ -1,4 +1,4 @@
-"""A trained model in this process, for an experiment that asks it something."""
+"""Load a trained model into this process for an experiment."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from megatron_sb.training.config.checks import check
 
 
 def trained_run(options: argparse.Namespace, config: TrainingConfig) -> Path:
-    """The folder of a finished run of the configuration: the configuration's own where that is RUN/config.yaml of a
-    finished run and nothing is set over it, else OUT/trained, which is trained first unless it is done.
+    """Return the folder of a finished run of the configuration.
+
+    If CONFIG is RUN/config.yaml of a finished run and --set is not used, the folder is RUN. Otherwise it is
+    OUT/trained, which is trained first unless it is finished.
     """
-    here = Path(options.config)
-    if here.name == "config.yaml" and not options.set and sweep.is_done(config, here.parent):
-        return here.parent
+    path = Path(options.config)
+    if path.name == "config.yaml" and not options.set and sweep.is_done(config, path.parent):
+        return path.parent
     out = sweep.output_folder(options)
     sweep.train_all(options.config, [sweep.Trial("trained", tuple(options.set))], out)
     return out / "trained"
@@ -28,7 +30,7 @@ def trained_run(options: argparse.Namespace, config: TrainingConfig) -> Path:
 
 @contextlib.contextmanager
 def threads(count: int | None) -> Iterator[None]:
-    """torch computes with so many threads inside, None: with as many as before."""
+    """Set torch's number of threads within the context. None keeps it."""
     import torch
 
     before = torch.get_num_threads()
@@ -41,9 +43,9 @@ def threads(count: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def trained_engine(run: Path, config: TrainingConfig, model: str) -> Iterator[Any]:
-    """An `Engine` of the last stage with a run's newest weights of one of its models, alone on one device.
+    """Open an `Engine` of the last stage on one device, with the newest weights of one model of a run.
 
-    Raises ValueError where the configuration wants a GPU and there is none, FileNotFoundError without a checkpoint.
+    Raise ConfigError if the configuration needs a GPU and there is none, FileNotFoundError without a checkpoint.
     """
     import torch
     import torch.distributed as dist
@@ -55,7 +57,9 @@ def trained_engine(run: Path, config: TrainingConfig, model: str) -> Iterator[An
 
     cuda = on_gpu(config)
     if config.parallel.device == "cuda" and not cuda:
-        raise ConfigError("parallel.device is 'cuda' and there is no GPU; its checkpoints need one")
+        raise ConfigError(
+            "parallel.device must be 'cpu' or 'auto' without a GPU, got 'cuda'. Use a machine with a GPU."
+        )
     checkpoint = sweep.newest_checkpoint(run, model)
     if cuda:
         torch.cuda.set_device(0)
@@ -72,42 +76,42 @@ def trained_engine(run: Path, config: TrainingConfig, model: str) -> Iterator[An
         dist.destroy_process_group()
 
 
-def plain_sticks(config: TrainingConfig) -> list[str]:
-    """The models of compare whose logits are q . k and whose keys have no gates: what experiments write out again."""
+def plain_stickbreaking_models(config: TrainingConfig) -> list[str]:
+    """Return the stick-breaking models of compare with dot-product logits and without forget gates."""
     chosen = {name: config.attention[name] for name in config.compare if config.breaks_sticks(name)}
     return [name for name, attention in chosen.items() if attention.logits == "dot" and not attention.forget_gate]
 
 
 def on_gpu(config: TrainingConfig) -> bool:
-    """Whether `trained_engine` has a GPU."""
+    """Return whether `trained_engine` uses a GPU."""
     import torch
 
     return config.parallel.device != "cpu" and torch.cuda.is_available()
 
 
 def device_of(config: TrainingConfig) -> str:
-    """What `trained_engine` runs on, in words."""
+    """Describe the device that `trained_engine` uses."""
     from megatron_sb.training.report import hardware
 
     return hardware("cuda" if on_gpu(config) else "cpu", ranks=1)
 
 
 def on_one_rank(config: TrainingConfig) -> TrainingConfig:
-    """A run's configuration, for one rank that loads its checkpoints: nothing is spread.
+    """Return a run's configuration without parallelism, for one rank that loads its checkpoints.
 
-    Raises ConfigError where one rank cannot: on a CPU, of a model that tensor parallelism splits.
+    Raise ConfigError for a tensor-parallel model on a CPU: one rank cannot load its checkpoints there.
     """
     parallel = config.parallel
     if parallel.tensor_parallel_size > 1 and not on_gpu(config):
         raise ConfigError(
-            f"parallel.tensor_parallel_size = {parallel.tensor_parallel_size}: on a CPU as many ranks are needed to "
-            "load what it saves, and an experiment looks into a model on one; 1 is allowed"
+            f"parallel.tensor_parallel_size must be 1 on a CPU, got {parallel.tensor_parallel_size}. Experiments load "
+            "a model on one rank, and on a CPU its checkpoints need as many ranks as saved them."
         )
-    alone = ParallelConfig(
+    one_rank = ParallelConfig(
         device=parallel.device, threads_per_rank=parallel.threads_per_rank, timeout_seconds=parallel.timeout_seconds
     )
-    whole = {"context_parallel_size": 1, "hierarchical_context_parallel_sizes": ()}
-    stages = tuple(dataclasses.replace(stage, **whole) for stage in config.stages)
-    config = dataclasses.replace(config, parallel=alone, stages=stages)
+    no_context_parallelism = {"context_parallel_size": 1, "hierarchical_context_parallel_sizes": ()}
+    stages = tuple(dataclasses.replace(stage, **no_context_parallelism) for stage in config.stages)
+    config = dataclasses.replace(config, parallel=one_rank, stages=stages)
     check(config)
     return config
