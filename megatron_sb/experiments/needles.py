@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
 
 def samples_of(task: str, length: int, count: int) -> list[ruler.Sample]:
     """Return the samples of a task, the same for every model. Raise ValueError if `length` bytes are too few."""
-    seed, texts = zlib.crc32(task.encode()), ruler.load_texts().asking(held_out=True)
+    seed, texts = zlib.crc32(task.encode()), ruler.load_texts().select_questions(held_out=True)
     try:
         return [
             ruler.TASKS[task](np.random.default_rng([seed, length, index]), length, texts) for index in range(count)
@@ -92,7 +92,7 @@ def scores(engine: Any, samples: Sequence[ruler.Sample], length: int) -> dict[st
     batch_size = max(1, BYTES_PER_FORWARD // length)
     answer_shares, byte_shares = [], []
     for start in range(0, len(samples), batch_size):
-        rows = [ruler.encoded(sample) for sample in samples[start : start + batch_size]]
+        rows = [ruler.encode(sample) for sample in samples[start : start + batch_size]]
         batch = PackedBatch.concatenate([row for row, _ in rows])
         hits = engine.likeliest_tokens(batch).numpy() == batch.labels
         for (_, spans), begin in zip(rows, batch.cu_seqlens[:-1], strict=True):

@@ -1,16 +1,15 @@
-"""Multi-query repeated associative recall (Tan et al., arXiv 2410.17980, section 5.1): sequences made by rule.
+"""Multi-query repeated associative recall (Tan et al., arXiv 2410.17980, section 5.1): generated sequences.
 
     input    B 6 P 4 E 3 X 1 Z 2 E 2 B 1 E 5 B 4
     labels                       3   6   2   1
 
-Keys and values by turns, each value assigned to the key before it. num_pairs keys are assigned once each, one after the
-other; then keys are drawn from those again and again, uniformly. Where a key is met again, the label is the value that
-it had last, while the token that follows is the new one: so nothing but the answer is asked for, and only the latest
-assignment counts. Labels count there alone.
+Keys and values alternate; each value is assigned to the key before it. First, num_pairs keys are assigned once each.
+Then keys are drawn from these uniformly. The label of a repeated key is its latest value; the token that follows is its
+new value. Only these labels count in the loss.
 
-With fewest_pairs the rows that are trained on have from that many pairs to num_pairs, by turns and as many of them per
-doubling; what is evaluated has num_pairs. Rows of few pairs teach what those of many take long to begin with (Arora et
-al., arXiv 2312.04927, train on a mixture, too).
+If fewest_pairs is set, training rows have from fewest_pairs to num_pairs pairs, with equally many rows per doubling.
+Evaluation rows always have num_pairs. Rows with few pairs speed up learning (Arora et al., arXiv 2312.04927, also train
+on a mixture).
 """
 
 from __future__ import annotations
@@ -33,12 +32,19 @@ from megatron_sb.training.data import PackedBatch, Row
 from megatron_sb.training.evaluate import UNWATCHED, Watch, mean_and_error, score_windows
 
 GOLDEN_RATIO = (5**0.5 - 1) / 2
-HELD_OUT = 0  # second number of the seeds of evaluated rows; training rows have 1 and up, by stage
+EVALUATION_SEED = 0  # second number of the seed of evaluation rows; training rows of stage i have 1 + i
 
 
 @section
 class RecallDataConfig(DataConfig):
-    """The `data` section of kind "recall"."""
+    """The `data` section of kind "recall".
+
+    Attributes:
+        num_pairs: key-value pairs of a sequence. Required.
+        num_keys: different keys in the vocabulary. Required.
+        num_values: different values in the vocabulary. Required.
+        fewest_pairs: smallest number of pairs in training rows; None: num_pairs.
+    """
 
     task: ClassVar[str] = "megatron_sb.experiments.recall:RecallTask"
     kind: Literal["recall"] = "recall"
@@ -63,27 +69,26 @@ class RecallDataConfig(DataConfig):
         elif self.fewest_pairs is not None and self.fewest_pairs > self.num_pairs:
             yield f"data.fewest_pairs must be at most data.num_pairs = {self.num_pairs}, got {self.fewest_pairs}"
         for name in ("target_tokens", "length_factor", "longest"):
-            value = getattr(config.evaluation, name)
-            if value != getattr(EvaluationConfig, name):
+            value, default = getattr(config.evaluation, name), getattr(EvaluationConfig, name)
+            if value != default:
                 yield (
-                    f"evaluation.{name} = {value!r} contradicts data.kind = 'recall': held-out rows are as long as the "
-                    "stage's"
+                    f"evaluation.{name} must keep its default {default!r} for data.kind = 'recall', got {value!r}: "
+                    "evaluation rows have the stage's context length"
                 )
         for name in config.compare:
             attention = config.attention[name]
             if isinstance(attention, SoftmaxAttentionConfig) and attention.evaluated_scalings != ("none",):
                 yield (
-                    f"attention.{name}.evaluated_scalings = {list(attention.evaluated_scalings)} contradicts data.kind "
-                    "= 'recall': no context is longer than the stage's; give [none]"
+                    f"attention.{name}.evaluated_scalings must be [none] for data.kind = 'recall', got "
+                    f"{list(attention.evaluated_scalings)}: evaluation rows have the stage's context length"
                 )
 
     def stage_problems(self, config: TrainingConfig, stage: StageConfig, path: str) -> Iterator[str]:
         """See `DataConfig.stage_problems`."""
         if stage.context_length % 2 or stage.context_length <= 2 * self.num_pairs:
             yield (
-                f"{path}.context_length must be even and more than 2 * data.num_pairs = {2 * self.num_pairs}, because "
-                f"keys and values alternate and every key is assigned before the first answer, "
-                f"got {stage.context_length}"
+                f"{path}.context_length must be even and more than 2 * data.num_pairs = {2 * self.num_pairs}, got "
+                f"{stage.context_length}: keys and values alternate, and every key is assigned before one is repeated"
             )
 
     def longest_evaluated(self, evaluation: EvaluationConfig, stage: StageConfig) -> int:
@@ -93,7 +98,10 @@ class RecallDataConfig(DataConfig):
 
 @dataclasses.dataclass(frozen=True)
 class RecallRule:
-    """Tokens 0 to num_keys - 1 are keys, the num_values after them values; length: tokens of a sequence, even."""
+    """Parameters of generated sequences.
+
+    Tokens 0 to num_keys - 1 are keys; the next num_values tokens are values. length: even number of tokens.
+    """
 
     num_pairs: int
     num_keys: int
@@ -102,11 +110,11 @@ class RecallRule:
 
     @property
     def num_answers(self) -> int:
-        """Labels that count in a sequence."""
+        """Number of labels that count in a sequence."""
         return self.length // 2 - self.num_pairs
 
     def draw(self, seed: Sequence[int]) -> PackedBatch:
-        """One sequence, a pure function of the seed."""
+        """Generate one sequence as a pure function of the seed."""
         generator = np.random.default_rng([*seed])
         keys = generator.permutation(self.num_keys)[: self.num_pairs]
         keys = np.concatenate([keys, generator.choice(keys, self.num_answers)])
@@ -114,27 +122,27 @@ class RecallRule:
 
 
 def labelled(keys: np.ndarray, values: np.ndarray) -> PackedBatch:
-    """The sequence of these assignments, (n,) each, 2 n tokens with their labels."""
+    """Return the sequence of n assignments with its labels, 2 n tokens. keys, values: (n,)."""
     tokens = np.stack([keys, values], axis=1).reshape(-1).astype(np.int64)
     labels, counted = np.zeros_like(tokens), np.zeros(len(tokens), dtype=bool)
-    by_key = np.argsort(keys, kind="stable")  # assignments of one key side by side, in their order
-    before, after = by_key[:-1], by_key[1:]
-    same = keys[before] == keys[after]
-    labels[2 * after[same]] = values[before[same]]
-    counted[2 * after[same]] = True
+    by_key = np.argsort(keys, kind="stable")  # groups the assignments by key and keeps their order
+    previous, current = by_key[:-1], by_key[1:]
+    same = keys[previous] == keys[current]
+    labels[2 * current[same]] = values[previous[same]]
+    counted[2 * current[same]] = True
     return PackedBatch(tokens, labels, counted, np.array([0, len(tokens)], dtype=np.int32))
 
 
 @dataclasses.dataclass(frozen=True)
 class RecallRow(Row):
-    """A row before it is made. index: which of its stage. rule: its own."""
+    """A row that is not yet generated. index: position in its stage. rule: parameters of this row."""
 
     index: int
     rule: RecallRule
 
 
 class RecallSampler:
-    """Rows of one rule, with from fewest_pairs to its num_pairs pairs; `task.Sampler`."""
+    """A `task.Sampler` of rows with fewest_pairs to rule.num_pairs pairs."""
 
     def __init__(self, rule: RecallRule, seed: Sequence[int], fewest_pairs: int | None = None) -> None:
         self._rule = rule
@@ -143,34 +151,35 @@ class RecallSampler:
         self._taken = 0
 
     def state_dict(self) -> dict[str, int]:
-        """How many rows have been taken."""
+        """Return the number of rows taken."""
         return {"taken": self._taken}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Resume from a `state_dict`."""
         self._taken = state["taken"]
 
     def next_rows(self, count: int) -> list[RecallRow]:
-        """The next `count` rows."""
+        """Return the next `count` rows."""
         bounds = np.array([0, self._rule.length], dtype=np.int32)
         first, self._taken = self._taken, self._taken + count
         rules = ((index, self._rule_of(index)) for index in range(first, self._taken))
         return [RecallRow([], rule.num_answers, bounds, index, rule) for index, rule in rules]
 
     def read(self, row: RecallRow) -> PackedBatch:
-        """A row's tokens."""
+        """Generate the tokens of a row."""
         return row.rule.draw([*self._seed, row.index])
 
     def _rule_of(self, index: int) -> RecallRule:
-        # Multiples of the golden ratio fill [0, 1) evenly: any stretch of rows has the whole mixture.
+        # Multiples of the golden ratio fill [0, 1) evenly: any range of rows contains the whole mixture.
         share = index * GOLDEN_RATIO % 1
         num_pairs = self._fewest_pairs * ((self._rule.num_pairs + 1) / self._fewest_pairs) ** share
         return dataclasses.replace(self._rule, num_pairs=int(num_pairs))
 
 
 class RecallTask:
-    """config.data of kind "recall" as a `task.Task`: evaluated on held-out sequences of the stage's own length, by the
-    share of answers where the likeliest token is the right one.
+    """The `task.Task` of kind "recall". Its accuracy is the share of answers whose likeliest token is right.
+
+    Evaluation uses held-out sequences of the stage's context length.
     """
 
     def __init__(self, config: TrainingConfig) -> None:
@@ -178,13 +187,13 @@ class RecallTask:
         self.vocab_size = config.vocab_size
 
     def fingerprint(self) -> dict[str, int]:
-        """As `Task.fingerprint`."""
+        """See `Task.fingerprint`."""
         data = self._config.data
         names = ("num_pairs", "fewest_pairs", "num_keys", "num_values")
         return {name: getattr(data, name) for name in names if getattr(data, name) is not None}
 
     def describe(self) -> str:
-        """As `Task.describe`."""
+        """See `Task.describe`."""
         data = self._config.data
         return (
             f"recall of {data.num_pairs} pairs out of {data.num_keys} keys and {data.num_values} values; evaluation on "
@@ -192,24 +201,26 @@ class RecallTask:
         )
 
     def rule(self, stage: StageConfig) -> RecallRule:
-        """What a stage's sequences are made by."""
+        """Return the parameters of a stage's sequences."""
         data = self._config.data
         return RecallRule(data.num_pairs, data.num_keys, data.num_values, stage.context_length)
 
     def sampler(self, stage: StageConfig, index: int) -> RecallSampler:
-        """As `Task.sampler`."""
+        """See `Task.sampler`."""
         return RecallSampler(self.rule(stage), (self._config.seed, 1 + index), self._config.data.fewest_pairs)
 
     def evaluate(self, engine: Any, stage: StageConfig, scaling: str, watch: Watch = UNWATCHED) -> list[dict[str, Any]]:
-        """As `Task.evaluate`, with "accuracy". One entry, of the stage's own length: no positions are scaled."""
+        """See `Task.evaluate`. Return one entry, of the stage's context length, with "accuracy"."""
         rule, windows = self.rule(stage), self._config.evaluation.windows
 
         def batch_of(indices: Sequence[int]) -> PackedBatch:
-            return PackedBatch.concatenate([rule.draw([self._config.seed, HELD_OUT, index]) for index in indices])
+            return PackedBatch.concatenate(
+                [rule.draw([self._config.seed, EVALUATION_SEED, index]) for index in indices]
+            )
 
-        at_once = stage.rows_per_micro_batch or stage.rows_per_step // engine.data_parallel_size
+        batch_size = stage.rows_per_micro_batch or stage.rows_per_step // engine.data_parallel_size
         measures = [engine.window_losses, engine.window_hits]
-        losses, hits = score_windows(engine, measures, batch_of, windows, at_once, watch) / rule.num_answers
+        losses, hits = score_windows(engine, measures, batch_of, windows, batch_size, watch) / rule.num_answers
         nll, error = mean_and_error(losses.tolist())
         accuracy, accuracy_error = mean_and_error(hits.tolist())
         result = {"context": rule.length, "nll": nll, "standard_error": error, "windows": windows}

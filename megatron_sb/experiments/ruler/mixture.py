@@ -1,4 +1,4 @@
-"""RULER's tasks among the rows of `data.kind: text`, by `data.ruler_fraction`."""
+"""Mix rows of RULER's tasks into the rows of `data.kind: text`, with the share `data.ruler_fraction`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from megatron_sb.training.config import StageConfig, TextDataConfig, TrainingCon
 from megatron_sb.training.config.types import BelowOne, section
 from megatron_sb.training.task import DocumentTask
 
-SHORTEST_ROW = 1024  # bytes that hold a question of every task
+MIN_ROW_LENGTH = 1024  # bytes; a row of this length fits every task
 
 
 @section
 class RulerMixtureDataConfig(TextDataConfig):
-    """The `data` section of kind "text" with `ruler_fraction`, the share of rows that hold RULER's tasks."""
+    """The `data` section of kind "text" with RULER's tasks.
+
+    Attributes:
+        ruler_fraction: share of the training rows that hold RULER's tasks, at least 0 and less than 1.
+    """
 
     task: ClassVar[str] = "megatron_sb.experiments.ruler.mixture:RulerMixtureTask"
     ruler_fraction: BelowOne = 0.0
@@ -25,15 +29,15 @@ class RulerMixtureDataConfig(TextDataConfig):
     def stage_problems(self, config: TrainingConfig, stage: StageConfig, path: str) -> Iterator[str]:
         """See `DataConfig.stage_problems`."""
         yield from super().stage_problems(config, stage, path)
-        if self.ruler_fraction and stage.context_length < SHORTEST_ROW:
+        if self.ruler_fraction and stage.context_length < MIN_ROW_LENGTH:
             yield (
-                f"{path}.context_length must be at least {SHORTEST_ROW} with data.ruler_fraction = "
-                f"{self.ruler_fraction}, got {stage.context_length}"
+                f"{path}.context_length must be at least {MIN_ROW_LENGTH} for RULER's tasks "
+                f"(data.ruler_fraction = {self.ruler_fraction}), got {stage.context_length}"
             )
 
 
 class RulerMixtureTask(DocumentTask):
-    """Documents, and rows of RULER's tasks among them. Evaluated on documents alone."""
+    """Documents mixed with rows of RULER's tasks. Evaluation uses documents only."""
 
     def describe(self) -> str:
         """See `Task.describe`."""
@@ -46,7 +50,7 @@ class RulerMixtureTask(DocumentTask):
         return MixedSampler(
             super().sampler(stage, index),
             config.data.ruler_fraction,
-            load_texts().asking(held_out=False),
+            load_texts().select_questions(held_out=False),
             stage.context_length,
             multiple,
             end,

@@ -1,6 +1,6 @@
-"""RULER's tasks as rows to train on, among rows of text.
+"""Training rows of RULER's tasks among rows of text.
 
-Questions and answers count there, and not the text before them: a question names what has to be found again twice.
+In rows of tasks only the labels of questions and answers count in the loss, not those of the text before them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from megatron_sb.experiments.ruler.tasks import TASKS
 from megatron_sb.experiments.ruler.texts import Texts
 from megatron_sb.training.data import PackedBatch, Row, RowSampler, pack
 
-SAMPLES_IN_A_ROW = (4, 2, 1)  # short texts teach what long ones take long to begin with
+SAMPLES_PER_ROW = (4, 2, 1)  # several short samples per row speed up learning
 
 
-def encoded(sample: Sample, pad_multiple: int = 1, pad_token: int = 0) -> tuple[PackedBatch, list[tuple[int, int]]]:
-    """The sequence of a sample in bytes, of which question and answers count, and where each answer's labels begin and
-    end.
+def encode(sample: Sample, pad_multiple: int = 1, pad_token: int = 0) -> tuple[PackedBatch, list[tuple[int, int]]]:
+    """Return a sample as a sequence of bytes, and the range of labels of each answer.
+
+    Only the labels of question and answers count in the loss.
     """
     text, spans = sample.prompt.encode(), []
     for answer in sample.answers:
@@ -37,17 +38,25 @@ def encoded(sample: Sample, pad_multiple: int = 1, pad_token: int = 0) -> tuple[
 
 @dataclasses.dataclass(frozen=True)
 class TaskRow(Row):
-    """A row that is made already: how many of its labels count is not known before. batch: its tokens."""
+    """A generated row. It is generated early because its number of counted labels is unknown before."""
 
     batch: PackedBatch
 
 
 class MixedSampler:
-    """Rows of text and, evenly among them, a share of rows of RULER's tasks: `task.Sampler`.
+    """A `task.Sampler` of rows of text, with rows of RULER's tasks evenly distributed among them.
 
-    fraction: the share of tasks, less than 1. multiple: what a sample is padded to. A row of tasks is a pure function
-    of (seed, which row it is): one task, and as many of its samples as SAMPLES_IN_A_ROW says, by chance, of equal
-    length, fewer where one would not fit.
+    A row of tasks is a pure function of the seed and the row's index. It holds one random task, with a random number of
+    samples from SAMPLES_PER_ROW, all of equal length. It holds fewer samples if one would not fit.
+
+    Args:
+        rows: sampler of the rows of text.
+        fraction: share of rows of tasks, less than 1.
+        texts: source of the tasks.
+        row_length: in bytes.
+        multiple: samples are padded to a multiple of this number of tokens.
+        pad_token: fills the padding.
+        seed: of the rows of tasks.
     """
 
     def __init__(
@@ -69,38 +78,38 @@ class MixedSampler:
         self._mixed = 0
 
     def state_dict(self) -> dict[str, int]:
-        """That of the rows of text, and how many rows of both kinds have been taken."""
+        """Return the state of the text rows and the number of rows taken, of both kinds."""
         return self._rows.state_dict() | {"mixed": self._mixed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Resume from a `state_dict`."""
         self._rows.load_state_dict(state)
         self._mixed = state["mixed"]
 
     def next_rows(self, count: int) -> list[Row]:
-        """The next `count` rows."""
+        """Return the next `count` rows."""
         rows: list[Row] = []
         for index in range(self._mixed, self._mixed + count):
-            of_tasks = math.floor((index + 1) * self._fraction) > math.floor(index * self._fraction)
-            rows.append(self._task_row(index) if of_tasks else self._rows.next_rows(1)[0])
+            is_task_row = math.floor((index + 1) * self._fraction) > math.floor(index * self._fraction)
+            rows.append(self._task_row(index) if is_task_row else self._rows.next_rows(1)[0])
         self._mixed += count
         return rows
 
     def read(self, row: Row) -> PackedBatch:
-        """A row's tokens."""
+        """Return the tokens of a row."""
         return row.batch if isinstance(row, TaskRow) else self._rows.read(row)
 
     def _task_row(self, index: int) -> TaskRow:
-        samples = [encoded(sample, *self._padding)[0] for sample in self._samples([*self._seed, index])]
+        samples = [encode(sample, *self._padding)[0] for sample in self._samples([*self._seed, index])]
         batch = PackedBatch.concatenate(samples)
         return TaskRow([], int(batch.counted.sum()), batch.cu_seqlens, batch)
 
     def _samples(self, seed: Sequence[int]) -> list[Sample]:
         generator = np.random.default_rng(seed)
         task = list(TASKS.values())[generator.integers(len(TASKS))]
-        for count in SAMPLES_IN_A_ROW[generator.integers(len(SAMPLES_IN_A_ROW)) :]:
+        for count in SAMPLES_PER_ROW[generator.integers(len(SAMPLES_PER_ROW)) :]:
             try:
                 return [task(generator, self._row_length // count, self._texts) for _ in range(count)]
             except ValueError as error:
-                refused = error
-        raise ValueError(f"a row of {self._row_length} bytes is too short for RULER's tasks: {refused}")
+                last_error = error
+        raise ValueError(f"Rows of {self._row_length} bytes are too short for RULER's tasks: {last_error}")

@@ -1,4 +1,4 @@
-"""A question at the end of a long text, and how the text is filled up."""
+"""A long text with a question at its end."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ SEPARATOR = ", "
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """question: with the beginning of its reply. answers: what goes on from there, in this order, with SEPARATOR
-    between them.
+    """A text, a question with the beginning of its reply, and the answers that continue the reply.
+
+    The answers follow in this order, joined by SEPARATOR.
     """
 
     text: str
@@ -22,16 +23,16 @@ class Sample:
 
     @property
     def prompt(self) -> str:
-        """The text and the question."""
+        """Text and question."""
         return self.text + self.question
 
     @property
     def num_bytes(self) -> int:
-        """Of prompt and answers."""
+        """Number of bytes of prompt and answers."""
         return len(self.prompt.encode()) + len(SEPARATOR.join(self.answers).encode())
 
 
-def fitted(
+def fill_sample(
     generator: np.random.Generator,
     length: int,
     filling: Iterable[str],
@@ -42,15 +43,24 @@ def fitted(
     shuffled: bool = True,
     between: str = " ",
 ) -> Sample:
-    """As much of the filling as fits into `length` bytes, what is inserted at random places of it, shuffled or in its
-    own order; the question after that.
+    """Return a sample of at most `length` bytes.
 
-    filling: sentences, without end or with one; the first that does not fit ends it. Raises ValueError where the rest
-    alone is longer than `length`.
+    Args:
+        generator: draws the places of the inserted sentences.
+        length: in bytes, with question and answers.
+        filling: sentences, possibly endless. They are added until one does not fit.
+        inserted: sentences inserted at random places.
+        question: with the beginning of its reply.
+        answers: in the order of the reply.
+        shuffled: whether the inserted sentences are shuffled.
+        between: follows every sentence.
+
+    Raises:
+        ValueError: the sample is longer than `length` without any filling.
     """
-    room = length - joined(inserted, question, answers, between).num_bytes
+    room = length - join(inserted, question, answers, between).num_bytes
     if room < 0:
-        raise ValueError(f"length is {length}; {length - room} bytes or more are needed by this question")
+        raise ValueError(f"length must be at least {length - room} bytes for this question, got {length}.")
     sentences = []
     for sentence in filling:
         room -= len(sentence.encode()) + len(between)
@@ -61,9 +71,9 @@ def fitted(
     places = np.sort(generator.integers(len(sentences) + 1, size=len(inserted)))
     for place, index in reversed(list(zip(places, order, strict=True))):
         sentences.insert(int(place), inserted[index])
-    return joined(sentences, question, answers, between)
+    return join(sentences, question, answers, between)
 
 
-def joined(sentences: Sequence[str], question: str, answers: Sequence[str], between: str) -> Sample:
-    """These sentences alone."""
+def join(sentences: Sequence[str], question: str, answers: Sequence[str], between: str) -> Sample:
+    """Return a sample of exactly these sentences."""
     return Sample("".join(sentence + between for sentence in sentences), question, tuple(answers))

@@ -1,4 +1,4 @@
-"""The thirteen by name, and what kinds of them there are."""
+"""The thirteen tasks by name, and groups of them."""
 
 from megatron_sb.experiments.ruler import needles, questions, tracking, words
 

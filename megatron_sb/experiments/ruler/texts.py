@@ -1,4 +1,4 @@
-"""Words, sentences and documents from the docstrings of the Python standard library: real text that is everywhere."""
+"""Words, sentences and documents from the docstrings of the Python standard library, which every machine has."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOISE = (
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A method whose name one class alone has. about: the first sentence of its docstring."""
+    """A method whose name is unique among classes. about: first sentence of its docstring."""
 
     name: str
     owner: str
@@ -34,8 +34,14 @@ class Method:
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """sentences: of docstrings, in order, 20 to 200 ASCII characters. words: that occur in them, lower case, sorted.
-    methods: see Method. bases: the class that a class derives from. asked: the classes that questions are about.
+    """The source of all tasks.
+
+    Attributes:
+        sentences: of docstrings in order, 20 to 200 ASCII characters each.
+        words: lower-case words of the sentences, sorted.
+        methods: see `Method`.
+        bases: class -> its base class.
+        asked: classes that questions may ask about.
     """
 
     sentences: tuple[str, ...]
@@ -44,37 +50,38 @@ class Texts:
     bases: dict[str, str]
     asked: frozenset[str]
 
-    def asking(self, held_out: bool) -> Texts:
-        """With questions about every fourth class alone, by its name, or about all others: what a model was asked in
-        training says nothing of what it is evaluated on.
+    def select_questions(self, held_out: bool) -> Texts:
+        """Return texts with questions about one fourth of the classes (held out) or about all others.
+
+        The split depends on the class names. Training questions therefore do not reveal evaluation answers.
         """
         every_fourth = {name for name in self.asked if zlib.crc32(name.encode()) % 4 == 0}
         return dataclasses.replace(self, asked=frozenset(every_fourth if held_out else self.asked - every_fourth))
 
     def sentences_from(self, generator: np.random.Generator) -> Iterator[str]:
-        """From a random place on, round and round."""
+        """Yield all sentences cyclically, from a random one on."""
         start = int(generator.integers(len(self.sentences)))
         while True:
             yield from self.sentences[start:]
             start = 0
 
     def noise(self) -> Iterator[str]:
-        """The same few sentences, round and round."""
+        """Yield the same few sentences cyclically."""
         while True:
             yield from NOISE
 
     def draw_words(self, generator: np.random.Generator, count: int) -> list[str]:
-        """Different ones."""
+        """Return different random words."""
         return [self.words[index] for index in generator.choice(len(self.words), count, replace=False)]
 
 
 @functools.cache
 def load_texts() -> Texts:
-    """What the library of the Python that runs has."""
+    """Read the standard library of the running Python."""
     sentences: list[str] = []
     methods: list[Method] = []
     bases: dict[str, str] = {}
-    classes: Counter[str] = Counter()
+    class_counts: Counter[str] = Counter()
     for path in find_files(TextDataConfig()):
         module = ast.parse(path.read_bytes())
         sentences += _sentences(module)
@@ -82,29 +89,35 @@ def load_texts() -> Texts:
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
                 sentences += _sentences(node)
             if isinstance(node, ast.ClassDef):
-                classes[node.name] += 1
-                of_class = [child for child in node.body if isinstance(child, ast.FunctionDef)]
-                told = {child.name: _sentences(child) for child in of_class}
-                sentences += [sentence for about in told.values() for sentence in about]
-                methods += [Method(name, node.name, about[0]) for name, about in told.items() if about]
+                class_counts[node.name] += 1
+                functions = [child for child in node.body if isinstance(child, ast.FunctionDef)]
+                sentences_by_method = {child.name: _sentences(child) for child in functions}
+                sentences += [sentence for of_method in sentences_by_method.values() for sentence in of_method]
+                methods += [
+                    Method(name, node.name, of_method[0])
+                    for name, of_method in sentences_by_method.items()
+                    if of_method
+                ]
                 if node.bases and isinstance(node.bases[0], ast.Name):
                     bases[node.name] = node.bases[0].id
-    named = Counter(method.name for method in methods)
+    name_counts = Counter(method.name for method in methods)
     words = Counter(word for sentence in sentences for word in re.findall(r"\b[a-z]{4,10}\b", sentence))
     usable = tuple(
-        method for method in methods if method.name[0] != "_" and named[method.name] == 1 and classes[method.owner] == 1
+        method
+        for method in methods
+        if method.name[0] != "_" and name_counts[method.name] == 1 and class_counts[method.owner] == 1
     )
     return Texts(
         tuple(dict.fromkeys(sentences)),
         tuple(sorted(words)),
         usable,
-        {name: base for name, base in bases.items() if classes[name] == 1 and base != name},
+        {name: base for name, base in bases.items() if class_counts[name] == 1 and base != name},
         frozenset(method.owner for method in usable),
     )
 
 
 def _sentences(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> list[str]:
-    """Of its docstring."""
+    """Return the usable sentences of a docstring."""
     flat = " ".join((ast.get_docstring(node) or "").split())
     pieces = re.split(r"(?<=[.!?]) (?=[A-Z])", flat)
     return [piece for piece in pieces if 20 <= len(piece) <= 200 and piece[-1] in ".!?" and piece.isascii()]

@@ -1,4 +1,4 @@
-"""Variables that are assigned from one another, scattered over noise: which of them hold a value (RULER's vt)."""
+"""Variable tracking: which variables hold a value after a chain of assignments (RULER's vt)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import string
 
 import numpy as np
 
-from megatron_sb.experiments.ruler.sample import Sample, fitted
+from megatron_sb.experiments.ruler.sample import Sample, fill_sample
 from megatron_sb.experiments.ruler.texts import Texts
 
-NUM_HOPS = 4  # RULER's: five variables of one chain
+NUM_HOPS = 4  # as in RULER: a chain of five variables
 
 
 def variable_tracking(generator: np.random.Generator, length: int, texts: Texts) -> Sample:
-    """One chain of NUM_HOPS assignments in the order of the text; the answers are its variables in that order."""
+    """Scatter one chain of assignments over noise. The answers are its variables in the order of the text."""
     letters = list(string.ascii_uppercase)
     names: dict[str, None] = {}
     while len(names) < 1 + NUM_HOPS:
@@ -24,4 +24,4 @@ def variable_tracking(generator: np.random.Generator, length: int, texts: Texts)
         f"VAR {name} = {source}." for name, source in zip(chain, [value, *(f"VAR {n}" for n in chain)], strict=False)
     ]
     asked = f"Which variables hold the value {value}? The variables that hold the value {value} are: "
-    return fitted(generator, length, texts.noise(), steps, asked, chain, shuffled=False)
+    return fill_sample(generator, length, texts.noise(), steps, asked, chain, shuffled=False)

@@ -1,4 +1,4 @@
-"""Training in bf16 and looking into what Megatron's checkpoint holds, on a GPU."""
+"""Train in bf16 on a GPU and load Megatron's checkpoint to draw the attention."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ def test_recall_and_its_attention(tmp_path):
     assert cli.main([*command, *overrides, "--out", str(tmp_path / "out")]) == 0
     runs = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
     best = max(run["accuracy"] for run in runs if run["model"] == "stick_breaking")
-    assert len(runs) == 4 and best > 0.6, "a guess is right 0.25 of the time"
+    assert len(runs) == 4 and best > 0.6, "guessing is right 0.25 of the time"
     run = tmp_path / "out" / "pairs2-rate0.01" / "config.yaml"
     look = ["experiment", "attention-picture", str(run), "--sequence", "A 1 B 2 A 3 B 0 A 1"]
     assert cli.main([*look, "--out", str(tmp_path / "look")]) == 0

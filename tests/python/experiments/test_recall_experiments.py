@@ -1,4 +1,4 @@
-"""Associative recall as a user runs it: trained, not trained again, its table; a look into what was trained."""
+"""Associative recall: the sweep and its table, resuming a finished sweep, the attention of the trained model."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.messages import mentions
+from support.markdown import tables_of
 
 from megatron_sb import cli
 from megatron_sb.experiments import attention_picture, mqrar
@@ -15,7 +15,7 @@ from megatron_sb.megatron.statistics import AttentionInputs
 from megatron_sb.training.config import load_config
 
 SMALL = str(Path(__file__).parents[3] / "configs" / "mqrar_small.yaml")
-# Learned in two seconds: the current value of two keys out of two.
+# Two seconds of training: the current value of two keys.
 TINY = ["data.num_keys=2", "data.num_values=4", "model.hidden_size=32", "model.init_std=0.18"]
 TINY += ["model.ffn_hidden_size=64", "stages.0.context_length=16", "stages.0.steps=120", "stages.0.rows_per_step=32"]
 TINY += [
@@ -28,7 +28,7 @@ TINY += [
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    """A finished sweep over one point."""
+    """Run a sweep over one point. Return its folder and the command."""
     folder = tmp_path_factory.mktemp("mqrar") / "out"
     overrides = [word for override in TINY for word in ("--set", override)]
     command = ["experiment", "mqrar", SMALL, "--pairs", "2", "--learning-rates", "2e-2", "--out", str(folder)]
@@ -36,39 +36,41 @@ def out(tmp_path_factory):
     return folder, [*command, *overrides]
 
 
-def test_learns_to_recall(out, capsys):
+def test_the_model_learns_to_recall(out, capsys):
     folder, command = out
     (run,) = json.loads((folder / "results.json").read_text())["runs"]
     assert (run["model"], run["num_pairs"], run["learning_rate"]) == ("stick_breaking", 2, 0.02)
-    assert run["accuracy"] > 0.6, "a guess is right 0.25 of the time"
-    assert f"| 2 | {run['accuracy']:.1%} | 0.02 |" in (folder / "table.md").read_text()
+    assert run["accuracy"] > 0.6, "guessing is right 0.25 of the time"
+    row = ["2", f"{run['accuracy']:.1%}", "0.02"]
+    ((_, *rows),) = tables_of((folder / "table.md").read_text())
+    assert rows == [row]
     before = (folder / "pairs2-rate0.02" / "metrics.jsonl").stat().st_mtime_ns
-    assert cli.main(command) == 0  # nothing is trained again
+    assert cli.main(command) == 0  # a finished run is not repeated
     assert (folder / "pairs2-rate0.02" / "metrics.jsonl").stat().st_mtime_ns == before
-    assert "| 2 |" in capsys.readouterr().out
+    assert row in tables_of(capsys.readouterr().out)[0]
 
 
-def test_a_finished_run_is_looked_into(out, tmp_path):
-    """The model that test_learns_to_recall trained: the picture's answers are what its accuracy promises."""
+def test_the_attention_of_a_finished_run(out, tmp_path):
+    """The answers to one sequence match the accuracy of test_the_model_learns_to_recall."""
     run = out[0] / "pairs2-rate0.02"
     command = ["experiment", "attention-picture", str(run / "config.yaml"), "--out", str(tmp_path / "out")]
     assert cli.main([*command, "--sequence", "one 3 two 1 one 0 two 2 two 3 one 1"]) == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["picture.png", "results.json", "table.md"]
     written = json.loads((tmp_path / "out" / "results.json").read_text())
-    asked = [(entry["position"], entry["key"], entry["right"]) for entry in written["queries"]]
-    assert asked == [(4, "one", "3"), (6, "two", "1"), (8, "two", "2"), (10, "one", "0")]
+    queries = [(entry["position"], entry["key"], entry["right"]) for entry in written["queries"]]
+    assert queries == [(4, "one", "3"), (6, "two", "1"), (8, "two", "2"), (10, "one", "0")]
     assert sum(entry["right"] == entry["answer"] for entry in written["queries"]) >= 2
     for name, head in written["attention"].items():
         rows = np.array(head)
         assert rows.shape == (12, 12) and (rows.sum(1) < 1.001).all() and (np.triu(rows) == 0).all(), name
-    assert len(written["attention"]) == 2 and rows.max() > 0.5, "it learned to attend"
+    assert len(written["attention"]) == 2 and rows.max() > 0.5, "one weight is large"
 
 
-def test_weights_are_the_definition_s():
-    """Key by key with the stick that is left, grouped heads, beside `reference` on another path."""
+def test_attention_weights_follow_the_definition():
+    """Compare with a loop over keys that multiplies the remaining mass, for grouped heads."""
     generator = torch.Generator().manual_seed(3)
     query, key = torch.randn(7, 4, 8, generator=generator), torch.randn(7, 2, 8, generator=generator)
-    weights = attention_picture.weights_of(AttentionInputs(query, key, 0.7, False))
+    weights = attention_picture.attention_weights(AttentionInputs(query, key, 0.7, False))
     expected = np.zeros((4, 7, 7))
     for head in range(4):
         for row in range(7):
@@ -83,34 +85,35 @@ def test_weights_are_the_definition_s():
 @pytest.mark.parametrize(
     ("sequence", "message"),
     [
-        ("A 1 B", "3 words"),
-        ("A 1 A 9", "'9' 0 7"),
-        ("A 1 A x", "'x' 0 7"),
-        ("A 1 B 2", "no key twice"),
-        ("A 1 B 2 C 3 D 1 E 1 F 1 G 1 H 1 I 1", "9 keys data.num_keys 8"),
+        ("A 1 B", "--sequence must .*got 3"),
+        ("A 1 A 9", "--sequence must be from 0 to 7, got '9'"),
+        ("A 1 A x", "--sequence must be from 0 to 7, got 'x'"),
+        ("A 1 B 2", "--sequence must repeat a key, got 'A 1 B 2'"),
+        ("A 1 B 2 C 3 D 1 E 1 F 1 G 1 H 1 I 1", "--sequence must .*data.num_keys = 8 .*got 9"),
     ],
 )
-def test_what_is_no_sequence_is_refused(sequence, message):
+def test_invalid_sequences(sequence, message):
     config = load_config(Path(SMALL).with_name("attention_picture.yaml"))
-    with pytest.raises(ValueError, match=mentions(message)):
+    with pytest.raises(ValueError, match=message):
         attention_picture.tokens_of(sequence.split(), config)
 
 
-def test_only_sticks_are_drawn(capsys):
+def test_softmax_models_are_an_error(capsys):
     command = ["experiment", "attention-picture", SMALL, "--model"]
     assert cli.main([*command, "softmax_rope"]) == 2
-    assert "--model is 'softmax_rope'; the stick-breaking models" in capsys.readouterr().err
+    assert re.search("--model must be one of .*stick-breaking.*got 'softmax_rope'", capsys.readouterr().err)
 
 
-def test_the_best_learning_rate_counts():
-    found = [
+def test_the_best_learning_rate_is_reported():
+    results = [
         {"model": "a", "num_pairs": pairs, "learning_rate": rate, "accuracy": accuracy}
         for pairs, rate, accuracy in ((2, 0.1, 0.3), (2, 0.2, 0.5), (4, 0.1, 0.2), (4, 0.2, 0.1))
     ]
-    assert [mqrar.best_of(found, "a", pairs)["learning_rate"] for pairs in (2, 4)] == [0.2, 0.1]
+    best = mqrar.best_runs(results)
+    assert [best.loc[("a", pairs), "learning_rate"] for pairs in (2, 4)] == [0.2, 0.1]
 
 
-def test_other_data_is_refused(capsys):
+def test_text_data_is_an_error(capsys):
     tiny = str(Path(SMALL).with_name("tiny_context_extension.yaml"))
     assert cli.main(["experiment", "mqrar", tiny]) == 2
-    assert "data.kind is 'text'; mqrar needs 'recall'" in capsys.readouterr().err
+    assert re.search("data.kind must be 'recall' .*got 'text'", capsys.readouterr().err)

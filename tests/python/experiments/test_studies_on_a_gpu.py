@@ -1,4 +1,4 @@
-"""What a model skips, and every kind of attention beyond its trained length, in bf16 on a GPU."""
+"""Skipping and extrapolation in bf16 on a GPU."""
 
 import json
 import math
@@ -21,7 +21,7 @@ def run(name, config, out, *overrides):
 
 @pytest.mark.gpu
 def test_skipping(tmp_path):
-    """Sticks that end early save time, more of it the longer the context."""
+    """Skipped tiles save time at a long context."""
     results = run("skipping", "skipping_small.yaml", tmp_path / "out", "evaluation.length_factor=64")
     longest = [entry for entry in results["entries"] if entry["context"] == 512 * 64]
     assert [entry["layer"] for entry in longest] == [1, 2]
@@ -33,7 +33,7 @@ def test_skipping(tmp_path):
 
 @pytest.mark.gpu
 def test_extrapolation(tmp_path):
-    """One kind on FlexAttention, which is compiled for training and for evaluation, one in blocks of rows."""
+    """ALiBi uses FlexAttention, compiled for training and for evaluation. FIRE uses blocks of rows."""
     fields = ["compare=[softmax_alibi, softmax_fire]", "evaluation.length_factor=4"]
     results = run("extrapolation", "extrapolation_small.yaml", tmp_path / "out", *fields)
     assert len(results["evaluations"]) == 2

@@ -1,4 +1,4 @@
-"""The command's arguments, what a sweep refuses and skips, and what an experiment leaves behind."""
+"""The command's arguments, the runs of a sweep, and the files that an experiment writes."""
 
 import json
 import os
@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from matplotlib import pyplot
-from support.messages import mentions
+from pandas import DataFrame
+from support.markdown import cells_of
 
 from megatron_sb import cli, experiments
 from megatron_sb.experiments import sweep, tables
@@ -28,73 +29,71 @@ from megatron_sb.training.report import hardware
 TINY = str(Path(__file__).parents[3] / "configs" / "tiny_context_extension.yaml")
 
 
-def pretend_done(folder, config):
-    """What a finished run leaves, as far as a sweep looks."""
+def write_finished_run(folder, config):
+    """Write the files by which a sweep recognises a finished run."""
     (folder / "evaluation").mkdir(parents=True)
     (folder / "config.yaml").write_text(to_yaml(config))
     for model in config.compare:
         sweep.evaluation_path(folder, config, model).write_text(json.dumps({"results": [{"nll": 1.5}]}))
 
 
-def test_what_is_done_is_not_trained_again(tmp_path, monkeypatch):
+def test_finished_runs_are_not_repeated(tmp_path, monkeypatch):
     trial = Trial("wide", ("model.hidden_size=64",))
     config = load_config(TINY, trial.overrides)
     assert not sweep.is_done(config, tmp_path / "wide")
-    pretend_done(tmp_path / "wide", config)
+    write_finished_run(tmp_path / "wide", config)
     started = []
     monkeypatch.setattr(sweep, "_start", lambda config_path, trial, *others: started.append(trial))
     sweep.train_all(TINY, [trial], tmp_path)
     assert started == [] and sweep.is_done(config, tmp_path / "wide")
     assert sweep.evaluation(tmp_path / "wide", config, "stick_breaking") == {"results": [{"nll": 1.5}]}
-    with pytest.raises(ValueError, match=r"model\.hidden_size must be 64, which .*wide was started with, got 32"):
+    with pytest.raises(ValueError, match=r"model\.hidden_size.*32.*64"):
         sweep.train_all(TINY, [Trial("wide", ("model.hidden_size=32",))], tmp_path)
 
 
-def test_what_makes_no_sweep_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=mentions("--jobs 0 1")):
+def test_invalid_sweeps(tmp_path):
+    with pytest.raises(ValueError, match=r"--jobs .*got 0"):
         sweep.train_all(TINY, [], tmp_path, jobs=0)
-    with pytest.raises(ValueError, match="their names must differ"):
+    with pytest.raises(ValueError, match=r"trials .*got \['one', 'one'\]"):
         sweep.train_all(TINY, [Trial("one", ()), Trial("one", ("seed=1",))], tmp_path)
-    with pytest.raises(ValueError, match=r"unknown field stages\.0\.stepz"):
+    with pytest.raises(ValueError, match=r"stages\.0\.stepz"):
         sweep.train_all(TINY, [Trial("one", ("stages.0.stepz=1",))], tmp_path)
     assert not list(tmp_path.iterdir())
-    with hold(tmp_path), pytest.raises(ValueError, match=f"another job is writing to {tmp_path}"):
+    with hold(tmp_path), pytest.raises(ValueError, match=f"another job .*{tmp_path}"):
         sweep.train_all(TINY, [], tmp_path)
 
 
-def run_instead(monkeypatch, code):
-    """Start python with this code in place of the trainer; returns the commands that would have been."""
+def replace_trainer(monkeypatch, code):
+    """Run this Python code instead of the trainer. Return the list of the replaced commands."""
     command, commands = sweep._command, []
 
-    def instead(*arguments):
+    def replacement(*arguments):
         commands.append(command(*arguments))
         return [sys.executable, "-c", code]
 
-    monkeypatch.setattr(sweep, "_command", instead)
+    monkeypatch.setattr(sweep, "_command", replacement)
     return commands
 
 
-def test_a_failed_run_ends_the_sweep_and_says_why(tmp_path, monkeypatch):
-    commands = run_instead(monkeypatch, "print('this is why'); raise SystemExit(3)")
-    with pytest.raises(
-        sweep.SweepStopped, match=r"^one ended with status 3; the end of .*one\.log:\nthis is why$"
-    ) as stop:
+def test_a_failed_run_stops_the_sweep(tmp_path, monkeypatch):
+    commands = replace_trainer(monkeypatch, "print('this is why'); raise SystemExit(3)")
+    with pytest.raises(sweep.SweepStopped, match=r"^one .*status 3.*one\.log:\nthis is why$") as stop:
         sweep.train_all(TINY, [Trial("one", ("seed=3",)), Trial("two", ())], tmp_path)
     assert stop.value.status == 3
     assert commands == [[*module_command("megatron_sb.training"), TINY, "seed=3", "--out", str(tmp_path / "one")]]
 
 
-def test_what_was_begun_is_resumed(tmp_path, monkeypatch):
+def test_interrupted_runs_are_resumed(tmp_path, monkeypatch):
     config = load_config(TINY)
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "config.yaml").write_text(to_yaml(config))
-    commands = run_instead(monkeypatch, "")
+    commands = replace_trainer(monkeypatch, "")
     sweep.train_all(TINY, [Trial("one", ()), Trial("two", ())], tmp_path, jobs=2)
     assert [command[-1] for command in commands] == ["--resume", str(tmp_path / "two")]
 
 
-def test_runs_side_by_side_share_the_cores(tmp_path, monkeypatch):
-    run_instead(monkeypatch, "import os; print(sorted(os.sched_getaffinity(0)))")
+def test_parallel_runs_share_the_cores(tmp_path, monkeypatch):
+    replace_trainer(monkeypatch, "import os; print(sorted(os.sched_getaffinity(0)))")
     cores = sorted(os.sched_getaffinity(0))
     for jobs, shares in ((1, [cores]), (2, [cores[::2], cores[1::2] or cores]), (3, None)):
         out = tmp_path / str(jobs)
@@ -105,12 +104,12 @@ def test_runs_side_by_side_share_the_cores(tmp_path, monkeypatch):
     assert sorted(os.sched_getaffinity(0)) == cores
 
 
-def test_a_signal_reaches_the_runs(tmp_path, monkeypatch):
-    """They save, and the sweep says how it ended."""
+def test_a_signal_is_forwarded_to_the_runs(tmp_path, monkeypatch):
+    """The runs save. The sweep reports the signal."""
     saves = (
         "import signal, time\ntry: print('began', flush=True), time.sleep(60)\nexcept KeyboardInterrupt: print('saved')"
     )
-    run_instead(monkeypatch, saves)
+    replace_trainer(monkeypatch, saves)
 
     def interrupt():
         logs = [tmp_path / name for name in ("one.log", "two.log")]
@@ -119,7 +118,7 @@ def test_a_signal_reaches_the_runs(tmp_path, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(sweep.SweepStopped, match="stopped by SIGTERM; the same command goes on") as stop:
+    with pytest.raises(sweep.SweepStopped, match="SIGTERM") as stop:
         sweep.train_all(TINY, [Trial("one", ()), Trial("two", ())], tmp_path, jobs=2)
     assert stop.value.status == 128 + signal.SIGTERM
     assert all((tmp_path / name).read_text().endswith("saved\n") for name in ("one.log", "two.log"))
@@ -139,7 +138,7 @@ sweep.train_all(sys.argv[1], [sweep.Trial("one", ())], sweep.Path(sys.argv[2]))
 """
 
 
-def test_runs_of_a_killed_sweep_save_and_end(tmp_path):
+def test_runs_of_a_killed_sweep_save_and_exit(tmp_path):
     log = tmp_path / "one.log"
 
     def wait_for(word):
@@ -155,7 +154,7 @@ def test_runs_of_a_killed_sweep_save_and_end(tmp_path):
     assert "SIGINT received; saving after this step" in log.read_text()
 
 
-def test_the_command_hands_its_arguments_on(monkeypatch, capsys, tmp_path):
+def test_the_command_passes_its_arguments(monkeypatch, capsys, tmp_path):
     got = {}
     module = types.ModuleType("an_experiment", "Shows 100% of nothing\nat all.\n\nMore.")
     module.add_arguments = lambda parser: parser.add_argument("--depth", type=int)
@@ -168,12 +167,12 @@ def test_the_command_hands_its_arguments_on(monkeypatch, capsys, tmp_path):
     of_run = types.SimpleNamespace(out=None, experiment="nothing", config="runs/wide/config.yaml")
     assert sweep.output_folder(of_run) == Path("runs/nothing-wide")
     (tmp_path / "file").touch()
-    for words, sentence in (
-        (["a.yaml", "--out", str(tmp_path / "file")], f"--out '{tmp_path / 'file'}' folder"),
-        ([str(tmp_path)], f"{tmp_path} folder"),
+    for words, message in (
+        (["a.yaml", "--out", str(tmp_path / "file")], f"--out .*{tmp_path / 'file'}"),
+        ([str(tmp_path)], f"CONFIG .*{tmp_path}"),
     ):
         assert cli.main(["experiment", "nothing", *words]) == 2
-        assert re.search(mentions(sentence), capsys.readouterr().err)
+        assert re.search(message, capsys.readouterr().err)
     with pytest.raises(SystemExit):
         cli.main(["experiment", "--help"])
     assert "Shows 100% of nothing at all." in capsys.readouterr().out
@@ -186,19 +185,19 @@ def test_the_command_hands_its_arguments_on(monkeypatch, capsys, tmp_path):
     assert "megatron-sb experiment: enough" in capsys.readouterr().err
 
 
-def test_the_device_is_what_ranks_ran_on(monkeypatch):
-    """And not all that is visible."""
+def test_the_device_counts_the_ranks(monkeypatch):
+    """Visible devices that no rank uses are not counted."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Any GPU")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert [hardware("cuda", 2), hardware("cpu", 1)] == ["2 x Any GPU", f"{platform.machine()} CPU, 1 thread"]
 
 
-def test_what_an_experiment_leaves_behind(tmp_path, capsys):
-    table = tables.markdown_table(["pairs", "accuracy"], [["8", "0.5"]])
-    assert table == "| pairs | accuracy |\n| --- | ---: |\n| 8 | 0.5 |\n"
-    with pytest.raises(ValueError, match=r"row.*2"):
-        tables.markdown_table(["pairs", "accuracy"], [["8"]])
+def test_the_files_of_an_experiment(tmp_path, capsys):
+    table = tables.to_markdown(DataFrame([["8", "0.50"]], columns=["pairs", "accuracy"]))
+    header, alignment, row = table.splitlines()
+    assert (cells_of(header), cells_of(row)) == (["pairs", "accuracy"], ["8", "0.50"])
+    assert [(cell[0], cell[-1]) for cell in cells_of(alignment)] == [(":", "-"), ("-", ":")]
     figure, axes = pyplot.subplots()
     axes.plot([1, 2])
     tables.write_results(tmp_path / "out", {"accuracy": {"8": 0.5}}, table, figure, "2 x Any GPU")
