@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import decoders
 from support.decoders import EXPERTS, HEAD_VECTORS, TO_CONVERT
-from support.messages import mentions
 
 import megatron_sb as sb
 from megatron_sb import checkpoints, cli

@@ -7,7 +7,6 @@ import pickle
 
 import pytest
 import torch
-from support.messages import mentions
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter, save
 
 from megatron_sb import checkpoints

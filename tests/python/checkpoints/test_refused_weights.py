@@ -1,6 +1,7 @@
 """Missing, unexpected and misshapen weights are errors that name the weights."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -8,15 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import decoders
 from support.decoders import EXPERTS, HEAD_VECTORS, TO_CONVERT
-from support.messages import mentions
 
 from megatron_sb import checkpoints
 from megatron_sb.megatron.weights import read_weights, write_weights
 
 LAYERS = {"dolomite": "n_layer"}  # the name of num_hidden_layers in config.json, if it differs
-
-
-UNEXPECTED = "without a place|unexpected"
 
 
 class Folder:

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 from support import decoders
-from support.messages import mentions
 
 from megatron_sb import checkpoints
 from megatron_sb.training import config as configuration

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.messages import mentions
 
 from megatron_sb import cli
 from megatron_sb.experiments import sweep, trained
