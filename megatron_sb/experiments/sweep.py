@@ -210,7 +210,7 @@ def _command(config_path: str, trial: Trial, folder: Path) -> list[str]:
 
 
 def _start(config_path: str, trial: Trial, out: Path, gpu: int | None, pipe: int) -> subprocess.Popen:
-    """Start a run. gpu: index among the visible GPUs, None for all. pipe: see `launch.parent_pipe`."""
+    """Start a run. gpu: index among the visible GPUs, None for all. pipe: see `supervisor.parent_pipe`."""
     command = _command(config_path, trial, out / trial.name)
     environment = os.environ | {PARENT_PIPE: str(pipe)}
     if gpu is not None:
