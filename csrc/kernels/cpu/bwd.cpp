@@ -246,7 +246,7 @@ class BackwardTile {
     const KeyGradients<T> gradients_;
     const bool gated_ = p_.options.forget_gate;
     int start_[kTile];             // restart_tile() of each row
-    int oldest_ = 0, newest_ = 0;  // keys [oldest_, newest_) count
+    int oldest_ = 0, newest_ = 0;  // keys [oldest_, newest_) contribute
     bool finite_[kTile];
 };
 
@@ -314,7 +314,7 @@ class BackwardTasks {
 
     const BackwardParams& p_;
     const QueryTiles work_;
-    const int heads_;  // key heads of all batch elements
+    const int heads_;  // KV heads of all batch elements
     int parts_ = 1;
     int64_t dk_width_, dk_size_, dv_size_;
     std::vector<T> sums_;

@@ -24,7 +24,7 @@ constexpr int kRowsAtOnce = 2;       // of a thread, whose loads are in flight t
 constexpr int kSumColumns = 32, kSumSlices = 32;  // of a CTA that sums partial sums
 enum Partial { kRemainderBias, kNormWeight, kNormBias, kPartials };
 
-// ---- which rows and channels are whose ------------------------------------------------------------------------------
+// ---- rows and channels of a thread ----------------------------------------------------------------------------------
 template <class Element, int kLanesOfRow>
 struct Kind {
     using T = Element;

@@ -96,7 +96,7 @@ class KeyTilePass {
         return row + s.q_pos_minus_k_pos + (p_.options.attend_current ? 1 : 0);
     }
 
-    // ---- which query steps there are --------------------------------------------------------------------------------
+    // ---- the list of steps ------------------------------------------------------------------------------------------
     __device__ int first_tile(const Segment& s) const {  // the first query tile that sees a key of this tile
         return max(tile_.begin + 1 - visible(s, 0), 0) / kQueryTile<T, kDim>;
     }

@@ -44,7 +44,7 @@ TEST(Clamped, KeepsAnOffsetWithinWhatItCanSay) {
     const int32_t most = std::numeric_limits<int32_t>::max();
     EXPECT_EQ(clamped({0, 10, 0, 100, 90}, sizes).q_pos_minus_k_pos, 90);
     EXPECT_EQ(clamped({0, 10, 0, 100, most}, sizes).q_pos_minus_k_pos, 100) << "every query sees every key";
-    EXPECT_EQ(clamped({4, 10, 0, 100, -most}, sizes).q_pos_minus_k_pos, -6) << "none sees any: 6 rows are left";
+    EXPECT_EQ(clamped({4, 10, 0, 100, -most}, sizes).q_pos_minus_k_pos, -6) << "no query sees a key: 6 rows remain";
 }
 
 TEST(Error, ConcatenatesItsParts) {

@@ -1,5 +1,5 @@
-// The CPU kernels through raw pointers, every instruction set that this machine runs, against the definition in
-// float64.
+// Compares the CPU kernels, called through raw pointers, with the definition in float64, for every instruction set of
+// this machine.
 #include "kernels/cpu/cpu.h"
 
 #include <gtest/gtest.h>
@@ -36,7 +36,7 @@ constexpr Dtype kDtypeOf = sizeof(T) == 8 ? Dtype::kFloat64 : Dtype::kFloat32;
 template <class T>
 const T kPoison = std::numeric_limits<T>::quiet_NaN();
 
-// One head, one batch element; keys [k_begin, k_end) of the problem.
+// One head and one batch element, with keys [k_begin, k_end) of the problem.
 template <class T>
 struct Block {
     const oracle::Problem& p;
@@ -152,7 +152,7 @@ TEST_P(CpuKernels, AgreeWithTheDefinitionFarFromTheDiagonal) {
         expect_answer<float>(GetParam(), oracle::random_problem(20, 3000, 16, 16, mean, 7), 3e-5);
 }
 
-// 1 - beta must not come from a clamped e: at mean logit 30 it is 1e-13.
+// 1 - beta must not be derived from a clamped e: at mean logit 30 it is 1e-13.
 TEST_P(CpuKernels, KeepRelativeAccuracyWhenSaturated) {
     for (const double mean : {15.0, 30.0}) {
         oracle::Problem p = oracle::random_problem(100, 100, 16, 16, mean, 11);
@@ -170,7 +170,7 @@ TEST_P(CpuKernels, KeepRelativeAccuracyWhenSaturated) {
     }
 }
 
-// Two neighbouring blocks with the carries between them are the whole, wherever the cut is.
+// Two neighbouring blocks, with the carries between them, equal the whole for every cut.
 TEST_P(CpuKernels, ComposeAtAnyCut) {
     const oracle::Problem p = oracle::random_problem(40, 200, 16, 8, -4, 3);
     const oracle::Answer want = oracle::solve(p);
@@ -195,7 +195,7 @@ TEST_P(CpuKernels, ComposeAtAnyCut) {
     }
 }
 
-// A block computed before its carry was known: the backward takes the carry as mass_in.
+// The forward of this block did not know its carry; the backward gets it as mass_in.
 TEST_P(CpuKernels, ScaleARestartMadeWithoutItsCarry) {
     const oracle::Problem p = oracle::random_problem(30, 150, 16, 16, -4, 5);
     Block<double> newer(p, 70, p.k_rows), with_carry(p, 0, 70), without(p, 0, 70);
@@ -222,12 +222,12 @@ TEST_P(CpuKernels, SkipOnlyWhatTheThresholdAllows) {
     EXPECT_LE(worst, threshold * largest_v + 1e-14);
     int skipped = 0;
     for (const int32_t edge : block.restart_edge) skipped += edge > 64;
-    EXPECT_GT(skipped, 100);  // so that the bound above was not met by computing everything
+    EXPECT_GT(skipped, 100);  // else the bound above would hold without skipping
 }
 
 TEST_P(CpuKernels, KeepANaNInItsTileAndItsRows) {
     oracle::Problem p = oracle::random_problem(256, 256, 16, 16, -6, 13);
-    p.k[100 * p.d] = std::nan("");  // key 100 stands in keys 64..127
+    p.k[100 * p.d] = std::nan("");  // key 100 is in the tile of keys 64..127
     Block<float> block(p, 0, p.k_rows);
     block.forward(GetParam());
     block.backward(GetParam(), nullptr);
@@ -241,7 +241,7 @@ TEST_P(CpuKernels, KeepANaNInItsTileAndItsRows) {
     }
 
     p = oracle::random_problem(256, 256, 16, 16, -6, 13);
-    p.q[200 * p.d] = std::nan("");  // query 200 sees keys from 199 down; its walk ends in keys 192..255
+    p.q[200 * p.d] = std::nan("");  // query 200 sees keys up to 199; its loop ends in the tile of keys 192..255
     Block<float> other(p, 0, p.k_rows);
     other.forward(GetParam());
     other.backward(GetParam(), nullptr);

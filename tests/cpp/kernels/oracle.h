@@ -1,4 +1,5 @@
-// The definition in float64, one query at a time (Tan et al., eq. 1, and its derivative), for tests of the kernels.
+// The reference of the kernel tests: the definition in float64, one query at a time (Tan et al., eq. 1, and its
+// derivative).
 #pragma once
 
 #include <cmath>
@@ -80,7 +81,7 @@ inline Problem random_problem(int q_rows, int k_rows, int d, int d_v, double mea
     std::normal_distribution<double> normal;
     const auto fill = [&](Vector& x, int n) {
         x.resize(n);
-        for (double& value : x) value = float(normal(generator));  // what fp32 holds exactly
+        for (double& value : x) value = float(normal(generator));  // exactly representable in fp32
     };
     fill(p.q, q_rows * d);
     fill(p.k, k_rows * d);
@@ -93,8 +94,8 @@ inline Problem random_problem(int q_rows, int k_rows, int d, int d_v, double mea
     return p;
 }
 
-// |got - want| / max(|want|, smallest). Below `smallest` (of a mass that underflowed, say) only the absolute error
-// counts.
+// Returns |got - want| / max(|want|, smallest). Below `smallest`, for example for a mass that underflowed, this is the
+// absolute error in units of `smallest`.
 inline double relative_error(const Vector& got, const Vector& want, double smallest = 1e-150) {
     double error = 0, size = 0;
     for (size_t i = 0; i < want.size(); ++i) {

@@ -1,4 +1,4 @@
-// What the CUDA kernels ask for, which the host computes without a device.
+// Workspace sizes of the CUDA kernels. The host computes them without a device.
 #if defined(SB_WITH_CUDA)
 
 #include <gtest/gtest.h>
@@ -21,8 +21,7 @@ BackwardParams one_head(int32_t rows) {
     return params;
 }
 
-// A query tile of 64 rows sees as many key tiles of 64 as there are query tiles up to it; each pair has carries, two
-// floats a row.
+// Query tile i of 64 rows sees i + 1 key tiles of 64. Each pair has carries: two floats for each row.
 TEST(PortableWorkspace, CountsMoreBlocksThanAnInt32Holds) {
     for (const int32_t rows : {1 << 20, 6'000'000}) {
         const int64_t tiles = rows / 64, blocks = tiles * (tiles + 1) / 2;
@@ -32,7 +31,7 @@ TEST(PortableWorkspace, CountsMoreBlocksThanAnInt32Holds) {
     }
 }
 
-// An offset that no row reaches says what the furthest one says, that every query sees every key.
+// Every offset beyond the last row means that every query sees every key.
 TEST(PortableWorkspace, TakesAnyOffset) {
     BackwardParams params = one_head(4096);
     params.segments.whole.q_pos_minus_k_pos = 4096;

@@ -1,6 +1,6 @@
-"""Everything here needs a GPU: tests are marked so, tensors are made there, and fresh memory holds NaN.
+"""GPU tests: every test here has the mark `gpu`, creates tensors on the GPU, and gets uninitialised memory full of NaN.
 
-MEGATRON_SB_GPU_TESTS_ON=cpu runs on a CPU what can run there: to try the tests themselves, which says nothing of a GPU.
+MEGATRON_SB_GPU_TESTS_ON=cpu runs the tests that do not depend on CUDA on a CPU, to debug the tests themselves.
 """
 
 import os
@@ -13,7 +13,7 @@ from support.memory import poisoned_memory, quiet
 _DEVICE = os.environ.get("MEGATRON_SB_GPU_TESTS_ON", "cuda")
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests/python/conftest.py looks for the mark
+@pytest.hookimpl(tryfirst=True)  # before tests/python/conftest.py reads the mark
 def pytest_collection_modifyitems(items):
     for item in items:
         if Path(__file__).parent in item.path.parents:
@@ -24,12 +24,12 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module")
 def device():
-    """Where the tests run."""
+    """Return the device of the tests."""
     return _DEVICE
 
 
 @pytest.fixture(autouse=True)
 def _on_device(device):
-    """What a test makes without saying where is made on the GPU."""
+    """Make the GPU the default device, and fill uninitialised memory with NaN."""
     with torch.device(device), poisoned_memory():
         yield

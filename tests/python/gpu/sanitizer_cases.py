@@ -1,9 +1,9 @@
 """Every GPU kernel once at small sizes, for compute-sanitizer: compute-sanitizer --tool memcheck python THIS_FILE
 
-All dtypes, head_dims with and without a fast kernel, dense and packed, forward and backward, the block operators, KV
-caches, all options; results are judged too, so that a run of wrong kernels does not count as clean. Allocations are not
-cached, so that a read past a tensor's end is one past an allocation's; memory is not filled, so that initcheck sees
-what is unset.
+The cases cover all dtypes, head_dims with and without a fast kernel, dense and packed inputs, forward and backward, the
+block operators, KV caches and all options. Results are checked too, so a run of wrong kernels does not count as clean.
+Allocations are not cached, so a read past the end of a tensor is a read past the end of an allocation. Memory is not
+filled, so initcheck detects reads of uninitialised values.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from megatron_sb import (
     stickbreaking_attention_with_kvcache,
 )
 
-# With the largest error against fp32 on the CPU.
+# The largest error against fp32 on the CPU.
 DTYPES = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-4}
 HEAD_DIMS = ((64, 64), (128, 128), (40, 24), (256, 256))
 THRESHOLD = 2.0**-24
@@ -35,7 +35,7 @@ EDGES, EDGES_K = [0, 1, 1, 150, 190], [0, 30, 31, 200, 240]
 
 
 def cases():
-    """(name, attention, inputs on the CPU, arguments, options) of every call."""
+    """Yield (name, attention, inputs on the CPU, arguments, options) of every call."""
     for dtype in DTYPES:
         for d, d_v in HEAD_DIMS:
             sizes = {"h": 2, "h_kv": 1, "d": d, "d_v": d_v, "dtype": dtype}
@@ -49,19 +49,19 @@ def cases():
 
 
 def moved(x, device, dtype=None):
-    """Inputs on another device, q, k, v and do in another dtype."""
+    """Return inputs on another device, with q, k, v and do in another dtype."""
     return type(x)(*(t.to(device, dtype) for t in (x.q, x.k, x.v, x.do)), x.dmass.to(device))
 
 
 def call(attention, x, args, options):
-    """The operator with cu_seqlens where its inputs are."""
+    """Return the operator with cu_seqlens on the device of its inputs."""
     offsets = [t.to(x.q.device) for t in args]
     keywords = {"cu_seqlens_k": offsets[1], **options} if offsets else options
     return run(attention, x, *offsets[:1], **keywords)
 
 
 def cache_cases():
-    """(name, dtype, tensors on the CPU, options) of every call to a KV cache: many splits, early ends, blocks."""
+    """Yield (name, dtype, tensors on the CPU, options) of every KV cache call: many splits, early exit, blocks."""
     for dtype in DTYPES:
         for d, d_v in HEAD_DIMS:
             for block_size, regime in ((None, "mean -11"), (16, "randn")):
@@ -73,7 +73,7 @@ def cache_cases():
 
 
 def wrong_caches() -> tuple[int, int]:
-    """How many results there are of calls to KV caches, and how many are wrong."""
+    """Return the number of results of KV cache calls, and how many are wrong."""
     failed = count = 0
     for name, dtype, tensors, options in cache_cases():
         there = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in options.items()}
@@ -81,7 +81,7 @@ def wrong_caches() -> tuple[int, int]:
         expected = stickbreaking_attention_with_kvcache(*(x.float() for x in tensors), **options, return_mass=True)
         for result, value, wanted in zip(("o", "mass"), actual, expected, strict=True):
             value = value.cpu().float()
-            if result == "mass":  # once used up, somewhere below the threshold
+            if result == "mass":  # of a used-up row: any value below the threshold
                 value, wanted = (x.masked_fill(x.abs() <= THRESHOLD, 0.0) for x in (value, wanted))
             error, _ = relative_errors(value, wanted)
             count += 1
@@ -92,7 +92,7 @@ def wrong_caches() -> tuple[int, int]:
 
 
 def variant_errors():
-    """(name, error, allowed) of every result with forget gates and Euclidean logits, dense and packed."""
+    """Yield (name, error, bound) of every result with forget gates and Euclidean logits, dense and packed."""
     for dtype, allowed in DTYPES.items():
         for (d, d_v), variant in itertools.product(((64, 64), (128, 128), (200, 24)), VARIANTS):
             x, options = make_variant(variant, "mean -3.2", s=150, s_k=150, h=2, h_kv=1, d=d, d_v=d_v, dtype=dtype)
@@ -111,7 +111,7 @@ def variant_errors():
 
 
 def main() -> int:
-    """Run all, print one line, and return 1 if a result is wrong."""
+    """Run all cases and print one line. Return 1 if a result is wrong, else 0."""
     count, failed = wrong_caches()
     for name, attention, x, args, options in cases():
         actual = call(attention, moved(x, "cuda"), args, options)

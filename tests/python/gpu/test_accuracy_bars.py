@@ -1,4 +1,4 @@
-"""The error of bf16 kernels against float64, in every regime of logits (support/bars.py: the bar)."""
+"""Errors of the bf16 kernels against float64 in every regime of logits. support/bars.py defines the bounds."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from support.rounded import rounded_results
 
 from megatron_sb import reference, stickbreaking_attention
 
-SAMPLED = {65536: [(1000, 1128), (32700, 32828), (65408, 65536)]}  # at 4K and 16K keys every row is compared
+SAMPLED = {65536: [(1000, 1128), (32700, 32828), (65408, 65536)]}  # at 4K and 16K keys, all rows are compared
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -18,13 +18,13 @@ SAMPLED = {65536: [(1000, 1128), (32700, 32828), (65408, 65536)]}  # at 4K and 1
 @pytest.mark.parametrize("regime", BARRED)
 @pytest.mark.parametrize("mass_in_loss", [True, False], ids=["mass in loss", "output alone"])
 def test_bf16(regime, length, head_dim, mass_in_loss):
-    """o, dq, dk, dv at the bar; the mass to the tolerance of the stick. Two query heads share a key head at 4K."""
+    """o, dq, dk and dv meet their bounds; the mass meets that of the stick. At 4K two query heads share a KV head."""
     heads, runs = {"h": 2, "h_kv": 1} if length == 4096 else {"h": 1}, SAMPLED.get(length, [(0, length)])
     x = barred_inputs(regime, length, runs, d=head_dim, **heads)
     if not mass_in_loss:
         x.dmass.zero_()
     options = {"mass_threshold": threshold_of(regime), "return_mass": True, "mass_in_loss": mass_in_loss}
-    actual = run(stickbreaking_attention, x, **options)  # first, so that no memory of the others can hold its answer
+    actual = run(stickbreaking_attention, x, **options)  # first, so that recycled memory cannot hold the answer
     missed = Bar(x, runs).missed(actual, regime)
     assert not missed, "; ".join(missed)
 
@@ -32,7 +32,7 @@ def test_bf16(regime, length, head_dim, mass_in_loss):
 @pytest.mark.parametrize("regime", ["randn", "mean -3.2", "mean -8", "mean -11", "alternating"])
 @pytest.mark.parametrize(("length", "head_dim"), [(4096, 64), (16384, 128), (65536, 64)])
 def test_weights_and_mass_make_one_stick(regime, length, head_dim):
-    """With v = 1, o is sum(A): with fp32 inputs o + mass is 1 in every row."""
+    """The weights and the mass sum to 1: with v = 1 and fp32 inputs, o + mass is 1 in every row."""
     x = make_inputs(regime, s=length, h=1, d=head_dim)
     x.v.fill_(1.0)
     o, mass = stickbreaking_attention(x.q, x.k, x.v, mass_threshold=0.0, return_mass=True)
@@ -42,12 +42,12 @@ def test_weights_and_mass_make_one_stick(regime, length, head_dim):
 
 @pytest.mark.parametrize("regime", ["randn", "mean -8", "saturated +15"])
 def test_fp32(regime):
-    """fp32 means fp32, not tf32: at 4K keys, all rows, within twice a plain fp32 computation's error."""
+    """fp32 inputs are not rounded to tf32: errors are within twice those of a plain fp32 computation, at 4K keys."""
     assert_accurate(stickbreaking_attention, make_inputs(regime, s=4096, h=1, d=128), mass_threshold=0.0)
 
 
 def test_the_bar_is_a_bar():
-    """The rounded computation passes; an error of 2e-3 on top of it does not."""
+    """The bounds accept the rounded computation and reject it with an additional error of 2e-3."""
     assert set(BARRED) <= {*REGIMES, SPIKES}
     x, runs = make_inputs("mean -8", s=1024, h=2, h_kv=1, d=64, dtype=torch.bfloat16), [(0, 1024)]
     exact = Inputs(*(t.double() for t in vars(x).values()))

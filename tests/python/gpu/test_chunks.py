@@ -1,7 +1,7 @@
-"""Queries that are a part of their sequence, as context parallelism cuts it: every rank's block beside the whole.
+"""Queries that are a part of their sequence, as in context parallelism: the block of each rank against the whole.
 
-A key tile then ends with rows that newer tiles add to as well, and several runs of tiles share the device: whoever is
-done must not keep what others wait for.
+A key tile then ends with rows to which newer tiles add too, and several ranges of tiles share the device. A CTA that is
+done must not hold a resource for which others wait.
 """
 
 import pytest
@@ -12,13 +12,13 @@ from support.inputs import make_inputs
 from megatron_sb import stickbreaking_attention, stickbreaking_attention_varlen
 
 OPTIONS = {"attend_current": False, "mass_threshold": 2.0**-24}
-# Multiples of 4, 65536 tokens in all.
+# Multiples of 4; 65536 tokens in total.
 DOCUMENTS = [1252, 5024, 156, 196, 476, 2532, 1216, 9660, 1020, 2512, 592, 772, 112, 236, 444, 1404, 3504, 5908, 224]
 DOCUMENTS += [420, 3228, 10632, 756, 8624, 848, 1676, 2112]
 
 
 def zigzag(lengths: list[int], rank: int, ranks: int) -> tuple[torch.Tensor, list[tuple]]:
-    """The stream's rows that a rank holds, and its segments over the keys of the whole stream."""
+    """Return the rows of the stream that a rank holds, and its segments over the keys of the whole stream."""
     rows, segments, start, begin = [], [], 0, 0
     for length in lengths:
         part = length // (2 * ranks)
@@ -37,7 +37,7 @@ def zigzag(lengths: list[int], rank: int, ranks: int) -> tuple[torch.Tensor, lis
     ids=["documents 128", "documents 64", "one of 16K", "one of 4K", "eight of 1K"],
 )
 def test_ranks_together_give_the_whole(lengths, heads, d):
-    """Two ranks' rows against all keys, many times over: o and dq of the whole, dk and dv as sums over the ranks."""
+    """The rows of two ranks attend to all keys: o and dq equal those of the whole stream, dk and dv sum to it."""
     x = make_inputs("mean -11", s=sum(lengths), h=heads, d=d, dtype=torch.bfloat16)
     cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     q, k, v = (t[0].requires_grad_() for t in (x.q, x.k, x.v))
@@ -63,7 +63,7 @@ def test_ranks_together_give_the_whole(lengths, heads, d):
 
 @pytest.mark.parametrize("d", [64, 128])
 def test_the_last_quarter_of_the_queries(d):
-    """As a prefill against a cache: what the whole sequence gives for those rows."""
+    """Queries at the end of a sequence, as in a prefill against a cache, give the results of the whole sequence."""
     s, s_k = 4096, 16384
     x = make_inputs("mean -11", b=2, s=s_k, h=12, d=d, dtype=torch.bfloat16)
     x.do[:, :-s] = 0

@@ -1,4 +1,4 @@
-"""The operators as citizens of CUDA: graphs, streams, no synchronisation, determinism, devices, dispatch."""
+"""CUDA behaviour of the operators: graphs, streams, synchronisation, determinism, devices, dispatch."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from megatron_sb import cli, stickbreaking_attention, stickbreaking_attention_va
 pytestmark = pytest.mark.gpu
 ops = torch.ops.megatron_sb
 
-# (dtype, head_dim): what the Hopper kernels serve, and what only the portable ones do.
+# (dtype, head_dim): two pairs that the Hopper kernels serve, and two that only the portable kernels serve.
 KINDS = [(torch.bfloat16, 128), (torch.float16, 64), (torch.bfloat16, 96), (torch.float32, 64)]
 kinds = pytest.mark.parametrize(("dtype", "d"), KINDS, ids=lambda value: str(value).removeprefix("torch."))
 forms = pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -28,7 +28,7 @@ def inputs(packed: bool, dtype: torch.dtype, d: int, regime: str = "mean -8", se
 
 
 def call(packed: bool):
-    """The operator, and what it takes beside q, k, v."""
+    """Return the operator and its arguments after q, k, v."""
     cu_seqlens = torch.tensor(EDGES, dtype=torch.int32)
     return (stickbreaking_attention_varlen, (cu_seqlens,)) if packed else (stickbreaking_attention, ())
 
@@ -41,13 +41,13 @@ def assert_same(actual: dict, expected: dict) -> None:
 @kinds
 @forms
 def test_graph(packed, dtype, d):
-    """Captured once, forward and backward, and replayed with other inputs and documents: bitwise what eager gives."""
+    """A captured forward and backward, replayed with other inputs and documents, is bitwise equal to eager."""
     attention, args = call(packed)
     x = inputs(packed, dtype, d)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        run(attention, x, *args, return_mass=True)  # loads modules, which a capture may not
+        run(attention, x, *args, return_mass=True)  # loads modules, which is not possible during a capture
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -56,26 +56,26 @@ def test_graph(packed, dtype, d):
         (1, "mean -3.2", [0, 1, 300, 300, 640, 1000]),
         (2, "randn", [0, 128, 256, 700, 701, 702]),
     ):
-        fresh = inputs(packed, dtype, d, regime, seed)
-        for static, new in zip(vars(x).values(), vars(fresh).values(), strict=True):
+        replay_inputs = inputs(packed, dtype, d, regime, seed)
+        for static, new in zip(vars(x).values(), vars(replay_inputs).values(), strict=True):
             static.copy_(new)
         for static in args:
             static.copy_(torch.tensor(edges, dtype=torch.int32))
         graph.replay()
-        assert_same(captured, run(attention, fresh, *args, return_mass=True))
+        assert_same(captured, run(attention, replay_inputs, *args, return_mass=True))
 
 
 @kinds
 @forms
 def test_other_stream(packed, dtype, d):
-    """Everything runs on the current stream: inputs that are written late on it are the ones that are read."""
+    """All kernels run on the current stream: they read inputs that are written late on that stream."""
     attention, args = call(packed)
     x = inputs(packed, dtype, d)
     expected = run(attention, x, *args, return_mass=True)
     late = Inputs(*(torch.full_like(t, torch.nan) for t in vars(x).values()))
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(20_000_000)  # cycles: some 10 ms
+        torch.cuda._sleep(20_000_000)  # cycles: about 10 ms
         for static, new in zip(vars(late).values(), vars(x).values(), strict=True):
             static.copy_(new)
         actual = run(attention, late, *args, return_mass=True)
@@ -86,7 +86,7 @@ def test_other_stream(packed, dtype, d):
 @kinds
 @forms
 def test_no_synchronisation(packed, dtype, d):
-    """No call waits for the device, cu_seqlens are not read back."""
+    """No call synchronises with the device, and cu_seqlens is not copied to the host."""
     attention, args = call(packed)
     x = inputs(packed, dtype, d)
     run(attention, x, *args, return_mass=True)
@@ -98,7 +98,7 @@ def test_no_synchronisation(packed, dtype, d):
 
 
 def test_blocks_do_not_synchronise():
-    """With a segment table that is on the device already."""
+    """The block functions do not synchronise when the segment table is on the device."""
     x = inputs(False, torch.bfloat16, 128)
     segments = torch.tensor([[0, 200, 0, 300, 100], [200, 300, 300, 200, -50]], dtype=torch.int32)
     carry = torch.rand(2, 4, 500)
@@ -114,7 +114,7 @@ def test_blocks_do_not_synchronise():
 @forms
 @kinds
 def test_bitwise_deterministic(packed, dtype, d, regime):
-    """1000 backwards and forwards give the same bits."""
+    """1000 runs of forward and backward are bitwise equal."""
     attention, args = call(packed)
     x = inputs(packed, dtype, d, regime)
     first = run(attention, x, *args, return_mass=True)
@@ -127,7 +127,7 @@ def test_bitwise_deterministic(packed, dtype, d, regime):
 
 @pytest.mark.parametrize("regime", ["mean -11", "randn"])
 def test_bitwise_deterministic_at_length(regime):
-    """20 runs that fill the chip, beside other work on another stream."""
+    """20 runs that fill the GPU are bitwise equal while another stream works."""
     x = make_inputs(regime, s=8192, h=12, h_kv=4, d=128, dtype=torch.bfloat16)
     first = run(stickbreaking_attention, x, return_mass=True)
     noise, other = torch.randn(2048, 2048), torch.cuda.Stream()
@@ -142,7 +142,7 @@ def test_bitwise_deterministic_at_length(regime):
 @pytest.mark.parametrize("regime", ["mean -3.2", "randn"])
 @kinds
 def test_batch_elements_are_as_alone(dtype, d, regime):
-    """Of a call with many more work tiles than thread blocks, whose sticks are used up early: the same bits."""
+    """Runs with many more work tiles than CTAs, whose rows are used up early, are bitwise equal."""
     x = make_inputs(regime, b=6, s=2000, h=16, h_kv=8, d=d, dtype=dtype)
     together = run(stickbreaking_attention, x, return_mass=True)
     for i in range(6):
@@ -152,7 +152,7 @@ def test_batch_elements_are_as_alone(dtype, d, regime):
 
 @kinds
 def test_grouped_heads_are_repeated_heads(dtype, d):
-    """o, mass and dq of each query head as with a key head of its own; dk and dv are the sums over the group."""
+    """Grouped heads: o, mass and dq equal those with one KV head per query head; dk and dv are sums over the group."""
     x = make_inputs("mean -6", b=2, s=300, h=12, h_kv=4, d=d, dtype=dtype)
     grouped = run(stickbreaking_attention, x, return_mass=True)
     k, v = (t.repeat_interleave(3, dim=2) for t in (x.k, x.v))
@@ -166,7 +166,7 @@ def test_grouped_heads_are_repeated_heads(dtype, d):
 
 
 def test_threads():
-    """Eight threads, each with its own stream, as autograd's and a data loader's are."""
+    """Eight threads, each with its own stream, run at the same time and get their own results."""
     x = inputs(False, torch.bfloat16, 64)
     expected = run(stickbreaking_attention, x, return_mass=True)
     torch.cuda.synchronize()
@@ -191,21 +191,21 @@ def test_threads():
 
 
 def test_what_no_kernel_serves_is_named():
-    """fp64 is for CPUs."""
+    """fp64 inputs on a GPU raise an error: only the CPU kernels serve fp64."""
     q = torch.zeros(1, 8, 1, 64, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"no attention kernel for CUDA sm_.*fp64[^!]*portable: CUDA sm_80"):
         stickbreaking_attention(q, q, q)
 
 
 def test_info_names_the_kernels(capsys):
-    """`megatron-sb info` shows which serves what, the fastest first."""
+    """`megatron-sb info` lists the kernels and what they serve, fastest first."""
     assert cli.main(["info"]) == 0
     text = capsys.readouterr().out
     assert 0 < text.index("  hopper: CUDA sm_90") < text.index("  portable: CUDA sm_80") < text.index("  cpu: CPU")
 
 
 def test_both_kernels_agree(tmp_path):
-    """What another process computes with the portable kernels alone (MEGATRON_SB_KERNELS) is the same to rounding."""
+    """MEGATRON_SB_KERNELS=portable gives the results of the default kernels up to rounding."""
     code = """if True:
         import sys, torch
         from support.accuracy import run
@@ -228,7 +228,7 @@ def test_both_kernels_agree(tmp_path):
 
 @pytest.mark.multigpu
 def test_another_device_than_the_current_one():
-    """The kernels run where the tensors are."""
+    """The kernels run on the device of the tensors, not on the current device."""
     x = inputs(False, torch.bfloat16, 128)
     there = Inputs(*(t.to("cuda:1") for t in vars(x).values()))
     actual = run(stickbreaking_attention, there, return_mass=True)

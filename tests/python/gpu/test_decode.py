@@ -1,4 +1,4 @@
-"""Attention to a KV cache on a GPU: graphs, no synchronisation, the same bits whenever, long caches, early ends."""
+"""Attention to a KV cache on a GPU: graphs, synchronisation, determinism, long caches, early exit."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def same(actual, expected) -> None:
 @paged
 @halves
 def test_many_splits(dtype, block_size, regime, threshold):
-    """64K keys of one sequence and few heads: as many splits as there are."""
+    """64K keys of one sequence and few heads use the maximum number of splits."""
     sizes = {"h": 2, "h_kv": 1, "d": 128, "block_size": block_size, "mass_threshold": threshold}
     assert_accurate(CacheCase([LONG - 37], capacity=LONG, regime=regime, dtype=dtype, **sizes))
 
@@ -31,7 +31,7 @@ def test_many_splits(dtype, block_size, regime, threshold):
 @pytest.mark.parametrize(("h", "h_kv", "d"), [(32, 32, 128), (12, 12, 128), (32, 8, 128), (24, 24, 64), (8, 1, 256)])
 @halves
 def test_shapes_of_models(dtype, h, h_kv, d):
-    """Ragged lengths in a batch, 4K keys."""
+    """Sequences of different lengths in a batch, 4K keys."""
     assert_accurate(CacheCase([4096, 3001, 64, 17], h=h, h_kv=h_kv, d=d, regime="mean -8", dtype=dtype))
 
 
@@ -40,7 +40,7 @@ def test_shapes_of_models(dtype, h, h_kv, d):
 @paged
 @halves
 def test_bitwise_deterministic(dtype, block_size, regime, ends):
-    """Whoever stops when: ten runs beside other work give the same bits, at the default threshold."""
+    """Ten runs with early exit are bitwise equal while another stream works: timing does not affect the result."""
     case = CacheCase(ends, h=4, h_kv=2, d=128, regime=regime, dtype=dtype, block_size=block_size, mass_threshold=2**-24)
     tensors, options = case.arguments()
     first = stickbreaking_attention_with_kvcache(*tensors, **options, return_mass=True)
@@ -54,7 +54,7 @@ def test_bitwise_deterministic(dtype, block_size, regime, ends):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @paged
 def test_graph(dtype, block_size):
-    """Captured once and replayed while the sequences grow."""
+    """A captured call can be replayed while the sequences grow."""
     case = CacheCase([5000, 700], s_q=2, d=128, dtype=dtype, block_size=block_size, capacity=5120)
     (q, k, v), options = case.arguments()
     k, v = k.nan_to_num(), v.nan_to_num()
@@ -67,7 +67,7 @@ def test_graph(dtype, block_size):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        call()  # loads modules, which a capture may not
+        call()  # loads modules, which is not possible during a capture
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -82,7 +82,7 @@ def test_graph(dtype, block_size):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @paged
 def test_no_synchronisation(dtype, block_size):
-    """Nothing is read back."""
+    """No call synchronises with the device."""
     tensors, options = CacheCase([500, 30], dtype=dtype, block_size=block_size, firsts=[3, 0]).arguments()
     stickbreaking_attention_with_kvcache(*tensors, **options)
     torch.cuda.set_sync_debug_mode("error")
@@ -94,7 +94,7 @@ def test_no_synchronisation(dtype, block_size):
 
 @halves
 def test_batch_elements_do_not_meet(dtype):
-    """A sequence that is all NaN leaves the others as they are."""
+    """A sequence full of NaN does not change the results of the other sequences."""
     case = CacheCase([3000, 2000, 3000], h=8, h_kv=2, d=64, dtype=dtype)
     (q, k, v), options = case.arguments()
     expected = stickbreaking_attention_with_kvcache(q, k, v, **options, return_mass=True)
@@ -106,7 +106,7 @@ def test_batch_elements_do_not_meet(dtype):
 
 @halves
 def test_what_is_used_up_is_not_read(dtype):
-    """NaN behind a key that takes the whole stick does not arrive, however many splits read ahead."""
+    """NaN in keys older than one that takes the whole stick has no effect, for every number of splits."""
     case = CacheCase([LONG], h=2, h_kv=1, d=128, regime="mean -11", dtype=dtype, mass_threshold=2.0**-24)
     (q, k, v), options = case.arguments()
     k[0, LONG - 200, :, 0] *= -4  # a logit of 44
@@ -117,7 +117,7 @@ def test_what_is_used_up_is_not_read(dtype):
 
 @halves
 def test_views_of_a_fused_cache(dtype):
-    """Keys and values that alternate in one tensor, heads before rows: bitwise as by themselves."""
+    """Keys and values interleaved in one tensor, heads before rows, give bitwise the results of contiguous ones."""
     case = CacheCase([900, 800], h=8, h_kv=2, d=64, dtype=dtype)
     q, k, v = case.x.q, case.x.k, case.x.v
     seqlens = torch.tensor([900, 800], dtype=torch.int32)
@@ -128,7 +128,7 @@ def test_views_of_a_fused_cache(dtype):
 
 
 def test_other_stream():
-    """Everything, the counters' reset too, is on the current stream: two streams at a time do not meet."""
+    """All work, including the reset of the counters, is on the current stream: two streams do not interfere."""
     cases = [CacheCase([30000], h=4, h_kv=2, d=128, dtype=torch.bfloat16, seed=seed) for seed in (0, 1)]
     expected = [attend(case) for case in cases]
     arguments = [case.arguments() for case in cases]

@@ -1,4 +1,4 @@
-"""2000 random calls, everything an attention call can be asked for, against the float64 oracle, element by element."""
+"""2000 random calls with every option of the attention, compared with the float64 reference by element."""
 
 import pytest
 import torch
@@ -12,14 +12,14 @@ MOST_SHOWN = 5
 
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_random_cases(batch, device):
-    """The message holds each failed case as Python source (support/fuzz.py says how to run one again)."""
+    """Random cases match the reference. The message shows each failed case as Python source (see support/fuzz.py)."""
     failures = []
     for number in range(batch * PER_BATCH, (batch + 1) * PER_BATCH):
         case = draw_case(number)
         poison_free_memory(device)
         try:
             wrong = judge(case, device)
-        except torch.AcceleratorError:  # nothing works after it
+        except torch.AcceleratorError:  # the device is unusable after this error
             pytest.fail(f"the GPU failed in {case}", pytrace=True)
         except (RuntimeError, ValueError, TypeError) as error:
             wrong = [repr(error)]
@@ -31,7 +31,7 @@ def test_random_cases(batch, device):
 
 @pytest.mark.parametrize("name", ["o", "mass", "dq", "dk", "dv"])
 def test_the_judge_notices(name, device):
-    """The largest element off by a tenth, or one element unwritten, in any result."""
+    """The check detects one element that is wrong by a tenth, and one unwritten element, in every result."""
 
     def scaled(results):
         results[name].view(-1)[results[name].abs().argmax()] *= 1.1

@@ -1,5 +1,5 @@
-"""Forget gates on the portable kernels at 4K keys: accuracy, repeats, CUDA graphs. Variants are judged in
-ops/test_variants.py too, at small sizes.
+"""Forget gates on the portable kernels at 4K keys: accuracy, repeats, CUDA graphs. ops/test_variants.py
+tests variants at small sizes too.
 """
 
 import pytest
@@ -16,7 +16,7 @@ variants = pytest.mark.parametrize("name", ["gated", "euclidean"])
 @pytest.mark.parametrize("regime", ["randn", "mean -8"])
 @pytest.mark.parametrize("d", [64, 128])
 def test_4k_keys(name, d, regime, dtype):
-    """All results beside the oracle, with two heads on a key head."""
+    """All results match the reference, with two query heads on one KV head."""
     x, options = make_variant(name, regime, s=4096, h=2, h_kv=1, d=d, dtype=dtype)
     actual = run_variant(stickbreaking_attention, x, options, mass_threshold=0.0)
     expected = run_variant(reference.stickbreaking_attention, *wide_inputs(x, options), mass_threshold=0.0)
@@ -26,7 +26,7 @@ def test_4k_keys(name, d, regime, dtype):
 
 @pytest.mark.parametrize("d", [64, 128])
 def test_bitwise_repeatable(d):
-    """The gates' gradients too."""
+    """All results, including the gradients of the gates, are bitwise repeatable."""
     x, options = make_variant("gated", "mean -8", s=2000, h=4, h_kv=2, d=d, dtype=torch.bfloat16)
     first = run_variant(stickbreaking_attention, x, options)
     for _ in range(20):
@@ -35,7 +35,7 @@ def test_bitwise_repeatable(d):
 
 
 def test_skipping_changes_little():
-    """At the default threshold used-up rows leave keys out; randn logits and gates that are half open."""
+    """Skipping at the default threshold changes little, with randn logits and gates of about one half."""
     x, options = make_variant("gated", s=1000, h=2, d=64, dtype=torch.float32)
     skipped, whole = (run_variant(stickbreaking_attention, x, options, mass_threshold=t) for t in (2.0**-24, 0.0))
     assert (
@@ -45,14 +45,14 @@ def test_skipping_changes_little():
 
 @pytest.mark.gpu
 def test_graph():
-    """Captured forward and backward, replayed on other values."""
+    """A captured forward and backward can be replayed with other values."""
     x, options = make_variant("gated", "mean -8", s=500, h=4, h_kv=2, d=128, dtype=torch.bfloat16)
     if not x.q.is_cuda:
         pytest.skip("CUDA graphs")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        run_variant(stickbreaking_attention, x, options)  # loads modules, which a capture may not
+        run_variant(stickbreaking_attention, x, options)  # loads modules, which is not possible during a capture
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,4 +1,4 @@
-"""What a call may take, and tensors beyond 2^31 elements."""
+"""Memory of a call, and tensors of more than 2^31 elements."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def bytes_of(*tensors: torch.Tensor) -> int:
 
 @pytest.mark.parametrize(("dtype", "d"), [(torch.bfloat16, 128), (torch.bfloat16, 64), (torch.bfloat16, 256)], ids=str)
 def test_linear_memory(dtype, d):
-    """At 64K positions: results, fp32 accumulators of the gradients, 24 bytes a row and head, and the workspace."""
+    """At 64K, a call allocates results, fp32 gradients, 24 bytes for each row and head, and the workspace; no more."""
     heads = 512 // d
     x = make_inputs("mean -11", s=65536, h=heads, d=d, dtype=dtype)
     run(stickbreaking_attention, make_inputs(s=64, h=1, d=d, dtype=dtype), return_mass=True)
@@ -38,7 +38,7 @@ def test_linear_memory(dtype, d):
 
 
 def test_views_into_more_than_2_to_the_31_elements():
-    """Rows so far apart that the last one begins beyond 2^31 elements: bitwise what contiguous inputs give."""
+    """Inputs with strides of more than 2^31 elements in total give bitwise the results of contiguous inputs."""
     rows, pitch = 300, 2**23
     storage = torch.empty(rows * pitch, dtype=torch.bfloat16)
     x = make_inputs("mean -6", s=rows, h=2, d=64, dtype=torch.bfloat16)
@@ -56,9 +56,10 @@ def test_views_into_more_than_2_to_the_31_elements():
 
 @pytest.mark.parametrize("d", [64, 128])
 def test_outputs_of_more_than_2_to_the_31_elements(d):
-    """The same sequence many times, as an expanded batch: the last result is bitwise the first.
+    """With the same sequence many times, as an expanded batch, the last result is bitwise equal to the first.
 
-    Not so dk and dv, to which each chunk of the workspace adds: where one ends differs from sequence to sequence.
+    dk and dv are compared with a tolerance: each chunk of the workspace adds to them, and chunks end at different rows of
+    each sequence.
     """
     b, s, h = 1100 * 128 // d, 2048, 8
     assert b * s * h * d > 2**31
@@ -79,7 +80,7 @@ def test_outputs_of_more_than_2_to_the_31_elements(d):
 
 
 def test_more_heads_than_a_grid_has_blocks():
-    """70000 batch elements of one head: more than the 65535 that two of a grid's three dimensions hold."""
+    """70000 batch elements of one head work: gridDim.y and gridDim.z hold at most 65535."""
     x = make_inputs("randn", b=70000, s=5, h=1, d=64, dtype=torch.bfloat16)
     whole = run(stickbreaking_attention, x, return_mass=True)
     last = run(stickbreaking_attention, Inputs(*(t[-3:] for t in vars(x).values())), return_mass=True)
