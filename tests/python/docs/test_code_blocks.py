@@ -18,7 +18,9 @@ import pytest
 from megatron_sb import cli
 
 ROOT = Path(__file__).parents[3]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted(
+    path for pattern in ("*.md", "docs/**/*.md", "configs/*.md", "benchmarks/*.md") for path in ROOT.glob(pattern)
+)
 NOT_CODE = (
     "text",
     "bibtex",
