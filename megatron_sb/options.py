@@ -1,31 +1,126 @@
-"""Options of the attention: names, defaults and what they may be."""
+"""The options of stick-breaking attention: their names, defaults and valid values.
 
-from megatron_sb.validation import check_flag, check_number, check_tensor
+Functions, modules and integrations take their options from the classes here, so that an option is named, given a
+default and validated in one place. This module does not import torch: a trainer's configuration is read without it.
+That is also why it lies next to `megatron_sb.ops` and not in it: importing anything of that package loads torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_sb.validation import check_choice, check_finite, check_flag, check_number
 
 DEFAULT_MASS_THRESHOLD = 2.0**-24
 LOGITS = ("dot", "euclidean")
+LAYOUTS = ("zigzag", "contiguous")
+PACKINGS = ("per_document", "whole_stream")
+COMMS = ("auto", "p2p", "all_gather", "a2a", "a2a+p2p")
+
+# Limits of the kernels.
+HEAD_DIM_MULTIPLE = 8
+MAX_HEAD_DIM = 256
+MAX_HEAD_DIM_EUCLIDEAN = 248  # Euclidean logits take 8 more columns of q and k.
 
 
-def check_options(scale: object, attend_current: object, mass_threshold: object) -> None:
-    """Types alone: values are the operators' to check."""
+def check_option_types(scale: object, attend_current: object, mass_threshold: object) -> None:
+    """Raise TypeError for a wrong type. Values are checked by `AttentionOptions`, or by a collective on every rank."""
     if scale is not None:
         check_number("scale", scale)
     check_flag("attend_current", attend_current)
     check_number("mass_threshold", mass_threshold)
 
 
-def check_mass_threshold(value: object) -> None:
-    check_number("mass_threshold", value, "0 (no skipping) up to, not including, 1", lambda x: 0 <= x < 1)
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Options of one call of the attention.
+
+    A configuration with more fields derives from this class, calls `super().__post_init__()` and hands on
+    `attention_options()`. An argument parser takes its defaults from the fields: `AttentionOptions.mass_threshold`.
+
+    Args:
+        scale: Factor of the logits, a finite number. Default: 1 / sqrt(head_dim), and 1 for Euclidean logits.
+        attend_current: Whether a query also attends to the key at its own position. Default: False, older keys only.
+        mass_threshold: Once the mass of every row of Q in a tile is below this number, older keys are skipped. Changes
+            an output by at most mass_threshold * max |v|. In [0, 1); 0 disables skipping. Default: 2^-24.
+        logits: "dot" for z_ij = scale * q_j . k_i, or "euclidean" for z_ij = -scale * |q_j - k_i|^2 (NU-CS-2024-15).
+            Default: "dot".
+
+    Raises:
+        TypeError: If scale or mass_threshold is not a number, or attend_current is not a bool.
+        ValueError: If scale is not finite, mass_threshold is not in [0, 1), or logits has another value.
+
+    Example:
+        >>> from megatron_sb.options import AttentionOptions
+        >>> AttentionOptions(mass_threshold=0.0).attention_options()
+        {'scale': None, 'attend_current': False, 'mass_threshold': 0.0, 'logits': 'dot'}
+        >>> AttentionOptions(mass_threshold=2)
+        Traceback (most recent call last):
+            ...
+        ValueError: mass_threshold must be in [0, 1), got 2. Use 0 to disable skipping.
+    """
+
+    scale: float | None = None
+    attend_current: bool = False
+    mass_threshold: float = DEFAULT_MASS_THRESHOLD
+    logits: str = "dot"
+
+    def __post_init__(self) -> None:
+        check_option_types(self.scale, self.attend_current, self.mass_threshold)
+        if self.scale is not None:
+            check_finite("scale", self.scale)
+        if not 0 <= self.mass_threshold < 1:
+            raise ValueError(f"mass_threshold must be in [0, 1), got {self.mass_threshold}. Use 0 to disable skipping.")
+        check_choice("logits", self.logits, LOGITS)
+
+    def attention_options(self) -> dict[str, object]:
+        """Return the fields of `AttentionOptions` as keywords for the attention functions."""
+        return {
+            "scale": self.scale,
+            "attend_current": self.attend_current,
+            "mass_threshold": self.mass_threshold,
+            "logits": self.logits,
+        }
 
 
-def variant_arguments(logits: object, forget_gate: object) -> dict[str, object]:
-    """The operators' arguments for the variant of the logit."""
-    check_logits(logits)
-    if forget_gate is not None:
-        check_tensor("forget_gate", forget_gate)
-    return {"forget_gate": forget_gate, "euclidean": logits == "euclidean"}
+@dataclass(frozen=True)
+class LayerOptions(AttentionOptions):
+    """Options of an attention layer: those of the attention, and the learnable parts around it.
 
+    Args:
+        scale, attend_current, mass_threshold, logits: See `AttentionOptions`.
+        remainder_bias: Whether the mass times a learnable vector for each head is added to the output (paper eq. 14).
+            Default: False.
+        head_norm: Whether each head's output is normalised: group norm with one group for each head, a learnable
+            weight and bias. Default: False.
+        forget_gate: Whether a gate for each key and KV head, computed from the key's hidden state, multiplies its beta.
+            Default: False.
+        forget_gate_loss: Coefficient of the auxiliary loss mean(-log f), which pushes gates towards open. 0 or more;
+            above 0 only with forget_gate. Default: 0.0.
 
-def check_logits(logits: object) -> None:
-    if logits not in LOGITS:
-        raise ValueError(f"logits is {logits!r}; {' and '.join(map(repr, LOGITS))} are allowed")
+    Raises:
+        TypeError: If a field has another type.
+        ValueError: If a field has another value.
+
+    Example:
+        >>> from megatron_sb.options import LayerOptions
+        >>> LayerOptions(forget_gate=True, forget_gate_loss=0.01).forget_gate_loss
+        0.01
+    """
+
+    remainder_bias: bool = False
+    head_norm: bool = False
+    forget_gate: bool = False
+    forget_gate_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("remainder_bias", "head_norm", "forget_gate"):
+            check_flag(name, getattr(self, name))
+        check_finite("forget_gate_loss", self.forget_gate_loss)
+        if self.forget_gate_loss < 0:
+            raise ValueError(f"forget_gate_loss must be at least 0, got {self.forget_gate_loss}.")
+        if self.forget_gate_loss > 0 and not self.forget_gate:
+            raise ValueError(
+                f"forget_gate_loss must be 0 where forget_gate is False, got {self.forget_gate_loss}. Set forget_gate."
+            )

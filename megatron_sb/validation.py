@@ -1,49 +1,68 @@
-"""Checks of arguments, shared by functions and modules."""
+"""Checks of arguments. Every message has the form "<argument> must be <expected>, got <value>."
+
+This module does not import torch, because options are validated without it.
+"""
+
+from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
 
-import torch
-from torch import Tensor
+# torch.compile and torch.export pass these in place of numbers; they are not registered as numbers.Real.
+_SYMBOLIC_NUMBERS = ("SymInt", "SymFloat")
 
 
 def check_tensor(name: str, value: object) -> None:
+    """Raise TypeError unless value is a torch.Tensor."""
+    from torch import Tensor
+
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} is {type(value).__name__}; a torch.Tensor is allowed")
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}.")
 
 
 def check_number(
-    name: str, value: object, allowed: str = "a number", fits: Callable[[float], bool] | None = None
+    name: str, value: object, expected: str = "a number", fits: Callable[[float], bool] | None = None
 ) -> None:
-    """fits, which number is allowed, is only for what torch.compile does not trace: it would settle a symbol's value.
+    """Raise TypeError unless value is a number, and ValueError where it does not fit.
 
-    A tensor is no number: the operators would take its value and give it no gradient.
+    A tensor is not a number here: an operator would read its value and give it no gradient.
     """
-    if isinstance(value, bool) or not isinstance(value, (Real, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"{name} is {type(value).__name__}; {allowed} is allowed")
+    if isinstance(value, bool) or not (isinstance(value, Real) or type(value).__name__ in _SYMBOLIC_NUMBERS):
+        raise TypeError(f"{name} must be {expected}, got {type(value).__name__}.")
     if fits is not None and not fits(value):
-        raise ValueError(f"{name} is {value}; {allowed} is allowed")
+        raise ValueError(f"{name} must be {expected}, got {value}.")
 
 
 def check_finite(name: str, value: object) -> None:
-    check_number(name, value, "a finite number", math.isfinite)
+    """Raise unless value is a finite number."""
+    # math.isfinite would fix the value of a symbolic number; comparisons guard it.
+    check_number(name, value, "a finite number", lambda x: -math.inf < x < math.inf)
 
 
 def check_flag(name: str, value: object) -> None:
+    """Raise TypeError unless value is a bool."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} is {type(value).__name__}; True or False is allowed")
+        raise TypeError(f"{name} must be True or False, got {type(value).__name__}.")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ValueError unless value is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
 def check_counts(sizes: dict[str, object]) -> None:
+    """Raise ValueError unless every value is an int of at least 1."""
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} is {value!r}; an int of 1 or more is allowed")
+            raise ValueError(f"{name} must be an int of at least 1, got {value!r}.")
 
 
 def head_dim_of(hidden_size: int, num_heads: int, head_dim: int | None) -> int:
+    """Return head_dim, by default hidden_size / num_heads."""
     if head_dim is None and hidden_size % num_heads:
         raise ValueError(
-            f"hidden_size is {hidden_size}; without head_dim a multiple of num_heads, {num_heads}, is allowed"
+            f"hidden_size must be a multiple of num_heads, {num_heads}, got {hidden_size}. Set head_dim to use another."
         )
     return hidden_size // num_heads if head_dim is None else head_dim

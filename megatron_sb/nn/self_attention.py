@@ -1,4 +1,4 @@
-"""Modules of torch around the operators."""
+"""Self-attention as a module: projections, stick-breaking attention, remainder and head norm."""
 
 import torch
 import torch.distributed as dist
@@ -6,56 +6,70 @@ from torch import Tensor, nn
 
 from megatron_sb.nn.gates import OPEN_GATE, forget_gate_loss, gates_of, keep_gates_open
 from megatron_sb.ops import head_output, stickbreaking_attention, stickbreaking_attention_varlen
-from megatron_sb.ops.context_parallel import ContextParallelPlan, _group_size, context_parallel_attention
+from megatron_sb.ops.context_parallel import ContextParallelPlan, context_parallel_attention, group_size
 from megatron_sb.ops.kvcache import KVCache, attend_to_filled
-from megatron_sb.options import DEFAULT_MASS_THRESHOLD, check_logits, check_mass_threshold
-from megatron_sb.validation import check_counts, check_finite, check_flag, check_tensor, head_dim_of
-
-_MAX_HEAD_DIM, _HEAD_DIM_MULTIPLE = 256, 8
+from megatron_sb.options import DEFAULT_MASS_THRESHOLD, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, LayerOptions
+from megatron_sb.validation import check_counts, check_finite, check_tensor, head_dim_of
 
 
 def _checked_head_dim(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
-    """Channels of a head, where all sizes fit each other."""
+    """Return head_dim. Raise ValueError if the sizes do not fit each other."""
     sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
     check_counts(sizes if head_dim is None else sizes | {"head_dim": head_dim})
     if num_heads % num_kv_heads:
-        raise ValueError(f"num_kv_heads is {num_kv_heads}; a divisor of num_heads, {num_heads}, is allowed")
+        raise ValueError(f"num_kv_heads must be a divisor of num_heads, {num_heads}, got {num_kv_heads}.")
     used = head_dim_of(hidden_size, num_heads, head_dim)
-    if used % _HEAD_DIM_MULTIPLE or used > _MAX_HEAD_DIM:
-        source = "hidden_size / num_heads" if head_dim is None else "head_dim"
-        raise ValueError(f"{source} is {used}; a multiple of {_HEAD_DIM_MULTIPLE} up to {_MAX_HEAD_DIM} is allowed")
+    if used % HEAD_DIM_MULTIPLE or used > MAX_HEAD_DIM:
+        name = "hidden_size / num_heads" if head_dim is None else "head_dim"
+        raise ValueError(f"{name} must be a multiple of {HEAD_DIM_MULTIPLE} and at most {MAX_HEAD_DIM}, got {used}.")
     return used
 
 
 class StickBreakingSelfAttention(nn.Module):
-    """Causal self-attention by stick-breaking with its projections (Tan et al., arXiv 2410.17980); no positions needed.
+    """Apply causal stick-breaking self-attention with its projections (Tan et al., arXiv 2410.17980).
 
     q, k, v = split(qkv_proj(x)),  o, P = attention(q, k, v),  out = out_proj(head_output(o, P))
 
+    The module needs no position embedding: the order of the keys carries their positions.
+
     Args:
-        hidden_size: channels of x.
-        num_heads: query heads, h.
-        num_kv_heads: KV heads, a divisor of num_heads; num_heads by default.
-        head_dim: channels of a head, d, a multiple of 8 up to 256; hidden_size / num_heads by default.
-        bias: whether the two projections have biases.
-        remainder_bias: add the mass times a learnable vector per head to the attention's output (paper eq. 14): the
-            parameter remainder_bias (h * d,), 0 at first.
-        head_norm: group norm behind it with one group per head: norm_weight and norm_bias (h * d,), 1 and 0 at first.
-        norm_eps: added to the variance.
-        forget_gate: f = sigmoid(gate_proj(x)) in fp32, one for each key and KV head, for beta = f * sigmoid(z);
-            gate_proj has a bias, OPEN_GATE (5) at first.
-        forget_gate_loss: coefficient of the auxiliary loss mean(-log f), which keeps gates open unless closing them
-            pays; its gradient joins that of the gates (`megatron_sb.nn.gates.keep_gates_open`). The attribute gate_loss
-            is the mean over this rank's keys in the latest forward.
-        logits, attend_current, scale, mass_threshold: as in `stickbreaking_attention`.
-        cp_group: the group over which sequences are cut. Gradients of parameters are then those of this rank's rows:
-            sum them over the group. The auxiliary loss is then counted once: a rank adds 1 / ranks of its own mean.
-        layout, comm: as in `context_parallel_attention`; not read without cp_group or a plan.
-        device, dtype: of the parameters.
+        hidden_size: Channels of x.
+        num_heads: Query heads, h.
+        num_kv_heads: KV heads, a divisor of num_heads. Default: num_heads.
+        head_dim: Channels of a head, d, a multiple of 8 and at most 256. Default: hidden_size / num_heads.
+        bias: Whether the two projections have biases. Default: False.
+        remainder_bias: Whether to add the mass times a learnable vector for each head to the attention's output (paper
+            eq. 14). The parameter remainder_bias (h * d,) starts at 0. Default: False.
+        head_norm: Whether to normalise each head's output after that: group norm with one group for each head. The
+            parameters norm_weight and norm_bias (h * d,) start at 1 and 0. Default: False.
+        norm_eps: Number that the norm adds to the variance. Default: 1e-5.
+        forget_gate: Whether to multiply beta by f = sigmoid(gate_proj(x)), one for each key and KV head, computed in
+            fp32. The bias of gate_proj starts at OPEN_GATE (5). Default: False.
+        forget_gate_loss: Coefficient of the auxiliary loss mean(-log f), which pushes gates towards open. Its gradient
+            is added in the backward (`megatron_sb.nn.gates.keep_gates_open`). After a forward, the attribute gate_loss
+            is the mean over this rank's keys. Default: 0.0.
+        logits: "dot" or "euclidean", see `stickbreaking_attention`. Default: "dot".
+        attend_current: See `stickbreaking_attention`. Default: False.
+        scale: See `stickbreaking_attention`. Default: 1 / sqrt(d), and 1 for Euclidean logits.
+        mass_threshold: See `stickbreaking_attention`. Default: 2^-24.
+        cp_group: Context-parallel process group: its ranks share each sequence. A rank's parameter gradients then come
+            from its own rows only, so sum them over the group. Each rank adds 1 / ranks of its auxiliary loss. Default:
+            None, no context parallelism.
+        layout: See `context_parallel_attention`. Not used without cp_group or a plan. Default: "zigzag".
+        comm: See `context_parallel_attention`. Not used without cp_group or a plan. Default: "auto".
+        device: Device of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
-        TypeError, ValueError: sizes that do not fit each other and options that no call could have, naming the
-            argument, its value and what is allowed.
+        TypeError: If an argument has a wrong type.
+        ValueError: If sizes do not fit each other, or an option has an invalid value.
+
+    Example:
+        >>> import torch
+        >>> import megatron_sb as sb
+        >>> attention = sb.StickBreakingSelfAttention(256, num_heads=8, num_kv_heads=2, remainder_bias=True)
+        >>> attention(torch.randn(2, 100, 256)).shape
+        torch.Size([2, 100, 256])
     """
 
     def __init__(
@@ -87,17 +101,17 @@ class StickBreakingSelfAttention(nn.Module):
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
         check_finite("norm_eps", norm_eps)
         self.norm_eps = norm_eps
-        check_logits(logits)
-        if scale is not None:
-            check_finite("scale", scale)
-        check_flag("attend_current", attend_current)
-        check_mass_threshold(mass_threshold)
-        check_finite("forget_gate_loss", forget_gate_loss)
-        if forget_gate_loss < 0 or (forget_gate_loss > 0 and not forget_gate):
-            raise ValueError(f"forget_gate_loss is {forget_gate_loss}; 0, or with forget_gate more, is allowed")
-        self.forget_gate_loss, self.gate_loss = forget_gate_loss, None
-        self.logits = logits
-        self.attention_options = {"scale": scale, "attend_current": attend_current, "mass_threshold": mass_threshold}
+        self.options = LayerOptions(
+            scale=scale,
+            attend_current=attend_current,
+            mass_threshold=mass_threshold,
+            logits=logits,
+            remainder_bias=remainder_bias,
+            head_norm=head_norm,
+            forget_gate=forget_gate,
+            forget_gate_loss=forget_gate_loss,
+        )
+        self.gate_loss: Tensor | None = None
         self.cp_group, self.layout, self.comm = cp_group, layout, comm
         kind = {"device": device, "dtype": dtype}
         width = num_heads * self.head_dim
@@ -109,8 +123,9 @@ class StickBreakingSelfAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Make the remainder bias and the norm's bias 0 and its weight 1, and open the gates; the projections' weights
-        are their own to reset.
+        """Set the head parameters to 0 (remainder bias, norm bias) and 1 (norm weight), and open the gates.
+
+        The weights of the projections are not changed. They have their own `reset_parameters`.
         """
         if self.gate_proj is not None:
             nn.init.constant_(self.gate_proj.bias, OPEN_GATE)
@@ -119,12 +134,12 @@ class StickBreakingSelfAttention(nn.Module):
                 nn.init.constant_(parameter, value)
 
     def extra_repr(self) -> str:
-        """Sizes and what is switched on."""
+        """Return the sizes and options that `print(module)` shows."""
         return (
             f"hidden_size={self.hidden_size}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
-            f"head_dim={self.head_dim}, remainder_bias={self.remainder_bias is not None}, "
-            f"head_norm={self.norm_weight is not None}, logits={self.logits!r}, "
-            f"forget_gate={self.gate_proj is not None}"
+            f"head_dim={self.head_dim}, remainder_bias={self.options.remainder_bias}, "
+            f"head_norm={self.options.head_norm}, logits={self.options.logits!r}, "
+            f"forget_gate={self.options.forget_gate}"
         )
 
     def forward(
@@ -138,19 +153,31 @@ class StickBreakingSelfAttention(nn.Module):
         """Attend within each sequence or document.
 
         Args:
-            x: (b, s, hidden_size), or packed (t, hidden_size), of any number of rows; with cp_group this rank's rows.
-            cu_seqlens: for packed rows, int32 (documents + 1,), as in `stickbreaking_attention_varlen`; with cp_group
-                global.
-            plan: with context parallelism, the batch's plan, which has the cu_seqlens; cp_group and layout must agree.
-            cache: keys and values of earlier positions; those of x, which follow them, are appended, and each position
-                attends to all before it. Without gradients, context parallelism and cu_seqlens. As it was where
-                anything is raised.
+            x: (b, s, hidden_size), or packed (t, hidden_size). With context parallelism, this rank's rows.
+            cu_seqlens: int32, (documents + 1,), for packed rows, as in `stickbreaking_attention_varlen`. With cp_group
+                it describes the whole sequence, not this rank's rows. Default: None.
+            plan: The batch's plan for context parallelism. It holds cu_seqlens, cp_group and layout; cu_seqlens must be
+                None, and cp_group and layout must agree with the plan. Default: None.
+            cache: Keys and values of earlier positions. The keys and values of x are appended, and each position
+                attends to all positions before it. Not valid with gradients, context parallelism, cu_seqlens, forget
+                gates or Euclidean logits. If an error is raised, the cache is unchanged. Default: None.
 
         Returns:
-            A tensor of x's shape.
+            A tensor with x's shape.
 
         Raises:
-            TypeError, ValueError: naming the argument, its value and what is allowed, before anything runs.
+            TypeError: If an argument has a wrong type.
+            ValueError: If an argument has a wrong shape or value. Nothing is computed in either case.
+
+        Example:
+            >>> import torch
+            >>> import megatron_sb as sb
+            >>> attention, cache = sb.StickBreakingSelfAttention(64, 4), sb.KVCache(1, 32, 4, 16)
+            >>> with torch.no_grad():
+            ...     prompt = attention(torch.randn(1, 10, 64), cache=cache)
+            ...     token = attention(torch.randn(1, 1, 64), cache=cache)
+            >>> token.shape, cache.length
+            (torch.Size([1, 1, 64]), 11)
         """
         self._check_input(x, cu_seqlens, plan)
         self._check_cache(x, cache, cu_seqlens, plan)
@@ -169,64 +196,67 @@ class StickBreakingSelfAttention(nn.Module):
             raise
 
     def _output(self, o: Tensor, mass: Tensor | None) -> Tensor:
-        """What follows the attention: o and mass as it gives them."""
+        """Apply remainder, norm and output projection."""
         if self.remainder_bias is not None or self.norm_weight is not None:
             o = head_output(o, mass, self.remainder_bias, self.norm_weight, self.norm_bias, eps=self.norm_eps)
         return self.out_proj(o.flatten(-2))
 
     def _gates(self, x: Tensor, plan: ContextParallelPlan | None) -> Tensor | None:
-        """f of every key and KV head, x's shape without its channels and with the heads."""
+        """Return f, (b, s, h_kv) or (t, h_kv)."""
         if self.gate_proj is None:
             return None
         f = gates_of(self.gate_proj(x))
         self.gate_loss = forget_gate_loss(f.detach())
-        # Ranks have as many keys each, so that the mean over all keys is that of the ranks' means.
-        coefficient = self.forget_gate_loss / self._num_ranks(plan)
+        # All ranks have equally many keys: the mean over all keys is the mean of the ranks' means.
+        coefficient = self.options.forget_gate_loss / self._num_ranks(plan)
         return keep_gates_open(f, coefficient) if coefficient > 0 else f
 
     def _num_ranks(self, plan: ContextParallelPlan | None) -> int:
-        """Over how many ranks the sequences are cut."""
+        """Return the number of ranks that share a sequence."""
         if plan is not None:
             return plan.size
-        return 1 if self.cp_group is None else _group_size(self.cp_group)
+        return 1 if self.cp_group is None else group_size(self.cp_group)
 
     def _check_input(self, x: object, cu_seqlens: object, plan: object) -> None:
         check_tensor("x", x)
         if plan is not None and not isinstance(plan, ContextParallelPlan):
-            raise TypeError(f"plan is {type(plan).__name__}; a ContextParallelPlan is allowed")
+            raise TypeError(f"plan must be a ContextParallelPlan, got {type(plan).__name__}.")
         packed = cu_seqlens is not None if plan is None else plan.packed
-        shape = "(t, hidden_size) for packed documents" if packed else "(b, s, hidden_size) without cu_seqlens"
         if x.dim() != (2 if packed else 3) or x.shape[-1] != self.hidden_size:
-            raise ValueError(f"x has shape {tuple(x.shape)}; {shape}, hidden_size {self.hidden_size}, is allowed")
+            dims = "t" if packed else "b, s"
+            raise ValueError(
+                f"x must have shape ({dims}, {self.hidden_size}) {'with' if packed else 'without'} cu_seqlens, "
+                f"got {tuple(x.shape)}."
+            )
 
     def _check_cache(self, x: Tensor, cache: object, cu_seqlens: object, plan: object) -> None:
         if cache is None:
             return
         if not isinstance(cache, KVCache):
-            raise TypeError(f"cache is {type(cache).__name__}; a KVCache is allowed")
+            raise TypeError(f"cache must be a KVCache, got {type(cache).__name__}.")
         for name, value in (("cp_group", self.cp_group), ("plan", plan), ("cu_seqlens", cu_seqlens)):
             if value is not None:
-                raise ValueError(f"{name} is given beside a cache; None is allowed: a cache holds whole sequences")
-        if self.gate_proj is not None or self.logits != "dot":
-            raise ValueError("cache is given with forget gates or Euclidean logits; it is allowed without them")
+                raise ValueError(f"{name} must be None with a cache, which holds whole sequences, got {value}.")
+        if self.gate_proj is not None or self.options.logits != "dot":
+            raise ValueError(
+                "cache must be None with forget gates or Euclidean logits: attention to a cache supports neither."
+            )
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *self.parameters())):
-            raise ValueError("cache is given while gradients are recorded, which it has none of; use torch.no_grad()")
+            raise ValueError("cache must be None while gradients are recorded. Call the module under torch.no_grad().")
 
     def _attend_to(self, cache: KVCache, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """o and mass of the positions that follow those in the cache, which are appended to it."""
+        """Append k and v to the cache and return o and mass of its last positions."""
         cache.append(k, v)
-        return attend_to_filled(q, cache.k, cache.v, cache.length, return_mass=True, **self.attention_options)
+        options = self.options.attention_options()
+        del options["logits"]  # A cache serves dot products alone.
+        return attend_to_filled(q, cache.k, cache.v, cache.length, return_mass=True, **options)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, forget_gate: Tensor | None, cu_seqlens, plan
     ) -> tuple[Tensor, Tensor | None]:
-        """o, and the mass where it is wanted."""
-        options = {
-            **self.attention_options,
-            "logits": self.logits,
-            "forget_gate": forget_gate,
-            "return_mass": self.remainder_bias is not None,
-        }
+        """Return o, and the mass if there is a remainder bias."""
+        return_mass = self.remainder_bias is not None
+        options = self.options.attention_options() | {"forget_gate": forget_gate, "return_mass": return_mass}
         if self.cp_group is not None or plan is not None:
             options |= {"cu_seqlens": cu_seqlens, "layout": self.layout, "comm": self.comm}
             result = context_parallel_attention(q, k, v, self.cp_group, plan=plan, **options)
@@ -234,4 +264,4 @@ class StickBreakingSelfAttention(nn.Module):
             result = stickbreaking_attention_varlen(q, k, v, cu_seqlens, **options)
         else:
             result = stickbreaking_attention(q, k, v, **options)
-        return result if options["return_mass"] else (result, None)
+        return result if return_mass else (result, None)

@@ -1,7 +1,7 @@
-"""Stick-breaking attention on one device, dense.
+"""Stick-breaking attention on one device.
 
 z_ij = scale * q_j . k_i,  beta = sigmoid(z),  A_ij = beta_ij * prod_{i<k<j} (1 - beta_kj)     (paper eq. 1)
-o_j = sum_i A_ij v_i,      mass_j = prod_k (1 - beta_kj) = 1 - sum_i A_ij, the stick that is left
+o_j = sum_i A_ij v_i,      mass_j = prod_k (1 - beta_kj) = 1 - sum_i A_ij, the part of the stick that is left
 
 Variants of the logit: z_ij = -scale * |q_j - k_i|^2 (logits="euclidean"), beta_ij = f_i * sigmoid(z_ij) (forget_gate).
 """
@@ -9,7 +9,7 @@ Variants of the logit: z_ij = -scale * |q_j - k_i|^2 (logits="euclidean"), beta_
 import torch
 from torch import Tensor
 
-from megatron_sb.options import DEFAULT_MASS_THRESHOLD, check_options, variant_arguments
+from megatron_sb.options import DEFAULT_MASS_THRESHOLD, AttentionOptions
 from megatron_sb.validation import check_tensor
 
 
@@ -25,44 +25,60 @@ def stickbreaking_attention(
     logits: str = "dot",
     forget_gate: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend by breaking a stick over the keys, newest first (Tan et al., arXiv 2410.17980, eq. 1).
+    """Compute causal stick-breaking attention (Tan et al., arXiv 2410.17980, eq. 1).
 
-    Differentiable once; no position embedding is needed. Strides are taken as they are where the last one is 1.
+    Each query takes weights from a stick of length 1, newest key first. The order of the keys carries their positions,
+    so no position embedding is needed. Tensors may have any strides with a last stride of 1. The function can be
+    differentiated once.
 
     Args:
-        q: (b, s, h, d), in bf16, fp16, fp32, or fp64 on CPU. d: a multiple of 8 up to 256.
-        k: (b, s_k, h_kv, d), s_k >= s: the queries are the last s positions. h is a multiple of h_kv; query head i
-            reads key head i // (h / h_kv).
-        v: (b, s_k, h_kv, d_v).
-        scale: factor of the logits, a number: what should learn multiplies q. 1 / sqrt(d) by default, and 1 for
-            Euclidean ones.
-        attend_current: let position j attend to itself too (keys i <= j instead of i < j).
-        mass_threshold: a row whose mass is below this is used up; older keys that only such rows see are skipped.
-            Changes o by at most mass_threshold * max |v|. 0 turns skipping off.
-        return_mass: return the mass too.
-        logits: "dot", z_ij = scale * q_j . k_i, or "euclidean", z_ij = -scale * |q_j - k_i|^2 (NU-CS-2024-15); the
-            latter takes 8 more columns of q and k, so that d is 248 at most.
-        forget_gate: f (b, s_k, h_kv) in (0, 1], for beta_ij = f_i * sigmoid(z_ij), in q's dtype or in fp32 (fp64 for
-            fp64), which keeps 1 - f of a gate that is nearly open; clamped to [0, 1]. Its gradient is rounded to q's
-            dtype.
+        q: (b, s, h, d), bf16, fp16 or fp32, on CPU also fp64. d is a multiple of 8 and at most 256.
+        k: (b, s_k, h_kv, d) with s_k >= s, in q's dtype. The queries are the last s of the s_k positions. h is a
+            multiple of h_kv; query head i reads KV head i // (h / h_kv).
+        v: (b, s_k, h_kv, d_v), in q's dtype.
+        scale: Factor of the logits, a finite number. To learn it, multiply q by it. Default: 1 / sqrt(d), and 1 for
+            Euclidean logits.
+        attend_current: Whether a query also attends to the key at its own position. Default: False.
+        mass_threshold: Number in [0, 1). Older keys are skipped once the mass of every query that reads them is below
+            it. This changes o by at most mass_threshold * max |v|. 0 disables skipping. Default: 2^-24.
+        return_mass: Whether to return the mass as well. Default: False.
+        logits: "dot" for z_ij = scale * q_j . k_i, or "euclidean" for z_ij = -scale * |q_j - k_i|^2 (NU-CS-2024-15).
+            Euclidean logits need 8 more columns of q and k, so d is at most 248. Default: "dot".
+        forget_gate: f, (b, s_k, h_kv), for beta_ij = f_i * sigmoid(z_ij), in q's dtype or in fp32 (fp64 for fp64).
+            fp32 keeps 1 - f of a gate that is nearly open. Values are clamped to [0, 1]; the gradient is rounded to
+            q's dtype. Default: no gate.
 
     Returns:
-        o (b, s, h, d_v) in q's dtype; with return_mass also mass (b, h, s), fp32 (fp64 for fp64). Once a row is used up
-        its mass is somewhere in [0, mass_threshold].
+        o, (b, s, h, d_v), in q's dtype. With return_mass, (o, mass), where mass (b, h, s) is fp32 (fp64 for fp64). A
+        mass below mass_threshold is only known to lie in [0, mass_threshold].
 
     Raises:
-        TypeError, ValueError: naming the argument, its value and what is allowed, before anything runs.
+        TypeError: If an argument has a wrong type or dtype.
+        ValueError: If an argument has a wrong shape, device or value. Nothing is computed in either case.
+
+    Example:
+        >>> import torch
+        >>> import megatron_sb as sb
+        >>> q = torch.randn(2, 128, 8, 64, requires_grad=True)
+        >>> k, v = torch.randn(2, 128, 2, 64), torch.randn(2, 128, 2, 64)  # 2 KV heads for 8 query heads
+        >>> o, mass = sb.stickbreaking_attention(q, k, v, return_mass=True)
+        >>> o.shape, mass.shape
+        (torch.Size([2, 128, 8, 64]), torch.Size([2, 8, 128]))
+        >>> o.sum().backward()
     """
+    options = AttentionOptions(scale, attend_current, mass_threshold, logits)
     for name, value in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, value)
-    check_options(scale, attend_current, mass_threshold)
+    if forget_gate is not None:
+        check_tensor("forget_gate", forget_gate)
     o, mass = torch.ops.megatron_sb.attention(
         q,
         k,
         v,
-        scale=scale,
-        attend_current=attend_current,
-        mass_threshold=mass_threshold,
-        **variant_arguments(logits, forget_gate),
+        scale=options.scale,
+        attend_current=options.attend_current,
+        mass_threshold=options.mass_threshold,
+        forget_gate=forget_gate,
+        euclidean=options.logits == "euclidean",
     )
     return (o, mass) if return_mass else o

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_sb.options import DEFAULT_MASS_THRESHOLD, check_options, variant_arguments
-from megatron_sb.validation import check_tensor
+from megatron_sb.options import DEFAULT_MASS_THRESHOLD, LOGITS, check_option_types
+from megatron_sb.validation import check_choice, check_tensor
 
 
 def _group_name(group: object, argument: str = "cp_group") -> str:
@@ -27,7 +27,7 @@ def _group_name(group: object, argument: str = "cp_group") -> str:
     return group.group_name
 
 
-def _group_size(group: object) -> int:
+def group_size(group: object) -> int:
     _group_name(group)
     return dist.get_world_size(group)
 
@@ -114,7 +114,7 @@ def _make_plan(
     if q.dim() != rank:
         shape = "(b, s_local, h, d)" if cu_seqlens is None else "(t_local, h, d) with cu_seqlens"
         raise ValueError(f"q has {q.dim()} dimensions; {rank}, {shape}, are needed")
-    return ContextParallelPlan(cp_group, q.shape[rank - 3] * _group_size(cp_group), cu_seqlens, layout, packing)
+    return ContextParallelPlan(cp_group, q.shape[rank - 3] * group_size(cp_group), cu_seqlens, layout, packing)
 
 
 def _check_plan(
@@ -219,8 +219,11 @@ def context_parallel_attention(
         _check_plan(plan, cp_group, layout, cu_seqlens, packing)
     for name, value in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, value)
-    check_options(scale, attend_current, mass_threshold)
-    variant = variant_arguments(logits, forget_gate)
+    # The operator checks the values of scale and mass_threshold: it raises on every rank, not on the wrong one alone.
+    check_option_types(scale, attend_current, mass_threshold)
+    check_choice("logits", logits, LOGITS)
+    if forget_gate is not None:
+        check_tensor("forget_gate", forget_gate)
     heads_group, keys_group = _hierarchy(hierarchical_groups, comm)
     o, mass = torch.ops.megatron_sb.context_parallel_attention(
         q,
@@ -234,7 +237,8 @@ def context_parallel_attention(
         attend_current,
         mass_threshold,
         return_mass,
-        **variant,
+        forget_gate=forget_gate,
+        euclidean=logits == "euclidean",
     )
     return (o, mass) if return_mass else o
 

@@ -1,4 +1,4 @@
-"""What may follow the attention head by head: remainder bias and group norm."""
+"""The remainder and the head norm, applied to the output of the attention in one pass."""
 
 import torch
 from torch import Tensor
@@ -15,27 +15,40 @@ def head_output(
     *,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Add what the stick that is left carries to an attention's output, and normalise each head; both, or one of them.
+    """Add the remainder to an attention's output, normalise each head, or do both.
 
-    x_j = o_j + P_j r, P the mass and r = remainder_bias (paper eq. 14); then, where there is a norm_weight, group norm
-    with one group per head: (x_j - mean(x_j)) / sqrt(var(x_j) + eps) * norm_weight + norm_bias, mean and variance over
-    the d channels of a position and head. Computed in fp32 (fp64 for fp64) and rounded once. Differentiable once.
+    The remainder is the mass P_j times a vector for each head: x_j = o_j + P_j r with r = remainder_bias (paper
+    eq. 14). The norm is a group norm with one group for each head:
+    (x_j - mean(x_j)) / sqrt(var(x_j) + eps) * norm_weight + norm_bias, where mean and var are over the d channels of
+    one position and head. The result is computed in fp32 (fp64 for fp64) and rounded once. The function can be
+    differentiated once.
 
     Args:
-        o: (b, s, h, d), or packed (t, h, d), as an attention returns it; bf16, fp16, fp32, or fp64 on CPU. d: a
-            multiple of 8 up to 256.
-        mass: (b, h, s), or packed (h, t), fp32 (fp64 for fp64), as an attention returns it; needed with remainder_bias
-            and not read without.
-        remainder_bias: r, (h * d,), of any of these dtypes, as the next two.
-        norm_weight: (h * d,).
-        norm_bias: (h * d,), only with norm_weight; 0 by default.
-        eps: added to the variance.
+        o: (b, s, h, d), or packed (t, h, d), as an attention function returns it. bf16, fp16 or fp32, on CPU also fp64.
+            d is a multiple of 8 and at most 256.
+        mass: (b, h, s), or packed (h, t), fp32 (fp64 for fp64), as an attention function returns it. Required with
+            remainder_bias; not read without it.
+        remainder_bias: r, (h * d,), in any of o's dtypes. Default: no remainder.
+        norm_weight: (h * d,), in any of o's dtypes. Default: no norm.
+        norm_bias: (h * d,), in any of o's dtypes. Valid only with norm_weight. Default: 0.
+        eps: Number that is added to the variance, at least 1e-30. Default: 1e-5.
 
     Returns:
-        A tensor of o's shape and dtype. Gradients come in each argument's dtype.
+        A tensor with o's shape and dtype. Each gradient has its argument's dtype.
 
     Raises:
-        TypeError, ValueError: naming the argument, its value and what is allowed, before anything runs.
+        TypeError: If an argument has a wrong type or dtype.
+        ValueError: If an argument has a wrong shape, device or value, or if both remainder_bias and norm_weight are
+            None. Nothing is computed in either case.
+
+    Example:
+        >>> import torch
+        >>> import megatron_sb as sb
+        >>> q, k, v = (torch.randn(1, 16, 4, 32) for _ in range(3))
+        >>> o, mass = sb.stickbreaking_attention(q, k, v, return_mass=True)
+        >>> r, weight = torch.zeros(4 * 32), torch.ones(4 * 32)
+        >>> sb.head_output(o, mass, remainder_bias=r, norm_weight=weight).shape
+        torch.Size([1, 16, 4, 32])
     """
     check_tensor("o", o)
     check_number("eps", eps)

@@ -7,7 +7,7 @@ newest keys first, a sequence's oldest keys are not even read once its stick is 
 import torch
 from torch import Tensor
 
-from megatron_sb.options import DEFAULT_MASS_THRESHOLD, check_options
+from megatron_sb.options import DEFAULT_MASS_THRESHOLD, AttentionOptions
 from megatron_sb.validation import check_counts, check_tensor
 
 
@@ -49,12 +49,12 @@ def stickbreaking_attention_with_kvcache(
         TypeError, ValueError: naming the argument, its value and what is allowed, before anything runs; also for inputs
             that require a gradient while gradients are recorded.
     """
+    options = AttentionOptions(scale, attend_current, mass_threshold)
     for name, value in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("cache_seqlens", cache_seqlens)):
         check_tensor(name, value)
     for name, value in (("block_table", block_table), ("cache_leftpad", cache_leftpad)):
         if value is not None:
             check_tensor(name, value)
-    check_options(scale, attend_current, mass_threshold)
     o, mass = torch.ops.megatron_sb.attention_kvcache(
         q,
         k_cache,
@@ -62,9 +62,9 @@ def stickbreaking_attention_with_kvcache(
         cache_seqlens,
         block_table,
         cache_leftpad,
-        scale=scale,
-        attend_current=attend_current,
-        mass_threshold=mass_threshold,
+        scale=options.scale,
+        attend_current=options.attend_current,
+        mass_threshold=options.mass_threshold,
     )
     return (o, mass) if return_mass else o
 

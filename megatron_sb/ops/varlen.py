@@ -6,22 +6,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from megatron_sb.options import DEFAULT_MASS_THRESHOLD, check_options, variant_arguments
+from megatron_sb.options import DEFAULT_MASS_THRESHOLD, AttentionOptions
 from megatron_sb.validation import check_tensor
-
-
-def _check_max_seqlen(name: str, max_seqlen: object, cu_seqlens: Tensor) -> None:
-    if max_seqlen is None:
-        return
-    # Some callers have it as a tensor, and on a GPU nobody reads it.
-    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (Integral, torch.SymInt, Tensor)):
-        raise TypeError(f"{name} is {type(max_seqlen).__name__}; an int is allowed")
-    known = not torch.compiler.is_compiling() and cu_seqlens.device.type == "cpu" and not is_fake(cu_seqlens)
-    if not known or cu_seqlens.dim() != 1:
-        return
-    longest = int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
-    if max_seqlen < longest:
-        raise ValueError(f"{name} is {max_seqlen}, but the longest document has {longest} positions")
 
 
 def stickbreaking_attention_varlen(
@@ -40,32 +26,49 @@ def stickbreaking_attention_varlen(
     logits: str = "dot",
     forget_gate: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Stick-breaking attention over packed documents, each by itself.
+    """Compute causal stick-breaking attention within each document of a packed sequence.
 
     Args:
-        q: (t, h, d).
-        k: (t_k, h_kv, d).
-        v: (t_k, h_kv, d_v).
-        cu_seqlens: int32 (documents + 1,), where each document starts and the last one ends; starts at 0. Documents may
-            be empty. On a GPU the values are not read back: offsets beyond t are clamped.
-        max_seqlen: not needed; checked against cu_seqlens where that has values on the CPU.
-        cu_seqlens_k: the same for the keys where they differ; per document the queries are the last of its keys.
-        max_seqlen_k: as max_seqlen, for the keys.
-        scale, attend_current, mass_threshold, return_mass, logits: as in `stickbreaking_attention`.
-        forget_gate: as there, (t_k, h_kv).
+        q: (t, h, d), as in `stickbreaking_attention`.
+        k: (t_k, h_kv, d), in q's dtype.
+        v: (t_k, h_kv, d_v), in q's dtype.
+        cu_seqlens: int32, (documents + 1,). Document n has the rows cu_seqlens[n] to cu_seqlens[n + 1] - 1 of q. The
+            first entry is 0. Documents may be empty. On a GPU the values are not read by the host: the kernels clamp
+            offsets to t.
+        max_seqlen: Length of the longest document in tokens. It is not needed. A CPU tensor cu_seqlens is checked
+            against it. Default: None.
+        cu_seqlens_k: cu_seqlens of the keys, where they differ from those of the queries. In each document the queries
+            are the last positions of its keys. Default: cu_seqlens.
+        max_seqlen_k: max_seqlen of the keys. Default: None.
+        scale: See `stickbreaking_attention`, also for attend_current, mass_threshold, return_mass and logits.
+        attend_current: See scale.
+        mass_threshold: See scale.
+        return_mass: See scale.
+        logits: See scale.
+        forget_gate: f, (t_k, h_kv), as in `stickbreaking_attention`.
 
     Returns:
-        o (t, h, d_v) in q's dtype; with return_mass also mass (h, t), fp32 (fp64 for fp64). Rows beyond the last
-        document: o = 0, mass = 1, gradients 0.
+        o, (t, h, d_v), in q's dtype. With return_mass, (o, mass), where mass (h, t) is fp32 (fp64 for fp64). Rows after
+        the last document have o = 0, mass = 1 and zero gradients.
 
     Raises:
-        TypeError, ValueError: naming the argument, its value and what is allowed, before anything runs.
+        TypeError: If an argument has a wrong type or dtype.
+        ValueError: If an argument has a wrong shape, device or value. Nothing is computed in either case.
+
+    Example:
+        >>> import torch
+        >>> import megatron_sb as sb
+        >>> q, k, v = (torch.randn(100, 4, 64) for _ in range(3))
+        >>> cu_seqlens = torch.tensor([0, 70, 100], dtype=torch.int32)  # documents of 70 and 30 tokens
+        >>> sb.stickbreaking_attention_varlen(q, k, v, cu_seqlens).shape
+        torch.Size([100, 4, 64])
     """
+    options = AttentionOptions(scale, attend_current, mass_threshold, logits)
     for name, value in (("q", q), ("k", k), ("v", v), ("cu_seqlens", cu_seqlens)):
         check_tensor(name, value)
-    if cu_seqlens_k is not None:
-        check_tensor("cu_seqlens_k", cu_seqlens_k)
-    check_options(scale, attend_current, mass_threshold)
+    for name, value in (("cu_seqlens_k", cu_seqlens_k), ("forget_gate", forget_gate)):
+        if value is not None:
+            check_tensor(name, value)
     _check_max_seqlen("max_seqlen", max_seqlen, cu_seqlens)
     _check_max_seqlen("max_seqlen_k", max_seqlen_k, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
     o, mass = torch.ops.megatron_sb.attention_varlen(
@@ -74,9 +77,27 @@ def stickbreaking_attention_varlen(
         v,
         cu_seqlens,
         cu_seqlens_k,
-        scale=scale,
-        attend_current=attend_current,
-        mass_threshold=mass_threshold,
-        **variant_arguments(logits, forget_gate),
+        scale=options.scale,
+        attend_current=options.attend_current,
+        mass_threshold=options.mass_threshold,
+        forget_gate=forget_gate,
+        euclidean=options.logits == "euclidean",
     )
     return (o, mass) if return_mass else o
+
+
+def _check_max_seqlen(name: str, max_seqlen: object, cu_seqlens: Tensor) -> None:
+    """Check the type, and the value against a CPU tensor cu_seqlens that has values."""
+    if max_seqlen is None:
+        return
+    # Some callers pass a tensor. The host never reads one that is on a GPU.
+    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (Integral, torch.SymInt, Tensor)):
+        raise TypeError(f"{name} must be an int, got {type(max_seqlen).__name__}.")
+    known = not torch.compiler.is_compiling() and cu_seqlens.device.type == "cpu" and not is_fake(cu_seqlens)
+    if not known or cu_seqlens.dim() != 1:
+        return
+    longest = int(cu_seqlens.diff().max()) if cu_seqlens.numel() > 1 else 0
+    if max_seqlen < longest:
+        raise ValueError(
+            f"{name} must be at least the length of the longest document, {longest}, got {int(max_seqlen)}."
+        )

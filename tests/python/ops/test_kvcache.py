@@ -99,46 +99,46 @@ def arguments(**changed):
 
 
 WRONG = {
-    "a list": ({"cache_seqlens": [9, 4]}, TypeError, "cache_seqlens is list"),
-    "rank of q": ({"q": torch.randn(2, 4, 16)}, ValueError, r"q: has 3 dimensions; 4"),
-    "rank of k": ({"k_cache": torch.randn(9, 2, 16)}, ValueError, r"k_cache: has 3 dimensions; 4, \(b, s_cache"),
-    "k without dimensions": ({"k_cache": torch.tensor(0.0)}, ValueError, "k_cache: has 0 dimensions; 4"),
-    "v without dimensions": ({"v_cache": torch.tensor(0.0)}, ValueError, "v_cache: has 0 dimensions; 4"),
-    "dtype": ({"v_cache": torch.randn(2, 9, 2, 16).bfloat16()}, TypeError, "v_cache: dtype is BFloat16"),
-    "batch": ({"q": torch.randn(3, 1, 4, 16)}, ValueError, "cache_seqlens: has 2 rows but q has 3"),
-    "head_dim": ({"q": torch.randn(2, 1, 4, 24)}, ValueError, "k_cache: head_dim is 16 but q's is 24"),
-    "heads": ({"q": torch.randn(2, 1, 3, 16)}, ValueError, "q has 3 heads and k_cache has 2"),
-    "v": ({"v_cache": torch.randn(2, 8, 2, 16)}, ValueError, "v_cache: size 1 is 8 but k_cache's is 9"),
-    "int64": ({"cache_seqlens": torch.tensor([9, 4])}, TypeError, "cache_seqlens: dtype is Long; int32"),
-    "scale": ({"scale": float("nan")}, ValueError, "scale is nan"),
-    "threshold": ({"mass_threshold": 1.0}, ValueError, "mass_threshold is 1"),
-    "table's rank": ({"block_table": torch.zeros(2, dtype=torch.int32)}, ValueError, r"block_table: has 1 dim"),
-    "gradient": ({"q": torch.randn(2, 1, 4, 16, requires_grad=True)}, ValueError, "q: requires a gradient"),
+    "a list": ({"cache_seqlens": [9, 4]}, TypeError, "cache_seqlens list"),
+    "rank of q": ({"q": torch.randn(2, 4, 16)}, ValueError, "q 3 4"),
+    "rank of k": ({"k_cache": torch.randn(9, 2, 16)}, ValueError, "k_cache 3 4"),
+    "k without dimensions": ({"k_cache": torch.tensor(0.0)}, ValueError, "k_cache 0 4"),
+    "v without dimensions": ({"v_cache": torch.tensor(0.0)}, ValueError, "v_cache 0 4"),
+    "dtype": ({"v_cache": torch.randn(2, 9, 2, 16).bfloat16()}, TypeError, "v_cache BFloat16"),
+    "batch": ({"q": torch.randn(3, 1, 4, 16)}, ValueError, "cache_seqlens 2 q 3"),
+    "head_dim": ({"q": torch.randn(2, 1, 4, 24)}, ValueError, "k_cache head_dim 16 q 24"),
+    "heads": ({"q": torch.randn(2, 1, 3, 16)}, ValueError, "q 3 heads k_cache 2"),
+    "v": ({"v_cache": torch.randn(2, 8, 2, 16)}, ValueError, "v_cache 8 k_cache 9"),
+    "int64": ({"cache_seqlens": torch.tensor([9, 4])}, TypeError, "cache_seqlens Long"),
+    "scale": ({"scale": float("nan")}, ValueError, "scale nan"),
+    "threshold": ({"mass_threshold": 1.0}, ValueError, "mass_threshold 1.0"),
+    "table's rank": ({"block_table": torch.zeros(2, dtype=torch.int32)}, ValueError, "block_table 1"),
+    "gradient": ({"q": torch.randn(2, 1, 4, 16, requires_grad=True)}, ValueError, "q gradient"),
 }
 WRONG_VALUES = {
-    "too long": ({"cache_seqlens": torch.tensor([9, 10], dtype=torch.int32)}, "sequence 1 has 10 keys; 0 to 9"),
-    "negative": ({"cache_seqlens": torch.tensor([-1, 9], dtype=torch.int32)}, "sequence 0 has -1 keys; 0 to 9"),
-    "padding": ({"cache_leftpad": torch.tensor([0, 5], dtype=torch.int32)}, "that of sequence 1 is 5; 0 to 4"),
+    "too long": ({"cache_seqlens": torch.tensor([9, 10], dtype=torch.int32)}, "cache_seqlens sequence 1 10 9"),
+    "negative": ({"cache_seqlens": torch.tensor([-1, 9], dtype=torch.int32)}, "cache_seqlens sequence 0 -1 9"),
+    "padding": ({"cache_leftpad": torch.tensor([0, 5], dtype=torch.int32)}, "cache_leftpad sequence 1 5 4"),
     "block": (
         {"block_table": torch.tensor([[0], [2]], dtype=torch.int32)},
-        "block_table: entry 0 of sequence 1 is 2; 0 to 1",
+        "block_table sequence 1 2 0",
     ),
 }
 
 
-@pytest.mark.parametrize(("changed", "error", "match"), WRONG.values(), ids=WRONG)
-def test_refused(device, changed, error, match):
+@pytest.mark.parametrize(("changed", "error", "words"), WRONG.values(), ids=WRONG)
+def test_refused(device, changed, error, words):
     there = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in changed.items()}
-    with pytest.raises(error, match=match):
+    with pytest.raises(error, match=mentions(words)):
         sb.stickbreaking_attention_with_kvcache(**arguments(**there))
 
 
-@pytest.mark.parametrize(("changed", "match"), WRONG_VALUES.values(), ids=WRONG_VALUES)
-def test_values(device, changed, match):
+@pytest.mark.parametrize(("changed", "words"), WRONG_VALUES.values(), ids=WRONG_VALUES)
+def test_values(device, changed, words):
     """Refused on a CPU; on a GPU clamped, without a look."""
     there = {name: x.to(device) for name, x in changed.items()}
     if device == "cpu":
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises(ValueError, match=mentions(words)):
             sb.stickbreaking_attention_with_kvcache(**arguments(**there))
     else:
         assert sb.stickbreaking_attention_with_kvcache(**arguments(**there)).isfinite().all()
