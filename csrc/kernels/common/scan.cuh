@@ -179,10 +179,10 @@ __device__ inline void weights_upwards(const float (&e)[kTiles][kBlocks][4], con
             for (int quad = 0; quad < kBlocks / 2; ++quad) {
                 float p = quad == 0 ? oldest[m][r] : fmaf(oldest[m][r], rises.before[m][r][quad], oldest[m][r]);
                 float a[4];
-                const auto of_keys = gates.quad(quad);
+                const auto quad_gates = gates.quad(quad);
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    a[k] = of_keys.odds(e[m][2 * quad + k / 2][2 * r + k % 2], k) * p;
+                    a[k] = quad_gates.odds(e[m][2 * quad + k / 2][2 * r + k % 2], k) * p;
                     p += a[k];
                 }
                 sink(m, r, 2 * quad, a[0], a[1]);
@@ -254,10 +254,10 @@ __device__ inline void logit_gradients_by(const float (&e)[kTiles][kBlocks][4], 
                 const float b0 = b_n, b1 = b0 + g0;
                 b_n = b1 + g1;
                 if constexpr (Gates::kGated) {
-                    const auto of_keys = gates.quad(n / 2);
+                    const auto quad_gates = gates.quad(n / 2);
                     const int k = 2 * (n % 2);
-                    gate_gradient(r, 2 * n, gated_gradient(of_keys, k, e0, b0, g0));
-                    gate_gradient(r, 2 * n + 1, gated_gradient(of_keys, k + 1, e1, b1, g1));
+                    gate_gradient(r, 2 * n, gated_gradient(quad_gates, k, e0, b0, g0));
+                    gate_gradient(r, 2 * n + 1, gated_gradient(quad_gates, k + 1, e1, b1, g1));
                 } else {
                     const float keep0 = reciprocal(1.f + e0), keep1 = reciprocal(1.f + e1);  // 1 - beta
                     if constexpr (kKeyByKey) {                                               // because e b can overflow

@@ -103,8 +103,8 @@ __device__ inline void load_rows(uint32_t to, const HeadRows& from, int num_rows
     const uint32_t first_to = to + first_at * kPitch + ((piece ^ first_at % 8) << 4);
 #pragma unroll
     for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
-        const int row = first + i * kRowsAtOnce, further = place(i * kRowsAtOnce);
-        copy_async((first_to ^ further % 8 << 4) + further * kPitch, data, row < rows && live(row));
+        const int row = first + i * kRowsAtOnce, row_step = place(i * kRowsAtOnce);
+        copy_async((first_to ^ row_step % 8 << 4) + row_step * kPitch, data, row < rows && live(row));
         data += kRowsAtOnce * from.stride;
     }
 }

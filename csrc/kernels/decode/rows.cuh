@@ -55,18 +55,18 @@ struct CachedRows {
 // The place of the key of this lane in a tile of kKeys.
 struct KeyPlace {
     int block, row;
-    bool there;
+    bool exists;
 
     __device__ int64_t in(const CachedRows& rows) const {
-        return there ? block * rows.block_stride + row * rows.row_stride : 0;
+        return exists ? block * rows.block_stride + row * rows.row_stride : 0;
     }
 };
 
-__device__ inline KeyPlace place_of(const Params& p, int batch, int key, bool there) {
-    if (p.table.data == nullptr) return {batch, key, there};
+__device__ inline KeyPlace place_of(const Params& p, int batch, int key, bool exists) {
+    if (p.table.data == nullptr) return {batch, key, exists};
     const int index = key / p.table.block_size, row = key - index * p.table.block_size;
-    const int block = there ? __ldg(p.table.data + batch * p.table.stride + index) : 0;
-    return {clamp_row(block, 0, p.table.num_blocks - 1), row, there};
+    const int block = exists ? __ldg(p.table.data + batch * p.table.stride + index) : 0;
+    return {clamp_row(block, 0, p.table.num_blocks - 1), row, exists};
 }
 
 // Starts to copy a tile of keys to shared memory, by one warp; lane i knows the place of key i. Writes zeros for keys
@@ -76,16 +76,16 @@ __device__ inline void load_keys(uint32_t to, const CachedRows& from, const KeyP
     constexpr int kPieces = kPitch / 16, kRowsAtOnce = 32 / kPieces;
     const int lane = threadIdx.x % 32, piece = lane % kPieces, first = lane / kPieces;
     const int64_t offset = place.in(from);
-    const unsigned there = __ballot_sync(portable::kAllLanes, place.there);
+    const unsigned existing = __ballot_sync(portable::kAllLanes, place.exists);
     const bool inside = piece * 16 < from.width;
     const int first_at = KeyOrder{}(first);
     const uint32_t first_to = to + first_at * kPitch + ((piece ^ first_at % 8) << 4);
 #pragma unroll
     for (int i = 0; i < kKeys / kRowsAtOnce; ++i) {
-        const int key = i * kRowsAtOnce + first, further = KeyOrder{}(i * kRowsAtOnce);
+        const int key = i * kRowsAtOnce + first, row_step = KeyOrder{}(i * kRowsAtOnce);
         const int64_t at = __shfl_sync(portable::kAllLanes, offset, key);
-        portable::copy_async((first_to ^ further % 8 << 4) + further * kPitch, from.data + at + piece * 16,
-                             inside && (there >> key & 1));
+        portable::copy_async((first_to ^ row_step % 8 << 4) + row_step * kPitch, from.data + at + piece * 16,
+                             inside && (existing >> key & 1));
     }
     portable::commit_copies();
 }
@@ -97,12 +97,12 @@ __device__ inline void load_queries(uint32_t to, const Params& p, const QueryRow
     constexpr int kPieces = kPitch / 16;
     for (int i = threadIdx.x; i < kRows * kPieces; i += blockDim.x) {
         const int row = i / kPieces, piece = i % kPieces;
-        const bool there = row < rows.count && piece * 8 < p.sizes.head_dim;
+        const bool exists = row < rows.count && piece * 8 < p.sizes.head_dim;
         const T* from = static_cast<const T*>(p.q.data);
-        if (there)
+        if (exists)
             from += rows.batch * p.q.batch_stride + rows.query(row) * p.q.row_stride +
                     rows.head(row) * p.q.head_stride + piece * 8;
-        portable::copy_async(to + row * kPitch + ((piece ^ row % 8) << 4), from, there);
+        portable::copy_async(to + row * kPitch + ((piece ^ row % 8) << 4), from, exists);
     }
     portable::commit_copies();
 }

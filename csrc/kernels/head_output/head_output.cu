@@ -193,9 +193,9 @@ struct RowInputs {
     float mass;  // 0 without remainder_bias
 
     __device__ void read(const Inputs& in, const Place<K>& place, int32_t row) {
-        const bool there = row < place.end;
-        o = load<typename K::T>(in.o.data, place.in_tensor(in.o, row), there && place.has_channels);
-        mass = there && in.mass != nullptr ? in.mass[place.in_mass(in, row)] : 0.f;
+        const bool exists = row < place.end;
+        o = load<typename K::T>(in.o.data, place.in_tensor(in.o, row), exists && place.has_channels);
+        mass = exists && in.mass != nullptr ? in.mass[place.in_mass(in, row)] : 0.f;
     }
     // o + P r
     __device__ void biased(const Values& r, Values& x) const {
@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(kThreads)
 // Writes the sums of this CTA over its rows to the workspace, which is (chunk, kPartials, num_heads, head_dim).
 template <class K>
 __device__ void write_partials(const Inputs& in, const Place<K>& place, Sums& sums, float* workspace) {
-    __shared__ float of_warps[kPartials][kWarps][K::kLanes * kChannels];
+    __shared__ float warp_sums[kPartials][kWarps][K::kLanes * kChannels];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int p = 0; p < kPartials; ++p)
@@ -291,13 +291,13 @@ __device__ void write_partials(const Inputs& in, const Place<K>& place, Sums& su
         for (int c = 0; c < kChannels; ++c) {
             for (int lanes = K::kLanes; lanes < 32; lanes *= 2)
                 sums[p][c] += __shfl_xor_sync(kAllLanes, sums[p][c], lanes);
-            if (lane < K::kLanes) of_warps[p][warp][place.channel + c] = sums[p][c];
+            if (lane < K::kLanes) warp_sums[p][warp][place.channel + c] = sums[p][c];
         }
     __syncthreads();
     for (int i = threadIdx.x; i < kPartials * in.head_dim; i += kThreads) {
         const int p = i / in.head_dim, channel = i % in.head_dim;
         float sum = 0.f;
-        for (int w = 0; w < kWarps; ++w) sum += of_warps[p][w][channel];
+        for (int w = 0; w < kWarps; ++w) sum += warp_sums[p][w][channel];
         const int64_t vector = (int64_t(place.chunk) * kPartials + p) * in.num_heads + place.head;
         workspace[vector * in.head_dim + channel] = sum;
     }

@@ -188,10 +188,10 @@ class KeyTilePass {
     __device__ void read_gates() const {
         const int key = threadIdx.x;
         if (key >= kKeyTile) return;
-        const bool there = tile_.begin + key < tile_.num_keys;
+        const bool exists = tile_.begin + key < tile_.num_keys;
         const HeadRows row = head_rows<T>(p_.k, batch_, key_head_, p_.sizes.head_dim)
-                                 .rows_from(int64_t(tile_.k_row) + tile_.begin + (there ? key : 0));
-        gates_[column_of_key<kKeyTile>(key)] = there ? gate_behind<T>(row) : 1.f;
+                                 .rows_from(int64_t(tile_.k_row) + tile_.begin + (exists ? key : 0));
+        gates_[column_of_key<kKeyTile>(key)] = exists ? gate_behind<T>(row) : 1.f;
     }
 
     // ---- the products -----------------------------------------------------------------------------------------------
@@ -319,8 +319,8 @@ class KeyTilePass {
         const bool key_by_key = weights(e, rises, rows.mass, sink, gates());
         if constexpr (kGated) {
             float df[2 * kBlocks] = {};
-            logit_gradients(e, dp, rows.prefix, key_by_key, gates(), [&](int r, int k, float of_row) {
-                if (!rows.masked || k < rows.limit[0][r]) df[k] += of_row;  // masked values may be NaN
+            logit_gradients(e, dp, rows.prefix, key_by_key, gates(), [&](int r, int k, float row_df) {
+                if (!rows.masked || k < rows.limit[0][r]) df[k] += row_df;  // masked values may be NaN
             });
             sum_over_rows(df, d_gate_);
         } else {

@@ -79,9 +79,9 @@ class QueryTilePass {
         if (oldest_ == kNeverStarts) return;
         rows_.for_each([&](int m, int r, int row) {
             const float* prefix_in = static_cast<const float*>(p_.prefix_in);
-            const bool there = row < rows_.tile.num_rows;
-            mass_[m][r] = !there ? 0.f : start_tile(row) < 0 ? start_mass(row) : kAbsent;
-            prefix_[m][r] = there && prefix_in != nullptr ? prefix_in[rows_.index(row)] : 0.f;
+            const bool exists = row < rows_.tile.num_rows;
+            mass_[m][r] = !exists ? 0.f : start_tile(row) < 0 ? start_mass(row) : kAbsent;
+            prefix_[m][r] = exists && prefix_in != nullptr ? prefix_in[rows_.index(row)] : 0.f;
         });
         const bool starts = oldest_ <= newest_;  // some row starts in the first tile
         Unit u = {oldest_, starts, starts};

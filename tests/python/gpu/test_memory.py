@@ -58,8 +58,8 @@ def test_views_into_more_than_2_to_the_31_elements():
 def test_outputs_of_more_than_2_to_the_31_elements(d):
     """With the same sequence many times, as an expanded batch, the last result is bitwise equal to the first.
 
-    dk and dv are compared with a tolerance: each chunk of the workspace adds to them, and chunks end at different rows of
-    each sequence.
+    dk and dv are compared with a tolerance: each chunk of the workspace adds to them, and chunks end at different rows
+    of each sequence.
     """
     b, s, h = 1100 * 128 // d, 2048, 8
     assert b * s * h * d > 2**31
