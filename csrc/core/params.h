@@ -58,7 +58,7 @@ struct Sizes {
     Dtype dtype;  // of q, k, v and do; sums are in fp64 for kFloat64, else in fp32
     int32_t batch;
     int32_t num_heads;
-    int32_t num_kv_heads;  // divides num_heads; query head h reads key head h / (num_heads / num_kv_heads)
+    int32_t num_kv_heads;  // divides num_heads; query head h reads KV head h / (num_heads / num_kv_heads)
     int32_t q_rows;
     int32_t k_rows;
     int32_t head_dim;    // of q and k
@@ -80,10 +80,10 @@ inline constexpr int kGateColumns = 8;  // 16 bytes of a 16-bit type: rows stay 
 inline constexpr int kGateParts = 3;
 inline constexpr float kLeastGate = 0x1p-64f;  // the backward computes g / max(f, kLeastGate)
 
-// The restart record: where the backward starts each query row. The keys [0, edge) of the row's segment contribute, and
-// the row has `mass` at the newer edge of key edge - 1. Of all tile edges whose mass is at least max(mass_threshold,
-// the kernel's floor), `edge` is the oldest. The backward starts with the tile that ends at `edge` and continues to
-// newer keys.
+// The restart record: where the backward starts each query row. The row has `mass` at the boundary between the keys
+// edge - 1 and edge of its segment. Of all tile edges at which the mass is at least max(mass_threshold, the kernel's
+// floor), this is the oldest one. The backward starts with the tile that ends at `edge` and continues to newer keys.
+// Older tiles contribute nothing.
 //
 // edge = 0 and mass > 0: the row starts at the first key, and has `mass` at the older side of that key. Only kernels
 // whose backward is faster that way write this. mass = 0: no key contributes.
