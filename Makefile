@@ -51,7 +51,7 @@ check: lint test-cpp
 	$(BIN)/python $(PYTEST) $(sort $(CORE_TESTS) $(CHANGED_TESTS))
 
 docs: $(VENV)/.built
-	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site  # --quiet would hide what --strict counts
 
 test-cpp: $(VENV)/.built
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error --parallel $(WORKERS)
