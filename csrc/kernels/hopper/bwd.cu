@@ -1,13 +1,23 @@
-// block_backward on Hopper: one pass over the keys, five products, deterministic, O(L) memory. A thread block owns 128
-// keys and walks the query rows that see them, 64 at a time, from the newest to the oldest; what the scan along the
-// keys needs from older keys, each row's mass and the sum of its g, comes from the block that owns those
-// (bwd_producer.cuh). dk and dv add up in registers, also over the query heads that share a key head; dq
-// accumulates_gradients up in memory, in the order of the keys. README.md draws it.
+// block_backward on Hopper: one pass over the keys with five products, deterministic, in O(L) memory.
+//
+//     e = 2^(scale log2(e) q . k)     A = e P_after     g = A (dO . v)     b = sum of g over older keys + P dP
+//     dz = (g - e b) / (1 + e)        dQ += dz K        dK += dz^T Q       dV += A^T dO
+//
+// A CTA owns a tile of 128 keys and processes the query rows that see it in steps of 64 rows, from the newest rows to
+// the oldest. The scan along the keys needs two numbers for each row at the tile's older edge: the mass P and the
+// prefix b. They are the carry, and come from the CTA that owns the next older key tile. dK and dV are summed in
+// registers, also over the query heads of a KV head. dQ is summed in global memory, oldest key tile first.
+//
+// Warpgroup 0 produces: one warp loads Q, dO, K and V (bwd_step_loader.cuh); three warps exchange carries and order the
+// additions to dQ (bwd_carries.cuh). The consumers differ: two warpgroups at head_dim 128 (bwd_consumer_d128.cuh),
+// three at head_dim 64 (bwd_consumer_d64.cuh). README.md draws all of it.
 #include <algorithm>
 
 #include "kernels/common/launch.h"
+#include "kernels/hopper/bwd_carries.cuh"
 #include "kernels/hopper/bwd_consumer_d128.cuh"
 #include "kernels/hopper/bwd_consumer_d64.cuh"
+#include "kernels/hopper/bwd_step_loader.cuh"
 #include "kernels/hopper/hopper.h"
 
 namespace megatron_sb::hopper {
@@ -55,7 +65,7 @@ template <class T>
 __global__ void __launch_bounds__(T::kThreads, 1) backward(const __grid_constant__ BackwardArguments arguments) {
     extern __shared__ __align__(1024) uint8_t memory[];
     auto& shared = *reinterpret_cast<typename T::Shared*>(memory);
-    // Uniform for the compiler too: what depends on it then stays out of per-thread registers.
+    // The shuffle makes the value uniform for the compiler, which keeps what depends on it out of per-thread registers.
     const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
     BackwardControl& c = shared.control;
     if (threadIdx.x == 0) init_barriers<T>(c);
@@ -79,7 +89,8 @@ __global__ void __launch_bounds__(T::kThreads, 1) backward(const __grid_constant
     }
 }
 
-// Few heads at a time, for the cache; enough of them that the chains of key tiles, of each segment one, fill the chip.
+// Number of KV heads to process together. It is small, so that their data stays in the L2 cache. It is large enough
+// that the chains of key tiles (one per segment and head) fill the GPU.
 int heads_in_flight(const Sizes& z, int num_segments) {
     const int chains = z.k_rows <= 4096 ? 32 : z.k_rows <= 32768 ? 24 : 12;
     const int heads = z.batch * z.num_kv_heads, most = std::max(chains / num_segments, 2);

@@ -1,13 +1,24 @@
-// A consumer warpgroup of the backward at head_dim 128: 64 keys of the tile, all rows of a step. In a round
+// A consumer warpgroup of the backward at head_dim 128. It owns 64 keys of the tile and all rows of a step. In a round
+// it computes
 //
-//   S = Q K^T of the next step;  dQ = dz K of the step before;  dV += A^T dO, dK += dz^T Q of this one
-//   dP = dO V^T of the next step, in the registers of dQ;  its A and dz to shared memory
+//     S = Q K^T of the next step
+//     dQ = dz K of the previous step
+//     dV += A^T dO and dK += dz^T Q of this step
+//     dP = dO V^T of the next step, in the registers of dQ; then A and dz of the next step, into shared memory
 //
-// dQ takes the dz of both warpgroups, and each makes half of its columns; the rest is a warpgroup's own. The carries of
-// a step pass from the older half of the tile to the newer one, and from has_row to the next key tile.
+// dQ needs the dz of both warpgroups, and each warpgroup computes half of the columns of dQ. Everything else uses only
+// the warpgroup's own keys. The carries of a step pass from the warpgroup of the older half tile to that of the newer
+// one, and from there to the next key tile.
+//
+// Synchronisation.
+//     qdo_full / qdo_empty            Q and dO of a step: producer -> both warpgroups
+//     dz_full / dz_empty              dz of a step: each warpgroup -> both, which read it for dQ
+//     own_half_full / own_half_empty  A and dz of a half tile: among the four warps of a warpgroup, for dV and dK
+// A warp knows from wgmma_wait only that its own part of a product is done. So every thread arrives on own_half_empty
+// before any thread of the warpgroup overwrites A.
 #pragma once
 
-#include "kernels/hopper/bwd_thread.cuh"
+#include "kernels/hopper/bwd_half_tile.cuh"
 
 namespace megatron_sb::hopper {
 
@@ -32,9 +43,10 @@ class BackwardConsumer : HalfScan<T> {
             if (step(number_).flags & kEndOfWork) return;
             mbarrier_wait(&control_.kv_full[0], tiles & 1);
             begin_tile();
-            // One after the other, not one in the other or side by side: only so does ptxas see what is uniform.
-            while (flags_ & kSlowNext) advance(SlowScan(half_));
-            while (!(flags_ & kLastStepOfTile)) advance(FastScan());
+            // The loops must follow one another. If one is inside the other, or both are branches of one loop,
+            // ptxas no longer recognises which values are uniform.
+            while (flags_ & kSlowNext) run_round(SlowScan(half_));
+            while (!(flags_ & kLastStepOfTile)) run_round(FastScan());
             end_tile();
         }
     }
@@ -43,14 +55,14 @@ class BackwardConsumer : HalfScan<T> {
     // ---- products -----------------------------------------------------------------------------------------------
 
     __device__ __forceinline__ void issue_scores(int stage) {
-        this->multiply_rows(s_, this->opaque(qdo_low_) + stage * 2 * kTile, this->opaque(k_low_));
+        this->issue_rows_by_keys(s_, this->opaque(qdo_low_) + stage * 2 * kTile, this->opaque(k_low_));
     }
     __device__ __forceinline__ void issue_dp(int stage) {
-        this->multiply_rows(dp_, this->opaque(qdo_low_) + stage * 2 * kTile + kTile, this->opaque(v_low_));
+        this->issue_rows_by_keys(dp_, this->opaque(qdo_low_) + stage * 2 * kTile + kTile, this->opaque(v_low_));
     }
-    // dQ = dz K, in dP's registers: the two are never needed at once.
-    __device__ __forceinline__ void issue_dq(int turn) {
-        const uint32_t dz = this->opaque(dz_ >> 4) + turn * 2 * kPanel - half_ * kPanel;
+    // Issues dQ = dz K into the registers of dP; the two are never live together.
+    __device__ __forceinline__ void issue_dq(int slot) {
+        const uint32_t dz = this->opaque(dz_ >> 4) + slot * 2 * kPanel - half_ * kPanel;
         const uint32_t k_columns = this->opaque(k_columns_low_);
         wgmma_overwrite<0, 1>(Element{}, dp_, descriptor(dz), descriptor(k_columns));
 #pragma unroll
@@ -59,11 +71,11 @@ class BackwardConsumer : HalfScan<T> {
                                    descriptor(k_columns + i / 4 * kTile + i % 4 * 128));
         wgmma_commit();
     }
-    // dV += A^T dO, dK += dz^T Q
-    __device__ __forceinline__ void issue_dkv(int stage, int turn) {
+    // Issues dV += A^T dO and dK += dz^T Q.
+    __device__ __forceinline__ void issue_dk_dv(int stage, int slot) {
         constexpr uint32_t kNextColumns = uint32_t(kPanel) << 16;
         const uint32_t q = (this->opaque(qdo_low_) + stage * 2 * kTile) | kNextColumns, d_o = q + kTile;
-        const uint32_t dz = this->opaque(dz_ >> 4) + turn * 2 * kPanel, weights = this->opaque(weights_ >> 4);
+        const uint32_t dz = this->opaque(dz_ >> 4) + slot * 2 * kPanel, weights = this->opaque(weights_ >> 4);
 #pragma unroll
         for (int i = 0; i < kStepRows / 16; ++i)
             wgmma_accumulate<1, 1>(Element{}, dv_, descriptor(weights + i * 128), descriptor(d_o + i * 128));
@@ -88,12 +100,12 @@ class BackwardConsumer : HalfScan<T> {
         fence_accumulator(dp_);
         flags_ = step(number_).flags;
         this->mask(number_, flags_);
-        flags_& kSlow ? begin(SlowScan(half_)) : begin(FastScan());
+        flags_& kSlow ? scan_first_step(SlowScan(half_)) : scan_first_step(FastScan());
         first_round_ = true;
         next_is_ready_ = false;
     }
     template <class Scan>
-    __device__ __forceinline__ void begin(Scan scan) {
+    __device__ __forceinline__ void scan_first_step(Scan scan) {
         scan.exponentials(s_, args_.scale_log2, lane_ % 4);
         this->load_carries(scan, number_, cursor_);
         mbarrier_arrive(&control_.own_half_empty[half_]);
@@ -101,23 +113,23 @@ class BackwardConsumer : HalfScan<T> {
     }
 
     template <class Scan>
-    __device__ __forceinline__ void advance(Scan scan) {
+    __device__ __forceinline__ void run_round(Scan scan) {
         const StageCursor next = cursor_.next();
         if (!next_is_ready_) {
             wait_for_dz(number_ - 1);
             mbarrier_wait(&control_.qdo_full[next.stage], next.parity);
         }
         const int next_flags = step(number_ + 1).flags;
-        const auto place = this->dq_target(number_ - 1, half_);
+        const auto target = this->dq_target(number_ - 1, half_);
         wgmma_fence();
-        issue_dq((number_ - 1) & 1);  // of nothing in a tile's first round
+        issue_dq((number_ - 1) & 1);  // in the first round of a tile the result is not used
         issue_scores(next.stage);
         mbarrier_wait(&control_.own_half_full[half_], number_ & 1);
         wgmma_fence();
-        issue_dkv(cursor_.stage, number_ & 1);
+        issue_dk_dv(cursor_.stage, number_ & 1);
         wgmma_wait<2>();
         fence_accumulator(dp_);
-        if (!first_round_) finish_dq<2>(number_ - 1, place);
+        if (!first_round_) finish_dq<2>(number_ - 1, target);
         first_round_ = false;
         wgmma_wait<1>();
         fence_accumulator(s_);
@@ -142,7 +154,7 @@ class BackwardConsumer : HalfScan<T> {
         mbarrier_wait(&control_.own_half_full[half_], number_ & 1);
         wgmma_fence();
         issue_dq((number_ - 1) & 1);
-        issue_dkv(cursor_.stage, number_ & 1);
+        issue_dk_dv(cursor_.stage, number_ & 1);
         wgmma_wait<1>();
         fence_accumulator(dp_);
         if (!first_round_) finish_dq<kDqVectors>(number_ - 1, this->dq_target(number_ - 1, half_));
@@ -159,7 +171,8 @@ class BackwardConsumer : HalfScan<T> {
         finish_dq<kDqVectors>(number_, this->dq_target(number_, half_));
         cursor_ = cursor_.next();
         ++number_;
-        warpgroup_barrier(1 + half_);  // by way of A's place, which the others' dV has read too
+        warpgroup_barrier(
+            1 + half_);  // A's slot is reused as staging; all four warps have finished the dV product that reads it
         this->write_dk_dv(last, half_, weights_, dk_, dv_);
     }
 
@@ -167,12 +180,12 @@ class BackwardConsumer : HalfScan<T> {
 
     template <class Scan>
     __device__ __forceinline__ void write_weights_and_dz(Scan& scan, uint32_t number, const StageCursor& cursor) {
-        const uint32_t turn = number & 1;
+        const uint32_t slot = number & 1;
         Base::write_weights_and_dz(
-            scan, number, cursor.stage, weights_, dz_ + turn * 2 * T::kPanelBytes,
+            scan, number, cursor.stage, weights_, dz_ + slot * 2 * T::kPanelBytes,
             [&] { mbarrier_wait(&control_.own_half_empty[half_], number & 1); },
             [&] {
-                mbarrier_wait(&control_.dz_empty[turn], (number >> 1) - 1 & 1);
+                mbarrier_wait(&control_.dz_empty[slot], (number >> 1) - 1 & 1);
                 const StageCursor next = cursor.next();
                 const uint32_t before = number - 1;
                 next_is_ready_ = mbarrier_test_wait(&control_.qdo_full[next.stage], next.parity) &
@@ -180,14 +193,13 @@ class BackwardConsumer : HalfScan<T> {
             });
         fence_async_proxy();
         mbarrier_arrive(&control_.own_half_full[half_]);
-        this->signal(&control_.dz_full[turn]);
+        this->signal(&control_.dz_full[slot]);
     }
-    // In a round has_row are no registers for more than two loads under way; at a tile's end scores have theirs to
-    // spare.
+    // In a round, only two loads fit into registers. At the end of a tile, the registers of the scores are free.
     template <int kLoads>
-    __device__ __forceinline__ void finish_dq(uint32_t number, const typename Base::DqTarget& place) {
+    __device__ __forceinline__ void finish_dq(uint32_t number, const typename Base::DqTarget& target) {
         this->release(&control_.dz_empty[number & 1]);
-        this->template add_dq<kLoads>(number, place, dp_, half_);
+        this->template add_dq<kLoads>(number, target, dp_, half_);
     }
     __device__ __forceinline__ void wait_for_dz(uint32_t number) {
         mbarrier_wait(&control_.dz_full[number & 1], number >> 1 & 1);

@@ -1,12 +1,19 @@
-// The backward's consumers at head_dim 64, where registers allow a division of labour: two warpgroups scan, each the
-// scores of a step with its half of the key tile, and hand A and dz to a third one, which does the products that add
-// up. So the tensor cores are at work while the others compute, and a scan never waits for what becomes of its results.
+// The consumers of the backward at head_dim 64. Here dK and dV of a whole key tile fit one warpgroup, so the work is
+// split:
 //
-//   scan:  S = Q K^T, dP = dO V^T, A and dz to a ring in shared memory
-//   sum:   dQ = dz K;  dV += A^T dO, dK += dz^T Q
+//     two scan warpgroups, one per half tile:  S = Q K^T, dP = dO V^T, then A and dz into a ring in shared memory
+//     one sum warpgroup:                       dQ = dz K,  dV += A^T dO,  dK += dz^T Q
+//
+// The tensor cores work on sums while the scans compute, and a scan never waits for the sums of its own step.
+//
+// Synchronisation.
+//     qdo_full / qdo_empty    Q and dO of a step: producer -> scan and sum warpgroups
+//     dz_full / dz_empty      A and dz of a step: scan warpgroups -> sum warpgroup
+//     kv_full / kv_empty      K and V: producer -> scan and sum warpgroups; the sum warpgroup also stages dK and dV in
+//     K
 #pragma once
 
-#include "kernels/hopper/bwd_thread.cuh"
+#include "kernels/hopper/bwd_half_tile.cuh"
 
 namespace megatron_sb::hopper {
 
@@ -22,25 +29,27 @@ class ScanWarpgroup : HalfScan<T> {
         : Base(shared, arguments, half) {}
 
     __device__ __forceinline__ void run() {
-        begin();
+        start_step();
         wgmma_wait<0>();
         fence_accumulator(s_);
         while (!(flags_ & kEndOfWork)) {
-            // One after the other, not one in the other or side by side: only so does ptxas see what is uniform.
+            // The loops must follow one another. If one is inside the other, or both are branches of one loop,
+            // ptxas no longer recognises which values are uniform.
             while (flags_ & kSlow) scan_step(SlowScan(half_));
             while (!(flags_ & (kSlow | kEndOfWork))) scan_step(FastScan());
         }
     }
 
   private:
-    // The scores of step number_, whose flags are flags_ from now on; of nothing, where has_row are no more.
-    __device__ __forceinline__ void begin() {
+    // Issues S of step number_ and reads the step's flags into flags_. After the last step it multiplies stale data;
+    // the result is not used.
+    __device__ __forceinline__ void start_step() {
         mbarrier_wait(&control_.qdo_full[cursor_.stage], cursor_.parity);
         flags_ = step(number_).flags;
         const int buffer = tiles_ % T::kTileBuffers;
         if (!(flags_ & kEndOfWork)) mbarrier_wait(&control_.kv_full[buffer], tiles_ / T::kTileBuffers & 1);
         wgmma_fence();
-        this->multiply_rows(s_, queries(), this->opaque(k_low_) + buffer * 2 * Base::kTile);
+        this->issue_rows_by_keys(s_, queries(), this->opaque(k_low_) + buffer * 2 * Base::kTile);
     }
     __device__ __forceinline__ uint32_t queries() const {
         return this->opaque(qdo_low_) + cursor_.stage * 2 * Base::kTile;
@@ -49,8 +58,8 @@ class ScanWarpgroup : HalfScan<T> {
     template <class Scan>
     __device__ __forceinline__ void scan_step(Scan scan) {
         wgmma_fence();
-        this->multiply_rows(dp_, queries() + Base::kTile,
-                            this->opaque(v_low_) + tiles_ % T::kTileBuffers * 2 * Base::kTile);
+        this->issue_rows_by_keys(dp_, queries() + Base::kTile,
+                                 this->opaque(v_low_) + tiles_ % T::kTileBuffers * 2 * Base::kTile);
         this->mask(number_, flags_);
         scan.exponentials(s_, args_.scale_log2, lane_ % 4);
         this->load_carries(scan, number_, cursor_);
@@ -62,17 +71,17 @@ class ScanWarpgroup : HalfScan<T> {
         constexpr int kSlotBytes = 2 * T::kPanelBytes;
         this->write_weights_and_dz(
             scan, number_, cursor_.stage, weights_ + slot * kSlotBytes, dz_ + slot * kSlotBytes, [] {}, [] {});
-        begin_next();  // under way while A and dz become visible
+        start_next_step();  // runs while A and dz become visible to wgmma
         fence_async_proxy();
         this->signal(&control_.dz_full[slot]);
         wgmma_wait<0>();
         fence_accumulator(s_);
     }
-    __device__ __forceinline__ void begin_next() {
+    __device__ __forceinline__ void start_next_step() {
         if (flags_ & kLastStepOfTile) this->release(&control_.kv_empty[tiles_++ % T::kTileBuffers]);
         cursor_ = cursor_.next();
         ++number_;
-        begin();
+        start_step();
     }
 
     StageCursor cursor_;  // of step number_
@@ -110,10 +119,11 @@ class SumWarpgroup : BackwardThread<T> {
                 fence_accumulator(dv_[half]);
             }
             do {
-                add(buffer);
+                sum_step(buffer);
             } while (!(step(number_ - 1).flags & kLastStepOfTile));
             const Step last = step(number_ - 1);
-            // By way of K, which the scans have read, as what the sums were made of came after that, and these warps.
+            // K becomes staging space for dK and dV. Nothing reads K any more: the scans read it before they made the
+            // dz that was summed here, and the barrier waits for the dQ products of all four warps.
             warpgroup_barrier(1);
 #pragma unroll
             for (int half = 0; half < 2; ++half)
@@ -124,7 +134,7 @@ class SumWarpgroup : BackwardThread<T> {
     }
 
   private:
-    __device__ __forceinline__ void add(int buffer) {
+    __device__ __forceinline__ void sum_step(int buffer) {
         const uint32_t slot = number_ % T::kDzSlots, parity = number_ / T::kDzSlots & 1;
         mbarrier_wait(&control_.qdo_full[cursor_.stage], cursor_.parity);
         mbarrier_wait(&control_.dz_full[slot], parity);

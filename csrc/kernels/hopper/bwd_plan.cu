@@ -10,12 +10,13 @@ namespace megatron_sb::hopper {
 namespace {
 
 constexpr int kPlanThreads = 1024;
-constexpr int kStepsAtOnce = 4;  // of a warp that looks for starts
+constexpr int kStepsAtOnce = 4;  // steps that a warp handles at once in find_starts
 
 using portable::kMaxWarps, portable::RowRange, portable::scan_over_block, portable::Sum;
 
 struct KeyRanges {
-    int32_t* from_end;  // by first key: the number of segments less the first segment with it
+    int32_t* from_end;  // indexed by first key: number of segments minus the index of the first segment with this key;
+                        // 0 if there is none
     int32_t* size;
     int32_t* longest;
 
@@ -23,7 +24,7 @@ struct KeyRanges {
         : from_end(plan.key_ranges), size(plan.key_ranges + k_rows), longest(plan.key_ranges + 2 * k_rows) {}
 };
 
-// Where the segments' steps are, and which segments share their keys.
+// Assigns step numbers to the segments and collects the key ranges.
 __device__ void number_steps(const Sizes& sizes, const Segments& segments, const BackwardPlan& plan, int* warp_sums) {
     const KeyRanges key_ranges(plan, sizes.k_rows);
     int before = 0;
@@ -43,7 +44,7 @@ __device__ void number_steps(const Sizes& sizes, const Segments& segments, const
     }
 }
 
-// The chains through the key_ranges of more than one segment.
+// Links the segments that share a key range.
 __device__ void link_segments(const Sizes& sizes, const Segments& segments, const BackwardPlan& plan) {
     const KeyRanges key_ranges(plan, sizes.k_rows);
     for (int i = threadIdx.x; i < segments.size; i += kPlanThreads) {
@@ -58,7 +59,8 @@ __device__ void link_segments(const Sizes& sizes, const Segments& segments, cons
     }
 }
 
-// Calls f(first segment, keys, tile) for each tile of each run. A segment has as many threads as has_row are for each.
+// Calls f(first segment, number of keys, tile) for each tile of each key range. The threads are divided evenly among
+// the segments.
 template <class F>
 __device__ void for_each_tile(const Sizes& sizes, const Segments& segments, const BackwardPlan& plan, F f) {
     const KeyRanges key_ranges(plan, sizes.k_rows);
@@ -73,7 +75,8 @@ __device__ void for_each_tile(const Sizes& sizes, const Segments& segments, cons
     }
 }
 
-// A counting sort: how many key_ranges have a tile of a number, where those begin, the tiles to their tile_offsets.
+// Sorts the key tiles by tile number with a counting sort: count the tiles of each number, sum the counts, place the
+// tiles.
 __device__ void sort_key_tiles(const Sizes& sizes, const Segments& segments, const BackwardPlan& plan, int* warp_sums) {
     for_each_tile(sizes, segments, plan, [&](int, int, int tile) { atomicAdd(&plan.tile_offsets[tile], 1); });
     __syncthreads();
@@ -94,7 +97,7 @@ __device__ void sort_key_tiles(const Sizes& sizes, const Segments& segments, con
     });
 }
 
-// Gradients of a row or a key that no segment has, by one warp.
+// Zeroes the gradients of a row or key that belongs to no segment. Runs in one warp.
 __device__ void clear_row(const Rows<void*>& to, const Sizes& sizes, int heads, int row) {
     for (int i = threadIdx.x % 32; i < sizes.batch * heads; i += 32)
         write_zeros(to, i / heads, i % heads, row, sizes.head_dim);
@@ -123,13 +126,14 @@ __device__ void clear_uncovered(const BackwardParams& p, int block, int* changes
                 clear_row(p.dv, z, z.num_kv_heads, row);
             });
 }
-// Only of a table, and where gradients are not dq_added to.
+// Blocks that zero rows. They are needed only if the segments are in a table and the gradients are overwritten (not
+// added to).
 int blocks_that_clear(const BackwardParams& p) {
     if (p.segments.by_value() || p.grad_dtype == Dtype::kFloat32) return 0;
     return blocks_of(p.sizes.q_rows) + blocks_of(p.sizes.k_rows);
 }
 
-// The first block plans.
+// Block 0 plans. The other blocks zero the gradients of rows and keys that belong to no segment.
 __global__ void __launch_bounds__(kPlanThreads)
     plan_work(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardPlan plan) {
     __shared__ int warp_sums[kMaxWarps], changes[kPlanThreads];
@@ -141,7 +145,7 @@ __global__ void __launch_bounds__(kPlanThreads)
 }
 
 __device__ void find_starts(const BackwardParams& p, const Segment& s, int64_t first_row, StepStarts* starts) {
-    constexpr int kRows = kStepsAtOnce * kStepRows / 32;  // of a lane
+    constexpr int kRows = kStepsAtOnce * kStepRows / 32;  // rows per lane
     const int steps = num_steps(s), lane = threadIdx.x % 32, warps = blockDim.x / 32;
     const int32_t* const edges = p.restart.edge + first_row;
     const float* const masses = static_cast<const float*>(p.restart.mass) + first_row;
@@ -173,7 +177,8 @@ __device__ void find_starts(const BackwardParams& p, const Segment& s, int64_t f
     }
 }
 
-// Joins the values of one field from `first` on by `direction`: each becomes that of its step and all before.
+// Replaces a field of each step by `join` over this step and all steps before it. Steps are counted from `first` in the
+// direction `direction` (1 or -1).
 template <class Join>
 __device__ void scan_starts(StepStarts* first, int steps, int direction, int32_t StepStarts::*field, int none,
                             int* of_warps, Join join) {
@@ -187,8 +192,8 @@ __device__ void scan_starts(StepStarts* first, int steps, int direction, int32_t
     }
 }
 
-// A block has a segment of one head. Rows of dq that no key tile will write are zeros, where the others are not
-// dq_added to.
+// Finds where the rows of each step start. A block handles one segment of one head. If gradients are overwritten, it
+// also zeroes the rows of dq that no key tile writes.
 __global__ void __launch_bounds__(kMaxWarps * 32)
     plan_starts(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardPlan plan) {
     __shared__ int of_warps[kMaxWarps];
@@ -213,7 +218,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
     }
 }
 
-// The parts of the workspace, one after the other.
+// Allocates the parts of the workspace one after another.
 struct Workspace {
     char* base;
     int64_t bytes = 0;
@@ -227,7 +232,7 @@ struct Workspace {
 };
 
 struct Layout {
-    int64_t zeroed;  // bytes at the front that begin as zeros
+    int64_t zeroed;  // bytes at the front that must be zero at the start
     int64_t bytes;
 };
 
@@ -264,7 +269,7 @@ void launch_plan(const BackwardParams& params, const BackwardPlan& plan, cudaStr
     plan_work<<<1 + blocks_that_clear(params), kPlanThreads, 0, stream>>>(params, plan);
     portable::check_launch("hopper backward");
     const int64_t heads = int64_t(params.sizes.batch) * params.sizes.num_heads;
-    const int steps = plan.max_steps / params.segments.size;  // of a segment, on average
+    const int steps = plan.max_steps / params.segments.size;  // of an average segment
     const int warps = std::clamp(steps / kStepsAtOnce, 4, kMaxWarps);
     plan_starts<<<unsigned(heads * params.segments.size), warps * 32, 0, stream>>>(params, plan);
     portable::check_launch("hopper backward");

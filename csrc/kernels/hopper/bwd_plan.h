@@ -1,5 +1,8 @@
-// The work of a backward, made on the device from a segment table that the host never reads: which key tiles has_row
-// are, which steps each of them takes, and what goes from one key tile to the next.
+// The plan of a backward call: the key tiles, the steps of each key tile, and the buffers that pass data from one key
+// tile to the next. It is made on the device, because the host never reads the segment table.
+//
+// Terms. A key range is the set of keys of all segments that begin at the same key. A key tile is 128 keys of a key
+// range. A step is 64 query rows of one head. A half is 64 keys, the grid of restart records.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,28 +14,30 @@
 
 namespace megatron_sb::hopper {
 
-// A tile of the keys of a run: of the segments that begin at the same key.
+// One tile of a key range.
 struct KeyTile {
-    int32_t segment;  // the first of the run; SegmentPlan::next leads to the others
+    int32_t segment;  // first segment of the key range; SegmentPlan::next links the others
     int32_t tile;
-    int32_t num_keys;  // of the run
+    int32_t num_keys;  // of the key range
     int32_t unused;
 };
 
 struct SegmentPlan {
-    int32_t first_step;  // its steps among those of a head
-    int32_t next;        // the next segment of its run, or -1
+    int32_t first_step;  // number of its first step, counted over all segments of a head
+    int32_t next;        // next segment with the same key range, or -1
 };
 
-// Where the rows of a step start.
+// Where the rows of a step start. oldest_tile never decreases from a step to the next newer one, and newest_half_so_far
+// never decreases either. So the steps that need a key tile are found by binary search.
 struct StepStarts {
-    int32_t oldest_tile;  // the oldest tile, of this step and all newer ones: so the steps that need a tile are a run
-    int32_t newest_half;  // of a tile
-    int32_t newest_half_so_far;  // the same of this step and all older ones
+    int32_t oldest_tile;         // oldest key tile that a row of this step, or of a newer step, needs
+    int32_t newest_half;         // newest half in which a row of this step starts
+    int32_t newest_half_so_far;  // the same over this step and all older ones
 };
 constexpr int kNever = kNeverStarts;
 
-// What a key tile leaves to the next one for each row, in one transaction: valid once `tile` is the next one's.
+// The carry of a row at the newer edge of a key tile. It is written and read in one transaction. It is valid for key
+// tile `tile`.
 struct alignas(16) CarrySlot {
     float mass, prefix;
     int32_t tile;
@@ -41,28 +46,29 @@ struct alignas(16) CarrySlot {
 
 struct BackwardPlan {
     int32_t max_steps, max_key_tiles;
-    int32_t* counters;      // tickets given out; key_tiles
-    SegmentPlan* segments;  // of each segment
-    KeyTile* key_tiles;     // the oldest tiles of all key_ranges first
+    int32_t* counters;      // number of tickets taken, number of key tiles
+    SegmentPlan* segments;  // one per segment
+    KeyTile* key_tiles;     // ordered by tile number, the oldest first
     StepStarts* starts;     // (heads, max_steps)
-    int32_t* dq_added;      // (heads, max_steps): key tiles, from the oldest, whose part of dq is in
+    int32_t* dq_added;      // (heads, max_steps): how many key tiles have added to dq, the oldest first
     CarrySlot* carries;     // (heads, q_rows)
-    float* dq;              // (heads, max_steps, 64 * head_dim), as the threads have it
-    int32_t* key_ranges;    // (3, k_rows): for planning
-    int32_t* tile_offsets;  // (k_rows / 128 + 1): for planning
+    float* dq;              // (heads, max_steps, 64 * head_dim), in the order of the accumulator registers
+    int32_t* key_ranges;    // (3, k_rows), used while planning
+    int32_t* tile_offsets;  // (k_rows / 128 + 1), used while planning
 };
 
 constexpr int kTicket = 0, kNumKeyTiles = 1;
 
-// Bytes of workspace; pointers into it.
+// Sets the pointers of `plan` into params.workspace and returns the number of bytes that the workspace needs.
 int64_t plan_backward(const BackwardParams& params, BackwardPlan* plan);
 void launch_plan(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream);
 
-// Keys of a segment that its row sees.
+// Number of keys of a segment that are visible to its row `row`.
 SB_HOST_DEVICE inline int visible_keys(const Segment& s, bool attend_current, int row) {
     return clamp_row(row + s.q_pos_minus_k_pos + (attend_current ? 1 : 0), 0, s.k_len);
 }
-// The half tile in which a row starts that sees `visible` keys: -1 before them all, or if has_row are none.
+// The half in which a row starts, if it sees `visible` keys: -1 if it starts before all keys or sees none, kNever if no
+// key contributes to it.
 SB_HOST_DEVICE inline int start_of(int edge, float mass, int visible) {
     static_assert(kHalfTileKeys == kRestartTile, "a restart record names a half tile");
     return visible == 0 ? kBeforeAllKeys : restart_tile(edge, mass > 0.f, (visible - 1) / kHalfTileKeys + 1);

@@ -1,11 +1,16 @@
-// From scores to weights and to the gradient of the logits, in the registers of one thread: rows r = 0 and 1 of a step,
-// 16 neighbouring keys of each; a quad of threads has the 64 keys of a half tile. With m the mass at a key's older edge
-// and b the sum of g over all older keys:
+// The scans of the backward: from scores to weights A and logit gradients dz, in the registers of one thread. A thread
+// holds rows r = 0 and 1 of a step and 16 neighbouring keys of each; a quad of threads holds the 64 keys of a half
+// tile.
 //
-//   e = 2^(scale log2(e) q . k)   A = e m   g = A (dO . v)   dz = (g - e b) / (1 + e)   m' = m (1 + e)   b' = b + g
+//     e = 2^(scale log2(e) q . k)   A = e m   g = A (dO . v)   dz = (g - e b) / (1 + e)   m' = m (1 + e)   b' = b + g
 //
-// FastScan walks from the mass at the older edge: all rows have started, so a product of (1 + e) is at most 2^64.
-// SlowScan takes what a row may begin with: it walks from the newer edge, key by key, with e up to 2^126.
+// m is the mass at a key's older edge, b is the sum of g over all older keys; m' and b' are the values at its newer
+// edge.
+//
+// FastScan starts from the mass at the older edge. All rows have started in older keys, so no product of (1 + e)
+// exceeds 2^64.
+// SlowScan handles rows that may start in this half tile. It runs key by key from the newer edge, with e up to 2^126.
+// Both are called in this order: exponentials, start, weights, prefixes, logit_gradients.
 #pragma once
 
 #include "kernels/common/scalars.h"
@@ -15,10 +20,11 @@
 
 namespace megatron_sb::hopper {
 
-constexpr int kBackwardKeysPerThread = 16;  // of a row and thread
-constexpr int kQuads = 4;                   // of neighbouring keys, for independent chains
+constexpr int kBackwardKeysPerThread = 16;  // keys of one row that a thread holds
+constexpr int kQuads = 4;                   // groups of four neighbouring keys, scanned as independent chains
 
-// Over the threads of a quad, of which 0 has the oldest keys.
+// A scan over the threads of a quad. Thread 0 has the oldest keys. `older` and `newer` join the values of the threads
+// with older and newer keys, `all` those of the whole quad.
 struct QuadScan {
     float older, newer, all;
 };
@@ -34,7 +40,7 @@ __device__ __forceinline__ QuadScan add_over_quad(float x, int t) {
 
 class FastScan {
   public:
-    // Scores to e. Does not need the carries.
+    // Replaces scores by e. Does not need the carries.
     __device__ __forceinline__ void exponentials(float (&s)[32], float scale_log2, int t) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -59,7 +65,7 @@ class FastScan {
             newer_mass[r] = over.all;
         }
     }
-    // Whether row r has a NaN, and no part in these keys as it starts in newer ones.
+    // Whether row r contains a NaN here although it starts only in newer keys.
     __device__ __forceinline__ static constexpr bool has_unstarted_nan(int) {
         return false;
     }
@@ -69,7 +75,7 @@ class FastScan {
         prefix_[r] = carry.prefix;
     }
 
-    // dp becomes g; the packed weights of row r.
+    // Replaces dp by g and packs the weights of row r.
     template <class Element>
     __device__ __forceinline__ void weights(int r, const float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
         constexpr float kScale = portable::kWeightScale<Element>;
@@ -105,7 +111,7 @@ class FastScan {
         }
     }
 
-    // The packed dz of row r. One reciprocal serves two keys.
+    // Packs dz of row r. One reciprocal serves two keys.
     template <class Element>
     __device__ __forceinline__ void logit_gradients(int r, const float (&s)[32], const float (&g)[32],
                                                     uint32_t (&packed)[8]) const {
@@ -131,8 +137,8 @@ class FastScan {
     float newer_mass[2], newer_prefix[2];  // at the newer edge of the half tile
 
   private:
-    float product_[2][kQuads];   // products of 1 + e, from this thread's oldest key to the end of each quad of keys
-    float sum_[2][kQuads];       // of g, likewise
+    float product_[2][kQuads];   // products of 1 + e, from this thread's oldest key to the end of each group of four
+    float sum_[2][kQuads];       // sums of g, likewise
     float mass_[2], prefix_[2];  // at the older edge of this thread's keys
 };
 
@@ -154,7 +160,7 @@ class SlowScan {
         for (int r = 0; r < 2; ++r) {
             const QuadScan over = multiply_over_quad(product[r], t);
             mass_[r] = over.newer;
-            newer_mass[r] = over.all;  // what is left of a stick, until start()
+            newer_mass[r] = over.all;  // the product of 1 - beta; start() turns it into the mass
         }
     }
     __device__ __forceinline__ bool has_unstarted_nan(int r) const {
@@ -174,7 +180,7 @@ class SlowScan {
         prevent_reuse(s);
         float newer = 0.f;
         sum_[r] = 0.f;
-        if (!started_[r]) {  // zeros, whatever the row and these keys hold
+        if (!started_[r]) {  // the row starts in newer keys: zeros, whatever the row and these keys hold
 #pragma unroll
             for (int k = 0; k < kBackwardKeysPerThread; ++k)
                 s[accumulator_register(r, k)] = dp[accumulator_register(r, k)] = 0.f;
@@ -221,7 +227,7 @@ class SlowScan {
     float newer_mass[2], newer_prefix[2];
 
   private:
-    // The reciprocals of before: they are sooner computed again than kept.
+    // Makes the compiler compute the reciprocals again. Keeping them costs more registers than there are.
     __device__ __forceinline__ static void prevent_reuse(float (&s)[32]) {
 #pragma unroll
         for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(s[i]));

@@ -1,9 +1,12 @@
-// block_forward on Hopper. For 64 query rows a warpgroup, walking key tiles of 128 from the newest to the oldest:
+// block_forward on Hopper. A warpgroup owns 64 query rows and reads key tiles of 128 from the newest to the oldest:
 //
-//   S = Q K^T;   e = 2^(scale log2(e) S);   A_k = e_k * P_after_k,   P_after_k = P_before_k / (1 + e_k);   O += A V
+//     S = Q K^T     e_k = 2^(scale log2(e) S_k)     P_after_k = P_before_k / (1 + e_k)     A_k = e_k P_after_k     O +=
+//     A V
 //
-// One producer warp on the copy engine, two or three consumer warpgroups on wgmma; CTAs take work tiles, those with the
-// most keys first, until there are none. README.md draws the tile and the permutation of its keys.
+// Warpgroup 0 produces: warp 0 takes work tiles and issues TMA loads (fwd_producer.cuh), warps 1 and 2 load the tiles
+// in which a segment ends (fwd_tail_loader.cuh). The other two (head_dim 128) or three (head_dim 64) warpgroups
+// consume: each computes its rows with wgmma (fwd_consumer.cuh, fwd_scan.cuh). The CTAs are persistent; they take work
+// tiles from a list, those with the most keys first. README.md draws the tile and the permutation of its keys.
 #include <algorithm>
 
 #include "kernels/common/launch.h"
@@ -18,12 +21,12 @@ template <class T>
 __global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant__ ForwardArguments arguments) {
     extern __shared__ __align__(1024) uint8_t memory[];
     auto& shared = *reinterpret_cast<typename T::Shared*>(memory);
-    // Uniform for the compiler too: what depends on it then stays out of per-thread registers.
+    // The shuffle makes the value uniform for the compiler, which keeps what depends on it out of per-thread registers.
     const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
     ForwardControl& c = shared.control;
     if (threadIdx.x == 0) {
         for (int i = 0; i < kQueryStages; ++i) {
-            mbarrier_init(&c.q_full[i], 2);  // `work` and the queries
+            mbarrier_init(&c.q_full[i], 2);  // one arrival for `work`, one for the Q tile
             mbarrier_init(&c.q_empty[i], 128 * T::kWarpgroups);
         }
         for (int i = 0; i < kKvStages; ++i) {
@@ -55,8 +58,8 @@ __global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant_
     }
 }
 
-// Few heads accumulator_register a time, so that their keys and values stay in the L2 cache; in groups of one size, so
-// that no last head is left to a few CTAs.
+// Number of heads to process together. It is small, so that their K and V stay in the L2 cache. All groups have nearly
+// the same size, so that the last group still fills the GPU.
 int heads_in_flight(const Sizes& z) {
     constexpr int64_t kCacheBytes = 32 << 20;
     const int64_t kv_head_bytes = std::max<int64_t>(1, int64_t(z.k_rows) * (z.head_dim + z.head_dim_v) * 2);
@@ -105,7 +108,8 @@ int64_t forward_workspace(const ForwardParams& params) {
 void block_forward(const ForwardParams& given, void* stream) {
     ForwardParams params = given;
     const Sizes& z = params.sizes;
-    if (z.k_rows == 0) params.segments = {nullptr, 0};  // a tensor map has rows; here no query row sees a key
+    if (z.k_rows == 0)
+        params.segments = {nullptr, 0};  // without keys no tensor map can be encoded, and no query row sees a key
     if (z.q_rows == 0 || z.batch == 0 || z.num_heads == 0) return;
     const auto run = [&](auto launch_64, auto launch_128) {
         z.head_dim == 64 ? launch_64(params, static_cast<cudaStream_t>(stream))

@@ -1,7 +1,15 @@
-// A consumer warpgroup: 64 query rows of a work tile, newest key tile to oldest.
+// A consumer warpgroup of the forward. It owns 64 query rows of each work tile and reads the key tiles from the newest
+// to the oldest:
 //
-// O += A V of a key tile is in flight while the scores of the next become weights, and the first S = Q K^T of the next
-// work tile while this one's output is written; the other warpgroups fill what is left of the tensor cores.
+//     S = Q K^T (wgmma)  ->  weights A (fwd_scan.cuh)  ->  O += A V (wgmma)
+//
+// While the scan turns the scores of one key tile into weights, O += A V of the previous tile runs on the tensor cores.
+// While the output of a work tile is written, the first S of the next work tile runs. The other warpgroups fill the
+// gaps.
+//
+// Synchronisation. Consumers wait on `q_full`, `k_full` and `v_full`, which the producer or a tail loader completes.
+// They arrive on `q_empty`, `k_empty` and `v_empty`, on which the producer waits. A slot is released only after
+// wgmma_wait has returned for every product that reads it.
 #pragma once
 
 #include "kernels/hopper/fwd_producer.cuh"
@@ -40,7 +48,7 @@ class ForwardConsumer {
             if (pending) issue_output();
             ++work_number_;
             more = wait_for_work_tile();
-            issue_scores();  // after the last work tile: of what lies there, and never looked accumulator_register
+            issue_scores();  // after the last work tile this multiplies stale data; the result is not used
             write_mass_and_restart(work_number_ - 1);
             wgmma_wait<1>();
             fence_accumulator(o_);
@@ -52,7 +60,7 @@ class ForwardConsumer {
     }
 
   private:
-    // Waits for the queries of work tile work_number_ and its first keys. False if there is no such tile.
+    // Waits for Q and the newest K tile of work tile work_number_. Returns false if there is no such work tile.
     __device__ __forceinline__ bool wait_for_work_tile() {
         mbarrier_wait(&control_.q_full[work_number_ % kQueryStages], work_number_ / kQueryStages & 1);
         const bool more = __shfl_sync(~0u, work(work_number_).queries.num_rows, 0) > 0;
@@ -66,7 +74,7 @@ class ForwardConsumer {
         mbarrier_wait(&control_.v_full[v_uses_ % kKvStages], v_uses_ / kKvStages & 1);
     }
 
-    // S = Q K^T of the tile in K slot k_uses_.
+    // Issues S = Q K^T for the tile in K slot k_uses_.
     __device__ __forceinline__ void issue_scores() {
         const uint32_t q = q_low_ + work_number_ % kQueryStages * (T::kQueryBytes >> 4);
         const uint32_t k = k_low_ + k_uses_ % kKvStages * (T::kKeyBytes >> 4);
@@ -74,14 +82,14 @@ class ForwardConsumer {
         wgmma_overwrite(Element{}, s_, descriptor(q), descriptor(k));
 #pragma unroll
         for (int step = 1; step < T::kHeadDim / 16; ++step) {
-            const int half = step / 4, column = step % 4 * 2;  // 16 elements are 32 bytes, 2 in a descriptor
+            const int half = step / 4, column = step % 4 * 2;  // 16 elements are 32 bytes, or 2 units of a descriptor
             wgmma_accumulate(Element{}, s_, descriptor(q + half * (T::kQueryPanelBytes >> 4) + column),
                              descriptor(k + half * (T::kKeyPanelBytes >> 4) + column));
         }
         wgmma_commit();
     }
 
-    // O += A V of the tile in V slot v_uses_.
+    // Issues O += A V for the tile in V slot v_uses_.
     __device__ __forceinline__ void issue_output() {
         const uint32_t v = v_low_ + v_uses_ % kKvStages * (T::kKeyBytes >> 4);
         wgmma_fence();
@@ -91,7 +99,7 @@ class ForwardConsumer {
         wgmma_commit();
     }
 
-    // Each warp speaks for itself.
+    // Releases a slot to the producer. Each warp arrives once, so no warpgroup barrier is needed.
     __device__ __forceinline__ void release(uint64_t* empty, int& uses) {
         if (lane_ == 0) mbarrier_arrive(&empty[uses % kKvStages]);
         ++uses;
@@ -101,20 +109,20 @@ class ForwardConsumer {
         mbarrier_arrive(&control_.q_empty[number % kQueryStages]);
     }
 
-    // Read from shared memory wherever it is needed: registers are scarcer.
+    // Read from shared memory at each use, because registers are scarce.
     __device__ __forceinline__ const WorkTile& work(int number) const {
         return control_.work[number % kQueryStages];
     }
     __device__ __forceinline__ int row(int r) const {
         return warpgroup_ * 64 + warp_ * 16 + lane_ / 4 + 8 * r;
     }
-    // Of row 0 of this thread in tensors (batch, head, row).
+    // Index of this thread's row 0 in a tensor (batch, head, row).
     __device__ __forceinline__ int64_t row_index(const WorkTile& work) const {
         const Sizes& z = args_.params.sizes;
         return (int64_t(work.batch) * z.num_heads + work.head) * z.q_rows + work.queries.q_row + row(0);
     }
 
-    // Rows that do not exist have no stick.
+    // Rows beyond the end of the query tile start with mass 0.
     __device__ __forceinline__ void init_rows() {
         const float* mass_in = static_cast<const float*>(args_.params.mass_in);
         const WorkTile& work = this->work(work_number_);
@@ -128,10 +136,11 @@ class ForwardConsumer {
         }
     }
 
-    // Ends with the weights of the last tile in registers and their product with V still to be issued. False if that is
-    // not so because the sticks were used up before.
+    // Processes all key tiles of a work tile. On true, the weights of the last tile are in registers and its O += A V
+    // is still to be issued. On false, the warpgroup exited early and all its products are done.
     __device__ __forceinline__ bool attend() {
-        // Newest tile first. Those before `first_partial` are num_visible whole by all rows of this warpgroup.
+        // Tiles run from the newest to the oldest. All rows of this warpgroup see the whole of each tile before
+        // `first_partial`.
         int i = __shfl_sync(~0u, num_key_tiles(work(work_number_).queries), 0) - 1;
         const int first_partial =
             __shfl_sync(~0u, visible_keys(work(work_number_).queries, warpgroup_ * 64), 0) / kKeyTile;
@@ -143,7 +152,7 @@ class ForwardConsumer {
         fence_accumulator(o_);
         scan_scores(i, true);
         pack_weights();
-        if (i > 0 && used_up()) {  // as often happens after one tile: sooner than attend_tile would find out
+        if (i > 0 && used_up()) {  // exits one tile earlier than attend_tile would; common with short sticks
             wait_for_values();
             issue_output();
             wgmma_wait<0>();
@@ -159,7 +168,8 @@ class ForwardConsumer {
         return true;
     }
 
-    // Tile i. False, with its keys still to be given back, if the tiles before it used up all sticks of this warpgroup.
+    // Processes tile i. Returns false, with K slot k_uses_ still to be released, if the newer tiles used up all rows of
+    // this warpgroup.
     __device__ __forceinline__ bool attend_tile(int i, int first_partial) {
         wait_for_keys();
         issue_scores();
@@ -183,9 +193,10 @@ class ForwardConsumer {
         return true;
     }
 
-    // True where no row of this warpgroup has any stick left. What the compiler cannot see to be the same in all lanes
-    // must not decide about the loop over tiles, or it keeps descriptors in per-thread registers, which costs 5%. So
-    // the votes of the warps go through shared memory, read accumulator_register one address, also for the warp's own.
+    // Returns true if all rows of this warpgroup are used up. The result must look uniform to ptxas, because it ends
+    // the loop over tiles. Otherwise ptxas keeps the wgmma descriptors in per-thread registers, which costs 5%. A load
+    // from one shared address looks uniform; a vote or a shuffle does not. So all warps, including this one, read the
+    // votes from shared memory.
     __device__ __forceinline__ bool used_up() {
         const bool mine = __all_sync(~0u, !(fmaxf(rows_.mass[0], rows_.mass[1]) >= args_.min_mass));
         int4& votes = control_.used_up_votes[votes_++ & 1][warpgroup_];
@@ -194,12 +205,14 @@ class ForwardConsumer {
         const int4 all = votes;
         return all.x & all.y & all.z & all.w;
     }
-    // To the producer, with K slot k_uses_.
+    // Tells the producer that this warp is used up. The release of K slot k_uses_ orders this write before the producer
+    // reads it.
     __device__ __forceinline__ void report_used_up() {
         if (lane_ == 0) control_.used_up_work[k_uses_ % kKvStages][4 * warpgroup_ + warp_] = work_number_;
     }
 
-    // Gives back the `tiles` oldest tiles unread, as far as they are loaded, but for the last tile of values.
+    // Releases the `tiles` oldest K and V tiles unread, until the producer sends the end of keys. It does not release
+    // the last V slot; run() does.
     __device__ __forceinline__ void release_unread(int tiles) {
         for (; tiles > 0; --tiles) {
             wait_for_keys();
@@ -216,13 +229,13 @@ class ForwardConsumer {
         }
     }
 
-    // Scores to weights.
+    // Turns scores into weights.
     __device__ __forceinline__ void scan_scores(int i, bool partial) {
         if (partial) mask(i);
         ForwardScan(s_, args_.scale_log2, lane_ % 4, args_.restart_floor, i, rows_).run();
     }
 
-    // Scores of keys that a row does not see become what gives e = 0.
+    // Hides the keys that a row does not see: e of a hidden key is 0.
     __device__ __forceinline__ void mask(int i) {
         const float hidden = copysignf(INFINITY, -args_.scale_log2);
 #pragma unroll
@@ -240,8 +253,8 @@ class ForwardConsumer {
         for (int i = 0; i < 32; ++i) weights_[i] = pack<Element>(s_[2 * i], s_[2 * i + 1]);
     }
 
-    // Mass and restart. Threads 1 and 3 of a quad hold the keys up to the edges 64 and 128 of a tile: the restart is
-    // the older of theirs, or before all keys.
+    // Writes the mass and the restart record of each row. Threads 1 and 3 of a quad hold the keys just below the tile
+    // edges 64 and 128. The restart is at the older of their two candidates, or at edge 0 (before all keys).
     __device__ __forceinline__ void write_mass_and_restart(int number) {
         constexpr int kNone = 0x7fffffff;
         const QueryTile& queries = work(number).queries;
@@ -264,7 +277,7 @@ class ForwardConsumer {
         }
     }
 
-    // What is 16 bits wide goes through shared memory, where the queries were, so that a warp writes whole rows.
+    // 16-bit output goes through shared memory, in the space of the Q tile, so that a warp writes whole rows.
     __device__ __forceinline__ void write_output(int number) {
         const WorkTile& work = this->work(number);
         const Rows<void*>& o = args_.params.o;
@@ -289,11 +302,11 @@ class ForwardConsumer {
                                                              o_[4 * n + 2 * r + 1] * kOutputScale};
         }
     }
-    // `staged`: this warp's 16 rows of the query tile, swizzled as it was. No wgmma reads it any more: all warps of the
-    // warpgroup have waited for that.
+    // `staged` is the address of this warp's 16 rows of the Q tile, with the same swizzle. sync_warpgroup() orders the
+    // writes after the wgmma reads of all four warps: each warp has waited for its own products before it.
     __device__ __forceinline__ void write_packed(uint16_t* to, int64_t row_stride, int rows, uint32_t staged) {
         sync_warpgroup();
-        const int matrix = lane_ / 8, matrix_row = lane_ % 8;  // the rows that this lane gives the address of
+        const int matrix = lane_ / 8, matrix_row = lane_ % 8;  // the lane gives the address of this row to stmatrix
         const uint32_t lane_to = staged + (matrix % 2 * 8 + matrix_row) * kRowBytes + ((matrix / 2 ^ matrix_row) << 4);
 #pragma unroll
         for (int n = 0; n < T::kHeadDim / 8; n += 2) {
@@ -310,7 +323,7 @@ class ForwardConsumer {
         const int chunk = lane_ % kChunks, first = lane_ / kChunks;
         to += first * row_stride + chunk * 8;
         row_stride *= kRowsAtOnce;
-        uint4 x[16 / kRowsAtOnce];  // all loads before the first store waits for one
+        uint4 x[16 / kRowsAtOnce];  // all loads are issued before the first store waits for one
 #pragma unroll
         for (int i = 0; i < 16 / kRowsAtOnce; ++i) {
             const int row = first + i * kRowsAtOnce;
@@ -333,7 +346,7 @@ class ForwardConsumer {
     const int warpgroup_, warp_, lane_;
     uint32_t q_low_, k_low_, v_low_;
     int work_number_ = 0, k_uses_ = 0, v_uses_ = 0, votes_ = 0;
-    int end_of_keys_parity_ = 0;  // a bit for each K slot: the phase of its `end_of_keys`
+    int end_of_keys_parity_ = 0;  // bit i: parity of end_of_keys[i]
     RowState rows_;
     float s_[64], o_[T::kHeadDim / 2];
     uint32_t weights_[32];

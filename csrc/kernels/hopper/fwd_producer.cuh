@@ -1,10 +1,11 @@
-// The producer warp: hands out work, fills the rings of Q, K and V tiles. The tiles in which a segment ends it leaves
-// to two more warps (fwd_tail_loader.cuh).
+// The producer warp of the forward. It takes work tiles, publishes them to the consumers, and loads Q, K and V with
+// TMA. The tiles in which a segment ends are loaded by two other warps (fwd_tail_loader.cuh).
 //
-// What orders what: a slot is written after its `empty` barrier says that every reader is done with it, and read after
-// its `full` barrier says that the bytes (and `work` and `edge`, written before the arrival) are there.
-// Whoever arrives did the reading and writing itself: what one lane writes, lane 0 does, and what all lanes read, all
-// give back.
+// Synchronisation. The producer waits on a slot's `empty` barrier, which completes when every reader has released the
+// slot. It then writes the slot and arrives on `full`; the consumers wait on `full` before they read. `work` and `tail`
+// are written before the arrival on the barrier that guards them.
+// The thread that accesses the data is also the thread that arrives: lane 0 arrives for what lane 0 wrote, and all
+// lanes arrive for what all lanes read. compute-sanitizer's racecheck relies on this.
 #pragma once
 
 #include "kernels/hopper/fwd_traits.h"
@@ -15,22 +16,22 @@ namespace megatron_sb::hopper {
 
 using portable::QueryTiles;
 
-// Passed by value, as the copy engine wants its maps.
+// Passed by value as a kernel parameter, because TMA reads its tensor maps from parameter space.
 struct ForwardArguments {
     ForwardParams params;
     QueryTiles* tiles;
     TensorMap q, k, v;
     int32_t heads_in_flight;
-    float scale_log2;     // not 0
-    float min_mass;       // a row whose mass is below gains nothing from older keys
-    float restart_floor;  // the least mass of a restart
+    float scale_log2;     // scale * log2(e), never 0
+    float min_mass;       // a row with less mass is used up: older keys contribute nothing
+    float restart_floor;  // a restart record needs at least this mass
 };
 
-// How many keys of the segment row `row` of a query tile sees.
+// Number of keys of the segment that are visible to row `row` of a query tile.
 __device__ __forceinline__ int visible_keys(const QueryTile& tile, int row) {
     return min(max(tile.visible + row, 0), tile.k_len);
 }
-// Tiles of keys that a query tile walks: accumulator_register least one, so that every work tile goes the same way.
+// Number of key tiles that a query tile reads. It is at least one, so that every work tile takes the same path.
 __device__ __forceinline__ int num_key_tiles(const QueryTile& tile) {
     return max(1, (visible_keys(tile, tile.num_rows - 1) + kKeyTile - 1) / kKeyTile);
 }
@@ -41,7 +42,7 @@ class ForwardProducer {
     __device__ ForwardProducer(typename T::Shared& shared, const ForwardArguments& arguments)
         : shared_(shared), control_(shared.control), args_(arguments), lane_(threadIdx.x % 32) {}
 
-    // All 32 lanes run this; one of them talks to the copy engine.
+    // All 32 lanes run this. Lane 0 issues the TMA loads.
     __device__ void run() {
         num_tiles_ = args_.tiles->count;
         prefetch_work_tile(kPrefetchSteps);
@@ -51,19 +52,20 @@ class ForwardProducer {
     }
 
   private:
-    // The keys, or values, of a segment and head.
+    // The keys (or values) of one segment and head.
     struct KeyRange {
         int batch, head, row, len;
     };
 
-    static constexpr int kTileWords = 5;  // of a QueryTile, without its padding
+    static constexpr int kTileWords = 5;  // words of a QueryTile, without its padding
 
-    // The parity of a ring's `empty` barrier that says use `n` may start_work_tile; the first use of a slot finds it
-    // free.
+    // Parity to wait for on a slot's `empty` barrier before use number `n` of the ring. The first use of a slot does
+    // not wait.
     __device__ static int empty_parity(int n) { return (n / kKvStages & 1) ^ 1; }
 
-    // The next work tile is come by in three steps, each some time before what it brings is needed: a ticket, the tile
-    // that it stands for, its announcement to the consumers. Not sooner: who has a ticket keeps others from the work.
+    // The producer fetches the next work tile in three steps: take a ticket, read the tile, publish it to the
+    // consumers. Each step runs shortly before its result is needed. Do not run them earlier: a CTA that holds a ticket
+    // keeps other CTAs from that work.
     static constexpr int kPrefetchSteps = 3;
     __device__ void prefetch_work_tile(int steps) {
         if (prefetch_steps_done_ < 1 && steps >= 1) take_ticket();
@@ -83,7 +85,7 @@ class ForwardProducer {
         const int group_size = min(args_.heads_in_flight, num_heads - first_head);
         const int rank = ticket % per_group / group_size;
         next_index_ = first_head + ticket % per_group % group_size;
-        // A lane a word.
+        // Each lane reads one word.
         next_word_ = reinterpret_cast<const int32_t*>(&args_.tiles->entries()[rank])[lane_ % kTileWords];
     }
     __device__ QueryTile next_tile() const {
@@ -91,7 +93,8 @@ class ForwardProducer {
         return {word(0), word(1), word(2), word(3), word(4)};
     }
 
-    // What was looked up goes to the consumers, with its queries.
+    // Publishes the work tile that was read, and loads its Q tile. The producer waits on `q_empty`; consumers wait on
+    // `q_full`.
     __device__ void publish_work_tile() {
         const int slot = num_published_ % kQueryStages;
         mbarrier_wait(&control_.q_empty[slot], num_published_ / kQueryStages & 1 ^ 1);
@@ -114,7 +117,8 @@ class ForwardProducer {
                         tile.q_row, args_.q.heads(batch, head));
     }
 
-    // Turns to the work tile that was announced and loads its first keys; false if there is none.
+    // Makes the published work tile the current one and loads its newest K tile. Returns false if there is no more
+    // work.
     __device__ bool start_work_tile() {
         if (next_index_ < 0) return false;
         const Sizes& z = args_.params.sizes;
@@ -130,10 +134,11 @@ class ForwardProducer {
         return true;
     }
 
-    // From the second keys on, newest first, always a tile of keys and then the tile of values before it: K1 V0 K2 V1
-    // ... and, after the first keys of the next work tile, the last values. False if there is no next work tile.
+    // Loads the other tiles from the newest to the oldest, each K tile before the V tile of the previous one: K1 V0 K2
+    // V1 ... Then it loads the newest K tile of the next work tile, and after that the oldest V tile of this one.
+    // Returns false if there is no next work tile.
     __device__ bool load_work_tile() {
-        // As after an early end another one is likely, the next work tile is then prepared accumulator_register once.
+        // After an early exit another one is likely, so the next work tile is prefetched at once.
         const int last_tiles = ended_early_ ? newest_ : min(newest_, kPrefetchSteps);
         ended_early_ = false;
         int tile = newest_;
@@ -149,7 +154,7 @@ class ForwardProducer {
         return more;
     }
 
-    // False where the consumers need no more keys, which they are told.
+    // Returns false if the consumers need no older keys. In that case it hands them the end of keys instead of a tile.
     __device__ bool load_keys(int tile) {
         const int slot = k_uses_ % kKvStages;
         mbarrier_wait(&control_.k_empty[slot], empty_parity(k_uses_++));
@@ -166,7 +171,7 @@ class ForwardProducer {
         load(1, shared_.v[slot], &control_.v_full[slot], args_.v, values, tile, slot);
     }
 
-    // As they were when they gave back K slot `slot`.
+    // Whether every consumer warp had reported its rows as used up when it released K slot `slot`.
     __device__ bool all_consumers_used_up(int slot) const {
         bool all = true;
         if (lane_ == 0)
@@ -175,7 +180,8 @@ class ForwardProducer {
         return __shfl_sync(~0u, all, 0);
     }
 
-    // A K slot without a tile.
+    // Hands over a K slot without a tile. end_of_keys completes before k_full, so consumers that wait on k_full can
+    // test it.
     __device__ void send_end_of_keys(int slot) {
         ended_early_ = true;
         if (lane_ != 0) return;
@@ -183,7 +189,7 @@ class ForwardProducer {
         mbarrier_arrive(&control_.k_full[slot]);
     }
 
-    // Rows [128 tile, 128 tile + 128) of the segment.
+    // Loads rows [128 tile, 128 tile + 128) of the segment into a slot.
     __device__ void load(int loader, uint8_t* to, uint64_t* full, const TensorMap& map, const KeyRange& keys, int tile,
                          int slot) {
         if (keys.len - tile * kKeyTile < kKeyTile) {
@@ -196,7 +202,7 @@ class ForwardProducer {
                             map.heads(keys.batch, keys.head));
         }
     }
-    // A tile in which the segment ends; slot -1 sends the loader home.
+    // Sends a tail tile to its loader warp. Slot -1 stops the loader.
     __device__ void send_to_tail_loader(int loader, int slot, const KeyRange& keys, int tile) {
         mbarrier_wait(&control_.tail_empty[loader], (tail_parity_ >> loader & 1) ^ 1);
         tail_parity_ ^= 1 << loader;
@@ -211,15 +217,16 @@ class ForwardProducer {
     const ForwardArguments& args_;
     const int lane_;
     int num_tiles_;
-    int prefetch_steps_done_ = 0;  // steps towards the next work tile
+    int prefetch_steps_done_ = 0;  // steps of prefetch_work_tile that are done
     bool ended_early_ = false;
-    int ticket_ = 0;                  // of the next work tile, in lane 0
-    int next_index_, next_word_ = 0;  // batch * num_heads + head of the next work tile, or -1; its QueryTile by lanes
+    int ticket_ = 0;  // of the next work tile; valid in lane 0
+    int next_index_,
+        next_word_ = 0;  // next work tile: batch * num_heads + head, or -1; one word of its QueryTile per lane
     int num_published_ = 0;
-    int work_number_ = -1, newest_;  // of the work tile accumulator_register hand, and its newest tile of keys
+    int work_number_ = -1, newest_;  // current work tile, and its newest key tile
     KeyRange keys_;
     int k_uses_ = 0, v_uses_ = 0;
-    int tail_parity_ = 0;  // how many each loader had, the last bit
+    int tail_parity_ = 0;  // bit i: parity of the number of tail tiles sent to loader i
 };
 
 }  // namespace megatron_sb::hopper

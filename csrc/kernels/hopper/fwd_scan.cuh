@@ -1,11 +1,13 @@
-// From scores to weights in the registers of one thread: rows r = 0 and 1 of a tile, 32 neighbouring keys of each.
+// The scan of the forward: from scores to weights in the registers of one thread. A thread holds rows r = 0 and 1 of a
+// tile and 32 neighbouring keys of each.
 //
-//   e = 2^(scale log2(e) q . k)      A_k = e_k * (mass after key k)      mass after k = mass before k / (1 + e_k)
+//     e_k = 2^(scale log2(e) q . k)     P_after_k = P_before_k / (1 + e_k)     A_k = e_k P_after_k
 //
-// One reciprocal serves a thread's keys of a row. With t the product of their (1 + e) and P the mass
-// accumulator_register their newer edge, m = P/t is the mass accumulator_register their older edge, and going to newer
-// keys A = e m, m += A (always e * m: differences of masses lose the small weights). The 1/t of a quad of threads,
-// which share a row, are joined by two shuffles.
+// Keys run from the newest (which sees the mass "before") to the oldest. One reciprocal serves the 32 keys of a row.
+// Let t be the product of their (1 + e) and P the mass at their newer edge. The mass at their older edge is m = P / t.
+// Going back to newer keys, each key takes A = e m and then m += A. The weight is always computed as e * m, because a
+// difference of masses would lose small weights. The four threads of a quad share a row; two shuffles multiply their 1
+// / t.
 #pragma once
 
 #include <cstdint>
@@ -18,14 +20,14 @@ namespace megatron_sb::hopper {
 
 using portable::kLargestE;
 
-constexpr int kForwardKeysPerThread = 32;  // of one row in a tile of 128 keys
-constexpr float kMinProduct = 0x1p-96f;    // below, 1/t and P/t may leave the normal numbers: key by key then
+constexpr int kForwardKeysPerThread = 32;  // keys of one row that a thread holds, of a tile of 128
+constexpr float kMinProduct =
+    0x1p-96f;  // below this, 1/t or P/t may not be a normal number; the scan then goes key by key
 
 struct RowState {
-    float mass[2];          // accumulator_register the newer edge of the next tile
-    float restart_mass[2];  // accumulator_register the newer edge of this thread's keys, in the last tile where that
-                            // was not too small
-    int restart_tile[2];    // that tile; -1: none
+    float mass[2];          // mass at the newer edge of the next tile
+    float restart_mass[2];  // mass at the newer edge of this thread's keys in tile restart_tile[r]
+    int restart_tile[2];    // newest-to-oldest, the last tile in which that mass was at least restart_floor; -1 if none
 };
 
 class ForwardScan {
@@ -34,8 +36,8 @@ class ForwardScan {
                                            int tile, RowState& rows)
         : s_(scores), scale_log2_(scale_log2), t_(thread_in_quad), restart_floor_(floor), tile_(tile), rows_(rows) {}
 
-    // Scores become weights; the mass moves on to the tile's older edge. Row 1's exponentials stand beside row 0's
-    // multiplications, so that both pipes have work.
+    // Replaces scores by weights and moves the mass to the tile's older edge. The exponentials of row 1 are interleaved
+    // with the multiplications of row 0, so that the MUFU and FMA pipes both have work.
     __device__ __forceinline__ void run() {
         float t = 1.f;
 #pragma unroll
@@ -65,26 +67,26 @@ class ForwardScan {
     }
 
   private:
-    // A score becomes e; t is the product of 1 + e over the keys so far, the oldest first.
+    // Replaces a score by e. t accumulates the product of 1 + e, from the oldest key on.
     __device__ __forceinline__ void exponential(int r, int k, float& t) {
         const float e = exp2_approximate(s_[accumulator_register(r, k)] * scale_log2_);
         s_[accumulator_register(r, k)] = e;
         t = fmaf(t, e, t);
     }
-    // An e becomes A; m goes from the mass after this key to that before it.
+    // Replaces e by A. m goes from the mass after this key to the mass before it.
     __device__ __forceinline__ void weight(int r, int k, float& m) {
         const float e = s_[accumulator_register(r, k)];
         s_[accumulator_register(r, k)] = e * m;
         m = fmaf(m, e, m);
     }
 
-    // True for the whole warp where some thread's product of 1 - beta is too small to go up from, or NaN.
+    // Whether, for some thread of the warp, the product of 1 - beta is too small for the fast scan, or NaN.
     __device__ __forceinline__ static bool saturated(float product) {
         return __any_sync(~0u, !(product > kMinProduct));
     }
 
-    // e are here already. No clamp but that of kLargestE: the mass of a restart has to come from the same e as the
-    // masses of the backward.
+    // The slow scan, on e values that are already computed. The only clamp is kLargestE: the backward must derive its
+    // masses from the same e as the mass of a restart record.
     __device__ __forceinline__ void scan_key_by_key(int r) {
         float product = 1.f;
 #pragma unroll
@@ -98,7 +100,8 @@ class ForwardScan {
         for (int k = 0; k < kForwardKeysPerThread; ++k) s_[accumulator_register(r, k)] *= p;
     }
 
-    // P for this thread's newest key, given the product over its keys; notes a restart; moves the row's mass on.
+    // Returns the mass at the newer edge of this thread's keys, given the product of 1 - beta over them. Also records a
+    // restart and moves the row's mass to the older edge of the tile.
     __device__ __forceinline__ float mass_at_newer_edge(int r, float product) {
         const float beside = __shfl_xor_sync(~0u, product, 1), pair = product * beside;
         const float other_pair = __shfl_xor_sync(~0u, pair, 2);

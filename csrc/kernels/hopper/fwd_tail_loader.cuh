@@ -1,8 +1,9 @@
-// The warps that load the tiles of K and V in which a segment ends: what follows there may be another document's, or no
-// memory accumulator_register all, and has to be zeros. One warp has the tiles of K, one those of V.
+// The tail loaders: two warps that load the tiles in which a segment ends, one for K and one for V. TMA cannot load
+// these tiles, because the rows after the end belong to another document or lie outside the tensor. They must be zeros.
 //
-// What orders what: the producer sends a tile when its slot is free. Every lane waits for its own copies and makes them
-// visible to wgmma (proxy fence) before lane 0 arrives for all accumulator_register the slot's `full` barrier.
+// Synchronisation. The producer waits until the slot of the ring is empty, then sends a TailTile through
+// tail_full/tail_empty. Every lane waits for its own copies and makes them visible to wgmma (proxy fence). Then lane 0
+// arrives on the slot's `full` barrier; the consumers wait on it.
 #pragma once
 
 #include "kernels/hopper/fwd_producer.cuh"
@@ -16,7 +17,7 @@ class TailLoader {
     __device__ TailLoader(ForwardControl& control, int loader, const Rows<const void*>& rows)
         : control_(control), loader_(loader), rows_(rows) {}
 
-    // `tiles` and `full`: the ring in shared memory.
+    // `tiles` and `full` are the slots of the ring and their barriers.
     __device__ void run(uint8_t (*tiles)[T::kKeyBytes], uint64_t* full) const {
         for (int number = 0;; ++number) {
             mbarrier_wait(&control_.tail_full[loader_], number & 1);

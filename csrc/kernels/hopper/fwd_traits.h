@@ -1,4 +1,4 @@
-// Tiles and the shared-memory plan of the forward, by head dimension.
+// Tile sizes, register budgets and the shared-memory plan of the forward, for each head dimension.
 #pragma once
 
 #include <cstdint>
@@ -9,36 +9,40 @@ namespace megatron_sb::hopper {
 
 using portable::QueryTile;
 
-constexpr int kKeyTile = 128;    // keys of a tile
-constexpr int kRowBytes = 128;   // of a tile row under the 128-byte swizzle: 64 elements
-constexpr int kKvStages = 2;     // of the rings of K and V tiles
-constexpr int kQueryStages = 3;  // queries come from memory, not from the cache: they are sent for a work tile earlier
+constexpr int kKeyTile = 128;    // keys in a tile of K or V
+constexpr int kRowBytes = 128;   // bytes of a row in shared memory: 64 elements, the width of the 128-byte swizzle
+constexpr int kKvStages = 2;     // slots in the ring of K tiles, and in the ring of V tiles
+constexpr int kQueryStages = 3;  // slots for Q tiles; Q is read from HBM, so it is loaded one work tile earlier
 constexpr int kMaxWarpgroups = 3;
-constexpr int kTailLoaders = 2;  // warps
+constexpr int kTailLoaders = 2;  // warps: one loads tail tiles of K, the other those of V
 
-// A work tile as the consumers need it: query rows of one head.
+// What the consumers know about a work tile: a tile of query rows of one head.
 struct WorkTile {
-    QueryTile queries;  // num_rows 0: there is no more work
+    QueryTile queries;  // num_rows = 0 means that there is no more work
     int32_t batch, head;
 };
 
-// A tile of K or V for an edge loader: `count` rows of head `head` of batch element `batch` from `row` on, then zeros.
+// A tail tile is the tile of K or V in which a segment ends. It holds `count` rows of head `head` of batch element
+// `batch`, from `row` on, followed by rows of zeros.
 struct alignas(32) TailTile {
     int32_t batch, head, row, count;
-    int32_t slot;  // -1: there are no more
+    int32_t slot;  // slot of the ring to load into; -1 means that there are no more tail tiles
 };
 
+// Barriers and messages. A producer waits on `empty` before it writes a slot and arrives on `full` after it; a
+// consumer waits on `full` before it reads the slot and arrives on `empty` after it.
 struct ForwardControl {
     uint64_t q_full[kQueryStages], q_empty[kQueryStages];
     uint64_t k_full[kKvStages], k_empty[kKvStages];
     uint64_t v_full[kKvStages], v_empty[kKvStages];
-    WorkTile work[kQueryStages];  // ordered by q_full and q_empty, as the query tiles are
+    WorkTile work[kQueryStages];  // guarded by q_full and q_empty, like the Q tile of the same slot
     uint64_t tail_full[kTailLoaders], tail_empty[kTailLoaders];
-    TailTile tail[kTailLoaders];  // ordered by those two; the first loader has the keys, the second the values
-    // Early exit. A warp says in turns in `used_up_votes[0]` and `used_up_votes[1]` whether its rows are used up; the
-    // warpgroup stops when all of its warps are. From then on each of them writes the number of the work tile before it
-    // gives back a K slot; when all warpgroups do, the producer ends the work tile with a K slot that holds no tile,
-    // and lets that slot's `end_of_keys` complete a phase before its `k_full`.
+    TailTile tail[kTailLoaders];  // guarded by tail_full and tail_empty; [0] is for K, [1] for V
+    // Early exit. The warps of a warpgroup vote in used_up_votes[0] and [1] alternately: "the mass of all my rows is
+    // below the threshold". If all four agree, the warpgroup stops computing. From then on each of its warps writes
+    // the number of the work tile to used_up_work before it releases a K slot. Once every warp has done so, the
+    // producer ends the work tile: it hands over a K slot without a tile and completes a phase of that slot's
+    // end_of_keys before it completes k_full.
     int4 used_up_votes[2][kMaxWarpgroups];
     int32_t used_up_work[kKvStages][4 * kMaxWarpgroups];
     uint64_t end_of_keys[kKvStages];
@@ -48,20 +52,20 @@ template <class Element_, int kHeadDim_>
 struct ForwardTraits {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
-    static_assert(kHeadDim == 64 || kHeadDim == 128, "the tiles are laid out for these two");
-    // d=64: fewer registers of output, so three warpgroups share a K/V tile.
+    static_assert(kHeadDim == 64 || kHeadDim == 128, "head_dim must be 64 or 128");
+    // At head_dim 64 the output needs fewer registers, so three consumer warpgroups share a K/V tile.
     static constexpr int kWarpgroups = kHeadDim == 128 ? 2 : 3;
     static constexpr int kThreads = 128 * (kWarpgroups + 1);
-    // The CTA starts with its share of the register file; what the consumers take the producer must have given, or
-    // they wait for ever.
+    // Registers per thread at launch. The consumers can only take what the producer has given back; if they ask for
+    // more, setmaxnreg waits forever.
     static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
     static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
     static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160;
     static_assert(kProducerRegisters + kWarpgroups * kConsumerRegisters <= (kWarpgroups + 1) * kLaunchRegisters,
-                  "the consumers take more registers than the producer gives");
+                  "producer and consumer warpgroups must not use more registers than the CTA has at launch");
 
     static constexpr int kQueryTile = 64 * kWarpgroups;
-    static constexpr int kPanels = kHeadDim / 64;  // a tile is stored by 64 columns of the head dimension
+    static constexpr int kPanels = kHeadDim / 64;  // a tile is stored as panels of 64 columns of the head dimension
     static constexpr int kQueryPanelBytes = kQueryTile * kRowBytes, kKeyPanelBytes = kKeyTile * kRowBytes;
     static constexpr int kQueryBytes = kPanels * kQueryPanelBytes, kKeyBytes = kPanels * kKeyPanelBytes;
 
@@ -71,7 +75,7 @@ struct ForwardTraits {
         alignas(1024) uint8_t v[kKvStages][kKeyBytes];
         ForwardControl control;
     };
-    static_assert(sizeof(Shared) <= 227 * 1024, "more shared memory than a CTA can have");
+    static_assert(sizeof(Shared) <= 227 * 1024, "shared memory of a CTA must fit 227 KiB");
 };
 
 }  // namespace megatron_sb::hopper

@@ -1,16 +1,17 @@
-// The block contract of core/params.h on sm_90a: TMA, wgmma. head_dim = head_dim_v: 64 or 128; bf16 and fp16.
+// Block forward and backward on sm_90a, with TMA and wgmma. They implement the block contract of core/params.h for
+// head_dim = head_dim_v = 64 or 128 in bf16 and fp16. README.md explains the algorithms.
 #pragma once
 
 #include "core/params.h"
 
 namespace megatron_sb::hopper {
 
-// Bytes of workspace that they need. O(L) for the backward, whatever the limit.
+// Return the size of `params.workspace` in bytes. The backward needs O(L) bytes and ignores `limit`.
 int64_t forward_workspace(const ForwardParams& params);
 int64_t backward_workspace(const BackwardParams& params, int64_t limit);
 
-// On `stream`, a cudaStream_t. Rows of q, k, v, o and do begin at multiples of 16 bytes. Throws RuntimeFailure if a
-// tensor map cannot be made or a launch fails.
+// Launch on `stream`, a cudaStream_t. Each row of q, k, v, o and do must start at a multiple of 16 bytes. Throw
+// RuntimeFailure if a tensor map cannot be encoded or a launch fails.
 void block_forward(const ForwardParams& params, void* stream);
 void block_backward(const BackwardParams& params, void* stream);
 

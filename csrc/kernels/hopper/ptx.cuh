@@ -1,4 +1,4 @@
-// One function for one PTX instruction of sm_90: barriers, bulk copies, register budgets.
+// PTX instructions of sm_90, one function each: barriers, copies into shared memory, register budgets.
 #pragma once
 
 #include <cuda.h>
@@ -21,11 +21,11 @@ using portable::shared_address;
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
 }
-// Among the 128 threads of a warpgroup; 0 is __syncthreads.
+// Barrier of the 128 threads of a warpgroup. `barrier` must not be 0, which is __syncthreads.
 __device__ __forceinline__ void warpgroup_barrier(int barrier) {
     asm volatile("barrier.cta.sync.aligned %0, 128;" ::"r"(barrier) : "memory");
 }
-// The barriers initialised so far become visible to the copy engine.
+// Makes the mbarriers that are initialised so far visible to TMA.
 __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -52,11 +52,12 @@ __device__ __forceinline__ bool mbarrier_test_wait(uint64_t* barrier, int parity
                  : "memory");
     return done;
 }
-// Ends the launch with an error: a write to no address. Not `trap`, with which ptxas forgets what setmaxnreg gives.
+// Ends the launch with an error, by a store to address 0. Do not use `trap`: with it ptxas ignores the register counts
+// of setmaxnreg.
 __device__ __forceinline__ void abort_launch() {
     asm volatile("st.global.u32 [%0], %1;" ::"l"(0ULL), "r"(0) : "memory");
 }
-// A wait that takes seconds is a fault, and becomes an error of the launch.
+// Waits for a phase. A wait that takes seconds is a bug; it aborts the launch instead of hanging.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
     constexpr uint32_t kMaxTries = 1 << 26;
     if (mbarrier_try_wait(barrier, parity)) return;
@@ -82,16 +83,17 @@ __device__ __forceinline__ void tma_load_5d(void* to, const CUtensorMap* map, ui
         "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
         : "memory");
 }
-// Until all copies of this thread are done.
+// Waits for all cp.async copies of this thread.
 __device__ __forceinline__ void cp_async_wait_all() {
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
-// This thread's ordinary writes to shared memory become visible to wgmma and the copy engine, for those who are told.
+// Makes this thread's ordinary writes to shared memory visible to wgmma and TMA of the threads that synchronise with
+// it.
 __device__ __forceinline__ void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit values; lanes 8i .. 8i + 7 give the rows of matrix i.
+// Stores four 8 x 8 matrices of 16-bit values. Lanes 8i to 8i + 7 pass the addresses of the rows of matrix i.
 __device__ __forceinline__ void stmatrix_x4(uint32_t to, const uint32_t (&x)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
                  "r"(x[2]), "r"(x[3])
@@ -110,7 +112,7 @@ __device__ __forceinline__ uint4 load_shared(uint32_t from) {
     return x;
 }
 
-// As 16 bytes: the compiler makes four stores of an assignment.
+// A 16-byte store. Written in C++, the compiler splits the assignment into four stores.
 __device__ __forceinline__ void store_global_if(bool condition, void* to, const uint4& x) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.global.v4.b32 [%1], {%2, %3, %4, %5};\n}" ::"r"(int(condition)),
@@ -131,7 +133,7 @@ __device__ __forceinline__ int32_t load_acquire(const int32_t* from) {
 __device__ __forceinline__ void store_relaxed(int32_t* to, int32_t x) {
     asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
-// 16 bytes as one transaction.
+// Access 16 bytes in one transaction.
 __device__ __forceinline__ uint4 load_relaxed_b128(const void* from) {
     uint4 x;
     asm volatile(
@@ -149,7 +151,7 @@ __device__ __forceinline__ void store_relaxed_b128(void* to, const uint4& x) {
         "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
         : "memory");
 }
-// Add to numbers in memory; in order only with what a fence orders.
+// Add to values in global memory, without returning them. Only a fence orders the additions with other accesses.
 __device__ __forceinline__ void reduce_add_global(float* to, float x, float y) {
     asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
 }

@@ -12,10 +12,10 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
                             const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                             CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-constexpr int kColumns = 64;      // of a box: 128 bytes, the width of the swizzle
+constexpr int kColumns = 64;      // columns of a box: 128 bytes, the width of the swizzle
 constexpr int kElementBytes = 2;  // bf16 and fp16
 
-// From the driver at first use: the library loads where there is none.
+// Looked up in the driver at the first use, so that the library also loads on machines without a driver.
 Encode encode_function() {
     static const Encode function = [] {
         void* entry = nullptr;
@@ -24,7 +24,8 @@ Encode encode_function() {
         const cudaError_t error =
             cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, kCudaVersion, cudaEnableDefault, &found);
         if (error != cudaSuccess || found != cudaDriverEntryPointSuccess)
-            throw RuntimeFailure("cuTensorMapEncodeTiled: this driver does not have it");
+            throw RuntimeFailure(
+                "The CUDA driver has no cuTensorMapEncodeTiled. Install a driver for CUDA 12 or later.");
         return reinterpret_cast<Encode>(entry);
     }();
     return function;
@@ -36,7 +37,7 @@ struct Layout {
     HeadIndex index;
 };
 
-// Strides of dimensions of size one say nothing and may be anything.
+// A dimension of size one may have any stride, so its stride is ignored.
 Layout layout_of(const Rows<const void*>& tensor, const TensorSizes& sizes) {
     const int64_t batch_stride = sizes.batch > 1 ? tensor.batch_stride : 0;
     const int64_t head_stride = sizes.heads > 1 ? tensor.head_stride : 0;
@@ -64,9 +65,9 @@ CUtensorMap encode(const Rows<const void*>& tensor, Dtype dtype, const cuuint64_
                                               steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
-        throw RuntimeFailure(concat("cuTensorMapEncodeTiled: error ", int(result), " for strides of ",
-                                    tensor.batch_stride, ", ", tensor.row_stride, ", ", tensor.head_stride,
-                                    " elements (batch, row, head)"));
+        throw RuntimeFailure(concat("cuTensorMapEncodeTiled failed with CUresult ", int(result),
+                                    " for a tensor with strides (batch, row, head) = (", tensor.batch_stride, ", ",
+                                    tensor.row_stride, ", ", tensor.head_stride, ") elements."));
     return map;
 }
 

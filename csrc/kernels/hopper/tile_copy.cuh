@@ -1,5 +1,5 @@
-// Tiles that the copy engine cannot bring: where a segment ends what follows may be another document's, or no memory at
-// all, and has to be zeros.
+// Copies of tail tiles, the tiles in which a segment ends. TMA cannot load them: the rows after the end belong to
+// another document or lie outside the tensor, and the tile must hold zeros there.
 #pragma once
 
 #include "core/params.h"
@@ -7,12 +7,12 @@
 
 namespace megatron_sb::hopper {
 
-// The place of a (batch element, head, row) in bytes from the tensor's data; elements have 16 bits.
+// Offset in bytes of (batch element, head, row) from the start of a tensor of 16-bit elements.
 __device__ inline int64_t offset_of(const Rows<const void*>& tensor, int batch, int head, int row) {
     return 2 * (batch * tensor.batch_stride + head * tensor.head_stride + row * tensor.row_stride);
 }
 
-// A row of a result of 16 bits, by one thread.
+// Writes zeros to one row of a 16-bit result. Runs in one thread.
 __device__ inline void write_zeros(const Rows<void*>& to, int batch, int head, int row, int columns) {
     uint16_t* const first =
         static_cast<uint16_t*>(to.data) + batch * to.batch_stride + head * to.head_stride + row * to.row_stride;
@@ -20,9 +20,9 @@ __device__ inline void write_zeros(const Rows<void*>& to, int batch, int head, i
         *reinterpret_cast<uint4*>(first + column) = make_uint4(0, 0, 0, 0);
 }
 
-// One warp: kRows rows of kPanels times 64 columns as the copy engine lays them out under its 128-byte swizzle, row r
-// of shared memory the one order(r) rows after `source`. The first `count` are there, the others zeros. To be waited
-// for.
+// Copies kRows rows of kPanels * 64 columns into shared memory, with the 128-byte swizzle that TMA would use. Row r in
+// shared memory is row order(r) counted from `source`; rows from `count` on are zeros. Runs in one warp, with cp.async:
+// call finish_copy() afterwards.
 template <int kRows, int kPanels, class Order>
 __device__ inline void copy_rows(uint8_t* to, const Rows<const void*>& tensor, int64_t source, int count, Order order) {
     constexpr int kRowBytes = 128, kChunk = 16, kChunksPerHalf = kRowBytes / kChunk;
@@ -39,7 +39,7 @@ __device__ inline void copy_rows(uint8_t* to, const Rows<const void*>& tensor, i
     }
 }
 
-// Until this warp's copies are there, for those who wait for `full` and for wgmma.
+// Waits for the copies of this warp, makes them visible to wgmma, and arrives once on `full`; the consumers wait on it.
 __device__ inline void finish_copy(uint64_t* full) {
     cp_async_wait_all();
     fence_async_proxy();
@@ -47,7 +47,7 @@ __device__ inline void finish_copy(uint64_t* full) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(full);
 }
 
-// The permutation of the keys of a tile (README.md): shared memory's row 8n + 2t + c is key kKeys / 4 * t + 2n + c.
+// The permutation of the keys of a tile (README.md): row 8n + 2t + c in shared memory is key kKeys / 4 * t + 2n + c.
 template <int kKeys>
 struct KeyOrder {
     __device__ int operator()(int row) const { return row % 8 / 2 * (kKeys / 4) + row / 8 * 2 + row % 2; }

@@ -1,7 +1,8 @@
-// wgmma: the warpgroup's matrix product, from shared memory (or A from registers), in fp32 registers.
+// wgmma, the matrix product of a warpgroup. B comes from shared memory, A from shared memory or registers; the result
+// is in fp32 registers.
 //
-// Descriptors are for tiles of 128-byte rows under the 128-byte swizzle: 8 rows an atom (SBO 1024 bytes). An operand
-// that lies K-major needs no LBO; an MN-major one (V) has its next 64 columns LBO bytes further on.
+// Descriptors describe tiles of 128-byte rows with the 128-byte swizzle: an atom has 8 rows, so SBO is 1024 bytes. A
+// K-major operand needs no LBO. For an MN-major operand (V), LBO is the distance to the next 64 columns.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,7 +13,7 @@
 
 namespace megatron_sb::hopper {
 
-// The half of a descriptor that is the same for all tiles: SBO 1024, 128-byte swizzle.
+// Adds the upper half of a descriptor, which is the same for all tiles: SBO 1024 bytes, 128-byte swizzle.
 __device__ __forceinline__ uint64_t descriptor(uint32_t low) {
     return (uint64_t(0x40000040u) << 32) | low;
 }
@@ -20,7 +21,7 @@ __device__ __forceinline__ uint32_t descriptor_low(uint32_t shared_address, int 
     return (shared_address >> 4) | (uint32_t(lbo_bytes >> 4) << 16);
 }
 
-// Orders register and shared-memory accesses before it with the wgmma after it.
+// Orders earlier accesses to registers and shared memory before the wgmma that follow.
 __device__ __forceinline__ void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -31,7 +32,8 @@ template <int kInFlight>
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kInFlight) : "memory");
 }
-// The compiler may not move uses of these registers across this point: a wait it does not understand.
+// Keeps the compiler from moving uses of the accumulator d across this point. The compiler does not know that
+// wgmma_wait completes the writes to d.
 template <int N>
 __device__ __forceinline__ void fence_accumulator(float (&d)[N]) {
 #pragma unroll
@@ -91,21 +93,22 @@ __device__ __forceinline__ constexpr int accumulator_register(int r, int k) {
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
 // clang-format on
 
-// d (64, n) = a b, or += a b ("ne": the first step, d is only written), a and b in shared memory. What is
-// transposed lies MN-major; args_ to tb_ are the places of a, b and the two transpositions after the registers of d.
-#define SB_SHARED_PRODUCT(name, Type, type, n, count, outputs, predicate, args_, b_, ta_, tb_)                     \
-    template <int kTransposeA = 0, int kTransposeB = 0>                                                            \
-    __device__ __forceinline__ void name(Type, float(&d)[count], uint64_t a, uint64_t b) {                         \
-        asm volatile("{\n.reg .pred p;\nsetp." predicate ".b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" n      \
-                     "k16.f32." type " " SB_REGISTERS_##count ", " args_ ", " b_ ", p, 1, 1, " ta_ ", " tb_ ";\n}" \
-                     : outputs                                                                                     \
-                     : "l"(a), "l"(b), "n"(kTransposeA), "n"(kTransposeB));                                        \
+// d (64, n) = a b (wgmma_overwrite) or d += a b (wgmma_accumulate), with a and b in shared memory. A transposed operand
+// is MN-major. The predicate of the instruction selects whether it reads d. a_, b_, ta_ and tb_ are the operand numbers
+// of a, b and the two transpositions, which follow the registers of d.
+#define SB_SHARED_PRODUCT(name, Type, type, n, count, outputs, predicate, a_, b_, ta_, tb_)                     \
+    template <int kTransposeA = 0, int kTransposeB = 0>                                                         \
+    __device__ __forceinline__ void name(Type, float(&d)[count], uint64_t a, uint64_t b) {                      \
+        asm volatile("{\n.reg .pred p;\nsetp." predicate ".b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" n   \
+                     "k16.f32." type " " SB_REGISTERS_##count ", " a_ ", " b_ ", p, 1, 1, " ta_ ", " tb_ ";\n}" \
+                     : outputs                                                                                  \
+                     : "l"(a), "l"(b), "n"(kTransposeA), "n"(kTransposeB));                                     \
     }
-#define SB_SHARED_PRODUCTS(Type, type, n, count, args_, b_, ta_, tb_)                                   \
-    SB_SHARED_PRODUCT(wgmma_overwrite, Type, type, n, count, SB_OUT_##count, "ne", args_, b_, ta_, tb_) \
-    SB_SHARED_PRODUCT(wgmma_accumulate, Type, type, n, count, SB_ADD_##count, "eq", args_, b_, ta_, tb_)
+#define SB_SHARED_PRODUCTS(Type, type, n, count, a_, b_, ta_, tb_)                                   \
+    SB_SHARED_PRODUCT(wgmma_overwrite, Type, type, n, count, SB_OUT_##count, "ne", a_, b_, ta_, tb_) \
+    SB_SHARED_PRODUCT(wgmma_accumulate, Type, type, n, count, SB_ADD_##count, "eq", a_, b_, ta_, tb_)
 
-// d (64, n) += a b, a in registers, b MN-major.
+// d (64, n) += a b, with a in registers and b MN-major in shared memory.
 #define SB_REGISTER_PRODUCT(Type, type, n, count, a0_, a1_, a2_, a3_, b_)                                          \
     __device__ __forceinline__ void wgmma_accumulate(Type, float(&d)[count], const uint32_t* a, uint64_t b) {      \
         asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type \

@@ -1,0 +1,134 @@
+// What the scanning consumers of both head dimensions share: S and dP of a step with half a key tile, masks, carries,
+// and the stores of A and dz.
+//
+// Synchronisation. The thread waits on carry_in_full, and in the newer half also on carry_out_full[0] of the same warp
+// in the older half. It hands its own carries on through carry_out_full[half].
+#pragma once
+
+#include "kernels/hopper/bwd_output.cuh"
+#include "kernels/hopper/bwd_scan.cuh"
+
+namespace megatron_sb::hopper {
+
+// A thread that computes A and dz of a step for one half of the key tile.
+template <class T>
+class HalfScan : protected BackwardThread<T> {
+  protected:
+    using Base = BackwardThread<T>;
+    using Base::args_, Base::control_, Base::lane_, Base::row, Base::step, Base::warp_;
+    using Base::kPanel, Base::kHeadDim, Base::kTile;
+    using typename Base::Element;
+
+    __device__ __forceinline__ HalfScan(typename T::Shared& shared, const BackwardArguments& arguments, int half)
+        : Base(shared, arguments), half_(half) {
+        k_low_ = descriptor_low(shared_address(shared.k[0][half]), 0);
+        v_low_ = descriptor_low(shared_address(shared.v[0][half]), 0);
+        qdo_low_ = descriptor_low(shared_address(shared.qdo[0][0]), 0);
+        weights_ = shared_address(shared.weights[0][half]);
+        dz_ = shared_address(shared.dz[0][half]);
+    }
+
+    __device__ __forceinline__ static void issue_rows_by_keys(float (&d)[32], uint32_t rows, uint32_t keys) {
+        wgmma_overwrite(Element{}, d, descriptor(rows), descriptor(keys));
+#pragma unroll
+        for (int i = 1; i < kHeadDim / 16; ++i) {
+            const int at = i / 4 * kPanel + i % 4 * 2;
+            wgmma_accumulate(Element{}, d, descriptor(rows + at), descriptor(keys + at));
+        }
+        wgmma_commit();
+    }
+
+    // Hides the keys that a row does not see: e of a hidden key is 0.
+    __device__ __forceinline__ void mask(uint32_t number, int flags) {
+        if (!(flags & kMasked << half_)) return;
+        const int visible = step(number).visible - half_ * kHalfTileKeys;
+        const int num_keys = step(number).num_keys - half_ * kHalfTileKeys;
+        const float hidden = copysignf(INFINITY, -args_.scale_log2);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int num_visible = min(visible + row(r), num_keys) - lane_ % 4 * kBackwardKeysPerThread;
+#pragma unroll
+            for (int k = 0; k < kBackwardKeysPerThread; ++k)
+                if (k >= num_visible) s_[accumulator_register(r, k)] = hidden;
+        }
+    }
+
+    template <class Scan>
+    __device__ __forceinline__ void load_carries(Scan& scan, uint32_t number, const StageCursor& cursor) {
+        mbarrier_wait(&control_.carry_in_full[cursor.stage], cursor.parity);
+        if (half_ == 1)
+            mbarrier_wait(&control_.carry_out_full[0][number % kCarryOutSlots][warp_], number / kCarryOutSlots & 1);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            Carry carry = control_.carry_in[cursor.stage][row(r)];
+            if (half_ == 1) {
+                const float2 between = control_.carry_out[0][number % kCarryOutSlots][row(r)];
+                carry.mass = between.x;
+                carry.prefix = between.y;
+            }
+            scan.start(r, carry);
+        }
+        if (half_ == 1) mbarrier_arrive(&control_.carry_out_empty[0][number % kCarryOutSlots]);
+    }
+
+    // Computes A and dz from e (in s_) and dP (in dp_), stores them in shared memory and hands the carries on.
+    // before_weights and before_dz are called before the first store to each slot; they wait until the slot is empty.
+    // The caller fences and signals that the slots are full.
+    template <class Scan, class BeforeWeights, class BeforeDz>
+    __device__ __forceinline__ void write_weights_and_dz(Scan& scan, uint32_t number, int stage, uint32_t weights,
+                                                         uint32_t dz, BeforeWeights before_weights,
+                                                         BeforeDz before_dz) {
+        uint32_t packed[8];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            scan.template weights<Element>(r, s_, dp_, packed);
+            if (r == 0) before_weights();
+            this->store_rows(weights, r, packed);
+        }
+        scan.prefixes(lane_ % 4);
+        store_carry_out(scan, number);
+        clear_nan_queries(scan, stage);
+        before_dz();
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            scan.template logit_gradients<Element>(r, s_, dp_, packed);
+            this->store_rows(dz, r, packed);
+        }
+    }
+    // Zeroes the row of Q in shared memory if the row is NaN and has not started. dK adds dz^T Q, and dz = 0 times NaN
+    // would be NaN. The stage is not released before dK is done. The scores of the other half may still read this row;
+    // their result does not matter.
+    template <class Scan>
+    __device__ __forceinline__ void clear_nan_queries(const Scan& scan, int stage) const {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (!scan.has_unstarted_nan(r)) continue;
+            const uint32_t queries = (this->opaque(qdo_low_) + stage * 2 * kTile) << 4;
+#pragma unroll
+            for (int i = 0; i < 2 * T::kPanels; ++i)
+                store_shared(queries + i / 2 * T::kPanelBytes + row(r) * 128 + lane_ % 4 * 32 + i % 2 * 16,
+                             make_uint4(0, 0, 0, 0));
+        }
+    }
+    template <class Scan>
+    __device__ __forceinline__ void store_carry_out(const Scan& scan, uint32_t number) {
+        float prefix[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r)  // keys newer than a NaN's tile stay clean
+            prefix[r] = isnan(scan.newer_prefix[r]) ? 0.f : scan.newer_prefix[r];
+        mbarrier_wait(&control_.carry_out_empty[half_][number % kCarryOutSlots], number / kCarryOutSlots & 1 ^ 1);
+        if (lane_ % 4 == 0) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                control_.carry_out[half_][number % kCarryOutSlots][row(r)] = make_float2(scan.newer_mass[r], prefix[r]);
+            mbarrier_arrive(&control_.carry_out_full[half_][number % kCarryOutSlots][warp_]);
+        }
+    }
+
+    const int half_;
+    uint32_t k_low_, v_low_, qdo_low_;  // descriptors of the first buffer
+    uint32_t weights_, dz_;             // addresses of A and dz of this half, first slot
+    float s_[32], dp_[32];
+};
+
+}  // namespace megatron_sb::hopper

@@ -1,0 +1,205 @@
+// What all consumer threads of the backward share: addresses, barriers, the additions to dq, and the output of dq, dk
+// and dv.
+#pragma once
+
+#include "kernels/common/scalars.h"
+#include "kernels/hopper/bwd_common.cuh"
+#include "kernels/hopper/tile_copy.cuh"
+#include "kernels/hopper/wgmma.cuh"
+
+namespace megatron_sb::hopper {
+
+constexpr int kDqVectors = 8;  // vectors of four floats in a thread's part of 64 columns of dq
+
+// A thread of a consumer warpgroup: addresses, barriers and output. A warpgroup holds 64 rows of an accumulator. They
+// are query rows for dQ and keys for dK and dV.
+template <class T>
+class BackwardThread {
+  protected:
+    using Element = typename T::Element;
+    static constexpr int kHeadDim = T::kHeadDim;
+    static constexpr int kTile = T::kTileBytes >> 4,
+                         kPanel = T::kPanelBytes >> 4;  // in units of a descriptor, 16 bytes
+
+    __device__ __forceinline__ BackwardThread(typename T::Shared& shared, const BackwardArguments& arguments)
+        : control_(shared.control),
+          args_(arguments),
+          warp_(__shfl_sync(~0u, int(threadIdx.x / 32 % 4), 0)),
+          lane_(opaque(threadIdx.x % 32)) {
+        const int first_row = warp_ * 16 + lane_ % 8;
+        store_offset_ = first_row * 128 + ((lane_ / 8) ^ (lane_ % 8)) * 16;
+    }
+
+    __device__ __forceinline__ const Step& step(uint32_t number) const {
+        return control_.step_info[number % kStepRing];
+    }
+    __device__ __forceinline__ int row(int r) const { return warp_ * 16 + lane_ / 4 + 8 * r; }
+    // Releases a slot to its writer. Each warp arrives once, so no warpgroup barrier is needed.
+    __device__ __forceinline__ void release(uint64_t* empty) const {
+        if (lane_ == 0) mbarrier_arrive(empty);
+    }
+    // Signals that the data which this warp has written and fenced is ready. Each warp arrives once.
+    __device__ __forceinline__ void signal(uint64_t* full) const {
+        __syncwarp();
+        if (lane_ == 0) mbarrier_arrive(full);
+    }
+    // Returns x in a way that the compiler cannot see through, so that it recomputes derived values in each round. If
+    // it hoisted them out of the loops, it would run out of uniform registers.
+    __device__ __forceinline__ static uint32_t opaque(uint32_t x) {
+        uint32_t y;
+        asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
+        return y;
+    }
+
+    // Where a thread adds its part of 64 columns of a step's dq.
+    struct DqTarget {
+        float* sum;
+        int flags;  // of the step
+    };
+    __device__ __forceinline__ DqTarget dq_target(uint32_t number, int part) const {
+        const Step& of = step(number);
+        const int thread = warp_ * 32 + lane_;
+        return {args_.plan.dq + (int64_t(of.dq_index) * (kHeadDim / 64) + part) * (kStepRows * 64) + thread * 4,
+                of.flags};
+    }
+    // Adds this key tile's part of 64 columns of a step's dq. Waits on `dq_turn`, so that key tiles add in order, the
+    // oldest first; arrives on `dq_added`, on which the publisher waits. The newest key tile writes the total to the
+    // result.
+    template <int kLoads>  // loads of the sum in flight together
+    __device__ __forceinline__ void add_dq(uint32_t number, const DqTarget& target, const float (&dq)[32],
+                                           int part) const {
+        mbarrier_wait(&control_.dq_turn[number % kDqTurns], number / kDqTurns & 1);
+        float* const sum = target.sum;
+        if (target.flags & kNewestKeyTile) {
+            const Step& of = step(number);
+            accumulates_gradients() ? write_dq<float, kLoads>(of, sum, dq, part * 64)
+                                    : write_dq<Element, kLoads>(of, sum, dq, part * 64);
+        } else if (target.flags & kOldestKeyTile) {
+#pragma unroll
+            for (int v = 0; v < kDqVectors; ++v)
+                *reinterpret_cast<float4*>(sum + v * 512) =
+                    make_float4(dq[4 * v], dq[4 * v + 1], dq[4 * v + 2], dq[4 * v + 3]);
+        } else {
+#pragma unroll
+            for (int v = 0; v < kDqVectors; ++v)
+                reduce_add_global(sum + v * 512, dq[4 * v], dq[4 * v + 1], dq[4 * v + 2], dq[4 * v + 3]);
+        }
+        __syncwarp();
+        if (lane_ == 0) mbarrier_arrive(&control_.dq_added[number % kDqTurns]);
+    }
+    // Writes dk and dv of a half tile. Their rows are its keys, in the order of shared memory. `staged` is the address
+    // of 64 rows of 64 columns of shared memory. The caller guarantees that nothing else uses it and that no product of
+    // another warp still reads it.
+    __device__ __forceinline__ void write_dk_dv(const Step& of, int half, uint32_t staged,
+                                                const float (&dk)[kHeadDim / 2],
+                                                const float (&dv)[kHeadDim / 2]) const {
+        constexpr float kOutputScale = 1.f / portable::kWeightScale<Element>;
+        if (accumulates_gradients()) {
+            add_gradient_rows(args_.params.dk, of, half, dk, args_.scale);
+            add_gradient_rows(args_.params.dv, of, half, dv, kOutputScale);
+        } else {
+            store_gradient_rows(args_.params.dk, of, half, staged, dk, args_.scale);
+            store_gradient_rows(args_.params.dv, of, half, staged, dv, kOutputScale);
+        }
+    }
+    // Stores 64 columns of row r of the accumulator with stmatrix. Each lane passes the address of one row of 8
+    // columns.
+    __device__ __forceinline__ void store_rows(uint32_t tile, int r, const uint32_t (&x)[8]) const {
+        stmatrix_x4(tile + store_offset_ + r * 8 * 128, {x[0], x[1], x[2], x[3]});
+        stmatrix_x4(tile + (store_offset_ ^ 64) + r * 8 * 128, {x[4], x[5], x[6], x[7]});
+    }
+
+  private:
+    template <class Out, int kLoads>
+    __device__ __forceinline__ void write_dq(const Step& of, const float* sum, const float (&dq)[32],
+                                             int first_column) const {
+        const Rows<void*>& to = args_.params.dq;
+        Out* const first = static_cast<Out*>(to.data) + of.batch * to.batch_stride + of.head * to.head_stride +
+                           (of.row + row(0)) * to.row_stride + first_column + lane_ % 4 * 2;
+        const bool alone = of.flags & kOldestKeyTile;
+#pragma unroll
+        for (int u = 0; u < kDqVectors; u += kLoads) {
+            float4 older[kLoads];
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i)
+                older[i] = alone ? make_float4(0.f, 0.f, 0.f, 0.f)
+                                 : __ldcg(reinterpret_cast<const float4*>(sum + (u + i) * 512));
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) {
+                const int v = u + i;
+                if (row(0) < of.num_rows)
+                    write_pair(first + 8 * v, (dq[4 * v] + older[i].x) * args_.scale,
+                               (dq[4 * v + 1] + older[i].y) * args_.scale);
+                if (row(1) < of.num_rows)
+                    write_pair(first + 8 * to.row_stride + 8 * v, (dq[4 * v + 2] + older[i].z) * args_.scale,
+                               (dq[4 * v + 3] + older[i].w) * args_.scale);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void add_gradient_rows(const Rows<void*>& to, const Step& of, int half,
+                                                      const float (&x)[kHeadDim / 2], float factor) const {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int key = half * kHalfTileKeys + KeyOrder<kHalfTileKeys>()(row(r));
+            if (key >= of.tile_keys) continue;
+            float* const first = key_row<float>(to, of, key) + lane_ % 4 * 2;
+#pragma unroll
+            for (int n = 0; n < kHeadDim / 8; ++n)
+                write_pair(first + 8 * n, x[4 * n + 2 * r] * factor, x[4 * n + 2 * r + 1] * factor);
+        }
+    }
+    // Each warp writes its own 16 rows through shared memory, so that global memory receives whole rows.
+    __device__ __forceinline__ void store_gradient_rows(const Rows<void*>& to, const Step& of, int half,
+                                                        uint32_t staged, const float (&x)[kHeadDim / 2],
+                                                        float factor) const {
+#pragma unroll
+        for (int part = 0; part < kHeadDim / 64; ++part) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                uint32_t packed[8];
+#pragma unroll
+                for (int n = 0; n < 8; ++n) {
+                    const float* const pair = x + 4 * (8 * part + n) + 2 * r;
+                    packed[n] = pack<Element>(pair[0] * factor, pair[1] * factor);
+                }
+                store_rows(staged, r, packed);
+            }
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < 16; i += 4) {
+                const int row = warp_ * 16 + i + lane_ / 8, key = half * kHalfTileKeys + KeyOrder<kHalfTileKeys>()(row);
+                const uint4 eight = load_shared(staged + row * 128 + ((lane_ % 8 ^ row % 8) << 4));
+                store_global_if(key < of.tile_keys, key_row<Element>(to, of, key) + part * 64 + lane_ % 8 * 8, eight);
+            }
+            __syncwarp();
+        }
+    }
+    template <class Out>
+    __device__ __forceinline__ Out* key_row(const Rows<void*>& to, const Step& of, int key) const {
+        return static_cast<Out*>(to.data) + of.batch * to.batch_stride + of.kv_head * to.head_stride +
+               (of.k_row + key) * to.row_stride;
+    }
+
+    // Writes two neighbouring columns. No other CTA adds to them at the same time, and the reduction returns no value
+    // to wait for.
+    __device__ __forceinline__ static void write_pair(float* to, float x, float y) {
+        reduce_add_global(to, x, y);
+    }
+    __device__ __forceinline__ static void write_pair(Element* to, float x, float y) {
+        *reinterpret_cast<uint32_t*>(to) = pack<Element>(x, y);
+    }
+    __device__ __forceinline__ bool accumulates_gradients() const {
+        return args_.params.grad_dtype == Dtype::kFloat32;
+    }
+
+  protected:
+    BackwardControl& control_;
+    const BackwardArguments& args_;
+    const int warp_, lane_;
+
+  private:
+    uint32_t store_offset_;  // offset of the row and columns that this lane passes to stmatrix
+};
+
+}  // namespace megatron_sb::hopper

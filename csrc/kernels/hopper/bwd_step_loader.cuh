@@ -1,0 +1,248 @@
+// The step loader, warp 0 of the backward's producer warpgroup. It takes key tiles in the order of the tickets, finds
+// the steps of each, describes them to all other warps, and loads Q, dO, K and V.
+//
+// Synchronisation.
+//     qdo_full / qdo_empty              Q and dO: loader -> consumers, which release the stage after dK is done
+//     kv_full / kv_empty                K and V: loader -> consumers, which release the buffer at the end of a key tile
+//     step_info_full / step_info_empty  step descriptions: loader -> the three warps of bwd_carries.cuh
+// Consumers read step descriptions without a barrier of their own: they wait on qdo_full, which completes later.
+#pragma once
+
+#include "kernels/hopper/bwd_common.cuh"
+#include "kernels/hopper/tile_copy.cuh"
+
+namespace megatron_sb::hopper {
+
+template <class T>
+class StepLoader {
+  public:
+    __device__ StepLoader(typename T::Shared& shared, const BackwardArguments& arguments)
+        : shared_(shared), control_(shared.control), args_(arguments), lane_(threadIdx.x % 32) {}
+
+    __device__ void run() {
+        while (next_key_tile()) {
+            // The slow steps come first: these in which a row may start in this tile. The consumers run them in a loop
+            // of their own.
+            push_steps(true);
+            push_steps(false);
+            if (!have_pending_ && args_.params.grad_dtype != Dtype::kFloat32) fill_empty_step();
+            if (have_pending_) publish_pending(kLastStepOfTile);
+        }
+        pending_.flags = 0;
+        publish_pending(kEndOfWork);
+    }
+
+  private:
+    __device__ bool next_key_tile() {
+        int ticket = 0;
+        if (lane_ == 0) ticket = atomicAdd(&args_.plan.counters[kTicket], 1);
+        ticket = __shfl_sync(~0u, ticket, 0);
+        const Sizes& z = args_.params.sizes;
+        const int key_tiles = args_.plan.counters[kNumKeyTiles], heads = z.batch * z.num_kv_heads;
+        const int64_t of_group = int64_t(args_.heads_in_flight) * key_tiles;
+        if (ticket >= int64_t(heads) * key_tiles) return false;
+        const int group = int(ticket / of_group), in_group = int(ticket % of_group);
+        const int first = group * args_.heads_in_flight, count = min(args_.heads_in_flight, heads - first);
+        key_tile_ = args_.plan.key_tiles[in_group / count];
+        const int head = first + in_group % count;
+        batch_ = head / z.num_kv_heads;
+        kv_head_ = head % z.num_kv_heads;
+        new_key_tile_ = true;
+        return true;
+    }
+
+    __device__ void push_steps(bool slow) {
+        const Sizes& z = args_.params.sizes;
+        const int group = z.num_heads / z.num_kv_heads, first = batch_ * z.num_heads + kv_head_ * group;
+        for (int i = key_tile_.segment; i >= 0; i = args_.plan.segments[i].next)
+            for (int h = 0; h < group; h += 32)  // one lane per head
+                push_steps_of_heads(clamped(args_.params.segments[i], z), args_.plan.segments[i].first_step, first + h,
+                                    min(32, group - h), slow);
+    }
+
+    // Pushes the steps of up to 32 query heads that need this key tile: only slow steps, or only fast ones. Steps are
+    // ordered from the newest to the oldest, and each step of all heads precedes the next older step. This keeps
+    // neighbouring key tiles at a constant distance, although an older tile has more steps per head.
+    __device__ void push_steps_of_heads(const Segment& s, int first_step, int first_head, int heads, bool slow) {
+        const int current = args_.params.options.attend_current ? 1 : 0, offset = s.q_pos_minus_k_pos + current;
+        const int tile_begin = key_tile_.tile * kBackwardKeyTile, steps = num_steps(s);
+        if (s.k_len <= tile_begin || s.q_len - 1 + offset <= tile_begin) return;
+        const int oldest = max(0, (tile_begin - offset + 1) >> 6);
+        const StepStarts* const starts = args_.plan.starts + int64_t(first_head) * args_.plan.max_steps + first_step;
+        int newest = oldest - 1;  // of this lane's head
+        for (int h = 0; h < heads; ++h) {
+            const StepStarts* const of_head = starts + int64_t(h) * args_.plan.max_steps;
+            const int found = find_newest_step(of_head, oldest, steps);
+            const bool some = found >= oldest && (!slow || of_head[found].newest_half_so_far >= 2 * key_tile_.tile);
+            if (lane_ == h && some) newest = found;
+        }
+        for (int top = __reduce_max_sync(~0u, newest); top >= oldest; top -= 32) {
+            // Of this lane's head. Bit n is for step top - n: whether to push it, and whether it is kOldestKeyTile.
+            uint32_t to_push = 0, is_oldest = 0;
+            for (int h = 0; h < heads; ++h) {
+                const int step = top - lane_, newest_of_head = __shfl_sync(~0u, newest, h);
+                StepStarts own = {kNever, -1, -1};
+                if (step >= oldest && step <= newest_of_head) own = starts[int64_t(h) * args_.plan.max_steps + step];
+                const bool is_slow = own.newest_half >= 2 * key_tile_.tile;
+                const uint32_t needed = __ballot_sync(~0u, own.oldest_tile <= key_tile_.tile && is_slow == slow);
+                const uint32_t oldest_here = __ballot_sync(~0u, own.oldest_tile == key_tile_.tile);
+                if (lane_ == h) to_push = needed, is_oldest = oldest_here;
+            }
+            for (int n = 0; n < 32; ++n)
+                for (uint32_t left = __ballot_sync(~0u, to_push >> n & 1); left != 0; left &= left - 1) {
+                    const int h = __ffs(left) - 1;
+                    if (have_pending_) publish_pending(slow ? kSlowNext : 0);
+                    fill_pending(s, first_step, first_head + h, top - n, offset);
+                    const bool is_oldest_tile = __shfl_sync(~0u, is_oldest, h) >> n & 1;
+                    pending_.flags |= (slow ? kSlow : 0) | (is_oldest_tile ? kOldestKeyTile : 0);
+                }
+        }
+    }
+    __device__ void fill_pending(const Segment& s, int first_step, int head, int step, int offset) {
+        const int tile_begin = key_tile_.tile * kBackwardKeyTile;
+        const int row = step * kStepRows, rows = min(kStepRows, s.q_len - row);
+        const int last_tile = (clamp_row(row + rows - 1 + offset, 0, s.k_len) - 1) / kBackwardKeyTile;
+        pending_.row_index = int64_t(head) * args_.params.sizes.q_rows + s.q_begin + row;
+        pending_.dq_index = head * args_.plan.max_steps + first_step + step;
+        pending_.row = s.q_begin + row;
+        pending_.head = head - batch_ * args_.params.sizes.num_heads;
+        pending_.num_rows = rows;
+        pending_.visible = row + offset - tile_begin;
+        pending_.num_keys = min(kBackwardKeyTile, s.k_len - tile_begin);
+        pending_.flags = (last_tile == key_tile_.tile ? kNewestKeyTile : 0) | masked_halves();
+        have_pending_ = true;
+    }
+    // A step without rows, for a key tile that no row needs. It makes the consumers write zeros to its gradients.
+    __device__ void fill_empty_step() {
+        pending_ = {};
+        pending_.flags = kOldestKeyTile | kNewestKeyTile | kSlow | kMasked | kMasked << 1;
+        pending_.visible = -kStepRows;
+        have_pending_ = true;
+    }
+    __device__ int masked_halves() const {
+        const int num_visible = min(pending_.visible, pending_.num_keys);
+        return (num_visible < kHalfTileKeys ? kMasked : 0) | (num_visible < 2 * kHalfTileKeys ? kMasked << 1 : 0);
+    }
+
+    // Returns the newest step, from `oldest` on, that needs this key tile, or oldest - 1 if there is none. A step needs
+    // it if a row of this step, or of a newer one, starts in this tile or in an older one. All 32 lanes search
+    // together.
+    __device__ int find_newest_step(const StepStarts* starts, int oldest, int steps) const {
+        int low = oldest - 1,
+            high = steps;  // invariant: step `low` needs the tile (or low = oldest - 1); step `high` does not
+        while (high - low > 1) {
+            const int stride = max((high - low + 31) / 32, 1), step = low + (lane_ + 1) * stride;
+            const bool needed = step < high && starts[step].oldest_tile <= key_tile_.tile;
+            const int count = __popc(__ballot_sync(~0u, needed));
+            high = min(high, low + (count + 1) * stride);
+            low += count * stride;
+        }
+        return low;
+    }
+
+    // Hands the pending step to the consumers. Before the first step of a key tile it also loads K and V. Their buffer
+    // is the last to become free, needed they are loaded after Q and dO.
+    __device__ void publish_pending(int flags) {
+        const int stage = cursor_.stage;
+        const bool more = !(flags & kEndOfWork), begins_tile = more && new_key_tile_;
+        if (begins_tile) locate_tile();
+        mbarrier_wait(&control_.qdo_empty[stage], cursor_.parity ^ 1);
+        mbarrier_wait(&control_.step_info_empty[number_ % kStepRing], number_ / kStepRing & 1 ^ 1);
+        if (lane_ == 0) {
+            Step step = pending_;
+            step.flags |= flags;
+            step.tile = key_tile_.tile;
+            step.batch = batch_;
+            step.kv_head = kv_head_;
+            step.k_row = tile_row_;
+            step.tile_keys = tile_keys_;
+            control_.step_info[number_ % kStepRing] = step;
+            mbarrier_arrive(&control_.step_info_full[number_ % kStepRing]);
+        }
+        if (more)
+            load_rows_of_step(stage);
+        else if (lane_ == 0)
+            mbarrier_arrive(&control_.qdo_full[stage]);
+        if (begins_tile) load_tile();
+        cursor_ = cursor_.next();
+        ++number_;
+        have_pending_ = false;
+    }
+
+    __device__ void load_rows_of_step(int stage) {
+        const int batch = batch_, head = pending_.head;
+        uint8_t* const q = shared_.qdo[stage][0];
+        uint8_t* const d_o = shared_.qdo[stage][1];
+        if (pending_.num_rows == kStepRows) {
+            if (lane_ != 0) return;
+            mbarrier_arrive_expect_tx(&control_.qdo_full[stage], 2 * T::kTileBytes);
+#pragma unroll
+            for (int half = 0; half < T::kPanels; ++half) {
+                tma_load_3d(q + half * T::kPanelBytes, &args_.q.map, &control_.qdo_full[stage], 64 * half, pending_.row,
+                            args_.q.heads(batch, head));
+                tma_load_3d(d_o + half * T::kPanelBytes, &args_.d_o.map, &control_.qdo_full[stage], 64 * half,
+                            pending_.row, args_.d_o.heads(batch, head));
+            }
+            return;
+        }
+        const auto same = [](int row) { return row; };
+        const auto copy = [&](uint8_t* to, const Rows<const void*>& from) {
+            copy_rows<kStepRows, T::kPanels>(to, from, offset_of(from, batch, head, pending_.row), pending_.num_rows,
+                                             same);
+        };
+        copy(q, args_.params.q);
+        copy(d_o, args_.params.d_o);
+        finish_copy(&control_.qdo_full[stage]);
+    }
+
+    __device__ void locate_tile() {
+        const int first = key_tile_.tile * kBackwardKeyTile;
+        new_key_tile_ = false;
+        tile_row_ = clamped(args_.params.segments[key_tile_.segment], args_.params.sizes).k_begin + first;
+        tile_keys_ = min(kBackwardKeyTile, key_tile_.num_keys - first);
+    }
+    __device__ void load_tile() {
+        const int buffer = tiles_ % T::kTileBuffers;
+        uint64_t* const full = &control_.kv_full[buffer];
+        mbarrier_wait(&control_.kv_empty[buffer], (tiles_++ / T::kTileBuffers & 1) ^ 1);
+        if (tile_keys_ == kBackwardKeyTile) {
+            if (lane_ != 0) return;
+            mbarrier_arrive_expect_tx(full, 4 * T::kTileBytes);
+#pragma unroll
+            for (int w = 0; w < 2; ++w)
+#pragma unroll
+                for (int half = 0; half < T::kPanels; ++half) {
+                    const int row = tile_row_ + w * kHalfTileKeys;
+                    tma_load_5d(shared_.k[buffer][w] + half * T::kPanelBytes, &args_.k.map, full, 64 * half, row, 0, 0,
+                                args_.k.heads(batch_, kv_head_));
+                    tma_load_5d(shared_.v[buffer][w] + half * T::kPanelBytes, &args_.v.map, full, 64 * half, row, 0, 0,
+                                args_.v.heads(batch_, kv_head_));
+                }
+            return;
+        }
+        for (int w = 0; w < 2; ++w) {
+            const int first = w * kHalfTileKeys;
+            const auto copy = [&](uint8_t* to, const Rows<const void*>& from) {
+                copy_rows<kHalfTileKeys, T::kPanels>(to, from, offset_of(from, batch_, kv_head_, tile_row_ + first),
+                                                     tile_keys_ - first, KeyOrder<kHalfTileKeys>());
+            };
+            copy(shared_.k[buffer][w], args_.params.k);
+            copy(shared_.v[buffer][w], args_.params.v);
+        }
+        finish_copy(full);
+    }
+
+    typename T::Shared& shared_;
+    BackwardControl& control_;
+    const BackwardArguments& args_;
+    const int lane_;
+    KeyTile key_tile_;
+    int batch_ = 0, kv_head_ = 0;
+    int tile_row_ = 0, tile_keys_ = 0, tiles_ = 0;
+    bool new_key_tile_ = false, have_pending_ = false;
+    Step pending_;  // held back until the next step is known, which decides whether it is the last of its tile
+    StageCursor cursor_;
+    int number_ = 0;
+};
+
+}  // namespace megatron_sb::hopper
