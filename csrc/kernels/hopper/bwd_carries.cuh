@@ -1,9 +1,9 @@
 // The other three producer warps of the backward. They exchange carries and the order of additions to dq with the CTAs
 // that own the neighbouring key tiles.
 //
-//     CarryReader      brings a step's carries, mass and prefix, from the next older key tile or from the restart
-//     records wait_for_turns   lets the consumers add a step to dq after the next older key tile has added Publisher
-//     sends a step's carries to the next newer key tile, and then the count of tiles that have added
+//     CarryReader      brings the carries of a step, from the next older key tile or from the restart records
+//     wait_for_turns   lets the consumers add a step to dq after the next older key tile has added
+//     Publisher        sends carries to the next newer key tile, and later the count of tiles that have added
 //
 // Synchronisation within the CTA.
 //     step_info_full / step_info_empty  step descriptions: step loader -> these three warps

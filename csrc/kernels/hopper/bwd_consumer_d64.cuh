@@ -9,8 +9,8 @@
 // Synchronisation.
 //     qdo_full / qdo_empty    Q and dO of a step: producer -> scan and sum warpgroups
 //     dz_full / dz_empty      A and dz of a step: scan warpgroups -> sum warpgroup
-//     kv_full / kv_empty      K and V: producer -> scan and sum warpgroups; the sum warpgroup also stages dK and dV in
-//     K
+//     kv_full / kv_empty      K and V: producer -> scan and sum warpgroups
+// At the end of a key tile, the sum warpgroup uses K as staging space for dK and dV before it releases the buffer.
 #pragma once
 
 #include "kernels/hopper/bwd_half_tile.cuh"

@@ -1,3 +1,6 @@
+// Plans a backward call on the device, with two kernels. plan_work numbers the steps and sorts the key tiles.
+// plan_starts finds where the rows of each step start. Both also zero the gradients that the main kernel does not
+// write.
 #include <algorithm>
 
 #include "core/limits.h"
@@ -14,11 +17,11 @@ constexpr int kStepsAtOnce = 4;  // steps that a warp handles at once in find_st
 
 using portable::kMaxWarps, portable::RowRange, portable::scan_over_block, portable::Sum;
 
+// The key ranges (bwd_plan.h), in three tables that are indexed by the first key of the range.
 struct KeyRanges {
-    int32_t* from_end;  // indexed by first key: number of segments minus the index of the first segment with this key;
-                        // 0 if there is none
-    int32_t* size;
-    int32_t* longest;
+    int32_t* from_end;  // number of segments in the table, minus the index of the range's first segment; 0 if none
+    int32_t* size;      // number of segments in the range
+    int32_t* longest;   // largest number of keys of a segment in the range
 
     __device__ KeyRanges(const BackwardPlan& plan, int k_rows)
         : from_end(plan.key_ranges), size(plan.key_ranges + k_rows), longest(plan.key_ranges + 2 * k_rows) {}

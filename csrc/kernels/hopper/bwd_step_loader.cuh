@@ -2,7 +2,7 @@
 // the steps of each, describes them to all other warps, and loads Q, dO, K and V.
 //
 // Synchronisation.
-//     qdo_full / qdo_empty              Q and dO: loader -> consumers, which release the stage after dK is done
+//     qdo_full / qdo_empty              Q and dO: loader -> consumers, which release the stage after their products
 //     kv_full / kv_empty                K and V: loader -> consumers, which release the buffer at the end of a key tile
 //     step_info_full / step_info_empty  step descriptions: loader -> the three warps of bwd_carries.cuh
 // Consumers read step descriptions without a barrier of their own: they wait on qdo_full, which completes later.
@@ -21,7 +21,7 @@ class StepLoader {
 
     __device__ void run() {
         while (next_key_tile()) {
-            // The slow steps come first: these in which a row may start in this tile. The consumers run them in a loop
+            // The slow steps come first: those in which a row may start in this tile. The consumers run them in a loop
             // of their own.
             push_steps(true);
             push_steps(false);
@@ -128,8 +128,8 @@ class StepLoader {
     // it if a row of this step, or of a newer one, starts in this tile or in an older one. All 32 lanes search
     // together.
     __device__ int find_newest_step(const StepStarts* starts, int oldest, int steps) const {
-        int low = oldest - 1,
-            high = steps;  // invariant: step `low` needs the tile (or low = oldest - 1); step `high` does not
+        // Invariant: step `low` needs the tile, or low = oldest - 1; step `high` does not.
+        int low = oldest - 1, high = steps;
         while (high - low > 1) {
             const int stride = max((high - low + 31) / 32, 1), step = low + (lane_ + 1) * stride;
             const bool needed = step < high && starts[step].oldest_tile <= key_tile_.tile;
@@ -141,7 +141,7 @@ class StepLoader {
     }
 
     // Hands the pending step to the consumers. Before the first step of a key tile it also loads K and V. Their buffer
-    // is the last to become free, needed they are loaded after Q and dO.
+    // is the last to become free, so they are loaded after Q and dO.
     __device__ void publish_pending(int flags) {
         const int stage = cursor_.stage;
         const bool more = !(flags & kEndOfWork), begins_tile = more && new_key_tile_;
@@ -177,10 +177,10 @@ class StepLoader {
             if (lane_ != 0) return;
             mbarrier_arrive_expect_tx(&control_.qdo_full[stage], 2 * T::kTileBytes);
 #pragma unroll
-            for (int half = 0; half < T::kPanels; ++half) {
-                tma_load_3d(q + half * T::kPanelBytes, &args_.q.map, &control_.qdo_full[stage], 64 * half, pending_.row,
-                            args_.q.heads(batch, head));
-                tma_load_3d(d_o + half * T::kPanelBytes, &args_.d_o.map, &control_.qdo_full[stage], 64 * half,
+            for (int panel = 0; panel < T::kPanels; ++panel) {
+                tma_load_3d(q + panel * T::kPanelBytes, &args_.q.map, &control_.qdo_full[stage], 64 * panel,
+                            pending_.row, args_.q.heads(batch, head));
+                tma_load_3d(d_o + panel * T::kPanelBytes, &args_.d_o.map, &control_.qdo_full[stage], 64 * panel,
                             pending_.row, args_.d_o.heads(batch, head));
             }
             return;
@@ -211,12 +211,12 @@ class StepLoader {
 #pragma unroll
             for (int w = 0; w < 2; ++w)
 #pragma unroll
-                for (int half = 0; half < T::kPanels; ++half) {
+                for (int panel = 0; panel < T::kPanels; ++panel) {
                     const int row = tile_row_ + w * kHalfTileKeys;
-                    tma_load_5d(shared_.k[buffer][w] + half * T::kPanelBytes, &args_.k.map, full, 64 * half, row, 0, 0,
-                                args_.k.heads(batch_, kv_head_));
-                    tma_load_5d(shared_.v[buffer][w] + half * T::kPanelBytes, &args_.v.map, full, 64 * half, row, 0, 0,
-                                args_.v.heads(batch_, kv_head_));
+                    tma_load_5d(shared_.k[buffer][w] + panel * T::kPanelBytes, &args_.k.map, full, 64 * panel, row, 0,
+                                0, args_.k.heads(batch_, kv_head_));
+                    tma_load_5d(shared_.v[buffer][w] + panel * T::kPanelBytes, &args_.v.map, full, 64 * panel, row, 0,
+                                0, args_.v.heads(batch_, kv_head_));
                 }
             return;
         }

@@ -1,7 +1,7 @@
 // block_forward on Hopper. A warpgroup owns 64 query rows and reads key tiles of 128 from the newest to the oldest:
 //
-//     S = Q K^T     e_k = 2^(scale log2(e) S_k)     P_after_k = P_before_k / (1 + e_k)     A_k = e_k P_after_k     O +=
-//     A V
+//     S = Q K^T     e_k = 2^(scale log2(e) S_k)     P_after_k = P_before_k / (1 + e_k)
+//     A_k = e_k P_after_k     O += A V
 //
 // Warpgroup 0 produces: warp 0 takes work tiles and issues TMA loads (fwd_producer.cuh), warps 1 and 2 load the tiles
 // in which a segment ends (fwd_tail_loader.cuh). The other two (head_dim 128) or three (head_dim 64) warpgroups

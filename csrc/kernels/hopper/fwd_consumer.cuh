@@ -82,9 +82,9 @@ class ForwardConsumer {
         wgmma_overwrite(Element{}, s_, descriptor(q), descriptor(k));
 #pragma unroll
         for (int step = 1; step < T::kHeadDim / 16; ++step) {
-            const int half = step / 4, column = step % 4 * 2;  // 16 elements are 32 bytes, or 2 units of a descriptor
-            wgmma_accumulate(Element{}, s_, descriptor(q + half * (T::kQueryPanelBytes >> 4) + column),
-                             descriptor(k + half * (T::kKeyPanelBytes >> 4) + column));
+            const int panel = step / 4, column = step % 4 * 2;  // 16 elements are 32 bytes, or 2 units of a descriptor
+            wgmma_accumulate(Element{}, s_, descriptor(q + panel * (T::kQueryPanelBytes >> 4) + column),
+                             descriptor(k + panel * (T::kKeyPanelBytes >> 4) + column));
         }
         wgmma_commit();
     }

@@ -112,8 +112,8 @@ class ForwardProducer {
         }
         mbarrier_arrive_expect_tx(&control_.q_full[slot], T::kQueryBytes);
 #pragma unroll
-        for (int half = 0; half < T::kPanels; ++half)
-            tma_load_3d(shared_.q[slot] + half * T::kQueryPanelBytes, &args_.q.map, &control_.q_full[slot], 64 * half,
+        for (int panel = 0; panel < T::kPanels; ++panel)
+            tma_load_3d(shared_.q[slot] + panel * T::kQueryPanelBytes, &args_.q.map, &control_.q_full[slot], 64 * panel,
                         tile.q_row, args_.q.heads(batch, head));
     }
 
@@ -197,9 +197,9 @@ class ForwardProducer {
         } else if (lane_ == 0) {
             mbarrier_arrive_expect_tx(full, T::kKeyBytes);
 #pragma unroll
-            for (int half = 0; half < T::kPanels; ++half)
-                tma_load_5d(to + half * T::kKeyPanelBytes, &map.map, full, 64 * half, keys.row + tile * kKeyTile, 0, 0,
-                            map.heads(keys.batch, keys.head));
+            for (int panel = 0; panel < T::kPanels; ++panel)
+                tma_load_5d(to + panel * T::kKeyPanelBytes, &map.map, full, 64 * panel, keys.row + tile * kKeyTile, 0,
+                            0, map.heads(keys.batch, keys.head));
         }
     }
     // Sends a tail tile to its loader warp. Slot -1 stops the loader.
@@ -219,14 +219,15 @@ class ForwardProducer {
     int num_tiles_;
     int prefetch_steps_done_ = 0;  // steps of prefetch_work_tile that are done
     bool ended_early_ = false;
-    int ticket_ = 0;  // of the next work tile; valid in lane 0
-    int next_index_,
-        next_word_ = 0;  // next work tile: batch * num_heads + head, or -1; one word of its QueryTile per lane
+    // The next work tile.
+    int ticket_ = 0;     // valid in lane 0
+    int next_index_;     // batch * num_heads + head; -1 if there is no more work
+    int next_word_ = 0;  // word lane_ % kTileWords of its QueryTile
     int num_published_ = 0;
     int work_number_ = -1, newest_;  // current work tile, and its newest key tile
     KeyRange keys_;
-    int k_uses_ = 0, v_uses_ = 0;
-    int tail_parity_ = 0;  // bit i: parity of the number of tail tiles sent to loader i
+    int k_uses_ = 0, v_uses_ = 0;  // uses of the rings so far; use n is in slot n % kKvStages
+    int tail_parity_ = 0;          // bit i: parity of the number of tail tiles sent to loader i
 };
 
 }  // namespace megatron_sb::hopper

@@ -6,8 +6,8 @@
 // Keys run from the newest (which sees the mass "before") to the oldest. One reciprocal serves the 32 keys of a row.
 // Let t be the product of their (1 + e) and P the mass at their newer edge. The mass at their older edge is m = P / t.
 // Going back to newer keys, each key takes A = e m and then m += A. The weight is always computed as e * m, because a
-// difference of masses would lose small weights. The four threads of a quad share a row; two shuffles multiply their 1
-// / t.
+// difference of masses would lose small weights. The four threads of a quad share a row; two shuffles join their
+// products 1 / t.
 #pragma once
 
 #include <cstdint>
