@@ -64,7 +64,7 @@ class CarryReader {
     // Reads where the rows of a step start. Rows beyond the end of the step never start.
     __device__ void read_starts(const Step& step, Carry (&carries)[2]) const {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) carries[i] = {0.f, 0.f, has_row(step, i) ? -1 : kNever, 0.f};
+        for (int i = 0; i < 2; ++i) carries[i] = {0.f, 0.f, has_row(step, i) ? -1 : kNeverStarts, 0.f};
         if (!(step.flags & kSlow)) return;  // all rows have started in older tiles
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -74,7 +74,7 @@ class CarryReader {
             const int visible = min(step.visible + lane_ + 32 * i, step.num_keys) + begin;
             carries[i].restart_mass = restart_mass<float>(args_.params, at);
             carries[i].start =
-                start_of(args_.params.restart.edge[at], carries[i].restart_mass, max(visible, 0)) - 2 * step.tile;
+                start_half(args_.params.restart.edge[at], carries[i].restart_mass, max(visible, 0)) - 2 * step.tile;
         }
     }
     // Reads the carry of rows that start before all keys. The mass of other rows is set where they start.

@@ -163,15 +163,15 @@ __device__ void find_starts(const BackwardParams& p, const Segment& s, int64_t f
         }
 #pragma unroll
         for (int n = 0; n < kStepsAtOnce; ++n) {
-            int first = kNever, newest = -1;
+            int first = kNeverStarts, newest = -1;
 #pragma unroll
             for (int r = 2 * n; r < 2 * n + 2; ++r) {
                 const int row = begin * kStepRows + 32 * r + lane;
                 if (row >= s.q_len) continue;
                 const int visible = visible_keys(s, p.options.attend_current, row);
-                const int start = start_of(edge[r], mass[r], visible);
+                const int start = start_half(edge[r], mass[r], visible);
                 newest = max(newest, start);
-                if (visible > 0) first = min(first, start == kNever ? kNever : max(start, 0) / 2);
+                if (visible > 0) first = min(first, start == kNeverStarts ? kNeverStarts : max(start, 0) / 2);
             }
             first = __reduce_min_sync(~0u, first);
             newest = __reduce_max_sync(~0u, newest);
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
     StepStarts* const starts = plan.starts + int64_t(head) * plan.max_steps + plan.segments[i].first_step;
     find_starts(p, s, int64_t(head) * p.sizes.q_rows + s.q_begin, starts);
     __syncthreads();
-    scan_starts(starts + steps - 1, steps, -1, &StepStarts::oldest_tile, kNever, of_warps,
+    scan_starts(starts + steps - 1, steps, -1, &StepStarts::oldest_tile, kNeverStarts, of_warps,
                 [](int a, int b) { return min(a, b); });
     scan_starts(starts, steps, 1, &StepStarts::newest_half_so_far, -1, of_warps,
                 [](int a, int b) { return max(a, b); });

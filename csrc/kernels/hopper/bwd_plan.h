@@ -34,7 +34,6 @@ struct StepStarts {
     int32_t newest_half;         // newest half in which a row of this step starts
     int32_t newest_half_so_far;  // the same over this step and all older ones
 };
-constexpr int kNever = kNeverStarts;
 
 // The carry of a row at the newer edge of a key tile. It is written and read in one transaction. It is valid for key
 // tile `tile`.
@@ -67,10 +66,10 @@ void launch_plan(const BackwardParams& params, const BackwardPlan& plan, cudaStr
 SB_HOST_DEVICE inline int visible_keys(const Segment& s, bool attend_current, int row) {
     return clamp_row(row + s.q_pos_minus_k_pos + (attend_current ? 1 : 0), 0, s.k_len);
 }
-// The half in which a row starts, if it sees `visible` keys: -1 if it starts before all keys or sees none, kNever if no
-// key contributes to it.
-SB_HOST_DEVICE inline int start_of(int edge, float mass, int visible) {
-    static_assert(kHalfTileKeys == kRestartTile, "a restart record names a half tile");
+// The half in which a row starts, if it sees `visible` keys: -1 if it starts before all keys or sees none, kNeverStarts
+// if no key contributes to it.
+SB_HOST_DEVICE inline int start_half(int edge, float mass, int visible) {
+    static_assert(kHalfTileKeys == kRestartTile, "half a key tile must be one tile of the restart grid");
     return visible == 0 ? kBeforeAllKeys : restart_tile(edge, mass > 0.f, (visible - 1) / kHalfTileKeys + 1);
 }
 SB_HOST_DEVICE inline int num_steps(const Segment& s) {

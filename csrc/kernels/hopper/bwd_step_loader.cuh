@@ -81,7 +81,7 @@ class StepLoader {
             uint32_t to_push = 0, is_oldest = 0;
             for (int h = 0; h < heads; ++h) {
                 const int step = top - lane_, newest_of_head = __shfl_sync(~0u, newest, h);
-                StepStarts own = {kNever, -1, -1};
+                StepStarts own = {kNeverStarts, -1, -1};
                 if (step >= oldest && step <= newest_of_head) own = starts[int64_t(h) * args_.plan.max_steps + step];
                 const bool is_slow = own.newest_half >= 2 * key_tile_.tile;
                 const uint32_t needed = __ballot_sync(~0u, own.oldest_tile <= key_tile_.tile && is_slow == slow);
