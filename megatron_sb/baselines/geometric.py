@@ -1,17 +1,17 @@
-"""Geometric attention of the Neural Data Router, for encoders: the nearest match takes its share of the stick first.
+"""Geometric attention of the Neural Data Router, for encoders: the nearest keys take their share of the stick first.
 
-After Csordás, Irie and Schmidhuber, The Neural Data Router, arXiv 2110.07732, eq. 7. For query i and keys j != i:
+Csordás, Irie and Schmidhuber, The Neural Data Router, arXiv 2110.07732, eq. 7. For query i and keys j != i:
 
     z_ij = scale * q_i . k_j + (right_i if j > i else left_i)       P_ij = sigmoid(z_ij)
     A_ij = P_ij * prod_{n in S_ij} (1 - P_in)                       o_i = sum_j A_ij v_j
 
-S_ij are the positions, without i and j themselves, that are nearer to i than j is; of two at one distance the right one
-counts as the nearer: |i - n| < |i - j| where j > i, |i - n| <= |i - j| where j < i. No position attends to itself. That
-is stick-breaking attention with the keys in order of distance, on both sides, instead of newest first.
+S_ij contains the positions nearer to i than j, without i and j. Of two keys at the same distance the right one is
+nearer: |i - n| < |i - j| if j > i, and |i - n| <= |i - j| if j < i. No position attends to itself. This is
+stick-breaking attention whose keys are ordered by distance, on both sides, instead of newest first.
 
-The order and the logits were checked against the authors' code, github.com/RobertCsordas/ndr. Two things of that code
-are not in the formula and not here: dropout on the keys of the content logits, and dividing each row of A by its sum, a
-default that its configurations of the data router switch off. Rows of A here sum to at most 1.
+The order and the logits were checked against the authors' code, github.com/RobertCsordas/ndr. That code has two
+features that the formula and this file do not have: dropout on the keys of the content logits, and the division of each
+row of A by its sum, which its configurations of the data router disable. Rows of A here sum to at most 1.
 """
 
 import torch
@@ -22,7 +22,8 @@ from torch.nn.functional import logsigmoid, pad
 from megatron_sb.validation import check_counts, check_finite, check_tensor, head_dim_of
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_MAX_WEIGHTS_PER_CHUNK = 2**23  # weights alive at a time: 32 MiB a copy in fp32, and the backward holds some ten
+# Attention weights alive at a time: 32 MiB a copy in fp32, and the backward holds about ten copies.
+_MAX_WEIGHTS_PER_CHUNK = 2**23
 
 
 def geometric_attention(
@@ -35,26 +36,33 @@ def geometric_attention(
     key_padding_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Attend by breaking a stick over the keys on both sides, nearest first (arXiv 2110.07732, eq. 7).
+    """Attend to the keys on both sides, nearest first (arXiv 2110.07732, eq. 7).
 
-    Differentiable once. Memory is O(s): query rows are computed chunk by chunk, and again in the backward. Half types
-    are computed in fp32 throughout.
+    The function is differentiable once. Memory is O(s): query rows are computed in chunks, and again in the backward.
+    bf16 and fp16 are computed in fp32.
 
     Args:
         q: (b, s, h, d), in bf16, fp16, fp32 or fp64.
-        k: (b, s, h, d).
-        v: (b, s, h, d_v).
-        left: (b, s, h), added to query i's logits of all keys j < i; -inf hides them. Of any of these dtypes, as right.
-        right: (b, s, h), the same for j > i.
-        key_padding_mask: bool (b, s), True at padded positions. They are not read, take nothing of a stick, and get
-            o = 0 and gradients 0; the others keep their distances.
-        scale: factor of the content logits; 1 / sqrt(d) by default.
+        k: (b, s, h, d), in q's dtype.
+        v: (b, s, h, d_v), in q's dtype.
+        left: (b, s, h), in any of these dtypes. Added to query i's logits of all keys j < i; -inf hides those keys.
+        right: (b, s, h), in any of these dtypes. The same for keys j > i.
+        key_padding_mask: bool (b, s), True at padded positions. Padding is not read, takes nothing of a stick, and has
+            output 0 and gradients 0. The other positions keep their distances. Default None: no padding.
+        scale: factor of the content logits. Default None: 1 / sqrt(d).
 
     Returns:
-        o (b, s, h, d_v) in q's dtype. Gradients come in each argument's dtype.
+        o (b, s, h, d_v) in q's dtype. Gradients have the dtypes of their arguments.
 
     Raises:
-        TypeError, ValueError: naming the argument, its value and what is allowed, before anything runs.
+        TypeError: if an argument has the wrong type or dtype.
+        ValueError: if an argument has the wrong shape, device or value.
+
+    Example:
+        >>> q, k, v = (torch.randn(2, 16, 4, 32) for _ in range(3))
+        >>> left = right = torch.zeros(2, 16, 4)
+        >>> geometric_attention(q, k, v, left, right).shape
+        torch.Size([2, 16, 4, 32])
     """
     _check_tensors(q, k, v, left, right)
     _check_mask(key_padding_mask, q.shape[:2], q.device)
@@ -64,24 +72,30 @@ def geometric_attention(
 
 
 class GeometricAttention(nn.Module):
-    """Self-attention to the nearest match with its projections (arXiv 2110.07732); no positions needed.
+    """Geometric self-attention with its projections (arXiv 2110.07732). It needs no position encoding.
 
     q, k, v = split(qkv_proj(x)),  D_left, D_right = split(direction_proj(x)),  out = out_proj(attention)
     z_ij = alpha * (q_i + b_q) . k_j + beta * (D_right_i if j > i else D_left_i) + gamma,  P_ij = sigmoid(z_ij)
 
-    This is the paper's direction encoding: the query's own state says for each head how much it leans to either side.
-    direction_proj is W_RL, b_RL (keys to the left) and W_LR, b_LR (keys to the right), q_bias is b_q (h * d,), and
-    alpha, beta and gamma are content_scale, direction_scale and logit_bias (1,), shared by the heads. Only
-    direction_proj has biases of its own, as in the authors' code. Projections start as torch.nn.Linear does.
+    This is the paper's direction encoding: the query's state determines, for each head, a logit for each side.
+    direction_proj holds W_RL, b_RL (keys to the left) and W_LR, b_LR (keys to the right). q_bias is b_q (h * d,).
+    content_scale, direction_scale and logit_bias are alpha, beta and gamma, (1,), shared by the heads. Only
+    direction_proj has biases, as in the authors' code. Projections are initialised as torch.nn.Linear.
 
     Args:
         hidden_size: channels of x.
         num_heads: h.
-        head_dim: channels of a head, d; hidden_size / num_heads by default.
-        device, dtype: of the parameters.
+        head_dim: channels of a head, d. Default None: hidden_size / num_heads.
+        device: of the parameters.
+        dtype: of the parameters.
 
     Raises:
-        ValueError: sizes that do not fit each other, naming the argument, its value and what is allowed.
+        ValueError: if a size is not a positive int, or hidden_size is not a multiple of num_heads without head_dim.
+
+    Example:
+        >>> attention = GeometricAttention(hidden_size=64, num_heads=4)
+        >>> attention(torch.randn(2, 16, 64)).shape
+        torch.Size([2, 16, 64])
     """
 
     def __init__(
@@ -110,37 +124,36 @@ class GeometricAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Make alpha 1 / sqrt(d), beta 1, gamma and b_q 0; the projections reset their own."""
+        """Set alpha to 1 / sqrt(d), beta to 1, gamma and b_q to 0. The projections reset themselves."""
         nn.init.zeros_(self.q_bias)
         nn.init.constant_(self.content_scale, self.head_dim**-0.5)
         nn.init.ones_(self.direction_scale)
         nn.init.zeros_(self.logit_bias)
 
     def extra_repr(self) -> str:
-        """Sizes."""
+        """Describe the sizes."""
         return f"hidden_size={self.hidden_size}, num_heads={self.num_heads}, head_dim={self.head_dim}"
 
     def forward(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Attend within each sequence, to both sides.
+        """Attend within each sequence, on both sides.
 
         Args:
             x: (b, s, hidden_size).
             key_padding_mask: as in `geometric_attention`.
 
         Returns:
-            A tensor of x's shape, 0 at padded positions.
+            (b, s, hidden_size), 0 at padded positions.
 
         Raises:
-            TypeError, ValueError: naming the argument, its value and what is allowed, before anything runs.
+            TypeError: if x or the mask has the wrong type or dtype.
+            ValueError: if x or the mask has the wrong shape or device.
         """
         check_tensor("x", x)
         if x.dim() != 3 or x.shape[-1] != self.hidden_size:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}; (b, s, hidden_size), hidden_size {self.hidden_size}, is allowed"
-            )
+            raise ValueError(f"x must have shape (b, s, {self.hidden_size}), got {tuple(x.shape)}.")
         _check_mask(key_padding_mask, x.shape[:2], x.device)
         q, k, v = self.qkv_proj(x).chunk(3, dim=-1)
-        # Under autocast the parameters are wider than q: it is rounded once, after bias and scale.
+        # Under autocast the parameters have more bits than q. Round once, after bias and scale.
         q = ((q + self.q_bias) * self.content_scale).to(k.dtype)
         q, k, v = (part.view(*x.shape[:2], self.num_heads, self.head_dim) for part in (q, k, v))
         left, right = (self.direction_scale * self.direction_proj(x) + self.logit_bias).chunk(2, dim=-1)
@@ -149,7 +162,7 @@ class GeometricAttention(nn.Module):
 
 
 class _GeometricAttention(torch.autograd.Function):
-    """The operator behind `geometric_attention`: keeps its inputs alone."""
+    """The autograd function of `geometric_attention`. It saves only its inputs."""
 
     @staticmethod
     def forward(ctx, q, k, v, left, right, padding, scale) -> Tensor:
@@ -160,9 +173,9 @@ class _GeometricAttention(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             q, k, v, left, right = _widened(q, k, v, left, right, padding=padding)
             for begin, end in _chunks(batch * heads, length):
-                _, weights, order = _visit(scale * q[:, :, begin:end], k, left, right, padding, begin)
+                _, weights, order = _weights_by_distance(scale * q[:, :, begin:end], k, left, right, padding, begin)
                 o[:, begin:end] = (_by_key(weights, order) @ v).transpose(1, 2)
-        # In place, torch.compile (torch 2.11) would return gradients of 0 for everything.
+        # Not in place: torch.compile (torch 2.11) would then return gradients of 0.
         return o if padding is None else o.masked_fill(padding[..., None, None], 0.0)
 
     @staticmethod
@@ -178,12 +191,12 @@ class _GeometricAttention(torch.autograd.Function):
             ]
             for begin, end in _chunks(batch * heads, length):
                 q_rows, grad_rows = ctx.scale * q[:, :, begin:end], grad_o[:, :, begin:end]
-                z, weights, order = _visit(q_rows, k, left, right, padding, begin)
+                z, weights, order = _weights_by_distance(q_rows, k, left, right, padding, begin)
                 grad_v += _by_key(weights, order).transpose(-1, -2) @ grad_rows
                 grad_log = weights * (grad_rows @ v.transpose(-1, -2)).gather(-1, order.expand_as(z))
-                # log A_ij has log P_ij, and log(1 - P_ij) is in those of all keys visited later.
-                later = _sum_before(grad_log.flip(-1)).flip(-1)
-                grad_z = _by_key(torch.sigmoid(-z) * grad_log - torch.sigmoid(z) * later, order)
+                # log A_ij contains log P_ij. log(1 - P_ij) is in log A of all keys that come later in the order.
+                grad_later = _sum_before(grad_log.flip(-1)).flip(-1)
+                grad_z = _by_key(torch.sigmoid(-z) * grad_log - torch.sigmoid(z) * grad_later, order)
                 grad_q[:, :, begin:end] = ctx.scale * (grad_z @ k)
                 grad_k += grad_z.transpose(-1, -2) @ q_rows
                 grad_left[:, :, begin:end] = grad_z.tril(begin - 1).sum(-1)
@@ -191,10 +204,10 @@ class _GeometricAttention(torch.autograd.Function):
         return *(grad.transpose(1, 2).to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)), None, None
 
 
-def _visit(
+def _weights_by_distance(
     q_rows: Tensor, k: Tensor, left: Tensor, right: Tensor, padding: Tensor | None, begin: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits and weights of the query rows from begin on, (b, h, rows, s) in the order of visit, and that order."""
+    """Return logits and weights (b, h, rows, s) of the rows from begin on, with keys by distance, and that order."""
     end, num_keys = begin + q_rows.shape[2], k.shape[2]
     query = torch.arange(begin, end, device=k.device)[:, None]
     key = torch.arange(num_keys, device=k.device)
@@ -203,15 +216,15 @@ def _visit(
     z.masked_fill_(key == query, -torch.inf)
     if padding is not None:
         z.masked_fill_(padding[:, None, None], -torch.inf)
-    order = _visiting_order(query, num_keys)
+    order = _keys_by_distance(query, num_keys)
     z = z.gather(-1, order.expand_as(z))
-    # Summed from the query outwards, all of one sign: the difference of two sums along the row would lose the small
-    # terms of near keys beside the large ones of far keys.
+    # The sum runs from the query outwards over terms of one sign. A difference of two sums along the row would lose the
+    # small terms of near keys next to the large ones of far keys.
     return z, (logsigmoid(z) + _sum_before(logsigmoid(-z))).exp_(), order
 
 
-def _visiting_order(query: Tensor, num_keys: int) -> Tensor:
-    """The keys as each query (rows, 1) visits them, (rows, s): itself, then the nearest, the right before the left."""
+def _keys_by_distance(query: Tensor, num_keys: int) -> Tensor:
+    """Order the keys for each query (rows, 1): itself, then by distance, right before left. Returns (rows, s)."""
     last = num_keys - 1
     step = torch.arange(num_keys, device=query.device)
     on_both_sides = torch.where(step % 2 == 1, query + (step + 1) // 2, query - step // 2)
@@ -220,17 +233,17 @@ def _visiting_order(query: Tensor, num_keys: int) -> Tensor:
 
 
 def _by_key(x: Tensor, order: Tensor) -> Tensor:
-    """Rows in the order of visit (b, h, rows, s), put back into the order of the keys."""
+    """Put rows (b, h, rows, s) with keys by distance back into the order of the keys."""
     return torch.empty_like(x).scatter_(-1, order.expand_as(x), x)
 
 
 def _sum_before(x: Tensor) -> Tensor:
-    """What comes before each entry along the last dimension, summed. A sum less its own term would lose digits."""
+    """Sum all entries before each entry along the last dimension. Subtracting the entry from cumsum loses digits."""
     return pad(x.cumsum(-1)[..., :-1], (1, 0))
 
 
 def _widened(q: Tensor, *others: Tensor, padding: Tensor | None) -> list[Tensor]:
-    """Each (b, s, h, ...) as (b, h, s, ...) in the dtype to compute in, 0 at padded positions."""
+    """Convert each (b, s, h, ...) to (b, h, s, ...) in the dtype of the computation, with 0 at padded positions."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     wide = [x.to(dtype) for x in (q, *others)]
     if padding is not None:
@@ -239,7 +252,7 @@ def _widened(q: Tensor, *others: Tensor, padding: Tensor | None) -> list[Tensor]
 
 
 def _chunks(num_rows: int, length: int) -> list[tuple[int, int]]:
-    """(begin, end) of the query rows to compute at a time, num_rows sequences of that length beside each other."""
+    """Split the query rows of num_rows sequences into chunks (begin, end)."""
     rows = max(1, _MAX_WEIGHTS_PER_CHUNK // max(1, num_rows * length))
     return [(begin, min(begin + rows, length)) for begin in range(0, length, rows)]
 
@@ -249,21 +262,21 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, left: Tensor, right: Tensor)
     for name, value in tensors.items():
         check_tensor(name, value)
         if value.dtype not in _DTYPES:
-            raise TypeError(f"{name} has dtype {value.dtype}; {', '.join(map(str, _DTYPES))} are allowed")
+            raise TypeError(f"{name} must have one of the dtypes {', '.join(map(str, _DTYPES))}, got {value.dtype}.")
         if name in "kv" and value.dtype != q.dtype:
-            raise TypeError(f"{name} has dtype {value.dtype}; that of q, {q.dtype}, is allowed")
+            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {value.dtype}.")
         if value.device != q.device:
-            raise ValueError(f"{name} is on {value.device}; the device of q, {q.device}, is allowed")
+            raise ValueError(f"{name} must be on q's device {q.device}, got {value.device}.")
     if q.dim() != 4 or q.shape[-1] == 0:
-        raise ValueError(f"q has shape {tuple(q.shape)}; (b, s, h, d), d of 1 or more, is allowed")
+        raise ValueError(f"q must have shape (b, s, h, d) with d at least 1, got {tuple(q.shape)}.")
     if k.shape != q.shape:
-        raise ValueError(f"k has shape {tuple(k.shape)}; that of q, {tuple(q.shape)}, is allowed")
+        raise ValueError(f"k must have q's shape {tuple(q.shape)}, got {tuple(k.shape)}.")
     rows = tuple(q.shape[:3])
     if v.dim() != 4 or v.shape[:3] != rows:
-        raise ValueError(f"v has shape {tuple(v.shape)}; (b, s, h, d_v), (b, s, h) that of q, {rows}, is allowed")
+        raise ValueError(f"v must have shape (b, s, h, d_v) with (b, s, h) = {rows} as q, got {tuple(v.shape)}.")
     for name in ("left", "right"):
         if tensors[name].shape != rows:
-            raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}; (b, s, h) of q, {rows}, is allowed")
+            raise ValueError(f"{name} must have shape (b, s, h) = {rows} as q, got {tuple(tensors[name].shape)}.")
 
 
 def _check_mask(mask: object, rows: torch.Size, device: torch.device) -> None:
@@ -271,8 +284,8 @@ def _check_mask(mask: object, rows: torch.Size, device: torch.device) -> None:
         return
     check_tensor("key_padding_mask", mask)
     if mask.dtype != torch.bool:
-        raise TypeError(f"key_padding_mask has dtype {mask.dtype}; torch.bool is allowed")
+        raise TypeError(f"key_padding_mask must have dtype torch.bool, got {mask.dtype}.")
     if mask.shape != rows:
-        raise ValueError(f"key_padding_mask has shape {tuple(mask.shape)}; (b, s), {tuple(rows)}, is allowed")
+        raise ValueError(f"key_padding_mask must have shape (b, s) = {tuple(rows)}, got {tuple(mask.shape)}.")
     if mask.device != device:
-        raise ValueError(f"key_padding_mask is on {mask.device}; {device}, where the sequences are, is allowed")
+        raise ValueError(f"key_padding_mask must be on {device} as the sequences, got {mask.device}.")

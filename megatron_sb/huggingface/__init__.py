@@ -1,10 +1,12 @@
-"""Stick-breaking attention for Hugging Face's transformers; importing it makes the names below known there.
+"""Stick-breaking attention for Hugging Face's transformers.
 
-    import megatron_sb.huggingface
-    config = megatron_sb.huggingface.without_positions(AutoConfig.from_pretrained(..))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="stickbreaking")
+Importing this package registers the attention "stickbreaking" and the model type "stick_breaking" with transformers.
+`StickBreakingForCausalLM` is the model that `megatron-sb train` trains.
 
-`StickBreakingForCausalLM` is the model that `megatron-sb train` trains (model_type "stick_breaking").
+Example:
+    >>> import megatron_sb.huggingface
+    >>> config = megatron_sb.huggingface.without_positions(AutoConfig.from_pretrained(NAME))
+    >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="stickbreaking")
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM

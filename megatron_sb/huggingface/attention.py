@@ -1,8 +1,8 @@
 """`attn_implementation="stickbreaking"` for the decoders of transformers.
 
-A model of transformers hands queries, keys and a mask to a function that its configuration names. Ours refuses whatever
-would make it something else than stick-breaking attention (Tan et al., arXiv 2410.17980): above all positions in
-queries and keys, which the order of the keys replaces.
+A transformers model passes queries, keys and a mask to the attention function that its configuration names. This one
+rejects everything that stick-breaking attention (Tan et al., arXiv 2410.17980) does not have, above all positions in
+queries and keys: the order of the keys replaces them.
 """
 
 from __future__ import annotations
@@ -22,34 +22,44 @@ from megatron_sb.ops.kvcache import attend_to_filled, is_decoding_step
 from megatron_sb.options import DEFAULT_MASS_THRESHOLD
 
 NAME = "stickbreaking"
-NO_ROTATION = "none"  # the rope_type whose rotations do nothing
-MODEL_TYPE = "stick_breaking"  # of our own models, which have no positions
-# What models hand over beside q, k, v, and the only value with which attention is what it says.
-REFUSED = {"sliding_window": None, "softcap": None, "s_aux": None, "position_bias": None, "head_mask": None}
+NO_ROTATION = "none"  # the rope_type that rotates by 0
+MODEL_TYPE = "stick_breaking"  # of StickBreakingConfig, whose models have no positions
+# Keyword arguments that models pass to the attention, and the only supported value of each.
+REQUIRED_VALUES = {"sliding_window": None, "softcap": None, "s_aux": None, "position_bias": None, "head_mask": None}
 
 
 def register() -> None:
-    """Make the name known to transformers; importing this package does it."""
+    """Register the attention with transformers. Importing this package calls it."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
     ROPE_INIT_FUNCTIONS[NO_ROTATION] = _no_rotation
-    # Configurations look for a method of this name, and warn where there is none.
+    # Configurations call a method of this name, and warn if there is none.
     RotaryEmbeddingConfigMixin._validate_none_rope_parameters = lambda self, parameters, ignore_keys=None: None
 
 
 def without_positions(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Switch rotary positions off in the configuration of a decoder, in place, and return it.
+    """Disable rotary positions in the configuration of a decoder, in place.
 
-    A model made with it rotates nothing, so that attn_implementation="stickbreaking" takes it. Weights keep their
-    names and shapes; those that were trained with positions have to be trained on.
+    attn_implementation="stickbreaking" accepts a model made from the result. Weights keep their names and shapes.
+    Weights that were trained with positions need further training.
+
+    Args:
+        config: configuration of a decoder with rotary positions.
+
+    Returns:
+        config.
 
     Raises:
-        ValueError: a configuration without rope_parameters: its positions, if it has any, are of another kind.
+        ValueError: if the configuration has no rope_parameters.
+
+    Example:
+        >>> config = without_positions(LlamaConfig())
+        >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="stickbreaking")
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None)
     if not rope:
-        raise ValueError(f"config: {text.model_type!r} has no rope_parameters to switch off")
+        raise ValueError(f"config must have rope_parameters, got {text.model_type!r} without them.")
     for parameters in _rope_by_layer(rope).values():
         if parameters is not None:
             parameters["rope_type"] = NO_ROTATION
@@ -67,23 +77,33 @@ def attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as a module of transformers asks to: q (b, h, s, d), k (b, h_kv, s_k, d), v (b, h_kv, s_k, d_v).
+    """Compute the attention of a transformers module. The signature is that of transformers' attention functions.
 
-    attention_mask: what `attention_mask` made. Where it is None and there are no older keys, packed documents are taken
-    from position_ids or cu_seq_lens_q, if the model hands them on. The configuration's attend_current and
-    mass_threshold are followed where it has them.
-    Returns (b, s, h, d_v), 0 for padding, and no weights.
+    Args:
+        module: the attention module. `attend_current` and `mass_threshold` of its configuration are used if present.
+        query: (b, h, s, d).
+        key: (b, h_kv, s_k, d).
+        value: (b, h_kv, s_k, d_v).
+        attention_mask: as `attention_mask` returns it. If it is None and there are no older keys, packed documents are
+            taken from the keyword arguments position_ids or cu_seq_lens_q.
+        dropout: must be 0.
+        scaling: factor of the logits. Default None: 1 / sqrt(d).
+        is_causal: must be True or None.
+        kwargs: other arguments of the model. Those in REQUIRED_VALUES must have the value given there.
+
+    Returns:
+        (b, s, h, d_v), 0 at padding, and None for the weights.
 
     Raises:
-        ValueError: positions, dropout, windows, soft caps, sinks, attention to later tokens, wanted weights.
+        ValueError: for positions, dropout, windows, soft caps, sinks, non-causal attention and output_attentions.
     """
-    refuse_positions(module)
-    _refuse(dropout == 0, "dropout", dropout, "0")
+    check_positions(module)
+    _require(dropout == 0, "dropout", dropout, "0")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    _refuse(bool(causal), "is_causal", causal, "True")
-    _refuse(not kwargs.get("output_attentions"), "output_attentions", True, "False: they are never made")
-    for name, allowed in REFUSED.items():
-        _refuse(kwargs.get(name) is allowed, name, kwargs.get(name), str(allowed))
+    _require(bool(causal), "is_causal", causal, "True")
+    _require(not kwargs.get("output_attentions"), "output_attentions", True, "False")
+    for name, required in REQUIRED_VALUES.items():
+        _require(kwargs.get(name) is required, name, kwargs.get(name), str(required))
     if attention_mask is None and query.shape[2] == key.shape[2]:
         rows = (query.shape[0], query.shape[2])
         attention_mask = document_mask(kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q"), rows)
@@ -103,22 +123,31 @@ def attention_forward(
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, return_mass: bool = False, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`stickbreaking_attention` of q (b, s, h, d), k and v (b, s_k, h_kv, d) without what the mask hides.
+    """Compute `stickbreaking_attention` over the tokens that the mask keeps.
 
-    mask: None, or int (b, s_k) as `attention_mask` makes it; keys beyond its columns are places that are still empty.
-    With return_mass the mass too, (b, h, s); for padding the output is 0 and the mass 1.
+    Args:
+        q: (b, s, h, d).
+        k: (b, s_k, h_kv, d).
+        v: (b, s_k, h_kv, d_v).
+        mask: as `attention_mask` returns it: None, or int (b, num_keys). Keys after its columns are empty slots of a
+            cache.
+        return_mass: also return the mass. Default False.
+        options: scale, attend_current and mass_threshold.
+
+    Returns:
+        The output (b, s, h, d_v), and with return_mass the mass (b, h, s). At padding the output is 0 and the mass 1.
     """
     if mask is None:
         attention = attend_to_filled if is_decoding_step(q, k, v) else stickbreaking_attention
         return attention(q, k, v, return_mass=return_mass, **options)
     if mask.dim() != 2:
         raise ValueError(
-            f"attention_mask has {mask.dim()} dimensions; two, (batch, tokens), 0 for padding, are allowed"
+            f"attention_mask must have 2 dimensions, (batch, tokens) with 0 for padding, got {mask.dim()} dimensions."
         )
     if mask.shape[1] < q.shape[1]:
         raise ValueError(
-            "attention_mask: stick-breaking attention is causal within each document; the model asks for another mask "
-            "(a sliding window, chunks, or tokens that see later ones)"
+            "attention_mask must be causal within each document with stick-breaking attention, got another mask of the "
+            "model (for example a sliding window, chunks, or a bidirectional prefix)."
         )
     leftpad = getattr(mask, "leftpad", None)
     if leftpad is not None and is_decoding_step(q, k, v):
@@ -155,20 +184,22 @@ def attention_mask(
     config: PreTrainedConfig | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Make what `attend` takes of what transformers knows of a batch; called once a forward.
+    """Make the mask of a batch for `attend`. transformers calls this once a forward, with its own arguments.
 
-    None where all keys count; else int32 (b, keys so far): 0 for padding, else the number of the key's document. Its
-    attributes `packing` and `leftpad` (of rows that begin with padding and have no other, for steps; or None)
-    spare layers the work of finding them. Without columns: a mask that is refused, once a layer uses it.
+    Returns:
+        None if all keys are visible. Otherwise int32 (b, num_keys): 0 for padding, else the document number of the key.
+        Its attribute `packing` is the batch's `Packing`. Its attribute `leftpad` is the number of padding tokens of
+        each row, for decoding steps, or None if padding is not on the left only. A mask without columns stands for an
+        unsupported mask; a layer that uses it raises ValueError.
 
     Raises:
-        ValueError: a cache that forgets; a configuration that says nothing of its positions: some such models ask for
-            the mask and then attend by themselves.
+        ValueError: if the cache drops old keys, or the configuration does not state its kind of positions. Some models
+            of that kind request the mask and then compute the attention themselves.
     """
     if config is not None:
-        _refuse_unsaid_positions(config)
-    _refuse(kv_offset == 0, "a cache that forgets its oldest keys, kv_offset", kv_offset, "0")
-    num_keys = int(q_offset) + q_length  # of a static cache, those that are filled
+        _check_position_kind(config)
+    _require(kv_offset == 0, "kv_offset (a cache that drops its oldest keys)", kv_offset, "0")
+    num_keys = int(q_offset) + q_length  # in a static cache, the filled slots
     kept = None if attention_mask is None else attention_mask[:, :num_keys].to(device=device, dtype=torch.bool)
     if mask_function is causal_mask_function and num_keys == kv_length and (kept is None or bool(kept.all())):
         return None
@@ -181,51 +212,52 @@ def attention_mask(
     return mask
 
 
-def refuse_positions(module: nn.Module) -> None:
-    """Raise ValueError unless an attention module's configuration says that it has no positions."""
+def check_positions(module: nn.Module) -> None:
+    """Raise ValueError unless the configuration of an attention module states that it has no positions."""
     config = module.config
     if config.model_type == MODEL_TYPE or getattr(module, "use_rope", True) in (False, 0):
         return
-    _refuse_unsaid_positions(config)
+    _check_position_kind(config)
     kind = getattr(config, "position_embedding_type", "rope")
     if kind in (None, "none", "nope"):
         return
     if kind != "rope":
-        raise ValueError(f"position_embedding_type = {kind!r} contradicts attn_implementation = {NAME!r}")
+        raise ValueError(f"position_embedding_type must be 'none' with attn_implementation={NAME!r}, got {kind!r}.")
     rope = config.rope_parameters
     kinds = {parameters["rope_type"] for parameters in _rope_by_layer(rope).values() if parameters is not None}
     if kinds - {NO_ROTATION}:
         raise ValueError(
-            f"attn_implementation = {NAME!r}: rope_parameters have rope_type {', '.join(sorted(map(repr, kinds)))}; "
-            f"{NO_ROTATION!r} is allowed, as megatron_sb.huggingface.without_positions(config) makes it"
+            f"rope_type in rope_parameters must be {NO_ROTATION!r} with attn_implementation={NAME!r}, got "
+            f"{', '.join(sorted(map(repr, kinds)))}. Use megatron_sb.huggingface.without_positions(config)."
         )
 
 
-def _refuse_unsaid_positions(config: PreTrainedConfig) -> None:
+def _check_position_kind(config: PreTrainedConfig) -> None:
+    """Raise ValueError if the configuration has positions, or may have them, of a kind that cannot be disabled."""
     kind = getattr(config, "position_embedding_type", "rope")
-    said = config.model_type == MODEL_TYPE or getattr(config, "rope_parameters", None) or kind != "rope"
-    if not said:
+    is_known = config.model_type == MODEL_TYPE or getattr(config, "rope_parameters", None) or kind != "rope"
+    if not is_known:
         raise ValueError(
-            f"attn_implementation = {NAME!r}: the configuration of {config.model_type!r} does not say that it has no "
-            "position embedding (no rope_parameters to be switched off); models with rotary positions can be taken"
+            f"attn_implementation={NAME!r} needs a model whose positions are rotary and can be disabled "
+            f"(rope_parameters), got {config.model_type!r}, which has none or other positions."
         )
 
 
 def _rope_by_layer(rope: dict) -> dict[str, dict | None]:
-    """rope_parameters by the type of a layer, where they have types, or as the only one."""
+    """Return rope_parameters by layer type, or under "" if all layers share them."""
     return {"": rope} if "rope_type" in rope or "rope_theta" in rope else rope
 
 
 def _no_rotation(
     config: PreTrainedConfig, device: Any = None, seq_len: int | None = None, layer_type: str | None = None
 ) -> tuple[Tensor, float]:
-    """Frequencies of 0: every cosine is 1 and every sine 0."""
+    """Return frequencies of 0, so that every cosine is 1 and every sine 0."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     share = rope.get("partial_rotary_factor", 1.0)
     return torch.zeros(int(head_dim * share) // 2, device=device), 1.0
 
 
-def _refuse(allowed: bool, name: str, value: object, what: str) -> None:
-    if not allowed:
-        raise ValueError(f"attn_implementation = {NAME!r}: {name} = {value!r}; {what} is allowed")
+def _require(condition: bool, name: str, value: object, required: str) -> None:
+    if not condition:
+        raise ValueError(f"{name} must be {required} with attn_implementation={NAME!r}, got {value!r}.")

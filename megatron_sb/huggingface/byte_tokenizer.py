@@ -1,4 +1,4 @@
-"""A tokenizer for models trained on bytes by `megatron-sb train`: token 0 to 255 a byte, 256 a document's end."""
+"""A tokenizer for models that `megatron-sb train` trained on bytes."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -7,7 +7,15 @@ END_OF_DOCUMENT = "<|end|>"
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes of UTF-8, for `AutoTokenizer` to load after save_pretrained."""
+    """Make a tokenizer of UTF-8 bytes: tokens 0 to 255 are bytes, 256 ends a document.
+
+    Returns:
+        A tokenizer that `AutoTokenizer` can load after save_pretrained.
+
+    Example:
+        >>> byte_tokenizer()("ab")["input_ids"]
+        [97, 98]
+    """
     vocabulary = {character: byte for byte, character in enumerate(_characters())}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -17,7 +25,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _characters() -> list[str]:
-    """The printable character that the tokenizers library writes each byte as, by byte."""
+    """Return the printable character that stands for each byte in the tokenizers library."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)]

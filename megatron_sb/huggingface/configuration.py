@@ -8,19 +8,41 @@ from megatron_sb.options import DEFAULT_MASS_THRESHOLD
 
 
 class StickBreakingConfig(PreTrainedConfig):
-    """Sizes and options of a decoder with stick-breaking attention, RMSNorm and gated MLPs (SwiGLU), without positions.
+    """Configuration of a decoder with stick-breaking attention, RMSNorm and gated MLPs (SwiGLU), without positions.
 
-    vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads: as everywhere.
-    num_key_value_heads, head_dim: by default num_attention_heads, and hidden_size / num_attention_heads.
-    attend_current, mass_threshold: as in `megatron_sb.stickbreaking_attention`.
-    remainder_bias, head_norm: what is left of a stick carries a vector per head (paper eq. 14), and the output of each
-        head is normalised behind that (`megatron_sb.head_output`), with head_norm_eps.
-    num_experts, num_experts_per_tok: a mixture of experts in place of every MLP, each of intermediate_size; a token's
-        experts are weighed by the softmax of their logits. None: no experts.
-    attention_multiplier: the scale of the logits of the attention; 1 / sqrt(head_dim) where it is None.
-    embedding_multiplier, residual_multiplier, logits_scaling: embeddings and what each half of a layer adds are
-        multiplied by these, the model's logits divided by the last.
-    max_position_embeddings: the longest context in training; nothing depends on it.
+    Args:
+        vocab_size: number of tokens. Default 32000.
+        hidden_size: channels between layers. Default 1024.
+        intermediate_size: width of an MLP, or of each expert. Default 2816.
+        num_hidden_layers: number of layers. Default 24.
+        num_attention_heads: number of query heads. Default 16.
+        num_key_value_heads: number of KV heads. Default None: num_attention_heads.
+        head_dim: channels of a head. Default None: hidden_size / num_attention_heads.
+        attend_current: whether a query attends to its own key. Default False.
+        mass_threshold: older keys are skipped once the mass is below this; 0 disables skipping. Default 2**-24.
+        remainder_bias: add the mass, times a learnable vector for each head, to the output (paper eq. 14). Default
+            False.
+        head_norm: normalise the output of each head (`megatron_sb.head_output`). Default False.
+        head_norm_eps: epsilon of that norm. Default 1e-5.
+        num_experts: replace every MLP by a mixture of this many experts. Default None: no experts.
+        num_experts_per_tok: experts of a token, weighted by the softmax of their logits. Default None.
+        attention_multiplier: scale of the attention's logits. Default None: 1 / sqrt(head_dim).
+        embedding_multiplier: factor of the embeddings. Default 1.
+        residual_multiplier: factor of what the attention and the MLP add to the residual stream. Default 1.
+        logits_scaling: divisor of the model's logits. Default 1.
+        rms_norm_eps: epsilon of the RMSNorms. Default 1e-5.
+        initializer_range: standard deviation of initial weights. Default 0.02.
+        tie_word_embeddings: share the embedding with the output layer. Default False.
+        use_cache: whether forwards return a cache of keys and values. Default True.
+        max_position_embeddings: longest context in training, for information only. Default 65536.
+        pad_token_id, bos_token_id, eos_token_id: special tokens. Default None.
+
+    Raises:
+        ValueError: if sizes are not divisible as required, or num_experts_per_tok is not in [1, num_experts].
+
+    Example:
+        >>> config = StickBreakingConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4)
+        >>> model = StickBreakingForCausalLM(config)
     """
 
     model_type = "stick_breaking"
@@ -59,20 +81,20 @@ class StickBreakingConfig(PreTrainedConfig):
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
-                    f"hidden_size = {self.hidden_size} is no multiple of num_attention_heads = "
-                    f"{self.num_attention_heads}: give head_dim"
+                    f"hidden_size must be a multiple of num_attention_heads, {self.num_attention_heads}, without "
+                    f"head_dim, got {self.hidden_size}."
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_key_value_heads = {self.num_key_value_heads}; a divisor of num_attention_heads = "
-                f"{self.num_attention_heads} is allowed"
+                f"num_key_value_heads must divide num_attention_heads, {self.num_attention_heads}, got "
+                f"{self.num_key_value_heads}."
             )
         if (self.num_experts is None) != (self.num_experts_per_tok is None) or (
             self.num_experts is not None and not 1 <= self.num_experts_per_tok <= self.num_experts
         ):
             raise ValueError(
-                f"num_experts_per_tok = {self.num_experts_per_tok}; 1 to num_experts = {self.num_experts} is allowed, "
-                "or None for both"
+                f"num_experts_per_tok must be in [1, num_experts], or None if num_experts is None, got "
+                f"{self.num_experts_per_tok} with num_experts={self.num_experts}."
             )
         super().__post_init__(**kwargs)

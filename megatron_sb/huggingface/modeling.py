@@ -1,4 +1,4 @@
-"""The decoder that this project trains, for transformers: the same weights, names in its style."""
+"""The decoder that `megatron-sb train` trains, as a transformers model with transformers' names of weights."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megatron_sb.huggingface.configuration import StickBreakingConfig
 from megatron_sb.huggingface.packing import document_mask
 from megatron_sb.ops import head_output
 
-LOADER = "load_stick_breaking"  # the module in a saved folder that finds the classes
+LOADER = "load_stick_breaking"  # the module in a saved folder that imports the classes
 AUTO_CLASSES = {"AutoConfig": "StickBreakingConfig", "AutoModelForCausalLM": "StickBreakingForCausalLM"}
 
 
 class StickBreakingAttention(nn.Module):
-    """Self-attention by stick-breaking, with remainder bias and head norm where they are asked for."""
+    """Stick-breaking self-attention, optionally with remainder bias and head norm."""
 
     def __init__(self, config: StickBreakingConfig, layer_idx: int) -> None:
         super().__init__()
@@ -42,11 +42,11 @@ class StickBreakingAttention(nn.Module):
             "norm_weight": config.head_norm,
             "norm_bias": config.head_norm,
         }
-        for name, wanted in head_vectors.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(width)) if wanted else None)
+        for name, enabled in head_vectors.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(width)) if enabled else None)
 
     def forward(self, x: Tensor, mask: Tensor | None, past_key_values: Cache | None) -> Tensor:
-        """x: (b, s, hidden_size); mask: as `attention_mask` makes it."""
+        """x: (b, s, hidden_size); mask: as `attention_mask` returns it."""
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -68,7 +68,7 @@ class StickBreakingAttention(nn.Module):
 
 
 class StickBreakingMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """Compute down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: StickBreakingConfig) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class StickBreakingMLP(nn.Module):
 
 
 class StickBreakingExperts(nn.Module):
-    """A mixture of MLPs: each token's best by the router, weighed by the softmax of their logits, in fp32."""
+    """A mixture of MLPs. A token's best experts are weighted by the softmax of their router logits, in fp32."""
 
     def __init__(self, config: StickBreakingConfig) -> None:
         super().__init__()
@@ -97,15 +97,15 @@ class StickBreakingExperts(nn.Module):
         best, chosen = logits.topk(self.num_chosen, dim=-1)
         weights = best.softmax(-1)
         out = torch.zeros_like(tokens, dtype=torch.float32)
-        for number in chosen.unique().tolist():
-            rows, places = (chosen == number).nonzero(as_tuple=True)
-            made = self.experts[number](tokens[rows])
-            out.index_add_(0, rows, made.float() * weights[rows, places, None])
+        for expert in chosen.unique().tolist():
+            rows, places = (chosen == expert).nonzero(as_tuple=True)
+            expert_out = self.experts[expert](tokens[rows])
+            out.index_add_(0, rows, expert_out.float() * weights[rows, places, None])
         return out.to(x.dtype).view_as(x)
 
 
 class StickBreakingDecoderLayer(GradientCheckpointingLayer):
-    """x + attention(norm(x)), then the same with the MLP or the experts."""
+    """Compute x + attention(norm(x)), then the same with the MLP or the experts."""
 
     def __init__(self, config: StickBreakingConfig, layer_idx: int) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class StickBreakingDecoderLayer(GradientCheckpointingLayer):
 
 
 class StickBreakingPreTrainedModel(PreTrainedModel):
-    """What both models share."""
+    """Shared part of both models."""
 
     config_class = StickBreakingConfig
     config: StickBreakingConfig
@@ -133,9 +133,9 @@ class StickBreakingPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """Stick-breaking attention, whatever the default is; another by name is refused."""
+        """Return "stickbreaking". Raise ValueError if another attention is requested."""
         if requested_attention not in (None, NAME):
-            raise ValueError(f"attn_implementation = {requested_attention!r}; {NAME!r} is allowed for this model")
+            raise ValueError(f"attn_implementation must be {NAME!r} for this model, got {requested_attention!r}.")
         return NAME
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -148,7 +148,16 @@ class StickBreakingPreTrainedModel(PreTrainedModel):
 
 
 class StickBreakingModel(StickBreakingPreTrainedModel):
-    """The decoder without its output layer."""
+    """The decoder without its output layer.
+
+    Args:
+        config: sizes and options.
+
+    Example:
+        >>> model = StickBreakingModel(StickBreakingConfig(hidden_size=256, num_hidden_layers=2))
+        >>> model(torch.arange(8)[None]).last_hidden_state.shape
+        torch.Size([1, 8, 256])
+    """
 
     def __init__(self, config: StickBreakingConfig) -> None:
         super().__init__(config)
@@ -173,14 +182,35 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
         cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """input_ids: (b, s). attention_mask: (b, keys so far), 0 for padding. position_ids: only where they begin anew
-        they say something: where the next document of a packed row begins; so do cu_seq_lens_q, int32 (documents + 1,),
-        of one row. Without older keys, and where the attention_mask hides nothing.
+        """Compute hidden states.
+
+        Packed documents are given by position_ids or by cu_seq_lens_q. Both are used only without older keys in the
+        cache and without padding in attention_mask.
+
+        Args:
+            input_ids: (b, s). Exactly one of input_ids and inputs_embeds is required.
+            attention_mask: (b, keys so far), 0 for padding. Default None: no padding.
+            position_ids: (b, s), used only to find document boundaries (where they restart at 0).
+            past_key_values: a cache of older keys and values.
+            inputs_embeds: (b, s, hidden_size).
+            use_cache: return a cache. Default None: config.use_cache.
+            output_hidden_states: return the input of each layer and the output. Default None:
+                config.output_hidden_states.
+            output_attentions: must be False or None.
+            cu_seq_lens_q: int32 (documents + 1,), offsets of the documents of a single row.
+            kwargs: ignored.
+
+        Returns:
+            last_hidden_state (b, s, hidden_size), past_key_values and hidden_states.
+
+        Raises:
+            ValueError: if an argument is not supported.
         """
         if output_attentions:
-            raise ValueError("output_attentions = True; False is allowed: weights are never made")
+            raise ValueError("output_attentions must be False, got True: attention weights are never stored.")
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("exactly one of input_ids and inputs_embeds is allowed")
+            both = "both" if inputs_embeds is not None else "neither"
+            raise ValueError(f"Exactly one of input_ids and inputs_embeds must be given, got {both}.")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         x = x * self.config.embedding_multiplier
         use_cache = self.config.use_cache if use_cache is None else use_cache
@@ -194,18 +224,27 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
         )
         if mask is None and (past_key_values is None or past_key_values.get_seq_length() == 0):
             mask = document_mask(position_ids, cu_seq_lens_q, x.shape[:2])
-        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        states = []  # what each layer got, and the last one's output behind the norm
+        keep_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        states = []
         for layer in self.layers:
-            if wanted:
+            if keep_states:
                 states.append(x)
             x = layer(x, mask, past_key_values)
         x = self.norm(x)
-        return BaseModelOutputWithPast(x, past_key_values, (*states, x) if wanted else None)
+        return BaseModelOutputWithPast(x, past_key_values, (*states, x) if keep_states else None)
 
 
 class StickBreakingForCausalLM(StickBreakingPreTrainedModel, GenerationMixin):
-    """The decoder with its output layer."""
+    """The decoder with its output layer.
+
+    Args:
+        config: sizes and options.
+
+    Example:
+        >>> model = StickBreakingForCausalLM(StickBreakingConfig(vocab_size=257, hidden_size=256, num_hidden_layers=2))
+        >>> model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4).shape
+        torch.Size([1, 7])
+    """
 
     _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -216,14 +255,16 @@ class StickBreakingForCausalLM(StickBreakingPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
-        """As transformers does; beside it a file by which programs that know no megatron_sb find this class
-        (trust_remote_code=True).
+        """Save the model as transformers does, with a file that imports this class.
+
+        Programs that do not import megatron_sb load the model through that file, with trust_remote_code=True.
 
         Raises:
-            ValueError: push_to_hub, which uploads before that file is there; the method `push_to_hub` does not.
+            ValueError: for push_to_hub=True, which would upload before that file is written. Use the method
+                `push_to_hub` instead.
         """
         if kwargs.get("push_to_hub"):
-            raise ValueError("push_to_hub = True; False is allowed: call model.push_to_hub(REPOSITORY)")
+            raise ValueError("push_to_hub must be False, got True. Call model.push_to_hub(REPOSITORY) instead.")
         self.config.auto_map = {auto: f"{LOADER}.{name}" for auto, name in AUTO_CLASSES.items()}
         super().save_pretrained(save_directory, **kwargs)
         names = ", ".join(AUTO_CLASSES.values())
@@ -240,14 +281,23 @@ class StickBreakingForCausalLM(StickBreakingPreTrainedModel, GenerationMixin):
         num_items_in_batch: int | Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """labels: (b, s), as input_ids, -100 where nothing is to be predicted; the rest as for `StickBreakingModel`.
+        """Compute logits, and the loss of the next tokens if labels are given.
 
-        logits_to_keep: how many of the last tokens get logits (0: all), or which.
+        Args:
+            input_ids: (b, s).
+            labels: (b, s), usually input_ids; -100 excludes a token from the loss.
+            past_key_values: a cache of older keys and values.
+            logits_to_keep: number of last tokens to compute logits for (0: all), or their indices. Default 0.
+            num_items_in_batch: divisor of the summed loss. Default None: the number of labels.
+            kwargs: arguments of `StickBreakingModel.forward`.
+
+        Returns:
+            loss, logits (b, kept tokens, vocab_size), past_key_values and hidden_states.
         """
-        made = self.model(input_ids, past_key_values=past_key_values, **kwargs)
+        outputs = self.model(input_ids, past_key_values=past_key_values, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(made.last_hidden_state[:, kept]) / self.config.logits_scaling
+        logits = self.lm_head(outputs.last_hidden_state[:, kept]) / self.config.logits_scaling
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=num_items_in_batch)
-        return CausalLMOutputWithPast(loss, logits, made.past_key_values, made.hidden_states)
+        return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states)

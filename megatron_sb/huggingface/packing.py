@@ -1,7 +1,7 @@
-"""What a batch of transformers holds: which of its tokens are padding, and which documents the others belong to.
+"""Padding and packed documents in a batch of transformers.
 
-Stick-breaking attention breaks a query's stick over its keys, newest first, so a key that is padding must not be there
-at all: rows of a batch are packed, document after document, and what came out is put back.
+Every key takes a part of a query's stick, so padding keys must be removed before the attention. The tokens of a batch
+are packed, one document after the other, and the outputs are scattered back.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from transformers.masking_utils import causal_mask_function
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the tokens of a batch of q (b, s) and keys (b, s_k) are; the queries of a document are its last tokens.
+    """Places of the tokens of a batch with queries (b, s) and keys (b, s_k).
 
-    queries (t,), keys (t_k,): indices into the flattened (b * s) and (b * s_k). cu_seqlens, cu_seqlens_k: int32
-    (documents + 1,), a document's bounds in them.
+    The queries of a document are its last tokens.
+
+    queries: (t,), indices into the flattened queries (b * s).
+    keys: (t_k,), indices into the flattened keys (b * s_k).
+    cu_seqlens: int32 (documents + 1,), offsets of the documents in `queries`.
+    cu_seqlens_k: the same in `keys`.
     """
 
     queries: Tensor
@@ -29,62 +33,76 @@ class Packing:
 
     @classmethod
     def of(cls, documents: Tensor, num_queries: int) -> Packing:
-        """documents: int (b, s_k), 0 for padding and else the number of a key's document, growing along a row; the last
-        num_queries columns are the queries' own.
+        """Find the places of a batch's tokens.
+
+        Args:
+            documents: int (b, s_k), 0 for padding, else the document number of a key, which increases along a row.
+            num_queries: s. The last s columns belong to the queries.
         """
         row = torch.arange(len(documents), device=documents.device)[:, None]
-        name = row * (documents.max() + 1) + documents
-        here = documents > 0
-        is_query = torch.zeros_like(here)
-        is_query[:, -num_queries:] = here[:, -num_queries:]
-        _, numbers, num_keys = name[here].unique_consecutive(return_inverse=True, return_counts=True)
-        num_own = torch.zeros_like(num_keys).index_add_(0, numbers, is_query[here].to(num_keys.dtype))
-        queries = here[:, -num_queries:].flatten().nonzero().flatten()
-        return cls(queries, here.flatten().nonzero().flatten(), _bounds(num_own), _bounds(num_keys))
+        unique_number = row * (documents.max() + 1) + documents
+        is_token = documents > 0
+        is_query = torch.zeros_like(is_token)
+        is_query[:, -num_queries:] = is_token[:, -num_queries:]
+        _, indices, num_keys = unique_number[is_token].unique_consecutive(return_inverse=True, return_counts=True)
+        num_own = torch.zeros_like(num_keys).index_add_(0, indices, is_query[is_token].to(num_keys.dtype))
+        queries = is_token[:, -num_queries:].flatten().nonzero().flatten()
+        return cls(queries, is_token.flatten().nonzero().flatten(), _offsets(num_own), _offsets(num_keys))
 
 
 def leftpad_of(documents: Tensor) -> Tensor | None:
-    """Where each row's tokens begin, int32 (b,), where they are one document that reaches to the row's end; else None.
+    """Return the number of padding tokens of each row, int32 (b,).
 
-    documents: int (b, s_k), as for `Packing.of`.
+    The result is None unless every row is padding on the left, followed by one document.
+
+    Args:
+        documents: int (b, s_k), as for `Packing.of`.
     """
-    here = documents > 0
-    leftpad = here.shape[1] - here.sum(1)
-    at = torch.arange(here.shape[1], device=here.device)
-    whole = torch.where(at >= leftpad[:, None], documents == documents[:, -1:], ~here)
-    return leftpad.int() if bool((whole & (here == (at >= leftpad[:, None]))).all()) else None
+    is_token = documents > 0
+    leftpad = is_token.shape[1] - is_token.sum(1)
+    after_padding = torch.arange(is_token.shape[1], device=is_token.device) >= leftpad[:, None]
+    is_one_document = torch.where(after_padding, documents == documents[:, -1:], ~is_token)
+    return leftpad.int() if bool((is_one_document & (is_token == after_padding)).all()) else None
 
 
 def document_mask(positions: Tensor | None, bounds: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
-    """The mask of the packed documents that a call names beside its mask, as `attention_mask` makes it; None: of none.
+    """Make the mask of packed documents from position_ids or cu_seq_lens_q, in the format of `attention_mask`.
 
-    positions: int (b or 1, s), as position_ids: a document begins where they do not go on by one. bounds: int
-    (documents + 1,), as cu_seq_lens_q, of one row of s tokens. shape: (b, s).
-    A model hands both to each of its layers: the first one makes the mask, and its tensor keeps it for the others.
+    A model passes these arguments to each of its layers. The first layer makes the mask and stores it as an attribute
+    of the argument, for the other layers.
+
+    Args:
+        positions: int (b or 1, s), position_ids. A document starts where they do not increase by one.
+        bounds: int (documents + 1,), cu_seq_lens_q of a single row of s tokens. Takes precedence over positions.
+        shape: (b, s).
+
+    Returns:
+        The mask, or None if each row is a single document.
     """
     source = positions if bounds is None else bounds
     if source is None or (bounds is None and (positions.dim() != 2 or positions.shape[1] != shape[1])):
         return None
-    version = None if source.is_inference() else source._version  # nothing tells whether those were written to
-    made = getattr(source, "_documents", None)
-    if made is not None and version is not None and made[:2] == (version, shape):
-        return made[2]
+    version = None if source.is_inference() else source._version  # torch does not count writes to inference tensors
+    stored = getattr(source, "_documents", None)
+    if stored is not None and version is not None and stored[:2] == (version, shape):
+        return stored[2]
     mask = _documents_by_position(positions, shape) if bounds is None else _documents_by_bounds(bounds, shape)
     source._documents = version, shape, mask
     return mask
 
 
 def _documents_by_position(positions: Tensor, shape: tuple[int, int]) -> Tensor | None:
-    begins = positions[:, 1:] != positions[:, :-1] + 1
-    if not bool(begins.any()):
+    is_start = positions[:, 1:] != positions[:, :-1] + 1
+    if not bool(is_start.any()):
         return None
-    return _packed((torch.nn.functional.pad(begins.cumsum(1), (1, 0)) + 1).expand(shape))
+    return _packed((torch.nn.functional.pad(is_start.cumsum(1), (1, 0)) + 1).expand(shape))
 
 
 def _documents_by_bounds(bounds: Tensor, shape: tuple[int, int]) -> Tensor | None:
     if shape[0] != 1 or int(bounds[-1]) != shape[1]:
         raise ValueError(
-            f"cu_seq_lens_q ends at {int(bounds[-1])}; it bounds the documents of one row, {shape[1]} here"
+            f"cu_seq_lens_q must be offsets of the documents of a single row with {shape[1]} tokens, got offsets up to "
+            f"{int(bounds[-1])} for {shape[0]} rows."
         )
     if len(bounds) == 2:
         return None
@@ -98,28 +116,38 @@ def _packed(documents: Tensor) -> Tensor:
     return mask
 
 
-def _bounds(lengths: Tensor) -> Tensor:
+def _offsets(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
 
 
 def documents_of(mask_function: Callable, shape: tuple[int, int], device: torch.device) -> Tensor | None:
-    """The number of the document of each token, int32 (b, s), from 1 on, as a mask function of transformers has it.
+    """Find documents from a mask function of transformers.
 
-    mask_function(batch, head, query, key): whether the query sees the key.
-    None where the mask is anything but causal within documents (windows, chunks, prefixes).
+    Args:
+        mask_function: mask_function(batch, head, query, key) is whether the query sees the key.
+        shape: (b, s).
+        device: of the result.
+
+    Returns:
+        The document number of each token from 1 on, int32 (b, s), or None unless the mask is causal within documents.
     """
     batch, length = shape
     if mask_function is causal_mask_function:
         return torch.ones(shape, dtype=torch.int32, device=device)
     rows = torch.arange(batch, device=device)[:, None].expand(shape)
-    at = torch.arange(length, device=device).expand(shape)
+    position = torch.arange(length, device=device).expand(shape)
 
-    def seen(query: Tensor, key: Tensor) -> Tensor:
+    def visible(query: Tensor, key: Tensor) -> Tensor:
         inside = (key >= 0) & (key < length)
         return mask_function(rows, 0, query, key.clamp(0, length - 1)) & inside
 
-    begins = ~seen(at, at - 1)
-    documents = begins.cumsum(1)
-    first = at.where(begins, 0).cummax(1).values  # of each token's document
-    whole = seen(at, at) & seen(at, first) & ~seen(at, first - 1) & ~seen(at, at + 1)
-    return documents.int() if bool(whole.all()) else None
+    is_start = ~visible(position, position - 1)
+    documents = is_start.cumsum(1)
+    first = position.where(is_start, 0).cummax(1).values  # the first token of each token's document
+    is_causal = (
+        visible(position, position)
+        & visible(position, first)
+        & ~visible(position, first - 1)
+        & ~visible(position, position + 1)
+    )
+    return documents.int() if bool(is_causal.all()) else None

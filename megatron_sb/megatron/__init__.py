@@ -1,8 +1,8 @@
-"""Stick-breaking attention for Megatron-Core models (`core_attention`, layer specs, flags)."""
+"""Stick-breaking attention for Megatron-Core models: core attention, layer specs and command-line flags."""
 
 import importlib
 
-# Imported when asked for: the launcher has to choose which Megatron is found before anything imports it.
+# Names are imported on first use: the launcher must set sys.path before anything imports Megatron.
 _MODULES = {
     "CheckedSelfAttention": "spec",
     "StickBreakingCoreAttention": "core_attention",
@@ -10,7 +10,7 @@ _MODULES = {
     "add_arguments": "arguments",
     "install_stand_ins": "stand_ins",
     "options_from_args": "arguments",
-    "shared_plans": "core_attention",
+    "shared_plans": "plans",
     "with_stickbreaking": "spec",
 }
 

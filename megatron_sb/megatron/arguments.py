@@ -1,4 +1,4 @@
-"""Options of stick-breaking attention in a Megatron model, and the command-line flags that set them."""
+"""Options of stick-breaking attention in a Megatron model, and the command-line flags for them."""
 
 from __future__ import annotations
 
@@ -15,25 +15,34 @@ PACKINGS = ("per_document", "whole_stream")
 
 @dataclass(frozen=True)
 class StickBreakingOptions:
-    """What a model may choose about its stick-breaking attention. The same for every layer of one layer spec.
+    """Options of the stick-breaking attention in all layers of a layer spec.
 
-    Attributes:
-        attend_current: a query also attends to its own key (ModuleFormer eq. 4); by default only to older ones.
-        mass_threshold: once less than this is left of a row's stick, older keys are skipped; 0 turns skipping off.
-        remainder_bias: what is left of the stick carries a learnable vector per head into the output (paper eq. 14).
-        head_norm: group norm behind that, one group per head, with a learnable weight and bias.
-        logits: "dot", or "euclidean": minus the squared distance of query and key, at scale 1 (NU-CS-2024-15).
-        forget_gate: a gate of each key and KV head, made from the key's hidden state, multiplies its beta.
-        forget_gate_loss: coefficient of the auxiliary loss mean(-log f), which keeps gates open unless closing them
-            pays.
-        cp_layout: how context parallelism cuts a sequence, "zigzag" (Megatron's) or "contiguous".
-        packing: how it cuts a packed (thd) stream, "per_document" (each document by `cp_layout`) or "whole_stream".
-        layers: 1 for a layer with stick-breaking attention, 0 for one that keeps its softmax, an entry for every layer
-            of the model; None means every layer.
+    Args:
+        attend_current: a query also attends to its own key (ModuleFormer eq. 4). Default False: only to older keys.
+        mass_threshold: older keys are skipped once the mass of a row is below this, in [0, 1). 0 disables skipping.
+            Default 2**-24.
+        remainder_bias: add the mass, times a learnable vector for each head, to the output (paper eq. 14). Default
+            False.
+        head_norm: apply a group norm to that sum, one group for each head, with learnable weight and bias. Default
+            False.
+        logits: "dot", or "euclidean": minus the squared distance of query and key, with scale 1 (NU-CS-2024-15).
+            Default "dot".
+        forget_gate: multiply the beta of each key by a gate, computed from the key's hidden state for each KV head.
+            Default False.
+        forget_gate_loss: coefficient of the auxiliary loss mean(-log f), which penalises closed gates. Default 0.
+        cp_layout: how the data loader shards a sequence over context-parallel ranks: "zigzag", as Megatron does, or
+            "contiguous". Default "zigzag".
+        packing: how it shards a packed (thd) stream: "per_document", each document by `cp_layout`, or "whole_stream".
+            Default "per_document".
+        layers: an entry for every layer of the model: 1 for stick-breaking attention, 0 for the stock softmax
+            attention. Default None: 1 for every layer.
 
     Raises:
-        ValueError: an unknown layout, packing or kind of logits; a forget_gate_loss below 0 or without gates; an entry
-            of `layers` that is neither 0 nor 1.
+        ValueError: if a value is unknown or out of range, or forget_gate_loss is set without forget_gate.
+
+    Example:
+        >>> StickBreakingOptions(head_norm=True, layers=(1, 1, 0)).layers
+        (1, 1, 0)
     """
 
     attend_current: bool = False
@@ -48,60 +57,74 @@ class StickBreakingOptions:
     layers: tuple[int, ...] | None = None
 
     def __post_init__(self):
-        """Refuse unknown names now: without context parallelism nothing else would read them."""
-        for name, allowed in (("cp_layout", CP_LAYOUTS), ("packing", PACKINGS), ("logits", LOGITS)):
+        """Validate now: without context parallelism nothing else reads some of the fields."""
+        for name, choices in (("cp_layout", CP_LAYOUTS), ("packing", PACKINGS), ("logits", LOGITS)):
             value = getattr(self, name)
-            if value not in allowed:
-                raise ValueError(f"{name}={value!r} is unknown; allowed: {', '.join(map(repr, allowed))}")
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
         if self.forget_gate_loss < 0 or (self.forget_gate_loss > 0 and not self.forget_gate):
             raise ValueError(
-                f"forget_gate_loss={self.forget_gate_loss} (--sb-forget-gate-loss) with forget_gate={self.forget_gate} "
-                "(--sb-forget-gate); allowed: 0, or with gates more"
+                "forget_gate_loss (--sb-forget-gate-loss) must be 0, or above 0 with forget_gate=True "
+                f"(--sb-forget-gate), got {self.forget_gate_loss} with forget_gate={self.forget_gate}."
             )
         if self.layers is not None and not {*self.layers} <= {0, 1}:
-            raise ValueError(f"layers={self.layers} (--sb-layers) may hold 0 (softmax) and 1 (stick-breaking) only")
+            raise ValueError(
+                f"layers (--sb-layers) must contain only 0 (softmax) and 1 (stick-breaking), got {self.layers}."
+            )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the stick-breaking flags to `parser` and return it (the shape of Megatron's `extra_args_provider`)."""
+    """Add the stick-breaking flags to a parser.
+
+    Args:
+        parser: any parser. The signature is that of Megatron's `extra_args_provider`.
+
+    Returns:
+        parser.
+
+    Example:
+        >>> args = add_arguments(argparse.ArgumentParser()).parse_args(["--sb-head-norm"])
+        >>> options_from_args(args)["head_norm"]
+        True
+    """
     group = parser.add_argument_group(title="stick-breaking attention")
     group.add_argument(
         "--stick-breaking-attention",
         action="store_true",
-        help="Replace softmax attention by stick-breaking attention in every layer.",
+        help="Replace softmax attention by stick-breaking attention (default: off).",
     )
     group.add_argument(
         "--sb-attend-current",
         action="store_true",
-        help="Let a query attend to its own key too, not only to older ones.",
+        help="Let a query also attend to its own key, not only to older keys (default: off).",
     )
     group.add_argument(
         "--sb-mass-threshold",
         type=float,
-        default=DEFAULT_MASS_THRESHOLD,
+        default=StickBreakingOptions.mass_threshold,
         metavar="X",
-        help="Skip older keys once less than X is left of the stick; 0 skips nothing (default: 2^-24).",
+        help="Skip older keys once the mass is below X, in [0, 1). 0 disables skipping (default: %(default)s, 2**-24).",
     )
     group.add_argument(
         "--sb-remainder-bias",
         action="store_true",
-        help="Add what is left of the stick, times a learnable vector per head, to the attention's output.",
+        help="Add the mass, times a learnable vector for each head, to the attention's output (default: off).",
     )
     group.add_argument(
         "--sb-head-norm",
         action="store_true",
-        help="Normalise each head's output (group norm, one group per head), with a learnable weight and bias.",
+        help="Normalise the output of each head, with learnable weight and bias (default: off).",
     )
     group.add_argument(
         "--sb-logits",
         choices=LOGITS,
         default=StickBreakingOptions.logits,
-        help="Logits are dot products, or minus squared Euclidean distances (default: %(default)s).",
+        help="Logits: dot products, or negative squared Euclidean distances (default: %(default)s).",
     )
     group.add_argument(
         "--sb-forget-gate",
         action="store_true",
-        help="Multiply each key's beta by a gate made from the key's hidden state, one for each KV head.",
+        help="Multiply the beta of each key by a gate computed from its hidden state (default: off).",
     )
     group.add_argument(
         "--sb-forget-gate-loss",
@@ -114,24 +137,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--sb-cp-layout",
         choices=CP_LAYOUTS,
         default=StickBreakingOptions.cp_layout,
-        help="How the data loader cuts a sequence over context-parallel ranks (default: %(default)s).",
+        help="How the data loader shards a sequence over context-parallel ranks (default: %(default)s).",
     )
     group.add_argument(
         "--sb-packing",
         choices=PACKINGS,
         default=StickBreakingOptions.packing,
-        help="Whether it cuts packed sequences document by document or the stream as a whole (default: %(default)s).",
+        help="Whether it shards packed sequences by document or the stream as a whole (default: %(default)s).",
     )
     group.add_argument(
         "--sb-layers",
         type=layer_pattern,
         metavar="PATTERN",
-        help="Which layers are stick-breaking (1) and which keep their softmax (0), as in --moe-layer-freq: "
-        '"([1]*3+[0]*1)*10" (default: all are).',
+        help="Layers with stick-breaking attention (1) and with softmax attention (0), in the syntax of "
+        '--moe-layer-freq: "([1]*3+[0]*1)*10" (default: 1 for every layer).',
     )
     return parser
 
 
 def options_from_args(args: argparse.Namespace) -> dict:
-    """Keywords for `with_stickbreaking` from the parsed flags of `add_arguments`."""
+    """Convert the parsed flags of `add_arguments` to keyword arguments of `with_stickbreaking`.
+
+    Args:
+        args: result of a parser that went through `add_arguments`.
+
+    Returns:
+        A dict with a value for each field of `StickBreakingOptions`.
+
+    Example:
+        >>> spec = with_stickbreaking(get_gpt_layer_local_spec(), **options_from_args(args))
+    """
     return {field.name: getattr(args, f"sb_{field.name}") for field in dataclasses.fields(StickBreakingOptions)}

@@ -1,4 +1,4 @@
-"""The forget gates of a Megatron-Core layer: projection, way to the core attention, auxiliary loss."""
+"""Forget gates of a Megatron-Core layer: their projection, their transport to the core attention, auxiliary loss."""
 
 from __future__ import annotations
 
@@ -10,36 +10,37 @@ from torch.nn.functional import pad
 
 from megatron_sb.nn.gates import OPEN_GATE, add_to_backward, forget_gate_loss, gates_of
 
-GATE_COLUMNS = 8  # of a key beside its channels; the first holds the gate's logit. Rows stay multiples of 16 bytes.
+# Columns appended to the channels of a key. The first holds the logit of the gate; rows stay multiples of 16 bytes.
+GATE_COLUMNS = 8
 
 
 class GateLossScale:
-    """What one token's auxiliary loss counts for in the loss that is differentiated.
+    """The weight of one token's auxiliary loss in the loss that is differentiated.
 
-    None: by Megatron's own conventions, for its training loop. A loop of one's own sets it.
+    None, the default, follows the conventions of Megatron's training loop. Other training loops set it.
     """
 
     per_token: float | None = None
 
 
 def gate_projection(config, linear_qkv: torch.nn.Module, tp_group) -> ColumnParallelLinear:
-    """A projection of hidden states to the gates' logits, one for each KV head, cut over tensor-parallel ranks.
+    """Make the projection of hidden states to one gate logit for each KV head, sharded over tensor-parallel ranks.
 
     Raises:
-        ValueError: fewer KV heads than ranks; a linear_qkv that normalises hidden states itself, which the gates would
-            see as they are before.
+        ValueError: if there are fewer KV heads than ranks, or linear_qkv normalises the hidden states itself: the gates
+            would get them before the norm.
     """
     ranks = 1 if tp_group is None else tp_group.size()
     if config.num_query_groups < ranks:
         raise ValueError(
-            f"forget_gate=True (--sb-forget-gate) with config.num_query_groups={config.num_query_groups} "
-            f"(--num-query-groups) on {ranks} tensor-parallel ranks: gates are cut by KV heads, of which each rank "
-            "needs one"
+            f"config.num_query_groups (--num-query-groups) must be at least {ranks}, the number of tensor-parallel "
+            f"ranks, with forget_gate=True (--sb-forget-gate), got {config.num_query_groups}: gates are sharded by KV "
+            "head."
         )
     if "LayerNorm" in type(linear_qkv).__name__:
         raise ValueError(
-            f"forget_gate=True (--sb-forget-gate) with linear_qkv {type(linear_qkv).__name__}, which has the layer's "
-            "norm inside: gates need the normalised hidden states; use --transformer-impl local"
+            "linear_qkv must not contain the layer's norm with forget_gate=True (--sb-forget-gate), got "
+            f"{type(linear_qkv).__name__}: gates need the normalised hidden states. Use --transformer-impl local."
         )
     projection = ColumnParallelLinear(
         config.hidden_size,
@@ -57,18 +58,20 @@ def gate_projection(config, linear_qkv: torch.nn.Module, tp_group) -> ColumnPara
 
 
 def with_gates(key: Tensor, logits: Tensor) -> Tensor:
-    """key (s, b, g, d) and its gates' logits (s, b, g) as one tensor, (s, b, g, d + GATE_COLUMNS)."""
+    """Append gate logits (s, b, g) to key (s, b, g, d): (s, b, g, d + GATE_COLUMNS)."""
     return torch.cat((key, pad(logits[..., None], (0, GATE_COLUMNS - 1))), dim=-1)
 
 
 def split_gates(key: Tensor) -> tuple[Tensor, Tensor]:
-    """What `with_gates` joined, however the dimensions before the last were moved: the keys, and f in fp32."""
+    """Undo `with_gates`: return the keys, and the gates f in fp32. Dimensions before the last may be in any order."""
     return key[..., :-GATE_COLUMNS], gates_of(key[..., -GATE_COLUMNS])
 
 
 def with_gate_loss(logits: Tensor, coefficient: float, config) -> tuple[Tensor, Tensor]:
-    """logits (s, b, g) with the auxiliary loss of this rank's tokens and KV heads added to the backward; and the mean
-    of -log f, for logging.
+    """Add the auxiliary loss of this rank's tokens and KV heads to the backward of the logits.
+
+    Returns:
+        logits (s, b, g), to use in place of the argument, and the mean of -log f, for logging.
     """
     loss = forget_gate_loss(gates_of(logits))
     if coefficient > 0 and torch.is_grad_enabled():
@@ -79,10 +82,10 @@ def with_gate_loss(logits: Tensor, coefficient: float, config) -> tuple[Tensor, 
 
 
 def _weight(config, num_tokens: int, device: torch.device) -> float | Tensor:
-    """What the mean over a micro-batch's local tokens counts for.
+    """The weight of the mean over a micro-batch's local tokens.
 
     Megatron's loop divides a micro-batch's loss by its tokens and by the number of micro-batches, and averages over
-    data- and context-parallel ranks; or, with --calculate-per-token-loss, it divides the gradient by all tokens.
+    data- and context-parallel ranks. With --calculate-per-token-loss it divides the gradient by all tokens instead.
     """
     if GateLossScale.per_token is not None:
         return num_tokens * GateLossScale.per_token

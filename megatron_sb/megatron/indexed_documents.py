@@ -1,4 +1,4 @@
-"""Documents out of Megatron's IndexedDataset (.bin/.idx pairs)."""
+"""Documents of Megatron's IndexedDataset (.bin/.idx pairs)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,24 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 
 class IndexedDocuments:
-    """The documents of one or more path prefixes, each ending with the end-of-document token (added where the data set
-    has none).
+    """The documents of one or more path prefixes. Each ends with the end-of-document token, which is added if missing.
 
-    lengths: int64 tokens per document, the end-of-document token counted.
+    The attribute `lengths` is int64 (documents,): the tokens of each document, including the end-of-document token.
+
+    Args:
+        path_prefixes: paths without .bin and .idx.
+        end_of_document: id of the token.
+
+    Raises:
+        ValueError: if a prefix does not name a data set.
     """
 
     def __init__(self, path_prefixes: Sequence[str], end_of_document: int) -> None:
         for prefix in path_prefixes:
             if not IndexedDataset.exists(prefix):
                 raise ValueError(
-                    f"data.paths: {prefix!r} is not the prefix of an IndexedDataset ({prefix}.bin and {prefix}.idx)"
+                    f"data.paths must be prefixes of an IndexedDataset, got {prefix!r}: "
+                    f"{prefix}.bin or {prefix}.idx is missing."
                 )
         self._end_of_document = end_of_document
         self._datasets = [IndexedDataset(prefix) for prefix in path_prefixes]
@@ -31,7 +38,7 @@ class IndexedDocuments:
         self.lengths = np.array([self._length(*place) for place in self._places], dtype=np.int64)
 
     def read(self, index: int, start: int, stop: int) -> np.ndarray:
-        """Tokens start to stop of one document, int64."""
+        """Return the tokens from start to stop of one document, int64 (stop - start,)."""
         dataset, first, last = self._places[index]
         pieces, offset = [], 0
         for sequence in range(first, last):

@@ -1,20 +1,19 @@
-"""Runs a Megatron training script as it is, with stick-breaking attention: one flag more on its command line.
+"""Run an unmodified Megatron training script with stick-breaking attention.
 
     torchrun ... -m megatron_sb.megatron.launch pretrain_gpt.py <Megatron's flags> --stick-breaking-attention [--sb-...]
 
-Without `--stick-breaking-attention` the script runs as `python pretrain_gpt.py ...` would run it, and nothing of
-Megatron is touched. With it, before the script starts:
+Without `--stick-breaking-attention` the script runs as under `python pretrain_gpt.py ...`, and Megatron is unchanged.
+With the flag, the launcher does the following before the script starts:
 
-- The `--sb-*` flags (see arguments.py) join Megatron's parser: `add_megatron_arguments`, which every script's parser
-  goes through.
-- What the command line asks for and stick-breaking attention cannot honour is refused.
-- `TransformerLayer` puts stick-breaking attention into the submodules it is given. This is the one place that every
-  attention layer comes by, whoever made its spec: dense or mixture of experts, local or Transformer Engine, stages of a
-  virtual pipeline, multi-token prediction, hybrid models. What has no attention there is left alone.
-- `stand_ins.install_stand_ins`, for what plain Megatron-Core lacks.
+- It adds the `--sb-*` flags (see arguments.py) to Megatron's parser, in `add_megatron_arguments`.
+- It rejects Megatron's flags that stick-breaking attention does not support.
+- It patches `TransformerLayer` to put stick-breaking attention into the submodules that it gets. Every attention layer
+  passes through there: dense or mixture of experts, local or Transformer Engine, stages of a virtual pipeline,
+  multi-token prediction and hybrid models. Layers without attention do not change.
+- It calls `stand_ins.install_stand_ins`, for modules that plain Megatron-Core lacks.
 
-Only modules that do without Megatron-Core are imported at the top: the script's own folder comes first in `sys.path`,
-as under `python`, and decides which Megatron is meant.
+The top of this file imports nothing that imports Megatron-Core. The script's folder must come first in `sys.path`, as
+under `python`, because it decides which Megatron is imported.
 """
 
 from __future__ import annotations
@@ -27,23 +26,30 @@ import sys
 from pathlib import Path
 
 from megatron_sb.megatron.arguments import StickBreakingOptions, add_arguments, options_from_args
+from megatron_sb.megatron.settings import (
+    CONFIG_REQUIREMENTS,
+    SCRIPT_REQUIREMENTS,
+    check_layers,
+    check_position_embedding,
+    check_settings,
+)
 
 FLAG = "--stick-breaking-attention"
 USAGE = f"usage: python -m megatron_sb.megatron.launch SCRIPT.py [flags of the script] [{FLAG} [--sb-...]]"
-# As in core_attention.py: flags that make a script go round its own command line or Megatron-Core.
-LAUNCHER_REFUSALS = (
-    ("yaml_cfg", "--yaml-cfg", None, f"the file takes the place of the command line and of {FLAG} with it"),
-    ("use_legacy_models", "--use-legacy-models", False, "legacy models have an attention of their own"),
+# As in settings.py: flags with which a script bypasses its command line or Megatron-Core.
+LAUNCHER_REQUIREMENTS = (
+    ("yaml_cfg", "--yaml-cfg", None, f"the file replaces the command line, including {FLAG}"),
+    ("use_legacy_models", "--use-legacy-models", False, "legacy models have their own attention"),
 )
 
 
 def main() -> None:
-    """Run the script that the command line names."""
+    """Run the script named on the command line."""
     script, *flags = sys.argv[1:] or [""]
     if not script.endswith(".py") or not Path(script).is_file():
-        raise SystemExit(f"{USAGE}\nSCRIPT.py={script!r} is not a Python file")
+        raise SystemExit(f"{USAGE}\nSCRIPT.py must be an existing Python file, got {script!r}.")
     sys.argv = [script, *flags]
-    if not getattr(sys.flags, "safe_path", False):  # with -P python puts no folder there
+    if not getattr(sys.flags, "safe_path", False):  # with -P, python does not put the script's folder there
         sys.path[0] = str(Path(script).resolve().parent)
     if FLAG in flags:
         _prepare(flags)
@@ -55,51 +61,43 @@ def _prepare(flags: list[str]) -> None:
 
     stock = arguments.add_megatron_arguments
     arguments.add_megatron_arguments = lambda parser: add_arguments(stock(parser))
-    # The script's own flags are unknown here, as are the values it will set later.
+    # The script's own flags, and values that it sets later, are unknown here.
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     args, _ = parser.parse_known_args(flags)
     options = StickBreakingOptions(**options_from_args(args))
-    refuse_arguments(args, options)
+    check_arguments(args, options)
     replace_core_attention(options)
     if os.environ.get("RANK", "0") == "0":
         print(f"stick-breaking attention: {options}", flush=True)
 
 
-def refuse_arguments(args: argparse.Namespace, options: StickBreakingOptions) -> None:
-    """Raise a ValueError for the first of Megatron's flags that stick-breaking attention cannot honour.
+def check_arguments(args: argparse.Namespace, options: StickBreakingOptions) -> None:
+    """Raise ValueError for the first of Megatron's flags that stick-breaking attention does not support.
 
-    Every layer checks its own config again: a checkpoint (`--use-checkpoint-args`) or the script may change a value.
+    Every layer checks its own config again, because a checkpoint (`--use-checkpoint-args`) or the script may change it.
     """
-    from megatron_sb.megatron.core_attention import (
-        CONFIG_REFUSALS,
-        SCRIPT_REFUSALS,
-        refuse_position_embedding,
-        refuse_settings,
-    )
-    from megatron_sb.megatron.spec import refuse_layers
-
-    refuse_settings(args, "args", (*LAUNCHER_REFUSALS, *CONFIG_REFUSALS, *SCRIPT_REFUSALS))
-    refuse_position_embedding(args, "args", no_rope=bool(args.no_rope_freq))
+    check_settings(args, "args", (*LAUNCHER_REQUIREMENTS, *CONFIG_REQUIREMENTS, *SCRIPT_REQUIREMENTS))
+    check_position_embedding(args, "args", rope_disabled=bool(args.no_rope_freq))
     if args.attention_backend.name == "local":
         raise ValueError(
-            "stick-breaking attention cannot run with args.attention_backend='local' (--attention-backend): that is "
-            "Megatron's own softmax attention; it must be 'auto'"
+            "args.attention_backend (--attention-backend) must be 'auto' with stick-breaking attention, got 'local', "
+            "which is Megatron's softmax attention."
         )
     if args.num_layers is not None:
-        refuse_layers(options.layers, args, "args")
-    cut_as_whole = getattr(args, "dataloader_inter_document_masking", False) and not args.sft
-    if cut_as_whole and args.context_parallel_size > 1 and options.packing != "whole_stream":
+        check_layers(options.layers, args, "args")
+    shards_whole_stream = getattr(args, "dataloader_inter_document_masking", False) and not args.sft
+    if shards_whole_stream and args.context_parallel_size > 1 and options.packing != "whole_stream":
         raise ValueError(
-            "args.dataloader_inter_document_masking=True (--dataloader-inter-document-masking) with "
-            f"--context-parallel-size {args.context_parallel_size} cuts packed sequences as a whole; --sb-packing must "
-            f"be 'whole_stream', not {options.packing!r}"
+            "--sb-packing must be 'whole_stream' with args.dataloader_inter_document_masking=True "
+            f"(--dataloader-inter-document-masking) and --context-parallel-size {args.context_parallel_size}, got "
+            f"{options.packing!r}: the data loader shards packed sequences as a whole."
         )
 
 
 def replace_core_attention(options: StickBreakingOptions) -> None:
-    """Let every `TransformerLayer` of this process have stick-breaking attention, and install the stand-ins.
+    """Patch `TransformerLayer` in this process to use stick-breaking attention, and install the stand-ins.
 
-    Layers raise a ValueError for cross-attention and for a self-attention that is not Megatron's `SelfAttention`.
+    Layers then raise ValueError for cross-attention and for a self-attention that is not Megatron's `SelfAttention`.
     """
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -114,8 +112,8 @@ def replace_core_attention(options: StickBreakingOptions) -> None:
     def init(self, config, submodules, *args, **kwargs):
         if submodules.cross_attention is not IdentityOp:
             raise ValueError(
-                f"cross_attention of a layer is {submodules.cross_attention!r}: {FLAG} has self-attention only, and it "
-                "would stay softmax; it must be IdentityOp"
+                f"cross_attention of a layer must be IdentityOp with {FLAG}, got {submodules.cross_attention!r}, which "
+                "would remain softmax attention."
             )
         if submodules.self_attention is not IdentityOp:
             submodules = with_core_attention(submodules, options)

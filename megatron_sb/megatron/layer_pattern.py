@@ -1,4 +1,4 @@
-"""The language of `--sb-layers`: that of Megatron's `--moe-layer-freq` and `--no-rope-freq`."""
+"""The syntax of `--sb-layers`, which is that of Megatron's `--moe-layer-freq` and `--no-rope-freq`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import ast
 
 
 def layer_pattern(text: str) -> tuple[int, ...]:
-    """The entries of a list written with numbers, `+` and `*`: "([1]*2+[0])*2" gives (1, 1, 0, 1, 1, 0).
+    """Evaluate a list that is written with integers, `+` and `*`.
 
-    Raises argparse.ArgumentTypeError for anything else.
+    Raises:
+        argparse.ArgumentTypeError: if `text` is anything else.
+
+    Example:
+        >>> layer_pattern("([1]*2+[0])*2")
+        (1, 1, 0, 1, 1, 0)
     """
     try:
         entries = _evaluate(ast.parse(text.strip(), mode="eval").body)
@@ -17,7 +22,7 @@ def layer_pattern(text: str) -> tuple[int, ...]:
             return tuple(entries)
     except (SyntaxError, TypeError, ValueError):
         pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers such as ([1]*3+[0]*1)*10")
+    raise argparse.ArgumentTypeError(f"must be a list of layers such as ([1]*3+[0]*1)*10, got {text!r}.")
 
 
 def _evaluate(node: ast.AST) -> int | list:
@@ -30,4 +35,4 @@ def _evaluate(node: ast.AST) -> int | list:
             return _evaluate(left) + _evaluate(right)
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
             return _evaluate(left) * _evaluate(right)
-    raise ValueError(f"{type(node).__name__} has no place in a list of layers")
+    raise ValueError(f"A list of layers cannot contain {type(node).__name__}.")

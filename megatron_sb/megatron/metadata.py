@@ -1,4 +1,4 @@
-"""The `.metadata` of a distributed checkpoint: a pickle, read without running anything else that it may name."""
+"""Read the `.metadata` of a distributed checkpoint: a pickle, from which only known classes are created."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _CLASSES = (
     metadata._MEM_FORMAT_ENCODING,
     filesystem._StorageInfo,
     filesystem._StoragePrefix,
-    planner.BytesIOWriteData,  # these and below: of the ranks' plans, which Megatron-Core keeps beside it
+    planner.BytesIOWriteData,  # this and the following: plans of the ranks, which Megatron-Core stores too
     planner.SavePlan,
     planner.TensorWriteData,
     planner.WriteItem,
     planner.WriteItemType,
 )
-_MEGATRONS = "megatron.core.dist_checkpointing.strategies.torch"  # up to 0.15 it had classes of its own
+_MEGATRON_MODULE = "megatron.core.dist_checkpointing.strategies.torch"  # releases up to 0.15 have their own classes
 _ALLOWED = {(found.__module__, found.__qualname__): found for found in _CLASSES} | {
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    (_MEGATRONS, "MCoreMetadata"): metadata.Metadata,
-    (_MEGATRONS, "MCoreSavePlan"): planner.SavePlan,
-    # Where it was saved; a path of another system's cannot be made here. Python 3.13 names the module otherwise.
+    (_MEGATRON_MODULE, "MCoreMetadata"): metadata.Metadata,
+    (_MEGATRON_MODULE, "MCoreSavePlan"): planner.SavePlan,
+    # The path of the checkpoint. Paths of another system cannot be created. Python 3.13 renamed the module.
     **{(module, "PosixPath"): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local")},
     **{(module, "WindowsPath"): pathlib.PureWindowsPath for module in ("pathlib", "pathlib._local")},
 }
@@ -42,15 +42,19 @@ _BROKEN = (pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexE
 
 
 class Reader(dcp.FileSystemReader):
-    """Torch's reader of a checkpoint's folder, whose own `read_metadata` calls whatever the pickle says."""
+    """torch's reader of a checkpoint folder, with a safe `read_metadata`: torch's own calls what the pickle names."""
 
     def read_metadata(self) -> Metadata:
-        """As the module's."""
+        """Read the metadata with the function of this module."""
         return read_metadata(Path(self.path))
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What a checkpoint has. Raises ValueError where its file is damaged or names what no checkpoint needs."""
+    """Read the metadata of a checkpoint folder.
+
+    Raises:
+        ValueError: if the file is damaged, or names a class that is not part of a checkpoint's metadata.
+    """
     path = folder / ".metadata"
     with path.open("rb") as file:
         try:
@@ -58,17 +62,17 @@ def read_metadata(folder: Path) -> Metadata:
         except _BROKEN as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, Metadata):
-        raise ValueError(f"{path} holds a {type(found).__name__}; the Metadata of a distributed checkpoint is allowed")
+        raise ValueError(f"{path} must hold the Metadata of a distributed checkpoint, got {type(found).__name__}.")
     return found
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes what a checkpoint's metadata consists of, and nothing else."""
+    """Create only objects that a checkpoint's metadata consists of."""
 
     def find_class(self, module: str, name: str) -> object:
-        """A class or function that a pickle names. Raises ValueError where it is none of metadata's."""
+        """Return a class or function that the pickle names, or raise ValueError if metadata does not contain it."""
         dtype = vars(torch).get(name) if module == "torch" else None
         found = dtype if isinstance(dtype, torch.dtype) else _ALLOWED.get((module, name))
         if found is None:
-            raise ValueError(f"it names {module}.{name}; the classes of a checkpoint's metadata are allowed")
+            raise ValueError(f"{module}.{name} is not a class of a checkpoint's metadata.")
         return found

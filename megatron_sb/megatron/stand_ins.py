@@ -1,11 +1,11 @@
-"""Plain torch for what Megatron-Core has only with Transformer Engine or Apex, for layer specs of the "local" kind.
+"""Plain torch replacements for modules that Megatron-Core has only with Transformer Engine or Apex.
 
-`install_stand_ins` puts them where Megatron-Core looks; the launcher calls it, scripts of one's own may. It changes
-three places, for the whole process, and nothing in a model built with Transformer Engine:
+`install_stand_ins` installs them for layer specs of the "local" kind. The launcher calls it; your own script may too.
+It changes three places, for the whole process. Models built with Transformer Engine do not change.
 
-- `WrappedTorchNorm` makes a `TorchNorm`, which allows sequence parallelism (`--sequence-parallel`).
+- `WrappedTorchNorm` makes a `TorchNorm`, which supports sequence parallelism (`--sequence-parallel`).
 - Local layer specs with `--moe-grouped-gemm` get `GroupedExperts`.
-- `moe_utils.te_general_gemm` is None where it has no value (Megatron-Core 0.16): routers multiply by torch.
+- `moe_utils.te_general_gemm` is None if it is undefined (Megatron-Core 0.16), so that routers use torch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch.nn.functional import grouped_mm
 
 from megatron_sb.megatron import versions
 
-# Rows of a grouped product begin at multiples of 16 bytes: 8 numbers of 16 bits.
+# Rows of a grouped product start at multiples of 16 bytes: 8 numbers of 16 bits.
 GROUPED_MULTIPLE = 8
-# (field of TransformerConfig, flag, the value GroupedExperts needs). A core without the field has that value.
-GROUPED_REFUSALS = (
+# (field of TransformerConfig, flag, required value). A release without the field has the required value.
+GROUPED_REQUIREMENTS = (
     ("add_bias_linear", "--disable-bias-linear", False),
     ("fp8", "--fp8-format", None),
     ("fp4", "--fp4-format", None),
@@ -36,7 +36,11 @@ GROUPED_REFUSALS = (
 
 @functools.cache
 def install_stand_ins() -> None:
-    """See the module; a second call does nothing."""
+    """Install the replacements listed above. Further calls have no effect.
+
+    Example:
+        >>> install_stand_ins()  # before the model is built
+    """
     versions.define_te_general_gemm()
     WrappedTorchNorm.__new__ = TorchNorm.__new__
     stock = LocalSpecProvider.grouped_mlp_modules
@@ -49,28 +53,29 @@ def install_stand_ins() -> None:
 
 
 class TorchNorm:
-    """torch's LayerNorm or RMSNorm, by `config.normalization`, with weights that the trainer knows how to reduce.
+    """Make torch's LayerNorm or RMSNorm, by `config.normalization`, for use with sequence parallelism.
 
-    Under sequence parallelism every tensor-parallel rank normalises its part of a sequence, and Megatron sums the
-    gradients of parameters that carry `sequence_parallel` over those ranks. Whether a kernel is persistent
-    (`config.persist_layer_norm`) makes no difference here.
+    Under sequence parallelism every tensor-parallel rank normalises its shard of a sequence. Megatron sums the
+    gradients of parameters with the attribute `sequence_parallel` over those ranks. `config.persist_layer_norm` has no
+    effect.
 
-    Raises ValueError for another normalization, for zero-centred weights and for `memory_efficient_layer_norm`.
+    Raises:
+        ValueError: for another normalization, zero-centred weights or `memory_efficient_layer_norm`.
     """
 
     def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **unused) -> torch.nn.Module:
         kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
         if config.normalization not in kinds:
             raise ValueError(
-                f"config.normalization={config.normalization!r} (--normalization) needs Transformer Engine; without it "
-                f"allowed: {', '.join(map(repr, kinds))}"
+                f"config.normalization (--normalization) must be one of {', '.join(map(repr, kinds))} without "
+                f"Transformer Engine, got {config.normalization!r}."
             )
         for name, flag in (
             ("layernorm_zero_centered_gamma", "--apply-layernorm-1p"),
             ("memory_efficient_layer_norm", "--memory-efficient-layer-norm"),
         ):
             if getattr(config, name):
-                raise ValueError(f"config.{name}=True ({flag}) needs Transformer Engine or Apex; it must be False")
+                raise ValueError(f"config.{name} ({flag}) must be False without Transformer Engine or Apex, got True.")
         norm = kinds[config.normalization](hidden_size, eps=eps)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
@@ -78,37 +83,38 @@ class TorchNorm:
 
 
 class GroupedExperts(SequentialMLP):
-    """Megatron's `SequentialMLP` with all local experts in two grouped products (torch's `grouped_mm`).
+    """Megatron's `SequentialMLP`, computed as two grouped products over all local experts (torch's `grouped_mm`).
 
-    Parameters, checkpoints and their resharding are those of `SequentialMLP`. `grouped_mm` has a kernel for bf16 from
-    sm_90 on and multiplies expert by expert elsewhere. The experts' weights are separate tensors and are copied into
-    one, in the forward and in the backward, and not kept between the two.
+    Parameters, checkpoints and resharding are those of `SequentialMLP`. `grouped_mm` has a bf16 kernel for sm_90 and
+    later; elsewhere it multiplies expert by expert. The experts' weights are separate tensors. The forward and the
+    backward each copy them into one tensor, which is not kept in between.
 
-    Raises ValueError for sizes that are no multiple of 8 and for a setting that it cannot honour, by name.
+    Raises:
+        ValueError: for sizes that are not multiples of 8, and for settings that are not supported.
     """
 
     def __init__(self, num_local_experts, config, submodules, **kwargs):
-        _refuse_grouped(config)
+        _check_config(config)
         super().__init__(num_local_experts, config, submodules, **kwargs)
         hidden, intermediate = self.local_experts[0].linear_fc2.weight.shape
         if hidden % GROUPED_MULTIPLE or intermediate % GROUPED_MULTIPLE:
             raise ValueError(
-                f"--moe-grouped-gemm with hidden_size={hidden} and {intermediate} of moe_ffn_hidden_size on a rank: "
-                f"both must be multiples of {GROUPED_MULTIPLE}"
+                "hidden_size and moe_ffn_hidden_size on a rank must be multiples of "
+                f"{GROUPED_MULTIPLE} with --moe-grouped-gemm, got {hidden} and {intermediate}."
             )
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Every row through its expert, times its probability.
+        """Apply its expert to every row and multiply by the row's probability.
 
         Args:
-            permuted_local_hidden_states: (t, hidden), the rows of expert 0 first, then those of expert 1, and so on.
+            permuted_local_hidden_states: (t, hidden), the rows of expert 0, then those of expert 1, and so on.
             tokens_per_expert: (num_local_experts,) integers that add up to t, on any device.
             permuted_probs: (t,).
 
         Returns:
-            (t, hidden) and no bias.
+            (t, hidden), and None for the bias.
         """
         rows = permuted_local_hidden_states
         ends = tokens_per_expert.to(rows.device).cumsum(0, dtype=torch.int32)
@@ -123,7 +129,7 @@ class GroupedExperts(SequentialMLP):
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """x: (t, k), the rows of each weight (n, k) up to its entry of `ends` -> (t, n)."""
+    """Multiply rows of x (t, k) by their weight (n, k): (t, n). Weight i has the rows up to ends[i]."""
 
     @staticmethod
     def forward(ctx, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
@@ -138,16 +144,16 @@ class _GroupedLinear(torch.autograd.Function):
         return grad_x, None, *grouped_mm(grad.t(), x, offs=ends).unbind()
 
 
-def _refuse_grouped(config) -> None:
-    for name, flag, required in GROUPED_REFUSALS:
+def _check_config(config) -> None:
+    for name, flag, required in GROUPED_REQUIREMENTS:
         value = getattr(config, name, required)
         if value != required:
             raise ValueError(
-                f"--moe-grouped-gemm without Transformer Engine cannot run with config.{name}={value!r} ({flag}); "
-                f"it must be {required!r}"
+                f"config.{name} ({flag}) must be {required!r} with --moe-grouped-gemm without Transformer Engine, got "
+                f"{value!r}."
             )
     if config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules:
         raise ValueError(
-            f"--moe-grouped-gemm without Transformer Engine cannot run with config.recompute_modules="
-            f"{config.recompute_modules!r} (--recompute-modules): moe_act is not allowed"
+            "config.recompute_modules (--recompute-modules) must not contain moe_act with --moe-grouped-gemm without "
+            f"Transformer Engine, got {config.recompute_modules!r}."
         )

@@ -1,6 +1,4 @@
-"""How a model's stick-breaking attention uses its sticks: what is left of them, how much work that saves, and what it
-attends with.
-"""
+"""Observe the stick-breaking layers of a model: the mass they leave, the tiles they skip, and their inputs."""
 
 from __future__ import annotations
 
@@ -11,17 +9,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_sb.megatron.core_attention import StickBreakingCoreAttention, document_bounds, is_packed
+from megatron_sb.megatron.core_attention import StickBreakingCoreAttention
+from megatron_sb.megatron.packed import document_bounds, is_packed
 
-TILE = 64  # the grid on which kernels begin to skip (csrc/core/params.h)
+TILE = 64  # the granularity at which kernels skip (csrc/core/params.h)
 
 
 @dataclass(frozen=True)
 class AttentionCounts:
-    """Sums over rows, heads and layers; sums over ranks add up.
+    """Sums over rows, heads and layers. Counts of several ranks can be added.
 
-    remainder: of the mass that is left, and rows: how many rows gave it. skipped, tiles: 64 x 64 tiles on or below the
-    diagonal that the backward leaves out, of all; 0 of 0 under context parallelism, where a rank does not see them.
+    remainder: sum of the mass over the counted rows.
+    rows: number of counted rows.
+    skipped: number of 64 x 64 tiles on or below the diagonal that the backward skips.
+    tiles: number of all such tiles. Under context parallelism skipped and tiles are 0, because no rank sees them.
     """
 
     remainder: Tensor
@@ -31,21 +32,21 @@ class AttentionCounts:
 
     @staticmethod
     def zeros(device: torch.device) -> AttentionCounts:
-        """No rows."""
+        """Return counts of no rows."""
         return AttentionCounts(*torch.zeros(4, dtype=torch.float64, device=device))
 
     def __add__(self, other: AttentionCounts) -> AttentionCounts:
-        """Of both."""
+        """Add two counts."""
         return AttentionCounts(*(self.stack() + other.stack()))
 
     def stack(self) -> Tensor:
-        """The four sums, (4,) float64."""
+        """Return the four sums, (4,) float64."""
         return torch.stack((self.remainder, self.rows, self.skipped, self.tiles))
 
 
 @contextlib.contextmanager
 def watched(model: torch.nn.Module, look: Callable[..., None]) -> Iterator[None]:
-    """Before every call of a stick-breaking layer inside: look(core, query, key, value, packed_seq_params)."""
+    """Call look(core, query, key, value, packed_seq_params) before every stick-breaking layer runs in the block."""
 
     def before(core: StickBreakingCoreAttention, args: tuple, kwargs: dict) -> None:
         look(core, *args[:3], kwargs.get("packed_seq_params"))
@@ -61,9 +62,9 @@ def watched(model: torch.nn.Module, look: Callable[..., None]) -> Iterator[None]
 
 @contextlib.contextmanager
 def observed(model: torch.nn.Module, device: torch.device) -> Iterator[list[AttentionCounts]]:
-    """Count in every forward inside; yields a list that ends as one AttentionCounts.
+    """Count in every forward in the block. Yields a list whose only entry is the AttentionCounts so far.
 
-    Each layer's attention runs a second time for it, without gradients; all ranks of a context-parallel group must
+    Each layer's attention runs a second time for this, without gradients. All ranks of a context-parallel group must
     observe together.
     """
     counts = [AttentionCounts.zeros(device)]
@@ -77,8 +78,11 @@ def observed(model: torch.nn.Module, device: torch.device) -> Iterator[list[Atte
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What a layer attended with, on the CPU. query: (t, h, d), key: (t, g, d), packed; scale, attend_current: as in
-    `functional.stickbreaking_attention`.
+    """Inputs of a layer's attention, on the CPU.
+
+    query: packed (t, h, d).
+    key: packed (t, g, d).
+    scale, attend_current: as in `megatron_sb.stickbreaking_attention`.
     """
 
     query: Tensor
@@ -89,9 +93,10 @@ class AttentionInputs:
 
 @contextlib.contextmanager
 def captured(model: torch.nn.Module) -> Iterator[list[AttentionInputs]]:
-    """Keep what every stick-breaking layer attends with in a forward of packed sequences; yields the list that grows.
+    """Collect the inputs of every stick-breaking layer in forwards of packed sequences. Yields the growing list.
 
-    Raises ValueError for a model without such layers.
+    Raises:
+        ValueError: if the model has no stick-breaking layer.
     """
     found: list[AttentionInputs] = []
 
@@ -100,7 +105,7 @@ def captured(model: torch.nn.Module) -> Iterator[list[AttentionInputs]]:
         found.append(AttentionInputs(query, key, core.scale, core.options.attend_current))
 
     if not any(isinstance(module, StickBreakingCoreAttention) for module in model.modules()):
-        raise ValueError("the model has no stick-breaking layer to look into")
+        raise ValueError("model must have a stick-breaking layer, got none.")
     with watched(model, keep):
         yield found
 
@@ -109,30 +114,33 @@ def captured(model: torch.nn.Module) -> Iterator[list[AttentionInputs]]:
 def count(
     core: StickBreakingCoreAttention, query: Tensor, key: Tensor, value: Tensor, packed_seq_params
 ) -> AttentionCounts:
-    """What one call of a layer's core attention gives; arguments as in its forward."""
-    none = torch.zeros((), dtype=torch.float64, device=query.device)
+    """Count in one call of a layer's core attention. Arguments are those of its forward."""
+    zero = torch.zeros((), dtype=torch.float64, device=query.device)
     if core.cp_group_of(packed_seq_params) is not None:
         _, mass = core.attend(query, key, value, packed_seq_params, return_mass=True)
-        return AttentionCounts(mass.sum(dtype=torch.float64), none + mass.numel(), none, none)
-    mass, edge, bounds = _sticks(core, query, key, value, packed_seq_params)
+        return AttentionCounts(mass.sum(dtype=torch.float64), zero + mass.numel(), zero, zero)
+    mass, edge, bounds = _mass_and_edges(core, query, key, value, packed_seq_params)
     skipped, tiles = skipped_tiles(edge, bounds, core.options.attend_current)
-    return AttentionCounts(mass.sum(dtype=torch.float64), none + mass.numel(), skipped, tiles)
+    return AttentionCounts(mass.sum(dtype=torch.float64), zero + mass.numel(), skipped, tiles)
 
 
 @torch.no_grad()
 def skipped_share(
     core: StickBreakingCoreAttention, query: Tensor, key: Tensor, value: Tensor, packed_seq_params
 ) -> Tensor:
-    """The share of tiles that each head skips in one call of a layer's core attention, without context parallelism:
-    (h,) float64; arguments as in its forward.
+    """Return the share of tiles that each head skips in one call of a layer's core attention, (h,) float64.
+
+    Arguments are those of its forward. Context parallelism is not supported.
     """
-    _, edge, bounds = _sticks(core, query, key, value, packed_seq_params)
+    _, edge, bounds = _mass_and_edges(core, query, key, value, packed_seq_params)
     skipped, tiles = _skipped_by_head(edge, bounds, core.options.attend_current)
     return skipped.mean(0) / tiles
 
 
-def _sticks(core, query: Tensor, key: Tensor, value: Tensor, packed_seq_params) -> tuple[Tensor, Tensor, Tensor]:
-    """The mass that is left and the restarts' edges, (b, h, rows), and the documents' offsets."""
+def _mass_and_edges(
+    core, query: Tensor, key: Tensor, value: Tensor, packed_seq_params
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the mass and the edges of the restart records, (b, h, rows) each, and the documents' offsets."""
     key, variant = core.variant_of(key)
     if is_packed(packed_seq_params):
         bounds, _ = document_bounds(packed_seq_params)
@@ -150,16 +158,21 @@ def _sticks(core, query: Tensor, key: Tensor, value: Tensor, packed_seq_params) 
 
 
 def skipped_tiles(edge: Tensor, bounds: Tensor, attend_current: bool) -> tuple[Tensor, Tensor]:
-    """How many tiles the backward skips and how many there are, float64 scalars.
+    """Count the tiles that the backward skips, and all tiles.
 
-    edge: (b, h, rows), the restarts' edges. bounds: (n + 1,), the documents' offsets; rows beyond the last count not.
+    Args:
+        edge: (b, h, rows), edges of the restart records.
+        bounds: (documents + 1,), offsets of the documents. Rows after the last document are ignored.
+
+    Returns:
+        Two float64 scalars.
     """
     skipped, tiles = _skipped_by_head(edge, bounds, attend_current)
     return skipped.sum(), tiles * edge[..., 0].numel()
 
 
 def _skipped_by_head(edge: Tensor, bounds: Tensor, attend_current: bool) -> tuple[Tensor, Tensor]:
-    """(b, h) float64, and how many tiles each head has."""
+    """Return the skipped tiles of each head, (b, h) float64, and the number of tiles of a head."""
     rows = edge.shape[-1]
     row = torch.arange(rows, device=edge.device)
     document = torch.bucketize(row, bounds[1:], right=True)
@@ -167,12 +180,14 @@ def _skipped_by_head(edge: Tensor, bounds: Tensor, attend_current: bool) -> tupl
     document = document.clamp(max=bounds.numel() - 2)
     position = row - bounds[document]
     first_tile = torch.nn.functional.pad(-(-bounds.diff() // TILE), (1, 0)).cumsum(0)
-    tile = torch.where(inside, first_tile[document] + position // TILE, rows)  # rows: where what counts not goes
+    tile = torch.where(
+        inside, first_tile[document] + position // TILE, rows
+    )  # rows outside all documents go to an extra tile
     by_tile = edge.new_full((*edge.shape[:-1], rows + 1), rows)
     by_tile.scatter_reduce_(-1, tile.expand_as(edge), edge, "amin")
     visible = position.new_zeros(rows + 1)
     visible.scatter_reduce_(0, tile, position + int(attend_current), "amax")
     tiles = -(-visible[:rows] // TILE)
-    older = (-(-by_tile[..., :rows] // TILE) - 1).clamp(min=0)  # than the tile in which the backward starts
+    older = (-(-by_tile[..., :rows] // TILE) - 1).clamp(min=0)  # tiles older than the one in which the backward starts
     skipped = torch.minimum(older, tiles)
     return skipped.sum(-1, dtype=torch.float64), tiles.sum(dtype=torch.float64)

@@ -1,14 +1,14 @@
-"""What differs between the Megatron-Core releases this package is tested with: 0.16.1 (Python 3.11), 0.19.2 (3.12).
+"""Differences between the Megatron-Core releases that this package is tested with: 0.16.1 and 0.19.2.
 
 | | 0.16 | 0.17 and later |
 | --- | --- | --- |
 | a layer spec's mixture of experts, and its experts | a ModuleSpec each | a `functools.partial` of the module each |
 | experts of a spec provider | `(module, submodules)` | that `functools.partial` |
-| `moe_utils.te_general_gemm` without Transformer Engine | a NameError where the router asks for it | None |
-| `megatron.training` | in a Megatron-LM checkout | in the wheel, too |
+| `moe_utils.te_general_gemm` without Transformer Engine | undefined, and the router raises NameError | None |
+| `megatron.training` | in a Megatron-LM checkout | also in the wheel |
 
-From 0.19 on a router multiplies its auxiliary losses by all tokens of a micro-batch; before, by its own rank's.
-`core_attention` is built and called alike in both, and `CheckedSelfAttention` passes on what either adds.
+From 0.19 on, a router multiplies its auxiliary losses by all tokens of a micro-batch; before, by those of its rank.
+Both build and call `core_attention` in the same way, and `CheckedSelfAttention` passes on what either adds.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ ROUTER_COUNTS_ALL_RANKS = tuple(map(int, megatron.core.__version__.split(".")[:2
 
 
 def with_experts_module(experts, module: type):
-    """What `grouped_mlp_modules` of a spec provider returned, with another module in the place of its own."""
+    """Replace the module in what `grouped_mlp_modules` of a spec provider returned."""
     if isinstance(experts, tuple):
         return module, experts[1]
     return functools.partial(module, *experts.args, **experts.keywords)
 
 
 def replace_experts(layer_spec, replace) -> None:
-    """Put `replace(module)` in the place of the experts' module in a layer spec with a mixture of experts."""
+    """Replace the experts' module by `replace(module)` in a layer spec with a mixture of experts."""
     mixture = layer_spec.submodules.mlp
     submodules = mixture.keywords["submodules"] if isinstance(mixture, functools.partial) else mixture.submodules
     experts = submodules.experts
@@ -40,6 +40,6 @@ def replace_experts(layer_spec, replace) -> None:
 
 
 def define_te_general_gemm() -> None:
-    """Give the router the None that it takes for the absence of Transformer Engine's GEMM."""
+    """Define the router's Transformer Engine GEMM as None, which means that it is absent."""
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None

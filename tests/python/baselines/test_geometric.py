@@ -1,4 +1,4 @@
-"""Geometric attention against its formula written out, its order and padding, its memory, and what it refuses."""
+"""Geometric attention: outputs and gradients against the formula, order of keys, padding, memory, errors."""
 
 import math
 
@@ -16,20 +16,20 @@ NAMES = ("q", "k", "v", "left", "right")
 
 
 def make_inputs(b=2, s=9, h=2, d=3, d_v=None, *, dtype=torch.float64, gain=1.5, **options):
-    """q, k, v, left, right, differentiable."""
+    """Draw q, k, v, left and right that require gradients."""
     shapes = [(b, s, h, d), (b, s, h, d), (b, s, h, d_v or d), (b, s, h), (b, s, h)]
     return [(gain * torch.randn(shape, dtype=dtype, **options)).requires_grad_() for shape in shapes]
 
 
 def nearer(i, j, s):
-    """S_ij of the paper: what is nearer to i than j is, where the right one of two at one distance is the nearer."""
+    """S_ij of the paper: positions nearer to i than j. Of two at the same distance the right one is nearer."""
     if i < j:
         return [n for n in range(s) if n not in (i, j) and abs(i - n) < abs(i - j)]
     return [n for n in range(s) if n not in (i, j) and abs(i - n) <= abs(i - j)]
 
 
 def written_out(q, k, v, left, right, *, key_padding_mask=None, scale=None, nearer=nearer):
-    """The formula in float64, weight by weight, by autograd."""
+    """Compute the formula in float64, weight by weight, with autograd."""
     q, k, v, left, right = (x.double() for x in (q, k, v, left, right))
     b, s, h, d = q.shape
     scale = d**-0.5 if scale is None else scale
@@ -52,7 +52,7 @@ def written_out(q, k, v, left, right, *, key_padding_mask=None, scale=None, near
 
 
 def assert_same(found, expected, inputs, tolerance=1e-12):
-    """Outputs, and gradients of all inputs."""
+    """Compare outputs, and gradients of all inputs."""
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     grad = torch.randn_like(expected)
     both = (torch.autograd.grad(o, inputs, grad, materialize_grads=True) for o in (found, expected))
@@ -61,7 +61,7 @@ def assert_same(found, expected, inputs, tolerance=1e-12):
 
 
 def weights_of(left, right):
-    """A (s, s) of one head whose logits are left and right alone, (s,) each or numbers."""
+    """A (s, s) of one head with logits left and right only; each is (s,) or a number."""
     s = 9
     left, right = (torch.as_tensor(x, dtype=torch.float64).expand(s).view(1, s, 1) for x in (left, right))
     q = torch.zeros(1, s, 1, 1, dtype=torch.float64)
@@ -69,15 +69,15 @@ def weights_of(left, right):
 
 
 def weights_for(logits):
-    """A (s, s) of one head for the logits (s, s)."""
+    """A (s, s) of one head with the given logits (s, s)."""
     s = len(logits)
     q, eye = (x.double().view(1, s, 1, s) for x in (logits, torch.eye(s)))
     zero = torch.zeros(1, s, 1, dtype=torch.float64)
     return geometric_attention(q, eye, eye, zero, zero, scale=1.0)[0, :, 0]
 
 
-class TestAnswers:
-    """Against float64, outputs and gradients."""
+class TestAgainstFormula:
+    """Outputs and gradients equal those of the formula in float64."""
 
     @pytest.mark.parametrize("s", [1, 2, 3, 8, 9])
     def test_lengths(self, s):
@@ -89,7 +89,7 @@ class TestAnswers:
         assert_same(geometric_attention(*inputs, scale=-0.7), written_out(*inputs, scale=-0.7), inputs)
 
     def test_strides(self):
-        """Inputs that are views, and a gradient that is expanded."""
+        """Inputs may be views, and the gradient may be expanded."""
         whole = torch.randn(2, 7, 2, 11, dtype=torch.float64, requires_grad=True)
         q, k, v, sides = whole.split([3, 3, 3, 2], dim=-1)
         found, expected = (f(q, k, v, *sides.unbind(-1)) for f in (geometric_attention, written_out))
@@ -102,7 +102,7 @@ class TestAnswers:
         inputs = make_inputs(b=1, s=5, h=1, d=2)
         assert torch.autograd.gradcheck(lambda *x: geometric_attention(*x, key_padding_mask=mask), inputs)
 
-    def test_nothing(self):
+    def test_empty(self):
         for b, s in ((0, 4), (2, 0)):
             inputs = make_inputs(b=b, s=s)
             o = geometric_attention(*inputs)
@@ -112,7 +112,7 @@ class TestAnswers:
 
     @pytest.mark.parametrize("weights", [1, 100, 130])
     def test_chunks(self, monkeypatch, weights):
-        """One row at a time, and chunks that do and do not divide the sequence."""
+        """Chunks of one row, and chunks that do and do not divide the sequence."""
         inputs = make_inputs(s=11)
         mask = torch.zeros(2, 11, dtype=torch.bool)
         mask[1, 7:] = True
@@ -131,11 +131,11 @@ class TestAnswers:
 
 
 class TestNumbers:
-    """Logits of every size, and narrow dtypes."""
+    """Large and small logits, and half-precision dtypes."""
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_saturated(self, dtype):
-        """Logits of +-80, some of them in one row."""
+        """Logits of +-80 next to others in one row."""
         inputs = make_inputs(dtype=dtype, gain=1.0)
         with torch.no_grad():
             for x in inputs[3:]:
@@ -143,8 +143,8 @@ class TestNumbers:
         found = geometric_attention(*inputs)
         assert_same(found.double(), written_out(*inputs), inputs, 1e-5 if dtype == torch.float32 else 1e-12)
 
-    def test_near_keys_beside_used_up_sticks(self):
-        """Small logits near the query keep their digits in float32, whatever far keys take."""
+    def test_near_keys_next_to_far_keys_with_large_logits(self):
+        """In float32, far keys do not cost digits of near keys with small logits."""
         q, k, v, left, right = make_inputs(b=1, s=600, h=1, d=4, dtype=torch.float32)
         with torch.no_grad():
             k[:, :300, :, 0], q[..., 0] = 160.0, 1.0
@@ -159,7 +159,7 @@ class TestNumbers:
             assert (a.double() - b).norm() < 1e-5 * b.norm(), name
 
     def test_many_keys_that_take_little(self):
-        """P = 1e-3 of 2047 keys: what is left is (1 - P)^2047."""
+        """P = 1e-3 of 2047 keys: the mass is (1 - P)^2047."""
         zero, one = torch.zeros(1, 2048, 1, 1), torch.ones(1, 2048, 1, 1)
         logit = torch.full((1, 2048, 1), math.log(1e-3 / (1 - 1e-3)))
         o = geometric_attention(zero, zero, one, logit, logit)
@@ -167,7 +167,7 @@ class TestNumbers:
 
     @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 5e-3), (torch.float16, 1e-3)])
     def test_half_types(self, dtype, bound):
-        """Sums in float32: what is left is the rounding of the answer."""
+        """Sums are in float32, so that the error is the rounding of the output."""
         inputs = make_inputs(s=40, d=8, dtype=dtype, gain=1.0)
         wide = [x.detach().double().requires_grad_() for x in inputs]
         found, expected = geometric_attention(*inputs), geometric_attention(*wide)
@@ -180,13 +180,13 @@ class TestNumbers:
             assert (a.double() - b).norm() < bound * b.norm(), name
 
     def test_direction_in_another_dtype(self):
-        """left and right may be wider than q; gradients come in each one's dtype."""
+        """left and right may have another dtype than q, and gradients have the dtypes of their tensors."""
         inputs = make_inputs(dtype=torch.bfloat16)
         inputs[3:] = [x.detach().float().requires_grad_() for x in inputs[3:]]
         grads = torch.autograd.grad(geometric_attention(*inputs).sum(), inputs)
         assert [x.dtype for x in grads] == [torch.bfloat16] * 3 + [torch.float32] * 2
 
-    def test_autocast_leaves_the_sums_alone(self):
+    def test_autocast_does_not_change_the_sums(self):
         inputs = make_inputs(dtype=torch.float32)
         o = geometric_attention(*inputs)
         grads = torch.autograd.grad(o.sum(), inputs)
@@ -197,10 +197,10 @@ class TestNumbers:
 
 
 class TestOrder:
-    """What the formula says of single weights."""
+    """Properties of single weights."""
 
     def test_a_stick(self):
-        """Weights are shares of one stick, and none is a position's own."""
+        """Weights of a row sum to at most 1, and the diagonal is 0."""
         weights = weights_for(3 * torch.randn(9, 9))
         assert weights.min() >= 0
         assert weights.sum(-1).max() <= 1 + 1e-12
@@ -209,7 +209,7 @@ class TestOrder:
 
     @pytest.mark.parametrize("match", [1, 3, 5, 8])
     def test_nearest_match_hides_everything_farther(self, match):
-        """A match takes all that is left, however well farther keys match."""
+        """A match takes all of the mass, however large the logits of farther keys are."""
         logits = torch.full((9, 9), -80.0)
         logits[4, match] = 80.0
         logits[4, [j for j in range(9) if abs(j - 4) > abs(match - 4)]] = 80.0
@@ -218,7 +218,7 @@ class TestOrder:
         torch.testing.assert_close(weights_for(logits)[4], expected, rtol=0.0, atol=1e-15)
 
     def test_ties_go_to_the_right(self):
-        """Of two matches at one distance the right one takes all; of two halves it takes its half first."""
+        """Of two keys at the same distance, the right one takes its share first."""
         both = weights_of(80.0, 80.0)
         assert both.argmax(-1).tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 7]
         row = weights_of(0.0, 0.0)[4]
@@ -226,7 +226,7 @@ class TestOrder:
         assert row.tolist() == pytest.approx([2.0 ** -halves[j] if j != 4 else 0.0 for j in range(9)], rel=1e-14)
 
     def test_mirrored(self):
-        """The sequence backwards, left and right exchanged, is the same but for ties, which then go to the left."""
+        """Reversing the sequence and exchanging left and right changes only ties, which then go to the left."""
 
         def nearer_to_the_left(i, j, s):
             return [s - 1 - n for n in nearer(s - 1 - i, s - 1 - j, s)]
@@ -239,7 +239,7 @@ class TestOrder:
 
     @pytest.mark.parametrize("hidden", ["left", "right"])
     def test_one_side_is_stick_breaking_attention(self, hidden):
-        """With one side at -inf, forwards or backwards in time."""
+        """With one side at -inf it equals stick-breaking attention, on the sequence or its reverse."""
         q, k, v, zero, _ = make_inputs(s=20, d=8)
         zero = torch.zeros_like(zero)
         sides = {"left": zero, "right": zero, hidden: torch.full_like(zero, -torch.inf)}
@@ -252,7 +252,7 @@ class TestOrder:
 
 
 class TestPadding:
-    """Padded keys take nothing, padded queries get nothing."""
+    """Padded keys take no mass, and padded queries have output 0."""
 
     def test_like_a_shorter_sequence(self):
         inputs = make_inputs(b=1)
@@ -267,7 +267,7 @@ class TestPadding:
             assert x[:, 6:].abs().max() == 0, name
 
     def test_anywhere(self):
-        """Holes, another one in each sequence; the others keep their distances."""
+        """Padding inside a sequence: the other positions keep their distances."""
         inputs = make_inputs(b=3)
         mask = torch.rand(3, 9) < 0.4
         mask[2] = True
@@ -276,7 +276,7 @@ class TestPadding:
         assert_same(geometric_attention(*inputs, **options), written_out(*inputs, **options), inputs)
 
     def test_not_read(self):
-        """Whatever is there, NaN too, changes nothing."""
+        """Values at padded positions, also NaN, have no effect."""
         inputs = make_inputs()
         mask = torch.zeros(2, 9, dtype=torch.bool)
         mask[0, 2:4] = mask[1, 8:] = True
@@ -291,10 +291,10 @@ class TestPadding:
 
 
 class TestMemory:
-    """O(s)."""
+    """Memory is O(s)."""
 
-    def test_what_is_kept(self):
-        """The inputs."""
+    def test_saved_tensors(self):
+        """Autograd saves only the inputs."""
         kept = {}
         for s in (512, 4096):
             inputs = make_inputs(1, s, 1, 4, dtype=torch.float32)
@@ -305,8 +305,8 @@ class TestMemory:
             kept[s] = sum(sizes)
         assert kept[4096] == 8 * kept[512]
 
-    def test_what_is_computed(self, monkeypatch):
-        """Forwards and backwards no tensor has more weights than a chunk."""
+    def test_largest_tensor(self, monkeypatch):
+        """No tensor of the forward or backward is larger than the weights of a chunk."""
         chunk = 2**15
         monkeypatch.setattr(geometric, "_MAX_WEIGHTS_PER_CHUNK", chunk)
         inputs = make_inputs(1, 1024, 1, 4, dtype=torch.float32)
@@ -315,7 +315,7 @@ class TestMemory:
         assert seen.numel == chunk
 
     def test_of_the_module(self):
-        """What a layer keeps grows with s."""
+        """What the module saves grows linearly with s."""
         module, kept = GeometricAttention(8, 2), []
         for s in (256, 1024):
             sizes = []
@@ -326,7 +326,7 @@ class TestMemory:
 
 
 class LargestTensor(TorchDispatchMode):
-    """The most elements of a tensor that any operation returns."""
+    """Record the number of elements of the largest tensor that an operation returns."""
 
     numel = 0
 
@@ -338,12 +338,12 @@ class LargestTensor(TorchDispatchMode):
 
 
 def _like(mask, x):
-    """The mask (b, s) as it broadcasts to x (b, s, ...)."""
+    """Reshape the mask (b, s) to broadcast to x (b, s, ...)."""
     return mask.view(*mask.shape, *[1] * (x.dim() - 2))
 
 
 def make_module(*sizes, **options):
-    """With parameters that are not what they start as."""
+    """Make a module whose parameters differ from their initial values."""
     module = GeometricAttention(*(sizes or (12, 3)), **options)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -352,7 +352,7 @@ def make_module(*sizes, **options):
 
 
 def module_written_out(module, x, mask=None):
-    """The module's answer in float64: the direction encoding around `written_out`."""
+    """The module's output in float64: the direction encoding and `written_out`."""
     h, d = module.num_heads, module.head_dim
     w = {name: parameter.double() for name, parameter in module.named_parameters()}
     x = x.double()
@@ -371,7 +371,7 @@ class TestModule:
 
     @pytest.mark.parametrize("sizes", [(12, 3), (10, 2, 3)])
     def test_answers(self, sizes):
-        """Outputs and the gradients of x and of every parameter."""
+        """Outputs, and gradients of x and all parameters."""
         module, x = make_module(*sizes, dtype=torch.float64), torch.randn(2, 7, sizes[0], dtype=torch.float64)
         x.requires_grad_()
         mask = torch.zeros(2, 7, dtype=torch.bool)
@@ -387,7 +387,7 @@ class TestModule:
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
 
     def test_start(self):
-        """alpha 1 / sqrt(d), beta 1, gamma and b_q 0."""
+        """Initially alpha is 1 / sqrt(d), beta 1, gamma and b_q 0."""
         module = GeometricAttention(12, 3, dtype=torch.float64)
         assert {p.dtype for p in module.parameters()} == {torch.float64}
         scalars = ("q_bias", "content_scale", "direction_scale", "logit_bias")
@@ -405,8 +405,8 @@ class TestModule:
         }
         assert "hidden_size=12, num_heads=3, head_dim=4" in repr(module)
 
-    def test_order_is_all_the_position_it_knows(self):
-        """Without a position embedding the answer depends on the order of the sequence."""
+    def test_order_matters_without_positions(self):
+        """The output depends on the order of the sequence without a position encoding."""
         module, x = make_module(), torch.randn(1, 6, 12)
         order = torch.tensor([0, 1, 5, 3, 4, 2])
         assert (module(x[:, order]) - module(x)[:, order]).abs().max() > 1e-3
@@ -418,7 +418,7 @@ class TestModule:
         assert (out.double() - exact).norm() < 0.03 * exact.norm()
 
     def test_autocast(self):
-        """fp32 parameters, computed in bfloat16."""
+        """fp32 parameters under bfloat16 autocast."""
         module, x = make_module(64, 4), torch.randn(2, 20, 64)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out = module(x)
@@ -429,7 +429,7 @@ class TestModule:
 
     @pytest.mark.parametrize("padded", [False, True])
     def test_compile(self, monkeypatch, padded):
-        """In several chunks; gradients too."""
+        """Outputs and gradients, in several chunks."""
         monkeypatch.setattr(geometric, "_MAX_WEIGHTS_PER_CHUNK", 600)
         module, x = make_module(), torch.randn(2, 12, 12, requires_grad=True)
         mask = torch.arange(12) >= torch.tensor([[12], [8]]) if padded else None
@@ -445,8 +445,8 @@ def zeros(*shape, **options):
 
 
 BAD_CALLS = {
-    "q no tensor": ({"q": [1.0]}, TypeError, "q list"),
-    "right no tensor": ({"right": None}, TypeError, "right NoneType"),
+    "q is a list": ({"q": [1.0]}, TypeError, "q list"),
+    "right is None": ({"right": None}, TypeError, "right NoneType"),
     "integers": (
         {"q": zeros(2, 6, 4, 8, dtype=torch.int64)},
         TypeError,
@@ -480,7 +480,7 @@ BAD_CALLS = {
     "rank of v": ({"v": zeros(2, 6, 4)}, ValueError, "v (2, 6, 4)"),
     "left": ({"left": zeros(2, 6)}, ValueError, "left (2, 6)"),
     "right": ({"right": zeros(2, 6, 4, 1)}, ValueError, "right (2, 6, 4, 1)"),
-    "mask no tensor": ({"key_padding_mask": [6, 3]}, TypeError, "key_padding_mask list"),
+    "mask is a list": ({"key_padding_mask": [6, 3]}, TypeError, "key_padding_mask list"),
     "lengths": (
         {"key_padding_mask": torch.tensor([6, 3])},
         TypeError,
@@ -497,33 +497,33 @@ BAD_CALLS = {
         "key_padding_mask meta",
     ),
     "scale nan": ({"scale": float("nan")}, ValueError, "scale nan"),
-    "scale no number": ({"scale": "1"}, TypeError, "scale str"),
+    "scale is a string": ({"scale": "1"}, TypeError, "scale str"),
 }
 
 
-@pytest.mark.parametrize(("changes", "kind", "sentence"), BAD_CALLS.values(), ids=BAD_CALLS)
-def test_refused_calls(changes, kind, sentence):
+@pytest.mark.parametrize(("changes", "kind", "words"), BAD_CALLS.values(), ids=BAD_CALLS)
+def test_invalid_calls(changes, kind, words):
     good = {name: zeros(2, 6, 4, 8) for name in "qkv"} | {name: zeros(2, 6, 4) for name in ("left", "right")}
-    with pytest.raises(kind, match=mentions(sentence)):
+    with pytest.raises(kind, match=mentions(words)):
         geometric_attention(**good | changes)
 
 
 BAD_SIZES = {
     "no width": ((0, 4), "hidden_size 0"),
-    "heads no int": ((64, 4.0), "num_heads 4.0"),
+    "heads a float": ((64, 4.0), "num_heads 4.0"),
     "head_dim a bool": ((64, 4, True), "head_dim True"),
     "heads that do not divide": ((66, 4), "hidden_size 66"),
 }
 
 
-@pytest.mark.parametrize(("sizes", "sentence"), BAD_SIZES.values(), ids=BAD_SIZES)
-def test_refused_sizes(sizes, sentence):
-    with pytest.raises(ValueError, match=mentions(sentence)):
+@pytest.mark.parametrize(("sizes", "words"), BAD_SIZES.values(), ids=BAD_SIZES)
+def test_invalid_sizes(sizes, words):
+    with pytest.raises(ValueError, match=mentions(words)):
         GeometricAttention(*sizes)
 
 
 BAD_MODULE_CALLS = {
-    "x no tensor": ([1.0], {}, TypeError, "x list"),
+    "x is a list": ([1.0], {}, TypeError, "x list"),
     "rank of x": (
         zeros(6, 12),
         {},
@@ -540,16 +540,16 @@ BAD_MODULE_CALLS = {
 }
 
 
-@pytest.mark.parametrize(("x", "options", "kind", "sentence"), BAD_MODULE_CALLS.values(), ids=BAD_MODULE_CALLS)
-def test_refused_module_calls(x, options, kind, sentence):
-    with pytest.raises(kind, match=mentions(sentence)):
+@pytest.mark.parametrize(("x", "options", "kind", "words"), BAD_MODULE_CALLS.values(), ids=BAD_MODULE_CALLS)
+def test_invalid_module_calls(x, options, kind, words):
+    with pytest.raises(kind, match=mentions(words)):
         make_module()(x, **options)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 5e-3)])
 def test_on_a_gpu(monkeypatch, dtype, bound):
-    """Beside the CPU in float64, outputs and gradients, in several chunks and with padding."""
+    """Outputs and gradients equal those on the CPU in float64, in several chunks and with padding."""
     monkeypatch.setattr(geometric, "_MAX_WEIGHTS_PER_CHUNK", 2**16)
     inputs = make_inputs(2, 150, 3, 16, dtype=dtype, device="cuda")
     mask = torch.arange(150) >= torch.tensor([[150], [97]])

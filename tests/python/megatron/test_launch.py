@@ -1,4 +1,4 @@
-"""`python -m megatron_sb.megatron.launch`: a user's unmodified script, with one flag more."""
+"""`python -m megatron_sb.megatron.launch`: a user's unmodified script with one more flag."""
 
 import argparse
 import functools
@@ -19,7 +19,7 @@ ON_A_CPU = "--use-cpu-initialization --build-only"
 
 
 def run_script(script: Path, *flags: str, launcher: bool = True, python: tuple = ()) -> subprocess.CompletedProcess:
-    """Run a script with the launcher, or by itself; `python`: flags of the interpreter."""
+    """Run a script with or without the launcher; `python`: flags of the interpreter."""
     through = ["-m", "megatron_sb.megatron.launch"] if launcher else []
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *python, *through, str(script), *flags]
@@ -27,8 +27,8 @@ def run_script(script: Path, *flags: str, launcher: bool = True, python: tuple =
 
 
 @pytest.mark.parametrize("python", [(), ("-P",)], ids=["", "safe path"])
-def test_without_the_flag_a_script_is_as_under_python(python, tmp_path):
-    """Name, file, arguments and search path of the script; no Megatron is imported for it."""
+def test_without_the_flag_a_script_runs_as_under_python(python, tmp_path):
+    """The script's name, file, arguments and search path are the same, and the launcher imports no Megatron."""
     script = tmp_path / "script.py"
     script.write_text(
         "import json, sys\nfrom importlib.util import find_spec\n"
@@ -43,12 +43,12 @@ def test_without_the_flag_a_script_is_as_under_python(python, tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [[], ["missing.py"], ["--num-layers"]])
-def test_refused_scripts(arguments, tmp_path):
+def test_missing_scripts(arguments, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "megatron_sb.megatron.launch", *arguments], capture_output=True, text=True, cwd=tmp_path
     )
     assert done.returncode == 1
-    assert f"SCRIPT.py={(arguments or [''])[0]!r} is not a Python file" in done.stderr
+    assert f"SCRIPT.py must be an existing Python file, got {(arguments or [''])[0]!r}" in done.stderr
 
 
 BUILT = {
@@ -72,7 +72,7 @@ BUILT = {
 @needs_training
 @pytest.mark.parametrize(("flags", "layers"), BUILT.values(), ids=BUILT)
 def test_models_of_a_training_script(flags, layers, tmp_path):
-    """What Megatron's own builder makes of a command line, in a script that knows nothing of stick-breaking."""
+    """Layers that Megatron's builder makes for a command line, in a script without stick-breaking."""
     out = tmp_path / "layers.json"
     done = run_script(PRETRAIN, *MEGATRON.split(), *flags.split(), *ON_A_CPU.split(), str(out))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -82,15 +82,18 @@ def test_models_of_a_training_script(flags, layers, tmp_path):
 
 
 @needs_training
-def test_a_layer_checks_what_the_command_line_could_not_tell(tmp_path):
+def test_layers_check_what_the_command_line_does_not_determine(tmp_path):
     flags = "--stick-breaking-attention --attention-dropout 0 --position-embedding-type rope --no-rope-freq [0]+[1]"
     done = run_script(PRETRAIN, *MEGATRON.split(), *flags.split(), *ON_A_CPU.split(), str(tmp_path / "no.json"))
     assert done.returncode != 0
-    assert "args.position_embedding_type='rope' (--position-embedding-type): the order of the stick" in done.stderr
+    assert (
+        "args.position_embedding_type (--position-embedding-type) must be 'none'" in done.stderr
+        and "'rope'" in done.stderr
+    )
 
 
 def parse(flags: str) -> tuple[argparse.Namespace, StickBreakingOptions]:
-    """Megatron's arguments and ours, as the launcher reads them before the script starts."""
+    """Parse Megatron's and our flags as the launcher does before the script starts."""
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron_sb.megatron import add_arguments, options_from_args
@@ -102,13 +105,13 @@ def parse(flags: str) -> tuple[argparse.Namespace, StickBreakingOptions]:
 
 @needs_training
 def test_accepted_flags():
-    launch.refuse_arguments(*parse(ACCEPTED))
-    launch.refuse_arguments(*parse("--attention-dropout 0 --position-embedding-type rope --no-rope-freq 2"))
-    launch.refuse_arguments(*parse(f"{ACCEPTED} --sb-layers [1,0]"))
+    launch.check_arguments(*parse(ACCEPTED))
+    launch.check_arguments(*parse("--attention-dropout 0 --position-embedding-type rope --no-rope-freq 2"))
+    launch.check_arguments(*parse(f"{ACCEPTED} --sb-layers [1,0]"))
     whole = "--dataloader-inter-document-masking --context-parallel-size 2 --sb-packing whole_stream"
-    launch.refuse_arguments(*parse(f"{ACCEPTED} {whole}"))
+    launch.check_arguments(*parse(f"{ACCEPTED} {whole}"))
     for flags in ON_TWO_RANKS.values():
-        launch.refuse_arguments(*parse(f"{ACCEPTED} {SPREAD} {flags}"))
+        launch.check_arguments(*parse(f"{ACCEPTED} {SPREAD} {flags}"))
 
 
 REFUSED = {
@@ -132,10 +135,10 @@ REFUSED = {
 
 
 @needs_training
-@pytest.mark.parametrize(("flags", "sentence"), REFUSED.items())
-def test_refused_flags(flags, sentence):
-    with pytest.raises(ValueError, match=mentions(sentence)):
-        launch.refuse_arguments(*parse(flags))
+@pytest.mark.parametrize(("flags", "words"), REFUSED.items())
+def test_unsupported_flags(flags, words):
+    with pytest.raises(ValueError, match=mentions(words)):
+        launch.check_arguments(*parse(flags))
 
 
 EXPERTS = "--num-experts 4 --moe-grouped-gemm --disable-bias-linear --moe-token-dispatcher-type alltoall"
@@ -145,12 +148,12 @@ EXPERTS = "--num-experts 4 --moe-grouped-gemm --disable-bias-linear --moe-token-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("flags", ["", EXPERTS], ids=["dense", "experts"])
 def test_training(flags, device, tmp_path):
-    """Documents that count upwards are learned at once."""
+    """The loss drops quickly on documents that count upwards."""
     losses = train(device, 1, tmp_path, *flags.split())
     assert len(losses) == 20 and losses[-1] < losses[0] - 1.0, losses
 
 
-# Four layers, for the stages of a virtual pipeline.
+# Four layers, so that a virtual pipeline has a layer in each stage.
 SPREAD = "--num-layers 4 --use-cpu-initialization --calculate-per-token-loss --use-distributed-optimizer"
 ON_TWO_RANKS = {
     "context parallel": "--context-parallel-size 2",
@@ -167,13 +170,13 @@ ON_TWO_RANKS = {
 }
 
 
-# Enough of them on CPUs that every part of Megatron's loop runs there.
+# A selection that covers every part of Megatron's loop on CPUs.
 ON_CPUS = ("context parallel", "head vectors, tensor parallel", "virtual pipeline", "overlapped", "experts")
 
 
 @pytest.fixture(scope="module")
 def on_one_rank(tmp_path_factory):
-    """What one rank gives, trained once for every device and model."""
+    """The losses of one rank, trained once for every device and model."""
 
     @functools.cache
     def losses(device: str, *flags: str) -> list[float]:
@@ -191,8 +194,9 @@ def on_one_rank(tmp_path_factory):
     ],
 )
 def test_training_over_two_ranks(device, name, on_one_rank, tmp_path):
-    """The losses of one rank, which bf16 rounds differently; other stages and experts than the first ranks' start from
-    other weights.
+    """The losses equal those of one rank up to bf16 rounding.
+
+    Pipeline stages and experts of other ranks start from other weights, so that only their decrease is checked.
     """
     flags = ON_TWO_RANKS[name].split()
     expected = on_one_rank(device, *(HEAD_VECTORS if "--sb-head-norm" in flags else ()))

@@ -1,4 +1,4 @@
-"""StickBreakingCoreAttention by itself, on one rank: its answers, what it reads in place, what it refuses."""
+"""StickBreakingCoreAttention on one rank: outputs, strided inputs, parameters, errors and the cache of plans."""
 
 import sys
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from support.megatron_cpu import core_attention_arguments, packed_params, small_
 from support.messages import mentions
 
 from megatron_sb import reference
-from megatron_sb.megatron import StickBreakingCoreAttention, StickBreakingOptions, core_attention
+from megatron_sb.megatron import StickBreakingCoreAttention, StickBreakingOptions, core_attention, plans
 
 HEADS, KV_HEADS, CHANNELS = 4, 2, 8
 DEFAULTS = {
@@ -28,7 +28,7 @@ def make_core(config=None, **changes) -> StickBreakingCoreAttention:
 
 
 def make_qkv(*rows: int) -> list[torch.Tensor]:
-    """q (*rows, h, d) and k, v (*rows, g, d) as Megatron makes them: k and v are views of the fused projection."""
+    """Make q (*rows, h, d) and k, v (*rows, g, d) as Megatron does: k and v are views of the fused projection."""
     group_channels = (HEADS // KV_HEADS + 2) * CHANNELS
     fused = 2 * torch.randn(*rows, KV_HEADS, group_channels)
     q, k, v = fused.split([HEADS // KV_HEADS * CHANNELS, CHANNELS, CHANNELS], dim=-1)
@@ -36,7 +36,7 @@ def make_qkv(*rows: int) -> list[torch.Tensor]:
 
 
 def expected(q, k, v, **options) -> torch.Tensor:
-    """The oracle's answer for sbhd tensors, in Megatron's output shape."""
+    """The reference output for sbhd tensors, in Megatron's output shape."""
     out = reference.stickbreaking_attention(*(x.transpose(0, 1) for x in (q, k, v)), **options)
     return out.transpose(0, 1).flatten(2)
 
@@ -46,19 +46,19 @@ def assert_close(out: torch.Tensor, oracle: torch.Tensor) -> None:
     torch.testing.assert_close(out.double(), oracle.double(), rtol=0, atol=1e-5)
 
 
-def test_sbhd_is_the_operator():
+def test_sbhd_equals_the_reference():
     q, k, v = make_qkv(33, 3)
     out = make_core()(q, k, v, None, attn_mask_type=AttnMaskType.causal, attention_bias=None, packed_seq_params=None)
     assert_close(out, expected(q, k, v))
 
 
-def test_thd_is_the_operator():
+def test_thd_equals_the_reference():
     q, k, v = make_qkv(30)
     params = packed_params(0, 7, 7, 28)
     out = make_core()(q, k, v, None, attn_mask_type=AttnMaskType.padding_causal, packed_seq_params=params)
     assert_close(out, reference.stickbreaking_attention_varlen(q, k, v, params.cu_seqlens_q).flatten(1))
     assert out.reshape(30, 1, -1).shape == (30, 1, HEADS * CHANNELS)
-    assert not out[28:].any(), "rows beyond the last document"
+    assert not out[28:].any(), "rows after the last document must be 0"
 
 
 def test_padded_offsets_bound_the_documents():
@@ -100,8 +100,8 @@ def test_key_and_value_are_read_in_place(rows, monkeypatch):
 
 
 @pytest.mark.parametrize("logits", ["dot", "euclidean"])
-def test_queries_behind_a_cache_are_its_newest_positions(logits):
-    """Static inference: a whole prompt at once equals a prompt and single steps, which Megatron runs without a mask."""
+def test_decoding_steps_equal_the_whole_sequence(logits):
+    """Static inference: queries are the newest positions of the cache. Megatron runs single steps without a mask."""
     q, k, v = make_qkv(12, 2)
     core = make_core(options=StickBreakingOptions(logits=logits))
     whole = core(q, k, v, None)
@@ -125,11 +125,11 @@ def test_scale_and_options_reach_the_operator(monkeypatch):
     assert seen == {"scale": pytest.approx(CHANNELS**-0.5), **DEFAULTS}
 
 
-def test_older_cores_name_their_groups_otherwise():
+def test_groups_of_older_releases():
     arguments = core_attention_arguments(small_config())
     groups = arguments.pop("pg_collection")
     assert StickBreakingCoreAttention(**arguments, model_comm_pgs=groups).cp_group is None
-    assert StickBreakingCoreAttention(**arguments).cp_group is None  # parallel_state, not initialised here
+    assert StickBreakingCoreAttention(**arguments).cp_group is None  # of parallel_state, which is not initialised
 
 
 HEAD_VECTORS = {
@@ -141,15 +141,15 @@ head_vectors = pytest.mark.parametrize("wanted", HEAD_VECTORS.values(), ids=HEAD
 
 
 class TestHeadVectors:
-    """The remainder bias and the norm of each head: answers and parameters."""
+    """Remainder bias and head norm: outputs and parameters."""
 
     @staticmethod
     def make(wanted, config=None, **changes):
         return make_core(config, options=StickBreakingOptions(**dict.fromkeys(wanted, True)), **changes)
 
     @staticmethod
-    def behind(o, mass, core):
-        """The formula in float64; o: (..., rows, h, d), mass: (..., h, rows)."""
+    def with_head_vectors(o, mass, core):
+        """Apply the formula in float64; o: (..., rows, h, d), mass: (..., h, rows)."""
         heads = (HEADS, CHANNELS)
         if core.remainder_bias is not None:
             o = o + mass.transpose(-1, -2)[..., None] * core.remainder_bias.detach().double().view(heads)
@@ -171,16 +171,16 @@ class TestHeadVectors:
         out = core(q, k, v, None, packed_seq_params=params)
         if packed:
             o, mass = reference.stickbreaking_attention_varlen(q, k, v, params.cu_seqlens_q, return_mass=True)
-            assert_close(out, self.behind(o, mass, core).flatten(1))
+            assert_close(out, self.with_head_vectors(o, mass, core).flatten(1))
         else:
             o, mass = reference.stickbreaking_attention(*(x.transpose(0, 1) for x in (q, k, v)), return_mass=True)
-            assert_close(out, self.behind(o, mass, core).transpose(0, 1).flatten(2))
+            assert_close(out, self.with_head_vectors(o, mass, core).transpose(0, 1).flatten(2))
         out.square().sum().backward()
         assert all(parameter.grad.abs().sum() > 0 for parameter in core.parameters())
 
     @head_vectors
     def test_parameters(self, wanted):
-        """One dimension, so that weights do not decay; the config's dtype; marked as a rank's part of the heads."""
+        """Parameters have one dimension, the config's dtype, and the attributes of a tensor-parallel shard."""
         core = self.make(wanted, small_config(params_dtype=torch.bfloat16))
         start = {"remainder_bias": 0.0, "norm_weight": 1.0, "norm_bias": 0.0}
         names = [name for group in wanted.values() for name in group]
@@ -195,17 +195,17 @@ class TestHeadVectors:
             assert not getattr(parameter, "sequence_parallel", False)
 
     def test_local_heads(self):
-        """Of two tensor-parallel ranks, a half; heads may be wider than the hidden size would make them."""
+        """Each of two tensor-parallel ranks has half of the heads, whose width is config.kv_channels."""
         groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2), cp=None)
         core = self.make(("remainder_bias",), small_config(kv_channels=24), pg_collection=groups)
         assert core.remainder_bias.shape == (HEADS // 2 * 24,)
 
-    def test_made_on_the_gpu_unless_told_otherwise(self, monkeypatch):
+    def test_device(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
         assert self.make(("head_norm",), small_config(use_cpu_initialization=False)).norm_weight.is_meta
         assert self.make(("head_norm",)).norm_weight.device.type == "cpu"
 
-    def test_the_mass_is_asked_for_where_it_is_read(self, monkeypatch):
+    def test_mass_is_computed_only_for_the_remainder_bias(self, monkeypatch):
         seen = {}
         real = core_attention.stickbreaking_attention
         monkeypatch.setattr(
@@ -218,11 +218,11 @@ class TestHeadVectors:
         self.make(("remainder_bias",))(*make_qkv(8, 1), None)
         assert seen["return_mass"]
 
-    def test_without_them_there_are_no_parameters(self):
+    def test_no_parameters_by_default(self):
         assert not list(make_core().parameters())
 
 
-CONFIG_REFUSALS = {
+UNSUPPORTED_SETTINGS = {
     "attention_dropout": (
         {"attention_dropout": 0.1},
         "config.attention_dropout 0.1 --attention-dropout 0.0",
@@ -247,27 +247,27 @@ CONFIG_REFUSALS = {
 }
 
 
-@pytest.mark.parametrize(("changes", "sentence"), CONFIG_REFUSALS.values(), ids=CONFIG_REFUSALS)
-def test_refused_settings(changes, sentence):
-    with pytest.raises(ValueError, match=mentions(sentence)):
+@pytest.mark.parametrize(("changes", "words"), UNSUPPORTED_SETTINGS.values(), ids=UNSUPPORTED_SETTINGS)
+def test_unsupported_settings(changes, words):
+    with pytest.raises(ValueError, match=mentions(words)):
         make_core(small_config(**changes))
 
 
-def test_refused_latent_attention():
+def test_unsupported_latent_attention():
     config = MLATransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
     with pytest.raises(ValueError, match=mentions("multi_latent_attention True --multi-latent-attention False")):
         make_core(config, k_channels=8, v_channels=8)
 
 
-def test_refused_experimental_attention():
+def test_unsupported_experimental_attention():
     config = small_config()
-    config.experimental_attention_variant = "dsa"  # which of them a config takes depends on Megatron-Core's release
+    config.experimental_attention_variant = "dsa"  # releases accept different values in the constructor
     with pytest.raises(ValueError, match=mentions("experimental_attention_variant 'dsa' None")):
         make_core(config)
 
 
 @pytest.mark.parametrize("kind", ["rope", "learned_absolute"])
-def test_refused_position_embedding_of_a_config(kind):
+def test_unsupported_position_embedding_of_a_config(kind):
     config = small_config()
     config.position_embedding_type = kind
     with pytest.raises(ValueError, match=mentions(f"config.position_embedding_type '{kind}' 'none'")):
@@ -275,7 +275,7 @@ def test_refused_position_embedding_of_a_config(kind):
 
 
 @pytest.mark.parametrize(
-    ("flags", "sentence"),
+    ("flags", "words"),
     [
         ({"position_embedding_type": "rope"}, "args.position_embedding_type 'rope' --position-embedding-type"),
         (
@@ -284,27 +284,27 @@ def test_refused_position_embedding_of_a_config(kind):
         ),
     ],
 )
-def test_refused_flags_of_a_training_script(flags, sentence, monkeypatch):
+def test_unsupported_flags_of_a_training_script(flags, words, monkeypatch):
     """Flags that never reach TransformerConfig."""
     accepted = {"position_embedding_type": "none", "reset_attention_mask": False}
     args = SimpleNamespace(**accepted)
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=args))
     make_core()
     vars(args).update(flags)
-    with pytest.raises(ValueError, match=mentions(sentence)):
+    with pytest.raises(ValueError, match=mentions(words)):
         make_core()
 
 
 @pytest.mark.parametrize("mask_type", ["arbitrary", "padding", "no_mask", "causal_bottom_right"])
-def test_refused_masks(mask_type):
-    sentence = f"attn_mask_type '{mask_type}' 'causal' 'padding_causal'"
-    with pytest.raises(ValueError, match=mentions(sentence)):
+def test_unsupported_masks(mask_type):
+    words = f"attn_mask_type '{mask_type}' 'causal' 'padding_causal'"
+    with pytest.raises(ValueError, match=mentions(words)):
         make_core(attn_mask_type=AttnMaskType[mask_type])
-    with pytest.raises(ValueError, match=mentions(sentence)):
+    with pytest.raises(ValueError, match=mentions(words)):
         make_core()(*make_qkv(8, 1), None, attn_mask_type=AttnMaskType[mask_type])
 
 
-def test_refused_arguments():
+def test_unsupported_arguments():
     with pytest.raises(ValueError, match=mentions("attention_type 'cross' 'self'")):
         make_core(attention_type="cross")
     with pytest.raises(TypeError, match="sinks"):
@@ -318,12 +318,12 @@ def test_refused_arguments():
 
 
 class TestPlanCache:
-    """Which calls share a plan. Groups and plans are stand-ins: the cache looks at identities only."""
+    """Which calls share a plan. Groups and plans are fakes, because the cache compares identities only."""
 
     @pytest.fixture
     def get(self, monkeypatch):
-        monkeypatch.setattr(core_attention, "ContextParallelPlan", lambda *args, **kwargs: object())
-        cache = core_attention.PlanCache(capacity=2)
+        monkeypatch.setattr(plans, "ContextParallelPlan", lambda *args, **kwargs: object())
+        cache = plans.PlanCache(capacity=2)
 
         def get(group="group", **changes):
             key = {"seq_len": 8, "cu_seqlens": None, "layout": "zigzag", "packing": "per_document"}
@@ -332,12 +332,12 @@ class TestPlanCache:
         get.clear = cache.clear
         return get
 
-    def test_same_batch_shares(self, get):
+    def test_one_batch_shares_a_plan(self, get):
         offsets = torch.tensor([0, 8], dtype=torch.int32)
         assert get() is get()
         assert get(cu_seqlens=offsets) is get(cu_seqlens=offsets)
 
-    def test_other_batches_do_not(self, get):
+    def test_other_batches_get_another_plan(self, get):
         offsets = torch.tensor([0, 8], dtype=torch.int32)
         plan = get(cu_seqlens=offsets)
         assert get(cu_seqlens=offsets.clone()) is not plan
@@ -349,14 +349,14 @@ class TestPlanCache:
             assert get(**other) is not plan
 
     def test_writes_that_torch_does_not_count(self, get):
-        """On a CPU a plan is that of the values."""
+        """On a CPU the values of cu_seqlens are compared."""
         offsets = torch.tensor([0, 8], dtype=torch.int32)
         plan = get(cu_seqlens=offsets)
         offsets.numpy()[1] = 4
         assert get(cu_seqlens=offsets) is not plan
 
-    def test_inference_tensors_have_a_plan_each_call(self, get):
-        """Nothing tells whether one was written to; training on the same values shares as ever."""
+    def test_inference_tensors_get_a_plan_each_call(self, get):
+        """torch does not count writes to them. Training with the same values still shares a plan."""
         with torch.inference_mode():
             offsets = torch.tensor([0, 8], dtype=torch.int32)
             assert get(cu_seqlens=offsets) is not get(cu_seqlens=offsets)
@@ -364,7 +364,7 @@ class TestPlanCache:
         counted = offsets.clone()
         assert get(cu_seqlens=counted) is get(cu_seqlens=counted)
 
-    def test_oldest_leaves_first(self, get):
+    def test_oldest_plan_is_evicted_first(self, get):
         first, second = get(), get(seq_len=16)
         assert get() is first
         get(seq_len=24)

@@ -1,4 +1,4 @@
-"""with_stickbreaking, the bare spec object and the command-line flags."""
+"""with_stickbreaking, the spec object for --spec, and the command-line flags."""
 
 import argparse
 
@@ -27,7 +27,7 @@ def core_of(layer_spec):
 
 
 def built_core(layer_spec) -> StickBreakingCoreAttention:
-    """The core attention as Megatron-Core's attention builds it."""
+    """Build the core attention as Megatron-Core's attention does."""
     return core_of(layer_spec)(**core_attention_arguments(small_config()))
 
 
@@ -69,7 +69,7 @@ def test_options_reach_the_module():
     assert built_core(with_stickbreaking(spec)).options == StickBreakingOptions()
 
 
-def test_refused_options():
+def test_invalid_options():
     with pytest.raises(TypeError, match="unexpected keyword argument 'remainder'"):
         with_stickbreaking(get_gpt_layer_local_spec(), remainder=True)
     with pytest.raises(ValueError, match=mentions("cp_layout 'striped' 'zigzag' 'contiguous'")):
@@ -84,7 +84,7 @@ def test_refused_options():
         with_stickbreaking(get_gpt_layer_local_spec(), layers=(1, 2))
 
 
-def test_refused_specs():
+def test_unsupported_specs():
     with pytest.raises(ValueError, match=r"self_attention.*MLASelfAttention"):
         with_stickbreaking(get_gpt_layer_local_spec(multi_latent_attention=True))
     without_attention = get_gpt_layer_local_spec()
@@ -95,7 +95,7 @@ def test_refused_specs():
         with_stickbreaking(ModuleSpec(SelfAttention))
 
 
-def test_bare_spec_object_is_found_as_megatron_looks_it_up():
+def test_megatron_finds_the_spec_object():
     spec = import_module(("megatron_sb.megatron.spec", "stickbreaking_layer_spec"))
     assert isinstance(spec, ModuleSpec)
     assert built_core(spec).options == StickBreakingOptions()
@@ -127,16 +127,19 @@ def test_flags():
 
 
 @pytest.mark.parametrize(
-    ("flags", "sentence"),
+    ("flags", "text"),
     [
         (["--sb-cp-layout", "striped"], "argument --sb-cp-layout: invalid choice: 'striped'"),
         *(
-            (["--sb-layers", text], f"argument --sb-layers: {text!r} is not a list of layers such as ([1]*3+[0]*1)*10")
-            for text in ("3", "[1, [0]]", "[1]*x", "[1]**2", "[1")
+            (
+                ["--sb-layers", pattern],
+                f"argument --sb-layers: must be a list of layers such as ([1]*3+[0]*1)*10, got {pattern!r}",
+            )
+            for pattern in ("3", "[1, [0]]", "[1]*x", "[1]**2", "[1")
         ),
     ],
 )
-def test_refused_flags(flags, sentence, capsys):
+def test_invalid_flags(flags, text, capsys):
     with pytest.raises(SystemExit):
         add_arguments(argparse.ArgumentParser()).parse_args(flags)
-    assert sentence in capsys.readouterr().err
+    assert text in capsys.readouterr().err

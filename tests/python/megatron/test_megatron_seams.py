@@ -1,4 +1,4 @@
-"""Mixed layers, what the launcher does to stock specs, and the stand-ins for Transformer Engine, in built models."""
+"""Built models: mixed layers, stock specs under the launcher, and the stand-ins for Transformer Engine."""
 
 import re
 
@@ -18,13 +18,14 @@ def findings(tmp_path_factory) -> dict:
     return run_worker("megatron_seams.py", 2, tmp_path_factory.mktemp("seams") / "findings.json", "cpu")
 
 
-def refusals_that_miss(sentences: dict[str, str], said: dict[str, str]) -> dict[str, str]:
-    assert said.keys() == sentences.keys()
-    return {name: words for name, words in said.items() if not re.search(mentions(sentences[name]), words)}
+def wrong_messages(expected: dict[str, str], messages: dict[str, str]) -> dict[str, str]:
+    """Return the messages that do not mention their expected words."""
+    assert messages.keys() == expected.keys()
+    return {name: text for name, text in messages.items() if not re.search(mentions(expected[name]), text)}
 
 
 def test_mixed_layers(findings):
-    """Layers (1, 0): the second keeps its softmax, and rotary embeddings reach it alone."""
+    """With layers (1, 0) the second layer keeps its softmax, and only it gets rotary embeddings."""
     mixed = findings["mixed"]
     assert mixed["cores"] == ["StickBreakingCoreAttention", "DotProductAttention"]
     for change in ("rope in layer", "softmax in layer"):
@@ -36,34 +37,34 @@ def test_mixed_layers(findings):
         [[1, stick_breaking], [3, softmax]],
         [[2, softmax], [4, stick_breaking]],
     ]
-    sentences = {
+    expected = {
         "rope": "rotary_pos_emb stick-breaking",
         "rope in the other layer": "rotary_pos_emb stick-breaking",
         "three layers": "layers (1, 0) --sb-layers config.num_layers 3 --num-layers",
         "multi-token prediction": "config.mtp_num_layers --mtp-num-layers 1",
     }
-    assert refusals_that_miss(sentences, mixed["refused"]) == {}
+    assert wrong_messages(expected, mixed["refused"]) == {}
 
 
 def test_stock_specs_under_the_launcher(findings):
-    """Where the launcher's seam is in place, stock specs build what `with_stickbreaking` would."""
+    """After the launcher's patch, stock specs build the same models as `with_stickbreaking`."""
     launched = findings["launched"]
     assert launched["difference from with_stickbreaking"] == {"dense": 0.0, "experts": 0.0}
     assert min(launched["difference from softmax"].values()) > 1e-3
     assert launched["layer without attention"] == "IdentityOp"
-    sentences = {
+    expected = {
         "latent attention": "self_attention SelfAttention",
         "cross-attention": "cross_attention --stick-breaking-attention",
     }
-    assert refusals_that_miss(sentences, launched["refused"]) == {}
+    assert wrong_messages(expected, launched["refused"]) == {}
 
 
 def assert_experts(findings: dict, tolerance: float, dispatchers: set[str]) -> None:
-    """Grouped experts against float64, in a model beside sequential ones, and through a checkpoint."""
+    """Grouped experts equal float64, equal sequential experts in a model, and survive a checkpoint."""
     experts = findings["experts"]
     assert experts["class"] == "GroupedExperts" and experts["errors"].keys() == {"rows", "no rows"}
     assert max(experts["errors"].values()) < tolerance
-    assert "hidden_size=32 and 44 of moe_ffn_hidden_size on a rank: both must be multiples of 8" in experts["refused"]
+    assert re.search(mentions("hidden_size 32 moe_ffn_hidden_size 44 multiples 8"), experts["refused"])
     assert findings["models"].keys() == dispatchers and max(findings["models"].values()) < tolerance
     assert findings["checkpoint"].keys() == {"as it was", "one rank", "sequential"}
     assert max(findings["checkpoint"].values()) < tolerance
@@ -75,7 +76,7 @@ def test_grouped_experts(findings):
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.multigpu)])
 def test_grouped_experts_on_gpus(ranks, tmp_path):
-    """In bf16, whose rounding is 2^-9; the largest of some relative errors over matrices of them."""
+    """In bf16, whose rounding is 2^-9. The bound holds for the largest relative error of several matrices."""
     found = run_worker("megatron_seams.py", ranks, tmp_path / "findings.json", "cuda", device="cuda")
     assert_experts(found, 2e-2, {"allgather", "alltoall"})
 
@@ -85,7 +86,7 @@ def test_grouped_experts_on_gpus(ranks, tmp_path):
 def test_norm(normalization, sequence_parallel):
     install_stand_ins()
     config = small_config(normalization=normalization)
-    config.sequence_parallel = sequence_parallel  # which a config with one tensor-parallel rank would turn off
+    config.sequence_parallel = sequence_parallel  # a config with one tensor-parallel rank would reset it
     norm = WrappedTorchNorm(config, 32, eps=1e-3)
     assert [parameter.sequence_parallel for parameter in norm.parameters()] == [sequence_parallel] * len(
         list(norm.parameters())
@@ -97,23 +98,23 @@ def test_norm(normalization, sequence_parallel):
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "words"),
     [
         ({"normalization": "L2Norm"}, "normalization 'L2Norm' --normalization 'LayerNorm' 'RMSNorm'"),
         ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma True --apply-layernorm-1p"),
         ({"memory_efficient_layer_norm": True}, "memory_efficient_layer_norm True --memory-efficient-layer-norm"),
     ],
 )
-def test_refused_norms(changes, sentence):
+def test_unsupported_norms(changes, words):
     install_stand_ins()
     config = small_config()
     vars(config).update(changes)
-    with pytest.raises(ValueError, match=mentions(sentence)):
+    with pytest.raises(ValueError, match=mentions(words)):
         WrappedTorchNorm(config, 32)
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "words"),
     [
         ({"add_bias_linear": True}, "config.add_bias_linear True --disable-bias-linear False"),
         ({"fp8": "hybrid"}, "config.fp8 'hybrid' --fp8-format None"),
@@ -128,8 +129,8 @@ def test_refused_norms(changes, sentence):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_refused_grouped_experts(changes, sentence):
+def test_unsupported_settings_of_grouped_experts(changes, words):
     config = small_config(add_bias_linear=False)
     vars(config).update(changes)
-    with pytest.raises(ValueError, match=mentions("--moe-grouped-gemm " + sentence)):
+    with pytest.raises(ValueError, match=mentions("--moe-grouped-gemm " + words)):
         GroupedExperts(2, config, None)

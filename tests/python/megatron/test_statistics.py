@@ -1,4 +1,4 @@
-"""What the log says of a model's sticks, against the attention matrix written out."""
+"""Statistics of a model's sticks, compared with the explicit attention matrix."""
 
 import itertools
 
@@ -13,16 +13,16 @@ BOUNDS = (0, 70, 70, 300)
 
 
 def masses_before(query, key, scale):
-    """(h, rows, rows): the mass that query j has left for key i, by the definition, float64; one document."""
+    """Mass of query j before key i, (h, rows, rows) float64, and the remaining mass (h, rows), in one document."""
     logits = scale * torch.einsum("jhd,ihd->hji", query.double(), key.double())
     rows = query.shape[0]
     keep = torch.sigmoid(-logits).masked_fill(~torch.ones(rows, rows, dtype=torch.bool).tril(-1), 1.0)
-    newer = keep.flip(-1).cumprod(-1).flip(-1)  # over keys i and newer
+    newer = keep.flip(-1).cumprod(-1).flip(-1)  # product over key i and newer keys
     return torch.cat((newer[..., 1:], torch.ones_like(newer[..., :1])), -1), newer[..., 0]
 
 
 def expected_counts(query, key, scale, bounds, threshold):
-    """remainder, rows, skipped, tiles, tile by tile."""
+    """Count remainder, rows, skipped and tiles, tile by tile."""
     sums = [0.0, 0, 0, 0]
     for start, end in itertools.pairwise(sorted(set(bounds))):
         mass, left = masses_before(query[start:end], key[start:end], scale)
@@ -32,7 +32,7 @@ def expected_counts(query, key, scale, bounds, threshold):
             for row in range(0, end - start, TILE):
                 last = min(row + TILE, end - start) - 1
                 num_tiles = -(-last // TILE)
-                # Tiles whose newer edge no row of the tile reaches with enough mass.
+                # A tile is skipped if no row reaches its newer edge with enough mass.
                 reached = [head[row : last + 1, min((i + 1) * TILE, last + 1) - 1].max() for i in range(num_tiles)]
                 sums[2] += sum(bool(mass < threshold) for mass in reached)
                 sums[3] += num_tiles
@@ -41,7 +41,7 @@ def expected_counts(query, key, scale, bounds, threshold):
 
 @pytest.mark.parametrize("bounds", [(0, 300), BOUNDS])
 @pytest.mark.parametrize("shift", [0.0, -1.5, -9.0])
-def test_counts_are_those_of_the_matrix(bounds, shift):
+def test_counts_equal_those_of_the_matrix(bounds, shift):
     core = StickBreakingCoreAttention(**core_attention_arguments(small_config()))
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(300, heads, 8, generator=generator) for heads in (4, 4, 4))
@@ -65,7 +65,7 @@ def test_counts_are_those_of_the_matrix(bounds, shift):
     assert expected[3] > 20 and (expected[2] > 0) == (shift > -9)
 
 
-def test_rows_of_no_document_do_not_count():
+def test_rows_outside_documents_are_not_counted():
     edge = torch.arange(256, dtype=torch.int32).expand(1, 2, 256) // TILE * TILE
     skipped, tiles = skipped_tiles(edge, torch.tensor([0, 192]), attend_current=False)
     assert (skipped.item(), tiles.item()) == (2 * (0 + 0 + 1), 2 * (1 + 2 + 3))

@@ -1,6 +1,6 @@
-"""What a StickBreakingCoreAttention promises inside models and process groups; writes findings as JSON.
+"""Checks of StickBreakingCoreAttention in models and process groups; writes its findings as JSON.
 
-Run by torchrun on 2 ranks: `torchrun --nproc-per-node 2 megatron_contract.py OUT.json`.
+Runs on 2 ranks: `megatron_contract.py OUT.json`.
 """
 
 import sys
@@ -16,7 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch.utils.checkpoint import checkpoint
 
-from megatron_sb.megatron import StickBreakingCoreAttention, core_attention, shared_plans, with_stickbreaking
+from megatron_sb.megatron import StickBreakingCoreAttention, plans, shared_plans, with_stickbreaking
 from megatron_sb.megatron.spec import stickbreaking_layer_spec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -33,24 +33,24 @@ VOCAB_SIZE = 32
 
 
 def make_model(spec, position_embedding_type="none", **changes) -> GPTModel:
-    """A GPTModel of `spec` with 32 tokens of context."""
+    """Build a GPTModel from `spec` with a context of 32 tokens."""
     torch.manual_seed(3)
     return GPTModel(small_config(**changes), spec, VOCAB_SIZE, 32, position_embedding_type=position_embedding_type)
 
 
 def make_core(cp_group, cp_comm_type=None) -> StickBreakingCoreAttention:
-    """A core attention by itself over `cp_group`."""
+    """Build a core attention over `cp_group`, without a model."""
     return StickBreakingCoreAttention(**core_attention_arguments(small_config(), cp_group, cp_comm_type=cp_comm_type))
 
 
 def make_qkv(*rows: int) -> list[torch.Tensor]:
-    """q, k, v of 4 heads, 2 KV heads and 8 channels; the same on every rank."""
+    """Draw q, k and v with 4 heads, 2 KV heads and 8 channels, the same on every rank."""
     generator = torch.Generator().manual_seed(5)
     return [torch.randn(*rows, heads, 8, generator=generator) for heads in (4, 2, 2)]
 
 
 def refusals(world) -> dict[str, str]:
-    """Messages of what only a built model or a process group can refuse."""
+    """Return the messages of errors that need a built model or a process group."""
     tokens = torch.randint(VOCAB_SIZE, (1, 16))
     rope = make_model(with_stickbreaking(get_gpt_layer_local_spec()), position_embedding_type="rope")
     overwritten = with_stickbreaking(get_gpt_layer_local_spec())
@@ -87,9 +87,9 @@ def refusals(world) -> dict[str, str]:
 
 
 def plan_counts(world) -> dict[str, int]:
-    """How many plans 24 layers make, backward included."""
+    """Count the plans that 24 layers make in forward and backward."""
     made = []
-    real = core_attention.ContextParallelPlan
+    real = plans.ContextParallelPlan
 
     def counting_plan(*args, **kwargs):
         made.append(kwargs)
@@ -113,19 +113,19 @@ def plan_counts(world) -> dict[str, int]:
         params.cu_seqlens_q.copy_(torch.tensor([0, 4, 16], dtype=torch.int32))
         yield params
 
-    core_attention.ContextParallelPlan = counting_plan
+    plans.ContextParallelPlan = counting_plan
     counts = {
         "three sequences": count([None, None, None]),
         "three packed batches": count([packed_params(0, 8, 16), packed_params(0, 4, 16), packed_params(0, 8, 16)]),
         "one packed batch three times": count([packed_params(0, 8, 16)] * 3),
         "offsets changed in place": count(one_in_two_versions()),
     }
-    core_attention.ContextParallelPlan = real
+    plans.ContextParallelPlan = real
     return counts
 
 
 def differences(world) -> dict[str, float]:
-    """Largest absolute differences between two ways to the same answer."""
+    """Return the largest absolute differences between two computations of the same output."""
     q, k, v = make_qkv(8)
     over_two, alone = make_core(world), make_core(None)
     bounds = (0, 8, 16)
@@ -143,14 +143,14 @@ def differences(world) -> dict[str, float]:
     return {
         "cp_group of packed_seq_params": (plain - overridden).abs().max().item(),
         "local_cp_size=1": (local - turned_off).abs().max().item(),
-        # 16 rows over both ranks, of which the first 8 are a document: 4 and 4 on each.
+        # 16 rows over both ranks; the first 8 are a document. Each rank has 4 of those and 4 others.
         "rows of no document": one_of_two[4:].abs().max().item(),
         "recomputation": max((a.grad - b.grad).abs().max().item() for a, b in zip(*inputs, strict=True)),
     }
 
 
 def bare_spec() -> dict:
-    """A model of the spec object as `--spec` would use it."""
+    """Train a step of a model with the spec object that `--spec` names."""
     model = make_model(stickbreaking_layer_spec)
     loss = model(torch.arange(16)[None], None, None, labels=torch.arange(16)[None]).mean()
     loss.backward()
@@ -164,7 +164,7 @@ def bare_spec() -> dict:
 
 
 def head_vectors(folder: Path) -> dict:
-    """A model with remainder bias and head norm, saved by two tensor-parallel ranks, loaded by one and by two again."""
+    """Save a model with remainder bias and head norm on two tensor-parallel ranks; load it on one and on two."""
 
     def build(num_ranks: int) -> GPTModel:
         parallel_state.destroy_model_parallel()
@@ -210,7 +210,7 @@ def head_vectors(folder: Path) -> dict:
 
 
 def main(out: str) -> None:
-    """Write everything found."""
+    """Run all checks and write their findings."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     answer_for_gpu()
     parallel_state.initialize_model_parallel()

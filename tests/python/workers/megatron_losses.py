@@ -1,7 +1,7 @@
-"""Trains one small GPTModel with stick-breaking attention on many parallel layouts and writes the losses as JSON.
+"""Train a small GPTModel with stick-breaking attention in many parallel layouts and write the losses as JSON.
 
-Run by torchrun on 4 ranks: `torchrun --nproc-per-node 4 megatron_losses.py OUT.json`. Every run starts from the same
-full weights and sees the same documents. "alone" runs are the 1-rank ones: each rank does all the work by itself.
+Runs on 4 ranks: `megatron_losses.py OUT.json`. Every run starts from the same full weights and has the same documents.
+In "alone" runs, the references, each rank does all the work itself.
 """
 
 import sys
@@ -27,14 +27,14 @@ NUM_STEPS = 6
 VOCAB_SIZE = 64
 NUM_DOCUMENTS = 8
 EQUAL_LENGTHS = (32,) * 4
-# Per packed stream; padded in the stream to multiples of 4, which two context-parallel ranks need.
+# Lengths in a packed stream, which pads them to multiples of 4 for two context-parallel ranks.
 UNEQUAL_LENGTHS = (5, 16, 3, 12)
 PADDED_MULTIPLE = 4
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run. `form`: "batch" (sbhd, equal lengths), "single" (sbhd, one by one) or "packed" (thd)."""
+    """A training run. `form`: "batch" (sbhd, equal lengths), "single" (sbhd, one document) or "packed" (thd)."""
 
     name: str
     form: str = "batch"
@@ -77,7 +77,7 @@ RUNS = (
     Run("batch/CP2 contiguous p2p", cp=2, model=RING, options={"cp_layout": "contiguous"}, data_layout="contiguous"),
     Run("batch/TP2 CP2", tp=2, cp=2),
     Run("batch/TP2 CP2 sequence parallel", tp=2, cp=2, model=SEQUENCE_PARALLEL),
-    # What a wrong order of the keys does to the losses: the model is told zigzag, the data are cut contiguously.
+    # Shows that a wrong order of keys changes the losses: the model assumes zigzag, the data are contiguous shards.
     Run("batch/misplaced CP2", cp=2, data_layout="contiguous"),
     Run("multi-query/1 rank", alone=True, model=MULTI_QUERY),
     Run("multi-query/TP2 CP2", tp=2, cp=2, model=MULTI_QUERY),
@@ -100,14 +100,14 @@ RUNS = (
 
 
 def build(run: Run) -> GPTModel:
-    """The model on this run's layout; its weights are still to be loaded."""
+    """Build the model in this run's layout, with weights to be replaced."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=run.tp,
         context_parallel_size=run.cp,
         expert_model_parallel_size=run.ep,
         expert_tensor_parallel_size=1,
         hierarchical_context_parallel_sizes=run.model.get("hierarchical_context_parallel_sizes"),
-        create_gloo_process_groups=False,  # all are of gloo here
+        create_gloo_process_groups=False,  # all groups use gloo
     )
     config = megatron_cpu.small_config(
         **{
@@ -128,7 +128,7 @@ def build(run: Run) -> GPTModel:
 
 
 def full_name(name: str, run: Run) -> str:
-    """A local parameter's name in the model on one rank: experts are numbered per expert-parallel rank."""
+    """Return a local parameter's name in the one-rank model: local experts are numbered from 0 on every rank."""
     head, marker, tail = name.partition("local_experts.")
     if not marker:
         return name
@@ -147,12 +147,12 @@ def load(model: GPTModel, run: Run, full: dict[str, torch.Tensor]) -> None:
 
 
 def gather(model: GPTModel, run: Run) -> list[dict[str, torch.Tensor]]:
-    """Full weights put together from all ranks, once for every data- and context-parallel replica."""
+    """Gather the full weights of every data- and context-parallel replica."""
     mine = {full_name(name, run): (p.data, getattr(p, "partition_dim", -1)) for name, p in model.named_parameters()}
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     replicas = []
-    for first in range(0, len(everyone), run.tp):  # tensor-parallel ranks are neighbours
+    for first in range(0, len(everyone), run.tp):  # tensor-parallel ranks are consecutive
         members = everyone[first : first + run.tp]
         replicas.append({})
         for name in set().union(*members):
@@ -166,17 +166,17 @@ def gather(model: GPTModel, run: Run) -> list[dict[str, torch.Tensor]]:
 
 
 def assert_same_start(model: GPTModel, run: Run, full: dict[str, torch.Tensor]) -> None:
-    """Every replica holds exactly the full weights, and together they hold all of them."""
+    """Assert that replicas hold the full weights, and together hold all of them."""
     replicas = gather(model, run)
     for replica in replicas:
         for name, weight in replica.items():
-            assert torch.equal(weight, full[name]), f"{run.name}: {name} is not the weight all layouts start from"
+            assert torch.equal(weight, full[name]), f"{run.name}: {name} differs from the initial weight of all layouts"
     held = set().union(*replicas)
     assert held == set(full), f"{run.name}: missing {sorted(set(full) - held)}"
 
 
 def documents(lengths: tuple, step: int) -> list[torch.Tensor]:
-    """A step's token sequences, one token longer than they train: patterns that repeat, in an order that changes."""
+    """Return the documents of a step, with one token more than is trained: repeated patterns, in changing order."""
     generator = torch.Generator().manual_seed(100 + step)
     docs = []
     for i in range(NUM_DOCUMENTS):
@@ -187,7 +187,7 @@ def documents(lengths: tuple, step: int) -> list[torch.Tensor]:
 
 
 def shard(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """This context-parallel rank's part of x (..., s), as Megatron's data loaders cut it."""
+    """Return this context-parallel rank's shard of x (..., s), as Megatron's data loaders do."""
     rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
     if layout == "contiguous":
         return x.chunk(size, -1)[rank]
@@ -196,7 +196,7 @@ def shard(x: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def packed_batch(docs: list[torch.Tensor], run: Run) -> dict:
-    """One packed stream, its documents padded with tokens that carry no loss."""
+    """Make a packed stream, whose documents are padded with tokens without loss."""
     padded = [-(-(len(doc) - 1) // PADDED_MULTIPLE) * PADDED_MULTIPLE for doc in docs]
     parts = []
     for doc, n in zip(docs, padded, strict=True):
@@ -223,7 +223,7 @@ def packed_batch(docs: list[torch.Tensor], run: Run) -> dict:
 
 
 def micro_batches(docs: list[torch.Tensor], run: Run) -> list[dict]:
-    """This rank's share of a step's documents in the run's form."""
+    """Return this rank's documents of a step, in the run's form."""
     per_stream = len(run.lengths)
     streams = [docs[i : i + per_stream] for i in range(0, len(docs), per_stream)]
     if not run.alone:
@@ -241,7 +241,7 @@ def micro_batches(docs: list[torch.Tensor], run: Run) -> list[dict]:
 
 
 def reduce_gradients(model: GPTModel) -> None:
-    """What Megatron's DDP and finalize_model_grads do: sum, as every loss is divided by the global token count."""
+    """Sum gradients as Megatron's DDP and finalize_model_grads do. Losses are divided by the global token count."""
     for param in model.parameters():
         if getattr(param, "sequence_parallel", False):
             dist.all_reduce(param.grad, group=parallel_state.get_tensor_model_parallel_group())
@@ -255,7 +255,7 @@ def reduce_gradients(model: GPTModel) -> None:
 
 
 def train(model: GPTModel, run: Run) -> list[float]:
-    """The loss per token before each of NUM_STEPS steps."""
+    """Return the loss per token before each of NUM_STEPS steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     losses = []
     for step in range(NUM_STEPS):
@@ -264,7 +264,7 @@ def train(model: GPTModel, run: Run) -> list[float]:
         total = torch.zeros(())
         GateLossScale.per_token = 1 / num_tokens
         for param in model.parameters():
-            param.grad = torch.zeros_like(param)  # an expert without tokens has a gradient too
+            param.grad = torch.zeros_like(param)  # also for an expert without tokens
         for batch in micro_batches(docs, run):
             token_losses = model(batch["tokens"], None, None, labels=batch["labels"], packed_seq_params=batch["packed"])
             loss = (token_losses * batch["weights"]).sum() / num_tokens
@@ -284,7 +284,7 @@ def main(out: str) -> None:
     megatron_cpu.answer_for_gpu()
     results, starts = {}, {}
     for run in RUNS:
-        if results:  # Megatron's groups of a run are dozens, with threads of their own: they end with it
+        if results:  # dozens of groups with their own threads end with their run
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
         namespace = dist.PrefixStore(run.name, store)

@@ -1,6 +1,8 @@
-"""Runs a Megatron training script under the launcher on CPUs, over gloo: torchrun megatron_on_cpu.py SCRIPT.py FLAGS..
+"""Run a Megatron training script under the launcher on CPUs, over gloo.
 
-Give `--num-workers 0`: workers of a data loader would look for the GPU.
+    torchrun megatron_on_cpu.py SCRIPT.py FLAGS..
+
+The flags must contain `--num-workers 0`, because workers of a data loader would look for a GPU.
 """
 
 import sys
@@ -8,8 +10,8 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Answer for the GPU, do what the launcher does, and end the rank."""
-    # In place of this file's own folder; the script's folder decides which Megatron is meant, as under the launcher.
+    """Install the fakes for the GPU, run the launcher, and end the rank."""
+    # Replace this file's folder. The script's folder comes first and decides which Megatron is imported.
     sys.path[:1] = [str(Path(sys.argv[1]).resolve().parent), str(Path(__file__).parents[1])]
     from megatron.training import initialize
     from support import megatron_cpu
@@ -20,7 +22,7 @@ def main() -> None:
     megatron_cpu.answer_for_gpu()
     megatron_cpu.answer_for_streams()
     megatron_cpu.answer_for_training()
-    initialize._warmup_jit_function = lambda *args, **kwargs: None  # it draws from the generator that weights come from
+    initialize._warmup_jit_function = lambda *args, **kwargs: None  # it draws from the generator of the weights
     with megatron_cpu.TensorsOnTheCpu():
         launch.main()
     end_rank()

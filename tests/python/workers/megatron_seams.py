@@ -1,6 +1,6 @@
-"""What launch.py and stand_ins.py put into Megatron's models; writes findings as JSON.
+"""Checks of launch.py and stand_ins.py in built models; writes its findings as JSON.
 
-Run by torchrun: `torchrun --nproc-per-node N megatron_seams.py OUT.json cpu|cuda`. Experts are spread over all N ranks.
+Runs on N ranks: `megatron_seams.py OUT.json cpu|cuda`. Experts are distributed over all N ranks.
 """
 
 import os
@@ -38,7 +38,7 @@ EXPERTS = {
 
 
 def make_model(spec, device: str, position_embedding_type: str = "none", **changes) -> GPTModel:
-    """A GPTModel of `spec`, or of the spec that it makes of the config, with 32 tokens of context."""
+    """Build a GPTModel from a spec, or from a function of the config, with a context of 32 tokens."""
     torch.manual_seed(3)
     config = small_config(**changes)
     spec = spec(config) if callable(spec) and not isinstance(spec, ModuleSpec) else spec
@@ -46,19 +46,19 @@ def make_model(spec, device: str, position_embedding_type: str = "none", **chang
 
 
 def block_spec(config):
-    """The block of a mixture of experts, as pretrain_gpt.py makes it."""
+    """Make the block spec of a mixture of experts, as pretrain_gpt.py does."""
     return get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=None)
 
 
 def forward(model: GPTModel) -> torch.Tensor:
-    """Logits of 32 tokens. Only Megatron's softmax reads the mask: its own would be made on a GPU."""
+    """Return logits of 32 tokens. Only Megatron's softmax reads the mask, which Megatron would create on a GPU."""
     positions = torch.arange(32, device=next(model.parameters()).device)[None]
     later = positions[:, None, :, None] < positions[:, None, None, :]
     return model(positions * 7 % VOCAB_SIZE, positions, later).detach()
 
 
 def layer_outputs(model: GPTModel) -> list[torch.Tensor]:
-    """What every layer passes on."""
+    """Return the output of every layer."""
     outputs = []
     hooks = [
         layer.register_forward_hook(lambda module, inputs, output: outputs.append(output[0].detach()))
@@ -71,7 +71,7 @@ def layer_outputs(model: GPTModel) -> list[torch.Tensor]:
 
 
 def mixed_layers() -> dict:
-    """A stick-breaking layer below one of softmax."""
+    """A stick-breaking layer followed by a softmax layer."""
     spec = with_stickbreaking(get_gpt_layer_local_spec(), layers=(1, 0))
     plain = make_model(spec, "cpu")
     rope = make_model(spec, "cpu", "rope", no_rope_freq=[1, 0])
@@ -93,7 +93,7 @@ def mixed_layers() -> dict:
 
 
 def virtual_pipeline() -> list[list[tuple[int, str]]]:
-    """Layers of a mixed model and their core attention on each of two ranks, with two stages of a layer a rank."""
+    """Return layers and core attentions of a mixed model on each of two ranks, with two one-layer stages a rank."""
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, create_gloo_process_groups=False
@@ -126,7 +126,7 @@ def virtual_pipeline() -> list[list[tuple[int, str]]]:
 
 
 def launched_models() -> dict:
-    """Stock specs in a process where `TransformerLayer` puts stick-breaking attention in."""
+    """Stock specs after `launch.replace_core_attention`."""
     options = {"attend_current": True, "layers": (0, 1)}
     specs = {"dense": lambda config: get_gpt_layer_local_spec(), "experts": block_spec}
     changes = {"dense": {}, "experts": EXPERTS | {"moe_token_dispatcher_type": "allgather"}}
@@ -160,7 +160,7 @@ def launched_models() -> dict:
 
 
 def make_experts_model(device: str, dispatcher: str, grouped: bool, **changes) -> GPTModel:
-    """Two layers of experts, over as many ranks as there are."""
+    """Build two layers of experts, distributed over all ranks."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     return make_model(
         lambda config: with_stickbreaking(block_spec(config)),
@@ -175,7 +175,7 @@ def make_experts_model(device: str, dispatcher: str, grouped: bool, **changes) -
 
 
 def oracle(experts, rows, counts, probs, weights) -> list[torch.Tensor]:
-    """float64: output, and gradients of rows, probs and every expert's matrices for the loss sum(output * weights)."""
+    """Output in float64, and gradients of rows, probs and experts' matrices for the loss sum(output * weights)."""
     matrices = [parameter.detach().double().requires_grad_() for parameter in experts.parameters()]
     rows, probs = rows.detach().double().requires_grad_(), probs.detach().double().requires_grad_()
     out, first = [], 0
@@ -188,7 +188,7 @@ def oracle(experts, rows, counts, probs, weights) -> list[torch.Tensor]:
 
 
 def grouped_experts(device: str) -> dict:
-    """`GroupedExperts` against the oracle, with an expert that gets no row, and with no row at all."""
+    """`GroupedExperts` against the oracle, with an expert without rows, and without any rows."""
     model = make_experts_model(device, "allgather", grouped=True)
     experts = model.decoder.layers[0].mlp.experts
     errors = {}
@@ -210,7 +210,7 @@ def grouped_experts(device: str) -> dict:
 
 
 def moe_models(device: str) -> dict[str, float]:
-    """The largest difference in logits between grouped and sequential experts, by dispatcher."""
+    """Return the largest difference in logits between grouped and sequential experts, by dispatcher."""
     differences = {}
     for dispatcher in ("allgather", "alltoall") if device == "cuda" else ("allgather",):
         grouped, sequential = (make_experts_model(device, dispatcher, grouped) for grouped in (True, False))
@@ -221,11 +221,11 @@ def moe_models(device: str) -> dict[str, float]:
 
 
 def resharded_checkpoint(device: str, folder: Path) -> dict[str, float]:
-    """Logits of a model of grouped experts, spread over all ranks, against those of what its checkpoint loads into."""
+    """Compare logits of grouped experts on all ranks with those of models that load their checkpoint."""
     saved = make_experts_model(device, "allgather", grouped=True)
     with torch.no_grad():
         for name, parameter in saved.named_parameters():
-            if "local_experts" in name:  # not what a new model starts with
+            if "local_experts" in name:  # differ from initial weights
                 parameter.mul_(1.5)
     wanted = forward(saved)
     dist_checkpointing.save(saved.sharded_state_dict(), str(folder))
@@ -243,7 +243,7 @@ def resharded_checkpoint(device: str, folder: Path) -> dict[str, float]:
 
 
 def mixed_checkpoint(folder: Path) -> float:
-    """The difference in logits of a mixed model, whose layers hold different parameters, after a checkpoint."""
+    """Return the difference in logits after a checkpoint of a mixed model, whose layers have different parameters."""
     spec = with_stickbreaking(get_gpt_layer_local_spec(), layers=(0, 1), remainder_bias=True)
     saved, loaded = (make_model(spec, "cpu") for _ in range(2))
     with torch.no_grad():
@@ -255,7 +255,7 @@ def mixed_checkpoint(folder: Path) -> float:
 
 
 def initialize(expert_ranks: int) -> None:
-    """Megatron's groups, with experts over `expert_ranks` ranks."""
+    """Initialise Megatron's groups with experts over `expert_ranks` ranks."""
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         expert_model_parallel_size=expert_ranks, expert_tensor_parallel_size=1, create_gloo_process_groups=False
@@ -263,7 +263,7 @@ def initialize(expert_ranks: int) -> None:
 
 
 def new_folder(path: Path) -> Path:
-    """It, made by the first rank."""
+    """Create a folder on rank 0 and return it."""
     if dist.get_rank() == 0:
         path.mkdir()
     dist.barrier()
@@ -271,7 +271,7 @@ def new_folder(path: Path) -> Path:
 
 
 def main(out: str, device: str) -> None:
-    """Write everything found."""
+    """Run all checks and write their findings."""
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=60))

@@ -1,0 +1,63 @@
+"""Context-parallel plans, which all layers of a model share for one batch."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+
+from megatron_sb.ops.context_parallel import ContextParallelPlan
+
+
+class PlanCache:
+    """Keep the latest context-parallel plans.
+
+    A plan is reused while the group, the sequence length, the layout and the packing are the same, and `cu_seqlens` is
+    the same tensor object with the same version counter. Writes that torch does not count (by collectives and `.data`)
+    are noticed on a CPU, where the values are compared, but not on a GPU. torch counts no writes to inference tensors:
+    each call with one makes a new plan.
+
+    Making a plan is a collective. The ranks of a group run the same layers on the same batches, so they make plans at
+    the same calls. The cache holds references to process groups and `cu_seqlens` until `clear`.
+
+    Args:
+        capacity: number of plans to keep. It should cover the micro-batches that a pipeline has in flight; an evicted
+            plan is made again. Default 16.
+    """
+
+    def __init__(self, capacity: int = 16):
+        self.capacity = capacity
+        self._plans: OrderedDict[tuple, tuple] = OrderedDict()
+
+    def get(
+        self,
+        cp_group: torch.distributed.ProcessGroup,
+        *,
+        seq_len: int,
+        cu_seqlens: torch.Tensor | None,
+        layout: str,
+        packing: str,
+    ) -> ContextParallelPlan:
+        """Return the plan for these arguments of `ContextParallelPlan`. All ranks of the group must call this."""
+        arguments = {"seq_len": seq_len, "cu_seqlens": cu_seqlens, "layout": layout, "packing": packing}
+        if cu_seqlens is not None and cu_seqlens.is_inference():
+            return ContextParallelPlan(cp_group, **arguments)
+        version, values = None if cu_seqlens is None else cu_seqlens._version, ()
+        if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
+            values = tuple(cu_seqlens.flatten().tolist())
+        key = (id(cp_group), seq_len, id(cu_seqlens), version, values, layout, packing)
+        if key in self._plans:
+            self._plans.move_to_end(key)
+        else:
+            # The entry keeps the group and the tensor alive, so that no other object gets their ids.
+            self._plans[key] = (ContextParallelPlan(cp_group, **arguments), cp_group, cu_seqlens)
+            while len(self._plans) > self.capacity:
+                self._plans.popitem(last=False)
+        return self._plans[key][0]
+
+    def clear(self) -> None:
+        """Drop all plans. Call this before process groups are destroyed."""
+        self._plans.clear()
+
+
+shared_plans = PlanCache()

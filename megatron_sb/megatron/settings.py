@@ -1,0 +1,96 @@
+"""Settings of Megatron that stick-breaking attention cannot run with. Each error names the setting and its flag."""
+
+from __future__ import annotations
+
+import sys
+
+# (field of TransformerConfig, flag, required value, reason). A release without the field has the required value.
+CONFIG_REQUIREMENTS = (
+    ("attention_dropout", "--attention-dropout", 0.0, "stick-breaking weights have no dropout"),
+    ("multi_latent_attention", "--multi-latent-attention", False, "latent attention has its own core attention"),
+    ("experimental_attention_variant", "--experimental-attention-variant", None, "it selects another attention"),
+    ("window_size", "--window-size", None, "a query attends to all older keys"),
+    ("softmax_type", "--softmax-type", "vanilla", "stick-breaking attention has no softmax"),
+    ("fp8_dot_product_attention", "--fp8-dot-product-attention", False, "there is no fp8 stick-breaking kernel"),
+    ("fp8_multi_head_attention", "--fp8-multi-head-attention", False, "there is no fp8 stick-breaking kernel"),
+    ("qk_clip", "--qk-clip", False, "the kernels do not report the largest logit"),
+    ("log_max_attention_logit", "--log-max-attention-logit", False, "the kernels do not report the largest logit"),
+    ("flash_decode", "--flash-decode", False, "it bypasses core_attention and would silently run softmax"),
+)
+# The same for flags of Megatron's scripts that are not fields of TransformerConfig.
+SCRIPT_REQUIREMENTS = (
+    (
+        "reset_attention_mask",
+        "--reset-attention-mask",
+        False,
+        "attention masks are not read; pack documents (thd) instead",
+    ),
+)
+
+
+def check_settings(settings: object, source: str, requirements: tuple) -> None:
+    """Raise ValueError for the first setting that does not have its required value.
+
+    Args:
+        settings: a TransformerConfig, or the parsed arguments of a script.
+        source: name of `settings` in the message: "config" or "args".
+        requirements: as CONFIG_REQUIREMENTS.
+    """
+    for name, flag, required, reason in requirements:
+        value = getattr(settings, name, required)
+        if value != required:
+            raise ValueError(
+                f"{source}.{name} ({flag}) must be {required!r} with stick-breaking attention, got {value!r}: {reason}."
+            )
+
+
+def check_position_embedding(settings: object, source: str, rope_disabled: bool) -> None:
+    """Raise ValueError for a position embedding that reaches stick-breaking layers.
+
+    Args:
+        settings: a TransformerConfig, or the parsed arguments of a script.
+        source: name of `settings` in the message: "config" or "args".
+        rope_disabled: whether `--no-rope-freq` disables rotary embeddings in these layers.
+    """
+    kind = getattr(settings, "position_embedding_type", "none")
+    if kind != "none" and not (kind == "rope" and rope_disabled):
+        raise ValueError(
+            f"{source}.position_embedding_type (--position-embedding-type) must be 'none' with stick-breaking "
+            f"attention, got {kind!r}: the order of the keys encodes positions. 'rope' needs --no-rope-freq to name "
+            "every stick-breaking layer."
+        )
+
+
+def check_layers(layers: tuple[int, ...] | None, settings: object, source: str) -> None:
+    """Raise ValueError unless `layers` (`StickBreakingOptions.layers`) has an entry for every layer of the model."""
+    if layers is None:
+        return
+    if len(layers) != settings.num_layers:
+        raise ValueError(
+            f"layers={layers} (--sb-layers) must have one entry for each of the {source}.num_layers="
+            f"{settings.num_layers} (--num-layers) layers, got {len(layers)} entries."
+        )
+    if settings.mtp_num_layers is not None:
+        raise ValueError(
+            f"{source}.mtp_num_layers (--mtp-num-layers) must be None with layers={layers} (--sb-layers), got "
+            f"{settings.mtp_num_layers}: the pattern has no entries for those layers."
+        )
+
+
+def rope_disabled_in(config: object, layer_number: int) -> bool:
+    """Whether `--no-rope-freq` disables rotary embeddings in this layer (1-based)."""
+    return bool(config.no_rope_freq) and bool(config.no_rope_freq[layer_number - 1])
+
+
+def script_arguments() -> object | None:
+    """The parsed arguments of the Megatron training script in this process, if there is one."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+
+
+def check_layer_settings(config: object, layer_number: int) -> None:
+    """Raise ValueError if a stick-breaking layer (1-based) cannot run with this config or the script's arguments."""
+    args = script_arguments()
+    check_settings(config, "config", CONFIG_REQUIREMENTS)
+    check_settings(args, "args", SCRIPT_REQUIREMENTS)
+    for settings, source in ((config, "config"), (args, "args")):
+        check_position_embedding(settings, source, rope_disabled_in(config, layer_number))
