@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddin
 from megatron_sb.huggingface.packing import Packing, document_mask, documents_of, leftpad_of
 from megatron_sb.ops import stickbreaking_attention, stickbreaking_attention_varlen
 from megatron_sb.ops.kvcache import attend_to_filled, is_decoding_step
-from megatron_sb.options import DEFAULT_MASS_THRESHOLD
+from megatron_sb.options import AttentionOptions
 
 NAME = "stickbreaking"
 NO_ROTATION = "none"  # the rope_type that rotates by 0
@@ -114,8 +114,8 @@ def attention_forward(
         value.transpose(1, 2),
         attention_mask,
         scale=scaling,
-        attend_current=getattr(config, "attend_current", False),
-        mass_threshold=getattr(config, "mass_threshold", DEFAULT_MASS_THRESHOLD),
+        attend_current=getattr(config, "attend_current", AttentionOptions.attend_current),
+        mass_threshold=getattr(config, "mass_threshold", AttentionOptions.mass_threshold),
     )
     return out, None
 

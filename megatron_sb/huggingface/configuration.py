@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from megatron_sb.options import DEFAULT_MASS_THRESHOLD
+from megatron_sb.options import LayerOptions
 
 
 class StickBreakingConfig(PreTrainedConfig):
@@ -38,7 +38,9 @@ class StickBreakingConfig(PreTrainedConfig):
         pad_token_id, bos_token_id, eos_token_id: special tokens. Default None.
 
     Raises:
-        ValueError: if sizes are not divisible as required, or num_experts_per_tok is not in [1, num_experts].
+        TypeError: if an option of the attention has the wrong type.
+        ValueError: if an option of the attention is out of range (see `megatron_sb.options.LayerOptions`), sizes are
+            not divisible as required, or num_experts_per_tok is not in [1, num_experts].
 
     Example:
         >>> config = StickBreakingConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4)
@@ -55,10 +57,10 @@ class StickBreakingConfig(PreTrainedConfig):
     num_attention_heads: int = 16
     num_key_value_heads: int | None = None
     head_dim: int | None = None
-    attend_current: bool = False
-    mass_threshold: float = DEFAULT_MASS_THRESHOLD
-    remainder_bias: bool = False
-    head_norm: bool = False
+    attend_current: bool = LayerOptions.attend_current
+    mass_threshold: float = LayerOptions.mass_threshold
+    remainder_bias: bool = LayerOptions.remainder_bias
+    head_norm: bool = LayerOptions.head_norm
     head_norm_eps: float = 1e-5
     num_experts: int | None = None
     num_experts_per_tok: int | None = None
@@ -85,6 +87,13 @@ class StickBreakingConfig(PreTrainedConfig):
                     f"head_dim, got {self.hidden_size}."
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
+        LayerOptions(
+            scale=self.attention_multiplier,
+            attend_current=self.attend_current,
+            mass_threshold=self.mass_threshold,
+            remainder_bias=self.remainder_bias,
+            head_norm=self.head_norm,
+        )  # validates
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads must divide num_attention_heads, {self.num_attention_heads}, got "

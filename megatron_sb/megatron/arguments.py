@@ -7,66 +7,45 @@ import dataclasses
 from dataclasses import dataclass
 
 from megatron_sb.megatron.layer_pattern import layer_pattern
-from megatron_sb.options import DEFAULT_MASS_THRESHOLD, LOGITS
-
-CP_LAYOUTS = ("zigzag", "contiguous")
-PACKINGS = ("per_document", "whole_stream")
+from megatron_sb.options import LAYOUTS, LOGITS, PACKINGS, LayerOptions
+from megatron_sb.validation import check_choice
 
 
 @dataclass(frozen=True)
-class StickBreakingOptions:
+class StickBreakingOptions(LayerOptions):
     """Options of the stick-breaking attention in all layers of a layer spec.
 
     Args:
-        attend_current: a query also attends to its own key (ModuleFormer eq. 4). Default False: only to older keys.
-        mass_threshold: older keys are skipped once the mass of a row is below this, in [0, 1). 0 disables skipping.
-            Default 2**-24.
-        remainder_bias: add the mass, times a learnable vector for each head, to the output (paper eq. 14). Default
-            False.
-        head_norm: apply a group norm to that sum, one group for each head, with learnable weight and bias. Default
-            False.
-        logits: "dot", or "euclidean": minus the squared distance of query and key, with scale 1 (NU-CS-2024-15).
-            Default "dot".
-        forget_gate: multiply the beta of each key by a gate, computed from the key's hidden state for each KV head.
-            Default False.
-        forget_gate_loss: coefficient of the auxiliary loss mean(-log f), which penalises closed gates. Default 0.
+        attend_current, mass_threshold, logits: see `AttentionOptions`.
+        remainder_bias, head_norm, forget_gate, forget_gate_loss: see `LayerOptions`.
+        scale: must be None. Megatron sets the scale of the logits: `config.softmax_scale`.
         cp_layout: how the data loader shards a sequence over context-parallel ranks: "zigzag", as Megatron does, or
-            "contiguous". Default "zigzag".
+            "contiguous". Default: "zigzag".
         packing: how it shards a packed (thd) stream: "per_document", each document by `cp_layout`, or "whole_stream".
-            Default "per_document".
+            Default: "per_document".
         layers: an entry for every layer of the model: 1 for stick-breaking attention, 0 for the stock softmax
-            attention. Default None: 1 for every layer.
+            attention. Default: None, which is 1 for every layer.
 
     Raises:
-        ValueError: if a value is unknown or out of range, or forget_gate_loss is set without forget_gate.
+        TypeError: if a field has the wrong type.
+        ValueError: if a field has an unknown value or is out of range.
 
     Example:
         >>> StickBreakingOptions(head_norm=True, layers=(1, 1, 0)).layers
         (1, 1, 0)
     """
 
-    attend_current: bool = False
-    mass_threshold: float = DEFAULT_MASS_THRESHOLD
-    remainder_bias: bool = False
-    head_norm: bool = False
-    logits: str = "dot"
-    forget_gate: bool = False
-    forget_gate_loss: float = 0.0
     cp_layout: str = "zigzag"
     packing: str = "per_document"
     layers: tuple[int, ...] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Validate now: without context parallelism nothing else reads some of the fields."""
-        for name, choices in (("cp_layout", CP_LAYOUTS), ("packing", PACKINGS), ("logits", LOGITS)):
-            value = getattr(self, name)
-            if value not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
-        if self.forget_gate_loss < 0 or (self.forget_gate_loss > 0 and not self.forget_gate):
-            raise ValueError(
-                "forget_gate_loss (--sb-forget-gate-loss) must be 0, or above 0 with forget_gate=True "
-                f"(--sb-forget-gate), got {self.forget_gate_loss} with forget_gate={self.forget_gate}."
-            )
+        super().__post_init__()
+        if self.scale is not None:
+            raise ValueError(f"scale must be None, got {self.scale}. Set config.softmax_scale instead.")
+        check_choice("cp_layout", self.cp_layout, LAYOUTS)
+        check_choice("packing", self.packing, PACKINGS)
         if self.layers is not None and not {*self.layers} <= {0, 1}:
             raise ValueError(
                 f"layers (--sb-layers) must contain only 0 (softmax) and 1 (stick-breaking), got {self.layers}."
@@ -135,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--sb-cp-layout",
-        choices=CP_LAYOUTS,
+        choices=LAYOUTS,
         default=StickBreakingOptions.cp_layout,
         help="How the data loader shards a sequence over context-parallel ranks (default: %(default)s).",
     )
@@ -162,9 +141,10 @@ def options_from_args(args: argparse.Namespace) -> dict:
         args: result of a parser that went through `add_arguments`.
 
     Returns:
-        A dict with a value for each field of `StickBreakingOptions`.
+        A dict with a value for each field of `StickBreakingOptions` except scale.
 
     Example:
         >>> spec = with_stickbreaking(get_gpt_layer_local_spec(), **options_from_args(args))
     """
-    return {field.name: getattr(args, f"sb_{field.name}") for field in dataclasses.fields(StickBreakingOptions)}
+    names = [field.name for field in dataclasses.fields(StickBreakingOptions) if field.name != "scale"]
+    return {name: getattr(args, f"sb_{name}") for name in names}

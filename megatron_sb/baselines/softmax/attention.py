@@ -19,12 +19,11 @@ from megatron_sb.baselines.softmax.offsets import last_offsets
 from megatron_sb.baselines.softmax.positions import (
     FireBias,
     RotaryScaling,
-    check_choice,
     rotary_cos_sin,
     rotate,
     without_autocast,
 )
-from megatron_sb.validation import check_counts, check_finite, check_number, check_tensor
+from megatron_sb.validation import check_choice, check_counts, check_finite, check_number, check_tensor
 
 Position = Literal["none", "rope", "alibi", "fire"]
 

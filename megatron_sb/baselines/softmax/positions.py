@@ -13,17 +13,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from megatron_sb.baselines.softmax.offsets import row_positions, shared_by_layers
-from megatron_sb.validation import check_number
+from megatron_sb.validation import check_choice, check_number
 
 RotaryKind = Literal["none", "linear", "ntk"]
 
 _FIRE_EPS = 1e-6
-
-
-def check_choice(name: str, value: object, choices: tuple) -> None:
-    """Raise ValueError unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager:

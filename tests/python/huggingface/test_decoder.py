@@ -166,6 +166,8 @@ def test_hidden_states_and_kept_logits():
     [
         ({"num_attention_heads": 5}, "hidden_size 32 multiple num_attention_heads 5"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3 num_attention_heads 4"),
+        ({"mass_threshold": 1.0}, "mass_threshold 1.0"),
+        ({"attention_multiplier": float("inf")}, "scale inf"),
         ({"num_experts": 4}, "num_experts_per_tok None num_experts 4"),
         ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok 5 num_experts 4"),
     ],

@@ -80,6 +80,10 @@ def test_invalid_options():
         with_stickbreaking(get_gpt_layer_local_spec(), logits="cosine")
     with pytest.raises(ValueError, match=mentions("forget_gate_loss 0.1")):
         with_stickbreaking(get_gpt_layer_local_spec(), forget_gate_loss=0.1)
+    with pytest.raises(ValueError, match=mentions("mass_threshold 1.5")):
+        with_stickbreaking(get_gpt_layer_local_spec(), mass_threshold=1.5)
+    with pytest.raises(ValueError, match=mentions("scale None 0.5 config.softmax_scale")):
+        with_stickbreaking(get_gpt_layer_local_spec(), scale=0.5)
     with pytest.raises(ValueError, match=mentions("layers (1, 2)")):
         with_stickbreaking(get_gpt_layer_local_spec(), layers=(1, 2))
 
