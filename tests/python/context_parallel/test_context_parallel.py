@@ -1,4 +1,4 @@
-"""Context parallelism under torchrun and gloo: many checks in one launch, each reported by itself."""
+"""Context parallelism over gloo: one group of ranks runs many checks, and each check is a test."""
 
 import pytest
 from support.launch import assert_passed, failed_checks
@@ -42,14 +42,14 @@ CHECKS = {
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory):
-    """What went wrong at a number of ranks: {check: {rank: traceback}}; one launch for each number."""
-    launched = {}
+    """Return the failures for a number of ranks, {check: {rank: traceback}}. Each number runs once."""
+    results = {}
 
     def of(num_ranks: int) -> dict[str, dict[str, str]]:
-        if num_ranks not in launched:
+        if num_ranks not in results:
             out = tmp_path_factory.mktemp("context_parallel") / "failures.json"
-            launched[num_ranks] = failed_checks(num_ranks, "cpu", CHECKS[num_ranks], out, TIMEOUT_SECONDS)
-        return launched[num_ranks]
+            results[num_ranks] = failed_checks(num_ranks, "cpu", CHECKS[num_ranks], out, TIMEOUT_SECONDS)
+        return results[num_ranks]
 
     return of
 

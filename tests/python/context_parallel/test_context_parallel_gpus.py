@@ -1,11 +1,11 @@
-"""Context parallelism over NCCL, a GPU for each rank."""
+"""Context parallelism over NCCL, with a GPU for each rank."""
 
 import pytest
 import torch
 from support.launch import assert_passed, failed_checks
 
 TIMEOUT_SECONDS = 300
-# In one launch for each number of ranks; the first ones with short sequences, which fast kernels do not serve.
+# One group of ranks runs all checks. The first checks have short sequences, which the fast kernels do not serve.
 CHECKS = (
     "same_answer_as_one_rank",
     "variants_of_the_logit",
@@ -35,14 +35,15 @@ def run_checks(num_ranks, checks, tmp_path, num_gpus):
 @pytest.mark.multigpu
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_on_nccl(num_ranks, tmp_path):
-    """The answers of one rank, in every mode."""
+    """Every mode gives the results of one rank."""
     run_checks(num_ranks, CHECKS, tmp_path, num_ranks)
 
 
 @pytest.mark.multigpu
 def test_two_hosts_over_sockets(tmp_path, monkeypatch):
-    """Two groups of two GPUs that NCCL takes for two hosts, every mode, "a2a+p2p" among them; what it used is looked up
-    in its log. On two GPUs the groups share them.
+    """Every mode, "a2a+p2p" too, on two pairs of ranks that NCCL treats as two hosts.
+
+    The log of NCCL shows which transports it used. On two GPUs the pairs share the GPUs.
     """
     monkeypatch.setenv("SB_RANKS_PER_HOST", "2")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
@@ -56,5 +57,5 @@ def test_two_hosts_over_sockets(tmp_path, monkeypatch):
 @pytest.mark.multigpu
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_in_a_cuda_graph(num_ranks, tmp_path):
-    """A layer can be captured: it neither waits on the host nor allocates elsewhere."""
+    """A layer can be captured: it does not wait for the host and allocates only from the graph's pool."""
     run_checks(num_ranks, ("replays_in_a_cuda_graph",), tmp_path, num_ranks)

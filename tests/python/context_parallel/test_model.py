@@ -1,4 +1,4 @@
-"""The model of the schedules of context parallelism: what holds whatever its constants, and what was measured."""
+"""The performance model of context parallelism: properties for any constants, and agreement with measurements."""
 
 import importlib
 import sys
@@ -15,7 +15,7 @@ MODES = ("p2p", "all_gather", "a2a")
 
 @pytest.fixture(scope="module")
 def model():
-    """benchmarks/context_parallel_model.py, which is in no package."""
+    """benchmarks/context_parallel_model.py, which is not in a package."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     yield importlib.import_module("context_parallel_model")
     sys.path.remove(str(ROOT / "benchmarks"))
@@ -23,7 +23,7 @@ def model():
 
 @pytest.fixture
 def time(model):
-    """Microseconds of a direction back to back; keywords are those of the machine."""
+    """Return the microseconds of a direction, run back to back. Keyword arguments are fields of the machine."""
 
     def of(mode: str, direction: str, ranks: int, length: int = 65536, heads: int = 32, kv_heads: int = 8, **machine):
         machine = replace(model.BACK_TO_BACK, **machine)
@@ -33,19 +33,19 @@ def time(model):
 
 
 def pairs(segments) -> float:
-    """(query, key) pairs of a block, a query's own place counted half."""
+    """Count the (query, key) pairs of a block; the diagonal counts half."""
     return sum(rows * older + (rows**2 / 2 if causal else 0) for rows, older, causal in segments)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 16])
-def test_a_ring_meets_every_pair_once(model, ranks, direction):
+def test_a_ring_visits_every_pair_once(model, ranks, direction):
     chunk = 96
     kinds = [pairs(segments) for segments in model.ring_segments(chunk)]
-    met = [model.ring_kinds(ranks, direction, step) for step in range(ranks)]
-    of_rank = [sum(kinds[low[r]] + kinds[high[r]] for low, high in met) for r in range(ranks)]
+    visited = [model.ring_kinds(ranks, direction, step) for step in range(ranks)]
+    of_rank = [sum(kinds[low[r]] + kinds[high[r]] for low, high in visited) for r in range(ranks)]
     assert sum(of_rank) == (2 * ranks * chunk) ** 2 / 2
-    assert len(set(of_rank)) == 1  # which is what zigzag is for
+    assert len(set(of_rank)) == 1  # the purpose of the zigzag layout
 
 
 @pytest.mark.parametrize("length", [2**18, 2**20])
@@ -62,7 +62,7 @@ def test_slower_links_take_longer(time, mode, direction):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_one_rank_takes_what_a_block_takes(model, time, mode):
+def test_one_rank_takes_the_time_of_a_block(model, time, mode):
     machine, segments = model.BACK_TO_BACK, ((65536, 0, True),)
     assert time(mode, "forward", 1, host_step=0.0) == model.forward_block(machine, segments, 32)
     assert time(mode, "backward", 1, host_step=0.0) == model.backward_block(machine, segments, 65536, 8, 4)
@@ -78,7 +78,7 @@ def test_no_rank_is_faster_than_its_share_of_the_work(model, time, mode, ranks, 
     assert time(mode, direction, ranks) > least[direction]
 
 
-def test_a_rest_before_a_call_saves_no_more_than_power_allows(model):
+def test_idle_time_before_a_call_saves_at_most_the_clock_ratio(model):
     rested, shape = model.Machine(), model.Shape(65536)
     for mode in MODES:
         fresh = model.Model(rested, shape, 4).time(mode, *DIRECTIONS)
@@ -86,13 +86,13 @@ def test_a_rest_before_a_call_saves_no_more_than_power_allows(model):
         assert rested.highest_clock * steady <= fresh < steady
 
 
-def test_heads_limit_the_ranks_that_exchange_them(model):
+def test_number_of_heads_limits_the_ranks_of_a2a(model):
     possible = [n for n in (2, 4, 8, 16, 32, 64, 3, 12) if model.Model(model.Machine(), model.SHAPE, n).possible("a2a")]
     assert possible == [2, 4, 8, 16, 32]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_what_was_measured_is_predicted(model, ranks, capsys):
+def test_predictions_agree_with_measurements(model, ranks, capsys):
     measured = RESULTS / f"2026-11-22-{ranks}xh200-context-parallel.json"
     assert model.compare(measured, within=0.1), capsys.readouterr().out
     names = {(row["name"], ranks) for _, ranks, row in model.measured_rows(measured)}
@@ -100,7 +100,7 @@ def test_what_was_measured_is_predicted(model, ranks, capsys):
     assert not model.compare(measured, within=0.001)
 
 
-def test_rows_are_sorted_only_where_they_are_few(model, time):
+def test_rows_are_sorted_only_below_a_length(model, time):
     few, many = model.ROWS_TO_SPLIT - 2048, model.ROWS_TO_SPLIT
     free = {"memory_tbytes": 1e6, "kernel": 0.0}
 
@@ -110,7 +110,7 @@ def test_rows_are_sorted_only_where_they_are_few(model, time):
     assert passes(many) < passes(few)
 
 
-def test_the_clock_does_not_hasten_transfers(model):
+def test_the_clock_does_not_speed_up_transfers(model):
     def fresh_to_steady(link_gbytes: float) -> float:
         steady = replace(model.BACK_TO_BACK, link_gbytes=link_gbytes)
         machines = (replace(steady, rest_credit=1e9), steady)

@@ -1,4 +1,4 @@
-"""attn_implementation="stickbreaking" in decoders of transformers, beside the float64 oracle in the same models."""
+"""attn_implementation="stickbreaking" in decoders of transformers, compared with the oracle in the same models."""
 
 import itertools
 
@@ -53,7 +53,7 @@ def without_rotation(name="llama", **fields):
 
 @pytest.fixture
 def oracle():
-    """The name of an attention that is the naive oracle on whole batches without padding."""
+    """The name of a registered attention that calls the oracle, for batches without padding."""
 
     def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -74,8 +74,8 @@ def logits(model, ids, **inputs):
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_decoders_are_the_oracles(name, oracle):
-    """Weights, scale, grouped heads and experts are each model's own."""
+def test_decoders_equal_the_oracle(name, oracle):
+    """With each model's own weights, scale, grouped heads and experts."""
     config, ids = without_rotation(name), tokens(2, 24)
     ours = make_model(config)
     assert ours.config._attn_implementation == "stickbreaking"
@@ -88,8 +88,8 @@ def test_order_matters_without_positions():
     assert (logits(model, ids)[:, -1] - logits(model, swapped)[:, -1]).abs().max() > 1e-3
 
 
-def test_layers_without_rotation_are_taken(oracle):
-    """SmolLM3 says for every layer whether it rotates."""
+def test_layers_without_rotation_are_accepted(oracle):
+    """SmolLM3 has a flag for rotation in each layer."""
     config = make_config("smollm3", no_rope_layers=[0, 0])
     ids = tokens(1, 12)
     assert config.rope_parameters["rope_type"] == "default"
@@ -102,7 +102,7 @@ def test_layers_without_rotation_are_taken(oracle):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(side):
-    """Rows of lengths 12, 7 and 1 in one batch have the logits that each has alone, and so have gradients."""
+    """Rows of lengths 12, 7 and 1 have the same logits and gradients in one batch as alone."""
     model, lengths = make_model(without_rotation()), (12, 7, 1)
     rows = [tokens(1, length) for length in lengths]
     ids, mask = padded(rows, side)
@@ -125,29 +125,29 @@ def own_model():
 
 @pytest.mark.parametrize("make", [lambda: make_model(without_rotation()), own_model], ids=["llama", "own"])
 @pytest.mark.parametrize("use_cache", [False, True])
-@pytest.mark.parametrize("said_by", ["positions", "positions and a mask", "bounds"])
-def test_packed_documents(make, use_cache, said_by):
-    """Positions that begin anew begin a document, as transformers packs them; so do bounds for FlashAttention."""
+@pytest.mark.parametrize("given_by", ["positions", "positions and a mask", "bounds"])
+def test_packed_documents(make, use_cache, given_by):
+    """Documents are given by positions that restart at 0, or by cu_seq_lens_q."""
     model, rows = make(), [tokens(1, 5), tokens(1, 9), tokens(1, 1)]
     lengths = [row.shape[1] for row in rows]
-    said = {"position_ids": torch.cat([torch.arange(length) for length in lengths])[None]}
-    if said_by == "bounds":
+    documents = {"position_ids": torch.cat([torch.arange(length) for length in lengths])[None]}
+    if given_by == "bounds":
         bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-        said = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-    if said_by == "positions and a mask":
-        said["attention_mask"] = torch.ones(1, sum(lengths), dtype=torch.long)
+        documents = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    if given_by == "positions and a mask":
+        documents["attention_mask"] = torch.ones(1, sum(lengths), dtype=torch.long)
     alone = torch.cat([logits(model, row) for row in rows], 1)
-    for _ in range(2):  # what the first forward kept of the tensors serves the second
-        packed = logits(model, torch.cat(rows, 1), use_cache=use_cache, **said)
+    for _ in range(2):  # the second forward uses the mask that the first one stored
+        packed = logits(model, torch.cat(rows, 1), use_cache=use_cache, **documents)
         torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-4)
-    if said_by == "positions":
-        said["position_ids"].copy_(torch.arange(sum(lengths)))
+    if given_by == "positions":
+        documents["position_ids"].copy_(torch.arange(sum(lengths)))
         whole = logits(model, torch.cat(rows, 1))
-        torch.testing.assert_close(logits(model, torch.cat(rows, 1), **said), whole, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(logits(model, torch.cat(rows, 1), **documents), whole, atol=1e-5, rtol=1e-4)
         assert (whole - alone).abs().max() > 1e-3
 
 
-def test_bounds_of_another_row():
+def test_bounds_must_match_the_row():
     bounds = torch.tensor([0, 3, 9], dtype=torch.int32)
     with pytest.raises(ValueError, match=mentions("cu_seq_lens_q 9 8")):
         logits(make_model(without_rotation()), tokens(1, 8), cu_seq_lens_q=bounds)
@@ -155,7 +155,7 @@ def test_bounds_of_another_row():
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generation(cache):
-    """With either cache, token by token, padded on the left: what whole forwards without a cache choose."""
+    """Generation with either cache and left padding chooses the tokens of whole forwards without a cache."""
     model, lengths, steps = make_model(without_rotation()), (9, 4), 8
     rows = [tokens(1, length) for length in lengths]
     ids, mask = padded(rows)
@@ -170,8 +170,8 @@ def test_generation(cache):
 
 
 @pytest.mark.parametrize("padding", [None, "left", "right"])
-def test_steps_attend_to_the_cache_as_it_lies(padding, monkeypatch):
-    """Without padding and with padding on the left; what lies in no one run is gathered. Logits are the whole's."""
+def test_steps_read_the_cache_in_place(padding, monkeypatch):
+    """Without padding, or with left padding only. Other batches are gathered. Logits equal those of a whole forward."""
     model, calls = make_model(without_rotation()), []
     monkeypatch.setattr(
         attention, "attend_to_filled", lambda *args, **options: calls.append(0) or attend_to_filled(*args, **options)
@@ -183,11 +183,11 @@ def test_steps_attend_to_the_cache_as_it_lies(padding, monkeypatch):
     with torch.no_grad():
         first = model(ids[:, :9], attention_mask=mask[:, :9], use_cache=True)
         step = model(ids[:, 9:], attention_mask=mask, past_key_values=first.past_key_values).logits
-    assert len(calls) == (0 if padding == "right" else 2)  # layers
+    assert len(calls) == (0 if padding == "right" else 2)  # one call for each layer
     torch.testing.assert_close(step, logits(model, ids, attention_mask=mask)[:, 9:], atol=1e-5, rtol=1e-4)
 
 
-def test_several_tokens_against_a_cache():
+def test_several_tokens_with_a_cache():
     model, ids = make_model(without_rotation()), tokens(2, 20)
     first = model(ids[:, :12], use_cache=True)
     rest = model(ids[:, 12:], past_key_values=first.past_key_values)
@@ -203,7 +203,7 @@ def test_options_of_the_configuration(oracle):
 
 
 def test_rotary_parameters_by_layer(oracle):
-    """Gemma 3 has two kinds of layers, whose windows are refused; both kinds of positions are switched off."""
+    """Gemma 3 has rotary parameters by layer type; all of them are disabled."""
     config = without_rotation("gemma3_text", head_dim=16, sliding_window=4, layer_types=["full_attention"] * 2)
     assert {parameters["rope_type"] for parameters in config.rope_parameters.values()} == {"none"}
     ids = tokens(1, 8)
@@ -224,14 +224,14 @@ def test_rotary_parameters_by_layer(oracle):
         (lambda: without_rotation("gemma2", head_dim=16, layer_types=["full_attention"] * 2), "softcap 50.0 None"),
         (lambda: without_rotation("llama", is_causal=False), "is_causal False True"),
     ],
-    ids=["rotary", "learned", "by itself", "window", "soft cap", "both ways"],
+    ids=["rotary", "learned", "own attention", "window", "soft cap", "bidirectional"],
 )
-def test_refused_models(config, words):
+def test_unsupported_models(config, words):
     with pytest.raises(ValueError, match=mentions(words)):
         logits(make_model(config()), tokens(1, 8))
 
 
-def test_refused_calls():
+def test_unsupported_calls():
     model, ids = make_model(without_rotation(attention_dropout=0.1)), tokens(2, 8)
     with pytest.raises(ValueError, match=mentions("dropout 0.1 0")):
         model.train()(ids)

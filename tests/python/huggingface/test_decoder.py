@@ -1,4 +1,4 @@
-"""The project's own decoder for transformers, against the same model written out in float64."""
+"""StickBreakingForCausalLM, compared with the same model written out in float64."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def attention(x, weights, prefix, config):
 
 
 def expected_logits(model, row):
-    """(s, vocab), in float64, of one row of tokens (s,)."""
+    """Compute the logits (s, vocab) of one row of tokens (s,) in float64."""
     config = model.config
     weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
     x, step = weights["model.embed_tokens.weight"][row] * config.embedding_multiplier, config.residual_multiplier
@@ -96,7 +96,7 @@ def expected_logits(model, row):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_are_the_oracles(variant):
+def test_logits_equal_the_oracle(variant):
     model, ids = make_model(**VARIANTS[variant]), tokens(2, 20)
     expected = torch.stack([expected_logits(model, row) for row in ids])
     assert expected.std() > 0.3
@@ -105,7 +105,7 @@ def test_logits_are_the_oracles(variant):
 
 @pytest.mark.parametrize("variant", ["head vectors", "experts, tied"])
 def test_padding_and_generation(variant):
-    """Left padding in a batch; token by token with a cache as whole forwards without one choose."""
+    """Generation with a cache and left padding chooses the tokens of whole forwards without a cache."""
     model = make_model(**VARIANTS[variant])
     rows = [tokens(1, 9), tokens(1, 4)]
     ids, mask = decoders.padded(rows)
@@ -116,7 +116,7 @@ def test_padding_and_generation(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saved_and_loaded(variant, dtype, tmp_path):
-    """safetensors, through transformers' own classes: every bit of every weight, and the configuration."""
+    """safetensors, with transformers' own classes: all weights bit for bit, and the configuration."""
     model = make_model(**VARIANTS[variant]).to(dtype)
     model.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").exists()
@@ -129,14 +129,14 @@ def test_saved_and_loaded(variant, dtype, tmp_path):
 
 
 def test_saving_does_not_upload(tmp_path):
-    """transformers would before the file is written that the configuration points at."""
+    """transformers would upload before the file is written that the configuration refers to."""
     with pytest.raises(ValueError, match=mentions("push_to_hub True False model.push_to_hub")):
         make_model().save_pretrained(tmp_path / "new", push_to_hub=True)
     assert not (tmp_path / "new").exists()
 
 
 def test_loss_and_gradients():
-    """The loss is that of the next tokens; with layers recomputed, gradients stay the same."""
+    """The loss is the cross-entropy of the next tokens; recomputing layers does not change gradients."""
     model, ids = make_model(**VARIANTS["head vectors"]).train(), tokens(2, 16)
     made = model(ids, labels=ids)
     expected = torch.nn.functional.cross_entropy(made.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
@@ -172,12 +172,12 @@ def test_hidden_states_and_kept_logits():
         ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok 5 num_experts 4"),
     ],
 )
-def test_refused_configurations(fields, words):
+def test_invalid_configurations(fields, words):
     with pytest.raises(ValueError, match=mentions(words)):
         StickBreakingConfig(**SIZES | fields)
 
 
-def test_refused_attention():
+def test_invalid_calls():
     with pytest.raises(ValueError, match=mentions("attn_implementation 'eager' 'stickbreaking'")):
         AutoModelForCausalLM.from_config(StickBreakingConfig(**SIZES), attn_implementation="eager")
     with pytest.raises(ValueError, match=mentions("input_ids inputs_embeds one")):

@@ -1,4 +1,4 @@
-"""lm-eval on a saved model, by its own loader and its own command line, on a task made here."""
+"""lm-eval loads a saved model and runs a task of this file, through its command line."""
 
 import json
 import os
@@ -26,7 +26,7 @@ metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 """
 
 
-def test_the_tokenizer_is_bytes(tmp_path):
+def test_tokens_are_bytes(tmp_path):
     byte_tokenizer().save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     text = "def f(x):\n\treturn 'naïve ½ 漢字' #  é\x00\x7f"
@@ -36,7 +36,7 @@ def test_the_tokenizer_is_bytes(tmp_path):
 
 
 def likelihood(model, question, choice):
-    """log P(choice | question), one token at a time from whole forwards."""
+    """Compute log P(choice | question) with a whole forward for each token."""
     ids, total = list(question.encode()), 0.0
     for byte in choice.encode():
         with torch.no_grad():
@@ -46,7 +46,7 @@ def likelihood(model, question, choice):
 
 
 def test_multiple_choice(tmp_path):
-    """Rows of different lengths in a batch, padded by lm-eval; accuracy and each answer's likelihood."""
+    """Accuracy and the likelihood of each answer, with rows of different lengths that lm-eval pads."""
     torch.manual_seed(3)
     sizes = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "remainder_bias": True, "initializer_range": 0.3, "eos_token_id": 256}

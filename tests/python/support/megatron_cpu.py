@@ -1,8 +1,8 @@
-"""Small Megatron-Core models on a CPU: answers for what Megatron-Core asks of a GPU, and builders.
+"""Small Megatron-Core models on a CPU: fakes for GPU functions that Megatron-Core calls, and builders.
 
-For tests only. Dense models with tensor and context parallelism need no answers. Mixture of experts with the allgather
-dispatcher, sequence parallelism, rotary embeddings and distributed checkpoints need `answer_for_gpu`; the distributed
-optimizer needs `answer_for_streams` and `TensorsOnTheCpu` too, and Megatron's training scripts `answer_for_training`.
+For tests only. Dense models with tensor and context parallelism need no fakes. Mixture of experts with the allgather
+dispatcher, sequence parallelism, rotary embeddings and distributed checkpoints need `answer_for_gpu`. The distributed
+optimizer also needs `answer_for_streams` and `TensorsOnTheCpu`, and Megatron's training scripts `answer_for_training`.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Checks that many ranks give the answer of one. Each is a function of the group, run by every rank."""
+"""Checks that several ranks give the results of one. Every rank calls each check with the group."""
 
 import functools
 import itertools
@@ -21,14 +21,14 @@ ROWS = 192  # 2 * ranks * 12 for 8 ranks
 
 @dataclass(frozen=True)
 class Stream:
-    """A stream of ROWS rows: one document twice (a batch of two), or packed ones."""
+    """A stream of ROWS rows: a batch of two documents of that length, or packed documents."""
 
     cu_seqlens: tuple[int, ...] | None = None
     packing: str = "per_document"
 
     @property
     def offsets(self) -> Tensor | None:
-        """cu_seqlens as users pass them."""
+        """Return cu_seqlens as a tensor."""
         return None if self.cu_seqlens is None else torch.tensor(self.cu_seqlens, dtype=torch.int32)
 
     @property
@@ -63,7 +63,7 @@ STREAMS = {
 
 
 def comms_of(group) -> list[str]:
-    """The modes that a group can have with the 4 heads of the inputs."""
+    """Return the modes that are possible in a group, with the 4 heads of the inputs."""
     size = dist.get_world_size(group)
     comms = ["p2p", "all_gather"] + ["a2a"] * (4 % size == 0)
     return comms + ["a2a+p2p"] * (group is dist.group.WORLD and size > EXCHANGING and size % EXCHANGING == 0)
@@ -71,7 +71,7 @@ def comms_of(group) -> list[str]:
 
 @functools.cache
 def hierarchy(exchanging: int = EXCHANGING) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's a2a and p2p group of the world, as Megatron makes them. Collective at its first call."""
+    """Return this rank's a2a and p2p groups, as Megatron makes them. The first call is a collective."""
     rank, size = dist.get_rank(), dist.get_world_size()
     a2a = [dist.new_group(list(range(i, i + exchanging))) for i in range(0, size, exchanging)]
     p2p = [dist.new_group(list(range(i, size, exchanging))) for i in range(exchanging)]
@@ -79,12 +79,12 @@ def hierarchy(exchanging: int = EXCHANGING) -> tuple[dist.ProcessGroup, dist.Pro
 
 
 def groups_for(comm: str) -> dict:
-    """The arguments of a call that name groups beside cp_group."""
+    """Return the arguments of a call for groups other than cp_group."""
     return {"hierarchical_groups": hierarchy()} if comm == "a2a+p2p" else {}
 
 
 def run_over(group, stream: Stream, inputs: Inputs, layout: str, comm: str, **options) -> dict[str, Tensor]:
-    """Run the context-parallel operator on this rank's rows and return the whole results."""
+    """Run the context-parallel operator on this rank's rows and gather the results."""
     cut = {"layout": layout, "cu_seqlens": stream.offsets, "packing": stream.packing}
     dims = dict.fromkeys(("q", "k", "v", "do"), stream.dim) | {"dmass": stream.dim + 1 if stream.dim else 1}
     local = Inputs(**{name: sb.shard_sequence(x, group, dims[name], **cut) for name, x in vars(inputs).items()})
@@ -100,23 +100,23 @@ def run_over(group, stream: Stream, inputs: Inputs, layout: str, comm: str, **op
 
 
 def exact_answer(stream: Stream, inputs: Inputs, **options) -> dict[str, Tensor]:
-    """Results of the oracle."""
+    """Return the results of the oracle."""
     return run(stream.oracle, Inputs(*(x.double() for x in vars(inputs).values())), **options)
 
 
 def compare(group, dtypes, regimes, layouts=LAYOUTS) -> None:
-    """Every stream and mode: no further from float64 than the factor and floor that the operator itself is allowed."""
+    """Compare every stream and mode with float64, within the factor and floor of the operator on one rank."""
     comms = comms_of(group)
     for (name, stream), dtype, regime in itertools.product(STREAMS.items(), dtypes, regimes):
         inputs = stream.inputs(regime, dtype)
-        # Gradients of saturated logits are as small as what is skipped, and a part of the keys skips by its own mass.
+        # Gradients of saturated logits are as small as what skipping drops. Each shard of keys skips by its own mass.
         options = {"mass_threshold": 0.0} if regime.startswith("saturated") else {}
-        # Before the others fill memory with the answer.
-        poisoned = run_over(group, stream, inputs, layouts[0], comms[0], **options)
+        # Run before the other modes leave the answer in recycled memory.
+        first_results = run_over(group, stream, inputs, layouts[0], comms[0], **options)
         alone, exact = run(stream.one_rank, inputs, **options), exact_answer(stream, inputs)
         for layout, comm in itertools.product(layouts, comms):
             first = (layout, comm) == (layouts[0], comms[0])
-            results = poisoned if first else run_over(group, stream, inputs, layout, comm, **options)
+            results = first_results if first else run_over(group, stream, inputs, layout, comm, **options)
             try:
                 assert_errors(results, alone, exact, floors(dtype, ROWS))
             except AssertionError as error:
@@ -124,17 +124,17 @@ def compare(group, dtypes, regimes, layouts=LAYOUTS) -> None:
 
 
 def same_answer_as_one_rank(group) -> None:
-    """fp32 and bf16, all layouts, packings and modes."""
+    """Results equal those of one rank in fp32 and bf16, for all layouts, packings and modes."""
     compare(group, (torch.float32, torch.bfloat16), ("randn", "mean -3.2", "saturated +5", "saturated +15"))
 
 
 def same_answer_as_one_rank_in_short(group) -> None:
-    """The same for many ranks, which are slow to run here."""
+    """A shorter version of the check, for many ranks."""
     compare(group, (torch.float32,), ("mean -3.2",), layouts=("zigzag",))
 
 
 def same_answer_at_4k(group) -> None:
-    """One sequence of 4096 rows in every mode; one rank judges for all."""
+    """A sequence of 4096 rows in every mode. Rank 0 compares."""
     stream = Stream()
     inputs = make_inputs("mean -6", s=4096, h=4, h_kv=2, d=16)
     results = {comm: run_over(group, stream, inputs, "zigzag", comm) for comm in comms_of(group)}
@@ -149,7 +149,7 @@ def same_answer_at_4k(group) -> None:
 
 
 def options_are_passed_on(group) -> None:
-    """attend_current, scale and no skipping."""
+    """attend_current, scale and mass_threshold reach the operator."""
     stream = STREAMS["whole stream"]
     inputs = stream.inputs("randn", torch.float64)
     for options in ({"attend_current": True}, {"scale": 0.5}):
@@ -161,7 +161,7 @@ def options_are_passed_on(group) -> None:
 
 
 def variants_of_the_logit(group) -> None:
-    """Forget gates, whose gradients come home with their keys', and Euclidean logits, in every mode."""
+    """Forget gates, whose gradients return to their ranks, and Euclidean logits, in every mode."""
     on_cpu = torch.get_default_device().type == "cpu"
     dtype, tolerance = (torch.float64, 1e-10) if on_cpu else (torch.float32, 1e-4)
     for name, stream in itertools.product(VARIANTS, (STREAMS["dense"], STREAMS["per document"])):
@@ -189,7 +189,7 @@ def variants_of_the_logit(group) -> None:
 
 
 def repeats_bit_for_bit(group) -> None:
-    """Two runs of each mode, gradients too."""
+    """Two runs of each mode give the same bits, gradients too."""
     stream = STREAMS["per document"]
     inputs = stream.inputs("randn", torch.bfloat16)
     for comm in comms_of(group):
@@ -199,7 +199,7 @@ def repeats_bit_for_bit(group) -> None:
 
 
 def groups_of_one_rank(group) -> None:
-    """A group of one is the operator itself; auto, without a network."""
+    """A group of one rank equals the operator, also with comm="auto"."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     mine = groups[dist.get_rank()]
     for stream in STREAMS.values():
@@ -212,7 +212,7 @@ def groups_of_one_rank(group) -> None:
 
 
 def subgroups(group) -> None:
-    """Two groups side by side, whose ranks are not those of the world."""
+    """Two groups at the same time, whose rank numbers differ from those of the world."""
     size = dist.get_world_size()
     groups = [dist.new_group(list(range(first, size, 2))) for first in range(2)]
     mine = groups[dist.get_rank() % 2]
@@ -226,13 +226,13 @@ def subgroups(group) -> None:
 
 
 def local_inputs(group, dtype=torch.float32) -> list[Tensor]:
-    """This rank's rows of q, k, v of the dense stream."""
+    """Return this rank's rows of q, k and v of the dense stream."""
     inputs = STREAMS["dense"].inputs("randn", dtype)
     return [sb.shard_sequence(x, group) for x in (inputs.q, inputs.k, inputs.v)]
 
 
 def a_plan_serves_many_calls(group) -> None:
-    """One plan for several layers, dtypes and modes, with gradients and without; its fields say what it is."""
+    """One plan serves several layers, dtypes and modes, with and without gradients; its fields describe it."""
     plan = sb.ContextParallelPlan(group, ROWS)
     ranks = dist.get_world_size()
     assert (plan.rank, plan.size, plan.seq_len, plan.local_len) == (dist.get_rank(), ranks, ROWS, ROWS // ranks)
@@ -251,7 +251,7 @@ def a_plan_serves_many_calls(group) -> None:
 
 
 def strides_are_taken_as_they_are(group) -> None:
-    """Megatron's (s, b, h, d) with k and v inside of a fused projection."""
+    """Inputs may be Megatron's (s, b, h, d), with k and v as views of a fused projection."""
     q, k, v = (x[..., :16] for x in local_inputs(group))
     fused = torch.cat((q, k, v), 2).transpose(0, 1).contiguous().transpose(0, 1)
     views = fused.split([4, 2, 2], 2)
@@ -262,7 +262,7 @@ def strides_are_taken_as_they_are(group) -> None:
 
 
 def autocast(group) -> None:
-    """fp32 tensors under autocast are bf16 tensors."""
+    """Under autocast, fp32 tensors give the results of bf16 tensors."""
     q, k, v = local_inputs(group)
     expected = sb.context_parallel_attention(*(x.bfloat16() for x in (q, k, v)), group)
     with torch.autocast(q.device.type, torch.bfloat16):
@@ -270,7 +270,7 @@ def autocast(group) -> None:
 
 
 def gradients_of_one_result(group) -> None:
-    """A loss of the mass alone, or of o alone."""
+    """Gradients of a loss of the mass only, or of o only."""
     for comm, wanted in itertools.product(comms_of(group), ("o", "mass")):
         inputs = STREAMS["dense"].inputs("randn", torch.float64)
         (inputs.dmass if wanted == "o" else inputs.do).zero_()
@@ -288,7 +288,7 @@ def gradients_of_one_result(group) -> None:
 
 
 def mass_in_one_ranks_loss(group) -> None:
-    """Gradients where the mass stands in rank 0's loss alone."""
+    """Gradients of a loss that contains the mass on rank 0 only."""
     stream, on_gpus = STREAMS["dense"], torch.get_default_device().type == "cuda"
     dtype = torch.float32 if on_gpus else torch.float64
     tolerance = {"rtol": 1e-3, "atol": 1e-4} if on_gpus else {"rtol": 1e-10, "atol": 1e-11}
@@ -309,7 +309,7 @@ def mass_in_one_ranks_loss(group) -> None:
 
 
 def shard_and_unshard(group) -> None:
-    """Inverse of each other in any dimension and dtype; each other's adjoint in the backward."""
+    """The functions are inverses in any dimension and dtype, and the backward of one is the other."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for stream, layout in itertools.product(STREAMS.values(), LAYOUTS):
         cut = {"layout": layout, "cu_seqlens": stream.offsets, "packing": stream.packing}
@@ -317,7 +317,7 @@ def shard_and_unshard(group) -> None:
             local = sb.shard_sequence(x, group, dim, **cut)
             assert local.shape[dim] == ROWS // ranks and local.dtype == x.dtype
             assert torch.equal(sb.unshard_sequence(local, group, dim, **cut), x)
-        # Each rank weighs with its own numbers; gradients are those of the sum of all ranks' losses.
+        # Each rank has its own weights; gradients are those of the sum of all ranks' losses.
         weights = [torch.randn(3, ROWS, generator=torch.Generator(x.device).manual_seed(r)) for r in range(ranks)]
         x = torch.randn(3, ROWS).requires_grad_()
         local = sb.shard_sequence(x, group, 1, **cut)
@@ -334,6 +334,6 @@ def shard_and_unshard(group) -> None:
 
 
 def sum_of_rows(group, cut: dict) -> Tensor:
-    """1 for each row of the stream that this rank holds, else 0."""
+    """Return 1 for each row of the stream that this rank holds, else 0."""
     rows = sb.shard_sequence(torch.arange(ROWS), group, 0, **cut)
     return torch.zeros(ROWS).index_fill(0, rows, 1.0)

@@ -11,7 +11,7 @@ from support.inputs import make_inputs
 import megatron_sb as sb
 
 HEADS = {"h": 4, "d": 128}
-RUNS = {  # of rows to compare, by length
+RUNS = {  # ranges of rows to compare, by length
     4096: [(0, 4096)],
     16384: [(1000, 1128), (8100, 8228), (16256, 16384)],
     65536: [(1000, 1128), (32700, 32828), (65408, 65536)],
@@ -19,7 +19,7 @@ RUNS = {  # of rows to compare, by length
 
 
 def within_the_bars(group) -> None:
-    """The bar of one GPU: all regimes at 4K, the hardest ones at 16K and 64K; every mode and layout."""
+    """Errors are within the bounds of one GPU: all regimes at 4K, the hardest at 16K and 64K; all modes, layouts."""
     regimes = {4096: BARRED, 16384: ["mean -8", "mean -11"], 65536: ["mean -11", SPIKES]}
     for length, regime in ((length, regime) for length, some in regimes.items() for regime in some):
         x = barred_inputs(regime, length, RUNS[length], **HEADS, h_kv=2 if length == 4096 else 4)
@@ -35,7 +35,7 @@ def within_the_bars(group) -> None:
 
 
 def packed_within_the_bars(group) -> None:
-    """Documents that start and end anywhere, cut by document and as one stream: what one GPU gives, to rounding."""
+    """Documents of any length, sharded by document or as one stream, equal one GPU up to rounding."""
     size = 2 * dist.get_world_size()
     bounds = [0, 40 * size, 41 * size, 41 * size, 300 * size, 512 * size]
     for stream in (Stream(tuple(bounds)), Stream((0, 77, 78, 2000, 512 * size - 5), "whole_stream")):
@@ -49,7 +49,7 @@ def packed_within_the_bars(group) -> None:
 
 
 def repeats_bit_for_bit_at_16k(group) -> None:
-    """Ten runs of each mode, gradients too, while their transfers race their kernels."""
+    """Ten runs of each mode give the same bits, gradients too, with transfers and kernels in flight."""
     x = make_inputs("mean -11", s=16384, dtype=torch.bfloat16, **HEADS)
     for layout, comm in itertools.product(LAYOUTS, comms_of(group)):
         first = run_over(group, Stream(), x, layout, comm)
@@ -60,7 +60,7 @@ def repeats_bit_for_bit_at_16k(group) -> None:
 
 
 def replays_in_a_cuda_graph(group) -> None:
-    """Forward and backward of each mode, captured with one input and replayed with another, bit for bit."""
+    """A graph of forward and backward, captured with one input, is exact for another input, in each mode."""
     plan = sb.ContextParallelPlan(group, 4096)
     first, second = (make_inputs("mean -6", s=4096, dtype=torch.bfloat16, seed=seed, **HEADS) for seed in (0, 1))
     local, other = ([sb.shard_sequence(x, group) for x in (y.q, y.k, y.v, y.do)] for y in (first, second))
@@ -71,7 +71,7 @@ def replays_in_a_cuda_graph(group) -> None:
             o = sb.context_parallel_attention(*leaves, plan=plan, comm=comm, **groups_for(comm))
             return [o, *torch.autograd.grad(o, leaves, do)]
 
-        side = torch.cuda.Stream()  # as torch wants it before a capture
+        side = torch.cuda.Stream()  # torch requires a warm-up on a side stream
         with torch.cuda.stream(side):
             both()
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Checks that what cannot work is refused with a sentence, on every rank. Run by every rank."""
+"""Checks that invalid calls raise an error with a message on every rank. Every rank calls each check."""
 
 import functools
 import re
@@ -12,7 +12,7 @@ import megatron_sb as sb
 
 
 def expect_on_every_rank(call, expected: str, error: type[Exception] = ValueError) -> None:
-    """`call` raises `error` everywhere; each message matches the expression."""
+    """Assert that `call` raises `error` on every rank, with a message that matches."""
     try:
         call()
         mine = "nothing was raised"
@@ -25,12 +25,12 @@ def expect_on_every_rank(call, expected: str, error: type[Exception] = ValueErro
 
 
 def offsets(*cu_seqlens: int) -> torch.Tensor:
-    """cu_seqlens as users pass them."""
+    """Make cu_seqlens."""
     return torch.tensor(cu_seqlens, dtype=torch.int32)
 
 
 def refuses_lengths_that_do_not_divide(group) -> None:
-    """By document, length and multiple."""
+    """The message names the document, its length and the required multiple."""
     multiple = 2 * dist.get_world_size()
     q, k, v = local_inputs(group)
     expect_on_every_rank(
@@ -55,7 +55,7 @@ def refuses_lengths_that_do_not_divide(group) -> None:
 
 
 def refuses_bad_offsets(group) -> None:
-    """Form and values of cu_seqlens, and seq_len."""
+    """Invalid types, shapes and values of cu_seqlens and seq_len."""
     for cu_seqlens, expected in (
         (offsets(1, ROWS), mentions("cu_seqlens 1 0")),
         (offsets(0, 96, 48, ROWS), mentions("cu_seqlens decrease 96 48")),
@@ -78,7 +78,7 @@ def refuses_bad_offsets(group) -> None:
 
 
 def refuses_ranks_that_disagree(group) -> None:
-    """On the plan, on shapes, on options; or one rank alone has a bad argument."""
+    """Ranks differ in the plan, shapes or options, or one rank has an invalid argument."""
     odd = dist.get_rank() == 1
     q, k, v = local_inputs(group)
     plan = sb.ContextParallelPlan(group, ROWS)
@@ -124,11 +124,11 @@ def refuses_ranks_that_disagree(group) -> None:
             r"disagree on cu_seqlens of unshard_sequence: rank 0 has 2 offsets of checksum \d+, rank 1 has "
             + ("none" if mine is None else f"{len(mine)} offsets"),
         )
-    assert call(q, k, v)().isfinite().all(), "the plan serves after its refusals"
+    assert call(q, k, v)().isfinite().all(), "the plan must still work after errors"
 
 
 def refuses_hierarchies_that_disagree(group) -> None:
-    """Two halves of the ranks cut the group in other ways, each of which could be."""
+    """Two halves of the ranks split the group in different ways, each of them valid."""
     q, k, v = local_inputs(group)
     groups = [hierarchy(exchanging) for exchanging in (2, 4)]
     mine = groups[dist.get_rank() * 2 // dist.get_world_size()]
@@ -139,7 +139,7 @@ def refuses_hierarchies_that_disagree(group) -> None:
 
 
 def refuses_bad_calls(group) -> None:
-    """What every rank gets wrong alike."""
+    """The same invalid call on every rank."""
     q, k, v = local_inputs(group)
     plan = sb.ContextParallelPlan(group, ROWS)
     packed = sb.ContextParallelPlan(group, ROWS, offsets(0, 96, ROWS))
@@ -201,11 +201,11 @@ def refuses_bad_calls(group) -> None:
     ):
         expect_on_every_rank(attempt, mentions(expected), error)
     q3, k3, v3 = (sb.shard_sequence(torch.randn(ROWS, h, 16), group, 0) for h in (4, 2, 2))
-    assert call(q3, k3, v3, plan=wholes).isfinite().all(), "the defaults of layout and packing contradict no plan"
+    assert call(q3, k3, v3, plan=wholes).isfinite().all(), "default arguments must be compatible with every plan"
 
 
 def refuses_wrong_groups(group) -> None:
-    """A plan of another group, and a group that this rank is not in."""
+    """A plan of another group, and a group without this rank."""
     other = dist.new_group(list(range(dist.get_world_size())))
     alone = dist.new_group([0])
     q, k, v = local_inputs(group)
@@ -228,7 +228,7 @@ def refuses_wrong_groups(group) -> None:
 
 
 def refuses_a_second_derivative(group) -> None:
-    """With a sentence, and only when somebody asks for it: of any input, by itself or beside the first derivative."""
+    """The error is raised only when a second derivative is computed, of any input, alone or with the first."""
 
     def refuses(loss, of) -> None:
         expect_on_every_rank(

@@ -1,9 +1,10 @@
-"""Runs named checks of context parallelism; writes what went wrong, by check and rank, as JSON.
+"""Run named checks of context parallelism and write the failures, by check and rank, as JSON.
 
-torchrun --nproc-per-node N context_parallel_run.py OUT.json DEVICE CHECK..
-DEVICE is cpu, with gloo, or cuda, with NCCL and a GPU for each rank. With SB_RANKS_PER_HOST=n in the environment NCCL
-takes every n neighbours for a host of their own and reaches the others over sockets of this machine; hosts share GPUs
-where there are too few.
+    context_parallel_run.py OUT.json DEVICE CHECK..
+
+DEVICE is cpu, with gloo, or cuda, with NCCL and a GPU for each rank. With SB_RANKS_PER_HOST=n in the environment, NCCL
+treats every n consecutive ranks as a host and connects hosts over sockets of this machine. Hosts share GPUs if there
+are too few.
 """
 
 import json
@@ -27,7 +28,7 @@ TIMEOUT_SECONDS = 60
 
 
 def failure(check: str) -> str:
-    """Run a check on every rank and return what it raised here, "" for nothing."""
+    """Run a check and return the traceback of this rank, or "" if it passed."""
     (function,) = {getattr(module, check) for module in MODULES if hasattr(module, check)}
     torch.manual_seed(0)  # the same numbers on every rank
     try:
@@ -38,7 +39,7 @@ def failure(check: str) -> str:
 
 
 def start(device: str) -> None:
-    """Join the other ranks; tensors are made on the device."""
+    """Initialise the process group, and make `device` the default of new tensors."""
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.set_default_device(torch.device("cuda", torch.cuda.current_device()))
@@ -50,7 +51,7 @@ def start(device: str) -> None:
 
 
 def main(out: str, device: str, checks: list[str]) -> None:
-    """Run the checks in their order and stop after one that fails, as the ranks may be out of step then."""
+    """Run the checks in order. Stop after a failure, because the ranks may be out of step."""
     start(device)
     failures = {}
     for check in checks:

@@ -1,7 +1,7 @@
-"""A training script as Megatron's users have them: GPT on Megatron's mock data, and no word of stick-breaking.
+"""A typical training script of Megatron's users: GPT on Megatron's mock data, without stick-breaking.
 
-    python megatron_pretrain.py FLAGS OF MEGATRON          trains, on GPUs
-    python megatron_pretrain.py ... --build-only OUT.json  builds the model on one CPU, and writes what its attention is
+    python megatron_pretrain.py FLAGS OF MEGATRON          trains on GPUs
+    python megatron_pretrain.py ... --build-only OUT.json  builds the model on one CPU and writes its attention classes
 
 It needs `megatron.training` (in Megatron-Core's wheel from 0.17 on).
 """
@@ -29,19 +29,19 @@ BATCH = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 def add_own_arguments(parser):
-    """A script may have flags of its own."""
+    """Add the script's own flag."""
     parser.add_argument("--build-only", metavar="OUT.json")
     return parser
 
 
 def loss_func(loss_mask, losses):
-    """The sum of the token losses that count, how many they are, and both for the log."""
+    """Return the sum of unmasked token losses, their number, and both for the log."""
     loss, num_tokens = (losses.float() * loss_mask).sum(), loss_mask.sum().int()
     return loss, num_tokens, {"lm loss": torch.stack((loss.detach(), num_tokens.float()))}
 
 
 def forward_step(data_iterator, model):
-    """Token losses of a micro-batch, of this context-parallel rank's part of it."""
+    """Compute the token losses of this context-parallel rank's shard of a micro-batch."""
     sample = next(data_iterator)
     batch = {name: sample[name].cuda() for name in BATCH}
     batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
@@ -50,7 +50,7 @@ def forward_step(data_iterator, model):
 
 
 def make_datasets(num_samples, vp_stage=None):
-    """Megatron's mock documents: each counts upwards, modulo the vocabulary."""
+    """Make Megatron's mock documents: each counts upwards, modulo the vocabulary."""
     args = get_args()
     config = GPTDatasetConfig(
         random_seed=args.seed,
@@ -68,7 +68,7 @@ def make_datasets(num_samples, vp_stage=None):
 
 
 def describe_attention(model_config) -> list[list[str]]:
-    """Class of attention, of core attention and of norm in every layer, as built on one CPU rank."""
+    """Return the classes of attention, core attention and norm in every layer of a model on one CPU rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     torch.cuda.current_device = lambda: torch.device("cpu")
@@ -85,7 +85,7 @@ if __name__ == "__main__":
     if args.build_only:
         Path(args.build_only).write_text(json.dumps(describe_attention(model_config)))
     else:
-        dataset_utils.compile_helpers = lambda: None  # a wheel has them compiled, and no Makefile
+        dataset_utils.compile_helpers = lambda: None  # the wheel contains them compiled, without a Makefile
         make_datasets.is_distributed = True
         config = pretrain_cfg_container_from_args(args, model_config)
         pretrain(config, make_datasets, ModelType.encoder_or_decoder, forward_step)

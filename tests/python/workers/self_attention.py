@@ -1,6 +1,6 @@
-"""StickBreakingSelfAttention with its sequences cut over two ranks beside whole ones; writes differences as JSON.
+"""Compare StickBreakingSelfAttention on sequences sharded over two ranks with whole sequences.
 
-Run by torchrun on 2 ranks: `torchrun --nproc-per-node 2 self_attention.py OUT.json`.
+Runs on 2 ranks: `self_attention.py OUT.json`. Writes the differences as JSON.
 """
 
 import sys
@@ -38,7 +38,7 @@ def difference(
     forget_gate_loss: float = 0.0,
     **options,
 ) -> dict[str, float]:
-    """Largest absolute differences of the output and of all parameters' gradients, summed over the ranks."""
+    """Return the largest absolute differences of the output, and of all gradients summed over the ranks."""
     torch.manual_seed(0)
     group = dist.group.WORLD
     switches = {"remainder_bias": remainder_bias, "head_norm": True}
@@ -47,8 +47,8 @@ def difference(
     with torch.no_grad():
         for parameter in whole.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
-    parts = sb.StickBreakingSelfAttention(CHANNELS, 4, 2, **switches, cp_group=None if plan else group, **options)
-    parts.load_state_dict(whole.state_dict())
+    sharded = sb.StickBreakingSelfAttention(CHANNELS, 4, 2, **switches, cp_group=None if plan else group, **options)
+    sharded.load_state_dict(whole.state_dict())
 
     cu_seqlens = torch.tensor(OFFSETS, dtype=torch.int32) if packed else None
     x, weight = (torch.randn(*((24,) if packed else (2, 24)), CHANNELS) for _ in range(2))
@@ -56,21 +56,21 @@ def difference(
     call = {"plan": sb.ContextParallelPlan(group, cu_seqlens=cu_seqlens)} if plan else {"cu_seqlens": cu_seqlens}
 
     expected = whole(x, cu_seqlens=cu_seqlens)
-    out = parts(sb.shard_sequence(x, group, **cut), **call)
+    out = sharded(sb.shard_sequence(x, group, **cut), **call)
     (expected * weight).sum().backward()
     (out * sb.shard_sequence(weight, group, **cut)).sum().backward()
-    for parameter in parts.parameters():
+    for parameter in sharded.parameters():
         dist.all_reduce(parameter.grad)
-    pairs = zip(parts.parameters(), whole.parameters(), strict=True)
+    pairs = zip(sharded.parameters(), whole.parameters(), strict=True)
     return {
         "out": (out - sb.shard_sequence(expected, group, **cut)).abs().max().item(),
         "gradients": max((a.grad - b.grad).abs().max().item() for a, b in pairs),
-        "parameters": len(list(parts.parameters())),
+        "parameters": len(list(sharded.parameters())),
     }
 
 
 def main(out: str) -> None:
-    """Write every case's differences."""
+    """Write the differences of every case."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     found = {name: difference(**options) for name, options in CASES.items()}
     end_worker(out, found)
