@@ -24,6 +24,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from megatron_sb.baselines.softmax.compiled import compiled
 from megatron_sb.baselines.softmax.offsets import batches_by_length, document_block_mask, make_cu_seqlens
 from megatron_sb.baselines.softmax.positions import FireBias, alibi_slope_tensor
 from megatron_sb.baselines.softmax.stable_mask import real_share
@@ -113,7 +114,7 @@ def sdpa_varlen(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale
 
 
 # fullgraph makes it an error to exceed the limit of recompilations. Without it, torch silently builds an s x s matrix.
-_fused_flex = torch.compile(flex_attention, fullgraph=True)
+_fused_flex = compiled(flex_attention, fullgraph=True)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scores: Scores) -> Tensor:

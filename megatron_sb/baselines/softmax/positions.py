@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from megatron_sb.baselines.softmax.compiled import compiled
 from megatron_sb.baselines.softmax.offsets import row_positions, shared_by_layers
 from megatron_sb.validation import check_choice, check_number
 
@@ -78,7 +79,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-_compiled_rotate = torch.compile(_rotate)
+_compiled_rotate = compiled(_rotate)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -189,7 +190,7 @@ def _fire_network(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, o
     return linear(linear(x[..., None], weight, bias).relu(), out_weight, out_bias).permute(2, 0, 1)
 
 
-@functools.partial(torch.compile, dynamic=True)
+@functools.partial(compiled, dynamic=True)
 def _fused_fire_network(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor) -> Tensor:
     """`_fire_network` as sums, which the compiler fuses into one kernel: memory never holds the hidden layer."""
     hidden = (x[..., None] * weight[:, 0] + bias).relu()
