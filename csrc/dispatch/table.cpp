@@ -41,7 +41,7 @@ bool hopper_serves(const Request& r) {
 
 constexpr Kernels kTable[] = {
 #if defined(SB_WITH_CUDA)
-    {"hopper", hopper_serves, "CUDA sm_90; bf16, fp16; head_dim = head_dim_v: 64, 128; no forget gates",
+    {"hopper", hopper_serves, "CUDA sm_90; bf16, fp16; head_dim = head_dim_v = 64 or 128; without forget gates",
      hopper::forward_workspace, hopper::backward_workspace, hopper::block_forward, hopper::block_backward, true},
     {"portable", portable_serves,
      "CUDA sm_80 and later; fp32, bf16, fp16; head_dim and head_dim_v: multiples of 8 up to 256",
@@ -60,12 +60,12 @@ std::string describe(const Request& r) {
                   r.forget_gate ? ", forget gates" : "");
 }
 
-// MEGATRON_SB_KERNELS=portable leaves the faster GPU kernels out, to compare with them or to do without them.
+// MEGATRON_SB_KERNELS=portable disables the Hopper and decode kernels, to compare with them or to avoid them.
 bool only_portable() {
     static const char* const wanted = std::getenv("MEGATRON_SB_KERNELS");
     return wanted != nullptr && std::strcmp(wanted, "portable") == 0;
 }
-bool left_out(const Kernels& kernels) {
+bool disabled(const Kernels& kernels) {
     return only_portable() && std::strcmp(kernels.name, "hopper") == 0;
 }
 
@@ -87,7 +87,7 @@ const char* name_of(Dtype dtype) {
 
 const Kernels& find(const Request& request) {
     for (const Kernels& kernels : kTable)
-        if (kernels.serves(request) && !left_out(kernels)) return kernels;
+        if (kernels.serves(request) && !disabled(kernels)) return kernels;
     const char* build = request.device == Device::kCuda && !built_with_cuda() ? " (a CPU build)" : "";
     throw InvalidArgument(
         concat("no attention kernel for ", describe(request), ". This build", build, " has:\n", describe()));
@@ -104,12 +104,12 @@ bool decode_serves(const Request& request) {
 
 std::string describe() {
     std::string text;
-    for (const Kernels& kernels : kTable) text += concat("  ", kernels.name, ": ", kernels.what, "\n");
+    for (const Kernels& kernels : kTable) text += concat("  ", kernels.name, ": ", kernels.description, "\n");
 #if defined(SB_WITH_CUDA)
     text += concat(
         "  decode: a KV cache on CUDA sm_80 and later; bf16, fp16; head_dim and head_dim_v: multiples of 8 up to ",
         kMaxHeadDim, "; at most ", decode::kMaxQueryRows,
-        " query rows a KV head (else, and for fp32, the kernels above)\n");
+        " query rows for each KV head. The kernels above serve all other requests.\n");
 #endif
     return text;
 }

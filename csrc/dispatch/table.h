@@ -1,4 +1,4 @@
-// Which kernels serve what: one table, searched from the fastest to the most general.
+// One table of kernels, searched from the fastest to the most general.
 #pragma once
 
 #include <string>
@@ -20,30 +20,30 @@ struct Request {
 struct Kernels {
     const char* name;
     bool (*serves)(const Request&);
-    const char* what;  // `serves` in words
-    // Bytes that a forward needs; bytes that a backward can use, at most `limit` where it can do with so little.
+    const char* description;  // of the requests that it serves
+    // Workspace in bytes. A backward exceeds `limit` only if it cannot run with less.
     int64_t (*forward_workspace)(const ForwardParams&);
     int64_t (*backward_workspace)(const BackwardParams&, int64_t limit);
     void (*forward)(const ForwardParams&, void* stream);
     void (*backward)(const BackwardParams&, void* stream);
-    bool narrow_gradients;  // grad_dtype may be sizes.dtype
+    bool narrow_gradients;  // grad_dtype can be sizes.dtype
 };
 
 const char* name_of(Dtype dtype);
 
-// The first entry that serves the request. Throws InvalidArgument that says what was asked and what there is.
+// The first entry that serves the request. If none does, throws InvalidArgument with the request and the table.
 const Kernels& find(const Request& request);
 
-// Whether the decode kernel (kernels/decode) serves the request; what it does not serve goes through the table.
+// Whether the decode kernel (kernels/decode) serves the request. The kernels of the table serve all other requests.
 bool decode_serves(const Request& request);
 
-// The table in words, a line an entry, fastest first; then what the decode kernel serves.
+// The table as text, one line for each entry, fastest first; then the decode kernel.
 std::string describe();
 
-// The instruction set that the CPU kernels use here.
+// The instruction set that the CPU kernels use on this machine.
 std::string instruction_set();
 
-// True when this build holds CUDA code at all.
+// Whether this build contains CUDA kernels.
 bool built_with_cuda();
 
 }  // namespace megatron_sb::dispatch

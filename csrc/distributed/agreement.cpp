@@ -41,7 +41,7 @@ void agree(Transport& transport, const std::string& subject, const std::vector<F
     if (!error.empty()) throw InvalidArgument(error);
     for (int rank = 0; rank < transport.size(); ++rank) {
         const std::string theirs = text_of(rank, 0);
-        if (!theirs.empty()) throw InvalidArgument(concat(subject, " was refused on rank ", rank, ": ", theirs));
+        if (!theirs.empty()) throw InvalidArgument(concat(subject, " was rejected on rank ", rank, ": ", theirs));
     }
     for (size_t i = 0; i < fields.size(); ++i) {
         const size_t offset = kErrorBytes + i * kValueBytes;

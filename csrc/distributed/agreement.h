@@ -1,4 +1,4 @@
-// One small collective by which the ranks of a group make sure that they mean the same.
+// One small collective that checks whether all ranks of a group pass the same values.
 #pragma once
 
 #include <cstdint>
@@ -12,10 +12,10 @@ namespace megatron_sb::distributed {
 
 struct Field {
     std::string name;
-    std::string value;  // compared and shown up to its first 120 bytes
+    std::string value;  // only the first 119 bytes are compared and shown
 };
 
-// Of a list that is too long for a field.
+// Stands for a list that is too long for a field.
 uint64_t checksum(const std::vector<int64_t>& values);
 
 class Disagreement : public InvalidArgument {
@@ -27,9 +27,9 @@ class Disagreement : public InvalidArgument {
     std::string field_;
 };
 
-// All ranks pass fields of the same names. Where a value differs it throws Disagreement on every rank, naming the
-// field, two ranks and their values; where a rank brings an `error` of its own, InvalidArgument on every rank, with
-// that rank's words. Blocks the host.
+// All ranks pass fields of the same names. If a value differs, every rank throws Disagreement, which names the field,
+// two ranks and their values. If a rank passes a non-empty `error`, every rank throws InvalidArgument with that error.
+// Blocks the host.
 void agree(Transport& transport, const std::string& subject, const std::vector<Field>& fields,
            const std::string& error);
 

@@ -1,4 +1,4 @@
-// One autograd function over the routes.
+// context_parallel_attention: check, agree with the other ranks, choose a route; one autograd function over the routes.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -10,9 +10,10 @@
 #include "distributed/plan_state.h"
 #include "distributed/registration.h"
 #include "distributed/route.h"
-#include "ops/block.h"
 #include "ops/check.h"
 #include "ops/once.h"
+#include "ops/options.h"
+#include "ops/tensors.h"
 #include "ops/variants.h"
 
 namespace megatron_sb::distributed {
@@ -23,179 +24,193 @@ using torch::autograd::variable_list;
 
 constexpr const char* kModes[] = {"auto", "p2p", "all_gather", "a2a", "a2a+p2p"};
 
-// A call as the user made it; shapes are the user's.
-struct Call {
-    const at::Tensor &q, &k, &v;
-    const ContextParallelPlan& plan;
-    const std::string &comm, &heads_group, &keys_group;
-    std::optional<double> scale;
-    bool attend_current;
-    double mass_threshold;
+using PlanPointer = c10::intrusive_ptr<ContextParallelPlan>;
+
+// A call of context_parallel_attention, with the shapes of the caller.
+struct ContextParallelCall {
+    at::Tensor q, k, v;
+    PlanPointer plan;
+    std::string comm, heads_group, keys_group;
     bool return_mass;
-    ops::Variants variants;
+    AttentionOptions options;
+
+    explicit ContextParallelCall(const ops::Arguments& arguments)
+        : q(arguments.tensor("q")),
+          k(arguments.tensor("k")),
+          v(arguments.tensor("v")),
+          plan(arguments.get<PlanPointer>("plan")),
+          comm(arguments.get<std::string>("comm")),
+          heads_group(arguments.get<std::string>("heads_group")),
+          keys_group(arguments.get<std::string>("keys_group")),
+          return_mass(arguments.get<bool>("return_mass")),
+          options(ops::read_attention_options(arguments)) {}
+
+    // x (b, rows, heads, head_dim), also if the plan is packed.
+    at::Tensor batched(const at::Tensor& x) const { return plan->packed() ? x.unsqueeze(0) : x; }
+
+    bool wants_gradients() const {
+        const bool by_gate = options.forget_gate.has_value() && options.forget_gate->requires_grad();
+        return at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad() || by_gate);
+    }
 };
 
-// What a call without faults comes to.
-struct Derived {
-    double scale = 0;
-    int exchanging = 0;  // ranks that exchange heads; 1: none do
+// What the checks of a call find out.
+struct CheckedCall {
+    ops::BlockOptions options = {};
+    int num_exchanging = 0;  // ranks that exchange heads; 1: none do
 };
 
 void check_comm(const std::string& comm) {
     const bool known = std::find(std::begin(kModes), std::end(kModes), comm) != std::end(kModes);
-    TORCH_CHECK_VALUE(known, "comm = \"", comm,
-                      "\" is unknown; allowed: \"auto\", \"p2p\", \"all_gather\", \"a2a\", \"a2a+p2p\"");
+    TORCH_CHECK_VALUE(known, "comm must be \"auto\", \"p2p\", \"all_gather\", \"a2a\" or \"a2a+p2p\", got \"", comm,
+                      "\"");
 }
 
-// The groups of "a2a+p2p" are cut out of the plan's: ranks that exchange heads are neighbours in it.
+// The groups of "a2a+p2p" are subgroups of the plan's group. Ranks that exchange heads are neighbours in it.
 void check_hierarchy(const ContextParallelPlan& plan, const std::string& heads, const std::string& keys) {
     TORCH_CHECK_VALUE(!heads.empty() && !keys.empty(),
-                      "comm = \"a2a+p2p\" needs hierarchical_groups: the a2a group and the p2p group of this rank");
+                      "hierarchical_groups must be the a2a group and the p2p group of this rank with "
+                      "comm = \"a2a+p2p\", got none");
     const auto a2a = c10d_transport(heads), p2p = c10d_transport(keys);
-    TORCH_CHECK_VALUE(a2a->size() * p2p->size() == plan.size(), "hierarchical_groups have ", a2a->size(), " and ",
-                      p2p->size(), " ranks; the product must be the size of the context-parallel group, ", plan.size());
-    TORCH_CHECK_VALUE(p2p->rank() * a2a->size() + a2a->rank() == plan.rank(), "hierarchical_groups: rank ", plan.rank(),
-                      " of the context-parallel group is rank ", a2a->rank(), " of ", a2a->size(),
-                      " in the a2a group and rank ", p2p->rank(), " of ", p2p->size(),
-                      " in the p2p group; ranks of an a2a group must be neighbours: p2p rank * ", a2a->size(),
-                      " + a2a rank");
+    TORCH_CHECK_VALUE(
+        a2a->size() * p2p->size() == plan.size(),
+        "hierarchical_groups: the product of their sizes must be the size of the context-parallel group, ", plan.size(),
+        ", got ", a2a->size(), " and ", p2p->size());
+    TORCH_CHECK_VALUE(p2p->rank() * a2a->size() + a2a->rank() == plan.rank(),
+                      "hierarchical_groups: the rank in the context-parallel group must be p2p rank * ", a2a->size(),
+                      " + a2a rank, so that the ranks of an a2a group are neighbours, got rank ", plan.rank(),
+                      ", p2p rank ", p2p->rank(), " of ", p2p->size(), " and a2a rank ", a2a->rank(), " of ",
+                      a2a->size());
 }
 
-int exchanging_ranks(const ContextParallelPlan& plan, const std::string& comm, const std::string& heads_group) {
-    if (comm == "a2a") return static_cast<int>(plan.size());
-    return comm == "a2a+p2p" ? c10d_transport(heads_group)->size() : 1;
+// The number of ranks that exchange heads.
+int exchanging_ranks(const ContextParallelCall& call, const std::string& comm) {
+    if (comm == "a2a") return static_cast<int>(call.plan->size());
+    return comm == "a2a+p2p" ? c10d_transport(call.heads_group)->size() : 1;
 }
 
-// Groups of one rank have nothing to exchange.
-RouteNames choose_route(const ContextParallelPlan& plan, const std::string& asked, const std::string& heads_group,
-                        const std::string& keys_group, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-    const std::string comm = asked == "auto" ? choose_comm(static_cast<int>(plan.size()), q, k, v) : asked;
-    const int exchanging = exchanging_ranks(plan, comm, heads_group);
-    const std::string heads = exchanging == 1 ? "" : comm == "a2a" ? plan.group_name() : heads_group;
-    if (exchanging == plan.size()) return {heads, "", Comm::kHere};
-    if (comm == "a2a+p2p") return {heads, keys_group, Comm::kRing};
+// q and k with the columns of their variants. Groups of one rank have nothing to exchange.
+RouteNames choose_route(const ContextParallelCall& call, const at::Tensor& q, const at::Tensor& k) {
+    const ContextParallelPlan& plan = *call.plan;
+    const std::string comm = call.comm == "auto" ? choose_comm(static_cast<int>(plan.size()), q, k, call.v) : call.comm;
+    const int num_exchanging = exchanging_ranks(call, comm);
+    const std::string heads = num_exchanging == 1 ? "" : comm == "a2a" ? plan.group_name() : call.heads_group;
+    if (num_exchanging == plan.size()) return {heads, "", Comm::kLocal};
+    if (comm == "a2a+p2p") return {heads, call.keys_group, Comm::kRing};
     return {heads, plan.group_name(), comm == "all_gather" ? Comm::kGather : Comm::kRing};
 }
 
-void check_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ContextParallelPlan& plan) {
+void check_rows(const ContextParallelCall& call) {
+    const ContextParallelPlan& plan = *call.plan;
     const int64_t rank = plan.packed() ? 3 : 4;
     const char* shape =
         plan.packed() ? "(t_local, heads, head_dim), as the plan is packed" : "(b, s_local, heads, head_dim)";
-    for (const auto& [name, x] : {std::pair<const char*, const at::Tensor&>{"q", q}, {"k", k}, {"v", v}}) {
-        TORCH_CHECK_VALUE(x.dim() == rank, name, ": has ", x.dim(), " dimensions; ", rank, ", ", shape, ", are needed");
+    for (const auto& [name, x] :
+         {std::pair<const char*, const at::Tensor&>{"q", call.q}, {"k", call.k}, {"v", call.v}}) {
+        ops::check_rank(name, x, rank, shape);
         const int64_t rows = x.size(rank - 3);
-        TORCH_CHECK_VALUE(rows == plan.local_len(), name, ": has ", rows,
-                          " local rows; the plan, seq_len = ", plan.seq_len(), " over ", plan.size(), " ranks, has ",
-                          plan.local_len());
+        TORCH_CHECK_VALUE(rows == plan.local_len(), name, " must have ", plan.local_len(),
+                          " local rows, as the plan with seq_len = ", plan.seq_len(), " over ", plan.size(),
+                          " ranks, got ", rows);
     }
 }
 
-bool wants_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const ops::Variants& variants) {
-    const bool by_gate = variants.forget_gate.has_value() && variants.forget_gate->requires_grad();
-    return at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad() || by_gate);
-}
-
-// What this rank can see for itself.
-Derived check_call(const Call& call) {
-    const auto& [q, k, v] = std::tie(call.q, call.k, call.v);
+// The checks that need no other rank.
+CheckedCall check_call(const ContextParallelCall& call) {
     check_comm(call.comm);
-    check_rows(q, k, v, call.plan);
-    const auto rank4 = [&](const at::Tensor& x) { return call.plan.packed() ? x.unsqueeze(0) : x; };
-    ops::check_attention(rank4(q), rank4(k), rank4(v));
-    ops::check_variants(q, k, call.variants);
-    const double scale = ops::scale_of(call.scale, q, call.variants);
-    ops::check_options(scale, call.mass_threshold);
-    if (call.comm == "a2a+p2p") check_hierarchy(call.plan, call.heads_group, call.keys_group);
-    const int exchanging = exchanging_ranks(call.plan, call.comm, call.heads_group);
-    const std::string why_not = HeadExchange::refusal(q.size(-2), k.size(-2), exchanging);
-    TORCH_CHECK_VALUE(why_not.empty(), "comm = \"", call.comm, "\": ", why_not);
-    return {scale, exchanging};
+    check_rows(call);
+    ops::check_attention(call.batched(call.q), call.batched(call.k), call.batched(call.v));
+    ops::check_variants(call.q, call.k, call.options);
+    CheckedCall checked;
+    checked.options = ops::block_options(call.options, call.q);
+    if (call.comm == "a2a+p2p") check_hierarchy(*call.plan, call.heads_group, call.keys_group);
+    checked.num_exchanging = exchanging_ranks(call, call.comm);
+    const std::string problem = HeadExchange::problem(call.q.size(-2), call.k.size(-2), checked.num_exchanging);
+    TORCH_CHECK_VALUE(problem.empty(), "comm = \"", call.comm, "\": ", problem);
+    return checked;
 }
 
-std::vector<Field> call_fields(const Call& call, const Derived& derived) {
-    const bool grad = wants_gradients(call.q, call.k, call.v, call.variants);
+std::vector<Field> call_fields(const ContextParallelCall& call, const CheckedCall& checked) {
+    const auto yes_or_no = [](bool value) { return value ? "yes" : "no"; };
+    const auto flag = [](bool value) { return value ? "True" : "False"; };
     return {{"q's shape", concat(call.q.sizes())},
             {"k's shape", concat(call.k.sizes())},
             {"v's shape", concat(call.v.sizes())},
             {"q's dtype", concat(call.q.scalar_type())},
             {"q's device type", concat(call.q.device().type())},
-            {"whether gradients are wanted", grad ? "yes" : "no"},
+            {"whether gradients are wanted", yes_or_no(call.wants_gradients())},
             {"comm", call.comm},
-            {"the number of ranks that exchange heads", concat(derived.exchanging)},
-            {"logits", call.variants.euclidean ? "euclidean" : "dot"},
-            {"whether there is a forget_gate", call.variants.forget_gate.has_value() ? "yes" : "no"},
-            {"return_mass", call.return_mass ? "True" : "False"},
-            {"scale", concat(std::hexfloat, derived.scale)},
-            {"attend_current", call.attend_current ? "True" : "False"},
-            {"mass_threshold", concat(std::hexfloat, call.mass_threshold)}};
+            {"the number of ranks that exchange heads", concat(checked.num_exchanging)},
+            {"logits", call.options.euclidean ? "euclidean" : "dot"},
+            {"whether there is a forget_gate", yes_or_no(call.options.forget_gate.has_value())},
+            {"return_mass", flag(call.return_mass)},
+            {"scale", concat(std::hexfloat, checked.options.scale)},
+            {"attend_current", flag(call.options.attend_current)},
+            {"mass_threshold", concat(std::hexfloat, call.options.mass_threshold)}};
 }
 
-// Refuses on every rank what any rank finds wrong, as far as agree_on_call() can; this rank's own finding keeps its
-// type, and is what it ends with however the others fare.
-Derived check_and_agree(const Call& call) {
-    Derived derived;
-    std::exception_ptr own;
-    std::string words;
+// Throws on every rank if any rank has an invalid argument, as far as agree_on_call() can. This rank throws its own
+// error if it has one, with its type.
+CheckedCall check_and_agree(const ContextParallelCall& call) {
+    CheckedCall checked;
+    std::exception_ptr own_error;
+    std::string message;
     try {
-        derived = check_call(call);
+        checked = check_call(call);
     } catch (const c10::Error& error) {
-        own = std::current_exception();
-        words = error.what_without_backtrace();
+        own_error = std::current_exception();
+        message = error.what_without_backtrace();
     }
     try {
-        call.plan.state().agree_on_call(call_fields(call, derived), words);
+        call.plan->state().agree_on_call(call_fields(call, checked), message);
     } catch (const std::exception&) {
-        if (own) std::rethrow_exception(own);
+        if (own_error) std::rethrow_exception(own_error);
         throw;
     }
-    return derived;
+    return checked;
 }
+
+// The part of a call that the backward needs, besides tensors.
+struct SavedCall : torch::CustomClassHolder {
+    PlanPointer plan;
+    RouteNames route;
+    ops::BlockOptions options;
+    std::vector<int64_t> o_sizes;
+    int64_t num_kv_heads;
+    bool return_mass;
+};
+using SavedCallPointer = c10::intrusive_ptr<SavedCall>;
 
 class Attend : public torch::autograd::Function<Attend> {
   public:
-    static constexpr int kNumInputs = 13;
+    static constexpr int kNumInputs = 5;
 
+    // Writes o_sizes and num_kv_heads of `call`.
     static variable_list forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                 const PlanPointer& plan, const std::string& heads_group, const std::string& keys_group,
-                                 int64_t comm, double scale, bool attend_current, double mass_threshold,
-                                 bool forget_gate, bool keep_record, bool return_mass) {
-        const Route route = make_route(*plan, {heads_group, keys_group, static_cast<Comm>(comm)}, q.device());
-        const Routed result = route_forward(route, q, k, v, {scale, attend_current, mass_threshold, forget_gate},
-                                            keep_record, return_mass);
+                                 const SavedCallPointer& call, bool keep_record) {
+        const Route route = make_route(*call->plan, call->route, q.device());
+        const RouteOutput result = route_forward(route, q, k, v, call->options, keep_record, call->return_mass);
+        call->o_sizes = result.o.sizes().vec();
+        call->num_kv_heads = k.size(2);
         ctx->save_for_backward(flatten(result.record));
         ctx->set_materialize_grads(false);
-        ctx->saved_data["plan"] = plan;
-        ctx->saved_data["heads_group"] = heads_group;
-        ctx->saved_data["keys_group"] = keys_group;
-        ctx->saved_data["comm"] = comm;
-        ctx->saved_data["o_sizes"] = result.o.sizes().vec();
-        ctx->saved_data["num_kv_heads"] = k.size(2);
-        ctx->saved_data["scale"] = scale;
-        ctx->saved_data["attend_current"] = attend_current;
-        ctx->saved_data["mass_threshold"] = mass_threshold;
-        ctx->saved_data["forget_gate"] = forget_gate;
-        ctx->saved_data["return_mass"] = return_mass;
-        return {result.o, return_mass ? result.mass : at::empty({0}, result.o.options())};
+        ctx->saved_data["call"] = c10::IValue::make_capsule(call);
+        return {result.o, call->return_mass ? result.mass : at::empty({0}, result.o.options())};
     }
 
-    // Runs its exchanges whatever gradients came: the other ranks count on it.
+    // Makes its exchanges even if this rank has no gradient of o: the other ranks wait for them.
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-        const variable_list kept = ctx->get_saved_variables();
-        auto& data = ctx->saved_data;
-        variable_list sources = ops::inputs_of_running_node();  // what is kept may be exchanged heads
+        const variable_list saved = ctx->get_saved_variables();
+        const auto call = c10::static_intrusive_pointer_cast<SavedCall>(ctx->saved_data["call"].toCapsule());
+        // The saved tensors may be exchanged heads, which have no history: the inputs have it.
+        variable_list sources = ops::inputs_of_running_node();
         sources.insert(sources.end(), grads.begin(), grads.end());
         variable_list gradients = ops::once_differentiable(sources, [&]() -> variable_list {
-            const Route route = make_route(*data["plan"].toCustomClass<ContextParallelPlan>(),
-                                           {data["heads_group"].toStringRef(), data["keys_group"].toStringRef(),
-                                            static_cast<Comm>(data["comm"].toInt())},
-                                           kept[0].device());
-            const at::Tensor d_o = grads[0].defined() ? ops::unit_last_stride(grads[0])
-                                                      : at::zeros(data["o_sizes"].toIntVector(), kept[0].options());
-            const Gradients result =
-                route_backward(route, d_o, grads[1], data["num_kv_heads"].toInt(), unflatten(route, kept),
-                               {data["scale"].toDouble(), data["attend_current"].toBool(),
-                                data["mass_threshold"].toDouble(), data["forget_gate"].toBool()},
-                               data["return_mass"].toBool());
+            const Route route = make_route(*call->plan, call->route, saved[0].device());
+            const at::Tensor d_o =
+                grads[0].defined() ? ops::unit_last_stride(grads[0]) : at::zeros(call->o_sizes, saved[0].options());
+            const Gradients result = route_backward(route, d_o, grads[1], call->num_kv_heads, unflatten(route, saved),
+                                                    call->options, call->return_mass);
             return {result.dq, result.dk, result.dv};
         });
         gradients.resize(kNumInputs);
@@ -205,26 +220,20 @@ class Attend : public torch::autograd::Function<Attend> {
 
 }  // namespace
 
-std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                             const PlanPointer& plan, const std::string& comm,
-                                             const std::string& heads_group, const std::string& keys_group,
-                                             std::optional<double> scale, bool attend_current, double mass_threshold,
-                                             bool return_mass, const std::optional<at::Tensor>& forget_gate,
-                                             bool euclidean) {
-    const ops::Variants variants{forget_gate, euclidean};
-    const bool gated = forget_gate.has_value();
-    const double used_scale = check_and_agree({q, k, v, *plan, comm, heads_group, keys_group, scale, attend_current,
-                                               mass_threshold, return_mass, variants})
-                                  .scale;
-    const ops::Extended x = ops::extended(q, k, variants);
-    const auto rank4 = [&](const at::Tensor& x) { return ops::unit_last_stride(plan->packed() ? x.unsqueeze(0) : x); };
-    const RouteNames route = choose_route(*plan, comm, heads_group, keys_group, x.q, x.k, v);
-    const bool keep = wants_gradients(q, k, v, variants);
+std::tuple<at::Tensor, at::Tensor> attention(const ops::Arguments& arguments) {
+    const ContextParallelCall call(arguments);
+    const CheckedCall checked = check_and_agree(call);
+    const ops::Extended extended = ops::with_variant_columns(call.q, call.k, call.options);
+    const auto saved_call = c10::make_intrusive<SavedCall>();
+    saved_call->plan = call.plan;
+    saved_call->route = choose_route(call, extended.q, extended.k);
+    saved_call->options = checked.options;
+    saved_call->return_mass = call.return_mass;
+    const auto input = [&call](const at::Tensor& x) { return ops::unit_last_stride(call.batched(x)); };
     const variable_list out =
-        Attend::apply(rank4(x.q), rank4(x.k), rank4(v), plan, route.heads, route.keys, static_cast<int64_t>(route.comm),
-                      used_scale, attend_current, mass_threshold, gated, keep, return_mass);
-    if (plan->packed()) return {out[0].squeeze(0), return_mass ? out[1].squeeze(0) : out[1]};
-    return {out[0], out[1]};
+        Attend::apply(input(extended.q), input(extended.k), input(call.v), saved_call, call.wants_gradients());
+    if (!call.plan->packed()) return {out[0], out[1]};
+    return {out[0].squeeze(0), call.return_mass ? out[1].squeeze(0) : out[1]};
 }
 
 }  // namespace megatron_sb::distributed

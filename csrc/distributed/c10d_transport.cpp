@@ -13,7 +13,7 @@ namespace {
 
 using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
 
-// Runs `call` and puts what it throws into words that say what was under way.
+// Runs `call`. An exception becomes a RuntimeFailure that names the operation `what`.
 template <class Call>
 void guard(const std::string& what, const Call& call) {
     try {
@@ -78,7 +78,7 @@ class C10dTransport final : public Transport {
 
     std::unique_ptr<Pending> all_gather(const at::Tensor& input, const at::Tensor& output) override {
         return post("all_gather", {input, output}, [&](Works& works) {
-            at::Tensor from = input, to = output.flatten(0, 1);  // as gloo wants it
+            at::Tensor from = input, to = output.flatten(0, 1);  // gloo needs this shape
             works.push_back(group_->_allgather_base(to, from));
         });
     }
@@ -99,8 +99,8 @@ class C10dTransport final : public Transport {
     }
 
   private:
-    // A message's tag is its number among those of the list with the same peer. NCCL knows no tags, but takes both
-    // lists as one group in their order.
+    // The tag of a message is its index among the messages of the list with the same peer. NCCL has no tags: it matches
+    // the messages of a coalesced group in order.
     void post_messages(const std::vector<Message>& sends, const std::vector<Message>& receives, Works& works) {
         const c10::DeviceType device = sends.at(0).tensor.device().type();
         const bool coalesce = group_->getBackend(device)->supportsCoalescing();

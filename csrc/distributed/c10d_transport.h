@@ -1,4 +1,5 @@
-// The transport over a process group of torch.distributed, any backend: gloo for CPU tensors, NCCL for CUDA tensors.
+// The transport over a process group of torch.distributed, with any backend: gloo for CPU tensors, NCCL for CUDA
+// tensors.
 #pragma once
 
 #include <memory>
@@ -8,7 +9,7 @@
 
 namespace megatron_sb::distributed {
 
-// The group registered under a name (`group.group_name` in Python). Waits end within the group's own time-out.
+// The group registered under `group_name` (`group.group_name` in Python). Waits obey the timeout of the group.
 std::unique_ptr<Transport> c10d_transport(const std::string& group_name);
 
 }  // namespace megatron_sb::distributed

@@ -16,12 +16,12 @@ at::Tensor by_rank(const at::Tensor& x, int64_t ranks) {
     return (heads % ranks == 0 ? x : x.repeat_interleave(ranks / heads, 2)).unflatten(2, {ranks, -1});
 }
 
-// x as elements of 16 bytes, which copies move fastest.
+// x as elements of 16 bytes, which copy fastest.
 at::Tensor as_16_bytes(const at::Tensor& x) {
     return x.view(at::kComplexDouble);
 }
 
-// Tensors (.., heads, width) of any dtypes side by side as (.., words of four bytes), contiguous.
+// Concatenates tensors (.., heads, width) of any dtypes into one contiguous tensor (.., words of four bytes).
 at::Tensor pack(const std::vector<at::Tensor>& xs) {
     std::vector<at::Tensor> rows;
     for (const at::Tensor& x : xs) {
@@ -38,21 +38,22 @@ void copy_wide(const at::Tensor& to, const at::Tensor& from) {
     wide ? as_16_bytes(to).copy_(as_16_bytes(from)) : to.copy_(from);
 }
 
-// What pack(likes) made, (.., words), or has become on the way, as tensors (.., heads, width) of theirs.
+// Splits x (.., words), packed like `likes`, into tensors (.., heads, width) with the dtypes of `likes`.
 std::vector<at::Tensor> unpack(const at::Tensor& x, const std::vector<at::Tensor>& likes) {
     std::vector<at::Tensor> parts;
-    int64_t at = 0;
+    int64_t begin = 0;
     for (const at::Tensor& like : likes) {
         const int64_t heads = like.size(-2), width = like.size(-1);
         const int64_t words = heads * width * static_cast<int64_t>(like.element_size()) / 4;
-        parts.push_back(x.narrow(-1, at, words).view(like.scalar_type()).unflatten(-1, {heads, width}));
-        at += words;
+        parts.push_back(x.narrow(-1, begin, words).view(like.scalar_type()).unflatten(-1, {heads, width}));
+        begin += words;
     }
     return parts;
 }
 
-// Writes what came of each rank's heads, (b, s_local, ranks, heads, width), into x (b, s_local, all heads, width).
-void put(const at::Tensor& x, const at::Tensor& by_rank) {
+// Writes the heads of each rank, (b, s_local, ranks, heads, width), into x (b, s_local, all heads, width). Sums a head
+// that several ranks have.
+void write_heads(const at::Tensor& x, const at::Tensor& by_rank) {
     const int64_t ranks = by_rank.size(2), heads = x.size(2);
     if (heads % ranks == 0) {
         copy_wide(x.unflatten(2, {ranks, -1}), by_rank);
@@ -68,15 +69,16 @@ HeadExchange::HeadExchange(Transport& transport, const RankPlan& plan, int64_t n
       plan_(plan),
       num_kv_heads_(num_kv_heads),
       num_joint_rows_(plan.to_stream.numel() / plan.schedule.size()) {
-    const std::string why_not = refusal(num_heads, num_kv_heads, transport.size());
-    if (!why_not.empty()) throw InvalidArgument(why_not);
+    const std::string found = problem(num_heads, num_kv_heads, transport.size());
+    if (!found.empty()) throw InvalidArgument(found);
 }
 
-std::string HeadExchange::refusal(int64_t num_heads, int64_t num_kv_heads, int num_ranks) {
+std::string HeadExchange::problem(int64_t num_heads, int64_t num_kv_heads, int num_ranks) {
     const bool shared = num_kv_heads % num_ranks == 0, repeated = num_ranks % num_kv_heads == 0;
     if (num_heads % num_ranks == 0 && (shared || repeated)) return "";
-    return concat("q has ", num_heads, " heads and k has ", num_kv_heads, ", to be exchanged between ", num_ranks,
-                  " ranks: q's must be a multiple of the ranks, and k's a multiple or a divisor");
+    return concat("heads to be exchanged between ", num_ranks,
+                  " ranks: q's heads must be a multiple of the ranks and k's heads a multiple or a divisor, got ",
+                  num_heads, " and ", num_kv_heads);
 }
 
 std::vector<at::Tensor> HeadExchange::to_heads(const std::vector<at::Tensor>& xs) const {
@@ -84,7 +86,7 @@ std::vector<at::Tensor> HeadExchange::to_heads(const std::vector<at::Tensor>& xs
     for (const at::Tensor& x : xs) parts.push_back(by_rank(x, transport_.size()).permute({2, 1, 0, 3, 4}));
     const at::Tensor input = pack(parts);  // (ranks, s_local, b, words)
     at::Tensor rows = at::empty({num_joint_rows_, input.size(2), input.size(3)}, input.options());
-    if (in_place()) {
+    if (sends_row_ranges()) {
         exchange(pieces_by_rank(input), pieces_of_joint(rows))->wait();
     } else {
         transport_.all_to_all(input, rows.unflatten(0, {transport_.size(), -1}))->wait();
@@ -99,20 +101,20 @@ void HeadExchange::to_rows(const std::vector<at::Tensor>& ys, const std::vector<
     const at::Tensor rows = pack(parts);  // (joint rows, b, words)
     const int64_t ranks = transport_.size();
     const at::Tensor output = at::empty({ranks, num_joint_rows_ / ranks, rows.size(1), rows.size(2)}, rows.options());
-    if (in_place()) {
+    if (sends_row_ranges()) {
         exchange(pieces_of_joint(rows), pieces_by_rank(output))->wait();
     } else {
         transport_.all_to_all(select_rows(rows, 0, plan_.from_joint).unflatten(0, {ranks, -1}), output)->wait();
     }
-    const std::vector<at::Tensor> arrived = unpack(output, parts);  // each (ranks, s_local, b, heads, width)
-    for (size_t i = 0; i < xs.size(); ++i) put(xs[i], arrived[i].permute({2, 1, 0, 3, 4}));
+    const std::vector<at::Tensor> received = unpack(output, parts);  // each (ranks, s_local, b, heads, width)
+    for (size_t i = 0; i < xs.size(); ++i) write_heads(xs[i], received[i].permute({2, 1, 0, 3, 4}));
 }
 
 std::vector<Message> HeadExchange::pieces_by_rank(const at::Tensor& x) const {
     std::vector<Message> pieces;
     for (int rank = 0; rank < transport_.size(); ++rank) {
-        for (const Stretch& stretch : plan_.stretches[transport_.rank()]) {
-            pieces.push_back({rank, x[rank].narrow(0, stretch.local, stretch.count)});
+        for (const RowRange& range : plan_.row_ranges[transport_.rank()]) {
+            pieces.push_back({rank, x[rank].narrow(0, range.local, range.count)});
         }
     }
     return pieces;
@@ -121,8 +123,8 @@ std::vector<Message> HeadExchange::pieces_by_rank(const at::Tensor& x) const {
 std::vector<Message> HeadExchange::pieces_of_joint(const at::Tensor& x) const {
     std::vector<Message> pieces;
     for (int rank = 0; rank < transport_.size(); ++rank) {
-        for (const Stretch& stretch : plan_.stretches[rank]) {
-            pieces.push_back({rank, x.narrow(0, stretch.joint, stretch.count)});
+        for (const RowRange& range : plan_.row_ranges[rank]) {
+            pieces.push_back({rank, x.narrow(0, range.joint, range.count)});
         }
     }
     return pieces;

@@ -1,8 +1,8 @@
-// a2a: ranks exchange heads for rows, so that each has all of their rows for its share of the heads, and back.
+// a2a: ranks exchange heads for rows, so that each rank has all of their rows for its share of the heads; and back.
 //
-// Of n heads over A ranks, rank a has n / A: heads a n / A and on. Where there are fewer KV heads than ranks, each goes
-// to the A / n ranks whose query heads read it, and the gradients that come back are summed. All heads travel as one,
-// and nothing is computed meanwhile: a kernel for a part of them costs more than its transfer does (docs).
+// With n heads and A ranks, rank a gets the n / A heads from a * n / A on. If there are fewer KV heads than ranks, each
+// KV head goes to the A / n ranks whose query heads read it, and its returned gradients are summed. All heads travel in
+// one exchange, without overlapping compute: a kernel on part of the heads costs more than the transfer.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,29 +18,29 @@ namespace megatron_sb::distributed {
 
 class HeadExchange {
   public:
-    // `transport` and `plan` (made for this many exchanging ranks) outlive it.
+    // `transport` and `plan` must outlive the object; `plan` is for transport.size() exchanging ranks.
     HeadExchange(Transport& transport, const RankPlan& plan, int64_t num_heads, int64_t num_kv_heads);
 
-    // Why these heads cannot be exchanged between so many ranks; "" if they can.
-    static std::string refusal(int64_t num_heads, int64_t num_kv_heads, int num_ranks);
+    // The reason why num_ranks ranks cannot exchange these heads; "" if they can.
+    static std::string problem(int64_t num_heads, int64_t num_kv_heads, int num_ranks);
 
     // Whether a KV head goes to several ranks.
     bool repeats_keys() const { return num_kv_heads_ % transport_.size() != 0; }
 
-    // x (b, s_local, heads or KV heads, width) of any dtypes, a row of a head taking a multiple of four bytes, as
-    // (b, joint rows, this rank's heads, width).
+    // Each x (b, s_local, heads or KV heads, width) becomes (b, joint rows, this rank's heads, width). Dtypes may
+    // differ; one row of a head takes a multiple of four bytes.
     std::vector<at::Tensor> to_heads(const std::vector<at::Tensor>& xs) const;
-    // y (b, joint rows, this rank's heads, width), likewise, into x (b, s_local, heads or KV heads, width); the sum of
-    // what several ranks have of a head.
+    // Writes each y (b, joint rows, this rank's heads, width) into its x (b, s_local, heads or KV heads, width). Sums a
+    // head that several ranks have.
     void to_rows(const std::vector<at::Tensor>& ys, const std::vector<at::Tensor>& xs) const;
 
   private:
-    // Whether rows travel from where they are to where they belong; else in the order of the ranks.
-    bool in_place() const { return !plan_.to_joint.defined(); }
-    // What goes to each rank, or comes from it: of (ranks, s_local, ..), or of (joint rows, ..); both contiguous.
+    // Whether each row range is sent to its place in the joint buffer. If not, rows are sorted after the transfer.
+    bool sends_row_ranges() const { return !plan_.to_joint.defined(); }
+    // The messages to or from each rank: views of x (ranks, s_local, ..) or of x (joint rows, ..), both contiguous.
     std::vector<Message> pieces_by_rank(const at::Tensor& x) const;
     std::vector<Message> pieces_of_joint(const at::Tensor& x) const;
-    // This rank's own pieces are copied at once.
+    // Copies this rank's own pieces before it returns.
     std::unique_ptr<Pending> exchange(const std::vector<Message>& from, const std::vector<Message>& to) const;
 
     Transport& transport_;

@@ -13,7 +13,7 @@
 
 namespace megatron_sb::distributed {
 
-// What was sent and not yet received, by (from, to, number of the message between these two).
+// Messages that were sent and not yet received, by (from, to, index among the messages between these two ranks).
 class Mailboxes {
   public:
     Mailboxes(int size, std::chrono::milliseconds timeout) : size_(size), timeout_(timeout) {}
@@ -100,7 +100,7 @@ class InProcessTransport final : public Transport {
   private:
     void put(int peer, const at::Tensor& tensor) { mailboxes_->put(rank_, peer, num_sent_[peer]++, tensor); }
 
-    // Waits for what comes next from a rank after all that was expected of it before.
+    // Reserves the next message from a rank. The returned function waits for it.
     std::function<at::Tensor()> expect(int from, const at::Tensor& like) {
         return [this, from, like, number = num_expected_[from]++] {
             const at::Tensor tensor = mailboxes_->take(from, rank_, number);

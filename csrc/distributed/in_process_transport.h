@@ -1,4 +1,4 @@
-// Ranks as threads of one process that share mailboxes: the driver's transport in tests.
+// Ranks as threads of one process that share mailboxes: the transport of the driver's tests.
 #pragma once
 
 #include <chrono>
@@ -14,7 +14,7 @@ class InProcessGroup {
   public:
     // A wait longer than `timeout` throws RuntimeFailure.
     InProcessGroup(int size, std::chrono::milliseconds timeout);
-    // One for each rank, each used by one thread.
+    // The transport of a rank, for one thread.
     std::unique_ptr<Transport> transport(int rank) const;
 
   private:

@@ -4,38 +4,24 @@
 
 #include "distributed/registration.h"
 #include "ops/autocast.h"
-#include "ops/registration.h"
+#include "ops/options.h"
 
 namespace megatron_sb {
-namespace distributed {
-namespace {
-
-constexpr const char* kAttention = "megatron_sb::context_parallel_attention";
-
-template <c10::DeviceType kDevice>
-std::tuple<at::Tensor, at::Tensor> attention_autocast(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                                      const PlanPointer& plan, const std::string& comm,
-                                                      const std::string& heads_group, const std::string& keys_group,
-                                                      std::optional<double> scale, bool attend_current,
-                                                      double mass_threshold, bool return_mass,
-                                                      const std::optional<at::Tensor>& forget_gate, bool euclidean) {
-    const ops::Autocast<kDevice> cast;
-    static const auto op = ops::registered(kAttention, attention);
-    return op.call(cast(q), cast(k), cast(v), plan, comm, heads_group, keys_group, scale, attend_current,
-                   mass_threshold, return_mass, cast.gate(forget_gate), euclidean);
-}
-
-}  // namespace
-}  // namespace distributed
 
 std::tuple<at::Tensor, at::Tensor> context_parallel_attention(const at::Tensor& q, const at::Tensor& k,
                                                               const at::Tensor& v,
                                                               const c10::intrusive_ptr<ContextParallelPlan>& plan,
                                                               const ContextParallelOptions& options) {
-    static const auto op = ops::registered(distributed::kAttention, distributed::attention);
-    const auto [heads_group, keys_group] = options.hierarchical_groups;
-    return op.call(q, k, v, plan, options.comm, heads_group, keys_group, options.scale, options.attend_current,
-                   options.mass_threshold, options.return_mass, options.forget_gate, options.euclidean);
+    static const ops::Operator attention("megatron_sb::context_parallel_attention");
+    const ops::NamedArguments inputs = {{"q", q},
+                                        {"k", k},
+                                        {"v", v},
+                                        {"plan", plan},
+                                        {"comm", options.comm},
+                                        {"heads_group", options.hierarchical_groups.first},
+                                        {"keys_group", options.hierarchical_groups.second},
+                                        {"return_mass", options.return_mass}};
+    return ops::output_and_mass(attention.call(inputs, ops::named(options)));
 }
 
 at::Tensor shard_sequence(const at::Tensor& x, const std::string& group_name, int64_t dim, const std::string& layout,
@@ -76,14 +62,17 @@ TORCH_LIBRARY_FRAGMENT(megatron_sb, m) {
 }
 
 TORCH_LIBRARY_IMPL(megatron_sb, CompositeImplicitAutograd, m) {
-    m.impl("context_parallel_attention", megatron_sb::distributed::attention);
-    m.impl("shard_sequence", megatron_sb::distributed::shard);
-    m.impl("unshard_sequence", megatron_sb::distributed::unshard);
+    using namespace megatron_sb;
+    m.impl("context_parallel_attention",
+           torch::CppFunction::makeFromBoxedFunction<&ops::boxed_kernel<distributed::attention>>());
+    m.impl("shard_sequence", distributed::shard);
+    m.impl("unshard_sequence", distributed::unshard);
 }
 
 TORCH_LIBRARY_IMPL(megatron_sb, AutocastCPU, m) {
-    m.impl("context_parallel_attention", megatron_sb::distributed::attention_autocast<c10::DeviceType::CPU>);
+    m.impl("context_parallel_attention", torch::CppFunction::makeFromBoxedFunction<&megatron_sb::ops::autocast_cpu>());
 }
+
 TORCH_LIBRARY_IMPL(megatron_sb, AutocastCUDA, m) {
-    m.impl("context_parallel_attention", megatron_sb::distributed::attention_autocast<c10::DeviceType::CUDA>);
+    m.impl("context_parallel_attention", torch::CppFunction::makeFromBoxedFunction<&megatron_sb::ops::autocast_cuda>());
 }

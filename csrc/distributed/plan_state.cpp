@@ -14,11 +14,11 @@ using CuSeqlens = std::optional<std::vector<int64_t>>;
 
 int64_t stream_rows(std::optional<int64_t> seq_len, const CuSeqlens& cu_seqlens) {
     if (seq_len) return *seq_len;
-    if (!cu_seqlens) throw InvalidArgument("seq_len is missing; it is needed where cu_seqlens is not given");
+    if (!cu_seqlens) throw InvalidArgument("seq_len must be given without cu_seqlens, got none");
     return cu_seqlens->empty() ? 0 : cu_seqlens->back();
 }
 
-// Where lists of one length differ between the ranks, in words. Collective.
+// Describes the first difference between the ranks' lists, which have one length. Collective.
 std::string first_difference(Transport& transport, const std::vector<int64_t>& cu_seqlens) {
     const c10::Device device = transport.control_device();
     const at::Tensor mine = distributed::index_tensor(cu_seqlens, device);
@@ -27,10 +27,10 @@ std::string first_difference(Transport& transport, const std::vector<int64_t>& c
     all = all.cpu();
     for (int64_t i = 0; i < mine.numel(); ++i) {
         for (int rank = 1; rank < transport.size(); ++rank) {
-            const auto at_zero = all[0][i].item<int64_t>(), here = all[rank][i].item<int64_t>();
-            if (here == at_zero) continue;
-            return concat("the ranks disagree on cu_seqlens of the plan: cu_seqlens[", i, "] is ", at_zero,
-                          " on rank 0 and ", here, " on rank ", rank);
+            const auto on_rank_0 = all[0][i].item<int64_t>(), on_rank = all[rank][i].item<int64_t>();
+            if (on_rank == on_rank_0) continue;
+            return concat("the ranks disagree on cu_seqlens of the plan: cu_seqlens[", i, "] is ", on_rank_0,
+                          " on rank 0 and ", on_rank, " on rank ", rank);
         }
     }
     return "the ranks disagree on cu_seqlens of the plan";
@@ -65,9 +65,10 @@ ContextParallelPlan::State::State(std::string group_name, int rank, plan::Partit
       packing(packing),
       packed(packed) {}
 
-std::shared_ptr<const distributed::RankPlan> ContextParallelPlan::State::on(c10::Device device, int num_exchanging) {
+std::shared_ptr<const distributed::RankPlan> ContextParallelPlan::State::rank_plan(c10::Device device,
+                                                                                   int num_exchanging) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    auto& plan = made_[{device.str(), num_exchanging}];
+    auto& plan = rank_plans_[{device.str(), num_exchanging}];
     if (!plan) {
         plan = std::make_shared<const distributed::RankPlan>(
             distributed::make_rank_plan(partition, rank, device, num_exchanging));
@@ -80,7 +81,7 @@ void ContextParallelPlan::State::agree_on_call(const std::vector<Field>& fields,
     for (const Field& field : fields) key += field.value + "\n";
     const std::lock_guard<std::mutex> lock(mutex_);
     if (error.empty() && agreed_.count(key) > 0) return;
-    // Ranks that have agreed on their arguments before ask nobody: a word from here would meet their data.
+    // After the first agreement the other ranks may not call agree() again: a message from here would meet their data.
     if (!error.empty() && !agreed_.empty()) throw InvalidArgument(error);
     agree(*distributed::c10d_transport(group_name), "context_parallel_attention", fields, error);
     agreed_.insert(key);
@@ -99,8 +100,8 @@ ContextParallelPlan::ContextParallelPlan(const std::string& group_name, std::opt
             partition.emplace(plan::parse_layout(layout), cut, transport->size(), stream_rows(seq_len, cu_seqlens),
                               cu_seqlens);
         }
-    } catch (const InvalidArgument& refused) {
-        error = refused.what();
+    } catch (const InvalidArgument& invalid) {
+        error = invalid.what();
     }
     agree_on_plan(*transport, partition, cut, cu_seqlens, error);
     state_ = std::make_unique<State>(group_name, transport->rank(), std::move(*partition), cut, cu_seqlens.has_value());

@@ -1,4 +1,4 @@
-// What a ContextParallelPlan holds.
+// The state of a ContextParallelPlan.
 #pragma once
 
 #include <map>
@@ -26,15 +26,17 @@ class ContextParallelPlan::State {
     const plan::Packing packing;
     const bool packed;
 
-    // Tables on a device, for so many ranks that exchange heads (rank_plan.h); the first call uploads them.
-    std::shared_ptr<const distributed::RankPlan> on(c10::Device device, int num_exchanging);
-    // Makes sure, once for each set of values, that the ranks call with the same ones. `error`: see agree(); once
-    // something has been agreed, it is thrown here alone, and ranks that wait for this one end by their time-out.
+    // The tables on a device, for `num_exchanging` ranks that exchange heads (rank_plan.h). The first call uploads
+    // them.
+    std::shared_ptr<const distributed::RankPlan> rank_plan(c10::Device device, int num_exchanging);
+    // Checks, once for each set of values, that all ranks call with the same values. After the first agreement a
+    // non-empty `error` (see agree()) is thrown on this rank only; ranks that wait for this one run into their timeout.
     void agree_on_call(const std::vector<distributed::Field>& fields, const std::string& error);
 
   private:
     std::mutex mutex_;
-    std::map<std::pair<std::string, int>, std::shared_ptr<const distributed::RankPlan>> made_;
+    // By device and num_exchanging.
+    std::map<std::pair<std::string, int>, std::shared_ptr<const distributed::RankPlan>> rank_plans_;
     std::set<std::string> agreed_;
 };
 

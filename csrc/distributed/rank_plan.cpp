@@ -7,15 +7,15 @@
 namespace megatron_sb::distributed {
 namespace {
 
-Tables make_tables(const plan::Itinerary& itinerary, c10::Device device) {
-    Tables tables;
-    tables.runs = itinerary.runs;
-    for (const plan::Visit& visit : itinerary.visits) {
-        tables.run_of.push_back(visit.run);
+SegmentTables make_tables(const plan::SegmentPlan& segment_plan, c10::Device device) {
+    SegmentTables tables;
+    tables.runs = segment_plan.runs;
+    for (const plan::BufferSegments& buffer : segment_plan.buffers) {
+        tables.run_of.push_back(buffer.run);
         at::Tensor table;
-        if (!visit.segments.empty()) {
-            const auto* fields = reinterpret_cast<const int32_t*>(visit.segments.data());
-            const auto rows = static_cast<int64_t>(visit.segments.size());
+        if (!buffer.segments.empty()) {
+            const auto* fields = reinterpret_cast<const int32_t*>(buffer.segments.data());
+            const auto rows = static_cast<int64_t>(buffer.segments.size());
             table = at::from_blob(const_cast<int32_t*>(fields), {rows, kSegmentFields}, at::kInt).clone().to(device);
         }
         tables.segments.push_back(table);
@@ -25,53 +25,53 @@ Tables make_tables(const plan::Itinerary& itinerary, c10::Device device) {
 
 RowSet make_row_set(const std::vector<int64_t>& rows, c10::Device device) {
     const auto count = static_cast<int64_t>(rows.size());
-    const bool stretch = rows.back() - rows.front() + 1 == count;  // they increase
-    return {rows.front(), count, stretch ? at::Tensor() : index_tensor(rows, device)};
+    const bool contiguous = rows.back() - rows.front() + 1 == count;  // rows increase
+    return {rows.front(), count, contiguous ? at::Tensor() : index_tensor(rows, device)};
 }
 
-// For each row of the buffers of the ranks that exchange heads, one after the other, its row in their joint buffer.
+// For each row of the buffers of the exchanging ranks, one buffer after the other: its row in their joint buffer.
 std::vector<int64_t> joint_order(const plan::Partition& partition, const plan::Partition& joint, int joint_rank) {
-    std::vector<int64_t> at_row(partition.num_rows()), order;
+    std::vector<int64_t> joint_row(partition.num_rows()), order;
     const std::vector<int64_t> joint_rows = joint.local_positions(joint_rank);
-    for (size_t i = 0; i < joint_rows.size(); ++i) at_row[joint_rows[i]] = static_cast<int64_t>(i);
+    for (size_t i = 0; i < joint_rows.size(); ++i) joint_row[joint_rows[i]] = static_cast<int64_t>(i);
     const int num_exchanging = partition.size() / joint.size();
     for (int i = 0; i < num_exchanging; ++i) {
         for (const int64_t row : partition.local_positions(joint_rank * num_exchanging + i)) {
-            order.push_back(at_row[row]);
+            order.push_back(joint_row[row]);
         }
     }
     return order;
 }
 
-// Of each rank, from where its rows go.
-std::vector<std::vector<Stretch>> find_stretches(const std::vector<int64_t>& order, int num_ranks) {
+// The row ranges of each rank, from the result of joint_order().
+std::vector<std::vector<RowRange>> find_row_ranges(const std::vector<int64_t>& order, int num_ranks) {
     const auto rows = static_cast<int64_t>(order.size()) / num_ranks;
-    std::vector<std::vector<Stretch>> stretches(num_ranks);
+    std::vector<std::vector<RowRange>> ranges(num_ranks);
     for (int64_t i = 0; i < static_cast<int64_t>(order.size()); ++i) {
-        std::vector<Stretch>& of_rank = stretches[i / rows];
-        const bool goes_on = i % rows != 0 && order[i] == order[i - 1] + 1;
-        goes_on ? void(++of_rank.back().count) : of_rank.push_back({i % rows, order[i], 1});
+        std::vector<RowRange>& of_rank = ranges[i / rows];
+        const bool extends_last = i % rows != 0 && order[i] == order[i - 1] + 1;
+        extends_last ? void(++of_rank.back().count) : of_rank.push_back({i % rows, order[i], 1});
     }
-    return stretches;
+    return ranges;
 }
 
 void place_joint_rows(RankPlan& plan, const std::vector<int64_t>& order, int num_ranks, c10::Device device) {
-    plan.stretches = find_stretches(order, num_ranks);
-    const auto few = [](const std::vector<Stretch>& of_rank) { return of_rank.size() <= kMostStretches; };
+    plan.row_ranges = find_row_ranges(order, num_ranks);
+    const auto few = [](const std::vector<RowRange>& of_rank) { return of_rank.size() <= kMaxRowRanges; };
     const bool many_rows = static_cast<int64_t>(order.size()) >= plan.rows_to_split_heads;
-    if (many_rows && std::all_of(plan.stretches.begin(), plan.stretches.end(), few)) return;
-    plan.stretches.clear();
+    if (many_rows && std::all_of(plan.row_ranges.begin(), plan.row_ranges.end(), few)) return;
+    plan.row_ranges.clear();
     plan.from_joint = index_tensor(order, device);
     plan.to_joint = inverse_permutation(plan.from_joint);
 }
 
 }  // namespace
 
-at::Tensor RowSet::of(const at::Tensor& x) const {
+at::Tensor RowSet::read(const at::Tensor& x) const {
     return list.defined() ? select_rows(x, 1, list) : x.narrow(1, begin, count);
 }
 
-void RowSet::put(const at::Tensor& x, const at::Tensor& value) const {
+void RowSet::write(const at::Tensor& x, const at::Tensor& value) const {
     list.defined() ? x.index_copy_(1, list, value) : x.narrow(1, begin, count).copy_(value);
 }
 
@@ -105,17 +105,14 @@ RankPlan make_rank_plan(const plan::Partition& partition, int rank, c10::Device 
         lanes.push_back(make_row_set(joint.chunk_rows(joint_rank, chunk), device));
     }
     const at::Tensor from_stream = index_tensor(joint.gathered_positions(), device);
-    RankPlan plan{plan::Schedule(joint.layout(), joint.size()),
-                  joint_rank,
-                  make_tables(plan::ring_itinerary(joint, joint_rank), device),
-                  make_tables(plan::gather_itinerary(joint, joint_rank), device),
-                  std::move(lanes),
-                  inverse_permutation(from_stream),
-                  from_stream,
-                  {},
-                  {},
-                  {},
-                  rows_to_split_heads};
+    RankPlan plan{.schedule = plan::Schedule(joint.layout(), joint.size()),
+                  .rank = joint_rank,
+                  .ring = make_tables(plan::ring_segments(joint, joint_rank), device),
+                  .gather = make_tables(plan::gather_segments(joint, joint_rank), device),
+                  .lanes = std::move(lanes),
+                  .to_stream = inverse_permutation(from_stream),
+                  .from_stream = from_stream,
+                  .rows_to_split_heads = rows_to_split_heads};
     if (num_exchanging > 1) {
         place_joint_rows(plan, joint_order(partition, joint, joint_rank), num_exchanging, device);
     }

@@ -1,76 +1,89 @@
-// What one rank's calls need of a partition, as tensors on one device.
+// The part of a partition that one rank's calls need, as tensors on one device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <vector>
 
-#include "plan/itinerary.h"
 #include "plan/partition.h"
 #include "plan/schedule.h"
+#include "plan/segment_plan.h"
 
 namespace megatron_sb::distributed {
 
-// Some rows of a local buffer: one stretch, or a list where they are not.
+// Rows of a local buffer: a range, or a list if they are not contiguous.
 struct RowSet {
     int64_t begin;
     int64_t count;
     at::Tensor list;  // int64; undefined: [begin, begin + count)
 
-    at::Tensor of(const at::Tensor& x) const;  // those rows of x (b, rows, ..), a view where it can be
-    void put(const at::Tensor& x, const at::Tensor& value) const;  // writes them
+    at::Tensor read(const at::Tensor& x) const;  // these rows of x (b, rows, ..); a view of a range, a copy of a list
+    void write(const at::Tensor& x, const at::Tensor& value) const;
 };
 
-// Rows of a rank's local buffer that stay together in the rows of several ranks.
-struct Stretch {
+// Rows [local, local + count) of a rank's local buffer are rows [joint, joint + count) of the joint buffer of the ranks
+// that exchange heads.
+struct RowRange {
     int64_t local;
     int64_t joint;
     int64_t count;
 };
 
-// plan::Itinerary with its tables on the device: int32 (segments, 5), undefined where there is nothing to compute.
-struct Tables {
+// plan::SegmentPlan with its tables on the device: int32 (segments, 5), undefined for a key buffer without segments.
+struct SegmentTables {
     std::vector<plan::Run> runs;  // newest to oldest
     std::vector<int> run_of;      // by key buffer
     std::vector<at::Tensor> segments;
 };
 
-// From how many rows on keys are gathered a group of heads at a time, so that one group's transfer hides under
-// another's compute. Fewer rows of a single head are too little work for a device: H200, forward of 16K rows 299
-// TFLOP/s with one head and 686 with twelve; of 64K 707 and 626. From there on too, ranks that exchange heads send each
-// stretch of rows to its place. With fewer rows the host, which takes some 9 us a message, falls behind the device:
-// they go as one collective and are sorted then.
+// How a rank gets the keys that its queries see.
+enum class Comm : int8_t {
+    kRing,    // "p2p"
+    kGather,  // "all_gather"
+    kLocal,   // no transfer: this rank has them
+};
+
+// The threshold, in rows of the joint buffer, of two choices. From this many rows on,
+// - all_gather works on one group of heads at a time, so that the transfer of one group overlaps the compute of
+// another.
+//   With fewer rows one head is too little work. Forward on an H200: 16K rows reach 299 TFLOP/s with one head and 686
+//   with twelve; 64K rows reach 707 and 626.
+// - ranks that exchange heads send each row range to its place. With fewer rows the host is the bottleneck, at about
+//   9 us a message. The rows then travel as one collective and are sorted afterwards.
 constexpr int64_t kRowsToSplitHeads = 32768;
-constexpr size_t kMostStretches = 8;  // of a rank, as messages of their own
+constexpr size_t kMaxRowRanges = 8;  // of a rank, to be sent as one message each
 constexpr int64_t kMaxHeadGroups = 4;
 
 struct RankPlan {
     plan::Schedule schedule;
     int rank;
-    Tables ring;                // key buffers: the chunks
-    Tables gather;              // key buffer: the stream
+    SegmentTables ring;         // a key buffer is a chunk
+    SegmentTables gather;       // the only key buffer is the stream
     std::vector<RowSet> lanes;  // this rank's chunk of each lane, in its local buffer
-    // Row i of the stream is row to_stream[i] of the local buffers of all ranks, one after the other; from_stream is
-    // the inverse.
+    // Row i of the stream is row to_stream[i] of the concatenated local buffers of all ranks; from_stream is the
+    // inverse.
     at::Tensor to_stream;
     at::Tensor from_stream;
-    // Where ranks exchange heads: row i of the rows that they have together is row to_joint[i] of their local buffers,
-    // one after the other; from_joint is the inverse. Or undefined: then `stretches`, by rank, says the same.
-    at::Tensor to_joint;
-    at::Tensor from_joint;
-    std::vector<std::vector<Stretch>> stretches;
+    // If ranks exchange heads, either these: row i of the joint buffer is row to_joint[i] of the concatenated local
+    // buffers of these ranks, and from_joint is the inverse. Or, if to_joint is undefined, row_ranges by rank.
+    at::Tensor to_joint = {};
+    at::Tensor from_joint = {};
+    std::vector<std::vector<RowRange>> row_ranges = {};
     int64_t rows_to_split_heads;
+
+    // The tables that serve kGather also serve kLocal.
+    const SegmentTables& tables(Comm comm) const { return comm == Comm::kRing ? ring : gather; }
 };
 
-// For a rank that exchanges heads with the others of its `num_exchanging` neighbours, itself included: ranks
-// [i * num_exchanging, (i + 1) * num_exchanging) are as one rank, number i, with all their rows. All but to_joint,
-// from_joint and the stretches are that one's.
+// With num_exchanging > 1, ranks [i * num_exchanging, (i + 1) * num_exchanging) exchange heads and act as one joint
+// rank i that has all their rows. Only to_joint, from_joint and row_ranges then refer to single ranks; everything else
+// describes joint ranks.
 RankPlan make_rank_plan(const plan::Partition& partition, int rank, c10::Device device, int num_exchanging = 1,
                         int64_t rows_to_split_heads = kRowsToSplitHeads);
 
-// x.index_select(dim, rows), in units of eight bytes where x's last dimension, which is not `dim`, allows it.
+// x.index_select(dim, rows), copied in units of eight bytes if x permits it. `dim` is not the last dimension.
 at::Tensor select_rows(const at::Tensor& x, int64_t dim, const at::Tensor& rows);
-// Whether x's memory can be seen as elements of so many bytes.
+// Whether x can be viewed as elements of `bytes` bytes.
 bool divides_into(const at::Tensor& x, int64_t bytes);
 at::Tensor index_tensor(const std::vector<int64_t>& rows, c10::Device device);
 at::Tensor inverse_permutation(const at::Tensor& permutation);

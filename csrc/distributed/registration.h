@@ -1,4 +1,4 @@
-// The functions behind the operators of context parallelism, with the signatures of their schemas.
+// The kernels of the operators of context parallelism, as library.cpp registers them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,18 +9,12 @@
 #include <vector>
 
 #include "megatron_sb/context_parallel.h"
+#include "ops/arguments.h"
 
 namespace megatron_sb::distributed {
 
-using PlanPointer = c10::intrusive_ptr<ContextParallelPlan>;
-
 // attention.cpp
-std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                             const PlanPointer& plan, const std::string& comm,
-                                             const std::string& heads_group, const std::string& keys_group,
-                                             std::optional<double> scale, bool attend_current, double mass_threshold,
-                                             bool return_mass, const std::optional<at::Tensor>& forget_gate,
-                                             bool euclidean);
+std::tuple<at::Tensor, at::Tensor> attention(const ops::Arguments& arguments);
 
 // sharding.cpp
 at::Tensor shard(const at::Tensor& x, const std::string& group_name, int64_t dim, const std::string& layout,

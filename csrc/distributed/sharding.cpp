@@ -1,5 +1,5 @@
-// From the whole stream to a rank's rows and back. Gradients are those of the sum of all ranks' losses: the backward of
-// shard gathers, and that of unshard, its adjoint, sums over the ranks.
+// Splits the whole stream into each rank's rows, and back. Gradients are those of the sum of all ranks' losses: the
+// backward of shard gathers, and the backward of unshard sums over the ranks.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -7,8 +7,8 @@
 #include "distributed/c10d_transport.h"
 #include "distributed/rank_plan.h"
 #include "distributed/registration.h"
-#include "ops/block.h"
 #include "ops/once.h"
+#include "ops/tensors.h"
 #include "plan/partition.h"
 
 namespace megatron_sb::distributed {
@@ -19,8 +19,8 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 int64_t checked_dim(const at::Tensor& x, int64_t dim) {
-    TORCH_CHECK_VALUE(dim >= -x.dim() && dim < x.dim(), "dim = ", dim, " is out of range for a tensor of ", x.dim(),
-                      " dimensions");
+    TORCH_CHECK_VALUE(dim >= -x.dim() && dim < x.dim(), "dim must be from ", -x.dim(), " to ", x.dim() - 1,
+                      " for this tensor, got ", dim);
     return dim < 0 ? dim + x.dim() : dim;
 }
 
@@ -36,7 +36,7 @@ at::Tensor gather_rows(const at::Tensor& x_local, const std::string& group_name,
     return output.flatten(0, 1).index_select(0, inverse_permutation(from_stream)).movedim(0, dim);
 }
 
-// The sum over ranks of x (.., rows, ..), of which each gets its own rows.
+// The sum over ranks of x (.., rows, ..); each rank gets its own rows of it.
 at::Tensor scatter_rows(const at::Tensor& x, const std::string& group_name, int64_t dim,
                         const at::Tensor& from_stream) {
     const auto transport = c10d_transport(group_name);
@@ -96,7 +96,7 @@ plan::Partition partition_of(int ranks, int64_t rows, const std::string& layout,
     return {plan::parse_layout(layout), plan::parse_packing(packing), ranks, rows, cu_seqlens};
 }
 
-std::string offsets_in_short(const CuSeqlens& cu_seqlens) {
+std::string summary(const CuSeqlens& cu_seqlens) {
     if (!cu_seqlens) return "none";
     return concat(cu_seqlens->size(), " offsets of checksum ", checksum(*cu_seqlens));
 }
@@ -122,17 +122,17 @@ at::Tensor unshard(const at::Tensor& x_local, const std::string& group_name, int
         from_stream =
             partition_of(transport->size(), x_local.size(dim) * transport->size(), layout, cu_seqlens, packing)
                 .gathered_positions();
-    } catch (const c10::Error& refused) {
-        error = refused.what_without_backtrace();
-    } catch (const InvalidArgument& refused) {
-        error = refused.what();
+    } catch (const c10::Error& invalid) {
+        error = invalid.what_without_backtrace();
+    } catch (const InvalidArgument& invalid) {
+        error = invalid.what();
     }
     const std::vector<Field> fields = {{"x_local's shape", concat(x_local.sizes())},
                                        {"x_local's dtype", concat(x_local.scalar_type())},
                                        {"dim", concat(dim)},
                                        {"layout", layout},
                                        {"packing", packing},
-                                       {"cu_seqlens", offsets_in_short(cu_seqlens)}};
+                                       {"cu_seqlens", summary(cu_seqlens)}};
     agree(*transport, "unshard_sequence", fields, error);
     return Unshard::apply(x_local, group_name, dim, index_tensor(from_stream, x_local.device()));
 }

@@ -1,13 +1,14 @@
 // Dense and packed attention: one autograd function over the block contract.
 #include "megatron_sb/attention.h"
 
-#include <ATen/ATen.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "ops/block.h"
 #include "ops/check.h"
 #include "ops/once.h"
+#include "ops/options.h"
 #include "ops/registration.h"
+#include "ops/tensors.h"
 #include "ops/variants.h"
 
 namespace megatron_sb {
@@ -17,93 +18,107 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// q, k, v as block_forward takes them; segments, or none for the dense form.
+// A call of attention or attention_varlen.
+struct AttentionCall {
+    at::Tensor q, k, v;
+    AttentionOptions options;
+
+    explicit AttentionCall(const Arguments& arguments)
+        : q(arguments.tensor("q")),
+          k(arguments.tensor("k")),
+          v(arguments.tensor("v")),
+          options(read_attention_options(arguments)) {}
+};
+
+// q, k, v as block_forward takes them; segments (n, 5), or none for the dense form.
 class Attend : public torch::autograd::Function<Attend> {
   public:
-    static constexpr int kNumInputs = 8;
+    static constexpr int kNumInputs = 5;
 
     static variable_list forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                 const OptionalTensor& segments, double scale, bool attend_current,
-                                 double mass_threshold, bool forget_gate) {
-        static const auto op = registered("megatron_sb::block_forward", block_forward_op);
-        const auto [o, mass, restart_edge, restart_mass] = op.call(
-            q, k, v, segments, std::nullopt, scale, attend_current, mass_threshold, q.scalar_type(), forget_gate);
-        ctx->save_for_backward({q, k, v, segments.value_or(at::Tensor()), mass, restart_edge, restart_mass});
-        ctx->saved_data["scale"] = scale;
-        ctx->saved_data["attend_current"] = attend_current;
-        ctx->saved_data["mass_threshold"] = mass_threshold;
-        ctx->saved_data["forget_gate"] = forget_gate;
+                                 const OptionalTensor& segments, const BlockOptions& options) {
+        static const Operator block_forward("megatron_sb::block_forward");
+        const NamedArguments inputs = {
+            {"q", q}, {"k", k}, {"v", v}, {"segments", segments}, {"out_dtype", q.scalar_type()}};
+        const torch::jit::Stack results = block_forward.call(inputs, named(options));
+        const at::Tensor o = results[0].toTensor(), mass = results[1].toTensor();
+        ctx->save_for_backward(
+            {q, k, v, segments.value_or(at::Tensor()), mass, results[2].toTensor(), results[3].toTensor()});
+        ctx->saved_data["options"] = saved(options);
         ctx->set_materialize_grads(false);
         return {o, mass};
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-        const variable_list saved = ctx->get_saved_variables();
-        const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &mass = saved[4];
-        const OptionalTensor segments = saved[3].defined() ? OptionalTensor(saved[3]) : std::nullopt;
-        if (!grads[0].defined() && !grads[1].defined()) return variable_list(kNumInputs);
-        variable_list gradients = once_differentiable({grads[0], grads[1], q, k, v}, [&]() -> variable_list {
-            const at::Tensor d_o =
-                grads[0].defined()
-                    ? unit_last_stride(grads[0])
-                    : at::zeros_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)}, q.options());
-            const OptionalTensor prefix = grads[1].defined() ? OptionalTensor(mass * grads[1]) : std::nullopt;
-            static const auto op = registered("megatron_sb::block_backward", block_backward_op);
-            const auto [dq, dk, dv, prefix_out] = op.call(
-                d_o, q, k, v, segments, saved[5], saved[6], std::nullopt, prefix, ctx->saved_data["scale"].toDouble(),
-                ctx->saved_data["attend_current"].toBool(), ctx->saved_data["mass_threshold"].toDouble(),
-                q.scalar_type(), ctx->saved_data["forget_gate"].toBool());
-            return {dq, dk, dv};
+        const at::Tensor &d_o = grads[0], &d_mass = grads[1];
+        if (!d_o.defined() && !d_mass.defined()) return variable_list(kNumInputs);
+        const variable_list kept = ctx->get_saved_variables();
+        const at::Tensor &q = kept[0], &k = kept[1], &v = kept[2], &segments = kept[3], &mass = kept[4];
+        variable_list gradients = once_differentiable({d_o, d_mass, q, k, v}, [&]() -> variable_list {
+            static const Operator block_backward("megatron_sb::block_backward");
+            const auto no_gradient = [&] {
+                return at::zeros_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)}, q.options());
+            };
+            const NamedArguments inputs = {
+                {"do", d_o.defined() ? unit_last_stride(d_o) : no_gradient()},
+                {"q", q},
+                {"k", k},
+                {"v", v},
+                {"segments", segments.defined() ? OptionalTensor(segments) : std::nullopt},
+                {"restart_edge", kept[5]},
+                {"restart_mass", kept[6]},
+                {"prefix_in", d_mass.defined() ? OptionalTensor(mass * d_mass) : std::nullopt},
+                {"out_dtype", q.scalar_type()}};
+            const torch::jit::Stack results =
+                block_backward.call(inputs, named(restored_options(ctx->saved_data["options"])));
+            return {results[0].toTensor(), results[1].toTensor(), results[2].toTensor()};
         });
         gradients.resize(kNumInputs);
         return gradients;
     }
 };
 
-Two attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& segments,
-           std::optional<double> scale, bool attend_current, double mass_threshold, const Variants& variants) {
-    check_attention(q, k, v);
-    check_variants(q, k, variants);
-    const double used_scale = scale_of(scale, q, variants);
-    check_options(used_scale, mass_threshold);
-    const Extended x = extended(q, k, variants);
-    const variable_list out =
-        Attend::apply(unit_last_stride(x.q), unit_last_stride(x.k), unit_last_stride(v), segments, used_scale,
-                      attend_current, mass_threshold, variants.forget_gate.has_value());
+// q, k, v of rank 4.
+TensorPair attend(const AttentionCall& call, const OptionalTensor& segments) {
+    check_attention(call.q, call.k, call.v);
+    check_variants(call.q, call.k, call.options);
+    const BlockOptions options = block_options(call.options, call.q);
+    const Extended extended = with_variant_columns(call.q, call.k, call.options);
+    const variable_list out = Attend::apply(unit_last_stride(extended.q), unit_last_stride(extended.k),
+                                            unit_last_stride(call.v), segments, options);
     return {out[0], out[1]};
-}
-
-void check_rank(const char* name, const at::Tensor& x, int64_t rank, const char* shape) {
-    TORCH_CHECK_VALUE(x.dim() == rank, name, ": has ", x.dim(), " dimensions; ", rank, ", ", shape, ", are needed");
 }
 
 }  // namespace
 
-Two attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, std::optional<double> scale,
-              bool attend_current, double mass_threshold, const OptionalTensor& forget_gate, bool euclidean) {
-    check_rank("q", q, 4, "(b, s, h, d)");
-    check_rank("k", k, 4, "(b, s_k, h_kv, d)");
-    check_rank("v", v, 4, "(b, s_k, h_kv, d_v)");
-    check_lengths(q, k);
-    return attend(q, k, v, std::nullopt, scale, attend_current, mass_threshold, {forget_gate, euclidean});
+TensorPair attention(const Arguments& arguments) {
+    const AttentionCall call(arguments);
+    check_rank("q", call.q, 4, "(b, s, h, d)");
+    check_rank("k", call.k, 4, "(b, s_k, h_kv, d)");
+    check_rank("v", call.v, 4, "(b, s_k, h_kv, d_v)");
+    check_lengths(call.q, call.k);
+    return attend(call, std::nullopt);
 }
 
-Two attention_varlen(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& cu_seqlens,
-                     const OptionalTensor& cu_seqlens_k, std::optional<double> scale, bool attend_current,
-                     double mass_threshold, const OptionalTensor& forget_gate, bool euclidean) {
-    check_rank("q", q, 3, "(t, h, d)");
-    check_rank("k", k, 3, "(t_k, h_kv, d)");
-    check_rank("v", v, 3, "(t_k, h_kv, d_v)");
-    const at::Tensor keys = cu_seqlens_k.value_or(cu_seqlens);
-    check_cu_seqlens_form("cu_seqlens", cu_seqlens, q);
-    check_cu_seqlens_form("cu_seqlens_k", keys, q);
-    TORCH_CHECK_VALUE(cu_seqlens_k.has_value() || q.sym_size(0) == k.sym_size(0), "q has ", q.sym_size(0),
-                      " rows and k has ", k.sym_size(0), "; where they differ, cu_seqlens_k is needed");
-    static const auto op = registered("megatron_sb::segments", segments);
-    const at::Tensor table = op.call(cu_seqlens, keys, q.sym_size(0), k.sym_size(0));
-    const OptionalTensor gate = forget_gate ? OptionalTensor(forget_gate->unsqueeze(0)) : std::nullopt;
-    const auto [o, mass] = attend(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), table, scale, attend_current,
-                                  mass_threshold, {gate, euclidean});
+TensorPair attention_varlen(const Arguments& arguments) {
+    AttentionCall call(arguments);
+    check_rank("q", call.q, 3, "(t, h, d)");
+    check_rank("k", call.k, 3, "(t_k, h_kv, d)");
+    check_rank("v", call.v, 3, "(t_k, h_kv, d_v)");
+    const at::Tensor cu_seqlens = arguments.tensor("cu_seqlens");
+    const OptionalTensor own_cu_seqlens_k = arguments.optional_tensor("cu_seqlens_k");
+    const at::Tensor cu_seqlens_k = own_cu_seqlens_k.value_or(cu_seqlens);
+    check_cu_seqlens_form("cu_seqlens", cu_seqlens, call.q);
+    check_cu_seqlens_form("cu_seqlens_k", cu_seqlens_k, call.q);
+    const c10::SymInt q_rows = call.q.sym_size(0), k_rows = call.k.sym_size(0);
+    TORCH_CHECK_VALUE(own_cu_seqlens_k.has_value() || q_rows == k_rows,
+                      "without cu_seqlens_k, q and k must have equal numbers of rows, got ", q_rows, " and ", k_rows);
+    static const Operator segments("megatron_sb::segments");
+    const torch::jit::Stack table = segments.call(
+        {{"cu_seqlens", cu_seqlens}, {"cu_seqlens_k", cu_seqlens_k}, {"q_rows", q_rows}, {"k_rows", k_rows}});
+    for (at::Tensor* x : {&call.q, &call.k, &call.v}) *x = x->unsqueeze(0);
+    if (call.options.forget_gate.has_value()) call.options.forget_gate = call.options.forget_gate->unsqueeze(0);
+    const auto [o, mass] = attend(call, table[0].toTensor());
     return {o.squeeze(0), mass.squeeze(0)};
 }
 
@@ -111,18 +126,19 @@ Two attention_varlen(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
 
 std::tuple<at::Tensor, at::Tensor> stickbreaking_attention(const at::Tensor& q, const at::Tensor& k,
                                                            const at::Tensor& v, const AttentionOptions& options) {
-    static const auto op = ops::registered("megatron_sb::attention", ops::attention);
-    return op.call(q, k, v, options.scale, options.attend_current, options.mass_threshold, options.forget_gate,
-                   options.euclidean);
+    static const ops::Operator attention("megatron_sb::attention");
+    const ops::NamedArguments inputs = {{"q", q}, {"k", k}, {"v", v}};
+    return ops::output_and_mass(attention.call(inputs, ops::named(options)));
 }
 
 std::tuple<at::Tensor, at::Tensor> stickbreaking_attention_varlen(const at::Tensor& q, const at::Tensor& k,
                                                                   const at::Tensor& v, const at::Tensor& cu_seqlens,
                                                                   const std::optional<at::Tensor>& cu_seqlens_k,
                                                                   const AttentionOptions& options) {
-    static const auto op = ops::registered("megatron_sb::attention_varlen", ops::attention_varlen);
-    return op.call(q, k, v, cu_seqlens, cu_seqlens_k, options.scale, options.attend_current, options.mass_threshold,
-                   options.forget_gate, options.euclidean);
+    static const ops::Operator attention_varlen("megatron_sb::attention_varlen");
+    const ops::NamedArguments inputs = {
+        {"q", q}, {"k", k}, {"v", v}, {"cu_seqlens", cu_seqlens}, {"cu_seqlens_k", cu_seqlens_k}};
+    return ops::output_and_mass(attention_varlen.call(inputs, ops::named(options)));
 }
 
 }  // namespace megatron_sb

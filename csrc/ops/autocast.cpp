@@ -1,60 +1,36 @@
 #include "ops/autocast.h"
 
-#include "ops/kvcache.h"
-#include "ops/registration.h"
+#include <ATen/autocast_mode.h>
 
 namespace megatron_sb::ops {
+namespace {
 
-template <c10::DeviceType kDevice>
-Two attention_autocast(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, std::optional<double> scale,
-                       bool attend_current, double mass_threshold, const OptionalTensor& forget_gate, bool euclidean) {
-    const Autocast<kDevice> cast;
-    static const auto op = registered("megatron_sb::attention", attention);
-    return op.call(cast(q), cast(k), cast(v), scale, attend_current, mass_threshold, cast.gate(forget_gate), euclidean);
+// Casts the floating-point tensors of a call to the dtype of autocast, as PyTorch's own attention does, and calls the
+// operator again below autocast. Integer and float64 tensors keep their dtype. A float32 forget gate keeps it too: the
+// kernels take such gates with 16-bit q and k.
+void cast_and_call(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::DeviceType device) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(
+        at::autocast::get_autocast_dispatch_key_from_device_type(device));
+    const at::ScalarType type = at::autocast::get_autocast_dtype(device);
+    const std::vector<c10::Argument>& arguments = op.schema().arguments();
+    for (size_t i = 0; i < arguments.size(); ++i) {
+        c10::IValue& value = torch::jit::peek(*stack, i, arguments.size());
+        if (!value.isTensor()) continue;
+        const at::Tensor tensor = value.toTensor();
+        if (arguments[i].name() == "forget_gate" && tensor.scalar_type() == at::kFloat) continue;
+        value = at::autocast::cached_cast(type, tensor, device);
+    }
+    op.callBoxed(stack);
 }
 
-template <c10::DeviceType kDevice>
-Two attention_varlen_autocast(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                              const at::Tensor& cu_seqlens, const OptionalTensor& cu_seqlens_k,
-                              std::optional<double> scale, bool attend_current, double mass_threshold,
-                              const OptionalTensor& forget_gate, bool euclidean) {
-    const Autocast<kDevice> cast;
-    static const auto op = registered("megatron_sb::attention_varlen", attention_varlen);
-    return op.call(cast(q), cast(k), cast(v), cu_seqlens, cu_seqlens_k, scale, attend_current, mass_threshold,
-                   cast.gate(forget_gate), euclidean);
+}  // namespace
+
+void autocast_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+    cast_and_call(op, stack, c10::DeviceType::CPU);
 }
 
-template <c10::DeviceType kDevice>
-Two attention_kvcache_autocast(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
-                               const at::Tensor& cache_seqlens, const OptionalTensor& block_table,
-                               const OptionalTensor& cache_leftpad, std::optional<double> scale, bool attend_current,
-                               double mass_threshold) {
-    const Autocast<kDevice> cast;
-    static const auto op = registered("megatron_sb::attention_kvcache", attention_kvcache);
-    return op.call(cast(q), cast(k_cache), cast(v_cache), cache_seqlens, block_table, cache_leftpad, scale,
-                   attend_current, mass_threshold);
+void autocast_cuda(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+    cast_and_call(op, stack, c10::DeviceType::CUDA);
 }
-
-template Two attention_autocast<c10::DeviceType::CPU>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                                      std::optional<double>, bool, double, const OptionalTensor&, bool);
-template Two attention_autocast<c10::DeviceType::CUDA>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                                       std::optional<double>, bool, double, const OptionalTensor&,
-                                                       bool);
-template Two attention_varlen_autocast<c10::DeviceType::CPU>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                                             const at::Tensor&, const OptionalTensor&,
-                                                             std::optional<double>, bool, double, const OptionalTensor&,
-                                                             bool);
-template Two attention_varlen_autocast<c10::DeviceType::CUDA>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                                              const at::Tensor&, const OptionalTensor&,
-                                                              std::optional<double>, bool, double,
-                                                              const OptionalTensor&, bool);
-template Two attention_kvcache_autocast<c10::DeviceType::CPU>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                                              const at::Tensor&, const OptionalTensor&,
-                                                              const OptionalTensor&, std::optional<double>, bool,
-                                                              double);
-template Two attention_kvcache_autocast<c10::DeviceType::CUDA>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                                               const at::Tensor&, const OptionalTensor&,
-                                                               const OptionalTensor&, std::optional<double>, bool,
-                                                               double);
 
 }  // namespace megatron_sb::ops

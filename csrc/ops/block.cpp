@@ -8,15 +8,15 @@
 #include "dispatch/table.h"
 #include "ops/check.h"
 #include "ops/device.h"
+#include "ops/tensors.h"
 
 namespace megatron_sb::ops {
 namespace {
 
 void check_rows(const char* name, const at::Tensor& x) {
-    TORCH_CHECK_VALUE(x.dim() == 4, name, ": has ", x.dim(),
-                      " dimensions; 4, (batch, rows, heads, head_dim), are needed");
-    TORCH_CHECK_VALUE(x.stride(3) == 1 || x.size(3) <= 1 || x.numel() == 0, name, ": last stride is ", x.stride(3),
-                      "; 1 is needed");
+    check_rank(name, x, 4, "(batch, rows, heads, head_dim)");
+    TORCH_CHECK_VALUE(x.stride(3) == 1 || x.size(3) <= 1 || x.numel() == 0, name, ": last stride must be 1, got ",
+                      x.stride(3));
 }
 
 Sizes sizes_of(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
@@ -24,7 +24,7 @@ Sizes sizes_of(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
             int32_t(q.size(1)),        int32_t(k.size(1)), int32_t(q.size(3)), int32_t(v.size(3))};
 }
 
-// The table a call works on: the caller's, or one segment over everything, which lives in this object.
+// The segments of a call: the caller's table, or one segment over all rows, which this object holds.
 class SegmentTable {
   public:
     SegmentTable(const std::optional<at::Tensor>& segments, const at::Tensor& q, const at::Tensor& k) {
@@ -34,12 +34,10 @@ class SegmentTable {
             return;
         }
         table_ = segments->contiguous();
-        TORCH_CHECK_TYPE(table_.scalar_type() == at::kInt, "segments: dtype is ", table_.scalar_type(),
-                         "; int32 is needed");
-        TORCH_CHECK_VALUE(table_.dim() == 2 && table_.size(1) == kSegmentFields, "segments: shape is ", table_.sizes(),
-                          "; (n, ", kSegmentFields, ") is needed");
-        TORCH_CHECK_VALUE(table_.device() == q.device(), "segments: device is ", table_.device(), " but q's is ",
-                          q.device());
+        TORCH_CHECK_TYPE(table_.scalar_type() == at::kInt, "segments: dtype must be int32, got ", table_.scalar_type());
+        TORCH_CHECK_VALUE(table_.dim() == 2 && table_.size(1) == kSegmentFields, "segments: shape must be (n, ",
+                          kSegmentFields, "), got ", table_.sizes());
+        check_device("segments", table_, q, "q");
         segments_.data = reinterpret_cast<const Segment*>(table_.const_data_ptr<int32_t>());
         segments_.size = int32_t(table_.size(0));
         if (table_.is_cpu()) check_values(q.size(1), k.size(1));
@@ -47,7 +45,7 @@ class SegmentTable {
 
     const Segments& segments() const { return segments_; }
 
-    // True when some query row is in no segment, as far as the host can tell; GPU kernels look for themselves.
+    // Whether a CPU table leaves a query row in no segment. GPU kernels find such rows themselves.
     bool leaves_rows(int64_t q_rows) const {
         if (segments_.by_value() || !table_.is_cpu()) return false;
         int64_t covered = 0;
@@ -62,22 +60,23 @@ class SegmentTable {
             const Segment& s = segments_[i];
             const bool inside = s.q_begin >= 0 && s.q_len >= 0 && int64_t(s.q_begin) + s.q_len <= q_rows &&
                                 s.k_begin >= 0 && s.k_len >= 0 && int64_t(s.k_begin) + s.k_len <= k_rows;
-            TORCH_CHECK_VALUE(inside, "segments: row ", i, " (", s.q_begin, ", ", s.q_len, ", ", s.k_begin, ", ",
-                              s.k_len, ", ", s.q_pos_minus_k_pos, ") leaves the ", q_rows, " query and ", k_rows,
-                              " key rows");
+            TORCH_CHECK_VALUE(inside, "segments: row ", i, " must stay within the ", q_rows, " query rows and ", k_rows,
+                              " key rows, got (", s.q_begin, ", ", s.q_len, ", ", s.k_begin, ", ", s.k_len, ", ",
+                              s.q_pos_minus_k_pos, ")");
             if (s.q_len > 0) runs.emplace_back(s.q_begin, s.q_begin + s.q_len);
             if (s.q_len > 0 && s.k_len > 0) key_runs.emplace_back(s.k_begin, s.k_begin + s.k_len);
         }
         std::sort(runs.begin(), runs.end());
         for (size_t i = 1; i < runs.size(); ++i)
-            TORCH_CHECK_VALUE(runs[i - 1].second <= runs[i].first, "segments: query row ", runs[i].first,
-                              " stands in two segments; one is allowed");
+            TORCH_CHECK_VALUE(runs[i - 1].second <= runs[i].first,
+                              "segments: a query row must be in at most one segment, got row ", runs[i].first,
+                              " in two");
         std::sort(key_runs.begin(), key_runs.end());
         for (size_t i = 1; i < key_runs.size(); ++i)
             TORCH_CHECK_VALUE(key_runs[i].first == key_runs[i - 1].first || key_runs[i - 1].second <= key_runs[i].first,
-                              "segments: the key rows that begin at ", key_runs[i].first,
-                              " overlap those that begin at ", key_runs[i - 1].first,
-                              "; the key rows of two segments must be disjoint or begin at the same row");
+                              "segments: the key rows of two segments must be disjoint or begin at the same row, got "
+                              "overlapping key rows that begin at ",
+                              key_runs[i - 1].first, " and ", key_runs[i].first);
     }
 
     at::Tensor table_;
@@ -86,7 +85,7 @@ class SegmentTable {
 
 const dispatch::Kernels& kernels_for(const at::Tensor& q, const at::Tensor& v, bool forget_gate) {
     const bool on_cpu = q.is_cpu();
-    TORCH_CHECK_VALUE(on_cpu || q.is_cuda(), "q: device is ", q.device(), "; cpu and cuda are allowed");
+    TORCH_CHECK_VALUE(on_cpu || q.is_cuda(), "q: device must be cpu or cuda, got ", q.device());
     const dispatch::Request request = {on_cpu ? dispatch::Device::kCpu : dispatch::Device::kCuda,
                                        on_cpu ? 0 : device_architecture(q.device()),
                                        dtype_of(q.scalar_type()),
@@ -105,16 +104,16 @@ void check_block(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, 
     check_rows("k", k);
     check_rows("v", v);
     check_attention(q, k, v, options.forget_gate);
-    check_options(options.scale, options.mass_threshold);
+    check_options(options);
 }
 
 std::optional<at::Tensor> row_values(const char* name, const std::optional<at::Tensor>& values, const at::Tensor& q) {
     if (!values.has_value()) return std::nullopt;
-    check_row_values(name, *values, q, accumulation_type(q));
+    check_row_values(name, *values, q, "q", accumulation_type(q));
     return values->contiguous();
 }
 
-// Bytes that a kernel may use for what it needs between its launches. MEGATRON_SB_WORKSPACE_MIB, read once, changes it.
+// The most bytes of workspace for a backward: 256 MiB, or MEGATRON_SB_WORKSPACE_MIB, which is read once.
 int64_t workspace_limit() {
     constexpr int64_t kDefaultMiB = 256;
     static const int64_t limit = [] {
@@ -122,69 +121,33 @@ int64_t workspace_limit() {
         if (text == nullptr) return kDefaultMiB << 20;
         char* end = nullptr;
         const long long mib = std::strtoll(text, &end, 10);
-        TORCH_CHECK_VALUE(end != text && *end == 0 && mib >= 1 && mib <= (1 << 20), "MEGATRON_SB_WORKSPACE_MIB is ",
-                          text, "; a whole number from 1 to 1048576 is allowed");
+        TORCH_CHECK_VALUE(end != text && *end == 0 && mib >= 1 && mib <= (1 << 20),
+                          "MEGATRON_SB_WORKSPACE_MIB must be an integer from 1 to 1048576, got ", text);
         return int64_t(mib) << 20;
     }();
     return limit;
-}
-
-at::Tensor workspace_of(int64_t bytes, const at::Tensor& q) {
-    return at::empty({bytes}, q.options().dtype(at::kByte));
 }
 
 const void* data_or_null(const std::optional<at::Tensor>& x) {
     return x.has_value() ? x->const_data_ptr() : nullptr;
 }
 
-// What both directions read.
+// The fields that ForwardParams and BackwardParams share.
 template <class Params>
 Params with_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const SegmentTable& table,
                    const BlockOptions& options, const std::optional<at::Tensor>& mass_in) {
     Params params;
     params.sizes = sizes_of(q, k, v);
-    params.options = {options.scale, options.mass_threshold, options.attend_current, options.forget_gate};
+    params.options = options;
     params.segments = table.segments();
-    params.q = rows_of<const void*>(q);
-    params.k = rows_of<const void*>(k);
-    params.v = rows_of<const void*>(v);
+    params.q = strided_rows<const void*>(q);
+    params.k = strided_rows<const void*>(k);
+    params.v = strided_rows<const void*>(v);
     params.mass_in = data_or_null(mass_in);
     return params;
 }
 
 }  // namespace
-
-Dtype dtype_of(at::ScalarType type) {
-    switch (type) {
-        case at::kFloat:
-            return Dtype::kFloat32;
-        case at::kDouble:
-            return Dtype::kFloat64;
-        case at::kBFloat16:
-            return Dtype::kBFloat16;
-        case at::kHalf:
-            return Dtype::kFloat16;
-        default:
-            TORCH_CHECK_TYPE(false, "dtype ", type, " has no attention kernel");
-    }
-}
-
-at::Tensor aligned(const at::Tensor& x) {
-    constexpr int64_t kBytes = 16;
-    if (x.is_cpu()) return x;
-    bool fits = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % kBytes == 0;
-    for (int dim = 0; dim < 3; ++dim)
-        fits &= x.size(dim) <= 1 || (x.stride(dim) > 0 && x.stride(dim) * x.element_size() % kBytes == 0);
-    return fits ? x : x.clone(at::MemoryFormat::Contiguous);
-}
-
-at::ScalarType accumulation_type(const at::Tensor& q) {
-    return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-at::Tensor unit_last_stride(const at::Tensor& x) {
-    return x.sym_stride(-1) == 1 ? x : x.contiguous();
-}
 
 BlockGradients empty_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                std::optional<at::ScalarType> dtype) {
@@ -212,8 +175,8 @@ BlockOutput block_forward(const at::Tensor& q_given, const at::Tensor& k_given, 
     const DeviceScope scope(q_given.device());
     const at::Tensor q = aligned(q_given), k = aligned(k_given), v = aligned(v_given);
     const at::ScalarType wide = accumulation_type(q), o_type = o_dtype.value_or(wide);
-    TORCH_CHECK_TYPE(o_type == wide || o_type == q.scalar_type(), "out_dtype is ", o_type, "; ", wide, " or q's ",
-                     q.scalar_type(), " is allowed");
+    TORCH_CHECK_TYPE(o_type == wide || o_type == q.scalar_type(), "out_dtype must be ", wide, " or q's dtype ",
+                     q.scalar_type(), ", got ", o_type);
     const dispatch::Kernels& kernels = kernels_for(q, v, options.forget_gate);
     const SegmentTable table(segments, q, k);
     const std::optional<at::Tensor> carry = row_values("mass_in", mass_in, q);
@@ -231,11 +194,11 @@ BlockOutput block_forward(const at::Tensor& q_given, const at::Tensor& k_given, 
         out.restart_mass.zero_();
     }
     auto params = with_inputs<ForwardParams>(q, k, v, table, options, carry);
-    params.o = rows_of<void*>(out.o);
+    params.o = strided_rows<void*>(out.o);
     params.o_dtype = dtype_of(o_type);
     params.mass_out = out.mass.data_ptr();
     params.restart = {out.restart_edge.data_ptr<int32_t>(), out.restart_mass.data_ptr()};
-    const at::Tensor workspace = workspace_of(kernels.forward_workspace(params), q);
+    const at::Tensor workspace = empty_workspace(kernels.forward_workspace(params), q);
     params.workspace = workspace.data_ptr();
     kernels.forward(params, scope.stream());
     return out;
@@ -250,14 +213,15 @@ at::Tensor block_backward(const at::Tensor& d_o_given, const at::Tensor& q_given
     check_rows("do", d_o_given);
     const DeviceScope scope(q_given.device());
     const at::Tensor q = aligned(q_given), k = aligned(k_given), v = aligned(v_given), d_o = aligned(d_o_given);
-    TORCH_CHECK_TYPE(d_o.scalar_type() == q.scalar_type(), "do: dtype is ", d_o.scalar_type(), "; q's, ",
-                     q.scalar_type(), ", is needed");
+    TORCH_CHECK_TYPE(d_o.scalar_type() == q.scalar_type(), "do: dtype must be ", q.scalar_type(), " as in q, got ",
+                     d_o.scalar_type());
     TORCH_CHECK_VALUE(
         d_o.size(0) == q.size(0) && d_o.size(1) == q.size(1) && d_o.size(2) == q.size(2) && d_o.size(3) == v.size(3),
-        "do: shape is ", d_o.sizes(), "; the output's is needed");
+        "do: shape must be that of the output, (", q.size(0), ", ", q.size(1), ", ", q.size(2), ", ", v.size(3),
+        "), got ", d_o.sizes());
     const at::ScalarType wide = accumulation_type(q);
-    check_row_values("restart_edge", restart_edge, q, at::kInt);
-    check_row_values("restart_mass", restart_mass, q, wide);
+    check_row_values("restart_edge", restart_edge, q, "q", at::kInt);
+    check_row_values("restart_mass", restart_mass, q, "q", wide);
     const dispatch::Kernels& kernels = kernels_for(q, v, options.forget_gate);
     const SegmentTable table(segments, q, k);
     const std::optional<at::Tensor> carry = row_values("mass_in", mass_in, q);
@@ -266,16 +230,16 @@ at::Tensor block_backward(const at::Tensor& d_o_given, const at::Tensor& q_given
 
     const at::Tensor prefix_out = prefix.has_value() ? prefix->clone() : at::zeros_like(mass);
     auto params = with_inputs<BackwardParams>(q, k, v, table, options, carry);
-    params.d_o = rows_of<const void*>(d_o);
-    params.dq = rows_of<void*>(gradients.dq);
-    params.dk = rows_of<void*>(gradients.dk);
-    params.dv = rows_of<void*>(gradients.dv);
+    params.d_o = strided_rows<const void*>(d_o);
+    params.dq = strided_rows<void*>(gradients.dq);
+    params.dk = strided_rows<void*>(gradients.dk);
+    params.dv = strided_rows<void*>(gradients.dv);
     params.grad_dtype = dtype_of(gradients.dq.scalar_type());
     params.restart = {edge.data_ptr<int32_t>(), mass.data_ptr()};
     params.prefix_in = data_or_null(prefix);
     params.prefix_out = prefix_out.data_ptr();
     params.workspace_bytes = kernels.backward_workspace(params, workspace_limit());
-    const at::Tensor workspace = workspace_of(params.workspace_bytes, q);
+    const at::Tensor workspace = empty_workspace(params.workspace_bytes, q);
     params.workspace = workspace.data_ptr();
     kernels.backward(params, scope.stream());
     return prefix_out;

@@ -1,4 +1,5 @@
-#include <ATen/ATen.h>
+// The operators of the block contract: kernels and fake kernels.
+#include <ATen/ops/empty.h>
 
 #include "core/segment.h"
 #include "dispatch/table.h"
@@ -6,21 +7,43 @@
 #include "ops/check.h"
 #include "ops/device.h"
 #include "ops/registration.h"
+#include "ops/tensors.h"
 
 #if defined(SB_WITH_CUDA)
 #include "kernels/common/segments.h"
 #endif
 
 namespace megatron_sb::ops {
+namespace {
 
-at::Tensor segments(const at::Tensor& cu_seqlens, const at::Tensor& cu_seqlens_k, c10::SymInt q_rows,
-                    c10::SymInt k_rows) {
+// The arguments of block_forward and block_backward that both have.
+struct BlockCall {
+    at::Tensor q, k, v;
+    OptionalTensor segments, mass_in;
+    BlockOptions options;
+    at::ScalarType out_dtype;
+
+    explicit BlockCall(const Arguments& arguments)
+        : q(arguments.tensor("q")),
+          k(arguments.tensor("k")),
+          v(arguments.tensor("v")),
+          segments(arguments.optional_tensor("segments")),
+          mass_in(arguments.optional_tensor("mass_in")),
+          options(read_block_options(arguments)),
+          out_dtype(arguments.get<std::optional<at::ScalarType>>("out_dtype").value_or(accumulation_type(q))) {}
+};
+
+}  // namespace
+
+OneTensor segments(const Arguments& arguments) {
+    const at::Tensor cu_seqlens = arguments.tensor("cu_seqlens"), cu_seqlens_k = arguments.tensor("cu_seqlens_k");
     check_cu_seqlens_form("cu_seqlens", cu_seqlens, cu_seqlens);
     check_cu_seqlens_form("cu_seqlens_k", cu_seqlens_k, cu_seqlens);
-    TORCH_CHECK_VALUE(cu_seqlens.numel() == cu_seqlens_k.numel(), "cu_seqlens has ", cu_seqlens.numel() - 1,
-                      " documents and cu_seqlens_k has ", cu_seqlens_k.numel() - 1, "; they must be as many");
+    TORCH_CHECK_VALUE(cu_seqlens.numel() == cu_seqlens_k.numel(),
+                      "cu_seqlens_k must have the documents of cu_seqlens, ", cu_seqlens.numel() - 1, ", got ",
+                      cu_seqlens_k.numel() - 1);
     const int32_t documents = int32_t(cu_seqlens.numel() - 1);
-    const int32_t q_end = int32_t(q_rows.expect_int()), k_end = int32_t(k_rows.expect_int());
+    const int32_t q_end = int32_t(arguments.get<int64_t>("q_rows")), k_end = int32_t(arguments.get<int64_t>("k_rows"));
     const at::Tensor q = cu_seqlens.contiguous(), k = cu_seqlens_k.contiguous();
     const at::Tensor table = at::empty({documents, kSegmentFields}, q.options());
     Segment* out = reinterpret_cast<Segment*>(table.data_ptr<int32_t>());
@@ -31,45 +54,69 @@ at::Tensor segments(const at::Tensor& cu_seqlens, const at::Tensor& cu_seqlens_k
                                            k_end, out, scope.stream());
         return table;
 #else
-        TORCH_CHECK_VALUE(false, "cu_seqlens: device is ", q.device(), ", but this is a CPU build of megatron_sb");
+        TORCH_CHECK_VALUE(false, "cu_seqlens: device must be cpu in this CPU build of megatron_sb, got ", q.device());
 #endif
     }
     check_cu_seqlens_values("cu_seqlens", q, q_end);
     check_cu_seqlens_values("cu_seqlens_k", k, k_end);
     for (int32_t i = 0; i < documents; ++i) {
         out[i] = document_segment(q.const_data_ptr<int32_t>(), k.const_data_ptr<int32_t>(), i, q_end, k_end);
-        TORCH_CHECK_VALUE(out[i].q_len <= out[i].k_len, "document ", i, " has ", out[i].q_len, " queries and ",
-                          out[i].k_len,
-                          " keys; the queries are the last positions of the keys, so it may not have more");
+        TORCH_CHECK_VALUE(out[i].q_len <= out[i].k_len, "document ", i,
+                          " must have at most as many queries as keys, got ", out[i].q_len, " queries and ",
+                          out[i].k_len, " keys. The queries are the last positions of the keys.");
     }
     return table;
 }
 
-Four block_forward_op(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& segments,
-                      const OptionalTensor& mass_in, double scale, bool attend_current, double mass_threshold,
-                      std::optional<at::ScalarType> out_dtype, bool forget_gate) {
-    BlockOutput out =
-        block_forward(q, k, v, segments, mass_in, {scale, attend_current, mass_threshold, forget_gate}, out_dtype);
+OneTensor segments_fake(const Arguments& arguments) {
+    const at::Tensor cu_seqlens = arguments.tensor("cu_seqlens");
+    return at::empty_symint({cu_seqlens.sym_size(0) - 1, kSegmentFields}, cu_seqlens.options());
+}
+
+BlockForwardResults block_forward_op(const Arguments& arguments) {
+    const BlockCall call(arguments);
+    const BlockOutput out =
+        block_forward(call.q, call.k, call.v, call.segments, call.mass_in, call.options, call.out_dtype);
     return {out.o, out.mass, out.restart_edge, out.restart_mass};
 }
 
-Four block_backward_op(const at::Tensor& d_o, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                       const OptionalTensor& segments, const at::Tensor& restart_edge, const at::Tensor& restart_mass,
-                       const OptionalTensor& mass_in, const OptionalTensor& prefix_in, double scale,
-                       bool attend_current, double mass_threshold, std::optional<at::ScalarType> out_dtype,
-                       bool forget_gate) {
-    const at::ScalarType wide = accumulation_type(q), type = out_dtype.value_or(wide);
-    TORCH_CHECK_TYPE(type == wide || type == q.scalar_type(), "out_dtype is ", type, "; ", wide, " or q's ",
-                     q.scalar_type(), " is allowed");
-    const BlockOptions options{scale, attend_current, mass_threshold, forget_gate};
-    const bool narrow = type != wide && narrow_gradients(q, v, options);
-    // Where there is nothing to do, no kernel writes.
-    const bool all_written = narrow && q.numel() > 0 && k.numel() > 0 && (!segments || segments->numel() > 0);
+BlockForwardResults block_forward_fake(const Arguments& arguments) {
+    const BlockCall call(arguments);
+    const at::Tensor &q = call.q, &v = call.v;
+    check_attention(q, call.k, v, call.options.forget_gate);
+    const at::TensorOptions wide = q.options().dtype(accumulation_type(q));
+    const std::vector<c10::SymInt> rows = {q.sym_size(0), q.sym_size(2), q.sym_size(1)};
+    return {at::empty_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)},
+                             q.options().dtype(call.out_dtype)),
+            at::empty_symint(rows, wide), at::empty_symint(rows, q.options().dtype(at::kInt)),
+            at::empty_symint(rows, wide)};
+}
+
+BlockBackwardResults block_backward_op(const Arguments& arguments) {
+    const BlockCall call(arguments);
+    const at::Tensor &q = call.q, &k = call.k, &v = call.v;
+    const at::ScalarType wide = accumulation_type(q), type = call.out_dtype;
+    TORCH_CHECK_TYPE(type == wide || type == q.scalar_type(), "out_dtype must be ", wide, " or q's dtype ",
+                     q.scalar_type(), ", got ", type);
+    const bool narrow = type != wide && narrow_gradients(q, v, call.options);
+    // A kernel without work writes nothing.
+    const bool all_written = narrow && q.numel() > 0 && k.numel() > 0 && (!call.segments || call.segments->numel() > 0);
     const BlockGradients gradients =
         all_written ? empty_gradients(q, k, v, type) : zero_gradients(q, k, v, narrow ? type : wide);
     const at::Tensor prefix_out =
-        block_backward(d_o, q, k, v, segments, restart_edge, restart_mass, mass_in, prefix_in, options, gradients);
+        block_backward(arguments.tensor("do"), q, k, v, call.segments, arguments.tensor("restart_edge"),
+                       arguments.tensor("restart_mass"), call.mass_in, arguments.optional_tensor("prefix_in"),
+                       call.options, gradients);
     return {gradients.dq.to(type), gradients.dk.to(type), gradients.dv.to(type), prefix_out};
+}
+
+BlockBackwardResults block_backward_fake(const Arguments& arguments) {
+    const BlockCall call(arguments);
+    const auto empty_like = [](const at::Tensor& x, at::ScalarType type) {
+        return at::empty_symint(x.sym_sizes(), x.options().dtype(type));
+    };
+    return {empty_like(call.q, call.out_dtype), empty_like(call.k, call.out_dtype), empty_like(call.v, call.out_dtype),
+            empty_like(arguments.tensor("restart_mass"), accumulation_type(call.q))};
 }
 
 std::string describe_kernels() {

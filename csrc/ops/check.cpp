@@ -5,93 +5,108 @@
 #include <cmath>
 
 #include "core/limits.h"
-#include "core/params.h"
 
 namespace megatron_sb::ops {
-namespace {
 
-void check_same_size(const char* what, const c10::SymInt& a, const char* a_name, const c10::SymInt& b,
-                     const char* b_name) {
-    TORCH_CHECK_VALUE(a == b, what, " differs: ", a_name, " has ", a, ", ", b_name, " has ", b);
+void check_rank(const char* name, const at::Tensor& x, int64_t rank, const char* shape) {
+    TORCH_CHECK_VALUE(x.dim() == rank, name, " must have ", rank, rank == 1 ? " dimension, " : " dimensions, ", shape,
+                      ", got ", x.dim());
 }
 
-}  // namespace
-
 void check_dtype(const char* name, const at::Tensor& x) {
-    TORCH_CHECK_TYPE(x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble ||
-                         x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf,
-                     name, ": dtype is ", x.scalar_type(), "; float32, float64, bfloat16 and float16 are allowed");
+    const at::ScalarType type = x.scalar_type();
+    TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf, name,
+                     ": dtype must be float32, float64, bfloat16 or float16, got ", type);
+}
+
+void check_device(const char* name, const at::Tensor& x, const at::Tensor& like, const char* like_name) {
+    TORCH_CHECK_VALUE(x.device() == like.device(), name, ": device must be ", like.device(), " as in ", like_name,
+                      ", got ", x.device());
+}
+
+void check_size(const char* name, const char* what, const c10::SymInt& size, const char* like_name,
+                const c10::SymInt& like) {
+    TORCH_CHECK_VALUE(size == like, name, ": ", what, " must be ", like, " as in ", like_name, ", got ", size);
+}
+
+void check_same_dtype(const char* name, const at::Tensor& x, const at::Tensor& q) {
+    TORCH_CHECK_TYPE(x.scalar_type() == q.scalar_type(), name, ": dtype must be ", q.scalar_type(), " as in q, got ",
+                     x.scalar_type(), ". Convert the tensors or use autocast.");
+}
+
+void check_head_counts(const at::Tensor& q, const at::Tensor& k, const char* k_name) {
+    TORCH_CHECK_VALUE(q.sym_size(2) > 0 && k.sym_size(2) > 0 && q.sym_size(2) % k.sym_size(2) == 0,
+                      "q: number of heads must be a positive multiple of the heads of ", k_name, ", got ",
+                      q.sym_size(2), " heads of q and ", k.sym_size(2), " of ", k_name);
 }
 
 void check_head_dim(const char* name, const c10::SymInt& head_dim) {
     TORCH_CHECK_VALUE(head_dim > 0 && head_dim <= kMaxHeadDim && head_dim % kHeadDimMultiple == 0, name,
-                      ": head_dim is ", head_dim, "; a multiple of ", kHeadDimMultiple, " up to ", kMaxHeadDim,
-                      " is allowed");
+                      ": head_dim must be a multiple of ", kHeadDimMultiple, " and at most ", kMaxHeadDim, ", got ",
+                      head_dim);
+}
+
+void check_num_rows(const char* name, const c10::SymInt& num_rows) {
+    TORCH_CHECK_VALUE(num_rows <= kMaxRows, name, ": number of rows must be at most ", kMaxRows, ", got ", num_rows);
 }
 
 void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool gates) {
     for (const auto& [name, x] : {std::pair<const char*, const at::Tensor&>{"q", q}, {"k", k}, {"v", v}}) {
         check_dtype(name, x);
-        TORCH_CHECK_TYPE(x.scalar_type() == q.scalar_type(), name, ": dtype is ", x.scalar_type(), " but q's is ",
-                         q.scalar_type(), "; q, k and v need one dtype (or autocast)");
-        TORCH_CHECK_VALUE(x.device() == q.device(), name, ": device is ", x.device(), " but q's is ", q.device(),
-                          "; q, k and v need one device");
+        check_same_dtype(name, x, q);
+        check_device(name, x, q, "q");
     }
-    check_same_size("batch", k.sym_size(0), "k", q.sym_size(0), "q");
-    check_same_size("batch", v.sym_size(0), "v", q.sym_size(0), "q");
-    check_same_size("number of keys", v.sym_size(1), "v", k.sym_size(1), "k");
-    check_same_size("number of heads", v.sym_size(2), "v", k.sym_size(2), "k");
-    const c10::SymInt k_width = k.sym_size(3) - (gates ? int64_t(kGateColumns) : int64_t(0));
-    check_same_size(gates ? "head_dim without gates" : "head_dim", k_width, "k", q.sym_size(3), "q");
+    check_size("k", "batch size", k.sym_size(0), "q", q.sym_size(0));
+    check_size("v", "batch size", v.sym_size(0), "q", q.sym_size(0));
+    check_size("v", "number of keys", v.sym_size(1), "k", k.sym_size(1));
+    check_size("v", "number of heads", v.sym_size(2), "k", k.sym_size(2));
+    const c10::SymInt k_head_dim = k.sym_size(3) - (gates ? int64_t(kGateColumns) : int64_t(0));
+    check_size("k", gates ? "head_dim without the gates" : "head_dim", k_head_dim, "q", q.sym_size(3));
     check_head_dim("q", q.sym_size(3));
     check_head_dim("v", v.sym_size(3));
-    TORCH_CHECK_VALUE(q.sym_size(2) > 0 && k.sym_size(2) > 0 && q.sym_size(2) % k.sym_size(2) == 0, "q has ",
-                      q.sym_size(2), " heads and k has ", k.sym_size(2),
-                      "; the heads of q must be a positive multiple of those of k and v");
-    TORCH_CHECK_VALUE(q.sym_size(1) <= kMaxRows && k.sym_size(1) <= kMaxRows, "q has ", q.sym_size(1), " rows and k ",
-                      k.sym_size(1), "; up to ", kMaxRows, " are allowed");
+    check_head_counts(q, k, "k");
+    check_num_rows("q", q.sym_size(1));
+    check_num_rows("k", k.sym_size(1));
 }
 
 void check_lengths(const at::Tensor& q, const at::Tensor& k) {
-    TORCH_CHECK_VALUE(q.sym_size(1) <= k.sym_size(1), "q has ", q.sym_size(1), " positions and k has ", k.sym_size(1),
-                      "; the queries are the last positions of the keys, so q may not have more");
+    TORCH_CHECK_VALUE(q.sym_size(1) <= k.sym_size(1), "q: number of positions must be at most ", k.sym_size(1),
+                      " as in k, got ", q.sym_size(1), ". The queries are the last positions of the keys.");
 }
 
-void check_options(double scale, double mass_threshold) {
-    TORCH_CHECK_VALUE(std::isfinite(scale), "scale is ", scale, "; a finite number is allowed");
-    TORCH_CHECK_VALUE(mass_threshold >= 0 && mass_threshold < 1, "mass_threshold is ", mass_threshold,
-                      "; 0 (no skipping) up to, not including, 1 is allowed");
+void check_options(const Options& options) {
+    TORCH_CHECK_VALUE(std::isfinite(options.scale), "scale must be finite, got ", options.scale);
+    TORCH_CHECK_VALUE(options.mass_threshold >= 0 && options.mass_threshold < 1,
+                      "mass_threshold must be in [0, 1), got ", options.mass_threshold, ". Use 0 to disable skipping.");
 }
 
-void check_cu_seqlens_form(const char* name, const at::Tensor& cu_seqlens, const at::Tensor& tensor) {
-    TORCH_CHECK_TYPE(cu_seqlens.scalar_type() == at::kInt, name, ": dtype is ", cu_seqlens.scalar_type(),
-                     "; int32 is allowed");
-    TORCH_CHECK_VALUE(cu_seqlens.dim() == 1, name, ": has ", cu_seqlens.dim(),
-                      " dimensions; one, (documents + 1,), is allowed");
-    TORCH_CHECK_VALUE(cu_seqlens.sym_size(0) >= 1, name,
-                      ": is empty; (documents + 1,) entries, the first 0, are needed");
-    TORCH_CHECK_VALUE(cu_seqlens.device() == tensor.device(), name, ": device is ", cu_seqlens.device(), " but q's is ",
-                      tensor.device());
+void check_cu_seqlens_form(const char* name, const at::Tensor& cu_seqlens, const at::Tensor& q) {
+    TORCH_CHECK_TYPE(cu_seqlens.scalar_type() == at::kInt, name, ": dtype must be int32, got ",
+                     cu_seqlens.scalar_type());
+    check_rank(name, cu_seqlens, 1, "(documents + 1,)");
+    TORCH_CHECK_VALUE(cu_seqlens.sym_size(0) >= 1, name, " must have (documents + 1,) entries, got none");
+    check_device(name, cu_seqlens, q, "q");
 }
 
 void check_cu_seqlens_values(const char* name, const at::Tensor& cu_seqlens, int64_t rows) {
     const int32_t* at = cu_seqlens.const_data_ptr<int32_t>();
     const int64_t documents = cu_seqlens.numel() - 1;
-    TORCH_CHECK_VALUE(at[0] == 0, name, ": starts at ", at[0], "; it must start at 0");
+    TORCH_CHECK_VALUE(at[0] == 0, name, " must start at 0, got ", at[0]);
     for (int64_t i = 0; i < documents; ++i)
-        TORCH_CHECK_VALUE(at[i + 1] >= at[i], name, ": decreases from ", at[i], " to ", at[i + 1], " at document ", i,
-                          "; offsets may not decrease");
-    TORCH_CHECK_VALUE(at[documents] <= rows, name, ": ends at ", at[documents], ", beyond the ", rows,
-                      " rows there are");
+        TORCH_CHECK_VALUE(at[i + 1] >= at[i], name, " must not decrease, got ", at[i], " and then ", at[i + 1],
+                          " at document ", i);
+    TORCH_CHECK_VALUE(at[documents] <= rows, name, " must end at most at the number of rows, ", rows, ", got ",
+                      at[documents]);
 }
 
-void check_row_values(const char* name, const at::Tensor& values, const at::Tensor& q, at::ScalarType dtype) {
-    TORCH_CHECK_TYPE(values.scalar_type() == dtype, name, ": dtype is ", values.scalar_type(), "; ", dtype,
-                     " is needed");
-    TORCH_CHECK_VALUE(values.device() == q.device(), name, ": device is ", values.device(), " but q's is ", q.device());
-    TORCH_CHECK_VALUE(values.dim() == 3 && values.sym_size(0) == q.sym_size(0) && values.sym_size(1) == q.sym_size(2) &&
-                          values.sym_size(2) == q.sym_size(1),
-                      name, ": shape is ", values.sym_sizes(), "; (batch, heads, rows) of q is needed");
+void check_row_values(const char* name, const at::Tensor& values, const at::Tensor& x, const char* x_name,
+                      at::ScalarType dtype) {
+    TORCH_CHECK_TYPE(values.scalar_type() == dtype, name, ": dtype must be ", dtype, ", got ", values.scalar_type());
+    check_device(name, values, x, x_name);
+    const bool fits = values.dim() == 3 && values.sym_size(0) == x.sym_size(0) && values.sym_size(1) == x.sym_size(2) &&
+                      values.sym_size(2) == x.sym_size(1);
+    TORCH_CHECK_VALUE(fits, name, ": shape must be (batch, heads, rows) of ", x_name, ", (", x.sym_size(0), ", ",
+                      x.sym_size(2), ", ", x.sym_size(1), "), got ", values.sym_sizes());
 }
 
 }  // namespace megatron_sb::ops

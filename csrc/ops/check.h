@@ -1,32 +1,42 @@
-// What callers get wrong, refused before anything runs. Works on symbolic sizes too.
+// Checks of arguments, before anything is launched. They raise ValueError or TypeError with the argument, the expected
+// value and the actual one, and work on symbolic sizes too.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include <optional>
+#include "core/params.h"
 
 namespace megatron_sb::ops {
 
-// q, k, v of rank 4: (batch, rows, heads, head_dim), k with kGateColumns more where it brings `gates`. Rank, device,
-// dtype, sizes and head counts. Raises ValueError or TypeError that names the argument, its value and what is allowed.
+// x has `rank` dimensions; `shape` names them.
+void check_rank(const char* name, const at::Tensor& x, int64_t rank, const char* shape);
+void check_dtype(const char* name, const at::Tensor& x);
+void check_same_dtype(const char* name, const at::Tensor& x, const at::Tensor& q);
+void check_device(const char* name, const at::Tensor& x, const at::Tensor& like, const char* like_name);
+// q and k (b, rows, heads, head_dim): the number of query heads is a positive multiple of the number of KV heads.
+void check_head_counts(const at::Tensor& q, const at::Tensor& k, const char* k_name);
+void check_head_dim(const char* name, const c10::SymInt& head_dim);
+void check_size(const char* name, const char* what, const c10::SymInt& size, const char* like_name,
+                const c10::SymInt& like);
+void check_num_rows(const char* name, const c10::SymInt& num_rows);
+
+// Devices, dtypes, sizes and head counts of q (b, s, h, d), k (b, s_k, h_kv, d) and v (b, s_k, h_kv, d_v). With `gates`
+// the rows of k are wider by kGateColumns (core/params.h).
 void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool gates = false);
 
-// Of a tensor by itself: a floating type that kernels know; a head_dim that they know.
-void check_dtype(const char* name, const at::Tensor& x);
-void check_head_dim(const char* name, const c10::SymInt& head_dim);
-
-// Of the dense operators: the queries are the last s of s_k positions.
+// Dense operators: the queries are the last s of the s_k positions, so s <= s_k.
 void check_lengths(const at::Tensor& q, const at::Tensor& k);
 
-void check_options(double scale, double mass_threshold);
+void check_options(const Options& options);
 
-// int32, one-dimensional, contiguous, on the device of `tensor`.
-void check_cu_seqlens_form(const char* name, const at::Tensor& cu_seqlens, const at::Tensor& tensor);
+// cu_seqlens is int32, one-dimensional, not empty and on the device of q.
+void check_cu_seqlens_form(const char* name, const at::Tensor& cu_seqlens, const at::Tensor& q);
 
-// Values on the CPU: start at 0, never decrease, end within `rows`.
+// CPU only: the values start at 0, never decrease and end within `rows`.
 void check_cu_seqlens_values(const char* name, const at::Tensor& cu_seqlens, int64_t rows);
 
-// Per-row carries and records: contiguous (b, h, s) of `dtype` on q's device.
-void check_row_values(const char* name, const at::Tensor& values, const at::Tensor& q, at::ScalarType dtype);
+// One value of `dtype` for each head and row of `x` (b, s, h, d): shape (b, h, s), on the device of x.
+void check_row_values(const char* name, const at::Tensor& values, const at::Tensor& x, const char* x_name,
+                      at::ScalarType dtype);
 
 }  // namespace megatron_sb::ops

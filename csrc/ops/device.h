@@ -1,4 +1,4 @@
-// The little that differs between a CPU and a CUDA build on the operators' floor.
+// The current device and stream, in CPU and CUDA builds.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,10 +10,10 @@
 
 namespace megatron_sb::ops {
 
-// Compute capability times ten.
+// Compute capability times ten: 90 for sm_90.
 int device_architecture(const c10::Device& device);
 
-// While it lives, `device` is the current one; launches go to that device's current stream.
+// Makes `device` the current device while the object lives. Launches use that device's current stream.
 class DeviceScope {
   public:
     explicit DeviceScope(const c10::Device& device);

@@ -1,16 +1,13 @@
-// Attention to a KV cache: kernels/decode where it serves, else a table of segments over the block contract.
-#include "ops/kvcache.h"
-
+// Attention to a KV cache: the decode kernel if it serves the call, else a table of segments over the block contract.
 #include <ATen/ATen.h>
 
-#include <cmath>
-
-#include "core/limits.h"
 #include "dispatch/table.h"
 #include "ops/block.h"
 #include "ops/check.h"
 #include "ops/device.h"
+#include "ops/options.h"
 #include "ops/registration.h"
+#include "ops/tensors.h"
 
 #if defined(SB_WITH_CUDA)
 #include "kernels/decode/decode.h"
@@ -19,107 +16,102 @@
 namespace megatron_sb::ops {
 namespace {
 
-struct Arguments {
+struct KvCacheCall {
     at::Tensor q;                  // (b, s_q, h, d)
     at::Tensor k, v;               // (b, s_cache, h_kv, d or d_v); with a table (blocks, block_size, h_kv, d or d_v)
     at::Tensor cache_seqlens;      // (b,), int32
     OptionalTensor block_table;    // (b, max_blocks), int32
     OptionalTensor cache_leftpad;  // (b,), int32
-    double scale;
-    bool attend_current;
-    double mass_threshold;
+
+    explicit KvCacheCall(const Arguments& arguments)
+        : q(arguments.tensor("q")),
+          k(arguments.tensor("k_cache")),
+          v(arguments.tensor("v_cache")),
+          cache_seqlens(arguments.tensor("cache_seqlens")),
+          block_table(arguments.optional_tensor("block_table")),
+          cache_leftpad(arguments.optional_tensor("cache_leftpad")) {}
 
     bool paged() const { return block_table.has_value(); }
-    // The most keys that a sequence can have.
+    // The largest possible number of keys of a sequence.
     c10::SymInt capacity() const { return paged() ? block_table->sym_size(1) * k.sym_size(1) : k.sym_size(1); }
 };
 
-// ---- check: works on symbolic sizes too
+// ---- checks, on symbolic sizes too
+// One row of int32 for each sequence of q.
 void check_int32(const char* name, const at::Tensor& x, int64_t rank, const at::Tensor& q) {
-    TORCH_CHECK_TYPE(x.scalar_type() == at::kInt, name, ": dtype is ", x.scalar_type(), "; int32 is allowed");
-    TORCH_CHECK_VALUE(x.device() == q.device(), name, ": device is ", x.device(), " but q's is ", q.device());
-    TORCH_CHECK_VALUE(x.dim() == rank, name, ": has ", x.dim(), " dimensions; ",
-                      rank == 1 ? "one, (b,), is allowed" : "two, (b, max_blocks), are allowed");
-    TORCH_CHECK_VALUE(x.sym_size(0) == q.sym_size(0), name, ": has ", x.sym_size(0), " rows but q has ", q.sym_size(0),
-                      " sequences");
+    TORCH_CHECK_TYPE(x.scalar_type() == at::kInt, name, ": dtype must be int32, got ", x.scalar_type());
+    check_device(name, x, q, "q");
+    check_rank(name, x, rank, rank == 1 ? "(b,)" : "(b, max_blocks)");
+    check_size(name, "batch size", x.sym_size(0), "q", q.sym_size(0));
 }
 
-void check_ranks(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache, bool paged) {
-    const char* cache_shape = paged ? "(blocks, block_size, heads, head_dim)" : "(b, s_cache, heads, head_dim)";
-    for (const auto& [name, x] :
-         {std::pair<const char*, const at::Tensor&>{"q", q}, {"k_cache", k_cache}, {"v_cache", v_cache}})
-        TORCH_CHECK_VALUE(x.dim() == 4, name, ": has ", x.dim(), " dimensions; 4, ",
-                          name[0] == 'q' ? "(b, s_q, heads, head_dim)" : cache_shape, ", are needed");
+void check_ranks(const KvCacheCall& in) {
+    const char* cache_shape = in.paged() ? "(blocks, block_size, heads, head_dim)" : "(b, s_cache, heads, head_dim)";
+    check_rank("q", in.q, 4, "(b, s_q, heads, head_dim)");
+    check_rank("k_cache", in.k, 4, cache_shape);
+    check_rank("v_cache", in.v, 4, cache_shape);
 }
 
-void check_arguments(const Arguments& in) {
-    check_ranks(in.q, in.k, in.v, in.paged());
+void check_call(const KvCacheCall& in) {
+    check_ranks(in);
     for (const auto& [name, x] :
          {std::pair<const char*, const at::Tensor&>{"q", in.q}, {"k_cache", in.k}, {"v_cache", in.v}}) {
         check_dtype(name, x);
-        TORCH_CHECK_TYPE(x.scalar_type() == in.q.scalar_type(), name, ": dtype is ", x.scalar_type(), " but q's is ",
-                         in.q.scalar_type(), "; q and the cache need one dtype (or autocast)");
-        TORCH_CHECK_VALUE(x.device() == in.q.device(), name, ": device is ", x.device(), " but q's is ", in.q.device(),
-                          "; q and the cache need one device");
+        check_same_dtype(name, x, in.q);
+        check_device(name, x, in.q, "q");
         check_head_dim(name, x.sym_size(3));
     }
-    TORCH_CHECK_VALUE(in.k.sym_size(3) == in.q.sym_size(3), "k_cache: head_dim is ", in.k.sym_size(3), " but q's is ",
-                      in.q.sym_size(3));
-    for (int dim = 0; dim < 3; ++dim)
-        TORCH_CHECK_VALUE(in.v.sym_size(dim) == in.k.sym_size(dim), "v_cache: size ", dim, " is ", in.v.sym_size(dim),
-                          " but k_cache's is ", in.k.sym_size(dim));
-    TORCH_CHECK_VALUE(in.q.sym_size(2) > 0 && in.k.sym_size(2) > 0 && in.q.sym_size(2) % in.k.sym_size(2) == 0,
-                      "q has ", in.q.sym_size(2), " heads and k_cache has ", in.k.sym_size(2),
-                      "; the heads of q must be a positive multiple of those of the cache");
+    check_size("k_cache", "head_dim", in.k.sym_size(3), "q", in.q.sym_size(3));
+    for (const auto& [dim, what] : {std::pair{0, "size 0"}, {1, "size 1"}, {2, "number of heads"}})
+        check_size("v_cache", what, in.v.sym_size(dim), "k_cache", in.k.sym_size(dim));
+    check_head_counts(in.q, in.k, "k_cache");
     check_int32("cache_seqlens", in.cache_seqlens, 1, in.q);
     if (in.cache_leftpad.has_value()) check_int32("cache_leftpad", *in.cache_leftpad, 1, in.q);
     if (in.paged()) {
         check_int32("block_table", *in.block_table, 2, in.q);
-        TORCH_CHECK_VALUE(in.k.sym_size(1) > 0, "k_cache: block_size is 0; 1 or more is allowed");
+        TORCH_CHECK_VALUE(in.k.sym_size(1) > 0, "k_cache: block_size must be at least 1, got 0");
     } else {
-        TORCH_CHECK_VALUE(in.k.sym_size(0) == in.q.sym_size(0), "k_cache: batch is ", in.k.sym_size(0), " but q's is ",
-                          in.q.sym_size(0), "; a cache of another shape needs a block_table");
+        TORCH_CHECK_VALUE(in.k.sym_size(0) == in.q.sym_size(0), "k_cache: batch size must be ", in.q.sym_size(0),
+                          " as in q, got ", in.k.sym_size(0), ". A paged cache needs a block_table.");
     }
-    TORCH_CHECK_VALUE(in.q.sym_size(1) <= kMaxRows && in.capacity() <= kMaxRows, "q has ", in.q.sym_size(1),
-                      " positions and the cache holds ", in.capacity(), " a sequence; up to ", kMaxRows,
-                      " are allowed");
-    check_options(in.scale, in.mass_threshold);
+    check_num_rows("q", in.q.sym_size(1));
+    check_num_rows("k_cache", in.capacity());
 }
 
-// On a CPU, where values can be looked at.
-void check_values(const Arguments& in) {
+// Values, which the host reads on a CPU only.
+void check_values(const KvCacheCall& in) {
     const at::Tensor ends = in.cache_seqlens.contiguous();
     const at::Tensor firsts = in.cache_leftpad.has_value() ? in.cache_leftpad->contiguous() : at::zeros_like(ends);
     const int64_t capacity = in.capacity().expect_int();
     for (int64_t i = 0; i < ends.numel(); ++i) {
         const int32_t end = ends.const_data_ptr<int32_t>()[i], first = firsts.const_data_ptr<int32_t>()[i];
-        TORCH_CHECK_VALUE(end >= 0 && end <= capacity, "cache_seqlens: sequence ", i, " has ", end, " keys; 0 to ",
-                          capacity, ", what the cache holds, are allowed");
-        TORCH_CHECK_VALUE(first >= 0 && first <= end, "cache_leftpad: that of sequence ", i, " is ", first, "; 0 to ",
-                          end, ", its cache_seqlens, is allowed");
+        TORCH_CHECK_VALUE(end >= 0 && end <= capacity, "cache_seqlens of sequence ", i,
+                          " must be from 0 to the capacity of the cache, ", capacity, ", got ", end);
+        TORCH_CHECK_VALUE(first >= 0 && first <= end, "cache_leftpad of sequence ", i,
+                          " must be from 0 to its cache_seqlens, ", end, ", got ", first);
         if (!in.paged()) continue;
         const int64_t used = (end + in.k.size(1) - 1) / in.k.size(1);
         const at::Tensor blocks = in.block_table->select(0, i).contiguous();
         for (int64_t j = 0; j < used; ++j) {
             const int32_t block = blocks.const_data_ptr<int32_t>()[j];
-            TORCH_CHECK_VALUE(block >= 0 && block < in.k.size(0), "block_table: entry ", j, " of sequence ", i, " is ",
-                              block, "; 0 to ", in.k.size(0) - 1, ", a block of k_cache, is allowed");
+            TORCH_CHECK_VALUE(block >= 0 && block < in.k.size(0), "block_table: entry ", j, " of sequence ", i,
+                              " must be a block of k_cache, from 0 to ", in.k.size(0) - 1, ", got ", block);
         }
     }
 }
 
-Two empty_results(const Arguments& in) {
+TensorPair empty_results(const KvCacheCall& in) {
     return {at::empty_symint({in.q.sym_size(0), in.q.sym_size(1), in.q.sym_size(2), in.v.sym_size(3)}, in.q.options()),
             at::empty_symint({in.q.sym_size(0), in.q.sym_size(2), in.q.sym_size(1)},
                              in.q.options().dtype(accumulation_type(in.q)))};
 }
 
-// ---- as segments: the caches of all sequences as one run of rows, each sequence a segment of it
-Two through_blocks(const Arguments& in) {
+// ---- as segments: concatenates the caches of all sequences; each sequence is one segment
+TensorPair through_blocks(const KvCacheCall& in, const BlockOptions& options) {
     const int64_t b = in.q.size(0), s_q = in.q.size(1), capacity = in.capacity().expect_int();
     const auto run = [&](const at::Tensor& cache) {
         if (!in.paged()) return cache.flatten(0, 1).unsqueeze(0);
-        // Entries beyond a sequence's keys may be anything: what they stand for is read by nobody.
+        // Entries after the keys of a sequence may have any value: no segment includes their blocks.
         const at::Tensor blocks = in.block_table->clamp(0, cache.size(0) - 1).flatten();
         return cache.index_select(0, blocks).flatten(0, 1).unsqueeze(0);
     };
@@ -130,9 +122,8 @@ Two through_blocks(const Arguments& in) {
         return at::stack(
             {number * s_q, at::full_like(end, s_q), number * capacity + first, end - first, end - first - s_q}, 1);
     };
-    const BlockOptions options = {in.scale, in.attend_current, in.mass_threshold};
     const auto all_alike = [](const at::Tensor& x) { return x.eq(x[0]).all().item<bool>(); };
-    if (in.q.is_cpu() && !in.paged() && all_alike(end) && all_alike(first)) {  // one segment is that of every sequence
+    if (in.q.is_cpu() && !in.paged() && all_alike(end) && all_alike(first)) {  // one segment serves all sequences
         const at::Tensor segment = table(at::zeros_like(end)).narrow(0, 0, 1);
         const BlockOutput out = block_forward(in.q, in.k, in.v, segment, std::nullopt, options, in.q.scalar_type());
         return {out.o, out.mass};
@@ -146,13 +137,13 @@ Two through_blocks(const Arguments& in) {
 
 // ---- on a GPU
 #if defined(SB_WITH_CUDA)
-bool decode_serves(const Arguments& in) {
+bool decode_serves(const KvCacheCall& in) {
     const dispatch::Request request = {dispatch::Device::kCuda, device_architecture(in.q.device()),
                                        dtype_of(in.q.scalar_type()), int(in.q.size(3)), int(in.v.size(3))};
     return in.q.size(1) * (in.q.size(2) / in.k.size(2)) <= decode::kMaxQueryRows && dispatch::decode_serves(request);
 }
 
-Two through_decode(const Arguments& in) {
+TensorPair through_decode(const KvCacheCall& in, const BlockOptions& options) {
     const DeviceScope scope(in.q.device());
     const at::Tensor q = aligned(in.q), k = aligned(in.k), v = aligned(in.v);
     const at::Tensor ends = in.cache_seqlens.contiguous();
@@ -165,18 +156,18 @@ Two through_decode(const Arguments& in) {
     params.sizes = {dtype_of(q.scalar_type()), int32_t(q.size(0)), int32_t(q.size(2)),
                     int32_t(k.size(2)),        int32_t(q.size(1)), int32_t(in.capacity().expect_int()),
                     int32_t(q.size(3)),        int32_t(v.size(3))};
-    params.options = {in.scale, in.mass_threshold, in.attend_current};
-    params.q = rows_of<const void*>(q);
-    params.k = rows_of<const void*>(k);
-    params.v = rows_of<const void*>(v);
-    params.o = rows_of<void*>(o);
+    params.options = options;
+    params.q = strided_rows<const void*>(q);
+    params.k = strided_rows<const void*>(k);
+    params.v = strided_rows<const void*>(v);
+    params.o = strided_rows<void*>(o);
     params.mass = mass.data_ptr<float>();
     params.ends = ends.const_data_ptr<int32_t>();
     if (firsts.has_value()) params.firsts = firsts->const_data_ptr<int32_t>();
     if (table.has_value())
         params.table = {table->const_data_ptr<int32_t>(), table->stride(0), int32_t(k.size(1)), int32_t(k.size(0))};
     const decode::Plan plan = decode::plan_for(params);
-    const at::Tensor workspace = at::empty({decode::workspace_bytes(params, plan)}, q.options().dtype(at::kByte));
+    const at::Tensor workspace = empty_workspace(decode::workspace_bytes(params, plan), q);
     params.workspace = workspace.data_ptr();
     decode::forward(params, plan, scope.stream());
     return {o, mass};
@@ -185,51 +176,52 @@ Two through_decode(const Arguments& in) {
 
 }  // namespace
 
-Two kvcache_forward(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
-                    const at::Tensor& cache_seqlens, const OptionalTensor& block_table,
-                    const OptionalTensor& cache_leftpad, double scale, bool attend_current, double mass_threshold) {
-    const Arguments in = {q,     k_cache,        v_cache,       cache_seqlens, block_table, cache_leftpad,
-                          scale, attend_current, mass_threshold};
-    check_arguments(in);
-    if (q.is_cpu()) check_values(in);
+TensorPair kvcache_forward(const Arguments& arguments) {
+    const KvCacheCall in(arguments);
+    const BlockOptions options = read_block_options(arguments);
+    check_call(in);
+    check_options(options);
+    if (in.q.is_cpu()) check_values(in);
     const auto results = empty_results(in);
-    if (q.numel() == 0) return results;
-    if (in.capacity() == 0 || k_cache.numel() == 0) {  // no keys at all
+    if (in.q.numel() == 0) return results;
+    if (in.capacity() == 0 || in.k.numel() == 0) {  // no keys at all
         std::get<0>(results).zero_();
         std::get<1>(results).fill_(1);
         return results;
     }
 #if defined(SB_WITH_CUDA)
-    if (q.is_cuda() && decode_serves(in)) return through_decode(in);
+    if (in.q.is_cuda() && decode_serves(in)) return through_decode(in, options);
 #endif
-    return through_blocks(in);
+    return through_blocks(in, options);
 }
 
-Two kvcache_forward_meta(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
-                         const at::Tensor& cache_seqlens, const OptionalTensor& block_table,
-                         const OptionalTensor& cache_leftpad, double scale, bool attend_current,
-                         double mass_threshold) {
-    const Arguments in = {q,     k_cache,        v_cache,       cache_seqlens, block_table, cache_leftpad,
-                          scale, attend_current, mass_threshold};
-    check_arguments(in);
+TensorPair kvcache_forward_fake(const Arguments& arguments) {
+    const KvCacheCall in(arguments);
+    check_call(in);
+    check_options(read_block_options(arguments));
     return empty_results(in);
 }
 
-Two attention_kvcache(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
-                      const at::Tensor& cache_seqlens, const OptionalTensor& block_table,
-                      const OptionalTensor& cache_leftpad, std::optional<double> scale, bool attend_current,
-                      double mass_threshold) {
+TensorPair attention_kvcache(const Arguments& arguments) {
+    const KvCacheCall in(arguments);
     for (const auto& [name, x] :
-         {std::pair<const char*, const at::Tensor&>{"q", q}, {"k_cache", k_cache}, {"v_cache", v_cache}})
+         {std::pair<const char*, const at::Tensor&>{"q", in.q}, {"k_cache", in.k}, {"v_cache", in.v}})
         TORCH_CHECK_VALUE(!at::GradMode::is_enabled() || !x.requires_grad(), name,
-                          ": requires a gradient, which attention to a cache has none of; call it under "
-                          "torch.no_grad(), or stickbreaking_attention for training");
-    check_ranks(q, k_cache, v_cache, block_table.has_value());
-    check_head_dim("q", q.sym_size(3));
-    const double used_scale = scale.value_or(1 / std::sqrt(double(q.sym_size(3).guard_int(__FILE__, __LINE__))));
-    static const auto op = registered("megatron_sb::kvcache_forward", kvcache_forward);
-    return op.call(unit_last_stride(q), unit_last_stride(k_cache), unit_last_stride(v_cache), cache_seqlens,
-                   block_table, cache_leftpad, used_scale, attend_current, mass_threshold);
+                          " must not require a gradient, got requires_grad=True: attention to a cache has no backward. "
+                          "Call it under torch.no_grad(), or use stickbreaking_attention for training.");
+    check_ranks(in);
+    check_head_dim("q", in.q.sym_size(3));
+    const BlockOptions options = block_options(read_attention_options(arguments), in.q);
+    static const Operator kvcache_forward("megatron_sb::kvcache_forward");
+    return output_and_mass(kvcache_forward.call({{"q", unit_last_stride(in.q)},
+                                                 {"k_cache", unit_last_stride(in.k)},
+                                                 {"v_cache", unit_last_stride(in.v)},
+                                                 {"cache_seqlens", in.cache_seqlens},
+                                                 {"block_table", in.block_table},
+                                                 {"cache_leftpad", in.cache_leftpad},
+                                                 {"scale", options.scale},
+                                                 {"attend_current", options.attend_current},
+                                                 {"mass_threshold", options.mass_threshold}}));
 }
 
 }  // namespace megatron_sb::ops

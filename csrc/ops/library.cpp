@@ -1,14 +1,19 @@
-// The operators on one screen. Shapes: q (b, s, h, d), k (b, s_k, h_kv, d), v (b, s_k, h_kv, d_v), o (b, s, h, d_v),
-// mass and all other values per row (b, h, s); packed: q (t, h, d), o (t, h, d_v), mass (h, t). remainder_bias,
-// norm_weight, norm_bias (h * d_v,), forget_gate (b, s_k, h_kv), packed (t_k, h_kv).
-// context_parallel_attention is registered with its plan in csrc/distributed.
+// The operators on one screen. csrc/distributed registers context_parallel_attention and its plan.
+//
+// Shapes        dense (b, s, h, d)                               packed (t, h, d)
+// q             (b, s, h, d)                                     (t, h, d)
+// k, v          (b, s_k, h_kv, d), (b, s_k, h_kv, d_v)           (t_k, h_kv, d), (t_k, h_kv, d_v)
+// o             (b, s, h, d_v)                                   (t, h, d_v)
+// mass          (b, h, s), as all other values of a row          (h, t)
+// forget_gate   (b, s_k, h_kv)                                   (t_k, h_kv)
+// remainder_bias, norm_weight, norm_bias: (h * d_v,)
 #include <torch/library.h>
 
-#include "ops/kvcache.h"
+#include "ops/autocast.h"
 #include "ops/registration.h"
 
 TORCH_LIBRARY(megatron_sb, m) {
-    // What users call. Autograd and autocast included.
+    // For users, with autograd and autocast.
     m.def(
         "attention(Tensor q, Tensor k, Tensor v, *, float? scale=None, bool attend_current=False, "
         "float mass_threshold=5.9604644775390625e-08, Tensor? forget_gate=None, bool euclidean=False) "
@@ -17,8 +22,7 @@ TORCH_LIBRARY(megatron_sb, m) {
         "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? cu_seqlens_k=None, *, "
         "float? scale=None, bool attend_current=False, float mass_threshold=5.9604644775390625e-08, "
         "Tensor? forget_gate=None, bool euclidean=False) -> (Tensor o, Tensor mass)");
-    // To a cache (b, s_cache, h_kv, d), or (blocks, block_size, h_kv, d) with a block table (b, max_blocks); no
-    // autograd.
+    // Caches: (b, s_cache, h_kv, d), or (blocks, block_size, h_kv, d) with block_table (b, max_blocks). No autograd.
     m.def(
         "attention_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? block_table=None, "
         "Tensor? cache_leftpad=None, *, float? scale=None, bool attend_current=False, "
@@ -32,7 +36,7 @@ TORCH_LIBRARY(megatron_sb, m) {
         "Tensor? cache_leftpad, *, float scale, bool attend_current=False, "
         "float mass_threshold=5.9604644775390625e-08) -> (Tensor o, Tensor mass)");
 
-    // The same without autograd, o (b, s, h, d); gradients of what is absent have no elements.
+    // Without autograd; o (b, s, h, d). The gradient of an absent argument has no elements.
     m.def(
         "head_output_forward(Tensor o, Tensor? mass, Tensor? remainder_bias, Tensor? norm_weight, Tensor? norm_bias, "
         "float eps) -> Tensor");
@@ -41,13 +45,13 @@ TORCH_LIBRARY(megatron_sb, m) {
         "Tensor? norm_bias, float eps) "
         "-> (Tensor d_o, Tensor d_mass, Tensor d_remainder_bias, Tensor d_norm_weight, Tensor d_norm_bias)");
 
-    // q and k with which plain logits, and gates behind the keys, are those of a variant: what attention makes of them.
+    // q and k with the extra columns of the variants (ops/variants.h), as attention passes them to block_forward.
     m.def("with_variants(Tensor q, Tensor k, Tensor? forget_gate, bool euclidean) -> (Tensor q, Tensor k)");
 
     // The segment table (documents, 5) of a packed batch: {q_begin, q_len, k_begin, k_len, q_pos_minus_k_pos}.
     m.def("segments(Tensor cu_seqlens, Tensor cu_seqlens_k, SymInt q_rows, SymInt k_rows) -> Tensor");
 
-    // The block contract (core/params.h), without autograd; with forget_gate k and dk have columns for the gates.
+    // The block contract (core/params.h), without autograd. With forget_gate, k and dk have columns for the gates.
     m.def(
         "block_forward(Tensor q, Tensor k, Tensor v, Tensor? segments=None, Tensor? mass_in=None, *, float scale, "
         "bool attend_current=False, float mass_threshold=5.9604644775390625e-08, ScalarType? out_dtype=None, "
@@ -58,47 +62,63 @@ TORCH_LIBRARY(megatron_sb, m) {
         "float mass_threshold=5.9604644775390625e-08, ScalarType? out_dtype=None, bool forget_gate=False) "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor prefix_out)");
 
-    // What this build serves, in words, and the instruction set of its CPU kernels on this machine.
+    // The kernels of this build as text, and the instruction set of its CPU kernels on this machine.
     m.def("describe_kernels() -> str", megatron_sb::ops::describe_kernels);
     m.def("instruction_set() -> str", megatron_sb::ops::instruction_set);
 }
 
-TORCH_LIBRARY_IMPL(megatron_sb, CompositeImplicitAutograd, m) {
-    m.impl("attention", megatron_sb::ops::attention);
-    m.impl("attention_varlen", megatron_sb::ops::attention_varlen);
-    m.impl("attention_kvcache", megatron_sb::ops::attention_kvcache);
-    m.impl("head_output", megatron_sb::ops::head_output);
-    m.impl("with_variants", megatron_sb::ops::with_variants);
+namespace {
+
+template <auto function>
+torch::CppFunction boxed() {
+    return torch::CppFunction::makeFromBoxedFunction<&megatron_sb::ops::boxed_kernel<function>>();
 }
 
-#define SB_REGISTER_DEVICE(KEY)                                                 \
-    TORCH_LIBRARY_IMPL(megatron_sb, KEY, m) {                                   \
-        m.impl("kvcache_forward", megatron_sb::ops::kvcache_forward);           \
-        m.impl("head_output_forward", megatron_sb::ops::head_output_forward);   \
-        m.impl("head_output_backward", megatron_sb::ops::head_output_backward); \
-        m.impl("segments", megatron_sb::ops::segments);                         \
-        m.impl("block_forward", megatron_sb::ops::block_forward_op);            \
-        m.impl("block_backward", megatron_sb::ops::block_backward_op);          \
-    }
-SB_REGISTER_DEVICE(CPU)
-SB_REGISTER_DEVICE(CUDA)
+void register_device_kernels(torch::Library& m) {
+    using namespace megatron_sb::ops;
+    m.impl("kvcache_forward", boxed<kvcache_forward>());
+    m.impl("head_output_forward", boxed<head_output_forward>());
+    m.impl("head_output_backward", boxed<head_output_backward>());
+    m.impl("segments", boxed<segments>());
+    m.impl("block_forward", boxed<block_forward_op>());
+    m.impl("block_backward", boxed<block_backward_op>());
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(megatron_sb, CompositeImplicitAutograd, m) {
+    using namespace megatron_sb::ops;
+    m.impl("attention", boxed<attention>());
+    m.impl("attention_varlen", boxed<attention_varlen>());
+    m.impl("attention_kvcache", boxed<attention_kvcache>());
+    m.impl("head_output", boxed<head_output>());
+    m.impl("with_variants", boxed<with_variants>());
+}
+
+TORCH_LIBRARY_IMPL(megatron_sb, CPU, m) {
+    register_device_kernels(m);
+}
+
+TORCH_LIBRARY_IMPL(megatron_sb, CUDA, m) {
+    register_device_kernels(m);
+}
 
 TORCH_LIBRARY_IMPL(megatron_sb, Meta, m) {
-    m.impl("kvcache_forward", megatron_sb::ops::kvcache_forward_meta);
-    m.impl("head_output_forward", megatron_sb::ops::head_output_forward_meta);
-    m.impl("head_output_backward", megatron_sb::ops::head_output_backward_meta);
-    m.impl("segments", megatron_sb::ops::segments_meta);
-    m.impl("block_forward", megatron_sb::ops::block_forward_meta);
-    m.impl("block_backward", megatron_sb::ops::block_backward_meta);
+    using namespace megatron_sb::ops;
+    m.impl("kvcache_forward", boxed<kvcache_forward_fake>());
+    m.impl("head_output_forward", boxed<head_output_forward_fake>());
+    m.impl("head_output_backward", boxed<head_output_backward_fake>());
+    m.impl("segments", boxed<segments_fake>());
+    m.impl("block_forward", boxed<block_forward_fake>());
+    m.impl("block_backward", boxed<block_backward_fake>());
 }
 
 TORCH_LIBRARY_IMPL(megatron_sb, AutocastCPU, m) {
-    m.impl("attention", megatron_sb::ops::attention_autocast<c10::DeviceType::CPU>);
-    m.impl("attention_varlen", megatron_sb::ops::attention_varlen_autocast<c10::DeviceType::CPU>);
-    m.impl("attention_kvcache", megatron_sb::ops::attention_kvcache_autocast<c10::DeviceType::CPU>);
+    for (const char* op : {"attention", "attention_varlen", "attention_kvcache"})
+        m.impl(op, torch::CppFunction::makeFromBoxedFunction<&megatron_sb::ops::autocast_cpu>());
 }
+
 TORCH_LIBRARY_IMPL(megatron_sb, AutocastCUDA, m) {
-    m.impl("attention", megatron_sb::ops::attention_autocast<c10::DeviceType::CUDA>);
-    m.impl("attention_varlen", megatron_sb::ops::attention_varlen_autocast<c10::DeviceType::CUDA>);
-    m.impl("attention_kvcache", megatron_sb::ops::attention_kvcache_autocast<c10::DeviceType::CUDA>);
+    for (const char* op : {"attention", "attention_varlen", "attention_kvcache"})
+        m.impl(op, torch::CppFunction::makeFromBoxedFunction<&megatron_sb::ops::autocast_cuda>());
 }

@@ -1,4 +1,4 @@
-// Gradients that cannot be differentiated again, and say so only when somebody tries.
+// Gradients that cannot be differentiated again. The error is raised only if someone differentiates them.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -7,7 +7,7 @@
 namespace megatron_sb::ops {
 
 struct RefuseSecondDerivative : torch::autograd::Function<RefuseSecondDerivative> {
-    // `sources` is a TensorList because Function::apply sees no tensors in a variable_list.
+    // `sources` is a TensorList because Function::apply does not find the tensors of a variable_list.
     static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& gradient, at::TensorList) {
         return gradient.view_as(gradient);
     }
@@ -19,31 +19,31 @@ struct RefuseSecondDerivative : torch::autograd::Function<RefuseSecondDerivative
     }
 };
 
-// Empty tensors with the histories of what the running node was given, for a node that keeps none of it. None where
-// nobody wants a graph.
+// Empty tensors with the histories of the inputs of the running node, for a node that does not save its inputs. Empty
+// list if no graph is recorded.
 inline torch::autograd::variable_list inputs_of_running_node() {
     torch::autograd::variable_list inputs;
     if (!at::GradMode::is_enabled()) return inputs;
     for (const torch::autograd::Edge& edge : torch::autograd::get_current_node()->next_edges()) {
-        if (!edge.is_valid()) continue;  // of an input without a history
+        if (!edge.is_valid()) continue;  // the input has no history
         inputs.push_back(at::empty({0}));
         torch::autograd::impl::set_gradient_edge(inputs.back(), edge);
     }
     return inputs;
 }
 
-// Runs `compute` without recording. Where the caller asked for a graph of the gradients (create_graph=True), they hang
-// on `sources` by a node that refuses.
+// Runs `compute` without recording. If the caller records a graph of the gradients (create_graph=True), the gradients
+// depend on `sources` through a node that raises in its backward.
 template <class Compute>
 torch::autograd::variable_list once_differentiable(const torch::autograd::variable_list& sources, Compute&& compute) {
-    const bool graph_wanted = at::GradMode::is_enabled();
+    const bool records_graph = at::GradMode::is_enabled();
     torch::autograd::variable_list gradients;
     {
         const at::NoGradGuard no_grad;
         gradients = compute();
     }
-    if (!graph_wanted) return gradients;
-    torch::autograd::variable_list defined;  // a result that is not in the loss has no gradient
+    if (!records_graph) return gradients;
+    torch::autograd::variable_list defined;  // the gradient of an output that the loss does not use is undefined
     for (const at::Tensor& source : sources)
         if (source.defined()) defined.push_back(source);
     for (at::Tensor& gradient : gradients)

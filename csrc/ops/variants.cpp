@@ -2,22 +2,19 @@
 //
 //   -|q - k|^2 = q' . k',   q' = [2q, -|q|^2, 1],   k' = [k, 1, -|k|^2]
 //
-// and everything that a dot product can do, and wherever its q and k can go, they can too. The norms are made in the
-// accumulation type and stand in three columns, each rounded to 8 bits what is left of them, so that every type from
-// bf16 on holds 24 bits; the ones stand in as many. Forget gates take columns of the same make behind the keys.
+// So every kernel and every context-parallel mode supports them. A norm is computed in the accumulation type and stored
+// in three columns: each column holds the next 8 bits, so that bf16 too holds 24 bits. The ones take three columns as
+// well. A forget gate takes three columns of the same kind after its key.
 #include "ops/variants.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <algorithm>
-#include <cmath>
-
 #include "core/limits.h"
 #include "core/params.h"
-#include "ops/block.h"
 #include "ops/check.h"
 #include "ops/registration.h"
+#include "ops/tensors.h"
 
 namespace megatron_sb::ops {
 namespace {
@@ -25,22 +22,23 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr int64_t kParts = kGateParts, kNormColumns = 8;  // of a head: 2 kParts of them, to a multiple of 8
+constexpr int64_t kParts = kGateParts;  // columns of one number
+constexpr int64_t kNormColumns = 8;     // columns of norms and ones: 2 * kParts, padded to a multiple of 8
 static_assert(2 * kParts <= kNormColumns && kParts <= kGateColumns);
 
 enum class Norm : int64_t { kNone, kOfQuery, kOfKey };
 
-// What the norms are divided by and the ones multiplied with: fp16 ends at 65504, and |q|^2 may not.
+// The norms are divided by this unit and the ones multiplied with it: |q|^2 may exceed 65504, the largest fp16 number.
 double norm_unit(at::ScalarType type) {
     return type == at::kHalf ? 128 : 1;
 }
 
-// A gate with less is taken as this, so that its weights, A / f of which its gradient is made, do not vanish first.
+// Smaller gates are replaced by this one: the gradient of a gate is computed from A / f, and A must not vanish first.
 double least_gate(at::ScalarType type) {
-    return type == at::kHalf ? 0x1p-24 : kLeastGate;  // fp16 has nothing between that and 0
+    return type == at::kHalf ? 0x1p-24 : kLeastGate;  // 2^-24 is the smallest positive fp16 number
 }
 
-// x (..) as (.., kParts) of `type` whose sum it is, to 24 bits; all of it in the first part where the type is fp64.
+// Numbers (.., kParts) of `type` whose sum is x (..) to 24 bits. In fp64 the first one is x.
 at::Tensor in_parts(const at::Tensor& x, at::ScalarType type) {
     if (type == at::kDouble) return at::constant_pad_nd(x.unsqueeze(-1), {0, kParts - 1});
     std::vector<at::Tensor> parts;
@@ -59,7 +57,8 @@ at::Tensor constant_columns(const at::Tensor& x, int64_t columns, double value) 
     return value == 0 ? at::zeros_symint(sizes, x.options()) : at::ones_symint(sizes, x.options()) * value;
 }
 
-// [x, or 2x | norms and ones, or ones and norms, 0 | gates, 0]
+// Appends columns to x: [2x | norms, ones, 0] for queries, [x | ones, norms, 0 | gates, 0] for keys; without the
+// columns of a variant that is not used.
 class Extend : public torch::autograd::Function<Extend> {
   public:
     static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const std::optional<at::Tensor>& gate,
@@ -86,7 +85,7 @@ class Extend : public torch::autograd::Function<Extend> {
         return out;
     }
 
-    // A sum's parts are constants but for the first, which has the sum's gradient.
+    // Only the first part of a number has a gradient: the gradient of the number.
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
         const auto norm = static_cast<Norm>(ctx->saved_data["norm"].toInt());
         const int64_t gate = ctx->saved_data["gate"].toInt();
@@ -112,42 +111,39 @@ class Extend : public torch::autograd::Function<Extend> {
 
 }  // namespace
 
-void check_variants(const at::Tensor& q, const at::Tensor& k, const Variants& variants) {
-    if (variants.euclidean) {
+void check_variants(const at::Tensor& q, const at::Tensor& k, const AttentionOptions& options) {
+    if (options.euclidean) {
         const c10::SymInt d = q.sym_size(-1);
-        TORCH_CHECK_VALUE(d % kHeadDimMultiple == 0 && d > 0 && d <= kMaxHeadDim - kNormColumns, "q: head_dim is ", d,
-                          "; with Euclidean logits a multiple of 8 up to ", kMaxHeadDim - kNormColumns, " is allowed");
+        TORCH_CHECK_VALUE(d % kHeadDimMultiple == 0 && d > 0 && d <= kMaxHeadDim - kNormColumns,
+                          "q: head_dim must be a multiple of ", kHeadDimMultiple, " and at most ",
+                          kMaxHeadDim - kNormColumns, " with Euclidean logits, got ", d);
     }
-    if (!variants.forget_gate.has_value()) return;
-    const at::Tensor& gate = *variants.forget_gate;
+    if (!options.forget_gate.has_value()) return;
+    const at::Tensor& gate = *options.forget_gate;
     TORCH_CHECK_TYPE(gate.scalar_type() == q.scalar_type() || gate.scalar_type() == accumulation_type(q),
-                     "forget_gate: dtype is ", gate.scalar_type(), "; q's, ", q.scalar_type(), ", or ",
-                     accumulation_type(q), " is allowed");
-    TORCH_CHECK_VALUE(gate.device() == k.device(), "forget_gate: device is ", gate.device(), " but k's is ",
-                      k.device());
-    const auto of_keys = k.sym_sizes().slice(0, k.dim() - 1);
-    TORCH_CHECK_VALUE(gate.sym_sizes() == of_keys, "forget_gate: shape is ", gate.sym_sizes(),
-                      "; one gate for each row and head of k, ", of_keys, ", is needed");
+                     "forget_gate: dtype must be ", q.scalar_type(), " as in q or ", accumulation_type(q), ", got ",
+                     gate.scalar_type());
+    check_device("forget_gate", gate, k, "k");
+    const auto expected = k.sym_sizes().slice(0, k.dim() - 1);
+    TORCH_CHECK_VALUE(gate.sym_sizes() == expected, "forget_gate: shape must be ", expected,
+                      ", one gate for each row and head of k, got ", gate.sym_sizes());
 }
 
-double scale_of(const std::optional<double>& scale, const at::Tensor& q, const Variants& variants) {
-    if (scale.has_value()) return *scale;
-    const int64_t d = q.sym_size(-1).guard_int(__FILE__, __LINE__);
-    return variants.euclidean ? 1 : 1 / std::sqrt(double(std::max<int64_t>(d, 1)));
-}
-
-Extended extended(const at::Tensor& q, const at::Tensor& k, const Variants& variants) {
-    const auto norm = [&](Norm side) { return static_cast<int64_t>(variants.euclidean ? side : Norm::kNone); };
-    return {variants.euclidean ? Extend::apply(q, std::optional<at::Tensor>(), norm(Norm::kOfQuery)) : q,
-            variants.euclidean || variants.forget_gate.has_value()
-                ? Extend::apply(k, variants.forget_gate, norm(Norm::kOfKey))
+Extended with_variant_columns(const at::Tensor& q, const at::Tensor& k, const AttentionOptions& options) {
+    const auto norm = [&](Norm side) { return static_cast<int64_t>(options.euclidean ? side : Norm::kNone); };
+    return {options.euclidean ? Extend::apply(q, std::optional<at::Tensor>(), norm(Norm::kOfQuery)) : q,
+            options.euclidean || options.forget_gate.has_value()
+                ? Extend::apply(k, options.forget_gate, norm(Norm::kOfKey))
                 : k};
 }
 
-Two with_variants(const at::Tensor& q, const at::Tensor& k, const OptionalTensor& forget_gate, bool euclidean) {
-    const Variants variants{forget_gate, euclidean};
-    check_variants(q, k, variants);
-    const Extended x = extended(q, k, variants);
+TensorPair with_variants(const Arguments& arguments) {
+    const at::Tensor q = arguments.tensor("q"), k = arguments.tensor("k");
+    AttentionOptions options;
+    options.forget_gate = arguments.optional_tensor("forget_gate");
+    options.euclidean = arguments.get<bool>("euclidean");
+    check_variants(q, k, options);
+    const Extended x = with_variant_columns(q, k, options);
     return {x.q, x.k};
 }
 

@@ -1,30 +1,23 @@
-// The variants of the logit, brought into the form that the block contract has: more columns of q and k.
+// Variants of the logit as extra columns of q and k, which the block contract takes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include <optional>
+#include "megatron_sb/attention.h"
 
 namespace megatron_sb::ops {
 
-// How an attention's logits are made, beside its scale.
-struct Variants {
-    std::optional<at::Tensor> forget_gate;  // (b, s_k, h_kv), packed (t_k, h_kv): beta = f sigmoid(z)
-    bool euclidean = false;                 // z = -scale |q - k|^2 instead of scale * q . k
-};
-
-// Of tensors as the caller gave them, q (.., h, d), k (.., h_kv, d). Raises ValueError or TypeError that names the
-// argument, its value and what is allowed.
-void check_variants(const at::Tensor& q, const at::Tensor& k, const Variants& variants);
-
-// The given scale, or the variant's: 1 / sqrt(d), and 1 for Euclidean logits.
-double scale_of(const std::optional<double>& scale, const at::Tensor& q, const Variants& variants);
+// Checks the variants of `options` for q (.., h, d) and k (.., h_kv, d) as the caller gave them. Raises ValueError or
+// TypeError.
+void check_variants(const at::Tensor& q, const at::Tensor& k, const AttentionOptions& options);
 
 struct Extended {
-    at::Tensor q, k;  // (.., h, d'), (.., h_kv, d' + kGateColumns where there are gates)
+    at::Tensor q;  // (.., h, d')
+    at::Tensor k;  // (.., h_kv, d'), plus kGateColumns with a forget gate
 };
 
-// q and k with which plain logits, and gates behind the keys (core/params.h), are those of `variants`. Differentiable.
-Extended extended(const at::Tensor& q, const at::Tensor& k, const Variants& variants);
+// q and k whose plain logits, with the gates in the last columns of k (core/params.h), are the logits that `options`
+// asks for. Differentiable.
+Extended with_variant_columns(const at::Tensor& q, const at::Tensor& k, const AttentionOptions& options);
 
 }  // namespace megatron_sb::ops

@@ -15,21 +15,20 @@ int parse_name(const char* argument, const std::string& name, const char* const 
     for (int i = 0; i < 2; ++i) {
         if (name == names[i]) return i;
     }
-    throw InvalidArgument(
-        concat(argument, " = \"", name, "\" is unknown; allowed: \"", names[0], "\", \"", names[1], "\""));
+    throw InvalidArgument(concat(argument, " must be \"", names[0], "\" or \"", names[1], "\", got \"", name, "\""));
 }
 
 void check_cu_seqlens(const std::vector<int64_t>& cu_seqlens, int64_t seq_len) {
-    if (cu_seqlens.empty()) throw InvalidArgument("cu_seqlens is empty; it holds number of documents + 1 entries");
-    if (cu_seqlens[0] != 0) throw InvalidArgument(concat("cu_seqlens[0] = ", cu_seqlens[0], "; it must be 0"));
+    if (cu_seqlens.empty()) throw InvalidArgument("cu_seqlens must have documents + 1 entries, got none");
+    if (cu_seqlens[0] != 0) throw InvalidArgument(concat("cu_seqlens[0] must be 0, got ", cu_seqlens[0]));
     for (size_t i = 1; i < cu_seqlens.size(); ++i) {
         if (cu_seqlens[i] < cu_seqlens[i - 1]) {
-            throw InvalidArgument(concat("cu_seqlens must not decrease; cu_seqlens[", i - 1, "] = ", cu_seqlens[i - 1],
-                                         ", cu_seqlens[", i, "] = ", cu_seqlens[i]));
+            throw InvalidArgument(concat("cu_seqlens must not decrease, got cu_seqlens[", i - 1,
+                                         "] = ", cu_seqlens[i - 1], " and cu_seqlens[", i, "] = ", cu_seqlens[i]));
         }
     }
     if (cu_seqlens.back() > seq_len) {
-        throw InvalidArgument(concat("cu_seqlens ends at ", cu_seqlens.back(), ", beyond seq_len = ", seq_len));
+        throw InvalidArgument(concat("cu_seqlens must end at most at seq_len, ", seq_len, ", got ", cu_seqlens.back()));
     }
 }
 
@@ -58,9 +57,9 @@ const char* name_of(Packing packing) {
 Partition::Partition(Layout layout, Packing packing, int size, int64_t seq_len,
                      const std::optional<std::vector<int64_t>>& cu_seqlens)
     : layout_(layout), packing_(packing), size_(size) {
-    if (size < 1) throw InvalidArgument(concat("a context-parallel group of size ", size, "; it must be 1 or more"));
+    if (size < 1) throw InvalidArgument(concat("the size of a context-parallel group must be at least 1, got ", size));
     if (seq_len < 1 || seq_len > std::numeric_limits<int32_t>::max()) {
-        throw InvalidArgument(concat("seq_len = ", seq_len, "; allowed: 1 to 2^31 - 1"));
+        throw InvalidArgument(concat("seq_len must be from 1 to 2^31 - 1, got ", seq_len));
     }
     if (cu_seqlens) check_cu_seqlens(*cu_seqlens, seq_len);
     bounds_ = cu_seqlens.value_or(std::vector<int64_t>{0, seq_len});
@@ -77,22 +76,21 @@ Partition Partition::over(int size) const {
 
 void Partition::check_lengths(bool packed) const {
     const int multiple = num_chunks();
-    const auto refuse = [&](const std::string& what) {
+    const auto check = [&](int64_t length, const std::string& what) {
+        if (length % multiple == 0) return;
+        const char* packing = packed && packing_ == Packing::kPerDocument ? ", packing \"per_document\"" : "";
         throw InvalidArgument(concat(what, " must be a multiple of ", multiple, " (layout \"", name_of(layout_),
-                                     "\" over ", size_, size_ == 1 ? " rank" : " ranks", ")"));
+                                     "\" over ", size_, size_ == 1 ? " rank" : " ranks", packing, "), got ", length));
     };
     if (!packed || packing_ == Packing::kWholeStream) {
-        if (num_rows() % multiple != 0) refuse(concat("seq_len = ", num_rows()));
+        check(num_rows(), "seq_len");
         return;
     }
     for (size_t i = 0; i + 1 < bounds_.size(); ++i) {
-        const int64_t length = bounds_[i + 1] - bounds_[i];
-        if (length % multiple == 0) continue;
-        if (static_cast<int>(i) == num_documents_) {
-            refuse(concat("the ", length, " rows from cu_seqlens[-1] = ", bounds_[i], " to seq_len = ", num_rows()));
-        }
-        refuse(concat("document ", i, " (cu_seqlens ", bounds_[i], " to ", bounds_[i + 1], ") has length ", length,
-                      ", which with packing \"per_document\""));
+        const bool tail = static_cast<int>(i) == num_documents_;
+        check(bounds_[i + 1] - bounds_[i],
+              tail ? concat("the number of rows from cu_seqlens[-1] = ", bounds_[i], " to seq_len = ", num_rows())
+                   : concat("the length of document ", i, " (cu_seqlens ", bounds_[i], " to ", bounds_[i + 1], ")"));
     }
 }
 
@@ -161,11 +159,12 @@ std::vector<int64_t> Partition::gathered_positions() const {
 std::vector<int64_t> Partition::chunk_rows(int rank, int chunk) const {
     const std::vector<Piece> buffer = local(rank);
     std::vector<int64_t> rows;
-    auto here = buffer.begin();
+    auto next = buffer.begin();
     for (const Piece& piece : this->chunk(chunk)) {
-        here = std::find_if(here, buffer.end(), [&](const Piece& held) { return held.stream_row == piece.stream_row; });
-        if (here == buffer.end()) throw InvalidArgument(concat("rank ", rank, " does not hold chunk ", chunk));
-        for (int32_t i = 0; i < piece.length; ++i) rows.push_back(here->begin + i);
+        next = std::find_if(next, buffer.end(), [&](const Piece& held) { return held.stream_row == piece.stream_row; });
+        if (next == buffer.end())
+            throw InvalidArgument(concat("rank ", rank, " must hold chunk ", chunk, ", got chunks of other ranks"));
+        for (int32_t i = 0; i < piece.length; ++i) rows.push_back(next->begin + i);
     }
     return rows;
 }

@@ -1,9 +1,9 @@
-// How a stream of packed documents is cut over the ranks of a context-parallel group.
+// How a stream of packed documents is split over the ranks of a context-parallel group.
 //
-// The stream is cut into chunks, 2 * size for zigzag and size for contiguous; rank r holds chunks r and 2 * size - 1 -
-// r, or chunk r. `per_document` cuts every document into that many parts, and a chunk is its part of every document;
-// `whole_stream` cuts the stream. Rows beyond the last document are a tail that no query sees: they are cut as one more
-// document would be.
+// zigzag splits the stream into 2 * size chunks, and rank r holds chunks r and 2 * size - 1 - r. contiguous splits it
+// into `size` chunks, and rank r holds chunk r. With `per_document` every document is split into that many parts, and
+// chunk i consists of part i of every document. With `whole_stream` the stream as a whole is split. Rows after the last
+// document form a tail that no query sees; the tail is split like a document.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,8 @@ Packing parse_packing(const std::string& name);
 const char* name_of(Layout layout);
 const char* name_of(Packing packing);
 
-// Rows [begin, begin + length) of a buffer hold positions [position, position + length) of a document, which are the
-// rows from stream_row on of the whole stream.
+// Rows [begin, begin + length) of a buffer are positions [position, position + length) of a document and rows
+// [stream_row, stream_row + length) of the whole stream.
 struct Piece {
     int32_t document;
     int32_t position;
@@ -33,13 +33,12 @@ struct Piece {
 
 class Partition {
   public:
-    // cu_seqlens: where each document starts, and the end of the last; none: one document of seq_len rows.
-    // Throws InvalidArgument for cu_seqlens that do not start at 0, decrease or end beyond seq_len, and for a length
-    // that does not divide.
+    // cu_seqlens: the start of each document and the end of the last; nullopt: one document of seq_len rows. Throws
+    // InvalidArgument if cu_seqlens do not start at 0, decrease or end beyond seq_len, or if a length does not divide.
     Partition(Layout layout, Packing packing, int size, int64_t seq_len,
               const std::optional<std::vector<int64_t>>& cu_seqlens);
 
-    // The same stream, cut over a number of ranks that divides this one's.
+    // The same stream split over `size` ranks, where `size` divides this partition's size.
     Partition over(int size) const;
 
     Layout layout() const { return layout_; }
@@ -47,23 +46,23 @@ class Partition {
     int64_t num_rows() const { return bounds_.back(); }
     int64_t num_local_rows() const { return num_rows() / size_; }
     int num_chunks() const { return layout_ == Layout::kZigzag ? 2 * size_ : size_; }
-    // Documents from this number on are the tail.
+    // Pieces with a document from this number on belong to the tail.
     int num_documents() const { return num_documents_; }
 
-    // The chunks of a rank in the order of their lanes: the low one, then the high one.
+    // The chunks of a rank in the order of their lanes (plan/schedule.h): the low chunk, then the high chunk.
     std::vector<int> chunks_of(int rank) const;
 
     std::vector<Piece> stream() const;
     std::vector<Piece> chunk(int chunk) const;
-    // The local buffer of a rank, in Megatron's order: document by document the low part and the high part; for
-    // `whole_stream` the low chunk and the high chunk.
+    // The local buffer of a rank, in Megatron's order. per_document: the low part and the high part of each document in
+    // turn. whole_stream: the low chunk, then the high chunk.
     std::vector<Piece> local(int rank) const;
 
-    // For each local row of a rank its row in the stream.
+    // The stream row of each local row of a rank.
     std::vector<int64_t> local_positions(int rank) const;
-    // The row in the stream of each row of the buffers of all ranks, one after the other.
+    // The stream row of each row of the concatenated local buffers of all ranks.
     std::vector<int64_t> gathered_positions() const;
-    // For each row of a chunk that `rank` holds its row in the rank's local buffer.
+    // The local row of each row of a chunk that `rank` holds.
     std::vector<int64_t> chunk_rows(int rank, int chunk) const;
 
   private:
@@ -73,7 +72,7 @@ class Partition {
     Packing packing_;
     int size_;
     int num_documents_;
-    std::vector<int64_t> bounds_;  // of the documents and of the tail, if there is one
+    std::vector<int64_t> bounds_;  // bounds of the documents and of the tail, if any
 };
 
 }  // namespace megatron_sb::plan

@@ -1,15 +1,15 @@
-// Which key chunks a rank holds at each step of the ring, and in which order they may be folded: pure functions of
-// (layout, size, rank, step).
+// The ring schedule: which key chunks a rank holds at each step. Pure functions of (layout, size, rank, step).
 //
-// The forward must meet the keys of a row newest to oldest and the backward oldest to newest. With `contiguous` one
-// lane of chunks turns towards newer ranks in the forward, so that rank r meets chunks r, r - 1, .. 0, and the other
-// way in the backward. With `zigzag` a rank holds a low and a high chunk, and the two move in opposite directions
-// (counter-rotation): the lows as above, and the highs towards lower ranks, so that rank r meets the highs of ranks
-// r, r + 1, .. size - 1. A rank's keys then come in at most three runs, each in order, that are folded at the end:
+// The forward must meet the keys of a row from newest to oldest, and the backward from oldest to newest.
+// - contiguous: one lane of chunks moves to the next higher rank at each step of the forward. Rank r meets chunks
+//   r, r - 1, .. 0.
+// - zigzag: a rank holds a low and a high chunk, which form two lanes that move in opposite directions. The low chunks
+//   move as above. The high chunks move to the next lower rank, and rank r meets those of ranks r, r + 1, .. size - 1.
+// In the backward each lane moves in the other direction. It starts one exchange away from its home rank and ends
+// there.
 //
-//     run 0: the highs up to its own     run 1: the lows above its own     run 2: the lows up to its own
-//
-// In the backward both directions are swapped, and a lane starts one exchange away from home and ends there.
+// A run is a sequence of chunks that a rank meets in order. With zigzag there are at most three, folded at the end:
+//     run 0: the high chunks of ranks r .. size - 1     run 1: the low chunks above r     run 2: the low chunks 0 .. r
 #pragma once
 
 #include "plan/partition.h"
@@ -29,12 +29,12 @@ class Schedule {
 
     // The chunk of a lane that a rank owns.
     int home_chunk(int lane, int rank) const { return lane == 0 ? rank : 2 * size_ - 1 - rank; }
-    // The ranks that a lane's chunk goes to, and comes from, after each step.
+    // After each step a rank sends its chunk of a lane to next_rank and receives one from previous_rank.
     int next_rank(int lane, Pass pass, int rank) const { return wrap(rank + direction(lane, pass)); }
     int previous_rank(int lane, Pass pass, int rank) const { return wrap(rank - direction(lane, pass)); }
     // The chunk of a lane that a rank holds during a step.
     int chunk(int lane, Pass pass, int rank, int step) const;
-    // The run that a key chunk belongs to at a rank, 0 the newest; -1 where none of the rank's queries sees it.
+    // The run of a key chunk on a rank, 0 for the newest; -1 if no query of the rank sees the chunk.
     int run(int rank, int chunk) const;
 
   private:

@@ -1,7 +1,7 @@
-// Stick-breaking attention with the sequence spread over a process group; for C++ users, no Python needed.
+// Stick-breaking attention over a sequence that is split over a process group, for C++ programs, without Python.
 //
-// A stream of seq_len rows, one document or several packed ones, is cut over the ranks of a group (`layout`,
-// `packing`); each rank brings its local rows of q, k and v and gets its local rows of the output.
+// A stream of seq_len rows, one document or several packed ones, is split over the ranks of a group (`layout`,
+// `packing`). Each rank passes its local rows of q, k and v and receives its local rows of the output.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,16 +17,17 @@
 
 namespace megatron_sb {
 
-// All that needs the host, made once a batch and shared by all layers and both directions: lengths checked, the ranks
-// agreed, tables of segments.
+// The work of a batch that needs the host: checks lengths, checks that the ranks agree, makes tables of segments. Make
+// one plan for each batch; all layers and both directions share it.
 class ContextParallelPlan : public torch::CustomClassHolder {
   public:
-    // Collective over the group that is registered under `group_name` in torch.distributed. cu_seqlens: where each
-    // packed document starts and the end of the last, the same on all ranks; none: one document. seq_len: rows of the
-    // whole stream, default cu_seqlens.back(). layout "zigzag" | "contiguous", packing "per_document" | "whole_stream".
-    // Throws InvalidArgument (std::invalid_argument) on every rank for lengths that do not divide and for ranks that
-    // disagree, with the words of the rank that found it. argument_error: what the caller of this rank found wrong
-    // before; then every rank throws.
+    // Collective over the group that is registered under `group_name` in torch.distributed.
+    // - seq_len: rows of the whole stream; default cu_seqlens.back().
+    // - cu_seqlens: the start of each packed document and the end of the last, the same on all ranks; nullopt: one
+    //   document.
+    // - layout: "zigzag" or "contiguous". packing: "per_document" or "whole_stream".
+    // - argument_error: if not empty, every rank throws it. For a caller that has found an invalid argument itself.
+    // Throws InvalidArgument (std::invalid_argument) on every rank if a length does not divide or the ranks disagree.
     ContextParallelPlan(const std::string& group_name, std::optional<int64_t> seq_len,
                         std::optional<std::vector<int64_t>> cu_seqlens, const std::string& layout = "zigzag",
                         const std::string& packing = "per_document", const std::string& argument_error = "");
@@ -49,38 +50,43 @@ class ContextParallelPlan : public torch::CustomClassHolder {
 };
 
 struct ContextParallelOptions : AttentionOptions {
-    // "p2p": keys move around the ring. "all_gather": keys are gathered, a group of heads at a time. "a2a": heads are
-    // exchanged for rows. "a2a+p2p": that within the first of `hierarchical_groups`, and a ring over the second.
-    // "auto": a2a where the heads can be exchanged and a rank's share of them has 32768 rows or more (heads times
-    // rows); else all_gather while the gathered keys and values that are alive at a time stay within 1 GiB; else p2p.
+    // - "p2p": keys move around the ring.
+    // - "all_gather": keys are gathered, one group of heads at a time.
+    // - "a2a": ranks exchange heads for rows.
+    // - "a2a+p2p": a2a in the first of `hierarchical_groups` and p2p in the second.
+    // - "auto": a2a if the heads can be exchanged and heads times rows of a rank's share is at least 32768; else
+    //   all_gather if at most 1 GiB of gathered keys and values is allocated at a time; else p2p.
     std::string comm = "auto";
-    // Names of this rank's a2a group and p2p group, for "a2a+p2p". Rank = rank in the p2p group * size of the a2a group
-    // + rank in the a2a group.
+    // For "a2a+p2p": the names of this rank's a2a group and p2p group. The rank in the plan's group must be
+    // p2p rank * size of the a2a group + a2a rank.
     std::pair<std::string, std::string> hierarchical_groups = {};
-    // Without it no mass is sent, and an empty tensor returned in its place.
+    // If false, no mass is sent, and an empty tensor is returned in its place.
     bool return_mass = true;
 };
 
-// Local shards: q (b, s_local, h, d), k (b, s_local, h_kv, d), v (b, s_local, h_kv, d_v), or (t_local, heads, head_dim)
-// where the plan is packed. Returns o (b, s_local, h, d_v) or (t_local, h, d_v) in q's dtype and mass (b, h, s_local)
-// or (h, t_local) in fp32 (fp64 for fp64); both differentiable, once. Rows of no document: o = 0, mass = 1, gradients
-// 0. Every rank of the group calls it. The first call with new shapes makes sure that the ranks agree on them. Throws
-// c10::ValueError, c10::TypeError and InvalidArgument for bad input, of any rank on every rank until a call of the plan
-// has been agreed on, from then on on the rank that has it; RuntimeFailure (std::runtime_error) for a lost peer, or one
-// that has thrown alone, within the group's time-out.
+// Every rank of the group makes this call.
+//
+// Takes local shards q (b, s_local, h, d), k (b, s_local, h_kv, d), v (b, s_local, h_kv, d_v); with a packed plan
+// (t_local, heads, head_dim). Returns o (b, s_local, h, d_v) or (t_local, h, d_v) in q's dtype and mass (b, h, s_local)
+// or (h, t_local) in fp32 (fp64 for fp64). Both are differentiable once. Rows of no document get o = 0, mass = 1 and
+// zero gradients.
+//
+// The first call with new shapes or options checks that the ranks agree on them. Throws c10::ValueError, c10::TypeError
+// or InvalidArgument for an invalid argument: on every rank in the first call of a plan, later only on the rank with
+// the invalid argument. Throws RuntimeFailure (std::runtime_error) within the timeout of the group if a peer is lost or
+// has thrown alone.
 std::tuple<at::Tensor, at::Tensor> context_parallel_attention(const at::Tensor& q, const at::Tensor& k,
                                                               const at::Tensor& v,
                                                               const c10::intrusive_ptr<ContextParallelPlan>& plan,
                                                               const ContextParallelOptions& options = {});
 
-// The rows of x that this rank holds. Its backward gathers: every rank gets the gradient of the sum of all ranks'
-// losses.
+// Returns this rank's rows of x. The backward gathers: every rank gets the gradient of the sum of all ranks' losses.
 at::Tensor shard_sequence(const at::Tensor& x, const std::string& group_name, int64_t dim = 1,
                           const std::string& layout = "zigzag",
                           const std::optional<std::vector<int64_t>>& cu_seqlens = std::nullopt,
                           const std::string& packing = "per_document");
 
-// The whole of what the ranks hold. Its backward sums over the ranks, in fp32 (fp64): the adjoint.
+// Returns the rows of all ranks in the order of the stream. The backward sums over the ranks in fp32 (fp64 for fp64).
 at::Tensor unshard_sequence(const at::Tensor& x_local, const std::string& group_name, int64_t dim = 1,
                             const std::string& layout = "zigzag",
                             const std::optional<std::vector<int64_t>>& cu_seqlens = std::nullopt,

@@ -34,7 +34,7 @@ Case make_case(const plan::Stream& stream, at::ScalarType dtype, double mean_log
     const double component = std::sqrt(std::abs(mean_logit) * std::sqrt(static_cast<double>(d)));
     made.q.select(-1, 0).fill_(component);
     made.k.select(-1, 0).fill_(std::copysign(component, mean_logit));
-    made.options = {1 / std::sqrt(static_cast<double>(d)), false, mass_threshold};
+    made.options = {1 / std::sqrt(static_cast<double>(d)), mass_threshold, false};
     return made;
 }
 
@@ -64,8 +64,8 @@ struct Mode {
 // Those that many ranks can have with the eight query heads and four KV heads of a case.
 std::vector<Mode> modes_of(int size) {
     std::vector<Mode> modes{{"p2p", Comm::kRing, 1}, {"all_gather", Comm::kGather, 1}};
-    if (size == 1) modes.push_back({"one rank", Comm::kHere, 1});
-    if (size == 2 || size == 4 || size == 8) modes.push_back({"a2a", Comm::kHere, size});
+    if (size == 1) modes.push_back({"one rank", Comm::kLocal, 1});
+    if (size == 2 || size == 4 || size == 8) modes.push_back({"a2a", Comm::kLocal, size});
     for (const int exchanging : {2, 4}) {
         if (size % exchanging != 0 || size == exchanging) continue;
         modes.push_back({concat("a2a over ", exchanging, " + p2p"), Comm::kRing, exchanging});
@@ -88,7 +88,7 @@ class Groups {
         // Some of the streams here are longer.
         auto plan = std::make_shared<RankPlan>(make_rank_plan(partition, rank, at::kCPU, mode_.exchanging, 100));
         return {mode_.exchanging > 1 ? heads_[p2p_rank].transport(a2a_rank) : nullptr,
-                mode_.comm == Comm::kHere ? nullptr : keys_[a2a_rank].transport(p2p_rank), mode_.comm, plan};
+                mode_.comm == Comm::kLocal ? nullptr : keys_[a2a_rank].transport(p2p_rank), mode_.comm, plan};
     }
 
   private:
@@ -108,8 +108,9 @@ Answer many_ranks(const plan::Stream& stream, const Case& x, plan::Layout layout
         const Route route = groups.route(partition, rank);
         const Tensor rows = index_tensor(partition.local_positions(rank), at::kCPU);
         const auto local = [&rows](const Tensor& whole, int64_t dim) { return whole.index_select(dim, rows); };
-        const Routed out = route_forward(route, local(x.q, 1), local(x.k, 1), local(x.v, 1), x.options, true, true);
-        const Record record = unflatten(route, flatten(out.record));
+        const RouteOutput out =
+            route_forward(route, local(x.q, 1), local(x.k, 1), local(x.v, 1), x.options, true, true);
+        const RouteRecord record = unflatten(route, flatten(out.record));
         const Gradients gradients =
             route_backward(route, local(x.d_o, 1), local(x.d_mass, 2), x.k.size(2), record, x.options, true);
         all.o.index_copy_(1, rows, out.o);
@@ -268,10 +269,10 @@ TEST(Route, ChoosesByHeadsRowsAndMemory) {
     EXPECT_EQ(chosen(1, 4096, 3, 1), "all_gather");
 }
 
-TEST(GatherFeed, HoldsTwoGroupsOfHeadsAtATime) {
+TEST(GatheredKeys, HoldTwoGroupsOfHeadsAtATime) {
     const auto bytes = [](int ranks, int64_t num_kv_heads, int64_t rows = 8192) {
         const Tensor x = at::empty({1, rows, num_kv_heads, 64}, at::kBFloat16);
-        return gather_feed_bytes(ranks, x, x);
+        return gathered_bytes(ranks, x, x);
     };
     constexpr int64_t kOneHead = 2 * 8192 * 64 * 2;  // keys and values of one rank
     EXPECT_EQ(bytes(4, 1), 4 * kOneHead);
@@ -280,7 +281,7 @@ TEST(GatherFeed, HoldsTwoGroupsOfHeadsAtATime) {
     EXPECT_EQ(bytes(8, 32), 8 * 16 * kOneHead);
     EXPECT_EQ(bytes(4, 8, 4096), 4 * 8 * kOneHead / 2);  // so short that all heads come at once
     const Tensor packed = at::empty({8192, 8, 64}, at::kBFloat16);
-    EXPECT_EQ(gather_feed_bytes(4, packed, packed), 4 * 4 * kOneHead);
+    EXPECT_EQ(gathered_bytes(4, packed, packed), 4 * 4 * kOneHead);
 }
 
 TEST(Driver, ALostPeerEndsEveryRank) {

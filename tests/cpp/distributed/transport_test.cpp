@@ -112,9 +112,9 @@ TEST(Agreement, OneRanksErrorIsEveryRanksError) {
         agree(transport, "the test", {{"a", transport.rank() == 1 ? "" : "1"}},
               transport.rank() == 1 ? "a is missing" : "");
     });
-    EXPECT_EQ(message_of<InvalidArgument>(thrown[0]), "the test was refused on rank 1: a is missing");
+    EXPECT_EQ(message_of<InvalidArgument>(thrown[0]), "the test was rejected on rank 1: a is missing");
     EXPECT_EQ(message_of<InvalidArgument>(thrown[1]), "a is missing");
-    EXPECT_EQ(message_of<InvalidArgument>(thrown[2]), "the test was refused on rank 1: a is missing");
+    EXPECT_EQ(message_of<InvalidArgument>(thrown[2]), "the test was rejected on rank 1: a is missing");
 }
 
 // A message longer than its place is cut, not lost.
@@ -123,7 +123,7 @@ TEST(Agreement, LongMessagesAreCut) {
         agree(transport, "the test", {}, transport.rank() == 1 ? std::string(5000, 'x') : "");
     });
     const std::string seen = message_of<InvalidArgument>(thrown[0]);
-    EXPECT_EQ(seen, "the test was refused on rank 1: " + std::string(1023, 'x'));
+    EXPECT_EQ(seen, "the test was rejected on rank 1: " + std::string(1023, 'x'));
 }
 
 }  // namespace

@@ -115,26 +115,26 @@ TEST(Partition, RefusesByNameValueAndMultiple) {
     const auto zigzag = Layout::kZigzag;
     const auto each = Packing::kPerDocument, whole = Packing::kWholeStream;
     EXPECT_EQ(refusal(zigzag, each, 4, 100, std::nullopt),
-              "seq_len = 100 must be a multiple of 8 (layout \"zigzag\" over 4 ranks)");
+              "seq_len must be a multiple of 8 (layout \"zigzag\" over 4 ranks), got 100");
     EXPECT_EQ(refusal(Layout::kContiguous, each, 3, 100, std::nullopt),
-              "seq_len = 100 must be a multiple of 3 (layout \"contiguous\" over 3 ranks)");
-    EXPECT_EQ(
-        refusal(zigzag, each, 2, 20, Rows{0, 8, 15, 20}),
-        "document 1 (cu_seqlens 8 to 15) has length 7, which with packing \"per_document\" must be a multiple of 4 "
-        "(layout \"zigzag\" over 2 ranks)");
-    EXPECT_EQ(
-        refusal(zigzag, each, 2, 21, Rows{0, 8, 16}),
-        "the 5 rows from cu_seqlens[-1] = 16 to seq_len = 21 must be a multiple of 4 (layout \"zigzag\" over 2 ranks)");
+              "seq_len must be a multiple of 3 (layout \"contiguous\" over 3 ranks), got 100");
+    EXPECT_EQ(refusal(zigzag, each, 2, 20, Rows{0, 8, 15, 20}),
+              "the length of document 1 (cu_seqlens 8 to 15) must be a multiple of 4 (layout \"zigzag\" over 2 ranks, "
+              "packing \"per_document\"), got 7");
+    EXPECT_EQ(refusal(zigzag, each, 2, 21, Rows{0, 8, 16}),
+              "the number of rows from cu_seqlens[-1] = 16 to seq_len = 21 must be a multiple of 4 (layout \"zigzag\" "
+              "over 2 ranks, packing \"per_document\"), got 5");
     EXPECT_EQ(refusal(zigzag, whole, 1, 5, Rows{0, 2, 5}),
-              "seq_len = 5 must be a multiple of 2 (layout \"zigzag\" over 1 rank)");
+              "seq_len must be a multiple of 2 (layout \"zigzag\" over 1 rank), got 5");
     EXPECT_EQ(refusal(zigzag, whole, 2, 20, Rows{0, 8, 15, 20}), "accepted");
-    EXPECT_EQ(refusal(zigzag, whole, 2, 20, Rows{}), "cu_seqlens is empty; it holds number of documents + 1 entries");
-    EXPECT_EQ(refusal(zigzag, whole, 2, 20, Rows{4, 20}), "cu_seqlens[0] = 4; it must be 0");
+    EXPECT_EQ(refusal(zigzag, whole, 2, 20, Rows{}), "cu_seqlens must have documents + 1 entries, got none");
+    EXPECT_EQ(refusal(zigzag, whole, 2, 20, Rows{4, 20}), "cu_seqlens[0] must be 0, got 4");
     EXPECT_EQ(refusal(zigzag, whole, 2, 20, Rows{0, 8, 6, 20}),
-              "cu_seqlens must not decrease; cu_seqlens[1] = 8, cu_seqlens[2] = 6");
-    EXPECT_EQ(refusal(zigzag, whole, 2, 20, Rows{0, 8, 24}), "cu_seqlens ends at 24, beyond seq_len = 20");
-    EXPECT_EQ(refusal(zigzag, each, 2, 0, std::nullopt), "seq_len = 0; allowed: 1 to 2^31 - 1");
-    EXPECT_EQ(refusal(zigzag, each, 0, 8, std::nullopt), "a context-parallel group of size 0; it must be 1 or more");
+              "cu_seqlens must not decrease, got cu_seqlens[1] = 8 and cu_seqlens[2] = 6");
+    EXPECT_EQ(refusal(zigzag, whole, 2, 20, Rows{0, 8, 24}), "cu_seqlens must end at most at seq_len, 20, got 24");
+    EXPECT_EQ(refusal(zigzag, each, 2, 0, std::nullopt), "seq_len must be from 1 to 2^31 - 1, got 0");
+    EXPECT_EQ(refusal(zigzag, each, 0, 8, std::nullopt),
+              "the size of a context-parallel group must be at least 1, got 0");
 }
 
 TEST(Partition, NamesAreReadAndWritten) {

@@ -1,29 +1,29 @@
-// Where no keys have to come: one block, whose gradients stay.
+// This rank has all keys that its queries see: one block, no transfer.
 #include <ATen/ATen.h>
 
-#include "distributed/feed.h"
-#include "ops/block.h"
+#include "distributed/key_source.h"
+#include "ops/tensors.h"
 
 namespace megatron_sb::distributed {
 namespace {
 
-class HereFeed final : public KeyFeed {
+class LocalKeys final : public KeySource {
   public:
-    HereFeed(const at::Tensor& k, const at::Tensor& v, at::ScalarType type) : k_(k), v_(v), type_(type) {}
+    LocalKeys(const at::Tensor& k, const at::Tensor& v, at::ScalarType type) : k_(k), v_(v), type_(type) {}
 
     int num_groups() const override { return 1; }
     int num_steps() const override { return 1; }
     HeadRange heads(int) const override { return {0, k_.size(2)}; }
-    std::vector<KeyBlock> take() override { return {{0, k_, v_}}; }
+    std::vector<KeyBlock> next_blocks() override { return {{0, k_, v_}}; }
 
     KeyGradients gradients(size_t) override {
-        // Those in the accumulation type are added to.
+        // Kernels add to gradients in the accumulation type, so they start at 0.
         const auto make = type_ == ops::accumulation_type(k_) ? zeros : empty;
         gradients_ = {make(k_, type_), make(v_, type_)};
         return gradients_;
     }
-    void give() override {}
-    KeyGradients home() override {
+    void finish_step() override {}
+    KeyGradients own_gradients() override {
         if (!gradients_.dk.defined()) gradients_ = {zeros(k_, type_), zeros(v_, type_)};
         return gradients_;
     }
@@ -43,8 +43,8 @@ class HereFeed final : public KeyFeed {
 
 }  // namespace
 
-std::unique_ptr<KeyFeed> make_here_feed(const at::Tensor& k, const at::Tensor& v, at::ScalarType type) {
-    return std::make_unique<HereFeed>(k, v, type);
+std::unique_ptr<KeySource> make_local_keys(const at::Tensor& k, const at::Tensor& v, at::ScalarType type) {
+    return std::make_unique<LocalKeys>(k, v, type);
 }
 
 }  // namespace megatron_sb::distributed

@@ -1,29 +1,29 @@
-#include "plan/itinerary.h"
+#include "plan/segment_plan.h"
 
 #include <algorithm>
 
 namespace megatron_sb::plan {
 namespace {
 
-// Gives every run the stretch of rows that its visits need, and drops the runs that have none.
-void place_runs(Itinerary& itinerary, int num_runs) {
+// Sets the row range of every run and drops the runs without segments.
+void place_runs(SegmentPlan& segment_plan, int num_runs) {
     std::vector<int> kept(num_runs, -1);
     for (int run = 0; run < num_runs; ++run) {
         int32_t begin = INT32_MAX, end = 0;
-        for (const Visit& visit : itinerary.visits) {
-            if (visit.run != run) continue;
-            for (const Segment& segment : visit.segments) {
+        for (const BufferSegments& buffer : segment_plan.buffers) {
+            if (buffer.run != run) continue;
+            for (const Segment& segment : buffer.segments) {
                 begin = std::min(begin, segment.q_begin);
                 end = std::max(end, segment.q_begin + segment.q_len);
             }
         }
         if (end == 0) continue;
-        kept[run] = static_cast<int>(itinerary.runs.size());
-        itinerary.runs.push_back({begin, end - begin});
+        kept[run] = static_cast<int>(segment_plan.runs.size());
+        segment_plan.runs.push_back({begin, end - begin});
     }
-    for (Visit& visit : itinerary.visits) {
-        visit.run = visit.segments.empty() ? -1 : kept[visit.run];
-        for (Segment& segment : visit.segments) segment.q_begin -= itinerary.runs[visit.run].row_begin;
+    for (BufferSegments& buffer : segment_plan.buffers) {
+        buffer.run = buffer.segments.empty() ? -1 : kept[buffer.run];
+        for (Segment& segment : buffer.segments) segment.q_begin -= segment_plan.runs[buffer.run].row_begin;
     }
 }
 
@@ -45,21 +45,21 @@ std::vector<Segment> pair_pieces(const std::vector<Piece>& queries, const std::v
     return segments;
 }
 
-Itinerary ring_itinerary(const Partition& partition, int rank) {
+SegmentPlan ring_segments(const Partition& partition, int rank) {
     const Schedule schedule(partition.layout(), partition.size());
     const std::vector<Piece> queries = partition.local(rank);
-    Itinerary itinerary;
+    SegmentPlan segment_plan;
     for (int chunk = 0; chunk < partition.num_chunks(); ++chunk) {
-        Visit visit{schedule.run(rank, chunk), {}};
-        if (visit.run >= 0) visit.segments = pair_pieces(queries, partition.chunk(chunk), partition.num_documents());
-        itinerary.visits.push_back(std::move(visit));
+        BufferSegments buffer{schedule.run(rank, chunk), {}};
+        if (buffer.run >= 0) buffer.segments = pair_pieces(queries, partition.chunk(chunk), partition.num_documents());
+        segment_plan.buffers.push_back(std::move(buffer));
     }
-    place_runs(itinerary, schedule.num_runs());
-    return itinerary;
+    place_runs(segment_plan, schedule.num_runs());
+    return segment_plan;
 }
 
-Itinerary gather_itinerary(const Partition& partition, int rank) {
-    Visit all{0, pair_pieces(partition.local(rank), partition.stream(), partition.num_documents())};
+SegmentPlan gather_segments(const Partition& partition, int rank) {
+    BufferSegments all{0, pair_pieces(partition.local(rank), partition.stream(), partition.num_documents())};
     if (all.segments.empty()) return {{}, {{}}};
     return {{{0, static_cast<int32_t>(partition.num_local_rows())}}, {std::move(all)}};
 }

@@ -1,4 +1,4 @@
-#include "plan/itinerary.h"
+#include "plan/segment_plan.h"
 
 #include <gtest/gtest.h>
 
@@ -87,23 +87,23 @@ TEST(Schedule, RunsAreInOrder) {
 }
 
 // Every pair of a query and an older or equal key of its document, once; newest to oldest over visits for each query.
-void expect_all_pairs_once(const Stream& stream, const Partition& partition, const Itinerary& itinerary, int rank,
+void expect_all_pairs_once(const Stream& stream, const Partition& partition, const SegmentPlan& segment_plan, int rank,
                            const std::vector<int>& visit_order,
                            const std::function<std::vector<Piece>(int)>& key_buffer) {
     const std::vector<int64_t> local = partition.local_positions(rank);
     const std::vector<int> document_of = stream.documents();
     std::vector<std::vector<std::vector<int64_t>>> keys_of(local.size(),
-                                                           std::vector<std::vector<int64_t>>(itinerary.runs.size()));
+                                                           std::vector<std::vector<int64_t>>(segment_plan.runs.size()));
     for (const int buffer : visit_order) {
-        const Visit& visit = itinerary.visits[buffer];
-        EXPECT_EQ(visit.segments.empty(), visit.run < 0);
+        const BufferSegments& buffer_segments = segment_plan.buffers[buffer];
+        EXPECT_EQ(buffer_segments.segments.empty(), buffer_segments.run < 0);
         std::vector<int64_t> key_rows;
         for (const Piece& piece : key_buffer(buffer)) {
             for (int32_t i = 0; i < piece.length; ++i) key_rows.push_back(piece.stream_row + i);
         }
         std::vector<int> segments_of(local.size(), 0);
-        for (const Segment& segment : visit.segments) {
-            const Run& run = itinerary.runs[visit.run];
+        for (const Segment& segment : buffer_segments.segments) {
+            const Run& run = segment_plan.runs[buffer_segments.run];
             EXPECT_GE(segment.q_begin, 0);
             EXPECT_LE(segment.q_begin + segment.q_len, run.num_rows);
             EXPECT_LE(segment.k_begin + segment.k_len, static_cast<int32_t>(key_rows.size()));
@@ -112,7 +112,7 @@ void expect_all_pairs_once(const Stream& stream, const Partition& partition, con
                 const int32_t row = run.row_begin + segment.q_begin + j;
                 EXPECT_EQ(++segments_of[row], 1);
                 for (int32_t i = std::min(segment.k_len - 1, j + segment.q_pos_minus_k_pos); i >= 0; --i) {
-                    keys_of[row][visit.run].push_back(key_rows[segment.k_begin + i]);
+                    keys_of[row][buffer_segments.run].push_back(key_rows[segment.k_begin + i]);
                 }
             }
         }
@@ -143,9 +143,9 @@ TEST(Itinerary, EveryVisiblePairOnceAndInOrder) {
                             order.push_back(ring.chunk(lane, Pass::kForward, rank, step));
                         }
                     }
-                    expect_all_pairs_once(stream, partition, ring_itinerary(partition, rank), rank, order,
+                    expect_all_pairs_once(stream, partition, ring_segments(partition, rank), rank, order,
                                           [&](int chunk) { return partition.chunk(chunk); });
-                    expect_all_pairs_once(stream, partition, gather_itinerary(partition, rank), rank, {0},
+                    expect_all_pairs_once(stream, partition, gather_segments(partition, rank), rank, {0},
                                           [&](int) { return partition.stream(); });
                 }
             }
@@ -157,24 +157,24 @@ TEST(Itinerary, EveryVisiblePairOnceAndInOrder) {
 TEST(Itinerary, DenseRunsCoverNoMoreRowsThanTheyNeed) {
     const Partition partition(Layout::kZigzag, Packing::kPerDocument, 4, 64, std::nullopt);
     for (int rank = 0; rank < 4; ++rank) {
-        const Itinerary itinerary = ring_itinerary(partition, rank);
-        ASSERT_EQ(itinerary.runs.size(), rank == 3 ? 2U : 3U);
-        EXPECT_EQ(itinerary.runs.front().row_begin, 8);
-        EXPECT_EQ(itinerary.runs.front().num_rows, 8);
-        EXPECT_EQ(itinerary.runs.back().row_begin, 0);
-        EXPECT_EQ(itinerary.runs.back().num_rows, 16);
+        const SegmentPlan segment_plan = ring_segments(partition, rank);
+        ASSERT_EQ(segment_plan.runs.size(), rank == 3 ? 2U : 3U);
+        EXPECT_EQ(segment_plan.runs.front().row_begin, 8);
+        EXPECT_EQ(segment_plan.runs.front().num_rows, 8);
+        EXPECT_EQ(segment_plan.runs.back().row_begin, 0);
+        EXPECT_EQ(segment_plan.runs.back().num_rows, 16);
     }
 }
 
 // The count of the segments is that of the documents, not of the pairs.
 TEST(Itinerary, OneSegmentForEachPieceAndVisit) {
     const Partition partition(Layout::kZigzag, Packing::kPerDocument, 2, 16, std::vector<int64_t>{0, 8, 16});
-    const Itinerary itinerary = ring_itinerary(partition, 0);
+    const SegmentPlan segment_plan = ring_segments(partition, 0);
     std::map<int, size_t> count;
-    for (size_t chunk = 0; chunk < itinerary.visits.size(); ++chunk)
-        count[chunk] = itinerary.visits[chunk].segments.size();
+    for (size_t chunk = 0; chunk < segment_plan.buffers.size(); ++chunk)
+        count[chunk] = segment_plan.buffers[chunk].segments.size();
     EXPECT_EQ(count, (std::map<int, size_t>{{0, 4}, {1, 2}, {2, 2}, {3, 2}}));
-    EXPECT_EQ(gather_itinerary(partition, 0).visits[0].segments.size(), 4U);
+    EXPECT_EQ(gather_segments(partition, 0).buffers[0].segments.size(), 4U);
 }
 
 }  // namespace

@@ -1,0 +1,72 @@
+// How keys reach a rank and how their gradients return: the only part of context parallelism that differs by mode.
+//
+// Keys and values travel as one tensor kv (b, rows, kv heads, d + d_v) in their own dtype. Their gradients travel as a
+// tensor of the same shape in the accumulation type (fp32; fp64 for fp64).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <vector>
+
+#include "distributed/rank_plan.h"
+#include "distributed/transport.h"
+
+namespace megatron_sb::distributed {
+
+struct KeyBlock {
+    int buffer;       // index of the key buffer in SegmentTables
+    at::Tensor k, v;  // (b, rows, kv heads, d), (b, rows, kv heads, d_v)
+};
+
+struct KeyGradients {
+    at::Tensor dk, dv;  // shapes of k and v
+};
+
+struct HeadRange {
+    int64_t begin;
+    int64_t count;
+};
+
+// One pass over the keys. For each group of KV heads and each step, the driver calls next_blocks() and, in the
+// backward, gradients() for the blocks it computes and then finish_step().
+class KeySource {
+  public:
+    virtual ~KeySource() = default;
+    virtual int num_groups() const = 0;
+    virtual int num_steps() const = 0;
+    virtual HeadRange heads(int group) const = 0;  // KV heads
+    // The blocks of this step. Starts the transfer of the next step's blocks, which overlaps this step's compute.
+    virtual std::vector<KeyBlock> next_blocks() = 0;
+    // The tensors for this rank's gradients of block `block` of this step; called at most once for each block. A kernel
+    // adds to them if they are in the accumulation type, and writes them if they are in the dtype of k (local keys
+    // only).
+    virtual KeyGradients gradients(size_t block) = 0;
+    // Sends the gradients of this step's blocks.
+    virtual void finish_step() = 0;
+    // After the last step: the gradients of this rank's own keys and values, (b, s_local, kv heads, ..).
+    virtual KeyGradients own_gradients() = 0;
+};
+
+// k (b, s_local, h_kv, d), v (b, s_local, h_kv, d_v). `transport` and `plan` must outlive the source.
+// Moves chunks of keys around the ring.
+std::unique_ptr<KeySource> make_ring_keys(Transport& transport, const RankPlan& plan, plan::Pass pass,
+                                          const at::Tensor& k, const at::Tensor& v);
+// Gathers the whole stream, a group of KV heads at a time, and reduce-scatters the gradients.
+std::unique_ptr<KeySource> make_gathered_keys(Transport& transport, const RankPlan& plan, const at::Tensor& k,
+                                              const at::Tensor& v);
+// Gives k and v without a transfer. Gradients come in `type`.
+std::unique_ptr<KeySource> make_local_keys(const at::Tensor& k, const at::Tensor& v, at::ScalarType type);
+
+// The most bytes of gathered keys and values that are allocated at a time.
+int64_t gathered_bytes(int ranks, const at::Tensor& k, const at::Tensor& v);
+
+// k and v of kv, or dk and dv of its gradient.
+inline at::Tensor keys_of(const at::Tensor& kv, int64_t d) {
+    return kv.narrow(3, 0, d);
+}
+inline at::Tensor values_of(const at::Tensor& kv, int64_t d) {
+    return kv.narrow(3, d, kv.size(3) - d);
+}
+
+}  // namespace megatron_sb::distributed

@@ -1,0 +1,111 @@
+// p2p: a chunk of keys of each lane moves from neighbour to neighbour (plan/schedule.h). In the backward its gradients
+// follow one step behind, so that their transfer also overlaps the compute of a step.
+#include <ATen/ATen.h>
+
+#include "distributed/key_source.h"
+#include "ops/tensors.h"
+
+namespace megatron_sb::distributed {
+namespace {
+
+// Tensors that this rank receives, one for each lane.
+struct Transfer {
+    std::vector<at::Tensor> tensors;
+    std::unique_ptr<Pending> pending;  // null: complete
+
+    std::vector<at::Tensor> wait() {
+        if (pending) pending->wait();
+        return std::move(tensors);
+    }
+};
+
+class RingKeys final : public KeySource {
+  public:
+    RingKeys(Transport& transport, const RankPlan& plan, plan::Pass pass, const at::Tensor& k, const at::Tensor& v)
+        : transport_(transport),
+          plan_(plan),
+          pass_(pass),
+          num_heads_(k.size(2)),
+          d_(k.size(3)),
+          wide_(ops::accumulation_type(k)) {
+        std::vector<at::Tensor> own;
+        for (const RowSet& rows : plan.lanes) own.push_back(at::cat({rows.read(k), rows.read(v)}, -1).contiguous());
+        keys_ = pass == plan::Pass::kForward ? Transfer{std::move(own), nullptr} : send_on(own);
+    }
+
+    int num_groups() const override { return 1; }
+    int num_steps() const override { return plan_.schedule.num_steps(); }
+    HeadRange heads(int) const override { return {0, num_heads_}; }
+
+    std::vector<KeyBlock> next_blocks() override {
+        current_ = keys_.wait();
+        std::vector<KeyBlock> blocks;
+        for (int lane = 0; lane < plan_.schedule.num_lanes(); ++lane) {
+            blocks.push_back({plan_.schedule.chunk(lane, pass_, plan_.rank, step_), keys_of(current_[lane], d_),
+                              values_of(current_[lane], d_)});
+        }
+        own_gradients_ = std::vector<at::Tensor>(blocks.size());
+        if (++step_ < num_steps()) keys_ = send_on(current_);
+        return blocks;
+    }
+
+    KeyGradients gradients(size_t lane) override {
+        own_gradients_[lane] = at::zeros(current_[lane].sizes(), current_[lane].options().dtype(wide_));
+        return {keys_of(own_gradients_[lane], d_), values_of(own_gradients_[lane], d_)};
+    }
+
+    void finish_step() override {
+        const std::vector<at::Tensor> received = gradients_.wait();  // empty at the first step
+        for (size_t lane = 0; lane < own_gradients_.size(); ++lane) {
+            at::Tensor& own = own_gradients_[lane];
+            if (received.empty()) {
+                if (!own.defined()) gradients(lane);
+            } else {
+                own = own.defined() ? own.add_(received[lane]) : received[lane];
+            }
+        }
+        gradients_ = step_ < num_steps() ? send_on(own_gradients_) : Transfer{own_gradients_, nullptr};
+    }
+
+    KeyGradients own_gradients() override {
+        const std::vector<at::Tensor> own = gradients_.wait();
+        const int64_t rows = own[0].size(1) * static_cast<int64_t>(own.size());
+        const at::Tensor local = at::empty({own[0].size(0), rows, own[0].size(2), own[0].size(3)}, own[0].options());
+        for (size_t lane = 0; lane < own.size(); ++lane) plan_.lanes[lane].write(local, own[lane]);
+        return {keys_of(local, d_), values_of(local, d_)};
+    }
+
+  private:
+    // Sends each lane's tensor to the next rank and receives the previous rank's. One rank keeps its own tensors.
+    Transfer send_on(const std::vector<at::Tensor>& tensors) {
+        if (transport_.size() == 1) return {tensors, nullptr};
+        Transfer transfer;
+        std::vector<Message> sends, receives;
+        for (int lane = 0; lane < plan_.schedule.num_lanes(); ++lane) {
+            transfer.tensors.push_back(at::empty_like(tensors[lane]));
+            sends.push_back({plan_.schedule.next_rank(lane, pass_, plan_.rank), tensors[lane]});
+            receives.push_back({plan_.schedule.previous_rank(lane, pass_, plan_.rank), transfer.tensors[lane]});
+        }
+        transfer.pending = transport_.exchange(sends, receives);
+        return transfer;
+    }
+
+    Transport& transport_;
+    const RankPlan& plan_;
+    const plan::Pass pass_;
+    const int64_t num_heads_, d_;
+    const at::ScalarType wide_;
+    int step_ = 0;
+    std::vector<at::Tensor> current_;        // this step's keys and values, by lane
+    std::vector<at::Tensor> own_gradients_;  // this rank's part of their gradients, by lane
+    Transfer keys_, gradients_;
+};
+
+}  // namespace
+
+std::unique_ptr<KeySource> make_ring_keys(Transport& transport, const RankPlan& plan, plan::Pass pass,
+                                          const at::Tensor& k, const at::Tensor& v) {
+    return std::make_unique<RingKeys>(transport, plan, pass, k, v);
+}
+
+}  // namespace megatron_sb::distributed

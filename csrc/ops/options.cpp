@@ -1,0 +1,72 @@
+#include "ops/options.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "ops/check.h"
+
+namespace megatron_sb::ops {
+namespace {
+
+using SavedOptions = std::tuple<double, double, bool, bool>;
+
+}  // namespace
+
+AttentionOptions read_attention_options(const Arguments& arguments) {
+    AttentionOptions options;
+    options.scale = arguments.get<std::optional<double>>("scale");
+    options.attend_current = arguments.get<bool>("attend_current");
+    options.mass_threshold = arguments.get<double>("mass_threshold");
+    options.forget_gate = arguments.get_or<OptionalTensor>("forget_gate", std::nullopt);
+    options.euclidean = arguments.get_or("euclidean", false);
+    return options;
+}
+
+NamedArguments named(const AttentionOptions& options) {
+    return {{"scale", options.scale},
+            {"attend_current", options.attend_current},
+            {"mass_threshold", options.mass_threshold},
+            {"forget_gate", options.forget_gate},
+            {"euclidean", options.euclidean}};
+}
+
+BlockOptions read_block_options(const Arguments& arguments) {
+    BlockOptions options;
+    options.scale = arguments.get<double>("scale");
+    options.mass_threshold = arguments.get<double>("mass_threshold");
+    options.attend_current = arguments.get<bool>("attend_current");
+    options.forget_gate = arguments.get_or("forget_gate", false);
+    return options;
+}
+
+NamedArguments named(const BlockOptions& options) {
+    return {{"scale", options.scale},
+            {"attend_current", options.attend_current},
+            {"mass_threshold", options.mass_threshold},
+            {"forget_gate", options.forget_gate}};
+}
+
+BlockOptions block_options(const AttentionOptions& options, const at::Tensor& q) {
+    const auto default_scale = [&] {
+        const int64_t d = q.sym_size(-1).guard_int(__FILE__, __LINE__);
+        return options.euclidean ? 1 : 1 / std::sqrt(double(std::max<int64_t>(d, 1)));
+    };
+    BlockOptions used;
+    used.scale = options.scale.has_value() ? *options.scale : default_scale();
+    used.mass_threshold = options.mass_threshold;
+    used.attend_current = options.attend_current;
+    used.forget_gate = options.forget_gate.has_value();
+    check_options(used);
+    return used;
+}
+
+c10::IValue saved(const BlockOptions& options) {
+    return SavedOptions{options.scale, options.mass_threshold, options.attend_current, options.forget_gate};
+}
+
+BlockOptions restored_options(const c10::IValue& value) {
+    const auto [scale, mass_threshold, attend_current, forget_gate] = value.to<SavedOptions>();
+    return {scale, mass_threshold, attend_current, forget_gate};
+}
+
+}  // namespace megatron_sb::ops

@@ -1,0 +1,30 @@
+// The options of an attention call, from the schema to the kernels. A new option needs
+//   1. a field of AttentionOptions (megatron_sb/attention.h) and its argument in the schemas (library.cpp);
+//   2. a line in each of the two functions on AttentionOptions below;
+//   3. if kernels read it: a field of Options (core/params.h), its argument in the schemas of the block operators, a
+//      line in each of the functions on BlockOptions below, and the kernels.
+// In context parallelism, call_fields() (distributed/attention.cpp) also compares it between the ranks.
+#pragma once
+
+#include "core/params.h"
+#include "megatron_sb/attention.h"
+#include "ops/arguments.h"
+
+namespace megatron_sb::ops {
+
+using BlockOptions = Options;
+
+AttentionOptions read_attention_options(const Arguments& arguments);
+NamedArguments named(const AttentionOptions& options);
+
+BlockOptions read_block_options(const Arguments& arguments);
+NamedArguments named(const BlockOptions& options);
+
+// The options of the block contract for a call whose queries are q (.., d). Checks their values.
+BlockOptions block_options(const AttentionOptions& options, const at::Tensor& q);
+
+// Options as one value that autograd can keep for the backward, and back.
+c10::IValue saved(const BlockOptions& options);
+BlockOptions restored_options(const c10::IValue& value);
+
+}  // namespace megatron_sb::ops
