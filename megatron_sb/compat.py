@@ -14,10 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_sb.ops import stickbreaking_attention, stickbreaking_attention_varlen
+from megatron_sb.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from megatron_sb.validation import check_number, check_tensor
-
-_HEAD_DIM_MULTIPLE = 8
-_MAX_HEAD_DIM = 256
 
 
 def sb_attn(
@@ -45,6 +43,14 @@ def sb_attn(
     Raises:
         TypeError: for an argument of another type.
         ValueError: for a tensor that is not 4-dimensional or a head_dim above 256, and as stickbreaking_attention does.
+
+    Example:
+        >>> import torch
+        >>> from megatron_sb.compat import sb_attn
+        >>> q, k, v = (torch.randn(1, 4, 32, 50) for _ in range(3))
+        >>> out, rem = sb_attn(q, k, v)
+        >>> out.shape, rem.shape
+        (torch.Size([1, 4, 32, 50]), torch.Size([1, 4, 32]))
     """
     del zero_start
     _check(q, k, v, "(b, h, s, d)")
@@ -87,6 +93,14 @@ def sb_attn_varlen(
         TypeError: for an argument of another type.
         ValueError: for a tensor that is not 3-dimensional or a head_dim above 256, and as
             stickbreaking_attention_varlen does.
+
+    Example:
+        >>> import torch
+        >>> from megatron_sb.compat import sb_attn_varlen
+        >>> q, k, v = (torch.randn(4, 32, 50) for _ in range(3))
+        >>> out, rem = sb_attn_varlen(q, k, v, torch.tensor([0, 20, 32]), 20)
+        >>> out.shape, rem.shape
+        (torch.Size([4, 32, 50]), torch.Size([4, 32]))
     """
     _check(q, k, v, "(h, t, d)")
     check_tensor("cu_seqlens", cu_seqlens)
@@ -128,6 +142,14 @@ def parallel_stickbreaking_attn(
         ValueError: for what the operator there refuses, in words that it uses: shapes that do not belong together
             (fewer queries than keys among them), h not a multiple of h_kv, a head_dim above 256, cu_seqlens with
             b != 1; and as the functions of megatron_sb do.
+
+    Example:
+        >>> import torch
+        >>> from megatron_sb.compat import parallel_stickbreaking_attn
+        >>> q, k, v = (torch.randn(1, 32, 4, 64) for _ in range(3))
+        >>> o, rem = parallel_stickbreaking_attn(q, k, v)
+        >>> o.shape, rem.shape
+        (torch.Size([1, 32, 4, 64]), torch.Size([1, 32, 4]))
     """
     _check_parallel(q, k, v, packed=cu_seqlens is not None)
     if cu_seqlens is not None:
@@ -148,19 +170,21 @@ def parallel_stickbreaking_attn(
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, shape: str) -> None:
-    """Refuse what would read wrongly after the axes are moved and the head_dim is padded."""
+    """Check what moved axes and a padded head_dim would hide."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
         if x.dim() != shape.count(",") + 1:
-            raise ValueError(f"{name} must be {shape}, but its shape is {tuple(x.shape)}")
-        if not 1 <= x.shape[-1] <= _MAX_HEAD_DIM:
-            raise ValueError(f"{name} has head_dim {x.shape[-1]}; 1 to {_MAX_HEAD_DIM} are supported")
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}.")
+        if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
+            raise ValueError(
+                f"{name} must have a head_dim of at least 1 and at most {MAX_HEAD_DIM}, got {x.shape[-1]}."
+            )
     if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q has head_dim {q.shape[-1]} and k has {k.shape[-1]}; they must be equal")
+        raise ValueError(f"q and k must have equal head_dim, got q {q.shape[-1]} and k {k.shape[-1]}.")
 
 
 def _check_parallel(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
-    """Refuse what flash-linear-attention's operator refuses."""
+    """Check what flash-linear-attention's operator checks."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
     shapes = [tuple(x.shape) for x in (q, k, v)]
@@ -168,23 +192,24 @@ def _check_parallel(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
         shapes[0][:2] == shapes[1][:2] and shapes[1][:3] == shapes[2][:3] and shapes[0][3] == shapes[1][3]
     ):
         raise ValueError(
-            f"Expected q, k and v of shapes (b, t, h, d), (b, t, h_kv, d) and (b, t, h_kv, d_v); they are {shapes}"
+            f"Expected q, k and v of shapes (b, t, h, d), (b, t, h_kv, d) and (b, t, h_kv, d_v), got {shapes}."
         )
     heads, kv_heads = q.shape[2], k.shape[2]
     if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"q has {heads} heads, which must be divisible by the {kv_heads} of k and v")
+        raise ValueError(f"The heads of q must be divisible by {kv_heads}, the heads of k and v, got {heads}.")
     for name, what, x in (("q", "key", q), ("v", "value", v)):
-        if not 1 <= x.shape[-1] <= _MAX_HEAD_DIM:
-            raise ValueError(f"{name} has a {what} dimension of {x.shape[-1]}; 1 to {_MAX_HEAD_DIM} are supported")
+        if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
+            raise ValueError(
+                f"{name} must have a {what} dimension of at least 1 and at most {MAX_HEAD_DIM}, got {x.shape[-1]}."
+            )
     if packed and q.shape[0] != 1:
         raise ValueError(
-            f"q has b = {q.shape[0]}; with cu_seqlens, whose documents lie in one sequence, the batch size is expected "
-            "to be 1"
+            f"The batch size of q is expected to be 1 with cu_seqlens, got {q.shape[0]}. Pack into one row."
         )
 
 
 def _scale(name: str, q: Tensor, scale: float | None) -> float:
-    """The default is of the head_dim that came in, not of the padded one."""
+    """Return the scale. The default depends on the head_dim before padding."""
     if scale is None:
         return q.shape[-1] ** -0.5
     check_number(name, scale)
@@ -192,16 +217,16 @@ def _scale(name: str, q: Tensor, scale: float | None) -> float:
 
 
 def _padded(x: Tensor) -> Tensor:
-    """Zeros up to the next supported head_dim: they add nothing to a logit, and to an output columns that are cut."""
-    missing = -x.shape[-1] % _HEAD_DIM_MULTIPLE
+    """Pad with zeros to a supported head_dim. Zeros do not change logits; the output's extra columns are cut."""
+    missing = -x.shape[-1] % HEAD_DIM_MULTIPLE
     return pad(x, (0, missing)) if missing else x
 
 
 def _as_int32(cu_seqlens: Tensor) -> Tensor:
-    """Both packages take int64 offsets too; anything else is left to be refused."""
+    """Convert int64 offsets, which both packages accept. The operator checks any other dtype."""
     return cu_seqlens.to(torch.int32) if cu_seqlens.dtype == torch.int64 else cu_seqlens
 
 
 def _in_layout_of(q: Tensor, out: Tensor) -> Tensor:
-    """The package's output has q's strides, and people call view() on it."""
+    """Return out with q's memory order, because callers use view() on it."""
     return out.contiguous() if q.is_contiguous() else out

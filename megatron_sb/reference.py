@@ -50,16 +50,23 @@ def stickbreaking_attention(
 
     Raises:
         ValueError: if there are more queries than keys, h is not a multiple of h_kv, or there are no such logits.
+
+    Example:
+        >>> import torch
+        >>> from megatron_sb import reference
+        >>> q, k, v = (torch.randn(1, 32, 2, 8) for _ in range(3))
+        >>> reference.stickbreaking_attention(q, k, v).dtype
+        torch.float64
     """
     del mass_threshold
     if logits not in ("dot", "euclidean"):
-        raise ValueError(f"logits is {logits!r}; 'dot' or 'euclidean' is allowed")
+        raise ValueError(f"logits must be 'dot' or 'euclidean', got {logits!r}.")
     num_queries, num_heads, head_dim = q.shape[1:]
     num_keys, num_kv_heads = k.shape[1:3]
     if num_queries > num_keys:
-        raise ValueError(f"q has {num_queries} positions and k has {num_keys}: every query needs its own position in k")
+        raise ValueError(f"q must have at most as many positions as k, {num_keys}, got {num_queries}.")
     if num_kv_heads == 0 or num_heads % num_kv_heads:
-        raise ValueError(f"q has {num_heads} heads, which is not a multiple of the {num_kv_heads} of k")
+        raise ValueError(f"The heads of q must be a multiple of {num_kv_heads}, the heads of k, got {num_heads}.")
     if scale is None:
         scale = 1.0 if logits == "euclidean" else head_dim**-0.5
     gate = k.new_ones(k.shape[:3]) if forget_gate is None else forget_gate
@@ -121,13 +128,20 @@ def stickbreaking_attention_varlen(
     Raises:
         ValueError: as stickbreaking_attention does, for the document at fault; for offsets that do not start at 0,
             decrease or end beyond the rows there are; and for two cu_seqlens of other lengths.
+
+    Example:
+        >>> import torch
+        >>> from megatron_sb import reference
+        >>> q, k, v = (torch.randn(32, 2, 8) for _ in range(3))
+        >>> reference.stickbreaking_attention_varlen(q, k, v, torch.tensor([0, 20, 32])).shape
+        torch.Size([32, 2, 8])
     """
     del max_seqlen, max_seqlen_k, mass_threshold
     q_edges = cu_seqlens.tolist()
     k_edges = q_edges if cu_seqlens_k is None else cu_seqlens_k.tolist()
     for name, edges, num_rows in (("cu_seqlens", q_edges, len(q)), ("cu_seqlens_k", k_edges, len(k))):
         if edges[:1] != [0] or edges != sorted(edges) or edges[-1] > num_rows:
-            raise ValueError(f"{name} is {edges}; offsets from 0 to {num_rows} or less, not decreasing, are allowed")
+            raise ValueError(f"{name} must start at 0, not decrease and end at most at {num_rows}, got {edges}.")
     documents = [
         stickbreaking_attention(
             q[None, q_begin:q_end],

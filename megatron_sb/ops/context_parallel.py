@@ -17,13 +17,13 @@ from megatron_sb.validation import check_choice, check_tensor
 
 def _group_name(group: object, argument: str = "cp_group") -> str:
     if not dist.is_available() or not dist.is_initialized():
-        raise ValueError(f"{argument} needs torch.distributed; call torch.distributed.init_process_group first")
+        raise ValueError(f"{argument} needs torch.distributed. Call torch.distributed.init_process_group first.")
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"{argument} does not contain this rank, {dist.get_rank()} of the world")
+        raise ValueError(f"{argument} must contain this rank, got a group without rank {dist.get_rank()}.")
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"{argument} is {type(group).__name__}; a torch.distributed.ProcessGroup is allowed")
+        raise TypeError(f"{argument} must be a torch.distributed.ProcessGroup, got {type(group).__name__}.")
     if dist.get_rank(group) < 0:
-        raise ValueError(f"{argument} does not contain this rank, {dist.get_rank()} of the world")
+        raise ValueError(f"{argument} must contain this rank, got a group without rank {dist.get_rank()}.")
     return group.group_name
 
 
@@ -33,20 +33,20 @@ def group_size(group: object) -> int:
 
 
 def _offsets(cu_seqlens: object) -> tuple[list[int] | None, str]:
-    """Return cu_seqlens as a list, and what is wrong with it or ""; a tensor on a GPU is read back here."""
+    """Return cu_seqlens as a list, and an error message or "". A GPU tensor is copied to the host here."""
     if cu_seqlens is None:
         return None, ""
     if not isinstance(cu_seqlens, Tensor):
-        return None, f"cu_seqlens is {type(cu_seqlens).__name__}; an int32 torch.Tensor is allowed"
+        return None, f"cu_seqlens must be an int32 torch.Tensor, got {type(cu_seqlens).__name__}."
     if cu_seqlens.dtype != torch.int32:
-        return None, f"cu_seqlens has dtype {cu_seqlens.dtype}; torch.int32 is allowed"
+        return None, f"cu_seqlens must have dtype torch.int32, got {cu_seqlens.dtype}."
     if cu_seqlens.dim() != 1:
-        return None, f"cu_seqlens has {cu_seqlens.dim()} dimensions; one, (documents + 1,), is allowed"
+        return None, f"cu_seqlens must have shape (documents + 1,), got {cu_seqlens.dim()} dimensions."
     return cu_seqlens.tolist(), ""
 
 
 def _text(name: str, value: object) -> str:
-    """Return a name for the operators, which take text only; what is no text is named as the value that it is."""
+    """Return value if it is a string. Operators take strings only; they name any other value in their error."""
     return value if isinstance(value, str) else f"{name}={value!r}"
 
 
@@ -82,7 +82,7 @@ class ContextParallelPlan:
     ) -> None:
         offsets, error = _offsets(cu_seqlens)
         if seq_len is not None and (not isinstance(seq_len, int) or isinstance(seq_len, bool)):
-            seq_len, error = None, error or f"seq_len is {seq_len!r}; an int is allowed"
+            seq_len, error = None, error or f"seq_len must be an int, got {seq_len!r}."
         self.state = torch.classes.megatron_sb.ContextParallelPlan(
             _group_name(cp_group), seq_len, offsets, _text("layout", layout), _text("packing", packing), error
         )
@@ -107,13 +107,12 @@ def _make_plan(
     q: object, cp_group: dist.ProcessGroup | None, layout: str, cu_seqlens: Tensor | None, packing: str
 ) -> ContextParallelPlan:
     if cp_group is None:
-        raise ValueError("cp_group and plan are both missing; one of them is needed")
-    if not isinstance(q, Tensor):
-        raise TypeError(f"q is {type(q).__name__}; a torch.Tensor is allowed")
+        raise ValueError("cp_group or plan must be given, got neither.")
+    check_tensor("q", q)
     rank = 4 if cu_seqlens is None else 3
     if q.dim() != rank:
         shape = "(b, s_local, h, d)" if cu_seqlens is None else "(t_local, h, d) with cu_seqlens"
-        raise ValueError(f"q has {q.dim()} dimensions; {rank}, {shape}, are needed")
+        raise ValueError(f"q must have {rank} dimensions, {shape}, got {q.dim()}.")
     return ContextParallelPlan(cp_group, q.shape[rank - 3] * group_size(cp_group), cu_seqlens, layout, packing)
 
 
@@ -121,27 +120,29 @@ def _check_plan(
     plan: object, cp_group: dist.ProcessGroup | None, layout: str, cu_seqlens: Tensor | None, packing: str
 ) -> None:
     if not isinstance(plan, ContextParallelPlan):
-        raise TypeError(f"plan is {type(plan).__name__}; a ContextParallelPlan is allowed")
+        raise TypeError(f"plan must be a ContextParallelPlan, got {type(plan).__name__}.")
     if cp_group is not None and _group_name(cp_group) != plan.state.group_name():
-        raise ValueError(f"plan was made for another group than cp_group ({plan!r}); pass the plan alone")
+        raise ValueError(
+            f"plan must be made for cp_group, got {plan!r} of another group. Pass the plan without cp_group."
+        )
     if cu_seqlens is not None:
-        raise ValueError("cu_seqlens and plan were both given; the plan has its own cu_seqlens")
+        raise ValueError("cu_seqlens must be None with a plan, which holds cu_seqlens.")
     for name, value, default, planned in (
         ("layout", layout, "zigzag", plan.layout),
         ("packing", packing, "per_document", plan.packing),
     ):
         if value not in (default, planned):
-            raise ValueError(f"{name} = {value!r} contradicts the plan, which was made with {planned!r}")
+            raise ValueError(f"{name} must be the plan's, {planned!r}, got {value!r}.")
 
 
 def _hierarchy(groups: object, comm: object) -> tuple[str, str]:
-    """Return the names of the a2a and the p2p group of this rank, "" where there are none."""
+    """Return the names of this rank's a2a group and p2p group, or "" without groups."""
     if groups is None:
         return "", ""
     if comm != "a2a+p2p":
-        raise ValueError(f"hierarchical_groups are for comm = 'a2a+p2p' alone, which is {comm!r}; pass None")
+        raise ValueError(f"hierarchical_groups must be None unless comm is 'a2a+p2p', got comm {comm!r}.")
     if not isinstance(groups, (tuple, list)) or len(groups) != 2:
-        raise ValueError(f"hierarchical_groups is {groups!r}; two groups, (a2a group, p2p group), are allowed")
+        raise ValueError(f"hierarchical_groups must be two groups, (a2a group, p2p group), got {groups!r}.")
     return _group_name(groups[0], "hierarchical_groups[0]"), _group_name(groups[1], "hierarchical_groups[1]")
 
 
@@ -244,8 +245,7 @@ def context_parallel_attention(
 
 
 def _check_sequence(x: object, cu_seqlens: Tensor | None) -> list[int] | None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x is {type(x).__name__}; a torch.Tensor is allowed")
+    check_tensor("x", x)
     offsets, error = _offsets(cu_seqlens)
     if error:
         raise ValueError(error)

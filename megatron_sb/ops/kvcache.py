@@ -1,7 +1,6 @@
-"""Decoding: attention of one query, or a block of them, to a long cache of keys and values.
+"""Decoding: attention of one or a few queries to a long cache of keys and values.
 
-The formulas are those of `megatron_sb.ops.attention` (Tan et al., arXiv 2410.17980, eq. 1). Since weights come from the
-newest keys first, a sequence's oldest keys are not even read once its stick is used up.
+The formulas are those of `megatron_sb.ops.attention`.
 """
 
 import torch
@@ -24,30 +23,45 @@ def stickbreaking_attention_with_kvcache(
     mass_threshold: float = DEFAULT_MASS_THRESHOLD,
     return_mass: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend from the last positions of each sequence to the keys in a cache, newest first. No gradients.
+    """Compute attention of the last positions of each sequence to the keys in a cache. It has no gradients.
 
-    The queries' own keys are in the cache already: append, then call this.
+    The cache must already hold the keys and values of the queries' own positions: append them, then call this function.
+    A sequence's oldest keys are not read once the mass of its queries is below mass_threshold.
 
     Args:
-        q: (b, s_q, h, d), the last s_q positions of each sequence, in bf16, fp16, fp32, or fp64 on CPU. d: a multiple
-            of 8 up to 256.
-        k_cache: (b, s_cache, h_kv, d), h a multiple of h_kv; or with a block_table (num_blocks, block_size, h_kv, d).
-        v_cache: (b, s_cache, h_kv, d_v), or (num_blocks, block_size, h_kv, d_v).
-        cache_seqlens: int32 (b,), the end of each sequence in the cache: its valid keys, the s_q new ones included. May
-            be 0. What the cache holds beyond is not read. On a GPU the values are not read back: they are clamped to
-            what the cache holds.
-        block_table: int32 (b, max_blocks): key i of sequence n is row i % block_size of block
-            block_table[n, i // block_size]. Entries beyond a sequence's keys may hold anything.
-        cache_leftpad: int32 (b,), where each sequence begins in the cache; 0 by default.
-        scale, attend_current, mass_threshold, return_mass: as in `stickbreaking_attention`.
+        q: (b, s_q, h, d), the last s_q positions of each sequence, bf16, fp16 or fp32, on CPU also fp64. d is a
+            multiple of 8 and at most 256.
+        k_cache: (b, s_cache, h_kv, d), or with a block_table (num_blocks, block_size, h_kv, d), in q's dtype. h is a
+            multiple of h_kv.
+        v_cache: (b, s_cache, h_kv, d_v), or with a block_table (num_blocks, block_size, h_kv, d_v), in q's dtype.
+        cache_seqlens: int32, (b,), the number of valid keys of each sequence, including the s_q new ones. May be 0.
+            Later rows of the cache are not read. On a GPU the values are not read by the host: the kernels clamp them
+            to the size of the cache.
+        block_table: int32, (b, max_blocks). Key i of sequence n is row i % block_size of block
+            block_table[n, i // block_size]. Entries after a sequence's last key are not read. Default: no blocks.
+        cache_leftpad: int32, (b,), the row of the cache where each sequence begins. Default: 0.
+        scale: See `stickbreaking_attention`, also for attend_current, mass_threshold and return_mass.
+        attend_current: See scale.
+        mass_threshold: See scale.
+        return_mass: See scale.
 
     Returns:
-        o (b, s_q, h, d_v) in q's dtype; with return_mass also mass (b, h, s_q), fp32 (fp64 for fp64). For queries
-        before the first key of their sequence o = 0, mass = 1.
+        o, (b, s_q, h, d_v), in q's dtype. With return_mass, (o, mass), where mass (b, h, s_q) is fp32 (fp64 for fp64).
+        Queries before the first key of their sequence have o = 0 and mass = 1.
 
     Raises:
-        TypeError, ValueError: naming the argument, its value and what is allowed, before anything runs; also for inputs
-            that require a gradient while gradients are recorded.
+        TypeError: If an argument has a wrong type or dtype.
+        ValueError: If an argument has a wrong shape, device or value, or requires a gradient while gradients are
+            recorded. Nothing is computed in either case.
+
+    Example:
+        >>> import torch
+        >>> import megatron_sb as sb
+        >>> k_cache, v_cache = torch.randn(2, 128, 2, 64), torch.randn(2, 128, 2, 64)
+        >>> q = torch.randn(2, 1, 8, 64)  # one new token for each sequence
+        >>> cache_seqlens = torch.tensor([100, 37], dtype=torch.int32)
+        >>> sb.stickbreaking_attention_with_kvcache(q, k_cache, v_cache, cache_seqlens=cache_seqlens).shape
+        torch.Size([2, 1, 8, 64])
     """
     options = AttentionOptions(scale, attend_current, mass_threshold)
     for name, value in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("cache_seqlens", cache_seqlens)):
@@ -69,11 +83,11 @@ def stickbreaking_attention_with_kvcache(
     return (o, mass) if return_mass else o
 
 
-_MOST_NEW_TOKENS = 16  # a step that attends to its cache as it lies; more are a prompt
+_MOST_NEW_TOKENS = 16  # More new tokens are a prompt and take the dense kernels.
 
 
 def is_decoding_step(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether these are a few queries (b, s, h, d) against longer keys, without gradients."""
+    """Return whether q (b, s, h, d) holds a few queries against longer keys, without gradients."""
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     return q.shape[1] <= _MOST_NEW_TOKENS and q.shape[1] < k.shape[1] and not recorded
 
@@ -81,19 +95,39 @@ def is_decoding_step(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def attend_to_filled(
     q: Tensor, k: Tensor, v: Tensor, num_keys: int | None = None, leftpad: Tensor | None = None, **options: object
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`stickbreaking_attention_with_kvcache` where all sequences end at num_keys, by default where the cache does."""
+    """Call `stickbreaking_attention_with_kvcache` with num_keys keys in every sequence, by default the whole cache."""
     num_keys = k.shape[1] if num_keys is None else num_keys
     seqlens = torch.full((q.shape[0],), num_keys, dtype=torch.int32, device=q.device)
     return stickbreaking_attention_with_kvcache(q, k, v, cache_seqlens=seqlens, cache_leftpad=leftpad, **options)
 
 
 class KVCache:
-    """Keys and values of a batch of sequences that grow together, in memory that is allocated once.
+    """Store the keys and values of a batch of sequences of equal length, in memory that is allocated once.
+
+    Args:
+        batch_size: Number of sequences, b.
+        max_len: Most positions of a sequence.
+        num_kv_heads: KV heads, h_kv.
+        head_dim: Channels of a key, d.
+        head_dim_v: Channels of a value, d_v. Default: head_dim.
+        device: Device of the cache.
+        dtype: dtype of the cache.
 
     Attributes:
         k: (b, max_len, h_kv, d).
         v: (b, max_len, h_kv, d_v).
-        length: positions that are filled.
+        length: Number of filled positions.
+
+    Raises:
+        ValueError: If a size is not an int of at least 1.
+
+    Example:
+        >>> import torch
+        >>> import megatron_sb as sb
+        >>> cache = sb.KVCache(batch_size=2, max_len=64, num_kv_heads=4, head_dim=16)
+        >>> cache.append(torch.randn(2, 10, 4, 16), torch.randn(2, 10, 4, 16))
+        >>> cache.length
+        10
     """
 
     def __init__(
@@ -115,25 +149,33 @@ class KVCache:
         self.length = 0
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Add positions behind those that are filled: k (b, s, h_kv, d), v (b, s, h_kv, d_v), in the cache's dtype.
+        """Append positions after the filled ones.
+
+        Args:
+            k: (b, s, h_kv, d), in the cache's dtype and on its device.
+            v: (b, s, h_kv, d_v), in the cache's dtype and on its device.
 
         Raises:
-            TypeError, ValueError: another shape, dtype or device than the cache's, or more positions than are free.
+            TypeError: If k or v is not a tensor of the cache's dtype.
+            ValueError: If a shape or device differs from the cache's, or fewer than s positions are free.
         """
         for name, new, held in (("k", k, self.k), ("v", v, self.v)):
             check_tensor(name, new)
             if new.dim() != 4 or (new.shape[0], *new.shape[2:]) != (held.shape[0], *held.shape[2:]):
-                allowed = (held.shape[0], "s", *held.shape[2:])
-                raise ValueError(f"{name} has shape {tuple(new.shape)}; {allowed} is allowed for this cache")
+                batch_size, _, num_kv_heads, head_dim = held.shape
+                raise ValueError(
+                    f"{name} must have shape ({batch_size}, s, {num_kv_heads}, {head_dim}) for this cache, "
+                    f"got {tuple(new.shape)}."
+                )
             if new.dtype != held.dtype:
-                raise TypeError(f"{name}: dtype is {new.dtype}; the cache's, {held.dtype}, is allowed")
+                raise TypeError(f"{name} must have the cache's dtype, {held.dtype}, got {new.dtype}.")
             if new.device != held.device:
-                raise ValueError(f"{name}: device is {new.device}; the cache's, {held.device}, is allowed")
+                raise ValueError(f"{name} must be on the cache's device, {held.device}, got {new.device}.")
         if k.shape[1] != v.shape[1]:
-            raise ValueError(f"v has {v.shape[1]} positions; those of k, {k.shape[1]}, are allowed")
+            raise ValueError(f"v must have as many positions as k, {k.shape[1]}, got {v.shape[1]}.")
         end = self.length + k.shape[1]
         if end > self.k.shape[1]:
             free = self.k.shape[1] - self.length
-            raise ValueError(f"k has {k.shape[1]} positions; up to {free}, as many as are free, are allowed")
+            raise ValueError(f"k must have at most {free} positions, the free ones in the cache, got {k.shape[1]}.")
         self.k[:, self.length : end], self.v[:, self.length : end] = k.detach(), v.detach()
         self.length = end

@@ -1,0 +1,26 @@
+"""Old module names, which stay for one release."""
+
+import importlib
+import sys
+
+import pytest
+
+from megatron_sb import _moved
+
+
+@pytest.mark.parametrize(("old", "new"), _moved.MOVED.items())
+def test_old_name_warns_and_gives_the_same_module(old, new):
+    if new.startswith(("megatron_sb.training", "megatron_sb.checkpoints")):
+        pytest.importorskip("pydantic")
+        pytest.importorskip("transformers")
+    expected = importlib.import_module(new)
+    sys.modules.pop(old, None)
+    with pytest.warns(DeprecationWarning, match=rf"{old} is deprecated; import {new}"):
+        assert importlib.import_module(old) is expected
+
+
+def test_old_submodule_name():
+    sys.modules.pop("megatron_sb.modules.gates", None)
+    with pytest.warns(DeprecationWarning, match=r"megatron_sb\.modules\.gates.*megatron_sb\.nn\.gates"):
+        old = importlib.import_module("megatron_sb.modules.gates")
+    assert old is importlib.import_module("megatron_sb.nn.gates")
