@@ -1,4 +1,4 @@
-"""How many weights a model of given sizes has, without building it."""
+"""The number of weights of a model, computed from its sizes."""
 
 from __future__ import annotations
 
@@ -6,19 +6,36 @@ import dataclasses
 
 from megatron_sb.training.config.schema import AttentionConfig, ModelConfig, StickBreakingAttentionConfig
 
-FIRE_HIDDEN_SIZE = 32  # the width of FIRE's network in megatron_sb.baselines.softmax
+FIRE_HIDDEN_SIZE = 32  # of FIRE's network in megatron_sb.baselines.softmax
 
 
 @dataclasses.dataclass(frozen=True)
 class ParameterCount:
-    """total: every weight. active: those that one token meets, all but the experts it is not sent to."""
+    """The number of weights of a model.
+
+    Attributes:
+        total: All weights.
+        active: Weights that one token uses: all but those of the experts that it is not sent to.
+    """
 
     total: int
     active: int
 
 
 def count_parameters(model: ModelConfig, attention: AttentionConfig, vocab_size: int) -> ParameterCount:
-    """Weights of a model over all ranks. vocab_size: before padding."""
+    """Count the weights of a model over all ranks.
+
+    Args:
+        model: Its sizes.
+        attention: Its attention.
+        vocab_size: Size of the vocabulary before padding.
+
+    Example:
+        >>> from megatron_sb.training.config import load_config
+        >>> config = load_config("configs/dense_1b.yaml")
+        >>> count_parameters(config.model, config.attention["stick_breaking"], config.vocab_size).total
+        1208083968
+    """
     hidden, head_dim = model.hidden_size, model.head_dim
     query = model.num_heads * head_dim
     projections = hidden * (query + 2 * model.num_kv_heads * head_dim) + query * hidden
@@ -35,12 +52,12 @@ def count_parameters(model: ModelConfig, attention: AttentionConfig, vocab_size:
 
 
 def _own_parameters(model: ModelConfig, attention: AttentionConfig) -> int:
-    """Those of a layer's attention beside its projections."""
+    """Count a layer's attention weights other than its projections."""
     if isinstance(attention, StickBreakingAttentionConfig):
         vector = model.num_heads * model.head_dim
         gates = (model.hidden_size + 1) * model.num_kv_heads  # a projection with a bias
         norm = 2 * vector  # weight and bias
         return vector * attention.remainder_bias + norm * attention.head_norm + gates * attention.forget_gate
-    if attention.position == "fire":  # c, the threshold's factor, and a network 1 -> 32 -> heads with biases
+    if attention.position == "fire":  # c, the factor of the threshold, and a network 1 -> 32 -> heads with biases
         return 2 + 2 * FIRE_HIDDEN_SIZE + (FIRE_HIDDEN_SIZE + 1) * model.num_heads
     return 0

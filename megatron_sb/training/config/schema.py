@@ -1,4 +1,4 @@
-"""The fields of a training configuration, their types, ranges and defaults; configs/README.md has their meaning."""
+"""The fields of a training configuration: types, ranges and defaults. configs/README.md explains them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from megatron_sb.training.config.types import (
     section,
 )
 
-RotaryKind = Literal["none", "linear", "ntk"]  # how positions beyond the trained context are scaled
+RotaryKind = Literal["none", "linear", "ntk"]  # scaling of rotary positions in a longer context
 
 
 @section
 class MoEConfig(Section):
-    """A mixture of experts in place of every layer's MLP; each expert has the MLP's ffn_hidden_size."""
+    """A mixture of experts in place of every MLP. Each expert has the model's ffn_hidden_size."""
 
     num_experts: PositiveInt
     top_k: PositiveInt
@@ -41,9 +41,9 @@ class MoEConfig(Section):
 
 @section
 class ModelConfig(Section):
-    """Sizes shared by all models that are compared: RMSNorm, gated MLPs (SwiGLU), no biases.
+    """Sizes of all compared models, which have RMSNorm, gated MLPs (SwiGLU) and no biases.
 
-    head_dim, where it is not given, becomes hidden_size / num_heads (and stays None where that is no integer).
+    head_dim defaults to hidden_size / num_heads. It stays None where that is not an integer, which `check` reports.
     """
 
     num_layers: PositiveInt
@@ -65,14 +65,14 @@ class ModelConfig(Section):
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_heads)
 
     def padded_vocab_size(self, vocab_size: int) -> int:
-        """Rows of the embedding: vocab_size rounded up to a multiple of make_vocab_size_divisible_by."""
+        """Return the rows of the embedding: vocab_size rounded up to a multiple of make_vocab_size_divisible_by."""
         multiple = self.make_vocab_size_divisible_by
         return -(-vocab_size // multiple) * multiple
 
 
 @section
 class StickBreakingAttentionConfig(Section):
-    """Stick-breaking attention and its options."""
+    """Stick-breaking attention."""
 
     kind: Literal["stick_breaking"] = "stick_breaking"
     attend_current: Bool = False
@@ -86,7 +86,7 @@ class StickBreakingAttentionConfig(Section):
 
 @section
 class SoftmaxAttentionConfig(Section):
-    """Softmax attention, with a choice of positions."""
+    """Softmax attention."""
 
     kind: Literal["softmax"] = "softmax"
     position: Literal["none", "rope", "alibi", "fire"] = "rope"
@@ -117,7 +117,7 @@ def _with_predefined(value: Any) -> Any:
 
 @section
 class ParallelConfig(Section):
-    """Processes, devices, and how a model and a sequence are spread over them."""
+    """Processes, devices, and the parallel layout of the model and of sequences."""
 
     ranks: PositiveInt = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -144,7 +144,7 @@ class OptimizerConfig(Section):
 
 @section
 class StageConfig(Section):
-    """One stage of training: a context length, a number of steps, a learning-rate schedule."""
+    """One stage of training."""
 
     name: Name
     context_length: PositiveInt
@@ -163,7 +163,7 @@ class StageConfig(Section):
 
 @section
 class EvaluationConfig(Section):
-    """The negative log-likelihood of the same target tokens, seen with ever longer contexts."""
+    """Evaluation of the same target tokens with longer and longer contexts."""
 
     windows: PositiveInt = 16
     target_tokens: PositiveInt = 256
@@ -173,7 +173,7 @@ class EvaluationConfig(Section):
 
 @section
 class CheckpointConfig(Section):
-    """How often to save inside a stage (its end is always saved) and how many to keep."""
+    """Checkpoints inside a stage. The end of a stage is always saved."""
 
     interval: PositiveInt = 100
     keep: PositiveInt = 2
@@ -181,7 +181,7 @@ class CheckpointConfig(Section):
 
 @section
 class ReportConfig(Section):
-    """What is written besides the checkpoints."""
+    """Metrics."""
 
     interval: PositiveInt = 1
     attention_interval: NonNegativeInt = 10
@@ -190,7 +190,7 @@ class ReportConfig(Section):
 
 @section
 class TrainingConfig(Section):
-    """A whole job."""
+    """The configuration of a job."""
 
     name: Name
     model: ModelConfig
@@ -210,41 +210,38 @@ class TrainingConfig(Section):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the data's vocabulary, before padding."""
+        """Size of the vocabulary, before padding."""
         return self.data.vocab_size
 
     def breaks_sticks(self, model: str) -> bool:
-        """Whether a model of `compare` has stick-breaking attention."""
+        """Return whether a model of `compare` has stick-breaking attention."""
         return isinstance(self.attention[model], StickBreakingAttentionConfig)
 
     def context_parallel_size(self, model: str, stage: StageConfig) -> int:
-        """Ranks that share one sequence: softmax runs without context parallelism."""
+        """Return the number of ranks that share a sequence: 1 for softmax, which has no context parallelism."""
         return stage.context_parallel_size if self.breaks_sticks(model) else 1
 
     def data_parallel_size(self, model: str, stage: StageConfig) -> int:
-        """Ranks (or groups of them) that work on rows of their own."""
+        """Return the number of ranks, or groups of ranks, that train on different rows."""
         shared = self.parallel.tensor_parallel_size * self.context_parallel_size(model, stage)
         return self.parallel.ranks // shared
 
     def row_multiple(self, stage: StageConfig) -> int:
-        """What a row's length is a multiple of, so that context- and sequence-parallel ranks get equal parts."""
+        """Return the number that a row's length must be a multiple of, so that all ranks get equal shards."""
         size = stage.context_parallel_size
         chunks = size * (2 if size > 1 and self.parallel.layout == "zigzag" else 1)
         return chunks * (self.parallel.tensor_parallel_size if self.parallel.sequence_parallel else 1)
 
     def pad_multiple(self, stage: StageConfig) -> int:
-        """What every document's part of a row is padded to; all models get the same rows.
-
-        Where the stage says nothing, as little as its ranks need: nothing, where the stream is cut as a whole.
-        """
+        """Return the multiple that each document's part of a row is padded to, the same for all models."""
         return stage.pad_multiple or self.needed_pad_multiple(stage)
 
     def needed_pad_multiple(self, stage: StageConfig) -> int:
-        """The least that the stage's ranks can do with."""
+        """Return the smallest multiple that the stage's ranks need; 1 where they shard the packed stream as a whole."""
         return 1 if self.parallel.packing == "whole_stream" else self.row_multiple(stage)
 
     def evaluated_scalings(self, model: str) -> tuple[str, ...]:
-        """With which scalings of positions a model is evaluated: stick-breaking has no positions to scale."""
+        """Return the scalings of rotary positions to evaluate a model with; ("none",) for stick-breaking."""
         attention = self.attention[model]
         return attention.evaluated_scalings if isinstance(attention, SoftmaxAttentionConfig) else ("none",)
 
@@ -253,7 +250,7 @@ class TrainingConfig(Section):
         return self.data.longest_evaluated(self.evaluation, stage)
 
     def evaluation_lengths(self, stage: StageConfig) -> list[int]:
-        """Context lengths, doubling from target_tokens to the longest."""
+        """Return the evaluated context lengths, which double from target_tokens to the longest."""
         longest = self.longest_evaluated(stage)
         lengths = []
         length = self.evaluation.target_tokens

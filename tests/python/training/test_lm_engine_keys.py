@@ -1,4 +1,4 @@
-"""lm-engine's model section: what it becomes, and what is refused by its own name."""
+"""Translation of lm-engine's model section, and its errors."""
 
 import re
 
@@ -61,7 +61,7 @@ class NoAliases(yaml.SafeDumper):
 
 
 def changed(name, value):
-    """MODEL with another value of one key, or without it where the value is ..."""
+    """Return MODEL with another value of one key, or without the key where the value is `...`."""
     return {key: old for key, old in MODEL.items() if key != name} | ({} if value is ... else {name: value})
 
 
@@ -74,7 +74,7 @@ def test_a_dense_model(tmp_path):
     assert attention.remainder_bias and attention.head_norm and attention.mass_threshold == 0
 
 
-def test_a_mixture_with_their_other_names(tmp_path):
+def test_a_mixture_with_alternative_names(tmp_path):
     model = {name: value for name, value in MODEL.items() if name not in ("hidden_size", "num_layers")}
     mixer = {**MIXER, "head_dim": 32}
     model |= {"n_embd": 64, "n_layer": 3, "sequence_mixer_blocks": [mixer] * 3, "mlp_blocks": [MOE] * 3}
@@ -87,59 +87,84 @@ def test_a_mixture_with_their_other_names(tmp_path):
 
 AT = "model_args.pretrained_config"
 REFUSED = [
-    ("n_inner", 5, f"unknown field {AT}.n_inner = 5 (allowed here: model_type, vocab_size,"),
-    ("n_embd", 64, f"{AT}.n_embd = 64: model.hidden_size is given twice"),
-    ("m_width", 9, f"{AT}.m_width is 9: must be None or 1 (there are no muP multipliers)"),
-    ("position_embedding_type", "rope", f"{AT}.position_embedding_type is 'rope': must be 'nope' (the order"),
-    ("position_embedding_type", ..., f"{AT}.position_embedding_type is missing: must be 'nope'"),
-    ("tie_word_embeddings", ..., f"missing field {AT}.tie_word_embeddings"),
-    ("model_type", "ladder_residual", f"{AT}.model_type is 'ladder_residual': must be 'gpt_base'"),
-    ("num_layers", 3, f"{AT}.sequence_mixer_blocks: 2 blocks, must be as many as layers, 3"),
-    ("mlp_blocks", None, f"{AT}.mlp_blocks: None blocks, must be as many as layers, 2"),
-    ("mlp_blocks", [MLP, MOE], f"{AT}.mlp_blocks.1 differs from {AT}.mlp_blocks.0: all layers must be the same"),
+    ("n_inner", 5, f"unknown field {AT}.n_inner, got 5. Known fields: model_type, vocab_size,"),
+    ("n_embd", 64, f"{AT}.n_embd = 64 gives model.hidden_size twice"),
+    ("m_width", 9, f"{AT}.m_width must be None or 1 (there are no muP multipliers), got 9"),
+    (
+        "position_embedding_type",
+        "rope",
+        f"{AT}.position_embedding_type must be 'nope' (stick-breaking needs no position embedding), got 'rope'",
+    ),
+    ("position_embedding_type", ..., f"{AT}.position_embedding_type must be 'nope'"),
+    ("tie_word_embeddings", ..., f"{AT}.tie_word_embeddings is required"),
+    (
+        "model_type",
+        "ladder_residual",
+        f"{AT}.model_type must be 'gpt_base' (the only architecture), got 'ladder_residual'",
+    ),
+    ("num_layers", 3, f"{AT}.sequence_mixer_blocks must be 3 blocks, one for each layer, got 2"),
+    ("mlp_blocks", None, f"{AT}.mlp_blocks must be 2 blocks, one for each layer, got None"),
+    ("mlp_blocks", [MLP, MOE], f"{AT}.mlp_blocks.1 must be equal to {AT}.mlp_blocks.0"),
     ("mlp_blocks", [3, 3], f"{AT}.mlp_blocks.0 must be a mapping of fields, got 3"),
-    ("mlp_blocks", [{**MLP, "num_experts": 8}] * 2, f"unknown field {AT}.mlp_blocks.0.num_experts = 8"),
-    ("mlp_blocks", [{**MLP, "activation_function": "gelu"}] * 2, f"{AT}.mlp_blocks.0.activation_function is 'gelu'"),
-    ("mlp_blocks", [{**MOE, "shared_intermediate_size": 8}] * 2, f"{AT}.mlp_blocks.0.shared_intermediate_size is 8"),
-    ("sequence_mixer_blocks", [{**MIXER, "add_bias": True}] * 2, f"{AT}.sequence_mixer_blocks.0.add_bias is True"),
+    ("mlp_blocks", [{**MLP, "num_experts": 8}] * 2, f"unknown field {AT}.mlp_blocks.0.num_experts, got 8"),
+    (
+        "mlp_blocks",
+        [{**MLP, "activation_function": "gelu"}] * 2,
+        f"{AT}.mlp_blocks.0.activation_function must be 'swiglu' (MLPs are gated by SiLU), got 'gelu'",
+    ),
+    (
+        "mlp_blocks",
+        [{**MOE, "shared_intermediate_size": 8}] * 2,
+        f"{AT}.mlp_blocks.0.shared_intermediate_size must be None (there are no shared experts), got 8",
+    ),
+    (
+        "sequence_mixer_blocks",
+        [{**MIXER, "add_bias": True}] * 2,
+        f"{AT}.sequence_mixer_blocks.0.add_bias must be False (linear layers have no bias), got True",
+    ),
     (
         "sequence_mixer_blocks",
         [{**MIXER, "attention_multiplier": 0.1}] * 2,
-        "attention_multiplier is 0.1: must be None",
+        "attention_multiplier must be None (logits are scaled by 1 / sqrt(head_dim)), got 0.1",
     ),
     (
         "sequence_mixer_blocks",
         [{**MIXER, "sequence_mixer_type": "mamba2"}] * 2,
-        f"{AT}.sequence_mixer_blocks.0.sequence_mixer_type is 'mamba2': must be 'stickbreaking_attention'",
+        f"{AT}.sequence_mixer_blocks.0.sequence_mixer_type must be 'stickbreaking_attention' (the attention of every "
+        "layer), got 'mamba2'",
     ),
     ("hidden_size", "wide", "model.hidden_size must be an integer, got 'wide'"),
 ]
 
 
 @pytest.mark.parametrize(("name", "value", "message"), REFUSED)
-def test_refused_by_name(name, value, message, tmp_path):
+def test_wrong_keys_are_named(name, value, message, tmp_path):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load(tmp_path, changed(name, value))
 
 
-def test_a_mixture_says_the_weight_of_its_auxiliary_loss(tmp_path):
-    with pytest.raises(ConfigError, match=re.escape(f"missing field {AT}.router_aux_loss_coef")):
+def test_a_mixture_needs_the_coefficient_of_its_auxiliary_loss(tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(f"{AT}.router_aux_loss_coef is required")):
         load(tmp_path, changed("router_aux_loss_coef", ...) | {"mlp_blocks": [MOE, MOE]})
 
 
 @pytest.mark.parametrize(
     ("arguments", "sections", "message"),
     [
-        ({"reset_attention_mask": False}, {}, "model_args.reset_attention_mask is False: must be True (no document"),
+        (
+            {"reset_attention_mask": False},
+            {},
+            "model_args.reset_attention_mask must be True (documents do not attend to each other), got False",
+        ),
         ({}, {"attention": 3}, "attention must be a mapping of fields, got 3"),
         ({}, {"attention": {"stick_breaking": 3}}, "attention.stick_breaking must be a mapping of fields, got 3"),
-        ({"tuning": 1}, {}, "unknown field model_args.tuning = 1"),
+        ({"tuning": 1}, {}, "unknown field model_args.tuning, got 1"),
         ({"pretrained_config": None}, {}, f"{AT} must be a mapping of fields, got None"),
-        ({}, {"model": {"num_layers": 4}}, "model.num_layers = 4 contradicts model_args, which makes it 2"),
+        ({}, {"model": {"num_layers": 4}}, "model.num_layers must be 2, as model_args has it, got 4"),
         ({}, {"model": None}, "model must be a mapping of fields, got None"),
-        ({}, {"data": {"vocab_size": 5}}, "data.vocab_size = 5 contradicts model_args, which makes it 300"),
+        ({}, {"data": {"vocab_size": 5}}, "data.vocab_size must be 300, as model_args has it, got 5"),
     ],
 )
-def test_refused_beside_the_model(arguments, sections, message, tmp_path):
+def test_wrong_keys_of_other_sections_are_named(arguments, sections, message, tmp_path):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load(tmp_path, arguments=arguments, **sections)
