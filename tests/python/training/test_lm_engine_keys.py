@@ -4,6 +4,7 @@ import re
 
 import pytest
 import yaml
+from support.messages import mentions
 
 from megatron_sb.training.config import ConfigError, MoEConfig, load_config
 
@@ -86,60 +87,36 @@ def test_a_mixture_with_alternative_names(tmp_path):
 
 
 AT = "model_args.pretrained_config"
+# A key, a value of it (...: the key is missing), and words of the message.
 REFUSED = [
-    ("n_inner", 5, f"unknown field {AT}.n_inner, got 5. Known fields: model_type, vocab_size,"),
-    ("n_embd", 64, f"{AT}.n_embd = 64 gives model.hidden_size twice"),
-    ("m_width", 9, f"{AT}.m_width must be None or 1 (there are no muP multipliers), got 9"),
-    (
-        "position_embedding_type",
-        "rope",
-        f"{AT}.position_embedding_type must be 'nope' (stick-breaking needs no position embedding), got 'rope'",
-    ),
-    ("position_embedding_type", ..., f"{AT}.position_embedding_type must be 'nope'"),
-    ("tie_word_embeddings", ..., f"{AT}.tie_word_embeddings is required"),
-    (
-        "model_type",
-        "ladder_residual",
-        f"{AT}.model_type must be 'gpt_base' (the only architecture), got 'ladder_residual'",
-    ),
-    ("num_layers", 3, f"{AT}.sequence_mixer_blocks must be 3 blocks, one for each layer, got 2"),
-    ("mlp_blocks", None, f"{AT}.mlp_blocks must be 2 blocks, one for each layer, got None"),
-    ("mlp_blocks", [MLP, MOE], f"{AT}.mlp_blocks.1 must be equal to {AT}.mlp_blocks.0"),
-    ("mlp_blocks", [3, 3], f"{AT}.mlp_blocks.0 must be a mapping of fields, got 3"),
-    ("mlp_blocks", [{**MLP, "num_experts": 8}] * 2, f"unknown field {AT}.mlp_blocks.0.num_experts, got 8"),
-    (
-        "mlp_blocks",
-        [{**MLP, "activation_function": "gelu"}] * 2,
-        f"{AT}.mlp_blocks.0.activation_function must be 'swiglu' (MLPs are gated by SiLU), got 'gelu'",
-    ),
-    (
-        "mlp_blocks",
-        [{**MOE, "shared_intermediate_size": 8}] * 2,
-        f"{AT}.mlp_blocks.0.shared_intermediate_size must be None (there are no shared experts), got 8",
-    ),
-    (
-        "sequence_mixer_blocks",
-        [{**MIXER, "add_bias": True}] * 2,
-        f"{AT}.sequence_mixer_blocks.0.add_bias must be False (linear layers have no bias), got True",
-    ),
-    (
-        "sequence_mixer_blocks",
-        [{**MIXER, "attention_multiplier": 0.1}] * 2,
-        "attention_multiplier must be None (logits are scaled by 1 / sqrt(head_dim)), got 0.1",
-    ),
+    ("n_inner", 5, f"{AT}.n_inner 5 model_type, vocab_size,"),
+    ("n_embd", 64, f"{AT}.n_embd 64 model.hidden_size twice"),
+    ("m_width", 9, f"{AT}.m_width None 1 9"),
+    ("position_embedding_type", "rope", f"{AT}.position_embedding_type 'nope' 'rope'"),
+    ("position_embedding_type", ..., f"{AT}.position_embedding_type 'nope' nothing"),
+    ("tie_word_embeddings", ..., f"{AT}.tie_word_embeddings required"),
+    ("model_type", "ladder_residual", f"{AT}.model_type 'gpt_base' 'ladder_residual'"),
+    ("num_layers", 3, f"{AT}.sequence_mixer_blocks 3 got 2 blocks"),
+    ("mlp_blocks", None, f"{AT}.mlp_blocks 2 got None"),
+    ("mlp_blocks", [MLP, MOE], f"{AT}.mlp_blocks.1 equal {AT}.mlp_blocks.0"),
+    ("mlp_blocks", [3, 3], f"{AT}.mlp_blocks.0 mapping got 3"),
+    ("mlp_blocks", [{**MLP, "num_experts": 8}] * 2, f"unknown {AT}.mlp_blocks.0.num_experts 8"),
+    ("mlp_blocks", [{**MLP, "activation_function": "gelu"}] * 2, f"{AT}.mlp_blocks.0.activation_function 'gelu'"),
+    ("mlp_blocks", [{**MOE, "shared_intermediate_size": 8}] * 2, f"{AT}.mlp_blocks.0.shared_intermediate_size 8"),
+    ("sequence_mixer_blocks", [{**MIXER, "add_bias": True}] * 2, f"{AT}.sequence_mixer_blocks.0.add_bias True"),
+    ("sequence_mixer_blocks", [{**MIXER, "attention_multiplier": 0.1}] * 2, "attention_multiplier None 0.1"),
     (
         "sequence_mixer_blocks",
         [{**MIXER, "sequence_mixer_type": "mamba2"}] * 2,
-        f"{AT}.sequence_mixer_blocks.0.sequence_mixer_type must be 'stickbreaking_attention' (the attention of every "
-        "layer), got 'mamba2'",
+        f"{AT}.sequence_mixer_blocks.0.sequence_mixer_type 'stickbreaking_attention' 'mamba2'",
     ),
-    ("hidden_size", "wide", "model.hidden_size must be an integer, got 'wide'"),
+    ("hidden_size", "wide", "model.hidden_size integer 'wide'"),
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "message"), REFUSED)
-def test_wrong_keys_are_named(name, value, message, tmp_path):
-    with pytest.raises(ConfigError, match=re.escape(message)):
+@pytest.mark.parametrize(("name", "value", "words"), REFUSED)
+def test_wrong_keys_are_named(name, value, words, tmp_path):
+    with pytest.raises(ConfigError, match=mentions(words)):
         load(tmp_path, changed(name, value))
 
 
@@ -149,22 +126,18 @@ def test_a_mixture_needs_the_coefficient_of_its_auxiliary_loss(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sections", "message"),
+    ("arguments", "sections", "words"),
     [
-        (
-            {"reset_attention_mask": False},
-            {},
-            "model_args.reset_attention_mask must be True (documents do not attend to each other), got False",
-        ),
-        ({}, {"attention": 3}, "attention must be a mapping of fields, got 3"),
-        ({}, {"attention": {"stick_breaking": 3}}, "attention.stick_breaking must be a mapping of fields, got 3"),
-        ({"tuning": 1}, {}, "unknown field model_args.tuning, got 1"),
-        ({"pretrained_config": None}, {}, f"{AT} must be a mapping of fields, got None"),
-        ({}, {"model": {"num_layers": 4}}, "model.num_layers must be 2, as model_args has it, got 4"),
-        ({}, {"model": None}, "model must be a mapping of fields, got None"),
-        ({}, {"data": {"vocab_size": 5}}, "data.vocab_size must be 300, as model_args has it, got 5"),
+        ({"reset_attention_mask": False}, {}, "model_args.reset_attention_mask True False"),
+        ({}, {"attention": 3}, "attention mapping 3"),
+        ({}, {"attention": {"stick_breaking": 3}}, "attention.stick_breaking mapping 3"),
+        ({"tuning": 1}, {}, "unknown model_args.tuning 1"),
+        ({"pretrained_config": None}, {}, f"{AT} mapping None"),
+        ({}, {"model": {"num_layers": 4}}, "model.num_layers 2 model_args 4"),
+        ({}, {"model": None}, "model mapping None"),
+        ({}, {"data": {"vocab_size": 5}}, "data.vocab_size 300 model_args 5"),
     ],
 )
-def test_wrong_keys_of_other_sections_are_named(arguments, sections, message, tmp_path):
-    with pytest.raises(ConfigError, match=re.escape(message)):
+def test_wrong_keys_of_other_sections_are_named(arguments, sections, words, tmp_path):
+    with pytest.raises(ConfigError, match=mentions(words)):
         load(tmp_path, arguments=arguments, **sections)
