@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megatron_sb.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, MAX_HEAD_DIM_EUCLIDEAN
 from megatron_sb.training.config.parameters import count_parameters
 from megatron_sb.training.config.schema import (
     SoftmaxAttentionConfig,
@@ -13,9 +14,6 @@ from megatron_sb.training.config.schema import (
     TrainingConfig,
 )
 from megatron_sb.training.config.types import ConfigError
-
-MAX_HEAD_DIM = 256
-MAX_HEAD_DIM_EUCLIDEAN = 248  # the kernels append 8 channels to q and k
 
 
 def check(config: TrainingConfig) -> None:
@@ -86,10 +84,10 @@ def _model_problems(config: TrainingConfig) -> Iterator[str]:
         return
     if model.num_heads % model.num_kv_heads:
         yield f"model.num_heads must be a multiple of model.num_kv_heads = {model.num_kv_heads}, got {model.num_heads}"
-    if model.head_dim % 8 or model.head_dim > MAX_HEAD_DIM:
+    if model.head_dim % HEAD_DIM_MULTIPLE or model.head_dim > MAX_HEAD_DIM:
         yield (
-            f"model.head_dim must be a multiple of 8 and at most {MAX_HEAD_DIM}, got {model.head_dim}. "
-            "Its default is model.hidden_size / model.num_heads."
+            f"model.head_dim must be a multiple of {HEAD_DIM_MULTIPLE} and at most {MAX_HEAD_DIM}, "
+            f"got {model.head_dim}. Its default is model.hidden_size / model.num_heads."
         )
     if config.parallel.device == "cpu":
         for field, why in needs_gpu(config):

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from megatron_sb.options import COMMS, LAYOUTS, LOGITS, PACKINGS, LayerOptions
 from megatron_sb.training.config.data import DataConfig, TextDataConfig
 from megatron_sb.training.config.tasks import read_data_section
 from megatron_sb.training.config.types import (
@@ -72,16 +73,16 @@ class ModelConfig(Section):
 
 @section
 class StickBreakingAttentionConfig(Section):
-    """Stick-breaking attention."""
+    """Stick-breaking attention; see `megatron_sb.options.LayerOptions`."""
 
     kind: Literal["stick_breaking"] = "stick_breaking"
-    attend_current: Bool = False
-    mass_threshold: BelowOne = 2**-24
-    remainder_bias: Bool = False
-    head_norm: Bool = False
-    logits: Literal["dot", "euclidean"] = "dot"
-    forget_gate: Bool = False
-    forget_gate_loss: NonNegativeFloat = 0.0
+    attend_current: Bool = LayerOptions.attend_current
+    mass_threshold: BelowOne = LayerOptions.mass_threshold
+    remainder_bias: Bool = LayerOptions.remainder_bias
+    head_norm: Bool = LayerOptions.head_norm
+    logits: Literal[LOGITS] = LayerOptions.logits
+    forget_gate: Bool = LayerOptions.forget_gate
+    forget_gate_loss: NonNegativeFloat = LayerOptions.forget_gate_loss
 
 
 @section
@@ -126,9 +127,9 @@ class ParallelConfig(Section):
     tensor_parallel_size: PositiveInt = 1
     sequence_parallel: Bool = False
     expert_parallel_size: PositiveInt = 1
-    comm: Literal["auto", "p2p", "all_gather", "a2a", "a2a+p2p"] = "auto"
-    layout: Literal["zigzag", "contiguous"] = "zigzag"
-    packing: Literal["per_document", "whole_stream"] = "per_document"
+    comm: Literal[COMMS] = "auto"
+    layout: Literal[LAYOUTS] = "zigzag"
+    packing: Literal[PACKINGS] = "per_document"
 
 
 @section
