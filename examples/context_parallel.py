@@ -1,4 +1,4 @@
-"""One sequence split over the ranks of a group: the answer and the gradients of a single rank, to rounding.
+"""Split one sequence over the ranks of a group; outputs and gradients equal those of one rank up to rounding.
 
 torchrun --nproc-per-node 2 examples/context_parallel.py
 """
@@ -17,7 +17,7 @@ def main() -> None:
     torch.manual_seed(0)  # the same numbers on every rank
     q, k, v = (torch.randn(1, 2048, 4, 64, dtype=torch.float64) for _ in range(3))
 
-    plan = sb.ContextParallelPlan(group, seq_len=2048)  # once a batch, for all layers
+    plan = sb.ContextParallelPlan(group, seq_len=2048)  # make it once a batch and use it in all layers
     local = [sb.shard_sequence(x, group).requires_grad_() for x in (q, k, v)]
     out = sb.unshard_sequence(sb.context_parallel_attention(*local, plan=plan), group)
     out.square().sum().backward()
@@ -25,18 +25,18 @@ def main() -> None:
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
     want = sb.stickbreaking_attention(*whole)
     want.square().sum().backward()
-    # Every rank computed the whole loss from the gathered output, so its gradients add up to `size` times one rank's.
+    # Every rank computes the loss of the whole output, so gradients are the number of ranks times too large.
     dk = local[1].grad / dist.get_world_size()
     error_o = float((out - want).detach().abs().max())
     error_dk = float((dk - sb.shard_sequence(whole[1].grad, group)).abs().max())
     print(
-        f"rank {dist.get_rank()}: {local[0].shape[1]} of 2048 positions, out off by {error_o:.1e}, dk by {error_dk:.1e}"
+        f"rank {dist.get_rank()}: {local[0].shape[1]} of 2048 tokens, error of out {error_o:.1e}, of dk {error_dk:.1e}"
     )
     assert error_o < 1e-12 and error_dk < 1e-12
 
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)  # gloo's threads may abort a process that exits the ordinary way
+    os._exit(0)  # gloo's threads may abort a process that exits normally
 
 
 if __name__ == "__main__":

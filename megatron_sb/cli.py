@@ -18,14 +18,14 @@ EXTRAS = {
 
 
 def info(arguments: argparse.Namespace) -> int:
-    """Print how this package was built, what is here to run on, and which kernels serve what."""
+    """Print the build, the devices, and the kernels for each head_dim."""
     if arguments.cmake_prefix:
         print(library.library_path().parents[1])
         return 0
     build = library.build_info()
     print(f"megatron_sb   {build['version']}, {library.library_path()}")
     if build["cuda"] is None:
-        print("build         CPU BUILD: it has no GPU kernels. Build where nvcc and a CUDA build of torch are.")
+        print("build         CPU BUILD without GPU kernels. For these, build with nvcc and a CUDA build of torch.")
     else:
         print(f"build         CUDA {build['cuda']}")
     print(f"compiler      {build['compiler']}")
@@ -86,49 +86,56 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megatron-sb", description=megatron_sb.__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    command = commands.add_parser("info", help="build, devices, which kernel serves which head_dim")
-    command.add_argument("--cmake-prefix", action="store_true", help="print the folder for CMAKE_PREFIX_PATH, no more")
+    command = commands.add_parser("info", help="print the build, the devices, and the kernel for each head_dim")
+    command.add_argument("--cmake-prefix", action="store_true", help="print only the folder for CMAKE_PREFIX_PATH")
     command.set_defaults(run=info)
 
-    command = commands.add_parser("check", help="self-test on this machine, a minute at most")
+    command = commands.add_parser("check", help="test this machine against a float64 oracle (at most a minute)")
     command.set_defaults(run=_check)
 
-    command = commands.add_parser("bench", help="table and plot beside torch's softmax kernels (bench --help)")
+    command = commands.add_parser("bench", help="compare speed with torch's softmax attention (see bench --help)")
     command.add_argument("rest", nargs=argparse.REMAINDER)
     command.set_defaults(run=_bench)
 
-    command = commands.add_parser("train", help="train as a YAML file says; starts its own ranks, torchrun also works")
+    command = commands.add_parser("train", help="train from a YAML file; starts its own ranks, or runs under torchrun")
     command.add_argument("config", metavar="CONFIG.yaml")
     command.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=VALUE", help="over the file's, as model.num_layers=2"
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="override a field of the file, such as model.num_layers=2; repeatable",
     )
-    command.add_argument("--out", metavar="DIR", help="a new folder for the run; runs/NAME-TIME where not given")
-    command.add_argument("--resume", action="store_true", help="go on with the run in --out, or the newest one")
+    command.add_argument("--out", metavar="DIR", help="new folder for the run (default: runs/NAME-TIME)")
+    command.add_argument("--resume", action="store_true", help="resume the run in --out (default: the newest run)")
     command.add_argument(
-        "--profile", metavar="FIRST:LAST", help="steps of each stage to run under torch's profiler, as 10:12"
+        "--profile", metavar="FIRST:LAST", help="profile these steps of each stage, such as 10:12 (default: none)"
     )
     command.set_defaults(run=_train)
 
-    command = commands.add_parser("experiment", help="train what it needs, one table and picture (experiment --help)")
+    command = commands.add_parser(
+        "experiment", help="train models and print a table and a plot (see experiment --help)"
+    )
     command.add_argument("rest", nargs=argparse.REMAINDER)
     command.set_defaults(run=_experiment)
 
-    command = commands.add_parser("convert", help="a checkpoint into another format, every weight bit for bit")
-    command.add_argument("source", metavar="SOURCE", help="a folder; its format is found out")
-    command.add_argument("out", metavar="OUT", help="a new folder")
+    command = commands.add_parser("convert", help="convert a checkpoint to another format without changing a weight")
+    command.add_argument("source", metavar="SOURCE", help="checkpoint folder; its format is detected")
+    command.add_argument("out", metavar="OUT", help="new folder")
     command.add_argument("--to", required=True, choices=("huggingface", "megatron", "dolomite", "fla"))
     command.add_argument(
         "--config",
         metavar="FILE",
-        help="of a Megatron checkpoint: its training configuration, or the config.json of such a model",
+        help="for a Megatron checkpoint: its training configuration, or a config.json with the same sizes",
     )
     command.set_defaults(run=_convert)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; 0 means success. Bad arguments and optional modules that are not installed are one sentence on
-    standard error and status 2.
+    """Run one command and return its exit status.
+
+    Invalid arguments and missing optional modules print one line to standard error and return 2.
     """
     argv = sys.argv[1:] if argv is None else argv
     own_options = {"bench": _bench, "experiment": _experiment}  # --help included
