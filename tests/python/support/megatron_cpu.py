@@ -21,23 +21,23 @@ from megatron_sb.megatron import install_stand_ins
 
 
 def answer_for_gpu() -> None:
-    """For the whole process: the router keeps its weights on the CPU, nothing waits for a GPU, no GPU seed is forked.
+    """Fake a GPU in this process: the router's weights stay on the CPU, and GPU synchronisation and seeds do nothing.
 
-    What Transformer Engine would bring has the package's stand-ins.
+    Also installs the package's stand-ins for Transformer Engine.
     """
     if torch.cuda.is_available():
-        raise RuntimeError("answer_for_gpu is for machines without a GPU")
+        raise RuntimeError("answer_for_gpu must be called on a machine without a GPU.")
     install_stand_ins()
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda: None
-    # Sequence parallelism draws dropout from a seed of its own, on the GPU, even where the probability is 0.
+    # Sequence parallelism forks a GPU seed for dropout even if the probability is 0.
     random.CudaRNGStatesTracker.fork = lambda self, name=None: contextlib.nullcontext()
-    # Recomputation saves and restores the generator of the GPU.
+    # Recomputation saves and restores the state of the GPU generator.
     random._get_cuda_rng_state = random._set_cuda_rng_state = lambda *args, **kwargs: None
 
 
 class NoStream:
-    """A CUDA stream and its event, where nothing runs beside anything else."""
+    """A fake CUDA stream and event, for work that is never concurrent."""
 
     def __init__(self, *args, **kwargs) -> None: ...
 
@@ -58,7 +58,7 @@ class NoStream:
 
 
 def answer_for_streams() -> None:
-    """What dispatchers and the distributed optimizer ask of a GPU: streams, and split sizes that are tensors."""
+    """Fake what dispatchers and the distributed optimizer need: streams, and split sizes given as tensors."""
     torch.cuda.Stream = torch.cuda.Event = torch.cuda.current_stream = NoStream
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     exchange = dist.all_to_all_single
@@ -71,10 +71,10 @@ def answer_for_streams() -> None:
 
 
 class TensorsOnTheCpu(TorchFunctionMode):
-    """What Megatron-Core makes on "cuda" is made on the CPU, and its parameters say that they are on a GPU."""
+    """Create tensors for "cuda" on the CPU, and report the type of a GPU tensor for them."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        """The call, changed where it is about the device."""
+        """Call the function with changed devices."""
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
@@ -86,7 +86,7 @@ class TensorsOnTheCpu(TorchFunctionMode):
 
 
 def answer_for_training() -> None:
-    """What Megatron's training loop asks of a GPU besides: its properties, its generator, its memory, NCCL."""
+    """Fake what else Megatron's training loop needs: properties, generator and memory of a GPU, and NCCL."""
     nothing = {"set_device", "set_rng_state", "manual_seed", "reset_peak_memory_stats", "empty_cache", "set_stream"}
     for name in nothing:
         setattr(torch.cuda, name, lambda *args: None)
@@ -109,7 +109,7 @@ def answer_for_training() -> None:
 
 
 def message(call) -> str:
-    """What the ValueError of `call` says."""
+    """Return the message of the ValueError that `call` raises."""
     try:
         call()
     except ValueError as error:
@@ -118,7 +118,7 @@ def message(call) -> str:
 
 
 def small_config(**changes) -> TransformerConfig:
-    """Two layers, 4 heads of 8 channels, 2 KV heads, nothing that stick-breaking attention would refuse."""
+    """Return a config of 2 layers, 4 heads of 8 channels and 2 KV heads that stick-breaking attention supports."""
     return TransformerConfig(
         **{
             "num_layers": 2,
@@ -134,7 +134,7 @@ def small_config(**changes) -> TransformerConfig:
 
 
 def core_attention_arguments(config: TransformerConfig, cp_group=None, **changes) -> dict:
-    """The keywords that Megatron-Core's attention builds its core attention with."""
+    """Return the arguments with which Megatron-Core's attention builds its core attention."""
     return {
         "config": config,
         "layer_number": 1,
@@ -148,6 +148,6 @@ def core_attention_arguments(config: TransformerConfig, cp_group=None, **changes
 
 
 def packed_params(*offsets: int, **changes) -> PackedSeqParams:
-    """Documents that begin and end at these offsets."""
+    """Return the parameters of documents with these offsets."""
     bounds = torch.tensor(offsets, dtype=torch.int32)
     return PackedSeqParams(**{"qkv_format": "thd", "cu_seqlens_q": bounds, "cu_seqlens_kv": bounds, **changes})
