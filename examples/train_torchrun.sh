@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# One job over several machines with torchrun. The same command on each machine:
+# Train on several machines with torchrun. Run the same command on each machine:
 #
 #   NODES=2 HEAD=first-machine examples/train_torchrun.sh CONFIG.yaml --out /shared/runs/NAME
 #
-# NODES: machines (1). HEAD: the one that all can reach by this name (localhost). RANKS_PER_NODE: GPUs of a machine (all).
-# PORT: free on HEAD (29500). parallel.ranks of the configuration must be NODES * RANKS_PER_NODE, and --out a folder that
-# all machines share.
+#   NODES            number of machines (default 1)
+#   HEAD             name of the machine where the ranks meet (default localhost)
+#   PORT             a free port on HEAD (default 29500)
+#   RANKS_PER_NODE   GPUs of a machine (default all)
+#
+# parallel.ranks of the configuration must be NODES * RANKS_PER_NODE. --out must be a folder that all machines share.
 set -euo pipefail
-export PYTHONSAFEPATH=1  # in a checkout, else, its sources hide the megatron_sb that is installed
+export PYTHONSAFEPATH=1  # in a checkout, its sources would hide the installed megatron_sb
 torchrun --nnodes "${NODES:-1}" --nproc-per-node "${RANKS_PER_NODE:-gpu}" \
     --rdzv-backend c10d --rdzv-endpoint "${HEAD:-localhost}:${PORT:-29500}" --rdzv-id megatron_sb \
     -m megatron_sb.training "$@"
