@@ -22,7 +22,7 @@ import torch
 from support.jobs import kill_while_it_saves
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from megatron_sb.training import plots, report, supervisor
+from megatron_sb.training import main, plots, report, supervisor
 from megatron_sb.training.checkpoint import Progress
 from megatron_sb.training.config import load_config
 from megatron_sb.training.directory import hold, prepare_directory
@@ -226,9 +226,8 @@ def test_the_directory_of_a_run_is_not_overwritten_nor_changed(straight, config,
 
     with pytest.raises(ValueError, match=r"stages\.0\.steps must be 40, .*, got 41"):
         prepare_directory(load_config(config, ["stages.0.steps=41"]), str(out), resume=True)
-    with hold(out):  # as another job would
-        status, _, errors = run(config, "--out", out)
-    assert status == 2 and f"another job is writing to {out}" in errors and "Traceback" not in errors, errors
+    with hold(out), pytest.raises(ValueError, match=f"another job is writing to {out}"):
+        prepare_directory(load_config(config), str(out), resume=False)
 
 
 def test_a_run_goes_on_over_other_ranks(config, tmp_path):
@@ -268,15 +267,15 @@ def test_killed_while_it_saves(straight, config, tmp_path):
 
 def test_a_run_does_not_go_on_with_rows_cut_elsewhere(straight, config):
     out, _, _ = straight
-    status, _, errors = run(config, "stages.0.context_parallel_size=1", "--out", out, "--resume")
-    assert status == 2 and "--resume: stages.0.pad_multiple must be 4" in errors and "got 1" in errors, errors
+    with pytest.raises(ValueError, match=r"--resume: stages\.0\.pad_multiple must be 4, .*, got 1"):
+        prepare_directory(load_config(config, ["stages.0.context_parallel_size=1"]), str(out), resume=True)
     same_rows = load_config(config, ["stages.0.context_parallel_size=1", "stages.0.pad_multiple=4"])
     directory, lock = prepare_directory(same_rows, str(out), resume=True)
     lock.close()
     assert directory == out
 
 
-def test_profiled_steps_and_skipped_tiles(config, tmp_path):
+def test_profiled_steps_and_skipped_tiles(config, tmp_path, capsys):
     alone = ["parallel.ranks=1", "stages.0.context_parallel_size=1", "stages.1.context_parallel_size=1"]
     short = ["compare=[stick_breaking]", "stages.0.steps=10", "stages.1.steps=5", "report.attention_interval=5"]
     status, _, errors = run(config, *alone, *short, "--profile", "4:5", "--out", tmp_path)
@@ -292,7 +291,8 @@ def test_profiled_steps_and_skipped_tiles(config, tmp_path):
         "5:4": "--profile must be FIRST:LAST",
         "61:70": "--profile must start at step 60 or before",
     }.items():
-        status, _, errors = run(config, "--profile", window, "--out", tmp_path / "other")
+        status = main(str(config), profile=window, out=str(tmp_path / "other"))
+        errors = capsys.readouterr().err
         assert status == 2 and sentence in errors and f"got {window}" in errors, errors
 
 
@@ -355,8 +355,8 @@ def test_models_by_name(config, tmp_path):
     assert again == losses
 
 
-def test_a_wrong_field_is_refused_before_anything_runs(config, tmp_path):
-    status, _, errors = run(config, "stages.0.stepz=3", "--out", tmp_path / "out")
+def test_a_wrong_field_is_refused_before_anything_runs(config, tmp_path, capsys):
+    status, errors = main(str(config), ["stages.0.stepz=3"], out=str(tmp_path / "out")), capsys.readouterr().err
     assert status == 2 and "unknown field stages.0.stepz, got 3. Did you mean 'steps'?" in errors
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").touch()
