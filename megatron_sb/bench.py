@@ -1,9 +1,9 @@
-"""`megatron-sb bench`: stick-breaking attention beside its naive PyTorch formulation and torch's softmax attention.
+"""Compare stick-breaking attention with its naive PyTorch version and with torch's softmax attention.
 
-Two sets of inputs, because stick-breaking attention skips what a used-up stick cannot reach: in `full` the logits lie
-around -11 and nothing can be skipped, in `randn` q and k are plain normal, as they are at initialisation. All of a
-length's contenders take turns in one process, and medians are reported. Peak memory is the growth of the resident set
-of a fresh process over what it held once the inputs existed, which counts outputs, gradients and all workspace.
+There are two kinds of inputs, because stick-breaking attention skips keys once the mass is small. In `full`, logits are
+near -11 and nothing can be skipped. In `randn`, q and k are standard normal, as at initialisation. At each length all
+functions take turns in one process, and the medians are printed. Peak memory is how much the resident set of a fresh
+process grows after the inputs exist: outputs, gradients and workspace.
 """
 
 import argparse
@@ -31,7 +31,7 @@ _MEMORY_TIMEOUT_S = 1800
 
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What people start from: log space, every weight materialised. q, k, v: (b, s, h, d) -> (b, s, h, d)."""
+    """Compute the attention in log space with all weights in memory. q, k, v: (b, s, h, d) -> (b, s, h, d)."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     z = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     hidden = torch.ones(z.shape[-2:], dtype=torch.bool, device=z.device).triu()
@@ -42,13 +42,13 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Torch's own causal attention. q, k, v: (b, s, h, d) -> (b, s, h, d)."""
+    """Compute torch's causal softmax attention. q, k, v: (b, s, h, d) -> (b, s, h, d)."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
 def make_inputs(kind: str, length: int, options: argparse.Namespace) -> list[Tensor]:
-    """q, k, v that ask for gradients and dO, all (b, length, h, d), from a fixed seed; kind is "full" or "randn"."""
+    """Return q, k and v, which require gradients, and dO, all (b, length, h, d); kind is "full" or "randn"."""
     generator = torch.Generator().manual_seed(length)
     shape = (options.batch, length, options.heads, options.head_dim)
     q, k, v, do = (torch.randn(shape, generator=generator) for _ in range(4))
@@ -60,13 +60,13 @@ def make_inputs(kind: str, length: int, options: argparse.Namespace) -> list[Ten
 
 
 def forward_backward(attention: Callable[..., Tensor], inputs: list[Tensor]) -> None:
-    """One forward and one backward pass; the gradients are dropped."""
+    """Run one forward and one backward pass and drop the gradients."""
     q, k, v, do = inputs
     torch.autograd.grad(attention(q, k, v), (q, k, v), do)
 
 
 def time_in_turns(attentions: list[Callable[..., Tensor]], inputs: list[Tensor], repeats: int) -> list[float]:
-    """Median milliseconds of a forward and backward pass of each, run in turns after one warm-up of each."""
+    """Return each function's median milliseconds of forward and backward, run in turns after one warm-up of each."""
     samples: list[list[float]] = [[] for _ in attentions]
     for repeat in range(repeats + 1):
         for attention, taken in zip(attentions, samples, strict=True):
@@ -90,9 +90,9 @@ def _time_once(attention: Callable[..., Tensor], inputs: list[Tensor]) -> float:
 
 
 def peak_memory(attention: Callable[..., Tensor], inputs: list[Tensor]) -> int:
-    """Bytes at the peak of a forward and backward pass over what is held now. On a CPU, only right in a fresh process.
+    """Return the peak bytes of forward and backward above the bytes in use now.
 
-    The peak of a process includes what it needed before (imports); where that was more, the result is too high.
+    On a CPU, call it in a fresh process: an earlier, higher peak of the process would make the result too high.
     """
     if inputs[0].is_cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -111,7 +111,7 @@ def _resident_bytes(field: str) -> int:
 
 
 def peak_memory_in_fresh_process(kind: str, length: int, options: argparse.Namespace) -> int:
-    """Peak bytes of ours over the inputs, measured by a new interpreter."""
+    """Return the peak bytes of stick-breaking attention above its inputs, measured in a new process."""
     command = [*module_command("megatron_sb.bench"), "--memory-worker", kind, "--memory-length", str(length)]
     for name in ("device", "dtype", "batch", "heads", "head_dim"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
@@ -122,7 +122,7 @@ def peak_memory_in_fresh_process(kind: str, length: int, options: argparse.Names
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the table, the ratios and the memory, and draw the plot if a folder is given."""
+    """Print the table and the peak memory, and draw the plot if a folder is given."""
     print(_heading(options))
     print("forward + backward, median ms      |          full          |    randn")
     print("   length    softmax      naive    |       ours  naive/ours |       ours", flush=True)
@@ -178,18 +178,28 @@ def _plot(rows: list[dict[str, float]], options: argparse.Namespace) -> Path:
 
 
 def _parse(args: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="megatron-sb bench", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="megatron-sb bench",
+        description=__doc__.partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     has_cuda = torch.cuda.is_available()
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if has_cuda else "cpu")
-    parser.add_argument("--dtype", choices=tuple(_DTYPES), default="bf16" if has_cuda else "fp32")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])
-    parser.add_argument("--naive-max-length", type=int, default=2048, help="longest length the naive form is run at")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--memory-length", type=int, default=32768, help="0 leaves the memory out")
-    parser.add_argument("--out", type=Path, help="folder for the plot")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if has_cuda else "cpu", help="device")
+    parser.add_argument(
+        "--dtype", choices=tuple(_DTYPES), default="bf16" if has_cuda else "fp32", help="dtype of q, k and v"
+    )
+    parser.add_argument("--batch", type=int, default=1, help="sequences")
+    parser.add_argument("--heads", type=int, default=8, help="heads of q, k and v")
+    parser.add_argument("--head-dim", type=int, default=64, help="channels of a head")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="sequence lengths in tokens"
+    )
+    parser.add_argument("--naive-max-length", type=int, default=2048, help="longest length for the naive version")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs, of which the median is printed")
+    parser.add_argument(
+        "--memory-length", type=int, default=32768, help="length at which memory is measured; 0 skips it"
+    )
+    parser.add_argument("--out", type=Path, help="folder for a plot")
     parser.add_argument("--memory-worker", choices=("full", "randn"), help=argparse.SUPPRESS)
     options = parser.parse_args(args)
     if options.device == "cuda" and not has_cuda:

@@ -41,7 +41,7 @@ def stickbreaking_attention(
         scale: of the logits; None means 1/sqrt(d), and 1 for Euclidean ones.
         attend_current: whether the key at a query's own position takes part.
         mass_threshold: taken so that the signature is the operator's; nothing is ever skipped here.
-        return_mass: whether to return the mass beside the output.
+        return_mass: whether to return the mass as well.
         logits: "dot" or "euclidean".
         forget_gate: (b, s_k, h_kv), f of each key, or None for 1.
 

@@ -1,4 +1,4 @@
-"""What `megatron-sb check` runs: outputs, masses and gradients on this machine's devices against the float64 oracle."""
+"""Compare outputs, masses and gradients on this machine's devices with the float64 oracle (`megatron-sb check`)."""
 
 import time
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from torch import Tensor
 from megatron_sb import reference
 from megatron_sb.ops import stickbreaking_attention_varlen
 
-# A relative error that rounding the operands and the result to this type explains (two roundings and a margin).
+# Relative error that rounding the operands and the result to this dtype explains: two roundings and a margin.
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration: documents of these lengths, packed."""
+    """One configuration with packed documents."""
 
     dtype: torch.dtype
     lengths: tuple[int, ...]
@@ -85,7 +85,7 @@ def relative_errors(case: Case, device: torch.device) -> dict[str, float]:
 
 
 def main() -> int:
-    """Print a line a case; 0 if every error is within what rounding explains."""
+    """Print one line for each case. Return 0 if every error is within its bound, else 1."""
     devices = [torch.device("cpu")]
     if torch.cuda.is_available() and "cuda" in torch.ops.megatron_sb.describe_kernels().lower():
         devices.append(torch.device("cuda"))
@@ -98,7 +98,7 @@ def main() -> int:
             ok = all(error <= _TOLERANCE[case.dtype] for error in errors.values())
             failed += not ok
             print(
-                f"{'ok  ' if ok else 'FAIL'} {device.type:4s} {case}: worst {worst} {errors[worst]:.1e}, allowed "
+                f"{'ok  ' if ok else 'FAIL'} {device.type:4s} {case}: worst {worst} {errors[worst]:.1e}, bound "
                 f"{_TOLERANCE[case.dtype]:.0e} ({time.perf_counter() - start:.1f} s)"
             )
     print("all cases pass" if not failed else f"{failed} cases FAILED")

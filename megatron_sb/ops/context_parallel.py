@@ -167,20 +167,23 @@ def context_parallel_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend over a sequence of which this rank holds a part; the answer is that of one rank with the whole of it.
 
-    Every rank of the group calls it with its local rows. A call without a plan makes one: a collective and a read-back
-    of cu_seqlens. The first call of a plan with new shapes and options makes sure that the ranks agree on them; ranks
-    that part ways later, with shapes that each has used before or where one finds its own arguments bad, end by the
-    group's time-out. Partial outputs, masses and gradients cross ranks in fp32 (fp64 for fp64). Differentiable once;
-    the backward is collective too.
+    Every rank of the group calls the function with its local rows. A call without a plan makes one, which is a
+    collective and copies cu_seqlens to the host. In the first call of a plan with new shapes or options, the ranks check
+    that they agree on them. Later, ranks that disagree wait for each other until the group's timeout. Partial outputs,
+    masses and gradients are sent in fp32 (fp64 for fp64). The function can be differentiated once; its backward is a
+    collective too.
 
-    Memory beside the local tensors: "p2p" keeps about 8 * ranks bytes for each local row and head and, for zigzag, two
-    fp32 partial outputs of half of the rows (of nearly all rows where many documents are packed per_document), and
-    holds two chunks of keys, in the backward three of fp32 gradients too, for each of two lanes. "all_gather" holds the
-    whole stream's keys and values for up to two groups of heads (a quarter of the KV heads each, one head at least; all
-    heads together in streams of less than 32768 rows), in the backward with their fp32 gradients. "a2a" keeps the
-    exchanged queries, keys and values, which take what the local ones take, and not the local ones. In "p2p" zigzag a
-    rank's higher chunk meets the lower chunks before the mass at their newer edge is known: there, the forward's
-    skipping goes by the mass of that part alone; a row that was used up before takes nothing of what it gave.
+    Memory in addition to the local tensors:
+
+    - "p2p" keeps about 8 * ranks bytes for each local row and head, and for zigzag two fp32 partial outputs of half of
+      the rows (of nearly all rows if many documents are packed per_document). It holds two chunks of keys for each of
+      two lanes, and in the backward three chunks of fp32 gradients for each lane.
+    - "all_gather" holds the keys and values of the whole sequence for up to two groups of heads, in the backward with
+      their fp32 gradients. A group is a quarter of the KV heads and at least one; below 32768 rows it is all heads.
+    - "a2a" keeps the exchanged queries, keys and values instead of the local ones. They take the same memory.
+
+    In "p2p" zigzag, a rank's newer chunk meets older chunks before the mass of newer keys is known. There, the forward
+    skips keys by the mass of that part alone.
 
     Args:
         q: (b, s_local, h, d), or (t_local, h, d) with cu_seqlens.

@@ -1,4 +1,4 @@
-"""Finds and loads the operator library, once it is sure that it was built for the torch that is installed."""
+"""Find and load the operator library. It must be built for the installed torch."""
 
 import functools
 import importlib
@@ -26,7 +26,7 @@ def build_info() -> BuildInfo:
     """Return how this package was built.
 
     Raises:
-        ImportError: the compiled module is not there.
+        ImportError: If there is no compiled module.
     """
     try:
         return importlib.import_module("megatron_sb._C").build_info()
@@ -34,9 +34,8 @@ def build_info() -> BuildInfo:
         folder = Path(__file__).parents[1]
         raise ImportError(
             f"megatron_sb was imported from {folder}, which has no compiled module for Python "
-            f"{platform.python_version()}: it is a source tree, and hides an installed package from a Python that is "
-            f"started in {folder.parent}; start it in another folder or with -P, or install with pip install -e . "
-            "(make build does)"
+            f"{platform.python_version()}. This is a source tree. It hides an installed package while Python runs in "
+            f"{folder.parent}. Run Python in another folder or with -P, or install with pip install -e . (make build)."
         ) from error
 
 
