@@ -168,7 +168,7 @@ def context_parallel_attention(
     """Attend over a sequence of which this rank holds a part; the answer is that of one rank with the whole of it.
 
     Every rank of the group calls the function with its local rows. A call without a plan makes one, which is a
-    collective and copies cu_seqlens to the host. In the first call of a plan with new shapes or options, the ranks check
+    collective and copies cu_seqlens to the host. In a plan's first call with new shapes or options, the ranks check
     that they agree on them. Later, ranks that disagree wait for each other until the group's timeout. Partial outputs,
     masses and gradients are sent in fp32 (fp64 for fp64). The function can be differentiated once; its backward is a
     collective too.
