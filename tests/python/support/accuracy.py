@@ -73,7 +73,7 @@ def relative_errors(actual: Tensor, expected: Tensor) -> tuple[float, float]:
 
 
 def floors(dtype: torch.dtype, num_keys: int) -> dict[str, float]:
-    """The relative error that is allowed even where the plain computation happens to make none, by result."""
+    """Return the relative error to accept for each result even where the plain computation has none."""
     ulp = torch.finfo(accumulation_type(dtype)).eps
     per_key = dict.fromkeys(RESULTS, _FLOOR_ULPS_PER_KEY) | {"mass": _MASS_FLOOR_ULPS_PER_KEY}
     return {name: ulp * (_FLOOR_ULPS + growth * num_keys) for name, growth in per_key.items()}
