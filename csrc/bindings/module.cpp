@@ -1,5 +1,5 @@
-// The pybind11 module: what Python must know before it may load the operators. No Torch here, so that it imports, and
-// can say what is wrong, whatever torch is installed.
+// The pybind11 module: how this package was built. Python reads it before it loads the operators. The module does not
+// link Torch, so it can be imported, and a mismatch reported, with any installed torch.
 #include <pybind11/pybind11.h>
 
 namespace py = pybind11;

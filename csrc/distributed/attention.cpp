@@ -54,7 +54,7 @@ struct ContextParallelCall {
     }
 };
 
-// What the checks of a call find out.
+// The values that the checks of a call compute.
 struct CheckedCall {
     ops::BlockOptions options = {};
     int num_exchanging = 0;  // ranks that exchange heads; 1: none do
@@ -89,7 +89,7 @@ int exchanging_ranks(const ContextParallelCall& call, const std::string& comm) {
     return comm == "a2a+p2p" ? c10d_transport(call.heads_group)->size() : 1;
 }
 
-// q and k with the columns of their variants. Groups of one rank have nothing to exchange.
+// q and k include the columns of the variants. A group of one rank exchanges nothing.
 RouteNames choose_route(const ContextParallelCall& call, const at::Tensor& q, const at::Tensor& k) {
     const ContextParallelPlan& plan = *call.plan;
     const std::string comm = call.comm == "auto" ? choose_comm(static_cast<int>(plan.size()), q, k, call.v) : call.comm;
@@ -170,7 +170,7 @@ CheckedCall check_and_agree(const ContextParallelCall& call) {
     return checked;
 }
 
-// The part of a call that the backward needs, besides tensors.
+// The part of a call that the backward needs, without tensors.
 struct SavedCall : torch::CustomClassHolder {
     PlanPointer plan;
     RouteNames route;

@@ -1,6 +1,7 @@
-// The forward meets the keys of each run (plan/schedule.h) from newest to oldest and hands (o, mass) from block to
-// block. At the end it folds the runs. The backward meets the keys from oldest to newest and hands on the prefix, the
-// sum of g. The prefix starts at mass * d_mass, plus dO . (output of the older keys) for a run that has older keys.
+// The forward processes the keys of each run (plan/schedule.h) from newest to oldest and passes (o, mass) from block to
+// block. At the end it folds the runs. The backward processes the keys from oldest to newest and passes the prefix, the
+// sum of g, from block to block. The prefix starts at mass * d_mass. For a run that has older keys, dO . (output of the
+// older keys) is added.
 #include "distributed/driver.h"
 
 #include <ATen/ATen.h>
@@ -94,7 +95,8 @@ Gradients attend_backward(const RankCall& call, const Tensor& d_o, const Tensor&
                           const std::vector<GroupRecord>& records, at::ScalarType type) {
     const SegmentTables& tables = call.plan.tables(call.comm);
     const Tensor& q = call.q;
-    // The gradients of a single block are the result: a kernel may write them in its dtype. Those of several add up.
+    // The gradients of a single block are the result, so a kernel may write them in its dtype. Those of several blocks
+    // are summed in the accumulation type.
     const bool written = call.comm == Comm::kLocal && type == q.scalar_type() && tables.segments[0].defined() &&
                          ops::narrow_gradients(q, call.v, call.options);
     const auto block_type = written ? type : ops::accumulation_type(q);

@@ -1,4 +1,4 @@
-// The operators of context parallelism and their plan. A process group enters by its name.
+// The operators of context parallelism and their plan. Schemas take a process group by its name.
 #include <torch/custom_class.h>
 #include <torch/library.h>
 

@@ -43,15 +43,14 @@ enum class Comm : int8_t {
     kLocal,   // no transfer: this rank has them
 };
 
-// The threshold, in rows of the joint buffer, of two choices. From this many rows on,
-// - all_gather works on one group of heads at a time, so that the transfer of one group overlaps the compute of
-// another.
-//   With fewer rows one head is too little work. Forward on an H200: 16K rows reach 299 TFLOP/s with one head and 686
-//   with twelve; 64K rows reach 707 and 626.
-// - ranks that exchange heads send each row range to its place. With fewer rows the host is the bottleneck, at about
-//   9 us a message. The rows then travel as one collective and are sorted afterwards.
+// From this many rows on, two modes change how they transfer data:
+// - all_gather works on one group of heads at a time. The transfer of one group overlaps the compute of another. With
+//   fewer rows one head is too little work. Forward on an H200: 16K rows reach 299 TFLOP/s with one head and 686 with
+//   twelve; 64K rows reach 707 and 626.
+// - a2a sends each row range to its place in the joint buffer. With fewer rows the host is the bottleneck, at about
+//   9 us for each message. The rows then travel as one collective and are sorted afterwards.
 constexpr int64_t kRowsToSplitHeads = 32768;
-constexpr size_t kMaxRowRanges = 8;  // of a rank, to be sent as one message each
+constexpr size_t kMaxRowRanges = 8;  // the most row ranges of a rank that are sent as one message each
 constexpr int64_t kMaxHeadGroups = 4;
 
 struct RankPlan {

@@ -30,7 +30,7 @@ struct AttentionCall {
           options(read_attention_options(arguments)) {}
 };
 
-// q, k, v as block_forward takes them; segments (n, 5), or none for the dense form.
+// Takes q, k, v as block_forward does, and segments (n, 5), or none for dense attention.
 class Attend : public torch::autograd::Function<Attend> {
   public:
     static constexpr int kNumInputs = 5;

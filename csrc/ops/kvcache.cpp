@@ -78,7 +78,7 @@ void check_call(const KvCacheCall& in) {
     check_num_rows("k_cache", in.capacity());
 }
 
-// Values, which the host reads on a CPU only.
+// Checks the values of CPU tensors. Values on a GPU are not read: kernels clamp them.
 void check_values(const KvCacheCall& in) {
     const at::Tensor ends = in.cache_seqlens.contiguous();
     const at::Tensor firsts = in.cache_leftpad.has_value() ? in.cache_leftpad->contiguous() : at::zeros_like(ends);
@@ -184,7 +184,7 @@ TensorPair kvcache_forward(const Arguments& arguments) {
     if (in.q.is_cpu()) check_values(in);
     const auto results = empty_results(in);
     if (in.q.numel() == 0) return results;
-    if (in.capacity() == 0 || in.k.numel() == 0) {  // no keys at all
+    if (in.capacity() == 0 || in.k.numel() == 0) {  // no keys
         std::get<0>(results).zero_();
         std::get<1>(results).fill_(1);
         return results;

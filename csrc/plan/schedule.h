@@ -1,14 +1,14 @@
 // The ring schedule: which key chunks a rank holds at each step. Pure functions of (layout, size, rank, step).
 //
-// The forward must meet the keys of a row from newest to oldest, and the backward from oldest to newest.
-// - contiguous: one lane of chunks moves to the next higher rank at each step of the forward. Rank r meets chunks
+// The forward must process the keys of a row from newest to oldest, and the backward from oldest to newest.
+// - contiguous: one lane of chunks moves to the next higher rank at each step of the forward. Rank r gets chunks
 //   r, r - 1, .. 0.
 // - zigzag: a rank holds a low and a high chunk, which form two lanes that move in opposite directions. The low chunks
-//   move as above. The high chunks move to the next lower rank, and rank r meets those of ranks r, r + 1, .. size - 1.
+//   move as above. The high chunks move to the next lower rank, and rank r gets those of ranks r, r + 1, .. size - 1.
 // In the backward each lane moves in the other direction. It starts one exchange away from its home rank and ends
 // there.
 //
-// A run is a sequence of chunks that a rank meets in order. With zigzag there are at most three, folded at the end:
+// A run is a sequence of chunks that a rank gets in order. With zigzag there are at most three, folded at the end:
 //     run 0: the high chunks of ranks r .. size - 1     run 1: the low chunks above r     run 2: the low chunks 0 .. r
 #pragma once
 

@@ -15,7 +15,7 @@ TEST(Dispatch, CpuServesEveryDtypeAndMultipleOfEight) {
             EXPECT_STREQ(find({Device::kCpu, 0, dtype, head_dim, 264 - head_dim}).name, "cpu");
 }
 
-TEST(Dispatch, WhatIsMissingIsNamedBesideWhatThereIs) {
+TEST(Dispatch, TheErrorNamesTheRequestAndTheTable) {
     try {
         find({Device::kCpu, 0, Dtype::kBFloat16, 12, 64});
         FAIL() << "head_dim 12 was served";
@@ -27,11 +27,11 @@ TEST(Dispatch, WhatIsMissingIsNamedBesideWhatThereIs) {
 }
 
 TEST(Dispatch, CpuKernelsServeNoGpu) {
-    // sm_70 is older than any GPU kernel here will be.
+    // No GPU kernel supports sm_70.
     EXPECT_THROW(find({Device::kCuda, 70, Dtype::kBFloat16, 64, 64}), InvalidArgument);
 }
 
-TEST(Dispatch, TheFirstGpuKernelsThatServeARequestAreTaken) {
+TEST(Dispatch, TheFirstGpuKernelsThatServeARequestAreUsed) {
     if (!built_with_cuda()) GTEST_SKIP() << "a CPU build";
     const auto name = [](int architecture, Dtype dtype, int head_dim, int head_dim_v) {
         return std::string(find({Device::kCuda, architecture, dtype, head_dim, head_dim_v}).name);

@@ -1,4 +1,5 @@
-// The public C++ interface over process groups of c10d, without Python: a backend of threads, one group name a rank.
+// The public C++ interface over process groups of c10d, without Python. Ranks are threads, each with its own group
+// name.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>

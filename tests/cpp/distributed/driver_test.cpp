@@ -8,6 +8,8 @@
 
 #include "core/error.h"
 #include "distributed/route.h"
+#include "ops/block.h"
+#include "ops/tensors.h"
 #include "plan/streams.h"
 #include "ranks.h"
 
@@ -54,14 +56,14 @@ Answer one_rank(const plan::Stream& stream, const Case& x) {
     return {out.o, out.mass, rounded(gradients.dq), rounded(gradients.dk), rounded(gradients.dv)};
 }
 
-// How ranks work together: `exchanging` of them exchange heads (1: nobody does).
+// How ranks get their keys. `exchanging`: the number of ranks that exchange heads; 1: none do.
 struct Mode {
     std::string name;
     Comm comm;
     int exchanging;
 };
 
-// Those that many ranks can have with the eight query heads and four KV heads of a case.
+// The modes that `size` ranks support with the eight query heads and four KV heads of a case.
 std::vector<Mode> modes_of(int size) {
     std::vector<Mode> modes{{"p2p", Comm::kRing, 1}, {"all_gather", Comm::kGather, 1}};
     if (size == 1) modes.push_back({"one rank", Comm::kLocal, 1});
@@ -85,7 +87,7 @@ class Groups {
 
     Route route(const plan::Partition& partition, int rank) const {
         const int a2a_rank = rank % mode_.exchanging, p2p_rank = rank / mode_.exchanging;
-        // Some of the streams here are longer.
+        // A threshold of 100 rows, so that streams of both kinds are tested.
         auto plan = std::make_shared<RankPlan>(make_rank_plan(partition, rank, at::kCPU, mode_.exchanging, 100));
         return {mode_.exchanging > 1 ? heads_[p2p_rank].transport(a2a_rank) : nullptr,
                 mode_.comm == Comm::kLocal ? nullptr : keys_[a2a_rank].transport(p2p_rank), mode_.comm, plan};
@@ -136,7 +138,7 @@ double worst_error(const Answer& answer, const Answer& expected) {
     return worst;
 }
 
-// And the same values where there is none.
+// Expects NaN at most where `expected` has one, and equal values elsewhere.
 void expect_no_more_nans(const Answer& answer, const Answer& expected, const std::string& where) {
     for (const auto& [name, part] : {std::pair{"o", &Answer::o},
                                      {"mass", &Answer::mass},
@@ -171,7 +173,7 @@ TEST_P(DriverTest, GivesTheAnswerOfOneRank) {
     }
 }
 
-// Long enough that sticks are used up and tiles skipped, also in the run that is computed before its carry is known.
+// The stream is so long that rows skip tiles, also in the run that is computed before its carry is known.
 TEST_P(DriverTest, SkippingStaysWithinItsBound) {
     const int size = GetParam();
     const plan::Stream stream{"dense", plan::Packing::kPerDocument, 768, std::nullopt};
@@ -186,8 +188,9 @@ TEST_P(DriverTest, SkippingStaysWithinItsBound) {
     }
 }
 
-// Chunks of whole tiles, so that a tile is the same keys however they are cut. A row whose stick is used up before it
-// comes to the NaN is clean, on one rank but for rows that share a tile with others, and so are keys of other tiles.
+// Chunks consist of whole tiles, so every layout has the same tiles. A row whose mass is used up before the tile with
+// the NaN has no NaN, unless it shares a tile of queries with a row that reads the NaN. Keys of other tiles have none
+// either.
 TEST_P(DriverTest, ANanSpreadsNoFurtherThanOnOneRank) {
     const int size = GetParam();
     const plan::Stream stream{"dense", plan::Packing::kPerDocument, 128 * size, std::nullopt};
@@ -209,7 +212,7 @@ TEST_P(DriverTest, ANanSpreadsNoFurtherThanOnOneRank) {
     }
 }
 
-// bf16 operands: what separates a ring from one rank is fp32 rounding and the last rounding of the results to bf16.
+// With bf16 operands a ring and one rank differ only by fp32 rounding and by the final rounding of the results to bf16.
 TEST_P(DriverTest, PartialResultsCrossRanksInFullPrecision) {
     const int size = GetParam();
     const plan::Stream stream{"dense", plan::Packing::kPerDocument, 384, std::nullopt};
@@ -217,7 +220,7 @@ TEST_P(DriverTest, PartialResultsCrossRanksInFullPrecision) {
     const Answer expected = one_rank(stream, x);
     for (const Mode& mode : modes_of(size)) {
         const Answer answer = many_ranks(stream, x, plan::Layout::kZigzag, mode, size);
-        // Values next to a rounding border may go either way: one in a few hundred, by 2^-8.
+        // About one value in a few hundred lies next to a rounding boundary and differs by 2^-8.
         EXPECT_LT(worst_error(answer, expected), 3e-4) << mode.name;
     }
 }
@@ -235,7 +238,8 @@ TEST_P(DriverTest, RepeatsBitForBit) {
     }
 }
 
-// Against float64, the worst of outputs and gradients at 1 to 16 ranks. What is kept in bf16 on the way would grow.
+// The largest error of outputs and gradients against float64 at 1 to 16 ranks. Partial results in bf16 would make it
+// grow.
 TEST(Driver, ErrorDoesNotGrowWithTheRing) {
     const plan::Stream stream{"dense", plan::Packing::kPerDocument, 1024, std::nullopt};
     for (const auto& [dtype, mean_logit] : {std::pair{at::kFloat, -1.0}, {at::kFloat, -6.0}, {at::kBFloat16, -6.0}}) {
@@ -279,7 +283,7 @@ TEST(GatheredKeys, HoldTwoGroupsOfHeadsAtATime) {
     EXPECT_EQ(bytes(4, 2), 4 * 2 * kOneHead);
     EXPECT_EQ(bytes(4, 8), 4 * 4 * kOneHead);
     EXPECT_EQ(bytes(8, 32), 8 * 16 * kOneHead);
-    EXPECT_EQ(bytes(4, 8, 4096), 4 * 8 * kOneHead / 2);  // so short that all heads come at once
+    EXPECT_EQ(bytes(4, 8, 4096), 4 * 8 * kOneHead / 2);  // so few rows that all heads travel at once
     const Tensor packed = at::empty({8192, 8, 64}, at::kBFloat16);
     EXPECT_EQ(gathered_bytes(4, packed, packed), 4 * 4 * kOneHead);
 }
@@ -297,7 +301,7 @@ TEST(Driver, ALostPeerEndsEveryRank) {
             route_forward(groups.route(partition, world.rank()), x.q.index_select(1, rows), x.k.index_select(1, rows),
                           x.v.index_select(1, rows), x.options, true, true);
         });
-        // In a hierarchy, only those that share a group with it: rank 3 exchanges heads with it, rank 0 keys.
+        // In a hierarchy only ranks that share a group with rank 2 fail: rank 3 exchanges heads with it, rank 0 keys.
         const bool all = mode.exchanging == 1 || mode.exchanging == size;
         for (const int rank : {0, 1, 3}) {
             if (rank == 1 && !all) continue;

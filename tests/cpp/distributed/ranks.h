@@ -12,7 +12,7 @@ namespace megatron_sb::distributed {
 
 using RankFunction = std::function<void(Transport&)>;
 
-// Runs `function` on every rank and returns what each threw, null for nothing.
+// Runs `function` on every rank and returns the exception of each rank, or null.
 inline std::vector<std::exception_ptr> run_ranks(int size, const RankFunction& function,
                                                  std::chrono::milliseconds timeout = std::chrono::seconds(60)) {
     const InProcessGroup group(size, timeout);
@@ -37,7 +37,7 @@ inline void run_ranks_or_throw(int size, const RankFunction& function) {
     }
 }
 
-// The message of an exception of type Error; "" for nothing thrown.
+// The message of an exception of type Error; "" if there is none.
 template <class Error>
 std::string message_of(const std::exception_ptr& thrown) {
     if (!thrown) return "";

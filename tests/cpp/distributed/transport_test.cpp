@@ -117,7 +117,7 @@ TEST(Agreement, OneRanksErrorIsEveryRanksError) {
     EXPECT_EQ(message_of<InvalidArgument>(thrown[2]), "the test was rejected on rank 1: a is missing");
 }
 
-// A message longer than its place is cut, not lost.
+// A message that does not fit is truncated, not lost.
 TEST(Agreement, LongMessagesAreCut) {
     const auto thrown = run_ranks(2, [](Transport& transport) {
         agree(transport, "the test", {}, transport.rank() == 1 ? std::string(5000, 'x') : "");

@@ -1,4 +1,4 @@
-// The operators as C++ users call them.
+// The public C++ interface.
 #include "megatron_sb/attention.h"
 
 #include <ATen/ATen.h>
@@ -72,7 +72,7 @@ TEST(Attention, EuclideanLogitsAreDistances) {
     at::manual_seed(3);
     const auto options = at::TensorOptions(at::kDouble);
     const at::Tensor q = at::randn({1, 30, 1, 16}, options), k = at::randn({1, 30, 1, 16}, options);
-    // -|q - k|^2 as a product of wider heads, here by hand
+    // -|q - k|^2 as a dot product of wider heads
     const auto norm = [](const at::Tensor& x) { return x.square().sum(-1, true); };
     const at::Tensor wide_q = at::cat({2 * q, -norm(q), at::ones_like(norm(q))}, -1)[0].select(1, 0);
     const at::Tensor wide_k = at::cat({k, at::ones_like(norm(k)), -norm(k)}, -1)[0].select(1, 0);

@@ -12,7 +12,7 @@ namespace {
 
 using Rows = std::vector<int64_t>;
 
-// The stream rows that a rank holds, written down from the definition.
+// The stream rows of a rank, from the definition.
 Rows expected_rows(const Stream& stream, Layout layout, int size, int rank) {
     Rows bounds = stream.cu_seqlens.value_or(Rows{0, stream.seq_len});
     if (bounds.back() < stream.seq_len) bounds.push_back(stream.seq_len);
@@ -39,7 +39,7 @@ void for_each_partition(const std::function<void(const Stream&, Layout, int)>& c
     }
 }
 
-std::string refusal(Layout layout, Packing packing, int size, int64_t seq_len, std::optional<Rows> cu_seqlens) {
+std::string error_of(Layout layout, Packing packing, int size, int64_t seq_len, std::optional<Rows> cu_seqlens) {
     try {
         Partition(layout, packing, size, seq_len, cu_seqlens);
     } catch (const InvalidArgument& error) {
@@ -111,29 +111,29 @@ TEST(Partition, RefusesAChunkOfAnotherRank) {
     EXPECT_THROW(partition.chunk_rows(0, 1), InvalidArgument);
 }
 
-TEST(Partition, RefusesByNameValueAndMultiple) {
+TEST(Partition, ErrorsNameArgumentValueAndMultiple) {
     const auto zigzag = Layout::kZigzag;
     const auto each = Packing::kPerDocument, whole = Packing::kWholeStream;
-    EXPECT_EQ(refusal(zigzag, each, 4, 100, std::nullopt),
+    EXPECT_EQ(error_of(zigzag, each, 4, 100, std::nullopt),
               "seq_len must be a multiple of 8 (layout \"zigzag\" over 4 ranks), got 100");
-    EXPECT_EQ(refusal(Layout::kContiguous, each, 3, 100, std::nullopt),
+    EXPECT_EQ(error_of(Layout::kContiguous, each, 3, 100, std::nullopt),
               "seq_len must be a multiple of 3 (layout \"contiguous\" over 3 ranks), got 100");
-    EXPECT_EQ(refusal(zigzag, each, 2, 20, Rows{0, 8, 15, 20}),
+    EXPECT_EQ(error_of(zigzag, each, 2, 20, Rows{0, 8, 15, 20}),
               "the length of document 1 (cu_seqlens 8 to 15) must be a multiple of 4 (layout \"zigzag\" over 2 ranks, "
               "packing \"per_document\"), got 7");
-    EXPECT_EQ(refusal(zigzag, each, 2, 21, Rows{0, 8, 16}),
+    EXPECT_EQ(error_of(zigzag, each, 2, 21, Rows{0, 8, 16}),
               "the number of rows from cu_seqlens[-1] = 16 to seq_len = 21 must be a multiple of 4 (layout \"zigzag\" "
               "over 2 ranks, packing \"per_document\"), got 5");
-    EXPECT_EQ(refusal(zigzag, whole, 1, 5, Rows{0, 2, 5}),
+    EXPECT_EQ(error_of(zigzag, whole, 1, 5, Rows{0, 2, 5}),
               "seq_len must be a multiple of 2 (layout \"zigzag\" over 1 rank), got 5");
-    EXPECT_EQ(refusal(zigzag, whole, 2, 20, Rows{0, 8, 15, 20}), "accepted");
-    EXPECT_EQ(refusal(zigzag, whole, 2, 20, Rows{}), "cu_seqlens must have documents + 1 entries, got none");
-    EXPECT_EQ(refusal(zigzag, whole, 2, 20, Rows{4, 20}), "cu_seqlens[0] must be 0, got 4");
-    EXPECT_EQ(refusal(zigzag, whole, 2, 20, Rows{0, 8, 6, 20}),
+    EXPECT_EQ(error_of(zigzag, whole, 2, 20, Rows{0, 8, 15, 20}), "accepted");
+    EXPECT_EQ(error_of(zigzag, whole, 2, 20, Rows{}), "cu_seqlens must have documents + 1 entries, got none");
+    EXPECT_EQ(error_of(zigzag, whole, 2, 20, Rows{4, 20}), "cu_seqlens[0] must be 0, got 4");
+    EXPECT_EQ(error_of(zigzag, whole, 2, 20, Rows{0, 8, 6, 20}),
               "cu_seqlens must not decrease, got cu_seqlens[1] = 8 and cu_seqlens[2] = 6");
-    EXPECT_EQ(refusal(zigzag, whole, 2, 20, Rows{0, 8, 24}), "cu_seqlens must end at most at seq_len, 20, got 24");
-    EXPECT_EQ(refusal(zigzag, each, 2, 0, std::nullopt), "seq_len must be from 1 to 2^31 - 1, got 0");
-    EXPECT_EQ(refusal(zigzag, each, 0, 8, std::nullopt),
+    EXPECT_EQ(error_of(zigzag, whole, 2, 20, Rows{0, 8, 24}), "cu_seqlens must end at most at seq_len, 20, got 24");
+    EXPECT_EQ(error_of(zigzag, each, 2, 0, std::nullopt), "seq_len must be from 1 to 2^31 - 1, got 0");
+    EXPECT_EQ(error_of(zigzag, each, 0, 8, std::nullopt),
               "the size of a context-parallel group must be at least 1, got 0");
 }
 

@@ -49,8 +49,8 @@ TEST(Schedule, HomeChunksAreThoseOfThePartition) {
     }
 }
 
-// Every chunk comes by once in each pass; inside a run newest to oldest in the forward and oldest to newest in the
-// backward; the runs themselves are stretches of chunks, newest to oldest; and the high chunk misses none that it sees.
+// A rank gets every chunk once in each pass. Inside a run chunks come newest to oldest in the forward and oldest to
+// newest in the backward. The runs together cover, newest to oldest, every chunk that the high chunk sees.
 TEST(Schedule, RunsAreInOrder) {
     for (const Layout layout : kLayouts) {
         for (int size = 1; size <= 8; ++size) {
@@ -86,15 +86,15 @@ TEST(Schedule, RunsAreInOrder) {
     }
 }
 
-// Every pair of a query and an older or equal key of its document, once; newest to oldest over visits for each query.
+// Each query meets every older or equal key of its document exactly once, newest to oldest in the order `buffer_order`.
 void expect_all_pairs_once(const Stream& stream, const Partition& partition, const SegmentPlan& segment_plan, int rank,
-                           const std::vector<int>& visit_order,
+                           const std::vector<int>& buffer_order,
                            const std::function<std::vector<Piece>(int)>& key_buffer) {
     const std::vector<int64_t> local = partition.local_positions(rank);
     const std::vector<int> document_of = stream.documents();
     std::vector<std::vector<std::vector<int64_t>>> keys_of(local.size(),
                                                            std::vector<std::vector<int64_t>>(segment_plan.runs.size()));
-    for (const int buffer : visit_order) {
+    for (const int buffer : buffer_order) {
         const BufferSegments& buffer_segments = segment_plan.buffers[buffer];
         EXPECT_EQ(buffer_segments.segments.empty(), buffer_segments.run < 0);
         std::vector<int64_t> key_rows;
@@ -128,7 +128,7 @@ void expect_all_pairs_once(const Stream& stream, const Partition& partition, con
     }
 }
 
-TEST(Itinerary, EveryVisiblePairOnceAndInOrder) {
+TEST(SegmentPlan, EveryVisiblePairOnceAndInOrder) {
     for (int size = 1; size <= 8; ++size) {
         for (const Stream& stream : streams(size, 23 * size)) {
             for (const Layout layout : kLayouts) {
@@ -153,8 +153,8 @@ TEST(Itinerary, EveryVisiblePairOnceAndInOrder) {
     }
 }
 
-// What a long context pays for: the partial outputs of run 0 and run 1 cover the high chunk alone.
-TEST(Itinerary, DenseRunsCoverNoMoreRowsThanTheyNeed) {
+// The partial outputs of runs 0 and 1 cover the high chunk only, which saves memory in long contexts.
+TEST(SegmentPlan, DenseRunsCoverNoMoreRowsThanTheyNeed) {
     const Partition partition(Layout::kZigzag, Packing::kPerDocument, 4, 64, std::nullopt);
     for (int rank = 0; rank < 4; ++rank) {
         const SegmentPlan segment_plan = ring_segments(partition, rank);
@@ -166,8 +166,8 @@ TEST(Itinerary, DenseRunsCoverNoMoreRowsThanTheyNeed) {
     }
 }
 
-// The count of the segments is that of the documents, not of the pairs.
-TEST(Itinerary, OneSegmentForEachPieceAndVisit) {
+// There is one segment for each document, not one for each pair of pieces.
+TEST(SegmentPlan, OneSegmentForEachPieceAndBuffer) {
     const Partition partition(Layout::kZigzag, Packing::kPerDocument, 2, 16, std::vector<int64_t>{0, 8, 16});
     const SegmentPlan segment_plan = ring_segments(partition, 0);
     std::map<int, size_t> count;
