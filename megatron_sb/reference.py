@@ -1,13 +1,15 @@
-"""The float64 oracle: stick-breaking attention written down from its definition, to judge everything else by.
+"""Compute stick-breaking attention in float64 from its definition. The tests compare every operator with it.
 
 For query j and key i (Tan et al., Stick-breaking attention, arXiv 2410.17980, eq. 1), with z_ij = scale * q_j . k_i:
 
     beta_ij = sigmoid(z_ij)      log A_ij = log beta_ij + sum_{i<k<j} log(1 - beta_kj)      o_j = sum_i A_ij v_i
 
-and the mass, the stick that is left, is prod_k (1 - beta_kj); with Euclidean logits z_ij = -scale * |q_j - k_i|^2, with
-a forget gate beta_ij = f_i * sigmoid(z_ij). Sums of logarithms in float64 hold every regime, from
-logits of -30 over many thousand keys to a stick used up by the first of them. It shares no code with the operators, is
-differentiated by autograd, and takes O(L) memory times a block of query rows: slow, and good to some 16K keys.
+The mass is prod_k (1 - beta_kj), the part of the stick that is left. Euclidean logits are
+z_ij = -scale * |q_j - k_i|^2. With a forget gate, beta_ij = f_i * sigmoid(z_ij).
+
+Sums of logarithms in float64 are accurate for logits of -30 over many thousand keys, and for a stick that the first key
+uses up. This module shares no code with the operators, and autograd differentiates it. It is slow. Memory is O(L) for
+each row of a block of queries, which is practical up to about 16K keys.
 """
 
 from itertools import pairwise
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from torch.utils.checkpoint import checkpoint
 
-_MAX_WEIGHTS_PER_BLOCK = 2**23  # attention weights alive at a time: 64 MiB a copy, and autograd holds some ten
+_MAX_WEIGHTS_PER_BLOCK = 2**23  # attention weights alive at a time: 64 MiB a copy; autograd holds about ten
 
 
 def stickbreaking_attention(
@@ -32,24 +34,24 @@ def stickbreaking_attention(
     logits: str = "dot",
     forget_gate: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Stick-breaking attention in float64, whatever dtype comes in.
+    """Compute stick-breaking attention in float64 from inputs of any dtype.
 
     Args:
-        q: (b, s, h, d). Where s < s_k the queries are the last s positions.
+        q: (b, s, h, d). If s < s_k, the queries are the last s positions.
         k: (b, s_k, h_kv, d), h a multiple of h_kv.
         v: (b, s_k, h_kv, d_v).
-        scale: of the logits; None means 1/sqrt(d), and 1 for Euclidean ones.
-        attend_current: whether the key at a query's own position takes part.
-        mass_threshold: taken so that the signature is the operator's; nothing is ever skipped here.
+        scale: factor of the logits. Default None: 1/sqrt(d), or 1 for Euclidean logits.
+        attend_current: whether a query also attends to the key at its own position. Default False.
+        mass_threshold: ignored, because this function never skips keys. The operator has the same argument.
         return_mass: whether to return the mass as well.
-        logits: "dot" or "euclidean".
+        logits: "dot" or "euclidean". Default "dot".
         forget_gate: (b, s_k, h_kv), f of each key, or None for 1.
 
     Returns:
-        o: (b, s, h, d_v) float64, and if asked for mass: (b, h, s) float64.
+        o: (b, s, h, d_v) float64. With return_mass also mass: (b, h, s) float64.
 
     Raises:
-        ValueError: if there are more queries than keys, h is not a multiple of h_kv, or there are no such logits.
+        ValueError: if there are more queries than keys, h is not a multiple of h_kv, or logits is unknown.
 
     Example:
         >>> import torch
@@ -81,7 +83,7 @@ def stickbreaking_attention(
         seen = first + end - begin
         keys = (x[:, :, :seen] for x in (k, v, gate))
         block = (q[:, :, begin:end], *keys, first, scale, attend_current, logits, forget_gate is not None)
-        # Of a sequence in several blocks, autograd keeps the inputs only and computes each block again.
+        # With several blocks, autograd keeps only their inputs and computes each block again in the backward.
         o, mass = _rows(*block) if rows >= num_queries else checkpoint(_rows, *block, use_reentrant=False)
         outputs.append(o)
         masses.append(mass)
@@ -105,29 +107,30 @@ def stickbreaking_attention_varlen(
     logits: str = "dot",
     forget_gate: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Stick-breaking attention over packed documents in float64, one document after the other.
+    """Compute stick-breaking attention over packed documents in float64, one document at a time.
 
     Args:
         q: (t, h, d).
         k: (t_k, h_kv, d), h a multiple of h_kv.
         v: (t_k, h_kv, d_v).
-        cu_seqlens: (n+1,) integers, where each document begins in q and the last one ends. Rows beyond get o 0, mass 1.
-        max_seqlen: not needed here, as is max_seqlen_k.
-        cu_seqlens_k: the same for k and v, where a document's queries are the last positions of its keys.
-        max_seqlen_k: see max_seqlen.
-        scale: see stickbreaking_attention, as for attend_current, mass_threshold and return_mass.
-        attend_current: see there.
-        mass_threshold: see there.
-        return_mass: see there.
-        logits: see there.
+        cu_seqlens: (n+1,) integers, the offsets of the documents in q. Rows after the last document get o 0, mass 1.
+        max_seqlen: ignored.
+        cu_seqlens_k: the offsets in k and v. A document's queries are the last positions of its keys. Default None:
+            cu_seqlens.
+        max_seqlen_k: ignored.
+        scale: as in stickbreaking_attention.
+        attend_current: as in stickbreaking_attention.
+        mass_threshold: as in stickbreaking_attention.
+        return_mass: as in stickbreaking_attention.
+        logits: as in stickbreaking_attention.
         forget_gate: (t_k, h_kv), f of each key, or None for 1.
 
     Returns:
-        o: (t, h, d_v) float64, and if asked for mass: (h, t) float64.
+        o: (t, h, d_v) float64. With return_mass also mass: (h, t) float64.
 
     Raises:
-        ValueError: as stickbreaking_attention does, for the document at fault; for offsets that do not start at 0,
-            decrease or end beyond the rows there are; and for two cu_seqlens of other lengths.
+        ValueError: if stickbreaking_attention raises it for a document, if offsets do not start at 0, decrease or end
+            beyond the rows, or if cu_seqlens and cu_seqlens_k differ in length.
 
     Example:
         >>> import torch
@@ -172,7 +175,7 @@ def _rows(
     logits: str,
     gated: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Output (b, h, n, d_v) and mass (b, h, n) of n query rows, the first of them at first_position among the keys."""
+    """Return output (b, h, n, d_v) and mass (b, h, n) of n rows of Q. The first row has position first_position."""
     query_position = first_position + torch.arange(q.shape[2], device=q.device)[:, None]
     key_position = torch.arange(k.shape[2], device=q.device)
     hidden = key_position > query_position if attend_current else key_position >= query_position
@@ -190,7 +193,7 @@ def _rows(
     log_beta = log_beta.masked_fill(hidden, -torch.inf)
     log_rest = log_rest.masked_fill(hidden, 0.0)
     log_from = log_rest.flip(-1).cumsum(-1).flip(-1)  # over key i and all newer
-    # Shifted by one key, rather than less its own term: -inf - -inf would be NaN where a logit is infinite.
+    # Shift by one key. Subtracting the own term would compute -inf - -inf = NaN where a logit is infinite.
     log_newer = torch.cat([log_from, log_from.new_zeros(*log_from.shape[:-1], 1)], dim=-1)[..., 1:]
     weights = (log_beta + log_newer).exp()
     return weights @ v, log_rest.sum(-1).exp()
