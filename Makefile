@@ -25,7 +25,8 @@ PYTHON312 ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin
 VENV312 := .venv312
 MEGATRON312 ?= megatron-core==0.19.2
 # The tests that depend on Megatron-Core's release.
-TESTS312 := tests/python/megatron tests/python/training/test_engine.py tests/python/checkpoints/test_megatron_checkpoints.py
+TESTS312 := $(addprefix tests/python/,megatron training/test_engine.py training/test_softmax_core_attention.py \
+	checkpoints/test_megatron_checkpoints.py)
 # What `make check` runs beside the test files that differ from the last commit.
 CORE_TESTS := $(addprefix tests/python/,package/test_floors.py ops/test_accuracy.py ops/test_gradients.py \
 	ops/test_bad_input.py ops/test_varlen.py nn training/test_config.py)
