@@ -50,8 +50,8 @@ OneTensor segments(const Arguments& arguments) {
     if (!q.is_cpu()) {
 #if defined(SB_WITH_CUDA)
         const DeviceScope scope(q.device());
-        portable::segments_from_cu_seqlens(q.const_data_ptr<int32_t>(), k.const_data_ptr<int32_t>(), documents, q_end,
-                                           k_end, out, scope.stream());
+        common::segments_from_cu_seqlens(q.const_data_ptr<int32_t>(), k.const_data_ptr<int32_t>(), documents, q_end,
+                                         k_end, out, scope.stream());
         return table;
 #else
         TORCH_CHECK_VALUE(false, "cu_seqlens: device must be cpu in this CPU build of megatron_sb, got ", q.device());

@@ -4,7 +4,7 @@
 #include "core/params.h"
 #include "core/segment.h"
 
-namespace megatron_sb::portable {
+namespace megatron_sb::common {
 
 constexpr int kMaxWarps = 32;
 
@@ -69,4 +69,4 @@ __device__ inline void for_uncovered_row(const Sizes& sizes, const Segments& seg
         f(row - lane + __ffs(left) - 1);
 }
 
-}  // namespace megatron_sb::portable
+}  // namespace megatron_sb::common

@@ -11,7 +11,7 @@
 #include "kernels/common/scalars.h"
 #include "kernels/common/tile.cuh"
 
-namespace megatron_sb::portable {
+namespace megatron_sb::common {
 
 // Without gates: f = 1 for every key.
 struct NoGates {
@@ -109,4 +109,4 @@ __device__ inline void sum_over_rows(float (&x)[16], float (&sum)[2]) {
 
 static_assert(kGateParts == 3, "quad() and gate_behind() add three parts");
 
-}  // namespace megatron_sb::portable
+}  // namespace megatron_sb::common

@@ -5,11 +5,11 @@
 
 #include "core/error.h"
 
-namespace megatron_sb::portable {
+namespace megatron_sb::common {
 
 inline void check_launch(const char* what) {
     const cudaError_t error = cudaGetLastError();
     if (error != cudaSuccess) throw RuntimeFailure(concat(what, ": launch failed: ", cudaGetErrorString(error)));
 }
 
-}  // namespace megatron_sb::portable
+}  // namespace megatron_sb::common

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
-namespace megatron_sb::portable {
+namespace megatron_sb::common {
 
 inline constexpr unsigned kAllLanes = ~0u;
 
@@ -122,4 +122,4 @@ __device__ inline float min_nan(float a, float b) {
     return y;
 }
 
-}  // namespace megatron_sb::portable
+}  // namespace megatron_sb::common

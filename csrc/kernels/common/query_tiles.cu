@@ -5,7 +5,7 @@
 #include "kernels/common/launch.h"
 #include "kernels/common/query_tiles.h"
 
-namespace megatron_sb::portable {
+namespace megatron_sb::common {
 namespace {
 
 constexpr int kThreads = 1024;  // one CTA writes the list
@@ -138,4 +138,4 @@ void prepare_forward(const ForwardParams& params, int tile_rows, void* stream) {
     check_launch("prepare_forward");
 }
 
-}  // namespace megatron_sb::portable
+}  // namespace megatron_sb::common

@@ -6,7 +6,7 @@
 
 #include "core/params.h"
 
-namespace megatron_sb::portable {
+namespace megatron_sb::common {
 
 // A tile of rows of q: rows [q_row, q_row + num_rows) of the local buffers. Row r of the tile sees the first
 // clamp(visible + r, 0, k_len) keys of its segment, whose keys begin at k_row.
@@ -42,4 +42,4 @@ void make_query_tiles(const Sizes& sizes, const Segments& segments, bool attend_
 // empty restart record.
 void prepare_forward(const ForwardParams& params, int tile_rows, void* stream);
 
-}  // namespace megatron_sb::portable
+}  // namespace megatron_sb::common

@@ -12,7 +12,7 @@
 
 #include "core/params.h"
 
-namespace megatron_sb::portable {
+namespace megatron_sb::common {
 
 using BFloat16 = __nv_bfloat16;
 using Half = __half;
@@ -45,4 +45,4 @@ Scalars scalars_of(const Options& options) {
     return s;
 }
 
-}  // namespace megatron_sb::portable
+}  // namespace megatron_sb::common

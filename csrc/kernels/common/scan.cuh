@@ -19,7 +19,7 @@
 #include "kernels/common/ptx.cuh"
 #include "kernels/common/scalars.h"
 
-namespace megatron_sb::portable {
+namespace megatron_sb::common {
 
 // A thread whose rise is larger (or NaN) processes its keys one by one. Below the bound, the rise of four lanes
 // together is finite.
@@ -287,4 +287,4 @@ __device__ inline void logit_gradients(const float (&e)[kTiles][kBlocks][4], flo
     }
 }
 
-}  // namespace megatron_sb::portable
+}  // namespace megatron_sb::common

@@ -2,7 +2,7 @@
 #include "kernels/common/launch.h"
 #include "kernels/common/segments.h"
 
-namespace megatron_sb::portable {
+namespace megatron_sb::common {
 namespace {
 
 __global__ void write_segments(const int32_t* cu_seqlens, const int32_t* cu_seqlens_k, int32_t documents,
@@ -23,4 +23,4 @@ void segments_from_cu_seqlens(const int32_t* cu_seqlens, const int32_t* cu_seqle
     check_launch("segments_from_cu_seqlens");
 }
 
-}  // namespace megatron_sb::portable
+}  // namespace megatron_sb::common

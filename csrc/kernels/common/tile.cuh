@@ -12,7 +12,7 @@
 #include "kernels/common/ptx.cuh"
 #include "kernels/common/scalars.h"
 
-namespace megatron_sb::portable {
+namespace megatron_sb::common {
 
 inline constexpr int kThreads = 128;
 inline constexpr int kWarps = kThreads / 32;
@@ -313,4 +313,4 @@ __device__ inline void add_row(float* to, int width, int first_column, const flo
     }
 }
 
-}  // namespace megatron_sb::portable
+}  // namespace megatron_sb::common

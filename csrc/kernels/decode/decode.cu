@@ -22,7 +22,7 @@
 namespace megatron_sb::decode {
 namespace {
 
-using portable::kWarps;
+using common::kWarps;
 
 constexpr int kMaxSplits = 128;
 constexpr int kMinTilesPerWarp = 2;  // of a split, for each warp
@@ -69,7 +69,7 @@ template <class T>
 __device__ void write_output(const Params& p, const QueryRows& rows, int row, int column, const float4& x) {
     T* const to = static_cast<T*>(p.o.data) + rows.batch * p.o.batch_stride + rows.query(row) * p.o.row_stride +
                   rows.head(row) * p.o.head_stride + column;
-    *reinterpret_cast<uint2*>(to) = make_uint2(portable::pack<T>(x.x, x.y), portable::pack<T>(x.z, x.w));
+    *reinterpret_cast<uint2*>(to) = make_uint2(common::pack<T>(x.x, x.y), common::pack<T>(x.z, x.w));
 }
 
 __device__ void write_mass(const Params& p, const QueryRows& rows, int row, float mass) {
@@ -167,25 +167,25 @@ __device__ bool fold_warps(const Params& p, const QueryRows& rows, const Exchang
 
 template <class T, int kDim>
 __global__ void __launch_bounds__(kWarps * 32, Shape<kDim>::kBlocksPerSm)
-    attend(const __grid_constant__ Params p, const __grid_constant__ portable::Scalars scalars,
+    attend(const __grid_constant__ Params p, const __grid_constant__ common::Scalars scalars,
            const __grid_constant__ Exchange exchange, int units, int splits, int row_tiles) {
     using S = Shape<kDim>;
     extern __shared__ __align__(1024) uint8_t memory[];
-    const int warps = blockDim.x / 32, warp = portable::uniform(threadIdx.x / 32);
+    const int warps = blockDim.x / 32, warp = common::uniform(threadIdx.x / 32);
     uint8_t* const rings = memory + S::kQueryBytes;
     Shared& shared = *reinterpret_cast<Shared*>(rings + warps * S::kRingBytes);
     const int unit = blockIdx.x % units, split = blockIdx.x / units;  // the newest keys of all units start first
     const QueryRows rows(p, unit, row_tiles);
-    const uint32_t queries = portable::shared_address(memory);
+    const uint32_t queries = common::shared_address(memory);
 
     const int tiles = (rows.visible(rows.count - 1) + kKeys - 1) / kKeys;
     const int64_t share = int64_t(split) * warps + warp, shares = int64_t(splits) * warps;
     const int begin = int(tiles * share / shares), count = int(tiles * (share + 1) / shares) - begin;
-    Worker<T, kDim> worker(p, scalars, rows, queries, portable::shared_address(rings + warp * S::kRingBytes));
+    Worker<T, kDim> worker(p, scalars, rows, queries, common::shared_address(rings + warp * S::kRingBytes));
     if (threadIdx.x == 0) shared.newest_used_up = INT_MAX;
     load_queries<T, S::kPitch>(queries, p, rows);
     worker.start(tiles - 1 - begin, count);
-    portable::wait_for_copies<2>();  // Q
+    common::wait_for_copies<2>();  // Q
     __syncthreads();
 
     // Each of the two numbers is meaningful on its own, so their reads need no order. The number of the splits is used
@@ -196,14 +196,13 @@ __global__ void __launch_bounds__(kWarps * 32, Shape<kDim>::kBlocksPerSm)
         bool used_up_before = newest_used_up_split > splits - split;
         if (warp > 0 && threadIdx.x % 32 == 0) used_up_before |= atomicMin(&shared.newest_used_up, INT_MAX) < warp;
         if (split > 0) newest_used_up_split = *used_up;
-        return bool(__any_sync(portable::kAllLanes, used_up_before));
+        return bool(__any_sync(common::kAllLanes, used_up_before));
     });
-    if (!__any_sync(portable::kAllLanes, worker.live()) && threadIdx.x % 32 == 0)
-        atomicMin(&shared.newest_used_up, warp);
+    if (!__any_sync(common::kAllLanes, worker.live()) && threadIdx.x % 32 == 0) atomicMin(&shared.newest_used_up, warp);
     worker.write(reinterpret_cast<float*>(rings + warp * S::kRingBytes), shared.mass[warp]);
     __syncthreads();  // all warps have written their results
 
-    const float least_mass = scalars.least_mass / portable::kWeightScale<T>;
+    const float least_mass = scalars.least_mass / common::kWeightScale<T>;
     if (!fold_warps<T, kDim>(p, rows, exchange, unit, split, splits, least_mass, rings, shared)) return;
     static_assert(kMaxSplits * kRows * 4 <= S::kRingBytes, "a ring holds the masses of the splits");
     fold_splits<T>(p, rows, exchange, unit, splits, least_mass, reinterpret_cast<float*>(rings), shared);
@@ -213,7 +212,7 @@ __global__ void __launch_bounds__(kWarps * 32, Shape<kDim>::kBlocksPerSm)
 struct Kernel {
     const void* function;
     int query_bytes, ring_bytes;
-    portable::Scalars scalars;
+    common::Scalars scalars;
 
     int shared_bytes(int warps) const { return query_bytes + warps * ring_bytes + int(sizeof(Shared)); }
 };
@@ -223,7 +222,7 @@ Kernel kernel_of_type(const Params& p) {
     const auto of = [&](auto function, auto shape) {
         using S = decltype(shape);
         return Kernel{reinterpret_cast<const void*>(function), S::kQueryBytes, S::kRingBytes,
-                      portable::scalars_of<T>(p.options)};
+                      common::scalars_of<T>(p.options)};
     };
     const int widest = std::max(p.sizes.head_dim, p.sizes.head_dim_v);
     if (widest <= 64) return of(attend<T, 64>, Shape<64>{});
@@ -232,8 +231,7 @@ Kernel kernel_of_type(const Params& p) {
 }
 
 Kernel kernel_for(const Params& p) {
-    return p.sizes.dtype == Dtype::kBFloat16 ? kernel_of_type<portable::BFloat16>(p)
-                                             : kernel_of_type<portable::Half>(p);
+    return p.sizes.dtype == Dtype::kBFloat16 ? kernel_of_type<common::BFloat16>(p) : kernel_of_type<common::Half>(p);
 }
 
 void check(cudaError_t error) {
@@ -298,7 +296,7 @@ void forward(const Params& p, const Plan& plan, void* stream_handle) {
     if (plan.splits > 1) check(cudaMemsetAsync(exchange.arrived, 0, size_t(counters_bytes(units)), stream));
     int num_units = int(units), splits = plan.splits, row_tiles = plan.row_tiles;
     void* arguments[] = {const_cast<Params*>(&p),
-                         const_cast<portable::Scalars*>(&kernel.scalars),
+                         const_cast<common::Scalars*>(&kernel.scalars),
                          const_cast<Exchange*>(&exchange),
                          &num_units,
                          &splits,

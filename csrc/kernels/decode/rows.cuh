@@ -9,7 +9,7 @@ namespace megatron_sb::decode {
 
 inline constexpr int kKeys = 32;  // of a tile
 inline constexpr int kRows = 16;  // rows of Q of a CTA
-using KeyOrder = portable::KeysToColumns<kKeys>;
+using KeyOrder = common::KeysToColumns<kKeys>;
 
 // Rows [first, first + count) of the q_rows * group rows of a KV head. Row r is query r / group of head r % group of
 // the group.
@@ -76,18 +76,18 @@ __device__ inline void load_keys(uint32_t to, const CachedRows& from, const KeyP
     constexpr int kPieces = kPitch / 16, kRowsAtOnce = 32 / kPieces;
     const int lane = threadIdx.x % 32, piece = lane % kPieces, first = lane / kPieces;
     const int64_t offset = place.in(from);
-    const unsigned existing = __ballot_sync(portable::kAllLanes, place.exists);
+    const unsigned existing = __ballot_sync(common::kAllLanes, place.exists);
     const bool inside = piece * 16 < from.width;
     const int first_at = KeyOrder{}(first);
     const uint32_t first_to = to + first_at * kPitch + ((piece ^ first_at % 8) << 4);
 #pragma unroll
     for (int i = 0; i < kKeys / kRowsAtOnce; ++i) {
         const int key = i * kRowsAtOnce + first, row_step = KeyOrder{}(i * kRowsAtOnce);
-        const int64_t at = __shfl_sync(portable::kAllLanes, offset, key);
-        portable::copy_async((first_to ^ row_step % 8 << 4) + row_step * kPitch, from.data + at + piece * 16,
-                             inside && (existing >> key & 1));
+        const int64_t at = __shfl_sync(common::kAllLanes, offset, key);
+        common::copy_async((first_to ^ row_step % 8 << 4) + row_step * kPitch, from.data + at + piece * 16,
+                           inside && (existing >> key & 1));
     }
-    portable::commit_copies();
+    common::commit_copies();
 }
 
 // Starts to copy the rows of Q to shared memory, by the whole CTA. Writes zeros for rows that do not exist. Commits one
@@ -102,9 +102,9 @@ __device__ inline void load_queries(uint32_t to, const Params& p, const QueryRow
         if (exists)
             from += rows.batch * p.q.batch_stride + rows.query(row) * p.q.row_stride +
                     rows.head(row) * p.q.head_stride + piece * 8;
-        portable::copy_async(to + row * kPitch + ((piece ^ row % 8) << 4), from, exists);
+        common::copy_async(to + row * kPitch + ((piece ^ row % 8) << 4), from, exists);
     }
-    portable::commit_copies();
+    common::commit_copies();
 }
 
 }  // namespace megatron_sb::decode

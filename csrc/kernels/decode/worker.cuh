@@ -27,7 +27,7 @@ struct Shape {
 
 // What the warps of a CTA exchange.
 struct Shared {
-    float mass[portable::kWarps][kRows];
+    float mass[common::kWarps][kRows];
     int num_counted[kRows];  // how many partial results of a row contribute
     int newest_used_up;      // the newest warp whose own keys used up all rows
     int is_last;
@@ -38,7 +38,7 @@ class Worker {
     using S = Shape<kDim>;
 
   public:
-    __device__ Worker(const Params& p, const portable::Scalars& scalars, const QueryRows& rows, uint32_t queries,
+    __device__ Worker(const Params& p, const common::Scalars& scalars, const QueryRows& rows, uint32_t queries,
                       uint32_t ring)
         : p_(p),
           scalars_(scalars),
@@ -53,7 +53,7 @@ class Worker {
         for (int r = 0; r < 2; ++r) {
             const int row = thread_row(r);
             visible_[r] = row < rows.count ? rows.visible(row) : 0;
-            mass_[0][r] = row < rows.count ? portable::kWeightScale<T> : 0.f;
+            mass_[0][r] = row < rows.count ? common::kWeightScale<T> : 0.f;
         }
     }
 
@@ -68,26 +68,26 @@ class Worker {
     template <class UsedUp>
     __device__ void run(int newest, int count, UsedUp newer_used_up) {
         for (int i = 0; i < count; ++i) {
-            if (newer_used_up() || !__any_sync(portable::kAllLanes, live())) break;
+            if (newer_used_up() || !__any_sync(common::kAllLanes, live())) break;
             const bool more = i + 1 < count;
             load_tile_keys(newest - i - 1, more, free_slot_);
-            portable::wait_for_copies<2>();  // K
-            __syncwarp();                    // K of all lanes has arrived
+            common::wait_for_copies<2>();  // K
+            __syncwarp();                  // K of all lanes has arrived
             float s[1][kKeys / 8][4] = {};
-            portable::multiply_rows<T, S::kPitch>(s, queries_, key_slot_, k_.width);
+            common::multiply_rows<T, S::kPitch>(s, queries_, key_slot_, k_.width);
             __syncwarp();  // all lanes have read K: its slot is free
             load_or_skip(key_slot_, v_, more);
             to_weights(s, newest - i);
-            portable::wait_for_copies<2>();  // V
+            common::wait_for_copies<2>();  // V
             __syncwarp();
-            portable::multiply_accumulators<T, S::kPitch>(o_, s, value_slot_);
+            common::multiply_accumulators<T, S::kPitch>(o_, s, value_slot_);
             __syncwarp();  // all lanes have read V
             const uint32_t read = value_slot_;
             value_slot_ = key_slot_;
             key_slot_ = free_slot_;
             free_slot_ = read;
         }
-        portable::wait_for_copies<0>();  // no copy writes to the ring any more
+        common::wait_for_copies<0>();  // no copy writes to the ring any more
         __syncwarp();
     }
 
@@ -107,9 +107,9 @@ class Worker {
             float* const to = o + thread_row(r) * S::kOutputPitch + 2 * t;
 #pragma unroll
             for (int n = 0; n < S::kColumnBlocks; ++n)
-                *reinterpret_cast<float2*>(to + 8 * n) = make_float2(o_[0][n][2 * r] / portable::kWeightScale<T>,
-                                                                     o_[0][n][2 * r + 1] / portable::kWeightScale<T>);
-            if (t == 0) mass[thread_row(r)] = mass_[0][r] / portable::kWeightScale<T>;
+                *reinterpret_cast<float2*>(to + 8 * n) = make_float2(o_[0][n][2 * r] / common::kWeightScale<T>,
+                                                                     o_[0][n][2 * r + 1] / common::kWeightScale<T>);
+            if (t == 0) mass[thread_row(r)] = mass_[0][r] / common::kWeightScale<T>;
         }
     }
 
@@ -130,28 +130,28 @@ class Worker {
         if (wanted)
             load_keys<S::kPitch>(to, from, place_);
         else
-            portable::commit_copies();
+            common::commit_copies();
     }
 
     // Replaces q . k by A, and moves the masses to the older edge of the tile.
     __device__ void to_weights(float (&s)[1][kKeys / 8][4], int tile) {
         const int begin = tile * kKeys;
         if (rows_.visible(0) < begin + kKeys) {
-            portable::Limits<1> limit;
+            common::Limits<1> limit;
 #pragma unroll
             for (int r = 0; r < 2; ++r) limit[0][r] = visible_[r] - begin - threadIdx.x % 4 * (kKeys / 4);
-            portable::fill_hidden(s, limit, scalars_.hidden);
+            common::fill_hidden(s, limit, scalars_.hidden);
         }
-        portable::Rises<1, kKeys / 8> rises;
-        portable::exponentials<false>(s, scalars_.scale_log2e, rises, portable::NoGates{});
-        portable::weights(s, rises, mass_, [&](int m, int r, int n, float older_a, float newer_a) {
+        common::Rises<1, kKeys / 8> rises;
+        common::exponentials<false>(s, scalars_.scale_log2e, rises, common::NoGates{});
+        common::weights(s, rises, mass_, [&](int m, int r, int n, float older_a, float newer_a) {
             s[m][n][2 * r] = older_a;
             s[m][n][2 * r + 1] = newer_a;
         });
     }
 
     const Params& p_;
-    const portable::Scalars& scalars_;
+    const common::Scalars& scalars_;
     const QueryRows& rows_;
     const uint32_t queries_;
     uint32_t key_slot_, value_slot_, free_slot_;  // slots of K and V of this tile, and the slot to be filled

@@ -14,8 +14,8 @@
 namespace megatron_sb::head_output {
 namespace {
 
-using portable::check_launch;
-using portable::kAllLanes;
+using common::check_launch;
+using common::kAllLanes;
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kChannels = 8;         // of a lane
@@ -135,7 +135,7 @@ __device__ void store(void* data, int64_t at, const Values& x) {
 #pragma unroll
     for (int i = 0; i < int(sizeof(packed)) / 4; ++i) {
         if constexpr (sizeof(T) == 2)
-            packed.words[i] = portable::pack<T>(x[2 * i], x[2 * i + 1]);
+            packed.words[i] = common::pack<T>(x[2 * i], x[2 * i + 1]);
         else
             packed.words[i] = __float_as_uint(x[i]);
     }

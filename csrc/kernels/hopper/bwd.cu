@@ -113,7 +113,7 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
     a.k = make_key_map(p.k, of_keys, kHalfTileKeys);
     a.v = make_key_map(p.v, of_keys, kHalfTileKeys);
     a.heads_in_flight = heads_in_flight(z, p.segments.size);
-    const portable::Scalars scalars = portable::scalars_of<Element>(p.options);
+    const common::Scalars scalars = common::scalars_of<Element>(p.options);
     a.scale = scalars.scale;
     a.scale_log2 = scalars.scale_log2e;
     cudaFuncSetAttribute(backward<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(typename T::Shared));
@@ -123,7 +123,7 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
     const int64_t most = int64_t(a.plan.max_key_tiles) * z.batch * z.num_kv_heads;
     backward<T>
         <<<unsigned(std::min<int64_t>(multiprocessors, most)), T::kThreads, sizeof(typename T::Shared), stream>>>(a);
-    portable::check_launch("hopper backward");
+    common::check_launch("hopper backward");
 }
 
 bool has_work(const BackwardParams& p) {

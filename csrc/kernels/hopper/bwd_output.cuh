@@ -93,7 +93,7 @@ class BackwardThread {
     __device__ __forceinline__ void write_dk_dv(const Step& of, int half, uint32_t staged,
                                                 const float (&dk)[kHeadDim / 2],
                                                 const float (&dv)[kHeadDim / 2]) const {
-        constexpr float kOutputScale = 1.f / portable::kWeightScale<Element>;
+        constexpr float kOutputScale = 1.f / common::kWeightScale<Element>;
         if (accumulates_gradients()) {
             add_gradient_rows(args_.params.dk, of, half, dk, args_.scale);
             add_gradient_rows(args_.params.dv, of, half, dv, kOutputScale);

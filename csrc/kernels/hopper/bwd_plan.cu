@@ -15,7 +15,7 @@ namespace {
 constexpr int kPlanThreads = 1024;
 constexpr int kStepsAtOnce = 4;  // steps that a warp handles at once in find_starts
 
-using portable::kMaxWarps, portable::RowRange, portable::scan_over_block, portable::Sum;
+using common::kMaxWarps, common::RowRange, common::scan_over_block, common::Sum;
 
 // The key ranges (bwd_plan.h), in three tables that are indexed by the first key of the range.
 struct KeyRanges {
@@ -112,14 +112,14 @@ __host__ __device__ int blocks_of(int rows) {
 __device__ void clear_uncovered(const BackwardParams& p, int block, int* changes, int* warp_sums) {
     const Sizes& z = p.sizes;
     if (block < blocks_of(z.q_rows))
-        portable::for_uncovered_row(
+        common::for_uncovered_row(
             z, p.segments, block * kPlanThreads, z.q_rows, changes, warp_sums,
             [](const Segment& s) {
                 return RowRange{s.q_begin, num_steps(s) > 0 ? s.q_len : 0};
             },
             [&](int row) { clear_row(p.dq, z, z.num_heads, row); });
     else
-        portable::for_uncovered_row(
+        common::for_uncovered_row(
             z, p.segments, (block - blocks_of(z.q_rows)) * kPlanThreads, z.k_rows, changes, warp_sums,
             [](const Segment& s) {
                 return RowRange{s.k_begin, num_steps(s) > 0 ? s.k_len : 0};
@@ -270,12 +270,12 @@ void launch_plan(const BackwardParams& params, const BackwardPlan& plan, cudaStr
     const Layout layout = lay_out_workspace(params, &same);
     cudaMemsetAsync(params.workspace, 0, size_t(layout.zeroed), stream);
     plan_work<<<1 + blocks_that_clear(params), kPlanThreads, 0, stream>>>(params, plan);
-    portable::check_launch("hopper backward");
+    common::check_launch("hopper backward");
     const int64_t heads = int64_t(params.sizes.batch) * params.sizes.num_heads;
     const int steps = plan.max_steps / params.segments.size;  // of an average segment
     const int warps = std::clamp(steps / kStepsAtOnce, 4, kMaxWarps);
     plan_starts<<<unsigned(heads * params.segments.size), warps * 32, 0, stream>>>(params, plan);
-    portable::check_launch("hopper backward");
+    common::check_launch("hopper backward");
 }
 
 }  // namespace megatron_sb::hopper

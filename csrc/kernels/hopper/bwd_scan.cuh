@@ -78,7 +78,7 @@ class FastScan {
     // Replaces dp by g and packs the weights of row r.
     template <class Element>
     __device__ __forceinline__ void weights(int r, const float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
-        constexpr float kScale = portable::kWeightScale<Element>;
+        constexpr float kScale = common::kWeightScale<Element>;
         float m[kQuads], a[2][kQuads];
         m[0] = mass_[r];
 #pragma unroll
@@ -153,7 +153,7 @@ class SlowScan {
 #pragma unroll
             for (int k = 0; k < kBackwardKeysPerThread; ++k) {
                 float& x = s[accumulator_register(r, k)];
-                x = min_nan(exp2_approximate(x * scale_log2), portable::kLargestE);
+                x = min_nan(exp2_approximate(x * scale_log2), common::kLargestE);
                 product[r] *= reciprocal(1.f + x);
             }
 #pragma unroll
@@ -176,7 +176,7 @@ class SlowScan {
     }
     template <class Element>
     __device__ __forceinline__ void weights(int r, float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
-        constexpr float kScale = portable::kWeightScale<Element>;
+        constexpr float kScale = common::kWeightScale<Element>;
         prevent_reuse(s);
         float newer = 0.f;
         sum_[r] = 0.f;

@@ -72,7 +72,7 @@ template <class Element, int kHeadDim>
 void launch(const ForwardParams& p, cudaStream_t stream) {
     using T = ForwardTraits<Element, kHeadDim>;
     const Sizes& z = p.sizes;
-    portable::prepare_forward(p, T::kQueryTile, stream);
+    common::prepare_forward(p, T::kQueryTile, stream);
     if (p.segments.size == 0) return;
 
     ForwardArguments a;
@@ -82,7 +82,7 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
     a.k = make_key_map(p.k, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim}, kKeyTile);
     a.v = make_key_map(p.v, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim}, kKeyTile);
     a.heads_in_flight = heads_in_flight(z);
-    const portable::Scalars scalars = portable::scalars_of<Element>(p.options);
+    const common::Scalars scalars = common::scalars_of<Element>(p.options);
     a.scale_log2 = scalars.scale_log2e;
     a.min_mass = scalars.least_mass;
     a.restart_floor = scalars.least_restart;
@@ -92,9 +92,9 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
     cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
     constexpr int kSharedBytes = int(sizeof(typename T::Shared));
     cudaFuncSetAttribute(forward<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-    const int64_t work = portable::max_query_tiles(z, p.segments, T::kQueryTile) * z.batch * z.num_heads;
+    const int64_t work = common::max_query_tiles(z, p.segments, T::kQueryTile) * z.batch * z.num_heads;
     forward<T><<<int(std::min<int64_t>(num_sms, work)), T::kThreads, kSharedBytes, stream>>>(a);
-    portable::check_launch("hopper forward");
+    common::check_launch("hopper forward");
 }
 
 constexpr int kSmallestQueryTile = 128;
@@ -102,7 +102,7 @@ constexpr int kSmallestQueryTile = 128;
 }  // namespace
 
 int64_t forward_workspace(const ForwardParams& params) {
-    return portable::query_tiles_bytes(params.sizes, params.segments, kSmallestQueryTile);
+    return common::query_tiles_bytes(params.sizes, params.segments, kSmallestQueryTile);
 }
 
 void block_forward(const ForwardParams& given, void* stream) {

@@ -18,7 +18,7 @@
 
 namespace megatron_sb::hopper {
 
-using portable::kWeightScale;
+using common::kWeightScale;
 
 template <class T>
 class ForwardConsumer {

@@ -14,7 +14,7 @@
 
 namespace megatron_sb::hopper {
 
-using portable::QueryTiles;
+using common::QueryTiles;
 
 // Passed by value as a kernel parameter, because TMA reads its tensor maps from parameter space.
 struct ForwardArguments {

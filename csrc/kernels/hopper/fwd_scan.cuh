@@ -18,7 +18,7 @@
 
 namespace megatron_sb::hopper {
 
-using portable::kLargestE;
+using common::kLargestE;
 
 constexpr int kForwardKeysPerThread = 32;  // keys of one row that a thread holds, of a tile of 128
 constexpr float kMinProduct =

@@ -7,7 +7,7 @@
 
 namespace megatron_sb::hopper {
 
-using portable::QueryTile;
+using common::QueryTile;
 
 constexpr int kKeyTile = 128;    // keys in a tile of K or V
 constexpr int kRowBytes = 128;   // bytes of a row in shared memory: 64 elements, the width of the 128-byte swizzle

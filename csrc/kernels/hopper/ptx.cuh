@@ -9,12 +9,12 @@
 
 namespace megatron_sb::hopper {
 
-using portable::copy_async;
-using portable::exp2_approximate;
-using portable::min_nan;
-using portable::pack;
-using portable::reciprocal;
-using portable::shared_address;
+using common::copy_async;
+using common::exp2_approximate;
+using common::min_nan;
+using common::pack;
+using common::reciprocal;
+using common::shared_address;
 
 // ---- mbarrier: arrivals release, waits acquire, both at the scope of the CTA ----------------------------------------
 

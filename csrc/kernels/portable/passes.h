@@ -11,6 +11,8 @@
 
 namespace megatron_sb::portable {
 
+using namespace common;  // the portable kernels are built from the parts in kernels/common
+
 struct BackwardPlan;
 
 template <class T>

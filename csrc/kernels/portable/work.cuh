@@ -13,6 +13,7 @@
 #include "kernels/common/query_tiles.h"
 #include "kernels/common/scalars.h"
 #include "kernels/common/tile.cuh"
+#include "kernels/portable/passes.h"
 
 namespace megatron_sb::portable {
 
@@ -29,6 +30,7 @@ __device__ inline Head head_of(const Sizes& sizes, int index) {
     return {index / sizes.num_heads, query, query / (sizes.num_heads / sizes.num_kv_heads)};
 }
 
+using common::uniform;
 __device__ inline QueryTile uniform(const QueryTile& tile) {
     return {uniform(tile.q_row), uniform(tile.num_rows), uniform(tile.k_row), uniform(tile.k_len),
             uniform(tile.visible)};
