@@ -1,10 +1,12 @@
 """Measure which tiles a trained model's attention skips and how much time this saves.
 
 Tan et al., arXiv 2410.17980, section 4.1. A tile is 64 queries by 64 keys of a head. It is skipped if the mass of all
-its queries is below mass_threshold before they reach it. Times are of one layer's attention, forward and backward, for
-one window of validation text, in three cases: with the model's mass_threshold; with 0, which skips only what cannot
-contribute in the arithmetic's precision; and with queries and keys of the same shape that leave nearly all mass, so
-that every tile is computed.
+its queries is below mass_threshold before they reach it. A time is the forward or backward of one layer's attention on
+one window of validation text. There are three cases:
+
+- the model's mass_threshold;
+- threshold 0, which skips only tiles that cannot contribute in the precision of the arithmetic;
+- every tile: queries and keys of the same shape that leave nearly all mass, so that nothing is skipped.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from megatron_sb.experiments import sweep, tables, trained
 from megatron_sb.training.config import ConfigError, TrainingConfig, load_config
 
 PASSES = ("forward", "backward")
-CASES = ("the model's threshold", "0", "every tile")
-_MIN_SECONDS = 2e-3  # of one measurement; a shorter one would measure how the device wakes up
+CASES = ("model's threshold", "threshold 0", "every tile")
+_MIN_SECONDS = 2e-3  # of one measurement; in a shorter one, waking up the device would dominate
 _MIN_ROUNDS = 5
 _LOGIT_OF_UNBROKEN_STICKS = -11.0  # 64K keys with this logit leave a quarter of the mass
 
@@ -156,15 +158,17 @@ def to_tables(entries: Sequence[dict[str, Any]]) -> str:
         here = [entry for entry in entries if entry["context"] == context]
         sums = {name: np.sum([entry["milliseconds"][name] for entry in here], axis=0).tolist() for name in PASSES}
         by_context.append([str(context), f"{np.mean([entry['skipped'] for entry in here]):.1%}", *_times(sums)])
-    cases = " / ".join(CASES)
-    times = [header for name in PASSES for header in (f"{name}, ms: {cases}", f"{name}: saved of the last two")]
+    cases, saved = " / ".join(CASES), " / ".join(f"of {case}" for case in CASES[1:])
+    times = [header for name in PASSES for header in (f"{name}, ms: {cases}", f"{name} saved: {saved}")]
     all_layers = DataFrame(by_context, columns=["context", "tiles skipped, all layers", *times])
     by_layer = []
     for entry in (entry for entry in entries if entry["context"] == contexts[-1]):
         shares = entry["skipped"]
         cells = [f"{np.mean(shares):.1%}", f"{min(shares):.1%} to {max(shares):.1%}"]
         by_layer.append([str(entry["layer"]), *cells, *_times(entry["milliseconds"])])
-    longest = DataFrame(by_layer, columns=[f"layer, at {contexts[-1]}", "tiles skipped", "by head", *times])
+    longest = DataFrame(
+        by_layer, columns=[f"layer, at {contexts[-1]}", "tiles skipped", "heads, least to most", *times]
+    )
     return tables.to_markdown(all_layers) + "\n" + tables.to_markdown(longest)
 
 
@@ -196,7 +200,7 @@ def draw(entries: Sequence[dict[str, Any]]) -> Any:
             for context in contexts
         ]
         for other, style in enumerate((":", "-")):
-            label = f"{name}, of {('a threshold of 0', 'every tile')[other]}"
+            label = f"{name}, of {CASES[1 + other]}"
             style_of_case = {"color": f"C{index}", "alpha": 0.5 + 0.5 * other}
             by_layer = [100 * saved_shares(entry["milliseconds"][name])[other] for entry in longest]
             bars.bar(np.array(layers) + 0.2 * (2 * index + other) - 0.3, by_layer, 0.2, label=label, **style_of_case)
