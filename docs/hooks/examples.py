@@ -1,4 +1,4 @@
-"""Makes griffe read the docstring section `Example:` as it reads `Examples:`: as code."""
+"""Lets griffe read the docstring section `Example:` as code, as it reads `Examples:`."""
 
 import re
 
@@ -6,7 +6,7 @@ import griffe
 
 
 class Examples(griffe.Extension):
-    """Renames the section in every docstring."""
+    """Rename the section in every docstring."""
 
     def on_object(self, *, obj, **kwargs):
         """Rename the section of one docstring."""

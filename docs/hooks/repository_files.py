@@ -1,7 +1,7 @@
-"""Puts files outside docs/ that a page links to into the site: Markdown as pages, everything else as a download.
+"""Add files outside docs/ to the site if a page links to them: Markdown as pages, everything else as downloads.
 
-Pages keep the relative links that work in a checkout. A site path is the repository path, without docs/ for files in
-docs/. A link to a folder goes to its README.md.
+Pages keep the relative links that work in a checkout. The site path of a file is its repository path, without docs/ for
+files in docs/. A link to a folder leads to the README.md of the folder.
 """
 
 import posixpath
@@ -21,7 +21,7 @@ def _repository_path(site_path: str) -> str:
 
 
 def _target(page: str, link: str) -> str | None:
-    """Return the repository path of a relative link of the page at that repository path, None for other links."""
+    """Return the repository path of a relative link, or None for other links. page: the page's repository path."""
     path = link.partition("#")[0]
     if not path or re.match(r"[a-z]+:", path):
         return None

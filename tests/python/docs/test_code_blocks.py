@@ -1,7 +1,8 @@
-"""Every code block of README and docs runs, or a comment before it says why not: `<!-- not run: REASON -->`.
+"""Every Python block of README and docs runs, and every command of a `bash` block is one that works.
 
-Python blocks of a page run in their order in one namespace. Commands of `bash` blocks are checked, not executed: the
-program knows the subcommand and every option, and every file, make target and extra exists.
+The Python blocks of a page run in order in one namespace. Commands are checked without running them: the program knows
+the subcommand and every option, and every file, make target and extra exists. A comment before a block makes an
+exception: `<!-- not run: REASON -->`.
 """
 
 import contextlib
@@ -21,21 +22,15 @@ ROOT = Path(__file__).parents[3]
 PAGES = sorted(
     path for pattern in ("*.md", "docs/**/*.md", "configs/*.md", "benchmarks/*.md") for path in ROOT.glob(pattern)
 )
-NOT_CODE = (
-    "text",
-    "bibtex",
-    "cmake",
-    "cpp",
-    "cuda",
-    "yaml",
-)  # drawings, formulas, and languages with tests of their own
+# Drawings, formulas, and languages that other tests check.
+NOT_CODE = ("text", "bibtex", "cmake", "cpp", "cuda", "yaml")
 BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
 PLACEHOLDER = re.compile(r"[A-Z][A-Z_]+(\.yaml)?$|.*/STEP$")  # what the reader replaces
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. line: where it starts, 1 for the first."""
+    """A fenced block. line: number of the block's first line in the page, from 1."""
 
     language: str
     code: str
@@ -75,7 +70,7 @@ def test_every_block_names_its_language(page):
 
 
 def _commands(code: str) -> list[list[str]]:
-    """The words of each command, without comments and environment variables."""
+    """Return the words of each command, without comments and environment variables."""
     lines = code.replace("\\\n", " ").splitlines()
     commands = [shlex.split(line, comments=True) for line in lines]
     return [[word for word in command if not re.match(r"[A-Z_]+=", word)] for command in commands if command]
@@ -86,16 +81,16 @@ def test_commands_exist(page):
     for block in _blocks(page):
         if block.language == "bash":
             for command in _commands(block.code):
-                error = _error(command, exists=block.reason is None)
+                error = _error(command, must_be_known=block.reason is None)
                 assert error is None, f"{page}:{block.line}: {shlex.join(command)}: {error}"
 
 
-def _error(command: list[str], exists: bool) -> str | None:
-    """What is wrong with a command. exists: programs that are unknown here are wrong too."""
+def _error(command: list[str], must_be_known: bool) -> str | None:
+    """Return what is wrong with a command, or None. must_be_known: reject programs that this test does not know."""
     program, *words = command
     program = Path(program).name
     if program == "torchrun":
-        # Options of torchrun itself have one value each.
+        # Every option of torchrun itself is followed by a value.
         while words and words[0].startswith("--"):
             words = words[2:]
         program = "python"
@@ -112,7 +107,7 @@ def _error(command: list[str], exists: bool) -> str | None:
         return _missing_file(words)
     if program == "python" and words[0] != "-c" and "-c" not in words:
         return _missing_file(words)
-    if exists and program not in ("python", "git"):
+    if must_be_known and program not in ("python", "git"):
         return "unknown program; write <!-- not run: REASON --> before the block"
     return None
 
@@ -127,14 +122,14 @@ def _has_extras(word: str) -> bool:
 
 
 def _missing_file(words: list[str]) -> str | None:
-    """The first word that looks like a file of this repository and is none."""
+    """Report the first word that looks like a file of this repository but does not exist."""
     folders = ("examples", "benchmarks", "configs", "tests", "docs")
     paths = [word for word in words if word.split("/")[0] in folders and "/" in word]
     return next((f"no file {path}" for path in paths if not (ROOT / path).exists()), None)
 
 
 def _option_error(words: list[str]) -> str | None:
-    """Options of megatron-sb are known to its help, and overrides to its configuration."""
+    """Report the first option that `megatron-sb --help` lacks. Raise an error for an override of an unknown field."""
     num_names = 2 if words[0] == "experiment" else 1
     names = [word for word in words[:num_names] if not word.startswith("-") and not PLACEHOLDER.match(word)]
     text = _help(*names)

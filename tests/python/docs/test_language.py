@@ -1,4 +1,4 @@
-"""Text rules that a machine can check: line length, phrases to avoid, and messages that troubleshooting.md explains."""
+"""Language rules that a test can check: line length, a phrase to avoid, and the messages in troubleshooting.md."""
 
 import ast
 import re
@@ -34,7 +34,7 @@ def test_lines_are_short(page):
 
 
 def test_messages_say_what_is_expected():
-    """`X must be Y, got Z`, and never "Z is allowed"."""
+    """Messages have the form `X must be Y, got Z`. They do not list what a value may be."""
     phrase = re.compile(r"\b(is|are) " + "allowed")
     results = ROOT / "benchmarks/results"
     found = [

@@ -1,4 +1,4 @@
-"""The quickstart example, with a few small steps."""
+"""The quickstart example runs with a few small steps."""
 
 import json
 import runpy
