@@ -1,5 +1,6 @@
 """The training configuration: what is refused, by name, and what is read."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -7,7 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from support.markdown import tables_of
 
+from megatron_sb.experiments.recall import RecallDataConfig
+from megatron_sb.experiments.ruler.mixture import RulerMixtureDataConfig
 from megatron_sb.training import config, rank
 from megatron_sb.training.config import (
     ConfigError,
@@ -39,6 +44,61 @@ def test_every_field_is_explained():
     explained = re.findall(r"`([^`]+)`", text)
     names = {part for path in flatten(load_config(TINY, MIXTURE)) for part in path.split(".") if not part.isdigit()}
     assert names - {part for name in explained for part in name.split(".")} == set()
+
+
+# Heading and first word of the table's header -> the class, and the prefix of its fields in the table.
+REFERENCE = [
+    ("Top level", "field", config.TrainingConfig, ""),
+    ("`data`: the task", "text", RulerMixtureDataConfig, ""),
+    ("`data`: the task", "indexed", config.IndexedDataConfig, ""),
+    ("`data`: the task", "recall", RecallDataConfig, ""),
+    ("`model`: sizes", "field", config.ModelConfig, ""),
+    ("`model`: sizes", "field", config.MoEConfig, "moe."),
+    ("`attention`: models by name", "field of `stick_breaking`", StickBreakingAttentionConfig, ""),
+    ("`attention`: models by name", "field of `softmax`", SoftmaxAttentionConfig, ""),
+    ("`parallel`: ranks and layout", "field", config.ParallelConfig, ""),
+    ("`optimizer`: AdamW", "field", config.OptimizerConfig, ""),
+    ("`stages`: a list", "field", config.StageConfig, ""),
+    ("`evaluation`: after each stage", "field", config.EvaluationConfig, ""),
+    ("`checkpoint` and `report`", "field", config.CheckpointConfig, "checkpoint."),
+    ("`checkpoint` and `report`", "field", config.ReportConfig, "report."),
+]
+DEFAULTS_IN_WORDS = {"head_dim", "pad_multiple", "mass_threshold", "kind"}
+
+
+def _documented_defaults(heading: str, table: str) -> dict[str, str]:
+    """Return the column of defaults of one table. table: its first header, or a kind of data."""
+    _, found, section = (CONFIGS / "README.md").read_text().partition(f"\n### {heading}\n")
+    assert found, heading
+    defaults = {}
+    for header, *rows in tables_of(re.split(r"\n###? ", section)[0]):
+        column = header.index("default") if "default" in header else None
+        if column is None or table not in (header[0], *(["text", "indexed", "recall"] if "kinds" in header else [])):
+            continue
+        for row in rows:
+            if "kinds" not in header or table in row[header.index("kinds")]:
+                defaults |= dict.fromkeys(re.findall(r"`([^`]+)`", row[0]), row[column])
+    return defaults
+
+
+def _as_documented(field: dataclasses.Field):
+    """Return a default as the reference writes it."""
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    if default is dataclasses.MISSING:
+        return "**required**"
+    return "-" if default is None else list(default) if isinstance(default, tuple) else default
+
+
+@pytest.mark.parametrize(("heading", "table", "cls", "prefix"), REFERENCE)
+def test_the_reference_has_every_default(heading, table, cls, prefix):
+    documented = _documented_defaults(heading, table)
+    for field in dataclasses.fields(cls):
+        expected = _as_documented(field)
+        if field.name in DEFAULTS_IN_WORDS or documented.get(field.name) == "see below":
+            continue
+        text = documented[prefix + field.name]
+        value = text if text in ("**required**", "-") else yaml.safe_load(text.strip("`"))
+        assert (float(value) if isinstance(expected, float) else value) == expected, prefix + field.name
 
 
 def test_fields_of_other_kinds_are_dropped_where_they_say_nothing():
