@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.fork_server import run_python
 from support.megatron_loop import ACCEPTED, MEGATRON, PRETRAIN, needs_training, train
 from support.messages import mentions
 
 from megatron_sb.megatron import StickBreakingOptions, launch
 
 HEAD_VECTORS = ("--sb-remainder-bias", "--sb-head-norm")
-ON_A_CPU = "--use-cpu-initialization --build-only"
 
 
 def run_script(script: Path, *flags: str, launcher: bool = True, python: tuple = ()) -> subprocess.CompletedProcess:
@@ -24,6 +24,12 @@ def run_script(script: Path, *flags: str, launcher: bool = True, python: tuple =
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *python, *through, str(script), *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def build_only(flags: str, out: Path) -> subprocess.CompletedProcess:
+    """Build the model of a command line on a CPU, under the launcher, and write its layers to `out`."""
+    command = ["-m", "megatron_sb.megatron.launch", PRETRAIN, *MEGATRON.split(), *flags.split()]
+    return run_python([*command, "--use-cpu-initialization", "--build-only", out], seconds=120)
 
 
 @pytest.mark.parametrize("python", [(), ("-P",)], ids=["", "safe path"])
@@ -72,9 +78,9 @@ BUILT = {
 @needs_training
 @pytest.mark.parametrize(("flags", "layers"), BUILT.values(), ids=BUILT)
 def test_models_of_a_training_script(flags, layers, tmp_path):
-    """Layers that Megatron's builder makes for a command line, in a script without stick-breaking."""
+    """Megatron's builder makes these layers for a command line, in a script without stick-breaking."""
     out = tmp_path / "layers.json"
-    done = run_script(PRETRAIN, *MEGATRON.split(), *flags.split(), *ON_A_CPU.split(), str(out))
+    done = build_only(flags, out)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(out.read_text()) == [layer.split() for layer in layers]
     assert ("stick-breaking attention: StickBreakingOptions(" in done.stdout) == ("--stick-breaking" in flags)
@@ -84,7 +90,7 @@ def test_models_of_a_training_script(flags, layers, tmp_path):
 @needs_training
 def test_layers_check_what_the_command_line_does_not_determine(tmp_path):
     flags = "--stick-breaking-attention --attention-dropout 0 --position-embedding-type rope --no-rope-freq [0]+[1]"
-    done = run_script(PRETRAIN, *MEGATRON.split(), *flags.split(), *ON_A_CPU.split(), str(tmp_path / "no.json"))
+    done = build_only(flags, tmp_path / "no.json")
     assert done.returncode != 0
     assert (
         "args.position_embedding_type (--position-embedding-type) must be 'none'" in done.stderr

@@ -4,8 +4,9 @@ A pytest process starts one server when it first needs it. The server imports pr
 every job. A job is therefore as isolated as under `python`: it has its own interpreter state, environment, process
 groups and Megatron globals, and it may hang, abort or be killed without any effect on other jobs.
 
-Differences from `python`: devices are CPUs, and environment variables that are read while torch or Megatron-Core is
-imported (OMP_NUM_THREADS, TORCHDYNAMO_DISABLE) have no effect. Use `subprocess` where a test depends on them.
+Differences from `python`: devices are CPUs, torch.compile does nothing (TORCHDYNAMO_DISABLE=1), and environment
+variables that are read while torch or Megatron-Core is imported have no effect. Processes that a job spawns are forks.
+Use `subprocess` where a test depends on one of these.
 """
 
 import contextlib
@@ -121,6 +122,7 @@ def _ensure_server() -> None:
         "PYTHONPATH": os.pathsep.join(paths),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # its pool would be started by the import, and not survive a fork
     }
     _context.set_forkserver_preload(["support.preload"])

@@ -1,19 +1,113 @@
-"""Jobs that are killed."""
+"""Jobs of the trainer: run, watched, killed."""
 
 import contextlib
+import json
+import os
 import signal
 import subprocess
-from collections.abc import Iterable
+import sys
+import sysconfig
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
+import torch
+from support.fork_server import PythonProcess, run_python
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+TRAIN = [sys.executable, "-m", "megatron_sb.training"]
+FORKED_TRAINING = Path(__file__).parents[1] / "workers" / "forked_training.py"
+TIMEOUT_SECONDS = 120
+_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
+
+# Small enough for seconds; both stages with context parallelism, micro-batches in the first.
+SMALL_JOB = f"""
+name: small
+data: {{paths: ["{_LIBRARY / "json"}", "{_LIBRARY / "email"}"], validation_fraction: 0.3}}
+model: {{num_layers: 2, hidden_size: 32, num_heads: 2, num_kv_heads: 1, ffn_hidden_size: 64}}
+attention: {{softmax_rope: {{evaluated_scalings: [none, linear, ntk]}}}}
+parallel: {{ranks: 2, device: cpu, threads_per_rank: 1, timeout_seconds: 60}}
+stages:
+  - {{name: short, context_length: 32, steps: 40, rows_per_step: 8, rows_per_micro_batch: 2, learning_rate: 1e-2,
+      warmup_steps: 4, schedule: power, context_parallel_size: 2}}
+  - {{name: extended, context_length: 64, steps: 60, rows_per_step: 4, learning_rate: 1e-2, warmup_steps: 4,
+      schedule: exponential, context_parallel_size: 2}}
+evaluation: {{windows: 4, target_tokens: 16, length_factor: 8}}
+checkpoint: {{interval: 7, keep: 2}}
+"""
 
 
-def kill_while_it_saves(job: subprocess.Popen, checkpoints: Path) -> None:
+def run_command(command: Iterable, *arguments: object, **environment: str) -> tuple[int, str, str]:
+    """Run a command as a user does, to its end: (status, standard output, standard error)."""
+    done = subprocess.run(
+        [*map(str, (*command, *arguments))],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def train(*arguments: object) -> tuple[int, str, str]:
+    """Run the trainer with forked ranks, to its end: (status, standard output, standard error)."""
+    done = run_python([FORKED_TRAINING, *arguments], seconds=TIMEOUT_SECONDS)
+    return done.returncode, done.stdout, done.stderr
+
+
+@contextlib.contextmanager
+def started(command: Iterable, *arguments: object) -> Iterator[subprocess.Popen]:
+    """A command in the background, killed at the end whatever happens."""
+    process = subprocess.Popen(
+        [*map(str, (*command, *arguments))], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()  # its ranks see it go and end
+        process.wait()
+
+
+def metrics(out: Path) -> list[dict]:
+    """The steps that a run has reported so far."""
+    path = out / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+
+def wait_for_step(job: subprocess.Popen | PythonProcess, out: Path, model: str, stage: str, step: int) -> None:
+    """Wait until a job has reported a step."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not any(line["step"] >= step and (line["model"], line["stage"]) == (model, stage) for line in metrics(out)):
+        _assert_running(job)
+        assert time.monotonic() < deadline, f"{stage} never reached step {step}"
+        time.sleep(0.01)
+
+
+def state(checkpoint: Path, folder: Path) -> dict:
+    """Every tensor and number of a checkpoint by name. Writes a file into `folder`."""
+    dcp_to_torch_save(checkpoint, folder / "state.pt")
+    tensors = {}
+
+    def walk(value, name):
+        if isinstance(value, dict):
+            for key, child in value.items():
+                walk(child, f"{name}/{key}")
+        elif isinstance(value, (list, tuple)):
+            for index, child in enumerate(value):
+                walk(child, f"{name}/{index}")
+        else:
+            tensors[name] = value
+
+    walk(torch.load(folder / "state.pt", weights_only=False), "")
+    return tensors
+
+
+def kill_while_it_saves(job: subprocess.Popen | PythonProcess, checkpoints: Path) -> None:
     """SIGKILL all processes of a job with a checkpoint half written, after a first whole one."""
     half_written = False
     while not half_written:
-        assert job.poll() is None, job.communicate()[0]
+        _assert_running(job)
         if not (list(checkpoints.glob(".*.tmp")) and (checkpoints / "latest").exists()):
             continue
         parent = psutil.Process(job.pid)
@@ -21,7 +115,14 @@ def kill_while_it_saves(job: subprocess.Popen, checkpoints: Path) -> None:
         _signal_all(processes, signal.SIGSTOP)
         half_written = bool(list(checkpoints.glob(".*.tmp")))  # still, now that nothing moves
         _signal_all(processes, signal.SIGKILL if half_written else signal.SIGCONT)
-    job.communicate()
+    job.wait(TIMEOUT_SECONDS)
+
+
+def _assert_running(job: subprocess.Popen | PythonProcess) -> None:
+    if isinstance(job, PythonProcess):
+        assert job.returncode is None, job.stdout + job.stderr
+    else:
+        assert job.poll() is None, job.communicate()[0]
 
 
 def _signal_all(processes: Iterable[psutil.Process], number: signal.Signals) -> None:

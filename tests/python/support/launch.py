@@ -19,8 +19,10 @@ _WORKERS = Path(__file__).parents[1] / "workers"
 SEVERAL_MACHINES = Path(__file__).parent / "several_machines.sh"
 
 
-def run_ranks(num_ranks: int, arguments: list, seconds: float, folder: Path | None = None) -> str:
+def run_ranks(num_ranks: int, arguments: list, seconds: float, folder: Path | None = None, **environment: str) -> str:
     """Run `python ARGUMENTS` as ranks on CPUs, with the environment that torchrun gives them.
+
+    The ranks are forks of a process that has torch and Megatron-Core imported; see fork_server.py.
 
     Returns:
         What the ranks printed, rank 0 first.
@@ -38,6 +40,7 @@ def run_ranks(num_ranks: int, arguments: list, seconds: float, folder: Path | No
         "TORCHELASTIC_RESTART_COUNT": "0",
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
+        **environment,
     }
     jobs = [
         {"arguments": arguments, "folder": folder, "environment": common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}}
@@ -67,7 +70,7 @@ def _wait_for_all(ranks: list[PythonProcess], deadline: float) -> None:
 def run_torchrun(
     num_ranks: int, arguments: list, seconds: float, folder: Path | None = None, **environment: str
 ) -> str:
-    """Run `python ARGUMENTS` under torchrun and return its output, for GPUs and for Megatron's training loop.
+    """Run `python ARGUMENTS` under torchrun and return its output.
 
     Raises:
         AssertionError: with the end of the ranks' output, if one fails.
@@ -89,12 +92,16 @@ def run_worker(script: str, num_ranks: int, out: Path, *arguments: str, device: 
 
 
 def megatron_losses(script: Path, num_ranks: int, *flags: str, device: str) -> list[float]:
-    """Run a Megatron training script under the launcher, from the script's folder, and return the losses it logs."""
-    launcher = ["-m", "megatron_sb.megatron.launch"] if device == "cuda" else [_WORKERS / "megatron_on_cpu.py"]
+    """Run a Megatron training script under the launcher, from the script's folder, and return the losses it logs.
+
+    On CPUs the ranks are forks, unless the script's folder holds a Megatron of its own.
+    """
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONSAFEPATH": ""}  # empty, as for users
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # Megatron builds with its python3
     environment |= {} if device == "cuda" else {"TORCHDYNAMO_DISABLE": "1"}
-    output = run_torchrun(num_ranks, [*launcher, script, *flags], 300, script.parent, **environment)
+    launcher = ["-m", "megatron_sb.megatron.launch"] if device == "cuda" else [_WORKERS / "megatron_on_cpu.py"]
+    run = run_torchrun if device == "cuda" or (script.parent / "megatron").exists() else run_ranks
+    output = run(num_ranks, [*launcher, script, *flags], 300, script.parent, **environment)
     return [float(loss) for loss in re.findall(r"lm loss: ([\d.E+-]+)", output)]
 
 

@@ -2,17 +2,27 @@
 
 import contextlib
 import importlib
+from multiprocessing import context
 
 for module in (
-    "torch.distributed",
+    "matplotlib.pyplot",
+    "torch.distributed.checkpoint.format_utils",
+    "torch.utils.tensorboard",
+    "megatron.core.distributed",
     "megatron.core.dist_checkpointing",
     "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer.distrib_optimizer",
     "megatron_sb.checkpoints",
     "megatron_sb.huggingface",
     "megatron_sb.megatron",
-    "megatron_sb.training.loop",
+    "megatron_sb.training.engine.engine",
+    "megatron_sb.training.rank",
+    "megatron.training.training",
     "support.accuracy",
     "support.megatron_cpu",
 ):
     with contextlib.suppress(ImportError):  # Megatron-Core and transformers are optional
         importlib.import_module(module)
+
+# Megatron-Core's checkpoint writer spawns a process in every rank that saves. A fork need not import all this again.
+context._concrete_contexts["spawn"] = context._concrete_contexts["fork"]

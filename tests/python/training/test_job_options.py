@@ -1,0 +1,183 @@
+"""Options of a job: other ranks, named attention, profiling, divergence, torchrun, and errors before the start."""
+
+import dataclasses
+import json
+import math
+import re
+import shlex
+import shutil
+import signal
+import sys
+
+import psutil
+import pytest
+from support.jobs import SMALL_JOB, TIMEOUT_SECONDS, metrics, started, state, train, wait_for_step
+from support.launch import run_ranks
+from support.messages import mentions
+
+from megatron_sb.training import main, plots, report, supervisor
+from megatron_sb.training.checkpoint import Progress
+from megatron_sb.training.config import load_config
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("config") / "small.yaml"
+    path.write_text(SMALL_JOB)
+    return path
+
+
+def test_a_run_resumes_on_other_ranks(config, tmp_path):
+    """Saved by two context-parallel ranks, resumed by one, and by two data-parallel ones: the same rows and losses."""
+    padded = [f"stages.{stage}.pad_multiple=4" for stage in (0, 1)]
+    short = ["compare=[stick_breaking]", "stages.0.steps=10", "stages.1.steps=5"]
+    out = tmp_path / "out"
+    status, _, errors = train(config, *short, *padded, "--out", out)
+    assert status == 0, errors
+    alone = [f"stages.{stage}.context_parallel_size=1" for stage in (0, 1)]
+    for ranks in (1, 2):
+        changes = [*short, *padded, *alone, f"parallel.ranks={ranks}"]
+        other = tmp_path / str(ranks)
+        shutil.copytree(out, other)
+        (other / "stick_breaking" / "checkpoints" / "latest").write_text("short-000007")
+        status, _, errors = train(
+            config, *short, *padded, *alone, f"parallel.ranks={ranks}", "--out", other, "--resume"
+        )
+        assert status == 0, errors
+        losses, expected = ([line["loss"] for line in metrics(folder)] for folder in (other, out))
+        assert losses == pytest.approx(expected, abs=2e-5) and losses[:7] == expected[:7] and losses != expected
+
+
+def test_attention_named_in_the_configuration(config, tmp_path):
+    """Two kinds of attention that the file defines, and a built-in one, are trained, evaluated, drawn and resumed."""
+    variants = {
+        "near": {"kind": "softmax", "position": "alibi", "window": 24, "stable_mask_gamma": 0.5},
+        "learned": {"kind": "softmax", "position": "fire"},
+    }
+    small = [f"attention={json.dumps(variants)}", "compare=[learned, near, stick_breaking]", "evaluation.windows=1"]
+    small += ["stages.0.steps=3", "stages.0.warmup_steps=1", "stages.1.steps=5", "report.tensorboard=false"]
+    status, output, errors = train(config, *small, "--out", tmp_path / "out")
+    assert status == 0, errors
+    lines = metrics(tmp_path / "out")
+    assert [line["model"] for line in lines] == ["learned"] * 8 + ["near"] * 8 + ["stick_breaking"] * 8
+    assert len({line["loss"] for line in lines if line["stage"] == "short" and line["step"] == 1}) == 3
+    assert "learned, extended" in output and (tmp_path / "out" / "nll_by_length.png").stat().st_size > 1000
+
+    checkpoints = tmp_path / "out" / "learned" / "checkpoints"
+    saved = state(checkpoints / "extended-000005", tmp_path)
+    learned = [name for name in saved if name.startswith("/model/") and "attention.fire" in name]
+    assert len(learned) == 2 * 6, "two layers of six parameters"
+    (checkpoints / "latest").write_text("short-000003")
+    status, _, errors = train(config, *small, "--out", tmp_path / "out", "--resume")
+    assert status == 0, errors
+    losses, again = (
+        {(line["model"], line["stage"], line["step"]): line["loss"] for line in written}
+        for written in (lines, metrics(tmp_path / "out"))
+    )
+    assert again == losses
+
+
+def test_profiled_steps_and_skipped_tiles(config, tmp_path, capsys):
+    alone = ["parallel.ranks=1", "stages.0.context_parallel_size=1", "stages.1.context_parallel_size=1"]
+    short = ["compare=[stick_breaking]", "stages.0.steps=10", "stages.1.steps=5", "report.attention_interval=5"]
+    status, _, errors = train(config, *alone, *short, "--profile", "4:5", "--out", tmp_path)
+    assert status == 0, errors
+    traces = sorted((tmp_path / "profile").iterdir())
+    assert [trace.name for trace in traces] == ["stick_breaking.extended.json", "stick_breaking.short.json"]
+    names = [event.get("name", "") for event in json.loads(traces[1].read_text())["traceEvents"]]
+    assert sum(name.startswith("Optimizer.step") for name in names) == 2
+    looked = [line for line in metrics(tmp_path) if line["mean_remainder"] is not None]
+    assert [line["step"] for line in looked] == [5, 10, 5]
+    assert all(line["skipped_tiles"] == 0 for line in looked), "documents of one tile have none to skip"
+    for window, sentence in {
+        "5:4": "--profile must be FIRST:LAST",
+        "61:70": "--profile must start at step 60 or before",
+    }.items():
+        status = main(str(config), profile=window, out=str(tmp_path / "other"))
+        errors = capsys.readouterr().err
+        assert status == 2 and sentence in errors and f"got {window}" in errors, errors
+
+
+def test_a_run_that_diverges_keeps_its_last_good_checkpoint(config, tmp_path):
+    """The second stage diverges."""
+    out = tmp_path / "out"
+    wild = ["compare=[stick_breaking]", "stages.0.steps=5", "stages.1.learning_rate=1e30", "evaluation.windows=1"]
+    status, _, errors = train(config, *wild, "--out", out)
+    (sentence,) = re.findall(r"(?:loss|norm) is (?:nan|inf) at step \d+ of stick_breaking / extended: .*", errors)
+    checkpoints = out / "stick_breaking" / "checkpoints"
+    assert status == 1 and sentence.endswith(
+        f"ends without saving this step; the newest checkpoint is {checkpoints / 'short-000005'}"
+    )
+    assert "Traceback" not in errors and sorted(path.name for path in checkpoints.iterdir()) == [
+        "latest",
+        "short-000005",
+    ]
+    assert all(line["loss"] < 1e9 for line in metrics(out))
+
+
+def test_bad_arguments_are_rejected_before_the_start(config, tmp_path, capsys):
+    status, errors = main(str(config), ["stages.0.stepz=3"], out=str(tmp_path / "out")), capsys.readouterr().err
+    assert status == 2 and "unknown field stages.0.stepz, got 3. Did you mean 'steps'?" in errors
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "file").touch()
+    status, _, errors = train(config, "--out", tmp_path / "file")
+    assert status == 2 and f"File exists: '{tmp_path / 'file'}'" in errors and "Traceback" not in errors, errors
+
+
+def test_the_port_of_a_job_is_reserved_while_its_ranks_start(config, tmp_path):
+    """No other process can listen on MASTER_PORT before rank 0 does."""
+    script = (
+        "import errno, os, pathlib, socket\n"
+        "try:\n"
+        "    socket.socket().bind(('127.0.0.1', int(os.environ['MASTER_PORT'])))\n"
+        "except OSError as error:\n"
+        f"    pathlib.Path({str(tmp_path)!r}, os.environ['RANK']).write_text(errno.errorcode[error.errno])\n"
+    )
+    assert supervisor.start_ranks(load_config(config), [sys.executable, "-c", script]) == 0
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "EADDRINUSE", "1": "EADDRINUSE"}
+
+
+def test_torchrun(config, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    small = ["stages.1.steps=5", "compare=[stick_breaking]", "report.tensorboard=false"]
+    arguments = ["-m", "megatron_sb.training", config, *small, "--out", tmp_path / "out"]
+    with started(torchrun, *arguments, "--profile", "2:40") as job:
+        wait_for_step(job, tmp_path / "out", "stick_breaking", "short", 2)
+        psutil.Process(job.pid).children()[0].send_signal(signal.SIGTERM)
+        output, _ = job.communicate(timeout=40)
+        assert (tmp_path / "out" / "profile" / "stick_breaking.short.json").exists()
+    (resume,) = re.findall(r"Resume with: torchrun \.\.\. (.*)", output)
+    run_ranks(2, shlex.split(resume), TIMEOUT_SECONDS)
+    assert len(metrics(tmp_path / "out")) == 45
+
+
+def test_the_number_of_ranks_must_be_that_of_torchrun(config, tmp_path):
+    alone = ["stages.0.context_parallel_size=1", "stages.1.context_parallel_size=1"]
+    with pytest.raises(AssertionError, match=mentions("parallel.ranks WORLD_SIZE 2 1")):
+        run_ranks(2, ["-m", "megatron_sb.training", config, *alone, "parallel.ranks=1"], TIMEOUT_SECONDS)
+
+
+def test_likelihoods_that_are_nan_are_drawn(tmp_path):
+    """A model whose last step diverged is evaluated too."""
+    results = [{"context": context, "nll": math.nan} for context in (8, 16)]
+    entry = {"model": "a", "stage": "short", "trained_context": 8, "scaling": "none", "results": results}
+    plots.draw_nll_by_length([entry], {"a": "a"}, tmp_path / "nll.png")
+    assert (tmp_path / "nll.png").stat().st_size > 1000
+
+
+def test_metrics_after_the_resumed_checkpoint_are_dropped(tmp_path, config):
+    """A run that died after its last checkpoint has reported steps that the resumed run repeats."""
+    job = load_config(config, ["report.tensorboard=false"])
+    written = report.Report(tmp_path, job, "a CPU")
+    progress = Progress("short", 0, 0, {}, {})
+    written.start_stage("stick_breaking", job.stages[0], progress)
+    for step in range(1, 6):
+        progress = dataclasses.replace(progress, step=step, tokens=100 * step)
+        written.step("stick_breaking", job.stages[0], progress, report.Step(5.0 - step, 1.0, 0.1, 1e9, None))
+    written.end_stage()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"cut off')
+    again = report.Report(tmp_path, job, "a CPU")
+    again.start_stage("stick_breaking", job.stages[0], dataclasses.replace(progress, step=3, tokens=300))
+    again.end_stage()
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
