@@ -1,11 +1,13 @@
-"""Ours beside softmax (cuDNN, FlashAttention-2) and the published stick-breaking kernels, on one GPU, in one run.
+"""Compare this library with softmax attention (cuDNN, FlashAttention-2) and published stick-breaking kernels on a GPU.
 
-TFLOP/s are of the causal model count: forward 2 b h s^2 d, backward 2.5 times that, packed 2 h d (sum of squared
-document lengths), whatever a kernel computes or skips. "full" inputs have logits around -11, so that nothing can be
-skipped; "randn" ones are standard normal: a stick is used up after some 30 keys, and they draw less power. A time is
-the median over rounds in which all contenders of a row take turns, each with a cold L2; "sustained" is half a second of
-the same call back to back. A forward is one for training: each contender keeps what its backward needs. "both" is the
-one after the other, as in a training step.
+All contenders run in one process. TFLOP/s use the causal model count, whatever a kernel computes or skips: 2 b h s^2 d
+operations in the forward and 2.5 times as many in the backward; for packed inputs 2 h d (sum of squared document
+lengths) in the forward. "full" inputs have logits around -11, so nothing can be skipped. "randn" inputs are standard
+normal: a stick is used up after about 30 keys, and the GPU draws less power.
+
+A time is the median over rounds in which all contenders of a row take turns, each with a cold L2 cache. "sustained" is
+half a second of one call back to back. A forward is one for training: each contender keeps what its backward needs.
+"both" is a forward followed by its backward, as in a training step.
 """
 
 import argparse
@@ -30,7 +32,7 @@ from torch import Tensor
 
 FULL_LOGIT = -11.0
 SHAPES = tuple((b, s, h, d) for d, h in ((128, 12), (64, 24)) for s, b in ((4096, 8), (16384, 2), (65536, 1)))
-SLOW_LENGTH = 16384  # the one length at which slow contenders run
+SLOW_LENGTH = 16384  # slow contenders run at this length only
 ROWS = ("dense", "gqa", "varlen", "skip", "heads", "portable")
 VARLEN = {"tokens": 32768, "documents": 100, "shortest": 10, "longest": 4000, "seed": 0}
 DRY_RUN_FACTOR = 64
@@ -53,7 +55,7 @@ class Measurement:
 
 
 def draw_inputs(kind: str, *shape: int, h_kv: int | None = None) -> list[Tensor]:
-    """q, k, v, do: (..., h, d) with h_kv heads in k and v, bf16, drawn on the device from a fixed seed."""
+    """Draw q, k, v and do, (..., h, d) in bf16 with h_kv heads in k and v, on the device from a fixed seed."""
     device = "cuda" if on_gpu() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
     *rows, h, d = shape
@@ -65,34 +67,34 @@ def draw_inputs(kind: str, *shape: int, h_kv: int | None = None) -> list[Tensor]
 
 
 def shift_logits(q: Tensor, k: Tensor, mean: float) -> None:
-    """Give the logits of q and k, standard normal numbers, a negative mean; their first column goes for it."""
+    """Overwrite the first column of standard normal q and k so that their logits have this negative mean."""
     shift = math.sqrt(-mean) * q.shape[-1] ** 0.25
     q[..., 0], k[..., 0] = shift, -shift
 
 
 class Benchmark:
-    """What was asked for, and all that was measured."""
+    """The options of a run, and its measurements and notes."""
 
     def __init__(self, options: argparse.Namespace, sensors: Sensors) -> None:
         self.options, self.sensors = options, sensors
         self.measurements: list[Measurement] = []
         self.notes: list[str] = []
-        self.failed = False  # whether one of ours could not run
-        asked = contenders(options.contenders)
-        self.notes += [f"{c.name}: {c.missing}" for c in asked if c.missing]
-        self.contenders = [c for c in asked if not c.missing]
+        self.failed = False  # whether this library could not run a case
+        requested = contenders(options.contenders)
+        self.notes += [f"{c.name}: {c.missing}" for c in requested if c.missing]
+        self.contenders = [c for c in requested if not c.missing]
 
     def shrunk(self, length: int) -> int:
-        """The length, or a small one in a dry run."""
+        """Return the length, or a small one in a dry run."""
         return length if on_gpu() else length // DRY_RUN_FACTOR
 
     def directions(self, *more: str) -> tuple[str, ...]:
-        """Those that were asked for, of forward, backward and `more`."""
+        """Return the directions to measure: forward, and unless --forward-only backward and `more`."""
         return ("forward",) if self.options.forward_only else ("forward", "backward", *more)
 
     def measure(self, calls: dict[str, Call], flops: float, sustained: tuple[str, ...] = (), **about: str) -> None:
-        """Time the calls in turns, those in `sustained` back to back as well, and print a line."""
-        ready = {name: call for name, call in calls.items() if self._runs(name, call, about)}
+        """Time the calls in turns, and those named in `sustained` also back to back. Print a line."""
+        ready = {name: call for name, call in calls.items() if self._can_run(name, call, about)}
         medians = take_turns(ready, seconds=self.options.seconds) if ready else {}
         line = []
         for name, ms in medians.items():
@@ -108,14 +110,14 @@ class Benchmark:
         what = f"{about['group']:9s}{about['inputs']:6s}{about['direction']:9s}{about['shape']}"
         print(f"{what}: {' | '.join(line)}", flush=True)
 
-    def _runs(self, name: str, call: Call, about: dict[str, str]) -> bool:
-        """One call, in which kernels are compiled; a contender that cannot is noted and left out."""
+    def _can_run(self, name: str, call: Call, about: dict[str, str]) -> bool:
+        """Make the first call, which compiles kernels. If it fails, note the contender, which is then left out."""
         begin = time.monotonic()
         try:
             call()
             if on_gpu():
                 torch.cuda.synchronize()
-        except Exception as error:  # of a compiler too
+        except Exception as error:  # also errors of compilers
             self.failed |= name.startswith("ours")
             lines = str(error).splitlines() or [""]
             why = f"{type(error).__name__}: {lines[0]}" + (f" ... {lines[-1]}" if len(lines) > 1 else "")
@@ -126,7 +128,7 @@ class Benchmark:
         return True
 
     def note_step(self, names: Iterable[str], calls: dict[str, dict[str, Call]], shape: str) -> None:
-        """What a training step of those contenders that ran takes besides time: memory, and how many kernels."""
+        """Note the memory and the number of kernels of a training step, for the named contenders that ran."""
         ran = {m.contender for m in self.measurements if m.shape == shape and m.direction == "both"}
         if not on_gpu():
             return
@@ -135,7 +137,7 @@ class Benchmark:
         self.note(f"{what}, {shape}: {', '.join(costs)}")
 
     def note(self, text: str) -> None:
-        """Keep a sentence for the record, once."""
+        """Add a sentence to the record, unless it is there."""
         if text not in self.notes:
             self.notes.append(text)
 
@@ -155,12 +157,12 @@ def _step_costs(forward: Call, both: Call) -> str:
     return f"{(after - before) / 2**20:.0f}, {(peak - before) / 2**20:.0f}, {kernels}"
 
 
-# Of a forward's operations.
+# Operations, as multiples of the forward's.
 FACTORS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 
 
 def calls_of(contender: Contender, inputs: list[Tensor], *packing) -> dict[str, Call]:
-    """The calls of a contender, by direction; the backward's forward runs at the first of its calls."""
+    """Return the calls of a contender by direction. The first backward call also runs the forward, once."""
     q, k, v, do = (contender.in_layout(x) for x in inputs)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     attention = contender.packed if packing else contender.dense
@@ -181,31 +183,31 @@ def calls_of(contender: Contender, inputs: list[Tensor], *packing) -> dict[str, 
 
 
 def run_dense(bench: Benchmark) -> None:
-    """Every shape: all directions with nothing to skip, and the forward on randn with skipping off beside it."""
+    """Measure every shape: all directions with nothing to skip, and the forward on randn with threshold 0."""
     for b, full_length, h, d in SHAPES:
         if bench.options.lengths and full_length not in bench.options.lengths:
             continue
         s = bench.shrunk(full_length)
         flops, shape = 2 * b * h * s**2 * d, f"b={b} h={h} d={d} L={s}"
-        taking_part = [c for c in bench.contenders if full_length == SLOW_LENGTH or not c.slow]
+        fast_enough = [c for c in bench.contenders if full_length == SLOW_LENGTH or not c.slow]
         about = {"group": "dense", "shape": shape}
         steady = ("ours", "cuDNN")
         inputs = draw_inputs("full", b, s, h, d)
-        calls = {c.name: calls_of(c, inputs) for c in taking_part}
+        calls = {c.name: calls_of(c, inputs) for c in fast_enough}
         for direction in bench.directions("both"):
-            chosen = {c.name: calls[c.name][direction] for c in taking_part if direction != "both" or not c.slow}
+            chosen = {c.name: calls[c.name][direction] for c in fast_enough if direction != "both" or not c.slow}
             bench.measure(chosen, FACTORS[direction] * flops, steady, inputs="full", direction=direction, **about)
         if full_length == SLOW_LENGTH and not bench.options.forward_only:
             bench.note_step(chosen, calls, shape)
         del calls
         inputs = draw_inputs("randn", b, s, h, d)
-        unskipped = [ours("ours", mass_threshold=0.0) if c.name == "ours" else c for c in taking_part if not c.slow]
+        unskipped = [ours("ours", mass_threshold=0.0) if c.name == "ours" else c for c in fast_enough if not c.slow]
         calls = {c.name: calls_of(c, inputs)["forward"] for c in unskipped}
         bench.measure(calls, flops, inputs="randn", direction="forward", **about)
 
 
 def run_gqa(bench: Benchmark) -> None:
-    """12 query heads on 4 key heads beside 12 on 12."""
+    """Compare 12 query heads on 4 KV heads with 12 on 12."""
     b, s, h, d = 2, bench.shrunk(16384), 12, 128
     flops = 2 * b * h * s**2 * d
     calls = {}
@@ -221,45 +223,49 @@ def run_gqa(bench: Benchmark) -> None:
 
 
 def draw_lengths(tokens: int, documents: int, shortest: int, longest: int, seed: int) -> list[int]:
-    """Document lengths that add up to exactly `tokens`: shortest * (longest / shortest)^(u^c), u uniform in [0, 1).
+    """Draw document lengths with the sum `tokens`: shortest * (longest / shortest)^(u^c), u uniform in [0, 1).
 
-    c = 1 would be log-uniform; the exponent is the one at which the sum is right, so that the whole range is kept.
+    A bisection finds the exponent c at which the sum is right, so the lengths cover the whole range. c = 1 would be
+    log-uniform.
     """
     if not shortest * documents <= tokens <= longest * documents:
-        raise ValueError(f"{documents} documents of {shortest} to {longest} tokens cannot hold {tokens} tokens")
+        least, most = shortest * documents, longest * documents
+        raise ValueError(
+            f"tokens must be from {least} to {most} for {documents} documents of {shortest} to {longest}, got {tokens}"
+        )
     rng = random.Random(seed)
     drawn = [rng.random() for _ in range(documents)]
 
     def lengths_at(exponent: float) -> list[int]:
         return [round(shortest * (longest / shortest) ** (u**exponent)) for u in drawn]
 
-    low, high = 1e-3, 1e3  # the sum falls from its largest to its smallest
+    low, high = 1e-3, 1e3  # of the exponent; the sum decreases with it
     for _ in range(100):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if sum(lengths_at(middle)) > tokens else (low, middle)
     lengths = lengths_at(high)
-    for i in sorted(range(documents), key=lambda i: lengths[i]):  # what rounding leaves
+    for i in sorted(range(documents), key=lambda i: lengths[i]):  # correct the rounding
         change = max(shortest - lengths[i], min(longest - lengths[i], tokens - sum(lengths)))
         lengths[i] += change
     return lengths
 
 
 def run_varlen(bench: Benchmark) -> None:
-    """Packed random documents beside a dense call of as nearly the same number of pairs."""
+    """Compare packed random documents with a dense call that has nearly as many pairs."""
     sizes = {**VARLEN, "tokens": bench.shrunk(VARLEN["tokens"] * 8), "longest": bench.shrunk(VARLEN["longest"] * 8)}
     sizes = VARLEN if on_gpu() else {**sizes, "documents": 20}
     lengths = draw_lengths(**sizes)
     h, d, squares = 12, 128, sum(n * n for n in lengths)
-    like = max(64, round(squares / sizes["tokens"] / 64) * 64)  # of a dense batch of as many tokens and pairs
-    batch = max(1, round(squares / like**2))
+    dense_length = max(64, round(squares / sizes["tokens"] / 64) * 64)
+    batch = max(1, round(squares / dense_length**2))
     packed_inputs = draw_inputs("full", sizes["tokens"], h, d)
     offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     cu_seqlens = offsets.to(packed_inputs[0].device)
-    dense_inputs = draw_inputs("full", batch, like, h, d)
+    dense_inputs = draw_inputs("full", batch, dense_length, h, d)
     bench.note(
         f"varlen: {len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all, seed "
-        f"{sizes['seed']} (draw_lengths), {squares / 2e6:.1f}M pairs; the dense call beside it: b={batch} L={like}, "
-        f"{batch * like**2 / 2e6:.1f}M pairs"
+        f"{sizes['seed']} (draw_lengths), {squares / 2e6:.1f}M pairs; dense call: b={batch} L={dense_length}, "
+        f"{batch * dense_length**2 / 2e6:.1f}M pairs"
     )
     packed = [c for c in bench.contenders if c.packed]
     pairs = {c.name: calls_of(c, packed_inputs, cu_seqlens, max(lengths)) for c in packed}
@@ -270,15 +276,15 @@ def run_varlen(bench: Benchmark) -> None:
         about = {"group": "varlen", "inputs": "full", "direction": direction}
         shape = f"{sum(lengths)} tokens, {len(lengths)} documents, h={h} d={d}"
         bench.measure({n: c[direction] for n, c in pairs.items()}, factor * squares, steady, shape=shape, **about)
-        shape = f"dense b={batch} h={h} d={d} L={like}"
+        shape = f"dense b={batch} h={h} d={d} L={dense_length}"
         chosen = {n: c[direction] for n, c in dense.items()}
-        bench.measure(chosen, factor * batch * like**2, steady, shape=shape, **about)
+        bench.measure(chosen, factor * batch * dense_length**2, steady, shape=shape, **about)
 
 
 def run_skip(bench: Benchmark) -> None:
-    """randn with skipping on, in milliseconds; and both thresholds where nothing can be skipped.
+    """Measure randn with skipping, and two thresholds on inputs where nothing can be skipped.
 
-    Both look for used-up sticks: what looking costs, only a build that does not look can tell.
+    Both thresholds test for used-up sticks. Only a build without the test could show what the test costs.
     """
     for b, full_length, h, d in SHAPES:
         if d != 128 or (bench.options.lengths and full_length not in bench.options.lengths):
@@ -299,12 +305,12 @@ def run_skip(bench: Benchmark) -> None:
         if on and off:
             differences = [off[0].tflops / on[0].tflops - 1, off[0].sustained_tflops / on[0].sustained_tflops - 1]
             text = ", ".join(f"{difference:+.1%}" for difference in differences)
-            what = "the default threshold beside threshold 0 where nothing can be skipped"
+            what = "speed of threshold 0 over the default threshold where nothing can be skipped"
             bench.note(f"{what}, {about['shape']}: {text} (median, sustained)")
 
 
 def run_heads(bench: Benchmark) -> None:
-    """Few heads of one long sequence, where a chain of key tiles may be all there is, beside 12 of them."""
+    """Compare 1 and 4 heads of one long sequence, which may not fill the GPU, with 12 heads."""
     for full_length in (16384, 65536):
         s, d = bench.shrunk(full_length), 128
         calls = {h: calls_of(ours(), draw_inputs("full", 1, s, h, d)) for h in (1, 4, 12)}
@@ -316,7 +322,7 @@ def run_heads(bench: Benchmark) -> None:
 
 
 def run_portable(bench: Benchmark) -> None:
-    """The portable kernels alone, which a process of its own is told to use."""
+    """Measure the portable kernels in a process that uses only these."""
     if os.environ.get("MEGATRON_SB_KERNELS") == "portable":
         b, s, h, d = 2, bench.shrunk(16384), 12, 128
         name, flops = "ours, portable", 2 * b * h * s**2 * d
@@ -357,31 +363,47 @@ RUNNERS = {
 
 
 def parse(args: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="groups of rows")
-    parser.add_argument("--peers", nargs="*", choices=NAMES[1:], default=list(NAMES[1:]), help="beside ours")
     parser.add_argument(
-        "--lengths", nargs="+", type=int, choices=(4096, 16384, 65536), help="of the dense and skip rows"
+        "--rows", nargs="+", choices=ROWS, default=list(ROWS), help="groups of rows to measure (default: all)"
     )
-    parser.add_argument("--forward-only", action="store_true")
-    parser.add_argument("--seconds", type=float, default=0.3, help="of device time for the rounds of one line")
-    parser.add_argument("--sustained", type=float, default=0.5, help="seconds of each back-to-back run")
-    parser.add_argument("--no-ceilings", action="store_true")
-    parser.add_argument("--json", type=Path, help="write everything measured here")
-    parser.add_argument("--markdown", type=Path, help="write the tables here")
     parser.add_argument(
-        "--dry-run", action="store_true", help="toy sizes on a machine without a GPU, to try this script"
+        "--peers",
+        nargs="*",
+        choices=NAMES[1:],
+        default=list(NAMES[1:]),
+        help="what to compare with (default: all; no name: nothing)",
+    )
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=int,
+        choices=(4096, 16384, 65536),
+        help="sequence lengths of the rows dense and skip (default: all)",
+    )
+    parser.add_argument("--forward-only", action="store_true", help="measure no backward (default: off)")
+    parser.add_argument(
+        "--seconds", type=float, default=0.3, help="device time for the rounds of a line (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--sustained", type=float, default=0.5, help="seconds of each back-to-back run (default: %(default)s)"
+    )
+    parser.add_argument("--no-ceilings", action="store_true", help="measure no matrix product and copy (default: off)")
+    parser.add_argument("--json", type=Path, help="file for all measurements (default: none)")
+    parser.add_argument("--markdown", type=Path, help="file for the tables (default: none)")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="try this script at toy sizes without a GPU (default: off)"
     )
     options = parser.parse_args(args)
     if not on_gpu() and not options.dry_run:
-        parser.error("torch sees no GPU here; --dry-run tries the script at toy sizes")
+        parser.error("torch sees no GPU. Use --dry-run to try this script at toy sizes.")
     options.contenders = ["ours", *options.peers]
     return options
 
 
 def main(args: list[str] | None = None) -> int:
-    """Measure and write what was asked for."""
+    """Measure the requested rows, and print and write the tables."""
     options = parse(args)
     begin = time.monotonic()
     with Sensors() as sensors:

@@ -1,11 +1,12 @@
-"""Context-parallel attention on the GPUs of a host: every mode beside one GPU and beside torch's own context_parallel.
+"""Compare every mode of context parallelism on the GPUs of a host with one GPU and with torch's context_parallel.
 
 torchrun --nproc-per-node 4 benchmarks/context_parallel.py
 
-TFLOP/s per GPU, of the causal model count (forward 2 b h s^2 d, forward and backward 3.5 times that; packed 2 h d (sum
-of squared document lengths)); logits around -11, so that nothing can be skipped. A time is the median over rounds, each
-started by all ranks together, of the slowest rank, in brackets back to back; MiB: the most that forward and backward
-take over the inputs. "one GPU" is the whole sequence on each GPU, all at the same time.
+TFLOP/s per GPU use the causal model count: 2 b h s^2 d operations in the forward, 3.5 times as many in forward and
+backward; for packed inputs 2 h d (sum of squared document lengths) in the forward. Logits are around -11, so nothing is
+skipped. A time is the median over rounds that all ranks start together, each the time of the slowest rank; in brackets
+back to back. MiB is the peak of forward and backward over the inputs. "one GPU" has the whole sequence on each GPU, all
+at the same time.
 """
 
 import argparse
@@ -29,11 +30,11 @@ import megatron_sb as sb
 
 MODES = ("p2p", "all_gather", "a2a")
 DOCUMENTS, SHORTEST, LONGEST = 27, 100, 16384
-HEAD_START_CYCLES = 3_000_000  # some 1.5 ms of device time in which the host queues a call
+HEAD_START_CYCLES = 3_000_000  # about 1.5 ms of device time, in which the host queues a call
 
 
 def calls_of(attention: Callable, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> dict[str, Call]:
-    """Forward, and forward and backward, of attention(q, k, v)."""
+    """Return the forward, and the forward and backward ("both"), of attention(q, k, v)."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     return {
         "forward": lambda: attention(*leaves),
@@ -42,19 +43,19 @@ def calls_of(attention: Callable, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -
 
 
 def calls_over(plan: sb.ContextParallelPlan, comm: str, local: list[Tensor]) -> dict[str, Call]:
-    """The same in a mode of context parallelism, of this rank's q, k, v, do."""
+    """Return the same calls in the mode `comm`. local: this rank's q, k, v, do."""
     return calls_of(functools.partial(sb.context_parallel_attention, plan=plan, comm=comm), *local)
 
 
 def join_ranks() -> None:
-    """Join the ranks of torchrun, each with the GPU of its local number."""
+    """Join the process group of torchrun. Each rank uses the GPU of its local rank."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
 
 
 def median_ms(call: Call, seconds: float) -> float:
-    """Milliseconds of the slowest rank, median over rounds that all ranks start together."""
+    """Return the milliseconds of the slowest rank, median over rounds that all ranks start together."""
     aligned = torch.zeros(1, device="cuda")
 
     def timed() -> Stopwatch:
@@ -73,14 +74,14 @@ def median_ms(call: Call, seconds: float) -> float:
 
 
 def of_slowest_rank(values: list[float]) -> list[float]:
-    """Each value's largest over the ranks."""
+    """Return each value's maximum over the ranks."""
     slowest = torch.tensor(values, device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.tolist()
 
 
 def peak_mib(call: Call) -> float:
-    """Most MiB allocated during a call over what was allocated before, of the rank that needs most."""
+    """Return the peak MiB of a call over what was allocated before, of the rank with the highest peak."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -90,14 +91,14 @@ def peak_mib(call: Call) -> float:
 
 @contextlib.contextmanager
 def torch_context_parallel(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Iterator[dict[str, Call]]:
-    """torch's context_parallel with cuDNN, for tensors of the whole sequence."""
+    """Yield the calls of torch's context_parallel with cuDNN. q, k, v, do: the whole sequence."""
     from torch.distributed.tensor.experimental import context_parallel
 
     mesh = dist.device_mesh.init_device_mesh("cuda", (dist.get_world_size(),))
     buffers = [x.transpose(1, 2).contiguous() for x in (q, k, v, do)]
 
     def attention(q, k, v):
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # which the context replaces
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # the context replaces it
 
     with (
         sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
@@ -107,13 +108,13 @@ def torch_context_parallel(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Itera
 
 
 class Benchmark:
-    """What was asked for, and the table so far."""
+    """The options of a run, and the rows measured so far."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.rows = options, []
 
     def measure(self, what: str, name: str, calls: dict[str, Call], forward_flops: float) -> None:
-        """A line: TFLOP/s per GPU of forward, and of forward and backward."""
+        """Measure and print a row: TFLOP/s per GPU of the forward, and of forward and backward."""
         row = {"what": what, "name": name}
         try:
             for direction, factor in (("forward", 1.0), ("both", 3.5)):
@@ -122,14 +123,14 @@ class Benchmark:
                 rates = [factor * forward_flops / t / 1e9 for t in (ms, steady)]
                 row[direction] = {"ms": ms, "tflops": rates[0], "sustained": rates[1]}
             row["peak_mib"] = peak_mib(calls["both"])
-        except RuntimeError as error:  # out of memory, or a peer that cannot
+        except RuntimeError as error:  # out of memory, or not supported by the peer
             row["error"] = str(error).splitlines()[0][:200]
         self.rows.append(row)
         if dist.get_rank() == 0:
             print(_line(row), flush=True)
 
     def dense(self, s: int, h: int, h_kv: int, d: int) -> None:
-        """One sequence: one GPU, the modes, torch."""
+        """Measure one sequence: on one GPU, in every mode, and with torch's context_parallel."""
         ranks, flops = dist.get_world_size(), 2 * h * s**2 * d
         heads = f"{h}" if h == h_kv else f"{h}:{h_kv}"
         what, whole = f"L={s} h={heads} d={d}", draw_inputs("full", 1, s, h, d, h_kv=h_kv)
@@ -143,9 +144,9 @@ class Benchmark:
                 self.measure(what, "torch, cuDNN", calls, flops / ranks)
 
     def packed(self, tokens: int, h: int, d: int) -> None:
-        """Documents of 100 to 16K tokens, by document; and as many pairs of one sequence each."""
+        """Measure documents of 100 to 16K tokens, packed per document, and a dense batch with as many pairs."""
         ranks = dist.get_world_size()
-        unit = 2 * ranks  # of which zigzag wants a multiple in each document
+        unit = 2 * ranks  # zigzag needs each document's length to be a multiple of this
         drawn = draw_lengths(tokens // unit, DOCUMENTS, -(-SHORTEST // unit), LONGEST // unit, seed=0)
         lengths = [unit * n for n in drawn]
         squares = sum(n * n for n in lengths)
@@ -157,13 +158,13 @@ class Benchmark:
         what = f"{tokens} tokens in {len(lengths)} documents, h={h} d={d}"
         for comm in self.options.modes:
             self.measure(what, comm, calls_over(plan, comm, local), 2 * h * d * squares / ranks)
-        like = round(squares / tokens / (2 * ranks)) * 2 * ranks
-        batch = round(squares / like**2)
-        q, k, v, do = draw_inputs("full", batch, like, h, d)
-        plan = sb.ContextParallelPlan(dist.group.WORLD, like)
+        dense_length = round(squares / tokens / unit) * unit
+        batch = round(squares / dense_length**2)
+        q, k, v, do = draw_inputs("full", batch, dense_length, h, d)
+        plan = sb.ContextParallelPlan(dist.group.WORLD, dense_length)
         local = [sb.shard_sequence(x, dist.group.WORLD) for x in (q, k, v, do)]
-        what = f"dense b={batch} L={like} h={h} d={d}"
-        self.measure(what, "a2a", calls_over(plan, "a2a", local), 2 * batch * h * like**2 * d / ranks)
+        what = f"dense b={batch} L={dense_length} h={h} d={d}"
+        self.measure(what, "a2a", calls_over(plan, "a2a", local), 2 * batch * h * dense_length**2 * d / ranks)
 
 
 def _line(row: dict) -> str:
@@ -174,17 +175,19 @@ def _line(row: dict) -> str:
 
 
 def main() -> None:
-    """Measure what was asked for on the ranks of torchrun."""
+    """Measure the requested rows on the ranks of torchrun."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--lengths", nargs="*", type=int, default=[16384, 65536, 131072])
-    parser.add_argument("--grouped", nargs="*", default=["12:4", "32:8"], help="query heads : key heads")
-    parser.add_argument("--grouped-length", type=int, default=65536)
-    parser.add_argument("--packed", type=int, default=65536, help="tokens; 0: none")
-    parser.add_argument("--modes", nargs="+", default=list(MODES))
-    parser.add_argument("--no-peer", dest="peer", action="store_false", help="without torch's context_parallel")
-    parser.add_argument("--seconds", type=float, default=0.3, help="of device time for the rounds of a cell")
-    parser.add_argument("--sustained", type=float, default=0.3, help="seconds of each back-to-back run")
-    parser.add_argument("--json", type=Path, help="write everything measured here")
+    add = parser.add_argument
+    lengths = [16384, 65536, 131072]
+    add("--lengths", nargs="*", type=int, default=lengths, help="lengths with 12 heads (default: %(default)s)")
+    add("--grouped", nargs="*", default=["12:4", "32:8"], help="query heads:KV heads (default: %(default)s)")
+    add("--grouped-length", type=int, default=65536, help="length of the rows of --grouped (default: %(default)s)")
+    add("--packed", type=int, default=65536, help="tokens of the packed rows; 0 skips them (default: %(default)s)")
+    add("--modes", nargs="+", default=list(MODES), help="values of comm (default: %(default)s)")
+    add("--no-peer", dest="peer", action="store_false", help="skip torch's context_parallel (default: off)")
+    add("--seconds", type=float, default=0.3, help="device time for the rounds of a cell (default: %(default)s)")
+    add("--sustained", type=float, default=0.3, help="seconds of each back-to-back run (default: %(default)s)")
+    add("--json", type=Path, help="file for all measurements (default: none)")
     options = parser.parse_args()
     join_ranks()
     if dist.get_rank() == 0:

@@ -1,6 +1,8 @@
-"""The error of context-parallel attention against float64, for 1, 2, 4, .. ranks: it should not grow with the ring.
+"""Measure the error of context-parallel attention against float64 for 1, 2, 4, ... ranks.
 
-torchrun --nproc-per-node 4 benchmarks/context_parallel_error.py record OUT.json    (8 ranks and --device cpu: gloo)
+The error should not grow with the number of ranks. With --device cpu the ranks use gloo.
+
+torchrun --nproc-per-node 4 benchmarks/context_parallel_error.py record OUT.json
 python benchmarks/context_parallel_error.py draw OUT.json OUT.png
 """
 
@@ -23,28 +25,28 @@ LAYOUT = "zigzag"
 
 
 def errors(results, exact) -> dict[str, float]:
-    """Relative Frobenius error of each result."""
+    """Return the relative Frobenius error of each result."""
     pairs = zip(RESULTS, results, exact, strict=True)
     return {name: ((x.double() - y).norm() / y.norm()).item() for name, x, y in pairs}
 
 
-def outcome(attention, q, k, v, do) -> list:
-    """o, dq, dk, dv of attention(q, k, v)."""
+def results_of(attention, q, k, v, do) -> list:
+    """Return o, dq, dk and dv of attention(q, k, v)."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     o = attention(*leaves)
     return [o.detach(), *torch.autograd.grad(o, leaves, do)]
 
 
 def over(group, comm: str, whole: list) -> list:
-    """The whole results of a group's ranks."""
+    """Run the attention over a group and return the gathered results."""
     plan = sb.ContextParallelPlan(group, whole[0].shape[1], layout=LAYOUT)
     local = [sb.shard_sequence(x, group, layout=LAYOUT) for x in whole]
-    parts = outcome(lambda q, k, v: sb.context_parallel_attention(q, k, v, plan=plan, comm=comm), *local)
+    parts = results_of(lambda q, k, v: sb.context_parallel_attention(q, k, v, plan=plan, comm=comm), *local)
     return [sb.unshard_sequence(x, group, layout=LAYOUT) for x in parts]
 
 
 def record(options: argparse.Namespace) -> None:
-    """Run every number of ranks, mode and regime; the first rank writes what came out."""
+    """Measure every number of ranks, mode and mean logit. Rank 0 writes the errors."""
     device = torch.device(options.device, int(os.environ["LOCAL_RANK"]) if options.device == "cuda" else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -64,7 +66,7 @@ def record(options: argparse.Namespace) -> None:
             results = {comm: over(groups[size], comm, whole) for comm in options.modes}
             if dist.get_rank() > 0:
                 continue
-            exact = outcome(reference.stickbreaking_attention, *(x.double() for x in whole))
+            exact = results_of(reference.stickbreaking_attention, *(x.double() for x in whole))
             for comm in options.modes:
                 rows.append({"mean": mean, "ranks": size, "comm": comm, **errors(results[comm], exact)})
                 print(rows[-1], flush=True)
@@ -76,7 +78,7 @@ def record(options: argparse.Namespace) -> None:
 
 
 def draw(options: argparse.Namespace) -> None:
-    """A panel for each result, a line for each mode and mean logit."""
+    """Draw a panel for each result, with a line for each mode and mean logit."""
     pyplot = pyplot_for_files()
     recorded = json.loads(options.json.read_text())
     about, rows = recorded["machine"], recorded["rows"]
@@ -102,14 +104,23 @@ def draw(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Record, or draw."""
+    """Record or draw."""
     parser, recording, _ = record_or_draw(__doc__, record, draw)
-    recording.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    recording.add_argument("--length", type=int, default=8192)
-    recording.add_argument("--head-dim", type=int, default=128)
-    recording.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    recording.add_argument("--means", nargs="+", type=float, default=[-3.2, -11.0])
-    recording.add_argument("--modes", nargs="+", default=["p2p", "all_gather", "a2a"])
+    recording.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
+    recording.add_argument("--length", type=int, default=8192, help="sequence length (default: %(default)s)")
+    recording.add_argument("--head-dim", type=int, default=128, help="default: %(default)s")
+    recording.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        default="bfloat16",
+        help="dtype of q, k, v and do (default: %(default)s)",
+    )
+    recording.add_argument(
+        "--means", nargs="+", type=float, default=[-3.2, -11.0], help="mean logits (default: %(default)s)"
+    )
+    recording.add_argument(
+        "--modes", nargs="+", default=["p2p", "all_gather", "a2a"], help="values of comm (default: %(default)s)"
+    )
     options = parser.parse_args()
     options.run(options)
 

@@ -1,13 +1,16 @@
-"""A model of the context-parallel schedules: what a call takes, from the speed of a block, of memory and of the links.
+"""Predict the time of the context-parallel modes from the speed of a block, of memory and of the links.
 
-Kernels are laid onto the multiprocessors as the Hopper kernels lay out their work; passes over memory and transfers
-follow from each other as csrc/distributed posts and awaits them. Used to predict more ranks than there are at hand:
-what it prints is predicted, not measured. bf16, head_dim 128, nothing skipped, all ranks start together.
+The model places kernels on the multiprocessors as the Hopper kernels place their work. Memory passes and transfers
+follow each other in the order in which csrc/distributed posts and awaits them. The model predicts more ranks than were
+measured. It assumes bf16, head_dim 128, nothing skipped, and ranks that start together.
 
-Beside the medians on 2 and on 4 GPUs of 2026-11-22 no dense row is off by more than 9%. Furthest: p2p of 16K rows on 2,
-forward and backward, took 9% longer than predicted; all_gather and a2a of 16K rows on 4 up to 7% less, as did
-all_gather's forward and backward of 64K. Back to back it is within 8% from 64K rows on; with 16K it says up to 14% too
-few TFLOP/s: there power hardly held several GPUs back, and the model takes it that it did.
+Compared with the medians on 2 and on 4 GPUs of 2026-11-22, no dense row is off by more than 9%. The largest errors:
+
+- p2p of 16K rows on 2 GPUs, forward and backward, took 9% longer than predicted.
+- all_gather and a2a of 16K rows on 4 GPUs took up to 7% less; so did forward and backward of all_gather at 64K.
+
+Back to back, the model is within 8% from 64K rows on. At 16K it predicts up to 14% too few TFLOP/s: the model assumes
+that the power limit lowers the clocks, and with several GPUs at 16K it hardly did.
 
 python benchmarks/context_parallel_model.py compare benchmarks/results/2026-11-22-4xh200-context-parallel.json
 python benchmarks/context_parallel_model.py compare benchmarks/results/2026-11-22-2xh200-context-parallel.json
@@ -27,21 +30,21 @@ from pathlib import Path
 import numpy as np
 
 MODES = ("p2p", "all_gather", "a2a")
-FLOPS = {"forward": 1.0, "backward": 2.5}  # of a forward's
-HOST = {"forward": 1.0, "backward": 3.2}  # what the host takes for a step of p2p, of what it takes in the forward
+FLOPS = {"forward": 1.0, "backward": 2.5}  # operations, as multiples of the forward's
+HOST = {"forward": 1.0, "backward": 3.2}  # host time of a step of p2p, as multiples of the forward's
 CALLS = {"forward": ("forward",), "both": ("forward", "backward")}
 HEAD_GROUPS, ROWS_TO_SPLIT = 4, 32768  # csrc/distributed/rank_plan.h
-TILE, STEP_ROWS = 128, 64  # of the Hopper kernels: rows of a tile of queries or keys; query rows of a backward's step
+TILE, STEP_ROWS = 128, 64  # of the Hopper kernels: rows of a tile of queries or keys; query rows of a backward step
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One GPU and its links; times in microseconds. The defaults are an H200's, on NVLink.
+    """One GPU and its links; times in microseconds. The defaults describe an H200 with NVLink.
 
-    One set for all modes, sizes, directions and numbers of GPUs. Tiles, steps and work items come from calls on one
-    GPU, launches, memory, links and what transfers take from kernels beside them from the kernels of a timeline on 4;
-    then all were fitted together, near those, to the medians on 2 and 4 GPUs of 2026-11-22, and rounded. link_hop is
-    assumed.
+    One set of constants serves all modes, sizes, directions and numbers of GPUs. The first estimates of tiles, steps
+    and work items come from calls on one GPU. Those of launches, memory, links and multiprocessors of transfers come
+    from a timeline of 4 GPUs. Then all were fitted together to the medians on 2 and 4 GPUs of 2026-11-22, starting from
+    these estimates, and rounded. link_hop is assumed.
     """
 
     multiprocessors: int = 132
@@ -49,72 +52,74 @@ class Machine:
     backward_step: float = 3.07  # 64 x 128 pairs
     work_item: float = 3.5  # between two work items of a multiprocessor
     forward_launch: float = 8.0  # a block's kernel and its preparation
-    backward_launch: float = 60.0  # ... and its planning, and what its chains of tiles take to get going
-    kernel: float = 2.5  # any other kernel, however small
-    memory_tbytes: float = 2.6  # a second, read and written by those kernels
-    link_gbytes: float = 290.0  # a second, that a rank sends and receives
+    backward_launch: float = 60.0  # the same for a backward, with its planning and the start of its chains of tiles
+    kernel: float = 2.5  # smallest time of any other kernel
+    memory_tbytes: float = 2.6  # TB/s that other kernels read and write
+    link_gbytes: float = 290.0  # GB/s that a rank sends, and receives at the same time
     link_latency: float = 30.0
-    link_hop: float = 1.0  # more latency for each further rank of a collective
-    link_multiprocessors: int = 12  # that a collective takes from kernels beside it
-    ring_multiprocessors: int = 20  # ... and a transfer of p2p, between neighbours
-    rest_credit: float = 550.0  # what a rest before a call saves it: power allows more until then. 0: back to back
-    highest_clock: float = 0.87  # least part of the time of tiles, steps and work items that this can leave
-    host_step: float = 0.0  # that the host takes to queue a step of a p2p forward. 0: keeps ahead, or a graph
+    link_hop: float = 1.0  # latency for each further rank of a collective
+    link_multiprocessors: int = 12  # multiprocessors that a collective takes from a kernel that runs under it
+    ring_multiprocessors: int = 20  # the same for a transfer of p2p between neighbours
+    rest_credit: float = 550.0  # time saved by a rest before a call, because power then allows more. 0: back to back
+    highest_clock: float = 0.87  # lower bound: the rest leaves at least this part of tiles, steps and work items
+    host_step: float = 0.0  # host time to queue a step of a p2p forward. 0: the host is ahead, or a CUDA graph is used
 
     def at_highest_clock(self) -> "Machine":
-        """The same while power does not hold it back, which transfers and memory do not notice."""
+        """Return the machine at its highest clock, which does not change transfers and memory."""
         clocked = ("forward_tile", "backward_step", "work_item")
         return replace(self, **{name: self.highest_clock * getattr(self, name) for name in clocked})
 
 
-# Back to back, as in the tables: no rest. On 4 GPUs p2p of 16K rows took 3.47 ms so, and the host needed 3.49 to queue
-# it; of that the forward, of 4 steps, is taken to be the 0.83 ms that it took alone.
+# The tables assume calls back to back, without a rest. On 4 GPUs p2p of 16K rows took 3.47 ms back to back, and the
+# host needed 3.49 ms to queue it. The forward of 4 steps is assumed to need 0.83 ms of this, the time it took alone.
 BACK_TO_BACK = Machine(rest_credit=0.0, host_step=205.0)
 
-# The kernels around the blocks, of the code measured on 2026-11-22: how many, and how often they read or write bytes of
-#   q    this rank's queries, or as much: outputs and their gradients, 16 bits a number
-#   kv   this rank's keys and values, 16 bits; with a2a repeated where there are fewer heads than ranks
-#   all  the keys and values of all ranks, 16 bits
-# so that a tensor in fp32 counts twice. Stages:
-#   start, end     once, before the first transfer and after the last
-#   come           for each group of heads of all_gather, of its share: before its transfer to the blocks
-#   before, after  ... the blocks of the group
-#   home           ... once it is back
-#   sort           a2a, fewer than ROWS_TO_SPLIT rows: before the block; "sort back" after it
-#   own            a2a, from there on, rows being sent to their places: with "come" and "after", but only of the part
-#                  that stays on this rank
-#   block          for each block of p2p, of its lane's half
-#   again          p2p: a block's output is added to its run's, by its share of the rows; gradients to those that came
+# The kernels around the blocks, in the code measured on 2026-11-22. Each entry has the number of kernels, and how often
+# they read or write the bytes of three 16-bit tensors. An fp32 tensor counts twice.
+#   q    this rank's queries, or a tensor of their size: outputs and their gradients
+#   kv   this rank's keys and values; in a2a repeated if there are fewer KV heads than ranks
+#   all  the keys and values of all ranks
+# Stages:
+#   start, end        once: before the first transfer, after the last
+#   send              before a transfer of inputs to the blocks. all_gather: for each group of heads, of its share
+#   before, after     before and after the blocks. all_gather: for each group of heads, of its share
+#   receive           after the transfer of results. all_gather: for each group of heads, of its share
+#   sort, sort back   a2a below ROWS_TO_SPLIT rows: before and after the block
+#   own, own back     a2a from ROWS_TO_SPLIT rows on, where ranks send rows to their places: with "send" and "after",
+#                     for the part that stays on this rank
+#   block             p2p: for each block, of half of the rows (a lane)
+#   add               p2p: a block's output is added to the output of its run, by its share of the rows; gradients of
+#                     keys are added to those that arrived
 PASSES = {  # kernels, q, kv, all
-    ("p2p", "forward", "start"): (2, 0, 2, 0),  # keys beside values
-    ("p2p", "forward", "again"): (1, 6, 0, 0),
-    ("p2p", "forward", "end"): (18, 18, 0, 0),  # runs are joined; what the backward keeps
+    ("p2p", "forward", "start"): (2, 0, 2, 0),  # keys and values into one tensor
+    ("p2p", "forward", "add"): (1, 6, 0, 0),
+    ("p2p", "forward", "end"): (18, 18, 0, 0),  # join the runs; keep tensors for the backward
     ("p2p", "backward", "start"): (11, 9, 2, 0),  # zeros for dq; dO . (output of older keys) for two runs
     ("p2p", "backward", "block"): (1, 0, 2, 0),  # zeros for dk and dv
-    ("p2p", "backward", "again"): (1, 0, 6, 0),
-    ("p2p", "backward", "end"): (5, 3, 7, 0),  # lanes into one tensor; 16 bits
-    ("all_gather", "forward", "come"): (1, 0, 2, 0),  # keys beside values
-    ("all_gather", "forward", "before"): (1, 0, 0, 2),  # rows into the stream's order
-    ("all_gather", "forward", "end"): (2, 2, 0, 0),  # groups side by side
+    ("p2p", "backward", "add"): (1, 0, 6, 0),
+    ("p2p", "backward", "end"): (5, 3, 7, 0),  # lanes into one tensor; convert to 16 bits
+    ("all_gather", "forward", "send"): (1, 0, 2, 0),  # keys and values into one tensor
+    ("all_gather", "forward", "before"): (1, 0, 0, 2),  # rows into the order of the stream
+    ("all_gather", "forward", "end"): (2, 2, 0, 0),  # groups of heads into one tensor
     ("all_gather", "backward", "start"): (2, 2, 0, 0),  # zeros for dq
-    ("all_gather", "backward", "come"): (1, 0, 2, 0),
-    ("all_gather", "backward", "before"): (2, 0, 0, 4),  # rows into order; zeros for dk and dv
-    ("all_gather", "backward", "after"): (1, 0, 0, 4),  # rows back
-    ("all_gather", "backward", "end"): (4, 3, 7, 0),  # groups side by side; 16 bits
-    ("a2a", "forward", "come"): (1, 2, 2, 0),  # heads by rank
-    ("a2a", "forward", "sort"): (1, 2, 2, 0),  # rows into the stream's order
+    ("all_gather", "backward", "send"): (1, 0, 2, 0),
+    ("all_gather", "backward", "before"): (2, 0, 0, 4),  # rows into the order of the stream; zeros for dk and dv
+    ("all_gather", "backward", "after"): (1, 0, 0, 4),  # rows into the order of the ranks
+    ("all_gather", "backward", "end"): (4, 3, 7, 0),  # groups of heads into one tensor; convert to 16 bits
+    ("a2a", "forward", "send"): (1, 2, 2, 0),  # heads into the order of the ranks
+    ("a2a", "forward", "sort"): (1, 2, 2, 0),  # rows into the order of the stream
     ("a2a", "forward", "sort back"): (1, 2, 0, 0),
     ("a2a", "forward", "own"): (2, 2, 2, 0),  # two chunks to their places
     ("a2a", "forward", "own back"): (2, 2, 0, 0),
-    ("a2a", "forward", "home"): (1, 2, 0, 0),  # heads into their places
-    ("a2a", "backward", "come"): (1, 2, 0, 0),
+    ("a2a", "forward", "receive"): (1, 2, 0, 0),  # heads to their places
+    ("a2a", "backward", "send"): (1, 2, 0, 0),
     ("a2a", "backward", "sort"): (1, 2, 0, 0),
     ("a2a", "backward", "before"): (1, 0, 0, 0),  # zeros for the prefix
-    ("a2a", "backward", "after"): (1, 2, 2, 0),  # gradients side by side
+    ("a2a", "backward", "after"): (1, 2, 2, 0),  # gradients into one tensor
     ("a2a", "backward", "sort back"): (1, 2, 2, 0),
     ("a2a", "backward", "own"): (2, 2, 0, 0),
     ("a2a", "backward", "own back"): (2, 2, 2, 0),
-    ("a2a", "backward", "home"): (3, 2, 2, 0),
+    ("a2a", "backward", "receive"): (3, 2, 2, 0),
 }
 
 
@@ -128,18 +133,19 @@ class Shape:
     head_dim: int = 128
 
     def forward_flops(self) -> float:
-        """By the causal model count; forward and backward take 3.5 times as many."""
+        """Count the operations of a forward by the causal model count. Forward and backward have 3.5 times as many."""
         return 2 * self.heads * self.length**2 * self.head_dim
 
 
 # ---- kernels
 
-Segment = tuple[int, int, bool]  # rows, older, causal: queries that see `older` keys, and those up to their own place
+# rows, older, causal: `rows` queries attend to `older` keys and, if causal, to the keys before them in their own chunk.
+Segment = tuple[int, int, bool]
 
 
 @functools.lru_cache(maxsize=4096)
 def forward_block(machine: Machine, segments: tuple[Segment, ...], heads: int) -> float:
-    """A block's forward: tiles of queries, those with the most keys first, each to the multiprocessor that is free."""
+    """Return the time of a block's forward: the free multiprocessor takes the query tile with the most keys."""
     keys = [
         math.ceil(older / TILE) + (i + 1 if causal else 0)
         for rows, older, causal in segments
@@ -154,7 +160,7 @@ def forward_block(machine: Machine, segments: tuple[Segment, ...], heads: int) -
 
 @functools.lru_cache(maxsize=4096)
 def backward_block(machine: Machine, segments: tuple[Segment, ...], num_keys: int, kv_heads: int, shared: int) -> float:
-    """A block's backward: tiles of keys, oldest first; each runs a step behind the next older one of its head."""
+    """Return the time of a block's backward: key tiles, oldest first, each one step behind the next older tile."""
     free = [0.0] * machine.multiprocessors
     started = [-math.inf] * kv_heads
     for key in range(0, num_keys, TILE):
@@ -169,22 +175,25 @@ def backward_block(machine: Machine, segments: tuple[Segment, ...], num_keys: in
 
 
 def ring_segments(chunk: int) -> tuple[tuple[Segment, ...], ...]:
-    """Blocks of a chunk of keys with a rank's two chunks of queries, by kind: none; all keys older than one of the two;
-    as old as one; ... and older than the other; older than both."""
+    """Return the segments of a chunk of keys and a rank's two chunks of queries, by kind.
+
+    The kinds: no query attends to the keys; the keys are older than one query chunk; the keys are one query chunk's
+    own; the keys are one query chunk's own and older than the other; the keys are older than both.
+    """
     square, own = (chunk, chunk, False), (chunk, 0, True)
     return (), (square,), (own,), (own, square), (square, square)
 
 
 def ring_kinds(ranks: int, direction: str, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each rank: the kinds of its blocks with the low and with the high chunk of keys that it has at a step."""
+    """Return for each rank the kinds of its blocks with the low and the high chunk of keys at a step."""
     own = np.arange(ranks)
     moved = step if direction == "forward" else -(step + 1)  # csrc/plan/schedule.h
-    low, high = (own - moved) % ranks, (own + moved) % ranks  # whose
+    low, high = (own - moved) % ranks, (own + moved) % ranks  # the ranks that the chunks belong to
     return np.choose(np.sign(low - own) + 1, [4, 3, 1]), np.choose(np.sign(high - own) + 1, [0, 2, 1])
 
 
 class Model:
-    """Microseconds of a forward or a backward on `ranks` GPUs, zigzag."""
+    """The time of a forward or a backward on `ranks` GPUs with the layout zigzag."""
 
     def __init__(self, machine: Machine, shape: Shape, ranks: int) -> None:
         self.machine, self.shape, self.ranks = machine, shape, ranks
@@ -194,12 +203,12 @@ class Model:
         self.bytes["all"] = ranks * self.bytes["kv"]
 
     def possible(self, mode: str) -> bool:
-        """Whether a mode can have so many ranks: a2a gives each of them some of the heads."""
+        """Return whether a mode supports this number of ranks: a2a must give each rank a share of the heads."""
         n, kv_heads = self.ranks, self.shape.kv_heads
         return mode != "a2a" or (self.shape.heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0))
 
     def time(self, mode: str, *directions: str) -> float:
-        """Microseconds that a call takes which goes in one or both directions, after a rest."""
+        """Return the microseconds of a call in one or both directions, after a rest."""
         time = self._steady(mode, directions)
         if self.machine.rest_credit:
             fastest = Model(self.machine.at_highest_clock(), self.shape, self.ranks)
@@ -208,28 +217,31 @@ class Model:
         return max(time, host) if mode == "p2p" else time
 
     def _steady(self, mode: str, directions: tuple[str, ...]) -> float:
-        """... at one clock."""
+        """Return the microseconds of such a call at a constant clock."""
         schedule = {"p2p": self._ring, "all_gather": self._gather, "a2a": self._exchange}.get(mode)
         schedule = self._alone if self.ranks == 1 else schedule
         return sum(schedule(direction) for direction in directions)
 
     def tflops(self, mode: str, *directions: str) -> float:
-        """Per GPU, by the causal model count."""
+        """Return TFLOP/s per GPU by the causal model count."""
         flops = sum(FLOPS[d] for d in directions) * self.shape.forward_flops()
         return flops / self.ranks / self.time(mode, *directions) / 1e6
 
     def gather_bytes(self, direction: str) -> float:
-        """Most that all_gather holds of the stream: groups of keys and values as they came and in order and the next
-        ones; in the backward also gradients in fp32, in order and as they go."""
+        """Return the most bytes of the whole stream that all_gather holds.
+
+        These are a group of keys and values as received and in order, and the next group; in the backward also the fp32
+        gradients in order and as sent.
+        """
         return self.bytes["all"] / self._groups(self.shape.kv_heads) * (3 if direction == "forward" else 7)
 
-    # ---- what takes time
+    # ---- blocks, passes and transfers
 
     def _alone(self, direction: str) -> float:
         return self._block(direction, ((self.shape.length, 0, True),), self.shape.length)
 
     def _block(self, direction: str, segments: tuple[Segment, ...], num_keys: int, share: float = 1.0) -> float:
-        """A block call with a share of the heads."""
+        """Return the time of a block call with a share of the heads."""
         kv_heads = max(1, round(self.shape.kv_heads * share))
         heads = max(1, round(self.shape.heads * share))
         if direction == "forward":
@@ -245,8 +257,8 @@ class Model:
         m = self.machine
         return m.link_latency + m.link_hop * (peers - 1) + num_bytes / m.link_gbytes / 1e3
 
-    def _beside(self, kernel, transfer, taken: int):
-        """A kernel that shares the multiprocessors with a transfer, which takes some of them, while both last."""
+    def _with_transfer(self, kernel, transfer, taken: int):
+        """Return the time of a kernel during a transfer that takes some of the multiprocessors."""
         return kernel + np.minimum(kernel, transfer) * taken / (self.machine.multiprocessors - taken)
 
     # ---- p2p
@@ -270,23 +282,23 @@ class Model:
             clock = np.maximum(clock, ready)
             low, high = ring_kinds(self.ranks, direction, step)
             lows, highs, blocks = np.choose(low, kinds), np.choose(high, kinds), 1 + (high > 0)
-            beside = np.maximum(link - clock, 0.0)
+            overlap = np.maximum(link - clock, 0.0)
             if step + 1 < self.ranks:
-                # A transfer that finds another one under way finds no multiprocessor either until a kernel ends.
+                # If another transfer is running, the next one gets no multiprocessor until a kernel ends.
                 posted = np.where(link > clock, np.maximum(link, clock + lows), clock)
                 ready = link = together(posted) + keys
-                beside = beside + ready - posted
+                overlap = overlap + ready - posted
             clock = (
                 clock
-                + self._beside(lows + highs, beside, self.machine.ring_multiprocessors)
+                + self._with_transfer(lows + highs, overlap, self.machine.ring_multiprocessors)
                 + blocks * cost("block", 0.5)
             )
             if direction == "forward":
                 rows = np.where(low == 4, 1.0, 0.5 * (step > own + 1) * (low == 1)) + 0.5 * (high == 1)
-                clock = clock + np.where(rows > 0, cost("again", rows), 0.0)
+                clock = clock + np.where(rows > 0, cost("add", rows), 0.0)
                 continue
             if step:
-                clock = np.maximum(clock, given) + blocks * cost("again", 0.5)
+                clock = np.maximum(clock, given) + blocks * cost("add", 0.5)
             if step + 1 < self.ranks:
                 given = link = together(np.maximum(link, clock)) + gradients
         return float(clock.max()) + cost("end")
@@ -294,50 +306,51 @@ class Model:
     # ---- all_gather and a2a
 
     def _groups(self, kv_heads: int) -> int:
-        """Into how many groups of one size these heads are cut."""
+        """Return the number of equal groups into which all_gather divides the KV heads."""
         few = self.shape.length < ROWS_TO_SPLIT
         return 1 if few else max(groups for groups in range(1, HEAD_GROUPS + 1) if kv_heads % groups == 0)
 
     def _gather(self, direction: str) -> float:
-        """Groups of heads: each comes under the block of the one before and goes under that of the one after."""
+        """Return the time of all_gather. A group of heads is sent under the previous block, returned under the next."""
         n, c = self.ranks, self.chunk
         groups = self._groups(self.shape.kv_heads)
         segments = [((c, r * c, True), (c, (2 * n - 1 - r) * c, True)) for r in (0, n // 2, n - 1)]
         block = max(self._block(direction, some, 2 * n * c, 1 / groups) for some in segments)
         others = (n - 1) * self.bytes["kv"] / groups
-        come, go = self._transfer(others, n - 1), self._transfer(2 * others, n - 1) if direction == "backward" else 0.0
+        send = self._transfer(others, n - 1)
+        give_back = self._transfer(2 * others, n - 1) if direction == "backward" else 0.0
         cost = functools.partial(self._passes, "all_gather", direction, share=1 / groups)
-        clock = self._passes("all_gather", direction, "start") + cost("come")
-        arrived = link = clock + come
+        clock = self._passes("all_gather", direction, "start") + cost("send")
+        arrived = link = clock + send
         for group in range(groups):
             more = group + 1 < groups
-            clock = max(clock, arrived) + cost("before") + (cost("come") if more else 0.0)
-            beside, at_once = max(0.0, link - clock), link <= clock
+            clock = max(clock, arrived) + cost("before") + (cost("send") if more else 0.0)
+            overlap, at_once = max(0.0, link - clock), link <= clock
             if more and at_once:
-                link, beside = clock + come, come
-            clock += self._beside(block, beside, self.machine.link_multiprocessors)
+                link, overlap = clock + send, send
+            clock += self._with_transfer(block, overlap, self.machine.link_multiprocessors)
             if more and not at_once:
-                link = max(link, clock) + come
+                link = max(link, clock) + send
             arrived = link
             clock += cost("after")
-            link = max(link, clock) + go
-        clock += (groups - 1) * cost("home")
-        return max(clock, link if go else 0.0) + cost("home") + self._passes("all_gather", direction, "end")
+            link = max(link, clock) + give_back
+        clock += (groups - 1) * cost("receive")
+        return max(clock, link if give_back else 0.0) + cost("receive") + self._passes("all_gather", direction, "end")
 
     def _exchange(self, direction: str, repeated: bool = False) -> float:
         n, shape, kv = self.ranks, self.shape, self.bytes["kv"]
-        if shape.kv_heads < n:  # each rank gets a copy of a head that several want
+        if shape.kv_heads < n:  # several ranks get copies of one KV head
             return Model(self.machine, replace(shape, kv_heads=n), n)._exchange(direction, repeated=True)
         if direction == "forward":
-            come, go = self.bytes["q"] + kv, self.bytes["q"]
-        else:  # gradients of repeated heads are summed, so they go in fp32
-            come, go = self.bytes["q"], self.bytes["q"] + kv * (2 if repeated else 1)
-        placed = shape.length >= ROWS_TO_SPLIT
-        stages = {"start": 1, "come": 1, "before": 1, "after": 1, "home": 1, "end": 1}
-        stages |= {"own": 1 / n, "own back": 1 / n} if placed else {"sort": 1, "sort back": 1}
+            sent, given_back = self.bytes["q"] + kv, self.bytes["q"]
+        else:  # gradients of repeated heads are summed and therefore sent in fp32
+            sent, given_back = self.bytes["q"], self.bytes["q"] + kv * (2 if repeated else 1)
+        rows_in_place = shape.length >= ROWS_TO_SPLIT
+        stages = {"start": 1, "send": 1, "before": 1, "after": 1, "receive": 1, "end": 1}
+        stages |= {"own": 1 / n, "own back": 1 / n} if rows_in_place else {"sort": 1, "sort back": 1}
         passes = sum(self._passes("a2a", direction, stage, part) for stage, part in stages.items())
         block = self._block(direction, ((shape.length, 0, True),), shape.length, 1 / n)
-        return passes + block + sum(self._transfer((n - 1) / n * some, n - 1) for some in (come, go))
+        return passes + block + sum(self._transfer((n - 1) / n * size, n - 1) for size in (sent, given_back))
 
 
 # ---- commands
@@ -348,7 +361,7 @@ SHAPE, MOST_GATHERED = Shape(0, heads=32, kv_heads=8), 20e9  # bytes
 
 
 def measured_rows(path: Path) -> list[tuple[Shape, int, dict]]:
-    """The dense rows of context_parallel.py's JSON: shape, ranks, row."""
+    """Return (shape, ranks, row) for each dense row of a JSON file of context_parallel.py."""
     found = []
     for row in json.loads(path.read_text())["rows"]:
         sizes = re.fullmatch(r"L=(\d+) h=(\d+)(?::(\d+))? d=(\d+)", row["what"])
@@ -361,7 +374,7 @@ def measured_rows(path: Path) -> list[tuple[Shape, int, dict]]:
 
 
 def compare(path: Path, within: float) -> bool:
-    """Print what is predicted beside what was measured; whether there are dense rows and none is off by more."""
+    """Print predictions and measurements. Return whether there are dense rows and none is off by more than `within`."""
     rows = measured_rows(path)
     good = bool(rows)
     print("| | | GPUs | forward ms | measured | ratio | forward and backward ms | measured | ratio | |")
@@ -379,7 +392,7 @@ def compare(path: Path, within: float) -> bool:
 
 
 def best(shape: Shape, ranks: int, link_gbytes: float, call: str) -> str:
-    """The fastest mode that can be had, and its TFLOP/s per GPU."""
+    """Return TFLOP/s per GPU and the name of the fastest mode that supports the shape."""
     model = Model(replace(BACK_TO_BACK, link_gbytes=link_gbytes), shape, ranks)
     rates = {mode: model.tflops(mode, *CALLS[call]) for mode in MODES if model.possible(mode)}
     if max(model.gather_bytes(direction) for direction in CALLS[call]) > MOST_GATHERED:
@@ -389,7 +402,7 @@ def best(shape: Shape, ranks: int, link_gbytes: float, call: str) -> str:
 
 
 def tables() -> None:
-    """Print the predicted tables, by length and ranks, and what is left out of them."""
+    """Print the predicted tables by length and ranks, and the modes that they omit."""
     for link, gbytes in LINKS.items():
         for call, directions in CALLS.items():
             title = f"{' and '.join(directions)}, {link} of {gbytes:.0f} GB/s a GPU and direction"
@@ -401,8 +414,8 @@ def tables() -> None:
             print()
     print(f"{SHAPE.heads}:{SHAPE.kv_heads} heads of {SHAPE.head_dim}, bf16, calls back to back, nothing skipped.\n")
     without = [str(n) for n in RANKS if not Model(Machine(), SHAPE, n).possible("a2a")]
-    print(f"- a2a: not with {', '.join(without)} GPUs, which do not divide the heads.")
-    print(f"- all_gather: left out where it would hold more than {MOST_GATHERED / 1e9:.0f} GB of the stream. It holds")
+    print(f"- a2a: omitted for {', '.join(without)} GPUs, which do not divide the heads.")
+    print(f"- all_gather: omitted where it would hold more than {MOST_GATHERED / 1e9:.0f} GB of the stream. It holds")
     for length in LENGTHS:
         model = Model(Machine(), replace(SHAPE, length=length), RANKS[0])
         held = [f"{model.gather_bytes(direction) / 1e9:.1f} GB ({direction})" for direction in FLOPS]
@@ -410,13 +423,17 @@ def tables() -> None:
 
 
 def main() -> None:
-    """Print predicted beside measured, or the predicted tables."""
+    """Print the predicted tables, or compare predictions with measurements."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("table", help="Markdown tables of more ranks than were measured")
-    beside = commands.add_parser("compare", help="predicted beside measured; fails where a row is too far off")
-    beside.add_argument("measured", type=Path, help="JSON of context_parallel.py")
-    beside.add_argument("--within", type=float, default=10.0, help="percent that a row may be off")
+    commands.add_parser("table", help="print Markdown tables for more ranks than were measured")
+    comparison = commands.add_parser(
+        "compare", help="compare predictions with measurements; fails if a row is too far off"
+    )
+    comparison.add_argument("measured", type=Path, help="JSON file of context_parallel.py")
+    comparison.add_argument(
+        "--within", type=float, default=10.0, help="largest error of a row in percent (default: %(default)s)"
+    )
     options = parser.parse_args()
     if options.command == "table":
         tables()

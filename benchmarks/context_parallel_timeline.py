@@ -1,4 +1,4 @@
-"""What a GPU's streams do during one attention, forward and backward, over the GPUs of a host: transfers under compute.
+"""Record the streams of one GPU during a context-parallel attention: which transfers run under which kernels.
 
 torchrun --nproc-per-node 4 benchmarks/context_parallel_timeline.py record OUT.json
 python benchmarks/context_parallel_timeline.py draw OUT.json OUT.png
@@ -26,14 +26,19 @@ COLOURS = {TRANSFERS: "tab:orange", COMPUTE: "tab:blue", REST: "tab:gray"}
 
 
 def kind_of(name: str) -> str:
-    """A kernel's part in the picture."""
+    """Return the kind of a kernel, which sets its colour in the picture."""
     if "nccl" in name:
         return TRANSFERS
     return COMPUTE if "megatron_sb" in name else REST
 
 
 def trace(call) -> dict:
-    """Device events of a call: name, stream, start and duration in microseconds; and how long the host takes for it."""
+    """Trace a call.
+
+    Returns:
+        events: name, stream, start and duration in microseconds of each device event. host_ms: median time that the
+        host needs to queue the call.
+    """
     host_ms = []
     for _ in range(8):
         dist.barrier()
@@ -58,7 +63,7 @@ def trace(call) -> dict:
 
 
 def record(options: argparse.Namespace) -> None:
-    """Trace each length and mode on the ranks of torchrun; the first rank writes its own."""
+    """Trace each length and mode on the ranks of torchrun. Rank 0 writes its own trace."""
     join_ranks()
     traces = []
     for s in options.lengths:
@@ -73,7 +78,7 @@ def record(options: argparse.Namespace) -> None:
 
 
 def draw(options: argparse.Namespace) -> None:
-    """A panel for each mode of one length, a line for each stream."""
+    """Draw a panel for each mode of one length, with a line for each stream."""
     pyplot = pyplot_for_files()
     from matplotlib.patches import Patch
 
@@ -103,11 +108,13 @@ def draw(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Record, or draw."""
+    """Record or draw."""
     parser, recording, drawing = record_or_draw(__doc__, record, draw)
-    recording.add_argument("--lengths", nargs="+", type=int, default=[16384, 65536])
-    recording.add_argument("--modes", nargs="+", default=list(MODES))
-    drawing.add_argument("--length", type=int, default=65536)
+    recording.add_argument(
+        "--lengths", nargs="+", type=int, default=[16384, 65536], help="sequence lengths (default: %(default)s)"
+    )
+    recording.add_argument("--modes", nargs="+", default=list(MODES), help="values of comm (default: %(default)s)")
+    drawing.add_argument("--length", type=int, default=65536, help="the length to draw (default: %(default)s)")
     options = parser.parse_args()
     options.run(options)
 

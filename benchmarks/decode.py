@@ -1,9 +1,9 @@
-"""Decoding on one GPU: one query a sequence against a KV cache, ours beside torch's FlashAttention, in one run.
+"""Compare decoding against a KV cache, one query per sequence, with torch's FlashAttention on one GPU.
 
-GB/s are of the keys and values that the cache holds, whatever a kernel reads of them. "full" inputs have logits around
--11, so that no stick is used up; with "randn" ones a stick ends after some 30 keys, and what is older need not be read.
-A time is the median over rounds in which both take turns, each with a cold L2. Both read the same cache
-(b, s, h_kv, d), bf16. Softmax attention for comparison only: its answer is another one.
+GB/s count all keys and values in the cache, even those that a kernel skips. "full" inputs have logits around -11, so no
+stick is used up. With "randn" inputs a stick is used up after about 30 keys, and older keys need not be read. A time is
+the median over rounds in which the contenders take turns, each with a cold L2 cache. All of them read the same cache
+(b, s, h_kv, d) in bf16. FlashAttention computes softmax attention, so its output differs.
 """
 
 import argparse
@@ -23,18 +23,18 @@ from megatron_sb import stickbreaking_attention_with_kvcache
 HEADS = ((32, 32, 128), (12, 12, 128), (32, 8, 128), (24, 24, 64))  # query heads, KV heads, head_dim
 LENGTHS = (4096, 16384, 65536, 131072)
 BATCHES = (1, 32)
-SHARE_OF_MEMORY = 0.85  # of what is free, for a cache
+SHARE_OF_MEMORY = 0.85  # of the free memory, for a cache
 BLOCK_SIZE = 64
 
 
 class Cache:
-    """Memory for the largest cache, of which every row of the table takes its part."""
+    """Memory for the largest cache. Every row of the table uses a part of it."""
 
     def __init__(self, most_elements: int) -> None:
         self._memory = torch.empty(2, most_elements, dtype=torch.bfloat16, device="cuda" if on_gpu() else "cpu")
 
     def draw(self, kind: str, batch: int, length: int, h: int, h_kv: int, d: int) -> list[Tensor]:
-        """q (b, 1, h, d), k and v (b, length, h_kv, d) of a kind of logits, from a fixed seed."""
+        """Draw q (b, 1, h, d), and k and v (b, length, h_kv, d), from a fixed seed. kind: "full" or "randn"."""
         generator = torch.Generator(self._memory.device).manual_seed(0)
         count = batch * length * h_kv * d
         k, v = (part[:count].view(batch, length, h_kv, d).normal_(generator=generator) for part in self._memory)
@@ -45,7 +45,7 @@ class Cache:
 
 
 def calls_of(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
-    """The contenders; "paged" is ours with the same cache read through a block table."""
+    """Return the calls of all contenders. "paged" is "ours" with a block table over the same cache."""
     batch, length = k.shape[:2]
     seqlens = torch.full((batch,), length, dtype=torch.int32, device=q.device)
     pages = [x.view(batch * length // BLOCK_SIZE, BLOCK_SIZE, *x.shape[2:]) for x in (k, v)]
@@ -66,7 +66,7 @@ def calls_of(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
 
 
 def measure(cache: Cache, kind: str, batch: int, length: int, heads: tuple[int, int, int], seconds: float) -> dict:
-    """Milliseconds and GB/s of every contender, and ours over FlashAttention."""
+    """Measure milliseconds and GB/s of every contender, and how many times faster than FlashAttention "ours" is."""
     h, h_kv, d = heads
     ms = take_turns(calls_of(*cache.draw(kind, batch, length, *heads)), seconds=seconds)
     held = 2 * 2 * batch * length * h_kv * d
@@ -81,21 +81,21 @@ def measure(cache: Cache, kind: str, batch: int, length: int, heads: tuple[int, 
 
 
 def line(row: dict) -> str:
-    """A row of the table."""
+    """Format a row of the table."""
     times = " | ".join(f"{ms:.4f} ({row['gbytes_per_s'][name]:.0f})" for name, ms in row["ms"].items())
     faster = " | ".join(f"{row['times_faster'][name]:.2f}x" for name in ("ours", "paged"))
     return f"| {row['shape']} | {row['inputs']} | {times} | {faster} |"
 
 
 def rows_that_fit(lengths: list[int]) -> list[tuple[int, int, tuple[int, int, int]]]:
-    """(batch, length, heads) of the table whose caches fit in memory."""
+    """Return (batch, length, heads) of the rows that fit in memory."""
     free = torch.cuda.mem_get_info()[0] * SHARE_OF_MEMORY if on_gpu() else 2**30
     rows = [(batch, length, heads) for heads in HEADS for batch in BATCHES for length in lengths]
     return [(b, s, heads) for b, s, heads in rows if 4 * b * s * heads[1] * heads[2] <= free]
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict]:
-    """Those of every shape that fits, with both kinds of inputs."""
+    """Yield the rows of every shape that fits in memory, with both kinds of inputs."""
     chosen = rows_that_fit([length if on_gpu() else length // DRY_RUN_FACTOR for length in options.lengths])
     cache = Cache(max(b * s * heads[1] * heads[2] for b, s, heads in chosen))
     for batch, length, heads in chosen:
@@ -104,8 +104,14 @@ def rows(options: argparse.Namespace) -> Iterator[dict]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Beside those of every table."""
-    parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), help="keys; multiples of 64")
+    """Add the options of this benchmark."""
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=int,
+        default=list(LENGTHS),
+        help=f"keys in the cache, multiples of {BLOCK_SIZE} (default: %(default)s)",
+    )
 
 
 def main(args: list[str] | None = None) -> None:

@@ -1,8 +1,9 @@
-"""The GPU work bench: build, `gpu` tests, compute-sanitizer and benchmarks on a GPU machine, and a dated record.
+"""Build, run the `gpu` tests, compute-sanitizer and benchmarks on a GPU machine, and write a dated record.
 
-Stages run one after the other, each with a time limit, whatever became of the one before; a short table comes last.
-Logs and the record (YYYY-MM-DD-GPU-suite.md) go into --out. With --library-from, nothing is built: the operator library
-of a build made elsewhere, with this machine's torch but any Python, is used with the Python files here.
+The stages run one after another, each with a time limit, even after a stage fails. A short table follows. Logs and the
+record (YYYY-MM-DD-GPU-suite.md) are written to --out. With --library-from nothing is built: the suite uses the operator
+library of a build made elsewhere, with the Python files of this checkout. That build needs the same torch, but may have
+another Python.
 """
 
 import argparse
@@ -24,14 +25,14 @@ from report import described
 from timing import machine
 
 ROOT = Path(__file__).parents[1]
-LAST_WORDS_S = 15
+REPORT_S = 15  # time for pytest to report after SIGINT
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 STAGES = ("build", "tests", "portable", "sanitize", "bench")
-TRAINING_STAGES = ("training", "layouts", "experiments")  # with Megatron-Core; the first on one GPU, the others on all
+TRAINING_STAGES = ("training", "layouts", "experiments")  # need Megatron-Core; the first uses one GPU, the others all
 HEADS_OF_128 = [
     f"model.{field}" for field in ("num_heads=12", "num_kv_heads=12", "head_dim=128", "num_parameters=null")
 ]
-# Full forms of docs/experiments.md that train; each is begun with what an earlier call of this left in --out.
+# Full forms of docs/experiments.md. A second run of this script resumes them in --out.
 EXPERIMENTS = {
     "attention-picture": "configs/mqrar.yaml --set compare=[stick_breaking] --set data.num_pairs=5 "
     "--set data.fewest_pairs=null --set data.num_keys=64 --set data.num_values=64 --set stages.0.context_length=64 "
@@ -58,7 +59,7 @@ class Step:
 
 
 def steps_of(stage: str, options: argparse.Namespace) -> list[Step]:
-    """What a stage runs. Its tests are found from the repository's root."""
+    """Return the commands of a stage. They run in the repository's root."""
     python, out = sys.executable, options.out
     tests = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=10", "--maxfail=30"]
     workers = ["-n", str(options.workers)] if options.workers > 1 else []
@@ -67,10 +68,10 @@ def steps_of(stage: str, options: argparse.Namespace) -> list[Step]:
         return [Step("build", install, 900)]
     if stage == "tests":
         return [Step("tests", [*tests, *workers, "-m", "gpu or multigpu", *options.select], 420)]
-    if stage == "portable":  # where a fast kernel serves by default, and with hardly any workspace
+    if stage == "portable":  # tests that use other kernels by default, with a small workspace
         which = ["tests/python/gpu/test_fuzz.py", "tests/python/gpu/test_accuracy_bars.py", "-k", "not 65536"]
-        alone = {"MEGATRON_SB_KERNELS": "portable", "MEGATRON_SB_WORKSPACE_MIB": "1"}
-        return [Step("portable", [*tests, *workers, *which], 240, alone)]
+        variables = {"MEGATRON_SB_KERNELS": "portable", "MEGATRON_SB_WORKSPACE_MIB": "1"}
+        return [Step("portable", [*tests, *workers, *which], 240, variables)]
     if stage == "sanitize":
         cases = str(ROOT / "tests/python/gpu/sanitizer_cases.py")
         sanitizer = [
@@ -118,13 +119,16 @@ def steps_of(stage: str, options: argparse.Namespace) -> list[Step]:
 
 
 def run(step: Step, options: argparse.Namespace) -> None:
-    """Run a step within its limit, its output in a log; a group of its own, so that nothing of it stays behind."""
+    """Run a step within its time limit and write its output to a log.
+
+    The step has its own process group. At the end the whole group is killed, so that no process survives.
+    """
     if shutil.which(step.command[0]) is None:
-        step.verdict, step.summary = "FAILED", f"{step.command[0]} is not here"
+        step.verdict, step.summary = "FAILED", f"{step.command[0]} was not found"
         return
     environment = {**os.environ, **step.environment, "PYTHONUNBUFFERED": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([*options.python_path, *filter(None, [os.environ.get("PYTHONPATH")])])
-    if options.library_from:  # the package here, which has no library, must not be found first
+    if options.library_from:  # Python must not find the package of this checkout first: it has no library
         environment["PYTHONSAFEPATH"] = "1"
     log = options.out / f"{step.name}.log"
     begin = time.monotonic()
@@ -139,9 +143,9 @@ def run(step: Step, options: argparse.Namespace) -> None:
             step.verdict = "ok" if status == 0 else f"FAILED ({status})"
         except subprocess.TimeoutExpired:
             step.verdict = f"TIME LIMIT ({limit_s} s)"
-            process.send_signal(signal.SIGINT)  # pytest tells what it found until then
+            process.send_signal(signal.SIGINT)  # pytest then reports the tests so far
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=LAST_WORDS_S)
+                process.wait(timeout=REPORT_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -152,19 +156,19 @@ def run(step: Step, options: argparse.Namespace) -> None:
 
 
 def _summary(log: str) -> str:
-    """The line that tells most: a sanitizer's, pytest's or a build's last."""
+    """Return the last summary line of a sanitizer, of pytest or of a benchmark, or else the last line."""
     lines = [line.strip(" =") for line in log.splitlines() if line.strip(" =")]
-    telling = [
+    summaries = [
         line for line in lines if re.search(r"(ERROR|RACECHECK) SUMMARY|\d+ (passed|failed)|took [\d.]+ s", line)
     ]
-    return (telling or lines or ["no output"])[-1][:150]
+    return (summaries or lines or ["no output"])[-1][:150]
 
 
 def library_folder(source: Path) -> Path:
-    """A folder with the package megatron_sb: the Python files here, and the operator library found below `source`."""
+    """Make a folder with the package megatron_sb: Python files of this checkout, operator library from `source`."""
     libraries = [*source.rglob("libmegatron_sb_ops.so")]
     if not libraries:
-        raise SystemExit(f"--library-from {source}: it holds no libmegatron_sb_ops.so")
+        raise SystemExit(f"--library-from must be a folder with a libmegatron_sb_ops.so, got {source}.")
     package = Path(tempfile.mkdtemp(prefix="megatron_sb_suite_")) / "megatron_sb"
     shutil.copytree(ROOT / "megatron_sb", package)
     (package / "lib").mkdir(exist_ok=True)
@@ -172,7 +176,7 @@ def library_folder(source: Path) -> Path:
     modules = [*source.rglob(f"_C{sysconfig.get_config_var('EXT_SUFFIX')}")]
     if modules:
         shutil.copy(modules[0], package)
-    else:  # the operator library serves every Python; what the build says of itself does not
+    else:  # the operator library works with every Python, the module _C with one; a Python file replaces _C
         about = {
             "version": "unknown",
             "torch": torch.__version__,
@@ -184,7 +188,7 @@ def library_folder(source: Path) -> Path:
 
 
 def python_path(options: argparse.Namespace) -> list[str]:
-    """Where the steps find modules: what was built elsewhere, wheels, and what stands beside the scripts they run."""
+    """Return the PYTHONPATH of the steps: --library-from, --wheels, and the folders of scripts that import others."""
     folders = [library_folder(options.library_from)] if options.library_from else []
     if options.wheels:
         site = Path(tempfile.mkdtemp(prefix="megatron_sb_wheels_"))
@@ -195,7 +199,7 @@ def python_path(options: argparse.Namespace) -> list[str]:
 
 
 def record(steps: list[Step], options: argparse.Namespace) -> str:
-    """The dated record in markdown: the machine, the stages, and the benchmark's tables."""
+    """Return the dated record in Markdown: the machine, the steps, and the benchmark's tables."""
     here = machine()
     lines = [f"# GPU suite, {here['date']}", "", f"{described(here)}, Python {sys.version.split()[0]}.", ""]
     lines += ["| step | verdict | seconds | |", "| --- | --- | ---: | --- |"]
@@ -207,37 +211,36 @@ def record(steps: list[Step], options: argparse.Namespace) -> str:
 
 
 def parse(args: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for the logs and the record")
-    parser.add_argument("--stages", nargs="+", choices=[*STAGES, *TRAINING_STAGES], default=list(STAGES))
-    parser.add_argument(
-        "--library-from", type=Path, help="folder of a build made elsewhere; leaves the build stage out"
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder for the logs and the record")
+    stages = [*STAGES, *TRAINING_STAGES]
+    add("--stages", nargs="+", choices=stages, default=list(STAGES), help="what to run (default: %(default)s)")
+    add("--library-from", type=Path, help="folder of a build made elsewhere; skips the build stage (default: none)")
+    add("--wheels", type=Path, help="folder of wheels to use, such as megatron-core's (default: none)")
+    add("--workers", type=int, default=1, help="pytest-xdist workers on the GPU (default: %(default)s)")
+    add("--limit-s", type=int, help="upper limit of the steps' time limits, in seconds (default: none)")
+    add("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), help="tools of compute-sanitizer (default: all)")
+    add("--select", nargs=argparse.REMAINDER, default=[], help="more arguments for pytest; must be the last option")
+    add("--models", nargs="+", choices=TRAINED, default=list(TRAINED), help="models of stage training (default: all)")
+    add(
+        "--experiments",
+        nargs="+",
+        choices=EXPERIMENTS,
+        default=list(EXPERIMENTS),
+        help="experiments of stage experiments (default: all)",
     )
-    parser.add_argument(
-        "--wheels", type=Path, help="folder of wheels to use beside what is installed, as megatron-core's"
-    )
-    parser.add_argument("--workers", type=int, default=1, help="pytest-xdist workers on the one GPU")
-    parser.add_argument("--limit-s", type=int, help="of a step, where its own is longer")
-    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), help="of compute-sanitizer")
-    parser.add_argument("--select", nargs=argparse.REMAINDER, default=[], help="more arguments for pytest; comes last")
-    parser.add_argument("--models", nargs="+", choices=TRAINED, default=list(TRAINED), help="of the stage training")
-    parser.add_argument(
-        "--experiments", nargs="+", choices=EXPERIMENTS, default=list(EXPERIMENTS), help="of the stage experiments"
-    )
-    parser.add_argument(
-        "--training-arguments", type=str.split, default=[], help="more for benchmarks/training.py, in quotes"
-    )
-    parser.add_argument(
-        "--bench-arguments", type=str.split, default=[], help="more for benchmarks/attention.py, in quotes"
-    )
+    for name in ("training", "attention"):
+        option = "--training-arguments" if name == "training" else "--bench-arguments"
+        add(option, type=str.split, default=[], help=f"more arguments for benchmarks/{name}.py, in quotes")
     options = parser.parse_args(args)
     options.out = options.out.resolve()
     return options
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run the stages; 0 if all went well."""
+    """Run the stages and return 0 if all steps passed."""
     options = parse(args)
     options.out.mkdir(parents=True, exist_ok=True)
     options.python_path = python_path(options)
@@ -250,7 +253,7 @@ def main(args: list[str] | None = None) -> int:
     (options.out / f"{time.strftime('%Y-%m-%d')}-{gpu}-suite.md").write_text(record(steps, options))
     failed = [step for step in steps if step.verdict != "ok"]
     for step in failed:
-        print(f"--- the end of {step.name}.log")
+        print(f"--- last lines of {step.name}.log")
         log = options.out / f"{step.name}.log"
         print("\n".join(log.read_text(errors="replace").splitlines()[-25:]) if log.exists() else step.summary)
     print("\nstep       verdict                  s")

@@ -1,9 +1,9 @@
-"""What the remainder bias and the norm of each head cost over the bare attention, on one GPU, in one run.
+"""Measure what the remainder bias and the head norm add to the time of the attention on one GPU.
 
-A row's contenders take turns, each with a cold L2; times are medians. "bare" is the attention alone, "fused" with
-`head_output` behind it, "torch" with the same in torch's own operators. A forward is one for training; "both" is
-forward and backward, with the gradients of the parameters too. Inputs are those of attention.py in which nothing can be
-skipped.
+"bare" is the attention alone. "fused" adds both with `head_output`, "torch" adds the same with torch's operators. The
+contenders of a row take turns, each with a cold L2 cache; times are medians. A forward is one for training. "both" is
+forward and backward, including the gradients of the parameters. The inputs are the "full" ones of attention.py, where
+nothing can be skipped.
 """
 
 import argparse
@@ -23,18 +23,18 @@ EPS = 1e-5
 
 
 def bare(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The attention alone."""
+    """Compute the attention alone."""
     return stickbreaking_attention(q, k, v)
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, remainder_bias: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """With the operator behind it."""
+    """Compute the attention, then `head_output`."""
     o, mass = stickbreaking_attention(q, k, v, return_mass=True)
     return head_output(o, mass, remainder_bias, weight, bias, eps=EPS)
 
 
 def torch_operators(q: Tensor, k: Tensor, v: Tensor, remainder_bias: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """With torch's operators behind it."""
+    """Compute the attention, then the remainder bias and the head norm with torch's operators."""
     o, mass = stickbreaking_attention(q, k, v, return_mass=True)
     h, d = o.shape[2:]
     x = (o + mass.transpose(1, 2)[..., None] * remainder_bias.view(h, d)).to(o.dtype)
@@ -42,7 +42,7 @@ def torch_operators(q: Tensor, k: Tensor, v: Tensor, remainder_bias: Tensor, wei
 
 
 def calls_of(function, inputs: list[Tensor], parameters: list[Tensor]) -> dict[str, Call]:
-    """The calls of a contender, by direction. inputs: q, k, v, do (b, s, h, d); parameters: (h * d,) each."""
+    """Return the calls of a contender by direction. inputs: q, k, v, do (b, s, h, d); parameters: (h * d,) each."""
     *leaves, d_out = inputs
     leaves = [x.detach().requires_grad_() for x in (*leaves, *parameters)]
 
@@ -56,7 +56,7 @@ def calls_of(function, inputs: list[Tensor], parameters: list[Tensor]) -> dict[s
 
 
 def measure(shape: tuple[int, int, int, int], seconds: float) -> list[dict]:
-    """Milliseconds of every contender and their cost over the bare attention, by direction."""
+    """Measure milliseconds of every contender, and the relative cost over "bare", by direction."""
     b, s, h, d = shape
     inputs = draw_inputs("full", b, s, h, d)
     generator = torch.Generator(inputs[0].device).manual_seed(1)
@@ -76,14 +76,14 @@ def measure(shape: tuple[int, int, int, int], seconds: float) -> list[dict]:
 
 
 def line(row: dict) -> str:
-    """A row of the table."""
+    """Format a row of the table."""
     ms, cost = row["ms"], row["cost"]
     times = " | ".join(f"{ms[name]:.3f}" for name in ("bare", "fused", "torch"))
     return f"| {row['shape']} | {row['direction']} | {times} | {cost['fused']:+.1%} | {cost['torch']:+.1%} |"
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict]:
-    """Those of every shape."""
+    """Yield the rows of every shape."""
     for b, length, h, d in SHAPES:
         yield from measure((b, length if on_gpu() else length // DRY_RUN_FACTOR, h, d), options.seconds)
 

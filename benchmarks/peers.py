@@ -1,6 +1,6 @@
-"""The contenders: every attention that is measured, in the memory layout that it likes best.
+"""The contenders: every attention that is measured, in the memory layout in which it is fastest.
 
-torch's two softmax kernels are always there. The two published stick-breaking ones are looked for on PYTHONPATH:
+torch contains the two softmax kernels. The two published stick-breaking packages must be on PYTHONPATH:
 `stickbreaking_attention` (github.com/shawntan/stickbreaking-attention) and `fla` (PyPI: fla-core).
 """
 
@@ -23,24 +23,34 @@ Packed = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class Contender:
-    """One attention. Slow ones are left out of the longest rows; `missing` says why it cannot run here."""
+    """One attention.
+
+    Attributes:
+        name: Its name in the tables.
+        dense: attention(q, k, v) -> o.
+        packed: attention(q, k, v, cu_seqlens, longest) -> o. None: not supported.
+        heads_first: Whether `dense` takes (b, h, s, d) rather than (b, s, h, d).
+        packed_heads_first: Whether `packed` takes (h, t, d) rather than (t, h, d).
+        slow: Whether it runs at one length only.
+        missing: Why it cannot run here. None: it can.
+    """
 
     name: str
     dense: Dense | None = None
     packed: Packed | None = None
-    heads_first: bool = True  # (b, h, s, d) and (h, t, d) rather than (b, s, h, d) and (t, h, d)
+    heads_first: bool = True
     packed_heads_first: bool = True
     slow: bool = False
     missing: str | None = None
 
     def in_layout(self, x: Tensor) -> Tensor:
-        """x: (b, s, h, d) or (t, h, d), contiguous in this contender's layout, a tensor of its own."""
+        """Copy x, (b, s, h, d) or (t, h, d), into a contiguous tensor of this contender's layout."""
         heads_first = self.heads_first if x.dim() == 4 else self.packed_heads_first
         return (x.transpose(-3, -2) if heads_first else x).detach().clone(memory_format=torch.contiguous_format)
 
 
 def ours(name: str = "ours", **options) -> Contender:
-    """This library, with some of its options set."""
+    """Return this library's attention with some options set."""
 
     def dense(q, k, v):
         return megatron_sb.stickbreaking_attention(q, k, v, **options)
@@ -72,7 +82,7 @@ def _flash_packed() -> Packed | None:
 
 
 def _triton() -> Contender:
-    # Its kernels read plain global variables, which newer Triton compiles only when told to.
+    # Its kernels read global variables. Newer versions of Triton compile that only with this variable set.
     os.environ.setdefault("TRITON_ALLOW_NON_CONSTEXPR_GLOBALS", "1")
     try:
         package = importlib.import_module("stickbreaking_attention")
@@ -104,7 +114,7 @@ def _flash_linear_attention() -> Contender:
 
 
 def contenders(names: list[str]) -> list[Contender]:
-    """The named ones, in this order."""
+    """Return the named contenders, in this order."""
     makers = {
         "ours": ours,
         "cudnn": lambda: _softmax("cuDNN", SDPBackend.CUDNN_ATTENTION, None),

@@ -1,4 +1,4 @@
-"""What benchmarks share that record on many ranks and draw anywhere: two commands, and the library for pictures."""
+"""The command line of benchmarks that record on many ranks and draw on any machine."""
 
 import argparse
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 def pyplot_for_files() -> ModuleType:
-    """matplotlib.pyplot without a screen; where records are made it need not be installed."""
+    """Import and return matplotlib.pyplot for a machine without a screen. Recording does not need matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -17,14 +17,23 @@ def pyplot_for_files() -> ModuleType:
 
 
 def record_or_draw(about: str, record: Callable, draw: Callable) -> tuple[argparse.ArgumentParser, ...]:
-    """The parser, and those of its commands `record OUT.json ..` and `draw OUT.json OUT.png ..`; options.run is one."""
+    """Make a parser with two commands, `record OUT.json ...` and `draw OUT.json OUT.png ...`.
+
+    Args:
+        about: docstring of the benchmark. Its first line is the description in --help.
+        record: function of the parsed options that writes options.json.
+        draw: function of the parsed options that writes options.picture.
+
+    Returns:
+        The parser, the parser of `record` and the parser of `draw`. The parsed `options.run` is the function to call.
+    """
     parser = argparse.ArgumentParser(description=about.partition("\n")[0])
     commands = parser.add_subparsers(required=True)
-    recording = commands.add_parser("record", help="on the GPUs of a host, under torchrun")
-    recording.add_argument("json", type=Path)
+    recording = commands.add_parser("record", help="measure on the GPUs of a host")
+    recording.add_argument("json", type=Path, help="file to write")
     recording.set_defaults(run=record)
-    drawing = commands.add_parser("draw", help="anywhere")
-    drawing.add_argument("json", type=Path)
-    drawing.add_argument("picture", type=Path)
+    drawing = commands.add_parser("draw", help="draw a record, on any machine")
+    drawing.add_argument("json", type=Path, help="file that `record` wrote")
+    drawing.add_argument("picture", type=Path, help="picture to write")
     drawing.set_defaults(run=draw)
     return parser, recording, drawing

@@ -1,9 +1,11 @@
-"""Runs tests of the published packages against our drop-ins: published_tests.py TESTS [pytest options].
+"""Run the tests of the published packages against megatron_sb.compat.
 
-TESTS are files or folders with the packages' own tests, of the stickbreaking_attention package or of
-flash-linear-attention; both have to be importable. What the tests import by name from there is ours: the functions
-of megatron_sb.compat are put into the packages before any test is. The packages' own references stay theirs. The last
-line says how often ours were called.
+python benchmarks/published_tests.py TESTS [pytest options]
+
+TESTS are files or folders with the tests of the stickbreaking_attention package or of flash-linear-attention. Both
+packages must be importable. Before pytest collects the tests, this script replaces the packages' attention functions by
+those of megatron_sb.compat. The packages keep their own references. The last line says how often functions of
+megatron_sb.compat were called.
 """
 
 import importlib.util
@@ -17,8 +19,8 @@ import torch
 
 from megatron_sb import compat
 
-# (module, name): where the published functions are that tests import.
-PLACES = (
+# (module, name) of the published functions that the tests import.
+PUBLISHED = (
     ("stickbreaking_attention", "sb_attn"),
     ("stickbreaking_attention.sb_attn", "sb_attn"),
     ("stickbreaking_attention", "sb_attn_varlen"),
@@ -29,13 +31,13 @@ PLACES = (
 
 
 class Redirection:
-    """A pytest plugin: ours in the published places, and a count of their calls."""
+    """A pytest plugin that replaces the published functions and counts the calls."""
 
     def __init__(self) -> None:
         self.calls = 0
 
     def counted(self, function: Callable) -> Callable:
-        """The function, under its own name."""
+        """Wrap a function under its own name, and count its calls."""
 
         def call(*args, **options):
             self.calls += 1
@@ -45,28 +47,28 @@ class Redirection:
         return call
 
     def pytest_sessionstart(self) -> None:
-        """Before tests are collected, and so before they import anything."""
-        if importlib.util.find_spec("transformers") is None:  # for its set_seed alone
+        """Replace the functions before the tests are collected, and so before they import anything."""
+        if importlib.util.find_spec("transformers") is None:  # the tests need only its set_seed
             sys.modules["transformers"] = types.ModuleType("transformers")
             sys.modules["transformers"].set_seed = torch.manual_seed
-        for place, name in PLACES:
+        for path, name in PUBLISHED:
             try:
-                module = importlib.import_module(place)
+                module = importlib.import_module(path)
             except ImportError as error:
-                print(f"{place} is not redirected: {error}")
+                print(f"{path} is not redirected: {error}")
                 continue
-            assert hasattr(module, name), f"{place} has no {name} to redirect"
+            assert hasattr(module, name), f"{path} has no {name} to redirect"
             setattr(module, name, self.counted(getattr(compat, name)))
 
     def pytest_terminal_summary(self) -> None:
-        """After the counts of pytest."""
+        """Print the number of calls after the counts of pytest."""
         print(f"\nfunctions of megatron_sb.compat were called {self.calls} times")
 
 
 def main() -> int:
-    """Run pytest with the redirection; fail also if nothing was redirected."""
+    """Run pytest with the redirection. Fail also if no replaced function was called."""
     redirection = Redirection()
-    # Not under this repository's settings: what markers there are is the tests' own business.
+    # Ignore this repository's pytest settings: the published tests define their own markers.
     options = ["-c", os.devnull, "-q", "-p", "no:cacheprovider", "-W", "ignore"]
     code = pytest.main([*options, *sys.argv[1:]], plugins=[redirection])
     return int(code) or int(redirection.calls == 0)

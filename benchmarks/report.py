@@ -1,10 +1,10 @@
-"""The record of benchmarks/attention.py as markdown tables."""
+"""Write the record of benchmarks/attention.py as Markdown tables."""
 
 _ORDER = ("ours", "cuDNN", "FlashAttention-2", "Triton", "fla")
 
 
 def markdown(record: dict) -> str:
-    """Heading, one table a group, notes. record: what --json writes."""
+    """Return a heading, a table for each group, and the notes. record: the content of --json."""
     machine, top = record["machine"], record["ceilings"]
     lines = [f"# Attention, {machine['date']}", ""]
     lines += [described(machine)]
@@ -14,10 +14,10 @@ def markdown(record: dict) -> str:
             f"({top['matmul_sustained_tflops']:.0f} sustained), copy {top['copy_tbytes_per_s']:.2f} TB/s."
         ]
     lines += [
-        "TFLOP/s of the causal model count (forward 2 b h L^2 d, backward 2.5 times that, both 3.5 times): medians of",
-        "rounds in turns with a cold L2, in brackets sustained. full: mean logit -11, nothing to skip; randn in the",
-        "dense table: at mass_threshold 0, where a row ends only when its mass underflows. W and MHz: while ours was",
-        "sustained.",
+        "TFLOP/s by the causal model count (forward 2 b h L^2 d, backward 2.5 times that, both 3.5 times): medians of",
+        "rounds in which all contenders take turns with a cold L2; in brackets sustained. full: mean logit -11, so",
+        "nothing is skipped. randn in the dense table: mass_threshold 0, so keys are skipped only after the mass",
+        "underflows. W and MHz: during the sustained run of ours.",
         "",
     ]
     groups = list(dict.fromkeys(m["group"] for m in record["measurements"]))
@@ -29,7 +29,7 @@ def markdown(record: dict) -> str:
 
 
 def described(machine: dict[str, str]) -> str:
-    """What timing.machine() found, as a line."""
+    """Return the result of timing.machine() as a line."""
     return ", ".join(
         [machine["gpu"], *(f"{k} {machine[k]}" for k in ("driver", "cuda", "cudnn", "torch") if k in machine)]
     )

@@ -1,4 +1,4 @@
-"""What benchmarks of one table share: their arguments, the table as it is measured, the record."""
+"""The main function of benchmarks that print one table."""
 
 import argparse
 import json
@@ -17,18 +17,29 @@ def table_main(
     seconds: float = 0.5,
     add_arguments: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
 ) -> None:
-    """The main of a benchmark that is one table: measures rows(options), prints line(row) of each, writes them all.
+    """Parse the arguments, measure the rows, print each as a line of a Markdown table, and write them all.
 
-    seconds: the default of options.seconds.
+    Args:
+        doc: docstring of the benchmark. Its first line is the description in --help.
+        args: command line; None: sys.argv.
+        heads: titles of the columns.
+        rows: measures and yields the rows.
+        line: formats a row.
+        seconds: default of --seconds.
+        add_arguments: adds options of the benchmark.
     """
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=seconds, help="of device time for the rounds of one line")
-    parser.add_argument("--json", type=Path, help="write everything measured here")
-    parser.add_argument("--dry-run", action="store_true", help="toy sizes without a GPU, to try this script")
+    parser.add_argument(
+        "--seconds", type=float, default=seconds, help="device time for the rounds of a line (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, help="file for all measurements (default: none)")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="try this script at toy sizes without a GPU (default: off)"
+    )
     add_arguments(parser)
     options = parser.parse_args(args)
     if not on_gpu() and not options.dry_run:
-        parser.error("torch sees no GPU here; --dry-run tries the script at toy sizes")
+        parser.error("torch sees no GPU. Use --dry-run to try this script at toy sizes.")
     record = {"machine": machine(), "rows": []}
     print(record["machine"], flush=True)
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")

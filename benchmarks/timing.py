@@ -1,6 +1,6 @@
-"""Times of GPU work: contenders in turns with a cold L2, medians, back-to-back runs, ceilings, power and clocks.
+"""Measure GPU work: medians of contenders in turns with a cold L2, back-to-back runs, ceilings, power and clocks.
 
-On a machine without a GPU the same calls measure wall time, so that a benchmark can be tried there.
+On a machine without a GPU the same functions measure wall time, so that a benchmark can be tried there.
 """
 
 import shutil
@@ -20,12 +20,12 @@ _MATMUL, _COPY_BYTES = 8192, 2**32
 
 
 def on_gpu() -> bool:
-    """Whether there is a GPU to time."""
+    """Return whether there is a GPU to time."""
     return torch.cuda.is_available()
 
 
 class Stopwatch:
-    """The time between construction and stop(), on the device's clock where there is a device."""
+    """Measure the time from construction to stop(): the GPU's time, or wall time without a GPU."""
 
     def __init__(self) -> None:
         if on_gpu():
@@ -51,9 +51,15 @@ class Stopwatch:
 
 
 def take_turns(calls: dict[str, Call], *, seconds: float, least: int = 5, most: int = 30) -> dict[str, float]:
-    """Median milliseconds of each call. All run once a round, after a flush of the L2, so that drift hits all alike.
+    """Return the median milliseconds of each call.
 
-    The number of rounds is what `seconds` allow, within least and most. Two calls of each go before, untimed.
+    In each round every call runs once, each after a flush of the L2 cache, so that drift affects all calls equally.
+
+    Args:
+        calls: what to time, by name. Each runs twice before the rounds.
+        seconds: device time for all rounds.
+        least: smallest number of rounds.
+        most: largest number of rounds.
     """
     warm = {}
     for name, call in calls.items():
@@ -77,7 +83,7 @@ def take_turns(calls: dict[str, Call], *, seconds: float, least: int = 5, most: 
 
 
 def back_to_back(call: Call, milliseconds: float, seconds: float) -> float:
-    """Milliseconds a call where calls of about `milliseconds` follow each other for about `seconds`."""
+    """Return the milliseconds per call when calls of about `milliseconds` run back to back for about `seconds`."""
     repeats = max(3, int(seconds * 1e3 / milliseconds))
     watch = Stopwatch()
     for _ in range(repeats):
@@ -86,7 +92,7 @@ def back_to_back(call: Call, milliseconds: float, seconds: float) -> float:
 
 
 def ceilings() -> dict[str, float]:
-    """TFLOP/s of a large bf16 matrix product and TB/s, read and written, of a large copy, on random data."""
+    """Return TFLOP/s of a large bf16 matrix product and TB/s of a large copy (read plus written), on random data."""
     if not on_gpu():
         return {}
     a, b = (torch.randn(_MATMUL, _MATMUL, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -103,7 +109,7 @@ def ceilings() -> dict[str, float]:
 
 
 class Sensors:
-    """Power and SM clock, read by nvidia-smi every tenth of a second for as long as the context lasts."""
+    """Reads power, SM clock and temperature with nvidia-smi every 0.1 s inside the context."""
 
     _QUERY = "power.draw.instant,clocks.sm,temperature.gpu"
 
@@ -135,11 +141,11 @@ class Sensors:
         for line in self._process.stdout:
             try:
                 self._samples.append((time.monotonic(), *(float(value) for value in line.split(","))))
-            except ValueError:  # "[N/A]": this device does not tell
+            except ValueError:  # "[N/A]": the device does not report a value
                 return
 
     def since(self, begin: float) -> dict[str, float]:
-        """Medians of the samples since that time.monotonic(); nothing where there are none."""
+        """Return the medians of the samples since `begin`, a time.monotonic(). Without samples, return {}."""
         taken = [sample for sample in self._samples if sample[0] >= begin]
         if not taken:
             return {}
@@ -148,7 +154,7 @@ class Sensors:
 
 
 def machine() -> dict[str, str]:
-    """What the numbers were taken on."""
+    """Return the date, the GPU and the versions of a measurement."""
     about = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
     if not on_gpu():
         return about | {"gpu": "none: wall times of a dry run"}

@@ -1,13 +1,15 @@
-"""Training steps of stick-breaking models beside softmax ones: tokens/s, model TFLOP/s, memory.
+"""Compare training steps of stick-breaking models with those of softmax models: tokens/s, model TFLOP/s, memory.
 
 python benchmarks/training.py configs/dense_1b.yaml --lengths 4096 16384 65536
 
-Both models are the trainer's own, with the same sizes, weights, optimizer and rows of random tokens, each a document:
-they differ in the core attention (softmax: cuDNN through torch, after rotary embeddings fused by torch.compile). Random
-weights would make logits of about 0, with which a stick is used up after some dozens of keys; they are changed so that
-logits are about --logit, and with -11 nothing is skipped (0: random weights). What is skipped is counted and shown. A
-time is the median over steps on one GPU: forward, backward and update, at a learning rate of 0. The first length is
-measured again at the end, "again", to show how far the machine drifts.
+Both models are the trainer's, with the same sizes, weights, optimizer and rows. A row is one document of random tokens.
+The models differ in the core attention. Softmax runs cuDNN through torch, after rotary embeddings fused by
+torch.compile.
+
+With random weights logits are about 0, and a stick is used up after some dozens of keys. The script therefore changes
+the weights so that logits are about --logit. With -11 nothing is skipped; 0 keeps the random weights. The share of
+skipped tiles is counted and printed. A time is the median over steps on one GPU: forward, backward and update at a
+learning rate of 0. At the end the first length is measured again ("again"), which shows the drift of the machine.
 """
 
 import argparse
@@ -34,29 +36,30 @@ from megatron_sb.training.engine import engine as engine_module
 from megatron_sb.training.throughput import model_flops
 
 WARM_STEPS = 3
-QUIET = 0.25  # of their random part is left in shifted queries and keys
-COMMON = 2.0  # what all embeddings have in common, in standard deviations of what they have not
-TRIED_TOKENS = 512  # in which weights are changed, and logits looked at
+QUIET = 0.25  # factor of the random part of shifted queries and keys
+COMMON = 2.0  # common part of all embeddings, in standard deviations of the rest
+TRIED_TOKENS = 512  # tokens of the forwards that change weights and measure logits
 MODELS = ("stick_breaking", "softmax_rope")
 
 
 @torch.no_grad()
 def shift_logits(model: GPTModel, logit: float) -> None:
-    """Make the logits of all layers about `logit` (at most 0), whatever the tokens are.
+    """Change the weights so that the logits of all layers are about `logit` (at most 0) for any tokens.
 
-    All embeddings get a part in common, and are made large beside what layers add to them. Queries read that part with
-    one sign and keys with the other, by weights that depend on how much of it a layer sees: so layers are changed in a
-    forward.
+    All embeddings get a common part, and become large compared with what layers add to them. Queries read the common
+    part with one sign and keys with the other. The weights for this depend on the size of the common part in the input
+    of a layer, so a forward changes the layers one after another.
     """
     embedding = model.embedding.word_embeddings.weight
     embedding /= embedding.std()
     embedding += COMMON
     config = model.config
     head_dim, groups = config.kv_channels, config.num_query_groups
-    wanted = math.sqrt(-logit / math.sqrt(head_dim))  # in each place of a query, and less it of a key
+    wanted = math.sqrt(-logit / math.sqrt(head_dim))  # added to each channel of a query, subtracted from a key's
 
     def change(module: torch.nn.Module, args: tuple) -> None:
-        by_head = module.weight.view(groups, -1, head_dim, config.hidden_size)  # query heads, a key, a value head
+        # Dimension 1: the query heads of a KV head, its key, its value.
+        by_head = module.weight.view(groups, -1, head_dim, config.hidden_size)
         by_head[:, :-1] *= QUIET
         step = wanted / args[0].float().mean().item() / config.hidden_size
         by_head[:, :-2] += step
@@ -79,16 +82,17 @@ def shift_logits(model: GPTModel, logit: float) -> None:
 
 @contextlib.contextmanager
 def mean_logits(model: GPTModel) -> Iterator[list[float]]:
-    """Collects the mean logit of each layer's first forward inside."""
+    """Collect the mean logit of each layer in forwards inside the context. Yields the growing list."""
     found: list[float] = []
 
-    def look(module, args, kwargs) -> None:
-        query, key = (x.detach().float().mean(1) for x in args[:2])  # (t, h, d) -> the mean head, as all have the same
+    def measure_logits(module, args, kwargs) -> None:
+        query, key = (x.detach().float().mean(1) for x in args[:2])  # (t, h, d) -> mean over heads, which are alike
         products = query[::7] @ key[::7].T / math.sqrt(query.shape[-1])
         found.append(products.mean().item())
 
     layers = model.decoder.layers
-    hooks = [layer.self_attention.core_attention.register_forward_pre_hook(look, with_kwargs=True) for layer in layers]
+    cores = [layer.self_attention.core_attention for layer in layers]
+    hooks = [core.register_forward_pre_hook(measure_logits, with_kwargs=True) for core in cores]
     try:
         yield found
     finally:
@@ -98,7 +102,10 @@ def mean_logits(model: GPTModel) -> Iterator[list[float]]:
 
 @contextlib.contextmanager
 def shifted_weights(logit: float) -> Iterator[list[GPTModel]]:
-    """Engines made inside have shifted logits, before their optimizer copies the weights. Yields their models."""
+    """Shift the logits of engines made inside the context, before their optimizer copies the weights.
+
+    Yields the list of their models.
+    """
     backend = engine_module.MegatronBackend
     models: list[GPTModel] = []
 
@@ -113,7 +120,7 @@ def shifted_weights(logit: float) -> Iterator[list[GPTModel]]:
 
 
 def random_rows(length: int, tokens: int, vocab_size: int, rows_at_once: int) -> list[PackedBatch]:
-    """Micro-batches of at most `tokens` random tokens together, a row a document of `length`."""
+    """Draw micro-batches with at most `tokens` random tokens in total. A row is one document of `length` tokens."""
     generator = np.random.default_rng(0)
     batches = []
     for _ in range(tokens // (length * rows_at_once)):
@@ -124,7 +131,7 @@ def random_rows(length: int, tokens: int, vocab_size: int, rows_at_once: int) ->
 
 
 def step_seconds(engine: engine_module.Engine, batches: list[PackedBatch], tokens: int, seconds: float) -> list[float]:
-    """Seconds of each step, after WARM_STEPS untimed ones."""
+    """Return the seconds of each step, after WARM_STEPS untimed steps."""
     taken: list[float] = []
     for step in range(WARM_STEPS + 100):
         torch.cuda.synchronize()
@@ -139,14 +146,14 @@ def step_seconds(engine: engine_module.Engine, batches: list[PackedBatch], token
 
 
 def skipped_share(engine: engine_module.Engine, batches: list[PackedBatch], tokens: int) -> float:
-    """Of the tiles of the attention's backward, over all layers."""
+    """Return the share of the tiles that the attention's backward skips, over all layers."""
     engine.train_step(batches, tokens, 0.0, observe=True)
     counts = engine.attention_counts
     return (counts.skipped / counts.tiles).item()
 
 
 def busiest(engine: engine_module.Engine, batches: list[PackedBatch], tokens: int, count: int) -> list[str]:
-    """The kernels that take most of a step: milliseconds, launches, name."""
+    """Return lines with the kernels that take most of a step: milliseconds, launches, name."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         engine.train_step(batches, tokens, 0.0)
         torch.cuda.synchronize()
@@ -157,7 +164,7 @@ def busiest(engine: engine_module.Engine, batches: list[PackedBatch], tokens: in
 
 
 def measure(options: argparse.Namespace, config: TrainingConfig, model: str, lengths: list[int]) -> Iterator[dict]:
-    """Lines of the table, of one model: the lengths, then, after several, the first of them again."""
+    """Yield the rows of one model: every length, and if there are several, the first one again."""
     device = torch.device("cuda")
     with shifted_weights(options.logit) as models:
         engine = engine_module.Engine(config, model, config.stages[0], config.vocab_size, device)
@@ -191,21 +198,33 @@ def measure(options: argparse.Namespace, config: TrainingConfig, model: str, len
     torch.cuda.empty_cache()
 
 
-def main() -> None:
-    """Measure what was asked for on one GPU."""
+def parse() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("config")
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="over the file's")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 16384, 65536])
-    parser.add_argument("--recompute-from", type=int, default=65536, help="lengths that recompute every layer")
-    parser.add_argument("--tokens", type=int, default=65536, help="of a step, at most, or one micro-batch")
-    parser.add_argument("--tokens-at-once", type=int, default=16384, help="of a micro-batch, or one row")
-    parser.add_argument("--logit", type=float, default=-11.0, help="what logits are about; at most 0")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of timed steps in a cell, three steps at least")
-    parser.add_argument("--kernels", type=int, default=0, help="show so many of a step's kernels, by their time")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    add = parser.add_argument
+    add("config", metavar="CONFIG.yaml", help="configuration of megatron-sb train")
+    add("--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field of the file; repeatable")
+    lengths = [4096, 16384, 65536]
+    add("--lengths", nargs="+", type=int, default=lengths, help="tokens of a row (default: %(default)s)")
+    add("--recompute-from", type=int, default=65536, help="recompute every layer from here on (default: %(default)s)")
+    add("--tokens", type=int, default=65536, help="tokens of a step, at least a micro-batch (default: %(default)s)")
+    add(
+        "--tokens-at-once",
+        type=int,
+        default=16384,
+        help="tokens of a micro-batch, at least a row (default: %(default)s)",
+    )
+    add("--logit", type=float, default=-11.0, help="mean logit, at most 0 (default: %(default)s)")
+    add("--models", nargs="+", choices=MODELS, default=MODELS, help="models to measure (default: both)")
+    add("--seconds", type=float, default=5.0, help="seconds of timed steps, at least 3 steps (default: %(default)s)")
+    add("--kernels", type=int, default=0, help="number of slowest kernels to print (default: %(default)s)")
+    add("--json", type=Path, help="file for all measurements (default: none)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure the requested models and lengths on one GPU."""
+    options = parse()
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     here = machine()

@@ -1,14 +1,14 @@
-"""Training on several GPUs beside one: losses, tokens/s and memory of the same rows on every parallel layout.
+"""Compare training on one GPU with every parallel layout: losses, tokens/s and memory on the same rows.
 
 python benchmarks/training_layouts.py record OUT.json --model dense --lengths 16384 65536
 python benchmarks/training_layouts.py draw OUT.json OUT.png --beside MORE.json
 
-Runs `megatron-sb train` with each layout that this machine has the GPUs for, on the Python standard library as bytes,
-and reads its log. "1 GPU again" is one GPU with two rows at a time instead of one: how far it is from "1 GPU" is what
-rounding alone does to the losses. tokens/s is the median over the second half of the steps.
+The script runs `megatron-sb train` with each layout for which this machine has enough GPUs, on the bytes of the Python
+standard library, and reads the logs. "1 GPU again" processes two rows at a time instead of one. Its distance from
+"1 GPU" shows the effect of rounding alone. tokens/s is the median over the second half of the steps.
 
-A layout of four ranks that is asked for by --layouts runs on two GPUs as well, as a job over two machines that share
-them (NCCL is told so and goes over sockets): its losses are what they are anywhere, its times mean nothing.
+With --layouts, layouts of four ranks also run on two GPUs, as a job of two machines that share the GPUs. NCCL then
+communicates over sockets. The losses are valid, the times are not.
 """
 
 import argparse
@@ -34,17 +34,17 @@ TP2 = {"parallel.tensor_parallel_size": 2, "parallel.sequence_parallel": True}
 
 
 def cp(size: int) -> dict:
-    """Fields of a context-parallel layout."""
+    """Return the fields of a context-parallel layout."""
     return {"stages.0.context_parallel_size": size}
 
 
 def ep(size: int) -> dict:
-    """Fields of an expert-parallel layout."""
+    """Return the fields of an expert-parallel layout."""
     return {"parallel.expert_parallel_size": size}
 
 
 AGAIN = {"stages.0.rows_per_micro_batch": 2}
-LAYOUTS = {  # ranks and fields
+LAYOUTS = {  # name -> number of ranks, fields
     "dense": {
         ALONE: (1, {}),
         "1 GPU again": (1, AGAIN),
@@ -62,23 +62,23 @@ LAYOUTS = {  # ranks and fields
         "CP4 EP4": (4, cp(4) | ep(4)),
     },
 }
-BYTES = ["model.num_parameters=null", "model.make_vocab_size_divisible_by=128"]  # not the published vocabularies
+BYTES = ["model.num_parameters=null", "model.make_vocab_size_divisible_by=128"]  # a vocabulary of bytes
 MODELS = {
     "dense": (CONFIGS / "dense_350m.yaml", BYTES),
-    # The 6.5B family at a quarter of its layers and experts.
+    # A quarter of the layers and experts of the 6.5B model.
     "moe": (CONFIGS / "moe_6_5b.yaml", [*BYTES, "model.num_layers=10", "model.moe.num_experts=16"]),
 }
 
 
 def settings(options: argparse.Namespace, length: int, num_ranks: int) -> dict:
-    """What all layouts share."""
+    """Return the fields that all layouts share."""
     stage = {
         "name": "steps",
         "context_length": length,
         "steps": options.steps,
         "rows_per_step": max(2, options.tokens // length),
         "rows_per_micro_batch": 1,
-        "pad_multiple": 8,  # what four ranks need; so all layouts have the same rows
+        "pad_multiple": 8,  # four ranks need it; all layouts then have the same rows
         "learning_rate": 3e-4,
         "warmup_steps": 5,
     }
@@ -93,7 +93,7 @@ def settings(options: argparse.Namespace, length: int, num_ranks: int) -> dict:
 
 
 def train(config: Path, overrides: list[str], folder: Path, machines: int) -> list[dict]:
-    """The lines of a run's log. Raises RuntimeError with its last words where it fails."""
+    """Run a job and return the lines of its log. Raise RuntimeError with the end of its output if it fails."""
     start = [sys.executable, "-P", "-m", "megatron_sb.training"] if machines == 1 else [SEVERAL_MACHINES]
     command = [*map(str, [*start, config, *overrides, "--out", folder])]
     environment = {**os.environ, "PYTHON": sys.executable, "SECONDS_AT_MOST": str(LIMIT_SECONDS)}
@@ -105,19 +105,21 @@ def train(config: Path, overrides: list[str], folder: Path, machines: int) -> li
 
 
 def layouts_of(options: argparse.Namespace) -> Iterator[tuple[str, int, dict]]:
-    """Name, ranks and fields of those asked for, or else of all that this machine has the GPUs for."""
+    """Yield name, ranks and fields of the requested layouts. Default: all for which there are enough GPUs."""
     for name, (num_ranks, fields) in LAYOUTS[options.model].items():
         if name in options.layouts if options.layouts else num_ranks <= torch.cuda.device_count():
             yield name, num_ranks, fields
 
 
 def record(options: argparse.Namespace) -> None:
-    """Every length and layout but those that the file has; a layout that fails is recorded with its error."""
+    """Measure every length and layout that the file lacks. If a layout fails, its error is recorded."""
     config, overrides = MODELS[options.model]
     arguments = {name: getattr(options, name) for name in ("model", "steps", "tokens", "set")}
     recorded = json.loads(options.json.read_text()) if options.json.exists() else {"machine": arguments, "rows": []}
     if recorded["machine"] | arguments != recorded["machine"]:
-        raise SystemExit(f"{options.json} is of other settings: {recorded['machine']}, not {arguments}")
+        raise SystemExit(
+            f"{options.json} must have been recorded with {arguments}, got {recorded['machine']}. Name another file."
+        )
     rows = [row for row in recorded["rows"] if "error" not in row]
     for length in options.lengths:
         for name, num_ranks, layout in layouts_of(options):
@@ -139,7 +141,7 @@ def record(options: argparse.Namespace) -> None:
 
 
 def measured(lines: list[dict]) -> dict:
-    """What a run's log comes to."""
+    """Summarise the log of a run."""
     later = lines[len(lines) // 2 :]
     return {
         "losses": [line["loss"] for line in lines],
@@ -150,7 +152,7 @@ def measured(lines: list[dict]) -> dict:
 
 
 def line_of(row: dict, rows: list[dict]) -> str:
-    """A line of the table: losses beside those of one GPU."""
+    """Format a row, with the largest difference of its losses from those of one GPU."""
     alone = next((x for x in rows if (x["length"], x["layout"]) == (row["length"], ALONE) and "losses" in x), row)
     off = max(abs(a - b) for a, b in zip(row["losses"], alone["losses"], strict=True))
     line = (
@@ -163,7 +165,7 @@ def line_of(row: dict, rows: list[dict]) -> str:
 
 
 def draw(options: argparse.Namespace) -> None:
-    """Losses by step, and under them their distance from one GPU's; a column for each record and length."""
+    """Draw a column for each record and length: losses by step, and their distance from those of one GPU."""
     columns: dict[str, dict[str, list[float]]] = {}
     for file in (options.json, *options.beside):
         recorded = json.loads(file.read_text())
@@ -192,13 +194,16 @@ def draw(options: argparse.Namespace) -> None:
 def main() -> None:
     """Record or draw."""
     parser, recording, drawing = record_or_draw(__doc__, record, draw)
-    recording.add_argument("--model", choices=MODELS, default="dense")
-    recording.add_argument("--lengths", nargs="+", type=int, default=[16384])
-    recording.add_argument("--layouts", nargs="+", help="by default those that there are GPUs for")
-    recording.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="over the model's")
-    recording.add_argument("--steps", type=int, default=50)
-    recording.add_argument("--tokens", type=int, default=65536, help="of a step, two rows at least")
-    drawing.add_argument("--beside", nargs="+", type=Path, default=[], help="more records, each in columns of its own")
+    add = recording.add_argument
+    add("--model", choices=MODELS, default="dense", help="default: %(default)s")
+    add("--lengths", nargs="+", type=int, default=[16384], help="tokens of a row (default: %(default)s)")
+    add("--layouts", nargs="+", help="names of layouts (default: all for which there are enough GPUs)")
+    add("--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field of the model; repeatable")
+    add("--steps", type=int, default=50, help="training steps (default: %(default)s)")
+    add("--tokens", type=int, default=65536, help="tokens of a step, at least two rows (default: %(default)s)")
+    drawing.add_argument(
+        "--beside", nargs="+", type=Path, default=[], help="more records, drawn in further columns (default: none)"
+    )
     options = parser.parse_args()
     options.run(options)
 

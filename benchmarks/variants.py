@@ -1,8 +1,9 @@
-"""What forget gates and Euclidean logits cost over plain attention, on one GPU, in one run.
+"""Measure what forget gates and Euclidean logits cost compared with plain attention on one GPU.
 
-A row's contenders take turns, each with a cold L2; times are medians. Gates go to the portable kernels, and so do heads
-that Euclidean logits make wider; MEGATRON_SB_KERNELS=portable sends the plain attention there too. Inputs are those of
-attention.py in which nothing can be skipped; "both" is forward and backward, with the gradients of the gates too.
+The contenders of a row take turns, each with a cold L2 cache; times are medians. The portable kernels serve forget
+gates, and the wider heads of Euclidean logits. Set MEGATRON_SB_KERNELS=portable to use them for the plain attention
+too. The inputs are the "full" ones of attention.py, where nothing can be skipped. "both" is forward and backward,
+including the gradients of the gates.
 """
 
 import argparse
@@ -19,11 +20,11 @@ SHAPES = ((2, 16384, 12, 128), (2, 16384, 24, 64))
 
 
 def measure(shape: tuple[int, int, int, int], seconds: float) -> list[dict]:
-    """Milliseconds and TFLOP/s of the plain attention's operations, of every contender, by direction."""
+    """Measure every contender by direction: milliseconds, and TFLOP/s that count the operations of plain attention."""
     b, s, h, d = shape
     inputs = draw_inputs("full", *shape)
     gates = torch.full((b, s, h), 0.99, device=inputs[0].device).requires_grad_()
-    # |q - k|^2 is about 2 d + 44 sqrt(d) here, so that logits are far enough below 0 for nothing to be skipped
+    # |q - k|^2 is about 2 d + 44 sqrt(d) here. The logits are so far below 0 that nothing can be skipped.
     euclidean = {"logits": "euclidean", "scale": 0.25 * d**-0.5}
     contenders = {
         "plain": ours(),
@@ -42,13 +43,13 @@ def measure(shape: tuple[int, int, int, int], seconds: float) -> list[dict]:
 
 
 def line(row: dict) -> str:
-    """A row of the table."""
+    """Format a row of the table."""
     cells = " | ".join(f"{row['ms'][name]:.2f}, {row['tflops'][name]:.0f}" for name in row["ms"])
     return f"| {row['shape']} | {row['direction']} | {cells} |"
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict]:
-    """Those of every shape."""
+    """Yield the rows of every shape."""
     for b, length, h, d in SHAPES:
         yield from measure((b, length if on_gpu() else length // DRY_RUN_FACTOR, h, d), options.seconds)
 
