@@ -15,7 +15,7 @@ struct Field {
     std::string value;  // only the first 119 bytes are compared and shown
 };
 
-// Stands for a list that is too long for a field.
+// Returns a number that stands for a list in a field, because the list may be too long.
 uint64_t checksum(const std::vector<int64_t>& values);
 
 class Disagreement : public InvalidArgument {

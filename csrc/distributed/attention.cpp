@@ -1,4 +1,5 @@
-// context_parallel_attention: check, agree with the other ranks, choose a route; one autograd function over the routes.
+// context_parallel_attention: checks the call, agrees with the other ranks, chooses a route and runs it in one autograd
+// function.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -45,7 +46,7 @@ struct ContextParallelCall {
           return_mass(arguments.get<bool>("return_mass")),
           options(ops::read_attention_options(arguments)) {}
 
-    // x (b, rows, heads, head_dim), also if the plan is packed.
+    // Returns x as (b, rows, heads, head_dim). With a packed plan, b is 1.
     at::Tensor batched(const at::Tensor& x) const { return plan->packed() ? x.unsqueeze(0) : x; }
 
     bool wants_gradients() const {
@@ -57,7 +58,7 @@ struct ContextParallelCall {
 // The values that the checks of a call compute.
 struct CheckedCall {
     ops::BlockOptions options = {};
-    int num_exchanging = 0;  // ranks that exchange heads; 1: none do
+    int num_exchanging = 0;  // how many ranks exchange heads; 1 means none
 };
 
 void check_comm(const std::string& comm) {
@@ -66,7 +67,7 @@ void check_comm(const std::string& comm) {
                       "\"");
 }
 
-// The groups of "a2a+p2p" are subgroups of the plan's group. Ranks that exchange heads are neighbours in it.
+// The groups of "a2a+p2p" must be subgroups of the plan's group, and the ranks of an a2a group neighbours in it.
 void check_hierarchy(const ContextParallelPlan& plan, const std::string& heads, const std::string& keys) {
     TORCH_CHECK_VALUE(!heads.empty() && !keys.empty(),
                       "hierarchical_groups must be the a2a group and the p2p group of this rank with "
@@ -110,7 +111,7 @@ void check_rows(const ContextParallelCall& call) {
         ops::check_rank(name, x, rank, shape);
         const int64_t rows = x.size(rank - 3);
         TORCH_CHECK_VALUE(rows == plan.local_len(), name, " must have ", plan.local_len(),
-                          " local rows, as the plan with seq_len = ", plan.seq_len(), " over ", plan.size(),
+                          " local rows, as the plan has seq_len = ", plan.seq_len(), " over ", plan.size(),
                           " ranks, got ", rows);
     }
 }
@@ -149,8 +150,9 @@ std::vector<Field> call_fields(const ContextParallelCall& call, const CheckedCal
             {"mass_threshold", concat(std::hexfloat, call.options.mass_threshold)}};
 }
 
-// Throws on every rank if any rank has an invalid argument, as far as agree_on_call() can. This rank throws its own
-// error if it has one, with its type.
+// Checks the call and that all ranks make the same call. If a rank has an invalid argument, agree_on_call() makes every
+// rank throw (later calls of a plan: only that rank). The rank with the invalid argument throws its own error, which
+// keeps its type.
 CheckedCall check_and_agree(const ContextParallelCall& call) {
     CheckedCall checked;
     std::exception_ptr own_error;
@@ -170,7 +172,7 @@ CheckedCall check_and_agree(const ContextParallelCall& call) {
     return checked;
 }
 
-// The part of a call that the backward needs, without tensors.
+// What the backward needs of a call, except for tensors.
 struct SavedCall : torch::CustomClassHolder {
     PlanPointer plan;
     RouteNames route;
@@ -198,11 +200,11 @@ class Attend : public torch::autograd::Function<Attend> {
         return {result.o, call->return_mass ? result.mass : at::empty({0}, result.o.options())};
     }
 
-    // Makes its exchanges even if this rank has no gradient of o: the other ranks wait for them.
+    // Communicates even if this rank has no gradient of o, because the other ranks wait for it.
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
         const variable_list saved = ctx->get_saved_variables();
         const auto call = c10::static_intrusive_pointer_cast<SavedCall>(ctx->saved_data["call"].toCapsule());
-        // The saved tensors may be exchanged heads, which have no history: the inputs have it.
+        // The saved tensors may be exchanged heads, which have no autograd history. The inputs of the node have it.
         variable_list sources = ops::inputs_of_running_node();
         sources.insert(sources.end(), grads.begin(), grads.end());
         variable_list gradients = ops::once_differentiable(sources, [&]() -> variable_list {

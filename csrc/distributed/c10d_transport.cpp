@@ -25,7 +25,7 @@ void guard(const std::string& what, const Call& call) {
     }
 }
 
-// " 1 2" for messages with ranks 1, 1 and 2.
+// Returns " 1 2" for messages with ranks 1, 1 and 2.
 std::string peers_of(const std::vector<Message>& messages) {
     std::set<int> peers;
     for (const Message& message : messages) peers.insert(message.peer);

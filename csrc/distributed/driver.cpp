@@ -1,7 +1,20 @@
-// The forward processes the keys of each run (plan/schedule.h) from newest to oldest and passes (o, mass) from block to
-// block. At the end it folds the runs. The backward processes the keys from oldest to newest and passes the prefix, the
-// sum of g, from block to block. The prefix starts at mass * d_mass. For a run that has older keys, dO . (output of the
-// older keys) is added.
+// The ring, and every other mode, on one screen. A KeySource brings the keys of all ranks to this rank, block by block,
+// and sends the gradients of the keys back to their owners. While this rank computes on one step's blocks, the blocks
+// of the next step arrive. A run is a sequence of blocks that arrive in order (plan/schedule.h).
+//
+//   forward:
+//       for each step, for each block of the step:                   (each run gets its newest keys first)
+//           o, mass = block_forward(q, block, mass_in = mass of the run)
+//           o of the run += o,  mass of the run = mass
+//       fold the runs
+//
+//   backward:
+//       prefix of each run = mass * d_mass + dO . (output of the keys older than the run)
+//       for each step, for each block of the step:                   (each run gets its oldest keys first)
+//           prefix of the run = block_backward(dO, q, block, prefix_in = prefix of the run), which adds to dq, dk, dv
+//           send the gradients of the block
+//
+// Both repeat this for each group of KV heads. Only all_gather has several groups.
 #include "distributed/driver.h"
 
 #include <ATen/ATen.h>
@@ -17,24 +30,20 @@ namespace {
 
 using at::Tensor;
 
-// `type`: the dtype of the gradients, if the keys are local.
+// `type`: the dtype of dk and dv with kLocal. The other modes use the accumulation type.
 std::unique_ptr<KeySource> make_key_source(const RankCall& call, plan::Pass pass, at::ScalarType type) {
     if (call.comm == Comm::kRing) return make_ring_keys(*call.transport, call.plan, pass, call.k, call.v);
     if (call.comm == Comm::kGather) return make_gathered_keys(*call.transport, call.plan, call.k, call.v);
     return make_local_keys(call.k, call.v, type);
 }
 
-// The query heads that read a range of KV heads. `dim` is the dimension of x that counts the query heads.
+// Returns the query heads of x that read a range of KV heads. `dim` is the dimension of x that counts query heads.
 Tensor query_heads(const RankCall& call, const Tensor& x, int64_t dim, HeadRange kv_heads) {
     const int64_t heads_per_kv_head = call.q.size(2) / call.k.size(2);
     return x.narrow(dim, kv_heads.begin * heads_per_kv_head, kv_heads.count * heads_per_kv_head);
 }
 
-std::optional<Tensor> if_defined(const Tensor& x) {
-    return x.defined() ? std::optional<Tensor>(x) : std::nullopt;
-}
-
-// The prefix of each run before its oldest block, for the query heads of one group.
+// Returns the prefix with which each run starts at its oldest block, for the query heads of one group.
 std::vector<Tensor> initial_prefixes(const SegmentTables& tables, const GroupRecord& record, const Tensor& d_o,
                                      const Tensor& oldest_prefix) {
     std::vector<Tensor> prefixes;
@@ -56,7 +65,7 @@ std::vector<Tensor> initial_prefixes(const SegmentTables& tables, const GroupRec
 RankOutput attend_forward(const RankCall& call, bool keep_records) {
     const SegmentTables& tables = call.plan.tables(call.comm);
     const auto keys = make_key_source(call, plan::Pass::kForward, call.k.scalar_type());
-    // A single block gives the result; several give partial results, which need the accumulation type.
+    // The output of a single block is the result. The outputs of several blocks are summed in the accumulation type.
     const auto o_type = tables.segments.size() == 1 ? call.q.scalar_type() : ops::accumulation_type(call.q);
     RankOutput result;
     std::vector<Tensor> o, mass;  // by group of KV heads
@@ -74,7 +83,7 @@ RankOutput attend_forward(const RankCall& call, bool keep_records) {
                 Partial& partial = partials[run];
                 const ops::BlockOutput out =
                     ops::block_forward(run_rows(q, 1, tables.runs[run]), block.k, block.v, segments,
-                                       if_defined(partial.mass), call.options, o_type);
+                                       ops::if_defined(partial.mass), call.options, o_type);
                 partial = {partial.o.defined() ? partial.o.add_(out.o) : out.o, out.mass};
                 record.restart_edge[block.buffer] = out.restart_edge;
                 record.restart_mass[block.buffer] = out.restart_mass;
@@ -95,14 +104,14 @@ Gradients attend_backward(const RankCall& call, const Tensor& d_o, const Tensor&
                           const std::vector<GroupRecord>& records, at::ScalarType type) {
     const SegmentTables& tables = call.plan.tables(call.comm);
     const Tensor& q = call.q;
-    // The gradients of a single block are the result, so a kernel may write them in its dtype. Those of several blocks
-    // are summed in the accumulation type.
-    const bool written = call.comm == Comm::kLocal && type == q.scalar_type() && tables.segments[0].defined() &&
-                         ops::narrow_gradients(q, call.v, call.options);
-    const auto block_type = written ? type : ops::accumulation_type(q);
+    // The gradients of a single block are the result, so the kernel can write them in `type`. The gradients of several
+    // blocks are summed in the accumulation type.
+    const bool kernel_writes = call.comm == Comm::kLocal && type == q.scalar_type() && tables.segments[0].defined() &&
+                               ops::narrow_gradients(q, call.v, call.options);
+    const auto block_type = kernel_writes ? type : ops::accumulation_type(q);
     const auto keys = make_key_source(call, plan::Pass::kBackward, block_type);
     const auto dq_options = q.options().dtype(block_type);
-    const Tensor dq = written ? at::empty(q.sizes(), dq_options) : at::zeros(q.sizes(), dq_options);
+    const Tensor dq = kernel_writes ? at::empty(q.sizes(), dq_options) : at::zeros(q.sizes(), dq_options);
     const Tensor oldest_prefix = d_mass.defined() ? mass * d_mass : at::zeros_like(mass);
     for (int group = 0; group < keys->num_groups(); ++group) {
         const HeadRange kv_heads = keys->heads(group);
@@ -120,7 +129,7 @@ Gradients attend_backward(const RankCall& call, const Tensor& d_o, const Tensor&
                 const KeyGradients gradients = keys->gradients(i);
                 prefixes[run] = ops::block_backward(
                     rows(d_o, run), rows(q, run), blocks[i].k, blocks[i].v, tables.segments[buffer],
-                    record.restart_edge[buffer], record.restart_mass[buffer], if_defined(record.mass_in[run]),
+                    record.restart_edge[buffer], record.restart_mass[buffer], ops::if_defined(record.mass_in[run]),
                     prefixes[run], call.options, {rows(dq, run), gradients.dk, gradients.dv});
             }
             keys->finish_step();

@@ -13,9 +13,9 @@
 
 namespace megatron_sb::distributed {
 
-// A call of attend_forward and of the attend_backward that follows. All ranks make it.
+// A call of attend_forward or of the attend_backward that belongs to it. All ranks make the same calls.
 struct RankCall {
-    Transport* transport;  // null if comm is kLocal
+    Transport* transport;  // between the ranks that send keys; null if comm is kLocal
     const RankPlan& plan;
     Comm comm;
     at::Tensor q, k, v;  // (b, s_local, h, d), (b, s_local, h_kv, d), (b, s_local, h_kv, d_v); unit last stride
@@ -34,8 +34,8 @@ struct Gradients {
 
 RankOutput attend_forward(const RankCall& call, bool keep_records);
 
-// d_o like o with a unit last stride; d_mass like mass, or undefined: 0. `mass` and `records` are the forward's.
-// Gradients come in `type`: q's dtype or the accumulation type.
+// d_o has the shape of o and a unit last stride. d_mass has the shape of mass; undefined means 0. `mass` and `records`
+// are results of the forward. Gradients have the dtype `type`: q's dtype or the accumulation type.
 Gradients attend_backward(const RankCall& call, const at::Tensor& d_o, const at::Tensor& d_mass, const at::Tensor& mass,
                           const std::vector<GroupRecord>& records, at::ScalarType type);
 

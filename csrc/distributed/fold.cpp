@@ -9,13 +9,14 @@ namespace {
 
 using at::Tensor;
 
-// A value (b, h, rows) for each row of (b, rows, h, d).
+// Converts values of rows (b, h, rows) to (b, rows, h, 1), which broadcasts over o (b, rows, h, d_v).
 Tensor broadcast_to_rows(const Tensor& value) {
     return value.transpose(1, 2).unsqueeze(-1);
 }
 
-// Removes the rows outside `live` from the backward of a run: their restart records start it in no block.
-void keep_rows(const SegmentTables& tables, size_t run, const Tensor& live, GroupRecord& record) {
+// Zeroes the restart records of the rows that are not `live`, in all blocks of a run. The backward of the run then
+// starts these rows in no block.
+void zero_restarts_except(const SegmentTables& tables, size_t run, const Tensor& live, GroupRecord& record) {
     std::vector<Tensor> edges, masses;
     for (size_t buffer = 0; buffer < tables.run_of.size(); ++buffer) {
         if (tables.run_of[buffer] != static_cast<int>(run)) continue;
@@ -45,17 +46,17 @@ Partial fold_runs(const SegmentTables& tables, const std::vector<Partial>& parti
     const Partial whole{oldest_run_writes_all_rows ? at::empty(sizes, options) : at::zeros(sizes, options),
                         at::ones({q.size(0), q.size(2), q.size(1)}, options)};
 
-    std::vector<Tensor> mass_in(num_runs);  // newest to oldest: the mass at each run's newer edge
+    std::vector<Tensor> mass_in(num_runs);  // newest to oldest: the mass at the newer edge of each run
     for (size_t i = 0; i < num_runs; ++i) {
         const Tensor mass = run_rows(whole.mass, 2, tables.runs[i]);
         if (i > 0) {
-            // False for a NaN.
+            // Comparisons with a NaN are false, so a NaN counts as used up.
             const Tensor live = mass_threshold > 0 ? mass.ge(mass_threshold) : mass.gt(0);
             const Tensor used_up = live.logical_not();
             mass_in[i] = mass.masked_fill(used_up, 0);
             partials[i].o.masked_fill_(broadcast_to_rows(used_up), 0);
             partials[i].mass.masked_fill_(used_up, 1);
-            if (record != nullptr) keep_rows(tables, i, live, *record);
+            if (record != nullptr) zero_restarts_except(tables, i, live, *record);
         }
         mass.mul_(partials[i].mass);
     }

@@ -11,7 +11,7 @@
 
 namespace megatron_sb::distributed {
 
-// The result of some keys for some rows.
+// The result of attending to a part of the keys.
 struct Partial {
     at::Tensor o;     // (b, rows, h, d_v)
     at::Tensor mass;  // (b, h, rows)
@@ -20,12 +20,12 @@ struct Partial {
 // Folds `partials`, one for each run of `tables`, newest first, for each row of q. Overwrites the partials. d_v: the
 // head_dim of v. If `record` is not null, fills its mass_in and older_o.
 //
-// A row whose mass falls below mass_threshold ends there, as it does in a kernel: older runs contribute nothing to it.
-// This keeps a NaN among the older keys out of the row.
+// When the mass of a row falls below mass_threshold, older runs contribute nothing to the row, as in a kernel. This
+// also keeps a NaN among the older keys out of the row.
 Partial fold_runs(const SegmentTables& tables, const std::vector<Partial>& partials, const at::Tensor& q, int64_t d_v,
                   double mass_threshold, GroupRecord* record);
 
-// The rows of `run`; `dim` is the dimension of x that counts the local rows.
+// Returns the rows of `run`; `dim` is the dimension of x that counts the local rows.
 at::Tensor run_rows(const at::Tensor& x, int64_t dim, const plan::Run& run);
 
 }  // namespace megatron_sb::distributed

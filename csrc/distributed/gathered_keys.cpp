@@ -1,6 +1,6 @@
-// all_gather: every rank sees the whole stream in order, a group of KV heads at a time. The gather of the next group
-// overlaps this group's compute. In the backward the reduce-scatter of this group's gradients overlaps the next
-// group's.
+// all_gather: every rank gets the keys of the whole stream in order, one group of KV heads at a time. The gather of the
+// next group overlaps the compute of this group. In the backward, the reduce-scatter of the gradients of this group
+// overlaps the compute of the next group.
 #include <ATen/ATen.h>
 
 #include "distributed/key_source.h"

@@ -1,4 +1,4 @@
-// What the backward needs of one group of KV heads. Values for each row are (b, heads, rows of the run).
+// What the backward needs of one group of KV heads. Values of rows are (b, query heads of the group, rows of the run).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,15 +10,17 @@
 namespace megatron_sb::distributed {
 
 struct GroupRecord {
-    // Restart records by key buffer; undefined for a buffer that no query of this rank sees.
+    // By key buffer: restart records. Undefined for a buffer that no query of this rank sees.
     std::vector<at::Tensor> restart_edge, restart_mass;
-    // By run: the mass at its newer edge, 0 for a row that ended before; undefined for the newest run, where it is 1.
+    // By run: the mass at its newer edge, 0 for a row that newer runs have used up. Undefined for the newest run, where
+    // it is 1.
     std::vector<at::Tensor> mass_in;
-    // By run: the output of all older keys, in the accumulation type; undefined for the oldest run.
+    // By run: the output (b, rows, heads, d_v) of all keys older than the run, in the accumulation type. Undefined for
+    // the oldest run.
     std::vector<at::Tensor> older_o;
 };
 
-// Records as one list of tensors, which autograd can save, and back.
+// Convert records to one list of tensors, which autograd can save, and back.
 std::vector<at::Tensor> flatten(const std::vector<GroupRecord>& records);
 std::vector<GroupRecord> unflatten(const SegmentTables& tables, const std::vector<at::Tensor>& tensors);
 

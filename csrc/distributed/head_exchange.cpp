@@ -10,13 +10,13 @@
 namespace megatron_sb::distributed {
 namespace {
 
-// x (b, rows, heads, width) as (b, rows, ranks, heads of each, width).
+// Returns x (b, rows, heads, width) as (b, rows, ranks, heads of a rank, width).
 at::Tensor by_rank(const at::Tensor& x, int64_t ranks) {
     const int64_t heads = x.size(2);
     return (heads % ranks == 0 ? x : x.repeat_interleave(ranks / heads, 2)).unflatten(2, {ranks, -1});
 }
 
-// x as elements of 16 bytes, which copy fastest.
+// Returns x as elements of 16 bytes, which copy fastest.
 at::Tensor as_16_bytes(const at::Tensor& x) {
     return x.view(at::kComplexDouble);
 }
@@ -76,9 +76,9 @@ HeadExchange::HeadExchange(Transport& transport, const RankPlan& plan, int64_t n
 std::string HeadExchange::problem(int64_t num_heads, int64_t num_kv_heads, int num_ranks) {
     const bool shared = num_kv_heads % num_ranks == 0, repeated = num_ranks % num_kv_heads == 0;
     if (num_heads % num_ranks == 0 && (shared || repeated)) return "";
-    return concat("heads to be exchanged between ", num_ranks,
-                  " ranks: q's heads must be a multiple of the ranks and k's heads a multiple or a divisor, got ",
-                  num_heads, " and ", num_kv_heads);
+    return concat("for heads to be exchanged between ", num_ranks,
+                  " ranks, the number of heads of q must be a multiple of ", num_ranks,
+                  " and that of k a multiple or a divisor of ", num_ranks, ", got ", num_heads, " and ", num_kv_heads);
 }
 
 std::vector<at::Tensor> HeadExchange::to_heads(const std::vector<at::Tensor>& xs) const {

@@ -1,8 +1,10 @@
-// a2a: ranks exchange heads for rows, so that each rank has all of their rows for its share of the heads; and back.
+// a2a: ranks exchange rows for heads. Afterwards each rank has the rows of all these ranks, for its share of the heads.
+// The output is exchanged back.
 //
 // With n heads and A ranks, rank a gets the n / A heads from a * n / A on. If there are fewer KV heads than ranks, each
-// KV head goes to the A / n ranks whose query heads read it, and its returned gradients are summed. All heads travel in
-// one exchange, without overlapping compute: a kernel on part of the heads costs more than the transfer.
+// KV head goes to the A / n ranks with the query heads that read it, and their gradients of the head are summed. All
+// heads are sent in one exchange that does not overlap compute, because a kernel on a part of the heads loses more time
+// than the transfer takes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,26 +23,28 @@ class HeadExchange {
     // `transport` and `plan` must outlive the object; `plan` is for transport.size() exchanging ranks.
     HeadExchange(Transport& transport, const RankPlan& plan, int64_t num_heads, int64_t num_kv_heads);
 
-    // The reason why num_ranks ranks cannot exchange these heads; "" if they can.
+    // Returns why num_ranks ranks cannot exchange these heads; "" if they can.
     static std::string problem(int64_t num_heads, int64_t num_kv_heads, int num_ranks);
 
-    // Whether a KV head goes to several ranks.
+    // Returns whether a KV head goes to several ranks.
     bool repeats_keys() const { return num_kv_heads_ % transport_.size() != 0; }
 
-    // Each x (b, s_local, heads or KV heads, width) becomes (b, joint rows, this rank's heads, width). Dtypes may
-    // differ; one row of a head takes a multiple of four bytes.
+    // Converts each x (b, s_local, heads or KV heads, width) to (b, joint rows, this rank's heads, width). The tensors
+    // may have different dtypes. One row of a head must take a multiple of four bytes.
     std::vector<at::Tensor> to_heads(const std::vector<at::Tensor>& xs) const;
     // Writes each y (b, joint rows, this rank's heads, width) into its x (b, s_local, heads or KV heads, width). Sums a
     // head that several ranks have.
     void to_rows(const std::vector<at::Tensor>& ys, const std::vector<at::Tensor>& xs) const;
 
   private:
-    // Whether each row range is sent to its place in the joint buffer. If not, rows are sorted after the transfer.
+    // Returns whether each row range is sent to its place in the joint buffer. If not, rows are sorted after the
+    // transfer.
     bool sends_row_ranges() const { return !plan_.to_joint.defined(); }
-    // The messages to or from each rank: views of x (ranks, s_local, ..) or of x (joint rows, ..), both contiguous.
+    // Return the messages to or from each rank, as views of x (ranks, s_local, ..) or of x (joint rows, ..). Both x
+    // must be contiguous.
     std::vector<Message> pieces_by_rank(const at::Tensor& x) const;
     std::vector<Message> pieces_of_joint(const at::Tensor& x) const;
-    // Copies this rank's own pieces before it returns.
+    // Copies the pieces that stay on this rank before it returns.
     std::unique_ptr<Pending> exchange(const std::vector<Message>& from, const std::vector<Message>& to) const;
 
     Transport& transport_;

@@ -1,4 +1,4 @@
-// Ranks as threads of one process that share mailboxes: the transport of the driver's tests.
+// A transport for the tests of the driver. Ranks are threads of one process, which share mailboxes.
 #pragma once
 
 #include <chrono>

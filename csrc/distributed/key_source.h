@@ -28,40 +28,41 @@ struct HeadRange {
     int64_t count;
 };
 
-// One pass over the keys. For each group of KV heads and each step, the driver calls next_blocks() and, in the
-// backward, gradients() for the blocks it computes and then finish_step().
+// One pass over the keys. For each group of KV heads and each step, the driver calls next_blocks(). In the backward it
+// then calls gradients() for each block that it computes, and finish_step().
 class KeySource {
   public:
     virtual ~KeySource() = default;
     virtual int num_groups() const = 0;
     virtual int num_steps() const = 0;
-    virtual HeadRange heads(int group) const = 0;  // KV heads
-    // The blocks of this step. Starts the transfer of the next step's blocks, which overlaps this step's compute.
+    virtual HeadRange heads(int group) const = 0;  // the KV heads of a group
+    // Returns the blocks of this step. Starts the transfer of the next step's blocks, which overlaps the compute of
+    // this step.
     virtual std::vector<KeyBlock> next_blocks() = 0;
-    // The tensors for this rank's gradients of block `block` of this step; called at most once for each block. A kernel
-    // adds to them if they are in the accumulation type, and writes them if they are in the dtype of k (local keys
-    // only).
+    // Returns the tensors to which a kernel adds this rank's gradients of block `block` of this step. Local keys in the
+    // dtype of k are an exception: the kernel overwrites their gradients. Called at most once for each block.
     virtual KeyGradients gradients(size_t block) = 0;
     // Sends the gradients of this step's blocks.
     virtual void finish_step() = 0;
-    // After the last step: the gradients of this rank's own keys and values, (b, s_local, kv heads, ..).
+    // Returns, after the last step, the gradients of this rank's own keys and values, (b, s_local, kv heads, ..).
     virtual KeyGradients own_gradients() = 0;
 };
 
-// k (b, s_local, h_kv, d), v (b, s_local, h_kv, d_v). `transport` and `plan` must outlive the source.
+// All take k (b, s_local, h_kv, d) and v (b, s_local, h_kv, d_v). `transport` and `plan` must outlive the source.
+
 // Moves chunks of keys around the ring.
 std::unique_ptr<KeySource> make_ring_keys(Transport& transport, const RankPlan& plan, plan::Pass pass,
                                           const at::Tensor& k, const at::Tensor& v);
 // Gathers the whole stream, a group of KV heads at a time, and reduce-scatters the gradients.
 std::unique_ptr<KeySource> make_gathered_keys(Transport& transport, const RankPlan& plan, const at::Tensor& k,
                                               const at::Tensor& v);
-// Gives k and v without a transfer. Gradients come in `type`.
+// Returns k and v as one block, without a transfer. dk and dv have the dtype `type`.
 std::unique_ptr<KeySource> make_local_keys(const at::Tensor& k, const at::Tensor& v, at::ScalarType type);
 
-// The most bytes of gathered keys and values that are allocated at a time.
+// Returns how many bytes of gathered keys and values are allocated at a time, at most.
 int64_t gathered_bytes(int ranks, const at::Tensor& k, const at::Tensor& v);
 
-// k and v of kv, or dk and dv of its gradient.
+// Return k and v as views of kv, or dk and dv as views of its gradient.
 inline at::Tensor keys_of(const at::Tensor& kv, int64_t d) {
     return kv.narrow(3, 0, d);
 }

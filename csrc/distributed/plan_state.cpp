@@ -14,11 +14,11 @@ using CuSeqlens = std::optional<std::vector<int64_t>>;
 
 int64_t stream_rows(std::optional<int64_t> seq_len, const CuSeqlens& cu_seqlens) {
     if (seq_len) return *seq_len;
-    if (!cu_seqlens) throw InvalidArgument("seq_len must be given without cu_seqlens, got none");
+    if (!cu_seqlens) throw InvalidArgument("seq_len must be given if cu_seqlens is not, got neither");
     return cu_seqlens->empty() ? 0 : cu_seqlens->back();
 }
 
-// Describes the first difference between the ranks' lists, which have one length. Collective.
+// Describes the first difference between the lists of the ranks, which have equal lengths. Collective.
 std::string first_difference(Transport& transport, const std::vector<int64_t>& cu_seqlens) {
     const c10::Device device = transport.control_device();
     const at::Tensor mine = distributed::index_tensor(cu_seqlens, device);
@@ -81,7 +81,8 @@ void ContextParallelPlan::State::agree_on_call(const std::vector<Field>& fields,
     for (const Field& field : fields) key += field.value + "\n";
     const std::lock_guard<std::mutex> lock(mutex_);
     if (error.empty() && agreed_.count(key) > 0) return;
-    // After the first agreement the other ranks may not call agree() again: a message from here would meet their data.
+    // After the first agreement the other ranks may not call agree() again, and would receive this rank's message as
+    // data.
     if (!error.empty() && !agreed_.empty()) throw InvalidArgument(error);
     agree(*distributed::c10d_transport(group_name), "context_parallel_attention", fields, error);
     agreed_.insert(key);

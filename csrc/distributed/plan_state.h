@@ -26,11 +26,12 @@ class ContextParallelPlan::State {
     const plan::Packing packing;
     const bool packed;
 
-    // The tables on a device, for `num_exchanging` ranks that exchange heads (rank_plan.h). The first call uploads
-    // them.
+    // Returns the tables on a device, for `num_exchanging` ranks that exchange heads (rank_plan.h). The first call
+    // uploads them.
     std::shared_ptr<const distributed::RankPlan> rank_plan(c10::Device device, int num_exchanging);
-    // Checks, once for each set of values, that all ranks call with the same values. After the first agreement a
-    // non-empty `error` (see agree()) is thrown on this rank only; ranks that wait for this one run into their timeout.
+    // Checks, once for each set of values, that all ranks call with the same values. After the first agreement, a
+    // non-empty `error` (see agree()) is thrown on this rank only. Other ranks that wait for this rank then throw after
+    // the timeout of the group.
     void agree_on_call(const std::vector<distributed::Field>& fields, const std::string& error);
 
   private:

@@ -29,7 +29,7 @@ RowSet make_row_set(const std::vector<int64_t>& rows, c10::Device device) {
     return {rows.front(), count, contiguous ? at::Tensor() : index_tensor(rows, device)};
 }
 
-// For each row of the buffers of the exchanging ranks, one buffer after the other: its row in their joint buffer.
+// Returns the row in the joint buffer of each row of the concatenated local buffers of the exchanging ranks.
 std::vector<int64_t> joint_order(const plan::Partition& partition, const plan::Partition& joint, int joint_rank) {
     std::vector<int64_t> joint_row(partition.num_rows()), order;
     const std::vector<int64_t> joint_rows = joint.local_positions(joint_rank);
@@ -43,7 +43,7 @@ std::vector<int64_t> joint_order(const plan::Partition& partition, const plan::P
     return order;
 }
 
-// The row ranges of each rank, from the result of joint_order().
+// Returns the row ranges of each rank. `order` is the result of joint_order().
 std::vector<std::vector<RowRange>> find_row_ranges(const std::vector<int64_t>& order, int num_ranks) {
     const auto rows = static_cast<int64_t>(order.size()) / num_ranks;
     std::vector<std::vector<RowRange>> ranges(num_ranks);

@@ -11,13 +11,14 @@
 
 namespace megatron_sb::distributed {
 
-// Rows of a local buffer: a range, or a list if they are not contiguous.
+// Some rows of a local buffer: a range, or a list if they are not contiguous.
 struct RowSet {
     int64_t begin;
     int64_t count;
     at::Tensor list;  // int64; undefined: [begin, begin + count)
 
-    at::Tensor read(const at::Tensor& x) const;  // these rows of x (b, rows, ..); a view of a range, a copy of a list
+    // Returns these rows of x (b, rows, ..): a view for a range, a copy for a list.
+    at::Tensor read(const at::Tensor& x) const;
     void write(const at::Tensor& x, const at::Tensor& value) const;
 };
 
@@ -29,7 +30,8 @@ struct RowRange {
     int64_t count;
 };
 
-// plan::SegmentPlan with its tables on the device: int32 (segments, 5), undefined for a key buffer without segments.
+// plan::SegmentPlan with its tables on the device: int32 (num_segments, 5), undefined for a key buffer without
+// segments.
 struct SegmentTables {
     std::vector<plan::Run> runs;  // newest to oldest
     std::vector<int> run_of;      // by key buffer
@@ -40,7 +42,7 @@ struct SegmentTables {
 enum class Comm : int8_t {
     kRing,    // "p2p"
     kGather,  // "all_gather"
-    kLocal,   // no transfer: this rank has them
+    kLocal,   // no transfer: this rank already has them
 };
 
 // From this many rows on, two modes change how they transfer data:
@@ -58,13 +60,14 @@ struct RankPlan {
     int rank;
     SegmentTables ring;         // a key buffer is a chunk
     SegmentTables gather;       // the only key buffer is the stream
-    std::vector<RowSet> lanes;  // this rank's chunk of each lane, in its local buffer
+    std::vector<RowSet> lanes;  // by lane: the rows of this rank's own chunk in its local buffer
     // Row i of the stream is row to_stream[i] of the concatenated local buffers of all ranks; from_stream is the
     // inverse.
     at::Tensor to_stream;
     at::Tensor from_stream;
-    // If ranks exchange heads, either these: row i of the joint buffer is row to_joint[i] of the concatenated local
-    // buffers of these ranks, and from_joint is the inverse. Or, if to_joint is undefined, row_ranges by rank.
+    // If ranks exchange heads, the place of their rows in the joint buffer. Either to_joint is defined: row i of the
+    // joint buffer is row to_joint[i] of the concatenated local buffers of these ranks, and from_joint is the inverse.
+    // Or row_ranges is filled, one list for each of these ranks.
     at::Tensor to_joint = {};
     at::Tensor from_joint = {};
     std::vector<std::vector<RowRange>> row_ranges = {};
@@ -80,9 +83,10 @@ struct RankPlan {
 RankPlan make_rank_plan(const plan::Partition& partition, int rank, c10::Device device, int num_exchanging = 1,
                         int64_t rows_to_split_heads = kRowsToSplitHeads);
 
-// x.index_select(dim, rows), copied in units of eight bytes if x permits it. `dim` is not the last dimension.
+// Returns x.index_select(dim, rows), copied in units of eight bytes if x can be viewed so. `dim` is not the last
+// dimension.
 at::Tensor select_rows(const at::Tensor& x, int64_t dim, const at::Tensor& rows);
-// Whether x can be viewed as elements of `bytes` bytes.
+// Returns whether x can be viewed as elements of `bytes` bytes.
 bool divides_into(const at::Tensor& x, int64_t bytes);
 at::Tensor index_tensor(const std::vector<int64_t>& rows, c10::Device device);
 at::Tensor inverse_permutation(const at::Tensor& permutation);

@@ -1,5 +1,5 @@
-// p2p: a chunk of keys of each lane moves from neighbour to neighbour (plan/schedule.h). In the backward its gradients
-// follow one step behind, so that their transfer also overlaps the compute of a step.
+// p2p: in each step, each lane moves its chunk of keys to the neighbouring rank (plan/schedule.h). In the backward the
+// gradients of a chunk follow one step behind it, so their transfer overlaps the compute of a step too.
 #include <ATen/ATen.h>
 
 #include "distributed/key_source.h"
@@ -30,7 +30,8 @@ class RingKeys final : public KeySource {
           wide_(ops::accumulation_type(k)) {
         std::vector<at::Tensor> own;
         for (const RowSet& rows : plan.lanes) own.push_back(at::cat({rows.read(k), rows.read(v)}, -1).contiguous());
-        keys_ = pass == plan::Pass::kForward ? Transfer{std::move(own), nullptr} : send_on(own);
+        // The backward starts one exchange away from the home rank, so that the gradients end there.
+        keys_ = pass == plan::Pass::kForward ? Transfer{std::move(own), nullptr} : rotate(own);
     }
 
     int num_groups() const override { return 1; }
@@ -45,7 +46,7 @@ class RingKeys final : public KeySource {
                               values_of(current_[lane], d_)});
         }
         own_gradients_ = std::vector<at::Tensor>(blocks.size());
-        if (++step_ < num_steps()) keys_ = send_on(current_);
+        if (++step_ < num_steps()) keys_ = rotate(current_);
         return blocks;
     }
 
@@ -64,7 +65,7 @@ class RingKeys final : public KeySource {
                 own = own.defined() ? own.add_(received[lane]) : received[lane];
             }
         }
-        gradients_ = step_ < num_steps() ? send_on(own_gradients_) : Transfer{own_gradients_, nullptr};
+        gradients_ = step_ < num_steps() ? rotate(own_gradients_) : Transfer{own_gradients_, nullptr};
     }
 
     KeyGradients own_gradients() override {
@@ -76,8 +77,9 @@ class RingKeys final : public KeySource {
     }
 
   private:
-    // Sends each lane's tensor to the next rank and receives the previous rank's. One rank keeps its own tensors.
-    Transfer send_on(const std::vector<at::Tensor>& tensors) {
+    // Sends the tensor of each lane to the next rank and receives that of the previous rank. With one rank, returns
+    // `tensors`.
+    Transfer rotate(const std::vector<at::Tensor>& tensors) {
         if (transport_.size() == 1) return {tensors, nullptr};
         Transfer transfer;
         std::vector<Message> sends, receives;
@@ -94,7 +96,7 @@ class RingKeys final : public KeySource {
     const RankPlan& plan_;
     const plan::Pass pass_;
     const int64_t num_heads_, d_;
-    const at::ScalarType wide_;
+    const at::ScalarType wide_;  // the accumulation type
     int step_ = 0;
     std::vector<at::Tensor> current_;        // this step's keys and values, by lane
     std::vector<at::Tensor> own_gradients_;  // this rank's part of their gradients, by lane

@@ -12,7 +12,7 @@ namespace {
 
 using at::Tensor;
 
-// A value (b, h, rows) for each row as a tensor (b, rows, h, 1), and back.
+// Convert values of rows (b, h, rows) to a tensor (b, rows, h, 1), and back.
 Tensor as_rows(const Tensor& x) {
     return x.transpose(1, 2).unsqueeze(-1);
 }
@@ -56,7 +56,7 @@ Gradients exchanged_backward(const Route& route, const Tensor& d_o, const Tensor
         sources.push_back(as_rows(d_mass_or_zero));
     }
     const std::vector<Tensor> joint = exchange.to_heads(sources);
-    // The gradients of a KV head that several ranks have are summed, so they travel in the accumulation type.
+    // The gradients of a KV head that several ranks have are summed, so they are sent in the accumulation type.
     const auto type = exchange.repeats_keys() ? ops::accumulation_type(q) : q.scalar_type();
     const Gradients joint_gradients = attend_backward(rank_call(route, q, k, v, options), joint[0],
                                                       with_mass ? from_rows(joint[1]) : Tensor(), mass, groups, type);

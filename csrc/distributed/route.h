@@ -1,4 +1,5 @@
-// A call from local rows to local rows: exchanges heads if the mode says so, then attends (driver.h).
+// Context-parallel attention from this rank's rows of q, k, v to its rows of the output. Exchanges heads if the mode
+// requires it, and calls the driver (driver.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,8 +26,8 @@ struct Route {
     std::shared_ptr<const RankPlan> plan;
 };
 
-// The mode of comm = "auto" for local tensors (.., s_local, heads, head_dim): "a2a" if the heads can be exchanged and
-// leave a rank enough work, else "all_gather" if its memory is small, else "p2p".
+// Returns the mode of comm = "auto" for local tensors (.., s_local, heads, head_dim): "a2a" if the heads can be
+// exchanged and each rank then has enough work, else "all_gather" if it needs little memory, else "p2p".
 const char* choose_comm(int ranks, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
 
 Route make_route(const ContextParallelPlan& plan, const RouteNames& names, c10::Device device);
@@ -40,20 +41,21 @@ struct RouteRecord {
 struct RouteOutput {
     at::Tensor o;        // (b, s_local, h, d_v), q's dtype
     at::Tensor mass;     // (b, h, s_local), accumulation type
-    RouteRecord record;  // without `groups` if keep_record is false
+    RouteRecord record;  // `groups` is empty if keep_record is false
 };
 
 // q (b, s_local, h, d), k (b, s_local, h_kv, d), v (b, s_local, h_kv, d_v) with a unit last stride. All ranks call it.
-// Without `with_mass` no mass is sent, and the mass of the result may be undefined.
+// If `with_mass` is false, no mass is sent, and the mass of the result may be undefined.
 RouteOutput route_forward(const Route& route, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                           const ops::BlockOptions& options, bool keep_record, bool with_mass);
 
-// d_o (b, s_local, h, d_v) with a unit last stride; d_mass (b, h, s_local), or undefined: 0. Gradients come in q's
-// dtype. `with_mass` is the forward's: d_mass is sent or not on all ranks, whatever the loss of one rank uses.
+// d_o (b, s_local, h, d_v) with a unit last stride. d_mass (b, h, s_local); undefined means 0. Gradients have q's
+// dtype. `with_mass` must be that of the forward. It decides on all ranks alike whether d_mass is sent: the loss of one
+// rank may use the mass and the loss of another may not.
 Gradients route_backward(const Route& route, const at::Tensor& d_o, const at::Tensor& d_mass, int64_t num_kv_heads,
                          const RouteRecord& record, const ops::BlockOptions& options, bool with_mass);
 
-// A record as one list of tensors, which autograd can save, and back.
+// Convert a record to one list of tensors, which autograd can save, and back.
 std::vector<at::Tensor> flatten(const RouteRecord& record);
 RouteRecord unflatten(const Route& route, const std::vector<at::Tensor>& tensors);
 

@@ -1,4 +1,4 @@
-// Splits the whole stream into each rank's rows, and back. Gradients are those of the sum of all ranks' losses: the
+// Splits the whole stream into the rows of each rank, and back. The loss is the sum of the losses of all ranks, so the
 // backward of shard gathers, and the backward of unshard sums over the ranks.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -20,73 +20,73 @@ using torch::autograd::variable_list;
 
 int64_t checked_dim(const at::Tensor& x, int64_t dim) {
     TORCH_CHECK_VALUE(dim >= -x.dim() && dim < x.dim(), "dim must be from ", -x.dim(), " to ", x.dim() - 1,
-                      " for this tensor, got ", dim);
+                      " for a tensor of ", x.dim(), " dimensions, got ", dim);
     return dim < 0 ? dim + x.dim() : dim;
 }
 
-// x_local (.., rows, ..) of all ranks -> (.., ranks * rows, ..) in the order of the stream.
-at::Tensor gather_rows(const at::Tensor& x_local, const std::string& group_name, int64_t dim,
-                       const at::Tensor& from_stream) {
-    const auto transport = c10d_transport(group_name);
-    const at::Tensor input = x_local.movedim(dim, 0).contiguous();
+// How the rows of a stream are split over a group. Both backwards need only this.
+struct Split {
+    std::string group_name;
+    int64_t dim;             // counts the rows
+    at::Tensor from_stream;  // the stream row of each row of the concatenated local buffers
+
+    void save(AutogradContext* ctx) const {
+        ctx->save_for_backward({from_stream});
+        ctx->saved_data["group_name"] = group_name;
+        ctx->saved_data["dim"] = dim;
+    }
+    static Split load(AutogradContext* ctx) {
+        return {ctx->saved_data["group_name"].toStringRef(), ctx->saved_data["dim"].toInt(),
+                ctx->get_saved_variables()[0]};
+    }
+};
+
+// Returns the rows of x_local (.., rows, ..) of all ranks in the order of the stream, (.., ranks * rows, ..).
+at::Tensor gather_rows(const at::Tensor& x_local, const Split& split) {
+    const auto transport = c10d_transport(split.group_name);
+    const at::Tensor input = x_local.movedim(split.dim, 0).contiguous();
     std::vector<int64_t> sizes = input.sizes().vec();
     sizes.insert(sizes.begin(), transport->size());
     const at::Tensor output = at::empty(sizes, input.options());
     transport->all_gather(input, output)->wait();
-    return output.flatten(0, 1).index_select(0, inverse_permutation(from_stream)).movedim(0, dim);
+    return output.flatten(0, 1).index_select(0, inverse_permutation(split.from_stream)).movedim(0, split.dim);
 }
 
-// The sum over ranks of x (.., rows, ..); each rank gets its own rows of it.
-at::Tensor scatter_rows(const at::Tensor& x, const std::string& group_name, int64_t dim,
-                        const at::Tensor& from_stream) {
-    const auto transport = c10d_transport(group_name);
-    const at::Tensor rows = x.movedim(dim, 0).index_select(0, from_stream).to(ops::accumulation_type(x));
+// Sums x (.., rows, ..) over the ranks and returns this rank's rows of the sum.
+at::Tensor scatter_rows(const at::Tensor& x, const Split& split) {
+    const auto transport = c10d_transport(split.group_name);
+    const at::Tensor rows = x.movedim(split.dim, 0).index_select(0, split.from_stream).to(ops::accumulation_type(x));
     const at::Tensor input = rows.contiguous().unflatten(0, {transport->size(), -1});
     const at::Tensor output = at::empty(input.sizes().slice(1), input.options());
     transport->reduce_scatter_sum(input, output)->wait();
-    return output.to(x.scalar_type()).movedim(0, dim);
+    return output.to(x.scalar_type()).movedim(0, split.dim);
 }
 
 class Shard : public torch::autograd::Function<Shard> {
   public:
-    static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const std::string& group_name, int64_t dim,
-                              const at::Tensor& from_stream, int64_t rank, int64_t num_local_rows) {
-        ctx->save_for_backward({from_stream});
-        ctx->saved_data["group_name"] = group_name;
-        ctx->saved_data["dim"] = dim;
-        return x.index_select(dim, from_stream.narrow(0, rank * num_local_rows, num_local_rows));
+    static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const Split& split, int64_t rank,
+                              int64_t num_local_rows) {
+        split.save(ctx);
+        return x.index_select(split.dim, split.from_stream.narrow(0, rank * num_local_rows, num_local_rows));
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
         return ops::once_differentiable(grads, [&]() -> variable_list {
-            return {gather_rows(grads[0], ctx->saved_data["group_name"].toStringRef(), ctx->saved_data["dim"].toInt(),
-                                ctx->get_saved_variables()[0]),
-                    {},
-                    {},
-                    {},
-                    {},
-                    {}};
+            return {gather_rows(grads[0], Split::load(ctx)), {}, {}, {}};
         });
     }
 };
 
 class Unshard : public torch::autograd::Function<Unshard> {
   public:
-    static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x_local, const std::string& group_name,
-                              int64_t dim, const at::Tensor& from_stream) {
-        ctx->save_for_backward({from_stream});
-        ctx->saved_data["group_name"] = group_name;
-        ctx->saved_data["dim"] = dim;
-        return gather_rows(x_local, group_name, dim, from_stream);
+    static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x_local, const Split& split) {
+        split.save(ctx);
+        return gather_rows(x_local, split);
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
         return ops::once_differentiable(grads, [&]() -> variable_list {
-            return {scatter_rows(grads[0], ctx->saved_data["group_name"].toStringRef(), ctx->saved_data["dim"].toInt(),
-                                 ctx->get_saved_variables()[0]),
-                    {},
-                    {},
-                    {}};
+            return {scatter_rows(grads[0], Split::load(ctx)), {}};
         });
     }
 };
@@ -108,8 +108,8 @@ at::Tensor shard(const at::Tensor& x, const std::string& group_name, int64_t dim
     dim = checked_dim(x, dim);
     const auto transport = c10d_transport(group_name);
     const plan::Partition partition = partition_of(transport->size(), x.size(dim), layout, cu_seqlens, packing);
-    return Shard::apply(x, group_name, dim, index_tensor(partition.gathered_positions(), x.device()), transport->rank(),
-                        partition.num_local_rows());
+    const Split split{group_name, dim, index_tensor(partition.gathered_positions(), x.device())};
+    return Shard::apply(x, split, transport->rank(), partition.num_local_rows());
 }
 
 at::Tensor unshard(const at::Tensor& x_local, const std::string& group_name, int64_t dim, const std::string& layout,
@@ -134,7 +134,7 @@ at::Tensor unshard(const at::Tensor& x_local, const std::string& group_name, int
                                        {"packing", packing},
                                        {"cu_seqlens", summary(cu_seqlens)}};
     agree(*transport, "unshard_sequence", fields, error);
-    return Unshard::apply(x_local, group_name, dim, index_tensor(from_stream, x_local.device()));
+    return Unshard::apply(x_local, Split{group_name, dim, index_tensor(from_stream, x_local.device())});
 }
 
 }  // namespace megatron_sb::distributed

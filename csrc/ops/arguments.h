@@ -15,7 +15,7 @@ namespace megatron_sb::ops {
 using OptionalTensor = std::optional<at::Tensor>;
 using NamedArguments = std::vector<std::pair<std::string_view, c10::IValue>>;
 
-// The arguments of a running operator. Valid while its kernel runs.
+// The arguments of a running operator. Use it only while the operator's kernel runs.
 class Arguments {
   public:
     Arguments(const c10::FunctionSchema& schema, const torch::jit::Stack& stack)
@@ -28,7 +28,7 @@ class Arguments {
         TORCH_INTERNAL_ASSERT(value != nullptr, schema_.name(), " has no argument ", name);
         return value->to<T>();
     }
-    // `otherwise` for an operator whose schema does not list `name`.
+    // Returns `otherwise` if the schema does not list `name`.
     template <class T>
     T get_or(std::string_view name, T otherwise) const {
         const c10::IValue* value = find(name);
@@ -49,7 +49,7 @@ class Operator {
   public:
     explicit Operator(const char* name) : handle_(c10::Dispatcher::singleton().findSchemaOrThrow(name, "")) {}
 
-    // Returns the results. Arguments that are in neither list take the schema's defaults.
+    // Returns the results. An argument that is in neither list takes the schema's default.
     torch::jit::Stack call(const NamedArguments& inputs, const NamedArguments& options = {}) const;
 
   private:

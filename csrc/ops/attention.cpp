@@ -30,7 +30,25 @@ struct AttentionCall {
           options(read_attention_options(arguments)) {}
 };
 
-// Takes q, k, v as block_forward does, and segments (n, 5), or none for dense attention.
+// What the forward saves for the backward.
+struct SavedAttention {
+    at::Tensor q, k, v;
+    at::Tensor segments;  // undefined for dense attention
+    at::Tensor mass, restart_edge, restart_mass;
+    BlockOptions options;
+
+    void save(AutogradContext* ctx) const {
+        ctx->save_for_backward({q, k, v, segments, mass, restart_edge, restart_mass});
+        ctx->saved_data["options"] = saved(options);
+    }
+    static SavedAttention load(AutogradContext* ctx) {
+        const variable_list tensors = ctx->get_saved_variables();
+        return {tensors[0], tensors[1], tensors[2], tensors[3],
+                tensors[4], tensors[5], tensors[6], restored_options(ctx->saved_data["options"])};
+    }
+};
+
+// Takes q, k, v as block_forward does. segments: (n, 5), or none for dense attention.
 class Attend : public torch::autograd::Function<Attend> {
   public:
     static constexpr int kNumInputs = 5;
@@ -42,9 +60,9 @@ class Attend : public torch::autograd::Function<Attend> {
             {"q", q}, {"k", k}, {"v", v}, {"segments", segments}, {"out_dtype", q.scalar_type()}};
         const torch::jit::Stack results = block_forward.call(inputs, named(options));
         const at::Tensor o = results[0].toTensor(), mass = results[1].toTensor();
-        ctx->save_for_backward(
-            {q, k, v, segments.value_or(at::Tensor()), mass, results[2].toTensor(), results[3].toTensor()});
-        ctx->saved_data["options"] = saved(options);
+        SavedAttention{
+            q, k, v, segments.value_or(at::Tensor()), mass, results[2].toTensor(), results[3].toTensor(), options}
+            .save(ctx);
         ctx->set_materialize_grads(false);
         return {o, mass};
     }
@@ -52,25 +70,24 @@ class Attend : public torch::autograd::Function<Attend> {
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
         const at::Tensor &d_o = grads[0], &d_mass = grads[1];
         if (!d_o.defined() && !d_mass.defined()) return variable_list(kNumInputs);
-        const variable_list kept = ctx->get_saved_variables();
-        const at::Tensor &q = kept[0], &k = kept[1], &v = kept[2], &segments = kept[3], &mass = kept[4];
-        variable_list gradients = once_differentiable({d_o, d_mass, q, k, v}, [&]() -> variable_list {
+        const SavedAttention kept = SavedAttention::load(ctx);
+        const at::Tensor &q = kept.q, &v = kept.v;
+        variable_list gradients = once_differentiable({d_o, d_mass, q, kept.k, v}, [&]() -> variable_list {
             static const Operator block_backward("megatron_sb::block_backward");
-            const auto no_gradient = [&] {
+            const auto zero_gradient = [&] {
                 return at::zeros_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)}, q.options());
             };
             const NamedArguments inputs = {
-                {"do", d_o.defined() ? unit_last_stride(d_o) : no_gradient()},
+                {"do", d_o.defined() ? unit_last_stride(d_o) : zero_gradient()},
                 {"q", q},
-                {"k", k},
+                {"k", kept.k},
                 {"v", v},
-                {"segments", segments.defined() ? OptionalTensor(segments) : std::nullopt},
-                {"restart_edge", kept[5]},
-                {"restart_mass", kept[6]},
-                {"prefix_in", d_mass.defined() ? OptionalTensor(mass * d_mass) : std::nullopt},
+                {"segments", if_defined(kept.segments)},
+                {"restart_edge", kept.restart_edge},
+                {"restart_mass", kept.restart_mass},
+                {"prefix_in", d_mass.defined() ? OptionalTensor(kept.mass * d_mass) : std::nullopt},
                 {"out_dtype", q.scalar_type()}};
-            const torch::jit::Stack results =
-                block_backward.call(inputs, named(restored_options(ctx->saved_data["options"])));
+            const torch::jit::Stack results = block_backward.call(inputs, named(kept.options));
             return {results[0].toTensor(), results[1].toTensor(), results[2].toTensor()};
         });
         gradients.resize(kNumInputs);

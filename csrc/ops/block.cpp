@@ -55,7 +55,7 @@ class SegmentTable {
 
   private:
     void check_values(int64_t q_rows, int64_t k_rows) const {
-        std::vector<std::pair<int32_t, int32_t>> runs, key_runs;
+        std::vector<std::pair<int32_t, int32_t>> q_ranges, k_ranges;  // {begin, end}
         for (int32_t i = 0; i < segments_.size; ++i) {
             const Segment& s = segments_[i];
             const bool inside = s.q_begin >= 0 && s.q_len >= 0 && int64_t(s.q_begin) + s.q_len <= q_rows &&
@@ -63,20 +63,20 @@ class SegmentTable {
             TORCH_CHECK_VALUE(inside, "segments: row ", i, " must stay within the ", q_rows, " query rows and ", k_rows,
                               " key rows, got (", s.q_begin, ", ", s.q_len, ", ", s.k_begin, ", ", s.k_len, ", ",
                               s.q_pos_minus_k_pos, ")");
-            if (s.q_len > 0) runs.emplace_back(s.q_begin, s.q_begin + s.q_len);
-            if (s.q_len > 0 && s.k_len > 0) key_runs.emplace_back(s.k_begin, s.k_begin + s.k_len);
+            if (s.q_len > 0) q_ranges.emplace_back(s.q_begin, s.q_begin + s.q_len);
+            if (s.q_len > 0 && s.k_len > 0) k_ranges.emplace_back(s.k_begin, s.k_begin + s.k_len);
         }
-        std::sort(runs.begin(), runs.end());
-        for (size_t i = 1; i < runs.size(); ++i)
-            TORCH_CHECK_VALUE(runs[i - 1].second <= runs[i].first,
-                              "segments: a query row must be in at most one segment, got row ", runs[i].first,
+        std::sort(q_ranges.begin(), q_ranges.end());
+        for (size_t i = 1; i < q_ranges.size(); ++i)
+            TORCH_CHECK_VALUE(q_ranges[i - 1].second <= q_ranges[i].first,
+                              "segments: a query row must be in at most one segment, got row ", q_ranges[i].first,
                               " in two");
-        std::sort(key_runs.begin(), key_runs.end());
-        for (size_t i = 1; i < key_runs.size(); ++i)
-            TORCH_CHECK_VALUE(key_runs[i].first == key_runs[i - 1].first || key_runs[i - 1].second <= key_runs[i].first,
+        std::sort(k_ranges.begin(), k_ranges.end());
+        for (size_t i = 1; i < k_ranges.size(); ++i)
+            TORCH_CHECK_VALUE(k_ranges[i].first == k_ranges[i - 1].first || k_ranges[i - 1].second <= k_ranges[i].first,
                               "segments: the key rows of two segments must be disjoint or begin at the same row, got "
                               "overlapping key rows that begin at ",
-                              key_runs[i - 1].first, " and ", key_runs[i].first);
+                              k_ranges[i - 1].first, " and ", k_ranges[i].first);
     }
 
     at::Tensor table_;

@@ -16,16 +16,16 @@ struct BlockOutput {
     at::Tensor restart_mass;  // (b, h, s), accumulation type
 };
 
-// The gradient tensors of block_backward. In the accumulation type the kernels add to them, and they may have any
-// strides with a unit last one, such as views of larger tensors. If narrow_gradients() is true they may be in q's
-// dtype: the kernels then write every element.
+// The gradient tensors of block_backward. In the accumulation type, the kernels add to them, and they may be views of
+// larger tensors with a unit last stride. If narrow_gradients() is true, they may have q's dtype instead, and the
+// kernels overwrite every element.
 struct BlockGradients {
     at::Tensor dq;  // (b, s, h, d)
     at::Tensor dk;  // (b, s_k, h_kv, d)
     at::Tensor dv;  // (b, s_k, h_kv, d_v)
 };
 
-// Contiguous gradient tensors in `dtype`, by default the accumulation type.
+// Return contiguous gradient tensors in `dtype`, by default the accumulation type.
 BlockGradients empty_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                std::optional<at::ScalarType> dtype = std::nullopt);
 BlockGradients zero_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -35,14 +35,16 @@ BlockGradients zero_gradients(const at::Tensor& q, const at::Tensor& k, const at
 bool narrow_gradients(const at::Tensor& q, const at::Tensor& v, const BlockOptions& options);
 
 // q (b, s, h, d), k (b, s_k, h_kv, d), v (b, s_k, h_kv, d_v) with a unit last stride. segments: int32 (n, 5) on the
-// same device; by default one segment over all rows, whose queries are the last s of the s_k positions. mass_in
-// (b, h, s). o_dtype: the accumulation type (default) or q's dtype. Rows of no segment get o = 0 and mass = mass_in.
+// same device. The default is one segment over all rows, in which the queries are the last s of the s_k positions.
+// mass_in (b, h, s), default 1. o_dtype: the accumulation type (default) or q's dtype. Rows of no segment get o = 0 and
+// mass = mass_in.
 BlockOutput block_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                           const std::optional<at::Tensor>& segments, const std::optional<at::Tensor>& mass_in,
                           const BlockOptions& options, std::optional<at::ScalarType> o_dtype = std::nullopt);
 
-// Adds this block's part to `gradients` and returns prefix_out (b, h, s). mass_in scales a restart record that was
-// written before its carry was known. prefix_in is the sum of g over all older keys plus mass * d_mass; default 0.
+// Adds the gradients of this block to `gradients`, or writes them (BlockGradients). Returns prefix_out (b, h, s).
+// mass_in scales a restart record that was written before the carry was known; default 1. prefix_in is the sum of g
+// over all older keys plus mass * d_mass; default 0.
 at::Tensor block_backward(const at::Tensor& d_o, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                           const std::optional<at::Tensor>& segments, const at::Tensor& restart_edge,
                           const at::Tensor& restart_mass, const std::optional<at::Tensor>& mass_in,

@@ -16,7 +16,7 @@
 namespace megatron_sb::ops {
 namespace {
 
-// The arguments of block_forward and block_backward that both have.
+// The arguments that block_forward and block_backward share.
 struct BlockCall {
     at::Tensor q, k, v;
     OptionalTensor segments, mass_in;
@@ -40,7 +40,7 @@ OneTensor segments(const Arguments& arguments) {
     check_cu_seqlens_form("cu_seqlens", cu_seqlens, cu_seqlens);
     check_cu_seqlens_form("cu_seqlens_k", cu_seqlens_k, cu_seqlens);
     TORCH_CHECK_VALUE(cu_seqlens.numel() == cu_seqlens_k.numel(),
-                      "cu_seqlens_k must have the documents of cu_seqlens, ", cu_seqlens.numel() - 1, ", got ",
+                      "cu_seqlens_k must have as many documents as cu_seqlens, ", cu_seqlens.numel() - 1, ", got ",
                       cu_seqlens_k.numel() - 1);
     const int32_t documents = int32_t(cu_seqlens.numel() - 1);
     const int32_t q_end = int32_t(arguments.get<int64_t>("q_rows")), k_end = int32_t(arguments.get<int64_t>("k_rows"));
@@ -99,7 +99,7 @@ BlockBackwardResults block_backward_op(const Arguments& arguments) {
     TORCH_CHECK_TYPE(type == wide || type == q.scalar_type(), "out_dtype must be ", wide, " or q's dtype ",
                      q.scalar_type(), ", got ", type);
     const bool narrow = type != wide && narrow_gradients(q, v, call.options);
-    // A kernel without work writes nothing.
+    // A kernel without rows or keys writes nothing, so its gradients must start at 0.
     const bool all_written = narrow && q.numel() > 0 && k.numel() > 0 && (!call.segments || call.segments->numel() > 0);
     const BlockGradients gradients =
         all_written ? empty_gradients(q, k, v, type) : zero_gradients(q, k, v, narrow ? type : wide);

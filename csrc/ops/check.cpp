@@ -84,7 +84,7 @@ void check_cu_seqlens_form(const char* name, const at::Tensor& cu_seqlens, const
     TORCH_CHECK_TYPE(cu_seqlens.scalar_type() == at::kInt, name, ": dtype must be int32, got ",
                      cu_seqlens.scalar_type());
     check_rank(name, cu_seqlens, 1, "(documents + 1,)");
-    TORCH_CHECK_VALUE(cu_seqlens.sym_size(0) >= 1, name, " must have (documents + 1,) entries, got none");
+    TORCH_CHECK_VALUE(cu_seqlens.sym_size(0) >= 1, name, " must have documents + 1 entries, got none");
     check_device(name, cu_seqlens, q, "q");
 }
 

@@ -29,7 +29,7 @@ void check_lengths(const at::Tensor& q, const at::Tensor& k);
 
 void check_options(const Options& options);
 
-// cu_seqlens is int32, one-dimensional, not empty and on the device of q.
+// cu_seqlens is int32 (documents + 1,) on the device of q. Reads no values.
 void check_cu_seqlens_form(const char* name, const at::Tensor& cu_seqlens, const at::Tensor& q);
 
 // CPU only: the values start at 0, never decrease and end within `rows`.

@@ -23,6 +23,33 @@ struct HeadOutputCall {
     OptionalTensor mass;                                    // (b, h, s), accumulation type
     OptionalTensor remainder_bias, norm_weight, norm_bias;  // (h * d,)
     double eps;
+
+    NamedArguments named() const {
+        return {{"o", o},
+                {"mass", mass},
+                {"remainder_bias", remainder_bias},
+                {"norm_weight", norm_weight},
+                {"norm_bias", norm_bias},
+                {"eps", eps}};
+    }
+    // The tensors in the order of the members. An absent one is undefined.
+    variable_list tensors() const {
+        const auto given = [](const OptionalTensor& x) { return x.value_or(at::Tensor()); };
+        return {o, given(mass), given(remainder_bias), given(norm_weight), given(norm_bias)};
+    }
+    void save(AutogradContext* ctx) const {
+        ctx->save_for_backward(tensors());
+        ctx->saved_data["eps"] = eps;
+    }
+    static HeadOutputCall load(AutogradContext* ctx) {
+        const variable_list tensors = ctx->get_saved_variables();
+        return {tensors[0],
+                if_defined(tensors[1]),
+                if_defined(tensors[2]),
+                if_defined(tensors[3]),
+                if_defined(tensors[4]),
+                ctx->saved_data["eps"].toDouble()};
+    }
 };
 
 HeadOutputCall read_call(const Arguments& arguments) {
@@ -34,7 +61,7 @@ HeadOutputCall read_call(const Arguments& arguments) {
             arguments.get<double>("eps")};
 }
 
-// ---- checks, on symbolic sizes too
+// ---- checks, which also accept symbolic sizes
 void check_head_vectors(const char* name, const OptionalTensor& x, const at::Tensor& o) {
     if (!x.has_value()) return;
     check_dtype(name, *x);
@@ -55,9 +82,9 @@ void check_call(const HeadOutputCall& in) {
     TORCH_CHECK_VALUE(in.remainder_bias.has_value() || in.norm_weight.has_value(),
                       "remainder_bias and norm_weight are both missing. Pass at least one of them.");
     TORCH_CHECK_VALUE(in.norm_weight.has_value() || !in.norm_bias.has_value(),
-                      "norm_weight must be given with norm_bias, got None");
+                      "norm_weight must be given if norm_bias is given, got None");
     TORCH_CHECK_VALUE(in.mass.has_value() || !in.remainder_bias.has_value(),
-                      "mass must be given with remainder_bias, got None");
+                      "mass must be given if remainder_bias is given, got None");
     TORCH_CHECK_VALUE(std::isfinite(in.eps) && in.eps >= kMinEps, "eps must be finite and at least ", kMinEps, ", got ",
                       in.eps);
     if (in.mass.has_value()) check_row_values("mass", *in.mass, in.o, "o", accumulation_type(in.o));
@@ -177,10 +204,10 @@ HeadOutputGradients backward_on_gpu(const at::Tensor& d_out, const HeadOutputCal
     }
     const DeviceScope scope(in.o.device());
     const KernelInputs inputs(in);
-    const at::Tensor given = aligned(unit_last_stride(d_out));
+    const at::Tensor aligned_d_out = aligned(unit_last_stride(d_out));
     const at::Tensor workspace = empty_workspace(head_output::backward_workspace(*inputs), d_o);
     head_output::Gradients out;
-    out.d_out = strided_rows<const void*>(given);
+    out.d_out = strided_rows<const void*>(aligned_d_out);
     out.d_o = strided_rows<void*>(d_o);
     if (in.remainder_bias.has_value()) {
         out.d_mass = d_mass.data_ptr<float>();
@@ -201,17 +228,13 @@ HeadOutputGradients backward_on_gpu(const at::Tensor&, const HeadOutputCall& in,
 }
 #endif
 
-// Contiguous gradient tensors; without elements for an argument that is not given.
+// Returns contiguous gradient tensors. The gradient of an absent argument has no elements.
 HeadOutputGradients empty_gradients(const HeadOutputCall& in) {
     const auto empty = [&](const OptionalTensor& x) {
         return x.has_value() ? at::empty_symint(x->sym_sizes(), x->options()) : at::empty({0}, in.o.options());
     };
     const OptionalTensor mass = in.remainder_bias.has_value() ? in.mass : std::nullopt;
     return {empty(in.o), empty(mass), empty(in.remainder_bias), empty(in.norm_weight), empty(in.norm_bias)};
-}
-
-OptionalTensor if_defined(const at::Tensor& x) {
-    return x.defined() ? OptionalTensor(x) : std::nullopt;
 }
 
 class HeadOutput : public torch::autograd::Function<HeadOutput> {
@@ -221,38 +244,25 @@ class HeadOutput : public torch::autograd::Function<HeadOutput> {
     static at::Tensor forward(AutogradContext* ctx, const at::Tensor& o, const OptionalTensor& mass,
                               const OptionalTensor& remainder_bias, const OptionalTensor& norm_weight,
                               const OptionalTensor& norm_bias, double eps) {
-        const auto kept = [](const OptionalTensor& x) { return x.value_or(at::Tensor()); };
-        ctx->save_for_backward({o, kept(mass), kept(remainder_bias), kept(norm_weight), kept(norm_bias)});
-        ctx->saved_data["eps"] = eps;
+        const HeadOutputCall call{o, mass, remainder_bias, norm_weight, norm_bias, eps};
+        call.save(ctx);
         ctx->set_materialize_grads(false);
         static const Operator head_output_forward("megatron_sb::head_output_forward");
-        return head_output_forward
-            .call({{"o", o},
-                   {"mass", mass},
-                   {"remainder_bias", remainder_bias},
-                   {"norm_weight", norm_weight},
-                   {"norm_bias", norm_bias},
-                   {"eps", eps}})[0]
-            .toTensor();
+        return head_output_forward.call(call.named())[0].toTensor();
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
         if (!grads[0].defined()) return variable_list(kNumInputs);
-        const variable_list kept = ctx->get_saved_variables();
-        variable_list sources = kept;
+        const HeadOutputCall call = HeadOutputCall::load(ctx);
+        const variable_list inputs = call.tensors();
+        variable_list sources = inputs;
         sources.push_back(grads[0]);
         return once_differentiable(sources, [&]() -> variable_list {
             static const Operator head_output_backward("megatron_sb::head_output_backward");
-            const torch::jit::Stack results = head_output_backward.call({{"d_out", grads[0]},
-                                                                         {"o", kept[0]},
-                                                                         {"mass", if_defined(kept[1])},
-                                                                         {"remainder_bias", if_defined(kept[2])},
-                                                                         {"norm_weight", if_defined(kept[3])},
-                                                                         {"norm_bias", if_defined(kept[4])},
-                                                                         {"eps", ctx->saved_data["eps"]}});
+            const torch::jit::Stack results = head_output_backward.call({{"d_out", grads[0]}}, call.named());
             variable_list gradients(kNumInputs);
-            for (size_t i = 0; i < kept.size(); ++i)
-                if (kept[i].defined()) gradients[i] = results[i].toTensor();
+            for (size_t i = 0; i < inputs.size(); ++i)
+                if (inputs[i].defined()) gradients[i] = results[i].toTensor();
             return gradients;
         });
     }
@@ -264,9 +274,9 @@ OneTensor head_output(const Arguments& arguments) {
     HeadOutputCall in = read_call(arguments);
     TORCH_CHECK_VALUE(in.o.dim() == 3 || in.o.dim() == 4,
                       "o must have 4 dimensions, (b, s, h, d), or 3 if packed, (t, h, d), got ", in.o.dim());
-    TORCH_CHECK_VALUE(!in.mass.has_value() || in.mass->dim() == in.o.dim() - 1,
-                      "mass must have 3 dimensions, (b, h, s), or 2 if packed, (h, t), one less than o, got ",
-                      in.mass->dim(), " for an o with ", in.o.dim());
+    TORCH_CHECK_VALUE(!in.mass.has_value() || in.mass->dim() == in.o.dim() - 1, "mass must have ", in.o.dim() - 1,
+                      " dimensions, ", in.o.dim() == 4 ? "(b, h, s)" : "(h, t)", ", as o has ", in.o.dim(), ", got ",
+                      in.mass->dim());
     const bool packed = in.o.dim() == 3;
     if (packed) {
         in.o = in.o.unsqueeze(0);

@@ -1,4 +1,5 @@
-// Attention to a KV cache: the decode kernel if it serves the call, else a table of segments over the block contract.
+// Attention to a KV cache. Uses the decode kernel if it serves the call, else the block contract with a table of
+// segments.
 #include <ATen/ATen.h>
 
 #include "dispatch/table.h"
@@ -36,8 +37,8 @@ struct KvCacheCall {
     c10::SymInt capacity() const { return paged() ? block_table->sym_size(1) * k.sym_size(1) : k.sym_size(1); }
 };
 
-// ---- checks, on symbolic sizes too
-// One row of int32 for each sequence of q.
+// ---- checks, which also accept symbolic sizes
+// x is int32 on the device of q, with one entry or row for each sequence.
 void check_int32(const char* name, const at::Tensor& x, int64_t rank, const at::Tensor& q) {
     TORCH_CHECK_TYPE(x.scalar_type() == at::kInt, name, ": dtype must be int32, got ", x.scalar_type());
     check_device(name, x, q, "q");
@@ -106,31 +107,31 @@ TensorPair empty_results(const KvCacheCall& in) {
                              in.q.options().dtype(accumulation_type(in.q)))};
 }
 
-// ---- as segments: concatenates the caches of all sequences; each sequence is one segment
+// ---- as segments: the caches of all sequences are concatenated, and each sequence is one segment
 TensorPair through_blocks(const KvCacheCall& in, const BlockOptions& options) {
     const int64_t b = in.q.size(0), s_q = in.q.size(1), capacity = in.capacity().expect_int();
-    const auto run = [&](const at::Tensor& cache) {
+    const auto concatenated = [&](const at::Tensor& cache) {
         if (!in.paged()) return cache.flatten(0, 1).unsqueeze(0);
-        // Entries after the keys of a sequence may have any value: no segment includes their blocks.
+        // Entries beyond the keys of a sequence may have any value, because no segment includes their blocks.
         const at::Tensor blocks = in.block_table->clamp(0, cache.size(0) - 1).flatten();
         return cache.index_select(0, blocks).flatten(0, 1).unsqueeze(0);
     };
     const at::Tensor end = in.cache_seqlens.clamp(0, capacity);
     const at::Tensor first =
         in.cache_leftpad.has_value() ? at::minimum(in.cache_leftpad->clamp_min(0), end) : at::zeros_like(end);
-    const auto table = [&](const at::Tensor& number) {
+    const auto table = [&](const at::Tensor& sequence) {
         return at::stack(
-            {number * s_q, at::full_like(end, s_q), number * capacity + first, end - first, end - first - s_q}, 1);
+            {sequence * s_q, at::full_like(end, s_q), sequence * capacity + first, end - first, end - first - s_q}, 1);
     };
-    const auto all_alike = [](const at::Tensor& x) { return x.eq(x[0]).all().item<bool>(); };
-    if (in.q.is_cpu() && !in.paged() && all_alike(end) && all_alike(first)) {  // one segment serves all sequences
+    const auto all_equal = [](const at::Tensor& x) { return x.eq(x[0]).all().item<bool>(); };
+    if (in.q.is_cpu() && !in.paged() && all_equal(end) && all_equal(first)) {  // one segment serves all sequences
         const at::Tensor segment = table(at::zeros_like(end)).narrow(0, 0, 1);
         const BlockOutput out = block_forward(in.q, in.k, in.v, segment, std::nullopt, options, in.q.scalar_type());
         return {out.o, out.mass};
     }
     const at::Tensor segments = table(at::arange(b, end.options()));
-    const BlockOutput out = block_forward(in.q.flatten(0, 1).unsqueeze(0), run(in.k), run(in.v), segments, std::nullopt,
-                                          options, in.q.scalar_type());
+    const BlockOutput out = block_forward(in.q.flatten(0, 1).unsqueeze(0), concatenated(in.k), concatenated(in.v),
+                                          segments, std::nullopt, options, in.q.scalar_type());
     return {out.o.view({b, s_q, in.q.size(2), in.v.size(3)}),
             out.mass.view({in.q.size(2), b, s_q}).transpose(0, 1).contiguous()};
 }

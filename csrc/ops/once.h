@@ -19,13 +19,14 @@ struct RefuseSecondDerivative : torch::autograd::Function<RefuseSecondDerivative
     }
 };
 
-// Empty tensors with the histories of the inputs of the running node, for a node that does not save its inputs. Empty
-// list if no graph is recorded.
+// Returns an empty tensor for each input of the running autograd node that needs a gradient, with the history of that
+// input. A node that does not save its inputs passes them to once_differentiable(). Returns an empty list if no graph
+// is recorded.
 inline torch::autograd::variable_list inputs_of_running_node() {
     torch::autograd::variable_list inputs;
     if (!at::GradMode::is_enabled()) return inputs;
     for (const torch::autograd::Edge& edge : torch::autograd::get_current_node()->next_edges()) {
-        if (!edge.is_valid()) continue;  // the input has no history
+        if (!edge.is_valid()) continue;
         inputs.push_back(at::empty({0}));
         torch::autograd::impl::set_gradient_edge(inputs.back(), edge);
     }

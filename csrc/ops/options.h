@@ -20,10 +20,10 @@ NamedArguments named(const AttentionOptions& options);
 BlockOptions read_block_options(const Arguments& arguments);
 NamedArguments named(const BlockOptions& options);
 
-// The options of the block contract for a call whose queries are q (.., d). Checks their values.
+// Returns the options of the block contract for queries q (.., d), and checks their values.
 BlockOptions block_options(const AttentionOptions& options, const at::Tensor& q);
 
-// Options as one value that autograd can keep for the backward, and back.
+// Converts options to one value, which autograd can save for the backward, and back.
 c10::IValue saved(const BlockOptions& options);
 BlockOptions restored_options(const c10::IValue& value);
 

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 
 #include "core/params.h"
 
@@ -12,20 +13,25 @@ namespace megatron_sb::ops {
 // The type of masses, prefixes, partial outputs and partial gradients: fp64 for fp64 tensors, fp32 for all others.
 at::ScalarType accumulation_type(const at::Tensor& x);
 
+// Returns x, or nullopt if x is undefined.
+inline std::optional<at::Tensor> if_defined(const at::Tensor& x) {
+    return x.defined() ? std::optional<at::Tensor>(x) : std::nullopt;
+}
+
 // Raises TypeError for a type that no kernel supports.
 Dtype dtype_of(at::ScalarType type);
 
-// x if its last stride is 1, else a contiguous copy.
+// Returns x if its last stride is 1, else a contiguous copy.
 at::Tensor unit_last_stride(const at::Tensor& x);
 
-// x (batch, rows, heads, head_dim) if its rows begin at multiples of 16 bytes, which the GPU kernels load at a time;
-// else a contiguous copy. Always x on a CPU.
+// Returns x (batch, rows, heads, head_dim) if its rows begin at multiples of 16 bytes, else a contiguous copy. GPU
+// kernels load 16 bytes at a time. On a CPU the result is always x.
 at::Tensor aligned(const at::Tensor& x);
 
-// An uninitialised byte tensor on the device of `like`.
+// Returns an uninitialised tensor of bytes on the device of `like`.
 at::Tensor empty_workspace(int64_t bytes, const at::Tensor& like);
 
-// The data and the strides of x (batch, rows, heads, head_dim).
+// Returns the data and the strides of x (batch, rows, heads, head_dim).
 template <class Pointer>
 Rows<Pointer> strided_rows(const at::Tensor& x) {
     return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)};

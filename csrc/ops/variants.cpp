@@ -28,7 +28,8 @@ static_assert(2 * kParts <= kNormColumns && kParts <= kGateColumns);
 
 enum class Norm : int64_t { kNone, kOfQuery, kOfKey };
 
-// The norms are divided by this unit and the ones multiplied with it: |q|^2 may exceed 65504, the largest fp16 number.
+// The norms are divided by this unit and the ones multiplied by it, because |q|^2 can exceed 65504, the largest fp16
+// number.
 double norm_unit(at::ScalarType type) {
     return type == at::kHalf ? 128 : 1;
 }
@@ -38,7 +39,7 @@ double least_gate(at::ScalarType type) {
     return type == at::kHalf ? 0x1p-24 : kLeastGate;  // 2^-24 is the smallest positive fp16 number
 }
 
-// Numbers (.., kParts) of `type` whose sum is x (..) to 24 bits. In fp64 the first one is x.
+// Splits x (..) into numbers (.., kParts) of `type`. Their sum is x to 24 bits. In fp64 the first one is x.
 at::Tensor in_parts(const at::Tensor& x, at::ScalarType type) {
     if (type == at::kDouble) return at::constant_pad_nd(x.unsqueeze(-1), {0, kParts - 1});
     std::vector<at::Tensor> parts;
@@ -57,8 +58,25 @@ at::Tensor constant_columns(const at::Tensor& x, int64_t columns, double value) 
     return value == 0 ? at::zeros_symint(sizes, x.options()) : at::ones_symint(sizes, x.options()) * value;
 }
 
-// Appends columns to x: [2x | norms, ones, 0] for queries, [x | ones, norms, 0 | gates, 0] for keys; without the
-// columns of a variant that is not used.
+// What the forward of Extend saves for the backward.
+struct SavedExtension {
+    Norm norm;
+    std::optional<at::ScalarType> gate_type;  // none without a forget gate
+    at::Tensor extended;                      // undefined without norms
+
+    void save(AutogradContext* ctx) const {
+        ctx->save_for_backward({extended});
+        ctx->saved_data["norm"] = static_cast<int64_t>(norm);
+        ctx->saved_data["gate_type"] = gate_type;
+    }
+    static SavedExtension load(AutogradContext* ctx) {
+        return {static_cast<Norm>(ctx->saved_data["norm"].toInt()),
+                ctx->saved_data["gate_type"].toOptional<at::ScalarType>(), ctx->get_saved_variables()[0]};
+    }
+};
+
+// Appends columns to x: [2x | norms, ones, 0] for queries, [x | ones, norms, 0 | gates, 0] for keys. The columns of a
+// variant that is not used are left out.
 class Extend : public torch::autograd::Function<Extend> {
   public:
     static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const std::optional<at::Tensor>& gate,
@@ -79,32 +97,29 @@ class Extend : public torch::autograd::Function<Extend> {
             columns.push_back(constant_columns(x, kGateColumns - kParts, 0));
         }
         const at::Tensor out = at::cat(columns, -1);
-        ctx->save_for_backward({norm == Norm::kNone ? at::Tensor() : out});
-        ctx->saved_data["norm"] = norm_value;
-        ctx->saved_data["gate"] = gate.has_value() ? static_cast<int64_t>(gate->scalar_type()) : int64_t(-1);
+        const auto gate_type = gate.has_value() ? std::optional(gate->scalar_type()) : std::nullopt;
+        SavedExtension{norm, gate_type, norm == Norm::kNone ? at::Tensor() : out}.save(ctx);
         return out;
     }
 
-    // Only the first part of a number has a gradient: the gradient of the number.
+    // The gradient of a number is the gradient of its first part.
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-        const auto norm = static_cast<Norm>(ctx->saved_data["norm"].toInt());
-        const int64_t gate = ctx->saved_data["gate"].toInt();
+        const auto [norm, gate_type, extended] = SavedExtension::load(ctx);
         const at::Tensor& d_out = grads[0];
         const c10::SymInt width = d_out.sym_size(-1) - (norm == Norm::kNone ? 0 : kNormColumns) -
-                                  (gate < 0 ? int64_t(0) : int64_t(kGateColumns));
+                                  (gate_type.has_value() ? int64_t(kGateColumns) : int64_t(0));
         const auto column = [&](const c10::SymInt& at) { return d_out.narrow_symint(-1, at, 1); };
         at::Tensor dx = d_out.narrow_symint(-1, 0, width), d_gate;
         if (norm != Norm::kNone) {
             const auto wide = accumulation_type(d_out);
             const bool query = norm == Norm::kOfQuery;
-            const at::Tensor x = ctx->get_saved_variables()[0].narrow_symint(-1, 0, width).to(wide);  // 2q, k
+            const at::Tensor x = extended.narrow_symint(-1, 0, width).to(wide);  // 2q or k
             const at::Tensor d_norm =
                 column(width + (query ? int64_t(0) : kParts)).to(wide) / -norm_unit(d_out.scalar_type());
             const double twice = query ? 2 : 1;
             dx = (dx.to(wide) * twice + x * d_norm * (2 / twice)).to(d_out.scalar_type());
         }
-        if (gate >= 0)
-            d_gate = column(d_out.sym_size(-1) - kGateColumns).squeeze(-1).to(static_cast<at::ScalarType>(gate));
+        if (gate_type.has_value()) d_gate = column(d_out.sym_size(-1) - kGateColumns).squeeze(-1).to(*gate_type);
         return {dx, d_gate, at::Tensor()};
     }
 };

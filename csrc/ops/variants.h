@@ -1,4 +1,4 @@
-// Variants of the logit as extra columns of q and k, which the block contract takes.
+// Variants of the logit as extra columns of q and k. The block contract does not change.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,8 +16,8 @@ struct Extended {
     at::Tensor k;  // (.., h_kv, d'), plus kGateColumns with a forget gate
 };
 
-// q and k whose plain logits, with the gates in the last columns of k (core/params.h), are the logits that `options`
-// asks for. Differentiable.
+// Returns q and k with extra columns, so that their dot products are the logits that `options` asks for. With a forget
+// gate, the last columns of k hold the gates (core/params.h). Differentiable.
 Extended with_variant_columns(const at::Tensor& q, const at::Tensor& k, const AttentionOptions& options);
 
 }  // namespace megatron_sb::ops
