@@ -1,5 +1,5 @@
-// Attention of a few queries to a long cache, bound by memory bandwidth. As many keys as the device can hold are in
-// flight at all times, and each is read once for all query heads of its KV head.
+// Attention of a few queries to a long cache. Memory bandwidth limits it, so the device has as many keys in flight as
+// it can hold, and reads each key once for all query heads of its KV head.
 //
 // A CTA owns 16 rows of Q of a KV head and a split of the keys that they see; split 0 has the newest. Each warp scans a
 // range of the split as if its newest key began a full stick (worker.cuh). The results of the ranges, and then those of
@@ -25,12 +25,12 @@ namespace {
 using common::kWarps;
 
 constexpr int kMaxSplits = 128;
-constexpr int kMinTilesPerWarp = 2;  // of a split, for each warp
+constexpr int kMinTilesPerWarp = 2;  // of a split: the least number of tiles for each of its warps
 
 // What the splits exchange, in the workspace. A unit is 16 rows of Q of a KV head and batch element.
 struct Exchange {
     int* arrived;  // (units,) number of splits that have written their results; 0 before the launch
-    int* used_up;  // (units,) splits - newest split whose own keys used up all rows; 0 before the launch
+    int* used_up;  // (units,) splits - i for the newest split i that alone used up all rows; 0 before the launch
     float* mass;   // (units, splits, kRows)
     float* o;      // (units, splits, kRows, head_dim_v)
 };
@@ -51,8 +51,9 @@ Exchange exchange_of(const Params& p, const Plan& plan) {
     return {counters, counters + units, mass, mass + units * plan.splits * kRows};
 }
 
-// Folds the masses of a row: results 0 (the newest) to count - 1, with a stride of kRows floats. Replaces each mass by
-// the weight of its result. Returns the mass that is left, and in `num_counted` how many results contribute.
+// Folds the masses of a row: partial results 0 (the newest) to count - 1, with a stride of kRows floats. Replaces each
+// mass by the weight of its partial result. Returns the mass that is left. Sets `num_counted` to the number of partial
+// results that contribute.
 __device__ float fold_masses(float* masses, int count, float least_mass, int& num_counted) {
     float left = 1.f;
     int i = 0;
@@ -77,7 +78,7 @@ __device__ void write_mass(const Params& p, const QueryRows& rows, int row, floa
     p.mass[(int64_t(rows.batch) * z.num_heads + rows.head(row)) * z.q_rows + rows.query(row)] = mass;
 }
 
-// Returns sum_i weights[i * kRows] * of(i), a float4 each, over i below count.
+// Returns the sum over i < count of weights[i * kRows] * of(i). of(i) returns a float4.
 template <class Of>
 __device__ float4 weighted_sum(const float* weights, int count, Of of) {
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -93,7 +94,7 @@ __device__ float4 weighted_sum(const float* weights, int count, Of of) {
     return sum;
 }
 
-// Calls f(row, column) for every fourth column of the rows that exist, by the whole CTA.
+// The whole CTA calls f(row, column) once for every fourth column of the rows that exist.
 template <class F>
 __device__ void for_each_quad(const Params& p, const QueryRows& rows, F f) {
     const int quads = p.sizes.head_dim_v / 4;
@@ -122,8 +123,8 @@ __device__ void fold_splits(const Params& p, const QueryRows& rows, const Exchan
     });
 }
 
-// Folds the results of the warps, which are in `rings`. With one split it writes o and mass, else the results of the
-// split to the exchange. Returns true for the CTA that must then fold the splits.
+// Folds the results of the warps, which are in `rings`. With one split, writes o and mass. Otherwise writes the result
+// of the split to `exchange`, and returns true in the last CTA of the unit to do so, which must then fold the splits.
 template <class T, int kDim>
 __device__ bool fold_warps(const Params& p, const QueryRows& rows, const Exchange& exchange, int64_t unit, int split,
                            int splits, float least_mass, const uint8_t* rings, Shared& shared) {
@@ -154,9 +155,9 @@ __device__ bool fold_warps(const Params& p, const QueryRows& rows, const Exchang
                                        column) = sum;
     });
     if (splits == 1) return false;
-    // Every split publishes its results before its arrival: each thread's writes are fenced before the CTA's arrival is
-    // counted. The last split to arrive reads results only after it has seen all arrivals (with __ldcg, because its L1
-    // could be stale).
+    // Every split publishes its result before it counts its arrival: the fence orders the writes of each thread before
+    // the atomicAdd of thread 0. The last split to arrive has seen all arrivals, so it can read all results. It uses
+    // __ldcg, because its L1 could be stale.
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) shared.is_last = atomicAdd(exchange.arrived + unit, 1) == splits - 1;
@@ -188,8 +189,9 @@ __global__ void __launch_bounds__(kWarps * 32, Shape<kDim>::kBlocksPerSm)
     common::wait_for_copies<2>();  // Q
     __syncthreads();
 
-    // Each of the two numbers is meaningful on its own, so their reads need no order. The number of the splits is used
-    // one tile after it was read, so no warp waits for it.
+    // A warp may stop when a newer warp of this split, or a newer split, has used up all rows. Each of the two numbers
+    // that say so is valid on its own, so the reads need no order. used_up_before uses exchange.used_up one tile after
+    // it was read, so no warp waits for that read.
     const volatile int* const used_up = exchange.used_up + unit;
     int newest_used_up_split = 0;
     worker.run(tiles - 1 - begin, count, [&] {
@@ -208,7 +210,7 @@ __global__ void __launch_bounds__(kWarps * 32, Shape<kDim>::kBlocksPerSm)
     fold_splits<T>(p, rows, exchange, unit, splits, least_mass, reinterpret_cast<float*>(rings), shared);
 }
 
-// An instance of the kernel and the sizes of its launch.
+// An instance of the kernel and what its launch needs.
 struct Kernel {
     const void* function;
     int query_bytes, ring_bytes;
@@ -245,8 +247,8 @@ int device_attribute(cudaDeviceAttr attribute) {
     return value;
 }
 
-// Returns the smallest number of splits whose waves of CTAs fill the `slots` of the device nearly as well as the best
-// number does.
+// Returns the number of splits. The CTAs run in waves of `slots`, the number of CTAs that the device holds. The result
+// is the smallest number that fills its waves nearly as well as the best number does.
 int splits_for(int64_t units, int64_t slots, int most) {
     const auto efficiency = [&](int splits) {
         const int64_t blocks = units * splits, rounds = (blocks + slots - 1) / slots;

@@ -6,12 +6,14 @@
 
 namespace megatron_sb::decode {
 
-// Rows of Q of a KV head, q_rows * num_heads / num_kv_heads. With more, block_forward is faster.
+// The most rows of Q of one KV head, q_rows * num_heads / num_kv_heads, for which this kernel is used. With more rows,
+// block_forward is faster.
 inline constexpr int kMaxQueryRows = 64;
 
-// The cache has keys (batch, row, num_kv_heads, head_dim). With a block table it has blocks of keys (blocks,
-// block_size, num_kv_heads, head_dim), and key i of batch element b is row i % block_size of block table[b * stride + i
-// / block_size]. Only the device knows the values of the table; they are clamped to [0, num_blocks).
+// Without a block table, the cache of keys is (batch, row, num_kv_heads, head_dim). With a block table it is
+// (num_blocks, block_size, num_kv_heads, head_dim). Key i of batch element b is then row i % block_size of block
+//     table[b * stride + i / block_size].
+// The host does not read the values of the table. The kernel clamps them to [0, num_blocks).
 struct BlockTable {
     const int32_t* data = nullptr;  // null: no block table
     int64_t stride = 0;
@@ -25,16 +27,17 @@ struct Params {
     Rows<const void*> q, k, v;  // rows begin at multiples of 16 bytes, as do those of o
     Rows<void*> o;              // of type sizes.dtype
     float* mass;                // (batch, num_heads, q_rows), contiguous
-    // Each batch element has the keys [first, end) of its cache. Its queries are the last of these positions.
+    // A batch element has the keys [first, end) of its cache. Its queries are the last of these positions.
     const int32_t* ends;              // (batch,)
     const int32_t* firsts = nullptr;  // (batch,); null: 0
     BlockTable table;
     void* workspace = nullptr;  // workspace_bytes(), aligned to kWorkspaceAlignment
 };
 
-// How a call is distributed over the device. It depends on sizes only, so it is valid for every replay of a CUDA graph.
+// How a call is distributed over the device. The plan depends on sizes only, so it is valid for every replay of a CUDA
+// graph.
 struct Plan {
-    int warps;      // of a CTA, each with its own keys
+    int warps;      // of a CTA; each has its own keys
     int splits;     // CTAs that share the keys of a sequence
     int row_tiles;  // tiles of kRows rows of Q for each KV head
 };

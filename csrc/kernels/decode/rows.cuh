@@ -11,8 +11,8 @@ inline constexpr int kKeys = 32;  // of a tile
 inline constexpr int kRows = 16;  // rows of Q of a CTA
 using KeyOrder = common::KeysToColumns<kKeys>;
 
-// Rows [first, first + count) of the q_rows * group rows of a KV head. Row r is query r / group of head r % group of
-// the group.
+// Rows [first, first + count) of Q of one KV head. `group` query heads read this KV head, so it has q_rows * group
+// rows. Row r is query r / group of head r % group of the group.
 struct QueryRows {
     int batch, kv_head, group, first, count;
     int num_queries, num_keys, first_key, current;  // the sequence has keys [first_key, first_key + num_keys)
@@ -52,7 +52,7 @@ struct CachedRows {
           width(head_dim * 2) {}
 };
 
-// The place of the key of this lane in a tile of kKeys.
+// Where the key of this lane is in the cache.
 struct KeyPlace {
     int block, row;
     bool exists;
@@ -69,8 +69,8 @@ __device__ inline KeyPlace place_of(const Params& p, int batch, int key, bool ex
     return {clamp_row(block, 0, p.table.num_blocks - 1), row, exists};
 }
 
-// Starts to copy a tile of keys to shared memory, by one warp; lane i knows the place of key i. Writes zeros for keys
-// that do not exist and beyond the width. Commits one group of copies.
+// Starts to copy a tile of keys to shared memory and commits one group of copies. One warp calls it; lane i passes the
+// place of key i. Keys that do not exist, and columns beyond the width, become zeros.
 template <int kPitch>
 __device__ inline void load_keys(uint32_t to, const CachedRows& from, const KeyPlace& place) {
     constexpr int kPieces = kPitch / 16, kRowsAtOnce = 32 / kPieces;
@@ -90,8 +90,8 @@ __device__ inline void load_keys(uint32_t to, const CachedRows& from, const KeyP
     common::commit_copies();
 }
 
-// Starts to copy the rows of Q to shared memory, by the whole CTA. Writes zeros for rows that do not exist. Commits one
-// group of copies.
+// Starts to copy the rows of Q to shared memory and commits one group of copies. The whole CTA calls it. Rows that do
+// not exist become zeros.
 template <class T, int kPitch>
 __device__ inline void load_queries(uint32_t to, const Params& p, const QueryRows& rows) {
     constexpr int kPieces = kPitch / 16;

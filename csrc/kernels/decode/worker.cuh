@@ -1,10 +1,9 @@
-// One warp and its range of key tiles, from the newest to the oldest. The warp scans them as if its newest key began a
-// full stick:
+// One warp scans a range of key tiles, from the newest to the oldest, as if its newest key began a full stick:
 //
 //   S = Q K^T,   e = exp(z),   A_k = e_k P_k (common/scan.cuh),   O += A V,   P <- P / prod (1 + e)
 //
-// K and V of the tiles pass through a ring of three slots: while one slot is multiplied, two are being loaded. A warp
-// waits for its own copies only; no other warp accesses its ring.
+// A ring of three slots holds K and V of the tiles: while the warp multiplies one slot, two are being loaded. No other
+// warp accesses the ring, so a warp waits for its own copies only.
 #pragma once
 
 #include "kernels/common/scan.cuh"
@@ -21,14 +20,15 @@ struct Shape {
     static constexpr int kQueryBytes = kRows * kPitch;
     static constexpr int kBlocksPerSm = 256 / kDim;  // limits the registers of a thread
     static constexpr int kColumnBlocks = kDim / 8;   // of 8 columns of O
-    static constexpr int kOutputPitch = kDim + 8;  // floats between rows of O, which is in the ring after the last tile
+    static constexpr int kOutputPitch =
+        kDim + 8;  // floats from a row of O to the next; O is in the ring after the last tile
     static_assert(kRows * kOutputPitch * 4 <= kRingBytes, "the ring holds O of its warp");
 };
 
 // What the warps of a CTA exchange.
 struct Shared {
     float mass[common::kWarps][kRows];
-    int num_counted[kRows];  // how many partial results of a row contribute
+    int num_counted[kRows];  // how many partial results of a row contribute, from the newest
     int newest_used_up;      // the newest warp whose own keys used up all rows
     int is_last;
 };
@@ -63,8 +63,9 @@ class Worker {
         load_or_skip(value_slot_, v_, count > 0);
     }
 
-    // Processes `count` tiles: newest, newest - 1, ... start() has begun to load the first one. The loop ends when
-    // newer_used_up() returns true: newer keys, which other warps processed, have used up all rows.
+    // Processes `count` tiles: newest, newest - 1, ... Call start() first; it begins to load the first tile. The loop
+    // stops early when the keys of this warp have used up all rows, or when newer_used_up() returns true. It returns
+    // true if the newer keys, which other warps process, have used up all rows.
     template <class UsedUp>
     __device__ void run(int newest, int count, UsedUp newer_used_up) {
         for (int i = 0; i < count; ++i) {
@@ -72,7 +73,7 @@ class Worker {
             const bool more = i + 1 < count;
             load_tile_keys(newest - i - 1, more, free_slot_);
             common::wait_for_copies<2>();  // K
-            __syncwarp();                  // K of all lanes has arrived
+            __syncwarp();                    // K of all lanes has arrived
             float s[1][kKeys / 8][4] = {};
             common::multiply_rows<T, S::kPitch>(s, queries_, key_slot_, k_.width);
             __syncwarp();  // all lanes have read K: its slot is free
@@ -91,7 +92,7 @@ class Worker {
         __syncwarp();
     }
 
-    // Returns whether some row that sees keys has mass left.
+    // Returns whether a row of this thread that sees keys has mass left.
     __device__ bool live() const {
         bool live = false;
 #pragma unroll
@@ -125,7 +126,7 @@ class Worker {
         }
         load_or_skip(to, k_, wanted);
     }
-    // Every step commits a group of copies, if necessary an empty one, because the waits count groups.
+    // Commits a group of copies, even an empty one, because wait_for_copies counts groups.
     __device__ void load_or_skip(uint32_t to, const CachedRows& from, bool wanted) const {
         if (wanted)
             load_keys<S::kPitch>(to, from, place_);
@@ -154,7 +155,7 @@ class Worker {
     const common::Scalars& scalars_;
     const QueryRows& rows_;
     const uint32_t queries_;
-    uint32_t key_slot_, value_slot_, free_slot_;  // slots of K and V of this tile, and the slot to be filled
+    uint32_t key_slot_, value_slot_, free_slot_;  // slots of K and V of this tile, and the slot to fill next
     const CachedRows k_, v_;
     KeyPlace place_ = {};  // of the tile that was requested last
     int visible_[2];

@@ -1,7 +1,7 @@
-// Bound by memory: the forward reads o once and writes out once; the backward reads o and d_out, writes d_o, and
-// computes mean and deviation again. kLanes neighbouring lanes own a row of a head, with 8 channels each. A CTA has
-// rows of one head, so a thread keeps its channels of r, w and c, and its part of their gradients, in registers. It
-// writes that part to the workspace, and a second launch sums the parts in a fixed order.
+// Memory bandwidth limits these kernels. The forward reads o once and writes out once. The backward reads o and d_out,
+// writes d_o, and computes mean and deviation again. kLanes neighbouring lanes own a row of a head, with 8 channels
+// each. A CTA has rows of one head, so a thread keeps its channels of r, w and c in registers, and sums their gradients
+// there. Each CTA writes its sums to the workspace, and a second launch adds them in a fixed order.
 //
 //   x^ = (x - mean) / sqrt(var + eps),  g = d_out w,  dx = (g - mean(g) - x^ mean(g x^)) / sqrt(var + eps)
 //   d_o = dx,  dP = sum over channels of dx r;   over rows:  dr = sum P dx,  dw = sum d_out x^,  dc = sum d_out
@@ -19,27 +19,29 @@ using common::kAllLanes;
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kChannels = 8;         // of a lane
-constexpr int kThreadBlocks = 2048;  // of a launch, approximately: several waves on every GPU, but few partial sums
-constexpr int kRowsAtOnce = 2;       // of a thread, whose loads are in flight together
-constexpr int kSumColumns = 32, kSumSlices = 32;  // of a CTA that sums partial sums
+constexpr int kThreadBlocks = 2048;  // in a launch, about: several waves on every GPU, but few partial sums
+constexpr int kRowsAtOnce = 2;       // rows of a thread with loads in flight at the same time
+constexpr int kSumColumns = 32, kSumSlices = 32;  // shape of a CTA of sum_partials
 enum Partial { kRemainderBias, kNormWeight, kNormBias, kPartials };
 
 // ---- rows and channels of a thread ----------------------------------------------------------------------------------
+// How the threads of a CTA cover rows with elements of type T.
 template <class Element, int kLanesOfRow>
-struct Kind {
+struct RowLayout {
     using T = Element;
     static constexpr int kLanes = kLanesOfRow;
-    static constexpr int kGroups = kThreads / kLanes;  // groups of lanes, each with one row
-    static constexpr int kRound = kGroups * kRowsAtOnce;
+    static constexpr int kGroups = kThreads / kLanes;     // groups of lanes, each with one row
+    static constexpr int kRound = kGroups * kRowsAtOnce;  // rows of a CTA in one iteration of its loop
 };
 
+// Returns f(RowLayout<..>{}) with the layout for the dtype and the head_dim of `in`.
 template <class F>
-auto with_kind(const Inputs& in, const F& f) {
+auto with_row_layout(const Inputs& in, const F& f) {
     const auto with_lanes = [&](auto element) {
         using T = decltype(element);
-        if (in.head_dim <= 64) return f(Kind<T, 8>{});
-        if (in.head_dim <= 128) return f(Kind<T, 16>{});
-        return f(Kind<T, 32>{});
+        if (in.head_dim <= 64) return f(RowLayout<T, 8>{});
+        if (in.head_dim <= 128) return f(RowLayout<T, 16>{});
+        return f(RowLayout<T, 32>{});
     };
     if (in.dtype == Dtype::kBFloat16) return with_lanes(__nv_bfloat16{});
     if (in.dtype == Dtype::kFloat16) return with_lanes(__half{});
@@ -51,21 +53,22 @@ struct Chunks {
     int32_t rows, count;  // rows in a chunk; chunks in a batch element
 };
 
-template <class K>
-Chunks chunks_of(K, const Inputs& in) {
-    constexpr int64_t kRound = K::kRound;
+template <class Layout>
+Chunks chunks_of(Layout, const Inputs& in) {
+    constexpr int64_t kRound = Layout::kRound;
     const int64_t wanted = std::max<int64_t>(1, kThreadBlocks / (int64_t(in.batch) * in.num_heads));
     const int64_t rows = (in.rows + wanted * kRound - 1) / (wanted * kRound) * kRound;
     return {int32_t(rows), int32_t((in.rows + rows - 1) / rows)};
 }
 
-template <class K>
+// The chunk of a CTA, and the place of this thread in it.
+template <class Layout>
 struct Place {
     int32_t head, batch;
     int32_t chunk;       // counted over all batch elements
-    int32_t first, end;  // its rows
-    int32_t group;       // of this thread, in the CTA
-    int32_t channel;     // the first of kChannels
+    int32_t first, end;  // the rows of the chunk
+    int32_t group;       // the group of lanes of this thread
+    int32_t channel;     // the first of this thread's kChannels
     bool has_channels;   // channel < head_dim
     float per_channel;   // 1 / head_dim
 
@@ -75,13 +78,13 @@ struct Place {
           chunk(blockIdx.x / in.num_heads),
           first(chunk % chunks.count * chunks.rows),
           end(min(first + chunks.rows, in.rows)),
-          group(threadIdx.x / K::kLanes),
-          channel(threadIdx.x % K::kLanes * kChannels),
+          group(threadIdx.x / Layout::kLanes),
+          channel(threadIdx.x % Layout::kLanes * kChannels),
           has_channels(channel < in.head_dim),
           per_channel(1.f / in.head_dim) {}
 
     // Returns this thread's i-th row of the round that begins at `first`.
-    __device__ int32_t row(int32_t first, int i) const { return first + i * K::kGroups + group; }
+    __device__ int32_t row(int32_t first, int i) const { return first + i * Layout::kGroups + group; }
     template <class Pointer>
     __device__ int64_t in_tensor(const Rows<Pointer>& x, int32_t row) const {
         return batch * x.batch_stride + row * x.row_stride + head * x.head_stride + channel;
@@ -167,8 +170,8 @@ __device__ void write_at(const HeadVectors<void*>& vectors, int64_t at, float x)
 }
 
 // Reads this thread's channels of a vector for each head, or `absent` if there is none.
-template <class K>
-__device__ void read_vector(const HeadVectors<const void*>& vectors, const Inputs& in, const Place<K>& place,
+template <class Layout>
+__device__ void read_vector(const HeadVectors<const void*>& vectors, const Inputs& in, const Place<Layout>& place,
                             float absent, Values& x) {
     const int64_t at = int64_t(place.head) * in.head_dim + place.channel;
 #pragma unroll
@@ -186,15 +189,15 @@ __device__ void read_vector(const HeadVectors<const void*>& vectors, const Input
     }
 }
 
-// The inputs of one row. For a row beyond the chunk they are zeros, because its lanes take part in the shuffles.
-template <class K>
+// The inputs of one row. Beyond the chunk they are zeros: the lanes of such a row still take part in the shuffles.
+template <class Layout>
 struct RowInputs {
-    Packed<typename K::T> o;
+    Packed<typename Layout::T> o;
     float mass;  // 0 without remainder_bias
 
-    __device__ void read(const Inputs& in, const Place<K>& place, int32_t row) {
+    __device__ void read(const Inputs& in, const Place<Layout>& place, int32_t row) {
         const bool exists = row < place.end;
-        o = load<typename K::T>(in.o.data, place.in_tensor(in.o, row), exists && place.has_channels);
+        o = load<typename Layout::T>(in.o.data, place.in_tensor(in.o, row), exists && place.has_channels);
         mass = exists && in.mass != nullptr ? in.mass[place.in_mass(in, row)] : 0.f;
     }
     // o + P r
@@ -206,26 +209,26 @@ struct RowInputs {
 };
 
 // ---- the norm -------------------------------------------------------------------------------------------------------
-template <class K>
+template <class Layout>
 __device__ float sum_over_row(float x) {
 #pragma unroll
-    for (int lanes = K::kLanes / 2; lanes > 0; lanes /= 2) x += __shfl_xor_sync(kAllLanes, x, lanes);
+    for (int lanes = Layout::kLanes / 2; lanes > 0; lanes /= 2) x += __shfl_xor_sync(kAllLanes, x, lanes);
     return x;
 }
 
 // Replaces x by x^ and returns 1 / sqrt(var + eps). Lanes without channels keep x = 0.
-template <class K>
-__device__ float normalise(const Place<K>& place, float eps, Values& x) {
+template <class Layout>
+__device__ float normalise(const Place<Layout>& place, float eps, Values& x) {
     float sum = 0.f, squares = 0.f;
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) sum += x[c];
-    const float mean = sum_over_row<K>(sum) * place.per_channel, shift = place.has_channels ? mean : 0.f;
+    const float mean = sum_over_row<Layout>(sum) * place.per_channel, shift = place.has_channels ? mean : 0.f;
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
         x[c] -= shift;
         squares += x[c] * x[c];
     }
-    const float rstd = rsqrtf(sum_over_row<K>(squares) * place.per_channel + eps);
+    const float rstd = rsqrtf(sum_over_row<Layout>(squares) * place.per_channel + eps);
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) x[c] *= rstd;
     return rstd;
@@ -234,8 +237,8 @@ __device__ float normalise(const Place<K>& place, float eps, Values& x) {
 using Sums = Values[kPartials];
 
 // Replaces d, the gradient of out, by dx, and adds this row's part of dw and dc.
-template <class K>
-__device__ void normalise_backward(const Place<K>& place, float rstd, const Values& normalised, const Values& w,
+template <class Layout>
+__device__ void normalise_backward(const Place<Layout>& place, float rstd, const Values& normalised, const Values& w,
                                    Values& d, Sums& sums) {
     float sum = 0.f, product = 0.f;
 #pragma unroll
@@ -247,22 +250,22 @@ __device__ void normalise_backward(const Place<K>& place, float rstd, const Valu
         product += d[c] * normalised[c];
     }
     const float factor = rstd * place.per_channel;
-    const float mean = sum_over_row<K>(sum) * factor, slope = sum_over_row<K>(product) * factor;
+    const float mean = sum_over_row<Layout>(sum) * factor, slope = sum_over_row<Layout>(product) * factor;
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) d[c] = d[c] * rstd - mean - normalised[c] * slope;
 }
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
-template <class K>
+template <class Layout>
 __global__ void __launch_bounds__(kThreads)
     forward_rows(const __grid_constant__ Inputs in, const __grid_constant__ Rows<void*> out, Chunks chunks) {
-    const Place<K> place(in, chunks);
+    const Place<Layout> place(in, chunks);
     Values r, w, b;
     read_vector(in.remainder_bias, in, place, 0.f, r);
     read_vector(in.norm_weight, in, place, 1.f, w);
     read_vector(in.norm_bias, in, place, 0.f, b);
-    for (int32_t first = place.first; first < place.end; first += K::kRound) {
-        RowInputs<K> inputs[kRowsAtOnce];
+    for (int32_t first = place.first; first < place.end; first += Layout::kRound) {
+        RowInputs<Layout> inputs[kRowsAtOnce];
 #pragma unroll
         for (int i = 0; i < kRowsAtOnce; ++i) inputs[i].read(in, place, place.row(first, i));
 #pragma unroll
@@ -275,23 +278,24 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
                 for (int c = 0; c < kChannels; ++c) x[c] = x[c] * w[c] + b[c];
             }
-            if (row < place.end && place.has_channels) store<typename K::T>(out.data, place.in_tensor(out, row), x);
+            if (row < place.end && place.has_channels)
+                store<typename Layout::T>(out.data, place.in_tensor(out, row), x);
         }
     }
 }
 
 // Writes the sums of this CTA over its rows to the workspace, which is (chunk, kPartials, num_heads, head_dim).
-template <class K>
-__device__ void write_partials(const Inputs& in, const Place<K>& place, Sums& sums, float* workspace) {
-    __shared__ float warp_sums[kPartials][kWarps][K::kLanes * kChannels];
+template <class Layout>
+__device__ void write_partials(const Inputs& in, const Place<Layout>& place, Sums& sums, float* workspace) {
+    __shared__ float warp_sums[kPartials][kWarps][Layout::kLanes * kChannels];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int p = 0; p < kPartials; ++p)
 #pragma unroll
         for (int c = 0; c < kChannels; ++c) {
-            for (int lanes = K::kLanes; lanes < 32; lanes *= 2)
+            for (int lanes = Layout::kLanes; lanes < 32; lanes *= 2)
                 sums[p][c] += __shfl_xor_sync(kAllLanes, sums[p][c], lanes);
-            if (lane < K::kLanes) warp_sums[p][warp][place.channel + c] = sums[p][c];
+            if (lane < Layout::kLanes) warp_sums[p][warp][place.channel + c] = sums[p][c];
         }
     __syncthreads();
     for (int i = threadIdx.x; i < kPartials * in.head_dim; i += kThreads) {
@@ -303,17 +307,17 @@ __device__ void write_partials(const Inputs& in, const Place<K>& place, Sums& su
     }
 }
 
-template <class K>
+template <class Layout>
 __global__ void __launch_bounds__(kThreads)
     backward_rows(const __grid_constant__ Inputs in, const __grid_constant__ Gradients gradients, Chunks chunks) {
-    using T = typename K::T;
-    const Place<K> place(in, chunks);
+    using T = typename Layout::T;
+    const Place<Layout> place(in, chunks);
     Values r, w;
     read_vector(in.remainder_bias, in, place, 0.f, r);
     read_vector(in.norm_weight, in, place, 1.f, w);
     Sums sums = {};
-    for (int32_t first = place.first; first < place.end; first += K::kRound) {
-        RowInputs<K> inputs[kRowsAtOnce];
+    for (int32_t first = place.first; first < place.end; first += Layout::kRound) {
+        RowInputs<Layout> inputs[kRowsAtOnce];
         Packed<T> d_out[kRowsAtOnce];
 #pragma unroll
         for (int i = 0; i < kRowsAtOnce; ++i) {
@@ -341,7 +345,7 @@ __global__ void __launch_bounds__(kThreads)
                 sums[kRemainderBias][c] += inputs[i].mass * d[c];
                 d_mass += d[c] * r[c];
             }
-            d_mass = sum_over_row<K>(d_mass);
+            d_mass = sum_over_row<Layout>(d_mass);
             if (row < place.end && place.channel == 0) gradients.d_mass[place.in_mass(in, row)] = d_mass;
         }
     }
@@ -352,8 +356,8 @@ struct ParameterGradients {
     HeadVectors<void*> of[kPartials];
 };
 
-// Sums the partial sums over the chunks. A CTA has kSumColumns channels of one parameter. Each is divided into
-// kSumSlices sums, which are added in a fixed order.
+// Adds the partial sums of all chunks. A CTA adds those of kSumColumns channels of one parameter. Thread row y adds
+// every kSumSlices-th chunk from y on, and row 0 then adds the results in a fixed order.
 __global__ void __launch_bounds__(kSumColumns* kSumSlices)
     sum_partials(const float* partials, int32_t chunks, int64_t channels,
                  const __grid_constant__ ParameterGradients gradients) {
@@ -375,24 +379,25 @@ __global__ void __launch_bounds__(kSumColumns* kSumSlices)
 }  // namespace
 
 int64_t backward_workspace(const Inputs& in) {
-    const int64_t chunks = with_kind(in, [&](auto kind) { return chunks_of(kind, in).count; });
+    const int64_t chunks = with_row_layout(in, [&](auto layout) { return chunks_of(layout, in).count; });
     return in.batch * chunks * kPartials * in.num_heads * in.head_dim * int64_t(sizeof(float));
 }
 
 void forward(const Inputs& in, const Rows<void*>& out, void* stream_handle) {
     const auto stream = static_cast<cudaStream_t>(stream_handle);
-    with_kind(in, [&](auto kind) {
-        const Chunks chunks = chunks_of(kind, in);
-        forward_rows<decltype(kind)><<<in.batch * chunks.count * in.num_heads, kThreads, 0, stream>>>(in, out, chunks);
+    with_row_layout(in, [&](auto layout) {
+        const Chunks chunks = chunks_of(layout, in);
+        forward_rows<decltype(layout)>
+            <<<in.batch * chunks.count * in.num_heads, kThreads, 0, stream>>>(in, out, chunks);
     });
     check_launch("head_output::forward");
 }
 
 void backward(const Inputs& in, const Gradients& gradients, void* stream_handle) {
     const auto stream = static_cast<cudaStream_t>(stream_handle);
-    const int32_t num_partials = with_kind(in, [&](auto kind) {
-        const Chunks chunks = chunks_of(kind, in);
-        backward_rows<decltype(kind)>
+    const int32_t num_partials = with_row_layout(in, [&](auto layout) {
+        const Chunks chunks = chunks_of(layout, in);
+        backward_rows<decltype(layout)>
             <<<in.batch * chunks.count * in.num_heads, kThreads, 0, stream>>>(in, gradients, chunks);
         return in.batch * chunks.count;
     });

@@ -22,13 +22,13 @@ struct Inputs {
     Dtype dtype;  // of o, out and their gradients; not kFloat64
     int32_t batch, rows, num_heads;
     int32_t head_dim;             // a multiple of kHeadDimMultiple, at most kMaxHeadDim
-    float eps;                    // positive, and normal in fp32
+    float eps;                    // a positive normal number in fp32
     Rows<const void*> o;          // rows begin at multiples of 16 bytes, as in all tensors of this shape
     const float* mass = nullptr;  // (batch, num_heads, rows), contiguous; required with remainder_bias
     HeadVectors<const void*> remainder_bias, norm_weight, norm_bias;
 };
 
-// The gradients. Each is written if its value is present; d_mass is written with remainder_bias.
+// The gradients. The gradient of each argument that is present is written; d_mass is written with remainder_bias.
 struct Gradients {
     Rows<const void*> d_out;  // input
     Rows<void*> d_o;
@@ -37,6 +37,7 @@ struct Gradients {
     void* workspace = nullptr;  // backward_workspace() bytes, aligned to 16
 };
 
+// Returns the bytes of workspace that backward() needs.
 int64_t backward_workspace(const Inputs& inputs);
 
 // Launch on `stream`, a cudaStream_t. batch * rows must be from 1 to 2^31 - 1. Throw RuntimeFailure if a launch fails.
