@@ -73,7 +73,7 @@ class Worker {
             const bool more = i + 1 < count;
             load_tile_keys(newest - i - 1, more, free_slot_);
             common::wait_for_copies<2>();  // K
-            __syncwarp();                    // K of all lanes has arrived
+            __syncwarp();                  // K of all lanes has arrived
             float s[1][kKeys / 8][4] = {};
             common::multiply_rows<T, S::kPitch>(s, queries_, key_slot_, k_.width);
             __syncwarp();  // all lanes have read K: its slot is free
