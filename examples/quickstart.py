@@ -1,9 +1,9 @@
 """Train two toy language models, one with stick-breaking attention and one with softmax, and draw what they learned.
 
-A sequence holds letters and digits in turn. Each letter keeps its digit until the digit changes at random, so the best
-guess for the next digit is the one that the letter had last. Both models train on short sequences and are then scored
-on longer ones. The script writes `likelihood_by_length.png`, `attention.png` and `results.json` to `runs/quickstart`,
-or to the folder of `--out`. It takes less than two minutes on two CPU cores.
+Letters and digits alternate in a sequence. Each letter keeps its digit until the digit changes at random, so the best
+guess for the next digit is the previous digit of the same letter. Both models train on short sequences and are then
+scored on longer ones. The script writes `likelihood_by_length.png`, `attention.png` and `results.json` to
+`runs/quickstart`, or to the folder of `--out`. It takes less than two minutes on two CPU cores.
 
 python examples/quickstart.py
 """
@@ -39,7 +39,7 @@ options = parser.parse_args()
 
 # %% The data
 def make_batch(batch: int, length: int, generator: torch.Generator) -> Tensor:
-    """Draw sequences of letters and digits in turn.
+    """Draw sequences in which letters and digits alternate.
 
     Returns:
         Tokens (batch, length), int64. Token 2i is a letter, token 2i + 1 its digit.
@@ -60,7 +60,7 @@ def make_batch(batch: int, length: int, generator: torch.Generator) -> Tensor:
 
 # %% The models: two layers, identical except for the attention
 class SoftmaxSelfAttention(nn.Module):
-    """The layout of `sb.StickBreakingSelfAttention`, with softmax and rotary position embeddings."""
+    """Self-attention like `sb.StickBreakingSelfAttention`, with softmax and rotary position embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def train(kind: str) -> nn.Module:
 models = {kind: train(kind) for kind in ("stick-breaking", "softmax")}
 
 
-# %% Likelihood by length: the last digits of a sequence, seen with longer and longer contexts
+# %% Likelihood by length: the loss of the last eight digits of a sequence, with longer and longer contexts
 lengths = [options.length * factor // 4 for factor in (1, 2, 4, 8, 16, 32)]
 held_out = make_batch(16, lengths[-1], torch.Generator().manual_seed(2))
 results: dict[str, list[float]] = {}
@@ -156,7 +156,10 @@ figure.savefig(options.out / "likelihood_by_length.png", dpi=120, bbox_inches="t
 
 # %% The attention: the weights of the last layer on one short sequence
 def weights_of(kind: str, x: Tensor) -> Tensor:
-    """Return the weights of the last layer, (heads, queries, keys): attention to v = 1 at one key, 0 at the others."""
+    """Return the attention weights of the last layer, (heads, queries, keys).
+
+    With the columns of the identity matrix as values, the output of the attention is the matrix of weights.
+    """
     model = models[kind]
     block = model[LAYERS]
     for layer in model[:LAYERS]:

@@ -1,27 +1,29 @@
-// The backward of stick-breaking attention in its simplest form: one thread per row of Q, no shared memory.
+// The backward of stick-breaking attention in its simplest form: one thread for each row of Q, no shared memory.
 //
-// Read minimal_forward.cu first, then this file, then csrc/kernels/portable. A row j of Q visits its keys from the
-// oldest to the newest. With g_i = A_i (dO_j . v_i) and b the sum of g over all older keys,
+// Read minimal_forward.cu first, then this file, then csrc/kernels/portable. Row j of Q processes its keys from the
+// oldest to the newest. With g_i = A_i (dO_j . v_i), and with b as the sum of g over all older keys,
 //
 //     dz_i = (1 - beta_i) g_i - beta_i b
 //     dq_j += scale dz_i k_i,    dk_i += scale dz_i q_j,    dv_i += A_i dO_j
 //
-// The first term says that a larger beta_i gives key i more; the second that it leaves less to every older key. b
-// begins with P dP, where P is the mass that no key took and dP the gradient that reaches it (null: none reaches it).
+// The first term is there because a larger beta_i gives key i more. The second term is there because it leaves less to
+// every older key. b starts at P dP, where P is the mass that no key took and dP is its gradient, d_mass (null: 0).
 //
-// Why from the oldest key? b must be an exact sum. The other direction would start from the sum of all g, which is
-// dO_j . o_j, and subtract: every key that got almost nothing would then receive the rounding error of that sum.
+// The order is from the oldest key because b must be an accurate sum. The other direction would start from the sum of
+// all g, which is dO_j . o_j, and subtract. Every key with almost no weight would then get the rounding error of that
+// sum as its gradient.
 //
-// The weights need the mass at each key. The row starts at the oldest key that the forward visited, with the mass that
-// its restart record holds, and undoes the forward one key at a time: the mass on the newer side of key i is
-// P / (1 - beta_i) = P + e_i P, which needs no division. Keys older than the restart were skipped and contribute 0.
+// The weights need the mass at each key. The row starts at the oldest key that the forward visited, with the mass in
+// the restart record. It then undoes the forward one key at a time. If P is the mass on the older side of key i, the
+// mass on its newer side is P / (1 - beta_i) = P + e_i P, without a division. The forward skipped all older keys, so
+// they contribute 0.
 //
-// The tensors are those of minimal_forward.cu. dk and dv must be zero before the launch: rows add to them with atomics,
-// so two runs can differ in the last bits. The fast kernels give each key tile to one CTA instead and repeat bit by
-// bit.
+// The tensors are those of minimal_forward.cu. dk and dv must be zero before the launch. Rows add to them with atomics,
+// so two runs can differ in the last bits. The fast kernels give each key tile to one CTA instead, and their results
+// are bitwise repeatable.
 #include <cuda_runtime.h>
 
-constexpr int kMaxHeadDim = 128;   // of q and k: dq_j is an array per thread
+constexpr int kMaxHeadDim = 128;   // of q and k: each thread keeps dq_j in an array
 constexpr float kMaxLogit = 80.f;  // as in the forward
 
 struct Sizes {

@@ -1,29 +1,30 @@
-// The forward of stick-breaking attention in its simplest form: one thread per row of Q, no shared memory.
+// The forward of stick-breaking attention in its simplest form: one thread for each row of Q, no shared memory.
 //
-// Read this file before csrc/kernels/portable, which computes the same with tiles and tensor cores. The letters are the
-// paper's (arXiv 2410.17980, eq. 1). A row j of Q visits its keys from the newest to the oldest. P is the mass, the
-// part of the stick that is left; it begins at 1:
+// Read this file before csrc/kernels/portable, which computes the same with tiles and tensor cores. The letters are
+// those of the paper (arXiv 2410.17980, eq. 1). Row j of Q processes its keys from the newest to the oldest. P is the
+// mass, the part of the stick that is left. It starts at 1:
 //
 //     z = scale q_j . k_i                  the logit of key i
-//     beta = sigmoid(z) = e / (1 + e)      with e = exp(z); key i takes this share of the stick that is left
+//     beta = sigmoid(z) = e / (1 + e)      with e = exp(z): the share of P that key i takes
 //     A = beta P                           the weight of key i
 //     o_j += A v_i
-//     P <- (1 - beta) P                    what older keys can still take
+//     P <- (1 - beta) P                    the mass left for older keys
 //
-// There is no maximum to track and no division at the end: the weights and the remaining mass sum to 1.
+// Unlike softmax, this needs neither a running maximum nor a division at the end, because the weights and the remaining
+// mass sum to 1.
 //
-// Two things make a long context cheap. Once P is below mass_threshold, older keys are skipped: together they change
-// o_j by at most mass_threshold max|v|. And the row writes a restart record for the backward: the oldest key that it
-// visited and the mass before that key took its share.
+// Two things make a long context cheap. First, the row stops when P is below mass_threshold: all older keys together
+// change o_j by at most mass_threshold max|v|. Second, the row writes a restart record for the backward, which then
+// starts at the oldest visited key. The record is that key and the mass on its newer side.
 //
 // All tensors are contiguous fp32: q (batch, queries, heads, d), k (batch, keys, kv_heads, d), v (batch, keys,
 // kv_heads, d_v), o (batch, queries, heads, d_v); mass and the restart record are (batch, heads, queries). The queries
 // are the last positions of the keys.
 #include <cuda_runtime.h>
 
-constexpr int kMaxHeadDim = 128;        // of v: o_j is an array per thread
+constexpr int kMaxHeadDim = 128;        // of v: each thread keeps o_j in an array
 constexpr float kMaxLogit = 80.f;       // exp(80) is finite in fp32
-constexpr float kLeastMass = 0x1p-64f;  // with less, the backward could not restart accurately in fp32
+constexpr float kLeastMass = 0x1p-64f;  // below it, the backward could not restart accurately in fp32
 
 struct Sizes {
     int batch, queries, keys, heads, kv_heads, d, d_v;
@@ -44,7 +45,7 @@ __global__ void forward(Sizes s, const float* q, const float* k, const float* v,
     const int kv_head = head / (s.heads / s.kv_heads);
     const float* const q_j = q + ((long long)(batch * s.queries + j) * s.heads + head) * s.d;
 
-    // The causal mask: row j sees the keys [0, num_keys). Key i = j itself takes part only with attend_current.
+    // The causal mask: row j sees the keys [0, num_keys). Its own position is one of them only with attend_current.
     const int num_keys = s.keys - s.queries + j + attend_current;
 
     const float least_mass = fmaxf(mass_threshold, kLeastMass);
@@ -54,7 +55,7 @@ __global__ void forward(Sizes s, const float* q, const float* k, const float* v,
     for (int i = num_keys - 1; i >= 0 && P >= least_mass; --i) {
         const long long key = (long long)(batch * s.keys + i) * s.kv_heads + kv_head;
         const float e = expf(fminf(scale * dot(q_j, k + key * s.d, s.d), kMaxLogit));
-        const float one_minus_beta = 1.f / (1.f + e);  // never 1 - beta: that would cancel
+        const float one_minus_beta = 1.f / (1.f + e);  // 1 - beta would lose its digits to cancellation
         const float A = e * one_minus_beta * P;
         for (int c = 0; c < s.d_v; ++c) o_j[c] += A * v[key * s.d_v + c];
         oldest = i;
