@@ -1,1 +1,1 @@
-"""What stick-breaking attention is compared with: softmax attention with several positions, and geometric attention."""
+"""Baselines of stick-breaking attention: softmax attention with several position encodings, and geometric attention."""

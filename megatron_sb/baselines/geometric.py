@@ -1,4 +1,4 @@
-"""Geometric attention of the Neural Data Router, for encoders: the nearest keys take their share of the stick first.
+"""Geometric attention of the Neural Data Router, for encoders: nearer keys take their part of the stick first.
 
 Csordás, Irie and Schmidhuber, The Neural Data Router, arXiv 2110.07732, eq. 7. For query i and keys j != i:
 
@@ -7,7 +7,7 @@ Csordás, Irie and Schmidhuber, The Neural Data Router, arXiv 2110.07732, eq. 7.
 
 S_ij contains the positions nearer to i than j, without i and j. Of two keys at the same distance the right one is
 nearer: |i - n| < |i - j| if j > i, and |i - n| <= |i - j| if j < i. No position attends to itself. This is
-stick-breaking attention whose keys are ordered by distance, on both sides, instead of newest first.
+stick-breaking attention with keys on both sides, ordered by distance instead of newest first.
 
 The order and the logits were checked against the authors' code, github.com/RobertCsordas/ndr. That code has two
 features that the formula and this file do not have: dropout on the keys of the content logits, and the division of each
@@ -22,7 +22,8 @@ from torch.nn.functional import logsigmoid, pad
 from megatron_sb.validation import check_counts, check_finite, check_tensor, head_dim_of
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# Attention weights alive at a time: 32 MiB a copy in fp32, and the backward holds about ten copies.
+# Largest number of attention weights in memory at a time: 32 MiB for each copy in fp32. The backward holds about ten
+# copies.
 _MAX_WEIGHTS_PER_CHUNK = 2**23
 
 
@@ -47,8 +48,9 @@ def geometric_attention(
         v: (b, s, h, d_v), in q's dtype.
         left: (b, s, h), in any of these dtypes. Added to query i's logits of all keys j < i; -inf hides those keys.
         right: (b, s, h), in any of these dtypes. The same for keys j > i.
-        key_padding_mask: bool (b, s), True at padded positions. Padding is not read, takes nothing of a stick, and has
-            output 0 and gradients 0. The other positions keep their distances. Default None: no padding.
+        key_padding_mask: bool (b, s), True at padded positions. Their values are not read, they take nothing of a
+            stick, and their output and gradients are 0. The distances of other positions do not change. Default None:
+            no padding.
         scale: factor of the content logits. Default None: 1 / sqrt(d).
 
     Returns:
@@ -86,8 +88,8 @@ class GeometricAttention(nn.Module):
         hidden_size: channels of x.
         num_heads: h.
         head_dim: channels of a head, d. Default None: hidden_size / num_heads.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
         ValueError: if a size is not a positive int, or hidden_size is not a multiple of num_heads without head_dim.
@@ -207,7 +209,7 @@ class _GeometricAttention(torch.autograd.Function):
 def _weights_by_distance(
     q_rows: Tensor, k: Tensor, left: Tensor, right: Tensor, padding: Tensor | None, begin: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits and weights (b, h, rows, s) of the rows from begin on, with keys by distance, and that order."""
+    """Return logits and weights (b, h, rows, s) of the rows from `begin`, and the order of their keys, by distance."""
     end, num_keys = begin + q_rows.shape[2], k.shape[2]
     query = torch.arange(begin, end, device=k.device)[:, None]
     key = torch.arange(num_keys, device=k.device)
@@ -218,8 +220,8 @@ def _weights_by_distance(
         z.masked_fill_(padding[:, None, None], -torch.inf)
     order = _keys_by_distance(query, num_keys)
     z = z.gather(-1, order.expand_as(z))
-    # The sum runs from the query outwards over terms of one sign. A difference of two sums along the row would lose the
-    # small terms of near keys next to the large ones of far keys.
+    # The sum runs from the query outwards over terms of one sign. The difference of two sums along the row would lose
+    # the small terms of near keys next to the large terms of far keys.
     return z, (logsigmoid(z) + _sum_before(logsigmoid(-z))).exp_(), order
 
 
@@ -233,7 +235,7 @@ def _keys_by_distance(query: Tensor, num_keys: int) -> Tensor:
 
 
 def _by_key(x: Tensor, order: Tensor) -> Tensor:
-    """Put rows (b, h, rows, s) with keys by distance back into the order of the keys."""
+    """Reorder the last dimension of (b, h, rows, s), which is by distance, to the order of the keys."""
     return torch.empty_like(x).scatter_(-1, order.expand_as(x), x)
 
 

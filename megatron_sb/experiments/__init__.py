@@ -24,14 +24,14 @@ EXPERIMENTS: dict[str, str] = {
 def main(argv: list[str]) -> int:
     """Run the experiment that the command line names.
 
-    The experiment's `run` receives the options `config` (path of the file), `set` (list of overrides,
-    dotted.field=value), `out` (folder of runs and results; None: runs/NAME-CONFIG) and its own ones.
+    The `run` of the experiment receives the options `config` (path of the file), `set` (list of overrides,
+    dotted.field=value), `out` (folder of runs and results; None: runs/NAME-CONFIG) and the experiment's own options.
 
     Args:
         argv: arguments after `megatron-sb experiment`.
 
     Returns:
-        The exit status: 0 on success, 128 + N after signal N, else the status of the run that failed.
+        The exit status: 0 on success, 128 + N after signal N, otherwise the status of the run that failed.
 
     Raises:
         ValueError: the configuration or an option is invalid.

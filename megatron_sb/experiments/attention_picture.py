@@ -1,7 +1,7 @@
 """Draw the attention of a trained model that recalls the latest value of a key.
 
 Tan et al., arXiv 2410.17980, Fig. 4. `reference` computes the weights from the model's own queries and keys. Two layers
-suffice: in the first layer each value attends to its key. In the second layer a repeated key attends to its latest
+are enough. In the first layer each value attends to its key. In the second layer a repeated key attends to its latest
 value.
 """
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train unless CONFIG is of a finished run, compute the attention, write the results. Return the exit status."""
+    """Train unless the run is finished, compute the attention, write the results. Return the exit status."""
     config = load_config(options.config, options.set)
     model = options.model or config.compare[0]
     if model not in (supported := trained.plain_stickbreaking_models(config)):
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 def tokens_of(words: Sequence[str], config: TrainingConfig) -> Any:
     """Return the batch of one sequence of alternating keys and values. Keys are numbered in order of appearance.
 
-    Raise ValueError if the words are no such sequence, or if data.num_keys or data.num_values is too small for it.
+    Raise ValueError if the words do not alternate keys and values, or if data.num_keys or data.num_values is too small.
     """
     from megatron_sb.experiments.recall import labelled
 
@@ -109,7 +109,7 @@ def describe_query(
 ) -> dict[str, Any]:
     """Return a query's right answer, the model's answer and two weights per head.
 
-    The weights are of the query to the right value and of that value to its key.
+    One weight is that of the query to the right value, the other that of this value to its key.
     """
     earlier = [index for index in range(0, position, 2) if words[index] == words[position]]
     key, value = earlier[-1], earlier[-1] + 1

@@ -8,13 +8,13 @@ The largest attention of key i over all queries q with |q| <= R, where q include
 
 Softmax over dot products: no q makes q . k_i the largest logit of a key inside the hull. If k_i is a mean of other keys
 with weights w, Jensen's inequality bounds its attention by w_max / (1 + w_max), which is at most a half. The bound on
-|q| is needed because the supremum of a vertex is 1, for |q| to infinity.
+|q| is needed because the attention of a vertex approaches 1 as |q| grows.
 
-Euclidean logits equal x . k_l - c |k_l|^2 with x = 2 c q, up to a term that all keys share: the same problem with a
-bias. The bound is |x| <= R. Distances are taken from the keys' mean, which does not change them. c = R / (2 max |k|) is
-the largest c for which such a q can lie on every key.
+Euclidean logits equal x . k_l - c |k_l|^2 with x = 2 c q, up to a term that all keys share. This is the same problem
+with a bias. The bound is |x| <= R. The mean of the keys is subtracted first, which does not change distances.
+c = R / (2 max |k|) is the largest c for which such a q can lie on every key.
 
-All three logarithms are concave in q. Ascent from any start therefore ends at the maximum.
+All three log-attentions are concave in q. Ascent from any start therefore ends at the maximum.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _MAX_STEPS = 200
 _MAX_HALVINGS = 60
 _DECREMENT = 1e-9
 
-# For logits (n, n) of n problems: log-attention of problem i to key i, its gradient with respect to the logits, and
-# weights (n, n) of the keys. Minus the Hessian is the second moment of the weighted keys, around their mean if the flag
-# is set.
+# For logits (n, n) of n problems, row i for problem i: the log-attention (n,) to key i, its gradient (n, n) with
+# respect to the logits, weights (n, n) of the keys, and a flag. The negative Hessian is the second moment of the
+# weighted keys, around their weighted mean if the flag is set.
 _Derivatives = tuple[Tensor, Tensor, Tensor, bool]
 
 

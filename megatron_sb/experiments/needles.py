@@ -2,8 +2,8 @@
 
 Tan et al., arXiv 2410.17980, section 5.3.1, Figs. 6 and 7. Tokens are bytes. An answer is right if each of its bytes is
 the model's likeliest one after all bytes before it. Greedy decoding would write the same bytes while they are right.
-Every answer after the first is scored after the right earlier answers. The share of single bytes that are right tells
-models apart that give no complete answer.
+Every answer after the first is scored after the right earlier answers. The share of single right bytes shows
+differences between models that give no complete answer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train unless CONFIG is of a finished run, query every model, write the results. Return the exit status."""
+    """Train unless the run is finished, query every model, write the results. Return the exit status."""
     config = load_config(options.config, options.set)
     if config.data.kind != "text":
         raise ConfigError(f"data.kind must be 'text' for needles, whose tokens are bytes, got {config.data.kind!r}.")
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def samples_of(task: str, length: int, count: int) -> list[ruler.Sample]:
-    """Return the samples of a task, the same for every model. Raise ValueError if `length` bytes are too few."""
+    """Return the samples of a task, the same for every model. Raise ValueError if `length` is too short for it."""
     seed, texts = zlib.crc32(task.encode()), ruler.load_texts().select_questions(held_out=True)
     try:
         return [

@@ -3,9 +3,9 @@
     input    B 6 P 4 E 3 X 1 Z 2 E 2 B 1 E 5 B 4
     labels                       3   6   2   1
 
-Keys and values alternate; each value is assigned to the key before it. First, num_pairs keys are assigned once each.
-Then keys are drawn from these uniformly. The label of a repeated key is its latest value; the token that follows is its
-new value. Only these labels count in the loss.
+Keys and values alternate. Each value is assigned to the key before it. First, num_pairs keys are assigned once each.
+Then keys are drawn from these uniformly. The label of a repeated key is its latest value. The token that follows is its
+new value. Only the labels of repeated keys count in the loss.
 
 If fewest_pairs is set, training rows have from fewest_pairs to num_pairs pairs, with equally many rows per doubling.
 Evaluation rows always have num_pairs. Rows with few pairs speed up learning (Arora et al., arXiv 2312.04927, also train
@@ -122,7 +122,7 @@ class RecallRule:
 
 
 def labelled(keys: np.ndarray, values: np.ndarray) -> PackedBatch:
-    """Return the sequence of n assignments with its labels, 2 n tokens. keys, values: (n,)."""
+    """Return the sequence of n assignments, 2 n tokens, with its labels. keys, values: tokens (n,)."""
     tokens = np.stack([keys, values], axis=1).reshape(-1).astype(np.int64)
     labels, counted = np.zeros_like(tokens), np.zeros(len(tokens), dtype=bool)
     by_key = np.argsort(keys, kind="stable")  # groups the assignments by key and keeps their order
@@ -135,7 +135,12 @@ def labelled(keys: np.ndarray, values: np.ndarray) -> PackedBatch:
 
 @dataclasses.dataclass(frozen=True)
 class RecallRow(Row):
-    """A row that is not yet generated. index: position in its stage. rule: parameters of this row."""
+    """A row before its tokens are generated.
+
+    Attributes:
+        index: index of the row in its stage, from 0.
+        rule: parameters of this row.
+    """
 
     index: int
     rule: RecallRule
@@ -170,7 +175,7 @@ class RecallSampler:
         return row.rule.draw([*self._seed, row.index])
 
     def _rule_of(self, index: int) -> RecallRule:
-        # Multiples of the golden ratio fill [0, 1) evenly: any range of rows contains the whole mixture.
+        # Multiples of the golden ratio fill [0, 1) evenly, so any range of rows contains the whole mixture.
         share = index * GOLDEN_RATIO % 1
         num_pairs = self._fewest_pairs * ((self._rule.num_pairs + 1) / self._fewest_pairs) ** share
         return dataclasses.replace(self._rule, num_pairs=int(num_pairs))

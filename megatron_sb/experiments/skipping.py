@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train unless CONFIG is of a finished run, measure every length, write the results. Return the exit status."""
+    """Train unless the run is finished, measure every length, write the results. Return the exit status."""
     config = load_config(options.config, options.set)
     model = _chosen_model(config, options.model)
     if not options.seconds > 0:
@@ -132,7 +132,7 @@ def time_layer(
 
 
 def _median_ms(calls: Sequence[Callable[[], Any]], seconds: float) -> list[float]:
-    """Return the median milliseconds of each call. The calls alternate, so that other load affects all equally."""
+    """Return the median milliseconds of each call. The calls alternate, so that other load affects each equally."""
     import torch
     from torch.utils.benchmark import Timer
 

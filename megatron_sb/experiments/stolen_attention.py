@@ -41,10 +41,10 @@ class StolenAttentionConfig(Section):
         num_keys: numbers of keys, at least 16. Required.
         key_means: norms of the mean of the keys.
         draws: sets of keys for each combination.
-        query_norm: largest norm of the query, logit scale included.
+        query_norm: largest norm of the query, including the scale of the logits.
         run: folder of a finished run. Each layer of its first stick-breaking model then adds the keys of one window of
             validation text, one set per head, for every number of keys. Its head_dim must be at most 8.
-        seed: of the keys that are drawn.
+        seed: seed of the random keys.
     """
 
     head_dims: tuple[HeadDim, ...]
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
         for key_mean in config.key_means
     ]
     sets += trained_keys(Path(config.run), config.num_keys) if config.run else []
-    with trained.threads(1):  # with a few hundred rows a second thread costs more than it saves
+    with trained.threads(1):  # with a few hundred rows a second thread makes the measurement slower
         entries, device = (
             [measure(draws, config.query_norm) | source for source, draws in sets],
             hardware("cpu", ranks=1),
@@ -96,7 +96,7 @@ def draw_keys(config: StolenAttentionConfig, head_dim: int, num_keys: int, key_m
 def trained_keys(run: Path, num_keys: Sequence[int]) -> list[tuple[dict[str, Any], list[torch.Tensor]]]:
     """Return the last keys of a window for every layer (from 1) and number of keys.
 
-    Each set has one (n, head_dim) float64 tensor per head, multiplied by the scale of the logits. A first layer maps
+    Each set has one (n, head_dim) float64 tensor per head, multiplied by the scale of the logits. The first layer maps
     equal tokens to equal keys; only the newest of equal keys is kept.
 
     Raise ValueError if the run has no such model or its windows are too short.

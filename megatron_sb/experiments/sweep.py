@@ -84,8 +84,8 @@ def train_all(config_path: str, trials: Sequence[Trial], out: Path, jobs: int = 
 
     Raises:
         ValueError: a configuration is invalid or differs from the one that out/NAME was started with, or another sweep
-            writes to `out`. Nothing has been started then.
-        SweepStopped: a run failed or a signal arrived. The other runs have saved.
+            writes to `out`. No run has been started.
+        SweepStopped: a run failed or a signal arrived. The other runs have saved, unless a second signal stopped them.
     """
     if jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {jobs}.")
@@ -167,7 +167,7 @@ class _Runner:
         index = next(self._indices)
         self._thread.gpu = index % self._num_gpus if self._num_gpus else None
         cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, cores[index :: self._jobs] or [cores[index % len(cores)]])  # 0: this thread alone
+        os.sched_setaffinity(0, cores[index :: self._jobs] or [cores[index % len(cores)]])  # 0: only this thread
 
     def run(self, trial: Trial) -> None:
         """Run a trial until it ends. Forward stop requests to it, and append its failure to `failures`."""
@@ -190,7 +190,7 @@ class _Runner:
             self.failures.append(_failure(trial, process.returncode, self._out))
 
     def _num_stop_requests(self) -> int:
-        """Return how many signals each run should have: 1 to save and stop, 2 to stop without saving."""
+        """Return how many signals each run should receive: 1 to save and stop, 2 to stop without saving."""
         return min(2, max(len(self._received_signals), bool(self.failures)))
 
 
@@ -217,7 +217,7 @@ def _start(config_path: str, trial: Trial, out: Path, gpu: int | None, pipe: int
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         environment["CUDA_VISIBLE_DEVICES"] = visible[gpu] if visible else str(gpu)
     with (out / f"{trial.name}.log").open("ab") as log:
-        # In a session of its own a run does not receive Ctrl-C itself; the sweep forwards it exactly once.
+        # A run has its own session and does not receive Ctrl-C. The sweep forwards it exactly once.
         return subprocess.Popen(
             command, env=environment, stdout=log, stderr=log, pass_fds=(pipe,), start_new_session=True
         )

@@ -11,7 +11,7 @@ from typing import Any
 import tabulate  # noqa: F401  DataFrame.to_markdown needs it: fail before anything is trained
 from pandas import DataFrame
 
-from megatron_sb.training.checkpoint import write_aside
+from megatron_sb.training.checkpoint import write_atomically
 from megatron_sb.training.config import TrainingConfig
 
 
@@ -54,14 +54,14 @@ def write_results(out: Path, results: dict[str, Any], table: str, figure: Any, d
         out: output folder; it is created if needed.
         results: content of results.json, to which `provenance` is added.
         table: Markdown.
-        figure: of matplotlib; it is closed.
+        figure: a matplotlib figure, which this function closes.
         device: the hardware that was measured, in words.
     """
     from megatron_sb.training.plots import save
 
     out.mkdir(parents=True, exist_ok=True)
     measured = provenance(device)
-    write_aside(out / "results.json", json.dumps(measured | results, indent=1) + "\n")
-    write_aside(out / "table.md", f"{table}\n{measured['date']}, {measured['device']}\n")
+    write_atomically(out / "results.json", json.dumps(measured | results, indent=1) + "\n")
+    write_atomically(out / "table.md", f"{table}\n{measured['date']}, {measured['device']}\n")
     save(figure, out / "picture.png")
     print(f"{table}\nSee {out}/table.md, {out}/picture.png and {out}/results.json.")

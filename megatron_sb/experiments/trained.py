@@ -30,7 +30,7 @@ def trained_run(options: argparse.Namespace, config: TrainingConfig) -> Path:
 
 @contextlib.contextmanager
 def threads(count: int | None) -> Iterator[None]:
-    """Set torch's number of threads within the context. None keeps it."""
+    """Set torch's number of threads within the context. None leaves it unchanged."""
     import torch
 
     before = torch.get_num_threads()
@@ -105,7 +105,7 @@ def on_one_rank(config: TrainingConfig) -> TrainingConfig:
     if parallel.tensor_parallel_size > 1 and not on_gpu(config):
         raise ConfigError(
             f"parallel.tensor_parallel_size must be 1 on a CPU, got {parallel.tensor_parallel_size}. Experiments load "
-            "a model on one rank, and on a CPU its checkpoints need as many ranks as saved them."
+            "a model on one rank, and on a CPU one rank cannot load the checkpoints of several tensor-parallel ranks."
         )
     one_rank = ParallelConfig(
         device=parallel.device, threads_per_rank=parallel.threads_per_rank, timeout_seconds=parallel.timeout_seconds

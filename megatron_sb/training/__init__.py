@@ -1,7 +1,7 @@
 """The trainer: stages of growing context length, with an evaluation by context length after each stage.
 
-The trainer is frozen in scope. It is the embedded default and the bench of the experiments; what Megatron-LM does, it
-leaves to Megatron-LM. Importing this package loads neither torch nor Megatron-Core.
+The trainer runs the experiments and small jobs. It gets no further features: use Megatron-LM for large runs. Importing
+this package loads neither torch nor Megatron-Core.
 """
 
 from typing import TYPE_CHECKING

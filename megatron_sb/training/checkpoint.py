@@ -1,9 +1,9 @@
-"""Checkpoints on disk. Each is a directory, written under a temporary name and renamed. A file names the newest.
+"""Checkpoints on disk. Each is a directory, written under a temporary name and renamed. `latest` names the newest one.
 
     <root>/short-000100/        model and optimizer (written by the engine), and progress.json
     <root>/latest               "short-000100"
 
-A job that dies while it writes leaves `<root>/.short-000100.tmp`. Nothing reads that directory, and the next save of
+A job that dies while it writes leaves `<root>/.short-000100.tmp`. No code reads that directory. The next save of
 the same step removes it.
 """
 
@@ -26,8 +26,8 @@ class Progress:
 
     Attributes:
         stage: Name of the stage.
-        step: Steps of the stage that are done.
-        tokens: Labels trained on so far, over all stages.
+        step: Number of finished steps of the stage.
+        tokens: Number of labels trained on so far, over all stages.
         sampler: State of the stage's sampler.
         corpus: Fingerprint of the data.
     """
@@ -80,18 +80,18 @@ class CheckpointDirectory:
         final = self.path(progress)
         if self.latest() == progress:
             return final
-        aside = self.root / f".{final.name}.tmp"
+        temporary = self.root / f".{final.name}.tmp"
         if dist.get_rank() == 0:
-            for left_over in (aside, final):
+            for left_over in (temporary, final):
                 shutil.rmtree(left_over, ignore_errors=True)
-            aside.mkdir(parents=True)
+            temporary.mkdir(parents=True)
         dist.barrier()
-        engine.save(aside)
+        engine.save(temporary)
         dist.barrier()
         if dist.get_rank() == 0:
-            write_aside(aside / "progress.json", json.dumps(dataclasses.asdict(progress), indent=1))
-            aside.rename(final)
-            write_aside(self.root / "latest", final.name)
+            write_atomically(temporary / "progress.json", json.dumps(dataclasses.asdict(progress), indent=1))
+            temporary.rename(final)
+            write_atomically(self.root / "latest", final.name)
             self._prune(progress)
         dist.barrier()
         return final
@@ -101,7 +101,11 @@ class CheckpointDirectory:
         engine.load(self.path(progress))
 
     def _prune(self, newest: Progress) -> None:
-        """Remove old checkpoints of a stage. Steps after `newest` belong to a save that died before it was named."""
+        """Remove old checkpoints of a stage.
+
+        Keep those of later steps: a save wrote them and died before it updated `latest`. They do not count as kept, and
+        the next save of the same step replaces them.
+        """
         of_stage = re.compile(re.escape(newest.stage) + r"-(\d{6,})")
         saved = {int(match[1]): path for path in self.root.iterdir() if (match := of_stage.fullmatch(path.name))}
         steps = sorted(step for step in saved if step <= newest.step)
@@ -109,11 +113,11 @@ class CheckpointDirectory:
             shutil.rmtree(saved[step])
 
 
-def write_aside(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Replace a file atomically: a reader sees the old text or the new."""
-    aside = path.with_name(f".{path.name}.tmp")
-    with aside.open("w", encoding="utf-8") as file:
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    aside.replace(path)
+    temporary.replace(path)

@@ -1,8 +1,8 @@
 """Documents, their split, and rows of a fixed length packed from them. NumPy only.
 
 A row holds parts of documents, one after the other. A document that does not fit into the rest of a row is cut there.
-Its remaining tokens are a part of their own in the next row. Attention never crosses parts. Each part is padded to a
-multiple, so that context-parallel ranks get equal shares of it.
+Its remaining tokens become a separate part in the next row. Attention never crosses parts. Each part is padded to a
+multiple, so that context-parallel ranks get equal shards of it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from megatron_sb.training.config import (
 BYTE_END_OF_DOCUMENT = 256
 CHECKED_BYTES = 2**19
 
-# Directories of the standard library that some installations lack, or that hold tables or other packages, not text.
+# Directories of the standard library that hold tables or other packages instead of text, or are missing in some
+# installations.
 STANDARD_LIBRARY_EXCLUDE = (
     *("test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "ensurepip"),
     *("encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"),
@@ -90,7 +91,15 @@ class Subset:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Training and validation documents. Each ends with end_of_document. checksum: of their files."""
+    """Training and validation documents. Each document ends with end_of_document.
+
+    Attributes:
+        train: Training documents.
+        validation: Held-out documents.
+        vocab_size: Tokens of the vocabulary, before padding.
+        end_of_document: The token that ends a document.
+        checksum: See `checksum_of`.
+    """
 
     train: Subset
     validation: Subset
@@ -113,7 +122,7 @@ def load_corpus(config: TrainingConfig) -> Corpus:
     """Load the documents that config.data names, and split them at random, document by document, by config.seed.
 
     Raises:
-        ValueError: A path names no file, or a side of the split is empty.
+        ValueError: An entry of data.paths names no file, or no document is left for training or for validation.
     """
     data = config.data
     if data.kind == "text":
@@ -208,7 +217,7 @@ class PackedBatch:
 
     @staticmethod
     def concatenate(batches: Sequence[PackedBatch]) -> PackedBatch:
-        """Return all batches as one."""
+        """Return one batch with the sequences of all batches, in order."""
         starts = np.cumsum([0, *(len(batch.tokens) for batch in batches)])
         bounds = [batch.cu_seqlens[1:] + start for batch, start in zip(batches, starts, strict=False)]
         return PackedBatch(
@@ -226,7 +235,7 @@ def pack(parts: Sequence[np.ndarray], pad_multiple: int, pad_token: int, num_tar
         parts: (n_i + 1,) tokens each, which give n_i inputs and labels.
         pad_multiple: Each part is padded to a multiple of it.
         pad_token: The token to pad with. Its labels do not count.
-        num_targets: Count only the last labels of each part. None counts all.
+        num_targets: Number of labels at the end of each part that count. None counts all.
     """
     rows = []
     for part in parts:
@@ -251,7 +260,7 @@ class Row:
 
     Attributes:
         parts: (document, start, number of inputs) of each part.
-        num_tokens: Labels that count.
+        num_tokens: Number of labels that count.
         cu_seqlens: As in PackedBatch.
     """
 
@@ -276,8 +285,8 @@ def require_a_row(documents: Subset, row_length: int, pad_multiple: int) -> None
 class RowSampler:
     """Rows cut from shuffled documents, and then shuffled themselves. A `task.Sampler`.
 
-    Both orders are pure functions of (seed, epoch), so a checkpoint stores a position as two integers. The rest at the
-    end of an epoch, less than a row, is dropped.
+    Both orders are pure functions of (seed, epoch), so a checkpoint stores a position as two integers. The tokens after
+    the last complete row of an epoch are dropped.
 
     Args:
         documents: The documents.
@@ -329,7 +338,7 @@ class RowSampler:
         return pack(tokens, self._pad_multiple, self._pad_token)
 
     def _start_epoch(self, epoch: int) -> None:
-        """Concatenate the documents in a shuffled order, each padded at its end, and shuffle the rows of the result.
+        """Concatenate the documents in a shuffled order, each padded at its end. Shuffle the rows of the result.
 
         Rows start at multiples of pad_multiple, so a document that is cut between rows needs no more padding.
         """
@@ -364,9 +373,15 @@ class StepRows:
 def rows_ahead(
     sampler: Any, count: int, steps: int, group: int, num_groups: int, rows_per_micro_batch: int | None
 ) -> Iterator[StepRows]:
-    """Yield `count` rows for each of `steps` steps. A thread reads the next step's rows during a step.
+    """Yield the rows of each step. During a step, a thread reads the rows of the next step.
 
-    Only that thread uses the sampler, a `task.Sampler`.
+    Args:
+        sampler: A `task.Sampler`. Only that thread uses it.
+        count: Rows of a step, over all data-parallel groups.
+        steps: Number of steps.
+        group: Index of this data-parallel group.
+        num_groups: Number of data-parallel groups.
+        rows_per_micro_batch: Rows of a micro-batch. None: all rows of the group.
     """
 
     def read() -> StepRows:

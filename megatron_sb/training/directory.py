@@ -1,7 +1,7 @@
 """A run's directory: its choice, the fields that a resumed run may change, and its lock.
 
 DIR/config.yaml    marks the directory as a run
-DIR/.lock          locked (flock) by the job that writes; the file stays, the lock ends with the job
+DIR/.lock          locked (flock) by the job that writes; the lock ends with the job, the file stays
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import IO
 from megatron_sb.training import config as configuration
 from megatron_sb.training.config import TrainingConfig
 
-LOCK_WAIT_SECONDS = 60.0  # a run whose supervisor was killed may still be ending
+LOCK_WAIT_SECONDS = 60.0  # after a supervisor was killed, its ranks may still be ending
 POLL_SECONDS = 0.1
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # errors of file systems without flock
-# Fields that a resumed run may change. `refuse_changes` checks by itself that documents are padded as before.
+# Fields that a resumed run may change. `refuse_changes` also checks that documents are padded as before.
 LAYOUT_FIELDS = (
     r"parallel\..*|model\.recompute|report\..*|checkpoint\..*"
     r"|stages\.\d+\.(context_parallel_size|hierarchical_context_parallel_sizes|rows_per_micro_batch|pad_multiple)"
@@ -40,8 +40,8 @@ def prepare_directory(config: TrainingConfig, out: str | None, resume: bool) -> 
         The directory, and an open file that holds its lock until it is closed.
 
     Raises:
-        ValueError: A new run's directory holds a run already. The run to resume does not exist, or was started with
-            another configuration. Another job writes to the directory; a run to resume is waited for.
+        ValueError: The directory of a new run holds a run already. The run to resume does not exist, or was started
+            with another configuration. Another job writes to the directory; with `resume`, it still does after a wait.
     """
     if resume:
         directory = Path(out) if out else _newest(config.name)
@@ -67,7 +67,7 @@ def hold(directory: Path, wait_seconds: float = 0.0) -> IO:
     On a file system without locks, this function warns and returns.
 
     Raises:
-        ValueError: Another job holds the lock, still after `wait_seconds`.
+        ValueError: Another job still holds the lock after `wait_seconds`.
     """
     file = (directory / ".lock").open("a")
     deadline, announced = time.monotonic() + wait_seconds, False
@@ -94,7 +94,7 @@ def hold(directory: Path, wait_seconds: float = 0.0) -> IO:
 
 
 def refuse_changes(directory: Path, config: TrainingConfig) -> None:
-    """Check that a configuration changes only the parallel layout of the directory's run, not its rows or training.
+    """Check that a configuration changes neither the rows nor the optimisation of the directory's run.
 
     Raises:
         ValueError: Another field differs from the configuration that the run was started with.
@@ -124,7 +124,7 @@ def _newest(name: str) -> Path:
 
 
 def _create(directory: Path) -> Path:
-    """Create a directory of this name. Where another job has it, append -2, -3 and so on."""
+    """Create a directory of this name. If it exists, append -2, -3 and so on."""
     count, created = 1, directory
     while True:
         try:

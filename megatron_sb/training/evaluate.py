@@ -1,9 +1,9 @@
-"""Negative log-likelihood by context length: the same target tokens, seen with ever longer contexts.
+"""Negative log-likelihood of the same target tokens, by context length.
 
-A window is a part of a validation document, as long as the job's longest context. Its last `target_tokens` are the
-targets. For each context length c, the model sees the window's last c tokens and is scored on the targets only. A
-target then has between c - target_tokens and c tokens before it. Only the context differs between two lengths, never
-the scored text.
+A window is a part of a validation document, as long as the job's longest context. Its last `target_tokens` tokens are
+the targets. For each context length c, the model sees the last c tokens of the window and is scored on the targets
+only. A target then has between c - target_tokens and c tokens before it. All lengths score the same text; only the
+context differs.
 """
 
 from __future__ import annotations
@@ -40,13 +40,16 @@ UNWATCHED = Watch()
 
 
 def result_path(out: Path, model: str, stage: StageConfig, scaling: str) -> Path:
-    """Return the file of the evaluation after a stage. It exists when the evaluation is done. Names have no dots."""
+    """Return the file of the evaluation after a stage, which exists when the evaluation is done.
+
+    Names of models and stages contain no dot, so each file belongs to one evaluation.
+    """
     suffix = "" if scaling == "none" else f".{scaling}"
     return out / "evaluation" / f"{model}.{stage.name}{suffix}.json"
 
 
 def choose_windows(corpus: Corpus, config: TrainingConfig) -> list[np.ndarray]:
-    """Choose up to config.evaluation.windows windows: the start of each long document, then the next part of each.
+    """Choose up to config.evaluation.windows windows: first the start of each long document, then its later parts.
 
     Returns:
         Windows of (longest + 1,) tokens.
@@ -83,11 +86,11 @@ def evaluate(
 
     Args:
         engine: The `Engine` with the model.
-        corpus: The documents that the windows are from.
+        corpus: The documents that the windows come from.
         windows: From `choose_windows`.
         config: The job's configuration.
         stage: The stage that the model was trained in.
-        scaling: How rotary positions are scaled, by the ratio of a longer context to the stage's.
+        scaling: How rotary positions are scaled where a context is longer than the stage's. The factor is the ratio.
         watch: Callbacks.
 
     Returns:
@@ -122,12 +125,13 @@ def score_windows(
 ) -> torch.Tensor:
     """Compute measures of every window, over all ranks. Collective.
 
-    Each data-parallel group scores its share of the windows. All groups score equally many, because experts are spread
-    over groups, which must call them together. A window that is scored twice for that counts once.
+    Each data-parallel group scores its share of the windows. All groups run the same number of forwards, because with
+    expert parallelism the groups share the experts. To make the shares equal, some windows are scored a second time;
+    the second scores are dropped.
 
     Args:
         engine: The `Engine` with the model.
-        measures: Methods of the engine that map (batch, n) to a tensor (n,), n windows in the batch.
+        measures: Methods of the engine that map (batch, n) to a tensor (n,), with a value for each of the n windows.
         batch_of: Returns the batch of the windows with the given indices.
         num_windows: Number of windows.
         at_once: Largest number of windows in a batch.

@@ -20,7 +20,15 @@ from megatron_sb.training.supervisor import EXIT_REFUSED, PARENT_PIPE, say, star
 
 @dataclass(frozen=True)
 class Command:
-    """The arguments of `main`. profiled: first and last step to profile, (0, 0) for none."""
+    """The arguments of `main`.
+
+    Attributes:
+        config_path: As in `main`.
+        overrides: As in `main`.
+        out: As in `main`.
+        resume: As in `main`.
+        profiled: First and last step to profile, (0, 0) for none.
+    """
 
     config_path: str
     overrides: tuple[str, ...]
@@ -29,7 +37,7 @@ class Command:
     profiled: tuple[int, int]
 
     def to_resume(self, directory: Path) -> str:
-        """Return the command that resumes the run in `directory`; under torchrun, the one that its ranks run."""
+        """Return the command that resumes the run in `directory`. Under torchrun it lacks torchrun's own options."""
         rest = ["--out", str(directory), "--resume"]
         if PARENT_PIPE not in os.environ:
             return "torchrun ... -m megatron_sb.training " + shlex.join([self.config_path, *self.overrides, *rest])
@@ -45,20 +53,22 @@ def main(
     resume: bool = False,
     profile: str | None = None,
 ) -> int:
-    """Train as a configuration says.
+    """Train what a configuration describes.
 
-    Under torchrun this function does not return: a rank ends its process.
+    Under torchrun this function does not return: each rank ends its process.
 
     Args:
         config_path: A YAML file; configs/README.md explains its fields.
         overrides: `dotted.field=value` with the value in YAML.
         out: The run's directory. Default: runs/NAME-TIME, or the newest runs/NAME-* with `resume`.
         resume: Continue the run in `out`.
-        profile: "FIRST:LAST", the steps of each stage that rank 0 profiles into RUN/profile/MODEL.STAGE.json.
+        profile: "FIRST:LAST", the steps of each stage that rank 0 profiles into DIR/profile/MODEL.STAGE.json, with DIR
+            the run's directory. Default: none.
 
     Returns:
         0: the job is done. 1: a rank failed, or training diverged. 2: the configuration or the directory was rejected.
-        128 + signal: the job was stopped and has saved.
+        128 + signal: a signal stopped the job. It has saved, unless a second signal, the timeout or a failed rank ended
+        it first; see docs/design/supervision.md.
 
     Example:
         >>> main("configs/tiny_context_extension.yaml", ["stages.0.steps=10"], out="runs/short")

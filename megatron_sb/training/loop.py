@@ -25,7 +25,7 @@ from megatron_sb.training.throughput import model_flops
 
 
 class Interrupted(Exception):
-    """The job was asked to stop and has saved. args: the signal, and the position in words."""
+    """A signal stopped the job, which has saved. args: the signal, and the position in words."""
 
 
 class Diverged(Exception):
@@ -33,7 +33,10 @@ class Diverged(Exception):
 
 
 class StopRequest:
-    """Records SIGINT and SIGTERM. Ranks sum their flags in a collective of the step, and so stop together."""
+    """Record SIGINT and SIGTERM.
+
+    Each step sums the flags of all ranks in a collective. All ranks therefore stop after the same step.
+    """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -95,7 +98,7 @@ class Job:
             if progress and any(now.get(name) != value for name, value in progress.corpus.items()):
                 raise ValueError(
                     f"the data changed after {directory.path(progress)} was saved: the fingerprint must be "
-                    f"{progress.corpus}, got {now}"
+                    f"{progress.corpus}, got {now}. Restore the data, or start a new run."
                 )
 
     def describe(self) -> str:
@@ -103,7 +106,7 @@ class Job:
         return self._task.describe()
 
     def run(self) -> None:
-        """Train and evaluate whatever is not done yet.
+        """Train and evaluate every model and stage that is not done yet.
 
         Raises:
             Interrupted: A signal asked for a stop. The job has saved.
@@ -205,7 +208,7 @@ class Job:
         def on_batch() -> None:
             sums = engine.sum_over_ranks(torch.tensor(self._stop.flags(), dtype=torch.float64))
             if stop := StopRequest.agreed(sums.tolist()):
-                raise Interrupted(stop, f"while evaluating {model} / {stage.name}, whose checkpoint is saved")
+                raise Interrupted(stop, f"while evaluating {model} / {stage.name}, after its checkpoint was saved")
 
         for scaling in self._scalings_to_evaluate(model, stage):
             results = self._task.evaluate(engine, stage, scaling, Watch(on_length, on_batch))

@@ -59,7 +59,7 @@ class ProfilerWindow:
         self._profiler.stop()
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"{model}.{stage}.json"
-        aside = path.with_name(f".{path.name}")
-        self._profiler.export_chrome_trace(str(aside))
-        aside.replace(path)
+        temporary = path.with_name(f".{path.name}")
+        self._profiler.export_chrome_trace(str(temporary))
+        temporary.replace(path)
         self._profiler = None

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_sb.training import config as configuration
-from megatron_sb.training.checkpoint import write_aside
+from megatron_sb.training.checkpoint import write_atomically
 from megatron_sb.training.config import ConfigError, TrainingConfig
 from megatron_sb.training.directory import prepare_directory
 from megatron_sb.training.loop import Diverged, Interrupted, Job
@@ -34,7 +34,8 @@ def run_rank(config: TrainingConfig, command: Command) -> NoReturn:
 
     The process ends by `os._exit`: the static destructors of process groups may abort it otherwise.
     """
-    # The supervisor starts each rank in its own session. A rank must not train on without a supervisor.
+    # The supervisor starts each rank in its own session, so the process group of a rank is the rank and its helpers. A
+    # rank must not continue without a supervisor.
     when_parent_is_gone(lambda: os.killpg(0, signal.SIGKILL))
     silence_warnings()
     try:
@@ -42,7 +43,8 @@ def run_rank(config: TrainingConfig, command: Command) -> NoReturn:
     except Exception:  # the supervisor ends the other ranks
         print(f"rank {os.environ['RANK']} failed:\n{traceback.format_exc()}", file=sys.stderr)
         status = EXIT_FAILED
-    for helper in multiprocessing.active_children():  # Megatron-Core's checkpoints start some; os._exit ignores them
+    # Megatron-Core's checkpoints start helper processes, which os._exit would leave alive.
+    for helper in multiprocessing.active_children():
         helper.terminate()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -101,7 +103,7 @@ def _run(config: TrainingConfig, command: Command) -> int:
     directory, _lock, report, job = prepared  # the lock is held until the process ends
     if report:
         if not command.resume:
-            write_aside(directory / "config.yaml", configuration.to_yaml(config))
+            write_atomically(directory / "config.yaml", configuration.to_yaml(config))
         report.message(f"{config.parallel.ranks} ranks on {device.type}; {job.describe()}; writing to {directory}")
     return _train(job, report, command.to_resume(directory))
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from megatron_sb.training.checkpoint import Progress, write_aside
+from megatron_sb.training.checkpoint import Progress, write_atomically
 from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.evaluate import result_path
 
@@ -34,11 +34,12 @@ class Step:
     Attributes:
         loss: In nats per token.
         gradient_norm: Before clipping.
-        learning_rate: Of the step.
+        learning_rate: Learning rate of the step.
         flops: Floating-point operations of the model, over all ranks.
         peak_gib: Largest use of this rank's GPU so far, in GiB. None on a CPU.
-        remainder: Mean mass that stick-breaking attention left over. None if the step did not measure it.
-        skipped: Share of tiles that the backward skipped. None if not measured, and with context parallelism.
+        remainder: Mean of the mass after all keys of each query. None if the step did not measure it.
+        skipped: Share of tiles that the backward skipped. None if the step did not measure it, or with context
+            parallelism.
     """
 
     loss: float
@@ -77,16 +78,16 @@ class Report:
         self._bar: tqdm | None = None
 
     def start_stage(self, model: str, stage: StageConfig, progress: Progress) -> None:
-        """Open the progress bar, and drop the lines of steps after `progress`.
+        """Open the progress bar. Remove the lines of steps after `progress` from metrics.jsonl.
 
-        A run that died after its last checkpoint has written such lines.
+        A run that died after its last checkpoint has written such lines; the resumed run writes them again.
         """
         kept = [
             line
             for line in self.metrics()
             if not (line["model"] == model and line["stage"] == stage.name and line["step"] > progress.step)
         ]
-        write_aside(self._metrics_path, "".join(json.dumps(line) + "\n" for line in kept))
+        write_atomically(self._metrics_path, "".join(json.dumps(line) + "\n" for line in kept))
         label = f"{self._labels[model]} / {stage.name} ({stage.context_length})"
         self._bar = tqdm(
             total=stage.steps, initial=progress.step, desc=label, unit="step", dynamic_ncols=True, mininterval=0.5
@@ -134,7 +135,7 @@ class Report:
             self._bar = None
 
     def message(self, text: str) -> None:
-        """Print one line above the progress bar."""
+        """Print text above the progress bar."""
         tqdm.write(text)
 
     def evaluated(self, model: str, stage: StageConfig, result: dict[str, Any]) -> None:
@@ -149,7 +150,7 @@ class Report:
         path.parent.mkdir(exist_ok=True)
         about = {"model": model, "stage": stage.name, "trained_context": stage.context_length, "scaling": scaling}
         about |= {"device": self._device}
-        write_aside(path, json.dumps(about | {"results": results}, indent=1))
+        write_atomically(path, json.dumps(about | {"results": results}, indent=1))
         name = f"{stage.name}/nll_by_length" + ("" if scaling == "none" else f"_{scaling}")
         for result in results:
             self._write_scalar(model, name, result["nll"], result["context"])

@@ -1,7 +1,8 @@
 """Supervision of the ranks that `megatron-sb train` starts on this machine.
 
-The supervisor passes SIGINT and SIGTERM on once, so that the ranks save and stop. It ends all ranks when one fails.
-Both sides notice when the other is killed. docs/design/supervision.md says why this is not torch's elastic launch.
+The supervisor forwards SIGINT and SIGTERM once, so that the ranks save and stop. It ends all ranks when one fails. The
+supervisor notices when a rank is killed, and the ranks notice when the supervisor is killed. docs/design/supervision.md
+lists all events and explains why torch's elastic launch is not used.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megatron_sb.training.config import TrainingConfig
 EXIT_FAILED = 1
 EXIT_REFUSED = 2  # a configuration or a directory that a rank rejected
 STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-GRACE_SECONDS = 10.0  # for the other ranks to report why they end, after one has failed
+GRACE_SECONDS = 10.0  # after a rank has failed, time for the others to report why they end
 POLL_SECONDS = 0.1
 PARENT_PIPE = "MEGATRON_SB_PARENT_PIPE"
 
@@ -33,16 +34,16 @@ def say(text: str) -> None:
 def start_ranks(config: TrainingConfig, command: list[str]) -> int:
     """Run `command` once per rank and wait for all ranks.
 
-    SIGINT and SIGTERM are passed on to the ranks once, which then save. A second signal kills the ranks. The ranks also
-    get SIGINT when the process that started this one with `PARENT_PIPE` is gone.
+    This function forwards SIGINT and SIGTERM to the ranks once. They then save and stop. A second signal kills the
+    ranks. If another process started this one with `PARENT_PIPE`, the end of that process acts like SIGINT.
 
     Returns:
         The job's exit status; see `training.launch.main`.
     """
     from torch.distributed import TCPStore
 
-    # The ranks meet at a store of this process, as under torchrun. A port that this process only looked up for rank 0
-    # could be taken by another job before rank 0 listens on it.
+    # The ranks meet at a store of this process, as under torchrun. If this process only looked up a free port for
+    # rank 0, another job could take the port before rank 0 listens on it.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     received: list[int] = []
     ranks: list[subprocess.Popen] = []
@@ -51,7 +52,7 @@ def start_ranks(config: TrainingConfig, command: list[str]) -> int:
         try:
             for rank in range(config.parallel.ranks):
                 environment = _environment_of(rank, config, store.port, pipe)
-                # Each rank has its own session. Ctrl-C then reaches this process alone, which passes it on once.
+                # Each rank has its own session. Ctrl-C then reaches only this process, which forwards it once.
                 ranks.append(subprocess.Popen(command, env=environment, pass_fds=(pipe,), start_new_session=True))
             return _wait(ranks, received, config.parallel.timeout_seconds)
         finally:
@@ -65,8 +66,8 @@ def start_ranks(config: TrainingConfig, command: list[str]) -> int:
 def parent_pipe() -> Iterator[int]:
     """Yield the read end of a pipe that is never written to.
 
-    Pass it to child processes, with its number in the environment variable `PARENT_PIPE`. Only this process holds the
-    write end, so a child reads the end of the file when this process is gone or leaves the context.
+    Pass the read end to child processes, with its number in the environment variable `PARENT_PIPE`. Only this process
+    holds the write end. A child therefore reads the end of the file when this process is gone or leaves the context.
     """
     read_end, write_end = os.pipe()
     try:
@@ -137,7 +138,10 @@ def _wait(ranks: list[subprocess.Popen], received: list[int], timeout_seconds: f
             say("second signal received; ending all ranks without saving")
             return 128 + received[0]
         if deadline and time.monotonic() > deadline:
-            say(f"not stopped in parallel.timeout_seconds = {timeout_seconds:g}; ending all ranks without saving")
+            say(
+                f"the ranks have not stopped within parallel.timeout_seconds = {timeout_seconds:g}; "
+                "ending all ranks without saving"
+            )
             return 128 + received[0]
         time.sleep(POLL_SECONDS)
 

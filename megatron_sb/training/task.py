@@ -24,14 +24,14 @@ class Sampler(Protocol):
         """Continue at a position that `state_dict` returned."""
 
     def next_rows(self, count: int) -> Sequence[Row]:
-        """Return the next rows, not read yet."""
+        """Return the next rows, before their tokens are read."""
 
     def read(self, row: Row) -> PackedBatch:
         """Return the tokens of a row."""
 
 
 class Task(Protocol):
-    """The data of a job. Constructed from the whole configuration; raises ValueError if the data cannot be used.
+    """The data of a job. The constructor takes the whole configuration. It raises ValueError for unusable data.
 
     Attributes:
         vocab_size: Tokens of the vocabulary, before padding.
@@ -46,7 +46,7 @@ class Task(Protocol):
         """Describe the data in one sentence."""
 
     def sampler(self, stage: StageConfig, index: int) -> Sampler:
-        """Return the training rows of a stage. index: the stage's number, from 0."""
+        """Return the sampler of a stage's training rows. index: the stage's index, from 0."""
 
     def evaluate(self, engine: Any, stage: StageConfig, scaling: str, watch: Watch = UNWATCHED) -> list[dict[str, Any]]:
         """Evaluate a model.
@@ -65,7 +65,7 @@ class DocumentTask:
         self._corpus = load_corpus(config)
         self._windows = choose_windows(self._corpus, config)
         self.vocab_size = self._corpus.vocab_size
-        for index, stage in enumerate(config.stages):  # before anything is trained
+        for index, stage in enumerate(config.stages):  # fail before the first stage trains
             try:
                 require_a_row(self._corpus.train, stage.context_length, config.pad_multiple(stage))
             except ValueError as error:

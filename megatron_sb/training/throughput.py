@@ -1,4 +1,4 @@
-"""The floating-point operations of a model, which "model TFLOP/s" is computed from."""
+"""The floating-point operations of a model, from which the report computes "model TFLOP/s"."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ def model_flops(config: TrainingConfig, name: str, vocab_size: int, bounds: Sequ
     """Count the floating-point operations of a training step, forward and backward, without recomputation.
 
     Weights take 6 operations for each token and active weight. Attention takes 6 * num_heads * head_dim * L**2 for each
-    layer and document of L tokens: half of the matrix is masked, as in Megatron's count. A window is counted in full.
+    layer and document of L tokens: half of the matrix is masked, as in Megatron's count. A sliding window does not
+    reduce the count.
 
     Args:
         config: The job's configuration.

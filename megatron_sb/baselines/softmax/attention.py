@@ -41,16 +41,16 @@ class SoftmaxAttention(nn.Module):
         position: "none"; "rope", rotated q and k (Su et al., arXiv 2104.09864), pairs (x[i], x[i + d / 2]); "alibi",
             the bias -m_h (j - i) with the slopes of `alibi_slopes`; or "fire", the bias of `FireBias`, in the
             submodule `fire`. Default "rope".
-        window: number of keys that a query attends to, itself included. Default None: all.
+        window: number of newest keys that a query attends to, including its own. Default None: all.
         stable_mask_gamma: gamma of StableMask (stable_mask.py), at least 0: one for all heads, or one for each head as
             in the paper. Default None: no StableMask.
         rotary_base: base of "rope". The longest wavelength is about 2 * pi * rotary_base tokens. Default 10000.
-        scale: factor of q . k. Default 1 / sqrt(d).
+        scale: factor of q . k. Default None: 1 / sqrt(d).
         fire_hidden_size: `hidden_size` of `FireBias`. Default 32.
         fire_c: `c` of `FireBias`. Default 0.1.
         fire_threshold: `threshold` of `FireBias`. Default 512.
-        device: of the parameters. Only "fire" has parameters.
-        dtype: of the parameters.
+        device: device of the parameters. Only "fire" has parameters.
+        dtype: dtype of the parameters.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -106,9 +106,9 @@ class SoftmaxAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Attend within each sequence or document.
 
-        Memory is O(s) where a fused kernel serves the call. Otherwise (kernels.py lists when) the attention weights of
-        a block of rows are in memory at a time. Documents of one length are computed together; on GPUs they are padded
-        to the next power of two.
+        Memory is O(s) if a fused kernel serves the call. Otherwise (kernels.py lists when) the attention weights of one
+        block of rows are in memory at a time; documents of one length are then computed together, and on GPUs they are
+        padded to the next power of two.
 
         Args:
             q: (b, s, h, d), or packed (t, h, d), in bf16, fp16, fp32 or fp64; at least one token.
@@ -116,9 +116,9 @@ class SoftmaxAttention(nn.Module):
                 KV head i // (h / h_kv).
             v: of k's shape, in q's dtype.
             cu_seqlens: offsets of packed documents, int32 (documents + 1,), non-decreasing from 0 to t, on any device.
-                Offsets on a GPU are copied to the host once, and again after a write that torch counts (`_version`).
-                Collectives, foreign kernels and `.data` write without being counted. After such a write pass a new
-                tensor, or keep the offsets on the CPU, where they are read at every call.
+                Offsets on a GPU are copied to the host once, and again after a write that torch counts in `_version`.
+                torch does not count writes by collectives, by kernels of other libraries and through `.data`. After
+                such a write pass a new tensor, or keep the offsets on the CPU, where every call reads them.
 
         Returns:
             A tensor of q's shape and dtype. Sums are in fp32 (fp64 for fp64). Under autocast q, k and v are cast to

@@ -11,7 +11,7 @@ import torch
 def compiled(function: Callable, **options: object) -> Callable:
     """Return `function`, compiled by torch.compile(function, **options) at its first call.
 
-    torch.compile imports the compiler, which takes seconds. Processes that never call the function do not pay for it.
+    torch.compile imports the compiler, which takes seconds. Processes that never call the function skip this import.
     """
 
     @functools.cache

@@ -1,14 +1,14 @@
-"""The ways to compute causal softmax attention, and the choice between them.
+"""The kernels of causal softmax attention. `attend` takes the first kernel of this table that serves a call.
 
 | kernel | serves | memory for s tokens |
 | --- | --- | --- |
-| `sdpa` | no bias, window or StableMask; one call a document | O(s) on GPUs |
-| `sdpa_varlen` | the same for several documents, bf16 and fp16 on GPUs (FlashAttention-2) | O(s) |
-| `flex` | biases, windows, StableMask and documents on GPUs, except FIRE, fp64 and head_dim < 16 | O(s) |
-| `plain` | everything else | O(s) for each row of a block of rows |
+| `sdpa_varlen` | several documents without bias, window or StableMask, in bf16 and fp16 on GPUs | O(s) |
+| `flex` | biases, windows, StableMask and several documents on GPUs, except FIRE, fp64 and head_dim < 16 | O(s) |
+| `sdpa` | attention without bias, window or StableMask; one call for each document | O(s) on GPUs |
+| `plain` | all other calls | O(s) for each row of a block of rows |
 
-FlexAttention cannot serve everything: on CPUs it has no gradients, it sums in fp32, its heads have at least 16
-channels, and it cannot differentiate the network inside FIRE's bias.
+FlexAttention cannot serve all calls: on CPUs it has no gradients, it sums in fp32, its heads have at least 16 channels,
+and it cannot differentiate the network inside FIRE's bias.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ CUDA_BACKENDS = [
     SDPBackend.MATH,
 ]
 FLEX_MIN_HEAD_DIM = 16
-# Attention weights alive at a time: 128 MiB a copy in fp32, and autograd holds about ten copies.
+# Largest number of attention weights in memory at a time: 128 MiB for each copy in fp32. Autograd holds about ten
+# copies.
 MAX_WEIGHTS_PER_BLOCK = 2**25
 
 
@@ -45,11 +46,12 @@ MAX_WEIGHTS_PER_BLOCK = 2**25
 class Scores:
     """How scores are computed from q and k.
 
-    scale: factor of q . k.
-    alibi: whether ALiBi's bias is added.
-    fire: the module of FIRE's bias, or None.
-    window: keys that a row sees, itself included, or None for all.
-    stable_mask_gammas: gamma of each head, or None without StableMask.
+    Attributes:
+        scale: factor of q . k.
+        alibi: whether ALiBi's bias is added.
+        fire: the module of FIRE's bias, or None.
+        window: number of newest keys that a row sees, including its own. None for all.
+        stable_mask_gammas: gamma of each head, or None without StableMask.
     """
 
     scale: float
@@ -71,8 +73,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scores: Sc
         q: (b, h, s, d).
         k: (b, h_kv, s, d).
         v: (b, h_kv, s, d).
-        lengths: of the documents along s, the same in each row of b. b is 1 if there are several.
-        scores: what the scores consist of.
+        lengths: lengths of the documents along s, the same in each row of b. b is 1 if there are several documents.
+        scores: how the scores are computed.
 
     Returns:
         (b, h, s, d) in q's dtype.
@@ -99,13 +101,13 @@ def has_flex_kernel(q: Tensor, scores: Scores) -> bool:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """One document, q, k, v (b, h, s, d), with torch's scaled_dot_product_attention."""
+    """Compute one document, q, k, v (b, h, s, d), with torch's scaled_dot_product_attention."""
     with sdpa_kernel(CUDA_BACKENDS, set_priority=True) if q.is_cuda else contextlib.nullcontext():
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
 
 
 def sdpa_varlen(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
-    """Several documents, q, k, v (1, h, t, d), with torch's varlen_attn."""
+    """Compute several documents, q, k, v (1, h, t, d), with torch's varlen_attn (FlashAttention-2)."""
     cu_seqlens, longest = make_cu_seqlens(lengths, q.device), max(lengths)
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     causal = (-1, 0)
@@ -113,12 +115,13 @@ def sdpa_varlen(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale
     return o.transpose(0, 1)[None]
 
 
-# fullgraph makes it an error to exceed the limit of recompilations. Without it, torch silently builds an s x s matrix.
+# fullgraph makes it an error to exceed the limit of recompilations. Without fullgraph torch would silently build an
+# s x s matrix.
 _fused_flex = compiled(flex_attention, fullgraph=True)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scores: Scores) -> Tensor:
-    """q (b, h, s, d), k and v (b, h_kv, s, d), with torch's flex_attention."""
+    """Compute q (b, h, s, d), k and v (b, h_kv, s, d), with torch's flex_attention."""
     score_mod = None
     if scores.alibi:
         slopes = alibi_slope_tensor(q.shape[1], torch.float32, q.device)
@@ -141,10 +144,10 @@ def flex(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scores: Scor
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scores: Scores) -> Tensor:
-    """q, k, v (b, h, s, d), with matrix products; documents of one length are computed together."""
+    """Compute q, k, v (b, h, s, d) with matrix products. Documents of one length are computed together."""
     if len(lengths) == 1:
         return _plain_document(q, k, v, scores)
-    # StableMask depends on where a document ends, so that its documents cannot be padded.
+    # StableMask depends on where a document ends, so documents cannot be padded with it.
     padded = q.is_cuda and scores.stable_mask_gammas is None
     batches, places = batches_by_length(lengths, padded, q.device)
     sources = [pad(x[0], (0, 0, 0, 1)) for x in (q, k, v)]
@@ -156,7 +159,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scores: Sco
 
 
 def _plain_document(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
-    """q, k, v (b, h, s, d), a document in each row of b, in blocks of rows that bound the memory."""
+    """Compute q, k, v (b, h, s, d), one document in each row of b, in blocks of rows that bound the memory."""
     batch, heads, length, _ = q.shape
     width = batch * heads
     if scores.fire is not None and not q.is_cuda:
@@ -175,7 +178,10 @@ def _plain_document(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
 
 
 def _plain_rows(q: Tensor, k: Tensor, v: Tensor, first_row: int, first_key: int, length: int, scores: Scores) -> Tensor:
-    """q (b, h, r, d), rows from first_row on; k, v (b, h, n, d), keys from first_key on, of a document of `length`."""
+    """Compute the rows q (b, h, r, d) from first_row and the keys k, v (b, h, n, d) from first_key of a document.
+
+    length: length of the document.
+    """
     dtype = torch.promote_types(q.dtype, torch.float32)
     query = torch.arange(first_row, first_row + q.shape[2], device=q.device)
     key = torch.arange(first_key, first_key + k.shape[2], device=q.device)

@@ -15,7 +15,8 @@ FLEX_BLOCK = 128
 def shared_by_layers(function):
     """Cache a function of sizes: the first layer of a batch calls it, the other layers reuse its result.
 
-    Inference mode is off inside. Autograd could not save a tensor made under inference mode for a later training call.
+    The function runs with inference mode off, because autograd could not save a cached tensor from inference mode in a
+    later training call.
     """
     return functools.lru_cache(maxsize=4)(torch.inference_mode(False)(function))
 
@@ -54,8 +55,9 @@ last_offsets = LastOffsets()
 
 
 def row_positions(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Position of each row in its document, int64 (s,)."""
-    # Computed on `device`: a CPU starts its threads for some 10,000 rows, which would delay a GPU by milliseconds.
+    """Return the position of each row in its document, int64 (s,)."""
+    # Computed on `device`: for 10,000 rows or more torch starts threads on the CPU, which would delay a GPU by
+    # milliseconds.
     length = torch.tensor(lengths, device=device)
     start = length.cumsum(0) - length
     return torch.arange(sum(lengths), device=device) - start.repeat_interleave(length, output_size=sum(lengths))
@@ -63,7 +65,7 @@ def row_positions(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 
 @shared_by_layers
 def make_cu_seqlens(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Offsets of the documents, int32 (documents + 1,)."""
+    """Return the offsets of the documents, int32 (documents + 1,)."""
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
@@ -72,13 +74,13 @@ def batches_by_length(lengths: tuple[int, ...], padded: bool, device: torch.devi
     """Group documents into batches of one length.
 
     Args:
-        lengths: of the documents, which together have s rows.
-        padded: pad each document to the next power of two, at most the longest document, for fewer batches.
-        device: of the results.
+        lengths: lengths of the documents, which together have s rows.
+        padded: pad each document to the next power of two, at most to the longest document, for fewer batches.
+        device: device of the results.
 
     Returns:
-        For each batch the rows of its documents, int64 (documents, length); row s stands for padding. And the place of
-        each of the s rows in the concatenation of all batches, int64 (s,).
+        A list with the rows of the documents of each batch, int64 (documents, length), where row s stands for padding;
+        and the place of each of the s rows in the concatenation of all batches, int64 (s,).
     """
     starts, longest = [0, *itertools.accumulate(lengths)], max(lengths)
     members: dict[int, list[int]] = {}
@@ -102,7 +104,7 @@ def document_block_mask(lengths: tuple[int, ...], window: int | None, device: to
 
     The first visible key never decreases from row to row. The corners of a block of 128 x 128 therefore decide whether
     it is empty, full or mixed, in O((s / 128)^2) work. torch's `create_block_mask` evaluates all s^2 pairs instead;
-    docs/design/baselines.md compares the two. As there, a last block with fewer than 128 rows is never full.
+    docs/design/baselines.md compares the two. In both, a last block with fewer than 128 rows is never full.
     """
     position = row_positions(lengths, device)
     reach = position if window is None else position.clamp(max=window - 1)

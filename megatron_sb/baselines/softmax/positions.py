@@ -34,7 +34,7 @@ class RotaryScaling:
         kind: "none"; "linear", which divides positions by `factor` (Chen et al., arXiv 2306.15595); or "ntk", which
             multiplies the base by factor ** (d / (d - 2)). NTK scaling stretches the longest wavelength by `factor`
             and keeps the shortest. Default "none".
-        factor: new context over trained context, at least 1. Default 1.
+        factor: new context divided by trained context, at least 1. Default 1.
 
     Raises:
         ValueError: if `kind` is unknown, or `factor` is below 1 or not finite.
@@ -63,7 +63,7 @@ def rotary_cos_sin(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every row's angles, (s, 1, d / 2) each. The angles are computed in float64."""
+    """Return cosine and sine of every row's angles, (s, 1, d / 2) each. The angles are computed in float64."""
     position = row_positions(lengths, device).double()
     if scaling.kind == "linear":
         position = position / scaling.factor
@@ -90,8 +90,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def alibi_slopes(num_heads: int) -> list[float]:
     """Return ALiBi's slope of each head (Press et al., arXiv 2108.12409, section 3).
 
-    The slopes of n heads are the geometric sequence 2^(-8 / n), 2^(-16 / n), ... If n is not a power of two, they are
-    those of the next lower power of two, followed by every second one of the next higher, as in the authors' code.
+    The slopes of n heads are the geometric sequence 2^(-8 / n), 2^(-16 / n), ... If n is not a power of two, the slopes
+    are those of the next lower power of two, followed by every second slope of the next higher power of two, as in the
+    authors' code.
 
     Args:
         num_heads: h, at least 1.
@@ -110,7 +111,7 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
 @shared_by_layers
 def alibi_slope_tensor(num_heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`alibi_slopes` as a tensor (h,)."""
+    """Return `alibi_slopes` as a tensor (h,)."""
     return torch.tensor(alibi_slopes(num_heads), dtype=dtype, device=device)
 
 
@@ -127,8 +128,8 @@ class FireBias(nn.Module):
         hidden_size: width of the hidden layer of f. Default 32.
         c: initial value of c. Default 0.1.
         threshold: initial value of L, in tokens. Queries at positions up to L share one scale. Default 512.
-        device: of the parameters c, threshold_factor, hidden.* and out.*.
-        dtype: of the parameters.
+        device: device of the parameters c, threshold_factor, hidden.* and out.*.
+        dtype: dtype of the parameters.
 
     Example:
         >>> bias = FireBias(num_heads=4)
@@ -192,6 +193,6 @@ def _fire_network(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, o
 
 @functools.partial(compiled, dynamic=True)
 def _fused_fire_network(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor) -> Tensor:
-    """`_fire_network` as sums, which the compiler fuses into one kernel: memory never holds the hidden layer."""
+    """Compute `_fire_network` as sums. The compiler fuses them, so memory never holds the hidden layer."""
     hidden = (x[..., None] * weight[:, 0] + bias).relu()
     return (hidden * out_weight[:, None, None]).sum(-1) + out_bias[:, None, None]

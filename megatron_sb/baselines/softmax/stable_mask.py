@@ -5,10 +5,10 @@ The softmax runs over real and pseudo scores, then A_ij = 0 for i > j. The outpu
 
     sigmoid(lse_j - log sum_{j < i <= n} exp(-(i - 1) gamma)),    lse_j the log-sum-exp of the real scores,
 
-which needs no n x n matrix. n is the length of each document (of the sequence where there are no documents), not the
-trained context: the last row of a document always has all its weight on real keys. Rows thus depend on how many tokens
-of their document follow. With gamma = 0.5 only about the first ten rows do so visibly; a smaller gamma affects more.
-Keys outside a sliding window have no pseudo score.
+which needs no n x n matrix. n is the length of the document (of the sequence if there are no documents), not the
+trained context. The last row of a document therefore always has all its weight on real keys, and a row depends on how
+many tokens of its document follow. With gamma = 0.5 this changes only about the first ten rows visibly. A smaller gamma
+changes more rows. Keys outside a sliding window have no pseudo score.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def real_share(gammas: tuple[float, ...], lse: Tensor, lengths: tuple[int, ...],
 
     Args:
         gammas: gamma of each of the h heads.
-        lse: (b, h, r), log-sum-exp of the real scores of the rows from first_row on.
-        lengths: of the documents.
-        first_row: row of lse[:, :, 0].
+        lse: (b, h, r), log-sum-exp of the real scores of the rows from first_row.
+        lengths: lengths of the documents.
+        first_row: index of the row of lse[:, :, 0].
     """
     pseudo = pseudo_lse(gammas, lengths, lse.device)[:, first_row : first_row + lse.shape[2]]
     return (lse - pseudo.to(lse.dtype)).sigmoid()[..., None]
@@ -34,9 +34,9 @@ def real_share(gammas: tuple[float, ...], lse: Tensor, lengths: tuple[int, ...],
 
 @shared_by_layers
 def pseudo_lse(gammas: tuple[float, ...], lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Log-sum-exp of the pseudo scores of every row, (h, s) float64.
+    """Return the log-sum-exp of the pseudo scores of every row, (h, s) float64.
 
-    For row p of n, from 0: log sum_{p < i < n} exp(-i gamma), a geometric sum; -inf in the last row.
+    For row p of n rows, counted from 0, it is log sum_{p < i < n} exp(-i gamma), a geometric sum; -inf in the last row.
     """
     position = row_positions(lengths, device).double()
     length = torch.tensor(lengths, device=device)

@@ -1,7 +1,7 @@
 """The thirteen tasks of RULER (Hsieh et al., arXiv 2404.06654), generated from the Python standard library's text.
 
-A task is a function (generator, length, texts) -> `Sample`. The sample has at most `length` bytes, question and answers
-included, and is as long as possible. It depends only on the arguments and the generator's state. A task raises
+A task is a function (generator, length, texts) -> `Sample`. The sample, with its question and answers, has at most
+`length` bytes and is as long as possible. It depends only on the arguments and the generator's state. A task raises
 ValueError if its question does not fit.
 """
 

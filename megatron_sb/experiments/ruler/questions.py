@@ -33,7 +33,7 @@ def single_hop(generator: np.random.Generator, length: int, texts: Texts) -> Sam
 
 
 def two_hops(generator: np.random.Generator, length: int, texts: Texts) -> Sample:
-    """Ask for the base class of a method's class. The answer needs two documents, one of each kind."""
+    """Ask for the base class of a method's class. The answer needs two documents, about the method and the class."""
     asked, others = _draw_question(
         generator, texts, [method for method in texts.methods if method.owner in texts.bases]
     )

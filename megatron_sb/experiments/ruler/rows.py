@@ -1,6 +1,6 @@
 """Training rows of RULER's tasks among rows of text.
 
-In rows of tasks only the labels of questions and answers count in the loss, not those of the text before them.
+In rows of tasks only the labels of questions and answers count in the loss. Those of the text before them do not.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def encode(sample: Sample, pad_multiple: int = 1, pad_token: int = 0) -> tuple[P
 
 @dataclasses.dataclass(frozen=True)
 class TaskRow(Row):
-    """A generated row. It is generated early because its number of counted labels is unknown before."""
+    """A generated row. `next_rows` generates it, because only then its number of counted labels is known."""
 
     batch: PackedBatch
 
@@ -47,16 +47,16 @@ class MixedSampler:
     """A `task.Sampler` of rows of text, with rows of RULER's tasks evenly distributed among them.
 
     A row of tasks is a pure function of the seed and the row's index. It holds one random task, with a random number of
-    samples from SAMPLES_PER_ROW, all of equal length. It holds fewer samples if one would not fit.
+    samples from SAMPLES_PER_ROW, all of equal length. It holds fewer samples if so many do not fit.
 
     Args:
         rows: sampler of the rows of text.
         fraction: share of rows of tasks, less than 1.
         texts: source of the tasks.
-        row_length: in bytes.
+        row_length: length of a row in bytes.
         multiple: samples are padded to a multiple of this number of tokens.
         pad_token: fills the padding.
-        seed: of the rows of tasks.
+        seed: seed of the rows of tasks.
     """
 
     def __init__(
@@ -112,4 +112,4 @@ class MixedSampler:
                 return [task(generator, self._row_length // count, self._texts) for _ in range(count)]
             except ValueError as error:
                 last_error = error
-        raise ValueError(f"Rows of {self._row_length} bytes are too short for RULER's tasks: {last_error}")
+        raise ValueError(f"context_length = {self._row_length} is too short for a row of RULER's tasks: {last_error}")

@@ -47,10 +47,10 @@ def fill_sample(
 
     Args:
         generator: draws the places of the inserted sentences.
-        length: in bytes, with question and answers.
+        length: largest length in bytes, including question and answers.
         filling: sentences, possibly endless. They are added until one does not fit.
-        inserted: sentences inserted at random places.
-        question: with the beginning of its reply.
+        inserted: sentences that are inserted at random places.
+        question: the question, with the beginning of its reply.
         answers: in the order of the reply.
         shuffled: whether the inserted sentences are shuffled.
         between: follows every sentence.

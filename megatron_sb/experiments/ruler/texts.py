@@ -37,7 +37,7 @@ class Texts:
     """The source of all tasks.
 
     Attributes:
-        sentences: of docstrings in order, 20 to 200 ASCII characters each.
+        sentences: sentences of docstrings in their order, 20 to 200 ASCII characters each.
         words: lower-case words of the sentences, sorted.
         methods: see `Method`.
         bases: class -> its base class.
@@ -53,13 +53,13 @@ class Texts:
     def select_questions(self, held_out: bool) -> Texts:
         """Return texts with questions about one fourth of the classes (held out) or about all others.
 
-        The split depends on the class names. Training questions therefore do not reveal evaluation answers.
+        The split depends only on the class names. Training questions therefore do not reveal evaluation answers.
         """
         every_fourth = {name for name in self.asked if zlib.crc32(name.encode()) % 4 == 0}
         return dataclasses.replace(self, asked=frozenset(every_fourth if held_out else self.asked - every_fourth))
 
     def sentences_from(self, generator: np.random.Generator) -> Iterator[str]:
-        """Yield all sentences cyclically, from a random one on."""
+        """Yield all sentences cyclically, starting at a random one."""
         start = int(generator.integers(len(self.sentences)))
         while True:
             yield from self.sentences[start:]

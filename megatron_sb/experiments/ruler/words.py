@@ -17,7 +17,7 @@ ZETA = 2.0  # the frequency of the i-th word is proportional to i ** -ZETA
 
 
 def common_words(generator: np.random.Generator, length: int, texts: Texts) -> Sample:
-    """Ask for the ten words that occur COMMON_TIMES; others occur OTHER_TIMES. Answers are in alphabetical order."""
+    """Ask for the ten words that occur COMMON_TIMES times, in alphabetical order. Others occur OTHER_TIMES times."""
     question = f"Which {NUM_COMMON} words occur most often? In alphabetical order the most common words are: "
     words = iter(texts.draw_words(generator, len(texts.words)))
     common = sorted(next(words) for _ in range(NUM_COMMON))

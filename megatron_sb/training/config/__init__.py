@@ -1,6 +1,6 @@
 """The training configuration: typed, read from YAML, checked field by field.
 
-Importing it loads neither torch nor Megatron-Core.
+Importing this package loads neither torch nor Megatron-Core.
 
 Example:
     >>> from megatron_sb.training.config import load_config

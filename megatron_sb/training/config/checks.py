@@ -17,9 +17,12 @@ from megatron_sb.training.config.types import ConfigError
 
 
 def check(config: TrainingConfig) -> None:
-    """Raise ConfigError, with one line for each contradiction of the first group that has any.
+    """Check the fields of a configuration against each other.
 
-    Later groups rely on what earlier groups have checked.
+    Checks run in groups. Later groups rely on what earlier groups have checked.
+
+    Raises:
+        ConfigError: Fields contradict each other. One line for each contradiction of the first group that has any.
     """
     groups = [
         find(config)
@@ -127,7 +130,7 @@ def _softmax_problems(config: TrainingConfig, attention: SoftmaxAttentionConfig,
     if attention.position != "rope" and attention.evaluated_scalings != ("none",):
         yield (
             f"{path}.evaluated_scalings = {list(attention.evaluated_scalings)} contradicts {position}: only 'rope' has "
-            "positions to scale; give [none]"
+            "positions to scale. Set it to [none]."
         )
     if attention.position != "rope" and attention.rotary_base != SoftmaxAttentionConfig.rotary_base:
         yield f"{path}.rotary_base = {attention.rotary_base} contradicts {position}: only 'rope' reads it"
@@ -143,7 +146,7 @@ def _data_problems(config: TrainingConfig) -> Iterator[str]:
     expected = config.model.num_parameters
     total = count_parameters(config.model, config.attention[config.compare[0]], config.vocab_size).total
     if expected is not None and expected != total:
-        yield f"model.num_parameters must be {total}, which the sizes of the model make, got {expected}"
+        yield f"model.num_parameters must be {total}, which follows from the other fields of model, got {expected}"
 
 
 def _parallel_problems(config: TrainingConfig) -> Iterator[str]:
@@ -152,7 +155,7 @@ def _parallel_problems(config: TrainingConfig) -> Iterator[str]:
     if parallel.ranks % tensor:
         yield f"parallel.tensor_parallel_size must divide parallel.ranks = {parallel.ranks}, got {tensor}"
     sizes = [("num_heads", model.num_heads), ("num_kv_heads", model.num_kv_heads)]
-    if model.moe is None:  # tensor parallelism does not split experts
+    if model.moe is None:  # tensor parallelism does not split the MLPs of experts
         sizes.append(("ffn_hidden_size", model.ffn_hidden_size))
     for name, size in (*sizes, ("make_vocab_size_divisible_by", model.make_vocab_size_divisible_by)):
         if size % tensor:
@@ -227,7 +230,7 @@ def _context_parallel_problems(config: TrainingConfig, stage: StageConfig, path:
         )
     if levels and (len(levels) != 2 or math.prod(levels) != size):
         yield (
-            f"{path}.hierarchical_context_parallel_sizes must be the sizes of a2a and p2p, whose product is "
+            f"{path}.hierarchical_context_parallel_sizes must be the sizes of a2a and p2p, with the product "
             f"{path}.context_parallel_size = {size}, got {list(levels)}"
         )
     if parallel.comm == "a2a+p2p" and size > 1 and not levels:
@@ -237,7 +240,7 @@ def _context_parallel_problems(config: TrainingConfig, stage: StageConfig, path:
 
 
 def _all_to_all_problems(config: TrainingConfig, ranks: int, path: str) -> Iterator[str]:
-    """ranks: the ranks that exchange heads."""
+    """Yield the problems of an all-to-all that exchanges heads between `ranks` ranks."""
     model, tensor = config.model, config.parallel.tensor_parallel_size
     heads, kv_heads = model.num_heads // tensor, model.num_kv_heads // tensor
     exchange = f"parallel.comm = {config.parallel.comm!r} exchanges heads between {ranks} ranks in {path}"

@@ -35,7 +35,7 @@ class DataConfig(Section):
         yield from ()
 
     def stage_problems(self, config: TrainingConfig, stage: StageConfig, path: str) -> Iterator[str]:
-        """Yield a sentence for each contradiction between these fields and a stage. path: the stage's, dotted."""
+        """Yield a sentence for each contradiction between these fields and a stage. path: the stage's dotted path."""
         yield from ()
 
     def longest_evaluated(self, evaluation: EvaluationConfig, stage: StageConfig) -> int:
@@ -46,7 +46,7 @@ class DataConfig(Section):
 
 @section
 class DocumentDataConfig(DataConfig):
-    """Fields of both kinds that read documents."""
+    """Base class of the kinds "text" and "indexed", which read documents."""
 
     task: ClassVar[str] = "megatron_sb.training.task:DocumentTask"
     paths: tuple[str, ...]
@@ -103,8 +103,8 @@ class IndexedDataConfig(DocumentDataConfig):
         for name in TEXT_OF_PYTHON:
             if name in self.paths:
                 yield (
-                    f"data.paths = {list(self.paths)!r} contradicts data.kind = 'indexed': give path prefixes of "
-                    ".bin/.idx pairs"
+                    f"data.paths = {list(self.paths)!r} contradicts data.kind = 'indexed': it must have path prefixes "
+                    "of .bin/.idx pairs"
                 )
         if self.end_of_document >= self.vocab_size:
             yield (

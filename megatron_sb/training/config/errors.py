@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-# Types of pydantic's errors -> what the field must be, where pydantic's own words do not fit YAML.
+# Types of pydantic's errors -> what the field must be. Only the types for which pydantic's own words do not fit YAML.
 EXPECTED = {
     "bool_type": "true or false",
     "dataclass_type": "a mapping of fields",

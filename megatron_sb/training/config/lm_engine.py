@@ -1,7 +1,8 @@
 """Translation of the model section of lm-engine's and dolomite-engine's YAML files.
 
 `model_args.pretrained_config` describes a model by a mapping and two lists of blocks: a sequence mixer and an MLP for
-each layer. A key is translated to a field, or must have the value that the trainer's models have, or is ignored.
+each layer. There are three kinds of keys: a key is translated to a field of the trainer, or must have the value that
+the trainer's models have, or is ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ SECTION = "model_args"
 
 @dataclasses.dataclass(frozen=True)
 class _Renamed:
-    """The trainer's field of the same meaning. required: the two defaults differ."""
+    """The trainer's field with the same meaning. required: the key must be in the file, because the defaults differ."""
 
     field: str
     required: bool = False
@@ -24,7 +25,13 @@ class _Renamed:
 
 @dataclasses.dataclass(frozen=True)
 class _Fixed:
-    """The values that the trainer's models have, and why. required: lm-engine's default is another value."""
+    """The values that the trainer's models have, and why.
+
+    Attributes:
+        values: The values that the key must have one of.
+        why: The reason, for the error message.
+        required: The key must be in the file, because lm-engine's default is another value.
+    """
 
     values: tuple
     why: str
@@ -38,7 +45,7 @@ _NO_BIAS = _Fixed((False,), "linear layers have no bias", required=True)
 _NO_MULTIPLIER = _Fixed((None, 1), "there are no muP multipliers")
 
 _ARGUMENT_KEYS = {
-    "pretrained_config": _IGNORED,  # read by itself
+    "pretrained_config": _IGNORED,  # `translate` reads it
     "model_name": _Fixed((None,), "give pretrained_config"),
     "model_class": _Fixed(("AutoModelForCausalLM",), "models are decoders"),
     "trust_remote_code": _IGNORED,
@@ -75,7 +82,7 @@ _MODEL_KEYS = {
     "m_emb": _NO_MULTIPLIER,
     "m_width": _NO_MULTIPLIER,
     "m_residual": _NO_MULTIPLIER,
-    "sequence_mixer_blocks": _IGNORED,  # read by themselves
+    "sequence_mixer_blocks": _IGNORED,  # `translate` reads these two
     "mlp_blocks": _IGNORED,
 }
 _MIXER_KEYS = {
@@ -117,8 +124,8 @@ def translate(tree: Any) -> Any:
     file's own `attention.stick_breaking` sets them.
 
     Raises:
-        ConfigError: A key is unknown, or has a value that the trainer's models do not have. Blocks differ from layer to
-            layer. A field is given twice with different values.
+        ConfigError: A key is unknown, or has a value that the trainer's models do not have. The blocks of two layers
+            differ. A field has two different values.
     """
     if not isinstance(tree, dict) or SECTION not in tree:
         return tree
@@ -132,7 +139,7 @@ def translate(tree: Any) -> Any:
     mlp = _same_block(model, "mlp_blocks", path, fields.get("model.num_layers"))
     experts = mlp.get("mlp_type") == "MoE"
     fields |= _read(mlp, _EXPERT_KEYS if experts else _MLP_KEYS, f"{path}.mlp_blocks.0")
-    if not experts:  # lm-engine's files have it for dense models too
+    if not experts:  # lm-engine's files also have it for dense models
         fields.pop("model.moe.aux_loss_coefficient", None)
     elif "model.moe.aux_loss_coefficient" not in fields:
         raise ConfigError(f"{path}.router_aux_loss_coef is required")

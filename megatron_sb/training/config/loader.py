@@ -44,7 +44,7 @@ def load_fields(cls: type, path: str | Path, overrides: Sequence[str] = ()) -> A
 
 
 def flatten(config: TrainingConfig) -> dict[str, Any]:
-    """Return every field that has no fields of its own, by its dotted path, as plain YAML values."""
+    """Return the leaves of a configuration: dotted path -> plain YAML value."""
     leaves: dict[str, Any] = {}
 
     def add(value: Any, path: str) -> None:
@@ -104,11 +104,11 @@ def _parse(text: str, source: str) -> Any:
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not valid YAML: {error}") from error
     except RecursionError:
-        raise ConfigError(f"{source} holds a YAML anchor inside itself: give a tree of fields") from None
+        raise ConfigError(f"{source} holds a YAML anchor inside itself. It must be a tree of fields.") from None
 
 
 def _unshared(value: Any) -> Any:
-    """Copy what a YAML anchor and its aliases share, so that an override changes only the place that it names."""
+    """Copy values that a YAML anchor and its aliases share. An override then changes only the field that it names."""
     if isinstance(value, dict):
         return {name: _unshared(child) for name, child in value.items()}
     return [_unshared(child) for child in value] if isinstance(value, list) else value

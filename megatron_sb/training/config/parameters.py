@@ -15,7 +15,7 @@ class ParameterCount:
 
     Attributes:
         total: All weights.
-        active: Weights that one token uses: all but those of the experts that it is not sent to.
+        active: Weights that one token uses: all weights except those of the experts that the token is not sent to.
     """
 
     total: int
@@ -26,8 +26,8 @@ def count_parameters(model: ModelConfig, attention: AttentionConfig, vocab_size:
     """Count the weights of a model over all ranks.
 
     Args:
-        model: Its sizes.
-        attention: Its attention.
+        model: Sizes of the model.
+        attention: Attention of the model.
         vocab_size: Size of the vocabulary before padding.
 
     Example:
@@ -52,7 +52,7 @@ def count_parameters(model: ModelConfig, attention: AttentionConfig, vocab_size:
 
 
 def _own_parameters(model: ModelConfig, attention: AttentionConfig) -> int:
-    """Count a layer's attention weights other than its projections."""
+    """Count the weights of a layer's attention that do not belong to its projections."""
     if isinstance(attention, StickBreakingAttentionConfig):
         vector = model.num_heads * model.head_dim
         gates = (model.hidden_size + 1) * model.num_kv_heads  # a projection with a bias

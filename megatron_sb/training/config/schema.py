@@ -44,7 +44,7 @@ class MoEConfig(Section):
 class ModelConfig(Section):
     """Sizes of all compared models, which have RMSNorm, gated MLPs (SwiGLU) and no biases.
 
-    head_dim defaults to hidden_size / num_heads. It stays None where that is not an integer, which `check` reports.
+    head_dim defaults to hidden_size / num_heads. If that is not an integer, head_dim stays None and `check` reports it.
     """
 
     num_layers: PositiveInt
@@ -105,7 +105,7 @@ def _predefined_attention() -> dict[str, AttentionConfig]:
 
 
 def _with_predefined(value: Any) -> Any:
-    """Add the predefined entries. An entry with a predefined name has that name's kind unless it gives another."""
+    """Add the predefined entries. An entry with a predefined name has the predefined kind unless it sets another."""
     if not isinstance(value, dict):
         return value
     entries: dict = _predefined_attention()
@@ -182,7 +182,7 @@ class CheckpointConfig(Section):
 
 @section
 class ReportConfig(Section):
-    """Metrics."""
+    """The metrics that a job writes."""
 
     interval: PositiveInt = 1
     attention_interval: NonNegativeInt = 10
@@ -228,7 +228,7 @@ class TrainingConfig(Section):
         return self.parallel.ranks // shared
 
     def row_multiple(self, stage: StageConfig) -> int:
-        """Return the number that a row's length must be a multiple of, so that all ranks get equal shards."""
+        """Return the number that must divide the length of a row, so that all ranks get equal shards."""
         size = stage.context_parallel_size
         chunks = size * (2 if size > 1 and self.parallel.layout == "zigzag" else 1)
         return chunks * (self.parallel.tensor_parallel_size if self.parallel.sequence_parallel else 1)

@@ -13,7 +13,10 @@ from megatron_sb.training.config.types import ConfigError
 
 
 def read_data_section(section: Any) -> Any:
-    """Construct the class that `choose_data_class` returns. Leave what is no mapping of fields to pydantic."""
+    """Construct the class that `choose_data_class` returns. Return a value that is not a mapping as it is.
+
+    pydantic then reports such a value.
+    """
     if not isinstance(section, dict):
         return section
     cls, fields = choose_data_class(section)
@@ -23,7 +26,7 @@ def read_data_section(section: Any) -> Any:
 def choose_data_class(section: dict) -> tuple[type[DataConfig], dict]:
     """Return the class of a `data` section, and the fields to construct it from.
 
-    A field of another kind is dropped where it is null or has its default: configurations that a run saved may hold
+    A field of another kind is dropped if it is null or has its default, because saved configurations of older runs hold
     the fields of every kind.
 
     Raises:
@@ -56,12 +59,12 @@ def _fields_of(cls: type) -> dict[str, dataclasses.Field]:
 
 
 def _owners(name: str) -> dict[str, type[DataConfig]]:
-    """By kind, the class that has the field."""
+    """Return the classes that have the field, by kind."""
     classes = ((kind, import_object(text)) for kind, texts in find_tasks().items() for text in texts)
     return {kind: cls for kind, cls in classes if name in _fields_of(cls)}
 
 
 def _default(cls: type, name: str) -> Any:
-    """As YAML gives it."""
+    """Return the default of a field as YAML reads it."""
     default = _fields_of(cls)[name].default
     return list(default) if isinstance(default, tuple) else default

@@ -52,12 +52,12 @@ class ConfigError(ValueError):
 
 @section
 class Section:
-    """Base class of every mapping of fields: frozen, typed by its annotations, no other fields."""
+    """Base class of every mapping of fields. Instances are frozen; unknown fields are an error."""
 
     @model_validator(mode="before")
     @classmethod
     def _only_known_fields(cls, values: Any) -> Any:
-        """Report unknown fields together with the known ones, which pydantic's own error does not have."""
+        """Report unknown fields together with the known ones, which pydantic's own error does not list."""
         known = [field.name for field in dataclasses.fields(cls)]
         if isinstance(values, dict) and not values.keys() <= set(known):
             unknown = {name: value for name, value in values.items() if name not in known}

@@ -1,1 +1,1 @@
-"""Megatron-Core as the engine of a training job: the one place of the trainer that imports it."""
+"""Megatron-Core as the engine of a training job. Only this package of the trainer imports it."""

@@ -19,14 +19,14 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from megatron_sb.megatron.weights import has_optimizer
 from megatron_sb.training.config import OptimizerConfig
 
-_RESHARDABLE = "fully_reshardable"  # Megatron-Core's name of the form that any parallel layout loads
+_RESHARDABLE = "fully_reshardable"  # Megatron-Core's name of the format that any parallel layout can load
 
 
 class TorchBackend:
     """torch's DistributedDataParallel, AdamW and distributed checkpoint.
 
-    Each rank saves its own shard where tensor or expert parallelism splits the model. Only the same parallel sizes load
-    such a checkpoint.
+    Each rank saves its own shard if tensor or expert parallelism splits the model. Such a checkpoint can be loaded only
+    with the same parallel sizes.
     """
 
     def __init__(self, model: torch.nn.Module, config: OptimizerConfig) -> None:
@@ -76,7 +76,7 @@ class TorchBackend:
         if not any(name.startswith(f"model{_shard_suffix()}.") for name in saved):
             raise ValueError(
                 f"{path} was saved with another parallel.tensor_parallel_size or parallel.expert_parallel_size, or on "
-                "GPUs. On CPUs, load it with the sizes that it was saved with on CPUs. On GPUs any sizes load."
+                "GPUs. On CPUs a checkpoint can be loaded only with the two sizes that it was saved with on CPUs."
             )
         dcp.load(state, checkpoint_id=path)  # in place: the model's tensors are the parameters themselves
         set_optimizer_state_dict(self._ddp, self._optimizer, optim_state_dict=state[f"optimizer{_shard_suffix()}"])
@@ -137,14 +137,14 @@ class MegatronBackend:
         return norm
 
     def _update(self, learning_rate: float) -> float:
-        for group in self._optimizer.param_groups:  # Megatron's scheduler would set both
+        for group in self._optimizer.param_groups:  # in Megatron's own loop its scheduler sets both
             group["lr"] = learning_rate * group["lr_mult"]
             group["weight_decay"] = self._weight_decay * group["wd_mult"]
         _, norm, _ = self._optimizer.step()
         return float(norm)
 
     def save(self, path: Path) -> None:
-        """Write model and optimizer in the form that any parallel layout loads. Collective."""
+        """Write model and optimizer in the format that any parallel layout can load. Collective."""
         from megatron.core import dist_checkpointing
 
         dist_checkpointing.save(self._sharded_state(is_loading=False), str(path))
@@ -167,13 +167,13 @@ class MegatronBackend:
         optimizers = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         for index, optimizer in enumerate(optimizers):
             found = state["optimizer"] if len(optimizers) == 1 else state["optimizer"][index]
-            # Load tensors only. Experts that expert parallelism splits have their own optimizer, so the checkpoint may
-            # have been saved by several optimizers where this layout has one.
+            # Load tensors only. Experts that expert parallelism splits have their own optimizer. The layout that saved
+            # the checkpoint may therefore have had several optimizers, and this layout one.
             tensors = {"param_state": found["param_state"], "param_state_sharding_type": _RESHARDABLE}
             with _step_counts_given(self._steps):
                 optimizer.load_state_dict({**optimizer.state_dict(), **tensors})
             for of_parameter in optimizer.optimizer.state.values():
-                if "step" in of_parameter:  # otherwise all parameters would share one tensor
+                if "step" in of_parameter:  # a tensor of its own: loading gives all parameters the same one
                     of_parameter["step"] = torch.tensor(float(self._steps))
 
     def _sharded_state(self, *, is_loading: bool) -> dict:
@@ -209,10 +209,11 @@ def _is_expert(parameter: torch.nn.Parameter) -> bool:
 
 
 def _reduce_model_parallel_gradients(parameters: list[torch.nn.Parameter]) -> None:
-    """Sum the gradients that data-parallel reduction leaves.
+    """Sum the gradients that the data-parallel reduction does not sum.
 
-    Experts sum over their replicas. Norms and routers sum over the tensor-parallel ranks that share a sequence. An
-    expert that received no token gets a gradient of zeros.
+    Gradients of experts are summed over the replicas of the expert. With sequence parallelism, gradients of norms and
+    routers are summed over the tensor-parallel ranks that share a sequence. An expert that received no token gets a
+    gradient of zeros.
     """
     for parameter in parameters:
         if _is_expert(parameter):
@@ -223,7 +224,10 @@ def _reduce_model_parallel_gradients(parameters: list[torch.nn.Parameter]) -> No
 
 
 def _gradient_norm(parameters: list[torch.nn.Parameter]) -> Tensor:
-    """Return the norm of the whole model's gradient. A rank's squares are divided by the ranks that hold the same."""
+    """Return the norm of the whole model's gradient.
+
+    Several ranks hold the same parameters, so each rank divides its squares by the number of these ranks.
+    """
     ranks = dist.get_world_size()
     squares = torch.zeros((), dtype=torch.float64)
     for held, copies in (

@@ -1,6 +1,6 @@
 """Megatron-Core as the engine of a training job: parallel state, model, training step, losses of single tokens.
 
-All of the trainer's use of Megatron-Core goes through `Engine`. backends.py holds the differences between CPU and GPUs.
+The trainer uses Megatron-Core only through `Engine`. backends.py holds the differences between CPUs and GPUs.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ class Engine:
             batches: This data-parallel rank's micro-batches.
             num_tokens: Labels that count in the step, over all ranks. The loss is the sum of token losses over
                 num_tokens.
-            learning_rate: Of this step.
-            observe: Measure the attention of the first micro-batch into `attention_counts`, which keeps the result
-                until the next measurement.
+            learning_rate: Learning rate of this step.
+            observe: Measure the attention of the first micro-batch. `attention_counts` keeps the result until the next
+                measurement.
 
         Returns:
             This rank's share of the loss (a float64 scalar, which `sum_over_ranks` sums to the loss), and the norm of
@@ -131,7 +131,7 @@ class Engine:
 
     @torch.no_grad()
     def window_hits(self, batch: Batch, num_windows: int) -> Tensor:
-        """Return this rank's share of the count of labels that are the likeliest token; see `window_losses`."""
+        """Return this rank's share of the number of labels that are the likeliest token; see `window_losses`."""
         return self._sum_windows(batch, num_windows, "hits")
 
     @torch.no_grad()
@@ -170,7 +170,7 @@ class Engine:
         return values.cpu() / self._config.parallel.tensor_parallel_size
 
     def save(self, path: Path) -> None:
-        """Write model and optimizer into an existing directory. Collective. Training has no other random state."""
+        """Write model and optimizer into an existing directory. Collective. Training has no random state to save."""
         self._backend.save(path)
 
     def load(self, path: Path) -> None:
@@ -212,13 +212,14 @@ class Engine:
             model: The model, or its data-parallel wrapper.
             batch: The batch.
             extra: (t,), sharded as the tokens are.
-            wanted: "losses" of the tokens, the "likeliest" next tokens, or "hits": whether these are the labels.
+            wanted: "losses" of the tokens, "likeliest": the likeliest next tokens, or "hits": whether these are the
+                labels.
 
         Returns:
-            What is wanted, which tokens count, and the shard of `extra`: (t / context-parallel size,) each.
+            The wanted values, which tokens count, and the shard of `extra`: (t / context-parallel size,) each.
         """
         cu_seqlens = torch.from_numpy(batch.cu_seqlens)
-        # NumPy stacks in this thread. Waking torch's threads took milliseconds, in which the GPU waited.
+        # NumPy stacks in this thread. torch would wake its threads, which took milliseconds while the GPU waited.
         columns = np.stack([batch.tokens, batch.labels, batch.counted, extra], axis=1)
         rows = torch.from_numpy(columns).to(self._device)
         cu_seqlens_here = cu_seqlens.to(self._device)

@@ -36,7 +36,7 @@ def build_model(
     """Build this rank's shard of a decoder on torch's default device.
 
     The decoder has no position embedding. Stick-breaking needs none, and softmax applies its own in the core attention.
-    The weights come from torch's generator. Where its state is the same on every rank, the weights do not depend on the
+    The weights come from torch's generator. If its state is the same on every rank, the weights do not depend on the
     parallel layout.
 
     Args:

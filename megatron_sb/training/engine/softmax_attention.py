@@ -1,7 +1,7 @@
 """Softmax baselines as Megatron-Core's core attention, for packed sequences, without context parallelism.
 
 Megatron-Core's own attention needs Transformer Engine or a GPU for packed sequences and for rotary embeddings. This
-one uses torch's kernels and runs on every device that torch supports.
+core attention uses torch's kernels and runs on every device that torch supports.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SoftmaxCoreAttention(MegatronModule):
             key: (t, h_kv, d).
             value: (t, h_kv, d).
             attention_mask: Ignored, as are attn_mask_type and attention_bias.
-            packed_seq_params: Required; its cu_seqlens_q bounds the documents.
+            packed_seq_params: Required. Its cu_seqlens_q are the offsets of the documents.
 
         Returns:
             (t, h * d).

@@ -301,7 +301,7 @@ REFUSED_TOGETHER = [
     ),
     (
         ["parallel.comm=a2a+p2p", "stages.1.hierarchical_context_parallel_sizes=[2, 2]"],
-        "sizes must be the sizes of a2a and p2p, whose product is stages.1.context_parallel_size = 2, got [2, 2]",
+        "sizes must be the sizes of a2a and p2p, with the product stages.1.context_parallel_size = 2, got [2, 2]",
     ),
     (
         ["stages.1.warmup_steps=0", "stages.1.warmup_start_rate=1e-5"],
