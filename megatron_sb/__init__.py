@@ -1,7 +1,7 @@
 """Stick-breaking attention (Tan et al., arXiv 2410.17980) for long-context training.
 
-The public functions and classes are listed in ``__all__``. The first use of one of them loads the operator library and
-torch; ``import megatron_sb`` alone loads neither, so that `megatron_sb.training.config` can be read without torch.
+``__all__`` lists the public functions and classes. The first use of one of them loads torch and the operator library.
+``import megatron_sb`` alone loads neither, so that `megatron_sb.training.config` can be imported without torch.
 """
 
 import importlib

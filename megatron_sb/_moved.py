@@ -1,4 +1,4 @@
-"""Old module names, kept for one release: importing one warns and returns the module under its new name."""
+"""Old module names, kept for one release. Importing one warns, and gives the module that has the new name."""
 
 import importlib
 import importlib.abc
@@ -28,19 +28,22 @@ def _new_name(name: str) -> str | None:
 
 
 class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules of MOVED and of the packages in it."""
+    """Find the old names in MOVED, and the old names of modules inside a moved package."""
 
     def find_spec(self, fullname, path=None, target=None):
-        """Return a spec for an old name, None for any other."""
+        """Return a spec for an old name. Return None for any other name."""
         return importlib.machinery.ModuleSpec(fullname, self) if _new_name(fullname) else None
 
     def exec_module(self, module):
-        """Put the module under its new name in the old one's place."""
+        """Import the module that has the new name, and make the old name in sys.modules refer to it."""
         new = _new_name(module.__name__)
         warnings.warn(f"{module.__name__} is deprecated; import {new} instead.", DeprecationWarning, stacklevel=2)
         sys.modules[module.__name__] = importlib.import_module(new)
 
 
 def install() -> None:
-    """Make old names importable. It must come before Python's own finders, which would load a package's file twice."""
+    """Make old names importable.
+
+    The finder must be the first one: Python's own finders would load the files of a moved package a second time.
+    """
     sys.meta_path.insert(0, _MovedModules())

@@ -1,8 +1,11 @@
 """Tasks that the trainer can train on: `data.kind` -> classes of the configuration's `data` section.
 
 The table holds "module:class" strings and imports nothing, so the trainer depends on no task. The first class of a kind
-is the kind's own. Each later class adds fields to it, and serves a configuration that sets one of these fields. Another
-package adds a kind through an entry point named after the kind, in the group "megatron_sb.tasks".
+has the fields that every configuration of this kind may set. Each later class adds fields to it, and is used for a
+configuration that sets one of them.
+
+Another package adds a kind with an entry point in the group "megatron_sb.tasks". The name of the entry point is the
+kind, and its value is the "module:class" string.
 """
 
 import importlib
@@ -21,7 +24,7 @@ ENTRY_POINTS = "megatron_sb.tasks"
 
 
 def find_tasks() -> dict[str, tuple[str, ...]]:
-    """Return TASKS and the kinds that installed packages add."""
+    """Return TASKS and the kinds that installed packages add. A package cannot replace a kind in TASKS."""
     added = importlib.metadata.entry_points(group=ENTRY_POINTS)
     return {point.name: (point.value,) for point in added} | TASKS
 

@@ -1,9 +1,9 @@
 """Compare stick-breaking attention with its naive PyTorch version and with torch's softmax attention.
 
 There are two kinds of inputs, because stick-breaking attention skips keys once the mass is small. In `full`, logits are
-near -11 and nothing can be skipped. In `randn`, q and k are standard normal, as at initialisation. At each length all
-functions take turns in one process, and the medians are printed. Peak memory is how much the resident set of a fresh
-process grows after the inputs exist: outputs, gradients and workspace.
+near -11 and nothing can be skipped. In `randn`, q and k are standard normal, as at initialisation. At each length the
+functions take turns in one process, and the medians are printed. Peak memory is the memory of outputs, gradients and
+workspace, without the inputs. It is measured in a fresh process: resident memory on a CPU, allocated memory on a GPU.
 """
 
 import argparse
@@ -31,7 +31,7 @@ _MEMORY_TIMEOUT_S = 1800
 
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute the attention in log space with all weights in memory. q, k, v: (b, s, h, d) -> (b, s, h, d)."""
+    """Compute stick-breaking attention in log space, with all weights in memory. q, k, v and result: (b, s, h, d)."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     z = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     hidden = torch.ones(z.shape[-2:], dtype=torch.bool, device=z.device).triu()
@@ -42,13 +42,13 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute torch's causal softmax attention. q, k, v: (b, s, h, d) -> (b, s, h, d)."""
+    """Compute torch's causal softmax attention. q, k, v and result: (b, s, h, d)."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
 def make_inputs(kind: str, length: int, options: argparse.Namespace) -> list[Tensor]:
-    """Return q, k and v, which require gradients, and dO, all (b, length, h, d); kind is "full" or "randn"."""
+    """Return q, k and v, which require gradients, and dO, each (b, length, h, d). kind: "full" or "randn"."""
     generator = torch.Generator().manual_seed(length)
     shape = (options.batch, length, options.heads, options.head_dim)
     q, k, v, do = (torch.randn(shape, generator=generator) for _ in range(4))
@@ -66,7 +66,7 @@ def forward_backward(attention: Callable[..., Tensor], inputs: list[Tensor]) -> 
 
 
 def time_in_turns(attentions: list[Callable[..., Tensor]], inputs: list[Tensor], repeats: int) -> list[float]:
-    """Return each function's median milliseconds of forward and backward, run in turns after one warm-up of each."""
+    """Return the median time of forward and backward for each function, in ms. Each one is warmed up once."""
     samples: list[list[float]] = [[] for _ in attentions]
     for repeat in range(repeats + 1):
         for attention, taken in zip(attentions, samples, strict=True):
@@ -105,7 +105,10 @@ def peak_memory(attention: Callable[..., Tensor], inputs: list[Tensor]) -> int:
 
 
 def _resident_bytes(field: str) -> int:
-    """VmRSS, what is resident now, or VmHWM, its peak, which unlike getrusage's does not begin with the parent's."""
+    """Return VmRSS, the resident memory now, or VmHWM, its peak.
+
+    getrusage is not used, because its peak starts at the peak of the parent process.
+    """
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
 
@@ -117,7 +120,7 @@ def peak_memory_in_fresh_process(kind: str, length: int, options: argparse.Names
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_MEMORY_TIMEOUT_S)
     if done.returncode != 0:
-        raise RuntimeError(f"the memory measurement ended with status {done.returncode}:\n{done.stderr}")
+        raise RuntimeError(f"The memory measurement ended with status {done.returncode}:\n{done.stderr}")
     return int(done.stdout)
 
 
@@ -178,46 +181,40 @@ def _plot(rows: list[dict[str, float]], options: argparse.Namespace) -> Path:
 
 
 def _parse(args: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="megatron-sb bench",
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="megatron-sb bench", description=__doc__.partition("\n")[0])
     has_cuda = torch.cuda.is_available()
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if has_cuda else "cpu", help="device")
-    parser.add_argument(
-        "--dtype", choices=tuple(_DTYPES), default="bf16" if has_cuda else "fp32", help="dtype of q, k and v"
-    )
-    parser.add_argument("--batch", type=int, default=1, help="sequences")
-    parser.add_argument("--heads", type=int, default=8, help="heads of q, k and v")
-    parser.add_argument("--head-dim", type=int, default=64, help="channels of a head")
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="sequence lengths in tokens"
-    )
-    parser.add_argument("--naive-max-length", type=int, default=2048, help="longest length for the naive version")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs, of which the median is printed")
-    parser.add_argument(
-        "--memory-length", type=int, default=32768, help="length at which memory is measured; 0 skips it"
-    )
-    parser.add_argument("--out", type=Path, help="folder for a plot")
+
+    def add(name: str, default: object, about: str, **kwargs) -> None:
+        parser.add_argument(name, default=default, help=f"{about} (default: %(default)s)", **kwargs)
+
+    add("--device", "cuda" if has_cuda else "cpu", "device to measure", choices=("cpu", "cuda"))
+    add("--dtype", "bf16" if has_cuda else "fp32", "dtype of q, k and v", choices=tuple(_DTYPES))
+    add("--batch", 1, "number of sequences", type=int)
+    add("--heads", 8, "heads of q, k and v", type=int)
+    add("--head-dim", 64, "channels of a head", type=int)
+    add("--lengths", [512, 1024, 2048, 4096], "sequence lengths in tokens", type=int, nargs="+")
+    add("--naive-max-length", 2048, "longest length for the naive version", type=int)
+    add("--repeats", 5, "timed runs; their median is printed", type=int)
+    add("--memory-length", 32768, "length at which peak memory is measured; 0 disables this", type=int)
+    parser.add_argument("--out", type=Path, help="folder for a plot (default: no plot)")
     parser.add_argument("--memory-worker", choices=("full", "randn"), help=argparse.SUPPRESS)
     options = parser.parse_args(args)
     if options.device == "cuda" and not has_cuda:
-        parser.error("--device cuda: torch sees no CUDA device here")
+        parser.error("--device must be cpu, got cuda: torch finds no CUDA device.")
     numbers = {name: getattr(options, name) for name in ("batch", "heads", "head_dim", "repeats")}
     for name, number in {**numbers, "lengths": min(options.lengths)}.items():
         if number < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {number}")
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {number}.")
     if options.memory_length < 0:
-        parser.error(f"--memory-length must be at least 0, not {options.memory_length}")
+        parser.error(f"--memory-length must be at least 0, got {options.memory_length}.")
     return options
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run the benchmark with these command line arguments (the process's own if None) and return the exit status."""
+    """Run the benchmark and return the exit status. args: command line arguments. Default: those of the process."""
     options = _parse(args)
     if options.out:
-        importlib.import_module("matplotlib")  # where it is missing, that is said before anything is measured
+        importlib.import_module("matplotlib")  # raises before anything is measured if it is missing
     if options.memory_worker:
         print(peak_memory(stickbreaking_attention, make_inputs(options.memory_worker, options.memory_length, options)))
     else:

@@ -6,10 +6,9 @@ import sys
 
 import torch
 
-import megatron_sb
 from megatron_sb.ops import library
 
-# Optional modules -> the extra of pyproject.toml that brings them.
+# Optional module -> the extra in pyproject.toml that installs it.
 EXTRAS = {
     **dict.fromkeys(("matplotlib", "megatron", "pandas", "psutil", "pydantic", "scipy"), "train"),
     **dict.fromkeys(("tabulate", "tensorboard", "tqdm", "yaml"), "train"),
@@ -18,14 +17,14 @@ EXTRAS = {
 
 
 def info(arguments: argparse.Namespace) -> int:
-    """Print the build, the devices, and the kernels for each head_dim."""
+    """Print the build, the devices and the kernels."""
     if arguments.cmake_prefix:
         print(library.library_path().parents[1])
         return 0
     build = library.build_info()
     print(f"megatron_sb   {build['version']}, {library.library_path()}")
     if build["cuda"] is None:
-        print("build         CPU BUILD without GPU kernels. For these, build with nvcc and a CUDA build of torch.")
+        print("build         CPU BUILD without GPU kernels. To get them, build with nvcc and a CUDA build of torch.")
     else:
         print(f"build         CUDA {build['cuda']}")
     print(f"compiler      {build['compiler']}")
@@ -83,62 +82,77 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megatron-sb", description=megatron_sb.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="megatron-sb",
+        description="Stick-breaking attention for long-context training. COMMAND --help prints its options.",
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    command = commands.add_parser("info", help="print the build, the devices, and the kernel for each head_dim")
-    command.add_argument("--cmake-prefix", action="store_true", help="print only the folder for CMAKE_PREFIX_PATH")
+    command = commands.add_parser("info", help="print the build, the devices and the kernels")
+    command.add_argument(
+        "--cmake-prefix", action="store_true", help="print only the folder for CMAKE_PREFIX_PATH (default: off)"
+    )
     command.set_defaults(run=info)
 
-    command = commands.add_parser("check", help="test this machine against a float64 oracle (at most a minute)")
+    command = commands.add_parser("check", help="compare the kernels with a float64 reference, at most a minute")
     command.set_defaults(run=_check)
 
-    command = commands.add_parser("bench", help="compare speed with torch's softmax attention (see bench --help)")
+    command = commands.add_parser("bench", help="compare the speed with torch's softmax attention")
     command.add_argument("rest", nargs=argparse.REMAINDER)
     command.set_defaults(run=_bench)
 
-    command = commands.add_parser("train", help="train from a YAML file; starts its own ranks, or runs under torchrun")
-    command.add_argument("config", metavar="CONFIG.yaml")
+    command = commands.add_parser("train", help="train what a YAML file describes")
+    command.add_argument("config", metavar="CONFIG.yaml", help="configuration file (required)")
     command.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="FIELD=VALUE",
-        help="override a field of the file, such as model.num_layers=2; repeatable",
+        help="override a field of CONFIG.yaml, for example model.num_layers=2 (repeatable; default: none)",
     )
-    command.add_argument("--out", metavar="DIR", help="new folder for the run (default: runs/NAME-TIME)")
-    command.add_argument("--resume", action="store_true", help="resume the run in --out (default: the newest run)")
     command.add_argument(
-        "--profile", metavar="FIRST:LAST", help="profile these steps of each stage, such as 10:12 (default: none)"
+        "--out", metavar="DIR", help="folder of the run, a new one unless --resume is given (default: runs/NAME-TIME)"
+    )
+    command.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the run in --out; without --out, the newest runs/NAME-* (default: off)",
+    )
+    command.add_argument(
+        "--profile",
+        metavar="FIRST:LAST",
+        help="profile these steps of each stage with torch's profiler, for example 10:12 (default: none)",
     )
     command.set_defaults(run=_train)
 
     command = commands.add_parser(
-        "experiment", help="train models and print a table and a plot (see experiment --help)"
+        "experiment", help="run an experiment of the paper: train models, write a table and a picture"
     )
     command.add_argument("rest", nargs=argparse.REMAINDER)
     command.set_defaults(run=_experiment)
 
-    command = commands.add_parser("convert", help="convert a checkpoint to another format without changing a weight")
-    command.add_argument("source", metavar="SOURCE", help="checkpoint folder; its format is detected")
-    command.add_argument("out", metavar="OUT", help="new folder")
-    command.add_argument("--to", required=True, choices=("huggingface", "megatron", "dolomite", "fla"))
+    command = commands.add_parser("convert", help="convert a checkpoint to another format; every weight keeps its bits")
+    command.add_argument("source", metavar="SOURCE", help="checkpoint folder (required); its format is detected")
+    command.add_argument("out", metavar="OUT", help="new folder (required)")
+    formats = ("huggingface", "megatron", "dolomite", "fla")
+    command.add_argument("--to", required=True, choices=formats, help="format of OUT (required)")
     command.add_argument(
         "--config",
         metavar="FILE",
-        help="for a Megatron checkpoint: its training configuration, or a config.json with the same sizes",
+        help="for a Megatron checkpoint: its training configuration (YAML), or the config.json or folder of a Hugging "
+        "Face model with the same sizes (default: config.yaml of the run that contains SOURCE)",
     )
     command.set_defaults(run=_convert)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit status.
+    """Run one command and return its exit status. argv: arguments. Default: those of the process.
 
     Invalid arguments and missing optional modules print one line to standard error and return 2.
     """
     argv = sys.argv[1:] if argv is None else argv
-    own_options = {"bench": _bench, "experiment": _experiment}  # --help included
+    own_options = {"bench": _bench, "experiment": _experiment}  # including --help
     run = own_options.get(argv[0]) if argv else None
     arguments = argparse.Namespace(rest=argv[1:]) if run else _parser().parse_args(argv)
     try:

@@ -1,12 +1,18 @@
-"""Drop-ins for the two published packages, so that their users switch by changing one import.
+"""Functions with the interfaces of two published packages. Their users can switch by changing one import.
 
-`sb_attn` and `sb_attn_varlen` are what the `stickbreaking_attention` package offers, `parallel_stickbreaking_attn` is
-flash-linear-attention's. Beyond what those do: CPU and every dtype of ours, any head_dim up to 256 (padded here to a
-multiple of 8), and for the first two grouped key/value heads and fewer queries than keys. Differences worth knowing:
+| function | package with the same interface |
+| --- | --- |
+| `sb_attn`, `sb_attn_varlen` | `stickbreaking_attention` |
+| `parallel_stickbreaking_attn` | flash-linear-attention |
 
-- In the first two, once a stick is used up to 2**-24 older keys may be skipped, which changes an output by at most
-  2**-24 * max|v|.
-- Rows beyond the last document get output 0 and remainder 1, where the package leaves the output uninitialised.
+These functions accept more inputs than the packages: tensors on a CPU, every dtype of `stickbreaking_attention`, and
+any head_dim up to 256, which is padded to a multiple of 8. `sb_attn` and `sb_attn_varlen` also accept grouped KV heads,
+and `sb_attn` accepts fewer queries than keys.
+
+`sb_attn` and `sb_attn_varlen` differ from the package in two results:
+
+- Older keys may be skipped once the mass of a row is below 2^-24. This changes the output by at most 2^-24 * max|v|.
+- Rows after the last document have output 0 and remainder 1. The package does not initialise their output.
 """
 
 import torch
@@ -26,23 +32,24 @@ def sb_attn(
     zero_start: bool = True,
     attend_current: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Dense stick-breaking attention as `stickbreaking_attention.sb_attn` computes it.
+    """Compute stick-breaking attention with the interface of `stickbreaking_attention.sb_attn`.
 
     Args:
         q: (b, h, s, d).
         k: (b, h_kv, s_k, d).
         v: (b, h_kv, s_k, d_v).
-        inv_temp: the scale of the logits; None means 1/sqrt(d).
-        zero_start: without a meaning here, as in the package.
-        attend_current: whether the key at a query's own position takes part.
+        inv_temp: factor of the logits. Default None: 1 / sqrt(d).
+        zero_start: ignored, as in the package.
+        attend_current: whether a query also attends to the key at its own position. Default False.
 
     Returns:
-        out: (b, h, s, d_v) in q's dtype, contiguous if q is.
-        rem: (b, h, s) in q's dtype, the stick that is left.
+        out: (b, h, s, d_v) in q's dtype, contiguous if q is contiguous.
+        rem: (b, h, s) in q's dtype, the mass.
 
     Raises:
-        TypeError: for an argument of another type.
-        ValueError: for a tensor that is not 4-dimensional or a head_dim above 256, and as stickbreaking_attention does.
+        TypeError: if an argument has a wrong type.
+        ValueError: if a tensor is not 4-dimensional, if a head_dim is above 256, or if stickbreaking_attention raises
+            it.
 
     Example:
         >>> import torch
@@ -73,26 +80,26 @@ def sb_attn_varlen(
     zero_start: bool = True,
     attend_current: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Stick-breaking attention over packed documents as `stickbreaking_attention.sb_attn_varlen` computes it.
+    """Compute attention over packed documents with the interface of `stickbreaking_attention.sb_attn_varlen`.
 
     Args:
         q: (h, t, d).
         k: (h_kv, t, d).
         v: (h_kv, t, d_v).
-        cu_seqlens: int32 or int64, (n+1,) with a leading 0 if zero_start, otherwise (n,): where each document ends.
-        max_seqlens: the length of the longest document.
-        inv_temp: the scale of the logits; None means 1/sqrt(d).
-        zero_start: whether cu_seqlens begins with the 0 at which the first document starts.
-        attend_current: whether the key at a query's own position takes part.
+        cu_seqlens: int32 or int64, (n,), the end of each document. With zero_start (n+1,), the same after a leading 0.
+        max_seqlens: length of the longest document in tokens.
+        inv_temp: factor of the logits. Default None: 1 / sqrt(d).
+        zero_start: whether cu_seqlens has a leading 0. Default True.
+        attend_current: whether a query also attends to the key at its own position. Default False.
 
     Returns:
-        out: (h, t, d_v) in q's dtype, contiguous if q is.
-        rem: (h, t) in q's dtype, the stick that is left.
+        out: (h, t, d_v) in q's dtype, contiguous if q is contiguous.
+        rem: (h, t) in q's dtype, the mass.
 
     Raises:
-        TypeError: for an argument of another type.
-        ValueError: for a tensor that is not 3-dimensional or a head_dim above 256, and as
-            stickbreaking_attention_varlen does.
+        TypeError: if an argument has a wrong type.
+        ValueError: if a tensor is not 3-dimensional, if a head_dim is above 256, or if stickbreaking_attention_varlen
+            raises it.
 
     Example:
         >>> import torch
@@ -123,25 +130,26 @@ def parallel_stickbreaking_attn(
     attend_current: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Stick-breaking attention as flash-linear-attention's operator of this name computes it.
+    """Compute stick-breaking attention with the interface of flash-linear-attention's operator of this name.
 
     Args:
         q: (b, t, h, d).
         k: (b, t, h_kv, d).
         v: (b, t, h_kv, d_v).
-        scale: of the logits; None means 1/sqrt(d).
-        attend_current: whether the key at a query's own position takes part.
-        cu_seqlens: int32 or int64 (n+1,), starts at 0, for documents packed into one sequence; b is 1 then.
+        scale: factor of the logits. Default None: 1 / sqrt(d).
+        attend_current: whether a query also attends to the key at its own position. Default False.
+        cu_seqlens: int32 or int64, (n+1,), offsets of documents that are packed into one sequence. They start at 0, and
+            b must be 1. Default None: no packing.
 
     Returns:
         o: (b, t, h, d_v) in q's dtype.
-        rem: (b, t, h) in q's dtype, the stick that is left.
+        rem: (b, t, h) in q's dtype, the mass.
 
     Raises:
-        TypeError: for an argument of another type.
-        ValueError: for what the operator there refuses, in words that it uses: shapes that do not belong together
-            (fewer queries than keys among them), h not a multiple of h_kv, a head_dim above 256, cu_seqlens with
-            b != 1; and as the functions of megatron_sb do.
+        TypeError: if an argument has a wrong type.
+        ValueError: if shapes do not match, h is not a multiple of h_kv, a head_dim is above 256, b is not 1 with
+            cu_seqlens, or the functions of megatron_sb raise it. As in flash-linear-attention, fewer queries than keys
+            are an error.
 
     Example:
         >>> import torch
@@ -157,7 +165,7 @@ def parallel_stickbreaking_attn(
     options = {
         "scale": _scale("scale", q, scale),
         "attend_current": attend_current,
-        "mass_threshold": 0.0,  # the operator there skips nothing, and its tests look at what is left of a stick
+        "mass_threshold": 0.0,  # flash-linear-attention skips nothing, and its tests compare small masses
         "return_mass": True,
     }
     padded = [_padded(x) for x in (q, k, v)]
@@ -170,7 +178,7 @@ def parallel_stickbreaking_attn(
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, shape: str) -> None:
-    """Check what moved axes and a padded head_dim would hide."""
+    """Check shapes here, because the operator sees transposed axes and a padded head_dim."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
         if x.dim() != shape.count(",") + 1:
@@ -184,7 +192,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, shape: str) -> None:
 
 
 def _check_parallel(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
-    """Check what flash-linear-attention's operator checks."""
+    """Check what flash-linear-attention's operator checks, with messages that its tests accept."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
     shapes = [tuple(x.shape) for x in (q, k, v)]

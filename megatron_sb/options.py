@@ -1,8 +1,8 @@
 """The options of stick-breaking attention: their names, defaults and valid values.
 
 Functions, modules and integrations take their options from the classes here, so that an option is named, given a
-default and validated in one place. This module does not import torch: a trainer's configuration is read without it.
-That is also why it lies next to `megatron_sb.ops` and not in it: importing anything of that package loads torch.
+default and validated in one place. This module does not import torch, so that a trainer's configuration can be read
+without it. For the same reason it is not part of `megatron_sb.ops`: importing any module of that package loads torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_HEAD_DIM_EUCLIDEAN = 248  # Euclidean logits take 8 more columns of q and k.
 
 
 def check_option_types(scale: object, attend_current: object, mass_threshold: object) -> None:
-    """Raise TypeError for a wrong type. Values are checked by `AttentionOptions`, or by a collective on every rank."""
+    """Raise TypeError for a wrong type. Other code checks the values: `AttentionOptions`, or a collective operator."""
     if scale is not None:
         check_number("scale", scale)
     check_flag("attend_current", attend_current)
@@ -35,8 +35,9 @@ def check_option_types(scale: object, attend_current: object, mass_threshold: ob
 class AttentionOptions:
     """Options of one call of the attention.
 
-    A configuration with more fields derives from this class, calls `super().__post_init__()` and hands on
-    `attention_options()`. An argument parser takes its defaults from the fields: `AttentionOptions.mass_threshold`.
+    A configuration with more fields derives from this class, calls `super().__post_init__()`, and passes
+    `attention_options()` to the attention functions. An argument parser takes its defaults from the fields, for
+    example `AttentionOptions.mass_threshold`.
 
     Args:
         scale: Factor of the logits, a finite number. Default: 1 / sqrt(head_dim), and 1 for Euclidean logits.
@@ -48,7 +49,7 @@ class AttentionOptions:
 
     Raises:
         TypeError: If scale or mass_threshold is not a number, or attend_current is not a bool.
-        ValueError: If scale is not finite, mass_threshold is not in [0, 1), or logits has another value.
+        ValueError: If scale is not finite, mass_threshold is not in [0, 1), or logits is unknown.
 
     Example:
         >>> from megatron_sb.options import AttentionOptions
@@ -99,8 +100,8 @@ class LayerOptions(AttentionOptions):
             above 0 only with forget_gate. Default: 0.0.
 
     Raises:
-        TypeError: If a field has another type.
-        ValueError: If a field has another value.
+        TypeError: If a field has a wrong type.
+        ValueError: If a field has an invalid value.
 
     Example:
         >>> from megatron_sb.options import LayerOptions
@@ -122,5 +123,5 @@ class LayerOptions(AttentionOptions):
             raise ValueError(f"forget_gate_loss must be at least 0, got {self.forget_gate_loss}.")
         if self.forget_gate_loss > 0 and not self.forget_gate:
             raise ValueError(
-                f"forget_gate_loss must be 0 where forget_gate is False, got {self.forget_gate_loss}. Set forget_gate."
+                f"forget_gate_loss must be 0 without forget_gate, got {self.forget_gate_loss}. Set forget_gate=True."
             )

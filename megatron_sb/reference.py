@@ -8,8 +8,8 @@ The mass is prod_k (1 - beta_kj), the part of the stick that is left. Euclidean 
 z_ij = -scale * |q_j - k_i|^2. With a forget gate, beta_ij = f_i * sigmoid(z_ij).
 
 Sums of logarithms in float64 are accurate for logits of -30 over many thousand keys, and for a stick that the first key
-uses up. This module shares no code with the operators, and autograd differentiates it. It is slow. Memory is O(L) for
-each row of a block of queries, which is practical up to about 16K keys.
+uses up. This module shares no code with the operators, and autograd differentiates it. It is slow and stores the
+weights of a block of queries for all keys, so it is practical up to about 16K keys.
 """
 
 from itertools import pairwise
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from torch.utils.checkpoint import checkpoint
 
-_MAX_WEIGHTS_PER_BLOCK = 2**23  # attention weights alive at a time: 64 MiB a copy; autograd holds about ten
+_MAX_WEIGHTS_PER_BLOCK = 2**23  # weights in memory at a time: 64 MiB for each copy; autograd keeps about ten
 
 
 def stickbreaking_attention(
@@ -42,7 +42,7 @@ def stickbreaking_attention(
         v: (b, s_k, h_kv, d_v).
         scale: factor of the logits. Default None: 1/sqrt(d), or 1 for Euclidean logits.
         attend_current: whether a query also attends to the key at its own position. Default False.
-        mass_threshold: ignored, because this function never skips keys. The operator has the same argument.
+        mass_threshold: ignored, because this function never skips keys.
         return_mass: whether to return the mass as well.
         logits: "dot" or "euclidean". Default "dot".
         forget_gate: (b, s_k, h_kv), f of each key, or None for 1.
@@ -192,8 +192,8 @@ def _rows(
         log_rest = (torch.sigmoid(-z) + (1 - f) * torch.sigmoid(z)).log()
     log_beta = log_beta.masked_fill(hidden, -torch.inf)
     log_rest = log_rest.masked_fill(hidden, 0.0)
-    log_from = log_rest.flip(-1).cumsum(-1).flip(-1)  # over key i and all newer
-    # Shift by one key. Subtracting the own term would compute -inf - -inf = NaN where a logit is infinite.
+    log_from = log_rest.flip(-1).cumsum(-1).flip(-1)  # sum over key i and all newer keys
+    # Shift by one key. Subtracting log_rest instead would compute -inf - -inf = NaN for an infinite logit.
     log_newer = torch.cat([log_from, log_from.new_zeros(*log_from.shape[:-1], 1)], dim=-1)[..., 1:]
     weights = (log_beta + log_newer).exp()
     return weights @ v, log_rest.sum(-1).exp()

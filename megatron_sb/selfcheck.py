@@ -9,13 +9,13 @@ from torch import Tensor
 from megatron_sb import reference
 from megatron_sb.ops import stickbreaking_attention_varlen
 
-# Relative error that rounding the operands and the result to this dtype explains: two roundings and a margin.
+# Bound of the relative error: one rounding of the operands and one of the result to this dtype, with a margin.
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration with packed documents."""
+    """A call with packed documents."""
 
     dtype: torch.dtype
     lengths: tuple[int, ...]
@@ -72,7 +72,7 @@ def _run(attention, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attend_
 
 
 def relative_errors(case: Case, device: torch.device) -> dict[str, float]:
-    """Return the relative Frobenius error of o, mass, dq, dk and dv against the oracle."""
+    """Return the relative error of o, mass, dq, dk and dv against the oracle, in the Frobenius norm."""
     *qkv, cu_seqlens = _inputs(case, device)
     ours = _run(stickbreaking_attention_varlen, *qkv, cu_seqlens, case.attend_current)
     wide = [x.cpu().double() for x in qkv]

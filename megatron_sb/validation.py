@@ -24,9 +24,9 @@ def check_tensor(name: str, value: object) -> None:
 def check_number(
     name: str, value: object, expected: str = "a number", fits: Callable[[float], bool] | None = None
 ) -> None:
-    """Raise TypeError unless value is a number, and ValueError where it does not fit.
+    """Raise TypeError unless value is a number, and ValueError if fits(value) is False.
 
-    A tensor is not a number here: an operator would read its value and give it no gradient.
+    A tensor is not accepted as a number: an operator would read its value and give it no gradient.
     """
     if isinstance(value, bool) or not (isinstance(value, Real) or type(value).__name__ in _SYMBOLIC_NUMBERS):
         raise TypeError(f"{name} must be {expected}, got {type(value).__name__}.")
@@ -35,8 +35,8 @@ def check_number(
 
 
 def check_finite(name: str, value: object) -> None:
-    """Raise unless value is a finite number."""
-    # math.isfinite would fix the value of a symbolic number; comparisons guard it.
+    """Raise TypeError unless value is a number, and ValueError unless it is finite."""
+    # math.isfinite would specialise a symbolic number. Comparisons only add guards.
     check_number(name, value, "a finite number", lambda x: -math.inf < x < math.inf)
 
 
@@ -60,9 +60,9 @@ def check_counts(sizes: dict[str, object]) -> None:
 
 
 def head_dim_of(hidden_size: int, num_heads: int, head_dim: int | None) -> int:
-    """Return head_dim, by default hidden_size / num_heads."""
+    """Return head_dim. Default: hidden_size / num_heads. Raise ValueError if the default is not an integer."""
     if head_dim is None and hidden_size % num_heads:
         raise ValueError(
-            f"hidden_size must be a multiple of num_heads, {num_heads}, got {hidden_size}. Set head_dim to use another."
+            f"hidden_size must be a multiple of num_heads, {num_heads}, got {hidden_size}. Or set head_dim."
         )
     return hidden_size // num_heads if head_dim is None else head_dim

@@ -31,17 +31,15 @@ def format_of(source: str | Path) -> str:
         One of `FORMATS`.
 
     Raises:
-        FileNotFoundError: the folder has neither a config.json nor a distributed checkpoint.
-        ValueError: model_type in config.json belongs to none of the formats.
+        FileNotFoundError: if the folder has neither a config.json nor a distributed checkpoint.
+        ValueError: if model_type in config.json belongs to none of the formats.
 
     Example:
         >>> import tempfile
         >>> from megatron_sb import checkpoints
-        >>> from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
-        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-        >>> model = StickBreakingForCausalLM(StickBreakingConfig(vocab_size=8, **sizes))
+        >>> from megatron_sb.huggingface import StickBreakingConfig
         >>> folder = tempfile.mkdtemp()
-        >>> model.save_pretrained(folder)
+        >>> StickBreakingConfig().save_pretrained(folder)
         >>> checkpoints.format_of(folder)
         'huggingface'
     """
@@ -65,27 +63,26 @@ def load(source: str | Path, config: str | Path | None = None) -> StickBreakingF
     Args:
         source: folder of the checkpoint; its format is detected.
         config: configuration of a "megatron" checkpoint, which does not hold one. Either a training configuration
-            (YAML), or the folder or config.json of a "huggingface" model. Default: config.yaml of the run that the
-            checkpoint lies in.
+            (YAML), or the folder or config.json of a "huggingface" model. Default: config.yaml of the run that
+            contains the checkpoint.
 
     Returns:
         The model in eval mode, with the dtype of its weights.
 
     Raises:
-        FileNotFoundError: the folder has no config.json or no weights, or `config` does not exist.
-        ValueError: an option cannot be converted, a weight is missing, unexpected or of the wrong shape, or `config`
-            is given for a format that has its own.
+        FileNotFoundError: if the folder has no config.json or no weights, or `config` does not exist.
+        ValueError: if an option cannot be converted, a weight is missing, unexpected or of the wrong shape, or `config`
+            is given for a format that stores its configuration.
 
     Example:
         >>> import tempfile
         >>> from megatron_sb import checkpoints
         >>> from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
-        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-        >>> model = StickBreakingForCausalLM(StickBreakingConfig(vocab_size=8, **sizes))
+        >>> model = StickBreakingForCausalLM(StickBreakingConfig(vocab_size=8, hidden_size=128, num_hidden_layers=1))
         >>> folder = tempfile.mkdtemp()
         >>> checkpoints.save(model, f"{folder}/fla", "fla")
         >>> checkpoints.load(f"{folder}/fla").config.hidden_size
-        16
+        128
     """
     source = Path(source)
     source_format = format_of(source)
@@ -118,7 +115,7 @@ def check_target(out: str | Path, to: str) -> None:
         to: format to be written, one of `FORMATS`.
 
     Raises:
-        ValueError: `to` is not one of `FORMATS`, or `out` exists.
+        ValueError: if `to` is not one of `FORMATS`, or `out` exists.
 
     Example:
         >>> from megatron_sb import checkpoints
@@ -139,14 +136,13 @@ def save(model: StickBreakingForCausalLM, out: str | Path, to: str) -> None:
         to: format to be written, one of `FORMATS`.
 
     Raises:
-        ValueError: `to` is not one of `FORMATS`, `out` exists, or the model has an option that the format lacks.
+        ValueError: if `to` is not one of `FORMATS`, `out` exists, or the model has an option that the format lacks.
 
     Example:
         >>> import tempfile
         >>> from megatron_sb import checkpoints
         >>> from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
-        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-        >>> model = StickBreakingForCausalLM(StickBreakingConfig(vocab_size=8, **sizes))
+        >>> model = StickBreakingForCausalLM(StickBreakingConfig(vocab_size=8, hidden_size=128, num_hidden_layers=1))
         >>> folder = tempfile.mkdtemp()
         >>> checkpoints.save(model, f"{folder}/dolomite", "dolomite")
         >>> checkpoints.format_of(f"{folder}/dolomite")
@@ -218,7 +214,7 @@ def _model_with_weights(config: StickBreakingConfig, weights: dict, source: Path
 
 
 def _with_tied_output_layer(weights: dict, source: Path) -> dict:
-    """Add the embedding as output layer. Raise ValueError if the weights hold a different output layer."""
+    """Add the embedding as the output layer. Raise ValueError if the weights hold another output layer."""
     head, embedding = weights.get("lm_head.weight"), weights.get("model.embed_tokens.weight")
     if embedding is None:
         return weights

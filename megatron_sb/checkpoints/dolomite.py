@@ -12,7 +12,7 @@ Two layouts are read. `save` writes "flat".
 | query head n reads KV head | n % num_kv_heads | n // (num_heads / num_kv_heads) |
 
 In both layouts `c_attn` is fused as in `layouts.fuse_qkv`. `c_fc` holds the up projection, then the gate.
-The oldest models have sb_remainder but no head_bias: they add the remaining mass times the query's own value.
+The oldest models have sb_remainder but no head_bias: they add the mass times the value at the query's own position.
 `load` rejects them.
 """
 
@@ -65,7 +65,7 @@ def load(folder: Path) -> tuple[StickBreakingConfig, dict[str, Tensor]]:
     if flat and found.get("sb_remainder", True) and not vectors["remainder_bias"]:
         raise ValueError(
             "config.json: sb_remainder must be False for weights without head_bias, got True. These models add the "
-            "remaining mass times the query's own value, which cannot be converted."
+            "mass times the value at the query's own position, which cannot be converted."
         )
     config = StickBreakingConfig(
         **fields,

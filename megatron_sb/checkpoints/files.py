@@ -1,4 +1,4 @@
-"""Read and write folders with a config.json and safetensors files, as Hugging Face lays them out."""
+"""Read and write folders with a config.json and safetensors files, in the layout of Hugging Face."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_NAMES_IN_MESSAGE = 3
 
 
 class Weights:
-    """The tensors of a checkpoint by name. Each tensor is handed out once; `check_all_used` rejects what is left."""
+    """The tensors of a checkpoint by name. `pop` removes a tensor, and `check_all_used` rejects tensors that remain."""
 
     def __init__(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         self._folder, self._unused = folder, dict(tensors)
@@ -29,7 +29,7 @@ class Weights:
         return self._unused.pop(name)
 
     def check_all_used(self) -> None:
-        """Raise ValueError if a tensor was never handed out."""
+        """Raise ValueError if tensors remain."""
         check_no_weights(self._folder, "Unexpected weights", self._unused)
 
 
@@ -53,8 +53,8 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return all tensors of the folder's safetensors files.
 
     Raises:
-        FileNotFoundError: the folder has no safetensors file.
-        ValueError: two files hold a tensor with the same name.
+        FileNotFoundError: if the folder has no safetensors file.
+        ValueError: if two files hold a tensor with the same name.
     """
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:

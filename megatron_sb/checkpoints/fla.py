@@ -1,7 +1,7 @@
 """The format of flash-linear-attention's `stickbreaking_attn` models (0.6.0).
 
 Only the names of the weights differ from `StickBreakingForCausalLM`. Its attention is causal and excludes a query's
-own key unless attend_current is set. It drops the mass that is left.
+own key unless attend_current is set. It does not use the mass.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Distributed checkpoints of Megatron-Core, as `megatron-sb train` on GPUs and Megatron-LM's scripts write them.
+"""Distributed checkpoints of Megatron-Core. `megatron-sb train` on GPUs and Megatron-LM's scripts write them.
 
-They hold the weights but not the model's configuration, which must be given separately.
+They hold the weights but not the configuration of the model, so the configuration is a separate argument.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_sb.checkpoints import files
 from megatron_sb.checkpoints.layouts import fuse_glu, fuse_qkv, split_experts, split_glu, split_qkv
 from megatron_sb.huggingface import StickBreakingConfig
 from megatron_sb.megatron.weights import LAYERS, write_weights
-from megatron_sb.training.config import BYTE_VOCAB_SIZE, AttentionConfig, TrainingConfig
+from megatron_sb.training.config import AttentionConfig, TrainingConfig
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"  # Megatron-LM finds a checkpoint by these names
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -45,14 +45,14 @@ def config_of(training: TrainingConfig, folder: Path, vocab_size: int) -> StickB
 
     Args:
         training: configuration of the run.
-        folder: of the checkpoint. RUN/MODEL/checkpoints/STEP names the model.
-        vocab_size: rows of the embedding, padding included.
+        folder: folder of the checkpoint. In RUN/MODEL/checkpoints/STEP, MODEL is the name of the model.
+        vocab_size: rows of the embedding, including padding.
 
     Raises:
-        ValueError: the model has softmax attention, or the folder names no model and the run has several.
+        ValueError: if the model has softmax attention, Euclidean logits or forget gates. Or if the folder does not name
+            the model, and the run does not have exactly one stick-breaking model.
     """
     sizes, attention = training.model, _attention_of(training, folder)
-    end_of_document = BYTE_VOCAB_SIZE - 1 if training.data.kind == "text" else training.data.end_of_document
     return StickBreakingConfig(
         vocab_size=vocab_size,
         hidden_size=sizes.hidden_size,
@@ -70,9 +70,7 @@ def config_of(training: TrainingConfig, folder: Path, vocab_size: int) -> StickB
         initializer_range=sizes.init_std,
         tie_word_embeddings=sizes.tie_word_embeddings,
         max_position_embeddings=max(stage.context_length for stage in training.stages),
-        bos_token_id=end_of_document,
-        eos_token_id=end_of_document,
-        pad_token_id=end_of_document,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), training.data.end_of_document),
     )
 
 
@@ -85,7 +83,8 @@ def check_one_epsilon(config: StickBreakingConfig) -> None:
 def _attention_of(training: TrainingConfig, folder: Path) -> AttentionConfig:
     """Return the attention of the model that a checkpoint belongs to.
 
-    RUN/MODEL/checkpoints/STEP names the model. For any other folder the run must have one stick-breaking model.
+    In RUN/MODEL/checkpoints/STEP, MODEL is its name. For any other folder the run must have exactly one stick-breaking
+    model.
     """
     model = folder.resolve().parent.parent.name
     if model not in training.attention:
@@ -116,7 +115,7 @@ def newest(folder: Path) -> Path:
 
 
 def to_ours(found: dict[str, Tensor], config: StickBreakingConfig, folder: Path) -> dict[str, Tensor]:
-    """Rename and split the weights `found` in a folder as `StickBreakingForCausalLM` has them.
+    """Rename and split the weights `found` in a folder for `StickBreakingForCausalLM`.
 
     Raise ValueError for missing weights, and for weights that the model lacks: biases, forget gates, more layers.
     """

@@ -4,9 +4,14 @@ Importing this package registers the attention "stickbreaking" and the model typ
 `StickBreakingForCausalLM` is the model that `megatron-sb train` trains.
 
 Example:
-    >>> import megatron_sb.huggingface
-    >>> config = megatron_sb.huggingface.without_positions(AutoConfig.from_pretrained(NAME))
+    >>> import torch
+    >>> from transformers import AutoModelForCausalLM, LlamaConfig
+    >>> from megatron_sb.huggingface import without_positions
+    >>> sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    >>> config = without_positions(LlamaConfig(num_hidden_layers=2, **sizes))
     >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="stickbreaking")
+    >>> model(torch.arange(8)[None]).logits.shape
+    torch.Size([1, 8, 100])
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM

@@ -1,8 +1,8 @@
 """`attn_implementation="stickbreaking"` for the decoders of transformers.
 
-A transformers model passes queries, keys and a mask to the attention function that its configuration names. This one
-rejects everything that stick-breaking attention (Tan et al., arXiv 2410.17980) does not have, above all positions in
-queries and keys: the order of the keys replaces them.
+A transformers model passes queries, keys, values and a mask to the attention function that its configuration names.
+This function rejects everything that stick-breaking attention (Tan et al., arXiv 2410.17980) does not support, above
+all positions in queries and keys. The order of the keys replaces them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megatron_sb.ops.kvcache import attend_to_filled, is_decoding_step
 from megatron_sb.options import AttentionOptions
 
 NAME = "stickbreaking"
-NO_ROTATION = "none"  # the rope_type that rotates by 0
-MODEL_TYPE = "stick_breaking"  # of StickBreakingConfig, whose models have no positions
+NO_ROTATION = "none"  # the rope_type that rotates by angle 0
+MODEL_TYPE = "stick_breaking"  # of StickBreakingConfig. Its models have no positions.
 # Keyword arguments that models pass to the attention, and the only supported value of each.
 REQUIRED_VALUES = {"sliding_window": None, "softcap": None, "s_aux": None, "position_bias": None, "head_mask": None}
 
@@ -40,7 +40,7 @@ def register() -> None:
 def without_positions(config: PreTrainedConfig) -> PreTrainedConfig:
     """Disable rotary positions in the configuration of a decoder, in place.
 
-    attn_implementation="stickbreaking" accepts a model made from the result. Weights keep their names and shapes.
+    A model made from the result accepts attn_implementation="stickbreaking". Weights keep their names and shapes.
     Weights that were trained with positions need further training.
 
     Args:
@@ -53,8 +53,10 @@ def without_positions(config: PreTrainedConfig) -> PreTrainedConfig:
         ValueError: if the configuration has no rope_parameters.
 
     Example:
-        >>> config = without_positions(LlamaConfig())
-        >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="stickbreaking")
+        >>> from transformers import LlamaConfig
+        >>> from megatron_sb.huggingface import without_positions
+        >>> without_positions(LlamaConfig()).rope_parameters["rope_type"]
+        'none'
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None)
@@ -80,7 +82,7 @@ def attention_forward(
     """Compute the attention of a transformers module. The signature is that of transformers' attention functions.
 
     Args:
-        module: the attention module. `attend_current` and `mass_threshold` of its configuration are used if present.
+        module: the attention module. Its configuration may have `attend_current` and `mass_threshold`.
         query: (b, h, s, d).
         key: (b, h_kv, s_k, d).
         value: (b, h_kv, s_k, d_v).
@@ -95,7 +97,8 @@ def attention_forward(
         (b, s, h, d_v), 0 at padding, and None for the weights.
 
     Raises:
-        ValueError: for positions, dropout, windows, soft caps, sinks, non-causal attention and output_attentions.
+        ValueError: if the call needs positions, dropout, a sliding window, a soft cap, sinks, attention to newer keys,
+            or output_attentions.
     """
     check_positions(module)
     _require(dropout == 0, "dropout", dropout, "0")
@@ -184,7 +187,7 @@ def attention_mask(
     config: PreTrainedConfig | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Make the mask of a batch for `attend`. transformers calls this once a forward, with its own arguments.
+    """Make the mask of a batch for `attend`. transformers calls this once for each forward, with its own arguments.
 
     Returns:
         None if all keys are visible. Otherwise int32 (b, num_keys): 0 for padding, else the document number of the key.
@@ -194,7 +197,7 @@ def attention_mask(
 
     Raises:
         ValueError: if the cache drops old keys, or the configuration does not state its kind of positions. Some models
-            of that kind request the mask and then compute the attention themselves.
+            without that statement request the mask and then compute the attention themselves.
     """
     if config is not None:
         _check_position_kind(config)
@@ -238,13 +241,13 @@ def _check_position_kind(config: PreTrainedConfig) -> None:
     is_known = config.model_type == MODEL_TYPE or getattr(config, "rope_parameters", None) or kind != "rope"
     if not is_known:
         raise ValueError(
-            f"attn_implementation={NAME!r} needs a model whose positions are rotary and can be disabled "
-            f"(rope_parameters), got {config.model_type!r}, which has none or other positions."
+            f"attn_implementation={NAME!r} needs a model with rotary positions that can be disabled (rope_parameters), "
+            f"got {config.model_type!r}, which has no positions or other ones."
         )
 
 
 def _rope_by_layer(rope: dict) -> dict[str, dict | None]:
-    """Return rope_parameters by layer type, or under "" if all layers share them."""
+    """Return rope_parameters for each layer type. The layer type is "" if all layers share them."""
     return {"": rope} if "rope_type" in rope or "rope_theta" in rope else rope
 
 

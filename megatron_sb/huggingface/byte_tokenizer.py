@@ -13,6 +13,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         A tokenizer that `AutoTokenizer` can load after save_pretrained.
 
     Example:
+        >>> from megatron_sb.huggingface import byte_tokenizer
         >>> byte_tokenizer()("ab")["input_ids"]
         [97, 98]
     """

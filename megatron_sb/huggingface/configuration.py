@@ -8,7 +8,7 @@ from megatron_sb.options import LayerOptions
 
 
 class StickBreakingConfig(PreTrainedConfig):
-    """Configuration of a decoder with stick-breaking attention, RMSNorm and gated MLPs (SwiGLU), without positions.
+    """Configure a decoder with stick-breaking attention, RMSNorm and gated MLPs (SwiGLU), without positions.
 
     Args:
         vocab_size: number of tokens. Default 32000.
@@ -43,8 +43,9 @@ class StickBreakingConfig(PreTrainedConfig):
             not divisible as required, or num_experts_per_tok is not in [1, num_experts].
 
     Example:
-        >>> config = StickBreakingConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=4)
-        >>> model = StickBreakingForCausalLM(config)
+        >>> from megatron_sb.huggingface import StickBreakingConfig
+        >>> StickBreakingConfig(hidden_size=256, num_attention_heads=4).head_dim
+        64
     """
 
     model_type = "stick_breaking"

@@ -1,4 +1,4 @@
-"""The decoder that `megatron-sb train` trains, as a transformers model with transformers' names of weights."""
+"""The decoder that `megatron-sb train` trains, as a transformers model. Its weights have the names of transformers."""
 
 from __future__ import annotations
 
@@ -154,9 +154,11 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
         config: sizes and options.
 
     Example:
-        >>> model = StickBreakingModel(StickBreakingConfig(hidden_size=256, num_hidden_layers=2))
+        >>> import torch
+        >>> from megatron_sb.huggingface import StickBreakingConfig, StickBreakingModel
+        >>> model = StickBreakingModel(StickBreakingConfig(vocab_size=257, hidden_size=128, num_hidden_layers=2))
         >>> model(torch.arange(8)[None]).last_hidden_state.shape
-        torch.Size([1, 8, 256])
+        torch.Size([1, 8, 128])
     """
 
     def __init__(self, config: StickBreakingConfig) -> None:
@@ -241,7 +243,9 @@ class StickBreakingForCausalLM(StickBreakingPreTrainedModel, GenerationMixin):
         config: sizes and options.
 
     Example:
-        >>> model = StickBreakingForCausalLM(StickBreakingConfig(vocab_size=257, hidden_size=256, num_hidden_layers=2))
+        >>> import torch
+        >>> from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
+        >>> model = StickBreakingForCausalLM(StickBreakingConfig(vocab_size=257, hidden_size=128, num_hidden_layers=2))
         >>> model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4).shape
         torch.Size([1, 7])
     """

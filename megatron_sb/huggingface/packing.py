@@ -16,7 +16,7 @@ from transformers.masking_utils import causal_mask_function
 
 @dataclass(frozen=True)
 class Packing:
-    """Places of the tokens of a batch with queries (b, s) and keys (b, s_k).
+    """Indices of the tokens of a batch with queries (b, s) and keys (b, s_k).
 
     The queries of a document are its last tokens.
 
@@ -33,10 +33,10 @@ class Packing:
 
     @classmethod
     def of(cls, documents: Tensor, num_queries: int) -> Packing:
-        """Find the places of a batch's tokens.
+        """Find the indices of the tokens of a batch.
 
         Args:
-            documents: int (b, s_k), 0 for padding, else the document number of a key, which increases along a row.
+            documents: int (b, s_k), 0 for padding, else the document number of a key. It increases along a row.
             num_queries: s. The last s columns belong to the queries.
         """
         row = torch.arange(len(documents), device=documents.device)[:, None]
@@ -124,12 +124,12 @@ def documents_of(mask_function: Callable, shape: tuple[int, int], device: torch.
     """Find documents from a mask function of transformers.
 
     Args:
-        mask_function: mask_function(batch, head, query, key) is whether the query sees the key.
+        mask_function: mask_function(batch, head, query, key) returns whether the query sees the key.
         shape: (b, s).
         device: of the result.
 
     Returns:
-        The document number of each token from 1 on, int32 (b, s), or None unless the mask is causal within documents.
+        int32 (b, s), the document number of each token, starting at 1. None if the mask is not causal within documents.
     """
     batch, length = shape
     if mask_function is causal_mask_function:

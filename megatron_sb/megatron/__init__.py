@@ -2,7 +2,7 @@
 
 import importlib
 
-# Names are imported on first use: the launcher must set sys.path before anything imports Megatron.
+# Name -> module. A name is imported on first use: the launcher must set sys.path before anything imports Megatron.
 _MODULES = {
     "CheckedSelfAttention": "spec",
     "StickBreakingCoreAttention": "core_attention",

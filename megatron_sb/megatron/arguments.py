@@ -21,9 +21,9 @@ class StickBreakingOptions(LayerOptions):
         scale: must be None. Megatron sets the scale of the logits: `config.softmax_scale`.
         cp_layout: how the data loader shards a sequence over context-parallel ranks: "zigzag", as Megatron does, or
             "contiguous". Default: "zigzag".
-        packing: how it shards a packed (thd) stream: "per_document", each document by `cp_layout`, or "whole_stream".
-            Default: "per_document".
-        layers: an entry for every layer of the model: 1 for stick-breaking attention, 0 for the stock softmax
+        packing: how the data loader shards a packed (thd) stream: "per_document" shards each document by `cp_layout`,
+            "whole_stream" shards the stream as one sequence. Default: "per_document".
+        layers: one entry for each layer of the model: 1 for stick-breaking attention, 0 for the stock softmax
             attention. Default: None, which is 1 for every layer.
 
     Raises:
@@ -31,6 +31,7 @@ class StickBreakingOptions(LayerOptions):
         ValueError: if a field has an unknown value or is out of range.
 
     Example:
+        >>> from megatron_sb.megatron import StickBreakingOptions
         >>> StickBreakingOptions(head_norm=True, layers=(1, 1, 0)).layers
         (1, 1, 0)
     """
@@ -40,7 +41,7 @@ class StickBreakingOptions(LayerOptions):
     layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Validate now: without context parallelism nothing else reads some of the fields."""
+        """Validate all fields. Without context parallelism, nothing else would read some of them."""
         super().__post_init__()
         if self.scale is not None:
             raise ValueError(f"scale must be None, got {self.scale}. Set config.softmax_scale instead.")
@@ -56,14 +57,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the stick-breaking flags to a parser.
 
     Args:
-        parser: any parser. The signature is that of Megatron's `extra_args_provider`.
+        parser: any parser. This function can be Megatron's `extra_args_provider`.
 
     Returns:
         parser.
 
     Example:
-        >>> args = add_arguments(argparse.ArgumentParser()).parse_args(["--sb-head-norm"])
-        >>> options_from_args(args)["head_norm"]
+        >>> import argparse
+        >>> from megatron_sb.megatron import add_arguments
+        >>> add_arguments(argparse.ArgumentParser()).parse_args(["--sb-head-norm"]).sb_head_norm
         True
     """
     group = parser.add_argument_group(title="stick-breaking attention")
@@ -98,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--sb-logits",
         choices=LOGITS,
         default=StickBreakingOptions.logits,
-        help="Logits: dot products, or negative squared Euclidean distances (default: %(default)s).",
+        help="Kind of logits: dot products, or negative squared Euclidean distances (default: %(default)s).",
     )
     group.add_argument(
         "--sb-forget-gate",
@@ -122,7 +124,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--sb-packing",
         choices=PACKINGS,
         default=StickBreakingOptions.packing,
-        help="Whether it shards packed sequences by document or the stream as a whole (default: %(default)s).",
+        help="How the data loader shards packed sequences: each document, or the stream as a whole "
+        "(default: %(default)s).",
     )
     group.add_argument(
         "--sb-layers",
@@ -144,7 +147,11 @@ def options_from_args(args: argparse.Namespace) -> dict:
         A dict with a value for each field of `StickBreakingOptions` except scale.
 
     Example:
-        >>> spec = with_stickbreaking(get_gpt_layer_local_spec(), **options_from_args(args))
+        >>> import argparse
+        >>> from megatron_sb.megatron import add_arguments, options_from_args
+        >>> args = add_arguments(argparse.ArgumentParser()).parse_args(["--sb-head-norm"])
+        >>> options_from_args(args)["head_norm"]  # pass all options as with_stickbreaking(spec, **options)
+        True
     """
     names = [field.name for field in dataclasses.fields(StickBreakingOptions) if field.name != "scale"]
     return {name: getattr(args, f"sb_{name}") for name in names}

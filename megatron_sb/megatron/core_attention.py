@@ -20,7 +20,7 @@ from megatron_sb.ops import head_output, stickbreaking_attention, stickbreaking_
 from megatron_sb.ops.context_parallel import ContextParallelPlan, context_parallel_attention
 from megatron_sb.ops.kvcache import attend_to_filled, is_decoding_step
 
-# The variant that the decoding kernel computes.
+# The only variant that attention to a cache computes.
 PLAIN_LOGITS = {"logits": "dot", "forget_gate": None}
 CAUSAL_MASK_TYPES = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -30,7 +30,7 @@ class StickBreakingCoreAttention(MegatronModule):
 
     Megatron splits heads over tensor-parallel ranks and sequences over context-parallel ranks before it calls this
     module. The module has no parameters unless `options` add them: remainder_bias, norm_weight and norm_bias, each
-    (h * d,) for the local heads. They have one dimension, so that Megatron applies no weight decay to them.
+    (h * d,) for the local heads. They have one dimension, because Megatron applies no weight decay to such parameters.
 
     Settings that only concern softmax (`apply_query_key_layer_scaling`, `attention_softmax_in_fp32`,
     `masked_softmax_fusion`) are ignored.
@@ -52,8 +52,17 @@ class StickBreakingCoreAttention(MegatronModule):
         TypeError: if there is an unknown argument.
 
     Example:
-        >>> spec = with_stickbreaking(get_gpt_layer_local_spec())  # builds this module in every layer
-        >>> model = GPTModel(config, spec, vocab_size, max_sequence_length, position_embedding_type="none")
+        >>> from types import SimpleNamespace
+        >>> import torch
+        >>> from megatron.core.transformer import TransformerConfig
+        >>> from megatron.core.transformer.enums import AttnMaskType
+        >>> from megatron_sb.megatron import StickBreakingCoreAttention
+        >>> config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
+        >>> one_rank = SimpleNamespace(tp=None, cp=None)
+        >>> attention = StickBreakingCoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=one_rank)
+        >>> q, k, v = (torch.randn(10, 2, 4, 8) for _ in range(3))  # (s, b, h, d)
+        >>> attention(q, k, v, None).shape
+        torch.Size([10, 2, 32])
     """
 
     def __init__(
@@ -99,7 +108,7 @@ class StickBreakingCoreAttention(MegatronModule):
         """Register a parameter (h * d,) of this rank's heads, or None.
 
         Each tensor-parallel rank has the complete gradient of its heads, also under sequence parallelism. A
-        context-parallel rank has the gradient of its rows; Megatron sums it over DP x CP as all others.
+        context-parallel rank has the gradient from its rows, which Megatron sums over the DP x CP group.
         """
         if not enabled:
             self.register_parameter(name, None)
@@ -151,11 +160,12 @@ class StickBreakingCoreAttention(MegatronModule):
 
         Args:
             query: (s, b, h, d), or packed (t, h, d).
-            key: (s_k, b, g, d), or packed (t, g, d); h must be a multiple of g. May be a strided view, as value. With
-                forget gates the gates follow the d channels (see `gates.with_gates`). Without context parallelism s may
-                be less than s_k: the queries are then the last s positions, as when decoding with a static cache.
-            value: the shape of `key` without gates.
-            attention_mask: ignored; the mask is causal. `--no-create-attention-mask-in-dataloader` saves its memory.
+            key: (s_k, b, g, d), or packed (t, g, d); h must be a multiple of g. May be a strided view. Forget gates
+                follow the d channels (see `gates.with_gates`). Without context parallelism s may be less than s_k: the
+                queries are then the last s positions, as when decoding with a static cache.
+            value: as key, without gates.
+            attention_mask: ignored, because the mask is causal. To save its memory, use
+                `--no-create-attention-mask-in-dataloader`.
             attn_mask_type: replaces the constructor's. `no_mask` is accepted only if s < s_k.
             attention_bias: must be None.
             packed_seq_params: describes documents if its `qkv_format` is "thd". `cu_seqlens_q` is global and the same
@@ -184,8 +194,8 @@ class StickBreakingCoreAttention(MegatronModule):
         """Compute the attention without remainder bias and head norm. Arguments are those of `forward`.
 
         Returns:
-            The output (b, s, h, d), or packed (t, h, d). And the mass (b, h, s), or packed (h, t), or None without
-            return_mass.
+            The output (b, s, h, d), or packed (t, h, d), and the mass (b, h, s), or packed (h, t). Without return_mass
+            the mass is None.
         """
         packed, cp_group = is_packed(packed_seq_params), self.cp_group_of(packed_seq_params)
         if not packed:
@@ -249,8 +259,8 @@ class StickBreakingCoreAttention(MegatronModule):
         group = self.cp_group if override is None else override
         if group is not self.cp_group and self.hierarchical_groups is not None:
             raise ValueError(
-                "packed_seq_params.cp_group must be the module's group with cp_comm_type='a2a+p2p', whose hierarchical "
-                "groups are subgroups of it."
+                "packed_seq_params.cp_group must be None or the group of the module with cp_comm_type='a2a+p2p': the "
+                "hierarchical groups are subgroups of the module's group."
             )
         return group if group is not None and group.size() > 1 else None
 

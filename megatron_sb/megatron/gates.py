@@ -1,4 +1,4 @@
-"""Forget gates of a Megatron-Core layer: their projection, their transport to the core attention, auxiliary loss."""
+"""Forget gates of a Megatron-Core layer: projection, transport to the core attention, and auxiliary loss."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ GATE_COLUMNS = 8
 
 
 class GateLossScale:
-    """The weight of one token's auxiliary loss in the loss that is differentiated.
+    """The weight of the auxiliary loss of one token in the loss that is differentiated.
 
-    None, the default, follows the conventions of Megatron's training loop. Other training loops set it.
+    Default: None, which computes the weight for Megatron's training loop. Other training loops set it.
     """
 
     per_token: float | None = None
@@ -27,8 +27,8 @@ def gate_projection(config, linear_qkv: torch.nn.Module, tp_group) -> ColumnPara
     """Make the projection of hidden states to one gate logit for each KV head, sharded over tensor-parallel ranks.
 
     Raises:
-        ValueError: if there are fewer KV heads than ranks, or linear_qkv normalises the hidden states itself: the gates
-            would get them before the norm.
+        ValueError: if there are fewer KV heads than ranks. Or if linear_qkv contains the norm of the layer, because the
+            gates would get hidden states before the norm.
     """
     ranks = 1 if tp_group is None else tp_group.size()
     if config.num_query_groups < ranks:
@@ -58,12 +58,30 @@ def gate_projection(config, linear_qkv: torch.nn.Module, tp_group) -> ColumnPara
 
 
 def with_gates(key: Tensor, logits: Tensor) -> Tensor:
-    """Append gate logits (s, b, g) to key (s, b, g, d): (s, b, g, d + GATE_COLUMNS)."""
+    """Append the logits of the gates to the keys.
+
+    Args:
+        key: (s, b, g, d).
+        logits: (s, b, g).
+
+    Returns:
+        (s, b, g, d + GATE_COLUMNS).
+
+    Example:
+        >>> import torch
+        >>> from megatron_sb.megatron.gates import split_gates, with_gates
+        >>> key, f = split_gates(with_gates(torch.ones(5, 1, 2, 16), torch.zeros(5, 1, 2)))
+        >>> key.shape, f.shape, f.unique()
+        (torch.Size([5, 1, 2, 16]), torch.Size([5, 1, 2]), tensor([0.5000]))
+    """
     return torch.cat((key, pad(logits[..., None], (0, GATE_COLUMNS - 1))), dim=-1)
 
 
 def split_gates(key: Tensor) -> tuple[Tensor, Tensor]:
-    """Undo `with_gates`: return the keys, and the gates f in fp32. Dimensions before the last may be in any order."""
+    """Invert `with_gates`. Return the keys, and the gates f in fp32 (fp64 for fp64).
+
+    The dimensions before the last one may be in any order.
+    """
     return key[..., :-GATE_COLUMNS], gates_of(key[..., -GATE_COLUMNS])
 
 
@@ -71,7 +89,7 @@ def with_gate_loss(logits: Tensor, coefficient: float, config) -> tuple[Tensor, 
     """Add the auxiliary loss of this rank's tokens and KV heads to the backward of the logits.
 
     Returns:
-        logits (s, b, g), to use in place of the argument, and the mean of -log f, for logging.
+        logits (s, b, g), which replace the argument, and the mean of -log f, for logging.
     """
     loss = forget_gate_loss(gates_of(logits))
     if coefficient > 0 and torch.is_grad_enabled():
@@ -82,10 +100,11 @@ def with_gate_loss(logits: Tensor, coefficient: float, config) -> tuple[Tensor, 
 
 
 def _weight(config, num_tokens: int, device: torch.device) -> float | Tensor:
-    """The weight of the mean over a micro-batch's local tokens.
+    """Return the weight of the mean over the local tokens of a micro-batch.
 
-    Megatron's loop divides a micro-batch's loss by its tokens and by the number of micro-batches, and averages over
-    data- and context-parallel ranks. With --calculate-per-token-loss it divides the gradient by all tokens instead.
+    Megatron's loop divides the loss of a micro-batch by its tokens and by the number of micro-batches, and averages
+    over data- and context-parallel ranks. With --calculate-per-token-loss it divides the gradient by the number of all
+    tokens instead.
     """
     if GateLossScale.per_token is not None:
         return num_tokens * GateLossScale.per_token

@@ -9,13 +9,13 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 
 class IndexedDocuments:
-    """The documents of one or more path prefixes. Each ends with the end-of-document token, which is added if missing.
+    """Read the documents of one or more data sets. The end-of-document token is added to a document that lacks it.
 
     The attribute `lengths` is int64 (documents,): the tokens of each document, including the end-of-document token.
 
     Args:
-        path_prefixes: paths without .bin and .idx.
-        end_of_document: id of the token.
+        path_prefixes: paths of the data sets without .bin and .idx.
+        end_of_document: id of the end-of-document token.
 
     Raises:
         ValueError: if a prefix does not name a data set.

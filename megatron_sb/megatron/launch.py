@@ -7,9 +7,9 @@ With the flag, the launcher does the following before the script starts:
 
 - It adds the `--sb-*` flags (see arguments.py) to Megatron's parser, in `add_megatron_arguments`.
 - It rejects Megatron's flags that stick-breaking attention does not support.
-- It patches `TransformerLayer` to put stick-breaking attention into the submodules that it gets. Every attention layer
-  passes through there: dense or mixture of experts, local or Transformer Engine, stages of a virtual pipeline,
-  multi-token prediction and hybrid models. Layers without attention do not change.
+- It patches `TransformerLayer` to put stick-breaking attention into the submodules that it receives. Megatron builds
+  every attention layer in this way: dense or mixture of experts, local or Transformer Engine, stages of a virtual
+  pipeline, multi-token prediction and hybrid models. Layers without attention do not change.
 - It calls `stand_ins.install_stand_ins`, for modules that plain Megatron-Core lacks.
 
 The top of this file imports nothing that imports Megatron-Core. The script's folder must come first in `sys.path`, as
@@ -36,7 +36,7 @@ from megatron_sb.megatron.settings import (
 
 FLAG = "--stick-breaking-attention"
 USAGE = f"usage: python -m megatron_sb.megatron.launch SCRIPT.py [flags of the script] [{FLAG} [--sb-...]]"
-# As in settings.py: flags with which a script bypasses its command line or Megatron-Core.
+# As in settings.py: flags that bypass the command line or Megatron-Core.
 LAUNCHER_REQUIREMENTS = (
     ("yaml_cfg", "--yaml-cfg", None, f"the file replaces the command line, including {FLAG}"),
     ("use_legacy_models", "--use-legacy-models", False, "legacy models have their own attention"),
@@ -49,7 +49,7 @@ def main() -> None:
     if not script.endswith(".py") or not Path(script).is_file():
         raise SystemExit(f"{USAGE}\nSCRIPT.py must be an existing Python file, got {script!r}.")
     sys.argv = [script, *flags]
-    if not getattr(sys.flags, "safe_path", False):  # with -P, python does not put the script's folder there
+    if not getattr(sys.flags, "safe_path", False):  # with -P, Python does not add the folder of the script
         sys.path[0] = str(Path(script).resolve().parent)
     if FLAG in flags:
         _prepare(flags)
@@ -61,7 +61,7 @@ def _prepare(flags: list[str]) -> None:
 
     stock = arguments.add_megatron_arguments
     arguments.add_megatron_arguments = lambda parser: add_arguments(stock(parser))
-    # The script's own flags, and values that it sets later, are unknown here.
+    # Flags that the script itself adds, and values that it sets later, are unknown at this point.
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     args, _ = parser.parse_known_args(flags)
     options = StickBreakingOptions(**options_from_args(args))

@@ -7,12 +7,13 @@ import ast
 
 
 def layer_pattern(text: str) -> tuple[int, ...]:
-    """Evaluate a list that is written with integers, `+` and `*`.
+    """Evaluate a list that is written with integers, lists, `+` and `*`.
 
     Raises:
         argparse.ArgumentTypeError: if `text` is anything else.
 
     Example:
+        >>> from megatron_sb.megatron.layer_pattern import layer_pattern
         >>> layer_pattern("([1]*2+[0])*2")
         (1, 1, 0, 1, 1, 0)
     """

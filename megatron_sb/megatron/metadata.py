@@ -1,4 +1,4 @@
-"""Read the `.metadata` of a distributed checkpoint: a pickle, from which only known classes are created."""
+"""Read the `.metadata` of a distributed checkpoint. It is a pickle, and only objects of known classes are created."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CLASSES = (
     metadata._MEM_FORMAT_ENCODING,
     filesystem._StorageInfo,
     filesystem._StoragePrefix,
-    planner.BytesIOWriteData,  # this and the following: plans of the ranks, which Megatron-Core stores too
+    planner.BytesIOWriteData,  # this and the following: save plans of the ranks, which Megatron-Core also stores
     planner.SavePlan,
     planner.TensorWriteData,
     planner.WriteItem,
@@ -42,7 +42,7 @@ _BROKEN = (pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexE
 
 
 class Reader(dcp.FileSystemReader):
-    """torch's reader of a checkpoint folder, with a safe `read_metadata`: torch's own calls what the pickle names."""
+    """Read a checkpoint folder as torch does, with a safe `read_metadata`: torch's executes what the pickle names."""
 
     def read_metadata(self) -> Metadata:
         """Read the metadata with the function of this module."""
@@ -53,7 +53,7 @@ def read_metadata(folder: Path) -> Metadata:
     """Read the metadata of a checkpoint folder.
 
     Raises:
-        ValueError: if the file is damaged, or names a class that is not part of a checkpoint's metadata.
+        ValueError: if the file is damaged, or names a class that metadata does not contain.
     """
     path = folder / ".metadata"
     with path.open("rb") as file:
@@ -67,7 +67,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Create only objects that a checkpoint's metadata consists of."""
+    """Create only objects of the classes that metadata contains."""
 
     def find_class(self, module: str, name: str) -> object:
         """Return a class or function that the pickle names, or raise ValueError if metadata does not contain it."""

@@ -1,4 +1,4 @@
-"""Megatron's PackedSeqParams: whether a call is packed, and where its documents are."""
+"""Read Megatron's PackedSeqParams: whether a call is packed, and the offsets of its documents."""
 
 from __future__ import annotations
 
@@ -6,12 +6,30 @@ import torch
 
 
 def is_packed(packed_seq_params) -> bool:
-    """Whether the tensors of a call are (t, h, d), one document after the other."""
+    """Return whether the tensors of a call are packed, (t, h, d). packed_seq_params may be None."""
     return packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
 
 
 def document_bounds(packed_seq_params) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the offsets of the documents for queries, and for keys if those are another tensor (else None)."""
+    """Return the offsets of the documents in the queries and in the keys.
+
+    Args:
+        packed_seq_params: PackedSeqParams of a packed call. Padded offsets take precedence.
+
+    Returns:
+        Offsets for the queries, and for the keys. The latter are None if both are the same tensor.
+
+    Raises:
+        ValueError: if there are no offsets for the queries.
+
+    Example:
+        >>> import torch
+        >>> from megatron.core.packed_seq_params import PackedSeqParams
+        >>> from megatron_sb.megatron.packed import document_bounds
+        >>> offsets = torch.tensor([0, 3, 8], dtype=torch.int32)
+        >>> document_bounds(PackedSeqParams(qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets))
+        (tensor([0, 3, 8], dtype=torch.int32), None)
+    """
     params = packed_seq_params
     padded = params.cu_seqlens_q_padded is not None
     queries = params.cu_seqlens_q_padded if padded else params.cu_seqlens_q

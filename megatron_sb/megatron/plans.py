@@ -1,4 +1,4 @@
-"""Context-parallel plans, which all layers of a model share for one batch."""
+"""Cache the context-parallel plan of a batch, which all layers of a model share."""
 
 from __future__ import annotations
 
@@ -13,16 +13,27 @@ class PlanCache:
     """Keep the latest context-parallel plans.
 
     A plan is reused while the group, the sequence length, the layout and the packing are the same, and `cu_seqlens` is
-    the same tensor object with the same version counter. Writes that torch does not count (by collectives and `.data`)
-    are noticed on a CPU, where the values are compared, but not on a GPU. torch counts no writes to inference tensors:
-    each call with one makes a new plan.
+    the same tensor object with the same version counter. Collectives and writes through `.data` do not change the
+    version counter. On a CPU such writes are detected, because the values are compared too. On a GPU they are not.
+    Inference tensors have no version counter, so each call with one makes a new plan.
 
     Making a plan is a collective. The ranks of a group run the same layers on the same batches, so they make plans at
     the same calls. The cache holds references to process groups and `cu_seqlens` until `clear`.
 
     Args:
-        capacity: number of plans to keep. It should cover the micro-batches that a pipeline has in flight; an evicted
-            plan is made again. Default 16.
+        capacity: number of plans to keep. It should be at least the number of micro-batches that a pipeline has in
+            flight. A plan that was dropped is made again. Default 16.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from megatron_sb.megatron.plans import PlanCache
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # one rank
+        >>> plans = PlanCache()
+        >>> arguments = {"seq_len": 64, "cu_seqlens": None, "layout": "zigzag", "packing": "per_document"}
+        >>> plans.get(dist.group.WORLD, **arguments) is plans.get(dist.group.WORLD, **arguments)
+        True
+        >>> plans.clear()
+        >>> dist.destroy_process_group()
     """
 
     def __init__(self, capacity: int = 16):
@@ -49,7 +60,7 @@ class PlanCache:
         if key in self._plans:
             self._plans.move_to_end(key)
         else:
-            # The entry keeps the group and the tensor alive, so that no other object gets their ids.
+            # The entry keeps the group and the tensor alive, so that no new object gets their ids.
             self._plans[key] = (ContextParallelPlan(cp_group, **arguments), cp_group, cu_seqlens)
             while len(self._plans) > self.capacity:
                 self._plans.popitem(last=False)

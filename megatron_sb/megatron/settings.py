@@ -1,10 +1,10 @@
-"""Settings of Megatron that stick-breaking attention cannot run with. Each error names the setting and its flag."""
+"""Settings of Megatron that stick-breaking attention does not support. Each error names the setting and its flag."""
 
 from __future__ import annotations
 
 import sys
 
-# (field of TransformerConfig, flag, required value, reason). A release without the field has the required value.
+# (field of TransformerConfig, flag, required value, reason). A missing field passes the check.
 CONFIG_REQUIREMENTS = (
     ("attention_dropout", "--attention-dropout", 0.0, "stick-breaking weights have no dropout"),
     ("multi_latent_attention", "--multi-latent-attention", False, "latent attention has its own core attention"),
@@ -34,7 +34,16 @@ def check_settings(settings: object, source: str, requirements: tuple) -> None:
     Args:
         settings: a TransformerConfig, or the parsed arguments of a script.
         source: name of `settings` in the message: "config" or "args".
-        requirements: as CONFIG_REQUIREMENTS.
+        requirements: rows as in CONFIG_REQUIREMENTS.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from megatron_sb.megatron.settings import check_settings
+        >>> requirements = (("qk_clip", "--qk-clip", False, "not supported"),)
+        >>> check_settings(SimpleNamespace(qk_clip=True), "config", requirements)
+        Traceback (most recent call last):
+            ...
+        ValueError: config.qk_clip (--qk-clip) must be False with stick-breaking attention, got True: not supported.
     """
     for name, flag, required, reason in requirements:
         value = getattr(settings, name, required)
@@ -51,18 +60,35 @@ def check_position_embedding(settings: object, source: str, rope_disabled: bool)
         settings: a TransformerConfig, or the parsed arguments of a script.
         source: name of `settings` in the message: "config" or "args".
         rope_disabled: whether `--no-rope-freq` disables rotary embeddings in these layers.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from megatron_sb.megatron.settings import check_position_embedding
+        >>> rotary = SimpleNamespace(position_embedding_type="rope")
+        >>> check_position_embedding(rotary, "config", rope_disabled=True)  # raises ValueError with False
     """
     kind = getattr(settings, "position_embedding_type", "none")
     if kind != "none" and not (kind == "rope" and rope_disabled):
         raise ValueError(
             f"{source}.position_embedding_type (--position-embedding-type) must be 'none' with stick-breaking "
-            f"attention, got {kind!r}: the order of the keys encodes positions. 'rope' needs --no-rope-freq to name "
-            "every stick-breaking layer."
+            f"attention, got {kind!r}: the order of the keys encodes positions. With 'rope', --no-rope-freq must "
+            "contain every stick-breaking layer."
         )
 
 
 def check_layers(layers: tuple[int, ...] | None, settings: object, source: str) -> None:
-    """Raise ValueError unless `layers` (`StickBreakingOptions.layers`) has an entry for every layer of the model."""
+    """Raise ValueError unless `layers` has an entry for every layer of the model.
+
+    Args:
+        layers: `StickBreakingOptions.layers`. None is valid for every model.
+        settings: a TransformerConfig, or the parsed arguments of a script.
+        source: name of `settings` in the message: "config" or "args".
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from megatron_sb.megatron.settings import check_layers
+        >>> check_layers((1, 1, 0), SimpleNamespace(num_layers=3, mtp_num_layers=None), "config")
+    """
     if layers is None:
         return
     if len(layers) != settings.num_layers:
@@ -78,17 +104,29 @@ def check_layers(layers: tuple[int, ...] | None, settings: object, source: str) 
 
 
 def rope_disabled_in(config: object, layer_number: int) -> bool:
-    """Whether `--no-rope-freq` disables rotary embeddings in this layer (1-based)."""
+    """Return whether `--no-rope-freq` disables rotary embeddings in a layer. layer_number: 1 for the first layer.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from megatron_sb.megatron.settings import rope_disabled_in
+        >>> rope_disabled_in(SimpleNamespace(no_rope_freq=[1, 0]), layer_number=2)
+        False
+    """
     return bool(config.no_rope_freq) and bool(config.no_rope_freq[layer_number - 1])
 
 
 def script_arguments() -> object | None:
-    """The parsed arguments of the Megatron training script in this process, if there is one."""
+    """Return the parsed arguments of the Megatron training script in this process. Return None if there is none."""
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
 
 def check_layer_settings(config: object, layer_number: int) -> None:
-    """Raise ValueError if a stick-breaking layer (1-based) cannot run with this config or the script's arguments."""
+    """Raise ValueError if a stick-breaking layer does not support the config or the arguments of the script.
+
+    Args:
+        config: a TransformerConfig.
+        layer_number: 1 for the first layer.
+    """
     args = script_arguments()
     check_settings(config, "config", CONFIG_REQUIREMENTS)
     check_settings(args, "args", SCRIPT_REQUIREMENTS)

@@ -22,9 +22,9 @@ from megatron_sb.megatron.settings import check_layers, rope_disabled_in
 class CheckedSelfAttention(SelfAttention):
     """Megatron's self-attention with checks and forget gates for stick-breaking attention.
 
-    The checks reject what a core attention cannot see: rotary embeddings are applied to q and k before it, dynamic
-    inference does not call it, and `--attention-backend local` replaces it. Without the checks all three would run
-    silently.
+    The checks reject three settings that a core attention cannot detect. Rotary embeddings are applied to q and k
+    before the core attention runs. Dynamic inference does not call it. `--attention-backend local` replaces it. Without
+    the checks, the model would silently compute another attention.
 
     With `forget_gate` the module has gate_proj, which computes a gate for each key and KV head from the hidden states.
     The core attention gets the keys with their gates appended. gate_loss is the mean of -log f over this rank's tokens
@@ -39,7 +39,7 @@ class CheckedSelfAttention(SelfAttention):
         self.stick_breaking = layers is None or bool(layers[layer_number - 1])
         if not self.stick_breaking:
             submodules = dataclasses.replace(submodules, core_attention=softmax)
-        if layers is not None:  # layers with different parameters cannot share checkpoint keys
+        if layers is not None:  # layers with different parameters need different keys in a checkpoint
             config.hetereogenous_dist_checkpoint = True
         super().__init__(config, submodules, layer_number, *args, **kwargs)
         if self.stick_breaking and not isinstance(self.core_attention, StickBreakingCoreAttention):
@@ -103,7 +103,7 @@ class CheckedSelfAttention(SelfAttention):
 
 
 class _DenseSelfAttention(CheckedSelfAttention):
-    """The attention of `stickbreaking_layer_spec`. That spec is dense whatever the config says about experts."""
+    """The attention of `stickbreaking_layer_spec`, which has no experts. Reject a config with experts."""
 
     def __init__(self, config, *args, **kwargs):
         if config.num_moe_experts is not None:
@@ -120,17 +120,22 @@ def with_stickbreaking(spec, **options):
     Args:
         spec: the ModuleSpec of a transformer layer (dense or mixture of experts, local or Transformer Engine), a
             TransformerBlockSubmodules with `layer_specs`, or a ModuleSpec that holds one.
-        options: fields of `StickBreakingOptions`. With `layers` some layers keep the core attention of `spec`.
+        options: fields of `StickBreakingOptions`. If `layers` contains 0, those layers keep the core attention of
+            `spec`.
 
     Returns:
-        An object of the type of `spec`.
+        A copy of `spec`, of the same type.
 
     Raises:
         TypeError: if an option is unknown.
         ValueError: if an option has an invalid value, or a layer's self-attention is not Megatron's `SelfAttention`.
 
     Example:
+        >>> from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        >>> from megatron_sb.megatron import with_stickbreaking
         >>> spec = with_stickbreaking(get_gpt_layer_local_spec(), attend_current=True)
+        >>> spec.submodules.self_attention.submodules.core_attention.module.__name__
+        'StickBreakingCoreAttention'
     """
     return _replace_in_layers(spec, StickBreakingOptions(**options))
 
@@ -167,7 +172,7 @@ def with_core_attention(submodules, options: StickBreakingOptions):
 
 
 def _bare_layer_spec() -> ModuleSpec:
-    """A dense layer with Transformer Engine where it is installed, as Megatron's scripts default to."""
+    """Return the spec of a dense layer, with Transformer Engine if it is installed, as Megatron's scripts do."""
     if gpt_layer_specs.HAVE_TE:
         stock = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
     else:

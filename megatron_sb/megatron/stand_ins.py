@@ -1,7 +1,8 @@
 """Plain torch replacements for modules that Megatron-Core has only with Transformer Engine or Apex.
 
-`install_stand_ins` installs them for layer specs of the "local" kind. The launcher calls it; your own script may too.
-It changes three places, for the whole process. Models built with Transformer Engine do not change.
+`install_stand_ins` installs them for layer specs of the "local" kind. The launcher calls it. Call it in your own script
+before you build a model. It changes three places in Megatron-Core, for the whole process. Models that use Transformer
+Engine do not change.
 
 - `WrappedTorchNorm` makes a `TorchNorm`, which supports sequence parallelism (`--sequence-parallel`).
 - Local layer specs with `--moe-grouped-gemm` get `GroupedExperts`.
@@ -21,9 +22,9 @@ from torch.nn.functional import grouped_mm
 
 from megatron_sb.megatron import versions
 
-# Rows of a grouped product start at multiples of 16 bytes: 8 numbers of 16 bits.
+# Rows of a grouped product must start at multiples of 16 bytes: 8 numbers of 16 bits.
 GROUPED_MULTIPLE = 8
-# (field of TransformerConfig, flag, required value). A release without the field has the required value.
+# (field of TransformerConfig, flag, required value). A missing field passes the check.
 GROUPED_REQUIREMENTS = (
     ("add_bias_linear", "--disable-bias-linear", False),
     ("fp8", "--fp8-format", None),
@@ -39,6 +40,7 @@ def install_stand_ins() -> None:
     """Install the replacements listed above. Further calls have no effect.
 
     Example:
+        >>> from megatron_sb.megatron import install_stand_ins
         >>> install_stand_ins()  # before the model is built
     """
     versions.define_te_general_gemm()
@@ -53,14 +55,14 @@ def install_stand_ins() -> None:
 
 
 class TorchNorm:
-    """Make torch's LayerNorm or RMSNorm, by `config.normalization`, for use with sequence parallelism.
+    """Make torch's LayerNorm or RMSNorm, as `config.normalization` selects, for use with sequence parallelism.
 
     Under sequence parallelism every tensor-parallel rank normalises its shard of a sequence. Megatron sums the
     gradients of parameters with the attribute `sequence_parallel` over those ranks. `config.persist_layer_norm` has no
     effect.
 
     Raises:
-        ValueError: for another normalization, zero-centred weights or `memory_efficient_layer_norm`.
+        ValueError: if config selects another normalization, zero-centred weights or `memory_efficient_layer_norm`.
     """
 
     def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **unused) -> torch.nn.Module:
@@ -86,11 +88,11 @@ class GroupedExperts(SequentialMLP):
     """Megatron's `SequentialMLP`, computed as two grouped products over all local experts (torch's `grouped_mm`).
 
     Parameters, checkpoints and resharding are those of `SequentialMLP`. `grouped_mm` has a bf16 kernel for sm_90 and
-    later; elsewhere it multiplies expert by expert. The experts' weights are separate tensors. The forward and the
-    backward each copy them into one tensor, which is not kept in between.
+    later; elsewhere it multiplies expert by expert. The weights of the experts are separate tensors. The
+    forward and the backward each copy them into one tensor, which is freed in between.
 
     Raises:
-        ValueError: for sizes that are not multiples of 8, and for settings that are not supported.
+        ValueError: if a size is not a multiple of 8, or a setting is not supported.
     """
 
     def __init__(self, num_local_experts, config, submodules, **kwargs):
@@ -106,7 +108,7 @@ class GroupedExperts(SequentialMLP):
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Apply its expert to every row and multiply by the row's probability.
+        """Apply to each row the expert that it belongs to, and multiply by the probability of the row.
 
         Args:
             permuted_local_hidden_states: (t, hidden), the rows of expert 0, then those of expert 1, and so on.
@@ -129,7 +131,7 @@ class GroupedExperts(SequentialMLP):
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Multiply rows of x (t, k) by their weight (n, k): (t, n). Weight i has the rows up to ends[i]."""
+    """Multiply rows of x (t, k) by their weight (n, k): (t, n). Weight i has the rows ends[i - 1] to ends[i] - 1."""
 
     @staticmethod
     def forward(ctx, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:

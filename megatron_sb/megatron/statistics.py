@@ -1,4 +1,28 @@
-"""Observe the stick-breaking layers of a model: the mass they leave, the tiles they skip, and their inputs."""
+"""Observe the stick-breaking layers of a model: their mass, the tiles that they skip, and their inputs.
+
+Example:
+    >>> from types import SimpleNamespace
+    >>> import torch
+    >>> from megatron.core.packed_seq_params import PackedSeqParams
+    >>> from megatron.core.transformer import TransformerConfig
+    >>> from megatron.core.transformer.enums import AttnMaskType
+    >>> from megatron_sb.megatron import StickBreakingCoreAttention
+    >>> from megatron_sb.megatron.statistics import captured, observed, skipped_share
+    >>> config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
+    >>> one_rank = SimpleNamespace(tp=None, cp=None)
+    >>> layer = StickBreakingCoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=one_rank)
+    >>> q, k, v = (torch.randn(200, 4, 8) for _ in range(3))
+    >>> offsets = torch.tensor([0, 100, 200], dtype=torch.int32)  # two documents of two tiles
+    >>> packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
+    >>> with observed(layer, torch.device("cpu")) as counts, captured(layer) as inputs:
+    ...     output = layer(q, k, v, None, packed_seq_params=packed)
+    >>> counts[0].rows, counts[0].tiles  # 200 rows x 4 heads, 2 x 3 tiles x 4 heads
+    (tensor(800., dtype=torch.float64), tensor(24., dtype=torch.float64))
+    >>> inputs[0].query.shape
+    torch.Size([200, 4, 8])
+    >>> skipped_share(layer, q, k, v, packed).shape
+    torch.Size([4])
+"""
 
 from __future__ import annotations
 
@@ -12,17 +36,27 @@ from torch import Tensor
 from megatron_sb.megatron.core_attention import StickBreakingCoreAttention
 from megatron_sb.megatron.packed import document_bounds, is_packed
 
-TILE = 64  # the granularity at which kernels skip (csrc/core/params.h)
+TILE = 64  # rows and keys of the tiles that kernels skip (csrc/core/params.h)
 
 
 @dataclass(frozen=True)
 class AttentionCounts:
     """Sums over rows, heads and layers. Counts of several ranks can be added.
 
-    remainder: sum of the mass over the counted rows.
-    rows: number of counted rows.
-    skipped: number of 64 x 64 tiles on or below the diagonal that the backward skips.
-    tiles: number of all such tiles. Under context parallelism skipped and tiles are 0, because no rank sees them.
+    Under context parallelism skipped and tiles are 0, because no rank has the restart records of all keys.
+
+    Attributes:
+        remainder: Sum of the mass over the counted rows.
+        rows: Number of counted rows.
+        skipped: Number of 64 x 64 tiles on or below the diagonal that the backward skips.
+        tiles: Number of all 64 x 64 tiles on or below the diagonal.
+
+    Example:
+        >>> import torch
+        >>> from megatron_sb.megatron.statistics import AttentionCounts
+        >>> counts = AttentionCounts(*torch.tensor([5.0, 10.0, 1.0, 4.0]))
+        >>> (counts + counts).stack()
+        tensor([10., 20.,  2.,  8.])
     """
 
     remainder: Tensor
@@ -40,13 +74,18 @@ class AttentionCounts:
         return AttentionCounts(*(self.stack() + other.stack()))
 
     def stack(self) -> Tensor:
-        """Return the four sums, (4,) float64."""
+        """Return the four sums, (4,)."""
         return torch.stack((self.remainder, self.rows, self.skipped, self.tiles))
 
 
 @contextlib.contextmanager
 def watched(model: torch.nn.Module, look: Callable[..., None]) -> Iterator[None]:
-    """Call look(core, query, key, value, packed_seq_params) before every stick-breaking layer runs in the block."""
+    """Call `look` before each forward of a stick-breaking layer in the block.
+
+    Args:
+        model: A module that contains stick-breaking layers, or is one.
+        look: look(core, query, key, value, packed_seq_params), where core is the layer's core attention.
+    """
 
     def before(core: StickBreakingCoreAttention, args: tuple, kwargs: dict) -> None:
         look(core, *args[:3], kwargs.get("packed_seq_params"))
@@ -62,10 +101,17 @@ def watched(model: torch.nn.Module, look: Callable[..., None]) -> Iterator[None]
 
 @contextlib.contextmanager
 def observed(model: torch.nn.Module, device: torch.device) -> Iterator[list[AttentionCounts]]:
-    """Count in every forward in the block. Yields a list whose only entry is the AttentionCounts so far.
+    """Count the rows and tiles of every forward in the block. See the example of this module.
 
-    Each layer's attention runs a second time for this, without gradients. All ranks of a context-parallel group must
-    observe together.
+    The attention of each layer runs a second time for this, without gradients. All ranks of a context-parallel group
+    must observe together.
+
+    Args:
+        model: A module that contains stick-breaking layers, or is one.
+        device: Device of the counts.
+
+    Yields:
+        A list with one entry: the AttentionCounts so far.
     """
     counts = [AttentionCounts.zeros(device)]
 
@@ -80,9 +126,11 @@ def observed(model: torch.nn.Module, device: torch.device) -> Iterator[list[Atte
 class AttentionInputs:
     """Inputs of a layer's attention, on the CPU.
 
-    query: packed (t, h, d).
-    key: packed (t, g, d).
-    scale, attend_current: as in `megatron_sb.stickbreaking_attention`.
+    Attributes:
+        query: Packed (t, h, d).
+        key: Packed (t, g, d).
+        scale: See `megatron_sb.stickbreaking_attention`.
+        attend_current: See `megatron_sb.stickbreaking_attention`.
     """
 
     query: Tensor
@@ -93,10 +141,16 @@ class AttentionInputs:
 
 @contextlib.contextmanager
 def captured(model: torch.nn.Module) -> Iterator[list[AttentionInputs]]:
-    """Collect the inputs of every stick-breaking layer in forwards of packed sequences. Yields the growing list.
+    """Collect the inputs of every stick-breaking layer in the block. See the example of this module.
+
+    Args:
+        model: A module that contains stick-breaking layers, or is one. Its sequences must be packed.
+
+    Yields:
+        A list of AttentionInputs, which grows with each forward of a layer.
 
     Raises:
-        ValueError: if the model has no stick-breaking layer.
+        ValueError: If the model has no stick-breaking layer.
     """
     found: list[AttentionInputs] = []
 
@@ -114,7 +168,7 @@ def captured(model: torch.nn.Module) -> Iterator[list[AttentionInputs]]:
 def count(
     core: StickBreakingCoreAttention, query: Tensor, key: Tensor, value: Tensor, packed_seq_params
 ) -> AttentionCounts:
-    """Count in one call of a layer's core attention. Arguments are those of its forward."""
+    """Count the rows and tiles of one call of a core attention. The arguments are those of its forward."""
     zero = torch.zeros((), dtype=torch.float64, device=query.device)
     if core.cp_group_of(packed_seq_params) is not None:
         _, mass = core.attend(query, key, value, packed_seq_params, return_mass=True)
@@ -128,9 +182,9 @@ def count(
 def skipped_share(
     core: StickBreakingCoreAttention, query: Tensor, key: Tensor, value: Tensor, packed_seq_params
 ) -> Tensor:
-    """Return the share of tiles that each head skips in one call of a layer's core attention, (h,) float64.
+    """Return the share of tiles that each head skips in one call of a core attention, (h,) float64.
 
-    Arguments are those of its forward. Context parallelism is not supported.
+    The arguments are those of its forward. Context parallelism is not supported. See the example of this module.
     """
     _, edge, bounds = _mass_and_edges(core, query, key, value, packed_seq_params)
     skipped, tiles = _skipped_by_head(edge, bounds, core.options.attend_current)
@@ -140,7 +194,7 @@ def skipped_share(
 def _mass_and_edges(
     core, query: Tensor, key: Tensor, value: Tensor, packed_seq_params
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mass and the edges of the restart records, (b, h, rows) each, and the documents' offsets."""
+    """Return the mass and the edges of the restart records, (b, h, rows) each, and the offsets of the documents."""
     key, variant = core.variant_of(key)
     if is_packed(packed_seq_params):
         bounds, _ = document_bounds(packed_seq_params)
@@ -166,6 +220,13 @@ def skipped_tiles(edge: Tensor, bounds: Tensor, attend_current: bool) -> tuple[T
 
     Returns:
         Two float64 scalars.
+
+    Example:
+        >>> import torch
+        >>> from megatron_sb.megatron.statistics import skipped_tiles
+        >>> edge = torch.full((1, 1, 256), 64)  # the backward of every row starts with the oldest tile
+        >>> skipped_tiles(edge, torch.tensor([0, 256]), attend_current=False)
+        (tensor(0., dtype=torch.float64), tensor(10., dtype=torch.float64))
     """
     skipped, tiles = _skipped_by_head(edge, bounds, attend_current)
     return skipped.sum(), tiles * edge[..., 0].numel()

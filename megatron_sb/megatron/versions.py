@@ -1,4 +1,4 @@
-"""Differences between the Megatron-Core releases that this package is tested with: 0.16.1 and 0.19.2.
+"""Differences between Megatron-Core 0.16.1 and 0.19.2, the releases that this package is tested with.
 
 | | 0.16 | 0.17 and later |
 | --- | --- | --- |
@@ -7,8 +7,9 @@
 | `moe_utils.te_general_gemm` without Transformer Engine | undefined, and the router raises NameError | None |
 | `megatron.training` | in a Megatron-LM checkout | also in the wheel |
 
-From 0.19 on, a router multiplies its auxiliary losses by all tokens of a micro-batch; before, by those of its rank.
-Both build and call `core_attention` in the same way, and `CheckedSelfAttention` passes on what either adds.
+From 0.19 on, a router multiplies its auxiliary losses by the tokens of a micro-batch on all ranks. Older routers
+multiply them by the tokens on their own rank. Both releases build and call `core_attention` in the same way.
+`CheckedSelfAttention` passes on the arguments that only one of them has.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ROUTER_COUNTS_ALL_RANKS = tuple(map(int, megatron.core.__version__.split(".")[:2
 
 
 def with_experts_module(experts, module: type):
-    """Replace the module in what `grouped_mlp_modules` of a spec provider returned."""
+    """Replace the module in `experts`, the result of a spec provider's `grouped_mlp_modules`."""
     if isinstance(experts, tuple):
         return module, experts[1]
     return functools.partial(module, *experts.args, **experts.keywords)

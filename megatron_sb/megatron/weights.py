@@ -1,7 +1,20 @@
 """Read and write the weights of a Megatron-Core distributed checkpoint as whole tensors, without a model.
 
 Tensors are named after the model's modules. The tensors of all layers are stacked into one (dimensions: layers, then
-experts), whatever parallel sizes saved them. Neither reading nor writing needs a process group.
+experts), for all parallel sizes. Neither reading nor writing needs a process group.
+
+Example:
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import torch
+    >>> from megatron_sb.megatron.weights import has_optimizer, is_checkpoint, read_weights, write_weights
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> weights = {"decoder.layers.mlp.linear_fc2.weight": torch.ones(2, 8, 16)}  # of two layers
+    >>> write_weights(folder, weights, num_layers=2, num_experts=None)
+    >>> is_checkpoint(folder), has_optimizer(folder)
+    (True, False)
+    >>> read_weights(folder)["decoder.layers.mlp.linear_fc2.weight"].shape
+    torch.Size([2, 8, 16])
 """
 
 from __future__ import annotations
@@ -31,12 +44,12 @@ FORMAT = {
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether the folder is a distributed checkpoint of Megatron-Core."""
+    """Return whether the folder is a distributed checkpoint of Megatron-Core."""
     return (folder / ".metadata").exists() and (folder / "metadata.json").exists()
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read every tensor of the model, whole, to the CPU. No code from the folder's files is executed.
+    """Read every weight of the model to the CPU. Code in the files of the folder is not executed.
 
     Raises:
         ValueError: if the folder is not a distributed checkpoint, or its `.metadata` cannot be read safely.
@@ -56,31 +69,47 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def belongs_to_optimizer(name: str) -> bool:
-    """Whether an entry of a checkpoint belongs to an optimizer, single or chained."""
+    """Return whether an entry of a checkpoint belongs to an optimizer, single or chained.
+
+    Example:
+        >>> from megatron_sb.megatron.weights import belongs_to_optimizer
+        >>> belongs_to_optimizer("chained_0.optimizer.state.exp_avg.decoder.final_layernorm.weight")
+        True
+    """
     return "optimizer." in name and not name.startswith(("decoder.", "embedding.", "output_layer."))
 
 
 def has_optimizer(folder: Path) -> bool:
-    """Whether a checkpoint holds optimizer state, so that training can resume. Raises as `read_metadata`."""
+    """Return whether a checkpoint holds optimizer state, so that training can resume.
+
+    Raises:
+        ValueError: if `.metadata` cannot be read safely.
+    """
     return any(belongs_to_optimizer(name) for name in read_metadata(folder).state_dict_metadata)
 
 
 @contextlib.contextmanager
 def _without_process_group_warning() -> Iterator[None]:
-    """Suppress torch's warning that a single process reads or writes."""
+    """Suppress torch's warning that there is no process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
 
 
 def write_weights(folder: Path, weights: dict[str, Tensor], num_layers: int, num_experts: int | None) -> None:
-    """Write a checkpoint of weights, as `read_weights` returns them, into an existing folder.
+    """Write a checkpoint of weights into an existing folder.
 
-    This uses torch's writer, which has the same file format. Megatron-Core's own starts processes that import the
-    caller's script again.
+    This uses torch's writer, which has the same file format. Megatron-Core's own writer starts processes that import
+    the caller's script again.
+
+    Args:
+        folder: An existing folder.
+        weights: Weights as `read_weights` returns them.
+        num_layers: Number of layers that are stacked in a weight.
+        num_experts: Number of experts that are stacked in a weight. None without experts.
     """
     state: dict = dict(weights)
-    # Megatron-Core expects each module's fp8 state, a list with one entry. There is none, so the entry is None.
+    # Megatron-Core expects the fp8 state of each module, a list with one entry. None stands for no state.
     for name in weights:
         if not (name.startswith(LAYERS) and name.endswith(WITH_EXTRA_STATE)):
             continue

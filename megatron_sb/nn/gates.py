@@ -7,8 +7,8 @@ each key and KV head.
 import torch
 from torch import Tensor
 
-# First value of the bias of a. Gates of f = 0.993 leave the attention nearly as it is without gates, and the
-# derivative f (1 - f) = 0.007 is still large enough to learn from.
+# Initial bias of a. With f = 0.993 the attention is close to attention without gates, and the derivative
+# f (1 - f) = 0.007 is still large enough to learn from.
 OPEN_GATE = 5.0
 _MIN_GATE = 2.0**-64  # Keeps the logarithm of f in the loss finite.
 
@@ -49,15 +49,59 @@ def add_to_backward(x: Tensor, loss: Tensor) -> Tensor:
 
 
 def gates_of(logits: Tensor) -> Tensor:
-    """Return f = sigmoid(logits) in fp32 (fp64 for fp64), which keeps 1 - f of a gate that is nearly open."""
+    """Return the gates f = sigmoid(logits) in fp32 (fp64 for fp64), so that 1 - f of a nearly open gate is not lost.
+
+    Args:
+        logits: a, of any shape.
+
+    Returns:
+        f, with the shape of logits.
+
+    Example:
+        >>> import torch
+        >>> from megatron_sb.nn.gates import gates_of
+        >>> gates_of(torch.zeros(2, dtype=torch.bfloat16))
+        tensor([0.5000, 0.5000])
+    """
     return (logits if logits.dtype == torch.float64 else logits.float()).sigmoid()
 
 
 def forget_gate_loss(f: Tensor) -> Tensor:
-    """Return mean(-log f). It is 0 if every gate is open; its gradient pushes a gate's logit up by 1 - f."""
+    """Return the auxiliary loss mean(-log f), which is 0 if every gate is open.
+
+    The derivative by the logit of a gate is (f - 1) / n for n gates, so training pushes gates towards open.
+
+    Args:
+        f: Gates in [0, 1], of any shape.
+
+    Returns:
+        A scalar. It is finite also for f = 0.
+
+    Example:
+        >>> import torch
+        >>> from megatron_sb.nn.gates import forget_gate_loss
+        >>> forget_gate_loss(torch.tensor([1.0, 0.5]))
+        tensor(0.3466)
+    """
     return -f.clamp_min(_MIN_GATE).log().mean()
 
 
 def keep_gates_open(f: Tensor, coefficient: float) -> Tensor:
-    """Return f; in the backward, add coefficient * forget_gate_loss(f) to the main loss."""
+    """Return f; in the backward, act as if coefficient * forget_gate_loss(f) had been added to the main loss.
+
+    Args:
+        f: Gates in [0, 1], of any shape.
+        coefficient: Factor of the auxiliary loss.
+
+    Returns:
+        f, as a view.
+
+    Example:
+        >>> import torch
+        >>> from megatron_sb.nn.gates import keep_gates_open
+        >>> f = torch.tensor([0.5, 0.25], requires_grad=True)
+        >>> keep_gates_open(f, 0.1).sum().backward()
+        >>> f.grad  # 1 - 0.1 / (2 f)
+        tensor([0.9000, 0.8000])
+    """
     return add_to_backward(f, coefficient * forget_gate_loss(f))

@@ -40,8 +40,8 @@ class StickBreakingSelfAttention(nn.Module):
         bias: Whether the two projections have biases. Default: False.
         remainder_bias: Whether to add the mass times a learnable vector for each head to the attention's output (paper
             eq. 14). The parameter remainder_bias (h * d,) starts at 0. Default: False.
-        head_norm: Whether to normalise each head's output after that: group norm with one group for each head. The
-            parameters norm_weight and norm_bias (h * d,) start at 1 and 0. Default: False.
+        head_norm: Whether to normalise each head's output after the remainder: group norm with one group for each
+            head. The parameters norm_weight and norm_bias (h * d,) start at 1 and 0. Default: False.
         norm_eps: Number that the norm adds to the variance. Default: 1e-5.
         forget_gate: Whether to multiply beta by f = sigmoid(gate_proj(x)), one for each key and KV head, computed in
             fp32. The bias of gate_proj starts at OPEN_GATE (5). Default: False.
@@ -207,7 +207,7 @@ class StickBreakingSelfAttention(nn.Module):
             return None
         f = gates_of(self.gate_proj(x))
         self.gate_loss = forget_gate_loss(f.detach())
-        # All ranks have equally many keys: the mean over all keys is the mean of the ranks' means.
+        # All ranks have the same number of keys, so the mean over all keys is the mean of the means of the ranks.
         coefficient = self.options.forget_gate_loss / self._num_ranks(plan)
         return keep_gates_open(f, coefficient) if coefficient > 0 else f
 
@@ -245,16 +245,16 @@ class StickBreakingSelfAttention(nn.Module):
             raise ValueError("cache must be None while gradients are recorded. Call the module under torch.no_grad().")
 
     def _attend_to(self, cache: KVCache, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v to the cache and return o and mass of its last positions."""
+        """Append k and v to the cache. Return o and mass of the new positions."""
         cache.append(k, v)
         options = self.options.attention_options()
-        del options["logits"]  # A cache serves dot products alone.
+        del options["logits"]  # Attention to a cache supports only dot products, and has no such argument.
         return attend_to_filled(q, cache.k, cache.v, cache.length, return_mass=True, **options)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, forget_gate: Tensor | None, cu_seqlens, plan
     ) -> tuple[Tensor, Tensor | None]:
-        """Return o, and the mass if there is a remainder bias."""
+        """Return o, and the mass if there is a remainder bias, else None."""
         return_mass = self.remainder_bias is not None
         options = self.options.attention_options() | {"forget_gate": forget_gate, "return_mass": return_mass}
         if self.cp_group is not None or plan is not None:

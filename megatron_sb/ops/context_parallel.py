@@ -1,10 +1,13 @@
-"""Stick-breaking attention with the sequence spread over a process group.
+"""Stick-breaking attention over a sequence that the ranks of a process group share.
 
-A stream of ``seq_len`` rows, one document or several packed ones, is cut over the ranks of a group. ``zigzag`` cuts it
-into 2 * ranks chunks, of which rank r holds chunks r and 2 * ranks - 1 - r; ``contiguous`` gives rank r chunk r. With
-``cu_seqlens``, ``packing="per_document"`` cuts every document so (Megatron's and Transformer Engine's packed layout)
-and ``"whole_stream"`` cuts the stream whatever the documents. Rows beyond the last document belong to no document; they
-are cut as one more document would be.
+A stream of ``seq_len`` rows is split over the ranks of a group. It is one document, or several packed documents.
+
+- ``layout="zigzag"`` splits the stream into 2 * ranks chunks. Rank r holds chunks r and 2 * ranks - 1 - r.
+- ``layout="contiguous"`` splits the stream into as many chunks as ranks. Rank r holds chunk r.
+- With ``cu_seqlens``, ``packing="per_document"`` splits every document in this way, as Megatron and Transformer Engine
+  do. ``packing="whole_stream"`` splits the stream as a whole, at places that do not depend on the documents.
+
+Rows after the last document belong to no document. They are split like one more document.
 """
 
 import torch
@@ -28,12 +31,13 @@ def _group_name(group: object, argument: str = "cp_group") -> str:
 
 
 def group_size(group: object) -> int:
+    """Return the number of ranks of a group that contains this rank. Raise if it is not such a group."""
     _group_name(group)
     return dist.get_world_size(group)
 
 
 def _offsets(cu_seqlens: object) -> tuple[list[int] | None, str]:
-    """Return cu_seqlens as a list, and an error message or "". A GPU tensor is copied to the host here."""
+    """Return cu_seqlens as a list, and an error message or "". A GPU tensor is copied to the host."""
     if cu_seqlens is None:
         return None, ""
     if not isinstance(cu_seqlens, Tensor):
@@ -46,30 +50,53 @@ def _offsets(cu_seqlens: object) -> tuple[list[int] | None, str]:
 
 
 def _text(name: str, value: object) -> str:
-    """Return value if it is a string. Operators take strings only; they name any other value in their error."""
+    """Return value if it is a string, else a text that names it: operators take only strings, and reject this one."""
     return value if isinstance(value, str) else f"{name}={value!r}"
 
 
 class ContextParallelPlan:
-    """All that context-parallel attention needs of the host, made once a batch and shared by its layers.
+    """Hold the lengths and the segment tables of one batch, on which the ranks have agreed.
 
-    Making one is a collective over the group: lengths are checked and the ranks agree on all arguments. Calls that
-    share it neither synchronise with the host nor talk about shapes again.
+    Make one plan for each batch, and pass it to all layers. The constructor is a collective over the group: the ranks
+    check the lengths and agree on all arguments. Later calls with the plan neither wait for the device nor exchange
+    shapes, except for the first call with new shapes or options.
 
     Args:
-        cp_group: the process group; every member makes the plan, at the same point of its program.
-        seq_len: rows of the whole stream; needed without cu_seqlens, default cu_seqlens[-1].
-        cu_seqlens: int32 (documents + 1,), global and the same on all ranks, starts at 0; None: one document. With
-            padded offsets these are the documents' bounds. Read back from a GPU here, once.
-        layout: "zigzag" | "contiguous".
-        packing: "per_document" | "whole_stream"; of no meaning without cu_seqlens.
+        cp_group: The process group. Every rank of it must make the plan.
+        seq_len: Rows of the whole stream. Required without cu_seqlens. Default: cu_seqlens[-1].
+        cu_seqlens: int32, (documents + 1,), offsets of the documents in the whole stream, the same on all ranks. The
+            first entry is 0. If documents are padded, these are the padded offsets. A GPU tensor is copied to the host.
+            Default: None, one document.
+        layout: "zigzag" or "contiguous". Default: "zigzag".
+        packing: "per_document" or "whole_stream". Not used without cu_seqlens. Default: "per_document".
+
+    Attributes:
+        rank: This rank in cp_group.
+        size: Number of ranks.
+        seq_len: Rows of the whole stream.
+        local_len: Rows of each rank.
+        packed: Whether the plan was made with cu_seqlens.
+        layout: See Args.
+        packing: See Args.
 
     Raises:
-        ValueError: on every rank, with the words of the rank that found it: a length that does not divide (2 * ranks
-            for zigzag, ranks for contiguous; each document, or the stream), offsets that do not start at 0, decrease or
-            end beyond seq_len, arguments on which the ranks disagree. On this rank alone: it is not in the group.
-        TypeError: cp_group is no process group.
-        RuntimeError: a rank is lost or does not come, within the group's time-out.
+        ValueError: On every rank, if any rank finds that
+            - a length is not a multiple of 2 * ranks (zigzag) or of ranks (contiguous): the length of each document
+              with "per_document", else seq_len;
+            - offsets do not start at 0, decrease, or end beyond seq_len;
+            - an argument has another invalid value, or differs between the ranks.
+            On this rank alone, if it is not in the group.
+        TypeError: If cp_group is not a process group.
+        RuntimeError: If another rank is lost, or does not make the plan before the timeout of the group.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> import megatron_sb as sb
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # one rank
+        >>> plan = sb.ContextParallelPlan(dist.group.WORLD, seq_len=64)
+        >>> plan, plan.local_len
+        (ContextParallelPlan(rank 0 of 1, seq_len=64, layout='zigzag'), 64)
+        >>> dist.destroy_process_group()
     """
 
     def __init__(
@@ -96,6 +123,7 @@ class ContextParallelPlan:
         self.packing: str = self.state.packing()
 
     def __repr__(self) -> str:
+        """Return the rank, the group's size, and the arguments."""
         packing = f", packing={self.packing!r}" if self.packed else ""
         return (
             f"ContextParallelPlan(rank {self.rank} of {self.size}, seq_len={self.seq_len}, "
@@ -165,13 +193,15 @@ def context_parallel_attention(
     logits: str = "dot",
     forget_gate: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend over a sequence of which this rank holds a part; the answer is that of one rank with the whole of it.
+    """Compute the attention over a sequence that the ranks of a group share.
 
-    Every rank of the group calls the function with its local rows. A call without a plan makes one, which is a
-    collective and copies cu_seqlens to the host. In a plan's first call with new shapes or options, the ranks check
-    that they agree on them. Later, ranks that disagree wait for each other until the group's timeout. Partial outputs,
-    masses and gradients are sent in fp32 (fp64 for fp64). The function can be differentiated once; its backward is a
-    collective too.
+    Every rank calls the function with its local rows and gets their outputs. Outputs and gradients equal those of one
+    rank with the whole sequence, up to rounding and up to what is skipped.
+
+    A call without a plan makes one, which is a collective and copies cu_seqlens to the host. In a plan's first call
+    with new shapes or options, the ranks check that they agree on them. After that, ranks that disagree wait for each
+    other until the timeout of the group. Partial outputs, masses and summed gradients are sent in fp32 (fp64 for fp64).
+    The function can be differentiated once. Its backward is a collective too.
 
     Memory in addition to the local tensors:
 
@@ -179,43 +209,66 @@ def context_parallel_attention(
       the rows (of nearly all rows if many documents are packed per_document). It holds two chunks of keys for each of
       two lanes, and in the backward three chunks of fp32 gradients for each lane.
     - "all_gather" holds the keys and values of the whole sequence for up to two groups of heads, in the backward with
-      their fp32 gradients. A group is a quarter of the KV heads and at least one; below 32768 rows it is all heads.
+      their fp32 gradients. A group is a quarter of the KV heads, at least one, and below 32768 rows all of them.
     - "a2a" keeps the exchanged queries, keys and values instead of the local ones. They take the same memory.
 
-    In "p2p" zigzag, a rank's newer chunk meets older chunks before the mass of newer keys is known. There, the forward
-    skips keys by the mass of that part alone.
+    In "p2p" zigzag, a rank processes its keys in up to three runs, each from newest to oldest, and combines the runs at
+    the end. Within a run, the forward skips keys by the mass of that run alone. Runs are combined from newest to
+    oldest: once the mass of a row is below mass_threshold (or is 0, with mass_threshold=0), the row takes nothing from
+    older runs. A NaN among the keys or values of those runs does not reach the row.
 
     Args:
-        q: (b, s_local, h, d), or (t_local, h, d) with cu_seqlens.
-        k: (b, s_local, h_kv, d) or (t_local, h_kv, d).
-        v: (b, s_local, h_kv, d_v) or (t_local, h_kv, d_v).
-        cp_group: the process group; not needed with a plan.
-        plan: a plan for this batch; layout, cu_seqlens and packing are the plan's then.
-        comm: "p2p": keys move around the ring; "all_gather": keys are gathered, a group of heads at a time; "a2a":
-            ranks exchange heads for rows, so that each has all rows of its share of the heads; "a2a+p2p": that within
-            the a2a group, and a ring over the p2p group; "auto": a2a where the heads can be exchanged and a rank's
-            share of them has 32768 rows or more (heads times rows); else all_gather while the gathered keys and values
-            that are alive at a time stay within 1 GiB; else p2p. To exchange heads between n ranks, h must be a
-            multiple of n and h_kv a multiple or a divisor: fewer KV heads than ranks go to several of them.
-        layout, cu_seqlens, packing: as for `ContextParallelPlan`.
-        hierarchical_groups: (a2a group, p2p group) of this rank, for "a2a+p2p", as Megatron makes them: rank of the
-            context-parallel group = rank in the p2p group * size of the a2a group + rank in the a2a group.
-        return_mass: return the mass too.
-        scale, attend_current, mass_threshold, logits: as in `stickbreaking_attention`.
-        forget_gate: as there, of the local keys: (b, s_local, h_kv) or (t_local, h_kv).
+        q: (b, s_local, h, d), or packed (t_local, h, d) with cu_seqlens. dtypes and sizes as in
+            `stickbreaking_attention`.
+        k: (b, s_local, h_kv, d), or packed (t_local, h_kv, d), in q's dtype.
+        v: (b, s_local, h_kv, d_v), or packed (t_local, h_kv, d_v), in q's dtype.
+        cp_group: The process group. Required without a plan.
+        plan: A plan for this batch. It holds layout, cu_seqlens and packing; cu_seqlens must then be None, and layout
+            and packing must have their default or the plan's value. Default: None, make a plan.
+        comm: How this rank gets the keys that its queries see.
+            - "p2p": chunks of keys move around the ring of ranks.
+            - "all_gather": the keys of all ranks are gathered, one group of heads at a time.
+            - "a2a": the ranks exchange heads for rows, so that each rank has all rows of its share of the heads. To
+              exchange heads between n ranks, h must be a multiple of n, and h_kv a multiple or a divisor of n. With
+              fewer KV heads than ranks, each KV head goes to several ranks.
+            - "a2a+p2p": "a2a" within the a2a group, and "p2p" over the p2p group.
+            - "auto": "a2a" if the heads can be exchanged and a rank's share has at least 32768 rows (its heads times
+              the rows of the sequence); else "all_gather" if the gathered keys and values in memory at a time take at
+              most 1 GiB; else "p2p".
+            Default: "auto".
+        layout, cu_seqlens, packing: See `ContextParallelPlan`.
+        hierarchical_groups: (a2a group, p2p group) of this rank for "a2a+p2p", as Megatron makes them: rank in the
+            context-parallel group = rank in the p2p group * size of the a2a group + rank in the a2a group. Default:
+            None.
+        return_mass: Whether to return the mass as well. Default: False.
+        scale, attend_current, mass_threshold, logits: See `stickbreaking_attention`.
+        forget_gate: f of the local keys, (b, s_local, h_kv) or (t_local, h_kv). See `stickbreaking_attention`.
 
     Returns:
-        o (b, s_local, h, d_v) or (t_local, h, d_v) in q's dtype; with return_mass also mass (b, h, s_local) or
-        (h, t_local), fp32 (fp64 for fp64). Rows of no document: o = 0, mass = 1, gradients 0.
+        o, (b, s_local, h, d_v) or (t_local, h, d_v), in q's dtype. With return_mass, (o, mass), where mass
+        (b, h, s_local) or (h, t_local) is fp32 (fp64 for fp64). Rows after the last document have o = 0, mass = 1 and
+        zero gradients.
 
     Raises:
-        ValueError: a bad argument, a length that does not divide, or ranks that disagree: found by any rank and raised
-            on every rank, in making a plan and in its first call. Once a call of the plan has been agreed on, a bad
-            argument is raised on the rank that has it. On that rank alone, at any call: a q of the wrong rank where
-            there is no plan, a plan that contradicts other arguments, unknown logits, hierarchical_groups of the wrong
-            form.
-        TypeError: of the wrong type, on the rank that has it.
-        RuntimeError: a rank is lost, does not come or has raised alone, within the group's time-out.
+        ValueError: If an argument has an invalid value, a length does not divide, or the ranks disagree.
+            While a plan is made, and until the first call with it has succeeded, an error on one rank is raised on
+            every rank. After that, it is raised only on the rank that has the invalid argument.
+            These errors are never sent to other ranks: a wrong number of dimensions of q without a plan, a plan that
+            contradicts other arguments, unknown logits, and hierarchical_groups that are not two groups of this rank.
+        TypeError: If an argument has a wrong type, on the rank that has it.
+        RuntimeError: If another rank is lost, has raised an error alone, or does not call the function before the
+            timeout of the group.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> import megatron_sb as sb
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # one rank
+        >>> q, k, v = (torch.randn(1, 64, 4, 16) for _ in range(3))  # the local rows of one sequence
+        >>> plan = sb.ContextParallelPlan(dist.group.WORLD, seq_len=64 * dist.get_world_size())
+        >>> sb.context_parallel_attention(q, k, v, plan=plan).shape
+        torch.Size([1, 64, 4, 16])
+        >>> dist.destroy_process_group()
     """
     if plan is None:
         plan = _make_plan(q, cp_group, layout, cu_seqlens, packing)
@@ -223,7 +276,7 @@ def context_parallel_attention(
         _check_plan(plan, cp_group, layout, cu_seqlens, packing)
     for name, value in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, value)
-    # The operator checks the values of scale and mass_threshold: it raises on every rank, not on the wrong one alone.
+    # The operator checks the values of scale and mass_threshold, so that the error is raised on every rank.
     check_option_types(scale, attend_current, mass_threshold)
     check_choice("logits", logits, LOGITS)
     if forget_gate is not None:
@@ -263,24 +316,34 @@ def shard_sequence(
     cu_seqlens: Tensor | None = None,
     packing: str = "per_document",
 ) -> Tensor:
-    """Return the rows of a whole sequence that this rank holds.
+    """Return this rank's rows of a whole sequence.
 
-    Not a collective. Its backward is one: it gathers the ranks' gradients, so that every rank has that of the sum of
-    all ranks' losses with respect to the one x that all of them hold (as Megatron's scatter to a sequence-parallel
-    region).
+    The forward does not communicate. The backward is a collective: it gathers the gradients of all ranks. Every rank
+    then has the gradient of the sum of all ranks' losses with respect to x, as with Megatron's scatter to a
+    sequence-parallel region. The function can be differentiated once.
 
     Args:
-        x: any tensor, the same on all ranks; dimension dim is the sequence.
-        cp_group: the process group.
-        dim: the sequence dimension.
-        layout, cu_seqlens, packing: as for `ContextParallelPlan`.
+        x: The whole sequence, the same on all ranks.
+        cp_group: The process group.
+        dim: Dimension of x that counts the rows of the sequence. Default: 1.
+        layout, cu_seqlens, packing: See `ContextParallelPlan`.
 
     Returns:
-        x's local rows, in the order that `context_parallel_attention` expects.
+        The local rows of x, in the order that `context_parallel_attention` expects.
 
     Raises:
-        ValueError: a length that does not divide, bad offsets, a dim out of range, a rank outside of the group.
-        TypeError: cp_group is no process group, x no tensor.
+        ValueError: If a length does not divide (see `ContextParallelPlan`), offsets or dim are invalid, or this rank is
+            not in the group.
+        TypeError: If cp_group is not a process group, or x is not a tensor.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> import megatron_sb as sb
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # one rank
+        >>> sb.shard_sequence(torch.randn(1, 64, 8), dist.group.WORLD).shape  # 64 / ranks rows
+        torch.Size([1, 64, 8])
+        >>> dist.destroy_process_group()
     """
     offsets = _check_sequence(x, cu_seqlens)
     return torch.ops.megatron_sb.shard_sequence(
@@ -296,26 +359,39 @@ def unshard_sequence(
     cu_seqlens: Tensor | None = None,
     packing: str = "per_document",
 ) -> Tensor:
-    """Return the whole sequence of which each rank holds its rows: the inverse of `shard_sequence`.
+    """Return the whole sequence from the rows of all ranks. This is the inverse of `shard_sequence`.
 
-    A collective. Its backward is the adjoint: the ranks' gradients of the whole are summed in fp32 (fp64 for fp64) and
-    each rank gets its rows (a reduce-scatter). A loss that every rank computes from the whole thus counts once for each
-    rank; divide it by the number of ranks, or let only one rank's count.
+    The function is a collective, and so is its backward. The backward sums the gradients of all ranks in fp32 (fp64 for
+    fp64) and returns to each rank its rows (a reduce-scatter). If every rank computes the same loss from the whole
+    sequence, this loss therefore counts once for each rank: divide it by the number of ranks, or use it on one rank
+    only. The function can be differentiated once.
 
     Args:
-        x: this rank's rows, as `shard_sequence` returns them.
-        cp_group: the process group.
-        dim: the sequence dimension.
-        layout, cu_seqlens, packing: as for `ContextParallelPlan`.
+        x: This rank's rows, as `shard_sequence` returns them.
+        cp_group: The process group.
+        dim: Dimension of x that counts the rows of the sequence. Default: 1.
+        layout, cu_seqlens, packing: See `ContextParallelPlan`.
 
     Returns:
         The whole sequence, on every rank.
 
     Raises:
-        ValueError: on every rank where a length does not divide, or the ranks disagree on shape, dtype, layout or
-            cu_seqlens; cu_seqlens of the wrong dtype or shape on the rank that has it.
-        TypeError: cp_group is no process group, x no tensor.
-        RuntimeError: a rank is lost or does not come, within the group's time-out.
+        ValueError: On every rank, if a length does not divide, offsets or dim are invalid, or the ranks disagree on the
+            shape or dtype of x, dim, layout, packing or cu_seqlens. On this rank alone, if its cu_seqlens has a wrong
+            type, dtype or number of dimensions.
+        TypeError: If cp_group is not a process group, or x is not a tensor.
+        RuntimeError: If another rank is lost, or does not call the function before the timeout of the group.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> import megatron_sb as sb
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # one rank
+        >>> whole = torch.randn(1, 64, 8)
+        >>> local = sb.shard_sequence(whole, dist.group.WORLD)
+        >>> torch.equal(sb.unshard_sequence(local, dist.group.WORLD), whole)
+        True
+        >>> dist.destroy_process_group()
     """
     offsets = _check_sequence(x, cu_seqlens)
     return torch.ops.megatron_sb.unshard_sequence(

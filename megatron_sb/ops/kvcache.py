@@ -1,4 +1,4 @@
-"""Decoding: attention of one or a few queries to a long cache of keys and values.
+"""Attention of one or a few queries to a long cache of keys and values, for decoding.
 
 The formulas are those of `megatron_sb.ops.attention`.
 """
@@ -83,11 +83,11 @@ def stickbreaking_attention_with_kvcache(
     return (o, mass) if return_mass else o
 
 
-_MOST_NEW_TOKENS = 16  # More new tokens are a prompt and take the dense kernels.
+_MOST_NEW_TOKENS = 16  # More new tokens are a prompt, which the dense kernels process.
 
 
 def is_decoding_step(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether q (b, s, h, d) holds a few queries against longer keys, without gradients."""
+    """Return whether there are at most 16 queries, fewer than keys, and no gradients are recorded."""
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     return q.shape[1] <= _MOST_NEW_TOKENS and q.shape[1] < k.shape[1] and not recorded
 
@@ -95,7 +95,19 @@ def is_decoding_step(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def attend_to_filled(
     q: Tensor, k: Tensor, v: Tensor, num_keys: int | None = None, leftpad: Tensor | None = None, **options: object
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Call `stickbreaking_attention_with_kvcache` with num_keys keys in every sequence, by default the whole cache."""
+    """Call `stickbreaking_attention_with_kvcache` for sequences of equal length.
+
+    Args:
+        q: (b, s_q, h, d).
+        k: (b, s_cache, h_kv, d).
+        v: (b, s_cache, h_kv, d_v).
+        num_keys: Number of valid keys of every sequence. Default: s_cache.
+        leftpad: int32, (b,), the row of the cache where each sequence begins. Default: 0.
+        options: Other keyword arguments of that function.
+
+    Returns:
+        The result of that function.
+    """
     num_keys = k.shape[1] if num_keys is None else num_keys
     seqlens = torch.full((q.shape[0],), num_keys, dtype=torch.int32, device=q.device)
     return stickbreaking_attention_with_kvcache(q, k, v, cache_seqlens=seqlens, cache_leftpad=leftpad, **options)

@@ -1,4 +1,4 @@
-"""Find and load the operator library. It must be built for the installed torch."""
+"""Find and load the operator library, which must be built for the installed torch."""
 
 import functools
 import importlib
@@ -40,7 +40,7 @@ def build_info() -> BuildInfo:
 
 
 def package_folders() -> list[Path]:
-    """Folders that hold files of this package: an editable install has sources in one and libraries in another."""
+    """Return the folders of this package: an editable install has sources in one and libraries in another."""
     return [Path(folder) for folder in importlib.import_module("megatron_sb").__path__]
 
 
@@ -48,35 +48,37 @@ def library_path() -> Path:
     """Return the operator library's path.
 
     Raises:
-        ImportError: it is in none of the package's folders.
+        ImportError: If the library is in none of the folders of the package.
     """
     for folder in package_folders():
         if (folder / _LIBRARY).is_file():
             return folder / _LIBRARY
-    raise ImportError(f"megatron_sb: {_LIBRARY} is in none of {[str(folder) for folder in package_folders()]}")
+    folders = [str(folder) for folder in package_folders()]
+    raise ImportError(f"megatron_sb: {_LIBRARY} is in none of {folders}. Install the package again (pip install .).")
 
 
 def check_torch(built_with: str, installed: str) -> None:
-    """Raise ImportError unless both torch versions share major, minor and their CUDA variant."""
+    """Raise ImportError unless both versions of torch have the same major and minor number and CUDA variant."""
 
-    def key(version: str) -> tuple[str, str]:
+    def compatible_part(version: str) -> tuple[str, str]:
         release, _, variant = version.partition("+")
         return ".".join(release.split(".")[:2]), variant
 
-    if key(built_with) != key(installed):
+    if compatible_part(built_with) != compatible_part(installed):
         raise ImportError(
-            f"megatron_sb was built with torch {built_with}, but torch {installed} is installed; "
-            "install that torch or build megatron_sb again (pip install --force-reinstall --no-deps .)"
+            f"megatron_sb was built with torch {built_with}, but torch {installed} is installed. "
+            "Install that torch, or build megatron_sb again (pip install --force-reinstall --no-deps .)."
         )
 
 
 def module_command(module: str) -> list[str]:
-    """What starts a module of this package in a new process, which imports the same package.
+    """Return the command that runs a module of this package in a new process, from the same installation.
 
-    Python looks in the current folder first, where a checkout would hide what is installed; -P leaves the folder out.
+    Python searches the current folder first. A checkout there would hide the installed package, so -P excludes the
+    folder.
     """
-    here = Path(__file__).parents[2] == Path.cwd()
-    return [sys.executable, *([] if here else ["-P"]), "-m", module]
+    runs_in_checkout = Path(__file__).parents[2] == Path.cwd()
+    return [sys.executable, *([] if runs_in_checkout else ["-P"]), "-m", module]
 
 
 @functools.cache
@@ -84,7 +86,7 @@ def load() -> None:
     """Load the operators into torch.ops.megatron_sb.
 
     Raises:
-        ImportError: they are missing, or were built with another torch.
+        ImportError: If they are missing, or were built with another torch.
     """
     check_torch(build_info()["torch"], torch.__version__)
     torch.ops.load_library(library_path())

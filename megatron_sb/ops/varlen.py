@@ -87,10 +87,10 @@ def stickbreaking_attention_varlen(
 
 
 def _check_max_seqlen(name: str, max_seqlen: object, cu_seqlens: Tensor) -> None:
-    """Check the type, and the value against a CPU tensor cu_seqlens that has values."""
+    """Check the type. Check the value too if cu_seqlens is a CPU tensor with values."""
     if max_seqlen is None:
         return
-    # Some callers pass a tensor. The host never reads one that is on a GPU.
+    # Some callers pass a tensor. If it is on a GPU, the host must not read it.
     if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (Integral, torch.SymInt, Tensor)):
         raise TypeError(f"{name} must be an int, got {type(max_seqlen).__name__}.")
     known = not torch.compiler.is_compiling() and cu_seqlens.device.type == "cpu" and not is_fake(cu_seqlens)

@@ -68,14 +68,14 @@ def test_bad_options(flag, capsys):
     """Refused by name."""
     with pytest.raises(SystemExit):
         bench.main([flag, "0"])
-    assert f"{flag} must be at least 1, not 0" in capsys.readouterr().err
+    assert f"{flag} must be at least 1, got 0." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("option", "refusal"),
     [
-        (["--lengths", "64", "-5"], "--lengths must be at least 1, not -5"),
-        (["--memory-length", "-1"], "--memory-length must be at least 0, not -1"),
+        (["--lengths", "64", "-5"], "--lengths must be at least 1, got -5."),
+        (["--memory-length", "-1"], "--memory-length must be at least 0, got -1."),
     ],
 )
 def test_bad_lengths_are_refused_before_anything_is_measured(option, refusal, capsys):
