@@ -13,8 +13,9 @@ struct BlockScan {
     int total;
 };
 
-// All threads of the CTA must call this. `warp_values` is shared memory with kMaxWarps entries. `none` is the identity:
-// join(none, x) == x.
+// Scans `value` over the threads of the CTA with `join`, an associative operation; `none` is its identity: join(none,
+// x)
+// == x. All threads of the CTA must call this. `warp_values` is shared memory with kMaxWarps entries.
 template <class Join>
 __device__ inline BlockScan scan_over_block(int value, int none, int* warp_values, Join join) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
@@ -46,9 +47,10 @@ struct RowRange {
     int begin, size;
 };
 
-// Calls f(row) for each row that is in no range(segment), with all lanes of a warp. The CTA examines one row for each
-// thread, from `first` on and below `rows`. All threads must call this. `changes` is shared memory with one entry for
-// each thread: the number of ranges that begin at its row, minus the number that end there.
+// Calls f(row) for each row that no range(segment) contains. All lanes of a warp call f together. Each thread of the
+// CTA examines one row, from row `first` on; rows from `rows` on are ignored. All threads must call this. `changes` is
+// shared memory with one entry for each thread: the number of ranges that begin at its row, minus the number that end
+// there.
 template <class Range, class F>
 __device__ inline void for_uncovered_row(const Sizes& sizes, const Segments& segments, int first, int rows,
                                          int* changes, int* warp_values, Range range, F f) {

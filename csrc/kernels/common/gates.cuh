@@ -13,7 +13,7 @@
 
 namespace megatron_sb::common {
 
-// Without gates: f = 1 for every key.
+// No gates: f = 1 for every key.
 struct NoGates {
     static constexpr bool kGated = false;
     struct Quad {
@@ -22,18 +22,19 @@ struct NoGates {
     __device__ Quad quad(int) const { return {}; }
 };
 
+// The gates of four neighbouring keys. Key k of the quad has the gate f[k]; e is exp(z) of that key.
 struct GateQuad {
     float f[4];
-    __device__ float opened(float e, int k) const { return reciprocal(fmaf(1.f - f[k], e, 1.f)); }  // r
-    __device__ float odds(float e, int k) const { return f[k] * e * opened(e, k); }
+    __device__ float r(float e, int k) const { return reciprocal(fmaf(1.f - f[k], e, 1.f)); }
+    __device__ float odds(float e, int k) const { return f[k] * e * r(e, k); }
 };
 
-// The accumulator column of a thread's key k, relative to that of its key 0.
-__device__ inline int column_beyond(int k) {
+// Returns the accumulator column of a thread's key k, minus that of its key 0.
+__device__ inline int column_offset(int k) {
     return 8 * (k / 2) + k % 2;
 }
 
-// Gates in the form in which k has them: kGateBytes for each key, whose first kGateParts values sum to the gate.
+// Gates as the rows of k store them: the first kGateBytes after each key. The first kGateParts values sum to the gate.
 inline constexpr int kGateBytes = 16;
 template <class T>
 struct GateRows {
@@ -46,7 +47,7 @@ struct GateRows {
         GateQuad gates;
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            const uint8_t* const at = first + column_beyond(4 * i + k) * kGateBytes;
+            const uint8_t* const at = first + column_offset(4 * i + k) * kGateBytes;
             if constexpr (sizeof(T) == 2) {
                 const uint2 words = *reinterpret_cast<const uint2*>(at);
                 const float2 parts = unpack<T>(words.x);
@@ -70,7 +71,7 @@ struct GateValues {
     __device__ GateQuad quad(int i) const {
         GateQuad gates;
 #pragma unroll
-        for (int k = 0; k < 4; ++k) gates.f[k] = first[column_beyond(4 * i + k)];
+        for (int k = 0; k < 4; ++k) gates.f[k] = first[column_offset(4 * i + k)];
         return gates;
     }
 };
@@ -86,7 +87,7 @@ __device__ inline void load_gates(uint32_t to, const HeadRows& keys, int num_key
 
 // Returns one gate, read from the columns after its key in global memory.
 template <class T>
-__device__ inline float gate_behind(const HeadRows& key) {
+__device__ inline float read_gate(const HeadRows& key) {
     const T* const parts = reinterpret_cast<const T*>(key.data + key.width);
     return float(parts[0]) + float(parts[1]) + float(parts[2]);
 }
@@ -107,6 +108,6 @@ __device__ inline void sum_over_rows(float (&x)[16], float (&sum)[2]) {
     sum[1] += x[1];
 }
 
-static_assert(kGateParts == 3, "quad() and gate_behind() add three parts");
+static_assert(kGateParts == 3, "quad() and read_gate() add three parts");
 
 }  // namespace megatron_sb::common

@@ -7,6 +7,7 @@
 
 namespace megatron_sb::common {
 
+// Throws RuntimeFailure if the last launch of this thread failed. The message begins with `what`.
 inline void check_launch(const char* what) {
     const cudaError_t error = cudaGetLastError();
     if (error != cudaSuccess) throw RuntimeFailure(concat(what, ": launch failed: ", cudaGetErrorString(error)));

@@ -104,14 +104,14 @@ __device__ inline float reciprocal(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// Returns x as a value that the compiler cannot trace. It then computes expressions of x inside a loop each time,
-// instead of keeping them in registers (or, if there are none left, in local memory).
+// Returns x and hides its origin from the compiler. The compiler then computes expressions of x inside a loop again in
+// each iteration, instead of keeping them in registers or spilling them to local memory.
 __device__ inline int opaque(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
-// Returns a value that is equal in all lanes of the warp, in a form that tells the compiler so. The value then needs no
-// register of each lane, and a branch on it counts as uniform.
+// Returns x, which must be equal in all lanes of the warp. The shuffle tells the compiler that it is: the compiler can
+// then keep one value for the warp instead of one for each lane, and compiles branches on it as uniform.
 __device__ inline int uniform(int x) {
     return __shfl_sync(kAllLanes, x, 0);
 }

@@ -13,13 +13,13 @@ constexpr int kBuckets = 1024;  // tiles by their number of keys
 
 struct Shared {
     Segment segments[kThreads];
-    int ends[kThreads];  // tiles up to and including this segment, in this round of kThreads segments
+    int ends[kThreads];  // number of tiles in the segments of this round, up to and including this one
     int buckets[kBuckets];
     int warp_sums[kMaxWarps];
 };
 
-// Calls f(tile, bucket) for every tile of the call. Bucket 0 has the tiles with most keys. All threads of the CTA must
-// call this.
+// Calls f(tile, bucket) for every tile of the call, in rounds of kThreads segments. Bucket 0 has the tiles with the
+// most keys. All threads of the CTA must call this.
 template <class F>
 __device__ void for_each_tile(const Sizes& sizes, const Segments& segments, bool attend_current, int tile_rows,
                               Shared& shared, F f) {
@@ -58,7 +58,7 @@ __device__ void write_query_tiles(const Sizes& sizes, const Segments& segments, 
     const int end = scan_over_block(size, 0, shared.warp_sums, Sum()).inclusive;
     shared.buckets[threadIdx.x] = end - size;
     if (threadIdx.x == kThreads - 1) {
-        out->count = min(end, capacity);  // exceeds the capacity only if a row is in two segments
+        out->count = min(end, capacity);  // `end` is larger only if a row is in two segments
         out->ticket = 0;
     }
     __syncthreads();

@@ -1,4 +1,4 @@
-// The work of a call as a list in device memory: query tiles, those with most keys first. A kernel writes the list, so
+// The work of a call: a list of query tiles in device memory, tiles with more keys first. A kernel writes the list, so
 // the host never reads the segment table.
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace megatron_sb::common {
 
-// A tile of rows of q: rows [q_row, q_row + num_rows) of the local buffers. Row r of the tile sees the first
-// clamp(visible + r, 0, k_len) keys of its segment, whose keys begin at k_row.
+// Rows [q_row, q_row + num_rows) of q, all in one segment. The keys of the segment are rows [k_row, k_row + k_len) of
+// k. Row r of the tile sees the first clamp(visible + r, 0, k_len) of them.
 struct alignas(32) QueryTile {
     int32_t q_row;
     int32_t num_rows;
@@ -20,7 +20,7 @@ struct alignas(32) QueryTile {
 
 struct alignas(32) QueryTiles {
     int32_t count;   // entries that follow
-    int32_t ticket;  // 0; persistent kernels take entries by atomic additions to it
+    int32_t ticket;  // initially 0; a CTA of a persistent kernel takes the entry whose index it gets by adding 1
 
     SB_HOST_DEVICE const QueryTile* entries() const { return reinterpret_cast<const QueryTile*>(this + 1); }
     SB_HOST_DEVICE QueryTile* entries() { return reinterpret_cast<QueryTile*>(this + 1); }
@@ -34,12 +34,12 @@ inline int64_t query_tiles_bytes(const Sizes& sizes, const Segments& segments, i
 }
 
 // Writes the list on `stream` (a cudaStream_t). Segments are clamped to the rows of q and k. Throws RuntimeFailure if
-// the launch fails, as do the functions below.
+// the launch fails.
 void make_query_tiles(const Sizes& sizes, const Segments& segments, bool attend_current, int tile_rows, QueryTiles* out,
                       void* stream);
 
-// Writes the list to params.workspace. For query rows in no segment it also writes o = 0, mass_out = mass_in and an
-// empty restart record.
+// Writes the list to params.workspace on `stream` (a cudaStream_t). For query rows in no segment it also writes o = 0,
+// mass_out = mass_in and an empty restart record. Throws RuntimeFailure if the launch fails.
 void prepare_forward(const ForwardParams& params, int tile_rows, void* stream);
 
 }  // namespace megatron_sb::common

@@ -19,13 +19,13 @@ using Half = __half;
 
 inline constexpr float kLargestE = 0x1p126f;  // bound of e in the key-by-key path; 1 / (1 + e) is still a normal number
 inline constexpr double kLog2E = 1.44269504088896340736;
-inline constexpr float kRestartFloor = 0x1p-64f;
+inline constexpr float kRestartFloor = 0x1p-64f;  // restart records have at least this mass, also without skipping
 // fp16 has few bits for weights of 1e-5. The mass, and therefore every A, is multiplied by this factor; o and dv are
 // divided by it at the end.
 template <class T>
 inline constexpr float kWeightScale = std::is_same_v<T, Half> ? 0x1p15f : 1.f;
 
-// Options in fp32; masses are multiplied by kWeightScale.
+// Options in fp32. Masses are multiplied by kWeightScale.
 struct Scalars {
     float scale, scale_log2e;
     float hidden;         // q . k of a masked key: its e is 0, whatever the sign of the scale
@@ -38,7 +38,7 @@ Scalars scalars_of(const Options& options) {
     Scalars s;
     s.scale = float(options.scale);
     s.scale_log2e = float(options.scale * kLog2E);
-    if (s.scale_log2e == 0.f) s.scale_log2e = FLT_MIN;  // keeps `hidden` times this infinite
+    if (s.scale_log2e == 0.f) s.scale_log2e = FLT_MIN;  // because 0 * hidden is NaN
     s.hidden = s.scale_log2e > 0.f ? -INFINITY : INFINITY;
     s.least_mass = kWeightScale<T> * std::max(threshold, FLT_MIN);
     s.least_restart = kWeightScale<T> * std::max(threshold, kRestartFloor);

@@ -1,12 +1,13 @@
 // The scan along the keys of a tile, in registers: from logits to weights, and from weights to the gradient of the
 // logits.
 //
-// A thread holds rows 0, 1 (g and g + 8) of kTiles blocks of 16 rows, and of each row kKeys = 2 kBlocks neighbouring
-// keys, oldest first. The four lanes 4g .. 4g + 3 hold the keys of a row; lane t = 0 has the oldest. Key k of row r is
-// x[m][k / 2][2 r + k % 2]. With e = exp(z), for neighbouring keys, and P the mass:
+// A thread (lane 4g + t) holds two rows, g and g + 8, of each of kTiles blocks of 16 rows; r = 0, 1 is their index. Of
+// each row it holds 2 kBlocks neighbouring keys, oldest first. The four lanes 4g .. 4g + 3 hold the keys of a row; lane
+// t = 0 has the oldest. Key k of row r of block m is x[m][k / 2][2 r + k % 2].
 //
-//     A_k = e_k P_k,   P_(k+1) = P_k + A_k        P_k: mass at the older side of key k; this direction needs no
-//     division
+// With e = exp(z) and P_k the mass at the older side of key k, from older to newer keys without a division:
+//
+//     A_k = e_k P_k,   P_(k+1) = P_k + A_k
 //
 // The mass at the older side of a thread's keys is the mass at the newer edge of the tile divided by prod (1 + e). The
 // kernels store that product minus 1, as a `rise`; a tile takes P rise / (1 + rise) from the mass. The reason: numbers
@@ -21,8 +22,8 @@
 
 namespace megatron_sb::common {
 
-// A thread whose rise is larger (or NaN) processes its keys one by one. Below the bound, the rise of four lanes
-// together is finite.
+// If the rise of one thread is larger than this, or NaN, its warp processes keys one by one. Below the bound, the rise
+// of four lanes together is finite.
 inline constexpr float kLargestRise = 0x1p30f;
 
 template <int kBlocks>
@@ -30,7 +31,7 @@ __device__ inline float& at(float (&x)[kBlocks][4], int row, int key) {
     return x[key / 2][2 * row + key % 2];
 }
 
-// Returns prod (1 + e) - 1 over two ranges of keys, from that of each.
+// Returns the rise of two ranges of keys together, from the rise of each: (1 + a) (1 + b) - 1.
 __device__ inline float join(float a, float b) {
     return fmaf(a, b, a + b);
 }
@@ -52,12 +53,12 @@ __device__ inline void fill_hidden(float (&x)[kTiles][kBlocks][4], const Limits<
 
 template <int kTiles, int kBlocks>
 struct Rises {
-    float before[kTiles][2][kBlocks / 2];  // over this thread's keys that are older than each quad of its keys
-    float all[kTiles][2];                  // over this thread's keys
+    float before[kTiles][2][kBlocks / 2];  // for each quad of this thread's keys: of its keys older than the quad
+    float all[kTiles][2];                  // of all keys of this thread
 };
 
-// Computes e from z for four keys, and their rise. With kOdds, the gated odds replace e. Must be called for the quads
-// of a row in order.
+// Replaces q . k of four keys by e, or with kOdds by the gated odds, and adds their rise to `rises`. Call it for the
+// quads of a row in order, oldest first.
 template <bool kOdds, int kTiles, int kBlocks, class Gates = NoGates>
 __device__ inline void exponentials_of_quad(int m, int r, int quad, float (&x)[kTiles][kBlocks][4], float scale_log2e,
                                             Rises<kTiles, kBlocks>& rises, const typename Gates::Quad& gates) {
@@ -86,7 +87,8 @@ __device__ inline void exponentials(float (&x)[kTiles][kBlocks][4], float scale_
     }
 }
 
-// The same without gates, split into kParts parts, as a function of the part. multiply_rows calls it between its steps.
+// Returns a function f(part), for part = 0 .. kParts - 1, that computes the same in parts, without gates. multiply_rows
+// calls it between its steps.
 template <int kParts, int kTiles, int kBlocks>
 __device__ inline auto exponentials_in_parts(float (&x)[kTiles][kBlocks][4], const Scalars& scalars,
                                              Rises<kTiles, kBlocks>& rises) {
@@ -99,7 +101,7 @@ __device__ inline auto exponentials_in_parts(float (&x)[kTiles][kBlocks][4], con
     };
 }
 
-// Computes weights with one reciprocal for each key, from the newest key on. Valid for every e.
+// Computes weights with one reciprocal for each key, from the newest key to the oldest. Valid for every e.
 template <int kTiles, int kBlocks, class Sink, class Gates>
 __device__ inline void weights_key_by_key(float (&e)[kTiles][kBlocks][4], float (&mass)[kTiles][2], Sink sink,
                                           const Gates& gates) {
@@ -133,8 +135,9 @@ __device__ inline void weights_key_by_key(float (&e)[kTiles][kBlocks][4], float 
         }
 }
 
-// Return the mass at the older side of this thread's keys, whose rise is `rise`, from the mass at an edge of the tile.
-// They replace `mass` by that of the other edge: descend() goes from the newer edge to the older one, ascend() back.
+// Move the mass of a row across a tile: descend() replaces the mass at the newer edge of the tile by the mass at the
+// older edge, and ascend() does the reverse. `rise` is the rise of this thread's keys. Both return the mass at the
+// older side of these keys.
 __device__ inline float descend(float rise, float& mass) {
     const int t = threadIdx.x % 4;
     const float two = join(rise, __shfl_xor_sync(kAllLanes, rise, 1));
@@ -190,8 +193,8 @@ __device__ inline void weights_upwards(const float (&e)[kTiles][kBlocks][4], con
             }
 }
 
-// The same from `mass` at the newer edge of the tile, which it replaces by the mass at the older edge. Returns whether
-// keys were processed one by one; e is then at most kLargestE.
+// Does the same, starting from `mass` at the newer edge of the tile, and replaces it by the mass at the older edge.
+// Returns whether keys were processed one by one. If so, it has also clamped e to kLargestE.
 template <int kTiles, int kBlocks, class Sink, class Gates = NoGates>
 __device__ inline bool weights(float (&e)[kTiles][kBlocks][4], const Rises<kTiles, kBlocks>& rises,
                                float (&mass)[kTiles][2], Sink sink, const Gates& gates = {}) {
@@ -208,11 +211,11 @@ __device__ inline bool weights(float (&e)[kTiles][kBlocks][4], const Rises<kTile
     return false;
 }
 
-// Replaces g by dz for one gated key (gates.cuh) and returns df. No factor grows beyond e.
+// Replaces g by dz for one gated key (gates.cuh) and returns df. Except for 1 / f, no factor is larger than e.
 __device__ inline float gated_gradient(const GateQuad& gates, int k, float e, float b, float& g) {
-    const float f = gates.f[k], opened = gates.opened(e, k), one_minus_sigma = reciprocal(1.f + e);
-    const float df = g * reciprocal(fmaxf(f, kLeastGate)) - e * opened * b;
-    g = one_minus_sigma * g - e * one_minus_sigma * f * opened * b;
+    const float f = gates.f[k], r = gates.r(e, k), one_minus_sigma = reciprocal(1.f + e);
+    const float df = g * reciprocal(fmaxf(f, kLeastGate)) - e * r * b;
+    g = one_minus_sigma * g - e * one_minus_sigma * f * r * b;
     return df;
 }
 
@@ -221,9 +224,9 @@ struct NoGateGradients {
     __device__ void operator()(int, int, float) const {}
 };
 
-// Replaces g by dz = (1 - beta) g - beta b. `prefix`, the sum of g over older keys, changes from its value at the older
-// edge of the tile to that at the newer edge. With gates, also calls gate_gradient(r, k, df); kTiles is then 1, or
-// gate_gradient ignores its arguments.
+// Replaces g by dz = (1 - beta) g - beta b. Replaces `prefix`, the sum of g over older keys, at the older edge of the
+// tile by the prefix at the newer edge. With gates, it also calls gate_gradient(r, k, df). The block m is not passed,
+// so a gate_gradient that reads its arguments requires kTiles = 1.
 template <bool kKeyByKey, int kTiles, int kBlocks, class Gates, class GateGradient>
 __device__ inline void logit_gradients_by(const float (&e)[kTiles][kBlocks][4], float (&g)[kTiles][kBlocks][4],
                                           float (&prefix)[kTiles][2], const Gates& gates, GateGradient gate_gradient) {
@@ -260,7 +263,7 @@ __device__ inline void logit_gradients_by(const float (&e)[kTiles][kBlocks][4], 
                     gate_gradient(r, 2 * n + 1, gated_gradient(quad_gates, k + 1, e1, b1, g1));
                 } else {
                     const float keep0 = reciprocal(1.f + e0), keep1 = reciprocal(1.f + e1);  // 1 - beta
-                    if constexpr (kKeyByKey) {                                               // because e b can overflow
+                    if constexpr (kKeyByKey) {                                               // e b can overflow
                         g0 = keep0 * g0 - (e0 * keep0) * b0;
                         g1 = keep1 * g1 - (e1 * keep1) * b1;
                     } else {
@@ -272,8 +275,8 @@ __device__ inline void logit_gradients_by(const float (&e)[kTiles][kBlocks][4], 
         }
 }
 
-// The same; `key_by_key` is what weights() returned. One branch encloses everything: a branch for each pair of keys
-// would leave no instructions to issue while a reciprocal is computed.
+// Does the same; `key_by_key` is the result of weights(). One branch encloses everything: a branch for each pair of
+// keys would leave no instructions to issue while a reciprocal is computed.
 template <int kTiles, int kBlocks, class Gates = NoGates, class GateGradient = NoGateGradients>
 __device__ inline void logit_gradients(const float (&e)[kTiles][kBlocks][4], float (&g)[kTiles][kBlocks][4],
                                        float (&prefix)[kTiles][2], bool key_by_key, const Gates& gates = {},

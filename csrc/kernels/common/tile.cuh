@@ -51,7 +51,7 @@ __device__ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint3
     }
 }
 
-// ---- rows in --------------------------------------------------------------------------------------------------------
+// ---- loads of rows --------------------------------------------------------------------------------------------------
 
 template <int kGroup>
 __device__ inline int column_of_key(int key) {
@@ -111,19 +111,21 @@ __device__ inline void load_rows(uint32_t to, const HeadRows& from, int num_rows
 
 // ---- products -------------------------------------------------------------------------------------------------------
 //
-// Where this lane reads. Tiles begin at multiples of 1024 bytes, and only bits 4 to 6 are swizzled. All other offsets,
-// along a row or by multiples of 8 rows, are constants that the instruction adds; they need no register.
+// The functions below return the address that a lane reads. Tiles begin at multiples of 1024 bytes, and only bits 4 to
+// 6 are swizzled. All other offsets, along a row or by multiples of 8 rows, are constants that the instruction adds;
+// they need no register.
 
 __device__ inline uint32_t advance(uint32_t address, int bytes) {  // moves along the row, by a multiple of 16 bytes
     return (address ^ (bytes & 112)) + (bytes & ~127);
 }
 
 template <int kPitch>
-__device__ inline uint32_t lane_rows_16(int lane) {  // rows 0..15, first the first piece, then the second
+__device__ inline uint32_t lane_rows_16(
+    int lane) {  // rows 0..15; lanes below 16 the first piece, the others the second
     return (lane % 16) * kPitch + ((lane / 16 ^ lane % 8) << 4);
 }
 template <int kPitch>
-__device__ inline uint32_t lane_rows_8_8(int lane) {  // rows 0..7 of both pieces, then rows 8..15
+__device__ inline uint32_t lane_rows_8_8(int lane) {  // both pieces; lanes below 16 rows 0..7, the others rows 8..15
     return (lane % 8 + lane / 16 * 8) * kPitch + ((lane / 8 % 2 ^ lane % 8) << 4);
 }
 template <int kPitch>
@@ -132,11 +134,11 @@ __device__ inline uint32_t lane_float(int lane) {  // one float: column g of row
     return row * kPitch + ((g / 4 ^ row) << 4) + g % 4 * 4;
 }
 template <int kPitch>
-__device__ inline uint32_t next_row(uint32_t address, int rows) {  // 0 or 1, from an even one
+__device__ inline uint32_t next_row(uint32_t address, int rows) {  // moves by 0 or 1 rows; `address` is in an even row
     return (address ^ 16 * rows) + rows * kPitch;
 }
 
-// Where this lane reads operands whose k dimension is the row of a tile.
+// For operands with the k dimension along the rows of the tile.
 template <class T, int kPitch>
 __device__ inline uint32_t lane_b_along_rows(int lane) {
     return sizeof(T) == 2 ? lane_rows_16<kPitch>(lane) : lane_float<kPitch>(lane);
@@ -158,7 +160,7 @@ __device__ inline void load_b_along_rows(uint32_t (&b)[4], uint32_t from, int st
     }
 }
 
-// Loads A, whose rows are the columns of the tile from 16 `block` on.
+// Loads 16 rows of A. Row i of A is column 16 `block` + i of the tile.
 template <class T, int kPitch>
 __device__ inline void load_a_along_rows(uint32_t (&a)[4], uint32_t from, int step, int block) {
     if constexpr (sizeof(T) == 2) {

@@ -191,7 +191,7 @@ class KeyTilePass {
         const bool exists = tile_.begin + key < tile_.num_keys;
         const HeadRows row = head_rows<T>(p_.k, batch_, key_head_, p_.sizes.head_dim)
                                  .rows_from(int64_t(tile_.k_row) + tile_.begin + (exists ? key : 0));
-        gates_[column_of_key<kKeyTile>(key)] = exists ? gate_behind<T>(row) : 1.f;
+        gates_[column_of_key<kKeyTile>(key)] = exists ? read_gate<T>(row) : 1.f;
     }
 
     // ---- the products -----------------------------------------------------------------------------------------------
