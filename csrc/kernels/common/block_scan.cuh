@@ -13,9 +13,8 @@ struct BlockScan {
     int total;
 };
 
-// Scans `value` over the threads of the CTA with `join`, an associative operation; `none` is its identity: join(none,
-// x)
-// == x. All threads of the CTA must call this. `warp_values` is shared memory with kMaxWarps entries.
+// Scans `value` over the threads of the CTA with the associative operation `join`. `none` is its identity element. All
+// threads of the CTA must call this. `warp_values` is shared memory with kMaxWarps entries.
 template <class Join>
 __device__ inline BlockScan scan_over_block(int value, int none, int* warp_values, Join join) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;

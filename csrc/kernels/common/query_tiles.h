@@ -20,7 +20,7 @@ struct alignas(32) QueryTile {
 
 struct alignas(32) QueryTiles {
     int32_t count;   // entries that follow
-    int32_t ticket;  // initially 0; a CTA of a persistent kernel takes the entry whose index it gets by adding 1
+    int32_t ticket;  // initially 0; a CTA of a persistent kernel takes entry atomicAdd(&ticket, 1)
 
     SB_HOST_DEVICE const QueryTile* entries() const { return reinterpret_cast<const QueryTile*>(this + 1); }
     SB_HOST_DEVICE QueryTile* entries() { return reinterpret_cast<QueryTile*>(this + 1); }

@@ -224,9 +224,9 @@ struct NoGateGradients {
     __device__ void operator()(int, int, float) const {}
 };
 
-// Replaces g by dz = (1 - beta) g - beta b. Replaces `prefix`, the sum of g over older keys, at the older edge of the
-// tile by the prefix at the newer edge. With gates, it also calls gate_gradient(r, k, df). The block m is not passed,
-// so a gate_gradient that reads its arguments requires kTiles = 1.
+// Replaces g by dz = (1 - beta) g - beta b. `prefix` is the sum of g over all keys older than the tile; it is replaced
+// by the prefix at the newer edge of the tile. With gates, it also calls gate_gradient(r, k, df). The block m is not
+// passed, so a gate_gradient that reads its arguments requires kTiles = 1.
 template <bool kKeyByKey, int kTiles, int kBlocks, class Gates, class GateGradient>
 __device__ inline void logit_gradients_by(const float (&e)[kTiles][kBlocks][4], float (&g)[kTiles][kBlocks][4],
                                           float (&prefix)[kTiles][2], const Gates& gates, GateGradient gate_gradient) {

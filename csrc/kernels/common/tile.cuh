@@ -120,12 +120,11 @@ __device__ inline uint32_t advance(uint32_t address, int bytes) {  // moves alon
 }
 
 template <int kPitch>
-__device__ inline uint32_t lane_rows_16(
-    int lane) {  // rows 0..15; lanes below 16 the first piece, the others the second
+__device__ inline uint32_t lane_rows_16(int lane) {  // rows 0..15; lanes below 16: first piece, others: second piece
     return (lane % 16) * kPitch + ((lane / 16 ^ lane % 8) << 4);
 }
 template <int kPitch>
-__device__ inline uint32_t lane_rows_8_8(int lane) {  // both pieces; lanes below 16 rows 0..7, the others rows 8..15
+__device__ inline uint32_t lane_rows_8_8(int lane) {  // both pieces; lanes below 16: rows 0..7, others: rows 8..15
     return (lane % 8 + lane / 16 * 8) * kPitch + ((lane / 8 % 2 ^ lane % 8) << 4);
 }
 template <int kPitch>

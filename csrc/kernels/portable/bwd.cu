@@ -23,8 +23,8 @@ SB_HOST_DEVICE int64_t carry_blocks(const Segment& s, bool attend_current, int t
     return blocks;
 }
 
-// Each thread has one segment, in rounds: it computes the number of blocks of all earlier segments, then visits its own
-// query tiles.
+// Writes plan.first_block. In each round, every thread has one segment. It computes the number of blocks of all earlier
+// segments, then visits the query tiles of its segment.
 __global__ void __launch_bounds__(kPlanThreads)
     plan_carries(Sizes sizes, Segments segments, bool attend_current, int tile_rows, BackwardPlan plan) {
     __shared__ int64_t ends[kPlanThreads];
@@ -53,7 +53,8 @@ __global__ void __launch_bounds__(kPlanThreads)
     if (threadIdx.x == 0) *plan.totals = {before, 0};
 }
 
-// Lists the key tiles. The first segment of each key range writes those of the range.
+// Lists the key tiles, and links the segments that share a key range. The thread of the first segment of a key range
+// writes the key tiles of the range.
 __global__ void __launch_bounds__(kSegmentThreads) plan_keys(Sizes sizes, Segments segments, BackwardPlan plan) {
     const int i = blockIdx.x * kSegmentThreads + threadIdx.x;
     if (i >= segments.size) return;
@@ -80,8 +81,8 @@ __global__ void __launch_bounds__(kSegmentThreads) plan_keys(Sizes sizes, Segmen
 struct Bounds {
     int tile_rows;
     int64_t query_tiles, key_tiles;
-    int64_t blocks;        // of carries, over all heads
-    int64_t largest_tile;  // blocks of one query tile, at most
+    int64_t blocks;        // of all query tiles and heads
+    int64_t largest_tile;  // blocks of one query tile
     int64_t block_bytes;
 
     explicit Bounds(const BackwardParams& p) : tile_rows(query_tile_rows(p.sizes)) {
@@ -97,10 +98,10 @@ struct Bounds {
     }
 };
 
-// The arrays in the workspace, one after the other. The size of each, except the carries, is independent of the limit.
+// The arrays in the workspace, one after the other. Only the carries depend on the limit of the workspace.
 struct Workspace {
     BackwardPlan plan = {};
-    int64_t fixed_bytes = 0;
+    int64_t used_bytes = 0;  // by the arrays that have been placed
 
     Workspace(const BackwardParams& p, const Bounds& bounds) : next_(static_cast<char*>(p.workspace)) {
         plan.query_tiles = take<QueryTiles>(query_tiles_bytes(p.sizes, p.segments, bounds.tile_rows));
@@ -112,10 +113,10 @@ struct Workspace {
         plan.max_key_tiles = int32_t(bounds.key_tiles);
     }
 
-    // Returns how many blocks of carries fit into `bytes`: at least enough for a chunk to make progress, at most as
-    // many as there are.
+    // Returns how many blocks the workspace has if it has `bytes` bytes: as many as fit, at most all blocks, and at
+    // least those of two query tiles, so that a chunk has one query tile or more.
     int64_t room(const Bounds& bounds, int64_t bytes) const {
-        const int64_t whole = (bytes - fixed_bytes) / kWorkspaceAlignment * kWorkspaceAlignment;
+        const int64_t whole = (bytes - used_bytes) / kWorkspaceAlignment * kWorkspaceAlignment;
         return std::min(std::max(whole / bounds.block_bytes, 2 * bounds.largest_tile), bounds.blocks);
     }
 
@@ -128,7 +129,7 @@ struct Workspace {
     template <class Item>
     Item* take(int64_t bytes) {
         const int64_t aligned = align_workspace(bytes);
-        fixed_bytes += aligned;
+        used_bytes += aligned;
         char* const at = next_;
         if (next_ != nullptr) next_ += aligned;
         return reinterpret_cast<Item*>(at);
@@ -150,7 +151,7 @@ int64_t backward_workspace(const BackwardParams& params, int64_t limit) {
     const Bounds bounds(nowhere);
     Workspace workspace(nowhere, bounds);
     workspace.take_carries(bounds, workspace.room(bounds, limit));
-    return workspace.fixed_bytes;
+    return workspace.used_bytes;
 }
 
 void block_backward(const BackwardParams& params, void* stream_handle) {
@@ -171,7 +172,7 @@ void block_backward(const BackwardParams& params, void* stream_handle) {
     plan_keys<<<blocks, kSegmentThreads, 0, stream>>>(params.sizes, params.segments, plan);
     check_launch("block_backward");
 
-    // A query tile that begins in a chunk can extend beyond its window. All windows have the same size.
+    // A query tile can begin in one window and end beyond it, so a window leaves room for the largest tile.
     const int64_t largest_window = room == bounds.blocks ? room : room - bounds.largest_tile;
     const int64_t chunks = (bounds.blocks + largest_window - 1) / largest_window;
     plan.window = (bounds.blocks + chunks - 1) / chunks;

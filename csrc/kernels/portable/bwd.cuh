@@ -7,9 +7,9 @@
 // a fixed order.
 //
 // Carries take 8 bytes for each row and key tile. If they exceed the workspace, the passes work chunk by chunk: both
-// passes for one chunk of query tiles, then both for the next. The carries of all query tiles and heads have an order,
-// that of the segment table; the position of a query tile in it determines its chunk. The host needs no value of the
-// table.
+// passes for one chunk of query tiles, then both for the next. A block is the carries of one query tile and one key
+// tile. Blocks are numbered in the order of the segment table, over all heads. The number of a query tile's first block
+// determines its chunk. The device computes these numbers, so the host needs no value of the table.
 #pragma once
 
 #include "core/restart.h"
@@ -22,14 +22,14 @@ inline constexpr int kKeyTile = kRestartTile;
 
 inline constexpr int kQueryStep = 64;  // rows of Q in a step of the key pass
 
-// Keys [begin, begin + kKeyTile) of the key range of num_keys keys that begins at row k_row.
+// Keys [begin, begin + kKeyTile) of a range of num_keys keys that begins at row k_row of k.
 struct alignas(16) KeyTile {
     int32_t k_row, num_keys, begin;
-    int32_t segment;  // the first segment with these keys; next_segment links the others
+    int32_t segment;  // the first segment with this range; BackwardPlan::next_segment links the others
 };
 
-// The key tiles in which the first and the last row of each kQueryStep rows of a query tile start. kNeverStarts: the
-// rows see no key that contributes.
+// For each kQueryStep rows of a query tile, the oldest (`first`) and the newest (`last`) key tile in which one of the
+// rows starts. `first` is kNeverStarts if no row starts, and `last` is kNeverStarts if some row does not start.
 struct alignas(16) Starts {
     int32_t first[2], last[2];
 };
@@ -42,7 +42,7 @@ struct PlanTotals {
 // The mass in the carry of a row that starts in a newer key tile, or never.
 inline constexpr float kAbsent = -1.f;
 
-// A block is the carries of one query tile and one key tile: kQueryTile masses, then kQueryTile prefixes.
+// A block has kQueryTile masses, then kQueryTile prefixes.
 struct BackwardPlan {
     QueryTiles* query_tiles;
     PlanTotals* totals;
@@ -52,16 +52,17 @@ struct BackwardPlan {
     Starts* starts;  // at the first block of each query tile
     float* carries;
     int32_t max_query_tiles, max_key_tiles;
-    int64_t window;  // blocks in a chunk, by where their query tile begins
-    int32_t chunk;
+    int64_t window;  // chunk i has the query tiles whose first block is in [i * window, (i + 1) * window)
+    int32_t chunk;   // of this launch
 };
 
+// Returns how many key tiles a query tile (kernels/common/query_tiles.h) sees.
 SB_HOST_DEVICE inline int key_tiles_of(int visible, int num_rows, int k_len) {
     return (clamp_row(visible + num_rows - 1, 0, k_len) + kKeyTile - 1) / kKeyTile;
 }
 
-// Returns where the carries of a query tile that sees `key_tiles` key tiles begin in this chunk, or -1 if they are in
-// another chunk.
+// Returns the index, in this chunk, of the first block of a query tile that sees `key_tiles` key tiles, or -1 if the
+// tile is in another chunk.
 __device__ inline int64_t block_in_chunk(const BackwardPlan& plan, const Sizes& sizes, int64_t first_block, int head,
                                          int key_tiles) {
     const int64_t block = first_block * sizes.batch * sizes.num_heads + int64_t(head) * key_tiles;

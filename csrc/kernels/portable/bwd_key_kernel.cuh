@@ -21,7 +21,7 @@ using KeyOrder = KeysToColumns<kKeyTile>;
 // A step: up to kQueryStep rows of Q of one head.
 struct Step {
     int32_t q_row, head;
-    int32_t visible;  // keys from the start of the tile that the first row sees; negative or beyond the tile too
+    int32_t visible;  // keys that the first row sees, counted from the start of the key tile; any sign, any size
     int32_t block;    // index of its carries in this chunk
     uint8_t num_rows, num_keys;  // rows of the step; keys of the tile in this segment
     bool some_absent;            // some row starts in a newer key tile, or never
@@ -37,8 +37,8 @@ template <class T, int kDim, bool kGated>
 struct Shape {
     static constexpr int kPitch = kDim * int(sizeof(T)) < 512 ? kDim * int(sizeof(T)) : 512;
     static constexpr int kChunks = kDim * int(sizeof(T)) / kPitch;
-    // Resident: K, V, Q and dO each have a tile in shared memory, and Q has two. Otherwise keys and queries have one
-    // tile each, which their operands share.
+    // Resident: K, V and dO have one tile each in shared memory, and Q has two. Otherwise there is one tile for rows of
+    // keys and one for rows of queries, and each operand is loaded again before it is used.
     static constexpr bool kResident = sizeof(T) == 2 && kDim <= 128;
     static constexpr int kColumns = kDim < 128 ? kDim : 128, kSlices = kDim / kColumns;  // of dk and dv
     static constexpr int kOut = kColumns / 2 / 8;                                        // accumulator blocks of a warp
@@ -349,9 +349,10 @@ class KeyTilePass {
     __device__ bool makes_dv() const {
         return threadIdx.x < kThreads / 2;
     }
+    // Returns the first column of this warp's sums, counted from the start of the slice.
     __device__ int warp_column() const {
         return threadIdx.x / 32 % 2 * (S::kColumns / 2);
-    }  // in the slice
+    }
 
     __device__ void add(uint32_t do_tile, uint32_t q_tile) {
         const int column = (S::kChunks == 1 ? slice_ * S::kColumns : 0) + warp_column();
@@ -373,8 +374,8 @@ class KeyTilePass {
                         slice_ * S::kColumns + warp_column(), sum_[m], r, factor);
             }
     }
-    // Adds the sums of the warps in a fixed order, in the memory of the gates. The last step's barrier follows the last
-    // read of the gates.
+    // Adds the sums of the warps in a fixed order, in the memory of the gates. The last barrier of the last step comes
+    // after the last read of the gates.
     __device__ void finish_gates() {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         const int key = lane % 4 * (kKeyTile / 4) + lane / 4 * 2;
@@ -400,7 +401,7 @@ class KeyTilePass {
     const KeyTile tile_;
     const int batch_, key_head_, slice_;
     const uint32_t tiles_;
-    float* const gates_;  // by accumulator column; at the end the gradients of the gates
+    float* const gates_;  // by accumulator column; finish_gates() replaces them by their gradients, by key
     StepList& list_;
     bool has_steps_ = false;
     float d_gate_[2] = {};                       // over the rows of this warp; sum_over_rows says for which keys

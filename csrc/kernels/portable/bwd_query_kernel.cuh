@@ -1,13 +1,13 @@
 // The query pass of block_backward: dq, prefix_out, and the carries of each row and key tile (bwd.cuh). A CTA owns a
-// tile of rows of Q of one head. It visits their keys from the restart to the newest, in units of 32 keys, two in each
-// key tile:
+// tile of rows of Q of one head. It visits the keys that these rows see, from the restart to the newest, in units of 32
+// keys. A key tile has two units:
 //
 //   S = Q K^T,  dP = dO V^T,  A (scan.cuh),  g = A dP,  dz = (1 - beta) g - beta b,  dQ += dz K
 //
 // The mass at the newer edge of a unit is P + P rise, from the mass P at its older edge. It is never derived from a
-// total mass, and never by a division by prod 1 / (1 + e), which drifts. A row that starts in a key tile has the mass
-// of its restart record at the newer edge of that tile. The newer unit of such a tile is therefore visited first, to
-// compute the mass between the two units, and then again in order.
+// total mass, and never divided by prod 1 / (1 + e), because that product drifts. A row that starts in a key tile has
+// the mass of its restart record at the newer edge of that tile. The newer unit of such a tile is therefore visited
+// first, to compute the mass between the two units, and then again in order.
 #pragma once
 
 #include "kernels/common/scan.cuh"
@@ -25,14 +25,15 @@ template <class T, int kDim, bool kGated>
 struct Shape {
     static constexpr int kRows = kQueryTile<T, kDim>, kWarpRows = kRows / kWarps, kTiles = kWarpRows / 16;
     static constexpr int kPitch = kDim * int(sizeof(T)) < 512 ? kDim * int(sizeof(T)) : 512;
-    static constexpr int kChunks = kDim * int(sizeof(T)) / kPitch;  // above 1, all operands are loaded chunk by chunk
-    static constexpr int kStages = kPitch <= 256 ? 2 : 1;           // of K and V; 2: the next unit is prefetched
+    static constexpr int kChunks = kDim * int(sizeof(T)) / kPitch;  // if above 1, operands are loaded chunk by chunk
+    static constexpr int kStages = kPitch <= 256 ? 2 : 1;           // of K and V; with 2 the next unit is prefetched
     static constexpr int kRowBytes = kRows * kPitch, kKeyBytes = kUnit * kPitch;
     static constexpr int kTileBytes = 2 * kRowBytes + kStages * 2 * kKeyBytes;
-    static constexpr int kGatesOfUnit = kUnit * kGateBytes;  // for each stage, after the tiles
+    static constexpr int kGatesOfUnit = kUnit * kGateBytes;  // bytes for each stage, after the tiles
     static constexpr int kSharedBytes = kTileBytes + (kGated ? kStages * kGatesOfUnit : 0);
     static constexpr int kColumnBlocks = kPitch / int(sizeof(T)) / 8;
     static constexpr int kBlocksPerSm = 2;
+    // 1024 bytes remain for the static __shared__ variables of the kernel.
     static_assert(kSharedBytes <= kMinSharedBytes - 1024, "every GPU from sm_80 on has this much");
 };
 
@@ -41,7 +42,7 @@ struct Unit {
     bool only_mass;  // the first visit of the newer unit of a tile in which rows may start
 };
 
-// The rows of K and V, in shared memory because registers are scarcer.
+// The rows of K and V. They are in shared memory to save registers.
 struct KeyRows {
     HeadRows k, v;
 };
@@ -102,14 +103,15 @@ class QueryTilePass {
     }
 
   private:
-    // Returns the key tile in which a row starts. Rows beyond the tile have no mass and need no mask, so they count as
-    // started before all keys.
+    // Returns the key tile in which a row starts. Rows beyond the query tile have no mass and need no mask, so they
+    // count as started before all keys.
     __device__ int start_tile(int row) const {
         return row < rows_.tile.num_rows ? restart_tile<float>(p_, rows_.index(row), num_tiles_) : kBeforeAllKeys;
     }
     __device__ float start_mass(int row) const { return restart_mass<float>(p_, rows_.index(row)); }
 
-    // Computes where rows start: those of this warp, of the query tile, and of each kQueryStep rows for the key pass.
+    // Computes in which key tiles rows start: the rows of this warp, of the query tile, and, for the key pass, of each
+    // kQueryStep rows.
     __device__ void find_starts() {
         __shared__ int first[kWarps], last[kWarps], newest[kWarps];
         int warp_first = kNeverStarts, warp_newest = -1;
@@ -154,7 +156,7 @@ class QueryTilePass {
         const int begin = u.tile * kKeyTile + u.half * kUnit;
         load_rows<kUnit, S::kPitch>(to, from.rows_from(begin), rows_.tile.k_len - begin, KeyOrder{});
     }
-    // Starts to load K, V and the gates of the n-th unit.
+    // Starts the copies of K, V and the gates of the n-th unit.
     __device__ void load_unit(const Unit& u, int n, int byte = 0) const {
         load_keys(key_buffer(n), keys_.k.bytes_from(byte), u);
         load_keys(key_buffer(n) + S::kKeyBytes, keys_.v.bytes_from(byte), u);
@@ -259,11 +261,11 @@ class QueryTilePass {
             }
     }
 
-    // starting(): whether rows of this warp start in this tile or later. masked(): whether some row does not see the
-    // whole unit.
+    // Returns whether some row of this warp starts in this key tile or in a newer one.
     __device__ bool starting(const Unit& u) const {
         return u.tile <= warp_last_;
     }
+    // Returns whether some row of this warp does not use all keys of the unit.
     __device__ bool masked(const Unit& u) const {
         return starting(u) || rows_.visible(rows_.warp_row) < u.tile * kKeyTile + (u.half + 1) * kUnit;
     }
@@ -347,8 +349,8 @@ class QueryTilePass {
     HeadRows q_, do_;
     const uint32_t q_tile_, do_tile_, key_tiles_;
     uint8_t* const gates_;
-    int num_tiles_;               // key tiles
-    int oldest_, newest_;         // key tiles in which the first and the last row of the query tile start
+    int num_tiles_;               // key tiles that the query tile sees
+    int oldest_, newest_;         // the oldest and the newest key tile in which a row of the query tile starts
     int warp_first_, warp_last_;  // the same for this warp; warp_last_ is kNeverStarts if some row never starts
     float mass_[S::kTiles][2];    // at the newer edge of the previous unit; kAbsent before the row starts
     float prefix_[S::kTiles][2];  // b at the same edge

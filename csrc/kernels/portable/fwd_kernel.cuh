@@ -1,5 +1,5 @@
-// block_forward for sm_80 and later. A CTA owns a tile of rows of Q of one head. It visits their key tiles of 64 from
-// the newest to the oldest:
+// block_forward for sm_80 and later. A CTA owns a tile of rows of Q of one head. It visits the tiles of 64 keys that
+// these rows see, from the newest to the oldest:
 //
 //   S = Q K^T,   e = exp(z),   A_k = e_k P_k (scan.cuh),   O += A V,   P <- P / prod (1 + e)
 //
@@ -21,12 +21,12 @@ using KeyOrder = KeysToColumns<kKeys>;
 template <class T, int kDim, bool kGated>
 struct Shape {
     static constexpr int kPitch = kDim * int(sizeof(T)) < 512 ? kDim * int(sizeof(T)) : 512;
-    static constexpr int kChunks = kDim * int(sizeof(T)) / kPitch;  // above 1, Q, K and V are loaded chunk by chunk
+    static constexpr int kChunks = kDim * int(sizeof(T)) / kPitch;  // if above 1, Q, K and V are loaded chunk by chunk
     static constexpr int kRows = kQueryTile<T, kDim>, kWarpRows = kRows / kWarps, kTiles = kWarpRows / 16;
     static constexpr int kKeyBuffers = kPitch <= 256 ? 2 : 1;
     static constexpr int kKeyBytes = kKeys * kPitch;
     static constexpr int kTileBytes = kRows * kPitch + (kChunks > 1 ? 1 : kKeyBuffers + 1) * kKeyBytes;
-    static constexpr int kGatesOfTile = kKeys * kGateBytes;  // one for each buffer of K, after the tiles
+    static constexpr int kGatesOfTile = kKeys * kGateBytes;  // bytes for each buffer of K, after the tiles
     static constexpr int kSharedBytes = kTileBytes + (kGated ? kKeyBuffers * kGatesOfTile : 0);
     static constexpr int kBlocksPerSm = sizeof(T) == 2 && kDim == 64 ? 3 : 2;  // limits the registers of a thread
     static constexpr int kColumnBlocks = kPitch / int(sizeof(T)) / 8;          // of 8 columns, in a chunk of O
@@ -95,8 +95,8 @@ class ForwardTile {
                                     KeyOrder{});
         commit_copies();
     }
-    // Gates share the copies and barriers of K: whatever allows K to be read, or its buffer to be reused, allows it for
-    // them.
+    // The gates are copied together with K and share its barriers. So they can be read, and their buffer reused,
+    // whenever this holds for K.
     __device__ void load_k(int tile) const {
         load_gates_of(tile);
         load_keys(k_buffer(tile), k_, tile);

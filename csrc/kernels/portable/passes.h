@@ -1,5 +1,5 @@
-// The launches of the portable kernels. Each is a template over the element type T of q, k and v; instances/ holds one
-// explicit instantiation per kernel and element type, each in a file of its own, so that they compile in parallel.
+// The launches of the portable kernels. Each is a template over the element type T of q, k and v. instances/ has one
+// file for the explicit instantiation of each kernel and element type, so that they compile in parallel.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,7 +22,7 @@ void launch_query_pass(const BackwardParams& params, const BackwardPlan& plan, c
 template <class T>
 void launch_key_pass(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream);
 
-// Calls f(T{}) with the element type of this call.
+// Calls f(T{}) with the element type T of `dtype`. GPU kernels have no fp64 (dispatch/table.cpp).
 template <class F>
 void with_element(Dtype dtype, const F& f) {
     switch (dtype) {
@@ -35,7 +35,7 @@ void with_element(Dtype dtype, const F& f) {
     }
 }
 
-// Rows of Q in a tile of the forward and of the query pass: 32 for each of the four warps where registers allow it,
+// Rows of Q in a tile of the forward and of the query pass: 32 for each of the four warps if the registers suffice,
 // else 16.
 constexpr int query_tile_rows(int element_bytes, int head_dim) {
     return element_bytes == 2 && head_dim <= 128 ? 128 : 64;

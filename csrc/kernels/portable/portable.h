@@ -5,8 +5,8 @@
 
 namespace megatron_sb::portable {
 
-// Return the bytes of workspace: what the forward needs, and what the backward can use. The backward uses at most
-// `limit`, unless its minimum is more.
+// Return the size of params.workspace in bytes: what the forward needs, and what the backward can use. The backward
+// uses at most `limit` bytes, unless it cannot run with so few.
 int64_t forward_workspace(const ForwardParams& params);
 int64_t backward_workspace(const BackwardParams& params, int64_t limit);
 

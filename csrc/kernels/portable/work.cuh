@@ -1,5 +1,5 @@
-// What both directions share: the instance for the head dimensions and gates of a call, the head that a CTA processes,
-// the rows of Q of a thread, and the launch.
+// Code that the forward and the backward share: the instance for the head dimensions and gates of a call, the head that
+// a CTA processes, the rows of Q of a thread, and the launch.
 #pragma once
 
 #include <algorithm>
@@ -20,11 +20,12 @@ namespace megatron_sb::portable {
 // Shared memory that a CTA can use on every GPU from sm_80 on (sm_86 has the least).
 inline constexpr int kMinSharedBytes = 99 * 1024;
 
+// A query head of a batch element, and the KV head that it reads.
 struct Head {
     int batch, query, key;
 };
 
-// Returns the head of query head `index`, counted over all batch elements.
+// Returns the head with index batch * num_heads + query head.
 __device__ inline Head head_of(const Sizes& sizes, int index) {
     const int query = index % sizes.num_heads;
     return {index / sizes.num_heads, query, query / (sizes.num_heads / sizes.num_kv_heads)};
@@ -36,8 +37,8 @@ __device__ inline QueryTile uniform(const QueryTile& tile) {
             uniform(tile.visible)};
 }
 
-// A thread's rows of a query tile. Its warp has kTiles blocks of 16 rows; the thread has rows r = 0, 1 of each block m
-// (fragments: tile.cuh).
+// The rows of a query tile that a thread holds. Its warp has kTiles blocks of 16 rows. Of each block m the thread has
+// two rows, r = 0 and 1 (fragments: tile.cuh).
 template <int kTiles>
 struct QueryRows {
     const Sizes& sizes;
@@ -47,7 +48,7 @@ struct QueryRows {
 
     // Returns how many keys of the segment a row sees.
     __device__ int visible(int row) const { return clamp_row(tile.visible + row, 0, tile.k_len); }
-    // Returns the place of a row in tensors (batch, head, row).
+    // Returns the index of a row in arrays (batch, num_heads, q_rows).
     __device__ int64_t index(int row) const {
         return (int64_t(head.batch) * sizes.num_heads + head.query) * sizes.q_rows + tile.q_row + row;
     }
@@ -81,6 +82,7 @@ void with_instance(const Params& params, const F& f) {
     params.options.forget_gate ? with_dim(std::true_type{}) : with_dim(std::false_type{});
 }
 
+// Launches a kernel with `blocks` CTAs of kThreads threads. Throws RuntimeFailure with the name `what` if it fails.
 template <class... Parameters, class... Arguments>
 void launch(const char* what, void (*kernel)(Parameters...), int64_t blocks, int shared_bytes, cudaStream_t stream,
             const Arguments&... arguments) {
