@@ -8,8 +8,8 @@
 // beta): factors next to 1 lie on a coarse grid and their product drifts (dk has an error of 7e-5 at 16K keys of mean
 // logit -11, instead of 4e-6). 1 - beta is computed as 1 / (1 + e).
 //
-// With forget gates this holds for e' = f e / (1 + (1 - f) e) and its logarithm y. With r = 1 / (1 + (1 - f) e) and
-// dy_k = (1 - beta_k) g_k - beta_k b_k,
+// With forget gates this holds with e' = f e / (1 + (1 - f) e) in place of e, and its logarithm y in place of z. Let
+// r = 1 / (1 + (1 - f) e) and dy_k = (1 - beta_k) g_k - beta_k b_k. Then
 //
 //   dz_k = r dy_k,   df_k = dy_k / (f (1 - beta_k)),
 //
@@ -56,10 +56,11 @@ struct BackwardScratch {
     }
 };
 
-// Where one task adds its dk and dv: the tensors of the caller, or its own sums. Both are (row, width) for one KV head.
+// Where one task adds its dk and dv: the tensors of the caller, or sums of its own. Both are (row, width) for one KV
+// head.
 template <class T>
 struct KeyGradients {
-    T *dk, *dv;  // a row of dk is as wide as a row of k, with the gradient of its gate
+    T *dk, *dv;  // with forget gates, a row of dk also has the gradient of its gate
     int64_t dk_row_stride, dv_row_stride;
 };
 
@@ -118,7 +119,7 @@ class BackwardTile {
                std::all_of(s_.d_o + r * s_.d_v_pitch, s_.d_o + r * s_.d_v_pitch + p_.sizes.head_dim_v, finite);
     }
 
-    // 0 * NaN is NaN. A row with a NaN or an infinity is therefore cleared until it starts.
+    // A row with a NaN or an infinity is cleared until it starts, because 0 * NaN is NaN.
     void clear_unless_finite(int r) {
         if (finite_[r]) return;
         std::fill_n(s_.q + r * s_.d_pitch, p_.sizes.head_dim, T(0));
@@ -139,7 +140,7 @@ class BackwardTile {
 
         bool saturated[kTile / kLanes<T>];  // unused: this direction processes every e in the same way
         const bool masked = set_limits(begin, keys);
-        exponentials(s_.scores, keys, lanes, T(p_.options.scale * 1.44269504088896340736), s_.limit, masked, saturated);
+        exponentials(s_.scores, keys, lanes, T(p_.options.scale * kLog2E), s_.limit, masked, saturated);
         std::fill(s_.d_gates, s_.d_gates + keys, T(0));
         for (int v = 0; v < lanes; v += kLanes<T>) scan(v, begin / kTile, keys);
         for (int r = 0; r < tile_.count; ++r)
@@ -170,8 +171,8 @@ class BackwardTile {
         return masked;
     }
 
-    // Returns the mass at the newer edge of this tile for the vector of rows from v on. `risen` is that of rows that
-    // started in older tiles.
+    // Returns the mass at the newer edge of this tile for the vector of rows that begins at row v. `risen` is this mass
+    // for rows that started in older tiles.
     Vec<T> mass_at_newer_edge(int v, int tile, const Vec<T>& risen) {
         const int64_t index = tile_.row_index(p_.sizes);
         for (int lane = 0; lane < kLanes<T>; ++lane) {
@@ -181,8 +182,8 @@ class BackwardTile {
         return load(s_.mass + v);
     }
 
-    // Replaces e by dz in `scores` and writes A to `weights`, for one vector of rows. Moves the prefix to the newer
-    // edge.
+    // Replaces e by dz in `scores` and writes A to `weights`, for the vector of rows that begins at row v. Moves the
+    // prefix to the newer edge of the tile.
     void scan(int v, int tile, int keys) {
         T *scores = s_.scores + v, *one_minus_betas = s_.one_minus_betas + v, *weights = s_.weights + v;
         const T* d_weights = s_.d_weights + v;
@@ -250,9 +251,9 @@ class BackwardTile {
     bool finite_[kTile];
 };
 
-// dk and dv of a KV head are sums over many query tiles. A task is a KV head of a batch element. If there are fewer of
-// those than threads, a task is one of `parts` shares of its query tiles, with its own sums. The shares are added in a
-// fixed order, so the result does not depend on which thread ran which task.
+// dk and dv of a KV head are sums over many query tiles. A task is one KV head of a batch element. If there are fewer
+// of these than threads, the query tiles of each are divided into parts_ tasks, each with its own sums. The sums are
+// added in a fixed order, so the result does not depend on which thread ran which task.
 template <class T>
 class BackwardTasks {
   public:

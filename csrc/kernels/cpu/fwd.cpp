@@ -2,15 +2,15 @@
 //
 //   e = 2^(scale log2(e) q . k),  1 - beta = 1 / (1 + e),  A_k = e_k * (mass after key k)
 //
-// in quads of neighbouring keys, 1 the newest, with one division for four scores:
+// It processes keys in quads of neighbours, of which key 1 is the newest, with one division for four scores:
 //
 //   P4 = P / ((1+e1)(1+e2)(1+e3)(1+e4));  A4 = e4 P4;  P3 = P4 + A4;  A3 = e3 P3;  ...
 //
 // The product is computed as 1 + (e1 + e2 + e1 e2 + ...), and P is divided by it. Products of numbers next to 1, and
-// their reciprocals, lie on a coarse grid and would drift over many keys.
-// With forget gates, f e / (1 + (1 - f) e), the odds of f sigmoid(z), replaces e.
-// If an e is so large that the product would overflow, the keys are processed one by one. The loop ends when all rows
-// of the tile are used up.
+// their reciprocals, lie on a coarse grid and would drift over many keys. If an e is so large that the product would
+// overflow, the keys are processed one by one. The loop over key tiles ends when all rows of the tile are used up.
+//
+// With forget gates, e is replaced by f e / (1 + (1 - f) e), the odds of f sigmoid(z).
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/tile.h"
 
@@ -38,7 +38,8 @@ struct ForwardScratch {
     }
 };
 
-// Computes A and the mass of one vector of rows over `keys` keys, newest first. keys is a multiple of 4.
+// Computes A of `keys` keys for one vector of rows, newest key first, and moves `mass` to the older side of the keys.
+// `keys` is a multiple of 4.
 template <class T>
 void scan_quads(const T* e, int keys, T* weights, T* mass) {
     Vec<T> p = load(mass);
@@ -59,7 +60,7 @@ void scan_quads(const T* e, int keys, T* weights, T* mass) {
     store(mass, p);
 }
 
-// The same for e up to the largest finite value, one key at a time.
+// Does the same for every finite e, one key at a time.
 template <class T>
 void scan_keys(const T* e, int keys, T* weights, T* mass) {
     Vec<T> p = load(mass);
@@ -134,7 +135,7 @@ class ForwardTile {
 
         bool saturated[kTile / kLanes<T>];
         const bool masked = set_limits(begin, keys);
-        exponentials(s_.scores, keys, lanes, T(p_.options.scale * 1.44269504088896340736), s_.limit, masked, saturated);
+        exponentials(s_.scores, keys, lanes, T(p_.options.scale * kLog2E), s_.limit, masked, saturated);
         if (p_.options.forget_gate) apply_gates(keys);
         for (int v = 0; v < lanes; v += kLanes<T>)
             (saturated[v / kLanes<T>] ? scan_keys<T> : scan_quads<T>)(s_.scores + v, keys, s_.weights + v, s_.mass + v);

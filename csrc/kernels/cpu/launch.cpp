@@ -19,7 +19,7 @@ constexpr Level kAvx512 = {"avx512", avx512::block_forward, avx512::block_backwa
 #endif
 
 // MEGATRON_SB_CPU_LEVEL lowers the level, so that one machine can test all levels. It cannot raise the level above what
-// the machine supports.
+// the machine supports. Every value except avx512 and avx2 selects baseline.
 Level choose_level() {
 #if defined(SB_CPU_X86_LEVELS)
     const char* wanted = std::getenv("MEGATRON_SB_CPU_LEVEL");

@@ -1,5 +1,5 @@
-// Vector extensions of the compiler (GCC and Clang), as wide as the instruction set that this file is compiled for, and
-// 2^x on them.
+// Vector types of GCC and Clang, as wide as the registers of the instruction set that this file is compiled for, and
+// 2^x on these vectors.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,8 @@ template <class T>
 struct VectorOf {
     using Int = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
     typedef T Value __attribute__((vector_size(SB_VECTOR_BYTES)));
-    typedef Int Mask __attribute__((vector_size(SB_VECTOR_BYTES)));  // all ones or zero, as comparisons give
+    // The result of a comparison: in each lane all bits are 1 or all are 0.
+    typedef Int Mask __attribute__((vector_size(SB_VECTOR_BYTES)));
 };
 template <class T>
 using Vec = typename VectorOf<T>::Value;
@@ -52,15 +53,17 @@ inline bool any(const Mask<T>& mask) {
     return found;
 }
 
+inline constexpr double kLog2E = 1.44269504088896340736;
+
 // Constants that depend on the type of sums. The largest e keeps 1 + e and its reciprocal normal numbers.
 template <class T>
 struct Numbers;
 template <>
 struct Numbers<float> {
     static constexpr float kMaxLog2E = 126.0f;   // e = 2^min(z log2 e, this)
-    static constexpr float kMaxQuadE = 0x1p24f;  // four (1 + e) up to this e multiply to at most 2^96
+    static constexpr float kMaxQuadE = 0x1p24f;  // up to this e, the product of four (1 + e) is about 2^96 at most
     static constexpr float kRestartFloor = 0x1p-64f;
-    static constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer, which the low bits then hold
+    static constexpr float kRound = 0x1.8p23f;  // x + kRound has x, rounded to an integer, in its low bits
     static constexpr int kMantissaBits = 23, kBias = 127, kDegree = 7;
 };
 template <>

@@ -1,5 +1,5 @@
-// What both directions share: a tile of 64 keys by 64 queries, with the queries along the vector lanes. A scan along
-// the keys is a loop over the rows of the tile and needs no shuffles.
+// Code that the forward and the backward share: a tile of 64 keys by 64 queries, with the queries along the vector
+// lanes. A scan along the keys is a loop over the rows of the tile and needs no shuffles.
 #pragma once
 
 #include <algorithm>
@@ -49,7 +49,7 @@ inline To convert(From value) {
     }
 }
 
-// Calls f(Element{}) with the C++ type of `dtype`.
+// Calls f(Element{}) with the C++ type Element of `dtype`.
 template <class F>
 inline void with_element(Dtype dtype, F&& f) {
     switch (dtype) {
@@ -151,7 +151,7 @@ inline void multiply(const Scalars<T>& a, const T* b, int b_pitch, int rows, int
     }
 }
 
-// ---- one query tile and its place ----------------------------------------------------------------------------------
+// ---- query tiles and key tiles -------------------------------------------------------------------------------------
 
 // Rows [first, first + count) of Q of a segment, for one head of one batch element.
 struct QueryTile {
@@ -166,14 +166,14 @@ struct QueryTile {
         return int(std::clamp<int64_t>(keys, 0, segment->k_len));
     }
     int64_t q_row() const { return segment->q_begin + first; }
-    // Returns the place of this tile's first row in an array (batch, num_heads, q_rows).
+    // Returns the index of this tile's first row in an array (batch, num_heads, q_rows).
     int64_t row_index(const Sizes& sizes) const {
         return (int64_t(batch) * sizes.num_heads + head) * sizes.q_rows + q_row();
     }
 };
 
 struct QueryTiles {
-    std::vector<std::pair<int, int>> tiles;  // (segment, first row), tiles with most keys first
+    std::vector<std::pair<int, int>> tiles;  // (segment, first row); tiles with more keys first
 
     explicit QueryTiles(const Segments& segments) {
         for (int s = 0; s < segments.size; ++s)
@@ -193,7 +193,8 @@ inline QueryTile query_tile(const Segments& segments, const std::pair<int, int>&
     return {segment, batch, head, tile.second, count, round_up(count, kLanes<T>)};
 }
 
-// A tile of keys: `count` keys, `keys` with the padding to whole quads. `row` is its first row in the tensors.
+// A tile of keys. `count` is its number of keys, `keys` that number rounded up to whole quads, and `row` its first row
+// in the tensors.
 struct KeyTile {
     int count, keys;
     int64_t row;
@@ -213,7 +214,7 @@ KeyTile load_key_tile(const Params& p, const QueryTile& tile, int begin, T* k, T
     return {count, keys, row};
 }
 
-// Arrays aligned to cache lines, which are freed together.
+// Allocates arrays that are aligned to cache lines, and frees them together.
 template <class T>
 class Scratch {
   public:
