@@ -1,4 +1,4 @@
-// Exceptions of the folders that do not use Torch. The operators convert them to ValueError and RuntimeError.
+// Exceptions of the folders that do not use Torch. In Python they become ValueError and RuntimeError.
 #pragma once
 
 #include <sstream>
@@ -19,6 +19,7 @@ class RuntimeFailure : public std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+// Returns the text of all parts, one after the other.
 template <class... Parts>
 std::string concat(const Parts&... parts) {
     std::ostringstream text;

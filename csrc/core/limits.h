@@ -5,7 +5,8 @@
 
 namespace megatron_sb {
 
-// head_dim (of q and k) and head_dim_v (of v and o). A multiple of 8 keeps rows of 16-bit types aligned to 16 bytes.
+// Limits of head_dim (of q and k) and head_dim_v (of v and o). With multiples of 8, rows of 16-bit types stay aligned
+// to 16 bytes.
 inline constexpr int64_t kMaxHeadDim = 256;
 inline constexpr int64_t kHeadDimMultiple = 8;
 

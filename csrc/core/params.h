@@ -3,8 +3,8 @@
 //   block_forward   (q, k, v, segments, mass_in)                             -> o, mass_out, restart
 //   block_backward  (q, k, v, do, segments, restart, mass_in, prefix_in)     -> dq, dk, dv, prefix_out
 //
-// Letters as in the paper: z logit, beta = sigmoid(z), A weight, P mass (the part of the stick that is left), g = A (dO
-// . v).
+// Letters as in the paper: z is the logit, beta = sigmoid(z), A the weight, P the mass (the part of the stick that is
+// left). In the backward, g = A (dO . v).
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,8 @@ namespace megatron_sb {
 
 enum class Dtype : int8_t { kFloat32, kFloat64, kBFloat16, kFloat16 };
 
-// A range of rows of q that attends to a range of rows of k. Rows count from the start of the local buffers of one
-// batch element. Key row i (from k_begin) is visible to query row j (from q_begin) if
+// A range of rows of q that attends to a range of rows of k. Rows are counted from the first row of q and k of a batch
+// element. Key row i (from k_begin) is visible to query row j (from q_begin) if
 //     i < j + q_pos_minus_k_pos        (<= with attend_current).
 // Each row of q is in at most one segment of a table. Rows in no segment get o = 0 and mass_out = mass_in. The key
 // ranges of two segments are disjoint or begin at the same row, so one grid of key tiles, counted from k_begin, serves
@@ -55,7 +55,7 @@ struct Rows {
 };
 
 struct Sizes {
-    Dtype dtype;  // of q, k, v and do; sums are in fp64 for kFloat64, else in fp32
+    Dtype dtype;  // of q, k, v and do. The accumulation type is fp64 for kFloat64 and fp32 for all others
     int32_t batch;
     int32_t num_heads;
     int32_t num_kv_heads;  // divides num_heads; query head h reads KV head h / (num_heads / num_kv_heads)
@@ -85,8 +85,8 @@ inline constexpr float kLeastGate = 0x1p-64f;  // the backward computes g / max(
 // floor), this is the oldest one. The backward starts with the tile that ends at `edge` and continues to newer keys.
 // Older tiles contribute nothing.
 //
-// edge = 0 and mass > 0: the row starts at the first key, and has `mass` at the older side of that key. Only kernels
-// whose backward is faster that way write this. mass = 0: no key contributes.
+// If edge = 0 and mass > 0, the row starts at the first key and has `mass` at the older side of that key. A kernel
+// writes this form only if its backward is then faster. If mass = 0, no key contributes.
 //
 // Edges are multiples of kRestartTile, or the k_len of the segment. All kernels share this grid, so every backward can
 // read the record of every forward. core/restart.h decodes it.
@@ -102,9 +102,9 @@ struct ForwardParams {
     Segments segments;
     Rows<const void*> q, k, v;
     Rows<void*> o;                  // of type o_dtype
-    Dtype o_dtype;                  // the type of sums, or sizes.dtype
-    const void* mass_in = nullptr;  // (batch, num_heads, q_rows), accumulation type; null: a full stick, 1
-    void* mass_out = nullptr;       // same shape
+    Dtype o_dtype;                  // the accumulation type or sizes.dtype
+    const void* mass_in = nullptr;  // (batch, num_heads, q_rows), accumulation type; null: 1, a full stick
+    void* mass_out = nullptr;       // same shape and type
     Restart restart;
     void* workspace = nullptr;  // as many bytes as the kernel requires, aligned to kWorkspaceAlignment
 };
@@ -115,12 +115,13 @@ struct BackwardParams {
     Segments segments;
     Rows<const void*> q, k, v, d_o;
     Rows<void*> dq, dk, dv;
-    Dtype grad_dtype;  // of dq, dk, dv. The type of sums: the kernel adds to them. sizes.dtype: it writes them
-    Restart restart;   // read only
+    Dtype grad_dtype;  // of dq, dk, dv. The kernel adds to them if it is the accumulation type, else it overwrites them
+    Restart restart;   // the kernel only reads it
+    // The next three: (batch, num_heads, q_rows), accumulation type.
     const void* mass_in = nullptr;    // scales restart.mass if the forward did not know mass_in; null: 1
-    const void* prefix_in = nullptr;  // sum of g over all older keys, plus P dP at the oldest key; null: 0
-    void* prefix_out = nullptr;       // prefix_in plus the g of this block; (batch, num_heads, q_rows)
-    void* workspace = nullptr;        // workspace_bytes, aligned to kWorkspaceAlignment
+    const void* prefix_in = nullptr;  // sum of g over all older keys, plus P dP with the final mass P; null: 0
+    void* prefix_out = nullptr;       // prefix_in plus the sum of g over the keys of this block
+    void* workspace = nullptr;        // workspace_bytes bytes, aligned to kWorkspaceAlignment
     int64_t workspace_bytes = 0;
 };
 

@@ -1,35 +1,35 @@
-// Decodes a restart record (Restart in params.h): in which key tile the backward starts a row of Q, and with what mass.
-// Every backward uses these functions, so a record means the same whichever forward wrote it.
+// Decodes a restart record (Restart in params.h): in which key tile the backward starts a row of Q, and with which
+// mass. Every backward uses these functions, so all kernels read a record in the same way.
 #pragma once
 
 #include "core/params.h"
 
 namespace megatron_sb {
 
-// Values of restart_tile() that are not key tiles. Kernels subtract tile indices from them, so they stay far from the
-// limits of int32.
+// Results of restart_tile() that are not key tiles. They are far from the limits of int32, because kernels subtract
+// tile indices from them.
 inline constexpr int32_t kBeforeAllKeys = -1;
 inline constexpr int32_t kNeverStarts = 1 << 29;
 
-// Returns the key tile, of kRestartTile keys counted from k_begin, in which a row starts. The row has the record's mass
-// at the newer edge of that tile. kBeforeAllKeys: it has this mass before the first key. kNeverStarts: no key
-// contributes to the row. `num_tiles` is the number of key tiles that the caller processes for the row; a record that
-// names a newer tile is treated as kNeverStarts.
+// Returns the key tile in which a row starts. Tiles have kRestartTile keys, counted from k_begin. The row has the
+// record's mass at the newer edge of that tile. Returns kBeforeAllKeys if the row has this mass before the first key,
+// and kNeverStarts if no key contributes to the row. `num_tiles` is the number of key tiles that the caller processes
+// for the row; a record with a newer tile gives kNeverStarts.
 SB_HOST_DEVICE inline int32_t restart_tile(int32_t edge, bool has_mass, int32_t num_tiles) {
     if (edge == 0) return has_mass ? kBeforeAllKeys : kNeverStarts;
     const int32_t tile = (edge - 1) / kRestartTile;
     return tile < num_tiles ? tile : kNeverStarts;
 }
 
-// Returns the mass with which a row starts. `index` is the place of the row in (batch, num_heads, q_rows); T is the
-// type of sums.
+// Returns the mass with which a row starts. `index` is the index of the row in arrays (batch, num_heads, q_rows); T is
+// the accumulation type.
 template <class T>
 SB_HOST_DEVICE inline T restart_mass(const BackwardParams& params, int64_t index) {
     const T mass = static_cast<const T*>(params.restart.mass)[index];
     return params.mass_in == nullptr ? mass : mass * static_cast<const T*>(params.mass_in)[index];
 }
 
-// The same tile, from the record of row `index`.
+// Returns the key tile in which row `index` starts, from its record.
 template <class T>
 SB_HOST_DEVICE inline int32_t restart_tile(const BackwardParams& params, int64_t index, int32_t num_tiles) {
     const T* const mass = static_cast<const T*>(params.restart.mass);

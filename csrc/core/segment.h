@@ -1,4 +1,4 @@
-// Functions of segments that host and device share.
+// Functions on segments, for host and device.
 #pragma once
 
 #include "core/params.h"
@@ -9,23 +9,23 @@ SB_HOST_DEVICE inline int32_t clamp_row(int32_t row, int32_t low, int32_t high) 
     return row < low ? low : row > high ? high : row;
 }
 
-// Returns the segment with its rows clamped to the rows of q and k. The host has not checked a table that is in device
-// memory.
+// Returns the segment with its rows clamped to the rows of q and k. Kernels call it because the host cannot check a
+// table in device memory.
 SB_HOST_DEVICE inline Segment clamped(const Segment& s, const Sizes& sizes) {
     Segment c = s;
     c.q_begin = clamp_row(s.q_begin, 0, sizes.q_rows);
     c.q_len = clamp_row(s.q_len, 0, sizes.q_rows - c.q_begin);
     c.k_begin = clamp_row(s.k_begin, 0, sizes.k_rows);
     c.k_len = clamp_row(s.k_len, 0, sizes.k_rows - c.k_begin);
-    // At -q_len or less no query sees a key, and at k_len or more every query sees every key. Larger offsets mean the
-    // same, and would overflow later.
+    // At -q_len or less no query sees a key, and at k_len or more every query sees every key. Offsets beyond these
+    // limits mean the same and are clamped, because sums with them could overflow.
     c.q_pos_minus_k_pos = clamp_row(s.q_pos_minus_k_pos, -c.q_len, c.k_len);
     return c;
 }
 
 // Returns the segment of document i of cu_seqlens (rows of q) and cu_seqlens_k (rows of k). The queries of a document
-// are the last positions of its keys. Bounds are clamped to the rows of q and k, so a table whose values the host has
-// not checked cannot cause an access out of bounds.
+// are the last positions of its keys. Bounds are clamped to the rows of q and k, so that values which the host has not
+// checked cannot cause an access out of bounds.
 SB_HOST_DEVICE inline Segment document_segment(const int32_t* cu_seqlens, const int32_t* cu_seqlens_k, int32_t i,
                                                int32_t q_rows, int32_t k_rows) {
     Segment s;

@@ -20,6 +20,10 @@ bool head_dims_fit(const Request& r) {
     return is_supported_head_dim(r.head_dim) && is_supported_head_dim(r.head_dim_v);
 }
 
+std::string supported_head_dims() {
+    return concat("head_dim and head_dim_v: multiples of ", kHeadDimMultiple, " up to ", kMaxHeadDim);
+}
+
 bool cpu_serves(const Request& r) {
     return r.device == Device::kCpu && head_dims_fit(r);
 }
@@ -41,14 +45,15 @@ bool hopper_serves(const Request& r) {
 
 constexpr Kernels kTable[] = {
 #if defined(SB_WITH_CUDA)
-    {"hopper", hopper_serves, "CUDA sm_90; bf16, fp16; head_dim = head_dim_v = 64 or 128; without forget gates",
+    {"hopper", hopper_serves,
+     [] { return std::string("CUDA sm_90; bf16, fp16; head_dim = head_dim_v = 64 or 128; without forget gates"); },
      hopper::forward_workspace, hopper::backward_workspace, hopper::block_forward, hopper::block_backward, true},
     {"portable", portable_serves,
-     "CUDA sm_80 and later; fp32, bf16, fp16; head_dim and head_dim_v: multiples of 8 up to 256",
+     [] { return concat("CUDA sm_80 and later; fp32, bf16, fp16; ", supported_head_dims()); },
      portable::forward_workspace, portable::backward_workspace, portable::block_forward, portable::block_backward,
      false},
 #endif
-    {"cpu", cpu_serves, "CPU; fp32, fp64, bf16, fp16; head_dim and head_dim_v: multiples of 8 up to 256",
+    {"cpu", cpu_serves, [] { return concat("CPU; fp32, fp64, bf16, fp16; ", supported_head_dims()); },
      [](const ForwardParams&) { return int64_t(0); }, [](const BackwardParams&, int64_t) { return int64_t(0); },
      [](const ForwardParams& params, void*) { cpu::block_forward(params); },
      [](const BackwardParams& params, void*) { cpu::block_backward(params); }, false},
@@ -60,7 +65,7 @@ std::string describe(const Request& r) {
                   r.forget_gate ? ", forget gates" : "");
 }
 
-// MEGATRON_SB_KERNELS=portable disables the Hopper and decode kernels, to compare with them or to avoid them.
+// MEGATRON_SB_KERNELS=portable disables the Hopper and decode kernels, for comparisons and as a workaround.
 bool only_portable() {
     static const char* const wanted = std::getenv("MEGATRON_SB_KERNELS");
     return wanted != nullptr && std::strcmp(wanted, "portable") == 0;
@@ -104,12 +109,11 @@ bool decode_serves(const Request& request) {
 
 std::string describe() {
     std::string text;
-    for (const Kernels& kernels : kTable) text += concat("  ", kernels.name, ": ", kernels.description, "\n");
+    for (const Kernels& kernels : kTable) text += concat("  ", kernels.name, ": ", kernels.description(), "\n");
 #if defined(SB_WITH_CUDA)
-    text += concat(
-        "  decode: a KV cache on CUDA sm_80 and later; bf16, fp16; head_dim and head_dim_v: multiples of 8 up to ",
-        kMaxHeadDim, "; at most ", decode::kMaxQueryRows,
-        " query rows for each KV head. The kernels above serve all other requests.\n");
+    text +=
+        concat("  decode: a KV cache on CUDA sm_80 and later; bf16, fp16; ", supported_head_dims(), "; at most ",
+               decode::kMaxQueryRows, " query rows for each KV head. The kernels above serve all other requests.\n");
 #endif
     return text;
 }

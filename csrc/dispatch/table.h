@@ -1,4 +1,5 @@
-// One table of kernels, searched from the fastest to the most general.
+// The table of all kernels that implement block_forward and block_backward. A search goes from the fastest kernels to
+// the most general ones.
 #pragma once
 
 #include <string>
@@ -9,6 +10,7 @@ namespace megatron_sb::dispatch {
 
 enum class Device : int8_t { kCpu, kCuda };
 
+// The properties of a call that determine its kernels.
 struct Request {
     Device device;
     int architecture;  // compute capability times ten (90 for sm_90); 0 on CPU
@@ -20,30 +22,31 @@ struct Request {
 struct Kernels {
     const char* name;
     bool (*serves)(const Request&);
-    const char* description;  // of the requests that it serves
-    // Workspace in bytes. A backward exceeds `limit` only if it cannot run with less.
+    std::string (*description)();  // of the requests that they serve
+    // Size of the workspace in bytes. The backward exceeds `limit` only if it cannot run with less.
     int64_t (*forward_workspace)(const ForwardParams&);
     int64_t (*backward_workspace)(const BackwardParams&, int64_t limit);
     void (*forward)(const ForwardParams&, void* stream);
     void (*backward)(const BackwardParams&, void* stream);
-    bool narrow_gradients;  // grad_dtype can be sizes.dtype
+    bool narrow_gradients;  // BackwardParams::grad_dtype can be sizes.dtype
 };
 
+// Returns "fp32", "fp64", "bf16" or "fp16".
 const char* name_of(Dtype dtype);
 
-// The first entry that serves the request. If none does, throws InvalidArgument with the request and the table.
+// Returns the first entry that serves the request. Throws InvalidArgument with the request and the table if none does.
 const Kernels& find(const Request& request);
 
-// Whether the decode kernel (kernels/decode) serves the request. The kernels of the table serve all other requests.
+// Returns whether the decode kernel (kernels/decode) serves a call with a KV cache. block_forward serves all others.
 bool decode_serves(const Request& request);
 
-// The table as text, one line for each entry, fastest first; then the decode kernel.
+// Returns the table as text: one line for each entry, fastest first, then one for the decode kernel.
 std::string describe();
 
-// The instruction set that the CPU kernels use on this machine.
+// Returns the instruction set that the CPU kernels use on this machine.
 std::string instruction_set();
 
-// Whether this build contains CUDA kernels.
+// Returns whether this build contains CUDA kernels.
 bool built_with_cuda();
 
 }  // namespace megatron_sb::dispatch

@@ -1,4 +1,4 @@
-// How a stream of packed documents is split over the ranks of a context-parallel group.
+// The split of a stream of packed documents over the ranks of a context-parallel group.
 //
 // zigzag splits the stream into 2 * size chunks, and rank r holds chunks r and 2 * size - 1 - r. contiguous splits it
 // into `size` chunks, and rank r holds chunk r. With `per_document` every document is split into that many parts, and
@@ -16,6 +16,7 @@ namespace megatron_sb::plan {
 enum class Layout : int8_t { kZigzag, kContiguous };
 enum class Packing : int8_t { kPerDocument, kWholeStream };
 
+// Throw InvalidArgument for an unknown name.
 Layout parse_layout(const std::string& name);
 Packing parse_packing(const std::string& name);
 const char* name_of(Layout layout);
@@ -33,12 +34,13 @@ struct Piece {
 
 class Partition {
   public:
-    // cu_seqlens: the start of each document and the end of the last; nullopt: one document of seq_len rows. Throws
-    // InvalidArgument if cu_seqlens do not start at 0, decrease or end beyond seq_len, or if a length does not divide.
+    // `cu_seqlens` has the start of each document and the end of the last; nullopt means one document of seq_len rows.
+    // Throws InvalidArgument if cu_seqlens do not start at 0, decrease or end beyond seq_len, or if a length is not a
+    // multiple of num_chunks(). The lengths are those of each document and of the tail with per_document, else seq_len.
     Partition(Layout layout, Packing packing, int size, int64_t seq_len,
               const std::optional<std::vector<int64_t>>& cu_seqlens);
 
-    // The same stream split over `size` ranks, where `size` divides this partition's size.
+    // Returns the split of the same stream over `size` ranks. `size` must divide the size of this partition.
     Partition over(int size) const;
 
     Layout layout() const { return layout_; }
@@ -46,23 +48,24 @@ class Partition {
     int64_t num_rows() const { return bounds_.back(); }
     int64_t num_local_rows() const { return num_rows() / size_; }
     int num_chunks() const { return layout_ == Layout::kZigzag ? 2 * size_ : size_; }
-    // Pieces with a document from this number on belong to the tail.
+    // Pieces with document >= num_documents() belong to the tail.
     int num_documents() const { return num_documents_; }
 
-    // The chunks of a rank in the order of their lanes (plan/schedule.h): the low chunk, then the high chunk.
+    // Returns the chunks of a rank in the order of their lanes (plan/schedule.h): the low chunk, then the high chunk.
     std::vector<int> chunks_of(int rank) const;
 
+    // Return the pieces of the whole stream, of a chunk, and of the local buffer of a rank. The local buffer is in
+    // Megatron's order. per_document: the low part and the high part of each document in turn. whole_stream: the low
+    // chunk, then the high chunk.
     std::vector<Piece> stream() const;
     std::vector<Piece> chunk(int chunk) const;
-    // The local buffer of a rank, in Megatron's order. per_document: the low part and the high part of each document in
-    // turn. whole_stream: the low chunk, then the high chunk.
     std::vector<Piece> local(int rank) const;
 
-    // The stream row of each local row of a rank.
+    // Returns the stream row of each local row of a rank.
     std::vector<int64_t> local_positions(int rank) const;
-    // The stream row of each row of the concatenated local buffers of all ranks.
+    // Returns the stream row of each row of the concatenated local buffers of all ranks.
     std::vector<int64_t> gathered_positions() const;
-    // The local row of each row of a chunk that `rank` holds.
+    // Returns the local row of each row of a chunk. Throws InvalidArgument if `rank` does not hold the chunk.
     std::vector<int64_t> chunk_rows(int rank, int chunk) const;
 
   private:

@@ -5,10 +5,11 @@
 //   r, r - 1, .. 0.
 // - zigzag: a rank holds a low and a high chunk, which form two lanes that move in opposite directions. The low chunks
 //   move as above. The high chunks move to the next lower rank, and rank r gets those of ranks r, r + 1, .. size - 1.
-// In the backward each lane moves in the other direction. It starts one exchange away from its home rank and ends
-// there.
+// In the backward each lane moves in the other direction. It starts one exchange away from its home rank and ends at
+// its home rank.
 //
-// A run is a sequence of chunks that a rank gets in order. With zigzag there are at most three, folded at the end:
+// A run is a sequence of chunks that a rank gets in order, in the forward from newest to oldest. With zigzag there are
+// at most three runs. Their results are combined at the end:
 //     run 0: the high chunks of ranks r .. size - 1     run 1: the low chunks above r     run 2: the low chunks 0 .. r
 #pragma once
 
@@ -27,14 +28,14 @@ class Schedule {
     int num_lanes() const { return layout_ == Layout::kZigzag ? 2 : 1; }
     int num_runs() const { return layout_ == Layout::kZigzag ? 3 : 1; }
 
-    // The chunk of a lane that a rank owns.
+    // Returns the chunk of a lane that a rank owns.
     int home_chunk(int lane, int rank) const { return lane == 0 ? rank : 2 * size_ - 1 - rank; }
     // After each step a rank sends its chunk of a lane to next_rank and receives one from previous_rank.
     int next_rank(int lane, Pass pass, int rank) const { return wrap(rank + direction(lane, pass)); }
     int previous_rank(int lane, Pass pass, int rank) const { return wrap(rank - direction(lane, pass)); }
-    // The chunk of a lane that a rank holds during a step.
+    // Returns the chunk of a lane that a rank holds during a step.
     int chunk(int lane, Pass pass, int rank, int step) const;
-    // The run of a key chunk on a rank, 0 for the newest; -1 if no query of the rank sees the chunk.
+    // Returns the run of a key chunk on a rank, 0 for the newest, or -1 if no query of the rank sees the chunk.
     int run(int rank, int chunk) const;
 
   private:

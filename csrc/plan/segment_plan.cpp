@@ -5,7 +5,7 @@
 namespace megatron_sb::plan {
 namespace {
 
-// Sets the row range of every run and drops the runs without segments.
+// Sets the row range of every run, removes the runs without segments, and numbers the others anew.
 void place_runs(SegmentPlan& segment_plan, int num_runs) {
     std::vector<int> kept(num_runs, -1);
     for (int run = 0; run < num_runs; ++run) {

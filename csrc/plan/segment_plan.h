@@ -1,7 +1,7 @@
 // Everything that one rank computes in one mode, as tables of segments: one table for each key buffer.
 //
-// The query side of every table is the rank's whole local buffer. Rows that see no key of a buffer are in no segment of
-// its table. So a step needs one block call for each lane, for every layout and packing.
+// A table covers all query rows of the rank's local buffer that see a key of the key buffer; the other rows are in no
+// segment of it. So a step needs one block call for each lane, for every layout and packing.
 #pragma once
 
 #include <vector>
@@ -21,7 +21,7 @@ struct Run {
 // The segments of one key buffer. Their query rows count from row_begin of the run.
 struct BufferSegments {
     int run = -1;
-    std::vector<Segment> segments;  // empty: nothing to compute
+    std::vector<Segment> segments;  // empty if there is nothing to compute
 };
 
 struct SegmentPlan {
@@ -29,13 +29,14 @@ struct SegmentPlan {
     std::vector<BufferSegments> buffers;  // one for each key buffer
 };
 
-// Pairs the pieces of two buffers that belong to the same document. `keys` has at most one piece of each document, so
-// each query piece is in at most one segment.
+// Returns a segment for each query piece that sees keys of its document in the other buffer. `keys` must have at most
+// one piece of each document, so each query piece is in at most one segment.
 std::vector<Segment> pair_pieces(const std::vector<Piece>& queries, const std::vector<Piece>& keys, int num_documents);
 
-// For p2p: a key buffer is a chunk.
+// Returns the plan of a rank for p2p: each key buffer is a chunk.
 SegmentPlan ring_segments(const Partition& partition, int rank);
-// For all_gather: the only key buffer is the whole stream in order, and the only run is the whole local buffer.
+// Returns the plan of a rank for all_gather: the only key buffer is the whole stream in order, and the only run is the
+// whole local buffer.
 SegmentPlan gather_segments(const Partition& partition, int rank);
 
 }  // namespace megatron_sb::plan
