@@ -2,6 +2,9 @@
 //
 //   z_ij = scale * q_j . k_i,   beta = sigmoid(z),   A_ij = beta_ij * prod_{i<k<j} (1 - beta_kj)        (eq. 1)
 //   o_j = sum_i A_ij v_i,   mass_j = 1 - sum_i A_ij, the part of the stick that is left
+//
+// Shapes: b batch elements, s queries and s_k keys of a sequence, t rows of a packed batch, h query heads, h_kv KV
+// heads, d = head_dim of q and k, d_v = head_dim of v and o.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,24 +15,49 @@
 namespace megatron_sb {
 
 struct AttentionOptions {
-    std::optional<double> scale = std::nullopt;  // default: 1 / sqrt(head_dim), or 1 with euclidean
-    bool attend_current = false;                 // a query sees keys i <= j instead of i < j
-    double mass_threshold = 0x1p-24;  // in [0, 1): older tiles are skipped below this mass; 0 disables skipping
-    // f in (0, 1] for each key and KV head, (b, s_k, h_kv) or packed (t_k, h_kv): beta = f * sigmoid(z). In q's dtype
-    // or fp32 (fp64 for fp64).
+    // Factor of the logits, a finite number. Default: 1 / sqrt(d), or 1 with Euclidean logits.
+    std::optional<double> scale = std::nullopt;
+    // Whether a query also attends to the key at its own position: keys i <= j instead of i < j.
+    bool attend_current = false;
+    // In [0, 1). Older tiles of keys are skipped when the mass of all rows of the query tile is below it. This changes
+    // o by at most mass_threshold * max |v|. 0 disables skipping.
+    double mass_threshold = 0x1p-24;
+    // f for beta_ij = f_i * sigmoid(z_ij): one value for each key and KV head, (b, s_k, h_kv) or packed (t_k, h_kv). In
+    // q's dtype or in fp32 (fp64 if q is fp64), on q's device. Values are clamped to [0, 1]. Default: no gate.
     std::optional<at::Tensor> forget_gate = std::nullopt;
-    bool euclidean = false;  // z_ij = -scale * |q_j - k_i|^2 (NU-CS-2024-15); head_dim at most 248
+    // Euclidean logits, z_ij = -scale * |q_j - k_i|^2 (NU-CS-2024-15). d must then be at most 248.
+    bool euclidean = false;
 };
 
-// q (b, s, h, d), k (b, s_k, h_kv, d), v (b, s_k, h_kv, d_v), s <= s_k: the queries are the last s positions.
-// Returns o (b, s, h, d_v) in q's dtype and mass (b, h, s) in fp32 (fp64 for fp64). Both are differentiable once.
-// Throws c10::ValueError or c10::TypeError for an invalid argument.
+// Computes causal attention of a batch of sequences. The queries are the last s of the s_k positions, and s <= s_k.
+//
+// - q (b, s, h, d): fp32, bf16 or fp16, on CPU also fp64. d is a multiple of 8 and at most 256.
+// - k (b, s_k, h_kv, d), in q's dtype and on q's device. h is a multiple of h_kv. Query head i reads KV head
+//   i / (h / h_kv).
+// - v (b, s_k, h_kv, d_v), in q's dtype and on q's device. d_v is a multiple of 8 and at most 256.
+//
+// Tensors can have any strides. Returns (o, mass): o (b, s, h, d_v) in q's dtype, and mass (b, h, s) in fp32 (fp64 if
+// q is fp64). Both can be differentiated once. A mass below mass_threshold is not exact: the true mass is between 0
+// and mass_threshold.
+//
+// Throws c10::TypeError for a wrong dtype, c10::ValueError for a wrong shape, device or option, and std::runtime_error
+// if a kernel cannot be launched.
 std::tuple<at::Tensor, at::Tensor> stickbreaking_attention(const at::Tensor& q, const at::Tensor& k,
                                                            const at::Tensor& v, const AttentionOptions& options = {});
 
-// Packed documents: q (t, h, d), k (t_k, h_kv, d), v (t_k, h_kv, d_v). cu_seqlens: int32 (n + 1,), starts at 0;
-// cu_seqlens_k: the same for the keys, by default cu_seqlens. Returns o (t, h, d_v) and mass (h, t). Rows of no
-// document get o = 0 and mass = 1.
+// Computes causal attention of packed documents: each query attends to the keys of its own document.
+//
+// - q (t, h, d), k (t_k, h_kv, d), v (t_k, h_kv, d_v): dtypes and limits as in stickbreaking_attention.
+// - cu_seqlens (n + 1,): int32, on q's device. Document i has the query rows [cu_seqlens[i], cu_seqlens[i + 1]). The
+//   first value is 0, values do not decrease, and the last is at most t.
+// - cu_seqlens_k (n + 1,): the same for the rows of k and v. Default: cu_seqlens, which requires t = t_k. A document
+//   must have at most as many queries as keys; its queries are its last positions.
+//
+// Returns (o, mass): o (t, h, d_v) in q's dtype, and mass (h, t) in fp32 (fp64 if q is fp64). Both can be
+// differentiated once. Rows after the last document get o = 0 and mass = 1.
+//
+// Throws the exceptions of stickbreaking_attention. The values of cu_seqlens are checked on a CPU only. On a GPU they
+// are clamped to the rows of q and k, so that the host need not wait for them.
 std::tuple<at::Tensor, at::Tensor> stickbreaking_attention_varlen(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& cu_seqlens,
     const std::optional<at::Tensor>& cu_seqlens_k = std::nullopt, const AttentionOptions& options = {});

@@ -1,47 +1,61 @@
 // Stick-breaking attention over a sequence that is split over a process group, for C++ programs, without Python.
 //
-// A stream of seq_len rows, one document or several packed ones, is split over the ranks of a group (`layout`,
-// `packing`). Each rank passes its local rows of q, k and v and receives its local rows of the output.
+// A stream of seq_len rows is one sequence or several packed documents. `layout` and `packing` determine how it is
+// split over the ranks of the group. Each rank passes its local rows of q, k and v and receives its local rows of the
+// output.
+//
+// Groups are passed by the name under which torch.distributed has registered them; an unknown name throws c10::Error. A
+// collective function must be called by every rank of the group. It throws std::runtime_error within the timeout of the
+// group if a peer is lost.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "megatron_sb/attention.h"
 
 namespace megatron_sb {
 
-// The work of a batch that needs the host: checks lengths, checks that the ranks agree, makes tables of segments. Make
-// one plan for each batch; all layers and both directions share it.
+// The work of a batch that needs the host: it checks lengths, checks that the ranks agree, and makes tables of
+// segments. Make one plan for each batch. All layers share it, in the forward and in the backward.
 class ContextParallelPlan : public torch::CustomClassHolder {
   public:
-    // Collective over the group that is registered under `group_name` in torch.distributed.
-    // - seq_len: rows of the whole stream; default cu_seqlens.back().
-    // - cu_seqlens: the start of each packed document and the end of the last, the same on all ranks; nullopt: one
-    //   document.
-    // - layout: "zigzag" or "contiguous". packing: "per_document" or "whole_stream".
-    // - argument_error: if not empty, every rank throws it. For a caller that has found an invalid argument itself.
-    // Throws InvalidArgument (std::invalid_argument) on every rank if a length does not divide or the ranks disagree.
+    // Collective.
+    //
+    // - seq_len: rows of the whole stream. Default: cu_seqlens.back(); required without cu_seqlens.
+    // - cu_seqlens: the start of each packed document and the end of the last one, equal on all ranks. Default: each
+    //   batch element is one sequence.
+    // - layout: "zigzag" splits a length into 2 * ranks chunks, "contiguous" into as many chunks as ranks.
+    // - packing: "per_document" splits each document, so the length of each document must be a multiple of the number
+    //   of chunks. "whole_stream" splits the stream as a whole, so seq_len must be such a multiple.
+    // - argument_error: if not empty on some rank, every rank throws std::invalid_argument with this text. A caller
+    //   that finds an invalid argument on its rank passes the message here, so that the other ranks do not wait for
+    //   this rank.
+    //
+    // Throws std::invalid_argument on every rank if an argument is invalid on any rank or if the ranks disagree.
     ContextParallelPlan(const std::string& group_name, std::optional<int64_t> seq_len,
                         std::optional<std::vector<int64_t>> cu_seqlens, const std::string& layout = "zigzag",
                         const std::string& packing = "per_document", const std::string& argument_error = "");
     ~ContextParallelPlan() override;
 
     const std::string& group_name() const;
-    int64_t rank() const;
-    int64_t size() const;
-    int64_t seq_len() const;
+    int64_t rank() const;       // of this process in the group
+    int64_t size() const;       // ranks of the group
+    int64_t seq_len() const;    // rows of the whole stream
     int64_t local_len() const;  // rows of each rank: seq_len / size
-    bool packed() const;
+    bool packed() const;        // whether the plan has cu_seqlens
     std::string layout() const;
     std::string packing() const;
 
+    // For the library itself.
     class State;
     State& state() const { return *state_; }
 
@@ -51,8 +65,9 @@ class ContextParallelPlan : public torch::CustomClassHolder {
 
 struct ContextParallelOptions : AttentionOptions {
     // - "p2p": keys move around the ring.
-    // - "all_gather": keys are gathered, one group of heads at a time.
-    // - "a2a": ranks exchange heads for rows.
+    // - "all_gather": each rank gathers the keys of all ranks, one group of heads at a time.
+    // - "a2a": ranks exchange heads for rows, so that each rank has all rows of its share of the heads. With n ranks,
+    //   h must be a multiple of n, and h_kv a multiple or a divisor of n.
     // - "a2a+p2p": a2a in the first of `hierarchical_groups` and p2p in the second.
     // - "auto": a2a if the heads can be exchanged and heads times rows of a rank's share is at least 32768; else
     //   all_gather if at most 1 GiB of gathered keys and values is allocated at a time; else p2p.
@@ -60,33 +75,47 @@ struct ContextParallelOptions : AttentionOptions {
     // For "a2a+p2p": the names of this rank's a2a group and p2p group. The rank in the plan's group must be
     // p2p rank * size of the a2a group + a2a rank.
     std::pair<std::string, std::string> hierarchical_groups = {};
-    // If false, no mass is sent, and an empty tensor is returned in its place.
+    // If false, no mass is sent, and the returned mass has no elements.
     bool return_mass = true;
 };
 
-// Every rank of the group makes this call.
+// Computes the attention of the whole stream. Collective, and so is its backward.
 //
-// Takes local shards q (b, s_local, h, d), k (b, s_local, h_kv, d), v (b, s_local, h_kv, d_v); with a packed plan
-// (t_local, heads, head_dim). Returns o (b, s_local, h, d_v) or (t_local, h, d_v) in q's dtype and mass (b, h, s_local)
-// or (h, t_local) in fp32 (fp64 for fp64). Both are differentiable once. Rows of no document get o = 0, mass = 1 and
+// - q (b, s_local, h, d), k (b, s_local, h_kv, d), v (b, s_local, h_kv, d_v) with s_local = plan->local_len(). With a
+//   packed plan q (t_local, h, d), k (t_local, h_kv, d), v (t_local, h_kv, d_v) with t_local = plan->local_len().
+//   Dtypes and limits as in stickbreaking_attention.
+// - options.forget_gate: of the local keys, (b, s_local, h_kv) or (t_local, h_kv).
+//
+// Returns (o, mass): o (b, s_local, h, d_v) or (t_local, h, d_v) in q's dtype, and mass (b, h, s_local) or (h,
+// t_local) in fp32 (fp64 if q is fp64). Both can be differentiated once. Rows of no document get o = 0, mass = 1 and
 // zero gradients.
 //
-// The first call with new shapes or options checks that the ranks agree on them. Throws c10::ValueError, c10::TypeError
-// or InvalidArgument for an invalid argument: on every rank in the first call of a plan, later only on the rank with
-// the invalid argument. Throws RuntimeFailure (std::runtime_error) within the timeout of the group if a peer is lost or
-// has thrown alone.
+// The first call with new shapes or options checks that the ranks agree on them. Throws c10::TypeError,
+// c10::ValueError or std::invalid_argument if an argument is invalid or the ranks disagree. In the first call of a
+// plan every rank throws. In later calls only the rank with the invalid argument throws; the other ranks wait for it
+// and throw std::runtime_error after the timeout of the group.
 std::tuple<at::Tensor, at::Tensor> context_parallel_attention(const at::Tensor& q, const at::Tensor& k,
                                                               const at::Tensor& v,
                                                               const c10::intrusive_ptr<ContextParallelPlan>& plan,
                                                               const ContextParallelOptions& options = {});
 
-// Returns this rank's rows of x. The backward gathers: every rank gets the gradient of the sum of all ranks' losses.
+// Returns this rank's rows of x (.., seq_len, ..), of shape (.., seq_len / ranks, ..). `dim` is the dimension of the
+// rows; x can have any dtype. `layout`, `cu_seqlens` and `packing` are those of ContextParallelPlan.
+//
+// The forward sends nothing. The backward is collective: it gathers the gradients of all ranks, so every rank gets the
+// gradient of the sum of all ranks' losses.
+//
+// Throws c10::ValueError if x has no dimension `dim`, and std::invalid_argument for other invalid arguments.
 at::Tensor shard_sequence(const at::Tensor& x, const std::string& group_name, int64_t dim = 1,
                           const std::string& layout = "zigzag",
                           const std::optional<std::vector<int64_t>>& cu_seqlens = std::nullopt,
                           const std::string& packing = "per_document");
 
-// Returns the rows of all ranks in the order of the stream. The backward sums over the ranks in fp32 (fp64 for fp64).
+// Returns the rows of all ranks in the order of the stream: (.., seq_len, ..) from x_local (.., seq_len / ranks, ..).
+// The arguments are those of shard_sequence. Collective, and so is its backward, which sums the gradients of all ranks
+// in fp32 (fp64 if x_local is fp64).
+//
+// Throws std::invalid_argument on every rank if an argument is invalid on any rank or if the ranks disagree.
 at::Tensor unshard_sequence(const at::Tensor& x_local, const std::string& group_name, int64_t dim = 1,
                             const std::string& layout = "zigzag",
                             const std::optional<std::vector<int64_t>>& cu_seqlens = std::nullopt,
