@@ -1,5 +1,5 @@
-# Decides SB_CUDA from SB_WITH_CUDA (ON, OFF, AUTO) and says what was decided; adds CUDA kernels architecture by
-# architecture, since the -arch shorthand would also compile plain sm_90, where wgmma is refused.
+# Sets SB_CUDA (ON or OFF) from SB_WITH_CUDA (ON, OFF or AUTO) and prints the decision. Defines sb_add_cuda_kernels,
+# which sets the architectures of one library: wgmma compiles for sm_90a only, the other kernels also for sm_80.
 
 if(SB_WITH_CUDA STREQUAL "OFF")
     set(SB_CUDA OFF)
@@ -24,12 +24,13 @@ endif()
 if(SB_CUDA)
     enable_language(CUDA)
     find_package(CUDAToolkit REQUIRED)
-    message(STATUS "megatron_sb: CUDA build, nvcc ${CMAKE_CUDA_COMPILER_VERSION}, torch for CUDA ${SB_TORCH_CUDA_VERSION}")
+    message(STATUS "megatron_sb: CUDA build, nvcc ${CMAKE_CUDA_COMPILER_VERSION}, "
+            "torch for CUDA ${SB_TORCH_CUDA_VERSION}")
 else()
     message(WARNING "megatron_sb: this is a CPU BUILD, because ${sb_why}. It has no GPU kernels.")
 endif()
 
-# sb_add_cuda_kernels(<object library> <gencode>...): add the sources with target_sources.
+# sb_add_cuda_kernels(<object library> <gencode>...) creates a library without sources. Add them with target_sources.
 function(sb_add_cuda_kernels name)
     add_library(${name} OBJECT)
     target_link_libraries(${name} PRIVATE sb_options CUDA::cudart)

@@ -1,4 +1,4 @@
-# What is installed, below the prefix or, in a wheel, below the package's folder:
+# Installs these files in the prefix or, for a wheel, in the folder of the package:
 #   lib/libmegatron_sb_ops.so   include/megatron_sb/*.h   lib/cmake/megatron_sb/   _C.*.so
 include(CMakePackageConfigHelpers)
 
@@ -7,7 +7,7 @@ if(SKBUILD)
     set(sb_prefix "megatron_sb")
 endif()
 
-# The wheel's neighbours: torch, and with it NCCL and the CUDA runtime, are found from lib/ of the package.
+# pip installs torch, NCCL and the CUDA runtime next to the package. These paths lead to them from the package's lib/.
 set(sb_rpath "$ORIGIN" "$ORIGIN/../../torch/lib" "$ORIGIN/../../nvidia/nccl/lib" "$ORIGIN/../../nvidia/cu13/lib")
 if(NOT SKBUILD)
     list(APPEND sb_rpath "${SB_TORCH_ROOT}/lib")
@@ -25,6 +25,8 @@ set(sb_cmake_dir "${sb_prefix}/lib/cmake/megatron_sb")
 install(EXPORT megatron_sb_targets NAMESPACE megatron_sb:: DESTINATION "${sb_cmake_dir}")
 configure_package_config_file(cmake/megatron_sbConfig.cmake.in "${CMAKE_CURRENT_BINARY_DIR}/megatron_sbConfig.cmake"
                               INSTALL_DESTINATION "${sb_cmake_dir}")
-write_basic_package_version_file("${CMAKE_CURRENT_BINARY_DIR}/megatron_sbConfigVersion.cmake" COMPATIBILITY SameMinorVersion)
-install(FILES "${CMAKE_CURRENT_BINARY_DIR}/megatron_sbConfig.cmake" "${CMAKE_CURRENT_BINARY_DIR}/megatron_sbConfigVersion.cmake"
+write_basic_package_version_file("${CMAKE_CURRENT_BINARY_DIR}/megatron_sbConfigVersion.cmake"
+                                 COMPATIBILITY SameMinorVersion)
+install(FILES "${CMAKE_CURRENT_BINARY_DIR}/megatron_sbConfig.cmake"
+              "${CMAKE_CURRENT_BINARY_DIR}/megatron_sbConfigVersion.cmake"
               cmake/SbTorch.cmake DESTINATION "${sb_cmake_dir}")

@@ -1,29 +1,36 @@
-# Makes the imported target megatron_sb::torch from the torch that a Python interpreter has, or from SB_TORCH_ROOT.
+# Creates the imported target megatron_sb::torch from the torch of a Python interpreter, or from SB_TORCH_ROOT. This
+# build and the installed CMake package both use this file.
 #
-# find_package(Torch) is not used: without nvcc it fails for a CUDA build of torch, and with CUDA 13 it adds
-# architectures that nvcc no longer knows. Used by this build and by the installed CMake package alike.
+# It replaces find_package(Torch), which fails without nvcc for a CUDA build of torch, and with CUDA 13 adds
+# architectures that nvcc no longer knows.
 #
-#   SB_TORCH_ROOT   folder with include/ and lib/ of a LibTorch; empty: ask Python
-# Sets SB_TORCH_VERSION, SB_TORCH_CUDA_VERSION (empty for a CPU torch) and SB_TORCH_ROOT.
+#   SB_TORCH_ROOT   folder with include/ and lib/ of a LibTorch; if empty, Python is asked
+#
+# Sets SB_TORCH_VERSION, SB_TORCH_CUDA_VERSION (empty for a CPU build of torch) and SB_TORCH_ROOT.
 
-set(SB_TORCH_ROOT "" CACHE PATH "Folder with LibTorch's include/ and lib/; empty: the torch of the Python interpreter")
+set(SB_TORCH_ROOT "" CACHE PATH
+    "Folder with LibTorch's include/ and lib/; if empty, the torch of the Python interpreter is used")
 
 function(sb_ask_python_for_torch)
     if(NOT Python_EXECUTABLE)
         find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
     endif()
-    set(question "import os, torch\nprint(';'.join([os.path.dirname(torch.__file__), torch.__version__, torch.version.cuda or '', str(int(torch.compiled_with_cxx11_abi()))]))")
-    # The second way leaves pip's build isolation: -E ignores the variables that hide the installed packages (-I would
-    # too, and hide the user's own, from pip install --user, itself).
+    string(CONCAT question "import os, torch\n"
+           "print(';'.join([os.path.dirname(torch.__file__), torch.__version__, torch.version.cuda or '', "
+           "str(int(torch.compiled_with_cxx11_abi()))]))")
+    # pip's build isolation hides installed packages through environment variables. The second attempt ignores these
+    # variables with -E. (-I ignores them too, but also hides the packages of pip install --user.)
     foreach(isolation "" "-E")
-        execute_process(COMMAND ${Python_EXECUTABLE} ${isolation} -c "${question}"
-                        OUTPUT_VARIABLE answer ERROR_VARIABLE error RESULT_VARIABLE status OUTPUT_STRIP_TRAILING_WHITESPACE)
+        execute_process(COMMAND ${Python_EXECUTABLE} ${isolation} -c "${question}" OUTPUT_VARIABLE answer
+                        ERROR_VARIABLE error RESULT_VARIABLE status OUTPUT_STRIP_TRAILING_WHITESPACE)
         if(status EQUAL 0)
             break()
         endif()
     endforeach()
     if(NOT status EQUAL 0)
-        message(FATAL_ERROR "megatron_sb: ${Python_EXECUTABLE} has no torch (pip install 'torch==2.11.*' first; one that only PYTHONPATH leads to needs pip install --no-build-isolation), and SB_TORCH_ROOT is not set.\n${error}")
+        message(FATAL_ERROR "megatron_sb: ${Python_EXECUTABLE} has no torch, and SB_TORCH_ROOT is not set. "
+                "Run pip install 'torch==2.11.*' first. If torch is found only through PYTHONPATH, use "
+                "pip install --no-build-isolation.\n${error}")
     endif()
     list(GET answer 0 root)
     list(GET answer 1 version)
@@ -36,7 +43,8 @@ function(sb_ask_python_for_torch)
 endfunction()
 
 if(SB_TORCH_ROOT)
-    file(STRINGS "${SB_TORCH_ROOT}/include/torch/csrc/api/include/torch/version.h" version_line REGEX "define TORCH_VERSION \"")
+    file(STRINGS "${SB_TORCH_ROOT}/include/torch/csrc/api/include/torch/version.h" version_line
+         REGEX "define TORCH_VERSION \"")
     string(REGEX REPLACE ".*\"(.*)\".*" "\\1" SB_TORCH_VERSION "${version_line}")
     set(SB_TORCH_CXX11_ABI 1)
     if(EXISTS "${SB_TORCH_ROOT}/lib/libtorch_cuda.so")

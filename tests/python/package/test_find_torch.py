@@ -49,5 +49,5 @@ def test_torch_of_the_user_is_found(tmp_path):
 def test_without_torch_the_error_says_what_to_do(tmp_path):
     status, said, _ = ask(tmp_path, "raise ImportError('broken')")
     assert status != 0
-    assert "has no torch (pip install 'torch==2.11.*' first" in said
-    assert "needs pip install --no-build-isolation" in said
+    assert "has no torch, and SB_TORCH_ROOT is not set. Run pip install 'torch==2.11.*' first." in said
+    assert "use pip install --no-build-isolation" in said
