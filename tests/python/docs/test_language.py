@@ -33,6 +33,17 @@ def test_lines_are_short(page):
         assert len(line) <= MAX_LINE or is_exempt, line
 
 
+# README.md begins with what the project is, the pages of csrc/ with what a kernel computes.
+PAGES = [page for page in MARKDOWN if page != ROOT / "README.md" and ROOT / "csrc" not in page.parents]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_pages_begin_with_their_purpose_and_a_command(page):
+    begin = page.read_text().partition("\n## ")[0]
+    assert re.match(r"# [^\n]+\n\nAfter reading this page you ", begin)
+    assert "\n```" in begin
+
+
 def test_messages_say_what_is_expected():
     """Messages have the form `X must be Y, got Z`. They do not list what a value may be."""
     phrase = re.compile(r"\b(is|are) " + "allowed")
