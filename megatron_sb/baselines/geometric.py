@@ -10,8 +10,8 @@ nearer: |i - n| < |i - j| if j > i, and |i - n| <= |i - j| if j < i. No position
 stick-breaking attention with keys on both sides, ordered by distance instead of newest first.
 
 The order and the logits were checked against the authors' code, github.com/RobertCsordas/ndr. That code has two
-features that the formula and this file do not have: dropout on the keys of the content logits, and the division of each
-row of A by its sum, which its configurations of the data router disable. Rows of A here sum to at most 1.
+features that the formula and this file do not have. One is dropout on the keys of the content logits. The other divides
+each row of A by its sum; the authors' configurations of the data router disable it. Rows of A here sum to at most 1.
 """
 
 import torch

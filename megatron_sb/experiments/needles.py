@@ -1,4 +1,4 @@
-"""Measure RULER's thirteen tasks by text length: which facts a trained model retrieves from ever longer texts.
+"""Measure RULER's thirteen tasks by text length: which facts a trained model retrieves from longer and longer texts.
 
 Tan et al., arXiv 2410.17980, section 5.3.1, Figs. 6 and 7. Tokens are bytes. An answer is right if each of its bytes is
 the model's likeliest one after all bytes before it. Greedy decoding would write the same bytes while they are right.

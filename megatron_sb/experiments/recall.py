@@ -182,7 +182,7 @@ class RecallSampler:
 
 
 class RecallTask:
-    """The `task.Task` of kind "recall". Its accuracy is the share of answers whose likeliest token is right.
+    """The `task.Task` of kind "recall". Its accuracy is the share of right answers.
 
     Evaluation uses held-out sequences of the stage's context length.
     """

@@ -39,12 +39,12 @@ class StolenAttentionConfig(Section):
     Attributes:
         head_dims: head dimensions, 2 to 8. Required.
         num_keys: numbers of keys, at least 16. Required.
-        key_means: norms of the mean of the keys.
-        draws: sets of keys for each combination.
-        query_norm: largest norm of the query, including the scale of the logits.
-        run: folder of a finished run. Each layer of its first stick-breaking model then adds the keys of one window of
-            validation text, one set per head, for every number of keys. Its head_dim must be at most 8.
-        seed: seed of the random keys.
+        key_means: norms of the mean of the keys. Default (0,).
+        draws: sets of keys for each combination. Default 1.
+        query_norm: largest norm of the query, including the scale of the logits. Default 256.
+        run: folder of a finished run with head_dim of at most 8. Default None. Each layer of its first stick-breaking
+            model adds the keys of one window of validation text: one set per head, for every number of keys.
+        seed: seed of the random keys. Default 0.
     """
 
     head_dims: tuple[HeadDim, ...]

@@ -79,8 +79,8 @@ def train_all(config_path: str, trials: Sequence[Trial], out: Path, jobs: int = 
         config_path: configuration that the trials override.
         trials: the runs; their names must differ.
         out: folder of all runs.
-        jobs: runs at a time. If it is more than 1, each run uses one GPU and its own share of the cores, because
-            runs whose threads share all cores slow each other down.
+        jobs: runs at a time. If it is more than 1, each run uses one GPU and its own share of the cores. Runs that
+            share all cores would slow each other down.
 
     Raises:
         ValueError: a configuration is invalid or differs from the one that out/NAME was started with, or another sweep

@@ -1,8 +1,8 @@
 """Supervision of the ranks that `megatron-sb train` starts on this machine.
 
 The supervisor forwards SIGINT and SIGTERM once, so that the ranks save and stop. It ends all ranks when one fails. The
-supervisor notices when a rank is killed, and the ranks notice when the supervisor is killed. docs/design/supervision.md
-lists all events and explains why torch's elastic launch is not used.
+ranks end when the supervisor is killed. docs/design/supervision.md lists all events and explains why torch's elastic
+launch is not used.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class SoftmaxAttention(nn.Module):
         """Attend within each sequence or document.
 
         Memory is O(s) if a fused kernel serves the call. Otherwise (kernels.py lists when) the attention weights of one
-        block of rows are in memory at a time; documents of one length are then computed together, and on GPUs they are
+        block of rows are in memory at a time. Then documents of one length are computed together, and on GPUs they are
         padded to the next power of two.
 
         Args:

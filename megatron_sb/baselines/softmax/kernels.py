@@ -7,8 +7,8 @@
 | `sdpa` | attention without bias, window or StableMask; one call for each document | O(s) on GPUs |
 | `plain` | all other calls | O(s) for each row of a block of rows |
 
-FlexAttention cannot serve all calls: on CPUs it has no gradients, it sums in fp32, its heads have at least 16 channels,
-and it cannot differentiate the network inside FIRE's bias.
+FlexAttention cannot serve all calls. On CPUs it has no gradients. It sums in fp32, and its heads have at least 16
+channels. It cannot differentiate the network inside FIRE's bias.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Scores:
 
     @property
     def is_dot_product(self) -> bool:
-        """Whether the scores are scale * q . k under a causal mask, and nothing else."""
+        """Whether the scores are only scale * q . k under a causal mask."""
         return not self.alibi and self.fire is None and self.window is None and self.stable_mask_gammas is None
 
 
@@ -95,7 +95,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scores: Sc
 
 
 def has_flex_kernel(q: Tensor, scores: Scores) -> bool:
-    """Whether FlexAttention serves these scores on q's device."""
+    """Return whether FlexAttention serves these scores on q's device."""
     wide = q.shape[-1] >= FLEX_MIN_HEAD_DIM
     return q.is_cuda and q.dtype != torch.float64 and wide and scores.fire is None
 

@@ -79,8 +79,9 @@ def batches_by_length(lengths: tuple[int, ...], padded: bool, device: torch.devi
         device: device of the results.
 
     Returns:
-        A list with the rows of the documents of each batch, int64 (documents, length), where row s stands for padding;
-        and the place of each of the s rows in the concatenation of all batches, int64 (s,).
+        A list and a tensor. The list has the rows of the documents of each batch, int64 (documents, length); row s
+        stands for padding. The tensor has the place of each of the s rows in the concatenation of all batches, int64
+        (s,).
     """
     starts, longest = [0, *itertools.accumulate(lengths)], max(lengths)
     members: dict[int, list[int]] = {}

@@ -54,7 +54,7 @@ def single_text(generator: np.random.Generator, length: int, texts: Texts) -> Sa
 
 
 def single_uuid(generator: np.random.Generator, length: int, texts: Texts) -> Sample:
-    """Hide one needle whose value is a UUID in real text."""
+    """Hide one needle in real text. Its value is a UUID."""
     return _hide_needles(generator, length, texts, texts.sentences_from(generator), num_keys=1, draw_value=draw_uuid)
 
 

@@ -1,4 +1,4 @@
-"""Questions whose answers are in one or two of many documents (RULER's qa_1 and qa_2).
+"""Questions about facts in one or two of many documents (RULER's qa_1 and qa_2).
 
 RULER uses SQuAD and HotpotQA. Here the documents describe classes and methods of the Python standard library.
 """

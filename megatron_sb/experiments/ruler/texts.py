@@ -25,7 +25,7 @@ NOISE = (
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A method whose name is unique among classes. about: first sentence of its docstring."""
+    """A method of a class. Its name is unique among all classes. about: first sentence of its docstring."""
 
     name: str
     owner: str

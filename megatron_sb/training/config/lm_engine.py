@@ -1,8 +1,8 @@
 """Translation of the model section of lm-engine's and dolomite-engine's YAML files.
 
 `model_args.pretrained_config` describes a model by a mapping and two lists of blocks: a sequence mixer and an MLP for
-each layer. There are three kinds of keys: a key is translated to a field of the trainer, or must have the value that
-the trainer's models have, or is ignored.
+each layer. There are three kinds of keys. Some are translated to a field of the trainer. Some must have the value that
+the trainer's models have. Some are ignored.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def _moe_fields(sizes: ModelConfig) -> dict:
 
 
 def _with_weights_by_index(experts: type) -> type:
-    """Return an experts module whose initial weights depend on each expert's index over all ranks.
+    """Return an experts module. The initial weights of an expert depend only on its index over all ranks.
 
     On a CPU, Megatron-Core's own module draws the same weights for the first expert of every rank. It also leaves the
     generator in a state that depends on the rank's number of experts.
