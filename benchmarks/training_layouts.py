@@ -1,7 +1,7 @@
 """Compare training on one GPU with every parallel layout: losses, tokens/s and memory on the same rows.
 
 python benchmarks/training_layouts.py record OUT.json --model dense --lengths 16384 65536
-python benchmarks/training_layouts.py draw OUT.json OUT.png --beside MORE.json
+python benchmarks/training_layouts.py draw OUT.json OUT.png --more MORE.json
 
 The script runs `megatron-sb train` with each layout for which this machine has enough GPUs, on the bytes of the Python
 standard library, and reads the logs. "1 GPU again" processes two rows at a time instead of one. Its distance from
@@ -167,7 +167,7 @@ def line_of(row: dict, rows: list[dict]) -> str:
 def draw(options: argparse.Namespace) -> None:
     """Draw a column for each record and length: losses by step, and their distance from those of one GPU."""
     columns: dict[str, dict[str, list[float]]] = {}
-    for file in (options.json, *options.beside):
+    for file in (options.json, *options.more):
         recorded = json.loads(file.read_text())
         words = (recorded["machine"]["model"], *recorded["machine"]["set"])
         for row in recorded["rows"]:
@@ -202,7 +202,7 @@ def main() -> None:
     add("--steps", type=int, default=50, help="training steps (default: %(default)s)")
     add("--tokens", type=int, default=65536, help="tokens of a step, at least two rows (default: %(default)s)")
     drawing.add_argument(
-        "--beside", nargs="+", type=Path, default=[], help="more records, drawn in further columns (default: none)"
+        "--more", nargs="+", type=Path, default=[], help="more records, drawn in further columns (default: none)"
     )
     options = parser.parse_args()
     options.run(options)
