@@ -6,7 +6,7 @@ one window of validation text. There are three cases:
 
 - the model's mass_threshold;
 - threshold 0, which skips only tiles that cannot contribute in the precision of the arithmetic;
-- every tile: queries and keys of the same shape that leave nearly all mass, so that nothing is skipped.
+- every tile: queries and keys of the same shapes that use up no stick, so that nothing is skipped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PASSES = ("forward", "backward")
 CASES = ("model's threshold", "threshold 0", "every tile")
 _MIN_SECONDS = 2e-3  # of one measurement; in a shorter one, waking up the device would dominate
 _MIN_ROUNDS = 5
-_LOGIT_OF_UNBROKEN_STICKS = -11.0  # 64K keys with this logit leave a quarter of the mass
+_LOGIT_OF_UNBROKEN_STICKS = -11.0  # low enough that 64K keys do not use up a stick
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

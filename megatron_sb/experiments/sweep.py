@@ -226,7 +226,8 @@ def _start(config_path: str, trial: Trial, out: Path, gpu: int | None, pipe: int
 def _failure(trial: Trial, status: int, out: Path) -> SweepStopped:
     log = out / f"{trial.name}.log"
     tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES_SHOWN:])
-    return SweepStopped(f"{trial.name} ended with status {status}. The end of {log}:\n{tail}", abs(status))
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    return SweepStopped(f"{trial.name} {how}. The end of {log}:\n{tail}", 128 - status if status < 0 else status)
 
 
 def _count_gpus() -> int:

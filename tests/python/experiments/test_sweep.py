@@ -83,6 +83,13 @@ def test_a_failed_run_stops_the_sweep(tmp_path, monkeypatch):
     assert commands == [[*module_command("megatron_sb.training"), TINY, "seed=3", "--out", str(tmp_path / "one")]]
 
 
+def test_a_killed_run_gives_the_status_of_its_signal(tmp_path, monkeypatch):
+    replace_trainer(monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.raises(sweep.SweepStopped, match=r"^one was killed by SIGKILL\. The end of .*one\.log:\n") as stop:
+        sweep.train_all(TINY, [Trial("one", ())], tmp_path)
+    assert stop.value.status == 128 + signal.SIGKILL
+
+
 def test_interrupted_runs_are_resumed(tmp_path, monkeypatch):
     config = load_config(TINY)
     (tmp_path / "one").mkdir()
