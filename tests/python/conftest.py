@@ -1,4 +1,4 @@
-"""What every Python test runs under: the number of threads, fixed seeds, and skips for devices that are not there."""
+"""Settings for all Python tests: number of threads, fixed seeds, and skips for missing GPUs and optional packages."""
 
 import importlib.util
 import os
@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-_DEVICES_NEEDED = {"gpu": 1, "multigpu": 2}
+_GPUS_NEEDED = {"gpu": 1, "multigpu": 2}  # by mark
 
 try:
     _HAS_MEGATRON = importlib.util.find_spec("megatron.core") is not None
@@ -21,12 +21,12 @@ collect_ignore = ([] if _HAS_MEGATRON else ["megatron", "training", "checkpoints
 
 
 def pytest_report_header():
-    """Say what is left out as a whole."""
+    """Name the folders that are skipped because an optional package is missing."""
+    without_megatron = "NOT INSTALLED, skipping tests/python/{megatron,training,checkpoints,experiments}"
+    without_transformers = "NOT INSTALLED, skipping tests/python/{huggingface,checkpoints}"
     return [
-        "megatron-core: "
-        + ("here" if _HAS_MEGATRON else "NOT INSTALLED, tests/python/{megatron,training,checkpoints,experiments} out"),
-        "transformers: "
-        + ("here" if _HAS_TRANSFORMERS else "NOT INSTALLED, tests/python/{huggingface,checkpoints} skipped"),
+        f"megatron-core: {'installed' if _HAS_MEGATRON else without_megatron}",
+        f"transformers: {'installed' if _HAS_TRANSFORMERS else without_transformers}",
     ]
 
 
@@ -37,17 +37,17 @@ def pytest_configure():
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what this machine has too few devices for."""
-    present = torch.cuda.device_count()
+    """Skip tests that need more GPUs than this machine has."""
+    available = torch.cuda.device_count()
     for item in items:
-        for name, needed in _DEVICES_NEEDED.items():
-            if item.get_closest_marker(name) and present < needed:
-                item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), there are {present}"))
+        for mark, needed in _GPUS_NEEDED.items():
+            if item.get_closest_marker(mark) and available < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), this machine has {available}"))
 
 
 @pytest.fixture(autouse=True)
 def _fixed_seeds():
-    """Every test draws the same numbers, whichever ran before it."""
+    """Set the same seeds before each test, so that its random numbers do not depend on the tests before it."""
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)

@@ -1,6 +1,6 @@
-"""GPU tests: every test here has the mark `gpu`, creates tensors on the GPU, and gets uninitialised memory full of NaN.
+"""GPU tests: each test here has the mark `gpu`, creates tensors on the GPU, and gets uninitialised memory full of NaN.
 
-MEGATRON_SB_GPU_TESTS_ON=cpu runs the tests that do not depend on CUDA on a CPU, to debug the tests themselves.
+With MEGATRON_SB_GPU_TESTS_ON=cpu the tests that do not need CUDA run on a CPU. Use it to debug the tests themselves.
 """
 
 import os

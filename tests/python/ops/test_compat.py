@@ -1,4 +1,4 @@
-"""The drop-ins: the published packages' signatures, layouts, dtypes and results."""
+"""The drop-in functions have the signatures, layouts, dtypes and results of the published packages."""
 
 import inspect
 
@@ -17,12 +17,12 @@ HEAD_DIMS = [50, 64, 16, 1, 255]
 
 
 def bhsd(x):
-    """Inputs in the package's layout (b, h, s, d)."""
+    """Return the inputs in the layout (b, h, s, d) of the package."""
     return Inputs(*(t.transpose(1, 2).contiguous() for t in (x.q, x.k, x.v, x.do)), x.dmass)
 
 
 def in_layout_bhsd(attention):
-    """attention over (b, s, h, d) as one over (b, h, s, d)."""
+    """Return a function of (b, h, s, d) tensors that calls an attention of (b, s, h, d) tensors."""
 
     def moved(q, k, v, **options):
         o, mass = attention(*(t.transpose(1, 2) for t in (q, k, v)), **options)
@@ -31,8 +31,8 @@ def in_layout_bhsd(attention):
     return moved
 
 
-def assert_matches(actual, x, **options):
-    """Against the oracle in (b, h, s, d)."""
+def assert_accurate(actual, x, **options):
+    """Compare results in the layout (b, h, s, d) with the oracle."""
     plain = run(in_layout_bhsd(plain_attention), x, **options)
     exact = Inputs(*(t.double() for t in vars(x).values()))
     oracle = run(in_layout_bhsd(reference.stickbreaking_attention), exact, return_mass=True, **options)
@@ -42,13 +42,13 @@ def assert_matches(actual, x, **options):
 @pytest.mark.parametrize("attend_current", [False, True])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_sb_attn(head_dim, attend_current):
-    """Any head_dim; the scale is that of the head_dim that came in."""
+    """head_dim need not be a multiple of 8. The default scale uses the head_dim before padding."""
     x = bhsd(make_inputs(b=2, s=70, h=3, d=head_dim))
-    assert_matches(run(sb_attn, x, attend_current=attend_current), x, attend_current=attend_current)
+    assert_accurate(run(sb_attn, x, attend_current=attend_current), x, attend_current=attend_current)
 
 
 def test_sb_attn_in_bf16():
-    """out and rem in q's dtype, out in q's layout: people call view() on it."""
+    """out and rem have the dtype of q. out has the strides of q, because users call view() on it."""
     x = bhsd(make_inputs(b=2, s=70, h=3, d=50, dtype=torch.bfloat16))
     out, rem = sb_attn(x.q, x.k, x.v)
     assert (out.shape, out.dtype, out.is_contiguous()) == ((2, 3, 70, 50), torch.bfloat16, True)
@@ -61,7 +61,7 @@ def test_sb_attn_in_bf16():
 
 @pytest.mark.parametrize("zero_start", [True, False])
 def test_sb_attn_inv_temp_and_zero_start(zero_start):
-    """inv_temp is the scale; zero_start changes nothing in the dense form."""
+    """inv_temp is the scale. zero_start has no effect on dense inputs."""
     x = bhsd(make_inputs(s=20, h=2, d=50))
     out, rem = sb_attn(x.q, x.k, x.v, 0.3, zero_start)
     o, mass = in_layout_bhsd(reference.stickbreaking_attention)(x.q, x.k, x.v, scale=0.3, return_mass=True)
@@ -72,7 +72,7 @@ def test_sb_attn_inv_temp_and_zero_start(zero_start):
 @pytest.mark.parametrize("offsets", [torch.int32, torch.int64])
 @pytest.mark.parametrize("zero_start", [True, False])
 def test_sb_attn_varlen(zero_start, offsets):
-    """With zero_start cu_seqlens holds the leading 0, without it only the ends."""
+    """With zero_start, cu_seqlens begins with 0. Without it, cu_seqlens holds only the ends of the documents."""
     x = make_inputs(s=60, h=3, d=50).packed()
     q, k, v = (t.transpose(0, 1) for t in (x.q, x.k, x.v))
     cu_seqlens = torch.tensor([0, 20, 21, 60], dtype=offsets)
@@ -86,7 +86,7 @@ def test_sb_attn_varlen(zero_start, offsets):
 
 @pytest.mark.parametrize("attend_current", [False, True])
 def test_parallel_stickbreaking_attn(attend_current):
-    """(b, t, h, d) in and out, rem (b, t, h); grouped heads and another d_v, as there."""
+    """Inputs and output are (b, t, h, d), and rem is (b, t, h). Grouped heads and d_v != d are supported."""
     x = make_inputs(b=2, s=70, h=4, h_kv=2, d=50, d_v=30)
     o, rem = parallel_stickbreaking_attn(x.q, x.k, x.v, attend_current=attend_current)
     expected, mass = reference.stickbreaking_attention(x.q, x.k, x.v, attend_current=attend_current, return_mass=True)
@@ -97,7 +97,7 @@ def test_parallel_stickbreaking_attn(attend_current):
 
 @pytest.mark.parametrize("offsets", [torch.int32, torch.int64])
 def test_parallel_stickbreaking_attn_varlen(offsets):
-    """Documents packed into a batch of one."""
+    """cu_seqlens gives the documents of a batch of one."""
     x = make_inputs(s=60, h=4, h_kv=2, d=16, dtype=torch.bfloat16)
     cu_seqlens = torch.tensor([0, 20, 20, 60], dtype=offsets)
     o, rem = parallel_stickbreaking_attn(x.q, x.k, x.v, 0.3, cu_seqlens=cu_seqlens)
@@ -106,15 +106,15 @@ def test_parallel_stickbreaking_attn_varlen(offsets):
         packed.q, packed.k, packed.v, cu_seqlens, scale=0.3, return_mass=True
     )
     assert (o.dtype, rem.dtype) == (torch.bfloat16, torch.bfloat16)
-    rounding = 2**-6 if rounds_weights(x.q) else 2**-16  # the weights' beside the result's
+    rounding = 2**-6 if rounds_weights(x.q) else 2**-16  # of the weights
     torch.testing.assert_close(o[0].double(), expected, rtol=2**-8, atol=rounding)
     torch.testing.assert_close(rem[0].double(), mass.T, rtol=2**-8, atol=2**-24)
 
 
-def test_padding_leaves_gradients_as_they_are():
-    """Gradients reach the unpadded tensors, in their shapes."""
+def test_gradients_of_padded_head_dims():
+    """Gradients have the shapes of the tensors before padding, and the values of the oracle."""
     x = bhsd(make_inputs("mean -3.2", s=70, h=2, d=50, d_v=30))
-    assert_matches(run(sb_attn, x), x)
+    assert_accurate(run(sb_attn, x), x)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def test_padding_leaves_gradients_as_they_are():
         (parallel_stickbreaking_attn, "(q, k, v, scale=None, attend_current=False, cu_seqlens=None)"),
     ],
 )
-def test_signatures_are_the_published_ones(function, signature):
-    """Names, order and defaults: calls by position and by name both keep working."""
+def test_signatures_are_those_of_the_published_packages(function, signature):
+    """Names, order and defaults of the parameters are equal, so all calls by position and by name keep working."""
     parameters = inspect.signature(function).parameters.values()
     published = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
     assert str(inspect.Signature(published)) == signature

@@ -1,4 +1,4 @@
-"""Gradients against finite differences in float64, for every option; the mass is part of the loss throughout."""
+"""Gradients in float64 agree with finite differences for every option. The loss contains the output and the mass."""
 
 import pytest
 import torch
@@ -10,14 +10,14 @@ DENSE = {
     "plain": ({"s": 6}, {}),
     "batch": ({"b": 2, "s": 4}, {}),
     "one position": ({"s": 1}, {}),
-    "grouped heads": ({"s": 5, "h": 4, "h_kv": 2}, {}),
-    "one key head": ({"s": 5, "h": 4, "h_kv": 1}, {}),
+    "two KV heads": ({"s": 5, "h": 4, "h_kv": 2}, {}),
+    "one KV head": ({"s": 5, "h": 4, "h_kv": 1}, {}),
     "fewer queries than keys": ({"s": 3, "s_k": 8}, {}),
-    "wider values": ({"s": 5, "d_v": 16}, {}),
-    "narrower values": ({"s": 5, "d": 16, "d_v": 8}, {}),
+    "d_v above d": ({"s": 5, "d_v": 16}, {}),
+    "d_v below d": ({"s": 5, "d": 16, "d_v": 8}, {}),
     "scale": ({"s": 6}, {"scale": 0.9}),
     "negative scale": ({"s": 6}, {"scale": -0.4}),
-    "nothing skipped": ({"s": 6}, {"mass_threshold": 0.0}),
+    "without skipping": ({"s": 6}, {"mass_threshold": 0.0}),
     "saturated": ({"s": 6, "regime": "saturated +5"}, {"mass_threshold": 0.0}),
     "small weights": ({"s": 6, "regime": "mean -8"}, {}),
     "zeros": ({"s": 6, "regime": "zeros"}, {}),
@@ -26,7 +26,7 @@ DENSE = {
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    """Thousands of tiny calls, in which threads only wait for each other."""
+    """Use one thread. In thousands of tiny calls, several threads only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -40,7 +40,6 @@ def leaves(x):
 @pytest.mark.parametrize("attend_current", [False, True])
 @pytest.mark.parametrize("name", DENSE)
 def test_dense(name, attend_current):
-    """Output and mass with respect to q, k and v."""
     sizes, options = DENSE[name]
     x = make_inputs(**{"h": 2, "d": 8, "dtype": torch.float64, **sizes})
 
@@ -50,19 +49,18 @@ def test_dense(name, attend_current):
     assert torch.autograd.gradcheck(attention, leaves(x))
 
 
-@pytest.mark.parametrize("unused", [0, 1], ids=["mass alone", "output alone"])
-def test_one_result_in_the_loss(unused):
-    """A loss of the mass alone, and of the output alone."""
+@pytest.mark.parametrize("result", [0, 1], ids=["output", "mass"])
+def test_loss_of_one_result(result):
     x = make_inputs(s=6, h=2, h_kv=1, d=8, dtype=torch.float64)
 
     def attention(q, k, v):
-        return stickbreaking_attention(q, k, v, return_mass=True)[1 - unused]
+        return stickbreaking_attention(q, k, v, return_mass=True)[result]
 
     assert torch.autograd.gradcheck(attention, leaves(x))
 
 
-def test_across_tiles():
-    """Several tiles of queries and keys, where restarts and prefixes are carried, along random directions."""
+def test_several_tiles():
+    """Restart records and prefixes connect the tiles. Finite differences are taken along random directions."""
     x = make_inputs("mean -3.2", s=150, s_k=210, h=2, h_kv=1, d=8, dtype=torch.float64)
 
     def attention(q, k, v):
@@ -74,7 +72,7 @@ def test_across_tiles():
 @pytest.mark.parametrize("attend_current", [False, True])
 @pytest.mark.parametrize("edges_k", [None, [0, 5, 7, 8, 12]], ids=["self", "longer keys"])
 def test_varlen(edges_k, attend_current):
-    """Packed documents: an empty one, one of length 1, and rows beyond the last."""
+    """The documents include an empty one and one of length 1. Two rows lie after the last document."""
     edges = [0, 4, 4, 5, 8]
     x = make_inputs(s=10, s_k=14 if edges_k else 10, h=2, h_kv=1, d=8, dtype=torch.float64).packed()
     cu_seqlens = torch.tensor(edges, dtype=torch.int32)
@@ -89,7 +87,7 @@ def test_varlen(edges_k, attend_current):
 
 
 def test_strided_inputs():
-    """Transposed (s, b, h, d) tensors, and k and v as views of one projection."""
+    """The inputs are transposed (s, b, h, d) tensors. k and v are views of one projection."""
     q = torch.randn(5, 2, 4, 8, dtype=torch.float64, requires_grad=True)
     kv = torch.randn(5, 2, 2, 16, dtype=torch.float64, requires_grad=True)
 

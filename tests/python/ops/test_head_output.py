@@ -1,9 +1,10 @@
-"""head_output, the remainder bias and the norm of each head: against the formula in float64, and as torch demands."""
+"""head_output (remainder bias and norm of each head): accuracy, torch integration, and invalid arguments."""
 
 import pytest
 import torch
 from support.accuracy import accumulation_type, assert_errors
 from support.messages import mentions
+from torch import zeros
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from megatron_sb import head_output, stickbreaking_attention
@@ -12,35 +13,38 @@ ops = torch.ops.megatron_sb
 on_devices = pytest.mark.usefixtures("device")
 NAMES = ("o", "mass", "remainder_bias", "norm_weight", "norm_bias")
 RESULTS = ("out", *(f"d_{name}" for name in NAMES))
-# Which of the arguments behind the mass are given.
-PARTS = {
+# The parameters that a call gets.
+PARAMETERS = {
     "bias": ("remainder_bias",),
     "norm": ("norm_weight", "norm_bias"),
     "norm without its bias": ("norm_weight",),
     "bias and norm": ("remainder_bias", "norm_weight", "norm_bias"),
     "bias and norm without its bias": ("remainder_bias", "norm_weight"),
 }
-parts = pytest.mark.parametrize("given", PARTS.values(), ids=PARTS)
-BOTH = PARTS["bias and norm"]
+parameter_sets = pytest.mark.parametrize("given", PARAMETERS.values(), ids=PARAMETERS)
+ALL = PARAMETERS["bias and norm"]
 EPS = 3e-4
 
 
-def make_arguments(given=BOTH, *, b=2, s=37, h=3, d=16, dtype=torch.float32, parameters=None, seed=0):
-    """The arguments by name, and d_out; parameters in a dtype of their own. o has a mean, and rows of zeros."""
+def make_arguments(given=ALL, *, b=2, s=37, h=3, d=16, dtype=torch.float32, parameters=None, seed=0):
+    """Return the arguments by name, and d_out. `parameters` is the dtype of the parameters, by default that of o.
+
+    o has a mean, and its first row is 0.
+    """
     generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
 
     def randn(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     o = randn(b, s, h, d) + 0.5 * randn(b, s, h, 1)
-    o[:, :1] = 0  # as the first query of a document has it
+    o[:, :1] = 0  # as the output of the first query of a document
     x = {"o": o.to(dtype), "mass": torch.rand(b, h, s, generator=generator).to(accumulation_type(dtype))}
     x |= {name: (randn(h * d) + (name == "norm_weight")).to(parameters or dtype) for name in given}
     return x, randn(b, s, h, d).to(dtype)
 
 
 def naive(o, mass, remainder_bias=None, norm_weight=None, norm_bias=None, *, eps=1e-5):
-    """The formula, in whatever type the arguments have."""
+    """Compute the formula in the dtype of the arguments."""
     heads = o.shape[-2:]
     x = o
     if remainder_bias is not None:
@@ -52,7 +56,7 @@ def naive(o, mass, remainder_bias=None, norm_weight=None, norm_bias=None, *, eps
 
 
 def run(function, x, d_out, **options):
-    """out and the gradients of all arguments; a mass that is not read has none."""
+    """Return out and the gradients of all arguments. Without a remainder bias, the mass has no gradient."""
     leaves = {name: value.detach().requires_grad_() for name, value in x.items()}
     out = function(**leaves, eps=EPS, **options)
     gradients = torch.autograd.grad(out, leaves.values(), d_out.to(out.dtype), allow_unused=True)
@@ -61,12 +65,12 @@ def run(function, x, d_out, **options):
 
 
 def in_type(x, d_out, dtype):
-    """The same values in another type."""
+    """Return the same values in another dtype."""
     return {name: value.to(dtype) for name, value in x.items()}, d_out.to(dtype)
 
 
 def assert_accurate(x, d_out):
-    """Each result as near to float64's as a computation in the accumulation type that is rounded once."""
+    """Assert that each result is about as accurate as the formula in the accumulation type, rounded once."""
     actual = run(head_output, x, d_out)
     oracle = run(naive, *in_type(x, d_out, torch.float64))
     plain = run(naive, *in_type(x, d_out, accumulation_type(d_out.dtype)))
@@ -79,11 +83,11 @@ def assert_accurate(x, d_out):
 
 @on_devices
 class TestAccuracy:
-    """Against float64."""
+    """Results and gradients are accurate against float64."""
 
-    @parts
+    @parameter_sets
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-    def test_every_combination(self, given, dtype):
+    def test_parameter_sets(self, given, dtype):
         assert_accurate(*make_arguments(given, dtype=dtype))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -97,11 +101,11 @@ class TestAccuracy:
 
     @pytest.mark.parametrize("parameters", ["float64", "float32", "bfloat16", "float16"])
     def test_parameters_of_another_dtype(self, parameters):
-        """Their gradients come in it."""
+        """The gradients of the parameters have the dtype of the parameters."""
         assert_accurate(*make_arguments(dtype=torch.bfloat16, parameters=getattr(torch, parameters)))
 
-    def test_a_large_mean_is_taken_off_first(self):
-        """A variance made of sums of squares would be rounding alone."""
+    def test_a_large_mean(self):
+        """The mean is subtracted before the squares are summed. Otherwise the variance would be a rounding error."""
         x, d_out = make_arguments(("norm_weight",), d=64)
         x["o"] = x["o"] + 1000
         exact = naive(**in_type(x, d_out, torch.float64)[0], eps=EPS)
@@ -110,28 +114,27 @@ class TestAccuracy:
 
 @on_devices
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rounded_once(dtype):
-    """Half precision gives what fp32 gives for the same values, rounded at the end."""
+def test_half_precision_is_rounded_once(dtype):
+    """The results are bitwise those of fp32 for the same values, rounded at the end."""
     x, d_out = make_arguments(d=128, dtype=dtype)
-    actual, wide = run(head_output, x, d_out), run(head_output, *in_type(x, d_out, torch.float32))
+    actual, in_fp32 = run(head_output, x, d_out), run(head_output, *in_type(x, d_out, torch.float32))
     for name, value in actual.items():
-        assert torch.equal(value, wide[name].to(value.dtype)), name
+        assert torch.equal(value, in_fp32[name].to(value.dtype)), name
 
 
 @on_devices
 def test_the_norm_is_group_norm():
-    """One group per head, over a position's h * d channels."""
-    x, _ = make_arguments(PARTS["norm"], h=4, d=24)
+    """The groups are the heads, and the channels are the h * d channels of a position."""
+    x, _ = make_arguments(PARAMETERS["norm"], h=4, d=24)
     rows = x["o"].reshape(-1, 4 * 24)
     expected = torch.nn.functional.group_norm(rows, 4, x["norm_weight"], x["norm_bias"], EPS).view_as(x["o"])
     torch.testing.assert_close(head_output(**x, eps=EPS), expected, rtol=1e-5, atol=1e-5)
 
 
-@parts
-def test_gradients(given):
-    """Against finite differences."""
+@parameter_sets
+def test_gradients_agree_with_finite_differences(given):
     x, _ = make_arguments(given, b=2, s=3, h=2, d=8, dtype=torch.float64)
-    x["o"] = x["o"] + torch.linspace(-1, 1, 8, dtype=torch.float64)  # no row has a variance of 0
+    x["o"] = x["o"] + torch.linspace(-1, 1, 8, dtype=torch.float64)  # so that no row has a variance of 0
     leaves = [value.requires_grad_() for value in x.values()]
     assert torch.autograd.gradcheck(lambda *v: head_output(**dict(zip(x, v, strict=True)), eps=EPS), leaves)
 
@@ -147,7 +150,7 @@ STRIDES = {
 
 @on_devices
 class TestForms:
-    """Strides, packed rows, no rows, other dtypes under autocast: bitwise what plain inputs give."""
+    """Strided, packed and empty inputs, and calls under autocast, give bitwise the results of contiguous inputs."""
 
     @staticmethod
     def assert_same(actual, expected):
@@ -170,7 +173,7 @@ class TestForms:
         expected = run(head_output, x, torch.ones_like(d_out))
         self.assert_same(run(head_output, x, torch.ones(()).expand(d_out.shape)), expected)
 
-    @parts
+    @parameter_sets
     def test_packed(self, given):
         x, d_out = make_arguments(given, b=1)
         expected = run(head_output, x, d_out)
@@ -179,15 +182,15 @@ class TestForms:
             expected[name] = expected[name][0]
         self.assert_same(actual, expected)
 
-    def test_the_mass_may_be_absent_without_a_bias(self):
-        x, _ = make_arguments(PARTS["norm"])
+    def test_the_mass_may_be_none_without_a_remainder_bias(self):
+        x, _ = make_arguments(PARAMETERS["norm"])
         assert torch.equal(head_output(**{**x, "mass": None}, eps=EPS), head_output(**x, eps=EPS))
 
     @pytest.mark.parametrize("sizes", [{"b": 0}, {"s": 0}], ids=str)
     def test_no_rows(self, sizes):
         results = run(head_output, *make_arguments(**sizes))
         assert results["out"].numel() == 0
-        for name in BOTH:
+        for name in ALL:
             assert not results[f"d_{name}"].any() and results[f"d_{name}"].numel() == 48
 
     def test_autocast_changes_nothing(self, device):
@@ -206,9 +209,9 @@ class TestForms:
 
 @on_devices
 class TestTorch:
-    """Schemas, fake kernels, compiled programs, one derivative only."""
+    """opcheck, torch.compile, meta tensors and second derivatives."""
 
-    @parts
+    @parameter_sets
     def test_opcheck(self, given):
         x, d_out = make_arguments(given, dtype=torch.bfloat16, parameters=torch.float32)
         arguments = [x.get(name) for name in NAMES]
@@ -218,18 +221,18 @@ class TestTorch:
         torch.library.opcheck(ops.head_output.default, leaves, {"eps": EPS})
 
     def test_compile(self):
-        """Behind an attention, with work for the code generator after it."""
+        """A compiled model with an attention before it and a pointwise operation after it gives the eager results."""
 
         def model(q, k, v, **parameters):
             o, mass = stickbreaking_attention(q, k, v, return_mass=True)
             return head_output(o, mass, **parameters).sin()
 
-        shapes = [torch.randn(2, 40, 4, 16), torch.randn(2, 40, 2, 16), torch.randn(2, 40, 2, 16)]
-        parameters = {name: torch.randn(64) for name in BOTH}
+        inputs = [torch.randn(2, 40, 4, 16), torch.randn(2, 40, 2, 16), torch.randn(2, 40, 2, 16)]
+        parameters = {name: torch.randn(64) for name in ALL}
         results = []
         for function in (model, torch.compile(model, fullgraph=True)):
-            leaves = [t.clone().requires_grad_() for t in (*shapes, *parameters.values())]
-            out = function(*leaves[:3], **dict(zip(BOTH, leaves[3:], strict=True)))
+            leaves = [t.clone().requires_grad_() for t in (*inputs, *parameters.values())]
+            out = function(*leaves[:3], **dict(zip(ALL, leaves[3:], strict=True)))
             results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
         for actual, expected in zip(*results, strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
@@ -250,7 +253,7 @@ class TestTorch:
         assert (out.shape, out.dtype, out.device.type) == (o.shape, o.dtype, "meta")
 
     @pytest.mark.parametrize("which", NAMES)
-    def test_second_derivative_is_refused(self, which):
+    def test_a_second_derivative_raises_an_error(self, which):
         x, _ = make_arguments()
         leaves = {name: value.requires_grad_() for name, value in x.items()}
         loss = head_output(**leaves).square().sum()
@@ -259,78 +262,43 @@ class TestTorch:
             torch.autograd.grad(gradient.sum(), list(leaves.values()))
 
 
-def o(*shape, **options):
-    return torch.zeros(*(shape or (2, 6, 4, 16)), **options)
-
-
-BAD = {
-    "o no tensor": ({"o": 1.0}, TypeError, "o float"),
-    "weight no tensor": ({"norm_weight": True}, TypeError, "norm_weight bool"),
-    "rank of o": ({"o": o(6, 16)}, ValueError, "o 2"),
-    "rank of mass": (
-        {"mass": torch.zeros(4, 6)},
-        ValueError,
-        "mass 2 4",
-    ),
-    "integers": ({"o": o(dtype=torch.int32)}, TypeError, "o Int"),
-    "odd head_dim": ({"o": o(2, 6, 4, 12)}, ValueError, "o head_dim 12"),
-    "large head_dim": ({"o": o(2, 6, 4, 264)}, ValueError, "o head_dim 264"),
-    "many rows": (
-        {"o": torch.zeros(1, 1, 4, 16).expand(2, 2**31, 4, 16)},
-        ValueError,
-        "o 2147483648",
-    ),
-    "dtype of mass": ({"mass": torch.zeros(2, 4, 6).double()}, TypeError, "mass Double"),
-    "shape of mass": (
-        {"mass": torch.zeros(2, 6, 4)},
-        ValueError,
-        "mass [2, 6, 4]",
-    ),
-    "device of mass": (
-        {"mass": torch.zeros(2, 4, 6, device="meta")},
-        ValueError,
-        "mass meta cpu",
-    ),
-    "no mass": ({"mass": None}, ValueError, "remainder_bias mass"),
-    "shape of bias": (
-        {"remainder_bias": torch.zeros(4, 16)},
-        ValueError,
-        "remainder_bias [4, 16]",
-    ),
-    "one head's weight": ({"norm_weight": torch.zeros(16)}, ValueError, "norm_weight [16]"),
-    "integer weight": (
-        {"norm_weight": torch.zeros(64).int()},
-        TypeError,
-        "norm_weight Int",
-    ),
-    "device of bias": (
-        {"norm_bias": torch.zeros(64, device="meta")},
-        ValueError,
-        "norm_bias meta cpu",
-    ),
-    "nothing to do": (
-        {"remainder_bias": None, "norm_weight": None, "norm_bias": None},
-        ValueError,
-        "remainder_bias norm_weight missing",
-    ),
-    "bias of no norm": ({"norm_weight": None}, ValueError, "norm_bias norm_weight"),
+NO_PARAMETERS = {"remainder_bias": None, "norm_weight": None, "norm_bias": None}
+INVALID = {
+    "o is a float": ({"o": 1.0}, TypeError, "o float"),
+    "o of 2 dimensions": ({"o": zeros(6, 16)}, ValueError, "o 2"),
+    "integer o": ({"o": zeros(2, 6, 4, 16).int()}, TypeError, "o Int"),
+    "head_dim is no multiple of 8": ({"o": zeros(2, 6, 4, 12)}, ValueError, "o head_dim 12"),
+    "head_dim above 256": ({"o": zeros(2, 6, 4, 264)}, ValueError, "o head_dim 264"),
+    "2^31 rows": ({"o": zeros(1, 1, 4, 16).expand(2, 2**31, 4, 16)}, ValueError, "o 2147483648"),
+    "mass of 2 dimensions": ({"mass": zeros(4, 6)}, ValueError, "mass 2 4"),
+    "dtype of mass": ({"mass": zeros(2, 4, 6).double()}, TypeError, "mass Double"),
+    "shape of mass": ({"mass": zeros(2, 6, 4)}, ValueError, "mass [2, 6, 4]"),
+    "device of mass": ({"mass": zeros(2, 4, 6, device="meta")}, ValueError, "mass meta cpu"),
+    "remainder_bias without mass": ({"mass": None}, ValueError, "remainder_bias mass"),
+    "shape of remainder_bias": ({"remainder_bias": zeros(4, 16)}, ValueError, "remainder_bias [4, 16]"),
+    "norm_weight is a bool": ({"norm_weight": True}, TypeError, "norm_weight bool"),
+    "norm_weight of one head": ({"norm_weight": zeros(16)}, ValueError, "norm_weight [16]"),
+    "integer norm_weight": ({"norm_weight": zeros(64).int()}, TypeError, "norm_weight Int"),
+    "device of norm_bias": ({"norm_bias": zeros(64, device="meta")}, ValueError, "norm_bias meta cpu"),
+    "norm_bias without norm_weight": ({"norm_weight": None}, ValueError, "norm_bias norm_weight"),
+    "no parameters": (NO_PARAMETERS, ValueError, "remainder_bias norm_weight"),
     "eps of 0": ({"eps": 0.0}, ValueError, "eps 0"),
     "negative eps": ({"eps": -1e-5}, ValueError, "eps -1e-05"),
-    "eps nan": ({"eps": float("nan")}, ValueError, "eps nan"),
-    "eps as text": ({"eps": "x"}, TypeError, "eps str"),
-    "eps inf": ({"eps": float("inf")}, ValueError, "eps inf"),
+    "eps is NaN": ({"eps": float("nan")}, ValueError, "eps nan"),
+    "eps is infinite": ({"eps": float("inf")}, ValueError, "eps inf"),
+    "eps is a string": ({"eps": "x"}, TypeError, "eps str"),
 }
 
 
-@pytest.mark.parametrize(("changes", "kind", "sentence"), BAD.values(), ids=BAD)
-def test_refused(changes, kind, sentence):
-    good = {"o": o(), "mass": torch.zeros(2, 4, 6), **{name: torch.zeros(64) for name in BOTH}}
-    with pytest.raises(kind, match=mentions(sentence)):
-        head_output(**{**good, **changes})
+@pytest.mark.parametrize(("changes", "error", "words"), INVALID.values(), ids=INVALID)
+def test_an_invalid_argument_raises_an_error(changes, error, words):
+    valid = {"o": zeros(2, 6, 4, 16), "mass": zeros(2, 4, 6), **{name: zeros(64) for name in ALL}}
+    with pytest.raises(error, match=mentions(words)):
+        head_output(**{**valid, **changes})
 
 
-def test_refused_output_gradients():
-    """Of the operator beneath, which C++ users may call."""
+def test_an_invalid_output_gradient_raises_an_error():
+    """C++ users may call the operator of the backward directly."""
     x, d_out = make_arguments()
     arguments = [*(x[name] for name in NAMES), EPS]
     with pytest.raises(TypeError, match=mentions("d_out BFloat16 Float")):
@@ -340,14 +308,15 @@ def test_refused_output_gradients():
 
 
 @pytest.mark.gpu
-def test_refused_float64_on_a_gpu():
+def test_float64_on_a_gpu_raises_an_error():
+    o = zeros(2, 6, 4, 16, dtype=torch.float64, device="cuda")
     with pytest.raises(TypeError, match=mentions("o Double GPU")):
-        head_output(o(dtype=torch.float64, device="cuda"), None, norm_weight=torch.ones(64, device="cuda"))
+        head_output(o, None, norm_weight=torch.ones(64, device="cuda"))
 
 
 @pytest.mark.gpu
-def test_gpu_rows_and_heads_that_fill_the_chip():
-    """Accuracy where a thread block has many rows and every GPU several waves of them; the same bits each time."""
+def test_many_rows_on_a_gpu():
+    """Results are accurate and bitwise repeatable with several waves of thread blocks, which have many rows each."""
     with torch.device("cuda"):
         x, d_out = make_arguments(b=2, s=8192, h=12, d=128, dtype=torch.bfloat16)
         first = run(head_output, x, d_out)
@@ -357,8 +326,8 @@ def test_gpu_rows_and_heads_that_fill_the_chip():
 
 
 @pytest.mark.gpu
-def test_gpu_graph_stream_and_synchronisation():
-    """A call is captured, runs on the current stream and never waits for the host."""
+def test_a_call_can_be_captured_in_a_cuda_graph():
+    """The call runs on the current stream and does not synchronise with the host."""
     with torch.device("cuda"):
         x, d_out = make_arguments(d=64, dtype=torch.bfloat16)
         expected = run(head_output, x, d_out)

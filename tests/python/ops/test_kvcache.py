@@ -1,4 +1,4 @@
-"""Attention to a KV cache against the float64 oracle; what it refuses; KVCache in a module."""
+"""Attention with a KV cache: accuracy against the float64 oracle, invalid arguments, and KVCache in a module."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from megatron_sb.nn import self_attention
 pytestmark = pytest.mark.usefixtures("device")
 ops = torch.ops.megatron_sb
 
-ENDS = [300, 0, 1, 2, 70, 129]  # shorter than s_q too
+ENDS = [300, 0, 1, 2, 70, 129]  # some sequences are shorter than s_q
 dtypes = pytest.mark.parametrize(
     "dtype",
     [torch.float32, torch.float64, torch.bfloat16, torch.float16],
@@ -25,7 +25,7 @@ dtypes = pytest.mark.parametrize(
 @pytest.mark.parametrize("s_q", [1, 5])
 @dtypes
 def test_ragged_lengths(dtype, s_q, block_size, attend_current):
-    """Sequences of all lengths, empty ones too, in a cache that holds NaN wherever no key is."""
+    """Sequences may have any length, also 0. The cache holds NaN outside of them."""
     sizes = {"s_q": s_q, "block_size": block_size, "attend_current": attend_current, "capacity": 320}
     assert_accurate(CacheCase(ENDS, dtype=dtype, **sizes))
 
@@ -39,7 +39,7 @@ def test_head_dims(dtype, d, d_v):
 @pytest.mark.parametrize(("h", "h_kv", "s_q"), [(3, 3, 1), (8, 1, 3), (16, 2, 1), (12, 1, 7), (8, 2, 30)])
 @dtypes
 def test_query_rows(dtype, h, h_kv, s_q):
-    """Query rows of a KV head in one tile of 16, in several, and more than a decode kernel takes."""
+    """The query rows of a KV head may fill one tile of 16, several tiles, or more than the decode kernel supports."""
     assert_accurate(CacheCase([100, 45], h=h, h_kv=h_kv, s_q=s_q, d=64, dtype=dtype))
 
 
@@ -54,19 +54,20 @@ def test_left_padding(dtype, block_size):
 @pytest.mark.parametrize("regime", ["randn", "mean -3.2", "mean -11", "saturated +5", "saturated +30", "alternating"])
 @dtypes
 def test_regimes(dtype, regime, threshold):
-    """Sticks that end at once, after some dozens of keys, and never."""
+    """Rows may be used up by the first key, by some dozens of keys, or never."""
     assert_accurate(CacheCase([700, 650], regime=regime, mass_threshold=threshold, dtype=dtype))
 
 
-def test_skipping_changes_what_the_threshold_allows():
+def test_skipping_stays_within_its_error_bound():
     case = CacheCase([700], regime="mean -3.2", mass_threshold=2.0**-4)
-    skipped, (whole, _) = attend(case)[0], case.oracle()
-    assert (skipped - whole).abs().max() <= 2.0**-4 * case.x.v.abs().max()
+    (skipped, _), (exact, _) = attend(case), case.oracle()
+    error = (skipped - exact).abs().max()
+    assert 1e-4 < error <= 2.0**-4 * case.x.v.abs().max()  # without skipping, the error would be below 1e-4
 
 
 @pytest.mark.parametrize("kind", STRIDES)
 def test_strides(kind):
-    """Bitwise what contiguous tensors give."""
+    """Other strides give bitwise the same results as contiguous tensors."""
     case = CacheCase([70, 70], s_q=70)
     seqlens = torch.tensor([70, 33], dtype=torch.int32)
     views = strided(kind, case.x)
@@ -75,8 +76,8 @@ def test_strides(kind):
 
 
 @pytest.mark.parametrize("empty", [{"b": 0}, {"s_q": 0}, {"s_cache": 0}, {"blocks": 0}], ids=str)
-def test_nothing_to_do(empty):
-    """No sequences, no queries, no keys, no blocks."""
+def test_empty_inputs(empty):
+    """A batch without sequences, queries, keys or blocks gives o = 0 and mass = 1."""
     b, s_q, s_cache = empty.get("b", 2), empty.get("s_q", 3), empty.get("s_cache", 9)
     q, k = torch.randn(b, s_q, 4, 16), torch.randn(b, s_cache, 2, 16)
     options = {"cache_seqlens": torch.full((b,), 0 if "b" not in empty else 5, dtype=torch.int32)}
@@ -87,69 +88,68 @@ def test_nothing_to_do(empty):
     assert not o.any() and (mass == 1).all()
 
 
-def arguments(**changed):
-    """Of a call that works, with changes."""
-    taken = {
+def valid_arguments():
+    return {
         "q": torch.randn(2, 1, 4, 16),
         "k_cache": torch.randn(2, 9, 2, 16),
         "v_cache": torch.randn(2, 9, 2, 16),
         "cache_seqlens": torch.tensor([9, 4], dtype=torch.int32),
     }
-    return taken | changed
 
 
-WRONG = {
-    "a list": ({"cache_seqlens": [9, 4]}, TypeError, "cache_seqlens list"),
-    "rank of q": ({"q": torch.randn(2, 4, 16)}, ValueError, "q 3 4"),
-    "rank of k": ({"k_cache": torch.randn(9, 2, 16)}, ValueError, "k_cache 3 4"),
-    "k without dimensions": ({"k_cache": torch.tensor(0.0)}, ValueError, "k_cache 0 4"),
-    "v without dimensions": ({"v_cache": torch.tensor(0.0)}, ValueError, "v_cache 0 4"),
-    "dtype": ({"v_cache": torch.randn(2, 9, 2, 16).bfloat16()}, TypeError, "v_cache BFloat16"),
-    "batch": ({"q": torch.randn(3, 1, 4, 16)}, ValueError, "cache_seqlens 2 q 3"),
-    "head_dim": ({"q": torch.randn(2, 1, 4, 24)}, ValueError, "k_cache head_dim 16 q 24"),
-    "heads": ({"q": torch.randn(2, 1, 3, 16)}, ValueError, "q 3 heads k_cache 2"),
-    "v": ({"v_cache": torch.randn(2, 8, 2, 16)}, ValueError, "v_cache 8 k_cache 9"),
-    "int64": ({"cache_seqlens": torch.tensor([9, 4])}, TypeError, "cache_seqlens Long"),
-    "scale": ({"scale": float("nan")}, ValueError, "scale nan"),
-    "threshold": ({"mass_threshold": 1.0}, ValueError, "mass_threshold 1.0"),
-    "table's rank": ({"block_table": torch.zeros(2, dtype=torch.int32)}, ValueError, "block_table 1"),
-    "gradient": ({"q": torch.randn(2, 1, 4, 16, requires_grad=True)}, ValueError, "q gradient"),
+def call_with(changes, device):
+    """Make a valid call with some arguments replaced."""
+    moved = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in changes.items()}
+    return sb.stickbreaking_attention_with_kvcache(**{**valid_arguments(), **moved})
+
+
+INVALID = {
+    "cache_seqlens is a list": ({"cache_seqlens": [9, 4]}, TypeError, "cache_seqlens list"),
+    "int64 cache_seqlens": ({"cache_seqlens": torch.tensor([9, 4])}, TypeError, "cache_seqlens Long"),
+    "q of 3 dimensions": ({"q": torch.randn(2, 4, 16)}, ValueError, "q 3 4"),
+    "k of 3 dimensions": ({"k_cache": torch.randn(9, 2, 16)}, ValueError, "k_cache 3 4"),
+    "k of 0 dimensions": ({"k_cache": torch.tensor(0.0)}, ValueError, "k_cache 0 4"),
+    "v of 0 dimensions": ({"v_cache": torch.tensor(0.0)}, ValueError, "v_cache 0 4"),
+    "dtype of v": ({"v_cache": torch.randn(2, 9, 2, 16).bfloat16()}, TypeError, "v_cache BFloat16"),
+    "batch of q": ({"q": torch.randn(3, 1, 4, 16)}, ValueError, "cache_seqlens 2 q 3"),
+    "head_dim of q": ({"q": torch.randn(2, 1, 4, 24)}, ValueError, "k_cache head_dim 16 q 24"),
+    "heads of q": ({"q": torch.randn(2, 1, 3, 16)}, ValueError, "q 3 heads k_cache 2"),
+    "rows of v": ({"v_cache": torch.randn(2, 8, 2, 16)}, ValueError, "v_cache 8 k_cache 9"),
+    "scale is NaN": ({"scale": float("nan")}, ValueError, "scale nan"),
+    "mass_threshold of 1": ({"mass_threshold": 1.0}, ValueError, "mass_threshold 1.0"),
+    "block_table of 1 dimension": ({"block_table": torch.zeros(2, dtype=torch.int32)}, ValueError, "block_table 1"),
+    "q requires a gradient": ({"q": torch.randn(2, 1, 4, 16, requires_grad=True)}, ValueError, "q gradient"),
 }
-WRONG_VALUES = {
-    "too long": ({"cache_seqlens": torch.tensor([9, 10], dtype=torch.int32)}, "cache_seqlens sequence 1 10 9"),
-    "negative": ({"cache_seqlens": torch.tensor([-1, 9], dtype=torch.int32)}, "cache_seqlens sequence 0 -1 9"),
-    "padding": ({"cache_leftpad": torch.tensor([0, 5], dtype=torch.int32)}, "cache_leftpad sequence 1 5 4"),
-    "block": (
-        {"block_table": torch.tensor([[0], [2]], dtype=torch.int32)},
-        "block_table sequence 1 2 0",
-    ),
+INVALID_VALUES = {
+    "longer than the cache": ({"cache_seqlens": [9, 10]}, "cache_seqlens sequence 1 10 9"),
+    "negative length": ({"cache_seqlens": [-1, 9]}, "cache_seqlens sequence 0 -1 9"),
+    "padding longer than the sequence": ({"cache_leftpad": [0, 5]}, "cache_leftpad sequence 1 5 4"),
+    "no such block": ({"block_table": [[0], [2]]}, "block_table sequence 1 2 0"),
 }
 
 
-@pytest.mark.parametrize(("changed", "error", "words"), WRONG.values(), ids=WRONG)
-def test_refused(device, changed, error, words):
-    there = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in changed.items()}
+@pytest.mark.parametrize(("changes", "error", "words"), INVALID.values(), ids=INVALID)
+def test_an_invalid_argument_raises_an_error(device, changes, error, words):
     with pytest.raises(error, match=mentions(words)):
-        sb.stickbreaking_attention_with_kvcache(**arguments(**there))
+        call_with(changes, device)
 
 
-@pytest.mark.parametrize(("changed", "words"), WRONG_VALUES.values(), ids=WRONG_VALUES)
-def test_values(device, changed, words):
-    """Refused on a CPU; on a GPU clamped, without a look."""
-    there = {name: x.to(device) for name, x in changed.items()}
+@pytest.mark.parametrize(("changes", "words"), INVALID_VALUES.values(), ids=INVALID_VALUES)
+def test_invalid_values_raise_an_error_on_a_cpu_and_are_clamped_on_a_gpu(device, changes, words):
+    changes = {name: torch.tensor(values, dtype=torch.int32) for name, values in changes.items()}
     if device == "cpu":
         with pytest.raises(ValueError, match=mentions(words)):
-            sb.stickbreaking_attention_with_kvcache(**arguments(**there))
+            call_with(changes, device)
     else:
-        assert sb.stickbreaking_attention_with_kvcache(**arguments(**there)).isfinite().all()
+        assert call_with(changes, device).isfinite().all()
 
 
-def test_gradients_where_none_are_recorded():
-    taken = arguments()
-    expected = sb.stickbreaking_attention_with_kvcache(**taken)
-    taken["q"].requires_grad_()
+def test_q_may_require_a_gradient_under_no_grad():
+    arguments = valid_arguments()
+    expected = sb.stickbreaking_attention_with_kvcache(**arguments)
+    arguments["q"].requires_grad_()
     with torch.no_grad():
-        assert torch.equal(sb.stickbreaking_attention_with_kvcache(**taken), expected)
+        assert torch.equal(sb.stickbreaking_attention_with_kvcache(**arguments), expected)
 
 
 @pytest.mark.parametrize("block_size", [None, 16])
@@ -161,34 +161,34 @@ def test_opcheck(block_size):
 
 
 def test_compile():
-    """One graph for growing lengths."""
+    """Compiled calls with two tables of lengths give the results of eager calls."""
 
     def model(q, k, v, cache_seqlens):
         o, mass = sb.stickbreaking_attention_with_kvcache(q * 2, k, v, cache_seqlens=cache_seqlens, return_mass=True)
         return o.sin(), mass
 
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    taken = arguments()
+    arguments = valid_arguments()
     for ends in ([9, 4], [3, 8]):
-        taken["cache_seqlens"] = torch.tensor(ends, dtype=torch.int32)
-        for actual, expected in zip(compiled(*taken.values()), model(*taken.values()), strict=True):
+        arguments["cache_seqlens"] = torch.tensor(ends, dtype=torch.int32)
+        for actual, expected in zip(compiled(*arguments.values()), model(*arguments.values()), strict=True):
             torch.testing.assert_close(actual, expected)
 
 
 def test_autocast(device):
-    taken = arguments()
-    narrow = {name: x.bfloat16() if x.is_floating_point() else x for name, x in taken.items()}
-    expected = sb.stickbreaking_attention_with_kvcache(**narrow)
+    arguments = valid_arguments()
+    bf16 = {name: x.bfloat16() if x.is_floating_point() else x for name, x in arguments.items()}
+    expected = sb.stickbreaking_attention_with_kvcache(**bf16)
     with torch.autocast(device, dtype=torch.bfloat16):
-        assert torch.equal(sb.stickbreaking_attention_with_kvcache(**taken), expected)
+        assert torch.equal(sb.stickbreaking_attention_with_kvcache(**arguments), expected)
 
 
 class TestModule:
     """StickBreakingSelfAttention with a KVCache."""
 
     @pytest.mark.parametrize("switches", [{}, {"remainder_bias": True, "head_norm": True, "attend_current": True}])
-    def test_steps_are_the_whole(self, device, switches):
-        """A prompt, some positions at once, and single ones give what one forward gives."""
+    def test_steps_give_the_result_of_one_forward(self, device, switches):
+        """The steps are a prompt, then several positions, then single positions."""
         module = sb.StickBreakingSelfAttention(64, 4, 2, **switches)
         x, cache = torch.randn(3, 21, 64), sb.KVCache(3, 32, 2, 16)
         with torch.no_grad():
@@ -197,7 +197,7 @@ class TestModule:
         assert cache.length == 21
         torch.testing.assert_close(torch.cat(steps, dim=1), expected, rtol=1e-4, atol=1e-5)
 
-    def test_refused(self):
+    def test_invalid_calls_raise_errors(self):
         module, x, cache = sb.StickBreakingSelfAttention(64, 4, 2), torch.randn(3, 5, 64), sb.KVCache(3, 8, 2, 16)
         with pytest.raises(ValueError, match=r"cache.*torch\.no_grad"):
             module(x, cache=cache)
@@ -215,7 +215,7 @@ class TestModule:
         assert cache.length == 0
 
     def test_a_call_that_raises_appends_nothing(self, monkeypatch):
-        """One whose input wants a gradient, others that fail half-way; a call after them is as without them."""
+        """A call can fail because of a gradient or later. The next call gives the result that it gives without them."""
         module, x, cache = sb.StickBreakingSelfAttention(64, 4, 2), torch.randn(3, 5, 64), sb.KVCache(3, 8, 2, 16)
         module.requires_grad_(False)
         module(x[:, :3], cache=cache)
@@ -228,7 +228,7 @@ class TestModule:
         assert cache.length == 3
         torch.testing.assert_close(module(x[:, 3:], cache=cache), module(x)[:, 3:], rtol=1e-4, atol=1e-5)
 
-    def test_cache(self):
+    def test_append(self):
         cache, k = sb.KVCache(2, 8, 3, 16, 24, dtype=torch.bfloat16), torch.randn(2, 5, 3, 16).bfloat16()
         v = torch.randn(2, 5, 3, 24).bfloat16()
         cache.append(k, v)

@@ -1,4 +1,4 @@
-"""Infinities act as the largest logits do; a NaN stays in the rows and the tiles that it touches."""
+"""Infinite logits act like very large ones, and a NaN reaches only the rows and tiles that read it."""
 
 import math
 
@@ -15,10 +15,8 @@ pytestmark = pytest.mark.usefixtures("device")
 WIDEST_TILE = 128  # of any kernel; the CPU's is 64
 LENGTH = 5 * WIDEST_TILE
 BAD_ROW = 2 * WIDEST_TILE + 37
-BEFORE, AFTER = slice(0, BAD_ROW - WIDEST_TILE), slice(BAD_ROW + WIDEST_TILE, None)
-
-
-# What the kernels are written for: on a GPU one set for fp32 and odd sizes, one for what Hopper is fast at.
+BEFORE, AFTER = slice(0, BAD_ROW - WIDEST_TILE), slice(BAD_ROW + WIDEST_TILE, None)  # rows in other tiles
+# On a GPU, these inputs select the portable kernels (fp32) and the Hopper kernels (bf16, head_dim 64 and 128).
 KERNELS = [
     ("cpu", torch.float32, 16),
     ("cuda", torch.float32, 16),
@@ -49,14 +47,14 @@ def sizes(kernel):
 
 
 def assert_close(actual, expected, sizes, atol=1e-6):
-    """To rounding in the inputs' dtype."""
+    """Compare up to rounding errors of the inputs' dtype."""
     exact = sizes["dtype"] == torch.float32
     limits = {"rtol": 1e-5, "atol": atol} if exact else {"rtol": 2**-6, "atol": 2**-6 * expected.abs().max().item()}
     torch.testing.assert_close(actual.to(expected.dtype), expected, **limits)
 
 
 def inputs_pair(name, value, sizes):
-    """Clean inputs, and a copy with the value in batch element 1, row BAD_ROW, head 1 of the named tensor."""
+    """Return finite inputs, and a copy with `value` in batch element 1, row BAD_ROW, head 1 of the named tensor."""
     clean, bad = (make_inputs("mean -8", b=2, s=LENGTH, h=2, **sizes) for _ in range(2))
     getattr(bad, name)[1, BAD_ROW, 1] = value
     return clean, bad
@@ -64,7 +62,7 @@ def inputs_pair(name, value, sizes):
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf])
 def test_infinite_logits_of_a_row(value, sizes):
-    """A whole row of +inf and -inf logits: as the oracle, to the rounding of the clamp."""
+    """A row with logits +inf and -inf gives the results of the oracle, up to the clamp of the logits."""
     x = make_inputs(s=100, h=1, **sizes)
     x.q[0, 40, 0, 3] = value
     o, mass = stickbreaking_attention(x.q, x.k, x.v, return_mass=True)
@@ -75,7 +73,7 @@ def test_infinite_logits_of_a_row(value, sizes):
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_infinite_logits_of_a_key(sign, sizes):
-    """A key that takes the whole stick of every newer row, or nothing of any."""
+    """A key with logit +inf takes all mass that is left in every newer row. A key with logit -inf takes nothing."""
     x = make_inputs(s=100, h=1, **sizes)
     x.q[..., 0], x.k[0, 40, 0] = 1.0, 0.0
     x.k[0, 40, 0, 0] = sign * math.inf
@@ -86,22 +84,25 @@ def test_infinite_logits_of_a_key(sign, sizes):
     assert_close(mass, expected_mass, sizes)
 
 
-def same(actual, expected, index):
-    assert expected[index].numel()
+def assert_same(actual, expected, index):
+    assert expected[index].numel() > 0
     assert torch.equal(actual[index], expected[index])
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_nan_reaches_no_other_head_or_batch_element(name, sizes):
-    """Everything else is bitwise what it is without the NaN, forward and backward."""
+    """The results of other heads and batch elements are bitwise those without the NaN."""
     clean, bad = (run(stickbreaking_attention, x, return_mass=True) for x in inputs_pair(name, math.nan, sizes))
-    for result, row_dim in (("o", 0), ("mass", None), ("dq", 0), ("dk", 0), ("dv", 0)):
-        same(bad[result], clean[result], 0)
-        same(bad[result][1], clean[result][1], 0 if row_dim is None else (slice(None), 0))
+    for result in ("o", "mass", "dq", "dk", "dv"):
+        assert_same(bad[result], clean[result], 0)  # batch element 0
+        assert_same(bad[result][1], clean[result][1], 0 if result == "mass" else (slice(None), 0))  # head 0
 
 
 def test_nan_in_a_query_row(sizes):
-    """Only its own output row; its tile is right, the rest bitwise; keys that it does not see keep their gradients."""
+    """Only the output row of the query is NaN, and rows in other tiles are bitwise those without the NaN.
+
+    Keys newer than the query keep their gradients, and keys in older tiles have finite gradients.
+    """
     clean, bad = (run(stickbreaking_attention, x, return_mass=True) for x in inputs_pair("q", math.nan, sizes))
     assert bad["o"][1, BAD_ROW, 1].isnan().all()
     assert bad["mass"][1, 1, BAD_ROW].isnan()
@@ -110,39 +111,39 @@ def test_nan_in_a_query_row(sizes):
     assert_close(bad["mass"][1, 1, rest], clean["mass"][1, 1, rest], sizes)
     for rows in (BEFORE, AFTER):
         for result in ("o", "dq"):
-            same(bad[result], clean[result], (1, rows, 1))
-        same(bad["mass"], clean["mass"], (1, 1, rows))
+            assert_same(bad[result], clean[result], (1, rows, 1))
+        assert_same(bad["mass"], clean["mass"], (1, 1, rows))
     for result in ("dk", "dv"):
-        same(bad[result], clean[result], (1, AFTER, 1))
+        assert_same(bad[result], clean[result], (1, AFTER, 1))
         assert bad[result][1, BEFORE, 1].isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_nan_in_a_key_row(name, sizes):
-    """Rows that see the key are NaN, rows older than its tile not touched; no key outside its tile gets a NaN."""
+    """All rows that see the key are NaN. Rows before its tile are unchanged, and keys in other tiles have no NaN."""
     clean, bad = (run(stickbreaking_attention, x, return_mass=True) for x in inputs_pair(name, math.nan, sizes))
     assert bad["o"][1, BAD_ROW + 1 :, 1].isnan().all()
-    same(bad["o"], clean["o"], (1, BEFORE, 1))
-    same(bad["mass"], clean["mass"], (1, 1, BEFORE))
-    same(bad["dq"], clean["dq"], (1, BEFORE, 1))
+    assert_same(bad["o"], clean["o"], (1, BEFORE, 1))
+    assert_same(bad["mass"], clean["mass"], (1, 1, BEFORE))
+    assert_same(bad["dq"], clean["dq"], (1, BEFORE, 1))
     for rows in (BEFORE, AFTER):
         for result in ("dk", "dv"):
             assert bad[result][1, rows, 1].isfinite().all()
 
 
 def test_nan_in_an_output_gradient(sizes):
-    """Only the gradients of its own row and of keys that it sees."""
+    """The NaN reaches only dq of its row, and dk and dv of keys that the row sees."""
     clean, bad = (run(stickbreaking_attention, x, return_mass=True) for x in inputs_pair("do", math.nan, sizes))
     assert bad["dq"][1, BAD_ROW, 1].isnan().all()
-    same(bad["dq"], clean["dq"], (1, BEFORE, 1))
-    same(bad["dq"], clean["dq"], (1, AFTER, 1))
+    assert_same(bad["dq"], clean["dq"], (1, BEFORE, 1))
+    assert_same(bad["dq"], clean["dq"], (1, AFTER, 1))
     for result in ("dk", "dv"):
-        same(bad[result], clean[result], (1, AFTER, 1))
+        assert_same(bad[result], clean[result], (1, AFTER, 1))
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_nan_stays_in_its_document(name, device, sizes):
-    """Other packed documents are bitwise what they are without it; on a GPU those that lie on other tiles."""
+    """Other documents have bitwise the results without the NaN. On a GPU this holds for documents in other tiles."""
     cu_seqlens = torch.tensor([0, 70, 200, 300], dtype=torch.int32)
     results = []
     for value in (0.5, math.nan):
@@ -153,16 +154,16 @@ def test_nan_stays_in_its_document(name, device, sizes):
     assert bad["o"][70:200].isnan().any()
     for document in (slice(0, 70), slice(200, 300))[device == "cuda" :]:
         for result in ("o", "dq", "dk", "dv"):
-            same(bad[result], clean[result], document)
-        same(bad["mass"], clean["mass"], (slice(None), document))
+            assert_same(bad[result], clean[result], document)
+        assert_same(bad["mass"], clean["mass"], (slice(None), document))
 
 
-def test_used_up_stick_is_not_touched_by_older_nans(sizes):
-    """Rows whose stick is used up skip whole tiles of older keys, whatever they hold."""
+def test_nan_in_keys_that_used_up_rows_skip(sizes):
+    """Rows that are used up do not read whole tiles of older keys, so a NaN there changes nothing."""
     x = make_inputs("saturated +5", s=64, s_k=512, h=2, **sizes)
     clean = run(stickbreaking_attention, x, return_mass=True)
     x.k[:, :128], x.v[:, :128] = math.nan, math.nan
     bad = run(stickbreaking_attention, x, return_mass=True)
     for result in ("o", "mass", "dq", "dk", "dv"):
-        same(bad[result], clean[result], slice(None))
+        assert_same(bad[result], clean[result], slice(None))
     assert not bad["dk"][:, :128].any()

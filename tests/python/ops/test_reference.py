@@ -1,4 +1,4 @@
-"""The oracle itself, against the definition written as a loop over keys, and against values worked out by hand."""
+"""The oracle equals the definition, written as a loop over keys, and values that are computed by hand."""
 
 import math
 from itertools import pairwise
@@ -13,7 +13,7 @@ from megatron_sb import reference
 
 
 def loop(q, k, v, scale, attend_current):
-    """o and mass of one head, key by key from the newest to the oldest. q: (s, d), k: (s_k, d), v: (s_k, d_v)."""
+    """Return o and mass of one head, key by key from newest to oldest. q: (s, d), k: (s_k, d), v: (s_k, d_v)."""
     offset = len(k) - len(q)
     o, mass = torch.zeros(len(q), v.shape[1], dtype=torch.float64), torch.ones(len(q), dtype=torch.float64)
     for j in range(len(q)):
@@ -26,8 +26,8 @@ def loop(q, k, v, scale, attend_current):
 
 @pytest.mark.parametrize("attend_current", [False, True])
 @pytest.mark.parametrize(("s", "s_k"), [(1, 1), (7, 7), (3, 9)])
-def test_is_the_definition(s, s_k, attend_current):
-    """Every head of a grouped batch, with a scale of its own."""
+def test_computes_the_definition(s, s_k, attend_current):
+    """All heads of a batch with grouped heads are right, with a scale that is not the default."""
     x = make_inputs(b=2, s=s, s_k=s_k, h=4, h_kv=2, d=8, d_v=3, dtype=torch.float64)
     options = {"scale": 0.7, "attend_current": attend_current}
     o, mass = reference.stickbreaking_attention(x.q, x.k, x.v, return_mass=True, **options)
@@ -38,7 +38,7 @@ def test_is_the_definition(s, s_k, attend_current):
 
 
 def test_values_by_hand():
-    """Logits of 0 halve the stick at every key; the first query of a strict causal document gets nothing."""
+    """With logits of 0 each key takes half of the stick. The first query sees no key, so its output is 0."""
     q, k = torch.zeros(1, 4, 1, 8), torch.randn(1, 4, 1, 8)
     v = torch.eye(4)[None, :, None]
     o, mass = reference.stickbreaking_attention(q, k, v, return_mass=True)
@@ -49,7 +49,7 @@ def test_values_by_hand():
 
 
 def test_infinite_logits():
-    """A logit of +inf takes what is left of the stick, one of -inf takes nothing."""
+    """A key with logit +inf takes all mass that is left. A key with logit -inf takes nothing."""
     q, k = torch.ones(1, 4, 1, 1), torch.tensor([0.0, math.inf, -math.inf, 0.0])[None, :, None, None]
     o, mass = reference.stickbreaking_attention(
         q, k, torch.eye(4)[None, :, None], attend_current=True, return_mass=True
@@ -58,8 +58,7 @@ def test_infinite_logits():
     assert mass[0, 0].tolist() == [0.5, 0, 0, 0]
 
 
-def test_row_blocks_change_nothing(monkeypatch):
-    """The same output and gradients in blocks of a few rows as in one."""
+def test_small_blocks_of_rows_give_the_same_results(monkeypatch):
     x = make_inputs(b=2, s=21, s_k=30, h=2, d=8, dtype=torch.float64)
 
     def results():
@@ -72,15 +71,15 @@ def test_row_blocks_change_nothing(monkeypatch):
     torch.testing.assert_close(results(), whole, rtol=1e-13, atol=1e-14)
 
 
-def test_autograd_agrees_with_finite_differences():
-    """The gradients that judge the operators, mass included."""
+def test_gradients_agree_with_finite_differences():
+    """The loss contains the output and the mass."""
     x = make_inputs(b=1, s=4, s_k=6, h=2, h_kv=1, d=3, dtype=torch.float64)
     leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
     assert torch.autograd.gradcheck(lambda *t: reference.stickbreaking_attention(*t, return_mass=True), leaves)
 
 
-def test_varlen_is_each_document_alone():
-    """Documents with more keys than queries, an empty one, one of length 1, and rows beyond the last."""
+def test_varlen_gives_the_results_of_each_document_alone():
+    """Rows after the last document have output 0 and mass 1."""
     x = make_inputs(s=12, s_k=16, h=2, d=8, dtype=torch.float64).packed()
     edges, edges_k = torch.tensor([0, 4, 4, 5, 10]), torch.tensor([0, 6, 6, 7, 14])
     o, mass = reference.stickbreaking_attention_varlen(x.q, x.k, x.v, edges, cu_seqlens_k=edges_k, return_mass=True)
@@ -93,29 +92,26 @@ def test_varlen_is_each_document_alone():
     assert (mass[:, 10:] == 1).all()
 
 
-def test_refuses_more_queries_than_keys_and_ungrouped_heads():
-    """What the definition gives no meaning to."""
-    x = make_inputs(s=4, s_k=3)
-    with pytest.raises(ValueError, match=mentions("q 4 k 3")):
-        reference.stickbreaking_attention(x.q, x.k, x.v)
-    x = make_inputs(h=3, h_kv=2)
-    with pytest.raises(ValueError, match=mentions("q 3 multiple 2")):
-        reference.stickbreaking_attention(x.q, x.k, x.v)
-
-
-def test_refuses_logits_it_does_not_know():
-    """A typing error is not the dot product."""
-    x = make_inputs(s=4)
-    with pytest.raises(ValueError, match=mentions("logits 'euclidian' 'dot' 'euclidean'")):
-        reference.stickbreaking_attention(x.q, x.k, x.v, logits="euclidian")
+@pytest.mark.parametrize(
+    ("sizes", "options", "words"),
+    [
+        ({"s": 4, "s_k": 3}, {}, "q 4 k 3"),
+        ({"h": 3, "h_kv": 2}, {}, "q 3 2"),
+        ({}, {"logits": "euclidian"}, "logits 'euclidian' 'dot' 'euclidean'"),
+    ],
+    ids=["more queries than keys", "heads of q are no multiple", "logits"],
+)
+def test_an_invalid_argument_raises_an_error(sizes, options, words):
+    x = make_inputs(**sizes)
+    with pytest.raises(ValueError, match=mentions(words)):
+        reference.stickbreaking_attention(x.q, x.k, x.v, **options)
 
 
 @pytest.mark.parametrize("edges", [[2, 6], [0, 5, 3, 6], [0, 7], []], ids=str)
-@pytest.mark.parametrize("of", ["cu_seqlens", "cu_seqlens_k"])
-def test_refuses_offsets_that_are_none(of, edges):
-    """Which would give another number of rows, or read one twice."""
+@pytest.mark.parametrize("name", ["cu_seqlens", "cu_seqlens_k"])
+def test_invalid_offsets_raise_an_error(name, edges):
     x = make_inputs(s=6).packed()
     offsets = {"cu_seqlens": torch.tensor([0, 6]), "cu_seqlens_k": torch.tensor([0, 6])}
-    offsets[of] = torch.tensor(edges, dtype=torch.int64)
-    with pytest.raises(ValueError, match=mentions(f"{of} {edges} 0 6")):
+    offsets[name] = torch.tensor(edges, dtype=torch.int64)
+    with pytest.raises(ValueError, match=mentions(f"{name} {edges} 0 6")):
         reference.stickbreaking_attention_varlen(x.q, x.k, x.v, **offsets)

@@ -1,4 +1,4 @@
-"""The operators as citizens of torch: opcheck, compile, autocast, strides, determinism, and one derivative only."""
+"""The operators in torch: opcheck, torch.compile, autocast, strides, determinism, autograd, meta and fake tensors."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def cu(*values):
 
 
 def block_arguments():
-    """Of block_backward, from a forward."""
+    """Return arguments of block_backward, from a call of block_forward."""
     x = make_inputs(s=70, h=4, h_kv=2, d=8)
     segments = torch.tensor([[0, 40, 0, 40, 0]], dtype=torch.int32)
     _, mass, edge, restart = ops.block_forward(x.q, x.k, x.v, segments, scale=0.3)
@@ -28,7 +28,7 @@ def block_arguments():
 
 
 class TestOpcheck:
-    """Schemas, fake kernels and autograd registration, as torch checks them."""
+    """torch.library.opcheck accepts the schemas, the fake kernels and the autograd registration."""
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_attention(self, dtype):
@@ -57,7 +57,7 @@ class TestOpcheck:
 
 
 class TestCompile:
-    """torch.compile(fullgraph=True), forward and backward, against eager; with the code generator once."""
+    """Models compiled with fullgraph=True give the results and gradients of eager ones. One test generates code."""
 
     @staticmethod
     def assert_same(compiled, eager, x, *args):
@@ -67,7 +67,7 @@ class TestCompile:
             torch.testing.assert_close(actual[name], expected[name], rtol=1e-6, atol=1e-6)
 
     def test_dense(self):
-        """With work for the code generator before and after the operator."""
+        """There are pointwise operations before and after the operator."""
 
         def model(q, k, v):
             o, mass = stickbreaking_attention(q * 2, k, v, return_mass=True)
@@ -77,7 +77,7 @@ class TestCompile:
         self.assert_same(compiled, model, make_inputs("mean -3.2", b=2, s=70, h=4, h_kv=2, d=16))
 
     def test_dense_with_changing_lengths(self):
-        """One graph serves every length."""
+        """The model is compiled once for all lengths."""
 
         def model(q, k, v):
             o, mass = stickbreaking_attention(q * 2, k, v, return_mass=True)
@@ -100,7 +100,7 @@ class TestCompile:
         self.assert_same(compiled, model, make_inputs(s=90, h=2, d=16).packed(), cu(0, 30, 30, 80))
 
     def test_options_are_arguments(self):
-        """Checked without a break in the graph where torch.compile may have symbols for them."""
+        """The checks of options do not break the graph when torch.compile passes symbolic values."""
 
         def model(q, k, v, cu_seqlens, max_seqlen, scale):
             options = {"scale": scale, "mass_threshold": scale / 2**24, "return_mass": True}
@@ -148,7 +148,7 @@ class TestAutocast:
 
 @pytest.mark.parametrize("kind", STRIDES)
 def test_strides(kind):
-    """Bitwise what contiguous inputs give, gradients included."""
+    """Other strides give bitwise the results and gradients of contiguous inputs."""
     x = make_inputs("mean -3.2", b=2, s=70, h=4, h_kv=2, d=16)
     views = strided(kind, x)
     assert not all(view.is_contiguous() for view in views) or kind == "misaligned"
@@ -162,7 +162,7 @@ def test_strides(kind):
 
 @pytest.mark.parametrize("kind", STRIDES)
 def test_gradients_are_contiguous(kind):
-    """Whatever the inputs' strides: as the fake kernel says, on which compiled programs rely."""
+    """Gradients are contiguous for all strides of the inputs, as the fake kernel promises to compiled programs."""
     x = make_inputs(b=2, s=70, h=4, h_kv=2, d=64, dtype=torch.bfloat16)
     leaves = [view.detach().requires_grad_() for view in strided(kind, x)]
     gradients = torch.autograd.grad(stickbreaking_attention(*leaves), leaves, x.do)
@@ -170,7 +170,7 @@ def test_gradients_are_contiguous(kind):
 
 
 def test_strided_and_expanded_output_gradients():
-    """dO as a transpose, and as the expanded scalar that sum() sends back."""
+    """The gradient of the output may be transposed, or expanded from one number as in the backward of sum()."""
     x = make_inputs(s=70, h=2, d=16)
     expected = run(stickbreaking_attention, x, return_mass=True)
     x.do = x.do.transpose(1, 3).contiguous().transpose(1, 3)
@@ -188,7 +188,7 @@ def test_strided_and_expanded_output_gradients():
 
 @pytest.mark.parametrize("sizes", [{"h": 1}, {"h": 8, "h_kv": 2}, {"b": 3, "h": 2}], ids=str)
 def test_bitwise_deterministic(sizes):
-    """The same bits in every run, whichever thread does what."""
+    """All runs give the same bits, although threads share the work differently."""
     x = make_inputs("mean -3.2", **{"s": 600, "d": 16, **sizes})
     first = run(stickbreaking_attention, x, return_mass=True)
     for _ in range(4):
@@ -198,8 +198,8 @@ def test_bitwise_deterministic(sizes):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_what_is_kept_can_be_offloaded(packed):
-    """All tensors that the backward needs go through saved-tensor hooks: moved away and back, they give the same."""
+def test_saved_tensors_can_be_offloaded(packed):
+    """All tensors for the backward pass through saved-tensor hooks, which may move them to another device and back."""
     x = make_inputs("mean -3.2", s=150, h=4, h_kv=2, d=16)
     x = x.packed() if packed else x
     offloaded = []
@@ -209,22 +209,22 @@ def test_what_is_kept_can_be_offloaded(packed):
             return stickbreaking_attention_varlen(q, k, v, cu(0, 70, 150), return_mass=True)
         return stickbreaking_attention(q, k, v, return_mass=True)
 
-    def move_away(tensor):
+    def offload(tensor):
         offloaded.append(tensor.shape)
         return tensor.device, tensor.to("cpu", copy=True)
 
-    plain = run(attention, x)
-    with torch.autograd.graph.saved_tensors_hooks(move_away, lambda away: away[1].to(away[0])):
-        moved = run(attention, x)
-    assert len(offloaded) >= 6  # q, k, v, the mass and two restarts
+    expected = run(attention, x)
+    with torch.autograd.graph.saved_tensors_hooks(offload, lambda saved: saved[1].to(saved[0])):
+        actual = run(attention, x)
+    assert len(offloaded) >= 6  # q, k, v, the mass, and edge and mass of the restart records
     for name in SAME:
-        assert torch.equal(plain[name], moved[name]), name
+        assert torch.equal(actual[name], expected[name]), name
 
 
-def test_the_number_of_threads_hardly_matters(device):
-    """One thread gives what several give, to rounding: sums over queries may be split among them."""
+def test_one_thread_gives_the_results_of_several(device):
+    """dk and dv agree up to rounding, because several threads may share a sum over queries."""
     if device == "cuda":
-        pytest.skip("threads of the CPU kernels")
+        pytest.skip("tests the threads of the CPU kernels")
     x = make_inputs("mean -3.2", s=600, h=1, d=16)
     threads = torch.get_num_threads()
     several = run(stickbreaking_attention, x, return_mass=True)
@@ -239,14 +239,12 @@ def test_the_number_of_threads_hardly_matters(device):
         torch.testing.assert_close(several[name], one[name], rtol=1e-5, atol=1e-5)
 
 
-class TestOneDerivativeOnly:
-    """A second derivative is refused with a sentence, and only when somebody asks for it."""
-
-    MESSAGE = "no second derivative.*double backward"
+class TestSecondDerivative:
+    """A second derivative raises an error. create_graph=True alone does not."""
 
     LOSSES = pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=["output", "mass", "both"])
 
-    def first(self, used, create_graph=True):
+    def first_derivative(self, used, create_graph=True):
         x = make_inputs(s=5, h=1, d=8)
         leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
         results = stickbreaking_attention(*leaves, return_mass=True)
@@ -255,21 +253,21 @@ class TestOneDerivativeOnly:
 
     @LOSSES
     @pytest.mark.parametrize("which", [0, 1, 2])
-    def test_refused(self, which, used):
-        leaves, gradients = self.first(used)
-        with pytest.raises(NotImplementedError, match=self.MESSAGE):
+    def test_raises_an_error(self, which, used):
+        leaves, gradients = self.first_derivative(used)
+        with pytest.raises(NotImplementedError, match=r"no second derivative.*double backward"):
             torch.autograd.grad(gradients[which].sum(), leaves, allow_unused=True)
 
     @LOSSES
-    def test_create_graph_alone_is_fine(self, used):
-        _, with_graph = self.first(used)
-        _, without = self.first(used, create_graph=False)
+    def test_create_graph_changes_no_gradient(self, used):
+        _, with_graph = self.first_derivative(used)
+        _, without = self.first_derivative(used, create_graph=False)
         for a, b in zip(with_graph, without, strict=True):
             assert torch.equal(a, b)
 
 
 class TestAutograd:
-    """What autograd asks for, and no more."""
+    """Gradients of some inputs, no gradients, in-place changes, and one tensor as several inputs."""
 
     @pytest.mark.parametrize("wanted", ["q", "k", "v"])
     def test_gradient_of_one_input(self, wanted):
@@ -279,14 +277,14 @@ class TestAutograd:
         (gradient,) = torch.autograd.grad(stickbreaking_attention(x.q, x.k, x.v), leaf, x.do)
         assert torch.equal(gradient, expected[f"d{wanted}"])
 
-    def test_no_gradient_asked_for(self):
+    def test_no_gradient(self):
         x = make_inputs(s=5, h=1, d=8)
         assert not stickbreaking_attention(x.q, x.k, x.v).requires_grad
         x.q.requires_grad_()
         with torch.no_grad():
             assert not stickbreaking_attention(x.q, x.k, x.v).requires_grad
 
-    def test_inputs_changed_in_place_are_noticed(self):
+    def test_an_input_changed_in_place_raises_an_error(self):
         x = make_inputs(s=5, h=1, d=8)
         q = x.q.requires_grad_()
         k = x.k.clone()
@@ -295,7 +293,7 @@ class TestAutograd:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             o.sum().backward()
 
-    def test_one_tensor_in_several_places(self):
+    def test_one_tensor_as_q_k_and_v(self):
         x = make_inputs(s=70, h=2, d=16)
         y = x.q.clone().requires_grad_()
         separate = run(stickbreaking_attention, type(x)(y, y, y, x.do, x.dmass), return_mass=True)
@@ -305,7 +303,7 @@ class TestAutograd:
 
 
 def test_meta_tensors():
-    """Shapes and dtypes without values."""
+    """Meta tensors give the shapes and dtypes of the results."""
     q, k, v = (
         torch.empty(shape, device="meta", dtype=torch.bfloat16)
         for shape in ((2, 6, 4, 16), (2, 8, 2, 16), (2, 8, 2, 24))
@@ -316,7 +314,7 @@ def test_meta_tensors():
 
 
 def test_fake_tensors():
-    """Shapes and dtypes of the packed forms, the longest length given, without values to check it against."""
+    """Fake tensors give the shapes and dtypes of packed calls. max_seqlen cannot be checked without values."""
     with FakeTensorMode():
         q, v = torch.empty(8, 4, 16, dtype=torch.bfloat16), torch.empty(8, 4, 24, dtype=torch.bfloat16)
         offsets = torch.empty(3, dtype=torch.int32)

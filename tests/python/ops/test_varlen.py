@@ -1,4 +1,4 @@
-"""Packed documents against the float64 oracle."""
+"""Attention of packed documents: accuracy against the float64 oracle, and independence of the documents."""
 
 from itertools import pairwise
 
@@ -19,11 +19,12 @@ LENGTHS = [0, 1, 2, 3, 63, 64, 65, 127, 129, 1000]
 
 
 def edges(lengths):
+    """Return cu_seqlens of documents with these lengths."""
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(torch.int32)
 
 
 def plain_attention_varlen(q, k, v, cu_seqlens, *, cu_seqlens_k=None, attend_current=False):
-    """plain_attention, one document after the other; rows beyond the last get output 0 and mass 1."""
+    """Compute `plain_attention` of each document. Rows after the last document get output 0 and mass 1."""
     q_edges, k_edges = cu_seqlens.tolist(), (cu_seqlens if cu_seqlens_k is None else cu_seqlens_k).tolist()
     o, mass = torch.zeros(*q.shape[:2], v.shape[-1], dtype=v.dtype), torch.ones(q.shape[1], q.shape[0])
     for (a, b), (c, d) in zip(pairwise(q_edges), pairwise(k_edges), strict=True):
@@ -36,7 +37,11 @@ def plain_attention_varlen(q, k, v, cu_seqlens, *, cu_seqlens_k=None, attend_cur
 
 
 def assert_accurate(x, cu_seqlens, *, attend_current=False, **keys):
-    """The operator first, then the oracle, and the plain computation or bounds for kernels that round their weights."""
+    """Assert that all results are accurate, relative to `plain_attention_varlen`.
+
+    Kernels that round their weights are compared with the bounds of support/bounds.py instead. The operator runs first,
+    so that recycled memory of the oracle cannot hold its results.
+    """
     options = {"attend_current": attend_current, **keys}
     actual = run(stickbreaking_attention_varlen, x, cu_seqlens, return_mass=True, mass_threshold=0.0, **options)
     exact = Inputs(*(t.double() for t in vars(x).values()))
@@ -56,20 +61,20 @@ def assert_accurate(x, cu_seqlens, *, attend_current=False, **keys):
 @pytest.mark.parametrize("attend_current", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_documents_of_all_lengths(dtype, attend_current):
-    """Empty, of length 1, and around the edges of tiles, in one stream."""
+    """Documents may be empty, of length 1, or end next to the edge of a tile."""
     x = make_inputs("mean -3.2", s=sum(LENGTHS), h=4, h_kv=2, d=16, dtype=dtype).packed()
     assert_accurate(x, edges(LENGTHS), attend_current=attend_current)
 
 
 def test_documents_with_longer_keys():
-    """Per document, the queries are the last positions of its keys; documents of keys without a query too."""
+    """The queries of a document are the last positions of its keys. A document may have keys and no query."""
     lengths, lengths_k = [0, 1, 0, 5, 64, 30], [0, 70, 3, 5, 129, 200]
     x = make_inputs("mean -3.2", s=sum(lengths), s_k=sum(lengths_k), h=4, h_kv=1, d=16, d_v=24).packed()
     assert_accurate(x, edges(lengths), cu_seqlens_k=edges(lengths_k))
 
 
-def test_rows_beyond_the_last_document():
-    """Output 0, mass 1, gradients 0: bitwise, and whatever those rows hold."""
+def test_rows_after_the_last_document():
+    """These rows have output 0, mass 1 and gradient 0, even if the inputs are NaN there."""
     x = make_inputs(s=90, h=2, d=16).packed()
     for tensor in (x.q, x.k, x.v, x.do):
         tensor[70:] = torch.nan
@@ -82,15 +87,14 @@ def test_rows_beyond_the_last_document():
 
 
 def test_no_document():
-    """cu_seqlens of a single 0: every row lies beyond the last document."""
+    """If cu_seqlens holds a single 0, all rows lie after the last document."""
     x = make_inputs(s=5, h=2, d=8).packed()
     results = run(stickbreaking_attention_varlen, x, edges([]), return_mass=True)
     assert (results["mass"] == 1).all()
     assert not any(results[name].any() for name in ("o", "dq", "dk", "dv"))
 
 
-def test_one_document_is_the_dense_operator():
-    """Bitwise."""
+def test_one_document_gives_bitwise_the_results_of_the_dense_operator():
     x = make_inputs("mean -3.2", s=200, h=4, h_kv=2, d=16)
     dense = run(stickbreaking_attention, x, return_mass=True)
     packed = run(stickbreaking_attention_varlen, x.packed(), edges([200]), 200, return_mass=True)
@@ -101,21 +105,20 @@ def test_one_document_is_the_dense_operator():
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     lengths=st.lists(st.integers(0, 150), min_size=1, max_size=8),
-    beyond=st.integers(0, 3),
+    rows_after=st.integers(0, 3),
     attend_current=st.booleans(),
 )
-def test_random_documents(lengths, beyond, attend_current):
-    """Any packing."""
-    x = make_inputs("mean -3.2", s=sum(lengths) + beyond, h=2, h_kv=1, d=8, seed=len(lengths)).packed()
+def test_random_documents(lengths, rows_after, attend_current):
+    x = make_inputs("mean -3.2", s=sum(lengths) + rows_after, h=2, h_kv=1, d=8, seed=len(lengths)).packed()
     assert_accurate(x, edges(lengths), attend_current=attend_current)
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(data=st.data(), lengths=st.lists(st.integers(0, 150), min_size=2, max_size=6))
-def test_permuting_documents_permutes_outputs(device, data, lengths):
-    """A document's results do not depend on its neighbours; sums may be added up in another order.
+def test_permuting_documents_permutes_results(device, data, lengths):
+    """The results of a document do not depend on the other documents, up to the order of sums.
 
-    On the CPU those over queries. On a GPU a document may lie otherwise on the tiles.
+    The CPU may only change the order of sums over queries. A GPU may also cut a document into other tiles.
     """
     order = data.draw(st.permutations(range(len(lengths))))
     x = make_inputs("mean -3.2", s=sum(lengths), h=2, h_kv=1, d=8, seed=len(lengths)).packed()

@@ -1,10 +1,11 @@
-"""The benchmark: what it compares computes the same thing, and one small run prints every part."""
+"""The benchmark command: it compares functions with equal results, and a small run prints all parts."""
 
 import argparse
 import re
 
 import pytest
 import torch
+from support.messages import mentions
 
 from megatron_sb import bench, stickbreaking_attention
 
@@ -12,8 +13,7 @@ OPTIONS = argparse.Namespace(batch=2, heads=2, head_dim=16, device="cpu", dtype=
 
 
 @pytest.mark.parametrize("kind", ["full", "randn"])
-def test_contenders_agree(kind):
-    """A comparison of speed is one of equal results."""
+def test_compared_functions_have_equal_results(kind):
     q, k, v, do = bench.make_inputs(kind, 100, OPTIONS)
     results = []
     for attention in (stickbreaking_attention, bench.naive_attention):
@@ -23,15 +23,15 @@ def test_contenders_agree(kind):
         torch.testing.assert_close(ours, naive, rtol=1e-4, atol=1e-5)
 
 
-def test_full_inputs_leave_most_of_the_stick():
-    """So that nothing can be skipped in them."""
+def test_full_inputs_leave_most_of_the_mass():
+    """With this mass no key can be skipped."""
     q, k, v, _ = bench.make_inputs("full", 2000, OPTIONS)
     _, mass = stickbreaking_attention(q, k, v, return_mass=True)
     assert mass.min() > 0.5
 
 
 def test_run(tmp_path, capsys):
-    """The whole of it at a small size: table, ratio, memory by a process of its own, and the plot."""
+    """A run prints the times and their ratio, and the peak memory of a new process, and it draws the plot."""
     sizes = ["--lengths", "64", "128", "--heads", "2", "--head-dim", "16", "--repeats", "2", "--device", "cpu"]
     limits = ["--naive-max-length", "64", "--memory-length", "2048", "--dtype", "fp32", "--out", str(tmp_path)]
     assert bench.main([*sizes, *limits]) == 0
@@ -44,11 +44,11 @@ def test_run(tmp_path, capsys):
     assert (tmp_path / "bench_cpu.png").stat().st_size > 1000
 
 
-def test_peak_memory_sees_an_allocation():
-    """A known amount of memory held in the backward pass is found; earlier peaks may only add to it."""
+def test_peak_memory_includes_an_allocation_of_the_backward():
+    """An earlier, higher peak of the process can only increase the result."""
     megabytes = 256
 
-    class Hog(torch.autograd.Function):
+    class Allocates(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k, v):
             return q + v
@@ -59,27 +59,23 @@ def test_peak_memory_sees_an_allocation():
             return do, do, do
 
     options = argparse.Namespace(**{**vars(OPTIONS), "batch": 1})
-    peak = bench.peak_memory(Hog.apply, bench.make_inputs("randn", 16, options))
-    assert peak > (megabytes - 1) * 2**20  # the system counts pages in batches, some 100 KiB off
-
-
-@pytest.mark.parametrize("flag", ["--heads", "--repeats", "--batch", "--lengths"])
-def test_bad_options(flag, capsys):
-    """Refused by name."""
-    with pytest.raises(SystemExit):
-        bench.main([flag, "0"])
-    assert f"{flag} must be at least 1, got 0." in capsys.readouterr().err
+    peak = bench.peak_memory(Allocates.apply, bench.make_inputs("randn", 16, options))
+    assert peak > (megabytes - 1) * 2**20  # the system counts pages in batches of some 100 KiB
 
 
 @pytest.mark.parametrize(
-    ("option", "refusal"),
+    ("option", "words"),
     [
-        (["--lengths", "64", "-5"], "--lengths must be at least 1, got -5."),
-        (["--memory-length", "-1"], "--memory-length must be at least 0, got -1."),
+        (["--heads", "0"], "--heads 1 0"),
+        (["--repeats", "0"], "--repeats 1 0"),
+        (["--batch", "0"], "--batch 1 0"),
+        (["--lengths", "0"], "--lengths 1 0"),
+        (["--lengths", "64", "-5"], "--lengths 1 -5"),
+        (["--memory-length", "-1"], "--memory-length 0 -1"),
     ],
 )
-def test_bad_lengths_are_refused_before_anything_is_measured(option, refusal, capsys):
+def test_bad_options_are_rejected_before_anything_is_measured(option, words, capsys):
     with pytest.raises(SystemExit):
         bench.main(option)
     printed = capsys.readouterr()
-    assert refusal in printed.err and not printed.out
+    assert re.search(mentions(words), printed.err.splitlines()[-1]) and not printed.out

@@ -1,4 +1,4 @@
-"""The minimal CUDA kernels of examples/cuda compile. tests/python/gpu/test_minimal_kernels.py runs them."""
+"""The minimal CUDA kernels in examples/cuda compile. tests/python/gpu/test_minimal_kernels.py runs them."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""The examples in docstrings run and print what they show."""
+"""The examples in docstrings run and print the output that they show. All public objects have one."""
 
 import doctest
 import importlib
@@ -58,5 +58,5 @@ def test_examples(name):
 
 
 @pytest.mark.parametrize("name", megatron_sb.__all__)
-def test_public_objects_have_examples(name):
+def test_public_object_has_an_example(name):
     assert "Example:" in inspect.getdoc(getattr(megatron_sb, name))

@@ -1,7 +1,7 @@
-"""The layout: files include and import only downward, and never in a circle.
+"""The layout: files include and import only downward, and never in a cycle.
 
-A reader can then understand a folder from the folders below it, and a change cannot break what lies below. C++ kernels
-build without Torch, and users who do not install Megatron-Core can import the library.
+A reader can therefore understand a folder from the folders below it, and a change in a folder cannot break these. C++
+kernels build without Torch, and users without Megatron-Core can import the library.
 """
 
 import ast
@@ -37,7 +37,7 @@ PYTHON_FLOORS = {
     "experiments": 6,
     "cli": 7,
 }
-# What imports Megatron-Core: the adapter, and the trainer's engine.
+# The folders that may import Megatron-Core: the adapter, and the trainer's engine.
 MEGATRON_CORE = ("megatron_sb/megatron/", "megatron_sb/training/engine/")
 
 
@@ -55,7 +55,7 @@ def _includes(path: Path) -> list[str]:
 
 
 def _imported_modules(source: str, package: str) -> set[str]:
-    """Full names of what a module in `package` imports, and of what it imports from there."""
+    """Return the full names of the modules, and of the objects in them, that a module in `package` imports."""
     modules = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -66,8 +66,8 @@ def _imported_modules(source: str, package: str) -> set[str]:
     return modules
 
 
-def _circle(graph: dict[str, set[str]]) -> list[str]:
-    """Return the names on one circle of the graph, or an empty list."""
+def _cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Return the names on one cycle of the graph, or an empty list."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -85,13 +85,13 @@ def _circle(graph: dict[str, set[str]]) -> list[str]:
         ("def f():\n    from ..cli import main", {"megatron_sb.cli", "megatron_sb.cli.main"}),
     ],
 )
-def test_imports_are_read(source, modules):
+def test_imported_modules(source, modules):
     assert _imported_modules(source, "megatron_sb.training") == modules
 
 
-def test_circles_are_found():
-    assert _circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
-    assert set(_circle({"a": {"b"}, "b": {"c"}, "c": {"b"}})) == {"b", "c"}
+def test_cycle():
+    assert _cycle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert set(_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}})) == {"b", "c"}
 
 
 def test_every_module_has_a_floor():
@@ -99,7 +99,8 @@ def test_every_module_has_a_floor():
     assert modules - {"__init__"} == PYTHON_FLOORS.keys()
 
 
-def test_there_are_files_to_read():
+def test_files_are_found():
+    """Without files, the tests of this module would pass without a check."""
     assert len(_cpp_files()) > 20
     assert len(_python_files()) > 8
 
@@ -115,13 +116,13 @@ def test_cpp_includes_downward(path):
             assert other not in ("ATen", "torch", "c10"), f"{own} includes {include} of Torch"
 
 
-def test_cpp_has_no_circle():
-    """x.h and x.cpp are one unit. CUDA files stand for themselves: a .cu consists of several .cuh files."""
+def test_cpp_includes_have_no_cycle():
+    """x.h and x.cpp are one unit. Each CUDA file is a unit, because a .cu file includes several .cuh files."""
     graph: dict[str, set[str]] = {}
     for path in _cpp_files():
         unit = str(path.relative_to(CSRC)).removesuffix(".h").removesuffix(".cpp")
         graph.setdefault(unit, set()).update({include.removesuffix(".h") for include in _includes(path)} - {unit})
-    assert _circle(graph) == []
+    assert _cycle(graph) == []
 
 
 @pytest.mark.parametrize("path", _python_files(), ids=lambda path: str(path.relative_to(ROOT)))
@@ -137,8 +138,8 @@ def test_python_imports_downward(path):
             assert PYTHON_FLOORS[other] < PYTHON_FLOORS[own], f"{own} imports {module}"
 
 
-def test_python_has_no_circle():
-    """Imports within functions count; imports for type checkers alone do not."""
+def test_python_imports_have_no_cycle():
+    """Imports inside functions count. Imports under `if TYPE_CHECKING` do not count."""
     names = {}
     for path in _python_files():
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -147,11 +148,11 @@ def test_python_has_no_circle():
     for name, path in names.items():
         source = re.sub(r"^if TYPE_CHECKING:\n(?: .*\n|\n)+", "", path.read_text(), flags=re.MULTILINE)
         imported = _imported_modules(source, ".".join(path.relative_to(ROOT).parts[:-1])) & names.keys()
-        # `from package import module` needs the module, not what the package's __init__ imports.
+        # `from package import module` depends on the module, not on the imports of the package's __init__.
         graph[name] = {m for m in imported if not any(other.startswith(f"{m}.") for other in imported)} - {name}
-    assert _circle(graph) == []
+    assert _cycle(graph) == []
 
 
 @pytest.mark.parametrize("path", [*_cpp_files(), *_python_files()], ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_stay_small(path):
+def test_file_has_fewer_than_600_lines(path):
     assert len(path.read_text().splitlines()) < 600

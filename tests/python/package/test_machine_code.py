@@ -1,4 +1,4 @@
-"""What the compiler made of the GPU kernels, where a change of source that looks harmless costs speed."""
+"""Properties of the compiled GPU kernels that a harmless-looking change of the source can break, at a loss of speed."""
 
 import itertools
 import re
@@ -11,8 +11,8 @@ from megatron_sb.ops import library
 
 
 def instructions_of_kernels() -> dict[str, list[str]]:
-    """The sm_90 kernels of the operator library by mangled name: their instructions in order."""
-    triton = pytest.importorskip("triton", reason="brings cuobjdump, which is not part of every toolkit")
+    """Return the instructions of the sm_90 kernels of the operator library, by mangled name."""
+    triton = pytest.importorskip("triton", reason="needs cuobjdump, which is a part of triton")
     cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     command = [cuobjdump, "-sass", "-arch", "sm_90a", library.library_path()]
     text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
@@ -22,9 +22,10 @@ def instructions_of_kernels() -> dict[str, list[str]]:
 
 @pytest.mark.skipif(library.build_info()["cuda"] is None, reason="needs a build with CUDA")
 def test_wgmma_descriptors_stay_in_uniform_registers():
-    """Else each wgmma waits for moves: a loop whose end does not look uniform to ptxas loses 5% of the forward.
+    """Otherwise each wgmma waits for moves (R2UR), for example if the end of a loop does not look uniform to ptxas.
 
-    In the backward at head_dim 128 the place of dq, read from shared memory, moves: twice in each of two loops.
+    The forward then loses 5% of its speed. The backward at head_dim 128 reads the address of dq from shared memory.
+    This needs two moves in each of two loops.
     """
     kernels = {name: code for name, code in instructions_of_kernels().items() if any("HGMMA" in i for i in code)}
     assert len(kernels) >= 4

@@ -1,11 +1,13 @@
-"""The Makefile where git does not know the files: an archive that was unpacked, a folder of another user."""
+"""The Makefile works in a folder that is not a git repository, for example an unpacked archive."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from support.messages import mentions
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="needs make")
@@ -13,7 +15,7 @@ pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 
 @pytest.fixture
 def archive(tmp_path):
-    """A folder without .git, with the Makefile, one C++ file, and an environment that looks newer than both."""
+    """Return a folder without .git that holds the Makefile, one C++ file and an environment that is newer than both."""
     for name in ("pyproject.toml", "CMakeLists.txt", "cmake/Own.cmake", "csrc/core/own.h"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -25,8 +27,8 @@ def archive(tmp_path):
     return tmp_path
 
 
-def would_run(folder, target):
-    """What make prints that it would run: (status, standard output, standard error)."""
+def dry_run(folder, target):
+    """Return the exit status of `make --dry-run`, the commands that it prints, and its standard error."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("GIT_", "MAKE"))}
     environment["GIT_CEILING_DIRECTORIES"] = str(folder.parent)
     command = ["make", "--dry-run", "PYTHON312=", target]
@@ -35,21 +37,22 @@ def would_run(folder, target):
 
 
 @pytest.mark.parametrize(("target", "option"), [("lint", "--dry-run -Werror"), ("format", "-i")])
-def test_cpp_files_are_found_without_git(archive, target, option):
-    status, commands, errors = would_run(archive, target)
+def test_clang_format_gets_the_cpp_files(archive, target, option):
+    status, commands, errors = dry_run(archive, target)
     assert status == 0, errors
     assert f".venv/bin/clang-format {option} csrc/core/own.h\n" in commands
 
 
-def test_a_changed_file_is_built_without_git(archive):
-    assert "pip install" not in would_run(archive, "build")[1]
+def test_only_a_changed_file_causes_a_build(archive):
+    assert "pip install" not in dry_run(archive, "build")[1]
     os.utime(archive / "csrc" / "core" / "own.h", (2**32, 2**32))
-    assert "pip install" in would_run(archive, "build")[1]
+    assert "pip install" in dry_run(archive, "build")[1]
 
 
 @pytest.mark.parametrize("target", ["lint", "format"])
-def test_clang_format_does_not_wait_for_standard_input(archive, target):
+def test_without_cpp_files_make_fails(archive, target):
+    """clang-format without a file would wait for standard input."""
     (archive / "csrc" / "core" / "own.h").unlink()
-    status, commands, errors = would_run(archive, target)
+    status, commands, errors = dry_run(archive, target)
     assert status != 0 and "clang-format" not in commands
-    assert "there are no C++ files in CMakeLists.txt cmake csrc tests/cpp" in errors
+    assert re.search(mentions("C++ CMakeLists.txt cmake csrc tests/cpp"), errors)

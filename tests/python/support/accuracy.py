@@ -1,9 +1,11 @@
-"""Errors against the float64 oracle, judged by the errors of a plain computation in the same precision.
+"""Compare an operator's errors against the float64 oracle with the errors of a plain computation.
 
-The plain computation sums logarithms in the kernel's own accumulation type (fp64 for fp64 inputs, fp32 for all others)
-and rounds its results to the inputs' type. Kernels for half precision on a GPU must round their weights too: there it
-is the exact computation, rounded in the same places (support/rounded.py). An operator may be a factor off it, plus some
-units in the last place, which grow by 5e-10 a key. No error is judged by an absolute tolerance.
+The plain computation sums logarithms in the kernels' accumulation type (fp64 for fp64 inputs, fp32 for all others) and
+rounds its results to the inputs' type. Kernels for half precision on a GPU must also round their weights. For these
+kernels the plain computation is the exact one, rounded in the same places (support/rounded.py).
+
+An operator's error may be a factor above that of the plain computation, plus some units in the last place, which grow
+with the number of keys. There is no absolute tolerance.
 """
 
 from collections.abc import Callable
@@ -21,11 +23,14 @@ RESULTS = ("o", "mass", "dq", "dk", "dv")
 _FACTOR = 2.0
 _FLOOR_ULPS = 16.0
 _FLOOR_ULPS_PER_KEY = 0.004
-_MASS_FLOOR_ULPS_PER_KEY = 0.06  # a mass is a product over all keys: the rounding of each logit stays in it
+_MASS_FLOOR_ULPS_PER_KEY = 0.06  # a mass is a product over all keys, so it contains the rounding error of each logit
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, *, attend_current: bool = False) -> tuple[Tensor, Tensor]:
-    """Output and mass from the definition, at the default scale and in the accumulation type; o is rounded to q's."""
+    """Return output and mass from the definition, computed in the accumulation type with the default scale.
+
+    The output is rounded to the type of q.
+    """
     accumulation = accumulation_type(q.dtype)
     num_queries, num_keys, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     q_, k_, v_ = (x.to(accumulation).transpose(1, 2) for x in (q, k, v))
@@ -40,12 +45,15 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, *, attend_current: bool = F
 
 
 def accumulation_type(dtype: torch.dtype) -> torch.dtype:
-    """The type in which kernels of this dtype add up."""
+    """Return the type in which kernels for inputs of this dtype compute sums."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def run(attention: Callable, inputs: Inputs, *args, mass_in_loss: bool = True, **options) -> dict[str, Tensor]:
-    """o, mass, dq, dk, dv of attention(q, k, v, *args, **options) -> (o, mass); strides stay as they are."""
+    """Return o, mass, dq, dk, dv of attention(q, k, v, *args, **options), which returns (o, mass).
+
+    The attention gets the inputs with the strides that they have.
+    """
     q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     o, mass = attention(q, k, v, *args, **options)
     outputs, gradients = (o, mass), (inputs.do.to(o.dtype), inputs.dmass.to(mass.dtype))
@@ -56,10 +64,10 @@ def run(attention: Callable, inputs: Inputs, *args, mass_in_loss: bool = True, *
 
 
 def relative_errors(actual: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Of the Frobenius norm and of the largest element; NaN where either side has one.
+    """Return the relative errors in the Frobenius norm and of the largest element. They are NaN if a tensor has a NaN.
 
-    What is smaller than the smallest number whose last place is a normal number is judged as that number: a mass may go
-    subnormal, and kernels may take a row for used up from there on.
+    If the norm of `expected` is below tiny / eps, the errors are relative to tiny / eps. Such masses can be subnormal,
+    and kernels may treat their rows as used up.
     """
     tiny = torch.finfo(actual.dtype).tiny / torch.finfo(actual.dtype).eps
     expected = expected.double()
@@ -73,7 +81,7 @@ def relative_errors(actual: Tensor, expected: Tensor) -> tuple[float, float]:
 
 
 def floors(dtype: torch.dtype, num_keys: int) -> dict[str, float]:
-    """Return the relative error to accept for each result even where the plain computation has none."""
+    """Return the relative error of each result that is accepted even if the plain computation has no error."""
     ulp = torch.finfo(accumulation_type(dtype)).eps
     per_key = dict.fromkeys(RESULTS, _FLOOR_ULPS_PER_KEY) | {"mass": _MASS_FLOOR_ULPS_PER_KEY}
     return {name: ulp * (_FLOOR_ULPS + growth * num_keys) for name, growth in per_key.items()}
@@ -82,9 +90,9 @@ def floors(dtype: torch.dtype, num_keys: int) -> dict[str, float]:
 def assert_accurate(
     attention: Callable, inputs: Inputs, *, attend_current: bool = False, names: tuple[str, ...] = RESULTS, **options
 ) -> None:
-    """Compare a dense attention with the oracle, result by result; `options` go to the operator alone.
+    """Assert that the results of a dense attention are accurate. Only the operator gets `options`.
 
-    The operator runs first, so that no memory of the others can hold its answer.
+    The operator runs first, so that recycled memory of the oracle cannot hold its results.
     """
     actual = run(attention, inputs, attend_current=attend_current, return_mass=True, **options)
     if rounds_weights(inputs.q):
@@ -103,9 +111,9 @@ def assert_errors(
     allowed: dict[str, float],
     names: tuple[str, ...] = RESULTS,
 ) -> None:
-    """Every named result is at most a factor further from the oracle than the plain computation, plus `allowed`."""
+    """Assert for each named result: error <= _FACTOR * error of the plain computation + `allowed`."""
     for name in names:
-        assert actual[name].shape == oracle[name].shape, f"{name}: {actual[name].shape}, not {oracle[name].shape}"
+        assert actual[name].shape == oracle[name].shape, f"{name}: {actual[name].shape}, expected {oracle[name].shape}"
         ours, theirs = (relative_errors(x[name], oracle[name]) for x in (actual, plain))
         for kind, our, their in zip(("Frobenius", "largest"), ours, theirs, strict=True):
             bound = _FACTOR * their + allowed[name]

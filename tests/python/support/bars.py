@@ -1,8 +1,10 @@
-"""The bar for bf16 kernels: their error against float64 beside that of an exact computation rounded where they must.
+"""The accuracy bar for bf16 kernels.
 
-Relative Frobenius error at most 1.2 times the rounded computation's (rounded.py defines it), and what fp32 sums
-explain (accuracy.py: floors). Where an oracle of all rows is too much, dO and dmass are nonzero in some runs of rows
-only: o and dq are compared there, dk and dv are then sums over these rows alone.
+The relative Frobenius error of a result must be at most 1.2 times the error of the rounded computation (rounded.py),
+plus the rounding error of fp32 sums (`floors` in accuracy.py).
+
+For long inputs the oracle computes only some runs of rows. dO and dmass are then zero in all other rows: o and dq are
+compared in these runs, and dk and dv are sums over these runs alone.
 """
 
 import torch
@@ -15,7 +17,8 @@ from .inputs import Inputs, make_inputs
 from .rounded import rounded_results
 
 BAR = 1.2
-SPIKES, FIRST_SPIKE, SPIKE_DISTANCE = "spikes", 3000, 10000  # of keys whose logits are +11 among those of -11
+# All logits are about -11, except +11 at every 10000th key.
+SPIKES, FIRST_SPIKE, SPIKE_DISTANCE = "spikes", 3000, 10000
 BARRED = [
     "randn",
     "mean -3.2",
@@ -28,18 +31,18 @@ BARRED = [
     SPIKES,
 ]
 DEFAULT_THRESHOLD = 2.0**-24
-# One key of logit 30 leaves 1e-13 of the stick, and dz is as small. Nothing is skipped there, because what skipping may
-# drop, 6e-8, is more than all of dq and dk.
-_UNSKIPPED = ("saturated +30",)
+# One key with logit 30 leaves 1e-13 of the stick, and dz is as small. Skipping may change a result by 6e-8, which is
+# more than all of dq and dk. It is therefore disabled in these regimes.
+_WITHOUT_SKIPPING = ("saturated +30",)
 
 
 def threshold_of(regime: str) -> float:
-    """The mass_threshold at which a regime is judged."""
-    return 0.0 if regime in _UNSKIPPED else DEFAULT_THRESHOLD
+    """Return the mass_threshold to use in a regime."""
+    return 0.0 if regime in _WITHOUT_SKIPPING else DEFAULT_THRESHOLD
 
 
 def barred_inputs(regime: str, length: int, runs: list[tuple[int, int]], **sizes) -> Inputs:
-    """Inputs of a regime; the gradients of the results are 0 in all rows but those of the runs."""
+    """Return inputs of a regime. The gradients of the results are 0 in all rows outside the runs."""
     x = make_inputs("mean -11" if regime == SPIKES else regime, s=length, dtype=torch.bfloat16, **sizes)
     if regime == SPIKES:
         x.k[:, FIRST_SPIKE::SPIKE_DISTANCE, :, 0] *= -1
@@ -51,35 +54,35 @@ def barred_inputs(regime: str, length: int, runs: list[tuple[int, int]], **sizes
 
 
 class Bar:
-    """What the float64 oracle and the rounded computation give for inputs, in the runs of rows to compare."""
+    """The results of the float64 oracle and of the rounded computation in the runs of rows to compare."""
 
     def __init__(self, x: Inputs, runs: list[tuple[int, int]]) -> None:
         self._length, self._runs = x.q.shape[1], runs
         self._oracle, self._rounded = _oracle_rows(x, runs), rounded_results(x, runs=runs)
 
     def missed(self, results: dict, regime: str) -> list[str]:
-        """Which of o, dq, dk, dv are above the bar, and the mass if it is off by more than the stick's tolerance."""
+        """Describe the results that miss the bar. The error of the mass must be at most `stick_tolerance`."""
         actual, missed = self._rows_of(results), []
         for name in ("o", "dq", "dk", "dv"):
             ours, theirs = (relative_errors(r[name], self._oracle[name])[0] for r in (actual, self._rounded))
             print(f"{regime:14s} L={self._length:6d} {name:3s} {ours:.3e} rounded {theirs:.3e}")
             if not ours <= BAR * theirs + floors(torch.bfloat16, self._length)[name]:
-                missed.append(f"{name}: {ours:.3g}, the rounded computation {theirs:.3g}")
+                missed.append(f"{name}: error {ours:.3g}, error of the rounded computation {theirs:.3g}")
         threshold, mass = threshold_of(regime), actual["mass"]
-        off = (mass - self._oracle["mass"]).abs()
+        errors = (mass - self._oracle["mass"]).abs()
         used_up = (self._oracle["mass"] <= threshold) & (mass >= 0) & (mass <= threshold)
-        worst = off.masked_fill(used_up, 0.0).max().item()
-        return missed + ([] if worst <= stick_tolerance(self._length) else [f"mass: off by {worst:.3g}"])
+        worst = errors.masked_fill(used_up, 0.0).max().item()
+        return missed + ([] if worst <= stick_tolerance(self._length) else [f"mass: error {worst:.3g}"])
 
     def _rows_of(self, results: dict) -> dict:
-        """The compared rows of o, mass and dq; dk and dv whole."""
+        """Return the compared rows of o, mass and dq, and all rows of dk and dv."""
         o, dq = (torch.cat([results[name][:, a:b] for a, b in self._runs], dim=1) for name in ("o", "dq"))
         mass = torch.cat([results["mass"][..., a:b] for a, b in self._runs], dim=-1)
         return {**results, "o": o, "mass": mass, "dq": dq}
 
 
 def _oracle_rows(x: Inputs, runs: list[tuple[int, int]]) -> dict:
-    """What the oracle gives in these rows, from their q and the keys that they see; dk and dv are sums over them."""
+    """Return the oracle's results in these runs of rows. dk and dv are sums over these rows."""
     parts = []
     for begin, end in runs:
         part = (x.q[:, begin:end], x.k[:, :end], x.v[:, :end], x.do[:, begin:end], x.dmass[..., begin:end])

@@ -1,4 +1,4 @@
-"""A dense attention as blocks of keys, put together by the two entry points of the block contract."""
+"""Compute a dense attention in blocks of keys with the two operators of the block contract."""
 
 from itertools import pairwise
 
@@ -20,10 +20,10 @@ def run_in_blocks(
     scale: float | None = None,
     mass_threshold: float = 0.0,
 ) -> dict[str, Tensor]:
-    """o, mass, dq, dk, dv and the prefix that comes out, in the accumulation type, over the blocks between the cuts.
+    """Return o, mass, dq, dk, dv and the final prefix in the accumulation type, computed in blocks between the cuts.
 
-    Cuts are fractions of the keys. With carry each block is given the mass of the newer ones; without it every block
-    starts from a full stick, and is folded into the others afterwards.
+    Cuts are fractions of the keys. With `carry`, each block gets the mass that the newer blocks leave. Without it, each
+    block starts from a full stick, and its output and mass are multiplied by that mass afterwards.
     """
     scale = x.q.shape[-1] ** -0.5 if scale is None else scale
     options = {"scale": scale, "attend_current": attend_current, "mass_threshold": mass_threshold}
@@ -35,7 +35,7 @@ def run_in_blocks(
 
 
 def _blocks_of(x, cuts):
-    """(first key, last key, segments) of the blocks between the cuts, oldest first; the queries are the last rows."""
+    """Return (first key, end of the keys, segments) of each block, oldest first. The queries are the last positions."""
     s, s_k = x.q.shape[1], x.k.shape[1]
     edges = [0, *sorted(round(cut * s_k) for cut in cuts), s_k]
     table = {"dtype": torch.int32, "device": x.q.device}
@@ -43,7 +43,7 @@ def _blocks_of(x, cuts):
 
 
 def _forward(x, blocks, options, carry):
-    """o and mass over all blocks; with carry each takes the mass of the newer ones, without it is folded afterwards."""
+    """Return o and mass over all blocks, and (edge, restart mass, mass_in of the backward) of each block."""
     rows = (x.q.shape[0], x.q.shape[2], x.q.shape[1])
     mass = torch.ones(rows, dtype=accumulation_type(x.q.dtype), device=x.q.device)
     o, records = 0.0, []
@@ -52,7 +52,7 @@ def _forward(x, blocks, options, carry):
         block_o, block_mass, edge, restart = ops.block_forward(
             x.q, x.k[:, a:b], x.v[:, a:b], segments, given, **options
         )
-        # The backward's mass_in scales a restart that was made before its carry was known.
+        # Without carry, the backward gets the carry as mass_in and scales the mass of the restart record by it.
         records.insert(0, (edge, restart, None if carry else mass))
         o = o + (block_o if carry else block_o * mass.transpose(1, 2)[..., None])
         mass = block_mass if carry else mass * block_mass
@@ -60,7 +60,7 @@ def _forward(x, blocks, options, carry):
 
 
 def _backward(x, blocks, options, mass, records):
-    """dq, dk, dv and the sum of g over all blocks, the prefix carried from the oldest to the newest."""
+    """Return dq, dk, dv and the final prefix. The prefix is carried from the oldest block to the newest."""
     prefix = mass * x.dmass.to(mass.dtype)
     dq, dk, dv = 0.0, [], []
     for (a, b, segments), (edge, restart, mass_in) in zip(blocks, records, strict=True):

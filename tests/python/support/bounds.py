@@ -1,8 +1,10 @@
-"""How far each element of a result may be from the oracle, whatever order a kernel computes in.
+"""Error bounds of single elements that hold for every order of computation.
 
-The sum of all terms of an element, times the relative error that a term can have (rounding of A and dz in half
-precision, which has no preferred sign; of logits and sums in fp32, which may have), plus what skipping may change. For
-cases that are too small, or too many, to be judged by the error of a whole tensor.
+A bound is the sum of the absolute values of an element's terms, times the relative error that a term can have, plus the
+change that skipping may cause. A term has the rounding errors of A and dz in half precision, which have either sign.
+It also has the rounding errors of logits and sums in fp32, which may all have the same sign.
+
+The fuzz tests use these bounds, because an error of a whole tensor says little about very small inputs.
 """
 
 from itertools import pairwise
@@ -15,16 +17,19 @@ from .inputs import Inputs
 from .rounded import half_precision, per_key_head, prefix, rows_of
 
 _ULP = 2.0**-23
-_CLAMP = 2.0**-24  # of a stick that a kernel may take from the newest key of a saturated row: its logits are clamped
-_RESTART_FLOOR = 2.0**-64  # gradients that a smaller mass carries are dropped
-_SMALLEST = 1e-35  # fp32 results below it may be flushed
+_CLAMP = 2.0**-24  # kernels clamp logits, so the weight of a saturated key may be this much too small
+_RESTART_FLOOR = 2.0**-64  # kernels may drop gradients where the mass is smaller
+_SMALLEST = 1e-35  # smaller fp32 results may be flushed to 0
 
 
 def error_bounds(x: Inputs, *, attend_current: bool, scale: float, mass_threshold: float) -> dict[str, Tensor]:
-    """The largest allowed absolute error of o, dq, dk, dv for dense inputs, before their own rounding to x's dtype."""
+    """Return the largest allowed absolute error of each element of o, dq, dk, dv for dense inputs.
+
+    `excesses` adds the error of rounding the results to the dtype of x.
+    """
     dtype, h_kv = x.q.dtype, x.k.shape[2]
-    rounding = _rounding(dtype)  # of A and dz
-    quantum = 2.0**-24 if dtype == torch.float16 else 0.0  # where they are subnormal
+    rounding = _rounding(dtype)  # relative error of A and dz
+    quantum = 2.0**-24 if dtype == torch.float16 else 0.0  # absolute error of subnormal A and dz
     skipped, dropped = max(mass_threshold, _CLAMP), max(mass_threshold, _RESTART_FLOOR)
     bounds = {name: torch.zeros_like(t, dtype=torch.float64).transpose(1, 2) for name, t in _shaped_as(x)}
     for rows in rows_of(x, [(0, x.q.shape[1])], scale=scale, attend_current=attend_current):
@@ -56,12 +61,12 @@ def error_bounds(x: Inputs, *, attend_current: bool, scale: float, mass_threshol
 
 
 def _rounding(dtype: torch.dtype) -> float:
-    """The largest relative error of rounding to a half-precision type, and a little."""
+    """Return a little more than the largest relative error of rounding to a half-precision type; 0 for other types."""
     return 0.6 * torch.finfo(dtype).eps if half_precision(dtype) else 0.0
 
 
 def _rounded_sum(errors: Tensor, y: Tensor, num_kv_heads: int | None = None) -> Tensor:
-    """Of errors @ y, where an error may have either sign: what all add up to, or six times what they do at random."""
+    """Bound |errors @ y| for errors of either sign, by their sum or six standard deviations, whichever is smaller."""
     total, squares = errors @ y, errors.square() @ y.square()
     if num_kv_heads is not None:
         total, squares = per_key_head(total, num_kv_heads), per_key_head(squares, num_kv_heads)
@@ -69,7 +74,7 @@ def _rounded_sum(errors: Tensor, y: Tensor, num_kv_heads: int | None = None) -> 
 
 
 def error_bounds_packed(x: Inputs, cu_seqlens: list[int], cu_seqlens_k: list[int], **options) -> dict[str, Tensor]:
-    """The same for packed documents. Rows beyond the last must be exactly 0."""
+    """Return the bounds for packed documents. In rows after the last document the results must be exactly 0."""
     bounds = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in _shaped_as(x)}
     for (q_begin, q_end), (k_begin, k_end) in zip(pairwise(cu_seqlens), pairwise(cu_seqlens_k), strict=True):
         queries, keys = slice(q_begin, q_end), slice(k_begin, k_end)
@@ -86,7 +91,7 @@ def _shaped_as(x: Inputs) -> list[tuple[str, Tensor]]:
 
 
 def stick_tolerance(num_keys: int) -> float:
-    """Of the mass, and of sum(A) + mass = 1."""
+    """Return the largest allowed absolute error of a mass, and of sum(A) + mass = 1."""
     return 1e-6 + 1e-8 * num_keys
 
 
@@ -99,11 +104,14 @@ def excesses(
     num_keys: int,
     threshold: float,
 ) -> dict[str, float]:
-    """Error over its bound, at the worst element of each result; right if at most 1 (NaN is wrong)."""
+    """Return for each result the largest ratio of an element's error to its bound. It must be at most 1.
+
+    The ratio is NaN if the result has a NaN.
+    """
     worst = []
     for name in RESULTS:
         error = actual[name].double() - oracle[name]
-        if name == "mass":  # once used up, somewhere in [0, threshold]
+        if name == "mass":  # the mass of a used-up row may have any value in [0, threshold]
             used_up = (oracle[name] <= threshold) & (actual[name] >= 0) & (actual[name] <= threshold)
             error = error.abs().masked_fill(used_up, 0.0) / stick_tolerance(num_keys)
         else:

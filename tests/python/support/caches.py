@@ -1,4 +1,4 @@
-"""KV caches for tests: valid keys where a call may read, NaN everywhere else."""
+"""KV caches for tests. They hold NaN wherever a call must not read."""
 
 from dataclasses import dataclass, field
 
@@ -12,12 +12,12 @@ from .inputs import Inputs, make_inputs
 from .rounded import rounded_results, rounds_weights
 
 _FACTOR = 2.0
-_LOGIT_CUT_OFF = 2.0**-22  # relative
+_LOGIT_TRUNCATION = 2.0**-22  # relative error
 
 
 @dataclass
 class CacheCase:
-    """Sequences with keys [firsts[i], ends[i]) each in a cache of `capacity` keys, and the s_q last queries of each."""
+    """Sequences with keys [firsts[i], ends[i]) in caches of `capacity` keys. The queries are the last s_q positions."""
 
     ends: list[int]
     s_q: int = 1
@@ -33,7 +33,7 @@ class CacheCase:
     attend_current: bool = False
     mass_threshold: float = 0.0
     seed: int = 0
-    x: Inputs = field(init=False)  # (b, s_q or capacity, ..): all positions, valid or not
+    x: Inputs = field(init=False)  # (b, s_q or capacity, ..): all positions of the cache, also outside the sequences
 
     def __post_init__(self) -> None:
         self.capacity = self.capacity or max(self.ends)
@@ -41,7 +41,7 @@ class CacheCase:
         self.x = make_inputs(self.regime, b=len(self.ends), s=self.s_q, s_k=self.capacity, **sizes)
 
     def arguments(self) -> tuple[tuple[Tensor, Tensor, Tensor], dict]:
-        """Of `stickbreaking_attention_with_kvcache`: the tensors, and the rest by name."""
+        """Return the arguments of `stickbreaking_attention_with_kvcache`: (q, caches), and the others by name."""
         begins = self.firsts or [0] * len(self.ends)
         caches = [torch.full_like(t, torch.nan) for t in (self.x.k, self.x.v)]
         for cache, whole in zip(caches, (self.x.k, self.x.v), strict=True):
@@ -59,7 +59,10 @@ class CacheCase:
         return (self.x.q, *caches), options
 
     def _paged(self, caches: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """The caches cut into blocks that lie in no order, three of them unused; entries that nobody needs are wild."""
+        """Return the caches in blocks of random order, three of them unused, and the block table.
+
+        Entries of the table that no sequence needs are out of range.
+        """
         size, batch = self.block_size, len(self.ends)
         per_sequence = -(-self.capacity // size)
         order = torch.randperm(batch * per_sequence + 3, generator=torch.Generator().manual_seed(1), device="cpu")
@@ -75,7 +78,10 @@ class CacheCase:
         return paged, table.masked_fill(beyond, 2**31 - 1).int()
 
     def expected(self, attention) -> tuple[Tensor, Tensor]:
-        """o and mass of attention(inputs) -> (o, mass), sequence by sequence; 0 and 1 before their beginnings."""
+        """Return o and mass of attention(inputs) -> (o, mass) for each sequence alone, in float64.
+
+        Queries before the beginning of their sequence have o = 0 and mass = 1.
+        """
         o = torch.zeros(*self.x.q.shape[:3], self.x.v.shape[-1], dtype=torch.float64)
         mass = torch.ones(self.x.q.shape[0], self.h, self.s_q, dtype=torch.float64)
         for i, end in enumerate(self.ends):
@@ -83,15 +89,14 @@ class CacheCase:
             queries = min(self.s_q, end - first)
             if queries == 0:
                 continue
-            x, mine, keys = self.x, slice(self.s_q - queries, None), slice(first, end)
-            one = Inputs(x.q[i, None, mine], x.k[i, None, keys], x.v[i, None, keys], x.do[i, None, mine], x.dmass)
-            one.dmass = x.dmass[i, None, :, mine]
-            found = attention(one)
-            o[i, mine], mass[i, :, mine] = found[0][0].double(), found[1][0].double()
+            x, rows, keys = self.x, slice(self.s_q - queries, None), slice(first, end)
+            tensors = (x.q[i, rows], x.k[i, keys], x.v[i, keys], x.do[i, rows], x.dmass[i, :, rows])
+            found = attention(Inputs(*(tensor[None] for tensor in tensors)))
+            o[i, rows], mass[i, :, rows] = found[0][0].double(), found[1][0].double()
         return o, mass
 
     def oracle(self) -> tuple[Tensor, Tensor]:
-        """What float64 gives."""
+        """Return o and mass from the float64 oracle."""
 
         def exact(one: Inputs) -> tuple[Tensor, Tensor]:
             options = {"attend_current": self.attend_current, "return_mass": True}
@@ -100,7 +105,7 @@ class CacheCase:
         return self.expected(exact)
 
     def plain(self) -> tuple[Tensor, Tensor]:
-        """What a plain computation in the same precision gives, or an exact one that rounds as kernels have to."""
+        """Return o and mass from the plain computation that `support.accuracy` defines."""
 
         def rounded(one: Inputs) -> tuple[Tensor, Tensor]:
             results = rounded_results(one, attend_current=self.attend_current)
@@ -113,23 +118,26 @@ class CacheCase:
 
 
 def attend(case: CacheCase) -> tuple[Tensor, Tensor]:
-    """o and mass as the operator gives them."""
+    """Return o and mass from the operator."""
     tensors, options = case.arguments()
     return stickbreaking_attention_with_kvcache(*tensors, **options, return_mass=True)
 
 
 def assert_accurate(case: CacheCase) -> None:
-    """The operator, which runs first, is at most a factor further from float64 than the plain computation."""
+    """Assert for o and mass: error <= _FACTOR * error of the plain computation + allowance for rounding and skipping.
+
+    The operator runs first, so that recycled memory of the oracle cannot hold its results.
+    """
     actual, plain, oracle = attend(case), case.plain(), case.oracle()
-    doubled = 2 if case.dtype == torch.float64 else 1  # the oracle rounds as much
+    doubled = 2 if case.dtype == torch.float64 else 1  # the fp64 oracle has rounding errors of the same size
     allowed = {name: doubled * floor for name, floor in floors(case.dtype, case.capacity).items()}
-    if rounds_weights(case.x.q) and case.x.q.is_cuda:
-        # Tensor cores cut off the sums of a logit's products, all in one direction: the mass, a product over all keys,
-        # is off by as much of its logarithm.
-        allowed["mass"] += _LOGIT_CUT_OFF * -oracle[1].clamp_min(torch.finfo(torch.float32).tiny).log().min().item()
+    if rounds_weights(case.x.q):
+        # Tensor cores truncate the sums of a logit, always in the same direction. The logarithm of the mass, a sum over
+        # all keys, has the same relative error.
+        allowed["mass"] += _LOGIT_TRUNCATION * -oracle[1].clamp_min(torch.finfo(torch.float32).tiny).log().min().item()
     for name, ours, theirs, exact in zip(("o", "mass"), actual, plain, oracle, strict=True):
         assert ours.shape == exact.shape, name
-        if name == "mass":  # once used up, somewhere in [0, threshold]
+        if name == "mass":  # the mass of a used-up row may have any value in [0, threshold]
             used_up = (exact <= case.mass_threshold) & (ours >= 0) & (ours <= case.mass_threshold)
             ours, exact, theirs = (t.masked_fill(used_up, 0.0) for t in (ours, exact, theirs))
         error, bound = relative_errors(ours, exact)[0], relative_errors(theirs.to(ours.dtype), exact)[0]

@@ -1,11 +1,11 @@
-"""Small models of transformers."""
+"""Small transformers models of this package."""
 
 import torch
 from torch import Tensor
 
 from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
 
-# Sizes of the models that are converted between formats, and what some of them have beside.
+# Fields of the models that tests convert between formats, and the additional fields of some of them.
 TO_CONVERT = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -20,7 +20,10 @@ EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2}
 
 
 def make_model(dtype: torch.dtype = torch.float32, **fields: object) -> StickBreakingForCausalLM:
-    """A model of these fields; its vectors are not the 0 and 1 of the start, which would hide what they do."""
+    """Return a model with these fields of the configuration.
+
+    Its biases and norm weights are random. Their initial values, 0 and 1, would hide an error in their use.
+    """
     torch.manual_seed(1)
     model = StickBreakingForCausalLM(StickBreakingConfig(**fields)).eval()
     with torch.no_grad():
@@ -31,7 +34,7 @@ def make_model(dtype: torch.dtype = torch.float32, **fields: object) -> StickBre
 
 
 def padded(rows: list[Tensor], side: str = "left") -> tuple[Tensor, Tensor]:
-    """Rows of tokens (1, n) as a batch (b, longest), 0 on one side, and its attention mask."""
+    """Return rows of tokens (1, n) as a batch (b, longest), padded with 0 on one side, and its attention mask."""
     width = max(row.shape[1] for row in rows)
     ids, mask = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(2))
     for index, row in enumerate(rows):
@@ -42,7 +45,7 @@ def padded(rows: list[Tensor], side: str = "left") -> tuple[Tensor, Tensor]:
 
 
 def chosen(model: torch.nn.Module, row: Tensor, steps: int) -> list[int]:
-    """The likeliest tokens that follow a row (1, n), each found by a whole forward without a cache."""
+    """Return the tokens that greedy generation appends to a row (1, n). Each step is a forward without a cache."""
     for _ in range(steps):
         with torch.no_grad():
             logits = model(row, use_cache=False).logits

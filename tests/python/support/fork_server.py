@@ -1,8 +1,8 @@
-"""Python processes that start with torch and Megatron-Core imported, in milliseconds instead of seconds.
+"""Python processes that start in milliseconds, because torch and Megatron-Core are already imported.
 
-A pytest process starts one server when it first needs it. The server imports preload.py and forks a new process for
-every job. A job is therefore as isolated as under `python`: it has its own interpreter state, environment, process
-groups and Megatron globals, and it may hang, abort or be killed without any effect on other jobs.
+A pytest process starts one server when it first needs one. The server imports preload.py and forks a new process for
+each job. A job is therefore as isolated as under `python`: it has its own interpreter state, environment, process
+groups and Megatron globals. It may hang, abort or be killed without any effect on other jobs.
 
 Differences from `python`: devices are CPUs, torch.compile does nothing (TORCHDYNAMO_DISABLE=1), and environment
 variables that are read while torch or Megatron-Core is imported have no effect. Processes that a job spawns are forks.
@@ -28,12 +28,12 @@ _context = multiprocessing.get_context("forkserver")
 
 
 class PythonProcess:
-    """A process that runs `python ARGUMENTS`, forked from the server. Its output goes to files.
+    """A process that is forked from the server and runs `python ARGUMENTS`. Its output goes to files.
 
     Args:
         arguments: "-m" and a module, or a script; then its arguments.
-        environment: variables to set or replace in those of this process.
-        folder: working directory; that of this process by default.
+        environment: variables to add to the environment of this process.
+        folder: working directory; by default that of this process.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class PythonProcess:
 
     @property
     def stdout(self) -> str:
-        """What the process has printed so far."""
+        """Standard output so far."""
         return self._stdout.read_text() if self._stdout.exists() else ""
 
     @property
     def stderr(self) -> str:
-        """What the process has printed to standard error so far."""
+        """Standard error so far."""
         return self._stderr.read_text() if self._stderr.exists() else ""
 
     @property
@@ -88,7 +88,7 @@ class PythonProcess:
 
 @contextlib.contextmanager
 def python_processes(jobs: Sequence[dict]) -> Iterator[list[PythonProcess]]:
-    """Start one `PythonProcess` for each dict of its arguments; kill those that are left at the end."""
+    """Start one `PythonProcess` for each dict of its arguments. Kill the ones that still run at the end."""
     processes: list[PythonProcess] = []
     try:
         for job in jobs:
@@ -106,7 +106,7 @@ def run_python(
     folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess:
-    """Run `python ARGUMENTS` to its end, as subprocess.run does with captured text.
+    """Run `python ARGUMENTS` and return its status and output, as subprocess.run does with captured text.
 
     Raises:
         subprocess.TimeoutExpired: after `seconds`. The process is killed.
@@ -123,7 +123,7 @@ def _ensure_server() -> None:
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # its pool would be started by the import, and not survive a fork
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # the import would start a pool of processes, which breaks in a fork
     }
     _context.set_forkserver_preload(["support.preload"])
     with mock.patch.dict(os.environ, variables):

@@ -1,6 +1,6 @@
-"""Random cases of everything that an attention call can be asked for, and one function that judges a case.
+"""Random attention calls with all options, and a function that checks the result of a call.
 
-A case is drawn from its number alone and prints as Python source, so that a failure is run again by itself:
+A case depends only on its number, and its repr is Python source. Run a failed case again with:
 
     PYTHONPATH=tests/python python -c "from support.fuzz import *; print(judge(Case(...), 'cuda'))"
 """
@@ -25,7 +25,7 @@ _MAX_WEIGHTS = 1_500_000  # of a case: batch * heads * queries * keys
 
 @dataclass(frozen=True)
 class Case:
-    """One call. `lengths` are (queries, keys) of the documents; one document where the form is not packed."""
+    """One call. `lengths` are (queries, keys) of each document. Forms other than "packed" have one document."""
 
     form: str  # "dense", "packed" or "blocks"
     dtype: str
@@ -35,20 +35,20 @@ class Case:
     d: int
     d_v: int
     lengths: tuple[tuple[int, int], ...]
-    beyond: int  # packed: rows beyond the last document, which hold NaN
+    beyond: int  # packed: number of rows after the last document, which hold NaN
     strides: str  # one of STRIDES, or "contiguous"
     regime: str
     attend_current: bool
     scale: float  # in units of 1 / sqrt(d)
     mass_threshold: float
     mass_in_loss: bool
-    cuts: tuple[float, ...]  # blocks: where the keys are cut
-    carry: bool  # blocks: whether the forward's carry is handed on
+    cuts: tuple[float, ...]  # blocks: where the keys are cut, as fractions
+    carry: bool  # blocks: whether the forward of a block gets its carry
     seed: int
 
 
 def draw_case(number: int) -> Case:
-    """The case of this number."""
+    """Return the case with this number."""
     rng = random.Random(number)
     form = rng.choices(("dense", "packed", "blocks"), (5, 4, 1))[0]
     h_kv = rng.choice((1, 1, 2, 3))
@@ -102,9 +102,9 @@ def _fits(kind: str, form: str, same_shape: bool) -> bool:
 
 
 def judge(case: Case, device: str = "cuda", mutate=None) -> list[str]:
-    """What is wrong with the operator's answer, in words; nothing if it is right.
+    """Run a case and return a list of its errors, which is empty if the results are right.
 
-    mutate(results) changes the operator's results before they are judged: to show that the judge notices.
+    mutate(results) changes the operator's results before they are checked. Tests of this function use it.
     """
     with torch.device(device):
         x, edges, edges_k = _inputs(case)
@@ -137,7 +137,7 @@ def _options(case: Case) -> dict:
 
 
 def _inputs(case: Case) -> tuple[Inputs, list[int], list[int]]:
-    """Inputs in the asked-for strides, dense or packed, and the documents' bounds."""
+    """Return the inputs of a case, and the offsets of its documents in the queries and in the keys."""
     edges, edges_k = ([0, *accumulate(lengths)] for lengths in zip(*case.lengths, strict=True))
     sizes = {"b": case.b, "h": case.h, "h_kv": case.h_kv, "d": case.d, "d_v": case.d_v}
     rows = {"s": edges[-1] + case.beyond, "s_k": edges_k[-1] + case.beyond}
@@ -171,10 +171,11 @@ def _run_operator(case: Case, x: Inputs, edges: list[int], edges_k: list[int]) -
 def _run_oracle(
     case: Case, x: Inputs, edges: list[int], edges_k: list[int]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    # 0 * NaN is NaN, so the oracle is given clean rows beyond the last document; what they hold must not matter.
+    # The operator must ignore rows after the last document. The oracle gets 0 there, because it would compute 0 * NaN.
     x = Inputs(*(torch.nan_to_num(t.double()) for t in vars(x).values()))
     options = {**_options(case), "return_mass": True}
-    bounds_options = {**_options(case), "mass_threshold": case.mass_threshold * (len(case.cuts) + 1)}  # of each block
+    num_blocks = len(case.cuts) + 1  # each may skip keys below the threshold
+    bounds_options = {**_options(case), "mass_threshold": case.mass_threshold * num_blocks}
     narrow = Inputs(*(t.to(getattr(torch, case.dtype)) for t in (x.q, x.k, x.v, x.do)), x.dmass)
     if case.form == "packed":
         cu_seqlens, cu_seqlens_k = (torch.tensor(e) for e in (edges, edges_k))

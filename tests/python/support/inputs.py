@@ -1,4 +1,4 @@
-"""Inputs whose logits lie where a test wants them."""
+"""Random inputs of attention with a given distribution of the logits."""
 
 import math
 from dataclasses import dataclass
@@ -31,9 +31,10 @@ REGIMES = {
 
 @dataclass
 class Inputs:
-    """q: (b, s, h, d), k: (b, s_k, h_kv, d), v: (b, s_k, h_kv, d_v), do: (b, s, h, d_v), dmass: (b, h, s).
+    """Inputs of an attention, and gradients of its results.
 
-    Packed: q: (t, h, d), k: (t_k, h_kv, d), v: (t_k, h_kv, d_v), do: (t, h, d_v), dmass: (h, t).
+    Dense: q (b, s, h, d), k (b, s_k, h_kv, d), v (b, s_k, h_kv, d_v), do (b, s, h, d_v), dmass (b, h, s).
+    Packed: q (t, h, d), k (t_k, h_kv, d), v (t_k, h_kv, d_v), do (t, h, d_v), dmass (h, t).
     """
 
     q: Tensor
@@ -43,7 +44,7 @@ class Inputs:
     dmass: Tensor
 
     def packed(self) -> "Inputs":
-        """The batch of one as one stream of packed rows."""
+        """Return a batch of one as one stream of packed rows."""
         return Inputs(*(x[0] for x in (self.q, self.k, self.v, self.do, self.dmass)))
 
 
@@ -60,9 +61,9 @@ def make_inputs(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Inputs:
-    """Inputs of a regime on torch's default device; s_k defaults to s, h_kv to h, d_v to d.
+    """Return inputs of a regime on torch's default device. s_k defaults to s, h_kv to h, d_v to d.
 
-    The same seed gives the same numbers in any dtype.
+    The same seed gives the same numbers in any dtype, up to rounding.
     """
     s_k, h_kv, d_v = s if s_k is None else s_k, h_kv or h, d_v or d
     device = torch.get_default_device()
@@ -74,7 +75,7 @@ def make_inputs(
     mean, spread = REGIMES[regime].mean, REGIMES[regime].spread
     q, k, v = randn(b, s, h, d), randn(b, s_k, h_kv, d), randn(b, s_k, h_kv, d_v)
     q *= spread
-    if mean:  # one component of q and k makes the mean, the others the spread
+    if mean:  # the first component of q and k gives the logits their mean, the others their spread
         root = (abs(mean) * d**0.5) ** 0.5
         q[..., 0], k[..., 0] = root, math.copysign(root, mean)
     rest = randn(b, s, h, d_v), randn(b, h, s)
@@ -83,7 +84,7 @@ def make_inputs(
 
 
 def strided(kind: str, x: Inputs) -> list[Tensor]:
-    """q, k, v of dense inputs with the same values in other memory."""
+    """Return q, k and v of dense inputs with the same values and other strides."""
     if kind == "sbhd transpose":
         return [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (x.q, x.k, x.v)]
     if kind == "bhsd transpose":

@@ -1,4 +1,4 @@
-"""Jobs of the trainer: run, watched, killed."""
+"""Training jobs of the tests: run them, watch them, and kill them at chosen moments."""
 
 import contextlib
 import json
@@ -104,7 +104,7 @@ def state(checkpoint: Path, folder: Path) -> dict:
 
 
 def kill_while_it_saves(job: subprocess.Popen | PythonProcess, checkpoints: Path) -> None:
-    """SIGKILL all processes of a job with a checkpoint half written, after a first whole one."""
+    """SIGKILL all processes of a job while it writes a checkpoint, once it has finished an earlier one."""
     half_written = False
     while not half_written:
         _assert_running(job)
@@ -113,7 +113,7 @@ def kill_while_it_saves(job: subprocess.Popen | PythonProcess, checkpoints: Path
         parent = psutil.Process(job.pid)
         processes = [parent, *parent.children(recursive=True)]
         _signal_all(processes, signal.SIGSTOP)
-        half_written = bool(list(checkpoints.glob(".*.tmp")))  # still, now that nothing moves
+        half_written = bool(list(checkpoints.glob(".*.tmp")))  # the job may have finished it before it stopped
         _signal_all(processes, signal.SIGKILL if half_written else signal.SIGCONT)
     job.wait(TIMEOUT_SECONDS)
 
@@ -126,7 +126,7 @@ def _assert_running(job: subprocess.Popen | PythonProcess) -> None:
 
 
 def _signal_all(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
-    """Send a signal to those that are still there."""
+    """Send a signal to the processes that still exist."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)

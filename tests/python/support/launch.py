@@ -1,4 +1,4 @@
-"""Ranks of torch.distributed, each in a process of its own."""
+"""Run the ranks of torch.distributed as processes."""
 
 import json
 import multiprocessing
@@ -25,13 +25,13 @@ def run_ranks(num_ranks: int, arguments: list, seconds: float, folder: Path | No
     The ranks are forks of a process that has torch and Megatron-Core imported; see fork_server.py.
 
     Returns:
-        What the ranks printed, rank 0 first.
+        The standard output of all ranks, rank 0 first.
 
     Raises:
-        AssertionError: with the output of the failed ranks, if one fails or they take longer than `seconds`. All ranks
-            are killed.
+        AssertionError: if a rank fails or runs longer than `seconds`. All ranks are killed. The message contains the
+            output of the failed ranks.
     """
-    # The store of torchrun's agent: the ranks connect to it, so that no free port has to be guessed.
+    # This store has the role of the store of torchrun's agent. The ranks connect to it, so no rank has to guess a port.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds))
     common = {
         "MASTER_ADDR": "127.0.0.1",
@@ -58,7 +58,7 @@ def run_ranks(num_ranks: int, arguments: list, seconds: float, folder: Path | No
 
 
 def _wait_for_all(ranks: list[PythonProcess], deadline: float) -> None:
-    """Wait until all ranks have ended, one has failed, or the deadline."""
+    """Wait until all ranks have ended, one rank has failed, or the deadline has passed."""
     running = list(ranks)
     while running and time.monotonic() < deadline:
         connection.wait([process.sentinel for process in running], deadline - time.monotonic())
@@ -70,10 +70,10 @@ def _wait_for_all(ranks: list[PythonProcess], deadline: float) -> None:
 def run_torchrun(
     num_ranks: int, arguments: list, seconds: float, folder: Path | None = None, **environment: str
 ) -> str:
-    """Run `python ARGUMENTS` under torchrun and return its output.
+    """Run `python ARGUMENTS` under torchrun and return its standard output.
 
     Raises:
-        AssertionError: with the end of the ranks' output, if one fails.
+        AssertionError: if a rank fails. The message contains the end of the output.
     """
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command = [*map(str, [*command, num_ranks, *arguments])]
@@ -92,12 +92,12 @@ def run_worker(script: str, num_ranks: int, out: Path, *arguments: str, device: 
 
 
 def megatron_losses(script: Path, num_ranks: int, *flags: str, device: str) -> list[float]:
-    """Run a Megatron training script under the launcher, from the script's folder, and return the losses it logs.
+    """Run a Megatron training script with the launcher, in the script's folder, and return the losses that it logs.
 
-    On CPUs the ranks are forks, unless the script's folder holds a Megatron of its own.
+    On CPUs the ranks are forked, unless the script's folder holds a Megatron of its own.
     """
-    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONSAFEPATH": ""}  # empty, as for users
-    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # Megatron builds with its python3
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONSAFEPATH": ""}  # "" is the default of users
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # Megatron compiles code with `python3`
     environment |= {} if device == "cuda" else {"TORCHDYNAMO_DISABLE": "1"}
     launcher = ["-m", "megatron_sb.megatron.launch"] if device == "cuda" else [_WORKERS / "megatron_on_cpu.py"]
     run = run_torchrun if device == "cuda" or (script.parent / "megatron").exists() else run_ranks
@@ -106,17 +106,17 @@ def megatron_losses(script: Path, num_ranks: int, *flags: str, device: str) -> l
 
 
 def end_worker(out: str, findings: dict) -> NoReturn:
-    """End a worker's rank. Rank 0 writes the findings."""
+    """Write the findings as JSON on rank 0, and end this rank."""
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(findings))
     end_rank()
 
 
 def end_rank() -> NoReturn:
-    """End a rank that is done, without destructors: those of gloo's threads sometimes abort the process."""
+    """End a rank without running destructors. The destructors of gloo's threads sometimes abort the process."""
     dist.barrier()
     dist.destroy_process_group()
-    for writer in multiprocessing.active_children():  # of a checkpoint; os._exit would leave it running
+    for writer in multiprocessing.active_children():  # writers of checkpoints, which os._exit would leave running
         writer.kill()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -124,11 +124,11 @@ def end_rank() -> NoReturn:
 
 
 def failed_checks(num_ranks: int, device: str, checks: tuple[str, ...], out: Path, seconds: int) -> dict:
-    """Run checks of workers/context_parallel_run.py and return {check: {rank: traceback}} of those it reached."""
+    """Run checks of workers/context_parallel_run.py. Return {check: {rank: traceback}} for each check that ran."""
     return run_worker("context_parallel_run.py", num_ranks, out, device, *checks, device=device, seconds=seconds)
 
 
 def assert_passed(check: str, found: dict) -> None:
-    """Assert that the check was reached and passed on every rank."""
-    assert check in found, f"{check} was not reached, because {list(found)[-1]} failed"
+    """Assert that the check ran and passed on every rank."""
+    assert check in found, f"{check} did not run, because {list(found)[-1]} failed"
     assert not found[check], "\n".join(f"rank {rank}:\n{text}" for rank, text in found[check].items())

@@ -2,7 +2,8 @@
 
 For tests only. Dense models with tensor and context parallelism need no fakes. Mixture of experts with the allgather
 dispatcher, sequence parallelism, rotary embeddings and distributed checkpoints need `answer_for_gpu`. The distributed
-optimizer also needs `answer_for_streams` and `TensorsOnTheCpu`, and Megatron's training scripts `answer_for_training`.
+optimizer also needs `answer_for_streams` and `TensorsOnTheCpu`. Megatron's training scripts also need
+`answer_for_training`.
 """
 
 import contextlib
@@ -58,7 +59,7 @@ class NoStream:
 
 
 def answer_for_streams() -> None:
-    """Fake what dispatchers and the distributed optimizer need: streams, and split sizes given as tensors."""
+    """Fake what dispatchers and the distributed optimizer need: CUDA streams, and all-to-all with sizes as tensors."""
     torch.cuda.Stream = torch.cuda.Event = torch.cuda.current_stream = NoStream
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     exchange = dist.all_to_all_single
@@ -71,7 +72,7 @@ def answer_for_streams() -> None:
 
 
 class TensorsOnTheCpu(TorchFunctionMode):
-    """Create tensors for "cuda" on the CPU, and report the type of a GPU tensor for them."""
+    """Create tensors for "cuda" on the CPU. `Tensor.type()` names the type that they would have on a GPU."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         """Call the function with changed devices."""
@@ -86,7 +87,7 @@ class TensorsOnTheCpu(TorchFunctionMode):
 
 
 def answer_for_training() -> None:
-    """Fake what else Megatron's training loop needs: properties, generator and memory of a GPU, and NCCL."""
+    """Fake the other GPU functions of Megatron's training loop: device properties, generator, memory and NCCL."""
     nothing = {"set_device", "set_rng_state", "manual_seed", "reset_peak_memory_stats", "empty_cache", "set_stream"}
     for name in nothing:
         setattr(torch.cuda, name, lambda *args: None)
@@ -109,12 +110,12 @@ def answer_for_training() -> None:
 
 
 def message(call) -> str:
-    """Return the message of the ValueError that `call` raises."""
+    """Return the message of the ValueError that `call` raises, or "no error"."""
     try:
         call()
     except ValueError as error:
         return str(error)
-    return "nothing was refused"
+    return "no error"
 
 
 def small_config(**changes) -> TransformerConfig:
@@ -148,6 +149,6 @@ def core_attention_arguments(config: TransformerConfig, cp_group=None, **changes
 
 
 def packed_params(*offsets: int, **changes) -> PackedSeqParams:
-    """Return the parameters of documents with these offsets."""
+    """Return Megatron-Core's parameters of packed documents with these offsets."""
     bounds = torch.tensor(offsets, dtype=torch.int32)
     return PackedSeqParams(**{"qkv_format": "thd", "cu_seqlens_q": bounds, "cu_seqlens_kv": bounds, **changes})

@@ -1,4 +1,4 @@
-"""Megatron's own training loop with workers/megatron_pretrain.py: a small model and mock documents."""
+"""Run Megatron's own training loop with workers/megatron_pretrain.py, a small model and mock data."""
 
 import importlib.util
 from pathlib import Path
@@ -21,7 +21,7 @@ ACCEPTED = "--attention-dropout 0 --position-embedding-type none"
 
 
 def train(device: str, ranks: int, folder: Path, *flags: str) -> list[float]:
-    """Run the script under torchrun and the launcher, by default for 20 steps, and return the losses that it logs."""
+    """Train with torchrun and the launcher, by default for 20 steps, and return the logged losses."""
     logged = ["--log-interval", "1", "--eval-iters", "0", "--eval-interval", "1000", "--data-cache-path", str(folder)]
     flags = [*ACCEPTED.split(), "--hidden-dropout", "0", "--stick-breaking-attention", "--num-workers", "0", *flags]
     return megatron_losses(PRETRAIN, ranks, *MEGATRON.split(), *logged, *flags, device=device)

@@ -1,4 +1,4 @@
-"""Memory that shows who relies on what it happens to hold."""
+"""Fill free memory with NaN, so that tests fail if a kernel reads memory that it has not written."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,17 +6,17 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-_BLOCKS = (*[2**18] * 16, 2**22, 2**24, 2**26)  # fp32 values, of the sizes that the caching allocator keeps apart
+_BLOCKS = (*[2**18] * 16, 2**22, 2**24, 2**26)  # in fp32 values: a block for each pool of the caching allocator
 
-# What torch says of its own operators while memory is poisoned, thousands of times on a GPU.
+# poisoned_memory() makes torch warn about its own nondeterministic operators, thousands of times on a GPU.
 quiet = pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")
 
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """What torch allocates without a value holds NaN, or the largest value for integers.
+    """Make torch fill uninitialised tensors with NaN, or with the largest value for integers.
 
-    An operator that leaves a part of its output unwritten shows it, and no recycled memory can hold the answer.
+    A part of an output that an operator does not write is then NaN, and recycled memory cannot hold the right result.
     """
     fills = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -30,7 +30,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def poison_free_memory(device: str) -> None:
-    """Fill free blocks of the GPU's caching allocator with NaN, for memory that is asked of it by other means."""
+    """Fill free blocks of the GPU's caching allocator with NaN. Kernels may allocate other than with torch.empty."""
     if device == "cuda":
         blocks = [torch.full((size,), torch.nan, device=device) for size in _BLOCKS]
         del blocks

@@ -1,4 +1,4 @@
-"""Patterns for messages of errors. They hold the argument and the value and leave the sentence free."""
+"""Patterns for messages of errors. They require arguments and values, so the sentences can be changed."""
 
 import re
 
@@ -20,7 +20,7 @@ def mentions(words: str) -> str:
 
 
 def _whole(word: str) -> str:
-    """A pattern for the word without a neighbour that would make it another name or number."""
+    """Return a pattern that matches the word, but not as a part of another name or number."""
     before = r"(?<![\w.])" if re.match(r"\d", word) else r"(?<!\w)" if re.match(r"\w", word) else ""
     after = r"(?!\w|\.\d)" if re.search(r"\d\Z", word) else r"(?!\w)" if re.search(r"\w\Z", word) else ""
     return before + re.escape(word) + after

@@ -1,4 +1,4 @@
-"""What the fork server imports before it forks (see fork_server.py): all that several tests' processes import."""
+"""Import the modules that the processes of several tests need. The fork server imports this module before it forks."""
 
 import contextlib
 import importlib

@@ -1,9 +1,10 @@
-"""What a perfect kernel in half precision gives: the exact computation, rounded where such a kernel has to round.
+"""The results of a perfect kernel in half precision: the exact computation, rounded only where a kernel must round.
 
-Exact here is float64, from the inputs as they are. A tensor core multiplies half-precision operands, so a kernel must
-round the weights A before A V and A^T dO, and dz before dz K and dz^T Q (dz without the scale, which a kernel can apply
-afterwards in fp32); and it rounds o, dq, dk and dv once, at the end. Nothing else is rounded: logits, masses, g, the
-prefix b and every sum are exact. The error of that against the oracle is the measure for a kernel's own.
+"Exact" means float64, from the half-precision inputs. Tensor cores multiply half-precision operands. A kernel must
+therefore round the weights A before A V and A^T dO, and dz before dz K and dz^T Q. It can apply the scale to dz
+afterwards in fp32. It rounds o, dq, dk and dv once, at the end. Logits, masses, g, the prefix b and sums stay exact.
+
+Tests compare a kernel's error against the oracle with the error of this computation.
 
 Formulas: A = beta * (product of the newer 1 - beta), g = A * (dO . v), b = sum of the older g + mass * dmass,
 dz = (1 - beta) g - beta b.
@@ -18,22 +19,22 @@ from torch.nn.functional import logsigmoid
 
 from .inputs import Inputs
 
-_MAX_WEIGHTS = 2**25  # weights alive at a time: 256 MiB a copy
+_MAX_WEIGHTS = 2**25  # weights in memory at a time: 256 MiB for each copy
 
 
 def half_precision(dtype: torch.dtype) -> bool:
-    """Whether this is bf16 or fp16."""
+    """Return whether the dtype is bf16 or fp16."""
     return dtype in (torch.bfloat16, torch.float16)
 
 
 def rounds_weights(q: Tensor) -> bool:
-    """Whether the kernels for this q multiply rounded weights: those for half precision on a GPU."""
+    """Return whether the kernels for this q round the weights. Kernels for half precision on a GPU do."""
     return q.is_cuda and half_precision(q.dtype)
 
 
 @dataclass
 class Rows:
-    """A run [begin, end) of query rows with the keys [0, seen) that it can see, in float64; heads before rows."""
+    """Query rows [begin, end) and the keys [0, seen) that they can see, in float64, with heads before rows."""
 
     begin: int
     end: int
@@ -43,14 +44,14 @@ class Rows:
     v: Tensor  # (b, h, seen, d_v)
     do: Tensor  # (b, h, n, d_v)
     dmass: Tensor  # (b, h, n)
-    beta: Tensor  # (b, h, n, seen), 0 where hidden, as all below
-    rest: Tensor  # 1 - beta
-    weights: Tensor
+    beta: Tensor  # (b, h, n, seen), 0 for hidden keys
+    rest: Tensor  # 1 - beta, of the same shape, 0 for hidden keys
+    weights: Tensor  # of the same shape, 0 for hidden keys
     mass: Tensor  # (b, h, n)
 
 
 def rows_of(x: Inputs, runs: list[tuple[int, int]], *, scale: float, attend_current: bool = False) -> Iterator[Rows]:
-    """The given runs of query rows, in pieces that fit in memory; the queries of x are the last of its positions."""
+    """Yield the given runs of query rows in pieces that fit in memory. The queries of x are its last positions."""
     s, s_k, h = x.q.shape[1], x.k.shape[1], x.q.shape[2]
     group = h // x.k.shape[2]
     q, k, v, do = (t.double().transpose(1, 2) for t in (x.q, x.k, x.v, x.do))
@@ -66,8 +67,8 @@ def rows_of(x: Inputs, runs: list[tuple[int, int]], *, scale: float, attend_curr
             hidden = key > query if attend_current else key >= query
             z = scale * (here[0] @ here[1].mT)
             log_rest = logsigmoid(-z).masked_fill_(hidden, 0.0)
-            log_from = log_rest.flip(-1).cumsum(-1).flip(-1)  # over key i and all newer
-            # Shifted by one key, because a difference of sums would lose what is small.
+            log_from = log_rest.flip(-1).cumsum(-1).flip(-1)  # sum over key i and all newer keys
+            # Shift by one key. `log_from - log_rest` would lose small values by cancellation.
             log_newer = torch.cat([log_from[..., 1:], torch.zeros_like(log_from[..., :1])], dim=-1)
             weights = logsigmoid(z).add_(log_newer).exp_().masked_fill_(hidden, 0.0)
             beta, rest = z.sigmoid().masked_fill_(hidden, 0.0), (-z).sigmoid().masked_fill_(hidden, 0.0)
@@ -77,23 +78,23 @@ def rows_of(x: Inputs, runs: list[tuple[int, int]], *, scale: float, attend_curr
 
 
 def prefix(g: Tensor, mass: Tensor, dmass: Tensor) -> Tensor:
-    """b: for every key the sum of g over all older keys, plus mass * dmass."""
+    """Return b: for each key the sum of g over all older keys, plus mass * dmass."""
     older = torch.cat([torch.zeros_like(g[..., :1]), g[..., :-1].cumsum(-1)], dim=-1)
     return older.add_((mass * dmass)[..., None])
 
 
 def per_key_head(x: Tensor, num_kv_heads: int) -> Tensor:
-    """(b, h, ...) summed over the query heads of each key head: (b, h_kv, ...)."""
+    """Sum a tensor (b, h, ...) over the query heads of each KV head: (b, h_kv, ...)."""
     return x.unflatten(1, (num_kv_heads, x.shape[1] // num_kv_heads)).sum(2)
 
 
 def rounded_results(
     x: Inputs, *, attend_current: bool = False, scale: float | None = None, runs: list[tuple[int, int]] | None = None
 ) -> dict[str, Tensor]:
-    """o, mass, dq, dk, dv of the rounded exact computation, in x's dtype (mass: float32).
+    """Return o, mass, dq, dk, dv of the rounded exact computation, in the dtype of x (mass: float32).
 
-    With `runs` of query rows, as if dO and dmass were 0 in all others, whose o and dq are left out: o and dq then hold
-    these rows only, one run after the other.
+    With `runs` of query rows, o, mass and dq hold only these rows, one run after the other. dk and dv are sums over
+    these rows, as if dO and dmass were 0 in all others.
     """
     dtype, h_kv = x.q.dtype, x.k.shape[2]
     scale = x.q.shape[3] ** -0.5 if scale is None else scale
