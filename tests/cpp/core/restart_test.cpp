@@ -9,24 +9,24 @@
 namespace megatron_sb {
 namespace {
 
-TEST(RestartTile, IsTheTileWhoseNewerEdgeIsTheRecordedEdge) {
+TEST(RestartTile, EndsAtTheRecordedEdge) {
     EXPECT_EQ(restart_tile(64, true, 4), 0);
     EXPECT_EQ(restart_tile(128, true, 4), 1);
-    EXPECT_EQ(restart_tile(200, true, 4), 3) << "a k_len that is not a multiple of the tile";
+    EXPECT_EQ(restart_tile(200, true, 4), 3) << "for a k_len that is not a multiple of the tile";
 }
 
-TEST(RestartTile, ReadsEdgeZeroByTheMass) {
+TEST(RestartTile, OfEdgeZeroDependsOnWhetherThereIsMass) {
     EXPECT_EQ(restart_tile(0, true, 4), kBeforeAllKeys);
     EXPECT_EQ(restart_tile(0, false, 4), kNeverStarts);
 }
 
-TEST(RestartTile, NeverStartsInATileThatIsNotProcessed) {
+TEST(RestartTile, IsNeverStartsForATileThatTheCallerDoesNotProcess) {
     EXPECT_EQ(restart_tile(256, true, 4), 3);
     EXPECT_EQ(restart_tile(257, true, 4), kNeverStarts);
-    EXPECT_GT(kNeverStarts, kMaxRows / kRestartTile) << "no real tile has this index";
+    EXPECT_GT(kNeverStarts, kMaxRows / kRestartTile) << "the index of a tile could equal kNeverStarts";
 }
 
-TEST(RestartTile, OfARowReadsItsRecord) {
+TEST(RestartTile, OfARowComesFromTheRecordOfTheRow) {
     int32_t edge[] = {0, 0, 65};
     double mass[] = {0.0, 0.5, 0.25};
     BackwardParams params = {};

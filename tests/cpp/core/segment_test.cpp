@@ -10,7 +10,7 @@
 namespace megatron_sb {
 namespace {
 
-TEST(Segment, IsFivePackedIntegers) {
+TEST(Segment, HasNoPaddingBetweenItsIntegers) {
     EXPECT_EQ(sizeof(Segment), kSegmentFields * sizeof(int32_t));
 }
 
@@ -28,8 +28,8 @@ TEST(DocumentSegment, QueriesAreTheLastPositionsOfTheKeys) {
     EXPECT_EQ(last.q_pos_minus_k_pos, 2);
 }
 
-TEST(DocumentSegment, ClampsBoundsThatLeaveTheRows) {
-    const std::vector<int32_t> offsets = {0, 50, 20, 90};
+TEST(DocumentSegment, IsClampedToTheRows) {
+    const std::vector<int32_t> offsets = {0, 50, 20, 90};  // decreasing, and beyond row 64
     for (int i = 0; i < 3; ++i) {
         const Segment s = document_segment(offsets.data(), offsets.data(), i, 64, 64);
         EXPECT_GE(s.q_len, 0) << i;
@@ -39,12 +39,12 @@ TEST(DocumentSegment, ClampsBoundsThatLeaveTheRows) {
     }
 }
 
-TEST(Clamped, KeepsAnOffsetWithinWhatItCanSay) {
+TEST(Clamped, BoundsTheOffsetByTheNumberOfRows) {
     const Sizes sizes = {Dtype::kFloat32, 1, 1, 1, 10, 100, 64, 64};
-    const int32_t most = std::numeric_limits<int32_t>::max();
+    const int32_t largest = std::numeric_limits<int32_t>::max();
     EXPECT_EQ(clamped({0, 10, 0, 100, 90}, sizes).q_pos_minus_k_pos, 90);
-    EXPECT_EQ(clamped({0, 10, 0, 100, most}, sizes).q_pos_minus_k_pos, 100) << "every query sees every key";
-    EXPECT_EQ(clamped({4, 10, 0, 100, -most}, sizes).q_pos_minus_k_pos, -6) << "no query sees a key: 6 rows remain";
+    EXPECT_EQ(clamped({0, 10, 0, 100, largest}, sizes).q_pos_minus_k_pos, 100) << "every query sees all 100 keys";
+    EXPECT_EQ(clamped({4, 10, 0, 100, -largest}, sizes).q_pos_minus_k_pos, -6) << "none of the 6 queries sees a key";
 }
 
 TEST(Error, ConcatenatesItsParts) {

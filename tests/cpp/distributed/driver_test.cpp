@@ -23,7 +23,7 @@ struct Case {
     ops::BlockOptions options;
 };
 
-// Keys and queries share a direction, so that the mean logit is about `mean_logit`.
+// The first component of all queries and keys is constant, so that the mean logit is about `mean_logit`.
 Case make_case(const plan::Stream& stream, at::ScalarType dtype, double mean_logit, double mass_threshold) {
     const int64_t batch = stream.cu_seqlens ? 1 : 2, h = 8, h_kv = 4, d = 8, d_v = 16;
     at::manual_seed(stream.seq_len);
@@ -44,7 +44,7 @@ struct Answer {
     Tensor o, mass, dq, dk, dv;
 };
 
-// One block over the whole stream: a segment for each document.
+// Computes the whole stream in one block, with a segment for each document.
 Answer one_rank(const plan::Stream& stream, const Case& x) {
     const plan::Partition whole(plan::Layout::kContiguous, stream.packing, 1, stream.seq_len, stream.cu_seqlens);
     const Tensor table = make_rank_plan(whole, 0, at::kCPU).gather.segments[0];
@@ -56,11 +56,11 @@ Answer one_rank(const plan::Stream& stream, const Case& x) {
     return {out.o, out.mass, rounded(gradients.dq), rounded(gradients.dk), rounded(gradients.dv)};
 }
 
-// How ranks get their keys. `exchanging`: the number of ranks that exchange heads; 1: none do.
+// How ranks get their keys. `a2a_size` is the number of ranks that exchange heads; 1 means that no rank does.
 struct Mode {
     std::string name;
     Comm comm;
-    int exchanging;
+    int a2a_size;
 };
 
 // The modes that `size` ranks support with the eight query heads and four KV heads of a case.
@@ -68,34 +68,37 @@ std::vector<Mode> modes_of(int size) {
     std::vector<Mode> modes{{"p2p", Comm::kRing, 1}, {"all_gather", Comm::kGather, 1}};
     if (size == 1) modes.push_back({"one rank", Comm::kLocal, 1});
     if (size == 2 || size == 4 || size == 8) modes.push_back({"a2a", Comm::kLocal, size});
-    for (const int exchanging : {2, 4}) {
-        if (size % exchanging != 0 || size == exchanging) continue;
-        modes.push_back({concat("a2a over ", exchanging, " + p2p"), Comm::kRing, exchanging});
-        modes.push_back({concat("a2a over ", exchanging, " + all_gather"), Comm::kGather, exchanging});
+    for (const int a2a_size : {2, 4}) {
+        if (size % a2a_size != 0 || size == a2a_size) continue;
+        modes.push_back({concat("a2a over ", a2a_size, " + p2p"), Comm::kRing, a2a_size});
+        modes.push_back({concat("a2a over ", a2a_size, " + all_gather"), Comm::kGather, a2a_size});
     }
     return modes;
 }
 
-// The groups of ranks of a mode, as threads.
+// Some streams of these tests are longer and others are shorter, so the tests cover both ways to send rows.
+constexpr int64_t kTestRowsToSplitHeads = 100;
+
+// The process groups of a mode: one that exchanges heads for each rank of the ring, and one that exchanges keys for
+// each rank of the all-to-all.
 class Groups {
   public:
-    Groups(const Mode& mode, int size, std::chrono::milliseconds timeout = std::chrono::seconds(60))
-        : mode_(mode), ring_(size / mode.exchanging) {
-        for (int i = 0; i < ring_; ++i) heads_.emplace_back(mode.exchanging, timeout);
-        for (int i = 0; i < mode.exchanging; ++i) keys_.emplace_back(ring_, timeout);
+    Groups(const Mode& mode, int size, std::chrono::milliseconds timeout = std::chrono::seconds(60)) : mode_(mode) {
+        const int p2p_size = size / mode.a2a_size;
+        for (int i = 0; i < p2p_size; ++i) heads_.emplace_back(mode.a2a_size, timeout);
+        for (int i = 0; i < mode.a2a_size; ++i) keys_.emplace_back(p2p_size, timeout);
     }
 
     Route route(const plan::Partition& partition, int rank) const {
-        const int a2a_rank = rank % mode_.exchanging, p2p_rank = rank / mode_.exchanging;
-        // A threshold of 100 rows, so that streams of both kinds are tested.
-        auto plan = std::make_shared<RankPlan>(make_rank_plan(partition, rank, at::kCPU, mode_.exchanging, 100));
-        return {mode_.exchanging > 1 ? heads_[p2p_rank].transport(a2a_rank) : nullptr,
+        const int a2a_rank = rank % mode_.a2a_size, p2p_rank = rank / mode_.a2a_size;
+        auto plan = std::make_shared<RankPlan>(
+            make_rank_plan(partition, rank, at::kCPU, mode_.a2a_size, kTestRowsToSplitHeads));
+        return {mode_.a2a_size > 1 ? heads_[p2p_rank].transport(a2a_rank) : nullptr,
                 mode_.comm == Comm::kLocal ? nullptr : keys_[a2a_rank].transport(p2p_rank), mode_.comm, plan};
     }
 
   private:
     const Mode mode_;
-    const int ring_;
     std::vector<InProcessGroup> heads_, keys_;
 };
 
@@ -124,6 +127,7 @@ Answer many_ranks(const plan::Stream& stream, const Case& x, plan::Layout layout
     return all;
 }
 
+// Returns |value - expected| / |expected| with Euclidean norms.
 double relative_error(const Tensor& value, const Tensor& expected) {
     const Tensor exact = expected.to(at::kDouble);
     const double size = exact.norm().item<double>();
@@ -155,7 +159,7 @@ void expect_no_more_nans(const Answer& answer, const Answer& expected, const std
 class DriverTest : public testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, DriverTest, testing::Values(1, 2, 3, 4, 8));
 
-TEST_P(DriverTest, GivesTheAnswerOfOneRank) {
+TEST_P(DriverTest, GivesTheResultOfOneRank) {
     const int size = GetParam();
     for (const plan::Stream& stream : plan::streams(size, 31 * size)) {
         for (const double mean_logit : {0.0, -3.0}) {
@@ -174,7 +178,7 @@ TEST_P(DriverTest, GivesTheAnswerOfOneRank) {
 }
 
 // The stream is so long that rows skip tiles, also in the run that is computed before its carry is known.
-TEST_P(DriverTest, SkippingStaysWithinItsBound) {
+TEST_P(DriverTest, StaysWithinTheErrorBoundOfSkipping) {
     const int size = GetParam();
     const plan::Stream stream{"dense", plan::Packing::kPerDocument, 768, std::nullopt};
     const Case x = make_case(stream, at::kDouble, 0, 0x1p-24);
@@ -183,14 +187,15 @@ TEST_P(DriverTest, SkippingStaysWithinItsBound) {
     const Answer expected = one_rank(stream, full);
     for (const plan::Layout layout : {plan::Layout::kZigzag, plan::Layout::kContiguous}) {
         for (const Mode& mode : modes_of(size)) {
-            EXPECT_LT(worst_error(many_ranks(stream, x, layout, mode, size), expected), 0x1p-22);
+            const double error = worst_error(many_ranks(stream, x, layout, mode, size), expected);
+            EXPECT_LT(error, 0x1p-22) << mode.name;
+            EXPECT_GT(error, 1e-12) << mode.name << ": no tile was skipped, so the bound above holds trivially";
         }
     }
 }
 
-// Chunks consist of whole tiles, so every layout has the same tiles. A row whose mass is used up before the tile with
-// the NaN has no NaN, unless it shares a tile of queries with a row that reads the NaN. Keys of other tiles have none
-// either.
+// Chunks consist of whole tiles, so every layout has the same tiles. A row that is used up before the tile with the NaN
+// has a NaN only if its query tile contains a row that reads the NaN. The gradients of keys in other tiles have no NaN.
 TEST_P(DriverTest, ANanSpreadsNoFurtherThanOnOneRank) {
     const int size = GetParam();
     const plan::Stream stream{"dense", plan::Packing::kPerDocument, 128 * size, std::nullopt};
@@ -212,15 +217,16 @@ TEST_P(DriverTest, ANanSpreadsNoFurtherThanOnOneRank) {
     }
 }
 
-// With bf16 operands a ring and one rank differ only by fp32 rounding and by the final rounding of the results to bf16.
-TEST_P(DriverTest, PartialResultsCrossRanksInFullPrecision) {
+// With bf16 operands, several ranks differ from one rank only by fp32 rounding and by the final rounding of the results
+// to bf16.
+TEST_P(DriverTest, ExchangesPartialResultsInFullPrecision) {
     const int size = GetParam();
     const plan::Stream stream{"dense", plan::Packing::kPerDocument, 384, std::nullopt};
     const Case x = make_case(stream, at::kBFloat16, -3.0, 0);
     const Answer expected = one_rank(stream, x);
     for (const Mode& mode : modes_of(size)) {
         const Answer answer = many_ranks(stream, x, plan::Layout::kZigzag, mode, size);
-        // About one value in a few hundred lies next to a rounding boundary and differs by 2^-8.
+        // About one value in a few hundred is rounded to the other neighbour in bf16 and differs by 2^-8.
         EXPECT_LT(worst_error(answer, expected), 3e-4) << mode.name;
     }
 }
@@ -233,13 +239,12 @@ TEST_P(DriverTest, RepeatsBitForBit) {
         const Answer first = many_ranks(stream, x, plan::Layout::kZigzag, mode, size);
         const Answer second = many_ranks(stream, x, plan::Layout::kZigzag, mode, size);
         for (const auto part : {&Answer::o, &Answer::mass, &Answer::dq, &Answer::dk, &Answer::dv}) {
-            EXPECT_TRUE((first.*part).equal(second.*part));
+            EXPECT_TRUE((first.*part).equal(second.*part)) << mode.name;
         }
     }
 }
 
-// The largest error of outputs and gradients against float64 at 1 to 16 ranks. Partial results in bf16 would make it
-// grow.
+// Partial results in bf16 would make the error against float64 grow with the number of ranks.
 TEST(Driver, ErrorDoesNotGrowWithTheRing) {
     const plan::Stream stream{"dense", plan::Packing::kPerDocument, 1024, std::nullopt};
     for (const auto& [dtype, mean_logit] : {std::pair{at::kFloat, -1.0}, {at::kFloat, -6.0}, {at::kBFloat16, -6.0}}) {
@@ -254,7 +259,7 @@ TEST(Driver, ErrorDoesNotGrowWithTheRing) {
                 const double error = worst_error(many_ranks(stream, x, plan::Layout::kZigzag, mode, size), expected);
                 std::cout << "[ error    ] " << at::toString(dtype) << ", mean logit " << mean_logit << ", "
                           << mode.name << ", " << size << " ranks: " << error << " (one block: " << alone << ")\n";
-                EXPECT_LT(error, 1.25 * alone + 1e-7) << size << " ranks";
+                EXPECT_LT(error, 1.25 * alone + 1e-7) << mode.name << ", " << size << " ranks";
             }
         }
     }
@@ -266,14 +271,14 @@ TEST(Route, ChoosesByHeadsRowsAndMemory) {
         return std::string(choose_comm(ranks, local(heads), local(num_kv_heads), local(num_kv_heads)));
     };
     EXPECT_EQ(chosen(4, 16384, 12, 12), "a2a");
-    EXPECT_EQ(chosen(8, 16384, 16, 2), "a2a");         // KV heads go to several ranks
-    EXPECT_EQ(chosen(8, 16384, 8, 8), "all_gather");   // one head of 16K rows is too little
-    EXPECT_EQ(chosen(8, 65536, 12, 4), "all_gather");  // 12 heads over 8 ranks
+    EXPECT_EQ(chosen(8, 16384, 16, 2), "a2a");         // each KV head goes to several ranks
+    EXPECT_EQ(chosen(8, 16384, 8, 8), "all_gather");   // one head of 16384 rows for each rank is too little work
+    EXPECT_EQ(chosen(8, 65536, 12, 4), "all_gather");  // 8 ranks cannot share 12 heads equally
     EXPECT_EQ(chosen(8, 1 << 20, 12, 12), "p2p");      // 3 GiB of keys and values
     EXPECT_EQ(chosen(1, 4096, 3, 1), "all_gather");
 }
 
-TEST(GatheredKeys, HoldTwoGroupsOfHeadsAtATime) {
+TEST(Route, GatheredKeysAreTwoGroupsOfHeadsAtATime) {
     const auto bytes = [](int ranks, int64_t num_kv_heads, int64_t rows = 8192) {
         const Tensor x = at::empty({1, rows, num_kv_heads, 64}, at::kBFloat16);
         return gathered_bytes(ranks, x, x);
@@ -283,12 +288,12 @@ TEST(GatheredKeys, HoldTwoGroupsOfHeadsAtATime) {
     EXPECT_EQ(bytes(4, 2), 4 * 2 * kOneHead);
     EXPECT_EQ(bytes(4, 8), 4 * 4 * kOneHead);
     EXPECT_EQ(bytes(8, 32), 8 * 16 * kOneHead);
-    EXPECT_EQ(bytes(4, 8, 4096), 4 * 8 * kOneHead / 2);  // so few rows that all heads travel at once
+    EXPECT_EQ(bytes(4, 8, 4096), 4 * 8 * kOneHead / 2);  // with so few rows, all heads are gathered at once
     const Tensor packed = at::empty({8192, 8, 64}, at::kBFloat16);
     EXPECT_EQ(gathered_bytes(4, packed, packed), 4 * 4 * kOneHead);
 }
 
-TEST(Driver, ALostPeerEndsEveryRank) {
+TEST(Driver, EveryRankInAGroupWithALostRankFails) {
     const int size = 4;
     const plan::Stream stream{"dense", plan::Packing::kPerDocument, 64, std::nullopt};
     const Case x = make_case(stream, at::kFloat, 0, 0);
@@ -301,11 +306,12 @@ TEST(Driver, ALostPeerEndsEveryRank) {
             route_forward(groups.route(partition, world.rank()), x.q.index_select(1, rows), x.k.index_select(1, rows),
                           x.v.index_select(1, rows), x.options, true, true);
         });
-        // In a hierarchy only ranks that share a group with rank 2 fail: rank 3 exchanges heads with it, rank 0 keys.
-        const bool all = mode.exchanging == 1 || mode.exchanging == size;
+        // In a hierarchy, rank 3 exchanges heads with rank 2 and rank 0 exchanges keys with it. Rank 1 exchanges
+        // nothing with it and need not fail.
+        const bool one_group = mode.a2a_size == 1 || mode.a2a_size == size;
         for (const int rank : {0, 1, 3}) {
-            if (rank == 1 && !all) continue;
-            EXPECT_NE(message_of<RuntimeFailure>(thrown[rank]), "") << mode.name << rank;
+            if (rank == 1 && !one_group) continue;
+            EXPECT_NE(message_of<RuntimeFailure>(thrown[rank]), "") << mode.name << ", rank " << rank;
         }
     }
 }

@@ -1,8 +1,10 @@
-// Ranks as threads.
+// Runs the ranks of a test as threads of one process.
 #pragma once
 
+#include <chrono>
 #include <exception>
 #include <functional>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -12,7 +14,8 @@ namespace megatron_sb::distributed {
 
 using RankFunction = std::function<void(Transport&)>;
 
-// Runs `function` on every rank and returns the exception of each rank, or null.
+// Runs `function` on every rank and returns the exception of each rank, or null if the rank raised none. A rank waits
+// at most `timeout` for another one.
 inline std::vector<std::exception_ptr> run_ranks(int size, const RankFunction& function,
                                                  std::chrono::milliseconds timeout = std::chrono::seconds(60)) {
     const InProcessGroup group(size, timeout);
@@ -37,7 +40,7 @@ inline void run_ranks_or_throw(int size, const RankFunction& function) {
     }
 }
 
-// The message of an exception of type Error; "" if there is none.
+// Returns the message of an exception of type Error, or "" if there is no exception. Rethrows any other exception.
 template <class Error>
 std::string message_of(const std::exception_ptr& thrown) {
     if (!thrown) return "";

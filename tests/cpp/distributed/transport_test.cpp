@@ -3,6 +3,7 @@
 
 #include "core/error.h"
 #include "distributed/agreement.h"
+#include "messages.h"
 #include "ranks.h"
 
 namespace megatron_sb::distributed {
@@ -16,12 +17,15 @@ TEST(InProcessTransport, ExchangesInOrderWithBothNeighbours) {
         run_ranks_or_throw(size, [size](Transport& transport) {
             const int rank = transport.rank(), next = (rank + 1) % size, previous = (rank + size - 1) % size;
             for (int step = 0; step < 3; ++step) {
-                const at::Tensor up = at::full({2}, 10 * rank + step), down = at::full({3}, -10 * rank - step);
-                const at::Tensor from_below = at::empty_like(up), from_above = at::empty_like(down);
-                transport.exchange({{next, up}, {previous, down}}, {{previous, from_below}, {next, from_above}})
+                const at::Tensor to_next = at::full({2}, 10 * rank + step);
+                const at::Tensor to_previous = at::full({3}, -10 * rank - step);
+                const at::Tensor from_previous = at::empty_like(to_next), from_next = at::empty_like(to_previous);
+                transport
+                    .exchange({{next, to_next}, {previous, to_previous}},
+                              {{previous, from_previous}, {next, from_next}})
                     ->wait();
-                EXPECT_EQ(from_below[0].item<int>(), 10 * previous + step);
-                EXPECT_EQ(from_above[0].item<int>(), -10 * next - step);
+                EXPECT_EQ(from_previous[0].item<int>(), 10 * previous + step);
+                EXPECT_EQ(from_next[0].item<int>(), -10 * next - step);
             }
         });
     }
@@ -48,15 +52,15 @@ TEST(InProcessTransport, ExchangesAllToAll) {
     });
 }
 
-TEST(InProcessTransport, MatchesMessagesWithAPeerInTheirOrder) {
+TEST(InProcessTransport, DeliversMessagesOfAPeerInTheOrderOfSending) {
     run_ranks_or_throw(3, [](Transport& transport) {
         const at::Tensor theirs = at::empty({4}, at::kLong);
         std::vector<Message> sends, receives;
-        for (int peer = 0, place = 0; peer < 3; ++peer) {
+        for (int peer = 0, index = 0; peer < 3; ++peer) {
             if (peer == transport.rank()) continue;
             for (int i = 0; i < 2; ++i) {
                 sends.push_back({peer, at::full({1}, 100 * transport.rank() + 10 * peer + i, at::kLong)});
-                receives.push_back({peer, theirs.narrow(0, place++, 1)});
+                receives.push_back({peer, theirs.narrow(0, index++, 1)});
             }
         }
         transport.exchange(sends, receives)->wait();
@@ -67,7 +71,7 @@ TEST(InProcessTransport, MatchesMessagesWithAPeerInTheirOrder) {
     });
 }
 
-TEST(InProcessTransport, ALostPeerEndsTheWait) {
+TEST(InProcessTransport, WaitingForALostRankTimesOut) {
     const auto start = steady_clock::now();
     const auto thrown = run_ranks(
         3,
@@ -78,52 +82,51 @@ TEST(InProcessTransport, ALostPeerEndsTheWait) {
         },
         milliseconds(200));
     EXPECT_LT(steady_clock::now() - start, milliseconds(5000));
-    EXPECT_EQ(message_of<RuntimeFailure>(thrown[0]), "rank 0 of 3 waited 200 ms for rank 1");
+    EXPECT_TRUE(mentions(message_of<RuntimeFailure>(thrown[0]), "0 3 200 ms 1"));
     EXPECT_FALSE(thrown[1]);
-    EXPECT_EQ(message_of<RuntimeFailure>(thrown[2]), "rank 2 of 3 waited 200 ms for rank 1");
+    EXPECT_TRUE(mentions(message_of<RuntimeFailure>(thrown[2]), "2 3 200 ms 1"));
 }
 
-TEST(InProcessTransport, AnotherShapeIsAnError) {
+TEST(InProcessTransport, AMessageOfAnotherShapeRaisesAnError) {
     const auto thrown = run_ranks(2, [](Transport& transport) {
         const int peer = 1 - transport.rank();
         const at::Tensor mine = at::zeros({2 + transport.rank()}), theirs = at::empty({2});
         transport.exchange({{peer, mine}}, {{peer, theirs}})->wait();
     });
-    EXPECT_EQ(message_of<RuntimeFailure>(thrown[0]),
-              "rank 0 got CPUFloatType [3] from rank 1 and expected CPUFloatType [2]");
+    EXPECT_TRUE(mentions(message_of<RuntimeFailure>(thrown[0]), "0 [3] 1 [2]"));
     EXPECT_FALSE(thrown[1]);
 }
 
-TEST(Agreement, PassesWhereAllMeanTheSame) {
+TEST(Agreement, PassesIfAllRanksHaveTheSameValues) {
     run_ranks_or_throw(4, [](Transport& transport) { agree(transport, "the test", {{"a", "1"}, {"b", "x"}}, ""); });
 }
 
-TEST(Agreement, NamesFieldRanksAndValuesOnEveryRank) {
+TEST(Agreement, ADisagreementNamesFieldRanksAndValuesOnEveryRank) {
     const auto thrown = run_ranks(4, [](Transport& transport) {
         agree(transport, "the test", {{"a", "1"}, {"b", transport.rank() == 2 ? "y" : "x"}}, "");
     });
     for (const auto& error : thrown) {
-        EXPECT_EQ(message_of<Disagreement>(error), "the ranks disagree on b of the test: rank 0 has x, rank 2 has y");
+        EXPECT_TRUE(mentions(message_of<Disagreement>(error), "b the test 0 x 2 y"));
     }
 }
 
-TEST(Agreement, OneRanksErrorIsEveryRanksError) {
+TEST(Agreement, AnErrorOfOneRankIsRaisedOnEveryRank) {
     const auto thrown = run_ranks(3, [](Transport& transport) {
         agree(transport, "the test", {{"a", transport.rank() == 1 ? "" : "1"}},
               transport.rank() == 1 ? "a is missing" : "");
     });
-    EXPECT_EQ(message_of<InvalidArgument>(thrown[0]), "the test was rejected on rank 1: a is missing");
     EXPECT_EQ(message_of<InvalidArgument>(thrown[1]), "a is missing");
-    EXPECT_EQ(message_of<InvalidArgument>(thrown[2]), "the test was rejected on rank 1: a is missing");
+    for (const int rank : {0, 2}) {
+        EXPECT_TRUE(mentions(message_of<InvalidArgument>(thrown[rank]), "the test rank 1 a is missing"));
+    }
 }
 
-// A message that does not fit is truncated, not lost.
-TEST(Agreement, LongMessagesAreCut) {
+TEST(Agreement, TruncatesALongMessageForTheOtherRanks) {
     const auto thrown = run_ranks(2, [](Transport& transport) {
         agree(transport, "the test", {}, transport.rank() == 1 ? std::string(5000, 'x') : "");
     });
-    const std::string seen = message_of<InvalidArgument>(thrown[0]);
-    EXPECT_EQ(seen, "the test was rejected on rank 1: " + std::string(1023, 'x'));
+    EXPECT_TRUE(mentions(message_of<InvalidArgument>(thrown[0]), "the test rank 1 " + std::string(1023, 'x')));
+    EXPECT_EQ(message_of<InvalidArgument>(thrown[1]), std::string(5000, 'x'));
 }
 
 }  // namespace

@@ -36,7 +36,7 @@ constexpr Dtype kDtypeOf = sizeof(T) == 8 ? Dtype::kFloat64 : Dtype::kFloat32;
 template <class T>
 const T kPoison = std::numeric_limits<T>::quiet_NaN();
 
-// One head and one batch element, with keys [k_begin, k_end) of the problem.
+// A call with one head, one batch element and the keys [begin, end) of the problem.
 template <class T>
 struct Block {
     const oracle::Problem& p;
@@ -117,7 +117,7 @@ std::vector<T> prefix_of(const oracle::Problem& p, const oracle::Answer& answer)
 class CpuKernels : public testing::TestWithParam<Level> {
   protected:
     void SetUp() override {
-        if (!GetParam().runs_here) GTEST_SKIP() << "this machine has no " << GetParam().name;
+        if (!GetParam().runs_here) GTEST_SKIP() << "this CPU has no " << GetParam().name;
     }
 };
 
@@ -153,7 +153,7 @@ TEST_P(CpuKernels, AgreeWithTheDefinitionFarFromTheDiagonal) {
 }
 
 // 1 - beta must not be derived from a clamped e: at mean logit 30 it is 1e-13.
-TEST_P(CpuKernels, KeepRelativeAccuracyWhenSaturated) {
+TEST_P(CpuKernels, AreAccurateWithSaturatedLogits) {
     for (const double mean : {15.0, 30.0}) {
         oracle::Problem p = oracle::random_problem(100, 100, 16, 16, mean, 11);
         SCOPED_TRACE(testing::Message() << "mean logit " << mean);
@@ -170,8 +170,8 @@ TEST_P(CpuKernels, KeepRelativeAccuracyWhenSaturated) {
     }
 }
 
-// Two neighbouring blocks, with the carries between them, equal the whole for every cut.
-TEST_P(CpuKernels, ComposeAtAnyCut) {
+// Two blocks of keys that hand over their carries give the result of one block with all keys, at every cut.
+TEST_P(CpuKernels, GiveTheSameResultInTwoBlocks) {
     const oracle::Problem p = oracle::random_problem(40, 200, 16, 8, -4, 3);
     const oracle::Answer want = oracle::solve(p);
     for (const int cut : {1, 63, 64, 65, 100, 161, 199}) {
@@ -195,8 +195,9 @@ TEST_P(CpuKernels, ComposeAtAnyCut) {
     }
 }
 
-// The forward of this block did not know its carry; the backward gets it as mass_in.
-TEST_P(CpuKernels, ScaleARestartMadeWithoutItsCarry) {
+// The forward can run before the carry of its block is known. The backward then gets the carry as mass_in and scales
+// the mass of the restart record by it.
+TEST_P(CpuKernels, BackwardScalesARestartRecordByMassIn) {
     const oracle::Problem p = oracle::random_problem(30, 150, 16, 16, -4, 5);
     Block<double> newer(p, 70, p.k_rows), with_carry(p, 0, 70), without(p, 0, 70);
     newer.forward(GetParam());
@@ -209,7 +210,7 @@ TEST_P(CpuKernels, ScaleARestartMadeWithoutItsCarry) {
     EXPECT_LT(oracle::relative_error(without.prefix_out, with_carry.prefix_out), 1e-12);
 }
 
-TEST_P(CpuKernels, SkipOnlyWhatTheThresholdAllows) {
+TEST_P(CpuKernels, StayWithinTheErrorBoundOfSkipping) {
     const oracle::Problem p = oracle::random_problem(300, 300, 16, 16, 0, 9);
     const oracle::Answer want = oracle::solve(p);
     const double threshold = 0x1p-24;
@@ -222,10 +223,10 @@ TEST_P(CpuKernels, SkipOnlyWhatTheThresholdAllows) {
     EXPECT_LE(worst, threshold * largest_v + 1e-14);
     int skipped = 0;
     for (const int32_t edge : block.restart_edge) skipped += edge > 64;
-    EXPECT_GT(skipped, 100);  // else the bound above would hold without skipping
+    EXPECT_GT(skipped, 100);  // without skipping, the bound above would hold trivially
 }
 
-TEST_P(CpuKernels, KeepANaNInItsTileAndItsRows) {
+TEST_P(CpuKernels, SpreadANanOnlyWithinItsTileAndToRowsThatReadIt) {
     oracle::Problem p = oracle::random_problem(256, 256, 16, 16, -6, 13);
     p.k[100 * p.d] = std::nan("");  // key 100 is in the tile of keys 64..127
     Block<float> block(p, 0, p.k_rows);
@@ -241,7 +242,7 @@ TEST_P(CpuKernels, KeepANaNInItsTileAndItsRows) {
     }
 
     p = oracle::random_problem(256, 256, 16, 16, -6, 13);
-    p.q[200 * p.d] = std::nan("");  // query 200 sees keys up to 199; its loop ends in the tile of keys 192..255
+    p.q[200 * p.d] = std::nan("");  // ends the row of query 200 in its newest tile, keys 192..255
     Block<float> other(p, 0, p.k_rows);
     other.forward(GetParam());
     other.backward(GetParam(), nullptr);

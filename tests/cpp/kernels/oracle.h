@@ -1,7 +1,8 @@
-// The reference of the kernel tests: the definition in float64, one query at a time (Tan et al., eq. 1, and its
-// derivative).
+// The reference of the kernel tests: the definition (Tan et al., eq. 1) and its derivative in float64, one query at a
+// time.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <random>
 #include <vector>
@@ -68,7 +69,8 @@ inline Answer solve(const Problem& p) {
     return a;
 }
 
-// Standard normal entries; the first entry of q and k carries the mean logit.
+// Returns standard normal entries, except that the first component of all rows of q and k is constant. It gives the
+// logits their mean.
 inline Problem random_problem(int q_rows, int k_rows, int d, int d_v, double mean_logit, unsigned seed) {
     Problem p;
     p.q_rows = q_rows;
@@ -94,8 +96,8 @@ inline Problem random_problem(int q_rows, int k_rows, int d, int d_v, double mea
     return p;
 }
 
-// Returns |got - want| / max(|want|, smallest). Below `smallest`, for example for a mass that underflowed, this is the
-// absolute error in units of `smallest`.
+// Returns |got - want| / max(|want|, smallest) with Euclidean norms. If |want| is below `smallest`, for example because
+// a mass underflowed, this is the absolute error in units of `smallest`.
 inline double relative_error(const Vector& got, const Vector& want, double smallest = 1e-150) {
     double error = 0, size = 0;
     for (size_t i = 0; i < want.size(); ++i) {

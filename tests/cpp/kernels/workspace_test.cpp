@@ -21,18 +21,19 @@ BackwardParams one_head(int32_t rows) {
     return params;
 }
 
-// Query tile i of 64 rows sees i + 1 key tiles of 64. Each pair has carries: two floats for each row.
-TEST(PortableWorkspace, CountsMoreBlocksThanAnInt32Holds) {
+// Query tile i of 64 rows sees i + 1 key tiles of 64 rows. For each pair of tiles the workspace holds two floats for
+// each row.
+TEST(PortableWorkspace, CountsMorePairsOfTilesThanAnInt32Holds) {
     for (const int32_t rows : {1 << 20, 6'000'000}) {
-        const int64_t tiles = rows / 64, blocks = tiles * (tiles + 1) / 2;
+        const int64_t tiles = rows / 64, pairs = tiles * (tiles + 1) / 2;
         const int64_t bytes = portable::backward_workspace(one_head(rows), kNoLimit);
-        EXPECT_GE(bytes, blocks * 512) << rows;
-        EXPECT_LE(bytes, blocks * 544) << rows;
+        EXPECT_GE(bytes, pairs * 512) << rows;
+        EXPECT_LE(bytes, pairs * 544) << rows;
     }
 }
 
-// Every offset beyond the last row means that every query sees every key.
-TEST(PortableWorkspace, TakesAnyOffset) {
+// Every q_pos_minus_k_pos of k_len or more means that every query sees every key.
+TEST(PortableWorkspace, IsTheSameForAllOffsetsThatHideNoKey) {
     BackwardParams params = one_head(4096);
     params.segments.whole.q_pos_minus_k_pos = 4096;
     const int64_t all = portable::backward_workspace(params, kNoLimit);

@@ -1,4 +1,4 @@
-// The public C++ interface.
+// Tests of the public C++ interface.
 #include "megatron_sb/attention.h"
 
 #include <ATen/ATen.h>
@@ -6,10 +6,12 @@
 
 #include <cmath>
 
+#include "messages.h"
+
 namespace megatron_sb {
 namespace {
 
-// The definition (eq. 1) in float64 on whole tensors: q (s, d), k (s_k, d), v (s_k, d_v).
+// The definition (Tan et al., eq. 1) in float64, for one head: q (s, d), k (s_k, d), v (s_k, d_v).
 at::Tensor definition(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) {
     const at::Tensor z = at::matmul(q, k.t()) * scale;
     const int64_t offset = k.size(0) - q.size(0);
@@ -37,7 +39,7 @@ TEST(Attention, AgreesWithTheDefinition) {
         }
 }
 
-TEST(Attention, PackedDocumentsAreApart) {
+TEST(Attention, APackedDocumentGivesTheResultOfTheDocumentAlone) {
     at::manual_seed(1);
     const at::Tensor q = at::randn({70, 2, 8}), k = at::randn({70, 2, 8}), v = at::randn({70, 2, 8});
     const at::Tensor cu_seqlens = at::tensor({0, 30, 30, 65}, at::kInt);
@@ -46,11 +48,12 @@ TEST(Attention, PackedDocumentsAreApart) {
     const auto [alone, mass_alone] = stickbreaking_attention(part(q), part(k), part(v));
     EXPECT_TRUE(at::equal(o.slice(0, 30, 65), alone[0]));
     EXPECT_TRUE(at::equal(mass.slice(1, 30, 65), mass_alone[0]));
+    // Rows 65 to 69 lie after the last document.
     EXPECT_TRUE(at::equal(o.slice(0, 65, 70), at::zeros({5, 2, 8})));
     EXPECT_TRUE(at::equal(mass.slice(1, 65, 70), at::ones({2, 5})));
 }
 
-TEST(Attention, GradientsReachQKV) {
+TEST(Attention, ComputesGradientsOfQKV) {
     at::manual_seed(2);
     const auto leaf = [] { return at::randn({1, 40, 2, 8}, at::kDouble).requires_grad_(); };
     const at::Tensor q = leaf(), k = leaf(), v = leaf();
@@ -68,11 +71,11 @@ TEST(Attention, GradientsReachQKV) {
     EXPECT_GT(v.grad().abs().sum().item<double>(), 0);
 }
 
-TEST(Attention, EuclideanLogitsAreDistances) {
+TEST(Attention, EuclideanLogitsAreNegativeSquaredDistances) {
     at::manual_seed(3);
     const auto options = at::TensorOptions(at::kDouble);
     const at::Tensor q = at::randn({1, 30, 1, 16}, options), k = at::randn({1, 30, 1, 16}, options);
-    // -|q - k|^2 as a dot product of wider heads
+    // -|q - k|^2 = 2 q.k - |q|^2 - |k|^2, written as one dot product of wider heads.
     const auto norm = [](const at::Tensor& x) { return x.square().sum(-1, true); };
     const at::Tensor wide_q = at::cat({2 * q, -norm(q), at::ones_like(norm(q))}, -1)[0].select(1, 0);
     const at::Tensor wide_k = at::cat({k, at::ones_like(norm(k)), -norm(k)}, -1)[0].select(1, 0);
@@ -84,7 +87,7 @@ TEST(Attention, EuclideanLogitsAreDistances) {
     EXPECT_TRUE(at::allclose(o[0].select(1, 0), want, 1e-10, 1e-12));
 }
 
-TEST(Attention, AForgetGateMultipliesBeta) {
+TEST(Attention, ForgetGateMultipliesBeta) {
     at::manual_seed(4);
     const at::Tensor q = at::randn({1, 2, 1, 8}, at::kDouble), k = at::randn({1, 2, 1, 8}, at::kDouble);
     AttentionOptions gated;
@@ -98,13 +101,13 @@ TEST(Attention, AForgetGateMultipliesBeta) {
     EXPECT_THROW(stickbreaking_attention(q, k, k, gated), c10::ValueError);
 }
 
-TEST(Attention, NamesWhatIsWrong) {
+TEST(Attention, ErrorsNameTheArgumentAndTheValue) {
     const at::Tensor q = at::randn({1, 8, 3, 16}), k = at::randn({1, 8, 2, 16});
     try {
         stickbreaking_attention(q, k, k);
-        FAIL() << "3 heads on 2 were accepted";
+        FAIL() << "3 query heads with 2 KV heads raised no error";
     } catch (const c10::ValueError& error) {
-        EXPECT_NE(std::string(error.what()).find("got 3 heads of q and 2 of k"), std::string::npos) << error.what();
+        EXPECT_TRUE(mentions(error.what(), "q k 3 2"));
     }
     EXPECT_THROW(stickbreaking_attention(q, q, q.to(at::kHalf)), c10::TypeError);
     EXPECT_THROW(stickbreaking_attention(q, q, q, {std::nullopt, false, -1.0}), c10::ValueError);

@@ -37,7 +37,7 @@ TEST(Schedule, EachRankReceivesWhatItsNeighbourSends) {
     }
 }
 
-TEST(Schedule, HomeChunksAreThoseOfThePartition) {
+TEST(Schedule, HomeChunksOfARankAreItsChunksInThePartition) {
     for (const Layout layout : kLayouts) {
         const Schedule ring(layout, 3);
         const Partition partition(layout, Packing::kPerDocument, 3, 12, std::nullopt);
@@ -49,9 +49,9 @@ TEST(Schedule, HomeChunksAreThoseOfThePartition) {
     }
 }
 
-// A rank gets every chunk once in each pass. Inside a run chunks come newest to oldest in the forward and oldest to
-// newest in the backward. The runs together cover, newest to oldest, every chunk that the high chunk sees.
-TEST(Schedule, RunsAreInOrder) {
+// A rank gets every chunk once in each pass. Inside a run, chunks come newest to oldest in the forward and oldest to
+// newest in the backward. The runs together cover every chunk that the newest chunk of the rank sees, newest to oldest.
+TEST(Schedule, ChunksOfEachRunAreInOrder) {
     for (const Layout layout : kLayouts) {
         for (int size = 1; size <= 8; ++size) {
             const Schedule ring(layout, size);
@@ -86,7 +86,8 @@ TEST(Schedule, RunsAreInOrder) {
     }
 }
 
-// Each query meets every older or equal key of its document exactly once, newest to oldest in the order `buffer_order`.
+// Expects that each query meets every key of its document at its own or an older position exactly once. The keys of a
+// query come newest to oldest if the buffers are processed in the order `buffer_order`.
 void expect_all_pairs_once(const Stream& stream, const Partition& partition, const SegmentPlan& segment_plan, int rank,
                            const std::vector<int>& buffer_order,
                            const std::function<std::vector<Piece>(int)>& key_buffer) {
@@ -128,7 +129,7 @@ void expect_all_pairs_once(const Stream& stream, const Partition& partition, con
     }
 }
 
-TEST(SegmentPlan, EveryVisiblePairOnceAndInOrder) {
+TEST(SegmentPlan, HoldsEveryVisiblePairOnceAndInOrder) {
     for (int size = 1; size <= 8; ++size) {
         for (const Stream& stream : streams(size, 23 * size)) {
             for (const Layout layout : kLayouts) {
@@ -153,8 +154,9 @@ TEST(SegmentPlan, EveryVisiblePairOnceAndInOrder) {
     }
 }
 
-// The partial outputs of runs 0 and 1 cover the high chunk only, which saves memory in long contexts.
-TEST(SegmentPlan, DenseRunsCoverNoMoreRowsThanTheyNeed) {
+// All runs except the last cover only the high chunk of the rank. This saves memory for partial outputs in long
+// contexts.
+TEST(SegmentPlan, OnlyTheLastRunCoversAllRows) {
     const Partition partition(Layout::kZigzag, Packing::kPerDocument, 4, 64, std::nullopt);
     for (int rank = 0; rank < 4; ++rank) {
         const SegmentPlan segment_plan = ring_segments(partition, rank);
@@ -166,8 +168,8 @@ TEST(SegmentPlan, DenseRunsCoverNoMoreRowsThanTheyNeed) {
     }
 }
 
-// There is one segment for each document, not one for each pair of pieces.
-TEST(SegmentPlan, OneSegmentForEachPieceAndBuffer) {
+// A query piece has at most one segment in each key buffer, although its document can have several pieces there.
+TEST(SegmentPlan, HasOneSegmentForEachQueryPieceAndBuffer) {
     const Partition partition(Layout::kZigzag, Packing::kPerDocument, 2, 16, std::vector<int64_t>{0, 8, 16});
     const SegmentPlan segment_plan = ring_segments(partition, 0);
     std::map<int, size_t> count;

@@ -19,7 +19,7 @@ struct Stream {
 
     Partition partition(Layout layout, int size) const { return {layout, packing, size, seq_len, cu_seqlens}; }
 
-    // The document of each row; the number of documents for a row of no document.
+    // The document of each row. For rows after the last document it is the number of documents.
     std::vector<int> documents() const {
         const std::vector<int64_t> bounds = cu_seqlens.value_or(std::vector<int64_t>{0, seq_len});
         std::vector<int> of_row(seq_len, static_cast<int>(bounds.size()) - 1);
@@ -30,8 +30,8 @@ struct Stream {
     }
 };
 
-// A dense stream, and streams with each packing that have empty documents, one-row documents if the packing permits
-// them, and rows of no document.
+// A dense stream, and two streams for each packing. The packed streams have empty documents and rows after the last
+// document. With whole_stream they also have documents of one row.
 inline std::vector<Stream> streams(int size, unsigned seed) {
     std::mt19937 random(seed);
     const int64_t multiple = 2 * size;
