@@ -125,7 +125,7 @@ TEST(Agreement, TruncatesALongMessageForTheOtherRanks) {
     const auto thrown = run_ranks(2, [](Transport& transport) {
         agree(transport, "the test", {}, transport.rank() == 1 ? std::string(5000, 'x') : "");
     });
-    EXPECT_TRUE(mentions(message_of<InvalidArgument>(thrown[0]), "the test rank 1 " + std::string(1023, 'x')));
+    EXPECT_TRUE(mentions(message_of<InvalidArgument>(thrown[0]), concat("the test rank 1 ", std::string(1023, 'x'))));
     EXPECT_EQ(message_of<InvalidArgument>(thrown[1]), std::string(5000, 'x'));
 }
 

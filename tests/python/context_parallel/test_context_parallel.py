@@ -1,4 +1,4 @@
-"""Context parallelism over gloo: one group of ranks runs many checks, and each check is a test."""
+"""Context parallelism on CPUs (gloo). One group of ranks runs many checks, and each check is a test."""
 
 import pytest
 from support.launch import assert_passed, failed_checks
@@ -42,7 +42,7 @@ CHECKS = {
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory):
-    """Return the failures for a number of ranks, {check: {rank: traceback}}. Each number runs once."""
+    """Return a function of the number of ranks that runs the checks once and returns {check: {rank: traceback}}."""
     results = {}
 
     def of(num_ranks: int) -> dict[str, dict[str, str]]:
@@ -56,5 +56,5 @@ def failures(tmp_path_factory):
 
 @pytest.mark.parametrize(("num_ranks", "check"), [(n, check) for n, checks in CHECKS.items() for check in checks])
 def test_on_gloo(failures, num_ranks, check):
-    """Each check passes on every rank."""
+    """The check passes on every rank. The functions of this name in workers/context_parallel_*.py say what it tests."""
     assert_passed(check, failures(num_ranks))

@@ -10,7 +10,7 @@ from support.rounded import rounded_results
 
 from megatron_sb import reference, stickbreaking_attention
 
-SAMPLED = {65536: [(1000, 1128), (32700, 32828), (65408, 65536)]}  # at 4K and 16K keys, all rows are compared
+SAMPLED = {65536: [(1000, 1128), (32700, 32828), (65408, 65536)]}  # at 4096 and 16384 keys, all rows are compared
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -18,21 +18,21 @@ SAMPLED = {65536: [(1000, 1128), (32700, 32828), (65408, 65536)]}  # at 4K and 1
 @pytest.mark.parametrize("regime", BARRED)
 @pytest.mark.parametrize("mass_in_loss", [True, False], ids=["mass in loss", "output alone"])
 def test_bf16(regime, length, head_dim, mass_in_loss):
-    """o, dq, dk and dv meet their bounds; the mass meets that of the stick. At 4K two query heads share a KV head."""
+    """o, dq, dk, dv and the mass are within their bounds. At 4096 keys two query heads share a KV head."""
     heads, runs = {"h": 2, "h_kv": 1} if length == 4096 else {"h": 1}, SAMPLED.get(length, [(0, length)])
     x = barred_inputs(regime, length, runs, d=head_dim, **heads)
     if not mass_in_loss:
         x.dmass.zero_()
     options = {"mass_threshold": threshold_of(regime), "return_mass": True, "mass_in_loss": mass_in_loss}
-    actual = run(stickbreaking_attention, x, **options)  # first, so that recycled memory cannot hold the answer
+    actual = run(stickbreaking_attention, x, **options)  # first, so that recycled memory cannot hold the results
     missed = Bar(x, runs).missed(actual, regime)
     assert not missed, "; ".join(missed)
 
 
 @pytest.mark.parametrize("regime", ["randn", "mean -3.2", "mean -8", "mean -11", "alternating"])
 @pytest.mark.parametrize(("length", "head_dim"), [(4096, 64), (16384, 128), (65536, 64)])
-def test_weights_and_mass_make_one_stick(regime, length, head_dim):
-    """The weights and the mass sum to 1: with v = 1 and fp32 inputs, o + mass is 1 in every row."""
+def test_weights_and_mass_sum_to_one(regime, length, head_dim):
+    """With v = 1 and fp32 inputs, o + mass is 1 in every row."""
     x = make_inputs(regime, s=length, h=1, d=head_dim)
     x.v.fill_(1.0)
     o, mass = stickbreaking_attention(x.q, x.k, x.v, mass_threshold=0.0, return_mass=True)
@@ -42,12 +42,12 @@ def test_weights_and_mass_make_one_stick(regime, length, head_dim):
 
 @pytest.mark.parametrize("regime", ["randn", "mean -8", "saturated +15"])
 def test_fp32(regime):
-    """fp32 inputs are not rounded to tf32: errors are within twice those of a plain fp32 computation, at 4K keys."""
+    """fp32 inputs are not rounded to tf32: errors are at most twice those of a plain fp32 computation."""
     assert_accurate(stickbreaking_attention, make_inputs(regime, s=4096, h=1, d=128), mass_threshold=0.0)
 
 
-def test_the_bar_is_a_bar():
-    """The bounds accept the rounded computation and reject it with an additional error of 2e-3."""
+def test_the_bar_detects_an_error_of_2e_3():
+    """The bar accepts the rounded computation, and rejects it with an additional error of 2e-3."""
     assert set(BARRED) <= {*REGIMES, SPIKES}
     x, runs = make_inputs("mean -8", s=1024, h=2, h_kv=1, d=64, dtype=torch.bfloat16), [(0, 1024)]
     exact = Inputs(*(t.double() for t in vars(x).values()))

@@ -1,7 +1,7 @@
-"""Queries that are a part of their sequence, as in context parallelism: the block of each rank against the whole.
+"""Queries that are a part of their sequence, as in context parallelism: blocks give the results of one call.
 
-A key tile then ends with rows to which newer tiles add too, and several ranges of tiles share the device. A CTA that is
-done must not hold a resource for which others wait.
+In these blocks, newer tiles also add to the last rows of a key tile, and several ranges of tiles share the device. A
+CTA that has finished must not hold a resource that other CTAs wait for.
 """
 
 import pytest
@@ -36,8 +36,8 @@ def zigzag(lengths: list[int], rank: int, ranks: int) -> tuple[torch.Tensor, lis
     [(DOCUMENTS, 3, 128), (DOCUMENTS, 4, 64), ([16384], 2, 128), ([4096], 16, 128), ([1024] * 8, 6, 64)],
     ids=["documents 128", "documents 64", "one of 16K", "one of 4K", "eight of 1K"],
 )
-def test_ranks_together_give_the_whole(lengths, heads, d):
-    """The rows of two ranks attend to all keys: o and dq equal those of the whole stream, dk and dv sum to it."""
+def test_blocks_of_two_ranks_give_the_results_of_one_call(lengths, heads, d):
+    """The rows of each rank attend to all keys. o and dq are equal, and so are the sums of dk and dv over the ranks."""
     x = make_inputs("mean -11", s=sum(lengths), h=heads, d=d, dtype=torch.bfloat16)
     cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     q, k, v = (t[0].requires_grad_() for t in (x.q, x.k, x.v))

@@ -13,7 +13,7 @@ paged = pytest.mark.parametrize("block_size", [None, 64], ids=["contiguous", "pa
 LONG = 65536
 
 
-def same(actual, expected) -> None:
+def assert_same(actual, expected) -> None:
     for ours, theirs in zip(actual, expected, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -48,7 +48,7 @@ def test_bitwise_deterministic(dtype, block_size, regime, ends):
     for _ in range(10):
         with torch.cuda.stream(other):
             torch.mm(noise, noise)
-        same(stickbreaking_attention_with_kvcache(*tensors, **options, return_mass=True), first)
+        assert_same(stickbreaking_attention_with_kvcache(*tensors, **options, return_mass=True), first)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -76,7 +76,7 @@ def test_graph(dtype, block_size):
         options["cache_seqlens"].copy_(torch.tensor(ends, dtype=torch.int32))
         q.copy_(torch.randn_like(q))
         graph.replay()
-        same(captured, call())
+        assert_same(captured, call())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -93,7 +93,7 @@ def test_no_synchronisation(dtype, block_size):
 
 
 @halves
-def test_batch_elements_do_not_meet(dtype):
+def test_batch_elements_are_independent(dtype):
     """A sequence full of NaN does not change the results of the other sequences."""
     case = CacheCase([3000, 2000, 3000], h=8, h_kv=2, d=64, dtype=dtype)
     (q, k, v), options = case.arguments()
@@ -101,11 +101,11 @@ def test_batch_elements_do_not_meet(dtype):
     q[1], k[1], v[1] = torch.nan, torch.nan, torch.nan
     actual = stickbreaking_attention_with_kvcache(q, k, v, **options, return_mass=True)
     assert actual[0][1].isnan().all()
-    same((x[::2] for x in actual), (x[::2] for x in expected))
+    assert_same((x[::2] for x in actual), (x[::2] for x in expected))
 
 
 @halves
-def test_what_is_used_up_is_not_read(dtype):
+def test_used_up_rows_do_not_read_older_keys(dtype):
     """NaN in keys older than one that takes the whole stick has no effect, for every number of splits."""
     case = CacheCase([LONG], h=2, h_kv=1, d=128, regime="mean -11", dtype=dtype, mass_threshold=2.0**-24)
     (q, k, v), options = case.arguments()
@@ -124,7 +124,7 @@ def test_views_of_a_fused_cache(dtype):
     expected = stickbreaking_attention_with_kvcache(q, k, v, cache_seqlens=seqlens, return_mass=True)
     fused = torch.stack([k, v], dim=3).transpose(1, 2).contiguous().transpose(1, 2)
     views = (q, fused[..., 0, :], fused[..., 1, :])
-    same(stickbreaking_attention_with_kvcache(*views, cache_seqlens=seqlens, return_mass=True), expected)
+    assert_same(stickbreaking_attention_with_kvcache(*views, cache_seqlens=seqlens, return_mass=True), expected)
 
 
 def test_other_stream():
@@ -141,4 +141,4 @@ def test_other_stream():
                 found.append(stickbreaking_attention_with_kvcache(*tensors, **options, return_mass=True))
         torch.cuda.synchronize()
         for actual, wanted in zip(found, expected, strict=True):
-            same(actual, wanted)
+            assert_same(actual, wanted)

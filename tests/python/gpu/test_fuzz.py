@@ -1,4 +1,4 @@
-"""2000 random calls with every option of the attention, compared with the float64 reference by element."""
+"""2000 random calls with all options of the attention. Each element of the results must be within its error bound."""
 
 import pytest
 import torch
@@ -30,8 +30,8 @@ def test_random_cases(batch, device):
 
 
 @pytest.mark.parametrize("name", ["o", "mass", "dq", "dk", "dv"])
-def test_the_judge_notices(name, device):
-    """The check detects one element that is wrong by a tenth, and one unwritten element, in every result."""
+def test_judge_detects_one_wrong_element(name, device):
+    """It detects an element that is wrong by a tenth, and an unwritten element, in each result."""
 
     def scaled(results):
         results[name].view(-1)[results[name].abs().argmax()] *= 1.1

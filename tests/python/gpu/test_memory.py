@@ -18,7 +18,7 @@ def bytes_of(*tensors: torch.Tensor) -> int:
 
 @pytest.mark.parametrize(("dtype", "d"), [(torch.bfloat16, 128), (torch.bfloat16, 64), (torch.bfloat16, 256)], ids=str)
 def test_linear_memory(dtype, d):
-    """At 64K, a call allocates results, fp32 gradients, 24 bytes for each row and head, and the workspace; no more."""
+    """At 65536 keys, a call allocates only results, fp32 gradients, 24 bytes for each row and head, and a workspace."""
     heads = 512 // d
     x = make_inputs("mean -11", s=65536, h=heads, d=d, dtype=dtype)
     run(stickbreaking_attention, make_inputs(s=64, h=1, d=d, dtype=dtype), return_mass=True)
@@ -79,8 +79,8 @@ def test_outputs_of_more_than_2_to_the_31_elements(d):
     torch.cuda.empty_cache()
 
 
-def test_more_heads_than_a_grid_has_blocks():
-    """70000 batch elements of one head work: gridDim.y and gridDim.z hold at most 65535."""
+def test_a_batch_of_70000():
+    """gridDim.y and gridDim.z are at most 65535, so the kernels must not use them for batch elements and heads."""
     x = make_inputs("randn", b=70000, s=5, h=1, d=64, dtype=torch.bfloat16)
     whole = run(stickbreaking_attention, x, return_mass=True)
     last = run(stickbreaking_attention, Inputs(*(t[-3:] for t in vars(x).values())), return_mass=True)

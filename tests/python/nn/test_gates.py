@@ -1,4 +1,4 @@
-"""Forget gates as modules make them, and the auxiliary loss that keeps them open."""
+"""Forget gates of modules, and the auxiliary loss that keeps them open."""
 
 import pytest
 import torch
@@ -8,29 +8,32 @@ import megatron_sb as sb
 from megatron_sb.nn.gates import OPEN_GATE, add_to_backward, forget_gate_loss, gates_of, keep_gates_open
 
 
-def test_the_loss_joins_in_the_backward():
-    """The gradient is that of the sum of both losses; f itself is as it was."""
+def test_keep_gates_open_adds_the_gradient_of_its_loss():
+    """It returns its input unchanged."""
     logits = torch.randn(3, 5, 2, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(3, 5, 2, dtype=torch.float64)
     f = gates_of(logits)
-    kept = keep_gates_open(f, 0.3)
-    assert torch.equal(kept, f)
-    (actual,) = torch.autograd.grad((kept * weights).sum(), logits)
-    whole = (gates_of(logits) * weights).sum() - 0.3 * torch.nn.functional.logsigmoid(logits).mean()
-    (expected,) = torch.autograd.grad(whole, logits)
+    returned = keep_gates_open(f, 0.3)
+    assert torch.equal(returned, f)
+    (actual,) = torch.autograd.grad((returned * weights).sum(), logits)
+    loss = (gates_of(logits) * weights).sum() - 0.3 * torch.nn.functional.logsigmoid(logits).mean()
+    (expected,) = torch.autograd.grad(loss, logits)
     torch.testing.assert_close(actual, expected)
 
 
-def test_the_loss_is_none_for_open_gates_and_finite_for_closed_ones():
+def test_the_loss_is_zero_for_open_gates_and_finite_for_closed_ones():
     assert forget_gate_loss(torch.ones(4)) == 0
     assert forget_gate_loss(torch.zeros(4)).isfinite()
+
+
+def test_add_to_backward_adds_the_gradient_of_a_loss():
     x = torch.ones(2, requires_grad=True)
     add_to_backward(x, (x * 2).sum()).sum().backward()
     assert x.grad.tolist() == [3.0, 3.0]
 
 
-def test_a_module_begins_with_open_gates():
-    """The bias is OPEN_GATE; the value of the loss is there for logging."""
+def test_a_module_starts_with_open_gates():
+    """The initial bias is OPEN_GATE. The module keeps the value of the loss for logging."""
     module = sb.StickBreakingSelfAttention(32, 4, 2, forget_gate=True, forget_gate_loss=0.1)
     assert module.gate_proj.weight.shape == (2, 32) and module.gate_proj.bias.tolist() == [OPEN_GATE] * 2
     module(torch.randn(1, 9, 32)).sum().backward()
@@ -38,12 +41,12 @@ def test_a_module_begins_with_open_gates():
     assert module.gate_proj.bias.grad.abs().min() > 0
 
 
-def test_gates_close_where_it_pays_and_stay_open_where_it_does_not():
-    """Of two kinds of keys one is noise to its readers: its gate closes, and with the loss the other's opens."""
+def test_training_closes_gates_of_useless_keys_only():
+    """One kind of keys has the target and another kind has noise. The loss opens the gates of the first kind."""
     torch.manual_seed(0)
     module = sb.StickBreakingSelfAttention(16, 1, forget_gate=True, forget_gate_loss=0.05, dtype=torch.float64)
     x = torch.zeros(1, 12, 16, dtype=torch.float64)
-    x[:, ::3, 0], x[:, 1::3, 1], x[:, 2::3, 2] = 1.0, 1.0, 1.0  # something, noise, a reader
+    x[:, ::3, 0], x[:, 1::3, 1], x[:, 2::3, 2] = 1.0, 1.0, 1.0  # a key with the target, a key with noise, a query
     with torch.no_grad():
         module.gate_proj.bias.zero_()
         module.gate_proj.weight.zero_()
@@ -65,7 +68,6 @@ def test_gates_close_where_it_pays_and_stay_open_where_it_does_not():
         ({"forget_gate": True, "forget_gate_loss": -1.0}, "forget_gate_loss -1.0"),
     ],
 )
-def test_refusals(options, words):
-    """By name."""
+def test_an_invalid_option_raises_an_error(options, words):
     with pytest.raises(ValueError, match=mentions(words)):
         sb.StickBreakingSelfAttention(32, 4, **options)

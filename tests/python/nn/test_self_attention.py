@@ -1,4 +1,4 @@
-"""StickBreakingSelfAttention: its answers against float64, its parameters, what it refuses, sequences over ranks."""
+"""StickBreakingSelfAttention: accuracy against float64, parameters, invalid arguments, and context parallelism."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ switches = pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
 
 
 def make_module(*sizes, **options):
-    """With parameters that are not what they start as."""
+    """Return a module with random parameters. The initial values of some are 0 or 1, which would hide an error."""
     module = sb.StickBreakingSelfAttention(*(sizes or (48, 6, 2)), **options)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -40,7 +40,7 @@ def make_module(*sizes, **options):
 def expected(
     module, x, cu_seqlens=None, *, remainder_bias=False, head_norm=False, bias=False, forget_gate=False, **options
 ):
-    """The module's answer in float64, written out."""
+    """Compute the output of the module from its definition, in float64."""
     weights = {name: value.double() for name, value in module.state_dict().items()}
     d, heads, kv_heads = module.head_dim, module.num_heads, module.num_kv_heads
     qkv = x.double() @ weights["qkv_proj.weight"].T + (weights["qkv_proj.bias"] if bias else 0)
@@ -60,8 +60,8 @@ def expected(
     return o.flatten(-2) @ weights["out_proj.weight"].T + (weights["out_proj.bias"] if bias else 0)
 
 
-class TestAnswers:
-    """Against float64."""
+class TestForward:
+    """Outputs agree with float64 for all options and forms of inputs, and all parameters get gradients."""
 
     @switches
     def test_dense(self, switches):
@@ -76,7 +76,7 @@ class TestAnswers:
         torch.testing.assert_close(out.double(), expected(module, x, cu_seqlens, **switches), rtol=1e-4, atol=1e-4)
 
     def test_sizes(self):
-        """head_dim apart from hidden_size, one KV head, in bfloat16."""
+        """head_dim need not be hidden_size / num_heads, and there may be one KV head."""
         module = make_module(40, 3, 1, 64, remainder_bias=True, dtype=torch.bfloat16)
         x = torch.randn(1, 20, 40, dtype=torch.bfloat16)
         out = module(x)
@@ -87,7 +87,7 @@ class TestAnswers:
     @switches
     @pytest.mark.parametrize("rows", [(2, 0), (0, 5), (0,)], ids=str)
     def test_no_rows(self, rows, switches):
-        """No positions, no sequences, no tokens: gradients of 0."""
+        """An input without sequences, positions or tokens gives an empty output and gradients of 0."""
         module, x = make_module(**switches), torch.randn(*rows, 48, requires_grad=True)
         out = module(x, cu_seqlens=torch.zeros(2, dtype=torch.int32) if len(rows) == 1 else None)
         assert out.shape == x.shape
@@ -103,7 +103,7 @@ class TestAnswers:
             assert parameter.grad.abs().sum() > 0, name
 
     def test_autocast(self):
-        """fp32 parameters, computed in bfloat16."""
+        """With fp32 parameters, the output under autocast has bfloat16 and its precision."""
         module, x = make_module(remainder_bias=True, head_norm=True), torch.randn(2, 20, 48)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out = module(x)
@@ -116,18 +116,18 @@ class TestAnswers:
         torch.testing.assert_close(compiled(x), module(x), rtol=1e-6, atol=1e-6)
 
     def test_options_reach_the_operator(self, monkeypatch):
-        """The mass is asked for where something reads it."""
-        seen = {}
+        """The module requests the mass only if it has a remainder bias."""
+        passed = {}
         monkeypatch.setattr(
-            self_attention, "stickbreaking_attention", lambda q, *rest, **kwargs: seen.update(kwargs) or q
+            self_attention, "stickbreaking_attention", lambda q, *rest, **kwargs: passed.update(kwargs) or q
         )
         make_module(head_norm=True, mass_threshold=0.5)(torch.randn(1, 9, 48))
         options = {"scale": None, "attend_current": False, "mass_threshold": 0.5, "return_mass": False}
-        assert seen == {**options, "logits": "dot", "forget_gate": None}
+        assert passed == {**options, "logits": "dot", "forget_gate": None}
 
 
-def test_start():
-    """A remainder bias of 0 and a norm of weight 1 and bias 0; absent ones are no parameters."""
+def test_initial_parameters():
+    """The remainder bias is 0, and the norm has weight 1 and bias 0. Without these options there are no parameters."""
     module = sb.StickBreakingSelfAttention(48, 6, remainder_bias=True, head_norm=True, dtype=torch.float64)
     assert {p.dtype for p in module.parameters()} == {torch.float64}
     values = {name: getattr(module, name).unique().tolist() for name in ("remainder_bias", "norm_weight", "norm_bias")}
@@ -139,79 +139,60 @@ def test_start():
     assert "num_kv_heads=6, head_dim=8, remainder_bias=False, head_norm=False" in repr(plain)
 
 
-BAD_SIZES = {
-    "no width": ((0, 4), {}, "hidden_size 0"),
-    "heads no int": ((64, 4.0), {}, "num_heads 4.0"),
-    "negative KV heads": ((64, 4, -2), {}, "num_kv_heads -2"),
-    "head_dim a bool": ((64, 4), {"head_dim": True}, "head_dim True"),
-    "KV heads that do not divide": ((64, 4, 3), {}, "num_kv_heads 3"),
-    "heads that do not divide": ((66, 4), {}, "hidden_size 66"),
-    "odd head_dim": ((48, 4), {}, "hidden_size num_heads 12"),
-    "large head_dim": ((64, 4), {"head_dim": 264}, "head_dim 264"),
+INVALID_SIZES = {
+    "hidden_size of 0": ((0, 4), {}, "hidden_size 0"),
+    "num_heads is a float": ((64, 4.0), {}, "num_heads 4.0"),
+    "negative num_kv_heads": ((64, 4, -2), {}, "num_kv_heads -2"),
+    "head_dim is a bool": ((64, 4), {"head_dim": True}, "head_dim True"),
+    "num_kv_heads does not divide num_heads": ((64, 4, 3), {}, "num_kv_heads 3"),
+    "num_heads does not divide hidden_size": ((66, 4), {}, "hidden_size 66"),
+    "head_dim is no multiple of 8": ((48, 4), {}, "hidden_size num_heads 12"),
+    "head_dim above 256": ((64, 4), {"head_dim": 264}, "head_dim 264"),
 }
 
 
-@pytest.mark.parametrize(("sizes", "options", "sentence"), BAD_SIZES.values(), ids=BAD_SIZES)
-def test_refused_sizes(sizes, options, sentence):
-    with pytest.raises(ValueError, match=mentions(sentence)):
+@pytest.mark.parametrize(("sizes", "options", "words"), INVALID_SIZES.values(), ids=INVALID_SIZES)
+def test_an_invalid_size_raises_an_error(sizes, options, words):
+    with pytest.raises(ValueError, match=mentions(words)):
         sb.StickBreakingSelfAttention(*sizes, **options)
 
 
-BAD_OPTIONS = {
-    "scale that should learn": (
-        {"scale": torch.nn.Parameter(torch.ones(()))},
-        TypeError,
-        "scale Parameter",
-    ),
-    "scale": ({"scale": float("inf")}, ValueError, "scale inf"),
-    "eps": ({"norm_eps": None}, TypeError, "norm_eps NoneType"),
-    "loss": ({"forget_gate_loss": float("nan")}, ValueError, "forget_gate_loss nan"),
-    "flag": ({"attend_current": None}, TypeError, "attend_current NoneType"),
-    "threshold": (
-        {"mass_threshold": 2.0},
-        ValueError,
-        "mass_threshold 2.0",
-    ),
-    "threshold nan": ({"mass_threshold": float("nan")}, ValueError, "mass_threshold nan"),
-    "no threshold": ({"mass_threshold": None}, TypeError, "mass_threshold NoneType"),
+INVALID_OPTIONS = {
+    "scale is a parameter": ({"scale": torch.nn.Parameter(torch.ones(()))}, TypeError, "scale Parameter"),
+    "scale is infinite": ({"scale": float("inf")}, ValueError, "scale inf"),
+    "norm_eps is None": ({"norm_eps": None}, TypeError, "norm_eps NoneType"),
+    "forget_gate_loss is NaN": ({"forget_gate_loss": float("nan")}, ValueError, "forget_gate_loss nan"),
+    "attend_current is None": ({"attend_current": None}, TypeError, "attend_current NoneType"),
+    "mass_threshold of 2": ({"mass_threshold": 2.0}, ValueError, "mass_threshold 2.0"),
+    "mass_threshold is NaN": ({"mass_threshold": float("nan")}, ValueError, "mass_threshold nan"),
+    "mass_threshold is None": ({"mass_threshold": None}, TypeError, "mass_threshold NoneType"),
 }
 
 
-@pytest.mark.parametrize(("options", "kind", "sentence"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
-def test_refused_options(options, kind, sentence):
-    """When the module is made, not by its first call."""
-    with pytest.raises(kind, match=mentions(sentence)):
+@pytest.mark.parametrize(("options", "error", "words"), INVALID_OPTIONS.values(), ids=INVALID_OPTIONS)
+def test_an_invalid_option_raises_an_error_in_the_constructor(options, error, words):
+    with pytest.raises(error, match=mentions(words)):
         sb.StickBreakingSelfAttention(48, 6, **options)
 
 
 CU = torch.tensor([0, 6], dtype=torch.int32)
-BAD_CALLS = {
-    "x no tensor": (([1.0],), {}, TypeError, "x list"),
-    "packed without offsets": (
-        (torch.zeros(6, 48),),
-        {},
-        ValueError,
-        "x (6, 48)",
-    ),
-    "dense with offsets": (
-        (torch.zeros(1, 6, 48),),
-        {"cu_seqlens": CU},
-        ValueError,
-        "x (1, 6, 48)",
-    ),
-    "width": ((torch.zeros(1, 6, 40),), {}, ValueError, "x (1, 6, 40)"),
-    "plan": ((torch.zeros(1, 6, 48),), {"plan": 2}, TypeError, "plan int"),
+INVALID_CALLS = {
+    "x is a list": ([1.0], {}, TypeError, "x list"),
+    "packed x without cu_seqlens": (torch.zeros(6, 48), {}, ValueError, "x (6, 48)"),
+    "dense x with cu_seqlens": (torch.zeros(1, 6, 48), {"cu_seqlens": CU}, ValueError, "x (1, 6, 48)"),
+    "width of x": (torch.zeros(1, 6, 40), {}, ValueError, "x (1, 6, 40)"),
+    "plan is an int": (torch.zeros(1, 6, 48), {"plan": 2}, TypeError, "plan int"),
 }
 
 
-@pytest.mark.parametrize(("args", "options", "kind", "sentence"), BAD_CALLS.values(), ids=BAD_CALLS)
-def test_refused_calls(args, options, kind, sentence):
-    with pytest.raises(kind, match=mentions(sentence)):
-        make_module()(*args, **options)
+@pytest.mark.parametrize(("x", "options", "error", "words"), INVALID_CALLS.values(), ids=INVALID_CALLS)
+def test_an_invalid_call_raises_an_error(x, options, error, words):
+    with pytest.raises(error, match=mentions(words)):
+        make_module()(x, **options)
 
 
-def test_sequences_over_two_ranks(tmp_path):
-    """Answers, and gradients summed over the ranks, are those of whole sequences."""
+def test_two_ranks_give_the_results_of_one(tmp_path):
+    """Outputs, and gradients summed over the ranks, are equal to those of whole sequences."""
     found = run_worker("self_attention.py", 2, tmp_path / "found.json")
     assert {name: case["parameters"] for name, case in found.items()} == {
         **dict.fromkeys(("dense", "ring", "contiguous", "packed", "plan"), 5),
@@ -225,7 +206,7 @@ def test_sequences_over_two_ranks(tmp_path):
 
 @pytest.mark.gpu
 def test_on_a_gpu():
-    """bfloat16 beside the same module in float64's formula."""
+    """The output in bfloat16 agrees with the definition in float64."""
     module = make_module(256, 4, 2, remainder_bias=True, head_norm=True, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(2, 300, 256, device="cuda", dtype=torch.bfloat16)
     oracle = expected(module, x, remainder_bias=True, head_norm=True)

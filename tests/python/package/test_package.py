@@ -169,10 +169,3 @@ def test_the_segment_table_of_offsets_on_the_gpu_is_clamped():
     length = (torch.maximum(cu_seqlens[1:].clamp(max=500), begin) - begin).to(torch.int32)
     want = torch.stack([begin, length, begin, length, torch.zeros_like(length)], dim=1)
     assert torch.equal(table, want)
-
-
-@pytest.mark.gpu
-def test_the_error_of_fp64_on_a_gpu_names_the_request():
-    q = torch.randn(1, 8, 1, 64, device="cuda", dtype=torch.float64)
-    with pytest.raises(ValueError, match=mentions("CUDA fp64 head_dim 64")):
-        megatron_sb.stickbreaking_attention(q, q, q)

@@ -5,6 +5,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+import megatron_sb.ops  # noqa: F401 - loads torch.ops.megatron_sb
+
 from .accuracy import RESULTS, accumulation_type
 from .inputs import Inputs
 

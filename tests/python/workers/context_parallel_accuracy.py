@@ -33,23 +33,23 @@ class Stream:
 
     @property
     def dim(self) -> int:
-        """The sequence dimension of q."""
+        """Return the sequence dimension of q."""
         return 1 if self.cu_seqlens is None else 0
 
     def inputs(self, regime: str, dtype: torch.dtype) -> Inputs:
-        """GQA with d_v != d, the same on every rank."""
+        """Return inputs with grouped heads and d_v != d, which are the same on every rank."""
         batch = 2 if self.cu_seqlens is None else 1
         inputs = make_inputs(regime, b=batch, s=ROWS, h=4, h_kv=2, d=16, d_v=24, dtype=dtype)
         return inputs if self.cu_seqlens is None else inputs.packed()
 
     def one_rank(self, q, k, v, **options) -> tuple[Tensor, Tensor]:
-        """The operator for a whole sequence."""
+        """Call the operator for whole sequences."""
         if self.cu_seqlens is None:
             return sb.stickbreaking_attention(q, k, v, return_mass=True, **options)
         return sb.stickbreaking_attention_varlen(q, k, v, self.offsets, return_mass=True, **options)
 
     def oracle(self, q, k, v, **options) -> tuple[Tensor, Tensor]:
-        """The definition in float64."""
+        """Call the float64 oracle."""
         if self.cu_seqlens is None:
             return reference.stickbreaking_attention(q, k, v, return_mass=True, **options)
         return reference.stickbreaking_attention_varlen(q, k, v, self.offsets, return_mass=True, **options)
@@ -109,9 +109,9 @@ def compare(group, dtypes, regimes, layouts=LAYOUTS) -> None:
     comms = comms_of(group)
     for (name, stream), dtype, regime in itertools.product(STREAMS.items(), dtypes, regimes):
         inputs = stream.inputs(regime, dtype)
-        # Gradients of saturated logits are as small as what skipping drops. Each shard of keys skips by its own mass.
+        # Gradients of saturated logits are so small that skipping may drop them.
         options = {"mass_threshold": 0.0} if regime.startswith("saturated") else {}
-        # Run before the other modes leave the answer in recycled memory.
+        # Run this mode before the reference and the oracle leave their results in recycled memory.
         first_results = run_over(group, stream, inputs, layouts[0], comms[0], **options)
         alone, exact = run(stream.one_rank, inputs, **options), exact_answer(stream, inputs)
         for layout, comm in itertools.product(layouts, comms):
@@ -161,7 +161,7 @@ def options_are_passed_on(group) -> None:
 
 
 def variants_of_the_logit(group) -> None:
-    """Forget gates, whose gradients return to their ranks, and Euclidean logits, in every mode."""
+    """Forget gates and Euclidean logits work in every mode. Gradients of the gates return to their ranks."""
     on_cpu = torch.get_default_device().type == "cpu"
     dtype, tolerance = (torch.float64, 1e-10) if on_cpu else (torch.float32, 1e-4)
     for name, stream in itertools.product(VARIANTS, (STREAMS["dense"], STREAMS["per document"])):
@@ -189,7 +189,7 @@ def variants_of_the_logit(group) -> None:
 
 
 def repeats_bit_for_bit(group) -> None:
-    """Two runs of each mode give the same bits, gradients too."""
+    """Two runs of each mode give bitwise the same outputs and gradients."""
     stream = STREAMS["per document"]
     inputs = stream.inputs("randn", torch.bfloat16)
     for comm in comms_of(group):
@@ -212,7 +212,7 @@ def groups_of_one_rank(group) -> None:
 
 
 def subgroups(group) -> None:
-    """Two groups at the same time, whose rank numbers differ from those of the world."""
+    """Two groups work at the same time. Their rank numbers differ from those of the world."""
     size = dist.get_world_size()
     groups = [dist.new_group(list(range(first, size, 2))) for first in range(2)]
     mine = groups[dist.get_rank() % 2]
@@ -232,7 +232,7 @@ def local_inputs(group, dtype=torch.float32) -> list[Tensor]:
 
 
 def a_plan_serves_many_calls(group) -> None:
-    """One plan serves several layers, dtypes and modes, with and without gradients; its fields describe it."""
+    """One plan serves calls with several dtypes, with and without gradients. Its fields describe it."""
     plan = sb.ContextParallelPlan(group, ROWS)
     ranks = dist.get_world_size()
     assert (plan.rank, plan.size, plan.seq_len, plan.local_len) == (dist.get_rank(), ranks, ROWS, ROWS // ranks)
@@ -270,7 +270,7 @@ def autocast(group) -> None:
 
 
 def gradients_of_one_result(group) -> None:
-    """Gradients of a loss of the mass only, or of o only."""
+    """Gradients are right for a loss of the mass only, and of o only."""
     for comm, wanted in itertools.product(comms_of(group), ("o", "mass")):
         inputs = STREAMS["dense"].inputs("randn", torch.float64)
         (inputs.dmass if wanted == "o" else inputs.do).zero_()
@@ -288,7 +288,7 @@ def gradients_of_one_result(group) -> None:
 
 
 def mass_in_one_ranks_loss(group) -> None:
-    """Gradients of a loss that contains the mass on rank 0 only."""
+    """Gradients are right for a loss that contains the mass on rank 0 only."""
     stream, on_gpus = STREAMS["dense"], torch.get_default_device().type == "cuda"
     dtype = torch.float32 if on_gpus else torch.float64
     tolerance = {"rtol": 1e-3, "atol": 1e-4} if on_gpus else {"rtol": 1e-10, "atol": 1e-11}
@@ -323,7 +323,7 @@ def shard_and_unshard(group) -> None:
         local = sb.shard_sequence(x, group, 1, **cut)
         (local * sb.shard_sequence(weights[rank], group, 1, **cut)).sum().backward()
         owned = [torch.zeros(ROWS) for _ in range(ranks)]
-        dist.all_gather(owned, sum_of_rows(group, cut))
+        dist.all_gather(owned, owned_rows(group, cut))
         expected = sum(w * rows for w, rows in zip(weights, owned, strict=True))
         torch.testing.assert_close(x.grad, expected, rtol=0, atol=0)
 
@@ -333,7 +333,7 @@ def shard_and_unshard(group) -> None:
         torch.testing.assert_close(leaf.grad, expected, rtol=1e-6, atol=1e-6)
 
 
-def sum_of_rows(group, cut: dict) -> Tensor:
+def owned_rows(group, cut: dict) -> Tensor:
     """Return 1 for each row of the stream that this rank holds, else 0."""
     rows = sb.shard_sequence(torch.arange(ROWS), group, 0, **cut)
     return torch.zeros(ROWS).index_fill(0, rows, 1.0)

@@ -33,7 +33,7 @@ def finish(device: torch.device) -> None:
 
 
 def main(scenario: str, timeout_seconds: float, comm: str, backend: str) -> None:
-    """Lose the last rank before its second forward, in its backward, by a late arrival or by an invalid argument."""
+    """Lose the last rank before its second forward or in its backward, or let it arrive late or reject its call."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would delay the end
     device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", int(os.environ["RANK"]))
     if device.type == "cuda":
@@ -63,13 +63,13 @@ def main(scenario: str, timeout_seconds: float, comm: str, backend: str) -> None
             if victim:
                 time.sleep(10 * timeout_seconds)
             sb.context_parallel_attention(q, k, v, plan=plan, comm=comm)
-        elif scenario == "refuses":
+        elif scenario == "rejects":
             sb.context_parallel_attention(q, k, v, plan=plan, comm=comm, **({"mass_threshold": 1.5} if victim else {}))
         finish(device)
         print("finished", flush=True)
     except (RuntimeError, ValueError) as error:
         print(f"{time.monotonic() - start:.1f} {error}", flush=True)
-    if scenario == "refuses" and victim:
+    if scenario == "rejects" and victim:
         time.sleep(10 * timeout_seconds)  # this process stays alive, so that only the timeout ends the others
 
 

@@ -70,7 +70,7 @@ def difference(
 
 
 def main(out: str) -> None:
-    """Write the differences of every case."""
+    """Write the differences of all cases."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     found = {name: difference(**options) for name, options in CASES.items()}
     end_worker(out, found)
