@@ -221,10 +221,10 @@ class TestTorch:
         torch.library.opcheck(ops.head_output.default, leaves, {"eps": EPS})
 
     def test_compile(self):
-        """A compiled model with an attention before it and a pointwise operation after it gives the eager results."""
+        """A model with attention, head_output and pointwise operations gives the eager results, with generated code."""
 
         def model(q, k, v, **parameters):
-            o, mass = stickbreaking_attention(q, k, v, return_mass=True)
+            o, mass = stickbreaking_attention(q * 2, k, v, return_mass=True)
             return head_output(o, mass, **parameters).sin()
 
         inputs = [torch.randn(2, 40, 4, 16), torch.randn(2, 40, 2, 16), torch.randn(2, 40, 2, 16)]
