@@ -180,7 +180,8 @@ def _plot(rows: list[dict[str, float]], options: argparse.Namespace) -> Path:
     return path
 
 
-def _parse(args: list[str] | None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(prog="megatron-sb bench", description=__doc__.partition("\n")[0])
     has_cuda = torch.cuda.is_available()
 
@@ -198,8 +199,13 @@ def _parse(args: list[str] | None) -> argparse.Namespace:
     add("--memory-length", 32768, "length at which peak memory is measured; 0 disables this", type=int)
     parser.add_argument("--out", type=Path, help="folder for a plot (default: no plot)")
     parser.add_argument("--memory-worker", choices=("full", "randn"), help=argparse.SUPPRESS)
+    return parser
+
+
+def _parse(args: list[str] | None) -> argparse.Namespace:
+    parser = make_parser()
     options = parser.parse_args(args)
-    if options.device == "cuda" and not has_cuda:
+    if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device must be cpu, got cuda: torch finds no CUDA device.")
     numbers = {name: getattr(options, name) for name in ("batch", "heads", "head_dim", "repeats")}
     for name, number in {**numbers, "lengths": min(options.lengths)}.items():

@@ -81,7 +81,8 @@ def _convert(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands. bench and experiment parse their own options."""
     parser = argparse.ArgumentParser(
         prog="megatron-sb",
         description="Stick-breaking attention for long-context training. COMMAND --help prints its options.",
@@ -101,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("rest", nargs=argparse.REMAINDER)
     command.set_defaults(run=_bench)
 
-    command = commands.add_parser("train", help="train what a YAML file describes")
+    command = commands.add_parser("train", help="train models from a YAML file")
     command.add_argument("config", metavar="CONFIG.yaml", help="configuration file (required)")
     command.add_argument(
         "--set",
@@ -154,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     own_options = {"bench": _bench, "experiment": _experiment}  # including --help
     run = own_options.get(argv[0]) if argv else None
-    arguments = argparse.Namespace(rest=argv[1:]) if run else _parser().parse_args(argv)
+    arguments = argparse.Namespace(rest=argv[1:]) if run else make_parser().parse_args(argv)
     try:
         return (run or arguments.run)(arguments)
     except (ValueError, TypeError, FileNotFoundError) as error:

@@ -59,10 +59,13 @@ def check_counts(sizes: dict[str, object]) -> None:
             raise ValueError(f"{name} must be an int of at least 1, got {value!r}.")
 
 
-def head_dim_of(hidden_size: int, num_heads: int, head_dim: int | None) -> int:
-    """Return head_dim. Default: hidden_size / num_heads. Raise ValueError if the default is not an integer."""
+def head_dim_of(hidden_size: int, num_heads: int, head_dim: int | None, heads_name: str = "num_heads") -> int:
+    """Return head_dim. Default: hidden_size / num_heads. Raise ValueError if the default is not an integer.
+
+    heads_name: name of num_heads in the message.
+    """
     if head_dim is None and hidden_size % num_heads:
         raise ValueError(
-            f"hidden_size must be a multiple of num_heads, {num_heads}, got {hidden_size}. Or set head_dim."
+            f"hidden_size must be a multiple of {heads_name}, {num_heads}, got {hidden_size}. Or set head_dim."
         )
     return hidden_size // num_heads if head_dim is None else head_dim

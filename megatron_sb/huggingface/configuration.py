@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from megatron_sb.options import LayerOptions
+from megatron_sb.validation import head_dim_of
 
 
 class StickBreakingConfig(PreTrainedConfig):
@@ -81,20 +82,15 @@ class StickBreakingConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs) -> None:
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        if self.head_dim is None:
-            if self.hidden_size % self.num_attention_heads:
-                raise ValueError(
-                    f"hidden_size must be a multiple of num_attention_heads, {self.num_attention_heads}, without "
-                    f"head_dim, got {self.hidden_size}."
-                )
-            self.head_dim = self.hidden_size // self.num_attention_heads
+        heads = self.num_attention_heads
+        self.head_dim = head_dim_of(self.hidden_size, heads, self.head_dim, "num_attention_heads")
         LayerOptions(
             scale=self.attention_multiplier,
             attend_current=self.attend_current,
             mass_threshold=self.mass_threshold,
             remainder_bias=self.remainder_bias,
             head_norm=self.head_norm,
-        )  # validates
+        )  # this validates the options
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads must divide num_attention_heads, {self.num_attention_heads}, got "

@@ -54,7 +54,7 @@ def test_documented_commands_are_what_the_record_was_made_with():
     models = json.loads(record.read_text())["models"]
     assert len(commands) == len(models) == 2
     for command, (model, recorded) in zip(commands, models.items(), strict=True):
-        arguments = cli._parser().parse_args(shlex.split(command))
+        arguments = cli.make_parser().parse_args(shlex.split(command))
         assert {*arguments.set} == {*recorded["overrides"], f"compare=[{model}]"}
         config = load("context_extension_38m", arguments.set)
         assert config.parallel.ranks == 2 and [stage.steps for stage in config.stages] == [600, 120]
