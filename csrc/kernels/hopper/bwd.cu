@@ -4,13 +4,14 @@
 //     dz = (g - e b) / (1 + e)        dQ += dz K        dK += dz^T Q       dV += A^T dO
 //
 // A CTA owns a tile of 128 keys and processes the query rows that see it in steps of 64 rows, from the newest rows to
-// the oldest. The scan along the keys needs two numbers for each row at the tile's older edge: the mass P and the
-// prefix b. They are the carry, and come from the CTA that owns the next older key tile. dK and dV are summed in
-// registers, also over the query heads of a KV head. dQ is summed in global memory, oldest key tile first.
+// the oldest. The scan along the keys needs two numbers for each row at the older edge of the tile: the mass P and the
+// prefix b. Together they are the carry of the row. The CTA that owns the next older key tile sends it. dK and dV are
+// summed in registers, also over the query heads of a KV head. dQ is summed in global memory, oldest key tile first.
 //
-// Warpgroup 0 produces: one warp loads Q, dO, K and V (bwd_step_loader.cuh); three warps exchange carries and order the
-// additions to dQ (bwd_carries.cuh). The consumers differ: two warpgroups at head_dim 128 (bwd_consumer_d128.cuh),
-// three at head_dim 64 (bwd_consumer_d64.cuh). README.md draws all of it.
+// Warpgroup 0: one warp loads Q, dO, K and V (bwd_step_loader.cuh); three warps exchange carries with other CTAs and
+// order the additions to dQ (bwd_carries.cuh). The other warpgroups compute: two at head_dim 128
+// (bwd_consumer_d128.cuh), three at head_dim 64 (bwd_consumer_d64.cuh). README.md has a drawing and a list of the
+// barriers.
 #include <algorithm>
 
 #include "kernels/common/launch.h"
@@ -55,7 +56,7 @@ __device__ void init_barriers(BackwardControl& c) {
     }
     for (int i = 0; i < kStepRing; ++i) {
         mbarrier_init(&c.step_info_full[i], 1);
-        mbarrier_init(&c.step_info_empty[i], 32 + 32 + 1);
+        mbarrier_init(&c.step_info_empty[i], 32 + 32 + 1);  // CarryReader, Publisher, wait_for_turns
     }
     fence_mbarrier_init();
     fence_async_proxy();
@@ -65,7 +66,8 @@ template <class T>
 __global__ void __launch_bounds__(T::kThreads, 1) backward(const __grid_constant__ BackwardArguments arguments) {
     extern __shared__ __align__(1024) uint8_t memory[];
     auto& shared = *reinterpret_cast<typename T::Shared*>(memory);
-    // The shuffle makes the value uniform for the compiler, which keeps what depends on it out of per-thread registers.
+    // The shuffle shows the compiler that all lanes have the same value. The compiler then keeps this value, and values
+    // derived from it, in uniform registers.
     const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
     BackwardControl& c = shared.control;
     if (threadIdx.x == 0) init_barriers<T>(c);
@@ -89,12 +91,12 @@ __global__ void __launch_bounds__(T::kThreads, 1) backward(const __grid_constant
     }
 }
 
-// Number of KV heads to process together. It is small, so that their data stays in the L2 cache. It is large enough
-// that the chains of key tiles (one per segment and head) fill the GPU.
+// Number of KV heads to process together. It is so small that their data stays in the L2 cache, and large enough that
+// the chains of key tiles (one for each segment and KV head) fill the GPU.
 int heads_in_flight(const Sizes& z, int num_segments) {
     const int chains = z.k_rows <= 4096 ? 32 : z.k_rows <= 32768 ? 24 : 12;
-    const int heads = z.batch * z.num_kv_heads, most = std::max(chains / num_segments, 2);
-    const int groups = (heads + most - 1) / most;
+    const int heads = z.batch * z.num_kv_heads, max_heads = std::max(chains / num_segments, 2);
+    const int groups = (heads + max_heads - 1) / max_heads;
     return (heads + groups - 1) / groups;
 }
 
@@ -106,23 +108,23 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
     a.params = p;
     plan_backward(p, &a.plan);
     launch_plan(p, a.plan, stream);
-    const TensorSizes of_queries = {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim};
-    const TensorSizes of_keys = {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim};
-    a.q = make_query_map(p.q, of_queries, kStepRows);
-    a.d_o = make_query_map(p.d_o, of_queries, kStepRows);
-    a.k = make_key_map(p.k, of_keys, kHalfTileKeys);
-    a.v = make_key_map(p.v, of_keys, kHalfTileKeys);
+    const TensorSizes query_sizes = {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim};
+    const TensorSizes key_sizes = {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim};
+    a.q = make_query_map(p.q, query_sizes, kStepRows);
+    a.d_o = make_query_map(p.d_o, query_sizes, kStepRows);
+    a.k = make_key_map(p.k, key_sizes, kHalfTileKeys);
+    a.v = make_key_map(p.v, key_sizes, kHalfTileKeys);
     a.heads_in_flight = heads_in_flight(z, p.segments.size);
     const common::Scalars scalars = common::scalars_of<Element>(p.options);
     a.scale = scalars.scale;
     a.scale_log2 = scalars.scale_log2e;
     cudaFuncSetAttribute(backward<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(typename T::Shared));
-    int device = 0, multiprocessors = 0;
+    int device = 0, num_sms = 0;
     cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    const int64_t most = int64_t(a.plan.max_key_tiles) * z.batch * z.num_kv_heads;
+    cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+    const int64_t num_work_tiles = int64_t(a.plan.max_key_tiles) * z.batch * z.num_kv_heads;
     backward<T>
-        <<<unsigned(std::min<int64_t>(multiprocessors, most)), T::kThreads, sizeof(typename T::Shared), stream>>>(a);
+        <<<unsigned(std::min<int64_t>(num_sms, num_work_tiles)), T::kThreads, sizeof(typename T::Shared), stream>>>(a);
     common::check_launch("hopper backward");
 }
 
@@ -135,10 +137,10 @@ bool has_work(const BackwardParams& p) {
 
 int64_t backward_workspace(const BackwardParams& params, int64_t) {
     if (!has_work(params)) return 0;
-    BackwardParams nowhere = params;
-    nowhere.workspace = nullptr;
+    BackwardParams without_workspace = params;
+    without_workspace.workspace = nullptr;
     BackwardPlan plan;
-    return plan_backward(nowhere, &plan);
+    return plan_backward(without_workspace, &plan);
 }
 
 void block_backward(const BackwardParams& params, void* stream_handle) {

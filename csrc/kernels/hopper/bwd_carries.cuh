@@ -1,33 +1,40 @@
-// The other three producer warps of the backward. They exchange carries and the order of additions to dq with the CTAs
+// Warps 1 to 3 of warpgroup 0 of the backward. They exchange carries and the order of additions to dq with the CTAs
 // that own the neighbouring key tiles.
 //
-//     CarryReader      brings the carries of a step, from the next older key tile or from the restart records
-//     wait_for_turns   lets the consumers add a step to dq after the next older key tile has added
-//     Publisher        sends carries to the next newer key tile, and later the count of tiles that have added
+//     warp 1  CarryReader      reads the carries of a step, from the next older key tile or from the restart records
+//     warp 2  wait_for_turns   lets the consumers add a step to dq after the next older key tile has added
+//     warp 3  Publisher        sends carries to the next newer key tile, and later tells it that it may add to dq
 //
 // Synchronisation within the CTA.
-//     step_info_full / step_info_empty  step descriptions: step loader -> these three warps
-//     qdo_empty, carry_in_full          carry_in: released by the consumers with Q and dO; CarryReader -> consumers
-//     carry_out_full / carry_out_empty  [0]: older half -> newer half; [1]: newer half -> Publisher
-//     dq_turn                           wait_for_turns -> consumers, which then add
-//     dq_added                          consumers -> Publisher
-//     dq_published                      Publisher -> wait_for_turns, which then reuses the turn
-// Each thread that reads or writes the data arrives itself.
+//     barrier              arrives                            waits
+//     step_info_full       step loader                        these three warps
+//     step_info_empty      these three warps                  step loader
+//     carry_in_full        CarryReader                        consumers that scan
+//     qdo_empty            every consumer thread              CarryReader, before it writes carry_in again; step loader
+//     carry_out_full[1]    each warp of the newer half        Publisher
+//     carry_out_empty[1]   Publisher                          newer half
+//     dq_turn              wait_for_turns                     consumers that sum, before they add to dq
+//     dq_added             each warp, after it has added      Publisher
+//     dq_published         Publisher                          wait_for_turns, before it reuses the turn
+// A turn is one of kDqTurns slots for a step that adds to dq.
+// Each thread that reads or writes step_info, carry_in or carry_out arrives itself.
 //
-// Synchronisation between CTAs. A carry slot is written and read in one transaction; its field `tile` names the key
-// tile that it is for. `plan.dq_added` is stored after the additions (additions -> mbarrier -> fence -> store). The
-// next key tile loads it with acquire before its own additions (load -> mbarrier -> additions).
+// Synchronisation between CTAs. Publisher writes a carry slot, and CarryReader of the next newer key tile reads it, in
+// one transaction; the field `tile` says for which key tile the carry is valid. For dq, Publisher stores the number of
+// the next newer key tile in plan.dq_next_tile (additions -> dq_added -> fence -> store). wait_for_turns of that tile
+// waits for its number (load with acquire -> dq_turn -> additions).
 //
 // No deadlock. Tickets hand out the older tiles of a key range first. So a CTA waits only for a CTA that already runs
-// and has a lower ticket; the lowest unfinished ticket waits for nobody. This requires that a CTA publishes everything
-// about a finished key tile before it waits for anything that its next key tile needs.
+// and has a lower ticket, and the lowest unfinished ticket waits for no other CTA. This holds only if a CTA publishes
+// everything about a finished key tile before it waits for anything that its next key tile needs.
 #pragma once
 
 #include "kernels/hopper/bwd_common.cuh"
 
 namespace megatron_sb::hopper {
 
-// Brings the carries of each step: from the next older key tile, or from the restart records for the oldest one.
+// Reads the carries of each step into carry_in: from the next older key tile, or from the restart records if this is
+// the oldest one. Waits on step_info_full and qdo_empty; arrives on carry_in_full and step_info_empty with all lanes.
 class CarryReader {
   public:
     __device__ CarryReader(BackwardControl& control, const BackwardArguments& arguments)
@@ -61,7 +68,7 @@ class CarryReader {
         return lane_ + 32 * i < step.num_rows;
     }
 
-    // Reads where the rows of a step start. Rows beyond the end of the step never start.
+    // Reads where the rows of a step start. Rows after the end of the step never start.
     __device__ void read_starts(const Step& step, Carry (&carries)[2]) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) carries[i] = {0.f, 0.f, has_row(step, i) ? -1 : kNeverStarts, 0.f};
@@ -77,7 +84,8 @@ class CarryReader {
                 start_half(args_.params.restart.edge[at], carries[i].restart_mass, max(visible, 0)) - 2 * step.tile;
         }
     }
-    // Reads the carry of rows that start before all keys. The mass of other rows is set where they start.
+    // Reads the carries at the oldest key tile of the chain. The mass is used only for rows that start before all keys.
+    // Other rows get their mass where they start.
     __device__ void read_first(const Step& step, Carry (&carries)[2]) const {
         const float* const prefix_in = static_cast<const float*>(args_.params.prefix_in);
 #pragma unroll
@@ -87,6 +95,7 @@ class CarryReader {
             if (prefix_in != nullptr) carries[i].prefix = prefix_in[index(step, i)];
         }
     }
+    // Polls the carry slots until Publisher of the next older key tile has written all of them for this tile.
     __device__ void wait_for_carries(const Step& step, Carry (&carries)[2]) const {
         uint4 slots[2];
         for (uint32_t tries = 0;; ++tries) {
@@ -113,7 +122,8 @@ class CarryReader {
 };
 
 // Orders the additions to dq: a step may add after the next older key tile has added. Runs in one thread. It waits on
-// `dq_published` before it reuses a turn, and arrives on `dq_turn`, on which the consumers wait.
+// dq_published, on which Publisher arrives, before it reuses a turn. It arrives on dq_turn, on which the consumers
+// wait.
 __device__ inline void wait_for_turns(BackwardControl& c, const BackwardArguments& a) {
     constexpr uint32_t kMaxTries = 1 << 24;
     for (int number = 0;; ++number) {
@@ -123,8 +133,8 @@ __device__ inline void wait_for_turns(BackwardControl& c, const BackwardArgument
         const int turn = number % kDqTurns;
         if (number >= kDqTurns) mbarrier_wait(&c.dq_published[turn], (number / kDqTurns - 1) & 1);
         if (!(step.flags & kOldestKeyTile)) {
-            const int32_t* const dq_added = a.plan.dq_added + step.dq_index;
-            for (uint32_t tries = 0; load_acquire(dq_added) != step.tile; ++tries)
+            const int32_t* const next_tile = a.plan.dq_next_tile + step.dq_index;
+            for (uint32_t tries = 0; load_acquire(next_tile) != step.tile; ++tries)
                 if (tries == kMaxTries) abort_launch();
         }
         mbarrier_arrive(&c.dq_turn[turn]);
@@ -132,9 +142,9 @@ __device__ inline void wait_for_turns(BackwardControl& c, const BackwardArgument
     }
 }
 
-// Publishes the carries of a step to the next newer key tile, and later the fact that the step has added to dq. The
-// additions of a finished key tile are published before this warp waits for the carries of the next one. Otherwise two
-// CTAs could wait for each other.
+// Publishes the carries of a step to the next newer key tile. Later publishes that the step has added to dq. The
+// additions of a finished key tile are published before this warp waits for the carries of its next key tile. Otherwise
+// two CTAs could wait for each other.
 template <class T>
 class Publisher {
   public:
@@ -142,7 +152,9 @@ class Publisher {
         : control_(control), args_(arguments), lane_(threadIdx.x % 32) {}
 
     __device__ void run() {
-        // Before the consumers make the carries of step n, they have added step n - kLag to dq.
+        // When the consumers arrive on carry_out_full[1] for step n, they have added step n - kLag to dq. At head_dim
+        // 64, the scans have waited on dz_empty, on which the sum warpgroup arrives after it has added step n - 3. At
+        // head_dim 128, each warp adds step n - 2 before it scans step n.
         constexpr int kLag = T::kDzSlots;
         for (int number = 0;; ++number) {
             wait_for_step_info(control_, number);
@@ -157,31 +169,35 @@ class Publisher {
   private:
     __device__ const Step& step(int number) const { return control_.step_info[number % kStepRing]; }
 
+    // Waits on carry_out_full[1], on which the newer half arrives. Arrives on carry_out_empty[1], on which it waits.
     __device__ void publish_carries(int number) const {
-        const Step& of = step(number);
-        for (uint64_t& of_warp : control_.carry_out_full[1][number % kCarryOutSlots])
-            mbarrier_wait(&of_warp, number / kCarryOutSlots & 1);
+        const Step& step = this->step(number);
+        for (uint64_t& full : control_.carry_out_full[1][number % kCarryOutSlots])
+            mbarrier_wait(&full, number / kCarryOutSlots & 1);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int row = lane_ + 32 * i;
             const float2 carry = control_.carry_out[1][number % kCarryOutSlots][row];
-            if (row >= of.num_rows) continue;
-            if (of.flags & kNewestKeyTile)
-                static_cast<float*>(args_.params.prefix_out)[of.row_index + row] = carry.y;
+            if (row >= step.num_rows) continue;
+            if (step.flags & kNewestKeyTile)
+                static_cast<float*>(args_.params.prefix_out)[step.row_index + row] = carry.y;
             else
-                store_relaxed_b128(args_.plan.carries + of.row_index + row,
-                                   make_uint4(__float_as_uint(carry.x), __float_as_uint(carry.y), of.tile + 1, 0));
+                store_relaxed_b128(args_.plan.carries + step.row_index + row,
+                                   make_uint4(__float_as_uint(carry.x), __float_as_uint(carry.y), step.tile + 1, 0));
         }
         mbarrier_arrive(&control_.carry_out_empty[1][number % kCarryOutSlots]);
     }
+    // Publishes that the steps before `end` have added to dq. Waits on dq_added, on which the consumers arrive. Arrives
+    // on dq_published, on which wait_for_turns waits, and on step_info_empty.
     __device__ void publish_additions_before(int end) {
         for (; next_addition_ < end; ++next_addition_) {
             if (lane_ == 0) {
-                const Step& of = step(next_addition_);
+                const Step& step = this->step(next_addition_);
                 const int turn = next_addition_ % kDqTurns;
                 mbarrier_wait(&control_.dq_added[turn], next_addition_ / kDqTurns & 1);
                 fence_acq_rel_gpu();
-                if (!(of.flags & kNewestKeyTile)) store_relaxed(args_.plan.dq_added + of.dq_index, of.tile + 1);
+                if (!(step.flags & kNewestKeyTile))
+                    store_relaxed(args_.plan.dq_next_tile + step.dq_index, step.tile + 1);
                 mbarrier_arrive(&control_.dq_published[turn]);
             }
             __syncwarp();

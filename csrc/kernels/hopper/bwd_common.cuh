@@ -1,4 +1,4 @@
-// What all warps of the backward share: the arguments of the kernel, the ring of Q and dO, the ring of step
+// Shared by all warps of the backward: the arguments of the kernel, the ring of Q and dO, and the ring of step
 // descriptions.
 #pragma once
 
@@ -16,7 +16,8 @@ struct BackwardArguments {
     float scale, scale_log2;
 };
 
-// A slot of the ring of Q and dO, and the parity of its `full` barrier in this use.
+// A stage of the ring of Q and dO, and the parity of its qdo_full barrier in this use. The parity of carry_in_full is
+// the same; that of qdo_empty before this use is the other one.
 struct StageCursor {
     int stage = 0, parity = 0;
     __device__ __forceinline__ StageCursor next() const {
@@ -24,6 +25,7 @@ struct StageCursor {
     }
 };
 
+// The step loader arrives on step_info_full; the other warps of its warpgroup wait here.
 __device__ __forceinline__ void wait_for_step_info(BackwardControl& c, int number) {
     mbarrier_wait(&c.step_info_full[number % kStepRing], number / kStepRing & 1);
 }

@@ -1,21 +1,29 @@
-// A consumer warpgroup of the backward at head_dim 128. It owns 64 keys of the tile and all rows of a step. In a round
-// it computes
+// A consumer warpgroup of the backward at head_dim 128. It owns 64 keys of the tile and all rows of a step. Round n
+// computes, in this order:
 //
-//     S = Q K^T of the next step
-//     dQ = dz K of the previous step
-//     dV += A^T dO and dK += dz^T Q of this step
-//     dP = dO V^T of the next step, in the registers of dQ; then A and dz of the next step, into shared memory
+//     dQ = dz K of step n - 1
+//     S = Q K^T of step n + 1
+//     dV += A^T dO and dK += dz^T Q of step n
+//     dP = dO V^T of step n + 1, in the registers of dQ
+//     A and dz of step n + 1, into shared memory
 //
-// dQ needs the dz of both warpgroups, and each warpgroup computes half of the columns of dQ. Everything else uses only
-// the warpgroup's own keys. The carries of a step pass from the warpgroup of the older half tile to that of the newer
-// one, and from there to the next key tile.
+// dQ needs the dz of both warpgroups, and each warpgroup computes half of the columns of dQ. All other products use
+// only the keys of the warpgroup. The carries of a step pass from the warpgroup of the older half tile to that of the
+// newer one, and from there to the next key tile.
 //
 // Synchronisation.
-//     qdo_full / qdo_empty            Q and dO of a step: producer -> both warpgroups
-//     dz_full / dz_empty              dz of a step: each warpgroup -> both, which read it for dQ
-//     own_half_full / own_half_empty  A and dz of a half tile: among the four warps of a warpgroup, for dV and dK
-// A warp knows from wgmma_wait only that its own part of a product is done. So every thread arrives on own_half_empty
-// before any thread of the warpgroup overwrites A.
+//     barrier           arrives                                             waits
+//     qdo_full          step loader                                         both warpgroups
+//     qdo_empty         every thread, after its products                    step loader, carry reader
+//     kv_full           step loader                                         both warpgroups
+//     kv_empty          each warp, at the end of a key tile                 step loader
+//     dz_full           each warp, after it has written its part of dz      both warpgroups, before dQ
+//     dz_empty          each warp, after its dQ                             both warpgroups, before they write dz
+//     own_half_full     every thread of the warpgroup, after A and dz       this warpgroup, before dV and dK
+//     own_half_empty    every thread of the warpgroup, after dV and dK      this warpgroup, before it writes A
+// bwd_half_tile.cuh describes the barriers of the carries, bwd_output.cuh those of the additions to dQ.
+// wgmma_wait shows a warp only that its own part of a product is done. So the threads of a warpgroup need
+// own_half_empty before one of them overwrites A.
 #pragma once
 
 #include "kernels/hopper/bwd_half_tile.cuh"
@@ -43,7 +51,7 @@ class BackwardConsumer : HalfScan<T> {
             if (step(number_).flags & kEndOfWork) return;
             mbarrier_wait(&control_.kv_full[0], tiles & 1);
             begin_tile();
-            // The loops must follow one another. If one is inside the other, or both are branches of one loop,
+            // Keep the two loops one after the other. If one is inside the other, or both are branches of one loop,
             // ptxas no longer recognises which values are uniform.
             while (flags_ & kSlowNext) run_round(SlowScan(half_));
             while (!(flags_ & kLastStepOfTile)) run_round(FastScan());
@@ -60,7 +68,7 @@ class BackwardConsumer : HalfScan<T> {
     __device__ __forceinline__ void issue_dp(int stage) {
         this->issue_rows_by_keys(dp_, this->opaque(qdo_low_) + stage * 2 * kTile + kTile, this->opaque(v_low_));
     }
-    // Issues dQ = dz K into the registers of dP; the two are never live together.
+    // Issues dQ = dz K into the registers of dP: one of the two is dead whenever the other is in use.
     __device__ __forceinline__ void issue_dq(int slot) {
         const uint32_t dz = this->opaque(dz_ >> 4) + slot * 2 * kPanel - half_ * kPanel;
         const uint32_t k_columns = this->opaque(k_columns_low_);
@@ -171,13 +179,17 @@ class BackwardConsumer : HalfScan<T> {
         finish_dq<kDqVectors>(number_, this->dq_target(number_, half_));
         cursor_ = cursor_.next();
         ++number_;
-        warpgroup_barrier(
-            1 + half_);  // A's slot is reused as staging; all four warps have finished the dV product that reads it
+        // The slot of A becomes staging space. After this barrier, all four warps have finished the dV product that
+        // reads it. The next write of A waits on own_half_empty, on which each thread arrives after its use of the
+        // staging space.
+        warpgroup_barrier(1 + half_);
         this->write_dk_dv(last, half_, weights_, dk_, dv_);
     }
 
     // ---- hand-overs ---------------------------------------------------------------------------------------------
 
+    // Waits on own_half_empty before it writes A, and on dz_empty before it writes dz. Arrives on own_half_full and on
+    // dz_full. Between A and dz it also tests, without waiting, whether the next round can start.
     template <class Scan>
     __device__ __forceinline__ void write_weights_and_dz(Scan& scan, uint32_t number, const StageCursor& cursor) {
         const uint32_t slot = number & 1;
@@ -187,20 +199,23 @@ class BackwardConsumer : HalfScan<T> {
             [&] {
                 mbarrier_wait(&control_.dz_empty[slot], (number >> 1) - 1 & 1);
                 const StageCursor next = cursor.next();
-                const uint32_t before = number - 1;
+                const uint32_t previous = number - 1;
                 next_is_ready_ = mbarrier_test_wait(&control_.qdo_full[next.stage], next.parity) &
-                                 mbarrier_test_wait(&control_.dz_full[before & 1], before >> 1 & 1);
+                                 mbarrier_test_wait(&control_.dz_full[previous & 1], previous >> 1 & 1);
             });
         fence_async_proxy();
         mbarrier_arrive(&control_.own_half_full[half_]);
         this->signal(&control_.dz_full[slot]);
     }
-    // In a round, only two loads fit into registers. At the end of a tile, the registers of the scores are free.
+    // Releases dz after dQ: each warp arrives on dz_empty, on which the warps that write dz wait. Then adds dQ in
+    // memory. kLoads is 2 in a round, because of the registers. At the end of a tile, the registers of the scores are
+    // free.
     template <int kLoads>
     __device__ __forceinline__ void finish_dq(uint32_t number, const typename Base::DqTarget& target) {
         this->release(&control_.dz_empty[number & 1]);
         this->template add_dq<kLoads>(number, target, dp_, half_);
     }
+    // Waits until both warpgroups have written dz of step `number`.
     __device__ __forceinline__ void wait_for_dz(uint32_t number) {
         mbarrier_wait(&control_.dz_full[number & 1], number >> 1 & 1);
     }
@@ -209,7 +224,8 @@ class BackwardConsumer : HalfScan<T> {
     StageCursor cursor_;  // of step number_
     uint32_t number_ = 0;
     int flags_ = 0;
-    bool first_round_ = true, next_is_ready_ = false;
+    bool first_round_ = true;     // of the key tile; there is no previous step
+    bool next_is_ready_ = false;  // whether the next round need not wait for dz and Q
     float dk_[kHeadDim / 2], dv_[kHeadDim / 2];
 };
 

@@ -1,15 +1,21 @@
-// The consumers of the backward at head_dim 64. Here dK and dV of a whole key tile fit one warpgroup, so the work is
-// split:
+// The consumers of the backward at head_dim 64. Here dK and dV of a whole key tile fit into the registers of one
+// warpgroup, so the work is split:
 //
-//     two scan warpgroups, one per half tile:  S = Q K^T, dP = dO V^T, then A and dz into a ring in shared memory
-//     one sum warpgroup:                       dQ = dz K,  dV += A^T dO,  dK += dz^T Q
+//     warpgroups 1 and 2, one for each half tile (scan):  S = Q K^T, dP = dO V^T, then A and dz into a ring of 3 slots
+//     warpgroup 3 (sum):                                  dQ = dz K,  dV += A^T dO,  dK += dz^T Q
 //
-// The tensor cores work on sums while the scans compute, and a scan never waits for the sums of its own step.
+// The tensor cores compute the sums of older steps while the scans compute A and dz. A scan waits only for the sums of
+// the step that used the same slot before, three steps earlier.
 //
 // Synchronisation.
-//     qdo_full / qdo_empty    Q and dO of a step: producer -> scan and sum warpgroups
-//     dz_full / dz_empty      A and dz of a step: scan warpgroups -> sum warpgroup
-//     kv_full / kv_empty      K and V: producer -> scan and sum warpgroups
+//     barrier      arrives                                        waits
+//     qdo_full     step loader                                    all three warpgroups
+//     qdo_empty    every thread, after its products               step loader, carry reader
+//     kv_full      step loader                                    all three warpgroups
+//     kv_empty     each warp, at the end of a key tile            step loader
+//     dz_full      each scan warp, after it has written A and dz  sum warpgroup
+//     dz_empty     each sum warp, after its products              scan warpgroups, before they write A
+// bwd_half_tile.cuh describes the barriers of the carries, bwd_output.cuh those of the additions to dQ.
 // At the end of a key tile, the sum warpgroup uses K as staging space for dK and dV before it releases the buffer.
 #pragma once
 
@@ -33,7 +39,7 @@ class ScanWarpgroup : HalfScan<T> {
         wgmma_wait<0>();
         fence_accumulator(s_);
         while (!(flags_ & kEndOfWork)) {
-            // The loops must follow one another. If one is inside the other, or both are branches of one loop,
+            // Keep the two loops one after the other. If one is inside the other, or both are branches of one loop,
             // ptxas no longer recognises which values are uniform.
             while (flags_ & kSlow) scan_step(SlowScan(half_));
             while (!(flags_ & (kSlow | kEndOfWork))) scan_step(FastScan());
@@ -41,8 +47,8 @@ class ScanWarpgroup : HalfScan<T> {
     }
 
   private:
-    // Issues S of step number_ and reads the step's flags into flags_. After the last step it multiplies stale data;
-    // the result is not used.
+    // Waits on qdo_full, and on kv_full for the tile, then issues S of step number_. Sets flags_ to the flags of the
+    // step. After the last step it multiplies stale data; the result is not used.
     __device__ __forceinline__ void start_step() {
         mbarrier_wait(&control_.qdo_full[cursor_.stage], cursor_.parity);
         flags_ = step(number_).flags;
@@ -122,8 +128,8 @@ class SumWarpgroup : BackwardThread<T> {
                 sum_step(buffer);
             } while (!(step(number_ - 1).flags & kLastStepOfTile));
             const Step last = step(number_ - 1);
-            // K becomes staging space for dK and dV. Nothing reads K any more: the scans read it before they made the
-            // dz that was summed here, and the barrier waits for the dQ products of all four warps.
+            // K becomes staging space for dK and dV. No product still reads K: the scans finished theirs before they
+            // arrived on dz_full, and each of the four warps has waited for its dQ before this barrier.
             warpgroup_barrier(1);
 #pragma unroll
             for (int half = 0; half < 2; ++half)

@@ -1,8 +1,14 @@
-// What the scanning consumers of both head dimensions share: S and dP of a step with half a key tile, masks, carries,
+// Shared by the warpgroups that scan, at both head dimensions: S and dP of a step with half a key tile, masks, carries,
 // and the stores of A and dz.
 //
-// Synchronisation. The thread waits on carry_in_full, and in the newer half also on carry_out_full[0] of the same warp
-// in the older half. It hands its own carries on through carry_out_full[half].
+// Synchronisation of the carries.
+//     barrier              arrives                            waits
+//     carry_in_full        CarryReader                        both halves
+//     qdo_empty            every consumer thread              CarryReader, before it writes carry_in again
+//     carry_out_full[0]    a warp of the older half           the same warp of the newer half
+//     carry_out_empty[0]   every thread of the newer half     older half, before it writes the slot again
+//     carry_out_full[1]    each warp of the newer half        Publisher
+//     carry_out_empty[1]   Publisher                          newer half, before it writes the slot again
 #pragma once
 
 #include "kernels/hopper/bwd_output.cuh"
@@ -28,6 +34,7 @@ class HalfScan : protected BackwardThread<T> {
         dz_ = shared_address(shared.dz[0][half]);
     }
 
+    // Issues d = rows keys^T for 64 rows of Q or dO and the 64 keys of this half.
     __device__ __forceinline__ static void issue_rows_by_keys(float (&d)[32], uint32_t rows, uint32_t keys) {
         wgmma_overwrite(Element{}, d, descriptor(rows), descriptor(keys));
 #pragma unroll
@@ -53,6 +60,7 @@ class HalfScan : protected BackwardThread<T> {
         }
     }
 
+    // Waits for the carries at the older edge of this half, and passes them to the scan.
     template <class Scan>
     __device__ __forceinline__ void load_carries(Scan& scan, uint32_t number, const StageCursor& cursor) {
         mbarrier_wait(&control_.carry_in_full[cursor.stage], cursor.parity);
@@ -62,18 +70,18 @@ class HalfScan : protected BackwardThread<T> {
         for (int r = 0; r < 2; ++r) {
             Carry carry = control_.carry_in[cursor.stage][row(r)];
             if (half_ == 1) {
-                const float2 between = control_.carry_out[0][number % kCarryOutSlots][row(r)];
-                carry.mass = between.x;
-                carry.prefix = between.y;
+                const float2 from_older_half = control_.carry_out[0][number % kCarryOutSlots][row(r)];
+                carry.mass = from_older_half.x;
+                carry.prefix = from_older_half.y;
             }
             scan.start(r, carry);
         }
         if (half_ == 1) mbarrier_arrive(&control_.carry_out_empty[0][number % kCarryOutSlots]);
     }
 
-    // Computes A and dz from e (in s_) and dP (in dp_), stores them in shared memory and hands the carries on.
-    // before_weights and before_dz are called before the first store to each slot; they wait until the slot is empty.
-    // The caller fences and signals that the slots are full.
+    // Computes A and dz from e (in s_) and dP (in dp_), stores them in shared memory, and stores the carries at the
+    // newer edge. Calls before_weights and before_dz before the first store of A and of dz; they must wait until the
+    // slot is empty. The caller must then fence and signal that the slots are full.
     template <class Scan, class BeforeWeights, class BeforeDz>
     __device__ __forceinline__ void write_weights_and_dz(Scan& scan, uint32_t number, int stage, uint32_t weights,
                                                          uint32_t dz, BeforeWeights before_weights,
@@ -95,9 +103,12 @@ class HalfScan : protected BackwardThread<T> {
             this->store_rows(dz, r, packed);
         }
     }
-    // Zeroes the row of Q in shared memory if the row is NaN and has not started. dK adds dz^T Q, and dz = 0 times NaN
-    // would be NaN. The stage is not released before dK is done. The scores of the other half may still read this row;
-    // their result does not matter.
+    // Zeroes a row of Q in shared memory if the row starts only in newer keys and its scores in this half are NaN. dK
+    // adds dz^T Q, and dz = 0 times NaN would be NaN. The row stays zero until dK of this step is done: the warpgroup
+    // that computes dK arrives on qdo_empty only after that. Known race: nothing orders these stores and the products
+    // of the newer half that read the same row of Q. If the row starts in the newer half, that half may compute with
+    // zeros instead of q. Gradients that should be NaN are then finite, and differ between runs. This needs a NaN in
+    // the row or in a key of this half.
     template <class Scan>
     __device__ __forceinline__ void clear_nan_queries(const Scan& scan, int stage) const {
 #pragma unroll
@@ -110,11 +121,12 @@ class HalfScan : protected BackwardThread<T> {
                              make_uint4(0, 0, 0, 0));
         }
     }
+    // Stores the carries at the newer edge of this half: waits on carry_out_empty, arrives on carry_out_full.
     template <class Scan>
     __device__ __forceinline__ void store_carry_out(const Scan& scan, uint32_t number) {
         float prefix[2];
 #pragma unroll
-        for (int r = 0; r < 2; ++r)  // keys newer than a NaN's tile stay clean
+        for (int r = 0; r < 2; ++r)  // a NaN in this half must not reach newer keys
             prefix[r] = isnan(scan.newer_prefix[r]) ? 0.f : scan.newer_prefix[r];
         mbarrier_wait(&control_.carry_out_empty[half_][number % kCarryOutSlots], number / kCarryOutSlots & 1 ^ 1);
         if (lane_ % 4 == 0) {
@@ -125,8 +137,8 @@ class HalfScan : protected BackwardThread<T> {
         }
     }
 
-    const int half_;
-    uint32_t k_low_, v_low_, qdo_low_;  // descriptors of the first buffer
+    const int half_;                    // 0: older half of the key tile, 1: newer half
+    uint32_t k_low_, v_low_, qdo_low_;  // lower halves of the descriptors of the first buffer or stage
     uint32_t weights_, dz_;             // addresses of A and dz of this half, first slot
     float s_[32], dp_[32];
 };

@@ -1,5 +1,8 @@
-// What all consumer threads of the backward share: addresses, barriers, the additions to dq, and the output of dq, dk
+// Shared by all consumer threads of the backward: addresses, barriers, the additions to dq, and the output of dq, dk
 // and dv.
+//
+// Synchronisation of the additions to dq. wait_for_turns arrives on dq_turn; each warp that adds waits. After it has
+// added, its lane 0 arrives on dq_added; Publisher waits.
 #pragma once
 
 #include "kernels/common/scalars.h"
@@ -11,8 +14,8 @@ namespace megatron_sb::hopper {
 
 constexpr int kDqVectors = 8;  // vectors of four floats in a thread's part of 64 columns of dq
 
-// A thread of a consumer warpgroup: addresses, barriers and output. A warpgroup holds 64 rows of an accumulator. They
-// are query rows for dQ and keys for dK and dV.
+// A thread of a consumer warpgroup. The accumulators of a warpgroup have 64 rows: query rows for dQ, keys for dK and
+// dV.
 template <class T>
 class BackwardThread {
   protected:
@@ -34,46 +37,46 @@ class BackwardThread {
         return control_.step_info[number % kStepRing];
     }
     __device__ __forceinline__ int row(int r) const { return warp_ * 16 + lane_ / 4 + 8 * r; }
-    // Releases a slot to its writer. Each warp arrives once, so no warpgroup barrier is needed.
+    // Releases a slot: lane 0 of each reading warp arrives on `empty`, the writer of the slot waits.
     __device__ __forceinline__ void release(uint64_t* empty) const {
         if (lane_ == 0) mbarrier_arrive(empty);
     }
-    // Signals that the data which this warp has written and fenced is ready. Each warp arrives once.
+    // Signals that the data of this warp is ready, after each lane has written and fenced its part. Lane 0 arrives on
+    // `full`; the warps that read the data wait.
     __device__ __forceinline__ void signal(uint64_t* full) const {
         __syncwarp();
         if (lane_ == 0) mbarrier_arrive(full);
     }
-    // Returns x in a way that the compiler cannot see through, so that it recomputes derived values in each round. If
-    // it hoisted them out of the loops, it would run out of uniform registers.
+    // Returns x as a value that the compiler cannot trace. It then recomputes derived values in each round. If it
+    // hoisted them out of the loops, it would run out of uniform registers.
     __device__ __forceinline__ static uint32_t opaque(uint32_t x) {
         uint32_t y;
         asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
         return y;
     }
 
-    // Where a thread adds its part of 64 columns of a step's dq.
+    // Where a thread adds its part of dq of a step. `part` is the index of a group of 64 columns.
     struct DqTarget {
         float* sum;
         int flags;  // of the step
     };
     __device__ __forceinline__ DqTarget dq_target(uint32_t number, int part) const {
-        const Step& of = step(number);
+        const Step& step = this->step(number);
         const int thread = warp_ * 32 + lane_;
-        return {args_.plan.dq + (int64_t(of.dq_index) * (kHeadDim / 64) + part) * (kStepRows * 64) + thread * 4,
-                of.flags};
+        return {args_.plan.dq + (int64_t(step.dq_index) * (kHeadDim / 64) + part) * (kStepRows * 64) + thread * 4,
+                step.flags};
     }
-    // Adds this key tile's part of 64 columns of a step's dq. Waits on `dq_turn`, so that key tiles add in order, the
-    // oldest first; arrives on `dq_added`, on which the publisher waits. The newest key tile writes the total to the
-    // result.
+    // Adds what this key tile contributes to 64 columns of dq of a step. Key tiles add in order, the oldest first: it
+    // stores, the next ones add, and the newest one writes the total to dq. The barriers are at the top of this file.
     template <int kLoads>  // loads of the sum in flight together
     __device__ __forceinline__ void add_dq(uint32_t number, const DqTarget& target, const float (&dq)[32],
                                            int part) const {
         mbarrier_wait(&control_.dq_turn[number % kDqTurns], number / kDqTurns & 1);
         float* const sum = target.sum;
         if (target.flags & kNewestKeyTile) {
-            const Step& of = step(number);
-            accumulates_gradients() ? write_dq<float, kLoads>(of, sum, dq, part * 64)
-                                    : write_dq<Element, kLoads>(of, sum, dq, part * 64);
+            const Step& step = this->step(number);
+            accumulates_gradients() ? write_dq<float, kLoads>(step, sum, dq, part * 64)
+                                    : write_dq<Element, kLoads>(step, sum, dq, part * 64);
         } else if (target.flags & kOldestKeyTile) {
 #pragma unroll
             for (int v = 0; v < kDqVectors; ++v)
@@ -87,23 +90,23 @@ class BackwardThread {
         __syncwarp();
         if (lane_ == 0) mbarrier_arrive(&control_.dq_added[number % kDqTurns]);
     }
-    // Writes dk and dv of a half tile. Their rows are its keys, in the order of shared memory. `staged` is the address
-    // of 64 rows of 64 columns of shared memory. The caller guarantees that nothing else uses it and that no product of
-    // another warp still reads it.
-    __device__ __forceinline__ void write_dk_dv(const Step& of, int half, uint32_t staged,
+    // Writes dk and dv of a half tile. The rows of the accumulators are its keys, in the order of shared memory.
+    // `staged` is the address of shared memory for 64 rows of 64 columns. The caller guarantees that nothing else uses
+    // this memory and that all products that read it are done, in all warps.
+    __device__ __forceinline__ void write_dk_dv(const Step& step, int half, uint32_t staged,
                                                 const float (&dk)[kHeadDim / 2],
                                                 const float (&dv)[kHeadDim / 2]) const {
         constexpr float kOutputScale = 1.f / common::kWeightScale<Element>;
         if (accumulates_gradients()) {
-            add_gradient_rows(args_.params.dk, of, half, dk, args_.scale);
-            add_gradient_rows(args_.params.dv, of, half, dv, kOutputScale);
+            add_gradient_rows(args_.params.dk, step, half, dk, args_.scale);
+            add_gradient_rows(args_.params.dv, step, half, dv, kOutputScale);
         } else {
-            store_gradient_rows(args_.params.dk, of, half, staged, dk, args_.scale);
-            store_gradient_rows(args_.params.dv, of, half, staged, dv, kOutputScale);
+            store_gradient_rows(args_.params.dk, step, half, staged, dk, args_.scale);
+            store_gradient_rows(args_.params.dv, step, half, staged, dv, kOutputScale);
         }
     }
-    // Stores 64 columns of row r of the accumulator with stmatrix. Each lane passes the address of one row of 8
-    // columns.
+    // Stores 64 columns of row r of the accumulator with stmatrix. Each lane passes the address of 8 columns of one
+    // row.
     __device__ __forceinline__ void store_rows(uint32_t tile, int r, const uint32_t (&x)[8]) const {
         stmatrix_x4(tile + store_offset_ + r * 8 * 128, {x[0], x[1], x[2], x[3]});
         stmatrix_x4(tile + (store_offset_ ^ 64) + r * 8 * 128, {x[4], x[5], x[6], x[7]});
@@ -111,46 +114,46 @@ class BackwardThread {
 
   private:
     template <class Out, int kLoads>
-    __device__ __forceinline__ void write_dq(const Step& of, const float* sum, const float (&dq)[32],
+    __device__ __forceinline__ void write_dq(const Step& step, const float* sum, const float (&dq)[32],
                                              int first_column) const {
         const Rows<void*>& to = args_.params.dq;
-        Out* const first = static_cast<Out*>(to.data) + of.batch * to.batch_stride + of.head * to.head_stride +
-                           (of.row + row(0)) * to.row_stride + first_column + lane_ % 4 * 2;
-        const bool alone = of.flags & kOldestKeyTile;
+        Out* const first = static_cast<Out*>(to.data) + step.batch * to.batch_stride + step.head * to.head_stride +
+                           (step.row + row(0)) * to.row_stride + first_column + lane_ % 4 * 2;
+        const bool only_tile = step.flags & kOldestKeyTile;
 #pragma unroll
         for (int u = 0; u < kDqVectors; u += kLoads) {
             float4 older[kLoads];
 #pragma unroll
             for (int i = 0; i < kLoads; ++i)
-                older[i] = alone ? make_float4(0.f, 0.f, 0.f, 0.f)
-                                 : __ldcg(reinterpret_cast<const float4*>(sum + (u + i) * 512));
+                older[i] = only_tile ? make_float4(0.f, 0.f, 0.f, 0.f)
+                                     : __ldcg(reinterpret_cast<const float4*>(sum + (u + i) * 512));
 #pragma unroll
             for (int i = 0; i < kLoads; ++i) {
                 const int v = u + i;
-                if (row(0) < of.num_rows)
+                if (row(0) < step.num_rows)
                     write_pair(first + 8 * v, (dq[4 * v] + older[i].x) * args_.scale,
                                (dq[4 * v + 1] + older[i].y) * args_.scale);
-                if (row(1) < of.num_rows)
+                if (row(1) < step.num_rows)
                     write_pair(first + 8 * to.row_stride + 8 * v, (dq[4 * v + 2] + older[i].z) * args_.scale,
                                (dq[4 * v + 3] + older[i].w) * args_.scale);
             }
         }
     }
 
-    __device__ __forceinline__ void add_gradient_rows(const Rows<void*>& to, const Step& of, int half,
+    __device__ __forceinline__ void add_gradient_rows(const Rows<void*>& to, const Step& step, int half,
                                                       const float (&x)[kHeadDim / 2], float factor) const {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int key = half * kHalfTileKeys + KeyOrder<kHalfTileKeys>()(row(r));
-            if (key >= of.tile_keys) continue;
-            float* const first = key_row<float>(to, of, key) + lane_ % 4 * 2;
+            if (key >= step.tile_keys) continue;
+            float* const first = key_row<float>(to, step, key) + lane_ % 4 * 2;
 #pragma unroll
             for (int n = 0; n < kHeadDim / 8; ++n)
                 write_pair(first + 8 * n, x[4 * n + 2 * r] * factor, x[4 * n + 2 * r + 1] * factor);
         }
     }
     // Each warp writes its own 16 rows through shared memory, so that global memory receives whole rows.
-    __device__ __forceinline__ void store_gradient_rows(const Rows<void*>& to, const Step& of, int half,
+    __device__ __forceinline__ void store_gradient_rows(const Rows<void*>& to, const Step& step, int half,
                                                         uint32_t staged, const float (&x)[kHeadDim / 2],
                                                         float factor) const {
 #pragma unroll
@@ -170,19 +173,20 @@ class BackwardThread {
             for (int i = 0; i < 16; i += 4) {
                 const int row = warp_ * 16 + i + lane_ / 8, key = half * kHalfTileKeys + KeyOrder<kHalfTileKeys>()(row);
                 const uint4 eight = load_shared(staged + row * 128 + ((lane_ % 8 ^ row % 8) << 4));
-                store_global_if(key < of.tile_keys, key_row<Element>(to, of, key) + part * 64 + lane_ % 8 * 8, eight);
+                store_global_if(key < step.tile_keys, key_row<Element>(to, step, key) + part * 64 + lane_ % 8 * 8,
+                                eight);
             }
             __syncwarp();
         }
     }
     template <class Out>
-    __device__ __forceinline__ Out* key_row(const Rows<void*>& to, const Step& of, int key) const {
-        return static_cast<Out*>(to.data) + of.batch * to.batch_stride + of.kv_head * to.head_stride +
-               (of.k_row + key) * to.row_stride;
+    __device__ __forceinline__ Out* key_row(const Rows<void*>& to, const Step& step, int key) const {
+        return static_cast<Out*>(to.data) + step.batch * to.batch_stride + step.kv_head * to.head_stride +
+               (step.k_row + key) * to.row_stride;
     }
 
-    // Writes two neighbouring columns. No other CTA adds to them at the same time, and the reduction returns no value
-    // to wait for.
+    // Write two neighbouring columns. The fp32 version adds with a reduction, which returns no value to wait for. No
+    // other CTA adds to these columns at the same time.
     __device__ __forceinline__ static void write_pair(float* to, float x, float y) {
         reduce_add_global(to, x, y);
     }
@@ -199,7 +203,7 @@ class BackwardThread {
     const int warp_, lane_;
 
   private:
-    uint32_t store_offset_;  // offset of the row and columns that this lane passes to stmatrix
+    uint32_t store_offset_;  // offset of the 8 columns that this lane passes to stmatrix
 };
 
 }  // namespace megatron_sb::hopper

@@ -19,7 +19,7 @@ using common::kMaxWarps, common::RowRange, common::scan_over_block, common::Sum;
 
 // The key ranges (bwd_plan.h), in three tables that are indexed by the first key of the range.
 struct KeyRanges {
-    int32_t* from_end;  // number of segments in the table, minus the index of the range's first segment; 0 if none
+    int32_t* from_end;  // number of segments in the table minus the index of the first one in the range; 0 if none
     int32_t* size;      // number of segments in the range
     int32_t* longest;   // largest number of keys of a segment in the range
 
@@ -27,7 +27,7 @@ struct KeyRanges {
         : from_end(plan.key_ranges), size(plan.key_ranges + k_rows), longest(plan.key_ranges + 2 * k_rows) {}
 };
 
-// Assigns step numbers to the segments and collects the key ranges.
+// Numbers the steps of all segments and collects the key ranges.
 __device__ void number_steps(const Sizes& sizes, const Segments& segments, const BackwardPlan& plan, int* warp_sums) {
     const KeyRanges key_ranges(plan, sizes.k_rows);
     int before = 0;
@@ -100,7 +100,7 @@ __device__ void sort_key_tiles(const Sizes& sizes, const Segments& segments, con
     });
 }
 
-// Zeroes the gradients of a row or key that belongs to no segment. Runs in one warp.
+// Zeroes one row of a gradient, for all batch elements and heads. Runs in one warp.
 __device__ void clear_row(const Rows<void*>& to, const Sizes& sizes, int heads, int row) {
     for (int i = threadIdx.x % 32; i < sizes.batch * heads; i += 32)
         write_zeros(to, i / heads, i % heads, row, sizes.head_dim);
@@ -129,14 +129,13 @@ __device__ void clear_uncovered(const BackwardParams& p, int block, int* changes
                 clear_row(p.dv, z, z.num_kv_heads, row);
             });
 }
-// Blocks that zero rows. They are needed only if the segments are in a table and the gradients are overwritten (not
-// added to).
+// Number of thread blocks that zero rows. None are needed for a dense call, or if the kernel adds to the gradients.
 int blocks_that_clear(const BackwardParams& p) {
     if (p.segments.by_value() || p.grad_dtype == Dtype::kFloat32) return 0;
     return blocks_of(p.sizes.q_rows) + blocks_of(p.sizes.k_rows);
 }
 
-// Block 0 plans. The other blocks zero the gradients of rows and keys that belong to no segment.
+// Thread block 0 plans. The other thread blocks zero the gradients of query rows and keys that belong to no segment.
 __global__ void __launch_bounds__(kPlanThreads)
     plan_work(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardPlan plan) {
     __shared__ int warp_sums[kMaxWarps], changes[kPlanThreads];
@@ -147,6 +146,8 @@ __global__ void __launch_bounds__(kPlanThreads)
     sort_key_tiles(p.sizes, p.segments, plan, warp_sums);
 }
 
+// Writes oldest_tile and newest_half of each step, over the rows of this step alone. `first_row` is the index of the
+// segment's first query row in a tensor (batch, head, row).
 __device__ void find_starts(const BackwardParams& p, const Segment& s, int64_t first_row, StepStarts* starts) {
     constexpr int kRows = kStepsAtOnce * kStepRows / 32;  // rows per lane
     const int steps = num_steps(s), lane = threadIdx.x % 32, warps = blockDim.x / 32;
@@ -163,7 +164,7 @@ __device__ void find_starts(const BackwardParams& p, const Segment& s, int64_t f
         }
 #pragma unroll
         for (int n = 0; n < kStepsAtOnce; ++n) {
-            int first = kNeverStarts, newest = -1;
+            int oldest = kNeverStarts, newest = -1;
 #pragma unroll
             for (int r = 2 * n; r < 2 * n + 2; ++r) {
                 const int row = begin * kStepRows + 32 * r + lane;
@@ -171,44 +172,44 @@ __device__ void find_starts(const BackwardParams& p, const Segment& s, int64_t f
                 const int visible = visible_keys(s, p.options.attend_current, row);
                 const int start = start_half(edge[r], mass[r], visible);
                 newest = max(newest, start);
-                if (visible > 0) first = min(first, start == kNeverStarts ? kNeverStarts : max(start, 0) / 2);
+                if (visible > 0) oldest = min(oldest, start == kNeverStarts ? kNeverStarts : max(start, 0) / 2);
             }
-            first = __reduce_min_sync(~0u, first);
+            oldest = __reduce_min_sync(~0u, oldest);
             newest = __reduce_max_sync(~0u, newest);
-            if (lane == 0 && begin + n < steps) starts[begin + n] = {first, newest, newest};
+            if (lane == 0 && begin + n < steps) starts[begin + n] = {oldest, newest, newest};
         }
     }
 }
 
-// Replaces a field of each step by `join` over this step and all steps before it. Steps are counted from `first` in the
-// direction `direction` (1 or -1).
+// Replaces a field of each step by `join` over this step and all steps before it. The first step is `*first`;
+// `direction` (1 or -1) leads to the next one.
 template <class Join>
 __device__ void scan_starts(StepStarts* first, int steps, int direction, int32_t StepStarts::*field, int none,
-                            int* of_warps, Join join) {
+                            int* warp_values, Join join) {
     int before = none;
     for (int done = 0; done < steps; done += blockDim.x) {
         const int step = done + int(threadIdx.x);
         int32_t* const at = &(first[direction * step].*field);
-        const auto scan = scan_over_block(step < steps ? *at : none, none, of_warps, join);
+        const auto scan = scan_over_block(step < steps ? *at : none, none, warp_values, join);
         if (step < steps) *at = join(before, scan.inclusive);
         before = join(before, scan.total);
     }
 }
 
-// Finds where the rows of each step start. A block handles one segment of one head. If gradients are overwritten, it
-// also zeroes the rows of dq that no key tile writes.
+// Finds where the rows of each step start. A thread block handles one segment of one head. If gradients are
+// overwritten, it also zeroes the rows of dq that no key tile writes.
 __global__ void __launch_bounds__(kMaxWarps * 32)
     plan_starts(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardPlan plan) {
-    __shared__ int of_warps[kMaxWarps];
+    __shared__ int warp_values[kMaxWarps];
     const int head = blockIdx.x / p.segments.size, i = blockIdx.x % p.segments.size;
     const Segment s = clamped(p.segments[i], p.sizes);
     const int steps = num_steps(s);
     StepStarts* const starts = plan.starts + int64_t(head) * plan.max_steps + plan.segments[i].first_step;
     find_starts(p, s, int64_t(head) * p.sizes.q_rows + s.q_begin, starts);
     __syncthreads();
-    scan_starts(starts + steps - 1, steps, -1, &StepStarts::oldest_tile, kNeverStarts, of_warps,
+    scan_starts(starts + steps - 1, steps, -1, &StepStarts::oldest_tile, kNeverStarts, warp_values,
                 [](int a, int b) { return min(a, b); });
-    scan_starts(starts, steps, 1, &StepStarts::newest_half_so_far, -1, of_warps,
+    scan_starts(starts, steps, 1, &StepStarts::newest_half_so_far, -1, warp_values,
                 [](int a, int b) { return max(a, b); });
     if (p.grad_dtype == Dtype::kFloat32) return;
     __syncthreads();
@@ -221,7 +222,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
     }
 }
 
-// Allocates the parts of the workspace one after another.
+// Allocates the arrays of the workspace one after another. With `base` null it only counts the bytes.
 struct Workspace {
     char* base;
     int64_t bytes = 0;
@@ -235,7 +236,7 @@ struct Workspace {
 };
 
 struct Layout {
-    int64_t zeroed;  // bytes at the front that must be zero at the start
+    int64_t zeroed;  // bytes at the front that must be zero before planning
     int64_t bytes;
 };
 
@@ -246,7 +247,7 @@ Layout lay_out_workspace(const BackwardParams& p, BackwardPlan* plan) {
     plan->max_key_tiles = z.k_rows / kBackwardKeyTile + std::min(p.segments.size, z.k_rows);
     Workspace w{static_cast<char*>(p.workspace)};
     plan->counters = w.take<int32_t>(2);
-    plan->dq_added = w.take<int32_t>(heads * plan->max_steps);
+    plan->dq_next_tile = w.take<int32_t>(heads * plan->max_steps);
     plan->carries = w.take<CarrySlot>(heads * z.q_rows);
     plan->key_ranges = w.take<int32_t>(3 * int64_t(z.k_rows));
     plan->tile_offsets = w.take<int32_t>(z.k_rows / kBackwardKeyTile + 1);
@@ -266,8 +267,8 @@ int64_t plan_backward(const BackwardParams& params, BackwardPlan* plan) {
 }
 
 void launch_plan(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream) {
-    BackwardPlan same;
-    const Layout layout = lay_out_workspace(params, &same);
+    BackwardPlan same_plan;
+    const Layout layout = lay_out_workspace(params, &same_plan);
     cudaMemsetAsync(params.workspace, 0, size_t(layout.zeroed), stream);
     plan_work<<<1 + blocks_that_clear(params), kPlanThreads, 0, stream>>>(params, plan);
     common::check_launch("hopper backward");

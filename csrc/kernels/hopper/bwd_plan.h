@@ -1,8 +1,8 @@
 // The plan of a backward call: the key tiles, the steps of each key tile, and the buffers that pass data from one key
-// tile to the next. It is made on the device, because the host never reads the segment table.
+// tile to the next. A kernel makes it on the device, because the host never reads the segment table.
 //
-// Terms. A key range is the set of keys of all segments that begin at the same key. A key tile is 128 keys of a key
-// range. A step is 64 query rows of one head. A half is 64 keys, the grid of restart records.
+// Terms. Segments that begin at the same key share a key range: the keys of the longest of them. A key tile is 128 keys
+// of a key range. A step is 64 query rows of one head. A half is 64 keys, the grid of restart records.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -27,16 +27,18 @@ struct SegmentPlan {
     int32_t next;        // next segment with the same key range, or -1
 };
 
-// Where the rows of a step start. oldest_tile never decreases from a step to the next newer one, and newest_half_so_far
-// never decreases either. So the steps that need a key tile are found by binary search.
+// Where the rows of a step start. From a step to the next newer one, oldest_tile never decreases. So the step loader
+// finds the newest step that needs a key tile by binary search. newest_half_so_far of that step then tells whether any
+// of the steps is slow.
 struct StepStarts {
     int32_t oldest_tile;         // oldest key tile that a row of this step, or of a newer step, needs
     int32_t newest_half;         // newest half in which a row of this step starts
-    int32_t newest_half_so_far;  // the same over this step and all older ones
+    int32_t newest_half_so_far;  // maximum of newest_half over this step and all older ones
 };
 
-// The carry of a row at the newer edge of a key tile. It is written and read in one transaction. It is valid for key
-// tile `tile`.
+// The carry of a row at the newer edge of a key tile, on its way to the next newer one. The publisher writes it, and
+// the carry reader of the other CTA reads it, in one 16-byte transaction. So `tile` tells for which key tile it is
+// valid.
 struct alignas(16) CarrySlot {
     float mass, prefix;
     int32_t tile;
@@ -49,7 +51,7 @@ struct BackwardPlan {
     SegmentPlan* segments;  // one per segment
     KeyTile* key_tiles;     // ordered by tile number, the oldest first
     StepStarts* starts;     // (heads, max_steps)
-    int32_t* dq_added;      // (heads, max_steps): how many key tiles have added to dq, the oldest first
+    int32_t* dq_next_tile;  // (heads, max_steps): number of the key tile that adds to dq next; 0 before the first
     CarrySlot* carries;     // (heads, q_rows)
     float* dq;              // (heads, max_steps, 64 * head_dim), in the order of the accumulator registers
     int32_t* key_ranges;    // (3, k_rows), used while planning
@@ -60,14 +62,15 @@ constexpr int kTicket = 0, kNumKeyTiles = 1;
 
 // Sets the pointers of `plan` into params.workspace and returns the number of bytes that the workspace needs.
 int64_t plan_backward(const BackwardParams& params, BackwardPlan* plan);
+// Launches the kernels that fill the plan. Throws RuntimeFailure if a launch fails.
 void launch_plan(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream);
 
 // Number of keys of a segment that are visible to its row `row`.
 SB_HOST_DEVICE inline int visible_keys(const Segment& s, bool attend_current, int row) {
     return clamp_row(row + s.q_pos_minus_k_pos + (attend_current ? 1 : 0), 0, s.k_len);
 }
-// The half in which a row starts, if it sees `visible` keys: -1 if it starts before all keys or sees none, kNeverStarts
-// if no key contributes to it.
+// The half in which a row starts, if it sees `visible` keys. kBeforeAllKeys (-1): it starts before all keys, or sees
+// none. kNeverStarts: no key contributes to it.
 SB_HOST_DEVICE inline int start_half(int edge, float mass, int visible) {
     static_assert(kHalfTileKeys == kRestartTile, "half a key tile must be one tile of the restart grid");
     return visible == 0 ? kBeforeAllKeys : restart_tile(edge, mass > 0.f, (visible - 1) / kHalfTileKeys + 1);

@@ -4,13 +4,14 @@
 //
 //     e = 2^(scale log2(e) q . k)   A = e m   g = A (dO . v)   dz = (g - e b) / (1 + e)   m' = m (1 + e)   b' = b + g
 //
-// m is the mass at a key's older edge, b is the sum of g over all older keys; m' and b' are the values at its newer
-// edge.
+// m is the mass at the older edge of a key, and b the prefix there (the sum of g over all older keys, plus P dP). m'
+// and b' are the values at its newer edge.
 //
-// FastScan starts from the mass at the older edge. All rows have started in older keys, so no product of (1 + e)
-// exceeds 2^64.
-// SlowScan handles rows that may start in this half tile. It runs key by key from the newer edge, with e up to 2^126.
-// Both are called in this order: exponentials, start, weights, prefixes, logit_gradients.
+// FastScan needs rows that have started in older keys. It computes masses from the older edge of the half tile to the
+// newer one. No product of (1 + e) exceeds 2^64, because the mass rises from at least 2^-64 to at most 1.
+// SlowScan also serves rows that start in this half tile, in newer keys, or never. It computes masses key by key from
+// the newer edge, with e up to 2^126.
+// Call the functions in this order: exponentials, start, weights, prefixes, logit_gradients.
 #pragma once
 
 #include "kernels/common/scalars.h"
@@ -21,51 +22,51 @@
 namespace megatron_sb::hopper {
 
 constexpr int kBackwardKeysPerThread = 16;  // keys of one row that a thread holds
-constexpr int kQuads = 4;                   // groups of four neighbouring keys, scanned as independent chains
+constexpr int kChains = 4;                  // a thread scans its keys as independent chains of four neighbouring keys
 
-// A scan over the threads of a quad. Thread 0 has the oldest keys. `older` and `newer` join the values of the threads
-// with older and newer keys, `all` those of the whole quad.
+// Product or sum of one value x of each thread of a quad: over the threads with older keys, over those with newer keys,
+// and over all four. Thread t = 0 has the oldest keys. add_over_quad does not compute `newer`.
 struct QuadScan {
     float older, newer, all;
 };
 __device__ __forceinline__ QuadScan multiply_over_quad(float x, int t) {
-    const float beside = __shfl_xor_sync(~0u, x, 1), pair = x * beside, other = __shfl_xor_sync(~0u, pair, 2);
-    return {((t & 1) ? beside : 1.f) * ((t & 2) ? other : 1.f), ((t & 1) ? 1.f : beside) * ((t & 2) ? 1.f : other),
-            pair * other};
+    const float neighbour = __shfl_xor_sync(~0u, x, 1), pair = x * neighbour, other = __shfl_xor_sync(~0u, pair, 2);
+    return {((t & 1) ? neighbour : 1.f) * ((t & 2) ? other : 1.f),
+            ((t & 1) ? 1.f : neighbour) * ((t & 2) ? 1.f : other), pair * other};
 }
 __device__ __forceinline__ QuadScan add_over_quad(float x, int t) {
-    const float beside = __shfl_xor_sync(~0u, x, 1), pair = x + beside, other = __shfl_xor_sync(~0u, pair, 2);
-    return {((t & 1) ? beside : 0.f) + ((t & 2) ? other : 0.f), 0.f, pair + other};
+    const float neighbour = __shfl_xor_sync(~0u, x, 1), pair = x + neighbour, other = __shfl_xor_sync(~0u, pair, 2);
+    return {((t & 1) ? neighbour : 0.f) + ((t & 2) ? other : 0.f), 0.f, pair + other};
 }
 
 class FastScan {
   public:
-    // Replaces scores by e. Does not need the carries.
+    // Replaces scores by e. Runs before the carries are known.
     __device__ __forceinline__ void exponentials(float (&s)[32], float scale_log2, int t) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
 #pragma unroll
             for (int k = 0; k < kBackwardKeysPerThread; ++k)
                 s[accumulator_register(r, k)] = exp2_approximate(s[accumulator_register(r, k)] * scale_log2);
-            const auto e = [&](int q, int k) { return s[accumulator_register(r, 4 * q + k)]; };
-            float x[kQuads], y[kQuads];
+            const auto e = [&](int c, int k) { return s[accumulator_register(r, 4 * c + k)]; };
+            float x[kChains], y[kChains];
 #pragma unroll
-            for (int q = 0; q < kQuads; ++q) x[q] = 1.f + e(q, 0), y[q] = 1.f + e(q, 2);
+            for (int c = 0; c < kChains; ++c) x[c] = 1.f + e(c, 0), y[c] = 1.f + e(c, 2);
 #pragma unroll
-            for (int q = 0; q < kQuads; ++q) x[q] = fmaf(x[q], e(q, 1), x[q]), y[q] = fmaf(y[q], e(q, 3), y[q]);
+            for (int c = 0; c < kChains; ++c) x[c] = fmaf(x[c], e(c, 1), x[c]), y[c] = fmaf(y[c], e(c, 3), y[c]);
 #pragma unroll
-            for (int q = 0; q < kQuads; ++q) product_[r][q] = x[q] * y[q];
+            for (int c = 0; c < kChains; ++c) product_[r][c] = x[c] * y[c];
             product_[r][1] *= product_[r][0], product_[r][3] *= product_[r][2], product_[r][2] *= product_[r][1],
                 product_[r][3] *= product_[r][1];
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const QuadScan over = multiply_over_quad(product_[r][kQuads - 1], t);
+            const QuadScan over = multiply_over_quad(product_[r][kChains - 1], t);
             mass_[r] = over.older;
             newer_mass[r] = over.all;
         }
     }
-    // Whether row r contains a NaN here although it starts only in newer keys.
+    // Whether row r starts only in newer keys and has a NaN score in this half.
     __device__ __forceinline__ static constexpr bool has_unstarted_nan(int) {
         return false;
     }
@@ -79,25 +80,25 @@ class FastScan {
     template <class Element>
     __device__ __forceinline__ void weights(int r, const float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
         constexpr float kScale = common::kWeightScale<Element>;
-        float m[kQuads], a[2][kQuads];
+        float m[kChains], a[2][kChains];
         m[0] = mass_[r];
 #pragma unroll
-        for (int q = 1; q < kQuads; ++q) m[q] = mass_[r] * product_[r][q - 1];
+        for (int c = 1; c < kChains; ++c) m[c] = mass_[r] * product_[r][c - 1];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
 #pragma unroll
-            for (int q = 0; q < kQuads; ++q) {
-                const int i = accumulator_register(r, 4 * q + k);
-                a[k % 2][q] = s[i] * m[q];
-                if (k < 3) m[q] = fmaf(s[i], m[q], m[q]);
-                dp[i] *= a[k % 2][q];
+            for (int c = 0; c < kChains; ++c) {
+                const int i = accumulator_register(r, 4 * c + k);
+                a[k % 2][c] = s[i] * m[c];
+                if (k < 3) m[c] = fmaf(s[i], m[c], m[c]);
+                dp[i] *= a[k % 2][c];
             }
             if (k % 2 == 0) continue;
 #pragma unroll
-            for (int q = 0; q < kQuads; ++q) {
-                packed[2 * q + k / 2] = pack<Element>(kScale * a[0][q], kScale * a[1][q]);
-                const float sum = dp[accumulator_register(r, 4 * q + k - 1)] + dp[accumulator_register(r, 4 * q + k)];
-                sum_[r][q] = k == 1 ? sum : sum_[r][q] + sum;
+            for (int c = 0; c < kChains; ++c) {
+                packed[2 * c + k / 2] = pack<Element>(kScale * a[0][c], kScale * a[1][c]);
+                const float sum = dp[accumulator_register(r, 4 * c + k - 1)] + dp[accumulator_register(r, 4 * c + k)];
+                sum_[r][c] = k == 1 ? sum : sum_[r][c] + sum;
             }
         }
         sum_[r][1] += sum_[r][0], sum_[r][3] += sum_[r][2], sum_[r][2] += sum_[r][1], sum_[r][3] += sum_[r][1];
@@ -105,7 +106,7 @@ class FastScan {
     __device__ __forceinline__ void prefixes(int t) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const QuadScan over = add_over_quad(sum_[r][kQuads - 1], t);
+            const QuadScan over = add_over_quad(sum_[r][kChains - 1], t);
             newer_prefix[r] = prefix_[r] + over.all;
             prefix_[r] += over.older;
         }
@@ -115,30 +116,30 @@ class FastScan {
     template <class Element>
     __device__ __forceinline__ void logit_gradients(int r, const float (&s)[32], const float (&g)[32],
                                                     uint32_t (&packed)[8]) const {
-        float b[kQuads];
+        float b[kChains];
         b[0] = prefix_[r];
 #pragma unroll
-        for (int q = 1; q < kQuads; ++q) b[q] = prefix_[r] + sum_[r][q - 1];
+        for (int c = 1; c < kChains; ++c) b[c] = prefix_[r] + sum_[r][c - 1];
 #pragma unroll
         for (int pair = 0; pair < 2; ++pair)
 #pragma unroll
-            for (int q = 0; q < kQuads; ++q) {
-                const int i = accumulator_register(r, 4 * q + 2 * pair),
-                          j = accumulator_register(r, 4 * q + 2 * pair + 1);
+            for (int c = 0; c < kChains; ++c) {
+                const int i = accumulator_register(r, 4 * c + 2 * pair),
+                          j = accumulator_register(r, 4 * c + 2 * pair + 1);
                 const float one = 1.f + s[i], inverse = reciprocal(fmaf(one, s[j], one));
-                const float older = fmaf(-s[i], b[q], g[i]) * inverse;
-                b[q] += g[i];
-                const float newer = fmaf(-s[j], b[q], g[j]) * inverse;
-                b[q] += g[j];
-                packed[2 * q + pair] = pack<Element>(fmaf(older, s[j], older), fmaf(newer, s[i], newer));
+                const float older = fmaf(-s[i], b[c], g[i]) * inverse;
+                b[c] += g[i];
+                const float newer = fmaf(-s[j], b[c], g[j]) * inverse;
+                b[c] += g[j];
+                packed[2 * c + pair] = pack<Element>(fmaf(older, s[j], older), fmaf(newer, s[i], newer));
             }
     }
 
     float newer_mass[2], newer_prefix[2];  // at the newer edge of the half tile
 
   private:
-    float product_[2][kQuads];   // products of 1 + e, from this thread's oldest key to the end of each group of four
-    float sum_[2][kQuads];       // sums of g, likewise
+    float product_[2][kChains];  // products of 1 + e, from the oldest key of this thread to the end of each chain
+    float sum_[2][kChains];      // sums of g over the same keys
     float mass_[2], prefix_[2];  // at the older edge of this thread's keys
 };
 
@@ -180,7 +181,7 @@ class SlowScan {
         prevent_reuse(s);
         float newer = 0.f;
         sum_[r] = 0.f;
-        if (!started_[r]) {  // the row starts in newer keys: zeros, whatever the row and these keys hold
+        if (!started_[r]) {  // the row starts in newer keys: A and g are 0, even if its scores or dP are NaN
 #pragma unroll
             for (int k = 0; k < kBackwardKeysPerThread; ++k)
                 s[accumulator_register(r, k)] = dp[accumulator_register(r, k)] = 0.f;
@@ -227,7 +228,7 @@ class SlowScan {
     float newer_mass[2], newer_prefix[2];
 
   private:
-    // Makes the compiler compute the reciprocals again. Keeping them costs more registers than there are.
+    // Makes the compiler compute the reciprocals again instead of keeping them: there are not enough registers.
     __device__ __forceinline__ static void prevent_reuse(float (&s)[32]) {
 #pragma unroll
         for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(s[i]));

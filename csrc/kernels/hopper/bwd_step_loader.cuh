@@ -1,11 +1,16 @@
-// The step loader, warp 0 of the backward's producer warpgroup. It takes key tiles in the order of the tickets, finds
-// the steps of each, describes them to all other warps, and loads Q, dO, K and V.
+// The step loader, warp 0 of the backward. It takes key tiles in the order of the tickets, finds the steps of each,
+// writes their descriptions for all other warps, and loads Q, dO, K and V.
 //
-// Synchronisation.
-//     qdo_full / qdo_empty              Q and dO: loader -> consumers, which release the stage after their products
-//     kv_full / kv_empty                K and V: loader -> consumers, which release the buffer at the end of a key tile
-//     step_info_full / step_info_empty  step descriptions: loader -> the three warps of bwd_carries.cuh
-// Consumers read step descriptions without a barrier of their own: they wait on qdo_full, which completes later.
+// Synchronisation. Lane 0 of the loader arrives on each `full` barrier; the loader waits on each `empty` barrier.
+//     barrier           the other side
+//     qdo_full          consumers wait
+//     qdo_empty         every consumer thread arrives after its products
+//     kv_full           consumers wait
+//     kv_empty          each consumer warp arrives at the end of a key tile
+//     step_info_full    the three warps of bwd_carries.cuh wait
+//     step_info_empty   the three warps of bwd_carries.cuh arrive when they no longer need the description
+// Consumers have no barrier for step descriptions. They wait on qdo_full, on which lane 0 arrives after it has written
+// the description. kStepRing (bwd_traits.h) explains why the loader does not overwrite one too early.
 #pragma once
 
 #include "kernels/hopper/bwd_common.cuh"
@@ -21,8 +26,7 @@ class StepLoader {
 
     __device__ void run() {
         while (next_key_tile()) {
-            // The slow steps come first: those in which a row may start in this tile. The consumers run them in a loop
-            // of their own.
+            // The slow steps (kSlow) come first, because the consumers run them in a separate loop.
             push_steps(true);
             push_steps(false);
             if (!have_pending_ && args_.params.grad_dtype != Dtype::kFloat32) fill_empty_step();
@@ -33,18 +37,19 @@ class StepLoader {
     }
 
   private:
+    // Takes a ticket and finds its key tile and KV head. Returns false if there is no more work.
     __device__ bool next_key_tile() {
         int ticket = 0;
         if (lane_ == 0) ticket = atomicAdd(&args_.plan.counters[kTicket], 1);
         ticket = __shfl_sync(~0u, ticket, 0);
         const Sizes& z = args_.params.sizes;
         const int key_tiles = args_.plan.counters[kNumKeyTiles], heads = z.batch * z.num_kv_heads;
-        const int64_t of_group = int64_t(args_.heads_in_flight) * key_tiles;
+        const int64_t tickets_per_group = int64_t(args_.heads_in_flight) * key_tiles;
         if (ticket >= int64_t(heads) * key_tiles) return false;
-        const int group = int(ticket / of_group), in_group = int(ticket % of_group);
+        const int group = int(ticket / tickets_per_group), ticket_in_group = int(ticket % tickets_per_group);
         const int first = group * args_.heads_in_flight, count = min(args_.heads_in_flight, heads - first);
-        key_tile_ = args_.plan.key_tiles[in_group / count];
-        const int head = first + in_group % count;
+        key_tile_ = args_.plan.key_tiles[ticket_in_group / count];
+        const int head = first + ticket_in_group % count;
         batch_ = head / z.num_kv_heads;
         kv_head_ = head % z.num_kv_heads;
         new_key_tile_ = true;
@@ -60,32 +65,35 @@ class StepLoader {
                                     min(32, group - h), slow);
     }
 
-    // Pushes the steps of up to 32 query heads that need this key tile: only slow steps, or only fast ones. Steps are
-    // ordered from the newest to the oldest, and each step of all heads precedes the next older step. This keeps
-    // neighbouring key tiles at a constant distance, although an older tile has more steps per head.
+    // Pushes the steps of up to 32 query heads that need this key tile: only slow steps, or only fast ones. The order
+    // is from the newest step to the oldest, and each step is pushed for all heads before the next older one. So
+    // neighbouring key tiles stay a constant number of steps apart, although an older tile has more steps for each
+    // head.
     __device__ void push_steps_of_heads(const Segment& s, int first_step, int first_head, int heads, bool slow) {
         const int current = args_.params.options.attend_current ? 1 : 0, offset = s.q_pos_minus_k_pos + current;
         const int tile_begin = key_tile_.tile * kBackwardKeyTile, steps = num_steps(s);
         if (s.k_len <= tile_begin || s.q_len - 1 + offset <= tile_begin) return;
         const int oldest = max(0, (tile_begin - offset + 1) >> 6);
         const StepStarts* const starts = args_.plan.starts + int64_t(first_head) * args_.plan.max_steps + first_step;
-        int newest = oldest - 1;  // of this lane's head
+        int newest = oldest - 1;  // newest step of this lane's head that needs the tile
         for (int h = 0; h < heads; ++h) {
-            const StepStarts* const of_head = starts + int64_t(h) * args_.plan.max_steps;
-            const int found = find_newest_step(of_head, oldest, steps);
-            const bool some = found >= oldest && (!slow || of_head[found].newest_half_so_far >= 2 * key_tile_.tile);
+            const StepStarts* const head_starts = starts + int64_t(h) * args_.plan.max_steps;
+            const int found = find_newest_step(head_starts, oldest, steps);
+            const bool some = found >= oldest && (!slow || head_starts[found].newest_half_so_far >= 2 * key_tile_.tile);
             if (lane_ == h && some) newest = found;
         }
         for (int top = __reduce_max_sync(~0u, newest); top >= oldest; top -= 32) {
-            // Of this lane's head. Bit n is for step top - n: whether to push it, and whether it is kOldestKeyTile.
+            // Bit n is for step top - n of this lane's head: whether to push it, and whether it gets kOldestKeyTile.
             uint32_t to_push = 0, is_oldest = 0;
             for (int h = 0; h < heads; ++h) {
                 const int step = top - lane_, newest_of_head = __shfl_sync(~0u, newest, h);
-                StepStarts own = {kNeverStarts, -1, -1};
-                if (step >= oldest && step <= newest_of_head) own = starts[int64_t(h) * args_.plan.max_steps + step];
-                const bool is_slow = own.newest_half >= 2 * key_tile_.tile;
-                const uint32_t needed = __ballot_sync(~0u, own.oldest_tile <= key_tile_.tile && is_slow == slow);
-                const uint32_t oldest_here = __ballot_sync(~0u, own.oldest_tile == key_tile_.tile);
+                StepStarts step_starts = {kNeverStarts, -1, -1};
+                if (step >= oldest && step <= newest_of_head)
+                    step_starts = starts[int64_t(h) * args_.plan.max_steps + step];
+                const bool is_slow = step_starts.newest_half >= 2 * key_tile_.tile;
+                const uint32_t needed =
+                    __ballot_sync(~0u, step_starts.oldest_tile <= key_tile_.tile && is_slow == slow);
+                const uint32_t oldest_here = __ballot_sync(~0u, step_starts.oldest_tile == key_tile_.tile);
                 if (lane_ == h) to_push = needed, is_oldest = oldest_here;
             }
             for (int n = 0; n < 32; ++n)
@@ -98,6 +106,7 @@ class StepLoader {
                 }
         }
     }
+    // Describes a step in pending_. publish_pending() adds the flags and fields that are not known here.
     __device__ void fill_pending(const Segment& s, int first_step, int head, int step, int offset) {
         const int tile_begin = key_tile_.tile * kBackwardKeyTile;
         const int row = step * kStepRows, rows = min(kStepRows, s.q_len - row);
@@ -112,7 +121,8 @@ class StepLoader {
         pending_.flags = (last_tile == key_tile_.tile ? kNewestKeyTile : 0) | masked_halves();
         have_pending_ = true;
     }
-    // A step without rows, for a key tile that no row needs. It makes the consumers write zeros to its gradients.
+    // Describes a step without rows, for a key tile that no row needs. With it, the consumers write zeros to the
+    // gradients of the tile.
     __device__ void fill_empty_step() {
         pending_ = {};
         pending_.flags = kOldestKeyTile | kNewestKeyTile | kSlow | kMasked | kMasked << 1;
@@ -124,9 +134,9 @@ class StepLoader {
         return (num_visible < kHalfTileKeys ? kMasked : 0) | (num_visible < 2 * kHalfTileKeys ? kMasked << 1 : 0);
     }
 
-    // Returns the newest step, from `oldest` on, that needs this key tile, or oldest - 1 if there is none. A step needs
-    // it if a row of this step, or of a newer one, starts in this tile or in an older one. All 32 lanes search
-    // together.
+    // Returns the newest step, from `oldest` on, that needs this key tile, or oldest - 1 if no step needs it. A step
+    // needs the tile if a row of this step, or of a newer one, starts in this tile or in an older one. All 32 lanes
+    // search together.
     __device__ int find_newest_step(const StepStarts* starts, int oldest, int steps) const {
         // Invariant: step `low` needs the tile, or low = oldest - 1; step `high` does not.
         int low = oldest - 1, high = steps;
@@ -140,8 +150,9 @@ class StepLoader {
         return low;
     }
 
-    // Hands the pending step to the consumers. Before the first step of a key tile it also loads K and V. Their buffer
-    // is the last to become free, so they are loaded after Q and dO.
+    // Hands the pending step to the other warps. Waits on qdo_empty (consumers arrive) and step_info_empty (the warps
+    // of bwd_carries.cuh arrive). With the first step of a key tile it also loads K and V. Their buffer is the last to
+    // become free, so K and V are loaded after Q and dO.
     __device__ void publish_pending(int flags) {
         const int stage = cursor_.stage;
         const bool more = !(flags & kEndOfWork), begins_tile = more && new_key_tile_;
@@ -169,6 +180,7 @@ class StepLoader {
         have_pending_ = false;
     }
 
+    // Loads Q and dO of the pending step. Lane 0 arrives on qdo_full, on which the consumers wait.
     __device__ void load_rows_of_step(int stage) {
         const int batch = batch_, head = pending_.head;
         uint8_t* const q = shared_.qdo[stage][0];
@@ -201,6 +213,8 @@ class StepLoader {
         tile_row_ = clamped(args_.params.segments[key_tile_.segment], args_.params.sizes).k_begin + first;
         tile_keys_ = min(kBackwardKeyTile, key_tile_.num_keys - first);
     }
+    // Loads K and V of the key tile. Waits on kv_empty, on which the consumer warps arrive. Lane 0 arrives on kv_full,
+    // on which the consumers wait.
     __device__ void load_tile() {
         const int buffer = tiles_ % T::kTileBuffers;
         uint64_t* const full = &control_.kv_full[buffer];
@@ -240,7 +254,7 @@ class StepLoader {
     int batch_ = 0, kv_head_ = 0;
     int tile_row_ = 0, tile_keys_ = 0, tiles_ = 0;
     bool new_key_tile_ = false, have_pending_ = false;
-    Step pending_;  // held back until the next step is known, which decides whether it is the last of its tile
+    Step pending_;  // not published yet: its flags depend on the next step of the tile
     StageCursor cursor_;
     int number_ = 0;
 };

@@ -11,36 +11,37 @@ constexpr int kBackwardKeyTile = 128;  // keys in a key tile, 64 for each half
 constexpr int kHalfTileKeys = 64;
 constexpr int kStepRows = 64;  // query rows in a step
 constexpr int kQdoStages = 3;
-constexpr int kStepRing =
-    16;                      // slots for step descriptions; every reader is less than this many steps behind the loader
-constexpr int kDqTurns = 4;  // steps that may be adding to dq at the same time
-constexpr int kCarryOutSlots = 8;  // steps whose outgoing carries may be in flight; more than ever are
+// Slots for step descriptions. Consumers read them without an `empty` barrier of their own. This is safe because the
+// step loader waits on qdo_empty, so it is at most kQdoStages steps ahead of them.
+constexpr int kStepRing = 16;
+constexpr int kDqTurns = 4;        // steps that may add to dq at the same time
+constexpr int kCarryOutSlots = 8;  // slots for outgoing carries; kDqTurns limits the steps in flight to fewer
 
 constexpr int kMaxTileBuffers = 2, kMaxDzSlots = 3;
 
 // A step: up to 64 query rows of one head against one key tile.
 struct alignas(16) Step {
     int64_t row_index;  // index of the first query row in a tensor (batch, head, row)
-    int32_t dq_index;   // index of its dq sums among those of all heads (bwd_plan.h)
+    int32_t dq_index;   // index of this step in BackwardPlan::dq and dq_next_tile
     int32_t flags;
-    int32_t visible;   // keys of this tile that the first row sees; each further row sees one more; may be < 0
+    int32_t visible;   // keys of this tile that row 0 sees, without clamping; row r sees `visible + r`
     int32_t num_keys;  // keys of this tile that belong to the segment
     int32_t num_rows;  // 1 to 64
     int32_t tile;      // number of the key tile in its key range
     int32_t row;       // first query row, counted within its head
     int32_t batch, head, kv_head;
-    int32_t k_row, tile_keys;  // first key of the tile, and number of keys in it (1 to 128)
+    int32_t k_row, tile_keys;  // row of k of the first key of the tile; number of keys in the tile (1 to 128)
     int32_t unused[2];
 };
-constexpr int kOldestKeyTile = 1;  // no older key tile adds to dq of these rows
-constexpr int kNewestKeyTile = 2;  // no newer key tile does
+constexpr int kOldestKeyTile = 1;  // the first key tile of the chain that adds to dq of these rows
+constexpr int kNewestKeyTile = 2;  // the last one; it writes dq
 constexpr int kLastStepOfTile = 4;
-constexpr int kEndOfWork = 8;   // there is no step: all work is done
+constexpr int kEndOfWork = 8;   // not a step: all work is done
 constexpr int kMasked = 16;     // shifted left by the half (0 or 1): some row does not see all keys of that half
-constexpr int kSlow = 64;       // some row may start in this tile or in newer keys, or may never start
+constexpr int kSlow = 64;       // some row starts in this tile, in newer keys, or never
 constexpr int kSlowNext = 128;  // the next step of this tile is slow
 
-// The carry of a row as a key tile receives it: mass and prefix at the tile's older edge, and where the row starts.
+// The carry of a row that a key tile receives: mass and prefix at the older edge of the tile, and where the row starts.
 struct alignas(16) Carry {
     float mass, prefix;
     int32_t start;       // the half in which the row starts, counted from this tile's older half
@@ -49,18 +50,19 @@ struct alignas(16) Carry {
 
 struct BackwardControl {
     uint64_t kv_full[kMaxTileBuffers], kv_empty[kMaxTileBuffers];
-    uint64_t qdo_full[kQdoStages], qdo_empty[kQdoStages];  // Q, dO and the space of carry_in
+    uint64_t qdo_full[kQdoStages], qdo_empty[kQdoStages];  // Q and dO; qdo_empty also frees carry_in
     uint64_t carry_in_full[kQdoStages];
-    uint64_t carry_out_full[2][kCarryOutSlots]
-                           [4];  // by half tile and warp: the 16 rows of carry_out that the warp wrote
+    // Indices: half, slot, warp of the half. A warp signals the 16 rows of carry_out that it wrote.
+    uint64_t carry_out_full[2][kCarryOutSlots][4];
     uint64_t carry_out_empty[2][kCarryOutSlots];
     uint64_t dz_full[kMaxDzSlots], dz_empty[kMaxDzSlots];  // dz; at head_dim 64 also A
-    uint64_t own_half_full[2], own_half_empty[2];  // head_dim 128, by half: A and dz for the warpgroup's own products
+    uint64_t own_half_full[2], own_half_empty[2];          // head_dim 128: A and dz of a half, within its warpgroup
     uint64_t dq_turn[kDqTurns], dq_added[kDqTurns], dq_published[kDqTurns];
     uint64_t step_info_full[kStepRing], step_info_empty[kStepRing];
     Step step_info[kStepRing];
     Carry carry_in[kQdoStages][kStepRows];
-    // Mass and prefix at the newer edge of each half: [0] goes to the newer half, [1] to the next key tile.
+    // Mass and prefix at the newer edge of each half: the older half writes [0] for the newer half, the newer half
+    // writes [1] for the publisher, which sends it to the next newer key tile.
     float2 carry_out[2][kCarryOutSlots][kStepRows];
 };
 
@@ -69,18 +71,18 @@ struct BackwardTraits {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
     static_assert(kHeadDim == 64 || kHeadDim == 128, "head_dim must be 64 or 128");
-    // At head_dim 64, two warpgroups scan and one sums (bwd_consumer_d64.cuh). At head_dim 128, two warpgroups do both
-    // (bwd_consumer_d128.cuh).
+    // At head_dim 64, two warpgroups scan and a third one sums (bwd_consumer_d64.cuh). At head_dim 128, two warpgroups
+    // scan and sum (bwd_consumer_d128.cuh).
     static constexpr bool kHasSumWarpgroup = kHeadDim == 64;
     static constexpr int kThreads = kHasSumWarpgroup ? 512 : 384;
     static constexpr int kProducerRegisters = kHasSumWarpgroup ? 32 : 40;
     static constexpr int kConsumerRegisters = kHasSumWarpgroup ? 144 : 232, kSumRegisters = 192;
     static constexpr int kTileBuffers = kHasSumWarpgroup ? 2 : 1;                                       // of K and V
     static constexpr int kWeightSlots = kHasSumWarpgroup ? 3 : 1, kDzSlots = kHasSumWarpgroup ? 3 : 2;  // of A and dz
-    static constexpr int kReaderWarps = kHasSumWarpgroup ? 12 : 8;  // warps that read Q, dO, K and V
+    static constexpr int kReaderWarps = kHasSumWarpgroup ? 12 : 8;  // consumer warps: all read Q, dO and K
     static constexpr int kPanels = kHeadDim / 64;  // a tile is stored as panels of 64 columns of the head dimension
     static constexpr int kPanelBytes = 64 * 128;   // 64 rows of 64 columns
-    static constexpr int kTileBytes = kPanels * kPanelBytes;  // 64 rows
+    static constexpr int kTileBytes = kPanels * kPanelBytes;  // 64 rows of all columns
 
     struct Shared {
         alignas(1024) uint8_t k[kTileBuffers][2][kTileBytes];

@@ -3,10 +3,11 @@
 //     S = Q K^T     e_k = 2^(scale log2(e) S_k)     P_after_k = P_before_k / (1 + e_k)
 //     A_k = e_k P_after_k     O += A V
 //
-// Warpgroup 0 produces: warp 0 takes work tiles and issues TMA loads (fwd_producer.cuh), warps 1 and 2 load the tiles
-// in which a segment ends (fwd_tail_loader.cuh). The other two (head_dim 128) or three (head_dim 64) warpgroups
-// consume: each computes its rows with wgmma (fwd_consumer.cuh, fwd_scan.cuh). The CTAs are persistent; they take work
-// tiles from a list, those with the most keys first. README.md draws the tile and the permutation of its keys.
+// Warpgroup 0 loads. Its warp 0 takes work tiles and issues TMA loads (fwd_producer.cuh). Its warps 1 and 2 load the
+// tiles in which a segment ends (fwd_tail_loader.cuh); warp 3 exits. The other two (head_dim 128) or three (head_dim
+// 64) warpgroups consume: each computes its rows with wgmma (fwd_consumer.cuh, fwd_scan.cuh). The CTAs are persistent.
+// They take work tiles from a list, those with the most keys first. README.md draws the CTA and the permutation of
+// keys.
 #include <algorithm>
 
 #include "kernels/common/launch.h"
@@ -21,12 +22,13 @@ template <class T>
 __global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant__ ForwardArguments arguments) {
     extern __shared__ __align__(1024) uint8_t memory[];
     auto& shared = *reinterpret_cast<typename T::Shared*>(memory);
-    // The shuffle makes the value uniform for the compiler, which keeps what depends on it out of per-thread registers.
+    // The shuffle shows the compiler that all lanes have the same value. The compiler then keeps this value, and values
+    // derived from it, in uniform registers.
     const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
     ForwardControl& c = shared.control;
     if (threadIdx.x == 0) {
         for (int i = 0; i < kQueryStages; ++i) {
-            mbarrier_init(&c.q_full[i], 2);  // one arrival for `work`, one for the Q tile
+            mbarrier_init(&c.q_full[i], 2);  // the producer arrives once for `work` and once for the Q tile
             mbarrier_init(&c.q_empty[i], 128 * T::kWarpgroups);
         }
         for (int i = 0; i < kKvStages; ++i) {
@@ -58,13 +60,13 @@ __global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant_
     }
 }
 
-// Number of heads to process together. It is small, so that their K and V stay in the L2 cache. All groups have nearly
-// the same size, so that the last group still fills the GPU.
+// Number of query heads to process together. It is so small that their K and V stay in the L2 cache. All groups have
+// nearly the same size, so the last group still fills the GPU.
 int heads_in_flight(const Sizes& z) {
     constexpr int64_t kCacheBytes = 32 << 20;
     const int64_t kv_head_bytes = std::max<int64_t>(1, int64_t(z.k_rows) * (z.head_dim + z.head_dim_v) * 2);
-    const int64_t most = std::max<int64_t>(1, kCacheBytes / kv_head_bytes) * (z.num_heads / z.num_kv_heads);
-    const int64_t heads = int64_t(z.batch) * z.num_heads, groups = (heads + most - 1) / most;
+    const int64_t max_heads = std::max<int64_t>(1, kCacheBytes / kv_head_bytes) * (z.num_heads / z.num_kv_heads);
+    const int64_t heads = int64_t(z.batch) * z.num_heads, groups = (heads + max_heads - 1) / max_heads;
     return int((heads + groups - 1) / groups);
 }
 
@@ -92,8 +94,8 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
     cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
     constexpr int kSharedBytes = int(sizeof(typename T::Shared));
     cudaFuncSetAttribute(forward<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-    const int64_t work = common::max_query_tiles(z, p.segments, T::kQueryTile) * z.batch * z.num_heads;
-    forward<T><<<int(std::min<int64_t>(num_sms, work)), T::kThreads, kSharedBytes, stream>>>(a);
+    const int64_t num_work_tiles = common::max_query_tiles(z, p.segments, T::kQueryTile) * z.batch * z.num_heads;
+    forward<T><<<int(std::min<int64_t>(num_sms, num_work_tiles)), T::kThreads, kSharedBytes, stream>>>(a);
     common::check_launch("hopper forward");
 }
 
@@ -109,7 +111,7 @@ void block_forward(const ForwardParams& given, void* stream) {
     ForwardParams params = given;
     const Sizes& z = params.sizes;
     if (z.k_rows == 0)
-        params.segments = {nullptr, 0};  // without keys no tensor map can be encoded, and no query row sees a key
+        params.segments = {nullptr, 0};  // no query row sees a key, and a tensor map of 0 rows cannot be encoded
     if (z.q_rows == 0 || z.batch == 0 || z.num_heads == 0) return;
     const auto run = [&](auto launch_64, auto launch_128) {
         z.head_dim == 64 ? launch_64(params, static_cast<cudaStream_t>(stream))

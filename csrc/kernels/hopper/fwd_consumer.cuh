@@ -4,12 +4,13 @@
 //     S = Q K^T (wgmma)  ->  weights A (fwd_scan.cuh)  ->  O += A V (wgmma)
 //
 // While the scan turns the scores of one key tile into weights, O += A V of the previous tile runs on the tensor cores.
-// While the output of a work tile is written, the first S of the next work tile runs. The other warpgroups fill the
-// gaps.
+// While the output of a work tile is written, the first S of the next work tile runs. In the remaining time, the tensor
+// cores run products of the other warpgroups.
 //
-// Synchronisation. Consumers wait on `q_full`, `k_full` and `v_full`, which the producer or a tail loader completes.
-// They arrive on `q_empty`, `k_empty` and `v_empty`, on which the producer waits. A slot is released only after
-// wgmma_wait has returned for every product that reads it.
+// Synchronisation. Consumers wait on `q_full`, on which the producer arrives, and on `k_full` and `v_full`, on which
+// the producer or a tail loader arrives. Consumers arrive on `q_empty`, `k_empty` and `v_empty`; the producer waits on
+// them. A warp releases a slot only after wgmma_wait has returned for all its products that read the slot. It releases
+// the Q slot only after it has also read back the output that it staged there.
 #pragma once
 
 #include "kernels/hopper/fwd_producer.cuh"
@@ -60,7 +61,8 @@ class ForwardConsumer {
     }
 
   private:
-    // Waits for Q and the newest K tile of work tile work_number_. Returns false if there is no such work tile.
+    // Waits for work tile work_number_: on q_full for Q, then on k_full for the newest K tile. Returns false if there
+    // is no such work tile; it then waits on q_full only.
     __device__ __forceinline__ bool wait_for_work_tile() {
         mbarrier_wait(&control_.q_full[work_number_ % kQueryStages], work_number_ / kQueryStages & 1);
         const bool more = __shfl_sync(~0u, work(work_number_).queries.num_rows, 0) > 0;
@@ -99,11 +101,14 @@ class ForwardConsumer {
         wgmma_commit();
     }
 
-    // Releases a slot to the producer. Each warp arrives once, so no warpgroup barrier is needed.
+    // Releases a slot of K or V: lane 0 of each consumer warp arrives, the producer waits. No warpgroup barrier is
+    // needed, because each warp arrives for its own part of the products.
     __device__ __forceinline__ void release(uint64_t* empty, int& uses) {
         if (lane_ == 0) mbarrier_arrive(&empty[uses % kKvStages]);
         ++uses;
     }
+    // Releases the Q slot of work tile `number`: every consumer thread arrives on q_empty, the producer waits. The
+    // fence orders the staged output before the next TMA load into the slot.
     __device__ __forceinline__ void release_queries(int number) {
         fence_async_proxy();
         mbarrier_arrive(&control_.q_empty[number % kQueryStages]);
@@ -136,11 +141,11 @@ class ForwardConsumer {
         }
     }
 
-    // Processes all key tiles of a work tile. On true, the weights of the last tile are in registers and its O += A V
-    // is still to be issued. On false, the warpgroup exited early and all its products are done.
+    // Processes all key tiles of a work tile. Returns true if the caller must still issue O += A V for the oldest tile,
+    // with the weights in registers. Returns false if the warpgroup exited early and all its products are done.
     __device__ __forceinline__ bool attend() {
-        // Tiles run from the newest to the oldest. All rows of this warpgroup see the whole of each tile before
-        // `first_partial`.
+        // i runs from the newest tile to the oldest, tile 0. All rows of this warpgroup see every key of the tiles
+        // below `first_partial`.
         int i = __shfl_sync(~0u, num_key_tiles(work(work_number_).queries), 0) - 1;
         const int first_partial =
             __shfl_sync(~0u, visible_keys(work(work_number_).queries, warpgroup_ * 64), 0) / kKeyTile;
@@ -168,8 +173,8 @@ class ForwardConsumer {
         return true;
     }
 
-    // Processes tile i. Returns false, with K slot k_uses_ still to be released, if the newer tiles used up all rows of
-    // this warpgroup.
+    // Processes tile i. Returns false if the newer tiles used up all rows of this warpgroup. The caller must then
+    // release K slot k_uses_.
     __device__ __forceinline__ bool attend_tile(int i, int first_partial) {
         wait_for_keys();
         issue_scores();
@@ -195,8 +200,9 @@ class ForwardConsumer {
 
     // Returns true if all rows of this warpgroup are used up. The result must look uniform to ptxas, because it ends
     // the loop over tiles. Otherwise ptxas keeps the wgmma descriptors in per-thread registers, which costs 5%. A load
-    // from one shared address looks uniform; a vote or a shuffle does not. So all warps, including this one, read the
-    // votes from shared memory.
+    // from one shared address looks uniform; the result of a vote, or a shuffle of it, does not. So every warp reads
+    // all four votes from shared memory. The named barrier of the warpgroup separates the writes from the reads. The
+    // next vote uses the other buffer, so it cannot overwrite a vote that a warp has yet to read.
     __device__ __forceinline__ bool used_up() {
         const bool mine = __all_sync(~0u, !(fmaxf(rows_.mass[0], rows_.mass[1]) >= args_.min_mass));
         int4& votes = control_.used_up_votes[votes_++ & 1][warpgroup_];
@@ -205,14 +211,14 @@ class ForwardConsumer {
         const int4 all = votes;
         return all.x & all.y & all.z & all.w;
     }
-    // Tells the producer that this warp is used up. The release of K slot k_uses_ orders this write before the producer
-    // reads it.
+    // Reports to the producer that this warp has stopped computing. Call this before the release of K slot k_uses_:
+    // lane 0 writes and then arrives on k_empty; the producer waits on k_empty and then reads.
     __device__ __forceinline__ void report_used_up() {
         if (lane_ == 0) control_.used_up_work[k_uses_ % kKvStages][4 * warpgroup_ + warp_] = work_number_;
     }
 
-    // Releases the `tiles` oldest K and V tiles unread, until the producer sends the end of keys. It does not release
-    // the last V slot; run() does.
+    // Waits for and releases the `tiles` oldest K tiles without reading them, until the producer sends the end of keys.
+    // Also releases the V slots, except the last one: run() releases it.
     __device__ __forceinline__ void release_unread(int tiles) {
         for (; tiles > 0; --tiles) {
             wait_for_keys();
@@ -229,7 +235,7 @@ class ForwardConsumer {
         }
     }
 
-    // Turns scores into weights.
+    // Replaces the scores of tile i by weights.
     __device__ __forceinline__ void scan_scores(int i, bool partial) {
         if (partial) mask(i);
         ForwardScan(s_, args_.scale_log2, lane_ % 4, args_.restart_floor, i, rows_).run();
@@ -253,8 +259,9 @@ class ForwardConsumer {
         for (int i = 0; i < 32; ++i) weights_[i] = pack<Element>(s_[2 * i], s_[2 * i + 1]);
     }
 
-    // Writes the mass and the restart record of each row. Threads 1 and 3 of a quad hold the keys just below the tile
-    // edges 64 and 128. The restart is at the older of their two candidates, or at edge 0 (before all keys).
+    // Writes the mass and the restart record of each row. In each tile, the keys of threads 1 and 3 of a quad end at
+    // the edges 64 and 128, so each of the two threads has a candidate. The record is the older candidate. It is edge 0
+    // (before all keys) if the row still has mass at the end.
     __device__ __forceinline__ void write_mass_and_restart(int number) {
         constexpr int kNone = 0x7fffffff;
         const QueryTile& queries = work(number).queries;
@@ -277,7 +284,7 @@ class ForwardConsumer {
         }
     }
 
-    // 16-bit output goes through shared memory, in the space of the Q tile, so that a warp writes whole rows.
+    // Writes the output. A 16-bit output goes through the Q slot in shared memory, so that a warp writes whole rows.
     __device__ __forceinline__ void write_output(int number) {
         const WorkTile& work = this->work(number);
         const Rows<void*>& o = args_.params.o;
@@ -302,11 +309,11 @@ class ForwardConsumer {
                                                              o_[4 * n + 2 * r + 1] * kOutputScale};
         }
     }
-    // `staged` is the address of this warp's 16 rows of the Q tile, with the same swizzle. sync_warpgroup() orders the
-    // writes after the wgmma reads of all four warps: each warp has waited for its own products before it.
+    // `staged` is the address of this warp's 16 rows of the Q slot, with the same swizzle. Each warp has waited for its
+    // own products before sync_warpgroup(). So after it, no product of the warpgroup still reads these rows.
     __device__ __forceinline__ void write_packed(uint16_t* to, int64_t row_stride, int rows, uint32_t staged) {
         sync_warpgroup();
-        const int matrix = lane_ / 8, matrix_row = lane_ % 8;  // the lane gives the address of this row to stmatrix
+        const int matrix = lane_ / 8, matrix_row = lane_ % 8;  // stmatrix takes the address of this row from the lane
         const uint32_t lane_to = staged + (matrix % 2 * 8 + matrix_row) * kRowBytes + ((matrix / 2 ^ matrix_row) << 4);
 #pragma unroll
         for (int n = 0; n < T::kHeadDim / 8; n += 2) {
@@ -346,7 +353,7 @@ class ForwardConsumer {
     const int warpgroup_, warp_, lane_;
     uint32_t q_low_, k_low_, v_low_;
     int work_number_ = 0, k_uses_ = 0, v_uses_ = 0, votes_ = 0;
-    int end_of_keys_parity_ = 0;  // bit i: parity of end_of_keys[i]
+    int end_of_keys_parity_ = 0;  // bit i: parity of the next phase of end_of_keys[i]
     RowState rows_;
     float s_[64], o_[T::kHeadDim / 2];
     uint32_t weights_[32];

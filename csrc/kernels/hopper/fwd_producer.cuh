@@ -1,11 +1,16 @@
 // The producer warp of the forward. It takes work tiles, publishes them to the consumers, and loads Q, K and V with
-// TMA. The tiles in which a segment ends are loaded by two other warps (fwd_tail_loader.cuh).
+// TMA. Two other warps load the tiles in which a segment ends (fwd_tail_loader.cuh).
 //
-// Synchronisation. The producer waits on a slot's `empty` barrier, which completes when every reader has released the
-// slot. It then writes the slot and arrives on `full`; the consumers wait on `full` before they read. `work` and `tail`
-// are written before the arrival on the barrier that guards them.
-// The thread that accesses the data is also the thread that arrives: lane 0 arrives for what lane 0 wrote, and all
-// lanes arrive for what all lanes read. compute-sanitizer's racecheck relies on this.
+// Synchronisation.
+//     barrier                     arrives                                             waits
+//     q_full                      producer: for `work`, and with the bytes of Q       consumers
+//     k_full, v_full              producer with the bytes of a tile, or tail loader   consumers
+//     q_empty, k_empty, v_empty   consumers                                           producer
+//     tail_full                   producer, after it has written `tail`               tail loader
+//     tail_empty                  tail loader, after it has read `tail`               producer
+//     end_of_keys                 producer, before it arrives on k_full               consumers test it after k_full
+// Lane 0 writes `work` and `tail`, so lane 0 arrives for them. All lanes that read them arrive themselves. racecheck of
+// compute-sanitizer relies on this.
 #pragma once
 
 #include "kernels/hopper/fwd_traits.h"
@@ -64,8 +69,8 @@ class ForwardProducer {
     __device__ static int empty_parity(int n) { return (n / kKvStages & 1) ^ 1; }
 
     // The producer fetches the next work tile in three steps: take a ticket, read the tile, publish it to the
-    // consumers. Each step runs shortly before its result is needed. Do not run them earlier: a CTA that holds a ticket
-    // keeps other CTAs from that work.
+    // consumers. Each step runs shortly before its result is needed. Do not run them earlier: while a CTA holds a
+    // ticket, no other CTA can take that work.
     static constexpr int kPrefetchSteps = 3;
     __device__ void prefetch_work_tile(int steps) {
         if (prefetch_steps_done_ < 1 && steps >= 1) take_ticket();
@@ -93,8 +98,8 @@ class ForwardProducer {
         return {word(0), word(1), word(2), word(3), word(4)};
     }
 
-    // Publishes the work tile that was read, and loads its Q tile. The producer waits on `q_empty`; consumers wait on
-    // `q_full`.
+    // Publishes the work tile that was read, and loads its Q tile. The producer waits on `q_empty`, on which all
+    // consumer threads arrive. It arrives twice on `q_full`, on which the consumers wait.
     __device__ void publish_work_tile() {
         const int slot = num_published_ % kQueryStages;
         mbarrier_wait(&control_.q_empty[slot], num_published_ / kQueryStages & 1 ^ 1);
@@ -117,8 +122,8 @@ class ForwardProducer {
                         tile.q_row, args_.q.heads(batch, head));
     }
 
-    // Makes the published work tile the current one and loads its newest K tile. Returns false if there is no more
-    // work.
+    // Makes the published work tile the current one and loads its newest K tile. Returns false, without a load, if
+    // there is no more work.
     __device__ bool start_work_tile() {
         if (next_index_ < 0) return false;
         const Sizes& z = args_.params.sizes;
@@ -134,11 +139,11 @@ class ForwardProducer {
         return true;
     }
 
-    // Loads the other tiles from the newest to the oldest, each K tile before the V tile of the previous one: K1 V0 K2
-    // V1 ... Then it loads the newest K tile of the next work tile, and after that the oldest V tile of this one.
-    // Returns false if there is no next work tile.
+    // Loads the other tiles from the newest to the oldest, each K tile before the V tile that is one tile newer. With
+    // tiles numbered from the newest, the order is K1 V0 K2 V1 ... Then it loads the newest K tile of the next work
+    // tile, and after that the oldest V tile of this one. Returns false if there is no next work tile.
     __device__ bool load_work_tile() {
-        // After an early exit another one is likely, so the next work tile is prefetched at once.
+        // After an early exit another one is likely, so the prefetch begins at the first tile.
         const int last_tiles = ended_early_ ? newest_ : min(newest_, kPrefetchSteps);
         ended_early_ = false;
         int tile = newest_;
@@ -154,7 +159,8 @@ class ForwardProducer {
         return more;
     }
 
-    // Returns false if the consumers need no older keys. In that case it hands them the end of keys instead of a tile.
+    // Waits until the consumers have released a K slot, and fills it. Returns false if the consumers need no older
+    // keys; the slot then carries the end of keys instead of a tile.
     __device__ bool load_keys(int tile) {
         const int slot = k_uses_ % kKvStages;
         mbarrier_wait(&control_.k_empty[slot], empty_parity(k_uses_++));
@@ -171,7 +177,7 @@ class ForwardProducer {
         load(1, shared_.v[slot], &control_.v_full[slot], args_.v, values, tile, slot);
     }
 
-    // Whether every consumer warp had reported its rows as used up when it released K slot `slot`.
+    // Whether every consumer warp reported that its warpgroup had stopped, when it released K slot `slot`.
     __device__ bool all_consumers_used_up(int slot) const {
         bool all = true;
         if (lane_ == 0)
@@ -180,8 +186,8 @@ class ForwardProducer {
         return __shfl_sync(~0u, all, 0);
     }
 
-    // Hands over a K slot without a tile. end_of_keys completes before k_full, so consumers that wait on k_full can
-    // test it.
+    // Hands over a K slot without a tile. The arrival on end_of_keys comes first, so consumers that have waited on
+    // k_full can test it.
     __device__ void send_end_of_keys(int slot) {
         ended_early_ = true;
         if (lane_ != 0) return;
@@ -189,7 +195,7 @@ class ForwardProducer {
         mbarrier_arrive(&control_.k_full[slot]);
     }
 
-    // Loads rows [128 tile, 128 tile + 128) of the segment into a slot.
+    // Loads rows [128 tile, 128 tile + 128) of the segment into a slot that the consumers have released.
     __device__ void load(int loader, uint8_t* to, uint64_t* full, const TensorMap& map, const KeyRange& keys, int tile,
                          int slot) {
         if (keys.len - tile * kKeyTile < kKeyTile) {
@@ -202,7 +208,7 @@ class ForwardProducer {
                             0, map.heads(keys.batch, keys.head));
         }
     }
-    // Sends a tail tile to its loader warp. Slot -1 stops the loader.
+    // Sends a tail tile to its loader warp, after that warp has read the previous one. Slot -1 stops the loader.
     __device__ void send_to_tail_loader(int loader, int slot, const KeyRange& keys, int tile) {
         mbarrier_wait(&control_.tail_empty[loader], (tail_parity_ >> loader & 1) ^ 1);
         tail_parity_ ^= 1 << loader;
@@ -217,7 +223,7 @@ class ForwardProducer {
     const ForwardArguments& args_;
     const int lane_;
     int num_tiles_;
-    int prefetch_steps_done_ = 0;  // steps of prefetch_work_tile that are done
+    int prefetch_steps_done_ = 0;
     bool ended_early_ = false;
     // The next work tile.
     int ticket_ = 0;     // valid in lane 0

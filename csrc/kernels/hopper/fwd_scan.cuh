@@ -3,11 +3,10 @@
 //
 //     e_k = 2^(scale log2(e) q . k)     P_after_k = P_before_k / (1 + e_k)     A_k = e_k P_after_k
 //
-// Keys run from the newest (which sees the mass "before") to the oldest. One reciprocal serves the 32 keys of a row.
-// Let t be the product of their (1 + e) and P the mass at their newer edge. The mass at their older edge is m = P / t.
-// Going back to newer keys, each key takes A = e m and then m += A. The weight is always computed as e * m, because a
-// difference of masses would lose small weights. The four threads of a quad share a row; two shuffles join their
-// products 1 / t.
+// "Before" is the newer side of a key and "after" its older side. One reciprocal serves the 32 keys of a row. Let t be
+// the product of their (1 + e) and P the mass at their newer edge. The mass at their older edge is m = P / t. From
+// there towards newer keys, each key takes A = e m, and then m += A. Always compute the weight as e * m: a difference
+// of masses would lose small weights. The four threads of a quad share a row; two shuffles join their products 1 / t.
 #pragma once
 
 #include <cstdint>
@@ -21,23 +20,28 @@ namespace megatron_sb::hopper {
 using common::kLargestE;
 
 constexpr int kForwardKeysPerThread = 32;  // keys of one row that a thread holds, of a tile of 128
-constexpr float kMinProduct =
-    0x1p-96f;  // below this, 1/t or P/t may not be a normal number; the scan then goes key by key
+// If 1 / t is below this, 1 / t or P / t may be too small for a normal number. The warp then scans key by key.
+constexpr float kMinProduct = 0x1p-96f;
 
 struct RowState {
     float mass[2];          // mass at the newer edge of the next tile
     float restart_mass[2];  // mass at the newer edge of this thread's keys in tile restart_tile[r]
-    int restart_tile[2];    // newest-to-oldest, the last tile in which that mass was at least restart_floor; -1 if none
+    int restart_tile[2];    // oldest tile so far in which that mass was at least restart_floor; -1 if none
 };
 
 class ForwardScan {
   public:
     __device__ __forceinline__ ForwardScan(float (&scores)[64], float scale_log2, int thread_in_quad, float floor,
                                            int tile, RowState& rows)
-        : s_(scores), scale_log2_(scale_log2), t_(thread_in_quad), restart_floor_(floor), tile_(tile), rows_(rows) {}
+        : s_(scores),
+          scale_log2_(scale_log2),
+          thread_(thread_in_quad),
+          restart_floor_(floor),
+          tile_(tile),
+          rows_(rows) {}
 
-    // Replaces scores by weights and moves the mass to the tile's older edge. The exponentials of row 1 are interleaved
-    // with the multiplications of row 0, so that the MUFU and FMA pipes both have work.
+    // Replaces scores by weights and moves the mass to the older edge of the tile. The exponentials of row 1 are
+    // interleaved with the multiplications of row 0, so that the MUFU and FMA pipes both have work.
     __device__ __forceinline__ void run() {
         float t = 1.f;
 #pragma unroll
@@ -73,20 +77,20 @@ class ForwardScan {
         s_[accumulator_register(r, k)] = e;
         t = fmaf(t, e, t);
     }
-    // Replaces e by A. m goes from the mass after this key to the mass before it.
+    // Replaces e by A, and m, the mass after this key, by the mass before it.
     __device__ __forceinline__ void weight(int r, int k, float& m) {
         const float e = s_[accumulator_register(r, k)];
         s_[accumulator_register(r, k)] = e * m;
         m = fmaf(m, e, m);
     }
 
-    // Whether, for some thread of the warp, the product of 1 - beta is too small for the fast scan, or NaN.
+    // Whether any thread of the warp has a product of 1 - beta that is NaN or too small for the fast scan.
     __device__ __forceinline__ static bool saturated(float product) {
         return __any_sync(~0u, !(product > kMinProduct));
     }
 
-    // The slow scan, on e values that are already computed. The only clamp is kLargestE: the backward must derive its
-    // masses from the same e as the mass of a restart record.
+    // Replaces e by A, one key after another. The only clamp is kLargestE: the backward must derive its masses from the
+    // same e as the mass of a restart record.
     __device__ __forceinline__ void scan_key_by_key(int r) {
         float product = 1.f;
 #pragma unroll
@@ -100,12 +104,12 @@ class ForwardScan {
         for (int k = 0; k < kForwardKeysPerThread; ++k) s_[accumulator_register(r, k)] *= p;
     }
 
-    // Returns the mass at the newer edge of this thread's keys, given the product of 1 - beta over them. Also records a
-    // restart and moves the row's mass to the older edge of the tile.
+    // Returns the mass at the newer edge of this thread's keys, given the product of 1 - beta over them. If the mass is
+    // large enough, records it as the restart of the row. Moves the mass of the row to the older edge of the tile.
     __device__ __forceinline__ float mass_at_newer_edge(int r, float product) {
-        const float beside = __shfl_xor_sync(~0u, product, 1), pair = product * beside;
+        const float neighbour = __shfl_xor_sync(~0u, product, 1), pair = product * neighbour;
         const float other_pair = __shfl_xor_sync(~0u, pair, 2);
-        const float p = rows_.mass[r] * ((t_ & 1) ? 1.f : beside) * ((t_ & 2) ? 1.f : other_pair);
+        const float p = rows_.mass[r] * ((thread_ & 1) ? 1.f : neighbour) * ((thread_ & 2) ? 1.f : other_pair);
         rows_.mass[r] *= pair * other_pair;
         const bool live = p >= restart_floor_;
         rows_.restart_mass[r] = live ? p : rows_.restart_mass[r];
@@ -115,7 +119,7 @@ class ForwardScan {
 
     float (&s_)[64];
     const float scale_log2_;
-    const int t_;
+    const int thread_;
     const float restart_floor_;
     const int tile_;
     RowState& rows_;

@@ -1,9 +1,11 @@
 // The tail loaders: two warps that load the tiles in which a segment ends, one for K and one for V. TMA cannot load
-// these tiles, because the rows after the end belong to another document or lie outside the tensor. They must be zeros.
+// these tiles: the rows after the end belong to another document or lie outside the tensor, and the tile needs zeros
+// there.
 //
-// Synchronisation. The producer waits until the slot of the ring is empty, then sends a TailTile through
-// tail_full/tail_empty. Every lane waits for its own copies and makes them visible to wgmma (proxy fence). Then lane 0
-// arrives on the slot's `full` barrier; the consumers wait on it.
+// Synchronisation. The producer waits until the consumers have released the slot of the ring. Then it writes a TailTile
+// and arrives on tail_full; the tail loader waits, reads it, and arrives on tail_empty with all lanes. Every lane waits
+// for its own copies and makes them visible to wgmma (proxy fence). Then lane 0 arrives on the slot's k_full or v_full;
+// the consumers wait on it.
 #pragma once
 
 #include "kernels/hopper/fwd_producer.cuh"
@@ -17,7 +19,7 @@ class TailLoader {
     __device__ TailLoader(ForwardControl& control, int loader, const Rows<const void*>& rows)
         : control_(control), loader_(loader), rows_(rows) {}
 
-    // `tiles` and `full` are the slots of the ring and their barriers.
+    // `tiles` are the slots of the ring of K or V; `full` are their barriers, k_full or v_full.
     __device__ void run(uint8_t (*tiles)[T::kKeyBytes], uint64_t* full) const {
         for (int number = 0;; ++number) {
             mbarrier_wait(&control_.tail_full[loader_], number & 1);

@@ -12,7 +12,7 @@ using common::QueryTile;
 constexpr int kKeyTile = 128;    // keys in a tile of K or V
 constexpr int kRowBytes = 128;   // bytes of a row in shared memory: 64 elements, the width of the 128-byte swizzle
 constexpr int kKvStages = 2;     // slots in the ring of K tiles, and in the ring of V tiles
-constexpr int kQueryStages = 3;  // slots for Q tiles; Q is read from HBM, so it is loaded one work tile earlier
+constexpr int kQueryStages = 3;  // slots for Q tiles; Q comes from HBM, so it is loaded one work tile earlier
 constexpr int kMaxWarpgroups = 3;
 constexpr int kTailLoaders = 2;  // warps: one loads tail tiles of K, the other those of V
 
@@ -29,8 +29,8 @@ struct alignas(32) TailTile {
     int32_t slot;  // slot of the ring to load into; -1 means that there are no more tail tiles
 };
 
-// Barriers and messages. A producer waits on `empty` before it writes a slot and arrives on `full` after it; a
-// consumer waits on `full` before it reads the slot and arrives on `empty` after it.
+// Barriers and messages. The writer of a slot waits on `empty`, writes, and arrives on `full`. The reader waits on
+// `full`, reads, and arrives on `empty`. README.md lists for each barrier who arrives and who waits.
 struct ForwardControl {
     uint64_t q_full[kQueryStages], q_empty[kQueryStages];
     uint64_t k_full[kKvStages], k_empty[kKvStages];
@@ -38,11 +38,11 @@ struct ForwardControl {
     WorkTile work[kQueryStages];  // guarded by q_full and q_empty, like the Q tile of the same slot
     uint64_t tail_full[kTailLoaders], tail_empty[kTailLoaders];
     TailTile tail[kTailLoaders];  // guarded by tail_full and tail_empty; [0] is for K, [1] for V
-    // Early exit. The warps of a warpgroup vote in used_up_votes[0] and [1] alternately: "the mass of all my rows is
-    // below the threshold". If all four agree, the warpgroup stops computing. From then on each of its warps writes
-    // the number of the work tile to used_up_work before it releases a K slot. Once every warp has done so, the
-    // producer ends the work tile: it hands over a K slot without a tile and completes a phase of that slot's
-    // end_of_keys before it completes k_full.
+    // Early exit. The warps of a consumer warpgroup vote in used_up_votes[0] and [1] alternately: "the mass of all my
+    // rows is below the threshold". If all four agree, the warpgroup stops computing. From then on, each of its warps
+    // writes the number of the work tile to used_up_work[slot] before it releases a K slot. When the producer finds
+    // this number from every consumer warp in the slot that it is about to fill, it ends the work tile: it arrives on
+    // end_of_keys[slot] and then, without a tile, on k_full[slot]. Consumers wait on k_full and then test end_of_keys.
     int4 used_up_votes[2][kMaxWarpgroups];
     int32_t used_up_work[kKvStages][4 * kMaxWarpgroups];
     uint64_t end_of_keys[kKvStages];
@@ -56,13 +56,13 @@ struct ForwardTraits {
     // At head_dim 64 the output needs fewer registers, so three consumer warpgroups share a K/V tile.
     static constexpr int kWarpgroups = kHeadDim == 128 ? 2 : 3;
     static constexpr int kThreads = 128 * (kWarpgroups + 1);
-    // Registers per thread at launch. The consumers can only take what the producer has given back; if they ask for
+    // Registers per thread at launch. The consumers can take only what warpgroup 0 has given back. If they ask for
     // more, setmaxnreg waits forever.
     static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
     static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
     static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160;
     static_assert(kProducerRegisters + kWarpgroups * kConsumerRegisters <= (kWarpgroups + 1) * kLaunchRegisters,
-                  "producer and consumer warpgroups must not use more registers than the CTA has at launch");
+                  "all warpgroups together must not use more registers than the CTA has at launch");
 
     static constexpr int kQueryTile = 64 * kWarpgroups;
     static constexpr int kPanels = kHeadDim / 64;  // a tile is stored as panels of 64 columns of the head dimension

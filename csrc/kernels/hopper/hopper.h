@@ -10,8 +10,8 @@ namespace megatron_sb::hopper {
 int64_t forward_workspace(const ForwardParams& params);
 int64_t backward_workspace(const BackwardParams& params, int64_t limit);
 
-// Launch on `stream`, a cudaStream_t. Each row of q, k, v, o and do must start at a multiple of 16 bytes. Throw
-// RuntimeFailure if a tensor map cannot be encoded or a launch fails.
+// Launch on `stream`, a cudaStream_t. Each row of q, k, v, o, do, dq, dk and dv must start at a multiple of 16 bytes.
+// Throw RuntimeFailure if a tensor map cannot be encoded or a launch fails.
 void block_forward(const ForwardParams& params, void* stream);
 void block_backward(const BackwardParams& params, void* stream);
 

@@ -16,16 +16,17 @@ using common::pack;
 using common::reciprocal;
 using common::shared_address;
 
-// ---- mbarrier: arrivals release, waits acquire, both at the scope of the CTA ----------------------------------------
+// ---- barriers. Arrivals on an mbarrier release, waits acquire, both at the scope of the CTA
+// --------------------------
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
 }
-// Barrier of the 128 threads of a warpgroup. `barrier` must not be 0, which is __syncthreads.
+// Named barrier of the 128 threads of a warpgroup. `barrier` is its number, 1 to 15; __syncthreads uses 0.
 __device__ __forceinline__ void warpgroup_barrier(int barrier) {
     asm volatile("barrier.cta.sync.aligned %0, 128;" ::"r"(barrier) : "memory");
 }
-// Makes the mbarriers that are initialised so far visible to TMA.
+// Makes all mbarriers that this thread has initialised visible to TMA.
 __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -57,7 +58,8 @@ __device__ __forceinline__ bool mbarrier_test_wait(uint64_t* barrier, int parity
 __device__ __forceinline__ void abort_launch() {
     asm volatile("st.global.u32 [%0], %1;" ::"l"(0ULL), "r"(0) : "memory");
 }
-// Waits for a phase. A wait that takes seconds is a bug; it aborts the launch instead of hanging.
+// Waits until the phase with this parity is complete. A wait that takes seconds is a bug; it ends the launch with an
+// error instead of hanging.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
     constexpr uint32_t kMaxTries = 1 << 26;
     if (mbarrier_try_wait(barrier, parity)) return;
@@ -87,8 +89,8 @@ __device__ __forceinline__ void tma_load_5d(void* to, const CUtensorMap* map, ui
 __device__ __forceinline__ void cp_async_wait_all() {
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
-// Makes this thread's ordinary writes to shared memory visible to wgmma and TMA of the threads that synchronise with
-// it.
+// Orders this thread's ordinary accesses to shared memory before later accesses through wgmma or TMA. To cover those of
+// another thread, fence first and then synchronise with it.
 __device__ __forceinline__ void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -112,7 +114,7 @@ __device__ __forceinline__ uint4 load_shared(uint32_t from) {
     return x;
 }
 
-// A 16-byte store. Written in C++, the compiler splits the assignment into four stores.
+// A 16-byte store. The compiler would split an assignment in C++ into four stores.
 __device__ __forceinline__ void store_global_if(bool condition, void* to, const uint4& x) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.global.v4.b32 [%1], {%2, %3, %4, %5};\n}" ::"r"(int(condition)),
@@ -151,7 +153,7 @@ __device__ __forceinline__ void store_relaxed_b128(void* to, const uint4& x) {
         "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
         : "memory");
 }
-// Add to values in global memory, without returning them. Only a fence orders the additions with other accesses.
+// Add to values in global memory, without returning them. Other CTAs see the additions in order only after a fence.
 __device__ __forceinline__ void reduce_add_global(float* to, float x, float y) {
     asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
 }

@@ -15,7 +15,8 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
 constexpr int kColumns = 64;      // columns of a box: 128 bytes, the width of the swizzle
 constexpr int kElementBytes = 2;  // bf16 and fp16
 
-// Looked up in the driver at the first use, so that the library also loads on machines without a driver.
+// Returns cuTensorMapEncodeTiled. It is looked up at the first use, so that the library also loads on machines without
+// a CUDA driver.
 Encode encode_function() {
     static const Encode function = [] {
         void* entry = nullptr;
@@ -31,13 +32,14 @@ Encode encode_function() {
     return function;
 }
 
+// Strides are in elements.
 struct Layout {
-    cuuint64_t head_stride, num_heads;  // of the joined batch and head dimension
-    cuuint64_t row_stride;              // in elements
+    cuuint64_t head_stride, num_heads;  // of the joined dimension of batch and head
+    cuuint64_t row_stride;
     HeadIndex index;
 };
 
-// A dimension of size one may have any stride, so its stride is ignored.
+// Ignores the stride of a dimension of size 1: it can be any number.
 Layout layout_of(const Rows<const void*>& tensor, const TensorSizes& sizes) {
     const int64_t batch_stride = sizes.batch > 1 ? tensor.batch_stride : 0;
     const int64_t head_stride = sizes.heads > 1 ? tensor.head_stride : 0;
@@ -83,11 +85,11 @@ TensorMap make_query_map(const Rows<const void*>& tensor, const TensorSizes& siz
 
 TensorMap make_key_map(const Rows<const void*>& tensor, const TensorSizes& sizes, int tile_keys) {
     const Layout layout = layout_of(tensor, sizes);
-    const cuuint64_t row = layout.row_stride, of_thread = cuuint64_t(tile_keys / 4);
-    const cuuint64_t extents[] = {cuuint64_t(sizes.head_dim), cuuint64_t(sizes.rows), 4, of_thread / 2,
+    const cuuint64_t row = layout.row_stride, keys_per_thread = cuuint64_t(tile_keys / 4);
+    const cuuint64_t extents[] = {cuuint64_t(sizes.head_dim), cuuint64_t(sizes.rows), 4, keys_per_thread / 2,
                                   layout.num_heads};
-    const cuuint64_t strides[] = {row, of_thread * row, 2 * row, layout.head_stride};
-    const cuuint32_t box[] = {kColumns, 2, 4, cuuint32_t(of_thread / 2), 1};
+    const cuuint64_t strides[] = {row, keys_per_thread * row, 2 * row, layout.head_stride};
+    const cuuint32_t box[] = {kColumns, 2, 4, cuuint32_t(keys_per_thread / 2), 1};
     return {encode(tensor, sizes.dtype, extents, strides, box), layout.index};
 }
 

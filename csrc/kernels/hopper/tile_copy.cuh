@@ -1,5 +1,5 @@
-// Copies of tail tiles, the tiles in which a segment ends. TMA cannot load them: the rows after the end belong to
-// another document or lie outside the tensor, and the tile must hold zeros there.
+// Copies tiles in which a segment ends. TMA cannot load them: the rows after the end belong to another document or lie
+// outside the tensor, and the tile needs zeros there.
 #pragma once
 
 #include "core/params.h"
@@ -12,7 +12,7 @@ __device__ inline int64_t offset_of(const Rows<const void*>& tensor, int batch, 
     return 2 * (batch * tensor.batch_stride + head * tensor.head_stride + row * tensor.row_stride);
 }
 
-// Writes zeros to one row of a 16-bit result. Runs in one thread.
+// Writes zeros to one row of a 16-bit tensor. Runs in one thread.
 __device__ inline void write_zeros(const Rows<void*>& to, int batch, int head, int row, int columns) {
     uint16_t* const first =
         static_cast<uint16_t*>(to.data) + batch * to.batch_stride + head * to.head_stride + row * to.row_stride;
@@ -21,25 +21,26 @@ __device__ inline void write_zeros(const Rows<void*>& to, int batch, int head, i
 }
 
 // Copies kRows rows of kPanels * 64 columns into shared memory, with the 128-byte swizzle that TMA would use. Row r in
-// shared memory is row order(r) counted from `source`; rows from `count` on are zeros. Runs in one warp, with cp.async:
-// call finish_copy() afterwards.
+// shared memory is row order(r) of the source, or zeros if order(r) >= count. The source begins `source` bytes from the
+// start of the tensor. Runs in one warp, with cp.async: call finish_copy() afterwards.
 template <int kRows, int kPanels, class Order>
 __device__ inline void copy_rows(uint8_t* to, const Rows<const void*>& tensor, int64_t source, int count, Order order) {
-    constexpr int kRowBytes = 128, kChunk = 16, kChunksPerHalf = kRowBytes / kChunk;
-    constexpr int kChunksPerRow = kPanels * kChunksPerHalf;
-    const int lane = threadIdx.x % 32, chunk = lane % kChunksPerRow, half = chunk / kChunksPerHalf;
+    constexpr int kRowBytes = 128, kChunk = 16, kChunksPerPanel = kRowBytes / kChunk;
+    constexpr int kChunksPerRow = kPanels * kChunksPerPanel;
+    const int lane = threadIdx.x % 32, chunk = lane % kChunksPerRow, panel = chunk / kChunksPerPanel;
     const uint8_t* const from = static_cast<const uint8_t*>(tensor.data) + source + chunk * kChunk;
-    to += half * kRows * kRowBytes;
+    to += panel * kRows * kRowBytes;
 #pragma unroll 2
     for (int r = lane / kChunksPerRow; r < kRows; r += 32 / kChunksPerRow) {
-        const int row = order(r), column = (chunk % kChunksPerHalf) ^ (r % 8);
-        const bool there = row < count;
-        copy_async(shared_address(to + r * kRowBytes + column * kChunk),
-                   there ? from + 2 * row * tensor.row_stride : tensor.data, there);
+        const int row = order(r), swizzled = (chunk % kChunksPerPanel) ^ (r % 8);
+        const bool inside = row < count;
+        copy_async(shared_address(to + r * kRowBytes + swizzled * kChunk),
+                   inside ? from + 2 * row * tensor.row_stride : tensor.data, inside);
     }
 }
 
-// Waits for the copies of this warp, makes them visible to wgmma, and arrives once on `full`; the consumers wait on it.
+// Waits for the copies of this warp and makes them visible to wgmma. Then lane 0 arrives on `full`; consumers wait on
+// it.
 __device__ inline void finish_copy(uint64_t* full) {
     cp_async_wait_all();
     fence_async_proxy();
@@ -47,7 +48,7 @@ __device__ inline void finish_copy(uint64_t* full) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(full);
 }
 
-// The permutation of the keys of a tile (README.md): row 8n + 2t + c in shared memory is key kKeys / 4 * t + 2n + c.
+// The permutation of the keys of a tile (README.md): row 8n + 2t + c in shared memory is key (kKeys / 4) t + 2n + c.
 template <int kKeys>
 struct KeyOrder {
     __device__ int operator()(int row) const { return row % 8 / 2 * (kKeys / 4) + row / 8 * 2 + row % 2; }

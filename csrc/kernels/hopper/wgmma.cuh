@@ -1,8 +1,9 @@
 // wgmma, the matrix product of a warpgroup. B comes from shared memory, A from shared memory or registers; the result
 // is in fp32 registers.
 //
-// Descriptors describe tiles of 128-byte rows with the 128-byte swizzle: an atom has 8 rows, so SBO is 1024 bytes. A
-// K-major operand needs no LBO. For an MN-major operand (V), LBO is the distance to the next 64 columns.
+// Descriptors describe tiles of 128-byte rows with the 128-byte swizzle. An atom of the swizzle has 8 rows, so the
+// stride between atoms (SBO, stride byte offset) is 1024 bytes. A K-major operand needs no LBO (leading byte offset).
+// For an MN-major operand such as V, LBO is the distance to the next 64 columns.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,7 +14,8 @@
 
 namespace megatron_sb::hopper {
 
-// Adds the upper half of a descriptor, which is the same for all tiles: SBO 1024 bytes, 128-byte swizzle.
+// Joins the lower half of a descriptor and the upper half, which is the same for all tiles: SBO 1024 bytes, 128-byte
+// swizzle.
 __device__ __forceinline__ uint64_t descriptor(uint32_t low) {
     return (uint64_t(0x40000040u) << 32) | low;
 }
@@ -21,7 +23,8 @@ __device__ __forceinline__ uint32_t descriptor_low(uint32_t shared_address, int 
     return (shared_address >> 4) | (uint32_t(lbo_bytes >> 4) << 16);
 }
 
-// Orders earlier accesses to registers and shared memory before the wgmma that follow.
+// Orders earlier accesses to registers before the wgmma that follow. Ordinary writes to shared memory also need
+// fence_async_proxy().
 __device__ __forceinline__ void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -94,8 +97,9 @@ __device__ __forceinline__ constexpr int accumulator_register(int r, int k) {
 // clang-format on
 
 // d (64, n) = a b (wgmma_overwrite) or d += a b (wgmma_accumulate), with a and b in shared memory. A transposed operand
-// is MN-major. The predicate of the instruction selects whether it reads d. a_, b_, ta_ and tb_ are the operand numbers
-// of a, b and the two transpositions, which follow the registers of d.
+// is MN-major. The predicate of the instruction selects whether it reads d. The registers of d are the first operands
+// of the asm statement. a_, b_, ta_ and tb_ are the numbers of the operands that follow: a, b and the two
+// transpositions.
 #define SB_SHARED_PRODUCT(name, Type, type, n, count, outputs, predicate, a_, b_, ta_, tb_)                     \
     template <int kTransposeA = 0, int kTransposeB = 0>                                                         \
     __device__ __forceinline__ void name(Type, float(&d)[count], uint64_t a, uint64_t b) {                      \
