@@ -147,9 +147,9 @@ def parallel_stickbreaking_attn(
 
     Raises:
         TypeError: if an argument has a wrong type.
-        ValueError: if shapes do not match, h is not a multiple of h_kv, a head_dim is above 256, b is not 1 with
-            cu_seqlens, or the functions of megatron_sb raise it. As in flash-linear-attention, fewer queries than keys
-            are an error.
+        ValueError: if shapes do not match, h is not a multiple of h_kv, or a head_dim is above 256. Or if b is not 1
+            with cu_seqlens, or the functions of megatron_sb raise it. As in flash-linear-attention, fewer queries than
+            keys are an error.
 
     Example:
         >>> import torch

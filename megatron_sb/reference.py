@@ -4,7 +4,7 @@ For query j and key i (Tan et al., Stick-breaking attention, arXiv 2410.17980, e
 
     beta_ij = sigmoid(z_ij)      log A_ij = log beta_ij + sum_{i<k<j} log(1 - beta_kj)      o_j = sum_i A_ij v_i
 
-The mass is prod_k (1 - beta_kj), the part of the stick that is left. Euclidean logits are
+The mass is prod_k (1 - beta_kj), the part of the stick that remains after all keys. Euclidean logits are
 z_ij = -scale * |q_j - k_i|^2. With a forget gate, beta_ij = f_i * sigmoid(z_ij).
 
 Sums of logarithms in float64 are accurate for logits of -30 over many thousand keys, and for a stick that the first key
@@ -129,8 +129,8 @@ def stickbreaking_attention_varlen(
         o: (t, h, d_v) float64. With return_mass also mass: (h, t) float64.
 
     Raises:
-        ValueError: if stickbreaking_attention raises it for a document, if offsets do not start at 0, decrease or end
-            beyond the rows, or if cu_seqlens and cu_seqlens_k differ in length.
+        ValueError: if offsets do not start at 0, decrease or end beyond the rows. Or if cu_seqlens and cu_seqlens_k
+            differ in length, or stickbreaking_attention raises it for a document.
 
     Example:
         >>> import torch

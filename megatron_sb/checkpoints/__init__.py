@@ -71,8 +71,8 @@ def load(source: str | Path, config: str | Path | None = None) -> StickBreakingF
 
     Raises:
         FileNotFoundError: if the folder has no config.json or no weights, or `config` does not exist.
-        ValueError: if an option cannot be converted, a weight is missing, unexpected or of the wrong shape, or `config`
-            is given for a format that stores its configuration.
+        ValueError: if an option cannot be converted, or a weight is missing, unexpected or of the wrong shape. Or if
+            `config` is given for a format that stores its configuration.
 
     Example:
         >>> import tempfile

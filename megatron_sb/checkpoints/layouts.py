@@ -61,5 +61,5 @@ def interleaved_head_order(num_heads: int, num_kv_heads: int) -> Tensor:
 
 
 def reorder_heads(x: Tensor, order: Tensor, dim: int = 0) -> Tensor:
-    """Permute the heads of x along dim, whose size is a multiple of the number of heads."""
+    """Permute the heads of x along dim. The size of dim must be a multiple of the number of heads."""
     return x.unflatten(dim, (len(order), -1)).index_select(dim, order).flatten(dim, dim + 1)

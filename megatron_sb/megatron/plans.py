@@ -12,10 +12,10 @@ from megatron_sb.ops.context_parallel import ContextParallelPlan
 class PlanCache:
     """Keep the latest context-parallel plans.
 
-    A plan is reused while the group, the sequence length, the layout and the packing are the same, and `cu_seqlens` is
-    the same tensor object with the same version counter. Collectives and writes through `.data` do not change the
-    version counter. On a CPU such writes are detected, because the values are compared too. On a GPU they are not.
-    Inference tensors have no version counter, so each call with one makes a new plan.
+    A plan is reused while the group, the sequence length, the layout and the packing are the same. `cu_seqlens` must
+    also be the same tensor object with the same version counter. Collectives and writes through `.data` do not change
+    the version counter. On a CPU such writes are detected, because the values are compared too. On a GPU they are not
+    detected. Inference tensors have no version counter, so each call with one makes a new plan.
 
     Making a plan is a collective. The ranks of a group run the same layers on the same batches, so they make plans at
     the same calls. The cache holds references to process groups and `cu_seqlens` until `clear`.

@@ -1,14 +1,14 @@
 """Forget gates, and the auxiliary loss that keeps them open.
 
-beta_ij = f_i * sigmoid(z_ij) with f = sigmoid(a), where a is a projection of the key's own hidden state, one value for
-each key and KV head.
+beta_ij = f_i * sigmoid(z_ij) with f = sigmoid(a). The logit a is a projection of the hidden state of the key, with one
+value for each key and KV head.
 """
 
 import torch
 from torch import Tensor
 
-# Initial bias of a. With f = 0.993 the attention is close to attention without gates, and the derivative
-# f (1 - f) = 0.007 is still large enough to learn from.
+# Initial bias of a. With f = 0.993 the attention is close to attention without gates. The derivative f (1 - f) = 0.007
+# is still large enough to learn from.
 OPEN_GATE = 5.0
 _MIN_GATE = 2.0**-64  # Keeps the logarithm of f in the loss finite.
 

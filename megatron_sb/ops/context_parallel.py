@@ -205,9 +205,9 @@ def context_parallel_attention(
 
     Memory in addition to the local tensors:
 
-    - "p2p" keeps about 8 * ranks bytes for each local row and head, and for zigzag two fp32 partial outputs of half of
-      the rows (of nearly all rows if many documents are packed per_document). It holds two chunks of keys for each of
-      two lanes, and in the backward three chunks of fp32 gradients for each lane.
+    - "p2p" keeps about 8 * ranks bytes for each local row and head. With zigzag it also keeps two fp32 partial outputs
+      of half of the rows (of nearly all rows if many documents are packed per_document). It holds two chunks of keys
+      for each of two lanes, and in the backward three chunks of fp32 gradients for each lane.
     - "all_gather" holds the keys and values of the whole sequence for up to two groups of heads, in the backward with
       their fp32 gradients. A group is a quarter of the KV heads, at least one, and below 32768 rows all of them.
     - "a2a" keeps the exchanged queries, keys and values instead of the local ones. They take the same memory.
@@ -253,8 +253,8 @@ def context_parallel_attention(
         ValueError: If an argument has an invalid value, a length does not divide, or the ranks disagree.
             While a plan is made, and until the first call with it has succeeded, an error on one rank is raised on
             every rank. After that, it is raised only on the rank that has the invalid argument.
-            These errors are never sent to other ranks: a wrong number of dimensions of q without a plan, a plan that
-            contradicts other arguments, unknown logits, and hierarchical_groups that are not two groups of this rank.
+            Four errors are raised only on this rank at any time: a wrong number of dimensions of q without a plan, a
+            plan that contradicts other arguments, unknown logits, and hierarchical_groups that are not two groups.
         TypeError: If an argument has a wrong type, on the rank that has it.
         RuntimeError: If another rank is lost, has raised an error alone, or does not call the function before the
             timeout of the group.
@@ -376,9 +376,9 @@ def unshard_sequence(
         The whole sequence, on every rank.
 
     Raises:
-        ValueError: On every rank, if a length does not divide, offsets or dim are invalid, or the ranks disagree on the
-            shape or dtype of x, dim, layout, packing or cu_seqlens. On this rank alone, if its cu_seqlens has a wrong
-            type, dtype or number of dimensions.
+        ValueError: On every rank, if a length does not divide, or offsets or dim are invalid. Or if the ranks disagree
+            on the shape or dtype of x, dim, layout, packing or cu_seqlens. On this rank alone, if its cu_seqlens has a
+            wrong type, dtype or number of dimensions.
         TypeError: If cp_group is not a process group, or x is not a tensor.
         RuntimeError: If another rank is lost, or does not call the function before the timeout of the group.
 
