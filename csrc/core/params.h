@@ -45,7 +45,7 @@ struct Segments {
     SB_HOST_DEVICE const Segment& operator[](int32_t i) const { return data == nullptr ? whole : data[i]; }
 };
 
-// A tensor (batch, row, head, head_dim) whose last stride is 1. Strides are in elements, not bytes.
+// A tensor (batch, row, head, head_dim). The last stride is 1; the other strides are in elements, not bytes.
 template <class Pointer>
 struct Rows {
     Pointer data = nullptr;
@@ -67,15 +67,16 @@ struct Sizes {
 
 struct Options {
     double scale;              // z = scale * q . k
-    double mass_threshold;     // a row whose mass is below this skips older keys; 0 disables skipping
+    double mass_threshold;     // a row with less mass skips older keys; 0 disables skipping
     bool attend_current;       // a query sees its own position: keys i <= j instead of i < j
     bool forget_gate = false;  // rows of k contain their gates (below)
 };
 
 // With forget gates, beta = f sigmoid(z), where f in [0, 1] belongs to the key. A row of k then has head_dim +
-// kGateColumns columns. f is the sum of the first kGateParts columns after head_dim, so that 16-bit types represent 24
-// bits of f, and of 1 - f for a gate that is nearly open. The other columns are not read. A gate is therefore sent and
-// sharded with its key. A row of dk is as wide; the gradient of f is added to its first column after head_dim.
+// kGateColumns columns. f is the sum of the first kGateParts columns after head_dim. With several columns, 16-bit
+// types represent 24 bits of f, and of 1 - f for a gate that is nearly open. The other columns are not read. A gate is
+// therefore sent and sharded with its key. A row of dk is as wide; the gradient of f is added to its first column after
+// head_dim.
 inline constexpr int kGateColumns = 8;  // 16 bytes of a 16-bit type: rows stay aligned
 inline constexpr int kGateParts = 3;
 inline constexpr float kLeastGate = 0x1p-64f;  // the backward computes g / max(f, kLeastGate)

@@ -24,7 +24,7 @@ SB_HOST_DEVICE inline Segment clamped(const Segment& s, const Sizes& sizes) {
 }
 
 // Returns the segment of document i of cu_seqlens (rows of q) and cu_seqlens_k (rows of k). The queries of a document
-// are the last positions of its keys. Bounds are clamped to the rows of q and k, so that values which the host has not
+// are the last positions of its keys. Bounds are clamped to the rows of q and k. So values that the host has not
 // checked cannot cause an access out of bounds.
 SB_HOST_DEVICE inline Segment document_segment(const int32_t* cu_seqlens, const int32_t* cu_seqlens_k, int32_t i,
                                                int32_t q_rows, int32_t k_rows) {

@@ -1,10 +1,17 @@
 // Stick-breaking attention (Tan et al., arXiv 2410.17980) for C++ programs, without Python. Link megatron_sb::ops.
 //
+//   const auto [o, mass] = megatron_sb::stickbreaking_attention(q, k, v);
+//
 //   z_ij = scale * q_j . k_i,   beta = sigmoid(z),   A_ij = beta_ij * prod_{i<k<j} (1 - beta_kj)        (eq. 1)
 //   o_j = sum_i A_ij v_i,   mass_j = 1 - sum_i A_ij, the part of the stick that is left
 //
-// Shapes: b batch elements, s queries and s_k keys of a sequence, t rows of a packed batch, h query heads, h_kv KV
-// heads, d = head_dim of q and k, d_v = head_dim of v and o.
+// Letters of shapes:
+// - b: batch elements
+// - s, s_k: queries and keys of a sequence
+// - t, t_k: query rows and key rows of a packed batch
+// - h, h_kv: query heads and KV heads
+// - d: head_dim of q and k
+// - d_v: head_dim of v and o
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,5 +1,8 @@
 // Stick-breaking attention over a sequence that is split over a process group, for C++ programs, without Python.
 //
+//   const auto plan = c10::make_intrusive<megatron_sb::ContextParallelPlan>(group_name, seq_len, std::nullopt);
+//   const auto [o, mass] = megatron_sb::context_parallel_attention(q, k, v, plan);
+//
 // A stream of seq_len rows is one sequence or several packed documents. `layout` and `packing` determine how it is
 // split over the ranks of the group. Each rank passes its local rows of q, k and v and receives its local rows of the
 // output.
@@ -86,9 +89,9 @@ struct ContextParallelOptions : AttentionOptions {
 //   Dtypes and limits as in stickbreaking_attention.
 // - options.forget_gate: of the local keys, (b, s_local, h_kv) or (t_local, h_kv).
 //
-// Returns (o, mass): o (b, s_local, h, d_v) or (t_local, h, d_v) in q's dtype, and mass (b, h, s_local) or (h,
-// t_local) in fp32 (fp64 if q is fp64). Both can be differentiated once. Rows of no document get o = 0, mass = 1 and
-// zero gradients.
+// Returns (o, mass): o (b, s_local, h, d_v) or (t_local, h, d_v) in q's dtype; mass (b, h, s_local) or (h, t_local) in
+// fp32 (fp64 if q is fp64). Both can be differentiated once. Rows of no document get o = 0, mass = 1 and zero
+// gradients.
 //
 // The first call with new shapes or options checks that the ranks agree on them. Throws c10::TypeError,
 // c10::ValueError or std::invalid_argument if an argument is invalid or the ranks disagree. In the first call of a

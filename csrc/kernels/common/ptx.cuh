@@ -104,8 +104,8 @@ __device__ inline float reciprocal(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// Returns x and hides its origin from the compiler. The compiler then computes expressions of x inside a loop again in
-// each iteration, instead of keeping them in registers or spilling them to local memory.
+// Returns x and hides its origin from the compiler. The compiler then computes expressions of x again in each
+// iteration of a loop. Without this, it keeps them in registers or spills them to local memory.
 __device__ inline int opaque(int x) {
     asm volatile("" : "+r"(x));
     return x;

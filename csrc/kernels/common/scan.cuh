@@ -9,9 +9,9 @@
 //
 //     A_k = e_k P_k,   P_(k+1) = P_k + A_k
 //
-// The mass at the older side of a thread's keys is the mass at the newer edge of the tile divided by prod (1 + e). The
-// kernels store that product minus 1, as a `rise`; a tile takes P rise / (1 + rise) from the mass. The reason: numbers
-// next to 1, and their reciprocals, lie on a coarse grid, and such errors accumulate over the tiles.
+// From newer to older keys, the mass is divided by prod (1 + e). The kernels store this product minus 1, as a `rise`,
+// and subtract P rise / (1 + rise) from the mass. The reason: numbers next to 1, and their reciprocals, lie on a coarse
+// grid, and such errors accumulate over the tiles.
 //
 // With forget gates all this holds for the gated odds (gates.cuh).
 #pragma once
@@ -87,8 +87,8 @@ __device__ inline void exponentials(float (&x)[kTiles][kBlocks][4], float scale_
     }
 }
 
-// Returns a function f(part), for part = 0 .. kParts - 1, that computes the same in parts, without gates. multiply_rows
-// calls it between its steps.
+// Returns a function f(part) that does the same without gates, for one of kParts parts of the keys. multiply_rows calls
+// it between its steps.
 template <int kParts, int kTiles, int kBlocks>
 __device__ inline auto exponentials_in_parts(float (&x)[kTiles][kBlocks][4], const Scalars& scalars,
                                              Rises<kTiles, kBlocks>& rises) {

@@ -188,9 +188,9 @@ struct NoWork {
     __device__ void operator()(int) const {}
 };
 
-// c (16 kTiles, 8 kBlocks) += a b^T over the first `width` bytes of the rows of both tiles. interleaved(i) is called
-// for each i below kPitch / 32, in order. It is independent arithmetic that fills the issue slots between the steps of
-// the tensor cores.
+// c (16 kTiles, 8 kBlocks) += a b^T over the first `width` bytes of the rows of both tiles. It also calls
+// interleaved(i) for each i below kPitch / 32, in order: independent arithmetic that fills the issue slots between the
+// steps of the tensor cores.
 template <class T, int kPitch, int kTiles, int kBlocks, class Interleaved = NoWork>
 __device__ inline void multiply_rows(float (&c)[kTiles][kBlocks][4], uint32_t a_tile, uint32_t b_tile, int width,
                                      Interleaved interleaved = {}) {
@@ -274,8 +274,8 @@ __device__ inline void multiply_accumulators(float (&c)[kTiles][kOut][4], float 
     }
 }
 
-// c (16 kTiles, 8 kOut) += a^T b over kRows rows of both tiles, with the first columns of `a` and the columns of b from
-// b_column on. b_column is a multiple of 8 kOut.
+// c (16 kTiles, 8 kOut) += a^T b over kRows rows of both tiles. It reads the first columns of `a`, and the columns of b
+// from b_column on. b_column is a multiple of 8 kOut.
 template <class T, int kRows, int kPitchA, int kPitchB, int kTiles, int kOut>
 __device__ inline void multiply_columns(float (&c)[kTiles][kOut][4], uint32_t a_tile, uint32_t b_tile, int b_column) {
     constexpr int kSteps = kRows / kDepth<T>, kUnrolled = sizeof(T) == 2 ? kSteps : 1;  // more would spill with fp32

@@ -4,11 +4,11 @@
 //   dq = scale sum_k dz_k k_k,   dk_k = scale sum_j dz_jk q_j,   dv_k = sum_j A_jk dO_j
 //
 // In the tile where a row starts, the mass at the newer edge comes from its restart record. In all later tiles it is
-// P_newer = P_older + e P_older, key by key. It is never derived from a total mass, and never from P_older / prod (1 -
-// beta): factors next to 1 lie on a coarse grid and their product drifts (dk has an error of 7e-5 at 16K keys of mean
-// logit -11, instead of 4e-6). 1 - beta is computed as 1 / (1 + e).
+// P_newer = P_older + e P_older, key by key. It is never derived from a total mass, and never from
+// P_older / prod (1 - beta): factors next to 1 lie on a coarse grid and their product drifts. dk of 16K keys with mean
+// logit -11 would have an error of 7e-5 instead of 4e-6. 1 - beta is computed as 1 / (1 + e).
 //
-// With forget gates this holds with e' = f e / (1 + (1 - f) e) in place of e, and its logarithm y in place of z. Let
+// With forget gates, e' = f e / (1 + (1 - f) e) takes the place of e, and y = log e' the place of z. Let
 // r = 1 / (1 + (1 - f) e) and dy_k = (1 - beta_k) g_k - beta_k b_k. Then
 //
 //   dz_k = r dy_k,   df_k = dy_k / (f (1 - beta_k)),

@@ -2,7 +2,7 @@
 //
 //   e = 2^(scale log2(e) q . k),  1 - beta = 1 / (1 + e),  A_k = e_k * (mass after key k)
 //
-// It processes keys in quads of neighbours, of which key 1 is the newest, with one division for four scores:
+// It processes keys in quads of neighbours with one division for four scores. Key 1 of a quad is the newest:
 //
 //   P4 = P / ((1+e1)(1+e2)(1+e3)(1+e4));  A4 = e4 P4;  P3 = P4 + A4;  A3 = e3 P3;  ...
 //

@@ -134,8 +134,8 @@ inline void multiply_block(const Scalars<T>& a, const T* b, int b_pitch, int dep
         for (int v = 0; v < kVectors; ++v) store(c + r * c_pitch + v * kLanes<T>, sum[r][v]);
 }
 
-// c (rows, columns) = a b, or c += a b with kAdd, for a (rows, depth) and b (depth, columns). rows is a multiple of 4,
-// columns a multiple of the lanes.
+// c (rows, columns) = a b, or c += a b with kAdd, for a (rows, depth) and b (depth, columns). `rows` is a multiple of
+// 4, and `columns` a multiple of kLanes.
 template <class T, bool kAdd>
 inline void multiply(const Scalars<T>& a, const T* b, int b_pitch, int rows, int columns, int depth, T* c,
                      int c_pitch) {
@@ -230,9 +230,9 @@ class Scratch {
     std::vector<std::unique_ptr<T, decltype(&std::free)>> blocks_;
 };
 
-// Replaces q . k by e_kj = 2^(z log2 e) for the keys [0, keys) of a tile, and by 0 where the row does not see the key.
-// limit[r] is the number of keys of the tile that row r sees. Writes, for each vector of rows, whether some e is too
-// large for quads.
+// Replaces q . k by 2^(z log2 e) = exp(z) for the keys [0, keys) of a tile, and by 0 if the row does not see the key.
+// limit[r] is the number of keys of the tile that row r sees. Writes to `saturated`, for each vector of rows, whether
+// some exp(z) is too large for quads.
 template <class T>
 inline void exponentials(T* scores, int keys, int lanes, T scale_log2e, const T* limit, bool masked, bool* saturated) {
     for (int v = 0; v * kLanes<T> < lanes; ++v) {

@@ -113,8 +113,8 @@ struct Workspace {
         plan.max_key_tiles = int32_t(bounds.key_tiles);
     }
 
-    // Returns how many blocks the workspace has if it has `bytes` bytes: as many as fit, at most all blocks, and at
-    // least those of two query tiles, so that a chunk has one query tile or more.
+    // Returns the number of blocks in a workspace of `bytes` bytes: as many as fit, but at most all blocks. It is at
+    // least the blocks of two query tiles, so that each chunk has a query tile.
     int64_t room(const Bounds& bounds, int64_t bytes) const {
         const int64_t whole = (bytes - used_bytes) / kWorkspaceAlignment * kWorkspaceAlignment;
         return std::min(std::max(whole / bounds.block_bytes, 2 * bounds.largest_tile), bounds.blocks);

@@ -52,7 +52,7 @@ struct BackwardPlan {
     Starts* starts;  // at the first block of each query tile
     float* carries;
     int32_t max_query_tiles, max_key_tiles;
-    int64_t window;  // chunk i has the query tiles whose first block is in [i * window, (i + 1) * window)
+    int64_t window;  // a query tile belongs to chunk (number of its first block) / window
     int32_t chunk;   // of this launch
 };
 

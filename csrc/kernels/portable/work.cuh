@@ -1,5 +1,5 @@
-// Code that the forward and the backward share: the instance for the head dimensions and gates of a call, the head that
-// a CTA processes, the rows of Q of a thread, and the launch.
+// Code that the forward and the backward share: the choice of an instance, the head that a CTA processes, the rows of Q
+// of a thread, and the launch.
 #pragma once
 
 #include <algorithm>
