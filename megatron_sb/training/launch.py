@@ -7,42 +7,13 @@ a rank. Otherwise it starts `parallel.ranks` processes on this machine, which ca
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from megatron_sb.ops.library import module_command
 from megatron_sb.training import config as configuration
+from megatron_sb.training.command import Command
 from megatron_sb.training.profiler import ProfilerWindow
-from megatron_sb.training.supervisor import EXIT_REFUSED, PARENT_PIPE, say, start_ranks
-
-
-@dataclass(frozen=True)
-class Command:
-    """The arguments of `main`.
-
-    Attributes:
-        config_path: As in `main`.
-        overrides: As in `main`.
-        out: As in `main`.
-        resume: As in `main`.
-        profiled: First and last step to profile, (0, 0) for none.
-    """
-
-    config_path: str
-    overrides: tuple[str, ...]
-    out: str | None
-    resume: bool
-    profiled: tuple[int, int]
-
-    def to_resume(self, directory: Path) -> str:
-        """Return the command that resumes the run in `directory`. Under torchrun it lacks torchrun's own options."""
-        rest = ["--out", str(directory), "--resume"]
-        if PARENT_PIPE not in os.environ:
-            return "torchrun ... -m megatron_sb.training " + shlex.join([self.config_path, *self.overrides, *rest])
-        changes = [f"--set={override}" for override in self.overrides]
-        return "megatron-sb train " + shlex.join([self.config_path, *changes, *rest])
+from megatron_sb.training.supervisor import EXIT_REFUSED, say, start_ranks
 
 
 def main(

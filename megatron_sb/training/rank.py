@@ -11,22 +11,20 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from megatron_sb.training import config as configuration
 from megatron_sb.training.checkpoint import write_atomically
+from megatron_sb.training.command import Command
 from megatron_sb.training.config import ConfigError, TrainingConfig
 from megatron_sb.training.directory import prepare_directory
 from megatron_sb.training.loop import Diverged, Interrupted, Job
 from megatron_sb.training.profiler import ProfilerWindow
 from megatron_sb.training.report import Report, hardware
 from megatron_sb.training.supervisor import EXIT_FAILED, EXIT_REFUSED, say, when_parent_is_gone
-
-if TYPE_CHECKING:
-    from megatron_sb.training.launch import Command
 
 
 def run_rank(config: TrainingConfig, command: Command) -> NoReturn:

@@ -1,47 +1,17 @@
-"""The `data` section: a base class for every kind of task, and the kinds that read documents."""
+"""The `data` section: the kinds that read documents."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from megatron_sb.training.config.types import Fraction, NonNegativeInt, PositiveInt, Section, section
-
-if TYPE_CHECKING:
-    from megatron_sb.training.config.schema import EvaluationConfig, StageConfig, TrainingConfig
+from megatron_sb.training.config.schema import DataConfig, StageConfig, TrainingConfig
+from megatron_sb.training.config.types import Fraction, NonNegativeInt, PositiveInt, section
 
 STANDARD_LIBRARY = "python-stdlib"
 SITE_PACKAGES = "python-site-packages"
 TEXT_OF_PYTHON = (STANDARD_LIBRARY, SITE_PACKAGES)  # names that data.paths accepts in place of a path
 BYTE_VOCAB_SIZE = 257  # 256 bytes and the end-of-document token
-
-
-@section
-class DataConfig(Section):
-    """Base class of the `data` section. A task declares its fields in a subclass, which `megatron_sb._tasks` lists.
-
-    Every subclass also has the attributes `vocab_size` (int, before padding) and `end_of_document` (a token, or None).
-
-    Attributes:
-        kind: Names the task.
-        task: "module:class" of the `training.task.Task`, which is constructed from the whole configuration.
-    """
-
-    kind: str
-    task: ClassVar[str]
-
-    def problems(self, config: TrainingConfig) -> Iterator[str]:
-        """Yield a sentence for each contradiction between these fields and the rest of the configuration."""
-        yield from ()
-
-    def stage_problems(self, config: TrainingConfig, stage: StageConfig, path: str) -> Iterator[str]:
-        """Yield a sentence for each contradiction between these fields and a stage. path: the stage's dotted path."""
-        yield from ()
-
-    def longest_evaluated(self, evaluation: EvaluationConfig, stage: StageConfig) -> int:
-        """Return the longest context, in tokens, that a model is evaluated with after `stage`."""
-        multiple = evaluation.length_factor * stage.context_length
-        return min(multiple, evaluation.longest or multiple)
 
 
 @section

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from megatron_sb.options import COMMS, LAYOUTS, LOGITS, PACKINGS, LayerOptions
-from megatron_sb.training.config.data import DataConfig, TextDataConfig
 from megatron_sb.training.config.tasks import read_data_section
 from megatron_sb.training.config.types import (
     BelowOne,
@@ -190,6 +190,34 @@ class ReportConfig(Section):
 
 
 @section
+class DataConfig(Section):
+    """Base class of the `data` section. A task declares its fields in a subclass, which `megatron_sb._tasks` lists.
+
+    Every subclass also has the attributes `vocab_size` (int, before padding) and `end_of_document` (a token, or None).
+
+    Attributes:
+        kind: Names the task.
+        task: "module:class" of the `training.task.Task`, which is constructed from the whole configuration.
+    """
+
+    kind: str
+    task: ClassVar[str]
+
+    def problems(self, config: TrainingConfig) -> Iterator[str]:
+        """Yield a sentence for each contradiction between these fields and the rest of the configuration."""
+        yield from ()
+
+    def stage_problems(self, config: TrainingConfig, stage: StageConfig, path: str) -> Iterator[str]:
+        """Yield a sentence for each contradiction between these fields and a stage. path: the stage's dotted path."""
+        yield from ()
+
+    def longest_evaluated(self, evaluation: EvaluationConfig, stage: StageConfig) -> int:
+        """Return the longest context, in tokens, that a model is evaluated with after `stage`."""
+        multiple = evaluation.length_factor * stage.context_length
+        return min(multiple, evaluation.longest or multiple)
+
+
+@section
 class TrainingConfig(Section):
     """The configuration of a job."""
 
@@ -199,7 +227,9 @@ class TrainingConfig(Section):
     seed: Seed = 0
     compare: tuple[Name, ...] = ("stick_breaking", "softmax_rope")
     initial_checkpoint: str | None = None
-    data: Annotated[DataConfig, BeforeValidator(read_data_section)] = dataclasses.field(default_factory=TextDataConfig)
+    data: Annotated[DataConfig, BeforeValidator(read_data_section)] = dataclasses.field(
+        default_factory=lambda: read_data_section({})
+    )
     attention: Annotated[
         dict[Name, Annotated[AttentionConfig, Field(discriminator="kind")]], BeforeValidator(_with_predefined)
     ] = dataclasses.field(default_factory=_predefined_attention)

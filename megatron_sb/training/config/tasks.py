@@ -8,8 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from megatron_sb._tasks import TASKS, find_tasks, import_object
-from megatron_sb.training.config.data import DataConfig
-from megatron_sb.training.config.types import ConfigError
+from megatron_sb.training.config.types import ConfigError, Section
 
 
 def read_data_section(section: Any) -> Any:
@@ -23,7 +22,7 @@ def read_data_section(section: Any) -> Any:
     return TypeAdapter(cls).validate_python(fields)
 
 
-def choose_data_class(section: dict) -> tuple[type[DataConfig], dict]:
+def choose_data_class(section: dict) -> tuple[type[Section], dict]:
     """Return the class of a `data` section, and the fields to construct it from.
 
     A field of another kind is dropped if it is null or has its default, because saved configurations of older runs hold
@@ -58,7 +57,7 @@ def _fields_of(cls: type) -> dict[str, dataclasses.Field]:
     return {field.name: field for field in dataclasses.fields(cls)}
 
 
-def _owners(name: str) -> dict[str, type[DataConfig]]:
+def _owners(name: str) -> dict[str, type[Section]]:
     """Return the classes that have the field, by kind."""
     classes = ((kind, import_object(text)) for kind, texts in find_tasks().items() for text in texts)
     return {kind: cls for kind, cls in classes if name in _fields_of(cls)}
