@@ -3,7 +3,7 @@
 //
 //     warp 1  CarryReader      reads the carries of a step, from the next older key tile or from the restart records
 //     warp 2  wait_for_turns   lets the consumers add a step to dq after the next older key tile has added
-//     warp 3  Publisher        sends carries to the next newer key tile, and later tells it that it may add to dq
+//     warp 3  Publisher        sends carries to the next newer key tile, and later its turn to add to dq
 //
 // Synchronisation within the CTA.
 //     barrier              arrives                            waits

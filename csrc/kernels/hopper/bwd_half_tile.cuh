@@ -105,10 +105,11 @@ class HalfScan : protected BackwardThread<T> {
     }
     // Zeroes a row of Q in shared memory if the row starts only in newer keys and its scores in this half are NaN. dK
     // adds dz^T Q, and dz = 0 times NaN would be NaN. The row stays zero until dK of this step is done: the warpgroup
-    // that computes dK arrives on qdo_empty only after that. Known race: nothing orders these stores and the products
-    // of the newer half that read the same row of Q. If the row starts in the newer half, that half may compute with
-    // zeros instead of q. Gradients that should be NaN are then finite, and differ between runs. This needs a NaN in
-    // the row or in a key of this half.
+    // that computes dK arrives on qdo_empty only after that.
+    //
+    // Known race. Nothing orders these stores and the products of the newer half that read the same row of Q. If the
+    // row starts in the newer half, that half may compute with zeros instead of q. Gradients that should be NaN are
+    // then finite, and differ between runs. This happens only with a NaN in the row or in a key of this half.
     template <class Scan>
     __device__ __forceinline__ void clear_nan_queries(const Scan& scan, int stage) const {
 #pragma unroll

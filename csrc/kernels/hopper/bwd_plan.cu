@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kPlanThreads)
 }
 
 // Writes oldest_tile and newest_half of each step, over the rows of this step alone. `first_row` is the index of the
-// segment's first query row in a tensor (batch, head, row).
+// first query row of the segment in a tensor (batch, head, row).
 __device__ void find_starts(const BackwardParams& p, const Segment& s, int64_t first_row, StepStarts* starts) {
     constexpr int kRows = kStepsAtOnce * kStepRows / 32;  // rows per lane
     const int steps = num_steps(s), lane = threadIdx.x % 32, warps = blockDim.x / 32;

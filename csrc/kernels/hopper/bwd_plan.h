@@ -28,7 +28,7 @@ struct SegmentPlan {
 };
 
 // Where the rows of a step start. From a step to the next newer one, oldest_tile never decreases. So the step loader
-// finds the newest step that needs a key tile by binary search. newest_half_so_far of that step then tells whether any
+// finds the newest step that needs a key tile by binary search. newest_half_so_far of that step then shows whether any
 // of the steps is slow.
 struct StepStarts {
     int32_t oldest_tile;         // oldest key tile that a row of this step, or of a newer step, needs
@@ -37,8 +37,7 @@ struct StepStarts {
 };
 
 // The carry of a row at the newer edge of a key tile, on its way to the next newer one. The publisher writes it, and
-// the carry reader of the other CTA reads it, in one 16-byte transaction. So `tile` tells for which key tile it is
-// valid.
+// the carry reader of the other CTA reads it, in one 16-byte transaction. `tile` is the key tile that must read it.
 struct alignas(16) CarrySlot {
     float mass, prefix;
     int32_t tile;

@@ -11,8 +11,8 @@ constexpr int kBackwardKeyTile = 128;  // keys in a key tile, 64 for each half
 constexpr int kHalfTileKeys = 64;
 constexpr int kStepRows = 64;  // query rows in a step
 constexpr int kQdoStages = 3;
-// Slots for step descriptions. Consumers read them without an `empty` barrier of their own. This is safe because the
-// step loader waits on qdo_empty, so it is at most kQdoStages steps ahead of them.
+// Slots for step descriptions. The step loader waits on step_info_empty before it overwrites one, but consumers do not
+// arrive there. They still read in time: the loader also waits on qdo_empty, so it is at most kQdoStages steps ahead.
 constexpr int kStepRing = 16;
 constexpr int kDqTurns = 4;        // steps that may add to dq at the same time
 constexpr int kCarryOutSlots = 8;  // slots for outgoing carries; kDqTurns limits the steps in flight to fewer

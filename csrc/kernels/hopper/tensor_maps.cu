@@ -69,7 +69,9 @@ CUtensorMap encode(const Rows<const void*>& tensor, Dtype dtype, const cuuint64_
     if (result != CUDA_SUCCESS)
         throw RuntimeFailure(concat("cuTensorMapEncodeTiled failed with CUresult ", int(result),
                                     " for a tensor with strides (batch, row, head) = (", tensor.batch_stride, ", ",
-                                    tensor.row_stride, ", ", tensor.head_stride, ") elements."));
+                                    tensor.row_stride, ", ", tensor.head_stride,
+                                    ") elements. Strides must be multiples of 8 elements and below 2^39, and the data "
+                                    "must start at a multiple of 16 bytes."));
     return map;
 }
 
