@@ -1,5 +1,5 @@
-// The step loader, warp 0 of the backward. It takes key tiles in the order of the tickets, finds the steps of each,
-// writes their descriptions for all other warps, and loads Q, dO, K and V.
+// The step loader, warp 0 of the backward. It takes key tiles in the order of the tickets and finds the steps of each.
+// It writes descriptions of the steps for all other warps, and loads Q, dO, K and V.
 //
 // Synchronisation. Lane 0 of the loader arrives on each `full` barrier; the loader waits on each `empty` barrier.
 //     barrier           the other side

@@ -61,7 +61,7 @@ struct BackwardControl {
     uint64_t step_info_full[kStepRing], step_info_empty[kStepRing];
     Step step_info[kStepRing];
     Carry carry_in[kQdoStages][kStepRows];
-    // Mass and prefix at the newer edge of each half: the older half writes [0] for the newer half, the newer half
+    // Mass and prefix at the newer edge of each half. The older half writes [0] for the newer half. The newer half
     // writes [1] for the publisher, which sends it to the next newer key tile.
     float2 carry_out[2][kCarryOutSlots][kStepRows];
 };

@@ -43,8 +43,8 @@ __device__ __forceinline__ void fence_accumulator(float (&d)[N]) {
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Where a thread keeps key k (0 is its oldest) of its row r (0 or 1) in an accumulator of scores, given the permuted
-// key order of the K tile (README.md).
+// Returns the register of an accumulator of scores in which a thread has key k of its row r (0 or 1). Key 0 is the
+// oldest of this thread. The order of the keys in the K tile must be permuted (README.md).
 __device__ __forceinline__ constexpr int accumulator_register(int r, int k) {
     return 4 * (k / 2) + 2 * r + k % 2;
 }
