@@ -210,7 +210,8 @@ def context_parallel_attention(
       for each of two lanes, and in the backward three chunks of fp32 gradients for each lane.
     - "all_gather" holds the keys and values of the whole sequence for up to two groups of heads, in the backward with
       their fp32 gradients. A group is a quarter of the KV heads, at least one, and below 32768 rows all of them.
-    - "a2a" keeps the exchanged queries, keys and values instead of the local ones. They take the same memory.
+    - "a2a" keeps the exchanged queries, keys and values for the backward. They take as much memory as the local ones,
+      which it does not keep.
 
     In "p2p" zigzag, a rank processes its keys in up to three runs, each from newest to oldest, and combines the runs at
     the end. Within a run, the forward skips keys by the mass of that run alone. Runs are combined from newest to
