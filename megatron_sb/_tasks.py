@@ -24,12 +24,24 @@ ENTRY_POINTS = "megatron_sb.tasks"
 
 
 def find_tasks() -> dict[str, tuple[str, ...]]:
-    """Return TASKS and the kinds that installed packages add. A package cannot replace a kind in TASKS."""
+    """Return TASKS and the kinds that installed packages add. A package cannot replace a kind in TASKS.
+
+    Example:
+        >>> from megatron_sb._tasks import find_tasks
+        >>> find_tasks()["indexed"]
+        ('megatron_sb.training.config.data:IndexedDataConfig',)
+    """
     added = importlib.metadata.entry_points(group=ENTRY_POINTS)
     return {point.name: (point.value,) for point in added} | TASKS
 
 
 def import_object(name: str) -> Any:
-    """Return the object that "module:attribute" names."""
+    """Return the object that "module:attribute" names.
+
+    Example:
+        >>> from megatron_sb._tasks import import_object
+        >>> import_object("math:gcd")(12, 18)
+        6
+    """
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)

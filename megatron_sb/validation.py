@@ -27,6 +27,13 @@ def check_number(
     """Raise TypeError unless value is a number, and ValueError if fits(value) is False.
 
     A tensor is not accepted as a number: an operator would read its value and give it no gradient.
+
+    Example:
+        >>> from megatron_sb.validation import check_number
+        >>> check_number("eps", -1.0, "a number of at least 0", lambda x: x >= 0)
+        Traceback (most recent call last):
+            ...
+        ValueError: eps must be a number of at least 0, got -1.0.
     """
     if isinstance(value, bool) or not (isinstance(value, Real) or type(value).__name__ in _SYMBOLIC_NUMBERS):
         raise TypeError(f"{name} must be {expected}, got {type(value).__name__}.")
@@ -63,6 +70,11 @@ def head_dim_of(hidden_size: int, num_heads: int, head_dim: int | None, heads_na
     """Return head_dim. Default: hidden_size / num_heads. Raise ValueError if the default is not an integer.
 
     heads_name: name of num_heads in the message.
+
+    Example:
+        >>> from megatron_sb.validation import head_dim_of
+        >>> head_dim_of(256, 8, None)
+        32
     """
     if head_dim is None and hidden_size % num_heads:
         raise ValueError(

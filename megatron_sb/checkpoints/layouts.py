@@ -11,6 +11,13 @@ def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, num_kv_heads: int) -> Tensor:
 
     For every KV head the result holds its query heads, its key head and its value head, head_dim rows each.
     Megatron-Core and Dolomite use this layout for any number of KV heads.
+
+    Example:
+        >>> import torch
+        >>> from megatron_sb.checkpoints.layouts import fuse_qkv
+        >>> q, k, v = torch.tensor([0, 1, 2, 3]), torch.tensor([10, 11]), torch.tensor([20, 21])  # head_dim 1
+        >>> fuse_qkv(*(x[:, None] for x in (q, k, v)), num_kv_heads=2).flatten()
+        tensor([ 0,  1, 10, 20,  2,  3, 11, 21])
     """
     parts = [x.unflatten(0, (num_kv_heads, -1)) for x in (q, k, v)]
     return torch.cat(parts, 1).flatten(0, 1)
@@ -56,6 +63,11 @@ def interleaved_head_order(num_heads: int, num_kv_heads: int) -> Tensor:
 
     Interleaved: query head n reads KV head n % num_kv_heads. Grouped: query head n reads KV head
     n // (num_heads // num_kv_heads). x[order] is grouped if x is interleaved; `order.argsort()` is the inverse.
+
+    Example:
+        >>> from megatron_sb.checkpoints.layouts import interleaved_head_order
+        >>> interleaved_head_order(num_heads=4, num_kv_heads=2)  # heads 0 and 2 read KV head 0
+        tensor([0, 2, 1, 3])
     """
     return torch.arange(num_heads).view(-1, num_kv_heads).t().flatten()
 

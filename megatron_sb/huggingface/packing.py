@@ -38,6 +38,13 @@ class Packing:
         Args:
             documents: int (b, s_k), 0 for padding, else the document number of a key. It increases along a row.
             num_queries: s. The last s columns belong to the queries.
+
+        Example:
+            >>> import torch
+            >>> from megatron_sb.huggingface.packing import Packing
+            >>> packing = Packing.of(torch.tensor([[0, 1, 1, 2, 2]]), num_queries=5)  # a padding token, two documents
+            >>> packing.queries, packing.cu_seqlens
+            (tensor([1, 2, 3, 4]), tensor([0, 2, 4], dtype=torch.int32))
         """
         row = torch.arange(len(documents), device=documents.device)[:, None]
         unique_number = row * (documents.max() + 1) + documents
@@ -57,6 +64,12 @@ def leftpad_of(documents: Tensor) -> Tensor | None:
 
     Args:
         documents: int (b, s_k), as for `Packing.of`.
+
+    Example:
+        >>> import torch
+        >>> from megatron_sb.huggingface.packing import leftpad_of
+        >>> leftpad_of(torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]]))
+        tensor([2, 1], dtype=torch.int32)
     """
     is_token = documents > 0
     leftpad = is_token.shape[1] - is_token.sum(1)
@@ -78,6 +91,12 @@ def document_mask(positions: Tensor | None, bounds: Tensor | None, shape: tuple[
 
     Returns:
         The mask, or None if each row is a single document.
+
+    Example:
+        >>> import torch
+        >>> from megatron_sb.huggingface.packing import document_mask
+        >>> document_mask(torch.tensor([[0, 1, 2, 0, 1]]), None, (1, 5))
+        tensor([[1, 1, 1, 2, 2]], dtype=torch.int32)
     """
     source = positions if bounds is None else bounds
     if source is None or (bounds is None and (positions.dim() != 2 or positions.shape[1] != shape[1])):
@@ -130,6 +149,13 @@ def documents_of(mask_function: Callable, shape: tuple[int, int], device: torch.
 
     Returns:
         int32 (b, s), the document number of each token, starting at 1. None if the mask is not causal within documents.
+
+    Example:
+        >>> import torch
+        >>> from transformers.masking_utils import causal_mask_function
+        >>> from megatron_sb.huggingface.packing import documents_of
+        >>> documents_of(causal_mask_function, (1, 3), torch.device("cpu"))
+        tensor([[1, 1, 1]], dtype=torch.int32)
     """
     batch, length = shape
     if mask_function is causal_mask_function:

@@ -9,6 +9,7 @@ import pytest
 import megatron_sb
 
 LIBRARY = (
+    "_tasks",
     "compat",
     "nn.gates",
     "nn.self_attention",
@@ -19,6 +20,7 @@ LIBRARY = (
     "ops.varlen",
     "options",
     "reference",
+    "validation",
 )
 HUGGINGFACE = (
     "huggingface",
@@ -26,6 +28,7 @@ HUGGINGFACE = (
     "huggingface.byte_tokenizer",
     "huggingface.configuration",
     "huggingface.modeling",
+    "huggingface.packing",
 )
 MEGATRON = (
     "megatron.arguments",
@@ -45,7 +48,7 @@ NEEDED = {
     **dict.fromkeys(LIBRARY, ()),
     **dict.fromkeys(HUGGINGFACE, ("transformers",)),
     **dict.fromkeys(MEGATRON, ("megatron.core",)),
-    "checkpoints": ("transformers", "pydantic", "yaml"),
+    **dict.fromkeys(("checkpoints", "checkpoints.layouts"), ("transformers", "pydantic", "yaml")),
 }
 
 
