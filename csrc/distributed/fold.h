@@ -1,5 +1,5 @@
-// Joins the runs of a forward (plan/schedule.h): (o, mass) of a newer run and (o', mass') of the next older one give
-// (o + mass * o', mass * mass'), in the accumulation type.
+// Folds the runs of a forward (plan/schedule.h) in the accumulation type. With (o, mass) of a newer run and (o', mass')
+// of the next older one, the result is (o + mass * o', mass * mass').
 #pragma once
 
 #include <ATen/core/Tensor.h>

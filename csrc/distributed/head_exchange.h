@@ -2,9 +2,9 @@
 // The output is exchanged back.
 //
 // With n heads and A ranks, rank a gets the n / A heads from a * n / A on. If there are fewer KV heads than ranks, each
-// KV head goes to the A / n ranks with the query heads that read it, and their gradients of the head are summed. All
-// heads are sent in one exchange that does not overlap compute, because a kernel on a part of the heads loses more time
-// than the transfer takes.
+// KV head goes to the A / n ranks with the query heads that read it. The gradients that these ranks return for it are
+// summed. All heads are sent in one exchange, which overlaps no compute. Sending them in groups would overlap, but a
+// kernel on one group loses more time than the transfer takes.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -22,8 +22,8 @@ struct RowSet {
     void write(const at::Tensor& x, const at::Tensor& value) const;
 };
 
-// Rows [local, local + count) of a rank's local buffer are rows [joint, joint + count) of the joint buffer of the ranks
-// that exchange heads.
+// A range of rows in two buffers: rows [local, local + count) of the local buffer of a rank, and rows [joint, joint +
+// count) of the joint buffer of the ranks that exchange heads.
 struct RowRange {
     int64_t local;
     int64_t joint;
@@ -77,9 +77,9 @@ struct RankPlan {
     const SegmentTables& tables(Comm comm) const { return comm == Comm::kRing ? ring : gather; }
 };
 
-// With num_exchanging > 1, ranks [i * num_exchanging, (i + 1) * num_exchanging) exchange heads and act as one joint
-// rank i that has all their rows. Only to_joint, from_joint and row_ranges then refer to single ranks; everything else
-// describes joint ranks.
+// With num_exchanging > 1, ranks [i * num_exchanging, (i + 1) * num_exchanging) exchange heads. They act as one joint
+// rank i, which has all their rows. Only to_joint, from_joint and row_ranges then refer to single ranks; everything
+// else describes joint ranks.
 RankPlan make_rank_plan(const plan::Partition& partition, int rank, c10::Device device, int num_exchanging = 1,
                         int64_t rows_to_split_heads = kRowsToSplitHeads);
 

@@ -1,4 +1,4 @@
-// Attention of a few queries to a long cache. Memory bandwidth limits it, so the device has as many keys in flight as
+// Attention of a few queries to a long cache, limited by memory bandwidth. So the device has as many keys in flight as
 // it can hold, and reads each key once for all query heads of its KV head.
 //
 // A CTA owns 16 rows of Q of a KV head and a split of the keys that they see; split 0 has the newest. Each warp scans a
@@ -123,8 +123,8 @@ __device__ void fold_splits(const Params& p, const QueryRows& rows, const Exchan
     });
 }
 
-// Folds the results of the warps, which are in `rings`. With one split, writes o and mass. Otherwise writes the result
-// of the split to `exchange`, and returns true in the last CTA of the unit to do so, which must then fold the splits.
+// Folds the results of the warps, which are in `rings`. With one split, writes o and mass. With several, writes the
+// result of the split to `exchange`. Returns true in the last CTA of a unit to do that; it must then fold the splits.
 template <class T, int kDim>
 __device__ bool fold_warps(const Params& p, const QueryRows& rows, const Exchange& exchange, int64_t unit, int split,
                            int splits, float least_mass, const uint8_t* rings, Shared& shared) {

@@ -87,7 +87,7 @@ PACKED = {
     "int64 cu_seqlens": ({"cu_seqlens": cu([0, 8], torch.int64)}, TypeError, "cu_seqlens Long"),
     "int64 cu_seqlens_k": ({"cu_seqlens_k": cu([0, 3, 8], torch.int64)}, TypeError, "cu_seqlens_k Long"),
     "cu_seqlens of 2 dimensions": ({"cu_seqlens": cu([[0, 8]])}, ValueError, "cu_seqlens 2"),
-    "empty cu_seqlens": ({"cu_seqlens": cu([])}, ValueError, "cu_seqlens (documents + 1,)"),
+    "empty cu_seqlens": ({"cu_seqlens": cu([])}, ValueError, "cu_seqlens documents + 1"),
     "first of cu_seqlens": ({"cu_seqlens": cu([1, 8])}, ValueError, "cu_seqlens start 0 1"),
     "first of cu_seqlens_k": ({"cu_seqlens_k": cu([2, 3, 8])}, ValueError, "cu_seqlens_k start 0 2"),
     "decreasing cu_seqlens": ({"cu_seqlens": cu([0, 5, 3, 8])}, ValueError, "cu_seqlens decrease 5 3"),
