@@ -22,7 +22,7 @@ def make_inputs(b=2, s=9, h=2, d=3, d_v=None, *, dtype=torch.float64, gain=1.5, 
 
 
 def nearer(i, j, s):
-    """S_ij of the paper: positions nearer to i than j. Of two at the same distance the right one is nearer."""
+    """Return S_ij of the paper: the positions nearer to i than j. At the same distance, the right one is nearer."""
     if i < j:
         return [n for n in range(s) if n not in (i, j) and abs(i - n) < abs(i - j)]
     return [n for n in range(s) if n not in (i, j) and abs(i - n) <= abs(i - j)]
@@ -61,7 +61,7 @@ def assert_same(found, expected, inputs, tolerance=1e-12):
 
 
 def weights_of(left, right):
-    """A (s, s) of one head with logits left and right only; each is (s,) or a number."""
+    """Return A (s, s) of one head with the logits left and right only. Each is (s,) or a number."""
     s = 9
     left, right = (torch.as_tensor(x, dtype=torch.float64).expand(s).view(1, s, 1) for x in (left, right))
     q = torch.zeros(1, s, 1, 1, dtype=torch.float64)
@@ -69,7 +69,7 @@ def weights_of(left, right):
 
 
 def weights_for(logits):
-    """A (s, s) of one head with the given logits (s, s)."""
+    """Return A (s, s) of one head with the given logits (s, s)."""
     s = len(logits)
     q, eye = (x.double().view(1, s, 1, s) for x in (logits, torch.eye(s)))
     zero = torch.zeros(1, s, 1, dtype=torch.float64)
@@ -159,7 +159,7 @@ class TestNumbers:
             assert (a.double() - b).norm() < 1e-5 * b.norm(), name
 
     def test_many_keys_that_take_little(self):
-        """P = 1e-3 of 2047 keys: the mass is (1 - P)^2047."""
+        """With P = 1e-3 for 2047 keys, the mass is (1 - P)^2047."""
         zero, one = torch.zeros(1, 2048, 1, 1), torch.ones(1, 2048, 1, 1)
         logit = torch.full((1, 2048, 1), math.log(1e-3 / (1 - 1e-3)))
         o = geometric_attention(zero, zero, one, logit, logit)
@@ -199,7 +199,7 @@ class TestNumbers:
 class TestOrder:
     """Properties of single weights."""
 
-    def test_a_stick(self):
+    def test_weights_are_a_stick(self):
         """Weights of a row sum to at most 1, and the diagonal is 0."""
         weights = weights_for(3 * torch.randn(9, 9))
         assert weights.min() >= 0
@@ -267,7 +267,7 @@ class TestPadding:
             assert x[:, 6:].abs().max() == 0, name
 
     def test_anywhere(self):
-        """Padding inside a sequence: the other positions keep their distances."""
+        """With padding inside a sequence, the other positions keep their distances."""
         inputs = make_inputs(b=3)
         mask = torch.rand(3, 9) < 0.4
         mask[2] = True
@@ -282,12 +282,12 @@ class TestPadding:
         mask[0, 2:4] = mask[1, 8:] = True
         dirty = [x.detach().clone().masked_fill_(_like(mask, x), torch.nan).requires_grad_() for x in inputs]
         grad = torch.randn_like(inputs[2])
-        answers = []
+        results = []
         for tensors in (inputs, dirty):
             o = geometric_attention(*tensors, key_padding_mask=mask)
-            answers.append([o, *torch.autograd.grad(o, tensors, grad)])
+            results.append([o, *torch.autograd.grad(o, tensors, grad)])
             grad = grad.masked_fill(_like(mask, grad), torch.nan)
-        assert all(map(torch.equal, *answers))
+        assert all(map(torch.equal, *results))
 
 
 class TestMemory:
@@ -352,7 +352,7 @@ def make_module(*sizes, **options):
 
 
 def module_written_out(module, x, mask=None):
-    """The module's output in float64: the direction encoding and `written_out`."""
+    """Compute the module's output in float64 from the direction encoding and `written_out`."""
     h, d = module.num_heads, module.head_dim
     w = {name: parameter.double() for name, parameter in module.named_parameters()}
     x = x.double()
@@ -367,11 +367,11 @@ def module_written_out(module, x, mask=None):
 
 
 class TestModule:
-    """GeometricAttention."""
+    """GeometricAttention: results against the formula, initial parameters, dtypes and torch.compile."""
 
     @pytest.mark.parametrize("sizes", [(12, 3), (10, 2, 3)])
-    def test_answers(self, sizes):
-        """Outputs, and gradients of x and all parameters."""
+    def test_results(self, sizes):
+        """The output and the gradients of x and all parameters equal those of the formula."""
         module, x = make_module(*sizes, dtype=torch.float64), torch.randn(2, 7, sizes[0], dtype=torch.float64)
         x.requires_grad_()
         mask = torch.zeros(2, 7, dtype=torch.bool)
@@ -386,8 +386,8 @@ class TestModule:
             assert b.abs().max() > 1e-3, name
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
 
-    def test_start(self):
-        """Initially alpha is 1 / sqrt(d), beta 1, gamma and b_q 0."""
+    def test_initial_parameters(self):
+        """Initially alpha is 1 / sqrt(d), beta is 1, and gamma and b_q are 0."""
         module = GeometricAttention(12, 3, dtype=torch.float64)
         assert {p.dtype for p in module.parameters()} == {torch.float64}
         scalars = ("q_bias", "content_scale", "direction_scale", "logit_bias")
@@ -411,14 +411,14 @@ class TestModule:
         order = torch.tensor([0, 1, 5, 3, 4, 2])
         assert (module(x[:, order]) - module(x)[:, order]).abs().max() > 1e-3
 
-    def test_narrow(self):
+    def test_bfloat16(self):
         module, x = make_module(64, 4, dtype=torch.bfloat16), torch.randn(2, 20, 64, dtype=torch.bfloat16)
         out, exact = module(x), module_written_out(module, x)
         assert out.dtype == torch.bfloat16
         assert (out.double() - exact).norm() < 0.03 * exact.norm()
 
     def test_autocast(self):
-        """fp32 parameters under bfloat16 autocast."""
+        """With fp32 parameters, the output under autocast is bfloat16, and gradients are fp32."""
         module, x = make_module(64, 4), torch.randn(2, 20, 64)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out = module(x)
@@ -429,7 +429,7 @@ class TestModule:
 
     @pytest.mark.parametrize("padded", [False, True])
     def test_compile(self, monkeypatch, padded):
-        """Outputs and gradients, in several chunks."""
+        """The compiled module gives the eager outputs and gradients, in several chunks."""
         monkeypatch.setattr(geometric, "_MAX_WEIGHTS_PER_CHUNK", 600)
         module, x = make_module(), torch.randn(2, 12, 12, requires_grad=True)
         mask = torch.arange(12) >= torch.tensor([[12], [8]]) if padded else None
@@ -444,7 +444,7 @@ def zeros(*shape, **options):
     return torch.zeros(*shape, **options)
 
 
-BAD_CALLS = {
+INVALID_CALLS = {
     "q is a list": ({"q": [1.0]}, TypeError, "q list"),
     "right is None": ({"right": None}, TypeError, "right NoneType"),
     "integers": (
@@ -501,14 +501,14 @@ BAD_CALLS = {
 }
 
 
-@pytest.mark.parametrize(("changes", "kind", "words"), BAD_CALLS.values(), ids=BAD_CALLS)
+@pytest.mark.parametrize(("changes", "kind", "words"), INVALID_CALLS.values(), ids=INVALID_CALLS)
 def test_invalid_calls(changes, kind, words):
     good = {name: zeros(2, 6, 4, 8) for name in "qkv"} | {name: zeros(2, 6, 4) for name in ("left", "right")}
     with pytest.raises(kind, match=mentions(words)):
         geometric_attention(**good | changes)
 
 
-BAD_SIZES = {
+INVALID_SIZES = {
     "no width": ((0, 4), "hidden_size 0"),
     "heads a float": ((64, 4.0), "num_heads 4.0"),
     "head_dim a bool": ((64, 4, True), "head_dim True"),
@@ -516,13 +516,13 @@ BAD_SIZES = {
 }
 
 
-@pytest.mark.parametrize(("sizes", "words"), BAD_SIZES.values(), ids=BAD_SIZES)
+@pytest.mark.parametrize(("sizes", "words"), INVALID_SIZES.values(), ids=INVALID_SIZES)
 def test_invalid_sizes(sizes, words):
     with pytest.raises(ValueError, match=mentions(words)):
         GeometricAttention(*sizes)
 
 
-BAD_MODULE_CALLS = {
+INVALID_MODULE_CALLS = {
     "x is a list": ([1.0], {}, TypeError, "x list"),
     "rank of x": (
         zeros(6, 12),
@@ -540,7 +540,7 @@ BAD_MODULE_CALLS = {
 }
 
 
-@pytest.mark.parametrize(("x", "options", "kind", "words"), BAD_MODULE_CALLS.values(), ids=BAD_MODULE_CALLS)
+@pytest.mark.parametrize(("x", "options", "kind", "words"), INVALID_MODULE_CALLS.values(), ids=INVALID_MODULE_CALLS)
 def test_invalid_module_calls(x, options, kind, words):
     with pytest.raises(kind, match=mentions(words)):
         make_module()(x, **options)

@@ -69,7 +69,7 @@ def cu_seqlens_of(*lengths):
 
 
 def rotated(x, base, scaling):
-    """x (s, d) as s x d / 2 complex numbers, each rotated by its own angle."""
+    """Return x (s, d) as s x d / 2 complex numbers, each rotated by its angle."""
     length, half = len(x), x.shape[1] // 2
     factor = scaling.factor if scaling.kind == "linear" else 1
     if scaling.kind == "ntk":
@@ -79,7 +79,7 @@ def rotated(x, base, scaling):
 
 
 def fire_bias(weights, length, head, threshold):
-    """FIRE's bias of one head, (s, s): row j, column i, from 0. Entries with i > j have no meaning."""
+    """Return FIRE's bias (s, s) of one head. Row j is query j, and column i is key i. Entries with i > j are unused."""
     c, longest = weights["fire.c"].abs(), (weights["fire.threshold_factor"] * threshold).abs()
     first, first_bias = weights["fire.hidden.weight"][:, 0], weights["fire.hidden.bias"]
     rows = []
@@ -92,7 +92,7 @@ def fire_bias(weights, length, head, threshold):
 
 
 def expected_head(q, k, v, head, weights, options, scaling):
-    """Attention of one head in one document, q, k, v (s, d)."""
+    """Compute the attention of one head in one document, q, k, v (s, d)."""
     length, position = len(q), options.get("position", "rope")
     if position == "rope":
         base = options.get("rotary_base", 10000.0)
@@ -109,7 +109,7 @@ def expected_head(q, k, v, head, weights, options, scaling):
     window = options.get("window", length)
     hidden = torch.tensor([[i > j or j - i >= window for i in range(length)] for j in range(length)])
     scores = scores.masked_fill(hidden, -math.inf)
-    if gamma is not None:  # the paper's P: -(i - 1) gamma above the diagonal, i the column from 1
+    if gamma is not None:  # above the diagonal, column i (counted from 1) has the pseudo score -(i - 1) gamma
         pseudo = [[-i * gamma for i in range(length)]] * length
         above = torch.ones(length, length).triu(1).bool()
         scores = torch.where(above, torch.tensor(pseudo, dtype=torch.float64), scores)
@@ -117,7 +117,7 @@ def expected_head(q, k, v, head, weights, options, scaling):
 
 
 def expected(q, k, v, weights, options, scaling=None):
-    """Attention in one document, q (s, h, d), k and v (s, h_kv, d), in float64."""
+    """Compute the attention in one document in float64, q (s, h, d), k and v (s, h_kv, d)."""
     q, k, v = q.double(), k.double(), v.double()
     group = q.shape[1] // k.shape[1]
     heads = [
@@ -137,7 +137,7 @@ def expected_dense(q, k, v, weights, options, scaling=None):
 
 
 def doubles(module):
-    """The module's parameters in float64, requiring gradients."""
+    """Return the parameters of a module in float64. They require gradients."""
     return {name: p.detach().double().requires_grad_() for name, p in module.named_parameters()}
 
 
@@ -164,7 +164,7 @@ class TestAgainstFormulas:
         assert_same(module, make_inputs(2, 6), lambda *args: expected_dense(*args, options, scaling))
 
     def test_packed(self, options, scaling):
-        """Documents of several lengths: one is empty, one has one token."""
+        """Documents may have any length, also 0 and 1."""
         lengths = [4, 1, 0, 7]
         module = make_module(options, scaling, dtype=torch.float64)
         oracle = lambda *args: expected_packed(*args, options, scaling, lengths=lengths)  # noqa: E731
@@ -191,7 +191,7 @@ class TestAgainstFormulas:
 
     @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)], ids=str)
     def test_dtypes(self, options, scaling, dtype, tolerance):
-        """Half-precision inputs with fp32 parameters."""
+        """Parameters are fp32, also with bf16 inputs."""
         module = make_module(options, scaling, dtype=torch.float32)
         oracle = lambda *args: expected_packed(*args, options, scaling, lengths=[4, 6])  # noqa: E731
         assert_same(module, make_inputs(10, dtype=dtype), oracle, cu_seqlens_of(4, 6), tolerance)
@@ -271,7 +271,7 @@ def test_equal_documents_are_a_batch():
 
 
 def test_documents_padded_to_one_length(monkeypatch):
-    """On a CPU, the padding that GPUs use for documents of different lengths."""
+    """GPUs pad documents of similar length to one length. This test does the same on a CPU."""
     batches_by_length, sizes = kernels.batches_by_length, []
 
     def padded(lengths, wanted, device):
@@ -345,7 +345,7 @@ def test_stable_mask_share_of_real_keys_grows_to_one():
 
 
 def test_stable_mask_in_a_long_document():
-    """Pseudo scores that underflow in exp, in bfloat16."""
+    """Pseudo scores that underflow in exp change nothing, also in bfloat16."""
     q, k, v = make_inputs(1, 3000, heads=1, kv_heads=1, dtype=torch.bfloat16)
     module = SoftmaxAttention(1, 8, window=4, stable_mask_gamma=2.0)
     o = module(q, k, v)
@@ -375,7 +375,7 @@ def test_block_mask(lengths, window):
 
 
 class TestBetweenCalls:
-    """State that one call leaves to the next."""
+    """A call uses its own scaling and offsets, although modules cache values for the next call."""
 
     def test_scaling_is_assigned(self):
         module, inputs = make_module({}), make_inputs(1, 6)
@@ -392,8 +392,8 @@ class TestBetweenCalls:
             torch.testing.assert_close(module(*inputs, cu_seqlens), right, rtol=1e-10, atol=1e-10)
 
     @pytest.mark.parametrize("through", [torch.Tensor.numpy, lambda x: x.data], ids=["numpy", "data"])
-    def test_offsets_are_overwritten_uncounted(self, through):
-        """By writes that do not change torch's version counter, as those of collectives."""
+    def test_offsets_are_overwritten_without_a_version_change(self, through):
+        """Some writes, for example by collectives, do not change torch's version counter."""
         module, inputs, cu_seqlens = make_module({"position": "none"}), make_inputs(6), cu_seqlens_of(2, 4)
         module(*inputs, cu_seqlens)
         version = cu_seqlens._version
@@ -430,7 +430,7 @@ class TestBetweenCalls:
 
     @variants
     def test_training_after_inference(self, options, scaling):
-        """Inference fills the caches; a training step with the same lengths still gets gradients."""
+        """Inference fills the caches. A training step with the same lengths must still get gradients."""
         module, lengths = make_module(options, scaling), (6, 11)
         with torch.inference_mode():
             module(*make_inputs(17), cu_seqlens_of(*lengths))
@@ -442,7 +442,7 @@ def test_repr():
     assert "num_heads=2, head_dim=8, position='alibi', window=3, stable_mask_gamma=(0.5, 0.5)" in text
 
 
-BAD_MODULES = {
+INVALID_MODULES = {
     "heads": ((0, 8), {}, "num_heads.* 0"),
     "head_dim a float": ((4, 8.0), {}, r"head_dim.* 8\.0"),
     "window 0": ((4, 8), {"window": 0}, "window.* 0"),
@@ -459,15 +459,15 @@ BAD_MODULES = {
 }
 
 
-BAD_MODULES |= {
-    f"{name} {value}": ((4, 8), {name: value}, f"{name}.* {said}")
+INVALID_MODULES |= {
+    f"{name} {value}": ((4, 8), {name: value}, f"{name}.* {word}")
     for name in ("scale", "rotary_base", "fire_c", "fire_threshold", "stable_mask_gamma")
-    for value, said in (("x", "str"), (torch.ones(4), "Tensor"), (True, "bool"), (math.inf, "inf"), (math.nan, "nan"))
+    for value, word in (("x", "str"), (torch.ones(4), "Tensor"), (True, "bool"), (math.inf, "inf"), (math.nan, "nan"))
 }
-BAD_MODULES["gammas as text"] = ((4, 8), {"stable_mask_gamma": ["a"] * 4}, "stable_mask_gamma.* str")
+INVALID_MODULES["gammas as text"] = ((4, 8), {"stable_mask_gamma": ["a"] * 4}, "stable_mask_gamma.* str")
 
 
-@pytest.mark.parametrize(("sizes", "options", "message"), BAD_MODULES.values(), ids=BAD_MODULES)
+@pytest.mark.parametrize(("sizes", "options", "message"), INVALID_MODULES.values(), ids=INVALID_MODULES)
 def test_invalid_module_arguments(sizes, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         SoftmaxAttention(*sizes, **options)
@@ -487,7 +487,7 @@ def test_invalid_scaling(arguments, message):
 
 
 Q, KV = torch.zeros(1, 6, 4, 8), torch.zeros(1, 6, 2, 8)
-BAD_CALLS = {
+INVALID_CALLS = {
     "q is a list": (([1.0], KV, KV), TypeError, "q .*list"),
     "offsets are a list": ((Q[0], KV[0], KV[0], [0, 6]), TypeError, "cu_seqlens.* list"),
     "packed without offsets": (
@@ -548,7 +548,7 @@ BAD_CALLS = {
 }
 
 
-@pytest.mark.parametrize(("args", "kind", "message"), BAD_CALLS.values(), ids=BAD_CALLS)
+@pytest.mark.parametrize(("args", "kind", "message"), INVALID_CALLS.values(), ids=INVALID_CALLS)
 def test_invalid_calls(args, kind, message):
     with pytest.raises(kind, match=message):
         make_module({})(*args)

@@ -1,4 +1,4 @@
-"""The extrapolation experiment: likelihood beyond the trained length."""
+"""The extrapolation experiment measures the likelihood beyond the trained length."""
 
 import json
 import re
@@ -54,12 +54,12 @@ def test_the_command(tmp_path):
         suffix = "" if entry["scaling"] == "none" else f".{entry['scaling']}"
         run_file = out / "softmax_rope" / "evaluation" / f"softmax_rope.trained{suffix}.json"
         assert json.loads(run_file.read_text())["results"] == entry["results"]
-        assert len({result["nll"] for result in entry["results"]}) > 2, "the likelihood depends on the context"
+        assert len({result["nll"] for result in entry["results"]}) > 2, "the likelihood must depend on the context"
     assert (out / "picture.png").stat().st_size > 1000
 
 
 def test_every_model_is_a_run(tmp_path, monkeypatch):
-    """Each run compares one model. Results are combined in the configuration's order."""
+    """Each model is trained in its own run. The results are combined in the order of the configuration."""
 
     def train_all(config_path, trials, out, jobs):
         for trial, nll in zip(trials, (3.0, 2.0), strict=True):
@@ -76,7 +76,7 @@ def test_every_model_is_a_run(tmp_path, monkeypatch):
     assert cli.main(command_of(tmp_path, ["softmax_rope", "stick_breaking"])) == 0
     rows = (tmp_path / "table.md").read_text().splitlines()[2:6]
     written = json.loads((tmp_path / "results.json").read_text())
-    assert written["device"] == "GPU 3 and GPU 2", "the device of the runs, not of this process"
+    assert written["device"] == "GPU 3 and GPU 2", "must be the devices of the runs, not of this process"
     assert cells_of(rows[0]) == ["softmax + RoPE", "3.000"] and cells_of(rows[3]) == ["stick-breaking", "2.000"]
 
 

@@ -15,7 +15,7 @@ from megatron_sb.training.task import load_task
 SMALL = Path(__file__).parents[3] / "configs" / "mqrar_small.yaml"
 
 
-def answers_by_reading(tokens, num_keys):
+def answers_of(tokens, num_keys):
     """Return position -> latest value of the key there, from the tokens alone."""
     latest, answers = {}, {}
     for position, token in enumerate(tokens):
@@ -30,7 +30,7 @@ def answers_by_reading(tokens, num_keys):
 
 
 def check_sequence(batch, num_keys, num_answers):
-    answers = answers_by_reading(batch.tokens.tolist(), num_keys)
+    answers = answers_of(batch.tokens.tolist(), num_keys)
     assert {int(at): int(batch.labels[at]) for at in np.flatnonzero(batch.counted)} == answers
     assert len(answers) == num_answers
 
@@ -77,7 +77,7 @@ def test_rows_resume_and_differ_from_the_evaluation():
 
 
 def test_rows_of_fewer_pairs():
-    """Every range of rows has fewest_pairs to num_pairs pairs, with equally many rows per doubling."""
+    """Rows have fewest_pairs to num_pairs pairs. Each doubling of the number of pairs has equally many rows."""
     config = load_config(SMALL, ["data.num_pairs=16", "data.fewest_pairs=2"])
     task, stage = load_task(config), config.stages[0]
     sampler = task.sampler(stage, 0)
@@ -96,7 +96,7 @@ def test_rows_of_fewer_pairs():
 
 
 class HalfRight:
-    """A model that answers every second question. The loss of a label is its index among the values."""
+    """A model that answers half of the questions. The loss of a label is its index among the values."""
 
     data_parallel_rank, data_parallel_size = 0, 1
 

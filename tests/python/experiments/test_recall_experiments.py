@@ -1,4 +1,4 @@
-"""Associative recall: the sweep and its table, resuming a finished sweep, the attention of the trained model."""
+"""Associative recall: the sweep and its table, repeating a finished sweep, and the attention of the trained model."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from megatron_sb.megatron.statistics import AttentionInputs
 from megatron_sb.training.config import load_config
 
 SMALL = str(Path(__file__).parents[3] / "configs" / "mqrar_small.yaml")
-# Two seconds of training: the current value of two keys.
+# Two seconds of training on sequences with two keys.
 TINY = ["data.num_keys=2", "data.num_values=4", "model.hidden_size=32", "model.init_std=0.18"]
 TINY += ["model.ffn_hidden_size=64", "stages.0.context_length=16", "stages.0.steps=120", "stages.0.rows_per_step=32"]
 TINY += [
@@ -52,7 +52,7 @@ def test_the_model_learns_to_recall(out, capsys):
 
 
 def test_the_attention_of_a_finished_run(out, tmp_path):
-    """The answers to one sequence match the accuracy of test_the_model_learns_to_recall."""
+    """The trained model answers at least two of four questions, and one attention weight is large."""
     run = out[0] / "pairs2-rate0.02"
     command = ["experiment", "attention-picture", str(run / "config.yaml"), "--out", str(tmp_path / "out")]
     assert cli.main([*command, "--sequence", "one 3 two 1 one 0 two 2 two 3 one 1"]) == 0
@@ -75,11 +75,11 @@ def test_attention_weights_follow_the_definition():
     expected = np.zeros((4, 7, 7))
     for head in range(4):
         for row in range(7):
-            left = 1.0
+            mass = 1.0
             for at in range(row - 1, -1, -1):
                 beta = 1 / (1 + math.exp(-0.7 * float(query[row, head].double() @ key[at, head // 2].double())))
-                expected[head, row, at] = beta * left
-                left *= 1 - beta
+                expected[head, row, at] = beta * mass
+                mass *= 1 - beta
     np.testing.assert_allclose(weights, expected, atol=1e-12)
 
 

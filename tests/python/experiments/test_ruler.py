@@ -1,4 +1,4 @@
-"""RULER's tasks: solvers that read only the prompt find every answer."""
+"""RULER's tasks: samples that can be solved from the prompt, rows of tasks for training, scores and the command."""
 
 import json
 import re
@@ -72,7 +72,7 @@ def test_solvers_find_every_answer(task):
             assert list(sample.answers) == SOLVERS[task](sample.prompt)
             assert 0.9 * length - 210 < sample.num_bytes <= length and sample.prompt.isascii()
             prompts.add(sample.prompt)
-    assert len(prompts) == 12, "samples differ"
+    assert len(prompts) == 12, "some samples are equal"
     assert needles.samples_of(task, 1200, 2) == needles.samples_of(task, 1200, 6)[:2]
     with pytest.raises(ValueError, match=rf"--tasks {task}: length must .*got 90"):
         needles.samples_of(task, 90, 1)
@@ -96,7 +96,7 @@ def test_kinds_of_needles_and_haystacks():
         values_by_key, (asked,) = read_needles(sample(task).prompt)
         assert least <= len(values_by_key) <= most and [*values_by_key].count(asked) == 1
     places = [sample.prompt.index("The secret") / 4000 for sample in needles.samples_of("single_2", 4000, 40)]
-    assert min(places) < 0.2 and max(places) > 0.75, "anywhere in the text"
+    assert min(places) < 0.2 and max(places) > 0.75, "needles should be anywhere in the text"
     assert len(sample("multivalue").answers) == len(sample("multiquery").answers) == 4
     assert len(sample("tracking").answers) == 5
 
@@ -125,9 +125,8 @@ def test_an_answer_is_right_if_all_bytes_are():
     assert bytes(alone.labels[alone.counted].astype(np.uint8)) == whole
     right = needles.scores(Oracle([]), samples, 16)
     assert (right["accuracy"], right["bytes"], right["samples"]) == (1, 1, 2)
-    one_wrong = needles.scores(
-        Oracle([10]), samples, 10_000
-    )  # the b of the first answer; in the other sample a letter of the question
+    # Position 10 is the b of an answer in the first sample, and a letter of the question in the second.
+    one_wrong = needles.scores(Oracle([10]), samples, 10_000)
     assert one_wrong["accuracy"] == pytest.approx((0.5 + 1) / 2) and one_wrong["bytes"] == pytest.approx((0.8 + 1) / 2)
     between = needles.scores(Oracle([12, 13]), samples[:1], 16)  # the separator between answers is not scored
     assert between["accuracy"] == 1
@@ -179,7 +178,7 @@ def read_samples(batch):
 
 
 def test_rows_of_tasks_among_rows_of_text(request):
-    """Three of four rows hold tasks. All tasks and sample counts occur; only questions and answers count."""
+    """Three of four rows hold tasks. All tasks and sample counts occur, and only questions and answers are counted."""
     stage, sampler = mixed(request)
     rows = sampler.next_rows(240)
     batches = [sampler.read(row) for row in rows]
@@ -268,7 +267,7 @@ def test_the_standard_library_has_enough_text():
 
 
 def test_the_command(tmp_path, request):
-    """Score an almost untrained model at two lengths. Every chosen task has its rows; a finished run is reused."""
+    """The command scores an almost untrained model on the chosen tasks and lengths. It reuses a finished run."""
     tiny = ["model.num_layers=1", "model.hidden_size=16", "model.num_heads=2", "model.num_kv_heads=2"]
     tiny += ["model.ffn_hidden_size=32", "stages.0.steps=2", "stages.0.warmup_steps=1", "stages.0.context_length=64"]
     tiny += ["compare=[stick_breaking]", "evaluation={windows: 1, target_tokens: 16, length_factor: 4}"]

@@ -38,7 +38,7 @@ def test_the_command_trains_and_measures(out):
     for entry in results["entries"]:
         assert all(0 <= share < 1 for share in entry["skipped"])
         assert all(len(times) == 3 and min(times) > 0 for times in entry["milliseconds"].values())
-    assert max(results["entries"][-1]["skipped"]) > 0.3, "the weights are large: little mass is left after a few keys"
+    assert max(results["entries"][-1]["skipped"]) > 0.3, "with such large weights, few keys use up the mass"
     by_context, by_layer = tables_of((out / "table.md").read_text())
     assert [row[0] for row in by_context] == ["context", "128", "256", "512"]
     assert [row[0] for row in by_layer] == ["layer, at 512", "1", "2"]
@@ -46,15 +46,15 @@ def test_the_command_trains_and_measures(out):
 
 
 def test_keys_of_the_trained_model(out, tmp_path):
-    """stolen-attention measures the keys of the same run, whose heads have 8 channels."""
+    """stolen-attention measures the keys of the same run, which has heads of 8 channels."""
     config = tmp_path / "hulls.yaml"
     config.write_text(f"head_dims: [2]\nnum_keys: [64]\nrun: {out / 'trained'}\n")
     assert cli.main(["experiment", "stolen-attention", str(config), "--out", str(tmp_path / "hulls")]) == 0
     drawn, *layers = json.loads((tmp_path / "hulls" / "results.json").read_text())["entries"]
     assert (drawn["head_dim"], drawn["num_keys"], drawn["key_mean"]) == (2, 64, 0.0)
     assert [(entry["layer"], entry["head_dim"]) for entry in layers] == [(1, 8), (2, 8)]
-    assert 16 < layers[0]["num_keys"] < 64, "equal bytes have equal keys in the first layer"
-    assert layers[1]["num_keys"] == 64, "keys of the second layer depend on the context"
+    assert 16 < layers[0]["num_keys"] < 64  # equal bytes have equal keys in the first layer
+    assert layers[1]["num_keys"] == 64  # keys of the second layer depend on the context
     for entry in layers:
         assert entry["on_hull"] > 0.1
         interior = entry["attention"]["softmax"]["interior"]

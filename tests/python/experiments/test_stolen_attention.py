@@ -21,7 +21,7 @@ RNG = np.random.default_rng(0)
 
 
 def separable(keys, index):
-    """Return whether a hyperplane separates a key from all others. A linear programme answers without facets."""
+    """Return whether a hyperplane separates a key from all others, as a linear programme without facets."""
     others = np.delete(keys, index, axis=0) - keys[index]
     bounds = [(-1, 1)] * keys.shape[1] + [(None, None)]
     solution = linprog(
@@ -64,9 +64,10 @@ def test_softmax_of_three_keys_on_a_line():
 
 
 def test_the_attention_of_a_key_in_the_middle_of_others():
-    """The centroid of a square's corners receives a fifth of softmax, at q = 0.
+    """The centre of a square receives at most 1/5 of softmax attention, at q = 0.
 
-    Euclidean softmax can make it the nearest by far. In stick-breaking no newer key takes mass before it.
+    In Euclidean softmax it can receive almost 1, because q can be nearest to it. In stick-breaking it is the newest key
+    and its logit is 0, so it receives 0.5.
     """
     corners = torch.tensor([[-1.0, -1.0], [1.0, -1.0], [-1.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
     keys = torch.cat([corners, torch.zeros(1, 2, dtype=torch.float64)])
@@ -74,13 +75,13 @@ def test_the_attention_of_a_key_in_the_middle_of_others():
     assert largest["softmax"] == pytest.approx([1, 1, 1, 1, 0.2], abs=2e-4)
     assert largest["euclidean"] == pytest.approx([1, 1, 1, 1, 1], abs=2e-4)
     assert largest["stick_breaking"][4] == pytest.approx(0.5, abs=2e-4)  # a key of 0 has a logit of 0
-    # With a mean, a plane through 0 can separate each key from all newer keys.
+    # If all keys are moved away from 0, a plane through 0 can separate each key from all newer keys.
     moved = largest_attention(keys + torch.tensor([3.0, 0.0]), "stick_breaking", 200.0).tolist()
     assert moved == pytest.approx([1, 1, 1, 1, 1], abs=2e-4)
 
 
 def log_attention(name, query, keys, index, scale):
-    """Compute the definition for one key and one query."""
+    """Return the logarithm of the attention of one key and one query, from the definition."""
     if name == "stick_breaking":
         logits = keys[index:] @ query
         return -np.logaddexp(0, -logits[0]) - np.logaddexp(0, logits[1:]).sum()
@@ -120,7 +121,7 @@ def test_both_configurations_are_valid(form):
 
 
 def test_the_command(tmp_path):
-    """The command restores torch's number of threads."""
+    """The command writes results, a table and a picture, and restores torch's number of threads."""
     config, threads = tmp_path / "hulls.yaml", torch.get_num_threads()
     config.write_text("head_dims: [2, 4]\nnum_keys: [16]\nkey_means: [0, 2]\n")
     assert (

@@ -53,7 +53,7 @@ def without_rotation(name="llama", **fields):
 
 @pytest.fixture
 def oracle():
-    """The name of a registered attention that calls the oracle, for batches without padding."""
+    """Register an attention that calls the oracle, and return its name. It supports batches without padding."""
 
     def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -75,7 +75,7 @@ def logits(model, ids, **inputs):
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_decoders_equal_the_oracle(name, oracle):
-    """With each model's own weights, scale, grouped heads and experts."""
+    """The models differ in scale, grouped heads and experts."""
     config, ids = without_rotation(name), tokens(2, 24)
     ours = make_model(config)
     assert ours.config._attn_implementation == "stickbreaking"
@@ -119,11 +119,13 @@ def test_padding_changes_nothing(side):
         torch.testing.assert_close(found[name], parameter.grad, atol=1e-4, rtol=1e-3, msg=name)
 
 
-def own_model():
+def make_stick_breaking_model():
     return decoders.make_model(**SIZES)
 
 
-@pytest.mark.parametrize("make", [lambda: make_model(without_rotation()), own_model], ids=["llama", "own"])
+@pytest.mark.parametrize(
+    "make", [lambda: make_model(without_rotation()), make_stick_breaking_model], ids=["llama", "stickbreaking"]
+)
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("given_by", ["positions", "positions and a mask", "bounds"])
 def test_packed_documents(make, use_cache, given_by):
@@ -155,7 +157,7 @@ def test_bounds_must_match_the_row():
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generation(cache):
-    """Generation with either cache and left padding chooses the tokens of whole forwards without a cache."""
+    """Generation with a cache and left padding chooses the tokens of whole forwards without a cache."""
     model, lengths, steps = make_model(without_rotation()), (9, 4), 8
     rows = [tokens(1, length) for length in lengths]
     ids, mask = padded(rows)
@@ -171,7 +173,10 @@ def test_generation(cache):
 
 @pytest.mark.parametrize("padding", [None, "left", "right"])
 def test_steps_read_the_cache_in_place(padding, monkeypatch):
-    """Without padding, or with left padding only. Other batches are gathered. Logits equal those of a whole forward."""
+    """Steps without padding or with left padding read the cache in place. With right padding they gather the keys.
+
+    The logits equal those of a whole forward.
+    """
     model, calls = make_model(without_rotation()), []
     monkeypatch.setattr(
         attention, "attend_to_filled", lambda *args, **options: calls.append(0) or attend_to_filled(*args, **options)
@@ -195,7 +200,7 @@ def test_several_tokens_with_a_cache():
     torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_options_of_the_configuration(oracle):
+def test_options_of_the_configuration():
     config, ids = without_rotation(attend_current=True), tokens(1, 12)
     assert (logits(make_model(config), ids) - logits(make_model(without_rotation()), ids)).abs().max() > 1e-3
     reloaded = LlamaConfig.from_dict(config.to_dict())
@@ -203,7 +208,7 @@ def test_options_of_the_configuration(oracle):
 
 
 def test_rotary_parameters_by_layer(oracle):
-    """Gemma 3 has rotary parameters by layer type; all of them are disabled."""
+    """Gemma 3 has rotary parameters for each type of layer. without_positions() disables all of them."""
     config = without_rotation("gemma3_text", head_dim=16, sliding_window=4, layer_types=["full_attention"] * 2)
     assert {parameters["rope_type"] for parameters in config.rope_parameters.values()} == {"none"}
     ids = tokens(1, 8)

@@ -1,4 +1,4 @@
-"""StickBreakingForCausalLM, compared with the same model written out in float64."""
+"""StickBreakingForCausalLM gives the results of the same model written out in float64."""
 
 import pytest
 import torch
@@ -116,7 +116,7 @@ def test_padding_and_generation(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saved_and_loaded(variant, dtype, tmp_path):
-    """safetensors, with transformers' own classes: all weights bit for bit, and the configuration."""
+    """A saved and loaded model has the same configuration and bitwise the same weights. The file is in safetensors."""
     model = make_model(**VARIANTS[variant]).to(dtype)
     model.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").exists()
@@ -129,14 +129,14 @@ def test_saved_and_loaded(variant, dtype, tmp_path):
 
 
 def test_saving_does_not_upload(tmp_path):
-    """transformers would upload before the file is written that the configuration refers to."""
+    """push_to_hub raises an error, because transformers would upload the folder before all files are written."""
     with pytest.raises(ValueError, match=mentions("push_to_hub True False model.push_to_hub")):
         make_model().save_pretrained(tmp_path / "new", push_to_hub=True)
     assert not (tmp_path / "new").exists()
 
 
 def test_loss_and_gradients():
-    """The loss is the cross-entropy of the next tokens; recomputing layers does not change gradients."""
+    """The loss is the cross-entropy of the next tokens. Gradient checkpointing does not change gradients."""
     model, ids = make_model(**VARIANTS["head vectors"]).train(), tokens(2, 16)
     made = model(ids, labels=ids)
     expected = torch.nn.functional.cross_entropy(made.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())

@@ -1,4 +1,4 @@
-"""lm-eval loads a saved model and runs a task of this file, through its command line."""
+"""lm-eval loads a saved model and evaluates it on a task that this file defines."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def likelihood(model, question, choice):
 
 
 def test_multiple_choice(tmp_path):
-    """Accuracy and the likelihood of each answer, with rows of different lengths that lm-eval pads."""
+    """lm-eval pads rows of different lengths and reports the likelihoods of whole forwards and the accuracy."""
     torch.manual_seed(3)
     sizes = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "remainder_bias": True, "initializer_range": 0.3, "eos_token_id": 256}
