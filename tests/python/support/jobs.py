@@ -21,7 +21,7 @@ FORKED_TRAINING = Path(__file__).parents[1] / "workers" / "forked_training.py"
 TIMEOUT_SECONDS = 120
 _LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 
-# Small enough for seconds; both stages with context parallelism, micro-batches in the first.
+# A job of a few seconds. Both stages use context parallelism, and the first stage uses micro-batches.
 SMALL_JOB = f"""
 name: small
 data: {{paths: ["{_LIBRARY / "json"}", "{_LIBRARY / "email"}"], validation_fraction: 0.3}}
@@ -39,7 +39,7 @@ checkpoint: {{interval: 7, keep: 2}}
 
 
 def run_command(command: Iterable, *arguments: object, **environment: str) -> tuple[int, str, str]:
-    """Run a command as a user does, to its end: (status, standard output, standard error)."""
+    """Run a command as a user does. Return its exit status, standard output and standard error."""
     done = subprocess.run(
         [*map(str, (*command, *arguments))],
         env={**os.environ, **environment},
@@ -51,26 +51,26 @@ def run_command(command: Iterable, *arguments: object, **environment: str) -> tu
 
 
 def train(*arguments: object) -> tuple[int, str, str]:
-    """Run the trainer with forked ranks, to its end: (status, standard output, standard error)."""
+    """Run the trainer with forked ranks. Return its exit status, standard output and standard error."""
     done = run_python([FORKED_TRAINING, *arguments], seconds=TIMEOUT_SECONDS)
     return done.returncode, done.stdout, done.stderr
 
 
 @contextlib.contextmanager
 def started(command: Iterable, *arguments: object) -> Iterator[subprocess.Popen]:
-    """A command in the background, killed at the end whatever happens."""
+    """Start a command in the background, and kill it at the end of the `with` block."""
     process = subprocess.Popen(
         [*map(str, (*command, *arguments))], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
         yield process
     finally:
-        process.kill()  # its ranks see it go and end
+        process.kill()  # its ranks notice this and end
         process.wait()
 
 
 def metrics(out: Path) -> list[dict]:
-    """The steps that a run has reported so far."""
+    """Return the steps that a run has reported so far."""
     path = out / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
@@ -80,26 +80,26 @@ def wait_for_step(job: subprocess.Popen | PythonProcess, out: Path, model: str, 
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while not any(line["step"] >= step and (line["model"], line["stage"]) == (model, stage) for line in metrics(out)):
         _assert_running(job)
-        assert time.monotonic() < deadline, f"{stage} never reached step {step}"
+        assert time.monotonic() < deadline, f"{stage} did not reach step {step} within {TIMEOUT_SECONDS} s"
         time.sleep(0.01)
 
 
 def state(checkpoint: Path, folder: Path) -> dict:
-    """Every tensor and number of a checkpoint by name. Writes a file into `folder`."""
+    """Return all tensors and numbers of a checkpoint by name. Writes a file into `folder`."""
     dcp_to_torch_save(checkpoint, folder / "state.pt")
     tensors = {}
 
-    def walk(value, name):
+    def collect(value, name):
         if isinstance(value, dict):
             for key, child in value.items():
-                walk(child, f"{name}/{key}")
+                collect(child, f"{name}/{key}")
         elif isinstance(value, (list, tuple)):
             for index, child in enumerate(value):
-                walk(child, f"{name}/{index}")
+                collect(child, f"{name}/{index}")
         else:
             tensors[name] = value
 
-    walk(torch.load(folder / "state.pt", weights_only=False), "")
+    collect(torch.load(folder / "state.pt", weights_only=False), "")
     return tensors
 
 

@@ -1,6 +1,6 @@
-"""Two CPU ranks train and save a Megatron-Core checkpoint. It is converted to transformers and back.
+"""Train and save a Megatron-Core checkpoint, convert it to transformers and back, and write the losses as JSON.
 
-argv[1]: file for the results of the first rank. argv[2]: "dense" or "experts".
+Runs on 2 CPU ranks: `converted_checkpoints.py OUT.json dense|experts`.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ KINDS = {"dense": ("dense", TENSOR), "experts": ("mixture, no auxiliary loss", S
 
 
 def losses_of(model, rows: list[PackedBatch]) -> list[float]:
-    """Sum the losses of each row with a model of transformers."""
+    """Return the sum of the losses of each row, computed with a transformers model."""
     sums = []
     for row in rows:
         logits = model(torch.from_numpy(row.tokens)[None]).logits[0]
@@ -37,7 +37,7 @@ def losses_of(model, rows: list[PackedBatch]) -> list[float]:
 
 
 def window_losses(engine: Engine, rows: list[PackedBatch]) -> list[float]:
-    """Sum the losses of each row with an engine whose data-parallel ranks share the rows."""
+    """Return the sum of the losses of each row, computed with an engine. Its data-parallel ranks share the rows."""
     sums = torch.zeros(len(rows), dtype=torch.float64)
     mine = range(engine.data_parallel_rank, len(rows), engine.data_parallel_size)
     sums[list(mine)] = engine.window_losses(PackedBatch.concatenate([rows[i] for i in mine]), len(mine)).cpu()

@@ -1,7 +1,8 @@
-"""`python -m megatron_sb.training ARGUMENTS` with ranks that are forks of the supervisor's process.
+"""Run `python -m megatron_sb.training ARGUMENTS` with ranks that are forked from the supervisor's process.
 
-Only the start of a rank differs from a user's job: a fork has torch and Megatron-Core imported already. The ranks are
-children of the supervisor, run the same command, and get the same environment, file descriptors and session.
+Only the start of a rank differs from a user's job: a forked rank has already imported torch and Megatron-Core. The
+ranks are children of the supervisor and run the same command with the same environment and file descriptors. Each has
+its own session, as in a user's job.
 """
 
 import os
@@ -52,7 +53,7 @@ class ForkedRank:
 
 
 def _run(arguments: list[str], environment: dict[str, str], descriptors: tuple[int, ...]) -> NoReturn:
-    """Do in a fork what `python -m ARGUMENTS` does. No handler, descriptor or frame of the parent stays in use."""
+    """Do what `python -m ARGUMENTS` does, in a forked process without the parent's signal handlers and descriptors."""
     status = 1
     try:
         os.setsid()

@@ -1,4 +1,4 @@
-"""Checks of StickBreakingCoreAttention in models and process groups; writes its findings as JSON.
+"""Check StickBreakingCoreAttention in models and process groups, and write the findings as JSON.
 
 Runs on 2 ranks: `megatron_contract.py OUT.json`.
 """
@@ -143,14 +143,14 @@ def differences(world) -> dict[str, float]:
     return {
         "cp_group of packed_seq_params": (plain - overridden).abs().max().item(),
         "local_cp_size=1": (local - turned_off).abs().max().item(),
-        # 16 rows over both ranks; the first 8 are a document. Each rank has 4 of those and 4 others.
+        # Both ranks together have 16 rows. The first 8 rows are a document. Each rank has 4 of these and 4 others.
         "rows of no document": one_of_two[4:].abs().max().item(),
         "recomputation": max((a.grad - b.grad).abs().max().item() for a, b in zip(*inputs, strict=True)),
     }
 
 
 def bare_spec() -> dict:
-    """Train a step of a model with the spec object that `--spec` names."""
+    """Run forward and backward of a model with the spec object that users pass as `--spec`."""
     model = make_model(stickbreaking_layer_spec)
     loss = model(torch.arange(16)[None], None, None, labels=torch.arange(16)[None]).mean()
     loss.backward()

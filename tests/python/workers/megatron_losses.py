@@ -1,7 +1,7 @@
 """Train a small GPTModel with stick-breaking attention in many parallel layouts and write the losses as JSON.
 
-Runs on 4 ranks: `megatron_losses.py OUT.json`. Every run starts from the same full weights and has the same documents.
-In "alone" runs, the references, each rank does all the work itself.
+Runs on 4 ranks: `megatron_losses.py OUT.json`. All runs of a family start from the same weights and have the same
+documents. In the references (`alone`), each rank does all the work itself.
 """
 
 import sys
@@ -128,7 +128,7 @@ def build(run: Run) -> GPTModel:
 
 
 def full_name(name: str, run: Run) -> str:
-    """Return a local parameter's name in the one-rank model: local experts are numbered from 0 on every rank."""
+    """Return the name of a local parameter in the one-rank model. Each rank numbers its local experts from 0."""
     head, marker, tail = name.partition("local_experts.")
     if not marker:
         return name
@@ -166,7 +166,7 @@ def gather(model: GPTModel, run: Run) -> list[dict[str, torch.Tensor]]:
 
 
 def assert_same_start(model: GPTModel, run: Run, full: dict[str, torch.Tensor]) -> None:
-    """Assert that replicas hold the full weights, and together hold all of them."""
+    """Assert that each replica holds a part of the full weights, and that all replicas together hold all of them."""
     replicas = gather(model, run)
     for replica in replicas:
         for name, weight in replica.items():
@@ -176,7 +176,7 @@ def assert_same_start(model: GPTModel, run: Run, full: dict[str, torch.Tensor]) 
 
 
 def documents(lengths: tuple, step: int) -> list[torch.Tensor]:
-    """Return the documents of a step, with one token more than is trained: repeated patterns, in changing order."""
+    """Return the documents of a step: repeated patterns, with one token more than the model is trained on."""
     generator = torch.Generator().manual_seed(100 + step)
     docs = []
     for i in range(NUM_DOCUMENTS):
@@ -196,7 +196,7 @@ def shard(x: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def packed_batch(docs: list[torch.Tensor], run: Run) -> dict:
-    """Make a packed stream, whose documents are padded with tokens without loss."""
+    """Make a packed stream. Its documents are padded with tokens that have no loss."""
     padded = [-(-(len(doc) - 1) // PADDED_MULTIPLE) * PADDED_MULTIPLE for doc in docs]
     parts = []
     for doc, n in zip(docs, padded, strict=True):
@@ -284,7 +284,7 @@ def main(out: str) -> None:
     megatron_cpu.answer_for_gpu()
     results, starts = {}, {}
     for run in RUNS:
-        if results:  # dozens of groups with their own threads end with their run
+        if results:  # the groups of a run have dozens of threads, so end them before the next run
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
         namespace = dist.PrefixStore(run.name, store)

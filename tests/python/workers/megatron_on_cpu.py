@@ -22,7 +22,7 @@ def main() -> None:
     megatron_cpu.answer_for_gpu()
     megatron_cpu.answer_for_streams()
     megatron_cpu.answer_for_training()
-    initialize._warmup_jit_function = lambda *args, **kwargs: None  # it draws from the generator of the weights
+    initialize._warmup_jit_function = lambda *args, **kwargs: None  # it would change the generator of the weights
     with megatron_cpu.TensorsOnTheCpu():
         launch.main()
     end_rank()

@@ -1,4 +1,4 @@
-"""A typical training script of Megatron's users: GPT on Megatron's mock data, without stick-breaking.
+"""A typical training script for Megatron, which does not mention stick-breaking: GPT on Megatron's mock data.
 
     python megatron_pretrain.py FLAGS OF MEGATRON          trains on GPUs
     python megatron_pretrain.py ... --build-only OUT.json  builds the model on one CPU and writes its attention classes
@@ -50,7 +50,7 @@ def forward_step(data_iterator, model):
 
 
 def make_datasets(num_samples, vp_stage=None):
-    """Make Megatron's mock documents: each counts upwards, modulo the vocabulary."""
+    """Make Megatron's mock documents. The tokens of a document count upwards, modulo the size of the vocabulary."""
     args = get_args()
     config = GPTDatasetConfig(
         random_seed=args.seed,

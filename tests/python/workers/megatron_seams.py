@@ -1,4 +1,4 @@
-"""Checks of launch.py and stand_ins.py in built models; writes its findings as JSON.
+"""Check launch.py and stand_ins.py in built models, and write the findings as JSON.
 
 Runs on N ranks: `megatron_seams.py OUT.json cpu|cuda`. Experts are distributed over all N ranks.
 """
@@ -51,7 +51,7 @@ def block_spec(config):
 
 
 def forward(model: GPTModel) -> torch.Tensor:
-    """Return logits of 32 tokens. Only Megatron's softmax reads the mask, which Megatron would create on a GPU."""
+    """Return logits of 32 tokens. Only Megatron's softmax attention reads the mask. Megatron creates it on a GPU."""
     positions = torch.arange(32, device=next(model.parameters()).device)[None]
     later = positions[:, None, :, None] < positions[:, None, None, :]
     return model(positions * 7 % VOCAB_SIZE, positions, later).detach()
@@ -71,7 +71,7 @@ def layer_outputs(model: GPTModel) -> list[torch.Tensor]:
 
 
 def mixed_layers() -> dict:
-    """A stick-breaking layer followed by a softmax layer."""
+    """Return findings about a model with a stick-breaking layer followed by a softmax layer."""
     spec = with_stickbreaking(get_gpt_layer_local_spec(), layers=(1, 0))
     plain = make_model(spec, "cpu")
     rope = make_model(spec, "cpu", "rope", no_rope_freq=[1, 0])
@@ -93,7 +93,7 @@ def mixed_layers() -> dict:
 
 
 def virtual_pipeline() -> list[list[tuple[int, str]]]:
-    """Return layers and core attentions of a mixed model on each of two ranks, with two one-layer stages a rank."""
+    """Return layers and core attentions of a mixed model on two ranks. Each rank has two stages of one layer."""
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, create_gloo_process_groups=False
@@ -126,7 +126,7 @@ def virtual_pipeline() -> list[list[tuple[int, str]]]:
 
 
 def launched_models() -> dict:
-    """Stock specs after `launch.replace_core_attention`."""
+    """Return findings about models of Megatron's own specs after `launch.replace_core_attention`."""
     options = {"attend_current": True, "layers": (0, 1)}
     specs = {"dense": lambda config: get_gpt_layer_local_spec(), "experts": block_spec}
     changes = {"dense": {}, "experts": EXPERTS | {"moe_token_dispatcher_type": "allgather"}}
@@ -175,7 +175,7 @@ def make_experts_model(device: str, dispatcher: str, grouped: bool, **changes) -
 
 
 def oracle(experts, rows, counts, probs, weights) -> list[torch.Tensor]:
-    """Output in float64, and gradients of rows, probs and experts' matrices for the loss sum(output * weights)."""
+    """Return the output in float64, and the gradients of sum(output * weights) for rows, probs and all matrices."""
     matrices = [parameter.detach().double().requires_grad_() for parameter in experts.parameters()]
     rows, probs = rows.detach().double().requires_grad_(), probs.detach().double().requires_grad_()
     out, first = [], 0
@@ -188,7 +188,7 @@ def oracle(experts, rows, counts, probs, weights) -> list[torch.Tensor]:
 
 
 def grouped_experts(device: str) -> dict:
-    """`GroupedExperts` against the oracle, with an expert without rows, and without any rows."""
+    """Compare `GroupedExperts` with the oracle, with an expert that has no rows, and with no rows at all."""
     model = make_experts_model(device, "allgather", grouped=True)
     experts = model.decoder.layers[0].mlp.experts
     errors = {}
@@ -225,7 +225,7 @@ def resharded_checkpoint(device: str, folder: Path) -> dict[str, float]:
     saved = make_experts_model(device, "allgather", grouped=True)
     with torch.no_grad():
         for name, parameter in saved.named_parameters():
-            if "local_experts" in name:  # differ from initial weights
+            if "local_experts" in name:  # make the saved weights differ from initial ones
                 parameter.mul_(1.5)
     wanted = forward(saved)
     dist_checkpointing.save(saved.sharded_state_dict(), str(folder))
@@ -243,7 +243,7 @@ def resharded_checkpoint(device: str, folder: Path) -> dict[str, float]:
 
 
 def mixed_checkpoint(folder: Path) -> float:
-    """Return the difference in logits after a checkpoint of a mixed model, whose layers have different parameters."""
+    """Return the difference in logits after loading a checkpoint. The layers of the model have different parameters."""
     spec = with_stickbreaking(get_gpt_layer_local_spec(), layers=(0, 1), remainder_bias=True)
     saved, loaded = (make_model(spec, "cpu") for _ in range(2))
     with torch.no_grad():

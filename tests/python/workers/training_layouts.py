@@ -1,7 +1,10 @@
-"""A few steps of the same rows under several parallel layouts; rank 0 writes what came out to the file argv[1].
+"""Train a few steps on the same rows in several parallel layouts, and write losses and gradient norms as JSON.
 
-On one rank: every family's reference. On four CPU ranks, or two GPUs (argv[2] is cuda): every layout of every family.
-With argv[2] megatron, four CPU ranks take what Megatron-Core has for GPUs: its gradients, optimizer and checkpoints.
+    training_layouts.py OUT.json [cpu|cuda|megatron]
+
+- One rank computes the reference of each family of models.
+- Four CPU ranks (cpu) or two GPUs (cuda) train all layouts of each family.
+- With megatron, four CPU ranks use Megatron-Core's own gradients, optimizer and checkpoints, as GPUs do.
 """
 
 import dataclasses
@@ -36,7 +39,7 @@ SIZES = {
     "data.paths": [sysconfig.get_paths()["stdlib"] + "/" + name for name in ("json", "email")],
 }
 ROW_LENGTH = 64
-PAD_MULTIPLE = 8  # for the layout that asks for most, so that all see the same rows
+PAD_MULTIPLE = 8  # the largest multiple that a layout needs, so that all layouts have the same rows
 NUM_STEPS = 5
 
 MIXTURE = {"model.moe": {"num_experts": 4, "top_k": 2, "dispatcher": "allgather", "grouped_gemm": True}}
@@ -84,7 +87,7 @@ LAYOUTS = {
         "TP2 CP2, recompute full": TENSOR | context_parallel(2) | {"model.recompute": "full"},
     },
     "softmax": {"TP2": TENSOR},
-    # The auxiliary loss is that of a micro-batch: CP4 and TP2 CP2 have the reference's.
+    # The auxiliary loss depends on the micro-batch. In these layouts the micro-batch is that of the reference.
     "mixture": {
         "CP4 EP2": EXPERT | context_parallel(4),
         "TP2 CP2 EP2 alltoall": SEQUENCE | EXPERT | ALL_TO_ALL | context_parallel(2),
@@ -113,7 +116,8 @@ MEGATRON_LAYOUTS = {
     "mixture": {"TP2 CP2 EP2 alltoall": SEQUENCE | EXPERT | ALL_TO_ALL | context_parallel(2)},
     "mixture, no auxiliary loss": {"CP2 EP4": {"parallel.expert_parallel_size": 4} | context_parallel(2)},
 }
-# Saved before the last step, and by whom that is taken: the same layout where ranks save their own shares.
+# Layouts that save a checkpoint before the last step, and the layout that loads it and makes that step. With torch's
+# own checkpoints (cpu) both are equal, because each rank saves only its own shard.
 CHECKPOINTED = {
     name: LAYOUTS[family][name]
     for family, name in (("dense", "TP2 CP2, recompute full"), ("mixture", "TP2 CP2 EP2 alltoall"))
@@ -128,20 +132,22 @@ MEGATRON_CHECKPOINTED = {
     "CP4": {},
     "TP2": {},
     "TP2 CP2 EP2 alltoall": {"parallel.expert_parallel_size": 4} | ALL_TO_ALL | context_parallel(4),
-    "CP2 EP4": {},  # the experts no longer have an optimizer to themselves
+    "CP2 EP4": {},  # in the layout that loads, experts and other weights share one optimizer
 }
 
 
 def load(family: str, layout: dict):
+    """Return the configuration of a family of models in a layout."""
     stage = {"name": "a", "context_length": ROW_LENGTH, "steps": 9, "rows_per_step": 8, "learning_rate": 1e-2}
     fields = SIZES | FAMILIES[family] | {"parallel.ranks": dist.get_world_size(), "stages": [stage]} | layout
     return load_config(TINY, [f"{name}={json.dumps(value)}" for name, value in fields.items()])
 
 
 def train(family: str, layout: dict, device: torch.device, checkpoint: Path, last: dict | None) -> dict:
-    """Losses and gradient norms of NUM_STEPS steps, then the loss of every row of one more, in one layout.
+    """Train NUM_STEPS steps in a layout. Return losses and gradient norms, and then losses and hits of four more rows.
 
-    last: the layout of a new engine that loads what the one before it saved in `checkpoint`, and takes the last step.
+    If `last` is given, the engine saves a checkpoint in the folder `checkpoint` before the last step. A new engine with
+    the layout `last` loads it and makes the last step.
     """
     config = load(family, layout)
     (stage,), (model,) = config.stages, config.compare
@@ -162,7 +168,7 @@ def train(family: str, layout: dict, device: torch.device, checkpoint: Path, las
             group, num_groups = engine.data_parallel_rank, engine.data_parallel_size
             engine.load(checkpoint)
         rows = [sampler.read(row) for row in sampler.next_rows(stage.rows_per_step)]
-        # Uneven on purpose: the first rows count few of their labels.
+        # Count a different share of the labels in each row, so that ranks have different numbers of tokens.
         rows = [
             dataclasses.replace(row, counted=row.counted & (row.labels % (2 + i) > 0)) for i, row in enumerate(rows)
         ]
@@ -181,13 +187,13 @@ def train(family: str, layout: dict, device: torch.device, checkpoint: Path, las
         row[group::num_groups] = measure(PackedBatch.concatenate(mine), len(mine)).cpu()
     windows, hits = engine.sum_over_ranks(sums).tolist()
     engine.close()
-    everywhere: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, counted[0])
-    return {"losses": losses, "norms": norms, "windows": windows, "hits": hits, "counted": everywhere}
+    by_rank: list = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, counted[0])
+    return {"losses": losses, "norms": norms, "windows": windows, "hits": hits, "counted": by_rank}
 
 
 def refused_checkpoint(folder: Path) -> str:
-    """What two tensor-parallel ranks say to the checkpoint of four."""
+    """Return the message of the error when two tensor-parallel ranks load the checkpoint of four."""
     folder.mkdir(exist_ok=True)
     for size in (4, 2):
         config = load("dense", {"model.num_kv_heads": 4, "parallel.tensor_parallel_size": size})
@@ -195,9 +201,9 @@ def refused_checkpoint(folder: Path) -> str:
         if size == 4:
             engine.save(folder)
         else:
-            said = megatron_cpu.message(lambda engine=engine: engine.load(folder))
+            error = megatron_cpu.message(lambda engine=engine: engine.load(folder))
         engine.close()
-    return said
+    return error
 
 
 def main(out: str, kind: str = "cpu") -> None:
