@@ -343,7 +343,7 @@ def _like(mask, x):
 
 
 def make_module(*sizes, **options):
-    """Make a module whose parameters differ from their initial values."""
+    """Make a module with parameters that differ from their initial values."""
     module = GeometricAttention(*(sizes or (12, 3)), **options)
     with torch.no_grad():
         for parameter in module.parameters():

@@ -48,7 +48,7 @@ variants = pytest.mark.parametrize(("options", "scaling"), VARIANTS.values(), id
 
 
 def make_module(options, scaling=None, heads=4, dim=8, **others):
-    """Make a module whose parameters differ from their initial values."""
+    """Make a module with parameters that differ from their initial values."""
     module = SoftmaxAttention(heads, dim, **options, **others)
     if scaling is not None:
         module.scaling = scaling
@@ -434,7 +434,9 @@ class TestBetweenCalls:
         module, lengths = make_module(options, scaling), (6, 11)
         with torch.inference_mode():
             module(*make_inputs(17), cu_seqlens_of(*lengths))
-        module(*make_inputs(17), cu_seqlens_of(*lengths)).sum().backward()
+        inputs = make_inputs(17)
+        module(*inputs, cu_seqlens_of(*lengths)).sum().backward()
+        assert all(x.grad.isfinite().all() for x in inputs)
 
 
 def test_repr():

@@ -1,4 +1,4 @@
-"""One rank of a group whose last rank is lost, or rejects a call that the others make.
+"""Run one rank of a group. The last rank of the group is lost, or rejects a call that the others make.
 
     context_parallel_lost_rank.py SCENARIO TIMEOUT_SECONDS COMM gloo|nccl
 
