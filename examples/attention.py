@@ -1,4 +1,4 @@
-"""Stick-breaking attention in place of softmax attention, dense and packed.
+"""Call stick-breaking attention on dense and on packed sequences.
 
 python examples/attention.py
 """

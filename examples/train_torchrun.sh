@@ -10,7 +10,7 @@
 #
 # parallel.ranks of the configuration must be NODES * RANKS_PER_NODE. --out must be a folder that all machines share.
 set -euo pipefail
-export PYTHONSAFEPATH=1  # in a checkout, its sources would hide the installed megatron_sb
+export PYTHONSAFEPATH=1  # otherwise Python would import the sources of a checkout, not the installed megatron_sb
 torchrun --nnodes "${NODES:-1}" --nproc-per-node "${RANKS_PER_NODE:-gpu}" \
     --rdzv-backend c10d --rdzv-endpoint "${HEAD:-localhost}:${PORT:-29500}" --rdzv-id megatron_sb \
     -m megatron_sb.training "$@"
