@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.markdown import cells_of
+from support.sweeps import forked_runs
 
 from megatron_sb import cli
 from megatron_sb.experiments import sweep
@@ -44,7 +45,8 @@ def command_of(out, compare):
 
 def test_the_command(tmp_path):
     out = tmp_path / "out"
-    assert cli.main(command_of(out, ["softmax_rope"])) == 0
+    with forked_runs():
+        assert cli.main(command_of(out, ["softmax_rope"])) == 0
     written = json.loads((out / "results.json").read_text())["evaluations"]
     table = (out / "table.md").read_text().splitlines()
     assert cells_of(table[0]) == ["attention", "8", "16", "32", "64", "128", "256", "512"]

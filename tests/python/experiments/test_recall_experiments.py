@@ -29,7 +29,7 @@ TINY += [
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    """Run a sweep over one point. Return its folder and the command."""
+    """Run a sweep over one point, as users do: with a new process for the run. Return its folder and the command."""
     folder = tmp_path_factory.mktemp("mqrar") / "out"
     overrides = [word for override in TINY for word in ("--set", override)]
     command = ["experiment", "mqrar", SMALL, "--pairs", "2", "--learning-rates", "2e-2", "--out", str(folder)]

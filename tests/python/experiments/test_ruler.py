@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.markdown import tables_of
+from support.sweeps import forked_runs
 
 from megatron_sb import cli
 from megatron_sb.experiments import needles, ruler
@@ -274,7 +275,8 @@ def test_the_command(tmp_path, request):
     command = ["experiment", "needles", str(request.config.rootpath / SMALL), "--out", str(tmp_path / "out")]
     command += [word for override in tiny for word in ("--set", override)]
     command += ["--lengths", "1024", "1536", "--samples", "2", "--tasks", "tracking", "question"]
-    assert cli.main(command) == 0
+    with forked_runs():
+        assert cli.main(command) == 0
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     scored = [(entry["model"], entry["task"], entry["length"]) for entry in results["scores"]]
     assert scored == [("stick_breaking", task, length) for task in ("tracking", "question") for length in (1024, 1536)]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.markdown import tables_of
+from support.sweeps import forked_runs
 
 from megatron_sb import cli
 from megatron_sb.experiments import skipping, stolen_attention
@@ -25,7 +26,8 @@ def out(tmp_path_factory):
     command = ["experiment", "skipping", str(CONFIGS / "skipping_small.yaml"), "--out", str(folder)]
     command += ["--seconds", "0.01", *(word for override in TINY for word in ("--set", override))]
     try:
-        assert cli.main(command) == 0
+        with forked_runs():
+            assert cli.main(command) == 0
     finally:
         torch.set_num_threads(threads)
     return folder
