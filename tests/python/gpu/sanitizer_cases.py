@@ -54,14 +54,14 @@ def moved(x, device, dtype=None):
 
 
 def call(attention, x, args, options):
-    """Return the operator with cu_seqlens on the device of its inputs."""
+    """Run the operator with cu_seqlens on the device of its inputs, and return its results."""
     offsets = [t.to(x.q.device) for t in args]
     keywords = {"cu_seqlens_k": offsets[1], **options} if offsets else options
     return run(attention, x, *offsets[:1], **keywords)
 
 
 def cache_cases():
-    """Yield (name, dtype, tensors on the CPU, options) of every KV cache call: many splits, early exit, blocks."""
+    """Yield (name, dtype, tensors on the CPU, options) of KV cache calls with many splits, early exit and blocks."""
     for dtype in DTYPES:
         for d, d_v in HEAD_DIMS:
             for block_size, regime in ((None, "mean -11"), (16, "randn")):
@@ -76,18 +76,18 @@ def wrong_caches() -> tuple[int, int]:
     """Return the number of results of KV cache calls, and how many are wrong."""
     failed = count = 0
     for name, dtype, tensors, options in cache_cases():
-        there = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in options.items()}
-        actual = stickbreaking_attention_with_kvcache(*(x.cuda() for x in tensors), **there, return_mass=True)
+        on_gpu = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in options.items()}
+        actual = stickbreaking_attention_with_kvcache(*(x.cuda() for x in tensors), **on_gpu, return_mass=True)
         expected = stickbreaking_attention_with_kvcache(*(x.float() for x in tensors), **options, return_mass=True)
         for result, value, wanted in zip(("o", "mass"), actual, expected, strict=True):
             value = value.cpu().float()
-            if result == "mass":  # of a used-up row: any value below the threshold
+            if result == "mass":  # the mass of a used-up row may have any value below the threshold
                 value, wanted = (x.masked_fill(x.abs() <= THRESHOLD, 0.0) for x in (value, wanted))
             error, _ = relative_errors(value, wanted)
             count += 1
             if not error <= DTYPES[dtype]:
                 failed += 1
-                print(f"{name}: {result} is off by {error:.3g}")
+                print(f"{name}: {result} has an error of {error:.3g}")
     return count, failed
 
 
@@ -125,12 +125,12 @@ def main() -> int:
             count += 1
             if not error <= DTYPES[x.q.dtype]:
                 failed += 1
-                print(f"{name}: {result} is off by {error:.3g}")
+                print(f"{name}: {result} has an error of {error:.3g}")
     for name, found, allowed in variant_errors():
         count += 1
         if not found <= allowed:
             failed += 1
-            print(f"{name} is off by {found:.3g}")
+            print(f"{name} has an error of {found:.3g}")
     torch.cuda.synchronize()
     print(f"{count} results, {failed} wrong")
     return int(failed > 0)

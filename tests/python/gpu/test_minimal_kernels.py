@@ -20,7 +20,7 @@ class Sizes(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
-    """The two examples as one shared library."""
+    """Compile the two examples to one shared library."""
     library = tmp_path_factory.mktemp("minimal") / "minimal.so"
     major, minor = torch.cuda.get_device_capability()
     sources = [str(SOURCES / f"minimal_{name}.cu") for name in ("forward", "backward")]
@@ -90,6 +90,6 @@ def test_minimal_forward_skips_within_its_bound(kernels):
     restart_key = torch.empty(batch, heads, keys, dtype=torch.int32, device="cuda")
     sizes = Sizes(batch, keys, keys, heads, heads, d, d)
     launch(kernels.minimal_forward, sizes, q, k, v, d**-0.5, threshold, 0, o, mass, restart_key, restart_mass)
-    assert (restart_key[..., -1] > keys - 100).all(), "rows stop early"
+    assert (restart_key[..., -1] > keys - 100).all(), "no row stopped early, so the bound below would hold trivially"
     expected = reference.stickbreaking_attention(q, k, v)
     assert (o - expected).abs().max() <= threshold * v.abs().max() + 1e-5
