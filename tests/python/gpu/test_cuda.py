@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from support.accuracy import RESULTS, relative_errors, run
+from support.cuda import captured, no_synchronisation
 from support.inputs import Inputs, make_inputs
 from support.messages import mentions
 
@@ -45,14 +46,7 @@ def test_graph(packed, dtype, d):
     """A captured forward and backward, replayed with other inputs and documents, is bitwise equal to eager."""
     attention, args = call(packed)
     x = inputs(packed, dtype, d)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run(attention, x, *args, return_mass=True)  # loads modules, which is not possible during a capture
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(attention, x, *args, return_mass=True)
+    graph, results = captured(lambda: run(attention, x, *args, return_mass=True))
     for seed, regime, edges in (
         (1, "mean -3.2", [0, 1, 300, 300, 640, 1000]),
         (2, "randn", [0, 128, 256, 700, 701, 702]),
@@ -63,7 +57,7 @@ def test_graph(packed, dtype, d):
         for static in args:
             static.copy_(torch.tensor(edges, dtype=torch.int32))
         graph.replay()
-        assert_same(captured, run(attention, replay_inputs, *args, return_mass=True))
+        assert_same(results, run(attention, replay_inputs, *args, return_mass=True))
 
 
 @kinds
@@ -91,11 +85,8 @@ def test_no_synchronisation(packed, dtype, d):
     attention, args = call(packed)
     x = inputs(packed, dtype, d)
     run(attention, x, *args, return_mass=True)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         run(attention, x, *args, return_mass=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_blocks_do_not_synchronise():
@@ -103,12 +94,9 @@ def test_blocks_do_not_synchronise():
     x = inputs(False, torch.bfloat16, 128)
     segments = torch.tensor([[0, 200, 0, 300, 100], [200, 300, 300, 200, -50]], dtype=torch.int32)
     carry = torch.rand(2, 4, 500)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         _, _, edge, restart = ops.block_forward(x.q, x.k, x.v, segments, carry, scale=0.1)
         ops.block_backward(x.do, x.q, x.k, x.v, segments, edge, restart, None, carry, scale=0.1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("regime", ["mean -11", "randn"])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.caches import CacheCase, assert_accurate, attend
+from support.cuda import captured, no_synchronisation
 
 from megatron_sb import stickbreaking_attention_with_kvcache
 
@@ -64,19 +65,12 @@ def test_graph(dtype, block_size):
     def call():
         return stickbreaking_attention_with_kvcache(q, k, v, **options, return_mass=True)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()  # loads modules, which is not possible during a capture
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = call()
+    graph, results = captured(call)
     for ends in ([5000, 700], [5001, 701], [0, 5120], [1, 33]):
         options["cache_seqlens"].copy_(torch.tensor(ends, dtype=torch.int32))
         q.copy_(torch.randn_like(q))
         graph.replay()
-        assert_same(captured, call())
+        assert_same(results, call())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -85,11 +79,8 @@ def test_no_synchronisation(dtype, block_size):
     """No call synchronises with the device."""
     tensors, options = CacheCase([500, 30], dtype=dtype, block_size=block_size, firsts=[3, 0]).arguments()
     stickbreaking_attention_with_kvcache(*tensors, **options)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         stickbreaking_attention_with_kvcache(*tensors, **options)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @halves

@@ -5,6 +5,7 @@ ops/test_variants.py tests them at small sizes.
 
 import pytest
 import torch
+from support.cuda import captured
 from support.variants import ALLOWED, errors, make_variant, run_variant, wide_inputs
 
 from megatron_sb import reference, stickbreaking_attention
@@ -49,16 +50,9 @@ def test_graph():
     x, options = make_variant("gated", "mean -8", s=500, h=4, h_kv=2, d=128, dtype=torch.bfloat16)
     if not x.q.is_cuda:
         pytest.skip("needs CUDA graphs")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run_variant(stickbreaking_attention, x, options)  # loads modules, which is not possible during a capture
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run_variant(stickbreaking_attention, x, options)
+    graph, results = captured(lambda: run_variant(stickbreaking_attention, x, options))
     options["forget_gate"].mul_(0.9)
     x.q.mul_(0.5)
     graph.replay()
     for name, value in run_variant(stickbreaking_attention, x, options).items():
-        assert torch.equal(captured[name], value), name
+        assert torch.equal(results[name], value), name

@@ -6,6 +6,7 @@ from support.inputs import make_inputs
 
 from megatron_sb import stickbreaking_attention, stickbreaking_attention_varlen
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 DENSE = {
     "plain": ({"s": 6}, {}),
     "batch": ({"b": 2, "s": 4}, {}),
@@ -22,15 +23,6 @@ DENSE = {
     "small weights": ({"s": 6, "regime": "mean -8"}, {}),
     "zeros": ({"s": 6, "regime": "zeros"}, {}),
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Use one thread. In thousands of tiny calls, several threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def leaves(x):

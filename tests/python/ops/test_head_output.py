@@ -3,8 +3,9 @@
 import pytest
 import torch
 from support.accuracy import accumulation_type, assert_errors
+from support.cuda import captured, no_synchronisation
 from support.messages import mentions
-from torch import zeros
+from torch import zeros, zeros_like
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from megatron_sb import head_output, stickbreaking_attention
@@ -331,15 +332,10 @@ def test_a_call_can_be_captured_in_a_cuda_graph():
     with torch.device("cuda"):
         x, d_out = make_arguments(d=64, dtype=torch.bfloat16)
         expected = run(head_output, x, d_out)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_synchronisation():
             run(head_output, x, d_out)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        graph = torch.cuda.CUDAGraph()
-        static = torch.zeros_like(x["o"])
-        with torch.cuda.graph(graph):
-            captured = run(head_output, {**x, "o": static}, d_out)
+        static = zeros_like(x["o"])
+        graph, results = captured(lambda: run(head_output, {**x, "o": static}, d_out))
         static.copy_(x["o"])
         graph.replay()
-        TestForms.assert_same(captured, expected)
+        TestForms.assert_same(results, expected)

@@ -20,15 +20,6 @@ def cu(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-@pytest.fixture
-def one_thread():
-    """Use one thread. In thousands of tiny calls, several threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def formula(q, k, v, scale, logits, gate):
     """Return the output of one head from the definition, key by key: q (s, d), k (s, d), v (s, d_v), gate (s,)."""
     weights = torch.zeros(len(q), len(k), dtype=torch.float64)
