@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from megatron_sb.ops.library import module_command
 from megatron_sb.training.config import TrainingConfig, load_config
-from megatron_sb.training.directory import hold, refuse_changes
+from megatron_sb.training.directory import hold, refuse_changes, refuse_results
 from megatron_sb.training.supervisor import PARENT_PIPE, noting_signals, parent_pipe
 
 POLL_SECONDS = 0.2
@@ -117,8 +117,10 @@ def train_all(config_path: str, trials: Sequence[Trial], out: Path, jobs: int = 
 
 def is_done(config: TrainingConfig, folder: Path) -> bool:
     """Return whether the folder of a run has every model's evaluations after the last stage."""
+    from megatron_sb.training.evaluate import read_result
+
     return all(
-        evaluation_path(folder, config, model, scaling).exists()
+        read_result(folder, model, config.stages[-1], scaling) is not None
         for model in config.compare
         for scaling in config.evaluated_scalings(model)
     )
@@ -195,11 +197,13 @@ class _Runner:
 
 
 def _checked_config(config_path: str, trial: Trial, out: Path) -> TrainingConfig:
-    """Return the trial's configuration. Raise ValueError if its folder was started with another one."""
+    """Return the trial's configuration. Raise ValueError if its folder was started with another or an unknown one."""
     config = load_config(config_path, trial.overrides)
     folder = out / trial.name
     if (folder / "config.yaml").exists():
         refuse_changes(folder, config)
+    else:
+        refuse_results(folder)
     return config
 
 

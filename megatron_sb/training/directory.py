@@ -1,6 +1,6 @@
 """A run's directory: its choice, the fields that a resumed run may change, and its lock.
 
-DIR/config.yaml    marks the directory as a run
+DIR/config.yaml    marks the directory as a run, and names what it was trained with
 DIR/.lock          locked (flock) by the job that writes; the lock ends with the job, the file stays
 """
 
@@ -26,6 +26,7 @@ LAYOUT_FIELDS = (
     r"parallel\..*|model\.recompute|report\..*|checkpoint\..*"
     r"|stages\.\d+\.(context_parallel_size|hierarchical_context_parallel_sizes|rows_per_micro_batch|pad_multiple)"
 )
+RESULTS = ("metrics.jsonl", "evaluation", "*/checkpoints")  # what only a run writes
 
 
 def prepare_directory(config: TrainingConfig, out: str | None, resume: bool) -> tuple[Path, IO]:
@@ -40,8 +41,9 @@ def prepare_directory(config: TrainingConfig, out: str | None, resume: bool) -> 
         The directory, and an open file that holds its lock until it is closed.
 
     Raises:
-        ValueError: The directory of a new run holds a run already. The run to resume does not exist, or was started
-            with another configuration. Another job writes to the directory; with `resume`, it still does after a wait.
+        ValueError: The directory of a new run holds a run or results already. The run to resume does not exist, or was
+            started with another configuration. Another job writes to the directory; with `resume`, it still does after
+            a wait.
     """
     if resume:
         directory = Path(out) if out else _newest(config.name)
@@ -53,11 +55,15 @@ def prepare_directory(config: TrainingConfig, out: str | None, resume: bool) -> 
     directory = Path(out) if out else _create(Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     directory.mkdir(parents=True, exist_ok=True)
     lock = hold(directory)
-    if (directory / "config.yaml").exists():
+    try:
+        if (directory / "config.yaml").exists():
+            raise ValueError(
+                f"{directory} holds a run already. Use --resume to continue it, or --out for another directory."
+            )
+        refuse_results(directory)
+    except ValueError:
         lock.close()
-        raise ValueError(
-            f"{directory} holds a run already. Use --resume to continue it, or --out for another directory."
-        )
+        raise
     return directory, lock
 
 
@@ -91,6 +97,20 @@ def hold(directory: Path, wait_seconds: float = 0.0) -> IO:
             text = f"another job is writing to {directory}; waiting up to {wait_seconds:g} s for it to end"
             print(f"megatron-sb: {text}", file=sys.stderr, flush=True)
         time.sleep(POLL_SECONDS)
+
+
+def refuse_results(directory: Path) -> None:
+    """Check that a directory without a config.yaml holds no results. They could come from any configuration.
+
+    Raises:
+        ValueError: The directory holds metrics, evaluations or checkpoints.
+    """
+    found = sorted(path for pattern in RESULTS for path in directory.glob(pattern))
+    if found:
+        raise ValueError(
+            f"{directory} must be empty or have a config.yaml, got {found[0]} without one. It is the result of a run "
+            "with unknown settings. Restore its config.yaml and use --resume, or use --out for another directory."
+        )
 
 
 def refuse_changes(directory: Path, config: TrainingConfig) -> None:

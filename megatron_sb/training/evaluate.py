@@ -9,6 +9,7 @@ context differs.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,12 +41,25 @@ UNWATCHED = Watch()
 
 
 def result_path(out: Path, model: str, stage: StageConfig, scaling: str) -> Path:
-    """Return the file of the evaluation after a stage, which exists when the evaluation is done.
+    """Return the file of the evaluation after a stage.
 
     Names of models and stages contain no dot, so each file belongs to one evaluation.
     """
     suffix = "" if scaling == "none" else f".{scaling}"
     return out / "evaluation" / f"{model}.{stage.name}{suffix}.json"
+
+
+def read_result(out: Path, model: str, stage: StageConfig, scaling: str) -> dict[str, Any] | None:
+    """Return the evaluation after the last step of a stage, or None if it is not done.
+
+    The file of an evaluation after another step does not count. Files of version 0.1.0 do not name the step; it was
+    always the last one.
+    """
+    try:
+        entry = json.loads(result_path(out, model, stage, scaling).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return entry if entry.get("step", stage.steps) == stage.steps else None
 
 
 def choose_windows(corpus: Corpus, config: TrainingConfig) -> list[np.ndarray]:

@@ -16,7 +16,7 @@ import torch
 from megatron_sb.training.checkpoint import CheckpointDirectory, Progress
 from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.data import rows_ahead
-from megatron_sb.training.evaluate import Watch, result_path
+from megatron_sb.training.evaluate import Watch, read_result
 from megatron_sb.training.profiler import ProfilerWindow
 from megatron_sb.training.report import Report, Step
 from megatron_sb.training.schedule import learning_rate
@@ -198,7 +198,7 @@ class Job:
 
     def _scalings_to_evaluate(self, model: str, stage: StageConfig) -> list[str]:
         scalings = self._config.evaluated_scalings(model)
-        return [scaling for scaling in scalings if not result_path(self._out, model, stage, scaling).exists()]
+        return [scaling for scaling in scalings if read_result(self._out, model, stage, scaling) is None]
 
     def _evaluate(self, model: str, stage: StageConfig, engine: Any) -> None:
         def on_length(result: dict[str, Any]) -> None:

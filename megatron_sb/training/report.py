@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from megatron_sb.training.checkpoint import Progress, write_atomically
 from megatron_sb.training.config import StageConfig, TrainingConfig
-from megatron_sb.training.evaluate import result_path
+from megatron_sb.training.evaluate import read_result, result_path
 
 LABELS = {
     "stick_breaking": "stick-breaking",
@@ -148,8 +148,8 @@ class Report:
         """Write an evaluation and redraw the plots. scaling: how rotary positions were scaled."""
         path = result_path(self.out, model, stage, scaling)
         path.parent.mkdir(exist_ok=True)
-        about = {"model": model, "stage": stage.name, "trained_context": stage.context_length, "scaling": scaling}
-        about |= {"device": self._device}
+        about = {"model": model, "stage": stage.name, "step": stage.steps, "trained_context": stage.context_length}
+        about |= {"scaling": scaling, "device": self._device}
         write_atomically(path, json.dumps(about | {"results": results}, indent=1))
         name = f"{stage.name}/nll_by_length" + ("" if scaling == "none" else f"_{scaling}")
         for result in results:
@@ -166,13 +166,13 @@ class Report:
     def evaluations(self) -> list[dict[str, Any]]:
         """Return every finished evaluation, in the order of the configuration."""
         config = self._config
-        paths = [
-            result_path(self.out, model, stage, scaling)
+        entries = [
+            read_result(self.out, model, stage, scaling)
             for model in config.compare
             for stage in config.stages
             for scaling in config.evaluated_scalings(model)
         ]
-        return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
+        return [entry for entry in entries if entry is not None]
 
     def draw(self) -> None:
         """Draw loss.png and nll_by_length.png from the files."""

@@ -43,6 +43,20 @@ def test_a_new_run_and_the_newest(tmp_path, monkeypatch):
     prepare_directory(CONFIG, str(second), resume=True)[1].close()  # what was refused holds nothing
 
 
+@pytest.mark.parametrize("left", ["small/checkpoints/latest", "evaluation/small.short.json", "metrics.jsonl"])
+def test_results_without_a_configuration_are_refused(left, tmp_path):
+    """A new run would train on them with any settings. A launcher's log may be there."""
+    (tmp_path / "slurm.out").touch()
+    prepare_directory(CONFIG, str(tmp_path), resume=False)[1].close()
+    (tmp_path / left).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / left).touch()
+    for _ in range(2):  # the refusal releases the lock
+        with pytest.raises(ValueError, match=rf"{tmp_path} must be empty or have a config\.yaml, got {tmp_path}/"):
+            prepare_directory(CONFIG, str(tmp_path), resume=False)
+    with pytest.raises(ValueError, match="holds no run"):
+        prepare_directory(CONFIG, str(tmp_path), resume=True)
+
+
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_second_job_is_refused(resume, tmp_path, monkeypatch):
     """For as long as the first one's process lives."""

@@ -1,6 +1,7 @@
 """The evaluation by context length, with an engine that only adds up labels."""
 
 import dataclasses
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch
 
 from megatron_sb.training.config import load_config
 from megatron_sb.training.evaluate import Watch, evaluate, result_path
+from megatron_sb.training.report import Report
 
 TINY = Path(__file__).parents[3] / "configs" / "tiny_context_extension.yaml"
 
@@ -67,3 +69,16 @@ def test_groups_score_as_many_windows_each(num_windows, packing):
     for result in results:
         assert result["nll"] == pytest.approx(np.mean(means)) and result["windows"] == num_windows
         assert result["standard_error"] == pytest.approx(np.std(means, ddof=1) / num_windows**0.5)
+
+
+def test_an_evaluation_of_another_step_does_not_count(tmp_path):
+    """It belongs to other weights. The report writes the step, and lists only evaluations of the last one."""
+    config = load_config(TINY, ["report.tensorboard=false", "compare=[stick_breaking]"])
+    stage = config.stages[0]
+    written = Report(tmp_path, config, "a CPU")
+    written.evaluation("stick_breaking", stage, "none", [{"context": 8, "nll": 1.0}])
+    path = result_path(tmp_path, "stick_breaking", stage, "none")
+    entry = json.loads(path.read_text())
+    assert entry["step"] == stage.steps and written.evaluations() == [entry]
+    path.write_text(json.dumps(entry | {"step": stage.steps - 1}))
+    assert written.evaluations() == []
