@@ -117,7 +117,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--resume",
         action="store_true",
-        help="continue the run in --out; without --out, the newest runs/NAME-* (default: off)",
+        help="continue the run in --out; without --out, the newest runs/NAME-TIME (default: off)",
     )
     command.add_argument(
         "--profile",

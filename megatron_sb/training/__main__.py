@@ -20,7 +20,7 @@ def _arguments() -> argparse.Namespace:
         help="override of a field, such as stages.0.steps=10 (default: none)",
     )
     parser.add_argument(
-        "--out", help="directory of the run (default: a new runs/NAME-TIME; with --resume the newest runs/NAME-*)"
+        "--out", help="directory of the run (default: a new runs/NAME-TIME; with --resume the newest runs/NAME-TIME)"
     )
     parser.add_argument(
         "--resume", action="store_true", help="continue a run from its newest checkpoint (default: start a new run)"

@@ -34,7 +34,7 @@ def prepare_directory(config: TrainingConfig, out: str | None, resume: bool) -> 
 
     Args:
         config: The job's configuration.
-        out: The directory. Default: runs/NAME-TIME, or the newest runs/NAME-* with `resume`.
+        out: The directory. Default: runs/NAME-TIME, or the newest runs/NAME-TIME with `resume`.
         resume: Find a run instead of creating one.
 
     Returns:
@@ -137,10 +137,16 @@ def refuse_changes(directory: Path, config: TrainingConfig) -> None:
 
 
 def _newest(name: str) -> Path:
-    found = sorted(path.parent for path in Path("runs").glob(f"{name}-*/config.yaml"))
+    """Return the newest directory that `_create` made for `name`. Other names may begin with `name`, too."""
+    own_directory = re.compile(re.escape(name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
+    found = [
+        (match[1], int(match[2] or 1), path.parent)
+        for path in Path("runs").glob(f"{name}-*/config.yaml")
+        if (match := own_directory.fullmatch(path.parent.name))
+    ]
     if not found:
-        raise ValueError(f"--resume: there is no runs/{name}-*. Name the directory with --out.")
-    return found[-1]
+        raise ValueError(f"--resume: there is no runs/{name}-TIME. Name the directory with --out.")
+    return max(found)[-1]
 
 
 def _create(directory: Path) -> Path:

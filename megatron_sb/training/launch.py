@@ -31,7 +31,7 @@ def main(
     Args:
         config_path: A YAML file; configs/README.md explains its fields.
         overrides: `dotted.field=value` with the value in YAML.
-        out: The run's directory. Default: runs/NAME-TIME, or the newest runs/NAME-* with `resume`.
+        out: The run's directory. Default: runs/NAME-TIME, or the newest runs/NAME-TIME with `resume`.
         resume: Continue the run in `out`.
         profile: "FIRST:LAST", the steps of each stage that rank 0 profiles into DIR/profile/MODEL.STAGE.json, with DIR
             the run's directory. Default: none.

@@ -26,7 +26,7 @@ def begin(folder):
 def test_a_new_run_and_the_newest(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda form: "20300101-000000")
-    with pytest.raises(ValueError, match=r"there is no runs/small-\*"):
+    with pytest.raises(ValueError, match="there is no runs/small-TIME"):
         prepare_directory(CONFIG, None, resume=True)
     with pytest.raises(ValueError, match="holds no run"):
         prepare_directory(CONFIG, str(tmp_path), resume=True)
@@ -41,6 +41,17 @@ def test_a_new_run_and_the_newest(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="holds a run already"):
         prepare_directory(CONFIG, str(second), resume=False)
     prepare_directory(CONFIG, str(second), resume=True)[1].close()  # what was refused holds nothing
+
+
+def test_the_newest_run_of_exactly_this_name(tmp_path, monkeypatch):
+    """Runs of other names begin with it. Of runs that started in the same second, the number decides."""
+    monkeypatch.chdir(tmp_path)
+    own = [f"small-20300101-000000{number}" for number in ("", "-2", "-10")]
+    for name in (*own, "small-20290101-000000-11", "small-long-20310101-000000", "small-2", "small-20310101"):
+        begin(Path("runs") / name)
+    found, lock = prepare_directory(CONFIG, None, resume=True)
+    lock.close()
+    assert found == Path("runs") / own[-1]
 
 
 @pytest.mark.parametrize("left", ["small/checkpoints/latest", "evaluation/small.short.json", "metrics.jsonl"])
