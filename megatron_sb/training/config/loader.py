@@ -82,16 +82,33 @@ def _plain(value: Any) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that rejects a field given twice. YAML's own loader keeps the last one."""
+    """A YAML loader that rejects a field given twice. YAML's own loader keeps the last one.
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        names = [self.construct_object(key, deep=True) for key, _ in node.value]
+    A field may also be in a mapping that a merge key (`<<: *name`) adds. The mapping's own field then counts.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._checked: set[yaml.MappingNode] = set()
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Replace merge keys by the fields that they add. YAML calls this again for mappings that it has flattened."""
+        if node not in self._checked:
+            self._checked.add(node)
+            self._refuse_repeated(node)
+        super().flatten_mapping(node)
+
+    def _refuse_repeated(self, node: yaml.MappingNode) -> None:
+        names = [
+            "<<" if key.tag == "tag:yaml.org,2002:merge" else self.construct_object(key, deep=True)
+            for key, _ in node.value
+        ]
         for name in names:
             if names.count(name) > 1:
+                hint = " Write <<: [*first, *second] to add several mappings." if name == "<<" else ""
                 raise ConfigError(
-                    f"field {name} is given twice in the mapping that starts at line {node.start_mark.line + 1}"
+                    f"field {name} is given twice in the mapping that starts at line {node.start_mark.line + 1}.{hint}"
                 )
-        return super().construct_mapping(node, deep)
 
 
 def _read(path: str | Path) -> Any:

@@ -160,6 +160,44 @@ def test_an_override_changes_what_it_names_alone(tmp_path):
     assert [stage.name for stage in config.stages] == ["a", "b"]
 
 
+def test_merge_keys(tmp_path):
+    """A mapping may take fields from others. Its own field counts first, then that of the first mapping."""
+    path = tmp_path / "merged.yaml"
+    text = """
+name: merged
+model: {num_layers: 1, hidden_size: 32, num_heads: 2, num_kv_heads: 1, ffn_hidden_size: 64}
+evaluation: {target_tokens: 8}
+attention:
+  near: &near {kind: softmax, position: alibi}
+  far: {<<: *near, position: none, window: 8}
+stages:
+  - &first {name: a, context_length: 64, steps: 5, rows_per_step: 4, learning_rate: 1e-3}
+  - &second {<<: *first, name: b, steps: 7}
+  - {<<: [*second, *first], name: c}
+"""
+    path.write_text(text)
+    config = load_config(path, ["stages.1.rows_per_step=2"])
+    assert [(stage.name, stage.steps, stage.rows_per_step) for stage in config.stages] == [
+        ("a", 5, 4),
+        ("b", 7, 2),
+        ("c", 7, 4),
+    ]
+    assert [config.attention[name].position for name in ("near", "far")] == ["alibi", "none"]
+    path.write_text(text.replace("name: b, steps: 7", "name: b, steps: 7, steps: 8"))
+    with pytest.raises(ConfigError, match="field steps is given twice in the mapping that starts at line 10"):
+        load_config(path)
+    path.write_text(text.replace("<<: [*second, *first]", "<<: *second, <<: *first"))
+    with pytest.raises(ConfigError, match=r"field << is given twice .* Write <<: \[\*first, \*second\]"):
+        load_config(path)
+
+
+@pytest.mark.parametrize("kind", ["[text]", "{text: 1}", "[softmax]"])
+def test_a_kind_that_cannot_be_a_key(kind):
+    for path in ("data", "attention.near", "attention.stick_breaking"):
+        with pytest.raises(ConfigError, match=rf"{path}\.kind must be one of"):
+            load_config(TINY, [f"{path}={{kind: {kind}}}"])
+
+
 REFUSALS = {
     "stages.0.step=7": r"unknown field stages\.0\.step, got 7\. Did you mean 'steps'\? Known fields: name,",
     "optimiser.beta1=0.9": r"unknown field optimiser, got .* Did you mean 'optimizer'\?",
