@@ -22,7 +22,9 @@ from megatron_sb.ops.kvcache import attend_to_filled, is_decoding_step
 from megatron_sb.options import AttentionOptions
 
 NAME = "stickbreaking"
-NO_ROTATION = "none"  # the rope_type that rotates by angle 0
+# The rope_type that rotates by angle 0. A program that lacks the import fails with KeyError, which shows this text.
+NO_ROTATION = "none (needs: import megatron_sb.huggingface)"
+NO_ROTATION_0_1 = "none"  # its name in checkpoints of version 0.1
 MODEL_TYPE = "stick_breaking"  # of StickBreakingConfig. Its models have no positions.
 # Keyword arguments that models pass to the attention, and the only supported value of each.
 REQUIRED_VALUES = {"sliding_window": None, "softcap": None, "s_aux": None, "position_bias": None, "head_mask": None}
@@ -32,16 +34,18 @@ def register() -> None:
     """Register the attention with transformers. Importing this package calls it."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
-    ROPE_INIT_FUNCTIONS[NO_ROTATION] = _no_rotation
-    # Configurations call a method of this name, and warn if there is none.
-    RotaryEmbeddingConfigMixin._validate_none_rope_parameters = lambda self, parameters, ignore_keys=None: None
+    for rope_type in (NO_ROTATION, NO_ROTATION_0_1):
+        ROPE_INIT_FUNCTIONS[rope_type] = _no_rotation
+        # Configurations call a method of this name, and warn if there is none.
+        name = f"_validate_{rope_type}_rope_parameters"
+        setattr(RotaryEmbeddingConfigMixin, name, lambda self, parameters, ignore_keys=None: None)
 
 
 def without_positions(config: PreTrainedConfig) -> PreTrainedConfig:
     """Disable rotary positions in the configuration of a decoder, in place.
 
-    A model made from the result accepts attn_implementation="stickbreaking". Weights keep their names and shapes.
-    Weights that were trained with positions need further training.
+    Models made from the result, and checkpoints of these models, load only with attn_implementation="stickbreaking".
+    Weights keep their names and shapes. Weights that were trained with positions need further training.
 
     Args:
         config: configuration of a decoder with rotary positions.
@@ -56,7 +60,7 @@ def without_positions(config: PreTrainedConfig) -> PreTrainedConfig:
         >>> from transformers import LlamaConfig
         >>> from megatron_sb.huggingface import without_positions
         >>> without_positions(LlamaConfig()).rope_parameters["rope_type"]
-        'none'
+        'none (needs: import megatron_sb.huggingface)'
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None)
@@ -228,7 +232,7 @@ def check_positions(module: nn.Module) -> None:
         raise ValueError(f"position_embedding_type must be 'none' with attn_implementation={NAME!r}, got {kind!r}.")
     rope = config.rope_parameters
     kinds = {parameters["rope_type"] for parameters in _rope_by_layer(rope).values() if parameters is not None}
-    if kinds - {NO_ROTATION}:
+    if kinds - {NO_ROTATION, NO_ROTATION_0_1}:
         raise ValueError(
             f"rope_type in rope_parameters must be {NO_ROTATION!r} with attn_implementation={NAME!r}, got "
             f"{', '.join(sorted(map(repr, kinds)))}. Use megatron_sb.huggingface.without_positions(config)."
@@ -254,7 +258,17 @@ def _rope_by_layer(rope: dict) -> dict[str, dict | None]:
 def _no_rotation(
     config: PreTrainedConfig, device: Any = None, seq_len: int | None = None, layer_type: str | None = None
 ) -> tuple[Tensor, float]:
-    """Return frequencies of 0, so that every cosine is 1 and every sine 0."""
+    """Return frequencies of 0, so that every cosine is 1 and every sine 0.
+
+    transformers calls this when it builds a model. Raise ValueError if the model would use another attention, which
+    would not know the order of the keys.
+    """
+    implementation = config._attn_implementation
+    if implementation != NAME:
+        raise ValueError(
+            f"attn_implementation must be {NAME!r} for a model without positions (rope_type {NO_ROTATION!r}), got "
+            f"{implementation!r}. Load it with from_pretrained(FOLDER, attn_implementation={NAME!r})."
+        )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     share = rope.get("partial_rotary_factor", 1.0)

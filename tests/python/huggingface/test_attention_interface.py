@@ -1,6 +1,9 @@
 """attn_implementation="stickbreaking" in decoders of transformers, compared with the oracle in the same models."""
 
 import itertools
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -42,26 +45,25 @@ def make_config(name="llama", **fields):
     return CONFIG_MAPPING[name](**SIZES | DECODERS.get(name, {}) | fields)
 
 
-def make_model(config, implementation="stickbreaking"):
+def make_model(config):
     torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+    return AutoModelForCausalLM.from_config(config, attn_implementation="stickbreaking").eval()
 
 
 def without_rotation(name="llama", **fields):
     return without_positions(make_config(name, **fields))
 
 
-@pytest.fixture
-def oracle():
-    """Register an attention that calls the oracle, and return its name. It supports batches without padding."""
+def oracle_logits(config, ids):
+    """Return the logits of a model whose attention calls the oracle, which supports batches without padding."""
 
     def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return sb.reference.stickbreaking_attention(q, k, v, scale=scaling).to(q.dtype), None
 
-    AttentionInterface.register("oracle", attend)
-    yield "oracle"
-    AttentionInterface._global_mapping.pop("oracle")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(AttentionInterface._global_mapping, "stickbreaking", attend)
+        return logits(make_model(config), ids)
 
 
 def tokens(*shape):
@@ -74,12 +76,12 @@ def logits(model, ids, **inputs):
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_decoders_equal_the_oracle(name, oracle):
+def test_decoders_equal_the_oracle(name):
     """The models differ in scale, grouped heads and experts."""
     config, ids = without_rotation(name), tokens(2, 24)
     ours = make_model(config)
     assert ours.config._attn_implementation == "stickbreaking"
-    torch.testing.assert_close(logits(ours, ids), logits(make_model(config, oracle), ids), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(logits(ours, ids), oracle_logits(config, ids), atol=2e-5, rtol=1e-4)
 
 
 def test_order_matters_without_positions():
@@ -88,14 +90,12 @@ def test_order_matters_without_positions():
     assert (logits(model, ids)[:, -1] - logits(model, swapped)[:, -1]).abs().max() > 1e-3
 
 
-def test_layers_without_rotation_are_accepted(oracle):
+def test_layers_without_rotation_are_accepted():
     """SmolLM3 has a flag for rotation in each layer."""
     config = make_config("smollm3", no_rope_layers=[0, 0])
     ids = tokens(1, 12)
     assert config.rope_parameters["rope_type"] == "default"
-    torch.testing.assert_close(
-        logits(make_model(config), ids), logits(make_model(config, oracle), ids), atol=2e-5, rtol=1e-4
-    )
+    torch.testing.assert_close(logits(make_model(config), ids), oracle_logits(config, ids), atol=2e-5, rtol=1e-4)
     with pytest.raises(ValueError, match=mentions("rope_type 'default'")):
         logits(make_model(make_config("smollm3", no_rope_layers=[0, 1])), ids)
 
@@ -204,22 +204,43 @@ def test_options_of_the_configuration():
     config, ids = without_rotation(attend_current=True), tokens(1, 12)
     assert (logits(make_model(config), ids) - logits(make_model(without_rotation()), ids)).abs().max() > 1e-3
     reloaded = LlamaConfig.from_dict(config.to_dict())
-    assert reloaded.attend_current and reloaded.rope_parameters["rope_type"] == "none"
+    assert reloaded.attend_current and reloaded.rope_parameters["rope_type"] == attention.NO_ROTATION
 
 
-def test_rotary_parameters_by_layer(oracle):
+@pytest.mark.parametrize("rope_type", [attention.NO_ROTATION, "none"], ids=["today", "version 0.1"])
+def test_saved_models_refuse_other_attention(tmp_path, rope_type):
+    """Without positions softmax does not see the order of the keys, so that its logits would be wrong."""
+    config = make_config()
+    config.rope_parameters["rope_type"] = rope_type
+    model, ids = make_model(config), tokens(1, 8)
+    model.save_pretrained(tmp_path)
+    for chosen_attention in ({}, {"attn_implementation": "sdpa"}, {"attn_implementation": "eager"}):
+        with pytest.raises(ValueError, match=mentions("attn_implementation 'stickbreaking' positions from_pretrained")):
+            AutoModelForCausalLM.from_pretrained(tmp_path, **chosen_attention)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="stickbreaking")
+    assert torch.equal(logits(loaded, ids), logits(model, ids))
+
+
+def test_the_error_without_the_import_names_the_import(tmp_path):
+    make_model(without_rotation()).save_pretrained(tmp_path)
+    load = "import sys, transformers; transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", load, tmp_path], capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert re.search(mentions("KeyError import megatron_sb.huggingface"), done.stderr.splitlines()[-1])
+
+
+def test_rotary_parameters_by_layer():
     """Gemma 3 has rotary parameters for each type of layer. without_positions() disables all of them."""
     config = without_rotation("gemma3_text", head_dim=16, sliding_window=4, layer_types=["full_attention"] * 2)
-    assert {parameters["rope_type"] for parameters in config.rope_parameters.values()} == {"none"}
+    assert {parameters["rope_type"] for parameters in config.rope_parameters.values()} == {attention.NO_ROTATION}
     ids = tokens(1, 8)
-    ours, expected = (logits(make_model(config, name), ids) for name in ("stickbreaking", oracle))
-    torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(logits(make_model(config), ids), oracle_logits(config, ids), atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (lambda: make_config(), "rope_type 'default' 'none' without_positions"),
+        (lambda: make_config(), "rope_type 'default' without_positions"),
         (lambda: GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=VOCAB), "'gpt2' positions"),
         (
             lambda: BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=VOCAB),
