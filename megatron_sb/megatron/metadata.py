@@ -1,9 +1,17 @@
-"""Read the `.metadata` of a distributed checkpoint. It is a pickle, and only objects of known classes are created."""
+"""Read distributed checkpoints without running code that their files name.
+
+The `.metadata` is a pickle: only objects of the classes that metadata contains are created. The other objects of a
+checkpoint are read by `torch.load` with weights_only.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import pathlib
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -47,6 +55,33 @@ class Reader(dcp.FileSystemReader):
     def read_metadata(self) -> Metadata:
         """Read the metadata with the function of this module."""
         return read_metadata(Path(self.path))
+
+
+def load_state(state: dict, folder: Path, *, no_dist: bool = False) -> None:
+    """Read the entries of `state` from a checkpoint folder, tensors in place. Collective unless `no_dist`.
+
+    Raises:
+        ValueError: if the metadata are damaged, or name a class that metadata does not contain.
+    """
+    with weights_only():
+        dcp.load(state, storage_reader=Reader(folder), no_dist=no_dist)
+
+
+@contextlib.contextmanager
+def weights_only() -> Iterator[None]:
+    """Make every `torch.load` within the context refuse classes other than those of weights.
+
+    torch's and Megatron-Core's readers ask for any class. torch's environment variable overrides them.
+    """
+    force, never = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+    before = {name: os.environ.pop(name, None) for name in (force, never)}
+    os.environ[force] = "1"
+    try:
+        with torch.serialization.safe_globals([io.BytesIO]):  # Transformer Engine's extra states
+            yield
+    finally:
+        del os.environ[force]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def read_metadata(folder: Path) -> Metadata:

@@ -31,7 +31,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_sb.megatron.metadata import Reader, read_metadata
+from megatron_sb.megatron.metadata import load_state, read_metadata
 
 LAYERS, EXTRA_STATE = "decoder.layers.", "_extra_state"
 WITH_EXTRA_STATE = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
@@ -64,7 +64,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         if isinstance(found, TensorStorageMetadata) and not belongs_to_optimizer(name) and EXTRA_STATE not in name
     }
     with _without_process_group_warning():
-        dcp.load(weights, storage_reader=Reader(folder), no_dist=True)
+        load_state(weights, folder, no_dist=True)
     return weights
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron_sb.megatron.metadata import read_metadata
 from megatron_sb.training.checkpoint import CheckpointDirectory, Progress
 from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.data import rows_ahead
@@ -90,6 +91,8 @@ class Job:
             raise ValueError(
                 f"initial_checkpoint must be a checkpoint directory with a .metadata, got {config.initial_checkpoint!r}"
             )
+        if config.initial_checkpoint:
+            read_metadata(Path(config.initial_checkpoint))  # reject a file that is damaged or not safe
         self._task: Task = load_task(config)
         for model in config.compare:
             directory = self._checkpoints(model)

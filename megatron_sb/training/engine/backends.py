@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
+from megatron_sb.megatron.metadata import load_state, read_metadata, weights_only
 from megatron_sb.megatron.weights import has_optimizer
 from megatron_sb.training.config import OptimizerConfig
 
@@ -66,19 +67,20 @@ class TorchBackend:
         dcp.save(self._state(), checkpoint_id=path)
 
     def load(self, path: Path) -> None:
-        """Read what `save` wrote. Collective.
+        """Read what `save` wrote. Collective. Code in the files is not executed.
 
         Raises:
-            ValueError: The checkpoint was saved with other parallel sizes, or on GPUs.
+            ValueError: The checkpoint was saved with other parallel sizes, or on GPUs. Or `.metadata` cannot be read
+                safely.
         """
         state = self._state()
-        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        saved = read_metadata(path).state_dict_metadata
         if not any(name.startswith(f"model{_shard_suffix()}.") for name in saved):
             raise ValueError(
                 f"{path} was saved with another parallel.tensor_parallel_size or parallel.expert_parallel_size, or on "
                 "GPUs. On CPUs a checkpoint can be loaded only with the two sizes that it was saved with on CPUs."
             )
-        dcp.load(state, checkpoint_id=path)  # in place: the model's tensors are the parameters themselves
+        load_state(state, path)  # in place: the model's tensors are the parameters themselves
         set_optimizer_state_dict(self._ddp, self._optimizer, optim_state_dict=state[f"optimizer{_shard_suffix()}"])
 
     def _state(self) -> dict:
@@ -151,17 +153,21 @@ class MegatronBackend:
 
     @torch.no_grad()
     def load(self, path: Path) -> None:
-        """Read what `save` wrote. Collective. A checkpoint without an optimizer leaves the optimizer as it is."""
-        from megatron.core import dist_checkpointing
+        """Read what `save` wrote. Collective. A checkpoint without an optimizer leaves the optimizer as it is.
 
+        Code in the files is not executed: `has_optimizer` reads the metadata safely before Megatron-Core does.
+
+        Raises:
+            ValueError: `.metadata` cannot be read safely.
+        """
         if not has_optimizer(path):
-            state = dist_checkpointing.load({"model": self._ddp.module.sharded_state_dict()}, str(path))
+            state = _read({"model": self._ddp.module.sharded_state_dict()}, path)
             self._ddp.module.load_state_dict(state["model"])
             self._optimizer.reload_model_params()
             return
         # Without Transformer Engine and Apex, the optimizer is torch's AdamW, which has no state before a step.
         self._update(0.0)
-        state = dist_checkpointing.load(self._sharded_state(is_loading=True), str(path))
+        state = _read(self._sharded_state(is_loading=True), path)
         self._ddp.module.load_state_dict(state["model"])
         self._steps = state["steps"]
         optimizers = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
@@ -181,6 +187,14 @@ class MegatronBackend:
         metadata = {"distrib_optim_sharding_type": _RESHARDABLE, "chained_optim_avoid_prefix": True}
         optimizer = self._optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
         return {"model": model, "optimizer": optimizer, "steps": self._steps}
+
+
+def _read(state: dict, path: Path) -> dict:
+    """Return the entries of a sharded state from a checkpoint of Megatron-Core. Collective."""
+    from megatron.core import dist_checkpointing
+
+    with weights_only():
+        return dist_checkpointing.load(state, str(path))
 
 
 @contextlib.contextmanager
