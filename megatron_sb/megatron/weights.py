@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_sb.megatron.metadata import load_state, read_metadata
 
+ATTENTION = "attention.json"  # the checkpoint's own name for its model's attention; Megatron-Core does not read it
 LAYERS, EXTRA_STATE = "decoder.layers.", "_extra_state"
 WITH_EXTRA_STATE = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
 FORMAT = {
@@ -86,6 +87,31 @@ def has_optimizer(folder: Path) -> bool:
         ValueError: if `.metadata` cannot be read safely.
     """
     return any(belongs_to_optimizer(name) for name in read_metadata(folder).state_dict_metadata)
+
+
+def write_attention_kind(folder: Path, kind: str) -> None:
+    """Record the kind of attention of a checkpoint's model. The names of the weights do not tell it.
+
+    Args:
+        folder: Folder of the checkpoint.
+        kind: "stick_breaking" or "softmax".
+    """
+    (folder / ATTENTION).write_text(json.dumps({"kind": kind}), encoding="utf-8")
+
+
+def read_attention_kind(folder: Path) -> str | None:
+    """Return what `write_attention_kind` recorded, or None without a record.
+
+    Raises:
+        ValueError: if the record cannot be read.
+    """
+    path = folder / ATTENTION
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["kind"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read: {error!r}") from error
 
 
 @contextlib.contextmanager

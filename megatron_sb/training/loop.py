@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from megatron_sb.megatron.metadata import read_metadata
 from megatron_sb.training.checkpoint import CheckpointDirectory, Progress
 from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.data import rows_ahead
 from megatron_sb.training.evaluate import Watch, read_result
+from megatron_sb.training.initial_checkpoint import check_initial_checkpoint
 from megatron_sb.training.profiler import ProfilerWindow
 from megatron_sb.training.report import Report, Step
 from megatron_sb.training.schedule import learning_rate
@@ -87,12 +87,7 @@ class Job:
         self._report = report
         self._profiler = profiler or ProfilerWindow(out)
         self._stop = StopRequest()
-        if config.initial_checkpoint and not (Path(config.initial_checkpoint) / ".metadata").exists():
-            raise ValueError(
-                f"initial_checkpoint must be a checkpoint directory with a .metadata, got {config.initial_checkpoint!r}"
-            )
-        if config.initial_checkpoint:
-            read_metadata(Path(config.initial_checkpoint))  # reject a file that is damaged or not safe
+        check_initial_checkpoint(config)
         self._task: Task = load_task(config)
         for model in config.compare:
             directory = self._checkpoints(model)

@@ -70,6 +70,8 @@ def _list_problems(config: TrainingConfig) -> Iterator[str]:
     for name in config.compare:
         if name not in config.attention:
             yield f"compare must name entries of attention, which are {list(config.attention)}, got {name!r}"
+    if config.initial_attention is not None and config.initial_checkpoint is None:
+        yield f"initial_attention = {config.initial_attention!r} contradicts initial_checkpoint = None"
     if config.initial_checkpoint is not None and len(config.compare) > 1:
         yield (
             f"initial_checkpoint = {config.initial_checkpoint!r} contradicts compare = {list(config.compare)}: a "

@@ -227,6 +227,7 @@ class TrainingConfig(Section):
     seed: Seed = 0
     compare: tuple[Name, ...] = ("stick_breaking", "softmax_rope")
     initial_checkpoint: str | None = None
+    initial_attention: Literal["stick_breaking", "softmax"] | None = None
     data: Annotated[DataConfig, BeforeValidator(read_data_section)] = dataclasses.field(
         default_factory=lambda: read_data_section({})
     )

@@ -25,6 +25,7 @@ from megatron_sb.megatron import versions
 from megatron_sb.megatron.core_attention import shared_plans
 from megatron_sb.megatron.gates import GateLossScale
 from megatron_sb.megatron.statistics import AttentionCounts, AttentionInputs, captured, observed, watched
+from megatron_sb.megatron.weights import write_attention_kind
 from megatron_sb.ops.context_parallel import shard_sequence
 from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.engine.backends import MegatronBackend, TorchBackend
@@ -68,6 +69,7 @@ class Engine:
         self._config = config
         self._device = device
         self._vocab_size = vocab_size
+        self._attention_kind = config.attention[model].kind
         self.attention_counts = AttentionCounts.zeros(device)
         parallel, context_parallel_size = config.parallel, config.context_parallel_size(model, stage)
         levels = stage.hierarchical_context_parallel_sizes if context_parallel_size > 1 else ()
@@ -172,6 +174,8 @@ class Engine:
     def save(self, path: Path) -> None:
         """Write model and optimizer into an existing directory. Collective. Training has no random state to save."""
         self._backend.save(path)
+        if dist.get_rank() == 0:
+            write_attention_kind(path, self._attention_kind)
 
     def load(self, path: Path) -> None:
         """Read what `save` wrote, possibly under another parallel layout. Collective."""
