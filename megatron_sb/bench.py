@@ -24,6 +24,7 @@ from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 
 from megatron_sb.ops import stickbreaking_attention
 from megatron_sb.ops.library import module_command
+from megatron_sb.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 
 _FULL_LOGIT = -11.0
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -211,6 +212,9 @@ def _parse(args: list[str] | None) -> argparse.Namespace:
     for name, number in {**numbers, "lengths": min(options.lengths)}.items():
         if number < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {number}.")
+    if options.head_dim % HEAD_DIM_MULTIPLE or options.head_dim > MAX_HEAD_DIM:
+        limits = f"a multiple of {HEAD_DIM_MULTIPLE} and at most {MAX_HEAD_DIM}"
+        parser.error(f"--head-dim must be {limits}, got {options.head_dim}.")
     if options.memory_length < 0:
         parser.error(f"--memory-length must be at least 0, got {options.memory_length}.")
     return options

@@ -7,6 +7,7 @@ import sys
 import torch
 
 from megatron_sb.ops import library
+from megatron_sb.validation import InputError
 
 # Optional module -> the extra in pyproject.toml that installs it.
 EXTRAS = {
@@ -150,7 +151,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status. argv: arguments. Default: those of the process.
 
-    Invalid arguments and missing optional modules print one line to standard error and return 2.
+    `InputError`, a file that the system cannot open or write, and a missing optional module print one line to standard
+    error and return 2. Every other error is a defect of the program and keeps its traceback.
     """
     argv = sys.argv[1:] if argv is None else argv
     own_options = {"bench": _bench, "experiment": _experiment}  # including --help
@@ -158,8 +160,13 @@ def main(argv: list[str] | None = None) -> int:
     arguments = argparse.Namespace(rest=argv[1:]) if run else make_parser().parse_args(argv)
     try:
         return (run or arguments.run)(arguments)
-    except (ValueError, TypeError, FileNotFoundError) as error:
+    except InputError as error:
         print(f"megatron-sb: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"megatron-sb: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]

@@ -13,6 +13,14 @@ from numbers import Real
 _SYMBOLIC_NUMBERS = ("SymInt", "SymFloat")
 
 
+class InputError(ValueError):
+    """What the user gave cannot be used. `megatron-sb` prints the message without a traceback."""
+
+
+class MissingFileError(InputError, FileNotFoundError):
+    """A file or folder that the user named does not exist."""
+
+
 def check_tensor(name: str, value: object) -> None:
     """Raise TypeError unless value is a torch.Tensor."""
     from torch import Tensor

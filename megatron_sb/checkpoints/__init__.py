@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 from megatron_sb.checkpoints import dolomite, files, fla
 from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
 from megatron_sb.training.config import load_config
+from megatron_sb.validation import InputError, MissingFileError
 
 FORMATS = ("huggingface", "megatron", "dolomite", "fla")
 
@@ -54,7 +55,7 @@ def format_of(source: str | Path) -> str:
     if model_type in dolomite.MODEL_TYPES:
         return "dolomite"
     known = (StickBreakingConfig.model_type, fla.MODEL_TYPE, *dolomite.MODEL_TYPES)
-    raise ValueError(f"{source}/config.json: model_type must be one of {', '.join(known)}, got {model_type!r}.")
+    raise InputError(f"{source}/config.json: model_type must be one of {', '.join(known)}, got {model_type!r}.")
 
 
 def load(source: str | Path, config: str | Path | None = None) -> StickBreakingForCausalLM:
@@ -87,7 +88,7 @@ def load(source: str | Path, config: str | Path | None = None) -> StickBreakingF
     source = Path(source)
     source_format = format_of(source)
     if config is not None and source_format != "megatron":
-        raise ValueError(f"config must be None for a {source_format} folder, which has its own, got {str(config)!r}.")
+        raise InputError(f"config must be None for a {source_format} folder, which has its own, got {str(config)!r}.")
     if source_format == "huggingface":
         model_config, weights = StickBreakingConfig.from_pretrained(source), files.read_tensors(source)
     elif source_format == "megatron":
@@ -122,9 +123,9 @@ def check_target(out: str | Path, to: str) -> None:
         >>> checkpoints.check_target("a-new-folder", "dolomite")
     """
     if to not in FORMATS:
-        raise ValueError(f"to must be one of {', '.join(map(repr, FORMATS))}, got {to!r}.")
+        raise InputError(f"to must be one of {', '.join(map(repr, FORMATS))}, got {to!r}.")
     if Path(out).exists():
-        raise ValueError(f"out must be a new folder, got {str(out)!r}, which exists.")
+        raise InputError(f"out must be a new folder, got {str(out)!r}, which exists.")
 
 
 def save(model: StickBreakingForCausalLM, out: str | Path, to: str) -> None:
@@ -180,7 +181,7 @@ def _megatron_config(source: Path, config: str | Path | None, vocab_size: int) -
 
     path = Path(config) if config is not None else source.resolve().parent.parent.parent / "config.yaml"
     if not path.exists():
-        raise FileNotFoundError(
+        raise MissingFileError(
             f"{path} does not exist. A Megatron checkpoint does not hold its configuration: give the training "
             "configuration (YAML) or the folder of a Hugging Face model of the same sizes as config (--config)."
         )
@@ -219,5 +220,5 @@ def _with_tied_output_layer(weights: dict, source: Path) -> dict:
     if embedding is None:
         return weights
     if head is not None and (head.dtype != embedding.dtype or not torch.equal(head, embedding)):
-        raise ValueError(f"{source}: tie_word_embeddings must be False if the output layer differs from the embedding.")
+        raise InputError(f"{source}: tie_word_embeddings must be False if the output layer differs from the embedding.")
     return weights | {"lm_head.weight": embedding}

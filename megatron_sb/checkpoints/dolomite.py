@@ -34,6 +34,7 @@ from megatron_sb.checkpoints.layouts import (
     split_qkv,
 )
 from megatron_sb.huggingface import StickBreakingConfig
+from megatron_sb.validation import InputError
 
 MODEL_TYPES = ("sb_dolomite", "stickbreaking", "moe_stickbreaking", "gpt_dolomite", "gpt_base")
 MULTIPLIERS = {"embedding_multiplier": "m_emb", "residual_multiplier": "m_residual", "logits_scaling": "m_width"}
@@ -63,7 +64,7 @@ def load(folder: Path) -> tuple[StickBreakingConfig, dict[str, Tensor]]:
         for field, vector in (("remainder_bias", "head_bias"), ("head_norm", "norm.weight"))
     }
     if flat and found.get("sb_remainder", True) and not vectors["remainder_bias"]:
-        raise ValueError(
+        raise InputError(
             "config.json: sb_remainder must be False for weights without head_bias, got True. These models add the "
             "mass times the value at the query's own position, which cannot be converted."
         )
@@ -170,7 +171,7 @@ def _one_of(found: dict, name: str) -> dict:
     first, *others = found[name]
     for number, block in enumerate(others, 1):
         if block != first:
-            raise ValueError(
+            raise InputError(
                 f"config.json: all layers must have the same {name}, got {name}[0] = {first} and "
                 f"{name}[{number}] = {block}."
             )

@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from megatron_sb.validation import InputError, MissingFileError
+
 NUM_NAMES_IN_MESSAGE = 3
 
 
@@ -38,14 +40,14 @@ def check_no_weights(folder: Path, problem: str, names: Collection[str]) -> None
     first, num_more = sorted(names)[:NUM_NAMES_IN_MESSAGE], len(names) - NUM_NAMES_IN_MESSAGE
     if first:
         more = f" and {num_more} more" if num_more > 0 else ""
-        raise ValueError(f"{problem} in the checkpoint {folder}: {', '.join(first)}{more}.")
+        raise InputError(f"{problem} in the checkpoint {folder}: {', '.join(first)}{more}.")
 
 
 def read_config(folder: Path) -> dict:
     """Return the folder's config.json. Raise FileNotFoundError if there is none."""
     path = folder / "config.json"
     if not path.exists():
-        raise FileNotFoundError(f"{folder} has no config.json.")
+        raise MissingFileError(f"{folder} has no config.json.")
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -58,7 +60,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     """
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise FileNotFoundError(f"{folder} has no *.safetensors file.")
+        raise MissingFileError(f"{folder} has no *.safetensors file.")
     tensors: dict[str, Tensor] = {}
     for path in paths:
         from_file = load_file(path)
@@ -79,11 +81,11 @@ def check_supported(config: PreTrainedConfig, fixed_fields: dict[str, object], f
     """Raise ValueError if a field of the model differs from the only value that a format supports."""
     for name, supported in fixed_fields.items():
         if (value := getattr(config, name)) != supported:
-            raise ValueError(f"{name} must be {supported!r} in the {format_name} format, got {value!r}.")
+            raise InputError(f"{name} must be {supported!r} in the {format_name} format, got {value!r}.")
 
 
 def check_field(config: dict, name: str, supported: tuple, default: object = None) -> None:
     """Raise ValueError if a field of config.json has an unsupported value. A missing field has the default."""
     value = config.get(name, default)
     if value not in supported:
-        raise ValueError(f"config.json: {name} must be {' or '.join(map(repr, supported))}, got {value!r}.")
+        raise InputError(f"config.json: {name} must be {' or '.join(map(repr, supported))}, got {value!r}.")

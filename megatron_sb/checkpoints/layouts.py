@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_sb.validation import InputError
+
 
 def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, num_kv_heads: int) -> Tensor:
     """Fuse three projections, (heads * head_dim, hidden) each, into one.
@@ -28,7 +30,7 @@ def split_qkv(fused: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor,
     num_fused_heads = num_heads + 2 * num_kv_heads
     head_dim, remaining_rows = divmod(len(fused), num_fused_heads)
     if remaining_rows:
-        raise ValueError(
+        raise InputError(
             f"The rows of a fused QKV projection must be a multiple of num_heads + 2 * num_kv_heads = "
             f"{num_fused_heads}, got {len(fused)}."
         )

@@ -16,6 +16,7 @@ from megatron_sb.checkpoints.layouts import fuse_glu, fuse_qkv, split_experts, s
 from megatron_sb.huggingface import StickBreakingConfig
 from megatron_sb.megatron.weights import LAYERS, write_attention_kind, write_weights
 from megatron_sb.training.config import AttentionConfig, TrainingConfig
+from megatron_sb.validation import InputError
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"  # Megatron-LM finds a checkpoint by these names
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -90,7 +91,7 @@ def _attention_of(training: TrainingConfig, folder: Path) -> AttentionConfig:
     if model not in training.attention:
         candidates = [name for name in training.compare if training.breaks_sticks(name)]
         if len(candidates) != 1:
-            raise ValueError(
+            raise InputError(
                 f"compare must have exactly one stick-breaking model, got {len(candidates)} in "
                 f"{list(training.compare)}. Or keep the checkpoint in RUN/MODEL/checkpoints/STEP, got {folder}."
             )
@@ -98,7 +99,7 @@ def _attention_of(training: TrainingConfig, folder: Path) -> AttentionConfig:
     attention = training.attention[model]
     for name, supported in (("kind", "stick_breaking"), ("logits", "dot"), ("forget_gate", False)):
         if (value := getattr(attention, name)) != supported:
-            raise ValueError(
+            raise InputError(
                 f"attention.{model}.{name} must be {supported!r} to convert {folder}, got {value!r}. "
                 "No other format supports it."
             )
@@ -120,7 +121,7 @@ def to_ours(found: dict[str, Tensor], config: StickBreakingConfig, folder: Path)
     Raise ValueError for missing weights, and for weights that the model lacks: biases, forget gates, more layers.
     """
     if any(".gate_proj." in name for name in found):
-        raise ValueError(f"{folder} has forget gates (gate_proj). No other format supports them.")
+        raise InputError(f"{folder} has forget gates (gate_proj). No other format supports them.")
     weights = files.Weights(folder, dict(_unstacked(found)))
     converted = {ours: tensor for ours, theirs in OUTER.items() if (tensor := weights.pop_first(theirs)) is not None}
     for number in range(config.num_hidden_layers):

@@ -16,6 +16,7 @@ from pandas import DataFrame
 
 from megatron_sb.experiments import sweep, tables, trained
 from megatron_sb.training.config import ConfigError, TrainingConfig, load_config
+from megatron_sb.validation import InputError
 
 SEQUENCE = "B 6 P 4 E 3 X 1 Z 2 E 2 B 1 E 5 B 4"  # the paper's
 
@@ -71,17 +72,17 @@ def tokens_of(words: Sequence[str], config: TrainingConfig) -> Any:
     if config.data.kind != "recall":
         raise ConfigError(f"data.kind must be 'recall' for attention-picture, got {config.data.kind!r}.")
     if len(words) % 2 or not words:
-        raise ValueError(f"--sequence must alternate keys and values, an even number of words, got {len(words)}.")
+        raise InputError(f"--sequence must alternate keys and values, an even number of words, got {len(words)}.")
     names = list(dict.fromkeys(words[::2]))
     if len(names) > config.data.num_keys:
-        raise ValueError(f"--sequence must have at most data.num_keys = {config.data.num_keys} keys, got {len(names)}.")
+        raise InputError(f"--sequence must have at most data.num_keys = {config.data.num_keys} keys, got {len(names)}.")
     for word in words[1::2]:
         if not word.isdecimal() or int(word) >= config.data.num_values:
-            raise ValueError(f"values of --sequence must be from 0 to {config.data.num_values - 1}, got {word!r}.")
+            raise InputError(f"values of --sequence must be from 0 to {config.data.num_values - 1}, got {word!r}.")
     keys = np.array([names.index(word) for word in words[::2]])
     batch = labelled(keys, config.data.num_keys + np.array([int(word) for word in words[1::2]]))
     if not batch.counted.any():
-        raise ValueError(f"--sequence must repeat a key, got {' '.join(words)!r}.")
+        raise InputError(f"--sequence must repeat a key, got {' '.join(words)!r}.")
     return batch
 
 

@@ -26,6 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_sb.validation import InputError
+
 ATTENTIONS = ("softmax", "euclidean", "stick_breaking")
 MAX_HEAD_DIM = 8  # the number of Qhull's facets grows exponentially with the dimension
 _BARRIERS = (1.0, 1e-2, 1e-4)
@@ -48,14 +50,14 @@ def on_hull(keys: np.ndarray) -> np.ndarray:
     from scipy.spatial import ConvexHull, QhullError
 
     if keys.ndim != 2 or not 2 <= keys.shape[1] <= MAX_HEAD_DIM or len(keys) < keys.shape[1] + 2:
-        raise ValueError(
+        raise InputError(
             f"keys must have shape (n, d) with d from 2 to {MAX_HEAD_DIM} and n of at least d + 2, got {keys.shape}."
         )
     vertices = np.zeros(len(keys), dtype=bool)
     try:
         vertices[ConvexHull(keys).vertices] = True
     except QhullError as error:
-        raise ValueError(
+        raise InputError(
             f"keys must span a convex hull of dimension {keys.shape[1]}: {error.args[0].splitlines()[0]}"
         ) from error
     return vertices
@@ -80,9 +82,9 @@ def largest_attention(keys: Tensor, attention: str, query_norm: float) -> Tensor
         RuntimeError: Newton's method does not converge.
     """
     if attention not in ATTENTIONS:
-        raise ValueError(f"attention must be one of {', '.join(map(repr, ATTENTIONS))}, got {attention!r}.")
+        raise InputError(f"attention must be one of {', '.join(map(repr, ATTENTIONS))}, got {attention!r}.")
     if not 0 < query_norm < math.inf:
-        raise ValueError(f"query_norm must be finite and greater than 0, got {query_norm}.")
+        raise InputError(f"query_norm must be finite and greater than 0, got {query_norm}.")
     keys = keys - keys.mean(0) if attention == "euclidean" else keys
     squares = keys.square().sum(-1)
     scale = query_norm / (2 * squares.max().sqrt())

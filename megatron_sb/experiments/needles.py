@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from megatron_sb.experiments import ruler, sweep, tables, trained
 from megatron_sb.training.config import ConfigError, load_config
+from megatron_sb.validation import InputError
 
 MEASURES = {"accuracy": "o-", "bytes": ".:"}  # measure -> style of its line
 BYTES_PER_FORWARD = 65536  # a forward has at least one sample
@@ -54,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"data.kind must be 'text' for needles, whose tokens are bytes, got {config.data.kind!r}.")
     lengths = options.lengths or [factor * config.stages[-1].context_length for factor in (1, 2, 4, 8)]
     if min(lengths) < 1 or options.samples < 1:
-        raise ValueError(f"--lengths and --samples must be at least 1, got {lengths} and {options.samples}.")
+        raise InputError(f"--lengths and --samples must be at least 1, got {lengths} and {options.samples}.")
     samples_by_task = {
         (task, length): samples_of(task, length, options.samples) for task in options.tasks for length in lengths
     }
@@ -76,8 +77,8 @@ def samples_of(task: str, length: int, count: int) -> list[ruler.Sample]:
         return [
             ruler.TASKS[task](np.random.default_rng([seed, length, index]), length, texts) for index in range(count)
         ]
-    except ValueError as error:
-        raise ValueError(f"--tasks {task}: {error}") from None
+    except InputError as error:
+        raise InputError(f"--tasks {task}: {error}") from None
 
 
 def scores(engine: Any, samples: Sequence[ruler.Sample], length: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from pandas import DataFrame
 
 from megatron_sb.experiments import sweep, tables, trained
 from megatron_sb.training.config import ConfigError, TrainingConfig, load_config
+from megatron_sb.validation import InputError
 
 PASSES = ("forward", "backward")
 CASES = ("model's threshold", "threshold 0", "every tile")
@@ -44,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.set)
     model = _chosen_model(config, options.model)
     if not options.seconds > 0:
-        raise ValueError(f"--seconds must be greater than 0, got {options.seconds}.")
+        raise InputError(f"--seconds must be greater than 0, got {options.seconds}.")
     single_rank_config = trained.on_one_rank(config)
     folder = trained.trained_run(options, config)
     with (

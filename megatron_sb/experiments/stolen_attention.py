@@ -24,6 +24,7 @@ from megatron_sb.experiments import key_hull, sweep, tables, trained
 from megatron_sb.training.config import ConfigError, load_config, load_fields
 from megatron_sb.training.config.types import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Seed, section
 from megatron_sb.training.report import hardware
+from megatron_sb.validation import InputError
 
 LABELS = {"softmax": "softmax", "euclidean": "softmax, Euclidean", "stick_breaking": "stick-breaking"}
 PLACES = {"hull": "on the hull", "interior": "inside"}
@@ -107,7 +108,7 @@ def trained_keys(run: Path, num_keys: Sequence[int]) -> list[tuple[dict[str, Any
     config = trained.on_one_rank(load_config(run / "config.yaml"))
     models = trained.plain_stickbreaking_models(config)
     if config.data.kind == "recall" or not models or config.model.head_dim > key_hull.MAX_HEAD_DIM:
-        raise ValueError(
+        raise InputError(
             f"run must have text, model.head_dim of at most {key_hull.MAX_HEAD_DIM} and a stick-breaking model without "
             f"forget gates and Euclidean logits, got {str(run)!r} with data.kind = {config.data.kind!r}, "
             f"model.head_dim = {config.model.head_dim} and the models {models}."
@@ -115,7 +116,7 @@ def trained_keys(run: Path, num_keys: Sequence[int]) -> list[tuple[dict[str, Any
     corpus = load_corpus(config)
     window = choose_windows(corpus, config)[0]
     if max(num_keys) >= len(window):
-        raise ValueError(
+        raise InputError(
             f"num_keys must be at most {len(window) - 1}, the longest evaluated length of the run, got "
             f"{list(num_keys)}."
         )

@@ -25,6 +25,7 @@ from megatron_sb.ops.library import module_command
 from megatron_sb.training.config import TrainingConfig, load_config
 from megatron_sb.training.directory import hold, refuse_changes, refuse_results
 from megatron_sb.training.supervisor import PARENT_PIPE, noting_signals, parent_pipe
+from megatron_sb.validation import InputError, MissingFileError
 
 POLL_SECONDS = 0.2
 LOG_LINES_SHOWN = 15  # of a run that failed
@@ -61,11 +62,11 @@ def output_folder(options: argparse.Namespace) -> Path:
     """Return the output folder: --out, or runs/EXPERIMENT-CONFIG. For RUN/config.yaml, CONFIG is the name of RUN."""
     path = Path(options.config).absolute()
     if path.is_dir():
-        raise ValueError(f"CONFIG must be a configuration file, got the folder {options.config}.")
+        raise InputError(f"CONFIG must be a configuration file, got the folder {options.config}.")
     name = path.parent.name if path.name == "config.yaml" else path.stem
     out = Path(options.out or Path("runs") / f"{options.experiment}-{name}")
     if out.exists() and not out.is_dir():
-        raise ValueError(f"--out must be a new folder or one of this experiment, got the file {str(out)!r}.")
+        raise InputError(f"--out must be a new folder or one of this experiment, got the file {str(out)!r}.")
     return out
 
 
@@ -88,9 +89,9 @@ def train_all(config_path: str, trials: Sequence[Trial], out: Path, jobs: int = 
         SweepStopped: a run failed or a signal arrived. The other runs have saved, unless a second signal stopped them.
     """
     if jobs < 1:
-        raise ValueError(f"--jobs must be at least 1, got {jobs}.")
+        raise InputError(f"--jobs must be at least 1, got {jobs}.")
     if len({trial.name for trial in trials}) < len(trials):
-        raise ValueError(f"trials must have different names, got {[trial.name for trial in trials]}.")
+        raise InputError(f"trials must have different names, got {[trial.name for trial in trials]}.")
     configs = [_checked_config(config_path, trial, out) for trial in trials]
     out.mkdir(parents=True, exist_ok=True)
     received: list[int] = []
@@ -148,7 +149,7 @@ def newest_checkpoint(folder: Path, model: str) -> Path:
     try:
         return root / (root / "latest").read_text(encoding="utf-8").strip()
     except FileNotFoundError:
-        raise FileNotFoundError(f"{root} has no checkpoint: the file 'latest' does not exist.") from None
+        raise MissingFileError(f"{root} has no checkpoint: the file 'latest' does not exist.") from None
 
 
 class _Runner:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megatron_sb.validation import InputError
+
 
 class IndexedDocuments:
     """Read the documents of one or more data sets. The end-of-document token is added to a document that lacks it.
@@ -24,7 +26,7 @@ class IndexedDocuments:
     def __init__(self, path_prefixes: Sequence[str], end_of_document: int) -> None:
         for prefix in path_prefixes:
             if not IndexedDataset.exists(prefix):
-                raise ValueError(
+                raise InputError(
                     f"data.paths must be prefixes of an IndexedDataset, got {prefix!r}: "
                     f"{prefix}.bin or {prefix}.idx is missing."
                 )

@@ -19,6 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron_sb.validation import InputError
+
 _CLASSES = (
     torch.Size,
     metadata.BytesStorageMetadata,
@@ -95,9 +97,9 @@ def read_metadata(folder: Path) -> Metadata:
         try:
             found = _Unpickler(file).load()
         except _BROKEN as error:
-            raise ValueError(f"{path} cannot be read: {error}") from error
+            raise InputError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, Metadata):
-        raise ValueError(f"{path} must hold the Metadata of a distributed checkpoint, got {type(found).__name__}.")
+        raise InputError(f"{path} must hold the Metadata of a distributed checkpoint, got {type(found).__name__}.")
     return found
 
 
@@ -109,5 +111,5 @@ class _Unpickler(pickle.Unpickler):
         dtype = vars(torch).get(name) if module == "torch" else None
         found = dtype if isinstance(dtype, torch.dtype) else _ALLOWED.get((module, name))
         if found is None:
-            raise ValueError(f"{module}.{name} is not a class of a checkpoint's metadata.")
+            raise InputError(f"{module}.{name} is not a class of a checkpoint's metadata.")
         return found

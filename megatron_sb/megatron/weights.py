@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_sb.megatron.metadata import load_state, read_metadata
+from megatron_sb.validation import InputError
 
 ATTENTION = "attention.json"  # the checkpoint's own name for its model's attention; Megatron-Core does not read it
 LAYERS, EXTRA_STATE = "decoder.layers.", "_extra_state"
@@ -56,7 +57,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         ValueError: if the folder is not a distributed checkpoint, or its `.metadata` cannot be read safely.
     """
     if not is_checkpoint(folder):
-        raise ValueError(
+        raise InputError(
             f"{folder} must be a distributed checkpoint of Megatron-Core, but .metadata or metadata.json is missing."
         )
     weights = {
@@ -111,7 +112,7 @@ def read_attention_kind(folder: Path) -> str | None:
     try:
         return json.loads(path.read_text(encoding="utf-8"))["kind"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read: {error!r}") from error
+        raise InputError(f"{path} cannot be read: {error!r}") from error
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from megatron_sb.training.config import (
     TextDataConfig,
     TrainingConfig,
 )
+from megatron_sb.validation import InputError
 
 BYTE_END_OF_DOCUMENT = 256
 CHECKED_BYTES = 2**19
@@ -82,7 +83,7 @@ class Subset:
         tokens = self._documents.read(int(self._indices[index]), start, stop)
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
             at = int(np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0])
-            raise ValueError(
+            raise InputError(
                 f"token {start + at} of document {self._indices[index]} of data.paths must be from 0 to "
                 f"data.vocab_size - 1 = {self._vocab_size - 1}, got {tokens[at]}"
             )
@@ -139,7 +140,7 @@ def load_corpus(config: TrainingConfig) -> Corpus:
     long_enough = documents.lengths > 1
     train, validation = np.flatnonzero(long_enough & ~held_out), np.flatnonzero(long_enough & held_out)
     if not len(train) or not len(validation):
-        raise ValueError(
+        raise InputError(
             f"data.paths must hold at least one document for training and one for validation, got {len(train)} and "
             f"{len(validation)} of {len(documents.lengths)} documents in {list(data.paths)}, with "
             f"data.validation_fraction = {data.validation_fraction}"
@@ -181,7 +182,7 @@ def find_files(data: TextDataConfig) -> list[Path]:
         else:
             files = [Path(name) for name in sorted(glob.glob(entry, recursive=True)) if Path(name).is_file()]
         if not files:
-            raise ValueError(
+            raise InputError(
                 f"data.paths must name files, directories, glob patterns or {' or '.join(map(repr, TEXT_OF_PYTHON))}, "
                 f"got {entry!r}, which names no file"
             )
@@ -277,7 +278,7 @@ def _padded(inputs: np.ndarray, multiple: int) -> np.ndarray:
 def require_a_row(documents: Subset, row_length: int, pad_multiple: int) -> None:
     """Raise ValueError if the documents, each padded, do not fill a row."""
     if _padded(documents.lengths - 1, pad_multiple).sum() < row_length:
-        raise ValueError(
+        raise InputError(
             f"the training documents must fill a row of {row_length} tokens, got {documents.lengths.sum()} tokens"
         )
 
@@ -303,7 +304,7 @@ class RowSampler:
         self, documents: Subset, row_length: int, pad_multiple: int, pad_token: int, seed: Sequence[int]
     ) -> None:
         if row_length % pad_multiple:
-            raise ValueError(f"row_length must be a multiple of pad_multiple = {pad_multiple}, got {row_length}")
+            raise InputError(f"row_length must be a multiple of pad_multiple = {pad_multiple}, got {row_length}")
         self._documents = documents
         self._row_length = row_length
         self._pad_multiple = pad_multiple

@@ -17,6 +17,7 @@ from typing import IO
 
 from megatron_sb.training import config as configuration
 from megatron_sb.training.config import TrainingConfig
+from megatron_sb.validation import InputError
 
 LOCK_WAIT_SECONDS = 60.0  # after a supervisor was killed, its ranks may still be ending
 POLL_SECONDS = 0.1
@@ -48,7 +49,7 @@ def prepare_directory(config: TrainingConfig, out: str | None, resume: bool) -> 
     if resume:
         directory = Path(out) if out else _newest(config.name)
         if not (directory / "config.yaml").exists():
-            raise ValueError(f"--resume: {directory} holds no run, because it has no config.yaml")
+            raise InputError(f"--resume: {directory} holds no run, because it has no config.yaml")
         refuse_changes(directory, config)
         # The other ranks wait at most timeout_seconds for this rank.
         return directory, hold(directory, min(LOCK_WAIT_SECONDS, config.parallel.timeout_seconds / 2))
@@ -57,7 +58,7 @@ def prepare_directory(config: TrainingConfig, out: str | None, resume: bool) -> 
     lock = hold(directory)
     try:
         if (directory / "config.yaml").exists():
-            raise ValueError(
+            raise InputError(
                 f"{directory} holds a run already. Use --resume to continue it, or --out for another directory."
             )
         refuse_results(directory)
@@ -84,7 +85,7 @@ def hold(directory: Path, wait_seconds: float = 0.0) -> IO:
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 file.close()
-                raise ValueError(f"another job is writing to {directory}") from None
+                raise InputError(f"another job is writing to {directory}") from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
@@ -107,7 +108,7 @@ def refuse_results(directory: Path) -> None:
     """
     found = sorted(path for pattern in RESULTS for path in directory.glob(pattern))
     if found:
-        raise ValueError(
+        raise InputError(
             f"{directory} must be empty or have a config.yaml, got {found[0]} without one. It is the result of a run "
             "with unknown settings. Restore its config.yaml and use --resume, or use --out for another directory."
         )
@@ -123,13 +124,13 @@ def refuse_changes(directory: Path, config: TrainingConfig) -> None:
     started, wanted = configuration.flatten(before), configuration.flatten(config)
     for path in started | wanted:
         if started.get(path) != wanted.get(path) and not re.fullmatch(LAYOUT_FIELDS, path):
-            raise ValueError(
+            raise InputError(
                 f"--resume: {path} must be {started.get(path)!r}, which {directory} was started with, "
                 f"got {wanted.get(path)!r}"
             )
     for index, (old, new) in enumerate(zip(before.stages, config.stages, strict=True)):
         if before.pad_multiple(old) != config.pad_multiple(new):
-            raise ValueError(
+            raise InputError(
                 f"--resume: stages.{index}.pad_multiple must be {before.pad_multiple(old)}, which {directory} was "
                 f"started with, got {config.pad_multiple(new)}, the default on these ranks. With another value, rows "
                 "would be cut elsewhere."
@@ -145,7 +146,7 @@ def _newest(name: str) -> Path:
         if (match := own_directory.fullmatch(path.parent.name))
     ]
     if not found:
-        raise ValueError(f"--resume: there is no runs/{name}-TIME. Name the directory with --out.")
+        raise InputError(f"--resume: there is no runs/{name}-TIME. Name the directory with --out.")
     return max(found)[-1]
 
 

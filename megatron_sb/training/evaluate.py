@@ -19,6 +19,7 @@ import numpy as np
 
 from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.data import Corpus, PackedBatch, pack
+from megatron_sb.validation import InputError
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +79,7 @@ def choose_windows(corpus: Corpus, config: TrainingConfig) -> list[np.ndarray]:
         for start in range(0, int(length) - longest, longest)
     )
     if not places:
-        raise ValueError(
+        raise InputError(
             f"the longest validation document must have {longest + 1} tokens, got {corpus.validation.lengths.max()}. "
             f"Lower evaluation.longest = {config.evaluation.longest}, evaluation.length_factor = "
             f"{config.evaluation.length_factor} or a stage's context_length, or give longer documents."

@@ -9,6 +9,7 @@ import yaml
 from megatron_sb.megatron.metadata import read_metadata
 from megatron_sb.megatron.weights import read_attention_kind
 from megatron_sb.training.config import TrainingConfig
+from megatron_sb.validation import InputError
 
 
 def check_initial_checkpoint(config: TrainingConfig) -> None:
@@ -22,7 +23,7 @@ def check_initial_checkpoint(config: TrainingConfig) -> None:
         return
     folder = Path(config.initial_checkpoint)
     if not (folder / ".metadata").exists():
-        raise ValueError(
+        raise InputError(
             f"initial_checkpoint must be a checkpoint directory with a .metadata, got {config.initial_checkpoint!r}"
         )
     read_metadata(folder)
@@ -49,7 +50,7 @@ def _check_attention(config: TrainingConfig, folder: Path) -> None:
     wanted = config.initial_attention or own
     if found is not None and found != wanted:
         source = "initial_attention" if config.initial_attention else f"attention.{model}.kind"
-        raise ValueError(
-            f"initial_checkpoint must hold a model with {source} = {wanted!r}, got {folder}, whose model has {found!r}. Set "
-            f"initial_attention={found} to train its weights with {own!r} attention."
+        raise InputError(
+            f"initial_checkpoint must hold a model with {source} = {wanted!r}, got {folder}, whose model has {found!r}. "
+            f"Set initial_attention={found} to train its weights with {own!r} attention."
         )

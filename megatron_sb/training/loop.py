@@ -23,6 +23,7 @@ from megatron_sb.training.report import Report, Step
 from megatron_sb.training.schedule import learning_rate
 from megatron_sb.training.task import Sampler, Task, load_task
 from megatron_sb.training.throughput import model_flops
+from megatron_sb.validation import InputError
 
 
 class Interrupted(Exception):
@@ -94,7 +95,7 @@ class Job:
             progress, now = directory.latest(), self._task.fingerprint()
             # An older run's fingerprint may lack names.
             if progress and any(now.get(name) != value for name, value in progress.corpus.items()):
-                raise ValueError(
+                raise InputError(
                     f"the data changed after {directory.path(progress)} was saved: the fingerprint must be "
                     f"{progress.corpus}, got {now}. Restore the data, or start a new run."
                 )

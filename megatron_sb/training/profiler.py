@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from megatron_sb.validation import InputError
+
 
 class ProfilerWindow:
     """Profile a range of steps of each stage into DIR/MODEL.STAGE.json, for chrome://tracing or Perfetto.
@@ -30,9 +32,9 @@ class ProfilerWindow:
         match = re.fullmatch(r"(\d+):(\d+)", text)
         first, last = (int(number) for number in match.groups()) if match else (0, 0)
         if not 1 <= first <= last:
-            raise ValueError(f"--profile must be FIRST:LAST, two steps of a stage such as 10:12, got {text}")
+            raise InputError(f"--profile must be FIRST:LAST, two steps of a stage such as 10:12, got {text}")
         if first > num_steps:
-            raise ValueError(
+            raise InputError(
                 f"--profile must start at step {num_steps} or before, the last step of the longest stage, got {text}"
             )
         return first, last

@@ -12,6 +12,7 @@ from megatron_sb._tasks import import_object
 from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.data import PackedBatch, Row, RowSampler, load_corpus, require_a_row
 from megatron_sb.training.evaluate import UNWATCHED, Watch, choose_windows, evaluate
+from megatron_sb.validation import InputError
 
 
 class Sampler(Protocol):
@@ -68,8 +69,8 @@ class DocumentTask:
         for index, stage in enumerate(config.stages):  # fail before the first stage trains
             try:
                 require_a_row(self._corpus.train, stage.context_length, config.pad_multiple(stage))
-            except ValueError as error:
-                raise ValueError(f"stages.{index}.context_length: {error}") from None
+            except InputError as error:
+                raise InputError(f"stages.{index}.context_length: {error}") from None
 
     def fingerprint(self) -> dict[str, int]:
         """See `Task.fingerprint`."""

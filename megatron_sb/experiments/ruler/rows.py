@@ -15,6 +15,7 @@ from megatron_sb.experiments.ruler.sample import SEPARATOR, Sample
 from megatron_sb.experiments.ruler.tasks import TASKS
 from megatron_sb.experiments.ruler.texts import Texts
 from megatron_sb.training.data import PackedBatch, Row, RowSampler, pack
+from megatron_sb.validation import InputError
 
 SAMPLES_PER_ROW = (4, 2, 1)  # several short samples per row speed up learning
 
@@ -110,6 +111,6 @@ class MixedSampler:
         for count in SAMPLES_PER_ROW[generator.integers(len(SAMPLES_PER_ROW)) :]:
             try:
                 return [task(generator, self._row_length // count, self._texts) for _ in range(count)]
-            except ValueError as error:
+            except InputError as error:
                 last_error = error
-        raise ValueError(f"context_length = {self._row_length} is too short for a row of RULER's tasks: {last_error}")
+        raise InputError(f"context_length = {self._row_length} is too short for a row of RULER's tasks: {last_error}")

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from megatron_sb.validation import InputError
+
 SEPARATOR = ", "
 
 
@@ -60,7 +62,7 @@ def fill_sample(
     """
     room = length - join(inserted, question, answers, between).num_bytes
     if room < 0:
-        raise ValueError(f"length must be at least {length - room} bytes for this question, got {length}.")
+        raise InputError(f"length must be at least {length - room} bytes for this question, got {length}.")
     sentences = []
     for sentence in filling:
         room -= len(sentence.encode()) + len(between)

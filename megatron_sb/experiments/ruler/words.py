@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_sb.experiments.ruler.sample import Sample
 from megatron_sb.experiments.ruler.texts import Texts
+from megatron_sb.validation import InputError
 
 # As in RULER, except COMMON_TIMES and OTHER_TIMES: RULER uses 30 and 3, for lists of more than 4096 tokens.
 NUM_COMMON = 10
@@ -25,7 +26,7 @@ def common_words(generator: np.random.Generator, length: int, texts: Texts) -> S
     sample = _sample_of_words(listed, question, common)
     room = length - sample.num_bytes
     if room < 0:
-        raise ValueError(f"length must be at least {sample.num_bytes} bytes for this question, got {length}.")
+        raise InputError(f"length must be at least {sample.num_bytes} bytes for this question, got {length}.")
     for word in words:
         room -= OTHER_TIMES * (len(word) + 1)
         if room < 0:
@@ -47,7 +48,7 @@ def frequent_words(generator: np.random.Generator, length: int, texts: Texts) ->
     shares = np.arange(1, len(words) + 1) ** -ZETA
     counts = np.floor(total * shares / shares.sum()).astype(int)
     if not counts[NUM_FREQUENT - 1] > counts[NUM_FREQUENT] or len(set(counts[:NUM_FREQUENT])) < NUM_FREQUENT:
-        raise ValueError(f"length must be larger for {NUM_FREQUENT} words of different frequencies, got {length}.")
+        raise InputError(f"length must be larger for {NUM_FREQUENT} words of different frequencies, got {length}.")
     listed = [word for word, count in zip(words, counts, strict=True) for _ in range(count)]
     return _sample_of_words(_shuffled(generator, listed), question, words[:NUM_FREQUENT])
 

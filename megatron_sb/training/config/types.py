@@ -9,6 +9,8 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict,
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
+from megatron_sb.validation import InputError
+
 
 def _to_float(value: Any) -> Any:
     """Reject booleans, and integers that overflow. pydantic itself parses strings, such as 1e-3 in YAML 1.1."""
@@ -46,7 +48,7 @@ Name = Annotated[str, AfterValidator(_to_name)]
 section = dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))  # decorates subclasses of Section
 
 
-class ConfigError(ValueError):
+class ConfigError(InputError):
     """A field is unknown, has a wrong type or value, or contradicts another field."""
 
 

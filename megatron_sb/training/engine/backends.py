@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from megatron_sb.megatron.metadata import load_state, read_metadata, weights_only
 from megatron_sb.megatron.weights import has_optimizer
 from megatron_sb.training.config import OptimizerConfig
+from megatron_sb.validation import InputError
 
 _RESHARDABLE = "fully_reshardable"  # Megatron-Core's name of the format that any parallel layout can load
 
@@ -76,7 +77,7 @@ class TorchBackend:
         state = self._state()
         saved = read_metadata(path).state_dict_metadata
         if not any(name.startswith(f"model{_shard_suffix()}.") for name in saved):
-            raise ValueError(
+            raise InputError(
                 f"{path} was saved with another parallel.tensor_parallel_size or parallel.expert_parallel_size, or on "
                 "GPUs. On CPUs a checkpoint can be loaded only with the two sizes that it was saved with on CPUs."
             )

@@ -11,6 +11,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_sb.baselines.softmax import RotaryScaling, SoftmaxAttention
+from megatron_sb.validation import InputError
 
 
 class SoftmaxCoreAttention(MegatronModule):
@@ -37,12 +38,12 @@ class SoftmaxCoreAttention(MegatronModule):
     ):
         super().__init__(config=config)
         if config.context_parallel_size != 1:
-            raise ValueError(
+            raise InputError(
                 "context_parallel_size must be 1, because softmax attention has no context parallelism, "
                 f"got {config.context_parallel_size}"
             )
         if config.attention_dropout:
-            raise ValueError(f"attention_dropout must be 0, got {config.attention_dropout}")
+            raise InputError(f"attention_dropout must be 0, got {config.attention_dropout}")
         num_heads = config.num_attention_heads // config.tensor_model_parallel_size
         self.attention = SoftmaxAttention(num_heads, config.kv_channels, scale=softmax_scale, **options)
 
@@ -73,7 +74,7 @@ class SoftmaxCoreAttention(MegatronModule):
             ValueError: packed_seq_params is None.
         """
         if packed_seq_params is None:
-            raise ValueError("packed_seq_params must be packed sequences (qkv_format 'thd'), got None")
+            raise InputError("packed_seq_params must be packed sequences (qkv_format 'thd'), got None")
         return self.attention(query, key, value, packed_seq_params.cu_seqlens_q).flatten(1)
 
 

@@ -69,6 +69,8 @@ def test_peak_memory_includes_an_allocation_of_the_backward():
         (["--heads", "0"], "--heads 1 0"),
         (["--repeats", "0"], "--repeats 1 0"),
         (["--batch", "0"], "--batch 1 0"),
+        (["--head-dim", "12"], "--head-dim 8 256 12"),
+        (["--head-dim", "264"], "--head-dim 8 256 264"),
         (["--lengths", "0"], "--lengths 1 0"),
         (["--lengths", "64", "-5"], "--lengths 1 -5"),
         (["--memory-length", "-1"], "--memory-length 0 -1"),
