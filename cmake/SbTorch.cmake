@@ -42,10 +42,25 @@ function(sb_ask_python_for_torch)
     set(SB_TORCH_CXX11_ABI "${abi}" PARENT_SCOPE)
 endfunction()
 
+# Sets SB_TORCH_VERSION from the headers in SB_TORCH_ROOT.
+function(sb_read_torch_version)
+    set(header "${SB_TORCH_ROOT}/include/torch/headeronly/version.h")
+    if(NOT EXISTS "${header}")
+        message(FATAL_ERROR "megatron_sb: SB_TORCH_ROOT must be the folder with include/ and lib/ of LibTorch 2.11, "
+                "got ${SB_TORCH_ROOT}, which has no include/torch/headeronly/version.h.")
+    endif()
+    file(READ "${header}" text)
+    set(numbers "")
+    foreach(part MAJOR MINOR PATCH)
+        string(REGEX MATCH "define TORCH_VERSION_${part}[ \t]+([0-9]+)" found "${text}")
+        list(APPEND numbers "${CMAKE_MATCH_1}")
+    endforeach()
+    list(JOIN numbers "." version)
+    set(SB_TORCH_VERSION "${version}" PARENT_SCOPE)
+endfunction()
+
 if(SB_TORCH_ROOT)
-    file(STRINGS "${SB_TORCH_ROOT}/include/torch/csrc/api/include/torch/version.h" version_line
-         REGEX "define TORCH_VERSION \"")
-    string(REGEX REPLACE ".*\"(.*)\".*" "\\1" SB_TORCH_VERSION "${version_line}")
+    sb_read_torch_version()
     set(SB_TORCH_CXX11_ABI 1)
     if(EXISTS "${SB_TORCH_ROOT}/lib/libtorch_cuda.so")
         set(SB_TORCH_CUDA_VERSION "unknown")

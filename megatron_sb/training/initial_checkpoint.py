@@ -51,6 +51,6 @@ def _check_attention(config: TrainingConfig, folder: Path) -> None:
     if found is not None and found != wanted:
         source = "initial_attention" if config.initial_attention else f"attention.{model}.kind"
         raise InputError(
-            f"initial_checkpoint must hold a model with {source} = {wanted!r}, got {folder}, whose model has {found!r}. "
-            f"Set initial_attention={found} to train its weights with {own!r} attention."
+            f"initial_checkpoint must hold a model with {source} = {wanted!r}, got {folder}, whose model has {found!r}."
+            f" Set initial_attention={found} to train its weights with {own!r} attention."
         )

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support.messages import mentions
 
 ROOT = Path(__file__).parents[3]
@@ -24,8 +25,8 @@ __version__, version, compiled_with_cxx11_abi = "2.11.7", SimpleNamespace(cuda=N
 """
 
 
-def configure(folder, torch):
-    """Run CMake in the environment of pip's isolated build, for a user with a package torch of this source.
+def configure(folder, source):
+    """Run CMake in the environment of pip's isolated build, for a user with a package torch of this source code.
 
     Returns:
         The exit status, the output, and the folder of the package.
@@ -36,7 +37,7 @@ def configure(folder, torch):
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     package = folder / "home" / ".local" / "lib" / version / "site-packages" / "torch"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text(torch)
+    (package / "__init__.py").write_text(source)
     isolated = {"HOME": str(folder / "home"), "PYTHONNOUSERSITE": "1", "PYTHONPATH": str(folder / "isolation")}
     # The Python of a virtual environment never imports packages of the user's home, so use the one below it.
     command = [CMAKE, "-S", folder, "-B", folder / "build", f"-DPython_EXECUTABLE={sys._base_executable}"]
@@ -56,3 +57,26 @@ def test_without_torch_the_error_says_what_to_install(tmp_path):
     status, output, _ = configure(tmp_path, "raise ImportError('broken')")
     assert status != 0
     assert re.search(mentions("no torch pip install 'torch==2.11.*' --no-build-isolation"), output)
+
+
+def configure_with_root(folder, root):
+    """Run CMake with SB_TORCH_ROOT=root. Return the exit status and the output."""
+    (folder / "CMakeLists.txt").write_text(PROJECT)
+    command = [CMAKE, "-S", folder, "-B", folder / "build", f"-DSB_TORCH_ROOT={root}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+
+@pytest.mark.skipif(not CMAKE, reason="needs cmake")
+def test_the_version_of_a_given_libtorch_is_found(tmp_path):
+    root = Path(torch.__file__).parent
+    status, output = configure_with_root(tmp_path, root)
+    assert status == 0, output
+    assert f"torch {torch.__version__.partition('+')[0]} in {root}" in output
+
+
+@pytest.mark.skipif(not CMAKE, reason="needs cmake")
+def test_a_folder_without_libtorch_is_an_error(tmp_path):
+    status, output = configure_with_root(tmp_path, tmp_path)
+    assert status != 0
+    assert re.search(mentions(f"SB_TORCH_ROOT include/ lib/ {tmp_path}"), output)

@@ -167,15 +167,19 @@ def test_the_command_knows_the_extra_of_every_optional_module():
     assert wanted == cli.EXTRAS
 
 
-def test_a_cpp_program_builds_with_the_installed_package(tmp_path):
-    """The program prints the largest error of sum(A) + mass = 1."""
+@pytest.mark.parametrize("torch_from", ["Python", "SB_TORCH_ROOT"])
+def test_the_cpp_example_builds_with_the_installed_package_and_runs(torch_from, tmp_path):
+    """With SB_TORCH_ROOT, CMake needs no Python. The program prints the largest error of sum(A) + mass = 1."""
     prefix = library.library_path().parents[1]
-    configure = [CMAKE, "-S", ROOT / "tests/consumer", "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={prefix}"]
-    configure += [f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_BUILD_TYPE=Release"]
+    configure = [CMAKE, "-S", ROOT / "examples/cpp", "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={prefix}"]
+    if torch_from == "Python":
+        configure += [f"-DPython_EXECUTABLE={sys.executable}"]
+    else:
+        configure += [f"-DSB_TORCH_ROOT={Path(torch.__file__).parent}", "-DPython_EXECUTABLE=/there-is-no-python"]
     options = {"cwd": tmp_path, "check": True, "capture_output": True, "text": True, "timeout": 300}
     subprocess.run(configure, **options)
     subprocess.run([CMAKE, "--build", tmp_path], **options)
-    printed = subprocess.run([tmp_path / "consumer"], **options).stdout
+    printed = subprocess.run([tmp_path / "attention"], **options).stdout
     assert float(printed) < 5e-6
 
 
