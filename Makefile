@@ -27,7 +27,7 @@ MEGATRON312 ?= megatron-core==0.19.2
 # The tests that depend on Megatron-Core's release.
 TESTS312 := $(addprefix tests/python/,megatron training/test_engine.py training/test_softmax_core_attention.py \
 	checkpoints/test_megatron_checkpoints.py)
-# What `make check` runs beside the test files that differ from the last commit.
+# `make check` runs these, and the test files that differ from the last commit.
 CORE_TESTS := $(addprefix tests/python/,package/test_floors.py ops/test_accuracy.py ops/test_gradients.py \
 	ops/test_bad_input.py ops/test_varlen.py nn training/test_config.py)
 CHANGED_TESTS = $(shell git diff --name-only --diff-filter=d HEAD -- 'tests/python/*/test_*.py' 2>/dev/null)

@@ -119,7 +119,7 @@ def test_variants_of_attention(name, one_rank):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_arithmetic_of_a_step(tied, one_rank):
-    """model_flops beside the matrix products that torch counts, and two of the attention for each pair it sees."""
+    """model_flops counts the matrix products that torch counts, and two products of attention for each visible pair."""
     config = load("tiny_context_extension", [*ALONE["tiny_context_extension"], f"model.tie_word_embeddings={tied}"])
     model = build_model(config, "stick_breaking", config.stages[0], config.vocab_size)
     tokens, bounds = torch.arange(96)[None], torch.tensor([0, 32, 96], dtype=torch.int32)
