@@ -1,5 +1,10 @@
 """Self-attention as a module: projections, stick-breaking attention, remainder and head norm."""
 
+from __future__ import annotations
+
+import copy
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -8,8 +13,8 @@ from megatron_sb.nn.gates import OPEN_GATE, forget_gate_loss, gates_of, keep_gat
 from megatron_sb.ops import head_output, stickbreaking_attention, stickbreaking_attention_varlen
 from megatron_sb.ops.context_parallel import ContextParallelPlan, context_parallel_attention, group_size
 from megatron_sb.ops.kvcache import KVCache, attend_to_filled
-from megatron_sb.options import DEFAULT_MASS_THRESHOLD, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, LayerOptions
-from megatron_sb.validation import check_counts, check_finite, check_tensor, head_dim_of
+from megatron_sb.options import COMMS, DEFAULT_MASS_THRESHOLD, HEAD_DIM_MULTIPLE, LAYOUTS, MAX_HEAD_DIM, LayerOptions
+from megatron_sb.validation import check_choice, check_counts, check_finite, check_tensor, head_dim_of
 
 
 def _checked_head_dim(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
@@ -53,8 +58,8 @@ class StickBreakingSelfAttention(nn.Module):
         scale: See `stickbreaking_attention`. Default: 1 / sqrt(d), and 1 for Euclidean logits.
         mass_threshold: See `stickbreaking_attention`. Default: 2^-24.
         cp_group: Context-parallel process group: its ranks share each sequence. A rank's parameter gradients then come
-            from its own rows only, so sum them over the group. Each rank adds 1 / ranks of its auxiliary loss. Default:
-            None, no context parallelism.
+            from its own rows only, so sum them over the group. Each rank adds 1 / ranks of its auxiliary loss.
+            copy.deepcopy shares the group. Default: None, no context parallelism.
         layout: See `context_parallel_attention`. Not used without cp_group or a plan. Default: "zigzag".
         comm: See `context_parallel_attention`. Not used without cp_group or a plan. Default: "auto".
         device: Device of the parameters.
@@ -111,6 +116,8 @@ class StickBreakingSelfAttention(nn.Module):
             forget_gate=forget_gate,
             forget_gate_loss=forget_gate_loss,
         )
+        check_choice("layout", layout, LAYOUTS)
+        check_choice("comm", comm, COMMS)
         self.gate_loss: Tensor | None = None
         self.cp_group, self.layout, self.comm = cp_group, layout, comm
         kind = {"device": device, "dtype": dtype}
@@ -132,6 +139,13 @@ class StickBreakingSelfAttention(nn.Module):
         for parameter, value in ((self.remainder_bias, 0.0), (self.norm_weight, 1.0), (self.norm_bias, 0.0)):
             if parameter is not None:
                 nn.init.constant_(parameter, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StickBreakingSelfAttention:
+        """Copy the module. The copy shares cp_group: a process group is a connection, which cannot be copied."""
+        copied = type(self).__new__(type(self))
+        memo |= {id(self): copied, id(self.cp_group): self.cp_group}
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def extra_repr(self) -> str:
         """Return the sizes and options that `print(module)` shows."""

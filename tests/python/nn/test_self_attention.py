@@ -1,7 +1,10 @@
 """StickBreakingSelfAttention: accuracy against float64, parameters, invalid arguments, and context parallelism."""
 
+import copy
+
 import pytest
 import torch
+import torch.distributed as dist
 from support.launch import run_worker
 from support.messages import mentions
 
@@ -166,6 +169,8 @@ INVALID_OPTIONS = {
     "mass_threshold of 2": ({"mass_threshold": 2.0}, ValueError, "mass_threshold 2.0"),
     "mass_threshold is NaN": ({"mass_threshold": float("nan")}, ValueError, "mass_threshold nan"),
     "mass_threshold is None": ({"mass_threshold": None}, TypeError, "mass_threshold NoneType"),
+    "unknown layout": ({"layout": "bar"}, ValueError, "layout 'zigzag' 'contiguous' 'bar'"),
+    "unknown comm": ({"comm": "foo"}, ValueError, "comm 'all_gather' 'a2a' 'foo'"),
 }
 
 
@@ -202,6 +207,25 @@ def test_two_ranks_give_the_results_of_one(tmp_path):
     }
     errors = {name: max(case["out"], case["gradients"]) for name, case in found.items()}
     assert {name: error for name, error in errors.items() if not error < 2e-4} == {}
+
+
+@pytest.fixture
+def group():
+    """Return a process group with this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_copy_has_its_own_parameters_and_shares_the_group(group):
+    module, x = make_module(cp_group=group, forget_gate=True), torch.randn(1, 8, 48)
+    expected_out = module(x)
+    copied = copy.deepcopy(torch.nn.Sequential(module, module))
+    assert copied[0] is copied[1] and copied[0].cp_group is group
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    assert torch.equal(copied[0](x), expected_out)
 
 
 @pytest.mark.gpu
