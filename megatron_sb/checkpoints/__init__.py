@@ -12,10 +12,13 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import GenerationConfig
 
 from megatron_sb.checkpoints import dolomite, files, fla
 from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
+from megatron_sb.megatron.integrity import CheckpointError, cause_of
 from megatron_sb.training.config import load_config
 from megatron_sb.validation import InputError, MissingFileError
 
@@ -138,6 +141,7 @@ def save(model: StickBreakingForCausalLM, out: str | Path, to: str) -> None:
 
     Raises:
         ValueError: if `to` is not one of `FORMATS`, `out` exists, or the model has an option that the format lacks.
+        CheckpointError: if the folder cannot be written, for example because the disk is full.
 
     Example:
         >>> import tempfile
@@ -157,6 +161,8 @@ def save(model: StickBreakingForCausalLM, out: str | Path, to: str) -> None:
     try:
         _save(model, temporary, to)
         temporary.rename(out)
+    except (OSError, SafetensorError, CheckpointException) as error:
+        raise CheckpointError(f"{out} could not be written: {cause_of(error)}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -48,7 +49,10 @@ def read_config(folder: Path) -> dict:
     path = folder / "config.json"
     if not path.exists():
         raise MissingFileError(f"{folder} has no config.json.")
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is damaged: {error}") from error
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -56,14 +60,17 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: if the folder has no safetensors file.
-        ValueError: if two files hold a tensor with the same name.
+        ValueError: if a file is damaged, or two files hold a tensor with the same name.
     """
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise MissingFileError(f"{folder} has no *.safetensors file.")
     tensors: dict[str, Tensor] = {}
     for path in paths:
-        from_file = load_file(path)
+        try:
+            from_file = load_file(path)
+        except SafetensorError as error:
+            raise InputError(f"{path} is damaged: {error}") from error
         check_no_weights(folder, "Weights that two files hold", tensors.keys() & from_file.keys())
         tensors |= from_file
     return tensors

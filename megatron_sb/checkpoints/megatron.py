@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_sb.checkpoints import files
 from megatron_sb.checkpoints.layouts import fuse_glu, fuse_qkv, split_experts, split_glu, split_qkv
 from megatron_sb.huggingface import StickBreakingConfig
+from megatron_sb.megatron.integrity import write_checksums
 from megatron_sb.megatron.weights import LAYERS, write_attention_kind, write_weights
 from megatron_sb.training.config import AttentionConfig, TrainingConfig
 from megatron_sb.validation import InputError
@@ -155,6 +156,7 @@ def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) 
     (folder / RELEASE).mkdir()
     write_weights(folder / RELEASE, converted, config.num_hidden_layers, config.num_experts)
     write_attention_kind(folder / RELEASE, "stick_breaking")
+    write_checksums(folder / RELEASE)
     (folder / TRACKER).write_text(RELEASE, encoding="utf-8")
 
 

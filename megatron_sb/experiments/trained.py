@@ -45,11 +45,13 @@ def threads(count: int | None) -> Iterator[None]:
 def trained_engine(run: Path, config: TrainingConfig, model: str) -> Iterator[Any]:
     """Open an `Engine` of the last stage on one device, with the newest weights of one model of a run.
 
-    Raise ConfigError if the configuration needs a GPU and there is none, FileNotFoundError without a checkpoint.
+    Raise ConfigError if the configuration needs a GPU and there is none, FileNotFoundError without a checkpoint, and
+    ValueError if it is damaged.
     """
     import torch
     import torch.distributed as dist
 
+    from megatron_sb.training.checkpoint import check_whole, load
     from megatron_sb.training.rank import silence_warnings
 
     silence_warnings()
@@ -61,6 +63,7 @@ def trained_engine(run: Path, config: TrainingConfig, model: str) -> Iterator[An
             "parallel.device must be 'cpu' or 'auto' without a GPU, got 'cuda'. Use a machine with a GPU."
         )
     checkpoint = sweep.newest_checkpoint(run, model)
+    check_whole(checkpoint)
     if cuda:
         torch.cuda.set_device(0)
     dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -68,7 +71,7 @@ def trained_engine(run: Path, config: TrainingConfig, model: str) -> Iterator[An
         device = torch.device("cuda", 0) if cuda else torch.device("cpu")
         engine = Engine(config, model, config.stages[-1], config.vocab_size, device)
         try:
-            engine.load(checkpoint)
+            load(engine, checkpoint)
             yield engine
         finally:
             engine.close()

@@ -31,6 +31,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_sb.megatron.integrity import check_files
 from megatron_sb.megatron.metadata import load_state, read_metadata
 from megatron_sb.validation import InputError
 
@@ -54,7 +55,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     """Read every weight of the model to the CPU. Code in the files of the folder is not executed.
 
     Raises:
-        ValueError: if the folder is not a distributed checkpoint, or its `.metadata` cannot be read safely.
+        ValueError: if the folder is not a distributed checkpoint, a file is damaged, or its `.metadata` cannot be read
+            safely.
     """
     if not is_checkpoint(folder):
         raise InputError(
@@ -65,6 +67,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         for name, found in read_metadata(folder).state_dict_metadata.items()
         if isinstance(found, TensorStorageMetadata) and not belongs_to_optimizer(name) and EXTRA_STATE not in name
     }
+    check_files(folder)
     with _without_process_group_warning():
         load_state(weights, folder, no_dist=True)
     return weights

@@ -1,6 +1,6 @@
 """Checkpoints on disk. Each is a directory, written under a temporary name and renamed. `latest` names the newest one.
 
-    <root>/short-000100/        model and optimizer (written by the engine), and progress.json
+    <root>/short-000100/        model and optimizer (written by the engine), progress.json, and checksums.json
     <root>/latest               "short-000100"
 
 A job that dies while it writes leaves `<root>/.short-000100.tmp`. No code reads that directory. The next save of
@@ -9,15 +9,24 @@ the same step removes it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import pickle
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_sb.megatron.integrity import CheckpointError, cause_of, check_files, write_checksums
+
+# What readers and writers of checkpoints raise for bad files. The first comes from every rank at once.
+FAILURES = (CheckpointException, OSError, ValueError, KeyError, pickle.UnpicklingError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,17 +78,61 @@ class CheckpointDirectory:
             name = (self.root / "latest").read_text(encoding="utf-8").strip()
         except FileNotFoundError:
             return None
-        return Progress(**json.loads((self.root / name / "progress.json").read_text(encoding="utf-8")))
+        return _read_progress(self.root / name)
+
+    def is_empty(self) -> bool:
+        """Return whether no checkpoint was saved."""
+        return not (self.root / "latest").exists()
+
+    def restore_latest(self) -> list[str]:
+        """Let `latest` name a whole checkpoint. Only one process may call this, before any other method.
+
+        Returns:
+            A sentence for each damaged checkpoint, and one that names the checkpoint to use instead. Empty if the
+            newest checkpoint is whole or there is none.
+
+        Raises:
+            CheckpointError: All checkpoints are damaged.
+        """
+        try:
+            newest = self.root / (self.root / "latest").read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            return []
+        saved = (path for path in self.root.iterdir() if path.is_dir() and not path.name.startswith("."))
+        older = sorted((path for path in saved if path != newest), key=_tokens, reverse=True)
+        damaged = []
+        for path in (newest, *older):
+            try:
+                check_whole(path)
+            except ValueError as error:
+                damaged.append(str(error))
+                continue
+            if not damaged:
+                return []
+            write_atomically(self.root / "latest", path.name)
+            return [*damaged, f"using {path}, the newest whole checkpoint"]
+        raise CheckpointError(f"{damaged[0]}, and {self.root} has no whole checkpoint. Start a new run.")
 
     def path(self, progress: Progress) -> Path:
         """Return the directory of a checkpoint."""
         return self.root / f"{progress.stage}-{progress.step:06d}"
 
     def save(self, engine: Saveable, progress: Progress) -> Path:
-        """Write a checkpoint and return its directory. Do nothing if it is already the newest."""
+        """Write a checkpoint and return its directory. Do nothing if it is already the newest.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be written, for example because the disk is full.
+        """
         final = self.path(progress)
         if self.latest() == progress:
             return final
+        try:
+            self._write(engine, progress, final)
+        except (*FAILURES, RuntimeError) as error:  # torch's writer raises RuntimeError when the disk is full
+            raise CheckpointError(f"{final} could not be saved: {cause_of(error)}") from error
+        return final
+
+    def _write(self, engine: Saveable, progress: Progress, final: Path) -> None:
         temporary = self.root / f".{final.name}.tmp"
         if dist.get_rank() == 0:
             for left_over in (temporary, final):
@@ -90,15 +143,15 @@ class CheckpointDirectory:
         dist.barrier()
         if dist.get_rank() == 0:
             write_atomically(temporary / "progress.json", json.dumps(dataclasses.asdict(progress), indent=1))
+            write_checksums(temporary)
             temporary.rename(final)
             write_atomically(self.root / "latest", final.name)
             self._prune(progress)
         dist.barrier()
-        return final
 
     def load(self, engine: Saveable, progress: Progress) -> None:
-        """Load the checkpoint of `progress` into the engine."""
-        engine.load(self.path(progress))
+        """Load the checkpoint of `progress` into the engine. For errors, see the function `load`."""
+        load(engine, self.path(progress))
 
     def _prune(self, newest: Progress) -> None:
         """Remove old checkpoints of a stage.
@@ -113,10 +166,59 @@ class CheckpointDirectory:
             shutil.rmtree(saved[step])
 
 
+def load(engine: Saveable, path: Path) -> None:
+    """Load a checkpoint into the engine. Collective.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read, or belongs to another model.
+    """
+    try:
+        engine.load(path)
+    except FAILURES as error:
+        raise CheckpointError(f"{path} cannot be loaded: {cause_of(error)}") from error
+
+
+def check_whole(path: Path) -> None:
+    """Check the files of a checkpoint of a run.
+
+    Raises:
+        ValueError: A file is damaged or missing.
+    """
+    _read_progress(path)
+    check_files(path)
+
+
+def _read_progress(path: Path) -> Progress:
+    try:
+        return Progress(**json.loads((path / "progress.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{path / 'progress.json'} is damaged: {cause}") from error
+
+
+def _tokens(path: Path) -> int:
+    """Return the number of labels that the model of a checkpoint was trained on; 0 if its progress is damaged."""
+    try:
+        return _read_progress(path).tokens
+    except CheckpointError:
+        return 0
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the file's name to an error of the file system. Errors of writing, as with a full disk, do not have it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file atomically: a reader sees the old text or the new."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
+    with naming(path), temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import yaml
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from megatron_sb.megatron.integrity import check_files
 from megatron_sb.megatron.metadata import read_metadata
-from megatron_sb.megatron.weights import read_attention_kind
-from megatron_sb.training.config import TrainingConfig
+from megatron_sb.megatron.weights import EXTRA_STATE, belongs_to_optimizer, read_attention_kind
+from megatron_sb.training.config import SoftmaxAttentionConfig, TrainingConfig, count_parameters
 from megatron_sb.validation import InputError
+
+OF_ATTENTION = (".core_attention.", ".gate_proj.")  # in names of weights that not every kind of attention has
 
 
 def check_initial_checkpoint(config: TrainingConfig) -> None:
     """Check that a job can start from config.initial_checkpoint, if that is set.
 
     Raises:
-        ValueError: It is no checkpoint directory, cannot be read safely, or holds a model with another kind of
-            attention.
+        ValueError: It is no checkpoint directory, cannot be read safely, is damaged, or holds a model of another size
+            or with another kind of attention.
     """
     if config.initial_checkpoint is None:
         return
@@ -26,8 +31,10 @@ def check_initial_checkpoint(config: TrainingConfig) -> None:
         raise InputError(
             f"initial_checkpoint must be a checkpoint directory with a .metadata, got {config.initial_checkpoint!r}"
         )
-    read_metadata(folder)
+    metadata = read_metadata(folder)
+    check_files(folder)
     _check_attention(config, folder)
+    _check_sizes(config, folder, metadata)
 
 
 def attention_kind(folder: Path) -> str | None:
@@ -51,6 +58,27 @@ def _check_attention(config: TrainingConfig, folder: Path) -> None:
     if found is not None and found != wanted:
         source = "initial_attention" if config.initial_attention else f"attention.{model}.kind"
         raise InputError(
-            f"initial_checkpoint must hold a model with {source} = {wanted!r}, got {folder}, whose model has {found!r}."
-            f" Set initial_attention={found} to train its weights with {own!r} attention."
+            f"initial_checkpoint must hold a model with {source} = {wanted!r}, got {folder}, where it is {found!r}. "
+            f"Set initial_attention={found} to train its weights with {own!r} attention."
+        )
+
+
+def _check_sizes(config: TrainingConfig, folder: Path, metadata: Metadata) -> None:
+    """Compare the numbers of weights. Weights that depend on the kind of attention do not count."""
+    entries = metadata.state_dict_metadata
+    if any(name.startswith("model_") for name in entries):
+        return  # shards of a CPU's tensor-parallel ranks, which repeat some weights
+    found = sum(
+        math.prod(entry.size)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+        and not belongs_to_optimizer(name)
+        and EXTRA_STATE not in name
+        and not any(part in name for part in OF_ATTENTION)
+    )
+    expected = count_parameters(config.model, SoftmaxAttentionConfig(), config.vocab_size).total
+    if found != expected:
+        raise InputError(
+            f"initial_checkpoint must hold a model of the configured sizes, {expected:,} weights, got {folder} with "
+            f"{found:,}. The weights of the attention's own options are not counted."
         )

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from megatron_sb.training.checkpoint import CheckpointDirectory, Progress
+from megatron_sb.training.checkpoint import CheckpointDirectory, Progress, load
 from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.data import rows_ahead
 from megatron_sb.training.evaluate import Watch, read_result
-from megatron_sb.training.initial_checkpoint import check_initial_checkpoint
 from megatron_sb.training.profiler import ProfilerWindow
 from megatron_sb.training.report import Report, Step
 from megatron_sb.training.schedule import learning_rate
@@ -88,7 +87,6 @@ class Job:
         self._report = report
         self._profiler = profiler or ProfilerWindow(out)
         self._stop = StopRequest()
-        check_initial_checkpoint(config)
         self._task: Task = load_task(config)
         for model in config.compare:
             directory = self._checkpoints(model)
@@ -138,7 +136,7 @@ class Job:
         if progress is not None:
             directory.load(engine, progress)
         elif config.initial_checkpoint:
-            engine.load(Path(config.initial_checkpoint))
+            load(engine, Path(config.initial_checkpoint))
         if progress is not None and progress.stage == stage.name:
             sampler.load_state_dict(progress.sampler)
         else:

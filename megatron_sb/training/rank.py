@@ -16,11 +16,13 @@ from typing import IO, Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from megatron_sb.megatron.integrity import CheckpointError
 from megatron_sb.training import config as configuration
-from megatron_sb.training.checkpoint import write_atomically
+from megatron_sb.training.checkpoint import CheckpointDirectory, write_atomically
 from megatron_sb.training.command import Command
 from megatron_sb.training.config import ConfigError, TrainingConfig
 from megatron_sb.training.directory import prepare_directory
+from megatron_sb.training.initial_checkpoint import check_initial_checkpoint
 from megatron_sb.training.loop import Diverged, Interrupted, Job
 from megatron_sb.training.profiler import ProfilerWindow
 from megatron_sb.training.report import Report, hardware
@@ -38,8 +40,8 @@ def run_rank(config: TrainingConfig, command: Command) -> NoReturn:
     silence_warnings()
     try:
         status = _run(config, command)
-    except Exception:  # the supervisor ends the other ranks
-        print(f"rank {os.environ['RANK']} failed:\n{traceback.format_exc()}", file=sys.stderr)
+    except Exception as error:  # the supervisor ends the other ranks
+        print(f"rank {os.environ['RANK']} failed:{_describe(error)}", file=sys.stderr)
         status = EXIT_FAILED
     # Megatron-Core's checkpoints start helper processes, which os._exit would leave alive.
     for helper in multiprocessing.active_children():
@@ -71,6 +73,13 @@ def choose_device(config: TrainingConfig) -> torch.device:
     for field, why in configuration.needs_gpu(config):
         raise ConfigError(f"{field} {missing}: {why}")
     return torch.device("cpu")
+
+
+def _describe(error: BaseException) -> str:
+    """Return a sentence for an error of the file system or of a checkpoint, otherwise the traceback."""
+    if isinstance(error, CheckpointError) or (isinstance(error, OSError) and error.filename is not None):
+        return f" {error}"
+    return f"\n{traceback.format_exc()}"
 
 
 def silence_warnings() -> None:
@@ -134,7 +143,7 @@ def _agree_on_directory(config: TrainingConfig, out: str | None, resume: bool) -
     lock = None
     if dist.get_rank() == 0:
         try:
-            directory, lock = prepare_directory(config, out, resume)
+            directory, lock = _choose_directory(config, out, resume)
             answer = [directory]
         except (ValueError, OSError) as error:
             answer = [error]
@@ -142,6 +151,21 @@ def _agree_on_directory(config: TrainingConfig, out: str | None, resume: bool) -
     if isinstance(answer[0], Exception):
         raise answer[0]
     return answer[0], lock
+
+
+def _choose_directory(config: TrainingConfig, out: str | None, resume: bool) -> tuple[Path, IO]:
+    """Do what `prepare_directory` does, and check the checkpoints that the models start from."""
+    if not resume:
+        check_initial_checkpoint(config)
+        return prepare_directory(config, out, resume)
+    directory, lock = prepare_directory(config, out, resume)
+    for model in config.compare:
+        checkpoints = CheckpointDirectory(directory / model / "checkpoints", config.checkpoint.keep)
+        if checkpoints.is_empty():
+            check_initial_checkpoint(config)
+        for sentence in checkpoints.restore_latest():
+            say(sentence)
+    return directory, lock
 
 
 def _train(job: Job, report: Report | None, to_resume: str) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from megatron_sb.training.checkpoint import Progress, write_atomically
+from megatron_sb.training.checkpoint import Progress, naming, write_atomically
 from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.evaluate import read_result, result_path
 
@@ -122,7 +122,7 @@ class Report:
             "mean_remainder": step.remainder,
             "skipped_tiles": step.skipped,
         }
-        with self._metrics_path.open("a", encoding="utf-8") as file:
+        with naming(self._metrics_path), self._metrics_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         for name, value in line.items():
             if isinstance(value, float):

@@ -1,15 +1,23 @@
 """Checkpoints that a job must not load: hostile ones, damaged ones, and those of another model."""
 
 import io
+import os
 import pickle
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from support.jobs import SMALL_JOB, train
+from support import decoders
+from support.jobs import SMALL_JOB, TRAIN, metrics, run_command, train
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from megatron_sb import checkpoints as checkpoints_of_models
+from megatron_sb import cli
+from megatron_sb.megatron.weights import read_weights
+from megatron_sb.training.checkpoint import CheckpointDirectory, naming
 from megatron_sb.training.config import load_config
 from megatron_sb.training.initial_checkpoint import check_initial_checkpoint
 
@@ -92,7 +100,8 @@ def test_another_kind_of_attention(kind, recorded, config, finished, checkpoint,
     if recorded == "in the run":  # as version 0.1.0 did
         start = tmp_path / "run" / "stick_breaking" / "checkpoints" / "extended-000005"
         shutil.copytree(finished, tmp_path / "run")
-        (start / "attention.json").unlink(missing_ok=True)
+        for name in ("attention.json", "checksums.json"):
+            (start / name).unlink(missing_ok=True)
     else:
         start = checkpoint
     model = {"softmax": "softmax_rope", "stick_breaking": "stick_breaking"}[kind]
@@ -113,3 +122,112 @@ def test_attention_can_be_changed_on_purpose(config, checkpoint, tmp_path):
     assert status == 0, errors
     with pytest.raises(ValueError, match="initial_attention = 'softmax' contradicts initial_checkpoint = None"):
         load_config(config, [*SHORT, "initial_attention=softmax"])
+
+
+def flip(path, count=100):
+    """Change bytes in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + count] = bytes(255 - byte for byte in content[middle : middle + count])
+    path.write_bytes(content)
+
+
+def cut(path):
+    """Remove the second half of a file."""
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "cause"),
+    [
+        ("__0_0.distcp", flip, "its checksum must be"),
+        ("__0_0.distcp", cut, "bytes, got"),
+        (".metadata", flip, "its checksum must be"),
+        ("progress.json", cut, "is damaged: "),
+        ("progress.json", Path.unlink, "No such file"),
+        ("checksums.json", cut, "is damaged: "),
+        ("attention.json", Path.unlink, "does not exist"),
+    ],
+)
+def test_a_damaged_newest_checkpoint(name, damage, cause, finished, tmp_path):
+    """The newest whole one takes its place, also one of the stage before."""
+    root = shutil.copytree(finished / "stick_breaking" / "checkpoints", tmp_path / "checkpoints")
+    checkpoints = CheckpointDirectory(root, keep=9)
+    assert checkpoints.restore_latest() == []
+    (root / "extended-000004").rename(root / "extended-000003")  # a name does not decide which one is newest
+    for newest, next_one in (("extended-000005", "extended-000003"), ("extended-000003", "extended-000002")):
+        damage(root / newest / name)
+        *found, using = checkpoints.restore_latest()
+        assert str(root / newest / name) in found[0] and cause in found[0] and "\n" not in found[0], found
+        assert using == f"using {root / next_one}, the newest whole checkpoint"
+        assert (root / "latest").read_text() == next_one and checkpoints.latest().tokens > 0
+    for path in root.glob("*-*/.metadata"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"extended-000002/.*, and .*checkpoints has no whole checkpoint"):
+        checkpoints.restore_latest()
+
+
+def test_a_run_resumes_from_the_newest_whole_checkpoint(config, finished, tmp_path):
+    out = shutil.copytree(finished, tmp_path / "out")
+    root = out / "stick_breaking" / "checkpoints"
+    for name in ("extended-000005", "extended-000004"):
+        flip(root / name / "__0_0.distcp")
+    status, _, errors = train(config, *SHORT, "--out", out, "--resume")
+    assert status == 0 and f"using {root / 'extended-000002'}, the newest whole checkpoint" in errors, errors
+    assert errors.count("__0_0.distcp is damaged: its checksum must be") == 2 and "Traceback" not in errors
+    assert [line["loss"] for line in metrics(out)] == [line["loss"] for line in metrics(finished)]
+    assert CheckpointDirectory(root, keep=9).restore_latest() == []
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["with checksums", "without checksums"])
+def test_a_damaged_initial_checkpoint(recorded, config, checkpoint, tmp_path):
+    if not recorded:
+        (checkpoint / "checksums.json").unlink()
+    cut(checkpoint / "__0_0.distcp")
+    status, _, errors = train(config, *SHORT, f"initial_checkpoint={checkpoint}", "--out", tmp_path / "out")
+    assert status == 2 and f"{checkpoint}/__0_0.distcp is damaged: it must have" in errors, errors
+    assert "Traceback" not in errors and not (tmp_path / "out").exists()
+    (checkpoint / "metadata.json").write_text("{}")  # as Megatron-Core's
+    with pytest.raises(ValueError, match=rf"^{checkpoint}/__0_0\.distcp is damaged"):
+        read_weights(checkpoint)
+
+
+@pytest.mark.parametrize("change", ["model.hidden_size=64", "model.num_layers=3", "model.tie_word_embeddings=true"])
+def test_an_initial_checkpoint_of_another_size(change, config, checkpoint):
+    start = load_config(config, [*SHORT, f"initial_checkpoint={checkpoint}"])
+    check_initial_checkpoint(start)
+    changed = load_config(config, [*SHORT, f"initial_checkpoint={checkpoint}", change])
+    with pytest.raises(ValueError, match=rf"configured sizes, [\d,]+ weights, got {checkpoint} with [\d,]+\."):
+        check_initial_checkpoint(changed)
+
+
+def test_weights_that_an_initial_checkpoint_lacks(config, checkpoint, tmp_path):
+    """They show when the checkpoint is loaded: the model has options that the checkpoint's model did not have."""
+    options = [f"initial_checkpoint={checkpoint}", "attention.stick_breaking.head_norm=true"]
+    status, _, errors = train(config, *SHORT, *options, "--out", tmp_path / "out")
+    assert status == 1 and "Traceback" not in errors, errors
+    assert re.search(rf"rank 0 failed: {checkpoint} cannot be loaded: .*norm_", errors), errors
+
+
+def test_a_full_disk(config, tmp_path):
+    """Files may have 40 KiB, which a checkpoint exceeds."""
+    limited = ["bash", "-c", 'ulimit -f 40; exec "$@"', "limited", *TRAIN]
+    status, _, errors = run_command(limited, config, *SHORT, "report.interval=100", "--out", tmp_path / "out")
+    saved = tmp_path / "out" / "stick_breaking" / "checkpoints" / "short-000002"
+    assert status == 1 and f"rank 0 failed: {saved} could not be saved: " in errors and "Traceback" not in errors, (
+        errors
+    )
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"), naming(Path("/dev/full")):
+        Path("/dev/full").write_text("more than fits")
+
+
+def test_damaged_files_of_other_formats(tmp_path, capsys):
+    """`convert` names the file in one line."""
+    for name in ("config.json", "model.safetensors"):
+        folder = tmp_path / name
+        checkpoints_of_models.save(decoders.make_model(), folder, "huggingface")
+        cut(folder / name)
+        capsys.readouterr()
+        assert cli.main(["convert", str(folder), str(tmp_path / "out"), "--to", "fla"]) == 2
+        line = capsys.readouterr().err
+        assert f"megatron-sb: {folder / name} is damaged: " in line and line.count("\n") == 1
