@@ -7,6 +7,7 @@ import sys
 import torch
 
 from megatron_sb.ops import library
+from megatron_sb.training.arguments import add_arguments, take_overrides
 from megatron_sb.validation import InputError
 
 # Optional module -> the extra in pyproject.toml that installs it.
@@ -104,27 +105,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_bench)
 
     command = commands.add_parser("train", help="train models from a YAML file")
-    command.add_argument("config", metavar="CONFIG.yaml", help="configuration file (required)")
-    command.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="override a field of CONFIG.yaml, for example model.num_layers=2 (repeatable; default: none)",
-    )
-    command.add_argument(
-        "--out", metavar="DIR", help="folder of the run, a new one unless --resume is given (default: runs/NAME-TIME)"
-    )
-    command.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue the run in --out; without --out, the newest runs/NAME-TIME (default: off)",
-    )
-    command.add_argument(
-        "--profile",
-        metavar="FIRST:LAST",
-        help="profile these steps of each stage with torch's profiler, for example 10:12 (default: none)",
-    )
+    add_arguments(command)
     command.set_defaults(run=_train)
 
     command = commands.add_parser(
@@ -148,6 +129,16 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = make_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if arguments.run is _train:
+        take_overrides(parser, arguments, rest)
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return arguments
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status. argv: arguments. Default: those of the process.
 
@@ -157,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     own_options = {"bench": _bench, "experiment": _experiment}  # including --help
     run = own_options.get(argv[0]) if argv else None
-    arguments = argparse.Namespace(rest=argv[1:]) if run else make_parser().parse_args(argv)
+    arguments = argparse.Namespace(rest=argv[1:]) if run else _parse(argv)
     try:
         return (run or arguments.run)(arguments)
     except InputError as error:

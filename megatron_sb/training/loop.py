@@ -20,6 +20,7 @@ from megatron_sb.training.evaluate import Watch, read_result
 from megatron_sb.training.profiler import ProfilerWindow
 from megatron_sb.training.report import Report, Step
 from megatron_sb.training.schedule import learning_rate
+from megatron_sb.training.supervisor import note_checkpoint
 from megatron_sb.training.task import Sampler, Task, load_task
 from megatron_sb.training.throughput import model_flops
 from megatron_sb.validation import InputError
@@ -112,6 +113,8 @@ class Job:
         for model in self._config.compare:
             directory = self._checkpoints(model)
             progress = directory.latest()
+            if progress and self._report:
+                note_checkpoint(directory.path(progress))
             names = [stage.name for stage in self._config.stages]
             for index, stage in enumerate(self._config.stages):
                 if progress is not None and names.index(progress.stage) > index:
@@ -185,6 +188,8 @@ class Job:
                 )
             if stop or progress.step % config.checkpoint.interval == 0 or progress.step == stage.steps:
                 saved = directory.save(engine, progress)
+                if self._report:
+                    note_checkpoint(saved)
             if stop:
                 self._profiler.end_stage(model, stage.name)
                 raise Interrupted(stop, f"at step {progress.step} of {model} / {stage.name}; saved {saved}")

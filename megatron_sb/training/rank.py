@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -27,6 +28,8 @@ from megatron_sb.training.loop import Diverged, Interrupted, Job
 from megatron_sb.training.profiler import ProfilerWindow
 from megatron_sb.training.report import Report, hardware
 from megatron_sb.training.supervisor import EXIT_FAILED, EXIT_REFUSED, say, when_parent_is_gone
+
+REFUSAL_SECONDS = 60.0  # longer than the start of ranks differs; a launcher ends the waiting ranks before
 
 
 def run_rank(config: TrainingConfig, command: Command) -> NoReturn:
@@ -75,6 +78,18 @@ def choose_device(config: TrainingConfig) -> torch.device:
     return torch.device("cpu")
 
 
+def refuse(reason: str) -> int:
+    """Print why no rank of this machine can run, once for each machine. Return the exit status.
+
+    A launcher ends all ranks when one has ended. So the other ranks wait for the one that prints.
+    """
+    if os.environ["LOCAL_RANK"] == "0":
+        say(reason)
+    else:
+        time.sleep(REFUSAL_SECONDS)
+    return EXIT_REFUSED
+
+
 def _describe(error: BaseException) -> str:
     """Return a sentence for an error of the file system or of a checkpoint, otherwise the traceback."""
     if isinstance(error, CheckpointError) or (isinstance(error, OSError) and error.filename is not None):
@@ -92,9 +107,7 @@ def _run(config: TrainingConfig, command: Command) -> int:
     try:
         device = choose_device(config)
     except ConfigError as error:
-        if os.environ["LOCAL_RANK"] == "0":
-            say(f"{command.config_path}: {error}")
-        return EXIT_REFUSED
+        return refuse(f"{command.config_path}: {error}")
     _join_process_group(config, device)
     prepared, refusal = None, None
     try:
@@ -106,6 +119,7 @@ def _run(config: TrainingConfig, command: Command) -> int:
     if any(refusals):
         if dist.get_rank() == 0:
             say(f"{command.config_path}: {next(filter(None, refusals))}")
+        dist.barrier()  # a rank that ends first lets the launcher end rank 0, which must have printed the reason
         return EXIT_REFUSED
     directory, _lock, report, job = prepared  # the lock is held until the process ends
     if report:

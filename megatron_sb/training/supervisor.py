@@ -15,8 +15,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_sb.training.config import TrainingConfig
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2  # a configuration or a directory that a rank rejected
@@ -24,11 +29,21 @@ STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 GRACE_SECONDS = 10.0  # after a rank has failed, time for the others to report why they end
 POLL_SECONDS = 0.1
 PARENT_PIPE = "MEGATRON_SB_PARENT_PIPE"
+NEWEST_CHECKPOINT = "megatron_sb/newest_checkpoint"  # key of the store: rank 0 sets it, the supervisor reads it
 
 
 def say(text: str) -> None:
     """Print a message of `megatron-sb train` to standard error."""
     print(f"megatron-sb train: {text}", file=sys.stderr, flush=True)
+
+
+def note_checkpoint(path: Path) -> None:
+    """Tell the supervisor which checkpoint a resumed job would start from. Rank 0 calls this; needs a supervisor."""
+    if PARENT_PIPE in os.environ:
+        from torch.distributed import TCPStore
+
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        store.set(NEWEST_CHECKPOINT, str(path))
 
 
 def start_ranks(config: TrainingConfig, command: list[str]) -> int:
@@ -54,7 +69,7 @@ def start_ranks(config: TrainingConfig, command: list[str]) -> int:
                 environment = _environment_of(rank, config, store.port, pipe)
                 # Each rank has its own session. Ctrl-C then reaches only this process, which forwards it once.
                 ranks.append(subprocess.Popen(command, env=environment, pass_fds=(pipe,), start_new_session=True))
-            return _wait(ranks, received, config.parallel.timeout_seconds)
+            return _wait(ranks, received, config.parallel.timeout_seconds, store)
         finally:
             for process in ranks:
                 with contextlib.suppress(ProcessLookupError):  # the group includes Megatron-Core's helper processes
@@ -119,14 +134,14 @@ def _environment_of(rank: int, config: TrainingConfig, port: int, pipe: int) -> 
     return {**os.environ, **{name: str(value) for name, value in variables.items()}}
 
 
-def _wait(ranks: list[subprocess.Popen], received: list[int], timeout_seconds: float) -> int:
+def _wait(ranks: list[subprocess.Popen], received: list[int], timeout_seconds: float, store: TCPStore) -> int:
     """Wait until all ranks have ended, one has failed, or a stop takes too long. Return the job's status."""
     deadline = None
     while True:
         codes = [process.poll() for process in ranks]
         failed = next((rank for rank, code in enumerate(codes) if code not in (None, 0, *STOP_CODES)), None)
         if failed is not None:
-            return _end_after_failure(ranks, failed, received)
+            return _end_after_failure(ranks, failed, received, store)
         if None not in codes:
             return max(codes)
         if received and deadline is None:
@@ -146,20 +161,18 @@ def _wait(ranks: list[subprocess.Popen], received: list[int], timeout_seconds: f
         time.sleep(POLL_SECONDS)
 
 
-def _end_after_failure(ranks: list[subprocess.Popen], rank: int, received: list[int]) -> int:
+def _end_after_failure(ranks: list[subprocess.Popen], rank: int, received: list[int], store: TCPStore) -> int:
     """Report how a rank ended, and give the others GRACE_SECONDS to end. Return the job's status."""
     code = ranks[rank].returncode
-    refused = code == EXIT_REFUSED  # all ranks refuse together, and one of them has printed the reason
-    if not refused:
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        when = " before it could save" if received else ""
-        say(
-            f"rank {rank} (process {ranks[rank].pid}) {how}{when}; ending the job. "
-            "Use --resume to continue from the last checkpoint."
-        )
+    if code == EXIT_REFUSED:  # the first rank that ends has printed the reason: see `rank.refuse`
+        return EXIT_REFUSED
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+    when = " before it could save" if received else ""
+    saved = "No checkpoint was saved."
+    if store.check([NEWEST_CHECKPOINT]):
+        saved = f"Use --resume to continue from {store.get(NEWEST_CHECKPOINT).decode()}."
+    say(f"rank {rank} (process {ranks[rank].pid}) {how}{when}; ending the job. {saved}")
     deadline = time.monotonic() + GRACE_SECONDS
     while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-    if refused:
-        return EXIT_REFUSED
     return 128 + received[0] if received else EXIT_FAILED

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 import sys
+import time
 
 import psutil
 import pytest
@@ -15,8 +16,10 @@ from support.jobs import SMALL_JOB, TIMEOUT_SECONDS, metrics, started, state, tr
 from support.launch import run_ranks
 from support.messages import mentions
 
-from megatron_sb.training import main, plots, report, supervisor
+from megatron_sb import cli
+from megatron_sb.training import main, plots, rank, report, supervisor
 from megatron_sb.training.checkpoint import Progress
+from megatron_sb.training.command import Command
 from megatron_sb.training.config import load_config
 
 
@@ -179,3 +182,45 @@ def test_metrics_after_the_resumed_checkpoint_are_dropped(tmp_path, config):
     again.start_stage("stick_breaking", job.stages[0], dataclasses.replace(progress, step=3, tokens=300))
     again.end_stage()
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("overrides", [["--set", "stages.0.stepz=3"], ["stages.0.stepz=3"]])
+@pytest.mark.parametrize("command", ["module", "megatron-sb"])
+def test_both_commands_take_overrides_in_both_ways(command, overrides, config, capsys):
+    """With options before and after them. Other arguments are rejected."""
+    if command == "module":
+        status, _, errors = train(config, "seed=1", "--resume", *overrides, "--set=seed=2", "compare=[a]")
+        other, _, message = train(config, "--reset", "seed")
+    else:
+        status = cli.main(["train", str(config), "seed=1", "--resume", *overrides, "--set=seed=2", "compare=[a]"])
+        errors = capsys.readouterr().err
+        with pytest.raises(SystemExit) as end:
+            cli.main(["train", str(config), "--reset", "seed"])
+        other, message = end.value.code, capsys.readouterr().err
+    assert status == 2 and "unknown field stages.0.stepz, got 3." in errors, errors
+    assert other == 2 and "unrecognized arguments: --reset seed" in message, message
+
+
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+def test_the_rank_that_prints_a_refusal_ends_first(local_rank, config, monkeypatch, capsys):
+    """A launcher kills the other ranks when the first one has ended."""
+    waited = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    for name, value in {"LOCAL_RANK": local_rank, "RANK": local_rank, "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    assert rank._run(load_config(config), Command(str(config), (), None, False, (0, 0))) == supervisor.EXIT_REFUSED
+    printed = "parallel.ranks must be WORLD_SIZE = 3" in capsys.readouterr().err
+    assert printed == (local_rank == "0") and bool(waited) == (local_rank == "1")
+
+
+def test_a_rank_that_dies_before_the_first_checkpoint(config, tmp_path):
+    """There is nothing to continue from, and the message does not claim it."""
+    with started(
+        [sys.executable, "-m", "megatron_sb.training"], config, "checkpoint.interval=100", "--out", tmp_path / "out"
+    ) as job:
+        wait_for_step(job, tmp_path / "out", "stick_breaking", "short", 1)
+        psutil.Process(job.pid).children()[1].kill()
+        output, _ = job.communicate(timeout=60)
+    (line,) = re.findall(r"rank \d .* ending the job\. .*", output)
+    saved = sorted((tmp_path / "out" / "stick_breaking").glob("checkpoints/short-*"))
+    assert line.endswith(f"Use --resume to continue from {saved[-1]}." if saved else "No checkpoint was saved."), line
