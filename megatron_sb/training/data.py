@@ -295,13 +295,23 @@ class RowSampler:
         pad_multiple: Each part is padded to a multiple of it.
         pad_token: The token to pad with.
         seed: Any number of integers.
+        start: Epoch, and the number of its documents to leave out, as `end` of another sampler returns them.
+        num_rows: Number of rows that will be used. They are cut from consecutive documents of the order, so that
+            another sampler can continue after them. Default: the rows of an epoch are cut from all documents.
 
     Raises:
         ValueError: The documents do not fill a row.
     """
 
     def __init__(
-        self, documents: Subset, row_length: int, pad_multiple: int, pad_token: int, seed: Sequence[int]
+        self,
+        documents: Subset,
+        row_length: int,
+        pad_multiple: int,
+        pad_token: int,
+        seed: Sequence[int],
+        start: tuple[int, int] = (0, 0),
+        num_rows: int | None = None,
     ) -> None:
         if row_length % pad_multiple:
             raise InputError(f"row_length must be a multiple of pad_multiple = {pad_multiple}, got {row_length}")
@@ -310,24 +320,49 @@ class RowSampler:
         self._pad_multiple = pad_multiple
         self._pad_token = pad_token
         self._seed = list(seed)
+        self._start = start
+        self._num_rows = num_rows
         require_a_row(documents, row_length, pad_multiple)
-        self._start_epoch(0)
+        self._restart()
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch and the number of its rows that have been taken."""
-        return {"epoch": self._epoch, "taken": self._taken}
+        """Return the epoch, the number of its documents that are left out, and the number of rows taken from it."""
+        return {"epoch": self._epoch, "first": self._first, "taken": self._taken}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """See `task.Sampler.load_state_dict`."""
-        self._start_epoch(state["epoch"])
+        """See `task.Sampler.load_state_dict`.
+
+        Raises:
+            ValueError: The state is of version 0.1.0, which had another order of rows.
+        """
+        if "first" not in state:
+            raise InputError(
+                "the position in the data must have epoch, first and taken, as in this version's checkpoints, got "
+                f"{state} of version 0.1.0, whose rows had another order. Start a new run with initial_checkpoint."
+            )
+        self._restart()
+        while self._epoch < state["epoch"]:
+            self._start_next_epoch()
         self._taken = state["taken"]
+
+    def end(self) -> tuple[int, int]:
+        """Return the epoch and the first document of its order that none of the `num_rows` rows uses."""
+        assert self._num_rows is not None, "only a sampler with a number of rows has an end"
+        position = self.state_dict()
+        self._restart()
+        while self._rows_before + len(self._order) < self._num_rows:
+            self._start_next_epoch()
+        used = np.searchsorted(self._starts[:-1], len(self._order) * self._row_length)
+        end = self._epoch, self._first + int(used)
+        self.load_state_dict(position)
+        return end
 
     def next_rows(self, count: int) -> list[Row]:
         """See `task.Sampler.next_rows`."""
         rows = []
         for _ in range(count):
-            if self._taken == len(self._order):
-                self._start_epoch(self._epoch + 1)
+            while self._taken == len(self._order):
+                self._start_next_epoch()
             rows.append(self._row(int(self._order[self._taken]) * self._row_length))
             self._taken += 1
         return rows
@@ -338,18 +373,29 @@ class RowSampler:
         tokens = [self._documents.read(document, start, start + length + 1) for document, start, length in row.parts]
         return pack(tokens, self._pad_multiple, self._pad_token)
 
-    def _start_epoch(self, epoch: int) -> None:
+    def _restart(self) -> None:
+        self._rows_before = 0
+        self._start_epoch(*self._start)
+
+    def _start_next_epoch(self) -> None:
+        self._rows_before += len(self._order)
+        self._start_epoch(self._epoch + 1, 0)
+
+    def _start_epoch(self, epoch: int, first: int) -> None:
         """Concatenate the documents in a shuffled order, each padded at its end. Shuffle the rows of the result.
 
-        Rows start at multiples of pad_multiple, so a document that is cut between rows needs no more padding.
+        `first` documents are left out. Only as many rows are shuffled as are needed. Rows start at multiples of
+        pad_multiple, so a document that is cut between rows needs no more padding.
         """
         generator = np.random.default_rng([*self._seed, epoch])
-        self._epoch = epoch
-        self._taken = 0
-        self._shuffled = generator.permutation(len(self._documents))
+        self._epoch, self._first, self._taken = epoch, first, 0
+        self._shuffled = generator.permutation(len(self._documents))[first:]
         self._inputs = self._documents.lengths[self._shuffled] - 1
         self._starts = np.concatenate([[0], np.cumsum(_padded(self._inputs, self._pad_multiple))])
-        self._order = generator.permutation(int(self._starts[-1]) // self._row_length)
+        rows = int(self._starts[-1]) // self._row_length
+        if self._num_rows is not None and self._num_rows > self._rows_before:
+            rows = min(rows, self._num_rows - self._rows_before)
+        self._order = generator.permutation(rows)
 
     def _row(self, begin: int) -> Row:
         """Return the row that starts at position `begin` of the concatenated documents."""

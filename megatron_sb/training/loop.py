@@ -176,6 +176,9 @@ class Job:
             if not math.isfinite(loss) or not math.isfinite(norms):
                 raise Diverged(_how_it_diverged(model, stage, progress.step + 1, loss, norms, directory))
             stop = StopRequest.agreed(sums)
+            epoch = step.sampler.get("epoch", 0)
+            if self._report and epoch > progress.sampler.get("epoch", 0):
+                self._report.message(f"  {model} / {stage.name}: epoch {epoch + 1} begins at step {progress.step + 1}")
             progress = Progress(
                 stage.name, progress.step + 1, progress.tokens + num_tokens, step.sampler, progress.corpus
             )

@@ -85,9 +85,23 @@ class DocumentTask:
         )
 
     def sampler(self, stage: StageConfig, index: int) -> Sampler:
-        """See `Task.sampler`."""
-        config, corpus, seed = self._config, self._corpus, (self._config.seed, 1 + index)
-        return RowSampler(corpus.train, stage.context_length, config.pad_multiple(stage), corpus.end_of_document, seed)
+        """See `Task.sampler`. A stage continues in the order of documents where the stage before it ended."""
+        start = (0, 0)
+        for earlier in self._config.stages[:index]:
+            start = self._rows(earlier, start).end()
+        return self._rows(stage, start)
+
+    def _rows(self, stage: StageConfig, start: tuple[int, int]) -> RowSampler:
+        config, corpus = self._config, self._corpus
+        return RowSampler(
+            corpus.train,
+            stage.context_length,
+            config.pad_multiple(stage),
+            corpus.end_of_document,
+            (config.seed, 1),
+            start,
+            stage.steps * stage.rows_per_step,
+        )
 
     def evaluate(self, engine: Any, stage: StageConfig, scaling: str, watch: Watch = UNWATCHED) -> list[dict[str, Any]]:
         """See `Task.evaluate`."""

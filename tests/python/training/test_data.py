@@ -205,7 +205,7 @@ def test_an_epoch_of_rows_holds_every_label_once(text_folder, pad_multiple):
             assert (row.tokens[start + 1 : start + real] == row.labels[start : start + real - 1]).all()
         seen.update(row.labels[row.counted].tolist())
         row = next_row(sampler)
-    assert sampler.state_dict() == {"epoch": 1, "taken": 1}
+    assert sampler.state_dict() == {"epoch": 1, "first": 0, "taken": 1}
     assert sum((seen - labels_there).values()) == 0
     assert 0 < sum((labels_there - seen).values()) < 128  # less than a row is dropped
 
@@ -216,6 +216,45 @@ def test_consecutive_rows_come_from_different_places(text_folder):
     rows = [next_row(sampler) for _ in range(200)]
     follows = sum(before.labels[-1] == after.tokens[0] for before, after in itertools.pairwise(rows))
     assert follows < 20
+
+
+def documents_of(task, config, index):
+    """Return the documents of a stage's rows, by epoch."""
+    stage, found = config.stages[index], {}
+    sampler = task.sampler(stage, index)
+    for _ in range(stage.steps * stage.rows_per_step):
+        (row,) = sampler.next_rows(1)
+        found.setdefault(sampler.state_dict()["epoch"], set()).update(document for document, _, _ in row.parts)
+    return found
+
+
+def test_the_order_of_documents_continues_over_stages(text_folder):
+    """With other lengths of rows. No document is seen twice before all but the ends of the stages were seen once."""
+    config = with_data(paths=(str(text_folder),), validation_fraction=0.3)
+    tokens = int(load_corpus(config).train.lengths.sum())
+    half = [
+        dataclasses.replace(
+            stage, context_length=length, context_parallel_size=1, rows_per_step=1, steps=tokens // 2 // length - 3
+        )
+        for stage, length in zip(config.stages, (64, 96), strict=True)
+    ]
+    evaluation = dataclasses.replace(config.evaluation, target_tokens=16, longest=64)
+    stages = (*half, dataclasses.replace(half[0], name="again", steps=2 * half[0].steps))
+    config = dataclasses.replace(config, stages=stages, evaluation=evaluation)
+    task = load_task(config)
+    first, second, third = (documents_of(task, config, index) for index in range(3))
+    assert first.keys() == second.keys() == {0} and third.keys() == {0, 1}
+    assert not first[0] & second[0] and not (first[0] | second[0]) & third[0]
+    num_documents = len(load_corpus(config).train)
+    assert num_documents - 3 <= len(first[0] | second[0] | third[0]) <= num_documents
+    assert len(third[1]) > num_documents / 2
+
+    sampler, other = (task.sampler(config.stages[2], 2) for _ in range(2))
+    sampler.next_rows(config.stages[2].steps - 5)
+    other.load_state_dict(sampler.state_dict())
+    assert [row.parts for row in other.next_rows(5)] == [row.parts for row in sampler.next_rows(5)]
+    with pytest.raises(ValueError, match="position in the data must have epoch, first and taken"):
+        sampler.load_state_dict({"epoch": 0, "taken": 3})
 
 
 def test_less_than_a_row_is_refused(text_folder):

@@ -224,3 +224,15 @@ def test_a_rank_that_dies_before_the_first_checkpoint(config, tmp_path):
     (line,) = re.findall(r"rank \d .* ending the job\. .*", output)
     saved = sorted((tmp_path / "out" / "stick_breaking").glob("checkpoints/short-*"))
     assert line.endswith(f"Use --resume to continue from {saved[-1]}." if saved else "No checkpoint was saved."), line
+
+
+def test_a_new_epoch_is_logged(config, tmp_path):
+    """Of 60 documents of 100 tokens, the first stage reads most, and the second stage the rest and then all again."""
+    (tmp_path / "texts").mkdir()
+    for index in range(60):
+        (tmp_path / "texts" / f"{index:02d}.txt").write_bytes(bytes([65 + index % 26]) * 99)
+    short = ["compare=[stick_breaking]", "stages.0.steps=12", "stages.1.steps=10", "evaluation.longest=64"]
+    short += [f"data.paths=[{tmp_path / 'texts'}]", "report.tensorboard=false"]
+    status, output, errors = train(config, *short, "--out", tmp_path / "out")
+    assert status == 0, errors
+    assert re.findall(r"(\S+) / (\S+): epoch (\d) begins at step \d", output) == [("stick_breaking", "extended", "2")]
