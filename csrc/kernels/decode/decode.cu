@@ -13,7 +13,6 @@
 #include <algorithm>
 #include <climits>
 
-#include "core/error.h"
 #include "core/limits.h"
 #include "kernels/common/launch.h"
 #include "kernels/decode/decode.h"
@@ -24,6 +23,7 @@ namespace {
 
 using common::kWarps;
 
+constexpr const char* kName = "attention_kvcache";
 constexpr int kMaxSplits = 128;
 constexpr int kMinTilesPerWarp = 2;  // of a split: the least number of tiles for each of its warps
 
@@ -236,17 +236,6 @@ Kernel kernel_for(const Params& p) {
     return p.sizes.dtype == Dtype::kBFloat16 ? kernel_of_type<common::BFloat16>(p) : kernel_of_type<common::Half>(p);
 }
 
-void check(cudaError_t error) {
-    if (error != cudaSuccess) throw RuntimeFailure(concat("attention_kvcache: ", cudaGetErrorString(error)));
-}
-
-int device_attribute(cudaDeviceAttr attribute) {
-    int device = 0, value = 0;
-    check(cudaGetDevice(&device));
-    check(cudaDeviceGetAttribute(&value, attribute, device));
-    return value;
-}
-
 // Returns the number of splits. The CTAs run in waves of `slots`, the number of CTAs that the device holds. The result
 // is the smallest number that fills its waves nearly as well as the best number does.
 int splits_for(int64_t units, int64_t slots, int most) {
@@ -265,15 +254,12 @@ int splits_for(int64_t units, int64_t slots, int most) {
 
 Plan plan_for(const Params& p) {
     const Kernel kernel = kernel_for(p);
-    const int most_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    const int most_bytes = common::max_shared_bytes_per_block();
     Plan plan = {kWarps, 1, (p.sizes.q_rows * (p.sizes.num_heads / p.sizes.num_kv_heads) + kRows - 1) / kRows};
     while (plan.warps > 1 && kernel.shared_bytes(plan.warps) > most_bytes) plan.warps /= 2;
-    check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               kernel.shared_bytes(plan.warps)));
-    int resident = 0;
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel.function, plan.warps * 32,
-                                                        size_t(kernel.shared_bytes(plan.warps))));
-    const int64_t slots = int64_t(std::max(resident, 1)) * device_attribute(cudaDevAttrMultiProcessorCount);
+    const int resident =
+        common::resident_blocks(kName, kernel.function, plan.warps * 32, kernel.shared_bytes(plan.warps));
+    const int64_t slots = int64_t(std::max(resident, 1)) * common::num_multiprocessors();
     const int64_t tiles = (int64_t(p.sizes.k_rows) + kKeys - 1) / kKeys;
     const int64_t most = std::min<int64_t>(kMaxSplits, tiles / (plan.warps * kMinTilesPerWarp));
     if (units_of(p, plan) > 0 && most > 1) plan.splits = splits_for(units_of(p, plan), slots, int(most));
@@ -290,12 +276,11 @@ void forward(const Params& p, const Plan& plan, void* stream_handle) {
     const auto stream = static_cast<cudaStream_t>(stream_handle);
     const int64_t units = units_of(p, plan), blocks = units * plan.splits;
     if (blocks == 0 || p.sizes.q_rows == 0) return;
-    if (blocks > kMaxThreadBlocks)
-        throw RuntimeFailure(concat("attention_kvcache: the launch needs ", blocks, " CTAs, and CUDA launches at most ",
-                                    kMaxThreadBlocks, ". Split the batch."));
     const Kernel kernel = kernel_for(p);
     const Exchange exchange = exchange_of(p, plan);
-    if (plan.splits > 1) check(cudaMemsetAsync(exchange.arrived, 0, size_t(counters_bytes(units)), stream));
+    if (plan.splits > 1)
+        common::check(kName, "cudaMemsetAsync",
+                      cudaMemsetAsync(exchange.arrived, 0, size_t(counters_bytes(units)), stream));
     int num_units = int(units), splits = plan.splits, row_tiles = plan.row_tiles;
     void* arguments[] = {const_cast<Params*>(&p),
                          const_cast<common::Scalars*>(&kernel.scalars),
@@ -303,8 +288,8 @@ void forward(const Params& p, const Plan& plan, void* stream_handle) {
                          &num_units,
                          &splits,
                          &row_tiles};
-    check(cudaLaunchKernel(kernel.function, dim3(unsigned(blocks)), dim3(unsigned(plan.warps) * 32), arguments,
-                           size_t(kernel.shared_bytes(plan.warps)), stream));
+    common::launch_with(kName, kernel.function, blocks, unsigned(plan.warps) * 32, kernel.shared_bytes(plan.warps),
+                        stream, arguments);
 }
 
 }  // namespace megatron_sb::decode

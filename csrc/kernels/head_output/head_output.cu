@@ -14,8 +14,8 @@
 namespace megatron_sb::head_output {
 namespace {
 
-using common::check_launch;
 using common::kAllLanes;
+using common::launch;
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kChannels = 8;         // of a lane
@@ -362,9 +362,9 @@ __global__ void __launch_bounds__(kSumColumns* kSumSlices)
     sum_partials(const float* partials, int32_t chunks, int64_t channels,
                  const __grid_constant__ ParameterGradients gradients) {
     __shared__ float slices[kSumSlices][kSumColumns];
-    const int p = blockIdx.y;
+    const int p = blockIdx.x % kPartials;
     if (gradients.of[p].data == nullptr) return;
-    const int64_t channel = int64_t(blockIdx.x) * kSumColumns + threadIdx.x;
+    const int64_t channel = int64_t(blockIdx.x / kPartials) * kSumColumns + threadIdx.x;
     float sum = 0.f;
     if (channel < channels)
         for (int32_t chunk = threadIdx.y; chunk < chunks; chunk += kSumSlices)
@@ -387,29 +387,26 @@ void forward(const Inputs& in, const Rows<void*>& out, void* stream_handle) {
     const auto stream = static_cast<cudaStream_t>(stream_handle);
     with_row_layout(in, [&](auto layout) {
         const Chunks chunks = chunks_of(layout, in);
-        forward_rows<decltype(layout)>
-            <<<in.batch * chunks.count * in.num_heads, kThreads, 0, stream>>>(in, out, chunks);
+        launch("head_output forward", forward_rows<decltype(layout)>, int64_t(in.batch) * chunks.count * in.num_heads,
+               kThreads, 0, stream, in, out, chunks);
     });
-    check_launch("head_output::forward");
 }
 
 void backward(const Inputs& in, const Gradients& gradients, void* stream_handle) {
     const auto stream = static_cast<cudaStream_t>(stream_handle);
     const int32_t num_partials = with_row_layout(in, [&](auto layout) {
         const Chunks chunks = chunks_of(layout, in);
-        backward_rows<decltype(layout)>
-            <<<in.batch * chunks.count * in.num_heads, kThreads, 0, stream>>>(in, gradients, chunks);
+        launch("head_output backward", backward_rows<decltype(layout)>, int64_t(in.batch) * chunks.count * in.num_heads,
+               kThreads, 0, stream, in, gradients, chunks);
         return in.batch * chunks.count;
     });
-    check_launch("head_output::backward");
     const int64_t channels = int64_t(in.num_heads) * in.head_dim;
-    const dim3 blocks(unsigned((channels + kSumColumns - 1) / kSumColumns), kPartials),
-        threads(kSumColumns, kSumSlices);
+    const int64_t columns = (channels + kSumColumns - 1) / kSumColumns;
     const ParameterGradients parameters = {
         {gradients.d_remainder_bias, gradients.d_norm_weight, gradients.d_norm_bias}};
-    sum_partials<<<blocks, threads, 0, stream>>>(static_cast<const float*>(gradients.workspace), num_partials, channels,
-                                                 parameters);
-    check_launch("head_output: sums of the parameters' gradients");
+    launch("head_output backward: sums over the chunks", sum_partials, columns * kPartials,
+           dim3(kSumColumns, kSumSlices), 0, stream, static_cast<const float*>(gradients.workspace), num_partials,
+           channels, parameters);
 }
 
 }  // namespace megatron_sb::head_output

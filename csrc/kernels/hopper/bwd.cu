@@ -119,14 +119,9 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
     const common::Scalars scalars = common::scalars_of<Element>(p.options);
     a.scale = scalars.scale;
     a.scale_log2 = scalars.scale_log2e;
-    cudaFuncSetAttribute(backward<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(typename T::Shared));
-    int device = 0, num_sms = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
     const int64_t num_work_tiles = int64_t(a.plan.max_key_tiles) * z.batch * z.num_kv_heads;
-    backward<T>
-        <<<unsigned(std::min<int64_t>(num_sms, num_work_tiles)), T::kThreads, sizeof(typename T::Shared), stream>>>(a);
-    common::check_launch("hopper backward");
+    common::launch("hopper backward", backward<T>, std::min<int64_t>(common::num_multiprocessors(), num_work_tiles),
+                   T::kThreads, sizeof(typename T::Shared), stream, a);
 }
 
 bool has_work(const BackwardParams& p) {

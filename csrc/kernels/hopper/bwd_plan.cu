@@ -269,14 +269,15 @@ int64_t plan_backward(const BackwardParams& params, BackwardPlan* plan) {
 void launch_plan(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream) {
     BackwardPlan same_plan;
     const Layout layout = lay_out_workspace(params, &same_plan);
-    cudaMemsetAsync(params.workspace, 0, size_t(layout.zeroed), stream);
-    plan_work<<<1 + blocks_that_clear(params), kPlanThreads, 0, stream>>>(params, plan);
-    common::check_launch("hopper backward");
+    common::check("hopper backward", "cudaMemsetAsync",
+                  cudaMemsetAsync(params.workspace, 0, size_t(layout.zeroed), stream));
+    common::launch("hopper backward: plan_work", plan_work, 1 + int64_t(blocks_that_clear(params)), kPlanThreads, 0,
+                   stream, params, plan);
     const int64_t heads = int64_t(params.sizes.batch) * params.sizes.num_heads;
     const int steps = plan.max_steps / params.segments.size;  // of an average segment
     const int warps = std::clamp(steps / kStepsAtOnce, 4, kMaxWarps);
-    plan_starts<<<unsigned(heads * params.segments.size), warps * 32, 0, stream>>>(params, plan);
-    common::check_launch("hopper backward");
+    common::launch("hopper backward: plan_starts", plan_starts, heads * params.segments.size, warps * 32, 0, stream,
+                   params, plan);
 }
 
 }  // namespace megatron_sb::hopper

@@ -89,14 +89,9 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
     a.min_mass = scalars.least_mass;
     a.restart_floor = scalars.least_restart;
 
-    int device = 0, num_sms = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
-    constexpr int kSharedBytes = int(sizeof(typename T::Shared));
-    cudaFuncSetAttribute(forward<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
     const int64_t num_work_tiles = common::max_query_tiles(z, p.segments, T::kQueryTile) * z.batch * z.num_heads;
-    forward<T><<<int(std::min<int64_t>(num_sms, num_work_tiles)), T::kThreads, kSharedBytes, stream>>>(a);
-    common::check_launch("hopper forward");
+    common::launch("hopper forward", forward<T>, std::min<int64_t>(common::num_multiprocessors(), num_work_tiles),
+                   T::kThreads, sizeof(typename T::Shared), stream, a);
 }
 
 constexpr int kSmallestQueryTile = 128;

@@ -3,6 +3,7 @@
 #include <numeric>
 
 #include "core/error.h"
+#include "kernels/common/launch.h"
 #include "kernels/hopper/tensor_maps.h"
 
 namespace megatron_sb::hopper {
@@ -22,9 +23,10 @@ Encode encode_function() {
         void* entry = nullptr;
         cudaDriverEntryPointQueryResult found;
         constexpr int kCudaVersion = 12000;
-        const cudaError_t error =
-            cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, kCudaVersion, cudaEnableDefault, &found);
-        if (error != cudaSuccess || found != cudaDriverEntryPointSuccess)
+        common::check("cuTensorMapEncodeTiled", "cudaGetDriverEntryPointByVersion",
+                      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, kCudaVersion,
+                                                       cudaEnableDefault, &found));
+        if (found != cudaDriverEntryPointSuccess)
             throw RuntimeFailure(
                 "The CUDA driver has no cuTensorMapEncodeTiled. Install a driver for CUDA 12 or later.");
         return reinterpret_cast<Encode>(entry);

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "core/error.h"
 #include "core/limits.h"
 #include "core/params.h"
 #include "core/segment.h"
@@ -86,13 +85,7 @@ void with_instance(const Params& params, const F& f) {
 template <class... Parameters, class... Arguments>
 void launch(const char* what, void (*kernel)(Parameters...), int64_t blocks, int shared_bytes, cudaStream_t stream,
             const Arguments&... arguments) {
-    if (blocks == 0) return;
-    if (blocks > kMaxThreadBlocks)
-        throw RuntimeFailure(concat(what, ": the launch needs ", blocks, " CTAs, and CUDA launches at most ",
-                                    kMaxThreadBlocks, ". Split the batch or the heads."));
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    kernel<<<unsigned(blocks), kThreads, shared_bytes, stream>>>(arguments...);
-    check_launch(what);
+    common::launch(what, kernel, blocks, kThreads, shared_bytes, stream, arguments...);
 }
 
 }  // namespace megatron_sb::portable

@@ -1,0 +1,82 @@
+#include <utility>
+
+#include "core/error.h"
+#include "core/limits.h"
+#include "core/once_per_key.h"
+#include "kernels/common/launch.h"
+
+namespace megatron_sb::common {
+namespace {
+
+int current_device() {
+    int device = 0;
+    check("current device", "cudaGetDevice", cudaGetDevice(&device));
+    return device;
+}
+
+int attribute_of_device(cudaDeviceAttr attribute) {
+    static OncePerKey<std::pair<int, cudaDeviceAttr>, int> values;
+    const int device = current_device();
+    return values.get({device, attribute}, [&] {
+        int value = 0;
+        check("current device", "cudaDeviceGetAttribute", cudaDeviceGetAttribute(&value, attribute, device));
+        return value;
+    });
+}
+
+// Without this, a launch with more than 48 KiB of dynamic shared memory fails.
+void allow_shared_memory(const char* what, const void* kernel, int bytes) {
+    static OncePerKey<std::pair<int, const void*>, int> allowed;
+    constexpr int kAlwaysAllowed = 48 * 1024;
+    if (bytes <= kAlwaysAllowed) return;
+    allowed.get({current_device(), kernel}, [&] {
+        check(what, "cudaFuncSetAttribute",
+              cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+        return bytes;
+    });
+}
+
+}  // namespace
+
+void check(const char* what, const char* call, cudaError_t error) {
+    if (error == cudaSuccess) return;
+    cudaGetLastError();
+    throw RuntimeFailure(
+        concat(what, ": ", call, " failed: ", cudaGetErrorName(error), ", ", cudaGetErrorString(error)));
+}
+
+void check_launch(const char* what) {
+    check(what, "launch", cudaGetLastError());
+}
+
+int num_multiprocessors() {
+    return attribute_of_device(cudaDevAttrMultiProcessorCount);
+}
+
+int max_shared_bytes_per_block() {
+    return attribute_of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+}
+
+int resident_blocks(const char* what, const void* kernel, int threads, int shared_bytes) {
+    static OncePerKey<std::pair<int, const void*>, int> values;
+    return values.get({current_device(), kernel}, [&] {
+        allow_shared_memory(what, kernel, shared_bytes);
+        int blocks = 0;
+        check(what, "cudaOccupancyMaxActiveBlocksPerMultiprocessor",
+              cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, size_t(shared_bytes)));
+        return blocks;
+    });
+}
+
+void launch_with(const char* what, const void* kernel, int64_t blocks, dim3 threads, int shared_bytes,
+                 cudaStream_t stream, void** arguments) {
+    if (blocks == 0) return;
+    if (blocks > kMaxThreadBlocks)
+        throw RuntimeFailure(concat(what, ": the launch needs ", blocks, " CTAs, and CUDA launches at most ",
+                                    kMaxThreadBlocks, ". Split the batch or the heads."));
+    allow_shared_memory(what, kernel, shared_bytes);
+    check(what, "launch",
+          cudaLaunchKernel(kernel, dim3(unsigned(blocks)), threads, arguments, size_t(shared_bytes), stream));
+}
+
+}  // namespace megatron_sb::common

@@ -1,0 +1,58 @@
+"""Every call of the CUDA runtime in csrc/ is checked, so that an error names the call that caused it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).parents[3] / "csrc"
+FILES = [path for path in sorted(CSRC.rglob("*")) if path.suffix in (".h", ".cpp", ".cu", ".cuh")]
+# These calls report errors; they do not fail themselves.
+REPORTS = {"cudaGetLastError", "cudaGetErrorName", "cudaGetErrorString"}
+
+
+def statements(text: str) -> list[str]:
+    """Split C++ code at semicolons and braces, without comments and preprocessor lines."""
+    code = re.sub(r"//.*|^\s*#.*", "", text, flags=re.MULTILINE)
+    return re.split(r"[;{}]", code)
+
+
+def unchecked_calls(text: str) -> list[str]:
+    """Return the CUDA calls that are not an argument of check(), and the launches without check_launch() after them."""
+    found, launch = [], None
+    for statement in statements(text):
+        for call in re.finditer(r"\bcuda[A-Z]\w*(?=\()", statement):
+            if call[0] not in REPORTS and not re.search(r"\bcheck\((?:[^;]*)$", statement[: call.start()]):
+                found.append(call[0])
+        if launch is not None and "check_launch(" not in statement:
+            found.append(launch)
+        launch = next(iter(re.findall(r"(\w+)\s*<<<", statement)), None)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("code", "calls"),
+    [
+        ("cudaGetDevice(&device);", ["cudaGetDevice"]),
+        ('check("device", "cudaGetDevice", cudaGetDevice(&device));', []),
+        ("if (n > 0) { cudaMemsetAsync(x, 0, n, stream); }", ["cudaMemsetAsync"]),
+        ("kernel<<<1, 32>>>(x); return;", ["kernel"]),
+        ('kernel<<<1, 32>>>(x); check_launch("kernel");', []),
+        ("// cudaGetDevice(&device);", []),
+        ("const cudaError_t error = cudaGetLastError();", []),
+    ],
+)
+def test_unchecked_calls(code, calls):
+    assert unchecked_calls(code) == calls
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CSRC)))
+def test_calls_are_checked(path):
+    assert unchecked_calls(path.read_text()) == []
+
+
+def test_settings_of_kernels_are_made_in_one_place():
+    """launch.cu makes them once for each device and kernel, and not at each launch."""
+    once = ("cudaFuncSetAttribute(", "cudaDeviceGetAttribute(", "cudaOccupancyMaxActiveBlocksPerMultiprocessor(")
+    users = {path.name for path in FILES if any(call in path.read_text() for call in once)}
+    assert users == {"launch.cu"}
