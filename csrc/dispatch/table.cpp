@@ -54,7 +54,8 @@ constexpr Kernels kTable[] = {
      false},
 #endif
     {"cpu", cpu_serves, [] { return concat("CPU; fp32, fp64, bf16, fp16; ", supported_head_dims()); },
-     [](const ForwardParams&) { return int64_t(0); }, [](const BackwardParams&, int64_t) { return int64_t(0); },
+     [](const ForwardParams& params) { return cpu::forward_workspace(params); },
+     [](const BackwardParams& params, int64_t limit) { return cpu::backward_workspace(params, limit); },
      [](const ForwardParams& params, void*) { cpu::block_forward(params); },
      [](const BackwardParams& params, void*) { cpu::block_backward(params); }, false},
 };
@@ -119,7 +120,7 @@ std::string describe() {
 }
 
 std::string instruction_set() {
-    return cpu::instruction_set();
+    return cpu::name_of(cpu::level_in_use());
 }
 
 bool built_with_cuda() {

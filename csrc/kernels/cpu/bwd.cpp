@@ -14,69 +14,123 @@
 //   dz_k = r dy_k,   df_k = dy_k / (f (1 - beta_k)),
 //
 // because y = log f + z + log r and 1 - beta = (1 + (1 - f) e) / (1 + e).
-#include "core/restart.h"
-#include "kernels/cpu/cpu.h"
-#include "kernels/cpu/tile.h"
+#include <sched.h>
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
+#include "core/restart.h"
+#include "kernels/cpu/tile.h"
 
 namespace megatron_sb::cpu::SB_CPU_LEVEL {
 namespace {
 
 template <class T>
 struct BackwardScratch {
-    Scratch<T> memory;
     int d_pitch, d_v_pitch;  // widths padded to whole vectors
-    T *q, *d_o, *q_t, *d_o_t, *k, *v, *scores, *one_minus_betas, *weights, *d_weights, *dq_t, *dkv, *mass, *prefix,
+    T *q, *d_o, *q_t, *d_o_t, *k, *v, *scores, *one_minus_betas, *weights, *d_weights, *dq_t, *dk, *dv, *mass, *prefix,
         *limit, *gates, *gate_factor, *d_gates;
 
-    BackwardScratch(int d, int d_v) : d_pitch(round_up(d, kLanes<T>)), d_v_pitch(round_up(d_v, kLanes<T>)) {
-        q = memory.take(kTile * d_pitch);              // (query, d)
-        d_o = memory.take(kTile * d_v_pitch);          // (query, d_v)
-        q_t = memory.take(kTile * d);                  // (d, query)
-        d_o_t = memory.take(kTile * d_v);              // (d_v, query)
-        k = memory.take(kTile * d);                    // (key, d)
-        v = memory.take(kTile * d_v);                  // (key, d_v)
-        scores = memory.take(kTile * kTile);           // (key, query): q . k, then e, then beta, then dz
-        one_minus_betas = memory.take(kTile * kTile);  // (key, query): 1 - beta
-        weights = memory.take(kTile * kTile);          // (key, query): A
-        d_weights = memory.take(kTile * kTile);        // (key, query): dO . v
-        dq_t = memory.take(kTile * d);                 // (d, query)
-        dkv = memory.take(kTile * std::max(d_pitch, d_v_pitch));
-        mass = memory.take(kTile);    // at the newer edge of the previous tile; 0 in rows that have not started
-        prefix = memory.take(kTile);  // b
-        limit = memory.take(kTile);
-        gates = memory.take(kTile);                // of the keys
-        gate_factor = memory.take(kTile * kTile);  // (key, query): r, with gates
-        d_gates = memory.take(kTile);
+    BackwardScratch(Arena& memory, const Sizes& sizes)
+        : d_pitch(round_up(sizes.head_dim, kLanes<T>)), d_v_pitch(round_up(sizes.head_dim_v, kLanes<T>)) {
+        const int d = sizes.head_dim, d_v = sizes.head_dim_v;
+        q = memory.take<T>(kTile * d_pitch);              // (query, d)
+        d_o = memory.take<T>(kTile * d_v_pitch);          // (query, d_v)
+        q_t = memory.take<T>(kTile * d);                  // (d, query)
+        d_o_t = memory.take<T>(kTile * d_v);              // (d_v, query)
+        k = memory.take<T>(kTile * d);                    // (key, d)
+        v = memory.take<T>(kTile * d_v);                  // (key, d_v)
+        scores = memory.take<T>(kTile * kTile);           // (key, query): q . k, then e, then beta, then dz
+        one_minus_betas = memory.take<T>(kTile * kTile);  // (key, query): 1 - beta
+        weights = memory.take<T>(kTile * kTile);          // (key, query): A
+        d_weights = memory.take<T>(kTile * kTile);        // (key, query): dO . v
+        dq_t = memory.take<T>(kTile * d);                 // (d, query)
+        dk = memory.take<T>(kTile * d_pitch);             // (key, d)
+        dv = memory.take<T>(kTile * d_v_pitch);           // (key, d_v)
+        mass = memory.take<T>(kTile);    // at the newer edge of the previous tile; 0 in rows that have not started
+        prefix = memory.take<T>(kTile);  // b
+        limit = memory.take<T>(kTile);
+        gates = memory.take<T>(kTile);                // of the keys
+        gate_factor = memory.take<T>(kTile * kTile);  // (key, query): r, with gates
+        d_gates = memory.take<T>(kTile);
+    }
+
+    // Clears the columns between the head dimension and the pitch, which the products read.
+    void clear_padding() {
         std::fill(q, q + kTile * d_pitch, T(0));
         std::fill(d_o, d_o + kTile * d_v_pitch, T(0));
     }
 };
 
-// Where one task adds its dk and dv: the tensors of the caller, or sums of its own. Both are (row, width) for one KV
-// head.
-template <class T>
-struct KeyGradients {
-    T *dk, *dv;  // with forget gates, a row of dk also has the gradient of its gate
-    int64_t dk_row_stride, dv_row_stride;
+// The turn of a query tile to add to dk and dv of its KV head. All query tiles of a KV head have a position. At each
+// key tile they take turns in the order of their positions. So the sums have the same order with any number of threads,
+// and no thread needs sums of its own.
+//
+// Hand-over: progress[c] is the first key row to which position c may still add. The thread of position c stores it
+// with release after its additions to older rows. Threads of later positions load it with acquire before theirs.
+//
+// The wait is bounded: threads take positions in increasing order, so every earlier position has been taken, and a
+// thread waits for earlier positions only. The earliest one that runs waits for none.
+class Turn {
+  public:
+    Turn(const Work& work, const Segments& segments, int64_t kv_head, int64_t position, int group)
+        : tiles_(work.tiles),
+          segments_(segments),
+          progress_(work.progress + kv_head * work.num_tiles * group),
+          num_ended_(work.num_ended + kv_head),
+          position_(position),
+          group_(group),
+          k_begin_(k_begin(position)),
+          first_(__atomic_load_n(num_ended_, __ATOMIC_ACQUIRE)) {}
+
+    // Returns when all earlier positions have passed the key rows before `row`.
+    void wait(int32_t row) {
+        for (int64_t c = first_; c < position_; ++c) {
+            int32_t reached = __atomic_load_n(progress_ + c, __ATOMIC_ACQUIRE);
+            while (reached < row && k_begin(c) == k_begin_) {  // other segments have other keys
+                sched_yield();
+                reached = __atomic_load_n(progress_ + c, __ATOMIC_ACQUIRE);
+            }
+            if (c == first_ && reached == kAllRows) ++first_;
+        }
+    }
+
+    void pass(int32_t row) { __atomic_store_n(progress_ + position_, row, __ATOMIC_RELEASE); }
+
+    // Also tells later positions which earlier ones they need not look at. They acquire what this thread acquired.
+    void end() {
+        pass(kAllRows);
+        __atomic_store_n(num_ended_, first_, __ATOMIC_RELEASE);
+    }
+
+  private:
+    static constexpr int32_t kAllRows = INT32_MAX;
+
+    int32_t k_begin(int64_t position) const { return segments_[tiles_[position / group_].segment].k_begin; }
+
+    const TileIndex* tiles_;
+    const Segments& segments_;
+    int32_t* progress_;
+    int64_t* num_ended_;
+    const int64_t position_;
+    const int group_;
+    const int32_t k_begin_;
+    int64_t first_;  // all positions before it have ended
 };
 
 template <class T>
 class BackwardTile {
   public:
-    BackwardTile(const BackwardParams& params, BackwardScratch<T>& scratch, const QueryTile& tile,
-                 const KeyGradients<T>& gradients)
-        : p_(params), s_(scratch), tile_(tile), gradients_(gradients) {}
+    BackwardTile(const BackwardParams& params, BackwardScratch<T>& scratch, const QueryTile& tile, const Turn& turn)
+        : p_(params), s_(scratch), tile_(tile), turn_(turn) {}
 
     void run() {
         start();
         if (oldest_ < newest_) {
+            turn_.pass(tile_.segment->k_begin + oldest_);
             load_queries();
             for (int begin = oldest_; begin < newest_; begin += kTile) key_tile(begin);
+            turn_.end();
             write_dq();
+        } else {
+            turn_.end();
         }
         if (p_.prefix_out != nullptr)
             std::copy_n(s_.prefix, tile_.count, static_cast<T*>(p_.prefix_out) + tile_.row_index(p_.sizes));
@@ -147,13 +201,28 @@ class BackwardTile {
             if (std::isnan(s_.prefix[r])) s_.prefix[r] = T(0);  // a NaN must not reach newer tiles
 
         multiply<T, true>({s_.k, 1, z.head_dim}, s_.scores, kTile, z.head_dim, lanes, keys, s_.dq_t, kTile);
-        add_key_gradient(s_.scores, s_.q, s_.d_pitch, keys, count, z.head_dim, T(p_.options.scale),
-                         gradients_.dk + row * gradients_.dk_row_stride, gradients_.dk_row_stride);
-        if (p_.options.forget_gate)
-            for (int k = 0; k < count; ++k)
-                gradients_.dk[(row + k) * gradients_.dk_row_stride + z.head_dim] += s_.d_gates[k];
-        add_key_gradient(s_.weights, s_.d_o, s_.d_v_pitch, keys, count, z.head_dim_v, T(1),
-                         gradients_.dv + row * gradients_.dv_row_stride, gradients_.dv_row_stride);
+        add_key_gradients(row, keys, count);
+    }
+
+    void add_key_gradients(int64_t row, int keys, int count) {
+        const Sizes& z = p_.sizes;
+        const int kv_head = tile_.head / (z.num_heads / z.num_kv_heads);
+        T* const dk = static_cast<T*>(p_.dk.data) + offset(p_.dk, tile_.batch, row, kv_head);
+        T* const dv = static_cast<T*>(p_.dv.data) + offset(p_.dv, tile_.batch, row, kv_head);
+        multiply<T, false>({s_.scores, kTile, 1}, s_.q, s_.d_pitch, keys, s_.d_pitch, tile_.count, s_.dk, s_.d_pitch);
+        multiply<T, false>({s_.weights, kTile, 1}, s_.d_o, s_.d_v_pitch, keys, s_.d_v_pitch, tile_.count, s_.dv,
+                           s_.d_v_pitch);
+        turn_.wait(int32_t(row + count));
+        add_rows(s_.dk, s_.d_pitch, count, z.head_dim, T(p_.options.scale), dk, p_.dk.row_stride);
+        add_rows(s_.dv, s_.d_v_pitch, count, z.head_dim_v, T(1), dv, p_.dv.row_stride);
+        if (gated_)
+            for (int k = 0; k < count; ++k) dk[k * p_.dk.row_stride + z.head_dim] += s_.d_gates[k];
+        turn_.pass(int32_t(row + count));
+    }
+
+    static void add_rows(const T* from, int pitch, int count, int width, T factor, T* to, int64_t to_stride) {
+        for (int k = 0; k < count; ++k)
+            for (int c = 0; c < width; ++c) to[k * to_stride + c] += factor * from[k * pitch + c];
     }
 
     // Sets limit[r] to the number of keys of this tile that row r sees, 0 before the row has started. Returns whether
@@ -226,14 +295,6 @@ class BackwardTile {
         return dy * gate_factor;
     }
 
-    // to (key, width) += factor * from (key, query) rows (query, width).
-    void add_key_gradient(const T* from, const T* rows, int pitch, int keys, int count, int width, T factor, T* to,
-                          int64_t to_stride) {
-        multiply<T, false>({from, kTile, 1}, rows, pitch, keys, pitch, tile_.count, s_.dkv, pitch);
-        for (int k = 0; k < count; ++k)
-            for (int c = 0; c < width; ++c) to[k * to_stride + c] += factor * s_.dkv[k * pitch + c];
-    }
-
     void write_dq() {
         T* to = static_cast<T*>(p_.dq.data) + offset(p_.dq, tile_.batch, tile_.q_row(), tile_.head);
         for (int r = 0; r < tile_.count; ++r)
@@ -244,90 +305,49 @@ class BackwardTile {
     const BackwardParams& p_;
     BackwardScratch<T>& s_;
     const QueryTile tile_;
-    const KeyGradients<T> gradients_;
+    Turn turn_;
     const bool gated_ = p_.options.forget_gate;
     int start_[kTile];             // restart_tile() of each row
     int oldest_ = 0, newest_ = 0;  // keys [oldest_, newest_) contribute
     bool finite_[kTile];
 };
 
-// dk and dv of a KV head are sums over many query tiles. A task is one KV head of a batch element. If there are fewer
-// of these than threads, the query tiles of each are divided into parts_ tasks, each with its own sums. The sums are
-// added in a fixed order, so the result does not depend on which thread ran which task.
 template <class T>
-class BackwardTasks {
-  public:
-    explicit BackwardTasks(const BackwardParams& params)
-        : p_(params), work_(params.segments), heads_(params.sizes.batch * params.sizes.num_kv_heads) {
-#if defined(_OPENMP)
-        parts_ = std::max(1, (omp_get_max_threads() + heads_ - 1) / std::max(heads_, 1));
-#endif
-        dk_width_ = p_.sizes.head_dim + (p_.options.forget_gate ? kGateColumns : 0);
-        dk_size_ = int64_t(p_.sizes.k_rows) * dk_width_;
-        dv_size_ = int64_t(p_.sizes.k_rows) * p_.sizes.head_dim_v;
-        if (parts_ > 1) sums_.assign((dk_size_ + dv_size_) * heads_ * parts_, T(0));
-    }
+int64_t scratch_bytes(const Sizes& sizes) {
+    Arena memory(nullptr);
+    BackwardScratch<T>(memory, sizes);
+    return memory.bytes();
+}
 
-    void run() {
-#pragma omp parallel
-        {
-            BackwardScratch<T> scratch(p_.sizes.head_dim, p_.sizes.head_dim_v);
-#pragma omp for schedule(dynamic)
-            for (int task = 0; task < heads_ * parts_; ++task) run_task(task / parts_, task % parts_, scratch);
-#pragma omp for schedule(static)
-            for (int head = 0; head < (parts_ > 1 ? heads_ : 0); ++head) add_parts(head);
+// A task is a query tile of one head. Neighbouring tasks are of different KV heads, so they seldom wait for each other.
+template <class T>
+void run(const BackwardParams& params, const Work& work) {
+    const Sizes& z = params.sizes;
+    const int group = z.num_heads / z.num_kv_heads;
+    const int64_t kv_heads = int64_t(z.batch) * z.num_kv_heads, tasks = kv_heads * group * work.num_tiles;
+#pragma omp parallel num_threads(work.threads)
+    {
+        Arena memory(scratch_of_this_thread(work));
+        BackwardScratch<T> scratch(memory, z);
+        scratch.clear_padding();
+        for (int64_t task = next_task(work); task < tasks; task = next_task(work)) {
+            const int64_t kv_head = task % kv_heads, position = task / kv_heads;
+            const int batch = int(kv_head / z.num_kv_heads);
+            const int head = int(kv_head % z.num_kv_heads) * group + int(position % group);
+            const QueryTile tile = query_tile(params.segments, work.tiles[position / group], kLanes<T>, batch, head);
+            BackwardTile<T>(params, scratch, tile, Turn(work, params.segments, kv_head, position, group)).run();
         }
     }
-
-  private:
-    KeyGradients<T> in_tensors(int head) const {
-        const int64_t b = head / p_.sizes.num_kv_heads, h = head % p_.sizes.num_kv_heads;
-        return {static_cast<T*>(p_.dk.data) + offset(p_.dk, b, 0, h),
-                static_cast<T*>(p_.dv.data) + offset(p_.dv, b, 0, h), p_.dk.row_stride, p_.dv.row_stride};
-    }
-    KeyGradients<T> in_sums(int head, int part) {
-        T* dk = sums_.data() + (dk_size_ + dv_size_) * (int64_t(head) * parts_ + part);
-        return {dk, dk + dk_size_, dk_width_, p_.sizes.head_dim_v};
-    }
-
-    void run_task(int kv_head, int part, BackwardScratch<T>& scratch) {
-        const KeyGradients<T> gradients = parts_ == 1 ? in_tensors(kv_head) : in_sums(kv_head, part);
-        const int batch = kv_head / p_.sizes.num_kv_heads, group = p_.sizes.num_heads / p_.sizes.num_kv_heads;
-        for (int member = 0; member < group; ++member) {
-            const int head = kv_head % p_.sizes.num_kv_heads * group + member;
-            for (size_t i = part; i < work_.tiles.size(); i += parts_)
-                BackwardTile<T>(p_, scratch, query_tile<T>(p_.segments, work_.tiles[i], batch, head), gradients).run();
-        }
-    }
-
-    void add_parts(int head) {
-        const KeyGradients<T> to = in_tensors(head);
-        for (int part = 0; part < parts_; ++part) {
-            const KeyGradients<T> from = in_sums(head, part);
-            for (int row = 0; row < p_.sizes.k_rows; ++row) {
-                for (int c = 0; c < dk_width_; ++c)
-                    to.dk[row * to.dk_row_stride + c] += from.dk[row * from.dk_row_stride + c];
-                for (int c = 0; c < p_.sizes.head_dim_v; ++c)
-                    to.dv[row * to.dv_row_stride + c] += from.dv[row * from.dv_row_stride + c];
-            }
-        }
-    }
-
-    const BackwardParams& p_;
-    const QueryTiles work_;
-    const int heads_;  // KV heads of all batch elements
-    int parts_ = 1;
-    int64_t dk_width_, dk_size_, dv_size_;
-    std::vector<T> sums_;
-};
+}
 
 }  // namespace
 
-void block_backward(const BackwardParams& params) {
-    if (params.sizes.dtype == Dtype::kFloat64)
-        BackwardTasks<double>(params).run();
-    else
-        BackwardTasks<float>(params).run();
+void backward(const BackwardParams& params, const Work& work) {
+    params.sizes.dtype == Dtype::kFloat64 ? run<double>(params, work) : run<float>(params, work);
+}
+
+int64_t backward_scratch(const Sizes& sizes) {
+    return sizes.dtype == Dtype::kFloat64 ? scratch_bytes<double>(sizes) : scratch_bytes<float>(sizes);
 }
 
 }  // namespace megatron_sb::cpu::SB_CPU_LEVEL

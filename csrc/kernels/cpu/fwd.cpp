@@ -11,7 +11,6 @@
 // overflow, the keys are processed one by one. The loop over key tiles ends when all rows of the tile are used up.
 //
 // With forget gates, e is replaced by f e / (1 + (1 - f) e), the odds of f sigmoid(z).
-#include "kernels/cpu/cpu.h"
 #include "kernels/cpu/tile.h"
 
 namespace megatron_sb::cpu::SB_CPU_LEVEL {
@@ -19,22 +18,22 @@ namespace {
 
 template <class T>
 struct ForwardScratch {
-    Scratch<T> memory;
     T *rows, *q_t, *k, *v, *scores, *weights, *o_t, *mass, *poison, *limit, *gates;
 
-    ForwardScratch(int d, int d_v) {
+    ForwardScratch(Arena& memory, const Sizes& sizes) {
+        const int d = sizes.head_dim, d_v = sizes.head_dim_v;
         const int widest = std::max(d, d_v);
-        rows = memory.take(kTile * widest);    // (query, d) when loaded, (query, d_v) when stored
-        q_t = memory.take(kTile * d);          // (d, query)
-        k = memory.take(kTile * d);            // (key, d)
-        v = memory.take(kTile * d_v);          // (key, d_v)
-        scores = memory.take(kTile * kTile);   // (key, query): q . k, then e
-        weights = memory.take(kTile * kTile);  // (key, query): A
-        o_t = memory.take(kTile * d_v);        // (d_v, query)
-        mass = memory.take(kTile);
-        poison = memory.take(kTile);  // NaN if the mass of the row became NaN, else 0
-        limit = memory.take(kTile);
-        gates = memory.take(kTile);  // of the keys
+        rows = memory.take<T>(kTile * widest);    // (query, d) when loaded, (query, d_v) when stored
+        q_t = memory.take<T>(kTile * d);          // (d, query)
+        k = memory.take<T>(kTile * d);            // (key, d)
+        v = memory.take<T>(kTile * d_v);          // (key, d_v)
+        scores = memory.take<T>(kTile * kTile);   // (key, query): q . k, then e
+        weights = memory.take<T>(kTile * kTile);  // (key, query): A
+        o_t = memory.take<T>(kTile * d_v);        // (d_v, query)
+        mass = memory.take<T>(kTile);
+        poison = memory.take<T>(kTile);  // NaN if the mass of the row became NaN, else 0
+        limit = memory.take<T>(kTile);
+        gates = memory.take<T>(kTile);  // of the keys
     }
 };
 
@@ -194,17 +193,23 @@ class ForwardTile {
 };
 
 template <class T>
-void forward(const ForwardParams& params) {
-    const QueryTiles work(params.segments);
-    const int64_t heads = int64_t(params.sizes.batch) * params.sizes.num_heads;
-    const int64_t tasks = heads * int64_t(work.tiles.size());
-#pragma omp parallel
+int64_t scratch_bytes(const Sizes& sizes) {
+    Arena memory(nullptr);
+    ForwardScratch<T>(memory, sizes);
+    return memory.bytes();
+}
+
+// A task is a query tile of one head.
+template <class T>
+void run(const ForwardParams& params, const Work& work) {
+    const int64_t heads = int64_t(params.sizes.batch) * params.sizes.num_heads, tasks = heads * work.num_tiles;
+#pragma omp parallel num_threads(work.threads)
     {
-        ForwardScratch<T> scratch(params.sizes.head_dim, params.sizes.head_dim_v);
-#pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < tasks; ++task) {
+        Arena memory(scratch_of_this_thread(work));
+        ForwardScratch<T> scratch(memory, params.sizes);
+        for (int64_t task = next_task(work); task < tasks; task = next_task(work)) {
             const int batch = int(task % heads / params.sizes.num_heads), head = int(task % params.sizes.num_heads);
-            const QueryTile tile = query_tile<T>(params.segments, work.tiles[task / heads], batch, head);
+            const QueryTile tile = query_tile(params.segments, work.tiles[task / heads], kLanes<T>, batch, head);
             ForwardTile<T>(params, scratch, tile).run();
         }
     }
@@ -212,8 +217,12 @@ void forward(const ForwardParams& params) {
 
 }  // namespace
 
-void block_forward(const ForwardParams& params) {
-    params.sizes.dtype == Dtype::kFloat64 ? forward<double>(params) : forward<float>(params);
+void forward(const ForwardParams& params, const Work& work) {
+    params.sizes.dtype == Dtype::kFloat64 ? run<double>(params, work) : run<float>(params, work);
+}
+
+int64_t forward_scratch(const Sizes& sizes) {
+    return sizes.dtype == Dtype::kFloat64 ? scratch_bytes<double>(sizes) : scratch_bytes<float>(sizes);
 }
 
 }  // namespace megatron_sb::cpu::SB_CPU_LEVEL

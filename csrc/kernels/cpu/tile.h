@@ -4,13 +4,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
-#include <memory>
-#include <new>
-#include <vector>
 
 #include "core/params.h"
+#include "kernels/cpu/levels.h"
 #include "kernels/cpu/simd.h"
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
 
 namespace megatron_sb::cpu::SB_CPU_LEVEL {
 
@@ -172,25 +173,16 @@ struct QueryTile {
     }
 };
 
-struct QueryTiles {
-    std::vector<std::pair<int, int>> tiles;  // (segment, first row); tiles with more keys first
+inline QueryTile query_tile(const Segments& segments, const TileIndex& tile, int lanes, int batch, int head) {
+    const Segment* segment = &segments[tile.segment];
+    const int count = std::min(kTile, segment->q_len - tile.first);
+    return {segment, batch, head, tile.first, count, round_up(count, lanes)};
+}
 
-    explicit QueryTiles(const Segments& segments) {
-        for (int s = 0; s < segments.size; ++s)
-            for (int first = 0; first < segments[s].q_len; first += kTile) tiles.emplace_back(s, first);
-        const auto keys = [&](const std::pair<int, int>& tile) {
-            const Segment& s = segments[tile.first];
-            return std::min<int64_t>(s.k_len, int64_t(tile.second) + kTile + s.q_pos_minus_k_pos);
-        };
-        std::stable_sort(tiles.begin(), tiles.end(), [&](const auto& a, const auto& b) { return keys(a) > keys(b); });
-    }
-};
-
-template <class T>
-inline QueryTile query_tile(const Segments& segments, const std::pair<int, int>& tile, int batch, int head) {
-    const Segment* segment = &segments[tile.first];
-    const int count = std::min(kTile, segment->q_len - tile.second);
-    return {segment, batch, head, tile.second, count, round_up(count, kLanes<T>)};
+// Returns the next task of the calling thread. The result is at least the number of tasks if no task is left. No thread
+// orders anything by the ticket, so it can be relaxed.
+inline int64_t next_task(const Work& work) {
+    return __atomic_fetch_add(work.ticket, 1, __ATOMIC_RELAXED);
 }
 
 // A tile of keys. `count` is its number of keys, `keys` that number rounded up to whole quads, and `row` its first row
@@ -214,20 +206,30 @@ KeyTile load_key_tile(const Params& p, const QueryTile& tile, int begin, T* k, T
     return {count, keys, row};
 }
 
-// Allocates arrays that are aligned to cache lines, and frees them together.
-template <class T>
-class Scratch {
+inline char* scratch_of_this_thread(const Work& work) {
+#if defined(_OPENMP)
+    return work.scratch + omp_get_thread_num() * work.scratch_bytes;
+#else
+    return work.scratch;
+#endif
+}
+
+// Divides the scratch of a thread into arrays that begin at multiples of 64 bytes.
+class Arena {
   public:
+    explicit Arena(const char* begin) : begin_(reinterpret_cast<uintptr_t>(begin)) {}
+
+    template <class T>
     T* take(int64_t elements) {
-        const size_t bytes = (size_t(std::max<int64_t>(elements, 1)) * sizeof(T) + 63) / 64 * 64;
-        T* data = static_cast<T*>(std::aligned_alloc(64, bytes));
-        if (data == nullptr) throw std::bad_alloc();
-        blocks_.emplace_back(data, std::free);
-        return data;
+        T* const array = reinterpret_cast<T*>(begin_ + bytes_);
+        bytes_ += (elements * int64_t(sizeof(T)) + 63) / 64 * 64;
+        return array;
     }
+    int64_t bytes() const { return bytes_; }
 
   private:
-    std::vector<std::unique_ptr<T, decltype(&std::free)>> blocks_;
+    uintptr_t begin_;
+    int64_t bytes_ = 0;
 };
 
 // Replaces q . k by 2^(z log2 e) = exp(z) for the keys [0, keys) of a tile, and by 0 if the row does not see the key.

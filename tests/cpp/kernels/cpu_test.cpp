@@ -3,6 +3,7 @@
 #include "kernels/cpu/cpu.h"
 
 #include <gtest/gtest.h>
+#include <omp.h>
 
 #include <limits>
 
@@ -10,25 +11,6 @@
 
 namespace megatron_sb::cpu {
 namespace {
-
-struct Level {
-    const char* name;
-    void (*forward)(const ForwardParams&);
-    void (*backward)(const BackwardParams&);
-    bool runs_here;
-};
-
-std::vector<Level> levels() {
-    std::vector<Level> all = {{"baseline", baseline::block_forward, baseline::block_backward, true}};
-#if defined(__x86_64__)
-    all.push_back({"avx2", avx2::block_forward, avx2::block_backward,
-                   __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")});
-    all.push_back({"avx512", avx512::block_forward, avx512::block_backward,
-                   __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")});
-#endif
-    return all;
-}
 
 template <class T>
 constexpr Dtype kDtypeOf = sizeof(T) == 8 ? Dtype::kFloat64 : Dtype::kFloat32;
@@ -87,10 +69,12 @@ struct Block {
         params.o = {o.data(), 0, p.d_v, 0};
         params.o_dtype = kDtypeOf<T>;
         params.mass_out = mass_out.data();
-        level.forward(params);
+        std::vector<char> workspace(forward_workspace(params, level));
+        params.workspace = workspace.data();
+        block_forward(params, level);
     }
 
-    void backward(const Level& level, const T* prefix_in, const T* mass_in = nullptr) {
+    void backward(const Level& level, const T* prefix_in, const T* mass_in = nullptr, int64_t limit = INT64_MAX) {
         BackwardParams params = inputs<BackwardParams>(mass_in);
         params.d_o = {d_o.data(), 0, p.d_v, 0};
         params.dq = {dq.data(), 0, p.d, 0};
@@ -98,7 +82,10 @@ struct Block {
         params.dv = {dv.data(), 0, p.d_v, 0};
         params.prefix_in = prefix_in;
         params.prefix_out = prefix_out.data();
-        level.backward(params);
+        params.workspace_bytes = backward_workspace(params, limit, level);
+        std::vector<char> workspace(params.workspace_bytes);
+        params.workspace = workspace.data();
+        block_backward(params, level);
     }
 };
 
@@ -114,11 +101,9 @@ std::vector<T> prefix_of(const oracle::Problem& p, const oracle::Answer& answer)
     return prefix;
 }
 
-class CpuKernels : public testing::TestWithParam<Level> {
+class CpuKernels : public testing::TestWithParam<const Level*> {
   protected:
-    void SetUp() override {
-        if (!GetParam().runs_here) GTEST_SKIP() << "this CPU has no " << GetParam().name;
-    }
+    static const Level& level() { return *GetParam(); }
 };
 
 template <class T>
@@ -142,14 +127,14 @@ TEST_P(CpuKernels, AgreeWithTheDefinitionAtRaggedLengths) {
             SCOPED_TRACE(testing::Message() << rows << " rows, attend_current " << attend_current);
             oracle::Problem p = oracle::random_problem(rows, rows, 24, 40, -1, ++seed);
             p.attend_current = attend_current;
-            expect_answer<double>(GetParam(), p, 1e-12);
-            expect_answer<float>(GetParam(), p, 2e-6);
+            expect_answer<double>(level(), p, 1e-12);
+            expect_answer<float>(level(), p, 2e-6);
         }
 }
 
 TEST_P(CpuKernels, AgreeWithTheDefinitionFarFromTheDiagonal) {
     for (const double mean : {-6.0, -3.2, 3.0})
-        expect_answer<float>(GetParam(), oracle::random_problem(20, 3000, 16, 16, mean, 7), 3e-5);
+        expect_answer<float>(level(), oracle::random_problem(20, 3000, 16, 16, mean, 7), 3e-5);
 }
 
 // 1 - beta must not be derived from a clamped e: at mean logit 30 it is 1e-13.
@@ -159,8 +144,8 @@ TEST_P(CpuKernels, AreAccurateWithSaturatedLogits) {
         SCOPED_TRACE(testing::Message() << "mean logit " << mean);
         const oracle::Answer want = oracle::solve(p);
         Block<float> block(p, 0, p.k_rows);
-        block.forward(GetParam());
-        block.backward(GetParam(), nullptr);
+        block.forward(level());
+        block.backward(level(), nullptr);
         EXPECT_LT(oracle::relative_error(wide(block.o), want.o), 2e-6);
         EXPECT_LT(oracle::relative_error(wide(block.dv), want.dv), 2e-6);
         std::fill(p.d_mass.begin(), p.d_mass.end(), 0.0);
@@ -177,12 +162,12 @@ TEST_P(CpuKernels, GiveTheSameResultInTwoBlocks) {
     for (const int cut : {1, 63, 64, 65, 100, 161, 199}) {
         SCOPED_TRACE(testing::Message() << "cut at " << cut);
         Block<double> newer(p, cut, p.k_rows), older(p, 0, cut);
-        newer.forward(GetParam());
-        older.forward(GetParam(), newer.mass_out.data());
+        newer.forward(level());
+        older.forward(level(), newer.mass_out.data());
         EXPECT_LT(oracle::relative_error(older.mass_out, want.mass), 1e-12);
         const std::vector<double> prefix = prefix_of<double>(p, want);
-        older.backward(GetParam(), prefix.data());
-        newer.backward(GetParam(), older.prefix_out.data());
+        older.backward(level(), prefix.data());
+        newer.backward(level(), older.prefix_out.data());
         oracle::Vector o = older.o, dq = older.dq, dk = older.dk, dv = older.dv;
         for (size_t i = 0; i < o.size(); ++i) o[i] += newer.o[i];
         for (size_t i = 0; i < dq.size(); ++i) dq[i] += newer.dq[i];
@@ -200,11 +185,11 @@ TEST_P(CpuKernels, GiveTheSameResultInTwoBlocks) {
 TEST_P(CpuKernels, BackwardScalesARestartRecordByMassIn) {
     const oracle::Problem p = oracle::random_problem(30, 150, 16, 16, -4, 5);
     Block<double> newer(p, 70, p.k_rows), with_carry(p, 0, 70), without(p, 0, 70);
-    newer.forward(GetParam());
-    with_carry.forward(GetParam(), newer.mass_out.data());
-    with_carry.backward(GetParam(), nullptr);
-    without.forward(GetParam());
-    without.backward(GetParam(), nullptr, newer.mass_out.data());
+    newer.forward(level());
+    with_carry.forward(level(), newer.mass_out.data());
+    with_carry.backward(level(), nullptr);
+    without.forward(level());
+    without.backward(level(), nullptr, newer.mass_out.data());
     EXPECT_LT(oracle::relative_error(without.dq, with_carry.dq), 1e-12);
     EXPECT_LT(oracle::relative_error(without.dk, with_carry.dk), 1e-12);
     EXPECT_LT(oracle::relative_error(without.prefix_out, with_carry.prefix_out), 1e-12);
@@ -217,7 +202,7 @@ TEST_P(CpuKernels, StayWithinTheErrorBoundOfSkipping) {
     double largest_v = 0;
     for (const double v : p.v) largest_v = std::max(largest_v, std::abs(v));
     Block<double> block(p, 0, p.k_rows, threshold);
-    block.forward(GetParam());
+    block.forward(level());
     double worst = 0;
     for (size_t i = 0; i < want.o.size(); ++i) worst = std::max(worst, std::abs(block.o[i] - want.o[i]));
     EXPECT_LE(worst, threshold * largest_v + 1e-14);
@@ -230,8 +215,8 @@ TEST_P(CpuKernels, SpreadANanOnlyWithinItsTileAndToRowsThatReadIt) {
     oracle::Problem p = oracle::random_problem(256, 256, 16, 16, -6, 13);
     p.k[100 * p.d] = std::nan("");  // key 100 is in the tile of keys 64..127
     Block<float> block(p, 0, p.k_rows);
-    block.forward(GetParam());
-    block.backward(GetParam(), nullptr);
+    block.forward(level());
+    block.backward(level(), nullptr);
     for (int j = 0; j < 64; ++j) EXPECT_TRUE(std::isfinite(block.o[j * p.d_v])) << j;
     for (int j = 101; j < 256; ++j) EXPECT_TRUE(std::isnan(block.o[j * p.d_v])) << j;
     for (int i = 0; i < 256; ++i) {
@@ -244,15 +229,110 @@ TEST_P(CpuKernels, SpreadANanOnlyWithinItsTileAndToRowsThatReadIt) {
     p = oracle::random_problem(256, 256, 16, 16, -6, 13);
     p.q[200 * p.d] = std::nan("");  // ends the row of query 200 in its newest tile, keys 192..255
     Block<float> other(p, 0, p.k_rows);
-    other.forward(GetParam());
-    other.backward(GetParam(), nullptr);
+    other.forward(level());
+    other.backward(level(), nullptr);
     for (int j = 0; j < 256; ++j) EXPECT_EQ(std::isnan(other.o[j * p.d_v]), j == 200) << j;
     for (int i = 0; i < 192; ++i)
         EXPECT_TRUE(std::isfinite(other.dk[i * p.d]) && std::isfinite(other.dv[i * p.d_v])) << i;
 }
 
-INSTANTIATE_TEST_SUITE_P(Levels, CpuKernels, testing::ValuesIn(levels()),
-                         [](const auto& info) { return std::string(info.param.name); });
+// Query tiles add to dk and dv in a fixed order, whichever threads process them.
+TEST_P(CpuKernels, GiveBitwiseTheSameResultsWithAnyNumberOfThreads) {
+    const oracle::Problem p = oracle::random_problem(1000, 1000, 24, 16, -6, 17);
+    const auto gradients = [&](int threads, int64_t limit) {
+        omp_set_num_threads(threads);
+        Block<float> block(p, 0, p.k_rows, 0x1p-24);
+        block.forward(level());
+        block.backward(level(), nullptr, nullptr, limit);
+        block.dk.insert(block.dk.end(), block.dv.begin(), block.dv.end());
+        block.dk.insert(block.dk.end(), block.dq.begin(), block.dq.end());
+        return block.dk;
+    };
+    const int threads_before = omp_get_max_threads();
+    const std::vector<float> expected = gradients(1, INT64_MAX);
+    for (const int threads : {2, 3, 16, 64}) EXPECT_EQ(gradients(threads, INT64_MAX), expected) << threads;
+    EXPECT_EQ(gradients(64, 1), expected);  // no room for a second thread
+    omp_set_num_threads(threads_before);
+}
+
+// The documents of a packed batch have keys of their own, so their query tiles do not wait for each other's.
+TEST_P(CpuKernels, ProcessSegmentsWithDifferentKeysOnManyThreads) {
+    const int rows = 200, d = 16, documents = 5;
+    std::vector<Segment> segments;
+    std::vector<oracle::Problem> problems;
+    std::vector<float> q, k, v, d_o;
+    for (int i = 0; i < documents; ++i) {
+        segments.push_back({i * rows, rows, i * rows, rows, 0});
+        problems.push_back(oracle::random_problem(rows, rows, d, d, -3, unsigned(i)));
+        std::fill(problems[i].d_mass.begin(), problems[i].d_mass.end(), 0.0);
+        for (const auto& [to, from] :
+             {std::pair{&q, &problems[i].q}, {&k, &problems[i].k}, {&v, &problems[i].v}, {&d_o, &problems[i].d_o}})
+            to->insert(to->end(), from->begin(), from->end());
+    }
+    const int threads_before = omp_get_max_threads();
+    omp_set_num_threads(16);
+    const int total = documents * rows;
+    std::vector<float> o(total * d), mass(total), restart_mass(total), dq(total * d), dk(total * d), dv(total * d),
+        prefix(total);
+    std::vector<int32_t> restart_edge(total);
+    const auto run = [&](auto params, auto workspace_of, auto block) {
+        params.sizes = {Dtype::kFloat32, 1, 1, 1, total, total, d, d};
+        params.options = {problems[0].scale, 0, false};
+        params.segments = {segments.data(), documents, {}};
+        params.q = {q.data(), 0, d, 0};
+        params.k = {k.data(), 0, d, 0};
+        params.v = {v.data(), 0, d, 0};
+        params.restart = {restart_edge.data(), restart_mass.data()};
+        std::vector<char> workspace(workspace_of(params));
+        params.workspace = workspace.data();
+        block(params, workspace.size());
+    };
+    ForwardParams forward;
+    forward.o = {o.data(), 0, d, 0};
+    forward.o_dtype = Dtype::kFloat32;
+    forward.mass_out = mass.data();
+    run(
+        forward, [](const auto& p) { return forward_workspace(p, level()); },
+        [](const auto& p, size_t) { block_forward(p, level()); });
+    BackwardParams backward;
+    backward.d_o = {d_o.data(), 0, d, 0};
+    backward.dq = {dq.data(), 0, d, 0};
+    backward.dk = {dk.data(), 0, d, 0};
+    backward.dv = {dv.data(), 0, d, 0};
+    backward.prefix_out = prefix.data();
+    run(
+        backward, [](const auto& p) { return backward_workspace(p, INT64_MAX, level()); },
+        [](auto p, size_t bytes) {
+            p.workspace_bytes = int64_t(bytes);
+            block_backward(p, level());
+        });
+    omp_set_num_threads(threads_before);
+    for (int i = 0; i < documents; ++i) {
+        const oracle::Answer want = oracle::solve(problems[i]);
+        const auto part = [&](const std::vector<float>& x) {
+            return oracle::Vector(x.begin() + i * rows * d, x.begin() + (i + 1) * rows * d);
+        };
+        EXPECT_LT(oracle::relative_error(part(dk), want.dk), 5e-6) << i;
+        EXPECT_LT(oracle::relative_error(part(dv), want.dv), 5e-6) << i;
+        EXPECT_LT(oracle::relative_error(part(dq), want.dq), 5e-6) << i;
+    }
+}
+
+// README: memory is linear in the length. The limit bounds the number of threads.
+TEST_P(CpuKernels, NeedLittleMemoryForManyThreads) {
+    const int threads_before = omp_get_max_threads();
+    omp_set_num_threads(64);
+    BackwardParams params;
+    params.sizes = {Dtype::kFloat32, 1, 1, 1, 1 << 16, 1 << 16, 128, 128};
+    params.segments.whole = {0, 1 << 16, 0, 1 << 16, 0};
+    const int64_t one_gradient = int64_t(1 << 16) * 128 * 4;
+    EXPECT_LT(backward_workspace(params, INT64_MAX, level()), 2 * one_gradient);
+    EXPECT_LE(backward_workspace(params, 4 << 20, level()), 4 << 20);
+    omp_set_num_threads(threads_before);
+}
+
+INSTANTIATE_TEST_SUITE_P(Levels, CpuKernels, testing::ValuesIn(supported_levels()),
+                         [](const auto& info) { return std::string(name_of(*info.param)); });
 
 }  // namespace
 }  // namespace megatron_sb::cpu

@@ -1,0 +1,75 @@
+"""The CPU kernels: memory and results with many threads, and the choice of the instruction set."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.accuracy import run
+from support.inputs import make_inputs
+
+from megatron_sb import stickbreaking_attention
+from megatron_sb.ops import library
+
+LONG_BACKWARD = """
+import resource
+import torch
+import megatron_sb as sb
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+torch.set_num_threads(64)
+q, k, v = (torch.randn(1, 2**16, 1, 64, requires_grad=True) for _ in range(3))
+o = sb.stickbreaking_attention(q, k, v)
+d_o = torch.randn_like(o)
+before = peak()
+o.backward(d_o)
+print(peak() - before)
+"""
+
+
+def run_python(code: str, **variables: str) -> subprocess.CompletedProcess:
+    """Run code in a new process, with more environment variables, and return its output as text."""
+    environment = {**os.environ, **variables}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+
+
+def test_memory_of_the_backward_does_not_depend_on_the_number_of_threads():
+    """64K keys of one head with 64 threads. dq, dk and dv need 48 MiB. A dk and dv for each thread would need 2 GiB."""
+    done = run_python(LONG_BACKWARD)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 256 * 2**20
+
+
+@pytest.mark.parametrize("shape", [{"s": 700}, {"b": 2, "s": 300, "h": 6, "h_kv": 2}], ids=str)
+def test_results_are_bitwise_the_same_with_any_number_of_threads(shape):
+    x, before, results = make_inputs("mean -6", d=24, **shape), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5, 32):
+            torch.set_num_threads(threads)
+            results.append(run(lambda q, k, v: stickbreaking_attention(q, k, v, return_mass=True), x))
+    finally:
+        torch.set_num_threads(before)
+    for result in results[1:]:
+        for name in ("o", "mass", "dq", "dk", "dv"):
+            assert torch.equal(result[name], results[0][name]), name
+
+
+@pytest.mark.parametrize("level", ["avx1024", "AVX2", ""])
+def test_an_unknown_instruction_set_is_an_error(level):
+    code = "import torch, megatron_sb as sb; x = torch.randn(1, 4, 1, 8); sb.stickbreaking_attention(x, x, x)"
+    done = run_python(code, MEGATRON_SB_CPU_LEVEL=level)
+    message = done.stderr.strip().splitlines()[-1]
+    assert message.startswith("ValueError")
+    assert f"MEGATRON_SB_CPU_LEVEL must be avx512, avx2 or baseline, got '{level}'" in message
+
+
+def test_the_command_line_reports_an_unknown_instruction_set():
+    command = library.module_command("megatron_sb.cli")
+    environment = {**os.environ, "MEGATRON_SB_CPU_LEVEL": "sse9"}
+    done = subprocess.run([*command, "info"], capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode != 0
+    assert "MEGATRON_SB_CPU_LEVEL" in done.stderr
