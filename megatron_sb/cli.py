@@ -74,12 +74,15 @@ def _convert(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from megatron_sb import checkpoints
+    from megatron_sb.checkpoints.runs import find_checkpoint
 
-    source = checkpoints.format_of(Path(arguments.source))
+    source = Path(arguments.source)
+    source_format = checkpoints.format_of(source)
     checkpoints.check_target(arguments.out, arguments.to)
-    model = checkpoints.load(arguments.source, arguments.config)
-    checkpoints.save(model, arguments.out, arguments.to)
-    print(f"{arguments.source} ({source}) -> {arguments.out} ({arguments.to}): {model.num_parameters():,} parameters")
+    source = find_checkpoint(source) or source
+    model = checkpoints.load(source, arguments.config)
+    checkpoints.save(model, arguments.out, arguments.to, tokenizer=arguments.source)
+    print(f"{source} ({source_format}) -> {arguments.out} ({arguments.to}): {model.num_parameters():,} parameters")
     return 0
 
 
@@ -115,7 +118,11 @@ def make_parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_experiment)
 
     command = commands.add_parser("convert", help="convert a checkpoint to another format; every weight keeps its bits")
-    command.add_argument("source", metavar="SOURCE", help="checkpoint folder (required); its format is detected")
+    command.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="folder of a checkpoint, or of a run, or of one of its models (required); its format is detected",
+    )
     command.add_argument("out", metavar="OUT", help="new folder (required)")
     formats = ("huggingface", "megatron", "dolomite", "fla")
     command.add_argument("--to", required=True, choices=formats, help="format of OUT (required)")

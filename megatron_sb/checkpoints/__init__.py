@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import GenerationConfig
 
-from megatron_sb.checkpoints import dolomite, files, fla
+from megatron_sb.checkpoints import dolomite, files, fla, runs
 from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
 from megatron_sb.megatron.integrity import CheckpointError, cause_of
 from megatron_sb.training.config import load_config
@@ -35,7 +35,7 @@ def format_of(source: str | Path) -> str:
         One of `FORMATS`.
 
     Raises:
-        FileNotFoundError: if the folder has neither a config.json nor a distributed checkpoint.
+        FileNotFoundError: if the folder does not exist, or has neither a config.json nor a distributed checkpoint.
         ValueError: if model_type in config.json belongs to none of the formats.
 
     Example:
@@ -47,8 +47,8 @@ def format_of(source: str | Path) -> str:
         >>> checkpoints.format_of(folder)
         'huggingface'
     """
-    source = Path(source)
-    if (source / "metadata.json").exists() or (source / "latest_checkpointed_iteration.txt").exists():
+    source = _existing_folder(source)
+    if runs.find_checkpoint(source) is not None:
         return "megatron"
     model_type = files.read_config(source).get("model_type")
     if model_type == StickBreakingConfig.model_type:
@@ -65,7 +65,8 @@ def load(source: str | Path, config: str | Path | None = None) -> StickBreakingF
     """Read a model in any of `FORMATS` onto the CPU.
 
     Args:
-        source: folder of the checkpoint; its format is detected.
+        source: folder of the checkpoint; its format is detected. Or a run of `megatron-sb train`, or one of its
+            models: this stands for the newest checkpoint.
         config: configuration of a "megatron" checkpoint, which does not hold one. Either a training configuration
             (YAML), or the folder or config.json of a "huggingface" model. Default: config.yaml of the run that
             contains the checkpoint.
@@ -74,7 +75,7 @@ def load(source: str | Path, config: str | Path | None = None) -> StickBreakingF
         The model in eval mode, with the dtype of its weights.
 
     Raises:
-        FileNotFoundError: if the folder has no config.json or no weights, or `config` does not exist.
+        FileNotFoundError: if `source` does not exist, has no config.json or no weights, or `config` does not exist.
         ValueError: if an option cannot be converted, or a weight is missing, unexpected or of the wrong shape. Or if
             `config` is given for a format that stores its configuration.
 
@@ -88,7 +89,7 @@ def load(source: str | Path, config: str | Path | None = None) -> StickBreakingF
         >>> checkpoints.load(f"{folder}/fla").config.hidden_size
         128
     """
-    source = Path(source)
+    source = _existing_folder(source)
     source_format = format_of(source)
     if config is not None and source_format != "megatron":
         raise InputError(f"config must be None for a {source_format} folder, which has its own, got {str(config)!r}.")
@@ -98,7 +99,7 @@ def load(source: str | Path, config: str | Path | None = None) -> StickBreakingF
         from megatron_sb.checkpoints import megatron
         from megatron_sb.megatron.weights import read_weights
 
-        source = megatron.newest(source)
+        source = runs.find_checkpoint(source)
         found = read_weights(source)
         files.check_no_weights(source, "Missing weights", {megatron.EMBEDDING} - found.keys())
         model_config = _megatron_config(source, config, len(found[megatron.EMBEDDING]))
@@ -131,13 +132,14 @@ def check_target(out: str | Path, to: str) -> None:
         raise InputError(f"out must be a new folder, got {str(out)!r}, which exists.")
 
 
-def save(model: StickBreakingForCausalLM, out: str | Path, to: str) -> None:
+def save(model: StickBreakingForCausalLM, out: str | Path, to: str, tokenizer: str | Path | None = None) -> None:
     """Write a model to a new folder. If writing fails, the folder does not exist.
 
     Args:
         model: the model; its weights keep their dtype.
         out: folder to be written; it must not exist.
         to: format to be written, one of `FORMATS`.
+        tokenizer: folder with the files of a tokenizer, which are copied. Default: none.
 
     Raises:
         ValueError: if `to` is not one of `FORMATS`, `out` exists, or the model has an option that the format lacks.
@@ -157,9 +159,11 @@ def save(model: StickBreakingForCausalLM, out: str | Path, to: str) -> None:
     out = Path(out)
     temporary = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
     try:
+        temporary.mkdir(parents=True)
         _save(model, temporary, to)
+        if tokenizer is not None:
+            files.copy_tokenizer(Path(tokenizer), temporary)
         temporary.rename(out)
     except (OSError, SafetensorError, CheckpointException) as error:
         raise CheckpointError(f"{out} could not be written: {cause_of(error)}") from error
@@ -180,6 +184,16 @@ def _save(model: StickBreakingForCausalLM, folder: Path, to: str) -> None:
         megatron.save(model.config, weights, folder)
     else:
         (fla if to == "fla" else dolomite).save(model.config, weights, folder)
+
+
+def _existing_folder(source: str | Path) -> Path:
+    source = Path(source)
+    if not source.is_dir():
+        what = "is a file" if source.exists() else "does not exist"
+        raise MissingFileError(
+            f"source must be the folder of a checkpoint or a run, got {str(source)!r}, which {what}."
+        )
+    return source
 
 
 def _megatron_config(source: Path, config: str | Path | None, vocab_size: int) -> StickBreakingConfig:

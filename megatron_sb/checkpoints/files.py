@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Collection
 from pathlib import Path
 
@@ -14,6 +15,17 @@ from transformers import PreTrainedConfig
 from megatron_sb.validation import InputError, MissingFileError
 
 NUM_NAMES_IN_MESSAGE = 3
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "tokenization_*.py",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*.jinja",
+    "chat_template.json",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+)
 
 
 class Weights:
@@ -48,7 +60,7 @@ def read_config(folder: Path) -> dict:
     """Return the folder's config.json. Raise FileNotFoundError if there is none."""
     path = folder / "config.json"
     if not path.exists():
-        raise MissingFileError(f"{folder} has no config.json.")
+        raise MissingFileError(f"{folder} has no config.json, and no checkpoint of Megatron-Core or of a run.")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -82,6 +94,13 @@ def write(folder: Path, config: dict, tensors: dict[str, Tensor]) -> None:
         {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
     )
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the files of a tokenizer, if the source has any."""
+    for path in (path for pattern in TOKENIZER_FILES for path in source.glob(pattern)):
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
 
 
 def check_supported(config: PreTrainedConfig, fixed_fields: dict[str, object], format_name: str) -> None:

@@ -1,4 +1,4 @@
-"""Distributed checkpoints of Megatron-Core. `megatron-sb train` on GPUs and Megatron-LM's scripts write them.
+"""Distributed checkpoints with Megatron-Core's names. `megatron-sb train` and Megatron-LM's scripts write them.
 
 They hold the weights but not the configuration of the model, so the configuration is a separate argument.
 """
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from megatron_sb.checkpoints import files
 from megatron_sb.checkpoints.layouts import fuse_glu, fuse_qkv, split_experts, split_glu, split_qkv
+from megatron_sb.checkpoints.runs import RELEASE, TRACKER, only_stick_breaking_model
 from megatron_sb.huggingface import StickBreakingConfig
 from megatron_sb.megatron.integrity import write_checksums
 from megatron_sb.megatron.weights import LAYERS, write_attention_kind, write_weights
 from megatron_sb.training.config import AttentionConfig, TrainingConfig
 from megatron_sb.validation import InputError
 
-TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"  # Megatron-LM finds a checkpoint by these names
 EMBEDDING = "embedding.word_embeddings.weight"
 HALVES = ("gate", "up")  # order of the rows of linear_fc1
 OUTER = {
@@ -90,13 +90,8 @@ def _attention_of(training: TrainingConfig, folder: Path) -> AttentionConfig:
     """
     model = folder.resolve().parent.parent.name
     if model not in training.attention:
-        candidates = [name for name in training.compare if training.breaks_sticks(name)]
-        if len(candidates) != 1:
-            raise InputError(
-                f"compare must have exactly one stick-breaking model, got {len(candidates)} in "
-                f"{list(training.compare)}. Or keep the checkpoint in RUN/MODEL/checkpoints/STEP, got {folder}."
-            )
-        (model,) = candidates
+        advice = f"Or keep the checkpoint in RUN/MODEL/checkpoints/STEP, got {folder}."
+        model = only_stick_breaking_model(training, advice)
     attention = training.attention[model]
     for name, supported in (("kind", "stick_breaking"), ("logits", "dot"), ("forget_gate", False)):
         if (value := getattr(attention, name)) != supported:
@@ -105,15 +100,6 @@ def _attention_of(training: TrainingConfig, folder: Path) -> AttentionConfig:
                 "No other format supports it."
             )
     return attention
-
-
-def newest(folder: Path) -> Path:
-    """Return the newest checkpoint if the folder has Megatron-LM's tracker file, else the folder itself."""
-    tracker = folder / TRACKER
-    if not tracker.exists():
-        return folder
-    name = tracker.read_text(encoding="utf-8").strip()
-    return folder / (name if name == RELEASE else f"iter_{int(name):07d}")
 
 
 def to_ours(found: dict[str, Tensor], config: StickBreakingConfig, folder: Path) -> dict[str, Tensor]:

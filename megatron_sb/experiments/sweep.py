@@ -25,7 +25,7 @@ from megatron_sb.ops.library import module_command
 from megatron_sb.training.config import TrainingConfig, load_config
 from megatron_sb.training.directory import hold, refuse_changes, refuse_results
 from megatron_sb.training.supervisor import PARENT_PIPE, noting_signals, parent_pipe
-from megatron_sb.validation import InputError, MissingFileError
+from megatron_sb.validation import InputError
 
 POLL_SECONDS = 0.2
 LOG_LINES_SHOWN = 15  # of a run that failed
@@ -141,15 +141,6 @@ def evaluation(folder: Path, config: TrainingConfig, model: str, scaling: str = 
     """
     path = evaluation_path(folder, config, model, scaling)
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def newest_checkpoint(folder: Path, model: str) -> Path:
-    """Return the newest checkpoint of a model in the folder of a run. Raise FileNotFoundError if there is none."""
-    root = folder / model / "checkpoints"
-    try:
-        return root / (root / "latest").read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
-        raise MissingFileError(f"{root} has no checkpoint: the file 'latest' does not exist.") from None
 
 
 class _Runner:

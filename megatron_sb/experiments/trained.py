@@ -51,7 +51,7 @@ def trained_engine(run: Path, config: TrainingConfig, model: str) -> Iterator[An
     import torch
     import torch.distributed as dist
 
-    from megatron_sb.training.checkpoint import check_whole, load
+    from megatron_sb.training.checkpoint import check_whole, load, newest_checkpoint
     from megatron_sb.training.rank import silence_warnings
 
     silence_warnings()
@@ -62,7 +62,7 @@ def trained_engine(run: Path, config: TrainingConfig, model: str) -> Iterator[An
         raise ConfigError(
             "parallel.device must be 'cpu' or 'auto' without a GPU, got 'cuda'. Use a machine with a GPU."
         )
-    checkpoint = sweep.newest_checkpoint(run, model)
+    checkpoint = newest_checkpoint(run / model / "checkpoints")
     check_whole(checkpoint)
     if cuda:
         torch.cuda.set_device(0)

@@ -36,6 +36,8 @@ from megatron_sb.megatron.metadata import load_state, read_metadata
 from megatron_sb.validation import InputError
 
 ATTENTION = "attention.json"  # the checkpoint's own name for its model's attention; Megatron-Core does not read it
+# `megatron-sb train` on CPUs writes torch's format: weights have the first prefix, shards of several ranks the second.
+MODEL_ON_CPU, SHARD_ON_CPU = "model.", "model_"
 LAYERS, EXTRA_STATE = "decoder.layers.", "_extra_state"
 WITH_EXTRA_STATE = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
 FORMAT = {
@@ -56,21 +58,28 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
     Raises:
         ValueError: if the folder is not a distributed checkpoint, a file is damaged, or its `.metadata` cannot be read
-            safely.
+            safely. Or if a job on CPUs saved it with tensor or expert parallelism.
     """
-    if not is_checkpoint(folder):
+    if not (folder / ".metadata").exists():
+        raise InputError(f"{folder} must be a distributed checkpoint, but .metadata is missing.")
+    entries = read_metadata(folder).state_dict_metadata
+    if any(name.startswith(SHARD_ON_CPU) for name in entries):
         raise InputError(
-            f"{folder} must be a distributed checkpoint of Megatron-Core, but .metadata or metadata.json is missing."
+            f"{folder} must be saved with parallel.tensor_parallel_size = 1 and parallel.expert_parallel_size = 1, or "
+            "on GPUs. Each CPU rank saves its own shard, and shards are not joined."
         )
+    prefix = MODEL_ON_CPU if any(name.startswith(MODEL_ON_CPU) for name in entries) else ""
+    if not prefix and not is_checkpoint(folder):
+        raise InputError(f"{folder} must be a distributed checkpoint of Megatron-Core, but metadata.json is missing.")
     weights = {
         name: torch.empty(found.size, dtype=found.properties.dtype)
-        for name, found in read_metadata(folder).state_dict_metadata.items()
+        for name, found in entries.items()
         if isinstance(found, TensorStorageMetadata) and not belongs_to_optimizer(name) and EXTRA_STATE not in name
     }
     check_files(folder)
     with _without_process_group_warning():
         load_state(weights, folder, no_dist=True)
-    return weights
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
 
 
 def belongs_to_optimizer(name: str) -> bool:

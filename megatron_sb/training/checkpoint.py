@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_sb.megatron.integrity import CheckpointError, cause_of, check_files, write_checksums
+from megatron_sb.validation import MissingFileError
 
 # What readers and writers of checkpoints raise for bad files. The first comes from every rank at once.
 FAILURES = (CheckpointException, OSError, ValueError, KeyError, pickle.UnpicklingError)
@@ -74,11 +75,7 @@ class CheckpointDirectory:
 
     def latest(self) -> Progress | None:
         """Return the position of the newest checkpoint, or None if there is none."""
-        try:
-            name = (self.root / "latest").read_text(encoding="utf-8").strip()
-        except FileNotFoundError:
-            return None
-        return _read_progress(self.root / name)
+        return None if self.is_empty() else _read_progress(newest_checkpoint(self.root))
 
     def is_empty(self) -> bool:
         """Return whether no checkpoint was saved."""
@@ -94,10 +91,9 @@ class CheckpointDirectory:
         Raises:
             CheckpointError: All checkpoints are damaged.
         """
-        try:
-            newest = self.root / (self.root / "latest").read_text(encoding="utf-8").strip()
-        except FileNotFoundError:
+        if self.is_empty():
             return []
+        newest = newest_checkpoint(self.root)
         saved = (path for path in self.root.iterdir() if path.is_dir() and not path.name.startswith("."))
         older = sorted((path for path in saved if path != newest), key=_tokens, reverse=True)
         damaged = []
@@ -164,6 +160,18 @@ class CheckpointDirectory:
         steps = sorted(step for step in saved if step <= newest.step)
         for step in steps[: -self._keep]:
             shutil.rmtree(saved[step])
+
+
+def newest_checkpoint(root: Path) -> Path:
+    """Return the newest checkpoint in the folder of a model's checkpoints.
+
+    Raises:
+        FileNotFoundError: No checkpoint was saved there.
+    """
+    try:
+        return root / (root / "latest").read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        raise MissingFileError(f"{root} has no checkpoint: the file 'latest' does not exist.") from None
 
 
 def load(engine: Saveable, path: Path) -> None:

@@ -7,9 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import decoders
 from support.decoders import EXPERTS, HEAD_VECTORS, TO_CONVERT
+from transformers import AutoTokenizer
 
 import megatron_sb as sb
 from megatron_sb import checkpoints, cli
+from megatron_sb.huggingface import byte_tokenizer
 from megatron_sb.options import DEFAULT_MASS_THRESHOLD
 
 MULTIPLIERS = {
@@ -321,4 +323,18 @@ def test_the_command(tmp_path, capsys):
     assert cli.main(["convert", str(tmp_path / "out"), str(tmp_path / "back"), "--to", "huggingface"]) == 2
     assert "exists" in capsys.readouterr().err
     assert cli.main(["convert", str(tmp_path / "nothing"), str(tmp_path / "more"), "--to", "fla"]) == 2
-    assert "has no config.json" in capsys.readouterr().err
+    assert f"source must be the folder of a checkpoint or a run, got '{tmp_path}/nothing'" in capsys.readouterr().err
+    assert cli.main(["convert", str(tmp_path), str(tmp_path / "more"), "--to", "fla"]) == 2
+    assert f"{tmp_path} has no config.json" in capsys.readouterr().err
+
+
+def test_the_tokenizer_stays(tmp_path, capsys):
+    """Its files come along, also through a format that does not use them."""
+    make_model().save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer").mkdir()  # not a file of a tokenizer
+    for source, out, to in (("model", "theirs", "megatron"), ("theirs", "back", "huggingface")):
+        config = ["--config", str(tmp_path / "model")] if to == "huggingface" else []
+        assert cli.main(["convert", str(tmp_path / source), str(tmp_path / out), "--to", to, *config]) == 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "back")("é")["input_ids"] == [0xC3, 0xA9]
+    assert not (tmp_path / "back" / "tokenizer").exists()
