@@ -14,9 +14,19 @@ inline constexpr bool is_supported_head_dim(int64_t head_dim) {
     return head_dim > 0 && head_dim <= kMaxHeadDim && head_dim % kHeadDimMultiple == 0;
 }
 
-// Rows of q, and rows of k, in one batch element. Row indices are int32, and rounding one up to a tile of 64 must not
-// overflow.
-inline constexpr int64_t kMaxRows = (int64_t(1) << 31) - 64;
+// Rows of q, and rows of k, in one batch element. Row indices are int32, and rounding one up to a multiple of 1024, the
+// threads of a CTA, must not overflow.
+inline constexpr int64_t kMaxRows = (int64_t(1) << 31) - 1024;
+
+// Heads of all batch elements together: batch * heads. Indices of heads are int32. Counters of work may pass the number
+// of work tiles by one for each CTA.
+inline constexpr int64_t kMaxHeads = (int64_t(1) << 31) - (1 << 16);
+
+// Segments of a table. The number of tiles, at most one partial tile for each segment, is an int32 too.
+inline constexpr int64_t kMaxSegments = int64_t(1) << 30;
+
+// Blocks of a paged cache. Their indices are int32.
+inline constexpr int64_t kMaxCacheBlocks = INT32_MAX;
 
 // Thread blocks in one launch (the limit of gridDim.x).
 inline constexpr int64_t kMaxThreadBlocks = INT32_MAX;

@@ -5,6 +5,7 @@
 #include <cstdlib>
 
 #include "core/error.h"
+#include "core/limits.h"
 #include "dispatch/table.h"
 #include "ops/check.h"
 #include "ops/device.h"
@@ -15,8 +16,8 @@ namespace {
 
 void check_rows(const char* name, const at::Tensor& x) {
     check_rank(name, x, 4, "(batch, rows, heads, head_dim)");
-    TORCH_CHECK_VALUE(x.stride(3) == 1 || x.size(3) <= 1 || x.numel() == 0, name, ": last stride must be 1, got ",
-                      x.stride(3));
+    TORCH_CHECK_VALUE(x.sym_stride(3) == 1 || x.sym_size(3) <= 1 || x.sym_numel() == 0, name,
+                      ": last stride must be 1, got ", x.sym_stride(3));
 }
 
 Sizes sizes_of(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
@@ -34,10 +35,6 @@ class SegmentTable {
             return;
         }
         table_ = segments->contiguous();
-        TORCH_CHECK_TYPE(table_.scalar_type() == at::kInt, "segments: dtype must be int32, got ", table_.scalar_type());
-        TORCH_CHECK_VALUE(table_.dim() == 2 && table_.size(1) == kSegmentFields, "segments: shape must be (n, ",
-                          kSegmentFields, "), got ", table_.sizes());
-        check_device("segments", table_, q, "q");
         segments_.data = reinterpret_cast<const Segment*>(table_.const_data_ptr<int32_t>());
         segments_.size = int32_t(table_.size(0));
         if (table_.is_cpu()) check_values(q.size(1), k.size(1));
@@ -99,18 +96,8 @@ const dispatch::Kernels& kernels_for(const at::Tensor& q, const at::Tensor& v, b
     }
 }
 
-void check_block(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const BlockOptions& options) {
-    check_rows("q", q);
-    check_rows("k", k);
-    check_rows("v", v);
-    check_attention(q, k, v, options.forget_gate);
-    check_options(options);
-}
-
-std::optional<at::Tensor> row_values(const char* name, const std::optional<at::Tensor>& values, const at::Tensor& q) {
-    if (!values.has_value()) return std::nullopt;
-    check_row_values(name, *values, q, "q", accumulation_type(q));
-    return values->contiguous();
+std::optional<at::Tensor> contiguous(const std::optional<at::Tensor>& x) {
+    return x.has_value() ? std::optional<at::Tensor>(x->contiguous()) : std::nullopt;
 }
 
 // The most bytes of workspace for a backward: 256 MiB, or MEGATRON_SB_WORKSPACE_MIB, which is read once.
@@ -149,6 +136,48 @@ Params with_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
 
 }  // namespace
 
+void check_block(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                 const std::optional<at::Tensor>& segments, const std::optional<at::Tensor>& mass_in,
+                 const BlockOptions& options) {
+    check_rows("q", q);
+    check_rows("k", k);
+    check_rows("v", v);
+    check_attention(q, k, v, options.forget_gate);
+    check_options(options);
+    if (segments.has_value()) {
+        TORCH_CHECK_TYPE(segments->scalar_type() == at::kInt, "segments: dtype must be int32, got ",
+                         segments->scalar_type());
+        TORCH_CHECK_VALUE(segments->dim() == 2 && segments->sym_size(1) == kSegmentFields,
+                          "segments: shape must be (n, ", kSegmentFields, "), got ", segments->sym_sizes());
+        check_device("segments", *segments, q, "q");
+        check_at_most("segments", "number of segments", segments->sym_size(0), kMaxSegments);
+    }
+    if (mass_in.has_value()) check_row_values("mass_in", *mass_in, q, "q", accumulation_type(q));
+}
+
+void check_block_backward(const at::Tensor& d_o, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          const std::optional<at::Tensor>& segments, const at::Tensor& restart_edge,
+                          const at::Tensor& restart_mass, const std::optional<at::Tensor>& mass_in,
+                          const std::optional<at::Tensor>& prefix_in, const BlockOptions& options) {
+    check_block(q, k, v, segments, mass_in, options);
+    check_rows("do", d_o);
+    check_same_dtype("do", d_o, q);
+    check_device("do", d_o, q, "q");
+    const std::vector<c10::SymInt> shape = {q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)};
+    TORCH_CHECK_VALUE(d_o.sym_sizes() == c10::SymIntArrayRef(shape), "do: shape must be that of the output, ",
+                      c10::SymIntArrayRef(shape), ", got ", d_o.sym_sizes());
+    const at::ScalarType wide = accumulation_type(q);
+    check_row_values("restart_edge", restart_edge, q, "q", at::kInt);
+    check_row_values("restart_mass", restart_mass, q, "q", wide);
+    if (prefix_in.has_value()) check_row_values("prefix_in", *prefix_in, q, "q", wide);
+}
+
+void check_out_dtype(at::ScalarType type, const at::Tensor& q) {
+    const at::ScalarType wide = accumulation_type(q);
+    TORCH_CHECK_TYPE(type == wide || type == q.scalar_type(), "out_dtype must be ", wide, " or q's dtype ",
+                     q.scalar_type(), ", got ", type);
+}
+
 BlockGradients empty_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                std::optional<at::ScalarType> dtype) {
     const auto empty = [&](const at::Tensor& x) {
@@ -171,15 +200,14 @@ bool narrow_gradients(const at::Tensor& q, const at::Tensor& v, const BlockOptio
 BlockOutput block_forward(const at::Tensor& q_given, const at::Tensor& k_given, const at::Tensor& v_given,
                           const std::optional<at::Tensor>& segments, const std::optional<at::Tensor>& mass_in,
                           const BlockOptions& options, std::optional<at::ScalarType> o_dtype) {
-    check_block(q_given, k_given, v_given, options);
+    check_block(q_given, k_given, v_given, segments, mass_in, options);
+    const at::ScalarType wide = accumulation_type(q_given), o_type = o_dtype.value_or(wide);
+    check_out_dtype(o_type, q_given);
     const DeviceScope scope(q_given.device());
     const at::Tensor q = aligned(q_given), k = aligned(k_given), v = aligned(v_given);
-    const at::ScalarType wide = accumulation_type(q), o_type = o_dtype.value_or(wide);
-    TORCH_CHECK_TYPE(o_type == wide || o_type == q.scalar_type(), "out_dtype must be ", wide, " or q's dtype ",
-                     q.scalar_type(), ", got ", o_type);
     const dispatch::Kernels& kernels = kernels_for(q, v, options.forget_gate);
     const SegmentTable table(segments, q, k);
-    const std::optional<at::Tensor> carry = row_values("mass_in", mass_in, q);
+    const std::optional<at::Tensor> carry = contiguous(mass_in);
 
     const std::vector<int64_t> rows = {q.size(0), q.size(2), q.size(1)};
     BlockOutput out;
@@ -209,23 +237,13 @@ at::Tensor block_backward(const at::Tensor& d_o_given, const at::Tensor& q_given
                           const at::Tensor& restart_edge, const at::Tensor& restart_mass,
                           const std::optional<at::Tensor>& mass_in, const std::optional<at::Tensor>& prefix_in,
                           const BlockOptions& options, const BlockGradients& gradients) {
-    check_block(q_given, k_given, v_given, options);
-    check_rows("do", d_o_given);
+    check_block_backward(d_o_given, q_given, k_given, v_given, segments, restart_edge, restart_mass, mass_in, prefix_in,
+                         options);
     const DeviceScope scope(q_given.device());
     const at::Tensor q = aligned(q_given), k = aligned(k_given), v = aligned(v_given), d_o = aligned(d_o_given);
-    TORCH_CHECK_TYPE(d_o.scalar_type() == q.scalar_type(), "do: dtype must be ", q.scalar_type(), " as in q, got ",
-                     d_o.scalar_type());
-    TORCH_CHECK_VALUE(
-        d_o.size(0) == q.size(0) && d_o.size(1) == q.size(1) && d_o.size(2) == q.size(2) && d_o.size(3) == v.size(3),
-        "do: shape must be that of the output, (", q.size(0), ", ", q.size(1), ", ", q.size(2), ", ", v.size(3),
-        "), got ", d_o.sizes());
-    const at::ScalarType wide = accumulation_type(q);
-    check_row_values("restart_edge", restart_edge, q, "q", at::kInt);
-    check_row_values("restart_mass", restart_mass, q, "q", wide);
     const dispatch::Kernels& kernels = kernels_for(q, v, options.forget_gate);
     const SegmentTable table(segments, q, k);
-    const std::optional<at::Tensor> carry = row_values("mass_in", mass_in, q);
-    const std::optional<at::Tensor> prefix = row_values("prefix_in", prefix_in, q);
+    const std::optional<at::Tensor> carry = contiguous(mass_in), prefix = contiguous(prefix_in);
     const at::Tensor edge = restart_edge.contiguous(), mass = restart_mass.contiguous();
 
     const at::Tensor prefix_out = prefix.has_value() ? prefix->clone() : at::zeros_like(mass);

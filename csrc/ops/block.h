@@ -34,6 +34,17 @@ BlockGradients zero_gradients(const at::Tensor& q, const at::Tensor& k, const at
 // Whether the kernels that serve q and v can write gradients in q's dtype.
 bool narrow_gradients(const at::Tensor& q, const at::Tensor& v, const BlockOptions& options);
 
+// Check the arguments of the two functions below, without the values of segments. They also accept symbolic sizes.
+void check_block(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                 const std::optional<at::Tensor>& segments, const std::optional<at::Tensor>& mass_in,
+                 const BlockOptions& options);
+void check_block_backward(const at::Tensor& d_o, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          const std::optional<at::Tensor>& segments, const at::Tensor& restart_edge,
+                          const at::Tensor& restart_mass, const std::optional<at::Tensor>& mass_in,
+                          const std::optional<at::Tensor>& prefix_in, const BlockOptions& options);
+// type is the accumulation type or q's dtype.
+void check_out_dtype(at::ScalarType type, const at::Tensor& q);
+
 // q (b, s, h, d), k (b, s_k, h_kv, d), v (b, s_k, h_kv, d_v) with a unit last stride. segments: int32 (n, 5) on the
 // same device. The default is one segment over all rows, in which the queries are the last s of the s_k positions.
 // mass_in (b, h, s), default 1. o_dtype: the accumulation type (default) or q's dtype. Rows of no segment get o = 0 and

@@ -1,6 +1,7 @@
 // The operators of the block contract: kernels and fake kernels.
 #include <ATen/ops/empty.h>
 
+#include "core/limits.h"
 #include "core/segment.h"
 #include "dispatch/table.h"
 #include "ops/block.h"
@@ -33,6 +34,29 @@ struct BlockCall {
           out_dtype(arguments.get<std::optional<at::ScalarType>>("out_dtype").value_or(accumulation_type(q))) {}
 };
 
+// The arguments of block_backward.
+struct BackwardCall : BlockCall {
+    at::Tensor d_o, restart_edge, restart_mass;
+    OptionalTensor prefix_in;
+
+    explicit BackwardCall(const Arguments& arguments)
+        : BlockCall(arguments),
+          d_o(arguments.tensor("do")),
+          restart_edge(arguments.tensor("restart_edge")),
+          restart_mass(arguments.tensor("restart_mass")),
+          prefix_in(arguments.optional_tensor("prefix_in")) {
+        check_block_backward(d_o, q, k, v, segments, restart_edge, restart_mass, mass_in, prefix_in, options);
+        check_out_dtype(out_dtype, q);
+    }
+};
+
+// Returns an argument that counts rows.
+int32_t row_count(const Arguments& arguments, const char* name) {
+    const int64_t rows = arguments.get<int64_t>(name);
+    TORCH_CHECK_VALUE(rows >= 0 && rows <= kMaxRows, name, " must be from 0 to ", kMaxRows, ", got ", rows);
+    return int32_t(rows);
+}
+
 }  // namespace
 
 OneTensor segments(const Arguments& arguments) {
@@ -42,8 +66,9 @@ OneTensor segments(const Arguments& arguments) {
     TORCH_CHECK_VALUE(cu_seqlens.numel() == cu_seqlens_k.numel(),
                       "cu_seqlens_k must have as many documents as cu_seqlens, ", cu_seqlens.numel() - 1, ", got ",
                       cu_seqlens_k.numel() - 1);
+    check_at_most("cu_seqlens", "number of documents", cu_seqlens.numel() - 1, kMaxSegments);
     const int32_t documents = int32_t(cu_seqlens.numel() - 1);
-    const int32_t q_end = int32_t(arguments.get<int64_t>("q_rows")), k_end = int32_t(arguments.get<int64_t>("k_rows"));
+    const int32_t q_end = row_count(arguments, "q_rows"), k_end = row_count(arguments, "k_rows");
     const at::Tensor q = cu_seqlens.contiguous(), k = cu_seqlens_k.contiguous();
     const at::Tensor table = at::empty({documents, kSegmentFields}, q.options());
     Segment* out = reinterpret_cast<Segment*>(table.data_ptr<int32_t>());
@@ -83,7 +108,8 @@ BlockForwardResults block_forward_op(const Arguments& arguments) {
 BlockForwardResults block_forward_fake(const Arguments& arguments) {
     const BlockCall call(arguments);
     const at::Tensor &q = call.q, &v = call.v;
-    check_attention(q, call.k, v, call.options.forget_gate);
+    check_block(q, call.k, v, call.segments, call.mass_in, call.options);
+    check_out_dtype(call.out_dtype, q);
     const at::TensorOptions wide = q.options().dtype(accumulation_type(q));
     const std::vector<c10::SymInt> rows = {q.sym_size(0), q.sym_size(2), q.sym_size(1)};
     return {at::empty_symint({q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)},
@@ -93,30 +119,26 @@ BlockForwardResults block_forward_fake(const Arguments& arguments) {
 }
 
 BlockBackwardResults block_backward_op(const Arguments& arguments) {
-    const BlockCall call(arguments);
+    const BackwardCall call(arguments);
     const at::Tensor &q = call.q, &k = call.k, &v = call.v;
     const at::ScalarType wide = accumulation_type(q), type = call.out_dtype;
-    TORCH_CHECK_TYPE(type == wide || type == q.scalar_type(), "out_dtype must be ", wide, " or q's dtype ",
-                     q.scalar_type(), ", got ", type);
     const bool narrow = type != wide && narrow_gradients(q, v, call.options);
     // A kernel without rows or keys writes nothing, so its gradients must start at 0.
     const bool all_written = narrow && q.numel() > 0 && k.numel() > 0 && (!call.segments || call.segments->numel() > 0);
     const BlockGradients gradients =
         all_written ? empty_gradients(q, k, v, type) : zero_gradients(q, k, v, narrow ? type : wide);
-    const at::Tensor prefix_out =
-        block_backward(arguments.tensor("do"), q, k, v, call.segments, arguments.tensor("restart_edge"),
-                       arguments.tensor("restart_mass"), call.mass_in, arguments.optional_tensor("prefix_in"),
-                       call.options, gradients);
+    const at::Tensor prefix_out = block_backward(call.d_o, q, k, v, call.segments, call.restart_edge, call.restart_mass,
+                                                 call.mass_in, call.prefix_in, call.options, gradients);
     return {gradients.dq.to(type), gradients.dk.to(type), gradients.dv.to(type), prefix_out};
 }
 
 BlockBackwardResults block_backward_fake(const Arguments& arguments) {
-    const BlockCall call(arguments);
+    const BackwardCall call(arguments);
     const auto empty_like = [](const at::Tensor& x, at::ScalarType type) {
         return at::empty_symint(x.sym_sizes(), x.options().dtype(type));
     };
     return {empty_like(call.q, call.out_dtype), empty_like(call.k, call.out_dtype), empty_like(call.v, call.out_dtype),
-            empty_like(arguments.tensor("restart_mass"), accumulation_type(call.q))};
+            empty_like(call.restart_mass, accumulation_type(call.q))};
 }
 
 std::string describe_kernels() {

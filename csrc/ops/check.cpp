@@ -46,8 +46,15 @@ void check_head_dim(const char* name, const c10::SymInt& head_dim) {
                       head_dim);
 }
 
-void check_num_rows(const char* name, const c10::SymInt& num_rows) {
-    TORCH_CHECK_VALUE(num_rows <= kMaxRows, name, ": number of rows must be at most ", kMaxRows, ", got ", num_rows);
+void check_at_most(const char* name, const char* what, const c10::SymInt& size, int64_t limit) {
+    TORCH_CHECK_VALUE(size <= limit, name, ": ", what, " must be at most ", limit, ", got ", size);
+}
+
+void check_counts(const char* name, const at::Tensor& x) {
+    check_at_most(name, "number of rows", x.sym_size(1), kMaxRows);
+    check_at_most(name, "batch size", x.sym_size(0), kMaxHeads);
+    check_at_most(name, "number of heads", x.sym_size(2), kMaxHeads);  // so that the product cannot overflow
+    check_at_most(name, "batch size times number of heads", x.sym_size(0) * x.sym_size(2), kMaxHeads);
 }
 
 void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool gates) {
@@ -65,8 +72,8 @@ void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
     check_head_dim("q", q.sym_size(3));
     check_head_dim("v", v.sym_size(3));
     check_head_counts(q, k, "k");
-    check_num_rows("q", q.sym_size(1));
-    check_num_rows("k", k.sym_size(1));
+    check_counts("q", q);
+    check_counts("k", k);
 }
 
 void check_lengths(const at::Tensor& q, const at::Tensor& k) {

@@ -18,7 +18,10 @@ void check_head_counts(const at::Tensor& q, const at::Tensor& k, const char* k_n
 void check_head_dim(const char* name, const c10::SymInt& head_dim);
 void check_size(const char* name, const char* what, const c10::SymInt& size, const char* like_name,
                 const c10::SymInt& like);
-void check_num_rows(const char* name, const c10::SymInt& num_rows);
+// `size` is at most `limit`. `what` names the size, for example "number of rows".
+void check_at_most(const char* name, const char* what, const c10::SymInt& size, int64_t limit);
+// x (batch, rows, heads, head_dim): the numbers of rows and of heads fit the kernels.
+void check_counts(const char* name, const at::Tensor& x);
 
 // Devices, dtypes, sizes and head counts of q (b, s, h, d), k (b, s_k, h_kv, d) and v (b, s_k, h_kv, d_v). With `gates`
 // the rows of k are wider by kGateColumns (core/params.h).

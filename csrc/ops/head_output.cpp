@@ -78,7 +78,7 @@ void check_call(const HeadOutputCall& in) {
     TORCH_CHECK_TYPE(!in.o.is_cuda() || in.o.scalar_type() != at::kDouble,
                      "o: dtype must be float32, bfloat16 or float16 on a GPU, got Double");
     check_head_dim("o", in.o.sym_size(3));
-    check_num_rows("o", in.o.sym_size(1));
+    check_counts("o", in.o);
     TORCH_CHECK_VALUE(in.remainder_bias.has_value() || in.norm_weight.has_value(),
                       "remainder_bias and norm_weight are both missing. Pass at least one of them.");
     TORCH_CHECK_VALUE(in.norm_weight.has_value() || !in.norm_bias.has_value(),

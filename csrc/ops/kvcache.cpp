@@ -2,6 +2,7 @@
 // segments.
 #include <ATen/ATen.h>
 
+#include "core/limits.h"
 #include "dispatch/table.h"
 #include "ops/block.h"
 #include "ops/check.h"
@@ -75,8 +76,9 @@ void check_call(const KvCacheCall& in) {
         TORCH_CHECK_VALUE(in.k.sym_size(0) == in.q.sym_size(0), "k_cache: batch size must be ", in.q.sym_size(0),
                           " as in q, got ", in.k.sym_size(0), ". A paged cache needs a block_table.");
     }
-    check_num_rows("q", in.q.sym_size(1));
-    check_num_rows("k_cache", in.capacity());
+    check_counts("q", in.q);
+    check_at_most("k_cache", in.paged() ? "number of blocks" : "batch size", in.k.sym_size(0), kMaxCacheBlocks);
+    check_at_most("k_cache", "number of positions", in.capacity(), kMaxRows);
 }
 
 // Checks the values of CPU tensors. Values on a GPU are not read: kernels clamp them.
@@ -110,6 +112,8 @@ TensorPair empty_results(const KvCacheCall& in) {
 // ---- as segments: the caches of all sequences are concatenated, and each sequence is one segment
 TensorPair through_blocks(const KvCacheCall& in, const BlockOptions& options) {
     const int64_t b = in.q.size(0), s_q = in.q.size(1), capacity = in.capacity().expect_int();
+    check_at_most("q", "number of rows of all sequences", b * s_q, kMaxRows);
+    check_at_most("k_cache", "number of positions of all sequences", b * capacity, kMaxRows);
     const auto concatenated = [&](const at::Tensor& cache) {
         if (!in.paged()) return cache.flatten(0, 1).unsqueeze(0);
         // Entries beyond the keys of a sequence may have any value, because no segment includes their blocks.

@@ -40,7 +40,7 @@ struct Gradients {
 // Returns the bytes of workspace that backward() needs.
 int64_t backward_workspace(const Inputs& inputs);
 
-// Launch on `stream`, a cudaStream_t. batch * rows must be from 1 to 2^31 - 1. Throw RuntimeFailure if a launch fails.
+// Launch on `stream`, a cudaStream_t. There must be at least one row and head. Throw RuntimeFailure if a launch fails.
 void forward(const Inputs& inputs, const Rows<void*>& out, void* stream);
 void backward(const Inputs& inputs, const Gradients& gradients, void* stream);
 

@@ -214,6 +214,72 @@ CASES = [
 ]
 
 
+ops = torch.ops.megatron_sb
+# Sizes of q that do not fit the kernels, and words of the error. No memory is allocated: the tensors are meta tensors.
+HUGE = {
+    "rows": ((1, 2**31, 1, 8), "number of rows 2147483648"),
+    "batch elements": ((2**33, 1, 1, 8), "batch size 8589934592"),
+    "heads": ((1, 1, 2**32 + 4, 8), "number of heads 4294967300"),
+    "heads of all batch elements": ((2**16, 1, 2**16, 8), "batch size number of heads 4294967296"),
+}
+
+
+def huge_kvcache(q):
+    lengths = torch.empty(q.shape[0], dtype=torch.int32, device="meta")
+    cache = q.new_empty(q.shape[0], 16, 1, 8)
+    return ops.kvcache_forward(q, cache, cache, lengths, None, None, scale=1.0)
+
+
+HUGE_CALLS = {
+    "attention": lambda q: stickbreaking_attention(q, q, q),
+    "block_forward": lambda q: ops.block_forward(q, q, q, scale=1.0),
+    "block_backward": lambda q: ops.block_backward(q, q, q, q, None, q[..., 0], q[..., 0], scale=1.0),
+    "kvcache": huge_kvcache,
+    "head_output": lambda o: ops.head_output_forward(o, None, None, o.new_empty(o.shape[2] * 8), None, 1e-5),
+}
+
+
+@pytest.mark.parametrize(("shape", "words"), HUGE.values(), ids=HUGE)
+@pytest.mark.parametrize("call", HUGE_CALLS.values(), ids=HUGE_CALLS)
+def test_sizes_that_int32_cannot_count_raise_an_error(call, shape, words):
+    """They were cut to 32 bits. 2^32 + 4 heads became 4."""
+    name = "o" if call is HUGE_CALLS["head_output"] else "q"
+    with pytest.raises(ValueError, match=mentions(f"{name} {words}")):
+        call(torch.empty(shape, device="meta"))
+
+
+def test_more_segments_and_blocks_than_an_int32_counts_raise_an_error():
+    q = torch.empty(1, 8, 1, 8, device="meta")
+    with pytest.raises(ValueError, match=mentions("segments number 4294967296")):
+        ops.block_forward(q, q, q, torch.empty(2**32, 5, dtype=torch.int32, device="meta"), scale=1.0)
+    cache, lengths = q.new_empty(2**32, 1, 1, 8), torch.empty(1, dtype=torch.int32, device="meta")
+    with pytest.raises(ValueError, match=mentions("k_cache number of blocks 4294967296")):
+        ops.kvcache_forward(q, cache, cache, lengths, lengths[:, None], None, scale=1.0)
+
+
+@pytest.mark.parametrize("rows", [-1, 2**31, 2**32])
+@pytest.mark.parametrize("name", ["q_rows", "k_rows"])
+def test_counts_of_rows_of_a_segment_table(name, rows):
+    with pytest.raises(ValueError, match=mentions(f"{name} {rows}")):
+        ops.segments(cu([0, 8]), cu([0, 8]), **{"q_rows": 8, "k_rows": 8, name: rows})
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "do", "restart_edge", "restart_mass"])
+def test_tensors_of_another_rank_in_a_block_raise_an_error(name, where):
+    """Every tensor is checked by name before a size of it is read, also without data."""
+    x = {key: zeros(1, 8, 2, 16, device=where, dtype=torch.bfloat16) for key in ("q", "k", "v", "do")}
+    x |= {"restart_edge": zeros(1, 2, 8, device=where).int(), "restart_mass": zeros(1, 2, 8, device=where)}
+    x[name] = x[name][0]
+    words = f"{name} {x[name].dim()}" if name in ("q", "k", "v", "do") else f"{name} [2, 8]"
+    options = {"scale": 1.0, "out_dtype": torch.bfloat16}
+    with pytest.raises(ValueError, match=mentions(words)):
+        ops.block_backward(segments=None, **x, **options)
+    if name in ("q", "k", "v"):
+        with pytest.raises(ValueError, match=mentions(words)):
+            ops.block_forward(x["q"], x["k"], x["v"], **options)
+
+
 @pytest.mark.parametrize(("call", "changes", "error", "words"), CASES)
 def test_an_invalid_argument_raises_an_error(call, changes, error, words):
     with pytest.raises(error, match=mentions(words)):
