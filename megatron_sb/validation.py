@@ -5,9 +5,12 @@ This module does not import torch, because options are validated without it.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
+from pathlib import Path
+from typing import Any
 
 # torch.compile and torch.export pass these in place of numbers; they are not registered as numbers.Real.
 _SYMBOLIC_NUMBERS = ("SymInt", "SymFloat")
@@ -19,6 +22,28 @@ class InputError(ValueError):
 
 class MissingFileError(InputError, FileNotFoundError):
     """A file or folder that the user named does not exist."""
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raise ValueError if it holds no JSON or another value than an object.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from megatron_sb.validation import read_json_object
+        >>> path = Path(tempfile.mkdtemp()) / "config.json"
+        >>> path.write_text('{"hidden_size": 64}')
+        19
+        >>> read_json_object(path)
+        {'hidden_size': 64}
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{path} must hold a JSON object, got {type(found).__name__}.")
+    return found
 
 
 def check_tensor(name: str, value: object) -> None:

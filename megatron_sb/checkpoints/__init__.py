@@ -20,7 +20,7 @@ from megatron_sb.checkpoints import dolomite, files, fla, runs
 from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
 from megatron_sb.megatron.integrity import CheckpointError, cause_of
 from megatron_sb.training.config import load_config
-from megatron_sb.validation import InputError, MissingFileError
+from megatron_sb.validation import InputError, MissingFileError, read_json_object
 
 FORMATS = ("huggingface", "megatron", "dolomite", "fla")
 
@@ -94,7 +94,7 @@ def load(source: str | Path, config: str | Path | None = None) -> StickBreakingF
     if config is not None and source_format != "megatron":
         raise InputError(f"config must be None for a {source_format} folder, which has its own, got {str(config)!r}.")
     if source_format == "huggingface":
-        model_config, weights = StickBreakingConfig.from_pretrained(source), files.read_tensors(source)
+        model_config, weights = files.model_config(source / "config.json"), files.read_tensors(source)
     elif source_format == "megatron":
         from megatron_sb.checkpoints import megatron
         from megatron_sb.megatron.weights import read_weights
@@ -105,10 +105,13 @@ def load(source: str | Path, config: str | Path | None = None) -> StickBreakingF
         model_config = _megatron_config(source, config, len(found[megatron.EMBEDDING]))
         weights = megatron.to_ours(found, model_config, source)
     else:
-        model_config, weights = (fla if source_format == "fla" else dolomite).load(source)
+        with files.naming_config(source / "config.json"):
+            model_config, weights = (fla if source_format == "fla" else dolomite).load(source)
     model = _model_with_weights(model_config, weights, source)
     if source_format == "huggingface" and (source / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(source)
+        with files.naming_config(source / "generation_config.json"):
+            fields = read_json_object(source / "generation_config.json")
+            model.generation_config = GenerationConfig.from_dict(fields)
     return model
 
 
@@ -200,13 +203,14 @@ def _megatron_config(source: Path, config: str | Path | None, vocab_size: int) -
     from megatron_sb.checkpoints import megatron
 
     path = Path(config) if config is not None else source.resolve().parent.parent.parent / "config.yaml"
+    path = path / "config.json" if path.is_dir() else path
     if not path.exists():
         raise MissingFileError(
             f"{path} does not exist. A Megatron checkpoint does not hold its configuration: give the training "
             "configuration (YAML) or the folder of a Hugging Face model of the same sizes as config (--config)."
         )
-    if path.is_dir() or path.suffix == ".json":
-        model_config = StickBreakingConfig.from_pretrained(path)
+    if path.suffix == ".json":
+        model_config = files.model_config(path)
         megatron.check_one_epsilon(model_config)
         return model_config
     return megatron.config_of(load_config(path), source, vocab_size)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from megatron_sb.validation import InputError, MissingFileError
+from megatron_sb.huggingface import StickBreakingConfig
+from megatron_sb.validation import InputError, MissingFileError, read_json_object
 
 NUM_NAMES_IN_MESSAGE = 3
 TOKENIZER_FILES = (
@@ -61,10 +64,29 @@ def read_config(folder: Path) -> dict:
     path = folder / "config.json"
     if not path.exists():
         raise MissingFileError(f"{folder} has no config.json, and no checkpoint of Megatron-Core or of a run.")
+    return read_json_object(path)
+
+
+@contextlib.contextmanager
+def naming_config(path: Path) -> Iterator[None]:
+    """Raise ValueError with the file's name for a field of a config.json that is missing or has a wrong value."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path} is damaged: {error}") from error
+        yield
+    except InputError:
+        raise
+    except KeyError as error:
+        raise InputError(f"{path}: {error.args[0]} is required") from error
+    except (TypeError, ValueError, ArithmeticError, AttributeError, StrictDataclassError) as error:
+        raise InputError(f"{path}: {' '.join(str(error).split())}") from error
+
+
+def model_config(path: Path) -> StickBreakingConfig:
+    """Return the configuration of a "huggingface" model. Raise ValueError for another model or a wrong value."""
+    fields, expected = read_json_object(path), StickBreakingConfig.model_type
+    if (found := fields.get("model_type")) != expected:
+        raise InputError(f"{path}: model_type must be {expected!r}, got {found!r}.")
+    with naming_config(path):
+        return StickBreakingConfig.from_dict(fields)
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -25,7 +24,7 @@ from megatron_sb.ops.library import module_command
 from megatron_sb.training.config import TrainingConfig, load_config
 from megatron_sb.training.directory import hold, refuse_changes, refuse_results
 from megatron_sb.training.supervisor import PARENT_PIPE, noting_signals, parent_pipe
-from megatron_sb.validation import InputError
+from megatron_sb.validation import InputError, read_json_object
 
 POLL_SECONDS = 0.2
 LOG_LINES_SHOWN = 15  # of a run that failed
@@ -140,7 +139,7 @@ def evaluation(folder: Path, config: TrainingConfig, model: str, scaling: str = 
     Returns {"model", "stage", "trained_context", "scaling", "device", "results"}, with one result per context length.
     """
     path = evaluation_path(folder, config, model, scaling)
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_json_object(path)
 
 
 class _Runner:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from megatron_sb.options import LayerOptions
-from megatron_sb.validation import head_dim_of
+from megatron_sb.validation import check_counts, head_dim_of
 
 
 class StickBreakingConfig(PreTrainedConfig):
@@ -40,8 +40,9 @@ class StickBreakingConfig(PreTrainedConfig):
 
     Raises:
         TypeError: if an option of the attention has the wrong type.
-        ValueError: if an option of the attention is out of range (see `megatron_sb.options.LayerOptions`), sizes are
-            not divisible as required, or num_experts_per_tok is not in [1, num_experts].
+        ValueError: if a size is not an int of at least 1, an option of the attention is out of range (see
+            `megatron_sb.options.LayerOptions`), sizes are not divisible as required, or num_experts_per_tok is not in
+            [1, num_experts].
 
     Example:
         >>> from megatron_sb.huggingface import StickBreakingConfig
@@ -83,6 +84,8 @@ class StickBreakingConfig(PreTrainedConfig):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         heads = self.num_attention_heads
+        names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        check_counts({name: getattr(self, name) for name in (*names, "num_key_value_heads")})
         self.head_dim = head_dim_of(self.hidden_size, heads, self.head_dim, "num_attention_heads")
         LayerOptions(
             scale=self.attention_multiplier,

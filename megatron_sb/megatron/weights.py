@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_sb.megatron.integrity import check_files
 from megatron_sb.megatron.metadata import load_state, read_metadata
-from megatron_sb.validation import InputError
+from megatron_sb.validation import InputError, read_json_object
 
 ATTENTION = "attention.json"  # the checkpoint's own name for its model's attention; Megatron-Core does not read it
 # `megatron-sb train` on CPUs writes torch's format: weights have the first prefix, shards of several ranks the second.
@@ -121,10 +121,10 @@ def read_attention_kind(folder: Path) -> str | None:
     path = folder / ATTENTION
     if not path.exists():
         return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))["kind"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} cannot be read: {error!r}") from error
+    kind = read_json_object(path).get("kind")
+    if not isinstance(kind, str):
+        raise InputError(f"{path}: kind must be a string, got {kind!r}.")
+    return kind
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ context differs.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ import numpy as np
 
 from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.data import Corpus, PackedBatch, pack
-from megatron_sb.validation import InputError
+from megatron_sb.validation import InputError, read_json_object
 
 if TYPE_CHECKING:
     import torch
@@ -56,10 +55,10 @@ def read_result(out: Path, model: str, stage: StageConfig, scaling: str) -> dict
     The file of an evaluation after another step does not count. Files of version 0.1.0 do not name the step; it was
     always the last one.
     """
-    try:
-        entry = json.loads(result_path(out, model, stage, scaling).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    path = result_path(out, model, stage, scaling)
+    if not path.exists():
         return None
+    entry = read_json_object(path)
     return entry if entry.get("step", stage.steps) == stage.steps else None
 
 

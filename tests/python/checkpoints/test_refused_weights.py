@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from support import decoders
 from support.decoders import EXPERTS, HEAD_VECTORS, TO_CONVERT
 
-from megatron_sb import checkpoints
+from megatron_sb import checkpoints, cli
 from megatron_sb.megatron.weights import read_weights, write_weights
+from megatron_sb.validation import InputError
 
 LAYERS = {"dolomite": "n_layer"}  # the name of num_hidden_layers in config.json, if it differs
 
@@ -21,9 +22,9 @@ class Folder:
 
     def __init__(self, path, kind, **fields):
         self.path, self.kind, self.model = path / "saved", kind, decoders.make_model(**TO_CONVERT | fields)
-        self._config = path / "config"
+        self.config = path / "config"
         checkpoints.save(self.model, self.path, kind)
-        self.model.config.save_pretrained(self._config)
+        self.model.config.save_pretrained(self.config)
 
     def change(self, edit):
         """Rewrite the weights after edit(weights) has changed the dict of them."""
@@ -41,14 +42,14 @@ class Folder:
             save_file(weights, file, {"format": "pt"})
 
     def configure(self, name, value):
-        file = (self._config if self.kind == "megatron" else self.path) / "config.json"
+        file = (self.config if self.kind == "megatron" else self.path) / "config.json"
         name = LAYERS.get(self.kind, name) if name == "num_hidden_layers" else name
         fields = json.loads(file.read_text())
         assert name in fields
         file.write_text(json.dumps(fields | {name: value}))
 
     def load(self):
-        return checkpoints.load(self.path, self._config if self.kind == "megatron" else None)
+        return checkpoints.load(self.path, self.config if self.kind == "megatron" else None)
 
     def expect_error(self, problem, names=""):
         message = rf"{problem} in the checkpoint {re.escape(str(self.path))}[^ ]*: {re.escape(names)}"
@@ -197,3 +198,64 @@ def test_the_generation_config_is_kept(tmp_path):
     folder.model.save_pretrained(folder.path)
     checkpoints.save(folder.load(), tmp_path / "out", "huggingface")
     assert checkpoints.load(tmp_path / "out").generation_config.max_new_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        (kind, text, message)
+        for text, message in (
+            ("{", "config.json is damaged: "),
+            ("[1, 2]", "config.json must hold a JSON object, got list"),
+            ('"x"', "config.json must hold a JSON object, got str"),
+            ("\xff", "config.json is damaged: "),
+        )
+        for kind in checkpoints.FORMATS
+    ],
+)
+def test_a_damaged_config(kind, text, message, tmp_path, capsys):
+    """`convert` names the file in one line, also one that --config names."""
+    folder = Folder(tmp_path, kind)
+    path = (folder.config if kind == "megatron" else folder.path) / "config.json"
+    path.write_bytes(text.encode("latin-1"))
+    config = ["--config", str(folder.config)] if kind == "megatron" else []
+    capsys.readouterr()
+    assert cli.main(["convert", str(folder.path), str(tmp_path / "out"), "--to", "huggingface", *config]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{path.parent}/{message}" in line
+
+
+@pytest.mark.parametrize("value", ["x", None, 0, [1]], ids=str)
+@pytest.mark.parametrize("kind", checkpoints.FORMATS)
+def test_a_wrong_value_in_a_config(kind, value, tmp_path):
+    """The error names the file and the field or the value."""
+    folder = Folder(tmp_path, kind)
+    folder.configure("num_hidden_layers", value)
+    with pytest.raises(InputError, match=r"config\.json: .*(num_hidden_layers|n_layer)") as error:
+        folder.load()
+    assert repr(value) in str(error.value) or value is None
+
+
+@pytest.mark.parametrize("name", ["n_head", "n_layer", "n_embd", "vocab_size"])
+def test_a_missing_field_in_a_config(name, tmp_path):
+    folder = Folder(tmp_path, "dolomite")
+    path = folder.path / "config.json"
+    fields = json.loads(path.read_text())
+    del fields[name]
+    path.write_text(json.dumps(fields))
+    with pytest.raises(InputError, match=rf"config\.json: .*{'sequence_mixer_blocks' if name == 'n_embd' else name}"):
+        folder.load()
+
+
+def test_a_damaged_generation_config(tmp_path):
+    folder = Folder(tmp_path, "huggingface")
+    (folder.path / "generation_config.json").write_text("[")
+    with pytest.raises(InputError, match=r"generation_config\.json is damaged"):
+        folder.load()
+
+
+def test_another_model_as_config(tmp_path):
+    folder = Folder(tmp_path, "megatron")
+    (folder.config / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(InputError, match=r"config/config\.json: model_type must be 'stick_breaking', got 'llama'"):
+        folder.load()

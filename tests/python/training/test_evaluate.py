@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from megatron_sb.training.config import load_config
-from megatron_sb.training.evaluate import Watch, evaluate, result_path
+from megatron_sb.training.evaluate import Watch, evaluate, read_result, result_path
 from megatron_sb.training.report import Report
+from megatron_sb.validation import InputError
 
 TINY = Path(__file__).parents[3] / "configs" / "tiny_context_extension.yaml"
 
@@ -25,6 +26,16 @@ def test_every_evaluation_has_a_file_of_its_own():
         for scaling in ("none", "ntk")
     }
     assert len(names) == 8 and {"a.b-c.json", "a-b.c.ntk.json"} < names
+
+
+@pytest.mark.parametrize(("text", "message"), [('{"nll": 1', "is damaged: "), ("[]", "must hold a JSON object")])
+def test_a_damaged_result_is_named(text, message, tmp_path):
+    (stage, _) = load_config(TINY).stages
+    path = result_path(tmp_path, "stick_breaking", stage, "none")
+    path.parent.mkdir()
+    path.write_text(text)
+    with pytest.raises(InputError, match=f"{path} {message}"):
+        read_result(tmp_path, "stick_breaking", stage, "none")
 
 
 class Adder:
