@@ -81,6 +81,7 @@ class Worker {
             to_weights(s, newest - i);
             common::wait_for_copies<2>();  // V
             __syncwarp();
+            contain_values(newest - i);
             common::multiply_accumulators<T, S::kPitch>(o_, s, value_slot_);
             __syncwarp();  // all lanes have read V
             const uint32_t read = value_slot_;
@@ -149,6 +150,45 @@ class Worker {
             s[m][n][2 * r] = older_a;
             s[m][n][2 * r + 1] = newer_a;
         });
+    }
+
+    // Returns the address in shared memory of 4 bytes of V: of key `key` of the tile, from byte `byte` of its row on.
+    __device__ uint32_t value_address(int key, int byte) const {
+        const int at = KeyOrder{}(key);
+        return value_slot_ + at * S::kPitch + ((byte / 16 ^ at % 8) << 4) + byte % 16;
+    }
+
+    // Some keys of the newest tiles are visible to the later rows only. The weight of such a key is 0 in the earlier
+    // rows, and 0 times a NaN or an infinity is NaN. So these values are replaced by 0 in the ring, and added to O of
+    // the rows that see them.
+    __device__ void contain_values(int tile) {
+        const int begin = tile * kKeys;
+        const int first = max(rows_.visible(0) - begin, 0), end = min(rows_.visible(rows_.count - 1) - begin, kKeys);
+        if (first >= end) return;
+        bool finite = true;
+        for (int key = first; key < end; ++key)
+            for (int byte = threadIdx.x % 32 * 4; byte < S::kPitch; byte += 128) {
+                const float2 x = common::unpack<T>(common::load_shared(value_address(key, byte)));
+                finite &= isfinite(x.x) && isfinite(x.y);
+            }
+        if (__all_sync(common::kAllLanes, finite)) return;
+        for (int key = first; key < end; ++key) move_infinities(begin + key, key);
+        __syncwarp();  // all lanes see the zeros in the ring
+    }
+    __device__ void move_infinities(int key, int key_in_tile) {
+#pragma unroll
+        for (int n = 0; n < S::kColumnBlocks; ++n) {
+            const uint32_t address = value_address(key_in_tile, (8 * n + 2 * (threadIdx.x % 4)) * 2);
+            const float2 x = common::unpack<T>(common::load_shared(address));
+            const bool keep_x = isfinite(x.x), keep_y = isfinite(x.y);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                if (!keep_x && visible_[r] > key) o_[0][n][2 * r] += x.x;
+                if (!keep_y && visible_[r] > key) o_[0][n][2 * r + 1] += x.y;
+            }
+            __syncwarp();  // eight lanes have read this value; all of them write the same one
+            common::store_shared(address, common::pack<T>(keep_x ? x.x : 0.f, keep_y ? x.y : 0.f));
+        }
     }
 
     const Params& p_;

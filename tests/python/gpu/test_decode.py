@@ -1,5 +1,7 @@
 """Attention to a KV cache on a GPU: graphs, synchronisation, determinism, long caches, early exit."""
 
+import math
+
 import pytest
 import torch
 from support.caches import CacheCase, assert_accurate, attend
@@ -93,6 +95,24 @@ def test_batch_elements_are_independent(dtype):
     actual = stickbreaking_attention_with_kvcache(q, k, v, **options, return_mass=True)
     assert actual[0][1].isnan().all()
     assert_same((x[::2] for x in actual), (x[::2] for x in expected))
+
+
+@pytest.mark.parametrize("later", [1, 3, 5])
+@pytest.mark.parametrize(("name", "value"), [("k", math.nan), ("v", math.nan), ("v", math.inf), ("v", -math.inf)])
+@pytest.mark.parametrize("d", [64, 128, 256])
+@paged
+@halves
+def test_keys_that_a_query_does_not_see(dtype, block_size, d, name, value, later):
+    """A NaN or an infinity in the key of a later query changes no earlier query, not even within a tile of 32 keys."""
+    sizes = {"s_q": 6, "h": 4, "h_kv": 2, "d": d, "attend_current": True, "block_size": block_size}
+    case = CacheCase([200, 65, 6], dtype=dtype, **sizes)
+    expected = attend(case)
+    for i, end in enumerate(case.ends):
+        getattr(case.x, name)[i, end - 6 + later] = value
+    o, mass = attend(case)
+    torch.testing.assert_close(o[:, :later], expected[0][:, :later])
+    torch.testing.assert_close(mass[..., :later], expected[1][..., :later], rtol=1e-4, atol=1e-6)
+    assert not o[:, later:].isfinite().any()
 
 
 @halves
