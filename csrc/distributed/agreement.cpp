@@ -19,6 +19,26 @@ uint64_t checksum(const std::vector<int64_t>& values) {
     return hash;
 }
 
+void compare(const std::string& subject, const std::vector<Field>& fields, const std::vector<Statement>& by_rank) {
+    size_t first = by_rank.size();  // the first rank that has passed values
+    for (size_t rank = 0; rank < by_rank.size(); ++rank) {
+        const Statement& theirs = by_rank[rank];
+        if (!theirs.error.empty()) {
+            throw InvalidArgument(concat(subject, " was rejected on rank ", rank, ": ", theirs.error));
+        }
+        if (first == by_rank.size() && !theirs.values.empty()) first = rank;
+    }
+    for (size_t i = 0; i < fields.size(); ++i) {
+        for (size_t rank = first + 1; rank < by_rank.size(); ++rank) {
+            const Statement& theirs = by_rank[rank];
+            if (theirs.values.empty() || theirs.values[i] == by_rank[first].values[i]) continue;
+            throw Disagreement(concat("the ranks disagree on ", fields[i].name, " of ", subject, ": rank ", first,
+                                      " has ", by_rank[first].values[i], ", rank ", rank, " has ", theirs.values[i]),
+                               fields[i].name);
+        }
+    }
+}
+
 void agree(Transport& transport, const std::string& subject, const std::vector<Field>& fields,
            const std::string& error) {
     const int64_t bytes = kErrorBytes + fields.size() * kValueBytes;
@@ -35,23 +55,16 @@ void agree(Transport& transport, const std::string& subject, const std::vector<F
         at::empty({transport.size(), bytes}, at::TensorOptions(transport.control_device()).dtype(at::kByte));
     transport.all_gather(mine.to(transport.control_device()), all)->wait();
     all = all.cpu();
-    const auto text_of = [&](int rank, size_t offset) {
-        return std::string(reinterpret_cast<const char*>(all.const_data_ptr<uint8_t>()) + rank * bytes + offset);
-    };
     if (!error.empty()) throw InvalidArgument(error);
+    std::vector<Statement> by_rank;
     for (int rank = 0; rank < transport.size(); ++rank) {
-        const std::string theirs = text_of(rank, 0);
-        if (!theirs.empty()) throw InvalidArgument(concat(subject, " was rejected on rank ", rank, ": ", theirs));
+        const char* theirs = reinterpret_cast<const char*>(all.const_data_ptr<uint8_t>()) + rank * bytes;
+        Statement statement{theirs, {}};
+        theirs += kErrorBytes;
+        for (size_t i = 0; i < fields.size(); ++i, theirs += kValueBytes) statement.values.emplace_back(theirs);
+        by_rank.push_back(std::move(statement));
     }
-    for (size_t i = 0; i < fields.size(); ++i) {
-        const size_t offset = kErrorBytes + i * kValueBytes;
-        for (int rank = 1; rank < transport.size(); ++rank) {
-            if (text_of(rank, offset) == text_of(0, offset)) continue;
-            throw Disagreement(concat("the ranks disagree on ", fields[i].name, " of ", subject, ": rank 0 has ",
-                                      text_of(0, offset), ", rank ", rank, " has ", text_of(rank, offset)),
-                               fields[i].name);
-        }
-    }
+    compare(subject, fields, by_rank);
 }
 
 }  // namespace megatron_sb::distributed

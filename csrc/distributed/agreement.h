@@ -1,4 +1,4 @@
-// One small collective that checks whether all ranks of a group pass the same values.
+// Checks whether all ranks of a group pass the same values.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,14 @@
 namespace megatron_sb::distributed {
 
 struct Field {
-    std::string name;
-    std::string value;  // only the first 119 bytes are compared and shown
+    const char* name;
+    std::string value;
+};
+
+// What one rank passes. A rank that has passed nothing yet has no values.
+struct Statement {
+    std::string error;
+    std::vector<std::string> values;
 };
 
 // Returns a number that stands for a list in a field, because the list may be too long.
@@ -27,9 +33,13 @@ class Disagreement : public InvalidArgument {
     std::string field_;
 };
 
-// All ranks pass fields of the same names. If a value differs, every rank throws Disagreement, which names the field,
-// two ranks and their values. If a rank passes a non-empty `error`, every rank throws InvalidArgument with that error.
-// Blocks the host.
+// Compares the statements of the ranks, which have one value for each of `fields`. Throws InvalidArgument with the
+// first error of a rank. If a value differs, throws Disagreement, which names the field, two ranks and their values.
+void compare(const std::string& subject, const std::vector<Field>& fields, const std::vector<Statement>& by_rank);
+
+// One small collective. All ranks pass fields of the same names. If they differ, every rank throws as compare() does.
+// If a rank passes a non-empty `error`, every rank throws InvalidArgument with that error. The first 119 bytes of a
+// value are compared. Blocks the host.
 void agree(Transport& transport, const std::string& subject, const std::vector<Field>& fields,
            const std::string& error);
 

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
+#include <cstdio>
 
 #include "core/error.h"
 #include "distributed/c10d_transport.h"
@@ -59,6 +60,7 @@ struct ContextParallelCall {
 struct CheckedCall {
     ops::BlockOptions options = {};
     int num_exchanging = 0;  // how many ranks exchange heads; 1 means none
+    CallPointer agreed = {};
 };
 
 void check_comm(const std::string& comm) {
@@ -131,28 +133,46 @@ CheckedCall check_call(const ContextParallelCall& call) {
     return checked;
 }
 
-std::vector<Field> call_fields(const ContextParallelCall& call, const CheckedCall& checked) {
+// Every call writes the agreed fields, so the two functions below avoid concat(), which takes a microsecond.
+std::string text_of(at::IntArrayRef sizes) {
+    std::string text = "[";
+    for (const int64_t size : sizes) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+    return text + "]";
+}
+
+std::string hex_text_of(double value) {
+    char text[32];  // the longest number has 24 characters
+    std::snprintf(text, sizeof(text), "%a", value);
+    return text;
+}
+
+constexpr size_t kPassField = 0;
+
+Call agreed_fields(const ContextParallelCall& call, const CheckedCall& checked) {
     const auto yes_or_no = [](bool value) { return value ? "yes" : "no"; };
     const auto flag = [](bool value) { return value ? "True" : "False"; };
-    return {{"q's shape", concat(call.q.sizes())},
-            {"k's shape", concat(call.k.sizes())},
-            {"v's shape", concat(call.v.sizes())},
-            {"q's dtype", concat(call.q.scalar_type())},
-            {"q's device type", concat(call.q.device().type())},
+    return {{"the pass", "forward"},
+            {"the plan's layout", call.plan->layout()},
+            {"the plan's packing", call.plan->packed() ? call.plan->packing() : "no packing"},
+            {"q's shape", text_of(call.q.sizes())},
+            {"k's shape", text_of(call.k.sizes())},
+            {"v's shape", text_of(call.v.sizes())},
+            {"q's dtype", c10::toString(call.q.scalar_type())},
+            {"q's device type", c10::DeviceTypeName(call.q.device().type(), true)},
             {"whether gradients are wanted", yes_or_no(call.wants_gradients())},
             {"comm", call.comm},
-            {"the number of ranks that exchange heads", concat(checked.num_exchanging)},
+            {"the number of ranks that exchange heads", std::to_string(checked.num_exchanging)},
             {"logits", call.options.euclidean ? "euclidean" : "dot"},
             {"whether there is a forget_gate", yes_or_no(call.options.forget_gate.has_value())},
             {"return_mass", flag(call.return_mass)},
-            {"scale", concat(std::hexfloat, checked.options.scale)},
+            {"scale", hex_text_of(checked.options.scale)},
             {"attend_current", flag(call.options.attend_current)},
-            {"mass_threshold", concat(std::hexfloat, call.options.mass_threshold)}};
+            {"mass_threshold", hex_text_of(call.options.mass_threshold)}};
 }
 
-// Checks the call and that all ranks make the same call. If a rank has an invalid argument, agree_on_call() makes every
-// rank throw (later calls of a plan: only that rank). The rank with the invalid argument throws its own error, which
-// keeps its type.
+// Checks the call and that all ranks make the same call. A rank with an invalid argument throws its own error, which
+// keeps its type. The other ranks throw an error that quotes it: if the call is new there, at once, and if it is known
+// there, when their wait for data fails.
 CheckedCall check_and_agree(const ContextParallelCall& call) {
     CheckedCall checked;
     std::exception_ptr own_error;
@@ -164,7 +184,7 @@ CheckedCall check_and_agree(const ContextParallelCall& call) {
         message = error.what_without_backtrace();
     }
     try {
-        call.plan->state().agree_on_call(call_fields(call, checked), message);
+        checked.agreed = call.plan->state().agreement->agree(agreed_fields(call, checked), message);
     } catch (const std::exception&) {
         if (own_error) std::rethrow_exception(own_error);
         throw;
@@ -172,9 +192,24 @@ CheckedCall check_and_agree(const ContextParallelCall& call) {
     return checked;
 }
 
+// Runs `transfer`, which waits for data of other ranks. If it fails because another rank makes another call, throws an
+// error that names what differs.
+template <class Transfer>
+auto explain_failure(const ContextParallelPlan& plan, const Call& agreed, const char* pass, const Transfer& transfer) {
+    try {
+        return transfer();
+    } catch (const RuntimeFailure& failure) {
+        Call call = agreed;
+        call[kPassField].value = pass;
+        plan.state().agreement->explain_failure(call, failure.what());
+        throw;
+    }
+}
+
 // What the backward needs of a call, except for tensors.
 struct SavedCall : torch::CustomClassHolder {
     PlanPointer plan;
+    CallPointer agreed;
     RouteNames route;
     ops::BlockOptions options;
     std::vector<int64_t> o_sizes;
@@ -211,8 +246,10 @@ class Attend : public torch::autograd::Function<Attend> {
             const Route route = make_route(*call->plan, call->route, saved[0].device());
             const at::Tensor d_o =
                 grads[0].defined() ? ops::unit_last_stride(grads[0]) : at::zeros(call->o_sizes, saved[0].options());
-            const Gradients result = route_backward(route, d_o, grads[1], call->num_kv_heads, unflatten(route, saved),
-                                                    call->options, call->return_mass);
+            const Gradients result = explain_failure(*call->plan, *call->agreed, "backward", [&] {
+                return route_backward(route, d_o, grads[1], call->num_kv_heads, unflatten(route, saved), call->options,
+                                      call->return_mass);
+            });
             return {result.dq, result.dk, result.dv};
         });
         gradients.resize(kNumInputs);
@@ -228,12 +265,14 @@ std::tuple<at::Tensor, at::Tensor> attention(const ops::Arguments& arguments) {
     const ops::Extended extended = ops::with_variant_columns(call.q, call.k, call.options);
     const auto saved_call = c10::make_intrusive<SavedCall>();
     saved_call->plan = call.plan;
+    saved_call->agreed = checked.agreed;
     saved_call->route = choose_route(call, extended.q, extended.k);
     saved_call->options = checked.options;
     saved_call->return_mass = call.return_mass;
     const auto input = [&call](const at::Tensor& x) { return ops::unit_last_stride(call.batched(x)); };
-    const variable_list out =
-        Attend::apply(input(extended.q), input(extended.k), input(call.v), saved_call, call.wants_gradients());
+    const variable_list out = explain_failure(*call.plan, *checked.agreed, "forward", [&] {
+        return Attend::apply(input(extended.q), input(extended.k), input(call.v), saved_call, call.wants_gradients());
+    });
     if (!call.plan->packed()) return {out[0], out[1]};
     return {out[0].squeeze(0), call.return_mass ? out[1].squeeze(0) : out[1]};
 }

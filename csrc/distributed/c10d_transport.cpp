@@ -13,18 +13,6 @@ namespace {
 
 using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
 
-// Runs `call`. An exception becomes a RuntimeFailure that names the operation `what`.
-template <class Call>
-void guard(const std::string& what, const Call& call) {
-    try {
-        call();
-    } catch (const c10::Error& error) {
-        throw RuntimeFailure(concat(what, " failed: ", error.what_without_backtrace()));
-    } catch (const std::exception& error) {
-        throw RuntimeFailure(concat(what, " failed: ", error.what()));
-    }
-}
-
 // Returns " 1 2" for messages with ranks 1, 1 and 2.
 std::string peers_of(const std::vector<Message>& messages) {
     std::set<int> peers;
@@ -129,6 +117,16 @@ class C10dTransport final : public Transport {
 };
 
 }  // namespace
+
+void guard(const std::string& what, c10::function_ref<void()> call) {
+    try {
+        call();
+    } catch (const c10::Error& error) {
+        throw RuntimeFailure(concat(what, " failed: ", error.what_without_backtrace()));
+    } catch (const std::exception& error) {
+        throw RuntimeFailure(concat(what, " failed: ", error.what()));
+    }
+}
 
 std::unique_ptr<Transport> c10d_transport(const std::string& group_name) {
     return std::make_unique<C10dTransport>(c10d::resolve_process_group(group_name));

@@ -2,6 +2,8 @@
 // tensors.
 #pragma once
 
+#include <c10/util/FunctionRef.h>
+
 #include <memory>
 #include <string>
 
@@ -11,5 +13,8 @@ namespace megatron_sb::distributed {
 
 // The group registered under `group_name` (`group.group_name` in Python). Waits obey the timeout of the group.
 std::unique_ptr<Transport> c10d_transport(const std::string& group_name);
+
+// Runs `call`. An exception becomes a RuntimeFailure that names the operation `what`.
+void guard(const std::string& what, c10::function_ref<void()> call);
 
 }  // namespace megatron_sb::distributed

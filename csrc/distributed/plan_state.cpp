@@ -57,9 +57,10 @@ void agree_on_plan(Transport& transport, const std::optional<plan::Partition>& p
 
 }  // namespace
 
-ContextParallelPlan::State::State(std::string group_name, int rank, plan::Partition partition, plan::Packing packing,
-                                  bool packed)
+ContextParallelPlan::State::State(std::string group_name, std::shared_ptr<distributed::CallAgreement> agreement,
+                                  int rank, plan::Partition partition, plan::Packing packing, bool packed)
     : group_name(std::move(group_name)),
+      agreement(std::move(agreement)),
       rank(rank),
       partition(std::move(partition)),
       packing(packing),
@@ -76,22 +77,11 @@ std::shared_ptr<const distributed::RankPlan> ContextParallelPlan::State::rank_pl
     return plan;
 }
 
-void ContextParallelPlan::State::agree_on_call(const std::vector<Field>& fields, const std::string& error) {
-    std::string key;
-    for (const Field& field : fields) key += field.value + "\n";
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (error.empty() && agreed_.count(key) > 0) return;
-    // After the first agreement the other ranks may not call agree() again, and would receive this rank's message as
-    // data.
-    if (!error.empty() && !agreed_.empty()) throw InvalidArgument(error);
-    agree(*distributed::c10d_transport(group_name), "context_parallel_attention", fields, error);
-    agreed_.insert(key);
-}
-
 ContextParallelPlan::ContextParallelPlan(const std::string& group_name, std::optional<int64_t> seq_len,
                                          CuSeqlens cu_seqlens, const std::string& layout, const std::string& packing,
                                          const std::string& argument_error) {
     const std::unique_ptr<Transport> transport = distributed::c10d_transport(group_name);
+    auto agreement = distributed::CallAgreement::of_group(group_name);
     std::optional<plan::Partition> partition;
     plan::Packing cut = plan::Packing::kPerDocument;
     std::string error = argument_error;
@@ -105,7 +95,8 @@ ContextParallelPlan::ContextParallelPlan(const std::string& group_name, std::opt
         error = invalid.what();
     }
     agree_on_plan(*transport, partition, cut, cu_seqlens, error);
-    state_ = std::make_unique<State>(group_name, transport->rank(), std::move(*partition), cut, cu_seqlens.has_value());
+    state_ = std::make_unique<State>(group_name, std::move(agreement), transport->rank(), std::move(*partition), cut,
+                                     cu_seqlens.has_value());
 }
 
 ContextParallelPlan::~ContextParallelPlan() = default;

@@ -59,7 +59,7 @@ class ContextParallelPlan:
 
     Make one plan for each batch, and pass it to all layers. The constructor is a collective over the group: the ranks
     check the lengths and agree on all arguments. Later calls with the plan neither wait for the device nor exchange
-    shapes, except for the first call with new shapes or options.
+    shapes, except for the first call of the group with new shapes or options.
 
     Args:
         cp_group: The process group. Every rank of it must make the plan.
@@ -198,10 +198,11 @@ def context_parallel_attention(
     Every rank calls the function with its local rows and gets their outputs. Outputs and gradients equal those of one
     rank with the whole sequence, up to rounding and up to what is skipped.
 
-    A call without a plan makes one, which is a collective and copies cu_seqlens to the host. In a plan's first call
-    with new shapes or options, the ranks check that they agree on them. After that, ranks that disagree wait for each
-    other until the timeout of the group. Partial outputs, masses and summed gradients are sent in fp32 (fp64 for fp64).
-    The function can be differentiated once. Its backward is a collective too.
+    A call without a plan makes one, which is a collective and copies cu_seqlens to the host. In a group's first call
+    with new shapes or options, the ranks check that they agree on them. A rank that makes a known call does not check:
+    if another rank makes a new one, both wait for each other until the timeout of the group. Partial outputs, masses
+    and summed gradients are sent in fp32 (fp64 for fp64). The function can be differentiated once. Its backward is a
+    collective too.
 
     Memory in addition to the local tensors:
 
@@ -252,13 +253,13 @@ def context_parallel_attention(
 
     Raises:
         ValueError: If an argument has an invalid value, a length does not divide, or the ranks disagree.
-            While a plan is made, and until the first call with it has succeeded, an error on one rank is raised on
-            every rank. After that, it is raised only on the rank that has the invalid argument.
+            While a plan is made, and in a call that is new on every rank, an error on one rank is raised on every
+            rank. A rank that makes a known call raises it after the timeout of the group (gloo).
             Four errors are raised only on this rank at any time: a wrong number of dimensions of q without a plan, a
             plan that contradicts other arguments, unknown logits, and hierarchical_groups that are not two groups.
         TypeError: If an argument has a wrong type, on the rank that has it.
-        RuntimeError: If another rank is lost, has raised an error alone, or does not call the function before the
-            timeout of the group.
+        RuntimeError: If another rank is lost, or does not call the function before the timeout of the group. In the
+            backward, also if the ranks disagree.
 
     Example:
         >>> import torch

@@ -66,10 +66,11 @@ class ThreadBackend final : public c10d::Backend {
 
 // Runs `function` on every rank with the name of that rank's group.
 void run_groups(int size, const std::function<void(const std::string&)>& function) {
+    const auto store = c10::make_intrusive<c10d::HashStore>();
     run_ranks_or_throw(size, [&](Transport& transport) {
         const int rank = transport.rank();
         const std::string name = concat("cp_of_", size, "_rank_", rank);
-        const auto group = c10::make_intrusive<c10d::ProcessGroup>(c10::make_intrusive<c10d::HashStore>(), rank, size);
+        const auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
         group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::CUSTOM,
                           c10::make_intrusive<ThreadBackend>(transport));
         c10d::register_process_group(name, group);

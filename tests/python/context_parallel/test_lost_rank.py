@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.fork_server import PythonProcess, python_processes
+from support.launch import rank_environments
 from support.messages import mentions
 
 WORKER = Path(__file__).parents[1] / "workers" / "context_parallel_lost_rank.py"
@@ -26,20 +26,11 @@ START_SECONDS = 120
 MARGIN_SECONDS = 3 * TIMEOUT_SECONDS
 
 
-def environments(num_ranks: int) -> list[dict[str, str]]:
-    """Return the environment variables of each rank. torchrun sets the same, but it kills all ranks if one is lost."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
-    return [common | {"RANK": str(rank)} for rank in range(num_ranks)]
-
-
 @contextmanager
 def gloo_ranks(scenario: str, comm: str):
     """Start NUM_RANKS ranks on CPUs."""
     arguments = [WORKER, scenario, TIMEOUT_SECONDS, comm, "gloo"]
-    with python_processes([{"arguments": arguments, "environment": e} for e in environments(NUM_RANKS)]) as ranks:
+    with python_processes([{"arguments": arguments, "environment": e} for e in rank_environments(NUM_RANKS)]) as ranks:
         yield ranks
         if scenario.startswith("killed"):
             assert ranks[-1].wait(START_SECONDS) == -signal.SIGKILL
@@ -51,7 +42,7 @@ def nccl_ranks(num_ranks: int, scenario: str, comm: str):
     common = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": str(NCCL_DUMP_MILLISECONDS)}
     command = [sys.executable, str(WORKER), scenario, str(NCCL_TIMEOUT_SECONDS), comm, "nccl"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    ranks = [subprocess.Popen(command, env=common | variables, **pipes) for variables in environments(num_ranks)]
+    ranks = [subprocess.Popen(command, env=common | variables, **pipes) for variables in rank_environments(num_ranks)]
     try:
         yield ranks
         if scenario.startswith("killed"):
@@ -95,6 +86,8 @@ def test_other_ranks_raise_an_error(scenario, comms):
         for ranks in groups:
             assert_others_raised(ranks)
             if scenario == "rejects":
+                # Rank 0 has the server of the store, so it finds the error there even if it ends before rank 1.
+                assert re.search(mentions("rejected rank 2 mass_threshold 1.5"), ranks[0].stdout), ranks[0].stdout
                 assert re.search(mentions("mass_threshold 1.5"), wait_for_output(ranks[-1]))
 
 

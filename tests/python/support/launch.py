@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,15 @@ from support.fork_server import PythonProcess, python_processes
 
 _WORKERS = Path(__file__).parents[1] / "workers"
 SEVERAL_MACHINES = Path(__file__).parent / "several_machines.sh"
+
+
+def rank_environments(num_ranks: int) -> list[dict[str, str]]:
+    """Return the environment variables of each rank. torchrun sets the same, but it kills all ranks if one is lost."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
+    return [common | {"RANK": str(rank)} for rank in range(num_ranks)]
 
 
 def run_ranks(num_ranks: int, arguments: list, seconds: float, folder: Path | None = None, **environment: str) -> str:

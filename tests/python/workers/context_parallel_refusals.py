@@ -29,6 +29,11 @@ def offsets(*cu_seqlens: int) -> torch.Tensor:
     return torch.tensor(cu_seqlens, dtype=torch.int32)
 
 
+def new_group(group) -> dist.ProcessGroup:
+    """Return a group of the same ranks, for which every call is new. A rank sends data at once in a known call."""
+    return dist.new_group(dist.get_process_group_ranks(group))
+
+
 def refuses_lengths_that_do_not_divide(group) -> None:
     """The message names the document, its length and the required multiple."""
     multiple = 2 * dist.get_world_size()
@@ -79,6 +84,7 @@ def refuses_bad_offsets(group) -> None:
 
 def refuses_ranks_that_disagree(group) -> None:
     """Ranks differ in the plan, shapes or options, or one rank has an invalid argument."""
+    group = new_group(group)
     odd = dist.get_rank() == 1
     q, k, v = local_inputs(group)
     plan = sb.ContextParallelPlan(group, ROWS)
@@ -132,6 +138,7 @@ def refuses_ranks_that_disagree(group) -> None:
 
 def refuses_hierarchies_that_disagree(group) -> None:
     """Two halves of the ranks split the group in different ways, each of them valid."""
+    group = new_group(group)
     q, k, v = local_inputs(group)
     groups = [hierarchy(exchanging) for exchanging in (2, 4)]
     mine = groups[dist.get_rank() * 2 // dist.get_world_size()]
