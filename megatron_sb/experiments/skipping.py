@@ -77,7 +77,8 @@ def measure(engine: Any, config: TrainingConfig, seconds: float) -> list[dict[st
     "milliseconds" (by pass, for each of CASES)}.
     """
     from megatron_sb.megatron.statistics import skipped_share
-    from megatron_sb.training.data import load_corpus, pack
+    from megatron_sb.training.data import pack
+    from megatron_sb.training.documents import load_corpus
     from megatron_sb.training.evaluate import choose_windows
 
     corpus = load_corpus(config)

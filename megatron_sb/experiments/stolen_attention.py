@@ -102,7 +102,8 @@ def trained_keys(run: Path, num_keys: Sequence[int]) -> list[tuple[dict[str, Any
 
     Raise ValueError if the run has no such model or its windows are too short.
     """
-    from megatron_sb.training.data import load_corpus, pack
+    from megatron_sb.training.data import pack
+    from megatron_sb.training.documents import load_corpus
     from megatron_sb.training.evaluate import choose_windows
 
     config = trained.on_one_rank(load_config(run / "config.yaml"))

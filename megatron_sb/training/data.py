@@ -1,4 +1,4 @@
-"""Documents, their split, and rows of a fixed length packed from them. NumPy only.
+"""Rows of a fixed length, packed from documents. NumPy only.
 
 A row holds parts of documents, one after the other. A document that does not fit into the rest of a row is cut there.
 Its remaining tokens become a separate part in the next row. Attention never crosses parts. Each part is padded to a
@@ -8,196 +8,14 @@ multiple, so that context-parallel ranks get equal shards of it.
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
-import glob
-import sysconfig
-import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_sb.training.config import (
-    BYTE_VOCAB_SIZE,
-    SITE_PACKAGES,
-    STANDARD_LIBRARY,
-    TEXT_OF_PYTHON,
-    TextDataConfig,
-    TrainingConfig,
-)
+from megatron_sb.training.documents import Subset, chunks, padded
 from megatron_sb.validation import InputError
-
-BYTE_END_OF_DOCUMENT = 256
-CHECKED_BYTES = 2**19
-
-# Directories of the standard library that hold tables or other packages instead of text, or are missing in some
-# installations.
-STANDARD_LIBRARY_EXCLUDE = (
-    *("test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "ensurepip"),
-    *("encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"),
-)
-
-
-class TextDocuments:
-    """Files as byte tokens with an end-of-document token. A file is read when its tokens are requested.
-
-    Attributes:
-        lengths: Tokens per document, with the end-of-document token: int64.
-    """
-
-    def __init__(self, paths: list[Path]) -> None:
-        self._paths = paths
-        self.lengths = np.array([path.stat().st_size + 1 for path in paths], dtype=np.int64)
-
-    def read(self, index: int, start: int, stop: int) -> np.ndarray:
-        """Return tokens start to stop of one document: int64."""
-        num_bytes = min(stop, int(self.lengths[index]) - 1) - start
-        read = np.fromfile(self._paths[index], dtype=np.uint8, count=num_bytes, offset=start).astype(np.int64)
-        return np.append(read, BYTE_END_OF_DOCUMENT) if stop == self.lengths[index] else read
-
-
-class Subset:
-    """Some documents of a collection, in the collection's order.
-
-    Attributes:
-        lengths: Tokens per document: int64.
-    """
-
-    def __init__(self, documents: Any, indices: np.ndarray, vocab_size: int) -> None:
-        self._documents = documents
-        self._indices = indices
-        self._vocab_size = vocab_size
-        self.lengths = documents.lengths[indices]
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def read(self, index: int, start: int, stop: int) -> np.ndarray:
-        """Return tokens start to stop of one document: int64.
-
-        Raises:
-            ValueError: A token is not in the vocabulary.
-        """
-        tokens = self._documents.read(int(self._indices[index]), start, stop)
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
-            at = int(np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0])
-            raise InputError(
-                f"token {start + at} of document {self._indices[index]} of data.paths must be from 0 to "
-                f"data.vocab_size - 1 = {self._vocab_size - 1}, got {tokens[at]}"
-            )
-        return tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class Corpus:
-    """Training and validation documents. Each document ends with end_of_document.
-
-    Attributes:
-        train: Training documents.
-        validation: Held-out documents.
-        vocab_size: Tokens of the vocabulary, before padding.
-        end_of_document: The token that ends a document.
-        checksum: See `checksum_of`.
-    """
-
-    train: Subset
-    validation: Subset
-    vocab_size: int
-    end_of_document: int
-    checksum: int
-
-    def fingerprint(self) -> dict[str, int]:
-        """See `task.Task.fingerprint`."""
-        return {
-            "train_documents": len(self.train),
-            "train_tokens": int(self.train.lengths.sum()),
-            "validation_documents": len(self.validation),
-            "validation_tokens": int(self.validation.lengths.sum()),
-            "checksum": self.checksum,
-        }
-
-
-def load_corpus(config: TrainingConfig) -> Corpus:
-    """Load the documents that config.data names, and split them at random, document by document, by config.seed.
-
-    Raises:
-        ValueError: An entry of data.paths names no file, or no document is left for training or for validation.
-    """
-    data = config.data
-    if data.kind == "text":
-        files = find_files(data)
-        documents: Any = TextDocuments(files)
-        vocab_size, end_of_document = BYTE_VOCAB_SIZE, BYTE_END_OF_DOCUMENT
-    else:
-        from megatron_sb.megatron.indexed_documents import IndexedDocuments
-
-        vocab_size, end_of_document = data.vocab_size, data.end_of_document
-        documents = IndexedDocuments(data.paths, end_of_document)
-        files = [Path(prefix + suffix) for prefix in data.paths for suffix in (".idx", ".bin")]
-    held_out = np.random.default_rng([config.seed, 0]).random(len(documents.lengths)) < data.validation_fraction
-    long_enough = documents.lengths > 1
-    train, validation = np.flatnonzero(long_enough & ~held_out), np.flatnonzero(long_enough & held_out)
-    if not len(train) or not len(validation):
-        raise InputError(
-            f"data.paths must hold at least one document for training and one for validation, got {len(train)} and "
-            f"{len(validation)} of {len(documents.lengths)} documents in {list(data.paths)}, with "
-            f"data.validation_fraction = {data.validation_fraction}"
-        )
-    checksum = checksum_of(documents.lengths, files)
-    sides = (Subset(documents, side, vocab_size) for side in (train, validation))
-    return Corpus(*sides, vocab_size, end_of_document, checksum)
-
-
-def checksum_of(lengths: np.ndarray, files: Sequence[Path]) -> int:
-    """Return a checksum of the documents' lengths, and of CHECKED_BYTES at both ends of every file."""
-    checksum = zlib.crc32(lengths.tobytes())
-    for path in files:
-        with path.open("rb") as file:
-            checksum = zlib.crc32(file.read(CHECKED_BYTES), checksum)
-            file.seek(max(CHECKED_BYTES, path.stat().st_size - CHECKED_BYTES))
-            checksum = zlib.crc32(file.read(), checksum)
-    return checksum
-
-
-def find_files(data: TextDataConfig) -> list[Path]:
-    """Return the files that data.paths names, in that order, sorted by relative path within each entry.
-
-    Raises:
-        ValueError: An entry names no file.
-    """
-    found: dict[Path, None] = {}
-    for entry in data.paths:
-        if entry == STANDARD_LIBRARY:
-            exclude = (*STANDARD_LIBRARY_EXCLUDE, *data.exclude)
-            files = _find_below(Path(sysconfig.get_paths()["stdlib"]), data.include, exclude)
-            files = [path for path in files if path.suffix == ".py"]
-        elif entry == SITE_PACKAGES:
-            files = _find_below(Path(sysconfig.get_paths()["purelib"]), data.include, data.exclude)
-        elif Path(entry).is_dir():
-            files = _find_below(Path(entry), data.include, data.exclude)
-        elif Path(entry).is_file():
-            files = [Path(entry)]
-        else:
-            files = [Path(name) for name in sorted(glob.glob(entry, recursive=True)) if Path(name).is_file()]
-        if not files:
-            raise InputError(
-                f"data.paths must name files, directories, glob patterns or {' or '.join(map(repr, TEXT_OF_PYTHON))}, "
-                f"got {entry!r}, which names no file"
-            )
-        found.update((path, None) for path in files if path.stat().st_size)
-    return list(found)
-
-
-def _find_below(root: Path, include: Sequence[str], exclude: Sequence[str]) -> list[Path]:
-    def wanted(path: Path) -> bool:
-        parts = path.relative_to(root).parts
-        return any(fnmatch.fnmatch(parts[-1], pattern) for pattern in include) and not any(
-            fnmatch.fnmatch(part, pattern) for part in parts for pattern in exclude
-        )
-
-    return [path for path in sorted(root.rglob("*")) if wanted(path) and path.is_file()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,17 +88,16 @@ class Row:
     cu_seqlens: np.ndarray
 
 
-def _padded(inputs: np.ndarray, multiple: int) -> np.ndarray:
-    """Round up to the multiple."""
-    return inputs + -inputs % multiple
-
-
 def require_a_row(documents: Subset, row_length: int, pad_multiple: int) -> None:
     """Raise ValueError if the documents, each padded, do not fill a row."""
-    if _padded(documents.lengths - 1, pad_multiple).sum() < row_length:
-        raise InputError(
-            f"the training documents must fill a row of {row_length} tokens, got {documents.lengths.sum()} tokens"
-        )
+    inputs = 0
+    for lengths in chunks(documents.lengths):
+        inputs += int(padded(lengths.astype(np.int64) - 1, pad_multiple).sum())
+        if inputs >= row_length:
+            return
+    raise InputError(
+        f"the training documents must fill a row of {row_length} tokens, got {documents.num_tokens} tokens"
+    )
 
 
 class RowSampler:
@@ -352,7 +169,7 @@ class RowSampler:
         self._restart()
         while self._rows_before + len(self._order) < self._num_rows:
             self._start_next_epoch()
-        used = np.searchsorted(self._starts[:-1], len(self._order) * self._row_length)
+        used = np.searchsorted(self._starts[:-1], self._starts[0] + len(self._order) * self._row_length)
         end = self._epoch, self._first + int(used)
         self.load_state_dict(position)
         return end
@@ -363,7 +180,7 @@ class RowSampler:
         for _ in range(count):
             while self._taken == len(self._order):
                 self._start_next_epoch()
-            rows.append(self._row(int(self._order[self._taken]) * self._row_length))
+            rows.append(self._row(int(self._starts[0]) + int(self._order[self._taken]) * self._row_length))
             self._taken += 1
         return rows
 
@@ -387,23 +204,24 @@ class RowSampler:
         `first` documents are left out. Only as many rows are shuffled as are needed. Rows start at multiples of
         pad_multiple, so a document that is cut between rows needs no more padding.
         """
-        generator = np.random.default_rng([*self._seed, epoch])
         self._epoch, self._first, self._taken = epoch, first, 0
-        self._shuffled = generator.permutation(len(self._documents))[first:]
-        self._inputs = self._documents.lengths[self._shuffled] - 1
-        self._starts = np.concatenate([[0], np.cumsum(_padded(self._inputs, self._pad_multiple))])
-        rows = int(self._starts[-1]) // self._row_length
+        order = self._documents.shuffle([*self._seed, epoch])
+        self._shuffled = order.arrays["order"][first:]
+        self._starts = self._documents.place(order, self._pad_multiple)[first:]
+        rows = int(self._starts[-1] - self._starts[0]) // self._row_length
         if self._num_rows is not None and self._num_rows > self._rows_before:
             rows = min(rows, self._num_rows - self._rows_before)
-        self._order = generator.permutation(rows)
+        self._order = self._documents.shuffle_rows(order, rows)
 
     def _row(self, begin: int) -> Row:
         """Return the row that starts at position `begin` of the concatenated documents."""
         end = begin + self._row_length
         first, beyond = np.searchsorted(self._starts, begin, "right") - 1, np.searchsorted(self._starts, end)
         starts = np.maximum(begin - self._starts[first:beyond], 0)
-        lengths = np.minimum(self._inputs[first:beyond], end - self._starts[first:beyond]) - starts
-        parts = [*zip(self._shuffled[first:beyond].tolist(), starts.tolist(), lengths.tolist(), strict=True)]
+        documents = self._shuffled[first:beyond]
+        inputs = self._documents.lengths[documents] - 1
+        lengths = np.minimum(inputs, end - self._starts[first:beyond]) - starts
+        parts = [*zip(documents.tolist(), starts.tolist(), lengths.tolist(), strict=True)]
         bounds = np.clip(self._starts[first : beyond + 1] - begin, 0, self._row_length)
         return Row(parts, int(lengths.sum()), bounds.astype(np.int32))
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_sb.training.config import StageConfig, TrainingConfig
-from megatron_sb.training.data import Corpus, PackedBatch, pack
+from megatron_sb.training.data import PackedBatch, pack
+from megatron_sb.training.documents import CHUNK, Corpus
 from megatron_sb.validation import InputError, read_json_object
 
 if TYPE_CHECKING:
@@ -72,19 +73,32 @@ def choose_windows(corpus: Corpus, config: TrainingConfig) -> list[np.ndarray]:
         ValueError: No validation document is long enough.
     """
     longest = max(config.evaluation_lengths(stage)[-1] for stage in config.stages)
-    places = sorted(
-        (start, index)
-        for index, length in enumerate(corpus.validation.lengths)
-        for start in range(0, int(length) - longest, longest)
-    )
+    places = _window_places(corpus.validation.lengths, longest, config.evaluation.windows)
     if not places:
         raise InputError(
             f"the longest validation document must have {longest + 1} tokens, got {corpus.validation.lengths.max()}. "
             f"Lower evaluation.longest = {config.evaluation.longest}, evaluation.length_factor = "
             f"{config.evaluation.length_factor} or a stage's context_length, or give longer documents."
         )
-    chosen = places[: config.evaluation.windows]
-    return [corpus.validation.read(index, start, start + longest + 1) for start, index in chosen]
+    return [corpus.validation.read(index, start, start + longest + 1) for start, index in places]
+
+
+def _window_places(lengths: np.ndarray, longest: int, count: int) -> list[tuple[int, int]]:
+    """Return the first `count` of all (start, document), sorted.
+
+    They lie in the first `count` long documents. This looks at no document after these.
+    """
+    documents: list[int] = []
+    for first in range(0, len(lengths), CHUNK):
+        found = first + np.flatnonzero(lengths[first : first + CHUNK] > longest)
+        documents += found[: count - len(documents)].tolist()
+        if len(documents) == count:
+            break
+    return sorted(
+        (start, index)
+        for index in documents
+        for start in range(0, min(int(lengths[index]) - longest, count * longest), longest)
+    )[:count]
 
 
 def evaluate(

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 from megatron_sb._tasks import import_object
 from megatron_sb.training.config import StageConfig, TrainingConfig
-from megatron_sb.training.data import PackedBatch, Row, RowSampler, load_corpus, require_a_row
+from megatron_sb.training.data import PackedBatch, Row, RowSampler, require_a_row
+from megatron_sb.training.documents import load_corpus
 from megatron_sb.training.evaluate import UNWATCHED, Watch, choose_windows, evaluate
 from megatron_sb.validation import InputError
 
@@ -79,9 +80,11 @@ class DocumentTask:
     def describe(self) -> str:
         """See `Task.describe`."""
         counts = self._corpus.fingerprint()
+        left_out = ", ".join(f"{count:,} {reason}" for reason, count in self._corpus.left_out.items())
         return (
             f"{counts['train_documents']} training documents ({counts['train_tokens']:,} tokens), "
-            f"{counts['validation_documents']} held out; evaluation on {len(self._windows)} windows"
+            f"{counts['validation_documents']} held out{f'; left out: {left_out}' if left_out else ''}; "
+            f"evaluation on {len(self._windows)} windows"
         )
 
     def sampler(self, stage: StageConfig, index: int) -> Sampler:

@@ -9,11 +9,12 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
 from megatron_sb.training.config import TextDataConfig
-from megatron_sb.training.data import find_files
+from megatron_sb.training.text_files import list_files
 
 NOISE = (
     "Rain fell on the hills all night.",
@@ -82,8 +83,8 @@ def load_texts() -> Texts:
     methods: list[Method] = []
     bases: dict[str, str] = {}
     class_counts: Counter[str] = Counter()
-    for path in find_files(TextDataConfig()):
-        module = ast.parse(path.read_bytes())
+    for name in list_files(TextDataConfig()).names:
+        module = ast.parse(Path(name).read_bytes())
         sentences += _sentences(module)
         for node in module.body:
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)):

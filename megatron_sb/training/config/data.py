@@ -21,6 +21,7 @@ class DocumentDataConfig(DataConfig):
     task: ClassVar[str] = "megatron_sb.training.task:DocumentTask"
     paths: tuple[str, ...]
     validation_fraction: Fraction = 0.1
+    index_folder: str | None = None
 
     def problems(self, config: TrainingConfig) -> Iterator[str]:
         """See `DataConfig.problems`."""

@@ -15,16 +15,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bi
 from megatron_sb.training import loop
 from megatron_sb.training.checkpoint import Progress
 from megatron_sb.training.config import IndexedDataConfig, TextDataConfig, load_config
-from megatron_sb.training.data import (
-    BYTE_END_OF_DOCUMENT,
-    CHECKED_BYTES,
-    PackedBatch,
-    RowSampler,
-    load_corpus,
-    pack,
-    rows_ahead,
-    split_rows,
-)
+from megatron_sb.training.data import PackedBatch, RowSampler, pack, rows_ahead, split_rows
+from megatron_sb.training.documents import BYTE_END_OF_DOCUMENT, CHECKED_BYTES, load_corpus
 from megatron_sb.training.evaluate import choose_windows
 from megatron_sb.training.loop import Job
 from megatron_sb.training.task import load_task
@@ -127,7 +119,7 @@ def test_paths_may_be_files_patterns_and_the_standard_library(text_folder):
     assert len(windows) == TINY.evaluation.windows and {len(window) for window in windows} == {16385}
     some = load_corpus(with_data(include=("a*.py",), validation_fraction=0.3))
     assert 10 < len(some.train) + len(some.validation) < len(library.train) / 4
-    with pytest.raises(ValueError, match=r"data\.paths .* got 'python-stdlib'"):
+    with pytest.raises(ValueError, match=r"data\.include must match .*'python-stdlib', got \['\*\.txt'\]"):
         load_corpus(with_data(include=("*.txt",)))
     packages = load_corpus(with_data(paths=("python-site-packages",), include=("*.py",)))
     assert packages.train.lengths.sum() > library.train.lengths.sum(), "torch's sources alone are more"

@@ -14,7 +14,8 @@ from training_layouts import EXPERT, ROW_LENGTH, SEQUENCE, TENSOR, load
 from megatron_sb import checkpoints
 from megatron_sb.megatron.weights import has_optimizer, read_weights
 from megatron_sb.training import config as configuration
-from megatron_sb.training.data import PackedBatch, RowSampler, load_corpus
+from megatron_sb.training.data import PackedBatch, RowSampler
+from megatron_sb.training.documents import load_corpus
 from megatron_sb.training.engine import engine as engine_module
 from megatron_sb.training.engine.backends import MegatronBackend
 from megatron_sb.training.engine.engine import Engine

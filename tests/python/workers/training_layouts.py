@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_sb.training.config import load_config
-from megatron_sb.training.data import PackedBatch, RowSampler, load_corpus, split_rows
+from megatron_sb.training.data import PackedBatch, RowSampler, split_rows
+from megatron_sb.training.documents import load_corpus
 from megatron_sb.training.engine import engine as engine_module
 from megatron_sb.training.engine.backends import MegatronBackend
 from megatron_sb.training.engine.engine import Engine

@@ -1,0 +1,285 @@
+"""Documents, their split and their orders. NumPy only.
+
+Documents are measured, split and shuffled through an index (`training.index`). With an index in files, the memory of a
+rank does not grow with the number of documents.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron_sb.training.config import BYTE_VOCAB_SIZE, TrainingConfig
+from megatron_sb.training.index import Entry, FileIndex, MemoryIndex
+from megatron_sb.training.text_files import TextFiles, list_files
+from megatron_sb.validation import InputError
+
+BYTE_END_OF_DOCUMENT = 256
+CHECKED_BYTES = 2**19
+CHUNK = 2**16  # documents that are handled at once
+INDEX_FOLDER = "megatron_sb_index"  # next to the first data set of data.kind: indexed
+
+
+class Documents(Protocol):
+    """A collection of documents.
+
+    Attributes:
+        files: The files that hold them.
+    """
+
+    files: Sequence[str | Path]
+
+    def __len__(self) -> int:
+        """Return the number of documents."""
+
+    def identity(self) -> list:
+        """Return numbers and strings that change when a file is changed or replaced. This reads no file."""
+
+    def measure(self) -> Iterator[np.ndarray]:
+        """Yield the number of tokens of some documents, with the end-of-document token, until all are measured."""
+
+    def read(self, index: int, start: int, stop: int) -> np.ndarray:
+        """Return tokens start to stop of one document: int64."""
+
+
+class TextDocuments:
+    """Files as byte tokens with an end-of-document token, read when they are requested. See `Documents`.
+
+    Attributes:
+        left_out: See `TextFiles`.
+    """
+
+    def __init__(self, files: TextFiles) -> None:
+        self.files = files.names
+        self.left_out = files.left_out
+        self._lengths = files.sizes + 1
+        self._digest = files.digest
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def identity(self) -> list:
+        """See `Documents.identity`."""
+        return [self._digest]
+
+    def measure(self) -> Iterator[np.ndarray]:
+        """See `Documents.measure`."""
+        yield self._lengths
+
+    def read(self, index: int, start: int, stop: int) -> np.ndarray:
+        """Return tokens start to stop of one document: int64."""
+        num_bytes = min(stop, int(self._lengths[index]) - 1) - start
+        read = np.fromfile(self.files[index], dtype=np.uint8, count=num_bytes, offset=start).astype(np.int64)
+        return np.append(read, BYTE_END_OF_DOCUMENT) if stop == self._lengths[index] else read
+
+
+class Subset:
+    """Some documents of a collection, in the collection's order.
+
+    Args:
+        documents: The collection.
+        split: The index entry with the split.
+        side: "train" or "validation".
+        vocab_size: Tokens must be less than this.
+        index: Keeps the orders that documents are shuffled to.
+
+    Attributes:
+        lengths: Tokens per document: an array of integers, not to be written to.
+        num_tokens: Their sum.
+    """
+
+    def __init__(
+        self, documents: Documents, split: Entry, side: str, vocab_size: int, index: MemoryIndex | None = None
+    ) -> None:
+        self._documents = documents
+        self._indices = split.arrays[side]
+        self._vocab_size = vocab_size
+        self._index = index or MemoryIndex()
+        self._key = f"{split.key} {side}"
+        self.lengths = split.arrays[f"{side}_lengths"]
+        self.num_tokens = split.facts[f"{side}_tokens"]
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def read(self, index: int, start: int, stop: int) -> np.ndarray:
+        """Return tokens start to stop of one document: int64.
+
+        Raises:
+            ValueError: A token is not in the vocabulary.
+        """
+        tokens = self._documents.read(int(self._indices[index]), start, stop)
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
+            at = int(np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0])
+            raise InputError(
+                f"token {start + at} of document {self._indices[index]} of data.paths must be from 0 to "
+                f"data.vocab_size - 1 = {self._vocab_size - 1}, got {tokens[at]}"
+            )
+        return tokens
+
+    def shuffle(self, seed: Sequence[int]) -> Entry:
+        """Return the index entry of a random order of the documents.
+
+        Its array "order" has the documents; its fact "generator" is the state of the random generator after them.
+        """
+
+        def build(new: Any) -> dict[str, Any]:
+            generator = np.random.default_rng(seed)
+            order = np.arange(len(self), dtype=_dtype_for(len(self)))
+            generator.shuffle(order)  # the same as permutation(len(self)), with half the memory
+            new("order", order.dtype).append(order)
+            return {"generator": generator.bit_generator.state}
+
+        return self._index.entry("order", [self._key, *seed], build)
+
+    def place(self, order: Entry, pad_multiple: int) -> np.ndarray:
+        """Return the places of inputs when all documents are concatenated in an order: int64 (documents + 1,).
+
+        A document has one input less than tokens. Its inputs are padded to a multiple at their end.
+        """
+
+        def build(new: Any) -> dict[str, Any]:
+            starts, end = new("starts", np.int64), np.int64(0)
+            starts.append(end[None])
+            for chunk in chunks(order.arrays["order"]):
+                ends = end + np.cumsum(padded(self.lengths[chunk].astype(np.int64) - 1, pad_multiple))
+                starts.append(ends)
+                end = ends[-1]
+            return {}
+
+        return self._index.entry("starts", [order.key, pad_multiple], build).arrays["starts"]
+
+    def shuffle_rows(self, order: Entry, count: int) -> np.ndarray:
+        """Return a random order of `count` rows, by the random generator that has shuffled the documents."""
+
+        def build(new: Any) -> dict[str, Any]:
+            generator = np.random.default_rng()
+            generator.bit_generator.state = order.facts["generator"]
+            rows = np.arange(count, dtype=_dtype_for(count))
+            generator.shuffle(rows)
+            new("rows", rows.dtype).append(rows)
+            return {}
+
+        return self._index.entry("rows", [order.key, count], build).arrays["rows"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Training and validation documents. Each document ends with end_of_document.
+
+    Attributes:
+        train: Training documents.
+        validation: Held-out documents.
+        vocab_size: Tokens of the vocabulary, before padding.
+        end_of_document: The token that ends a document.
+        checksum: Of the documents' lengths, and of CHECKED_BYTES at both ends of every file.
+        left_out: Number of files or documents that are not used, by reason.
+    """
+
+    train: Subset
+    validation: Subset
+    vocab_size: int
+    end_of_document: int
+    checksum: int
+    left_out: dict[str, int]
+
+    def fingerprint(self) -> dict[str, int]:
+        """See `task.Task.fingerprint`."""
+        return {
+            "train_documents": len(self.train),
+            "train_tokens": self.train.num_tokens,
+            "validation_documents": len(self.validation),
+            "validation_tokens": self.validation.num_tokens,
+            "checksum": self.checksum,
+        }
+
+
+def load_corpus(config: TrainingConfig) -> Corpus:
+    """Load the documents that config.data names, and split them at random, document by document, by config.seed.
+
+    Raises:
+        ValueError: An entry of data.paths names no file, no document is left for training or for validation, or the
+            index cannot be written.
+    """
+    data, index, left_out = config.data, MemoryIndex(), Counter()
+    if data.kind == "text":
+        documents: Any = TextDocuments(list_files(data))
+        vocab_size, end_of_document = BYTE_VOCAB_SIZE, BYTE_END_OF_DOCUMENT
+        left_out.update(documents.left_out)
+        folder = data.index_folder
+    else:
+        from megatron_sb.megatron.indexed_documents import IndexedDocuments
+
+        vocab_size, end_of_document = data.vocab_size, data.end_of_document
+        documents = IndexedDocuments(data.paths, end_of_document)
+        folder = data.index_folder or Path(data.paths[0]).parent / INDEX_FOLDER
+    if folder:
+        index = FileIndex(Path(folder), config.parallel.timeout_seconds)
+    measured = index.entry("documents", documents.identity(), lambda new: _measure(documents, new))
+    inputs = [measured.key, config.seed, data.validation_fraction]
+    split = index.entry("split", inputs, lambda new: _split(measured, config.seed, data.validation_fraction, new))
+    left_out["empty"] += split.facts["empty"]
+    sides = [Subset(documents, split, side, vocab_size, index) for side in ("train", "validation")]
+    if not all(map(len, sides)):
+        raise InputError(
+            f"data.paths must hold at least one document for training and one for validation, got {len(sides[0])} and "
+            f"{len(sides[1])} of {len(documents)} documents in {list(data.paths)}, with "
+            f"data.validation_fraction = {data.validation_fraction}"
+        )
+    return Corpus(*sides, vocab_size, end_of_document, measured.facts["checksum"], dict(+left_out))
+
+
+def _measure(documents: Documents, new: Any) -> dict[str, Any]:
+    """Build the index entry with the documents' lengths and their checksum."""
+    lengths, checksum, longest = new("lengths", np.int64), 0, 0
+    for some in documents.measure():
+        lengths.append(some)
+        checksum = zlib.crc32(some.tobytes(), checksum)
+        longest = max(longest, int(some.max(initial=0)))
+    for name in documents.files:
+        with open(name, "rb") as file:
+            checksum = zlib.crc32(file.read(CHECKED_BYTES), checksum)
+            file.seek(max(CHECKED_BYTES, os.fstat(file.fileno()).st_size - CHECKED_BYTES))
+            checksum = zlib.crc32(file.read(), checksum)
+    return {"checksum": checksum, "longest": longest}
+
+
+def _split(measured: Entry, seed: int, validation_fraction: float, new: Any) -> dict[str, Any]:
+    """Build the index entry with the documents of both sides, and their lengths."""
+    lengths = measured.arrays["lengths"]
+    dtypes = _dtype_for(len(lengths)), _dtype_for(measured.facts["longest"])
+    sides = {side: (new(side, dtypes[0]), new(f"{side}_lengths", dtypes[1])) for side in ("train", "validation")}
+    facts: Counter[str] = Counter(empty=0, train_tokens=0, validation_tokens=0)
+    generator, first = np.random.default_rng([seed, 0]), 0
+    for some in chunks(lengths):
+        held_out, long_enough = generator.random(len(some)) < validation_fraction, some > 1
+        for side, chosen in (("train", long_enough & ~held_out), ("validation", long_enough & held_out)):
+            indices, of_side = sides[side]
+            indices.append(first + np.flatnonzero(chosen))
+            of_side.append(some[chosen])
+            facts[f"{side}_tokens"] += int(some[chosen].sum())
+        facts["empty"] += int((~long_enough).sum())
+        first += len(some)
+    return dict(facts)
+
+
+def chunks(array: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield consecutive parts of an array, of at most CHUNK elements."""
+    for start in range(0, len(array), CHUNK):
+        yield array[start : start + CHUNK]
+
+
+def _dtype_for(largest: int) -> type:
+    return np.int32 if largest < 2**31 else np.int64
+
+
+def padded(inputs: np.ndarray, multiple: int) -> np.ndarray:
+    """Round up to the multiple."""
+    return inputs + -inputs % multiple

@@ -1,0 +1,201 @@
+"""The index of a data set: built once, by one process, and read without the memory that the whole data need."""
+
+import dataclasses
+import fcntl
+import os
+import time
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from megatron_sb.megatron.indexed_documents import IndexedDocuments
+from megatron_sb.training.config import IndexedDataConfig, TextDataConfig, load_config
+from megatron_sb.training.data import RowSampler
+from megatron_sb.training.documents import load_corpus
+from megatron_sb.training.index import FileIndex
+from megatron_sb.training.task import load_task
+
+TINY = Path(__file__).parents[3] / "configs" / "tiny_context_extension.yaml"
+END_OF_DOCUMENT = 7
+
+
+def write_set(prefix, num_documents, tokens_of):
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for index in range(num_documents):
+        builder.add_item(torch.from_numpy(tokens_of(index)))
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Two data sets of 2,000 documents of 1 to 40 tokens, half of them without an end-of-document token."""
+    generator = np.random.default_rng(3)
+
+    def tokens_of(index):
+        tokens = generator.integers(0, 7, generator.integers(1, 40))
+        return np.append(tokens, END_OF_DOCUMENT) if index % 2 else tokens
+
+    prefixes = [str(tmp_path / name) for name in ("first", "second")]
+    for prefix in prefixes:
+        write_set(prefix, 2000, tokens_of)
+    return configured(prefixes)
+
+
+def configured(prefixes):
+    data = IndexedDataConfig(paths=tuple(prefixes), vocab_size=8, end_of_document=END_OF_DOCUMENT)
+    fields = ["stages.0.context_length=64", "stages.1.context_length=64", "evaluation={target_tokens: 8, longest: 16}"]
+    return dataclasses.replace(load_config(TINY, fields), data=data)
+
+
+def start(config):
+    """Return what a job reads first: its fingerprint, the windows, and the rows of both stages."""
+    task, rows = load_task(config), []
+    for index, stage in enumerate(config.stages):
+        sampler = task.sampler(stage, index)
+        rows += [(row.parts, sampler.read(row).tokens.tolist()) for row in sampler.next_rows(20)]
+    return task.fingerprint(), [window.tolist() for window in task._windows], rows
+
+
+def test_the_second_start_reads_no_document_to_measure_it(config, tmp_path, monkeypatch):
+    """The first one reads the last token of each. In files, the orders are those in memory."""
+    first = start(config)
+    folder = tmp_path / "megatron_sb_index"
+    built = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    assert built and not list(folder.glob(".*.tmp"))
+    with monkeypatch.context() as context:
+        context.setattr(IndexedDocuments, "measure", lambda self: pytest.fail("the documents are measured again"))
+        assert start(config) == first
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == built
+    other = tmp_path / "elsewhere"
+    assert start(dataclasses.replace(config, data=dataclasses.replace(config.data, index_folder=str(other)))) == first
+    assert len(list(other.glob("documents-*"))) == 1
+
+
+def test_the_order_of_rows_is_the_permutation_of_one_generator(config):
+    corpus = load_corpus(config)
+    generator = np.random.default_rng([3, 1, 0])
+    documents = generator.permutation(len(corpus.train))
+    starts = np.concatenate([[0], np.cumsum(-(-(corpus.train.lengths[documents].astype(int) - 1) // 4) * 4)])
+    rows = generator.permutation(starts[-1] // 96)
+    sampler = RowSampler(corpus.train, 96, 4, END_OF_DOCUMENT, [3, 1])
+    for place, row in zip(rows * 96, sampler.next_rows(len(rows)), strict=True):
+        inside = np.flatnonzero((starts[:-1] < place + 96) & (starts[1:] > place))
+        assert [document for document, _, _ in row.parts] == documents[inside].tolist()
+
+
+def test_changed_data_have_another_index(config, tmp_path):
+    before = load_corpus(config).fingerprint()
+    with (tmp_path / "second.bin").open("r+b") as file:
+        file.seek(500)
+        file.write(b"\x01\x00")
+    assert load_corpus(config).fingerprint()["checksum"] != before["checksum"]
+    assert len(list((tmp_path / "megatron_sb_index").glob("documents-*"))) == 2
+
+
+def test_a_start_needs_no_memory_for_documents_that_it_does_not_read(tmp_path):
+    """Before, a document took 151 bytes on every rank."""
+    num_documents = 200_000
+    write_set(tmp_path / "set", num_documents, lambda index: np.array([1, 2, 3, END_OF_DOCUMENT]))
+    config = configured([str(tmp_path / "set")])
+    config = dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, target_tokens=1, longest=2))
+    start(config)
+    tracemalloc.start()
+    start(config)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 * num_documents
+
+
+def numbers(new):
+    new("numbers", np.int32).append(np.arange(5))
+    return {"count": 5}
+
+
+def test_of_several_processes_one_builds(tmp_path):
+    builds = []
+
+    def build(new):
+        builds.append(1)
+        time.sleep(0.3)
+        return numbers(new)
+
+    indexes = [FileIndex(tmp_path / "index", 20.0) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:  # flock also excludes open files of the same process
+        entries = list(pool.map(lambda index: index.entry("test", [1], build), indexes))
+    assert len(builds) == 1
+    for entry in entries:
+        assert entry.arrays["numbers"].tolist() == [0, 1, 2, 3, 4] and entry.facts == {"count": 5}
+
+
+def test_an_incomplete_entry_is_built_again(tmp_path):
+    """One that a crash cut off, and what a builder that was killed has left."""
+    index = FileIndex(tmp_path, 20.0)
+    entry = index.entry("test", [1], numbers)
+    path = tmp_path / entry.key
+    os.truncate(path / "numbers.bin", 8)
+    left_over = tmp_path / f".{entry.key}.abc.tmp"
+    left_over.mkdir()
+    assert index.entry("test", [1], numbers).arrays["numbers"].tolist() == [0, 1, 2, 3, 4]
+    assert not left_over.exists()
+    (path / "entry.json").write_text("{")
+    assert index.entry("test", [1], numbers).facts == {"count": 5}
+
+    def fail(new):
+        new("numbers", np.int32).append(np.arange(5))
+        raise ValueError("no such token")
+
+    with pytest.raises(ValueError, match="no such token"):
+        index.entry("test", [2], fail)
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_the_wait_for_a_builder_that_hangs_has_a_bound(tmp_path):
+    """The builder holds the lock and writes nothing."""
+    entry = FileIndex(tmp_path, 20.0).entry("test", [1], numbers)
+    (tmp_path / entry.key / "entry.json").unlink()
+    with (tmp_path / f".{entry.key}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(
+            ValueError, match=r"data\.index_folder: .*test-\w+ must .* parallel\.timeout_seconds = 0\.3 s"
+        ):
+            FileIndex(tmp_path, 0.3).entry("test", [1], numbers)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, config):
+    (tmp_path / "file").touch()
+    data = dataclasses.replace(config.data, index_folder=str(tmp_path / "file" / "index"))
+    with pytest.raises(
+        ValueError, match=r"data\.index_folder must be a folder .* got '.*/file/index': Not a directory"
+    ):
+        load_corpus(dataclasses.replace(config, data=data))
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+def test_a_data_set_that_is_cut_off_is_refused(suffix, tmp_path, config):
+    path = tmp_path / f"second.{suffix}"
+    os.truncate(path, path.stat().st_size - 20)
+    with pytest.raises(ValueError, match=r"second\.bin must have \d+ bytes or more, .* got \d+|second\.idx .* damaged"):
+        load_corpus(config)
+
+
+def test_text_has_an_index_if_a_folder_is_named(tmp_path, capsys):
+    """It is built again when a file changes."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for index in range(30):
+        (texts / f"{index}.txt").write_text("text " * (index + 1))
+    data = TextDataConfig(paths=(str(texts),), validation_fraction=0.3)
+    config = dataclasses.replace(load_config(TINY), data=data)
+    indexed = dataclasses.replace(config, data=dataclasses.replace(data, index_folder=str(tmp_path / "index")))
+    expected = load_corpus(config).fingerprint()
+    assert capsys.readouterr().err == ""
+    assert [load_corpus(indexed).fingerprint() for _ in range(2)] == [expected] * 2
+    assert capsys.readouterr().err.count("building") == 2  # the lengths and the split
+    (texts / "3.txt").write_text("Text " * 4)
+    assert load_corpus(indexed).fingerprint()["checksum"] != expected["checksum"]
