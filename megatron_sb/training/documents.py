@@ -233,7 +233,7 @@ def load_corpus(config: TrainingConfig) -> Corpus:
             f"{len(sides[1])} of {len(documents)} documents in {list(data.paths)}, with "
             f"data.validation_fraction = {data.validation_fraction}"
         )
-    return Corpus(*sides, vocab_size, end_of_document, measured.facts["checksum"], dict(+left_out))
+    return Corpus(*sides, vocab_size, end_of_document, measured.facts["checksum"], dict(sorted((+left_out).items())))
 
 
 def _measure(documents: Documents, new: Any) -> dict[str, Any]:

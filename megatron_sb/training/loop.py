@@ -103,6 +103,10 @@ class Job:
         """Describe the data in one sentence."""
         return self._task.describe()
 
+    def fingerprint(self) -> dict[str, int]:
+        """See `task.Task.fingerprint`."""
+        return self._task.fingerprint()
+
     def run(self) -> None:
         """Train and evaluate every model and stage that is not done yet.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import logging
 import multiprocessing
 import os
@@ -125,6 +126,8 @@ def _run(config: TrainingConfig, command: Command) -> int:
     if report:
         if not command.resume:
             write_atomically(directory / "config.yaml", configuration.to_yaml(config))
+        record = {"description": job.describe(), "fingerprint": job.fingerprint()}
+        write_atomically(directory / "data.json", json.dumps(record, indent=1))
         report.message(f"{config.parallel.ranks} ranks on {device.type}; {job.describe()}; writing to {directory}")
     return _train(job, report, command.to_resume(directory))
 

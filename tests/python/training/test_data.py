@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -20,6 +21,7 @@ from megatron_sb.training.documents import BYTE_END_OF_DOCUMENT, CHECKED_BYTES, 
 from megatron_sb.training.evaluate import choose_windows
 from megatron_sb.training.loop import Job
 from megatron_sb.training.task import load_task
+from megatron_sb.training.text_files import list_files
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 TINY = load_config(CONFIGS / "tiny_context_extension.yaml")
@@ -123,6 +125,51 @@ def test_paths_may_be_files_patterns_and_the_standard_library(text_folder):
         load_corpus(with_data(include=("*.txt",)))
     packages = load_corpus(with_data(paths=("python-site-packages",), include=("*.py",)))
     assert packages.train.lengths.sum() > library.train.lengths.sum(), "torch's sources alone are more"
+
+
+def test_files_that_are_left_out_are_counted(text_folder):
+    """By reason, in the sentence that the log and the run's record have."""
+    (text_folder / "part1" / "cache").mkdir()
+    (text_folder / "part1" / "cache" / "1.txt").write_text("excluded with its directory")
+    (text_folder / "notes.md").write_text("excluded")
+    (text_folder / "table.json").write_text("{}")
+    data = TextDataConfig(paths=(str(text_folder),), validation_fraction=0.3, exclude=("cache", "*.md"))
+    evaluation = dataclasses.replace(TINY.evaluation, target_tokens=16, longest=64)
+    task = load_task(dataclasses.replace(TINY, data=data, evaluation=evaluation))
+    assert "; left out: 2 by data.exclude, 2 by data.include, 1 empty; " in task.describe()
+    fingerprint = task.fingerprint()
+    assert fingerprint["train_documents"] + fingerprint["validation_documents"] == 40
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"include": ("*.html",)}, r"data\.include must .*'\*\.html'.* match none of the 42 files"),
+        ({"exclude": ("part?", "*.txt")}, r"data\.exclude must leave files in .*'part\?'"),
+    ],
+)
+def test_patterns_that_leave_no_file_are_named(fields, message, text_folder):
+    """The folder is not empty, and the message does not say so."""
+    with pytest.raises(ValueError, match=message):
+        load_corpus(with_data(paths=(str(text_folder),), **fields))
+
+
+def test_links_and_folders_that_cannot_be_read(text_folder, monkeypatch):
+    """A linked file is read, a linked folder is not. A folder that cannot be read is an error, not empty."""
+    (text_folder / "link.txt").symlink_to(text_folder / "part1" / "37.txt")
+    (text_folder / "loop").symlink_to(text_folder)
+    data = TextDataConfig(paths=(str(text_folder),))
+    assert len(list_files(data).names) == 41
+    scandir = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("part1"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError, match="part1"):
+        list_files(data)
 
 
 @pytest.mark.parametrize(

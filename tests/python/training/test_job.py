@@ -47,6 +47,9 @@ def straight(config, tmp_path_factory):
 
 def test_files_and_output_of_a_run(straight):
     out, output, errors = straight
+    data = json.loads((out / "data.json").read_text())
+    assert data["description"] in output and data["fingerprint"]["train_documents"] > 5
+    assert re.search(r"; left out: (.*, )?\d+ by data\.include", data["description"]), "compiled files"
     lines = metrics(out)
     assert [(line["model"], line["stage"], line["step"]) for line in lines] == [
         (model, stage, step)
