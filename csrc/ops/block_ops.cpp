@@ -11,6 +11,7 @@
 #include "ops/tensors.h"
 
 #if defined(SB_WITH_CUDA)
+#include "kernels/common/expired_wait.h"
 #include "kernels/common/segments.h"
 #endif
 
@@ -147,6 +148,14 @@ std::string describe_kernels() {
 
 std::string instruction_set() {
     return dispatch::instruction_set();
+}
+
+std::string expired_waits() {
+#if defined(SB_WITH_CUDA)
+    return common::describe_expired_waits();
+#else
+    return "";
+#endif
 }
 
 }  // namespace megatron_sb::ops

@@ -65,6 +65,9 @@ TORCH_LIBRARY(megatron_sb, m) {
     // The kernels of this build as text, and the instruction set of its CPU kernels on this machine.
     m.def("describe_kernels() -> str", megatron_sb::ops::describe_kernels);
     m.def("instruction_set() -> str", megatron_sb::ops::instruction_set);
+
+    // The waits of GPU kernels that ended their launch in this process (kernels/common/expired_wait.h), or "".
+    m.def("expired_waits() -> str", megatron_sb::ops::expired_waits);
 }
 
 namespace {

@@ -1,18 +1,14 @@
+#include <string>
 #include <utility>
 
 #include "core/error.h"
 #include "core/limits.h"
 #include "core/once_per_key.h"
+#include "kernels/common/expired_wait.h"
 #include "kernels/common/launch.h"
 
 namespace megatron_sb::common {
 namespace {
-
-int current_device() {
-    int device = 0;
-    check("current device", "cudaGetDevice", cudaGetDevice(&device));
-    return device;
-}
 
 int attribute_of_device(cudaDeviceAttr attribute) {
     static OncePerKey<std::pair<int, cudaDeviceAttr>, int> values;
@@ -41,12 +37,19 @@ void allow_shared_memory(const char* what, const void* kernel, int bytes) {
 void check(const char* what, const char* call, cudaError_t error) {
     if (error == cudaSuccess) return;
     cudaGetLastError();
-    throw RuntimeFailure(
-        concat(what, ": ", call, " failed: ", cudaGetErrorName(error), ", ", cudaGetErrorString(error)));
+    const std::string expired = describe_expired_waits();
+    throw RuntimeFailure(concat(what, ": ", call, " failed: ", cudaGetErrorName(error), ", ", cudaGetErrorString(error),
+                                expired.empty() ? "" : ". ", expired));
 }
 
 void check_launch(const char* what) {
     check(what, "launch", cudaGetLastError());
+}
+
+int current_device() {
+    int device = 0;
+    check("current device", "cudaGetDevice", cudaGetDevice(&device));
+    return device;
 }
 
 int num_multiprocessors() {

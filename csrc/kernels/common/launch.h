@@ -8,11 +8,14 @@
 namespace megatron_sb::common {
 
 // Throws RuntimeFailure if `error`, the result of `call`, is an error. `what` names the kernels that need the call.
-// Also resets the last error of this thread. Otherwise the next check_launch() would report it for another launch.
+// Also resets the last error of this thread. Otherwise the next check_launch() would report it for another launch. If a
+// wait of a kernel has expired (expired_wait.h), the message says so.
 void check(const char* what, const char* call, cudaError_t error);
 
 // Throws RuntimeFailure if the last launch of this thread failed. The message begins with `what`.
 void check_launch(const char* what);
+
+int current_device();
 
 // Return properties of the current device, and of a kernel on it: the number of CTAs that a multiprocessor holds. The
 // driver is asked once for each device and kernel, so `threads` and `shared_bytes` of a kernel must not change.

@@ -119,6 +119,7 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
     const common::Scalars scalars = common::scalars_of<Element>(p.options);
     a.scale = scalars.scale;
     a.scale_log2 = scalars.scale_log2e;
+    a.expired_wait = common::expired_wait_record();
     const int64_t num_work_tiles = int64_t(a.plan.max_key_tiles) * z.batch * z.num_kv_heads;
     common::launch("hopper backward", backward<T>, std::min<int64_t>(common::num_multiprocessors(), num_work_tiles),
                    T::kThreads, sizeof(typename T::Shared), stream, a);

@@ -43,10 +43,11 @@ class CarryReader {
     __device__ void run() const {
         StageCursor cursor;
         for (int number = 0;; ++number, cursor = cursor.next()) {
-            wait_for_step_info(control_, number);
+            wait_for_step_info(control_, args_, number);
             const Step& step = control_.step_info[number % kStepRing];
             if (step.flags & kEndOfWork) return;
-            mbarrier_wait(&control_.qdo_empty[cursor.stage], cursor.parity ^ 1);
+            mbarrier_wait(&control_.qdo_empty[cursor.stage], cursor.parity ^ 1,
+                          {Wait::kQdoEmpty, uint32_t(number), args_.expired_wait});
             Carry carries[2];  // of rows lane_ and lane_ + 32; all loads for them are in flight together
             read_starts(step, carries);
             if (step.flags & kOldestKeyTile)
@@ -98,23 +99,21 @@ class CarryReader {
     // Polls the carry slots until Publisher of the next older key tile has written all of them for this tile.
     __device__ void wait_for_carries(const Step& step, Carry (&carries)[2]) const {
         uint4 slots[2];
-        for (uint32_t tries = 0;; ++tries) {
+        const auto ready = [&] {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 slots[i] = make_uint4(0, 0, step.tile, 0);
                 if (has_row(step, i)) slots[i] = load_relaxed_b128(args_.plan.carries + index(step, i));
             }
-            if (int(slots[0].z) == step.tile && int(slots[1].z) == step.tile) break;
-            if (tries == kMaxTries) abort_launch();
-        }
+            return int(slots[0].z) == step.tile && int(slots[1].z) == step.tile;
+        };
+        wait_until(ready, {Wait::kCarriesOfOlderTile, uint32_t(step.tile), args_.expired_wait});
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             carries[i].mass = __uint_as_float(slots[i].x);
             carries[i].prefix = __uint_as_float(slots[i].y);
         }
     }
-
-    static constexpr uint32_t kMaxTries = 1 << 24;
 
     BackwardControl& control_;
     const BackwardArguments& args_;
@@ -125,17 +124,18 @@ class CarryReader {
 // dq_published, on which Publisher arrives, before it reuses a turn. It arrives on dq_turn, on which the consumers
 // wait.
 __device__ inline void wait_for_turns(BackwardControl& c, const BackwardArguments& a) {
-    constexpr uint32_t kMaxTries = 1 << 24;
     for (int number = 0;; ++number) {
-        wait_for_step_info(c, number);
+        wait_for_step_info(c, a, number);
         const Step& step = c.step_info[number % kStepRing];
         if (step.flags & kEndOfWork) return;
         const int turn = number % kDqTurns;
-        if (number >= kDqTurns) mbarrier_wait(&c.dq_published[turn], (number / kDqTurns - 1) & 1);
+        if (number >= kDqTurns)
+            mbarrier_wait(&c.dq_published[turn], (number / kDqTurns - 1) & 1,
+                          {Wait::kDqPublished, uint32_t(number), a.expired_wait});
         if (!(step.flags & kOldestKeyTile)) {
             const int32_t* const next_tile = a.plan.dq_next_tile + step.dq_index;
-            for (uint32_t tries = 0; load_acquire(next_tile) != step.tile; ++tries)
-                if (tries == kMaxTries) abort_launch();
+            wait_until([&] { return load_acquire(next_tile) == step.tile; },
+                       {Wait::kDqAddedByOlderTile, uint32_t(step.tile), a.expired_wait});
         }
         mbarrier_arrive(&c.dq_turn[turn]);
         mbarrier_arrive(&c.step_info_empty[number % kStepRing]);
@@ -157,7 +157,7 @@ class Publisher {
         // head_dim 128, each warp adds step n - 2 before it scans step n.
         constexpr int kLag = T::kDzSlots;
         for (int number = 0;; ++number) {
-            wait_for_step_info(control_, number);
+            wait_for_step_info(control_, args_, number);
             const int flags = step(number).flags;
             if (flags & kEndOfWork) return;
             publish_additions_before(number - kLag + 1);
@@ -173,7 +173,8 @@ class Publisher {
     __device__ void publish_carries(int number) const {
         const Step& step = this->step(number);
         for (uint64_t& full : control_.carry_out_full[1][number % kCarryOutSlots])
-            mbarrier_wait(&full, number / kCarryOutSlots & 1);
+            mbarrier_wait(&full, number / kCarryOutSlots & 1,
+                          {Wait::kCarryOutFull, uint32_t(number), args_.expired_wait});
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int row = lane_ + 32 * i;
@@ -194,7 +195,8 @@ class Publisher {
             if (lane_ == 0) {
                 const Step& step = this->step(next_addition_);
                 const int turn = next_addition_ % kDqTurns;
-                mbarrier_wait(&control_.dq_added[turn], next_addition_ / kDqTurns & 1);
+                mbarrier_wait(&control_.dq_added[turn], next_addition_ / kDqTurns & 1,
+                              {Wait::kDqAdded, uint32_t(next_addition_), args_.expired_wait});
                 fence_acq_rel_gpu();
                 if (!(step.flags & kNewestKeyTile))
                     store_relaxed(args_.plan.dq_next_tile + step.dq_index, step.tile + 1);

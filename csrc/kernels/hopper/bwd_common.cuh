@@ -3,8 +3,8 @@
 #pragma once
 
 #include "kernels/hopper/bwd_plan.h"
-#include "kernels/hopper/ptx.cuh"
 #include "kernels/hopper/tensor_maps.h"
+#include "kernels/hopper/wait.cuh"
 
 namespace megatron_sb::hopper {
 
@@ -14,6 +14,7 @@ struct BackwardArguments {
     TensorMap q, d_o, k, v;
     int32_t heads_in_flight;  // KV heads that are processed together
     float scale, scale_log2;
+    ExpiredWait* expired_wait;
 };
 
 // A stage of the ring of Q and dO, and the parity of its qdo_full barrier in this use. The parity of carry_in_full is
@@ -26,8 +27,9 @@ struct StageCursor {
 };
 
 // The step loader arrives on step_info_full; the other warps of its warpgroup wait here.
-__device__ __forceinline__ void wait_for_step_info(BackwardControl& c, int number) {
-    mbarrier_wait(&c.step_info_full[number % kStepRing], number / kStepRing & 1);
+__device__ __forceinline__ void wait_for_step_info(BackwardControl& c, const BackwardArguments& a, int number) {
+    mbarrier_wait(&c.step_info_full[number % kStepRing], number / kStepRing & 1,
+                  {Wait::kStepInfoFull, uint32_t(number), a.expired_wait});
 }
 
 }  // namespace megatron_sb::hopper

@@ -63,9 +63,10 @@ class HalfScan : protected BackwardThread<T> {
     // Waits for the carries at the older edge of this half, and passes them to the scan.
     template <class Scan>
     __device__ __forceinline__ void load_carries(Scan& scan, uint32_t number, const StageCursor& cursor) {
-        mbarrier_wait(&control_.carry_in_full[cursor.stage], cursor.parity);
+        this->wait(Wait::kCarryInFull, number, &control_.carry_in_full[cursor.stage], cursor.parity);
         if (half_ == 1)
-            mbarrier_wait(&control_.carry_out_full[0][number % kCarryOutSlots][warp_], number / kCarryOutSlots & 1);
+            this->wait(Wait::kCarryOutFull, number, &control_.carry_out_full[0][number % kCarryOutSlots][warp_],
+                       number / kCarryOutSlots & 1);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             Carry carry = control_.carry_in[cursor.stage][row(r)];
@@ -129,7 +130,8 @@ class HalfScan : protected BackwardThread<T> {
 #pragma unroll
         for (int r = 0; r < 2; ++r)  // a NaN in this half must not reach newer keys
             prefix[r] = isnan(scan.newer_prefix[r]) ? 0.f : scan.newer_prefix[r];
-        mbarrier_wait(&control_.carry_out_empty[half_][number % kCarryOutSlots], number / kCarryOutSlots & 1 ^ 1);
+        this->wait(Wait::kCarryOutEmpty, number, &control_.carry_out_empty[half_][number % kCarryOutSlots],
+                   number / kCarryOutSlots & 1 ^ 1);
         if (lane_ % 4 == 0) {
 #pragma unroll
             for (int r = 0; r < 2; ++r)

@@ -52,8 +52,8 @@ __global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant_
         warpgroup_reg_dealloc<T::kProducerRegisters>();
         const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
         if (warp == 0) ForwardProducer<T>(shared, arguments).run();
-        if (warp == 1) TailLoader<T>(c, 0, arguments.params.k).run(shared.k, c.k_full);
-        if (warp == 2) TailLoader<T>(c, 1, arguments.params.v).run(shared.v, c.v_full);
+        if (warp == 1) TailLoader<T>(c, 0, arguments.params.k, arguments.expired_wait).run(shared.k, c.k_full);
+        if (warp == 2) TailLoader<T>(c, 1, arguments.params.v, arguments.expired_wait).run(shared.v, c.v_full);
     } else {
         warpgroup_reg_alloc<T::kConsumerRegisters>();
         ForwardConsumer<T>(shared, arguments, warpgroup - 1).run();
@@ -88,6 +88,7 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
     a.scale_log2 = scalars.scale_log2e;
     a.min_mass = scalars.least_mass;
     a.restart_floor = scalars.least_restart;
+    a.expired_wait = common::expired_wait_record();
 
     const int64_t num_work_tiles = common::max_query_tiles(z, p.segments, T::kQueryTile) * z.batch * z.num_heads;
     common::launch("hopper forward", forward<T>, std::min<int64_t>(common::num_multiprocessors(), num_work_tiles),

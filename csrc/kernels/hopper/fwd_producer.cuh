@@ -14,8 +14,8 @@
 #pragma once
 
 #include "kernels/hopper/fwd_traits.h"
-#include "kernels/hopper/ptx.cuh"
 #include "kernels/hopper/tensor_maps.h"
+#include "kernels/hopper/wait.cuh"
 
 namespace megatron_sb::hopper {
 
@@ -30,6 +30,7 @@ struct ForwardArguments {
     float scale_log2;     // scale * log2(e), never 0
     float min_mass;       // a row with less mass is used up: older keys contribute nothing
     float restart_floor;  // a restart record needs at least this mass
+    ExpiredWait* expired_wait;
 };
 
 // Number of keys of the segment that are visible to row `row` of a query tile.
@@ -102,7 +103,8 @@ class ForwardProducer {
     // consumer threads arrive. It arrives twice on `q_full`, on which the consumers wait.
     __device__ void publish_work_tile() {
         const int slot = num_published_ % kQueryStages;
-        mbarrier_wait(&control_.q_empty[slot], num_published_ / kQueryStages & 1 ^ 1);
+        mbarrier_wait(&control_.q_empty[slot], num_published_ / kQueryStages & 1 ^ 1,
+                      {Wait::kQEmpty, uint32_t(num_published_), args_.expired_wait});
         ++num_published_;
         const Sizes& z = args_.params.sizes;
         const QueryTile tile = next_tile();
@@ -163,7 +165,9 @@ class ForwardProducer {
     // keys; the slot then carries the end of keys instead of a tile.
     __device__ bool load_keys(int tile) {
         const int slot = k_uses_ % kKvStages;
-        mbarrier_wait(&control_.k_empty[slot], empty_parity(k_uses_++));
+        mbarrier_wait(&control_.k_empty[slot], empty_parity(k_uses_),
+                      {Wait::kKEmpty, uint32_t(k_uses_), args_.expired_wait});
+        ++k_uses_;
         if (tile < newest_ && all_consumers_used_up(slot)) {
             send_end_of_keys(slot);
             return false;
@@ -173,7 +177,9 @@ class ForwardProducer {
     }
     __device__ void load_values(const KeyRange& values, int tile) {
         const int slot = v_uses_ % kKvStages;
-        mbarrier_wait(&control_.v_empty[slot], empty_parity(v_uses_++));
+        mbarrier_wait(&control_.v_empty[slot], empty_parity(v_uses_),
+                      {Wait::kVEmpty, uint32_t(v_uses_), args_.expired_wait});
+        ++v_uses_;
         load(1, shared_.v[slot], &control_.v_full[slot], args_.v, values, tile, slot);
     }
 
@@ -210,7 +216,8 @@ class ForwardProducer {
     }
     // Sends a tail tile to its loader warp, after that warp has read the previous one. Slot -1 stops the loader.
     __device__ void send_to_tail_loader(int loader, int slot, const KeyRange& keys, int tile) {
-        mbarrier_wait(&control_.tail_empty[loader], (tail_parity_ >> loader & 1) ^ 1);
+        mbarrier_wait(&control_.tail_empty[loader], (tail_parity_ >> loader & 1) ^ 1,
+                      {Wait::kTailEmpty, uint32_t(loader), args_.expired_wait});
         tail_parity_ ^= 1 << loader;
         if (lane_ != 0) return;
         const int count = max(keys.len - tile * kKeyTile, 0);

@@ -53,19 +53,6 @@ __device__ __forceinline__ bool mbarrier_test_wait(uint64_t* barrier, int parity
                  : "memory");
     return done;
 }
-// Ends the launch with an error, by a store to address 0. Do not use `trap`: with it ptxas ignores the register counts
-// of setmaxnreg.
-__device__ __forceinline__ void abort_launch() {
-    asm volatile("st.global.u32 [%0], %1;" ::"l"(0ULL), "r"(0) : "memory");
-}
-// Waits until the phase with this parity is complete. A wait that takes seconds is a bug; it ends the launch with an
-// error instead of hanging.
-__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
-    constexpr uint32_t kMaxTries = 1 << 26;
-    if (mbarrier_try_wait(barrier, parity)) return;
-    for (uint32_t tries = 0; !mbarrier_try_wait(barrier, parity); ++tries)
-        if (tries == kMaxTries) abort_launch();
-}
 
 // ---- copies into shared memory --------------------------------------------------------------------------------------
 

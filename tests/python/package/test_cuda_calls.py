@@ -18,11 +18,15 @@ def statements(text: str) -> list[str]:
 
 
 def unchecked_calls(text: str) -> list[str]:
-    """Return the CUDA calls that are not an argument of check(), and the launches without check_launch() after them."""
+    """Return the CUDA calls without check() and the launches without check_launch() after them.
+
+    A call is checked if it is an argument of check() or the initial value of a variable `error`.
+    """
     found, launch = [], None
     for statement in statements(text):
         for call in re.finditer(r"\bcuda[A-Z]\w*(?=\()", statement):
-            if call[0] not in REPORTS and not re.search(r"\bcheck\((?:[^;]*)$", statement[: call.start()]):
+            checked = re.search(r"\bcheck\([^;]*$|\bcudaError_t error =\s*$", statement[: call.start()])
+            if call[0] not in REPORTS and not checked:
                 found.append(call[0])
         if launch is not None and "check_launch(" not in statement:
             found.append(launch)

@@ -1,0 +1,131 @@
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <iterator>
+#include <map>
+#include <mutex>
+
+#include "core/error.h"
+#include "kernels/common/expired_wait.h"
+#include "kernels/common/launch.h"
+
+namespace megatron_sb::common {
+namespace {
+
+struct Name {
+    const char *kernel, *wait;
+};
+
+// Indexed by Wait.
+constexpr Name kNames[] = {
+    {"", ""},
+    {"hopper forward", "q_full"},
+    {"hopper forward", "q_empty"},
+    {"hopper forward", "k_full"},
+    {"hopper forward", "k_empty"},
+    {"hopper forward", "v_full"},
+    {"hopper forward", "v_empty"},
+    {"hopper forward", "tail_full"},
+    {"hopper forward", "tail_empty"},
+    {"hopper backward", "qdo_full"},
+    {"hopper backward", "qdo_empty"},
+    {"hopper backward", "kv_full"},
+    {"hopper backward", "kv_empty"},
+    {"hopper backward", "carry_in_full"},
+    {"hopper backward", "carry_out_full"},
+    {"hopper backward", "carry_out_empty"},
+    {"hopper backward", "dz_full"},
+    {"hopper backward", "dz_empty"},
+    {"hopper backward", "own_half_full"},
+    {"hopper backward", "own_half_empty"},
+    {"hopper backward", "step_info_full"},
+    {"hopper backward", "step_info_empty"},
+    {"hopper backward", "dq_turn"},
+    {"hopper backward", "dq_added"},
+    {"hopper backward", "dq_published"},
+    {"hopper backward", "the carries of the next older key tile"},
+    {"hopper backward", "the addition of the next older key tile to dq"},
+    {"test", "a partner that never arrives"},
+};
+static_assert(std::size(kNames) == size_t(Wait::kTest) + 1, "every Wait must have a name");
+
+std::string describe(int device, ExpiredWait record) {
+    const auto bits = [record](int shift, int count) { return record >> shift & ((1ULL << count) - 1); };
+    const Name& name = kNames[bits(kWaitShift, 8) % std::size(kNames)];
+    return concat("A wait of the kernel '", name.kernel, "' on GPU ", device, " took longer than ", kWaitLimitSeconds,
+                  " s: CTA ", bits(kCtaShift, 16), ", warp ", bits(kWarpShift, 5), " waited for ", name.wait,
+                  ", number ", bits(0, 32), ". The kernel then ended its launch by an access to address 0.");
+}
+
+// The records of this process. A kernel writes a record once, and the host only reads it.
+class Records {
+  public:
+    // Constructed after the CUDA runtime, so its destructor runs while the runtime still exists.
+    ~Records() {
+        if (!seen_ && !describe_all().empty()) std::fprintf(stderr, "megatron_sb: %s\n", describe_all().c_str());
+    }
+
+    ExpiredWait* on_device(int device) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        const auto found = records_.find(device);
+        if (found != records_.end()) return found->second.of_device;
+        return records_.emplace(device, allocate()).first->second.of_device;
+    }
+
+    std::string describe_all() {
+        // A child after fork() does not have the memory that CUDA allocated in its parent.
+        if (getpid() != process_) return "";
+        const std::lock_guard<std::mutex> lock(mutex_);
+        std::string text;
+        for (const auto& [device, record] : records_)
+            if (*record.of_host != 0) text += (text.empty() ? "" : " ") + describe(device, *record.of_host);
+        if (!text.empty()) seen_ = true;
+        return text;
+    }
+
+  private:
+    struct Record {
+        const volatile ExpiredWait* of_host;
+        ExpiredWait* of_device;
+    };
+
+    static Record allocate() {
+        constexpr const char* kWhat = "record of expired waits";
+        // In the other modes, an allocation would end the capture of a graph with an error.
+        cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+        check(kWhat, "cudaThreadExchangeStreamCaptureMode", cudaThreadExchangeStreamCaptureMode(&mode));
+        void *of_host = nullptr, *of_device = nullptr;
+        const cudaError_t error =
+            cudaHostAlloc(&of_host, sizeof(ExpiredWait), cudaHostAllocMapped | cudaHostAllocPortable);
+        check(kWhat, "cudaThreadExchangeStreamCaptureMode", cudaThreadExchangeStreamCaptureMode(&mode));
+        check(kWhat, "cudaHostAlloc", error);
+        *static_cast<volatile ExpiredWait*>(of_host) = 0;
+        check(kWhat, "cudaHostGetDevicePointer", cudaHostGetDevicePointer(&of_device, of_host, 0));
+        return {static_cast<volatile ExpiredWait*>(of_host), static_cast<ExpiredWait*>(of_device)};
+    }
+
+    const pid_t process_ = getpid();
+    std::mutex mutex_;
+    std::map<int, Record> records_;
+    std::atomic<bool> seen_ = false;
+};
+
+// Null until a kernel with waits has been launched.
+std::atomic<Records*> records_of_process = nullptr;
+
+}  // namespace
+
+ExpiredWait* expired_wait_record() {
+    const int device = current_device();
+    static Records records;
+    records_of_process = &records;
+    return records.on_device(device);
+}
+
+std::string describe_expired_waits() {
+    Records* const records = records_of_process;
+    return records == nullptr ? "" : records->describe_all();
+}
+
+}  // namespace megatron_sb::common
