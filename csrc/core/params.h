@@ -54,6 +54,15 @@ struct Rows {
     int64_t head_stride = 0;
 };
 
+// A cache of keys in blocks. Row r of k and v is row r % block_size of block table[r / block_size]. The batch stride of
+// k and v is the stride from block to block, and sizes.batch is 1. GPU kernels clamp the entries of the table to
+// [0, num_blocks), because the host does not read them there.
+struct KeyBlocks {
+    const int32_t* table = nullptr;  // (k_rows / block_size,); null: k and v are not in blocks
+    int32_t block_size = 0;
+    int32_t num_blocks = 0;
+};
+
 struct Sizes {
     Dtype dtype;  // of q, k, v and do. The accumulation type is fp64 for kFloat64 and fp32 for all others
     int32_t batch;
@@ -102,6 +111,7 @@ struct ForwardParams {
     Options options;
     Segments segments;
     Rows<const void*> q, k, v;
+    KeyBlocks key_blocks;           // only if the kernel serves requests with blocks (dispatch/table.h)
     Rows<void*> o;                  // of type o_dtype
     Dtype o_dtype;                  // the accumulation type or sizes.dtype
     const void* mass_in = nullptr;  // (batch, num_heads, q_rows), accumulation type; null: 1, a full stick

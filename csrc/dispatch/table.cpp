@@ -39,14 +39,17 @@ bool is_half(Dtype dtype) {
 
 bool hopper_serves(const Request& r) {
     return r.device == Device::kCuda && r.architecture == 90 && is_half(r.dtype) && r.head_dim == r.head_dim_v &&
-           (r.head_dim == 64 || r.head_dim == 128) && !r.forget_gate;
+           (r.head_dim == 64 || r.head_dim == 128) && !r.forget_gate && !r.key_blocks;
 }
 #endif
 
 constexpr Kernels kTable[] = {
 #if defined(SB_WITH_CUDA)
     {"hopper", hopper_serves,
-     [] { return std::string("CUDA sm_90; bf16, fp16; head_dim = head_dim_v = 64 or 128; without forget gates"); },
+     [] {
+         return std::string(
+             "CUDA sm_90; bf16, fp16; head_dim = head_dim_v = 64 or 128; no forget gates, no paged cache");
+     },
      hopper::forward_workspace, hopper::backward_workspace, hopper::block_forward, hopper::block_backward, true},
     {"portable", portable_serves,
      [] { return concat("CUDA sm_80 and later; fp32, bf16, fp16; ", supported_head_dims()); },
@@ -63,7 +66,7 @@ constexpr Kernels kTable[] = {
 std::string describe(const Request& r) {
     const std::string where = r.device == Device::kCpu ? "CPU" : concat("CUDA sm_", r.architecture);
     return concat(where, ", ", name_of(r.dtype), ", head_dim ", r.head_dim, ", head_dim_v ", r.head_dim_v,
-                  r.forget_gate ? ", forget gates" : "");
+                  r.forget_gate ? ", forget gates" : "", r.key_blocks ? ", keys in blocks" : "");
 }
 
 // MEGATRON_SB_KERNELS=portable disables the Hopper and decode kernels, for comparisons and as a workaround.

@@ -17,6 +17,7 @@ struct Request {
     Dtype dtype;
     int head_dim, head_dim_v;
     bool forget_gate = false;
+    bool key_blocks = false;  // a forward whose keys are in blocks
 };
 
 struct Kernels {

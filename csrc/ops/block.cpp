@@ -20,27 +20,28 @@ void check_rows(const char* name, const at::Tensor& x) {
                       ": last stride must be 1, got ", x.sym_stride(3));
 }
 
-Sizes sizes_of(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+Sizes sizes_of(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t k_rows) {
     return {dtype_of(q.scalar_type()), int32_t(q.size(0)), int32_t(q.size(2)), int32_t(k.size(2)),
-            int32_t(q.size(1)),        int32_t(k.size(1)), int32_t(q.size(3)), int32_t(v.size(3))};
+            int32_t(q.size(1)),        int32_t(k_rows),    int32_t(q.size(3)), int32_t(v.size(3))};
 }
 
 // The segments of a call: the caller's table, or one segment over all rows, which this object holds.
 class SegmentTable {
   public:
-    SegmentTable(const std::optional<at::Tensor>& segments, const at::Tensor& q, const at::Tensor& k) {
+    SegmentTable(const std::optional<at::Tensor>& segments, const at::Tensor& q, int64_t k_rows) : k_rows_(k_rows) {
         if (!segments.has_value()) {
-            const int32_t s = int32_t(q.size(1)), s_k = int32_t(k.size(1));
+            const int32_t s = int32_t(q.size(1)), s_k = int32_t(k_rows);
             segments_.whole = {0, s, 0, s_k, s_k - s};
             return;
         }
         table_ = segments->contiguous();
         segments_.data = reinterpret_cast<const Segment*>(table_.const_data_ptr<int32_t>());
         segments_.size = int32_t(table_.size(0));
-        if (table_.is_cpu()) check_values(q.size(1), k.size(1));
+        if (table_.is_cpu()) check_values(q.size(1), k_rows);
     }
 
     const Segments& segments() const { return segments_; }
+    int64_t k_rows() const { return k_rows_; }
 
     // Whether a CPU table leaves a query row in no segment. GPU kernels find such rows themselves.
     bool leaves_rows(int64_t q_rows) const {
@@ -76,11 +77,13 @@ class SegmentTable {
                               k_ranges[i - 1].first, " and ", k_ranges[i].first);
     }
 
+    const int64_t k_rows_;
     at::Tensor table_;
     Segments segments_;
 };
 
-const dispatch::Kernels& kernels_for(const at::Tensor& q, const at::Tensor& v, bool forget_gate) {
+const dispatch::Kernels& kernels_for(const at::Tensor& q, const at::Tensor& v, bool forget_gate,
+                                     bool key_blocks = false) {
     const bool on_cpu = q.is_cpu();
     TORCH_CHECK_VALUE(on_cpu || q.is_cuda(), "q: device must be cpu or cuda, got ", q.device());
     const dispatch::Request request = {on_cpu ? dispatch::Device::kCpu : dispatch::Device::kCuda,
@@ -88,7 +91,8 @@ const dispatch::Kernels& kernels_for(const at::Tensor& q, const at::Tensor& v, b
                                        dtype_of(q.scalar_type()),
                                        int(q.size(3)),
                                        int(v.size(3)),
-                                       forget_gate};
+                                       forget_gate,
+                                       key_blocks};
     try {
         return dispatch::find(request);
     } catch (const InvalidArgument& error) {
@@ -124,7 +128,7 @@ template <class Params>
 Params with_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const SegmentTable& table,
                    const BlockOptions& options, const std::optional<at::Tensor>& mass_in) {
     Params params;
-    params.sizes = sizes_of(q, k, v);
+    params.sizes = sizes_of(q, k, v, table.k_rows());
     params.options = options;
     params.segments = table.segments();
     params.q = strided_rows<const void*>(q);
@@ -132,6 +136,46 @@ Params with_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
     params.v = strided_rows<const void*>(v);
     params.mass_in = data_or_null(mass_in);
     return params;
+}
+
+// The checked arguments of a forward.
+struct ForwardCall {
+    at::Tensor q, k, v;
+    std::optional<at::Tensor> block_table;
+    SegmentTable table;
+    std::optional<at::Tensor> mass_in;
+    BlockOptions options;
+};
+
+BlockOutput run_forward(const ForwardCall& in, at::ScalarType o_type) {
+    const DeviceScope scope(in.q.device());
+    const at::Tensor q = aligned(in.q), k = aligned(in.k), v = aligned(in.v);
+    const dispatch::Kernels& kernels = kernels_for(q, v, in.options.forget_gate, in.block_table.has_value());
+    const at::ScalarType wide = accumulation_type(q);
+
+    const std::vector<int64_t> rows = {q.size(0), q.size(2), q.size(1)};
+    BlockOutput out;
+    out.o = at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options().dtype(o_type));
+    out.mass = at::empty(rows, q.options().dtype(wide));
+    out.restart_edge = at::empty(rows, q.options().dtype(at::kInt));
+    out.restart_mass = at::empty(rows, q.options().dtype(wide));
+    if (in.table.leaves_rows(q.size(1))) {
+        out.o.zero_();
+        in.mass_in.has_value() ? out.mass.copy_(*in.mass_in) : out.mass.fill_(1);
+        out.restart_edge.zero_();
+        out.restart_mass.zero_();
+    }
+    auto params = with_inputs<ForwardParams>(q, k, v, in.table, in.options, in.mass_in);
+    if (in.block_table.has_value())
+        params.key_blocks = {in.block_table->const_data_ptr<int32_t>(), int32_t(k.size(1)), int32_t(k.size(0))};
+    params.o = strided_rows<void*>(out.o);
+    params.o_dtype = dtype_of(o_type);
+    params.mass_out = out.mass.data_ptr();
+    params.restart = {out.restart_edge.data_ptr<int32_t>(), out.restart_mass.data_ptr()};
+    const at::Tensor workspace = empty_workspace(kernels.forward_workspace(params), q);
+    params.workspace = workspace.data_ptr();
+    kernels.forward(params, scope.stream());
+    return out;
 }
 
 }  // namespace
@@ -197,39 +241,21 @@ bool narrow_gradients(const at::Tensor& q, const at::Tensor& v, const BlockOptio
     return kernels_for(q, v, options.forget_gate).narrow_gradients;
 }
 
-BlockOutput block_forward(const at::Tensor& q_given, const at::Tensor& k_given, const at::Tensor& v_given,
+BlockOutput block_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                           const std::optional<at::Tensor>& segments, const std::optional<at::Tensor>& mass_in,
                           const BlockOptions& options, std::optional<at::ScalarType> o_dtype) {
-    check_block(q_given, k_given, v_given, segments, mass_in, options);
-    const at::ScalarType wide = accumulation_type(q_given), o_type = o_dtype.value_or(wide);
-    check_out_dtype(o_type, q_given);
-    const DeviceScope scope(q_given.device());
-    const at::Tensor q = aligned(q_given), k = aligned(k_given), v = aligned(v_given);
-    const dispatch::Kernels& kernels = kernels_for(q, v, options.forget_gate);
-    const SegmentTable table(segments, q, k);
-    const std::optional<at::Tensor> carry = contiguous(mass_in);
+    check_block(q, k, v, segments, mass_in, options);
+    const at::ScalarType o_type = o_dtype.value_or(accumulation_type(q));
+    check_out_dtype(o_type, q);
+    return run_forward({q, k, v, std::nullopt, SegmentTable(segments, q, k.size(1)), contiguous(mass_in), options},
+                       o_type);
+}
 
-    const std::vector<int64_t> rows = {q.size(0), q.size(2), q.size(1)};
-    BlockOutput out;
-    out.o = at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options().dtype(o_type));
-    out.mass = at::empty(rows, q.options().dtype(wide));
-    out.restart_edge = at::empty(rows, q.options().dtype(at::kInt));
-    out.restart_mass = at::empty(rows, q.options().dtype(wide));
-    if (table.leaves_rows(q.size(1))) {
-        out.o.zero_();
-        carry.has_value() ? out.mass.copy_(*carry) : out.mass.fill_(1);
-        out.restart_edge.zero_();
-        out.restart_mass.zero_();
-    }
-    auto params = with_inputs<ForwardParams>(q, k, v, table, options, carry);
-    params.o = strided_rows<void*>(out.o);
-    params.o_dtype = dtype_of(o_type);
-    params.mass_out = out.mass.data_ptr();
-    params.restart = {out.restart_edge.data_ptr<int32_t>(), out.restart_mass.data_ptr()};
-    const at::Tensor workspace = empty_workspace(kernels.forward_workspace(params), q);
-    params.workspace = workspace.data_ptr();
-    kernels.forward(params, scope.stream());
-    return out;
+BlockOutput block_forward_paged(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                const at::Tensor& block_table, const at::Tensor& segments, const BlockOptions& options,
+                                at::ScalarType o_dtype) {
+    const SegmentTable table(segments, q, block_table.numel() * k.size(1));
+    return run_forward({q, k, v, block_table, table, std::nullopt, options}, o_dtype);
 }
 
 at::Tensor block_backward(const at::Tensor& d_o_given, const at::Tensor& q_given, const at::Tensor& k_given,
@@ -242,7 +268,7 @@ at::Tensor block_backward(const at::Tensor& d_o_given, const at::Tensor& q_given
     const DeviceScope scope(q_given.device());
     const at::Tensor q = aligned(q_given), k = aligned(k_given), v = aligned(v_given), d_o = aligned(d_o_given);
     const dispatch::Kernels& kernels = kernels_for(q, v, options.forget_gate);
-    const SegmentTable table(segments, q, k);
+    const SegmentTable table(segments, q, k.size(1));
     const std::optional<at::Tensor> carry = contiguous(mass_in), prefix = contiguous(prefix_in);
     const at::Tensor edge = restart_edge.contiguous(), mass = restart_mass.contiguous();
 

@@ -53,6 +53,13 @@ BlockOutput block_forward(const at::Tensor& q, const at::Tensor& k, const at::Te
                           const std::optional<at::Tensor>& segments, const std::optional<at::Tensor>& mass_in,
                           const BlockOptions& options, std::optional<at::ScalarType> o_dtype = std::nullopt);
 
+// Does the same for q (1, s, h, d) and keys in blocks: k (blocks, block_size, h_kv, d), v (blocks, block_size, h_kv,
+// d_v). Row r of the keys is row r % block_size of block block_table[r / block_size]. block_table: int32, contiguous.
+// The caller checks all arguments. No kernel copies the keys.
+BlockOutput block_forward_paged(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                const at::Tensor& block_table, const at::Tensor& segments, const BlockOptions& options,
+                                at::ScalarType o_dtype);
+
 // Adds the gradients of this block to `gradients`, or writes them (BlockGradients). Returns prefix_out (b, h, s).
 // mass_in scales a restart record that was written before the carry was known; default 1. prefix_in is the sum of g
 // over all older keys plus mass * d_mass; default 0.

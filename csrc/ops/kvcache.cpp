@@ -109,33 +109,52 @@ TensorPair empty_results(const KvCacheCall& in) {
                              in.q.options().dtype(accumulation_type(in.q)))};
 }
 
-// ---- as segments: the caches of all sequences are concatenated, and each sequence is one segment
+// ---- as segments: the keys of all sequences are rows of one batch element, and each sequence is one segment
+
+// The keys, without a copy. Sequence i has its first key in row i * pitch.
+struct KeyRows {
+    at::Tensor k, v;       // (1, rows, h_kv, d or d_v); with a table (blocks, block_size, h_kv, d or d_v)
+    OptionalTensor table;  // of block_forward_paged
+    int64_t pitch;
+};
+
+// Returns how many rows a sequence of a cache without blocks begins after the one before it. Returns 0 if that is no
+// whole number, or if the sequences overlap.
+int64_t rows_between_sequences(const at::Tensor& cache) {
+    if (cache.size(0) == 1) return cache.size(1);
+    const int64_t row = cache.stride(1), sequence = cache.stride(0);
+    return row > 0 && sequence % row == 0 && sequence / row >= cache.size(1) ? sequence / row : 0;
+}
+
+KeyRows key_rows(const KvCacheCall& in) {
+    const int64_t b = in.q.size(0), capacity = in.capacity().expect_int();
+    if (in.paged()) return {in.k, in.v, in.block_table->contiguous(), capacity};
+    const int64_t pitch = rows_between_sequences(in.k), rows = (b - 1) * pitch + capacity;
+    if (pitch > 0 && pitch == rows_between_sequences(in.v) && rows <= kMaxRows) {
+        const auto concatenated = [&](const at::Tensor& x) {
+            return x.as_strided({1, rows, x.size(2), x.size(3)}, {x.stride(0), x.stride(1), x.stride(2), x.stride(3)});
+        };
+        return {concatenated(in.k), concatenated(in.v), std::nullopt, pitch};
+    }
+    return {in.k, in.v, at::arange(b, in.cache_seqlens.options()), capacity};  // each sequence is one block
+}
+
 TensorPair through_blocks(const KvCacheCall& in, const BlockOptions& options) {
     const int64_t b = in.q.size(0), s_q = in.q.size(1), capacity = in.capacity().expect_int();
     check_at_most("q", "number of rows of all sequences", b * s_q, kMaxRows);
     check_at_most("k_cache", "number of positions of all sequences", b * capacity, kMaxRows);
-    const auto concatenated = [&](const at::Tensor& cache) {
-        if (!in.paged()) return cache.flatten(0, 1).unsqueeze(0);
-        // Entries beyond the keys of a sequence may have any value, because no segment includes their blocks.
-        const at::Tensor blocks = in.block_table->clamp(0, cache.size(0) - 1).flatten();
-        return cache.index_select(0, blocks).flatten(0, 1).unsqueeze(0);
-    };
+    const KeyRows keys = key_rows(in);
     const at::Tensor end = in.cache_seqlens.clamp(0, capacity);
     const at::Tensor first =
         in.cache_leftpad.has_value() ? at::minimum(in.cache_leftpad->clamp_min(0), end) : at::zeros_like(end);
-    const auto table = [&](const at::Tensor& sequence) {
-        return at::stack(
-            {sequence * s_q, at::full_like(end, s_q), sequence * capacity + first, end - first, end - first - s_q}, 1);
-    };
-    const auto all_equal = [](const at::Tensor& x) { return x.eq(x[0]).all().item<bool>(); };
-    if (in.q.is_cpu() && !in.paged() && all_equal(end) && all_equal(first)) {  // one segment serves all sequences
-        const at::Tensor segment = table(at::zeros_like(end)).narrow(0, 0, 1);
-        const BlockOutput out = block_forward(in.q, in.k, in.v, segment, std::nullopt, options, in.q.scalar_type());
-        return {out.o, out.mass};
-    }
-    const at::Tensor segments = table(at::arange(b, end.options()));
-    const BlockOutput out = block_forward(in.q.flatten(0, 1).unsqueeze(0), concatenated(in.k), concatenated(in.v),
-                                          segments, std::nullopt, options, in.q.scalar_type());
+    const at::Tensor sequence = at::arange(b, end.options());
+    const at::Tensor segments = at::stack(
+        {sequence * s_q, at::full_like(end, s_q), sequence * keys.pitch + first, end - first, end - first - s_q}, 1);
+    const at::Tensor q = in.q.flatten(0, 1).unsqueeze(0);
+    const at::ScalarType type = q.scalar_type();
+    const BlockOutput out = keys.table.has_value()
+                                ? block_forward_paged(q, keys.k, keys.v, *keys.table, segments, options, type)
+                                : block_forward(q, keys.k, keys.v, segments, std::nullopt, options, type);
     return {out.o.view({b, s_q, in.q.size(2), in.v.size(3)}),
             out.mass.view({in.q.size(2), b, s_q}).transpose(0, 1).contiguous()};
 }

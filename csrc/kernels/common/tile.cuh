@@ -9,6 +9,7 @@
 // thread then holds G/4 neighbouring keys of a row.
 #pragma once
 
+#include "core/segment.h"
 #include "kernels/common/ptx.cuh"
 #include "kernels/common/scalars.h"
 
@@ -106,6 +107,27 @@ __device__ inline void load_rows(uint32_t to, const HeadRows& from, int num_rows
         const int row = first + i * kRowsAtOnce, row_step = place(i * kRowsAtOnce);
         copy_async((first_to ^ row_step % 8 << 4) + row_step * kPitch, data, row < rows && live(row));
         data += kRowsAtOnce * from.stride;
+    }
+}
+
+// Copies rows [first_row, first_row + num_rows) of keys in blocks, as load_rows does. `from` is block 0, and
+// `block_stride` is in bytes.
+template <int kRows, int kPitch, class Place>
+__device__ inline void load_rows_of_blocks(uint32_t to, const HeadRows& from, const KeyBlocks& blocks,
+                                           int64_t block_stride, int first_row, int num_rows, Place place) {
+    constexpr int kPieces = kPitch / 16, kRowsAtOnce = kThreads / kPieces;
+    static_assert(kRows % kRowsAtOnce == 0, "all threads copy the same number of pieces");
+    const int thread = threadIdx.x % kThreads, piece = thread % kPieces, first = thread / kPieces;
+    const int rows = piece * 16 < from.width ? num_rows : 0;
+    for (int row = first; row < kRows; row += kRowsAtOnce) {
+        const int at = place(row);
+        const char* data = from.data + piece * 16;
+        if (row < rows) {
+            const int index = (first_row + row) / blocks.block_size, in_block = (first_row + row) % blocks.block_size;
+            const int block = clamp_row(__ldg(blocks.table + index), 0, blocks.num_blocks - 1);
+            data += block * block_stride + in_block * from.stride;
+        }
+        copy_async(to + at * kPitch + ((piece ^ at % 8) << 4), data, row < rows);
     }
 }
 

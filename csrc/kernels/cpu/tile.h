@@ -192,6 +192,27 @@ struct KeyTile {
     int64_t row;
 };
 
+inline KeyBlocks key_blocks(const ForwardParams& p) {
+    return p.key_blocks;
+}
+inline KeyBlocks key_blocks(const BackwardParams&) {
+    return {};
+}
+
+// Rows [row, row + count) of k and v of `batch`, which is a block if the keys are in blocks.
+struct KeyRun {
+    int64_t batch, row;
+    int count;
+};
+
+// Returns the longest run of rows that begins at key `row`, up to `count` rows.
+inline KeyRun key_run(const KeyBlocks& blocks, int batch, int64_t row, int count) {
+    if (blocks.table == nullptr) return {batch, row, count};
+    const int64_t in_block = row % blocks.block_size;
+    return {blocks.table[row / blocks.block_size], in_block,
+            int(std::min<int64_t>(count, blocks.block_size - in_block))};
+}
+
 // Loads keys [begin, begin + kTile) of the segment, for the KV head that `tile` reads, into k (key, d), v (key, d_v)
 // and, with forget gates, gates (key).
 template <class T, class Params>
@@ -200,9 +221,17 @@ KeyTile load_key_tile(const Params& p, const QueryTile& tile, int begin, T* k, T
     const int count = std::min(kTile, tile.segment->k_len - begin), keys = round_up(count, kKeysPerStep);
     const int kv_head = tile.head / (z.num_heads / z.num_kv_heads);
     const int64_t row = int64_t(tile.segment->k_begin) + begin;
-    pack_rows(z.dtype, p.k, tile.batch, row, kv_head, count, keys, z.head_dim, z.head_dim, k);
-    pack_rows(z.dtype, p.v, tile.batch, row, kv_head, count, keys, z.head_dim_v, z.head_dim_v, v);
-    if (p.options.forget_gate) pack_gates(z.dtype, p.k, tile.batch, row, kv_head, count, keys, z.head_dim, gates);
+    for (int done = 0; done < count;) {
+        const KeyRun run = key_run(key_blocks(p), tile.batch, row + done, count - done);
+        const int padded = done + run.count == count ? keys - done : run.count;
+        pack_rows(z.dtype, p.k, run.batch, run.row, kv_head, run.count, padded, z.head_dim, z.head_dim,
+                  k + done * z.head_dim);
+        pack_rows(z.dtype, p.v, run.batch, run.row, kv_head, run.count, padded, z.head_dim_v, z.head_dim_v,
+                  v + done * z.head_dim_v);
+        if (p.options.forget_gate)
+            pack_gates(z.dtype, p.k, run.batch, run.row, kv_head, run.count, padded, z.head_dim, gates + done);
+        done += run.count;
+    }
     return {count, keys, row};
 }
 

@@ -33,7 +33,9 @@ struct Shape {
     static_assert(kSharedBytes <= kMinSharedBytes, "every GPU from sm_80 on has this much");
 };
 
-template <class T, int kDim, bool kGated>
+// With kInBlocks, the keys are in blocks (params.key_blocks). It is a parameter of the template because the loads of
+// such keys need more registers.
+template <class T, int kDim, bool kGated, bool kInBlocks>
 class ForwardTile {
     using S = Shape<T, kDim, kGated>;
 
@@ -48,8 +50,9 @@ class ForwardTile {
           gates_(shared + S::kTileBytes) {
         const Sizes& z = params.sizes;
         q_ = head_rows<T>(params.q, head.batch, head.query, z.head_dim).rows_from(tile.q_row);
-        k_ = head_rows<T>(params.k, head.batch, head.key, z.head_dim).rows_from(tile.k_row);
-        v_ = head_rows<T>(params.v, head.batch, head.key, z.head_dim_v).rows_from(tile.k_row);
+        const int k_row = kInBlocks ? 0 : tile.k_row;
+        k_ = head_rows<T>(params.k, head.batch, head.key, z.head_dim).rows_from(k_row);
+        v_ = head_rows<T>(params.v, head.batch, head.key, z.head_dim_v).rows_from(k_row);
     }
 
     __device__ void run() {
@@ -90,16 +93,23 @@ class ForwardTile {
     }
 
     __device__ uint32_t k_buffer(int tile) const { return k_tile_ + tile % S::kKeyBuffers * S::kKeyBytes; }
-    __device__ void load_keys(uint32_t to, const HeadRows& from, int tile) const {
-        load_rows<kKeys, S::kPitch>(to, from.rows_from(int64_t(tile) * kKeys), rows_.tile.k_len - tile * kKeys,
-                                    KeyOrder{});
+    __device__ void load_keys(uint32_t to, const HeadRows& from, int64_t batch_stride, int tile) const {
+        const int count = rows_.tile.k_len - tile * kKeys;
+        if constexpr (kInBlocks)
+            load_rows_of_blocks<kKeys, S::kPitch>(to, from, p_.key_blocks, batch_stride * int64_t(sizeof(T)),
+                                                  rows_.tile.k_row + tile * kKeys, count, KeyOrder{});
+        else
+            load_rows<kKeys, S::kPitch>(to, from.rows_from(int64_t(tile) * kKeys), count, KeyOrder{});
         commit_copies();
+    }
+    __device__ void load_v(uint32_t to, const HeadRows& from, int tile) const {
+        load_keys(to, from, p_.v.batch_stride, tile);
     }
     // The gates are copied together with K and share its barriers. So they can be read, and their buffer reused,
     // whenever this holds for K.
     __device__ void load_k(int tile) const {
         load_gates_of(tile);
-        load_keys(k_buffer(tile), k_, tile);
+        load_keys(k_buffer(tile), k_, p_.k.batch_stride, tile);
     }
     __device__ void load_gates_of(int tile) const {
         if constexpr (kGated)
@@ -130,7 +140,7 @@ class ForwardTile {
         const uint32_t v_tile = k_tile_ + S::kKeyBuffers * S::kKeyBytes;
         wait_for_copies<0>();  // K
         if (!__syncthreads_or(live())) return false;
-        load_keys(v_tile, v_, tile);
+        load_v(v_tile, v_, tile);
         if (S::kKeyBuffers == 2 && tile > 0) load_k(tile - 1);
 
         const bool active = takes_part(tile);
@@ -158,7 +168,7 @@ class ForwardTile {
             __syncthreads();
             load_rows<S::kRows, S::kPitch>(q_tile_, q_.bytes_from(byte), rows_.tile.num_rows);
             if (chunk == 0) load_gates_of(tile);
-            load_keys(k_tile_, k_.bytes_from(byte), tile);
+            load_keys(k_tile_, k_.bytes_from(byte), p_.k.batch_stride, tile);
             wait_for_copies<0>();
             __syncthreads();
             if (active) multiply_rows<T, S::kPitch>(s, q_tile_ + rows_.warp_row * S::kPitch, k_tile_, q_.width - byte);
@@ -167,7 +177,7 @@ class ForwardTile {
 #pragma unroll
         for (int chunk = 0; chunk < S::kChunks; ++chunk) {
             __syncthreads();
-            load_keys(k_tile_, v_.bytes_from(chunk * S::kPitch), tile);
+            load_v(k_tile_, v_.bytes_from(chunk * S::kPitch), tile);
             wait_for_copies<0>();
             __syncthreads();
             if (active) multiply_accumulators<T, S::kPitch>(o_[chunk], s, k_tile_);
@@ -244,7 +254,7 @@ class ForwardTile {
     float o_[S::kChunks][S::kTiles][S::kColumnBlocks][4] = {};
 };
 
-template <class T, int kDim, bool kGated>
+template <class T, int kDim, bool kGated, bool kInBlocks>
 __global__ void __launch_bounds__(kThreads, Shape<T, kDim, kGated>::kBlocksPerSm)
     forward(const __grid_constant__ ForwardParams params, const __grid_constant__ Scalars scalars, int num_tiles) {
     extern __shared__ __align__(1024) uint8_t shared[];
@@ -252,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, Shape<T, kDim, kGated>::kBlocksPerSm
     const int tile = blockIdx.x % num_tiles;
     if (tile >= tiles.count) return;
     const Head head = head_of(params.sizes, blockIdx.x / num_tiles);
-    ForwardTile<T, kDim, kGated>(params, scalars, uniform(tiles.entries()[tile]), head, shared).run();
+    ForwardTile<T, kDim, kGated, kInBlocks>(params, scalars, uniform(tiles.entries()[tile]), head, shared).run();
 }
 
 }  // namespace
@@ -265,9 +275,14 @@ void launch_forward(const ForwardParams& params, cudaStream_t stream) {
         using S = Shape<T, kDim, kGated>;
         const int num_tiles = int(max_query_tiles(params.sizes, params.segments, S::kRows));
         prepare_forward(params, S::kRows, stream);
-        launch("block_forward", forward<T, kDim, kGated>,
-               int64_t(num_tiles) * params.sizes.batch * params.sizes.num_heads, S::kSharedBytes, stream, params,
-               scalars_of<T>(params.options), num_tiles);
+        const auto launch_kernel = [&](auto kernel) {
+            launch("block_forward", kernel, int64_t(num_tiles) * params.sizes.batch * params.sizes.num_heads,
+                   S::kSharedBytes, stream, params, scalars_of<T>(params.options), num_tiles);
+        };
+        if constexpr (!kGated) {  // caches have no forget gates
+            if (params.key_blocks.table != nullptr) return launch_kernel(forward<T, kDim, false, true>);
+        }
+        launch_kernel(forward<T, kDim, kGated, false>);
     });
 }
 

@@ -37,10 +37,11 @@ def test_head_dims(dtype, d, d_v):
 
 
 @pytest.mark.parametrize(("h", "h_kv", "s_q"), [(3, 3, 1), (8, 1, 3), (16, 2, 1), (12, 1, 7), (8, 2, 30)])
+@pytest.mark.parametrize("block_size", [None, 16])
 @dtypes
-def test_query_rows(dtype, h, h_kv, s_q):
+def test_query_rows(dtype, block_size, h, h_kv, s_q):
     """The query rows of a KV head may fill one tile of 16, several tiles, or more than the decode kernel supports."""
-    assert_accurate(CacheCase([100, 45], h=h, h_kv=h_kv, s_q=s_q, d=64, dtype=dtype))
+    assert_accurate(CacheCase([100, 45], h=h, h_kv=h_kv, s_q=s_q, d=64, dtype=dtype, block_size=block_size))
 
 
 @pytest.mark.parametrize("block_size", [None, 16])
