@@ -25,6 +25,7 @@ from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 from megatron_sb.ops import stickbreaking_attention
 from megatron_sb.ops.library import module_command
 from megatron_sb.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
+from megatron_sb.validation import check_output_folder, naming
 
 _FULL_LOGIT = -11.0
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -176,7 +177,8 @@ def _plot(rows: list[dict[str, float]], options: argparse.Namespace) -> Path:
     axes.grid(True, which="both", alpha=0.3)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"bench_{options.device}.png"
-    figure.savefig(path, dpi=150)
+    with naming(path):
+        figure.savefig(path, dpi=150)
     pyplot.close(figure)
     return path
 
@@ -223,8 +225,9 @@ def _parse(args: list[str] | None) -> argparse.Namespace:
 def main(args: list[str] | None = None) -> int:
     """Run the benchmark and return the exit status. args: command line arguments. Default: those of the process."""
     options = _parse(args)
-    if options.out:
-        importlib.import_module("matplotlib")  # raises before anything is measured if it is missing
+    if options.out:  # errors come before anything is measured
+        importlib.import_module("matplotlib")
+        check_output_folder("--out", options.out)
     if options.memory_worker:
         print(peak_memory(stickbreaking_attention, make_inputs(options.memory_worker, options.memory_length, options)))
     else:

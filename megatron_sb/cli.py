@@ -1,7 +1,11 @@
 """The shell command: megatron-sb info | check | bench | train | experiment | convert."""
 
 import argparse
+import errno
+import os
 import platform
+import select
+import signal
 import sys
 
 import torch
@@ -16,6 +20,7 @@ EXTRAS = {
     **dict.fromkeys(("tabulate", "tensorboard", "tqdm", "yaml"), "train"),
     **dict.fromkeys(("safetensors", "transformers"), "huggingface"),
 }
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def info(arguments: argparse.Namespace) -> int:
@@ -146,25 +151,51 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return arguments
 
 
+def _run(argv: list[str]) -> int:
+    own_options = {"bench": _bench, "experiment": _experiment}  # including --help
+    run = own_options.get(argv[0]) if argv else None
+    try:
+        arguments = argparse.Namespace(rest=argv[1:]) if run else _parse(argv)
+        return (run or arguments.run)(arguments)
+    finally:
+        sys.stdout.flush()  # also after --help: an error of standard output is raised here, not when the process exits
+
+
+def _is_reader_gone() -> bool:
+    """Return whether standard output is a pipe that nobody reads."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _discard_output() -> None:
+    """Direct standard output to nowhere. Python would write what is left when it exits, and fail."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status. argv: arguments. Default: those of the process.
 
     `InputError`, a file that the system cannot open or write, and a missing optional module print one line to standard
-    error and return 2. Every other error is a defect of the program and keeps its traceback.
+    error and return 2. If the reader of standard output is gone, as with `megatron-sb info | head -1`, the command ends
+    silently. Every other error is a defect of the program and keeps its traceback.
     """
     argv = sys.argv[1:] if argv is None else argv
-    own_options = {"bench": _bench, "experiment": _experiment}  # including --help
-    run = own_options.get(argv[0]) if argv else None
-    arguments = argparse.Namespace(rest=argv[1:]) if run else _parse(argv)
     try:
-        return (run or arguments.run)(arguments)
+        return _run(argv)
     except InputError as error:
         print(f"megatron-sb: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        if error.filename is None:
+        if isinstance(error, BrokenPipeError) and _is_reader_gone():
+            _discard_output()
+            return 128 + signal.SIGPIPE
+        if error.filename is None and error.errno not in DISK_FULL:
             raise
-        print(f"megatron-sb: {error.filename}: {error.strerror}", file=sys.stderr)
+        if error.filename is None:  # all files of megatron_sb have a name: see validation.naming
+            _discard_output()
+        print(f"megatron-sb: {error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]

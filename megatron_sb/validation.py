@@ -5,9 +5,11 @@ This module does not import torch, because options are validated without it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,26 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InputError(f"{path} must hold a JSON object, got {type(found).__name__}.")
     return found
+
+
+def check_output_folder(name: str, folder: Path) -> None:
+    """Raise ValueError unless the folder can be written, or created. name: of the argument."""
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not place.is_dir():
+        raise InputError(f"{name} must be a folder, got {str(folder)!r}, but {place} is a file.")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise InputError(f"{name} must be a folder that can be written, got {str(folder)!r}, but {place} cannot.")
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the file's name to an error of the file system. Errors of writing, as with a full disk, do not have it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def check_tensor(name: str, value: object) -> None:

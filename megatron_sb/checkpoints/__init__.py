@@ -20,7 +20,7 @@ from megatron_sb.checkpoints import dolomite, files, fla, runs
 from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
 from megatron_sb.megatron.integrity import CheckpointError, cause_of
 from megatron_sb.training.config import load_config
-from megatron_sb.validation import InputError, MissingFileError, read_json_object
+from megatron_sb.validation import InputError, MissingFileError, check_output_folder, read_json_object
 
 FORMATS = ("huggingface", "megatron", "dolomite", "fla")
 
@@ -123,7 +123,7 @@ def check_target(out: str | Path, to: str) -> None:
         to: format to be written, one of `FORMATS`.
 
     Raises:
-        ValueError: if `to` is not one of `FORMATS`, or `out` exists.
+        ValueError: if `to` is not one of `FORMATS`, or `out` exists or cannot be created.
 
     Example:
         >>> from megatron_sb import checkpoints
@@ -133,6 +133,7 @@ def check_target(out: str | Path, to: str) -> None:
         raise InputError(f"to must be one of {', '.join(map(repr, FORMATS))}, got {to!r}.")
     if Path(out).exists():
         raise InputError(f"out must be a new folder, got {str(out)!r}, which exists.")
+    check_output_folder("out", Path(out))
 
 
 def save(model: StickBreakingForCausalLM, out: str | Path, to: str, tokenizer: str | Path | None = None) -> None:

@@ -24,7 +24,7 @@ from megatron_sb.ops.library import module_command
 from megatron_sb.training.config import TrainingConfig, load_config
 from megatron_sb.training.directory import hold, refuse_changes, refuse_results
 from megatron_sb.training.supervisor import PARENT_PIPE, noting_signals, parent_pipe
-from megatron_sb.validation import InputError, read_json_object
+from megatron_sb.validation import InputError, check_output_folder, read_json_object
 
 POLL_SECONDS = 0.2
 LOG_LINES_SHOWN = 15  # of a run that failed
@@ -64,8 +64,7 @@ def output_folder(options: argparse.Namespace) -> Path:
         raise InputError(f"CONFIG must be a configuration file, got the folder {options.config}.")
     name = path.parent.name if path.name == "config.yaml" else path.stem
     out = Path(options.out or Path("runs") / f"{options.experiment}-{name}")
-    if out.exists() and not out.is_dir():
-        raise InputError(f"--out must be a new folder or one of this experiment, got the file {str(out)!r}.")
+    check_output_folder("--out", out)
     return out
 
 

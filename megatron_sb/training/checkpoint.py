@@ -9,14 +9,12 @@ the same step removes it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -24,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_sb.megatron.integrity import CheckpointError, cause_of, check_files, write_checksums
-from megatron_sb.validation import MissingFileError
+from megatron_sb.validation import MissingFileError, naming
 
 # What readers and writers of checkpoints raise for bad files. The first comes from every rank at once.
 FAILURES = (CheckpointException, OSError, ValueError, KeyError, pickle.UnpicklingError)
@@ -210,17 +208,6 @@ def _tokens(path: Path) -> int:
         return _read_progress(path).tokens
     except CheckpointError:
         return 0
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Add the file's name to an error of the file system. Errors of writing, as with a full disk, do not have it."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -14,6 +14,7 @@ from megatron_sb.training import config as configuration
 from megatron_sb.training.command import Command
 from megatron_sb.training.profiler import ProfilerWindow
 from megatron_sb.training.supervisor import EXIT_REFUSED, say, start_ranks
+from megatron_sb.validation import InputError
 
 
 def main(
@@ -48,8 +49,10 @@ def main(
     try:
         config = configuration.load_config(config_path, overrides)
         window = ProfilerWindow.parse(profile, max(stage.steps for stage in config.stages)) if profile else (0, 0)
-    except (ValueError, OSError) as error:
-        say(f"{config_path}: {error}")
+    except (InputError, OSError) as error:
+        if not isinstance(error, InputError) and error.filename is None:
+            raise
+        say(str(error))
         return EXIT_REFUSED
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from megatron_sb.training.rank import run_rank

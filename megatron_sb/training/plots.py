@@ -13,6 +13,8 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+from megatron_sb.validation import naming
+
 MARKERS = {"none": "o", "linear": "v", "ntk": "^"}
 SCALINGS = {"none": "", "linear": ", linear scaling", "ntk": ", NTK scaling"}
 STYLES = ("--", "-", ":", "-.")
@@ -80,7 +82,8 @@ def save(figure: Any, path: Path) -> None:
     """Write a figure under a temporary name, then rename it."""
     temporary = path.with_name(f".{path.name}")
     figure.tight_layout()
-    figure.savefig(temporary, dpi=120, format="png")
+    with naming(path):
+        figure.savefig(temporary, dpi=120, format="png")
     pyplot.close(figure)
     temporary.replace(path)
 

@@ -29,6 +29,7 @@ from megatron_sb.training.loop import Diverged, Interrupted, Job
 from megatron_sb.training.profiler import ProfilerWindow
 from megatron_sb.training.report import Report, hardware
 from megatron_sb.training.supervisor import EXIT_FAILED, EXIT_REFUSED, say, when_parent_is_gone
+from megatron_sb.validation import InputError
 
 REFUSAL_SECONDS = 60.0  # longer than the start of ranks differs; a launcher ends the waiting ranks before
 
@@ -113,7 +114,7 @@ def _run(config: TrainingConfig, command: Command) -> int:
     prepared, refusal = None, None
     try:
         prepared = _prepare(config, command, device)
-    except (ValueError, OSError) as error:
+    except (InputError, OSError) as error:
         refusal = error
     refusals: list[Exception | None] = [None] * dist.get_world_size()
     dist.all_gather_object(refusals, refusal)
@@ -162,7 +163,7 @@ def _agree_on_directory(config: TrainingConfig, out: str | None, resume: bool) -
         try:
             directory, lock = _choose_directory(config, out, resume)
             answer = [directory]
-        except (ValueError, OSError) as error:
+        except (InputError, OSError) as error:
             answer = [error]
     dist.broadcast_object_list(answer, src=0)
     if isinstance(answer[0], Exception):

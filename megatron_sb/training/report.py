@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from megatron_sb.training.checkpoint import Progress, naming, write_atomically
+from megatron_sb.training.checkpoint import Progress, write_atomically
 from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.evaluate import read_result, result_path
+from megatron_sb.validation import naming
 
 LABELS = {
     "stick_breaking": "stick-breaking",

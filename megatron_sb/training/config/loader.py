@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainingConf
         overrides: `dotted.field=value` with the value in YAML.
 
     Raises:
-        ConfigError: One line for each wrong field, with its path, what it must be, and its value.
+        ConfigError: The name of the file, then one line for each wrong field, with its path, what it must be, and its
+            value.
         OSError: The file cannot be read.
 
     Example:
@@ -33,14 +35,25 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainingConf
         >>> config.stages[0].steps
         10
     """
-    config = _validated(TrainingConfig, _overridden(translate(_read(path)), overrides))
-    check(config)
+    with _naming(path):
+        config = _validated(TrainingConfig, _overridden(translate(_read(path)), overrides))
+        check(config)
     return config
 
 
 def load_fields(cls: type, path: str | Path, overrides: Sequence[str] = ()) -> Any:
     """Read a YAML file into another `Section`. For the arguments and errors, see `load_config`."""
-    return _validated(cls, _overridden(_read(path), overrides))
+    with _naming(path):
+        return _validated(cls, _overridden(_read(path), overrides))
+
+
+@contextlib.contextmanager
+def _naming(path: str | Path) -> Iterator[None]:
+    """Begin the message of a ConfigError with the name of the file."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error.__cause__
 
 
 def flatten(config: TrainingConfig) -> dict[str, Any]:
@@ -91,6 +104,16 @@ class _Loader(yaml.SafeLoader):
         super().__init__(stream)
         self._checked: set[yaml.MappingNode] = set()
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Return the value of a node. PyYAML raises errors without a line for dates such as 2024-13-45."""
+        try:
+            return super().construct_object(node, deep)
+        except ConfigError:
+            raise
+        except (ValueError, AttributeError, KeyError) as error:
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.constructor.ConstructorError(None, None, f"not a {kind}: {error}", node.start_mark) from error
+
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Replace merge keys by the fields that they add. YAML calls this again for mappings that it has flattened."""
         if node not in self._checked:
@@ -112,7 +135,11 @@ class _Loader(yaml.SafeLoader):
 
 
 def _read(path: str | Path) -> Any:
-    return _parse(Path(path).read_text(encoding="utf-8"), str(path))
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the file is not text in UTF-8: {error}") from error
+    return _parse(text, "the file")
 
 
 def _parse(text: str, source: str) -> Any:

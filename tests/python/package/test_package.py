@@ -1,6 +1,5 @@
 """The package as a whole: versions, the shell command, and the CMake package for C++ users."""
 
-import errno
 import os
 import re
 import shutil
@@ -16,7 +15,6 @@ from support.messages import mentions
 import megatron_sb
 from megatron_sb import cli, selfcheck
 from megatron_sb.ops import library
-from megatron_sb.validation import InputError
 
 ROOT = Path(__file__).parents[3]
 CMAKE = Path(sys.executable).with_name("cmake")
@@ -73,34 +71,6 @@ def test_the_error_of_an_unknown_command_names_the_commands(capsys):
     with pytest.raises(SystemExit):
         cli.main(["trian"])
     assert re.search(mentions("'trian' train check bench"), capsys.readouterr().err)
-
-
-@pytest.mark.parametrize("error", [ValueError("value"), TypeError("type"), OSError("no file"), KeyError("key")])
-def test_a_defect_keeps_its_traceback(error, monkeypatch):
-    """Only `InputError`, and an error of the system that names a file, are about what the user gave."""
-
-    def fail():
-        raise error
-
-    monkeypatch.setattr(selfcheck, "main", fail)
-    with pytest.raises(type(error)):
-        cli.main(["check"])
-
-
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (InputError("--lengths must be at least 1, got 0."), "megatron-sb: --lengths must be at least 1, got 0."),
-        (PermissionError(errno.EACCES, "Permission denied", "out/x.png"), "megatron-sb: out/x.png: Permission denied"),
-    ],
-)
-def test_an_error_of_the_user_is_one_line(error, line, monkeypatch, capsys):
-    def fail():
-        raise error
-
-    monkeypatch.setattr(selfcheck, "main", fail)
-    assert cli.main(["check"]) == 2
-    assert capsys.readouterr().err.splitlines() == [line]
 
 
 def test_commands_raise_their_own_type_of_error():

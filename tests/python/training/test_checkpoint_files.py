@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from megatron_sb import checkpoints as checkpoints_of_models
 from megatron_sb import cli
 from megatron_sb.megatron.weights import read_weights
-from megatron_sb.training.checkpoint import CheckpointDirectory, naming
+from megatron_sb.training.checkpoint import CheckpointDirectory
 from megatron_sb.training.config import load_config
 from megatron_sb.training.initial_checkpoint import check_initial_checkpoint
+from megatron_sb.validation import naming
 
 SHORT = ["parallel.ranks=1", "compare=[stick_breaking]", "evaluation.windows=1", "report.tensorboard=false"]
 SHORT += ["stages.0.context_parallel_size=1", "stages.1.context_parallel_size=1", "checkpoint={interval: 2, keep: 9}"]

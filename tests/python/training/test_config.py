@@ -120,7 +120,8 @@ def test_renamed_classes_keep_their_old_names_for_one_release():
 def test_several_wrong_fields_are_reported_together():
     with pytest.raises(ConfigError) as caught:
         load_config(TINY, ["stages.0.steps=0", "seed=x", "data.validation_fraction=2", "report.keep=1"])
-    assert [line.partition(" must be")[0].partition(", got")[0] for line in str(caught.value).split("\n")] == [
+    message = str(caught.value).removeprefix(f"{TINY}: ")
+    assert [line.partition(" must be")[0].partition(", got")[0] for line in message.split("\n")] == [
         "stages.0.steps",
         "seed",
         "data.validation_fraction",
@@ -392,6 +393,9 @@ def test_sizes_that_follow_from_others():
     [
         ("name: a\nname: b\n", "field name is given twice in the mapping that starts at line 1"),
         ("name: [", "is not valid YAML"),
+        ("name: 2024-13-45", "not a timestamp: month must be"),
+        ("name: !!int x", "not a int: invalid literal"),
+        ("? [1]\n: 2", "is not valid YAML"),
         ("name: &a [*a]", "holds a YAML anchor inside itself"),
         ("name: a\n", r"model is required\nstages is required"),
         ("", "the configuration must be a mapping of fields, got None"),
@@ -400,7 +404,15 @@ def test_sizes_that_follow_from_others():
 def test_broken_files(text, message, tmp_path):
     path = tmp_path / "broken.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as error:
+        load_config(path)
+    assert str(error.value).startswith(f"{path}: ")
+
+
+def test_a_file_in_another_encoding(tmp_path):
+    path = tmp_path / "utf16.yaml"
+    path.write_text("name: a", encoding="utf-16")
+    with pytest.raises(ConfigError, match=rf"^{path}: the file is not text in UTF-8"):
         load_config(path)
 
 
