@@ -6,10 +6,14 @@
 //     carry_in_full        CarryReader                        both halves
 //     qdo_empty            every consumer thread              CarryReader, before it writes carry_in again
 //     carry_out_full[0]    a warp of the older half           the same warp of the newer half
-//     carry_out_empty[0]   every thread of the newer half     older half, before it writes the slot again
+//     carry_out_empty[0]   every thread of the newer half     older half, before it writes the slot again, and before
+//     it
+//                                                             removes NaN from Q (clear_nan_queries)
 //     carry_out_full[1]    each warp of the newer half        Publisher
 //     carry_out_empty[1]   Publisher                          newer half, before it writes the slot again
 #pragma once
+
+#include <type_traits>
 
 #include "kernels/hopper/bwd_output.cuh"
 #include "kernels/hopper/bwd_scan.cuh"
@@ -96,7 +100,7 @@ class HalfScan : protected BackwardThread<T> {
         }
         scan.prefixes(lane_ % 4);
         store_carry_out(scan, number);
-        clear_nan_queries(scan, stage);
+        if constexpr (std::is_same_v<Scan, SlowScan>) clear_nan_queries(scan, number, stage);
         before_dz();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -104,24 +108,37 @@ class HalfScan : protected BackwardThread<T> {
             this->store_rows(dz, r, packed);
         }
     }
-    // Zeroes a row of Q in shared memory if the row starts only in newer keys and its scores in this half are NaN. dK
-    // adds dz^T Q, and dz = 0 times NaN would be NaN. The row stays zero until dK of this step is done: the warpgroup
-    // that computes dK arrives on qdo_empty only after that.
+    // Replaces NaN by 0 in a row of Q in shared memory if the row starts only in newer keys and its scores in this half
+    // are NaN. dK adds dz^T Q, and dz = 0 times NaN would be NaN. The zeros stay until dK of this step is done: the
+    // warpgroup that computes dK arrives on qdo_empty only after that.
     //
-    // Known race. Nothing orders these stores and the products of the newer half that read the same row of Q. If the
-    // row starts in the newer half, that half may compute with zeros instead of q. Gradients that should be NaN are
-    // then finite, and differ between runs. This happens only with a NaN in the row or in a key of this half.
-    template <class Scan>
-    __device__ __forceinline__ void clear_nan_queries(const Scan& scan, int stage) const {
+    // The row can start in the newer half, whose scores must still be NaN. So the older half waits until every thread
+    // of the newer half has arrived on carry_out_empty[0] for this step, which it does after its product S. For that
+    // the newer half needs nothing from the older half except carry_out[0], which store_carry_out() has written. The dK
+    // of the newer half may read NaN or 0: dz of the row is NaN for all of its keys, so dK is NaN in both cases.
+    __device__ __forceinline__ void clear_nan_queries(const SlowScan& scan, uint32_t number, int stage) const {
+        if (!__any_sync(~0u, scan.has_unstarted_nan(0) || scan.has_unstarted_nan(1))) return;
+        if (half_ == 0)
+            this->wait(Wait::kCarryOutEmpty, number, &control_.carry_out_empty[0][number % kCarryOutSlots],
+                       number / kCarryOutSlots & 1);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (!scan.has_unstarted_nan(r)) continue;
             const uint32_t queries = (this->opaque(qdo_low_) + stage * 2 * kTile) << 4;
-#pragma unroll
-            for (int i = 0; i < 2 * T::kPanels; ++i)
-                store_shared(queries + i / 2 * T::kPanelBytes + row(r) * 128 + lane_ % 4 * 32 + i % 2 * 16,
-                             make_uint4(0, 0, 0, 0));
+#pragma unroll 1
+            for (int i = 0; i < 2 * T::kPanels; ++i) {
+                const uint32_t at = queries + i / 2 * T::kPanelBytes + row(r) * 128 + lane_ % 4 * 32 + i % 2 * 16;
+                const uint4 x = load_shared(at);
+                store_shared(at, make_uint4(nan_to_zero(x.x), nan_to_zero(x.y), nan_to_zero(x.z), nan_to_zero(x.w)));
+            }
         }
+    }
+    // Replaces NaN by 0 in a pair of elements.
+    __device__ __forceinline__ static uint32_t nan_to_zero(uint32_t pair) {
+        constexpr uint32_t kInfinity = std::is_same_v<Element, __half> ? 0x7c00 : 0x7f80, kMagnitude = 0x7fff;
+        const uint32_t low = (pair & kMagnitude) > kInfinity ? 0 : pair & 0xffff;
+        const uint32_t high = (pair >> 16 & kMagnitude) > kInfinity ? 0 : pair & 0xffff0000;
+        return high | low;
     }
     // Stores the carries at the newer edge of this half: waits on carry_out_empty, arrives on carry_out_full.
     template <class Scan>

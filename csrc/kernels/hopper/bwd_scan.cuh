@@ -66,10 +66,6 @@ class FastScan {
             newer_mass[r] = over.all;
         }
     }
-    // Whether row r starts only in newer keys and has a NaN score in this half.
-    __device__ __forceinline__ static constexpr bool has_unstarted_nan(int) {
-        return false;
-    }
     __device__ __forceinline__ void start(int r, const Carry& carry) {
         mass_[r] *= carry.mass;
         newer_mass[r] *= carry.mass;
@@ -164,6 +160,7 @@ class SlowScan {
             newer_mass[r] = over.all;  // the product of 1 - beta; start() turns it into the mass
         }
     }
+    // Whether row r starts only in newer keys and has a NaN score in this half.
     __device__ __forceinline__ bool has_unstarted_nan(int r) const {
         return unstarted_nan_[r];
     }

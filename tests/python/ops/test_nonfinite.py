@@ -167,3 +167,39 @@ def test_nan_in_keys_that_used_up_rows_skip(sizes):
     for result in ("o", "mass", "dq", "dk", "dv"):
         assert_same(bad[result], clean[result], slice(None))
     assert not bad["dk"][:, :128].any()
+
+
+HALF = 64  # the grid of restart records: a row that is NaN starts in the half tile of its newest key
+
+
+def test_nan_in_queries_that_start_in_the_newer_half_of_a_tile(sizes):
+    """Keys of that half have NaN gradients, keys of older halves finite ones, and the bits are the same in each run.
+
+    The older half of the tile must not read the NaN. The newer half must, at whatever time each half runs.
+    """
+    x = make_inputs("mean -8", b=2, s=LENGTH, h=4, **sizes)
+    bad_rows = (torch.arange(LENGTH) % WIDEST_TILE > HALF).to(x.q.device)
+    x.q[:, bad_rows, :, 3] = math.nan
+    runs = [run(stickbreaking_attention, x, mass_in_loss=False, return_mass=True) for _ in range(50)]
+    first = runs[0]
+    assert first["dq"][:, bad_rows].isnan().all()
+    in_newer_half = bad_rows.roll(-1)
+    in_newer_half[WIDEST_TILE - 1 :: WIDEST_TILE] = False
+    older_half = (torch.arange(LENGTH) % WIDEST_TILE < HALF).to(x.q.device)
+    for name in ("dk", "dv"):
+        assert first[name][:, in_newer_half].isnan().all()
+        assert first[name][:, older_half].isfinite().all()
+    for other in runs[1:]:
+        for name in ("dq", "dk", "dv"):
+            torch.testing.assert_close(other[name], first[name], rtol=0, atol=0, equal_nan=True)
+
+
+def test_nan_in_keys_of_the_half_tile_before_the_start_of_all_rows(sizes):
+    """Rows that start in the newer half give its keys the same gradients, whatever the older half contains."""
+    x = make_inputs("saturated +5", s=HALF // 2, s_k=4 * WIDEST_TILE, h=2, **sizes)
+    clean = run(stickbreaking_attention, x, mass_in_loss=False, return_mass=True)
+    x.k[:, -2 * HALF : -HALF] = math.nan
+    bad = run(stickbreaking_attention, x, mass_in_loss=False, return_mass=True)
+    for result in ("dk", "dv"):
+        assert_same(bad[result], clean[result], (slice(None), slice(-HALF, None)))
+    assert clean["dk"][:, -HALF:].any()

@@ -4,6 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+
+from megatron_sb.ops import library
 
 CSRC = Path(__file__).parents[3] / "csrc"
 FILES = [path for path in sorted(CSRC.rglob("*")) if path.suffix in (".h", ".cpp", ".cu", ".cuh")]
@@ -53,6 +56,12 @@ def test_unchecked_calls(code, calls):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CSRC)))
 def test_calls_are_checked(path):
     assert unchecked_calls(path.read_text()) == []
+
+
+def test_no_wait_has_expired():
+    """The text is empty without a failed kernel, also in a build without CUDA."""
+    library.load()
+    assert torch.ops.megatron_sb.expired_waits() == ""
 
 
 def test_settings_of_kernels_are_made_in_one_place():
