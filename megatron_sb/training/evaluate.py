@@ -41,26 +41,36 @@ class Watch:
 UNWATCHED = Watch()
 
 
-def result_path(out: Path, model: str, stage: StageConfig, scaling: str) -> Path:
-    """Return the file of the evaluation after a stage.
+def result_path(out: Path, model: str, stage: StageConfig, scaling: str, step: int | None = None) -> Path:
+    """Return the file of the evaluation after a step of a stage, by default the last one.
 
     Names of models and stages contain no dot, so each file belongs to one evaluation.
     """
     suffix = "" if scaling == "none" else f".{scaling}"
-    return out / "evaluation" / f"{model}.{stage.name}{suffix}.json"
+    within = "" if step in (None, stage.steps) else f".{step:06d}"
+    return out / "evaluation" / f"{model}.{stage.name}{within}{suffix}.json"
 
 
-def read_result(out: Path, model: str, stage: StageConfig, scaling: str) -> dict[str, Any] | None:
-    """Return the evaluation after the last step of a stage, or None if it is not done.
+def read_result(
+    out: Path, model: str, stage: StageConfig, scaling: str, step: int | None = None
+) -> dict[str, Any] | None:
+    """Return the evaluation after a step of a stage, by default the last one, or None if it is not done.
 
-    The file of an evaluation after another step does not count. Files of version 0.1.0 do not name the step; it was
-    always the last one.
+    A file that names another step does not count. Files of version 0.1.0 do not name the step; it was always the last
+    one.
     """
-    path = result_path(out, model, stage, scaling)
+    path, step = result_path(out, model, stage, scaling, step), step or stage.steps
     if not path.exists():
         return None
     entry = read_json_object(path)
-    return entry if entry.get("step", stage.steps) == stage.steps else None
+    return entry if entry.get("step", stage.steps) == step else None
+
+
+def remove_later_results(out: Path, model: str, stage: StageConfig, step: int) -> None:
+    """Remove the evaluations after later steps of a stage. A run that continues from `step` computes them again."""
+    for path in (out / "evaluation").glob(f"{model}.{stage.name}.*json"):
+        if read_json_object(path).get("step", stage.steps) > step:
+            path.unlink()
 
 
 def choose_windows(corpus: Corpus, config: TrainingConfig) -> list[np.ndarray]:

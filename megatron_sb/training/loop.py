@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ class Job:
         from megatron_sb.training.engine.engine import Engine
 
         trained = progress is not None and (progress.stage, progress.step) == (stage.name, stage.steps)
-        if trained and not self._scalings_to_evaluate(model, stage):
+        if trained and not self._scalings_to_evaluate(model, stage, stage.steps):
             return progress
         config, task = self._config, self._task
         engine = Engine(config, model, stage, task.vocab_size, self._device)
@@ -150,7 +151,7 @@ class Job:
             tokens = progress.tokens if progress is not None else 0
             progress = Progress(stage.name, 0, tokens, sampler.state_dict(), task.fingerprint())
         progress = self._train(model, stage, engine, sampler, directory, progress)
-        self._evaluate(model, stage, engine)
+        self._evaluate(model, stage, engine, directory, progress)
         engine.close()
         return progress
 
@@ -166,6 +167,7 @@ class Job:
         config = self._config
         if self._report:
             self._report.start_stage(model, stage, progress)
+        self._evaluate_within(model, stage, engine, directory, progress)  # a run may have ended while it evaluated
         share_of_rows = engine.data_parallel_rank, engine.data_parallel_size, stage.rows_per_micro_batch
         for step in rows_ahead(sampler, stage.rows_per_step, stage.steps - progress.step, *share_of_rows):
             num_tokens = sum(row.num_tokens for row in step.rows)
@@ -200,29 +202,48 @@ class Job:
             if stop:
                 self._profiler.end_stage(model, stage.name)
                 raise Interrupted(stop, f"at step {progress.step} of {model} / {stage.name}; saved {saved}")
+            self._evaluate_within(model, stage, engine, directory, progress)
         self._profiler.end_stage(model, stage.name)
         if self._report:
             self._report.end_stage()
         return progress
 
-    def _scalings_to_evaluate(self, model: str, stage: StageConfig) -> list[str]:
+    def _scalings_to_evaluate(self, model: str, stage: StageConfig, step: int) -> list[str]:
         scalings = self._config.evaluated_scalings(model)
-        return [scaling for scaling in scalings if read_result(self._out, model, stage, scaling) is None]
+        return [scaling for scaling in scalings if read_result(self._out, model, stage, scaling, step) is None]
 
-    def _evaluate(self, model: str, stage: StageConfig, engine: Any) -> None:
+    def _evaluate_within(
+        self, model: str, stage: StageConfig, engine: Any, directory: CheckpointDirectory, progress: Progress
+    ) -> None:
+        """Evaluate if the configuration asks for it after this step, which is not the last one."""
+        interval, step = self._config.evaluation.interval, progress.step
+        if interval is None or step % interval or not 0 < step < stage.steps:
+            return
+        began = time.monotonic()
+        self._evaluate(model, stage, engine, directory, progress)
+        if self._report:
+            self._report.leave_out(time.monotonic() - began)
+
+    def _evaluate(
+        self, model: str, stage: StageConfig, engine: Any, directory: CheckpointDirectory, progress: Progress
+    ) -> None:
+        """Evaluate what is not evaluated yet. The first batch is a collective: every rank has then read what is."""
+        step = progress.step
+
         def on_length(result: dict[str, Any]) -> None:
             if self._report:
-                self._report.evaluated(model, stage, result)
+                self._report.evaluated(model, stage, step, result)
 
         def on_batch() -> None:
             sums = engine.sum_over_ranks(torch.tensor(self._stop.flags(), dtype=torch.float64))
             if stop := StopRequest.agreed(sums.tolist()):
-                raise Interrupted(stop, f"while evaluating {model} / {stage.name}, after its checkpoint was saved")
+                saved = directory.save(engine, progress)
+                raise Interrupted(stop, f"while evaluating step {step} of {model} / {stage.name}; saved {saved}")
 
-        for scaling in self._scalings_to_evaluate(model, stage):
+        for scaling in self._scalings_to_evaluate(model, stage, step):
             results = self._task.evaluate(engine, stage, scaling, Watch(on_length, on_batch))
             if self._report:
-                self._report.evaluation(model, stage, scaling, results)
+                self._report.evaluation(model, stage, step, scaling, results)
 
 
 def _how_it_diverged(

@@ -1,7 +1,8 @@
 """The report of a job, on rank 0: a progress bar, files of metrics and evaluations, plots, and a table at the end.
 
 metrics.jsonl                one line per reported step; model_tflops is per rank, peak_gib is rank 0's
-evaluation/MODEL.STAGE.json  negative log-likelihood by context length; MODEL.STAGE.SCALING.json with scaled positions
+evaluation/MODEL.STAGE.json  negative log-likelihood by context length; MODEL.STAGE.SCALING.json with scaled positions;
+                             MODEL.STAGE.STEP.json and MODEL.STAGE.STEP.SCALING.json after a step before the last one
 tensorboard/  loss.png  nll_by_length.png
 """
 
@@ -19,7 +20,7 @@ from tqdm import tqdm
 
 from megatron_sb.training.checkpoint import Progress, write_atomically
 from megatron_sb.training.config import StageConfig, TrainingConfig
-from megatron_sb.training.evaluate import read_result, result_path
+from megatron_sb.training.evaluate import read_result, remove_later_results, result_path
 from megatron_sb.validation import naming
 
 LABELS = {
@@ -79,10 +80,11 @@ class Report:
         self._bar: tqdm | None = None
 
     def start_stage(self, model: str, stage: StageConfig, progress: Progress) -> None:
-        """Open the progress bar. Remove the lines of steps after `progress` from metrics.jsonl.
+        """Open the progress bar. Remove the lines of steps after `progress` from metrics.jsonl, and their evaluations.
 
-        A run that died after its last checkpoint has written such lines; the resumed run writes them again.
+        A run that died after its last checkpoint has written them; the resumed run writes them again.
         """
+        remove_later_results(self.out, model, stage, progress.step)
         kept = [
             line
             for line in self.metrics()
@@ -139,20 +141,35 @@ class Report:
         """Print text above the progress bar."""
         tqdm.write(text)
 
-    def evaluated(self, model: str, stage: StageConfig, result: dict[str, Any]) -> None:
+    def leave_out(self, seconds: float) -> None:
+        """Leave out some time since the last line, in which no step ran, of the rates of the next line."""
+        self._last = self._last[0] + seconds, self._last[1]
+
+    def evaluated(self, model: str, stage: StageConfig, step: int, result: dict[str, Any]) -> None:
         """Print one line about the evaluation at one context length."""
         accuracy = f", accuracy {result['accuracy']:.1%}" if "accuracy" in result else ""
         nll = f"negative log-likelihood {result['nll']:.4f}{accuracy}"
-        self.message(f"  {model} / {stage.name}: context {result['context']}, {nll}")
+        where = "" if step == stage.steps else f", step {step}"
+        self.message(f"  {model} / {stage.name}{where}: context {result['context']}, {nll}")
 
-    def evaluation(self, model: str, stage: StageConfig, scaling: str, results: list[dict[str, Any]]) -> None:
-        """Write an evaluation and redraw the plots. scaling: how rotary positions were scaled."""
-        path = result_path(self.out, model, stage, scaling)
+    def evaluation(
+        self, model: str, stage: StageConfig, step: int, scaling: str, results: list[dict[str, Any]]
+    ) -> None:
+        """Write the evaluation after a step. Redraw the plots after the last one.
+
+        scaling: How rotary positions were scaled.
+        """
+        path = result_path(self.out, model, stage, scaling, step)
         path.parent.mkdir(exist_ok=True)
-        about = {"model": model, "stage": stage.name, "step": stage.steps, "trained_context": stage.context_length}
+        about = {"model": model, "stage": stage.name, "step": step, "trained_context": stage.context_length}
         about |= {"scaling": scaling, "device": self._device}
         write_atomically(path, json.dumps(about | {"results": results}, indent=1))
-        name = f"{stage.name}/nll_by_length" + ("" if scaling == "none" else f"_{scaling}")
+        suffix = "" if scaling == "none" else f"_{scaling}"
+        for result in results:
+            self._write_scalar(model, f"{stage.name}/nll_at_{result['context']}{suffix}", result["nll"], step)
+        if step != stage.steps:
+            return
+        name = f"{stage.name}/nll_by_length{suffix}"
         for result in results:
             self._write_scalar(model, name, result["nll"], result["context"])
         self.draw()

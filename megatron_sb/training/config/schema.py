@@ -170,6 +170,7 @@ class EvaluationConfig(Section):
     target_tokens: PositiveInt = 256
     length_factor: PositiveInt = 8
     longest: PositiveInt | None = None
+    interval: PositiveInt | None = None
 
 
 @section

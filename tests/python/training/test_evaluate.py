@@ -87,7 +87,7 @@ def test_an_evaluation_of_another_step_does_not_count(tmp_path):
     config = load_config(TINY, ["report.tensorboard=false", "compare=[stick_breaking]"])
     stage = config.stages[0]
     written = Report(tmp_path, config, "a CPU")
-    written.evaluation("stick_breaking", stage, "none", [{"context": 8, "nll": 1.0}])
+    written.evaluation("stick_breaking", stage, stage.steps, "none", [{"context": 8, "nll": 1.0}])
     path = result_path(tmp_path, "stick_breaking", stage, "none")
     entry = json.loads(path.read_text())
     assert entry["step"] == stage.steps and written.evaluations() == [entry]

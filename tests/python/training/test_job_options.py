@@ -12,7 +12,7 @@ import time
 
 import psutil
 import pytest
-from support.jobs import SMALL_JOB, TIMEOUT_SECONDS, metrics, started, state, train, wait_for_step
+from support.jobs import SMALL_JOB, TIMEOUT_SECONDS, TRAIN, metrics, started, state, train, wait_for_step
 from support.launch import run_ranks
 from support.messages import mentions
 
@@ -47,6 +47,49 @@ def test_a_run_resumes_on_other_ranks(config, tmp_path):
         assert status == 0, errors
         losses, expected = ([line["loss"] for line in metrics(folder)] for folder in (other, out))
         assert losses == pytest.approx(expected, abs=2e-5) and losses[:7] == expected[:7] and losses != expected
+
+
+def test_evaluation_during_a_stage(config, tmp_path):
+    """It changes no step, and the results are those of a run that was resumed before, at and after such a step."""
+    options = ["stages.0.steps=10", "stages.1.steps=5", "checkpoint={interval: 4, keep: 9}"]
+    options += ["evaluation.windows=2", "attention.softmax_rope.evaluated_scalings=[none, ntk]", "report.interval=3"]
+    plain, out, other = (tmp_path / name for name in ("plain", "out", "other"))
+    status, _, errors = train(config, *options, "--out", plain)
+    assert status == 0, errors
+    status, output, errors = train(config, *options, "evaluation.interval=4", "--out", out)
+    assert status == 0 and "softmax_rope / short, step 8: context 16, negative log-likelihood" in output, errors
+    written = {path.name: json.loads(path.read_text()) for path in (out / "evaluation").iterdir()}
+    ends = {path.name: json.loads(path.read_text()) for path in (plain / "evaluation").iterdir()}
+    steps = ("short.000004", "short.000008", "extended.000004")
+    kinds = (("stick_breaking", ""), ("softmax_rope", ""), ("softmax_rope", ".ntk"))
+    within = {f"{model}.{step}{scaling}.json" for step in steps for model, scaling in kinds}
+    assert written.keys() == ends.keys() | within and ends.items() <= written.items()
+    assert all(f".{written[name]['step']:06d}." in name for name in within)
+    assert [line["loss"] for line in metrics(out)] == [line["loss"] for line in metrics(plain)]
+
+    shutil.copytree(out, other)
+    (other / "softmax_rope" / "checkpoints" / "latest").write_text("short-000004")
+    (other / "evaluation" / "softmax_rope.short.000004.ntk.json").unlink()
+    later = other / "evaluation" / "softmax_rope.short.000008.json"
+    later.write_text(json.dumps(written[later.name] | {"results": "of other weights"}))
+    status, output, errors = train(config, *options, "evaluation.interval=4", "--out", other, "--resume")
+    assert status == 0 and "short, step 4: context" in output, errors
+    assert {path.name: json.loads(path.read_text()) for path in (other / "evaluation").iterdir()} == written
+
+
+def test_a_stop_during_an_evaluation_within_a_stage_saves_its_step(config, tmp_path):
+    """It would lose the steps since the last checkpoint."""
+    options = ["compare=[stick_breaking]", "stages.0.steps=10", "stages.1.steps=5", "evaluation.interval=5"]
+    long = ["evaluation={windows: 4000, target_tokens: 16, longest: 32, interval: 5}"]
+    out = tmp_path / "out"
+    with started(TRAIN, config, *options, *long, "--out", out) as job:
+        wait_for_step(job, out, "stick_breaking", "short", 5)
+        time.sleep(0.5)
+        job.send_signal(signal.SIGINT)
+        output, _ = job.communicate(timeout=60)
+    assert job.returncode == 130, output
+    stopped = re.search(r"stopped by SIGINT while evaluating step 5 of stick_breaking / short; saved (\S+)\.", output)
+    assert stopped and stopped[1].endswith("short-000005"), output
 
 
 def test_attention_named_in_the_configuration(config, tmp_path):
