@@ -21,12 +21,17 @@ from megatron_sb.validation import check_choice, check_tensor
 def _group_name(group: object, argument: str = "cp_group") -> str:
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(f"{argument} needs torch.distributed. Call torch.distributed.init_process_group first.")
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"{argument} must contain this rank, got a group without rank {dist.get_rank()}.")
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"{argument} must be a torch.distributed.ProcessGroup, got {type(group).__name__}.")
-    if dist.get_rank(group) < 0:
-        raise ValueError(f"{argument} must contain this rank, got a group without rank {dist.get_rank()}.")
+    is_outside = group is dist.GroupMember.NON_GROUP_MEMBER
+    if not is_outside and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"{argument} must be a torch.distributed.ProcessGroup, got {type(group).__name__}. "
+            "Use torch.distributed.group.WORLD for all ranks."
+        )
+    if is_outside or dist.get_rank(group) < 0:
+        raise ValueError(
+            f"{argument} must contain this rank, got a group without rank {dist.get_rank()}. "
+            "torch.distributed.new_group returns such a group on ranks that are not in its list."
+        )
     return group.group_name
 
 
