@@ -10,6 +10,10 @@
 #
 # parallel.ranks of the configuration must be NODES * RANKS_PER_NODE. --out must be a folder that all machines share.
 set -euo pipefail
+if ! command -v torchrun > /dev/null; then
+    echo "train_torchrun.sh: torchrun must be on PATH. Activate the environment of megatron_sb." >&2
+    exit 2
+fi
 export PYTHONSAFEPATH=1  # otherwise Python would import the sources of a checkout, not the installed megatron_sb
 torchrun --nnodes "${NODES:-1}" --nproc-per-node "${RANKS_PER_NODE:-gpu}" \
     --rdzv-backend c10d --rdzv-endpoint "${HEAD:-localhost}:${PORT:-29500}" --rdzv-id megatron_sb \

@@ -108,7 +108,8 @@ def attention_forward(
     _require(dropout == 0, "dropout", dropout, "0")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     _require(bool(causal), "is_causal", causal, "True")
-    _require(not kwargs.get("output_attentions"), "output_attentions", True, "False")
+    wants_weights = kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False)
+    _require(not wants_weights, "output_attentions", True, "False")
     for name, required in REQUIRED_VALUES.items():
         _require(kwargs.get(name) is required, name, kwargs.get(name), str(required))
     if attention_mask is None and query.shape[2] == key.shape[2]:

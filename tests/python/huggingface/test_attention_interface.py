@@ -266,5 +266,7 @@ def test_unsupported_calls():
         model(ids, attention_mask=torch.ones(2, 1, 8, 8, dtype=torch.bool))
     with pytest.raises(ValueError, match="output_attentions"):
         model(ids, output_attentions=True)
+    with pytest.raises(ValueError, match=mentions("output_attentions False True")):
+        make_model(without_rotation(output_attentions=True))(ids)
     with pytest.raises(ValueError, match=mentions("'gpt2' rope_parameters")):
         without_positions(GPT2Config())

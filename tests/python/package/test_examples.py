@@ -17,6 +17,22 @@ def test_there_are_examples():
     assert len(EXAMPLES) >= 2
 
 
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("train_torchrun.sh", "train_torchrun.sh: torchrun must be on PATH"),
+        ("train_slurm.sbatch", "SLURM_JOB_NODELIST: must be set by Slurm. Submit this script with sbatch"),
+    ],
+)
+def test_a_script_without_its_launcher_says_so(script, words):
+    environment = {"PATH": "/usr/bin:/bin"}
+    command = ["bash", ROOT / "examples" / script, "CONFIG.yaml"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert run.returncode != 0 and not run.stdout
+    (line,) = run.stderr.splitlines()
+    assert words in line
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_example_runs(path):
     command = ast.get_docstring(ast.parse(path.read_text())).splitlines()[-1].split()
