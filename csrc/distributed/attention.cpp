@@ -110,6 +110,7 @@ void check_rows(const ContextParallelCall& call) {
         plan.packed() ? "(t_local, heads, head_dim), as the plan is packed" : "(b, s_local, heads, head_dim)";
     for (const auto& [name, x] :
          {std::pair<const char*, const at::Tensor&>{"q", call.q}, {"k", call.k}, {"v", call.v}}) {
+        ops::check_elements(name, x);
         ops::check_rank(name, x, rank, shape);
         const int64_t rows = x.size(rank - 3);
         TORCH_CHECK_VALUE(rows == plan.local_len(), name, " must have ", plan.local_len(),
@@ -124,6 +125,7 @@ CheckedCall check_call(const ContextParallelCall& call) {
     check_rows(call);
     ops::check_attention(call.batched(call.q), call.batched(call.k), call.batched(call.v));
     ops::check_variants(call.q, call.k, call.options);
+    if (call.options.forget_gate.has_value()) ops::check_elements("forget_gate", *call.options.forget_gate);
     CheckedCall checked;
     checked.options = ops::block_options(call.options, call.q);
     if (call.comm == "a2a+p2p") check_hierarchy(*call.plan, call.heads_group, call.keys_group);

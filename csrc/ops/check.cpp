@@ -19,6 +19,14 @@ void check_dtype(const char* name, const at::Tensor& x) {
                      ": dtype must be float32, float64, bfloat16 or float16, got ", type);
 }
 
+void check_elements(const char* name, const at::Tensor& x) {
+    const bool holds_elements =
+        x.has_storage() && x.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() != nullptr;
+    TORCH_CHECK_TYPE(holds_elements || (x.has_storage() && x.sym_numel() == 0), name,
+                     " must be a tensor that holds its elements, got one on ", x.device(),
+                     " that holds none. Pass the local tensor of a DTensor, and no FakeTensor or other wrapper.");
+}
+
 void check_device(const char* name, const at::Tensor& x, const at::Tensor& like, const char* like_name) {
     TORCH_CHECK_VALUE(x.device() == like.device(), name, ": device must be ", like.device(), " as in ", like_name,
                       ", got ", x.device());

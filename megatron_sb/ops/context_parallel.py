@@ -262,7 +262,8 @@ def context_parallel_attention(
             rank. A rank that makes a known call raises it after the timeout of the group (gloo).
             Four errors are raised only on this rank at any time: a wrong number of dimensions of q without a plan, a
             plan that contradicts other arguments, unknown logits, and hierarchical_groups that are not two groups.
-        TypeError: If an argument has a wrong type, on the rank that has it.
+        TypeError: If an argument has a wrong type, or is a tensor that holds no elements, such as a DTensor or a
+            FakeTensor, on the rank that has it.
         RuntimeError: If another rank is lost, or does not call the function before the timeout of the group. In the
             backward, also if the ranks disagree.
 
