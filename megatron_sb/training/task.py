@@ -103,8 +103,12 @@ class DocumentTask:
             corpus.end_of_document,
             (config.seed, 1),
             start,
-            stage.steps * stage.rows_per_step,
+            self._num_document_rows(stage),
         )
+
+    def _num_document_rows(self, stage: StageConfig) -> int:
+        """Return how many of a stage's rows hold documents: all."""
+        return stage.steps * stage.rows_per_step
 
     def evaluate(self, engine: Any, stage: StageConfig, scaling: str, watch: Watch = UNWATCHED) -> list[dict[str, Any]]:
         """See `Task.evaluate`."""

@@ -43,6 +43,11 @@ class RulerMixtureTask(DocumentTask):
         """See `Task.describe`."""
         return f"{self._config.data.ruler_fraction:.0%} of the rows hold RULER's tasks; {super().describe()}"
 
+    def _num_document_rows(self, stage: StageConfig) -> int:
+        """Return how many of a stage's rows hold documents; see `MixedSampler.next_rows`."""
+        num_rows = super()._num_document_rows(stage)
+        return num_rows - math.floor(num_rows * self._config.data.ruler_fraction)
+
     def sampler(self, stage: StageConfig, index: int) -> MixedSampler:
         """See `Task.sampler`."""
         config, end = self._config, self._corpus.end_of_document

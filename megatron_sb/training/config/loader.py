@@ -172,14 +172,13 @@ def _apply_override(tree: Any, override: str) -> None:
     node = tree
     for depth, name in enumerate(names):
         key: Any = name
+        parent = ".".join(names[:depth]) or "the configuration"
         if isinstance(node, list):
-            if not name.isdigit() or int(name) >= len(node):
-                raise ConfigError(
-                    f"override {override!r}: {'.'.join(names[:depth])} has items 0 to {len(node) - 1}, got {name!r}"
-                )
+            if not name.isdecimal() or int(name) >= len(node):
+                raise ConfigError(f"override {override!r}: {parent} has items 0 to {len(node) - 1}, got {name!r}")
             key = int(name)
         elif not isinstance(node, dict):
-            raise ConfigError(f"override {override!r}: {'.'.join(names[:depth])} has no fields")
+            raise ConfigError(f"override {override!r}: {parent} has no fields")
         if depth == len(names) - 1:
             node[key] = _parse(text, f"override {override!r}")
         else:

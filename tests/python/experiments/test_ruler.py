@@ -236,6 +236,24 @@ def test_mixed_rows_resume(request):
         assert all((getattr(expected, name) == getattr(row, name)).all() for name in ("tokens", "labels", "counted"))
 
 
+def test_stages_of_mixed_rows_share_out_the_documents(request, tmp_path):
+    """The rows of tasks use no documents: two stages with half of an epoch's text each read nearly all documents."""
+    generator = np.random.default_rng(0)
+    for index in range(80):
+        (tmp_path / f"{index}.txt").write_bytes(generator.integers(97, 123, 2048, dtype=np.uint8).tobytes())
+    text_rows = 60  # of a stage: less than half of 80 * 0.9 * 2 rows of 1024
+    stage = {"context_length": 1024, "rows_per_step": 1, "steps": 2 * text_rows, "learning_rate": 1e-3}
+    stages = json.dumps([stage | {"name": name} for name in ("a", "b")])
+    overrides = [f"data.paths=[{tmp_path}]", f"stages={stages}", "evaluation={target_tokens: 16, longest: 64}"]
+    config = load_config(request.config.rootpath / SMALL, ["data.ruler_fraction=0.5", *overrides])
+    task, found = load_task(config), []
+    for index, of_stage in enumerate(config.stages):
+        rows = task.sampler(of_stage, index).next_rows(of_stage.steps)
+        found.append({document for row in rows for document, _, _ in row.parts})
+    assert not found[0] & found[1]
+    assert min(map(len, found)) >= text_rows / 2 and len(found[0]) <= text_rows / 2 + 2, "consecutive documents"
+
+
 def test_invalid_fractions(request):
     for override, message in {
         "data.ruler_fraction=1.0": r"data\.ruler_fraction.*1\.0",

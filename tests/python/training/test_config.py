@@ -184,12 +184,27 @@ stages:
         ("c", 7, 4),
     ]
     assert [config.attention[name].position for name in ("near", "far")] == ["alibi", "none"]
+    changed = load_config(
+        path, ["stages.0.steps=9", "attention.near.position=fire", "attention.far={<<: {kind: softmax, window: 4}}"]
+    )
+    assert [(stage.steps, stage.rows_per_step) for stage in changed.stages[:2]] == [(9, 4), (7, 4)]
+    assert (changed.attention["near"].position, changed.attention["far"].window) == ("fire", 4)
     path.write_text(text.replace("name: b, steps: 7", "name: b, steps: 7, steps: 8"))
     with pytest.raises(ConfigError, match="field steps is given twice in the mapping that starts at line 10"):
         load_config(path)
     path.write_text(text.replace("<<: [*second, *first]", "<<: *second, <<: *first"))
     with pytest.raises(ConfigError, match=r"field << is given twice .* Write <<: \[\*first, \*second\]"):
         load_config(path)
+
+
+@pytest.mark.parametrize("text", ["", "- a"])
+def test_an_override_of_a_file_without_fields(text, tmp_path):
+    path = tmp_path / "no_fields.yaml"
+    path.write_text(text)
+    with pytest.raises(
+        ConfigError, match=r"override 'name=x': the configuration has (no fields|items 0 to 0, got 'name')"
+    ):
+        load_config(path, ["name=x"])
 
 
 @pytest.mark.parametrize("kind", ["[text]", "{text: 1}", "[softmax]"])
@@ -209,6 +224,7 @@ REFUSALS = {
     "stages.0.schedule=cosine": r"stages\.0\.schedule must be 'constant', 'power' or 'exponential', got 'cosine'",
     "stages.0.name=a/b": r"stages\.0\.name must be letters, digits.*, got 'a/b'",
     "stages.7.steps=1": r"stages has items 0 to 1, got '7'",
+    "stages.\u00b2.steps=1": "stages has items 0 to 1, got '\u00b2'",
     "stages=[]": r"stages must have at least one item, got \[\]",
     "stages.1.name=short": r"stages must have different names, got \['short', 'short'\]",
     "optimizer.beta1=1": r"optimizer\.beta1 must be less than 1, got 1",
