@@ -5,6 +5,18 @@
 namespace megatron_sb::ops {
 namespace {
 
+bool is_written(const c10::Argument& argument) {
+    return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+}
+
+// Whether this is a call of attention_kvcache that appends k to the caches: it must write to them, not to a cast copy.
+bool writes_caches(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
+    const size_t count = schema.arguments().size();
+    const std::optional<int> k = schema.argumentIndexWithName("k");
+    if (!k.has_value() || !torch::jit::peek(stack, size_t(*k), count).isTensor()) return false;
+    return std::any_of(schema.arguments().begin(), schema.arguments().end(), is_written);
+}
+
 // Casts the floating-point tensors of a call to the dtype of autocast, as PyTorch's own attention does, and calls the
 // operator again below autocast. Integer and float64 tensors keep their dtype. A float32 forget gate keeps it too: the
 // kernels take such gates with 16-bit q and k.
@@ -13,12 +25,17 @@ void cast_and_call(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10:
         at::autocast::get_autocast_dispatch_key_from_device_type(device));
     const at::ScalarType type = at::autocast::get_autocast_dtype(device);
     const std::vector<c10::Argument>& arguments = op.schema().arguments();
+    const bool appends = writes_caches(op.schema(), *stack);
     for (size_t i = 0; i < arguments.size(); ++i) {
         c10::IValue& value = torch::jit::peek(*stack, i, arguments.size());
         if (!value.isTensor()) continue;
         const at::Tensor tensor = value.toTensor();
         if (arguments[i].name() == "forget_gate" && tensor.scalar_type() == at::kFloat) continue;
-        value = at::autocast::cached_cast(type, tensor, device);
+        const at::Tensor cast = at::autocast::cached_cast(type, tensor, device);
+        TORCH_CHECK_TYPE(!(appends && is_written(arguments[i])) || cast.is_same(tensor), arguments[i].name(),
+                         ": dtype must be that of autocast, ", type, ", to append keys under autocast, got ",
+                         tensor.scalar_type());
+        value = cast;
     }
     op.callBoxed(stack);
 }

@@ -12,6 +12,7 @@
 #include "ops/tensors.h"
 
 #if defined(SB_WITH_CUDA)
+#include "kernels/decode/append.h"
 #include "kernels/decode/decode.h"
 #endif
 
@@ -25,8 +26,9 @@ struct KvCacheCall {
     OptionalTensor block_table;    // (b, max_blocks), int32
     OptionalTensor cache_leftpad;  // (b,), int32
 
-    explicit KvCacheCall(const Arguments& arguments)
-        : q(arguments.tensor("q")),
+    // `q` names the argument with the query heads. For an append, these are the heads of the new keys.
+    explicit KvCacheCall(const Arguments& arguments, const char* q_name = "q")
+        : q(arguments.tensor(q_name)),
           k(arguments.tensor("k_cache")),
           v(arguments.tensor("v_cache")),
           cache_seqlens(arguments.tensor("cache_seqlens")),
@@ -198,7 +200,121 @@ TensorPair through_decode(const KvCacheCall& in, const BlockOptions& options) {
 }
 #endif
 
+// ---- append
+// The new keys take the place of q in `in`, so that check_call compares them with the cache.
+void check_append(const KvCacheCall& in, const at::Tensor& v) {
+    check_rank("k", in.q, 4, "(b, s_new, heads, head_dim)");
+    check_rank("v", v, 4, "(b, s_new, heads, head_dim)");
+    check_call(in);
+    check_size("k", "number of heads", in.q.sym_size(2), "k_cache", in.k.sym_size(2));
+    check_dtype("v", v);
+    check_same_dtype("v", v, in.q);
+    check_device("v", v, in.q, "k");
+    for (const auto& [dim, what] : {std::pair{0, "batch size"}, {1, "number of positions"}, {2, "number of heads"}})
+        check_size("v", what, v.sym_size(dim), "k", in.q.sym_size(dim));
+    check_size("v", "head_dim", v.sym_size(3), "v_cache", in.v.sym_size(3));
+}
+
+// Checks the values of CPU tensors before anything is written.
+void check_append_values(const KvCacheCall& in) {
+    const at::Tensor lengths = in.cache_seqlens.contiguous();
+    const int64_t num_new = in.q.size(1), capacity = in.capacity().expect_int();
+    for (int64_t i = 0; i < lengths.numel(); ++i) {
+        const int64_t length = lengths.const_data_ptr<int32_t>()[i];
+        TORCH_CHECK_VALUE(length >= 0, "cache_seqlens of sequence ", i, " must be at least 0, got ", length);
+        TORCH_CHECK_VALUE(length + num_new <= capacity, "k: number of positions must be at most ", capacity - length,
+                          " for sequence ", i, ", the free ones in the cache, got ", num_new);
+    }
+    KvCacheCall after = in;
+    after.cache_seqlens = lengths + num_new;
+    check_values(after);
+}
+
+void append_on_cpu(const KvCacheCall& in, const at::Tensor& v) {
+    const at::TensorOptions options = in.q.options().dtype(at::kLong);
+    at::Tensor position = in.cache_seqlens.to(at::kLong).unsqueeze(1) + at::arange(in.q.size(1), options);
+    at::Tensor block = at::arange(in.q.size(0), options).unsqueeze(1);
+    if (in.paged()) {
+        block = in.block_table->to(at::kLong).gather(1, position.floor_divide(in.k.size(1)));
+        position = position.remainder(in.k.size(1));
+    }
+    const c10::List<OptionalTensor> where({block, position});
+    at::Tensor k_cache = in.k, v_cache = in.v;
+    k_cache.index_put_(where, in.q);
+    v_cache.index_put_(where, v);
+}
+
+#if defined(SB_WITH_CUDA)
+void append_on_gpu(const KvCacheCall& in, const at::Tensor& v_given) {
+    const DeviceScope scope(in.q.device());
+    const at::Tensor k = unit_last_stride(in.q), v = unit_last_stride(v_given);
+    const at::Tensor lengths = in.cache_seqlens.contiguous();
+    const OptionalTensor table = in.paged() ? OptionalTensor(in.block_table->contiguous()) : std::nullopt;
+    decode::AppendParams params;
+    params.k = strided_rows<const void*>(k);
+    params.v = strided_rows<const void*>(v);
+    params.k_cache = strided_rows<void*>(in.k);
+    params.v_cache = strided_rows<void*>(in.v);
+    params.batch = int32_t(k.size(0));
+    params.num_rows = int32_t(k.size(1));
+    params.num_heads = int32_t(k.size(2));
+    params.k_width = int32_t(k.size(3));
+    params.v_width = int32_t(v.size(3));
+    params.element_bytes = int32_t(k.element_size());
+    params.capacity = int32_t(in.capacity().expect_int());
+    params.lengths = lengths.const_data_ptr<int32_t>();
+    if (table.has_value())
+        params.table = {table->const_data_ptr<int32_t>(), table->stride(0), int32_t(in.k.size(1)),
+                        int32_t(in.k.size(0))};
+    decode::append(params, scope.stream());
+}
+#endif
+
+// The new keys and values of attention_kvcache, if any, and the lengths after they are appended.
+at::Tensor append_new_keys(const KvCacheCall& in, const OptionalTensor& k, const OptionalTensor& v) {
+    TORCH_CHECK_VALUE(k.has_value() == v.has_value(), k.has_value() ? "v" : "k", " must be given with ",
+                      k.has_value() ? "k" : "v", ", got None");
+    if (!k.has_value()) return in.cache_seqlens;
+    check_call(in);  // an invalid argument raises its error before the cache is changed
+    static const Operator kvcache_append("megatron_sb::kvcache_append");
+    kvcache_append.call({{"k_cache", in.k},
+                         {"v_cache", in.v},
+                         {"k", *k},
+                         {"v", *v},
+                         {"cache_seqlens", in.cache_seqlens},
+                         {"block_table", in.block_table},
+                         {"cache_leftpad", in.cache_leftpad}});
+    return in.cache_seqlens.add(at::Scalar(k->sym_size(1)));
+}
+
+void check_no_gradient(const char* name, const at::Tensor& x) {
+    TORCH_CHECK_VALUE(!at::GradMode::is_enabled() || !x.requires_grad(), name,
+                      " must not require a gradient, got requires_grad=True: attention to a cache has no backward. "
+                      "Call it under torch.no_grad(), or use stickbreaking_attention for training.");
+}
+
 }  // namespace
+
+NoTensor kvcache_append(const Arguments& arguments) {
+    const KvCacheCall in(arguments, "k");
+    const at::Tensor v = arguments.tensor("v");
+    check_append(in, v);
+    if (in.q.is_cpu()) check_append_values(in);
+    if (in.q.numel() == 0 || in.k.numel() == 0) return {};
+#if defined(SB_WITH_CUDA)
+    if (in.q.is_cuda()) {
+        append_on_gpu(in, v);
+        return {};
+    }
+#endif
+    append_on_cpu(in, v);
+    return {};
+}
+
+NoTensor kvcache_append_fake(const Arguments& arguments) {
+    check_append(KvCacheCall(arguments, "k"), arguments.tensor("v"));
+    return {};
+}
 
 TensorPair kvcache_forward(const Arguments& arguments) {
     const KvCacheCall in(arguments);
@@ -228,19 +344,22 @@ TensorPair kvcache_forward_fake(const Arguments& arguments) {
 
 TensorPair attention_kvcache(const Arguments& arguments) {
     const KvCacheCall in(arguments);
+    const OptionalTensor k = arguments.optional_tensor("k"), v = arguments.optional_tensor("v");
     for (const auto& [name, x] :
          {std::pair<const char*, const at::Tensor&>{"q", in.q}, {"k_cache", in.k}, {"v_cache", in.v}})
-        TORCH_CHECK_VALUE(!at::GradMode::is_enabled() || !x.requires_grad(), name,
-                          " must not require a gradient, got requires_grad=True: attention to a cache has no backward. "
-                          "Call it under torch.no_grad(), or use stickbreaking_attention for training.");
+        check_no_gradient(name, x);
+    if (k.has_value()) check_no_gradient("k", *k);
+    if (v.has_value()) check_no_gradient("v", *v);
     check_ranks(in);
     check_head_dim("q", in.q.sym_size(3));
     const BlockOptions options = block_options(read_attention_options(arguments), in.q);
+    check_options(options);
+    const at::Tensor cache_seqlens = append_new_keys(in, k, v);
     static const Operator kvcache_forward("megatron_sb::kvcache_forward");
     return output_and_mass(kvcache_forward.call({{"q", unit_last_stride(in.q)},
                                                  {"k_cache", unit_last_stride(in.k)},
                                                  {"v_cache", unit_last_stride(in.v)},
-                                                 {"cache_seqlens", in.cache_seqlens},
+                                                 {"cache_seqlens", cache_seqlens},
                                                  {"block_table", in.block_table},
                                                  {"cache_leftpad", in.cache_leftpad},
                                                  {"scale", options.scale},

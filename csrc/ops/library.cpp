@@ -23,9 +23,11 @@ TORCH_LIBRARY(megatron_sb, m) {
         "float? scale=None, bool attend_current=False, float mass_threshold=5.9604644775390625e-08, "
         "Tensor? forget_gate=None, bool euclidean=False) -> (Tensor o, Tensor mass)");
     // Caches: (b, s_cache, h_kv, d), or (blocks, block_size, h_kv, d) with block_table (b, max_blocks). No autograd.
+    // With k and v, the new keys and values, it first appends them (kvcache_append).
     m.def(
-        "attention_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? block_table=None, "
-        "Tensor? cache_leftpad=None, *, float? scale=None, bool attend_current=False, "
+        "attention_kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, "
+        "Tensor? block_table=None, Tensor? cache_leftpad=None, *, Tensor? k=None, Tensor? v=None, float? scale=None, "
+        "bool attend_current=False, "
         "float mass_threshold=5.9604644775390625e-08) -> (Tensor o, Tensor mass)");
     m.def(
         "head_output(Tensor o, Tensor? mass, Tensor? remainder_bias=None, Tensor? norm_weight=None, "
@@ -35,6 +37,11 @@ TORCH_LIBRARY(megatron_sb, m) {
         "kvcache_forward(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? block_table, "
         "Tensor? cache_leftpad, *, float scale, bool attend_current=False, "
         "float mass_threshold=5.9604644775390625e-08) -> (Tensor o, Tensor mass)");
+
+    // Writes k and v (b, s_new, h_kv, d) to positions cache_seqlens, cache_seqlens + 1, ... of the caches.
+    m.def(
+        "kvcache_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, "
+        "Tensor? block_table=None, Tensor? cache_leftpad=None) -> ()");
 
     // Without autograd; o (b, s, h, d). The gradient of an absent argument has no elements.
     m.def(
@@ -80,6 +87,7 @@ torch::CppFunction boxed() {
 void register_device_kernels(torch::Library& m) {
     using namespace megatron_sb::ops;
     m.impl("kvcache_forward", boxed<kvcache_forward>());
+    m.impl("kvcache_append", boxed<kvcache_append>());
     m.impl("head_output_forward", boxed<head_output_forward>());
     m.impl("head_output_backward", boxed<head_output_backward>());
     m.impl("segments", boxed<segments>());
@@ -109,6 +117,7 @@ TORCH_LIBRARY_IMPL(megatron_sb, CUDA, m) {
 TORCH_LIBRARY_IMPL(megatron_sb, Meta, m) {
     using namespace megatron_sb::ops;
     m.impl("kvcache_forward", boxed<kvcache_forward_fake>());
+    m.impl("kvcache_append", boxed<kvcache_append_fake>());
     m.impl("head_output_forward", boxed<head_output_forward_fake>());
     m.impl("head_output_backward", boxed<head_output_backward_fake>());
     m.impl("segments", boxed<segments_fake>());

@@ -10,6 +10,7 @@
 
 namespace megatron_sb::ops {
 
+using NoTensor = std::tuple<>;
 using OneTensor = std::tuple<at::Tensor>;
 using TensorPair = std::tuple<at::Tensor, at::Tensor>;
 using BlockForwardResults = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;   // o, mass_out, restart
@@ -24,6 +25,8 @@ TensorPair attention_varlen(const Arguments& arguments);
 TensorPair attention_kvcache(const Arguments& arguments);
 TensorPair kvcache_forward(const Arguments& arguments);
 TensorPair kvcache_forward_fake(const Arguments& arguments);
+NoTensor kvcache_append(const Arguments& arguments);
+NoTensor kvcache_append_fake(const Arguments& arguments);
 
 // variants.cpp
 TensorPair with_variants(const Arguments& arguments);

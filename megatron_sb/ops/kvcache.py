@@ -18,6 +18,8 @@ def stickbreaking_attention_with_kvcache(
     cache_seqlens: Tensor,
     block_table: Tensor | None = None,
     cache_leftpad: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
     scale: float | None = None,
     attend_current: bool = False,
     mass_threshold: float = DEFAULT_MASS_THRESHOLD,
@@ -25,8 +27,9 @@ def stickbreaking_attention_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention of the last positions of each sequence to the keys in a cache. It has no gradients.
 
-    The cache must already hold the keys and values of the queries' own positions: append them, then call this function.
-    A sequence's oldest keys are not read once the mass of its queries is below mass_threshold.
+    The cache must hold the keys and values of the queries' own positions. Either append them before the call, or pass
+    them as k and v: the call then writes them into the cache first, after the cache_seqlens keys of each sequence. A
+    sequence's oldest keys are not read once the mass of its queries is below mass_threshold.
 
     Args:
         q: (b, s_q, h, d), the last s_q positions of each sequence, bf16, fp16 or fp32, on CPU also fp64. d is a
@@ -34,12 +37,19 @@ def stickbreaking_attention_with_kvcache(
         k_cache: (b, s_cache, h_kv, d), or with a block_table (num_blocks, block_size, h_kv, d), in q's dtype. h is a
             multiple of h_kv.
         v_cache: (b, s_cache, h_kv, d_v), or with a block_table (num_blocks, block_size, h_kv, d_v), in q's dtype.
-        cache_seqlens: int32, (b,), the number of valid keys of each sequence, including the s_q new ones. May be 0.
-            Later rows of the cache are not read. On a GPU the values are not read by the host: the kernels clamp them
+        cache_seqlens: int32, (b,), the number of valid keys of each sequence, including the s_q new ones but without
+            those in k. It counts from row 0 of the cache, also with cache_leftpad, and is not changed. May be 0. Later
+            rows of the cache are not read. On a GPU the values are not read by the host: the kernels clamp them
             to the size of the cache.
         block_table: int32, (b, max_blocks). Key i of sequence n is row i % block_size of block
             block_table[n, i // block_size]. Entries after a sequence's last key are not read. Default: no blocks.
         cache_leftpad: int32, (b,), the row of the cache where each sequence begins. Default: 0.
+        k: (b, s_new, h_kv, d), new keys in the cache's dtype. Key j of sequence n is written to position
+            cache_seqlens[n] + j, through the block_table if there is one. The queries are then the last s_q of
+            cache_seqlens[n] + s_new positions. s_new may differ from s_q. On a CPU, a cache that is too short is an
+            error. On a GPU, keys at positions beyond the cache, or in blocks that do not exist, are not written.
+            Sequences must not share the blocks that are written, otherwise one of the keys remains. Default: no keys.
+        v: (b, s_new, h_kv, d_v), their values. Given if and only if k is.
         scale: See `stickbreaking_attention`, also for attend_current, mass_threshold and return_mass.
         attend_current: See scale.
         mass_threshold: See scale.
@@ -52,7 +62,7 @@ def stickbreaking_attention_with_kvcache(
     Raises:
         TypeError: If an argument has a wrong type or dtype.
         ValueError: If an argument has a wrong shape, device or value, or requires a gradient while gradients are
-            recorded. Nothing is computed in either case.
+            recorded. Nothing is computed or written in either case.
 
     Example:
         >>> import torch
@@ -62,11 +72,19 @@ def stickbreaking_attention_with_kvcache(
         >>> cache_seqlens = torch.tensor([100, 37], dtype=torch.int32)
         >>> sb.stickbreaking_attention_with_kvcache(q, k_cache, v_cache, cache_seqlens=cache_seqlens).shape
         torch.Size([2, 1, 8, 64])
+
+        With the new keys and values, which are written to rows 100 and 37:
+
+        >>> k, v = torch.randn(2, 1, 2, 64), torch.randn(2, 1, 2, 64)
+        >>> out = sb.stickbreaking_attention_with_kvcache(q, k_cache, v_cache, cache_seqlens=cache_seqlens, k=k, v=v)
+        >>> torch.equal(k_cache[1, 37], k[1, 0])
+        True
     """
     options = AttentionOptions(scale, attend_current, mass_threshold)
     for name, value in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("cache_seqlens", cache_seqlens)):
         check_tensor(name, value)
-    for name, value in (("block_table", block_table), ("cache_leftpad", cache_leftpad)):
+    optional = {"block_table": block_table, "cache_leftpad": cache_leftpad, "k": k, "v": v}
+    for name, value in optional.items():
         if value is not None:
             check_tensor(name, value)
     o, mass = torch.ops.megatron_sb.attention_kvcache(
@@ -76,6 +94,8 @@ def stickbreaking_attention_with_kvcache(
         cache_seqlens,
         block_table,
         cache_leftpad,
+        k=k,
+        v=v,
         scale=options.scale,
         attend_current=options.attend_current,
         mass_threshold=options.mass_threshold,
