@@ -11,8 +11,9 @@ namespace megatron_sb::ops {
 // x has `rank` dimensions; `shape` names them.
 void check_rank(const char* name, const at::Tensor& x, int64_t rank, const char* shape);
 void check_dtype(const char* name, const at::Tensor& x);
-// x holds its elements. A wrapper of Python, for example DTensor or FakeTensor, holds none. Operators that the dispatcher
-// calls for a device never get one. A composite operator gets one, and must check it before it calls kernels directly.
+// x holds its elements. A wrapper of Python, for example DTensor or FakeTensor, holds none. Operators that the
+// dispatcher calls for a device never get one. A composite operator gets one, and must check it before it calls kernels
+// directly.
 void check_elements(const char* name, const at::Tensor& x);
 void check_same_dtype(const char* name, const at::Tensor& x, const at::Tensor& q);
 void check_device(const char* name, const at::Tensor& x, const at::Tensor& like, const char* like_name);

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
+from megatron_sb.ops.snapshot import Snapshot
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -101,12 +103,13 @@ def document_mask(positions: Tensor | None, bounds: Tensor | None, shape: tuple[
     source = positions if bounds is None else bounds
     if source is None or (bounds is None and (positions.dim() != 2 or positions.shape[1] != shape[1])):
         return None
-    version = None if source.is_inference() else source._version  # torch does not count writes to inference tensors
     stored = getattr(source, "_documents", None)
-    if stored is not None and version is not None and stored[:2] == (version, shape):
+    if stored is not None and stored[0] == shape and stored[1].is_current(source):
         return stored[2]
-    mask = _documents_by_position(positions, shape) if bounds is None else _documents_by_bounds(bounds, shape)
-    source._documents = version, shape, mask
+    snapshot = Snapshot("position_ids" if bounds is None else "cu_seq_lens_q", source)
+    by_values = _documents_by_position if bounds is None else _documents_by_bounds
+    mask = by_values(snapshot.values, shape)
+    source._documents = shape, snapshot, mask
     return mask
 
 

@@ -7,15 +7,17 @@ from collections import OrderedDict
 import torch
 
 from megatron_sb.ops.context_parallel import ContextParallelPlan
+from megatron_sb.ops.snapshot import Snapshot
 
 
 class PlanCache:
     """Keep the latest context-parallel plans.
 
     A plan is reused while the group, the sequence length, the layout and the packing are the same. `cu_seqlens` must
-    also be the same tensor object with the same version counter. Collectives and writes through `.data` do not change
-    the version counter. On a CPU such writes are detected, because the values are compared too. On a GPU they are not
-    detected. Inference tensors have no version counter, so each call with one makes a new plan.
+    also be the same tensor object and hold the same values. On a GPU, a write that torch counts makes a new plan. Torch
+    does not count writes by collectives, by CUDA graphs and through `.data`: after such a write, the device stops with
+    an error (`megatron_sb.ops.snapshot`). Torch counts no writes to inference tensors, so each call with one makes a
+    new plan.
 
     Making a plan is a collective. The ranks of a group run the same layers on the same batches, so they make plans at
     the same calls. The cache holds references to process groups and `cu_seqlens` until `clear`.
@@ -53,18 +55,19 @@ class PlanCache:
         arguments = {"seq_len": seq_len, "cu_seqlens": cu_seqlens, "layout": layout, "packing": packing}
         if cu_seqlens is not None and cu_seqlens.is_inference():
             return ContextParallelPlan(cp_group, **arguments)
-        version, values = None if cu_seqlens is None else cu_seqlens._version, ()
-        if cu_seqlens is not None and cu_seqlens.device.type == "cpu":
-            values = tuple(cu_seqlens.flatten().tolist())
-        key = (id(cp_group), seq_len, id(cu_seqlens), version, values, layout, packing)
-        if key in self._plans:
-            self._plans.move_to_end(key)
-        else:
+        key = (id(cp_group), seq_len, id(cu_seqlens), layout, packing)
+        plan, snapshot, *_ = self._plans.get(key, (None, None))
+        if plan is None or not (snapshot is None or snapshot.is_current(cu_seqlens)):
+            if cu_seqlens is not None:
+                snapshot = Snapshot("cu_seqlens", cu_seqlens)
+                arguments["cu_seqlens"] = snapshot.values
+            plan = ContextParallelPlan(cp_group, **arguments)
             # The entry keeps the group and the tensor alive, so that no new object gets their ids.
-            self._plans[key] = (ContextParallelPlan(cp_group, **arguments), cp_group, cu_seqlens)
-            while len(self._plans) > self.capacity:
-                self._plans.popitem(last=False)
-        return self._plans[key][0]
+            self._plans[key] = (plan, snapshot, cp_group, cu_seqlens)
+        self._plans.move_to_end(key)
+        while len(self._plans) > self.capacity:
+            self._plans.popitem(last=False)
+        return plan
 
     def clear(self) -> None:
         """Drop all plans. Call this before process groups are destroyed."""

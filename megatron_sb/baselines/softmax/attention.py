@@ -116,9 +116,9 @@ class SoftmaxAttention(nn.Module):
                 KV head i // (h / h_kv).
             v: of k's shape, in q's dtype.
             cu_seqlens: offsets of packed documents, int32 (documents + 1,), non-decreasing from 0 to t, on any device.
-                Offsets on a GPU are copied to the host once, and again after a write that torch counts in `_version`.
-                torch does not count writes by collectives, by kernels of other libraries and through `.data`. After
-                such a write pass a new tensor, or keep the offsets on the CPU, where every call reads them.
+                Offsets on a GPU are copied to the host once, and again after a write that torch counts. torch does not
+                count writes by collectives, by CUDA graphs, by kernels of other libraries and through `.data`: after
+                such a write the device stops with an error. Pass a new tensor, or keep the offsets on the CPU.
 
         Returns:
             A tensor of q's shape and dtype. Sums are in fp32 (fp64 for fp64). Under autocast q, k and v are cast to

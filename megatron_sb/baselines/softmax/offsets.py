@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from megatron_sb.ops.snapshot import Snapshot
+
 FLEX_BLOCK = 128
 
 
@@ -24,13 +26,13 @@ def shared_by_layers(function):
 class LastOffsets:
     """Read document lengths from `cu_seqlens`, and keep the last result for tensors on a GPU.
 
-    The first layer of a batch copies the offsets from the GPU; the other layers do not wait for the device. Offsets on
-    a CPU are read at every call: the copy is free there, and torch does not count writes by collectives, numpy and
-    `.data`.
+    The first layer of a batch copies the offsets from the GPU; the other layers do not wait for the device. After a
+    write that torch does not count, the device stops with an error (`megatron_sb.ops.snapshot`). Torch counts no writes
+    to inference tensors, so they are read at every call.
     """
 
     def __init__(self) -> None:
-        self._key: tuple | None = None
+        self._last: tuple[Tensor, Snapshot, list[int]] | None = None
 
     def lengths(self, cu_seqlens: Tensor, num_tokens: int) -> tuple[int, ...]:
         """Return the lengths of the documents that are not empty.
@@ -38,13 +40,10 @@ class LastOffsets:
         Raises:
             ValueError: if the offsets decrease, or do not run from 0 to num_tokens.
         """
-        # torch does not count writes to an inference tensor.
-        cacheable = cu_seqlens.device.type != "cpu" and not cu_seqlens.is_inference()
-        key = (id(cu_seqlens), cu_seqlens._version) if cacheable else None
-        if key is None or key != self._key:
-            self._bounds = cu_seqlens.tolist()
-            self._key, self._tensor = key, cu_seqlens  # keeps the tensor alive, so that no other one gets its id
-        bounds = self._bounds
+        if self._last is None or self._last[0] is not cu_seqlens or not self._last[1].is_current(cu_seqlens):
+            snapshot = Snapshot("cu_seqlens", cu_seqlens)
+            self._last = (cu_seqlens, snapshot, snapshot.values.tolist())
+        bounds = self._last[2]
         lengths = [end - start for start, end in itertools.pairwise(bounds)]
         if bounds[0] != 0 or bounds[-1] != num_tokens or min(lengths) < 0:
             raise ValueError(f"cu_seqlens must be non-decreasing offsets from 0 to {num_tokens}, got {bounds}.")

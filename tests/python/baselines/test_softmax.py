@@ -2,11 +2,11 @@
 
 import math
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
 from support.memory import quiet
+from support.messages import mentions
 from torch.func import functional_call
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -374,6 +374,28 @@ def test_block_mask(lengths, window):
         assert torch.equal(getattr(mask, name), getattr(right, name)), name
 
 
+class OnFakeGpu(torch.Tensor):
+    """A tensor on a CPU that names a GPU as its device, and counts how often the host reads its values."""
+
+    reads = 0
+
+    @property
+    def device(self):
+        """Return a device other than the CPU."""
+        return torch.device("cuda")
+
+    def tolist(self):
+        """Return the values."""
+        OnFakeGpu.reads += 1
+        return self.numpy().tolist()
+
+
+def on_fake_gpu(x):
+    """Return a tensor of this kind. No value of it has been read."""
+    OnFakeGpu.reads = 0
+    return x.as_subclass(OnFakeGpu)
+
+
 class TestBetweenCalls:
     """A call uses its own scaling and offsets, although modules cache values for the next call."""
 
@@ -403,30 +425,30 @@ class TestBetweenCalls:
         torch.testing.assert_close(module(*inputs, cu_seqlens), right, rtol=1e-10, atol=1e-10)
 
     def test_offsets_on_a_gpu_are_read_once(self):
-        """A fake GPU tensor is read again only after a counted write, or if it is another tensor."""
-        reads, last = [], offsets.LastOffsets()
-
-        def on_gpu(values, inference=False):
-            return SimpleNamespace(
-                device=torch.device("cuda"),
-                _version=0,
-                is_inference=lambda: inference,
-                tolist=lambda: reads.append(1) or values,
-            )
-
-        first, second, third = on_gpu([0, 2, 6]), on_gpu([0, 5, 6]), on_gpu([0, 6], inference=True)
+        """They are read again after a counted write, or if it is another tensor. Inference tensors have no count."""
+        last = offsets.LastOffsets()
+        first, second = on_fake_gpu(cu_seqlens_of(2, 4)), on_fake_gpu(cu_seqlens_of(5, 1))
+        with torch.inference_mode():
+            third = on_fake_gpu(cu_seqlens_of(6))
         for cu_seqlens, lengths, num_reads in (
             (first, (2, 4), 1),
             (first, (2, 4), 1),
             (second, (5, 1), 2),
             (third, (6,), 3),
             (third, (6,), 4),
+            (first, (2, 4), 5),
         ):
-            assert (last.lengths(cu_seqlens, 6), len(reads)) == (lengths, num_reads)
-        last.lengths(first, 6)
-        first._version = 1
-        last.lengths(first, 6)
-        assert len(reads) == 6
+            assert (last.lengths(cu_seqlens, 6), OnFakeGpu.reads) == (lengths, num_reads)
+        first[1] = 3
+        assert (last.lengths(first, 6), OnFakeGpu.reads) == ((3, 3), 6)
+
+    def test_offsets_on_a_gpu_are_overwritten_without_a_version_change(self):
+        """The device compares the values and stops with an error. On this fake GPU, the comparison raises at once."""
+        last, cu_seqlens = offsets.LastOffsets(), on_fake_gpu(cu_seqlens_of(2, 4))
+        last.lengths(cu_seqlens, 6)
+        cu_seqlens.data[1] = 3
+        with pytest.raises(RuntimeError, match=mentions("cu_seqlens changed")):
+            last.lengths(cu_seqlens, 6)
 
     @variants
     def test_training_after_inference(self, options, scaling):
