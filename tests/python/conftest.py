@@ -31,7 +31,11 @@ def pytest_report_header():
 
 
 def pytest_configure():
-    """Share the cores among pytest-xdist's workers."""
+    """Share the cores among pytest-xdist's workers. Let torch.compile generate code without vector instructions.
+
+    torch.compile would compile and run several programs to find the instructions of the CPU, for half a minute.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")  # read when torch._inductor is imported
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
 
