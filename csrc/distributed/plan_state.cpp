@@ -1,6 +1,7 @@
 #include "distributed/plan_state.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "core/error.h"
 #include "distributed/c10d_transport.h"
@@ -69,12 +70,20 @@ ContextParallelPlan::State::State(std::string group_name, std::shared_ptr<distri
 std::shared_ptr<const distributed::RankPlan> ContextParallelPlan::State::rank_plan(c10::Device device,
                                                                                    int num_exchanging) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    auto& plan = rank_plans_[{device.str(), num_exchanging}];
-    if (!plan) {
-        plan = std::make_shared<const distributed::RankPlan>(
+    Tables& tables = tables_[{device.str(), num_exchanging}];
+    const bool has_streams = !device.is_cpu();
+    const c10::impl::VirtualGuardImpl streams(device.type());
+    if (!tables.plan) {
+        tables.plan = std::make_shared<const distributed::RankPlan>(
             distributed::make_rank_plan(partition, rank, device, num_exchanging));
+        // A wait of the host, not an event: a stream that is captured in a CUDA graph cannot wait for an event from
+        // outside the capture.
+        if (has_streams) streams.getStream(device).synchronize();
     }
-    return plan;
+    if (has_streams && tables.streams.insert(streams.getStream(device)).second) {
+        for (const at::Tensor& table : tables.plan->tensors()) table.record_stream(streams.getStream(device));
+    }
+    return tables.plan;
 }
 
 ContextParallelPlan::ContextParallelPlan(const std::string& group_name, std::optional<int64_t> seq_len,

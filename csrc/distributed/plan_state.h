@@ -1,10 +1,13 @@
 // The state of a ContextParallelPlan.
 #pragma once
 
+#include <c10/core/Stream.h>
+
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -27,14 +30,18 @@ class ContextParallelPlan::State {
     const plan::Packing packing;
     const bool packed;
 
-    // Returns the tables on a device, for `num_exchanging` ranks that exchange heads (rank_plan.h). The first call
-    // uploads them.
+    // Returns the tables on a device, for `num_exchanging` ranks that exchange heads (rank_plan.h), for use on the
+    // current stream of the device. The first call uploads them and waits for the device, so that any stream can read
+    // them. When a plan is freed, the allocator waits for every stream on which this function returned the tables.
     std::shared_ptr<const distributed::RankPlan> rank_plan(c10::Device device, int num_exchanging);
 
   private:
+    struct Tables {
+        std::shared_ptr<const distributed::RankPlan> plan;
+        std::unordered_set<c10::Stream> streams;  // that use the tables
+    };
     std::mutex mutex_;
-    // By device and num_exchanging.
-    std::map<std::pair<std::string, int>, std::shared_ptr<const distributed::RankPlan>> rank_plans_;
+    std::map<std::pair<std::string, int>, Tables> tables_;  // by device and num_exchanging
 };
 
 }  // namespace megatron_sb

@@ -75,6 +75,16 @@ void RowSet::write(const at::Tensor& x, const at::Tensor& value) const {
     list.defined() ? x.index_copy_(1, list, value) : x.narrow(1, begin, count).copy_(value);
 }
 
+std::vector<at::Tensor> RankPlan::tensors() const {
+    std::vector<at::Tensor> all{to_stream, from_stream, to_joint, from_joint};
+    for (const SegmentTables* tables : {&ring, &gather}) {
+        all.insert(all.end(), tables->segments.begin(), tables->segments.end());
+    }
+    for (const RowSet& lane : lanes) all.push_back(lane.list);
+    std::erase_if(all, [](const at::Tensor& tensor) { return !tensor.defined(); });
+    return all;
+}
+
 bool divides_into(const at::Tensor& x, int64_t bytes) {
     const auto whole = [&](int64_t elements) { return elements * x.element_size() % bytes == 0; };
     const auto strides = x.strides().slice(0, x.dim() - 1);

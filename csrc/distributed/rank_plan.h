@@ -73,6 +73,9 @@ struct RankPlan {
     std::vector<std::vector<RowRange>> row_ranges = {};
     int64_t rows_to_split_heads;
 
+    // Returns every tensor above that is defined.
+    std::vector<at::Tensor> tensors() const;
+
     // The tables that serve kGather also serve kLocal.
     const SegmentTables& tables(Comm comm) const { return comm == Comm::kRing ? ring : gather; }
 };
