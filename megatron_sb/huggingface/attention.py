@@ -215,6 +215,8 @@ def attention_mask(
     if documents is None:
         return torch.empty(batch_size, 0, dtype=torch.int32, device=device)
     mask = documents if kept is None else documents * kept
+    if num_keys == kv_length and bool((mask == 1).all()):
+        return None  # under torch.compile, transformers asks for a mask also where there is none to make
     mask.leftpad = leftpad_of(mask) if q_length < num_keys else None
     mask.packing = Packing.of(mask, q_length)
     return mask
