@@ -29,6 +29,7 @@ from megatron_sb.megatron.weights import write_attention_kind
 from megatron_sb.ops.context_parallel import shard_sequence
 from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.engine.backends import MegatronBackend, TorchBackend
+from megatron_sb.training.engine.groups import destroy_groups_except, process_groups
 from megatron_sb.training.engine.model import build_model
 from megatron_sb.training.engine.softmax_attention import set_rotary_scaling
 
@@ -73,6 +74,7 @@ class Engine:
         self.attention_counts = AttentionCounts.zeros(device)
         parallel, context_parallel_size = config.parallel, config.context_parallel_size(model, stage)
         levels = stage.hierarchical_context_parallel_sizes if context_parallel_size > 1 else ()
+        self._earlier_groups = process_groups()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor_parallel_size,
             context_parallel_size=context_parallel_size,
@@ -182,11 +184,12 @@ class Engine:
         self._backend.load(path)
 
     def close(self) -> None:
-        """Destroy the parallel state, so that another engine can be created."""
-        del self._backend, self._model
+        """Destroy the parallel state and its process groups, so that another engine can be created. Collective."""
+        del self._backend, self._model, self._cp_group
         shared_plans.clear()
         GateLossScale.per_token = None
         parallel_state.destroy_model_parallel()
+        destroy_groups_except(self._earlier_groups)
 
     def _sum_windows(self, batch: Batch, num_windows: int, wanted: str) -> Tensor:
         self._model.eval()

@@ -6,7 +6,7 @@ from support.launch import run_worker
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """{family: {layout: results}} on four ranks, each family's on one rank as "one rank"; "refused checkpoint"."""
+    """{family: {layout: results}} on four ranks, each family's on one rank as "one rank"; refusals and group counts."""
     out = tmp_path_factory.mktemp("layouts")
     alone = run_worker("training_layouts.py", 1, out / "one.json")
     together = run_worker("training_layouts.py", 4, out / "four.json")
@@ -55,6 +55,11 @@ def test_on_two_gpus(tmp_path):
 
 def test_a_checkpoint_of_other_shares_is_refused(runs):
     assert "was saved with another parallel.tensor_parallel_size" in runs["refused checkpoint"]
+
+
+def test_engines_destroy_their_process_groups(runs):
+    """Only the default group is left after all engines of the worker."""
+    assert runs["process groups"] == 1
 
 
 def test_the_runs_can_tell_layouts_apart(runs):

@@ -23,6 +23,7 @@ from megatron_sb.training.documents import load_corpus
 from megatron_sb.training.engine import engine as engine_module
 from megatron_sb.training.engine.backends import MegatronBackend
 from megatron_sb.training.engine.engine import Engine
+from megatron_sb.training.engine.groups import process_groups
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support import megatron_cpu
@@ -235,6 +236,7 @@ def main(out: str, kind: str = "cpu") -> None:
     }
     if kind == "cpu" and dist.get_world_size() > 1:
         results["refused checkpoint"] = refused_checkpoint(checkpoint)
+        results["process groups"] = len(process_groups())
     end_worker(out, results)
 
 
