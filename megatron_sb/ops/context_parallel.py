@@ -10,12 +10,41 @@ A stream of ``seq_len`` rows is split over the ranks of a group. It is one docum
 Rows after the last document belong to no document. They are split like one more document.
 """
 
+import functools
+import sys
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_sb.options import DEFAULT_MASS_THRESHOLD, LOGITS, check_option_types
 from megatron_sb.validation import check_choice, check_tensor
+
+_WHY_NOT_COMPILED = (
+    "megatron_sb: context parallelism is not a part of a compiled graph, because ranks exchange data in it. Compile "
+    "without fullgraph=True, or compile the parts before and after it"
+)
+
+
+def _outside_graphs(function: Callable) -> Callable:
+    """Make torch.compile break its graph at calls of the function.
+
+    This is torch.compiler.disable without its import of the compiler, which takes seconds. torch.compile reads the
+    attributes of `call`. After the graph break it runs `call`, which disables it for everything below.
+    """
+    disabled = None
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        nonlocal disabled
+        if disabled is None and "torch._dynamo" in sys.modules:
+            disabled = torch.compiler.disable(function, reason=_WHY_NOT_COMPILED)
+        return (disabled or function)(*args, **kwargs)
+
+    call._torchdynamo_disable = True
+    call._torchdynamo_disable_msg = _WHY_NOT_COMPILED
+    return call
 
 
 def _group_name(group: object, argument: str = "cp_group") -> str:
@@ -104,6 +133,7 @@ class ContextParallelPlan:
         >>> dist.destroy_process_group()
     """
 
+    @_outside_graphs
     def __init__(
         self,
         cp_group: dist.ProcessGroup,
@@ -179,6 +209,7 @@ def _hierarchy(groups: object, comm: object) -> tuple[str, str]:
     return _group_name(groups[0], "hierarchical_groups[0]"), _group_name(groups[1], "hierarchical_groups[1]")
 
 
+@_outside_graphs
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -316,6 +347,7 @@ def _check_sequence(x: object, cu_seqlens: Tensor | None) -> list[int] | None:
     return offsets
 
 
+@_outside_graphs
 def shard_sequence(
     x: Tensor,
     cp_group: dist.ProcessGroup,
@@ -359,6 +391,7 @@ def shard_sequence(
     )
 
 
+@_outside_graphs
 def unshard_sequence(
     x: Tensor,
     cp_group: dist.ProcessGroup,

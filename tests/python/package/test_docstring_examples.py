@@ -17,6 +17,7 @@ LIBRARY = (
     "ops.context_parallel",
     "ops.head_output",
     "ops.kvcache",
+    "ops.snapshot",
     "ops.varlen",
     "options",
     "reference",
