@@ -29,6 +29,16 @@ def test_bf16(regime, length, head_dim, mass_in_loss):
     assert not missed, "; ".join(missed)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_bf16_at_a_million_keys(head_dim):
+    """The last rows are within their bounds where the mass is carried over all keys, forth and back."""
+    length = 2**20
+    runs = [(length - 96, length)]
+    x = barred_inputs("mean -11", length, runs, d=head_dim, h=1)
+    missed = Bar(x, runs).missed(run(stickbreaking_attention, x, return_mass=True), "mean -11")
+    assert not missed, "; ".join(missed)
+
+
 @pytest.mark.parametrize("regime", ["randn", "mean -3.2", "mean -8", "mean -11", "alternating"])
 @pytest.mark.parametrize(("length", "head_dim"), [(4096, 64), (16384, 128), (65536, 64)])
 def test_weights_and_mass_sum_to_one(regime, length, head_dim):

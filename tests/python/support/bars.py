@@ -58,19 +58,19 @@ class Bar:
 
     def __init__(self, x: Inputs, runs: list[tuple[int, int]]) -> None:
         self._length, self._runs = x.q.shape[1], runs
-        self._oracle, self._rounded = _oracle_rows(x, runs), rounded_results(x, runs=runs)
+        self.oracle, self._rounded = _oracle_rows(x, runs), rounded_results(x, runs=runs)
 
     def missed(self, results: dict, regime: str) -> list[str]:
         """Describe the results that miss the bar. The error of the mass must be at most `stick_tolerance`."""
         actual, missed = self._rows_of(results), []
         for name in ("o", "dq", "dk", "dv"):
-            ours, theirs = (relative_errors(r[name], self._oracle[name])[0] for r in (actual, self._rounded))
+            ours, theirs = (relative_errors(r[name], self.oracle[name])[0] for r in (actual, self._rounded))
             print(f"{regime:14s} L={self._length:6d} {name:3s} {ours:.3e} rounded {theirs:.3e}")
             if not ours <= BAR * theirs + floors(torch.bfloat16, self._length)[name]:
                 missed.append(f"{name}: error {ours:.3g}, error of the rounded computation {theirs:.3g}")
         threshold, mass = threshold_of(regime), actual["mass"]
-        errors = (mass - self._oracle["mass"]).abs()
-        used_up = (self._oracle["mass"] <= threshold) & (mass >= 0) & (mass <= threshold)
+        errors = (mass - self.oracle["mass"]).abs()
+        used_up = (self.oracle["mass"] <= threshold) & (mass >= 0) & (mass <= threshold)
         worst = errors.masked_fill(used_up, 0.0).max().item()
         return missed + ([] if worst <= stick_tolerance(self._length) else [f"mass: error {worst:.3g}"])
 
