@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #if defined(__CUDACC__)
 #define SB_HOST_DEVICE __host__ __device__
@@ -41,6 +42,8 @@ struct Segments {
     const Segment* data = nullptr;
     int32_t size = 1;
     Segment whole = {};
+    // No segment has more keys. The host uses it to plan, because it cannot read the table.
+    int32_t max_keys = std::numeric_limits<int32_t>::max();
     SB_HOST_DEVICE bool by_value() const { return data == nullptr && size == 1; }
     SB_HOST_DEVICE const Segment& operator[](int32_t i) const { return data == nullptr ? whole : data[i]; }
 };

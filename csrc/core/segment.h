@@ -23,18 +23,10 @@ SB_HOST_DEVICE inline Segment clamped(const Segment& s, const Sizes& sizes) {
     return c;
 }
 
-// Returns the segment of document i of cu_seqlens (rows of q) and cu_seqlens_k (rows of k). The queries of a document
-// are the last positions of its keys. Bounds are clamped to the rows of q and k. So values that the host has not
-// checked cannot cause an access out of bounds.
-SB_HOST_DEVICE inline Segment document_segment(const int32_t* cu_seqlens, const int32_t* cu_seqlens_k, int32_t i,
-                                               int32_t q_rows, int32_t k_rows) {
-    Segment s;
-    s.q_begin = clamp_row(cu_seqlens[i], 0, q_rows);
-    s.q_len = clamp_row(cu_seqlens[i + 1], s.q_begin, q_rows) - s.q_begin;
-    s.k_begin = clamp_row(cu_seqlens_k[i], 0, k_rows);
-    s.k_len = clamp_row(cu_seqlens_k[i + 1], s.k_begin, k_rows) - s.k_begin;
-    s.q_pos_minus_k_pos = s.k_len - s.q_len;
-    return s;
+// Returns the segment of a document with the given rows of q and k. The queries are the last positions of its keys.
+SB_HOST_DEVICE inline Segment document_segment(int32_t q_begin, int32_t q_end, int32_t k_begin, int32_t k_end) {
+    const int32_t q_len = q_end - q_begin, k_len = k_end - k_begin;
+    return {q_begin, q_len, k_begin, k_len, k_len - q_len};
 }
 
 }  // namespace megatron_sb

@@ -35,33 +35,51 @@ struct SavedAttention {
     at::Tensor q, k, v;
     at::Tensor segments;  // undefined for dense attention
     at::Tensor mass, restart_edge, restart_mass;
+    std::optional<c10::SymInt> max_seqlen_k;
     BlockOptions options;
 
     void save(AutogradContext* ctx) const {
         ctx->save_for_backward({q, k, v, segments, mass, restart_edge, restart_mass});
+        ctx->saved_data["max_seqlen_k"] = max_seqlen_k;
         ctx->saved_data["options"] = saved(options);
     }
     static SavedAttention load(AutogradContext* ctx) {
         const variable_list tensors = ctx->get_saved_variables();
-        return {tensors[0], tensors[1], tensors[2], tensors[3],
-                tensors[4], tensors[5], tensors[6], restored_options(ctx->saved_data["options"])};
+        return {tensors[0],
+                tensors[1],
+                tensors[2],
+                tensors[3],
+                tensors[4],
+                tensors[5],
+                tensors[6],
+                ctx->saved_data["max_seqlen_k"].to<std::optional<c10::SymInt>>(),
+                restored_options(ctx->saved_data["options"])};
     }
 };
 
-// Takes q, k, v as block_forward does. segments: (n, 5), or none for dense attention.
+// Takes q, k, v as block_forward does. segments: (n, 5), or none for dense attention. max_seqlen_k: no segment has more
+// keys.
 class Attend : public torch::autograd::Function<Attend> {
   public:
-    static constexpr int kNumInputs = 5;
+    static constexpr int kNumInputs = 6;
 
     static variable_list forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                 const OptionalTensor& segments, const BlockOptions& options) {
+                                 const OptionalTensor& segments, const std::optional<c10::SymInt>& max_seqlen_k,
+                                 const BlockOptions& options) {
         static const Operator block_forward("megatron_sb::block_forward");
         const NamedArguments inputs = {
             {"q", q}, {"k", k}, {"v", v}, {"segments", segments}, {"out_dtype", q.scalar_type()}};
         const torch::jit::Stack results = block_forward.call(inputs, named(options));
         const at::Tensor o = results[0].toTensor(), mass = results[1].toTensor();
-        SavedAttention{
-            q, k, v, segments.value_or(at::Tensor()), mass, results[2].toTensor(), results[3].toTensor(), options}
+        SavedAttention{q,
+                       k,
+                       v,
+                       segments.value_or(at::Tensor()),
+                       mass,
+                       results[2].toTensor(),
+                       results[3].toTensor(),
+                       max_seqlen_k,
+                       options}
             .save(ctx);
         ctx->set_materialize_grads(false);
         return {o, mass};
@@ -85,6 +103,7 @@ class Attend : public torch::autograd::Function<Attend> {
                 {"segments", if_defined(kept.segments)},
                 {"restart_edge", kept.restart_edge},
                 {"restart_mass", kept.restart_mass},
+                {"max_seqlen_k", kept.max_seqlen_k},
                 {"prefix_in", d_mass.defined() ? OptionalTensor(kept.mass * d_mass) : std::nullopt},
                 {"out_dtype", q.scalar_type()}};
             const torch::jit::Stack results = block_backward.call(inputs, named(kept.options));
@@ -96,13 +115,14 @@ class Attend : public torch::autograd::Function<Attend> {
 };
 
 // q, k, v of rank 4.
-TensorPair attend(const AttentionCall& call, const OptionalTensor& segments) {
+TensorPair attend(const AttentionCall& call, const OptionalTensor& segments,
+                  const std::optional<c10::SymInt>& max_seqlen_k) {
     check_attention(call.q, call.k, call.v);
     check_variants(call.q, call.k, call.options);
     const BlockOptions options = block_options(call.options, call.q);
     const Extended extended = with_variant_columns(call.q, call.k, call.options);
     const variable_list out = Attend::apply(unit_last_stride(extended.q), unit_last_stride(extended.k),
-                                            unit_last_stride(call.v), segments, options);
+                                            unit_last_stride(call.v), segments, max_seqlen_k, options);
     return {out[0], out[1]};
 }
 
@@ -114,7 +134,7 @@ TensorPair attention(const Arguments& arguments) {
     check_rank("k", call.k, 4, "(b, s_k, h_kv, d)");
     check_rank("v", call.v, 4, "(b, s_k, h_kv, d_v)");
     check_lengths(call.q, call.k);
-    return attend(call, std::nullopt);
+    return attend(call, std::nullopt, std::nullopt);
 }
 
 TensorPair attention_varlen(const Arguments& arguments) {
@@ -130,12 +150,15 @@ TensorPair attention_varlen(const Arguments& arguments) {
     const c10::SymInt q_rows = call.q.sym_size(0), k_rows = call.k.sym_size(0);
     TORCH_CHECK_VALUE(own_cu_seqlens_k.has_value() || q_rows == k_rows,
                       "without cu_seqlens_k, q and k must have equal numbers of rows, got ", q_rows, " and ", k_rows);
+    const auto max_seqlen_k = arguments.get<std::optional<c10::SymInt>>("max_seqlen_k");
+    TORCH_CHECK_VALUE(!max_seqlen_k.has_value() || *max_seqlen_k >= 0, "max_seqlen_k must be at least 0, got ",
+                      max_seqlen_k.value_or(0));
     static const Operator segments("megatron_sb::segments");
     const torch::jit::Stack table = segments.call(
         {{"cu_seqlens", cu_seqlens}, {"cu_seqlens_k", cu_seqlens_k}, {"q_rows", q_rows}, {"k_rows", k_rows}});
     for (at::Tensor* x : {&call.q, &call.k, &call.v}) *x = x->unsqueeze(0);
     if (call.options.forget_gate.has_value()) call.options.forget_gate = call.options.forget_gate->unsqueeze(0);
-    const auto [o, mass] = attend(call, table[0].toTensor());
+    const auto [o, mass] = attend(call, table[0].toTensor(), max_seqlen_k);
     return {o.squeeze(0), mass.squeeze(0)};
 }
 

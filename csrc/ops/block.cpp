@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cstdlib>
 
 #include "core/error.h"
@@ -262,7 +263,8 @@ at::Tensor block_backward(const at::Tensor& d_o_given, const at::Tensor& q_given
                           const at::Tensor& v_given, const std::optional<at::Tensor>& segments,
                           const at::Tensor& restart_edge, const at::Tensor& restart_mass,
                           const std::optional<at::Tensor>& mass_in, const std::optional<at::Tensor>& prefix_in,
-                          const BlockOptions& options, const BlockGradients& gradients) {
+                          const BlockOptions& options, const BlockGradients& gradients,
+                          std::optional<int64_t> max_seqlen_k) {
     check_block_backward(d_o_given, q_given, k_given, v_given, segments, restart_edge, restart_mass, mass_in, prefix_in,
                          options);
     const DeviceScope scope(q_given.device());
@@ -274,6 +276,7 @@ at::Tensor block_backward(const at::Tensor& d_o_given, const at::Tensor& q_given
 
     const at::Tensor prefix_out = prefix.has_value() ? prefix->clone() : at::zeros_like(mass);
     auto params = with_inputs<BackwardParams>(q, k, v, table, options, carry);
+    if (max_seqlen_k) params.segments.max_keys = int32_t(std::clamp<int64_t>(*max_seqlen_k, 1, kMaxRows));
     params.d_o = strided_rows<const void*>(d_o);
     params.dq = strided_rows<void*>(gradients.dq);
     params.dk = strided_rows<void*>(gradients.dk);

@@ -62,11 +62,11 @@ BlockOutput block_forward_paged(const at::Tensor& q, const at::Tensor& k, const 
 
 // Adds the gradients of this block to `gradients`, or writes them (BlockGradients). Returns prefix_out (b, h, s).
 // mass_in scales a restart record that was written before the carry was known; default 1. prefix_in is the sum of g
-// over all older keys plus mass * d_mass; default 0.
+// over all older keys plus mass * d_mass; default 0. max_seqlen_k: no segment has more keys; by default not known.
 at::Tensor block_backward(const at::Tensor& d_o, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                           const std::optional<at::Tensor>& segments, const at::Tensor& restart_edge,
                           const at::Tensor& restart_mass, const std::optional<at::Tensor>& mass_in,
                           const std::optional<at::Tensor>& prefix_in, const BlockOptions& options,
-                          const BlockGradients& gradients);
+                          const BlockGradients& gradients, std::optional<int64_t> max_seqlen_k = std::nullopt);
 
 }  // namespace megatron_sb::ops

@@ -73,11 +73,11 @@ OneTensor segments(const Arguments& arguments) {
     const at::Tensor q = cu_seqlens.contiguous(), k = cu_seqlens_k.contiguous();
     const at::Tensor table = at::empty({documents, kSegmentFields}, q.options());
     Segment* out = reinterpret_cast<Segment*>(table.data_ptr<int32_t>());
+    const int32_t *q_at = q.const_data_ptr<int32_t>(), *k_at = k.const_data_ptr<int32_t>();
     if (!q.is_cpu()) {
 #if defined(SB_WITH_CUDA)
         const DeviceScope scope(q.device());
-        common::segments_from_cu_seqlens(q.const_data_ptr<int32_t>(), k.const_data_ptr<int32_t>(), documents, q_end,
-                                         k_end, out, scope.stream());
+        common::segments_from_cu_seqlens(q_at, k_at, documents, q_end, k_end, out, scope.stream());
         return table;
 #else
         TORCH_CHECK_VALUE(false, "cu_seqlens: device must be cpu in this CPU build of megatron_sb, got ", q.device());
@@ -86,7 +86,7 @@ OneTensor segments(const Arguments& arguments) {
     check_cu_seqlens_values("cu_seqlens", q, q_end);
     check_cu_seqlens_values("cu_seqlens_k", k, k_end);
     for (int32_t i = 0; i < documents; ++i) {
-        out[i] = document_segment(q.const_data_ptr<int32_t>(), k.const_data_ptr<int32_t>(), i, q_end, k_end);
+        out[i] = document_segment(q_at[i], q_at[i + 1], k_at[i], k_at[i + 1]);
         TORCH_CHECK_VALUE(out[i].q_len <= out[i].k_len, "document ", i,
                           " must have at most as many queries as keys, got ", out[i].q_len, " queries and ",
                           out[i].k_len, " keys. The queries are the last positions of the keys.");
@@ -128,8 +128,9 @@ BlockBackwardResults block_backward_op(const Arguments& arguments) {
     const bool all_written = narrow && q.numel() > 0 && k.numel() > 0 && (!call.segments || call.segments->numel() > 0);
     const BlockGradients gradients =
         all_written ? empty_gradients(q, k, v, type) : zero_gradients(q, k, v, narrow ? type : wide);
-    const at::Tensor prefix_out = block_backward(call.d_o, q, k, v, call.segments, call.restart_edge, call.restart_mass,
-                                                 call.mass_in, call.prefix_in, call.options, gradients);
+    const at::Tensor prefix_out =
+        block_backward(call.d_o, q, k, v, call.segments, call.restart_edge, call.restart_mass, call.mass_in,
+                       call.prefix_in, call.options, gradients, arguments.get<std::optional<int64_t>>("max_seqlen_k"));
     return {gradients.dq.to(type), gradients.dk.to(type), gradients.dv.to(type), prefix_out};
 }
 

@@ -20,8 +20,9 @@ TORCH_LIBRARY(megatron_sb, m) {
         "-> (Tensor o, Tensor mass)");
     m.def(
         "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? cu_seqlens_k=None, *, "
-        "float? scale=None, bool attend_current=False, float mass_threshold=5.9604644775390625e-08, "
-        "Tensor? forget_gate=None, bool euclidean=False) -> (Tensor o, Tensor mass)");
+        "SymInt? max_seqlen_k=None, float? scale=None, bool attend_current=False, "
+        "float mass_threshold=5.9604644775390625e-08, Tensor? forget_gate=None, bool euclidean=False) -> (Tensor o, "
+        "Tensor mass)");
     // Caches: (b, s_cache, h_kv, d), or (blocks, block_size, h_kv, d) with block_table (b, max_blocks). No autograd.
     // With k and v, the new keys and values, it first appends them (kvcache_append).
     m.def(
@@ -66,8 +67,8 @@ TORCH_LIBRARY(megatron_sb, m) {
     m.def(
         "block_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor? segments, Tensor restart_edge, "
         "Tensor restart_mass, Tensor? mass_in=None, Tensor? prefix_in=None, *, float scale, bool attend_current=False, "
-        "float mass_threshold=5.9604644775390625e-08, ScalarType? out_dtype=None, bool forget_gate=False) "
-        "-> (Tensor dq, Tensor dk, Tensor dv, Tensor prefix_out)");
+        "float mass_threshold=5.9604644775390625e-08, ScalarType? out_dtype=None, bool forget_gate=False, "
+        "SymInt? max_seqlen_k=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor prefix_out)");
 
     // The kernels of this build as text, and the instruction set of its CPU kernels on this machine.
     m.def("describe_kernels() -> str", megatron_sb::ops::describe_kernels);

@@ -33,13 +33,14 @@ def stickbreaking_attention_varlen(
         k: (t_k, h_kv, d), in q's dtype.
         v: (t_k, h_kv, d_v), in q's dtype.
         cu_seqlens: int32, (documents + 1,). Document n has the rows cu_seqlens[n] to cu_seqlens[n + 1] - 1 of q. The
-            first entry is 0. Documents may be empty. On a GPU the values are not read by the host: the kernels clamp
-            offsets to t.
-        max_seqlen: Length of the longest document in tokens. It is not needed. A CPU tensor cu_seqlens is checked
-            against it. Default: None.
+            first entry is 0. Documents may be empty. On a GPU the host does not read the values: the kernels
+            clamp offsets to t, and use the largest earlier offset in place of a smaller one.
+        max_seqlen: Length of the longest document in tokens. Without it, the portable GPU kernels plan the backward as
+            if one document had all rows, which takes many launches. A CPU tensor cu_seqlens is checked against it. On a
+            GPU, the backward of a longer document may end with a device-side assertion. Default: None.
         cu_seqlens_k: cu_seqlens of the keys, where they differ from those of the queries. In each document the queries
             are the last positions of its keys. Default: cu_seqlens.
-        max_seqlen_k: max_seqlen of the keys. Default: None.
+        max_seqlen_k: max_seqlen of the keys. Default: max_seqlen without cu_seqlens_k, else None.
         scale: See `stickbreaking_attention`, also for attend_current, mass_threshold, return_mass and logits.
         attend_current: See scale.
         mass_threshold: See scale.
@@ -77,6 +78,7 @@ def stickbreaking_attention_varlen(
         v,
         cu_seqlens,
         cu_seqlens_k,
+        max_seqlen_k=_host_integer(max_seqlen if cu_seqlens_k is None and max_seqlen_k is None else max_seqlen_k),
         scale=options.scale,
         attend_current=options.attend_current,
         mass_threshold=options.mass_threshold,
@@ -84,6 +86,11 @@ def stickbreaking_attention_varlen(
         euclidean=options.logits == "euclidean",
     )
     return (o, mass) if return_mass else o
+
+
+def _host_integer(max_seqlen: object) -> int | None:
+    """Return max_seqlen, or None for a tensor: the host must not wait for a value on a GPU."""
+    return None if isinstance(max_seqlen, Tensor) else max_seqlen
 
 
 def _check_max_seqlen(name: str, max_seqlen: object, cu_seqlens: Tensor) -> None:

@@ -41,6 +41,9 @@ __device__ inline BlockScan scan_over_block(int value, int none, int* warp_value
 struct Sum {
     __device__ int operator()(int a, int b) const { return a + b; }
 };
+struct Maximum {
+    __device__ int operator()(int a, int b) const { return max(a, b); }
+};
 
 struct RowRange {
     int begin, size;

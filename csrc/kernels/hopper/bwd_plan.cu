@@ -5,6 +5,7 @@
 
 #include "core/limits.h"
 #include "kernels/common/block_scan.cuh"
+#include "kernels/common/key_ranges.cuh"
 #include "kernels/common/launch.h"
 #include "kernels/hopper/bwd_plan.h"
 #include "kernels/hopper/tile_copy.cuh"
@@ -15,21 +16,12 @@ namespace {
 constexpr int kPlanThreads = 1024;
 constexpr int kStepsAtOnce = 4;  // steps that a warp handles at once in find_starts
 
+using common::KeyRanges, common::next_in_range;
 using common::kMaxWarps, common::RowRange, common::scan_over_block, common::Sum;
-
-// The key ranges (bwd_plan.h), in three tables that are indexed by the first key of the range.
-struct KeyRanges {
-    int32_t* from_end;  // number of segments in the table minus the index of the first one in the range; 0 if none
-    int32_t* size;      // number of segments in the range
-    int32_t* longest;   // largest number of keys of a segment in the range
-
-    __device__ KeyRanges(const BackwardPlan& plan, int k_rows)
-        : from_end(plan.key_ranges), size(plan.key_ranges + k_rows), longest(plan.key_ranges + 2 * k_rows) {}
-};
 
 // Numbers the steps of all segments and collects the key ranges.
 __device__ void number_steps(const Sizes& sizes, const Segments& segments, const BackwardPlan& plan, int* warp_sums) {
-    const KeyRanges key_ranges(plan, sizes.k_rows);
+    const KeyRanges key_ranges(plan.key_ranges, sizes.k_rows, segments.size);
     int before = 0;
     for (int round = 0; round < segments.size; round += kPlanThreads) {
         const int i = round + int(threadIdx.x);
@@ -38,41 +30,30 @@ __device__ void number_steps(const Sizes& sizes, const Segments& segments, const
         const int steps = num_steps(s);
         const auto sums = scan_over_block(steps, 0, warp_sums, Sum());
         if (i < segments.size) plan.segments[i] = {before + sums.inclusive - steps, -1};
-        if (steps > 0) {
-            atomicMax(&key_ranges.from_end[s.k_begin], segments.size - i);
-            atomicAdd(&key_ranges.size[s.k_begin], 1);
-            atomicMax(&key_ranges.longest[s.k_begin], s.k_len);
-        }
+        if (steps > 0) key_ranges.add(s, i);
         before += sums.total;
     }
 }
 
 // Links the segments that share a key range.
 __device__ void link_segments(const Sizes& sizes, const Segments& segments, const BackwardPlan& plan) {
-    const KeyRanges key_ranges(plan, sizes.k_rows);
-    for (int i = threadIdx.x; i < segments.size; i += kPlanThreads) {
-        const Segment s = clamped(segments[i], sizes);
-        if (num_steps(s) == 0 || __ldcg(&key_ranges.size[s.k_begin]) == 1) continue;
-        for (int j = i + 1; j < segments.size; ++j) {
-            const Segment other = clamped(segments[j], sizes);
-            if (other.k_begin != s.k_begin || num_steps(other) == 0) continue;
-            plan.segments[i].next = j;
-            break;
-        }
-    }
+    const KeyRanges key_ranges(plan.key_ranges, sizes.k_rows, segments.size);
+    for (int i = threadIdx.x; i < segments.size; i += kPlanThreads)
+        if (num_steps(clamped(segments[i], sizes)) > 0)
+            plan.segments[i].next = next_in_range(key_ranges, segments, sizes, i);
 }
 
 // Calls f(first segment, number of keys, tile) for each tile of each key range. The threads are divided evenly among
 // the segments.
 template <class F>
 __device__ void for_each_tile(const Sizes& sizes, const Segments& segments, const BackwardPlan& plan, F f) {
-    const KeyRanges key_ranges(plan, sizes.k_rows);
+    const KeyRanges key_ranges(plan.key_ranges, sizes.k_rows, segments.size);
     int threads = kPlanThreads;
     while (threads > 1 && threads * segments.size > kPlanThreads) threads /= 2;
     for (int i = threadIdx.x / threads; i < segments.size; i += kPlanThreads / threads) {
         const Segment s = clamped(segments[i], sizes);
-        if (num_steps(s) == 0 || segments.size - i != __ldcg(&key_ranges.from_end[s.k_begin])) continue;
-        const int num_keys = __ldcg(&key_ranges.longest[s.k_begin]);
+        if (num_steps(s) == 0 || !key_ranges.is_first(s, i)) continue;
+        const int num_keys = key_ranges.num_keys(s);
         for (int tile = threadIdx.x % threads; tile * kBackwardKeyTile < num_keys; tile += threads)
             f(i, num_keys, tile);
     }
@@ -249,7 +230,7 @@ Layout lay_out_workspace(const BackwardParams& p, BackwardPlan* plan) {
     plan->counters = w.take<int32_t>(2);
     plan->dq_next_tile = w.take<int32_t>(heads * plan->max_steps);
     plan->carries = w.take<CarrySlot>(heads * z.q_rows);
-    plan->key_ranges = w.take<int32_t>(3 * int64_t(z.k_rows));
+    plan->key_ranges = w.take<int32_t>(KeyRanges::entries(z.k_rows));
     plan->tile_offsets = w.take<int32_t>(z.k_rows / kBackwardKeyTile + 1);
     Layout layout{w.bytes, 0};
     plan->segments = w.take<SegmentPlan>(p.segments.size);

@@ -1,8 +1,8 @@
 // The plan of a backward call: the key tiles, the steps of each key tile, and the buffers that pass data from one key
 // tile to the next. A kernel makes it on the device, because the host never reads the segment table.
 //
-// Terms. Segments that begin at the same key share a key range: the keys of the longest of them. A key tile is 128 keys
-// of a key range. A step is 64 query rows of one head. A half is 64 keys, the grid of restart records.
+// Terms. A key range is what segments share that begin at the same key (kernels/common/key_ranges.cuh). A key tile is
+// 128 keys of a key range. A step is 64 query rows of one head. A half is 64 keys, the grid of restart records.
 #pragma once
 
 #include <cuda_runtime.h>

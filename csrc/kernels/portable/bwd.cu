@@ -1,9 +1,13 @@
 // block_backward for sm_80 and later: the plan of its two passes (bwd.cuh) and the launches. Kernels compute the plan,
 // so the host never reads the segment table.
 #include "core/limits.h"
+#include "kernels/common/key_ranges.cuh"
 #include "kernels/portable/bwd.cuh"
 #include "kernels/portable/passes.h"
 #include "kernels/portable/portable.h"
+
+#undef NDEBUG  // the assertion below checks an argument of the user, in release builds too
+#include <cassert>
 
 namespace megatron_sb::portable {
 namespace {
@@ -23,16 +27,22 @@ SB_HOST_DEVICE int64_t carry_blocks(const Segment& s, bool attend_current, int t
     return blocks;
 }
 
-// Writes plan.first_block. In each round, every thread has one segment. It computes the number of blocks of all earlier
-// segments, then visits the query tiles of its segment.
+// Writes plan.first_block, and collects the key ranges. In each round, every thread has one segment. It computes the
+// number of blocks of all earlier segments, then visits the query tiles of its segment.
+//
+// The assertion ends the launch with an error if a segment has more keys than the host was told: the workspace may be
+// too small for it.
 __global__ void __launch_bounds__(kPlanThreads)
     plan_carries(Sizes sizes, Segments segments, bool attend_current, int tile_rows, BackwardPlan plan) {
+    const KeyRanges key_ranges(plan.key_ranges, sizes.k_rows, segments.size);
     __shared__ int64_t ends[kPlanThreads];
     int64_t before = 0;
     for (int round = 0; round < segments.size; round += kPlanThreads) {
         const int i = round + int(threadIdx.x);
         Segment mine = {};
         if (i < segments.size) mine = clamped(segments[i], sizes);
+        assert(mine.k_len <= segments.max_keys && "max_seqlen_k must be at least the keys of the longest document");
+        if (mine.q_len > 0 && mine.k_len > 0) key_ranges.add(mine, i);
         const int64_t blocks = carry_blocks(mine, attend_current, tile_rows);
         ends[threadIdx.x] = blocks;
         __syncthreads();
@@ -60,21 +70,18 @@ __global__ void __launch_bounds__(kSegmentThreads) plan_keys(Sizes sizes, Segmen
     if (i >= segments.size) return;
     const Segment mine = clamped(segments[i], sizes);
     if (mine.q_len == 0 || mine.k_len == 0) return;
-    int next = -1, longest = 0;
-    bool first = true;
-    for (int j = 0; j < segments.size; ++j) {
-        const Segment other = clamped(segments[j], sizes);
-        if (other.k_begin != mine.k_begin || other.q_len == 0 || other.k_len == 0) continue;
-        if (j < i) first = false;
-        if (j > i && next < 0) next = j;
-        longest = max(longest, other.k_len);
-    }
-    plan.next_segment[i] = next;
-    if (!first) return;
+    const KeyRanges key_ranges(plan.key_ranges, sizes.k_rows, segments.size);
+    plan.next_segment[i] = next_in_range(key_ranges, segments, sizes, i);
+    if (!key_ranges.is_first(mine, i)) return;
+    const int longest = key_ranges.num_keys(mine);
     const int tiles = (longest + kKeyTile - 1) / kKeyTile;
     const int at = atomicAdd(&plan.totals->num_key_tiles, tiles);
     for (int tile = 0; tile < tiles && at + tile < plan.max_key_tiles; ++tile)
         plan.key_tiles[at + tile] = {mine.k_begin, longest, tile * kKeyTile, i};
+}
+
+int64_t key_ranges_bytes(const Sizes& sizes) {
+    return KeyRanges::entries(sizes.k_rows) * int64_t(sizeof(int32_t));
 }
 
 // Upper bounds that the host can compute without the values of the segment table.
@@ -90,7 +97,7 @@ struct Bounds {
         query_tiles = max_query_tiles(z, p.segments, tile_rows);
         key_tiles = z.k_rows / kKeyTile + std::min(p.segments.size, z.k_rows);
         block_bytes = int64_t(2 * tile_rows * sizeof(float) + sizeof(Starts));
-        largest_tile = (z.k_rows + kKeyTile - 1) / kKeyTile;
+        largest_tile = (std::min(z.k_rows, p.segments.max_keys) + kKeyTile - 1) / kKeyTile;
         int64_t of_a_head = query_tiles * largest_tile;
         if (p.segments.by_value())
             of_a_head = carry_blocks(clamped(p.segments.whole, z), p.options.attend_current, tile_rows);
@@ -109,6 +116,7 @@ struct Workspace {
         plan.first_block = take<int64_t>(int64_t(p.sizes.q_rows) * 8);
         plan.next_segment = take<int32_t>(int64_t(p.segments.size) * 4);
         plan.key_tiles = take<KeyTile>(bounds.key_tiles * int64_t(sizeof(KeyTile)));
+        plan.key_ranges = take<int32_t>(key_ranges_bytes(p.sizes));
         plan.max_query_tiles = int32_t(bounds.query_tiles);
         plan.max_key_tiles = int32_t(bounds.key_tiles);
     }
@@ -165,6 +173,8 @@ void block_backward(const BackwardParams& params, void* stream_handle) {
 
     BackwardPlan& plan = workspace.plan;
     const bool current = params.options.attend_current;
+    check("block_backward", "cudaMemsetAsync",
+          cudaMemsetAsync(plan.key_ranges, 0, size_t(key_ranges_bytes(params.sizes)), stream));
     make_query_tiles(params.sizes, params.segments, current, bounds.tile_rows, plan.query_tiles, stream);
     plan_carries<<<1, kPlanThreads, 0, stream>>>(params.sizes, params.segments, current, bounds.tile_rows, plan);
     check_launch("block_backward");

@@ -49,7 +49,8 @@ struct BackwardPlan {
     int64_t* first_block;   // (q_rows): at the first row of a query tile, the index of its first block in a head
     int32_t* next_segment;  // (segments): the next segment that begins at the same key, or -1
     KeyTile* key_tiles;
-    Starts* starts;  // at the first block of each query tile
+    int32_t* key_ranges;  // KeyRanges (kernels/common/key_ranges.cuh)
+    Starts* starts;       // at the first block of each query tile
     float* carries;
     int32_t max_query_tiles, max_key_tiles;
     int64_t window;  // a query tile belongs to chunk (number of its first block) / window

@@ -19,6 +19,7 @@ from support.accuracy import RESULTS, relative_errors, run
 from support.blocks import run_in_blocks
 from support.caches import CacheCase
 from support.inputs import make_inputs
+from support.offsets import corrected, wrong_offsets
 from support.variants import VARIANTS, make_variant, run_variant
 
 from megatron_sb import (
@@ -110,6 +111,27 @@ def variant_errors():
                     yield f"{variant} {dtype} {d}:{d_v} packed={packed} {result}", error, allowed
 
 
+def wrong_offset_results():
+    """Yield (name, whether it is right) of every result with offsets in GPU memory that break the rules."""
+    rows, rows_k = 200, 250
+    for dtype, (d, d_v) in itertools.product(DTYPES, HEAD_DIMS[:3]):
+        x = moved(make_inputs("randn", s=rows, s_k=rows_k, h=2, h_kv=1, d=d, d_v=d_v, dtype=dtype).packed(), "cuda")
+        for wrong in wrong_offsets(rows):
+            tables = (wrong_offsets(rows)[wrong], wrong_offsets(rows_k)[wrong])
+            right = (corrected(tables[0], rows), corrected(tables[1], rows_k))
+            results = [
+                call(
+                    stickbreaking_attention_varlen,
+                    x,
+                    [torch.tensor(t, dtype=torch.int32) for t in both],
+                    {"return_mass": True},
+                )
+                for both in (tables, right)
+            ]
+            for name, value in results[1].items():
+                yield f"{dtype} {d}:{d_v}, offsets {wrong}: {name}", torch.equal(results[0][name], value)
+
+
 def main() -> int:
     """Run all cases and print one line. Return 1 if a result is wrong, else 0."""
     count, failed = wrong_caches()
@@ -131,6 +153,11 @@ def main() -> int:
         if not found <= allowed:
             failed += 1
             print(f"{name} has an error of {found:.3g}")
+    for name, right in wrong_offset_results():
+        count += 1
+        if not right:
+            failed += 1
+            print(f"{name} differs from that of the corrected offsets")
     torch.cuda.synchronize()
     print(f"{count} results, {failed} wrong")
     return int(failed > 0)

@@ -172,13 +172,3 @@ def test_an_automatic_build_without_nvcc_warns_that_it_is_a_cpu_build(tmp_path):
     run = _configure_without_nvcc(tmp_path, "AUTO")
     assert run.returncode == 0, run.stderr
     assert re.search(mentions("CPU BUILD nvcc"), run.stderr)
-
-
-@pytest.mark.gpu
-def test_the_segment_table_of_offsets_on_the_gpu_is_clamped():
-    cu_seqlens = torch.tensor([0, 3, 3, 70, 64, 1000], dtype=torch.int32)
-    table = torch.ops.megatron_sb.segments(cu_seqlens.cuda(), cu_seqlens.cuda(), 500, 500).cpu()
-    begin = cu_seqlens[:-1].clamp(0, 500)
-    length = (torch.maximum(cu_seqlens[1:].clamp(max=500), begin) - begin).to(torch.int32)
-    want = torch.stack([begin, length, begin, length, torch.zeros_like(length)], dim=1)
-    assert torch.equal(table, want)

@@ -6,6 +6,7 @@ A case depends only on its number, and its repr is Python source. Run a failed c
 """
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -18,9 +19,11 @@ from .accuracy import run
 from .blocks import run_in_blocks
 from .bounds import error_bounds, error_bounds_packed, excesses
 from .inputs import REGIMES, STRIDES, Inputs, make_inputs, strided
+from .offsets import with_wrong_entries
 
 _EDGES = (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257)
 _MAX_WEIGHTS = 1_500_000  # of a case: batch * heads * queries * keys
+CALLERS = ("plain", "stream", "threads", "subclass")
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,12 @@ class Case:
     cuts: tuple[float, ...]  # blocks: where the keys are cut, as fractions
     carry: bool  # blocks: whether the forward of a block gets its carry
     seed: int
+    wrong_offsets: bool = False  # packed, on a GPU: whether offsets below an earlier one are inserted
+    caller: str = "plain"  # one of CALLERS: on another stream, in two threads at once, or with a subclass of Tensor
+
+
+class Subclass(Tensor):
+    """A subclass without its own operators."""
 
 
 def draw_case(number: int) -> Case:
@@ -85,6 +94,8 @@ def draw_case(number: int) -> Case:
         cuts=tuple(round(rng.random(), 3) for _ in range(rng.randint(1, 3))) if form == "blocks" else (),
         carry=rng.random() < 0.5,
         seed=number,
+        wrong_offsets=form == "packed" and rng.random() < 0.3,
+        caller=rng.choices(CALLERS, (7, 1, 1, 1))[0],
     )
 
 
@@ -109,7 +120,7 @@ def judge(case: Case, device: str = "cuda", mutate=None) -> list[str]:
     with torch.device(device):
         x, edges, edges_k = _inputs(case)
         given = Inputs(*(t.clone() for t in vars(x).values()))
-        actual = _run_operator(case, x, edges, edges_k)
+        actual = _CALLS[case.caller](case, x, edges, edges_k)
         if mutate is not None:
             mutate(actual)
         oracle, bounds = _run_oracle(case, given, edges, edges_k)
@@ -153,6 +164,40 @@ def _inputs(case: Case) -> tuple[Inputs, list[int], list[int]]:
     return (x.packed() if case.form == "packed" else x), edges, edges_k
 
 
+def _run_on_a_stream(case: Case, x: Inputs, *edges: list[int]) -> dict[str, Tensor]:
+    if not x.q.is_cuda:
+        return _run_operator(case, x, *edges)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        results = _run_operator(case, x, *edges)
+    torch.cuda.current_stream().wait_stream(stream)
+    return results
+
+
+def _run_in_threads(case: Case, x: Inputs, *edges: list[int]) -> dict[str, Tensor]:
+    """Run the call in two threads at once, each on its own stream. A result that differs becomes NaN."""
+
+    def call(_):
+        with torch.device(x.q.device):
+            return _run_on_a_stream(case, x, *edges)
+
+    if x.q.is_cuda:
+        torch.cuda.synchronize()
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(call, range(2))
+    if x.q.is_cuda:
+        torch.cuda.synchronize()
+    for name, value in first.items():
+        value[value != second[name]] = torch.nan
+    return first
+
+
+def _run_with_subclass(case: Case, x: Inputs, *edges: list[int]) -> dict[str, Tensor]:
+    x = Inputs(*(t.as_subclass(Subclass) for t in (x.q, x.k, x.v)), x.do, x.dmass)
+    return {name: value.as_subclass(Tensor) for name, value in _run_operator(case, x, *edges).items()}
+
+
 def _run_operator(case: Case, x: Inputs, edges: list[int], edges_k: list[int]) -> dict[str, Tensor]:
     options = {**_options(case), "mass_threshold": case.mass_threshold}
     if case.form == "blocks":
@@ -162,10 +207,21 @@ def _run_operator(case: Case, x: Inputs, edges: list[int], edges_k: list[int]) -
     options |= {"return_mass": True, "mass_in_loss": case.mass_in_loss}
     if case.form == "dense":
         return run(stickbreaking_attention, x, **options)
+    same_edges = edges == edges_k
+    if case.wrong_offsets and x.q.is_cuda:
+        edges, edges_k = with_wrong_entries(random.Random(case.seed), edges, edges_k)
     cu_seqlens, cu_seqlens_k = (torch.tensor(e, dtype=torch.int32) for e in (edges, edges_k))
-    if edges != edges_k:
+    if not same_edges:
         options["cu_seqlens_k"] = cu_seqlens_k
     return run(stickbreaking_attention_varlen, x, cu_seqlens, **options)
+
+
+_CALLS = {
+    "plain": _run_operator,
+    "stream": _run_on_a_stream,
+    "threads": _run_in_threads,
+    "subclass": _run_with_subclass,
+}
 
 
 def _run_oracle(
