@@ -13,7 +13,7 @@ from support.jobs import SMALL_JOB, train
 
 from megatron_sb import checkpoints, cli
 from megatron_sb.training.config import load_config, to_yaml
-from megatron_sb.training.data import load_corpus
+from megatron_sb.training.documents import load_corpus
 from megatron_sb.training.evaluate import choose_windows
 
 ROOT = Path(__file__).parents[3]
