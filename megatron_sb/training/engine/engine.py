@@ -54,7 +54,7 @@ class Engine:
     """A GPTModel and its optimizer under the parallel layout of one stage.
 
     The default process group must exist. Only one engine may exist at a time. Every rank builds the same weights from
-    config.seed.
+    config.seed. If the constructor raises an error, it leaves no process groups, so another engine can be created.
 
     Args:
         config: The job's configuration.
@@ -72,9 +72,18 @@ class Engine:
         self._vocab_size = vocab_size
         self._attention_kind = config.attention[model].kind
         self.attention_counts = AttentionCounts.zeros(device)
-        parallel, context_parallel_size = config.parallel, config.context_parallel_size(model, stage)
-        levels = stage.hierarchical_context_parallel_sizes if context_parallel_size > 1 else ()
         self._earlier_groups = process_groups()
+        try:
+            self._create_groups(model, stage)
+            self._create_model(model, stage)
+        except BaseException:
+            # Without a barrier: this rank may be the only one that fails.
+            self._destroy_parallel_state()
+            raise
+
+    def _create_groups(self, model: str, stage: StageConfig) -> None:
+        parallel, context_parallel_size = self._config.parallel, self._config.context_parallel_size(model, stage)
+        levels = stage.hierarchical_context_parallel_sizes if context_parallel_size > 1 else ()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor_parallel_size,
             context_parallel_size=context_parallel_size,
@@ -87,12 +96,16 @@ class Engine:
         self._cp_group = parallel_state.get_context_parallel_group()
         self.data_parallel_rank = parallel_state.get_data_parallel_rank()
         self.data_parallel_size = parallel_state.get_data_parallel_world_size()
+
+    def _create_model(self, model: str, stage: StageConfig) -> None:
+        config, on_gpu = self._config, self._device.type == "cuda"
         torch.manual_seed(config.seed)
-        if device.type == "cuda":
+        if on_gpu:
             model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)
-        self._model = build_model(config, model, stage, vocab_size, fused=device.type == "cuda")
-        self._model.to(device=device, dtype=self._model.config.params_dtype)  # norms too, as Megatron's scripts do
-        backend = MegatronBackend if device.type == "cuda" else TorchBackend
+        self._model = build_model(config, model, stage, self._vocab_size, fused=on_gpu)
+        # The dtype is that of the norms too, as in Megatron's scripts.
+        self._model.to(device=self._device, dtype=self._model.config.params_dtype)
+        backend = MegatronBackend if on_gpu else TorchBackend
         self._backend = backend(self._model, config.optimizer)
 
     def train_step(
@@ -186,6 +199,10 @@ class Engine:
     def close(self) -> None:
         """Destroy the parallel state and its process groups, so that another engine can be created. Collective."""
         del self._backend, self._model, self._cp_group
+        dist.barrier()  # keeps a rank from closing its connections while another rank still receives
+        self._destroy_parallel_state()
+
+    def _destroy_parallel_state(self) -> None:
         shared_plans.clear()
         GateLossScale.per_token = None
         parallel_state.destroy_model_parallel()

@@ -9,10 +9,9 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def destroy_groups_except(kept: list[dist.ProcessGroup]) -> None:
-    """Destroy all process groups that are not in `kept`. Collective.
+    """Destroy all process groups that are not in `kept`, in the order of their creation.
 
-    All ranks destroy their groups in the order of creation. The barrier keeps a rank from closing its connections while
-    another rank still receives.
+    No rank may still receive over these groups.
 
     Example:
         >>> import torch.distributed as dist
@@ -25,7 +24,6 @@ def destroy_groups_except(kept: list[dist.ProcessGroup]) -> None:
         True
         >>> dist.destroy_process_group()
     """
-    dist.barrier()
     for group in process_groups():
         if group not in kept:
             dist.destroy_process_group(group)

@@ -58,8 +58,9 @@ def test_a_checkpoint_of_other_shares_is_refused(runs):
 
 
 def test_engines_destroy_their_process_groups(runs):
-    """Only the default group is left after all engines of the worker."""
+    """Only the default group is left after all engines of the worker, and after a constructor that fails."""
     assert runs["process groups"] == 1
+    assert runs["process groups after a failure"] == 1
 
 
 def test_the_runs_can_tell_layouts_apart(runs):

@@ -12,7 +12,9 @@ import json
 import os
 import sys
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -208,6 +210,14 @@ def refused_checkpoint(folder: Path) -> str:
     return error
 
 
+def groups_after_a_failed_engine() -> int:
+    """Return the number of process groups after a constructor that runs out of memory."""
+    config = load("dense", TENSOR)
+    with mock.patch.object(engine_module, "TorchBackend", side_effect=MemoryError), suppress(MemoryError):
+        Engine(config, "stick_breaking", config.stages[0], config.vocab_size, torch.device("cpu"))
+    return len(process_groups())
+
+
 def main(out: str, kind: str = "cpu") -> None:
     """Train and write {family: {layout: results}}."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device("cpu")
@@ -235,6 +245,7 @@ def main(out: str, kind: str = "cpu") -> None:
         for family, named in layouts.items()
     }
     if kind == "cpu" and dist.get_world_size() > 1:
+        results["process groups after a failure"] = groups_after_a_failed_engine()
         results["refused checkpoint"] = refused_checkpoint(checkpoint)
         results["process groups"] = len(process_groups())
     end_worker(out, results)
