@@ -33,11 +33,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_sb.megatron.integrity import check_files
 from megatron_sb.megatron.metadata import load_state, read_metadata
+from megatron_sb.megatron.shards import PREFIXES, join_shards
 from megatron_sb.validation import InputError, read_json_object
 
 ATTENTION = "attention.json"  # the checkpoint's own name for its model's attention; Megatron-Core does not read it
-# `megatron-sb train` on CPUs writes torch's format: weights have the first prefix, shards of several ranks the second.
-MODEL_ON_CPU, SHARD_ON_CPU = "model.", "model_"
 LAYERS, EXTRA_STATE = "decoder.layers.", "_extra_state"
 WITH_EXTRA_STATE = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
 FORMAT = {
@@ -58,28 +57,24 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
     Raises:
         ValueError: if the folder is not a distributed checkpoint, a file is damaged, or its `.metadata` cannot be read
-            safely. Or if a job on CPUs saved it with tensor or expert parallelism.
+            safely.
     """
     if not (folder / ".metadata").exists():
         raise InputError(f"{folder} must be a distributed checkpoint, but .metadata is missing.")
     entries = read_metadata(folder).state_dict_metadata
-    if any(name.startswith(SHARD_ON_CPU) for name in entries):
-        raise InputError(
-            f"{folder} must be saved with parallel.tensor_parallel_size = 1 and parallel.expert_parallel_size = 1, or "
-            "on GPUs. Each CPU rank saves its own shard, and shards are not joined."
-        )
-    prefix = MODEL_ON_CPU if any(name.startswith(MODEL_ON_CPU) for name in entries) else ""
-    if not prefix and not is_checkpoint(folder):
+    on_cpu = any(name.startswith(PREFIXES) for name in entries)
+    if not on_cpu and not is_checkpoint(folder):
         raise InputError(f"{folder} must be a distributed checkpoint of Megatron-Core, but metadata.json is missing.")
     weights = {
         name: torch.empty(found.size, dtype=found.properties.dtype)
         for name, found in entries.items()
-        if isinstance(found, TensorStorageMetadata) and not belongs_to_optimizer(name) and EXTRA_STATE not in name
+        if isinstance(found, TensorStorageMetadata)
+        and (name.startswith(PREFIXES) if on_cpu else not belongs_to_optimizer(name) and EXTRA_STATE not in name)
     }
     check_files(folder)
     with _without_process_group_warning():
         load_state(weights, folder, no_dist=True)
-    return {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+    return join_shards(weights) if on_cpu else weights
 
 
 def belongs_to_optimizer(name: str) -> bool:
@@ -106,7 +101,7 @@ def write_attention_kind(folder: Path, kind: str) -> None:
     """Record the kind of attention of a checkpoint's model. The names of the weights do not tell it.
 
     Args:
-        folder: Folder of the checkpoint.
+        folder: folder of the checkpoint.
         kind: "stick_breaking" or "softmax".
     """
     (folder / ATTENTION).write_text(json.dumps({"kind": kind}), encoding="utf-8")
@@ -142,10 +137,10 @@ def write_weights(folder: Path, weights: dict[str, Tensor], num_layers: int, num
     the caller's script again.
 
     Args:
-        folder: An existing folder.
-        weights: Weights as `read_weights` returns them.
-        num_layers: Number of layers that are stacked in a weight.
-        num_experts: Number of experts that are stacked in a weight. None without experts.
+        folder: an existing folder.
+        weights: weights as `read_weights` returns them.
+        num_layers: number of layers that are stacked in a weight.
+        num_experts: number of experts that are stacked in a weight. None without experts.
     """
     state: dict = dict(weights)
     # Megatron-Core expects the fp8 state of each module, a list with one entry. None stands for no state.

@@ -10,7 +10,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from megatron_sb.megatron.integrity import check_files
 from megatron_sb.megatron.metadata import read_metadata
-from megatron_sb.megatron.weights import EXTRA_STATE, SHARD_ON_CPU, belongs_to_optimizer, read_attention_kind
+from megatron_sb.megatron.shards import SHARD
+from megatron_sb.megatron.weights import EXTRA_STATE, belongs_to_optimizer, read_attention_kind
 from megatron_sb.training.config import SoftmaxAttentionConfig, TrainingConfig, count_parameters
 from megatron_sb.validation import InputError
 
@@ -66,7 +67,7 @@ def _check_attention(config: TrainingConfig, folder: Path) -> None:
 def _check_sizes(config: TrainingConfig, folder: Path, metadata: Metadata) -> None:
     """Compare the numbers of weights. Weights that depend on the kind of attention do not count."""
     entries = metadata.state_dict_metadata
-    if any(name.startswith(SHARD_ON_CPU) for name in entries):
+    if any(name.startswith(SHARD) for name in entries):
         return  # shards of a CPU's tensor-parallel ranks, which repeat some weights
     found = sum(
         math.prod(entry.size)
