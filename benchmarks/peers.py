@@ -26,13 +26,13 @@ class Contender:
     """One attention.
 
     Attributes:
-        name: Its name in the tables.
+        name: its name in the tables.
         dense: attention(q, k, v) -> o.
         packed: attention(q, k, v, cu_seqlens, longest) -> o. None: not supported.
-        heads_first: Whether `dense` takes (b, h, s, d) rather than (b, s, h, d).
-        packed_heads_first: Whether `packed` takes (h, t, d) rather than (t, h, d).
-        slow: Whether it runs at one length only.
-        missing: Why it cannot run here. None: it can.
+        heads_first: whether `dense` takes (b, h, s, d) rather than (b, s, h, d).
+        packed_heads_first: whether `packed` takes (h, t, d) rather than (t, h, d).
+        slow: whether it runs at one length only.
+        missing: why it cannot run here. None: it can.
     """
 
     name: str

@@ -40,9 +40,9 @@ class AttentionOptions:
     example `AttentionOptions.mass_threshold`.
 
     Args:
-        scale: Factor of the logits, a finite number. Default: 1 / sqrt(head_dim), and 1 for Euclidean logits.
-        attend_current: Whether a query also attends to the key at its own position. Default: False, older keys only.
-        mass_threshold: Once the mass of every row of Q in a tile is below this number, older keys are skipped. Changes
+        scale: factor of the logits, a finite number. Default: 1 / sqrt(head_dim), and 1 for Euclidean logits.
+        attend_current: whether a query also attends to the key at its own position. Default: False, older keys only.
+        mass_threshold: once the mass of every row of Q in a tile is below this number, older keys are skipped. Changes
             an output by at most mass_threshold * max |v|. In [0, 1); 0 disables skipping. Default: 2^-24.
         logits: "dot" for z_ij = scale * q_j . k_i, or "euclidean" for z_ij = -scale * |q_j - k_i|^2 (NU-CS-2024-15).
             Default: "dot".
@@ -89,14 +89,14 @@ class LayerOptions(AttentionOptions):
     """Options of an attention layer: those of the attention, and the learnable parts around it.
 
     Args:
-        scale, attend_current, mass_threshold, logits: See `AttentionOptions`.
-        remainder_bias: Whether the mass times a learnable vector for each head is added to the output (paper eq. 14).
+        scale, attend_current, mass_threshold, logits: see `AttentionOptions`.
+        remainder_bias: whether the mass times a learnable vector for each head is added to the output (paper eq. 14).
             Default: False.
-        head_norm: Whether each head's output is normalised: group norm with one group for each head, a learnable
+        head_norm: whether each head's output is normalised: group norm with one group for each head, a learnable
             weight and bias. Default: False.
-        forget_gate: Whether a gate for each key and KV head, computed from the key's hidden state, multiplies its beta.
+        forget_gate: whether a gate for each key and KV head, computed from the key's hidden state, multiplies its beta.
             Default: False.
-        forget_gate_loss: Coefficient of the auxiliary loss mean(-log f), which pushes gates towards open. 0 or more;
+        forget_gate_loss: coefficient of the auxiliary loss mean(-log f), which pushes gates towards open. 0 or more;
             above 0 only with forget_gate. Default: 0.0.
 
     Raises:

@@ -20,7 +20,7 @@ def join_shards(shards: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the whole weights by Megatron-Core's names. Jobs on CPUs train no experts.
 
     Args:
-        shards: Weights by their names in the checkpoint, which start with one of PREFIXES.
+        shards: weights by their names in the checkpoint, which start with one of PREFIXES.
 
     Example:
         >>> import torch

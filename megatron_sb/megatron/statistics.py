@@ -46,10 +46,10 @@ class AttentionCounts:
     Under context parallelism skipped and tiles are 0, because no rank has the restart records of all keys.
 
     Attributes:
-        remainder: Sum of the mass over the counted rows.
-        rows: Number of counted rows.
-        skipped: Number of 64 x 64 tiles on or below the diagonal that the backward skips.
-        tiles: Number of all 64 x 64 tiles on or below the diagonal.
+        remainder: sum of the mass over the counted rows.
+        rows: number of counted rows.
+        skipped: number of 64 x 64 tiles on or below the diagonal that the backward skips.
+        tiles: number of all 64 x 64 tiles on or below the diagonal.
 
     Example:
         >>> import torch
@@ -83,7 +83,7 @@ def watched(model: torch.nn.Module, look: Callable[..., None]) -> Iterator[None]
     """Call `look` before each forward of a stick-breaking layer in the block.
 
     Args:
-        model: A module that contains stick-breaking layers, or is one.
+        model: a module that contains stick-breaking layers, or is one.
         look: look(core, query, key, value, packed_seq_params), where core is the layer's core attention.
     """
 
@@ -107,8 +107,8 @@ def observed(model: torch.nn.Module, device: torch.device) -> Iterator[list[Atte
     must observe together.
 
     Args:
-        model: A module that contains stick-breaking layers, or is one.
-        device: Device of the counts.
+        model: a module that contains stick-breaking layers, or is one.
+        device: device of the counts.
 
     Yields:
         A list with one entry: the AttentionCounts so far.
@@ -127,10 +127,10 @@ class AttentionInputs:
     """Inputs of a layer's attention, on the CPU.
 
     Attributes:
-        query: Packed (t, h, d).
-        key: Packed (t, g, d).
-        scale: See `megatron_sb.stickbreaking_attention`.
-        attend_current: See `megatron_sb.stickbreaking_attention`.
+        query: packed (t, h, d).
+        key: packed (t, g, d).
+        scale: see `megatron_sb.stickbreaking_attention`.
+        attend_current: see `megatron_sb.stickbreaking_attention`.
     """
 
     query: Tensor
@@ -144,7 +144,7 @@ def captured(model: torch.nn.Module) -> Iterator[list[AttentionInputs]]:
     """Collect the inputs of every stick-breaking layer in the block. See the example of this module.
 
     Args:
-        model: A module that contains stick-breaking layers, or is one. Its sequences must be packed.
+        model: a module that contains stick-breaking layers, or is one. Its sequences must be packed.
 
     Yields:
         A list of AttentionInputs, which grows with each forward of a layer.

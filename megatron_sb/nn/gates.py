@@ -31,8 +31,8 @@ def add_to_backward(x: Tensor, loss: Tensor) -> Tensor:
     The model need not return the auxiliary loss. If you scale the main loss, scale this one equally.
 
     Args:
-        x: Any tensor that the main loss depends on.
-        loss: Scalar auxiliary loss.
+        x: any tensor that the main loss depends on.
+        loss: scalar auxiliary loss.
 
     Returns:
         x, as a view.
@@ -72,7 +72,7 @@ def forget_gate_loss(f: Tensor) -> Tensor:
     The derivative by the logit of a gate is (f - 1) / n for n gates, so training pushes gates towards open.
 
     Args:
-        f: Gates in [0, 1], of any shape.
+        f: gates in [0, 1], of any shape.
 
     Returns:
         A scalar. It is finite also for f = 0.
@@ -90,8 +90,8 @@ def keep_gates_open(f: Tensor, coefficient: float) -> Tensor:
     """Return f; in the backward, act as if coefficient * forget_gate_loss(f) had been added to the main loss.
 
     Args:
-        f: Gates in [0, 1], of any shape.
-        coefficient: Factor of the auxiliary loss.
+        f: gates in [0, 1], of any shape.
+        coefficient: factor of the auxiliary loss.
 
     Returns:
         f, as a view.

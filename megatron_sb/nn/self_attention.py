@@ -38,31 +38,31 @@ class StickBreakingSelfAttention(nn.Module):
     The module needs no position embedding: the order of the keys carries their positions.
 
     Args:
-        hidden_size: Channels of x.
-        num_heads: Query heads, h.
+        hidden_size: channels of x.
+        num_heads: query heads, h.
         num_kv_heads: KV heads, a divisor of num_heads. Default: num_heads.
-        head_dim: Channels of a head, d, a multiple of 8 and at most 256. Default: hidden_size / num_heads.
-        bias: Whether the two projections have biases. Default: False.
-        remainder_bias: Whether to add the mass times a learnable vector for each head to the attention's output (paper
+        head_dim: channels of a head, d, a multiple of 8 and at most 256. Default: hidden_size / num_heads.
+        bias: whether the two projections have biases. Default: False.
+        remainder_bias: whether to add the mass times a learnable vector for each head to the attention's output (paper
             eq. 14). The parameter remainder_bias (h * d,) starts at 0. Default: False.
-        head_norm: Whether to normalise each head's output after the remainder: group norm with one group for each
+        head_norm: whether to normalise each head's output after the remainder: group norm with one group for each
             head. The parameters norm_weight and norm_bias (h * d,) start at 1 and 0. Default: False.
-        norm_eps: Number that the norm adds to the variance. Default: 1e-5.
-        forget_gate: Whether to multiply beta by f = sigmoid(gate_proj(x)), one for each key and KV head, computed in
+        norm_eps: number that the norm adds to the variance. Default: 1e-5.
+        forget_gate: whether to multiply beta by f = sigmoid(gate_proj(x)), one for each key and KV head, computed in
             fp32. The bias of gate_proj starts at OPEN_GATE (5). Default: False.
-        forget_gate_loss: Coefficient of the auxiliary loss mean(-log f), which pushes gates towards open. Its gradient
+        forget_gate_loss: coefficient of the auxiliary loss mean(-log f), which pushes gates towards open. Its gradient
             is added in the backward (`megatron_sb.nn.gates.keep_gates_open`). After a forward, the attribute gate_loss
             is the mean over this rank's keys. Default: 0.0.
         logits: "dot" or "euclidean", see `stickbreaking_attention`. Default: "dot".
-        attend_current: See `stickbreaking_attention`. Default: False.
-        scale: See `stickbreaking_attention`. Default: 1 / sqrt(d), and 1 for Euclidean logits.
-        mass_threshold: See `stickbreaking_attention`. Default: 2^-24.
-        cp_group: Context-parallel process group: its ranks share each sequence. A rank's parameter gradients then come
+        attend_current: see `stickbreaking_attention`. Default: False.
+        scale: see `stickbreaking_attention`. Default: 1 / sqrt(d), and 1 for Euclidean logits.
+        mass_threshold: see `stickbreaking_attention`. Default: 2^-24.
+        cp_group: context-parallel process group: its ranks share each sequence. A rank's parameter gradients then come
             from its own rows only, so sum them over the group. Each rank adds 1 / ranks of its auxiliary loss.
             copy.deepcopy shares the group. Default: None, no context parallelism.
-        layout: See `context_parallel_attention`. Not used without cp_group or a plan. Default: "zigzag".
-        comm: See `context_parallel_attention`. Not used without cp_group or a plan. Default: "auto".
-        device: Device of the parameters.
+        layout: see `context_parallel_attention`. Not used without cp_group or a plan. Default: "zigzag".
+        comm: see `context_parallel_attention`. Not used without cp_group or a plan. Default: "auto".
+        device: device of the parameters.
         dtype: dtype of the parameters.
 
     Raises:
@@ -170,9 +170,9 @@ class StickBreakingSelfAttention(nn.Module):
             x: (b, s, hidden_size), or packed (t, hidden_size). With context parallelism, this rank's rows.
             cu_seqlens: int32, (documents + 1,), for packed rows, as in `stickbreaking_attention_varlen`. With cp_group
                 it describes the whole sequence, not this rank's rows. Default: None.
-            plan: The batch's plan for context parallelism. It holds cu_seqlens, cp_group and layout; cu_seqlens must be
+            plan: the batch's plan for context parallelism. It holds cu_seqlens, cp_group and layout; cu_seqlens must be
                 None, and cp_group and layout must agree with the plan. Default: None.
-            cache: Keys and values of earlier positions. The keys and values of x are appended, and each position
+            cache: keys and values of earlier positions. The keys and values of x are appended, and each position
                 attends to all positions before it. Not valid with gradients, context parallelism, cu_seqlens, forget
                 gates or Euclidean logits. If an error is raised, the cache is unchanged. Default: None.
 

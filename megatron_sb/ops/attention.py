@@ -36,12 +36,12 @@ def stickbreaking_attention(
         k: (b, s_k, h_kv, d) with s_k >= s, in q's dtype. The queries are the last s of the s_k positions. h is a
             multiple of h_kv; query head i reads KV head i // (h / h_kv).
         v: (b, s_k, h_kv, d_v), in q's dtype.
-        scale: Factor of the logits, a finite number. To learn it, multiply q by it. Default: 1 / sqrt(d), and 1 for
+        scale: factor of the logits, a finite number. To learn it, multiply q by it. Default: 1 / sqrt(d), and 1 for
             Euclidean logits.
-        attend_current: Whether a query also attends to the key at its own position. Default: False.
-        mass_threshold: Number in [0, 1). Older keys are skipped once the mass of every query that reads them is below
+        attend_current: whether a query also attends to the key at its own position. Default: False.
+        mass_threshold: number in [0, 1). Older keys are skipped once the mass of every query that reads them is below
             it. This changes o by at most mass_threshold * max |v|. 0 disables skipping. Default: 2^-24.
-        return_mass: Whether to return the mass as well. Default: False.
+        return_mass: whether to return the mass as well. Default: False.
         logits: "dot" for z_ij = scale * q_j . k_i, or "euclidean" for z_ij = -scale * |q_j - k_i|^2 (NU-CS-2024-15).
             Euclidean logits need 8 more columns of q and k, so d is at most 248. Default: "dot".
         forget_gate: f, (b, s_k, h_kv), for beta_ij = f_i * sigmoid(z_ij), in q's dtype or in fp32 (fp64 for fp64).

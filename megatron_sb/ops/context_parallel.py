@@ -96,8 +96,8 @@ class ContextParallelPlan:
     shapes, except for the first call of the group with new shapes or options.
 
     Args:
-        cp_group: The process group. Every rank of it must make the plan.
-        seq_len: Rows of the whole stream. Required without cu_seqlens. Default: cu_seqlens[-1].
+        cp_group: the process group. Every rank of it must make the plan.
+        seq_len: rows of the whole stream. Required without cu_seqlens. Default: cu_seqlens[-1].
         cu_seqlens: int32, (documents + 1,), offsets of the documents in the whole stream, the same on all ranks. The
             first entry is 0. If documents are padded, these are the padded offsets. A GPU tensor is copied to the host.
             Default: None, one document.
@@ -105,13 +105,13 @@ class ContextParallelPlan:
         packing: "per_document" or "whole_stream". Not used without cu_seqlens. Default: "per_document".
 
     Attributes:
-        rank: This rank in cp_group.
-        size: Number of ranks.
-        seq_len: Rows of the whole stream.
-        local_len: Rows of each rank.
-        packed: Whether the plan was made with cu_seqlens.
-        layout: See Args.
-        packing: See Args.
+        rank: this rank in cp_group.
+        size: number of ranks.
+        seq_len: rows of the whole stream.
+        local_len: rows of each rank.
+        packed: whether the plan was made with cu_seqlens.
+        layout: see Args.
+        packing: see Args.
 
     Raises:
         ValueError: On every rank, if any rank finds that
@@ -260,10 +260,10 @@ def context_parallel_attention(
             `stickbreaking_attention`.
         k: (b, s_local, h_kv, d), or packed (t_local, h_kv, d), in q's dtype.
         v: (b, s_local, h_kv, d_v), or packed (t_local, h_kv, d_v), in q's dtype.
-        cp_group: The process group. Required without a plan.
-        plan: A plan for this batch. It holds layout, cu_seqlens and packing; cu_seqlens must then be None, and layout
+        cp_group: the process group. Required without a plan.
+        plan: a plan for this batch. It holds layout, cu_seqlens and packing; cu_seqlens must then be None, and layout
             and packing must have their default or the plan's value. Default: None, make a plan.
-        comm: How this rank gets the keys that its queries see.
+        comm: how this rank gets the keys that its queries see.
             - "p2p": chunks of keys move around the ring of ranks.
             - "all_gather": the keys of all ranks are gathered, one group of heads at a time.
             - "a2a": the ranks exchange heads for rows, so that each rank has all rows of its share of the heads. To
@@ -274,12 +274,12 @@ def context_parallel_attention(
               the rows of the sequence); else "all_gather" if the gathered keys and values in memory at a time take at
               most 1 GiB; else "p2p".
             Default: "auto".
-        layout, cu_seqlens, packing: See `ContextParallelPlan`.
+        layout, cu_seqlens, packing: see `ContextParallelPlan`.
         hierarchical_groups: (a2a group, p2p group) of this rank for "a2a+p2p", as Megatron makes them: rank in the
             context-parallel group = rank in the p2p group * size of the a2a group + rank in the a2a group. Default:
             None.
-        return_mass: Whether to return the mass as well. Default: False.
-        scale, attend_current, mass_threshold, logits: See `stickbreaking_attention`.
+        return_mass: whether to return the mass as well. Default: False.
+        scale, attend_current, mass_threshold, logits: see `stickbreaking_attention`.
         forget_gate: f of the local keys, (b, s_local, h_kv) or (t_local, h_kv). See `stickbreaking_attention`.
 
     Returns:
@@ -363,10 +363,10 @@ def shard_sequence(
     sequence-parallel region. The function can be differentiated once.
 
     Args:
-        x: The whole sequence, the same on all ranks.
-        cp_group: The process group.
-        dim: Dimension of x that counts the rows of the sequence. Default: 1.
-        layout, cu_seqlens, packing: See `ContextParallelPlan`.
+        x: the whole sequence, the same on all ranks.
+        cp_group: the process group.
+        dim: dimension of x that counts the rows of the sequence. Default: 1.
+        layout, cu_seqlens, packing: see `ContextParallelPlan`.
 
     Returns:
         The local rows of x, in the order that `context_parallel_attention` expects.
@@ -408,10 +408,10 @@ def unshard_sequence(
     only. The function can be differentiated once.
 
     Args:
-        x: This rank's rows, as `shard_sequence` returns them.
-        cp_group: The process group.
-        dim: Dimension of x that counts the rows of the sequence. Default: 1.
-        layout, cu_seqlens, packing: See `ContextParallelPlan`.
+        x: this rank's rows, as `shard_sequence` returns them.
+        cp_group: the process group.
+        dim: dimension of x that counts the rows of the sequence. Default: 1.
+        layout, cu_seqlens, packing: see `ContextParallelPlan`.
 
     Returns:
         The whole sequence, on every rank.

@@ -31,7 +31,7 @@ def head_output(
         remainder_bias: r, (h * d,), in any of o's dtypes. Default: no remainder.
         norm_weight: (h * d,), in any of o's dtypes. Default: no norm.
         norm_bias: (h * d,), in any of o's dtypes. Valid only with norm_weight. Default: 0.
-        eps: Number that is added to the variance, at least 1e-30. Default: 1e-5.
+        eps: number that is added to the variance, at least 1e-30. Default: 1e-5.
 
     Returns:
         A tensor with o's shape and dtype. Each gradient has its argument's dtype.

@@ -50,10 +50,10 @@ def stickbreaking_attention_with_kvcache(
             error. On a GPU, keys at positions beyond the cache, or in blocks that do not exist, are not written.
             Sequences must not share the blocks that are written, otherwise one of the keys remains. Default: no keys.
         v: (b, s_new, h_kv, d_v), their values. Given if and only if k is.
-        scale: See `stickbreaking_attention`, also for attend_current, mass_threshold and return_mass.
-        attend_current: See scale.
-        mass_threshold: See scale.
-        return_mass: See scale.
+        scale: see `stickbreaking_attention`, also for attend_current, mass_threshold and return_mass.
+        attend_current: see scale.
+        mass_threshold: see scale.
+        return_mass: see scale.
 
     Returns:
         o, (b, s_q, h, d_v), in q's dtype. With return_mass, (o, mass), where mass (b, h, s_q) is fp32 (fp64 for fp64).
@@ -121,9 +121,9 @@ def attend_to_filled(
         q: (b, s_q, h, d).
         k: (b, s_cache, h_kv, d).
         v: (b, s_cache, h_kv, d_v).
-        num_keys: Number of valid keys of every sequence. Default: s_cache.
+        num_keys: number of valid keys of every sequence. Default: s_cache.
         leftpad: int32, (b,), the row of the cache where each sequence begins. Default: 0.
-        options: Other keyword arguments of that function.
+        options: other keyword arguments of that function.
 
     Returns:
         The result of that function.
@@ -137,18 +137,18 @@ class KVCache:
     """Store the keys and values of a batch of sequences of equal length, in memory that is allocated once.
 
     Args:
-        batch_size: Number of sequences, b.
-        max_len: Most positions of a sequence.
+        batch_size: number of sequences, b.
+        max_len: most positions of a sequence.
         num_kv_heads: KV heads, h_kv.
-        head_dim: Channels of a key, d.
-        head_dim_v: Channels of a value, d_v. Default: head_dim.
-        device: Device of the cache.
+        head_dim: channels of a key, d.
+        head_dim_v: channels of a value, d_v. Default: head_dim.
+        device: device of the cache.
         dtype: dtype of the cache.
 
     Attributes:
         k: (b, max_len, h_kv, d).
         v: (b, max_len, h_kv, d_v).
-        length: Number of filled positions.
+        length: number of filled positions.
 
     Raises:
         ValueError: If a size is not an int of at least 1.

@@ -35,17 +35,17 @@ def stickbreaking_attention_varlen(
         cu_seqlens: int32, (documents + 1,). Document n has the rows cu_seqlens[n] to cu_seqlens[n + 1] - 1 of q. The
             first entry is 0. Documents may be empty. On a GPU the host does not read the values: the kernels
             clamp offsets to t, and use the largest earlier offset in place of a smaller one.
-        max_seqlen: Length of the longest document in tokens. Without it, the portable GPU kernels plan the backward as
+        max_seqlen: length of the longest document in tokens. Without it, the portable GPU kernels plan the backward as
             if one document had all rows, which takes many launches. A CPU tensor cu_seqlens is checked against it. On a
             GPU, the backward of a longer document may end with a device-side assertion. Default: None.
         cu_seqlens_k: cu_seqlens of the keys, where they differ from those of the queries. In each document the queries
             are the last positions of its keys. Default: cu_seqlens.
         max_seqlen_k: max_seqlen of the keys. Default: max_seqlen without cu_seqlens_k, else None.
-        scale: See `stickbreaking_attention`, also for attend_current, mass_threshold, return_mass and logits.
-        attend_current: See scale.
-        mass_threshold: See scale.
-        return_mass: See scale.
-        logits: See scale.
+        scale: see `stickbreaking_attention`, also for attend_current, mass_threshold, return_mass and logits.
+        attend_current: see scale.
+        mass_threshold: see scale.
+        return_mass: see scale.
+        logits: see scale.
         forget_gate: f, (t_k, h_kv), as in `stickbreaking_attention`.
 
     Returns:

@@ -36,9 +36,9 @@ def take_overrides(parser: argparse.ArgumentParser, arguments: argparse.Namespac
     """Add FIELD=VALUE arguments to arguments.set. End the process with a message if others remain.
 
     Args:
-        parser: The parser that `add_arguments` was called with, or its parent.
-        arguments: What the parser returned.
-        rest: The arguments that the parser does not know.
+        parser: the parser that `add_arguments` was called with, or its parent.
+        arguments: what the parser returned.
+        rest: the arguments that the parser does not know.
     """
     unknown = [argument for argument in rest if argument.startswith("-") or "=" not in argument]
     if unknown:

@@ -33,11 +33,11 @@ class Progress:
     """The position of a model's training.
 
     Attributes:
-        stage: Name of the stage.
-        step: Number of finished steps of the stage.
-        tokens: Number of labels trained on so far, over all stages.
-        sampler: State of the stage's sampler.
-        corpus: Fingerprint of the data.
+        stage: name of the stage.
+        step: number of finished steps of the stage.
+        tokens: number of labels trained on so far, over all stages.
+        sampler: state of the stage's sampler.
+        corpus: fingerprint of the data.
     """
 
     stage: str
@@ -63,8 +63,8 @@ class CheckpointDirectory:
     All ranks call every method. The engine writes from every rank; only rank 0 creates and renames directories.
 
     Args:
-        root: The directory that holds them.
-        keep: Number of checkpoints to keep for each stage, the newest ones.
+        root: the directory that holds them.
+        keep: number of checkpoints to keep for each stage, the newest ones.
     """
 
     def __init__(self, root: Path, keep: int) -> None:

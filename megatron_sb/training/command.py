@@ -15,11 +15,11 @@ class Command:
     """The arguments of `training.launch.main`.
 
     Attributes:
-        config_path: As in `main`.
-        overrides: As in `main`.
-        out: As in `main`.
-        resume: As in `main`.
-        profiled: First and last step to profile, (0, 0) for none.
+        config_path: as in `main`.
+        overrides: as in `main`.
+        out: as in `main`.
+        resume: as in `main`.
+        profiled: first and last step to profile, (0, 0) for none.
     """
 
     config_path: str

@@ -52,9 +52,9 @@ def pack(parts: Sequence[np.ndarray], pad_multiple: int, pad_token: int, num_tar
 
     Args:
         parts: (n_i + 1,) tokens each, which give n_i inputs and labels.
-        pad_multiple: Each part is padded to a multiple of it.
-        pad_token: The token to pad with. Its labels do not count.
-        num_targets: Number of labels at the end of each part that count. None counts all.
+        pad_multiple: each part is padded to a multiple of it.
+        pad_token: the token to pad with. Its labels do not count.
+        num_targets: number of labels at the end of each part that count. None counts all.
     """
     rows = []
     for part in parts:
@@ -79,8 +79,8 @@ class Row:
 
     Attributes:
         parts: (document, start, number of inputs) of each part.
-        num_tokens: Number of labels that count.
-        cu_seqlens: As in PackedBatch.
+        num_tokens: number of labels that count.
+        cu_seqlens: as in PackedBatch.
     """
 
     parts: list[tuple[int, int, int]]
@@ -107,13 +107,13 @@ class RowSampler:
     the last complete row of an epoch are dropped.
 
     Args:
-        documents: The documents.
-        row_length: Tokens in a row, a multiple of pad_multiple.
-        pad_multiple: Each part is padded to a multiple of it.
-        pad_token: The token to pad with.
-        seed: Any number of integers.
-        start: Epoch, and the number of its documents to leave out, as `end` of another sampler returns them.
-        num_rows: Number of rows that will be used. They are cut from consecutive documents of the order, so that
+        documents: the documents.
+        row_length: tokens in a row, a multiple of pad_multiple.
+        pad_multiple: each part is padded to a multiple of it.
+        pad_token: the token to pad with.
+        seed: any number of integers.
+        start: epoch, and the number of its documents to leave out, as `end` of another sampler returns them.
+        num_rows: number of rows that will be used. They are cut from consecutive documents of the order, so that
             another sampler can continue after them. Default: the rows of an epoch are cut from all documents.
 
     Raises:
@@ -241,12 +241,12 @@ def rows_ahead(
     """Yield the rows of each step. During a step, a thread reads the rows of the next step.
 
     Args:
-        sampler: A `task.Sampler`. Only that thread uses it.
-        count: Rows of a step, over all data-parallel groups.
-        steps: Number of steps.
-        group: Index of this data-parallel group.
-        num_groups: Number of data-parallel groups.
-        rows_per_micro_batch: Rows of a micro-batch. None: all rows of the group.
+        sampler: a `task.Sampler`. Only that thread uses it.
+        count: rows of a step, over all data-parallel groups.
+        steps: number of steps.
+        group: index of this data-parallel group.
+        num_groups: number of data-parallel groups.
+        rows_per_micro_batch: rows of a micro-batch. None: all rows of the group.
     """
 
     def read() -> StepRows:

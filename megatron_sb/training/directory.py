@@ -34,9 +34,9 @@ def prepare_directory(config: TrainingConfig, out: str | None, resume: bool) -> 
     """Create the directory of a new run, or find the run to resume, and lock it.
 
     Args:
-        config: The job's configuration.
-        out: The directory. Default: runs/NAME-TIME, or the newest runs/NAME-TIME with `resume`.
-        resume: Find a run instead of creating one.
+        config: the job's configuration.
+        out: the directory. Default: runs/NAME-TIME, or the newest runs/NAME-TIME with `resume`.
+        resume: find a run instead of creating one.
 
     Returns:
         The directory, and an open file that holds its lock until it is closed.

@@ -31,7 +31,7 @@ class Documents(Protocol):
     """A collection of documents.
 
     Attributes:
-        files: The files that hold them.
+        files: the files that hold them.
     """
 
     files: Sequence[str | Path]
@@ -53,7 +53,7 @@ class TextDocuments:
     """Files as byte tokens with an end-of-document token, read when they are requested. See `Documents`.
 
     Attributes:
-        left_out: See `TextFiles`.
+        left_out: see `TextFiles`.
     """
 
     def __init__(self, files: TextFiles) -> None:
@@ -84,15 +84,15 @@ class Subset:
     """Some documents of a collection, in the collection's order.
 
     Args:
-        documents: The collection.
-        split: The index entry with the split.
+        documents: the collection.
+        split: the index entry with the split.
         side: "train" or "validation".
-        vocab_size: Tokens must be less than this.
-        index: Keeps the orders that documents are shuffled to.
+        vocab_size: tokens must be less than this.
+        index: keeps the orders that documents are shuffled to.
 
     Attributes:
-        lengths: Tokens per document: an array of integers, not to be written to.
-        num_tokens: Their sum.
+        lengths: tokens per document: an array of integers, not to be written to.
+        num_tokens: their sum.
     """
 
     def __init__(
@@ -175,12 +175,12 @@ class Corpus:
     """Training and validation documents. Each document ends with end_of_document.
 
     Attributes:
-        train: Training documents.
-        validation: Held-out documents.
-        vocab_size: Tokens of the vocabulary, before padding.
-        end_of_document: The token that ends a document.
-        checksum: Of the documents' lengths, and of CHECKED_BYTES at both ends of every file.
-        left_out: Number of files or documents that are not used, by reason.
+        train: training documents.
+        validation: held-out documents.
+        vocab_size: tokens of the vocabulary, before padding.
+        end_of_document: the token that ends a document.
+        checksum: of the documents' lengths, and of CHECKED_BYTES at both ends of every file.
+        left_out: number of files or documents that are not used, by reason.
     """
 
     train: Subset

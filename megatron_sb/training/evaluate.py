@@ -30,8 +30,8 @@ class Watch:
     """Callbacks of an evaluation. Every rank calls them equally often. An exception in one ends the evaluation.
 
     Attributes:
-        on_length: Called with the entry of each context length.
-        on_batch: Called after each batch.
+        on_length: called with the entry of each context length.
+        on_batch: called after each batch.
     """
 
     on_length: Callable[[dict[str, Any]], None] = lambda result: None
@@ -123,13 +123,13 @@ def evaluate(
     """Evaluate a model at every context length.
 
     Args:
-        engine: The `Engine` with the model.
-        corpus: The documents that the windows come from.
-        windows: From `choose_windows`.
-        config: The job's configuration.
-        stage: The stage that the model was trained in.
-        scaling: How rotary positions are scaled where a context is longer than the stage's. The factor is the ratio.
-        watch: Callbacks.
+        engine: the `Engine` with the model.
+        corpus: the documents that the windows come from.
+        windows: from `choose_windows`.
+        config: the job's configuration.
+        stage: the stage that the model was trained in.
+        scaling: how rotary positions are scaled where a context is longer than the stage's. The factor is the ratio.
+        watch: callbacks.
 
     Returns:
         One entry per context length: {"context", "nll" (nats per token), "standard_error" (over windows; None with one
@@ -168,12 +168,12 @@ def score_windows(
     the second scores are dropped.
 
     Args:
-        engine: The `Engine` with the model.
-        measures: Methods of the engine that map (batch, n) to a tensor (n,), with a value for each of the n windows.
-        batch_of: Returns the batch of the windows with the given indices.
-        num_windows: Number of windows.
-        at_once: Largest number of windows in a batch.
-        watch: Callbacks.
+        engine: the `Engine` with the model.
+        measures: methods of the engine that map (batch, n) to a tensor (n,), with a value for each of the n windows.
+        batch_of: returns the batch of the windows with the given indices.
+        num_windows: number of windows.
+        at_once: largest number of windows in a batch.
+        watch: callbacks.
 
     Returns:
         float64 (len(measures), num_windows).

@@ -39,9 +39,9 @@ class Entry:
     """Arrays of the index.
 
     Attributes:
-        key: Names the entry, and changes with everything that the arrays depend on.
-        arrays: The arrays by name. Do not write to them.
-        facts: What the builder returned: numbers, strings, lists and dictionaries.
+        key: names the entry, and changes with everything that the arrays depend on.
+        arrays: the arrays by name. Do not write to them.
+        facts: what the builder returned: numbers, strings, lists and dictionaries.
     """
 
     key: str
@@ -67,9 +67,9 @@ class MemoryIndex:
         """Return an entry.
 
         Args:
-            name: The kind of entry.
-            inputs: Everything that the arrays depend on: numbers, strings and lists.
-            build: Computes the entry if it does not exist.
+            name: the kind of entry.
+            inputs: everything that the arrays depend on: numbers, strings and lists.
+            build: computes the entry if it does not exist.
         """
         parts: dict[str, _Parts] = {}
 
@@ -85,8 +85,8 @@ class FileIndex(MemoryIndex):
     """An index in a folder.
 
     Args:
-        folder: The folder, which is created when it is needed.
-        wait_seconds: Longest time to wait for a process that builds an entry and writes nothing.
+        folder: the folder, which is created when it is needed.
+        wait_seconds: longest time to wait for a process that builds an entry and writes nothing.
     """
 
     def __init__(self, folder: Path, wait_seconds: float) -> None:

@@ -30,10 +30,10 @@ def main(
     Under torchrun this function does not return: each rank ends its process.
 
     Args:
-        config_path: A YAML file; configs/README.md explains its fields.
+        config_path: a YAML file; configs/README.md explains its fields.
         overrides: `dotted.field=value` with the value in YAML.
-        out: The run's directory. Default: runs/NAME-TIME, or the newest runs/NAME-TIME with `resume`.
-        resume: Continue the run in `out`.
+        out: the run's directory. Default: runs/NAME-TIME, or the newest runs/NAME-TIME with `resume`.
+        resume: continue the run in `out`.
         profile: "FIRST:LAST", the steps of each stage that rank 0 profiles into DIR/profile/MODEL.STAGE.json, with DIR
             the run's directory. Default: none.
 

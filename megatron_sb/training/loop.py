@@ -65,9 +65,9 @@ class Job:
     """One rank's part of a run.
 
     Args:
-        config: The job's configuration.
-        out: The run's directory.
-        device: This rank's device.
+        config: the job's configuration.
+        out: the run's directory.
+        device: this rank's device.
         report: None on every rank but the first.
         profiler: None on every rank but the first.
 

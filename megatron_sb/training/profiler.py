@@ -14,8 +14,8 @@ class ProfilerWindow:
 
     Args:
         directory: DIR.
-        first: First step to profile, from 1. 0 profiles nothing.
-        last: Last step to profile, included.
+        first: first step to profile, from 1. 0 profiles nothing.
+        last: last step to profile, included.
     """
 
     def __init__(self, directory: Path, first: int = 0, last: int = 0) -> None:

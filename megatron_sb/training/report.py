@@ -34,13 +34,13 @@ class Step:
     """The measurements of a training step.
 
     Attributes:
-        loss: In nats per token.
-        gradient_norm: Before clipping.
-        learning_rate: Learning rate of the step.
-        flops: Floating-point operations of the model, over all ranks.
-        peak_gib: Largest use of this rank's GPU so far, in GiB. None on a CPU.
-        remainder: Mean of the mass after all keys of each query. None if the step did not measure it.
-        skipped: Share of tiles that the backward skipped. None if the step did not measure it, or with context
+        loss: in nats per token.
+        gradient_norm: before clipping.
+        learning_rate: learning rate of the step.
+        flops: floating-point operations of the model, over all ranks.
+        peak_gib: largest use of this rank's GPU so far, in GiB. None on a CPU.
+        remainder: mean of the mass after all keys of each query. None if the step did not measure it.
+        skipped: share of tiles that the backward skipped. None if the step did not measure it, or with context
             parallelism.
     """
 
@@ -65,9 +65,9 @@ class Report:
     """Write the files of a run.
 
     Args:
-        out: The run's directory.
-        config: The job's configuration.
-        device: The hardware, in words.
+        out: the run's directory.
+        config: the job's configuration.
+        device: the hardware, in words.
     """
 
     def __init__(self, out: Path, config: TrainingConfig, device: str) -> None:

@@ -36,7 +36,7 @@ class Task(Protocol):
     """The data of a job. The constructor takes the whole configuration. It raises ValueError for unusable data.
 
     Attributes:
-        vocab_size: Tokens of the vocabulary, before padding.
+        vocab_size: tokens of the vocabulary, before padding.
     """
 
     vocab_size: int

@@ -34,10 +34,10 @@ class TextFiles:
     """The files of `data.kind: text`.
 
     Attributes:
-        names: Their paths.
-        sizes: In bytes: int64.
-        digest: Changes with the name, the size or the time of a file.
-        left_out: Number of files that are not used, by reason. An excluded directory counts as one file.
+        names: their paths.
+        sizes: in bytes: int64.
+        digest: changes with the name, the size or the time of a file.
+        left_out: number of files that are not used, by reason. An excluded directory counts as one file.
     """
 
     names: list[str]
@@ -105,9 +105,9 @@ class _Kinds:
     """Tells which files to read.
 
     Args:
-        data: Its include and exclude count what they leave out.
-        only: Pattern of files that are considered at all.
-        never: Patterns of files and directories that are not considered.
+        data: its include and exclude count what they leave out.
+        only: pattern of files that are considered at all.
+        never: patterns of files and directories that are not considered.
     """
 
     def __init__(self, data: TextDataConfig, only: str = "*", never: Sequence[str] = ()) -> None:

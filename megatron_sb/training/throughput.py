@@ -17,9 +17,9 @@ def model_flops(config: TrainingConfig, name: str, vocab_size: int, bounds: Sequ
     reduce the count.
 
     Args:
-        config: The job's configuration.
-        name: A model of config.compare.
-        vocab_size: Size of the vocabulary before padding.
+        config: the job's configuration.
+        name: a model of config.compare.
+        vocab_size: size of the vocabulary before padding.
         bounds: cu_seqlens of each packed row.
     """
     model = config.model

@@ -28,9 +28,9 @@ class _Fixed:
     """The values that the trainer's models have, and why.
 
     Attributes:
-        values: The values that the key must have one of.
-        why: The reason, for the error message.
-        required: The key must be in the file, because lm-engine's default is another value.
+        values: the values that the key must have one of.
+        why: the reason, for the error message.
+        required: the key must be in the file, because lm-engine's default is another value.
     """
 
     values: tuple

@@ -22,7 +22,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainingConf
     """Read a training configuration and check it.
 
     Args:
-        path: A YAML file. lm-engine's `model_args` may stand in place of `model`.
+        path: a YAML file. lm-engine's `model_args` may stand in place of `model`.
         overrides: `dotted.field=value` with the value in YAML.
 
     Raises:

@@ -14,8 +14,8 @@ class ParameterCount:
     """The number of weights of a model.
 
     Attributes:
-        total: All weights.
-        active: Weights that one token uses: all weights except those of the experts that the token is not sent to.
+        total: all weights.
+        active: weights that one token uses: all weights except those of the experts that the token is not sent to.
     """
 
     total: int
@@ -26,9 +26,9 @@ def count_parameters(model: ModelConfig, attention: AttentionConfig, vocab_size:
     """Count the weights of a model over all ranks.
 
     Args:
-        model: Sizes of the model.
-        attention: Attention of the model.
-        vocab_size: Size of the vocabulary before padding.
+        model: sizes of the model.
+        attention: attention of the model.
+        vocab_size: size of the vocabulary before padding.
 
     Example:
         >>> from megatron_sb.training.config import load_config

@@ -197,7 +197,7 @@ class DataConfig(Section):
     Every subclass also has the attributes `vocab_size` (int, before padding) and `end_of_document` (a token, or None).
 
     Attributes:
-        kind: Names the task.
+        kind: names the task.
         task: "module:class" of the `training.task.Task`, which is constructed from the whole configuration.
     """
 

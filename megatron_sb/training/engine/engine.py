@@ -57,11 +57,11 @@ class Engine:
     config.seed. If the constructor raises an error, it leaves no process groups, so another engine can be created.
 
     Args:
-        config: The job's configuration.
-        model: A name in config.attention.
-        stage: The stage to train.
-        vocab_size: Size of the vocabulary before padding.
-        device: This rank's device.
+        config: the job's configuration.
+        model: a name in config.attention.
+        stage: the stage to train.
+        vocab_size: size of the vocabulary before padding.
+        device: this rank's device.
     """
 
     def __init__(
@@ -114,11 +114,11 @@ class Engine:
         """Update the weights once. Collective.
 
         Args:
-            batches: This data-parallel rank's micro-batches.
-            num_tokens: Labels that count in the step, over all ranks. The loss is the sum of token losses over
+            batches: this data-parallel rank's micro-batches.
+            num_tokens: labels that count in the step, over all ranks. The loss is the sum of token losses over
                 num_tokens.
-            learning_rate: Learning rate of this step.
-            observe: Measure the attention of the first micro-batch. `attention_counts` keeps the result until the next
+            learning_rate: learning rate of this step.
+            observe: measure the attention of the first micro-batch. `attention_counts` keeps the result until the next
                 measurement.
 
         Returns:
@@ -233,8 +233,8 @@ class Engine:
         """Run the model on this rank's shard of a batch.
 
         Args:
-            model: The model, or its data-parallel wrapper.
-            batch: The batch.
+            model: the model, or its data-parallel wrapper.
+            batch: the batch.
             extra: (t,), sharded as the tokens are.
             wanted: "losses" of the tokens, "likeliest": the likeliest next tokens, or "hits": whether these are the
                 labels.

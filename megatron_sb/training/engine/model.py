@@ -40,11 +40,11 @@ def build_model(
     parallel layout.
 
     Args:
-        config: The job's configuration.
-        model: A name in config.attention.
-        stage: The stage to train.
-        vocab_size: Size of the vocabulary before padding.
-        fused: Use Megatron-Core's operators that torch.compile fuses, as Megatron's scripts do by default. For GPUs.
+        config: the job's configuration.
+        model: a name in config.attention.
+        stage: the stage to train.
+        vocab_size: size of the vocabulary before padding.
+        fused: use Megatron-Core's operators that torch.compile fuses, as Megatron's scripts do by default. For GPUs.
     """
     install_stand_ins()
     moe = config.model.moe

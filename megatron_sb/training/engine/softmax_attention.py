@@ -64,8 +64,8 @@ class SoftmaxCoreAttention(MegatronModule):
             query: (t, h, d).
             key: (t, h_kv, d).
             value: (t, h_kv, d).
-            attention_mask: Ignored, as are attn_mask_type and attention_bias.
-            packed_seq_params: Required. Its cu_seqlens_q are the offsets of the documents.
+            attention_mask: ignored, as are attn_mask_type and attention_bias.
+            packed_seq_params: required. Its cu_seqlens_q are the offsets of the documents.
 
         Returns:
             (t, h * d).

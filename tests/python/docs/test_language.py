@@ -58,6 +58,20 @@ def test_messages_say_what_is_expected():
     assert not found, "\n".join(found)
 
 
+def test_descriptions_of_arguments_begin_in_lower_case():
+    """In the sections Args and Attributes of docstrings. Names keep their capital."""
+    section = re.compile(r"^( *)(?:Args|Attributes):\n((?:\1    .*\n|\n)+)", re.M)
+    capital = r"\*{0,2}[\w.]+(?:, \*{0,2}[\w.]+)*: (?!None|Markdown)(?:A|[A-Z][a-z]+)\b.*"
+    found = [
+        f"{path.relative_to(ROOT)}: {line}"
+        for path in _tracked_files()
+        if path.suffix == ".py"
+        for indent, lines in section.findall(path.read_text())
+        for line in re.findall(f"^{indent}    {capital}", lines, re.M)
+    ]
+    assert not found, "\n".join(found)
+
+
 VALUE = "\0"  # stands for a formatted value in a message
 
 
