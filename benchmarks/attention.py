@@ -1,4 +1,4 @@
-"""Compare this library with softmax attention (cuDNN, FlashAttention-2) and published stick-breaking kernels on a GPU.
+"""Compare this library with softmax attention (cuDNN, FlashAttention) and published stick-breaking kernels on a GPU.
 
 All contenders run in one process. TFLOP/s use the causal model count, whatever a kernel computes or skips: 2 b h s^2 d
 operations in the forward and 2.5 times as many in the backward; for packed inputs 2 h d (sum of squared document
@@ -26,14 +26,29 @@ from pathlib import Path
 
 import torch
 from peers import NAMES, Contender, contenders, ours
-from report import markdown
+from report import FLASH_4, FLASH_4_DETERMINISTIC, markdown
 from timing import Call, Sensors, back_to_back, ceilings, machine, on_gpu, take_turns
 from torch import Tensor
 
 FULL_LOGIT = -11.0
 SHAPES = tuple((b, s, h, d) for d, h in ((128, 12), (64, 24)) for s, b in ((4096, 8), (16384, 2), (65536, 1)))
 SLOW_LENGTH = 16384  # slow contenders run at this length only
-ROWS = ("dense", "gqa", "varlen", "skip", "heads", "portable")
+# (b, s, query heads, KV heads): few heads, as on a rank of tensor parallelism, and whole models
+KV_HEADS = (
+    (1, 8192, 2, 2),
+    (1, 16384, 4, 4),
+    (1, 16384, 8, 1),
+    (1, 16384, 16, 1),
+    (1, 16384, 16, 2),
+    (1, 16384, 32, 8),
+    (1, 65536, 8, 1),
+    (2, 16384, 12, 12),
+    (2, 16384, 12, 4),
+)
+# (s, heads, head_dim) of one sequence: few heads, which may not fill the GPU, and other head_dims than 64 and 128
+HEADS = (*((s, h, 128) for s in (16384, 65536) for h in (1, 4, 12)), (16384, 12, 96), (16384, 12, 256))
+LENGTHS = sorted({s for _, s, _, _ in (*SHAPES, *KV_HEADS)})
+STEADY = ("ours", "cuDNN", FLASH_4, FLASH_4_DETERMINISTIC)  # also timed back to back
 VARLEN = {"tokens": 32768, "documents": 100, "shortest": 10, "longest": 4000, "seed": 0}
 DRY_RUN_FACTOR = 64
 
@@ -121,7 +136,7 @@ class Benchmark:
             self.failed |= name.startswith("ours")
             lines = str(error).splitlines() or [""]
             why = f"{type(error).__name__}: {lines[0]}" + (f" ... {lines[-1]}" if len(lines) > 1 else "")
-            self.note(f"{name} cannot run {about['group']} {about['direction']}: {why[:300]}")
+            self.note(f"{name} cannot run {about['group']} {about['direction']}, {about['shape']}: {why[:300]}")
             return False
         if time.monotonic() - begin > 5:
             print(f"# the first {about['direction']} of {name} took {time.monotonic() - begin:.0f} s", flush=True)
@@ -191,12 +206,11 @@ def run_dense(bench: Benchmark) -> None:
         flops, shape = 2 * b * h * s**2 * d, f"b={b} h={h} d={d} L={s}"
         fast_enough = [c for c in bench.contenders if full_length == SLOW_LENGTH or not c.slow]
         about = {"group": "dense", "shape": shape}
-        steady = ("ours", "cuDNN")
         inputs = draw_inputs("full", b, s, h, d)
         calls = {c.name: calls_of(c, inputs) for c in fast_enough}
         for direction in bench.directions("both"):
             chosen = {c.name: calls[c.name][direction] for c in fast_enough if direction != "both" or not c.slow}
-            bench.measure(chosen, FACTORS[direction] * flops, steady, inputs="full", direction=direction, **about)
+            bench.measure(chosen, FACTORS[direction] * flops, STEADY, inputs="full", direction=direction, **about)
         if full_length == SLOW_LENGTH and not bench.options.forward_only:
             bench.note_step(chosen, calls, shape)
         del calls
@@ -206,20 +220,24 @@ def run_dense(bench: Benchmark) -> None:
         bench.measure(calls, flops, inputs="randn", direction="forward", **about)
 
 
-def run_gqa(bench: Benchmark) -> None:
-    """Compare 12 query heads on 4 KV heads with 12 on 12."""
-    b, s, h, d = 2, bench.shrunk(16384), 12, 128
-    flops = 2 * b * h * s**2 * d
-    calls = {}
-    for h_kv in (12, 4):
-        inputs = draw_inputs("full", b, s, h, d, h_kv=h_kv)
-        for contender in bench.contenders:
-            if contender.name in ("ours", "cuDNN"):
-                calls[f"{contender.name} 12:{h_kv}"] = calls_of(contender, inputs)
-    about = {"group": "gqa", "inputs": "full", "shape": f"b={b} h=12 d={d} L={s}"}
+def run_kv_heads(bench: Benchmark) -> None:
+    """Compare with the peers where several query heads share a KV head, and where there are few heads."""
+    fast = [c for c in bench.contenders if not c.slow]
+    for d in (128, 64):
+        for b, full_length, h, h_kv in KV_HEADS:
+            if bench.options.lengths and full_length not in bench.options.lengths:
+                continue
+            s = bench.shrunk(full_length)
+            about = {"group": "kv_heads", "inputs": "full", "shape": f"b={b} h={h}:{h_kv} d={d} L={s}"}
+            compare(bench, fast, draw_inputs("full", b, s, h, d, h_kv=h_kv), 2 * b * h * s**2 * d, about)
+
+
+def compare(bench: Benchmark, chosen: list[Contender], inputs: list[Tensor], flops: float, about: dict) -> None:
+    """Measure these contenders on inputs of one shape. flops: of a forward."""
+    calls = {c.name: calls_of(c, inputs) for c in chosen}
     for direction in bench.directions():
-        chosen = {name: of[direction] for name, of in calls.items()}
-        bench.measure(chosen, FACTORS[direction] * flops, ("ours 12:12", "ours 12:4"), direction=direction, **about)
+        ready = {name: of[direction] for name, of in calls.items()}
+        bench.measure(ready, FACTORS[direction] * flops, ("ours",), direction=direction, **about)
 
 
 def draw_lengths(tokens: int, documents: int, shortest: int, longest: int, seed: int) -> list[int]:
@@ -270,15 +288,14 @@ def run_varlen(bench: Benchmark) -> None:
     packed = [c for c in bench.contenders if c.packed]
     pairs = {c.name: calls_of(c, packed_inputs, cu_seqlens, max(lengths)) for c in packed}
     dense = {c.name: calls_of(c, dense_inputs) for c in bench.contenders if not c.slow}
-    steady = ("ours", "cuDNN")
     for direction in bench.directions():
         factor = 2 * h * d * FACTORS[direction]
         about = {"group": "varlen", "inputs": "full", "direction": direction}
         shape = f"{sum(lengths)} tokens, {len(lengths)} documents, h={h} d={d}"
-        bench.measure({n: c[direction] for n, c in pairs.items()}, factor * squares, steady, shape=shape, **about)
+        bench.measure({n: c[direction] for n, c in pairs.items()}, factor * squares, STEADY, shape=shape, **about)
         shape = f"dense b={batch} h={h} d={d} L={dense_length}"
         chosen = {n: c[direction] for n, c in dense.items()}
-        bench.measure(chosen, factor * batch * dense_length**2, steady, shape=shape, **about)
+        bench.measure(chosen, factor * batch * dense_length**2, STEADY, shape=shape, **about)
 
 
 def run_skip(bench: Benchmark) -> None:
@@ -310,15 +327,12 @@ def run_skip(bench: Benchmark) -> None:
 
 
 def run_heads(bench: Benchmark) -> None:
-    """Compare 1 and 4 heads of one long sequence, which may not fill the GPU, with 12 heads."""
-    for full_length in (16384, 65536):
-        s, d = bench.shrunk(full_length), 128
-        calls = {h: calls_of(ours(), draw_inputs("full", 1, s, h, d)) for h in (1, 4, 12)}
-        for direction in bench.directions():
-            for h, of in calls.items():
-                about = {"group": "heads", "inputs": "full", "shape": f"b=1 h={h} d={d} L={s}"}
-                flops = FACTORS[direction] * 2 * h * s**2 * d
-                bench.measure({"ours": of[direction]}, flops, direction=direction, **about)
+    """Compare with the peers on one sequence, by the number of heads and by head_dim."""
+    fast = [c for c in bench.contenders if not c.slow]
+    for full_length, h, d in HEADS:
+        s = bench.shrunk(full_length)
+        about = {"group": "heads", "inputs": "full", "shape": f"b=1 h={h} d={d} L={s}"}
+        compare(bench, fast, draw_inputs("full", 1, s, h, d), 2 * h * s**2 * d, about)
 
 
 def run_portable(bench: Benchmark) -> None:
@@ -354,7 +368,7 @@ def run_portable(bench: Benchmark) -> None:
 
 RUNNERS = {
     "dense": run_dense,
-    "gqa": run_gqa,
+    "kv_heads": run_kv_heads,
     "varlen": run_varlen,
     "skip": run_skip,
     "heads": run_heads,
@@ -366,7 +380,7 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--rows", nargs="+", choices=ROWS, default=list(ROWS), help="groups of rows to measure (default: all)"
+        "--rows", nargs="+", choices=RUNNERS, default=list(RUNNERS), help="groups of rows to measure (default: all)"
     )
     parser.add_argument(
         "--peers",
@@ -379,8 +393,8 @@ def parse(args: list[str] | None) -> argparse.Namespace:
         "--lengths",
         nargs="+",
         type=int,
-        choices=(4096, 16384, 65536),
-        help="sequence lengths of the rows dense and skip (default: all)",
+        choices=LENGTHS,
+        help="sequence lengths of the rows dense, kv_heads and skip (default: all)",
     )
     parser.add_argument("--forward-only", action="store_true", help="measure no backward (default: off)")
     parser.add_argument(

@@ -115,7 +115,7 @@ def steps_of(stage: str, options: argparse.Namespace) -> list[Step]:
             for name in options.experiments
         ]
     bench = [python, "benchmarks/attention.py", "--json", f"{out}/bench.json", "--markdown", f"{out}/bench.md"]
-    return [Step("bench", [*bench, *options.bench_arguments], 300)]
+    return [Step("bench", [*bench, *options.bench_arguments], 600)]
 
 
 def run(step: Step, options: argparse.Namespace) -> None:

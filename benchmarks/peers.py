@@ -1,15 +1,21 @@
 """The contenders: every attention that is measured, in the memory layout in which it is fastest.
 
-torch contains the two softmax kernels. The two published stick-breaking packages must be on PYTHONPATH:
-`stickbreaking_attention` (github.com/shawntan/stickbreaking-attention) and `fla` (PyPI: fla-core).
+torch contains cuDNN and FlashAttention-2. The other packages are optional. Python must find them: FlashAttention-4 as
+`flash_attn.cute` (PyPI: flash-attn-4), and the two published stick-breaking kernels as `stickbreaking_attention`
+(github.com/shawntan/stickbreaking-attention) and `fla` (PyPI: fla-core).
+
+This library's gradients are bitwise repeatable. FlashAttention-4 has a deterministic mode with the same property, so
+compare with that mode. Without it, the order in which its backward adds the gradients can change from run to run.
 """
 
 import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
+from report import FLASH_4, FLASH_4_DETERMINISTIC
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -81,14 +87,30 @@ def _flash_packed() -> Packed | None:
     return packed
 
 
-def _triton() -> Contender:
-    # Its kernels read global variables. Newer versions of Triton compile that only with this variable set.
-    os.environ.setdefault("TRITON_ALLOW_NON_CONSTEXPR_GLOBALS", "1")
+def _installed(name: str, module: str, make: Callable[[ModuleType], Contender]) -> Contender:
+    """Return make(module), or a contender that names the module as missing."""
     try:
-        package = importlib.import_module("stickbreaking_attention")
-    except ImportError as error:
-        return Contender("Triton", missing=f"stickbreaking_attention is not on PYTHONPATH ({error})")
+        package = importlib.import_module(module)
+    except Exception as error:  # a package that loads a compiler can also raise other errors
+        return Contender(name, missing=f"Python cannot import {module} ({type(error).__name__}: {error})")
+    return make(package)
 
+
+def _flash_4(package: ModuleType, name: str, deterministic: bool) -> Contender:
+    # Both functions return (o, log-sum-exp).
+    def dense(q, k, v):
+        return package.flash_attn_func(q, k, v, causal=True, deterministic=deterministic)[0]
+
+    def packed(q, k, v, cu_seqlens, longest):
+        offsets = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+        bounds = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        options = {**offsets, **bounds, "causal": True, "deterministic": deterministic}
+        return package.flash_attn_varlen_func(q, k, v, **options)[0]
+
+    return Contender(name, dense, packed, heads_first=False, packed_heads_first=False)
+
+
+def _triton(package: ModuleType) -> Contender:
     def dense(q, k, v):
         return package.sb_attn(q, k, v)[0]
 
@@ -98,11 +120,8 @@ def _triton() -> Contender:
     return Contender("Triton", dense, packed, slow=True)
 
 
-def _flash_linear_attention() -> Contender:
-    try:
-        attention = importlib.import_module("fla.ops.stickbreaking_attn").parallel_stickbreaking_attn
-    except ImportError as error:
-        return Contender("fla", missing=f"fla is not on PYTHONPATH ({error})")
+def _flash_linear_attention(package: ModuleType) -> Contender:
+    attention = package.parallel_stickbreaking_attn
 
     def dense(q, k, v):
         return attention(q, k, v)[0]
@@ -113,16 +132,29 @@ def _flash_linear_attention() -> Contender:
     return Contender("fla", dense, packed, heads_first=False, packed_heads_first=False, slow=True)
 
 
+def _installed_flash_4(name: str, deterministic: bool) -> Contender:
+    return _installed(name, "flash_attn.cute", lambda package: _flash_4(package, name, deterministic))
+
+
+def _installed_triton() -> Contender:
+    # Its kernels read global variables. Newer versions of Triton compile that only with this variable set.
+    os.environ.setdefault("TRITON_ALLOW_NON_CONSTEXPR_GLOBALS", "1")
+    return _installed("Triton", "stickbreaking_attention", _triton)
+
+
+# Makers by the name on the command line, in the order of the tables.
+_MAKERS = {
+    "ours": ours,
+    "cudnn": lambda: _softmax("cuDNN", SDPBackend.CUDNN_ATTENTION, None),
+    "flash": lambda: _softmax("FlashAttention-2", SDPBackend.FLASH_ATTENTION, _flash_packed()),
+    "flash4": lambda: _installed_flash_4(FLASH_4, deterministic=False),
+    "flash4-deterministic": lambda: _installed_flash_4(FLASH_4_DETERMINISTIC, deterministic=True),
+    "triton": _installed_triton,
+    "fla": lambda: _installed("fla", "fla.ops.stickbreaking_attn", _flash_linear_attention),
+}
+NAMES = tuple(_MAKERS)
+
+
 def contenders(names: list[str]) -> list[Contender]:
     """Return the named contenders, in this order."""
-    makers = {
-        "ours": ours,
-        "cudnn": lambda: _softmax("cuDNN", SDPBackend.CUDNN_ATTENTION, None),
-        "flash": lambda: _softmax("FlashAttention-2", SDPBackend.FLASH_ATTENTION, _flash_packed()),
-        "triton": _triton,
-        "fla": _flash_linear_attention,
-    }
-    return [makers[name]() for name in names]
-
-
-NAMES = ("ours", "cudnn", "flash", "triton", "fla")
+    return [_MAKERS[name]() for name in names]

@@ -1,6 +1,8 @@
 """Write the record of benchmarks/attention.py as Markdown tables."""
 
-_ORDER = ("ours", "cuDNN", "FlashAttention-2", "Triton", "fla")
+FLASH_4, FLASH_4_DETERMINISTIC = "FlashAttention-4", "FlashAttention-4, deterministic"
+_ORDER = ("ours", "cuDNN", "FlashAttention-2", FLASH_4, FLASH_4_DETERMINISTIC, "Triton", "fla")
+_RATIOS = ("cuDNN", FLASH_4_DETERMINISTIC)  # contenders that the tables divide by
 
 
 def markdown(record: dict) -> str:
@@ -38,17 +40,17 @@ def described(machine: dict[str, str]) -> str:
 def _table(group: str, measurements: list[dict]) -> list[str]:
     names = list(dict.fromkeys(m["contender"] for m in measurements))
     names.sort(key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
-    compared = "cuDNN" in names
+    compared = [name for name in _RATIOS if name in names]
     heading = [group, "inputs", "direction", *(f"{name}" for name in names), "ours ms"]
-    heading += ["ours / cuDNN", "sustained"] if compared else []
+    heading += [title for name in compared for title in (f"ours / {name}", "sustained")]
     lines = [f"| {' | '.join([*heading, 'W', 'MHz'])} |", "| --- | --- | --- |" + " ---: |" * (len(heading) - 1)]
     rows = list(dict.fromkeys((m["shape"], m["inputs"], m["direction"]) for m in measurements))
     for row in rows:
         found = {m["contender"]: m for m in measurements if (m["shape"], m["inputs"], m["direction"]) == row}
         our = next((m for name, m in found.items() if name.startswith("ours")), None)
         cells = [*row, *(_rate(found.get(name)) for name in names), f"{our['ms']:.3f}" if our else "-"]
-        if compared:
-            cells += [_ratio(our, found.get("cuDNN"), key) for key in ("tflops", "sustained_tflops")]
+        for name in compared:
+            cells += [_ratio(our, found.get(name), key) for key in ("tflops", "sustained_tflops")]
         cells += [f"{our[key]:.0f}" if our and our[key] else "-" for key in ("watts", "sm_mhz")]
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
