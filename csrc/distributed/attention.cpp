@@ -197,11 +197,12 @@ CheckedCall check_and_agree(const ContextParallelCall& call) {
 // Runs `transfer`, which waits for data of other ranks. If it fails because another rank makes another call, throws an
 // error that names what differs.
 template <class Transfer>
-auto explain_failure(const ContextParallelPlan& plan, const Call& agreed, const char* pass, const Transfer& transfer) {
+auto explain_failure(const ContextParallelPlan& plan, const AgreedCall& agreed, const char* pass,
+                     const Transfer& transfer) {
     try {
         return transfer();
     } catch (const RuntimeFailure& failure) {
-        Call call = agreed;
+        Call call = agreed.fields;
         call[kPassField].value = pass;
         plan.state().agreement->explain_failure(call, failure.what());
         throw;
@@ -275,6 +276,7 @@ std::tuple<at::Tensor, at::Tensor> attention(const ops::Arguments& arguments) {
     const variable_list out = explain_failure(*call.plan, *checked.agreed, "forward", [&] {
         return Attend::apply(input(extended.q), input(extended.k), input(call.v), saved_call, call.wants_gradients());
     });
+    call.plan->state().agreement->count(*checked.agreed);
     if (!call.plan->packed()) return {out[0], out[1]};
     return {out[0].squeeze(0), call.return_mass ? out[1].squeeze(0) : out[1]};
 }

@@ -102,10 +102,34 @@ class Question {
     const std::string prefix_;
 };
 
-Statement statement_of(const Call& call) {
+// What the ranks compare: their histories, and the fields of the call.
+std::vector<Field> compared_fields(const History& history, const Call& call) {
+    std::vector<Field> fields = {{"the number of earlier calls", std::to_string(history.num_calls)},
+                                 {"the order of earlier calls, as a checksum,", std::to_string(history.checksum)}};
+    fields.insert(fields.end(), call.begin(), call.end());
+    return fields;
+}
+
+Statement statement_of(const std::vector<Field>& fields) {
     Statement statement;
-    for (const Field& field : call) statement.values.push_back(field.value);
+    for (const Field& field : fields) statement.values.push_back(field.value);
     return statement;
+}
+
+Statement error_statement(const History& history, const std::string& error) {
+    return {error, {std::to_string(history.num_calls)}};
+}
+
+// Clears the errors of calls that this rank has made since. Returns a sentence for each.
+std::string clear_old_errors(const History& mine, std::vector<Statement>& by_rank) {
+    std::string sentences;
+    for (size_t rank = 0; rank < by_rank.size(); ++rank) {
+        Statement& theirs = by_rank[rank];
+        if (theirs.error.empty() || std::stoll(theirs.values.at(0)) >= mine.num_calls) continue;
+        sentences += concat(" An earlier call was rejected on rank ", rank, ": ", theirs.error, ".");
+        theirs = {};
+    }
+    return sentences;
 }
 
 // The shortest timeout of the group's backends. Custom backends may have no options; c10d's default holds for them.
@@ -132,6 +156,12 @@ int64_t exchange_nonce(Transport& transport) {
 
 }  // namespace
 
+// FNV-1a. The number of a call is the same on all ranks.
+void History::add(const AgreedCall& call) {
+    ++num_calls;
+    checksum = (checksum ^ static_cast<uint64_t>(call.number + 1)) * 0x100000001b3;
+}
+
 std::shared_ptr<CallAgreement> CallAgreement::of_group(const std::string& group_name) {
     static std::mutex mutex;
     static std::map<std::string, std::shared_ptr<CallAgreement>> by_name;
@@ -154,7 +184,7 @@ CallAgreement::CallAgreement(const c10::intrusive_ptr<ProcessGroup>& group, int6
 CallPointer CallAgreement::agree(Call call, const std::string& error) {
     std::string key;
     for (const Field& field : call) key += field.value + "\n";
-    int64_t number = 0;
+    Turn turn = {};
     {
         std::unique_lock<std::mutex> lock(mutex_);
         if (error.empty()) {
@@ -165,48 +195,67 @@ CallPointer CallAgreement::agree(Call call, const std::string& error) {
             if (found != calls_.end()) return found->second;
             calls_[key] = nullptr;
         }
-        number = num_new_calls_++;
+        turn = next_turn();
     }
     const auto decide = [&](const CallPointer& agreed) {
         const std::lock_guard<std::mutex> lock(mutex_);
         agreed ? void(calls_[key] = agreed) : void(error.empty() && calls_.erase(key));
         decided_.notify_all();
     };
+    int64_t number = 0;
     try {
-        ask(number, call, error);
+        number = ask(turn, call, error);
     } catch (...) {
         decide(nullptr);
         throw;
     }
-    auto agreed = std::make_shared<const Call>(std::move(call));
+    auto agreed = std::make_shared<const AgreedCall>(AgreedCall{std::move(call), number});
     decide(agreed);
     return agreed;
 }
 
-void CallAgreement::ask(int64_t number, const Call& call, const std::string& error) {
+CallAgreement::Turn CallAgreement::next_turn() {
+    return {num_new_calls_++, history_};
+}
+
+void CallAgreement::count(const AgreedCall& call) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    history_.add(call);
+}
+
+int64_t CallAgreement::ask(Turn turn, const Call& call, const std::string& error) {
     const auto group = group_.lock();
     if (!group) throw RuntimeFailure("cp_group must exist while its plans are used, got a group that was destroyed");
-    const Statement mine = error.empty() ? statement_of(call) : Statement{error, {}};
+    const std::vector<Field> fields = compared_fields(turn.history, call);
+    const Statement mine = error.empty() ? statement_of(fields) : error_statement(turn.history, error);
+    const auto what = concat("context parallelism, rank ", group->getRank(), " of ", group->getSize(), ": ");
+    const milliseconds timeout = timeout_of(*group);
     std::vector<Statement> by_rank;
     std::vector<int> missing;
-    const milliseconds timeout = timeout_of(*group);
-    if (group->getSize() > 1) {
-        const auto what = concat("context parallelism, rank ", group->getRank(), " of ", group->getSize(), ": ");
+    std::string old_errors;
+    for (bool asks = group->getSize() > 1; asks;) {
         guard(what + "agreement on a call", [&] {
-            Question question(*group, nonce_, number);
+            Question question(*group, nonce_, turn.number);
             question.publish(mine);
             const bool complete = !error.empty() || question.wait_for_others(timeout);
             if (!complete) missing = question.others_that(false);
             if (error.empty()) by_rank = question.read(mine, complete ? question.others() : question.others_that(true));
             question.close();
         });
+        const std::string found = clear_old_errors(turn.history, by_rank);
+        old_errors += found;
+        // All other ranks find these errors, too. They wait for this one under the next number.
+        asks = !found.empty() && missing.empty();
+        if (asks) {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            turn.number = next_turn().number;
+        }
     }
     if (!error.empty()) throw InvalidArgument(error);
-    compare(kSubject, call, by_rank);
-    if (missing.empty()) return;
-    throw RuntimeFailure(concat("context parallelism, rank ", group->getRank(), " of ", group->getSize(),
-                                ": agreement on a call failed: rank ", missing[0], " has made no new call within ",
-                                timeout.count(), " ms. ", what_is_new(call)));
+    compare(kSubject, fields, by_rank);
+    if (missing.empty()) return turn.number;
+    throw RuntimeFailure(concat(what, "agreement on a call failed: rank ", missing[0], " has made no new call within ",
+                                timeout.count(), " ms. ", what_is_new(call), ".", old_errors));
 }
 
 std::string CallAgreement::what_is_new(const Call& call) {
@@ -217,13 +266,13 @@ std::string CallAgreement::what_is_new(const Call& call) {
         if (!agreed) continue;
         std::vector<std::string> differences;
         for (size_t i = 0; i < call.size(); ++i) {
-            const std::string &here = call[i].value, &there = (*agreed)[i].value;
+            const std::string &here = call[i].value, &there = agreed->fields[i].value;
             if (here != there) differences.push_back(concat(call[i].name, " (", here, " here, ", there, " there)"));
         }
         if (!any || differences.size() < fewest.size()) fewest = differences;
         any = true;
     }
-    if (!any) return "The ranks have agreed on no call of this group before.";
+    if (!any) return "The ranks have agreed on no call of this group before";
     std::string text;
     for (const std::string& difference : fewest) text += (text.empty() ? "" : ", ") + difference;
     return "This call differs from the most similar call that the ranks have agreed on: " + text;
@@ -232,30 +281,35 @@ std::string CallAgreement::what_is_new(const Call& call) {
 void CallAgreement::explain_failure(const Call& call, const std::string& failure) {
     const auto group = group_.lock();
     if (!group || group->getSize() == 1) return;
-    int64_t number = 0;
-    {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        number = num_new_calls_;
-    }
+    std::vector<Field> fields;
     std::vector<Statement> by_rank;
     try {
-        Question question(*group, nonce_, number);
-        const std::vector<int> asking = question.others_that(true);
-        if (asking.empty()) return;
-        {
-            const std::lock_guard<std::mutex> lock(mutex_);
-            if (num_new_calls_ != number) return;  // another thread of this rank answers
-            ++num_new_calls_;
+        for (bool asks = true; asks;) {
+            Turn turn = {};
+            {
+                const std::lock_guard<std::mutex> lock(mutex_);
+                turn = {num_new_calls_, history_};
+            }
+            Question question(*group, nonce_, turn.number);
+            const std::vector<int> asking = question.others_that(true);
+            if (asking.empty()) return;
+            {
+                const std::lock_guard<std::mutex> lock(mutex_);
+                if (num_new_calls_ != turn.number) return;  // another thread of this rank answers
+                ++num_new_calls_;
+            }
+            fields = compared_fields(turn.history, call);
+            const Statement mine = statement_of(fields);
+            question.publish(mine);
+            by_rank = question.read(mine, asking);
+            question.close();
+            asks = !clear_old_errors(turn.history, by_rank).empty();
         }
-        const Statement mine = statement_of(call);
-        question.publish(mine);
-        by_rank = question.read(mine, asking);
-        question.close();
     } catch (const c10::Error&) {
         return;  // the store is lost as well: only the failure is known
     }
     try {
-        compare(kSubject, call, by_rank);
+        compare(kSubject, fields, by_rank);
     } catch (const InvalidArgument& difference) {
         throw InvalidArgument(concat(difference.what(), ". This rank waited for the others: ", failure));
     }

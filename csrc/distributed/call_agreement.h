@@ -11,6 +11,11 @@
 //   while this rank waits for data. When this rank's wait for data fails, it looks for fields under its own next number
 //   (explain_failure), publishes its known call there, and both name what differs.
 // - Under each number, each rank counts itself when it is done. The last one deletes the keys.
+// - A rank also publishes its history: how many calls it has made, and a checksum of their order. Ranks with different
+//   histories have exchanged data of different calls, so they throw.
+// - A rank with an invalid argument may repeat its call with a valid one. If the call is known, the other ranks have
+//   not asked, and the repeated call completes theirs. They meet the error later, under the number of their next new
+//   call. The error is out of date, because its rank had made fewer calls then. They all skip its number.
 #pragma once
 
 #include <chrono>
@@ -28,7 +33,21 @@
 namespace megatron_sb::distributed {
 
 using Call = std::vector<Field>;
-using CallPointer = std::shared_ptr<const Call>;
+
+// A call that the ranks have agreed on, and the number under which they have.
+struct AgreedCall {
+    Call fields;
+    int64_t number;
+};
+using CallPointer = std::shared_ptr<const AgreedCall>;
+
+// The calls that a rank has made. Equal on all ranks between two calls, if these make the same calls.
+struct History {
+    int64_t num_calls = 0;
+    uint64_t checksum = 0;
+
+    void add(const AgreedCall& call);
+};
 
 class CallAgreement {
   public:
@@ -44,12 +63,23 @@ class CallAgreement {
     // timeout. With a non-empty `error`, publishes it for the ranks that ask, and throws InvalidArgument with it.
     CallPointer agree(Call call, const std::string& error);
 
+    // To be called when the transfers of a call have been posted. A call that fails before that may be repeated.
+    void count(const AgreedCall& call);
+
     // To be called on a rank whose transfer of a known call has failed. If another rank asks about a new call, throws
     // InvalidArgument, which names what differs and quotes the failure.
     void explain_failure(const Call& call, const std::string& failure);
 
   private:
-    void ask(int64_t number, const Call& call, const std::string& error);
+    // A number of this rank for a new call, and what it had done before.
+    struct Turn {
+        int64_t number;
+        History history;
+    };
+
+    Turn next_turn();  // with mutex_ held
+    // Returns the number under which the ranks have agreed.
+    int64_t ask(Turn turn, const Call& call, const std::string& error);
     std::string what_is_new(const Call& call);
 
     // Weak: the store of a destroyed group must close.
@@ -61,6 +91,7 @@ class CallAgreement {
     // By the values of the fields. Null: a thread is asking, and the other threads that make this call wait for it.
     std::map<std::string, CallPointer> calls_;
     int64_t num_new_calls_ = 0;
+    History history_;
 };
 
 }  // namespace megatron_sb::distributed

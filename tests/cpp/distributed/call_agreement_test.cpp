@@ -53,6 +53,20 @@ struct Ranks {
         });
     }
 
+    // Makes a call that the ranks have agreed on.
+    void make(int rank, const std::string& dtype) {
+        agreements[rank]->count(*agreements[rank]->agree({{"comm", "p2p"}, {"dtype", dtype}}, ""));
+    }
+
+    // Makes new calls on both of two ranks.
+    void make_new(const std::vector<std::string>& dtypes) {
+        for (const std::string& dtype : dtypes) {
+            auto first = agree(0, dtype), second = agree(1, dtype);
+            EXPECT_EQ(first.get() + second.get(), "");
+            for (const int rank : {0, 1}) make(rank, dtype);
+        }
+    }
+
     // Waits until the ranks have published this many calls.
     void wait_for_keys(int64_t count) const {
         while (store->getNumKeys() < count) std::this_thread::sleep_for(1ms);
@@ -98,6 +112,55 @@ TEST(CallAgreement, ACallOnOneRankAloneEndsAtTheTimeout) {
     // Both ranks have used the same number, so they can agree again.
     first = ranks.agree(0, "double"), second = ranks.agree(1, "double");
     EXPECT_EQ(first.get() + second.get(), "");
+}
+
+// Rank 0 has made the known call meanwhile, and then meets the errors of rank 1 under the number of its next new call.
+TEST(CallAgreement, ARejectedCallMayBeRepeated) {
+    Ranks ranks(2);
+    ranks.make_new({"float"});
+    for (int i = 0; i < 2; ++i) EXPECT_NE(ranks.agree(1, "float", "scale must be finite, got inf").get(), "");
+    for (const int rank : {0, 1}) ranks.make(rank, "float");
+    ranks.make_new({"half", "double"});
+    EXPECT_EQ(ranks.store->getNumKeys(), 0);
+}
+
+TEST(CallAgreement, AnErrorIsQuotedUntilTheCallIsRepeated) {
+    Ranks ranks(2, 10ms);
+    const Call known = {{"comm", "p2p"}, {"dtype", "float"}};
+    ranks.make_new({"float"});
+    EXPECT_NE(ranks.agree(1, "float", "scale must be finite, got inf").get(), "");
+    for (const int rank : {0, 1}) ranks.make(rank, "float");
+    EXPECT_NO_THROW(ranks.agreements[0]->explain_failure(known, "a rank is lost"));
+    EXPECT_NE(ranks.agree(1, "float", "scale must be finite, got nan").get(), "");
+    try {
+        ranks.agreements[0]->explain_failure(known, "the transfer failed");
+        FAIL() << "explain_failure must throw";
+    } catch (const InvalidArgument& error) {
+        EXPECT_TRUE(mentions(error.what(), "rejected rank 1 nan transfer"));
+    }
+    EXPECT_EQ(ranks.store->getNumKeys(), 0);
+}
+
+// Rank 0 did not wait for the data of rank 1, as over NCCL.
+TEST(CallAgreement, ARankThatWaitsForARejectedOneNamesTheError) {
+    Ranks ranks(2, 10ms);
+    ranks.make_new({"float"});
+    EXPECT_NE(ranks.agree(1, "float", "scale must be finite, got inf").get(), "");
+    ranks.make(0, "float");
+    EXPECT_TRUE(mentions(ranks.agree(0, "half").get(), "rank 1 no new call rejected scale inf"));
+}
+
+TEST(CallAgreement, ANewCallShowsThatEarlierCallsDiffered) {
+    Ranks ranks(2);
+    ranks.make_new({"float", "half"});
+    ranks.make(0, "float");
+    auto first = ranks.agree(0, "double"), second = ranks.agree(1, "double");
+    for (auto* rank : {&first, &second}) {
+        EXPECT_TRUE(mentions(rank->get(), "disagree the number of earlier calls rank 0 3 rank 1 2"));
+    }
+    ranks.make(1, "half");  // now the numbers are equal
+    first = ranks.agree(0, "double"), second = ranks.agree(1, "double");
+    for (auto* rank : {&first, &second}) EXPECT_TRUE(mentions(rank->get(), "disagree order of earlier calls"));
 }
 
 TEST(CallAgreement, AFailureWithoutAQuestionIsNotExplained) {

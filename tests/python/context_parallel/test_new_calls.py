@@ -1,4 +1,4 @@
-"""A call that is new on one rank alone: every rank gets an error that names what differs, and no process is killed."""
+"""Ranks that make different calls get errors that name what differs, and no process is killed."""
 
 import re
 from contextlib import ExitStack
@@ -26,6 +26,7 @@ PASSES = "pass rank backward forward"
         ("backward", ((2, "p2p"), (2, "a2a")), PASSES),
         ("late", ((2, "p2p"),), DTYPES),
         ("new on every rank", ((2, "p2p"), (3, "all_gather")), "scale rank 0x1p-2 0x1p-1"),
+        ("another known call", ((2, "p2p"), (3, "a2a")), "disagree order of earlier calls rank 0"),
     ],
 )
 def test_every_rank_raises_an_error_that_names_what_differs(scenario, cases, expected):
@@ -45,3 +46,14 @@ def test_every_rank_raises_an_error_that_names_what_differs(scenario, cases, exp
                 seconds = float(process.stdout.split()[0])
                 limit = TIMEOUT_SECONDS if scenario == "new on every rank" else TIMEOUT_SECONDS + MARGIN_SECONDS
                 assert seconds < limit, f"{where}: {process.stdout}"
+
+
+def test_a_rejected_call_may_be_repeated():
+    """The last rank repeats a call with a valid argument. The other ranks do not notice, and all agree on new calls."""
+    for num_ranks, comm in ((2, "p2p"), (3, "a2a")):
+        arguments = [WORKER, "repeated", TIMEOUT_SECONDS, comm]
+        jobs = [{"arguments": arguments, "environment": e} for e in rank_environments(num_ranks)]
+        with python_processes(jobs) as ranks:
+            for rank, process in enumerate(ranks):
+                assert process.wait(START_SECONDS) == 0, f"{comm}, rank {rank}:\n{process.stderr[-4000:]}"
+                assert process.stdout == "no error\n", f"{comm}, rank {rank}: {process.stdout}"

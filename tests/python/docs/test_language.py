@@ -127,6 +127,7 @@ FOREIGN = (
     "No module named",
     "Transformer Engine is not installed",
     "Unsupported gpu architecture",
+    "Received data size doesn't match",
     "Watchdog caught",
     "apply_rope_fusion is not available",
     "cannot open shared object file",

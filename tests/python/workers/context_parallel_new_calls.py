@@ -1,4 +1,4 @@
-"""Run one rank of a group over gloo. Its ranks agree on one call. Then the last rank makes another call.
+"""Run one rank of a group over gloo. Its ranks agree on one call. Then the last rank makes another call, or fails.
 
     context_parallel_new_calls.py SCENARIO TIMEOUT_SECONDS COMM
 
@@ -21,7 +21,7 @@ START_SECONDS = 120  # for the rendezvous on a busy machine
 
 
 def main(scenario: str, timeout_seconds: float, comm: str) -> None:
-    """Make the same call on every rank, then a call that is new on the last rank alone."""
+    """Make the same call on every rank, then different ones."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would delay the end
     dist.init_process_group("gloo", timeout=timedelta(seconds=START_SECONDS))
     ranks, is_last = dist.get_world_size(), dist.get_rank() == dist.get_world_size() - 1
@@ -50,6 +50,17 @@ def main(scenario: str, timeout_seconds: float, comm: str) -> None:
             attend(torch.bfloat16 if is_last else torch.float32)
         elif scenario == "new on every rank":
             attend(scale=0.5 if is_last else 0.25)
+        elif scenario == "another known call":  # the ranks use each other's data without an error
+            for scale in (0.25, 0.5):
+                attend(scale=scale)
+            attend(scale=0.5 if is_last else 0.25)
+            attend(scale=0.75)
+        elif scenario == "repeated":
+            if is_last:
+                with contextlib.suppress(ValueError):
+                    attend(scale=float("inf"))
+            assert torch.equal(attend(), o), "the other ranks must get the data of the repeated call"
+            assert attend(scale=0.75).isfinite().all(), "the ranks must still be able to agree"
         print("no error", flush=True)
     except (RuntimeError, ValueError) as error:
         print(f"{time.monotonic() - start:.1f} {type(error).__name__} {error}", flush=True)
