@@ -207,6 +207,12 @@ def attention_mask(
     if config is not None:
         _check_position_kind(config)
     _require(kv_offset == 0, "kv_offset (a cache that drops its oldest keys)", kv_offset, "0")
+    has_rows = attention_mask is not None and attention_mask.shape == (batch_size, q_length) and q_length == kv_length
+    if torch.compiler.is_compiling() and mask_function is causal_mask_function and has_rows:
+        is_token = attention_mask.to(device=device, dtype=torch.bool)
+        mask = is_token.int()
+        mask.packing = Packing.of_rows(is_token)  # also if nothing is padding, which only the values tell
+        return mask
     num_keys = int(q_offset) + q_length  # in a static cache, the filled slots
     kept = None if attention_mask is None else attention_mask[:, :num_keys].to(device=device, dtype=torch.bool)
     if mask_function is causal_mask_function and num_keys == kv_length and (kept is None or bool(kept.all())):

@@ -58,6 +58,26 @@ class Packing:
         queries = is_token[:, -num_queries:].flatten().nonzero().flatten()
         return cls(queries, is_token.flatten().nonzero().flatten(), _offsets(num_own), _offsets(num_keys))
 
+    @classmethod
+    def of_rows(cls, is_token: Tensor) -> Packing:
+        """Find the indices of a batch with one document in each row, for a compiled graph.
+
+        Unlike those of `of`, the shapes do not depend on values: padding comes after the last document.
+
+        Args:
+            is_token: bool (b, s), False for padding. All keys belong to queries.
+
+        Example:
+            >>> import torch
+            >>> from megatron_sb.huggingface.packing import Packing
+            >>> packing = Packing.of_rows(torch.tensor([[False, True, True], [True, True, False]]))
+            >>> packing.queries, packing.cu_seqlens
+            (tensor([1, 2, 3, 4, 0, 5]), tensor([0, 2, 4], dtype=torch.int32))
+        """
+        tokens_first = (~is_token).flatten().to(torch.uint8).argsort(stable=True)
+        cu_seqlens = _offsets(is_token.sum(1))
+        return cls(tokens_first, tokens_first, cu_seqlens, cu_seqlens)
+
 
 def leftpad_of(documents: Tensor) -> Tensor | None:
     """Return the number of padding tokens of each row, int32 (b,).
@@ -103,6 +123,8 @@ def document_mask(positions: Tensor | None, bounds: Tensor | None, shape: tuple[
     source = positions if bounds is None else bounds
     if source is None or (bounds is None and (positions.dim() != 2 or positions.shape[1] != shape[1])):
         return None
+    if torch.compiler.is_compiling() and bounds is not None:
+        return _traced_documents_by_bounds(bounds, shape)
     stored = getattr(source, "_documents", None)
     if stored is not None and stored[0] == shape and stored[1].is_current(source):
         return stored[2]
@@ -130,6 +152,18 @@ def _documents_by_bounds(bounds: Tensor, shape: tuple[int, int]) -> Tensor | Non
         return None
     at = torch.arange(shape[1], device=bounds.device)
     return _packed(torch.searchsorted(bounds[1:].contiguous(), at, right=True)[None] + 1)
+
+
+def _traced_documents_by_bounds(bounds: Tensor, shape: tuple[int, int]) -> Tensor | None:
+    """Do the same without a value on the host. The device checks the last offset."""
+    if shape[0] != 1:
+        raise ValueError(f"cu_seq_lens_q must be offsets of the documents of a single row, got {shape[0]} rows.")
+    if len(bounds) == 2:
+        return None
+    torch._assert_async(bounds[-1] == shape[1], "cu_seq_lens_q must end at the number of tokens")
+    mask, rows = bounds.new_ones(shape, dtype=torch.int32), torch.arange(shape[1], device=bounds.device)
+    mask.packing = Packing(rows, rows, bounds.int(), bounds.int())
+    return mask
 
 
 def _packed(documents: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support import decoders
+from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatron_sb.huggingface import without_positions
@@ -54,3 +55,66 @@ def test_one_graph_without_masks(labels):
     torch.testing.assert_close(found.logits, expected.logits)
     if labels is not None:
         torch.testing.assert_close(found.loss, expected.loss)
+
+
+OTHER_PADDED = torch.ones(2, 12, dtype=torch.long)
+OTHER_PADDED[0, 9:] = OTHER_PADDED[1] = 0  # padding on the right, and a row of nothing else
+
+
+def bounds(*offsets):
+    """Return the arguments of 12 packed tokens. Documents of no tokens at the end give all batches one shape."""
+    offsets = torch.tensor(offsets, dtype=torch.int32)
+    return {"input_ids": IDS[:1], "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+
+
+ONE_GRAPH = {
+    "stickbreaking, masks": (
+        lambda: decoders.make_model(**SIZES),
+        [{"input_ids": IDS, "attention_mask": mask} for mask in (PADDED, torch.ones_like(PADDED), OTHER_PADDED)],
+    ),
+    "llama, masks": (
+        make_llama,
+        [{"input_ids": IDS, "attention_mask": mask} for mask in (PADDED, torch.ones_like(PADDED), OTHER_PADDED)],
+    ),
+    "stickbreaking, documents": (
+        lambda: decoders.make_model(**SIZES),
+        [bounds(0, 5, 12, 12, 12), bounds(0, 12, 12, 12, 12), bounds(0, 1, 2, 7, 12)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ONE_GRAPH)
+def test_one_graph_serves_all_values(case):
+    """Masks and offsets of one shape need one graph without breaks, and no graph of their own."""
+    torch._dynamo.reset()
+    make_model, calls = ONE_GRAPH[case]
+    model, graphs = make_model(), CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=graphs)
+    for call in calls:
+        with torch.no_grad():
+            found, expected = (f(**call, use_cache=False).logits for f in (compiled, model))
+        tokens = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
+        torch.testing.assert_close(found[tokens], expected[tokens], atol=1e-5, rtol=1e-4)
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.parametrize("case", ONE_GRAPH)
+def test_gradients_of_one_graph(case):
+    torch._dynamo.reset()
+    make_model, (call, *_) = ONE_GRAPH[case]
+    model = make_model()
+    gradients = []
+    for f in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        logits = f(**call, use_cache=False).logits
+        logits[call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()].pow(2).sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for found, expected in zip(*reversed(gradients), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_wrong_documents_of_a_graph():
+    torch._dynamo.reset()
+    compiled = torch.compile(decoders.make_model(**SIZES), fullgraph=True, backend="eager")
+    with pytest.raises(RuntimeError, match="cu_seq_lens_q must end at the number of tokens"):
+        compiled(**bounds(0, 5, 11), use_cache=False)
