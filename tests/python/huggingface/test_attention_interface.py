@@ -1,6 +1,7 @@
 """attn_implementation="stickbreaking" in decoders of transformers, compared with the oracle in the same models."""
 
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -221,12 +222,34 @@ def test_saved_models_refuse_other_attention(tmp_path, rope_type):
     assert torch.equal(logits(loaded, ids), logits(model, ids))
 
 
-def test_the_error_without_the_import_names_the_import(tmp_path):
-    make_model(without_rotation()).save_pretrained(tmp_path)
-    load = "import sys, transformers; transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", load, tmp_path], capture_output=True, text=True, timeout=120)
-    assert done.returncode != 0
-    assert re.search(mentions("KeyError import megatron_sb.huggingface"), done.stderr.splitlines()[-1])
+WITHOUT_IMPORT = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+without_positions, ours, logits = sys.argv[1:]
+try:
+    AutoModelForCausalLM.from_pretrained(without_positions)
+except KeyError as error:
+    print(error)
+assert "megatron_sb" not in sys.modules
+model = AutoModelForCausalLM.from_pretrained(ours, trust_remote_code=True)
+torch.save(model(torch.arange(1, 9)[None]).logits, logits)
+"""
+
+
+def test_programs_that_do_not_import_the_package(tmp_path):
+    """They get an error that names the import. They load the package's own models through the file that these contain."""
+    make_model(without_rotation()).save_pretrained(tmp_path / "without_positions")
+    model = decoders.make_model(**SIZES)
+    model.save_pretrained(tmp_path / "ours")
+    paths = [tmp_path / name for name in ("without_positions", "ours", "logits.pt")]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_IMPORT, *paths], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert re.search(mentions("import megatron_sb.huggingface"), done.stdout)
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), logits(model, torch.arange(1, 9)[None]))
 
 
 def test_rotary_parameters_by_layer():

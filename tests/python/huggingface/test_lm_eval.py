@@ -1,12 +1,10 @@
 """lm-eval loads a saved model and evaluates it on a task that this file defines."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from support.fork_server import run_python
 from transformers import AutoTokenizer
 
 from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM, byte_tokenizer
@@ -24,7 +22,8 @@ doc_to_target: answer
 target_delimiter: ""
 metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 """
-# `lm_eval` without its own 14,000 tasks. It would read all their files first, for half the time of the test.
+# `lm_eval` without its own 14,000 tasks. It would read all their files first, for half the time of the test. The forked
+# process has imported megatron_sb; test_attention_interface.py loads a model in a program that has not.
 LM_EVAL = """
 import functools
 from lm_eval.__main__ import cli_evaluate
@@ -70,15 +69,12 @@ def test_multiple_choice(tmp_path):
     tasks.mkdir()
     (tasks / "docs.jsonl").write_text("\n".join(map(json.dumps, docs)))
     (tasks / "local_choices.yaml").write_text(TASK.replace("FILE", str(tasks / "docs.jsonl")))
-    command = [sys.executable, "-c", LM_EVAL, "run", "--model", "hf", "--tasks", "local_choices", "--batch_size", "3"]
-    command += [
-        "--model_args",
-        f"pretrained={tmp_path / 'model'},trust_remote_code=True,dtype=float32",
-        "--log_samples",
-    ]
-    command += ["--include_path", tasks, "--device", "cpu", "--output_path", tmp_path / "out"]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=300)
+    (tmp_path / "evaluate.py").write_text(LM_EVAL)
+    arguments = ["run", "--model", "hf", "--tasks", "local_choices", "--batch_size", "3", "--include_path", tasks]
+    arguments += ["--model_args", f"pretrained={tmp_path / 'model'},trust_remote_code=True,dtype=float32"]
+    arguments += ["--log_samples", "--device", "cpu", "--output_path", tmp_path / "out"]
+    environment = {"HF_HOME": str(tmp_path / "home")}
+    done = run_python([tmp_path / "evaluate.py", *arguments], environment=environment, seconds=300)
     assert done.returncode == 0, done.stderr[-4000:]
     (results,) = (tmp_path / "out").rglob("results*.json")
     (samples,) = (tmp_path / "out").rglob("samples*.jsonl")

@@ -121,6 +121,7 @@ def _ensure_server() -> None:
     variables = {
         "PYTHONPATH": os.pathsep.join(paths),
         "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # the import would start a pool of processes, which breaks in a fork
