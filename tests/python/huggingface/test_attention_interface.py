@@ -238,7 +238,7 @@ torch.save(model(torch.arange(1, 9)[None]).logits, logits)
 
 
 def test_programs_that_do_not_import_the_package(tmp_path):
-    """They get an error that names the import. They load the package's own models through the file that these contain."""
+    """They get an error that names the import. The package's own models contain a file that imports it."""
     make_model(without_rotation()).save_pretrained(tmp_path / "without_positions")
     model = decoders.make_model(**SIZES)
     model.save_pretrained(tmp_path / "ours")
