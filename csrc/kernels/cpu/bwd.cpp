@@ -312,13 +312,6 @@ class BackwardTile {
     bool finite_[kTile];
 };
 
-template <class T>
-int64_t scratch_bytes(const Sizes& sizes) {
-    Arena memory(nullptr);
-    BackwardScratch<T>(memory, sizes);
-    return memory.bytes();
-}
-
 // A task is a query tile of one head. Neighbouring tasks are of different KV heads, so they seldom wait for each other.
 template <class T>
 void run(const BackwardParams& params, const Work& work) {
@@ -347,7 +340,8 @@ void backward(const BackwardParams& params, const Work& work) {
 }
 
 int64_t backward_scratch(const Sizes& sizes) {
-    return sizes.dtype == Dtype::kFloat64 ? scratch_bytes<double>(sizes) : scratch_bytes<float>(sizes);
+    return sizes.dtype == Dtype::kFloat64 ? scratch_bytes<BackwardScratch<double>>(sizes)
+                                          : scratch_bytes<BackwardScratch<float>>(sizes);
 }
 
 }  // namespace megatron_sb::cpu::SB_CPU_LEVEL

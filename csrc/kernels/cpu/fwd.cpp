@@ -192,13 +192,6 @@ class ForwardTile {
     const QueryTile tile_;
 };
 
-template <class T>
-int64_t scratch_bytes(const Sizes& sizes) {
-    Arena memory(nullptr);
-    ForwardScratch<T>(memory, sizes);
-    return memory.bytes();
-}
-
 // A task is a query tile of one head.
 template <class T>
 void run(const ForwardParams& params, const Work& work) {
@@ -222,7 +215,8 @@ void forward(const ForwardParams& params, const Work& work) {
 }
 
 int64_t forward_scratch(const Sizes& sizes) {
-    return sizes.dtype == Dtype::kFloat64 ? scratch_bytes<double>(sizes) : scratch_bytes<float>(sizes);
+    return sizes.dtype == Dtype::kFloat64 ? scratch_bytes<ForwardScratch<double>>(sizes)
+                                          : scratch_bytes<ForwardScratch<float>>(sizes);
 }
 
 }  // namespace megatron_sb::cpu::SB_CPU_LEVEL

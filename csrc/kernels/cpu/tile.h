@@ -261,6 +261,14 @@ class Arena {
     int64_t bytes_ = 0;
 };
 
+// Returns the bytes that a Scratch takes from an arena. No memory is touched.
+template <class Scratch>
+int64_t scratch_bytes(const Sizes& sizes) {
+    Arena memory(nullptr);
+    Scratch(memory, sizes);
+    return memory.bytes();
+}
+
 // Replaces q . k by 2^(z log2 e) = exp(z) for the keys [0, keys) of a tile, and by 0 if the row does not see the key.
 // limit[r] is the number of keys of the tile that row r sees. Writes to `saturated`, for each vector of rows, whether
 // some exp(z) is too large for quads.

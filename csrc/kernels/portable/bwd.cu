@@ -30,8 +30,8 @@ SB_HOST_DEVICE int64_t carry_blocks(const Segment& s, bool attend_current, int t
 // Writes plan.first_block, and collects the key ranges. In each round, every thread has one segment. It computes the
 // number of blocks of all earlier segments, then visits the query tiles of its segment.
 //
-// The assertion ends the launch with an error if a segment has more keys than the host was told: the workspace may be
-// too small for it.
+// The host sized the workspace for segments of at most segments.max_keys keys, and could not read the table. If a
+// segment has more keys, the assertion ends the launch with an error.
 __global__ void __launch_bounds__(kPlanThreads)
     plan_carries(Sizes sizes, Segments segments, bool attend_current, int tile_rows, BackwardPlan plan) {
     const KeyRanges key_ranges(plan.key_ranges, sizes.k_rows, segments.size);

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from support.fake_gpu import OnFakeGpu, on_fake_gpu
 from support.memory import quiet
 from support.messages import mentions
 from torch.func import functional_call
@@ -372,28 +373,6 @@ def test_block_mask(lengths, window):
     assert torch.equal(mask.to_dense(), right.to_dense())
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(mask, name), getattr(right, name)), name
-
-
-class OnFakeGpu(torch.Tensor):
-    """A tensor on a CPU that names a GPU as its device, and counts how often the host reads its values."""
-
-    reads = 0
-
-    @property
-    def device(self):
-        """Return a device other than the CPU."""
-        return torch.device("cuda")
-
-    def tolist(self):
-        """Return the values."""
-        OnFakeGpu.reads += 1
-        return self.numpy().tolist()
-
-
-def on_fake_gpu(x):
-    """Return a tensor of this kind. No value of it has been read."""
-    OnFakeGpu.reads = 0
-    return x.as_subclass(OnFakeGpu)
 
 
 class TestBetweenCalls:

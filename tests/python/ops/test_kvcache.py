@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.caches import CacheCase, assert_accurate, attend
+from support.caches import CacheCase, assert_accurate, attend, valid_arguments
 from support.inputs import STRIDES, strided
 from support.messages import mentions
 
@@ -87,15 +87,6 @@ def test_empty_inputs(empty):
     o, mass = sb.stickbreaking_attention_with_kvcache(q, k, k, **options, return_mass=True)
     assert o.shape == q.shape and mass.shape == (b, 4, s_q)
     assert not o.any() and (mass == 1).all()
-
-
-def valid_arguments():
-    return {
-        "q": torch.randn(2, 1, 4, 16),
-        "k_cache": torch.randn(2, 9, 2, 16),
-        "v_cache": torch.randn(2, 9, 2, 16),
-        "cache_seqlens": torch.tensor([9, 4], dtype=torch.int32),
-    }
 
 
 def call_with(changes, device):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.caches import CacheCase, assert_accurate, attend
+from support.caches import CacheCase, assert_accurate, attend, valid_arguments
 from support.messages import mentions
 
 import megatron_sb as sb
@@ -47,21 +47,16 @@ def test_appends_and_attends(dtype, s_q, block_size):
     assert_accurate(case)
 
 
-def valid_arguments():
-    return {
-        "q": torch.randn(2, 1, 4, 16),
-        "k_cache": torch.randn(2, 9, 2, 16),
-        "v_cache": torch.randn(2, 9, 2, 24),
-        "cache_seqlens": torch.tensor([6, 4], dtype=torch.int32),
-        "k": torch.randn(2, 3, 2, 16),
-        "v": torch.randn(2, 3, 2, 24),
-    }
+def valid_appends():
+    """Return the arguments of a call that appends NEW keys to each sequence."""
+    new = {"k": torch.randn(2, NEW, 2, 16), "v": torch.randn(2, NEW, 2, 24)}
+    return valid_arguments(ends=(6, 4), d_v=24) | new
 
 
 @pytest.mark.parametrize("view", ["longer", "heads first"])
 def test_writes_into_views(view):
     """The keys are written into the caller's memory, whatever its strides are."""
-    arguments = valid_arguments()
+    arguments = valid_appends()
     expected = dict(arguments, k_cache=arguments["k_cache"].clone(), v_cache=arguments["v_cache"].clone())
     o = sb.stickbreaking_attention_with_kvcache(**expected)
     for name in ("k_cache", "v_cache"):
@@ -103,7 +98,7 @@ INVALID_VALUES = {
 
 def assert_raises(changes, error, words):
     """Assert that the call raises an error and leaves the caches as they are."""
-    arguments = {**valid_arguments(), **changes}
+    arguments = {**valid_appends(), **changes}
     before = [arguments[name].clone() for name in ("k_cache", "v_cache")]
     with pytest.raises(error, match=mentions(words)):
         sb.stickbreaking_attention_with_kvcache(**arguments)
@@ -128,7 +123,7 @@ def test_invalid_values_raise_an_error_on_a_cpu(device, changes, words):
 @pytest.mark.parametrize("paged", [False, True])
 def test_a_gpu_writes_nothing_out_of_place(device, paged):
     """Only positions in the cache, and blocks that exist, are written. Guards around the caches keep their values."""
-    arguments = valid_arguments()
+    arguments = valid_appends()
     guarded = {name: torch.full((4, 9, 2, arguments[name].shape[-1]), 7.0) for name in ("k_cache", "v_cache")}
     for name, cache in guarded.items():
         arguments[name] = cache[1:3].zero_()
@@ -166,7 +161,7 @@ def test_compile():
         return o.sin(), mass, arguments["k_cache"].sum()
 
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    ours = valid_arguments()
+    ours = valid_appends()
     theirs = {name: x.clone() for name, x in ours.items()}
     for _ in range(2):
         for actual, expected in zip(compiled(ours), model(theirs), strict=True):
@@ -179,7 +174,7 @@ def test_compile():
 
 def test_autocast(device):
     """q, k and v are cast. The caches are not, because the call writes to them."""
-    arguments = valid_arguments()
+    arguments = valid_appends()
     bf16 = {name: x.bfloat16() if x.is_floating_point() else x for name, x in arguments.items()}
     caches = {name: bf16[name].clone() for name in ("k_cache", "v_cache")}
     expected = sb.stickbreaking_attention_with_kvcache(**bf16)

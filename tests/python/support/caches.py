@@ -117,6 +117,16 @@ class CacheCase:
         return self.expected(rounded if rounds_weights(self.x.q) else by_definition)
 
 
+def valid_arguments(ends: tuple[int, int] = (9, 4), d_v: int = 16) -> dict[str, Tensor]:
+    """Return the arguments of a call for two sequences of `ends` keys, in contiguous caches of 9 keys."""
+    return {
+        "q": torch.randn(2, 1, 4, 16),
+        "k_cache": torch.randn(2, 9, 2, 16),
+        "v_cache": torch.randn(2, 9, 2, d_v),
+        "cache_seqlens": torch.tensor(ends, dtype=torch.int32),
+    }
+
+
 def attend(case: CacheCase) -> tuple[Tensor, Tensor]:
     """Return o and mass from the operator."""
     tensors, options = case.arguments()
