@@ -33,7 +33,8 @@ namespace megatron_sb::hopper {
 template <class T>
 class BackwardConsumer : HalfScan<T> {
     using Base = HalfScan<T>;
-    using Base::args_, Base::control_, Base::dp_, Base::half_, Base::lane_, Base::s_, Base::step, Base::warp_;
+    using Base::args_, Base::control_, Base::dp_, Base::half_, Base::lane_, Base::product_offset_, Base::s_, Base::step,
+        Base::warp_;
     using Base::dz_, Base::k_low_, Base::qdo_low_, Base::v_low_, Base::weights_;
     using Base::kPanel, Base::kHeadDim, Base::kTile;
     using typename Base::Element;
@@ -54,7 +55,7 @@ class BackwardConsumer : HalfScan<T> {
             // Keep the two loops one after the other. If one is inside the other, or both are branches of one loop,
             // ptxas no longer recognises which values are uniform.
             while (flags_ & kSlowNext) run_round(SlowScan(half_));
-            while (!(flags_ & kLastStepOfTile)) run_round(FastScan());
+            while (!(flags_ & kLastStepOfTile)) run_round(FastScan(product_offset_));
             end_tile();
         }
     }
@@ -107,8 +108,9 @@ class BackwardConsumer : HalfScan<T> {
         fence_accumulator(s_);
         fence_accumulator(dp_);
         flags_ = step(number_).flags;
+        this->set_product_offset(number_);
         this->mask(number_, flags_);
-        flags_& kSlow ? scan_first_step(SlowScan(half_)) : scan_first_step(FastScan());
+        flags_& kSlow ? scan_first_step(SlowScan(half_)) : scan_first_step(FastScan(product_offset_));
         first_round_ = true;
         next_is_ready_ = false;
     }

@@ -26,7 +26,8 @@ namespace megatron_sb::hopper {
 template <class T>
 class ScanWarpgroup : HalfScan<T> {
     using Base = HalfScan<T>;
-    using Base::args_, Base::control_, Base::dp_, Base::half_, Base::lane_, Base::s_, Base::step, Base::warp_;
+    using Base::args_, Base::control_, Base::dp_, Base::half_, Base::lane_, Base::product_offset_, Base::s_, Base::step,
+        Base::warp_;
     using Base::dz_, Base::k_low_, Base::qdo_low_, Base::v_low_, Base::weights_;
     using typename Base::Element;
 
@@ -35,26 +36,27 @@ class ScanWarpgroup : HalfScan<T> {
         : Base(shared, arguments, half) {}
 
     __device__ __forceinline__ void run() {
-        start_step();
+        start_step(true);
         wgmma_wait<0>();
         fence_accumulator(s_);
         while (!(flags_ & kEndOfWork)) {
             // Keep the two loops one after the other. If one is inside the other, or both are branches of one loop,
             // ptxas no longer recognises which values are uniform.
             while (flags_ & kSlow) scan_step(SlowScan(half_));
-            while (!(flags_ & (kSlow | kEndOfWork))) scan_step(FastScan());
+            while (!(flags_ & (kSlow | kEndOfWork))) scan_step(FastScan(product_offset_));
         }
     }
 
   private:
     // Waits on qdo_full, and on kv_full for the tile, then issues S of step number_. Sets flags_ to the flags of the
     // step. After the last step it multiplies stale data; the result is not used.
-    __device__ __forceinline__ void start_step() {
+    __device__ __forceinline__ void start_step(bool tile_begins) {
         this->wait(Wait::kQdoFull, number_, &control_.qdo_full[cursor_.stage], cursor_.parity);
         flags_ = step(number_).flags;
         const int buffer = tiles_ % T::kTileBuffers;
         if (!(flags_ & kEndOfWork))
             this->wait(Wait::kKvFull, tiles_, &control_.kv_full[buffer], tiles_ / T::kTileBuffers & 1);
+        if (tile_begins) this->set_product_offset(number_);
         wgmma_fence();
         this->issue_rows_by_keys(s_, queries(), this->opaque(k_low_) + buffer * 2 * Base::kTile);
     }
@@ -85,10 +87,11 @@ class ScanWarpgroup : HalfScan<T> {
         fence_accumulator(s_);
     }
     __device__ __forceinline__ void start_next_step() {
-        if (flags_ & kLastStepOfTile) this->release(&control_.kv_empty[tiles_++ % T::kTileBuffers]);
+        const bool tile_ends = flags_ & kLastStepOfTile;
+        if (tile_ends) this->release(&control_.kv_empty[tiles_++ % T::kTileBuffers]);
         cursor_ = cursor_.next();
         ++number_;
-        start_step();
+        start_step(tile_ends);
     }
 
     StageCursor cursor_;  // of step number_

@@ -49,6 +49,12 @@ class HalfScan : protected BackwardThread<T> {
         wgmma_commit();
     }
 
+    // Call this once a step of a new key tile is there. The lane makes the offset differ between threads. Otherwise
+    // ptxas keeps it in a uniform register, and moves it there between the products that follow.
+    __device__ __forceinline__ void set_product_offset(uint32_t number) {
+        product_offset_ = UnbiasedProduct::offset_of(4 * step(number).tile + lane_ % 4);
+    }
+
     // Hides the keys that a row does not see: e of a hidden key is 0.
     __device__ __forceinline__ void mask(uint32_t number, int flags) {
         if (!(flags & kMasked << half_)) return;
@@ -160,6 +166,7 @@ class HalfScan : protected BackwardThread<T> {
     const int half_;                    // 0: older half of the key tile, 1: newer half
     uint32_t k_low_, v_low_, qdo_low_;  // lower halves of the descriptors of the first buffer or stage
     uint32_t weights_, dz_;             // addresses of A and dz of this half, first slot
+    float product_offset_ = 0.f;        // of the key tile
     float s_[32], dp_[32];
 };
 

@@ -29,18 +29,41 @@ constexpr int kChains = 4;                  // a thread scans its keys as indepe
 struct QuadScan {
     float older, newer, all;
 };
-__device__ __forceinline__ QuadScan multiply_over_quad(float x, int t) {
-    const float neighbour = __shfl_xor_sync(~0u, x, 1), pair = x * neighbour, other = __shfl_xor_sync(~0u, pair, 2);
-    return {((t & 1) ? neighbour : 1.f) * ((t & 2) ? other : 1.f),
-            ((t & 1) ? 1.f : neighbour) * ((t & 2) ? 1.f : other), pair * other};
+template <class Multiply>
+__device__ __forceinline__ QuadScan multiply_over_quad(float x, int t, const Multiply& multiply) {
+    const float neighbour = __shfl_xor_sync(~0u, x, 1), pair = multiply(x, neighbour);
+    const float other = __shfl_xor_sync(~0u, pair, 2);
+    return {multiply((t & 1) ? neighbour : 1.f, (t & 2) ? other : 1.f),
+            multiply((t & 1) ? 1.f : neighbour, (t & 2) ? 1.f : other), multiply(pair, other)};
 }
 __device__ __forceinline__ QuadScan add_over_quad(float x, int t) {
     const float neighbour = __shfl_xor_sync(~0u, x, 1), pair = x + neighbour, other = __shfl_xor_sync(~0u, pair, 2);
     return {((t & 1) ? neighbour : 0.f) + ((t & 2) ? other : 0.f), 0.f, pair + other};
 }
 
+// Products of two numbers from 1 to 2, rounded without bias. With ordinary rounding, the mass would drift over many
+// keys: (1 + a)(1 + b) with a and b on the grid of 2^-23 loses a b, always, if that is below half the grid. Here an
+// offset from [0, 2^-23) is added before the result is rounded down. If the offsets of the key tiles fill this interval
+// evenly, the mean of the rounded products is the exact product. A product by exactly 1 changes nothing. The offset
+// depends only on the place of the key, so that results are repeatable.
+class UnbiasedProduct {
+  public:
+    // Multiples of 2^32 / golden ratio, modulo 2^32, fill the interval evenly.
+    __device__ __forceinline__ static float offset_of(int number) {
+        const uint32_t fraction = uint32_t(number) * 0x9e3779b1u;
+        return __uint_as_float(__float_as_uint(0x1p-23f) | fraction >> 9) - 0x1p-23f;
+    }
+    __device__ __forceinline__ explicit UnbiasedProduct(float offset) : offset_(offset) {}
+    __device__ __forceinline__ float operator()(float x, float y) const { return __fmaf_rd(x, y, offset_); }
+
+  private:
+    const float offset_;
+};
+
 class FastScan {
   public:
+    __device__ __forceinline__ explicit FastScan(float product_offset) : multiply_(product_offset) {}
+
     // Replaces scores by e. Runs before the carries are known.
     __device__ __forceinline__ void exponentials(float (&s)[32], float scale_log2, int t) {
 #pragma unroll
@@ -55,13 +78,14 @@ class FastScan {
 #pragma unroll
             for (int c = 0; c < kChains; ++c) x[c] = fmaf(x[c], e(c, 1), x[c]), y[c] = fmaf(y[c], e(c, 3), y[c]);
 #pragma unroll
-            for (int c = 0; c < kChains; ++c) product_[r][c] = x[c] * y[c];
-            product_[r][1] *= product_[r][0], product_[r][3] *= product_[r][2], product_[r][2] *= product_[r][1],
-                product_[r][3] *= product_[r][1];
+            for (int c = 0; c < kChains; ++c) product_[r][c] = multiply_(x[c], y[c]);
+            float(&p)[kChains] = product_[r];
+            p[1] = multiply_(p[1], p[0]), p[3] = multiply_(p[3], p[2]);
+            p[2] = multiply_(p[2], p[1]), p[3] = multiply_(p[3], p[1]);
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const QuadScan over = multiply_over_quad(product_[r][kChains - 1], t);
+            const QuadScan over = multiply_over_quad(product_[r][kChains - 1], t, multiply_);
             mass_[r] = over.older;
             newer_mass[r] = over.all;
         }
@@ -134,6 +158,7 @@ class FastScan {
     float newer_mass[2], newer_prefix[2];  // at the newer edge of the half tile
 
   private:
+    const UnbiasedProduct multiply_;
     float product_[2][kChains];  // products of 1 + e, from the oldest key of this thread to the end of each chain
     float sum_[2][kChains];      // sums of g over the same keys
     float mass_[2], prefix_[2];  // at the older edge of this thread's keys
@@ -155,7 +180,7 @@ class SlowScan {
             }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const QuadScan over = multiply_over_quad(product[r], t);
+            const QuadScan over = multiply_over_quad(product[r], t, [](float x, float y) { return x * y; });
             mass_[r] = over.newer;
             newer_mass[r] = over.all;  // the product of 1 - beta; start() turns it into the mass
         }
