@@ -28,6 +28,7 @@ constexpr Name kNames[] = {
     {"hopper forward", "v_empty"},
     {"hopper forward", "tail_full"},
     {"hopper forward", "tail_empty"},
+    {"hopper forward", "finished"},
     {"hopper backward", "qdo_full"},
     {"hopper backward", "qdo_empty"},
     {"hopper backward", "kv_full"},
@@ -44,18 +45,22 @@ constexpr Name kNames[] = {
     {"hopper backward", "dq_turn"},
     {"hopper backward", "dq_added"},
     {"hopper backward", "dq_published"},
-    {"hopper backward", "the carries of the next older key tile"},
     {"hopper backward", "the addition of the next older key tile to dq"},
     {"test", "a partner that never arrives"},
+    {"test", "another one that never arrives"},
 };
-static_assert(std::size(kNames) == size_t(Wait::kTest) + 1, "every Wait must have a name");
+static_assert(std::size(kNames) == size_t(kNumWaits), "every Wait must have a name");
 
 std::string describe(int device, ExpiredWait record) {
-    const auto bits = [record](int shift, int count) { return record >> shift & ((1ULL << count) - 1); };
-    const Name& name = kNames[bits(kWaitShift, 8) % std::size(kNames)];
-    return concat("A wait of the kernel '", name.kernel, "' on GPU ", device, " took longer than ", kWaitLimitSeconds,
-                  " s: CTA ", bits(kCtaShift, 16), ", warp ", bits(kWarpShift, 5), " waited for ", name.wait,
-                  ", number ", bits(0, 32), ". The kernel then ended its launch by an access to address 0.");
+    std::string kernel, waits;
+    for (int i = 0; i < kNumWaits; ++i) {
+        if ((record >> i & 1) == 0) continue;
+        kernel = kNames[i].kernel;
+        waits += (waits.empty() ? "" : ", ") + std::string(kNames[i].wait);
+    }
+    return concat("A wait of the kernel '", kernel, "' on GPU ", device, " took longer than ", kWaitLimitSeconds,
+                  " s: in CTA ", record >> kCtaShift, ", threads waited for ", waits,
+                  ". The kernel then ended its launch by an access to address 0.");
 }
 
 // The records of this process. A kernel writes a record once, and the host only reads it.

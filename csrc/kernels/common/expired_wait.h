@@ -20,6 +20,7 @@ enum class Wait : uint8_t {
     kVEmpty,
     kTailFull,
     kTailEmpty,
+    kFinished,
     // hopper backward
     kQdoFull,
     kQdoEmpty,
@@ -37,22 +38,23 @@ enum class Wait : uint8_t {
     kDqTurn,
     kDqAdded,
     kDqPublished,
-    kCarriesOfOlderTile,  // of another CTA, in global memory
-    kDqAddedByOlderTile,  // likewise
+    kDqAddedByOlderTile,  // of another CTA, in global memory
     // tests/cpp
     kTest,
+    kTestOfOtherWarp,
 };
+inline constexpr int kNumWaits = int(Wait::kTestOfOtherWarp) + 1;
 
 // Limit of a wait, in seconds. A kernel under compute-sanitizer, or on a GPU that other processes share, waits for
 // less.
 inline constexpr uint32_t kWaitLimitSeconds = 60;
 
-// The first wait that expired on a device; 0 if none has. Bits from the lowest: 32 for a number, 5 for the warp, 16 for
-// the CTA, 8 for the Wait. One word, so that the host never sees a part of a record.
+// The first expired wait of a device; 0 if none has expired. Bits from the lowest: 32 for the waits of the CTA, one for
+// each Wait, and 32 for the CTA. One word, so that the host never sees a part of a record.
 using ExpiredWait = unsigned long long;
 
-inline constexpr int kWarpShift = 32, kCtaShift = kWarpShift + 5, kWaitShift = kCtaShift + 16;
-inline constexpr uint32_t kMaxRecordedCta = (1 << 16) - 1;  // stands for all later ones too
+inline constexpr int kCtaShift = 32;
+static_assert(kNumWaits <= kCtaShift, "every Wait must have a bit");
 
 // Returns the record of the current device, as the device sees it. The first call of a device allocates it; it is never
 // freed. Also works while a CUDA graph is captured. Throws RuntimeFailure if the allocation fails.

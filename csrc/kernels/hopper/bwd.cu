@@ -28,6 +28,7 @@ namespace {
 template <class T>
 __device__ void init_barriers(BackwardControl& c) {
     constexpr int kScanWarps = 8;
+    c.init_notes();
     for (int i = 0; i < T::kTileBuffers; ++i) {
         mbarrier_init(&c.kv_full[i], 1);
         mbarrier_init(&c.kv_empty[i], T::kReaderWarps);
@@ -57,7 +58,7 @@ __device__ void init_barriers(BackwardControl& c) {
     }
     for (int i = 0; i < kStepRing; ++i) {
         mbarrier_init(&c.step_info_full[i], 1);
-        mbarrier_init(&c.step_info_empty[i], 32 + 32 + 1);  // CarryReader, Publisher, wait_for_turns
+        mbarrier_init(&c.step_info_empty[i], 32 + 32 + 1);  // CarryReader, Publisher, TurnThread
     }
     fence_mbarrier_init();
     fence_async_proxy();
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) backward(const __grid_constant
         const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
         if (warp == 0) StepLoader<T>(shared, arguments).run();
         if (warp == 1) CarryReader(c, arguments).run();
-        if (warp == 2 && lane == 0) wait_for_turns(c, arguments);
+        if (warp == 2 && lane == 0) TurnThread(c, arguments).run();
         if (warp == 3) Publisher<T>(c, arguments).run();
     } else if (T::kHasSumWarpgroup && warpgroup == 3) {
         warpgroup_reg_alloc<T::kSumRegisters>();

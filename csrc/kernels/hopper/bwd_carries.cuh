@@ -2,7 +2,7 @@
 // that own the neighbouring key tiles.
 //
 //     warp 1  CarryReader      reads the carries of a step, from the next older key tile or from the restart records
-//     warp 2  wait_for_turns   lets the consumers add a step to dq after the next older key tile has added
+//     warp 2  TurnThread       lets the consumers add a step to dq after the next older key tile has added
 //     warp 3  Publisher        sends carries to the next newer key tile, and later its turn to add to dq
 //
 // Synchronisation within the CTA.
@@ -13,15 +13,15 @@
 //     qdo_empty            every consumer thread              CarryReader, before it writes carry_in again; step loader
 //     carry_out_full[1]    each warp of the newer half        Publisher
 //     carry_out_empty[1]   Publisher                          newer half
-//     dq_turn              wait_for_turns                     consumers that sum, before they add to dq
+//     dq_turn              TurnThread                         consumers that sum, before they add to dq
 //     dq_added             each warp, after it has added      Publisher
-//     dq_published         Publisher                          wait_for_turns, before it reuses the turn
+//     dq_published         Publisher                          TurnThread, before it reuses the turn
 // A turn is one of kDqTurns slots for a step that adds to dq.
 // Each thread that reads or writes step_info, carry_in or carry_out arrives itself.
 //
 // Synchronisation between CTAs. Publisher writes a carry slot, and CarryReader of the next newer key tile reads it, in
 // one transaction; the field `tile` says for which key tile the carry is valid. For dq, Publisher stores the number of
-// the next newer key tile in plan.dq_next_tile (additions -> dq_added -> fence -> store). wait_for_turns of that tile
+// the next newer key tile in plan.dq_next_tile (additions -> dq_added -> fence -> store). TurnThread of that tile
 // waits for its number (load with acquire -> dq_turn -> additions).
 //
 // No deadlock. Tickets hand out the older tiles of a key range first. So a CTA waits only for a CTA that already runs
@@ -43,17 +43,16 @@ class CarryReader {
     __device__ void run() const {
         StageCursor cursor;
         for (int number = 0;; ++number, cursor = cursor.next()) {
-            wait_for_step_info(control_, args_, number);
+            wait_for_step_info(control_, number);
             const Step& step = control_.step_info[number % kStepRing];
             if (step.flags & kEndOfWork) return;
-            mbarrier_wait(&control_.qdo_empty[cursor.stage], cursor.parity ^ 1,
-                          {Wait::kQdoEmpty, uint32_t(number), args_.expired_wait});
+            mbarrier_wait(&control_.qdo_empty[cursor.stage], cursor.parity ^ 1);
             Carry carries[2];  // of rows lane_ and lane_ + 32; all loads for them are in flight together
             read_starts(step, carries);
             if (step.flags & kOldestKeyTile)
                 read_first(step, carries);
             else
-                wait_for_carries(step, carries);
+                wait_for_carries(step, cursor.stage, carries);
 #pragma unroll
             for (int i = 0; i < 2; ++i) control_.carry_in[cursor.stage][lane_ + 32 * i] = carries[i];
             mbarrier_arrive(&control_.carry_in_full[cursor.stage]);
@@ -97,7 +96,7 @@ class CarryReader {
         }
     }
     // Polls the carry slots until Publisher of the next older key tile has written all of them for this tile.
-    __device__ void wait_for_carries(const Step& step, Carry (&carries)[2]) const {
+    __device__ void wait_for_carries(const Step& step, int stage, Carry (&carries)[2]) const {
         uint4 slots[2];
         const auto ready = [&] {
 #pragma unroll
@@ -107,7 +106,7 @@ class CarryReader {
             }
             return int(slots[0].z) == step.tile && int(slots[1].z) == step.tile;
         };
-        wait_until(ready, {Wait::kCarriesOfOlderTile, uint32_t(step.tile), args_.expired_wait});
+        wait_until(ready, [&](uint32_t tries) { leave_note(&control_.carry_in_full[stage], tries); });
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             carries[i].mass = __uint_as_float(slots[i].x);
@@ -123,24 +122,44 @@ class CarryReader {
 // Orders the additions to dq: a step may add after the next older key tile has added. Runs in one thread. It waits on
 // dq_published, on which Publisher arrives, before it reuses a turn. It arrives on dq_turn, on which the consumers
 // wait.
-__device__ inline void wait_for_turns(BackwardControl& c, const BackwardArguments& a) {
-    for (int number = 0;; ++number) {
-        wait_for_step_info(c, a, number);
-        const Step& step = c.step_info[number % kStepRing];
-        if (step.flags & kEndOfWork) return;
-        const int turn = number % kDqTurns;
-        if (number >= kDqTurns)
-            mbarrier_wait(&c.dq_published[turn], (number / kDqTurns - 1) & 1,
-                          {Wait::kDqPublished, uint32_t(number), a.expired_wait});
-        if (!(step.flags & kOldestKeyTile)) {
-            const int32_t* const next_tile = a.plan.dq_next_tile + step.dq_index;
-            wait_until([&] { return load_acquire(next_tile) == step.tile; },
-                       {Wait::kDqAddedByOlderTile, uint32_t(step.tile), a.expired_wait});
+//
+// This thread is also the watchdog of the CTA (wait.cuh). It stays until all additions are published, so it outlives
+// every wait of the CTA.
+class TurnThread {
+  public:
+    __device__ TurnThread(BackwardControl& control, const BackwardArguments& arguments)
+        : control_(control), args_(arguments) {}
+
+    __device__ void run() const {
+        int number = 0;
+        for (;; ++number) {
+            watch<Wait::kStepInfoFull>(&control_.step_info_full[number % kStepRing], number / kStepRing & 1);
+            const Step& step = control_.step_info[number % kStepRing];
+            if (step.flags & kEndOfWork) break;
+            if (number >= kDqTurns) wait_until_published(number - kDqTurns);
+            if (!(step.flags & kOldestKeyTile)) {
+                const int32_t* const next_tile = args_.plan.dq_next_tile + step.dq_index;
+                watch_until<Wait::kDqAddedByOlderTile>(control_, args_.expired_wait,
+                                                       [&] { return load_acquire(next_tile) == step.tile; });
+            }
+            mbarrier_arrive(&control_.dq_turn[number % kDqTurns]);
+            mbarrier_arrive(&control_.step_info_empty[number % kStepRing]);
         }
-        mbarrier_arrive(&c.dq_turn[turn]);
-        mbarrier_arrive(&c.step_info_empty[number % kStepRing]);
+        for (int last = max(number - kDqTurns, 0); last < number; ++last) wait_until_published(last);
     }
-}
+
+  private:
+    __device__ void wait_until_published(int number) const {
+        watch<Wait::kDqPublished>(&control_.dq_published[number % kDqTurns], number / kDqTurns & 1);
+    }
+    template <Wait kWait>
+    __device__ void watch(uint64_t* barrier, int parity) const {
+        watch_until<kWait>(control_, args_.expired_wait, [&] { return mbarrier_try_wait(barrier, parity); });
+    }
+
+    BackwardControl& control_;
+    const BackwardArguments& args_;
+};
 
 // Publishes the carries of a step to the next newer key tile. Later publishes that the step has added to dq. The
 // additions of a finished key tile are published before this warp waits for the carries of its next key tile. Otherwise
@@ -157,7 +176,7 @@ class Publisher {
         // head_dim 128, each warp adds step n - 2 before it scans step n.
         constexpr int kLag = T::kDzSlots;
         for (int number = 0;; ++number) {
-            wait_for_step_info(control_, args_, number);
+            wait_for_step_info(control_, number);
             const int flags = step(number).flags;
             if (flags & kEndOfWork) return;
             publish_additions_before(number - kLag + 1);
@@ -173,8 +192,7 @@ class Publisher {
     __device__ void publish_carries(int number) const {
         const Step& step = this->step(number);
         for (uint64_t& full : control_.carry_out_full[1][number % kCarryOutSlots])
-            mbarrier_wait(&full, number / kCarryOutSlots & 1,
-                          {Wait::kCarryOutFull, uint32_t(number), args_.expired_wait});
+            mbarrier_wait(&full, number / kCarryOutSlots & 1);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int row = lane_ + 32 * i;
@@ -189,14 +207,13 @@ class Publisher {
         mbarrier_arrive(&control_.carry_out_empty[1][number % kCarryOutSlots]);
     }
     // Publishes that the steps before `end` have added to dq. Waits on dq_added, on which the consumers arrive. Arrives
-    // on dq_published, on which wait_for_turns waits, and on step_info_empty.
+    // on dq_published, on which TurnThread waits, and on step_info_empty.
     __device__ void publish_additions_before(int end) {
         for (; next_addition_ < end; ++next_addition_) {
             if (lane_ == 0) {
                 const Step& step = this->step(next_addition_);
                 const int turn = next_addition_ % kDqTurns;
-                mbarrier_wait(&control_.dq_added[turn], next_addition_ / kDqTurns & 1,
-                              {Wait::kDqAdded, uint32_t(next_addition_), args_.expired_wait});
+                mbarrier_wait(&control_.dq_added[turn], next_addition_ / kDqTurns & 1);
                 fence_acq_rel_gpu();
                 if (!(step.flags & kNewestKeyTile))
                     store_relaxed(args_.plan.dq_next_tile + step.dq_index, step.tile + 1);

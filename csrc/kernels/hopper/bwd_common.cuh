@@ -27,9 +27,8 @@ struct StageCursor {
 };
 
 // The step loader arrives on step_info_full; the other warps of its warpgroup wait here.
-__device__ __forceinline__ void wait_for_step_info(BackwardControl& c, const BackwardArguments& a, int number) {
-    mbarrier_wait(&c.step_info_full[number % kStepRing], number / kStepRing & 1,
-                  {Wait::kStepInfoFull, uint32_t(number), a.expired_wait});
+__device__ __forceinline__ void wait_for_step_info(BackwardControl& c, int number) {
+    mbarrier_wait(&c.step_info_full[number % kStepRing], number / kStepRing & 1);
 }
 
 }  // namespace megatron_sb::hopper

@@ -48,9 +48,9 @@ class BackwardConsumer : HalfScan<T> {
 
     __device__ __forceinline__ void run() {
         for (int tiles = 0;; ++tiles) {
-            this->wait(Wait::kQdoFull, number_, &control_.qdo_full[cursor_.stage], cursor_.parity);
+            mbarrier_wait(&control_.qdo_full[cursor_.stage], cursor_.parity);
             if (step(number_).flags & kEndOfWork) return;
-            this->wait(Wait::kKvFull, tiles, &control_.kv_full[0], tiles & 1);
+            mbarrier_wait(&control_.kv_full[0], tiles & 1);
             begin_tile();
             // Keep the two loops one after the other. If one is inside the other, or both are branches of one loop,
             // ptxas no longer recognises which values are uniform.
@@ -127,14 +127,14 @@ class BackwardConsumer : HalfScan<T> {
         const StageCursor next = cursor_.next();
         if (!next_is_ready_) {
             wait_for_dz(number_ - 1);
-            this->wait(Wait::kQdoFull, number_ + 1, &control_.qdo_full[next.stage], next.parity);
+            mbarrier_wait(&control_.qdo_full[next.stage], next.parity);
         }
         const int next_flags = step(number_ + 1).flags;
         const auto target = this->dq_target(number_ - 1, half_);
         wgmma_fence();
         issue_dq((number_ - 1) & 1);  // in the first round of a tile the result is not used
         issue_scores(next.stage);
-        this->wait(Wait::kOwnHalfFull, number_, &control_.own_half_full[half_], number_ & 1);
+        mbarrier_wait(&control_.own_half_full[half_], number_ & 1);
         wgmma_fence();
         issue_dk_dv(cursor_.stage, number_ & 1);
         wgmma_wait<2>();
@@ -161,7 +161,7 @@ class BackwardConsumer : HalfScan<T> {
     __device__ __forceinline__ void end_tile() {
         const Step last = step(number_);
         wait_for_dz(number_ - 1);
-        this->wait(Wait::kOwnHalfFull, number_, &control_.own_half_full[half_], number_ & 1);
+        mbarrier_wait(&control_.own_half_full[half_], number_ & 1);
         wgmma_fence();
         issue_dq((number_ - 1) & 1);
         issue_dk_dv(cursor_.stage, number_ & 1);
@@ -197,9 +197,9 @@ class BackwardConsumer : HalfScan<T> {
         const uint32_t slot = number & 1;
         Base::write_weights_and_dz(
             scan, number, cursor.stage, weights_, dz_ + slot * 2 * T::kPanelBytes,
-            [&] { this->wait(Wait::kOwnHalfEmpty, number, &control_.own_half_empty[half_], number & 1); },
+            [&] { mbarrier_wait(&control_.own_half_empty[half_], number & 1); },
             [&] {
-                this->wait(Wait::kDzEmpty, number, &control_.dz_empty[slot], (number >> 1) - 1 & 1);
+                mbarrier_wait(&control_.dz_empty[slot], (number >> 1) - 1 & 1);
                 const StageCursor next = cursor.next();
                 const uint32_t previous = number - 1;
                 next_is_ready_ = mbarrier_test_wait(&control_.qdo_full[next.stage], next.parity) &
@@ -219,7 +219,7 @@ class BackwardConsumer : HalfScan<T> {
     }
     // Waits until both warpgroups have written dz of step `number`.
     __device__ __forceinline__ void wait_for_dz(uint32_t number) {
-        this->wait(Wait::kDzFull, number, &control_.dz_full[number & 1], number >> 1 & 1);
+        mbarrier_wait(&control_.dz_full[number & 1], number >> 1 & 1);
     }
 
     uint32_t k_columns_low_;

@@ -51,11 +51,10 @@ class ScanWarpgroup : HalfScan<T> {
     // Waits on qdo_full, and on kv_full for the tile, then issues S of step number_. Sets flags_ to the flags of the
     // step. After the last step it multiplies stale data; the result is not used.
     __device__ __forceinline__ void start_step(bool tile_begins) {
-        this->wait(Wait::kQdoFull, number_, &control_.qdo_full[cursor_.stage], cursor_.parity);
+        mbarrier_wait(&control_.qdo_full[cursor_.stage], cursor_.parity);
         flags_ = step(number_).flags;
         const int buffer = tiles_ % T::kTileBuffers;
-        if (!(flags_ & kEndOfWork))
-            this->wait(Wait::kKvFull, tiles_, &control_.kv_full[buffer], tiles_ / T::kTileBuffers & 1);
+        if (!(flags_ & kEndOfWork)) mbarrier_wait(&control_.kv_full[buffer], tiles_ / T::kTileBuffers & 1);
         if (tile_begins) this->set_product_offset(number_);
         wgmma_fence();
         this->issue_rows_by_keys(s_, queries(), this->opaque(k_low_) + buffer * 2 * Base::kTile);
@@ -76,7 +75,7 @@ class ScanWarpgroup : HalfScan<T> {
         fence_accumulator(dp_);
         mbarrier_arrive(&control_.qdo_empty[cursor_.stage]);
         const uint32_t slot = number_ % T::kDzSlots, parity = number_ / T::kDzSlots & 1;
-        this->wait(Wait::kDzEmpty, number_, &control_.dz_empty[slot], parity ^ 1);
+        mbarrier_wait(&control_.dz_empty[slot], parity ^ 1);
         constexpr int kSlotBytes = 2 * T::kPanelBytes;
         this->write_weights_and_dz(
             scan, number_, cursor_.stage, weights_ + slot * kSlotBytes, dz_ + slot * kSlotBytes, [] {}, [] {});
@@ -117,10 +116,10 @@ class SumWarpgroup : BackwardThread<T> {
 
     __device__ __forceinline__ void run() {
         for (int tiles = 0;; ++tiles) {
-            this->wait(Wait::kQdoFull, number_, &control_.qdo_full[cursor_.stage], cursor_.parity);
+            mbarrier_wait(&control_.qdo_full[cursor_.stage], cursor_.parity);
             if (step(number_).flags & kEndOfWork) return;
             const int buffer = tiles % T::kTileBuffers;
-            this->wait(Wait::kKvFull, tiles, &control_.kv_full[buffer], tiles / T::kTileBuffers & 1);
+            mbarrier_wait(&control_.kv_full[buffer], tiles / T::kTileBuffers & 1);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -146,8 +145,8 @@ class SumWarpgroup : BackwardThread<T> {
   private:
     __device__ __forceinline__ void sum_step(int buffer) {
         const uint32_t slot = number_ % T::kDzSlots, parity = number_ / T::kDzSlots & 1;
-        this->wait(Wait::kQdoFull, number_, &control_.qdo_full[cursor_.stage], cursor_.parity);
-        this->wait(Wait::kDzFull, number_, &control_.dz_full[slot], parity);
+        mbarrier_wait(&control_.qdo_full[cursor_.stage], cursor_.parity);
+        mbarrier_wait(&control_.dz_full[slot], parity);
         const uint32_t k = this->opaque(k_low_) + buffer * 2 * kTile;
         const uint32_t q = this->opaque(qdo_low_) + cursor_.stage * 2 * kTile, d_o = q + kTile;
         const uint32_t weights = this->opaque(weights_low_) + slot * 2 * kPanel;

@@ -73,10 +73,9 @@ class HalfScan : protected BackwardThread<T> {
     // Waits for the carries at the older edge of this half, and passes them to the scan.
     template <class Scan>
     __device__ __forceinline__ void load_carries(Scan& scan, uint32_t number, const StageCursor& cursor) {
-        this->wait(Wait::kCarryInFull, number, &control_.carry_in_full[cursor.stage], cursor.parity);
+        mbarrier_wait(&control_.carry_in_full[cursor.stage], cursor.parity);
         if (half_ == 1)
-            this->wait(Wait::kCarryOutFull, number, &control_.carry_out_full[0][number % kCarryOutSlots][warp_],
-                       number / kCarryOutSlots & 1);
+            mbarrier_wait(&control_.carry_out_full[0][number % kCarryOutSlots][warp_], number / kCarryOutSlots & 1);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             Carry carry = control_.carry_in[cursor.stage][row(r)];
@@ -125,8 +124,7 @@ class HalfScan : protected BackwardThread<T> {
     __device__ __forceinline__ void clear_nan_queries(const SlowScan& scan, uint32_t number, int stage) const {
         if (!__any_sync(~0u, scan.has_unstarted_nan(0) || scan.has_unstarted_nan(1))) return;
         if (half_ == 0)
-            this->wait(Wait::kCarryOutEmpty, number, &control_.carry_out_empty[0][number % kCarryOutSlots],
-                       number / kCarryOutSlots & 1);
+            mbarrier_wait(&control_.carry_out_empty[0][number % kCarryOutSlots], number / kCarryOutSlots & 1);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (!scan.has_unstarted_nan(r)) continue;
@@ -153,8 +151,7 @@ class HalfScan : protected BackwardThread<T> {
 #pragma unroll
         for (int r = 0; r < 2; ++r)  // a NaN in this half must not reach newer keys
             prefix[r] = isnan(scan.newer_prefix[r]) ? 0.f : scan.newer_prefix[r];
-        this->wait(Wait::kCarryOutEmpty, number, &control_.carry_out_empty[half_][number % kCarryOutSlots],
-                   number / kCarryOutSlots & 1 ^ 1);
+        mbarrier_wait(&control_.carry_out_empty[half_][number % kCarryOutSlots], number / kCarryOutSlots & 1 ^ 1);
         if (lane_ % 4 == 0) {
 #pragma unroll
             for (int r = 0; r < 2; ++r)

@@ -1,7 +1,7 @@
 // Shared by all consumer threads of the backward: addresses, barriers, the additions to dq, and the output of dq, dk
 // and dv.
 //
-// Synchronisation of the additions to dq. wait_for_turns arrives on dq_turn; each warp that adds waits. After it has
+// Synchronisation of the additions to dq. TurnThread arrives on dq_turn; each warp that adds waits. After it has
 // added, its lane 0 arrives on dq_added; Publisher waits.
 #pragma once
 
@@ -35,11 +35,6 @@ class BackwardThread {
 
     __device__ __forceinline__ const Step& step(uint32_t number) const {
         return control_.step_info[number % kStepRing];
-    }
-    // Waits until the phase of `barrier` with this parity is complete. `number` is a step or a key tile, for the
-    // record.
-    __device__ __forceinline__ void wait(Wait what, uint32_t number, uint64_t* barrier, int parity) const {
-        mbarrier_wait(barrier, parity, {what, number, args_.expired_wait});
     }
     __device__ __forceinline__ int row(int r) const { return warp_ * 16 + lane_ / 4 + 8 * r; }
     // Releases a slot: lane 0 of each reading warp arrives on `empty`, the writer of the slot waits.
@@ -76,7 +71,7 @@ class BackwardThread {
     template <int kLoads>  // loads of the sum in flight together
     __device__ __forceinline__ void add_dq(uint32_t number, const DqTarget& target, const float (&dq)[32],
                                            int part) const {
-        wait(Wait::kDqTurn, number, &control_.dq_turn[number % kDqTurns], number / kDqTurns & 1);
+        mbarrier_wait(&control_.dq_turn[number % kDqTurns], number / kDqTurns & 1);
         float* const sum = target.sum;
         if (target.flags & kNewestKeyTile) {
             const Step& step = this->step(number);

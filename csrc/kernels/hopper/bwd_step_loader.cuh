@@ -157,10 +157,8 @@ class StepLoader {
         const int stage = cursor_.stage;
         const bool more = !(flags & kEndOfWork), begins_tile = more && new_key_tile_;
         if (begins_tile) locate_tile();
-        mbarrier_wait(&control_.qdo_empty[stage], cursor_.parity ^ 1,
-                      {Wait::kQdoEmpty, uint32_t(number_), args_.expired_wait});
-        mbarrier_wait(&control_.step_info_empty[number_ % kStepRing], number_ / kStepRing & 1 ^ 1,
-                      {Wait::kStepInfoEmpty, uint32_t(number_), args_.expired_wait});
+        mbarrier_wait(&control_.qdo_empty[stage], cursor_.parity ^ 1);
+        mbarrier_wait(&control_.step_info_empty[number_ % kStepRing], number_ / kStepRing & 1 ^ 1);
         if (lane_ == 0) {
             Step step = pending_;
             step.flags |= flags;
@@ -220,8 +218,7 @@ class StepLoader {
     __device__ void load_tile() {
         const int buffer = tiles_ % T::kTileBuffers;
         uint64_t* const full = &control_.kv_full[buffer];
-        mbarrier_wait(&control_.kv_empty[buffer], (tiles_ / T::kTileBuffers & 1) ^ 1,
-                      {Wait::kKvEmpty, uint32_t(tiles_), args_.expired_wait});
+        mbarrier_wait(&control_.kv_empty[buffer], (tiles_ / T::kTileBuffers & 1) ^ 1);
         ++tiles_;
         if (tile_keys_ == kBackwardKeyTile) {
             if (lane_ != 0) return;

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "core/params.h"
+#include "kernels/hopper/wait.cuh"
 
 namespace megatron_sb::hopper {
 
@@ -48,7 +49,7 @@ struct alignas(16) Carry {
     float restart_mass;  // mass at the newer edge of that half
 };
 
-struct BackwardControl {
+struct BackwardBarriers {
     uint64_t kv_full[kMaxTileBuffers], kv_empty[kMaxTileBuffers];
     uint64_t qdo_full[kQdoStages], qdo_empty[kQdoStages];  // Q and dO; qdo_empty also frees carry_in
     uint64_t carry_in_full[kQdoStages];
@@ -59,6 +60,28 @@ struct BackwardControl {
     uint64_t own_half_full[2], own_half_empty[2];          // head_dim 128: A and dz of a half, within its warpgroup
     uint64_t dq_turn[kDqTurns], dq_added[kDqTurns], dq_published[kDqTurns];
     uint64_t step_info_full[kStepRing], step_info_empty[kStepRing];
+};
+template <class Visit>
+__device__ void visit_barriers(BackwardBarriers& b, const Visit& visit) {
+    visit_each(Wait::kKvFull, b.kv_full, visit);
+    visit_each(Wait::kKvEmpty, b.kv_empty, visit);
+    visit_each(Wait::kQdoFull, b.qdo_full, visit);
+    visit_each(Wait::kQdoEmpty, b.qdo_empty, visit);
+    visit_each(Wait::kCarryInFull, b.carry_in_full, visit);
+    visit_each(Wait::kCarryOutFull, b.carry_out_full, visit);
+    visit_each(Wait::kCarryOutEmpty, b.carry_out_empty, visit);
+    visit_each(Wait::kDzFull, b.dz_full, visit);
+    visit_each(Wait::kDzEmpty, b.dz_empty, visit);
+    visit_each(Wait::kOwnHalfFull, b.own_half_full, visit);
+    visit_each(Wait::kOwnHalfEmpty, b.own_half_empty, visit);
+    visit_each(Wait::kDqTurn, b.dq_turn, visit);
+    visit_each(Wait::kDqAdded, b.dq_added, visit);
+    visit_each(Wait::kDqPublished, b.dq_published, visit);
+    visit_each(Wait::kStepInfoFull, b.step_info_full, visit);
+    visit_each(Wait::kStepInfoEmpty, b.step_info_empty, visit);
+}
+
+struct BackwardControl : NotedBarriers<BackwardBarriers> {
     Step step_info[kStepRing];
     Carry carry_in[kQdoStages][kStepRows];
     // Mass and prefix at the newer edge of each half. The older half writes [0] for the newer half. The newer half

@@ -44,6 +44,8 @@ __global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant_
         }
         for (auto& numbers : c.used_up_work)
             for (int32_t& number : numbers) number = -1;
+        c.init_notes();
+        mbarrier_init(&c.finished, 4 * T::kWarpgroups);
         fence_mbarrier_init();
         fence_async_proxy();
     }
@@ -52,11 +54,12 @@ __global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant_
         warpgroup_reg_dealloc<T::kProducerRegisters>();
         const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
         if (warp == 0) ForwardProducer<T>(shared, arguments).run();
-        if (warp == 1) TailLoader<T>(c, 0, arguments.params.k, arguments.expired_wait).run(shared.k, c.k_full);
-        if (warp == 2) TailLoader<T>(c, 1, arguments.params.v, arguments.expired_wait).run(shared.v, c.v_full);
+        if (warp == 1) TailLoader<T>(c, 0, arguments.params.k).run(shared.k, c.k_full);
+        if (warp == 2) TailLoader<T>(c, 1, arguments.params.v).run(shared.v, c.v_full);
     } else {
         warpgroup_reg_alloc<T::kConsumerRegisters>();
         ForwardConsumer<T>(shared, arguments, warpgroup - 1).run();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(&c.finished);
     }
 }
 

@@ -64,19 +64,16 @@ class ForwardConsumer {
     // Waits for work tile work_number_: on q_full for Q, then on k_full for the newest K tile. Returns false if there
     // is no such work tile; it then waits on q_full only.
     __device__ __forceinline__ bool wait_for_work_tile() {
-        mbarrier_wait(&control_.q_full[work_number_ % kQueryStages], work_number_ / kQueryStages & 1,
-                      {Wait::kQFull, uint32_t(work_number_), args_.expired_wait});
+        mbarrier_wait(&control_.q_full[work_number_ % kQueryStages], work_number_ / kQueryStages & 1);
         const bool more = __shfl_sync(~0u, work(work_number_).queries.num_rows, 0) > 0;
         if (more) wait_for_keys();
         return more;
     }
     __device__ __forceinline__ void wait_for_keys() {
-        mbarrier_wait(&control_.k_full[k_uses_ % kKvStages], k_uses_ / kKvStages & 1,
-                      {Wait::kKFull, uint32_t(k_uses_), args_.expired_wait});
+        mbarrier_wait(&control_.k_full[k_uses_ % kKvStages], k_uses_ / kKvStages & 1);
     }
     __device__ __forceinline__ void wait_for_values() {
-        mbarrier_wait(&control_.v_full[v_uses_ % kKvStages], v_uses_ / kKvStages & 1,
-                      {Wait::kVFull, uint32_t(v_uses_), args_.expired_wait});
+        mbarrier_wait(&control_.v_full[v_uses_ % kKvStages], v_uses_ / kKvStages & 1);
     }
 
     // Issues S = Q K^T for the tile in K slot k_uses_.

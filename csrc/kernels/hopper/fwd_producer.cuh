@@ -55,9 +55,16 @@ class ForwardProducer {
         for (bool more = start_work_tile(); more;) more = load_work_tile();
         send_to_tail_loader(0, -1, {}, 0);
         send_to_tail_loader(1, -1, {}, 0);
+        watch<Wait::kFinished>(&control_.finished, 0);
     }
 
   private:
+    // The producer is the watchdog of the CTA (wait.cuh).
+    template <Wait kWait>
+    __device__ void watch(uint64_t* barrier, int parity) {
+        watch_until<kWait>(control_, args_.expired_wait, [&] { return mbarrier_try_wait(barrier, parity); });
+    }
+
     // The keys (or values) of one segment and head.
     struct KeyRange {
         int batch, head, row, len;
@@ -103,8 +110,7 @@ class ForwardProducer {
     // consumer threads arrive. It arrives twice on `q_full`, on which the consumers wait.
     __device__ void publish_work_tile() {
         const int slot = num_published_ % kQueryStages;
-        mbarrier_wait(&control_.q_empty[slot], num_published_ / kQueryStages & 1 ^ 1,
-                      {Wait::kQEmpty, uint32_t(num_published_), args_.expired_wait});
+        watch<Wait::kQEmpty>(&control_.q_empty[slot], num_published_ / kQueryStages & 1 ^ 1);
         ++num_published_;
         const Sizes& z = args_.params.sizes;
         const QueryTile tile = next_tile();
@@ -165,8 +171,7 @@ class ForwardProducer {
     // keys; the slot then carries the end of keys instead of a tile.
     __device__ bool load_keys(int tile) {
         const int slot = k_uses_ % kKvStages;
-        mbarrier_wait(&control_.k_empty[slot], empty_parity(k_uses_),
-                      {Wait::kKEmpty, uint32_t(k_uses_), args_.expired_wait});
+        watch<Wait::kKEmpty>(&control_.k_empty[slot], empty_parity(k_uses_));
         ++k_uses_;
         if (tile < newest_ && all_consumers_used_up(slot)) {
             send_end_of_keys(slot);
@@ -177,8 +182,7 @@ class ForwardProducer {
     }
     __device__ void load_values(const KeyRange& values, int tile) {
         const int slot = v_uses_ % kKvStages;
-        mbarrier_wait(&control_.v_empty[slot], empty_parity(v_uses_),
-                      {Wait::kVEmpty, uint32_t(v_uses_), args_.expired_wait});
+        watch<Wait::kVEmpty>(&control_.v_empty[slot], empty_parity(v_uses_));
         ++v_uses_;
         load(1, shared_.v[slot], &control_.v_full[slot], args_.v, values, tile, slot);
     }
@@ -216,8 +220,7 @@ class ForwardProducer {
     }
     // Sends a tail tile to its loader warp, after that warp has read the previous one. Slot -1 stops the loader.
     __device__ void send_to_tail_loader(int loader, int slot, const KeyRange& keys, int tile) {
-        mbarrier_wait(&control_.tail_empty[loader], (tail_parity_ >> loader & 1) ^ 1,
-                      {Wait::kTailEmpty, uint32_t(loader), args_.expired_wait});
+        watch<Wait::kTailEmpty>(&control_.tail_empty[loader], (tail_parity_ >> loader & 1) ^ 1);
         tail_parity_ ^= 1 << loader;
         if (lane_ != 0) return;
         const int count = max(keys.len - tile * kKeyTile, 0);

@@ -16,13 +16,13 @@ namespace megatron_sb::hopper {
 template <class T>
 class TailLoader {
   public:
-    __device__ TailLoader(ForwardControl& control, int loader, const Rows<const void*>& rows, ExpiredWait* expired_wait)
-        : control_(control), loader_(loader), rows_(rows), expired_wait_(expired_wait) {}
+    __device__ TailLoader(ForwardControl& control, int loader, const Rows<const void*>& rows)
+        : control_(control), loader_(loader), rows_(rows) {}
 
     // `tiles` are the slots of the ring of K or V; `full` are their barriers, k_full or v_full.
     __device__ void run(uint8_t (*tiles)[T::kKeyBytes], uint64_t* full) const {
         for (int number = 0;; ++number) {
-            mbarrier_wait(&control_.tail_full[loader_], number & 1, {Wait::kTailFull, uint32_t(number), expired_wait_});
+            mbarrier_wait(&control_.tail_full[loader_], number & 1);
             const TailTile tile = control_.tail[loader_];
             mbarrier_arrive(&control_.tail_empty[loader_]);
             if (tile.slot < 0) return;
@@ -36,7 +36,6 @@ class TailLoader {
     ForwardControl& control_;
     const int loader_;
     const Rows<const void*>& rows_;
-    ExpiredWait* const expired_wait_;
 };
 
 }  // namespace megatron_sb::hopper

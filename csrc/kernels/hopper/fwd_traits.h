@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "kernels/common/query_tiles.h"
+#include "kernels/hopper/wait.cuh"
 
 namespace megatron_sb::hopper {
 
@@ -31,12 +32,28 @@ struct alignas(32) TailTile {
 
 // Barriers and messages. The writer of a slot waits on `empty`, writes, and arrives on `full`. The reader waits on
 // `full`, reads, and arrives on `empty`. README.md lists for each barrier who arrives and who waits.
-struct ForwardControl {
+struct ForwardBarriers {
     uint64_t q_full[kQueryStages], q_empty[kQueryStages];
     uint64_t k_full[kKvStages], k_empty[kKvStages];
     uint64_t v_full[kKvStages], v_empty[kKvStages];
-    WorkTile work[kQueryStages];  // guarded by q_full and q_empty, like the Q tile of the same slot
     uint64_t tail_full[kTailLoaders], tail_empty[kTailLoaders];
+    uint64_t end_of_keys[kKvStages];
+    uint64_t finished;  // each consumer warp arrives at its end; the producer waits
+};
+template <class Visit>
+__device__ void visit_barriers(ForwardBarriers& b, const Visit& visit) {
+    visit_each(Wait::kQFull, b.q_full, visit);
+    visit_each(Wait::kQEmpty, b.q_empty, visit);
+    visit_each(Wait::kKFull, b.k_full, visit);
+    visit_each(Wait::kKEmpty, b.k_empty, visit);
+    visit_each(Wait::kVFull, b.v_full, visit);
+    visit_each(Wait::kVEmpty, b.v_empty, visit);
+    visit_each(Wait::kTailFull, b.tail_full, visit);
+    visit_each(Wait::kTailEmpty, b.tail_empty, visit);
+}
+
+struct ForwardControl : NotedBarriers<ForwardBarriers> {
+    WorkTile work[kQueryStages];  // guarded by q_full and q_empty, like the Q tile of the same slot
     TailTile tail[kTailLoaders];  // guarded by tail_full and tail_empty; [0] is for K, [1] for V
     // Early exit. The warps of a consumer warpgroup vote in used_up_votes[0] and [1] alternately: "the mass of all my
     // rows is below the threshold". If all four agree, the warpgroup stops computing. From then on, each of its warps
@@ -45,7 +62,6 @@ struct ForwardControl {
     // end_of_keys[slot] and then, without a tile, on k_full[slot]. Consumers wait on k_full and then test end_of_keys.
     int4 used_up_votes[2][kMaxWarpgroups];
     int32_t used_up_work[kKvStages][4 * kMaxWarpgroups];
-    uint64_t end_of_keys[kKvStages];
 };
 
 template <class Element_, int kHeadDim_>

@@ -1,6 +1,12 @@
-// Waits with a limit. A wait that takes longer is a defect; it is recorded (common/expired_wait.h) and ends the launch
-// with an error instead of hanging. Named barriers and __syncthreads have no limit. Their threads come from waits that
-// have one, so none of them hangs alone.
+// Waits with a limit in time. A wait that takes longer is a defect; it is recorded (common/expired_wait.h) and ends the
+// launch with an error instead of hanging. Named barriers and __syncthreads have no limit. Their threads come from
+// waits that have one, so none of them hangs alone.
+//
+// One thread of each CTA, the watchdog, has the clock. It acts if one of its own waits lasts until the limit; then the
+// CTA has made no progress. All other threads only leave a note from time to time while they wait: they store a
+// register that is in use anyway, at a fixed distance from the barrier. The notes tell the watchdog which waits to
+// name. Any code in a wait that needs one more register is too much: with the clock and the record in every wait, the
+// backward is 6% slower although that code never runs.
 #pragma once
 
 #include "kernels/common/expired_wait.h"
@@ -9,28 +15,6 @@
 namespace megatron_sb::hopper {
 
 using common::ExpiredWait, common::Wait;
-
-// A wait, for the record. `number` counts the uses of the barrier, or is the number of the key tile that waits.
-struct WaitSite {
-    Wait wait;
-    uint32_t number;
-    ExpiredWait* record;
-};
-
-// Writes the record, unless it has been written before, and ends the launch by a store to address 0. Do not use `trap`:
-// with it ptxas ignores the register counts of setmaxnreg. The fence makes the record visible to the host before the
-// store ends the launch. The thread ends here, so this code needs no register that the kernel needs.
-__device__ __forceinline__ void abort_launch(const WaitSite& site) {
-    asm volatile(
-        "{\n.reg .b32 cta, warp;\n.reg .b64 expired, none;\n"
-        "mov.u32 cta, %%ctaid.x;\nmin.u32 cta, cta, %3;\nshl.b32 cta, cta, 5;\n"
-        "mov.u32 warp, %%tid.x;\nshr.u32 warp, warp, 5;\nor.b32 warp, warp, cta;\nor.b32 warp, warp, %2;\n"
-        "mov.b64 expired, {%1, warp};\nmov.b64 none, 0;\n"
-        "atom.relaxed.gpu.global.cas.b64 expired, [%0], none, expired;\nfence.sc.sys;\n"
-        "st.global.u32 [none], cta;\nexit;\n}" ::"l"(site.record),
-        "r"(site.number), "r"(int(site.wait) << (common::kWaitShift - 32)), "n"(common::kMaxRecordedCta)
-        : "memory");
-}
 
 // The clock of waits is the upper half of the time of the GPU in ns, so that it fits one register. A unit is 2^32 ns,
 // or 4.3 s.
@@ -42,23 +26,88 @@ __device__ __forceinline__ uint32_t wait_clock() {
 // The limit in units of the clock, rounded up. The unit in which a wait begins does not count.
 constexpr uint32_t kWaitLimit = uint32_t((uint64_t(common::kWaitLimitSeconds) * 1'000'000'000 >> 32) + 1);
 
-// Tries until ready() returns true. It reads the clock only at every 256th try, because most waits are shorter than a
-// reading. One register holds the number of tries in its lowest 8 bits, and above them the time of the first reading.
-template <uint32_t kLimit = kWaitLimit, class Ready>
-__device__ __forceinline__ void wait_until(const Ready& ready, const WaitSite& site) {
-    if (ready()) return;
-    for (uint32_t state = 0; !ready();) {
-        if (++state & 255) continue;
-        const uint32_t now = wait_clock() << 8;
-        state = state == 256 ? now : state - 256;
-        if (now - state > kLimit << 8) abort_launch(site);
-    }
+// A waiting thread leaves a note after this many tries, and again after as many more. 2^16 tries take 20 ms to some
+// seconds.
+constexpr uint32_t kTriesPerNote = 1 << 16;
+// Distance in bytes from a barrier to its note, 64 bits that are not 0 if a thread has waited long on the barrier.
+constexpr int kNoteDistance = 2048;
+
+// Calls visit(wait, barrier) for a barrier, or for each of an array. For functions visit_barriers(barriers, visit),
+// which do this for all barriers of a kernel.
+template <class Array, class Visit>
+__device__ void visit_each(Wait wait, Array& barriers, const Visit& visit) {
+#pragma unroll 1
+    for (int i = 0; i < int(sizeof(barriers) / sizeof(uint64_t)); ++i)
+        visit(wait, reinterpret_cast<uint64_t*>(&barriers)[i]);
 }
 
-// Waits until the phase with this parity is complete.
-template <uint32_t kLimit = kWaitLimit>
-__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity, const WaitSite& site) {
-    wait_until<kLimit>([&] { return mbarrier_try_wait(barrier, parity); }, site);
+// The barriers of a kernel, which are all members of Barriers, and their notes.
+template <class Barriers>
+struct NotedBarriers : Barriers {
+    static_assert(sizeof(Barriers) < kNoteDistance, "the notes must come after all barriers");
+    uint8_t padding[kNoteDistance - sizeof(Barriers)];
+    Barriers notes;
+    uint32_t wait_began;  // by the clock of waits; for the watchdog
+
+    // Call this in one thread before the barriers are used.
+    __device__ void init_notes() {
+        visit_barriers(notes, [](Wait, uint64_t& note) { note = 0; });
+    }
+};
+
+// Tries until ready() returns true. Calls note(number of tries) while it waits long.
+template <class Ready, class Note>
+__device__ __forceinline__ void wait_until(const Ready& ready, const Note& note) {
+    if (ready()) return;
+    for (uint32_t tries = 1; !ready(); ++tries)
+        if (tries % kTriesPerNote == 0) note(tries);
+}
+// Leaves a note at a barrier, which must be a member of NotedBarriers. `tries` is not 0.
+__device__ __forceinline__ void leave_note(uint64_t* barrier, uint32_t tries) {
+    asm volatile("st.relaxed.cta.shared::cta.u32 [%0], %1;" ::"r"(shared_address(barrier) + kNoteDistance), "r"(tries)
+                 : "memory");
+}
+// Waits until the phase with this parity is complete. The barrier must be a member of NotedBarriers.
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
+    wait_until([&] { return mbarrier_try_wait(barrier, parity); }, [&](uint32_t tries) { leave_note(barrier, tries); });
+}
+
+// ---- the watchdog ---------------------------------------------------------------------------------------------------
+
+// Writes the record, unless it has been written before, and ends the launch by a store to address 0. Do not use `trap`:
+// with it ptxas ignores the register counts of setmaxnreg. The fence makes the record visible to the host before the
+// store ends the launch.
+__device__ __forceinline__ void abort_launch(ExpiredWait* record, uint32_t waits) {
+    const ExpiredWait expired = ExpiredWait(blockIdx.x) << common::kCtaShift | waits;
+    asm volatile(
+        "{\n.reg .b64 before;\n.reg .b64 none;\nmov.b64 none, 0;\n"
+        "atom.relaxed.gpu.global.cas.b64 before, [%0], none, %1;\nfence.sc.sys;\nst.global.u32 [none], %2;\nexit;\n}" ::
+            "l"(record),
+        "l"(expired), "r"(0)
+        : "memory");
+}
+
+// Ends the launch if this wait of the watchdog lasts longer than the limit. Call it from time to time while it waits;
+// `first` is true at the first call. `waits` has the bit of the wait. The time is in shared memory, because a register
+// would be in use even if no wait is long.
+template <uint32_t kLimit, class Barriers>
+__device__ void check_limit(NotedBarriers<Barriers>& barriers, ExpiredWait* record, uint32_t waits, bool first) {
+    if (first) barriers.wait_began = wait_clock();
+    const uint32_t age = wait_clock() - barriers.wait_began;
+    if (age <= kLimit / 2) barriers.init_notes();  // only the notes of the second half are read
+    if (age <= kLimit) return;
+    visit_barriers(barriers.notes, [&](Wait wait, const volatile uint64_t& note) {
+        if (note != 0) waits |= 1u << int(wait);
+    });
+    abort_launch(record, waits);
+}
+// A wait of the watchdog: one thread, or all threads of one warp. kWait names it.
+template <Wait kWait, uint32_t kLimit = kWaitLimit, class Barriers, class Ready>
+__device__ __forceinline__ void watch_until(NotedBarriers<Barriers>& barriers, ExpiredWait* record,
+                                            const Ready& ready) {
+    wait_until(ready, [&](uint32_t tries) {
+        check_limit<kLimit>(barriers, record, 1u << int(kWait), tries == kTriesPerNote);
+    });
 }
 
 }  // namespace megatron_sb::hopper

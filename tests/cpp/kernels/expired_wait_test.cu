@@ -16,15 +16,30 @@ namespace {
 
 using hopper::ExpiredWait, hopper::Wait;
 
-// Thread 0 of warp 1 of CTA 2 waits for an arrival that never comes, with the shortest limit.
+struct Barriers {
+    uint64_t own, of_other_warp;
+};
+template <class Visit>
+__device__ void visit_barriers(Barriers& b, const Visit& visit) {
+    hopper::visit_each(Wait::kTest, b.own, visit);
+    hopper::visit_each(Wait::kTestOfOtherWarp, b.of_other_warp, visit);
+}
+
+// Two threads of CTA 2 wait for arrivals that never come. One of them is a watchdog with the shortest limit.
 __global__ void wait_without_partner(ExpiredWait* record) {
-    __shared__ uint64_t barrier;
+    __shared__ hopper::NotedBarriers<Barriers> barriers;
     if (threadIdx.x == 0) {
-        hopper::mbarrier_init(&barrier, 1);
+        barriers.init_notes();
+        hopper::mbarrier_init(&barriers.own, 1);
+        hopper::mbarrier_init(&barriers.of_other_warp, 1);
         hopper::fence_mbarrier_init();
     }
     __syncthreads();
-    if (blockIdx.x == 2 && threadIdx.x == 32) hopper::mbarrier_wait<0>(&barrier, 0, {Wait::kTest, 17, record});
+    if (blockIdx.x != 2) return;
+    if (threadIdx.x == 0)
+        hopper::watch_until<Wait::kTest, 0>(barriers, record,
+                                            [&] { return hopper::mbarrier_try_wait(&barriers.own, 0); });
+    if (threadIdx.x == 32) hopper::mbarrier_wait(&barriers.of_other_warp, 0);
 }
 
 // Returns the error of the kernel.
@@ -48,7 +63,7 @@ class ExpiredWaitDeathTest : public testing::Test {
     }
 };
 
-constexpr const char* kText = "kernel 'test' on GPU 0 .*CTA 2, warp 1 .*partner.*, number 17";
+constexpr const char* kText = "kernel 'test' on GPU 0 .*CTA 2, .*a partner that never arrives, another one";
 
 TEST_F(ExpiredWaitDeathTest, IsPartOfLaterErrors) {
     const auto fail = [] {
