@@ -31,9 +31,12 @@ else()
 endif()
 
 # sb_add_cuda_kernels(<object library> <gencode>...) creates a library without sources. Add them with target_sources.
+# A host function that a function for host and device calls, also a constexpr one such as std::max, has no code on the
+# device. There nvcc leaves the result undefined, with only a warning. So these warnings are errors.
 function(sb_add_cuda_kernels name)
     add_library(${name} OBJECT)
     target_link_libraries(${name} PRIVATE sb_options CUDA::cudart)
+    target_compile_options(${name} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-diag-error=20011,20013,20014,20015>")
     foreach(gencode ${ARGN})
         target_compile_options(${name} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:-gencode=${gencode}>")
     endforeach()
