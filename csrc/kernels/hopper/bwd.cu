@@ -27,24 +27,25 @@ namespace {
 
 template <class T>
 __device__ void init_barriers(BackwardControl& c) {
+    constexpr int kScanWarps = 8;
     c.init_notes();
     for (int i = 0; i < T::kTileBuffers; ++i) {
         mbarrier_init(&c.kv_full[i], 1);
-        mbarrier_init(&c.kv_empty[i], T::kTileReaders);
+        mbarrier_init(&c.kv_empty[i], T::kReaderWarps);
     }
-    for (int i = 0; i < T::kQdoStages; ++i) {
+    for (int i = 0; i < kQdoStages; ++i) {
         mbarrier_init(&c.qdo_full[i], 1);
-        mbarrier_init(&c.qdo_empty[i], T::kStepReaders * 32);
+        mbarrier_init(&c.qdo_empty[i], T::kReaderWarps * 32);
         mbarrier_init(&c.carry_in_full[i], 32);
     }
     for (int i = 0; i < kDqTurns; ++i) {
         mbarrier_init(&c.dq_turn[i], 1);
-        mbarrier_init(&c.dq_added[i], T::kStepSummers);
+        mbarrier_init(&c.dq_added[i], T::kHasSumWarpgroup ? 4 : kScanWarps);
         mbarrier_init(&c.dq_published[i], 1);
     }
     for (int i = 0; i < T::kDzSlots; ++i) {
-        mbarrier_init(&c.dz_full[i], T::kStepScanners);
-        mbarrier_init(&c.dz_empty[i], T::kStepSummers);
+        mbarrier_init(&c.dz_full[i], kScanWarps);
+        mbarrier_init(&c.dz_empty[i], T::kHasSumWarpgroup ? 4 : kScanWarps);
     }
     for (int i = 0; i < 2; ++i) {
         mbarrier_init(&c.own_half_full[i], 128);
@@ -77,7 +78,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) backward(const __grid_constant
         warpgroup_reg_dealloc<T::kProducerRegisters>();
         const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
         if (warp == 0) StepLoader<T>(shared, arguments).run();
-        if (warp == 1) CarryReader<T>(c, arguments).run();
+        if (warp == 1) CarryReader(c, arguments).run();
         if (warp == 2 && lane == 0) TurnThread(c, arguments).run();
         if (warp == 3) Publisher<T>(c, arguments).run();
     } else if (T::kHasSumWarpgroup && warpgroup == 3) {

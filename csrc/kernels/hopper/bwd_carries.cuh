@@ -35,14 +35,13 @@ namespace megatron_sb::hopper {
 
 // Reads the carries of each step into carry_in: from the next older key tile, or from the restart records if this is
 // the oldest one. Waits on step_info_full and qdo_empty; arrives on carry_in_full and step_info_empty with all lanes.
-template <class T>
 class CarryReader {
   public:
     __device__ CarryReader(BackwardControl& control, const BackwardArguments& arguments)
         : control_(control), args_(arguments), lane_(threadIdx.x % 32) {}
 
     __device__ void run() const {
-        StageCursor<T::kQdoStages> cursor;
+        StageCursor cursor;
         for (int number = 0;; ++number, cursor = cursor.next()) {
             wait_for_step_info(control_, number);
             const Step& step = control_.step_info[number % kStepRing];
@@ -173,9 +172,9 @@ class Publisher {
 
     __device__ void run() {
         // When the consumers arrive on carry_out_full[1] for step n, they have added step n - kLag to dq. At head_dim
-        // 64, the scan has waited on dz_empty, on which the sum warpgroup arrives for step n - 2 after it has added
-        // step n - 3. At head_dim 128, each warp adds step n - 2 before it scans step n.
-        constexpr int kLag = T::kHasSumWarpgroup ? 3 : 2;
+        // 64, the scans have waited on dz_empty, on which the sum warpgroup arrives after it has added step n - 3. At
+        // head_dim 128, each warp adds step n - 2 before it scans step n.
+        constexpr int kLag = T::kDzSlots;
         for (int number = 0;; ++number) {
             wait_for_step_info(control_, number);
             const int flags = step(number).flags;

@@ -19,11 +19,10 @@ struct BackwardArguments {
 
 // A stage of the ring of Q and dO, and the parity of its qdo_full barrier in this use. The parity of carry_in_full is
 // the same; that of qdo_empty before this use is the other one.
-template <int kStages>
 struct StageCursor {
     int stage = 0, parity = 0;
     __device__ __forceinline__ StageCursor next() const {
-        return stage + 1 == kStages ? StageCursor{0, parity ^ 1} : StageCursor{stage + 1, parity};
+        return stage + 1 == kQdoStages ? StageCursor{0, parity ^ 1} : StageCursor{stage + 1, parity};
     }
 };
 

@@ -21,38 +21,28 @@
 //     dz_empty          each warp, after its dQ                             both warpgroups, before they write dz
 //     own_half_full     every thread of the warpgroup, after A and dz       this warpgroup, before dV and dK
 //     own_half_empty    every thread of the warpgroup, after dV and dK      this warpgroup, before it writes A
-//     carry_in_full     carry reader                                        both warpgroups
-//     carry_out_full[0] a warp of the older half                            the same warp of the newer half
-//     carry_out_empty[0] every thread of the newer half                     older half, before it writes the slot
-//     again,
-//                                                                           and before it clears rows of Q of NaN
-//     carry_out_full[1] each warp of the newer half                         publisher
-//     carry_out_empty[1] publisher                                          newer half, before it writes the slot again
-// bwd_output.cuh describes the barriers of the additions to dQ.
+// bwd_half_tile.cuh describes the barriers of the carries, bwd_output.cuh those of the additions to dQ.
 // wgmma_wait shows a warp only that its own part of a product is done. So the threads of a warpgroup need
 // own_half_empty before one of them overwrites A.
 #pragma once
 
-#include "kernels/hopper/bwd_scan_thread.cuh"
+#include "kernels/hopper/bwd_half_tile.cuh"
 
 namespace megatron_sb::hopper {
 
 template <class T>
-class BackwardConsumer : ScanThread<T> {
-    using Base = ScanThread<T>;
-    using Base::args_, Base::control_, Base::lane_, Base::product_offset_, Base::qdo_low_, Base::row, Base::step,
+class BackwardConsumer : HalfScan<T> {
+    using Base = HalfScan<T>;
+    using Base::args_, Base::control_, Base::dp_, Base::half_, Base::lane_, Base::product_offset_, Base::s_, Base::step,
         Base::warp_;
+    using Base::dz_, Base::k_low_, Base::qdo_low_, Base::v_low_, Base::weights_;
     using Base::kPanel, Base::kHeadDim, Base::kTile;
-    using typename Base::Cursor, typename Base::Element, typename Base::FastScan;
+    using typename Base::Element;
 
   public:
     __device__ __forceinline__ BackwardConsumer(typename T::Shared& shared, const BackwardArguments& arguments,
                                                 int half)
-        : Base(shared, arguments), half_(half) {
-        k_low_ = descriptor_low(shared_address(shared.k[0][half]), 0);
-        v_low_ = descriptor_low(shared_address(shared.v[0][half]), 0);
-        weights_ = shared_address(shared.weights[0][half]);
-        dz_ = shared_address(shared.dz[0][half]);
+        : Base(shared, arguments, half) {
         k_columns_low_ = descriptor_low(shared_address(shared.k[0][0]) + half * T::kPanelBytes, 0);
     }
 
@@ -64,7 +54,7 @@ class BackwardConsumer : ScanThread<T> {
             begin_tile();
             // Keep the two loops one after the other. If one is inside the other, or both are branches of one loop,
             // ptxas no longer recognises which values are uniform.
-            while (flags_ & kSlowNext) run_round(SlowScan(0.f));
+            while (flags_ & kSlowNext) run_round(SlowScan(half_));
             while (!(flags_ & kLastStepOfTile)) run_round(FastScan(product_offset_));
             end_tile();
         }
@@ -119,22 +109,22 @@ class BackwardConsumer : ScanThread<T> {
         fence_accumulator(dp_);
         flags_ = step(number_).flags;
         this->set_product_offset(number_);
-        this->mask(s_, number_, flags_, half_);
-        flags_& kSlow ? scan_first_step(SlowScan(0.f)) : scan_first_step(FastScan(product_offset_));
+        this->mask(number_, flags_);
+        flags_& kSlow ? scan_first_step(SlowScan(half_)) : scan_first_step(FastScan(product_offset_));
         first_round_ = true;
         next_is_ready_ = false;
     }
     template <class Scan>
     __device__ __forceinline__ void scan_first_step(Scan scan) {
         scan.exponentials(s_, args_.scale_log2, lane_ % 4);
-        load_carries(scan, number_, cursor_);
+        this->load_carries(scan, number_, cursor_);
         mbarrier_arrive(&control_.own_half_empty[half_]);
         write_weights_and_dz(scan, number_, cursor_);
     }
 
     template <class Scan>
     __device__ __forceinline__ void run_round(Scan scan) {
-        const Cursor next = cursor_.next();
+        const StageCursor next = cursor_.next();
         if (!next_is_ready_) {
             wait_for_dz(number_ - 1);
             mbarrier_wait(&control_.qdo_full[next.stage], next.parity);
@@ -153,11 +143,11 @@ class BackwardConsumer : ScanThread<T> {
         first_round_ = false;
         wgmma_wait<1>();
         fence_accumulator(s_);
-        this->mask(s_, number_ + 1, next_flags, half_);
+        this->mask(number_ + 1, next_flags);
         scan.exponentials(s_, args_.scale_log2, lane_ % 4);
         wgmma_fence();
         issue_dp(next.stage);
-        load_carries(scan, number_ + 1, next);
+        this->load_carries(scan, number_ + 1, next);
         wgmma_wait<0>();
         fence_accumulator(dp_);
         mbarrier_arrive(&control_.own_half_empty[half_]);
@@ -200,58 +190,24 @@ class BackwardConsumer : ScanThread<T> {
 
     // ---- hand-overs ---------------------------------------------------------------------------------------------
 
-    // Waits for the carries at the older edge of this half, and passes them to the scan.
-    template <class Scan>
-    __device__ __forceinline__ void load_carries(Scan& scan, uint32_t number, const Cursor& cursor) {
-        const int slot = number % kCarryOutSlots;
-        mbarrier_wait(&control_.carry_in_full[cursor.stage], cursor.parity);
-        if (half_ == 1) mbarrier_wait(&control_.carry_out_full[0][slot][warp_], number / kCarryOutSlots & 1);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            Carry carry = control_.carry_in[cursor.stage][row(r)];
-            if (half_ == 1) {
-                const float2 from_older_half = control_.carry_out[0][slot][row(r)];
-                carry.mass = from_older_half.x;
-                carry.prefix = from_older_half.y;
-            }
-            scan.start(r, carry, half_);
-        }
-        if (half_ == 1) mbarrier_arrive(&control_.carry_out_empty[0][slot]);
-    }
-
     // Waits on own_half_empty before it writes A, and on dz_empty before it writes dz. Arrives on own_half_full and on
     // dz_full. Between A and dz it also tests, without waiting, whether the next round can start.
     template <class Scan>
-    __device__ __forceinline__ void write_weights_and_dz(Scan& scan, uint32_t number, const Cursor& cursor) {
+    __device__ __forceinline__ void write_weights_and_dz(Scan& scan, uint32_t number, const StageCursor& cursor) {
         const uint32_t slot = number & 1;
-        this->write_weights(scan, s_, dp_, weights_,
-                            [&] { mbarrier_wait(&control_.own_half_empty[half_], number & 1); });
-        scan.prefixes(lane_ % 4);
-        this->store_carry_out(scan, number, half_);
-        if constexpr (std::is_same_v<Scan, SlowScan>) clear_unstarted_queries(scan, number, cursor.stage);
-        mbarrier_wait(&control_.dz_empty[slot], (number >> 1) - 1 & 1);
-        const Cursor next = cursor.next();
-        const uint32_t previous = number - 1;
-        next_is_ready_ = mbarrier_test_wait(&control_.qdo_full[next.stage], next.parity) &
-                         mbarrier_test_wait(&control_.dz_full[previous & 1], previous >> 1 & 1);
-        this->write_dz(scan, s_, dp_, dz_ + slot * 2 * T::kPanelBytes);
+        Base::write_weights_and_dz(
+            scan, number, cursor.stage, weights_, dz_ + slot * 2 * T::kPanelBytes,
+            [&] { mbarrier_wait(&control_.own_half_empty[half_], number & 1); },
+            [&] {
+                mbarrier_wait(&control_.dz_empty[slot], (number >> 1) - 1 & 1);
+                const StageCursor next = cursor.next();
+                const uint32_t previous = number - 1;
+                next_is_ready_ = mbarrier_test_wait(&control_.qdo_full[next.stage], next.parity) &
+                                 mbarrier_test_wait(&control_.dz_full[previous & 1], previous >> 1 & 1);
+            });
         fence_async_proxy();
         mbarrier_arrive(&control_.own_half_full[half_]);
         this->signal(&control_.dz_full[slot]);
-    }
-    // Clears a row of Q of NaN if the row starts only in newer keys and its scores in this half are NaN. dK adds
-    // dz^T Q, and dz = 0 times NaN would be NaN. The zeros stay until dK of this step is done: the warpgroup that
-    // computes dK arrives on qdo_empty only after that.
-    //
-    // The row can start in the newer half, whose scores must still be NaN. So the older half waits until every thread
-    // of the newer half has arrived on carry_out_empty[0] for this step, which it does after its product S. For that
-    // the newer half needs nothing from the older half except carry_out[0], which store_carry_out() has written. The dK
-    // of the newer half may read NaN or 0: dz of the row is NaN for all of its keys, so dK is NaN in both cases.
-    __device__ __forceinline__ void clear_unstarted_queries(const SlowScan& scan, uint32_t number, int stage) const {
-        const bool clear[2] = {scan.has_unstarted_nan(0), scan.has_unstarted_nan(1)};
-        if (half_ == 0 && __any_sync(~0u, clear[0] || clear[1]))
-            mbarrier_wait(&control_.carry_out_empty[0][number % kCarryOutSlots], number / kCarryOutSlots & 1);
-        this->clear_nan_queries(clear, stage);
     }
     // Releases dz after dQ: each warp arrives on dz_empty, on which the warps that write dz wait. Then adds dQ in
     // memory. kLoads is 2 in a round, because of the registers. At the end of a tile, the registers of the scores are
@@ -266,16 +222,13 @@ class BackwardConsumer : ScanThread<T> {
         mbarrier_wait(&control_.dz_full[number & 1], number >> 1 & 1);
     }
 
-    const int half_;          // 0: older half of the key tile, 1: newer half
-    uint32_t k_low_, v_low_;  // lower halves of descriptors
-    uint32_t k_columns_low_;  // of the columns of K for dQ
-    uint32_t weights_, dz_;   // addresses of A and dz of this half, first slot
-    Cursor cursor_;           // of step number_
+    uint32_t k_columns_low_;
+    StageCursor cursor_;  // of step number_
     uint32_t number_ = 0;
     int flags_ = 0;
     bool first_round_ = true;     // of the key tile; there is no previous step
     bool next_is_ready_ = false;  // whether the next round need not wait for dz and Q
-    float s_[32], dp_[32], dk_[kHeadDim / 2], dv_[kHeadDim / 2];
+    float dk_[kHeadDim / 2], dv_[kHeadDim / 2];
 };
 
 }  // namespace megatron_sb::hopper

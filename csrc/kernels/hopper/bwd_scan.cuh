@@ -22,6 +22,7 @@
 namespace megatron_sb::hopper {
 
 constexpr int kBackwardKeysPerThread = 16;  // keys of one row that a thread holds
+constexpr int kChains = 4;                  // a thread scans its keys as independent chains of four neighbouring keys
 
 // Product or sum of one value x of each thread of a quad: over the threads with older keys, over those with newer keys,
 // and over all four. Thread t = 0 has the oldest keys. add_over_quad does not compute `newer`.
@@ -59,11 +60,7 @@ class UnbiasedProduct {
     const float offset_;
 };
 
-// A thread scans its keys as kChains independent chains of neighbouring keys.
-template <int kChains>
 class FastScan {
-    static constexpr int kKeysPerChain = kBackwardKeysPerThread / kChains;
-
   public:
     __device__ __forceinline__ explicit FastScan(float product_offset) : multiply_(product_offset) {}
 
@@ -74,19 +71,17 @@ class FastScan {
 #pragma unroll
             for (int k = 0; k < kBackwardKeysPerThread; ++k)
                 s[accumulator_register(r, k)] = exp2_approximate(s[accumulator_register(r, k)] * scale_log2);
-            constexpr int kHalf = kKeysPerChain / 2;  // the products of the two halves of a chain are independent
-            const auto e = [&](int c, int k) { return s[accumulator_register(r, kKeysPerChain * c + k)]; };
+            const auto e = [&](int c, int k) { return s[accumulator_register(r, 4 * c + k)]; };
             float x[kChains], y[kChains];
 #pragma unroll
-            for (int c = 0; c < kChains; ++c) x[c] = 1.f + e(c, 0), y[c] = 1.f + e(c, kHalf);
+            for (int c = 0; c < kChains; ++c) x[c] = 1.f + e(c, 0), y[c] = 1.f + e(c, 2);
 #pragma unroll
-            for (int k = 1; k < kHalf; ++k)
-#pragma unroll
-                for (int c = 0; c < kChains; ++c)
-                    x[c] = fmaf(x[c], e(c, k), x[c]), y[c] = fmaf(y[c], e(c, kHalf + k), y[c]);
+            for (int c = 0; c < kChains; ++c) x[c] = fmaf(x[c], e(c, 1), x[c]), y[c] = fmaf(y[c], e(c, 3), y[c]);
 #pragma unroll
             for (int c = 0; c < kChains; ++c) product_[r][c] = multiply_(x[c], y[c]);
-            join_chains(product_[r], multiply_);
+            float(&p)[kChains] = product_[r];
+            p[1] = multiply_(p[1], p[0]), p[3] = multiply_(p[3], p[2]);
+            p[2] = multiply_(p[2], p[1]), p[3] = multiply_(p[3], p[1]);
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -95,7 +90,7 @@ class FastScan {
             newer_mass[r] = over.all;
         }
     }
-    __device__ __forceinline__ void start(int r, const Carry& carry, int) {
+    __device__ __forceinline__ void start(int r, const Carry& carry) {
         mass_[r] *= carry.mass;
         newer_mass[r] *= carry.mass;
         prefix_[r] = carry.prefix;
@@ -110,24 +105,23 @@ class FastScan {
 #pragma unroll
         for (int c = 1; c < kChains; ++c) m[c] = mass_[r] * product_[r][c - 1];
 #pragma unroll
-        for (int k = 0; k < kKeysPerChain; ++k) {
+        for (int k = 0; k < 4; ++k) {
 #pragma unroll
             for (int c = 0; c < kChains; ++c) {
-                const int i = accumulator_register(r, kKeysPerChain * c + k);
+                const int i = accumulator_register(r, 4 * c + k);
                 a[k % 2][c] = s[i] * m[c];
-                if (k < kKeysPerChain - 1) m[c] = fmaf(s[i], m[c], m[c]);
+                if (k < 3) m[c] = fmaf(s[i], m[c], m[c]);
                 dp[i] *= a[k % 2][c];
             }
             if (k % 2 == 0) continue;
 #pragma unroll
             for (int c = 0; c < kChains; ++c) {
-                const int i = kKeysPerChain * c + k;
-                packed[i / 2] = pack<Element>(kScale * a[0][c], kScale * a[1][c]);
-                const float sum = dp[accumulator_register(r, i - 1)] + dp[accumulator_register(r, i)];
+                packed[2 * c + k / 2] = pack<Element>(kScale * a[0][c], kScale * a[1][c]);
+                const float sum = dp[accumulator_register(r, 4 * c + k - 1)] + dp[accumulator_register(r, 4 * c + k)];
                 sum_[r][c] = k == 1 ? sum : sum_[r][c] + sum;
             }
         }
-        join_chains(sum_[r], [](float x, float y) { return x + y; });
+        sum_[r][1] += sum_[r][0], sum_[r][3] += sum_[r][2], sum_[r][2] += sum_[r][1], sum_[r][3] += sum_[r][1];
     }
     __device__ __forceinline__ void prefixes(int t) {
 #pragma unroll
@@ -147,31 +141,23 @@ class FastScan {
 #pragma unroll
         for (int c = 1; c < kChains; ++c) b[c] = prefix_[r] + sum_[r][c - 1];
 #pragma unroll
-        for (int pair = 0; pair < kKeysPerChain / 2; ++pair)
+        for (int pair = 0; pair < 2; ++pair)
 #pragma unroll
             for (int c = 0; c < kChains; ++c) {
-                const int key = kKeysPerChain * c + 2 * pair;
-                const int i = accumulator_register(r, key), j = accumulator_register(r, key + 1);
+                const int i = accumulator_register(r, 4 * c + 2 * pair),
+                          j = accumulator_register(r, 4 * c + 2 * pair + 1);
                 const float one = 1.f + s[i], inverse = reciprocal(fmaf(one, s[j], one));
                 const float older = fmaf(-s[i], b[c], g[i]) * inverse;
                 b[c] += g[i];
                 const float newer = fmaf(-s[j], b[c], g[j]) * inverse;
                 b[c] += g[j];
-                packed[key / 2] = pack<Element>(fmaf(older, s[j], older), fmaf(newer, s[i], newer));
+                packed[2 * c + pair] = pack<Element>(fmaf(older, s[j], older), fmaf(newer, s[i], newer));
             }
     }
 
     float newer_mass[2], newer_prefix[2];  // at the newer edge of the half tile
 
   private:
-    // Replaces the value of each chain by that of this chain and all older ones.
-    template <class Join>
-    __device__ __forceinline__ static void join_chains(float (&x)[kChains], const Join& join) {
-        static_assert(kChains == 2 || kChains == 4, "the order of joins is written out");
-        x[1] = join(x[1], x[0]);
-        if constexpr (kChains == 4) x[3] = join(x[3], x[2]), x[2] = join(x[2], x[1]), x[3] = join(x[3], x[1]);
-    }
-
     const UnbiasedProduct multiply_;
     float product_[2][kChains];  // products of 1 + e, from the oldest key of this thread to the end of each chain
     float sum_[2][kChains];      // sums of g over the same keys
@@ -180,7 +166,7 @@ class FastScan {
 
 class SlowScan {
   public:
-    __device__ __forceinline__ explicit SlowScan(float) {}
+    __device__ __forceinline__ explicit SlowScan(int half) : half_(half) {}
 
     __device__ __forceinline__ void exponentials(float (&s)[32], float scale_log2, int t) {
         float product[2] = {1.f, 1.f};
@@ -203,8 +189,8 @@ class SlowScan {
     __device__ __forceinline__ bool has_unstarted_nan(int r) const {
         return unstarted_nan_[r];
     }
-    __device__ __forceinline__ void start(int r, const Carry& carry, int half) {
-        const bool before = carry.start < half, here = carry.start == half;
+    __device__ __forceinline__ void start(int r, const Carry& carry) {
+        const bool before = carry.start < half_, here = carry.start == half_;
         started_[r] = before || here;
         unstarted_nan_[r] = !started_[r] && isnan(newer_mass[r]);
         newer_mass[r] = before ? __fdividef(carry.mass, newer_mass[r]) : here ? carry.restart_mass : 0.f;
@@ -270,6 +256,7 @@ class SlowScan {
         for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(s[i]));
     }
 
+    const int half_;
     float mass_[2], prefix_[2], sum_[2];
     bool started_[2], unstarted_nan_[2];
 };

@@ -30,17 +30,10 @@ class StepLoader {
             push_steps(true);
             push_steps(false);
             if (!have_pending_ && args_.params.grad_dtype != Dtype::kFloat32) fill_empty_step();
-            if (!have_pending_) continue;
-            if (T::kMinStepsOfTile == 2 && new_key_tile_) {
-                publish_pending(kSlowNext);
-                fill_empty_step();
-            }
-            publish_pending(kLastStepOfTile);
+            if (have_pending_) publish_pending(kLastStepOfTile);
         }
-        for (int i = 0; i < T::kMinStepsOfTile; ++i) {
-            pending_.flags = 0;
-            publish_pending(kEndOfWork);
-        }
+        pending_.flags = 0;
+        publish_pending(kEndOfWork);
     }
 
   private:
@@ -170,7 +163,6 @@ class StepLoader {
             Step step = pending_;
             step.flags |= flags;
             step.tile = key_tile_.tile;
-            step.tile_of_cta = begins_tile ? tiles_ : tiles_ - 1;
             step.batch = batch_;
             step.kv_head = kv_head_;
             step.k_row = tile_row_;
@@ -264,7 +256,7 @@ class StepLoader {
     int tile_row_ = 0, tile_keys_ = 0, tiles_ = 0;
     bool new_key_tile_ = false, have_pending_ = false;
     Step pending_;  // not published yet: its flags depend on the next step of the tile
-    StageCursor<T::kQdoStages> cursor_;
+    StageCursor cursor_;
     int number_ = 0;
 };
 

@@ -11,14 +11,14 @@ namespace megatron_sb::hopper {
 constexpr int kBackwardKeyTile = 128;  // keys in a key tile, 64 for each half
 constexpr int kHalfTileKeys = 64;
 constexpr int kStepRows = 64;  // query rows in a step
+constexpr int kQdoStages = 3;
 // Slots for step descriptions. The step loader waits on step_info_empty before it overwrites one, but consumers do not
-// arrive there. They still read in time: the loader also waits on qdo_empty, so it is at most kMaxQdoStages steps
-// ahead.
+// arrive there. They still read in time: the loader also waits on qdo_empty, so it is at most kQdoStages steps ahead.
 constexpr int kStepRing = 16;
 constexpr int kDqTurns = 4;        // steps that may add to dq at the same time
 constexpr int kCarryOutSlots = 8;  // slots for outgoing carries; kDqTurns limits the steps in flight to fewer
 
-constexpr int kMaxTileBuffers = 2, kMaxDzSlots = 2, kMaxQdoStages = 4;
+constexpr int kMaxTileBuffers = 2, kMaxDzSlots = 3;
 
 // A step: up to 64 query rows of one head against one key tile.
 struct alignas(16) Step {
@@ -32,8 +32,7 @@ struct alignas(16) Step {
     int32_t row;       // first query row, counted within its head
     int32_t batch, head, kv_head;
     int32_t k_row, tile_keys;  // row of k of the first key of the tile; number of keys in the tile (1 to 128)
-    int32_t tile_of_cta;       // number of the key tile, counted over the key tiles of this CTA
-    int32_t unused;
+    int32_t unused[2];
 };
 constexpr int kOldestKeyTile = 1;  // the first key tile of the chain that adds to dq of these rows
 constexpr int kNewestKeyTile = 2;  // the last one; it writes dq
@@ -52,8 +51,8 @@ struct alignas(16) Carry {
 
 struct BackwardBarriers {
     uint64_t kv_full[kMaxTileBuffers], kv_empty[kMaxTileBuffers];
-    uint64_t qdo_full[kMaxQdoStages], qdo_empty[kMaxQdoStages];  // Q and dO; qdo_empty also frees carry_in
-    uint64_t carry_in_full[kMaxQdoStages];
+    uint64_t qdo_full[kQdoStages], qdo_empty[kQdoStages];  // Q and dO; qdo_empty also frees carry_in
+    uint64_t carry_in_full[kQdoStages];
     // Indices: half, slot, warp of the half. A warp signals the 16 rows of carry_out that it wrote.
     uint64_t carry_out_full[2][kCarryOutSlots][4];
     uint64_t carry_out_empty[2][kCarryOutSlots];
@@ -84,7 +83,7 @@ __device__ void visit_barriers(BackwardBarriers& b, const Visit& visit) {
 
 struct BackwardControl : NotedBarriers<BackwardBarriers> {
     Step step_info[kStepRing];
-    Carry carry_in[kMaxQdoStages][kStepRows];
+    Carry carry_in[kQdoStages][kStepRows];
     // Mass and prefix at the newer edge of each half. The older half writes [0] for the newer half. The newer half
     // writes [1] for the publisher, which sends it to the next newer key tile.
     float2 carry_out[2][kCarryOutSlots][kStepRows];
@@ -95,22 +94,15 @@ struct BackwardTraits {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
     static_assert(kHeadDim == 64 || kHeadDim == 128, "head_dim must be 64 or 128");
-    // At head_dim 64, two warpgroups scan, every other step each, and a third one sums (bwd_consumer_d64.cuh). At
-    // head_dim 128, two warpgroups scan and sum, half of the keys each (bwd_consumer_d128.cuh).
+    // At head_dim 64, two warpgroups scan and a third one sums (bwd_consumer_d64.cuh). At head_dim 128, two warpgroups
+    // scan and sum (bwd_consumer_d128.cuh).
     static constexpr bool kHasSumWarpgroup = kHeadDim == 64;
     static constexpr int kThreads = kHasSumWarpgroup ? 512 : 384;
     static constexpr int kProducerRegisters = kHasSumWarpgroup ? 32 : 40;
     static constexpr int kConsumerRegisters = kHasSumWarpgroup ? 144 : 232, kSumRegisters = 192;
-    static constexpr int kTileBuffers = kHasSumWarpgroup ? 2 : 1;  // of K and V
-    static constexpr int kQdoStages = kHasSumWarpgroup ? 4 : 3;
-    static constexpr int kWeightSlots = kHasSumWarpgroup ? 2 : 1, kDzSlots = 2;  // of A and dz
-    static constexpr int kTileReaders = kHasSumWarpgroup ? 12 : 8;               // warps that read K and V
-    static constexpr int kStepReaders = 8;                                       // warps that read Q and dO of a step
-    static constexpr int kStepScanners = kHasSumWarpgroup ? 4 : 8;               // warps that scan a step
-    static constexpr int kStepSummers = kHasSumWarpgroup ? 4 : 8;                // warps that compute dQ of a step
-    // Every scanning warpgroup needs a step in each key tile, and in the end of the work.
-    static constexpr int kMinStepsOfTile = kHasSumWarpgroup ? 2 : 1;
-    static constexpr int kChains = kHasSumWarpgroup ? 2 : 4;  // of the scan (bwd_scan.cuh); more need more registers
+    static constexpr int kTileBuffers = kHasSumWarpgroup ? 2 : 1;                                       // of K and V
+    static constexpr int kWeightSlots = kHasSumWarpgroup ? 3 : 1, kDzSlots = kHasSumWarpgroup ? 3 : 2;  // of A and dz
+    static constexpr int kReaderWarps = kHasSumWarpgroup ? 12 : 8;  // consumer warps: all read Q, dO and K
     static constexpr int kPanels = kHeadDim / 64;  // a tile is stored as panels of 64 columns of the head dimension
     static constexpr int kPanelBytes = 64 * 128;   // 64 rows of 64 columns
     static constexpr int kTileBytes = kPanels * kPanelBytes;  // 64 rows of all columns

@@ -1,0 +1,170 @@
+// Shared by the warpgroups that scan, at both head dimensions: S and dP of a step with half a key tile, masks, carries,
+// and the stores of A and dz.
+//
+// Synchronisation of the carries.
+//     barrier              arrives                            waits
+//     carry_in_full        CarryReader                        both halves
+//     qdo_empty            every consumer thread              CarryReader, before it writes carry_in again
+//     carry_out_full[0]    a warp of the older half           the same warp of the newer half
+//     carry_out_empty[0]   every thread of the newer half     older half, before it writes the slot again, and before
+//     it
+//                                                             removes NaN from Q (clear_nan_queries)
+//     carry_out_full[1]    each warp of the newer half        Publisher
+//     carry_out_empty[1]   Publisher                          newer half, before it writes the slot again
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/hopper/bwd_output.cuh"
+#include "kernels/hopper/bwd_scan.cuh"
+
+namespace megatron_sb::hopper {
+
+// A thread that computes A and dz of a step for one half of the key tile.
+template <class T>
+class HalfScan : protected BackwardThread<T> {
+  protected:
+    using Base = BackwardThread<T>;
+    using Base::args_, Base::control_, Base::lane_, Base::row, Base::step, Base::warp_;
+    using Base::kPanel, Base::kHeadDim, Base::kTile;
+    using typename Base::Element;
+
+    __device__ __forceinline__ HalfScan(typename T::Shared& shared, const BackwardArguments& arguments, int half)
+        : Base(shared, arguments), half_(half) {
+        k_low_ = descriptor_low(shared_address(shared.k[0][half]), 0);
+        v_low_ = descriptor_low(shared_address(shared.v[0][half]), 0);
+        qdo_low_ = descriptor_low(shared_address(shared.qdo[0][0]), 0);
+        weights_ = shared_address(shared.weights[0][half]);
+        dz_ = shared_address(shared.dz[0][half]);
+    }
+
+    // Issues d = rows keys^T for 64 rows of Q or dO and the 64 keys of this half.
+    __device__ __forceinline__ static void issue_rows_by_keys(float (&d)[32], uint32_t rows, uint32_t keys) {
+        wgmma_overwrite(Element{}, d, descriptor(rows), descriptor(keys));
+#pragma unroll
+        for (int i = 1; i < kHeadDim / 16; ++i) {
+            const int at = i / 4 * kPanel + i % 4 * 2;
+            wgmma_accumulate(Element{}, d, descriptor(rows + at), descriptor(keys + at));
+        }
+        wgmma_commit();
+    }
+
+    // Call this once a step of a new key tile is there. The lane makes the offset differ between threads. Otherwise
+    // ptxas keeps it in a uniform register, and moves it there between the products that follow.
+    __device__ __forceinline__ void set_product_offset(uint32_t number) {
+        product_offset_ = UnbiasedProduct::offset_of(4 * step(number).tile + lane_ % 4);
+    }
+
+    // Hides the keys that a row does not see: e of a hidden key is 0.
+    __device__ __forceinline__ void mask(uint32_t number, int flags) {
+        if (!(flags & kMasked << half_)) return;
+        const int visible = step(number).visible - half_ * kHalfTileKeys;
+        const int num_keys = step(number).num_keys - half_ * kHalfTileKeys;
+        const float hidden = copysignf(INFINITY, -args_.scale_log2);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int num_visible = min(visible + row(r), num_keys) - lane_ % 4 * kBackwardKeysPerThread;
+#pragma unroll
+            for (int k = 0; k < kBackwardKeysPerThread; ++k)
+                if (k >= num_visible) s_[accumulator_register(r, k)] = hidden;
+        }
+    }
+
+    // Waits for the carries at the older edge of this half, and passes them to the scan.
+    template <class Scan>
+    __device__ __forceinline__ void load_carries(Scan& scan, uint32_t number, const StageCursor& cursor) {
+        mbarrier_wait(&control_.carry_in_full[cursor.stage], cursor.parity);
+        if (half_ == 1)
+            mbarrier_wait(&control_.carry_out_full[0][number % kCarryOutSlots][warp_], number / kCarryOutSlots & 1);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            Carry carry = control_.carry_in[cursor.stage][row(r)];
+            if (half_ == 1) {
+                const float2 from_older_half = control_.carry_out[0][number % kCarryOutSlots][row(r)];
+                carry.mass = from_older_half.x;
+                carry.prefix = from_older_half.y;
+            }
+            scan.start(r, carry);
+        }
+        if (half_ == 1) mbarrier_arrive(&control_.carry_out_empty[0][number % kCarryOutSlots]);
+    }
+
+    // Computes A and dz from e (in s_) and dP (in dp_), stores them in shared memory, and stores the carries at the
+    // newer edge. Calls before_weights and before_dz before the first store of A and of dz; they must wait until the
+    // slot is empty. The caller must then fence and signal that the slots are full.
+    template <class Scan, class BeforeWeights, class BeforeDz>
+    __device__ __forceinline__ void write_weights_and_dz(Scan& scan, uint32_t number, int stage, uint32_t weights,
+                                                         uint32_t dz, BeforeWeights before_weights,
+                                                         BeforeDz before_dz) {
+        uint32_t packed[8];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            scan.template weights<Element>(r, s_, dp_, packed);
+            if (r == 0) before_weights();
+            this->store_rows(weights, r, packed);
+        }
+        scan.prefixes(lane_ % 4);
+        store_carry_out(scan, number);
+        if constexpr (std::is_same_v<Scan, SlowScan>) clear_nan_queries(scan, number, stage);
+        before_dz();
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            scan.template logit_gradients<Element>(r, s_, dp_, packed);
+            this->store_rows(dz, r, packed);
+        }
+    }
+    // Replaces NaN by 0 in a row of Q in shared memory if the row starts only in newer keys and its scores in this half
+    // are NaN. dK adds dz^T Q, and dz = 0 times NaN would be NaN. The zeros stay until dK of this step is done: the
+    // warpgroup that computes dK arrives on qdo_empty only after that.
+    //
+    // The row can start in the newer half, whose scores must still be NaN. So the older half waits until every thread
+    // of the newer half has arrived on carry_out_empty[0] for this step, which it does after its product S. For that
+    // the newer half needs nothing from the older half except carry_out[0], which store_carry_out() has written. The dK
+    // of the newer half may read NaN or 0: dz of the row is NaN for all of its keys, so dK is NaN in both cases.
+    __device__ __forceinline__ void clear_nan_queries(const SlowScan& scan, uint32_t number, int stage) const {
+        if (!__any_sync(~0u, scan.has_unstarted_nan(0) || scan.has_unstarted_nan(1))) return;
+        if (half_ == 0)
+            mbarrier_wait(&control_.carry_out_empty[0][number % kCarryOutSlots], number / kCarryOutSlots & 1);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (!scan.has_unstarted_nan(r)) continue;
+            const uint32_t queries = (this->opaque(qdo_low_) + stage * 2 * kTile) << 4;
+#pragma unroll 1
+            for (int i = 0; i < 2 * T::kPanels; ++i) {
+                const uint32_t at = queries + i / 2 * T::kPanelBytes + row(r) * 128 + lane_ % 4 * 32 + i % 2 * 16;
+                const uint4 x = load_shared(at);
+                store_shared(at, make_uint4(nan_to_zero(x.x), nan_to_zero(x.y), nan_to_zero(x.z), nan_to_zero(x.w)));
+            }
+        }
+    }
+    // Replaces NaN by 0 in a pair of elements.
+    __device__ __forceinline__ static uint32_t nan_to_zero(uint32_t pair) {
+        constexpr uint32_t kInfinity = std::is_same_v<Element, __half> ? 0x7c00 : 0x7f80, kMagnitude = 0x7fff;
+        const uint32_t low = (pair & kMagnitude) > kInfinity ? 0 : pair & 0xffff;
+        const uint32_t high = (pair >> 16 & kMagnitude) > kInfinity ? 0 : pair & 0xffff0000;
+        return high | low;
+    }
+    // Stores the carries at the newer edge of this half: waits on carry_out_empty, arrives on carry_out_full.
+    template <class Scan>
+    __device__ __forceinline__ void store_carry_out(const Scan& scan, uint32_t number) {
+        float prefix[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r)  // a NaN in this half must not reach newer keys
+            prefix[r] = isnan(scan.newer_prefix[r]) ? 0.f : scan.newer_prefix[r];
+        mbarrier_wait(&control_.carry_out_empty[half_][number % kCarryOutSlots], number / kCarryOutSlots & 1 ^ 1);
+        if (lane_ % 4 == 0) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                control_.carry_out[half_][number % kCarryOutSlots][row(r)] = make_float2(scan.newer_mass[r], prefix[r]);
+            mbarrier_arrive(&control_.carry_out_full[half_][number % kCarryOutSlots][warp_]);
+        }
+    }
+
+    const int half_;                    // 0: older half of the key tile, 1: newer half
+    uint32_t k_low_, v_low_, qdo_low_;  // lower halves of the descriptors of the first buffer or stage
+    uint32_t weights_, dz_;             // addresses of A and dz of this half, first slot
+    float product_offset_ = 0.f;        // of the key tile
+    float s_[32], dp_[32];
+};
+
+}  // namespace megatron_sb::hopper
