@@ -97,10 +97,7 @@ class BackwardThread {
                                                 const float (&dk)[kHeadDim / 2],
                                                 const float (&dv)[kHeadDim / 2]) const {
         constexpr float kOutputScale = 1.f / common::kWeightScale<Element>;
-        if (step.flags & kPartialSums) {
-            store_partial_rows(args_.plan.partial_dk, step, half, dk, args_.scale);
-            store_partial_rows(args_.plan.partial_dv, step, half, dv, kOutputScale);
-        } else if (accumulates_gradients()) {
+        if (accumulates_gradients()) {
             add_gradient_rows(args_.params.dk, step, half, dk, args_.scale);
             add_gradient_rows(args_.params.dv, step, half, dv, kOutputScale);
         } else {
@@ -153,22 +150,6 @@ class BackwardThread {
 #pragma unroll
             for (int n = 0; n < kHeadDim / 8; ++n)
                 write_pair(first + 8 * n, x[4 * n + 2 * r] * factor, x[4 * n + 2 * r + 1] * factor);
-        }
-    }
-    // Stores the sums of a part. The four lanes of a quad write 32 neighbouring bytes, a whole sector.
-    __device__ __forceinline__ void store_partial_rows(float* to, const Step& step, int half,
-                                                       const float (&x)[kHeadDim / 2], float factor) const {
-        const int kv_head = step.batch * args_.params.sizes.num_kv_heads + step.kv_head;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int key = half * kHalfTileKeys + KeyOrder<kHalfTileKeys>()(row(r));
-            if (key >= step.tile_keys) continue;
-            const int64_t row = args_.plan.partial_row(args_.params.sizes, step.part, kv_head, step.k_row + key);
-            float* const first = to + row * kHeadDim + lane_ % 4 * 2;
-#pragma unroll
-            for (int n = 0; n < kHeadDim / 8; ++n)
-                *reinterpret_cast<float2*>(first + 8 * n) =
-                    make_float2(x[4 * n + 2 * r] * factor, x[4 * n + 2 * r + 1] * factor);
         }
     }
     // Each warp writes its own 16 rows through shared memory, so that global memory receives whole rows.
