@@ -51,7 +51,7 @@ class StickBreakingConfig(PreTrainedConfig):
     """
 
     model_type = "stick_breaking"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ("cache", "past_key_values")
 
     vocab_size: int = 32000
     hidden_size: int = 1024

@@ -20,6 +20,8 @@ from megatron_sb.huggingface.packing import document_mask
 from megatron_sb.ops import head_output
 
 LOADER = "load_stick_breaking"  # the module in a saved folder that imports the classes
+# The field of outputs that holds the cache. transformers 5.24 renamed it, and the argument of the same name.
+CACHE_FIELD = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 AUTO_CLASSES = {"AutoConfig": "StickBreakingConfig", "AutoModelForCausalLM": "StickBreakingForCausalLM"}
 
 
@@ -45,13 +47,13 @@ class StickBreakingAttention(nn.Module):
         for name, enabled in head_vectors.items():
             self.register_parameter(name, nn.Parameter(torch.empty(width)) if enabled else None)
 
-    def forward(self, x: Tensor, mask: Tensor | None, past_key_values: Cache | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
         """x: (b, s, hidden_size); mask: as `attention_mask` returns it."""
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        if past_key_values is not None:
-            k, v = past_key_values.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
+        if cache is not None:
+            k, v = cache.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         config, with_mass = self.config, self.remainder_bias is not None
         options = {
@@ -115,9 +117,9 @@ class StickBreakingDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = StickBreakingExperts(config) if config.num_experts else StickBreakingMLP(config)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, past_key_values: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """x: (b, s, hidden_size)."""
-        x = x + self.residual_multiplier * self.self_attn(self.input_layernorm(x), mask, past_key_values)
+        x = x + self.residual_multiplier * self.self_attn(self.input_layernorm(x), mask, cache)
         return x + self.residual_multiplier * self.mlp(self.post_attention_layernorm(x))
 
 
@@ -129,7 +131,7 @@ class StickBreakingPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ("StickBreakingDecoderLayer",)
-    _skip_keys_device_placement = ("past_key_values",)
+    _skip_keys_device_placement = ("cache", "past_key_values")
     _supports_attention_backend = True
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
@@ -176,6 +178,7 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        cache: Cache | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
@@ -193,7 +196,8 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
             input_ids: (b, s). Exactly one of input_ids and inputs_embeds is required.
             attention_mask: (b, keys so far), 0 for padding. Default None: no padding.
             position_ids: (b, s), used only to find document boundaries (where they restart at 0).
-            past_key_values: a cache of older keys and values.
+            cache: a cache of older keys and values.
+            past_key_values: the same, under its name before transformers 5.24.
             inputs_embeds: (b, s, hidden_size).
             use_cache: return a cache. Default None: config.use_cache.
             output_hidden_states: return the input of each layer and the output. Default None:
@@ -203,7 +207,7 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
             kwargs: ignored.
 
         Returns:
-            last_hidden_state (b, s, hidden_size), past_key_values and hidden_states.
+            last_hidden_state (b, s, hidden_size), the cache and hidden_states.
 
         Raises:
             ValueError: if an argument is not supported.
@@ -216,24 +220,20 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         x = x * self.config.embedding_multiplier
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        if use_cache and past_key_values is None and not self.training:
-            past_key_values = DynamicCache(config=self.config)
-        mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=x,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-        )
-        if mask is None and (past_key_values is None or past_key_values.get_seq_length() == 0):
+        cache = cache if cache is not None else past_key_values
+        if use_cache and cache is None and not self.training:
+            cache = DynamicCache(config=self.config)
+        mask = create_causal_mask(self.config, x, attention_mask, cache)
+        if mask is None and (cache is None or cache.get_seq_length() == 0):
             mask = document_mask(position_ids, cu_seq_lens_q, x.shape[:2])
         keep_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states = []
         for layer in self.layers:
             if keep_states:
                 states.append(x)
-            x = layer(x, mask, past_key_values)
+            x = layer(x, mask, cache)
         x = self.norm(x)
-        return BaseModelOutputWithPast(x, past_key_values, (*states, x) if keep_states else None)
+        return BaseModelOutputWithPast(x, cache, (*states, x) if keep_states else None)
 
 
 class StickBreakingForCausalLM(StickBreakingPreTrainedModel, GenerationMixin):
@@ -280,6 +280,7 @@ class StickBreakingForCausalLM(StickBreakingPreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor | None = None,
         labels: Tensor | None = None,
+        cache: Cache | None = None,
         past_key_values: Cache | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: int | Tensor | None = None,
@@ -290,18 +291,19 @@ class StickBreakingForCausalLM(StickBreakingPreTrainedModel, GenerationMixin):
         Args:
             input_ids: (b, s).
             labels: (b, s), usually input_ids; -100 excludes a token from the loss.
-            past_key_values: a cache of older keys and values.
+            cache: a cache of older keys and values.
+            past_key_values: the same, under its name before transformers 5.24.
             logits_to_keep: number of last tokens to compute logits for (0: all), or their indices. Default 0.
             num_items_in_batch: divisor of the summed loss. Default None: the number of labels.
             kwargs: arguments of `StickBreakingModel.forward`.
 
         Returns:
-            loss, logits (b, kept tokens, vocab_size), past_key_values and hidden_states.
+            loss, logits (b, kept tokens, vocab_size), the cache and hidden_states.
         """
-        outputs = self.model(input_ids, past_key_values=past_key_values, **kwargs)
+        outputs = self.model(input_ids, cache=cache, past_key_values=past_key_values, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept]) / self.config.logits_scaling
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=num_items_in_batch)
-        return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states)
+        return CausalLMOutputWithPast(loss, logits, getattr(outputs, CACHE_FIELD), outputs.hidden_states)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import decoders
 from support.messages import mentions
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import megatron_sb as sb
 from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
@@ -111,6 +111,16 @@ def test_padding_and_generation(variant):
     ids, mask = decoders.padded(rows)
     made = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)[:, 9:]
     assert made.tolist() == [decoders.chosen(model, row, 6) for row in rows]
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_cache_under_both_names(name):
+    """With either name of the cache, the second half of a row has the logits of the whole row."""
+    model, ids, cache = make_model(), tokens(1, 12), DynamicCache()
+    whole = model(ids).logits
+    model(ids[:, :7], **{name: cache})
+    assert cache.get_seq_length() == 7
+    torch.testing.assert_close(model(ids[:, 7:], **{name: cache}).logits, whole[:, 7:], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
