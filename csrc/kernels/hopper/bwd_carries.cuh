@@ -106,7 +106,7 @@ class CarryReader {
             }
             return int(slots[0].z) == step.tile && int(slots[1].z) == step.tile;
         };
-        wait_until(ready, [&](uint32_t tries) { leave_note(&control_.carry_in_full[stage], tries); });
+        wait_until(&control_.carry_in_full[stage], ready);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             carries[i].mass = __uint_as_float(slots[i].x);

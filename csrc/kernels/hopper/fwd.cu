@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant_
         for (auto& numbers : c.used_up_work)
             for (int32_t& number : numbers) number = -1;
         c.init_notes();
-        mbarrier_init(&c.finished, 4 * T::kWarpgroups);
+        mbarrier_init(&c.finished, 128 * T::kWarpgroups);
         fence_mbarrier_init();
         fence_async_proxy();
     }
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant_
     } else {
         warpgroup_reg_alloc<T::kConsumerRegisters>();
         ForwardConsumer<T>(shared, arguments, warpgroup - 1).run();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(&c.finished);
+        mbarrier_arrive(&c.finished);
     }
 }
 

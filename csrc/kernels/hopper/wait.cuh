@@ -3,10 +3,9 @@
 // waits that have one, so none of them hangs alone.
 //
 // One thread of each CTA, the watchdog, has the clock. It acts if one of its own waits lasts until the limit; then the
-// CTA has made no progress. All other threads only leave a note from time to time while they wait: they store a
-// register that is in use anyway, at a fixed distance from the barrier. The notes tell the watchdog which waits to
-// name. Any code in a wait that needs one more register is too much: with the clock and the record in every wait, the
-// backward is 6% slower although that code never runs.
+// CTA has made no progress. All other threads only leave a note at each try of a wait that is not over at once: they
+// store 0 at a fixed distance from the barrier. The notes tell the watchdog which waits to name. A store of 0 needs no
+// register. Any code in a wait that needs one is too much: it costs up to 6% although it seldom runs.
 #pragma once
 
 #include "kernels/common/expired_wait.h"
@@ -26,10 +25,10 @@ __device__ __forceinline__ uint32_t wait_clock() {
 // The limit in units of the clock, rounded up. The unit in which a wait begins does not count.
 constexpr uint32_t kWaitLimit = uint32_t((uint64_t(common::kWaitLimitSeconds) * 1'000'000'000 >> 32) + 1);
 
-// A waiting thread leaves a note after this many tries, and again after as many more. 2^16 tries take 20 ms to some
+// The watchdog looks at the clock after this many tries, and again after as many more. 2^16 tries take 20 ms to some
 // seconds.
-constexpr uint32_t kTriesPerNote = 1 << 16;
-// Distance in bytes from a barrier to its note, 64 bits that are not 0 if a thread has waited long on the barrier.
+constexpr uint32_t kTriesPerCheck = 1 << 16;
+// Distance in bytes from a barrier to its note.
 constexpr int kNoteDistance = 2048;
 
 // Calls visit(wait, barrier) for a barrier, or for each of an array. For functions visit_barriers(barriers, visit),
@@ -41,35 +40,43 @@ __device__ void visit_each(Wait wait, Array& barriers, const Visit& visit) {
         visit(wait, reinterpret_cast<uint64_t*>(&barriers)[i]);
 }
 
+// The note of a barrier, and the name of the wait on it. A thread that waits stores 0 in `unused`.
+struct WaitNote {
+    uint32_t unused, wait;
+};
+
 // The barriers of a kernel, which are all members of Barriers, and their notes.
 template <class Barriers>
 struct NotedBarriers : Barriers {
-    static_assert(sizeof(Barriers) < kNoteDistance, "the notes must come after all barriers");
+    static constexpr int kCount = sizeof(Barriers) / sizeof(uint64_t);
+    static_assert(sizeof(WaitNote) == sizeof(uint64_t) && sizeof(Barriers) < kNoteDistance,
+                  "each barrier has a note, and the notes must come after all barriers");
     uint8_t padding[kNoteDistance - sizeof(Barriers)];
-    Barriers notes;
+    WaitNote notes[kCount];
     uint32_t wait_began;  // by the clock of waits; for the watchdog
 
     // Call this in one thread before the barriers are used.
     __device__ void init_notes() {
-        visit_barriers(notes, [](Wait, uint64_t& note) { note = 0; });
+        const uint64_t* const first = reinterpret_cast<const uint64_t*>(this);
+#pragma unroll 1
+        for (WaitNote& note : notes) note = {1, uint32_t(Wait::kNone)};
+        visit_barriers(*this, [&](Wait wait, uint64_t& barrier) { notes[&barrier - first].wait = uint32_t(wait); });
     }
 };
 
-// Tries until ready() returns true. Calls note(number of tries) while it waits long.
-template <class Ready, class Note>
-__device__ __forceinline__ void wait_until(const Ready& ready, const Note& note) {
-    if (ready()) return;
-    for (uint32_t tries = 1; !ready(); ++tries)
-        if (tries % kTriesPerNote == 0) note(tries);
+// Leaves a note at a barrier, which must be a member of NotedBarriers.
+__device__ __forceinline__ void leave_note(uint64_t* barrier) {
+    asm volatile("st.relaxed.cta.shared::cta.u32 [%0], 0;" ::"r"(shared_address(barrier) + kNoteDistance) : "memory");
 }
-// Leaves a note at a barrier, which must be a member of NotedBarriers. `tries` is not 0.
-__device__ __forceinline__ void leave_note(uint64_t* barrier, uint32_t tries) {
-    asm volatile("st.relaxed.cta.shared::cta.u32 [%0], %1;" ::"r"(shared_address(barrier) + kNoteDistance), "r"(tries)
-                 : "memory");
+// Tries until ready() returns true. Leaves notes at `barrier`.
+template <class Ready>
+__device__ __forceinline__ void wait_until(uint64_t* barrier, const Ready& ready) {
+    if (ready()) return;
+    while (!ready()) leave_note(barrier);
 }
 // Waits until the phase with this parity is complete. The barrier must be a member of NotedBarriers.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
-    wait_until([&] { return mbarrier_try_wait(barrier, parity); }, [&](uint32_t tries) { leave_note(barrier, tries); });
+    wait_until(barrier, [&] { return mbarrier_try_wait(barrier, parity); });
 }
 
 // ---- the watchdog ---------------------------------------------------------------------------------------------------
@@ -94,20 +101,22 @@ template <uint32_t kLimit, class Barriers>
 __device__ void check_limit(NotedBarriers<Barriers>& barriers, ExpiredWait* record, uint32_t waits, bool first) {
     if (first) barriers.wait_began = wait_clock();
     const uint32_t age = wait_clock() - barriers.wait_began;
-    if (age <= kLimit / 2) barriers.init_notes();  // only the notes of the second half are read
-    if (age <= kLimit) return;
-    visit_barriers(barriers.notes, [&](Wait wait, const volatile uint64_t& note) {
-        if (note != 0) waits |= 1u << int(wait);
-    });
-    abort_launch(record, waits);
+    if (age > kLimit / 2 && age <= kLimit) return;  // notes of the second half are read
+#pragma unroll 1
+    for (WaitNote& note : barriers.notes) {
+        if (age <= kLimit) note.unused = 1;
+        if (*static_cast<const volatile uint32_t*>(&note.unused) == 0) waits |= 1u << note.wait;
+    }
+    if (age > kLimit) abort_launch(record, waits);
 }
 // A wait of the watchdog: one thread, or all threads of one warp. kWait names it.
 template <Wait kWait, uint32_t kLimit = kWaitLimit, class Barriers, class Ready>
 __device__ __forceinline__ void watch_until(NotedBarriers<Barriers>& barriers, ExpiredWait* record,
                                             const Ready& ready) {
-    wait_until(ready, [&](uint32_t tries) {
-        check_limit<kLimit>(barriers, record, 1u << int(kWait), tries == kTriesPerNote);
-    });
+    if (ready()) return;
+    for (uint32_t tries = 1; !ready(); ++tries)
+        if (tries % kTriesPerCheck == 0)
+            check_limit<kLimit>(barriers, record, 1u << int(kWait), tries == kTriesPerCheck);
 }
 
 }  // namespace megatron_sb::hopper
