@@ -172,9 +172,9 @@ class Publisher {
 
     __device__ void run() {
         // When the consumers arrive on carry_out_full[1] for step n, they have added step n - kLag to dq. At head_dim
-        // 64, the scans have waited on dz_empty, on which the sum warpgroup arrives after it has added step n - 3. At
-        // head_dim 128, each warp adds step n - 2 before it scans step n.
-        constexpr int kLag = T::kDzSlots;
+        // 64, the scans have waited on dz_empty of step n - 3, on which the sum warpgroup arrives after it has added
+        // step n - 4. At head_dim 128, each warp adds step n - 2 before it scans step n.
+        constexpr int kLag = T::kDzSlots + (T::kHasSumWarpgroup ? 1 : 0);
         for (int number = 0;; ++number) {
             wait_for_step_info(control_, number);
             const int flags = step(number).flags;

@@ -2,7 +2,10 @@
 // warpgroup, so the work is split:
 //
 //     warpgroups 1 and 2, one for each half tile (scan):  S = Q K^T, dP = dO V^T, then A and dz into a ring of 3 slots
-//     warpgroup 3 (sum):                                  dQ = dz K,  dV += A^T dO,  dK += dz^T Q
+//     warpgroup 3 (sum):                                  dQ = dz K,  dV^T += dO^T A,  dK^T += Q^T dz
+//
+// The sums dK and dV are transposed, because a product with all 128 keys in its columns reads less shared memory than
+// two products with 64 columns.
 //
 // The tensor cores compute the sums of older steps while the scans compute A and dz. A scan waits only for the sums of
 // the step that used the same slot before, three steps earlier.
@@ -16,7 +19,8 @@
 //     dz_full      each scan warp, after it has written A and dz  sum warpgroup
 //     dz_empty     each sum warp, after its products              scan warpgroups, before they write A
 // bwd_half_tile.cuh describes the barriers of the carries, bwd_output.cuh those of the additions to dQ.
-// At the end of a key tile, the sum warpgroup uses K as staging space for dK and dV before it releases the buffer.
+// At the end of a key tile, the sum warpgroup uses K and V as staging space for dK and dV before it releases the
+// buffer.
 #pragma once
 
 #include "kernels/hopper/bwd_half_tile.cuh"
@@ -109,9 +113,11 @@ class SumWarpgroup : BackwardThread<T> {
         : Base(shared, arguments) {
         k_low_ = descriptor_low(shared_address(shared.k[0][0]), 0);
         qdo_low_ = descriptor_low(shared_address(shared.qdo[0][0]), 0);
-        weights_low_ = descriptor_low(shared_address(shared.weights[0][0]), 0);
-        dz_low_ = descriptor_low(shared_address(shared.dz[0][0]), 0);
+        // A product with 128 keys in its columns finds the newer 64 keys T::kPanelBytes after the older ones.
+        weights_low_ = descriptor_low(shared_address(shared.weights[0][0]), T::kPanelBytes);
+        dz_low_ = descriptor_low(shared_address(shared.dz[0][0]), T::kPanelBytes);
         k_ = shared_address(shared.k[0][0]);
+        v_ = shared_address(shared.v[0][0]);
     }
 
     __device__ __forceinline__ void run() {
@@ -121,24 +127,20 @@ class SumWarpgroup : BackwardThread<T> {
             const int buffer = tiles % T::kTileBuffers;
             mbarrier_wait(&control_.kv_full[buffer], tiles / T::kTileBuffers & 1);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-#pragma unroll
-                for (int i = 0; i < 32; ++i) dk_[half][i] = dv_[half][i] = 0.f;
-                fence_accumulator(dk_[half]);
-                fence_accumulator(dv_[half]);
-            }
+            for (int i = 0; i < 64; ++i) dk_[i] = dv_[i] = 0.f;
+            fence_accumulator(dk_);
+            fence_accumulator(dv_);
             do {
                 sum_step(buffer);
             } while (!(step(number_ - 1).flags & kLastStepOfTile));
             const Step last = step(number_ - 1);
-            // K becomes staging space for dK and dV. No product still reads K: the scans finished theirs before they
-            // arrived on dz_full, and each of the four warps has waited for its dQ before this barrier.
-            warpgroup_barrier(1);
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                this->write_dk_dv(last, half, k_ + buffer * 2 * T::kTileBytes, dk_[half], dv_[half]);
+            // K and V become staging space for dK and dV. No product still reads them: the scans finished theirs before
+            // they arrived on dz_full, and each of the four warps has waited for its dQ before the first barrier of
+            // write_transposed_dk_dv().
+            this->write_transposed_dk_dv(last, k_ + buffer * 2 * T::kTileBytes, v_ + buffer * 2 * T::kTileBytes, dk_,
+                                         dv_);
             fence_async_proxy();
-            this->release(&control_.kv_empty[buffer]);
+            this->signal(&control_.kv_empty[buffer]);
         }
     }
 
@@ -152,43 +154,36 @@ class SumWarpgroup : BackwardThread<T> {
         const uint32_t weights = this->opaque(weights_low_) + slot * 2 * kPanel;
         const uint32_t dz = this->opaque(dz_low_) + slot * 2 * kPanel;
         wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kStepRows / 16; ++i)
+            wgmma_accumulate<1, 1>(Element{}, dv_, descriptor(d_o + i * 128), descriptor(weights + i * 128));
+#pragma unroll
+        for (int i = 0; i < kStepRows / 16; ++i)
+            wgmma_accumulate<1, 1>(Element{}, dk_, descriptor(q + i * 128), descriptor(dz + i * 128));
+        wgmma_commit();
         wgmma_overwrite<0, 1>(Element{}, dq_, descriptor(dz), descriptor(k));
 #pragma unroll
         for (int i = 1; i < kBackwardKeyTile / 16; ++i)
             wgmma_accumulate<0, 1>(Element{}, dq_, descriptor(dz + i / 4 * kPanel + i % 4 * 2),
                                    descriptor(k + i / 4 * kTile + i % 4 * 128));
         wgmma_commit();
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-#pragma unroll
-            for (int i = 0; i < kStepRows / 16; ++i)
-                wgmma_accumulate<1, 1>(Element{}, dv_[half], descriptor(weights + half * kPanel + i * 128),
-                                       descriptor(d_o + i * 128));
-#pragma unroll
-            for (int i = 0; i < kStepRows / 16; ++i)
-                wgmma_accumulate<1, 1>(Element{}, dk_[half], descriptor(dz + half * kPanel + i * 128),
-                                       descriptor(q + i * 128));
-        }
-        wgmma_commit();
+        // The scans of the next steps need the stage and the slot, so release both before the wait for the turn.
         wgmma_wait<1>();
-        fence_accumulator(dq_);
-        this->template add_dq<2>(number_, this->dq_target(number_, 0), dq_, 0);
-        wgmma_wait<0>();
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            fence_accumulator(dk_[half]);
-            fence_accumulator(dv_[half]);
-        }
-        this->release(&control_.dz_empty[slot]);
+        fence_accumulator(dk_);
+        fence_accumulator(dv_);
         mbarrier_arrive(&control_.qdo_empty[cursor_.stage]);
+        wgmma_wait<0>();
+        fence_accumulator(dq_);
+        this->release(&control_.dz_empty[slot]);
+        this->template add_dq<2>(number_, this->dq_target(number_, 0), dq_, 0);
         cursor_ = cursor_.next();
         ++number_;
     }
 
-    uint32_t k_low_, qdo_low_, weights_low_, dz_low_, k_;
+    uint32_t k_low_, qdo_low_, weights_low_, dz_low_, k_, v_;
     StageCursor cursor_;  // of step number_
     uint32_t number_ = 0;
-    float dq_[32], dk_[2][32], dv_[2][32];
+    float dq_[32], dk_[64], dv_[64];  // dK and dV transposed: rows are columns of the head dimension
 };
 
 }  // namespace megatron_sb::hopper

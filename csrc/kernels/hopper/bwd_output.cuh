@@ -105,6 +105,25 @@ class BackwardThread {
             store_gradient_rows(args_.params.dv, step, half, staged, dv, kOutputScale);
         }
     }
+    // The same for both halves, at head_dim 64, from transposed accumulators: their rows are the columns of the head
+    // dimension, their columns are the keys in the order of shared memory. Staging takes 128 rows of 64 columns for
+    // each. All 128 threads call it together; products may read the staging space until they do.
+    __device__ __forceinline__ void write_transposed_dk_dv(const Step& step, uint32_t staged_dk, uint32_t staged_dv,
+                                                           const float (&dk)[64], const float (&dv)[64]) const {
+        constexpr float kOutputScale = 1.f / common::kWeightScale<Element>;
+        constexpr int kBarrier = 1;
+        if (accumulates_gradients()) {
+            add_transposed(args_.params.dk, step, dk, args_.scale);
+            add_transposed(args_.params.dv, step, dv, kOutputScale);
+            return;
+        }
+        warpgroup_barrier(kBarrier);
+        stage_transposed(staged_dk, dk, args_.scale);
+        stage_transposed(staged_dv, dv, kOutputScale);
+        warpgroup_barrier(kBarrier);
+        store_staged_keys(args_.params.dk, step, staged_dk);
+        store_staged_keys(args_.params.dv, step, staged_dv);
+    }
     // Stores 64 columns of row r of the accumulator with stmatrix. Each lane passes the address of 8 columns of one
     // row.
     __device__ __forceinline__ void store_rows(uint32_t tile, int r, const uint32_t (&x)[8]) const {
@@ -178,6 +197,44 @@ class BackwardThread {
             }
             __syncwarp();
         }
+    }
+    __device__ __forceinline__ void add_transposed(const Rows<void*>& to, const Step& step, const float (&x)[64],
+                                                   float factor) const {
+#pragma unroll
+        for (int n = 0; n < kBackwardKeyTile / 8; ++n)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const int key = tile_key(8 * n + lane_ % 4 * 2 + c);
+                if (key >= step.tile_keys) continue;
+                float* const first = key_row<float>(to, step, key);
+#pragma unroll
+                for (int r = 0; r < 2; ++r) reduce_add_global(first + row(r), x[4 * n + 2 * r + c] * factor);
+            }
+    }
+    // Stores the accumulator as rows of 64 columns, one for each key.
+    __device__ __forceinline__ void stage_transposed(uint32_t to, const float (&x)[64], float factor) const {
+        const int group = lane_ / 16, columns = warp_ * 2 + lane_ / 8 % 2, swizzled = columns ^ (lane_ % 8);
+        const uint32_t first = to + (group * 8 + lane_ % 8) * 128 + swizzled * 16;
+#pragma unroll
+        for (int n = 0; n < kBackwardKeyTile / 8; n += 2) {
+            uint32_t packed[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                packed[i] = pack<Element>(x[4 * n + 2 * i] * factor, x[4 * n + 2 * i + 1] * factor);
+            stmatrix_x4_transposed(first + n * 8 * 128, packed);
+        }
+    }
+    __device__ __forceinline__ void store_staged_keys(const Rows<void*>& to, const Step& step, uint32_t staged) const {
+#pragma unroll
+        for (int i = 0; i < 32; i += 4) {
+            const int row = warp_ * 32 + i + lane_ / 8, key = tile_key(row);
+            const uint4 eight = load_shared(staged + row * 128 + ((lane_ % 8 ^ row % 8) << 4));
+            store_global_if(key < step.tile_keys, key_row<Element>(to, step, key) + lane_ % 8 * 8, eight);
+        }
+    }
+    // The key of the tile that row `row` of shared memory holds.
+    __device__ __forceinline__ static int tile_key(int row) {
+        return row / kHalfTileKeys * kHalfTileKeys + KeyOrder<kHalfTileKeys>()(row % kHalfTileKeys);
     }
     template <class Out>
     __device__ __forceinline__ Out* key_row(const Rows<void*>& to, const Step& step, int key) const {

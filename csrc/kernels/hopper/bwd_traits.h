@@ -13,10 +13,11 @@ constexpr int kHalfTileKeys = 64;
 constexpr int kStepRows = 64;  // query rows in a step
 constexpr int kQdoStages = 3;
 // Slots for step descriptions. The step loader waits on step_info_empty before it overwrites one, but consumers do not
-// arrive there. They still read in time: the loader also waits on qdo_empty, so it is at most kQdoStages steps ahead.
+// arrive there. They still read in time: the loader also waits on qdo_empty, on which a consumer arrives at most one
+// step before its last use of the description. So the loader is at most kQdoStages + 1 steps ahead.
 constexpr int kStepRing = 16;
-constexpr int kDqTurns = 4;        // steps that may add to dq at the same time
-constexpr int kCarryOutSlots = 8;  // slots for outgoing carries; kDqTurns limits the steps in flight to fewer
+constexpr int kDqTurns = 8;  // steps that have a turn to add to dq, or wait until their additions are published
+constexpr int kCarryOutSlots = 8;
 
 constexpr int kMaxTileBuffers = 2, kMaxDzSlots = 3;
 

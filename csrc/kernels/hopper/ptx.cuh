@@ -88,6 +88,12 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t to, const uint32_t (&x)[4])
                  "r"(x[2]), "r"(x[3])
                  : "memory");
 }
+// The same, but stores the transposed matrices.
+__device__ __forceinline__ void stmatrix_x4_transposed(uint32_t to, const uint32_t (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]),
+                 "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
 __device__ __forceinline__ void store_shared(uint32_t to, uint4 x) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
                  : "memory");
@@ -141,6 +147,9 @@ __device__ __forceinline__ void store_relaxed_b128(void* to, const uint4& x) {
         : "memory");
 }
 // Add to values in global memory, without returning them. Other CTAs see the additions in order only after a fence.
+__device__ __forceinline__ void reduce_add_global(float* to, float x) {
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
+}
 __device__ __forceinline__ void reduce_add_global(float* to, float x, float y) {
     asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
 }
