@@ -10,14 +10,33 @@ import pytest
 from megatron_sb.ops import library
 
 
-def instructions_of_kernels() -> dict[str, list[str]]:
-    """Return the instructions of the sm_90 kernels of the operator library, by mangled name."""
+def instructions_of_kernels() -> dict[str, list[tuple[int, str]]]:
+    """Return (address, instruction) of the sm_90 kernels of the operator library, by mangled name."""
     triton = pytest.importorskip("triton", reason="needs cuobjdump, which is a part of triton")
     cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     command = [cuobjdump, "-sass", "-arch", "sm_90a", library.library_path()]
     text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     kernels = re.split(r"\n\s*Function : ", text)[1:]
-    return {k.split("\n", 1)[0]: re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(.*?);", k) for k in kernels}
+    return {
+        k.split("\n", 1)[0]: [(int(at, 16), i) for at, i in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", k)]
+        for k in kernels
+    }
+
+
+def innermost_loops_of_products(code: list[tuple[int, str]]) -> list[list[str]]:
+    """Return the instructions of every loop with a product (HGMMA) but without a smaller loop with one."""
+    index_of = {address: i for i, (address, _) in enumerate(code)}
+    loops = []
+    for end, (_, instruction) in enumerate(code):
+        target = re.search(r"\bBRA\b.*0x([0-9a-f]+)$", instruction.strip())
+        begin = index_of.get(int(target[1], 16)) if target else None
+        if begin is not None and begin <= end and any("HGMMA" in i for _, i in code[begin : end + 1]):
+            loops.append((begin, end))
+    return [
+        [i for _, i in code[begin : end + 1]]
+        for begin, end in loops
+        if not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in loops)
+    ]
 
 
 @pytest.mark.skipif(library.build_info()["cuda"] is None, reason="needs a build with CUDA")
@@ -25,16 +44,18 @@ def test_wgmma_descriptors_stay_in_uniform_registers():
     """Otherwise each wgmma waits for moves (R2UR), for example if the end of a loop does not look uniform to ptxas.
 
     The forward then loses 5% of its speed. The backward at head_dim 128 reads the address of dq from shared memory.
-    This needs two moves in each of two loops.
+    This needs two moves.
     """
-    kernels = {name: code for name, code in instructions_of_kernels().items() if any("HGMMA" in i for i in code)}
+    kernels = {name: code for name, code in instructions_of_kernels().items() if any("HGMMA" in i for _, i in code)}
     assert len(kernels) >= 4
     for name, code in kernels.items():
-        products = [i for i, instruction in enumerate(code) if "HGMMA" in instruction]
-        moves = 0
-        for first, second in itertools.pairwise(products):
-            between = code[first:second]
-            if len(between) < 16:
-                moves += sum("R2UR" in instruction for instruction in between)
-        allowed = 4 if "8backward" in name and "Li128E" in name else 0
-        assert moves <= allowed, name
+        loops = innermost_loops_of_products(code)
+        assert len(loops) >= (3 if "8backward" in name and "Li64E" in name else 2 if "8backward" in name else 1), name
+        for loop in loops:
+            products = [i for i, instruction in enumerate(loop) if "HGMMA" in instruction]
+            moves = 0
+            for first, second in itertools.pairwise(products):
+                between = loop[first:second]
+                if len(between) < 16:
+                    moves += sum("R2UR" in instruction for instruction in between)
+            assert moves <= (2 if "8backward" in name and "Li128E" in name else 0), name
