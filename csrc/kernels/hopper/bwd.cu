@@ -7,7 +7,7 @@
 // rows to the oldest. The scan along the keys needs two numbers for each row at the older edge of the tile: the mass P
 // and the prefix b. Together they are the carry of the row. The CTA that owns the next older key tile sends it. dK and
 // dV are summed in registers, also over the query heads of a KV head. dQ is summed in global memory, oldest key tile
-// first.
+// first. If there are too few key tiles for all CTAs, several CTAs share a tile (bwd_parts.h).
 //
 // Warpgroup 0: one warp loads Q, dO, K and V (bwd_step_loader.cuh); three warps exchange carries with other CTAs and
 // order the additions to dQ (bwd_carries.cuh). The other warpgroups compute: two at head_dim 128
@@ -121,9 +121,10 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
     a.scale = scalars.scale;
     a.scale_log2 = scalars.scale_log2e;
     a.expired_wait = common::expired_wait_record();
-    const int64_t num_work_tiles = int64_t(a.plan.max_key_tiles) * z.batch * z.num_kv_heads;
-    common::launch("hopper backward", backward<T>, std::min<int64_t>(common::num_multiprocessors(), num_work_tiles),
+    const int64_t num_tickets = int64_t(a.plan.max_key_tiles) * a.plan.num_kv_heads * a.plan.parts.count();
+    common::launch("hopper backward", backward<T>, std::min<int64_t>(common::num_multiprocessors(), num_tickets),
                    T::kThreads, sizeof(typename T::Shared), stream, a);
+    add_partial_sums(p, a.plan, stream);
 }
 
 bool has_work(const BackwardParams& p) {

@@ -181,6 +181,7 @@ class Publisher {
             if (flags & kEndOfWork) return;
             publish_additions_before(number - kLag + 1);
             publish_carries(number);
+            if (flags & kPartialSums && flags & kLastStepOfTile) mark_sums(step(number));
             if (flags & kLastStepOfTile) publish_additions_before(number + 1);
         }
     }
@@ -188,6 +189,12 @@ class Publisher {
   private:
     __device__ const Step& step(int number) const { return control_.step_info[number % kStepRing]; }
 
+    // Tells add_partial_sums() that this part of the key tile has sums. It runs after this kernel.
+    __device__ void mark_sums(const Step& step) const {
+        const Sizes& sizes = args_.params.sizes;
+        const int kv_head = step.batch * sizes.num_kv_heads + step.kv_head;
+        if (lane_ == 0) args_.plan.has_sums[args_.plan.partial_row(sizes, step.part, kv_head, step.k_row)] = 1;
+    }
     // Waits on carry_out_full[1], on which the newer half arrives. Arrives on carry_out_empty[1], on which it waits.
     __device__ void publish_carries(int number) const {
         const Step& step = this->step(number);

@@ -12,7 +12,8 @@
 
 namespace megatron_sb::hopper {
 
-constexpr int kDqVectors = 8;  // vectors of four floats in a thread's part of 64 columns of dq
+constexpr int kKeysOfLane = 16;  // neighbouring keys in the columns of a thread, of a half tile
+constexpr int kDqVectors = 8;    // vectors of four floats in a thread's part of 64 columns of dq
 
 // A thread of a consumer warpgroup. The accumulators of a warpgroup have 64 rows: query rows for dQ, keys for dK and
 // dV.
@@ -97,9 +98,9 @@ class BackwardThread {
                                                 const float (&dk)[kHeadDim / 2],
                                                 const float (&dv)[kHeadDim / 2]) const {
         constexpr float kOutputScale = 1.f / common::kWeightScale<Element>;
-        if (accumulates_gradients()) {
-            add_gradient_rows(args_.params.dk, step, half, dk, args_.scale);
-            add_gradient_rows(args_.params.dv, step, half, dv, kOutputScale);
+        if (writes_fp32(step)) {
+            write_fp32(fp32_rows(args_.params.dk, args_.plan.partial_dk, step), step, half, dk, args_.scale);
+            write_fp32(fp32_rows(args_.params.dv, args_.plan.partial_dv, step), step, half, dv, kOutputScale);
         } else {
             store_gradient_rows(args_.params.dk, step, half, staged, dk, args_.scale);
             store_gradient_rows(args_.params.dv, step, half, staged, dv, kOutputScale);
@@ -112,9 +113,9 @@ class BackwardThread {
                                                            const float (&dk)[64], const float (&dv)[64]) const {
         constexpr float kOutputScale = 1.f / common::kWeightScale<Element>;
         constexpr int kBarrier = 1;
-        if (accumulates_gradients()) {
-            add_transposed(args_.params.dk, step, dk, args_.scale);
-            add_transposed(args_.params.dv, step, dv, kOutputScale);
+        if (writes_fp32(step)) {
+            write_transposed_fp32(fp32_rows(args_.params.dk, args_.plan.partial_dk, step), step, dk, args_.scale);
+            write_transposed_fp32(fp32_rows(args_.params.dv, args_.plan.partial_dv, step), step, dv, kOutputScale);
             return;
         }
         warpgroup_barrier(kBarrier);
@@ -159,16 +160,37 @@ class BackwardThread {
         }
     }
 
-    __device__ __forceinline__ void add_gradient_rows(const Rows<void*>& to, const Step& step, int half,
-                                                      const float (&x)[kHeadDim / 2], float factor) const {
+    // dk or dv of a key tile in fp32: the sums of a part of the tile, which are stored, or gradients that accumulate,
+    // to which they are added.
+    struct Fp32Rows {
+        float* first;  // row of the first key
+        int64_t row_stride;
+        bool store;
+    };
+    __device__ __forceinline__ bool writes_fp32(const Step& step) const {
+        return step.flags & kPartialSums || accumulates_gradients();
+    }
+    __device__ __forceinline__ Fp32Rows fp32_rows(const Rows<void*>& to, float* partial, const Step& step) const {
+        if (!(step.flags & kPartialSums)) return {key_row<float>(to, step, 0), to.row_stride, false};
+        const Sizes& sizes = args_.params.sizes;
+        const int kv_head = step.batch * sizes.num_kv_heads + step.kv_head;
+        return {partial + args_.plan.partial_row(sizes, step.part, kv_head, step.k_row) * kHeadDim, kHeadDim, true};
+    }
+    __device__ __forceinline__ void write_fp32(const Fp32Rows& to, const Step& step, int half,
+                                               const float (&x)[kHeadDim / 2], float factor) const {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int key = half * kHalfTileKeys + KeyOrder<kHalfTileKeys>()(row(r));
             if (key >= step.tile_keys) continue;
-            float* const first = key_row<float>(to, step, key) + lane_ % 4 * 2;
+            float* const first = to.first + key * to.row_stride + lane_ % 4 * 2;
 #pragma unroll
-            for (int n = 0; n < kHeadDim / 8; ++n)
-                write_pair(first + 8 * n, x[4 * n + 2 * r] * factor, x[4 * n + 2 * r + 1] * factor);
+            for (int n = 0; n < kHeadDim / 8; ++n) {
+                const float2 pair = make_float2(x[4 * n + 2 * r] * factor, x[4 * n + 2 * r + 1] * factor);
+                if (to.store)
+                    *reinterpret_cast<float2*>(first + 8 * n) = pair;
+                else
+                    reduce_add_global(first + 8 * n, pair.x, pair.y);
+            }
         }
     }
     // Each warp writes its own 16 rows through shared memory, so that global memory receives whole rows.
@@ -198,18 +220,27 @@ class BackwardThread {
             __syncwarp();
         }
     }
-    __device__ __forceinline__ void add_transposed(const Rows<void*>& to, const Step& step, const float (&x)[64],
-                                                   float factor) const {
+    // The same for transposed accumulators. A thread has 16 neighbouring keys of each half. For each key, the lanes
+    // of a warp write two groups of eight neighbouring columns, whole sectors.
+    __device__ __forceinline__ void write_transposed_fp32(const Fp32Rows& to, const Step& step, const float (&x)[64],
+                                                          float factor) const {
 #pragma unroll
-        for (int n = 0; n < kBackwardKeyTile / 8; ++n)
+        for (int half = 0; half < 2; ++half) {
+            const int first_key = half * kHalfTileKeys + lane_ % 4 * kKeysOfLane;
+            float* at = to.first + first_key * to.row_stride + row(0);
 #pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                const int key = tile_key(8 * n + lane_ % 4 * 2 + c);
-                if (key >= step.tile_keys) continue;
-                float* const first = key_row<float>(to, step, key);
+            for (int k = 0; k < kKeysOfLane; ++k, at += to.row_stride) {
+                if (first_key + k >= step.tile_keys) continue;
 #pragma unroll
-                for (int r = 0; r < 2; ++r) reduce_add_global(first + row(r), x[4 * n + 2 * r + c] * factor);
+                for (int r = 0; r < 2; ++r) {
+                    const float value = x[32 * half + 4 * (k / 2) + 2 * r + k % 2] * factor;
+                    if (to.store)
+                        at[8 * r] = value;
+                    else
+                        reduce_add_global(at + 8 * r, value);
+                }
             }
+        }
     }
     // Stores the accumulator as rows of 64 columns, one for each key.
     __device__ __forceinline__ void stage_transposed(uint32_t to, const float (&x)[64], float factor) const {

@@ -59,9 +59,21 @@ __device__ void for_each_tile(const Sizes& sizes, const Segments& segments, cons
     }
 }
 
+// Whether part 0 of a key tile has all its steps. `segment` is the first segment of its key range.
+__device__ bool is_whole(const BackwardParams& p, const BackwardPlan& plan, int segment, int tile) {
+    if (plan.parts.count() == 1) return true;
+    for (int i = segment; i >= 0; i = plan.segments[i].next) {
+        const Segment s = clamped(p.segments[i], p.sizes);
+        if (!plan.parts.is_whole(num_steps(s), oldest_step(s, p.options.attend_current, tile))) return false;
+    }
+    return true;
+}
+
 // Sorts the key tiles by tile number with a counting sort: count the tiles of each number, sum the counts, place the
-// tiles.
-__device__ void sort_key_tiles(const Sizes& sizes, const Segments& segments, const BackwardPlan& plan, int* warp_sums) {
+// tiles. The links between the segments must be complete.
+__device__ void sort_key_tiles(const BackwardParams& p, const BackwardPlan& plan, int* warp_sums) {
+    const Sizes& sizes = p.sizes;
+    const Segments& segments = p.segments;
     for_each_tile(sizes, segments, plan, [&](int, int, int tile) { atomicAdd(&plan.tile_offsets[tile], 1); });
     __syncthreads();
     const int most_tiles = (sizes.k_rows + kBackwardKeyTile - 1) / kBackwardKeyTile;
@@ -77,7 +89,8 @@ __device__ void sort_key_tiles(const Sizes& sizes, const Segments& segments, con
     __syncthreads();
     for_each_tile(sizes, segments, plan, [&](int segment, int num_keys, int tile) {
         const int at = atomicAdd(&plan.tile_offsets[tile], 1);
-        if (at < plan.max_key_tiles) plan.key_tiles[at] = {segment, tile, num_keys, 0};
+        const bool whole = is_whole(p, plan, segment, tile);
+        if (at < plan.max_key_tiles) plan.key_tiles[at] = {segment, tile, num_keys, whole};
     });
 }
 
@@ -124,7 +137,7 @@ __global__ void __launch_bounds__(kPlanThreads)
     number_steps(p.sizes, p.segments, plan, warp_sums);
     __syncthreads();
     link_segments(p.sizes, p.segments, plan);
-    sort_key_tiles(p.sizes, p.segments, plan, warp_sums);
+    sort_key_tiles(p, plan, warp_sums);
 }
 
 // Writes oldest_tile and newest_half of each step, over the rows of this step alone. `first_row` is the index of the
@@ -226,17 +239,23 @@ Layout lay_out_workspace(const BackwardParams& p, BackwardPlan* plan) {
     const int64_t heads = int64_t(z.batch) * z.num_heads;
     plan->max_steps = z.q_rows / kStepRows + std::min(p.segments.size, z.q_rows);
     plan->max_key_tiles = z.k_rows / kBackwardKeyTile + std::min(p.segments.size, z.k_rows);
+    plan->num_kv_heads = z.batch * z.num_kv_heads;
+    plan->parts = choose_tile_parts(z, p.segments.size);
+    const int64_t parts = plan->parts.count() > 1 ? int64_t(plan->parts.count()) * plan->num_kv_heads : 0;
     Workspace w{static_cast<char*>(p.workspace)};
     plan->counters = w.take<int32_t>(2);
     plan->dq_next_tile = w.take<int32_t>(heads * plan->max_steps);
     plan->carries = w.take<CarrySlot>(heads * z.q_rows);
     plan->key_ranges = w.take<int32_t>(KeyRanges::entries(z.k_rows));
     plan->tile_offsets = w.take<int32_t>(z.k_rows / kBackwardKeyTile + 1);
+    plan->has_sums = w.take<int32_t>(parts * z.k_rows);
     Layout layout{w.bytes, 0};
     plan->segments = w.take<SegmentPlan>(p.segments.size);
     plan->key_tiles = w.take<KeyTile>(plan->max_key_tiles);
     plan->starts = w.take<StepStarts>(heads * plan->max_steps);
     plan->dq = w.take<float>(heads * plan->max_steps * kStepRows * z.head_dim);
+    plan->partial_dk = w.take<float>(parts * z.k_rows * z.head_dim);
+    plan->partial_dv = w.take<float>(parts * z.k_rows * z.head_dim);
     layout.bytes = w.bytes;
     return layout;
 }

@@ -10,6 +10,7 @@
 #include "core/params.h"
 #include "core/restart.h"
 #include "core/segment.h"
+#include "kernels/hopper/bwd_parts.h"
 #include "kernels/hopper/bwd_traits.h"
 
 namespace megatron_sb::hopper {
@@ -19,7 +20,7 @@ struct KeyTile {
     int32_t segment;  // first segment of the key range; SegmentPlan::next links the others
     int32_t tile;
     int32_t num_keys;  // of the key range
-    int32_t unused;
+    int32_t is_whole;  // 1: part 0 has all its steps and writes dk and dv; 0: each part writes a partial sum
 };
 
 struct SegmentPlan {
@@ -46,6 +47,8 @@ struct alignas(16) CarrySlot {
 
 struct BackwardPlan {
     int32_t max_steps, max_key_tiles;
+    int32_t num_kv_heads;   // of all batch elements
+    TileParts parts;        // into which the work of a key tile is divided
     int32_t* counters;      // number of tickets taken, number of key tiles
     SegmentPlan* segments;  // one per segment
     KeyTile* key_tiles;     // ordered by tile number, the oldest first
@@ -55,6 +58,14 @@ struct BackwardPlan {
     float* dq;              // (heads, max_steps, 64 * head_dim), in the order of the accumulator registers
     int32_t* key_ranges;    // (3, k_rows), used while planning
     int32_t* tile_offsets;  // (k_rows / 128 + 1), used while planning
+    // The next three have elements only if a key tile can have several parts.
+    int32_t* has_sums;               // (parts, kv_heads, k_rows): 1 at the first key of a tile if the part has steps
+    float *partial_dk, *partial_dv;  // (parts, kv_heads, k_rows, head_dim), undefined for tiles without has_sums
+
+    // Index of a key in has_sums, and of its row in partial_dk and partial_dv. KV heads are counted over the batch.
+    SB_HOST_DEVICE int64_t partial_row(const Sizes& sizes, int part, int kv_head, int key) const {
+        return (int64_t(part) * num_kv_heads + kv_head) * sizes.k_rows + key;
+    }
 };
 
 constexpr int kTicket = 0, kNumKeyTiles = 1;
@@ -63,6 +74,9 @@ constexpr int kTicket = 0, kNumKeyTiles = 1;
 int64_t plan_backward(const BackwardParams& params, BackwardPlan* plan);
 // Launches the kernels that fill the plan. Throws RuntimeFailure if a launch fails.
 void launch_plan(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream);
+// Launches the kernel that adds the partial sums of dk and dv, if key tiles have several parts. Throws RuntimeFailure
+// if the launch fails.
+void add_partial_sums(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream);
 
 // Number of keys of a segment that are visible to its row `row`.
 SB_HOST_DEVICE inline int visible_keys(const Segment& s, bool attend_current, int row) {
@@ -76,6 +90,11 @@ SB_HOST_DEVICE inline int start_half(int edge, float mass, int visible) {
 }
 SB_HOST_DEVICE inline int num_steps(const Segment& s) {
     return s.k_len > 0 ? (s.q_len + kStepRows - 1) / kStepRows : 0;
+}
+// The oldest step of a segment whose rows see a key tile, if any row does.
+SB_HOST_DEVICE inline int oldest_step(const Segment& s, bool attend_current, int tile) {
+    const int first_row = tile * kBackwardKeyTile - s.q_pos_minus_k_pos - (attend_current ? 1 : 0) + 1;
+    return first_row > 0 ? first_row / kStepRows : 0;
 }
 
 }  // namespace megatron_sb::hopper

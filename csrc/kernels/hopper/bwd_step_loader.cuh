@@ -1,5 +1,6 @@
 // The step loader, warp 0 of the backward. It takes key tiles in the order of the tickets and finds the steps of each.
-// It writes descriptions of the steps for all other warps, and loads Q, dO, K and V.
+// It writes descriptions of the steps for all other warps, and loads Q, dO, K and V. If key tiles have several parts
+// (bwd_parts.h), a ticket is for one part, and a CTA treats the part as a key tile.
 //
 // Synchronisation. Lane 0 of the loader arrives on each `full` barrier; the loader waits on each `empty` barrier.
 //     barrier           the other side
@@ -26,10 +27,11 @@ class StepLoader {
 
     __device__ void run() {
         while (next_key_tile()) {
+            if (key_tile_.is_whole && part_ > 0) continue;  // part 0 has all steps
             // The slow steps (kSlow) come first, because the consumers run them in a separate loop.
             push_steps(true);
             push_steps(false);
-            if (!have_pending_ && args_.params.grad_dtype != Dtype::kFloat32) fill_empty_step();
+            if (!have_pending_ && writes_zeros()) fill_empty_step();
             if (have_pending_) publish_pending(kLastStepOfTile);
         }
         pending_.flags = 0;
@@ -37,19 +39,25 @@ class StepLoader {
     }
 
   private:
-    // Takes a ticket and finds its key tile and KV head. Returns false if there is no more work.
+    // Whether the consumers write zeros to the gradients of a key tile without steps. If the tile has several parts,
+    // add_partial_sums() does.
+    __device__ bool writes_zeros() const { return args_.params.grad_dtype != Dtype::kFloat32 && key_tile_.is_whole; }
+    // Takes a ticket and finds its key tile, KV head and part. Returns false if there is no more work.
     __device__ bool next_key_tile() {
         int ticket = 0;
         if (lane_ == 0) ticket = atomicAdd(&args_.plan.counters[kTicket], 1);
         ticket = __shfl_sync(~0u, ticket, 0);
         const Sizes& z = args_.params.sizes;
         const int key_tiles = args_.plan.counters[kNumKeyTiles], heads = z.batch * z.num_kv_heads;
-        const int64_t tickets_per_group = int64_t(args_.heads_in_flight) * key_tiles;
-        if (ticket >= int64_t(heads) * key_tiles) return false;
+        const int parts = args_.plan.parts.count();
+        const int64_t tickets_per_group = int64_t(args_.heads_in_flight) * key_tiles * parts;
+        if (ticket >= int64_t(heads) * key_tiles * parts) return false;
         const int group = int(ticket / tickets_per_group), ticket_in_group = int(ticket % tickets_per_group);
         const int first = group * args_.heads_in_flight, count = min(args_.heads_in_flight, heads - first);
-        key_tile_ = args_.plan.key_tiles[ticket_in_group / count];
-        const int head = first + ticket_in_group % count;
+        const int tile_and_head = ticket_in_group / parts;
+        key_tile_ = args_.plan.key_tiles[tile_and_head / count];
+        const int head = first + tile_and_head % count;
+        part_ = ticket_in_group % parts;
         batch_ = head / z.num_kv_heads;
         kv_head_ = head % z.num_kv_heads;
         new_key_tile_ = true;
@@ -59,26 +67,29 @@ class StepLoader {
     __device__ void push_steps(bool slow) {
         const Sizes& z = args_.params.sizes;
         const int group = z.num_heads / z.num_kv_heads, first = batch_ * z.num_heads + kv_head_ * group;
+        const PartRange heads = args_.plan.parts.heads_of(part_, group);
         for (int i = key_tile_.segment; i >= 0; i = args_.plan.segments[i].next)
-            for (int h = 0; h < group; h += 32)  // one lane per head
+            for (int h = heads.begin; h < heads.end; h += 32)  // one lane per head
                 push_steps_of_heads(clamped(args_.params.segments[i], z), args_.plan.segments[i].first_step, first + h,
-                                    min(32, group - h), slow);
+                                    min(32, heads.end - h), slow);
     }
 
-    // Pushes the steps of up to 32 query heads that need this key tile: only slow steps, or only fast ones. The order
-    // is from the newest step to the oldest, and each step is pushed for all heads before the next older one. So
-    // neighbouring key tiles stay a constant number of steps apart, although an older tile has more steps for each
-    // head.
+    // Pushes the steps of this part, for up to 32 query heads, that need this key tile: only slow steps, or only fast
+    // ones. The order is from the newest step to the oldest, and each step is pushed for all heads before the next
+    // older one. So neighbouring key tiles stay a constant number of steps apart, although an older tile has more steps
+    // for each head.
     __device__ void push_steps_of_heads(const Segment& s, int first_step, int first_head, int heads, bool slow) {
-        const int current = args_.params.options.attend_current ? 1 : 0, offset = s.q_pos_minus_k_pos + current;
-        const int tile_begin = key_tile_.tile * kBackwardKeyTile, steps = num_steps(s);
+        const bool attend_current = args_.params.options.attend_current;
+        const int offset = s.q_pos_minus_k_pos + (attend_current ? 1 : 0);
+        const int tile_begin = key_tile_.tile * kBackwardKeyTile;
         if (s.k_len <= tile_begin || s.q_len - 1 + offset <= tile_begin) return;
-        const int oldest = max(0, (tile_begin - offset + 1) >> 6);
+        const auto [oldest, end] =
+            args_.plan.parts.steps_of(part_, num_steps(s), oldest_step(s, attend_current, key_tile_.tile));
         const StepStarts* const starts = args_.plan.starts + int64_t(first_head) * args_.plan.max_steps + first_step;
         int newest = oldest - 1;  // newest step of this lane's head that needs the tile
         for (int h = 0; h < heads; ++h) {
             const StepStarts* const head_starts = starts + int64_t(h) * args_.plan.max_steps;
-            const int found = find_newest_step(head_starts, oldest, steps);
+            const int found = find_newest_step(head_starts, oldest, end);
             const bool some = found >= oldest && (!slow || head_starts[found].newest_half_so_far >= 2 * key_tile_.tile);
             if (lane_ == h && some) newest = found;
         }
@@ -134,12 +145,12 @@ class StepLoader {
         return (num_visible < kHalfTileKeys ? kMasked : 0) | (num_visible < 2 * kHalfTileKeys ? kMasked << 1 : 0);
     }
 
-    // Returns the newest step, from `oldest` on, that needs this key tile, or oldest - 1 if no step needs it. A step
+    // Returns the newest step in [oldest, end) that needs this key tile, or oldest - 1 if no step needs it. A step
     // needs the tile if a row of this step, or of a newer one, starts in this tile or in an older one. All 32 lanes
     // search together.
-    __device__ int find_newest_step(const StepStarts* starts, int oldest, int steps) const {
-        // Invariant: step `low` needs the tile, or low = oldest - 1; step `high` does not.
-        int low = oldest - 1, high = steps;
+    __device__ int find_newest_step(const StepStarts* starts, int oldest, int end) const {
+        // Invariant: step `low` needs the tile, or low = oldest - 1; step `high` does not, or high = end.
+        int low = oldest - 1, high = end;
         while (high - low > 1) {
             const int stride = max((high - low + 31) / 32, 1), step = low + (lane_ + 1) * stride;
             const bool needed = step < high && starts[step].oldest_tile <= key_tile_.tile;
@@ -161,12 +172,13 @@ class StepLoader {
         mbarrier_wait(&control_.step_info_empty[number_ % kStepRing], number_ / kStepRing & 1 ^ 1);
         if (lane_ == 0) {
             Step step = pending_;
-            step.flags |= flags;
+            step.flags |= flags | (key_tile_.is_whole ? 0 : kPartialSums);
             step.tile = key_tile_.tile;
             step.batch = batch_;
             step.kv_head = kv_head_;
             step.k_row = tile_row_;
             step.tile_keys = tile_keys_;
+            step.part = part_;
             control_.step_info[number_ % kStepRing] = step;
             mbarrier_arrive(&control_.step_info_full[number_ % kStepRing]);
         }
@@ -252,7 +264,7 @@ class StepLoader {
     const BackwardArguments& args_;
     const int lane_;
     KeyTile key_tile_;
-    int batch_ = 0, kv_head_ = 0;
+    int batch_ = 0, kv_head_ = 0, part_ = 0;
     int tile_row_ = 0, tile_keys_ = 0, tiles_ = 0;
     bool new_key_tile_ = false, have_pending_ = false;
     Step pending_;  // not published yet: its flags depend on the next step of the tile

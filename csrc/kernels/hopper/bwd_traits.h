@@ -1,16 +1,16 @@
-// Tile sizes, register budgets and the shared-memory plan of the backward.
+// Register budgets and the shared-memory plan of the backward.
 #pragma once
+
+#include <vector_types.h>
 
 #include <cstdint>
 
 #include "core/params.h"
+#include "kernels/hopper/bwd_tiles.h"
 #include "kernels/hopper/wait.cuh"
 
 namespace megatron_sb::hopper {
 
-constexpr int kBackwardKeyTile = 128;  // keys in a key tile, 64 for each half
-constexpr int kHalfTileKeys = 64;
-constexpr int kStepRows = 64;  // query rows in a step
 constexpr int kQdoStages = 3;
 // Slots for step descriptions. The step loader waits on step_info_empty before it overwrites one, but consumers do not
 // arrive there. They still read in time: the loader also waits on qdo_empty, on which a consumer arrives at most one
@@ -33,15 +33,17 @@ struct alignas(16) Step {
     int32_t row;       // first query row, counted within its head
     int32_t batch, head, kv_head;
     int32_t k_row, tile_keys;  // row of k of the first key of the tile; number of keys in the tile (1 to 128)
-    int32_t unused[2];
+    int32_t part;              // of the key tile, if it has several (kPartialSums)
+    int32_t unused;
 };
 constexpr int kOldestKeyTile = 1;  // the first key tile of the chain that adds to dq of these rows
 constexpr int kNewestKeyTile = 2;  // the last one; it writes dq
 constexpr int kLastStepOfTile = 4;
-constexpr int kEndOfWork = 8;   // not a step: all work is done
-constexpr int kMasked = 16;     // shifted left by the half (0 or 1): some row does not see all keys of that half
-constexpr int kSlow = 64;       // some row starts in this tile, in newer keys, or never
-constexpr int kSlowNext = 128;  // the next step of this tile is slow
+constexpr int kEndOfWork = 8;      // not a step: all work is done
+constexpr int kMasked = 16;        // shifted left by the half (0 or 1): some row does not see all keys of that half
+constexpr int kSlow = 64;          // some row starts in this tile, in newer keys, or never
+constexpr int kSlowNext = 128;     // the next step of this tile is slow
+constexpr int kPartialSums = 256;  // the sums of dk and dv at the end of the tile are those of a part
 
 // The carry of a row that a key tile receives: mass and prefix at the older edge of the tile, and where the row starts.
 struct alignas(16) Carry {

@@ -47,6 +47,10 @@ def cases():
             cu_seqlens, cu_seqlens_k = (torch.tensor(edges, dtype=torch.int32) for edges in (EDGES, EDGES_K))
             options = {"return_mass": True, "attend_current": True, "mass_threshold": 0.0}
             yield f"{name} packed", stickbreaking_attention_varlen, packed, (cu_seqlens, cu_seqlens_k), options
+    for heads, rows in ((8, 200), (1, 1150)):  # CTAs share key tiles: by query heads, by rows
+        for d in (64, 128):
+            x = make_inputs("mean -6", s=rows, h=heads, h_kv=1, d=d, dtype=torch.bfloat16)
+            yield f"{heads} heads of {d}, {rows} rows", stickbreaking_attention, x, (), {"return_mass": True}
 
 
 def moved(x, device, dtype=None):

@@ -30,6 +30,18 @@ def test_bf16(regime, length, head_dim, mass_in_loss):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("length", [2048, 8192])
+@pytest.mark.parametrize("regime", ["randn", "mean -11"])
+@pytest.mark.parametrize(("h", "h_kv"), [(8, 1), (16, 1), (16, 2), (7, 1), (4, 4), (2, 2)])
+def test_bf16_with_few_kv_heads(h, h_kv, regime, length, head_dim):
+    """Several CTAs share a key tile: each sums dk and dv over a part of the query heads and rows."""
+    runs = [(0, length)] if length == 2048 else [(1000, 1128), (4000, 4200), (8000, 8192)]
+    x = barred_inputs(regime, length, runs, d=head_dim, h=h, h_kv=h_kv)
+    missed = Bar(x, runs).missed(run(stickbreaking_attention, x, return_mass=True), regime)
+    assert not missed, "; ".join(missed)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_bf16_at_a_million_keys(head_dim):
     """The last rows are within their bounds where the mass is carried over all keys, forth and back."""
     length = 2**20

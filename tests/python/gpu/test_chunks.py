@@ -32,13 +32,21 @@ def zigzag(lengths: list[int], rank: int, ranks: int) -> tuple[torch.Tensor, lis
 
 
 @pytest.mark.parametrize(
-    ("lengths", "heads", "d"),
-    [(DOCUMENTS, 3, 128), (DOCUMENTS, 4, 64), ([16384], 2, 128), ([4096], 16, 128), ([1024] * 8, 6, 64)],
-    ids=["documents 128", "documents 64", "one of 16K", "one of 4K", "eight of 1K"],
+    ("lengths", "heads", "kv_heads", "d"),
+    [
+        (DOCUMENTS, 3, 3, 128),
+        (DOCUMENTS, 4, 4, 64),
+        ([16384], 2, 2, 128),
+        ([4096], 16, 16, 128),
+        ([1024] * 8, 6, 6, 64),
+        ([8192], 8, 1, 128),
+        ([4096, 4096], 4, 2, 64),
+    ],
+    ids=["documents 128", "documents 64", "one of 16K", "one of 4K", "eight of 1K", "8 heads on 1", "4 heads on 2"],
 )
-def test_blocks_of_two_ranks_give_the_results_of_one_call(lengths, heads, d):
+def test_blocks_of_two_ranks_give_the_results_of_one_call(lengths, heads, kv_heads, d):
     """The rows of each rank attend to all keys. o and dq are equal, and so are the sums of dk and dv over the ranks."""
-    x = make_inputs("mean -11", s=sum(lengths), h=heads, d=d, dtype=torch.bfloat16)
+    x = make_inputs("mean -11", s=sum(lengths), h=heads, h_kv=kv_heads, d=d, dtype=torch.bfloat16)
     cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     q, k, v = (t[0].requires_grad_() for t in (x.q, x.k, x.v))
     o = stickbreaking_attention_varlen(q, k, v, cu_seqlens)

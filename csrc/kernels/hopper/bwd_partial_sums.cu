@@ -1,0 +1,93 @@
+// Adds the partial sums of dk and dv, if key tiles have several parts (bwd_parts.h). It runs after the main kernel. The
+// order is that of the parts, so results are bitwise repeatable.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "kernels/common/launch.h"
+#include "kernels/hopper/bwd_plan.h"
+
+namespace megatron_sb::hopper {
+namespace {
+
+constexpr int kSumThreads = 256;
+static_assert(TileParts::kMostParts <= 32, "a warp tests has_sums of one part in each lane");
+constexpr int kKeysOfBlock = 16;  // keys of a tile that a thread block handles: enough blocks for all multiprocessors
+
+// Writes four columns of a gradient. The fp32 version adds to it.
+template <class Element>
+__device__ void write_columns(Element* to, const float4& x) {
+    alignas(8) const Element rounded[4] = {Element(x.x), Element(x.y), Element(x.z), Element(x.w)};
+    *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(rounded);
+}
+__device__ void write_columns(float* to, const float4& x) {
+    float2* const pairs = reinterpret_cast<float2*>(to);
+    const float2 low = pairs[0], high = pairs[1];
+    pairs[0] = make_float2(low.x + x.x, low.y + x.y);
+    pairs[1] = make_float2(high.x + x.z, high.y + x.w);
+}
+
+// The sum of four columns over the parts in the mask `present`, in the order of the parts.
+__device__ float4 sum_of_parts(const float* partial, int64_t part_stride, uint32_t present) {
+    constexpr int kLoads = 4;  // in flight together
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+    while (present != 0) {
+        float4 x[kLoads];
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i, present &= present - 1) {
+            const float* const at = partial + (__ffs(present) - 1) * part_stride;
+            x[i] = present != 0 ? __ldcs(reinterpret_cast<const float4*>(at)) : make_float4(0.f, 0.f, 0.f, 0.f);
+        }
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i)
+            sum = make_float4(sum.x + x[i].x, sum.y + x[i].y, sum.z + x[i].z, sum.w + x[i].w);
+    }
+    return sum;
+}
+
+// A thread block handles kKeysOfBlock keys of one key tile and KV head. A tile without any sums gets zeros.
+template <class Out>
+__global__ void __launch_bounds__(kSumThreads)
+    add_parts(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardPlan plan) {
+    constexpr int kBlocksOfTile = kBackwardKeyTile / kKeysOfBlock;
+    const int first_key = blockIdx.x % kBlocksOfTile * kKeysOfBlock, tile_and_head = blockIdx.x / kBlocksOfTile;
+    const int key_tile = tile_and_head / plan.num_kv_heads, kv_head = tile_and_head % plan.num_kv_heads;
+    if (key_tile >= plan.counters[kNumKeyTiles]) return;
+    const KeyTile tile = plan.key_tiles[key_tile];
+    if (tile.is_whole) return;
+    const int keys = min(first_key + kKeysOfBlock, tile.num_keys - tile.tile * kBackwardKeyTile);
+    const int tile_row = clamped(p.segments[tile.segment], p.sizes).k_begin + tile.tile * kBackwardKeyTile;
+    const int threads_of_row = p.sizes.head_dim / 4, column = threadIdx.x % threads_of_row * 4;
+    const int batch = kv_head / p.sizes.num_kv_heads, head = kv_head % p.sizes.num_kv_heads;
+    const int lane = threadIdx.x % 32;
+    const bool has_sums =
+        lane < plan.parts.count() && plan.has_sums[plan.partial_row(p.sizes, lane, kv_head, tile_row)] != 0;
+    const uint32_t present = __ballot_sync(~0u, has_sums);
+    const int64_t part_stride = plan.partial_row(p.sizes, 1, 0, 0) * p.sizes.head_dim;
+    const auto add = [&](const float* partial, const Rows<void*>& to, int row) {
+        const int64_t at = plan.partial_row(p.sizes, 0, kv_head, row) * p.sizes.head_dim + column;
+        const int64_t out = batch * to.batch_stride + head * to.head_stride + row * to.row_stride + column;
+        write_columns(static_cast<Out*>(to.data) + out, sum_of_parts(partial + at, part_stride, present));
+    };
+    for (int key = first_key + threadIdx.x / threads_of_row; key < keys; key += kSumThreads / threads_of_row) {
+        add(plan.partial_dk, p.dk, tile_row + key);
+        add(plan.partial_dv, p.dv, tile_row + key);
+    }
+}
+
+}  // namespace
+
+void add_partial_sums(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream) {
+    if (plan.parts.count() == 1) return;
+    const int64_t blocks = int64_t(plan.max_key_tiles) * plan.num_kv_heads * (kBackwardKeyTile / kKeysOfBlock);
+    const auto run = [&](auto kernel) {
+        common::launch("hopper backward: add_partial_sums", kernel, blocks, kSumThreads, 0, stream, params, plan);
+    };
+    if (params.grad_dtype == Dtype::kFloat32)
+        run(add_parts<float>);
+    else if (params.grad_dtype == Dtype::kBFloat16)
+        run(add_parts<__nv_bfloat16>);
+    else
+        run(add_parts<__half>);
+}
+
+}  // namespace megatron_sb::hopper
