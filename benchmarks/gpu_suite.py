@@ -81,7 +81,7 @@ def steps_of(stage: str, options: argparse.Namespace) -> list[Step]:
             "--print-limit",
             "20",
         ]
-        return [Step(tool, [*sanitizer, "--tool", tool, python, cases], 180) for tool in options.tools]
+        return [Step(tool, [*sanitizer, "--tool", tool, python, cases, options.part], 180) for tool in options.tools]
     if stage == "training":
         return [
             Step(
@@ -222,6 +222,7 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     add("--workers", type=int, default=1, help="pytest-xdist workers on the GPU (default: %(default)s)")
     add("--limit-s", type=int, help="upper limit of the steps' time limits, in seconds (default: none)")
     add("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), help="tools of compute-sanitizer (default: all)")
+    add("--part", default="1/1", help="part of the sanitizers' cases, such as 2/4 (default: %(default)s)")
     add("--select", nargs=argparse.REMAINDER, default=[], help="more arguments for pytest; must be the last option")
     add("--models", nargs="+", choices=TRAINED, default=list(TRAINED), help="models of stage training (default: all)")
     add(

@@ -1,5 +1,6 @@
 """Every GPU kernel once at small sizes, for compute-sanitizer: compute-sanitizer --tool memcheck python THIS_FILE
 
+With an argument such as 2/4, only the second of four parts of the cases runs. The parts can run at the same time.
 The cases cover all dtypes, head_dims with and without a fast kernel, dense and packed inputs, forward and backward, the
 block operators, KV caches and all options. Results are checked too, so a run of wrong kernels does not count as clean.
 Allocations are not cached, so a read past the end of a tensor is a read past the end of an allocation. Memory is not
@@ -33,6 +34,14 @@ DTYPES = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-4}
 HEAD_DIMS = ((64, 64), (128, 128), (40, 24), (256, 256))
 THRESHOLD = 2.0**-24
 EDGES, EDGES_K = [0, 1, 1, 150, 190], [0, 30, 31, 200, 240]
+
+
+PART, PARTS = map(int, (sys.argv[1] if len(sys.argv) > 1 else "1/1").split("/"))
+
+
+def of_this_part(generated):
+    """Return the cases of a generator that belong to this part."""
+    return itertools.islice(generated, PART - 1, None, PARTS)
 
 
 def cases():
@@ -80,7 +89,7 @@ def cache_cases():
 def wrong_caches() -> tuple[int, int]:
     """Return the number of results of KV cache calls, and how many are wrong."""
     failed = count = 0
-    for name, dtype, tensors, options in cache_cases():
+    for name, dtype, tensors, options in of_this_part(cache_cases()):
         on_gpu = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in options.items()}
         actual = stickbreaking_attention_with_kvcache(*(x.cuda() for x in tensors), **on_gpu, return_mass=True)
         expected = stickbreaking_attention_with_kvcache(*(x.float() for x in tensors), **options, return_mass=True)
@@ -99,7 +108,7 @@ def wrong_caches() -> tuple[int, int]:
 def variant_errors():
     """Yield (name, error, bound) of every result with forget gates and Euclidean logits, dense and packed."""
     for dtype, allowed in DTYPES.items():
-        for (d, d_v), variant in itertools.product(((64, 64), (128, 128), (200, 24)), VARIANTS):
+        for (d, d_v), variant in of_this_part(itertools.product(((64, 64), (128, 128), (200, 24)), VARIANTS)):
             x, options = make_variant(variant, "mean -3.2", s=150, s_k=150, h=2, h_kv=1, d=d, d_v=d_v, dtype=dtype)
             gate = options.pop("forget_gate", None)
             for packed in (False, True):
@@ -118,7 +127,7 @@ def variant_errors():
 def wrong_offset_results():
     """Yield (name, whether it is right) of every result with offsets in GPU memory that break the rules."""
     rows, rows_k = 200, 250
-    for dtype, (d, d_v) in itertools.product(DTYPES, HEAD_DIMS[:3]):
+    for dtype, (d, d_v) in of_this_part(itertools.product(DTYPES, HEAD_DIMS[:3])):
         x = moved(make_inputs("randn", s=rows, s_k=rows_k, h=2, h_kv=1, d=d, d_v=d_v, dtype=dtype).packed(), "cuda")
         for wrong in wrong_offsets(rows):
             tables = (wrong_offsets(rows)[wrong], wrong_offsets(rows_k)[wrong])
@@ -139,7 +148,7 @@ def wrong_offset_results():
 def main() -> int:
     """Run all cases and print one line. Return 1 if a result is wrong, else 0."""
     count, failed = wrong_caches()
-    for name, attention, x, args, options in cases():
+    for name, attention, x, args, options in of_this_part(cases()):
         actual = call(attention, moved(x, "cuda"), args, options)
         expected = call(attention, moved(x, "cpu", torch.float32), args, options)
         if attention is stickbreaking_attention:
