@@ -13,6 +13,7 @@ import sys
 # Name on the command line -> module.
 EXPERIMENTS: dict[str, str] = {
     "attention-picture": "megatron_sb.experiments.attention_picture",
+    "corpus": "megatron_sb.experiments.corpus",
     "extrapolation": "megatron_sb.experiments.extrapolation",
     "mqrar": "megatron_sb.experiments.mqrar",
     "needles": "megatron_sb.experiments.needles",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from megatron_sb.validation import InputError
 
@@ -16,6 +16,25 @@ from megatron_sb.validation import InputError
 # first sequence (int64) of every document, with one more entry for the end.
 IDX_HEADER_BYTES = 34
 CHUNK_DOCUMENTS = 2**14  # measured at once: the pages that hold their last tokens are mapped together
+
+
+def write_documents(path_prefix: str, documents: Iterable[np.ndarray], dtype: type[np.integer]) -> int:
+    """Write documents as a data set, one after the other. Memory grows by the length of each document only.
+
+    Args:
+        path_prefix: path of the data set without .bin and .idx. Existing files are overwritten.
+        documents: tokens of each document, integers (n,).
+        dtype: type of a token in the file, for example np.uint16.
+
+    Returns:
+        The number of tokens.
+    """
+    builder, num_tokens = IndexedDatasetBuilder(path_prefix + ".bin", dtype=dtype), 0
+    for tokens in documents:
+        builder.add_document(tokens, [len(tokens)])
+        num_tokens += len(tokens)
+    builder.finalize(path_prefix + ".idx")
+    return num_tokens
 
 
 class IndexedDocuments:

@@ -112,7 +112,7 @@ class _Kinds:
 
     def __init__(self, data: TextDataConfig, only: str = "*", never: Sequence[str] = ()) -> None:
         patterns = (data.include, data.exclude, [only], never)
-        self._included, self._excluded, self._only, self._never = map(_matcher, patterns)
+        self._included, self._excluded, self._only, self._never = map(matcher, patterns)
 
     def below(self, folder: str, left_out: Counter[str]) -> Iterator[tuple[str, os.stat_result]]:
         """Yield the files below a folder, sorted by relative path. Symbolic links to directories are not followed."""
@@ -132,6 +132,6 @@ class _Kinds:
                 left_out[BY_INCLUDE] += 1
 
 
-def _matcher(patterns: Sequence[str]):
+def matcher(patterns: Sequence[str]):
     """Return a function that tells whether a name matches a pattern."""
     return re.compile("|".join(map(fnmatch.translate, patterns)) if patterns else r"(?!)").match
