@@ -59,6 +59,10 @@ class IndexedDocuments:
     def __len__(self) -> int:
         return int(self._firsts[-1])
 
+    def first_document(self, index: int) -> int:
+        """Return the index of the first document of a data set."""
+        return int(self._firsts[index])
+
     def identity(self) -> list:
         """Return values that change when a file is changed or replaced, without reading it."""
         stats = [(os.path.abspath(path), path.stat()) for path in self.files]

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -202,13 +202,16 @@ class Corpus:
 
 
 def load_corpus(config: TrainingConfig) -> Corpus:
-    """Load the documents that config.data names, and split them at random, document by document, by config.seed.
+    """Load the documents that config.data names, and split them.
+
+    Documents of data.validation_paths are for validation. Without them, the split is at random, document by document,
+    by config.seed.
 
     Raises:
         ValueError: An entry of data.paths names no file, no document is left for training or for validation, or the
             index cannot be written.
     """
-    data, index, left_out = config.data, MemoryIndex(), Counter()
+    data, index, left_out, first_held_out = config.data, MemoryIndex(), Counter(), None
     if data.kind == "text":
         documents: Any = TextDocuments(list_files(data))
         vocab_size, end_of_document = BYTE_VOCAB_SIZE, BYTE_END_OF_DOCUMENT
@@ -218,13 +221,15 @@ def load_corpus(config: TrainingConfig) -> Corpus:
         from megatron_sb.megatron.indexed_documents import IndexedDocuments
 
         vocab_size, end_of_document = data.vocab_size, data.end_of_document
-        documents = IndexedDocuments(data.paths, end_of_document)
+        documents = IndexedDocuments([*data.paths, *data.validation_paths], end_of_document)
+        if data.validation_paths:
+            first_held_out = documents.first_document(len(data.paths))
         folder = data.index_folder or Path(data.paths[0]).parent / INDEX_FOLDER
     if folder:
         index = FileIndex(Path(folder), config.parallel.timeout_seconds)
     measured = index.entry("documents", documents.identity(), lambda new: _measure(documents, new))
-    inputs = [measured.key, config.seed, data.validation_fraction]
-    split = index.entry("split", inputs, lambda new: _split(measured, config.seed, data.validation_fraction, new))
+    how = (config.seed, data.validation_fraction) if first_held_out is None else (first_held_out,)
+    split = index.entry("split", [measured.key, *how], lambda new: _split(measured, _held_out_by(*how), new))
     left_out["empty"] += split.facts["empty"]
     sides = [Subset(documents, split, side, vocab_size, index) for side in ("train", "validation")]
     if not all(map(len, sides)):
@@ -251,15 +256,28 @@ def _measure(documents: Documents, new: Any) -> dict[str, Any]:
     return {"checksum": checksum, "longest": longest}
 
 
-def _split(measured: Entry, seed: int, validation_fraction: float, new: Any) -> dict[str, Any]:
+def _held_out_by(first_or_seed: int, fraction: float | None = None) -> Callable[[int, int], np.ndarray]:
+    """Return a function (first, count) -> whether each of `count` documents from `first` on is for validation.
+
+    Args:
+        first_or_seed: the first document for validation, or the seed of a random choice.
+        fraction: share of a random choice. None: there is none.
+    """
+    if fraction is None:
+        return lambda first, count: np.arange(first, first + count) >= first_or_seed
+    generator = np.random.default_rng([first_or_seed, 0])
+    return lambda first, count: generator.random(count) < fraction
+
+
+def _split(measured: Entry, held_out_of: Callable[[int, int], np.ndarray], new: Any) -> dict[str, Any]:
     """Build the index entry with the documents of both sides, and their lengths."""
     lengths = measured.arrays["lengths"]
     dtypes = _dtype_for(len(lengths)), _dtype_for(measured.facts["longest"])
     sides = {side: (new(side, dtypes[0]), new(f"{side}_lengths", dtypes[1])) for side in ("train", "validation")}
     facts: Counter[str] = Counter(empty=0, train_tokens=0, validation_tokens=0)
-    generator, first = np.random.default_rng([seed, 0]), 0
+    first = 0
     for some in chunks(lengths):
-        held_out, long_enough = generator.random(len(some)) < validation_fraction, some > 1
+        held_out, long_enough = held_out_of(first, len(some)), some > 1
         for side, chosen in (("train", long_enough & ~held_out), ("validation", long_enough & held_out)):
             indices, of_side = sides[side]
             indices.append(first + np.flatnonzero(chosen))

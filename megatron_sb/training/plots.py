@@ -15,8 +15,8 @@ from matplotlib import pyplot
 
 from megatron_sb.validation import naming
 
-MARKERS = {"none": "o", "linear": "v", "ntk": "^"}
-SCALINGS = {"none": "", "linear": ", linear scaling", "ntk": ", NTK scaling"}
+MARKERS = {"none": "o", "linear": "v", "ntk": "^", "yarn": "s"}
+SCALINGS = {"none": "", "linear": ", linear scaling", "ntk": ", NTK scaling", "yarn": ", YaRN"}
 STYLES = ("--", "-", ":", "-.")
 
 

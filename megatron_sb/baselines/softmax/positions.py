@@ -1,4 +1,4 @@
-"""Position encodings: RoPE with linear and NTK scaling, ALiBi and FIRE."""
+"""Position encodings: RoPE with linear, NTK and YaRN scaling, ALiBi and FIRE."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from torch.nn.functional import linear
 
 from megatron_sb.baselines.softmax.compiled import compiled
 from megatron_sb.baselines.softmax.offsets import row_positions, shared_by_layers
-from megatron_sb.validation import check_choice, check_number
+from megatron_sb.validation import check_choice, check_counts, check_number
 
-RotaryKind = Literal["none", "linear", "ntk"]
+RotaryKind = Literal["none", "linear", "ntk", "yarn"]
 
+# YaRN: pairs that turn fewer than YARN_SLOW times in the trained context are stretched, and those that turn more than
+# YARN_FAST times are kept.
+YARN_SLOW, YARN_FAST = 1.0, 32.0
 _FIRE_EPS = 1e-6
 
 
@@ -31,13 +34,16 @@ class RotaryScaling:
     """Scale rotary positions so that a longer context looks like the trained one.
 
     Args:
-        kind: "none"; "linear", which divides positions by `factor` (Chen et al., arXiv 2306.15595); or "ntk", which
-            multiplies the base by factor ** (d / (d - 2)). NTK scaling stretches the longest wavelength by `factor`
-            and keeps the shortest. Default "none".
+        kind: "none"; "linear", which divides positions by `factor` (Chen et al., arXiv 2306.15595); "ntk", which
+            multiplies the base by factor ** (d / (d - 2)); or "yarn" (Peng et al., arXiv 2309.00071). NTK scaling
+            stretches the longest wavelength by `factor` and keeps the shortest. YaRN stretches the wavelengths that
+            are long for the trained context by `factor`, keeps the short ones, and multiplies q and k by
+            0.1 log(factor) + 1. Default "none".
         factor: new context divided by trained context, at least 1. Default 1.
+        trained_context: tokens. Only "yarn" reads it, and needs it. Default None.
 
     Raises:
-        ValueError: if `kind` is unknown, or `factor` is below 1 or not finite.
+        ValueError: if `kind` is unknown, `factor` is below 1 or not finite, or "yarn" has no trained_context.
         TypeError: if `factor` is not a number.
 
     Example:
@@ -47,11 +53,14 @@ class RotaryScaling:
 
     kind: RotaryKind = "none"
     factor: float = 1.0
+    trained_context: int | None = None
 
     def __post_init__(self):
         """Validate the fields."""
         check_choice("kind", self.kind, get_args(RotaryKind))
         check_number("factor", self.factor, "a finite number of at least 1", lambda x: 1 <= x < math.inf)
+        if self.kind == "yarn":
+            check_counts({"trained_context": self.trained_context})
 
 
 @shared_by_layers
@@ -63,15 +72,24 @@ def rotary_cos_sin(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of every row's angles, (s, 1, d / 2) each. The angles are computed in float64."""
+    """Return cosine and sine of every row's angles, (s, 1, d / 2) each, times YaRN's factor of q and k.
+
+    They are computed in float64.
+    """
     position = row_positions(lengths, device).double()
     if scaling.kind == "linear":
         position = position / scaling.factor
     if scaling.kind == "ntk":
         base = base * scaling.factor ** (head_dim / (head_dim - 2))
     inverse_wavelengths = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
+    amplitude = 1.0
+    if scaling.kind == "yarn":
+        turns = scaling.trained_context * inverse_wavelengths / (2 * math.pi)
+        kept = ((turns - YARN_SLOW) / (YARN_FAST - YARN_SLOW)).clamp(0, 1)
+        inverse_wavelengths = inverse_wavelengths * (kept + (1 - kept) / scaling.factor)
+        amplitude = 0.1 * math.log(scaling.factor) + 1
     angle = position[:, None, None] * inverse_wavelengths
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    return (amplitude * angle.cos()).to(dtype), (amplitude * angle.sin()).to(dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -136,10 +136,30 @@ def _softmax_problems(config: TrainingConfig, attention: SoftmaxAttentionConfig,
         )
     if attention.position != "rope" and attention.rotary_base != SoftmaxAttentionConfig.rotary_base:
         yield f"{path}.rotary_base = {attention.rotary_base} contradicts {position}: only 'rope' reads it"
+    if attention.global_interval is not None and (attention.position != "rope" or attention.window is None):
+        yield (
+            f"{path}.global_interval = {attention.global_interval} contradicts {position} and {path}.window = "
+            f"{attention.window}: every so many layers, one has neither the rotary positions nor the window of the "
+            "others"
+        )
+    yield from _dropped_problems(config, attention, path)
     if attention.position in ("alibi", "fire") and tensor > 1:
         yield (
             f"{position} contradicts parallel.tensor_parallel_size = {tensor}: tensor parallelism does not split its "
             "biases"
+        )
+
+
+def _dropped_problems(config: TrainingConfig, attention: SoftmaxAttentionConfig, path: str) -> Iterator[str]:
+    stages = [stage.name for stage in config.stages]
+    if attention.dropped_in is None:
+        return
+    if attention.dropped_in not in stages[1:]:
+        yield f"{path}.dropped_in must name a stage after the first, one of {stages[1:]}, got {attention.dropped_in!r}"
+    if attention.position != "rope" or attention.evaluated_scalings != ("none",):
+        yield (
+            f"{path}.dropped_in = {attention.dropped_in!r} needs {path}.position = 'rope' and "
+            f"{path}.evaluated_scalings = [none], got {attention.position!r} and {list(attention.evaluated_scalings)}"
         )
 
 

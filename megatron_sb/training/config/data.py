@@ -67,10 +67,14 @@ class IndexedDataConfig(DocumentDataConfig):
     kind: Literal["indexed"] = "indexed"
     vocab_size: PositiveInt
     end_of_document: NonNegativeInt
+    validation_paths: tuple[str, ...] = ()
 
     def problems(self, config: TrainingConfig) -> Iterator[str]:
         """See `DataConfig.problems`."""
         yield from super().problems(config)
+        for path in self.validation_paths:
+            if path in self.paths:
+                yield f"data.validation_paths must differ from data.paths, got {path!r} in both"
         for name in TEXT_OF_PYTHON:
             if name in self.paths:
                 yield (

@@ -24,7 +24,7 @@ from megatron_sb.training.config.types import (
     section,
 )
 
-RotaryKind = Literal["none", "linear", "ntk"]  # scaling of rotary positions in a longer context
+RotaryKind = Literal["none", "linear", "ntk", "yarn"]  # scaling of rotary positions in a longer context
 
 
 @section
@@ -95,6 +95,8 @@ class SoftmaxAttentionConfig(Section):
     stable_mask_gamma: NonNegativeFloat | None = None
     rotary_base: PositiveFloat = 10000.0
     evaluated_scalings: tuple[RotaryKind, ...] = ("none",)
+    global_interval: PositiveInt | None = None
+    dropped_in: Name | None = None
 
 
 AttentionConfig = StickBreakingAttentionConfig | SoftmaxAttentionConfig

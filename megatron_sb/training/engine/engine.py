@@ -70,6 +70,7 @@ class Engine:
         self._config = config
         self._device = device
         self._vocab_size = vocab_size
+        self._trained_context = stage.context_length
         self._attention_kind = config.attention[model].kind
         self.attention_counts = AttentionCounts.zeros(device)
         self._earlier_groups = process_groups()
@@ -175,7 +176,7 @@ class Engine:
 
     def scale_positions(self, kind: str, factor: float) -> None:
         """Set how rotary positions are scaled; see `megatron_sb.baselines.softmax.RotaryScaling`."""
-        set_rotary_scaling(self._model, RotaryScaling(kind, factor))
+        set_rotary_scaling(self._model, RotaryScaling(kind, factor, self._trained_context))
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Return the sum of the values over ranks. Collective.

@@ -57,7 +57,7 @@ def build_model(
     if isinstance(attention, StickBreakingAttentionConfig):
         spec = _stick_breaking_spec(spec, attention, config.parallel)
     else:
-        core_attention = ModuleSpec(module=SoftmaxCoreAttention, params=_softmax_fields(attention))
+        core_attention = ModuleSpec(module=SoftmaxCoreAttention, params=_softmax_fields(config, attention, stage))
         spec.submodules.self_attention.submodules.core_attention = core_attention
     return GPTModel(
         _transformer_config(config, model, stage, fused),
@@ -76,9 +76,14 @@ def _stick_breaking_spec(
     return with_stickbreaking(spec, **fields, cp_layout=parallel.layout, packing=parallel.packing)
 
 
-def _softmax_fields(attention: SoftmaxAttentionConfig) -> dict:
-    names = ("position", "window", "stable_mask_gamma", "rotary_base")
-    return {name: getattr(attention, name) for name in names}
+def _softmax_fields(config: TrainingConfig, attention: SoftmaxAttentionConfig, stage: StageConfig) -> dict:
+    """Return the options of a SoftmaxCoreAttention in a stage."""
+    names = ("position", "window", "stable_mask_gamma", "rotary_base", "global_interval")
+    fields = {name: getattr(attention, name) for name in names}
+    stages = [each.name for each in config.stages]
+    if attention.dropped_in is not None and stages.index(stage.name) >= stages.index(attention.dropped_in):
+        fields["position"] = "none"
+    return fields
 
 
 def _transformer_config(config: TrainingConfig, model: str, stage: StageConfig, fused: bool) -> TransformerConfig:

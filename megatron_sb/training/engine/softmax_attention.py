@@ -18,6 +18,7 @@ class SoftmaxCoreAttention(MegatronModule):
     """A causal `core_attention` for packed sequences around `megatron_sb.baselines.softmax.SoftmaxAttention`.
 
     Args:
+        global_interval: every so many layers, one attends to all keys and has no positions. Default None: no layer.
         options: position, window, stable_mask_gamma and rotary_base of SoftmaxAttention. The other arguments are those
             of Megatron-Core.
 
@@ -34,6 +35,7 @@ class SoftmaxCoreAttention(MegatronModule):
         softmax_scale=None,
         cp_comm_type=None,
         pg_collection=None,
+        global_interval=None,
         **options,
     ):
         super().__init__(config=config)
@@ -44,6 +46,8 @@ class SoftmaxCoreAttention(MegatronModule):
             )
         if config.attention_dropout:
             raise InputError(f"attention_dropout must be 0, got {config.attention_dropout}")
+        if global_interval is not None and layer_number % global_interval == 0:
+            options |= {"position": "none", "window": None}
         num_heads = config.num_attention_heads // config.tensor_model_parallel_size
         self.attention = SoftmaxAttention(num_heads, config.kv_channels, scale=softmax_scale, **options)
 

@@ -24,12 +24,14 @@ SLOPES = {
     12: [2**-1, 2**-2, 2**-3, 2**-4, 2**-5, 2**-6, 2**-7, 2**-8, 2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5],
 }
 LINEAR, NTK = RotaryScaling("linear", 4.0), RotaryScaling("ntk", 2.5)
+YARN = RotaryScaling("yarn", 8.0, trained_context=300)  # pairs of all three kinds: stretched, kept and between
 # Name: options of the module, and the scaling that is assigned afterwards.
 VARIANTS = {
     "none": ({"position": "none"}, None),
     "rope": ({"position": "rope"}, None),
     "rope linear": ({"rotary_base": 100.0}, LINEAR),
     "rope ntk": ({"rotary_base": 100.0}, NTK),
+    "rope yarn": ({"rotary_base": 100.0}, YARN),
     "alibi": ({"position": "alibi", "scale": 0.7}, None),
     "fire": ({"position": "fire", "fire_threshold": 4.7}, None),
     "window": ({"position": "none", "window": 3}, None),
@@ -75,8 +77,23 @@ def rotated(x, base, scaling):
     factor = scaling.factor if scaling.kind == "linear" else 1
     if scaling.kind == "ntk":
         base = base * scaling.factor ** (2 * half / (2 * half - 2))
-    angles = [[j / factor * base ** (-pair / half) for pair in range(half)] for j in range(length)]
+    rates = [base ** (-pair / half) for pair in range(half)]
+    if scaling.kind == "yarn":
+        rates = [yarn_rate(rate, scaling) for rate in rates]
+        x = x * (1 + math.log(scaling.factor) / 10)
+    angles = [[j / factor * rate for rate in rates] for j in range(length)]
     return torch.complex(x[:, :half], x[:, half:]) * torch.exp(1j * torch.tensor(angles, dtype=torch.float64))
+
+
+def yarn_rate(rate, scaling):
+    """Return the angle from one position to the next (Peng et al., arXiv 2309.00071, equations 17 to 21)."""
+    wavelengths_in_context = scaling.trained_context * rate / math.tau
+    if wavelengths_in_context < 1:
+        return rate / scaling.factor
+    if wavelengths_in_context > 32:
+        return rate
+    gamma = (wavelengths_in_context - 1) / 31
+    return (1 - gamma) * rate / scaling.factor + gamma * rate
 
 
 def fire_bias(weights, length, head, threshold):
@@ -479,7 +496,8 @@ def test_invalid_module_arguments(sizes, options, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("yarn", 2.0), "kind .*'none', 'linear', 'ntk'.* 'yarn'"),
+        (("dynamic", 2.0), "kind .*'none', 'linear', 'ntk', 'yarn'.* 'dynamic'"),
+        (("yarn", 2.0), "trained_context must be an int of at least 1, got None"),
         (("ntk", 0.5), r"factor.* 0\.5"),
         (("ntk", "2"), "factor.* str"),
     ],

@@ -117,6 +117,22 @@ def test_variants_of_attention(name, one_rank):
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
+def test_rope_is_dropped_from_a_stage_on(one_rank):
+    config = load(
+        "tiny_context_extension",
+        [*ALONE["tiny_context_extension"], "attention.softmax_rope.dropped_in=extended", "compare=[softmax_rope]"],
+    )
+    positions = [
+        {
+            module.position
+            for module in build_model(config, "softmax_rope", stage, 257).modules()
+            if hasattr(module, "position")
+        }
+        for stage in config.stages
+    ]
+    assert positions == [{"rope"}, {"none"}]
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_arithmetic_of_a_step(tied, one_rank):
     """model_flops counts the matrix products that torch counts, and two products of attention for each visible pair."""

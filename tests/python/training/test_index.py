@@ -89,6 +89,20 @@ def test_the_order_of_rows_is_the_permutation_of_one_generator(config):
         assert [document for document, _, _ in row.parts] == documents[inside].tolist()
 
 
+def test_documents_of_validation_paths_are_for_validation(config):
+    """The others are for training, whatever validation_fraction is."""
+    first, second = config.data.paths
+    data = dataclasses.replace(config.data, paths=(first,), validation_paths=(second,), validation_fraction=0.5)
+    corpus = load_corpus(dataclasses.replace(config, data=data))
+    for side, prefix in ((corpus.train, first), (corpus.validation, second)):
+        alone = IndexedDocuments([prefix], END_OF_DOCUMENT)
+        lengths = [length for some in alone.measure() for length in some.tolist()]
+        kept = [index for index, length in enumerate(lengths) if length > 1]
+        assert side.lengths.tolist() == [lengths[index] for index in kept] and len(kept) > 1000
+        for index in (0, len(kept) - 1):
+            assert side.read(index, 0, 2).tolist() == alone.read(kept[index], 0, 2).tolist()
+
+
 def test_changed_data_have_another_index(config, tmp_path):
     before = load_corpus(config).fingerprint()
     with (tmp_path / "second.bin").open("r+b") as file:

@@ -1,6 +1,7 @@
 """The softmax baseline's attention against its definition."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from megatron_sb.baselines.softmax import RotaryScaling
 from megatron_sb.training.engine.softmax_attention import SoftmaxCoreAttention, set_rotary_scaling
 
 
-def softmax_attention(num_heads, num_kv_heads, head_dim=16, **fields):
+def softmax_attention(num_heads, num_kv_heads, head_dim=16, layer=1, options=None, **fields):
     config = TransformerConfig(
         num_layers=1,
         hidden_size=num_heads * head_dim,
@@ -19,7 +20,7 @@ def softmax_attention(num_heads, num_kv_heads, head_dim=16, **fields):
         num_query_groups=num_kv_heads,
         **{"attention_dropout": 0.0, **fields},
     )
-    return SoftmaxCoreAttention(config, 1, None, "self", rotary_base=100.0)
+    return SoftmaxCoreAttention(config, layer, None, "self", **{"rotary_base": 100.0, **(options or {})})
 
 
 def naive_rotary_softmax(query, key, value, bounds, base, stretch=1.0):
@@ -82,6 +83,19 @@ def test_scaled_positions():
         assert_rotary_softmax(attention, 4, [0, 7, 40])
 
 
+def test_every_so_many_layers_one_has_neither_window_nor_positions():
+    """Three layers with RoPE and a window of 8, then one over all keys."""
+    options = {"window": 8, "global_interval": 4}
+    layers = [softmax_attention(4, 4, layer=layer, options=options).attention for layer in range(1, 9)]
+    assert [(layer.position, layer.window) for layer in layers] == [*[("rope", 8)] * 3, ("none", None)] * 2
+    attention = softmax_attention(4, 4, layer=4, options=options)
+    q, k, v = (torch.randn(40, 4, 16) for _ in range(3))
+    bounds = torch.tensor([0, 7, 40], dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    wanted = naive_rotary_softmax(q, k, v, [(0, 7), (7, 40)], stretch=math.inf, base=1.0)
+    torch.testing.assert_close(attention(q, k, v, None, packed_seq_params=packed).double(), wanted, rtol=0, atol=2e-6)
+
+
 def test_what_it_does_not_do_is_refused():
     with pytest.raises(ValueError, match=r"context_parallel_size .* got 2"):
         softmax_attention(4, 4, context_parallel_size=2)
@@ -89,7 +103,7 @@ def test_what_it_does_not_do_is_refused():
         softmax_attention(4, 4, attention_dropout=0.1)
     with pytest.raises(ValueError, match=r"packed_seq_params .* got None"):
         softmax_attention(4, 4)(*(torch.randn(8, 4, 16) for _ in range(3)), None)
-    with pytest.raises(ValueError, match=r"kind must be .* got 'yarn'"):
-        RotaryScaling("yarn")
+    with pytest.raises(ValueError, match=r"kind must be .* got 'dynamic'"):
+        RotaryScaling("dynamic")
     with pytest.raises(ValueError, match=r"factor must be .* at least 1, got 0\.5"):
         RotaryScaling("linear", 0.5)
