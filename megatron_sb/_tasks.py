@@ -17,7 +17,10 @@ TASKS = {
         "megatron_sb.training.config.data:TextDataConfig",
         "megatron_sb.experiments.ruler.mixture:RulerMixtureDataConfig",
     ),
-    "indexed": ("megatron_sb.training.config.data:IndexedDataConfig",),
+    "indexed": (
+        "megatron_sb.training.config.data:IndexedDataConfig",
+        "megatron_sb.experiments.ruler.mixture:RulerMixtureIndexedDataConfig",
+    ),
     "recall": ("megatron_sb.experiments.recall:RecallDataConfig",),
 }
 ENTRY_POINTS = "megatron_sb.tasks"
@@ -28,8 +31,8 @@ def find_tasks() -> dict[str, tuple[str, ...]]:
 
     Example:
         >>> from megatron_sb._tasks import find_tasks
-        >>> find_tasks()["indexed"]
-        ('megatron_sb.training.config.data:IndexedDataConfig',)
+        >>> find_tasks()["recall"]
+        ('megatron_sb.experiments.recall:RecallDataConfig',)
     """
     added = importlib.metadata.entry_points(group=ENTRY_POINTS)
     return {point.name: (point.value,) for point in added} | TASKS

@@ -1,29 +1,24 @@
 """Measure RULER's thirteen tasks by text length: which facts a trained model retrieves from longer and longer texts.
 
-Tan et al., arXiv 2410.17980, section 5.3.1, Figs. 6 and 7. Tokens are bytes. An answer is right if each of its bytes is
-the model's likeliest one after all bytes before it. Greedy decoding would write the same bytes while they are right.
-Every answer after the first is scored after the right earlier answers. The share of single right bytes shows
-differences between models that give no complete answer.
+Tan et al., arXiv 2410.17980, section 5.3.1, Figs. 6 and 7. `ruler.scoring` says when an answer is right.
 """
 
 from __future__ import annotations
 
 import argparse
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pandas import DataFrame
 from tqdm import tqdm
 
 from megatron_sb.experiments import ruler, sweep, tables, trained
+from megatron_sb.experiments.ruler.scoring import samples_of, scores
 from megatron_sb.training.config import ConfigError, load_config
 from megatron_sb.validation import InputError
 
 MEASURES = {"accuracy": "o-", "bytes": ".:"}  # measure -> style of its line
-BYTES_PER_FORWARD = 65536  # a forward has at least one sample
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,45 +63,6 @@ def run(options: argparse.Namespace) -> int:
                 results.append({"model": model, "task": task, "length": length} | scores(engine, samples, length))
     write(out, tables.labels_of(config), results, trained.device_of(single_rank_config))
     return 0
-
-
-def samples_of(task: str, length: int, count: int) -> list[ruler.Sample]:
-    """Return the samples of a task, the same for every model. Raise ValueError if `length` is too short for it."""
-    seed, texts = zlib.crc32(task.encode()), ruler.load_texts().select_questions(held_out=True)
-    try:
-        return [
-            ruler.TASKS[task](np.random.default_rng([seed, length, index]), length, texts) for index in range(count)
-        ]
-    except InputError as error:
-        raise InputError(f"--tasks {task}: {error}") from None
-
-
-def scores(engine: Any, samples: Sequence[ruler.Sample], length: int) -> dict[str, Any]:
-    """Score the answers of a model to samples of one length.
-
-    Returns {"accuracy": share of right answers, "standard_error": of accuracy over samples, "bytes": share of right
-    bytes in answers, "samples": number of samples}.
-    """
-    from megatron_sb.training.data import PackedBatch
-    from megatron_sb.training.evaluate import mean_and_error
-
-    batch_size = max(1, BYTES_PER_FORWARD // length)
-    answer_shares, byte_shares = [], []
-    for start in range(0, len(samples), batch_size):
-        rows = [ruler.encode(sample) for sample in samples[start : start + batch_size]]
-        batch = PackedBatch.concatenate([row for row, _ in rows])
-        hits = engine.likeliest_tokens(batch).numpy() == batch.labels
-        for (_, spans), begin in zip(rows, batch.cu_seqlens[:-1], strict=True):
-            answers = [hits[begin + first : begin + last] for first, last in spans]
-            answer_shares.append(float(np.mean([answer.all() for answer in answers])))
-            byte_shares.append(float(np.concatenate(answers).mean()))
-    accuracy, error = mean_and_error(answer_shares)
-    return {
-        "accuracy": accuracy,
-        "standard_error": error,
-        "bytes": float(np.mean(byte_shares)),
-        "samples": len(samples),
-    }
 
 
 def write(out: Path, labels: dict[str, str], results: Sequence[dict[str, Any]], device: str) -> None:

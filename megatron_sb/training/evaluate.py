@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     import torch
 
 
+FIRST_POSITIONS = 16  # measured together, see `by_position`
+
+
 @dataclasses.dataclass(frozen=True)
 class Watch:
     """Callbacks of an evaluation. Every rank calls them equally often. An exception in one ends the evaluation.
@@ -133,7 +136,8 @@ def evaluate(
 
     Returns:
         One entry per context length: {"context", "nll" (nats per token), "standard_error" (over windows; None with one
-        window), "windows"}.
+        window), "windows"}. With config.evaluation.positions, the entry of the stage's own length has "by_position",
+        see `by_position`.
     """
     results = []
     num_targets = config.evaluation.target_tokens
@@ -148,8 +152,52 @@ def evaluate(
         (sums,) = score_windows(engine, [engine.window_losses], batch_of, len(windows), at_once, watch)
         nll, error = mean_and_error((sums / num_targets).tolist())
         results.append({"context": context, "nll": nll, "standard_error": error, "windows": len(windows)})
+        if config.evaluation.positions and context == stage.context_length:
+            results[-1]["by_position"] = by_position(engine, corpus, windows, config, stage, watch)
         watch.on_length(results[-1])
     engine.scale_positions("none", 1.0)
+    return results
+
+
+def by_position(
+    engine: Any,
+    corpus: Corpus,
+    windows: list[np.ndarray],
+    config: TrainingConfig,
+    stage: StageConfig,
+    watch: Watch = UNWATCHED,
+) -> list[dict[str, Any]]:
+    """Compute the likelihood of the last tokens of each window, as many as the stage's context, by position.
+
+    Args:
+        engine: the `Engine` with the model.
+        corpus: the documents that the windows come from.
+        windows: from `choose_windows`.
+        config: the job's configuration.
+        stage: the stage that the model was trained in.
+        watch: callbacks.
+
+    Returns:
+        One entry for the positions from 0 to FIRST_POSITIONS, then one for each doubling: {"begin", "end", "nll",
+        "standard_error"}. A token at position i has i + 1 tokens before it.
+    """
+    context = stage.context_length
+    ends = [min(FIRST_POSITIONS, context)]
+    while ends[-1] < context:
+        ends.append(min(2 * ends[-1], context))
+    results, at_once = [], max(1, len(windows[0]) // context)
+    for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+
+        def batch_of(indices: Sequence[int], begin: int = begin, end: int = end) -> PackedBatch:
+            parts = [windows[index][-context - 1 :] for index in indices]
+            batch = pack(parts, config.row_multiple(stage), corpus.end_of_document)
+            starts = np.repeat(batch.cu_seqlens[:-1], np.diff(batch.cu_seqlens))
+            position = np.arange(len(batch.tokens)) - starts
+            return dataclasses.replace(batch, counted=batch.counted & (position >= begin) & (position < end))
+
+        (sums,) = score_windows(engine, [engine.window_losses], batch_of, len(windows), at_once, watch)
+        nll, error = mean_and_error((sums / (end - begin)).tolist())
+        results.append({"begin": begin, "end": end, "nll": nll, "standard_error": error})
     return results
 
 

@@ -173,6 +173,7 @@ class EvaluationConfig(Section):
     length_factor: PositiveInt = 8
     longest: PositiveInt | None = None
     interval: PositiveInt | None = None
+    positions: Bool = False
 
 
 @section

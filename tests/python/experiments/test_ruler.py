@@ -314,3 +314,60 @@ def test_the_command(tmp_path, request):
     assert cli.main([*again, *command[-8:]]) == 0
     assert json.loads((tmp_path / "again" / "results.json").read_text())["scores"] == results["scores"]
     assert written == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out" / "trained").iterdir()}
+
+
+def test_data_sets_of_bytes_can_be_mixed_with_tasks_and_measured(request):
+    """RULER's tasks are bytes, so the data set must be too."""
+    path = request.config.rootpath / SMALL
+    data = "data={kind: indexed, paths: [a], vocab_size: %d, end_of_document: 256, ruler_samples: 2, %s}"
+    evaluation = "evaluation={target_tokens: 256, length_factor: 4}"
+    context = "stages.0.context_length=1024"
+    config = load_config(path, [data % (257, "ruler_length_factor: 2"), evaluation, context])
+    assert config.data.ruler_lengths(config, config.stages[0]) == [1024, 2048]
+    for overrides, message in {
+        (data % (300, "ruler_fraction: 0.5"), evaluation, context): "must be 257 and 256 .* got 300 and 256",
+        (data % (257, ""), evaluation, context, "parallel.ranks=2"): r"parallel\.ranks must be 1 .* got 2",
+        (data % (257, ""), evaluation, "stages.0.context_length=512"): "must be at least 1024 for RULER's tasks",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            load_config(path, overrides)
+
+
+class Guesses:
+    """An engine whose model always predicts the same byte with the same loss."""
+
+    data_parallel_rank, data_parallel_size = 0, 1
+
+    def __init__(self):
+        self.scalings = []
+
+    def scale_positions(self, kind, factor):
+        self.scalings.append((kind, factor))
+
+    def likeliest_tokens(self, batch):
+        return torch.full((len(batch.tokens),), ord("1"))
+
+    def window_losses(self, batch, num_windows):
+        counted = torch.from_numpy(batch.counted).double()
+        return torch.stack([part.sum() for part in counted.chunk(num_windows)])
+
+    def sum_over_ranks(self, values):
+        return values
+
+
+def test_an_evaluation_measures_the_tasks_and_the_positions(request):
+    small = [f"data.paths=[{request.config.rootpath / 'megatron_sb'}]", "stages.0.context_length=1024"]
+    small += ["data.ruler_samples=2", "data.ruler_length_factor=2", "evaluation.positions=true"]
+    small += ["evaluation.target_tokens=256", "evaluation.length_factor=4", "evaluation.windows=3"]
+    config, engine = load_config(request.config.rootpath / SMALL, small), Guesses()
+    results = load_task(config).evaluate(engine, config.stages[0], "none")
+    assert [entry["context"] for entry in results] == [256, 512, 1024, 2048, 4096]
+    assert [entry["context"] for entry in results if "ruler" in entry] == [1024, 2048]
+    for scores in (entry["ruler"] for entry in results if "ruler" in entry):
+        assert list(scores) == list(ruler.TASKS) and all(score["samples"] == 2 for score in scores.values())
+        assert max(score["accuracy"] for score in scores.values()) == 0, "no answer is only the digit 1"
+        assert 0 < max(score["bytes"] for score in scores.values()) < 1, "some answers have the digit 1"
+    (positions,) = [entry["by_position"] for entry in results if "by_position" in entry]
+    assert [(p["begin"], p["end"]) for p in positions] == [(0, 16), *((2**i, 2**i * 2) for i in range(4, 10))]
+    assert all(p["nll"] == 1 and p["standard_error"] == 0 for p in positions), "each token has a loss of 1"
+    assert engine.scalings[-1] == ("none", 1.0) and ("none", 2.0) in engine.scalings

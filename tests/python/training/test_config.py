@@ -12,7 +12,7 @@ import yaml
 from support.markdown import tables_of
 
 from megatron_sb.experiments.recall import RecallDataConfig
-from megatron_sb.experiments.ruler.mixture import RulerMixtureDataConfig
+from megatron_sb.experiments.ruler.mixture import RulerMixtureDataConfig, RulerMixtureIndexedDataConfig
 from megatron_sb.training import config, rank
 from megatron_sb.training.config import (
     ConfigError,
@@ -50,7 +50,7 @@ def test_every_field_is_explained():
 REFERENCE = [
     ("Top level", "field", config.TrainingConfig, ""),
     ("`data`: the task", "text", RulerMixtureDataConfig, ""),
-    ("`data`: the task", "indexed", config.IndexedDataConfig, ""),
+    ("`data`: the task", "indexed", RulerMixtureIndexedDataConfig, ""),
     ("`data`: the task", "recall", RecallDataConfig, ""),
     ("`model`: sizes", "field", config.ModelConfig, ""),
     ("`model`: sizes", "field", config.MoEConfig, "moe."),
