@@ -28,6 +28,7 @@ from megatron_sb.validation import InputError, check_output_folder, read_json_ob
 
 POLL_SECONDS = 0.2
 LOG_LINES_SHOWN = 15  # of a run that failed
+UNFINISHED = 75  # exit status: the time limit has ended the command before all runs were finished
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,32 @@ class Trial:
     overrides: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class TimeLimit:
+    """When a sweep stops by itself. Its runs save, and the same call resumes them.
+
+    Attributes:
+        end: value of time.monotonic() at which the runs are stopped.
+        seconds_of_a_run: no run is started with less time left. Default 0.
+    """
+
+    end: float
+    seconds_of_a_run: float = 0.0
+
+    def is_over(self) -> bool:
+        """Return whether the runs must stop."""
+        return time.monotonic() > self.end
+
+    def is_too_short(self) -> bool:
+        """Return whether no further run may start."""
+        return time.monotonic() + self.seconds_of_a_run > self.end
+
+
+NO_LIMIT = TimeLimit(float("inf"))
+
+
 class SweepStopped(Exception):
-    """A run failed, or a signal stopped the sweep. status: exit status of the command."""
+    """A run failed, or a signal or the time limit stopped the sweep. status: exit status of the command."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -68,7 +93,7 @@ def output_folder(options: argparse.Namespace) -> Path:
     return out
 
 
-def train_all(config_path: str, trials: Sequence[Trial], out: Path, jobs: int = 1) -> None:
+def train_all(config_path: str, trials: Sequence[Trial], out: Path, jobs: int = 1, limit: TimeLimit = NO_LIMIT) -> None:
     """Train every unfinished trial in out/NAME, with its output in out/NAME.log.
 
     A trial is finished when every model of its configuration has been evaluated after the last stage. After SIGINT or
@@ -80,11 +105,13 @@ def train_all(config_path: str, trials: Sequence[Trial], out: Path, jobs: int = 
         out: folder of all runs.
         jobs: runs at a time. If it is more than 1, each run uses one GPU and its own share of the cores. Runs that
             share all cores would slow each other down.
+        limit: when to stop. Default: when all runs are finished.
 
     Raises:
         ValueError: a configuration is invalid or differs from the one that out/NAME was started with, or another sweep
             writes to `out`. No run has been started.
-        SweepStopped: a run failed or a signal arrived. The other runs have saved, unless a second signal stopped them.
+        SweepStopped: a run failed, a signal arrived, or the time limit was reached. The other runs have saved, unless a
+            second signal stopped them.
     """
     if jobs < 1:
         raise InputError(f"--jobs must be at least 1, got {jobs}.")
@@ -102,7 +129,7 @@ def train_all(config_path: str, trials: Sequence[Trial], out: Path, jobs: int = 
         pairs = zip(trials, configs, strict=True)
         unfinished = [trial for trial, config in pairs if not is_done(config, out / trial.name)]
         bar.update(len(trials) - len(unfinished))
-        runner = _Runner(config_path, out, jobs, pipe, received, bar)
+        runner = _Runner(config_path, out, jobs, pipe, received, bar, limit)
         with ThreadPoolExecutor(jobs, initializer=runner.prepare_thread) as pool:
             futures = [pool.submit(runner.run, trial) for trial in unfinished]
             while wait(futures, timeout=POLL_SECONDS).not_done:
@@ -112,6 +139,14 @@ def train_all(config_path: str, trials: Sequence[Trial], out: Path, jobs: int = 
         if received:
             name = signal.Signals(received[0]).name
             raise SweepStopped(f"Stopped by {name}. Run the same command to resume.", 128 + received[0])
+        if limit.is_too_short():
+            left = [
+                trial for trial, config in zip(trials, configs, strict=True) if not is_done(config, out / trial.name)
+            ]
+            if left:
+                raise SweepStopped(
+                    f"{len(left)} of {len(trials)} runs are not finished. Run the same command to resume.", UNFINISHED
+                )
 
 
 def is_done(config: TrainingConfig, folder: Path) -> bool:
@@ -145,11 +180,18 @@ class _Runner:
     """Runs trials in worker threads. Each thread has one run at a time, its own GPU and its own share of the cores."""
 
     def __init__(
-        self, config_path: str, out: Path, jobs: int, pipe: int, received_signals: list[int], progress: tqdm
+        self,
+        config_path: str,
+        out: Path,
+        jobs: int,
+        pipe: int,
+        received_signals: list[int],
+        progress: tqdm,
+        limit: TimeLimit,
     ) -> None:
         self.failures: list[Exception] = []
         self._config_path, self._out, self._jobs, self._pipe = config_path, out, jobs, pipe
-        self._received_signals, self._progress = received_signals, progress
+        self._received_signals, self._progress, self._limit = received_signals, progress, limit
         self._num_gpus = _count_gpus() if jobs > 1 else 0
         self._indices = itertools.count()
         self._thread = threading.local()
@@ -163,7 +205,7 @@ class _Runner:
 
     def run(self, trial: Trial) -> None:
         """Run a trial until it ends. Forward stop requests to it, and append its failure to `failures`."""
-        if self._num_stop_requests():
+        if self._num_stop_requests() or self._limit.is_too_short():
             return
         try:
             process = _start(self._config_path, trial, self._out, self._thread.gpu, self._pipe)
@@ -183,7 +225,7 @@ class _Runner:
 
     def _num_stop_requests(self) -> int:
         """Return how many signals each run should receive: 1 to save and stop, 2 to stop without saving."""
-        return min(2, max(len(self._received_signals), bool(self.failures)))
+        return min(2, max(len(self._received_signals), bool(self.failures), self._limit.is_over()))
 
 
 def _checked_config(config_path: str, trial: Trial, out: Path) -> TrainingConfig:

@@ -131,6 +131,24 @@ def test_a_signal_is_forwarded_to_the_runs(tmp_path, monkeypatch):
     assert all((tmp_path / name).read_text().endswith("saved\n") for name in ("one.log", "two.log"))
 
 
+def test_a_time_limit_stops_the_runs_and_starts_none_that_it_is_too_short_for(tmp_path, monkeypatch):
+    """The runs save. The sweep says how many are not finished."""
+    saves = "import time\ntry: print('began', flush=True), time.sleep(60)\nexcept KeyboardInterrupt: print('saved')"
+    commands = replace_trainer(monkeypatch, saves)
+    trials = [Trial("one", ()), Trial("two", ())]
+    began = time.monotonic()
+    with pytest.raises(sweep.SweepStopped, match=r"2 of 2 runs are not finished\.") as stop:
+        sweep.train_all(TINY, trials, tmp_path, limit=sweep.TimeLimit(began + 1.0))
+    assert stop.value.status == sweep.UNFINISHED and time.monotonic() < began + 30
+    assert (tmp_path / "one.log").read_text().endswith("saved\n") and len(commands) == 1
+    with pytest.raises(sweep.SweepStopped, match="2 of 2 runs"):
+        sweep.train_all(TINY, trials, tmp_path, limit=sweep.TimeLimit(time.monotonic() + 5, seconds_of_a_run=6))
+    assert len(commands) == 1, "5 seconds are too short for a run of 6"
+    for trial in trials:
+        write_finished_run(tmp_path / trial.name, load_config(TINY))
+    sweep.train_all(TINY, trials, tmp_path, limit=sweep.TimeLimit(began))
+
+
 KILLED_SWEEP = """
 import sys
 from megatron_sb.experiments import sweep
