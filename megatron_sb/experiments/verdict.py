@@ -1,0 +1,381 @@
+"""Compare kinds of attention at an equal budget: of tokens, and of GPU seconds.
+
+Every model of `compare` is an arm. The runs follow from the configuration and the options:
+
+speed       all models of compare, one after the other: tokens per second
+rate        every arm with every learning rate, with a share of the budget
+final       every arm with its best learning rate
+seed        the best arm of each family with further seeds
+seconds     every arm that is slower than the fastest one, with as many tokens as it trains on in the same time
+recall      every arm on associative recall, with every learning rate
+
+A run starts when the runs that it depends on are finished. Runs with the same seed read the same rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron_sb.experiments import sweep, verdict_tables
+from megatron_sb.experiments.sweep import Trial
+from megatron_sb.training.config import (
+    ConfigError,
+    SoftmaxAttentionConfig,
+    StageConfig,
+    StickBreakingAttentionConfig,
+    TrainingConfig,
+    load_config,
+)
+from megatron_sb.validation import InputError
+
+SPEED_STEPS, SPEED_WARM_UP = 30, 10  # of the first stage; the steps of the warm-up are not measured
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this experiment."""
+    parser.add_argument("--arms", nargs="+", metavar="NAME", help="models of compare (default: all)")
+    parser.add_argument(
+        "--learning-rates",
+        type=float,
+        nargs="+",
+        metavar="RATE",
+        help="learning rates of the first stage; those of the others are scaled alike (default: half, once, twice and "
+        "four times that of CONFIG)",
+    )
+    parser.add_argument(
+        "--rate-share",
+        type=float,
+        default=0.2,
+        metavar="SHARE",
+        help="share of the steps to choose the learning rate with (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="seeds of the best arm of each family (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--test-paths",
+        nargs="+",
+        metavar="PREFIX",
+        help="data sets that the runs with the chosen learning rate are measured with, for data.kind 'indexed' "
+        "(default: data.validation_paths of CONFIG)",
+    )
+    parser.add_argument(
+        "--recall", metavar="CONFIG.yaml", help="configuration of associative recall (default: it is not measured)"
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help="stop after this time with status 75; the same command resumes (default: none)",
+    )
+    parser.add_argument(
+        "--run-time",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="start no run with less time left before --time-limit (default: %(default)s)",
+    )
+    sweep.add_arguments(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train what is not trained yet, then write the results, also if a time limit or a signal stops the runs.
+
+    Return the exit status.
+    """
+    began = time.monotonic()
+    limit = sweep.NO_LIMIT
+    if options.time_limit is not None:
+        limit = sweep.TimeLimit(began + options.time_limit, options.run_time)
+    out = sweep.output_folder(options)
+    verdict = Verdict(options, out)
+    stop: sweep.SweepStopped | None = None
+    try:
+        verdict.train(options.jobs, limit)
+    except sweep.SweepStopped as stopped:
+        stop = stopped
+    results = verdict.results()
+    if results["finals"]:
+        verdict_tables.write(out, verdict.config, results)
+    if stop is not None:
+        raise stop
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A trial with its configuration and the arm that it trains.
+
+    Attributes:
+        kind: "rate", "final", "seed", "seconds" or "recall".
+        arm: a model of compare.
+        trial: the run of the sweep.
+        config: the trial's configuration.
+        value: learning rate of "rate" and "recall", number of the seed of "seed", share of the steps of "seconds".
+    """
+
+    kind: str
+    arm: str
+    trial: Trial
+    config: TrainingConfig
+    value: float = 0.0
+
+
+class Verdict:
+    """The runs of the experiment, and what they have measured so far.
+
+    Args:
+        options: of the command.
+        out: folder of the runs.
+
+    Raises:
+        ValueError: an option or a configuration is invalid.
+    """
+
+    def __init__(self, options: argparse.Namespace, out: Path) -> None:
+        self.config = load_config(options.config, options.set)
+        if self.config.data.kind == "recall":
+            raise ConfigError("data.kind must be a kind of text for verdict, got 'recall'. Use --recall.")
+        self.arms = tuple(options.arms or self.config.compare)
+        for arm in self.arms:
+            if arm not in self.config.compare:
+                raise InputError(f"--arms must name models of compare, which are {self.config.compare}, got {arm!r}.")
+        first = self.config.stages[0].learning_rate
+        self.rates = tuple(options.learning_rates or (factor * first for factor in (0.5, 1.0, 2.0, 4.0)))
+        if not 0 < options.rate_share <= 1:
+            raise InputError(f"--rate-share must be above 0 and at most 1, got {options.rate_share}.")
+        if options.seeds < 1 or min(self.rates) <= 0:
+            raise InputError(
+                f"--seeds must be at least 1 and --learning-rates above 0, got {options.seeds} and {[*self.rates]}."
+            )
+        last = self.config.stages[-1]
+        if last.context_length not in self.config.evaluation_lengths(last):
+            raise ConfigError(
+                f"the context_length of stage {last.name} must be evaluation.target_tokens times a power of 2, got "
+                f"{last.context_length} and {self.config.evaluation.target_tokens}."
+            )
+        if options.test_paths is not None and self.config.data.kind != "indexed":
+            raise InputError(f"--test-paths needs data.kind = 'indexed', got {self.config.data.kind!r}.")
+        self._test = {"data.validation_paths": options.test_paths} if options.test_paths else {}
+        self._runs: dict[Trial, Run] = {}
+        self._path, self._set, self._out = options.config, tuple(options.set), out
+        self._rate_share, self._num_seeds, self._recall_path = options.rate_share, options.seeds, options.recall
+        if self._recall_path is not None and load_config(self._recall_path).data.kind != "recall":
+            raise InputError(f"--recall must be a configuration with data.kind 'recall', got {self._recall_path}.")
+
+    def train(self, jobs: int, limit: sweep.TimeLimit) -> None:
+        """Train until no run is left. Raise `sweep.SweepStopped` if a run fails, or a signal or the limit ends it."""
+        sweep.train_all(self._path, [self._speed_trial()], self._out, 1, limit)
+        while True:
+            left = [run for run in self.known_runs() if not self._is_done(run)]
+            if not left:
+                return
+            # Runs of another configuration file are a sweep of their own.
+            for path in (self._path, self._recall_path):
+                trials = [run.trial for run in left if (run.kind == "recall") == (path is self._recall_path)]
+                if path is not None and trials:
+                    sweep.train_all(path, trials, self._out, jobs, limit)
+
+    def known_runs(self) -> list[Run]:
+        """Return the runs whose prerequisites are finished, those that others depend on first."""
+        rates = [self._rate_run(arm, rate) for arm in self.arms for rate in self.rates]
+        finals = [self._final_run(arm, rate) for arm in self.arms if (rate := self._best_rate(arm)) is not None]
+        all_final = len(finals) == len(self.arms) and all(map(self._is_done, finals))
+        seeds = [
+            self._seed_run(arm, number)
+            for arm in (self.best_of_families().values() if all_final else ())
+            for number in range(1, self._num_seeds)
+        ]
+        shares = self._shares_of_steps()
+        seconds = [
+            self._seconds_run(run, shares[run.arm])
+            for run in finals
+            if shares.get(run.arm, 1.0) < verdict_tables.EQUAL_SPEED
+        ]
+        recall = []
+        if self._recall_path is not None:
+            arms = [arm for arm in self.arms if self._can_recall(arm)]
+            recall = [self._recall_run(arm, rate) for arm in arms for rate in self.rates]
+        return [*rates, *finals, *seconds, *seeds, *recall]
+
+    def best_of_families(self) -> dict[str, str]:
+        """Return the arm of each family with the best likelihood at the trained length. All final runs are finished."""
+        best: dict[str, tuple[float, str]] = {}
+        for arm in self.arms:
+            found = (self._nll(self._final_run(arm, self._best_rate(arm) or 0.0)), arm)
+            family = family_of(self.config.attention[arm])
+            best[family] = min(best.get(family, found), found)
+        return {family: arm for family, (_, arm) in best.items()}
+
+    def results(self) -> dict[str, Any]:
+        """Return what the finished runs have measured.
+
+        Returns:
+            {"arms", "families": arm -> family, "speeds": arm -> tokens per second, "rates": [{"arm", "rate", "nll"}],
+            "finals", "seeds", "seconds": lists of {"arm", "value", "rate", "tokens", "device", "evaluations"},
+            "recall": [{"arm", "rate", "accuracy", "accuracy_standard_error"}], "runs": {"finished", "known"}}.
+        """
+        known = self.known_runs()
+        done = [run for run in known if self._is_done(run)]
+        by_kind = {kind: [run for run in done if run.kind == kind] for kind in ("rate", "recall")}
+        results: dict[str, Any] = {
+            "arms": list(self.arms),
+            "families": {arm: family_of(self.config.attention[arm]) for arm in self.arms},
+            "speeds": self._speeds(),
+            "rates": [{"arm": run.arm, "rate": run.value, "nll": self._nll(run)} for run in by_kind["rate"]],
+        }
+        for kind, name in (("final", "finals"), ("seed", "seeds"), ("seconds", "seconds")):
+            results[name] = [self._measured(run) for run in done if run.kind == kind]
+        results["recall"] = [
+            {"arm": run.arm, "rate": run.value} | self._evaluation(run)["results"][-1] for run in by_kind["recall"]
+        ]
+        return results | {"runs": {"finished": len(done), "known": len(known)}}
+
+    def _speed_trial(self) -> Trial:
+        """Return the run that trains all models alone for a few steps."""
+        fields = {f"stages.{index}.steps": 2 for index in range(len(self.config.stages))}
+        fields |= {f"stages.{index}.warmup_steps": 1 for index in range(len(self.config.stages))}
+        fields |= {"stages.0.steps": SPEED_STEPS, "evaluation.windows": 1, "report.interval": 1}
+        return self._trial("speed", self.config.compare, fields | self._short_evaluation())
+
+    def _rate_run(self, arm: str, rate: float) -> Run:
+        fields = self._scaled_steps(self._rate_share) | self._rate_fields(rate) | self._short_evaluation()
+        return self._run("rate", arm, f"rate{rate:g}-{arm}", fields, rate)
+
+    def _final_run(self, arm: str, rate: float) -> Run:
+        return self._run("final", arm, f"final-{arm}", self._rate_fields(rate) | self._test)
+
+    def _seed_run(self, arm: str, number: int) -> Run:
+        fields = self._rate_fields(self._best_rate(arm) or 0.0) | {"seed": self.config.seed + number}
+        return self._run("seed", arm, f"seed{number}-{arm}", fields | self._test, number)
+
+    def _seconds_run(self, final: Run, share: float) -> Run:
+        rate = self._best_rate(final.arm) or 0.0
+        fields = self._scaled_steps(share) | self._rate_fields(rate)
+        return self._run("seconds", final.arm, f"seconds-{final.arm}", fields | self._test, share)
+
+    def _recall_run(self, arm: str, rate: float) -> Run:
+        assert self._recall_path is not None
+        attention = {arm: dataclasses.asdict(self.config.attention[arm])}
+        if isinstance(self.config.attention[arm], SoftmaxAttentionConfig):
+            attention[arm] |= {"evaluated_scalings": ["none"]}
+        overrides = (f"attention={json.dumps(attention)}", f"compare=[{arm}]", f"stages.0.learning_rate={rate!r}")
+        trial = Trial(f"recall{rate:g}-{arm}", overrides)
+        return self._cached("recall", self._recall_path, arm, trial, rate)
+
+    def _can_recall(self, arm: str) -> bool:
+        """Return whether an arm fits the configuration of recall: it drops nothing, and has its layers of all kinds."""
+        attention = self.config.attention[arm]
+        if isinstance(attention, StickBreakingAttentionConfig):
+            return True
+        layers = load_config(str(self._recall_path)).model.num_layers
+        return attention.dropped_in is None and (attention.global_interval or 0) <= layers
+
+    def _run(self, kind: str, arm: str, name: str, fields: dict[str, Any], value: float = 0.0) -> Run:
+        return self._cached(kind, self._path, arm, self._trial(name, (arm,), fields), value)
+
+    def _cached(self, kind: str, path: str, arm: str, trial: Trial, value: float) -> Run:
+        if trial not in self._runs:
+            self._runs[trial] = Run(kind, arm, trial, load_config(path, trial.overrides), value)
+        return self._runs[trial]
+
+    def _trial(self, name: str, arms: Iterable[str], fields: dict[str, Any]) -> Trial:
+        overrides = [f"compare=[{', '.join(arms)}]", *(f"{field}={value!r}" for field, value in fields.items())]
+        return Trial(name, (*self._set, *overrides))
+
+    def _scaled_steps(self, share: float) -> dict[str, int]:
+        fields: dict[str, int] = {}
+        for index, stage in enumerate(self.config.stages):
+            steps = max(1, round(share * stage.steps))
+            fields[f"stages.{index}.steps"] = steps
+            fields[f"stages.{index}.warmup_steps"] = min(steps - 1, math.ceil(share * stage.warmup_steps))
+        return fields
+
+    def _rate_fields(self, rate: float) -> dict[str, float]:
+        """Return the learning rates of all stages: that of the first is `rate`, the others keep their ratio to it."""
+        first = self.config.stages[0].learning_rate
+        return {
+            f"stages.{index}.learning_rate": rate * (stage.learning_rate / first)
+            for index, stage in enumerate(self.config.stages)
+        }
+
+    def _short_evaluation(self) -> dict[str, Any]:
+        """Return the fields of an evaluation of the likelihood only, up to the trained length."""
+        fields: dict[str, Any] = {"evaluation.length_factor": 1, "evaluation.positions": False}
+        return fields | ({"data.ruler_samples": 0} if hasattr(self.config.data, "ruler_samples") else {})
+
+    def _is_done(self, run: Run) -> bool:
+        return sweep.is_done(run.config, self._out / run.trial.name)
+
+    def _best_rate(self, arm: str) -> float | None:
+        """Return the rate with the best likelihood, or None if not all rates are finished."""
+        runs = [self._rate_run(arm, rate) for rate in self.rates]
+        return min(runs, key=self._nll).value if all(map(self._is_done, runs)) else None
+
+    def _evaluation(self, run: Run, scaling: str = "none") -> dict[str, Any]:
+        return sweep.evaluation(self._out / run.trial.name, run.config, run.arm, scaling)
+
+    def _nll(self, run: Run) -> float:
+        """Return the likelihood at the trained length; infinity if it is not a number."""
+        return nll_at(self._evaluation(run), run.config.stages[-1])
+
+    def _measured(self, run: Run) -> dict[str, Any]:
+        evaluations = [self._evaluation(run, scaling) for scaling in run.config.evaluated_scalings(run.arm)]
+        tokens = sum(stage.steps * stage.rows_per_step * stage.context_length for stage in run.config.stages)
+        rate = run.config.stages[0].learning_rate
+        about = {"arm": run.arm, "value": run.value, "rate": rate, "tokens": tokens}
+        return about | {"device": evaluations[0]["device"], "evaluations": evaluations}
+
+    def _speeds(self) -> dict[str, float]:
+        """Return the tokens per second of every arm, alone on its device; {} until they are measured."""
+        path = self._out / self._speed_trial().name / "metrics.jsonl"
+        config = load_config(self._path, self._speed_trial().overrides)
+        if not path.exists() or not sweep.is_done(config, path.parent):
+            return {}
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        first = config.stages[0].name
+        return {
+            arm: statistics.median(
+                line["tokens_per_second"]
+                for line in lines
+                if line["model"] == arm and line["stage"] == first and line["step"] > SPEED_WARM_UP
+            )
+            for arm in config.compare
+        }
+
+    def _shares_of_steps(self) -> dict[str, float]:
+        """Return the share of the steps that every arm trains in the time in which the fastest arm trains them all."""
+        speeds = self._speeds()
+        return {arm: speed / max(speeds.values()) for arm, speed in speeds.items()}
+
+
+def family_of(attention: StickBreakingAttentionConfig | SoftmaxAttentionConfig) -> str:
+    """Return the family of an arm: variants of one idea, of which the best one is trained with several seeds.
+
+    Example:
+        >>> family_of(SoftmaxAttentionConfig(position="alibi"))
+        'alibi'
+    """
+    if isinstance(attention, StickBreakingAttentionConfig):
+        return "stick-breaking"
+    if attention.global_interval is not None:
+        return "windows"
+    return attention.position
+
+
+def nll_at(evaluation: dict[str, Any], stage: StageConfig) -> float:
+    """Return the likelihood of an evaluation at the stage's context length; infinity if it is not a number."""
+    nll = next(entry["nll"] for entry in evaluation["results"] if entry["context"] == stage.context_length)
+    return nll if math.isfinite(nll) else math.inf

@@ -1,0 +1,253 @@
+"""The verdict: which runs follow from which results, the tables, and the command with real runs."""
+
+import argparse
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+from support.markdown import tables_of
+from support.sweeps import forked_runs
+
+from megatron_sb import cli
+from megatron_sb.experiments import sweep, verdict
+from megatron_sb.experiments.verdict import Verdict, family_of
+from megatron_sb.training.config import StickBreakingAttentionConfig, load_config, to_yaml
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+SMALL = str(CONFIGS / "verdict_small.yaml")
+RECALL = str(CONFIGS / "mqrar_small.yaml")
+SPEEDS = {"stick_breaking": 900, "stick_breaking_both": 700, "softmax_rope": 1000, "softmax_drope": 995}
+
+
+def options_of(*words):
+    parser = argparse.ArgumentParser()
+    verdict.add_arguments(parser)
+    return argparse.Namespace(config=SMALL, set=[], **vars(parser.parse_args(words)))
+
+
+class Trainer:
+    """Writes what a run would have measured. likelihood: (config, model) -> nats per token at the trained length."""
+
+    def __init__(self, likelihood):
+        self.likelihood, self.trained = likelihood, []
+
+    def __call__(self, path, trials, out, jobs=1, limit=sweep.NO_LIMIT):
+        for trial in trials:
+            config, folder = load_config(path, trial.overrides), out / trial.name
+            if sweep.is_done(config, folder):
+                continue
+            self.trained.append((trial.name, jobs))
+            (folder / "evaluation").mkdir(parents=True)
+            (folder / "config.yaml").write_text(to_yaml(config))
+            lines = [
+                {
+                    "model": model,
+                    "stage": stage,
+                    "step": step,
+                    "tokens_per_second": SPEEDS.get(model, 800) if late else 1,
+                }
+                for model in config.compare
+                for stage in ("constant", "decayed")
+                for step in range(1, 31)
+                for late in [stage == "constant" and step > 10]
+            ]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            for model in config.compare:
+                for scaling in config.evaluated_scalings(model):
+                    entry = self.evaluation(config, model) | {"model": model, "scaling": scaling}
+                    sweep.evaluation_path(folder, config, model, scaling).write_text(json.dumps(entry))
+
+    def evaluation(self, config, model):
+        stage = config.stages[-1]
+        if config.data.kind == "recall":
+            accuracy = 0.5 if model == "stick_breaking" else 0.25
+            rate = config.stages[0].learning_rate
+            results = [{"context": 192, "nll": 1.0, "accuracy": accuracy + rate, "accuracy_standard_error": 0.01}]
+        else:
+            results = [
+                {"context": length, "nll": self.likelihood(config, model), "standard_error": 0.125, "windows": 8}
+                for length in config.evaluation_lengths(stage)
+            ]
+        return {"stage": stage.name, "trained_context": stage.context_length, "device": "a GPU", "results": results}
+
+
+def best_at_twice_the_rate(config, model):
+    """RoPE is best at 0.01, sticks at 0.005. The more steps, the better."""
+    rate = config.stages[0].learning_rate
+    of_models = {"stick_breaking": 2.0, "stick_breaking_both": 1.5, "softmax_rope": 1.75, "softmax_drope": 1.8}
+    best = 0.01 if model.startswith("softmax") else 0.005
+    return of_models.get(model, 3.0) + abs(rate - best) + 1 / config.stages[0].steps + config.seed / 1e6
+
+
+ARMS = ["--arms", *SPEEDS, "--learning-rates", "0.005", "0.01", "--seeds", "3"]
+
+
+@pytest.fixture
+def trainer(monkeypatch):
+    trainer = Trainer(best_at_twice_the_rate)
+    monkeypatch.setattr(sweep, "train_all", trainer)
+    return trainer
+
+
+def test_runs_follow_from_results(trainer, tmp_path):
+    experiment = Verdict(options_of(*ARMS, "--recall", RECALL), tmp_path)
+    experiment.train(3, sweep.NO_LIMIT)
+    names = [name for name, _ in trainer.trained]
+    assert trainer.trained[0] == ("speed", 1) and all(jobs == 3 for _, jobs in trainer.trained[1:])
+    assert names[1:9] == [f"rate{rate}-{arm}" for arm in SPEEDS for rate in ("0.005", "0.01")]
+    assert {name for name in names if name.startswith("final")} == {f"final-{arm}" for arm in SPEEDS}
+    slow = ("stick_breaking", "stick_breaking_both")
+    assert {name for name in names if name.startswith("seconds")} == {f"seconds-{arm}" for arm in slow}
+    best = ("stick_breaking_both", "softmax_rope")  # DroPE is a variant of RoPE
+    assert {name for name in names if name.startswith("seed")} == {f"seed{n}-{arm}" for n in (1, 2) for arm in best}
+    recalled = ("stick_breaking", "stick_breaking_both", "softmax_rope")  # DroPE has no second stage there
+    assert {name for name in names if name.startswith("recall")} == {
+        f"recall{rate}-{arm}" for arm in recalled for rate in ("0.005", "0.01")
+    }
+    assert len(names) == len(set(names))
+    Verdict(options_of(*ARMS, "--recall", RECALL), tmp_path).train(3, sweep.NO_LIMIT)
+    assert len(trainer.trained) == len(names), "finished runs are not repeated"
+
+
+def test_budgets(trainer, tmp_path):
+    """A fifth of the steps for the learning rates, all of them in the end, fewer for a slow arm in equal time."""
+    experiment = Verdict(options_of(*ARMS), tmp_path)
+    experiment.train(1, sweep.NO_LIMIT)
+    runs = {run.trial.name: run.config for run in experiment.known_runs()}
+
+    def described(name):
+        config = runs[name]
+        steps = tuple(stage.steps for stage in config.stages)
+        return steps, {stage.learning_rate for stage in config.stages}, config.seed, config.evaluation.length_factor
+
+    assert described("rate0.005-softmax_rope") == ((8, 2), {0.005}, 1234, 1)
+    assert described("final-softmax_rope") == ((40, 10), {0.01}, 1234, 32)
+    assert described("final-stick_breaking") == ((40, 10), {0.005}, 1234, 32)
+    assert described("seed2-stick_breaking_both") == ((40, 10), {0.005}, 1236, 32)
+    assert described("seconds-stick_breaking") == ((36, 9), {0.005}, 1234, 32)
+    assert described("seconds-stick_breaking_both") == ((28, 7), {0.005}, 1234, 32)
+    for arm in SPEEDS:
+        config = runs[f"final-{arm}"]
+        assert (config.data, config.model, config.seed) == (experiment.config.data, experiment.config.model, 1234)
+
+
+def test_tables(trainer, tmp_path):
+    assert cli.main(["experiment", "verdict", SMALL, "--out", str(tmp_path), *ARMS, "--recall", RECALL]) == 0
+    text = (tmp_path / "table.md").read_text()
+    assert text.startswith("24 of 24 known runs are finished.")
+    sections = dict(re.findall(r"(?ms)^## ([^\n]+)\n(.*?)(?=^## |\Z)", text))
+    tokens = {row[0]: row for row in tables_of(sections["Equal tokens"])[0]}
+    assert tokens["attention"] == ["attention", "rate", "tokens", *(str(32 * 2**i) for i in range(7))]
+    assert tokens["stick-breaking"][1:4] == ["0.005", "0.0256 M", "2.026 ± 0.125"]
+    assert list(tokens)[1:] == [
+        "stick-breaking",
+        "stick_breaking_both",
+        "softmax + RoPE",
+        "softmax + RoPE, YaRN",
+        "softmax_drope",
+    ]
+    seconds = {row[0]: row for row in tables_of(sections["Equal GPU seconds"])[0]}
+    assert seconds["stick_breaking_both"][1:4] == ["700", "0.0179 M", "1.537 ± 0.125"]
+    assert seconds["softmax + RoPE"][1:4] == ["1,000", "0.0256 M", "1.776 ± 0.125"], "the fastest needs no other run"
+    seeds = {row[0]: row for row in tables_of(sections["Seeds"])[0]}
+    assert seeds["rope"][:3] == ["rope", "softmax + RoPE", "3"] and seeds["stick-breaking"][1] == "stick_breaking_both"
+    recall = {row[0]: row for row in tables_of(sections["Associative recall"])[0]}
+    assert recall["stick-breaking"] == ["stick-breaking", "0.01", "51.0% ± 1.0%"]
+    rates = {row[0]: row for row in tables_of(sections["Learning rates"])[0]}
+    assert rates["softmax_drope"] == ["softmax_drope", "1.931", "1.926"]
+    assert "Not run yet." in sections["RULER"] and "Not run yet." in sections["By position"]
+    assert json.loads((tmp_path / "results.json").read_text())["runs"] == {"finished": 24, "known": 24}
+
+
+def test_a_stop_writes_what_is_finished(trainer, tmp_path, monkeypatch):
+    """The first call ends after the rates, the second one after one final run."""
+    command = ["experiment", "verdict", SMALL, "--out", str(tmp_path), *ARMS]
+
+    def until(last):
+        def train_all(path, trials, out, jobs=1, limit=sweep.NO_LIMIT):
+            for trial in trials:
+                trainer(path, [trial], out, jobs)
+                if trial.name == last:
+                    raise sweep.SweepStopped("enough", sweep.UNFINISHED)
+
+        monkeypatch.setattr(sweep, "train_all", train_all)
+
+    until("rate0.01-softmax_drope")
+    assert cli.main(command) == sweep.UNFINISHED and not (tmp_path / "table.md").exists()
+    until("final-stick_breaking")
+    assert cli.main(command) == sweep.UNFINISHED
+    text = (tmp_path / "table.md").read_text()
+    assert text.startswith("9 of 14 known runs") and text.count("Not run yet.") == 5
+    monkeypatch.setattr(sweep, "train_all", trainer)
+    assert cli.main(command) == 0 and "known runs are finished" in (tmp_path / "table.md").read_text()
+
+
+def test_the_time_limit_reaches_the_runs(tmp_path, capsys):
+    command = ["experiment", "verdict", SMALL, "--out", str(tmp_path), "--time-limit", "5", "--run-time", "10"]
+    assert cli.main(command) == 75
+    assert "1 of 1 runs are not finished" in capsys.readouterr().err and not list(tmp_path.glob("*.log"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--arms", "softmax_fire"], "--arms must name models of compare, .* got 'softmax_fire'"),
+        (["--rate-share", "0"], "--rate-share must be above 0 and at most 1, got 0"),
+        (["--seeds", "0"], "--seeds must be at least 1 .* got 0"),
+        (["--test-paths", "a/test"], "--test-paths needs data.kind = 'indexed', got 'text'"),
+        (["--recall", SMALL], "--recall must be a configuration with data.kind 'recall'"),
+    ],
+)
+def test_invalid_options(words, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        Verdict(options_of(*words), tmp_path)
+
+
+def test_both_configurations_have_the_same_arms():
+    full, small = (load_config(CONFIGS / f"{name}.yaml") for name in ("verdict", "verdict_small"))
+    assert full.compare == small.compare
+    for arm in full.compare:
+        one, other = full.attention[arm], small.attention[arm]
+        if not isinstance(one, StickBreakingAttentionConfig):
+            one, other = (dataclasses.replace(each, window=None, global_interval=None) for each in (one, other))
+        assert one == other
+    families = {family_of(full.attention[arm]) for arm in full.compare}
+    assert {"stick-breaking", "rope", "alibi", "windows"} <= families
+    assert full.evaluation_lengths(full.stages[-1])[-1] == 32 * 1024
+    assert full.data.ruler_lengths(full, full.stages[-1]) == [1024 * factor for factor in (1, 2, 4, 8, 16)]
+    assert full.stages[0].steps + full.stages[1].steps == 5 * full.stages[1].steps
+
+
+def test_the_learning_rate_is_not_chosen_with_the_test_documents(trainer, tmp_path):
+    options = options_of(*ARMS, "--test-paths", "a/test", "b/test")
+    options.config = str(CONFIGS / "verdict.yaml")
+    experiment = Verdict(options, tmp_path)
+    experiment.train(1, sweep.NO_LIMIT)
+    for run in experiment.known_runs():
+        chosen = ("runs/corpus/bytes/validation",) if run.kind == "rate" else ("a/test", "b/test")
+        assert run.config.data.validation_paths == chosen, run.trial.name
+    kinds = {run.kind for run in experiment.known_runs()}
+    assert kinds == {"rate", "final", "seconds", "seed"}
+
+
+TINY = ["model.hidden_size=16", "model.ffn_hidden_size=16", "stages.0.steps=5", "stages.0.warmup_steps=1"]
+TINY += ["stages.1.steps=2", "stages.0.rows_per_step=2", "stages.1.rows_per_step=2", "evaluation.windows=2"]
+TINY += ["evaluation.length_factor=2", "compare=[stick_breaking, softmax_drope]"]
+
+
+def test_the_command(tmp_path):
+    """Real runs: every arm is trained, and DroPE drops its positions before the last stage."""
+    overrides = [word for override in TINY for word in ("--set", override)]
+    command = ["experiment", "verdict", SMALL, "--out", str(tmp_path), *overrides, "--learning-rates", "0.01"]
+    with forked_runs():
+        assert cli.main([*command, "--seeds", "1", "--rate-share", "0.5"]) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [final["arm"] for final in results["finals"]] == ["stick_breaking", "softmax_drope"]
+    assert all(speed > 0 for speed in results["speeds"].values()) and len(results["speeds"]) == 2
+    positions = results["finals"][0]["evaluations"][0]["results"][1]["by_position"]
+    assert [(place["begin"], place["end"]) for place in positions] == [(0, 16), (16, 32), (32, 64)]
+    assert (tmp_path / "picture.png").stat().st_size > 1000
+    with forked_runs():
+        assert cli.main([*command, "--seeds", "1", "--rate-share", "0.5"]) == 0
