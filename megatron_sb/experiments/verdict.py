@@ -372,7 +372,7 @@ def family_of(attention: StickBreakingAttentionConfig | SoftmaxAttentionConfig) 
         return "stick-breaking"
     if attention.global_interval is not None:
         return "windows"
-    return attention.position
+    return "forget gates" if attention.forget_gate else attention.position
 
 
 def nll_at(evaluation: dict[str, Any], stage: StageConfig) -> float:

@@ -1,7 +1,8 @@
 """Causal softmax attention with the position encodings that stick-breaking attention is compared with.
 
-attention.py has the module, positions.py the position encodings, stable_mask.py StableMask, kernels.py the kernels and
-the choice between them, and offsets.py the lengths, positions and masks of packed documents.
+attention.py has the module, positions.py the position encodings, stable_mask.py StableMask, forget_gates.py forget
+gates, kernels.py the kernels and the choice between them, and offsets.py the lengths, positions and masks of packed
+documents.
 """
 
 from megatron_sb.baselines.softmax.attention import Position, SoftmaxAttention

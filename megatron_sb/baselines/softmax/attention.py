@@ -1,8 +1,9 @@
 """Causal softmax attention on one device, for dense batches and packed documents.
 
-z_ij = scale * q_j . k_i + bias_ij,  A_ij = exp(z_ij) / sum_l exp(z_lj),  o_j = sum_i A_ij v_i,   i, l <= j
+z_ij = scale * q_j . k_i + bias_ij + sum_{i < l <= j} log f_l
+A_ij = exp(z_ij) / sum_l exp(z_lj),  o_j = sum_i A_ij v_i,   i, l <= j
 
-for query j and key i of one document, with positions from 0.
+for query j and key i of one document, with positions from 0. f are optional forget gates (forget_gates.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_sb.baselines.softmax import kernels
+from megatron_sb.baselines.softmax.forget_gates import CHANNELS, with_gate_channels
 from megatron_sb.baselines.softmax.offsets import last_offsets
 from megatron_sb.baselines.softmax.positions import (
     FireBias,
@@ -103,7 +105,9 @@ class SoftmaxAttention(nn.Module):
             f"stable_mask_gamma={self.stable_mask_gamma}"
         )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, log_gates: Tensor | None = None
+    ) -> Tensor:
         """Attend within each sequence or document.
 
         Memory is O(s) if a fused kernel serves the call. Otherwise (kernels.py lists when) the attention weights of one
@@ -119,6 +123,8 @@ class SoftmaxAttention(nn.Module):
                 Offsets on a GPU are copied to the host once, and again after a write that torch counts. torch does not
                 count writes by collectives, by CUDA graphs, by kernels of other libraries and through `.data`: after
                 such a write the device stops with an error. Pass a new tensor, or keep the offsets on the CPU.
+            log_gates: log f of the forget gate of each key (forget_gates.py), (b, s, h_kv), or packed (t, h_kv), fp32
+                or fp64. Default None: no gates.
 
         Returns:
             A tensor of q's shape and dtype. Sums are in fp32 (fp64 for fp64). Under autocast q, k and v are cast to
@@ -132,17 +138,28 @@ class SoftmaxAttention(nn.Module):
             check_tensor(name, value)
         q, k, v = (_cast_by_autocast(x) for x in (q, k, v))
         self._check_inputs(q, k, v, cu_seqlens)
+        if log_gates is not None:
+            _check_gates(log_gates, k)
         with without_autocast(q):
             if cu_seqlens is None:
-                return self._attend(q, k, v, (q.shape[1],))
+                return self._attend(q, k, v, (q.shape[1],), log_gates)
             lengths = last_offsets.lengths(cu_seqlens, q.shape[0])
             if len(set(lengths)) > 1:
-                return self._attend(q[None], k[None], v[None], lengths)[0]
-            batch = (x.unflatten(0, (len(lengths), -1)) for x in (q, k, v))
-            return self._attend(*batch, lengths[:1]).flatten(0, 1)
+                gates = None if log_gates is None else log_gates[None]
+                return self._attend(q[None], k[None], v[None], lengths, gates)[0]
+            q, k, v, gates = (None if x is None else x.unflatten(0, (len(lengths), -1)) for x in (q, k, v, log_gates))
+            return self._attend(q, k, v, lengths[:1], gates).flatten(0, 1)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        """q (b, s, h, d); k, v (b, s, h_kv, d); lengths of the documents along s, the same in each row of b."""
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], log_gates: Tensor | None) -> Tensor:
+        """Attend within documents.
+
+        Args:
+            q: (b, s, h, d).
+            k: (b, s, h_kv, d).
+            v: (b, s, h_kv, d).
+            lengths: lengths of the documents along s, the same in each row of b.
+            log_gates: (b, s, h_kv), or None.
+        """
         if self.position == "rope":
             cos, sin = rotary_cos_sin(lengths, self.head_dim, self.rotary_base, self.scaling, q.dtype, q.device)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -153,7 +170,10 @@ class SoftmaxAttention(nn.Module):
             window=None if self.window is None or self.window >= max(lengths) else self.window,
             stable_mask_gammas=self.stable_mask_gamma,
         )
-        return kernels.attend(*(x.transpose(1, 2) for x in (q, k, v)), lengths, scores).transpose(1, 2)
+        if log_gates is not None:
+            q, k, v = with_gate_channels(q, k, v, log_gates, lengths, self.scale)
+        o = kernels.attend(*(x.transpose(1, 2) for x in (q, k, v)), lengths, scores).transpose(1, 2)
+        return o if log_gates is None else o[..., :-CHANNELS]
 
     def _check_inputs(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: object) -> None:
         if cu_seqlens is not None:
@@ -183,6 +203,17 @@ class SoftmaxAttention(nn.Module):
                 "cu_seqlens must be torch.int32 of shape (documents + 1,), "
                 f"got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}."
             )
+
+
+def _check_gates(log_gates: object, k: Tensor) -> None:
+    check_tensor("log_gates", log_gates)
+    if log_gates.shape != k.shape[:-1]:
+        raise ValueError(f"log_gates must have the shape {tuple(k.shape[:-1])} of k, got {tuple(log_gates.shape)}.")
+    if log_gates.dtype not in (torch.float32, torch.float64) or log_gates.device != k.device:
+        raise TypeError(
+            f"log_gates must be torch.float32 or torch.float64 on {k.device} as k, got {log_gates.dtype} on "
+            f"{log_gates.device}."
+        )
 
 
 def _cast_by_autocast(x: Tensor) -> Tensor:

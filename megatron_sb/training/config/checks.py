@@ -143,6 +143,11 @@ def _softmax_problems(config: TrainingConfig, attention: SoftmaxAttentionConfig,
             "others"
         )
     yield from _dropped_problems(config, attention, path)
+    if attention.forget_gate and tensor > config.model.num_kv_heads:
+        yield (
+            f"{path}.forget_gate = True contradicts parallel.tensor_parallel_size = {tensor}: tensor parallelism "
+            f"splits gates by KV head, and model.num_kv_heads = {config.model.num_kv_heads}"
+        )
     if attention.position in ("alibi", "fire") and tensor > 1:
         yield (
             f"{position} contradicts parallel.tensor_parallel_size = {tensor}: tensor parallelism does not split its "

@@ -53,11 +53,12 @@ def count_parameters(model: ModelConfig, attention: AttentionConfig, vocab_size:
 
 def _own_parameters(model: ModelConfig, attention: AttentionConfig) -> int:
     """Count the weights of a layer's attention that do not belong to its projections."""
+    gates = (model.hidden_size + 1) * model.num_kv_heads  # a projection with a bias
     if isinstance(attention, StickBreakingAttentionConfig):
         vector = model.num_heads * model.head_dim
-        gates = (model.hidden_size + 1) * model.num_kv_heads  # a projection with a bias
         norm = 2 * vector  # weight and bias
         return vector * attention.remainder_bias + norm * attention.head_norm + gates * attention.forget_gate
+    own = gates * attention.forget_gate
     if attention.position == "fire":  # c, the factor of the threshold, and a network 1 -> 32 -> heads with biases
-        return 2 + 2 * FIRE_HIDDEN_SIZE + (FIRE_HIDDEN_SIZE + 1) * model.num_heads
-    return 0
+        own += 2 + 2 * FIRE_HIDDEN_SIZE + (FIRE_HIDDEN_SIZE + 1) * model.num_heads
+    return own

@@ -97,6 +97,7 @@ class SoftmaxAttentionConfig(Section):
     evaluated_scalings: tuple[RotaryKind, ...] = ("none",)
     global_interval: PositiveInt | None = None
     dropped_in: Name | None = None
+    forget_gate: Bool = False
 
 
 AttentionConfig = StickBreakingAttentionConfig | SoftmaxAttentionConfig

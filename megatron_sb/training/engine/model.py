@@ -21,7 +21,7 @@ from megatron_sb.training.config import (
     StickBreakingAttentionConfig,
     TrainingConfig,
 )
-from megatron_sb.training.engine.softmax_attention import SoftmaxCoreAttention
+from megatron_sb.training.engine.softmax_attention import GatedSelfAttention, SoftmaxCoreAttention
 
 RECOMPUTE = {
     "none": {},
@@ -59,6 +59,8 @@ def build_model(
     else:
         core_attention = ModuleSpec(module=SoftmaxCoreAttention, params=_softmax_fields(config, attention, stage))
         spec.submodules.self_attention.submodules.core_attention = core_attention
+        if attention.forget_gate:
+            spec.submodules.self_attention.module = GatedSelfAttention
     return GPTModel(
         _transformer_config(config, model, stage, fused),
         spec,
@@ -78,7 +80,7 @@ def _stick_breaking_spec(
 
 def _softmax_fields(config: TrainingConfig, attention: SoftmaxAttentionConfig, stage: StageConfig) -> dict:
     """Return the options of a SoftmaxCoreAttention in a stage."""
-    names = ("position", "window", "stable_mask_gamma", "rotary_base", "global_interval")
+    names = ("position", "window", "stable_mask_gamma", "rotary_base", "global_interval", "forget_gate")
     fields = {name: getattr(attention, name) for name in names}
     stages = [each.name for each in config.stages]
     if attention.dropped_in is not None and stages.index(stage.name) >= stages.index(attention.dropped_in):

@@ -7,17 +7,39 @@ core attention uses torch's kernels and runs on every device that torch supports
 from __future__ import annotations
 
 import torch
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from megatron_sb.baselines.softmax import RotaryScaling, SoftmaxAttention
+from megatron_sb.megatron.gates import GATE_COLUMNS, gate_projection, with_gates
 from megatron_sb.validation import InputError
+
+
+class GatedSelfAttention(SelfAttention):
+    """Megatron's self-attention with gate_proj, which computes a forget gate for each key and KV head.
+
+    The core attention gets the keys with the logits of their gates appended, as in stick-breaking layers.
+    """
+
+    def __init__(self, config, submodules, layer_number, *args, **kwargs):
+        super().__init__(config, submodules, layer_number, *args, **kwargs)
+        self.gate_proj = gate_projection(config, self.linear_qkv, self.pg_collection.tp)
+
+    def get_query_key_value_tensors(self, hidden_states, *args, **kwargs):
+        """Compute q, k and v as Megatron-Core does, and append the logits of the gates to the keys."""
+        query, key, *others = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        logits, _ = self.gate_proj(hidden_states)
+        return query, with_gates(key, logits), *others
 
 
 class SoftmaxCoreAttention(MegatronModule):
     """A causal `core_attention` for packed sequences around `megatron_sb.baselines.softmax.SoftmaxAttention`.
 
     Args:
+        forget_gate: the last channels of the keys are the logits of forget gates; see `GatedSelfAttention`. Default
+            False.
         global_interval: every so many layers, one attends to all keys and has no positions. Default None: no layer.
         options: position, window, stable_mask_gamma and rotary_base of SoftmaxAttention. The other arguments are those
             of Megatron-Core.
@@ -35,6 +57,7 @@ class SoftmaxCoreAttention(MegatronModule):
         softmax_scale=None,
         cp_comm_type=None,
         pg_collection=None,
+        forget_gate=False,
         global_interval=None,
         **options,
     ):
@@ -48,6 +71,7 @@ class SoftmaxCoreAttention(MegatronModule):
             raise InputError(f"attention_dropout must be 0, got {config.attention_dropout}")
         if global_interval is not None and layer_number % global_interval == 0:
             options |= {"position": "none", "window": None}
+        self.forget_gate = forget_gate
         num_heads = config.num_attention_heads // config.tensor_model_parallel_size
         self.attention = SoftmaxAttention(num_heads, config.kv_channels, scale=softmax_scale, **options)
 
@@ -66,7 +90,7 @@ class SoftmaxCoreAttention(MegatronModule):
 
         Args:
             query: (t, h, d).
-            key: (t, h_kv, d).
+            key: (t, h_kv, d), or with forget gates (t, h_kv, d + GATE_COLUMNS).
             value: (t, h_kv, d).
             attention_mask: ignored, as are attn_mask_type and attention_bias.
             packed_seq_params: required. Its cu_seqlens_q are the offsets of the documents.
@@ -79,7 +103,12 @@ class SoftmaxCoreAttention(MegatronModule):
         """
         if packed_seq_params is None:
             raise InputError("packed_seq_params must be packed sequences (qkv_format 'thd'), got None")
-        return self.attention(query, key, value, packed_seq_params.cu_seqlens_q).flatten(1)
+        log_gates = None
+        if self.forget_gate:
+            logits = key[..., -GATE_COLUMNS]
+            log_gates = logsigmoid(logits if logits.dtype == torch.float64 else logits.float())
+            key = key[..., :-GATE_COLUMNS]
+        return self.attention(query, key, value, packed_seq_params.cu_seqlens_q, log_gates).flatten(1)
 
 
 def set_rotary_scaling(model: torch.nn.Module, scaling: RotaryScaling) -> None:

@@ -99,6 +99,7 @@ VARIANTS = {
     "rotary": {"kind": "softmax", "window": 32},
     "no positions": {"kind": "softmax", "position": "none", "stable_mask_gamma": 0.5},
     "alibi": {"kind": "softmax", "position": "alibi"},
+    "forgetting": {"kind": "softmax", "position": "none", "forget_gate": True},
     "fire": {"kind": "softmax", "position": "fire"},
 }
 

@@ -9,6 +9,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_sb.baselines.softmax import RotaryScaling
+from megatron_sb.megatron.gates import with_gates
 from megatron_sb.training.engine.softmax_attention import SoftmaxCoreAttention, set_rotary_scaling
 
 
@@ -94,6 +95,17 @@ def test_every_so_many_layers_one_has_neither_window_nor_positions():
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
     wanted = naive_rotary_softmax(q, k, v, [(0, 7), (7, 40)], stretch=math.inf, base=1.0)
     torch.testing.assert_close(attention(q, k, v, None, packed_seq_params=packed).double(), wanted, rtol=0, atol=2e-6)
+
+
+def test_forget_gates_are_the_last_channels_of_the_keys():
+    q, k, v = (torch.randn(40, heads, 16) for heads in (4, 2, 2))
+    logits, bounds = 3 + torch.randn(40, 2), torch.tensor([0, 7, 40], dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    core = softmax_attention(4, 2, options={"forget_gate": True})
+    o = core(q, with_gates(k, logits), v, None, packed_seq_params=packed)
+    log_gates = torch.nn.functional.logsigmoid(logits)
+    torch.testing.assert_close(o, core.attention(q, k, v, bounds, log_gates).flatten(1), rtol=0, atol=1e-6)
+    assert not torch.allclose(o, core.attention(q, k, v, bounds).flatten(1), atol=1e-3)
 
 
 def test_what_it_does_not_do_is_refused():

@@ -1,0 +1,55 @@
+"""Forget gates of softmax attention: the forgetting transformer (Lin et al., arXiv 2503.02130).
+
+z_ij = scale * q_j . k_i + sum_{i < l <= j} log f_l = scale * q_j . k_i + c_j - c_i,   c_j = sum_{l <= j} log f_l
+
+c_j is the same for all keys of a query, so the softmax does not depend on it. What is left, -c_i, is a channel of the
+keys that every query multiplies by 1. Any kernel can therefore compute the attention, with its gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megatron_sb.baselines.softmax.offsets import row_positions, shared_by_layers
+
+CHANNELS = 8  # appended to q, k and v. Kernels need a multiple of 8
+PARTS = 3  # a sum in fp32 needs three channels in bf16, of 8 bits each
+
+
+def with_gate_channels(
+    q: Tensor, k: Tensor, v: Tensor, log_gates: Tensor, lengths: tuple[int, ...], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Append the channels of the gates.
+
+    Args:
+        q: (b, s, h, d).
+        k: (b, s, h_kv, d).
+        v: (b, s, h_kv, d).
+        log_gates: log f of each key, (b, s, h_kv), floating point.
+        lengths: lengths of the documents along s, the same in each row of b.
+        scale: factor of q . k.
+
+    Returns:
+        q, k and v with CHANNELS more channels. The last channels of the output have no meaning.
+    """
+    start = document_starts(lengths, q.device)
+    sums = log_gates.double().cumsum(1)
+    sums = sums - (sums - log_gates).index_select(1, start)  # sums within documents
+    rest, parts = (-sums / scale).to(torch.promote_types(q.dtype, torch.float32)), []
+    for _ in range(PARTS):
+        parts.append(rest.to(q.dtype))
+        rest = rest - parts[-1].to(rest.dtype)
+    ones = q.new_ones(*q.shape[:-1], PARTS)
+    q, k = (
+        torch.cat((x, pad(channels, (0, CHANNELS - PARTS))), dim=-1)
+        for x, channels in ((q, ones), (k, torch.stack(parts, dim=-1)))
+    )
+    return q, k, pad(v, (0, CHANNELS))
+
+
+@shared_by_layers
+def document_starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the first row of the document of each row, int64 (s,)."""
+    return torch.arange(sum(lengths), device=device) - row_positions(lengths, device)
