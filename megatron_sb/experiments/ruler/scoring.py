@@ -18,6 +18,7 @@ from megatron_sb.experiments.ruler.sample import Sample
 from megatron_sb.experiments.ruler.tasks import TASKS
 from megatron_sb.experiments.ruler.texts import load_texts
 from megatron_sb.training.data import PackedBatch
+from megatron_sb.training.documents import BYTE_END_OF_DOCUMENT
 from megatron_sb.training.evaluate import mean_and_error
 from megatron_sb.validation import InputError
 
@@ -51,7 +52,9 @@ def scores(
     batch_size = max(1, BYTES_PER_FORWARD // length)
     answer_shares, byte_shares = [], []
     for start in range(0, len(samples), batch_size):
-        rows = [encode(sample) for sample in samples[start : start + batch_size]]
+        # Padded after the answers to one length: a model reads no token later than the one that it predicts from, and
+        # kernels that are compiled for a shape see few shapes.
+        rows = [encode(sample, length, BYTE_END_OF_DOCUMENT) for sample in samples[start : start + batch_size]]
         batch = PackedBatch.concatenate([row for row, _ in rows])
         hits = engine.likeliest_tokens(batch).numpy() == batch.labels
         for (_, spans), begin in zip(rows, batch.cu_seqlens[:-1], strict=True):
