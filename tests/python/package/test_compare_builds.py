@@ -1,0 +1,43 @@
+"""benchmarks/compare_builds.py at toy sizes."""
+
+import importlib
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_sb.ops import library
+
+
+@pytest.fixture
+def compare(monkeypatch):
+    """Return a function that calls the script with these arguments."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
+    script = importlib.import_module("compare_builds")
+    return lambda *args: script.main(["--dry-run", "--rounds=1", "--seconds=0.001", *args])
+
+
+def test_two_builds_take_turns(compare, tmp_path, capsys):
+    """The table has a column for each build: here one with a library only, and one with a package."""
+    shutil.copy(library.library_path(), tmp_path)
+    package = Path(library.__file__).parents[2]
+    assert compare(str(tmp_path), str(package), "--rows", "backward:64:1:2:1:4096") == 0
+    header, _, row = capsys.readouterr().out.splitlines()[-3:]
+    assert header == f"| row | {tmp_path} | {package} |"
+    assert row.startswith("| backward b=1 h=2:1 d=64 L=4096 | ") and len(row.split("|")) == 5
+    assert all(float(cell) >= 0 for cell in row.split("|")[2:4])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["build", "--rows", "sideways:64:1:2:1:4096"], "got 'sideways:64:1:2:1:4096'"),
+        (["build", "--rows", "backward:64:1:2:1"], "a row must be DIRECTION:HEAD_DIM"),
+        ([], "needs a BUILD"),
+        (["no-such-folder"], "must be a folder with a libmegatron_sb_ops.so"),
+    ],
+)
+def test_errors_name_the_argument(compare, args, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        compare(*args)
+    assert message in f"{stop.value} {capsys.readouterr().err}"
