@@ -198,11 +198,11 @@ class Verdict:
             for arm in (self.best_of_families().values() if all_final else ())
             for number in range(1, self._num_seeds)
         ]
-        shares = self._shares_of_steps()
+        speeds = self._speeds()
         seconds = [
-            self._seconds_run(run, shares[run.arm])
+            self._seconds_run(run, speeds[run.arm] / max(speeds.values()))
             for run in finals
-            if shares.get(run.arm, 1.0) < verdict_tables.EQUAL_SPEED
+            if speeds and not verdict_tables.is_fast(run.arm, speeds)
         ]
         recall = []
         if self._recall_path is not None:
@@ -354,11 +354,6 @@ class Verdict:
             )
             for arm in config.compare
         }
-
-    def _shares_of_steps(self) -> dict[str, float]:
-        """Return the share of the steps that every arm trains in the time in which the fastest arm trains them all."""
-        speeds = self._speeds()
-        return {arm: speed / max(speeds.values()) for arm, speed in speeds.items()}
 
 
 def family_of(attention: StickBreakingAttentionConfig | SoftmaxAttentionConfig) -> str:

@@ -49,8 +49,10 @@ EQUAL_SECONDS_NOTE = (
     "Every arm is trained for the time that the fastest arm needs for all steps, alone on its device. tokens/s is the "
     "median of single steps."
 )
-SEEDS_NOTE = "Nats per token and the share of right answers to RULER's tasks, as means over seeds, for the best arm "
-SEEDS_NOTE += "of each family."
+SEEDS_NOTE = (
+    "Nats per token and the share of right answers to RULER's tasks, as means over seeds, for the best arm of each "
+    "family."
+)
 POSITIONS_NOTE = "Nats per token at the trained length, by the position of the token that is read."
 RULER_NOTE = "Right answers to RULER's tasks, mean over the tasks, by length in bytes. In brackets: right single bytes."
 RECALL_NOTE = "Right answers in associative recall, with the best learning rate."

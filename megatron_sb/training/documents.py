@@ -211,7 +211,8 @@ def load_corpus(config: TrainingConfig) -> Corpus:
         ValueError: An entry of data.paths names no file, no document is left for training or for validation, or the
             index cannot be written.
     """
-    data, index, left_out, first_held_out = config.data, MemoryIndex(), Counter(), None
+    data, index, left_out = config.data, MemoryIndex(), Counter()
+    how, held_out = [config.seed, data.validation_fraction], _at_random(config.seed, data.validation_fraction)
     if data.kind == "text":
         documents: Any = TextDocuments(list_files(data))
         vocab_size, end_of_document = BYTE_VOCAB_SIZE, BYTE_END_OF_DOCUMENT
@@ -223,13 +224,13 @@ def load_corpus(config: TrainingConfig) -> Corpus:
         vocab_size, end_of_document = data.vocab_size, data.end_of_document
         documents = IndexedDocuments([*data.paths, *data.validation_paths], end_of_document)
         if data.validation_paths:
-            first_held_out = documents.first_document(len(data.paths))
+            first = documents.first_document(len(data.paths))
+            how, held_out = [first], _from(first)
         folder = data.index_folder or Path(data.paths[0]).parent / INDEX_FOLDER
     if folder:
         index = FileIndex(Path(folder), config.parallel.timeout_seconds)
     measured = index.entry("documents", documents.identity(), lambda new: _measure(documents, new))
-    how = (config.seed, data.validation_fraction) if first_held_out is None else (first_held_out,)
-    split = index.entry("split", [measured.key, *how], lambda new: _split(measured, _held_out_by(*how), new))
+    split = index.entry("split", [measured.key, *how], lambda new: _split(measured, held_out, new))
     left_out["empty"] += split.facts["empty"]
     sides = [Subset(documents, split, side, vocab_size, index) for side in ("train", "validation")]
     if not all(map(len, sides)):
@@ -256,20 +257,22 @@ def _measure(documents: Documents, new: Any) -> dict[str, Any]:
     return {"checksum": checksum, "longest": longest}
 
 
-def _held_out_by(first_or_seed: int, fraction: float | None = None) -> Callable[[int, int], np.ndarray]:
-    """Return a function (first, count) -> whether each of `count` documents from `first` on is for validation.
+# Whether each of `count` documents, from document `first` on, is for validation.
+HeldOut = Callable[[int, int], np.ndarray]
 
-    Args:
-        first_or_seed: the first document for validation, or the seed of a random choice.
-        fraction: share of a random choice. None: there is none.
-    """
-    if fraction is None:
-        return lambda first, count: np.arange(first, first + count) >= first_or_seed
-    generator = np.random.default_rng([first_or_seed, 0])
+
+def _at_random(seed: int, fraction: float) -> HeldOut:
+    """Hold out a share of the documents. Call the result for all documents in order, once."""
+    generator = np.random.default_rng([seed, 0])
     return lambda first, count: generator.random(count) < fraction
 
 
-def _split(measured: Entry, held_out_of: Callable[[int, int], np.ndarray], new: Any) -> dict[str, Any]:
+def _from(begin: int) -> HeldOut:
+    """Hold out the documents from `begin` on."""
+    return lambda first, count: np.arange(first, first + count) >= begin
+
+
+def _split(measured: Entry, held_out_of: HeldOut, new: Any) -> dict[str, Any]:
     """Build the index entry with the documents of both sides, and their lengths."""
     lengths = measured.arrays["lengths"]
     dtypes = _dtype_for(len(lengths)), _dtype_for(measured.facts["longest"])

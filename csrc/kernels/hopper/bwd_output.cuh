@@ -12,8 +12,7 @@
 
 namespace megatron_sb::hopper {
 
-constexpr int kKeysOfLane = 16;  // neighbouring keys in the columns of a thread, of a half tile
-constexpr int kDqVectors = 8;    // vectors of four floats in a thread's part of 64 columns of dq
+constexpr int kDqVectors = 8;  // vectors of four floats in a thread's part of 64 columns of dq
 
 // A thread of a consumer warpgroup. The accumulators of a warpgroup have 64 rows: query rows for dQ, keys for dK and
 // dV.
@@ -226,14 +225,14 @@ class BackwardThread {
                                                           float factor) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int first_key = half * kHalfTileKeys + lane_ % 4 * kKeysOfLane;
+            const int first_key = half * kHalfTileKeys + lane_ % 4 * kBackwardKeysPerThread;
             float* at = to.first + first_key * to.row_stride + row(0);
 #pragma unroll
-            for (int k = 0; k < kKeysOfLane; ++k, at += to.row_stride) {
+            for (int k = 0; k < kBackwardKeysPerThread; ++k, at += to.row_stride) {
                 if (first_key + k >= step.tile_keys) continue;
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    const float value = x[32 * half + 4 * (k / 2) + 2 * r + k % 2] * factor;
+                    const float value = x[32 * half + accumulator_register(r, k)] * factor;
                     if (to.store)
                         at[8 * r] = value;
                     else

@@ -21,8 +21,7 @@
 
 namespace megatron_sb::hopper {
 
-constexpr int kBackwardKeysPerThread = 16;  // keys of one row that a thread holds
-constexpr int kChains = 4;                  // a thread scans its keys as independent chains of four neighbouring keys
+constexpr int kChains = 4;  // a thread scans its keys as independent chains of four neighbouring keys
 
 // Product or sum of one value x of each thread of a quad: over the threads with older keys, over those with newer keys,
 // and over all four. Thread t = 0 has the oldest keys. add_over_quad does not compute `newer`.

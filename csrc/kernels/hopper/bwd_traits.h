@@ -1,8 +1,6 @@
 // Register budgets and the shared-memory plan of the backward.
 #pragma once
 
-#include <vector_types.h>
-
 #include <cstdint>
 
 #include "core/params.h"
