@@ -37,6 +37,11 @@ namespace megatron_sb::hopper {
 // the oldest one. Waits on step_info_full and qdo_empty; arrives on carry_in_full and step_info_empty with all lanes.
 class CarryReader {
   public:
+    // FastScan divides by the mass, so it must not be 0, nor so small that its reciprocal is infinite. Rows with a
+    // smaller mass get this one; their weights are then wrong by less than 2^-62. Rows that see no keys, or lie after
+    // the end of the step, have e = 0 and no weights.
+    static constexpr float kLeastMass = 0x1p-126f;
+
     __device__ CarryReader(BackwardControl& control, const BackwardArguments& arguments)
         : control_(control), args_(arguments), lane_(threadIdx.x % 32) {}
 
@@ -54,7 +59,10 @@ class CarryReader {
             else
                 wait_for_carries(step, cursor.stage, carries);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) control_.carry_in[cursor.stage][lane_ + 32 * i] = carries[i];
+            for (int i = 0; i < 2; ++i) {
+                if (carries[i].mass < kLeastMass) carries[i].mass = kLeastMass;  // keeps NaN
+                control_.carry_in[cursor.stage][lane_ + 32 * i] = carries[i];
+            }
             mbarrier_arrive(&control_.carry_in_full[cursor.stage]);
             mbarrier_arrive(&control_.step_info_empty[number % kStepRing]);
         }

@@ -55,7 +55,7 @@ class HalfScan : protected BackwardThread<T> {
         product_offset_ = UnbiasedProduct::offset_of(4 * step(number).tile + lane_ % 4);
     }
 
-    // Hides the keys that a row does not see: e of a hidden key is 0.
+    // Hides the keys that a row does not see: e of a hidden key is 0. Rows after the end of the step see none.
     __device__ __forceinline__ void mask(uint32_t number, int flags) {
         if (!(flags & kMasked << half_)) return;
         const int visible = step(number).visible - half_ * kHalfTileKeys;
@@ -63,7 +63,8 @@ class HalfScan : protected BackwardThread<T> {
         const float hidden = copysignf(INFINITY, -args_.scale_log2);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int num_visible = min(visible + row(r), num_keys) - lane_ % 4 * kBackwardKeysPerThread;
+            const int visible_to_row = row(r) < step(number).num_rows ? min(visible + row(r), num_keys) : 0;
+            const int num_visible = visible_to_row - lane_ % 4 * kBackwardKeysPerThread;
 #pragma unroll
             for (int k = 0; k < kBackwardKeysPerThread; ++k)
                 if (k >= num_visible) s_[accumulator_register(r, k)] = hidden;

@@ -28,7 +28,7 @@ class BackwardThread {
         : control_(shared.control),
           args_(arguments),
           warp_(__shfl_sync(~0u, int(threadIdx.x / 32 % 4), 0)),
-          lane_(opaque(threadIdx.x % 32)) {
+          lane_(__shfl_sync(~0u, int(threadIdx.x % 32), int(threadIdx.x % 32))) {  // ptxas cannot read it again
         const int first_row = warp_ * 16 + lane_ % 8;
         store_offset_ = first_row * 128 + ((lane_ / 8) ^ (lane_ % 8)) * 16;
     }

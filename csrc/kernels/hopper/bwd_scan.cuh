@@ -5,7 +5,8 @@
 //     e = 2^(scale log2(e) q . k)   A = e m   g = A (dO . v)   dz = (g - e b) / (1 + e)   m' = m (1 + e)   b' = b + g
 //
 // m is the mass at the older edge of a key, and b the prefix there (the sum of g over all older keys, plus P dP). m'
-// and b' are the values at its newer edge.
+// and b' are the values at its newer edge. FastScan uses the same dz in another form: g - beta (b + g), with the
+// fraction beta = e / (1 + e) = A / m'.
 //
 // FastScan needs rows that have started in older keys. It computes masses from the older edge of the half tile to the
 // newer one. No product of (1 + e) exceeds 2^64, because the mass rises from at least 2^-64 to at most 1.
@@ -21,7 +22,7 @@
 
 namespace megatron_sb::hopper {
 
-constexpr int kChains = 4;  // a thread scans its keys as independent chains of four neighbouring keys
+constexpr int kChains = 2, kChainKeys = 8;  // FastScan: a thread scans its keys as independent chains
 
 // Product or sum of one value x of each thread of a quad: over the threads with older keys, over those with newer keys,
 // and over all four. Thread t = 0 has the oldest keys. add_over_quad does not compute `newer`.
@@ -65,26 +66,27 @@ class FastScan {
 
     // Replaces scores by e. Runs before the carries are known.
     __device__ __forceinline__ void exponentials(float (&s)[32], float scale_log2, int t) {
+        float product[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
 #pragma unroll
             for (int k = 0; k < kBackwardKeysPerThread; ++k)
                 s[accumulator_register(r, k)] = exp2_approximate(s[accumulator_register(r, k)] * scale_log2);
-            const auto e = [&](int c, int k) { return s[accumulator_register(r, 4 * c + k)]; };
-            float x[kChains], y[kChains];
+            float p[kChains];
 #pragma unroll
-            for (int c = 0; c < kChains; ++c) x[c] = 1.f + e(c, 0), y[c] = 1.f + e(c, 2);
+            for (int k = 0; k < kChainKeys; ++k)
 #pragma unroll
-            for (int c = 0; c < kChains; ++c) x[c] = fmaf(x[c], e(c, 1), x[c]), y[c] = fmaf(y[c], e(c, 3), y[c]);
-#pragma unroll
-            for (int c = 0; c < kChains; ++c) product_[r][c] = multiply_(x[c], y[c]);
-            float(&p)[kChains] = product_[r];
-            p[1] = multiply_(p[1], p[0]), p[3] = multiply_(p[3], p[2]);
-            p[2] = multiply_(p[2], p[1]), p[3] = multiply_(p[3], p[1]);
+                for (int c = 0; c < kChains; ++c) {
+                    const float e = s[accumulator_register(r, kChainKeys * c + k)];
+                    p[c] = k == 0 ? 1.f + e : fmaf(p[c], e, p[c]);
+                }
+            older_product_[r] = p[0];
+            product[r] = multiply_(p[1], p[0]);
+            large_[r] = __any_sync(~0u, product[r] > kLargeProduct);
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const QuadScan over = multiply_over_quad(product_[r][kChains - 1], t, multiply_);
+            const QuadScan over = multiply_over_quad(product[r], t, multiply_);
             mass_[r] = over.older;
             newer_mass[r] = over.all;
         }
@@ -95,71 +97,76 @@ class FastScan {
         prefix_[r] = carry.prefix;
     }
 
-    // Replaces dp by g and packs the weights of row r.
+    // Packs the weights of row r. Replaces s by beta = e / (1 + e), which is A over the mass at the newer edge of the
+    // key, and dp by its part of dz that does not depend on older chains: g - beta G, where G is the sum of g from the
+    // beginning of the chain to this key.
     template <class Element>
-    __device__ __forceinline__ void weights(int r, const float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
-        constexpr float kScale = common::kWeightScale<Element>;
-        float m[kChains], a[2][kChains];
-        m[0] = mass_[r];
-#pragma unroll
-        for (int c = 1; c < kChains; ++c) m[c] = mass_[r] * product_[r][c - 1];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-#pragma unroll
-            for (int c = 0; c < kChains; ++c) {
-                const int i = accumulator_register(r, 4 * c + k);
-                a[k % 2][c] = s[i] * m[c];
-                if (k < 3) m[c] = fmaf(s[i], m[c], m[c]);
-                dp[i] *= a[k % 2][c];
-            }
-            if (k % 2 == 0) continue;
-#pragma unroll
-            for (int c = 0; c < kChains; ++c) {
-                packed[2 * c + k / 2] = pack<Element>(kScale * a[0][c], kScale * a[1][c]);
-                const float sum = dp[accumulator_register(r, 4 * c + k - 1)] + dp[accumulator_register(r, 4 * c + k)];
-                sum_[r][c] = k == 1 ? sum : sum_[r][c] + sum;
-            }
-        }
-        sum_[r][1] += sum_[r][0], sum_[r][3] += sum_[r][2], sum_[r][2] += sum_[r][1], sum_[r][3] += sum_[r][1];
+    __device__ __forceinline__ void weights(int r, float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
+        large_[r] ? scan_row<Element, true>(r, s, dp, packed) : scan_row<Element, false>(r, s, dp, packed);
     }
     __device__ __forceinline__ void prefixes(int t) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const QuadScan over = add_over_quad(sum_[r][kChains - 1], t);
+            const QuadScan over = add_over_quad(sum_[r], t);
             newer_prefix[r] = prefix_[r] + over.all;
             prefix_[r] += over.older;
         }
     }
 
-    // Packs dz of row r. One reciprocal serves two keys.
+    // Packs dz of row r: dz = (g - e b) / (1 + e) = g - beta (b + g). `dp` holds g - beta G.
     template <class Element>
-    __device__ __forceinline__ void logit_gradients(int r, const float (&s)[32], const float (&g)[32],
+    __device__ __forceinline__ void logit_gradients(int r, const float (&beta)[32], const float (&dp)[32],
                                                     uint32_t (&packed)[8]) const {
-        float b[kChains];
-        b[0] = prefix_[r];
+        const float b[kChains] = {prefix_[r], prefix_[r] + older_sum_[r]};
 #pragma unroll
-        for (int c = 1; c < kChains; ++c) b[c] = prefix_[r] + sum_[r][c - 1];
-#pragma unroll
-        for (int pair = 0; pair < 2; ++pair)
-#pragma unroll
-            for (int c = 0; c < kChains; ++c) {
-                const int i = accumulator_register(r, 4 * c + 2 * pair),
-                          j = accumulator_register(r, 4 * c + 2 * pair + 1);
-                const float one = 1.f + s[i], inverse = reciprocal(fmaf(one, s[j], one));
-                const float older = fmaf(-s[i], b[c], g[i]) * inverse;
-                b[c] += g[i];
-                const float newer = fmaf(-s[j], b[c], g[j]) * inverse;
-                b[c] += g[j];
-                packed[2 * c + pair] = pack<Element>(fmaf(older, s[j], older), fmaf(newer, s[i], newer));
-            }
+        for (int key = 0; key < kBackwardKeysPerThread; key += 2) {
+            const int i = accumulator_register(r, key), j = accumulator_register(r, key + 1), c = key / kChainKeys;
+            packed[key / 2] = pack<Element>(fmaf(-beta[i], b[c], dp[i]), fmaf(-beta[j], b[c], dp[j]));
+        }
     }
 
     float newer_mass[2], newer_prefix[2];  // at the newer edge of the half tile
 
   private:
+    // Where e is large, beta is close to 1, and g - beta G loses what is left of g. Then om G - (G - g) is exact
+    // enough, with om = 1 - beta = 1 / (1 + e). It takes more instructions, so only warps use it in which the product
+    // of 1 + e over the keys of a thread is above this bound. Below it, the loss is at most 2^-12 of the result.
+    static constexpr float kLargeProduct = 0x1p12f;
+
+    template <class Element, bool kLarge>
+    __device__ __forceinline__ void scan_row(int r, float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
+        constexpr float kScale = common::kWeightScale<Element>;
+        float m[kChains] = {mass_[r], mass_[r] * older_product_[r]}, sum[kChains], older[kChains];
+#pragma unroll
+        for (int k = 0; k < kChainKeys; ++k)
+#pragma unroll
+            for (int c = 0; c < kChains; ++c) {
+                const int key = kChainKeys * c + k, i = accumulator_register(r, key);
+                const float e = s[i], a = e * m[c], g = dp[i] * a, newer_mass = fmaf(e, m[c], m[c]);
+                const float inverse = reciprocal(newer_mass), newer_sum = k == 0 ? g : sum[c] + g;
+                s[i] = a * inverse;
+                dp[i] = fmaf(-s[i], newer_sum, g);
+                if (kLarge && e > 1.f) {
+                    const float om = m[c] * inverse;
+                    s[i] = 1.f - om;
+                    dp[i] = fmaf(om, newer_sum, k == 0 ? 0.f : -sum[c]);
+                }
+                m[c] = newer_mass;
+                sum[c] = newer_sum;
+                if (k % 2 == 0)
+                    older[c] = a;
+                else
+                    packed[key / 2] = pack<Element>(kScale * older[c], kScale * a);
+            }
+        older_sum_[r] = sum[0];
+        sum_[r] = sum[0] + sum[1];
+    }
+
     const UnbiasedProduct multiply_;
-    float product_[2][kChains];  // products of 1 + e, from the oldest key of this thread to the end of each chain
-    float sum_[2][kChains];      // sums of g over the same keys
+    float older_product_[2];     // product of 1 + e over the older chain
+    float older_sum_[2];         // sum of g over the older chain
+    float sum_[2];               // sum of g over the keys of this thread
+    bool large_[2];              // of the warp: whether a product of 1 + e is above kLargeProduct
     float mass_[2], prefix_[2];  // at the older edge of this thread's keys
 };
 

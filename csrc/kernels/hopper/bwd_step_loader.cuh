@@ -141,6 +141,7 @@ class StepLoader {
         have_pending_ = true;
     }
     __device__ int masked_halves() const {
+        if (pending_.num_rows < kStepRows) return kMasked | kMasked << 1;
         const int num_visible = min(pending_.visible, pending_.num_keys);
         return (num_visible < kHalfTileKeys ? kMasked : 0) | (num_visible < 2 * kHalfTileKeys ? kMasked << 1 : 0);
     }
