@@ -94,20 +94,24 @@ __device__ __forceinline__ void abort_launch(ExpiredWait* record, uint32_t waits
         : "memory");
 }
 
-// Ends the launch if this wait of the watchdog lasts longer than the limit. Call it from time to time while it waits;
-// `first` is true at the first call. `waits` has the bit of the wait. The time is in shared memory, because a register
-// would be in use even if no wait is long.
+// Ends the launch if this wait of the watchdog lasts longer than the limit. Lane 0 calls it from time to time while it
+// waits; `first` is true at the first call. `waits` has the bit of the wait. The time is in shared memory, because a
+// register would be in use even if no wait is long.
+//
+// In the first half of the limit the notes are cleared, so that later ones belong to waits that still last. They are
+// left alone in the first unit of the clock: in a launch without a defect, only the threads that wait use them.
 template <uint32_t kLimit, class Barriers>
 __device__ void check_limit(NotedBarriers<Barriers>& barriers, ExpiredWait* record, uint32_t waits, bool first) {
     if (first) barriers.wait_began = wait_clock();
     const uint32_t age = wait_clock() - barriers.wait_began;
-    if (age > kLimit / 2 && age <= kLimit) return;  // notes of the second half are read
+    const bool clears = age >= kLimit / 4 && age <= kLimit / 2, reads = age > kLimit;
+    if (!clears && !reads) return;
 #pragma unroll 1
     for (WaitNote& note : barriers.notes) {
-        if (age <= kLimit) note.unused = 1;
+        if (clears) note.unused = 1;
         if (*static_cast<const volatile uint32_t*>(&note.unused) == 0) waits |= 1u << note.wait;
     }
-    if (age > kLimit) abort_launch(record, waits);
+    if (reads) abort_launch(record, waits);
 }
 // A wait of the watchdog: one thread, or all threads of one warp. kWait names it.
 template <Wait kWait, uint32_t kLimit = kWaitLimit, class Barriers, class Ready>
@@ -115,7 +119,7 @@ __device__ __forceinline__ void watch_until(NotedBarriers<Barriers>& barriers, E
                                             const Ready& ready) {
     if (ready()) return;
     for (uint32_t tries = 1; !ready(); ++tries)
-        if (tries % kTriesPerCheck == 0)
+        if (tries % kTriesPerCheck == 0 && threadIdx.x % 32 == 0)
             check_limit<kLimit>(barriers, record, 1u << int(kWait), tries == kTriesPerCheck);
 }
 
