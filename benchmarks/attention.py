@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from peers import NAMES, Contender, contenders, ours
 from report import FLASH_4, FLASH_4_DETERMINISTIC, markdown
-from timing import Call, Sensors, back_to_back, ceilings, machine, on_gpu, take_turns
+from timing import DRY_RUN_FACTOR, FACTORS, Call, Sensors, back_to_back, ceilings, machine, on_gpu, take_turns
 from torch import Tensor
 
 FULL_LOGIT = -11.0
@@ -50,7 +50,6 @@ HEADS = (*((s, h, 128) for s in (16384, 65536) for h in (1, 4, 12)), (16384, 12,
 LENGTHS = sorted({s for _, s, _, _ in (*SHAPES, *KV_HEADS)})
 STEADY = ("ours", "cuDNN", FLASH_4, FLASH_4_DETERMINISTIC)  # also timed back to back
 VARLEN = {"tokens": 32768, "documents": 100, "shortest": 10, "longest": 4000, "seed": 0}
-DRY_RUN_FACTOR = 64
 
 
 @dataclass
@@ -170,10 +169,6 @@ def _step_costs(forward: Call, both: Call) -> str:
         torch.cuda.synchronize()
     kernels = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
     return f"{(after - before) / 2**20:.0f}, {(peak - before) / 2**20:.0f}, {kernels}"
-
-
-# Operations, as multiples of the forward's.
-FACTORS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 
 
 def calls_of(contender: Contender, inputs: list[Tensor], *packing) -> dict[str, Call]:

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from attention import DRY_RUN_FACTOR, FACTORS, calls_of, draw_inputs
 from gpu_suite import library_folder
-from peers import contenders
-from timing import machine, on_gpu, take_turns
+from timing import DRY_RUN_FACTOR, FACTORS, machine, on_gpu, take_turns
 
 ROWS = tuple(
     f"{direction}:{d}:2:{h}:{h}:16384" for direction in ("forward", "backward") for d, h in ((64, 24), (128, 12))
@@ -59,6 +57,10 @@ class Row:
 
 def measure(rows: list[Row], peers: list[str], seconds: float) -> list[dict[str, float]]:
     """Return the TFLOP/s of this process's build and of the peers, for each row."""
+    # They import the package. The process that starts the others has none, unless one is installed.
+    from attention import calls_of, draw_inputs
+    from peers import contenders
+
     results = []
     for row in rows:
         length = row.s if on_gpu() else max(1, row.s // DRY_RUN_FACTOR)

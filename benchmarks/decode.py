@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterator
 
 import torch
-from attention import DRY_RUN_FACTOR, FULL_LOGIT, shift_logits
+from attention import FULL_LOGIT, shift_logits
 from table import table_main
-from timing import Call, on_gpu, take_turns
+from timing import DRY_RUN_FACTOR, Call, on_gpu, take_turns
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention

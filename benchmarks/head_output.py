@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterator
 
 import torch
-from attention import DRY_RUN_FACTOR, SHAPES, draw_inputs
+from attention import SHAPES, draw_inputs
 from table import table_main
-from timing import Call, on_gpu, take_turns
+from timing import DRY_RUN_FACTOR, Call, on_gpu, take_turns
 from torch import Tensor
 from torch.nn.functional import group_norm
 

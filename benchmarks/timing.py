@@ -14,6 +14,9 @@ import torch
 
 Call = Callable[[], object]
 
+FACTORS = {"forward": 1.0, "backward": 2.5, "both": 3.5}  # operations of attention, as multiples of the forward's
+DRY_RUN_FACTOR = 64  # a try without a GPU divides the lengths by it
+
 _L2_FLUSH_BYTES = 256 * 2**20  # several times the largest L2
 _HEAD_START_CYCLES = 2_000_000  # about 1 ms of device time in which the host queues a round
 _MATMUL, _COPY_BYTES = 8192, 2**32

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Iterator
 
 import torch
-from attention import DRY_RUN_FACTOR, FACTORS, calls_of, draw_inputs
+from attention import calls_of, draw_inputs
 from peers import ours
 from table import table_main
-from timing import on_gpu, take_turns
+from timing import DRY_RUN_FACTOR, FACTORS, on_gpu, take_turns
 
 SHAPES = ((2, 16384, 12, 128), (2, 16384, 24, 64))
 

@@ -1,18 +1,23 @@
 """benchmarks/compare_builds.py at toy sizes."""
 
 import importlib
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_sb.ops import library
 
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
 
 @pytest.fixture
 def compare(monkeypatch):
     """Return a function that calls the script with these arguments."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
+    monkeypatch.syspath_prepend(BENCHMARKS)
     script = importlib.import_module("compare_builds")
     return lambda *args: script.main(["--dry-run", "--rounds=1", "--seconds=0.001", *args])
 
@@ -26,6 +31,20 @@ def test_two_builds_take_turns(compare, tmp_path, capsys):
     assert header == f"| row | {tmp_path} | {package} |"
     assert row.startswith("| backward b=1 h=2:1 d=64 L=4096 | ") and len(row.split("|")) == 5
     assert all(float(cell) >= 0 for cell in row.split("|")[2:4])
+
+
+def test_the_package_need_not_be_installed(tmp_path):
+    """Only the processes that measure import megatron_sb, and each imports the one of its build."""
+    shutil.copy(library.library_path(), tmp_path)
+    without = "import runpy, sys; sys.modules['megatron_sb'] = None; runpy.run_path(sys.argv[0], run_name='__main__')"
+    code = f"import sys; sys.argv = sys.argv[1:]; {without}"
+    options = ["--dry-run", "--rounds=1", "--seconds=0.001", "--rows", "forward:64:1:1:1:4096"]
+    command = [sys.executable, "-c", code, str(BENCHMARKS / "compare_builds.py"), str(tmp_path), *options]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(BENCHMARKS)}
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("| forward b=1 h=1:1 d=64 L=4096 | ")
 
 
 @pytest.mark.parametrize(
