@@ -85,7 +85,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     source_format = checkpoints.format_of(source)
     checkpoints.check_target(arguments.out, arguments.to)
     source = find_checkpoint(source) or source
-    model = checkpoints.load(source, arguments.config)
+    model = checkpoints.load(source, arguments.config, arguments.swap_attention)
     checkpoints.save(model, arguments.out, arguments.to, tokenizer=arguments.source)
     print(f"{source} ({source_format}) -> {arguments.out} ({arguments.to}): {model.num_parameters():,} parameters")
     return 0
@@ -136,6 +136,12 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="for a Megatron checkpoint: its training configuration (YAML), or the config.json or folder of a Hugging "
         "Face model with the same sizes (default: config.yaml of the run that contains SOURCE)",
+    )
+    command.add_argument(
+        "--swap-attention",
+        action="store_true",
+        help="read a model with softmax attention (Llama of transformers, or a run) as one with stick-breaking "
+        "attention; it then needs training (default: off)",
     )
     command.set_defaults(run=_convert)
     return parser

@@ -4,6 +4,7 @@
 
 Every conversion goes through `StickBreakingForCausalLM`. The formats are "huggingface" (that model), "megatron"
 (Megatron-Core's distributed checkpoints), "dolomite" (dolomite-engine, lm-engine) and "fla" (flash-linear-attention).
+Models with softmax attention can be read too, with `swap_attention`: "llama", and "megatron" checkpoints of such runs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import GenerationConfig
 
-from megatron_sb.checkpoints import dolomite, files, fla, runs
+from megatron_sb.checkpoints import dolomite, files, fla, llama, runs
 from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
 from megatron_sb.megatron.integrity import CheckpointError, cause_of
 from megatron_sb.training.config import load_config
@@ -32,7 +33,7 @@ def format_of(source: str | Path) -> str:
         source: folder of the checkpoint.
 
     Returns:
-        One of `FORMATS`.
+        One of `FORMATS`, or "llama", which `load` reads with swap_attention.
 
     Raises:
         FileNotFoundError: if the folder does not exist, or has neither a config.json nor a distributed checkpoint.
@@ -55,13 +56,17 @@ def format_of(source: str | Path) -> str:
         return "huggingface"
     if model_type == fla.MODEL_TYPE:
         return "fla"
+    if model_type == llama.MODEL_TYPE:
+        return "llama"
     if model_type in dolomite.MODEL_TYPES:
         return "dolomite"
-    known = (StickBreakingConfig.model_type, fla.MODEL_TYPE, *dolomite.MODEL_TYPES)
+    known = (StickBreakingConfig.model_type, fla.MODEL_TYPE, llama.MODEL_TYPE, *dolomite.MODEL_TYPES)
     raise InputError(f"{source}/config.json: model_type must be one of {', '.join(known)}, got {model_type!r}.")
 
 
-def load(source: str | Path, config: str | Path | None = None) -> StickBreakingForCausalLM:
+def load(
+    source: str | Path, config: str | Path | None = None, swap_attention: bool = False
+) -> StickBreakingForCausalLM:
     """Read a model in any of `FORMATS` onto the CPU.
 
     Args:
@@ -70,6 +75,9 @@ def load(source: str | Path, config: str | Path | None = None) -> StickBreakingF
         config: configuration of a "megatron" checkpoint, which does not hold one. Either a training configuration
             (YAML), or the folder or config.json of a "huggingface" model. Default: config.yaml of the run that
             contains the checkpoint.
+        swap_attention: read the weights of a model with softmax attention, "llama" or a "megatron" checkpoint of
+            such a run, and give it stick-breaking attention. The weights were trained for softmax, so the model needs
+            training. Default False.
 
     Returns:
         The model in eval mode, with the dtype of its weights.
@@ -77,7 +85,8 @@ def load(source: str | Path, config: str | Path | None = None) -> StickBreakingF
     Raises:
         FileNotFoundError: if `source` does not exist, has no config.json or no weights, or `config` does not exist.
         ValueError: if an option cannot be converted, or a weight is missing, unexpected or of the wrong shape. Or if
-            `config` is given for a format that stores its configuration.
+            `config` is given for a format that stores its configuration. Or if the model has softmax attention without
+            swap_attention, or stick-breaking attention with it.
 
     Example:
         >>> import tempfile
@@ -93,6 +102,8 @@ def load(source: str | Path, config: str | Path | None = None) -> StickBreakingF
     source_format = format_of(source)
     if config is not None and source_format != "megatron":
         raise InputError(f"config must be None for a {source_format} folder, which has its own, got {str(config)!r}.")
+    if source_format != "megatron":  # there the configuration tells
+        _check_swap(swap_attention, source_format == "llama", source)
     if source_format == "huggingface":
         model_config, weights = files.model_config(source / "config.json"), files.read_tensors(source)
     elif source_format == "megatron":
@@ -102,11 +113,11 @@ def load(source: str | Path, config: str | Path | None = None) -> StickBreakingF
         source = runs.find_checkpoint(source)
         found = read_weights(source)
         files.check_no_weights(source, "Missing weights", {megatron.EMBEDDING} - found.keys())
-        model_config = _megatron_config(source, config, len(found[megatron.EMBEDDING]))
+        model_config = _megatron_config(source, config, len(found[megatron.EMBEDDING]), swap_attention)
         weights = megatron.to_ours(found, model_config, source)
     else:
         with files.naming_config(source / "config.json"):
-            model_config, weights = (fla if source_format == "fla" else dolomite).load(source)
+            model_config, weights = {"fla": fla, "llama": llama, "dolomite": dolomite}[source_format].load(source)
     model = _model_with_weights(model_config, weights, source)
     if source_format == "huggingface" and (source / "generation_config.json").exists():
         with files.naming_config(source / "generation_config.json"):
@@ -200,8 +211,24 @@ def _existing_folder(source: str | Path) -> Path:
     return source
 
 
-def _megatron_config(source: Path, config: str | Path | None, vocab_size: int) -> StickBreakingConfig:
+def _check_swap(swap_attention: bool, is_softmax: bool, source: Path) -> None:
+    """Raise ValueError unless swap_attention is set exactly for a model with softmax attention."""
+    if is_softmax and not swap_attention:
+        raise InputError(
+            f"swap_attention must be True (--swap-attention) to read {source}, which has softmax attention, got False. "
+            "Its weights were trained for softmax, so the result needs training."
+        )
+    if swap_attention and not is_softmax:
+        raise InputError(
+            f"swap_attention must be False to read {source}, which has stick-breaking attention, got True."
+        )
+
+
+def _megatron_config(
+    source: Path, config: str | Path | None, vocab_size: int, swap_attention: bool
+) -> StickBreakingConfig:
     from megatron_sb.checkpoints import megatron
+    from megatron_sb.megatron.weights import read_attention_kind
 
     path = Path(config) if config is not None else source.resolve().parent.parent.parent / "config.yaml"
     path = path / "config.json" if path.is_dir() else path
@@ -211,10 +238,14 @@ def _megatron_config(source: Path, config: str | Path | None, vocab_size: int) -
             "configuration (YAML) or the folder of a Hugging Face model of the same sizes as config (--config)."
         )
     if path.suffix == ".json":
+        _check_swap(swap_attention, read_attention_kind(source) == "softmax", source)
         model_config = files.model_config(path)
         megatron.check_one_epsilon(model_config)
         return model_config
-    return megatron.config_of(load_config(path), source, vocab_size)
+    training = load_config(path)
+    attention = megatron.attention_of(training, source)
+    _check_swap(swap_attention, attention.kind == "softmax", source)
+    return megatron.config_of(training, attention, vocab_size)
 
 
 def _model_with_weights(config: StickBreakingConfig, weights: dict, source: Path) -> StickBreakingForCausalLM:

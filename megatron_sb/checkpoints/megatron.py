@@ -17,7 +17,7 @@ from megatron_sb.checkpoints.runs import RELEASE, TRACKER, only_stick_breaking_m
 from megatron_sb.huggingface import StickBreakingConfig
 from megatron_sb.megatron.integrity import write_checksums
 from megatron_sb.megatron.weights import LAYERS, write_attention_kind, write_weights
-from megatron_sb.training.config import AttentionConfig, TrainingConfig
+from megatron_sb.training.config import AttentionConfig, StickBreakingAttentionConfig, TrainingConfig
 from megatron_sb.validation import InputError
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -42,19 +42,17 @@ QKV, GATE_UP = "self_attention.linear_qkv.weight", "mlp.linear_fc1.weight"
 EXPERTS_GATE_UP, EXPERTS_DOWN = (f"mlp.experts.experts.linear_fc{number}.weight" for number in (1, 2))
 
 
-def config_of(training: TrainingConfig, folder: Path, vocab_size: int) -> StickBreakingConfig:
-    """Return the configuration of the model that a checkpoint belongs to.
+def config_of(training: TrainingConfig, attention: AttentionConfig, vocab_size: int) -> StickBreakingConfig:
+    """Return the configuration of a model with stick-breaking attention.
 
     Args:
         training: configuration of the run.
-        folder: folder of the checkpoint. In RUN/MODEL/checkpoints/STEP, MODEL is the name of the model.
+        attention: the model's attention. For softmax attention, the result has the default stick-breaking attention.
         vocab_size: rows of the embedding, including padding.
-
-    Raises:
-        ValueError: if the model has softmax attention, Euclidean logits or forget gates. Or if the folder does not name
-            the model, and the run does not have exactly one stick-breaking model.
     """
-    sizes, attention = training.model, _attention_of(training, folder)
+    sizes = training.model
+    if attention.kind == "softmax":
+        attention = StickBreakingAttentionConfig()
     return StickBreakingConfig(
         vocab_size=vocab_size,
         hidden_size=sizes.hidden_size,
@@ -82,19 +80,24 @@ def check_one_epsilon(config: StickBreakingConfig) -> None:
         files.check_supported(config, {"head_norm_eps": config.rms_norm_eps}, "megatron")
 
 
-def _attention_of(training: TrainingConfig, folder: Path) -> AttentionConfig:
+def attention_of(training: TrainingConfig, folder: Path) -> AttentionConfig:
     """Return the attention of the model that a checkpoint belongs to.
 
-    In RUN/MODEL/checkpoints/STEP, MODEL is its name. For any other folder the run must have exactly one stick-breaking
-    model.
+    Args:
+        training: configuration of the run.
+        folder: folder of the checkpoint. In RUN/MODEL/checkpoints/STEP, MODEL is the name of the model.
+
+    Raises:
+        ValueError: if the model has Euclidean logits or forget gates. Or if the folder does not name the model, and the
+            run does not have exactly one stick-breaking model.
     """
     model = folder.resolve().parent.parent.name
     if model not in training.attention:
         advice = f"Or keep the checkpoint in RUN/MODEL/checkpoints/STEP, got {folder}."
         model = only_stick_breaking_model(training, advice)
     attention = training.attention[model]
-    for name, supported in (("kind", "stick_breaking"), ("logits", "dot"), ("forget_gate", False)):
-        if (value := getattr(attention, name)) != supported:
+    for name, supported in (("logits", "dot"), ("forget_gate", False)):
+        if (value := getattr(attention, name, supported)) != supported:
             raise InputError(
                 f"attention.{model}.{name} must be {supported!r} to convert {folder}, got {value!r}. "
                 "No other format supports it."

@@ -287,7 +287,7 @@ def test_the_published_configuration(tmp_path):
         ({"normalization_function": "layernorm"}, "normalization_function must be .* got 'layernorm'"),
         ({"add_qkv_bias": True}, "add_qkv_bias must be False, got True"),
         ({"position_embedding_type": "alibi"}, "position_embedding_type must be .* got 'alibi'"),
-        ({"model_type": "llama"}, "model_type must be one of .* got 'llama'"),
+        ({"model_type": "gpt2"}, "model_type must be one of .* got 'gpt2'"),
         ({"n_inner": 32}, "Weights of the wrong shape in the checkpoint .*mlp"),
     ],
 )

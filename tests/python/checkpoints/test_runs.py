@@ -51,8 +51,8 @@ def test_one_of_several_stick_breaking_models(model, named, tmp_path):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("softmax_rope", r"attention\.softmax_rope\.kind must be 'stick_breaking' .* got 'softmax'"),
-        ("softmax_nope", r"attention\.softmax_nope\.kind .* got 'softmax'"),
+        ("softmax_rope", r"swap_attention must be True .*softmax_rope.*, which has softmax attention, got False"),
+        ("softmax_nope", r"swap_attention must be True .*softmax_nope"),
         ("stick_breaking_euclidean", r"attention\.stick_breaking_euclidean\.logits must be 'dot' .* got 'euclidean'"),
         ("stick_breaking_forget_gate", r"attention\.stick_breaking_forget_gate\.forget_gate must be False .* got True"),
     ],
@@ -64,6 +64,17 @@ def test_models_that_no_format_supports(model, message, named, tmp_path):
     folder, _ = save(tmp_path, model, config)
     with pytest.raises(ValueError, match=message):
         checkpoints.load(folder, tmp_path / "config.yaml" if named else None)
+
+
+def test_softmax_attention_is_swapped(tmp_path):
+    """Every weight is kept; the attention is the default one."""
+    config = configuration.load_config(CONFIGS / "extrapolation_small.yaml")
+    folder, weights = save(tmp_path, "softmax_rope", config)
+    back = checkpoints.load(folder, swap_attention=True)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in back.state_dict().items())
+    folder, _ = save(tmp_path / "other", "stick_breaking", config)
+    with pytest.raises(ValueError, match="swap_attention must be False"):
+        checkpoints.load(folder, swap_attention=True)
 
 
 def test_a_checkpoint_outside_of_its_run(tmp_path):

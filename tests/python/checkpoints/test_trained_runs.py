@@ -138,7 +138,7 @@ def test_shards_of_tensor_parallel_ranks_are_joined(tmp_path):
 
 
 def test_a_softmax_model(run):
-    with pytest.raises(ValueError, match=r"attention\.softmax_rope\.kind must be 'stick_breaking' .*'softmax'"):
+    with pytest.raises(ValueError, match=r"swap_attention must be True .*softmax_rope"):
         checkpoints.load(run / "softmax_rope")
 
 

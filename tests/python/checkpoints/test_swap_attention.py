@@ -1,0 +1,98 @@
+"""Weights of models with softmax attention, read as weights of stick-breaking models."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.decoders import make_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatron_sb import checkpoints, cli
+from megatron_sb.huggingface import without_positions
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-3,
+}
+VARIANTS = {"plain": {}, "tied": {"tie_word_embeddings": True}, "wide heads": {"head_dim": 16}}
+
+
+def saved_llama(folder, **fields):
+    """Save a Llama with random weights. Return its folder."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES | {"bos_token_id": None, "eos_token_id": 3} | fields)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_llama(variant, tmp_path):
+    """The weights keep their bits. transformers' own Llama with stick-breaking attention has the same logits."""
+    source = saved_llama(tmp_path / "llama", **VARIANTS[variant])
+    assert checkpoints.format_of(source) == "llama"
+    swapped = checkpoints.load(source, swap_attention=True)
+    for name, tensor in load_file(source / "model.safetensors").items():
+        assert torch.equal(swapped.state_dict()[name], tensor), name
+    ids = torch.randint(61, (2, 12))
+    config = without_positions(LlamaConfig.from_pretrained(source))
+    llama = LlamaForCausalLM.from_pretrained(source, config=config, attn_implementation="stickbreaking")
+    softmax = LlamaForCausalLM.from_pretrained(source)
+    with torch.no_grad():
+        logits = swapped(ids).logits
+        torch.testing.assert_close(logits, llama(ids).logits, rtol=1e-4, atol=1e-5)
+        assert (logits - softmax(ids).logits).abs().max() > 0.01
+    assert swapped.config.eos_token_id == 3
+
+
+def test_the_command_and_back(tmp_path, capsys):
+    """A Megatron checkpoint of the swapped model, to train it, holds the same weights."""
+    source = saved_llama(tmp_path / "llama")
+    arguments = ["convert", str(source), str(tmp_path / "swapped"), "--to"]
+    assert cli.main([*arguments, "megatron", "--swap-attention"]) == 0
+    assert "llama (llama) -> " in capsys.readouterr().out
+    model = checkpoints.load(source, swap_attention=True)
+    model.config.save_pretrained(tmp_path / "config")
+    back = checkpoints.load(tmp_path / "swapped", tmp_path / "config")
+    assert all(torch.equal(tensor, back.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+def test_buffers_of_old_checkpoints_are_left_out(tmp_path):
+    source = saved_llama(tmp_path / "llama")
+    weights = load_file(source / "model.safetensors")
+    save_file(weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, source / "model.safetensors")
+    assert checkpoints.load(source, swap_attention=True).state_dict().keys() == weights.keys()
+
+
+def test_softmax_is_not_read_silently(tmp_path, capsys):
+    source = saved_llama(tmp_path / "llama")
+    assert cli.main(["convert", str(source), str(tmp_path / "out"), "--to", "huggingface"]) == 2
+    assert "swap_attention must be True (--swap-attention) to read" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", checkpoints.FORMATS)
+def test_a_stick_breaking_model_has_nothing_to_swap(to, tmp_path):
+    model = make_model(torch.float32, num_attention_heads=4, vocab_size=61)
+    checkpoints.save(model, tmp_path / "source", to)
+    model.config.save_pretrained(tmp_path / "config")
+    config = tmp_path / "config" if to == "megatron" else None
+    with pytest.raises(ValueError, match=r"swap_attention must be False to read .*stick-breaking attention, got True"):
+        checkpoints.load(tmp_path / "source", config, swap_attention=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias must be False, got True"),
+        ({"mlp_bias": True}, "mlp_bias must be False, got True"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+    ],
+)
+def test_options_that_the_model_lacks(fields, message, tmp_path):
+    source = saved_llama(tmp_path / "llama", **fields)
+    with pytest.raises(ValueError, match=message):
+        checkpoints.load(source, swap_attention=True)
