@@ -238,7 +238,9 @@ def _megatron_config(
             "configuration (YAML) or the folder of a Hugging Face model of the same sizes as config (--config)."
         )
     if path.suffix == ".json":
-        _check_swap(swap_attention, read_attention_kind(source) == "softmax", source)
+        kind = read_attention_kind(source)
+        if kind is not None:  # Megatron-LM's scripts and version 0.1.0 record none
+            _check_swap(swap_attention, kind == "softmax", source)
         model_config = files.model_config(path)
         megatron.check_one_epsilon(model_config)
         return model_config

@@ -8,6 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_sb import checkpoints, cli
 from megatron_sb.huggingface import without_positions
+from megatron_sb.megatron.integrity import CHECKSUMS
+from megatron_sb.megatron.weights import ATTENTION
 
 SIZES = {
     "vocab_size": 61,
@@ -58,6 +60,18 @@ def test_the_command_and_back(tmp_path, capsys):
     model.config.save_pretrained(tmp_path / "config")
     back = checkpoints.load(tmp_path / "swapped", tmp_path / "config")
     assert all(torch.equal(tensor, back.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_checkpoint_without_a_record_of_its_attention(tmp_path):
+    """With the configuration of a Hugging Face model, only the caller knows what the weights were trained for."""
+    model = make_model(torch.float32, num_attention_heads=4, vocab_size=61)
+    checkpoints.save(model, tmp_path / "source", "megatron")
+    model.config.save_pretrained(tmp_path / "config")
+    for name in (ATTENTION, CHECKSUMS):  # older programs write neither
+        (tmp_path / "source" / "release" / name).unlink()
+    for swap in (False, True):
+        back = checkpoints.load(tmp_path / "source", tmp_path / "config", swap_attention=swap)
+        assert torch.equal(back.lm_head.weight, model.lm_head.weight)
 
 
 def test_buffers_of_old_checkpoints_are_left_out(tmp_path):
