@@ -98,8 +98,8 @@ __device__ __forceinline__ void abort_launch(ExpiredWait* record, uint32_t waits
 // waits; `first` is true at the first call. `waits` has the bit of the wait. The time is in shared memory, because a
 // register would be in use even if no wait is long.
 //
-// In the first half of the limit the notes are cleared, so that later ones belong to waits that still last. They are
-// left alone in the first unit of the clock: in a launch without a defect, only the threads that wait use them.
+// Between a quarter and half of the limit the notes are cleared, so that later ones belong to waits that still last.
+// Before, they are left alone: in a launch without a defect, only the threads that wait use them.
 template <uint32_t kLimit, class Barriers>
 __device__ void check_limit(NotedBarriers<Barriers>& barriers, ExpiredWait* record, uint32_t waits, bool first) {
     if (first) barriers.wait_began = wait_clock();
