@@ -228,7 +228,7 @@ def _megatron_config(
     source: Path, config: str | Path | None, vocab_size: int, swap_attention: bool
 ) -> StickBreakingConfig:
     from megatron_sb.checkpoints import megatron
-    from megatron_sb.megatron.weights import read_attention_kind
+    from megatron_sb.training.initial_checkpoint import attention_kind
 
     path = Path(config) if config is not None else source.resolve().parent.parent.parent / "config.yaml"
     path = path / "config.json" if path.is_dir() else path
@@ -238,8 +238,8 @@ def _megatron_config(
             "configuration (YAML) or the folder of a Hugging Face model of the same sizes as config (--config)."
         )
     if path.suffix == ".json":
-        kind = read_attention_kind(source)
-        if kind is not None:  # Megatron-LM's scripts and version 0.1.0 record none
+        kind = attention_kind(source)
+        if kind is not None:  # Megatron-LM's scripts record none
             _check_swap(swap_attention, kind == "softmax", source)
         model_config = files.model_config(path)
         megatron.check_one_epsilon(model_config)

@@ -36,8 +36,10 @@ def test_two_builds_take_turns(compare, tmp_path, capsys):
 def test_the_package_need_not_be_installed(tmp_path):
     """Only the processes that measure import megatron_sb, and each imports the one of its build."""
     shutil.copy(library.library_path(), tmp_path)
-    without = "import runpy, sys; sys.modules['megatron_sb'] = None; runpy.run_path(sys.argv[0], run_name='__main__')"
-    code = f"import sys; sys.argv = sys.argv[1:]; {without}"
+    code = (
+        "import runpy, sys; sys.modules['megatron_sb'] = None; del sys.argv[0]; "
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
     options = ["--dry-run", "--rounds=1", "--seconds=0.001", "--rows", "forward:64:1:1:1:4096"]
     command = [sys.executable, "-c", code, str(BENCHMARKS / "compare_builds.py"), str(tmp_path), *options]
     done = subprocess.run(
