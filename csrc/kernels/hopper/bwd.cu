@@ -26,61 +26,21 @@ namespace megatron_sb::hopper {
 namespace {
 
 template <class T>
-__device__ void init_barriers(BackwardControl& c) {
-    constexpr int kScanWarps = 8;
-    c.init_notes();
-    for (int i = 0; i < T::kTileBuffers; ++i) {
-        mbarrier_init(&c.kv_full[i], 1);
-        mbarrier_init(&c.kv_empty[i], T::kReaderWarps);
-    }
-    for (int i = 0; i < kQdoStages; ++i) {
-        mbarrier_init(&c.qdo_full[i], 1);
-        mbarrier_init(&c.qdo_empty[i], T::kReaderWarps * 32);
-        mbarrier_init(&c.carry_in_full[i], 32);
-    }
-    for (int i = 0; i < kDqTurns; ++i) {
-        mbarrier_init(&c.dq_turn[i], 1);
-        mbarrier_init(&c.dq_added[i], T::kHasSumWarpgroup ? 4 : kScanWarps);
-        mbarrier_init(&c.dq_published[i], 1);
-    }
-    for (int i = 0; i < T::kDzSlots; ++i) {
-        mbarrier_init(&c.dz_full[i], kScanWarps);
-        mbarrier_init(&c.dz_empty[i], T::kHasSumWarpgroup ? 4 : kScanWarps);
-    }
-    for (int i = 0; i < 2; ++i) {
-        mbarrier_init(&c.own_half_full[i], 128);
-        mbarrier_init(&c.own_half_empty[i], 128);
-    }
-    for (int i = 0; i < 2 * kCarryOutSlots * 4; ++i) mbarrier_init(&c.carry_out_full[0][0][i], 8);
-    for (int i = 0; i < kCarryOutSlots; ++i) {
-        mbarrier_init(&c.carry_out_empty[0][i], 128);
-        mbarrier_init(&c.carry_out_empty[1][i], 32);
-    }
-    for (int i = 0; i < kStepRing; ++i) {
-        mbarrier_init(&c.step_info_full[i], 1);
-        mbarrier_init(&c.step_info_empty[i], 32 + 32 + 1);  // CarryReader, Publisher, TurnThread
-    }
-    fence_mbarrier_init();
-    fence_async_proxy();
-}
-
-template <class T>
 __global__ void __launch_bounds__(T::kThreads, 1) backward(const __grid_constant__ BackwardArguments arguments) {
     extern __shared__ __align__(1024) uint8_t memory[];
     auto& shared = *reinterpret_cast<typename T::Shared*>(memory);
     // The shuffle shows the compiler that all lanes have the same value. The compiler then keeps this value, and values
     // derived from it, in uniform registers.
     const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
-    BackwardControl& c = shared.control;
-    if (threadIdx.x == 0) init_barriers<T>(c);
+    if (threadIdx.x == 0) shared.control.init();
     __syncthreads();
     if (warpgroup == 0) {
         warpgroup_reg_dealloc<T::kProducerRegisters>();
         const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
         if (warp == 0) StepLoader<T>(shared, arguments).run();
-        if (warp == 1) CarryReader(c, arguments).run();
-        if (warp == 2 && lane == 0) TurnThread(c, arguments).run();
-        if (warp == 3) Publisher<T>(c, arguments).run();
+        if (warp == 1) CarryReader<T>(shared.control, arguments).run();
+        if (warp == 2 && lane == 0) TurnThread<T>(shared.control, arguments).run();
+        if (warp == 3) Publisher<T>(shared.control, arguments).run();
     } else if (T::kHasSumWarpgroup && warpgroup == 3) {
         warpgroup_reg_alloc<T::kSumRegisters>();
         if constexpr (T::kHasSumWarpgroup) SumWarpgroup<T>(shared, arguments).run();

@@ -6,16 +6,16 @@
 //     warp 3  Publisher        sends carries to the next newer key tile, and later its turn to add to dq
 //
 // Synchronisation within the CTA.
-//     barrier              arrives                            waits
-//     step_info_full       step loader                        these three warps
-//     step_info_empty      these three warps                  step loader
-//     carry_in_full        CarryReader                        consumers that scan
-//     qdo_empty            every consumer thread              CarryReader, before it writes carry_in again; step loader
-//     carry_out_full[1]    each warp of the newer half        Publisher
-//     carry_out_empty[1]   Publisher                          newer half
-//     dq_turn              TurnThread                         consumers that sum, before they add to dq
-//     dq_added             each warp, after it has added      Publisher
-//     dq_published         Publisher                          TurnThread, before it reuses the turn
+//     barrier                 arrives                            waits
+//     steps.full              step loader                        these three warps
+//     steps.empty             these three warps                  step loader
+//     carry_in_full           CarryReader                        consumers that scan
+//     qdo.empty               every consumer thread              CarryReader, before it writes carry_in; step loader
+//     carry_out_full[1]       each warp of the newer half        Publisher
+//     newer_carry_out_empty   Publisher                          newer half
+//     dq_turn                 TurnThread                         consumers that sum, before they add to dq
+//     dq_added                each warp, after it has added      Publisher
+//     dq_published            Publisher                          TurnThread, before it reuses the turn
 // A turn is one of kDqTurns slots for a step that adds to dq.
 // Each thread that reads or writes step_info, carry_in or carry_out arrives itself.
 //
@@ -34,7 +34,8 @@
 namespace megatron_sb::hopper {
 
 // Reads the carries of each step into carry_in: from the next older key tile, or from the restart records if this is
-// the oldest one. Waits on step_info_full and qdo_empty; arrives on carry_in_full and step_info_empty with all lanes.
+// the oldest one. Waits on steps.full and qdo.empty; arrives on carry_in_full and steps.empty with all lanes.
+template <class T>
 class CarryReader {
   public:
     // FastScan divides by the mass, so it must not be 0, nor so small that its reciprocal is infinite. Rows with a
@@ -42,29 +43,30 @@ class CarryReader {
     // the end of the step, have e = 0 and no weights.
     static constexpr float kLeastMass = 0x1p-126f;
 
-    __device__ CarryReader(BackwardControl& control, const BackwardArguments& arguments)
+    __device__ CarryReader(BackwardControl<T>& control, const BackwardArguments& arguments)
         : control_(control), args_(arguments), lane_(threadIdx.x % 32) {}
 
     __device__ void run() const {
-        StageCursor cursor;
-        for (int number = 0;; ++number, cursor = cursor.next()) {
-            wait_for_step_info(control_, number);
-            const Step& step = control_.step_info[number % kStepRing];
+        Stage stage;
+        for (uint32_t number = 0;; ++number, stage = stage.next()) {
+            const StepPlace place = StepPlace::of(number);
+            control_.steps.wait_full(place);
+            const Step& step = control_.step_info[place.slot];
             if (step.flags & kEndOfWork) return;
-            mbarrier_wait(&control_.qdo_empty[cursor.stage], cursor.parity ^ 1);
+            control_.qdo.wait_empty(stage);
             Carry carries[2];  // of rows lane_ and lane_ + 32; all loads for them are in flight together
             read_starts(step, carries);
             if (step.flags & kOldestKeyTile)
                 read_first(step, carries);
             else
-                wait_for_carries(step, cursor.stage, carries);
+                wait_for_carries(step, stage.slot, carries);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 if (carries[i].mass < kLeastMass) carries[i].mass = kLeastMass;  // keeps NaN
-                control_.carry_in[cursor.stage][lane_ + 32 * i] = carries[i];
+                control_.carry_in[stage.slot][lane_ + 32 * i] = carries[i];
             }
-            mbarrier_arrive(&control_.carry_in_full[cursor.stage]);
-            mbarrier_arrive(&control_.step_info_empty[number % kStepRing]);
+            control_.carry_in_full.arrive(stage);
+            control_.steps.empty.arrive(place);
         }
     }
 
@@ -104,7 +106,7 @@ class CarryReader {
         }
     }
     // Polls the carry slots until Publisher of the next older key tile has written all of them for this tile.
-    __device__ void wait_for_carries(const Step& step, int stage, Carry (&carries)[2]) const {
+    __device__ void wait_for_carries(const Step& step, int slot, Carry (&carries)[2]) const {
         uint4 slots[2];
         const auto ready = [&] {
 #pragma unroll
@@ -114,7 +116,7 @@ class CarryReader {
             }
             return int(slots[0].z) == step.tile && int(slots[1].z) == step.tile;
         };
-        wait_until(&control_.carry_in_full[stage], ready);
+        wait_until(&control_.carry_in_full.barriers[slot], ready);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             carries[i].mass = __uint_as_float(slots[i].x);
@@ -122,7 +124,7 @@ class CarryReader {
         }
     }
 
-    BackwardControl& control_;
+    BackwardControl<T>& control_;
     const BackwardArguments& args_;
     const int lane_;
 };
@@ -133,39 +135,40 @@ class CarryReader {
 //
 // This thread is also the watchdog of the CTA (wait.cuh). It stays until all additions are published, so it outlives
 // every wait of the CTA.
+template <class T>
 class TurnThread {
   public:
-    __device__ TurnThread(BackwardControl& control, const BackwardArguments& arguments)
+    __device__ TurnThread(BackwardControl<T>& control, const BackwardArguments& arguments)
         : control_(control), args_(arguments) {}
 
     __device__ void run() const {
-        int number = 0;
+        uint32_t number = 0;
         for (;; ++number) {
-            watch<Wait::kStepInfoFull>(&control_.step_info_full[number % kStepRing], number / kStepRing & 1);
-            const Step& step = control_.step_info[number % kStepRing];
+            const StepPlace place = StepPlace::of(number);
+            watch(control_.steps.full, place);
+            const Step& step = control_.step_info[place.slot];
             if (step.flags & kEndOfWork) break;
-            if (number >= kDqTurns) wait_until_published(number - kDqTurns);
+            const TurnPlace turn = TurnPlace::of(number);
+            watch(control_.dq_published, turn.previous_use());
             if (!(step.flags & kOldestKeyTile)) {
                 const int32_t* const next_tile = args_.plan.dq_next_tile + step.dq_index;
                 watch_until<Wait::kDqAddedByOlderTile>(control_, args_.expired_wait,
                                                        [&] { return load_acquire(next_tile) == step.tile; });
             }
-            mbarrier_arrive(&control_.dq_turn[number % kDqTurns]);
-            mbarrier_arrive(&control_.step_info_empty[number % kStepRing]);
+            control_.dq_turn.arrive(turn);
+            control_.steps.empty.arrive(place);
         }
-        for (int last = max(number - kDqTurns, 0); last < number; ++last) wait_until_published(last);
+        for (uint32_t last = number; last < number + kDqTurns; ++last)
+            watch(control_.dq_published, TurnPlace::of(last).previous_use());
     }
 
   private:
-    __device__ void wait_until_published(int number) const {
-        watch<Wait::kDqPublished>(&control_.dq_published[number % kDqTurns], number / kDqTurns & 1);
-    }
-    template <Wait kWait>
-    __device__ void watch(uint64_t* barrier, int parity) const {
-        watch_until<kWait>(control_, args_.expired_wait, [&] { return mbarrier_try_wait(barrier, parity); });
+    template <class Event, class Place>
+    __device__ void watch(Event& event, const Place& item) const {
+        watch_until<Event::kWait>(control_, args_.expired_wait, [&] { return event.try_wait(item); });
     }
 
-    BackwardControl& control_;
+    BackwardControl<T>& control_;
     const BackwardArguments& args_;
 };
 
@@ -175,19 +178,19 @@ class TurnThread {
 template <class T>
 class Publisher {
   public:
-    __device__ Publisher(BackwardControl& control, const BackwardArguments& arguments)
+    __device__ Publisher(BackwardControl<T>& control, const BackwardArguments& arguments)
         : control_(control), args_(arguments), lane_(threadIdx.x % 32) {}
 
     __device__ void run() {
         // When the consumers arrive on carry_out_full[1] for step n, they have added step n - kLag to dq. At head_dim
-        // 64, the scans have waited on dz_empty of step n - 3, on which the sum warpgroup arrives after it has added
+        // 64, the scans have waited on dz.empty of step n - 3, on which the sum warpgroup arrives after it has added
         // step n - 4. At head_dim 128, each warp adds step n - 2 before it scans step n.
-        constexpr int kLag = T::kDzSlots + (T::kHasSumWarpgroup ? 1 : 0);
-        for (int number = 0;; ++number) {
-            wait_for_step_info(control_, number);
+        constexpr uint32_t kLag = T::kDzSlots + (T::kHasSumWarpgroup ? 1 : 0);
+        for (uint32_t number = 0;; ++number) {
+            control_.steps.wait_full(StepPlace::of(number));
             const int flags = step(number).flags;
             if (flags & kEndOfWork) return;
-            publish_additions_before(number - kLag + 1);
+            publish_additions_before(max(number + 1, kLag) - kLag);
             publish_carries(number);
             if (flags & kPartialSums && flags & kLastStepOfTile) mark_sums(step(number));
             if (flags & kLastStepOfTile) publish_additions_before(number + 1);
@@ -195,7 +198,7 @@ class Publisher {
     }
 
   private:
-    __device__ const Step& step(int number) const { return control_.step_info[number % kStepRing]; }
+    __device__ const Step& step(uint32_t number) const { return control_.step_info[number % kStepRing]; }
 
     // Tells add_partial_sums() that this part of the key tile has sums. It runs after this kernel.
     __device__ void mark_sums(const Step& step) const {
@@ -203,15 +206,15 @@ class Publisher {
         const int kv_head = step.batch * sizes.num_kv_heads + step.kv_head;
         if (lane_ == 0) args_.plan.has_sums[args_.plan.partial_row(sizes, step.part, kv_head, step.k_row)] = 1;
     }
-    // Waits on carry_out_full[1], on which the newer half arrives. Arrives on carry_out_empty[1], on which it waits.
-    __device__ void publish_carries(int number) const {
+    // Waits on carry_out_full[1], on which the newer half arrives. Arrives on newer_carry_out_empty, on which it waits.
+    __device__ void publish_carries(uint32_t number) const {
         const Step& step = this->step(number);
-        for (uint64_t& full : control_.carry_out_full[1][number % kCarryOutSlots])
-            mbarrier_wait(&full, number / kCarryOutSlots & 1);
+        const CarryPlace place = CarryPlace::of(number);
+        for (auto& full : control_.carry_out_full[1]) full.wait(place);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int row = lane_ + 32 * i;
-            const float2 carry = control_.carry_out[1][number % kCarryOutSlots][row];
+            const float2 carry = control_.carry_out[1][place.slot][row];
             if (row >= step.num_rows) continue;
             if (step.flags & kNewestKeyTile)
                 static_cast<float*>(args_.params.prefix_out)[step.row_index + row] = carry.y;
@@ -219,30 +222,30 @@ class Publisher {
                 store_relaxed_b128(args_.plan.carries + step.row_index + row,
                                    make_uint4(__float_as_uint(carry.x), __float_as_uint(carry.y), step.tile + 1, 0));
         }
-        mbarrier_arrive(&control_.carry_out_empty[1][number % kCarryOutSlots]);
+        control_.newer_carry_out_empty.arrive(place);
     }
     // Publishes that the steps before `end` have added to dq. Waits on dq_added, on which the consumers arrive. Arrives
-    // on dq_published, on which TurnThread waits, and on step_info_empty.
-    __device__ void publish_additions_before(int end) {
+    // on dq_published, on which TurnThread waits, and on steps.empty.
+    __device__ void publish_additions_before(uint32_t end) {
         for (; next_addition_ < end; ++next_addition_) {
             if (lane_ == 0) {
                 const Step& step = this->step(next_addition_);
-                const int turn = next_addition_ % kDqTurns;
-                mbarrier_wait(&control_.dq_added[turn], next_addition_ / kDqTurns & 1);
+                const TurnPlace turn = TurnPlace::of(next_addition_);
+                control_.dq_added.wait(turn);
                 fence_acq_rel_gpu();
                 if (!(step.flags & kNewestKeyTile))
                     store_relaxed(args_.plan.dq_next_tile + step.dq_index, step.tile + 1);
-                mbarrier_arrive(&control_.dq_published[turn]);
+                control_.dq_published.arrive(turn);
             }
             __syncwarp();
-            mbarrier_arrive(&control_.step_info_empty[next_addition_ % kStepRing]);
+            control_.steps.empty.arrive(StepPlace::of(next_addition_));
         }
     }
 
-    BackwardControl& control_;
+    BackwardControl<T>& control_;
     const BackwardArguments& args_;
     const int lane_;
-    int next_addition_ = 0;  // first step whose additions are not published yet
+    uint32_t next_addition_ = 0;  // first step whose additions are not published yet
 };
 
 }  // namespace megatron_sb::hopper

@@ -17,18 +17,10 @@ struct BackwardArguments {
     ExpiredWait* expired_wait;
 };
 
-// A stage of the ring of Q and dO, and the parity of its qdo_full barrier in this use. The parity of carry_in_full is
-// the same; that of qdo_empty before this use is the other one.
-struct StageCursor {
-    int stage = 0, parity = 0;
-    __device__ __forceinline__ StageCursor next() const {
-        return stage + 1 == kQdoStages ? StageCursor{0, parity ^ 1} : StageCursor{stage + 1, parity};
-    }
-};
-
-// The step loader arrives on step_info_full; the other warps of its warpgroup wait here.
-__device__ __forceinline__ void wait_for_step_info(BackwardControl& c, int number) {
-    mbarrier_wait(&c.step_info_full[number % kStepRing], number / kStepRing & 1);
-}
+// Where a step is in a ring. Most rings have a place for each step; only that of Q and dO is counted by next().
+using Stage = Place<kQdoStages>;
+using StepPlace = Place<kStepRing>;
+using TurnPlace = Place<kDqTurns>;
+using CarryPlace = Place<kCarryOutSlots>;
 
 }  // namespace megatron_sb::hopper

@@ -13,17 +13,17 @@
 //
 // Synchronisation.
 //     barrier           arrives                                             waits
-//     qdo_full          step loader                                         both warpgroups
-//     qdo_empty         every thread, after its products                    step loader, carry reader
-//     kv_full           step loader                                         both warpgroups
-//     kv_empty          each warp, at the end of a key tile                 step loader
-//     dz_full           each warp, after it has written its part of dz      both warpgroups, before dQ
-//     dz_empty          each warp, after its dQ                             both warpgroups, before they write dz
-//     own_half_full     every thread of the warpgroup, after A and dz       this warpgroup, before dV and dK
-//     own_half_empty    every thread of the warpgroup, after dV and dK      this warpgroup, before it writes A
+//     qdo.full          step loader                                         both warpgroups
+//     qdo.empty         every thread, after its products                    step loader, carry reader
+//     kv.full           step loader                                         both warpgroups
+//     kv.empty          each warp, at the end of a key tile                 step loader
+//     dz.full           each warp, after it has written its part of dz      both warpgroups, before dQ
+//     dz.empty          each warp, after its dQ                             both warpgroups, before they write dz
+//     own_half.full     every thread of the warpgroup, after A and dz       this warpgroup, before dV and dK
+//     own_half.empty    every thread of the warpgroup, after dV and dK      this warpgroup, before it writes A
 // bwd_half_tile.cuh describes the barriers of the carries, bwd_output.cuh those of the additions to dQ.
 // wgmma_wait shows a warp only that its own part of a product is done. So the threads of a warpgroup need
-// own_half_empty before one of them overwrites A.
+// own_half.empty before one of them overwrites A.
 #pragma once
 
 #include "kernels/hopper/bwd_half_tile.cuh"
@@ -38,6 +38,7 @@ class BackwardConsumer : HalfScan<T> {
     using Base::dz_, Base::k_low_, Base::qdo_low_, Base::v_low_, Base::weights_;
     using Base::kPanel, Base::kHeadDim, Base::kTile;
     using typename Base::Element;
+    using DzPlace = Place<T::kDzSlots>;
 
   public:
     __device__ __forceinline__ BackwardConsumer(typename T::Shared& shared, const BackwardArguments& arguments,
@@ -47,10 +48,11 @@ class BackwardConsumer : HalfScan<T> {
     }
 
     __device__ __forceinline__ void run() {
-        for (int tiles = 0;; ++tiles) {
-            mbarrier_wait(&control_.qdo_full[cursor_.stage], cursor_.parity);
+        for (uint32_t tiles = 0;; ++tiles) {
+            control_.qdo.wait_full(stage_);
             if (step(number_).flags & kEndOfWork) return;
-            mbarrier_wait(&control_.kv_full[0], tiles & 1);
+            tile_ = Place<T::kTileBuffers>::of(tiles);
+            control_.kv.wait_full(tile_);
             begin_tile();
             // Keep the two loops one after the other. If one is inside the other, or both are branches of one loop,
             // ptxas no longer recognises which values are uniform.
@@ -102,8 +104,8 @@ class BackwardConsumer : HalfScan<T> {
         fence_accumulator(dk_);
         fence_accumulator(dv_);
         wgmma_fence();
-        issue_scores(cursor_.stage);
-        issue_dp(cursor_.stage);
+        issue_scores(stage_.slot);
+        issue_dp(stage_.slot);
         wgmma_wait<0>();
         fence_accumulator(s_);
         fence_accumulator(dp_);
@@ -117,26 +119,26 @@ class BackwardConsumer : HalfScan<T> {
     template <class Scan>
     __device__ __forceinline__ void scan_first_step(Scan scan) {
         scan.exponentials(s_, args_.scale_log2, lane_ % 4);
-        this->load_carries(scan, number_, cursor_);
-        mbarrier_arrive(&control_.own_half_empty[half_]);
-        write_weights_and_dz(scan, number_, cursor_);
+        this->load_carries(scan, number_, stage_);
+        control_.own_half[half_].empty.arrive({});
+        write_weights_and_dz(scan, number_, stage_);
     }
 
     template <class Scan>
     __device__ __forceinline__ void run_round(Scan scan) {
-        const StageCursor next = cursor_.next();
+        const Stage next = stage_.next();
         if (!next_is_ready_) {
             wait_for_dz(number_ - 1);
-            mbarrier_wait(&control_.qdo_full[next.stage], next.parity);
+            control_.qdo.wait_full(next);
         }
         const int next_flags = step(number_ + 1).flags;
         const auto target = this->dq_target(number_ - 1, half_);
         wgmma_fence();
         issue_dq((number_ - 1) & 1);  // in the first round of a tile the result is not used
-        issue_scores(next.stage);
-        mbarrier_wait(&control_.own_half_full[half_], number_ & 1);
+        issue_scores(next.slot);
+        control_.own_half[half_].wait_full(Place<1>::of(number_));
         wgmma_fence();
-        issue_dk_dv(cursor_.stage, number_ & 1);
+        issue_dk_dv(stage_.slot, number_ & 1);
         wgmma_wait<2>();
         fence_accumulator(dp_);
         if (!first_round_) finish_dq<2>(number_ - 1, target);
@@ -146,14 +148,14 @@ class BackwardConsumer : HalfScan<T> {
         this->mask(number_ + 1, next_flags);
         scan.exponentials(s_, args_.scale_log2, lane_ % 4);
         wgmma_fence();
-        issue_dp(next.stage);
+        issue_dp(next.slot);
         this->load_carries(scan, number_ + 1, next);
         wgmma_wait<0>();
         fence_accumulator(dp_);
-        mbarrier_arrive(&control_.own_half_empty[half_]);
-        mbarrier_arrive(&control_.qdo_empty[cursor_.stage]);
+        control_.own_half[half_].empty.arrive({});
+        control_.qdo.empty.arrive(stage_);
         write_weights_and_dz(scan, number_ + 1, next);
-        cursor_ = next;
+        stage_ = next;
         ++number_;
         flags_ = next_flags;
     }
@@ -161,69 +163,68 @@ class BackwardConsumer : HalfScan<T> {
     __device__ __forceinline__ void end_tile() {
         const Step last = step(number_);
         wait_for_dz(number_ - 1);
-        mbarrier_wait(&control_.own_half_full[half_], number_ & 1);
+        control_.own_half[half_].wait_full(Place<1>::of(number_));
         wgmma_fence();
         issue_dq((number_ - 1) & 1);
-        issue_dk_dv(cursor_.stage, number_ & 1);
+        issue_dk_dv(stage_.slot, number_ & 1);
         wgmma_wait<1>();
         fence_accumulator(dp_);
         if (!first_round_) finish_dq<kDqVectors>(number_ - 1, this->dq_target(number_ - 1, half_));
         wgmma_wait<0>();
         fence_accumulator(dk_);
         fence_accumulator(dv_);
-        mbarrier_arrive(&control_.qdo_empty[cursor_.stage]);
+        control_.qdo.empty.arrive(stage_);
         wait_for_dz(number_);
         wgmma_fence();
         issue_dq(number_ & 1);
         wgmma_wait<0>();
         fence_accumulator(dp_);
-        this->release(&control_.kv_empty[0]);
+        this->release(control_.kv, tile_);
         finish_dq<kDqVectors>(number_, this->dq_target(number_, half_));
-        cursor_ = cursor_.next();
+        stage_ = stage_.next();
         ++number_;
         // The slot of A becomes staging space. After this barrier, all four warps have finished the dV product that
-        // reads it. The next write of A waits on own_half_empty, on which each thread arrives after its use of the
+        // reads it. The next write of A waits on own_half.empty, on which each thread arrives after its use of the
         // staging space.
-        warpgroup_barrier(1 + half_);
+        warpgroup_barrier(barrier_of_consumer(half_));
         this->write_dk_dv(last, half_, weights_, dk_, dv_);
     }
 
     // ---- hand-overs ---------------------------------------------------------------------------------------------
 
-    // Waits on own_half_empty before it writes A, and on dz_empty before it writes dz. Arrives on own_half_full and on
-    // dz_full. Between A and dz it also tests, without waiting, whether the next round can start.
+    // Waits on own_half.empty before it writes A, and on dz.empty before it writes dz. Arrives on own_half.full and on
+    // dz.full. Between A and dz it also tests, without waiting, whether the next round can start.
     template <class Scan>
-    __device__ __forceinline__ void write_weights_and_dz(Scan& scan, uint32_t number, const StageCursor& cursor) {
-        const uint32_t slot = number & 1;
+    __device__ __forceinline__ void write_weights_and_dz(Scan& scan, uint32_t number, const Stage& stage) {
+        const auto dz = DzPlace::of(number);
         Base::write_weights_and_dz(
-            scan, number, cursor.stage, weights_, dz_ + slot * 2 * T::kPanelBytes,
-            [&] { mbarrier_wait(&control_.own_half_empty[half_], number & 1); },
+            scan, number, stage.slot, weights_, dz_ + dz.slot * 2 * T::kPanelBytes,
+            [&] { control_.own_half[half_].empty.wait(Place<1>::of(number)); },
             [&] {
-                mbarrier_wait(&control_.dz_empty[slot], (number >> 1) - 1 & 1);
-                const StageCursor next = cursor.next();
-                const uint32_t previous = number - 1;
-                next_is_ready_ = mbarrier_test_wait(&control_.qdo_full[next.stage], next.parity) &
-                                 mbarrier_test_wait(&control_.dz_full[previous & 1], previous >> 1 & 1);
+                control_.dz.wait_empty(dz);
+                next_is_ready_ = control_.qdo.full.has_happened(stage.next()) &
+                                 control_.dz.full.has_happened(DzPlace::of(number - 1));
             });
         fence_async_proxy();
-        mbarrier_arrive(&control_.own_half_full[half_]);
-        this->signal(&control_.dz_full[slot]);
+        control_.own_half[half_].full.arrive({});
+        this->signal(control_.dz, dz);
     }
-    // Releases dz after dQ: each warp arrives on dz_empty, on which the warps that write dz wait. Then adds dQ in
+    // Releases dz after dQ: each warp arrives on dz.empty, on which the warps that write dz wait. Then adds dQ in
     // memory. kLoads is 2 in a round, because of the registers. At the end of a tile, the registers of the scores are
     // free.
     template <int kLoads>
     __device__ __forceinline__ void finish_dq(uint32_t number, const typename Base::DqTarget& target) {
-        this->release(&control_.dz_empty[number & 1]);
+        this->release(control_.dz, DzPlace::of(number));
         this->template add_dq<kLoads>(number, target, dp_, half_);
     }
     // Waits until both warpgroups have written dz of step `number`.
     __device__ __forceinline__ void wait_for_dz(uint32_t number) {
-        mbarrier_wait(&control_.dz_full[number & 1], number >> 1 & 1);
+        control_.dz.wait_full(DzPlace::of(number));
     }
 
     uint32_t k_columns_low_;
-    StageCursor cursor_;  // of step number_
+    Stage stage_;                  // of step number_
+    Place<T::kTileBuffers> tile_;  // of the key tile
     uint32_t number_ = 0;
     int flags_ = 0;
     bool first_round_ = true;     // of the key tile; there is no previous step

@@ -12,12 +12,12 @@
 //
 // Synchronisation.
 //     barrier      arrives                                        waits
-//     qdo_full     step loader                                    all three warpgroups
-//     qdo_empty    every thread, after its products               step loader, carry reader
-//     kv_full      step loader                                    all three warpgroups
-//     kv_empty     each warp, at the end of a key tile            step loader
-//     dz_full      each scan warp, after it has written A and dz  sum warpgroup
-//     dz_empty     each sum warp, after its products              scan warpgroups, before they write A
+//     qdo.full     step loader                                    all three warpgroups
+//     qdo.empty    every thread, after its products               step loader, carry reader
+//     kv.full      step loader                                    all three warpgroups
+//     kv.empty     each warp, at the end of a key tile            step loader
+//     dz.full      each scan warp, after it has written A and dz  sum warpgroup
+//     dz.empty     each sum warp, after its products              scan warpgroups, before they write A
 // bwd_half_tile.cuh describes the barriers of the carries, bwd_output.cuh those of the additions to dQ.
 // At the end of a key tile, the sum warpgroup uses K and V as staging space for dK and dV before it releases the
 // buffer.
@@ -52,23 +52,22 @@ class ScanWarpgroup : HalfScan<T> {
     }
 
   private:
-    // Waits on qdo_full, and on kv_full at the first step of a tile, then issues S of step number_. Sets flags_ to the
+    // Waits on qdo.full, and on kv.full at the first step of a tile, then issues S of step number_. Sets flags_ to the
     // flags of the step. After the last step it multiplies stale data; the result is not used. S does not wait for the
     // flags, except at the first step: reading them takes 90 cycles.
     __device__ __forceinline__ void start_step(bool tile_begins) {
-        mbarrier_wait(&control_.qdo_full[cursor_.stage], cursor_.parity);
-        const int buffer = tiles_ % T::kTileBuffers;
+        control_.qdo.wait_full(stage_);
+        const auto tile = Place<T::kTileBuffers>::of(tiles_);
         if (tile_begins) {
-            if (!(step(number_).flags & kEndOfWork))
-                mbarrier_wait(&control_.kv_full[buffer], tiles_ / T::kTileBuffers & 1);
+            if (!(step(number_).flags & kEndOfWork)) control_.kv.wait_full(tile);
             this->set_product_offset(number_);
         }
         flags_ = step(number_).flags;
         wgmma_fence();
-        this->issue_rows_by_keys(s_, queries(), this->opaque(k_low_) + buffer * 2 * Base::kTile);
+        this->issue_rows_by_keys(s_, queries(), this->opaque(k_low_) + tile.slot * 2 * Base::kTile);
     }
     __device__ __forceinline__ uint32_t queries() const {
-        return this->opaque(qdo_low_) + cursor_.stage * 2 * Base::kTile;
+        return this->opaque(qdo_low_) + stage_.slot * 2 * Base::kTile;
     }
 
     template <class Scan>
@@ -78,32 +77,32 @@ class ScanWarpgroup : HalfScan<T> {
                                  this->opaque(v_low_) + tiles_ % T::kTileBuffers * 2 * Base::kTile);
         this->mask(number_, flags_);
         scan.exponentials(s_, args_.scale_log2, lane_ % 4);
-        this->load_carries(scan, number_, cursor_);
+        this->load_carries(scan, number_, stage_);
         wgmma_wait<0>();
         fence_accumulator(dp_);
-        mbarrier_arrive(&control_.qdo_empty[cursor_.stage]);
-        const uint32_t slot = number_ % T::kDzSlots, parity = number_ / T::kDzSlots & 1;
-        mbarrier_wait(&control_.dz_empty[slot], parity ^ 1);
+        control_.qdo.empty.arrive(stage_);
+        const auto dz = Place<T::kDzSlots>::of(number_);
+        control_.dz.wait_empty(dz);
         constexpr int kSlotBytes = 2 * T::kPanelBytes;
         this->write_weights_and_dz(
-            scan, number_, cursor_.stage, weights_ + slot * kSlotBytes, dz_ + slot * kSlotBytes, [] {}, [] {});
+            scan, number_, stage_.slot, weights_ + dz.slot * kSlotBytes, dz_ + dz.slot * kSlotBytes, [] {}, [] {});
         start_next_step();  // runs while A and dz become visible to wgmma
         fence_async_proxy();
-        this->signal(&control_.dz_full[slot]);
+        this->signal(control_.dz, dz);
         wgmma_wait<0>();
         fence_accumulator(s_);
     }
     __device__ __forceinline__ void start_next_step() {
         const bool tile_ends = flags_ & kLastStepOfTile;
-        if (tile_ends) this->release(&control_.kv_empty[tiles_++ % T::kTileBuffers]);
-        cursor_ = cursor_.next();
+        if (tile_ends) this->release(control_.kv, Place<T::kTileBuffers>::of(tiles_++));
+        stage_ = stage_.next();
         ++number_;
         start_step(tile_ends);
     }
 
-    StageCursor cursor_;  // of step number_
-    uint32_t number_ = 0;
-    int tiles_ = 0, flags_ = 0;
+    Stage stage_;  // of step number_
+    uint32_t number_ = 0, tiles_ = 0;
+    int flags_ = 0;
 };
 
 template <class T>
@@ -125,38 +124,39 @@ class SumWarpgroup : BackwardThread<T> {
     }
 
     __device__ __forceinline__ void run() {
-        for (int tiles = 0;; ++tiles) {
-            mbarrier_wait(&control_.qdo_full[cursor_.stage], cursor_.parity);
+        for (uint32_t tiles = 0;; ++tiles) {
+            control_.qdo.wait_full(stage_);
             if (step(number_).flags & kEndOfWork) return;
-            const int buffer = tiles % T::kTileBuffers;
-            mbarrier_wait(&control_.kv_full[buffer], tiles / T::kTileBuffers & 1);
+            const auto tile = Place<T::kTileBuffers>::of(tiles);
+            control_.kv.wait_full(tile);
 #pragma unroll
             for (int i = 0; i < 64; ++i) dk_[i] = dv_[i] = 0.f;
             fence_accumulator(dk_);
             fence_accumulator(dv_);
             do {
-                sum_step(buffer);
+                sum_step(tile.slot);
             } while (!(step(number_ - 1).flags & kLastStepOfTile));
             const Step last = step(number_ - 1);
             // K and V become staging space for dK and dV. No product still reads them: the scans finished theirs before
-            // they arrived on dz_full, and each of the four warps has waited for its dQ before the first barrier of
+            // they arrived on dz.full, and each of the four warps has waited for its dQ before the first barrier of
             // write_transposed_dk_dv().
-            this->write_transposed_dk_dv(last, k_ + buffer * 2 * T::kTileBytes, v_ + buffer * 2 * T::kTileBytes, dk_,
-                                         dv_);
+            this->write_transposed_dk_dv(last, k_ + tile.slot * 2 * T::kTileBytes, v_ + tile.slot * 2 * T::kTileBytes,
+                                         dk_, dv_);
             fence_async_proxy();
-            this->signal(&control_.kv_empty[buffer]);
+            __syncwarp();
+            this->release(control_.kv, tile);
         }
     }
 
   private:
     __device__ __forceinline__ void sum_step(int buffer) {
-        const uint32_t slot = number_ % T::kDzSlots, parity = number_ / T::kDzSlots & 1;
-        mbarrier_wait(&control_.qdo_full[cursor_.stage], cursor_.parity);
-        mbarrier_wait(&control_.dz_full[slot], parity);
+        const auto slot = Place<T::kDzSlots>::of(number_);
+        control_.qdo.wait_full(stage_);
+        control_.dz.wait_full(slot);
         const uint32_t k = this->opaque(k_low_) + buffer * 2 * kTile;
-        const uint32_t q = this->opaque(qdo_low_) + cursor_.stage * 2 * kTile, d_o = q + kTile;
-        const uint32_t weights = this->opaque(weights_low_) + slot * 2 * kPanel;
-        const uint32_t dz = this->opaque(dz_low_) + slot * 2 * kPanel;
+        const uint32_t q = this->opaque(qdo_low_) + stage_.slot * 2 * kTile, d_o = q + kTile;
+        const uint32_t weights = this->opaque(weights_low_) + slot.slot * 2 * kPanel;
+        const uint32_t dz = this->opaque(dz_low_) + slot.slot * 2 * kPanel;
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kStepRows / 16; ++i)
@@ -175,17 +175,17 @@ class SumWarpgroup : BackwardThread<T> {
         wgmma_wait<1>();
         fence_accumulator(dk_);
         fence_accumulator(dv_);
-        mbarrier_arrive(&control_.qdo_empty[cursor_.stage]);
+        control_.qdo.empty.arrive(stage_);
         wgmma_wait<0>();
         fence_accumulator(dq_);
-        this->release(&control_.dz_empty[slot]);
+        this->release(control_.dz, slot);
         this->template add_dq<2>(number_, this->dq_target(number_, 0), dq_, 0);
-        cursor_ = cursor_.next();
+        stage_ = stage_.next();
         ++number_;
     }
 
     uint32_t k_low_, qdo_low_, weights_low_, dz_low_, k_, v_;
-    StageCursor cursor_;  // of step number_
+    Stage stage_;  // of step number_
     uint32_t number_ = 0;
     float dq_[32], dk_[64], dv_[64];  // dK and dV transposed: rows are columns of the head dimension
 };

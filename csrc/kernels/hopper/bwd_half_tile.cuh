@@ -2,15 +2,15 @@
 // and the stores of A and dz.
 //
 // Synchronisation of the carries.
-//     barrier              arrives                            waits
-//     carry_in_full        CarryReader                        both halves
-//     qdo_empty            every consumer thread              CarryReader, before it writes carry_in again
-//     carry_out_full[0]    a warp of the older half           the same warp of the newer half
-//     carry_out_empty[0]   every thread of the newer half     older half, before it writes the slot again, and before
+//     barrier                 arrives                          waits
+//     carry_in_full           CarryReader                      both halves
+//     qdo.empty               every consumer thread            CarryReader, before it writes carry_in again
+//     carry_out_full[0]       a warp of the older half         the same warp of the newer half
+//     older_carry_out_empty   every thread of the newer half   older half, before it writes the slot again, and before
 //     it
-//                                                             removes NaN from Q (clear_nan_queries)
-//     carry_out_full[1]    each warp of the newer half        Publisher
-//     carry_out_empty[1]   Publisher                          newer half, before it writes the slot again
+//                                                              removes NaN from Q (clear_nan_queries)
+//     carry_out_full[1]       each warp of the newer half      Publisher
+//     newer_carry_out_empty   Publisher                        newer half, before it writes the slot again
 #pragma once
 
 #include <type_traits>
@@ -73,21 +73,21 @@ class HalfScan : protected BackwardThread<T> {
 
     // Waits for the carries at the older edge of this half, and passes them to the scan.
     template <class Scan>
-    __device__ __forceinline__ void load_carries(Scan& scan, uint32_t number, const StageCursor& cursor) {
-        mbarrier_wait(&control_.carry_in_full[cursor.stage], cursor.parity);
-        if (half_ == 1)
-            mbarrier_wait(&control_.carry_out_full[0][number % kCarryOutSlots][warp_], number / kCarryOutSlots & 1);
+    __device__ __forceinline__ void load_carries(Scan& scan, uint32_t number, const Stage& stage) {
+        const CarryPlace place = CarryPlace::of(number);
+        control_.carry_in_full.wait(stage);
+        if (half_ == 1) control_.carry_out_full[0][warp_].wait(place);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            Carry carry = control_.carry_in[cursor.stage][row(r)];
+            Carry carry = control_.carry_in[stage.slot][row(r)];
             if (half_ == 1) {
-                const float2 from_older_half = control_.carry_out[0][number % kCarryOutSlots][row(r)];
+                const float2 from_older_half = control_.carry_out[0][place.slot][row(r)];
                 carry.mass = from_older_half.x;
                 carry.prefix = from_older_half.y;
             }
             scan.start(r, carry);
         }
-        if (half_ == 1) mbarrier_arrive(&control_.carry_out_empty[0][number % kCarryOutSlots]);
+        if (half_ == 1) control_.older_carry_out_empty.arrive(place);
     }
 
     // Computes A and dz from e (in s_) and dP (in dp_), stores them in shared memory, and stores the carries at the
@@ -116,16 +116,15 @@ class HalfScan : protected BackwardThread<T> {
     }
     // Replaces NaN by 0 in a row of Q in shared memory if the row starts only in newer keys and its scores in this half
     // are NaN. dK adds dz^T Q, and dz = 0 times NaN would be NaN. The zeros stay until dK of this step is done: the
-    // warpgroup that computes dK arrives on qdo_empty only after that.
+    // warpgroup that computes dK arrives on qdo.empty only after that.
     //
     // The row can start in the newer half, whose scores must still be NaN. So the older half waits until every thread
-    // of the newer half has arrived on carry_out_empty[0] for this step, which it does after its product S. For that
+    // of the newer half has arrived on older_carry_out_empty for this step, which it does after its product S. For that
     // the newer half needs nothing from the older half except carry_out[0], which store_carry_out() has written. The dK
     // of the newer half may read NaN or 0: dz of the row is NaN for all of its keys, so dK is NaN in both cases.
     __device__ __forceinline__ void clear_nan_queries(const SlowScan& scan, uint32_t number, int stage) const {
         if (!__any_sync(~0u, scan.has_unstarted_nan(0) || scan.has_unstarted_nan(1))) return;
-        if (half_ == 0)
-            mbarrier_wait(&control_.carry_out_empty[0][number % kCarryOutSlots], number / kCarryOutSlots & 1);
+        if (half_ == 0) control_.older_carry_out_empty.wait(CarryPlace::of(number));
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (!scan.has_unstarted_nan(r)) continue;
@@ -152,12 +151,13 @@ class HalfScan : protected BackwardThread<T> {
 #pragma unroll
         for (int r = 0; r < 2; ++r)  // a NaN in this half must not reach newer keys
             prefix[r] = isnan(scan.newer_prefix[r]) ? 0.f : scan.newer_prefix[r];
-        mbarrier_wait(&control_.carry_out_empty[half_][number % kCarryOutSlots], number / kCarryOutSlots & 1 ^ 1);
+        const CarryPlace place = CarryPlace::of(number);
+        control_.carry_out_empty(half_).wait(place.previous_use());
         if (lane_ % 4 == 0) {
 #pragma unroll
             for (int r = 0; r < 2; ++r)
-                control_.carry_out[half_][number % kCarryOutSlots][row(r)] = make_float2(scan.newer_mass[r], prefix[r]);
-            mbarrier_arrive(&control_.carry_out_full[half_][number % kCarryOutSlots][warp_]);
+                control_.carry_out[half_][place.slot][row(r)] = make_float2(scan.newer_mass[r], prefix[r]);
+            control_.carry_out_full[half_][warp_].arrive(place);
         }
     }
 

@@ -37,15 +37,17 @@ class BackwardThread {
         return control_.step_info[number % kStepRing];
     }
     __device__ __forceinline__ int row(int r) const { return warp_ * 16 + lane_ / 4 + 8 * r; }
-    // Releases a slot: lane 0 of each reading warp arrives on `empty`, the writer of the slot waits.
-    __device__ __forceinline__ void release(uint64_t* empty) const {
-        if (lane_ == 0) mbarrier_arrive(empty);
+    // Releases a slot of a ring: lane 0 of each reading warp arrives on `empty`, the writer of the slot waits.
+    template <class Ring, class Place>
+    __device__ __forceinline__ void release(Ring& ring, const Place& item) const {
+        if (lane_ == 0) ring.empty.arrive(item);
     }
     // Signals that the data of this warp is ready, after each lane has written and fenced its part. Lane 0 arrives on
     // `full`; the warps that read the data wait.
-    __device__ __forceinline__ void signal(uint64_t* full) const {
+    template <class Ring, class Place>
+    __device__ __forceinline__ void signal(Ring& ring, const Place& item) const {
         __syncwarp();
-        if (lane_ == 0) mbarrier_arrive(full);
+        if (lane_ == 0) ring.full.arrive(item);
     }
     // Returns x as a value that the compiler cannot trace. It then recomputes derived values in each round. If it
     // hoisted them out of the loops, it would run out of uniform registers.
@@ -71,7 +73,8 @@ class BackwardThread {
     template <int kLoads>  // loads of the sum in flight together
     __device__ __forceinline__ void add_dq(uint32_t number, const DqTarget& target, const float (&dq)[32],
                                            int part) const {
-        mbarrier_wait(&control_.dq_turn[number % kDqTurns], number / kDqTurns & 1);
+        const TurnPlace turn = TurnPlace::of(number);
+        control_.dq_turn.wait(turn);
         float* const sum = target.sum;
         if (target.flags & kNewestKeyTile) {
             const Step& step = this->step(number);
@@ -88,7 +91,7 @@ class BackwardThread {
                 reduce_add_global(sum + v * 512, dq[4 * v], dq[4 * v + 1], dq[4 * v + 2], dq[4 * v + 3]);
         }
         __syncwarp();
-        if (lane_ == 0) mbarrier_arrive(&control_.dq_added[number % kDqTurns]);
+        if (lane_ == 0) control_.dq_added.arrive(turn);
     }
     // Writes dk and dv of a half tile. The rows of the accumulators are its keys, in the order of shared memory.
     // `staged` is the address of shared memory for 64 rows of 64 columns. The caller guarantees that nothing else uses
@@ -111,16 +114,15 @@ class BackwardThread {
     __device__ __forceinline__ void write_transposed_dk_dv(const Step& step, uint32_t staged_dk, uint32_t staged_dv,
                                                            const float (&dk)[64], const float (&dv)[64]) const {
         constexpr float kOutputScale = 1.f / common::kWeightScale<Element>;
-        constexpr int kBarrier = 1;
         if (writes_fp32(step)) {
             write_transposed_fp32(fp32_rows(args_.params.dk, args_.plan.partial_dk, step), step, dk, args_.scale);
             write_transposed_fp32(fp32_rows(args_.params.dv, args_.plan.partial_dv, step), step, dv, kOutputScale);
             return;
         }
-        warpgroup_barrier(kBarrier);
+        warpgroup_barrier(NamedBarrier::kConsumer2);
         stage_transposed(staged_dk, dk, args_.scale);
         stage_transposed(staged_dv, dv, kOutputScale);
-        warpgroup_barrier(kBarrier);
+        warpgroup_barrier(NamedBarrier::kConsumer2);
         store_staged_keys(args_.params.dk, step, staged_dk);
         store_staged_keys(args_.params.dv, step, staged_dv);
     }
@@ -285,7 +287,7 @@ class BackwardThread {
     }
 
   protected:
-    BackwardControl& control_;
+    BackwardControl<T>& control_;
     const BackwardArguments& args_;
     const int warp_, lane_;
 

@@ -4,13 +4,13 @@
 //
 // Synchronisation. Lane 0 of the loader arrives on each `full` barrier; the loader waits on each `empty` barrier.
 //     barrier           the other side
-//     qdo_full          consumers wait
-//     qdo_empty         every consumer thread arrives after its products
-//     kv_full           consumers wait
-//     kv_empty          each consumer warp arrives at the end of a key tile
-//     step_info_full    the three warps of bwd_carries.cuh wait
-//     step_info_empty   the three warps of bwd_carries.cuh arrive when they no longer need the description
-// Consumers have no barrier for step descriptions. They wait on qdo_full, on which lane 0 arrives after it has written
+//     qdo.full          consumers wait
+//     qdo.empty         every consumer thread arrives after its products
+//     kv.full           consumers wait
+//     kv.empty          each consumer warp arrives at the end of a key tile
+//     steps.full        the three warps of bwd_carries.cuh wait
+//     steps.empty       the three warps of bwd_carries.cuh arrive when they no longer need the description
+// Consumers have no barrier for step descriptions. They wait on qdo.full, on which lane 0 arrives after it has written
 // the description. kStepRing (bwd_traits.h) explains why the loader does not overwrite one too early.
 #pragma once
 
@@ -162,15 +162,15 @@ class StepLoader {
         return low;
     }
 
-    // Hands the pending step to the other warps. Waits on qdo_empty (consumers arrive) and step_info_empty (the warps
+    // Hands the pending step to the other warps. Waits on qdo.empty (consumers arrive) and steps.empty (the warps
     // of bwd_carries.cuh arrive). With the first step of a key tile it also loads K and V. Their buffer is the last to
     // become free, so K and V are loaded after Q and dO.
     __device__ void publish_pending(int flags) {
-        const int stage = cursor_.stage;
+        const StepPlace place = StepPlace::of(number_);
         const bool more = !(flags & kEndOfWork), begins_tile = more && new_key_tile_;
         if (begins_tile) locate_tile();
-        mbarrier_wait(&control_.qdo_empty[stage], cursor_.parity ^ 1);
-        mbarrier_wait(&control_.step_info_empty[number_ % kStepRing], number_ / kStepRing & 1 ^ 1);
+        control_.qdo.wait_empty(stage_);
+        control_.steps.wait_empty(place);
         if (lane_ == 0) {
             Step step = pending_;
             step.flags |= flags | (key_tile_.is_whole ? 0 : kPartialSums);
@@ -180,33 +180,35 @@ class StepLoader {
             step.k_row = tile_row_;
             step.tile_keys = tile_keys_;
             step.part = part_;
-            control_.step_info[number_ % kStepRing] = step;
-            mbarrier_arrive(&control_.step_info_full[number_ % kStepRing]);
+            control_.step_info[place.slot] = step;
+            control_.steps.full.arrive(place);
         }
         if (more)
-            load_rows_of_step(stage);
+            load_rows_of_step();
         else if (lane_ == 0)
-            mbarrier_arrive(&control_.qdo_full[stage]);
+            control_.qdo.full.arrive(stage_);
         if (begins_tile) load_tile();
-        cursor_ = cursor_.next();
+        stage_ = stage_.next();
         ++number_;
         have_pending_ = false;
     }
 
-    // Loads Q and dO of the pending step. Lane 0 arrives on qdo_full, on which the consumers wait.
-    __device__ void load_rows_of_step(int stage) {
+    // Loads Q and dO of the pending step. Lane 0 arrives on qdo.full, on which the consumers wait.
+    __device__ void load_rows_of_step() {
         const int batch = batch_, head = pending_.head;
-        uint8_t* const q = shared_.qdo[stage][0];
-        uint8_t* const d_o = shared_.qdo[stage][1];
+        auto& full = control_.qdo.full;
+        uint64_t* const barrier = &full.barriers[stage_.slot];
+        uint8_t* const q = shared_.qdo[stage_.slot][0];
+        uint8_t* const d_o = shared_.qdo[stage_.slot][1];
         if (pending_.num_rows == kStepRows) {
             if (lane_ != 0) return;
-            mbarrier_arrive_expect_tx(&control_.qdo_full[stage], 2 * T::kTileBytes);
+            full.arrive_with_bytes(stage_, 2 * T::kTileBytes);
 #pragma unroll
             for (int panel = 0; panel < T::kPanels; ++panel) {
-                tma_load_3d(q + panel * T::kPanelBytes, &args_.q.map, &control_.qdo_full[stage], 64 * panel,
-                            pending_.row, args_.q.heads(batch, head));
-                tma_load_3d(d_o + panel * T::kPanelBytes, &args_.d_o.map, &control_.qdo_full[stage], 64 * panel,
-                            pending_.row, args_.d_o.heads(batch, head));
+                tma_load_3d(q + panel * T::kPanelBytes, &args_.q.map, barrier, 64 * panel, pending_.row,
+                            args_.q.heads(batch, head));
+                tma_load_3d(d_o + panel * T::kPanelBytes, &args_.d_o.map, barrier, 64 * panel, pending_.row,
+                            args_.d_o.heads(batch, head));
             }
             return;
         }
@@ -217,7 +219,7 @@ class StepLoader {
         };
         copy(q, args_.params.q);
         copy(d_o, args_.params.d_o);
-        finish_copy(&control_.qdo_full[stage]);
+        finish_copy(full, stage_);
     }
 
     __device__ void locate_tile() {
@@ -226,25 +228,26 @@ class StepLoader {
         tile_row_ = clamped(args_.params.segments[key_tile_.segment], args_.params.sizes).k_begin + first;
         tile_keys_ = min(kBackwardKeyTile, key_tile_.num_keys - first);
     }
-    // Loads K and V of the key tile. Waits on kv_empty, on which the consumer warps arrive. Lane 0 arrives on kv_full,
+    // Loads K and V of the key tile. Waits on kv.empty, on which the consumer warps arrive. Lane 0 arrives on kv.full,
     // on which the consumers wait.
     __device__ void load_tile() {
-        const int buffer = tiles_ % T::kTileBuffers;
-        uint64_t* const full = &control_.kv_full[buffer];
-        mbarrier_wait(&control_.kv_empty[buffer], (tiles_ / T::kTileBuffers & 1) ^ 1);
-        ++tiles_;
+        const auto place = Place<T::kTileBuffers>::of(tiles_++);
+        const int buffer = place.slot;
+        auto& full = control_.kv.full;
+        uint64_t* const barrier = &full.barriers[buffer];
+        control_.kv.wait_empty(place);
         if (tile_keys_ == kBackwardKeyTile) {
             if (lane_ != 0) return;
-            mbarrier_arrive_expect_tx(full, 4 * T::kTileBytes);
+            full.arrive_with_bytes(place, 4 * T::kTileBytes);
 #pragma unroll
             for (int w = 0; w < 2; ++w)
 #pragma unroll
                 for (int panel = 0; panel < T::kPanels; ++panel) {
                     const int row = tile_row_ + w * kHalfTileKeys;
-                    tma_load_5d(shared_.k[buffer][w] + panel * T::kPanelBytes, &args_.k.map, full, 64 * panel, row, 0,
-                                0, args_.k.heads(batch_, kv_head_));
-                    tma_load_5d(shared_.v[buffer][w] + panel * T::kPanelBytes, &args_.v.map, full, 64 * panel, row, 0,
-                                0, args_.v.heads(batch_, kv_head_));
+                    tma_load_5d(shared_.k[buffer][w] + panel * T::kPanelBytes, &args_.k.map, barrier, 64 * panel, row,
+                                0, 0, args_.k.heads(batch_, kv_head_));
+                    tma_load_5d(shared_.v[buffer][w] + panel * T::kPanelBytes, &args_.v.map, barrier, 64 * panel, row,
+                                0, 0, args_.v.heads(batch_, kv_head_));
                 }
             return;
         }
@@ -257,20 +260,21 @@ class StepLoader {
             copy(shared_.k[buffer][w], args_.params.k);
             copy(shared_.v[buffer][w], args_.params.v);
         }
-        finish_copy(full);
+        finish_copy(full, place);
     }
 
     typename T::Shared& shared_;
-    BackwardControl& control_;
+    BackwardControl<T>& control_;
     const BackwardArguments& args_;
     const int lane_;
     KeyTile key_tile_;
     int batch_ = 0, kv_head_ = 0, part_ = 0;
-    int tile_row_ = 0, tile_keys_ = 0, tiles_ = 0;
+    int tile_row_ = 0, tile_keys_ = 0;
+    uint32_t tiles_ = 0;
     bool new_key_tile_ = false, have_pending_ = false;
     Step pending_;  // not published yet: its flags depend on the next step of the tile
-    StageCursor cursor_;
-    int number_ = 0;
+    Stage stage_;
+    uint32_t number_ = 0;
 };
 
 }  // namespace megatron_sb::hopper

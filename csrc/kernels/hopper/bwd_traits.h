@@ -5,19 +5,17 @@
 
 #include "core/params.h"
 #include "kernels/hopper/bwd_tiles.h"
-#include "kernels/hopper/wait.cuh"
+#include "kernels/hopper/ring.cuh"
 
 namespace megatron_sb::hopper {
 
 constexpr int kQdoStages = 3;
-// Slots for step descriptions. The step loader waits on step_info_empty before it overwrites one, but consumers do not
-// arrive there. They still read in time: the loader also waits on qdo_empty, on which a consumer arrives at most one
+// Slots for step descriptions. The step loader waits on steps.empty before it overwrites one, but consumers do not
+// arrive there. They still read in time: the loader also waits on qdo.empty, on which a consumer arrives at most one
 // step before its last use of the description. So the loader is at most kQdoStages + 1 steps ahead.
 constexpr int kStepRing = 16;
 constexpr int kDqTurns = 8;  // steps that have a turn to add to dq, or wait until their additions are published
 constexpr int kCarryOutSlots = 8;
-
-constexpr int kMaxTileBuffers = 2, kMaxDzSlots = 3;
 
 // A step: up to 64 query rows of one head against one key tile.
 struct alignas(16) Step {
@@ -50,39 +48,50 @@ struct alignas(16) Carry {
     float restart_mass;  // mass at the newer edge of that half
 };
 
+// The barriers of the backward, with the number of threads that arrive on each. README.md says who arrives and waits.
+template <class T>
 struct BackwardBarriers {
-    uint64_t kv_full[kMaxTileBuffers], kv_empty[kMaxTileBuffers];
-    uint64_t qdo_full[kQdoStages], qdo_empty[kQdoStages];  // Q and dO; qdo_empty also frees carry_in
-    uint64_t carry_in_full[kQdoStages];
-    // Indices: half, slot, warp of the half. A warp signals the 16 rows of carry_out that it wrote.
-    uint64_t carry_out_full[2][kCarryOutSlots][4];
-    uint64_t carry_out_empty[2][kCarryOutSlots];
-    uint64_t dz_full[kMaxDzSlots], dz_empty[kMaxDzSlots];  // dz; at head_dim 64 also A
-    uint64_t own_half_full[2], own_half_empty[2];          // head_dim 128: A and dz of a half, within its warpgroup
-    uint64_t dq_turn[kDqTurns], dq_added[kDqTurns], dq_published[kDqTurns];
-    uint64_t step_info_full[kStepRing], step_info_empty[kStepRing];
-};
-template <class Visit>
-__device__ void visit_barriers(BackwardBarriers& b, const Visit& visit) {
-    visit_each(Wait::kKvFull, b.kv_full, visit);
-    visit_each(Wait::kKvEmpty, b.kv_empty, visit);
-    visit_each(Wait::kQdoFull, b.qdo_full, visit);
-    visit_each(Wait::kQdoEmpty, b.qdo_empty, visit);
-    visit_each(Wait::kCarryInFull, b.carry_in_full, visit);
-    visit_each(Wait::kCarryOutFull, b.carry_out_full, visit);
-    visit_each(Wait::kCarryOutEmpty, b.carry_out_empty, visit);
-    visit_each(Wait::kDzFull, b.dz_full, visit);
-    visit_each(Wait::kDzEmpty, b.dz_empty, visit);
-    visit_each(Wait::kOwnHalfFull, b.own_half_full, visit);
-    visit_each(Wait::kOwnHalfEmpty, b.own_half_empty, visit);
-    visit_each(Wait::kDqTurn, b.dq_turn, visit);
-    visit_each(Wait::kDqAdded, b.dq_added, visit);
-    visit_each(Wait::kDqPublished, b.dq_published, visit);
-    visit_each(Wait::kStepInfoFull, b.step_info_full, visit);
-    visit_each(Wait::kStepInfoEmpty, b.step_info_empty, visit);
-}
+    static constexpr int kScanWarps = 8, kSumWarps = T::kHasSumWarpgroup ? 4 : kScanWarps;
+    static constexpr int kReaderWarps = T::kHasSumWarpgroup ? kScanWarps + kSumWarps : kScanWarps;  // of Q, dO and K
+    static constexpr int kStepReaders = 32 + 32 + 1;  // CarryReader, Publisher, TurnThread
 
-struct BackwardControl : NotedBarriers<BackwardBarriers> {
+    Ring<Wait::kKvFull, Wait::kKvEmpty, T::kTileBuffers, 1, kReaderWarps> kv;
+    Ring<Wait::kQdoFull, Wait::kQdoEmpty, kQdoStages, 1, kReaderWarps * 32> qdo;  // `empty` also frees carry_in
+    Event<Wait::kCarryInFull, kQdoStages, 32> carry_in_full;
+    Event<Wait::kCarryOutFull, kCarryOutSlots, 8> carry_out_full[2][4];  // of a half, and of a warp: its 16 rows
+    Event<Wait::kCarryOutEmpty, kCarryOutSlots, 128> older_carry_out_empty;
+    Event<Wait::kCarryOutEmpty, kCarryOutSlots, 32> newer_carry_out_empty;
+    Ring<Wait::kDzFull, Wait::kDzEmpty, T::kDzSlots, kScanWarps, kSumWarps> dz;  // at head_dim 64 also A
+    // head_dim 128: A and dz of a half, within its warpgroup
+    Ring<Wait::kOwnHalfFull, Wait::kOwnHalfEmpty, 1, 128, 128> own_half[2];
+    Event<Wait::kDqTurn, kDqTurns, 1> dq_turn;
+    Event<Wait::kDqAdded, kDqTurns, kSumWarps> dq_added;
+    Event<Wait::kDqPublished, kDqTurns, 1> dq_published;
+    Ring<Wait::kStepInfoFull, Wait::kStepInfoEmpty, kStepRing, 1, kStepReaders> steps;
+
+    __device__ __forceinline__ SlotBarriers<kCarryOutSlots>& carry_out_empty(int half) {
+        return half == 0 ? static_cast<SlotBarriers<kCarryOutSlots>&>(older_carry_out_empty) : newer_carry_out_empty;
+    }
+    template <class Visit>
+    __device__ void visit(const Visit& f) {
+        kv.visit(f);
+        qdo.visit(f);
+        f(carry_in_full);
+        for (auto& half : carry_out_full)
+            for (auto& warp : half) f(warp);
+        f(older_carry_out_empty);
+        f(newer_carry_out_empty);
+        dz.visit(f);
+        for (auto& half : own_half) half.visit(f);
+        f(dq_turn);
+        f(dq_added);
+        f(dq_published);
+        steps.visit(f);
+    }
+};
+
+template <class T>
+struct BackwardControl : NotedBarriers<BackwardBarriers<T>> {
     Step step_info[kStepRing];
     Carry carry_in[kQdoStages][kStepRows];
     // Mass and prefix at the newer edge of each half. The older half writes [0] for the newer half. The newer half
@@ -103,7 +112,6 @@ struct BackwardTraits {
     static constexpr int kConsumerRegisters = kHasSumWarpgroup ? 144 : 232, kSumRegisters = 192;
     static constexpr int kTileBuffers = kHasSumWarpgroup ? 2 : 1;                                       // of K and V
     static constexpr int kWeightSlots = kHasSumWarpgroup ? 3 : 1, kDzSlots = kHasSumWarpgroup ? 3 : 2;  // of A and dz
-    static constexpr int kReaderWarps = kHasSumWarpgroup ? 12 : 8;  // consumer warps: all read Q, dO and K
     static constexpr int kPanels = kHeadDim / 64;  // a tile is stored as panels of 64 columns of the head dimension
     static constexpr int kPanelBytes = 64 * 128;   // 64 rows of 64 columns
     static constexpr int kTileBytes = kPanels * kPanelBytes;  // 64 rows of all columns
@@ -114,7 +122,7 @@ struct BackwardTraits {
         alignas(1024) uint8_t qdo[kQdoStages][2][kTileBytes];         // Q and dO
         alignas(1024) uint8_t weights[kWeightSlots][2][kPanelBytes];  // A of each half: 64 query rows by 64 keys
         alignas(1024) uint8_t dz[kDzSlots][2][kPanelBytes];
-        BackwardControl control;
+        BackwardControl<BackwardTraits> control;
     };
     static_assert(sizeof(Shared) <= 227 * 1024, "shared memory of a CTA must fit 227 KiB");
 };

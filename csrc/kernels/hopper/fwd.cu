@@ -25,41 +25,23 @@ __global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant_
     // The shuffle shows the compiler that all lanes have the same value. The compiler then keeps this value, and values
     // derived from it, in uniform registers.
     const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
-    ForwardControl& c = shared.control;
+    auto& c = shared.control;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < kQueryStages; ++i) {
-            mbarrier_init(&c.q_full[i], 2);  // the producer arrives once for `work` and once for the Q tile
-            mbarrier_init(&c.q_empty[i], 128 * T::kWarpgroups);
-        }
-        for (int i = 0; i < kKvStages; ++i) {
-            mbarrier_init(&c.k_full[i], 1);
-            mbarrier_init(&c.v_full[i], 1);
-            mbarrier_init(&c.end_of_keys[i], 1);
-            mbarrier_init(&c.k_empty[i], 4 * T::kWarpgroups);
-            mbarrier_init(&c.v_empty[i], 4 * T::kWarpgroups);
-        }
-        for (int i = 0; i < kTailLoaders; ++i) {
-            mbarrier_init(&c.tail_full[i], 1);
-            mbarrier_init(&c.tail_empty[i], 32);
-        }
         for (auto& numbers : c.used_up_work)
             for (int32_t& number : numbers) number = -1;
-        c.init_notes();
-        mbarrier_init(&c.finished, 128 * T::kWarpgroups);
-        fence_mbarrier_init();
-        fence_async_proxy();
+        c.init();
     }
     __syncthreads();
     if (warpgroup == 0) {
         warpgroup_reg_dealloc<T::kProducerRegisters>();
         const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
         if (warp == 0) ForwardProducer<T>(shared, arguments).run();
-        if (warp == 1) TailLoader<T>(c, 0, arguments.params.k).run(shared.k, c.k_full);
-        if (warp == 2) TailLoader<T>(c, 1, arguments.params.v).run(shared.v, c.v_full);
+        if (warp == 1) TailLoader<T>(c, 0, arguments.params.k).run(shared.k, c.k.full);
+        if (warp == 2) TailLoader<T>(c, 1, arguments.params.v).run(shared.v, c.v.full);
     } else {
         warpgroup_reg_alloc<T::kConsumerRegisters>();
         ForwardConsumer<T>(shared, arguments, warpgroup - 1).run();
-        mbarrier_arrive(&c.finished);
+        c.finished.arrive({});
     }
 }
 

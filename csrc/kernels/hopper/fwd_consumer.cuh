@@ -7,8 +7,8 @@
 // While the output of a work tile is written, the first S of the next work tile runs. In the remaining time, the tensor
 // cores run products of the other warpgroups.
 //
-// Synchronisation. Consumers wait on `q_full`, on which the producer arrives, and on `k_full` and `v_full`, on which
-// the producer or a tail loader arrives. Consumers arrive on `q_empty`, `k_empty` and `v_empty`; the producer waits on
+// Synchronisation. Consumers wait on `q.full`, on which the producer arrives, and on `k.full` and `v.full`, on which
+// the producer or a tail loader arrives. Consumers arrive on `q.empty`, `k.empty` and `v.empty`; the producer waits on
 // them. A warp releases a slot only after wgmma_wait has returned for all its products that read the slot. It releases
 // the Q slot only after it has also read back the output that it staged there.
 #pragma once
@@ -25,6 +25,7 @@ template <class T>
 class ForwardConsumer {
   public:
     using Element = typename T::Element;
+    using KvPlace = Place<kKvStages>;
     static constexpr float kOutputScale = 1.f / kWeightScale<Element>;
 
     __device__ ForwardConsumer(typename T::Shared& shared, const ForwardArguments& arguments, int warpgroup)
@@ -53,7 +54,7 @@ class ForwardConsumer {
             write_mass_and_restart(work_number_ - 1);
             wgmma_wait<1>();
             fence_accumulator(o_);
-            release(control_.v_empty, v_uses_);
+            release(control_.v, v_uses_);
             write_output(work_number_ - 1);
             release_queries(work_number_ - 1);
         }
@@ -61,20 +62,16 @@ class ForwardConsumer {
     }
 
   private:
-    // Waits for work tile work_number_: on q_full for Q, then on k_full for the newest K tile. Returns false if there
-    // is no such work tile; it then waits on q_full only.
+    // Waits for work tile work_number_: on q.full for Q, then on k.full for the newest K tile. Returns false if there
+    // is no such work tile; it then waits on q.full only.
     __device__ __forceinline__ bool wait_for_work_tile() {
-        mbarrier_wait(&control_.q_full[work_number_ % kQueryStages], work_number_ / kQueryStages & 1);
+        control_.q.wait_full(Place<kQueryStages>::of(work_number_));
         const bool more = __shfl_sync(~0u, work(work_number_).queries.num_rows, 0) > 0;
         if (more) wait_for_keys();
         return more;
     }
-    __device__ __forceinline__ void wait_for_keys() {
-        mbarrier_wait(&control_.k_full[k_uses_ % kKvStages], k_uses_ / kKvStages & 1);
-    }
-    __device__ __forceinline__ void wait_for_values() {
-        mbarrier_wait(&control_.v_full[v_uses_ % kKvStages], v_uses_ / kKvStages & 1);
-    }
+    __device__ __forceinline__ void wait_for_keys() { control_.k.wait_full(KvPlace::of(k_uses_)); }
+    __device__ __forceinline__ void wait_for_values() { control_.v.wait_full(KvPlace::of(v_uses_)); }
 
     // Issues S = Q K^T for the tile in K slot k_uses_.
     __device__ __forceinline__ void issue_scores() {
@@ -103,15 +100,16 @@ class ForwardConsumer {
 
     // Releases a slot of K or V: lane 0 of each consumer warp arrives, the producer waits. No warpgroup barrier is
     // needed, because each warp arrives for its own part of the products.
-    __device__ __forceinline__ void release(uint64_t* empty, int& uses) {
-        if (lane_ == 0) mbarrier_arrive(&empty[uses % kKvStages]);
+    template <class Ring>
+    __device__ __forceinline__ void release(Ring& ring, uint32_t& uses) {
+        if (lane_ == 0) ring.empty.arrive(KvPlace::of(uses));
         ++uses;
     }
-    // Releases the Q slot of work tile `number`: every consumer thread arrives on q_empty, the producer waits. The
+    // Releases the Q slot of work tile `number`: every consumer thread arrives on q.empty, the producer waits. The
     // fence orders the staged output before the next TMA load into the slot.
     __device__ __forceinline__ void release_queries(int number) {
         fence_async_proxy();
-        mbarrier_arrive(&control_.q_empty[number % kQueryStages]);
+        control_.q.empty.arrive(Place<kQueryStages>::of(number));
     }
 
     // Read from shared memory at each use, because registers are scarce.
@@ -151,7 +149,7 @@ class ForwardConsumer {
             __shfl_sync(~0u, visible_keys(work(work_number_).queries, warpgroup_ * 64), 0) / kKeyTile;
         wgmma_wait<0>();
         fence_accumulator(s_);
-        release(control_.k_empty, k_uses_);
+        release(control_.k, k_uses_);
 #pragma unroll
         for (int n = 0; n < T::kHeadDim / 2; ++n) o_[n] = 0.f;
         fence_accumulator(o_);
@@ -189,11 +187,11 @@ class ForwardConsumer {
         }
         wgmma_wait<1>();
         fence_accumulator(s_);
-        release(control_.k_empty, k_uses_);
+        release(control_.k, k_uses_);
         scan_scores(i, i >= first_partial);
         wgmma_wait<0>();
         fence_accumulator(o_);
-        release(control_.v_empty, v_uses_);
+        release(control_.v, v_uses_);
         pack_weights();
         return true;
     }
@@ -212,7 +210,7 @@ class ForwardConsumer {
         return all.x & all.y & all.z & all.w;
     }
     // Reports to the producer that this warp has stopped computing. Call this before the release of K slot k_uses_:
-    // lane 0 writes and then arrives on k_empty; the producer waits on k_empty and then reads.
+    // lane 0 writes and then arrives on k.empty; the producer waits on k.empty and then reads.
     __device__ __forceinline__ void report_used_up() {
         if (lane_ == 0) control_.used_up_work[k_uses_ % kKvStages][4 * warpgroup_ + warp_] = work_number_;
     }
@@ -222,15 +220,15 @@ class ForwardConsumer {
     __device__ __forceinline__ void release_unread(int tiles) {
         for (; tiles > 0; --tiles) {
             wait_for_keys();
-            const int slot = k_uses_ % kKvStages;
-            const bool end = mbarrier_test_wait(&control_.end_of_keys[slot], end_of_keys_parity_ >> slot & 1);
+            const int slot = KvPlace::of(k_uses_).slot;
+            const bool end = control_.end_of_keys.has_happened({slot, end_of_keys_phases_ >> slot & 1});
             report_used_up();
-            release(control_.k_empty, k_uses_);
+            release(control_.k, k_uses_);
             if (end) {
-                end_of_keys_parity_ ^= 1 << slot;
+                end_of_keys_phases_ ^= 1 << slot;
                 return;
             }
-            release(control_.v_empty, v_uses_);
+            release(control_.v, v_uses_);
             wait_for_values();
         }
     }
@@ -344,16 +342,17 @@ class ForwardConsumer {
         }
     }
     __device__ __forceinline__ void sync_warpgroup() const {
-        warpgroup_barrier(1 + warpgroup_);
+        warpgroup_barrier(barrier_of_consumer(warpgroup_));
     }
 
     typename T::Shared& shared_;
-    ForwardControl& control_;
+    ForwardControl<T>& control_;
     const ForwardArguments& args_;
     const int warpgroup_, warp_, lane_;
     uint32_t q_low_, k_low_, v_low_;
-    int work_number_ = 0, k_uses_ = 0, v_uses_ = 0, votes_ = 0;
-    int end_of_keys_parity_ = 0;  // bit i: parity of the next phase of end_of_keys[i]
+    int work_number_ = 0, votes_ = 0;
+    uint32_t k_uses_ = 0, v_uses_ = 0;  // uses of the rings so far
+    int end_of_keys_phases_ = 0;        // bit i: phase of the next end of keys in slot i
     RowState rows_;
     float s_[64], o_[T::kHeadDim / 2];
     uint32_t weights_[32];

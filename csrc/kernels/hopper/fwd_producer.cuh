@@ -3,12 +3,12 @@
 //
 // Synchronisation.
 //     barrier                     arrives                                             waits
-//     q_full                      producer: for `work`, and with the bytes of Q       consumers
-//     k_full, v_full              producer with the bytes of a tile, or tail loader   consumers
-//     q_empty, k_empty, v_empty   consumers                                           producer
-//     tail_full                   producer, after it has written `tail`               tail loader
-//     tail_empty                  tail loader, after it has read `tail`               producer
-//     end_of_keys                 producer, before it arrives on k_full               consumers test it after k_full
+//     q.full                      producer: for `work`, and with the bytes of Q       consumers
+//     k.full, v.full              producer with the bytes of a tile, or tail loader   consumers
+//     q.empty, k.empty, v.empty   consumers                                           producer
+//     tail_ring.full              producer, after it has written `tail`               tail loader
+//     tail_ring.empty             tail loader, after it has read `tail`               producer
+//     end_of_keys                 producer, before it arrives on k.full               consumers test it after k.full
 // Lane 0 writes `work` and `tail`, so lane 0 arrives for them. All lanes that read them arrive themselves. racecheck of
 // compute-sanitizer relies on this.
 #pragma once
@@ -55,26 +55,23 @@ class ForwardProducer {
         for (bool more = start_work_tile(); more;) more = load_work_tile();
         send_to_tail_loader(0, -1, {}, 0);
         send_to_tail_loader(1, -1, {}, 0);
-        watch<Wait::kFinished>(&control_.finished, 0);
+        watch(control_.finished, Place<1>::of(0));
     }
 
   private:
     // The producer is the watchdog of the CTA (wait.cuh).
-    template <Wait kWait>
-    __device__ void watch(uint64_t* barrier, int parity) {
-        watch_until<kWait>(control_, args_.expired_wait, [&] { return mbarrier_try_wait(barrier, parity); });
+    template <class Event, class Place>
+    __device__ void watch(Event& event, const Place& item) {
+        watch_until<Event::kWait>(control_, args_.expired_wait, [&] { return event.try_wait(item); });
     }
 
+    using KvPlace = Place<kKvStages>;
     // The keys (or values) of one segment and head.
     struct KeyRange {
         int batch, head, row, len;
     };
 
     static constexpr int kTileWords = 5;  // words of a QueryTile, without its padding
-
-    // Parity to wait for on a slot's `empty` barrier before use number `n` of the ring. The first use of a slot does
-    // not wait.
-    __device__ static int empty_parity(int n) { return (n / kKvStages & 1) ^ 1; }
 
     // The producer fetches the next work tile in three steps: take a ticket, read the tile, publish it to the
     // consumers. Each step runs shortly before its result is needed. Do not run them earlier: while a CTA holds a
@@ -106,27 +103,25 @@ class ForwardProducer {
         return {word(0), word(1), word(2), word(3), word(4)};
     }
 
-    // Publishes the work tile that was read, and loads its Q tile. The producer waits on `q_empty`, on which all
-    // consumer threads arrive. It arrives twice on `q_full`, on which the consumers wait.
+    // Publishes the work tile that was read, and loads its Q tile. The producer waits on `q.empty`, on which all
+    // consumer threads arrive. It arrives twice on `q.full`, on which the consumers wait.
     __device__ void publish_work_tile() {
-        const int slot = num_published_ % kQueryStages;
-        watch<Wait::kQEmpty>(&control_.q_empty[slot], num_published_ / kQueryStages & 1 ^ 1);
-        ++num_published_;
+        const auto place = Place<kQueryStages>::of(num_published_++);
+        const int slot = place.slot;
+        auto& full = control_.q.full;
+        watch(control_.q.empty, place.previous_use());
         const Sizes& z = args_.params.sizes;
         const QueryTile tile = next_tile();
         const int batch = next_index_ / z.num_heads, head = next_index_ % z.num_heads;
         if (lane_ != 0) return;
         control_.work[slot] = {tile, batch, head};
         if (next_index_ < 0) control_.work[slot].queries.num_rows = 0;
-        mbarrier_arrive(&control_.q_full[slot]);
-        if (next_index_ < 0) {
-            mbarrier_arrive(&control_.q_full[slot]);
-            return;
-        }
-        mbarrier_arrive_expect_tx(&control_.q_full[slot], T::kQueryBytes);
+        full.arrive(place);
+        if (next_index_ < 0) return full.arrive(place);
+        full.arrive_with_bytes(place, T::kQueryBytes);
 #pragma unroll
         for (int panel = 0; panel < T::kPanels; ++panel)
-            tma_load_3d(shared_.q[slot] + panel * T::kQueryPanelBytes, &args_.q.map, &control_.q_full[slot], 64 * panel,
+            tma_load_3d(shared_.q[slot] + panel * T::kQueryPanelBytes, &args_.q.map, &full.barriers[slot], 64 * panel,
                         tile.q_row, args_.q.heads(batch, head));
     }
 
@@ -170,21 +165,19 @@ class ForwardProducer {
     // Waits until the consumers have released a K slot, and fills it. Returns false if the consumers need no older
     // keys; the slot then carries the end of keys instead of a tile.
     __device__ bool load_keys(int tile) {
-        const int slot = k_uses_ % kKvStages;
-        watch<Wait::kKEmpty>(&control_.k_empty[slot], empty_parity(k_uses_));
-        ++k_uses_;
-        if (tile < newest_ && all_consumers_used_up(slot)) {
-            send_end_of_keys(slot);
+        const auto place = KvPlace::of(k_uses_++);
+        watch(control_.k.empty, place.previous_use());
+        if (tile < newest_ && all_consumers_used_up(place.slot)) {
+            send_end_of_keys(place);
             return false;
         }
-        load(0, shared_.k[slot], &control_.k_full[slot], args_.k, keys_, tile, slot);
+        load(0, shared_.k[place.slot], control_.k.full, args_.k, keys_, tile, place);
         return true;
     }
     __device__ void load_values(const KeyRange& values, int tile) {
-        const int slot = v_uses_ % kKvStages;
-        watch<Wait::kVEmpty>(&control_.v_empty[slot], empty_parity(v_uses_));
-        ++v_uses_;
-        load(1, shared_.v[slot], &control_.v_full[slot], args_.v, values, tile, slot);
+        const auto place = KvPlace::of(v_uses_++);
+        watch(control_.v.empty, place.previous_use());
+        load(1, shared_.v[place.slot], control_.v.full, args_.v, values, tile, place);
     }
 
     // Whether every consumer warp reported that its warpgroup had stopped, when it released K slot `slot`.
@@ -197,39 +190,41 @@ class ForwardProducer {
     }
 
     // Hands over a K slot without a tile. The arrival on end_of_keys comes first, so consumers that have waited on
-    // k_full can test it.
-    __device__ void send_end_of_keys(int slot) {
+    // k.full can test it.
+    __device__ void send_end_of_keys(const KvPlace& place) {
         ended_early_ = true;
         if (lane_ != 0) return;
-        mbarrier_arrive(&control_.end_of_keys[slot]);
-        mbarrier_arrive(&control_.k_full[slot]);
+        control_.end_of_keys.arrive(place);
+        control_.k.full.arrive(place);
     }
 
     // Loads rows [128 tile, 128 tile + 128) of the segment into a slot that the consumers have released.
-    __device__ void load(int loader, uint8_t* to, uint64_t* full, const TensorMap& map, const KeyRange& keys, int tile,
-                         int slot) {
+    __device__ void load(int loader, uint8_t* to, SlotBarriers<kKvStages>& full, const TensorMap& map,
+                         const KeyRange& keys, int tile, const KvPlace& place) {
         if (keys.len - tile * kKeyTile < kKeyTile) {
-            send_to_tail_loader(loader, slot, keys, tile);
+            send_to_tail_loader(loader, place.slot, keys, tile);
         } else if (lane_ == 0) {
-            mbarrier_arrive_expect_tx(full, T::kKeyBytes);
+            full.arrive_with_bytes(place, T::kKeyBytes);
 #pragma unroll
             for (int panel = 0; panel < T::kPanels; ++panel)
-                tma_load_5d(to + panel * T::kKeyPanelBytes, &map.map, full, 64 * panel, keys.row + tile * kKeyTile, 0,
-                            0, map.heads(keys.batch, keys.head));
+                tma_load_5d(to + panel * T::kKeyPanelBytes, &map.map, &full.barriers[place.slot], 64 * panel,
+                            keys.row + tile * kKeyTile, 0, 0, map.heads(keys.batch, keys.head));
         }
     }
     // Sends a tail tile to its loader warp, after that warp has read the previous one. Slot -1 stops the loader.
     __device__ void send_to_tail_loader(int loader, int slot, const KeyRange& keys, int tile) {
-        watch<Wait::kTailEmpty>(&control_.tail_empty[loader], (tail_parity_ >> loader & 1) ^ 1);
-        tail_parity_ ^= 1 << loader;
+        auto& ring = control_.tail_ring[loader];
+        const Place<1> place = {0, tail_phases_ >> loader & 1};
+        watch(ring.empty, place.previous_use());
+        tail_phases_ ^= 1 << loader;
         if (lane_ != 0) return;
         const int count = max(keys.len - tile * kKeyTile, 0);
         control_.tail[loader] = {keys.batch, keys.head, keys.row + tile * kKeyTile, count, slot};
-        mbarrier_arrive(&control_.tail_full[loader]);
+        ring.full.arrive(place);
     }
 
     typename T::Shared& shared_;
-    ForwardControl& control_;
+    ForwardControl<T>& control_;
     const ForwardArguments& args_;
     const int lane_;
     int num_tiles_;
@@ -239,11 +234,11 @@ class ForwardProducer {
     int ticket_ = 0;     // valid in lane 0
     int next_index_;     // batch * num_heads + head; -1 if there is no more work
     int next_word_ = 0;  // word lane_ % kTileWords of its QueryTile
-    int num_published_ = 0;
+    uint32_t num_published_ = 0;
     int work_number_ = -1, newest_;  // current work tile, and its newest key tile
     KeyRange keys_;
-    int k_uses_ = 0, v_uses_ = 0;  // uses of the rings so far; use n is in slot n % kKvStages
-    int tail_parity_ = 0;          // bit i: parity of the number of tail tiles sent to loader i
+    uint32_t k_uses_ = 0, v_uses_ = 0;  // uses of the rings so far
+    int tail_phases_ = 0;               // bit i: phase of the next tail tile of loader i
 };
 
 }  // namespace megatron_sb::hopper

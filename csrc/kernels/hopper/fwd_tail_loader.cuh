@@ -3,9 +3,9 @@
 // there.
 //
 // Synchronisation. The producer waits until the consumers have released the slot of the ring. Then it writes a TailTile
-// and arrives on tail_full; the tail loader waits, reads it, and arrives on tail_empty with all lanes. Every lane waits
-// for its own copies and makes them visible to wgmma (proxy fence). Then lane 0 arrives on the slot's k_full or v_full;
-// the consumers wait on it.
+// and arrives on tail_ring.full; the tail loader waits, reads it, and arrives on tail_ring.empty with all lanes. Every
+// lane waits for its own copies and makes them visible to wgmma (proxy fence). Then lane 0 arrives on k.full or v.full
+// for the slot; the consumers wait on it.
 #pragma once
 
 #include "kernels/hopper/fwd_producer.cuh"
@@ -16,24 +16,26 @@ namespace megatron_sb::hopper {
 template <class T>
 class TailLoader {
   public:
-    __device__ TailLoader(ForwardControl& control, int loader, const Rows<const void*>& rows)
+    __device__ TailLoader(ForwardControl<T>& control, int loader, const Rows<const void*>& rows)
         : control_(control), loader_(loader), rows_(rows) {}
 
-    // `tiles` are the slots of the ring of K or V; `full` are their barriers, k_full or v_full.
-    __device__ void run(uint8_t (*tiles)[T::kKeyBytes], uint64_t* full) const {
-        for (int number = 0;; ++number) {
-            mbarrier_wait(&control_.tail_full[loader_], number & 1);
+    // `tiles` are the slots of the ring of K or V; `full` is its event k.full or v.full.
+    __device__ void run(uint8_t (*tiles)[T::kKeyBytes], SlotBarriers<kKvStages>& full) const {
+        auto& ring = control_.tail_ring[loader_];
+        for (uint32_t number = 0;; ++number) {
+            const auto place = Place<1>::of(number);
+            ring.wait_full(place);
             const TailTile tile = control_.tail[loader_];
-            mbarrier_arrive(&control_.tail_empty[loader_]);
+            ring.empty.arrive(place);
             if (tile.slot < 0) return;
             copy_rows<kKeyTile, T::kPanels>(tiles[tile.slot], rows_, offset_of(rows_, tile.batch, tile.head, tile.row),
                                             tile.count, KeyOrder<kKeyTile>());
-            finish_copy(&full[tile.slot]);
+            finish_copy(full, Place<kKvStages>{tile.slot});
         }
     }
 
   private:
-    ForwardControl& control_;
+    ForwardControl<T>& control_;
     const int loader_;
     const Rows<const void*>& rows_;
 };

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "kernels/common/query_tiles.h"
-#include "kernels/hopper/wait.cuh"
+#include "kernels/hopper/ring.cuh"
 
 namespace megatron_sb::hopper {
 
@@ -30,36 +30,38 @@ struct alignas(32) TailTile {
     int32_t slot;  // slot of the ring to load into; -1 means that there are no more tail tiles
 };
 
-// Barriers and messages. The writer of a slot waits on `empty`, writes, and arrives on `full`. The reader waits on
-// `full`, reads, and arrives on `empty`. README.md lists for each barrier who arrives and who waits.
+// The barriers of the forward, with the number of threads that arrive on each. README.md says who arrives and waits.
+template <class T>
 struct ForwardBarriers {
-    uint64_t q_full[kQueryStages], q_empty[kQueryStages];
-    uint64_t k_full[kKvStages], k_empty[kKvStages];
-    uint64_t v_full[kKvStages], v_empty[kKvStages];
-    uint64_t tail_full[kTailLoaders], tail_empty[kTailLoaders];
-    uint64_t end_of_keys[kKvStages];
-    uint64_t finished;  // each consumer warp arrives at its end; the producer waits
-};
-template <class Visit>
-__device__ void visit_barriers(ForwardBarriers& b, const Visit& visit) {
-    visit_each(Wait::kQFull, b.q_full, visit);
-    visit_each(Wait::kQEmpty, b.q_empty, visit);
-    visit_each(Wait::kKFull, b.k_full, visit);
-    visit_each(Wait::kKEmpty, b.k_empty, visit);
-    visit_each(Wait::kVFull, b.v_full, visit);
-    visit_each(Wait::kVEmpty, b.v_empty, visit);
-    visit_each(Wait::kTailFull, b.tail_full, visit);
-    visit_each(Wait::kTailEmpty, b.tail_empty, visit);
-}
+    static constexpr int kConsumers = 128 * T::kWarpgroups, kConsumerWarps = 4 * T::kWarpgroups;
 
-struct ForwardControl : NotedBarriers<ForwardBarriers> {
-    WorkTile work[kQueryStages];  // guarded by q_full and q_empty, like the Q tile of the same slot
-    TailTile tail[kTailLoaders];  // guarded by tail_full and tail_empty; [0] is for K, [1] for V
+    Ring<Wait::kQFull, Wait::kQEmpty, kQueryStages, 2, kConsumers> q;  // `full`: once for `work`, once for Q
+    Ring<Wait::kKFull, Wait::kKEmpty, kKvStages, 1, kConsumerWarps> k;
+    Ring<Wait::kVFull, Wait::kVEmpty, kKvStages, 1, kConsumerWarps> v;
+    Ring<Wait::kTailFull, Wait::kTailEmpty, 1, 1, 32> tail_ring[kTailLoaders];
+    Event<Wait::kNone, kKvStages, 1> end_of_keys;  // tested, never awaited
+    Event<Wait::kFinished, 1, kConsumers> finished;
+
+    template <class Visit>
+    __device__ void visit(const Visit& f) {
+        q.visit(f);
+        k.visit(f);
+        v.visit(f);
+        for (auto& loader : tail_ring) loader.visit(f);
+        f(end_of_keys);
+        f(finished);
+    }
+};
+
+template <class T>
+struct ForwardControl : NotedBarriers<ForwardBarriers<T>> {
+    WorkTile work[kQueryStages];  // guarded by the ring of Q, like the Q tile of the same slot
+    TailTile tail[kTailLoaders];  // guarded by its ring; [0] is for K, [1] for V
     // Early exit. The warps of a consumer warpgroup vote in used_up_votes[0] and [1] alternately: "the mass of all my
     // rows is below the threshold". If all four agree, the warpgroup stops computing. From then on, each of its warps
     // writes the number of the work tile to used_up_work[slot] before it releases a K slot. When the producer finds
     // this number from every consumer warp in the slot that it is about to fill, it ends the work tile: it arrives on
-    // end_of_keys[slot] and then, without a tile, on k_full[slot]. Consumers wait on k_full and then test end_of_keys.
+    // end_of_keys[slot] and then, without a tile, on k.full[slot]. Consumers wait on k.full and then test end_of_keys.
     int4 used_up_votes[2][kMaxWarpgroups];
     int32_t used_up_work[kKvStages][4 * kMaxWarpgroups];
 };
@@ -89,7 +91,7 @@ struct ForwardTraits {
         alignas(1024) uint8_t q[kQueryStages][kQueryBytes];
         alignas(1024) uint8_t k[kKvStages][kKeyBytes];
         alignas(1024) uint8_t v[kKvStages][kKeyBytes];
-        ForwardControl control;
+        ForwardControl<ForwardTraits> control;
     };
     static_assert(sizeof(Shared) <= 227 * 1024, "shared memory of a CTA must fit 227 KiB");
 };

@@ -22,9 +22,14 @@ using common::shared_address;
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
 }
-// Named barrier of the 128 threads of a warpgroup. `barrier` is its number, 1 to 15; __syncthreads uses 0.
-__device__ __forceinline__ void warpgroup_barrier(int barrier) {
-    asm volatile("barrier.cta.sync.aligned %0, 128;" ::"r"(barrier) : "memory");
+// Named barriers, one for the 128 threads of each consumer warpgroup. __syncthreads uses number 0.
+enum class NamedBarrier : int { kConsumer0 = 1, kConsumer1, kConsumer2 };
+
+__device__ __forceinline__ NamedBarrier barrier_of_consumer(int warpgroup) {
+    return NamedBarrier(int(NamedBarrier::kConsumer0) + warpgroup);
+}
+__device__ __forceinline__ void warpgroup_barrier(NamedBarrier barrier) {
+    asm volatile("barrier.cta.sync.aligned %0, 128;" ::"r"(int(barrier)) : "memory");
 }
 // Makes all mbarriers that this thread has initialised visible to TMA.
 __device__ __forceinline__ void fence_mbarrier_init() {

@@ -41,11 +41,12 @@ __device__ inline void copy_rows(uint8_t* to, const Rows<const void*>& tensor, i
 
 // Waits for the copies of this warp and makes them visible to wgmma. Then lane 0 arrives on `full`; consumers wait on
 // it.
-__device__ inline void finish_copy(uint64_t* full) {
+template <class Event, class Place>
+__device__ void finish_copy(Event& full, const Place& item) {
     cp_async_wait_all();
     fence_async_proxy();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(full);
+    if (threadIdx.x % 32 == 0) full.arrive(item);
 }
 
 // The permutation of the keys of a tile (README.md): row 8n + 2t + c in shared memory is key (kKeys / 4) t + 2n + c.

@@ -31,21 +31,13 @@ constexpr uint32_t kTriesPerCheck = 1 << 16;
 // Distance in bytes from a barrier to its note.
 constexpr int kNoteDistance = 2048;
 
-// Calls visit(wait, barrier) for a barrier, or for each of an array. For functions visit_barriers(barriers, visit),
-// which do this for all barriers of a kernel.
-template <class Array, class Visit>
-__device__ void visit_each(Wait wait, Array& barriers, const Visit& visit) {
-#pragma unroll 1
-    for (int i = 0; i < int(sizeof(barriers) / sizeof(uint64_t)); ++i)
-        visit(wait, reinterpret_cast<uint64_t*>(&barriers)[i]);
-}
-
 // The note of a barrier, and the name of the wait on it. A thread that waits stores 0 in `unused`.
 struct WaitNote {
     uint32_t unused, wait;
 };
 
-// The barriers of a kernel, which are all members of Barriers, and their notes.
+// The barriers of a kernel and their notes. All barriers belong to events (ring.cuh), and all events are members of
+// Barriers. Barriers::visit(f) calls f(event) for each of them.
 template <class Barriers>
 struct NotedBarriers : Barriers {
     static constexpr int kCount = sizeof(Barriers) / sizeof(uint64_t);
@@ -55,12 +47,17 @@ struct NotedBarriers : Barriers {
     WaitNote notes[kCount];
     uint32_t wait_began;  // by the clock of waits; for the watchdog
 
-    // Call this in one thread before the barriers are used.
-    __device__ void init_notes() {
+    // Initialises the barriers and their notes, and makes both visible to TMA. Call this in one thread, and synchronise
+    // the CTA before the barriers are used.
+    __device__ void init() {
         const uint64_t* const first = reinterpret_cast<const uint64_t*>(this);
+        this->visit([&](auto& event) {
+            event.init();
 #pragma unroll 1
-        for (WaitNote& note : notes) note = {1, uint32_t(Wait::kNone)};
-        visit_barriers(*this, [&](Wait wait, uint64_t& barrier) { notes[&barrier - first].wait = uint32_t(wait); });
+            for (uint64_t& barrier : event.barriers) notes[&barrier - first] = {1, uint32_t(event.kWait)};
+        });
+        fence_mbarrier_init();
+        fence_async_proxy();
     }
 };
 

@@ -9,7 +9,7 @@
 #include "core/error.h"
 #include "kernels/common/expired_wait.h"
 #include "kernels/common/launch.h"
-#include "kernels/hopper/wait.cuh"
+#include "kernels/hopper/ring.cuh"
 
 namespace megatron_sb {
 namespace {
@@ -17,29 +17,25 @@ namespace {
 using hopper::ExpiredWait, hopper::Wait;
 
 struct Barriers {
-    uint64_t own, of_other_warp;
+    hopper::Event<Wait::kTest, 1, 1> own;
+    hopper::Event<Wait::kTestOfOtherWarp, 1, 1> of_other_warp;
+
+    template <class Visit>
+    __device__ void visit(const Visit& f) {
+        f(own);
+        f(of_other_warp);
+    }
 };
-template <class Visit>
-__device__ void visit_barriers(Barriers& b, const Visit& visit) {
-    hopper::visit_each(Wait::kTest, b.own, visit);
-    hopper::visit_each(Wait::kTestOfOtherWarp, b.of_other_warp, visit);
-}
 
 // Two threads of CTA 2 wait for arrivals that never come. One of them is a watchdog with the shortest limit.
 __global__ void wait_without_partner(ExpiredWait* record) {
     __shared__ hopper::NotedBarriers<Barriers> barriers;
-    if (threadIdx.x == 0) {
-        barriers.init_notes();
-        hopper::mbarrier_init(&barriers.own, 1);
-        hopper::mbarrier_init(&barriers.of_other_warp, 1);
-        hopper::fence_mbarrier_init();
-    }
+    if (threadIdx.x == 0) barriers.init();
     __syncthreads();
     if (blockIdx.x != 2) return;
     if (threadIdx.x == 0)
-        hopper::watch_until<Wait::kTest, 0>(barriers, record,
-                                            [&] { return hopper::mbarrier_try_wait(&barriers.own, 0); });
-    if (threadIdx.x == 32) hopper::mbarrier_wait(&barriers.of_other_warp, 0);
+        hopper::watch_until<Wait::kTest, 0>(barriers, record, [&] { return barriers.own.try_wait({}); });
+    if (threadIdx.x == 32) barriers.of_other_warp.wait({});
 }
 
 // Returns the error of the kernel.
