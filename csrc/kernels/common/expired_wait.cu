@@ -45,6 +45,8 @@ constexpr Name kNames[] = {
     {"hopper backward", "dq_turn"},
     {"hopper backward", "dq_added"},
     {"hopper backward", "dq_published"},
+    {"hopper backward", "dq_staged_full"},
+    {"hopper backward", "dq_staged_empty"},
     {"hopper backward", "the addition of the next older key tile to dq"},
     {"test", "a partner that never arrives"},
     {"test", "another one that never arrives"},

@@ -38,6 +38,8 @@ enum class Wait : uint8_t {
     kDqTurn,
     kDqAdded,
     kDqPublished,
+    kDqStagedFull,
+    kDqStagedEmpty,
     kDqAddedByOlderTile,  // of another CTA, in global memory
     // tests/cpp
     kTest,

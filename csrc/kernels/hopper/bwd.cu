@@ -39,7 +39,8 @@ __global__ void __launch_bounds__(T::kThreads, 1) backward(const __grid_constant
         const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
         if (warp == 0) StepLoader<T>(shared, arguments).run();
         if (warp == 1) CarryReader<T>(shared.control, arguments).run();
-        if (warp == 2 && lane == 0) TurnThread<T>(shared.control, arguments).run();
+        using Dq = std::conditional_t<T::kAddsDqInBulk, BulkAdder<T>, TurnThread<T>>;
+        if (warp == 2 && lane == 0) Dq(shared, arguments).run();
         if (warp == 3) Publisher<T>(shared.control, arguments).run();
     } else if (T::kHasSumWarpgroup && warpgroup == 3) {
         warpgroup_reg_alloc<T::kSumRegisters>();

@@ -1,35 +1,29 @@
-// Warps 1 to 3 of warpgroup 0 of the backward. They exchange carries and the order of additions to dq with the CTAs
-// that own the neighbouring key tiles.
+// Warps 1 and 3 of warpgroup 0 of the backward. They exchange carries with the CTAs that own the neighbouring key
+// tiles.
 //
 //     warp 1  CarryReader      reads the carries of a step, from the next older key tile or from the restart records
-//     warp 2  TurnThread       lets the consumers add a step to dq after the next older key tile has added
-//     warp 3  Publisher        sends carries to the next newer key tile, and later its turn to add to dq
+//     warp 3  Publisher        sends carries to the next newer key tile
 //
 // Synchronisation within the CTA.
 //     barrier                 arrives                            waits
-//     steps.full              step loader                        these three warps
-//     steps.empty             these three warps                  step loader
+//     steps.full              step loader                        these warps
+//     steps.empty             these warps                        step loader
 //     carry_in_full           CarryReader                        consumers that scan
 //     qdo.empty               every consumer thread              CarryReader, before it writes carry_in; step loader
 //     carry_out_full[1]       each warp of the newer half        Publisher
 //     newer_carry_out_empty   Publisher                          newer half
-//     dq_turn                 TurnThread                         consumers that sum, before they add to dq
-//     dq_added                each warp, after it has added      Publisher
-//     dq_published            Publisher                          TurnThread, before it reuses the turn
-// A turn is one of kDqTurns slots for a step that adds to dq.
 // Each thread that reads or writes step_info, carry_in or carry_out arrives itself.
 //
 // Synchronisation between CTAs. Publisher writes a carry slot, and CarryReader of the next newer key tile reads it, in
-// one transaction; the field `tile` says for which key tile the carry is valid. For dq, Publisher stores the number of
-// the next newer key tile in plan.dq_next_tile (additions -> dq_added -> fence -> store). TurnThread of that tile
-// waits for its number (load with acquire -> dq_turn -> additions).
+// one transaction; the field `tile` says for which key tile the carry is valid. Publisher also sends the order of
+// additions to dq at head_dim 128 (bwd_additions.cuh).
 //
 // No deadlock. Tickets hand out the older tiles of a key range first. So a CTA waits only for a CTA that already runs
 // and has a lower ticket, and the lowest unfinished ticket waits for no other CTA. This holds only if a CTA publishes
 // everything about a finished key tile before it waits for anything that its next key tile needs.
 #pragma once
 
-#include "kernels/hopper/bwd_common.cuh"
+#include "kernels/hopper/bwd_additions.cuh"
 
 namespace megatron_sb::hopper {
 
@@ -47,7 +41,7 @@ class CarryReader {
         : control_(control), args_(arguments), lane_(threadIdx.x % 32) {}
 
     __device__ void run() const {
-        Stage stage;
+        Stage<T> stage;
         for (uint32_t number = 0;; ++number, stage = stage.next()) {
             const StepPlace place = StepPlace::of(number);
             control_.steps.wait_full(place);
@@ -129,77 +123,31 @@ class CarryReader {
     const int lane_;
 };
 
-// Orders the additions to dq: a step may add after the next older key tile has added. Runs in one thread. It waits on
-// dq_published, on which Publisher arrives, before it reuses a turn. It arrives on dq_turn, on which the consumers
-// wait.
-//
-// This thread is also the watchdog of the CTA (wait.cuh). It stays until all additions are published, so it outlives
-// every wait of the CTA.
-template <class T>
-class TurnThread {
-  public:
-    __device__ TurnThread(BackwardControl<T>& control, const BackwardArguments& arguments)
-        : control_(control), args_(arguments) {}
-
-    __device__ void run() const {
-        uint32_t number = 0;
-        for (;; ++number) {
-            const StepPlace place = StepPlace::of(number);
-            watch(control_.steps.full, place);
-            const Step& step = control_.step_info[place.slot];
-            if (step.flags & kEndOfWork) break;
-            const TurnPlace turn = TurnPlace::of(number);
-            watch(control_.dq_published, turn.previous_use());
-            if (!(step.flags & kOldestKeyTile)) {
-                const int32_t* const next_tile = args_.plan.dq_next_tile + step.dq_index;
-                watch_until<Wait::kDqAddedByOlderTile>(control_, args_.expired_wait,
-                                                       [&] { return load_acquire(next_tile) == step.tile; });
-            }
-            control_.dq_turn.arrive(turn);
-            control_.steps.empty.arrive(place);
-        }
-        for (uint32_t last = number; last < number + kDqTurns; ++last)
-            watch(control_.dq_published, TurnPlace::of(last).previous_use());
-    }
-
-  private:
-    template <class Event, class Place>
-    __device__ void watch(Event& event, const Place& item) const {
-        watch_until<Event::kWait>(control_, args_.expired_wait, [&] { return event.try_wait(item); });
-    }
-
-    BackwardControl<T>& control_;
-    const BackwardArguments& args_;
-};
-
-// Publishes the carries of a step to the next newer key tile. Later publishes that the step has added to dq. The
-// additions of a finished key tile are published before this warp waits for the carries of its next key tile. Otherwise
-// two CTAs could wait for each other.
+// Publishes the carries of each step to the next newer key tile, and at head_dim 128 also its additions to dq.
 template <class T>
 class Publisher {
   public:
     __device__ Publisher(BackwardControl<T>& control, const BackwardArguments& arguments)
-        : control_(control), args_(arguments), lane_(threadIdx.x % 32) {}
+        : control_(control), args_(arguments), lane_(threadIdx.x % 32), additions_(control, arguments) {}
 
     __device__ void run() {
-        // When the consumers arrive on carry_out_full[1] for step n, they have added step n - kLag to dq. At head_dim
-        // 64, the scans have waited on dz.empty of step n - 3, on which the sum warpgroup arrives after it has added
-        // step n - 4. At head_dim 128, each warp adds step n - 2 before it scans step n.
-        constexpr uint32_t kLag = T::kDzSlots + (T::kHasSumWarpgroup ? 1 : 0);
         for (uint32_t number = 0;; ++number) {
-            control_.steps.wait_full(StepPlace::of(number));
-            const int flags = step(number).flags;
+            const StepPlace place = StepPlace::of(number);
+            control_.steps.wait_full(place);
+            const Step& step = control_.step_info[place.slot];
+            const int flags = step.flags;
             if (flags & kEndOfWork) return;
-            publish_additions_before(max(number + 1, kLag) - kLag);
+            if constexpr (!T::kAddsDqInBulk) additions_.publish_ready(number);
             publish_carries(number);
-            if (flags & kPartialSums && flags & kLastStepOfTile) mark_sums(step(number));
-            if (flags & kLastStepOfTile) publish_additions_before(number + 1);
+            if (flags & kPartialSums && flags & kLastStepOfTile) mark_sums(step);
+            if constexpr (T::kAddsDqInBulk)
+                control_.steps.empty.arrive(place);
+            else if (flags & kLastStepOfTile)
+                additions_.publish_before(number + 1);
         }
     }
 
   private:
-    __device__ const Step& step(uint32_t number) const { return control_.step_info[number % kStepRing]; }
-
     // Tells add_partial_sums() that this part of the key tile has sums. It runs after this kernel.
     __device__ void mark_sums(const Step& step) const {
         const Sizes& sizes = args_.params.sizes;
@@ -208,44 +156,31 @@ class Publisher {
     }
     // Waits on carry_out_full[1], on which the newer half arrives. Arrives on newer_carry_out_empty, on which it waits.
     __device__ void publish_carries(uint32_t number) const {
-        const Step& step = this->step(number);
+        const Step& step = control_.step_info[number % kStepRing];
+        const int64_t first = step.row_index;  // reads the description before the wait
+        const int flags = step.flags, num_rows = step.num_rows, tile = step.tile;
         const CarryPlace place = CarryPlace::of(number);
         for (auto& full : control_.carry_out_full[1]) full.wait(place);
+        const float2 carries[2] = {control_.carry_out[1][place.slot][lane_],
+                                   control_.carry_out[1][place.slot][lane_ + 32]};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int row = lane_ + 32 * i;
-            const float2 carry = control_.carry_out[1][place.slot][row];
-            if (row >= step.num_rows) continue;
-            if (step.flags & kNewestKeyTile)
-                static_cast<float*>(args_.params.prefix_out)[step.row_index + row] = carry.y;
+            if (row >= num_rows) continue;
+            if (flags & kNewestKeyTile)
+                static_cast<float*>(args_.params.prefix_out)[first + row] = carries[i].y;
             else
-                store_relaxed_b128(args_.plan.carries + step.row_index + row,
-                                   make_uint4(__float_as_uint(carry.x), __float_as_uint(carry.y), step.tile + 1, 0));
+                store_relaxed_b128(
+                    args_.plan.carries + first + row,
+                    make_uint4(__float_as_uint(carries[i].x), __float_as_uint(carries[i].y), tile + 1, 0));
         }
         control_.newer_carry_out_empty.arrive(place);
-    }
-    // Publishes that the steps before `end` have added to dq. Waits on dq_added, on which the consumers arrive. Arrives
-    // on dq_published, on which TurnThread waits, and on steps.empty.
-    __device__ void publish_additions_before(uint32_t end) {
-        for (; next_addition_ < end; ++next_addition_) {
-            if (lane_ == 0) {
-                const Step& step = this->step(next_addition_);
-                const TurnPlace turn = TurnPlace::of(next_addition_);
-                control_.dq_added.wait(turn);
-                fence_acq_rel_gpu();
-                if (!(step.flags & kNewestKeyTile))
-                    store_relaxed(args_.plan.dq_next_tile + step.dq_index, step.tile + 1);
-                control_.dq_published.arrive(turn);
-            }
-            __syncwarp();
-            control_.steps.empty.arrive(StepPlace::of(next_addition_));
-        }
     }
 
     BackwardControl<T>& control_;
     const BackwardArguments& args_;
     const int lane_;
-    uint32_t next_addition_ = 0;  // first step whose additions are not published yet
+    AdditionPublisher<T> additions_;
 };
 
 }  // namespace megatron_sb::hopper

@@ -18,9 +18,11 @@ struct BackwardArguments {
 };
 
 // Where a step is in a ring. Most rings have a place for each step; only that of Q and dO is counted by next().
-using Stage = Place<kQdoStages>;
+template <class T>
+using Stage = Place<T::kQdoStages>;
+template <class T>
+using TurnPlace = Place<T::kDqTurns>;
 using StepPlace = Place<kStepRing>;
-using TurnPlace = Place<kDqTurns>;
 using CarryPlace = Place<kCarryOutSlots>;
 
 }  // namespace megatron_sb::hopper

@@ -126,7 +126,7 @@ class BackwardConsumer : HalfScan<T> {
 
     template <class Scan>
     __device__ __forceinline__ void run_round(Scan scan) {
-        const Stage next = stage_.next();
+        const Stage<T> next = stage_.next();
         if (!next_is_ready_) {
             wait_for_dz(number_ - 1);
             control_.qdo.wait_full(next);
@@ -195,7 +195,7 @@ class BackwardConsumer : HalfScan<T> {
     // Waits on own_half.empty before it writes A, and on dz.empty before it writes dz. Arrives on own_half.full and on
     // dz.full. Between A and dz it also tests, without waiting, whether the next round can start.
     template <class Scan>
-    __device__ __forceinline__ void write_weights_and_dz(Scan& scan, uint32_t number, const Stage& stage) {
+    __device__ __forceinline__ void write_weights_and_dz(Scan& scan, uint32_t number, const Stage<T>& stage) {
         const auto dz = DzPlace::of(number);
         Base::write_weights_and_dz(
             scan, number, stage.slot, weights_, dz_ + dz.slot * 2 * T::kPanelBytes,
@@ -223,7 +223,7 @@ class BackwardConsumer : HalfScan<T> {
     }
 
     uint32_t k_columns_low_;
-    Stage stage_;                  // of step number_
+    Stage<T> stage_;               // of step number_
     Place<T::kTileBuffers> tile_;  // of the key tile
     uint32_t number_ = 0;
     int flags_ = 0;

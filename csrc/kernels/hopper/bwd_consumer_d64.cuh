@@ -100,7 +100,7 @@ class ScanWarpgroup : HalfScan<T> {
         start_step(tile_ends);
     }
 
-    Stage stage_;  // of step number_
+    Stage<T> stage_;  // of step number_
     uint32_t number_ = 0, tiles_ = 0;
     int flags_ = 0;
 };
@@ -108,7 +108,7 @@ class ScanWarpgroup : HalfScan<T> {
 template <class T>
 class SumWarpgroup : BackwardThread<T> {
     using Base = BackwardThread<T>;
-    using Base::control_, Base::kPanel, Base::kTile, Base::step;
+    using Base::control_, Base::kPanel, Base::kTile, Base::lane_, Base::step, Base::warp_;
     using typename Base::Element;
 
   public:
@@ -121,6 +121,7 @@ class SumWarpgroup : BackwardThread<T> {
         dz_low_ = descriptor_low(shared_address(shared.dz[0][0]), T::kPanelBytes);
         k_ = shared_address(shared.k[0][0]);
         v_ = shared_address(shared.v[0][0]);
+        dq_staged_ = shared_address(shared.dq[0]);
     }
 
     __device__ __forceinline__ void run() {
@@ -179,13 +180,36 @@ class SumWarpgroup : BackwardThread<T> {
         wgmma_wait<0>();
         fence_accumulator(dq_);
         this->release(control_.dz, slot);
-        this->template add_dq<2>(number_, this->dq_target(number_, 0), dq_, 0);
+        pass_on_dq();
         stage_ = stage_.next();
         ++number_;
     }
 
+    // Hands dQ of step number_ to BulkAdder through shared memory, or writes the total if no newer key tile adds to it.
+    // Waits on dq_staged.empty and dq_turn, on which BulkAdder arrives. Arrives on dq_staged.full, on which it waits.
+    __device__ __forceinline__ void pass_on_dq() {
+        const auto slot = Place<T::kDqSlots>::of(number_);
+        control_.dq_staged.wait_empty(slot);
+        if (step(number_).flags & kNewestKeyTile) {
+            control_.dq_turn.wait(TurnPlace<T>::of(num_newest_++));
+            this->template write_total_dq<2>(number_, this->dq_target(number_, 0).sum, dq_, 0);
+        } else {
+            const uint32_t to = dq_staged_ + slot.slot * sizeof(float) * T::kDqFloats + (warp_ * 32 + lane_) * 16;
+#pragma unroll
+            for (int v = 0; v < kDqVectors; ++v) {
+                const float* const x = dq_ + 4 * v;
+                store_shared(to + v * 2048, make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]),
+                                                       __float_as_uint(x[2]), __float_as_uint(x[3])));
+            }
+            fence_async_proxy();
+        }
+        this->signal(control_.dq_staged, slot);
+    }
+
     uint32_t k_low_, qdo_low_, weights_low_, dz_low_, k_, v_;
-    Stage stage_;  // of step number_
+    uint32_t dq_staged_;       // address of the first slot of dQ
+    uint32_t num_newest_ = 0;  // steps so far in which this was the newest key tile
+    Stage<T> stage_;           // of step number_
     uint32_t number_ = 0;
     float dq_[32], dk_[64], dv_[64];  // dK and dV transposed: rows are columns of the head dimension
 };

@@ -73,7 +73,7 @@ class HalfScan : protected BackwardThread<T> {
 
     // Waits for the carries at the older edge of this half, and passes them to the scan.
     template <class Scan>
-    __device__ __forceinline__ void load_carries(Scan& scan, uint32_t number, const Stage& stage) {
+    __device__ __forceinline__ void load_carries(Scan& scan, uint32_t number, const Stage<T>& stage) {
         const CarryPlace place = CarryPlace::of(number);
         control_.carry_in_full.wait(stage);
         if (half_ == 1) control_.carry_out_full[0][warp_].wait(place);

@@ -1,8 +1,5 @@
-// Shared by all consumer threads of the backward: addresses, barriers, the additions to dq, and the output of dq, dk
-// and dv.
-//
-// Synchronisation of the additions to dq. TurnThread arrives on dq_turn; each warp that adds waits. After it has
-// added, its lane 0 arrives on dq_added; Publisher waits.
+// Shared by all consumer threads of the backward: addresses, barriers, and the output of dq, dk and dv.
+// bwd_additions.cuh describes the barriers of the additions to dq.
 #pragma once
 
 #include "kernels/common/scalars.h"
@@ -68,18 +65,16 @@ class BackwardThread {
         return {args_.plan.dq + (int64_t(step.dq_index) * (kHeadDim / 64) + part) * (kStepRows * 64) + thread * 4,
                 step.flags};
     }
-    // Adds what this key tile contributes to 64 columns of dq of a step. Key tiles add in order, the oldest first: it
-    // stores, the next ones add, and the newest one writes the total to dq. The barriers are at the top of this file.
+    // Adds what this key tile contributes to 64 columns of dq of a step, at head_dim 128. Key tiles add in order, the
+    // oldest first: it stores, the next ones add, and the newest one writes the total to dq.
     template <int kLoads>  // loads of the sum in flight together
     __device__ __forceinline__ void add_dq(uint32_t number, const DqTarget& target, const float (&dq)[32],
                                            int part) const {
-        const TurnPlace turn = TurnPlace::of(number);
+        const auto turn = TurnPlace<T>::of(number);
         control_.dq_turn.wait(turn);
         float* const sum = target.sum;
         if (target.flags & kNewestKeyTile) {
-            const Step& step = this->step(number);
-            accumulates_gradients() ? write_dq<float, kLoads>(step, sum, dq, part * 64)
-                                    : write_dq<Element, kLoads>(step, sum, dq, part * 64);
+            write_total_dq<kLoads>(number, sum, dq, part);
         } else if (target.flags & kOldestKeyTile) {
 #pragma unroll
             for (int v = 0; v < kDqVectors; ++v)
@@ -92,6 +87,14 @@ class BackwardThread {
         }
         __syncwarp();
         if (lane_ == 0) control_.dq_added.arrive(turn);
+    }
+    // Writes 64 columns of dq of a step: the sum of the older key tiles, if there are any, plus this one.
+    template <int kLoads>
+    __device__ __forceinline__ void write_total_dq(uint32_t number, const float* sum, const float (&dq)[32],
+                                                   int part) const {
+        const Step& step = this->step(number);
+        accumulates_gradients() ? write_dq<float, kLoads>(step, sum, dq, part * 64)
+                                : write_dq<Element, kLoads>(step, sum, dq, part * 64);
     }
     // Writes dk and dv of a half tile. The rows of the accumulators are its keys, in the order of shared memory.
     // `staged` is the address of shared memory for 64 rows of 64 columns. The caller guarantees that nothing else uses
@@ -245,8 +248,8 @@ class BackwardThread {
     }
     // Stores the accumulator as rows of 64 columns, one for each key.
     __device__ __forceinline__ void stage_transposed(uint32_t to, const float (&x)[64], float factor) const {
-        const int group = lane_ / 16, columns = warp_ * 2 + lane_ / 8 % 2, swizzled = columns ^ (lane_ % 8);
-        const uint32_t first = to + (group * 8 + lane_ % 8) * 128 + swizzled * 16;
+        const int lane = opaque(lane_), group = lane / 16, columns = warp_ * 2 + lane / 8 % 2;
+        const uint32_t first = to + (group * 8 + lane % 8) * 128 + (columns ^ (lane % 8)) * 16;
 #pragma unroll
         for (int n = 0; n < kBackwardKeyTile / 8; n += 2) {
             uint32_t packed[4];
@@ -257,11 +260,12 @@ class BackwardThread {
         }
     }
     __device__ __forceinline__ void store_staged_keys(const Rows<void*>& to, const Step& step, uint32_t staged) const {
+        const int lane = opaque(lane_);
 #pragma unroll
         for (int i = 0; i < 32; i += 4) {
-            const int row = warp_ * 32 + i + lane_ / 8, key = tile_key(row);
-            const uint4 eight = load_shared(staged + row * 128 + ((lane_ % 8 ^ row % 8) << 4));
-            store_global_if(key < step.tile_keys, key_row<Element>(to, step, key) + lane_ % 8 * 8, eight);
+            const int row = warp_ * 32 + i + lane / 8, key = tile_key(row);
+            const uint4 eight = load_shared(staged + row * 128 + ((lane % 8 ^ row % 8) << 4));
+            store_global_if(key < step.tile_keys, key_row<Element>(to, step, key) + lane % 8 * 8, eight);
         }
     }
     // The key of the tile that row `row` of shared memory holds.

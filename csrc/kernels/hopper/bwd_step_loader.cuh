@@ -273,7 +273,7 @@ class StepLoader {
     uint32_t tiles_ = 0;
     bool new_key_tile_ = false, have_pending_ = false;
     Step pending_;  // not published yet: its flags depend on the next step of the tile
-    Stage stage_;
+    Stage<T> stage_;
     uint32_t number_ = 0;
 };
 

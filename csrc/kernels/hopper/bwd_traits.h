@@ -9,12 +9,10 @@
 
 namespace megatron_sb::hopper {
 
-constexpr int kQdoStages = 3;
 // Slots for step descriptions. The step loader waits on steps.empty before it overwrites one, but consumers do not
 // arrive there. They still read in time: the loader also waits on qdo.empty, on which a consumer arrives at most one
-// step before its last use of the description. So the loader is at most kQdoStages + 1 steps ahead.
+// step before its last use of the description. So the loader is at most T::kQdoStages + 1 steps ahead.
 constexpr int kStepRing = 16;
-constexpr int kDqTurns = 8;  // steps that have a turn to add to dq, or wait until their additions are published
 constexpr int kCarryOutSlots = 8;
 
 // A step: up to 64 query rows of one head against one key tile.
@@ -56,17 +54,18 @@ struct BackwardBarriers {
     static constexpr int kStepReaders = 32 + 32 + 1;  // CarryReader, Publisher, TurnThread
 
     Ring<Wait::kKvFull, Wait::kKvEmpty, T::kTileBuffers, 1, kReaderWarps> kv;
-    Ring<Wait::kQdoFull, Wait::kQdoEmpty, kQdoStages, 1, kReaderWarps * 32> qdo;  // `empty` also frees carry_in
-    Event<Wait::kCarryInFull, kQdoStages, 32> carry_in_full;
+    Ring<Wait::kQdoFull, Wait::kQdoEmpty, T::kQdoStages, 1, kReaderWarps * 32> qdo;  // `empty` also frees carry_in
+    Event<Wait::kCarryInFull, T::kQdoStages, 32> carry_in_full;
     Event<Wait::kCarryOutFull, kCarryOutSlots, 8> carry_out_full[2][4];  // of a half, and of a warp: its 16 rows
     Event<Wait::kCarryOutEmpty, kCarryOutSlots, 128> older_carry_out_empty;
     Event<Wait::kCarryOutEmpty, kCarryOutSlots, 32> newer_carry_out_empty;
     Ring<Wait::kDzFull, Wait::kDzEmpty, T::kDzSlots, kScanWarps, kSumWarps> dz;  // at head_dim 64 also A
     // head_dim 128: A and dz of a half, within its warpgroup
     Ring<Wait::kOwnHalfFull, Wait::kOwnHalfEmpty, 1, 128, 128> own_half[2];
-    Event<Wait::kDqTurn, kDqTurns, 1> dq_turn;
-    Event<Wait::kDqAdded, kDqTurns, kSumWarps> dq_added;
-    Event<Wait::kDqPublished, kDqTurns, 1> dq_published;
+    Event<Wait::kDqTurn, T::kDqTurns, 1> dq_turn;
+    Event<Wait::kDqAdded, T::kDqTurns, kSumWarps> dq_added;                        // head_dim 128
+    Event<Wait::kDqPublished, T::kDqTurns, 1> dq_published;                        // head_dim 128
+    Ring<Wait::kDqStagedFull, Wait::kDqStagedEmpty, T::kDqSlots, 4, 1> dq_staged;  // head_dim 64
     Ring<Wait::kStepInfoFull, Wait::kStepInfoEmpty, kStepRing, 1, kStepReaders> steps;
 
     __device__ __forceinline__ SlotBarriers<kCarryOutSlots>& carry_out_empty(int half) {
@@ -86,6 +85,7 @@ struct BackwardBarriers {
         f(dq_turn);
         f(dq_added);
         f(dq_published);
+        dq_staged.visit(f);
         steps.visit(f);
     }
 };
@@ -93,7 +93,7 @@ struct BackwardBarriers {
 template <class T>
 struct BackwardControl : NotedBarriers<BackwardBarriers<T>> {
     Step step_info[kStepRing];
-    Carry carry_in[kQdoStages][kStepRows];
+    Carry carry_in[T::kQdoStages][kStepRows];
     // Mass and prefix at the newer edge of each half. The older half writes [0] for the newer half. The newer half
     // writes [1] for the publisher, which sends it to the next newer key tile.
     float2 carry_out[2][kCarryOutSlots][kStepRows];
@@ -107,11 +107,17 @@ struct BackwardTraits {
     // At head_dim 64, two warpgroups scan and a third one sums (bwd_consumer_d64.cuh). At head_dim 128, two warpgroups
     // scan and sum (bwd_consumer_d128.cuh).
     static constexpr bool kHasSumWarpgroup = kHeadDim == 64;
+    static constexpr bool kAddsDqInBulk = kHasSumWarpgroup;  // bwd_additions.cuh
     static constexpr int kThreads = kHasSumWarpgroup ? 512 : 384;
     static constexpr int kProducerRegisters = kHasSumWarpgroup ? 32 : 40;
     static constexpr int kConsumerRegisters = kHasSumWarpgroup ? 144 : 232, kSumRegisters = 192;
-    static constexpr int kTileBuffers = kHasSumWarpgroup ? 2 : 1;                                       // of K and V
-    static constexpr int kWeightSlots = kHasSumWarpgroup ? 3 : 1, kDzSlots = kHasSumWarpgroup ? 3 : 2;  // of A and dz
+    static constexpr int kQdoStages = 3;                                         // of Q and dO
+    static constexpr int kTileBuffers = kHasSumWarpgroup ? 2 : 1;                // of K and V
+    static constexpr int kWeightSlots = kHasSumWarpgroup ? 2 : 1, kDzSlots = 2;  // of A and dz
+    // At head_dim 64, steps of dQ in shared memory, on their way to dq. Only the steps of the newest key tiles have a
+    // turn. At head_dim 128, steps that have a turn to add to dq, or wait until their additions are published.
+    static constexpr int kDqSlots = kHasSumWarpgroup ? 2 : 1, kDqTurns = kHasSumWarpgroup ? 1 : 8;
+    static constexpr int kDqFloats = kHasSumWarpgroup ? kStepRows * 64 : 4;  // of a slot; at head_dim 128 unused
     static constexpr int kPanels = kHeadDim / 64;  // a tile is stored as panels of 64 columns of the head dimension
     static constexpr int kPanelBytes = 64 * 128;   // 64 rows of 64 columns
     static constexpr int kTileBytes = kPanels * kPanelBytes;  // 64 rows of all columns
@@ -122,6 +128,7 @@ struct BackwardTraits {
         alignas(1024) uint8_t qdo[kQdoStages][2][kTileBytes];         // Q and dO
         alignas(1024) uint8_t weights[kWeightSlots][2][kPanelBytes];  // A of each half: 64 query rows by 64 keys
         alignas(1024) uint8_t dz[kDzSlots][2][kPanelBytes];
+        alignas(128) float dq[kDqSlots][kDqFloats];
         BackwardControl<BackwardTraits> control;
     };
     static_assert(sizeof(Shared) <= 227 * 1024, "shared memory of a CTA must fit 227 KiB");
