@@ -119,6 +119,7 @@ class BackwardConsumer : HalfScan<T> {
     template <class Scan>
     __device__ __forceinline__ void scan_first_step(Scan scan) {
         scan.exponentials(s_, args_.scale_log2, lane_ % 4);
+        this->load_carries(scan, number_, stage_);
         control_.own_half[half_].empty.arrive({});
         write_weights_and_dz(scan, number_, stage_);
     }
@@ -148,6 +149,7 @@ class BackwardConsumer : HalfScan<T> {
         scan.exponentials(s_, args_.scale_log2, lane_ % 4);
         wgmma_fence();
         issue_dp(next.slot);
+        this->load_carries(scan, number_ + 1, next);
         wgmma_wait<0>();
         fence_accumulator(dp_);
         control_.own_half[half_].empty.arrive({});
@@ -196,7 +198,7 @@ class BackwardConsumer : HalfScan<T> {
     __device__ __forceinline__ void write_weights_and_dz(Scan& scan, uint32_t number, const Stage<T>& stage) {
         const auto dz = DzPlace::of(number);
         Base::write_weights_and_dz(
-            scan, number, stage, weights_, dz_ + dz.slot * 2 * T::kPanelBytes, [] {},
+            scan, number, stage.slot, weights_, dz_ + dz.slot * 2 * T::kPanelBytes,
             [&] { control_.own_half[half_].empty.wait(Place<1>::of(number)); },
             [&] {
                 control_.dz.wait_empty(dz);

@@ -77,17 +77,15 @@ class ScanWarpgroup : HalfScan<T> {
                                  this->opaque(v_low_) + tiles_ % T::kTileBuffers * 2 * Base::kTile);
         this->mask(number_, flags_);
         scan.exponentials(s_, args_.scale_log2, lane_ % 4);
+        this->load_carries(scan, number_, stage_);
         wgmma_wait<0>();
         fence_accumulator(dp_);
+        control_.qdo.empty.arrive(stage_);
         const auto dz = Place<T::kDzSlots>::of(number_);
+        control_.dz.wait_empty(dz);
         constexpr int kSlotBytes = 2 * T::kPanelBytes;
         this->write_weights_and_dz(
-            scan, number_, stage_, weights_ + dz.slot * kSlotBytes, dz_ + dz.slot * kSlotBytes,
-            [&] {
-                control_.qdo.empty.arrive(stage_);
-                control_.dz.wait_empty(dz);
-            },
-            [] {}, [] {});
+            scan, number_, stage_.slot, weights_ + dz.slot * kSlotBytes, dz_ + dz.slot * kSlotBytes, [] {}, [] {});
         start_next_step();  // runs while A and dz become visible to wgmma
         fence_async_proxy();
         this->signal(control_.dz, dz);

@@ -90,18 +90,13 @@ class HalfScan : protected BackwardThread<T> {
         if (half_ == 1) control_.older_carry_out_empty.arrive(place);
     }
 
-    // Computes A and dz from e (in s_) and dP (in dp_), stores them in shared memory, and passes the carries on from
-    // the older edge to the newer edge. Calls after_carries, and before_weights and before_dz before the first store of
-    // A and of dz; these two must wait until the slot is empty. The caller must then fence and signal that the slots
-    // are full.
-    template <class Scan, class AfterCarries, class BeforeWeights, class BeforeDz>
-    __device__ __forceinline__ void write_weights_and_dz(Scan& scan, uint32_t number, const Stage<T>& stage,
-                                                         uint32_t weights, uint32_t dz, AfterCarries after_carries,
-                                                         BeforeWeights before_weights, BeforeDz before_dz) {
-        if constexpr (Scan::kCarriesFirst) scan.local_sums(s_, dp_, lane_ % 4);
-        load_carries(scan, number, stage);
-        if constexpr (Scan::kCarriesFirst) store_carry_out(scan, number);
-        after_carries();
+    // Computes A and dz from e (in s_) and dP (in dp_), stores them in shared memory, and stores the carries at the
+    // newer edge. Calls before_weights and before_dz before the first store of A and of dz; they must wait until the
+    // slot is empty. The caller must then fence and signal that the slots are full.
+    template <class Scan, class BeforeWeights, class BeforeDz>
+    __device__ __forceinline__ void write_weights_and_dz(Scan& scan, uint32_t number, int stage, uint32_t weights,
+                                                         uint32_t dz, BeforeWeights before_weights,
+                                                         BeforeDz before_dz) {
         uint32_t packed[8];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -109,11 +104,9 @@ class HalfScan : protected BackwardThread<T> {
             if (r == 0) before_weights();
             this->store_rows(weights, r, packed);
         }
-        if constexpr (!Scan::kCarriesFirst) {
-            scan.prefixes(lane_ % 4);
-            store_carry_out(scan, number);
-            clear_nan_queries(scan, number, stage.slot);
-        }
+        scan.prefixes(lane_ % 4);
+        store_carry_out(scan, number);
+        if constexpr (std::is_same_v<Scan, SlowScan>) clear_nan_queries(scan, number, stage);
         before_dz();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {

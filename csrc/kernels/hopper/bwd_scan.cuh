@@ -62,127 +62,116 @@ class UnbiasedProduct {
 
 class FastScan {
   public:
-    // Whether the carries at the newer edge are known before the weights are computed.
-    static constexpr bool kCarriesFirst = true;
-
     __device__ __forceinline__ explicit FastScan(float product_offset) : multiply_(product_offset) {}
 
-    // Replaces scores by e. Runs before dP is there.
-    __device__ __forceinline__ void exponentials(float (&s)[32], float scale_log2, int) {
-#pragma unroll
-        for (int i = 0; i < 32; ++i) s[i] = exp2_approximate(s[i] * scale_log2);
-    }
-    // Computes the weights of a mass of 1 at the older edge of each chain, which replace e, and the sums of their g.
-    // With them, start() finds the carries at the newer edge from those at the older edge. Runs before the carries are
-    // known.
-    __device__ __forceinline__ void local_sums(float (&s)[32], const float (&dp)[32], int t) {
-        float product[2], sum[2];
+    // Replaces scores by e. Runs before the carries are known.
+    __device__ __forceinline__ void exponentials(float (&s)[32], float scale_log2, int t) {
+        float product[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float p[kChains], g[kChains];
+#pragma unroll
+            for (int k = 0; k < kBackwardKeysPerThread; ++k)
+                s[accumulator_register(r, k)] = exp2_approximate(s[accumulator_register(r, k)] * scale_log2);
+            float p[kChains];
 #pragma unroll
             for (int k = 0; k < kChainKeys; ++k)
 #pragma unroll
                 for (int c = 0; c < kChains; ++c) {
-                    const int i = accumulator_register(r, kChainKeys * c + k);
-                    const float e = s[i];
-                    if (k > 0) s[i] = e * p[c];
-                    g[c] = k == 0 ? s[i] * dp[i] : fmaf(s[i], dp[i], g[c]);
+                    const float e = s[accumulator_register(r, kChainKeys * c + k)];
                     p[c] = k == 0 ? 1.f + e : fmaf(p[c], e, p[c]);
                 }
             older_product_[r] = p[0];
-            older_sum_[r] = g[0];
             product[r] = multiply_(p[1], p[0]);
-            sum[r] = fmaf(p[0], g[1], g[0]);
             large_[r] = __any_sync(~0u, product[r] > kLargeProduct);
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const Sums own = {product[r], sum[r]}, neighbour = own.of_lane_xor(1);
-            const Sums pair = (t & 1) ? join(neighbour, own) : join(own, neighbour), other = pair.of_lane_xor(2);
-            const Sums all = (t & 2) ? join(other, pair) : join(pair, other);
-            const Sums none = {1.f, 0.f}, in_pair = (t & 1) ? neighbour : none;
-            const Sums older = join((t & 2) ? other : none, in_pair);
-            mass_[r] = older.product;
-            prefix_[r] = older.sum;
-            newer_mass[r] = all.product;
-            newer_prefix[r] = all.sum;
+            const QuadScan over = multiply_over_quad(product[r], t, multiply_);
+            mass_[r] = over.older;
+            newer_mass[r] = over.all;
         }
     }
     __device__ __forceinline__ void start(int r, const Carry& carry) {
         mass_[r] *= carry.mass;
         newer_mass[r] *= carry.mass;
-        prefix_[r] = fmaf(carry.mass, prefix_[r], carry.prefix);
-        newer_prefix[r] = fmaf(carry.mass, newer_prefix[r], carry.prefix);
+        prefix_[r] = carry.prefix;
     }
 
-    // Packs the weights of row r, and replaces dP by dz.
+    // Packs the weights of row r. Replaces s by beta = e / (1 + e), which is A over the mass at the newer edge of the
+    // key, and dp by its part of dz that does not depend on older chains: g - beta G, where G is the sum of g from the
+    // beginning of the chain to this key.
     template <class Element>
-    __device__ __forceinline__ void weights(int r, const float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
+    __device__ __forceinline__ void weights(int r, float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
         large_[r] ? scan_row<Element, true>(r, s, dp, packed) : scan_row<Element, false>(r, s, dp, packed);
     }
-    template <class Element>
-    __device__ __forceinline__ void logit_gradients(int r, const float (&)[32], const float (&dz)[32],
-                                                    uint32_t (&packed)[8]) const {
+    __device__ __forceinline__ void prefixes(int t) {
 #pragma unroll
-        for (int k = 0; k < kBackwardKeysPerThread; k += 2)
-            packed[k / 2] = pack<Element>(dz[accumulator_register(r, k)], dz[accumulator_register(r, k + 1)]);
+        for (int r = 0; r < 2; ++r) {
+            const QuadScan over = add_over_quad(sum_[r], t);
+            newer_prefix[r] = prefix_[r] + over.all;
+            prefix_[r] += over.older;
+        }
+    }
+
+    // Packs dz of row r: dz = (g - e b) / (1 + e) = g - beta (b + g). `dp` holds g - beta G.
+    template <class Element>
+    __device__ __forceinline__ void logit_gradients(int r, const float (&beta)[32], const float (&dp)[32],
+                                                    uint32_t (&packed)[8]) const {
+        const float b[kChains] = {prefix_[r], prefix_[r] + older_sum_[r]};
+#pragma unroll
+        for (int key = 0; key < kBackwardKeysPerThread; key += 2) {
+            const int i = accumulator_register(r, key), j = accumulator_register(r, key + 1), c = key / kChainKeys;
+            packed[key / 2] = pack<Element>(fmaf(-beta[i], b[c], dp[i]), fmaf(-beta[j], b[c], dp[j]));
+        }
     }
 
     float newer_mass[2], newer_prefix[2];  // at the newer edge of the half tile
 
   private:
-    // Keys next to each other, with a mass of 1 at their older edge: the mass at their newer edge, and the sum of g.
-    struct Sums {
-        float product, sum;
-        __device__ __forceinline__ Sums of_lane_xor(int mask) const {
-            return {__shfl_xor_sync(~0u, product, mask), __shfl_xor_sync(~0u, sum, mask)};
-        }
-    };
-    __device__ __forceinline__ Sums join(const Sums& older, const Sums& newer) const {
-        return {multiply_(older.product, newer.product), fmaf(older.product, newer.sum, older.sum)};
-    }
-
-    // Where e is large, beta is close to 1, and g - beta b' loses what is left of g. Then om b' - b is exact enough,
-    // with om = 1 - beta = 1 / (1 + e). It takes more instructions, so only warps use it in which the product of 1 + e
-    // over the keys of a thread is above this bound. Below it, the loss is at most 2^-12 of the result.
+    // Where e is large, beta is close to 1, and g - beta G loses what is left of g. Then om G - (G - g) is exact
+    // enough, with om = 1 - beta = 1 / (1 + e). It takes more instructions, so only warps use it in which the product
+    // of 1 + e over the keys of a thread is above this bound. Below it, the loss is at most 2^-12 of the result.
     static constexpr float kLargeProduct = 0x1p12f;
 
     template <class Element, bool kLarge>
-    __device__ __forceinline__ void scan_row(int r, const float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
+    __device__ __forceinline__ void scan_row(int r, float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
         constexpr float kScale = common::kWeightScale<Element>;
-        const float m[kChains] = {mass_[r], mass_[r] * older_product_[r]};
-        float p[kChains] = {1.f, 1.f}, b[kChains] = {prefix_[r], fmaf(mass_[r], older_sum_[r], prefix_[r])};
-        float older[kChains];
+        float m[kChains] = {mass_[r], mass_[r] * older_product_[r]}, sum[kChains], older[kChains];
 #pragma unroll
         for (int k = 0; k < kChainKeys; ++k)
 #pragma unroll
             for (int c = 0; c < kChains; ++c) {
                 const int key = kChainKeys * c + k, i = accumulator_register(r, key);
-                const float a = s[i] * m[c], g = a * dp[i], newer_p = p[c] + s[i], newer_b = b[c] + g;
-                const float inverse = reciprocal(newer_p);
-                dp[i] = fmaf(-(s[i] * inverse), newer_b, g);
-                if (kLarge && s[i] > p[c]) dp[i] = fmaf(p[c] * inverse, newer_b, -b[c]);
-                p[c] = newer_p;
-                b[c] = newer_b;
+                const float e = s[i], a = e * m[c], g = dp[i] * a, newer_mass = fmaf(e, m[c], m[c]);
+                const float inverse = reciprocal(newer_mass), newer_sum = k == 0 ? g : sum[c] + g;
+                s[i] = a * inverse;
+                dp[i] = fmaf(-s[i], newer_sum, g);
+                if (kLarge && e > 1.f) {
+                    const float om = m[c] * inverse;
+                    s[i] = 1.f - om;
+                    dp[i] = fmaf(om, newer_sum, k == 0 ? 0.f : -sum[c]);
+                }
+                m[c] = newer_mass;
+                sum[c] = newer_sum;
                 if (k % 2 == 0)
                     older[c] = a;
                 else
                     packed[key / 2] = pack<Element>(kScale * older[c], kScale * a);
             }
+        older_sum_[r] = sum[0];
+        sum_[r] = sum[0] + sum[1];
     }
 
     const UnbiasedProduct multiply_;
     float older_product_[2];     // product of 1 + e over the older chain
-    float older_sum_[2];         // sum of g over the older chain, for a mass of 1
+    float older_sum_[2];         // sum of g over the older chain
+    float sum_[2];               // sum of g over the keys of this thread
     bool large_[2];              // of the warp: whether a product of 1 + e is above kLargeProduct
     float mass_[2], prefix_[2];  // at the older edge of this thread's keys
 };
 
 class SlowScan {
   public:
-    static constexpr bool kCarriesFirst = false;
-
     __device__ __forceinline__ explicit SlowScan(int half) : half_(half) {}
 
     __device__ __forceinline__ void exponentials(float (&s)[32], float scale_log2, int t) {
