@@ -1,14 +1,14 @@
 // The consumers of the backward at head_dim 64. Here dK and dV of a whole key tile fit into the registers of one
 // warpgroup, so the work is split:
 //
-//     warpgroups 1 and 2, one for each half tile (scan):  S = Q K^T, dP = dO V^T, then A and dz into a ring of 3 slots
+//     warpgroups 1 and 2, one for each half tile (scan):  S = Q K^T, dP = dO V^T, then A and dz into a ring of 2 slots
 //     warpgroup 3 (sum):                                  dQ = dz K,  dV^T += dO^T A,  dK^T += Q^T dz
 //
 // The sums dK and dV are transposed, because a product with all 128 keys in its columns reads less shared memory than
 // two products with 64 columns.
 //
 // The tensor cores compute the sums of older steps while the scans compute A and dz. A scan waits only for the sums of
-// the step that used the same slot before, three steps earlier.
+// the step that used the same slot before, two steps earlier.
 //
 // Synchronisation.
 //     barrier      arrives                                        waits
@@ -18,7 +18,7 @@
 //     kv.empty     each warp, at the end of a key tile            step loader
 //     dz.full      each scan warp, after it has written A and dz  sum warpgroup
 //     dz.empty     each sum warp, after its products              scan warpgroups, before they write A
-// bwd_half_tile.cuh describes the barriers of the carries, bwd_output.cuh those of the additions to dQ.
+// bwd_half_tile.cuh describes the barriers of the carries, bwd_additions.cuh those of the additions to dQ.
 // At the end of a key tile, the sum warpgroup uses K and V as staging space for dK and dV before it releases the
 // buffer.
 #pragma once
@@ -172,7 +172,7 @@ class SumWarpgroup : BackwardThread<T> {
             wgmma_accumulate<0, 1>(Element{}, dq_, descriptor(dz + i / 4 * kPanel + i % 4 * 2),
                                    descriptor(k + i / 4 * kTile + i % 4 * 128));
         wgmma_commit();
-        // The scans of the next steps need the stage and the slot, so release both before the wait for the turn.
+        // The scans of the next steps need the stage and the slot, so release both before the wait for a slot of dQ.
         wgmma_wait<1>();
         fence_accumulator(dk_);
         fence_accumulator(dv_);

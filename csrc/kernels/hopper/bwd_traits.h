@@ -51,7 +51,7 @@ template <class T>
 struct BackwardBarriers {
     static constexpr int kScanWarps = 8, kSumWarps = T::kHasSumWarpgroup ? 4 : kScanWarps;
     static constexpr int kReaderWarps = T::kHasSumWarpgroup ? kScanWarps + kSumWarps : kScanWarps;  // of Q, dO and K
-    static constexpr int kStepReaders = 32 + 32 + 1;  // CarryReader, Publisher, TurnThread
+    static constexpr int kStepReaders = 32 + 32 + 1;  // CarryReader, Publisher, TurnThread or BulkAdder
 
     Ring<Wait::kKvFull, Wait::kKvEmpty, T::kTileBuffers, 1, kReaderWarps> kv;
     Ring<Wait::kQdoFull, Wait::kQdoEmpty, T::kQdoStages, 1, kReaderWarps * 32> qdo;  // `empty` also frees carry_in
