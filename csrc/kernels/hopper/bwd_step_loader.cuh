@@ -210,7 +210,6 @@ class StepLoader {
                 tma_load_3d(d_o + panel * T::kPanelBytes, &args_.d_o.map, barrier, 64 * panel, pending_.row,
                             args_.d_o.heads(batch, head));
             }
-            prefetch_older_rows(batch, head);
             return;
         }
         const auto same = [](int row) { return row; };
@@ -221,24 +220,6 @@ class StepLoader {
         copy(q, args_.params.q);
         copy(d_o, args_.params.d_o);
         finish_copy(full, stage_);
-    }
-
-    // Brings Q, dO and the sum of dQ of a later step into the L2 cache. Key tiles that follow each other work on the
-    // same rows at about the same time. The first of them would wait for memory at each step, and the others for its
-    // carries.
-    __device__ void prefetch_older_rows(int batch, int head) const {
-        constexpr int kStepsAhead = 4;
-        const int group = args_.params.sizes.num_heads / args_.params.sizes.num_kv_heads;
-        const int ahead = max(kStepsAhead / group, 1), row = pending_.row - ahead * kStepRows;
-        if (row < 0 || pending_.visible < ahead * kStepRows) return;  // this tile has no such step
-#pragma unroll
-        for (int panel = 0; panel < T::kPanels; ++panel) {
-            prefetch_tile_3d(&args_.q.map, 64 * panel, row, args_.q.heads(batch, head));
-            prefetch_tile_3d(&args_.d_o.map, 64 * panel, row, args_.d_o.heads(batch, head));
-        }
-        constexpr int kFloats = kStepRows * T::kHeadDim;
-        const float* const sum = args_.plan.dq + int64_t(pending_.dq_index - ahead) * kFloats;
-        if (!(pending_.flags & kOldestKeyTile)) prefetch_bytes(sum, kFloats * sizeof(float));
     }
 
     __device__ void locate_tile() {

@@ -69,14 +69,6 @@ __device__ __forceinline__ void tma_load_3d(void* to, const CUtensorMap* map, ui
         "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2)
         : "memory");
 }
-// Bring data into the L2 cache, without waiting. The number of bytes must be a multiple of 16.
-__device__ __forceinline__ void prefetch_tile_3d(const CUtensorMap* map, int c0, int c1, int c2) {
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(c0), "r"(c1), "r"(c2)
-                 : "memory");
-}
-__device__ __forceinline__ void prefetch_bytes(const void* from, int bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void tma_load_5d(void* to, const CUtensorMap* map, uint64_t* barrier, int c0, int c1, int c2,
                                             int c3, int c4) {
     asm volatile(
