@@ -101,7 +101,7 @@ class ForwardConsumer {
     // Releases a slot of K or V: lane 0 of each consumer warp arrives, the producer waits. No warpgroup barrier is
     // needed, because each warp arrives for its own part of the products.
     template <class Ring>
-    __device__ __forceinline__ void release(Ring& ring, uint32_t& uses) {
+    __device__ __forceinline__ void release(Ring& ring, int& uses) {
         if (lane_ == 0) ring.empty.arrive(KvPlace::of(uses));
         ++uses;
     }
@@ -351,8 +351,8 @@ class ForwardConsumer {
     const int warpgroup_, warp_, lane_;
     uint32_t q_low_, k_low_, v_low_;
     int work_number_ = 0, votes_ = 0;
-    uint32_t k_uses_ = 0, v_uses_ = 0;  // uses of the rings so far
-    int end_of_keys_phases_ = 0;        // bit i: phase of the next end of keys in slot i
+    int k_uses_ = 0, v_uses_ = 0;  // uses of the rings so far; with unsigned numbers the scan at head_dim 64 spills
+    int end_of_keys_phases_ = 0;   // bit i: phase of the next end of keys in slot i
     RowState rows_;
     float s_[64], o_[T::kHeadDim / 2];
     uint32_t weights_[32];

@@ -11,7 +11,10 @@ template <int kSlots>
 struct Place {
     int slot = 0, phase = 0;
 
-    __device__ __forceinline__ static Place of(uint32_t item) { return {int(item % kSlots), int(item / kSlots & 1)}; }
+    template <class Number>
+    __device__ __forceinline__ static Place of(Number item) {
+        return {int(item % kSlots), int(item / kSlots & 1)};
+    }
     __device__ __forceinline__ Place next() const {
         return slot + 1 == kSlots ? Place{0, phase ^ 1} : Place{slot + 1, phase};
     }
