@@ -8,7 +8,11 @@ from collections.abc import Sequence
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of a job, without the overrides that stand alone: `take_overrides` takes them."""
-    parser.add_argument("config", metavar="CONFIG.yaml", help="configuration file (required)")
+    parser.add_argument(
+        "config",
+        metavar="CONFIG.yaml",
+        help="configuration file; with --resume also the folder of a run (required)",
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -23,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue the run in --out; without --out, the newest runs/NAME-TIME (default: off)",
+        help="continue the run in --out, or in the folder given as CONFIG.yaml; without either, the newest "
+        "runs/NAME-TIME (default: off)",
     )
     parser.add_argument(
         "--profile",

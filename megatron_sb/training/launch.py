@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron_sb.ops.library import module_command
 from megatron_sb.training import config as configuration
@@ -30,7 +31,8 @@ def main(
     Under torchrun this function does not return: each rank ends its process.
 
     Args:
-        config_path: a YAML file; configs/README.md explains its fields.
+        config_path: a YAML file; configs/README.md explains its fields. With `resume` it may also be the folder of a
+            run: its config.yaml is used, and `out` is this folder.
         overrides: `dotted.field=value` with the value in YAML.
         out: the run's directory. Default: runs/NAME-TIME, or the newest runs/NAME-TIME with `resume`.
         resume: continue the run in `out`.
@@ -47,6 +49,7 @@ def main(
         0
     """
     try:
+        config_path, out = _of_run(config_path, out, resume)
         config = configuration.load_config(config_path, overrides)
         window = ProfilerWindow.parse(profile, max(stage.steps for stage in config.stages)) if profile else (0, 0)
     except (InputError, OSError) as error:
@@ -61,3 +64,20 @@ def main(
     arguments = [config_path, *overrides, *(["--out", out] if out else []), *(["--resume"] if resume else [])]
     arguments += ["--profile", profile] if profile else []
     return start_ranks(config, [*module_command("megatron_sb.training"), *arguments])
+
+
+def _of_run(config_path: str, out: str | None, resume: bool) -> tuple[str, str | None]:
+    """Return the configuration and the folder of a run that `config_path` names. For a file, return both arguments."""
+    folder = Path(config_path)
+    if not folder.is_dir():
+        return config_path, out
+    if not resume:
+        raise InputError(
+            f"the configuration must be a YAML file, got the folder {folder}. To continue a run, give its folder and "
+            "--resume."
+        )
+    if not (folder / "config.yaml").is_file():
+        raise InputError(f"--resume: {folder} holds no run, because it has no config.yaml")
+    if out is not None and Path(out).resolve() != folder.resolve():
+        raise InputError(f"--out must be absent or {folder}, the run to resume, got {out}")
+    return str(folder / "config.yaml"), str(folder)
