@@ -134,6 +134,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Layers with stick-breaking attention (1) and with softmax attention (0), in the syntax of "
         '--moe-layer-freq: "([1]*3+[0]*1)*10" (default: 1 for every layer).',
     )
+    group.add_argument(
+        "--sb-allow-mismatch",
+        action="store_true",
+        help="Load checkpoints of models with another attention (default: off, they raise an error).",
+    )
     return parser
 
 

@@ -9,12 +9,18 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_object_for_checkpoint,
+    make_sharded_tensors_for_checkpoint,
+)
+from megatron.core.utils import get_pg_rank
 
 from megatron_sb.megatron.arguments import StickBreakingOptions
 from megatron_sb.megatron.gates import split_gates
 from megatron_sb.megatron.packed import document_bounds, is_packed
 from megatron_sb.megatron.plans import shared_plans
+from megatron_sb.megatron.saved_attention import MARKER, record_options
 from megatron_sb.megatron.settings import check_layer_settings
 from megatron_sb.ops import head_output, stickbreaking_attention, stickbreaking_attention_varlen
 from megatron_sb.ops.context_parallel import ContextParallelPlan, context_parallel_attention
@@ -91,6 +97,7 @@ class StickBreakingCoreAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.cp_comm_type = cp_comm_type
         self.options = options or StickBreakingOptions()
+        record_options(self.options)
         default_scale = 1.0 if self.options.logits == "euclidean" else 1.0 / math.sqrt(config.kv_channels)
         self.scale = default_scale if softmax_scale is None else softmax_scale
         groups = pg_collection if pg_collection is not None else model_comm_pgs
@@ -121,16 +128,31 @@ class StickBreakingCoreAttention(MegatronModule):
         self.register_parameter(name, parameter)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Shard the vectors over tensor-parallel ranks, so that a checkpoint loads with other parallel sizes."""
+        """Shard the vectors over tensor-parallel ranks, so that a checkpoint loads with other parallel sizes.
+
+        If `metadata` contains MARKER, the state also contains a marker that softmax attention does not know. Megatron's
+        loop saves the metadata and builds the state to load from them. Older checkpoints have no marker.
+        """
         state = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        sharded = make_sharded_tensors_for_checkpoint(
             state,
             prefix,
             dict.fromkeys(state, 0),
             sharded_offsets,
             tp_group=self.tp_group,
-            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+            dp_cp_group=metadata["dp_cp_group"],
         )
+        if metadata.get(MARKER):
+            replica = (0, get_pg_rank(self.tp_group), get_pg_rank(metadata["dp_cp_group"]))
+            name = prefix + MARKER
+            sharded[name] = make_sharded_object_for_checkpoint(True, name, sharded_offsets, replica_id=replica)
+        return sharded
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
+        """Load the vectors. The marker is not a parameter."""
+        state_dict.pop(prefix + MARKER, None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _find_hierarchical_groups(self, groups) -> tuple | None:
         """Return Megatron's a2a group and p2p group of this rank, or None without context parallelism."""

@@ -2,8 +2,10 @@
 
     torchrun ... -m megatron_sb.megatron.launch pretrain_gpt.py <Megatron's flags> --stick-breaking-attention [--sb-...]
 
-Without `--stick-breaking-attention` the script runs as under `python pretrain_gpt.py ...`, and Megatron is unchanged.
-With the flag, the launcher does the following before the script starts:
+In both cases below, Megatron compares the attention of a checkpoint with that of the model (see saved_attention.py).
+Without `--stick-breaking-attention` the script otherwise runs as under `python pretrain_gpt.py ...`. With
+`--sb-allow-mismatch` it does so without the comparison. With `--stick-breaking-attention` the launcher does the
+following before the script starts:
 
 - It adds the `--sb-*` flags (see arguments.py) to Megatron's parser, in `add_megatron_arguments`.
 - It rejects Megatron's flags that stick-breaking attention does not support.
@@ -26,6 +28,7 @@ import sys
 from pathlib import Path
 
 from megatron_sb.megatron.arguments import StickBreakingOptions, add_arguments, options_from_args
+from megatron_sb.megatron.saved_attention import ALLOW_FLAG, compare_when_loading
 from megatron_sb.megatron.settings import (
     CONFIG_REQUIREMENTS,
     SCRIPT_REQUIREMENTS,
@@ -53,6 +56,10 @@ def main() -> None:
         sys.path[0] = str(Path(script).resolve().parent)
     if FLAG in flags:
         _prepare(flags)
+    elif ALLOW_FLAG in flags:
+        sys.argv.remove(ALLOW_FLAG)  # Megatron's parser gets no flags of this package
+    else:
+        compare_when_loading()
     runpy.run_path(script, run_name="__main__")
 
 
@@ -66,6 +73,7 @@ def _prepare(flags: list[str]) -> None:
     args, _ = parser.parse_known_args(flags)
     options = StickBreakingOptions(**options_from_args(args))
     check_arguments(args, options)
+    compare_when_loading()
     replace_core_attention(options)
     if os.environ.get("RANK", "0") == "0":
         print(f"stick-breaking attention: {options}", flush=True)

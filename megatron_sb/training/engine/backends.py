@@ -6,7 +6,6 @@ mean, and the gradient is the gradient of that mean.
 """
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -166,8 +165,6 @@ class MegatronBackend:
             self._ddp.module.load_state_dict(state["model"])
             self._optimizer.reload_model_params()
             return
-        # Without Transformer Engine and Apex, the optimizer is torch's AdamW, which has no state before a step.
-        self._update(0.0)
         state = _read(self._sharded_state(is_loading=True), path)
         self._ddp.module.load_state_dict(state["model"])
         self._steps = state["steps"]
@@ -177,11 +174,10 @@ class MegatronBackend:
             # Load tensors only. Experts that expert parallelism splits have their own optimizer. The layout that saved
             # the checkpoint may therefore have had several optimizers, and this layout one.
             tensors = {"param_state": found["param_state"], "param_state_sharding_type": _RESHARDABLE}
-            with _step_counts_given(self._steps):
-                optimizer.load_state_dict({**optimizer.state_dict(), **tensors})
-            for of_parameter in optimizer.optimizer.state.values():
-                if "step" in of_parameter:  # a tensor of its own: loading gives all parameters the same one
-                    of_parameter["step"] = torch.tensor(float(self._steps))
+            own = optimizer.state_dict()
+            for group in own["optimizer"]["param_groups"]:
+                group["step"] = self._steps
+            optimizer.load_state_dict({**own, **tensors})
 
     def _sharded_state(self, *, is_loading: bool) -> dict:
         model = self._ddp.module.sharded_state_dict()
@@ -196,26 +192,6 @@ def _read(state: dict, path: Path) -> dict:
 
     with weights_only():
         return dist_checkpointing.load(state, str(path))
-
-
-@contextlib.contextmanager
-def _step_counts_given(steps: int) -> Iterator[None]:
-    """Supply the step count while the distributed optimizer loads.
-
-    Megatron-Core (0.16, 0.19) needs the step count that torch's AdamW keeps for each parameter, but does not load it.
-    """
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    stock = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    def load_one(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter, found: dict) -> None:
-        stock(optimizer, parameter, {"step": torch.tensor(float(steps)), **found})
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = load_one
-    try:
-        yield
-    finally:
-        DistributedOptimizer._set_main_param_and_optimizer_states = stock
 
 
 def _is_expert(parameter: torch.nn.Parameter) -> bool:

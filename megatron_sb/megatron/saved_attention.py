@@ -1,0 +1,179 @@
+"""Compare the attention of a checkpoint with that of the model that loads it, in Megatron's training loop.
+
+Megatron saves the script's arguments in every checkpoint, and with them the `--sb-*` flags. It does not compare them:
+the weights of a model have the same names and shapes with every kind of attention. `compare_when_loading` makes
+`megatron.training.checkpointing` compare them. The launcher calls it, and so does a stick-breaking layer that is built
+in a script of Megatron's. The layer also records its options in the arguments, for scripts that set them without flags.
+
+The checkpoints of such models contain a marker (see `StickBreakingCoreAttention.sharded_state_dict`) that a softmax
+model does not know. Megatron's strict loading reports it, also in scripts without this package.
+
+Nothing here imports Megatron-Core, because the launcher imports this module before the script decides which Megatron
+to import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from megatron_sb.megatron.arguments import StickBreakingOptions
+from megatron_sb.megatron.settings import script_arguments
+
+ALLOW_FLAG = "--sb-allow-mismatch"
+MARKER = "stick_breaking_attention"  # key in the metadata of a sharded state, and name of the marker in it
+# Options that change the function of a model. mass_threshold only bounds the weights that skipping omits.
+COMPARED = ("attend_current", "remainder_bias", "head_norm", "logits", "forget_gate", "layers")
+SWITCH = "stick_breaking_attention"
+CHECKPOINTING = "megatron.training.checkpointing"
+SPEC_MODULE = "megatron_sb.megatron.spec"
+
+
+def record_options(options: StickBreakingOptions) -> None:
+    """Write the options of a layer into the script's arguments, which Megatron saves in checkpoints.
+
+    Without a Megatron training script in this process, this function has no effect.
+    """
+    args = script_arguments()
+    if args is None:
+        return
+    setattr(args, SWITCH, True)
+    for name in COMPARED:
+        setattr(args, f"sb_{name}", getattr(options, name))
+    compare_when_loading()
+
+
+def compare_when_loading() -> None:
+    """Make Megatron's training loop compare the attention of every checkpoint that it loads. Import nothing.
+
+    If the module that loads checkpoints is not imported yet, the change is made right after its import. Further calls
+    have no effect.
+    """
+    if CHECKPOINTING in sys.modules:
+        _patch(sys.modules[CHECKPOINTING])
+    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport(CHECKPOINTING, _patch))
+
+
+def check_checkpoint(saved: argparse.Namespace | None, folder: Path, args: argparse.Namespace) -> None:
+    """Raise ValueError if a checkpoint was saved by a model with another attention than the model of a script.
+
+    Args:
+        saved: the arguments in the checkpoint. None if it has none, as a converted checkpoint: then only the kind of
+            attention is compared, if the checkpoint records it.
+        folder: the checkpoint.
+        args: the arguments of the script. With `sb_allow_mismatch` nothing is compared.
+
+    Raises:
+        ValueError: if the attention differs. The message names the argument, both values, and what to do.
+
+    Example:
+        >>> from argparse import Namespace
+        >>> from pathlib import Path
+        >>> from megatron_sb.megatron.saved_attention import check_checkpoint
+        >>> saved = Namespace(stick_breaking_attention=True, sb_logits="euclidean")
+        >>> check_checkpoint(saved, Path("run/iter_0000100"), Namespace(stick_breaking_attention=True))
+        Traceback (most recent call last):
+            ...
+        ValueError: args.sb_logits (--sb-logits) must be 'euclidean' as in checkpoint run/iter_0000100, got 'dot': \
+pass --sb-logits euclidean, or pass --sb-allow-mismatch to load the weights into this other model.
+    """
+    found, own = _saved_attention(saved, folder, args), _attention_of(args)
+    if found is None or getattr(args, "sb_allow_mismatch", False) or not (found[SWITCH] or own[SWITCH]):
+        return
+    for name, value in found.items():
+        if own[name] != value:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"args.{name} ({flag}) must be {value!r} as in checkpoint {folder}, got {own[name]!r}: "
+                f"{_remedy(flag, value)}, or pass {ALLOW_FLAG} to load the weights into this other model."
+            )
+
+
+def _attention_of(args: argparse.Namespace) -> dict:
+    """Return the value of each compared argument. A missing argument has the default of its flag."""
+    found = {SWITCH: bool(getattr(args, SWITCH, False)) or SPEC_MODULE in (getattr(args, "spec", None) or ())}
+    for name in COMPARED:
+        found[f"sb_{name}"] = getattr(args, f"sb_{name}", getattr(StickBreakingOptions, name))
+    layers = found["sb_layers"]
+    found["sb_layers"] = None if layers is None or all(layers) else tuple(layers)
+    return found
+
+
+def _saved_attention(saved: argparse.Namespace | None, folder: Path, args: argparse.Namespace) -> dict | None:
+    """Return the compared values of a checkpoint, or None if they are unknown."""
+    if saved is None:
+        from megatron_sb.megatron.weights import read_attention_kind
+
+        kind = read_attention_kind(folder)
+        return None if kind is None else {SWITCH: kind == "stick_breaking"}
+    found = _attention_of(saved)
+    # Without the flags, a script of older releases did not record what it passed to with_stickbreaking.
+    known = found[SWITCH] or hasattr(saved, SWITCH) or hasattr(args, "sb_allow_mismatch")
+    return found if known else None
+
+
+def _remedy(flag: str, value: object) -> str:
+    """Return what to do so that a flag has a value."""
+    if value is None or value is False:
+        return f"remove {flag}"
+    if value is True:
+        return f"pass {flag}"
+    return f"pass {flag} {str(list(value)).replace(' ', '') if isinstance(value, tuple) else value}"
+
+
+def _patch(checkpointing: ModuleType) -> None:
+    """Compare after each read of a checkpoint's arguments, and mark the checkpoints of stick-breaking models."""
+    stock_load = checkpointing._load_base_checkpoint
+    if hasattr(stock_load, "compares_attention"):
+        return
+
+    @functools.wraps(stock_load)
+    def load(load_dir, args, *others, **kwargs):
+        # Megatron reads the common state of a distributed checkpoint first, so the weights are not read in vain.
+        loaded = stock_load(load_dir, args, *others, **kwargs)
+        state, path = loaded[:2]
+        # With --use-checkpoint-args Megatron also reads a checkpoint while it parses the arguments.
+        if state and args is script_arguments():
+            check_checkpoint(state.get("args"), Path(path), args)
+        return loaded
+
+    load.compares_attention = True
+    checkpointing._load_base_checkpoint = load
+    stock_metadata = checkpointing._build_sharded_state_dict_metadata
+
+    @functools.wraps(stock_metadata)
+    def build_metadata(args, *others, **kwargs):
+        metadata = stock_metadata(args, *others, **kwargs)
+        return {**metadata, MARKER: True} if _attention_of(args)[SWITCH] else metadata
+
+    checkpointing._build_sharded_state_dict_metadata = build_metadata
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Call a function with a module, once, right after its import."""
+
+    def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
+        self._name, self._call = name, call
+
+    def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        """Find the module as Python does, and let its loader call the function."""
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self._call(module)
+
+            spec.loader.exec_module = exec_module
+        return spec

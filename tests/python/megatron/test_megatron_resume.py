@@ -1,0 +1,234 @@
+"""Checkpoints of Megatron's training loop: step counts without Transformer Engine, and the attention of a model."""
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from support.launch import megatron_losses, run_worker
+from support.megatron_loop import ACCEPTED, MEGATRON, PRETRAIN, needs_training, train
+from support.messages import mentions
+
+from megatron_sb.megatron import StickBreakingCoreAttention, StickBreakingOptions, saved_attention, settings
+from megatron_sb.megatron.saved_attention import MARKER, check_checkpoint, compare_when_loading
+from megatron_sb.megatron.weights import write_attention_kind
+
+CHECKPOINT = Path("run/iter_0000100")
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory) -> dict:
+    return run_worker("megatron_checkpoints.py", 2, tmp_path_factory.mktemp("checkpoints") / "findings.json")
+
+
+@pytest.mark.parametrize("kind", ["fully_reshardable", "dp_reshardable"])
+def test_distributed_optimizer_resumes(findings, kind):
+    """An interrupted training ends with the parameters and step counts of one in a piece."""
+    found = findings["resumed"][kind]
+    assert found["steps"] == [[3.0], [6.0]]
+    assert found["difference"] == 0.0
+    assert found["difference from the interrupted training"] > 1e-3
+
+
+def test_reading_the_state_before_the_first_step_changes_nothing(findings):
+    assert findings["before the first step"] == {"same settings": True, "gradients": 0, "difference": 0.0}
+
+
+def test_strict_loading_reports_the_marker(findings):
+    """Only softmax attention does not know it. A checkpoint without it loads as before."""
+    messages = dict(findings["marked"])
+    assert "core_attention.stick_breaking_attention" in messages.pop("marked, softmax")
+    assert {*messages.values()} == {"no error"} and len(messages) == 3
+
+
+def arguments(**changes) -> Namespace:
+    """Return the arguments of a script with the flag and the defaults of the other flags."""
+    return Namespace(
+        **{
+            "stick_breaking_attention": True,
+            "sb_attend_current": False,
+            "sb_mass_threshold": 2**-24,
+            "sb_remainder_bias": False,
+            "sb_head_norm": False,
+            "sb_logits": "dot",
+            "sb_forget_gate": False,
+            "sb_forget_gate_loss": 0.0,
+            "sb_cp_layout": "zigzag",
+            "sb_packing": "per_document",
+            "sb_layers": None,
+            "sb_allow_mismatch": False,
+            "spec": None,
+            **changes,
+        }
+    )
+
+
+SOFTMAX = Namespace(num_layers=2)  # of a script without this package, or under the launcher without the flag
+ANOTHER = {
+    "softmax now": (arguments(), SOFTMAX, "args.stick_breaking_attention True False pass --stick-breaking-attention"),
+    "softmax before": (SOFTMAX, arguments(), "args.stick_breaking_attention False True remove"),
+    "own key": (arguments(sb_attend_current=True), arguments(), "args.sb_attend_current True False"),
+    "no bias": (arguments(), arguments(sb_remainder_bias=True), "args.sb_remainder_bias remove --sb-remainder-bias"),
+    "norm": (arguments(sb_head_norm=True), arguments(), "args.sb_head_norm True False pass --sb-head-norm"),
+    "logits": (arguments(sb_logits="euclidean"), arguments(), "args.sb_logits 'euclidean' 'dot' --sb-logits"),
+    "gates": (arguments(sb_forget_gate=True), arguments(), "args.sb_forget_gate True False pass --sb-forget-gate"),
+    "layers": (
+        arguments(sb_layers=(1, 0)),
+        arguments(),
+        "args.sb_layers (1, 0) None pass --sb-layers [1,0]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("saved", "now", "words"), ANOTHER.values(), ids=ANOTHER)
+def test_checkpoints_of_another_attention(saved, now, words):
+    with pytest.raises(ValueError, match=mentions(f"{words} {CHECKPOINT} --sb-allow-mismatch")):
+        check_checkpoint(saved, CHECKPOINT, now)
+    check_checkpoint(saved, CHECKPOINT, Namespace(**{**vars(now), "sb_allow_mismatch": True}))
+
+
+SAME = {
+    "softmax": (SOFTMAX, SOFTMAX),
+    "softmax of a plain script": (SOFTMAX, arguments(stick_breaking_attention=False)),
+    "what the data loader and the optimizer use": (
+        arguments(),
+        arguments(sb_cp_layout="contiguous", sb_packing="whole_stream", sb_forget_gate_loss=0.1, sb_mass_threshold=0.0),
+    ),
+    "all layers": (arguments(sb_layers=(1, 1)), arguments()),
+    "a layer spec by name": (Namespace(spec=[saved_attention.SPEC_MODULE, "stickbreaking_layer_spec"]), arguments()),
+    "a release without a record, in a script without flags": (SOFTMAX, Namespace(stick_breaking_attention=True)),
+}
+
+
+@pytest.mark.parametrize(("saved", "now"), SAME.values(), ids=SAME)
+def test_checkpoints_of_the_same_attention(saved, now):
+    check_checkpoint(saved, CHECKPOINT, now)
+
+
+def test_converted_checkpoints(tmp_path):
+    """They contain no arguments, but the kind of attention."""
+    check_checkpoint(None, tmp_path, SOFTMAX)
+    write_attention_kind(tmp_path, "stick_breaking")
+    check_checkpoint(None, tmp_path, arguments(sb_attend_current=True))
+    with pytest.raises(ValueError, match=mentions("args.stick_breaking_attention True False")):
+        check_checkpoint(None, tmp_path, SOFTMAX)
+
+
+@pytest.fixture
+def megatron_training(monkeypatch) -> SimpleNamespace:
+    """Megatron's modules of arguments and checkpoints, with the functions that this package replaces."""
+    script, saved = arguments(), arguments(sb_head_norm=True)
+    names, checkpointing = ModuleType("global_vars"), ModuleType("checkpointing")
+    names._GLOBAL_ARGS = script
+    checkpointing._load_base_checkpoint = lambda folder, args, rank0=False: ({"args": saved}, folder, False, None)
+    checkpointing._build_sharded_state_dict_metadata = lambda args, dp_cp_group=None: {"own": 1}
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", names)
+    monkeypatch.setitem(sys.modules, saved_attention.CHECKPOINTING, checkpointing)
+    return SimpleNamespace(script=script, saved=saved, checkpointing=checkpointing)
+
+
+def test_loading_compares_and_saving_marks(megatron_training):
+    for _ in range(2):
+        compare_when_loading()
+    checkpointing, script = megatron_training.checkpointing, megatron_training.script
+    with pytest.raises(ValueError, match=mentions("args.sb_head_norm run True False")):
+        checkpointing._load_base_checkpoint("run", script, rank0=True)
+    parsing = arguments()  # --use-checkpoint-args: not yet the arguments of the script
+    assert checkpointing._load_base_checkpoint("run", parsing)[1] == "run"
+    assert checkpointing._build_sharded_state_dict_metadata(script) == {"own": 1, MARKER: True}
+    script.stick_breaking_attention = False
+    assert checkpointing._build_sharded_state_dict_metadata(script, dp_cp_group=None) == {"own": 1}
+
+
+def test_layers_record_their_options(megatron_training):
+    """A script that passes options to `with_stickbreaking` needs no flags for the comparison."""
+    from megatron.core.transformer.enums import AttnMaskType
+    from support.megatron_cpu import small_config
+
+    for name in ("stick_breaking_attention", "sb_head_norm", "sb_logits"):
+        delattr(megatron_training.script, name)
+    options = StickBreakingOptions(logits="euclidean")
+    groups = SimpleNamespace(tp=None, cp=None)
+    StickBreakingCoreAttention(small_config(), 1, AttnMaskType.causal, "self", pg_collection=groups, options=options)
+    assert settings.script_arguments().sb_logits == "euclidean"
+    with pytest.raises(ValueError, match=mentions("args.sb_head_norm True False")):
+        megatron_training.checkpointing._load_base_checkpoint("run", megatron_training.script)
+
+
+def test_a_softmax_script_under_the_launcher(tmp_path):
+    """Its Megatron is changed when it imports the module of checkpoints, unless the user allows a mismatch."""
+    package = tmp_path / "megatron" / "training"
+    package.mkdir(parents=True)
+    (package / "global_vars.py").write_text("_GLOBAL_ARGS = None\n")
+    (package / "checkpointing.py").write_text(
+        "_load_base_checkpoint = lambda *args: None\n_build_sharded_state_dict_metadata = lambda args: {}\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, sys, types\n"
+        "sys.modules['megatron'] = types.ModuleType('megatron')\n"
+        f"sys.modules['megatron'].__path__ = [{str(tmp_path / 'megatron')!r}]\n"
+        "from megatron.training import checkpointing\n"
+        "found = hasattr(checkpointing._load_base_checkpoint, 'compares_attention')\n"
+        "print(json.dumps([found, sys.argv[1:]]))\n"
+    )
+    found = []
+    for flags in ([], ["--sb-allow-mismatch", "--lr", "1"]):
+        command = [sys.executable, "-m", "megatron_sb.megatron.launch", str(script), *flags]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout))
+    assert found == [[True, []], [False, ["--lr", "1"]]]
+
+
+OPTIMIZER = "--use-distributed-optimizer --train-iters 4 --rerun-mode disabled"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A checkpoint of Megatron's loop after 2 of 4 steps, with --sb-attend-current."""
+    folder = tmp_path_factory.mktemp("run")
+    save = f"{OPTIMIZER} --save {folder} --save-interval 2 --exit-interval 2 --sb-attend-current"
+    assert len(train("cpu", 1, folder, *save.split())) == 2
+    return folder
+
+
+@needs_training
+def test_megatrons_loop_resumes(checkpoint, tmp_path):
+    """Strict loading finds the marker. The losses are those of a run in a piece.
+
+    After a resume, the second loss that Megatron logs is the mean of both.
+    """
+    flags = [*OPTIMIZER.split(), "--sb-attend-current"]
+    whole = train("cpu", 1, tmp_path, *flags)
+    resumed = train("cpu", 1, tmp_path, *flags, "--load", str(checkpoint), "--dist-ckpt-strictness", "raise_all")
+    assert len(whole) == 4 and len(resumed) == 2
+    assert resumed == pytest.approx([whole[2], (whole[2] + whole[3]) / 2], abs=2e-6)
+
+
+@needs_training
+def test_megatrons_loop_compares(checkpoint, tmp_path):
+    load = [*OPTIMIZER.split(), "--load", str(checkpoint)]
+    with pytest.raises(AssertionError, match=mentions("args.sb_attend_current True False --sb-allow-mismatch")):
+        train("cpu", 1, tmp_path, *load)
+    assert len(train("cpu", 1, tmp_path, *load, "--sb-allow-mismatch")) == 2
+
+
+@needs_training
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("", "args.stick_breaking_attention True False"),
+        ("--sb-allow-mismatch --dist-ckpt-strictness raise_all", "core_attention.stick_breaking_attention"),
+    ],
+    ids=["launcher", "strict loading"],
+)
+def test_softmax_in_megatrons_loop(checkpoint, flags, words, tmp_path):
+    """The launcher compares without its flag, too. Megatron's own strict loading reports the marker."""
+    own = f"--log-interval 1 --eval-iters 0 --num-workers 0 --data-cache-path {tmp_path} --no-masked-softmax-fusion"
+    command = f"{MEGATRON} {ACCEPTED} {OPTIMIZER} {own} --load {checkpoint} {flags}"
+    with pytest.raises(AssertionError, match=mentions(words) if "args." in words else words):
+        megatron_losses(PRETRAIN, 1, *command.split(), device="cpu")
