@@ -132,5 +132,6 @@ def test_a_full_disk(tmp_path):
     pytest.importorskip("matplotlib")
     options = ["--device", "cpu", "--lengths", "16", "--repeats", "1", "--memory-length", "0", "--out", str(tmp_path)]
     limited = ["bash", "-c", 'ulimit -f 1; exec "$@"', "limited", *MODULE, "bench", *options]
-    done = subprocess.run(limited, capture_output=True, text=True, env=environment(), timeout=120)
+    variables = environment() | {"PYTHONDONTWRITEBYTECODE": "1"}  # Python would cut off the modules that it caches
+    done = subprocess.run(limited, capture_output=True, text=True, env=variables, timeout=120)
     assert (done.returncode, done.stderr) == (2, f"megatron-sb: {tmp_path}/bench_cpu.png: File too large\n")

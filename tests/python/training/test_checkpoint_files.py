@@ -213,8 +213,11 @@ def test_weights_that_an_initial_checkpoint_lacks(config, checkpoint, tmp_path):
 def test_a_full_disk(config, tmp_path):
     """Files may have 40 KiB, which a checkpoint exceeds."""
     limited = ["bash", "-c", 'ulimit -f 40; exec "$@"', "limited", *TRAIN]
-    status, _, errors = run_command(limited, config, *SHORT, "report.interval=100", "--out", tmp_path / "out")
-    saved = tmp_path / "out" / "stick_breaking" / "checkpoints" / "short-000002"
+    out = tmp_path / "out"
+    # Python would cut off the compiled modules that it caches.
+    no_cache = {"PYTHONDONTWRITEBYTECODE": "1"}
+    status, _, errors = run_command(limited, config, *SHORT, "report.interval=100", "--out", out, **no_cache)
+    saved = out / "stick_breaking" / "checkpoints" / "short-000002"
     assert status == 1 and f"rank 0 failed: {saved} could not be saved: " in errors and "Traceback" not in errors, (
         errors
     )
