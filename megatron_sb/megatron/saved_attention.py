@@ -19,6 +19,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +33,7 @@ MARKER = "stick_breaking_attention"  # key in the metadata of a sharded state, a
 COMPARED = ("attend_current", "remainder_bias", "head_norm", "logits", "forget_gate", "layers")
 SWITCH = "stick_breaking_attention"
 CHECKPOINTING = "megatron.training.checkpointing"
+REPLACED = ("_load_base_checkpoint", "_build_sharded_state_dict_metadata")  # functions of that module
 SPEC_MODULE = "megatron_sb.megatron.spec"
 
 
@@ -130,6 +132,14 @@ def _remedy(flag: str, value: object) -> str:
 
 def _patch(checkpointing: ModuleType) -> None:
     """Compare after each read of a checkpoint's arguments, and mark the checkpoints of stick-breaking models."""
+    missing = [name for name in REPLACED if not hasattr(checkpointing, name)]
+    if missing:
+        warnings.warn(
+            f"The attention of checkpoints is not compared: {CHECKPOINTING} of this release of Megatron has no "
+            f"{missing[0]}.",
+            stacklevel=2,
+        )
+        return
     stock_load = checkpointing._load_base_checkpoint
     if hasattr(stock_load, "compares_attention"):
         return

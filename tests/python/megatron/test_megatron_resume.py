@@ -143,6 +143,14 @@ def test_loading_compares_and_saving_marks(megatron_training):
     assert checkpointing._build_sharded_state_dict_metadata(script, dp_cp_group=None) == {"own": 1}
 
 
+def test_another_release_of_megatron(megatron_training):
+    """Its module of checkpoints has other functions: a warning, and the script runs."""
+    del megatron_training.checkpointing._build_sharded_state_dict_metadata
+    with pytest.warns(UserWarning, match="is not compared: megatron.training.checkpointing of this release .* has no"):
+        compare_when_loading()
+    assert megatron_training.checkpointing._load_base_checkpoint("run", megatron_training.script)[1] == "run"
+
+
 def test_layers_record_their_options(megatron_training):
     """A script that passes options to `with_stickbreaking` needs no flags for the comparison."""
     from megatron.core.transformer.enums import AttnMaskType
