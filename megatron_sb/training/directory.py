@@ -48,8 +48,7 @@ def prepare_directory(config: TrainingConfig, out: str | None, resume: bool) -> 
     """
     if resume:
         directory = Path(out) if out else _newest(config.name)
-        if not (directory / "config.yaml").exists():
-            raise InputError(f"--resume: {directory} holds no run, because it has no config.yaml")
+        config_of_run(directory)
         refuse_changes(directory, config)
         # The other ranks wait at most timeout_seconds for this rank.
         return directory, hold(directory, min(LOCK_WAIT_SECONDS, config.parallel.timeout_seconds / 2))
@@ -66,6 +65,14 @@ def prepare_directory(config: TrainingConfig, out: str | None, resume: bool) -> 
         lock.close()
         raise
     return directory, lock
+
+
+def config_of_run(directory: Path) -> Path:
+    """Return the configuration of the run to resume. Raise ValueError if the directory holds no run."""
+    path = directory / "config.yaml"
+    if not path.exists():
+        raise InputError(f"--resume: {directory} holds no run, because it has no config.yaml")
+    return path
 
 
 def hold(directory: Path, wait_seconds: float = 0.0) -> IO:

@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron_sb.ops.library import module_command
 from megatron_sb.training import config as configuration
 from megatron_sb.training.command import Command
+from megatron_sb.training.directory import config_of_run
 from megatron_sb.training.profiler import ProfilerWindow
 from megatron_sb.training.supervisor import EXIT_REFUSED, say, start_ranks
 from megatron_sb.validation import InputError
@@ -76,8 +77,7 @@ def _of_run(config_path: str, out: str | None, resume: bool) -> tuple[str, str |
             f"the configuration must be a YAML file, got the folder {folder}. To continue a run, give its folder and "
             "--resume."
         )
-    if not (folder / "config.yaml").is_file():
-        raise InputError(f"--resume: {folder} holds no run, because it has no config.yaml")
+    path = config_of_run(folder)
     if out is not None and Path(out).resolve() != folder.resolve():
         raise InputError(f"--out must be absent or {folder}, the run to resume, got {out}")
-    return str(folder / "config.yaml"), str(folder)
+    return str(path), str(folder)

@@ -138,7 +138,7 @@ class BulkAdder : DqThread<T> {
         uint32_t num_newest = 0;
         for (uint32_t number = 0;; ++number) {
             const StepPlace place = StepPlace::of(number);
-            if (!control_.steps.full.has_happened(place)) {
+            if (!control_.steps.full.try_wait(place)) {
                 finish_addition();
                 this->watch(control_.steps.full, place);
             }

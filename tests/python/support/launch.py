@@ -115,6 +115,14 @@ def megatron_losses(script: Path, num_ranks: int, *flags: str, device: str) -> l
     return [float(loss) for loss in re.findall(r"lm loss: ([\d.E+-]+)", output)]
 
 
+def new_folder(path: Path) -> Path:
+    """Create a folder on rank 0 and return it. Collective."""
+    if dist.get_rank() == 0:
+        path.mkdir()
+    dist.barrier()
+    return path
+
+
 def end_worker(out: str, findings: dict) -> NoReturn:
     """Write the findings as JSON on rank 0, and end this rank."""
     if dist.get_rank() == 0:

@@ -21,7 +21,7 @@ from megatron_sb.megatron.saved_attention import MARKER
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support import megatron_cpu
-from support.launch import end_worker
+from support.launch import end_worker, new_folder
 
 VOCABULARY, LENGTH = 32, 16
 FORMATS = ("fully_reshardable", "dp_reshardable")
@@ -92,14 +92,6 @@ class Training:
         """Return the largest difference of a parameter from another training's."""
         pairs = zip(self.ddp.parameters(), other.ddp.parameters(), strict=True)
         return max((a.float() - b.float()).abs().max().item() for a, b in pairs)
-
-
-def new_folder(path: Path) -> Path:
-    """Create a folder on rank 0 and return it."""
-    if dist.get_rank() == 0:
-        path.mkdir()
-    dist.barrier()
-    return path
 
 
 def resumed(folder: Path, kind: str) -> dict:

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_sb.megatron import StickBreakingOptions, install_stand_ins, launch, with_stickbreaking
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.launch import end_worker
+from support.launch import end_worker, new_folder
 from support.megatron_cpu import answer_for_gpu, message, small_config
 
 VOCAB_SIZE = 32
@@ -260,14 +260,6 @@ def initialize(expert_ranks: int) -> None:
     parallel_state.initialize_model_parallel(
         expert_model_parallel_size=expert_ranks, expert_tensor_parallel_size=1, create_gloo_process_groups=False
     )
-
-
-def new_folder(path: Path) -> Path:
-    """Create a folder on rank 0 and return it."""
-    if dist.get_rank() == 0:
-        path.mkdir()
-    dist.barrier()
-    return path
 
 
 def main(out: str, device: str) -> None:
