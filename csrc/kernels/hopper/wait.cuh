@@ -95,13 +95,14 @@ __device__ __forceinline__ void abort_launch(ExpiredWait* record, uint32_t waits
 // waits; `first` is true at the first call. `waits` has the bit of the wait. The time is in shared memory, because a
 // register would be in use even if no wait is long.
 //
-// Between a quarter and half of the limit the notes are cleared, so that later ones belong to waits that still last.
-// Before, they are left alone: in a launch without a defect, only the threads that wait use them.
+// Between a half and three quarters of the limit the notes are cleared, so that later ones belong to waits that still
+// last. Before, they are left alone: in a launch without a defect, only the threads that wait use them. This holds even
+// under compute-sanitizer, which makes waits last for 13 s and more.
 template <uint32_t kLimit, class Barriers>
 __device__ void check_limit(NotedBarriers<Barriers>& barriers, ExpiredWait* record, uint32_t waits, bool first) {
     if (first) barriers.wait_began = wait_clock();
     const uint32_t age = wait_clock() - barriers.wait_began;
-    const bool clears = age >= kLimit / 4 && age <= kLimit / 2, reads = age > kLimit;
+    const bool clears = age >= kLimit / 2 && age <= kLimit * 3 / 4, reads = age > kLimit;
     if (!clears && !reads) return;
 #pragma unroll 1
     for (WaitNote& note : barriers.notes) {

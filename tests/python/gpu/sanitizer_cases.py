@@ -4,9 +4,12 @@ With an argument such as 2/4, only the second of four parts of the cases runs. T
 The cases cover all dtypes, head_dims with and without a fast kernel, dense and packed inputs, forward and backward, the
 block operators, KV caches and all options. Results are checked too, so a run of wrong kernels does not count as clean.
 Allocations are not cached, so a read past the end of a tensor is a read past the end of an allocation. Memory is not
-filled, so initcheck detects reads of uninitialised values.
+filled, so initcheck detects reads of uninitialised values. It takes memory that TMA has written for uninitialised. With
+--fill all new tensors and workspaces hold NaN, and a result that uses memory before it is written is wrong, however it
+is written.
 """
 
+import argparse
 import itertools
 import os
 import sys
@@ -36,12 +39,24 @@ THRESHOLD = 2.0**-24
 EDGES, EDGES_K = [0, 1, 1, 150, 190], [0, 30, 31, 200, 240]
 
 
-PART, PARTS = map(int, (sys.argv[1] if len(sys.argv) > 1 else "1/1").split("/"))
+parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+parser.add_argument("part", nargs="?", default="1/1", help="part of the cases, such as 2/4 (default: %(default)s)")
+parser.add_argument("--fill", action="store_true", help="fill new tensors and workspaces with NaN")
+OPTIONS = parser.parse_args()
+PART, PARTS = map(int, OPTIONS.part.split("/"))
 
 
 def of_this_part(generated):
     """Return the cases of a generator that belong to this part."""
     return itertools.islice(generated, PART - 1, None, PARTS)
+
+
+def fill_new_tensors() -> None:
+    """Make torch fill each tensor that it allocates: with NaN, or in integers with the largest number."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    if not torch.empty(8, device="cuda").isnan().all():
+        raise RuntimeError("torch does not fill new tensors")
 
 
 def cases():
@@ -147,6 +162,8 @@ def wrong_offset_results():
 
 def main() -> int:
     """Run all cases and print one line. Return 1 if a result is wrong, else 0."""
+    if OPTIONS.fill:
+        fill_new_tensors()
     count, failed = wrong_caches()
     for name, attention, x, args, options in of_this_part(cases()):
         actual = call(attention, moved(x, "cuda"), args, options)
