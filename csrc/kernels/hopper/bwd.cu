@@ -54,15 +54,6 @@ __global__ void __launch_bounds__(T::kThreads, 1) backward(const __grid_constant
     }
 }
 
-// Number of KV heads to process together. It is so small that their data stays in the L2 cache, and large enough that
-// the chains of key tiles (one for each segment and KV head) fill the GPU.
-int heads_in_flight(const Sizes& z, int num_segments) {
-    const int chains = z.k_rows <= 4096 ? 32 : z.k_rows <= 32768 ? 24 : 12;
-    const int heads = z.batch * z.num_kv_heads, max_heads = std::max(chains / num_segments, 2);
-    const int groups = (heads + max_heads - 1) / max_heads;
-    return (heads + groups - 1) / groups;
-}
-
 template <class Element, int kHeadDim>
 void launch(const BackwardParams& p, cudaStream_t stream) {
     using T = BackwardTraits<Element, kHeadDim>;
@@ -77,7 +68,7 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
     a.d_o = make_query_map(p.d_o, query_sizes, kStepRows);
     a.k = make_key_map(p.k, key_sizes, kHalfTileKeys);
     a.v = make_key_map(p.v, key_sizes, kHalfTileKeys);
-    a.heads_in_flight = heads_in_flight(z, p.segments.size);
+    a.head_order = choose_head_order(z, p.segments.size);
     const common::Scalars scalars = common::scalars_of<Element>(p.options);
     a.scale = scalars.scale;
     a.scale_log2 = scalars.scale_log2e;

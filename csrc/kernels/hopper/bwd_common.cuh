@@ -2,6 +2,7 @@
 // descriptions.
 #pragma once
 
+#include "kernels/hopper/bwd_order.h"
 #include "kernels/hopper/bwd_plan.h"
 #include "kernels/hopper/tensor_maps.h"
 #include "kernels/hopper/wait.cuh"
@@ -12,7 +13,7 @@ struct BackwardArguments {
     BackwardParams params;
     BackwardPlan plan;
     TensorMap q, d_o, k, v;
-    int32_t heads_in_flight;  // KV heads that are processed together
+    HeadOrder head_order;
     float scale, scale_log2;
     ExpiredWait* expired_wait;
 };

@@ -1,4 +1,4 @@
-// The step loader, warp 0 of the backward. It takes key tiles in the order of the tickets and finds the steps of each.
+// The step loader, warp 0 of the backward. It takes key tiles in the order of bwd_order.h and finds the steps of each.
 // It writes descriptions of the steps for all other warps, and loads Q, dO, K and V. If key tiles have several parts
 // (bwd_parts.h), a ticket is for one part, and a CTA treats the part as a key tile.
 //
@@ -42,24 +42,22 @@ class StepLoader {
     // Whether the consumers write zeros to the gradients of a key tile without steps. If the tile has several parts,
     // add_partial_sums() does.
     __device__ bool writes_zeros() const { return args_.params.grad_dtype != Dtype::kFloat32 && key_tile_.is_whole; }
-    // Takes a ticket and finds its key tile, KV head and part. Returns false if there is no more work.
+    // Takes tickets until one has work, and finds its key tile, KV head and part. Returns false if no work is left.
     __device__ bool next_key_tile() {
-        int ticket = 0;
-        if (lane_ == 0) ticket = atomicAdd(&args_.plan.counters[kTicket], 1);
-        ticket = __shfl_sync(~0u, ticket, 0);
         const Sizes& z = args_.params.sizes;
-        const int key_tiles = args_.plan.counters[kNumKeyTiles], heads = z.batch * z.num_kv_heads;
-        const int parts = args_.plan.parts.count();
-        const int64_t tickets_per_group = int64_t(args_.heads_in_flight) * key_tiles * parts;
-        if (ticket >= int64_t(heads) * key_tiles * parts) return false;
-        const int group = int(ticket / tickets_per_group), ticket_in_group = int(ticket % tickets_per_group);
-        const int first = group * args_.heads_in_flight, count = min(args_.heads_in_flight, heads - first);
-        const int tile_and_head = ticket_in_group / parts;
-        key_tile_ = args_.plan.key_tiles[tile_and_head / count];
-        const int head = first + tile_and_head % count;
-        part_ = ticket_in_group % parts;
-        batch_ = head / z.num_kv_heads;
-        kv_head_ = head % z.num_kv_heads;
+        const TicketOrder order(args_.head_order, z.batch * z.num_kv_heads, args_.plan.counters[kNumKeyTiles],
+                                args_.plan.parts.count());
+        Work work;
+        int ticket = 0;
+        do {
+            if (lane_ == 0) ticket = atomicAdd(&args_.plan.counters[kTicket], 1);
+            ticket = __shfl_sync(~0u, ticket, 0);
+            if (!order.is_before_end(ticket)) return false;
+        } while (!order.find(ticket, &work));
+        key_tile_ = args_.plan.key_tiles[work.key_tile];
+        part_ = work.part;
+        batch_ = work.head / z.num_kv_heads;
+        kv_head_ = work.head % z.num_kv_heads;
         new_key_tile_ = true;
         return true;
     }

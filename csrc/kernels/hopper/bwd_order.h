@@ -1,0 +1,86 @@
+// The order in which CTAs take the work of the backward. A ticket is a number that a CTA draws from a counter; it
+// stands for one part (bwd_parts.h) of one key tile of one KV head. Host code without CUDA can include this file.
+//
+// The order decides between two losses. A CTA that works on a key tile follows the CTA of the next older tile, row by
+// row. If it follows closely, each delay of one CTA delays all CTAs behind it. If it follows at a distance, Q, dO and
+// dq of its rows may have left the L2 cache. So the tiles of a head are spread over time: between two of them come
+// tiles of other heads, a few with long key ranges and many with short ones (choose_head_order).
+//
+//     slot               0    1    2    3    4    5    6    7        4 key tiles, distance 2, one head together
+//     lane 0 (newest)   0.0  0.1  1.0  1.1  2.0  2.1                 h.t is tile t of head h; tile 0 is the oldest
+//     lane 1                      0.2  0.3  1.2  1.3  2.2  2.3       tickets run down the columns, from left to right
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/params.h"
+#include "kernels/hopper/bwd_parts.h"
+#include "kernels/hopper/bwd_tiles.h"
+
+namespace megatron_sb::hopper {
+
+struct HeadOrder {
+    static constexpr int32_t kOneAfterAnother = INT32_MAX;
+
+    int32_t heads_together;  // KV heads that begin together
+    int32_t distance;        // key tiles between the begins of two such groups; at most all tiles are used
+};
+
+// What a ticket stands for.
+struct Work {
+    int32_t key_tile;  // its index in the list of key tiles
+    int32_t head;      // KV head, counted over the batch
+    int32_t part;
+};
+
+class TicketOrder {
+  public:
+    // num_heads: KV heads, counted over the batch.
+    SB_HOST_DEVICE TicketOrder(const HeadOrder& order, int num_heads, int num_key_tiles, int num_parts)
+        : num_heads_(num_heads),
+          num_key_tiles_(num_key_tiles),
+          num_parts_(num_parts),
+          heads_together_(order.heads_together),
+          distance_(order.distance < num_key_tiles ? order.distance : num_key_tiles),
+          num_lanes_(distance_ > 0 ? (num_key_tiles + distance_ - 1) / distance_ : 1) {}
+
+    // Whether this ticket, or a later one, has work.
+    SB_HOST_DEVICE bool is_before_end(int ticket) const {
+        const int groups = (num_heads_ + heads_together_ - 1) / heads_together_;
+        return num_key_tiles_ > 0 && slot_of(ticket) < distance_ * (groups - 1) + num_key_tiles_;
+    }
+    // Finds the work of a ticket that is before the end. Returns false if it has none: lanes are empty at the beginning
+    // and at the end.
+    SB_HOST_DEVICE bool find(int ticket, Work* work) const {
+        const int slot = slot_of(ticket), among_heads = ticket / num_parts_;
+        const int group = slot / distance_ - among_heads / heads_together_ % num_lanes_;
+        *work = {slot - group * distance_, group * heads_together_ + among_heads % heads_together_,
+                 ticket % num_parts_};
+        return group >= 0 && work->head < num_heads_ && work->key_tile < num_key_tiles_;
+    }
+
+  private:
+    SB_HOST_DEVICE int slot_of(int ticket) const { return ticket / num_parts_ / heads_together_ / num_lanes_; }
+
+    const int num_heads_, num_key_tiles_, num_parts_, heads_together_, distance_, num_lanes_;
+};
+
+// Chooses the order from the sizes alone. The constants are measured (docs/design/kernels-hopper-backward.md).
+inline HeadOrder choose_head_order(const Sizes& z, int num_segments) {
+    const int heads = z.batch * z.num_kv_heads, key_tiles = (z.k_rows + kBackwardKeyTile - 1) / kBackwardKeyTile;
+    // Neighbouring tiles of a head are about `in_flight` * key_tiles * (query heads of a KV head) / 132 steps apart.
+    // The data of that many steps of all CTAs stay in the L2 cache.
+    const float budget = z.head_dim == 64 ? 900.f : 450.f;
+    const float in_flight = budget * z.num_kv_heads / (float(std::max(key_tiles, 1)) * z.num_heads);
+    constexpr float kFewest = 1.5f, kRounds = 3.f;
+    if (num_segments == 1 && in_flight >= kFewest && heads >= kRounds * in_flight)
+        return {1, std::max(1, int(key_tiles / in_flight))};
+    // Long key ranges, and documents or chunks, which are chains of their own: groups of heads, one after another. The
+    // chains of a group fill the GPU, and follow each other as closely as they can.
+    const int chains = z.k_rows <= 4096 ? 32 : z.k_rows <= 32768 ? 24 : 12;
+    const int most_together = std::max(chains / num_segments, 2), groups = (heads + most_together - 1) / most_together;
+    return {(heads + groups - 1) / groups, HeadOrder::kOneAfterAnother};
+}
+
+}  // namespace megatron_sb::hopper

@@ -1,0 +1,75 @@
+// The order in which CTAs of the Hopper backward take key tiles.
+#if defined(SB_WITH_CUDA)
+
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "kernels/hopper/bwd_order.h"
+
+namespace megatron_sb::hopper {
+namespace {
+
+Sizes sizes_of(int length, int head_dim, int heads, int kv_heads, int batch) {
+    return {Dtype::kBFloat16, batch, heads, kv_heads, length, length, head_dim, head_dim};
+}
+
+TEST(TicketOrder, HandsOutEachPartOnceAndOlderTilesFirst) {
+    for (const HeadOrder order : {HeadOrder{1, 1},
+                                  {1, 3},
+                                  {1, 16},
+                                  {1, HeadOrder::kOneAfterAnother},
+                                  {2, 5},
+                                  {5, 7},
+                                  {3, HeadOrder::kOneAfterAnother},
+                                  {7, HeadOrder::kOneAfterAnother}})
+        for (const int heads : {1, 2, 7, 24})
+            for (const int tiles : {1, 2, 16, 37})
+                for (const int parts : {1, 4}) {
+                    const TicketOrder tickets(order, heads, tiles, parts);
+                    std::vector<int> next(heads);  // next tile and part of each head
+                    Work work;
+                    int ticket = 0;
+                    for (; tickets.is_before_end(ticket); ++ticket)
+                        if (tickets.find(ticket, &work)) {
+                            ASSERT_GE(work.head, 0);
+                            ASSERT_LT(work.head, heads);
+                            ASSERT_EQ(next[work.head]++, work.key_tile * parts + work.part);
+                        }
+                    for (const int count : next) ASSERT_EQ(count, tiles * parts);
+                    ASSERT_FALSE(tickets.is_before_end(ticket + 1000));
+                }
+}
+
+TEST(TicketOrder, HasNoTicketsWithoutKeyTiles) {
+    EXPECT_FALSE(TicketOrder({1, 4}, 3, 0, 1).is_before_end(0));
+    EXPECT_FALSE(TicketOrder({3, HeadOrder::kOneAfterAnother}, 3, 0, 1).is_before_end(0));
+}
+
+// With one segment and many heads the tiles of a head are spread over time; else heads run in groups.
+TEST(TicketOrder, IsChosenByTheSizes) {
+    struct Case {
+        HeadOrder order;
+        int heads_together, distance;
+    };
+    constexpr int kGroups = HeadOrder::kOneAfterAnother;
+    for (const auto& [order, heads_together, distance] : {
+             Case{choose_head_order(sizes_of(16384, 64, 24, 24, 2), 1), 1, 18},
+             Case{choose_head_order(sizes_of(16384, 128, 12, 12, 2), 1), 1, 36},
+             Case{choose_head_order(sizes_of(4096, 128, 12, 12, 8), 1), 1, 2},
+             Case{choose_head_order(sizes_of(65536, 64, 24, 24, 1), 1), 1, 291},
+             Case{choose_head_order(sizes_of(65536, 128, 12, 12, 1), 1), 12, kGroups},
+             Case{choose_head_order(sizes_of(16384, 128, 32, 8, 1), 1), 8, kGroups},
+             Case{choose_head_order(sizes_of(16384, 128, 4, 4, 1), 1), 4, kGroups},
+             Case{choose_head_order(sizes_of(65536, 128, 12, 12, 1), 100), 2, kGroups},
+             Case{choose_head_order(sizes_of(0, 128, 12, 12, 1), 1), 12, kGroups},
+         }) {
+        EXPECT_EQ(order.heads_together, heads_together);
+        EXPECT_EQ(order.distance, distance);
+    }
+}
+
+}  // namespace
+}  // namespace megatron_sb::hopper
+
+#endif
