@@ -43,11 +43,11 @@ CHECKS = {
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory):
     """Return a function of the number of ranks that runs the checks once and returns {check: {rank: traceback}}."""
-    results = {}
+    results, folder = {}, tmp_path_factory.mktemp("context_parallel")
 
     def of(num_ranks: int) -> dict[str, dict[str, str]]:
         if num_ranks not in results:
-            out = tmp_path_factory.mktemp("context_parallel") / "failures.json"
+            out = folder / f"{num_ranks}_ranks.json"
             results[num_ranks] = failed_checks(num_ranks, "cpu", CHECKS[num_ranks], out, TIMEOUT_SECONDS)
         return results[num_ranks]
 

@@ -137,19 +137,25 @@ def test_the_command_knows_the_extra_of_every_optional_module():
     assert wanted == cli.EXTRAS
 
 
-@pytest.mark.parametrize("torch_from", ["Python", "SB_TORCH_ROOT"])
-def test_the_cpp_example_builds_with_the_installed_package_and_runs(torch_from, tmp_path):
-    """With SB_TORCH_ROOT, CMake needs no Python. The program prints the largest error of sum(A) + mass = 1."""
+def _configured_cpp_example(folder: Path, *definitions: str) -> tuple[Path, str]:
+    """Configure the C++ example and return its build folder and the commands of the build, without the folder."""
     prefix = library.library_path().parents[1]
-    configure = [CMAKE, "-S", ROOT / "examples/cpp", "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={prefix}"]
-    if torch_from == "Python":
-        configure += [f"-DPython_EXECUTABLE={sys.executable}"]
-    else:
-        configure += [f"-DSB_TORCH_ROOT={Path(torch.__file__).parent}", "-DPython_EXECUTABLE=/there-is-no-python"]
-    options = {"cwd": tmp_path, "check": True, "capture_output": True, "text": True, "timeout": 300}
+    configure = [CMAKE, "-S", ROOT / "examples/cpp", "-B", folder, f"-DCMAKE_PREFIX_PATH={prefix}", *definitions]
+    options = {"check": True, "capture_output": True, "text": True, "timeout": 300}
     subprocess.run(configure, **options)
-    subprocess.run([CMAKE, "--build", tmp_path], **options)
-    printed = subprocess.run([tmp_path / "attention"], **options).stdout
+    commands = subprocess.run([CMAKE, "--build", folder, "--verbose", "--", "-n"], **options).stdout
+    return folder, commands.replace(str(folder), "BUILD")
+
+
+def test_the_cpp_example_builds_with_the_installed_package_and_runs(tmp_path):
+    """The program prints the largest error of sum(A) + mass = 1. With SB_TORCH_ROOT, CMake needs no Python."""
+    build, commands = _configured_cpp_example(tmp_path / "python", f"-DPython_EXECUTABLE={sys.executable}")
+    torch_root = f"-DSB_TORCH_ROOT={Path(torch.__file__).parent}"
+    _, same = _configured_cpp_example(tmp_path / "root", torch_root, "-DPython_EXECUTABLE=/there-is-no-python")
+    assert "attention.cpp" in commands
+    assert same == commands
+    subprocess.run([CMAKE, "--build", build], check=True, capture_output=True, text=True, timeout=300)
+    printed = subprocess.run([build / "attention"], check=True, capture_output=True, text=True, timeout=300).stdout
     assert float(printed) < 5e-6
 
 

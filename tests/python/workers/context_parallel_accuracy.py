@@ -3,6 +3,7 @@
 import functools
 import itertools
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor
 import megatron_sb as sb
 from megatron_sb import reference
 
+answers_folder = Path()  # context_parallel_run.py sets it
 EXCHANGING = 2  # ranks of an a2a group of "a2a+p2p"
 LAYOUTS = ("zigzag", "contiguous")
 ROWS = 192  # 2 * ranks * 12 for 8 ranks
@@ -138,6 +140,18 @@ def same_answer_as_one_rank_in_short(group) -> None:
     compare(group, (torch.float32,), ("mean -3.2",), layouts=("zigzag",))
 
 
+def exact_answer_at_4k(stream: Stream, inputs: Inputs) -> dict[str, Tensor]:
+    """Return the results of the oracle. They take 17 s of one core, so the folder keeps them for other group sizes."""
+    file = answers_folder / "4k.pt"
+    if file.exists():
+        kept = torch.load(file, map_location=inputs.q.device, weights_only=True)
+        if all(torch.equal(kept["inputs"][name], x) for name, x in vars(inputs).items()):
+            return kept["results"]
+    results = exact_answer(stream, inputs)
+    torch.save({"inputs": vars(inputs), "results": results}, file)
+    return results
+
+
 def same_answer_at_4k(group) -> None:
     """A sequence of 4096 rows in every mode. Rank 0 compares."""
     stream = Stream()
@@ -145,7 +159,7 @@ def same_answer_at_4k(group) -> None:
     results = {comm: run_over(group, stream, inputs, "zigzag", comm) for comm in comms_of(group)}
     if dist.get_rank() > 0:
         return
-    alone, exact = run(stream.one_rank, inputs), exact_answer(stream, inputs)
+    alone, exact = run(stream.one_rank, inputs), exact_answer_at_4k(stream, inputs)
     for comm, result in results.items():
         try:
             assert_errors(result, alone, exact, floors(torch.float32, 4096))

@@ -2,6 +2,7 @@
 
     context_parallel_run.py OUT.json DEVICE CHECK..
 
+Exact answers that other runs can use are kept in the folder of OUT.json.
 DEVICE is cpu, with gloo, or cuda, with NCCL and a GPU for each rank. With SB_RANKS_PER_HOST=n in the environment, NCCL
 treats every n consecutive ranks as a host and connects hosts over sockets of this machine. Hosts share GPUs if there
 are too few.
@@ -53,6 +54,7 @@ def start(device: str) -> None:
 def main(out: str, device: str, checks: list[str]) -> None:
     """Run the checks in order. Stop after a failure, because the ranks may be out of step."""
     start(device)
+    context_parallel_accuracy.answers_folder = Path(out).parent
     failures = {}
     for check in checks:
         mine = failure(check)
