@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from megatron_sb.megatron.layer_pattern import layer_pattern
-from megatron_sb.options import LAYOUTS, LOGITS, PACKINGS, LayerOptions
+from megatron_sb.options import COMMS, LAYOUTS, LOGITS, PACKINGS, LayerOptions
 from megatron_sb.validation import check_choice
 
 
@@ -23,6 +23,8 @@ class StickBreakingOptions(LayerOptions):
             "contiguous". Default: "zigzag".
         packing: how the data loader shards a packed (thd) stream: "per_document" shards each document by `cp_layout`,
             "whole_stream" shards the stream as one sequence. Default: "per_document".
+        cp_comm: how the ranks exchange keys, a mode of `context_parallel_attention`. Default: None, which is
+            `config.cp_comm_type`.
         layers: one entry for each layer of the model: 1 for stick-breaking attention, 0 for the stock softmax
             attention. Default: None, which is 1 for every layer.
 
@@ -38,6 +40,7 @@ class StickBreakingOptions(LayerOptions):
 
     cp_layout: str = "zigzag"
     packing: str = "per_document"
+    cp_comm: str | None = None
     layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -47,6 +50,8 @@ class StickBreakingOptions(LayerOptions):
             raise ValueError(f"scale must be None, got {self.scale}. Set config.softmax_scale instead.")
         check_choice("cp_layout", self.cp_layout, LAYOUTS)
         check_choice("packing", self.packing, PACKINGS)
+        if self.cp_comm is not None:
+            check_choice("cp_comm", self.cp_comm, COMMS)
         if self.layers is not None and not {*self.layers} <= {0, 1}:
             raise ValueError(
                 f"layers (--sb-layers) must contain only 0 (softmax) and 1 (stick-breaking), got {self.layers}."
@@ -117,15 +122,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--sb-cp-layout",
         choices=LAYOUTS,
-        default=StickBreakingOptions.cp_layout,
-        help="How the data loader shards a sequence over context-parallel ranks (default: %(default)s).",
+        help="How the data loader shards a sequence over context-parallel ranks (default: zigzag, or Megatron's "
+        "--cp-partition-mode if it has one).",
     )
     group.add_argument(
         "--sb-packing",
         choices=PACKINGS,
-        default=StickBreakingOptions.packing,
-        help="How the data loader shards packed sequences: each document, or the stream as a whole "
-        "(default: %(default)s).",
+        help="How the data loader shards packed sequences: each document, or the stream as a whole (default: "
+        "whole_stream with --dataloader-inter-document-masking and without --sft, else per_document).",
+    )
+    group.add_argument(
+        "--sb-cp-comm",
+        choices=COMMS,
+        help="How context-parallel ranks exchange keys (default: --cp-comm-type if it is given, else auto).",
     )
     group.add_argument(
         "--sb-layers",
@@ -142,11 +151,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def splits_whole_streams(args: argparse.Namespace) -> bool:
+    """Return whether Megatron's data loader shards packed sequences as one stream, by the arguments of its scripts."""
+    return getattr(args, "dataloader_inter_document_masking", False) and not getattr(args, "sft", False)
+
+
 def options_from_args(args: argparse.Namespace) -> dict:
     """Convert the parsed flags of `add_arguments` to keyword arguments of `with_stickbreaking`.
 
     Args:
-        args: result of a parser that went through `add_arguments`.
+        args: result of a parser that went through `add_arguments`. Without --sb-cp-layout and --sb-packing, its
+            arguments for Megatron's data loader decide, if it has them.
 
     Returns:
         A dict with a value for each field of `StickBreakingOptions` except scale.
@@ -159,4 +174,9 @@ def options_from_args(args: argparse.Namespace) -> dict:
         True
     """
     names = [field.name for field in dataclasses.fields(StickBreakingOptions) if field.name != "scale"]
-    return {name: getattr(args, f"sb_{name}") for name in names}
+    options = {name: getattr(args, f"sb_{name}") for name in names}
+    if options["cp_layout"] is None:
+        options["cp_layout"] = getattr(args, "cp_partition_mode", None) or StickBreakingOptions.cp_layout
+    if options["packing"] is None:
+        options["packing"] = "whole_stream" if splits_whole_streams(args) else StickBreakingOptions.packing
+    return options

@@ -47,7 +47,8 @@ class StickBreakingCoreAttention(MegatronModule):
         attn_mask_type: `AttnMaskType.causal` or `AttnMaskType.padding_causal`.
         attention_type: "self".
         cp_comm_type: mode of `context_parallel_attention`: "p2p", "all_gather", "a2a" or "a2a+p2p". Default None:
-            "auto". "a2a+p2p" needs the groups of `--hierarchical-context-parallel-sizes`.
+            "auto". "a2a+p2p" needs the groups of `--hierarchical-context-parallel-sizes`. `options.cp_comm` takes
+            precedence.
         softmax_scale: factor of the logits. Default None: 1 / sqrt(config.kv_channels), or 1 for Euclidean logits.
         pg_collection: process groups; `tp` and `cp` are used. Default None: those of `parallel_state`.
         model_comm_pgs: the name of `pg_collection` in older releases of Megatron-Core.
@@ -95,8 +96,8 @@ class StickBreakingCoreAttention(MegatronModule):
 
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
-        self.cp_comm_type = cp_comm_type
         self.options = options or StickBreakingOptions()
+        self.cp_comm_type = self.options.cp_comm or cp_comm_type
         record_options(self.options)
         default_scale = 1.0 if self.options.logits == "euclidean" else 1.0 / math.sqrt(config.kv_channels)
         self.scale = default_scale if softmax_scale is None else softmax_scale
@@ -106,7 +107,7 @@ class StickBreakingCoreAttention(MegatronModule):
             self.cp_group = parallel_state.get_context_parallel_group(check_initialized=False)
         else:
             self.tp_group, self.cp_group = groups.tp, groups.cp
-        self.hierarchical_groups = self._find_hierarchical_groups(groups) if cp_comm_type == "a2a+p2p" else None
+        self.hierarchical_groups = self._find_hierarchical_groups(groups) if self.cp_comm_type == "a2a+p2p" else None
         self._add_head_vector("remainder_bias", 0.0, self.options.remainder_bias)
         self._add_head_vector("norm_weight", 1.0, self.options.head_norm)
         self._add_head_vector("norm_bias", 0.0, self.options.head_norm)
@@ -288,7 +289,13 @@ class StickBreakingCoreAttention(MegatronModule):
 
     def _shared_plan(self, cp_group, query, packed_seq_params) -> ContextParallelPlan:
         """Return the plan of this batch. query: (b, s_local, h, d), or (t_local, h, d) with packed_seq_params."""
-        cu_seqlens = None
+        cu_seqlens, layout = None, self.options.cp_layout
+        partition = getattr(packed_seq_params, "cp_partition_mode", None)
+        if partition not in (None, layout):
+            raise ValueError(
+                f"packed_seq_params.cp_partition_mode must be {layout!r}, as --sb-cp-layout (cp_layout), got "
+                f"{partition!r}."
+            )
         if packed_seq_params is not None:
             cu_seqlens, cu_seqlens_k = document_bounds(packed_seq_params)
             if cu_seqlens_k is not None and not torch.equal(cu_seqlens, cu_seqlens_k):
@@ -300,7 +307,7 @@ class StickBreakingCoreAttention(MegatronModule):
             cp_group,
             seq_len=query.shape[-3] * cp_group.size(),
             cu_seqlens=cu_seqlens,
-            layout=self.options.cp_layout,
+            layout=layout,
             packing=self.options.packing,
         )
 

@@ -8,6 +8,8 @@ Without `--stick-breaking-attention` the script otherwise runs as under `python 
 following before the script starts:
 
 - It adds the `--sb-*` flags (see arguments.py) to Megatron's parser, in `add_megatron_arguments`.
+- Without `--cp-comm-type` and `--sb-cp-comm`, context parallelism chooses its communication ("auto"). Megatron's own
+  default is p2p, which is slower.
 - It rejects Megatron's flags that stick-breaking attention does not support.
 - It patches `TransformerLayer` to put stick-breaking attention into the submodules that it receives. Megatron builds
   every attention layer in this way: dense or mixture of experts, local or Transformer Engine, stages of a virtual
@@ -27,7 +29,12 @@ import runpy
 import sys
 from pathlib import Path
 
-from megatron_sb.megatron.arguments import StickBreakingOptions, add_arguments, options_from_args
+from megatron_sb.megatron.arguments import (
+    StickBreakingOptions,
+    add_arguments,
+    options_from_args,
+    splits_whole_streams,
+)
 from megatron_sb.megatron.saved_attention import ALLOW_FLAG, compare_when_loading
 from megatron_sb.megatron.settings import (
     CONFIG_REQUIREMENTS,
@@ -71,6 +78,8 @@ def _prepare(flags: list[str]) -> None:
     # Flags that the script itself adds, and values that it sets later, are unknown at this point.
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     args, _ = parser.parse_known_args(flags)
+    if args.sb_cp_comm is None and not any(flag.partition("=")[0] == "--cp-comm-type" for flag in flags):
+        args.sb_cp_comm = "auto"
     options = StickBreakingOptions(**options_from_args(args))
     check_arguments(args, options)
     compare_when_loading()
@@ -93,12 +102,18 @@ def check_arguments(args: argparse.Namespace, options: StickBreakingOptions) -> 
         )
     if args.num_layers is not None:
         check_layers(options.layers, args, "args")
-    shards_whole_stream = getattr(args, "dataloader_inter_document_masking", False) and not args.sft
-    if shards_whole_stream and args.context_parallel_size > 1 and options.packing != "whole_stream":
+    if splits_whole_streams(args) and args.context_parallel_size > 1 and options.packing != "whole_stream":
         raise ValueError(
             "--sb-packing must be 'whole_stream' with args.dataloader_inter_document_masking=True "
             f"(--dataloader-inter-document-masking) and --context-parallel-size {args.context_parallel_size}, got "
             f"{options.packing!r}: the data loader shards packed sequences as a whole."
+        )
+    partition = getattr(args, "cp_partition_mode", None)
+    if partition is not None and args.context_parallel_size > 1 and options.cp_layout != partition:
+        raise ValueError(
+            f"--sb-cp-layout must be {partition!r} with args.cp_partition_mode={partition!r} (--cp-partition-mode) and "
+            f"--context-parallel-size {args.context_parallel_size}, got {options.cp_layout!r}: the data loader shards "
+            "sequences in this way."
         )
 
 

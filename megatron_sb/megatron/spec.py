@@ -103,9 +103,19 @@ class CheckedSelfAttention(SelfAttention):
 
 
 class _DenseSelfAttention(CheckedSelfAttention):
-    """The attention of `stickbreaking_layer_spec`, which has no experts. Reject a config with experts."""
+    """The attention of `stickbreaking_layer_spec`. Reject a config with layers that Megatron builds from another spec.
+
+    The spec has no experts. For multi-token prediction Megatron's scripts (since 0.19) take their own spec, not that of
+    `--spec`, so those layers would be softmax attention.
+    """
 
     def __init__(self, config, *args, **kwargs):
+        if config.mtp_num_layers is not None:
+            raise ValueError(
+                "config.mtp_num_layers (--mtp-num-layers) must be None with stickbreaking_layer_spec, got "
+                f"{config.mtp_num_layers}: Megatron builds these layers from its own spec, with softmax attention. Use "
+                "the launcher (python -m megatron_sb.megatron.launch) instead of --spec."
+            )
         if config.num_moe_experts is not None:
             raise ValueError(
                 "config.num_moe_experts (--num-experts) must be None with stickbreaking_layer_spec, a dense layer, got "

@@ -88,6 +88,17 @@ def test_models_of_a_training_script(flags, layers, tmp_path):
 
 
 @needs_training
+@pytest.mark.parametrize(
+    ("flags", "comm"),
+    [("", "'auto'"), ("--cp-comm-type a2a", "None"), ("--cp-comm-type a2a --sb-cp-comm p2p", "'p2p'")],
+)
+def test_context_parallelism_chooses_its_communication_unless_the_user_does(flags, comm, tmp_path):
+    done = build_only(f"--stick-breaking-attention {ACCEPTED} {flags}", tmp_path / "layers.json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"cp_comm={comm}" in done.stdout
+
+
+@needs_training
 def test_layers_check_what_the_command_line_does_not_determine(tmp_path):
     flags = "--stick-breaking-attention --attention-dropout 0 --position-embedding-type rope --no-rope-freq [0]+[1]"
     done = build_only(flags, tmp_path / "no.json")
@@ -114,8 +125,9 @@ def test_accepted_flags():
     launch.check_arguments(*parse(ACCEPTED))
     launch.check_arguments(*parse("--attention-dropout 0 --position-embedding-type rope --no-rope-freq 2"))
     launch.check_arguments(*parse(f"{ACCEPTED} --sb-layers [1,0]"))
-    whole = "--dataloader-inter-document-masking --context-parallel-size 2 --sb-packing whole_stream"
+    whole = "--dataloader-inter-document-masking --context-parallel-size 2"
     launch.check_arguments(*parse(f"{ACCEPTED} {whole}"))
+    launch.check_arguments(*parse(f"{ACCEPTED} {whole} --sb-packing whole_stream"))
     for flags in ON_TWO_RANKS.values():
         launch.check_arguments(*parse(f"{ACCEPTED} {SPREAD} {flags}"))
 
@@ -134,7 +146,7 @@ REFUSED = {
     f"{ACCEPTED} --yaml-cfg x.yaml": "args.yaml_cfg 'x.yaml' --yaml-cfg None",
     f"{ACCEPTED} --sb-layers [1]*3": "3 args.num_layers 2 --num-layers",
     f"{ACCEPTED} --sb-layers [1,0] --mtp-num-layers 1": "1 args.mtp_num_layers --mtp-num-layers",
-    f"{ACCEPTED} --dataloader-inter-document-masking --context-parallel-size 2": (
+    f"{ACCEPTED} --dataloader-inter-document-masking --context-parallel-size 2 --sb-packing per_document": (
         "args.dataloader_inter_document_masking True --sb-packing 'whole_stream' 'per_document'"
     ),
 }

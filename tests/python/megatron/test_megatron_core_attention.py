@@ -375,3 +375,18 @@ class TestPlanCache:
         plan = get()
         get.clear()
         assert get() is not plan
+
+
+def test_the_option_for_communication_takes_precedence():
+    assert make_core(cp_comm_type="p2p").cp_comm_type == "p2p"
+    assert make_core(cp_comm_type="p2p", options=StickBreakingOptions(cp_comm="a2a")).cp_comm_type == "a2a"
+    with pytest.raises(ValueError, match=mentions("cp_comm 'ring' 'auto' 'a2a'")):
+        StickBreakingOptions(cp_comm="ring")
+
+
+def test_a_batch_with_another_partition_is_refused():
+    """Newer releases of Megatron-Core say in a batch how the data loader has sharded it."""
+    batch = packed_params(0, 8)
+    batch.cp_partition_mode = "contiguous"
+    with pytest.raises(ValueError, match=mentions("packed_seq_params.cp_partition_mode 'zigzag' 'contiguous'")):
+        make_core()._shared_plan(None, torch.zeros(8, 4, 8), batch)

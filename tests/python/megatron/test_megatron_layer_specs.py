@@ -20,6 +20,7 @@ from megatron_sb.megatron import (
     options_from_args,
     with_stickbreaking,
 )
+from megatron_sb.megatron.spec import stickbreaking_layer_spec
 
 
 def core_of(layer_spec):
@@ -105,6 +106,12 @@ def test_megatron_finds_the_spec_object():
     assert built_core(spec).options == StickBreakingOptions()
 
 
+def test_the_spec_object_refuses_multi_token_prediction():
+    """Megatron's scripts build those layers from their own spec, with softmax attention."""
+    with pytest.raises(ValueError, match=mentions("config.mtp_num_layers 1 --mtp-num-layers launcher")):
+        stickbreaking_layer_spec.submodules.self_attention.module(small_config(mtp_num_layers=1), None, 1)
+
+
 def test_flags():
     parser = argparse.ArgumentParser()
     assert add_arguments(parser) is parser
@@ -114,6 +121,7 @@ def test_flags():
 
     line = "--stick-breaking-attention --sb-attend-current --sb-mass-threshold 0 --sb-cp-layout contiguous"
     line += " --sb-remainder-bias --sb-head-norm --sb-logits euclidean --sb-forget-gate --sb-forget-gate-loss 0.5"
+    line += " --sb-cp-comm a2a"
     args = parser.parse_args([*line.split(), "--sb-packing", "whole_stream", "--sb-layers", "([1]*2+[0])*2"])
     assert args.stick_breaking_attention
     assert options_from_args(args) == {
@@ -126,8 +134,27 @@ def test_flags():
         "forget_gate_loss": 0.5,
         "cp_layout": "contiguous",
         "packing": "whole_stream",
+        "cp_comm": "a2a",
         "layers": (1, 1, 0, 1, 1, 0),
     }
+
+
+@pytest.mark.parametrize(
+    ("loader", "layout", "packing"),
+    [
+        ({}, "zigzag", "per_document"),
+        ({"dataloader_inter_document_masking": True}, "zigzag", "whole_stream"),
+        ({"dataloader_inter_document_masking": True, "sft": True}, "zigzag", "per_document"),
+        ({"cp_partition_mode": "contiguous"}, "contiguous", "per_document"),
+    ],
+)
+def test_megatrons_flags_for_its_data_loader_are_the_defaults(loader, layout, packing):
+    parser = add_arguments(argparse.ArgumentParser())
+    options = options_from_args(parser.parse_args([], argparse.Namespace(**loader)))
+    assert (options["cp_layout"], options["packing"]) == (layout, packing)
+    chosen = ["--sb-cp-layout", "zigzag", "--sb-packing", "per_document"]
+    options = options_from_args(parser.parse_args(chosen, argparse.Namespace(**loader)))
+    assert (options["cp_layout"], options["packing"]) == ("zigzag", "per_document")
 
 
 @pytest.mark.parametrize(
