@@ -23,8 +23,8 @@ namespace megatron_sb::hopper {
 struct HeadOrder {
     static constexpr int32_t kOneAfterAnother = INT32_MAX;
 
-    int32_t heads_together;  // KV heads that begin together
-    int32_t distance;        // key tiles between the begins of two such groups; at most all tiles are used
+    int32_t heads_together;  // KV heads that start together
+    int32_t distance;        // key tiles between the starts of two such groups; if there are fewer, all of them
 };
 
 // What a ticket stands for.
