@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from megatron_sb.megatron.layer_pattern import layer_pattern
-from megatron_sb.options import LAYOUTS, LOGITS, PACKINGS, LayerOptions
+from megatron_sb.options import LOADER_LAYOUTS, LOGITS, PACKINGS, LayerOptions
 from megatron_sb.validation import check_choice
 
 
@@ -45,7 +45,7 @@ class StickBreakingOptions(LayerOptions):
         super().__post_init__()
         if self.scale is not None:
             raise ValueError(f"scale must be None, got {self.scale}. Set config.softmax_scale instead.")
-        check_choice("cp_layout", self.cp_layout, LAYOUTS)
+        check_choice("cp_layout", self.cp_layout, LOADER_LAYOUTS)
         check_choice("packing", self.packing, PACKINGS)
         if self.layers is not None and not {*self.layers} <= {0, 1}:
             raise ValueError(
@@ -116,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--sb-cp-layout",
-        choices=LAYOUTS,
+        choices=LOADER_LAYOUTS,
         default=StickBreakingOptions.cp_layout,
         help="How the data loader shards a sequence over context-parallel ranks (default: %(default)s).",
     )
