@@ -7,6 +7,10 @@
 namespace megatron_sb::plan {
 namespace {
 
+// A larger tolerance leaves more windows whole, so it needs fewer cuts. The first one that suffices is used.
+constexpr int64_t kTolerancesPermille[] = {20, 5};
+constexpr size_t kMaxPartners = 16;
+
 // A part of the stream that contains the rows of one rank. Intervals increase, and no two of them touch.
 struct Interval {
     int64_t begin;
@@ -92,21 +96,68 @@ class TileCounter {
     std::vector<int64_t> before_;  // tiles of all documents before a document
 };
 
-// How one attempt splits a stream. A larger tolerance leaves more windows whole, so it needs fewer cuts.
-struct Attempt {
-    int64_t tolerance_permille;  // how far the work of a rank may be from the mean of the rows that are left
-    bool from_end;               // whether to search for a pair of windows from the end of the stream
+// The rows of two ranks, of which one rank gets the part [begin, begin + rows of a rank) and the other one gets the
+// rest.
+class TwoWindows {
+  public:
+    TwoWindows(const TileCounter& count, const Intervals& a, const Intervals& b, int64_t rows)
+        : count_(count), rows_(rows) {
+        Intervals all = a;
+        all.insert(all.end(), b.begin(), b.end());
+        std::sort(all.begin(), all.end(), [](const Interval& x, const Interval& y) { return x.begin < y.begin; });
+        for (const Interval& interval : all) append(both_, interval);
+    }
+
+    int64_t part_tiles(int64_t begin) const { return count_(both_, begin, begin + rows_); }
+    int64_t rest_tiles(int64_t begin) const {
+        return count_(both_, 0, begin) + count_(both_, begin + rows_, 2 * rows_);
+    }
+
+    // Returns the begin with the least cost near a place where `above` changes. It must differ at 0 and rows.
+    template <class Above, class Cost>
+    int64_t best_begin(Above above, Cost cost) const {
+        int64_t low = 0, high = rows_;
+        const bool above_at_first = above(low);
+        while (high - low > 1) {
+            const int64_t middle = (low + high) / 2;
+            (above(middle) == above_at_first ? low : high) = middle;
+        }
+        std::vector<int64_t> candidates{high};
+        for (const int64_t cut : {low, low + rows_}) {
+            for (const int64_t shift : count_.cheaper_cuts(stream_row(both_, cut))) candidates.push_back(low + shift);
+        }
+        int64_t best = low;
+        auto least = cost(low);
+        for (const int64_t begin : candidates) {
+            if (begin < 0 || begin > rows_) continue;
+            const auto found = cost(begin);
+            if (found < least) least = found, best = begin;
+        }
+        return best;
+    }
+
+    // Returns the part and the rest.
+    std::pair<Intervals, Intervals> split(int64_t begin) const {
+        std::pair<Intervals, Intervals> result;
+        for_each_part(both_, begin, begin + rows_, [&](Interval rows) { append(result.first, rows); });
+        for_each_part(both_, 0, begin, [&](Interval rows) { append(result.second, rows); });
+        for_each_part(both_, begin + rows_, 2 * rows_, [&](Interval rows) { append(result.second, rows); });
+        return result;
+    }
+
+  private:
+    const TileCounter& count_;
+    const int64_t rows_;  // of a rank
+    Intervals both_;
 };
-// The first attempt that suffices is used, else the best one. Which pairs are best depends on where tiles happen to
-// end.
-constexpr Attempt kAttempts[] = {{20, false}, {5, false}, {5, true}, {0, false}, {0, true}};
 
 // The windows are a split of the rows that no rank has yet, in stream order. Each step gives a rank a window, or a part
 // of two neighbouring windows, of which the rest becomes one window.
 class Splitter {
   public:
-    Splitter(const TileCounter& tiles, int64_t seq_len, int size, const Attempt& attempt)
-        : count_(tiles), rows_(seq_len / size), attempt_(attempt) {
+    // `tolerance_permille`: how far the work of a rank may be from the mean of the rows that are left.
+    Splitter(const TileCounter& count, int64_t seq_len, int size, int64_t tolerance_permille)
+        : count_(count), rows_(seq_len / size), tolerance_permille_(tolerance_permille) {
         for (int i = 0; i < size; ++i) {
             const Interval rows{i * rows_, (i + 1) * rows_};
             windows_.push_back({{rows}, count_(rows)});
@@ -114,101 +165,107 @@ class Splitter {
         }
     }
 
-    std::vector<Intervals> split() {
-        std::vector<Intervals> ranks;
+    // Returns a window for each rank.
+    std::vector<Window> split() {
+        std::vector<Window> ranks;
         while (!windows_.empty()) ranks.push_back(take());
         return ranks;
     }
 
   private:
+    int64_t num_windows() const { return static_cast<int64_t>(windows_.size()); }
     // The difference of `tiles` from the mean of the windows, times the number of windows.
-    int64_t deviation(int64_t tiles) const { return tiles * static_cast<int64_t>(windows_.size()) - total_; }
-    int64_t tolerance() const { return total_ / 1000 * attempt_.tolerance_permille; }
+    int64_t deviation(int64_t tiles) const { return tiles * num_windows() - total_; }
+    int64_t tolerance() const { return total_ / 1000 * tolerance_permille_; }
 
-    Intervals take() {
+    Window take() {
         for (size_t i = 0; i < windows_.size(); ++i) {
             if (std::abs(deviation(windows_[i].tiles)) <= tolerance()) return remove(i);
         }
-        const size_t i = pair_across_mean();
-        Intervals both = windows_[i].intervals;
-        for (const Interval& interval : windows_[i + 1].intervals) append(both, interval);
-        const int64_t begin = cheapest(both, nearest_to_mean(both, deviation(windows_[i].tiles) > 0),
-                                       windows_[i].tiles + windows_[i + 1].tiles);
-        Intervals taken, rest;
-        for_each_part(both, begin, begin + rows_, [&](Interval part) { append(taken, part); });
-        for_each_part(both, 0, begin, [&](Interval part) { append(rest, part); });
-        for_each_part(both, begin + rows_, 2 * rows_, [&](Interval part) { append(rest, part); });
+        // Some window is above the mean and some window is below it, so two neighbours are on different sides.
+        size_t i = 0;
+        while ((deviation(windows_[i].tiles) > 0) == (deviation(windows_[i + 1].tiles) > 0)) ++i;
+        const TwoWindows both(count_, windows_[i].intervals, windows_[i + 1].intervals, rows_);
+        const int64_t tiles_before = windows_[i].tiles + windows_[i + 1].tiles;
+        const int64_t begin = both.best_begin(
+            [&](int64_t first) { return deviation(both.part_tiles(first)) > 0; },
+            [&](int64_t first) {  // the work beyond the tolerance plus the work that cuts add, then the difference
+                const int64_t tiles = both.part_tiles(first), off = std::abs(deviation(tiles));
+                const int64_t added = (tiles + both.rest_tiles(first) - tiles_before) * num_windows();
+                return std::pair{std::max<int64_t>(off - tolerance(), 0) + added, off};
+            });
+        auto [part, rest] = both.split(begin);
         remove(i);
         total_ -= windows_[i].tiles;
-        windows_[i] = {rest, count_(rest, 0, rows_)};
+        windows_[i] = {std::move(rest), both.rest_tiles(begin)};
         total_ += windows_[i].tiles;
-        return taken;
+        return {std::move(part), both.part_tiles(begin)};
     }
 
-    // Returns a window i such that windows i and i + 1 are on different sides of the mean. As some window is above the
-    // mean and some window is below it, there is such a pair.
-    size_t pair_across_mean() const {
-        const auto above = [&](size_t i) { return deviation(windows_[i].tiles) > 0; };
-        size_t i = attempt_.from_end ? windows_.size() - 2 : 0;
-        while (above(i) == above(i + 1)) attempt_.from_end ? --i : ++i;
-        return i;
-    }
-
-    Intervals remove(size_t i) {
-        Intervals intervals = std::move(windows_[i].intervals);
-        total_ -= windows_[i].tiles;
+    Window remove(size_t i) {
+        Window window = std::move(windows_[i]);
+        total_ -= window.tiles;
         windows_.erase(windows_.begin() + static_cast<std::ptrdiff_t>(i));
-        return intervals;
-    }
-
-    // Returns a first row of the rank's part of two windows, at which its work crosses the mean.
-    int64_t nearest_to_mean(const Intervals& both, bool first_is_above) const {
-        int64_t low = 0, high = rows_;
-        while (high - low > 1) {
-            const int64_t middle = (low + high) / 2;
-            const bool above = deviation(count_(both, middle, middle + rows_)) > 0;
-            (above == first_is_above ? low : high) = middle;
-        }
-        return low;
-    }
-
-    // Returns the best first row near `begin`: the work beyond the tolerance, and the work that cuts add, are smallest.
-    int64_t cheapest(const Intervals& both, int64_t begin, int64_t tiles_before) const {
-        std::vector<int64_t> candidates{begin, begin + 1};
-        for (const int64_t cut : {begin, begin + rows_}) {
-            if (cut >= 2 * rows_) continue;
-            for (const int64_t shift : count_.cheaper_cuts(stream_row(both, cut))) candidates.push_back(begin + shift);
-        }
-        const auto cost = [&](int64_t first) {
-            const int64_t tiles = count_(both, first, first + rows_);
-            const int64_t rest = count_(both, 0, first) + count_(both, first + rows_, 2 * rows_);
-            const int64_t off = std::abs(deviation(tiles));
-            const int64_t added = (tiles + rest - tiles_before) * static_cast<int64_t>(windows_.size());
-            return std::pair{std::max<int64_t>(off - tolerance(), 0) + added, off};
-        };
-        int64_t best = begin;
-        auto least = cost(begin);
-        for (const int64_t first : candidates) {
-            if (first < 0 || first > rows_) continue;
-            const auto found = cost(first);
-            if (found < least) least = found, best = first;
-        }
-        return best;
+        return window;
     }
 
     const TileCounter& count_;
-    const int64_t rows_;
-    const Attempt attempt_;
+    const int64_t rows_;  // of a rank
+    const int64_t tolerance_permille_;
     std::vector<Window> windows_;
     int64_t total_ = 0;  // tiles of the windows
 };
 
-std::vector<Span> spans_in_order(std::vector<Intervals> ranks) {
+// A total order, so that every implementation of std::sort gives the same result.
+bool fewer_tiles(const Window& a, const Window& b) {
+    return std::pair{a.tiles, a.intervals[0].begin} < std::pair{b.tiles, b.intervals[0].begin};
+}
+
+bool is_balanced(const std::vector<Window>& ranks, int64_t most) {
+    int64_t total = 0;
+    for (const Window& rank : ranks) total += rank.tiles;
+    return 100 * most * static_cast<int64_t>(ranks.size()) <= (100 + kMaxImbalancePercent) * total;
+}
+
+bool is_balanced(const std::vector<Window>& ranks) {
+    return is_balanced(ranks, std::max_element(ranks.begin(), ranks.end(), fewer_tiles)->tiles);
+}
+
+// Divides the rows of the rank with the most work and of a rank with little work anew, until the work is balanced or no
+// partner helps. How well two ranks can divide their rows depends on where tiles end, so several partners are tried.
+void even_out(std::vector<Window>& ranks, const TileCounter& count, int64_t rows) {
+    for (size_t step = 0; step < ranks.size(); ++step) {
+        std::sort(ranks.begin(), ranks.end(), fewer_tiles);
+        Window& most = ranks.back();
+        if (is_balanced(ranks, most.tiles)) return;
+        const size_t num_partners = std::min<size_t>(kMaxPartners, ranks.size() - 1);
+        Window best_part{{}, most.tiles}, best_rest{{}, most.tiles};
+        size_t best = 0;
+        for (size_t i = 0; i < num_partners; ++i) {
+            const TwoWindows both(count, ranks[i].intervals, most.intervals, rows);
+            const auto larger = [&](int64_t begin) { return std::max(both.part_tiles(begin), both.rest_tiles(begin)); };
+            const int64_t begin =
+                both.best_begin([&](int64_t first) { return both.part_tiles(first) > both.rest_tiles(first); }, larger);
+            if (larger(begin) >= std::max(best_part.tiles, best_rest.tiles)) continue;
+            auto [part, rest] = both.split(begin);
+            best_part = {std::move(part), both.part_tiles(begin)};
+            best_rest = {std::move(rest), both.rest_tiles(begin)};
+            best = i;
+            if (is_balanced(ranks, larger(begin))) break;
+        }
+        if (best_part.intervals.empty()) return;
+        most = std::move(best_part);
+        ranks[best] = std::move(best_rest);
+    }
+}
+
+std::vector<Span> spans_in_order(std::vector<Window> ranks) {
     std::sort(ranks.begin(), ranks.end(),
-              [](const Intervals& a, const Intervals& b) { return a[0].begin < b[0].begin; });
+              [](const Window& a, const Window& b) { return a.intervals[0].begin < b.intervals[0].begin; });
     std::vector<Span> spans;
     for (size_t rank = 0; rank < ranks.size(); ++rank) {
-        for (const Interval& rows : ranks[rank]) spans.push_back({rows.begin, rows.end, static_cast<int>(rank)});
+        for (const Interval& rows : ranks[rank].intervals)
+            spans.push_back({rows.begin, rows.end, static_cast<int>(rank)});
     }
     std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
     return spans;
@@ -231,23 +288,13 @@ int64_t piece_tiles(int64_t position, int64_t length) {
 
 std::vector<Span> balanced_spans(const std::vector<int64_t>& cu_seqlens, int64_t seq_len, int size) {
     const TileCounter count(cu_seqlens);
-    std::vector<Span> best;
-    int64_t least = 0;
-    for (const Attempt& attempt : kAttempts) {
-        std::vector<Intervals> ranks = Splitter(count, seq_len, size, attempt).split();
-        int64_t most = 0, total = 0;
-        for (const Intervals& rank : ranks) {
-            const int64_t tiles = count(rank, 0, seq_len);
-            most = std::max(most, tiles);
-            total += tiles;
-        }
-        if (best.empty() || most < least) {
-            best = spans_in_order(std::move(ranks));
-            least = most;
-        }
-        if (100 * most * size <= (100 + kMaxImbalancePercent) * total) break;
+    std::vector<Window> ranks;
+    for (const int64_t tolerance_permille : kTolerancesPermille) {
+        ranks = Splitter(count, seq_len, size, tolerance_permille).split();
+        if (is_balanced(ranks)) return spans_in_order(std::move(ranks));
     }
-    return best;
+    even_out(ranks, count, seq_len / size);
+    return spans_in_order(std::move(ranks));
 }
 
 std::vector<int64_t> rank_tiles(const std::vector<int64_t>& cu_seqlens, const std::vector<Span>& spans, int size) {

@@ -8,7 +8,9 @@
 // Why equal rows and equal work are both possible: take a contiguous part of the stream with the rows of one rank, and
 // move it along the stream. The work of all its positions has the mean W / n, and it changes in small steps. So some
 // position has nearly the work W / n. Rank 0 gets this part. The rest of the stream, without the hole, is split in the
-// same way for the other ranks. Each rank adds at most two cuts.
+// same way for the other ranks. Each rank adds at most two cuts. Tiles make the steps coarse if documents are long and
+// ranks have few rows. Then pairs of ranks, one with much and one with little work, divide their rows anew, which also
+// adds at most two cuts for each rank.
 #pragma once
 
 #include <cstdint>
@@ -31,8 +33,8 @@ inline constexpr int kMaxImbalancePercent = 5;
 // counts at least one tile of keys.
 int64_t piece_tiles(int64_t position, int64_t length);
 
-// Returns the spans of the stream in the order of their rows, at most 2 * size - 1. Each row is in one span, each
-// rank has seq_len / size rows, and neighbouring spans have different ranks. Ranks are numbered by their first rows.
+// Returns the spans of the stream in the order of their rows, fewer than 4 * size. Each row is in one span, each rank
+// has seq_len / size rows, and neighbouring spans have different ranks. Ranks are numbered by their first rows.
 //
 // Document i has the rows [cu_seqlens[i], cu_seqlens[i + 1]), and rows from cu_seqlens.back() to seq_len have no work.
 // `size` must divide seq_len. The result is a pure function of the arguments.

