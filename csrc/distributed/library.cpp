@@ -55,6 +55,7 @@ TORCH_LIBRARY_FRAGMENT(megatron_sb, m) {
         "__torch__.torch.classes.megatron_sb.ContextParallelPlan plan, str comm, str heads_group, str keys_group, "
         "float? scale, bool attend_current, float mass_threshold, bool return_mass, Tensor? forget_gate=None, "
         "bool euclidean=False) -> (Tensor o, Tensor mass)");
+    m.def("shard_positions(int ranks, int seq_len, str layout, int[]? cu_seqlens, str packing) -> Tensor");
     m.def("shard_sequence(Tensor x, str group_name, int dim, str layout, int[]? cu_seqlens, str packing) -> Tensor");
     m.def(
         "unshard_sequence(Tensor x_local, str group_name, int dim, str layout, int[]? cu_seqlens, str packing) -> "
@@ -65,6 +66,7 @@ TORCH_LIBRARY_IMPL(megatron_sb, CompositeImplicitAutograd, m) {
     using namespace megatron_sb;
     m.impl("context_parallel_attention",
            torch::CppFunction::makeFromBoxedFunction<&ops::boxed_kernel<distributed::attention>>());
+    m.impl("shard_positions", distributed::shard_positions);
     m.impl("shard_sequence", distributed::shard);
     m.impl("unshard_sequence", distributed::unshard);
 }

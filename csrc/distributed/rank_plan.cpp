@@ -111,13 +111,17 @@ RankPlan make_rank_plan(const plan::Partition& partition, int rank, c10::Device 
     const int joint_rank = rank / num_exchanging;
     const plan::Partition joint = partition.over(partition.size() / num_exchanging);
     std::vector<RowSet> lanes;
-    for (const int chunk : joint.chunks_of(joint_rank)) {
-        lanes.push_back(make_row_set(joint.chunk_rows(joint_rank, chunk), device));
+    plan::SegmentPlan ring;
+    if (joint.has_ring()) {
+        ring = plan::ring_segments(joint, joint_rank);
+        for (const int chunk : joint.chunks_of(joint_rank)) {
+            lanes.push_back(make_row_set(joint.chunk_rows(joint_rank, chunk), device));
+        }
     }
     const at::Tensor from_stream = index_tensor(joint.gathered_positions(), device);
     RankPlan plan{.schedule = plan::Schedule(joint.layout(), joint.size()),
                   .rank = joint_rank,
-                  .ring = make_tables(plan::ring_segments(joint, joint_rank), device),
+                  .ring = make_tables(ring, device),
                   .gather = make_tables(plan::gather_segments(joint, joint_rank), device),
                   .lanes = std::move(lanes),
                   .to_stream = inverse_permutation(from_stream),

@@ -58,7 +58,7 @@ constexpr int64_t kMaxHeadGroups = 4;
 struct RankPlan {
     plan::Schedule schedule;
     int rank;
-    SegmentTables ring;         // a key buffer is a chunk
+    SegmentTables ring;         // a key buffer is a chunk; empty, like `lanes`, if the layout has no ring
     SegmentTables gather;       // the only key buffer is the stream
     std::vector<RowSet> lanes;  // by lane: the rows of this rank's own chunk in its local buffer
     // Row i of the stream is row to_stream[i] of the concatenated local buffers of all ranks; from_stream is the

@@ -81,11 +81,12 @@ constexpr int64_t kMaxGatheredBytes = int64_t{1} << 30;
 
 }  // namespace
 
-const char* choose_comm(int ranks, const Tensor& q, const Tensor& k, const Tensor& v) {
+const char* choose_comm(const plan::Partition& partition, const Tensor& q, const Tensor& k, const Tensor& v) {
+    const int ranks = partition.size();
     const int64_t heads = q.size(-2), rows = ranks * q.size(-3);
     const bool exchanges = HeadExchange::problem(heads, k.size(-2), ranks).empty();
     if (exchanges && heads / ranks * rows >= kMinRowsTimesHeads) return "a2a";
-    return gathered_bytes(ranks, k, v) <= kMaxGatheredBytes ? "all_gather" : "p2p";
+    return !partition.has_ring() || gathered_bytes(ranks, k, v) <= kMaxGatheredBytes ? "all_gather" : "p2p";
 }
 
 Route make_route(const ContextParallelPlan& plan, const RouteNames& names, c10::Device device) {

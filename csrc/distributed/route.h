@@ -27,8 +27,10 @@ struct Route {
 };
 
 // Returns the mode of comm = "auto" for local tensors (.., s_local, heads, head_dim): "a2a" if the heads can be
-// exchanged and each rank then has enough work, else "all_gather" if it needs little memory, else "p2p".
-const char* choose_comm(int ranks, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
+// exchanged and each rank then has enough work, else "all_gather" if it needs little memory or if the layout has no
+// ring, else "p2p".
+const char* choose_comm(const plan::Partition& partition, const at::Tensor& q, const at::Tensor& k,
+                        const at::Tensor& v);
 
 Route make_route(const ContextParallelPlan& plan, const RouteNames& names, c10::Device device);
 

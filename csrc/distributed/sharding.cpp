@@ -103,6 +103,12 @@ std::string summary(const CuSeqlens& cu_seqlens) {
 
 }  // namespace
 
+at::Tensor shard_positions(int64_t ranks, int64_t seq_len, const std::string& layout, const CuSeqlens& cu_seqlens,
+                           const std::string& packing) {
+    const plan::Partition partition = partition_of(static_cast<int>(ranks), seq_len, layout, cu_seqlens, packing);
+    return index_tensor(partition.gathered_positions(), at::kCPU).view({ranks, -1});
+}
+
 at::Tensor shard(const at::Tensor& x, const std::string& group_name, int64_t dim, const std::string& layout,
                  const CuSeqlens& cu_seqlens, const std::string& packing) {
     dim = checked_dim(x, dim);

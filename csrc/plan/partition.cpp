@@ -8,14 +8,17 @@
 namespace megatron_sb::plan {
 namespace {
 
-constexpr const char* kLayoutNames[] = {"zigzag", "contiguous"};
+constexpr const char* kLayoutNames[] = {"zigzag", "contiguous", "balanced"};
 constexpr const char* kPackingNames[] = {"per_document", "whole_stream"};
 
-int parse_name(const char* argument, const std::string& name, const char* const (&names)[2]) {
-    for (int i = 0; i < 2; ++i) {
-        if (name == names[i]) return i;
+template <size_t kCount>
+int parse_name(const char* argument, const std::string& name, const char* const (&names)[kCount]) {
+    std::string choices;
+    for (size_t i = 0; i < kCount; ++i) {
+        if (name == names[i]) return static_cast<int>(i);
+        choices += concat(i == 0 ? "" : i + 1 < kCount ? ", " : " or ", '"', names[i], '"');
     }
-    throw InvalidArgument(concat(argument, " must be \"", names[0], "\" or \"", names[1], "\", got \"", name, "\""));
+    throw InvalidArgument(concat(argument, " must be ", choices, ", got \"", name, "\""));
 }
 
 void check_cu_seqlens(const std::vector<int64_t>& cu_seqlens, int64_t seq_len) {
@@ -64,25 +67,37 @@ Partition::Partition(Layout layout, Packing packing, int size, int64_t seq_len,
     if (cu_seqlens) check_cu_seqlens(*cu_seqlens, seq_len);
     bounds_ = cu_seqlens.value_or(std::vector<int64_t>{0, seq_len});
     num_documents_ = static_cast<int>(bounds_.size()) - 1;
+    const std::vector<int64_t> documents = bounds_;
     if (bounds_.back() < seq_len) bounds_.push_back(seq_len);
     check_lengths(cu_seqlens.has_value());
+    if (layout == Layout::kBalanced) spans_ = balanced_spans(documents, seq_len, size);
 }
 
 Partition Partition::over(int size) const {
     Partition other = *this;
     other.size_ = size;
+    other.spans_.clear();
+    for (const Span& span : spans_) {
+        const int rank = span.rank / (size_ / size);
+        if (!other.spans_.empty() && other.spans_.back().rank == rank) {
+            other.spans_.back().end = span.end;
+        } else {
+            other.spans_.push_back({span.begin, span.end, rank});
+        }
+    }
     return other;
 }
 
 void Partition::check_lengths(bool packed) const {
     const int multiple = num_chunks();
+    const bool by_document = packing_ == Packing::kPerDocument && layout_ != Layout::kBalanced;
     const auto check = [&](int64_t length, const std::string& what) {
         if (length % multiple == 0) return;
-        const char* packing = packed && packing_ == Packing::kPerDocument ? ", packing \"per_document\"" : "";
+        const char* packing = packed && by_document ? ", packing \"per_document\"" : "";
         throw InvalidArgument(concat(what, " must be a multiple of ", multiple, " (layout \"", name_of(layout_),
                                      "\" over ", size_, size_ == 1 ? " rank" : " ranks", packing, "), got ", length));
     };
-    if (!packed || packing_ == Packing::kWholeStream) {
+    if (!packed || !by_document) {
         check(num_rows(), "seq_len");
         return;
     }
@@ -95,8 +110,8 @@ void Partition::check_lengths(bool packed) const {
 }
 
 std::vector<int> Partition::chunks_of(int rank) const {
-    if (layout_ == Layout::kContiguous) return {rank};
-    return {rank, 2 * size_ - 1 - rank};
+    if (layout_ == Layout::kZigzag) return {rank, 2 * size_ - 1 - rank};
+    return {rank};
 }
 
 std::vector<Piece> Partition::stream() const {
@@ -106,6 +121,7 @@ std::vector<Piece> Partition::stream() const {
 }
 
 std::vector<Piece> Partition::chunk(int chunk) const {
+    if (layout_ == Layout::kBalanced) return pieces_of_rank(chunk);
     std::vector<Piece> pieces;
     const int64_t chunk_rows = num_rows() / num_chunks();
     for (size_t i = 0; i + 1 < bounds_.size(); ++i) {
@@ -114,6 +130,19 @@ std::vector<Piece> Partition::chunk(int chunk) const {
             append(pieces, i, begin, begin + chunk * part, begin + (chunk + 1) * part);
         } else {
             append(pieces, i, begin, std::max(begin, chunk * chunk_rows), std::min(end, (chunk + 1) * chunk_rows));
+        }
+    }
+    return pieces;
+}
+
+std::vector<Piece> Partition::pieces_of_rank(int rank) const {
+    std::vector<Piece> pieces;
+    for (const Span& held : spans_) {
+        if (held.rank != rank) continue;
+        const auto first = std::upper_bound(bounds_.begin(), bounds_.end(), held.begin) - 1;
+        for (auto bound = first; bound + 1 != bounds_.end() && *bound < held.end; ++bound) {
+            append(pieces, static_cast<int>(bound - bounds_.begin()), *bound, std::max(*bound, held.begin),
+                   std::min(*(bound + 1), held.end));
         }
     }
     return pieces;

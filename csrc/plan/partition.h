@@ -4,6 +4,9 @@
 // into `size` chunks, and rank r holds chunk r. With `per_document` every document is split into that many parts, and
 // chunk i consists of part i of every document. With `whole_stream` the stream as a whole is split. Rows after the last
 // document form a tail that no query sees; the tail is split like a document.
+//
+// balanced splits the stream at any row, so that ranks have equal rows and nearly equal work (balanced_partition.h). It
+// does not use the packing. Chunk r then consists of all rows of rank r, in the order of the stream.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +14,11 @@
 #include <string>
 #include <vector>
 
+#include "plan/balanced_partition.h"
+
 namespace megatron_sb::plan {
 
-enum class Layout : int8_t { kZigzag, kContiguous };
+enum class Layout : int8_t { kZigzag, kContiguous, kBalanced };
 enum class Packing : int8_t { kPerDocument, kWholeStream };
 
 // Throw InvalidArgument for an unknown name.
@@ -37,10 +42,13 @@ class Partition {
     // `cu_seqlens` has the start of each document and the end of the last; nullopt means one document of seq_len rows.
     // Throws InvalidArgument if cu_seqlens do not start at 0, decrease or end beyond seq_len, or if a length is not a
     // multiple of num_chunks(). The lengths are those of each document and of the tail with per_document, else seq_len.
+    // With balanced, only seq_len has to be a multiple.
     Partition(Layout layout, Packing packing, int size, int64_t seq_len,
               const std::optional<std::vector<int64_t>>& cu_seqlens);
 
-    // Returns the split of the same stream over `size` ranks. `size` must divide the size of this partition.
+    // Returns the split of the same stream over `size` ranks. `size` must divide the size of this partition. Rank i of
+    // the result holds the rows of this partition's ranks [i * ratio, (i + 1) * ratio), where ratio is size() / size,
+    // if the layout is balanced.
     Partition over(int size) const;
 
     Layout layout() const { return layout_; }
@@ -48,6 +56,8 @@ class Partition {
     int64_t num_rows() const { return bounds_.back(); }
     int64_t num_local_rows() const { return num_rows() / size_; }
     int num_chunks() const { return layout_ == Layout::kZigzag ? 2 * size_ : size_; }
+    // Whether keys can move around a ring in order (plan/schedule.h): chunks must be neighbours in every document.
+    bool has_ring() const { return layout_ != Layout::kBalanced; }
     // Pieces with document >= num_documents() belong to the tail.
     int num_documents() const { return num_documents_; }
 
@@ -56,7 +66,7 @@ class Partition {
 
     // Return the pieces of the whole stream, of a chunk, and of the local buffer of a rank. The local buffer is in
     // Megatron's order. per_document: the low part and the high part of each document in turn. whole_stream: the low
-    // chunk, then the high chunk.
+    // chunk, then the high chunk. balanced: the order of the stream; a buffer may have several pieces of a document.
     std::vector<Piece> stream() const;
     std::vector<Piece> chunk(int chunk) const;
     std::vector<Piece> local(int rank) const;
@@ -70,12 +80,14 @@ class Partition {
 
   private:
     void check_lengths(bool packed) const;
+    std::vector<Piece> pieces_of_rank(int rank) const;  // with balanced
 
     Layout layout_;
     Packing packing_;
     int size_;
     int num_documents_;
     std::vector<int64_t> bounds_;  // bounds of the documents and of the tail, if any
+    std::vector<Span> spans_;      // with balanced, in the order of the stream
 };
 
 }  // namespace megatron_sb::plan

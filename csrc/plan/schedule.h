@@ -1,4 +1,5 @@
-// The ring schedule: which key chunks a rank holds at each step. Pure functions of (layout, size, rank, step).
+// The ring schedule: which key chunks a rank holds at each step. Pure functions of (layout, size, rank, step). The
+// balanced layout has no ring: its chunks interleave, so no order of chunks is the order of keys for all queries.
 //
 // The forward must process the keys of a row from newest to oldest, and the backward from oldest to newest.
 // - contiguous: one lane of chunks moves to the next higher rank at each step of the forward. Rank r gets chunks

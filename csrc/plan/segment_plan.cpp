@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "core/error.h"
+
 namespace megatron_sb::plan {
 namespace {
 
@@ -46,6 +48,11 @@ std::vector<Segment> pair_pieces(const std::vector<Piece>& queries, const std::v
 }
 
 SegmentPlan ring_segments(const Partition& partition, int rank) {
+    if (!partition.has_ring()) {
+        throw InvalidArgument(
+            concat("layout must be \"zigzag\" or \"contiguous\" for keys to move around a ring, got \"",
+                   name_of(partition.layout()), "\""));
+    }
     const Schedule schedule(partition.layout(), partition.size());
     const std::vector<Piece> queries = partition.local(rank);
     SegmentPlan segment_plan;

@@ -33,7 +33,7 @@ struct SegmentPlan {
 // one piece of each document, so each query piece is in at most one segment.
 std::vector<Segment> pair_pieces(const std::vector<Piece>& queries, const std::vector<Piece>& keys, int num_documents);
 
-// Returns the plan of a rank for p2p: each key buffer is a chunk.
+// Returns the plan of a rank for p2p: each key buffer is a chunk. Throws InvalidArgument if the partition has no ring.
 SegmentPlan ring_segments(const Partition& partition, int rank);
 // Returns the plan of a rank for all_gather: the only key buffer is the whole stream in order, and the only run is the
 // whole local buffer.

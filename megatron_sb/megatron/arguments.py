@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from megatron_sb.megatron.layer_pattern import layer_pattern
-from megatron_sb.options import COMMS, LAYOUTS, LOGITS, PACKINGS, LayerOptions
+from megatron_sb.options import COMMS, LOADER_LAYOUTS, LOGITS, PACKINGS, LayerOptions
 from megatron_sb.validation import check_choice
 
 
@@ -48,7 +48,7 @@ class StickBreakingOptions(LayerOptions):
         super().__post_init__()
         if self.scale is not None:
             raise ValueError(f"scale must be None, got {self.scale}. Set config.softmax_scale instead.")
-        check_choice("cp_layout", self.cp_layout, LAYOUTS)
+        check_choice("cp_layout", self.cp_layout, LOADER_LAYOUTS)
         check_choice("packing", self.packing, PACKINGS)
         if self.cp_comm is not None:
             check_choice("cp_comm", self.cp_comm, COMMS)
@@ -121,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--sb-cp-layout",
-        choices=LAYOUTS,
+        choices=LOADER_LAYOUTS,
         help="How the data loader shards a sequence over context-parallel ranks (default: zigzag, or Megatron's "
         "--cp-partition-mode if it has one).",
     )

@@ -4,8 +4,11 @@ A stream of ``seq_len`` rows is split over the ranks of a group. It is one docum
 
 - ``layout="zigzag"`` splits the stream into 2 * ranks chunks. Rank r holds chunks r and 2 * ranks - 1 - r.
 - ``layout="contiguous"`` splits the stream into as many chunks as ranks. Rank r holds chunk r.
+- ``layout="balanced"`` splits the stream at any row, so that ranks have equal rows and nearly equal work. Documents can
+  have any length. Rank r holds several parts of the stream, in the order of the stream.
 - With ``cu_seqlens``, ``packing="per_document"`` splits every document in this way, as Megatron and Transformer Engine
-  do. ``packing="whole_stream"`` splits the stream as a whole, at places that do not depend on the documents.
+  do. ``packing="whole_stream"`` splits the stream as a whole, at places that do not depend on the documents. A balanced
+  layout does not use the packing.
 
 Rows after the last document belong to no document. They are split like one more document.
 """
@@ -101,8 +104,9 @@ class ContextParallelPlan:
         cu_seqlens: int32, (documents + 1,), offsets of the documents in the whole stream, the same on all ranks. The
             first entry is 0. If documents are padded, these are the padded offsets. A GPU tensor is copied to the host.
             Default: None, one document.
-        layout: "zigzag" or "contiguous". Default: "zigzag".
-        packing: "per_document" or "whole_stream". Not used without cu_seqlens. Default: "per_document".
+        layout: "zigzag", "contiguous" or "balanced". Default: "zigzag".
+        packing: "per_document" or "whole_stream". Not used without cu_seqlens, or with layout "balanced". Default:
+            "per_document".
 
     Attributes:
         rank: this rank in cp_group.
@@ -117,6 +121,7 @@ class ContextParallelPlan:
         ValueError: On every rank, if any rank finds that
             - a length is not a multiple of 2 * ranks (zigzag) or of ranks (contiguous): the length of each document
               with "per_document", else seq_len;
+            - seq_len is not a multiple of ranks (balanced): add rows after the last document;
             - offsets do not start at 0, decrease, or end beyond seq_len;
             - an argument has another invalid value, or differs between the ranks.
             On this rank alone, if it is not in the group.
@@ -159,7 +164,7 @@ class ContextParallelPlan:
 
     def __repr__(self) -> str:
         """Return the rank, the group's size, and the arguments."""
-        packing = f", packing={self.packing!r}" if self.packed else ""
+        packing = f", packing={self.packing!r}" if self.packed and self.layout != "balanced" else ""
         return (
             f"ContextParallelPlan(rank {self.rank} of {self.size}, seq_len={self.seq_len}, "
             f"layout={self.layout!r}{packing})"
@@ -272,8 +277,8 @@ def context_parallel_attention(
             - "a2a+p2p": "a2a" within the a2a group, and "p2p" over the p2p group.
             - "auto": "a2a" if the heads can be exchanged and a rank's share has at least 32768 rows (its heads times
               the rows of the sequence); else "all_gather" if the gathered keys and values in memory at a time take at
-              most 1 GiB; else "p2p".
-            Default: "auto".
+              most 1 GiB, or if the layout is "balanced"; else "p2p".
+            "p2p" and "a2a+p2p" do not support the layout "balanced". Default: "auto".
         layout, cu_seqlens, packing: see `ContextParallelPlan`.
         hierarchical_groups: (a2a group, p2p group) of this rank for "a2a+p2p", as Megatron makes them: rank in the
             context-parallel group = rank in the p2p group * size of the a2a group + rank in the a2a group. Default:
@@ -288,7 +293,8 @@ def context_parallel_attention(
         zero gradients.
 
     Raises:
-        ValueError: If an argument has an invalid value, a length does not divide, or the ranks disagree.
+        ValueError: If an argument has an invalid value, a length does not divide, comm does not support the layout, or
+            the ranks disagree.
             While a plan is made, and in a call that is new on every rank, an error on one rank is raised on every
             rank. A rank that makes a known call raises it after the timeout of the group (gloo).
             Four errors are raised only on this rank at any time: a wrong number of dimensions of q without a plan, a
@@ -348,6 +354,43 @@ def _check_sequence(x: object, cu_seqlens: Tensor | None) -> list[int] | None:
 
 
 @_outside_graphs
+def shard_positions(
+    num_ranks: int,
+    seq_len: int,
+    layout: str = "zigzag",
+    cu_seqlens: Tensor | None = None,
+    packing: str = "per_document",
+) -> Tensor:
+    """Return which rows of a whole sequence each rank holds.
+
+    The function needs no process group, so that a data loader can call it in a worker process.
+
+    Args:
+        num_ranks: number of ranks that share the sequence.
+        seq_len, layout, cu_seqlens, packing: see `ContextParallelPlan`. seq_len is required.
+
+    Returns:
+        int64, (num_ranks, seq_len / num_ranks), on the CPU. Entry (r, i) is the row of the whole sequence that is local
+        row i of rank r.
+
+    Raises:
+        ValueError: If a length does not divide (see `ContextParallelPlan`), or an argument is invalid.
+
+    Example:
+        >>> from megatron_sb.ops.context_parallel import shard_positions
+        >>> shard_positions(2, 8)
+        tensor([[0, 1, 6, 7],
+                [2, 3, 4, 5]])
+    """
+    offsets, error = _offsets(cu_seqlens)
+    if error:
+        raise ValueError(error)
+    return torch.ops.megatron_sb.shard_positions(
+        num_ranks, seq_len, _text("layout", layout), offsets, _text("packing", packing)
+    )
+
+
+@_outside_graphs
 def shard_sequence(
     x: Tensor,
     cp_group: dist.ProcessGroup,
@@ -369,7 +412,8 @@ def shard_sequence(
         layout, cu_seqlens, packing: see `ContextParallelPlan`.
 
     Returns:
-        The local rows of x, in the order that `context_parallel_attention` expects.
+        The local rows of x, in the order that `context_parallel_attention` expects. `shard_positions` returns where
+        each of them is in the whole sequence.
 
     Raises:
         ValueError: If a length does not divide (see `ContextParallelPlan`), offsets or dim are invalid, or this rank is

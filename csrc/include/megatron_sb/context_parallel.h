@@ -36,9 +36,12 @@ class ContextParallelPlan : public torch::CustomClassHolder {
     // - seq_len: rows of the whole stream. Default: cu_seqlens.back(); required without cu_seqlens.
     // - cu_seqlens: the start of each packed document and the end of the last one, equal on all ranks. Default: each
     //   batch element is one sequence.
-    // - layout: "zigzag" splits a length into 2 * ranks chunks, "contiguous" into as many chunks as ranks.
+    // - layout: "zigzag" splits a length into 2 * ranks chunks, "contiguous" into as many chunks as ranks. "balanced"
+    //   splits the stream at any row, so that ranks have equal rows and nearly equal work. seq_len must then be a
+    //   multiple of the ranks; documents can have any length.
     // - packing: "per_document" splits each document, so the length of each document must be a multiple of the number
-    //   of chunks. "whole_stream" splits the stream as a whole, so seq_len must be such a multiple.
+    //   of chunks. "whole_stream" splits the stream as a whole, so seq_len must be such a multiple. Not used with
+    //   layout "balanced".
     // - argument_error: if not empty on some rank, every rank throws std::invalid_argument with this text. A caller
     //   that finds an invalid argument on its rank passes the message here, so that the other ranks do not wait for
     //   this rank.
@@ -73,7 +76,9 @@ struct ContextParallelOptions : AttentionOptions {
     //   h must be a multiple of n, and h_kv a multiple or a divisor of n.
     // - "a2a+p2p": a2a in the first of `hierarchical_groups` and p2p in the second.
     // - "auto": a2a if the heads can be exchanged and heads times rows of a rank's share is at least 32768; else
-    //   all_gather if at most 1 GiB of gathered keys and values is allocated at a time; else p2p.
+    //   all_gather if at most 1 GiB of gathered keys and values is allocated at a time, or if the layout is balanced;
+    //   else p2p.
+    // "p2p" and "a2a+p2p" do not support the layout "balanced".
     std::string comm = "auto";
     // For "a2a+p2p": the names of this rank's a2a group and p2p group. The rank in the plan's group must be
     // p2p rank * size of the a2a group + a2a rank.

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from megatron_sb.options import COMMS, LAYOUTS, LOGITS, PACKINGS, LayerOptions
+from megatron_sb.options import COMMS, LOADER_LAYOUTS, LOGITS, PACKINGS, LayerOptions
 from megatron_sb.training.config.tasks import read_data_section
 from megatron_sb.training.config.types import (
     BelowOne,
@@ -131,7 +131,7 @@ class ParallelConfig(Section):
     sequence_parallel: Bool = False
     expert_parallel_size: PositiveInt = 1
     comm: Literal[COMMS] = "auto"
-    layout: Literal[LAYOUTS] = "zigzag"
+    layout: Literal[LOADER_LAYOUTS] = "zigzag"
     packing: Literal[PACKINGS] = "per_document"
 
 

@@ -76,6 +76,24 @@ std::vector<Mode> modes_of(int size) {
     return modes;
 }
 
+struct LayoutAndMode {
+    plan::Layout layout;
+    Mode mode;
+
+    std::string name() const { return concat(plan::name_of(layout), ", ", mode.name); }
+};
+
+// The modes of each layout. The balanced layout has no ring.
+std::vector<LayoutAndMode> layouts_and_modes(int size) {
+    std::vector<LayoutAndMode> all;
+    for (const auto layout : {plan::Layout::kZigzag, plan::Layout::kContiguous, plan::Layout::kBalanced}) {
+        for (const Mode& mode : modes_of(size)) {
+            if (layout != plan::Layout::kBalanced || mode.comm != Comm::kRing) all.push_back({layout, mode});
+        }
+    }
+    return all;
+}
+
 // Some streams of these tests are longer and others are shorter, so the tests cover both ways to send rows.
 constexpr int64_t kTestRowsToSplitHeads = 100;
 
@@ -157,7 +175,7 @@ void expect_no_more_nans(const Answer& answer, const Answer& expected, const std
 }
 
 class DriverTest : public testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, DriverTest, testing::Values(1, 2, 3, 4, 8));
+INSTANTIATE_TEST_SUITE_P(Ranks, DriverTest, testing::Values(1, 2, 3, 4, 5, 8));
 
 TEST_P(DriverTest, GivesTheResultOfOneRank) {
     const int size = GetParam();
@@ -166,13 +184,29 @@ TEST_P(DriverTest, GivesTheResultOfOneRank) {
             Case x = make_case(stream, at::kDouble, mean_logit, 0);
             x.options.attend_current = mean_logit == 0;
             const Answer expected = one_rank(stream, x);
-            for (const plan::Layout layout : {plan::Layout::kZigzag, plan::Layout::kContiguous}) {
-                for (const Mode& mode : modes_of(size)) {
-                    const double error = worst_error(many_ranks(stream, x, layout, mode, size), expected);
-                    EXPECT_LT(error, 1e-13)
-                        << stream.name << ", " << name_of(layout) << ", mean logit " << mean_logit << ", " << mode.name;
-                }
+            for (const LayoutAndMode& run : layouts_and_modes(size)) {
+                const double error = worst_error(many_ranks(stream, x, run.layout, run.mode, size), expected);
+                EXPECT_LT(error, 1e-13) << stream.name << ", mean logit " << mean_logit << ", " << run.name();
             }
+        }
+    }
+}
+
+// Documents of any length, so that ranks hold several pieces of a document, and pieces of several documents.
+TEST_P(DriverTest, BalancesDocumentsOfAnyLength) {
+    const int size = GetParam();
+    const std::vector<std::vector<int64_t>> offsets{
+        {0, 301, 302, 302, 303, 360, 561, 599}, {0, 1, 2, 3, 4, 5, 6, 7, 8, 9}, {0, 613}, {0, 7, 620}};
+    for (const std::vector<int64_t>& cu_seqlens : offsets) {
+        const int64_t seq_len = (cu_seqlens.back() / size + 1) * size;
+        const plan::Stream stream{"any length", plan::Packing::kPerDocument, seq_len, cu_seqlens};
+        const Case x = make_case(stream, at::kDouble, -3.0, 0);
+        const Answer expected = one_rank({"one rank", plan::Packing::kWholeStream, seq_len, cu_seqlens}, x);
+        for (const Mode& mode : modes_of(size)) {
+            if (mode.comm == Comm::kRing) continue;
+            const Answer answer = many_ranks(stream, x, plan::Layout::kBalanced, mode, size);
+            EXPECT_LT(worst_error(answer, expected), 1e-13) << mode.name << ", " << cu_seqlens.size() - 1
+                                                            << " documents, the first of " << cu_seqlens[1] << " rows";
         }
     }
 }
@@ -180,17 +214,15 @@ TEST_P(DriverTest, GivesTheResultOfOneRank) {
 // The stream is so long that rows skip tiles, also in the run that is computed before its carry is known.
 TEST_P(DriverTest, StaysWithinTheErrorBoundOfSkipping) {
     const int size = GetParam();
-    const plan::Stream stream{"dense", plan::Packing::kPerDocument, 768, std::nullopt};
+    const plan::Stream stream{"dense", plan::Packing::kPerDocument, size == 5 ? 800 : 768, std::nullopt};
     const Case x = make_case(stream, at::kDouble, 0, 0x1p-24);
     Case full = x;
     full.options.mass_threshold = 0;
     const Answer expected = one_rank(stream, full);
-    for (const plan::Layout layout : {plan::Layout::kZigzag, plan::Layout::kContiguous}) {
-        for (const Mode& mode : modes_of(size)) {
-            const double error = worst_error(many_ranks(stream, x, layout, mode, size), expected);
-            EXPECT_LT(error, 0x1p-22) << mode.name;
-            EXPECT_GT(error, 1e-12) << mode.name << ": no tile was skipped, so the bound above holds trivially";
-        }
+    for (const LayoutAndMode& run : layouts_and_modes(size)) {
+        const double error = worst_error(many_ranks(stream, x, run.layout, run.mode, size), expected);
+        EXPECT_LT(error, 0x1p-22) << run.name();
+        EXPECT_GT(error, 1e-12) << run.name() << ": no tile was skipped, so the bound above holds trivially";
     }
 }
 
@@ -221,7 +253,7 @@ TEST_P(DriverTest, ANanSpreadsNoFurtherThanOnOneRank) {
 // to bf16.
 TEST_P(DriverTest, ExchangesPartialResultsInFullPrecision) {
     const int size = GetParam();
-    const plan::Stream stream{"dense", plan::Packing::kPerDocument, 384, std::nullopt};
+    const plan::Stream stream{"dense", plan::Packing::kPerDocument, size == 5 ? 400 : 384, std::nullopt};
     const Case x = make_case(stream, at::kBFloat16, -3.0, 0);
     const Answer expected = one_rank(stream, x);
     for (const Mode& mode : modes_of(size)) {
@@ -266,15 +298,18 @@ TEST(Driver, ErrorDoesNotGrowWithTheRing) {
 }
 
 TEST(Route, ChoosesByHeadsRowsAndMemory) {
-    const auto chosen = [](int ranks, int64_t rows, int64_t heads, int64_t num_kv_heads) {
+    const auto chosen = [](int ranks, int64_t rows, int64_t heads, int64_t num_kv_heads,
+                           plan::Layout layout = plan::Layout::kZigzag) {
+        const plan::Partition partition(layout, plan::Packing::kPerDocument, ranks, rows, std::nullopt);
         const auto local = [&](int64_t count) { return at::empty({1, rows / ranks, count, 128}, at::kBFloat16); };
-        return std::string(choose_comm(ranks, local(heads), local(num_kv_heads), local(num_kv_heads)));
+        return std::string(choose_comm(partition, local(heads), local(num_kv_heads), local(num_kv_heads)));
     };
     EXPECT_EQ(chosen(4, 16384, 12, 12), "a2a");
     EXPECT_EQ(chosen(8, 16384, 16, 2), "a2a");         // each KV head goes to several ranks
     EXPECT_EQ(chosen(8, 16384, 8, 8), "all_gather");   // one head of 16384 rows for each rank is too little work
     EXPECT_EQ(chosen(8, 65536, 12, 4), "all_gather");  // 8 ranks cannot share 12 heads equally
     EXPECT_EQ(chosen(8, 1 << 20, 12, 12), "p2p");      // 3 GiB of keys and values
+    EXPECT_EQ(chosen(8, 1 << 20, 12, 12, plan::Layout::kBalanced), "all_gather");  // which has no ring
     EXPECT_EQ(chosen(1, 4096, 3, 1), "all_gather");
 }
 

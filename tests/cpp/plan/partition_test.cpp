@@ -30,10 +30,12 @@ Rows expected_rows(const Stream& stream, Layout layout, int size, int rank) {
     return rows;
 }
 
+constexpr Layout kLayouts[] = {Layout::kZigzag, Layout::kContiguous, Layout::kBalanced};
+
 void for_each_partition(const std::function<void(const Stream&, Layout, int)>& check) {
     for (int size = 1; size <= 8; ++size) {
         for (const Stream& stream : streams(size, 17 * size)) {
-            for (const Layout layout : {Layout::kZigzag, Layout::kContiguous}) {
+            for (const Layout layout : kLayouts) {
                 SCOPED_TRACE(testing::Message() << stream.name << ", " << name_of(layout) << ", " << size << " ranks");
                 check(stream, layout, size);
             }
@@ -57,7 +59,11 @@ TEST(Partition, GivesEachRankTheRowsOfTheDefinition) {
         Rows all;
         for (int rank = 0; rank < size; ++rank) {
             const Rows rows = partition.local_positions(rank);
-            EXPECT_EQ(rows, expected_rows(stream, layout, size, rank)) << "rank " << rank;
+            // The tests of balanced_partition.h check which rows a rank gets with this layout.
+            if (layout != Layout::kBalanced) {
+                EXPECT_EQ(rows, expected_rows(stream, layout, size, rank)) << "rank " << rank;
+            }
+            EXPECT_TRUE(layout != Layout::kBalanced || std::is_sorted(rows.begin(), rows.end()));
             EXPECT_EQ(static_cast<int64_t>(rows.size()), partition.num_local_rows());
             all.insert(all.end(), rows.begin(), rows.end());
         }
@@ -109,6 +115,24 @@ TEST(Partition, PiecesCoverTheirBuffersInOrder) {
     });
 }
 
+// Ranks that exchange heads act as one rank, which has the rows of all of them.
+TEST(Partition, FewerRanksHoldTheRowsOfTheirBalancedRanks) {
+    const Rows packed{0, 700, 710, 711, 1500, 1500, 1590};
+    const Partition partition(Layout::kBalanced, Packing::kPerDocument, 8, 1600, packed);
+    for (const int size : {1, 2, 4, 8}) {
+        const Partition joint = partition.over(size);
+        for (int rank = 0; rank < size; ++rank) {
+            Rows rows;
+            for (int i = rank * 8 / size; i < (rank + 1) * 8 / size; ++i) {
+                const Rows part = partition.local_positions(i);
+                rows.insert(rows.end(), part.begin(), part.end());
+            }
+            std::sort(rows.begin(), rows.end());
+            EXPECT_EQ(joint.local_positions(rank), rows) << rank << " of " << size;
+        }
+    }
+}
+
 TEST(Partition, ChunkRowsOfAnotherRankRaiseAnError) {
     const Partition partition(Layout::kZigzag, Packing::kPerDocument, 2, 8, std::nullopt);
     EXPECT_THROW(partition.chunk_rows(0, 1), InvalidArgument);
@@ -121,6 +145,8 @@ TEST(Partition, ErrorsNameArgumentValueAndMultiple) {
     EXPECT_TRUE(mentions(error_of(zigzag, each, 4, 100, std::nullopt), "seq_len 8 zigzag 4 100"));
     EXPECT_TRUE(mentions(error_of(contiguous, each, 3, 100, std::nullopt), "seq_len 3 contiguous 100"));
     EXPECT_TRUE(mentions(error_of(zigzag, whole, 1, 5, Rows{0, 2, 5}), "seq_len 2 zigzag 1 5"));
+    EXPECT_TRUE(mentions(error_of(Layout::kBalanced, each, 3, 20, packed), "seq_len 3 balanced 20"));
+    EXPECT_EQ(error_of(Layout::kBalanced, each, 3, 21, packed), "accepted");
     EXPECT_TRUE(mentions(error_of(zigzag, each, 2, 20, packed), "document 1 cu_seqlens 8 15 4 zigzag per_document 7"));
     EXPECT_EQ(error_of(zigzag, whole, 2, 20, packed), "accepted");
     EXPECT_TRUE(mentions(error_of(zigzag, each, 2, 21, Rows{0, 8, 16}),
@@ -134,7 +160,7 @@ TEST(Partition, ErrorsNameArgumentValueAndMultiple) {
 }
 
 TEST(Partition, ParsesTheNamesThatItWrites) {
-    for (const Layout layout : {Layout::kZigzag, Layout::kContiguous}) EXPECT_EQ(parse_layout(name_of(layout)), layout);
+    for (const Layout layout : kLayouts) EXPECT_EQ(parse_layout(name_of(layout)), layout);
     for (const Packing packing : {Packing::kPerDocument, Packing::kWholeStream}) {
         EXPECT_EQ(parse_packing(name_of(packing)), packing);
     }

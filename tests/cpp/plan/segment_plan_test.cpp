@@ -6,6 +6,7 @@
 #include <functional>
 #include <map>
 
+#include "core/error.h"
 #include "plan/schedule.h"
 #include "streams.h"
 
@@ -152,6 +153,24 @@ TEST(SegmentPlan, HoldsEveryVisiblePairOnceAndInOrder) {
             }
         }
     }
+}
+
+TEST(SegmentPlan, GathersEveryVisiblePairOfABalancedLayout) {
+    for (int size = 1; size <= 8; ++size) {
+        for (const Stream& stream : streams(size, 29 * size)) {
+            const Partition partition = stream.partition(Layout::kBalanced, size);
+            for (int rank = 0; rank < size; ++rank) {
+                SCOPED_TRACE(testing::Message() << stream.name << ", rank " << rank << " of " << size);
+                expect_all_pairs_once(stream, partition, gather_segments(partition, rank), rank, {0},
+                                      [&](int) { return partition.stream(); });
+            }
+        }
+    }
+}
+
+TEST(SegmentPlan, ABalancedLayoutHasNoRing) {
+    const Partition partition(Layout::kBalanced, Packing::kPerDocument, 2, 16, std::nullopt);
+    EXPECT_THROW(ring_segments(partition, 0), InvalidArgument);
 }
 
 // All runs except the last cover only the high chunk of the rank. This saves memory for partial outputs in long

@@ -200,7 +200,7 @@ def test_two_ranks_give_the_results_of_one(tmp_path):
     """Outputs, and gradients summed over the ranks, are equal to those of whole sequences."""
     found = run_worker("self_attention.py", 2, tmp_path / "found.json")
     assert {name: case["parameters"] for name, case in found.items()} == {
-        **dict.fromkeys(("dense", "ring", "contiguous", "packed", "plan"), 5),
+        **dict.fromkeys(("dense", "ring", "contiguous", "balanced", "packed", "plan"), 5),
         "norm alone": 4,
         "gates": 7,
         "gates, plan": 7,

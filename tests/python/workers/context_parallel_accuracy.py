@@ -17,7 +17,7 @@ from megatron_sb import reference
 
 answers_folder = Path()  # context_parallel_run.py sets it
 EXCHANGING = 2  # ranks of an a2a group of "a2a+p2p"
-LAYOUTS = ("zigzag", "contiguous")
+LAYOUTS = ("zigzag", "contiguous", "balanced")
 ROWS = 192  # 2 * ranks * 12 for 8 ranks
 
 
@@ -71,6 +71,12 @@ def comms_of(group) -> list[str]:
     return comms + ["a2a+p2p"] * (group is dist.group.WORLD and size > EXCHANGING and size % EXCHANGING == 0)
 
 
+def modes_of(group, layouts=LAYOUTS) -> list[tuple[str, str]]:
+    """Return each (layout, mode) that is possible in a group. The balanced layout has no ring."""
+    pairs = itertools.product(layouts, comms_of(group))
+    return [(layout, comm) for layout, comm in pairs if layout != "balanced" or not comm.endswith("p2p")]
+
+
 @functools.cache
 def hierarchy(exchanging: int = EXCHANGING) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return this rank's a2a and p2p groups, as Megatron makes them. The first call is a collective."""
@@ -117,17 +123,23 @@ def compare(group, dtypes, regimes, layouts=LAYOUTS) -> None:
         # Gradients of saturated logits are so small that skipping may drop them.
         options = {"mass_threshold": 0.0} if regime.startswith("saturated") else {}
         # Run all modes before the oracle leaves its results in recycled memory.
-        modes = itertools.product(layouts, comms_of(group))
-        results = {mode: run_over(group, stream, inputs, *mode, **options) for mode in modes}
-        if dist.get_rank() > 0:
-            continue
-        alone, exact = run(stream.one_rank, inputs, **options), exact_answer(stream, inputs)
-        for mode, result in results.items():
-            try:
-                assert_errors(result, alone, exact, floors(dtype, ROWS))
-            except AssertionError as error:
-                failures.append(f"{name}, {dtype}, {regime}, {mode}: {error}")
+        results = {mode: run_over(group, stream, inputs, *mode, **options) for mode in modes_of(group, layouts)}
+        failures += failures_of(f"{name}, {dtype}, {regime}", stream, inputs, results, options)
     assert not failures, "\n".join(failures)
+
+
+def failures_of(name: str, stream: Stream, inputs: Inputs, results: dict, options: dict) -> list[str]:
+    """Compare {mode: results} with float64 on rank 0 and return its failures."""
+    if dist.get_rank() > 0:
+        return []
+    alone, exact = run(stream.one_rank, inputs, **options), exact_answer(stream, inputs)
+    failures = []
+    for mode, result in results.items():
+        try:
+            assert_errors(result, alone, exact, floors(inputs.q.dtype, inputs.q.shape[stream.dim]))
+        except AssertionError as error:
+            failures.append(f"{name}, {mode}: {error}")
+    return failures
 
 
 def same_answer_as_one_rank(group) -> None:
@@ -150,6 +162,20 @@ def exact_answer_at_4k(stream: Stream, inputs: Inputs) -> dict[str, Tensor]:
     results = exact_answer(stream, inputs)
     torch.save({"inputs": vars(inputs), "results": results}, file)
     return results
+
+
+def balanced_documents_of_any_length(group) -> None:
+    """The balanced layout takes documents of any length: empty ones, single rows, and one that most ranks share."""
+    size, failures = dist.get_world_size(), []
+    for lengths in ((301, 1, 0, 1, 57, 200, 38), (1,) * 9, (613,), (7, 613), (0, 0)):
+        cu_seqlens = (0, *itertools.accumulate(lengths))
+        stream, rows = Stream(cu_seqlens), (cu_seqlens[-1] // size + 1) * size
+        for dtype in (torch.float32, torch.bfloat16):
+            inputs = make_inputs("mean -3.2", s=rows, h=4, h_kv=2, d=16, d_v=24, dtype=dtype).packed()
+            modes = modes_of(group, ("balanced",))
+            results = {mode: run_over(group, stream, inputs, *mode) for mode in modes}
+            failures += failures_of(f"{lengths}, {dtype}", stream, inputs, results, {})
+    assert not failures, "\n".join(failures)
 
 
 def same_answer_at_4k(group) -> None:

@@ -1,10 +1,8 @@
 """Checks of context parallelism on GPUs with the fast kernels. Each is a function of the group, run by every rank."""
 
-import itertools
-
 import torch
 import torch.distributed as dist
-from context_parallel_accuracy import LAYOUTS, RESULTS, Stream, comms_of, groups_for, run_over
+from context_parallel_accuracy import LAYOUTS, RESULTS, Stream, comms_of, groups_for, modes_of, run_over
 from support.bars import BARRED, SPIKES, Bar, barred_inputs, threshold_of
 from support.inputs import make_inputs
 
@@ -26,7 +24,7 @@ def within_the_bars(group) -> None:
         options = {"mass_threshold": threshold_of(regime)}
         results = {
             (layout, comm): run_over(group, Stream(), x, layout, comm, **options)
-            for layout, comm in itertools.product(LAYOUTS if length == 4096 else LAYOUTS[:1], comms_of(group))
+            for layout, comm in modes_of(group, LAYOUTS if length == 4096 else LAYOUTS[:1])
         }
         bar = Bar(x, RUNS[length])
         for mode, result in results.items():
@@ -41,7 +39,7 @@ def packed_within_the_bars(group) -> None:
     for stream in (Stream(tuple(bounds)), Stream((0, 77, 78, 2000, 512 * size - 5), "whole_stream")):
         x = make_inputs("mean -6", s=512 * size, h=4, h_kv=2, d=128, dtype=torch.bfloat16).packed()
         alone = run_over(dist.new_group([dist.get_rank()], use_local_synchronization=True), stream, x, "zigzag", "p2p")
-        for layout, comm in itertools.product(LAYOUTS, comms_of(group)):
+        for layout, comm in modes_of(group):
             results = run_over(group, stream, x, layout, comm)
             for name in RESULTS:
                 error = (results[name].double() - alone[name].double()).norm() / alone[name].double().norm()
@@ -51,7 +49,7 @@ def packed_within_the_bars(group) -> None:
 def repeats_bit_for_bit_at_16k(group) -> None:
     """Ten runs of each mode give bitwise the same outputs and gradients, while transfers and kernels overlap."""
     x = make_inputs("mean -11", s=16384, dtype=torch.bfloat16, **HEADS)
-    for layout, comm in itertools.product(LAYOUTS, comms_of(group)):
+    for layout, comm in modes_of(group):
         first = run_over(group, Stream(), x, layout, comm)
         for _ in range(9):
             again = run_over(group, Stream(), x, layout, comm)

@@ -43,6 +43,10 @@ def refuses_lengths_that_do_not_divide(group) -> None:
         mentions(f"seq_len {100 * multiple + 1} multiple {multiple} layout"),
     )
     expect_on_every_rank(
+        lambda: sb.ContextParallelPlan(group, cu_seqlens=offsets(0, 3, multiple + 1), layout="balanced"),
+        mentions(f"seq_len {multiple + 1} multiple {multiple // 2} balanced"),
+    )
+    expect_on_every_rank(
         lambda: sb.ContextParallelPlan(group, cu_seqlens=offsets(0, multiple, 2 * multiple + 3, 3 * multiple)),
         mentions(f"document 1 cu_seqlens {multiple + 3} multiple {multiple}"),
     )
@@ -179,6 +183,12 @@ def refuses_bad_calls(group) -> None:
             ValueError,
         ),
         (lambda: call(q, k, v, group, comm="ring"), 'comm "ring" "auto"', ValueError),
+        (lambda: call(q, k, v, group, comm="p2p", layout="balanced"), 'comm "all_gather" "balanced" "p2p"', ValueError),
+        (
+            lambda: call(q, k, v, group, comm="a2a+p2p", layout="balanced", hierarchical_groups=hierarchy()),
+            'comm "all_gather" "balanced" "a2a+p2p"',
+            ValueError,
+        ),
         (
             lambda: call(q[:, :, :3], k[:, :, :1], v[:, :, :1], group, comm="a2a"),
             'comm "a2a" q 3 k 1 4 ranks',

@@ -21,6 +21,7 @@ CASES = {
     "dense": {},
     "ring": {"comm": "p2p"},
     "contiguous": {"layout": "contiguous", "comm": "all_gather"},
+    "balanced": {"layout": "balanced", "packed": True},
     "packed": {"packed": True},
     "plan": {"packed": True, "plan": True},
     "norm alone": {"remainder_bias": False},

@@ -1,0 +1,49 @@
+// The layout "balanced": a split of a packed stream into spans, such that ranks have equal rows and nearly equal work.
+//
+// Work is counted in the tiles that the kernels compute: kWorkTileRows rows of Q by kWorkTileKeys keys. Tiles of rows
+// begin at the first row of a piece, and tiles of keys at the first key of a document. Tiles above the causal diagonal
+// and between documents are not computed. So a row of a long document costs more than a row of a short one, and a span
+// that ends inside a document costs a partial tile.
+//
+// Why equal rows and equal work are both possible: take a contiguous part of the stream with the rows of one rank, and
+// move it along the stream. The work of all its positions has the mean W / n, and it changes in small steps. So some
+// position has nearly the work W / n. Rank 0 gets this part. The rest of the stream, without the hole, is split in the
+// same way for the other ranks. Each rank adds at most two cuts. Tiles make the steps coarse if documents are long and
+// ranks have few rows. Then pairs of ranks, one with much and one with little work, divide their rows anew, which also
+// adds at most two cuts for each rank.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace megatron_sb::plan {
+
+// Rows [begin, end) of a stream, all held by one rank.
+struct Span {
+    int64_t begin;
+    int64_t end;
+    int rank;
+};
+
+inline constexpr int kWorkTileRows = 64;   // of a warpgroup in the forward, and of a step in the backward
+inline constexpr int kWorkTileKeys = 128;  // in both
+inline constexpr int kMaxImbalancePercent = 5;
+
+// Returns the tiles of positions [position, position + length) of a document, computed as one piece. A tile of rows
+// counts at least one tile of keys.
+int64_t piece_tiles(int64_t position, int64_t length);
+
+// Returns the spans of the stream in the order of their rows, fewer than 4 * size. Each row is in one span, each rank
+// has seq_len / size rows, and neighbouring spans have different ranks. Ranks are numbered by their first rows.
+//
+// Document i has the rows [cu_seqlens[i], cu_seqlens[i + 1]), and rows from cu_seqlens.back() to seq_len have no work.
+// `size` must divide seq_len. The result is a pure function of the arguments.
+//
+// No rank has more than kMaxImbalancePercent more work than the mean, if tiles are small enough for this: see
+// docs/context_parallel.md.
+std::vector<Span> balanced_spans(const std::vector<int64_t>& cu_seqlens, int64_t seq_len, int size);
+
+// Returns the tiles of each rank, by rank.
+std::vector<int64_t> rank_tiles(const std::vector<int64_t>& cu_seqlens, const std::vector<Span>& spans, int size);
+
+}  // namespace megatron_sb::plan
