@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import AuxRequest, flex_attention
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -28,6 +27,7 @@ from megatron_sb.baselines.softmax.compiled import compiled
 from megatron_sb.baselines.softmax.offsets import batches_by_length, document_block_mask, make_cu_seqlens
 from megatron_sb.baselines.softmax.positions import FireBias, alibi_slope_tensor
 from megatron_sb.baselines.softmax.stable_mask import real_share
+from megatron_sb.torch_version import from_torch
 
 # Fastest first. EFFICIENT_ATTENTION serves fp32 with O(s) memory.
 CUDA_BACKENDS = [
@@ -108,6 +108,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 def sdpa_varlen(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
     """Compute several documents, q, k, v (1, h, t, d), with torch's varlen_attn (FlashAttention-2)."""
+    varlen_attn = from_torch("torch.nn.attention.varlen", "varlen_attn", "2.11")
     cu_seqlens, longest = make_cu_seqlens(lengths, q.device), max(lengths)
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     causal = (-1, 0)
@@ -122,6 +123,7 @@ _fused_flex = compiled(flex_attention, fullgraph=True)
 
 def flex(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scores: Scores) -> Tensor:
     """Compute q (b, h, s, d), k and v (b, h_kv, s, d), with torch's flex_attention."""
+    aux_request = from_torch("torch.nn.attention.flex_attention", "AuxRequest", "2.9")
     score_mod = None
     if scores.alibi:
         slopes = alibi_slope_tensor(q.shape[1], torch.float32, q.device)
@@ -138,7 +140,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scores: Scor
         document_block_mask(lengths, scores.window, q.device),
         scores.scale,
         enable_gqa=True,
-        return_aux=AuxRequest(lse=gammas is not None),
+        return_aux=aux_request(lse=gammas is not None),
     )
     return o if gammas is None else (o * real_share(gammas, aux.lse, lengths)).to(q.dtype)
 
