@@ -1,6 +1,6 @@
 # The supported versions of torch, and the checks of versions that stop a build before anything is compiled.
 
-set(SB_TORCH_OLDEST 2.8)
+set(SB_TORCH_OLDEST 2.9)  # torch 2.8 does not tell C++ code the store and the timeout of a process group
 set(SB_TORCH_NEWEST_TESTED 2.15)  # docs/installation.md has the results
 
 # sb_check_torch() compares SB_TORCH_MINOR, which SbTorch.cmake sets, with the supported versions.

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -123,7 +123,6 @@ _fused_flex = compiled(flex_attention, fullgraph=True)
 
 def flex(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scores: Scores) -> Tensor:
     """Compute q (b, h, s, d), k and v (b, h_kv, s, d), with torch's flex_attention."""
-    aux_request = from_torch("torch.nn.attention.flex_attention", "AuxRequest", "2.9")
     score_mod = None
     if scores.alibi:
         slopes = alibi_slope_tensor(q.shape[1], torch.float32, q.device)
@@ -140,7 +139,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scores: Scor
         document_block_mask(lengths, scores.window, q.device),
         scores.scale,
         enable_gqa=True,
-        return_aux=aux_request(lse=gammas is not None),
+        return_aux=AuxRequest(lse=gammas is not None),
     )
     return o if gammas is None else (o * real_share(gammas, aux.lse, lengths)).to(q.dtype)
 

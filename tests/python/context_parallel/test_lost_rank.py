@@ -53,24 +53,19 @@ def nccl_ranks(num_ranks: int, scenario: str, comm: str):
             process.communicate()
 
 
-def output(process: PythonProcess) -> str:
-    """Return what the worker has printed, without the lines in which gloo of some versions of torch reports peers."""
-    return re.sub(r"^\[Gloo\] .*\n", "", process.stdout, flags=re.MULTILINE)
-
-
 def wait_for_output(process: PythonProcess) -> str:
     """Return what a process that keeps running has printed, once it has printed a line."""
     deadline = time.monotonic() + START_SECONDS
-    while "\n" not in output(process) and time.monotonic() < deadline:
+    while "\n" not in process.stdout and time.monotonic() < deadline:
         time.sleep(0.05)
-    return output(process)
+    return process.stdout
 
 
 def assert_others_raised(ranks: list[PythonProcess]) -> None:
     """Assert that all ranks except the last raised an error that names the rank, within the timeout and a margin."""
     for rank, process in enumerate(ranks[:-1]):
         assert process.wait(START_SECONDS) == 0, f"rank {rank}:\n{process.stderr[-4000:]}"
-        seconds, _, message = output(process).strip().partition(" ")
+        seconds, _, message = process.stdout.strip().partition(" ")
         assert re.search(mentions(f"rank {rank} {NUM_RANKS} failed"), message), process.stdout
         assert float(seconds) < TIMEOUT_SECONDS + MARGIN_SECONDS, process.stdout
 
