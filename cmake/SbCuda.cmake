@@ -23,6 +23,7 @@ endif()
 
 if(SB_CUDA)
     enable_language(CUDA)
+    sb_check_cuda("${CMAKE_CUDA_COMPILER_VERSION}" "${SB_TORCH_CUDA_VERSION}")
     find_package(CUDAToolkit REQUIRED)
     message(STATUS "megatron_sb: CUDA build, nvcc ${CMAKE_CUDA_COMPILER_VERSION}, "
             "torch for CUDA ${SB_TORCH_CUDA_VERSION}")

@@ -8,7 +8,9 @@ if(SKBUILD)
 endif()
 
 # pip installs torch, NCCL and the CUDA runtime next to the package. These paths lead to them from the package's lib/.
-set(sb_rpath "$ORIGIN" "$ORIGIN/../../torch/lib" "$ORIGIN/../../nvidia/nccl/lib" "$ORIGIN/../../nvidia/cu13/lib")
+# The wheels of CUDA 13 are in nvidia/cu13, the runtime of CUDA 12 is in nvidia/cuda_runtime.
+set(sb_rpath "$ORIGIN" "$ORIGIN/../../torch/lib" "$ORIGIN/../../nvidia/nccl/lib" "$ORIGIN/../../nvidia/cu13/lib"
+    "$ORIGIN/../../nvidia/cuda_runtime/lib")
 if(NOT SKBUILD)
     list(APPEND sb_rpath "${SB_TORCH_ROOT}/lib")
 endif()

@@ -6,7 +6,8 @@
 #
 #   SB_TORCH_ROOT   folder with include/ and lib/ of a LibTorch; if empty, Python is asked
 #
-# Sets SB_TORCH_VERSION, SB_TORCH_CUDA_VERSION (empty for a CPU build of torch) and SB_TORCH_ROOT.
+# Sets SB_TORCH_ROOT, SB_TORCH_VERSION (such as 2.9.0a0+git-nv25.09), SB_TORCH_MINOR (2.9) and SB_TORCH_CUDA_VERSION
+# (empty for a CPU build of torch, "unknown" for a CUDA build of LibTorch without version.py).
 
 set(SB_TORCH_ROOT "" CACHE PATH
     "Folder with LibTorch's include/ and lib/; if empty, the torch of the Python interpreter is used")
@@ -29,7 +30,7 @@ function(sb_ask_python_for_torch)
     endforeach()
     if(NOT status EQUAL 0)
         message(FATAL_ERROR "megatron_sb: ${Python_EXECUTABLE} has no torch, and SB_TORCH_ROOT is not set. "
-                "Run pip install 'torch==2.11.*' first. If torch is found only through PYTHONPATH, use "
+                "Run pip install torch first. If torch is found only through PYTHONPATH, use "
                 "pip install --no-build-isolation.\n${error}")
     endif()
     list(GET answer 0 root)
@@ -42,11 +43,14 @@ function(sb_ask_python_for_torch)
     set(SB_TORCH_CXX11_ABI "${abi}" PARENT_SCOPE)
 endfunction()
 
-# Sets SB_TORCH_VERSION from the headers in SB_TORCH_ROOT.
+# Sets SB_TORCH_VERSION from the headers in SB_TORCH_ROOT, and SB_TORCH_CUDA_VERSION.
 function(sb_read_torch_version)
     set(header "${SB_TORCH_ROOT}/include/torch/headeronly/version.h")
     if(NOT EXISTS "${header}")
-        message(FATAL_ERROR "megatron_sb: SB_TORCH_ROOT must be the folder with include/ and lib/ of LibTorch 2.11, "
+        set(header "${SB_TORCH_ROOT}/include/torch/csrc/api/include/torch/version.h")  # torch 2.9
+    endif()
+    if(NOT EXISTS "${header}")
+        message(FATAL_ERROR "megatron_sb: SB_TORCH_ROOT must be the folder with include/ and lib/ of LibTorch, "
                 "got ${SB_TORCH_ROOT}, which has no include/torch/headeronly/version.h.")
     endif()
     file(READ "${header}" text)
@@ -57,19 +61,27 @@ function(sb_read_torch_version)
     endforeach()
     list(JOIN numbers "." version)
     set(SB_TORCH_VERSION "${version}" PARENT_SCOPE)
+
+    set(cuda "")
+    if(EXISTS "${SB_TORCH_ROOT}/lib/libtorch_cuda.so")
+        set(cuda "unknown")
+        if(EXISTS "${SB_TORCH_ROOT}/version.py")  # in a wheel
+            file(STRINGS "${SB_TORCH_ROOT}/version.py" line REGEX "^cuda")
+            if(line MATCHES "'([0-9.]+)'")
+                set(cuda "${CMAKE_MATCH_1}")
+            endif()
+        endif()
+    endif()
+    set(SB_TORCH_CUDA_VERSION "${cuda}" PARENT_SCOPE)
 endfunction()
 
 if(SB_TORCH_ROOT)
     sb_read_torch_version()
     set(SB_TORCH_CXX11_ABI 1)
-    if(EXISTS "${SB_TORCH_ROOT}/lib/libtorch_cuda.so")
-        set(SB_TORCH_CUDA_VERSION "unknown")
-    else()
-        set(SB_TORCH_CUDA_VERSION "")
-    endif()
 else()
     sb_ask_python_for_torch()
 endif()
+string(REGEX MATCH "^[0-9]+\\.[0-9]+" SB_TORCH_MINOR "${SB_TORCH_VERSION}")
 
 if(NOT TARGET megatron_sb::torch)
     add_library(megatron_sb::torch INTERFACE IMPORTED)

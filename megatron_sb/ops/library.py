@@ -9,7 +9,10 @@ from typing import TypedDict
 
 import torch
 
+from megatron_sb.torch_version import major_minor
+
 _LIBRARY = "lib/libmegatron_sb_ops.so"
+_BUILD_AGAIN = "build megatron_sb again (pip install --force-reinstall --no-deps .)"
 
 
 class BuildInfo(TypedDict):
@@ -57,17 +60,31 @@ def library_path() -> Path:
     raise ImportError(f"megatron_sb: {_LIBRARY} is in none of {folders}. Install the package again (pip install .).")
 
 
-def check_torch(built_with: str, installed: str) -> None:
-    """Raise ImportError unless both versions of torch have the same major and minor number and CUDA variant."""
+def check_torch(build: BuildInfo, version: str, cuda: str | None) -> None:
+    """Check that this library works with a torch.
 
-    def compatible_part(version: str) -> tuple[str, str]:
-        release, _, variant = version.partition("+")
-        return ".".join(release.split(".")[:2]), variant
+    Args:
+        build: how this library was built.
+        version: torch.__version__.
+        cuda: torch.version.cuda; None for a CPU build of torch.
 
-    if compatible_part(built_with) != compatible_part(installed):
+    Raises:
+        ImportError: If torch has another major or minor number, or if this library has CUDA kernels and torch has
+            another major version of CUDA.
+    """
+    needed = major_minor(build["torch"])
+    if major_minor(version) != needed:
         raise ImportError(
-            f"megatron_sb was built with torch {built_with}, but torch {installed} is installed. "
-            "Install that torch, or build megatron_sb again (pip install --force-reinstall --no-deps .)."
+            f"megatron_sb was built with torch {build['torch']}, but torch {version} is installed. "
+            f"Install torch {needed[0]}.{needed[1]}, or {_BUILD_AGAIN}."
+        )
+    if build["cuda"] is None:
+        return
+    needed_cuda = build["cuda"].partition(".")[0]
+    if (cuda or "").partition(".")[0] != needed_cuda:
+        raise ImportError(
+            f"megatron_sb was built with CUDA {build['cuda']}, but torch {version} has "
+            f"{f'CUDA {cuda}' if cuda else 'no CUDA'}. Install a torch for CUDA {needed_cuda}, or {_BUILD_AGAIN}."
         )
 
 
@@ -88,5 +105,11 @@ def load() -> None:
     Raises:
         ImportError: If they are missing, or were built with another torch.
     """
-    check_torch(build_info()["torch"], torch.__version__)
-    torch.ops.load_library(library_path())
+    check_torch(build_info(), torch.__version__, torch.version.cuda)
+    try:
+        torch.ops.load_library(library_path())
+    except OSError as error:  # such as an undefined symbol: a pre-release of torch differs from the release
+        raise ImportError(
+            f"megatron_sb was built with torch {build_info()['torch']}, and its library does not load with torch "
+            f"{torch.__version__}: {error}. To fix this, {_BUILD_AGAIN}."
+        ) from error

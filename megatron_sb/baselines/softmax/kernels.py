@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -28,6 +27,7 @@ from megatron_sb.baselines.softmax.compiled import compiled
 from megatron_sb.baselines.softmax.offsets import batches_by_length, document_block_mask, make_cu_seqlens
 from megatron_sb.baselines.softmax.positions import FireBias, alibi_slope_tensor
 from megatron_sb.baselines.softmax.stable_mask import real_share
+from megatron_sb.torch_version import from_torch
 
 # Fastest first. EFFICIENT_ATTENTION serves fp32 with O(s) memory.
 CUDA_BACKENDS = [
@@ -108,6 +108,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 def sdpa_varlen(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
     """Compute several documents, q, k, v (1, h, t, d), with torch's varlen_attn (FlashAttention-2)."""
+    varlen_attn = from_torch("torch.nn.attention.varlen", "varlen_attn", "2.11")
     cu_seqlens, longest = make_cu_seqlens(lengths, q.device), max(lengths)
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     causal = (-1, 0)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.libtorch import write_libtorch
 from support.messages import mentions
 
 ROOT = Path(__file__).parents[3]
@@ -18,6 +19,7 @@ cmake_minimum_required(VERSION 3.20)
 project(finds_torch NONE)
 include("{ROOT / "cmake" / "SbTorch.cmake"}")
 message(STATUS "torch ${{SB_TORCH_VERSION}} in ${{SB_TORCH_ROOT}}")
+message(STATUS "minor ${{SB_TORCH_MINOR}}, CUDA '${{SB_TORCH_CUDA_VERSION}}'")
 """
 TORCH = """
 from types import SimpleNamespace
@@ -53,10 +55,19 @@ def test_torch_in_the_users_home_is_found(tmp_path):
 
 
 @pytest.mark.skipif(not CMAKE, reason="needs cmake")
+def test_the_minor_version_of_a_vendors_pre_release_is_found(tmp_path):
+    source = TORCH.replace("2.11.7", "2.9.0a0+git-nv25.09").replace("cuda=None", "cuda='12.9'")
+    status, output, _ = configure(tmp_path, source)
+    assert status == 0, output
+    assert "torch 2.9.0a0+git-nv25.09 in" in output
+    assert "minor 2.9, CUDA '12.9'" in output
+
+
+@pytest.mark.skipif(not CMAKE, reason="needs cmake")
 def test_without_torch_the_error_says_what_to_install(tmp_path):
     status, output, _ = configure(tmp_path, "raise ImportError('broken')")
     assert status != 0
-    assert re.search(mentions("no torch pip install 'torch==2.11.*' --no-build-isolation"), output)
+    assert re.search(mentions("no torch pip install torch --no-build-isolation"), output)
 
 
 def configure_with_root(folder, root):
@@ -73,6 +84,18 @@ def test_the_version_of_a_given_libtorch_is_found(tmp_path):
     status, output = configure_with_root(tmp_path, root)
     assert status == 0, output
     assert f"torch {torch.__version__.partition('+')[0]} in {root}" in output
+    assert f"CUDA '{torch.version.cuda or ''}'" in output
+
+
+@pytest.mark.skipif(not CMAKE, reason="needs cmake")
+@pytest.mark.parametrize("header", ["headeronly/version.h", "csrc/api/include/torch/version.h"])
+def test_the_version_is_read_from_the_header_of_each_release(header, tmp_path):
+    """The header moved in torch 2.10. A LibTorch archive has no version.py, so its CUDA version is unknown."""
+    write_libtorch(tmp_path / "libtorch", "2.9.3", header=header)
+    status, output = configure_with_root(tmp_path, tmp_path / "libtorch")
+    assert status == 0, output
+    assert f"torch 2.9.3 in {tmp_path / 'libtorch'}" in output
+    assert "minor 2.9, CUDA 'unknown'" in output
 
 
 @pytest.mark.skipif(not CMAKE, reason="needs cmake")

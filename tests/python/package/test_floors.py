@@ -22,6 +22,7 @@ PYTHON_FLOORS = {
     "_moved": 0,
     "_tasks": 0,
     "reference": 0,
+    "torch_version": 0,
     "validation": 0,
     "options": 1,
     "ops": 2,

@@ -1,0 +1,28 @@
+# The supported versions of torch, and the checks of versions that stop a build before anything is compiled.
+
+set(SB_TORCH_OLDEST 2.9)  # torch 2.8 does not tell C++ code the store and the timeout of a process group
+set(SB_TORCH_NEWEST_TESTED 2.15)  # docs/installation.md has the results
+
+# sb_check_torch() compares SB_TORCH_MINOR, which SbTorch.cmake sets, with the supported versions.
+function(sb_check_torch)
+    if(SB_TORCH_MINOR VERSION_LESS SB_TORCH_OLDEST)
+        message(FATAL_ERROR "megatron_sb needs torch ${SB_TORCH_OLDEST} or later and found ${SB_TORCH_VERSION} in "
+                "${SB_TORCH_ROOT}. Install a newer torch in this environment, then build again.")
+    elseif(SB_TORCH_MINOR VERSION_GREATER SB_TORCH_NEWEST_TESTED)
+        message(WARNING "megatron_sb was tested with torch up to ${SB_TORCH_NEWEST_TESTED} and found "
+                "${SB_TORCH_VERSION}. The build continues. Run 'megatron-sb check' after it.")
+    endif()
+endfunction()
+
+# sb_check_cuda(<nvcc's version> <torch's CUDA version>) compares the major versions. One process cannot use two CUDA
+# runtimes on the same tensors. The CUDA version of a LibTorch in SB_TORCH_ROOT may be "unknown": it is not compared.
+function(sb_check_cuda nvcc_version torch_version)
+    string(REGEX MATCH "^[0-9]+" nvcc_major "${nvcc_version}")
+    string(REGEX MATCH "^[0-9]+" torch_major "${torch_version}")
+    if(torch_major AND NOT nvcc_major EQUAL torch_major)
+        message(FATAL_ERROR "megatron_sb: nvcc is CUDA ${nvcc_version}, but torch ${SB_TORCH_VERSION} was built for "
+                "CUDA ${torch_version}. The major versions must be equal. Set CUDACXX to the nvcc of CUDA "
+                "${torch_major}, install a torch for CUDA ${nvcc_major}, or build without GPU kernels with "
+                "SB_WITH_CUDA=OFF.")
+    endif()
+endfunction()

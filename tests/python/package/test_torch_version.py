@@ -1,0 +1,187 @@
+"""The package works with each supported torch, and names what to do about any other: when it is built and imported."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from support.libtorch import write_libtorch
+from support.messages import mentions
+
+from megatron_sb import torch_version
+from megatron_sb.baselines.softmax import kernels
+from megatron_sb.ops import library
+
+ROOT = Path(__file__).parents[3]
+CMAKE = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+NVCC = os.environ.get("CUDACXX") or shutil.which("nvcc")
+needs_cmake = pytest.mark.skipif(not CMAKE, reason="needs cmake")
+CPU_BUILD = library.BuildInfo(version="0.1.0", torch="2.11.0+cu130", cuda=None, compiler="GNU 12.2.0")
+CUDA_BUILD = library.BuildInfo(version="0.1.0", torch="2.11.0+cu130", cuda="13.0.88", compiler="GNU 12.2.0")
+
+
+@pytest.mark.parametrize(
+    ("version", "numbers"),
+    [
+        ("2.8.0", (2, 8)),
+        ("2.11.0+cu130", (2, 11)),
+        ("2.9.0a0+git-nv25.09", (2, 9)),
+        ("2.10.0a0+b558c986e8.nv25.11", (2, 10)),
+        ("2.16.0.dev20261101+cpu", (2, 16)),
+        ("3.0", (3, 0)),
+    ],
+)
+def test_major_and_minor_number_are_parsed(version, numbers):
+    assert torch_version.major_minor(version) == numbers
+
+
+def test_a_version_without_numbers_is_an_error():
+    with pytest.raises(ValueError, match=mentions("torch 2.11 nightly")):
+        torch_version.major_minor("nightly")
+
+
+@pytest.mark.parametrize("build", [CPU_BUILD, CUDA_BUILD], ids=["CPU", "CUDA"])
+@pytest.mark.parametrize("installed", ["2.1.0", "2.10.0+cu130", "2.12.0+cu130", "2.9.0a0+git-nv25.09", "3.11.0"])
+def test_another_minor_version_raises_an_error(build, installed):
+    """The message names both versions and what to do."""
+    with pytest.raises(ImportError, match=mentions(f"torch 2.11.0+cu130 {installed} 2.11 pip install --no-deps")):
+        library.check_torch(build, installed, "13.0")
+
+
+@pytest.mark.parametrize("cuda", ["12.8", None])
+def test_another_major_version_of_cuda_raises_an_error(cuda):
+    with pytest.raises(ImportError, match=mentions(f"CUDA 13.0.88 2.11.1 {cuda or 'no CUDA'} 13 pip install")):
+        library.check_torch(CUDA_BUILD, "2.11.1", cuda)
+
+
+def test_patch_releases_vendor_builds_and_minor_versions_of_cuda_are_accepted():
+    library.check_torch(CUDA_BUILD, "2.11.1+cu132", "13.2")
+    library.check_torch(CUDA_BUILD, "2.11.0a0+git-nv26.01", "13.1")
+
+
+def test_a_cpu_build_accepts_a_torch_of_any_cuda():
+    library.check_torch(CPU_BUILD, "2.11.1+cpu", None)
+    library.check_torch(CPU_BUILD, "2.11.0+cu128", "12.8")
+
+
+def test_a_library_that_does_not_load_raises_an_error(monkeypatch, tmp_path):
+    """A pre-release of torch can lack a symbol of the release. The linker's error alone does not say what to do."""
+    broken = tmp_path / "libmegatron_sb_ops.so"
+    broken.write_text("no library")
+    monkeypatch.setattr(library, "library_path", lambda: broken)
+    with pytest.raises(ImportError, match=mentions(f"torch {torch.__version__} {broken} pip install")):
+        library.load.__wrapped__()
+
+
+def test_what_an_older_torch_lacks_raises_an_error(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.10.0+cu128")
+    with pytest.raises(ImportError, match=mentions("varlen_attn 2.11 2.10.0+cu128")):
+        kernels.sdpa_varlen(*[torch.zeros(1, 1, 2, 8)] * 3, (1, 1), 1.0)
+    assert torch_version.from_torch("torch.nn", "Linear", "2.10") is torch.nn.Linear
+
+
+def run_cmake(folder: Path, call: str) -> tuple[int, str]:
+    """Run a call of a function of SbVersions.cmake as a script. Return the exit status and the output."""
+    script = folder / "script.cmake"
+    script.write_text(f'include({ROOT / "cmake" / "SbVersions.cmake"})\n{call}\nmessage(STATUS "end of script")\n')
+    done = subprocess.run([CMAKE, "-P", script], capture_output=True, text=True, timeout=60)
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+
+def check_torch(folder: Path, version: str, minor: str) -> tuple[int, str]:
+    """Run sb_check_torch() for a torch. Return the exit status and the output."""
+    settings = {"SB_TORCH_VERSION": version, "SB_TORCH_MINOR": minor, "SB_TORCH_ROOT": "/torch"}
+    lines = [f'set({name} "{value}")' for name, value in settings.items()]
+    return run_cmake(folder, "\n".join([*lines, "sb_check_torch()"]))
+
+
+@needs_cmake
+@pytest.mark.parametrize(("version", "minor"), [("2.8.0+cu128", "2.8"), ("1.13.1", "1.13"), ("nightly", "")])
+def test_cmake_refuses_an_older_torch(version, minor, tmp_path):
+    status, output = check_torch(tmp_path, version, minor)
+    assert status != 0 and "end of script" not in output
+    assert re.search(mentions(f"2.9 {version} /torch"), output)
+
+
+@needs_cmake
+@pytest.mark.parametrize(("version", "minor"), [("2.9.1", "2.9"), ("2.9.0a0+git-nv25.09", "2.9"), ("2.11.0", "2.11")])
+def test_cmake_accepts_a_supported_torch(version, minor, tmp_path):
+    assert check_torch(tmp_path, version, minor) == (0, "-- end of script")
+
+
+@needs_cmake
+@pytest.mark.parametrize(("version", "minor"), [("2.99.0", "2.99"), ("3.0.0", "3.0")])
+def test_cmake_warns_of_a_newer_torch(version, minor, tmp_path):
+    status, output = check_torch(tmp_path, version, minor)
+    assert status == 0 and "end of script" in output
+    assert re.search(mentions(f"Warning tested {version}"), output)
+
+
+@needs_cmake
+@pytest.mark.parametrize(("nvcc", "cuda"), [("13.0.88", "13.2"), ("12.4.1", "12.8"), ("13.0.88", "unknown")])
+def test_cmake_accepts_nvcc_of_torchs_major_version(nvcc, cuda, tmp_path):
+    assert run_cmake(tmp_path, f'sb_check_cuda("{nvcc}" "{cuda}")') == (0, "-- end of script")
+
+
+@needs_cmake
+@pytest.mark.parametrize(("nvcc", "cuda"), [("13.0.88", "12.8"), ("12.9.1", "13.0")])
+def test_cmake_refuses_nvcc_of_another_major_version(nvcc, cuda, tmp_path):
+    status, output = run_cmake(tmp_path, f'sb_check_cuda("{nvcc}" "{cuda}")')
+    assert status != 0
+    assert re.search(mentions(f"nvcc {nvcc} {cuda} CUDACXX SB_WITH_CUDA=OFF"), output)
+
+
+def configure(folder: Path, *options: str) -> tuple[int, str]:
+    """Configure this project. Return the exit status and the output."""
+    command = [CMAKE, "-S", ROOT, "-B", folder / "build", "-DSB_BUILD_PYTHON=OFF", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+
+@needs_cmake
+def test_the_project_refuses_an_older_torch(tmp_path):
+    """It does so before it looks for nvcc."""
+    root = write_libtorch(tmp_path / "libtorch", "2.8.0", cuda="12.8")
+    status, output = configure(tmp_path, f"-DSB_TORCH_ROOT={root}", "-DSB_WITH_CUDA=ON")
+    assert status != 0 and "CUDA compiler" not in output
+    assert re.search(mentions(f"2.9 2.8.0 {root}"), output)
+
+
+@needs_cmake
+@pytest.mark.skipif(not NVCC, reason="needs nvcc")
+@pytest.mark.parametrize("with_cuda", ["AUTO", "OFF"])
+def test_the_project_refuses_another_major_version_of_cuda(with_cuda, tmp_path):
+    """A CPU build does not depend on torch's CUDA."""
+    root = write_libtorch(tmp_path / "libtorch", "2.11.0", cuda="99.1")
+    status, output = configure(tmp_path, f"-DSB_TORCH_ROOT={root}", f"-DSB_WITH_CUDA={with_cuda}")
+    if with_cuda == "OFF":
+        assert status == 0, output
+    else:
+        assert status != 0
+        assert re.search(mentions("nvcc 2.11.0 99.1"), output)
+
+
+def cmake_version(name: str) -> tuple[int, int]:
+    """Return the major and minor number of a variable in SbVersions.cmake."""
+    text = (ROOT / "cmake" / "SbVersions.cmake").read_text()
+    return torch_version.major_minor(re.search(rf"set\({name} ([\d.]+)\)", text)[1])
+
+
+def test_pip_keeps_an_installed_torch():
+    """The oldest version is that of CMake, and there is no upper bound, which would make pip replace a newer torch."""
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    major, minor = cmake_version("SB_TORCH_OLDEST")
+    assert [text for text in dependencies if text.startswith("torch")] == [f"torch>={major}.{minor}"]
+
+
+def test_the_documentation_lists_the_oldest_and_the_newest_version():
+    """CMake warns of a version that is newer than those of the table."""
+    rows = re.findall(r"^\| (\d+\.\d+\.\d+) \|", (ROOT / "docs/installation.md").read_text(), re.MULTILINE)
+    tested = [torch_version.major_minor(row) for row in rows]
+    assert min(tested) == cmake_version("SB_TORCH_OLDEST")
+    assert max(tested) == cmake_version("SB_TORCH_NEWEST_TESTED")
