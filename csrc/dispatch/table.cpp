@@ -1,5 +1,6 @@
 #include "dispatch/table.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -38,8 +39,8 @@ bool is_half(Dtype dtype) {
 }
 
 bool hopper_serves(const Request& r) {
-    return r.device == Device::kCuda && r.architecture == 90 && is_half(r.dtype) && r.head_dim == r.head_dim_v &&
-           (r.head_dim == 64 || r.head_dim == 128) && !r.forget_gate && !r.key_blocks;
+    return r.device == Device::kCuda && r.architecture == 90 && is_half(r.dtype) && head_dims_fit(r) &&
+           std::max(r.head_dim, r.head_dim_v) <= hopper::kMostColumns && !r.forget_gate && !r.key_blocks;
 }
 #endif
 
@@ -47,8 +48,8 @@ constexpr Kernels kTable[] = {
 #if defined(SB_WITH_CUDA)
     {"hopper", hopper_serves,
      [] {
-         return std::string(
-             "CUDA sm_90; bf16, fp16; head_dim = head_dim_v = 64 or 128; no forget gates, no paged cache");
+         return concat("CUDA sm_90; bf16, fp16; head_dim and head_dim_v: multiples of ", kHeadDimMultiple, " up to ",
+                       hopper::kMostColumns, "; no forget gates, no paged cache");
      },
      hopper::forward_workspace, hopper::backward_workspace, hopper::block_forward, hopper::block_backward, true},
     {"portable", portable_serves,

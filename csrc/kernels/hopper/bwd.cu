@@ -62,12 +62,10 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
     a.params = p;
     plan_backward(p, &a.plan);
     launch_plan(p, a.plan, stream);
-    const TensorSizes query_sizes = {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim};
-    const TensorSizes key_sizes = {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim};
-    a.q = make_query_map(p.q, query_sizes, kStepRows);
-    a.d_o = make_query_map(p.d_o, query_sizes, kStepRows);
-    a.k = make_key_map(p.k, key_sizes, kHalfTileKeys);
-    a.v = make_key_map(p.v, key_sizes, kHalfTileKeys);
+    a.q = make_query_map(p.q, {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim}, kStepRows);
+    a.d_o = make_query_map(p.d_o, {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim_v}, kStepRows);
+    a.k = make_key_map(p.k, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim}, kHalfTileKeys);
+    a.v = make_key_map(p.v, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim_v}, kHalfTileKeys);
     a.head_order = choose_head_order(z, p.segments.size);
     const common::Scalars scalars = common::scalars_of<Element>(p.options);
     a.scale = scalars.scale;
@@ -98,7 +96,7 @@ void block_backward(const BackwardParams& params, void* stream_handle) {
     if (!has_work(params)) return;
     const auto stream = static_cast<cudaStream_t>(stream_handle);
     const auto run = [&](auto launch_64, auto launch_128) {
-        params.sizes.head_dim == 64 ? launch_64(params, stream) : launch_128(params, stream);
+        tile_columns(params.sizes) == 64 ? launch_64(params, stream) : launch_128(params, stream);
     };
     if (params.sizes.dtype == Dtype::kBFloat16)
         run(launch<__nv_bfloat16, 64>, launch<__nv_bfloat16, 128>);

@@ -104,11 +104,13 @@ class BackwardThread {
                                                 const float (&dv)[kHeadDim / 2]) const {
         constexpr float kOutputScale = 1.f / common::kWeightScale<Element>;
         if (writes_fp32(step)) {
-            write_fp32(fp32_rows(args_.params.dk, args_.plan.partial_dk, step), step, half, dk, args_.scale);
-            write_fp32(fp32_rows(args_.params.dv, args_.plan.partial_dv, step), step, half, dv, kOutputScale);
+            write_fp32(fp32_rows(args_.params.dk, head_dim(), args_.plan.partial_dk, step), step, half, dk,
+                       args_.scale);
+            write_fp32(fp32_rows(args_.params.dv, head_dim_v(), args_.plan.partial_dv, step), step, half, dv,
+                       kOutputScale);
         } else {
-            store_gradient_rows(args_.params.dk, step, half, staged, dk, args_.scale);
-            store_gradient_rows(args_.params.dv, step, half, staged, dv, kOutputScale);
+            store_gradient_rows(args_.params.dk, head_dim(), step, half, staged, dk, args_.scale);
+            store_gradient_rows(args_.params.dv, head_dim_v(), step, half, staged, dv, kOutputScale);
         }
     }
     // The same for both halves, at head_dim 64, from transposed accumulators: their rows are the columns of the head
@@ -118,16 +120,18 @@ class BackwardThread {
                                                            const float (&dk)[64], const float (&dv)[64]) const {
         constexpr float kOutputScale = 1.f / common::kWeightScale<Element>;
         if (writes_fp32(step)) {
-            write_transposed_fp32(fp32_rows(args_.params.dk, args_.plan.partial_dk, step), step, dk, args_.scale);
-            write_transposed_fp32(fp32_rows(args_.params.dv, args_.plan.partial_dv, step), step, dv, kOutputScale);
+            write_transposed_fp32(fp32_rows(args_.params.dk, head_dim(), args_.plan.partial_dk, step), step, dk,
+                                  args_.scale);
+            write_transposed_fp32(fp32_rows(args_.params.dv, head_dim_v(), args_.plan.partial_dv, step), step, dv,
+                                  kOutputScale);
             return;
         }
         warpgroup_barrier(NamedBarrier::kConsumer2);
         stage_transposed(staged_dk, dk, args_.scale);
         stage_transposed(staged_dv, dv, kOutputScale);
         warpgroup_barrier(NamedBarrier::kConsumer2);
-        store_staged_keys(args_.params.dk, step, staged_dk);
-        store_staged_keys(args_.params.dv, step, staged_dv);
+        store_staged_keys(args_.params.dk, head_dim(), step, staged_dk);
+        store_staged_keys(args_.params.dv, head_dim_v(), step, staged_dv);
     }
     // Stores 64 columns of row r of the accumulator with stmatrix. Each lane passes the address of 8 columns of one
     // row.
@@ -154,6 +158,7 @@ class BackwardThread {
 #pragma unroll
             for (int i = 0; i < kLoads; ++i) {
                 const int v = u + i;
+                if (first_column + 8 * v >= head_dim()) continue;
                 if (row(0) < step.num_rows)
                     write_pair(first + 8 * v, (dq[4 * v] + older[i].x) * args_.scale,
                                (dq[4 * v + 1] + older[i].y) * args_.scale);
@@ -169,16 +174,19 @@ class BackwardThread {
     struct Fp32Rows {
         float* first;  // row of the first key
         int64_t row_stride;
+        int columns;
         bool store;
     };
     __device__ __forceinline__ bool writes_fp32(const Step& step) const {
         return step.flags & kPartialSums || accumulates_gradients();
     }
-    __device__ __forceinline__ Fp32Rows fp32_rows(const Rows<void*>& to, float* partial, const Step& step) const {
-        if (!(step.flags & kPartialSums)) return {key_row<float>(to, step, 0), to.row_stride, false};
+    __device__ __forceinline__ Fp32Rows fp32_rows(const Rows<void*>& to, int columns, float* partial,
+                                                  const Step& step) const {
+        if (!(step.flags & kPartialSums)) return {key_row<float>(to, step, 0), to.row_stride, columns, false};
         const Sizes& sizes = args_.params.sizes;
         const int kv_head = step.batch * sizes.num_kv_heads + step.kv_head;
-        return {partial + args_.plan.partial_row(sizes, step.part, kv_head, step.k_row) * kHeadDim, kHeadDim, true};
+        return {partial + args_.plan.partial_row(sizes, step.part, kv_head, step.k_row) * kHeadDim, kHeadDim, kHeadDim,
+                true};
     }
     __device__ __forceinline__ void write_fp32(const Fp32Rows& to, const Step& step, int half,
                                                const float (&x)[kHeadDim / 2], float factor) const {
@@ -189,6 +197,7 @@ class BackwardThread {
             float* const first = to.first + key * to.row_stride + lane_ % 4 * 2;
 #pragma unroll
             for (int n = 0; n < kHeadDim / 8; ++n) {
+                if (8 * n >= to.columns) continue;
                 const float2 pair = make_float2(x[4 * n + 2 * r] * factor, x[4 * n + 2 * r + 1] * factor);
                 if (to.store)
                     *reinterpret_cast<float2*>(first + 8 * n) = pair;
@@ -198,7 +207,7 @@ class BackwardThread {
         }
     }
     // Each warp writes its own 16 rows through shared memory, so that global memory receives whole rows.
-    __device__ __forceinline__ void store_gradient_rows(const Rows<void*>& to, const Step& step, int half,
+    __device__ __forceinline__ void store_gradient_rows(const Rows<void*>& to, int columns, const Step& step, int half,
                                                         uint32_t staged, const float (&x)[kHeadDim / 2],
                                                         float factor) const {
 #pragma unroll
@@ -218,7 +227,8 @@ class BackwardThread {
             for (int i = 0; i < 16; i += 4) {
                 const int row = warp_ * 16 + i + lane_ / 8, key = half * kHalfTileKeys + KeyOrder<kHalfTileKeys>()(row);
                 const uint4 eight = load_shared(staged + row * 128 + ((lane_ % 8 ^ row % 8) << 4));
-                store_global_if(key < step.tile_keys, key_row<Element>(to, step, key) + part * 64 + lane_ % 8 * 8,
+                const int column = part * 64 + lane_ % 8 * 8;
+                store_global_if(key < step.tile_keys && column < columns, key_row<Element>(to, step, key) + column,
                                 eight);
             }
             __syncwarp();
@@ -237,6 +247,7 @@ class BackwardThread {
                 if (first_key + k >= step.tile_keys) continue;
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
+                    if (row(r) >= to.columns) continue;
                     const float value = x[32 * half + accumulator_register(r, k)] * factor;
                     if (to.store)
                         at[8 * r] = value;
@@ -259,13 +270,15 @@ class BackwardThread {
             stmatrix_x4_transposed(first + n * 8 * 128, packed);
         }
     }
-    __device__ __forceinline__ void store_staged_keys(const Rows<void*>& to, const Step& step, uint32_t staged) const {
+    __device__ __forceinline__ void store_staged_keys(const Rows<void*>& to, int columns, const Step& step,
+                                                      uint32_t staged) const {
         const int lane = opaque(lane_);
 #pragma unroll
         for (int i = 0; i < 32; i += 4) {
             const int row = warp_ * 32 + i + lane / 8, key = tile_key(row);
             const uint4 eight = load_shared(staged + row * 128 + ((lane % 8 ^ row % 8) << 4));
-            store_global_if(key < step.tile_keys, key_row<Element>(to, step, key) + lane % 8 * 8, eight);
+            store_global_if(key < step.tile_keys && lane % 8 * 8 < columns,
+                            key_row<Element>(to, step, key) + lane % 8 * 8, eight);
         }
     }
     // The key of the tile that row `row` of shared memory holds.
@@ -276,6 +289,13 @@ class BackwardThread {
     __device__ __forceinline__ Out* key_row(const Rows<void*>& to, const Step& step, int key) const {
         return static_cast<Out*>(to.data) + step.batch * to.batch_stride + step.kv_head * to.head_stride +
                (step.k_row + key) * to.row_stride;
+    }
+
+    __device__ __forceinline__ int head_dim() const {
+        return args_.params.sizes.head_dim;
+    }
+    __device__ __forceinline__ int head_dim_v() const {
+        return args_.params.sizes.head_dim_v;
     }
 
     // Write two neighbouring columns. The fp32 version adds with a reduction, which returns no value to wait for. No

@@ -5,6 +5,7 @@
 
 #include "kernels/common/launch.h"
 #include "kernels/hopper/bwd_plan.h"
+#include "kernels/hopper/hopper.h"
 
 namespace megatron_sb::hopper {
 namespace {
@@ -56,21 +57,22 @@ __global__ void __launch_bounds__(kSumThreads)
     if (tile.is_whole) return;
     const int keys = min(first_key + kKeysOfBlock, tile.num_keys - tile.tile * kBackwardKeyTile);
     const int tile_row = clamped(p.segments[tile.segment], p.sizes).k_begin + tile.tile * kBackwardKeyTile;
-    const int threads_of_row = p.sizes.head_dim / 4, column = threadIdx.x % threads_of_row * 4;
+    const int columns = tile_columns(p.sizes), threads_of_row = columns / 4, column = threadIdx.x % threads_of_row * 4;
     const int batch = kv_head / p.sizes.num_kv_heads, head = kv_head % p.sizes.num_kv_heads;
     const int lane = threadIdx.x % 32;
     const bool has_sums =
         lane < plan.parts.count() && plan.has_sums[plan.partial_row(p.sizes, lane, kv_head, tile_row)] != 0;
     const uint32_t present = __ballot_sync(~0u, has_sums);
-    const int64_t part_stride = plan.partial_row(p.sizes, 1, 0, 0) * p.sizes.head_dim;
-    const auto add = [&](const float* partial, const Rows<void*>& to, int row) {
-        const int64_t at = plan.partial_row(p.sizes, 0, kv_head, row) * p.sizes.head_dim + column;
+    const int64_t part_stride = plan.partial_row(p.sizes, 1, 0, 0) * columns;
+    const auto add = [&](const float* partial, const Rows<void*>& to, int width, int row) {
+        if (column >= width) return;
+        const int64_t at = plan.partial_row(p.sizes, 0, kv_head, row) * columns + column;
         const int64_t out = batch * to.batch_stride + head * to.head_stride + row * to.row_stride + column;
         write_columns(static_cast<Out*>(to.data) + out, sum_of_parts(partial + at, part_stride, present));
     };
     for (int key = first_key + threadIdx.x / threads_of_row; key < keys; key += kSumThreads / threads_of_row) {
-        add(plan.partial_dk, p.dk, tile_row + key);
-        add(plan.partial_dv, p.dv, tile_row + key);
+        add(plan.partial_dk, p.dk, p.sizes.head_dim, tile_row + key);
+        add(plan.partial_dv, p.dv, p.sizes.head_dim_v, tile_row + key);
     }
 }
 

@@ -8,6 +8,7 @@
 #include "kernels/common/key_ranges.cuh"
 #include "kernels/common/launch.h"
 #include "kernels/hopper/bwd_plan.h"
+#include "kernels/hopper/hopper.h"
 #include "kernels/hopper/tile_copy.cuh"
 
 namespace megatron_sb::hopper {
@@ -95,9 +96,8 @@ __device__ void sort_key_tiles(const BackwardParams& p, const BackwardPlan& plan
 }
 
 // Zeroes one row of a gradient, for all batch elements and heads. Runs in one warp.
-__device__ void clear_row(const Rows<void*>& to, const Sizes& sizes, int heads, int row) {
-    for (int i = threadIdx.x % 32; i < sizes.batch * heads; i += 32)
-        write_zeros(to, i / heads, i % heads, row, sizes.head_dim);
+__device__ void clear_row(const Rows<void*>& to, int batch, int heads, int columns, int row) {
+    for (int i = threadIdx.x % 32; i < batch * heads; i += 32) write_zeros(to, i / heads, i % heads, row, columns);
 }
 
 __host__ __device__ int blocks_of(int rows) {
@@ -111,7 +111,7 @@ __device__ void clear_uncovered(const BackwardParams& p, int block, int* changes
             [](const Segment& s) {
                 return RowRange{s.q_begin, num_steps(s) > 0 ? s.q_len : 0};
             },
-            [&](int row) { clear_row(p.dq, z, z.num_heads, row); });
+            [&](int row) { clear_row(p.dq, z.batch, z.num_heads, z.head_dim, row); });
     else
         common::for_uncovered_row(
             z, p.segments, (block - blocks_of(z.q_rows)) * kPlanThreads, z.k_rows, changes, warp_sums,
@@ -119,8 +119,8 @@ __device__ void clear_uncovered(const BackwardParams& p, int block, int* changes
                 return RowRange{s.k_begin, num_steps(s) > 0 ? s.k_len : 0};
             },
             [&](int row) {
-                clear_row(p.dk, z, z.num_kv_heads, row);
-                clear_row(p.dv, z, z.num_kv_heads, row);
+                clear_row(p.dk, z.batch, z.num_kv_heads, z.head_dim, row);
+                clear_row(p.dv, z.batch, z.num_kv_heads, z.head_dim_v, row);
             });
 }
 // Number of thread blocks that zero rows. None are needed for a dense call, or if the kernel adds to the gradients.
@@ -253,9 +253,9 @@ Layout lay_out_workspace(const BackwardParams& p, BackwardPlan* plan) {
     plan->segments = w.take<SegmentPlan>(p.segments.size);
     plan->key_tiles = w.take<KeyTile>(plan->max_key_tiles);
     plan->starts = w.take<StepStarts>(heads * plan->max_steps);
-    plan->dq = w.take<float>(heads * plan->max_steps * kStepRows * z.head_dim);
-    plan->partial_dk = w.take<float>(parts * z.k_rows * z.head_dim);
-    plan->partial_dv = w.take<float>(parts * z.k_rows * z.head_dim);
+    plan->dq = w.take<float>(heads * plan->max_steps * kStepRows * tile_columns(z));
+    plan->partial_dk = w.take<float>(parts * z.k_rows * tile_columns(z));
+    plan->partial_dv = w.take<float>(parts * z.k_rows * tile_columns(z));
     layout.bytes = w.bytes;
     return layout;
 }

@@ -211,12 +211,12 @@ class StepLoader {
             return;
         }
         const auto same = [](int row) { return row; };
-        const auto copy = [&](uint8_t* to, const Rows<const void*>& from) {
+        const auto copy = [&](uint8_t* to, const Rows<const void*>& from, int columns) {
             copy_rows<kStepRows, T::kPanels>(to, from, offset_of(from, batch, head, pending_.row), pending_.num_rows,
-                                             same);
+                                             columns, same);
         };
-        copy(q, args_.params.q);
-        copy(d_o, args_.params.d_o);
+        copy(q, args_.params.q, args_.params.sizes.head_dim);
+        copy(d_o, args_.params.d_o, args_.params.sizes.head_dim_v);
         finish_copy(full, stage_);
     }
 
@@ -251,12 +251,12 @@ class StepLoader {
         }
         for (int w = 0; w < 2; ++w) {
             const int first = w * kHalfTileKeys;
-            const auto copy = [&](uint8_t* to, const Rows<const void*>& from) {
+            const auto copy = [&](uint8_t* to, const Rows<const void*>& from, int columns) {
                 copy_rows<kHalfTileKeys, T::kPanels>(to, from, offset_of(from, batch_, kv_head_, tile_row_ + first),
-                                                     tile_keys_ - first, KeyOrder<kHalfTileKeys>());
+                                                     tile_keys_ - first, columns, KeyOrder<kHalfTileKeys>());
             };
-            copy(shared_.k[buffer][w], args_.params.k);
-            copy(shared_.v[buffer][w], args_.params.v);
+            copy(shared_.k[buffer][w], args_.params.k, args_.params.sizes.head_dim);
+            copy(shared_.v[buffer][w], args_.params.v, args_.params.sizes.head_dim_v);
         }
         finish_copy(full, place);
     }

@@ -36,8 +36,9 @@ __global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant_
         warpgroup_reg_dealloc<T::kProducerRegisters>();
         const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
         if (warp == 0) ForwardProducer<T>(shared, arguments).run();
-        if (warp == 1) TailLoader<T>(c, 0, arguments.params.k).run(shared.k, c.k.full);
-        if (warp == 2) TailLoader<T>(c, 1, arguments.params.v).run(shared.v, c.v.full);
+        if (warp == 1) TailLoader<T>(c, 0, arguments.params.k, arguments.params.sizes.head_dim).run(shared.k, c.k.full);
+        if (warp == 2)
+            TailLoader<T>(c, 1, arguments.params.v, arguments.params.sizes.head_dim_v).run(shared.v, c.v.full);
     } else {
         warpgroup_reg_alloc<T::kConsumerRegisters>();
         ForwardConsumer<T>(shared, arguments, warpgroup - 1).run();
@@ -67,7 +68,7 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
     a.tiles = static_cast<QueryTiles*>(p.workspace);
     a.q = make_query_map(p.q, {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim}, T::kQueryTile);
     a.k = make_key_map(p.k, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim}, kKeyTile);
-    a.v = make_key_map(p.v, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim}, kKeyTile);
+    a.v = make_key_map(p.v, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim_v}, kKeyTile);
     a.heads_in_flight = heads_in_flight(z);
     const common::Scalars scalars = common::scalars_of<Element>(p.options);
     a.scale_log2 = scalars.scale_log2e;
@@ -95,8 +96,8 @@ void block_forward(const ForwardParams& given, void* stream) {
         params.segments = {nullptr, 0};  // no query row sees a key, and a tensor map of 0 rows cannot be encoded
     if (z.q_rows == 0 || z.batch == 0 || z.num_heads == 0) return;
     const auto run = [&](auto launch_64, auto launch_128) {
-        z.head_dim == 64 ? launch_64(params, static_cast<cudaStream_t>(stream))
-                         : launch_128(params, static_cast<cudaStream_t>(stream));
+        tile_columns(z) == 64 ? launch_64(params, static_cast<cudaStream_t>(stream))
+                              : launch_128(params, static_cast<cudaStream_t>(stream));
     };
     if (z.dtype == Dtype::kBFloat16)
         run(launch<__nv_bfloat16, 64>, launch<__nv_bfloat16, 128>);

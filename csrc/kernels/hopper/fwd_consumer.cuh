@@ -303,8 +303,9 @@ class ForwardConsumer {
             float* const first = to + row * row_stride + lane_ % 4 * 2;
 #pragma unroll
             for (int n = 0; n < T::kHeadDim / 8; ++n)
-                *reinterpret_cast<float2*>(first + 8 * n) = {o_[4 * n + 2 * r] * kOutputScale,
-                                                             o_[4 * n + 2 * r + 1] * kOutputScale};
+                if (8 * n < args_.params.sizes.head_dim_v)
+                    *reinterpret_cast<float2*>(first + 8 * n) = {o_[4 * n + 2 * r] * kOutputScale,
+                                                                 o_[4 * n + 2 * r + 1] * kOutputScale};
         }
     }
     // `staged` is the address of this warp's 16 rows of the Q slot, with the same swizzle. Each warp has waited for its
@@ -326,6 +327,7 @@ class ForwardConsumer {
         __syncwarp();
         constexpr int kChunks = T::kHeadDim / 8, kRowsAtOnce = 32 / kChunks;
         const int chunk = lane_ % kChunks, first = lane_ / kChunks;
+        if (chunk * 8 >= args_.params.sizes.head_dim_v) rows = 0;
         to += first * row_stride + chunk * 8;
         row_stride *= kRowsAtOnce;
         uint4 x[16 / kRowsAtOnce];  // all loads are issued before the first store waits for one

@@ -16,8 +16,8 @@ namespace megatron_sb::hopper {
 template <class T>
 class TailLoader {
   public:
-    __device__ TailLoader(ForwardControl<T>& control, int loader, const Rows<const void*>& rows)
-        : control_(control), loader_(loader), rows_(rows) {}
+    __device__ TailLoader(ForwardControl<T>& control, int loader, const Rows<const void*>& rows, int columns)
+        : control_(control), loader_(loader), rows_(rows), columns_(columns) {}
 
     // `tiles` are the slots of the ring of K or V; `full` is its event k.full or v.full.
     __device__ void run(uint8_t (*tiles)[T::kKeyBytes], SlotBarriers<kKvStages>& full) const {
@@ -29,7 +29,7 @@ class TailLoader {
             ring.empty.arrive(place);
             if (tile.slot < 0) return;
             copy_rows<kKeyTile, T::kPanels>(tiles[tile.slot], rows_, offset_of(rows_, tile.batch, tile.head, tile.row),
-                                            tile.count, KeyOrder<kKeyTile>());
+                                            tile.count, columns_, KeyOrder<kKeyTile>());
             finish_copy(full, Place<kKvStages>{tile.slot});
         }
     }
@@ -38,6 +38,7 @@ class TailLoader {
     ForwardControl<T>& control_;
     const int loader_;
     const Rows<const void*>& rows_;
+    const int columns_;
 };
 
 }  // namespace megatron_sb::hopper

@@ -21,10 +21,12 @@ __device__ inline void write_zeros(const Rows<void*>& to, int batch, int head, i
 }
 
 // Copies kRows rows of kPanels * 64 columns into shared memory, with the 128-byte swizzle that TMA would use. Row r in
-// shared memory is row order(r) of the source, or zeros if order(r) >= count. The source begins `source` bytes from the
-// start of the tensor. Runs in one warp, with cp.async: call finish_copy() afterwards.
+// shared memory is row order(r) of the source, or zeros if order(r) >= count; so are the columns from `columns` on. The
+// source begins `source` bytes from the start of the tensor. Runs in one warp, with cp.async: call finish_copy()
+// afterwards.
 template <int kRows, int kPanels, class Order>
-__device__ inline void copy_rows(uint8_t* to, const Rows<const void*>& tensor, int64_t source, int count, Order order) {
+__device__ inline void copy_rows(uint8_t* to, const Rows<const void*>& tensor, int64_t source, int count, int columns,
+                                 Order order) {
     constexpr int kRowBytes = 128, kChunk = 16, kChunksPerPanel = kRowBytes / kChunk;
     constexpr int kChunksPerRow = kPanels * kChunksPerPanel;
     const int lane = threadIdx.x % 32, chunk = lane % kChunksPerRow, panel = chunk / kChunksPerPanel;
@@ -33,7 +35,7 @@ __device__ inline void copy_rows(uint8_t* to, const Rows<const void*>& tensor, i
 #pragma unroll 2
     for (int r = lane / kChunksPerRow; r < kRows; r += 32 / kChunksPerRow) {
         const int row = order(r), swizzled = (chunk % kChunksPerPanel) ^ (r % 8);
-        const bool inside = row < count;
+        const bool inside = row < count && chunk * 8 < columns;
         copy_async(shared_address(to + r * kRowBytes + swizzled * kChunk),
                    inside ? from + 2 * row * tensor.row_stride : tensor.data, inside);
     }

@@ -37,7 +37,9 @@ TEST(Dispatch, UsesTheFirstGpuKernelsThatSupportTheRequest) {
     };
     EXPECT_EQ(name(90, Dtype::kBFloat16, 128, 128), "hopper");
     EXPECT_EQ(name(90, Dtype::kFloat16, 64, 64), "hopper");
-    EXPECT_EQ(name(90, Dtype::kBFloat16, 128, 64), "portable");
+    EXPECT_EQ(name(90, Dtype::kBFloat16, 128, 8), "hopper");
+    EXPECT_EQ(name(90, Dtype::kFloat16, 24, 96), "hopper");
+    EXPECT_EQ(name(90, Dtype::kBFloat16, 128, 136), "portable");
     EXPECT_EQ(name(90, Dtype::kFloat32, 128, 128), "portable");
     EXPECT_EQ(name(90, Dtype::kBFloat16, 256, 256), "portable");
     EXPECT_EQ(name(80, Dtype::kBFloat16, 128, 128), "portable");

@@ -125,7 +125,9 @@ def test_a_forget_gate_of_one_changes_nothing(dtype, device):
         if device == "cpu":
             assert torch.equal(gated[name], value), name
         else:
-            torch.testing.assert_close(gated[name], value, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-4)
+            # Other kernels can serve a call without gates.
+            rtol, atol = (1e-2, 1e-3) if dtype == torch.bfloat16 else (1e-4, 1e-4)
+            torch.testing.assert_close(gated[name], value, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
