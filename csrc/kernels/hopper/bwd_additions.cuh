@@ -148,13 +148,13 @@ class BulkAdder : DqThread<T> {
             finish_addition();
             if (!ready) this->wait_for_turn(step);
             const Slot slot = Slot::of(number);
-            const bool newest = step.flags & kNewestKeyTile;
-            if (newest) control_.dq_turn.arrive(TurnPlace<T>::of(num_newest++));
-            this->watch(control_.dq_staged.full, slot);
-            if (newest) {
+            if (step.flags & kNewestKeyTile) {
+                control_.dq_turn.arrive(TurnPlace<T>::of(num_newest++));
+                this->watch(control_.dq_staged.full, slot);
                 control_.dq_staged.empty.arrive(slot);
                 control_.steps.empty.arrive(place);
             } else {
+                this->watch(control_.dq_staged.full, slot);
                 start_addition(step, slot);
                 unfinished_ = number;
                 has_unfinished_ = true;
@@ -169,11 +169,7 @@ class BulkAdder : DqThread<T> {
         float* const to = args_.plan.dq + int64_t(step.dq_index) * T::kDqFloats;
         const uint32_t from = shared_address(shared_.dq[slot.slot]);
         constexpr int kBytes = T::kDqFloats * sizeof(float);
-        if (step.flags & kOldestKeyTile)
-            start_bulk_store(to, from, kBytes);
-        else
-            start_bulk_add(to, from, kBytes);
-        commit_bulk();
+        step.flags& kOldestKeyTile ? start_bulk_store(to, from, kBytes) : start_bulk_add(to, from, kBytes);
     }
     // Waits for the addition in flight, if there is one, and publishes it. Arrives on dq_staged.empty and steps.empty.
     __device__ void finish_addition() {

@@ -164,19 +164,21 @@ __device__ __forceinline__ void reduce_add_global(float* to, float x, float y, f
 }
 
 // Copy shared memory to global memory, or add floats of it there, asynchronously. Both addresses and the number of
-// bytes must be multiples of 16. Fence the shared memory before (fence_async_proxy). The thread that starts a copy or
-// an addition must call commit_bulk() after it, and wait_for_bulk() later.
+// bytes must be multiples of 16. The thread that starts a copy or an addition must also wait for it. Fence the shared
+// memory before (fence_async_proxy).
 __device__ __forceinline__ void start_bulk_store(float* to, uint32_t from, int bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+        "cp.async.bulk.commit_group;" ::"l"(to),
+        "r"(from), "r"(bytes)
+        : "memory");
 }
 __device__ __forceinline__ void start_bulk_add(float* to, uint32_t from, int bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
-                 "r"(bytes)
-                 : "memory");
-}
-__device__ __forceinline__ void commit_bulk() {
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    asm volatile(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
+        "cp.async.bulk.commit_group;" ::"l"(to),
+        "r"(from), "r"(bytes)
+        : "memory");
 }
 // Waits until all bulk operations of this thread are done: shared memory is read, and global memory is written.
 __device__ __forceinline__ void wait_for_bulk() {
