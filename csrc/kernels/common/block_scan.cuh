@@ -8,41 +8,48 @@ namespace megatron_sb::common {
 
 constexpr int kMaxWarps = 32;
 
+template <class T>
 struct BlockScan {
-    int inclusive;  // over the values of this thread and all threads before it
-    int total;
+    T inclusive;  // over the values of this thread and all threads before it
+    T total;
 };
 
 // Scans `value` over the threads of the CTA with the associative operation `join`. `none` is its identity element. All
 // threads of the CTA must call this. `warp_values` is shared memory with kMaxWarps entries.
-template <class Join>
-__device__ inline BlockScan scan_over_block(int value, int none, int* warp_values, Join join) {
+template <class T, class Join>
+__device__ inline BlockScan<T> scan_over_block(T value, T none, T* warp_values, Join join) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     for (int step = 1; step < 32; step *= 2) {
-        const int before = __shfl_up_sync(~0u, value, step);
+        const T before = __shfl_up_sync(~0u, value, step);
         if (lane >= step) value = join(before, value);
     }
     if (lane == 31) warp_values[warp] = value;
     __syncthreads();
     if (warp == 0) {
-        int joined = lane < warps ? warp_values[lane] : none;
+        T joined = lane < warps ? warp_values[lane] : none;
         for (int step = 1; step < warps; step *= 2) {
-            const int before = __shfl_up_sync(~0u, joined, step);
+            const T before = __shfl_up_sync(~0u, joined, step);
             if (lane >= step) joined = join(before, joined);
         }
         warp_values[lane] = joined;
     }
     __syncthreads();
-    const BlockScan scan = {join(warp > 0 ? warp_values[warp - 1] : none, value), warp_values[warps - 1]};
+    const BlockScan<T> scan = {join(warp > 0 ? warp_values[warp - 1] : none, value), warp_values[warps - 1]};
     __syncthreads();  // the caller may overwrite warp_values
     return scan;
 }
 
 struct Sum {
-    __device__ int operator()(int a, int b) const { return a + b; }
+    template <class T>
+    __device__ T operator()(T a, T b) const {
+        return a + b;
+    }
 };
 struct Maximum {
-    __device__ int operator()(int a, int b) const { return max(a, b); }
+    template <class T>
+    __device__ T operator()(T a, T b) const {
+        return max(a, b);
+    }
 };
 
 struct RowRange {

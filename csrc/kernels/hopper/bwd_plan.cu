@@ -5,7 +5,7 @@
 
 #include "core/limits.h"
 #include "kernels/common/block_scan.cuh"
-#include "kernels/common/key_ranges.cuh"
+#include "kernels/common/key_tiles.cuh"
 #include "kernels/common/launch.h"
 #include "kernels/hopper/bwd_plan.h"
 #include "kernels/hopper/hopper.h"
@@ -14,51 +14,10 @@
 namespace megatron_sb::hopper {
 namespace {
 
-constexpr int kPlanThreads = 1024;
 constexpr int kStepsAtOnce = 4;  // steps that a warp handles at once in find_starts
 
-using common::KeyRanges, common::next_in_range;
-using common::kMaxWarps, common::RowRange, common::scan_over_block, common::Sum;
-
-// Numbers the steps of all segments and collects the key ranges.
-__device__ void number_steps(const Sizes& sizes, const Segments& segments, const BackwardPlan& plan, int* warp_sums) {
-    const KeyRanges key_ranges(plan.key_ranges, sizes.k_rows, segments.size);
-    int before = 0;
-    for (int round = 0; round < segments.size; round += kPlanThreads) {
-        const int i = round + int(threadIdx.x);
-        Segment s = {};
-        if (i < segments.size) s = clamped(segments[i], sizes);
-        const int steps = num_steps(s);
-        const auto sums = scan_over_block(steps, 0, warp_sums, Sum());
-        if (i < segments.size) plan.segments[i] = {before + sums.inclusive - steps, -1};
-        if (steps > 0) key_ranges.add(s, i);
-        before += sums.total;
-    }
-}
-
-// Links the segments that share a key range.
-__device__ void link_segments(const Sizes& sizes, const Segments& segments, const BackwardPlan& plan) {
-    const KeyRanges key_ranges(plan.key_ranges, sizes.k_rows, segments.size);
-    for (int i = threadIdx.x; i < segments.size; i += kPlanThreads)
-        if (num_steps(clamped(segments[i], sizes)) > 0)
-            plan.segments[i].next = next_in_range(key_ranges, segments, sizes, i);
-}
-
-// Calls f(first segment, number of keys, tile) for each tile of each key range. The threads are divided evenly among
-// the segments.
-template <class F>
-__device__ void for_each_tile(const Sizes& sizes, const Segments& segments, const BackwardPlan& plan, F f) {
-    const KeyRanges key_ranges(plan.key_ranges, sizes.k_rows, segments.size);
-    int threads = kPlanThreads;
-    while (threads > 1 && threads * segments.size > kPlanThreads) threads /= 2;
-    for (int i = threadIdx.x / threads; i < segments.size; i += kPlanThreads / threads) {
-        const Segment s = clamped(segments[i], sizes);
-        if (num_steps(s) == 0 || !key_ranges.is_first(s, i)) continue;
-        const int num_keys = key_ranges.num_keys(s);
-        for (int tile = threadIdx.x % threads; tile * kBackwardKeyTile < num_keys; tile += threads)
-            f(i, num_keys, tile);
-    }
-}
+using Planner = common::KeyTilePlanner<kBackwardKeyTile>;
+using common::kMaxWarps, common::kPlanThreads, common::RowRange, common::scan_over_block;
 
 // Whether part 0 of a key tile has all its steps. `segment` is the first segment of its key range.
 __device__ bool is_whole(const BackwardParams& p, const BackwardPlan& plan, int segment, int tile) {
@@ -68,31 +27,6 @@ __device__ bool is_whole(const BackwardParams& p, const BackwardPlan& plan, int 
         if (!plan.parts.is_whole(num_steps(s), oldest_step(s, p.options.attend_current, tile))) return false;
     }
     return true;
-}
-
-// Sorts the key tiles by tile number with a counting sort: count the tiles of each number, sum the counts, place the
-// tiles. The links between the segments must be complete.
-__device__ void sort_key_tiles(const BackwardParams& p, const BackwardPlan& plan, int* warp_sums) {
-    const Sizes& sizes = p.sizes;
-    const Segments& segments = p.segments;
-    for_each_tile(sizes, segments, plan, [&](int, int, int tile) { atomicAdd(&plan.tile_offsets[tile], 1); });
-    __syncthreads();
-    const int most_tiles = (sizes.k_rows + kBackwardKeyTile - 1) / kBackwardKeyTile;
-    int before = 0;
-    for (int round = 0; round < most_tiles; round += kPlanThreads) {
-        const int tile = round + int(threadIdx.x);
-        const int count = tile < most_tiles ? __ldcg(&plan.tile_offsets[tile]) : 0;
-        const auto sums = scan_over_block(count, 0, warp_sums, Sum());
-        if (tile < most_tiles) __stcg(&plan.tile_offsets[tile], before + sums.inclusive - count);
-        before += sums.total;
-    }
-    if (threadIdx.x == 0) plan.counters[kNumKeyTiles] = min(before, plan.max_key_tiles);
-    __syncthreads();
-    for_each_tile(sizes, segments, plan, [&](int segment, int num_keys, int tile) {
-        const int at = atomicAdd(&plan.tile_offsets[tile], 1);
-        const bool whole = is_whole(p, plan, segment, tile);
-        if (at < plan.max_key_tiles) plan.key_tiles[at] = {segment, tile, num_keys, whole};
-    });
 }
 
 // Zeroes one row of a gradient, for all batch elements and heads. Runs in one warp.
@@ -132,12 +66,22 @@ int blocks_that_clear(const BackwardParams& p) {
 // Thread block 0 plans. The other thread blocks zero the gradients of query rows and keys that belong to no segment.
 __global__ void __launch_bounds__(kPlanThreads)
     plan_work(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardPlan plan) {
-    __shared__ int warp_sums[kMaxWarps], changes[kPlanThreads];
-    if (blockIdx.x > 0) return clear_uncovered(p, blockIdx.x - 1, changes, warp_sums);
-    number_steps(p.sizes, p.segments, plan, warp_sums);
-    __syncthreads();
-    link_segments(p.sizes, p.segments, plan);
-    sort_key_tiles(p, plan, warp_sums);
+    __shared__ int warp_values[kMaxWarps], changes[kPlanThreads];
+    __shared__ int64_t warp_sums[kMaxWarps];
+    if (blockIdx.x > 0) return clear_uncovered(p, blockIdx.x - 1, changes, warp_values);
+    Planner planner(p.sizes, p.segments, plan.key_tile_tables);
+    common::number_units(
+        p.sizes, p.segments, warp_sums, [](const Segment& s) { return num_steps(s); },
+        [&](int i, const Segment& s, int64_t first) {
+            const int64_t last_place = plan.max_steps - num_steps(s);
+            plan.segments[i] = {int32_t(min(first, last_place)), -1};
+            if (common::has_pairs(s)) planner.add(s, i);
+        });
+    planner.link([&](int i, int next) { plan.segments[i].next = next; });
+    const int key_tiles = planner.list(warp_sums, [&](int at, int segment, int tile, int num_keys) {
+        if (at < plan.max_key_tiles) plan.key_tiles[at] = {segment, tile, num_keys, is_whole(p, plan, segment, tile)};
+    });
+    if (threadIdx.x == 0) plan.counters[kNumKeyTiles] = min(key_tiles, plan.max_key_tiles);
 }
 
 // Writes oldest_tile and newest_half of each step, over the rows of this step alone. `first_row` is the index of the
@@ -246,8 +190,7 @@ Layout lay_out_workspace(const BackwardParams& p, BackwardPlan* plan) {
     plan->counters = w.take<int32_t>(2);
     plan->dq_next_tile = w.take<int32_t>(heads * plan->max_steps);
     plan->carries = w.take<CarrySlot>(heads * z.q_rows);
-    plan->key_ranges = w.take<int32_t>(KeyRanges::entries(z.k_rows));
-    plan->tile_offsets = w.take<int32_t>(z.k_rows / kBackwardKeyTile + 1);
+    plan->key_tile_tables = w.take<int32_t>(Planner::entries(z.k_rows));
     plan->has_sums = w.take<int32_t>(parts * z.k_rows);
     Layout layout{w.bytes, 0};
     plan->segments = w.take<SegmentPlan>(p.segments.size);

@@ -1,7 +1,7 @@
 // The plan of a backward call: the key tiles, the steps of each key tile, and the buffers that pass data from one key
 // tile to the next. A kernel makes it on the device, because the host never reads the segment table.
 //
-// Terms. A key range is what segments share that begin at the same key (kernels/common/key_ranges.cuh). A key tile is
+// Terms. A key range is what segments share that begin at the same key (kernels/common/key_tiles.cuh). A key tile is
 // 128 keys of a key range. A step is 64 query rows of one head. A half is 64 keys, the grid of restart records.
 #pragma once
 
@@ -47,17 +47,16 @@ struct alignas(16) CarrySlot {
 
 struct BackwardPlan {
     int32_t max_steps, max_key_tiles;
-    int32_t num_kv_heads;   // of all batch elements
-    TileParts parts;        // into which the work of a key tile is divided
-    int32_t* counters;      // number of tickets taken, number of key tiles
-    SegmentPlan* segments;  // one per segment
-    KeyTile* key_tiles;     // ordered by tile number, the oldest first
-    StepStarts* starts;     // (heads, max_steps)
-    int32_t* dq_next_tile;  // (heads, max_steps): number of the key tile that adds to dq next; 0 before the first
-    CarrySlot* carries;     // (heads, q_rows)
-    float* dq;              // (heads, max_steps, 64 * head_dim), in the order of the accumulator registers
-    int32_t* key_ranges;    // (3, k_rows), used while planning
-    int32_t* tile_offsets;  // (k_rows / 128 + 1), used while planning
+    int32_t num_kv_heads;      // of all batch elements
+    TileParts parts;           // into which the work of a key tile is divided
+    int32_t* counters;         // number of tickets taken, number of key tiles
+    SegmentPlan* segments;     // one per segment
+    KeyTile* key_tiles;        // ordered by tile number, the oldest first
+    StepStarts* starts;        // (heads, max_steps)
+    int32_t* dq_next_tile;     // (heads, max_steps): number of the key tile that adds to dq next; 0 before the first
+    CarrySlot* carries;        // (heads, q_rows)
+    float* dq;                 // (heads, max_steps, 64 * head_dim), in the order of the accumulator registers
+    int32_t* key_tile_tables;  // of KeyTilePlanner, used while planning
     // The next three have elements only if a key tile can have several parts.
     int32_t* has_sums;               // (parts, kv_heads, k_rows): 1 at the first key of a tile if the part has steps
     float *partial_dk, *partial_dv;  // (parts, kv_heads, k_rows, head_dim), undefined for tiles without has_sums

@@ -1,7 +1,7 @@
 // block_backward for sm_80 and later: the plan of its two passes (bwd.cuh) and the launches. Kernels compute the plan,
 // so the host never reads the segment table.
 #include "core/limits.h"
-#include "kernels/common/key_ranges.cuh"
+#include "kernels/common/key_tiles.cuh"
 #include "kernels/portable/bwd.cuh"
 #include "kernels/portable/passes.h"
 #include "kernels/portable/portable.h"
@@ -12,84 +12,57 @@
 namespace megatron_sb::portable {
 namespace {
 
-constexpr int kPlanThreads = 1024;
-constexpr int kSegmentThreads = 128;
+using Planner = KeyTilePlanner<kKeyTile>;
 
-// Returns the number of key tiles that the query tile at `row` of a segment sees.
-SB_HOST_DEVICE int key_tiles_at(const Segment& s, bool attend_current, int tile_rows, int row) {
-    const int rows = s.q_len - row < tile_rows ? s.q_len - row : tile_rows;
-    return key_tiles_of(row + s.q_pos_minus_k_pos + (attend_current ? 1 : 0), rows, s.k_len);
-}
-
-SB_HOST_DEVICE int64_t carry_blocks(const Segment& s, bool attend_current, int tile_rows) {
-    int64_t blocks = 0;
-    for (int row = 0; row < s.q_len; row += tile_rows) blocks += key_tiles_at(s, attend_current, tile_rows, row);
-    return blocks;
-}
-
-// Writes plan.first_block, and collects the key ranges. In each round, every thread has one segment. It computes the
-// number of blocks of all earlier segments, then visits the query tiles of its segment.
+// Makes the plan, with one CTA: the number of the first block of each query tile, the key tiles, and the links between
+// the segments that share a key range.
 //
 // The host sized the workspace for segments of at most segments.max_keys keys, and could not read the table. If a
 // segment has more keys, the assertion ends the launch with an error.
 __global__ void __launch_bounds__(kPlanThreads)
-    plan_carries(Sizes sizes, Segments segments, bool attend_current, int tile_rows, BackwardPlan plan) {
-    const KeyRanges key_ranges(plan.key_ranges, sizes.k_rows, segments.size);
-    __shared__ int64_t ends[kPlanThreads];
-    int64_t before = 0;
-    for (int round = 0; round < segments.size; round += kPlanThreads) {
-        const int i = round + int(threadIdx.x);
-        Segment mine = {};
-        if (i < segments.size) mine = clamped(segments[i], sizes);
-        assert(mine.k_len <= segments.max_keys && "max_seqlen_k must be at least the keys of the longest document");
-        if (mine.q_len > 0 && mine.k_len > 0) key_ranges.add(mine, i);
-        const int64_t blocks = carry_blocks(mine, attend_current, tile_rows);
-        ends[threadIdx.x] = blocks;
-        __syncthreads();
-        for (int step = 1; step < kPlanThreads; step *= 2) {
-            const int64_t below = int(threadIdx.x) >= step ? ends[threadIdx.x - step] : 0;
-            __syncthreads();
-            ends[threadIdx.x] += below;
-            __syncthreads();
-        }
-        int64_t block = before + ends[threadIdx.x] - blocks;
-        for (int row = 0; row < mine.q_len; row += tile_rows) {
-            plan.first_block[mine.q_begin + row] = block;
-            block += key_tiles_at(mine, attend_current, tile_rows, row);
-        }
-        before += ends[kPlanThreads - 1];
-        __syncthreads();
-    }
-    if (threadIdx.x == 0) *plan.totals = {before, 0};
+    plan_work(Sizes sizes, Segments segments, bool attend_current, int tile_rows, BackwardPlan plan) {
+    __shared__ int64_t warp_sums[kMaxWarps];
+    Planner planner(sizes, segments, plan.key_tile_tables);
+    const auto blocks_of = [&](const Segment& s) { return CarryBlocks(s, attend_current, tile_rows); };
+    const int64_t blocks = number_units(
+        sizes, segments, warp_sums, [&](const Segment& s) { return blocks_of(s).all(); },
+        [&](int i, const Segment& s, int64_t first) {
+            assert(s.k_len <= segments.max_keys && "max_seqlen_k must be at least the keys of the longest document");
+            if (!has_pairs(s)) return;
+            planner.add(s, i);
+            plan.first_block[s.q_begin] = first;  // of the segment, until the first block of each tile is known
+        });
+    planner.link([&](int i, int next) { plan.next_segment[i] = next; });
+    const auto write_first_block = [&](const Segment& s, int tile) {
+        const CarryBlocks of(s, attend_current, tile_rows);
+        const int64_t first = plan.first_block[s.q_begin] + of.before(tile);
+        plan.first_block[s.q_begin + tile * tile_rows] = min(first, plan.max_blocks - of.of_tile(tile));
+    };
+    for_each_part(
+        sizes, segments, [&](int, const Segment& s) { return blocks_of(s).query_tiles() - 1; },
+        [&](int, const Segment& s, int n) { write_first_block(s, n + 1); });
+    __syncthreads();
+    for_each_part(
+        sizes, segments, [](int, const Segment&) { return 1; },
+        [&](int, const Segment& s, int) { write_first_block(s, 0); });
+    const int key_tiles = planner.list(warp_sums, [&](int at, int segment, int tile, int num_keys) {
+        const int k_row = clamped(segments[segment], sizes).k_begin;
+        if (at < plan.max_key_tiles) plan.key_tiles[at] = {k_row, num_keys, tile * kKeyTile, segment};
+    });
+    if (threadIdx.x == 0) *plan.totals = {blocks, key_tiles};
 }
 
-// Lists the key tiles, and links the segments that share a key range. The thread of the first segment of a key range
-// writes the key tiles of the range.
-__global__ void __launch_bounds__(kSegmentThreads) plan_keys(Sizes sizes, Segments segments, BackwardPlan plan) {
-    const int i = blockIdx.x * kSegmentThreads + threadIdx.x;
-    if (i >= segments.size) return;
-    const Segment mine = clamped(segments[i], sizes);
-    if (mine.q_len == 0 || mine.k_len == 0) return;
-    const KeyRanges key_ranges(plan.key_ranges, sizes.k_rows, segments.size);
-    plan.next_segment[i] = next_in_range(key_ranges, segments, sizes, i);
-    if (!key_ranges.is_first(mine, i)) return;
-    const int longest = key_ranges.num_keys(mine);
-    const int tiles = (longest + kKeyTile - 1) / kKeyTile;
-    const int at = atomicAdd(&plan.totals->num_key_tiles, tiles);
-    for (int tile = 0; tile < tiles && at + tile < plan.max_key_tiles; ++tile)
-        plan.key_tiles[at + tile] = {mine.k_begin, longest, tile * kKeyTile, i};
-}
-
-int64_t key_ranges_bytes(const Sizes& sizes) {
-    return KeyRanges::entries(sizes.k_rows) * int64_t(sizeof(int32_t));
+int64_t key_tile_bytes(const Sizes& sizes) {
+    return Planner::entries(sizes.k_rows) * int64_t(sizeof(int32_t));
 }
 
 // Upper bounds that the host can compute without the values of the segment table.
 struct Bounds {
     int tile_rows;
     int64_t query_tiles, key_tiles;
-    int64_t blocks;        // of all query tiles and heads
-    int64_t largest_tile;  // blocks of one query tile
+    int64_t blocks_of_head;  // all blocks of a head
+    int64_t blocks;          // of all heads
+    int64_t largest_tile;    // blocks of one query tile
     int64_t block_bytes;
 
     explicit Bounds(const BackwardParams& p) : tile_rows(query_tile_rows(p.sizes)) {
@@ -98,10 +71,10 @@ struct Bounds {
         key_tiles = z.k_rows / kKeyTile + std::min(p.segments.size, z.k_rows);
         block_bytes = int64_t(2 * tile_rows * sizeof(float) + sizeof(Starts));
         largest_tile = (std::min(z.k_rows, p.segments.max_keys) + kKeyTile - 1) / kKeyTile;
-        int64_t of_a_head = query_tiles * largest_tile;
+        blocks_of_head = query_tiles * largest_tile;
         if (p.segments.by_value())
-            of_a_head = carry_blocks(clamped(p.segments.whole, z), p.options.attend_current, tile_rows);
-        blocks = of_a_head * z.batch * z.num_heads;
+            blocks_of_head = CarryBlocks(clamped(p.segments.whole, z), p.options.attend_current, tile_rows).all();
+        blocks = blocks_of_head * z.batch * z.num_heads;
     }
 };
 
@@ -116,9 +89,10 @@ struct Workspace {
         plan.first_block = take<int64_t>(int64_t(p.sizes.q_rows) * 8);
         plan.next_segment = take<int32_t>(int64_t(p.segments.size) * 4);
         plan.key_tiles = take<KeyTile>(bounds.key_tiles * int64_t(sizeof(KeyTile)));
-        plan.key_ranges = take<int32_t>(key_ranges_bytes(p.sizes));
+        plan.key_tile_tables = take<int32_t>(key_tile_bytes(p.sizes));
         plan.max_query_tiles = int32_t(bounds.query_tiles);
         plan.max_key_tiles = int32_t(bounds.key_tiles);
+        plan.max_blocks = bounds.blocks_of_head;
     }
 
     // Returns the number of blocks in a workspace of `bytes` bytes: as many as fit, but at most all blocks. It is at
@@ -174,12 +148,9 @@ void block_backward(const BackwardParams& params, void* stream_handle) {
     BackwardPlan& plan = workspace.plan;
     const bool current = params.options.attend_current;
     check("block_backward", "cudaMemsetAsync",
-          cudaMemsetAsync(plan.key_ranges, 0, size_t(key_ranges_bytes(params.sizes)), stream));
+          cudaMemsetAsync(plan.key_tile_tables, 0, size_t(key_tile_bytes(params.sizes)), stream));
     make_query_tiles(params.sizes, params.segments, current, bounds.tile_rows, plan.query_tiles, stream);
-    plan_carries<<<1, kPlanThreads, 0, stream>>>(params.sizes, params.segments, current, bounds.tile_rows, plan);
-    check_launch("block_backward");
-    const int blocks = (params.segments.size + kSegmentThreads - 1) / kSegmentThreads;
-    plan_keys<<<blocks, kSegmentThreads, 0, stream>>>(params.sizes, params.segments, plan);
+    plan_work<<<1, kPlanThreads, 0, stream>>>(params.sizes, params.segments, current, bounds.tile_rows, plan);
     check_launch("block_backward");
 
     // A query tile can begin in one window and end beyond it, so a window leaves room for the largest tile.

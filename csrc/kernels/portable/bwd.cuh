@@ -12,13 +12,11 @@
 // determines its chunk. The device computes these numbers, so the host needs no value of the table.
 #pragma once
 
-#include "core/restart.h"
 #include "kernels/common/query_tiles.h"
+#include "kernels/portable/carry_blocks.h"
 #include "kernels/portable/work.cuh"
 
 namespace megatron_sb::portable {
-
-inline constexpr int kKeyTile = kRestartTile;
 
 inline constexpr int kQueryStep = 64;  // rows of Q in a step of the key pass
 
@@ -49,18 +47,14 @@ struct BackwardPlan {
     int64_t* first_block;   // (q_rows): at the first row of a query tile, the index of its first block in a head
     int32_t* next_segment;  // (segments): the next segment that begins at the same key, or -1
     KeyTile* key_tiles;
-    int32_t* key_ranges;  // KeyRanges (kernels/common/key_ranges.cuh)
-    Starts* starts;       // at the first block of each query tile
+    int32_t* key_tile_tables;  // of KeyTilePlanner, used while planning
+    Starts* starts;            // at the first block of each query tile
     float* carries;
     int32_t max_query_tiles, max_key_tiles;
-    int64_t window;  // a query tile belongs to chunk (number of its first block) / window
-    int32_t chunk;   // of this launch
+    int64_t max_blocks;  // of a head
+    int64_t window;      // a query tile belongs to chunk (number of its first block) / window
+    int32_t chunk;       // of this launch
 };
-
-// Returns how many key tiles a query tile (kernels/common/query_tiles.h) sees.
-SB_HOST_DEVICE inline int key_tiles_of(int visible, int num_rows, int k_len) {
-    return (clamp_row(visible + num_rows - 1, 0, k_len) + kKeyTile - 1) / kKeyTile;
-}
 
 // Returns the index, in this chunk, of the first block of a query tile that sees `key_tiles` key tiles, or -1 if the
 // tile is in another chunk.

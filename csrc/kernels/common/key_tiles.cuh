@@ -1,0 +1,145 @@
+// What the plans of the portable and the Hopper backward share. Each plan is made by one CTA of kPlanThreads threads,
+// because the host never reads the segment table. The work is linear in the number of segments and of tiles.
+//
+// Segments that begin at the same key share a key range: the keys of the longest of them. A key range is divided into
+// key tiles. A backward kernel visits, for a key tile, the segments of its range.
+//
+// The planner reads clamped segments. Rows that are in several segments, which no caller may pass, can still make the
+// counts larger than the arrays, so callers clamp every index that they write.
+#pragma once
+
+#include "core/segment.h"
+#include "kernels/common/block_scan.cuh"
+
+namespace megatron_sb::common {
+
+constexpr int kPlanThreads = 1024;
+
+SB_HOST_DEVICE inline bool has_pairs(const Segment& s) {
+    return s.q_len > 0 && s.k_len > 0;
+}
+
+// Calls f(i, segment, units of all segments before it) for each segment, and returns the units of all segments.
+// units(segment) counts, for example, steps. All threads of the CTA must call this.
+template <class Units, class F>
+__device__ inline int64_t number_units(const Sizes& sizes, const Segments& segments, int64_t* warp_sums, Units units,
+                                       F f) {
+    int64_t before = 0;
+    for (int round = 0; round < segments.size; round += kPlanThreads) {
+        const int i = round + int(threadIdx.x);
+        const Segment s = i < segments.size ? clamped(segments[i], sizes) : Segment{};
+        const int64_t mine = has_pairs(s) ? units(s) : 0;
+        const auto sums = scan_over_block(mine, int64_t(0), warp_sums, Sum());
+        if (i < segments.size) f(i, s, before + sums.inclusive - mine);
+        before += sums.total;
+    }
+    return before;
+}
+
+// Calls f(i, segment, n) for each segment and each n < count(i, segment). The threads are divided evenly among the
+// segments.
+template <class Count, class F>
+__device__ inline void for_each_part(const Sizes& sizes, const Segments& segments, Count count, F f) {
+    int threads = kPlanThreads;
+    while (threads > 1 && threads * int64_t(segments.size) > kPlanThreads) threads /= 2;
+    for (int i = threadIdx.x / threads; i < segments.size; i += kPlanThreads / threads) {
+        const Segment s = clamped(segments[i], sizes);
+        const int size = has_pairs(s) ? count(i, s) : 0;
+        for (int n = threadIdx.x % threads; n < size; n += threads) f(i, s, n);
+    }
+}
+
+// Plans the key tiles: add() every segment with pairs, then link(), then list(). All threads of the CTA call link() and
+// list(). Arguments of the constructor: `tables` has entries() integers, which must be zero.
+template <int kTileKeys>
+class KeyTilePlanner {
+  public:
+    static int64_t entries(int32_t k_rows) { return 3 * int64_t(k_rows) + num_tiles(k_rows) + 1; }
+
+    __device__ KeyTilePlanner(const Sizes& sizes, const Segments& segments, int32_t* tables)
+        : sizes_(sizes),
+          segments_(segments),
+          from_end_(tables),
+          latest_(tables + sizes.k_rows),
+          longest_(tables + 2 * int64_t(sizes.k_rows)),
+          offsets_(tables + 3 * int64_t(sizes.k_rows)),
+          any_shared_(offsets_ + num_tiles(sizes.k_rows)) {}
+
+    __device__ void add(const Segment& s, int i) {
+        atomicMax(&from_end_[s.k_begin], segments_.size - i);
+        atomicMax(&longest_[s.k_begin], s.k_len);
+        if (atomicExch(&latest_[s.k_begin], 1) != 0) __stcg(any_shared_, 1);
+    }
+
+    // Calls set_next(i, j) for each segment with pairs: j is the next segment of its range, or -1. If segments share
+    // ranges, one warp visits them in order, 32 at a time.
+    template <class SetNext>
+    __device__ void link(SetNext set_next) {
+        __syncthreads();
+        if (__ldcg(any_shared_) == 0) {
+            for (int i = threadIdx.x; i < segments_.size; i += kPlanThreads) set_next(i, -1);
+        } else if (threadIdx.x < 32) {
+            for (int i = threadIdx.x; i - int(threadIdx.x) < segments_.size; i += 32) {
+                link_of_warp(i, set_next);
+                __syncwarp();
+            }
+        }
+        __syncthreads();
+    }
+
+    // Calls write(at, segment, tile, keys of the range) for each key tile, `at` from 0 on, and returns the number of
+    // key tiles. They are sorted by tile number with a counting sort, the oldest first. `segment` is the first of the
+    // range.
+    template <class Write>
+    __device__ int list(int64_t* warp_sums, Write write) {
+        const auto tiles = [&](int i, const Segment& s) { return is_first(s, i) ? num_tiles(num_keys(s)) : 0; };
+        for_each_part(sizes_, segments_, tiles, [&](int, const Segment&, int tile) { atomicAdd(&offsets_[tile], 1); });
+        __syncthreads();
+        int64_t before = 0;
+        for (int round = 0; round < num_tiles(sizes_.k_rows); round += kPlanThreads) {
+            const int tile = round + int(threadIdx.x);
+            const int64_t count = tile < num_tiles(sizes_.k_rows) ? __ldcg(&offsets_[tile]) : 0;
+            const auto sums = scan_over_block(count, int64_t(0), warp_sums, Sum());
+            if (tile < num_tiles(sizes_.k_rows)) __stcg(&offsets_[tile], int32_t(before + sums.inclusive - count));
+            before += sums.total;
+        }
+        __syncthreads();
+        for_each_part(sizes_, segments_, tiles, [&](int i, const Segment& s, int tile) {
+            write(atomicAdd(&offsets_[tile], 1), i, tile, num_keys(s));
+        });
+        return int(before);
+    }
+
+  private:
+    static __host__ __device__ int num_tiles(int keys) { return (keys + kTileKeys - 1) / kTileKeys; }
+    // Whether segment i is the first one of its range.
+    __device__ bool is_first(const Segment& s, int i) const {
+        return __ldcg(&from_end_[s.k_begin]) == segments_.size - i;
+    }
+    __device__ int num_keys(const Segment& s) const { return __ldcg(&longest_[s.k_begin]); }
+
+    // Links segment i of each lane to the segment before it in its range. latest_ holds the last one that was visited.
+    template <class SetNext>
+    __device__ void link_of_warp(int i, SetNext set_next) {
+        const int lane = threadIdx.x % 32, first_of_warp = i - lane;
+        const Segment s = i < segments_.size ? clamped(segments_[i], sizes_) : Segment{};
+        const bool linked = has_pairs(s);
+        const uint32_t same = __match_any_sync(~0u, linked ? s.k_begin : -1 - lane),
+                       earlier = same & ((1u << lane) - 1);
+        if (!linked) return;
+        const uint32_t later = same & ~(earlier | 1u << lane);
+        if (earlier == 0 && !is_first(s, i)) set_next(__ldcg(&latest_[s.k_begin]), i);
+        if (later == 0) __stcg(&latest_[s.k_begin], i);
+        set_next(i, later == 0 ? -1 : first_of_warp + __ffs(later) - 1);
+    }
+
+    const Sizes& sizes_;
+    const Segments& segments_;
+    int32_t* const from_end_;    // at the first key of a range: segments, minus the index of the range's first one
+    int32_t* const latest_;      // at the first key of a range: the segment of the range that link() visited last
+    int32_t* const longest_;     // at the first key of a range: its number of keys
+    int32_t* const offsets_;     // by tile number: its key tiles, then the place of the next one in the list
+    int32_t* const any_shared_;  // 1: some segments share a range
+};
+
+}  // namespace megatron_sb::common
