@@ -46,7 +46,10 @@ KV_HEADS = (
     (2, 16384, 12, 4),
 )
 # (s, heads, head_dim) of one sequence: few heads, which may not fill the GPU, and other head_dims than 64 and 128
-HEADS = (*((s, h, 128) for s in (16384, 65536) for h in (1, 4, 12)), (16384, 12, 96), (16384, 12, 256))
+HEADS = (
+    *((s, h, 128) for s in (16384, 65536) for h in (1, 4, 12)),
+    *((16384, 12, d) for d in (32, 72, 80, 96, 112, 192, 256)),
+)
 LENGTHS = sorted({s for _, s, _, _ in (*SHAPES, *KV_HEADS)})
 STEADY = ("ours", "cuDNN", FLASH_4, FLASH_4_DETERMINISTIC)  # also timed back to back
 VARLEN = {"tokens": 32768, "documents": 100, "shortest": 10, "longest": 4000, "seed": 0}
@@ -227,10 +230,12 @@ def run_kv_heads(bench: Benchmark) -> None:
             compare(bench, fast, draw_inputs("full", b, s, h, d, h_kv=h_kv), 2 * b * h * s**2 * d, about)
 
 
-def compare(bench: Benchmark, chosen: list[Contender], inputs: list[Tensor], flops: float, about: dict) -> None:
-    """Measure these contenders on inputs of one shape. flops: of a forward."""
+def compare(
+    bench: Benchmark, chosen: list[Contender], inputs: list[Tensor], flops: float, about: dict, *more: str
+) -> None:
+    """Measure these contenders on inputs of one shape, also in the directions `more`. flops: of a forward."""
     calls = {c.name: calls_of(c, inputs) for c in chosen}
-    for direction in bench.directions():
+    for direction in bench.directions(*more):
         ready = {name: of[direction] for name, of in calls.items()}
         bench.measure(ready, FACTORS[direction] * flops, ("ours",), direction=direction, **about)
 
@@ -327,7 +332,7 @@ def run_heads(bench: Benchmark) -> None:
     for full_length, h, d in HEADS:
         s = bench.shrunk(full_length)
         about = {"group": "heads", "inputs": "full", "shape": f"b=1 h={h} d={d} L={s}"}
-        compare(bench, fast, draw_inputs("full", 1, s, h, d), 2 * h * s**2 * d, about)
+        compare(bench, fast, draw_inputs("full", 1, s, h, d), 2 * h * s**2 * d, about, "both")
 
 
 def run_portable(bench: Benchmark) -> None:
