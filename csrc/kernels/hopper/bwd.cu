@@ -94,14 +94,12 @@ int64_t backward_workspace(const BackwardParams& params, int64_t) {
 
 void block_backward(const BackwardParams& params, void* stream_handle) {
     if (!has_work(params)) return;
-    const auto stream = static_cast<cudaStream_t>(stream_handle);
-    const auto run = [&](auto launch_64, auto launch_128) {
-        tile_columns(params.sizes) == 64 ? launch_64(params, stream) : launch_128(params, stream);
-    };
-    if (params.sizes.dtype == Dtype::kBFloat16)
-        run(launch<__nv_bfloat16, 64>, launch<__nv_bfloat16, 128>);
-    else
-        run(launch<__half, 64>, launch<__half, 128>);
+    with_columns(params.sizes, [&](auto columns) {
+        constexpr int kColumns = decltype(columns)::value;
+        const bool is_bf16 = params.sizes.dtype == Dtype::kBFloat16;
+        const auto run = is_bf16 ? launch<__nv_bfloat16, kColumns> : launch<__half, kColumns>;
+        run(params, static_cast<cudaStream_t>(stream_handle));
+    });
 }
 
 }  // namespace megatron_sb::hopper

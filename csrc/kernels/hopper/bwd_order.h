@@ -72,7 +72,7 @@ inline HeadOrder choose_head_order(const Sizes& z, int num_segments) {
     const int heads = z.batch * z.num_kv_heads, key_tiles = (z.k_rows + kBackwardKeyTile - 1) / kBackwardKeyTile;
     // Neighbouring tiles of a head are about `in_flight` * key_tiles * (query heads of a KV head) / 132 steps apart.
     // The data of that many steps of all CTAs stay in the L2 cache.
-    const float budget = tile_columns(z) == 64 ? 900.f : 450.f;
+    const float budget = stored_columns(z) == 64 ? 900.f : 450.f;
     const float in_flight = budget * z.num_kv_heads / (float(std::max(key_tiles, 1)) * z.num_heads);
     constexpr float kFewest = 1.5f, kRounds = 3.f;
     if (num_segments == 1 && in_flight >= kFewest && heads >= kRounds * in_flight)

@@ -62,7 +62,7 @@ class BackwardThread {
     __device__ __forceinline__ DqTarget dq_target(uint32_t number, int part) const {
         const Step& step = this->step(number);
         const int thread = warp_ * 32 + lane_;
-        return {args_.plan.dq + (int64_t(step.dq_index) * (kHeadDim / 64) + part) * (kStepRows * 64) + thread * 4,
+        return {args_.plan.dq + (int64_t(step.dq_index) * T::kPanels + part) * (kStepRows * 64) + thread * 4,
                 step.flags};
     }
     // Adds what this key tile contributes to 64 columns of dq of a step, at head_dim 128. Key tiles add in order, the
@@ -78,12 +78,14 @@ class BackwardThread {
         } else if (target.flags & kOldestKeyTile) {
 #pragma unroll
             for (int v = 0; v < kDqVectors; ++v)
-                *reinterpret_cast<float4*>(sum + v * 512) =
-                    make_float4(dq[4 * v], dq[4 * v + 1], dq[4 * v + 2], dq[4 * v + 3]);
+                if (is_computed(part * 64 + 8 * v))
+                    *reinterpret_cast<float4*>(sum + v * 512) =
+                        make_float4(dq[4 * v], dq[4 * v + 1], dq[4 * v + 2], dq[4 * v + 3]);
         } else {
 #pragma unroll
             for (int v = 0; v < kDqVectors; ++v)
-                reduce_add_global(sum + v * 512, dq[4 * v], dq[4 * v + 1], dq[4 * v + 2], dq[4 * v + 3]);
+                if (is_computed(part * 64 + 8 * v))
+                    reduce_add_global(sum + v * 512, dq[4 * v], dq[4 * v + 1], dq[4 * v + 2], dq[4 * v + 3]);
         }
         __syncwarp();
         if (lane_ == 0) control_.dq_added.arrive(turn);
@@ -141,6 +143,11 @@ class BackwardThread {
     }
 
   private:
+    // Whether a column of dq belongs to the head. At head_dim 96, dQ has zeros in the columns from 96 to 127.
+    __device__ __forceinline__ static bool is_computed(int column) {
+        return kHeadDim % 64 == 0 || column < kHeadDim;
+    }
+
     template <class Out, int kLoads>
     __device__ __forceinline__ void write_dq(const Step& step, const float* sum, const float (&dq)[32],
                                              int first_column) const {
@@ -153,8 +160,9 @@ class BackwardThread {
             float4 older[kLoads];
 #pragma unroll
             for (int i = 0; i < kLoads; ++i)
-                older[i] = only_tile ? make_float4(0.f, 0.f, 0.f, 0.f)
-                                     : __ldcg(reinterpret_cast<const float4*>(sum + (u + i) * 512));
+                older[i] = only_tile || !is_computed(first_column + 8 * (u + i))
+                               ? make_float4(0.f, 0.f, 0.f, 0.f)
+                               : __ldcg(reinterpret_cast<const float4*>(sum + (u + i) * 512));
 #pragma unroll
             for (int i = 0; i < kLoads; ++i) {
                 const int v = u + i;
@@ -185,7 +193,8 @@ class BackwardThread {
         if (!(step.flags & kPartialSums)) return {key_row<float>(to, step, 0), to.row_stride, columns, false};
         const Sizes& sizes = args_.params.sizes;
         const int kv_head = step.batch * sizes.num_kv_heads + step.kv_head;
-        return {partial + args_.plan.partial_row(sizes, step.part, kv_head, step.k_row) * kHeadDim, kHeadDim, kHeadDim,
+        constexpr int kStored = T::kPanels * 64;
+        return {partial + args_.plan.partial_row(sizes, step.part, kv_head, step.k_row) * kStored, kStored, kHeadDim,
                 true};
     }
     __device__ __forceinline__ void write_fp32(const Fp32Rows& to, const Step& step, int half,
@@ -211,12 +220,12 @@ class BackwardThread {
                                                         uint32_t staged, const float (&x)[kHeadDim / 2],
                                                         float factor) const {
 #pragma unroll
-        for (int part = 0; part < kHeadDim / 64; ++part) {
+        for (int part = 0; part < T::kPanels; ++part) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                uint32_t packed[8];
+                uint32_t packed[8] = {};
 #pragma unroll
-                for (int n = 0; n < 8; ++n) {
+                for (int n = 0; n < 8 && 8 * part + n < kHeadDim / 8; ++n) {
                     const float* const pair = x + 4 * (8 * part + n) + 2 * r;
                     packed[n] = pack<Element>(pair[0] * factor, pair[1] * factor);
                 }

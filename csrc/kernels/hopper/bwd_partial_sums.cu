@@ -57,7 +57,8 @@ __global__ void __launch_bounds__(kSumThreads)
     if (tile.is_whole) return;
     const int keys = min(first_key + kKeysOfBlock, tile.num_keys - tile.tile * kBackwardKeyTile);
     const int tile_row = clamped(p.segments[tile.segment], p.sizes).k_begin + tile.tile * kBackwardKeyTile;
-    const int columns = tile_columns(p.sizes), threads_of_row = columns / 4, column = threadIdx.x % threads_of_row * 4;
+    const int columns = stored_columns(p.sizes), threads_of_row = columns / 4,
+              column = threadIdx.x % threads_of_row * 4;
     const int batch = kv_head / p.sizes.num_kv_heads, head = kv_head % p.sizes.num_kv_heads;
     const int lane = threadIdx.x % 32;
     const bool has_sums =

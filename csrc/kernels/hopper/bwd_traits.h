@@ -103,9 +103,9 @@ template <class Element_, int kHeadDim_>
 struct BackwardTraits {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
-    static_assert(kHeadDim == 64 || kHeadDim == 128, "head_dim must be 64 or 128");
-    // At head_dim 64, two warpgroups scan and a third one sums (bwd_consumer_d64.cuh). At head_dim 128, two warpgroups
-    // scan and sum (bwd_consumer_d128.cuh).
+    static_assert(kHeadDim == 64 || kHeadDim == 96 || kHeadDim == 128, "head_dim must be 64, 96 or 128");
+    // At head_dim 64, two warpgroups scan and a third one sums (bwd_consumer_d64.cuh). At head_dim 96 and 128, two
+    // warpgroups scan and sum (bwd_consumer_d128.cuh).
     static constexpr bool kHasSumWarpgroup = kHeadDim == 64;
     static constexpr bool kAddsDqInBulk = kHasSumWarpgroup;  // bwd_additions.cuh
     static constexpr int kThreads = kHasSumWarpgroup ? 512 : 384;
@@ -118,8 +118,9 @@ struct BackwardTraits {
     // turn. At head_dim 128, steps that have a turn to add to dq, or wait until their additions are published.
     static constexpr int kDqSlots = kHasSumWarpgroup ? 2 : 1, kDqTurns = kHasSumWarpgroup ? 1 : 8;
     static constexpr int kDqFloats = kHasSumWarpgroup ? kStepRows * 64 : 4;  // of a slot; at head_dim 128 unused
-    static constexpr int kPanels = kHeadDim / 64;  // a tile is stored as panels of 64 columns of the head dimension
-    static constexpr int kPanelBytes = 64 * 128;   // 64 rows of 64 columns
+    // A tile is stored as panels of 64 columns of the head dimension. At 96, half of the second panel is zeros.
+    static constexpr int kPanels = (kHeadDim + 63) / 64;
+    static constexpr int kPanelBytes = 64 * 128;              // 64 rows of 64 columns
     static constexpr int kTileBytes = kPanels * kPanelBytes;  // 64 rows of all columns
 
     struct Shared {

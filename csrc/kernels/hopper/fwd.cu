@@ -95,14 +95,11 @@ void block_forward(const ForwardParams& given, void* stream) {
     if (z.k_rows == 0)
         params.segments = {nullptr, 0};  // no query row sees a key, and a tensor map of 0 rows cannot be encoded
     if (z.q_rows == 0 || z.batch == 0 || z.num_heads == 0) return;
-    const auto run = [&](auto launch_64, auto launch_128) {
-        tile_columns(z) == 64 ? launch_64(params, static_cast<cudaStream_t>(stream))
-                              : launch_128(params, static_cast<cudaStream_t>(stream));
-    };
-    if (z.dtype == Dtype::kBFloat16)
-        run(launch<__nv_bfloat16, 64>, launch<__nv_bfloat16, 128>);
-    else
-        run(launch<__half, 64>, launch<__half, 128>);
+    with_columns(z, [&](auto columns) {
+        constexpr int kColumns = decltype(columns)::value;
+        const auto run = z.dtype == Dtype::kBFloat16 ? launch<__nv_bfloat16, kColumns> : launch<__half, kColumns>;
+        run(params, static_cast<cudaStream_t>(stream));
+    });
 }
 
 }  // namespace megatron_sb::hopper

@@ -325,7 +325,7 @@ class ForwardConsumer {
             stmatrix_x4((lane_to ^ n % 8 * 16) + n / 8 * T::kQueryPanelBytes, x);
         }
         __syncwarp();
-        constexpr int kChunks = T::kHeadDim / 8, kRowsAtOnce = 32 / kChunks;
+        constexpr int kChunks = T::kPanels * 8, kRowsAtOnce = 32 / kChunks;
         const int chunk = lane_ % kChunks, first = lane_ / kChunks;
         if (chunk * 8 >= args_.params.sizes.head_dim_v) rows = 0;
         to += first * row_stride + chunk * 8;

@@ -70,9 +70,9 @@ template <class Element_, int kHeadDim_>
 struct ForwardTraits {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
-    static_assert(kHeadDim == 64 || kHeadDim == 128, "head_dim must be 64 or 128");
+    static_assert(kHeadDim == 64 || kHeadDim == 96 || kHeadDim == 128, "head_dim must be 64, 96 or 128");
     // At head_dim 64 the output needs fewer registers, so three consumer warpgroups share a K/V tile.
-    static constexpr int kWarpgroups = kHeadDim == 128 ? 2 : 3;
+    static constexpr int kWarpgroups = kHeadDim == 64 ? 3 : 2;
     static constexpr int kThreads = 128 * (kWarpgroups + 1);
     // Registers per thread at launch. The consumers can take only what warpgroup 0 has given back. If they ask for
     // more, setmaxnreg waits forever.
@@ -83,7 +83,8 @@ struct ForwardTraits {
                   "all warpgroups together must not use more registers than the CTA has at launch");
 
     static constexpr int kQueryTile = 64 * kWarpgroups;
-    static constexpr int kPanels = kHeadDim / 64;  // a tile is stored as panels of 64 columns of the head dimension
+    // A tile is stored as panels of 64 columns of the head dimension. At 96, half of the second panel is zeros.
+    static constexpr int kPanels = (kHeadDim + 63) / 64;
     static constexpr int kQueryPanelBytes = kQueryTile * kRowBytes, kKeyPanelBytes = kKeyTile * kRowBytes;
     static constexpr int kQueryBytes = kPanels * kQueryPanelBytes, kKeyBytes = kPanels * kKeyPanelBytes;
 

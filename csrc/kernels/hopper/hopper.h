@@ -2,15 +2,33 @@
 // head_dim and head_dim_v up to 128, multiples of 8, in bf16 and fp16. README.md explains the algorithms.
 #pragma once
 
+#include <type_traits>
+
 #include "core/params.h"
 
 namespace megatron_sb::hopper {
 
-// The kernels exist for tiles of 64 and of 128 columns. A narrower head has zeros in the other columns: TMA writes
-// zeros for columns after the end of a row, and the output leaves them out.
+// The kernels exist for 64, 96 and 128 columns. A narrower head has zeros in the other columns: TMA writes zeros for
+// columns after the end of a row, and the output leaves them out. 96 columns are stored as 128, in two panels of 64.
 inline constexpr int kMostColumns = 128;
-SB_HOST_DEVICE inline int tile_columns(const Sizes& sizes) {
-    return sizes.head_dim <= 64 && sizes.head_dim_v <= 64 ? 64 : kMostColumns;
+SB_HOST_DEVICE inline int computed_columns(const Sizes& sizes) {
+    const int widest = sizes.head_dim > sizes.head_dim_v ? sizes.head_dim : sizes.head_dim_v;
+    return widest <= 64 ? 64 : widest <= 96 ? 96 : kMostColumns;
+}
+SB_HOST_DEVICE inline int stored_columns(const Sizes& sizes) {
+    return computed_columns(sizes) == 64 ? 64 : kMostColumns;
+}
+// Calls f with computed_columns(sizes) as a constant.
+template <class F>
+void with_columns(const Sizes& sizes, const F& f) {
+    switch (computed_columns(sizes)) {
+        case 64:
+            return f(std::integral_constant<int, 64>{});
+        case 96:
+            return f(std::integral_constant<int, 96>{});
+        default:
+            return f(std::integral_constant<int, kMostColumns>{});
+    }
 }
 
 // Return the size of `params.workspace` in bytes. The backward needs O(L) bytes and ignores `limit`.

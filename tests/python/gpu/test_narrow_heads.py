@@ -15,7 +15,7 @@ pytestmark = [
         torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs the Hopper kernels"
     ),
 ]
-WIDTHS = [(8, 8), (40, 24), (64, 8), (24, 64), (72, 72), (96, 96), (80, 128), (128, 56), (120, 112)]
+WIDTHS = [(8, 8), (40, 24), (64, 8), (24, 64), (72, 72), (96, 96), (88, 16), (16, 80), (80, 128), (128, 56), (120, 112)]
 widths = pytest.mark.parametrize(("d", "d_v"), WIDTHS)
 EDGES = torch.tensor([0, 1, 1, 130, 700, 990], dtype=torch.int32)
 
