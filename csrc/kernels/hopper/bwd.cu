@@ -66,7 +66,7 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
     a.d_o = make_query_map(p.d_o, {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim_v}, kStepRows);
     a.k = make_key_map(p.k, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim}, kHalfTileKeys);
     a.v = make_key_map(p.v, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim_v}, kHalfTileKeys);
-    a.head_order = choose_head_order(z, p.segments.size);
+    a.head_order = choose_head_order(z, p.segments, p.options.attend_current);
     const common::Scalars scalars = common::scalars_of<Element>(p.options);
     a.scale = scalars.scale;
     a.scale_log2 = scalars.scale_log2e;

@@ -87,13 +87,5 @@ SB_HOST_DEVICE inline int start_half(int edge, float mass, int visible) {
     static_assert(kHalfTileKeys == kRestartTile, "half a key tile must be one tile of the restart grid");
     return visible == 0 ? kBeforeAllKeys : restart_tile(edge, mass > 0.f, (visible - 1) / kHalfTileKeys + 1);
 }
-SB_HOST_DEVICE inline int num_steps(const Segment& s) {
-    return s.k_len > 0 ? (s.q_len + kStepRows - 1) / kStepRows : 0;
-}
-// The oldest step of a segment whose rows see a key tile, if any row does.
-SB_HOST_DEVICE inline int oldest_step(const Segment& s, bool attend_current, int tile) {
-    const int first_row = tile * kBackwardKeyTile - s.q_pos_minus_k_pos - (attend_current ? 1 : 0) + 1;
-    return first_row > 0 ? first_row / kStepRows : 0;
-}
 
 }  // namespace megatron_sb::hopper

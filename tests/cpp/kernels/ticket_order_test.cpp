@@ -46,7 +46,22 @@ TEST(TicketOrder, HasNoTicketsWithoutKeyTiles) {
     EXPECT_FALSE(TicketOrder({3, HeadOrder::kOneAfterAnother}, 3, 0, 1).is_before_end(0));
 }
 
-// With one segment and many heads the tiles of a head are spread over time; else heads run in groups.
+HeadOrder order_of(const Sizes& z, int num_segments = 1) {
+    static const Segment table[1] = {};
+    Segments segments;
+    segments.size = num_segments;
+    segments.whole = document_segment(0, z.q_rows, 0, z.k_rows);
+    if (num_segments > 1) segments.data = table;  // whose values the host does not read
+    return choose_head_order(z, segments, false);
+}
+// All rows see all keys, as for a block of older keys in a ring.
+HeadOrder order_of_older_keys(Sizes z) {
+    Segments segments;
+    segments.whole = {0, z.q_rows, 0, z.k_rows, z.k_rows};
+    return choose_head_order(z, segments, false);
+}
+
+// In a dense call with many heads the tiles of a head are spread over time; else heads run in groups.
 TEST(TicketOrder, IsChosenByTheSizes) {
     struct Case {
         HeadOrder order;
@@ -54,15 +69,17 @@ TEST(TicketOrder, IsChosenByTheSizes) {
     };
     constexpr int kGroups = HeadOrder::kOneAfterAnother;
     for (const auto& [order, heads_together, distance] : {
-             Case{choose_head_order(sizes_of(16384, 64, 24, 24, 2), 1), 1, 18},
-             Case{choose_head_order(sizes_of(16384, 128, 12, 12, 2), 1), 1, 36},
-             Case{choose_head_order(sizes_of(4096, 128, 12, 12, 8), 1), 1, 2},
-             Case{choose_head_order(sizes_of(65536, 64, 24, 24, 1), 1), 1, 291},
-             Case{choose_head_order(sizes_of(65536, 128, 12, 12, 1), 1), 12, kGroups},
-             Case{choose_head_order(sizes_of(16384, 128, 32, 8, 1), 1), 8, kGroups},
-             Case{choose_head_order(sizes_of(16384, 128, 4, 4, 1), 1), 4, kGroups},
-             Case{choose_head_order(sizes_of(65536, 128, 12, 12, 1), 100), 2, kGroups},
-             Case{choose_head_order(sizes_of(0, 128, 12, 12, 1), 1), 12, kGroups},
+             Case{order_of(sizes_of(16384, 64, 24, 24, 2)), 1, 18},
+             Case{order_of(sizes_of(16384, 128, 12, 12, 2)), 1, 36},
+             Case{order_of(sizes_of(4096, 128, 12, 12, 8)), 1, 2},
+             Case{order_of(sizes_of(65536, 64, 24, 24, 1)), 1, 291},
+             Case{order_of(sizes_of(65536, 128, 12, 12, 1)), 12, kGroups},
+             Case{order_of(sizes_of(16384, 128, 32, 8, 1)), 8, kGroups},
+             Case{order_of(sizes_of(16384, 128, 4, 4, 1)), 4, kGroups},
+             Case{order_of(sizes_of(65536, 128, 12, 12, 1), 100), 2, kGroups},
+             Case{order_of(sizes_of(0, 128, 12, 12, 1)), 12, kGroups},
+             Case{order_of_older_keys(sizes_of(16384, 128, 12, 12, 2)), 1, 72},
+             Case{order_of_older_keys(sizes_of(32768, 128, 12, 12, 1)), 12, kGroups},
          }) {
         EXPECT_EQ(order.heads_together, heads_together);
         EXPECT_EQ(order.distance, distance);
