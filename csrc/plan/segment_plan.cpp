@@ -29,6 +29,12 @@ void place_runs(SegmentPlan& segment_plan, int num_runs) {
     }
 }
 
+// Whether the queries of a segment go on in a piece, with the same keys.
+bool continues(const Segment& segment, const Piece& query, const Piece& key) {
+    return segment.q_begin + segment.q_len == query.begin && segment.k_begin == key.begin &&
+           segment.q_pos_minus_k_pos + segment.q_len == query.position - key.position;
+}
+
 }  // namespace
 
 std::vector<Segment> pair_pieces(const std::vector<Piece>& queries, const std::vector<Piece>& keys, int num_documents) {
@@ -41,8 +47,14 @@ std::vector<Segment> pair_pieces(const std::vector<Piece>& queries, const std::v
         const Piece* key = query.document < num_documents ? keys_of[query.document] : nullptr;
         if (key == nullptr || key->position >= query.position + query.length) continue;
         const int32_t distance = query.position - key->position;
-        segments.push_back(
-            {query.begin, query.length, key->begin, std::min(key->length, distance + query.length), distance});
+        if (!segments.empty() && continues(segments.back(), query, *key)) {
+            Segment& last = segments.back();
+            last.q_len += query.length;
+            last.k_len = std::min(key->length, distance + query.length);
+        } else {
+            segments.push_back(
+                {query.begin, query.length, key->begin, std::min(key->length, distance + query.length), distance});
+        }
     }
     return segments;
 }

@@ -29,8 +29,10 @@ struct SegmentPlan {
     std::vector<BufferSegments> buffers;  // one for each key buffer
 };
 
-// Returns a segment for each query piece that sees keys of its document in the other buffer. `keys` must have at most
-// one piece of each document, so each query piece is in at most one segment.
+// Returns a segment for each query piece that sees keys of its document in the other buffer. Pieces that follow each
+// other in the buffer and in their document share a segment. So with all rows on one rank the segments are whole
+// documents, as without context parallelism. `keys` must have at most one piece of each document, so each query piece
+// is in at most one segment.
 std::vector<Segment> pair_pieces(const std::vector<Piece>& queries, const std::vector<Piece>& keys, int num_documents);
 
 // Returns the plan of a rank for p2p: each key buffer is a chunk. Throws InvalidArgument if the partition has no ring.

@@ -198,5 +198,22 @@ TEST(SegmentPlan, HasOneSegmentForEachQueryPieceAndBuffer) {
     EXPECT_EQ(gather_segments(partition, 0).buffers[0].segments.size(), 4U);
 }
 
+// Pieces that follow each other in the buffer and in their document share a segment.
+TEST(SegmentPlan, OfOneRankHasWholeDocuments) {
+    for (const Layout layout : {Layout::kZigzag, Layout::kContiguous}) {
+        const Partition partition(layout, Packing::kPerDocument, 1, 16, std::vector<int64_t>{0, 6, 16});
+        const std::vector<Segment> segments = gather_segments(partition, 0).buffers[0].segments;
+        ASSERT_EQ(segments.size(), 2U);
+        const auto fields = [](const Segment& s) {
+            return std::vector<int32_t>{s.q_begin, s.q_len, s.k_begin, s.k_len, s.q_pos_minus_k_pos};
+        };
+        EXPECT_EQ(fields(segments[0]), (std::vector<int32_t>{0, 6, 0, 6, 0}));
+        EXPECT_EQ(fields(segments[1]), (std::vector<int32_t>{6, 10, 6, 10, 0}));
+    }
+    const Partition partition(Layout::kZigzag, Packing::kPerDocument, 2, 16, std::vector<int64_t>{0, 16});
+    EXPECT_EQ(gather_segments(partition, 0).buffers[0].segments.size(), 2U);  // chunks 0 and 3
+    EXPECT_EQ(gather_segments(partition, 1).buffers[0].segments.size(), 1U);  // chunks 1 and 2
+}
+
 }  // namespace
 }  // namespace megatron_sb::plan

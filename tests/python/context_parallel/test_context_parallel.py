@@ -9,6 +9,7 @@ EVERYTHING = (
     "same_answer_as_one_rank",
     "same_answer_at_4k",
     "balanced_documents_of_any_length",
+    "a2a_gives_the_bits_of_one_rank",
     "options_are_passed_on",
     "variants_of_the_logit",
     "repeats_bit_for_bit",
@@ -32,6 +33,7 @@ CHECKS = {
         "same_answer_as_one_rank",
         "same_answer_at_4k",
         "balanced_documents_of_any_length",
+        "a2a_gives_the_bits_of_one_rank",
         "groups_of_one_rank",
         "shard_and_unshard",
         "refuses_ranks_that_disagree",
@@ -39,7 +41,12 @@ CHECKS = {
     3: ("same_answer_as_one_rank_in_short", "balanced_documents_of_any_length", "shard_and_unshard"),
     4: EVERYTHING,
     5: ("balanced_documents_of_any_length",),
-    8: ("same_answer_as_one_rank_in_short", "same_answer_at_4k", "refuses_ranks_that_disagree"),
+    8: (
+        "same_answer_as_one_rank_in_short",
+        "same_answer_at_4k",
+        "a2a_gives_the_bits_of_one_rank",
+        "refuses_ranks_that_disagree",
+    ),
 }
 
 

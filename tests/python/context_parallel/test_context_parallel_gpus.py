@@ -18,6 +18,9 @@ CHECKS = (
     "refuses_ranks_that_disagree",
     "refuses_a_second_derivative",
     "packed_within_the_bars",
+    "balanced_documents_of_any_length",
+    "a2a_gives_the_bits_of_one_rank",
+    "a2a_gives_the_bits_of_one_rank_at_8k",
     "repeats_bit_for_bit_at_16k",
     "within_the_bars",
 )

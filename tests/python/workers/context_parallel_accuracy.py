@@ -152,6 +152,26 @@ def same_answer_as_one_rank_in_short(group) -> None:
     compare(group, (torch.float32,), ("mean -3.2",), layouts=("zigzag",))
 
 
+def assert_bits_of_one_rank(group, stream: Stream, inputs: Inputs) -> None:
+    """With "a2a" a rank has whole heads, so outputs and gradients are bit for bit those of one rank."""
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    expected = run_over(alone, stream, inputs, "contiguous", "a2a")
+    for layout in LAYOUTS:
+        if layout == "balanced" and stream.packing == "whole_stream":
+            continue  # the balanced layout has one form only
+        results = run_over(group, stream, inputs, layout, "a2a")
+        for name in RESULTS:
+            assert torch.equal(results[name], expected[name]), f"{stream}, {layout}: {name} has other bits"
+
+
+def a2a_gives_the_bits_of_one_rank(group) -> None:
+    """All streams and layouts, with as many KV heads as there are ranks, in fp32 and bf16."""
+    size = dist.get_world_size()
+    for stream, dtype in itertools.product(STREAMS.values(), (torch.float32, torch.bfloat16)):
+        inputs = make_inputs("mean -3.2", s=ROWS, h=2 * size, h_kv=size, d=16, d_v=24, dtype=dtype)
+        assert_bits_of_one_rank(group, stream, inputs if stream.cu_seqlens is None else inputs.packed())
+
+
 def exact_answer_at_4k(stream: Stream, inputs: Inputs) -> dict[str, Tensor]:
     """Return the results of the oracle. They take 17 s of one core, so the folder keeps them for other group sizes."""
     file = answers_folder / "4k.pt"
