@@ -144,20 +144,16 @@ class Benchmark:
                 self.measure(what, "torch, cuDNN", calls, flops / ranks)
 
     def packed(self, tokens: int, h: int, d: int) -> None:
-        """Measure documents of 100 to 16K tokens, packed per document, and a dense batch with as many pairs."""
+        """Measure documents of 100 to 16K tokens: padded per document, balanced, and a dense batch with as many pairs.
+
+        Zigzag needs each document's length to be a multiple of twice the ranks. The balanced layout takes any length.
+        """
         ranks = dist.get_world_size()
-        unit = 2 * ranks  # zigzag needs each document's length to be a multiple of this
+        unit = 2 * ranks
         drawn = draw_lengths(tokens // unit, DOCUMENTS, -(-SHORTEST // unit), LONGEST // unit, seed=0)
-        lengths = [unit * n for n in drawn]
-        squares = sum(n * n for n in lengths)
-        cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        whole = [x[0] for x in draw_inputs("full", 1, tokens, h, d)]
-        plan = sb.ContextParallelPlan(dist.group.WORLD, cu_seqlens=cu_seqlens)
-        cut = {"dim": 0, "cu_seqlens": cu_seqlens}
-        local = [sb.shard_sequence(x, dist.group.WORLD, **cut) for x in whole]
-        what = f"{tokens} tokens in {len(lengths)} documents, h={h} d={d}"
-        for comm in self.options.modes:
-            self.measure(what, comm, calls_over(plan, comm, local), 2 * h * d * squares / ranks)
+        self.packed_in_layout("zigzag", [unit * n for n in drawn], h, d)
+        self.packed_in_layout("balanced", draw_lengths(tokens, DOCUMENTS, SHORTEST, LONGEST, seed=0), h, d)
+        squares = sum((unit * n) ** 2 for n in drawn)
         dense_length = round(squares / tokens / unit) * unit
         batch = round(squares / dense_length**2)
         q, k, v, do = draw_inputs("full", batch, dense_length, h, d)
@@ -165,6 +161,23 @@ class Benchmark:
         local = [sb.shard_sequence(x, dist.group.WORLD) for x in (q, k, v, do)]
         what = f"dense b={batch} L={dense_length} h={h} d={d}"
         self.measure(what, "a2a", calls_over(plan, "a2a", local), 2 * batch * h * dense_length**2 * d / ranks)
+
+    def packed_in_layout(self, layout: str, lengths: list[int], h: int, d: int) -> None:
+        """Measure packed documents on one GPU and in every mode that the layout has."""
+        tokens, flops = sum(lengths), 2 * h * d * sum(n * n for n in lengths)
+        cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        whole = [x[0] for x in draw_inputs("full", 1, tokens, h, d)]
+        what = f"{tokens} tokens in {len(lengths)} documents, {layout}, h={h} d={d}"
+        alone = functools.partial(
+            sb.stickbreaking_attention_varlen, cu_seqlens=cu_seqlens.cuda(), max_seqlen=max(lengths)
+        )
+        self.measure(what, "one GPU", calls_of(alone, *whole), flops)
+        cut = {"cu_seqlens": cu_seqlens, "layout": layout}
+        plan = sb.ContextParallelPlan(dist.group.WORLD, **cut)
+        local = [sb.shard_sequence(x, dist.group.WORLD, dim=0, **cut) for x in whole]
+        for comm in self.options.modes:
+            if layout != "balanced" or comm != "p2p":  # the balanced layout has no ring
+                self.measure(what, comm, calls_over(plan, comm, local), flops / dist.get_world_size())
 
 
 def _line(row: dict) -> str:
