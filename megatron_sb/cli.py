@@ -208,8 +208,8 @@ def main(argv: list[str] | None = None) -> int:
         if name not in EXTRAS:
             raise
         print(
-            f"megatron-sb: {argv[0]} needs the module {name}, which is not installed: pip install '.[{EXTRAS[name]}]' "
-            "in the sources of megatron_sb",
+            f"megatron-sb: {argv[0]} needs the module {name}, which is not installed: "
+            f"pip install 'megatron-sb[{EXTRAS[name]}]'",
             file=sys.stderr,
         )
         return 2
