@@ -3,12 +3,9 @@
 import argparse
 import errno
 import os
-import platform
 import select
 import signal
 import sys
-
-import torch
 
 from megatron_sb.ops import library
 from megatron_sb.training.arguments import add_arguments, take_overrides
@@ -25,27 +22,13 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def info(arguments: argparse.Namespace) -> int:
     """Print the build, the devices and the kernels."""
+    from megatron_sb import info as report
+
     if arguments.cmake_prefix:
         print(library.library_path().parents[1])
         return 0
-    build = library.build_info()
-    print(f"megatron_sb   {build['version']}, {library.library_path()}")
-    if build["cuda"] is None:
-        print("build         CPU BUILD without GPU kernels. To get them, build with nvcc and a CUDA build of torch.")
-    else:
-        print(f"build         CUDA {build['cuda']}")
-    print(f"compiler      {build['compiler']}")
-    print(f"torch         {torch.__version__} (built with {build['torch']})")
-    print(f"python        {platform.python_version()} on {platform.machine()}")
-    print(f"cpu           {torch.ops.megatron_sb.instruction_set()}, {torch.get_num_threads()} threads")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for index in range(count):
-        major, minor = torch.cuda.get_device_capability(index)
-        print(f"cuda:{index}        {torch.cuda.get_device_name(index)}, sm_{major}{minor}")
-    if count == 0:
-        print("cuda          no device")
-    print("kernels, fastest first")
-    print(torch.ops.megatron_sb.describe_kernels(), end="")
+    facts = report.collect()
+    print(report.to_json(facts) if arguments.json else report.to_text(facts))
     return 0
 
 
@@ -100,9 +83,11 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("info", help="print the build, the devices and the kernels")
-    command.add_argument(
+    form = command.add_mutually_exclusive_group()
+    form.add_argument(
         "--cmake-prefix", action="store_true", help="print only the folder for CMAKE_PREFIX_PATH (default: off)"
     )
+    form.add_argument("--json", action="store_true", help="print JSON, for bug reports (default: off)")
     command.set_defaults(run=info)
 
     command = commands.add_parser("check", help="compare the kernels with a float64 reference, at most a minute")

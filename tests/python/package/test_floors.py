@@ -30,6 +30,7 @@ PYTHON_FLOORS = {
     "baselines": 3,
     "bench": 3,
     "compat": 3,
+    "info": 3,
     "selfcheck": 3,
     "huggingface": 4,
     "megatron": 4,

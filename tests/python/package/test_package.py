@@ -1,5 +1,6 @@
 """The package as a whole: versions, the shell command, and the CMake package for C++ users."""
 
+import json
 import os
 import re
 import shutil
@@ -69,6 +70,30 @@ def test_commands_raise_their_own_type_of_error():
     for path in (path for folder in folders for path in folder.rglob("*.py")):
         plain = re.search(r"raise (ValueError|TypeError|FileNotFoundError)\b", path.read_text())
         assert plain is None, f"{path}: raise megatron_sb.validation.InputError instead of {plain[1]}"
+
+
+def test_info_as_json_has_what_the_text_has(capsys, monkeypatch):
+    """Every value of the text that differs between machines is in the JSON."""
+    monkeypatch.setenv("MEGATRON_SB_WORKSPACE_MIB", "128")
+    assert cli.main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert cli.main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert facts["version"] == megatron_sb.__version__ and facts["torch"]["version"] == torch.__version__
+    assert facts["environment"]["MEGATRON_SB_WORKSPACE_MIB"] == "128"
+    assert len(facts["gpus"]) == torch.cuda.device_count()
+    leaves = [facts["library"], facts["build"]["compiler"], facts["python"]["version"], facts["cpu"]["instruction_set"]]
+    leaves += [kernel["name"] + ": " + kernel["serves"] for kernel in facts["kernels"]]
+    leaves += [value for value in (facts["build"]["cuda"], *facts["packages"].values()) if value]
+    assert len(facts["kernels"]) >= 2
+    for leaf in leaves:
+        assert leaf in text, leaf
+
+
+def test_info_prints_one_form(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["info", "--json", "--cmake-prefix"])
+    assert re.search(mentions("--json --cmake-prefix"), capsys.readouterr().err)
 
 
 # Only torch, numpy and what they require can be imported.
