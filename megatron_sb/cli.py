@@ -1,4 +1,4 @@
-"""The shell command: megatron-sb info | check | bench | train | experiment | convert."""
+"""The shell command: megatron-sb info | check | bench | train | generate | experiment | convert."""
 
 import argparse
 import errno
@@ -52,6 +52,12 @@ def _train(arguments: argparse.Namespace) -> int:
     )
 
 
+def _generate(arguments: argparse.Namespace) -> int:
+    from megatron_sb import generation
+
+    return generation.main(arguments)
+
+
 def _experiment(arguments: argparse.Namespace) -> int:
     from megatron_sb import experiments
 
@@ -72,6 +78,30 @@ def _convert(arguments: argparse.Namespace) -> int:
     checkpoints.save(model, arguments.out, arguments.to, tokenizer=arguments.source)
     print(f"{source} ({source_format}) -> {arguments.out} ({arguments.to}): {model.num_parameters():,} parameters")
     return 0
+
+
+def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder", metavar="RUN", help="folder of a run of megatron-sb train, finished or not (required)"
+    )
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="begin of the text (required)")
+    parser.add_argument("--model", metavar="NAME", help="a model of the run (default: the first one of compare)")
+    parser.add_argument("--tokens", type=int, default=200, help="largest number of new tokens (default: %(default)s)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="divisor of the logits; 0 takes the likeliest tokens (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers (default: %(default)s)")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="FILE",
+        help="tokenizer.json of the run's data, if they are not bytes (default: none)",
+    )
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -100,6 +130,10 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("train", help="train models from a YAML file")
     add_arguments(command)
     command.set_defaults(run=_train)
+
+    command = commands.add_parser("generate", help="print text that a model of a run continues")
+    _add_generate_arguments(command)
+    command.set_defaults(run=_generate)
 
     command = commands.add_parser(
         "experiment", help="run an experiment of the paper: train models, write a table and a picture"

@@ -37,7 +37,8 @@ PYTHON_FLOORS = {
     "training": 5,
     "checkpoints": 6,
     "experiments": 6,
-    "cli": 7,
+    "generation": 7,
+    "cli": 8,
 }
 # The folders that may import Megatron-Core: the adapter, and the trainer's engine.
 MEGATRON_CORE = ("megatron_sb/megatron/", "megatron_sb/training/engine/")
