@@ -1,4 +1,4 @@
-"""The shell command: megatron-sb info | check | bench | train | generate | experiment | convert."""
+"""The shell command: megatron-sb info | check | bench | train | plan | generate | experiment | convert."""
 
 import argparse
 import errno
@@ -52,6 +52,12 @@ def _train(arguments: argparse.Namespace) -> int:
     )
 
 
+def _plan(arguments: argparse.Namespace) -> int:
+    from megatron_sb.planning import command
+
+    return command.main(arguments)
+
+
 def _generate(arguments: argparse.Namespace) -> int:
     from megatron_sb import generation
 
@@ -78,6 +84,34 @@ def _convert(arguments: argparse.Namespace) -> int:
     checkpoints.save(model, arguments.out, arguments.to, tokenizer=arguments.source)
     print(f"{source} ({source_format}) -> {arguments.out} ({arguments.to}): {model.num_parameters():,} parameters")
     return 0
+
+
+def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", required=True, metavar="FILE", help="configuration of megatron-sb train (required)")
+    parser.add_argument("--gpus", required=True, type=int, help="number of GPUs (required)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="override a field of FILE (repeatable; default: none)",
+    )
+    parser.add_argument("--stage", metavar="NAME", help="a stage (default: the one with the longest context)")
+    parser.add_argument("--model", metavar="NAME", help="a stick-breaking model (default: the first one of compare)")
+    parser.add_argument("--memory", type=float, default=140, help="GiB of a GPU (default: %(default)s, an H200)")
+    parser.add_argument(
+        "--skipped",
+        type=float,
+        default=0.0,
+        help="share of the attention's work that skipping and the ends of documents save, from 0 to 0.999 (default: "
+        "%(default)s)",
+    )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="print every size of micro-batches, with and without recomputation (default: the best of each layout)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON (default: off)")
 
 
 def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,6 +164,10 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("train", help="train models from a YAML file")
     add_arguments(command)
     command.set_defaults(run=_train)
+
+    command = commands.add_parser("plan", help="predict memory and tokens/s of each parallel layout")
+    _add_plan_arguments(command)
+    command.set_defaults(run=_plan)
 
     command = commands.add_parser("generate", help="print text that a model of a run continues")
     _add_generate_arguments(command)

@@ -37,6 +37,7 @@ PYTHON_FLOORS = {
     "training": 5,
     "checkpoints": 6,
     "experiments": 6,
+    "planning": 6,
     "generation": 7,
     "cli": 8,
 }
