@@ -68,8 +68,12 @@ class FileCodec:
     """
 
     def __init__(self, path: Path, end: int) -> None:
-        from tokenizers import Tokenizer
-
+        try:
+            from tokenizers import Tokenizer
+        except ModuleNotFoundError:
+            raise InputError(
+                "--tokenizer needs the module tokenizers, which is not installed: pip install 'megatron-sb[huggingface]'"
+            ) from None
         if not path.is_file():
             raise MissingFileError(f"--tokenizer must be a file of the library tokenizers, got {str(path)!r}.")
         try:

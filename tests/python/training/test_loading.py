@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -133,6 +134,19 @@ def test_a_tokenizer(tmp_path):
     tokens = codec.encode("the mat: é")
     assert len(tokens) < len("the mat: é") and codec.vocab_size == tokenizer.get_vocab_size()
     assert "".join(codec.decode(token) for token in tokens) == "the mat: é"
+
+
+def test_without_the_tokenizers_library_the_error_names_the_extra(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(InputError, match=mentions("--tokenizer tokenizers pip install 'megatron-sb[huggingface]'")):
+        generation.FileCodec(tmp_path / "tokenizer.json", end=0)
+
+
+def test_a_damaged_tokenizer(tmp_path):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match=mentions("--tokenizer tokenizer.json damaged")):
+        generation.FileCodec(tmp_path / "tokenizer.json", end=0)
 
 
 DATA = "data={kind: indexed, paths: [a], vocab_size: 300, end_of_document: 299}"
