@@ -72,7 +72,8 @@ class FileCodec:
             from tokenizers import Tokenizer
         except ModuleNotFoundError:
             raise InputError(
-                "--tokenizer needs the module tokenizers, which is not installed: pip install 'megatron-sb[huggingface]'"
+                "--tokenizer needs the module tokenizers, which is not installed: "
+                "pip install 'megatron-sb[huggingface]'"
             ) from None
         if not path.is_file():
             raise MissingFileError(f"--tokenizer must be a file of the library tokenizers, got {str(path)!r}.")
