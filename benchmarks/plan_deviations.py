@@ -4,7 +4,8 @@ python benchmarks/plan_deviations.py
 
 The records are of one and two H200s, 2026-11-22. Those of the layouts do not say which share of the attention's work
 was saved: rows held several documents, and tiles were skipped. For them the script shows two predictions: nothing
-saved, and the share that one GPU's speed implies.
+saved, and a share that was chosen so that one GPU has its measured speed. The rates of the prediction were fitted to
+the same records, so this is no test with unseen ones.
 """
 
 import dataclasses
