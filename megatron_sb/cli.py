@@ -1,14 +1,11 @@
-"""The shell command: megatron-sb info | check | bench | train | experiment | convert."""
+"""The shell command: megatron-sb info | check | bench | train | plan | generate | experiment | convert."""
 
 import argparse
 import errno
 import os
-import platform
 import select
 import signal
 import sys
-
-import torch
 
 from megatron_sb.ops import library
 from megatron_sb.training.arguments import add_arguments, take_overrides
@@ -25,27 +22,13 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def info(arguments: argparse.Namespace) -> int:
     """Print the build, the devices and the kernels."""
+    from megatron_sb import info as report
+
     if arguments.cmake_prefix:
         print(library.library_path().parents[1])
         return 0
-    build = library.build_info()
-    print(f"megatron_sb   {build['version']}, {library.library_path()}")
-    if build["cuda"] is None:
-        print("build         CPU BUILD without GPU kernels. To get them, build with nvcc and a CUDA build of torch.")
-    else:
-        print(f"build         CUDA {build['cuda']}")
-    print(f"compiler      {build['compiler']}")
-    print(f"torch         {torch.__version__} (built with {build['torch']})")
-    print(f"python        {platform.python_version()} on {platform.machine()}")
-    print(f"cpu           {torch.ops.megatron_sb.instruction_set()}, {torch.get_num_threads()} threads")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for index in range(count):
-        major, minor = torch.cuda.get_device_capability(index)
-        print(f"cuda:{index}        {torch.cuda.get_device_name(index)}, sm_{major}{minor}")
-    if count == 0:
-        print("cuda          no device")
-    print("kernels, fastest first")
-    print(torch.ops.megatron_sb.describe_kernels(), end="")
+    facts = report.collect()
+    print(report.to_json(facts) if arguments.json else report.to_text(facts))
     return 0
 
 
@@ -67,6 +50,18 @@ def _train(arguments: argparse.Namespace) -> int:
     return training.main(
         arguments.config, arguments.set, out=arguments.out, resume=arguments.resume, profile=arguments.profile
     )
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from megatron_sb.planning import command
+
+    return command.main(arguments)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from megatron_sb import generation
+
+    return generation.main(arguments)
 
 
 def _experiment(arguments: argparse.Namespace) -> int:
@@ -91,6 +86,58 @@ def _convert(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", required=True, metavar="FILE", help="configuration of megatron-sb train (required)")
+    parser.add_argument("--gpus", required=True, type=int, help="number of GPUs (required)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="override a field of FILE (repeatable; default: none)",
+    )
+    parser.add_argument("--stage", metavar="NAME", help="a stage (default: the one with the longest context)")
+    parser.add_argument("--model", metavar="NAME", help="a stick-breaking model (default: the first one of compare)")
+    parser.add_argument("--memory", type=float, default=140, help="GiB of a GPU (default: %(default)s, an H200)")
+    parser.add_argument(
+        "--skipped",
+        type=float,
+        default=0.0,
+        help="share of the attention's work that skipping and the ends of documents save, from 0 to 0.999 (default: "
+        "%(default)s)",
+    )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="print every size of micro-batches, with and without recomputation (default: the best of each layout)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON (default: off)")
+
+
+def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder", metavar="RUN", help="folder of a run of megatron-sb train, finished or not (required)"
+    )
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="begin of the text (required)")
+    parser.add_argument("--model", metavar="NAME", help="a model of the run (default: the first one of compare)")
+    parser.add_argument("--tokens", type=int, default=200, help="largest number of new tokens (default: %(default)s)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="divisor of the logits; 0 takes the likeliest tokens (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers (default: %(default)s)")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="FILE",
+        help="tokenizer.json of the run's data, if they are not bytes (default: none)",
+    )
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands. bench and experiment parse their own options."""
     parser = argparse.ArgumentParser(
@@ -100,9 +147,11 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("info", help="print the build, the devices and the kernels")
-    command.add_argument(
+    form = command.add_mutually_exclusive_group()
+    form.add_argument(
         "--cmake-prefix", action="store_true", help="print only the folder for CMAKE_PREFIX_PATH (default: off)"
     )
+    form.add_argument("--json", action="store_true", help="print JSON, for bug reports (default: off)")
     command.set_defaults(run=info)
 
     command = commands.add_parser("check", help="compare the kernels with a float64 reference, at most a minute")
@@ -115,6 +164,14 @@ def make_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("train", help="train models from a YAML file")
     add_arguments(command)
     command.set_defaults(run=_train)
+
+    command = commands.add_parser("plan", help="predict memory and tokens/s of each parallel layout")
+    _add_plan_arguments(command)
+    command.set_defaults(run=_plan)
+
+    command = commands.add_parser("generate", help="print text that a model of a run continues")
+    _add_generate_arguments(command)
+    command.set_defaults(run=_generate)
 
     command = commands.add_parser(
         "experiment", help="run an experiment of the paper: train models, write a table and a picture"
@@ -208,8 +265,8 @@ def main(argv: list[str] | None = None) -> int:
         if name not in EXTRAS:
             raise
         print(
-            f"megatron-sb: {argv[0]} needs the module {name}, which is not installed: pip install '.[{EXTRAS[name]}]' "
-            "in the sources of megatron_sb",
+            f"megatron-sb: {argv[0]} needs the module {name}, which is not installed: "
+            f"pip install 'megatron-sb[{EXTRAS[name]}]'",
             file=sys.stderr,
         )
         return 2

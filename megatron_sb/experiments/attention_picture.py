@@ -15,6 +15,7 @@ import numpy as np
 from pandas import DataFrame
 
 from megatron_sb.experiments import sweep, tables, trained
+from megatron_sb.training import loading
 from megatron_sb.training.config import ConfigError, TrainingConfig, load_config
 from megatron_sb.validation import InputError
 
@@ -43,8 +44,8 @@ def run(options: argparse.Namespace) -> int:
         )
     words = options.sequence.split()
     batch = tokens_of(words, config)
-    single_rank_config = trained.on_one_rank(config)
-    with trained.trained_engine(trained.trained_run(options, config), single_rank_config, model) as engine:
+    single_rank_config = loading.on_one_rank(config)
+    with loading.trained_engine(trained.trained_run(options, config), single_rank_config, model) as engine:
         likeliest, layers = engine.likeliest_tokens(batch), engine.attention_inputs(batch)
     weights = [attention_weights(layer) for layer in layers]
     names = [

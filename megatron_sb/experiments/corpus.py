@@ -191,7 +191,7 @@ def check_tokenizer(vocab_size: int) -> None:
     except ModuleNotFoundError:
         raise ConfigError(
             f"vocab_size = {vocab_size} needs the module tokenizers, which is not installed: "
-            "pip install '.[huggingface]' in the sources of megatron_sb. Use null for bytes only."
+            "pip install 'megatron-sb[huggingface]'. Use null for bytes only."
         ) from None
 
 

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from megatron_sb.experiments import ruler, sweep, tables, trained
 from megatron_sb.experiments.ruler.scoring import samples_of, scores
+from megatron_sb.training import loading
 from megatron_sb.training.config import ConfigError, load_config
 from megatron_sb.validation import InputError
 
@@ -54,11 +55,11 @@ def run(options: argparse.Namespace) -> int:
     samples_by_task = {
         (task, length): samples_of(task, length, options.samples) for task in options.tasks for length in lengths
     }
-    single_rank_config, out = trained.on_one_rank(config), sweep.output_folder(options)
+    single_rank_config, out = loading.on_one_rank(config), sweep.output_folder(options)
     folder = trained.trained_run(options, config)
     results = []
     for model in config.compare:
-        with trained.trained_engine(folder, single_rank_config, model) as engine:
+        with loading.trained_engine(folder, single_rank_config, model) as engine:
             for (task, length), samples in tqdm(samples_by_task.items(), desc=model, unit="task"):
                 results.append({"model": model, "task": task, "length": length} | scores(engine, samples, length))
     write(out, tables.labels_of(config), results, trained.device_of(single_rank_config))

@@ -20,6 +20,7 @@ import numpy as np
 from pandas import DataFrame
 
 from megatron_sb.experiments import sweep, tables, trained
+from megatron_sb.training import loading
 from megatron_sb.training.config import ConfigError, TrainingConfig, load_config
 from megatron_sb.validation import InputError
 
@@ -46,11 +47,11 @@ def run(options: argparse.Namespace) -> int:
     model = _chosen_model(config, options.model)
     if not options.seconds > 0:
         raise InputError(f"--seconds must be greater than 0, got {options.seconds}.")
-    single_rank_config = trained.on_one_rank(config)
+    single_rank_config = loading.on_one_rank(config)
     folder = trained.trained_run(options, config)
     with (
         trained.threads(single_rank_config.parallel.threads_per_rank),
-        trained.trained_engine(folder, single_rank_config, model) as engine,
+        loading.trained_engine(folder, single_rank_config, model) as engine,
     ):
         entries, device = measure(engine, single_rank_config, options.seconds), trained.device_of(single_rank_config)
     results = {"model": model, "mass_threshold": config.attention[model].mass_threshold, "entries": entries}

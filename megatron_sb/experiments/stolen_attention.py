@@ -21,6 +21,7 @@ from pandas import DataFrame
 from pydantic import Field
 
 from megatron_sb.experiments import key_hull, sweep, tables, trained
+from megatron_sb.training import loading
 from megatron_sb.training.config import ConfigError, load_config, load_fields
 from megatron_sb.training.config.types import NonNegativeFloat, PositiveFloat, PositiveInt, Section, Seed, section
 from megatron_sb.training.report import hardware
@@ -106,7 +107,7 @@ def trained_keys(run: Path, num_keys: Sequence[int]) -> list[tuple[dict[str, Any
     from megatron_sb.training.documents import load_corpus
     from megatron_sb.training.evaluate import choose_windows
 
-    config = trained.on_one_rank(load_config(run / "config.yaml"))
+    config = loading.on_one_rank(load_config(run / "config.yaml"))
     models = trained.plain_stickbreaking_models(config)
     if config.data.kind == "recall" or not models or config.model.head_dim > key_hull.MAX_HEAD_DIM:
         raise InputError(
@@ -121,7 +122,7 @@ def trained_keys(run: Path, num_keys: Sequence[int]) -> list[tuple[dict[str, Any
             f"num_keys must be at most {len(window) - 1}, the longest evaluated length of the run, got "
             f"{list(num_keys)}."
         )
-    with trained.trained_engine(run, config, models[0]) as engine:
+    with loading.trained_engine(run, config, models[0]) as engine:
         layers = engine.attention_inputs(pack([window], 1, corpus.end_of_document))
     sets = []
     for layer, inputs in enumerate(layers, start=1):

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_sb.training.launch import main
+    from megatron_sb.training.loading import load_run
 
-__all__ = ["main"]
+__all__ = ["load_run", "main"]
 
 
 def __getattr__(name: str):
@@ -17,4 +18,8 @@ def __getattr__(name: str):
         from megatron_sb.training.launch import main
 
         return main
+    if name == "load_run":
+        from megatron_sb.training.loading import load_run
+
+        return load_run
     raise AttributeError(f"module 'megatron_sb.training' has no attribute {name!r}")

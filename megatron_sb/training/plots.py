@@ -46,7 +46,9 @@ def draw_nll_by_length(evaluations: list[dict[str, Any]], labels: dict[str, str]
 def nll_by_length(evaluations: list[dict[str, Any]], labels: dict[str, str]) -> Any:
     """Plot the negative log-likelihood against context length, one line per model and stage.
 
-    Dotted lines mark the contexts that the models were trained with.
+    Bars are standard errors over windows. All models see the same windows, so the difference of two models is more
+    exact than the bars. A result without a standard error, as with one window, has no bar. Dotted lines mark the
+    contexts that the models were trained with.
     """
     figure, axes = pyplot.subplots(figsize=(8, 5.5))
     stages = list(dict.fromkeys(entry["stage"] for entry in evaluations))
@@ -57,7 +59,8 @@ def nll_by_length(evaluations: list[dict[str, Any]], labels: dict[str, str]) -> 
         stage = f", {entry['stage']} (trained at {entry['trained_context']})" if len(stages) > 1 else ""
         label = label_of(entry, labels) + stage
         look = {"marker": MARKERS[entry["scaling"]], "markersize": 4, "color": _colour(entry["model"], labels)}
-        axes.plot(contexts, losses, style, label=label, **look)
+        errors = [math.nan if (error := result.get("standard_error")) is None else error for result in entry["results"]]
+        axes.errorbar(contexts, losses, errors, fmt=style, label=label, elinewidth=0.8, capsize=2, **look)
     for context in sorted({entry["trained_context"] for entry in evaluations}):
         axes.axvline(context, color="grey", linewidth=0.6, linestyle=":")
     ticks = sorted({result["context"] for entry in evaluations for result in entry["results"]})

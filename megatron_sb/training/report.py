@@ -1,6 +1,7 @@
 """The report of a job, on rank 0: a progress bar, files of metrics and evaluations, plots, and a table at the end.
 
-metrics.jsonl                one line per reported step; model_tflops is per rank, peak_gib is rank 0's
+metrics.jsonl                one line per reported step; model_tflops is per rank, peak_gib is rank 0's,
+                             training_seconds is the wall-clock time of the model's steps so far, with their checkpoints
 evaluation/MODEL.STAGE.json  negative log-likelihood by context length; MODEL.STAGE.SCALING.json with scaled positions;
                              MODEL.STAGE.STEP.json and MODEL.STAGE.STEP.SCALING.json after a step before the last one
 tensorboard/  loss.png  nll_by_length.png
@@ -97,6 +98,8 @@ class Report:
         )
         self._last = (time.monotonic(), progress.tokens)
         self._flops = 0.0
+        last_line = next((line for line in reversed(kept) if line["model"] == model), {"training_seconds": 0.0})
+        self._seconds = last_line.get("training_seconds")  # None: an older version wrote the line
 
     def step(self, model: str, stage: StageConfig, progress: Progress, step: Step) -> None:
         """Report a finished step. Rates are means over the steps since the last line."""
@@ -110,6 +113,8 @@ class Report:
         rate = (progress.tokens - self._last[1]) / seconds
         tflops = self._flops / seconds / self._config.parallel.ranks / 1e12
         self._last, self._flops = (now, progress.tokens), 0.0
+        if self._seconds is not None:
+            self._seconds = round(self._seconds + seconds, 3)
         self._bar.set_postfix_str(f"loss {step.loss:.3f}, {rate:,.0f} tokens/s")
         line = {
             "model": model,
@@ -119,6 +124,7 @@ class Report:
             "loss": step.loss,
             "gradient_norm": step.gradient_norm,
             "learning_rate": step.learning_rate,
+            "training_seconds": self._seconds,
             "tokens_per_second": round(rate, 1),
             "model_tflops": float(f"{tflops:.4g}"),
             "peak_gib": step.peak_gib,

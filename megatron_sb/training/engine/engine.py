@@ -159,6 +159,13 @@ class Engine:
         likeliest, _, _ = self._forward(self._model, batch, batch.counted, "likeliest")
         return likeliest.cpu()
 
+    @torch.no_grad()
+    def logits(self, batch: Batch) -> Tensor:
+        """Return the logits of the next token of each token in this rank's shard: (t, vocab_size), on the CPU."""
+        self._model.eval()
+        logits, _, _ = self._forward(self._model, batch, batch.counted, "logits")
+        return logits.cpu()
+
     def attention_inputs(self, batch: Batch) -> list[AttentionInputs]:
         """Return the inputs of every stick-breaking attention, by layer, for this rank's tokens and heads.
 
@@ -237,11 +244,12 @@ class Engine:
             model: the model, or its data-parallel wrapper.
             batch: the batch.
             extra: (t,), sharded as the tokens are.
-            wanted: "losses" of the tokens, "likeliest": the likeliest next tokens, or "hits": whether these are the
-                labels.
+            wanted: "losses" of the tokens, "logits" of the next tokens, "likeliest": the likeliest next tokens, or
+                "hits": whether these are the labels.
 
         Returns:
-            The wanted values, which tokens count, and the shard of `extra`: (t / context-parallel size,) each.
+            The wanted values, which tokens count, and the shard of `extra`: (t / context-parallel size,) each. Logits
+            have a second dimension, of vocab_size.
         """
         cu_seqlens = torch.from_numpy(batch.cu_seqlens)
         # NumPy stacks in this thread. torch would wake its threads, which took milliseconds while the GPU waited.
@@ -271,5 +279,8 @@ class Engine:
             losses = model(tokens[None], None, None, labels=labels[None], packed_seq_params=packed)
             return losses[0], counted, extra
         logits = model(tokens[None], None, None, packed_seq_params=packed)[0]
-        likeliest = gather_from_tensor_model_parallel_region(logits)[:, : self._vocab_size].argmax(dim=-1)
+        logits = gather_from_tensor_model_parallel_region(logits)[:, : self._vocab_size]
+        if wanted == "logits":
+            return logits, counted, extra
+        likeliest = logits.argmax(dim=-1)
         return likeliest == labels if wanted == "hits" else likeliest, counted, extra

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_sb.planning import context_parallel as model
+
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks" / "results"
 DIRECTIONS = ("forward", "backward")
@@ -14,7 +16,7 @@ MODES = ("p2p", "all_gather", "a2a")
 
 
 @pytest.fixture(scope="module")
-def model():
+def script():
     """benchmarks/context_parallel_model.py, which is not in a package."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     yield importlib.import_module("context_parallel_model")
@@ -22,7 +24,7 @@ def model():
 
 
 @pytest.fixture
-def time(model):
+def time():
     """Return the microseconds of a direction, run back to back. Keyword arguments are fields of the machine."""
 
     def of(mode: str, direction: str, ranks: int, length: int = 65536, heads: int = 32, kv_heads: int = 8, **machine):
@@ -39,7 +41,7 @@ def pairs(segments) -> float:
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 16])
-def test_a_ring_visits_every_pair_once(model, ranks, direction):
+def test_a_ring_visits_every_pair_once(ranks, direction):
     chunk = 96
     kinds = [pairs(segments) for segments in model.ring_segments(chunk)]
     visited = [model.ring_kinds(ranks, direction, step) for step in range(ranks)]
@@ -62,7 +64,7 @@ def test_slower_links_take_longer(time, mode, direction):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_one_rank_takes_the_time_of_a_block(model, time, mode):
+def test_one_rank_takes_the_time_of_a_block(time, mode):
     machine, segments = model.BACK_TO_BACK, ((65536, 0, True),)
     assert time(mode, "forward", 1, host_step=0.0) == model.forward_block(machine, segments, 32)
     assert time(mode, "backward", 1, host_step=0.0) == model.backward_block(machine, segments, 65536, 8, 4)
@@ -71,14 +73,14 @@ def test_one_rank_takes_the_time_of_a_block(model, time, mode):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_no_rank_is_faster_than_its_share_of_the_work(model, time, mode, ranks, direction):
+def test_no_rank_is_faster_than_its_share_of_the_work(time, mode, ranks, direction):
     shape = model.Shape(65536, 32, 8)
     tiles = shape.heads * shape.length**2 / 2 / ranks / model.TILE**2 / model.Machine.multiprocessors
     least = {"forward": tiles * model.Machine.forward_tile, "backward": 2 * tiles * model.Machine.backward_step}
     assert time(mode, direction, ranks) > least[direction]
 
 
-def test_idle_time_before_a_call_saves_at_most_the_clock_ratio(model):
+def test_idle_time_before_a_call_saves_at_most_the_clock_ratio():
     rested, shape = model.Machine(), model.Shape(65536)
     for mode in MODES:
         fresh = model.Model(rested, shape, 4).time(mode, *DIRECTIONS)
@@ -86,21 +88,23 @@ def test_idle_time_before_a_call_saves_at_most_the_clock_ratio(model):
         assert rested.highest_clock * steady <= fresh < steady
 
 
-def test_number_of_heads_limits_the_ranks_of_a2a(model):
-    possible = [n for n in (2, 4, 8, 16, 32, 64, 3, 12) if model.Model(model.Machine(), model.SHAPE, n).possible("a2a")]
+def test_number_of_heads_limits_the_ranks_of_a2a(script):
+    possible = [
+        n for n in (2, 4, 8, 16, 32, 64, 3, 12) if model.Model(model.Machine(), script.SHAPE, n).possible("a2a")
+    ]
     assert possible == [2, 4, 8, 16, 32]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_predictions_agree_with_measurements(model, ranks, capsys):
+def test_predictions_agree_with_measurements(script, ranks, capsys):
     measured = RESULTS / f"2026-11-22-{ranks}xh200-context-parallel.json"
-    assert model.compare(measured, within=0.1), capsys.readouterr().out
-    names = {(row["name"], ranks) for _, ranks, row in model.measured_rows(measured)}
+    assert script.compare(measured, within=0.1), capsys.readouterr().out
+    names = {(row["name"], ranks) for _, ranks, row in script.measured_rows(measured)}
     assert names == {(mode, ranks) for mode in MODES} | {("one GPU", 1)}
-    assert not model.compare(measured, within=0.001)
+    assert not script.compare(measured, within=0.001)
 
 
-def test_rows_are_sorted_only_below_a_length(model, time):
+def test_rows_are_sorted_only_below_a_length(time):
     few, many = model.ROWS_TO_SPLIT - 2048, model.ROWS_TO_SPLIT
     free = {"memory_tbytes": 1e6, "kernel": 0.0}
 
@@ -110,7 +114,7 @@ def test_rows_are_sorted_only_below_a_length(model, time):
     assert passes(many) < passes(few)
 
 
-def test_the_clock_does_not_speed_up_transfers(model):
+def test_the_clock_does_not_speed_up_transfers():
     def fresh_to_steady(link_gbytes: float) -> float:
         steady = replace(model.BACK_TO_BACK, link_gbytes=link_gbytes)
         machines = (replace(steady, rest_credit=1e9), steady)

@@ -177,7 +177,7 @@ def test_command_writes_both_encodings_of_the_same_text(config, tmp_path):
 
 def test_without_the_tokenizers_library_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match=r"needs the module tokenizers, .* pip install '\.\[huggingface\]'"):
+    with pytest.raises(ValueError, match=r"needs the module tokenizers, .* pip install 'megatron-sb\[huggingface\]'"):
         corpus.check_tokenizer(300)
 
 

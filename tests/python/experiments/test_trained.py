@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megatron_sb import cli
-from megatron_sb.experiments import sweep, trained
+from megatron_sb.experiments import sweep
+from megatron_sb.training import loading
 from megatron_sb.training.config import ConfigError, ParallelConfig, load_config
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -34,7 +35,7 @@ def test_parallelism_is_removed(name, overrides, monkeypatch):
     """A GPU loads checkpoints of any number of ranks."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = load_config(CONFIGS / f"{name}.yaml", overrides)
-    one_rank = trained.on_one_rank(config)
+    one_rank = loading.on_one_rank(config)
     kept = {name: getattr(config.parallel, name) for name in ("device", "threads_per_rank", "timeout_seconds")}
     assert one_rank.parallel == ParallelConfig(**kept) and one_rank.model == config.model
     assert {stage.context_parallel_size for stage in one_rank.stages} == {1}
@@ -50,4 +51,4 @@ def test_unsupported_parallelism_is_an_error_before_training(tmp_path, monkeypat
         assert cli.main(command) == 2
         assert re.search("parallel.tensor_parallel_size .*got 2", capsys.readouterr().err)
     with pytest.raises(ConfigError, match=r"parallel\.tensor_parallel_size must be 1"):
-        trained.on_one_rank(load_config(CONFIGS / "skipping_small.yaml", TENSOR))
+        loading.on_one_rank(load_config(CONFIGS / "skipping_small.yaml", TENSOR))

@@ -31,6 +31,8 @@ INSIDE = with_imports(
         ("check", [], selfcheck, "main"),
         ("bench", ["--device", "cpu"], bench, "run"),
         ("train", [TINY], "megatron_sb.training.config.loader", "check"),
+        ("plan", ["--config", TINY, "--gpus", "1"], "megatron_sb.planning.command", "load_config"),
+        ("generate", ["RUN", "--prompt", "x"], "megatron_sb.generation", "config_of"),
         ("experiment", ["extrapolation", TINY], "megatron_sb.training.config.loader", "check"),
         ("convert", ["SOURCE", "OUT", "--to", "fla"], "megatron_sb.checkpoints", "format_of"),
     ]

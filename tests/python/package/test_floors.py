@@ -30,13 +30,16 @@ PYTHON_FLOORS = {
     "baselines": 3,
     "bench": 3,
     "compat": 3,
+    "info": 3,
     "selfcheck": 3,
     "huggingface": 4,
     "megatron": 4,
     "training": 5,
     "checkpoints": 6,
     "experiments": 6,
-    "cli": 7,
+    "planning": 6,
+    "generation": 7,
+    "cli": 8,
 }
 # The folders that may import Megatron-Core: the adapter, and the trainer's engine.
 MEGATRON_CORE = ("megatron_sb/megatron/", "megatron_sb/training/engine/")

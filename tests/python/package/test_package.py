@@ -1,5 +1,6 @@
 """The package as a whole: versions, the shell command, and the CMake package for C++ users."""
 
+import json
 import os
 import re
 import shutil
@@ -71,6 +72,88 @@ def test_commands_raise_their_own_type_of_error():
         assert plain is None, f"{path}: raise megatron_sb.validation.InputError instead of {plain[1]}"
 
 
+def test_info_as_json_has_what_the_text_has(capsys, monkeypatch):
+    """Every value of the text that differs between machines is in the JSON."""
+    monkeypatch.setenv("MEGATRON_SB_WORKSPACE_MIB", "128")
+    assert cli.main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert cli.main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert facts["version"] == megatron_sb.__version__ and facts["torch"]["version"] == torch.__version__
+    assert facts["environment"]["MEGATRON_SB_WORKSPACE_MIB"] == "128"
+    assert len(facts["gpus"]) == torch.cuda.device_count()
+    leaves = [facts["library"], facts["build"]["compiler"], facts["python"]["version"], facts["cpu"]["instruction_set"]]
+    leaves += [kernel["name"] + ": " + kernel["serves"] for kernel in facts["kernels"]]
+    leaves += [value for value in (facts["build"]["cuda"], *facts["packages"].values()) if value]
+    assert len(facts["kernels"]) >= 2
+    for leaf in leaves:
+        assert leaf in text, leaf
+
+
+def test_info_prints_one_form(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["info", "--json", "--cmake-prefix"])
+    assert re.search(mentions("--json --cmake-prefix"), capsys.readouterr().err)
+
+
+# Only torch, numpy and what they require can be imported.
+WITHOUT_OPTIONAL_MODULES = """
+import importlib.abc
+import importlib.metadata
+import re
+import sys
+
+wanted, found = ["torch", "numpy"], set()
+while wanted:
+    name = re.sub(r"[-_.]+", "-", wanted.pop()).lower()
+    if name in found:
+        continue
+    found.add(name)
+    try:
+        requirements = importlib.metadata.requires(name) or []
+    except importlib.metadata.PackageNotFoundError:
+        continue
+    wanted += [re.match(r"[\\w.-]+", line).group() for line in requirements if "extra ==" not in line]
+modules = {"megatron_sb", *sys.stdlib_module_names}
+for module, owners in importlib.metadata.packages_distributions().items():
+    modules |= {module} if found & {re.sub(r"[-_.]+", "-", owner).lower() for owner in owners} else set()
+
+
+class Hidden(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in modules:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, Hidden())
+from megatron_sb.cli import main
+
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def _run_without_optional_modules(*command: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    python = [sys.executable, "-c", WITHOUT_OPTIONAL_MODULES]
+    return subprocess.run([*python, *command], env=environment, capture_output=True, text=True, timeout=120)
+
+
+BENCH = ("bench", "--device", "cpu", "--dtype", "fp32", "--lengths", "16", "--repeats", "1", "--memory-length")
+
+
+@pytest.mark.parametrize("command", [("info",), ("check",), (*BENCH, "0"), (*BENCH, "64", "--memory-worker", "full")])
+def test_torch_and_numpy_are_enough_for_the_operators(command):
+    run = _run_without_optional_modules(*command)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout
+
+
+def test_other_modules_are_hidden_from_these_commands():
+    run = _run_without_optional_modules(*BENCH, "0", "--out", "plots")
+    assert run.returncode == 2
+    assert re.search(mentions("bench matplotlib pip install 'megatron-sb[train]'"), run.stderr) and not run.stdout
+
+
 # A module that is None in sys.modules cannot be imported.
 WITHOUT_A_MODULE = """
 import sys
@@ -100,7 +183,7 @@ def test_without_an_optional_module_the_command_names_the_extra_to_install(missi
     )
     assert run.returncode == 2
     message = run.stderr.splitlines()[-1]
-    assert re.search(mentions(f"megatron-sb {command[0]} {missing} pip install '.[{extra}]'"), message)
+    assert re.search(mentions(f"megatron-sb {command[0]} {missing} pip install 'megatron-sb[{extra}]'"), message)
     assert "Traceback" not in run.stderr and not run.stdout and not list(tmp_path.iterdir())
 
 

@@ -209,6 +209,50 @@ def test_likelihoods_that_are_nan_are_drawn(tmp_path):
     assert (tmp_path / "nll.png").stat().st_size > 1000
 
 
+def test_the_plot_has_the_standard_errors():
+    """A result without a standard error has no bar."""
+    errors = [0.5, None, 0.25]
+    results = [{"context": 8 << n, "nll": 3.0 - n, "standard_error": error} for n, error in enumerate(errors)]
+    entry = {"model": "a", "stage": "short", "trained_context": 8, "scaling": "none", "results": results}
+    (container,) = plots.nll_by_length([entry], {"a": "a"}).axes[0].containers
+    (bars,) = container.lines[2]
+    drawn = [[float(y) for _, y in segment] for segment in bars.get_segments() if len(segment)]
+    assert drawn == [[2.5, 3.5], [0.75, 1.25]]
+
+
+def test_training_seconds_continue_and_leave_out_evaluations(tmp_path, config, monkeypatch):
+    """They count over stages and resumed runs. A line of an older version makes them unknown."""
+    job, now = load_config(config, ["report.tensorboard=false", "report.interval=2"]), [100.0]
+    monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
+
+    def write(stage, steps, seconds):
+        written = report.Report(tmp_path, job, "a CPU")
+        progress = Progress(stage.name, steps[0] - 1, 100 * (steps[0] - 1), {}, {})
+        written.start_stage("stick_breaking", stage, progress)
+        for step in steps:
+            now[0] += seconds
+            progress = dataclasses.replace(progress, step=step, tokens=progress.tokens + 100)
+            written.step("stick_breaking", stage, progress, report.Step(5.0, 1.0, 0.1, 1e9, None))
+            now[0] += 50.0
+            written.leave_out(50.0)
+        written.end_stage()
+        return [line["training_seconds"] for line in metrics(tmp_path)]
+
+    assert write(job.stages[0], [1, 2, 3, 4], 1.5) == [3.0, 6.0]
+    assert write(job.stages[0], [3, 4], 2.0) == [3.0, 7.0]
+    assert write(job.stages[1], [1, 2], 1.0) == [3.0, 7.0, 9.0]
+    assert [line["tokens_per_second"] for line in metrics(tmp_path)] == [66.7, 50.0, 100.0]
+    lines = [{name: x for name, x in line.items() if name != "training_seconds"} for line in metrics(tmp_path)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    written = report.Report(tmp_path, job, "a CPU")
+    progress = Progress(job.stages[1].name, 3, 300, {}, {})
+    written.start_stage("stick_breaking", job.stages[1], dataclasses.replace(progress, step=2))
+    now[0] += 1.0
+    written.step("stick_breaking", job.stages[1], dataclasses.replace(progress, step=4), report.Step(5, 1, 0, 1, None))
+    written.end_stage()
+    assert metrics(tmp_path)[-1]["training_seconds"] is None
+
+
 def test_metrics_after_the_resumed_checkpoint_are_dropped(tmp_path, config):
     """A run that died after its last checkpoint has reported steps that the resumed run repeats."""
     job = load_config(config, ["report.tensorboard=false"])

@@ -1,0 +1,94 @@
+"""What `megatron-sb info` reports: the build, the devices, the kernels, the optional packages."""
+
+import importlib.metadata
+import json
+import os
+import platform
+from typing import Any
+
+import torch
+
+from megatron_sb.ops import library
+
+OPTIONAL_PACKAGES = ("megatron-core", "transformer-engine", "transformers", "matplotlib")
+PREFIX_OF_VARIABLES = "MEGATRON_SB_"
+
+
+def collect() -> dict[str, Any]:
+    """Return the facts about this installation and machine that a bug report needs.
+
+    Returns:
+        Values that JSON can hold. Memory is in bytes. A version is None if there is no such package or build.
+
+    Raises:
+        ImportError: If the library is missing or was built with another torch.
+
+    Example:
+        >>> from megatron_sb import info
+        >>> info.collect()["kernels"][-1]["name"]
+        'decode'
+    """
+    build = library.build_info()
+    return {
+        "version": build["version"],
+        "library": str(library.library_path()),
+        "build": {"cuda": build["cuda"], "compiler": build["compiler"], "torch": build["torch"]},
+        "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
+        "python": {"version": platform.python_version(), "machine": platform.machine(), "system": platform.platform()},
+        "cpu": {
+            "instruction_set": torch.ops.megatron_sb.instruction_set(),
+            "threads": torch.get_num_threads(),
+        },
+        "gpus": [_gpu(index) for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)],
+        "kernels": [_kernel(line) for line in torch.ops.megatron_sb.describe_kernels().splitlines()],
+        "packages": {name: _version(name) for name in OPTIONAL_PACKAGES},
+        "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(PREFIX_OF_VARIABLES)},
+    }
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    capability = f"sm_{properties.major}{properties.minor}"
+    return {"name": properties.name, "capability": capability, "memory_bytes": properties.total_memory}
+
+
+def _kernel(line: str) -> dict[str, str]:
+    name, _, serves = line.strip().partition(": ")
+    return {"name": name, "serves": serves}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def to_json(facts: dict[str, Any]) -> str:
+    """Return the facts of `collect` as indented JSON."""
+    return json.dumps(facts, indent=1)
+
+
+def to_text(facts: dict[str, Any]) -> str:
+    """Return the facts of `collect` as lines for people."""
+    build, torch_facts, python, cpu = (facts[name] for name in ("build", "torch", "python", "cpu"))
+    built = f"CUDA {build['cuda']}"
+    if build["cuda"] is None:
+        built = "CPU BUILD without GPU kernels. To get them, build with nvcc and a CUDA build of torch."
+    packages = [f"{name} {version}" for name, version in facts["packages"].items() if version is not None]
+    lines = [
+        f"megatron_sb   {facts['version']}, {facts['library']}",
+        f"build         {built}",
+        f"compiler      {build['compiler']}",
+        f"torch         {torch_facts['version']} (built with {build['torch']})",
+        f"python        {python['version']} on {python['machine']}",
+        f"packages      {', '.join(packages) or 'no optional package'}",
+        f"cpu           {cpu['instruction_set']}, {cpu['threads']} threads",
+    ]
+    for index, gpu in enumerate(facts["gpus"]):
+        memory = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
+        lines.append(f"cuda:{index}        {gpu['name']}, {gpu['capability']}, {memory}")
+    lines += [] if facts["gpus"] else ["cuda          no device"]
+    lines += [f"{name} = {value}" for name, value in facts["environment"].items()]
+    lines += ["kernels, fastest first", *(f"  {kernel['name']}: {kernel['serves']}" for kernel in facts["kernels"])]
+    return "\n".join(lines)

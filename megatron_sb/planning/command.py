@@ -1,0 +1,213 @@
+"""`megatron-sb plan`: a table of parallel layouts with their predicted memory and speed."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import shlex
+from typing import Any
+
+from megatron_sb.planning.layouts import GPUS_OF_A_HOST, Layout, find_layouts, overrides, with_layout
+from megatron_sb.planning.memory import Memory, predict_memory
+from megatron_sb.planning.throughput import ALIGNMENT, StepTime, can_predict, predict_step
+from megatron_sb.training.config import StageConfig, TrainingConfig, load_config
+from megatron_sb.validation import InputError
+
+GIB = 2**30
+MARGIN = 0.9  # share of a GPU's memory that a prediction may fill: the allocator, CUDA and NCCL need the rest
+CLASS = 1.02  # ratio of speeds that count as equal
+MOST_SKIPPED = 0.999  # a share of 1 would leave no work
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A layout with its predictions.
+
+    Attributes:
+        layout: the layout.
+        memory: bytes of a GPU.
+        fits: whether the memory fits.
+        time: seconds of a step. None if it does not fit, or there is no recorded rate.
+        tokens_per_second: over all GPUs, None without a time.
+    """
+
+    layout: Layout
+    memory: Memory
+    fits: bool
+    time: StepTime | None
+    tokens_per_second: float | None
+
+
+def choose_stage(config: TrainingConfig, name: str | None) -> int:
+    """Return the index of a stage, by default of the one with the longest context. Raise ValueError if none has it."""
+    names = [stage.name for stage in config.stages]
+    if name is None:
+        return max(range(len(names)), key=lambda index: config.stages[index].context_length)
+    if name not in names:
+        raise InputError(f"--stage must be one of {', '.join(map(repr, names))}, got {name!r}.")
+    return names.index(name)
+
+
+def choose_model(config: TrainingConfig, name: str | None) -> str:
+    """Return a stick-breaking model of config.compare; by default the first. Raise ValueError if there is none."""
+    models = [model for model in config.compare if config.breaks_sticks(model)]
+    if name is None and models:
+        return models[0]
+    if name not in models:
+        expected = (
+            f"one of {', '.join(map(repr, models))}" if models else "a stick-breaking model, and compare has none"
+        )
+        raise InputError(f"--model must be {expected}, got {name!r}.")
+    return name
+
+
+def make_plans(
+    config: TrainingConfig, model: str, stage: StageConfig, gpus: int, memory_gib: float = 140.0, skipped: float = 0.0
+) -> list[Plan]:
+    """Predict every layout of a stage, the best first: those that fit by tokens/s, in classes of 2%, and by memory.
+
+    Args:
+        config: the job's configuration, with model.precision "bf16".
+        model: a stick-breaking model of config.attention.
+        stage: one of config.stages.
+        gpus: number of GPUs.
+        memory_gib: memory of a GPU in GiB. A prediction fits if it fills at most 90% of it.
+        skipped: share of the attention's work that is saved, from 0 to less than 1.
+
+    Raises:
+        ValueError: The precision is not "bf16", or no layout of so many GPUs is valid.
+
+    Example:
+        >>> from megatron_sb.planning.command import make_plans
+        >>> from megatron_sb.training.config import load_config
+        >>> config = load_config("configs/dense_1b.yaml")
+        >>> best = make_plans(config, "stick_breaking", config.stages[0], gpus=1)[0]
+        >>> best.fits, best.layout.recompute
+        (True, 'none')
+    """
+    if config.model.precision != "bf16":
+        raise InputError(
+            f"model.precision must be 'bf16' for a plan, got {config.model.precision!r}. "
+            "Add --set model.precision=bf16."
+        )
+    plans = []
+    for layout in find_layouts(config, stage, gpus):
+        sizes = with_layout(config, stage, layout).model, config.attention[model], config.vocab_size
+        memory = predict_memory(*sizes, stage, layout)
+        fits = memory.total <= MARGIN * memory_gib * GIB
+        time = predict_step(*sizes, stage, layout, skipped) if fits and can_predict(config.model) is None else None
+        tokens = stage.rows_per_step * stage.context_length
+        plans.append(Plan(layout, memory, fits, time, tokens / time.total if time else None))
+    if not plans:
+        raise InputError(
+            f"--gpus must be a number of GPUs that divides the heads, the row of {stage.context_length} tokens and the "
+            f"{stage.rows_per_step} rows of a step of stage {stage.name!r}, got {gpus}."
+        )
+    return sorted(plans, key=_rank)
+
+
+def _rank(plan: Plan) -> tuple:
+    """Sort plans that fit by speed, in classes of 2%, then by memory.
+
+    Without a speed, less recomputation and fewer GPUs for a row come first.
+    """
+    layout, total = plan.layout, plan.memory.total
+    if not plan.fits:
+        return 1, total
+    if plan.tokens_per_second is None:
+        return 0, layout.recompute != "none", layout.tensor * layout.context, total
+    return 0, -round(math.log(plan.tokens_per_second) / math.log(CLASS)), total
+
+
+def best_of_each(plans: list[Plan]) -> list[Plan]:
+    """Return the first plan of each parallel layout: one size of micro-batches, with or without recomputation."""
+    first: dict[tuple, Plan] = {}
+    for plan in plans:
+        layout = plan.layout
+        first.setdefault((layout.tensor, layout.context, layout.data, layout.expert), plan)
+    return list(first.values())
+
+
+def table(plans: list[Plan]) -> str:
+    """Return the plans as lines of text."""
+    head = ("TP", "CP", "DP", "EP", "rows", "recompute", "weights", "optimizer", "activations", "GiB", "fits")
+    rows = [(*head, "s/step", "tokens/s")]
+    for plan in plans:
+        layout, memory = plan.layout, plan.memory
+        gib = [memory.weights + memory.gradients, memory.optimizer, memory.activations + memory.temporary, memory.total]
+        time = ("-", "-") if plan.time is None else (f"{plan.time.total:.3g}", f"{plan.tokens_per_second:,.0f}")
+        sizes = (layout.tensor, layout.context, layout.data, layout.expert, layout.rows_at_once, layout.recompute)
+        shown = (*sizes, *(f"{x / GIB:.1f}" for x in gib), "yes" if plan.fits else "no", *time)
+        rows.append(tuple(map(str, shown)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def notes(config: TrainingConfig, plans: list[Plan], gpus: int, skipped: float) -> list[str]:
+    """Return sentences about what the prediction assumes."""
+    model = config.model
+    found = [f"Predicted for H200s with NVLink, one document in each row, {skipped:.0%} of the attention skipped."]
+    if (reason := can_predict(model)) is not None:
+        found.append(f"No tokens/s: {reason}.")
+    if gpus > GPUS_OF_A_HOST:
+        found.append(f"More than {GPUS_OF_A_HOST} GPUs: links between hosts are slower, so tokens/s is an upper bound.")
+    if model.ffn_hidden_size % ALIGNMENT:
+        found.append(
+            f"model.ffn_hidden_size = {model.ffn_hidden_size} is not a multiple of {ALIGNMENT}: the matrix products of "
+            "the MLPs run at a third of their rate."
+        )
+    if plans[0].time is not None and plans[0].time.host > plans[0].time.total - plans[0].time.waiting - 1e-9:
+        found.append("In the first layout the GPUs wait for the host: use larger micro-batches or fewer GPUs.")
+    return found
+
+
+def as_json(plans: list[Plan]) -> list[dict[str, Any]]:
+    """Return the plans as values that JSON can hold. Memory is in bytes, times are in seconds."""
+    return [
+        {
+            **dataclasses.asdict(plan),
+            "memory": {**dataclasses.asdict(plan.memory), "total": plan.memory.total},
+            "time": plan.time and {**dataclasses.asdict(plan.time), "total": plan.time.total},
+        }
+        for plan in plans
+    ]
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for a value that cannot be used."""
+    if arguments.gpus < 1:
+        raise InputError(f"--gpus must be at least 1, got {arguments.gpus}.")
+    if not (math.isfinite(arguments.memory) and arguments.memory > 0):
+        raise InputError(f"--memory must be a number of GiB above 0, got {arguments.memory}.")
+    if not 0 <= arguments.skipped <= MOST_SKIPPED:
+        raise InputError(f"--skipped must be from 0 to {MOST_SKIPPED}, got {arguments.skipped}.")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the plans and the command that starts the first one. Return the exit status: 1 if no layout fits."""
+    check_arguments(arguments)
+    config = load_config(arguments.config, arguments.set)
+    index, model = choose_stage(config, arguments.stage), choose_model(config, arguments.model)
+    stage = config.stages[index]
+    plans = make_plans(config, model, stage, arguments.gpus, arguments.memory, arguments.skipped)
+    if not arguments.all:
+        plans = best_of_each(plans)
+    fitting = plans[0].fits
+    if arguments.json:
+        print(json.dumps(as_json(plans), indent=1))
+        return 0 if fitting else 1
+    print(
+        f"{config.name}, {model}, stage {stage.name}: {stage.rows_per_step} rows of {stage.context_length:,} tokens a "
+        f"step, {arguments.gpus} GPUs of {arguments.memory:g} GiB"
+    )
+    print(table(plans))
+    for sentence in notes(config, plans, arguments.gpus, arguments.skipped):
+        print(sentence)
+    if not fitting:
+        print(f"No layout fits: each needs more than {MARGIN:.0%} of the memory of a GPU.")
+        return 1
+    words = [f"--set={override}" for override in (*arguments.set, *overrides(config, index, plans[0].layout))]
+    print(f"The first layout: {shlex.join(['megatron-sb', 'train', arguments.config, *words])}")
+    return 0

@@ -1,0 +1,192 @@
+"""Models of a run, loaded into this process, compute what the run's own evaluation recorded. They generate text."""
+
+import json
+import math
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+from support.jobs import SMALL_JOB, train
+from support.messages import mentions
+
+from megatron_sb import cli, generation
+from megatron_sb.training import load_run
+from megatron_sb.training.config import load_config
+from megatron_sb.training.documents import load_corpus
+from megatron_sb.training.evaluate import choose_windows
+from megatron_sb.validation import InputError
+
+STEPS = ["parallel.ranks=1", "report.tensorboard=false", "evaluation.windows=2", "evaluation.length_factor=2"]
+STEPS += [
+    "attention.softmax_rope.evaluated_scalings=[none]",
+    "attention.gated={kind: stick_breaking, forget_gate: true}",
+]
+STEPS += ["compare=[stick_breaking, softmax_rope, gated]", "attention.stick_breaking.remainder_bias=true"]
+STEPS += [f"stages.{n}.{field}" for n in (0, 1) for field in ("context_parallel_size=1", "steps=5", "rows_per_step=2")]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with a stick-breaking model, a softmax model, and a stick-breaking model with forget gates."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "small.yaml").write_text(SMALL_JOB)
+    status, _, errors = train(folder / "small.yaml", *STEPS, "--out", folder / "run")
+    assert status == 0, errors
+    return folder / "run"
+
+
+@pytest.mark.parametrize("name", ["stick_breaking", "softmax_rope", "gated"])
+def test_likelihoods_are_those_of_the_evaluation(run, name):
+    config = load_config(run / "config.yaml")
+    evaluation = json.loads((run / "evaluation" / f"{name}.extended.json").read_text())
+    windows, num_targets = choose_windows(load_corpus(config), config), config.evaluation.target_tokens
+    entry = evaluation["results"][-2]  # within the trained context
+    with load_run(run, name) as model:
+        assert model.name == name and model.checkpoint.name == "extended-000005"
+        found = []
+        for window in windows:
+            tokens = torch.from_numpy(np.array(window[-entry["context"] - 1 :])).long()
+            logits = model.logits(tokens[:-1].tolist())
+            assert logits.shape == (entry["context"], 257)
+            found.append(torch.nn.functional.cross_entropy(logits[-num_targets:], tokens[-num_targets:]).item())
+    assert math.fsum(found) / len(found) == pytest.approx(entry["nll"], rel=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [[], [257], [-1, 3], [[1, 2]]])
+def test_tokens_outside_the_vocabulary_are_an_error(run, tokens):
+    with load_run(run) as model, pytest.raises(ValueError, match=mentions("tokens 0 256")):
+        model.logits(tokens)
+
+
+def test_the_cache_changes_no_token(run):
+    """The likeliest tokens with the KV cache of the transformers model are those of the engine without a cache."""
+    config, prompt = load_config(run / "config.yaml"), list(b"import json")
+    options = {"num_tokens": 40, "temperature": 0.0, "seed": 0, "end": 256}
+    with generation.open_model(run, "stick_breaking", config, "cpu") as (next_logits, about):
+        cached = list(generation.generate(next_logits, prompt, **options))
+    assert "with a KV cache" in about
+    tokens = list(prompt)
+    with load_run(run, "stick_breaking", "cpu") as model:
+        for token in cached:
+            logits = model.logits(tokens)[-1]
+            assert logits[token] >= logits.max() - 1e-4
+            tokens.append(token)
+    assert len(cached) == 40
+
+
+def generated(capsys, run, *options):
+    assert cli.main(["generate", str(run), "--prompt", "é: def ", "--tokens", "12", *options]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("é: def ") and printed.out.endswith("\n")
+    return printed.out, printed.err
+
+
+def test_the_command(run, capsys):
+    """The seed decides the text. Models without a KV cache say so."""
+    first, about = generated(capsys, run, "--temperature", "1")
+    assert "stick_breaking/checkpoints/extended-000005, with a KV cache" in about
+    assert generated(capsys, run, "--temperature", "1")[0] == first
+    assert generated(capsys, run, "--temperature", "1", "--seed", "1")[0] != first
+    assert len(first) > len("é: def \n")
+    for name in ("softmax_rope", "gated"):
+        _, about = generated(capsys, run, "--model", name)
+        assert f"{name}/checkpoints/extended-000005, no KV cache" in about
+
+
+def test_generation_stops_at_the_end_of_a_document():
+    asked = []
+
+    def next_logits(new):
+        asked.append(list(new))
+        return torch.nn.functional.one_hot(torch.tensor([5, 6, 9, 7][len(asked) - 1]), 10).float()
+
+    options = {"num_tokens": 10, "temperature": 0, "seed": 0, "end": 9}
+    assert list(generation.generate(next_logits, [1, 2], **options)) == [5, 6]
+    assert asked == [[1, 2], [5], [6]]
+
+
+def test_temperature_scales_the_logits():
+    """At temperature 1 a token is drawn with its probability, at a low one the likeliest is drawn."""
+    logits, generator = torch.tensor([1.0, 0.0]), torch.Generator().manual_seed(0)
+    for temperature, expected in ((1.0, 1 / (1 + math.exp(-1.0))), (0.5, 1 / (1 + math.exp(-2.0))), (0.01, 1.0)):
+        draws = [generation.sample(logits, temperature, generator) for _ in range(4000)]
+        assert 1 - sum(draws) / len(draws) == pytest.approx(expected, abs=0.03)
+
+
+def test_bytes_are_shown_by_characters():
+    codec = generation.ByteCodec()
+    assert codec.encode("é") == [0xC3, 0xA9]
+    assert [codec.decode(token) for token in (0xC3, 0xA9, 0x61)] == ["", "é", "a"]
+
+
+def test_a_tokenizer(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["the cat sat on the mat, the end"] * 9, trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    codec = generation.FileCodec(tmp_path / "tokenizer.json", end=0)
+    tokens = codec.encode("the mat: é")
+    assert len(tokens) < len("the mat: é") and codec.vocab_size == tokenizer.get_vocab_size()
+    assert "".join(codec.decode(token) for token in tokens) == "the mat: é"
+
+
+def test_without_the_tokenizers_library_the_error_names_the_extra(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(InputError, match=mentions("--tokenizer tokenizers pip install 'megatron-sb[huggingface]'")):
+        generation.FileCodec(tmp_path / "tokenizer.json", end=0)
+
+
+def test_a_damaged_tokenizer(tmp_path):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match=mentions("--tokenizer tokenizer.json damaged")):
+        generation.FileCodec(tmp_path / "tokenizer.json", end=0)
+
+
+DATA = "data={kind: indexed, paths: [a], vocab_size: 300, end_of_document: 299}"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--prompt", ""], "--prompt ''"),
+        (["--tokens", "0"], "--tokens 1 0"),
+        (["--temperature", "-1"], "--temperature 0 -1.0"),
+        (["--temperature", "nan"], "--temperature 0 nan"),
+        (["--seed", "-1"], "--seed 0 -1"),
+        (["--model", "other"], "model 'stick_breaking' 'other'"),
+        (["--tokenizer", "absent.json"], "--tokenizer 'absent.json'"),
+    ],
+)
+def test_bad_options_are_one_sentence(run, options, words, capsys):
+    assert cli.main(["generate", str(run), *(["--prompt", "x"] if "--prompt" not in options else []), *options]) == 2
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert re.search(mentions(words), line) and not printed.out
+
+
+def test_a_vocabulary_without_a_tokenizer(run):
+    config = load_config(run / "config.yaml", [DATA])
+    with pytest.raises(InputError, match=mentions("--tokenizer tokenizer.json 300")):
+        generation.codec_of(config, None)
+
+
+def test_a_folder_without_a_run(tmp_path, capsys):
+    assert cli.main(["generate", str(tmp_path), "--prompt", "x"]) == 2
+    assert f"{str(tmp_path)!r}" in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_missing(run, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["generate", str(run), "--prompt", "x", "--device", "cuda"]) == 2
+    assert "--device must be 'auto' or 'cpu', got 'cuda'" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="'cpu' or 'auto' without a GPU, got 'cuda'"), load_run(run, device="cuda"):
+        pass
+    with pytest.raises(ValueError, match=mentions("device 'cpu' 'tpu'")), load_run(run, device="tpu"):
+        pass
