@@ -70,21 +70,21 @@ class TicketOrder {
 // Chooses the order. The constants are measured (docs/design/kernels-hopper-backward.md).
 inline HeadOrder choose_head_order(const Sizes& z, const Segments& segments, bool attend_current) {
     const int heads = z.batch * z.num_kv_heads, key_tiles = (z.k_rows + kBackwardKeyTile - 1) / kBackwardKeyTile;
-    if (segments.size == 1) {
+    if (segments.by_value()) {  // the host cannot read a segment table
         // Neighbouring tiles of a head are about `in_flight` * steps / 132 steps apart, where `steps` is what a key
         // tile has on average, about as many as the middle one. The data of that many steps of all CTAs stay in the L2
-        // cache. The host cannot read a segment table, and takes its one segment for a document.
-        const Segment document = document_segment(0, z.q_rows, 0, z.k_rows);
-        const Segment s = clamped(segments.by_value() ? segments.whole : document, z);
+        // cache.
+        const Segment s = clamped(segments.whole, z);
         const int steps_of_head = num_steps(s) - oldest_step(s, attend_current, key_tiles / 2);
         const int steps = std::max(steps_of_head, 1) * (z.num_heads / z.num_kv_heads);
-        const float budget = stored_columns(z) == 64 ? 900.f : 450.f, in_flight = budget / float(steps);
-        constexpr float kFewest = 1.5f, kRounds = 3.f;
-        if (in_flight >= kFewest && heads >= kRounds * in_flight) return {1, std::max(1, int(key_tiles / in_flight))};
+        const bool narrow = stored_columns(z) == 64;
+        const float budget = narrow ? 900.f : 450.f, fewest = narrow ? 1.5f : 2.5f, in_flight = budget / float(steps);
+        constexpr float kRounds = 3.f;
+        if (in_flight >= fewest && heads >= kRounds * in_flight) return {1, std::max(1, int(key_tiles / in_flight))};
     }
-    // Long key ranges, and documents or chunks, which are chains of their own: groups of heads, one after another. The
-    // chains of a group fill the GPU, and follow each other as closely as they can.
-    const int chains = z.k_rows <= 4096 ? 32 : z.k_rows <= 32768 ? 24 : 12;
+    // Long key ranges, documents, and chunks of a ring: groups of heads, one after another. The chains of a group fill
+    // the GPU, and follow each other as closely as they can.
+    const int chains = z.k_rows <= 4096 ? 32 : z.k_rows <= 16384 ? 24 : z.k_rows <= 32768 ? 4 : 12;
     const int most_together = std::max(chains / segments.size, 2);
     const int groups = (heads + most_together - 1) / most_together;
     return {(heads + groups - 1) / groups, HeadOrder::kOneAfterAnother};

@@ -78,8 +78,10 @@ TEST(TicketOrder, IsChosenByTheSizes) {
              Case{order_of(sizes_of(16384, 128, 4, 4, 1)), 4, kGroups},
              Case{order_of(sizes_of(65536, 128, 12, 12, 1), 100), 2, kGroups},
              Case{order_of(sizes_of(0, 128, 12, 12, 1)), 12, kGroups},
-             Case{order_of_older_keys(sizes_of(16384, 128, 12, 12, 2)), 1, 72},
-             Case{order_of_older_keys(sizes_of(32768, 128, 12, 12, 1)), 12, kGroups},
+             Case{order_of(sizes_of(32768, 128, 12, 12, 1)), 4, kGroups},
+             Case{order_of_older_keys(sizes_of(8192, 128, 12, 12, 2)), 1, 18},
+             Case{order_of_older_keys(sizes_of(16384, 128, 12, 12, 2)), 24, kGroups},
+             Case{order_of_older_keys(sizes_of(32768, 128, 12, 12, 1)), 4, kGroups},
          }) {
         EXPECT_EQ(order.heads_together, heads_together);
         EXPECT_EQ(order.distance, distance);
