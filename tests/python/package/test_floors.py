@@ -32,6 +32,7 @@ PYTHON_FLOORS = {
     "compat": 3,
     "info": 3,
     "selfcheck": 3,
+    "integrations": 4,
     "huggingface": 4,
     "megatron": 4,
     "training": 5,
