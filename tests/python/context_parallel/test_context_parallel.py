@@ -7,7 +7,7 @@ TIMEOUT_SECONDS = 240
 
 EVERYTHING = (
     "same_answer_as_one_rank",
-    "same_answer_at_4k",
+    "same_answer_at_2k",
     "balanced_documents_of_any_length",
     "options_are_passed_on",
     "variants_of_the_logit",
@@ -30,7 +30,7 @@ EVERYTHING = (
 CHECKS = {
     2: (
         "same_answer_as_one_rank",
-        "same_answer_at_4k",
+        "same_answer_at_2k",
         "balanced_documents_of_any_length",
         "groups_of_one_rank",
         "shard_and_unshard",
@@ -39,7 +39,7 @@ CHECKS = {
     3: ("same_answer_as_one_rank_in_short", "balanced_documents_of_any_length", "shard_and_unshard"),
     4: EVERYTHING,
     5: ("balanced_documents_of_any_length",),
-    8: ("same_answer_as_one_rank_in_short", "same_answer_at_4k", "refuses_ranks_that_disagree"),
+    8: ("same_answer_as_one_rank_in_short", "same_answer_at_2k", "refuses_ranks_that_disagree"),
 }
 
 
