@@ -13,9 +13,9 @@ TORCH ?= torch==2.11.0
 EXTRAS ?= [test]
 # What installs packages: uv, or pip, which takes several times as long.
 INSTALLER ?= uv
-# Files of Python tests that run at a time. Each gets its share of the cores.
+# Files of Python tests that run at a time. Each gets its share of the cores. tests/python/conftest.py orders them.
 WORKERS ?= 2
-PYTEST := -m pytest -n $(WORKERS) --dist loadfile
+PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 BUILD := build/Release
 CONFIG ?= configs/tiny_context_extension.yaml
 # The newest Megatron-Core needs Python 3.12. Its environment reuses the operator library of .venv: the library does not

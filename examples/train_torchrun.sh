@@ -15,6 +15,6 @@ if ! command -v torchrun > /dev/null; then
     exit 2
 fi
 export PYTHONSAFEPATH=1  # otherwise Python would import the sources of a checkout, not the installed megatron_sb
-torchrun --nnodes "${NODES:-1}" --nproc-per-node "${RANKS_PER_NODE:-gpu}" \
+exec torchrun --nnodes "${NODES:-1}" --nproc-per-node "${RANKS_PER_NODE:-gpu}" \
     --rdzv-backend c10d --rdzv-endpoint "${HEAD:-localhost}:${PORT:-29500}" --rdzv-id megatron_sb \
     -m megatron_sb.training "$@"

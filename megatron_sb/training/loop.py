@@ -152,6 +152,8 @@ class Job:
             progress = Progress(stage.name, 0, tokens, sampler.state_dict(), task.fingerprint())
         progress = self._train(model, stage, engine, sampler, directory, progress)
         self._evaluate(model, stage, engine, directory, progress)
+        if self._report:
+            self._report.draw()
         engine.close()
         return progress
 

@@ -161,7 +161,7 @@ class Report:
     def evaluation(
         self, model: str, stage: StageConfig, step: int, scaling: str, results: list[dict[str, Any]]
     ) -> None:
-        """Write the evaluation after a step. Redraw the plots after the last one.
+        """Write the evaluation after a step.
 
         scaling: How rotary positions were scaled.
         """
@@ -178,7 +178,6 @@ class Report:
         name = f"{stage.name}/nll_by_length{suffix}"
         for result in results:
             self._write_scalar(model, name, result["nll"], result["context"])
-        self.draw()
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl, without a last line that a crash cut off."""

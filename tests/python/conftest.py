@@ -3,12 +3,35 @@
 import importlib.util
 import os
 import random
+from pathlib import Path
 
 import numpy
 import pytest
 import torch
 
 _GPUS_NEEDED = {"gpu": 1, "multigpu": 2}  # by mark
+# These files take 10 seconds to a minute each, the longest first. They start first: if one of them started last, the
+# other workers would wait for it.
+_SLOW_FILES = (
+    "training/test_job_options.py",
+    "megatron/test_launch.py",
+    "training/test_job.py",
+    "context_parallel/test_context_parallel.py",
+    "training/test_engine.py",
+    "megatron/test_megatron_parallel.py",
+    "context_parallel/test_new_calls.py",
+    "training/test_several_machines.py",
+    "huggingface/test_compile.py",
+    "megatron/test_megatron_resume.py",
+    "package/test_package.py",
+    "package/test_install.py",
+    "experiments/test_recall_experiments.py",
+    "experiments/test_verdict.py",
+    "package/test_command_line.py",
+    "ops/test_cpu_kernels.py",
+    "training/test_checkpoint_files.py",
+    "context_parallel/test_lost_rank.py",
+)
 
 try:
     _HAS_MEGATRON = importlib.util.find_spec("megatron.core") is not None
@@ -41,7 +64,9 @@ def pytest_configure():
 
 
 def pytest_collection_modifyitems(items):
-    """Skip tests that need more GPUs than this machine has."""
+    """Move the slow files to the front. Skip tests that need more GPUs than this machine has."""
+    rank = {Path(__file__).parent / name: index for index, name in enumerate(_SLOW_FILES)}
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
     available = torch.cuda.device_count()
     for item in items:
         for mark, needed in _GPUS_NEEDED.items():

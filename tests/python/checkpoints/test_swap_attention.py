@@ -3,7 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.decoders import make_model
+from support.decoders import TO_CONVERT, make_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_sb import checkpoints, cli
@@ -64,7 +64,7 @@ def test_the_command_and_back(tmp_path, capsys):
 
 def test_a_checkpoint_without_a_record_of_its_attention(tmp_path):
     """With the configuration of a Hugging Face model, only the caller knows what the weights were trained for."""
-    model = make_model(torch.float32, num_attention_heads=4, vocab_size=61)
+    model = make_model(**TO_CONVERT)
     checkpoints.save(model, tmp_path / "source", "megatron")
     model.config.save_pretrained(tmp_path / "config")
     for name in (ATTENTION, CHECKSUMS):  # older programs write neither
@@ -90,7 +90,7 @@ def test_softmax_is_not_read_silently(tmp_path, capsys):
 
 @pytest.mark.parametrize("to", checkpoints.FORMATS)
 def test_a_stick_breaking_model_has_nothing_to_swap(to, tmp_path):
-    model = make_model(torch.float32, num_attention_heads=4, vocab_size=61)
+    model = make_model(**TO_CONVERT)
     checkpoints.save(model, tmp_path / "source", to)
     model.config.save_pretrained(tmp_path / "config")
     config = tmp_path / "config" if to == "megatron" else None

@@ -7,7 +7,7 @@ TIMEOUT_SECONDS = 240
 
 EVERYTHING = (
     "same_answer_as_one_rank",
-    "same_answer_at_4k",
+    "same_answer_at_2k",
     "balanced_documents_of_any_length",
     "a2a_gives_the_bits_of_one_rank",
     "options_are_passed_on",
@@ -31,7 +31,7 @@ EVERYTHING = (
 CHECKS = {
     2: (
         "same_answer_as_one_rank",
-        "same_answer_at_4k",
+        "same_answer_at_2k",
         "balanced_documents_of_any_length",
         "a2a_gives_the_bits_of_one_rank",
         "groups_of_one_rank",
@@ -43,7 +43,7 @@ CHECKS = {
     5: ("balanced_documents_of_any_length",),
     8: (
         "same_answer_as_one_rank_in_short",
-        "same_answer_at_4k",
+        "same_answer_at_2k",
         "a2a_gives_the_bits_of_one_rank",
         "refuses_ranks_that_disagree",
     ),

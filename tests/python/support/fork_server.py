@@ -79,6 +79,10 @@ class PythonProcess:
             raise subprocess.TimeoutExpired(self.arguments, seconds, self.stdout, self.stderr)
         return self.returncode
 
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process."""
+        os.kill(self.pid, number)
+
     def close(self) -> None:
         """Kill the process, if it still runs, and the processes that it started. Delete its output."""
         with contextlib.suppress(ProcessLookupError):

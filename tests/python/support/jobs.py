@@ -13,11 +13,12 @@ from pathlib import Path
 
 import psutil
 import torch
-from support.fork_server import PythonProcess, run_python
+from support.fork_server import PythonProcess, python_processes, run_python
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 TRAIN = [sys.executable, "-m", "megatron_sb.training"]
-FORKED_TRAINING = Path(__file__).parents[1] / "workers" / "forked_training.py"
+# TRAIN with forked ranks. support/fork_server.py runs it.
+FORKED_TRAIN = [Path(__file__).parents[1] / "workers" / "forked_training.py", "megatron_sb.training"]
 TIMEOUT_SECONDS = 120
 _LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 
@@ -52,8 +53,15 @@ def run_command(command: Iterable, *arguments: object, **environment: str) -> tu
 
 def train(*arguments: object) -> tuple[int, str, str]:
     """Run the trainer with forked ranks. Return its exit status, standard output and standard error."""
-    done = run_python([FORKED_TRAINING, *arguments], seconds=TIMEOUT_SECONDS)
+    done = run_python([*FORKED_TRAIN, *arguments], seconds=TIMEOUT_SECONDS)
     return done.returncode, done.stdout, done.stderr
+
+
+@contextlib.contextmanager
+def started_forks(*arguments: object) -> Iterator[PythonProcess]:
+    """Start the trainer with forked ranks in the background, and kill it at the end of the `with` block."""
+    with python_processes([{"arguments": [*FORKED_TRAIN, *arguments]}]) as (job,):
+        yield job
 
 
 @contextlib.contextmanager

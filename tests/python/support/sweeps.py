@@ -1,14 +1,12 @@
 """Start the training runs of experiments as forks, in milliseconds instead of seconds."""
 
 import contextlib
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 from support.fork_server import PythonProcess
-from support.jobs import FORKED_TRAINING
+from support.jobs import FORKED_TRAIN
 
 from megatron_sb.experiments import sweep
 
@@ -17,7 +15,7 @@ class _ForkedRun(PythonProcess):
     """A run of a sweep, with the methods of `subprocess.Popen` that the sweep uses."""
 
     def __init__(self, command: list[str], log: Path) -> None:
-        super().__init__([FORKED_TRAINING, *command[command.index("megatron_sb.training") + 1 :]])
+        super().__init__([*FORKED_TRAIN, *command[command.index("megatron_sb.training") + 1 :]])
         self._log = log
 
     def poll(self) -> int | None:
@@ -25,10 +23,6 @@ class _ForkedRun(PythonProcess):
         if self.returncode is not None:
             self._log.write_text(self.stdout + self.stderr)
         return self.returncode
-
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the supervisor of the run."""
-        os.kill(self.pid, number)
 
 
 @contextlib.contextmanager

@@ -229,7 +229,7 @@ def test_damaged_files_of_other_formats(tmp_path, capsys):
     """`convert` names the file in one line."""
     for name in ("config.json", "model.safetensors"):
         folder = tmp_path / name
-        checkpoints_of_models.save(decoders.make_model(), folder, "huggingface")
+        checkpoints_of_models.save(decoders.make_model(**decoders.TO_CONVERT), folder, "huggingface")
         cut(folder / name)
         capsys.readouterr()
         assert cli.main(["convert", str(folder), str(tmp_path / "out"), "--to", "fla"]) == 2

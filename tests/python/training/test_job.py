@@ -5,21 +5,21 @@ import platform
 import re
 import shlex
 import signal
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from support.fork_server import python_processes
+from support.fork_server import run_python
 from support.jobs import (
-    FORKED_TRAINING,
+    FORKED_TRAIN,
     SMALL_JOB,
+    TIMEOUT_SECONDS,
     TRAIN,
     kill_while_it_saves,
     metrics,
     run_command,
-    started,
+    started_forks,
     state,
     train,
     wait_for_step,
@@ -97,25 +97,28 @@ def test_files_and_output_of_a_run(straight):
 
 
 def test_a_job_that_was_killed_and_stopped_resumes_to_the_same_bits(straight, config, tmp_path):
-    """A rank is killed in the first stage, the job gets SIGINT in the second, and is resumed after each."""
+    """A rank is killed in the first stage, the job gets SIGINT in the second, and is resumed after each.
+
+    The ranks are forks. `straight` and test_job_options.py start them as users do.
+    """
     out, renamed = tmp_path / "out", "name=renamed"
-    with started(TRAIN, config, renamed, "--out", out) as job:
+    with started_forks(config, renamed, "--out", out) as job:
         wait_for_step(job, out, "stick_breaking", "short", 9)
         ranks = psutil.Process(job.pid).children()
         assert len(ranks) == 2
         ranks[1].kill()
-        output, _ = job.communicate(timeout=40)
-        assert job.returncode == 1
-        assert re.search(r"rank \d \(process \d+\) (was killed by SIGKILL|ended with status 1); ending the job", output)
+        assert job.wait(40) == 1
+        how = r"rank \d \(process \d+\) (was killed by SIGKILL|ended with status 1); ending the job"
+        assert re.search(how, job.stderr)
         assert not [rank for rank in ranks if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
     before = (out / "stick_breaking" / "checkpoints" / "latest").read_text()
     assert re.fullmatch(r"short-0000\d\d", before)
 
-    with started(TRAIN, config, renamed, "--out", out, "--resume") as job:
+    with started_forks(config, renamed, "--out", out, "--resume") as job:
         wait_for_step(job, out, "stick_breaking", "extended", 2)
         job.send_signal(signal.SIGINT)
-        output, _ = job.communicate(timeout=40)
-        assert job.returncode == 130
+        assert job.wait(40) == 130
+        output = job.stdout + job.stderr
     stopped = re.search(
         r"stopped by SIGINT at step (\d+) of stick_breaking / extended; saved (\S+)\. Resume with: megatron-sb (.*)",
         output,
@@ -123,8 +126,9 @@ def test_a_job_that_was_killed_and_stopped_resumes_to_the_same_bits(straight, co
     assert stopped and Path(stopped[2]).is_dir() and int(stopped[1]) < 60
     assert metrics(out)[-1]["step"] == int(stopped[1])
 
-    status, _, errors = run_command([sys.executable, "-m", "megatron_sb.cli"], *shlex.split(stopped[3]))
-    assert status == 0, errors
+    script, _ = FORKED_TRAIN
+    done = run_python([script, "megatron_sb.cli", *shlex.split(stopped[3])], seconds=TIMEOUT_SECONDS)
+    assert done.returncode == 0, done.stderr
     expected, _, _ = straight
     exact = ("model", "stage", "step", "tokens", "loss", "gradient_norm", "learning_rate")
     assert [[line[name] for name in exact] for line in metrics(out)] == [
@@ -148,8 +152,8 @@ def test_a_job_that_was_killed_while_it_saved_resumes(config, tmp_path):
     """Every rank is killed with a checkpoint half written. The run resumes from the checkpoint before it."""
     out = tmp_path / "out"
     checkpoints = out / "stick_breaking" / "checkpoints"
-    short = ["compare=[stick_breaking]", "checkpoint.interval=1", "stages.1.steps=5"]
-    with python_processes([{"arguments": [FORKED_TRAINING, config, *short, "--out", out]}]) as (job,):
+    short = ["compare=[stick_breaking]", "checkpoint.interval=1", "stages.0.steps=20", "stages.1.steps=5"]
+    with started_forks(config, *short, "--out", out) as job:
         wait_for_step(job, out, "stick_breaking", "short", 5)
         kill_while_it_saves(job, checkpoints)
     half = next(checkpoints.glob(".*.tmp"))

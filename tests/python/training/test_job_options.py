@@ -3,16 +3,28 @@
 import dataclasses
 import json
 import math
+import os
 import re
 import shlex
 import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
-from support.jobs import SMALL_JOB, TIMEOUT_SECONDS, TRAIN, metrics, started, state, train, wait_for_step
+from support.jobs import (
+    SMALL_JOB,
+    TIMEOUT_SECONDS,
+    TRAIN,
+    metrics,
+    started,
+    started_forks,
+    state,
+    train,
+    wait_for_step,
+)
 from support.launch import run_ranks
 from support.messages import mentions
 
@@ -21,6 +33,8 @@ from megatron_sb.training import main, plots, rank, report, supervisor
 from megatron_sb.training.checkpoint import Progress
 from megatron_sb.training.command import Command
 from megatron_sb.training.config import load_config
+
+TORCHRUN = Path(__file__).parents[3] / "examples" / "train_torchrun.sh"
 
 
 @pytest.fixture(scope="module")
@@ -181,18 +195,20 @@ def test_the_port_of_a_job_is_reserved_while_its_ranks_start(config, tmp_path):
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "EADDRINUSE", "1": "EADDRINUSE"}
 
 
-def test_torchrun(config, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def test_torchrun(config, tmp_path, monkeypatch):
+    """The example that starts torchrun. One of its ranks gets SIGTERM, and the printed command resumes the job."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for name, value in {"PATH": path, "RANKS_PER_NODE": "2", "PORT": "0", "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
     small = ["stages.1.steps=5", "compare=[stick_breaking]", "report.tensorboard=false"]
-    arguments = ["-m", "megatron_sb.training", config, *small, "--out", tmp_path / "out"]
-    with started(torchrun, *arguments, "--profile", "2:40") as job:
+    with started([TORCHRUN], config, *small, "--out", tmp_path / "out", "--profile", "2:40") as job:
         wait_for_step(job, tmp_path / "out", "stick_breaking", "short", 2)
         psutil.Process(job.pid).children()[0].send_signal(signal.SIGTERM)
         output, _ = job.communicate(timeout=40)
         assert (tmp_path / "out" / "profile" / "stick_breaking.short.json").exists()
     (resume,) = re.findall(r"Resume with: torchrun \.\.\. (.*)", output)
     run_ranks(2, shlex.split(resume), TIMEOUT_SECONDS)
-    assert len(metrics(tmp_path / "out")) == 45
+    assert [line["step"] for line in metrics(tmp_path / "out")] == [*range(1, 41), *range(1, 6)]
 
 
 def test_the_number_of_ranks_must_be_that_of_torchrun(config, tmp_path):
@@ -302,13 +318,11 @@ def test_the_rank_that_prints_a_refusal_ends_first(local_rank, config, monkeypat
 
 def test_a_rank_that_dies_before_the_first_checkpoint(config, tmp_path):
     """There is nothing to continue from, and the message does not claim it."""
-    with started(
-        [sys.executable, "-m", "megatron_sb.training"], config, "checkpoint.interval=100", "--out", tmp_path / "out"
-    ) as job:
+    with started_forks(config, "checkpoint.interval=100", "--out", tmp_path / "out") as job:
         wait_for_step(job, tmp_path / "out", "stick_breaking", "short", 1)
         psutil.Process(job.pid).children()[1].kill()
-        output, _ = job.communicate(timeout=60)
-    (line,) = re.findall(r"rank \d .* ending the job\. .*", output)
+        job.wait(60)
+        (line,) = re.findall(r"rank \d .* ending the job\. .*", job.stderr)
     saved = sorted((tmp_path / "out" / "stick_breaking").glob("checkpoints/short-*"))
     assert line.endswith(f"Use --resume to continue from {saved[-1]}." if saved else "No checkpoint was saved."), line
 

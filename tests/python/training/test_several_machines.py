@@ -1,5 +1,5 @@
-"""The examples of jobs over several machines: torchrun on one machine, torchrun on two (played by this one), and a
-Slurm made of two small scripts.
+"""The examples of jobs over several machines: torchrun on two machines, both of which are this one, and a Slurm made of
+two small scripts. test_job_options.py runs torchrun on one machine.
 """
 
 import json
@@ -45,11 +45,6 @@ def run(command, out, **environment):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_torchrun(tmp_path):
-    steps = run([ROOT / "examples" / "train_torchrun.sh"], tmp_path / "out", RANKS_PER_NODE="2", PORT="0")
-    assert steps == [*range(1, 32), *range(1, 12)]
 
 
 def test_torchrun_on_two_machines(tmp_path):

@@ -1,8 +1,10 @@
-"""Run `python -m megatron_sb.training ARGUMENTS` with ranks that are forked from the supervisor's process.
+"""Run `python -m MODULE ARGUMENTS` with ranks that are forked from the supervisor's process.
 
-Only the start of a rank differs from a user's job: a forked rank has already imported torch and Megatron-Core. The
-ranks are children of the supervisor and run the same command with the same environment and file descriptors. Each has
-its own session, as in a user's job.
+    forked_training.py MODULE ARGUMENTS..
+
+MODULE is megatron_sb.training, or megatron_sb.cli with the subcommand train. Only the start of a rank differs from a
+user's job: a forked rank has already imported torch and Megatron-Core. The ranks are children of the supervisor and run
+the same command with the same environment and file descriptors. Each has its own session, as in a user's job.
 """
 
 import os
@@ -15,7 +17,7 @@ from typing import NoReturn
 
 from megatron_sb.training import supervisor
 
-MODULE = "megatron_sb.training"
+RANK_MODULE = "megatron_sb.training"
 
 
 class ForkedRank:
@@ -30,7 +32,7 @@ class ForkedRank:
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            _run(command[command.index(MODULE) :], env, pass_fds)
+            _run(command[command.index(RANK_MODULE) :], env, pass_fds)
 
     def poll(self) -> int | None:
         """Return the exit status, -n if signal n ended the process, or None while it runs."""
@@ -65,7 +67,7 @@ def _run(arguments: list[str], environment: dict[str, str], descriptors: tuple[i
         os.environ.clear()
         os.environ.update(environment)
         sys.argv = arguments
-        runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
+        runpy.run_module(RANK_MODULE, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     except BaseException:
@@ -78,5 +80,5 @@ def _run(arguments: list[str], environment: dict[str, str], descriptors: tuple[i
 
 if __name__ == "__main__":
     supervisor.subprocess = SimpleNamespace(Popen=ForkedRank)
-    sys.argv[0] = MODULE
-    runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

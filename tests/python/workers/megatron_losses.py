@@ -1,9 +1,10 @@
 """Train a small GPTModel with stick-breaking attention in many parallel layouts and write the losses as JSON.
 
 Runs on 4 ranks: `megatron_losses.py OUT.json`. All runs of a family start from the same weights and have the same
-documents. In the references (`alone`), each rank does all the work itself.
+documents. In the references (`alone`), rank 0 does all the work itself.
 """
 
+import itertools
 import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -99,16 +100,25 @@ RUNS = (
 )
 
 
-def build(run: Run) -> GPTModel:
-    """Build the model in this run's layout, with weights to be replaced."""
+def layout(run: Run) -> tuple:
+    """Return what determines the process groups of a run."""
+    return run.tp, run.cp, run.ep, *run.model.get("hierarchical_context_parallel_sizes", ())
+
+
+def start_groups(tp: int, cp: int, ep: int, *hierarchy: int) -> None:
+    """Create the process groups of a layout."""
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=run.tp,
-        context_parallel_size=run.cp,
-        expert_model_parallel_size=run.ep,
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
         expert_tensor_parallel_size=1,
-        hierarchical_context_parallel_sizes=run.model.get("hierarchical_context_parallel_sizes"),
+        hierarchical_context_parallel_sizes=[*hierarchy] or None,
         create_gloo_process_groups=False,  # all groups use gloo
     )
+
+
+def build(run: Run) -> GPTModel:
+    """Build the model in this run's layout, with weights to be replaced."""
     config = megatron_cpu.small_config(
         **{
             "ffn_hidden_size": 64,
@@ -242,16 +252,22 @@ def micro_batches(docs: list[torch.Tensor], run: Run) -> list[dict]:
 
 def reduce_gradients(model: GPTModel) -> None:
     """Sum gradients as Megatron's DDP and finalize_model_grads do. Losses are divided by the global token count."""
-    for param in model.parameters():
-        if getattr(param, "sequence_parallel", False):
-            dist.all_reduce(param.grad, group=parallel_state.get_tensor_model_parallel_group())
-        is_expert = not getattr(param, "allreduce", True)
-        replicas = (
-            parallel_state.get_expert_data_parallel_group()
-            if is_expert
-            else parallel_state.get_data_parallel_group(with_context_parallel=True)
-        )
-        dist.all_reduce(param.grad, group=replicas)
+    parameters = list(model.parameters())
+    sequence_parallel = [param for param in parameters if getattr(param, "sequence_parallel", False)]
+    experts = [param for param in parameters if not getattr(param, "allreduce", True)]
+    others = [param for param in parameters if getattr(param, "allreduce", True)]
+    sum_gradients(sequence_parallel, parallel_state.get_tensor_model_parallel_group())
+    sum_gradients(experts, parallel_state.get_expert_data_parallel_group())
+    sum_gradients(others, parallel_state.get_data_parallel_group(with_context_parallel=True))
+
+
+def sum_gradients(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Sum gradients over a group, in one message."""
+    if parameters:
+        together = torch.cat([param.grad.flatten() for param in parameters])
+        dist.all_reduce(together, group=group)
+        for param, grad in zip(parameters, together.split([param.numel() for param in parameters]), strict=True):
+            param.grad.copy_(grad.view_as(param))
 
 
 def train(model: GPTModel, run: Run) -> list[float]:
@@ -283,22 +299,25 @@ def main(out: str) -> None:
     store, rank, num_ranks = next(dist.rendezvous("env://"))
     megatron_cpu.answer_for_gpu()
     results, starts = {}, {}
-    for run in RUNS:
-        if results:  # the groups of a run have dozens of threads, so end them before the next run
+    # The runs of a layout share its groups. The layout of one rank comes first.
+    for sizes, runs in itertools.groupby(sorted(RUNS, key=layout), key=layout):
+        if results:  # the groups of a layout have dozens of threads, so end them before the next layout
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
-        namespace = dist.PrefixStore(run.name, store)
+        namespace = dist.PrefixStore(str(sizes), store)
         dist.init_process_group("gloo", store=namespace, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
-        model = build(run)
-        assert model.decoder.layers[0].self_attention.core_attention.cp_comm_type == run.model.get("cp_comm_type")
-        family = run.name.partition("/")[0]
-        if run.alone and family not in starts:
-            starts[family] = {name: param.detach().clone() for name, param in model.named_parameters()}
-        full = starts[family]
-        load(model, run, full)
-        assert_same_start(model, run, full)
-        results[run.name] = train(model, run)
-        shared_plans.clear()
+        start_groups(*sizes)
+        for run in runs:
+            model = build(run)
+            assert model.decoder.layers[0].self_attention.core_attention.cp_comm_type == run.model.get("cp_comm_type")
+            family = run.name.partition("/")[0]
+            if run.alone and family not in starts:
+                starts[family] = {name: param.detach().clone() for name, param in model.named_parameters()}
+            full = starts[family]
+            load(model, run, full)
+            assert_same_start(model, run, full)
+            results[run.name] = train(model, run) if rank == 0 or not run.alone else []
+            shared_plans.clear()
     end_worker(out, results)
 
 
