@@ -69,6 +69,34 @@ def test_rows_in_no_segment():
         assert gradient.isfinite().all()
 
 
+@pytest.mark.parametrize(("d", "dtype"), [(8, torch.float32), (64, torch.bfloat16)], ids=str)
+def test_many_segments_that_share_keys(d, dtype):
+    """Three segments each read the same keys, far apart in the table. Each gives what it gives alone."""
+    ranges, members, rows, keys = 40, 3, 2, 5
+    x = make_inputs("mean -3.2", s=ranges * members * rows, h=2, h_kv=1, d=d, dtype=dtype)
+    k, v = x.k[:, : ranges * keys], x.v[:, : ranges * keys]
+    table = [
+        [(member * ranges + i) * rows, rows, i * keys, keys - member, keys - rows - member]
+        for member in range(members)
+        for i in range(ranges)
+    ]
+    table[10][1] = table[11][3] = 0  # empty segments between the others
+
+    def results(rows_of_table):
+        segments = torch.tensor(rows_of_table, dtype=torch.int32)
+        o, mass, edge, restart = ops.block_forward(x.q, k, v, segments, scale=d**-0.5)
+        zero = torch.zeros_like(mass)
+        return [o, *ops.block_backward(x.do, x.q, k, v, segments, edge, restart, None, zero, scale=d**-0.5)]
+
+    together = results(table)
+    alone = [torch.zeros_like(value, dtype=torch.float64) for value in together]
+    for segment in table:
+        for total, value in zip(alone, results([segment]), strict=True):
+            total += value
+    for name, found, expected in zip(("o", "dq", "dk", "dv", "prefix"), together, alone, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
 def test_a_block_of_keys_newer_than_all_queries_changes_nothing():
     x = make_inputs(s=70, h=2, d=8)
     segments = torch.tensor([[0, 70, 0, 70, -70]], dtype=torch.int32)
