@@ -57,9 +57,9 @@ class StickBreakingSelfAttention(nn.Module):
         attend_current: see `stickbreaking_attention`. Default: False.
         scale: see `stickbreaking_attention`. Default: 1 / sqrt(d), and 1 for Euclidean logits.
         mass_threshold: see `stickbreaking_attention`. Default: 2^-24.
-        cp_group: context-parallel process group: its ranks share each sequence. A rank's parameter gradients then come
-            from its own rows only, so sum them over the group. Each rank adds 1 / ranks of its auxiliary loss.
-            copy.deepcopy shares the group. Default: None, no context parallelism.
+        cp_group: context-parallel process group, or a `DeviceMesh` with one dimension: its ranks share each sequence.
+            A rank's parameter gradients then come from its own rows only, so sum them over the group. Each rank adds
+            1 / ranks of its auxiliary loss. copy.deepcopy shares the group. Default: None, no context parallelism.
         layout: see `context_parallel_attention`. Not used without cp_group or a plan. Default: "zigzag".
         comm: see `context_parallel_attention`. Not used without cp_group or a plan. Default: "auto".
         device: device of the parameters.

@@ -13,6 +13,7 @@ from megatron_sb.ops.context_parallel import (  # noqa: E402
 )
 from megatron_sb.ops.head_output import head_output  # noqa: E402
 from megatron_sb.ops.kvcache import KVCache, stickbreaking_attention_with_kvcache  # noqa: E402
+from megatron_sb.ops.shared_sequence import shared_sequence  # noqa: E402
 from megatron_sb.ops.varlen import stickbreaking_attention_varlen  # noqa: E402
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "context_parallel_attention",
     "head_output",
     "shard_sequence",
+    "shared_sequence",
     "stickbreaking_attention",
     "stickbreaking_attention_varlen",
     "stickbreaking_attention_with_kvcache",

@@ -6,11 +6,16 @@ o_j = sum_i A_ij v_i,      mass_j = prod_k (1 - beta_kj) = 1 - sum_i A_ij, the p
 Variants of the logit: z_ij = -scale * |q_j - k_i|^2 (logits="euclidean"), beta_ij = f_i * sigmoid(z_ij) (forget_gate).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from megatron_sb.options import DEFAULT_MASS_THRESHOLD, AttentionOptions
 from megatron_sb.validation import check_tensor
+
+# What `stickbreaking_attention` calls in `shared_sequence`. None outside.
+over_ranks: Callable | None = None
 
 
 def stickbreaking_attention(
@@ -71,6 +76,18 @@ def stickbreaking_attention(
         check_tensor(name, value)
     if forget_gate is not None:
         check_tensor("forget_gate", forget_gate)
+    if over_ranks is not None:
+        return over_ranks(
+            q,
+            k,
+            v,
+            return_mass=return_mass,
+            scale=scale,
+            attend_current=attend_current,
+            mass_threshold=mass_threshold,
+            logits=logits,
+            forget_gate=forget_gate,
+        )
     o, mass = torch.ops.megatron_sb.attention(
         q,
         k,

@@ -16,6 +16,7 @@ Rows after the last document belong to no document. They are split like one more
 import functools
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,9 @@ from torch import Tensor
 
 from megatron_sb.options import DEFAULT_MASS_THRESHOLD, LOGITS, check_option_types
 from megatron_sb.validation import check_choice, check_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _WHY_NOT_COMPILED = (
     "megatron_sb: context parallelism is not a part of a compiled graph, because ranks exchange data in it. Compile "
@@ -50,13 +54,24 @@ def _outside_graphs(function: Callable) -> Callable:
     return call
 
 
-def _group_name(group: object, argument: str = "cp_group") -> str:
+def _process_group(group: object, argument: str = "cp_group") -> dist.ProcessGroup:
+    """Return a process group, or that of a DeviceMesh with one dimension. Raise if it does not contain this rank."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(f"{argument} needs torch.distributed. Call torch.distributed.init_process_group first.")
+    module = sys.modules.get("torch.distributed.device_mesh")  # there is no mesh before it is imported
+    if module is not None and isinstance(group, module.DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names or tuple(range(group.ndim))
+            raise ValueError(
+                f"{argument} must have one dimension if it is a DeviceMesh, got the dimensions {names}. Pass one of "
+                f"them, such as mesh[{names[-1]!r}]."
+            )
+        inside = group.get_coordinate() is not None
+        group = group.get_group() if inside else dist.GroupMember.NON_GROUP_MEMBER
     is_outside = group is dist.GroupMember.NON_GROUP_MEMBER
     if not is_outside and not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            f"{argument} must be a torch.distributed.ProcessGroup, got {type(group).__name__}. "
+            f"{argument} must be a torch.distributed.ProcessGroup or a DeviceMesh, got {type(group).__name__}. "
             "Use torch.distributed.group.WORLD for all ranks."
         )
     if is_outside or dist.get_rank(group) < 0:
@@ -64,13 +79,16 @@ def _group_name(group: object, argument: str = "cp_group") -> str:
             f"{argument} must contain this rank, got a group without rank {dist.get_rank()}. "
             "torch.distributed.new_group returns such a group on ranks that are not in its list."
         )
-    return group.group_name
+    return group
+
+
+def _group_name(group: object, argument: str = "cp_group") -> str:
+    return _process_group(group, argument).group_name
 
 
 def group_size(group: object) -> int:
     """Return the number of ranks of a group that contains this rank. Raise if it is not such a group."""
-    _group_name(group)
-    return dist.get_world_size(group)
+    return dist.get_world_size(_process_group(group))
 
 
 def _offsets(cu_seqlens: object) -> tuple[list[int] | None, str]:
@@ -99,7 +117,7 @@ class ContextParallelPlan:
     shapes, except for the first call of the group with new shapes or options.
 
     Args:
-        cp_group: the process group. Every rank of it must make the plan.
+        cp_group: the process group, or a `DeviceMesh` with one dimension. Every rank of it must make the plan.
         seq_len: rows of the whole stream. Required without cu_seqlens. Default: cu_seqlens[-1].
         cu_seqlens: int32, (documents + 1,), offsets of the documents in the whole stream, the same on all ranks. The
             first entry is 0. If documents are padded, these are the padded offsets. A GPU tensor is copied to the host.
@@ -109,6 +127,8 @@ class ContextParallelPlan:
             "per_document".
 
     Attributes:
+        cp_group: the process group.
+        cu_seqlens: the offsets on the CPU, or None.
         rank: this rank in cp_group.
         size: number of ranks.
         seq_len: rows of the whole stream.
@@ -125,7 +145,7 @@ class ContextParallelPlan:
             - offsets do not start at 0, decrease, or end beyond seq_len;
             - an argument has another invalid value, or differs between the ranks.
             On this rank alone, if it is not in the group.
-        TypeError: If cp_group is not a process group.
+        TypeError: If cp_group is neither a process group nor a DeviceMesh.
         RuntimeError: If another rank is lost, or does not make the plan before the timeout of the group.
 
     Example:
@@ -141,7 +161,7 @@ class ContextParallelPlan:
     @_outside_graphs
     def __init__(
         self,
-        cp_group: dist.ProcessGroup,
+        cp_group: "dist.ProcessGroup | DeviceMesh",
         seq_len: int | None = None,
         cu_seqlens: Tensor | None = None,
         layout: str = "zigzag",
@@ -153,7 +173,8 @@ class ContextParallelPlan:
         self.state = torch.classes.megatron_sb.ContextParallelPlan(
             _group_name(cp_group), seq_len, offsets, _text("layout", layout), _text("packing", packing), error
         )
-        self.cp_group = cp_group
+        self.cp_group = _process_group(cp_group)
+        self.cu_seqlens = None if offsets is None else torch.tensor(offsets, dtype=torch.int32, device="cpu")
         self.rank: int = self.state.rank()
         self.size: int = self.state.size()
         self.seq_len: int = self.state.seq_len()
@@ -172,7 +193,7 @@ class ContextParallelPlan:
 
 
 def _make_plan(
-    q: object, cp_group: dist.ProcessGroup | None, layout: str, cu_seqlens: Tensor | None, packing: str
+    q: object, cp_group: "dist.ProcessGroup | DeviceMesh | None", layout: str, cu_seqlens: Tensor | None, packing: str
 ) -> ContextParallelPlan:
     if cp_group is None:
         raise ValueError("cp_group or plan must be given, got neither.")
@@ -185,7 +206,11 @@ def _make_plan(
 
 
 def _check_plan(
-    plan: object, cp_group: dist.ProcessGroup | None, layout: str, cu_seqlens: Tensor | None, packing: str
+    plan: object,
+    cp_group: "dist.ProcessGroup | DeviceMesh | None",
+    layout: str,
+    cu_seqlens: Tensor | None,
+    packing: str,
 ) -> None:
     if not isinstance(plan, ContextParallelPlan):
         raise TypeError(f"plan must be a ContextParallelPlan, got {type(plan).__name__}.")
@@ -219,7 +244,7 @@ def context_parallel_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cp_group: dist.ProcessGroup | None = None,
+    cp_group: "dist.ProcessGroup | DeviceMesh | None" = None,
     *,
     plan: ContextParallelPlan | None = None,
     comm: str = "auto",
@@ -265,7 +290,7 @@ def context_parallel_attention(
             `stickbreaking_attention`.
         k: (b, s_local, h_kv, d), or packed (t_local, h_kv, d), in q's dtype.
         v: (b, s_local, h_kv, d_v), or packed (t_local, h_kv, d_v), in q's dtype.
-        cp_group: the process group. Required without a plan.
+        cp_group: the process group, or a `DeviceMesh` with one dimension. Required without a plan.
         plan: a plan for this batch. It holds layout, cu_seqlens and packing; cu_seqlens must then be None, and layout
             and packing must have their default or the plan's value. Default: None, make a plan.
         comm: how this rank gets the keys that its queries see.
@@ -393,7 +418,7 @@ def shard_positions(
 @_outside_graphs
 def shard_sequence(
     x: Tensor,
-    cp_group: dist.ProcessGroup,
+    cp_group: "dist.ProcessGroup | DeviceMesh",
     dim: int = 1,
     layout: str = "zigzag",
     cu_seqlens: Tensor | None = None,
@@ -407,7 +432,7 @@ def shard_sequence(
 
     Args:
         x: the whole sequence, the same on all ranks.
-        cp_group: the process group.
+        cp_group: the process group, or a `DeviceMesh` with one dimension.
         dim: dimension of x that counts the rows of the sequence. Default: 1.
         layout, cu_seqlens, packing: see `ContextParallelPlan`.
 
@@ -418,7 +443,7 @@ def shard_sequence(
     Raises:
         ValueError: If a length does not divide (see `ContextParallelPlan`), offsets or dim are invalid, or this rank is
             not in the group.
-        TypeError: If cp_group is not a process group, or x is not a tensor.
+        TypeError: If cp_group is neither a process group nor a DeviceMesh, or x is not a tensor.
 
     Example:
         >>> import torch
@@ -438,7 +463,7 @@ def shard_sequence(
 @_outside_graphs
 def unshard_sequence(
     x: Tensor,
-    cp_group: dist.ProcessGroup,
+    cp_group: "dist.ProcessGroup | DeviceMesh",
     dim: int = 1,
     layout: str = "zigzag",
     cu_seqlens: Tensor | None = None,
@@ -453,7 +478,7 @@ def unshard_sequence(
 
     Args:
         x: this rank's rows, as `shard_sequence` returns them.
-        cp_group: the process group.
+        cp_group: the process group, or a `DeviceMesh` with one dimension.
         dim: dimension of x that counts the rows of the sequence. Default: 1.
         layout, cu_seqlens, packing: see `ContextParallelPlan`.
 
@@ -464,7 +489,7 @@ def unshard_sequence(
         ValueError: On every rank, if a length does not divide, or offsets or dim are invalid. Or if the ranks disagree
             on the shape or dtype of x, dim, layout, packing or cu_seqlens. On this rank alone, if its cu_seqlens has a
             wrong type, dtype or number of dimensions.
-        TypeError: If cp_group is not a process group, or x is not a tensor.
+        TypeError: If cp_group is neither a process group nor a DeviceMesh, or x is not a tensor.
         RuntimeError: If another rank is lost, or does not call the function before the timeout of the group.
 
     Example:

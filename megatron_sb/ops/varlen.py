@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from megatron_sb.ops import attention
 from megatron_sb.options import DEFAULT_MASS_THRESHOLD, AttentionOptions
 from megatron_sb.validation import check_tensor
 
@@ -70,6 +71,11 @@ def stickbreaking_attention_varlen(
     for name, value in (("cu_seqlens_k", cu_seqlens_k), ("forget_gate", forget_gate)):
         if value is not None:
             check_tensor(name, value)
+    if attention.over_ranks is not None:
+        raise ValueError(
+            "stickbreaking_attention_varlen must not be called in shared_sequence, whose plan has the documents. Call "
+            "stickbreaking_attention with a batch of one row."
+        )
     _check_max_seqlen("max_seqlen", max_seqlen, cu_seqlens)
     _check_max_seqlen("max_seqlen_k", max_seqlen_k, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
     o, mass = torch.ops.megatron_sb.attention_varlen(

@@ -21,9 +21,10 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import context_parallel_accuracy
 import context_parallel_gpus
+import context_parallel_models
 import context_parallel_refusals
 
-MODULES = (context_parallel_accuracy, context_parallel_refusals, context_parallel_gpus)
+MODULES = (context_parallel_accuracy, context_parallel_models, context_parallel_refusals, context_parallel_gpus)
 
 TIMEOUT_SECONDS = 60
 

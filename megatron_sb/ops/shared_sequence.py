@@ -1,0 +1,94 @@
+"""Context parallelism for models that call `stickbreaking_attention` and know nothing of other ranks."""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_sb.ops import attention
+from megatron_sb.ops.context_parallel import ContextParallelPlan, context_parallel_attention, shard_sequence
+
+
+@contextlib.contextmanager
+def shared_sequence(
+    plan: ContextParallelPlan,
+    *tensors: Tensor,
+    dim: int = 1,
+    comm: str = "auto",
+    hierarchical_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+) -> Iterator[tuple[Tensor, ...]]:
+    """Let the ranks of a group share one sequence, in a model that needs no change.
+
+    In the `with` block, `stickbreaking_attention` takes and returns the local rows of the plan, and computes
+    `context_parallel_attention`. That holds for every thread of the process, and for models of transformers with
+    `attn_implementation="stickbreaking"`. Stick-breaking attention needs no positions, so the other layers of a model
+    that work on each row alone are right as they are. Shift labels before they are sharded: the next row of a local row
+    can be on another rank.
+
+    Sum the parameters' gradients over the group, as with `context_parallel_attention`. Run the backward in the block
+    too if the model recomputes activations in it.
+
+    Args:
+        plan: the plan of the batch. If it is packed, the model has a batch of one row, which holds all documents.
+        tensors: whole tensors, the same on all ranks, such as tokens and labels.
+        dim: the dimension of each tensor that counts the rows of the sequence. Default: 1.
+        comm, hierarchical_groups: see `context_parallel_attention`.
+
+    Yields:
+        The local rows of each tensor.
+
+    Raises:
+        ValueError: If the block is inside another one, or a tensor does not have the rows of the plan. In the block, if
+            an argument of the attention is invalid, or if it gets other rows than the plan's local ones, which a model
+            with a KV cache does. `stickbreaking_attention_varlen` raises: the documents are those of the plan.
+        TypeError: If plan is not a ContextParallelPlan, or a tensor is none.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> import megatron_sb as sb
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # one rank
+        >>> plan = sb.ContextParallelPlan(dist.group.WORLD, seq_len=64)
+        >>> with sb.shared_sequence(plan, torch.randn(1, 64, 4, 16)) as (x,):
+        ...     sb.stickbreaking_attention(x, x, x).shape
+        torch.Size([1, 64, 4, 16])
+        >>> dist.destroy_process_group()
+    """
+    if not isinstance(plan, ContextParallelPlan):
+        raise TypeError(f"plan must be a ContextParallelPlan, got {type(plan).__name__}.")
+    if attention.over_ranks is not None:
+        raise ValueError(f"shared_sequence must not be inside another one, got {plan!r} inside.")
+    local = tuple(_shard(plan, x, dim) for x in tensors)
+    attention.over_ranks = functools.partial(_attend, plan, comm=comm, hierarchical_groups=hierarchical_groups)
+    try:
+        yield local
+    finally:
+        attention.over_ranks = None
+
+
+def _shard(plan: ContextParallelPlan, x: Tensor, dim: int) -> Tensor:
+    if isinstance(x, Tensor) and -x.dim() <= dim < x.dim() and x.shape[dim] != plan.seq_len:
+        raise ValueError(
+            f"tensors must have the {plan.seq_len} rows of the plan in dimension {dim}, got {x.shape[dim]}."
+        )
+    return shard_sequence(x, plan.cp_group, dim, plan.layout, plan.cu_seqlens, plan.packing)
+
+
+def _attend(plan: ContextParallelPlan, q: Tensor, k: Tensor, v: Tensor, **options):
+    """Compute `context_parallel_attention` of q, k and v, (1, local rows, heads, d) also if the plan is packed."""
+    rows = (q.shape[1], k.shape[1]) if q.dim() == k.dim() == 4 else None
+    if rows is not None and rows != (plan.local_len, plan.local_len):
+        raise ValueError(
+            f"q and k must have the {plan.local_len} local rows of {plan!r} in shared_sequence, got {rows[0]} and "
+            f"{rows[1]}."
+        )
+    if not plan.packed:
+        return context_parallel_attention(q, k, v, plan=plan, **options)
+    if q.dim() != 4 or q.shape[0] != 1:
+        raise ValueError(f"q must have a batch of one row if the plan is packed, got shape {tuple(q.shape)}.")
+    gate = options.pop("forget_gate", None)
+    options["forget_gate"] = None if gate is None else gate[0]
+    result = context_parallel_attention(q[0], k[0], v[0], plan=plan, **options)
+    return tuple(x[None] for x in result) if options.get("return_mass") else result[None]

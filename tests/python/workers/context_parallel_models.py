@@ -1,0 +1,114 @@
+"""Checks of context parallelism in models that know nothing of other ranks. Every rank calls each with the group."""
+
+import itertools
+
+import torch
+import torch.distributed as dist
+from context_parallel_refusals import expect_on_every_rank, offsets
+from support.messages import mentions
+from torch.distributed.device_mesh import init_device_mesh
+
+import megatron_sb as sb
+from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
+
+SIZES = {"vocab_size": 50, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8}
+
+
+def results(model: torch.nn.Module, logits: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
+    """Return the gradients of the parameters for a weighted sum of the logits."""
+    return list(torch.autograd.grad((logits * weights).sum(), list(model.parameters())))
+
+
+def a_transformers_model_is_untouched(group) -> None:
+    """Logits and gradients equal those of one rank, for a batch and for packed documents, in every layout."""
+    size = dist.get_world_size()
+    torch.manual_seed(0)
+    model = StickBreakingForCausalLM(StickBreakingConfig(**SIZES, initializer_range=0.3))
+    for lengths, layout in itertools.product(
+        (None, (20 * size, 2 * size, 26 * size)), ("zigzag", "contiguous", "balanced")
+    ):
+        rows = 48 * size
+        ids = torch.randint(50, (1 if lengths else 2, rows))
+        weights = torch.randn(*ids.shape, 50)
+        documents = ids.split(lengths, dim=1) if lengths else [ids]
+        expected = torch.cat([model(document).logits for document in documents], dim=1)
+        expected_gradients = results(model, expected, weights)
+        cu_seqlens = offsets(0, *itertools.accumulate(lengths)) if lengths else None
+        plan = sb.ContextParallelPlan(group, rows, cu_seqlens, layout)
+        with sb.shared_sequence(plan, ids, weights) as (local_ids, local_weights):
+            logits = model(local_ids).logits
+            gradients = results(model, logits, local_weights)
+        for gradient in gradients:
+            dist.all_reduce(gradient, group=group)
+        cut = {"dim": 1, "layout": layout, "cu_seqlens": cu_seqlens}
+        found = sb.unshard_sequence(logits.detach(), group, **cut)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=f"{lengths}, {layout}: logits")
+        for gradient, exact in zip(gradients, expected_gradients, strict=True):
+            error = ((gradient - exact).norm() / exact.norm()).item()
+            assert error < 1e-5, f"{lengths}, {layout}: a gradient has an error of {error:.2g}"
+    assert model(ids[:, :7]).logits.shape == (1, 7, 50)  # the block has ended
+
+
+def variants_of_the_attention_in_a_shared_sequence(group) -> None:
+    """Masses, gates and logits reach the ranks, dense and packed."""
+    rows = 12 * dist.get_world_size()
+    q, k, v = (torch.randn(1, rows, heads, 8) for heads in (4, 2, 2))
+    gate = torch.rand(1, rows, 2)
+    options = {"return_mass": True, "attend_current": True, "logits": "euclidean"}
+    cu_seqlens = offsets(0, rows // 3, rows)
+    packed = sb.stickbreaking_attention_varlen(q[0], k[0], v[0], cu_seqlens, forget_gate=gate[0], **options)
+    for documents, (o, mass) in (
+        (None, sb.stickbreaking_attention(q, k, v, forget_gate=gate, **options)),
+        (cu_seqlens, [x[None] for x in packed]),
+    ):
+        plan = sb.ContextParallelPlan(group, rows, documents)
+        with sb.shared_sequence(plan, q, k, v, gate) as (*local, local_gate):
+            found, found_mass = sb.stickbreaking_attention(*local, forget_gate=local_gate, **options)
+        torch.testing.assert_close(sb.unshard_sequence(found, group, 1, cu_seqlens=documents), o, rtol=1e-4, atol=1e-5)
+        gathered = sb.unshard_sequence(found_mass, group, 2, cu_seqlens=documents)
+        torch.testing.assert_close(gathered, mass, rtol=1e-4, atol=1e-5)
+
+
+def refuses_wrong_use_of_a_shared_sequence(group) -> None:
+    """Errors are raised before any rank waits for another one, and the block ends."""
+    rows = 8 * dist.get_world_size()
+    plan, packed = sb.ContextParallelPlan(group, rows), sb.ContextParallelPlan(group, rows, offsets(0, rows))
+    x = torch.randn(2, 8, 2, 8)
+
+    def inside(plan, function, *args, tensors=()):
+        with sb.shared_sequence(plan, *tensors):
+            function(*args)
+
+    for call, expected, error in (
+        (lambda: inside("a plan", print), "plan ContextParallelPlan str", TypeError),
+        (lambda: inside(plan, inside, plan, print), "shared_sequence inside another", ValueError),
+        (lambda: inside(plan, print, tensors=[x]), f"tensors {rows} rows plan dimension 1 8", ValueError),
+        (lambda: inside(plan, sb.stickbreaking_attention, x, x[:, 1:], x), "q k 8 local rows 7", ValueError),
+        (lambda: inside(packed, sb.stickbreaking_attention, x, x, x), "batch one row (2, 8, 2, 8)", ValueError),
+        (
+            lambda: inside(plan, sb.stickbreaking_attention_varlen, x[0], x[0], x[0], offsets(0, 8)),
+            "stickbreaking_attention_varlen shared_sequence plan",
+            ValueError,
+        ),
+    ):
+        expect_on_every_rank(call, mentions(expected), error)
+    assert sb.stickbreaking_attention(x, x, x).shape == x.shape
+
+
+def a_mesh_is_a_group(group) -> None:
+    """A DeviceMesh with one dimension serves as its process group; one with two dimensions does not."""
+    size = dist.get_world_size()
+    device = torch.empty(0).device.type
+    mesh = init_device_mesh(device, (1, size), mesh_dim_names=("dp", "cp"))
+    plan = sb.ContextParallelPlan(mesh["cp"], 4 * size)
+    assert (plan.rank, plan.size, plan.cp_group) == (dist.get_rank(), size, mesh["cp"].get_group())
+    x = torch.randn(1, 4 * size, 2, 8)
+    local = sb.shard_sequence(x, mesh["cp"])
+    assert torch.equal(local, sb.shard_sequence(x, group))
+    assert torch.equal(sb.unshard_sequence(local, mesh["cp"]), x)
+    o = sb.context_parallel_attention(local, local, local, mesh["cp"])
+    assert torch.equal(o, sb.context_parallel_attention(local, local, local, group))
+    layer = sb.StickBreakingSelfAttention(16, 2, cp_group=mesh["cp"])
+    assert layer(torch.randn(1, 4, 16)).shape == (1, 4, 16)
+    wanted = mentions("cp_group one dimension DeviceMesh ('dp', 'cp')")
+    expect_on_every_rank(lambda: sb.ContextParallelPlan(mesh, 4 * size), wanted)
