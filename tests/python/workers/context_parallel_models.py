@@ -7,11 +7,17 @@ import torch.distributed as dist
 from context_parallel_refusals import expect_on_every_rank, offsets
 from support.messages import mentions
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import megatron_sb as sb
 from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
 
 SIZES = {"vocab_size": 50, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8}
+
+COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+TENSOR_PARALLEL = {name: ColwiseParallel() for name in COLUMNS}
+TENSOR_PARALLEL |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
 
 
 def results(model: torch.nn.Module, logits: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
@@ -47,6 +53,31 @@ def a_transformers_model_is_untouched(group) -> None:
             error = ((gradient - exact).norm() / exact.norm()).item()
             assert error < 1e-5, f"{lengths}, {layout}: a gradient has an error of {error:.2g}"
     assert model(ids[:, :7]).logits.shape == (1, 7, 50)  # the block has ended
+
+
+def with_sharded_parameters(group) -> None:
+    """FSDP2 and, on four ranks, tensor parallelism in torch's manner give the gradients of one rank."""
+    size = dist.get_world_size()
+    device, over_heads = torch.empty(0).device.type, 2 if size >= 4 else 1
+    mesh = init_device_mesh(device, (size // over_heads, over_heads), mesh_dim_names=("cp", "tp"))
+    torch.manual_seed(0)
+    config = StickBreakingConfig(**SIZES, initializer_range=0.3)
+    model, whole = StickBreakingForCausalLM(config), StickBreakingForCausalLM(config)
+    whole.load_state_dict(model.state_dict())
+    for layer in model.model.layers:
+        if over_heads > 1:
+            parallelize_module(layer, mesh["tp"], TENSOR_PARALLEL)
+        fully_shard(layer, mesh=mesh["cp"])
+    fully_shard(model, mesh=mesh["cp"])
+    ids, weights = torch.randint(50, (2, 24 * size)), torch.randn(2, 24 * size, 50)
+    (whole(ids).logits * weights).sum().backward()
+    plan = sb.ContextParallelPlan(mesh["cp"], 24 * size)
+    with sb.shared_sequence(plan, ids, weights) as (local_ids, local_weights):
+        (model(local_ids).logits * local_weights).sum().backward()
+    for (name, parameter), exact in zip(model.named_parameters(), whole.parameters(), strict=True):
+        gradient = parameter.grad.full_tensor() * (size // over_heads)  # FSDP averages them
+        error = ((gradient - exact.grad).norm() / exact.grad.norm()).item()
+        assert error < 1e-5, f"the gradient of {name} has an error of {error:.2g}"
 
 
 def variants_of_the_attention_in_a_shared_sequence(group) -> None:
