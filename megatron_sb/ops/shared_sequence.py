@@ -43,7 +43,7 @@ def shared_sequence(
         ValueError: If the block is inside another one, or a tensor does not have the rows of the plan. In the block, if
             an argument of the attention is invalid, or if it gets other rows than the plan's local ones, which a model
             with a KV cache does. `stickbreaking_attention_varlen` raises: the documents are those of the plan.
-        TypeError: If plan is not a ContextParallelPlan, or a tensor is none.
+        TypeError: If plan is not a ContextParallelPlan, or one of `tensors` is not a tensor.
 
     Example:
         >>> import torch
