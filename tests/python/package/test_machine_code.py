@@ -48,13 +48,13 @@ def innermost_loops_of_products(code: list[tuple[int, str]]) -> list[list[str]]:
 def test_wgmma_descriptors_stay_in_uniform_registers(tmp_path):
     """Otherwise each wgmma waits for moves (R2UR), for example if the end of a loop does not look uniform to ptxas.
 
-    The forward then loses 5% of its speed. The backward at head_dim 128 reads the address of dq from shared memory.
-    This needs two moves.
+    The forward then loses 5% of its speed. The backward at head_dim 96 and 128 reads the address of dq from shared
+    memory. This needs two moves.
     """
     kernels = {
         name: code for name, code in instructions_of_kernels(tmp_path).items() if any("HGMMA" in i for _, i in code)
     }
-    assert len(kernels) >= 4
+    assert len(kernels) >= 12  # forward and backward, 64, 96 and 128 columns, bf16 and fp16
     for name, code in kernels.items():
         loops = innermost_loops_of_products(code)
         assert len(loops) >= (3 if "8backward" in name and "Li64E" in name else 2 if "8backward" in name else 1), name
@@ -65,4 +65,4 @@ def test_wgmma_descriptors_stay_in_uniform_registers(tmp_path):
                 between = loop[first:second]
                 if len(between) < 16:
                     moves += sum("R2UR" in instruction for instruction in between)
-            assert moves <= (2 if "8backward" in name and "Li128E" in name else 0), name
+            assert moves <= (2 if "8backward" in name and "Li64E" not in name else 0), name
