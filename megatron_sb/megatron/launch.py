@@ -125,7 +125,7 @@ def replace_core_attention(options: StickBreakingOptions) -> None:
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron_sb.megatron.spec import with_core_attention
+    from megatron_sb.megatron.spec import module_of, with_core_attention
     from megatron_sb.megatron.stand_ins import install_stand_ins
 
     install_stand_ins()
@@ -133,14 +133,12 @@ def replace_core_attention(options: StickBreakingOptions) -> None:
 
     @functools.wraps(stock)
     def init(self, config, submodules, *args, **kwargs):
-        if submodules.cross_attention is not IdentityOp:
+        if module_of(submodules.cross_attention) is not IdentityOp:
             raise ValueError(
                 f"cross_attention of a layer must be IdentityOp with {FLAG}, got {submodules.cross_attention!r}, which "
                 "would remain softmax attention."
             )
-        if submodules.self_attention is not IdentityOp:
-            submodules = with_core_attention(submodules, options)
-        stock(self, config, submodules, *args, **kwargs)
+        stock(self, config, with_core_attention(submodules, options), *args, **kwargs)
 
     TransformerLayer.__init__ = init
 

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 
 from megatron.core.models.gpt import gpt_layer_specs
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -129,7 +129,8 @@ def with_stickbreaking(spec, **options):
 
     Args:
         spec: the ModuleSpec of a transformer layer (dense or mixture of experts, local or Transformer Engine), a
-            TransformerBlockSubmodules with `layer_specs`, or a ModuleSpec that holds one.
+            TransformerBlockSubmodules with `layer_specs`, or a ModuleSpec that holds one. Layers without attention
+            (a no-op, a linear layer, a gated delta net) do not change.
         options: fields of `StickBreakingOptions`. If `layers` contains 0, those layers keep the core attention of
             `spec`.
 
@@ -161,10 +162,30 @@ def _replace_in_layers(spec, options: StickBreakingOptions):
     return spec
 
 
+def module_of(spec):
+    """Return the module class of a ModuleSpec, or `spec` itself if it is a class."""
+    return getattr(spec, "module", spec)
+
+
+def has_attention(self_attention) -> bool:
+    """Return whether the self_attention of a layer's submodules is an attention, which has a core attention.
+
+    A no-op (`IdentityOp`), a linear layer and a gated delta net are not.
+    """
+    module = module_of(self_attention)
+    inner = getattr(self_attention, "submodules", None)
+    return not isinstance(module, type) or issubclass(module, Attention) or hasattr(inner, "core_attention")
+
+
 def with_core_attention(submodules, options: StickBreakingOptions):
-    """Copy the submodules of a transformer layer and put stick-breaking attention into them."""
+    """Copy the submodules of a transformer layer and put stick-breaking attention into them.
+
+    Submodules of a layer without attention are returned as they are.
+    """
     attention = getattr(submodules, "self_attention", None)
-    module = getattr(attention, "module", attention)
+    module = module_of(attention)
+    if not has_attention(attention):
+        return submodules
     if module is not SelfAttention and not (isinstance(module, type) and issubclass(module, CheckedSelfAttention)):
         raise ValueError(
             "self_attention of the layer spec must be Megatron's SelfAttention or a subclass of "

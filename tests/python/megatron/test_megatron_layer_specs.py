@@ -3,12 +3,14 @@
 import argparse
 
 import pytest
+import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
-from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from support.megatron_cpu import core_attention_arguments, small_config
 from support.messages import mentions
 
@@ -92,12 +94,25 @@ def test_invalid_options():
 def test_unsupported_specs():
     with pytest.raises(ValueError, match=r"self_attention.*MLASelfAttention"):
         with_stickbreaking(get_gpt_layer_local_spec(multi_latent_attention=True))
-    without_attention = get_gpt_layer_local_spec()
-    without_attention.submodules.self_attention = IdentityOp
-    with pytest.raises(ValueError, match=r"self_attention.*IdentityOp"):
-        with_stickbreaking(without_attention)
     with pytest.raises(ValueError, match=mentions("self_attention None")):
         with_stickbreaking(ModuleSpec(SelfAttention))
+
+
+@pytest.mark.parametrize("nothing", [IdentityOp, ModuleSpec(IdentityOp), ModuleSpec(ColumnParallelLinear)], ids=repr)
+def test_layers_without_attention_do_not_change(nothing):
+    block = TransformerBlockSubmodules([get_gpt_layer_local_spec(), get_gpt_layer_local_spec()])
+    block.layer_specs[0].submodules.self_attention = nothing
+    spec = with_stickbreaking(block)
+    assert spec.layer_specs[0] == block.layer_specs[0]
+    assert isinstance(built_core(spec.layer_specs[1]), StickBreakingCoreAttention)
+
+
+def test_unknown_attention_is_an_error():
+    """Also without a class of Megatron's: what has a core attention is an attention."""
+    layer = get_gpt_layer_local_spec()
+    layer.submodules.self_attention.module = torch.nn.Identity
+    with pytest.raises(ValueError, match=r"self_attention.*Identity"):
+        with_stickbreaking(layer)
 
 
 def test_megatron_finds_the_spec_object():
