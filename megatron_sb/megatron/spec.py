@@ -7,16 +7,24 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 
 from megatron_sb.megatron.arguments import StickBreakingOptions
 from megatron_sb.megatron.core_attention import StickBreakingCoreAttention
 from megatron_sb.megatron.gates import gate_projection, with_gate_loss, with_gates
-from megatron_sb.megatron.settings import check_layers, rope_disabled_in
+from megatron_sb.megatron.layer_selection import attention_layers_in, attention_layers_of, is_selected, keeps_softmax
+from megatron_sb.megatron.settings import rope_disabled_in
+
+# What a layer that becomes stick-breaking must have.
+_ACCEPTED = {
+    "self_attention": "Megatron's SelfAttention or a subclass of megatron_sb.megatron.CheckedSelfAttention",
+    "cross_attention": "IdentityOp",
+}
 
 
 class CheckedSelfAttention(SelfAttention):
@@ -31,12 +39,15 @@ class CheckedSelfAttention(SelfAttention):
     and heads in the latest micro-batch.
 
     In a mixed model (`layers`) the other layers are Megatron's own, with the core attention `softmax` and without
-    checks. Only they may use rotary embeddings: `--no-rope-freq` must name the stick-breaking layers.
+    checks. Only they may use rotary embeddings: `--no-rope-freq` must name the stick-breaking layers. Entry i of
+    `layers` is for the layer with number `attention_layers[i]`. None: as Megatron's settings say, see
+    `attention_layers_of`.
     """
 
-    def __init__(self, config, submodules, layer_number, *args, layers=None, softmax=None, **kwargs):
-        check_layers(layers, config, "config")
-        self.stick_breaking = layers is None or bool(layers[layer_number - 1])
+    def __init__(
+        self, config, submodules, layer_number, *args, layers=None, attention_layers=None, softmax=None, **kwargs
+    ):
+        self.stick_breaking = is_selected(layer_number, config, layers, attention_layers)
         if not self.stick_breaking:
             submodules = dataclasses.replace(submodules, core_attention=softmax)
         if layers is not None:  # layers with different parameters need different keys in a checkpoint
@@ -124,22 +135,26 @@ class _DenseSelfAttention(CheckedSelfAttention):
         super().__init__(config, *args, **kwargs)
 
 
-def with_stickbreaking(spec, **options):
+def with_stickbreaking(spec, *, config=None, hybrid_layer_pattern: str | None = None, **options):
     """Copy a stock spec and put stick-breaking attention into its layers. `spec` itself does not change.
 
     Args:
         spec: the ModuleSpec of a transformer layer (dense or mixture of experts, local or Transformer Engine), a
             TransformerBlockSubmodules with `layer_specs`, or a ModuleSpec that holds one. Layers without attention
             (a no-op, a linear layer, a gated delta net) do not change.
-        options: fields of `StickBreakingOptions`. If `layers` contains 0, those layers keep the core attention of
-            `spec`.
+        config: the model's TransformerConfig. Needed only with `layers`, for a heterogeneous model: it says which
+            layers have attention.
+        hybrid_layer_pattern: the pattern of a hybrid model, if `layers` is given.
+        options: fields of `StickBreakingOptions`. If `layers` contains 0, those layers keep the attention of `spec`,
+            which may be any kind of attention.
 
     Returns:
         A copy of `spec`, of the same type.
 
     Raises:
         TypeError: if an option is unknown.
-        ValueError: if an option has an invalid value, or a layer's self-attention is not Megatron's `SelfAttention`.
+        ValueError: if an option has an invalid value, or the self-attention of a layer that becomes stick-breaking is
+            not Megatron's `SelfAttention`. With `layers` this is raised when the layer is built.
 
     Example:
         >>> from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -148,18 +163,55 @@ def with_stickbreaking(spec, **options):
         >>> spec.submodules.self_attention.submodules.core_attention.module.__name__
         'StickBreakingCoreAttention'
     """
-    return _replace_in_layers(spec, StickBreakingOptions(**options))
+    numbers = None
+    if hybrid_layer_pattern is not None:
+        numbers = attention_layers_in(hybrid_layer_pattern)
+    elif config is not None:
+        numbers = attention_layers_of(config)
+    return _replace_in_layers(spec, StickBreakingOptions(**options), numbers)
 
 
-def _replace_in_layers(spec, options: StickBreakingOptions):
+def _replace_in_layers(spec, options: StickBreakingOptions, numbers: tuple[int, ...] | None):
+    """Replace the attention in a spec of any kind. numbers: those of the attention layers, or None."""
     spec = copy.copy(spec)
     if hasattr(spec, "layer_specs"):
-        spec.layer_specs = [_replace_in_layers(layer, options) for layer in spec.layer_specs]
+        spec.layer_specs = [_replace_in_layers(layer, options, numbers) for layer in spec.layer_specs]
     elif hasattr(getattr(spec, "submodules", None), "layer_specs"):
-        spec.submodules = _replace_in_layers(spec.submodules, options)
+        spec.submodules = _replace_in_layers(spec.submodules, options, numbers)
     else:
-        spec.submodules = with_core_attention(getattr(spec, "submodules", None), options)
+        stock = getattr(spec, "submodules", None)
+        spec.submodules = with_core_attention(stock, options, numbers)
+        if spec.submodules is stock and has_attention(stock.self_attention):
+            spec.module = _checked_layer(get_module(spec))
+            spec.params = {**spec.params, "layers": options.layers, "attention_layers": numbers}
     return spec
+
+
+@functools.cache
+def _checked_layer(kind: type) -> type:
+    """Return a subclass of a layer that raises ValueError if its attention should be stick-breaking and is not."""
+    stock = getattr(kind, "stock_layer", kind)
+
+    class CheckedLayer(stock):
+        stock_layer = stock
+
+        def __init__(self, *args, layers=None, attention_layers=None, **kwargs):
+            super().__init__(*args, **kwargs)
+            check_built_layer(self, layers, attention_layers)
+
+    return CheckedLayer
+
+
+def check_built_layer(layer, layers: tuple[int, ...] | None, attention_layers: tuple[int, ...] | None = None) -> None:
+    """Raise ValueError if a layer has attention of another kind although `layers` makes it stick-breaking."""
+    for name in ("self_attention", "cross_attention"):
+        attention = getattr(layer, name)
+        other = hasattr(attention, "core_attention") and not isinstance(attention, CheckedSelfAttention)
+        if other and is_selected(layer.layer_number, layer.config, layers, attention_layers):
+            raise ValueError(
+                f"{name} of layer {layer.layer_number} must be {_ACCEPTED[name]} to become stick-breaking, got "
+                f"{type(attention).__name__}. Set the entry of this layer in layers (--sb-layers) to 0 to keep it."
+            )
 
 
 def module_of(spec):
@@ -177,24 +229,28 @@ def has_attention(self_attention) -> bool:
     return not isinstance(module, type) or issubclass(module, Attention) or hasattr(inner, "core_attention")
 
 
-def with_core_attention(submodules, options: StickBreakingOptions):
+def with_core_attention(submodules, options: StickBreakingOptions, attention_layers: tuple[int, ...] | None = None):
     """Copy the submodules of a transformer layer and put stick-breaking attention into them.
 
-    Submodules of a layer without attention are returned as they are.
+    Submodules of a layer without attention are returned as they are. So are those with another kind of attention, if
+    `options.layers` can keep it. Call `check_built_layer` for them.
     """
     attention = getattr(submodules, "self_attention", None)
     module = module_of(attention)
     if not has_attention(attention):
         return submodules
     if module is not SelfAttention and not (isinstance(module, type) and issubclass(module, CheckedSelfAttention)):
+        if isinstance(module, type) and keeps_softmax(options.layers):
+            return submodules
         raise ValueError(
-            "self_attention of the layer spec must be Megatron's SelfAttention or a subclass of "
-            f"megatron_sb.megatron.CheckedSelfAttention, got {module!r}."
+            f"self_attention of the layer spec must be {_ACCEPTED['self_attention']}, got {module!r}. In a model with "
+            "other layers, layers (--sb-layers) can keep this attention."
         )
     stock, attention = attention, copy.copy(attention)
     softmax = stock.params.get("softmax", stock.submodules.core_attention)
     attention.module = CheckedSelfAttention if module is SelfAttention else module
-    attention.params = {**stock.params, "layers": options.layers, "softmax": softmax}
+    selection = {"layers": options.layers, "attention_layers": attention_layers}
+    attention.params = {**stock.params, **selection, "softmax": softmax}
     attention.submodules = copy.copy(stock.submodules)
     attention.submodules.core_attention = ModuleSpec(StickBreakingCoreAttention, params={"options": options})
     submodules = copy.copy(submodules)

@@ -125,6 +125,9 @@ def test_accepted_flags():
     launch.check_arguments(*parse(ACCEPTED))
     launch.check_arguments(*parse("--attention-dropout 0 --position-embedding-type rope --no-rope-freq 2"))
     launch.check_arguments(*parse(f"{ACCEPTED} --sb-layers [1,0]"))
+    launch.check_arguments(*parse(f"{ACCEPTED} --sb-layers [1,0,1] --hybrid-layer-pattern M*|M*-*"))
+    launch.check_arguments(*parse(f"{ACCEPTED} --sb-layers [1,0] --multi-latent-attention"))
+    launch.check_arguments(*parse(f"{ACCEPTED} --experimental-attention-variant gated_delta_net"))
     whole = "--dataloader-inter-document-masking --context-parallel-size 2"
     launch.check_arguments(*parse(f"{ACCEPTED} {whole}"))
     launch.check_arguments(*parse(f"{ACCEPTED} {whole} --sb-packing whole_stream"))
@@ -138,13 +141,15 @@ REFUSED = {
     "--attention-dropout 0 --position-embedding-type rope": "args.position_embedding_type 'rope'",
     f"{ACCEPTED} --attention-backend local": "args.attention_backend 'local' --attention-backend 'auto'",
     f"{ACCEPTED} --multi-latent-attention": "args.multi_latent_attention True --multi-latent-attention",
+    f"{ACCEPTED} --experimental-attention-variant dsa": "args.experimental_attention_variant 'dsa' 'gated_delta_net'",
     f"{ACCEPTED} --window-size 64,0": "args.window_size (64, 0) --window-size None",
     f"{ACCEPTED} --softmax-type learnable": "args.softmax_type 'learnable' --softmax-type",
     f"{ACCEPTED} --qk-clip": "args.qk_clip True --qk-clip",
     f"{ACCEPTED} --flash-decode": "args.flash_decode True --flash-decode",
     f"{ACCEPTED} --reset-attention-mask": "args.reset_attention_mask True --reset-attention-mask",
     f"{ACCEPTED} --yaml-cfg x.yaml": "args.yaml_cfg 'x.yaml' --yaml-cfg None",
-    f"{ACCEPTED} --sb-layers [1]*3": "3 args.num_layers 2 --num-layers",
+    f"{ACCEPTED} --sb-layers [1]*3": "--sb-layers 3 2 --num-layers (1, 2)",
+    f"{ACCEPTED} --sb-layers [1]*3 --hybrid-layer-pattern M*M*-": "--sb-layers 3 2 --hybrid-layer-pattern (2, 4)",
     f"{ACCEPTED} --sb-layers [1,0] --mtp-num-layers 1": "1 args.mtp_num_layers --mtp-num-layers",
     f"{ACCEPTED} --dataloader-inter-document-masking --context-parallel-size 2 --sb-packing per_document": (
         "args.dataloader_inter_document_masking True --sb-packing 'whole_stream' 'per_document'"

@@ -1,9 +1,14 @@
 """Models whose layers are not all attention: which layers become stick-breaking, on every way in."""
 
 import math
+import re
+from types import SimpleNamespace
 
 import pytest
 from support.launch import run_worker
+from support.messages import mentions
+
+from megatron_sb.megatron.layer_selection import attention_layers_in, attention_layers_of
 
 STICK_BREAKING, SOFTMAX = "StickBreakingCoreAttention", "DotProductAttention"
 
@@ -11,6 +16,12 @@ STICK_BREAKING, SOFTMAX = "StickBreakingCoreAttention", "DotProductAttention"
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory) -> dict:
     return run_worker("megatron_layer_kinds.py", 2, tmp_path_factory.mktemp("kinds") / "findings.json")
+
+
+def wrong_messages(expected: dict[str, str], messages: dict[str, str]) -> dict[str, str]:
+    """Return the messages that do not mention their expected words."""
+    assert messages.keys() == expected.keys()
+    return {name: text for name, text in messages.items() if not re.search(mentions(expected[name]), text)}
 
 
 def assert_trains(step: dict) -> None:
@@ -29,3 +40,63 @@ def test_heterogeneous_models(findings):
     for step in (converted, launched, stock):
         assert_trains(step)
     assert converted["loss"] == launched["loss"] != stock["loss"]
+    assert found["mixed"] == found["mixed, launched"] == [SOFTMAX, others[0], STICK_BREAKING, others[1]]
+    assert_trains(found["step of the mixed model"])
+    expected = {
+        "without config": "config with_stickbreaking layers HeterogeneousTransformerConfig None",
+        "an entry for each layer": "layers (0, 0, 1, 0) --sb-layers 2 4 (1, 3)",
+    }
+    assert wrong_messages(expected, found["refused"]) == {}
+
+
+@pytest.mark.parametrize("way", ["converted", "launched"])
+def test_latent_attention(findings, way):
+    """A layer that stays softmax can be of any kind. A layer that becomes stick-breaking cannot."""
+    found = findings["latent attention"][way]
+    assert found["kept"] == [STICK_BREAKING, "LatentCoreAttention"]
+    assert_trains(found["step"])
+    expected = {
+        "selected": "self_attention 2 SelfAttention MLASelfAttention --sb-layers",
+        "all layers": "self_attention SelfAttention --sb-layers",
+    }
+    assert wrong_messages(expected, found["refused"]) == {}
+
+
+def test_cross_attention(findings):
+    """A layer that stays softmax may have cross-attention."""
+    expected = {
+        "None": "cross_attention --stick-breaking-attention",
+        "(0, 1)": "cross_attention 2 IdentityOp CrossAttention --sb-layers",
+        "(1, 0)": "no error",
+    }
+    assert wrong_messages(expected, findings["cross-attention"]) == {}
+
+
+def test_linear_attention_over_a_pipeline(findings):
+    """--sb-layers counts the attention layers of all stages: here one in each stage, of three layers."""
+    mixers = ["MeanMixer"] * 2
+    first, second = findings["linear attention"]
+    assert first == [[*mixers, SOFTMAX]] * 2
+    assert second == [[*mixers, STICK_BREAKING]] * 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "numbers"), [("M*-M*-", (2, 5)), ("M*|*-/MM/MM", (2, 3)), ("G+D", (2, 3)), ("MM", ())]
+)
+def test_attention_layers_of_hybrid_patterns(pattern, numbers):
+    assert attention_layers_in(pattern) == numbers
+    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
+        assert attention_layers_of(None, SimpleNamespace(**{name: pattern, "num_layers": 9})) == numbers
+
+
+def test_attention_layers_of_linear_attention():
+    linear = SimpleNamespace(num_layers=4, experimental_attention_variant="gated_delta_net", linear_attention_freq=2)
+    assert attention_layers_of(linear) == (2, 4)
+    linear.linear_attention_freq = [1, 0, 0, 1]
+    assert attention_layers_of(linear) == (2, 3)
+
+
+def test_attention_layers_of_ratios_are_an_error():
+    ratios = SimpleNamespace(num_layers=4, hybrid_attention_ratio=0.5)
+    with pytest.raises(ValueError, match=mentions("--sb-layers --hybrid-override-pattern 0.5")):
+        attention_layers_of(ratios)

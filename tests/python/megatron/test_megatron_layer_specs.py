@@ -45,7 +45,8 @@ def test_only_the_attention_of_a_layer_changes(num_experts):
     attention = spec.submodules.self_attention
     assert attention.module is CheckedSelfAttention
     attention.module = SelfAttention
-    assert (attention.params.pop("layers"), attention.params.pop("softmax")) == (None, DotProductAttention)
+    added = {"layers": None, "attention_layers": None, "softmax": DotProductAttention}
+    assert {name: attention.params.pop(name) for name in added} == added
     attention.submodules.core_attention = DotProductAttention
     assert repr(spec) == before
 

@@ -3,24 +3,37 @@
 Runs on two ranks, on CPUs: `megatron_layer_kinds.py OUT.json`.
 """
 
+import contextlib
 import json
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.attention import CrossAttention, CrossAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_sb.megatron import StickBreakingOptions, launch, with_stickbreaking
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.launch import end_worker
-from support.megatron_cpu import answer_for_gpu, small_config
+from support.megatron_cpu import answer_for_gpu, message, small_config
+from support.megatron_mixers import LatentCoreAttention, MeanMixer
 
 VOCAB_SIZE = 32
 # An attention, a no-op, an attention, a linear layer.
@@ -40,13 +53,10 @@ def heterogeneous_config() -> HeterogeneousTransformerConfig:
     )
 
 
-def heterogeneous_model(convert: bool = True) -> GPTModel:
-    """Build a heterogeneous model on one rank, of Megatron's own spec or of the converted one."""
-    config = heterogeneous_config()
-    spec = get_gpt_heterogeneous_layer_spec(config)
-    spec = with_stickbreaking(spec) if convert else spec
+def make_model(config, spec, **stage) -> GPTModel:
+    """Build a GPTModel with a context of 32 tokens. stage: arguments of a pipeline stage."""
     torch.manual_seed(3)
-    return GPTModel(config, spec, VOCAB_SIZE, 32, position_embedding_type="none")
+    return GPTModel(config, spec, VOCAB_SIZE, 32, position_embedding_type="none", **stage)
 
 
 def cores(model: torch.nn.Module) -> list[str]:
@@ -82,14 +92,132 @@ def launched(options: StickBreakingOptions, build):
 
 def heterogeneous() -> dict:
     """Return findings about a model in which half of the layers have no attention."""
-    converted = heterogeneous_model()
-    under_launcher = launched(StickBreakingOptions(), lambda: heterogeneous_model(convert=False))
-    return {
-        "stock": cores(heterogeneous_model(convert=False)),
+    config = heterogeneous_config()
+    stock = get_gpt_heterogeneous_layer_spec(config)
+
+    def stock_model() -> GPTModel:
+        return make_model(config, stock)
+
+    converted = make_model(config, with_stickbreaking(stock))
+    under_launcher = launched(StickBreakingOptions(), stock_model)
+    mixed = make_model(config, with_stickbreaking(stock, config=config, layers=(0, 1)))
+    options = StickBreakingOptions(layers=(0, 1))
+    found = {
+        "stock": cores(stock_model()),
         "converted": cores(converted),
         "launched": cores(under_launcher),
-        "steps": [step(model) for model in (converted, under_launcher, heterogeneous_model(convert=False))],
+        "mixed": cores(mixed),
+        "steps": [step(model) for model in (converted, under_launcher, stock_model())],
+        "step of the mixed model": step(mixed),
+        "refused": {
+            "without config": message(lambda: make_model(config, with_stickbreaking(stock, layers=(0, 1)))),
+            "an entry for each layer": message(
+                lambda: make_model(config, with_stickbreaking(stock, config=config, layers=(0, 0, 1, 0)))
+            ),
+        },
     }
+    encoded = config.heterogeneous_layers_config_encoded_json
+    with script_with(heterogeneous_layers_config_encoded_json=encoded):
+        found["mixed, launched"] = cores(launched(options, stock_model))
+    return found
+
+
+@contextlib.contextmanager
+def script_with(**arguments):
+    """Act as a training script of Megatron's with these parsed arguments."""
+    name = "megatron.training.global_vars"
+    before = sys.modules.get(name)
+    sys.modules[name] = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(**arguments))
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+        if before is not None:
+            sys.modules[name] = before
+
+
+def latent_attention() -> dict:
+    """Return findings about a model with a layer of Megatron's attention and one of multi-latent attention.
+
+    Megatron's own core of latent attention needs Transformer Engine: LatentCoreAttention stands in for it.
+    """
+    multi_latent_attention.HAVE_TE = False  # Megatron-Core 0.16 sets it to True without Transformer Engine
+    channels = {"kv_channels": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
+    config = small_config(
+        MLATransformerConfig, num_query_groups=4, q_lora_rank=16, kv_lora_rank=16, rope_type="rope", **channels
+    )
+    latent = get_gpt_layer_local_spec(multi_latent_attention=True)
+    latent.submodules.self_attention.submodules.core_attention = LatentCoreAttention
+    stock = TransformerBlockSubmodules([get_gpt_layer_local_spec(), latent], layer_norm=WrappedTorchNorm)
+
+    def convert(**options) -> GPTModel:
+        return make_model(config, with_stickbreaking(stock, **options))
+
+    def launch_stock(**options) -> GPTModel:
+        return launched(StickBreakingOptions(**options), lambda: make_model(config, stock))
+
+    return {
+        name: {
+            "kept": cores(build(layers=(1, 0))),
+            "step": step(build(layers=(1, 0))),
+            "refused": {
+                "selected": message(lambda build=build: build(layers=(0, 1))),
+                "all layers": message(lambda build=build: build()),
+            },
+        }
+        for name, build in (("converted", convert), ("launched", launch_stock))
+    }
+
+
+def cross_attention() -> dict[str, str]:
+    """Return what the launcher says about a model whose second layer also has cross-attention."""
+    crossed = get_gpt_layer_local_spec()
+    crossed.submodules.cross_attention = ModuleSpec(
+        CrossAttention,
+        params={"attn_mask_type": AttnMaskType.padding},
+        submodules=CrossAttentionSubmodules(
+            linear_q=ColumnParallelLinear,
+            linear_kv=ColumnParallelLinear,
+            core_attention=DotProductAttention,
+            linear_proj=RowParallelLinear,
+        ),
+    )
+    stock = TransformerBlockSubmodules([get_gpt_layer_local_spec(), crossed], layer_norm=WrappedTorchNorm)
+    config = small_config(num_query_groups=4)  # Megatron's cross-attention has no groups
+    return {
+        str(layers): message(
+            lambda layers=layers: launched(StickBreakingOptions(layers=layers), lambda: make_model(config, stock))
+        )
+        for layers in (None, (0, 1), (1, 0))
+    }
+
+
+def linear_attention() -> list:
+    """Return the layers of a model with linear attention, as every rank of a pipeline of two stages builds them.
+
+    Gated delta nets need a GPU: MeanMixer stands in for them.
+    """
+    initialize(pipeline_ranks=2)
+    config = small_config(
+        num_layers=6,
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq=3,
+        pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.float32,
+    )
+    linear = get_gpt_layer_local_spec()
+    linear.submodules.self_attention = ModuleSpec(MeanMixer)
+    stage = TransformerBlockSubmodules([linear, linear, get_gpt_layer_local_spec()], layer_norm=WrappedTorchNorm)
+    ends = {"pre_process": dist.get_rank() == 0, "post_process": dist.get_rank() == 1}
+    options = {"layers": (0, 1)}
+    found = [
+        cores(make_model(config, with_stickbreaking(stage, **options), **ends)),
+        cores(launched(StickBreakingOptions(**options), lambda: make_model(config, stage, **ends))),
+    ]
+    stages = [None] * dist.get_world_size()
+    dist.all_gather_object(stages, found)
+    initialize()
+    return stages
 
 
 def initialize(pipeline_ranks: int = 1) -> None:
@@ -105,7 +233,12 @@ def main(out: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     initialize()
     answer_for_gpu()
-    findings = {"heterogeneous": heterogeneous()}
+    findings = {
+        "heterogeneous": heterogeneous(),
+        "latent attention": latent_attention(),
+        "cross-attention": cross_attention(),
+        "linear attention": linear_attention(),
+    }
     end_worker(out, findings)
 
 
