@@ -40,6 +40,7 @@ from megatron_sb.megatron.layer_selection import (
     PATTERN_SETTINGS,
     attention_layers_of,
     check_layers,
+    hybrid_pattern_of,
     keeps_softmax,
 )
 from megatron_sb.megatron.saved_attention import ALLOW_FLAG, compare_when_loading
@@ -126,6 +127,12 @@ def check_arguments(args: argparse.Namespace, options: StickBreakingOptions) -> 
 
 def _check_layers(args: argparse.Namespace, options: StickBreakingOptions) -> None:
     """Check the flags that say which layers have which attention."""
+    pattern = hybrid_pattern_of(args)
+    if pattern and "*" not in pattern:
+        raise ValueError(
+            f"--hybrid-layer-pattern must contain attention layers (*) with {FLAG}, got {pattern!r}: no layer of this "
+            "model can be stick-breaking."
+        )
     if not keeps_softmax(options.layers):
         check_settings(args, "args", (LATENT_ATTENTION,))
         variant = getattr(args, "experimental_attention_variant", None)

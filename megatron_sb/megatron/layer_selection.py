@@ -34,6 +34,18 @@ def attention_layers_in(pattern: str) -> tuple[int, ...]:
     return tuple(number for number, symbol in enumerate(symbols, 1) if symbol in ATTENTION_SYMBOLS)
 
 
+def hybrid_pattern_of(*sources: object) -> str | None:
+    """Return the pattern of a hybrid model. Arguments are those of `attention_layers_of`.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from megatron_sb.megatron.layer_selection import hybrid_pattern_of
+        >>> hybrid_pattern_of(None, SimpleNamespace(hybrid_layer_pattern="M*-"))
+        'M*-'
+    """
+    return _first(PATTERN_SETTINGS, sources)
+
+
 def attention_layers_of(*sources: object) -> tuple[int, ...]:
     """Return the numbers of the attention layers of a model, over all pipeline stages. The first layer has number 1.
 
@@ -51,7 +63,7 @@ def attention_layers_of(*sources: object) -> tuple[int, ...]:
         ... )
         ((1, 2), (3, 5))
     """
-    pattern = _first(PATTERN_SETTINGS, sources)
+    pattern = hybrid_pattern_of(*sources)
     if pattern:
         return attention_layers_in(pattern)
     if _first(("hybrid_attention_ratio",), sources):

@@ -17,9 +17,17 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron_sb.megatron.arguments import StickBreakingOptions
 from megatron_sb.megatron.core_attention import StickBreakingCoreAttention
 from megatron_sb.megatron.gates import gate_projection, with_gate_loss, with_gates
-from megatron_sb.megatron.layer_selection import attention_layers_in, attention_layers_of, is_selected, keeps_softmax
-from megatron_sb.megatron.settings import rope_disabled_in
+from megatron_sb.megatron.layer_selection import (
+    attention_layers_in,
+    attention_layers_of,
+    hybrid_pattern_of,
+    is_selected,
+    keeps_softmax,
+)
+from megatron_sb.megatron.settings import rope_disabled_in, script_arguments
 
+# Layers of a hybrid stack, besides attention_layer, that have attention. A stack has specs of layers it never builds.
+OTHER_ATTENTION_LAYERS = ("mla_layer", "dsa_layer")
 # What a layer that becomes stick-breaking must have.
 _ACCEPTED = {
     "self_attention": "Megatron's SelfAttention or a subclass of megatron_sb.megatron.CheckedSelfAttention",
@@ -140,11 +148,13 @@ def with_stickbreaking(spec, *, config=None, hybrid_layer_pattern: str | None = 
 
     Args:
         spec: the ModuleSpec of a transformer layer (dense or mixture of experts, local or Transformer Engine), a
-            TransformerBlockSubmodules with `layer_specs`, or a ModuleSpec that holds one. Layers without attention
-            (a no-op, a linear layer, a gated delta net) do not change.
+            TransformerBlockSubmodules with `layer_specs`, the submodules of a hybrid stack (`hybrid_stack_spec`,
+            `mamba_stack_spec`), or a ModuleSpec that holds one of the last two. Layers without attention (Mamba, a
+            gated delta net, an MLP, a mixture of experts, a no-op, a linear layer) do not change.
         config: the model's TransformerConfig. Needed only with `layers`, for a heterogeneous model: it says which
             layers have attention.
-        hybrid_layer_pattern: the pattern of a hybrid model, if `layers` is given.
+        hybrid_layer_pattern: the pattern of a hybrid model. Needed only with `layers`, if the script has no argument
+            of this name.
         options: fields of `StickBreakingOptions`. If `layers` contains 0, those layers keep the attention of `spec`,
             which may be any kind of attention.
 
@@ -163,12 +173,19 @@ def with_stickbreaking(spec, *, config=None, hybrid_layer_pattern: str | None = 
         >>> spec.submodules.self_attention.submodules.core_attention.module.__name__
         'StickBreakingCoreAttention'
     """
-    numbers = None
+    numbers, choices = None, StickBreakingOptions(**options)
+    pattern = hybrid_layer_pattern or hybrid_pattern_of(config, script_arguments())
+    stack = getattr(spec, "submodules", spec)
+    if hasattr(stack, "attention_layer") and choices.layers is not None and pattern is None:
+        raise ValueError(
+            "hybrid_layer_pattern must be given to with_stickbreaking together with layers for a hybrid stack, got "
+            "None."
+        )
     if hybrid_layer_pattern is not None:
         numbers = attention_layers_in(hybrid_layer_pattern)
     elif config is not None:
-        numbers = attention_layers_of(config)
-    return _replace_in_layers(spec, StickBreakingOptions(**options), numbers)
+        numbers = attention_layers_of(config, script_arguments())
+    return _replace_in_layers(spec, choices, numbers)
 
 
 def _replace_in_layers(spec, options: StickBreakingOptions, numbers: tuple[int, ...] | None):
@@ -176,15 +193,27 @@ def _replace_in_layers(spec, options: StickBreakingOptions, numbers: tuple[int, 
     spec = copy.copy(spec)
     if hasattr(spec, "layer_specs"):
         spec.layer_specs = [_replace_in_layers(layer, options, numbers) for layer in spec.layer_specs]
-    elif hasattr(getattr(spec, "submodules", None), "layer_specs"):
+    elif hasattr(spec, "attention_layer"):
+        spec.attention_layer = _replace_in_layers(spec.attention_layer, options, numbers)
+        for name in OTHER_ATTENTION_LAYERS:
+            if module_of(getattr(spec, name, IdentityOp)) is not IdentityOp:
+                setattr(spec, name, _checked(getattr(spec, name), options, numbers))
+    elif any(hasattr(getattr(spec, "submodules", None), name) for name in ("layer_specs", "attention_layer")):
         spec.submodules = _replace_in_layers(spec.submodules, options, numbers)
     else:
         stock = getattr(spec, "submodules", None)
         spec.submodules = with_core_attention(stock, options, numbers)
         if spec.submodules is stock and has_attention(stock.self_attention):
-            spec.module = _checked_layer(get_module(spec))
-            spec.params = {**spec.params, "layers": options.layers, "attention_layers": numbers}
+            spec = _checked(spec, options, numbers)
     return spec
+
+
+def _checked(layer_spec, options: StickBreakingOptions, numbers: tuple[int, ...] | None):
+    """Copy the spec of a layer. Building it raises ValueError if its attention should be stick-breaking and is not."""
+    layer_spec = copy.copy(layer_spec)
+    layer_spec.module = _checked_layer(get_module(layer_spec))
+    layer_spec.params = {**layer_spec.params, "layers": options.layers, "attention_layers": numbers}
+    return layer_spec
 
 
 @functools.cache

@@ -57,6 +57,8 @@ def test_missing_scripts(arguments, tmp_path):
     assert f"SCRIPT.py must be an existing Python file, got {(arguments or [''])[0]!r}" in done.stderr
 
 
+# As in pretrain_hybrid.py. A stand-in mixes in the layers M and G, because Mamba and gated delta nets need a GPU.
+HYBRID = "--spec megatron_mixers hybrid_stack_spec --hybrid-layer-pattern M*-G*-"
 BUILT = {
     "without the flag": ("--no-persist-layer-norm", ["SelfAttention DotProductAttention LayerNorm"] * 2),
     "experts, with multi-token prediction": (
@@ -67,6 +69,17 @@ BUILT = {
     "mixed, with rope": (
         "--stick-breaking-attention --sb-mass-threshold 0.25 --sb-layers [0]+[1] --attention-dropout 0 "
         "--position-embedding-type rope --no-rope-freq [0]+[1]",
+        [
+            "CheckedSelfAttention DotProductAttention LayerNorm",
+            "CheckedSelfAttention StickBreakingCoreAttention LayerNorm",
+        ],
+    ),
+    "hybrid": (
+        f"--stick-breaking-attention {ACCEPTED} {HYBRID}",
+        ["CheckedSelfAttention StickBreakingCoreAttention LayerNorm"] * 2,
+    ),
+    "hybrid, mixed": (
+        f"--stick-breaking-attention {ACCEPTED} {HYBRID} --sb-layers [0,1]",
         [
             "CheckedSelfAttention DotProductAttention LayerNorm",
             "CheckedSelfAttention StickBreakingCoreAttention LayerNorm",
@@ -148,6 +161,7 @@ REFUSED = {
     f"{ACCEPTED} --flash-decode": "args.flash_decode True --flash-decode",
     f"{ACCEPTED} --reset-attention-mask": "args.reset_attention_mask True --reset-attention-mask",
     f"{ACCEPTED} --yaml-cfg x.yaml": "args.yaml_cfg 'x.yaml' --yaml-cfg None",
+    f"{ACCEPTED} --hybrid-layer-pattern MM-": "--hybrid-layer-pattern --stick-breaking-attention 'MM-'",
     f"{ACCEPTED} --sb-layers [1]*3": "--sb-layers 3 2 --num-layers (1, 2)",
     f"{ACCEPTED} --sb-layers [1]*3 --hybrid-layer-pattern M*M*-": "--sb-layers 3 2 --hybrid-layer-pattern (2, 4)",
     f"{ACCEPTED} --sb-layers [1,0] --mtp-num-layers 1": "1 args.mtp_num_layers --mtp-num-layers",
@@ -169,7 +183,9 @@ EXPERTS = "--num-experts 4 --moe-grouped-gemm --disable-bias-linear --moe-token-
 
 @needs_training
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("flags", ["", EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "flags", ["", EXPERTS, f"{HYBRID} --sb-layers [1,0] --no-masked-softmax-fusion"], ids=["dense", "experts", "hybrid"]
+)
 def test_training(flags, device, tmp_path):
     """The loss drops quickly on documents that count upwards."""
     losses = train(device, 1, tmp_path, *flags.split())

@@ -72,6 +72,48 @@ def test_cross_attention(findings):
     assert wrong_messages(expected, findings["cross-attention"]) == {}
 
 
+def test_hybrid_models(findings):
+    """Only the attention layers of a hybrid stack become stick-breaking. The model trains."""
+    found = findings["hybrid"]
+    assert found["spec is unchanged"] and found["submodules alone"]
+    layers = found["cores"].pop("stock")
+    assert layers == ["MeanMixer", SOFTMAX, "MLP", "MeanMixer", SOFTMAX, "MoELayer"]
+    everywhere = [STICK_BREAKING if name == SOFTMAX else name for name in layers]
+    second = [*layers[:4], STICK_BREAKING, layers[5]]
+    assert found["cores"] == {
+        "converted": everywhere,
+        "launched": everywhere,
+        "mixed": second,
+        "mixed, by the script": second,
+        "mixed, launched": second,
+    }
+    for step in found["steps"].values():
+        assert_trains(step)
+    losses = {name: step["loss"] for name, step in found["steps"].items()}
+    assert losses["converted"] == losses["launched"]
+    assert losses["mixed"] == losses["mixed, by the script"] == losses["mixed, launched"]
+    assert len({losses["stock"], losses["converted"], losses["mixed"]}) == 3
+    expected = {
+        "without pattern": "hybrid_layer_pattern layers None",
+        "an entry for each layer": "layers (0, 0, 0, 0, 0, 0) --sb-layers 2 6 (2, 5)",
+    }
+    assert wrong_messages(expected, found["refused"]) == {}
+
+
+def test_latent_attention_of_hybrid_models(findings):
+    found = findings["hybrid, latent"]
+    if found is None:
+        pytest.skip("the hybrid stack of this Megatron-Core has no layer of latent attention")
+    assert found["kept"] == ["MeanMixer", "LatentCoreAttention"]
+    words = "self_attention 2 SelfAttention MLASelfAttention --sb-layers"
+    assert wrong_messages(dict.fromkeys(("selected", "all layers"), words), found["refused"]) == {}
+
+
+def test_hybrid_models_over_a_pipeline(findings):
+    """The pattern of --sb-layers counts the attention layers of both stages."""
+    assert findings["hybrid, pipeline"] == [["MeanMixer", SOFTMAX, "MLP"], ["MeanMixer", STICK_BREAKING, "MoELayer"]]
+
+
 def test_linear_attention_over_a_pipeline(findings):
     """--sb-layers counts the attention layers of all stages: here one in each stage, of three layers."""
     mixers = ["MeanMixer"] * 2

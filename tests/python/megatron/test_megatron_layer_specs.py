@@ -11,6 +11,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from support.megatron_cpu import core_attention_arguments, small_config
 from support.messages import mentions
 
@@ -23,6 +24,11 @@ from megatron_sb.megatron import (
     with_stickbreaking,
 )
 from megatron_sb.megatron.spec import stickbreaking_layer_spec
+
+try:  # Megatron-Core 0.19
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as STOCK_STACK
+except ImportError:  # 0.16
+    from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec as STOCK_STACK
 
 
 def core_of(layer_spec):
@@ -63,6 +69,21 @@ def test_every_layer_of_a_block():
     inside = with_stickbreaking(ModuleSpec(TransformerBlock, submodules=stock))
     assert isinstance(built_core(inside.submodules.layer_specs[2]), StickBreakingCoreAttention)
     assert core_of(stock.layer_specs[2]) is DotProductAttention
+
+
+def test_megatrons_hybrid_stack():
+    """Only attention_layer changes. Layers with other attention raise an error only if a model builds them."""
+    before = core_of(STOCK_STACK.submodules.attention_layer)
+    stock, spec = STOCK_STACK.submodules, with_stickbreaking(STOCK_STACK).submodules
+    names = [name for name in vars(stock) if getattr(spec, name) != getattr(stock, name)]
+    assert names == [name for name in ("attention_layer", "dsa_layer", "mla_layer") if hasattr(stock, name)]
+    assert isinstance(built_core(spec.attention_layer), StickBreakingCoreAttention)
+    assert core_of(stock.attention_layer) is before
+    for name in names[1:]:
+        assert issubclass(getattr(spec, name).module, TransformerLayer)
+        assert getattr(spec, name).submodules is getattr(stock, name).submodules
+    with pytest.raises(ValueError, match=mentions("hybrid_layer_pattern layers None")):
+        with_stickbreaking(STOCK_STACK, layers=(1, 0))
 
 
 def test_options_reach_the_module():

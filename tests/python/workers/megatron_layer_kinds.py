@@ -16,8 +16,9 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
+from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.attention import CrossAttention, CrossAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -26,14 +27,21 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
+from megatron_mixers import (
+    MODEL_ARGUMENTS,
+    HybridStackSubmodules,
+    MeanMixer,
+    hybrid_stack_spec,
+    latent_layer_spec,
+    make_hybrid_model,
+)
 
 from megatron_sb.megatron import StickBreakingOptions, launch, with_stickbreaking
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.launch import end_worker
 from support.megatron_cpu import answer_for_gpu, message, small_config
-from support.megatron_mixers import LatentCoreAttention, MeanMixer
 
 VOCAB_SIZE = 32
 # An attention, a no-op, an attention, a linear layer.
@@ -60,10 +68,11 @@ def make_model(config, spec, **stage) -> GPTModel:
 
 
 def cores(model: torch.nn.Module) -> list[str]:
-    """Return the class of the core attention of every layer, or of its mixer if it has none."""
+    """Return the class of the core attention of every layer, or of its mixer or MLP if it has none."""
     found = []
     for layer in model.decoder.layers:
         mixer = layer.self_attention if isinstance(layer, TransformerLayer) else layer.mixer
+        mixer = layer.mlp if isinstance(layer, (MLPLayer, MoETransformerLayer)) else mixer
         found.append(type(getattr(mixer, "core_attention", mixer)).__name__)
     return found
 
@@ -136,19 +145,22 @@ def script_with(**arguments):
             sys.modules[name] = before
 
 
+def latent_config() -> MLATransformerConfig:
+    """Return the config of a model with multi-latent attention."""
+    multi_latent_attention.HAVE_TE = False  # Megatron-Core 0.16 sets it to True without Transformer Engine
+    channels = {"kv_channels": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
+    return small_config(
+        MLATransformerConfig, num_query_groups=4, q_lora_rank=16, kv_lora_rank=16, rope_type="rope", **channels
+    )
+
+
 def latent_attention() -> dict:
     """Return findings about a model with a layer of Megatron's attention and one of multi-latent attention.
 
     Megatron's own core of latent attention needs Transformer Engine: LatentCoreAttention stands in for it.
     """
-    multi_latent_attention.HAVE_TE = False  # Megatron-Core 0.16 sets it to True without Transformer Engine
-    channels = {"kv_channels": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
-    config = small_config(
-        MLATransformerConfig, num_query_groups=4, q_lora_rank=16, kv_lora_rank=16, rope_type="rope", **channels
-    )
-    latent = get_gpt_layer_local_spec(multi_latent_attention=True)
-    latent.submodules.self_attention.submodules.core_attention = LatentCoreAttention
-    stock = TransformerBlockSubmodules([get_gpt_layer_local_spec(), latent], layer_norm=WrappedTorchNorm)
+    config = latent_config()
+    stock = TransformerBlockSubmodules([get_gpt_layer_local_spec(), latent_layer_spec()], layer_norm=WrappedTorchNorm)
 
     def convert(**options) -> GPTModel:
         return make_model(config, with_stickbreaking(stock, **options))
@@ -220,6 +232,90 @@ def linear_attention() -> list:
     return stages
 
 
+# Each token has all experts, so that every expert gets a gradient.
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 4,
+    "moe_ffn_hidden_size": 48,
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "allgather",
+    "add_bias_linear": False,
+}
+# Every kind of layer that this release has, in two pipeline stages. Only 0.19 has gated delta nets and separators.
+HAS_GATED_DELTA_NETS = hasattr(HybridStackSubmodules, "gdn_layer")
+STAGES = ("M*-", "G*E" if HAS_GATED_DELTA_NETS else "M*E")
+PATTERN = "".join(STAGES)
+
+
+def hybrid_config(**changes) -> TransformerConfig:
+    """Return the config of a hybrid model of the layers PATTERN."""
+    return small_config(num_layers=len(PATTERN), **EXPERTS, **changes)
+
+
+def hybrid() -> dict:
+    """Return findings about a hybrid model. MeanMixer stands in for Mamba and gated delta nets."""
+    config = hybrid_config()
+
+    def stock_model():
+        return make_hybrid_model(config, hybrid_stack_spec, PATTERN)
+
+    def convert(**options):
+        return make_hybrid_model(config, with_stickbreaking(hybrid_stack_spec, **options), PATTERN)
+
+    before = repr(hybrid_stack_spec)
+    models = {
+        "stock": stock_model(),
+        "converted": convert(),
+        "launched": launched(StickBreakingOptions(), stock_model),
+        "mixed": convert(layers=(0, 1), hybrid_layer_pattern=PATTERN),
+    }
+    with script_with(**{MODEL_ARGUMENTS[1]: PATTERN}):
+        models["mixed, by the script"] = convert(layers=(0, 1))
+        models["mixed, launched"] = launched(StickBreakingOptions(layers=(0, 1)), stock_model)
+    return {
+        "spec is unchanged": repr(hybrid_stack_spec) == before,
+        "submodules alone": repr(with_stickbreaking(hybrid_stack_spec.submodules))
+        == repr(with_stickbreaking(hybrid_stack_spec).submodules),
+        "cores": {name: cores(model) for name, model in models.items()},
+        "steps": {name: step(model) for name, model in models.items()},
+        "refused": {
+            "without pattern": message(lambda: convert(layers=(0, 1))),
+            "an entry for each layer": message(lambda: convert(layers=(0,) * 6, hybrid_layer_pattern=PATTERN)),
+        },
+    }
+
+
+def hybrid_latent() -> dict | None:
+    """Return findings about a hybrid model with multi-latent attention, which only 0.19 has."""
+    if not hasattr(HybridStackSubmodules, "mla_layer"):
+        return None
+    config = latent_config()
+
+    def convert(**options):
+        return make_hybrid_model(config, with_stickbreaking(hybrid_stack_spec, **options), "M+")
+
+    return {
+        "kept": cores(convert(layers=(0,), hybrid_layer_pattern="M+")),
+        "refused": {
+            "selected": message(lambda: convert(layers=(1,), hybrid_layer_pattern="M+")),
+            "all layers": message(convert),
+        },
+    }
+
+
+def hybrid_pipeline() -> list:
+    """Return the layers of a hybrid model as every rank of a pipeline of two stages builds them."""
+    initialize(pipeline_ranks=2)
+    config = hybrid_config(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
+    ends = {"pre_process": dist.get_rank() == 0, "post_process": dist.get_rank() == 1}
+    pattern = ("|" if HAS_GATED_DELTA_NETS else "").join(STAGES)
+    spec = with_stickbreaking(hybrid_stack_spec, layers=(0, 1), hybrid_layer_pattern=pattern)
+    stages = [None] * dist.get_world_size()
+    dist.all_gather_object(stages, cores(make_hybrid_model(config, spec, pattern, **ends)))
+    initialize()
+    return stages
+
+
 def initialize(pipeline_ranks: int = 1) -> None:
     """Initialise Megatron's groups."""
     parallel_state.destroy_model_parallel()
@@ -237,6 +333,9 @@ def main(out: str) -> None:
         "heterogeneous": heterogeneous(),
         "latent attention": latent_attention(),
         "cross-attention": cross_attention(),
+        "hybrid": hybrid(),
+        "hybrid, latent": hybrid_latent(),
+        "hybrid, pipeline": hybrid_pipeline(),
         "linear attention": linear_attention(),
     }
     end_worker(out, findings)
