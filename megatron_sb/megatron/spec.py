@@ -1,6 +1,7 @@
 """Layer specs with stick-breaking attention.
 
-`with_stickbreaking` converts any stock spec. `stickbreaking_layer_spec` is a spec for Megatron's `--spec`.
+`with_stickbreaking` converts any stock spec. `stickbreaking_block_spec` makes the spec of a pipeline stage from a
+config. Megatron's `--spec` can name this function, or the object `stickbreaking_layer_spec`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ import dataclasses
 import functools
 
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
+from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 
-from megatron_sb.megatron.arguments import StickBreakingOptions
+from megatron_sb.megatron.arguments import StickBreakingOptions, options_from_args
 from megatron_sb.megatron.core_attention import StickBreakingCoreAttention
 from megatron_sb.megatron.gates import gate_projection, with_gate_loss, with_gates
 from megatron_sb.megatron.layer_selection import (
@@ -25,6 +30,7 @@ from megatron_sb.megatron.layer_selection import (
     keeps_softmax,
 )
 from megatron_sb.megatron.settings import rope_disabled_in, script_arguments
+from megatron_sb.megatron.stand_ins import install_stand_ins
 
 # Layers of a hybrid stack, besides attention_layer, that have attention. A stack has specs of layers it never builds.
 OTHER_ATTENTION_LAYERS = ("mla_layer", "dsa_layer")
@@ -183,7 +189,7 @@ def with_stickbreaking(spec, *, config=None, hybrid_layer_pattern: str | None = 
         )
     if hybrid_layer_pattern is not None:
         numbers = attention_layers_in(hybrid_layer_pattern)
-    elif config is not None:
+    elif config is not None and choices.layers is not None:
         numbers = attention_layers_of(config, script_arguments())
     return _replace_in_layers(spec, choices, numbers)
 
@@ -285,6 +291,64 @@ def with_core_attention(submodules, options: StickBreakingOptions, attention_lay
     submodules = copy.copy(submodules)
     submodules.self_attention = attention
     return submodules
+
+
+def stickbreaking_block_spec(config, vp_stage: int | None = None, **options):
+    """Make the spec of the layers of a pipeline stage, with stick-breaking attention in the chosen layers.
+
+    The other parts are those of the spec that Megatron's scripts make for `config`: dense layers, experts, or layers of
+    a heterogeneous model. They use Transformer Engine if it is installed and `config.transformer_impl` says so.
+    Otherwise the function calls `install_stand_ins`.
+
+    It has the form that Megatron-Core (0.19, `--spec` and `GPTModelConfig`) and Megatron-Bridge
+    (`GPTModelProvider(transformer_layer_spec=...)`) call. Set options with
+    `functools.partial(stickbreaking_block_spec, head_norm=True)`. The groups of `parallel_state` must be initialised.
+
+    Args:
+        config: a TransformerConfig, which Megatron-Bridge's `GPTModelProvider` is too, or a `GPTModelConfig`.
+        vp_stage: stage of a virtual pipeline. Default: None, without one.
+        options: fields of `StickBreakingOptions`. In a script whose parser went through `add_arguments`, its `--sb-*`
+            flags are the defaults.
+
+    Returns:
+        A TransformerBlockSubmodules.
+
+    Raises:
+        ValueError: as `with_stickbreaking`. Or if the model has layers for multi-token prediction that Megatron would
+            build from its own spec, with softmax attention.
+
+    Example:
+        >>> from functools import partial
+        >>> from megatron_sb.megatron import stickbreaking_block_spec
+        >>> make_spec = partial(stickbreaking_block_spec, layers=(1, 1, 0))
+        >>> # provider = GPTModelProvider(num_layers=3, transformer_layer_spec=make_spec, ...)
+    """
+    transformer = getattr(config, "transformer", config)
+    use_te = gpt_layer_specs.HAVE_TE and transformer.transformer_impl == "transformer_engine"
+    if not use_te:
+        install_stand_ins()
+    stock = _stock_block_spec(transformer, use_te, vp_stage)
+    if transformer.mtp_num_layers is not None and (transformer is not config or not stock.layer_specs):
+        raise ValueError(
+            "config.mtp_num_layers (--mtp-num-layers) must be None with stickbreaking_block_spec, got "
+            f"{transformer.mtp_num_layers}: Megatron builds these layers from its own spec, with softmax attention, "
+            "for a GPTModelConfig and in stages without other layers. Use the launcher (python -m "
+            "megatron_sb.megatron.launch)."
+        )
+    args = script_arguments()
+    flags = options_from_args(args) if hasattr(args, "sb_allow_mismatch") else {}
+    return with_stickbreaking(stock, config=transformer, **{**flags, **options})
+
+
+def _stock_block_spec(config, use_te: bool, vp_stage: int | None):
+    """Return Megatron's spec of the layers of a pipeline stage."""
+    if config.experimental_attention_variant is not None:
+        return get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
+    if config.heterogeneous_block_specs:
+        return get_gpt_heterogeneous_layer_spec(config, use_te, vp_stage=vp_stage)
+    return gpt_layer_specs.get_gpt_decoder_block_spec(
+        config, use_te, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm, vp_stage=vp_stage
+    )
 
 
 def _bare_layer_spec() -> ModuleSpec:

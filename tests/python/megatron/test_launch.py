@@ -101,6 +101,17 @@ def test_models_of_a_training_script(flags, layers, tmp_path):
 
 
 @needs_training
+def test_a_spec_by_name_without_the_launcher(tmp_path):
+    """Megatron's builder calls the function with its own kind of config."""
+    out = tmp_path / "layers.json"
+    flags = f"{ACCEPTED} --spec megatron_sb.megatron.spec stickbreaking_block_spec --num-experts 4"
+    command = [PRETRAIN, *MEGATRON.split(), *flags.split(), "--disable-bias-linear", "--use-cpu-initialization"]
+    done = run_python([*command, "--build-only", out], seconds=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(out.read_text()) == [["CheckedSelfAttention", "StickBreakingCoreAttention", "LayerNorm"]] * 2
+
+
+@needs_training
 @pytest.mark.parametrize(
     ("flags", "comm"),
     [("", "'auto'"), ("--cp-comm-type a2a", "None"), ("--cp-comm-type a2a --sb-cp-comm p2p", "'p2p'")],

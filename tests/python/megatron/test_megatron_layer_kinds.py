@@ -114,6 +114,20 @@ def test_hybrid_models_over_a_pipeline(findings):
     assert findings["hybrid, pipeline"] == [["MeanMixer", SOFTMAX, "MLP"], ["MeanMixer", STICK_BREAKING, "MoELayer"]]
 
 
+def test_block_specs(findings):
+    """The function makes the spec of each stage, by options, or by the flags of the script."""
+    found = findings["block specs"]
+    mlps = ["MLP", "MoELayer", "MoELayer", "MLP"]
+    for name, pattern in {"options": (1, 0, 0, 1), "flags": (0, 0, 0, 1), "options before flags": (1, 1, 1, 0)}.items():
+        wanted = [STICK_BREAKING if entry else SOFTMAX for entry in pattern]
+        assert found["layers"][name] == [list(layer) for layer in zip(range(1, 5), wanted, mlps, strict=True)], name
+    assert found["head norm"]
+    assert found["heterogeneous"] == [SOFTMAX, "IdentityOp", STICK_BREAKING, "ColumnParallelLinearGathered"]
+    assert_trains(found["step"])
+    assert re.search(mentions("config.mtp_num_layers 1 --mtp-num-layers launcher"), found["refused"])
+    assert found["accepted"] == "no error"
+
+
 def test_linear_attention_over_a_pipeline(findings):
     """--sb-layers counts the attention layers of all stages: here one in each stage, of three layers."""
     mixers = ["MeanMixer"] * 2

@@ -4,6 +4,7 @@ import argparse
 
 import pytest
 import torch
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.attention import SelfAttention
@@ -21,6 +22,7 @@ from megatron_sb.megatron import (
     StickBreakingOptions,
     add_arguments,
     options_from_args,
+    stickbreaking_block_spec,
     with_stickbreaking,
 )
 from megatron_sb.megatron.spec import stickbreaking_layer_spec
@@ -147,6 +149,15 @@ def test_the_spec_object_refuses_multi_token_prediction():
     """Megatron's scripts build those layers from their own spec, with softmax attention."""
     with pytest.raises(ValueError, match=mentions("config.mtp_num_layers 1 --mtp-num-layers launcher")):
         stickbreaking_layer_spec.submodules.self_attention.module(small_config(mtp_num_layers=1), None, 1)
+
+
+def test_block_specs_refuse_multi_token_prediction_in_a_stage_without_other_layers(monkeypatch):
+    """There, Megatron-Bridge takes its own spec for these layers."""
+    blocks = [TransformerBlockSubmodules([get_gpt_layer_local_spec()]), TransformerBlockSubmodules([])]
+    monkeypatch.setattr(gpt_layer_specs, "get_gpt_decoder_block_spec", lambda *args, **kwargs: blocks.pop(0))
+    stickbreaking_block_spec(small_config(mtp_num_layers=1))
+    with pytest.raises(ValueError, match=mentions("config.mtp_num_layers 1 --mtp-num-layers launcher")):
+        stickbreaking_block_spec(small_config(mtp_num_layers=1))
 
 
 def test_flags():

@@ -3,7 +3,9 @@
 Runs on two ranks, on CPUs: `megatron_layer_kinds.py OUT.json`.
 """
 
+import argparse
 import contextlib
+import functools
 import json
 import sys
 from datetime import timedelta
@@ -37,7 +39,13 @@ from megatron_mixers import (
     make_hybrid_model,
 )
 
-from megatron_sb.megatron import StickBreakingOptions, launch, with_stickbreaking
+from megatron_sb.megatron import (
+    StickBreakingOptions,
+    add_arguments,
+    launch,
+    stickbreaking_block_spec,
+    with_stickbreaking,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.launch import end_worker
@@ -232,6 +240,58 @@ def linear_attention() -> list:
     return stages
 
 
+def block_specs() -> dict:
+    """Return findings about stickbreaking_block_spec: a mixture of experts in two stages of two virtual stages."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, create_gloo_process_groups=False
+    )
+    config = small_config(
+        num_layers=4,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.float32,
+        moe_layer_freq=[0, 1, 1, 0],
+        **EXPERTS,
+    )
+
+    def layers(make_spec) -> list[list]:
+        """Return number, core attention and MLP of every layer of this rank."""
+        found = []
+        for stage in range(2):
+            first, last = ((dist.get_rank(), stage) == end for end in ((0, 0), (1, 1)))
+            spec = make_spec(config, vp_stage=stage)
+            model = make_model(config, spec, pre_process=first, post_process=last, vp_stage=stage)
+            found += [
+                [layer.layer_number, type(layer.self_attention.core_attention).__name__, type(layer.mlp).__name__]
+                for layer in model.decoder.layers
+            ]
+        return found
+
+    flags = add_arguments(argparse.ArgumentParser()).parse_args(["--sb-layers", "[0,0,0,1]", "--sb-head-norm"])
+    found = {"options": layers(functools.partial(stickbreaking_block_spec, layers=(1, 0, 0, 1)))}
+    with script_with(**vars(flags)):
+        found["flags"] = layers(stickbreaking_block_spec)
+        found["options before flags"] = layers(functools.partial(stickbreaking_block_spec, layers=(1, 1, 1, 0)))
+        core = stickbreaking_block_spec(config, vp_stage=0).layer_specs[0].submodules.self_attention.submodules
+    stages = [None] * dist.get_world_size()
+    dist.all_gather_object(stages, found)
+    initialize()
+    mixed = make_model(
+        heterogeneous_config(), stickbreaking_block_spec(heterogeneous_config(), vp_stage=None, layers=(0, 1))
+    )
+    return {
+        "layers": {name: sorted(layer for stage in stages for layer in stage[name]) for name in found},
+        "head norm": core.core_attention.params["options"].head_norm,
+        "heterogeneous": cores(mixed),
+        "step": step(mixed),
+        "refused": message(
+            lambda: stickbreaking_block_spec(SimpleNamespace(transformer=small_config(mtp_num_layers=1)))
+        ),
+        "accepted": message(lambda: stickbreaking_block_spec(small_config(mtp_num_layers=1))),
+    }
+
+
 # Each token has all experts, so that every expert gets a gradient.
 EXPERTS = {
     "num_moe_experts": 4,
@@ -336,6 +396,7 @@ def main(out: str) -> None:
         "hybrid": hybrid(),
         "hybrid, latent": hybrid_latent(),
         "hybrid, pipeline": hybrid_pipeline(),
+        "block specs": block_specs(),
         "linear attention": linear_attention(),
     }
     end_worker(out, findings)
