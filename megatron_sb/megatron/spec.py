@@ -32,8 +32,6 @@ from megatron_sb.megatron.layer_selection import (
 from megatron_sb.megatron.settings import rope_disabled_in, script_arguments
 from megatron_sb.megatron.stand_ins import install_stand_ins
 
-# Layers of a hybrid stack, besides attention_layer, that have attention. A stack has specs of layers it never builds.
-OTHER_ATTENTION_LAYERS = ("mla_layer", "dsa_layer")
 # What a layer that becomes stick-breaking must have.
 _ACCEPTED = {
     "self_attention": "Megatron's SelfAttention or a subclass of megatron_sb.megatron.CheckedSelfAttention",
@@ -200,16 +198,16 @@ def _replace_in_layers(spec, options: StickBreakingOptions, numbers: tuple[int, 
     if hasattr(spec, "layer_specs"):
         spec.layer_specs = [_replace_in_layers(layer, options, numbers) for layer in spec.layer_specs]
     elif hasattr(spec, "attention_layer"):
-        spec.attention_layer = _replace_in_layers(spec.attention_layer, options, numbers)
-        for name in OTHER_ATTENTION_LAYERS:
-            if module_of(getattr(spec, name, IdentityOp)) is not IdentityOp:
-                setattr(spec, name, _checked(getattr(spec, name), options, numbers))
+        for name, replace in ATTENTION_LAYERS.items():
+            layer = getattr(spec, name, IdentityOp)
+            if module_of(layer) is not IdentityOp:
+                setattr(spec, name, replace(layer, options, numbers))
     elif any(hasattr(getattr(spec, "submodules", None), name) for name in ("layer_specs", "attention_layer")):
         spec.submodules = _replace_in_layers(spec.submodules, options, numbers)
     else:
         stock = getattr(spec, "submodules", None)
         spec.submodules = with_core_attention(stock, options, numbers)
-        if spec.submodules is stock and has_attention(stock.self_attention):
+        if spec.submodules is stock and has_attention(mixer_of(stock)):
             spec = _checked(spec, options, numbers)
     return spec
 
@@ -220,6 +218,10 @@ def _checked(layer_spec, options: StickBreakingOptions, numbers: tuple[int, ...]
     layer_spec.module = _checked_layer(get_module(layer_spec))
     layer_spec.params = {**layer_spec.params, "layers": options.layers, "attention_layers": numbers}
     return layer_spec
+
+
+# What is done with the layers of a hybrid stack that have attention. A stack has specs of layers that it never builds.
+ATTENTION_LAYERS = {"attention_layer": _replace_in_layers, "mla_layer": _checked, "dsa_layer": _checked}
 
 
 @functools.cache
@@ -254,13 +256,18 @@ def module_of(spec):
     return getattr(spec, "module", spec)
 
 
-def has_attention(self_attention) -> bool:
-    """Return whether the self_attention of a layer's submodules is an attention, which has a core attention.
+def mixer_of(submodules):
+    """Return the self_attention of a layer's submodules, or the mixer of a Mamba layer. None: they are of no layer."""
+    return getattr(submodules, "self_attention", getattr(submodules, "mixer", None))
 
-    A no-op (`IdentityOp`), a linear layer and a gated delta net are not.
+
+def has_attention(mixer) -> bool:
+    """Return whether the result of `mixer_of` is an attention, which has a core attention.
+
+    Mamba, a no-op (`IdentityOp`), a linear layer and a gated delta net are not.
     """
-    module = module_of(self_attention)
-    inner = getattr(self_attention, "submodules", None)
+    module = module_of(mixer)
+    inner = getattr(mixer, "submodules", None)
     return not isinstance(module, type) or issubclass(module, Attention) or hasattr(inner, "core_attention")
 
 
@@ -270,7 +277,7 @@ def with_core_attention(submodules, options: StickBreakingOptions, attention_lay
     Submodules of a layer without attention are returned as they are. So are those with another kind of attention, if
     `options.layers` can keep it. Call `check_built_layer` for them.
     """
-    attention = getattr(submodules, "self_attention", None)
+    attention = mixer_of(submodules)
     module = module_of(attention)
     if not has_attention(attention):
         return submodules

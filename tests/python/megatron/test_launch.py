@@ -4,6 +4,7 @@ import argparse
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +99,45 @@ def test_models_of_a_training_script(flags, layers, tmp_path):
     assert json.loads(out.read_text()) == [layer.split() for layer in layers]
     assert ("stick-breaking attention: StickBreakingOptions(" in done.stdout) == ("--stick-breaking" in flags)
     assert ("mass_threshold=0.25" in done.stdout) == ("0.25" in flags)
+
+
+# A Llama-Nemotron model, with the fields that Megatron compares with its flags.
+HETEROGENEOUS = {
+    "hidden_act": "silu",
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "tie_word_embeddings": True,
+    "rope_theta": 10000,
+    "rope_scaling": {"factor": 8.0},
+    "block_configs": [
+        {
+            "attention": {"n_heads_in_group": group, "no_op": group is None},
+            "ffn": {"ffn_mult": 2.0},
+        }
+        for group in (2, None, 2)
+    ],
+}
+AS_HETEROGENEOUS = (
+    "--num-layers 3 --swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2 "
+    "--position-embedding-type rope --use-rotary-position-embeddings --use-rope-scaling --disable-bias-linear"
+)
+
+
+@needs_training
+def test_heterogeneous_models_of_a_training_script(tmp_path):
+    """--sb-layers counts the attention layers. Megatron requires RoPE, which --no-rope-freq disables in all layers."""
+    (tmp_path / "blocks.json").write_text(json.dumps(HETEROGENEOUS))
+    flags = f"--heterogeneous-layers-config-path {tmp_path / 'blocks.json'} {AS_HETEROGENEOUS}"
+    flags += " --stick-breaking-attention --attention-dropout 0 --sb-layers [0,1] --no-rope-freq [0,0,1]"
+    done = build_only(flags, tmp_path / "layers.json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    cores = [core for _, core, _ in json.loads((tmp_path / "layers.json").read_text())]
+    assert cores == ["DotProductAttention", "StickBreakingCoreAttention"]
+
+    done = build_only(flags.replace("[0,1]", "[0,1,1]"), tmp_path / "no.json")
+    assert done.returncode != 0
+    assert re.search(mentions("--sb-layers (0, 1, 1) 2 3 (1, 3)"), done.stderr)
 
 
 @needs_training

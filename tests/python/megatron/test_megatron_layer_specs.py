@@ -6,6 +6,8 @@ import pytest
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -129,6 +131,15 @@ def test_layers_without_attention_do_not_change(nothing):
     spec = with_stickbreaking(block)
     assert spec.layer_specs[0] == block.layer_specs[0]
     assert isinstance(built_core(spec.layer_specs[1]), StickBreakingCoreAttention)
+
+
+def test_mamba_layers_do_not_change():
+    mamba = ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(mixer=ModuleSpec(MambaMixer)))
+    assert with_stickbreaking(mamba) == mamba
+    block = with_stickbreaking(TransformerBlockSubmodules([mamba, get_gpt_layer_local_spec()]))
+    assert block.layer_specs[0] == mamba and isinstance(built_core(block.layer_specs[1]), StickBreakingCoreAttention)
+    stack = type(STOCK_STACK.submodules)(mamba_layer=mamba)
+    assert with_stickbreaking(stack) == stack
 
 
 def test_unknown_attention_is_an_error():
