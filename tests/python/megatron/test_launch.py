@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 from support.fork_server import run_python
+from support.launch import megatron_losses
 from support.megatron_loop import ACCEPTED, MEGATRON, PRETRAIN, needs_training, train
 from support.messages import mentions
 
 from megatron_sb.megatron import StickBreakingOptions, launch
 
+MEGATRON_LM = os.environ.get("MEGATRON_LM")
 HEAD_VECTORS = ("--sb-remainder-bias", "--sb-head-norm")
 
 
@@ -241,6 +243,27 @@ def test_training(flags, device, tmp_path):
     """The loss drops quickly on documents that count upwards."""
     losses = train(device, 1, tmp_path, *flags.split())
     assert len(losses) == 20 and losses[-1] < losses[0] - 1.0, losses
+
+
+# Megatron-LM's script for hybrid models in 0.19 and in 0.16, with its flags for a pattern.
+PATTERN = "M*-M*-"
+HYBRID_SCRIPTS = {
+    "pretrain_hybrid.py": f"--hybrid-layer-pattern {PATTERN}",
+    "pretrain_mamba.py": f"--is-hybrid-model --hybrid-override-pattern {PATTERN}",
+}
+
+
+@pytest.mark.skipif(MEGATRON_LM is None, reason="MEGATRON_LM does not name a checkout of Megatron-LM")
+def test_megatrons_own_script_of_hybrid_models(tmp_path):
+    """The unmodified script, with a stand-in for Mamba. MEGATRON_LM is of the release that is installed."""
+    folder = Path(MEGATRON_LM).resolve()
+    script, pattern = next((folder / name, flags) for name, flags in HYBRID_SCRIPTS.items() if (folder / name).exists())
+    flags = f"{MEGATRON} {ACCEPTED} --num-layers {len(PATTERN)} {pattern} --spec workers.megatron_mixers "
+    flags += "hybrid_stack_spec --stick-breaking-attention --sb-layers [0,1] --hidden-dropout 0 --num-workers 0 "
+    flags += "--use-cpu-initialization --no-create-attention-mask-in-dataloader --no-masked-softmax-fusion "
+    flags += "--no-bias-dropout-fusion --no-bias-gelu-fusion --log-interval 1 --eval-iters 0 --eval-interval 1000"
+    losses = megatron_losses(script, 1, *flags.split(), "--data-cache-path", tmp_path, device="cpu")
+    assert len(losses) == 20 and losses[-1] < losses[0] - 0.7, losses
 
 
 # Four layers, so that a virtual pipeline has a layer in each stage.
