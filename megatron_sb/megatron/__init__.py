@@ -11,6 +11,7 @@ _MODULES = {
     "install_stand_ins": "stand_ins",
     "options_from_args": "arguments",
     "shared_plans": "plans",
+    "stickbreaking_block_spec": "spec",
     "with_stickbreaking": "spec",
 }
 

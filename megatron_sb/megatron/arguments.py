@@ -25,8 +25,8 @@ class StickBreakingOptions(LayerOptions):
             "whole_stream" shards the stream as one sequence. Default: "per_document".
         cp_comm: how the ranks exchange keys, a mode of `context_parallel_attention`. Default: None, which is
             `config.cp_comm_type`.
-        layers: one entry for each layer of the model: 1 for stick-breaking attention, 0 for the stock softmax
-            attention. Default: None, which is 1 for every layer.
+        layers: one entry for each attention layer of the model: 1 for stick-breaking attention, 0 for the stock
+            attention. Layers without attention have no entry. Default: None, which is 1 for every attention layer.
 
     Raises:
         TypeError: if a field has the wrong type.
@@ -140,8 +140,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--sb-layers",
         type=layer_pattern,
         metavar="PATTERN",
-        help="Layers with stick-breaking attention (1) and with softmax attention (0), in the syntax of "
-        '--moe-layer-freq: "([1]*3+[0]*1)*10" (default: 1 for every layer).',
+        help="Attention layers with stick-breaking attention (1) and with their stock attention (0), in the syntax of "
+        '--moe-layer-freq: "([1]*3+[0]*1)*10". Layers without attention have no entry (default: 1 for every layer).',
     )
     group.add_argument(
         "--sb-allow-mismatch",

@@ -87,6 +87,11 @@ class StickBreakingCoreAttention(MegatronModule):
     ):
         super().__init__(config=config)
         check_layer_settings(config, layer_number)
+        if "k_channels" in unknown:
+            raise ValueError(
+                "core_attention of multi-latent attention (--multi-latent-attention) must be Megatron's, got "
+                f"StickBreakingCoreAttention with k_channels={unknown['k_channels']}: it needs a SelfAttention."
+            )
         if unknown:
             raise TypeError(f"StickBreakingCoreAttention got unknown arguments: {', '.join(sorted(unknown))}.")
         if attention_type != "self":

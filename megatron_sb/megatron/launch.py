@@ -35,11 +35,18 @@ from megatron_sb.megatron.arguments import (
     options_from_args,
     splits_whole_streams,
 )
+from megatron_sb.megatron.layer_selection import (
+    LINEAR_ATTENTION,
+    PATTERN_SETTINGS,
+    attention_layers_of,
+    check_layers,
+    hybrid_pattern_of,
+    keeps_softmax,
+)
 from megatron_sb.megatron.saved_attention import ALLOW_FLAG, compare_when_loading
 from megatron_sb.megatron.settings import (
     CONFIG_REQUIREMENTS,
     SCRIPT_REQUIREMENTS,
-    check_layers,
     check_position_embedding,
     check_settings,
 )
@@ -51,6 +58,8 @@ LAUNCHER_REQUIREMENTS = (
     ("yaml_cfg", "--yaml-cfg", None, f"the file replaces the command line, including {FLAG}"),
     ("use_legacy_models", "--use-legacy-models", False, "legacy models have their own attention"),
 )
+# The same for flags that select another attention for all attention layers. With --sb-layers, the layers check it.
+LATENT_ATTENTION = ("multi_latent_attention", "--multi-latent-attention", False, "--sb-layers can keep layers")
 
 
 def main() -> None:
@@ -100,8 +109,7 @@ def check_arguments(args: argparse.Namespace, options: StickBreakingOptions) -> 
             "args.attention_backend (--attention-backend) must be 'auto' with stick-breaking attention, got 'local', "
             "which is Megatron's softmax attention."
         )
-    if args.num_layers is not None:
-        check_layers(options.layers, args, "args")
+    _check_layers(args, options)
     if splits_whole_streams(args) and args.context_parallel_size > 1 and options.packing != "whole_stream":
         raise ValueError(
             "--sb-packing must be 'whole_stream' with args.dataloader_inter_document_masking=True "
@@ -117,15 +125,37 @@ def check_arguments(args: argparse.Namespace, options: StickBreakingOptions) -> 
         )
 
 
+def _check_layers(args: argparse.Namespace, options: StickBreakingOptions) -> None:
+    """Check the flags that say which layers have which attention."""
+    pattern = hybrid_pattern_of(args)
+    if pattern and "*" not in pattern:
+        raise ValueError(
+            f"--hybrid-layer-pattern must contain attention layers (*) with {FLAG}, got {pattern!r}: no layer of this "
+            "model can be stick-breaking."
+        )
+    if not keeps_softmax(options.layers):
+        check_settings(args, "args", (LATENT_ATTENTION,))
+        variant = getattr(args, "experimental_attention_variant", None)
+        if variant not in (None, LINEAR_ATTENTION):
+            raise ValueError(
+                "args.experimental_attention_variant (--experimental-attention-variant) must be None or "
+                f"{LINEAR_ATTENTION!r} with stick-breaking attention, got {variant!r}: --sb-layers can keep layers."
+            )
+    sizes = ("num_layers", *PATTERN_SETTINGS)
+    if options.layers is not None and any(getattr(args, name, None) is not None for name in sizes):
+        check_layers(options.layers, attention_layers_of(args), args, "args")
+
+
 def replace_core_attention(options: StickBreakingOptions) -> None:
     """Patch `TransformerLayer` in this process to use stick-breaking attention, and install the stand-ins.
 
-    Layers then raise ValueError for cross-attention and for a self-attention that is not Megatron's `SelfAttention`.
+    Layers that become stick-breaking then raise ValueError for cross-attention, and for a self-attention that is not
+    Megatron's `SelfAttention`. Other layers do not change.
     """
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron_sb.megatron.spec import with_core_attention
+    from megatron_sb.megatron.spec import check_built_layer, module_of, with_core_attention
     from megatron_sb.megatron.stand_ins import install_stand_ins
 
     install_stand_ins()
@@ -133,14 +163,13 @@ def replace_core_attention(options: StickBreakingOptions) -> None:
 
     @functools.wraps(stock)
     def init(self, config, submodules, *args, **kwargs):
-        if submodules.cross_attention is not IdentityOp:
+        if module_of(submodules.cross_attention) is not IdentityOp and not keeps_softmax(options.layers):
             raise ValueError(
                 f"cross_attention of a layer must be IdentityOp with {FLAG}, got {submodules.cross_attention!r}, which "
                 "would remain softmax attention."
             )
-        if submodules.self_attention is not IdentityOp:
-            submodules = with_core_attention(submodules, options)
-        stock(self, config, submodules, *args, **kwargs)
+        stock(self, config, with_core_attention(submodules, options), *args, **kwargs)
+        check_built_layer(self, options.layers)
 
     TransformerLayer.__init__ = init
 

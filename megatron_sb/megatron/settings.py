@@ -7,8 +7,6 @@ import sys
 # (field of TransformerConfig, flag, required value, reason). A missing field passes the check.
 CONFIG_REQUIREMENTS = (
     ("attention_dropout", "--attention-dropout", 0.0, "stick-breaking weights have no dropout"),
-    ("multi_latent_attention", "--multi-latent-attention", False, "latent attention has its own core attention"),
-    ("experimental_attention_variant", "--experimental-attention-variant", None, "it selects another attention"),
     ("window_size", "--window-size", None, "a query attends to all older keys"),
     ("softmax_type", "--softmax-type", "vanilla", "stick-breaking attention has no softmax"),
     ("fp8_dot_product_attention", "--fp8-dot-product-attention", False, "there is no fp8 stick-breaking kernel"),
@@ -73,33 +71,6 @@ def check_position_embedding(settings: object, source: str, rope_disabled: bool)
             f"{source}.position_embedding_type (--position-embedding-type) must be 'none' with stick-breaking "
             f"attention, got {kind!r}: the order of the keys encodes positions. With 'rope', --no-rope-freq must "
             "contain every stick-breaking layer."
-        )
-
-
-def check_layers(layers: tuple[int, ...] | None, settings: object, source: str) -> None:
-    """Raise ValueError unless `layers` has an entry for every layer of the model.
-
-    Args:
-        layers: `StickBreakingOptions.layers`. None is valid for every model.
-        settings: a TransformerConfig, or the parsed arguments of a script.
-        source: name of `settings` in the message: "config" or "args".
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> from megatron_sb.megatron.settings import check_layers
-        >>> check_layers((1, 1, 0), SimpleNamespace(num_layers=3, mtp_num_layers=None), "config")
-    """
-    if layers is None:
-        return
-    if len(layers) != settings.num_layers:
-        raise ValueError(
-            f"layers={layers} (--sb-layers) must have one entry for each of the {source}.num_layers="
-            f"{settings.num_layers} (--num-layers) layers, got {len(layers)} entries."
-        )
-    if settings.mtp_num_layers is not None:
-        raise ValueError(
-            f"{source}.mtp_num_layers (--mtp-num-layers) must be None with layers={layers} (--sb-layers), got "
-            f"{settings.mtp_num_layers}: the pattern has no entries for those layers."
         )
 
 

@@ -1,22 +1,42 @@
 """Layer specs with stick-breaking attention.
 
-`with_stickbreaking` converts any stock spec. `stickbreaking_layer_spec` is a spec for Megatron's `--spec`.
+`with_stickbreaking` converts any stock spec. `stickbreaking_block_spec` makes the spec of a pipeline stage from a
+config. Megatron's `--spec` can name this function, or the object `stickbreaking_layer_spec`.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 
 from megatron.core.models.gpt import gpt_layer_specs
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
+from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
+from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 
-from megatron_sb.megatron.arguments import StickBreakingOptions
+from megatron_sb.megatron.arguments import StickBreakingOptions, options_from_args
 from megatron_sb.megatron.core_attention import StickBreakingCoreAttention
 from megatron_sb.megatron.gates import gate_projection, with_gate_loss, with_gates
-from megatron_sb.megatron.settings import check_layers, rope_disabled_in
+from megatron_sb.megatron.layer_selection import (
+    attention_layers_in,
+    attention_layers_of,
+    hybrid_pattern_of,
+    is_selected,
+    keeps_softmax,
+)
+from megatron_sb.megatron.settings import rope_disabled_in, script_arguments
+from megatron_sb.megatron.stand_ins import install_stand_ins
+
+# What a layer that becomes stick-breaking must have.
+_ACCEPTED = {
+    "self_attention": "Megatron's SelfAttention or a subclass of megatron_sb.megatron.CheckedSelfAttention",
+    "cross_attention": "IdentityOp",
+}
 
 
 class CheckedSelfAttention(SelfAttention):
@@ -31,12 +51,15 @@ class CheckedSelfAttention(SelfAttention):
     and heads in the latest micro-batch.
 
     In a mixed model (`layers`) the other layers are Megatron's own, with the core attention `softmax` and without
-    checks. Only they may use rotary embeddings: `--no-rope-freq` must name the stick-breaking layers.
+    checks. Only they may use rotary embeddings: `--no-rope-freq` must name the stick-breaking layers. Entry i of
+    `layers` is for the layer with number `attention_layers[i]`. None: as Megatron's settings say, see
+    `attention_layers_of`.
     """
 
-    def __init__(self, config, submodules, layer_number, *args, layers=None, softmax=None, **kwargs):
-        check_layers(layers, config, "config")
-        self.stick_breaking = layers is None or bool(layers[layer_number - 1])
+    def __init__(
+        self, config, submodules, layer_number, *args, layers=None, attention_layers=None, softmax=None, **kwargs
+    ):
+        self.stick_breaking = is_selected(layer_number, config, layers, attention_layers)
         if not self.stick_breaking:
             submodules = dataclasses.replace(submodules, core_attention=softmax)
         if layers is not None:  # layers with different parameters need different keys in a checkpoint
@@ -124,21 +147,28 @@ class _DenseSelfAttention(CheckedSelfAttention):
         super().__init__(config, *args, **kwargs)
 
 
-def with_stickbreaking(spec, **options):
+def with_stickbreaking(spec, *, config=None, hybrid_layer_pattern: str | None = None, **options):
     """Copy a stock spec and put stick-breaking attention into its layers. `spec` itself does not change.
 
     Args:
         spec: the ModuleSpec of a transformer layer (dense or mixture of experts, local or Transformer Engine), a
-            TransformerBlockSubmodules with `layer_specs`, or a ModuleSpec that holds one.
-        options: fields of `StickBreakingOptions`. If `layers` contains 0, those layers keep the core attention of
-            `spec`.
+            TransformerBlockSubmodules with `layer_specs`, the submodules of a hybrid stack (`hybrid_stack_spec`,
+            `mamba_stack_spec`), or a ModuleSpec that holds one of the last two. Layers without attention (Mamba, a
+            gated delta net, an MLP, a mixture of experts, a no-op, a linear layer) do not change.
+        config: the model's TransformerConfig. Needed only with `layers`, for a heterogeneous model: it says which
+            layers have attention.
+        hybrid_layer_pattern: the pattern of a hybrid model. Needed only with `layers`, if the script has no argument
+            of this name.
+        options: fields of `StickBreakingOptions`. If `layers` contains 0, those layers keep the attention of `spec`,
+            which may be any kind of attention.
 
     Returns:
         A copy of `spec`, of the same type.
 
     Raises:
         TypeError: if an option is unknown.
-        ValueError: if an option has an invalid value, or a layer's self-attention is not Megatron's `SelfAttention`.
+        ValueError: if an option has an invalid value, or the self-attention of a layer that becomes stick-breaking is
+            not Megatron's `SelfAttention`. With `layers` this is raised when the layer is built.
 
     Example:
         >>> from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -147,38 +177,185 @@ def with_stickbreaking(spec, **options):
         >>> spec.submodules.self_attention.submodules.core_attention.module.__name__
         'StickBreakingCoreAttention'
     """
-    return _replace_in_layers(spec, StickBreakingOptions(**options))
+    numbers, choices = None, StickBreakingOptions(**options)
+    pattern = hybrid_layer_pattern or hybrid_pattern_of(config, script_arguments())
+    stack = getattr(spec, "submodules", spec)
+    if hasattr(stack, "attention_layer") and choices.layers is not None and pattern is None:
+        raise ValueError(
+            "hybrid_layer_pattern must be given to with_stickbreaking together with layers for a hybrid stack, got "
+            "None."
+        )
+    if hybrid_layer_pattern is not None:
+        numbers = attention_layers_in(hybrid_layer_pattern)
+    elif config is not None and choices.layers is not None:
+        numbers = attention_layers_of(config, script_arguments())
+    return _replace_in_layers(spec, choices, numbers)
 
 
-def _replace_in_layers(spec, options: StickBreakingOptions):
+def _replace_in_layers(spec, options: StickBreakingOptions, numbers: tuple[int, ...] | None):
+    """Replace the attention in a spec of any kind. numbers: those of the attention layers, or None."""
     spec = copy.copy(spec)
     if hasattr(spec, "layer_specs"):
-        spec.layer_specs = [_replace_in_layers(layer, options) for layer in spec.layer_specs]
-    elif hasattr(getattr(spec, "submodules", None), "layer_specs"):
-        spec.submodules = _replace_in_layers(spec.submodules, options)
+        spec.layer_specs = [_replace_in_layers(layer, options, numbers) for layer in spec.layer_specs]
+    elif hasattr(spec, "attention_layer"):
+        for name, replace in ATTENTION_LAYERS.items():
+            layer = getattr(spec, name, IdentityOp)
+            if module_of(layer) is not IdentityOp:
+                setattr(spec, name, replace(layer, options, numbers))
+    elif any(hasattr(getattr(spec, "submodules", None), name) for name in ("layer_specs", "attention_layer")):
+        spec.submodules = _replace_in_layers(spec.submodules, options, numbers)
     else:
-        spec.submodules = with_core_attention(getattr(spec, "submodules", None), options)
+        stock = getattr(spec, "submodules", None)
+        spec.submodules = with_core_attention(stock, options, numbers)
+        if spec.submodules is stock and has_attention(mixer_of(stock)):
+            spec = _checked(spec, options, numbers)
     return spec
 
 
-def with_core_attention(submodules, options: StickBreakingOptions):
-    """Copy the submodules of a transformer layer and put stick-breaking attention into them."""
-    attention = getattr(submodules, "self_attention", None)
-    module = getattr(attention, "module", attention)
+def _checked(layer_spec, options: StickBreakingOptions, numbers: tuple[int, ...] | None):
+    """Copy the spec of a layer. Building it raises ValueError if its attention should be stick-breaking and is not."""
+    layer_spec = copy.copy(layer_spec)
+    layer_spec.module = _checked_layer(get_module(layer_spec))
+    layer_spec.params = {**layer_spec.params, "layers": options.layers, "attention_layers": numbers}
+    return layer_spec
+
+
+# What is done with the layers of a hybrid stack that have attention. A stack has specs of layers that it never builds.
+ATTENTION_LAYERS = {"attention_layer": _replace_in_layers, "mla_layer": _checked, "dsa_layer": _checked}
+
+
+@functools.cache
+def _checked_layer(kind: type) -> type:
+    """Return a subclass of a layer that raises ValueError if its attention should be stick-breaking and is not."""
+    stock = getattr(kind, "stock_layer", kind)
+
+    class CheckedLayer(stock):
+        stock_layer = stock
+
+        def __init__(self, *args, layers=None, attention_layers=None, **kwargs):
+            super().__init__(*args, **kwargs)
+            check_built_layer(self, layers, attention_layers)
+
+    return CheckedLayer
+
+
+def check_built_layer(layer, layers: tuple[int, ...] | None, attention_layers: tuple[int, ...] | None = None) -> None:
+    """Raise ValueError if a layer has attention of another kind although `layers` makes it stick-breaking."""
+    for name in ("self_attention", "cross_attention"):
+        attention = getattr(layer, name)
+        other = hasattr(attention, "core_attention") and not isinstance(attention, CheckedSelfAttention)
+        if other and is_selected(layer.layer_number, layer.config, layers, attention_layers):
+            raise ValueError(
+                f"{name} of layer {layer.layer_number} must be {_ACCEPTED[name]} to become stick-breaking, got "
+                f"{type(attention).__name__}. Set the entry of this layer in layers (--sb-layers) to 0 to keep it."
+            )
+
+
+def module_of(spec):
+    """Return the module class of a ModuleSpec, or `spec` itself if it is a class."""
+    return getattr(spec, "module", spec)
+
+
+def mixer_of(submodules):
+    """Return the self_attention of a layer's submodules, or the mixer of a Mamba layer. None: they are of no layer."""
+    return getattr(submodules, "self_attention", getattr(submodules, "mixer", None))
+
+
+def has_attention(mixer) -> bool:
+    """Return whether the result of `mixer_of` is an attention, which has a core attention.
+
+    Mamba, a no-op (`IdentityOp`), a linear layer and a gated delta net are not.
+    """
+    module = module_of(mixer)
+    inner = getattr(mixer, "submodules", None)
+    return not isinstance(module, type) or issubclass(module, Attention) or hasattr(inner, "core_attention")
+
+
+def with_core_attention(submodules, options: StickBreakingOptions, attention_layers: tuple[int, ...] | None = None):
+    """Copy the submodules of a transformer layer and put stick-breaking attention into them.
+
+    Submodules of a layer without attention are returned as they are. So are those with another kind of attention, if
+    `options.layers` can keep it. Call `check_built_layer` for them.
+    """
+    attention = mixer_of(submodules)
+    module = module_of(attention)
+    if not has_attention(attention):
+        return submodules
     if module is not SelfAttention and not (isinstance(module, type) and issubclass(module, CheckedSelfAttention)):
+        if isinstance(module, type) and keeps_softmax(options.layers):
+            return submodules
         raise ValueError(
-            "self_attention of the layer spec must be Megatron's SelfAttention or a subclass of "
-            f"megatron_sb.megatron.CheckedSelfAttention, got {module!r}."
+            f"self_attention of the layer spec must be {_ACCEPTED['self_attention']}, got {module!r}. In a model with "
+            "other layers, layers (--sb-layers) can keep this attention."
         )
     stock, attention = attention, copy.copy(attention)
     softmax = stock.params.get("softmax", stock.submodules.core_attention)
     attention.module = CheckedSelfAttention if module is SelfAttention else module
-    attention.params = {**stock.params, "layers": options.layers, "softmax": softmax}
+    selection = {"layers": options.layers, "attention_layers": attention_layers}
+    attention.params = {**stock.params, **selection, "softmax": softmax}
     attention.submodules = copy.copy(stock.submodules)
     attention.submodules.core_attention = ModuleSpec(StickBreakingCoreAttention, params={"options": options})
     submodules = copy.copy(submodules)
     submodules.self_attention = attention
     return submodules
+
+
+def stickbreaking_block_spec(config, vp_stage: int | None = None, **options):
+    """Make the spec of the layers of a pipeline stage, with stick-breaking attention in the chosen layers.
+
+    The other parts are those of the spec that Megatron's scripts make for `config`: dense layers, experts, or layers of
+    a heterogeneous model. They use Transformer Engine if it is installed and `config.transformer_impl` says so.
+    Otherwise the function calls `install_stand_ins`.
+
+    It has the form that Megatron-Core (0.19, `--spec` and `GPTModelConfig`) and Megatron-Bridge
+    (`GPTModelProvider(transformer_layer_spec=...)`) call. Set options with
+    `functools.partial(stickbreaking_block_spec, head_norm=True)`. The groups of `parallel_state` must be initialised.
+
+    Args:
+        config: a TransformerConfig, which Megatron-Bridge's `GPTModelProvider` is too, or a `GPTModelConfig`.
+        vp_stage: stage of a virtual pipeline. Default: None, without one.
+        options: fields of `StickBreakingOptions`. In a script whose parser went through `add_arguments`, its `--sb-*`
+            flags are the defaults.
+
+    Returns:
+        A TransformerBlockSubmodules.
+
+    Raises:
+        ValueError: as `with_stickbreaking`. Or if the model has layers for multi-token prediction that Megatron would
+            build from its own spec, with softmax attention.
+
+    Example:
+        >>> from functools import partial
+        >>> from megatron_sb.megatron import stickbreaking_block_spec
+        >>> make_spec = partial(stickbreaking_block_spec, layers=(1, 1, 0))
+        >>> # provider = GPTModelProvider(num_layers=3, transformer_layer_spec=make_spec, ...)
+    """
+    transformer = getattr(config, "transformer", config)
+    use_te = gpt_layer_specs.HAVE_TE and transformer.transformer_impl == "transformer_engine"
+    if not use_te:
+        install_stand_ins()
+    stock = _stock_block_spec(transformer, use_te, vp_stage)
+    if transformer.mtp_num_layers is not None and (transformer is not config or not stock.layer_specs):
+        raise ValueError(
+            "config.mtp_num_layers (--mtp-num-layers) must be None with stickbreaking_block_spec, got "
+            f"{transformer.mtp_num_layers}: Megatron builds these layers from its own spec, with softmax attention, "
+            "for a GPTModelConfig and in stages without other layers. Use the launcher (python -m "
+            "megatron_sb.megatron.launch)."
+        )
+    args = script_arguments()
+    flags = options_from_args(args) if hasattr(args, "sb_allow_mismatch") else {}
+    return with_stickbreaking(stock, config=transformer, **{**flags, **options})
+
+
+def _stock_block_spec(config, use_te: bool, vp_stage: int | None):
+    """Return Megatron's spec of the layers of a pipeline stage."""
+    if config.experimental_attention_variant is not None:
+        return get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
+    if config.heterogeneous_block_specs:
+        return get_gpt_heterogeneous_layer_spec(config, use_te, vp_stage=vp_stage)
+    return gpt_layer_specs.get_gpt_decoder_block_spec(
+        config, use_te, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm, vp_stage=vp_stage
+    )
 
 
 def _bare_layer_spec() -> ModuleSpec:

@@ -4,17 +4,20 @@ import argparse
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.fork_server import run_python
+from support.launch import megatron_losses
 from support.megatron_loop import ACCEPTED, MEGATRON, PRETRAIN, needs_training, train
 from support.messages import mentions
 
 from megatron_sb.megatron import StickBreakingOptions, launch
 
+MEGATRON_LM = os.environ.get("MEGATRON_LM")
 HEAD_VECTORS = ("--sb-remainder-bias", "--sb-head-norm")
 
 
@@ -57,6 +60,8 @@ def test_missing_scripts(arguments, tmp_path):
     assert f"SCRIPT.py must be an existing Python file, got {(arguments or [''])[0]!r}" in done.stderr
 
 
+# As in pretrain_hybrid.py. A stand-in mixes in the layers M and G, because Mamba and gated delta nets need a GPU.
+HYBRID = "--spec megatron_mixers hybrid_stack_spec --hybrid-layer-pattern M*-G*-"
 BUILT = {
     "without the flag": ("--no-persist-layer-norm", ["SelfAttention DotProductAttention LayerNorm"] * 2),
     "experts, with multi-token prediction": (
@@ -67,6 +72,17 @@ BUILT = {
     "mixed, with rope": (
         "--stick-breaking-attention --sb-mass-threshold 0.25 --sb-layers [0]+[1] --attention-dropout 0 "
         "--position-embedding-type rope --no-rope-freq [0]+[1]",
+        [
+            "CheckedSelfAttention DotProductAttention LayerNorm",
+            "CheckedSelfAttention StickBreakingCoreAttention LayerNorm",
+        ],
+    ),
+    "hybrid": (
+        f"--stick-breaking-attention {ACCEPTED} {HYBRID}",
+        ["CheckedSelfAttention StickBreakingCoreAttention LayerNorm"] * 2,
+    ),
+    "hybrid, mixed": (
+        f"--stick-breaking-attention {ACCEPTED} {HYBRID} --sb-layers [0,1]",
         [
             "CheckedSelfAttention DotProductAttention LayerNorm",
             "CheckedSelfAttention StickBreakingCoreAttention LayerNorm",
@@ -85,6 +101,56 @@ def test_models_of_a_training_script(flags, layers, tmp_path):
     assert json.loads(out.read_text()) == [layer.split() for layer in layers]
     assert ("stick-breaking attention: StickBreakingOptions(" in done.stdout) == ("--stick-breaking" in flags)
     assert ("mass_threshold=0.25" in done.stdout) == ("0.25" in flags)
+
+
+# A Llama-Nemotron model, with the fields that Megatron compares with its flags.
+HETEROGENEOUS = {
+    "hidden_act": "silu",
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "tie_word_embeddings": True,
+    "rope_theta": 10000,
+    "rope_scaling": {"factor": 8.0},
+    "block_configs": [
+        {
+            "attention": {"n_heads_in_group": group, "no_op": group is None},
+            "ffn": {"ffn_mult": 2.0},
+        }
+        for group in (2, None, 2)
+    ],
+}
+AS_HETEROGENEOUS = (
+    "--num-layers 3 --swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2 "
+    "--position-embedding-type rope --use-rotary-position-embeddings --use-rope-scaling --disable-bias-linear"
+)
+
+
+@needs_training
+def test_heterogeneous_models_of_a_training_script(tmp_path):
+    """--sb-layers counts the attention layers. Megatron requires RoPE, which --no-rope-freq disables in all layers."""
+    (tmp_path / "blocks.json").write_text(json.dumps(HETEROGENEOUS))
+    flags = f"--heterogeneous-layers-config-path {tmp_path / 'blocks.json'} {AS_HETEROGENEOUS}"
+    flags += " --stick-breaking-attention --attention-dropout 0 --sb-layers [0,1] --no-rope-freq [0,0,1]"
+    done = build_only(flags, tmp_path / "layers.json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    cores = [core for _, core, _ in json.loads((tmp_path / "layers.json").read_text())]
+    assert cores == ["DotProductAttention", "StickBreakingCoreAttention"]
+
+    done = build_only(flags.replace("[0,1]", "[0,1,1]"), tmp_path / "no.json")
+    assert done.returncode != 0
+    assert re.search(mentions("--sb-layers (0, 1, 1) 2 3 (1, 3)"), done.stderr)
+
+
+@needs_training
+def test_a_spec_by_name_without_the_launcher(tmp_path):
+    """Megatron's builder calls the function with its own kind of config."""
+    out = tmp_path / "layers.json"
+    flags = f"{ACCEPTED} --spec megatron_sb.megatron.spec stickbreaking_block_spec --num-experts 4"
+    command = [PRETRAIN, *MEGATRON.split(), *flags.split(), "--disable-bias-linear", "--use-cpu-initialization"]
+    done = run_python([*command, "--build-only", out], seconds=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(out.read_text()) == [["CheckedSelfAttention", "StickBreakingCoreAttention", "LayerNorm"]] * 2
 
 
 @needs_training
@@ -125,6 +191,9 @@ def test_accepted_flags():
     launch.check_arguments(*parse(ACCEPTED))
     launch.check_arguments(*parse("--attention-dropout 0 --position-embedding-type rope --no-rope-freq 2"))
     launch.check_arguments(*parse(f"{ACCEPTED} --sb-layers [1,0]"))
+    launch.check_arguments(*parse(f"{ACCEPTED} --sb-layers [1,0,1] --hybrid-layer-pattern M*|M*-*"))
+    launch.check_arguments(*parse(f"{ACCEPTED} --sb-layers [1,0] --multi-latent-attention"))
+    launch.check_arguments(*parse(f"{ACCEPTED} --experimental-attention-variant gated_delta_net"))
     whole = "--dataloader-inter-document-masking --context-parallel-size 2"
     launch.check_arguments(*parse(f"{ACCEPTED} {whole}"))
     launch.check_arguments(*parse(f"{ACCEPTED} {whole} --sb-packing whole_stream"))
@@ -138,13 +207,16 @@ REFUSED = {
     "--attention-dropout 0 --position-embedding-type rope": "args.position_embedding_type 'rope'",
     f"{ACCEPTED} --attention-backend local": "args.attention_backend 'local' --attention-backend 'auto'",
     f"{ACCEPTED} --multi-latent-attention": "args.multi_latent_attention True --multi-latent-attention",
+    f"{ACCEPTED} --experimental-attention-variant dsa": "args.experimental_attention_variant 'dsa' 'gated_delta_net'",
     f"{ACCEPTED} --window-size 64,0": "args.window_size (64, 0) --window-size None",
     f"{ACCEPTED} --softmax-type learnable": "args.softmax_type 'learnable' --softmax-type",
     f"{ACCEPTED} --qk-clip": "args.qk_clip True --qk-clip",
     f"{ACCEPTED} --flash-decode": "args.flash_decode True --flash-decode",
     f"{ACCEPTED} --reset-attention-mask": "args.reset_attention_mask True --reset-attention-mask",
     f"{ACCEPTED} --yaml-cfg x.yaml": "args.yaml_cfg 'x.yaml' --yaml-cfg None",
-    f"{ACCEPTED} --sb-layers [1]*3": "3 args.num_layers 2 --num-layers",
+    f"{ACCEPTED} --hybrid-layer-pattern MM-": "--hybrid-layer-pattern --stick-breaking-attention 'MM-'",
+    f"{ACCEPTED} --sb-layers [1]*3": "--sb-layers 3 2 --num-layers (1, 2)",
+    f"{ACCEPTED} --sb-layers [1]*3 --hybrid-layer-pattern M*M*-": "--sb-layers 3 2 --hybrid-layer-pattern (2, 4)",
     f"{ACCEPTED} --sb-layers [1,0] --mtp-num-layers 1": "1 args.mtp_num_layers --mtp-num-layers",
     f"{ACCEPTED} --dataloader-inter-document-masking --context-parallel-size 2 --sb-packing per_document": (
         "args.dataloader_inter_document_masking True --sb-packing 'whole_stream' 'per_document'"
@@ -164,11 +236,34 @@ EXPERTS = "--num-experts 4 --moe-grouped-gemm --disable-bias-linear --moe-token-
 
 @needs_training
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("flags", ["", EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "flags", ["", EXPERTS, f"{HYBRID} --sb-layers [1,0] --no-masked-softmax-fusion"], ids=["dense", "experts", "hybrid"]
+)
 def test_training(flags, device, tmp_path):
     """The loss drops quickly on documents that count upwards."""
     losses = train(device, 1, tmp_path, *flags.split())
     assert len(losses) == 20 and losses[-1] < losses[0] - 1.0, losses
+
+
+# Megatron-LM's script for hybrid models in 0.19 and in 0.16, with its flags for a pattern.
+PATTERN = "M*-M*-"
+HYBRID_SCRIPTS = {
+    "pretrain_hybrid.py": f"--hybrid-layer-pattern {PATTERN}",
+    "pretrain_mamba.py": f"--is-hybrid-model --hybrid-override-pattern {PATTERN}",
+}
+
+
+@pytest.mark.skipif(MEGATRON_LM is None, reason="MEGATRON_LM does not name a checkout of Megatron-LM")
+def test_megatrons_own_script_of_hybrid_models(tmp_path):
+    """The unmodified script, with a stand-in for Mamba. MEGATRON_LM is of the release that is installed."""
+    folder = Path(MEGATRON_LM).resolve()
+    script, pattern = next((folder / name, flags) for name, flags in HYBRID_SCRIPTS.items() if (folder / name).exists())
+    flags = f"{MEGATRON} {ACCEPTED} --num-layers {len(PATTERN)} {pattern} --spec workers.megatron_mixers "
+    flags += "hybrid_stack_spec --stick-breaking-attention --sb-layers [0,1] --hidden-dropout 0 --num-workers 0 "
+    flags += "--use-cpu-initialization --no-create-attention-mask-in-dataloader --no-masked-softmax-fusion "
+    flags += "--no-bias-dropout-fusion --no-bias-gelu-fusion --log-interval 1 --eval-iters 0 --eval-interval 1000"
+    losses = megatron_losses(script, 1, *flags.split(), "--data-cache-path", tmp_path, device="cpu")
+    assert len(losses) == 20 and losses[-1] < losses[0] - 0.7, losses
 
 
 # Four layers, so that a virtual pipeline has a layer in each stage.

@@ -253,17 +253,14 @@ def test_unsupported_settings(changes, words):
         make_core(small_config(**changes))
 
 
-def test_unsupported_latent_attention():
+def test_latent_attention():
+    """The config of a model with latent attention in other layers is accepted, latent attention itself is not."""
     config = MLATransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
-    with pytest.raises(ValueError, match=mentions("multi_latent_attention True --multi-latent-attention False")):
+    make_core(config)
+    with pytest.raises(
+        ValueError, match=mentions("core_attention --multi-latent-attention k_channels=8 SelfAttention")
+    ):
         make_core(config, k_channels=8, v_channels=8)
-
-
-def test_unsupported_experimental_attention():
-    config = small_config()
-    config.experimental_attention_variant = "dsa"  # releases accept different values in the constructor
-    with pytest.raises(ValueError, match=mentions("experimental_attention_variant 'dsa' None")):
-        make_core(config)
 
 
 @pytest.mark.parametrize("kind", ["rope", "learned_absolute"])

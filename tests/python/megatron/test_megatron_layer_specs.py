@@ -3,12 +3,18 @@
 import argparse
 
 import pytest
+import torch
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
-from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from support.megatron_cpu import core_attention_arguments, small_config
 from support.messages import mentions
 
@@ -18,9 +24,15 @@ from megatron_sb.megatron import (
     StickBreakingOptions,
     add_arguments,
     options_from_args,
+    stickbreaking_block_spec,
     with_stickbreaking,
 )
 from megatron_sb.megatron.spec import stickbreaking_layer_spec
+
+try:  # Megatron-Core 0.19
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as STOCK_STACK
+except ImportError:  # 0.16
+    from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec as STOCK_STACK
 
 
 def core_of(layer_spec):
@@ -43,7 +55,8 @@ def test_only_the_attention_of_a_layer_changes(num_experts):
     attention = spec.submodules.self_attention
     assert attention.module is CheckedSelfAttention
     attention.module = SelfAttention
-    assert (attention.params.pop("layers"), attention.params.pop("softmax")) == (None, DotProductAttention)
+    added = {"layers": None, "attention_layers": None, "softmax": DotProductAttention}
+    assert {name: attention.params.pop(name) for name in added} == added
     attention.submodules.core_attention = DotProductAttention
     assert repr(spec) == before
 
@@ -60,6 +73,21 @@ def test_every_layer_of_a_block():
     inside = with_stickbreaking(ModuleSpec(TransformerBlock, submodules=stock))
     assert isinstance(built_core(inside.submodules.layer_specs[2]), StickBreakingCoreAttention)
     assert core_of(stock.layer_specs[2]) is DotProductAttention
+
+
+def test_megatrons_hybrid_stack():
+    """Only attention_layer changes. Layers with other attention raise an error only if a model builds them."""
+    before = core_of(STOCK_STACK.submodules.attention_layer)
+    stock, spec = STOCK_STACK.submodules, with_stickbreaking(STOCK_STACK).submodules
+    names = [name for name in vars(stock) if getattr(spec, name) != getattr(stock, name)]
+    assert names == [name for name in ("attention_layer", "dsa_layer", "mla_layer") if hasattr(stock, name)]
+    assert isinstance(built_core(spec.attention_layer), StickBreakingCoreAttention)
+    assert core_of(stock.attention_layer) is before
+    for name in names[1:]:
+        assert issubclass(getattr(spec, name).module, TransformerLayer)
+        assert getattr(spec, name).submodules is getattr(stock, name).submodules
+    with pytest.raises(ValueError, match=mentions("hybrid_layer_pattern layers None")):
+        with_stickbreaking(STOCK_STACK, layers=(1, 0))
 
 
 def test_options_reach_the_module():
@@ -92,12 +120,34 @@ def test_invalid_options():
 def test_unsupported_specs():
     with pytest.raises(ValueError, match=r"self_attention.*MLASelfAttention"):
         with_stickbreaking(get_gpt_layer_local_spec(multi_latent_attention=True))
-    without_attention = get_gpt_layer_local_spec()
-    without_attention.submodules.self_attention = IdentityOp
-    with pytest.raises(ValueError, match=r"self_attention.*IdentityOp"):
-        with_stickbreaking(without_attention)
     with pytest.raises(ValueError, match=mentions("self_attention None")):
         with_stickbreaking(ModuleSpec(SelfAttention))
+
+
+@pytest.mark.parametrize("nothing", [IdentityOp, ModuleSpec(IdentityOp), ModuleSpec(ColumnParallelLinear)], ids=repr)
+def test_layers_without_attention_do_not_change(nothing):
+    block = TransformerBlockSubmodules([get_gpt_layer_local_spec(), get_gpt_layer_local_spec()])
+    block.layer_specs[0].submodules.self_attention = nothing
+    spec = with_stickbreaking(block)
+    assert spec.layer_specs[0] == block.layer_specs[0]
+    assert isinstance(built_core(spec.layer_specs[1]), StickBreakingCoreAttention)
+
+
+def test_mamba_layers_do_not_change():
+    mamba = ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(mixer=ModuleSpec(MambaMixer)))
+    assert with_stickbreaking(mamba) == mamba
+    block = with_stickbreaking(TransformerBlockSubmodules([mamba, get_gpt_layer_local_spec()]))
+    assert block.layer_specs[0] == mamba and isinstance(built_core(block.layer_specs[1]), StickBreakingCoreAttention)
+    stack = type(STOCK_STACK.submodules)(mamba_layer=mamba)
+    assert with_stickbreaking(stack) == stack
+
+
+def test_unknown_attention_is_an_error():
+    """Also without a class of Megatron's: what has a core attention is an attention."""
+    layer = get_gpt_layer_local_spec()
+    layer.submodules.self_attention.module = torch.nn.Identity
+    with pytest.raises(ValueError, match=r"self_attention.*Identity"):
+        with_stickbreaking(layer)
 
 
 def test_megatron_finds_the_spec_object():
@@ -110,6 +160,15 @@ def test_the_spec_object_refuses_multi_token_prediction():
     """Megatron's scripts build those layers from their own spec, with softmax attention."""
     with pytest.raises(ValueError, match=mentions("config.mtp_num_layers 1 --mtp-num-layers launcher")):
         stickbreaking_layer_spec.submodules.self_attention.module(small_config(mtp_num_layers=1), None, 1)
+
+
+def test_block_specs_refuse_multi_token_prediction_in_a_stage_without_other_layers(monkeypatch):
+    """There, Megatron-Bridge takes its own spec for these layers."""
+    blocks = [TransformerBlockSubmodules([get_gpt_layer_local_spec()]), TransformerBlockSubmodules([])]
+    monkeypatch.setattr(gpt_layer_specs, "get_gpt_decoder_block_spec", lambda *args, **kwargs: blocks.pop(0))
+    stickbreaking_block_spec(small_config(mtp_num_layers=1))
+    with pytest.raises(ValueError, match=mentions("config.mtp_num_layers 1 --mtp-num-layers launcher")):
+        stickbreaking_block_spec(small_config(mtp_num_layers=1))
 
 
 def test_flags():

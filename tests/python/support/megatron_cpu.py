@@ -118,9 +118,9 @@ def message(call) -> str:
     return "no error"
 
 
-def small_config(**changes) -> TransformerConfig:
+def small_config(kind: type = TransformerConfig, **changes) -> TransformerConfig:
     """Return a config of 2 layers, 4 heads of 8 channels and 2 KV heads that stick-breaking attention supports."""
-    return TransformerConfig(
+    return kind(
         **{
             "num_layers": 2,
             "hidden_size": 32,

@@ -1,4 +1,6 @@
-"""A typical training script for Megatron, which does not mention stick-breaking: GPT on Megatron's mock data.
+"""A typical training script for Megatron, which does not mention stick-breaking: a model on Megatron's mock data.
+
+The model is a GPT, or a hybrid model with `--hybrid-layer-pattern` and `--spec`, as in pretrain_hybrid.py.
 
     python megatron_pretrain.py FLAGS OF MEGATRON          trains on GPUs
     python megatron_pretrain.py ... --build-only OUT.json  builds the model on one CPU and writes its attention classes
@@ -22,7 +24,11 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.training import get_args, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import (
+    gpt_config_from_args,
+    hybrid_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import parse_and_validate_args
 
 BATCH = ("tokens", "labels", "loss_mask", "position_ids")
@@ -68,20 +74,25 @@ def make_datasets(num_samples, vp_stage=None):
 
 
 def describe_attention(model_config) -> list[list[str]]:
-    """Return the classes of attention, core attention and norm in every layer of a model on one CPU rank."""
+    """Return the classes of attention, core attention and norm in every layer of a model on one CPU rank.
+
+    Layers without attention are left out.
+    """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     torch.cuda.current_device = lambda: torch.device("cpu")
     groups = ProcessGroupCollection.use_mpu_process_groups()
     model = model_config.get_builder_cls()(model_config).build_model(groups)
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
+    layers = [layer for layer in layers if hasattr(layer.self_attention, "core_attention")]
     parts = [(layer.self_attention, layer.self_attention.core_attention, layer.input_layernorm) for layer in layers]
     return [[type(part).__name__ for part in layer] for layer in parts]
 
 
 if __name__ == "__main__":
     args = parse_and_validate_args(extra_args_provider=add_own_arguments)
-    model_config = gpt_config_from_args(args)
+    make_config = hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args
+    model_config = make_config(args)
     if args.build_only:
         Path(args.build_only).write_text(json.dumps(describe_attention(model_config)))
     else:
