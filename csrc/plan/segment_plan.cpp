@@ -47,13 +47,13 @@ std::vector<Segment> pair_pieces(const std::vector<Piece>& queries, const std::v
         const Piece* key = query.document < num_documents ? keys_of[query.document] : nullptr;
         if (key == nullptr || key->position >= query.position + query.length) continue;
         const int32_t distance = query.position - key->position;
+        const int32_t num_keys = std::min(key->length, distance + query.length);
         if (!segments.empty() && continues(segments.back(), query, *key)) {
             Segment& last = segments.back();
             last.q_len += query.length;
-            last.k_len = std::min(key->length, distance + query.length);
+            last.k_len = num_keys;
         } else {
-            segments.push_back(
-                {query.begin, query.length, key->begin, std::min(key->length, distance + query.length), distance});
+            segments.push_back({query.begin, query.length, key->begin, num_keys, distance});
         }
     }
     return segments;

@@ -170,10 +170,10 @@ class ContextParallelPlan:
         offsets, error = _offsets(cu_seqlens)
         if seq_len is not None and (not isinstance(seq_len, int) or isinstance(seq_len, bool)):
             seq_len, error = None, error or f"seq_len must be an int, got {seq_len!r}."
-        self.state = torch.classes.megatron_sb.ContextParallelPlan(
-            _group_name(cp_group), seq_len, offsets, _text("layout", layout), _text("packing", packing), error
-        )
         self.cp_group = _process_group(cp_group)
+        self.state = torch.classes.megatron_sb.ContextParallelPlan(
+            self.cp_group.group_name, seq_len, offsets, _text("layout", layout), _text("packing", packing), error
+        )
         self.cu_seqlens = None if offsets is None else torch.tensor(offsets, dtype=torch.int32, device="cpu")
         self.rank: int = self.state.rank()
         self.size: int = self.state.size()

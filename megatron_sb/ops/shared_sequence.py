@@ -88,7 +88,7 @@ def _attend(plan: ContextParallelPlan, q: Tensor, k: Tensor, v: Tensor, **option
         return context_parallel_attention(q, k, v, plan=plan, **options)
     if q.dim() != 4 or q.shape[0] != 1:
         raise ValueError(f"q must have a batch of one row if the plan is packed, got shape {tuple(q.shape)}.")
-    gate = options.pop("forget_gate", None)
-    options["forget_gate"] = None if gate is None else gate[0]
+    if options["forget_gate"] is not None:
+        options["forget_gate"] = options["forget_gate"][0]
     result = context_parallel_attention(q[0], k[0], v[0], plan=plan, **options)
-    return tuple(x[None] for x in result) if options.get("return_mass") else result[None]
+    return tuple(x[None] for x in result) if options["return_mass"] else result[None]

@@ -106,8 +106,8 @@ def load_run(run: str | Path, model: str | None = None, device: str | None = Non
     check_choice("device", device, (None, "auto", "cpu", "cuda"))
     parallel = dataclasses.replace(config.parallel, device=device or config.parallel.device)
     config = on_one_rank(dataclasses.replace(config, parallel=parallel))
-    with trained_engine(Path(run), config, name) as engine:
-        yield LoadedModel(config, name, newest_checkpoint(Path(run) / name / "checkpoints"), engine)
+    with _open_newest(Path(run), config, name) as (engine, checkpoint):
+        yield LoadedModel(config, name, checkpoint, engine)
 
 
 @contextlib.contextmanager
@@ -117,6 +117,13 @@ def trained_engine(run: Path, config: TrainingConfig, model: str) -> Iterator[An
     Raise ConfigError if the configuration needs a GPU and there is none, FileNotFoundError without a checkpoint, and
     ValueError if it is damaged.
     """
+    with _open_newest(run, config, model) as (engine, _):
+        yield engine
+
+
+@contextlib.contextmanager
+def _open_newest(run: Path, config: TrainingConfig, model: str) -> Iterator[tuple[Any, Path]]:
+    """Open the engine of `trained_engine`. Yield it and its checkpoint: a run that still trains saves newer ones."""
     import torch
     import torch.distributed as dist
 
@@ -140,7 +147,7 @@ def trained_engine(run: Path, config: TrainingConfig, model: str) -> Iterator[An
         engine = Engine(config, model, config.stages[-1], config.vocab_size, device)
         try:
             load(engine, checkpoint)
-            yield engine
+            yield engine, checkpoint
         finally:
             engine.close()
     finally:

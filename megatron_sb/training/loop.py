@@ -152,8 +152,6 @@ class Job:
             progress = Progress(stage.name, 0, tokens, sampler.state_dict(), task.fingerprint())
         progress = self._train(model, stage, engine, sampler, directory, progress)
         self._evaluate(model, stage, engine, directory, progress)
-        if self._report:
-            self._report.draw()
         engine.close()
         return progress
 
@@ -242,10 +240,13 @@ class Job:
                 saved = directory.save(engine, progress)
                 raise Interrupted(stop, f"while evaluating step {step} of {model} / {stage.name}; saved {saved}")
 
-        for scaling in self._scalings_to_evaluate(model, stage, step):
+        scalings = self._scalings_to_evaluate(model, stage, step)
+        for scaling in scalings:
             results = self._task.evaluate(engine, stage, scaling, Watch(on_length, on_batch))
             if self._report:
                 self._report.evaluation(model, stage, step, scaling, results)
+        if scalings and self._report:
+            self._report.draw()
 
 
 def _how_it_diverged(

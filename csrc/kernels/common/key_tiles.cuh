@@ -50,7 +50,7 @@ __device__ inline void for_each_part(const Sizes& sizes, const Segments& segment
 }
 
 // Plans the key tiles: add() every segment with pairs, then link(), then list(). All threads of the CTA call link() and
-// list(). Arguments of the constructor: `tables` has entries() integers, which must be zero.
+// list(). `tables` are entries() integers in global memory, which must be zero before the first add().
 template <int kTileKeys>
 class KeyTilePlanner {
   public:

@@ -55,11 +55,11 @@ struct BackwardPlan {
     StepStarts* starts;        // (heads, max_steps)
     int32_t* dq_next_tile;     // (heads, max_steps): number of the key tile that adds to dq next; 0 before the first
     CarrySlot* carries;        // (heads, q_rows)
-    float* dq;                 // (heads, max_steps, 64 * head_dim), in the order of the accumulator registers
+    float* dq;                 // (heads, max_steps, 64 * stored_columns()), in the order of the accumulator registers
     int32_t* key_tile_tables;  // of KeyTilePlanner, used while planning
     // The next three have elements only if a key tile can have several parts.
     int32_t* has_sums;               // (parts, kv_heads, k_rows): 1 at the first key of a tile if the part has steps
-    float *partial_dk, *partial_dv;  // (parts, kv_heads, k_rows, head_dim), undefined for tiles without has_sums
+    float *partial_dk, *partial_dv;  // (parts, kv_heads, k_rows, stored_columns()), undefined without has_sums
 
     // Index of a key in has_sums, and of its row in partial_dk and partial_dv. KV heads are counted over the batch.
     SB_HOST_DEVICE int64_t partial_row(const Sizes& sizes, int part, int kv_head, int key) const {

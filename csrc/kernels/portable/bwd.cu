@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kPlanThreads)
         });
     planner.link([&](int i, int next) { plan.next_segment[i] = next; });
     const auto write_first_block = [&](const Segment& s, int tile) {
-        const CarryBlocks of(s, attend_current, tile_rows);
+        const CarryBlocks of = blocks_of(s);
         const int64_t first = plan.first_block[s.q_begin] + of.before(tile);
         plan.first_block[s.q_begin + tile * tile_rows] = min(first, plan.max_blocks - of.of_tile(tile));
     };

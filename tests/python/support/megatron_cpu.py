@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import TransformerConfig
@@ -131,6 +132,21 @@ def small_config(kind: type = TransformerConfig, **changes) -> TransformerConfig
             "use_cpu_initialization": True,
             **changes,
         }
+    )
+
+
+def config_of_virtual_stages(**changes) -> TransformerConfig:
+    """Initialise two pipeline ranks with two virtual stages each, and return a config of four layers for them."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, create_gloo_process_groups=False
+    )
+    return small_config(
+        num_layers=4,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.float32,
+        **changes,
     )
 
 

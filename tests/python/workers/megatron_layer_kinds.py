@@ -49,7 +49,7 @@ from megatron_sb.megatron import (
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.launch import end_worker
-from support.megatron_cpu import answer_for_gpu, message, small_config
+from support.megatron_cpu import answer_for_gpu, config_of_virtual_stages, message, small_config
 
 VOCAB_SIZE = 32
 # An attention, a no-op, an attention, a linear layer.
@@ -242,18 +242,7 @@ def linear_attention() -> list:
 
 def block_specs() -> dict:
     """Return findings about stickbreaking_block_spec: a mixture of experts in two stages of two virtual stages."""
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, create_gloo_process_groups=False
-    )
-    config = small_config(
-        num_layers=4,
-        pipeline_model_parallel_size=2,
-        virtual_pipeline_model_parallel_size=2,
-        pipeline_dtype=torch.float32,
-        moe_layer_freq=[0, 1, 1, 0],
-        **EXPERTS,
-    )
+    config = config_of_virtual_stages(moe_layer_freq=[0, 1, 1, 0], **EXPERTS)
 
     def layers(make_spec) -> list[list]:
         """Return number, core attention and MLP of every layer of this rank."""

@@ -22,7 +22,7 @@ from megatron_sb.megatron import StickBreakingOptions, install_stand_ins, launch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.launch import end_worker, new_folder
-from support.megatron_cpu import answer_for_gpu, message, small_config
+from support.megatron_cpu import answer_for_gpu, config_of_virtual_stages, message, small_config
 
 VOCAB_SIZE = 32
 NUM_EXPERTS = 4
@@ -93,16 +93,7 @@ def mixed_layers() -> dict:
 
 def virtual_pipeline() -> list[list[tuple[int, str]]]:
     """Return layers and core attentions of a mixed model on two ranks. Each rank has two stages of one layer."""
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, create_gloo_process_groups=False
-    )
-    config = small_config(
-        num_layers=4,
-        pipeline_model_parallel_size=2,
-        virtual_pipeline_model_parallel_size=2,
-        pipeline_dtype=torch.float32,
-    )
+    config = config_of_virtual_stages()
     found = {}
     for stage in range(2):
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage)
