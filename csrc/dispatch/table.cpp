@@ -40,7 +40,7 @@ bool is_half(Dtype dtype) {
 
 bool hopper_serves(const Request& r) {
     return r.device == Device::kCuda && r.architecture == 90 && is_half(r.dtype) && head_dims_fit(r) &&
-           std::max(r.head_dim, r.head_dim_v) <= hopper::kMostColumns && !r.forget_gate && !r.key_blocks;
+           std::max(r.head_dim, r.head_dim_v) <= hopper::kMostColumns && !r.key_blocks;
 }
 #endif
 
@@ -49,7 +49,7 @@ constexpr Kernels kTable[] = {
     {"hopper", hopper_serves,
      [] {
          return concat("CUDA sm_90; bf16, fp16; head_dim and head_dim_v: multiples of ", kHeadDimMultiple, " up to ",
-                       hopper::kMostColumns, "; no forget gates, no paged cache");
+                       hopper::kMostColumns, "; no paged cache");
      },
      hopper::forward_workspace, hopper::backward_workspace, hopper::block_forward, hopper::block_backward, true},
     {"portable", portable_serves,

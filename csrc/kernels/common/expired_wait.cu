@@ -20,6 +20,7 @@ struct Name {
 // Indexed by Wait.
 constexpr Name kNames[] = {
     {"", ""},
+    {"hopper", "gates_full or gates_empty"},
     {"hopper forward", "q_full"},
     {"hopper forward", "q_empty"},
     {"hopper forward", "k_full"},

@@ -11,6 +11,8 @@ namespace megatron_sb::common {
 // What a thread waits for. The names are those of the barriers, which kernels/hopper/README.md lists.
 enum class Wait : uint8_t {
     kNone,
+    // hopper forward and backward
+    kGates,  // full or empty
     // hopper forward
     kQFull,
     kQEmpty,

@@ -92,18 +92,23 @@ __device__ inline float read_gate(const HeadRows& key) {
     return float(parts[0]) + float(parts[1]) + float(parts[2]);
 }
 
+// Adds the values of pairs of lanes. A lane keeps the sums of one half of the first 2 kHalf values, its partner those of
+// the other half.
+template <int kHalf>
+__device__ inline void add_halves(float (&x)[16]) {
+    const bool upper = threadIdx.x & (2 * kHalf);
+#pragma unroll
+    for (int k = 0; k < kHalf; ++k) {
+        const float other = __shfl_xor_sync(kAllLanes, upper ? x[k] : x[k + kHalf], 2 * kHalf);
+        x[k] = (upper ? x[k + kHalf] : x[k]) + other;
+    }
+}
 // Sums x, one value for each of this thread's keys, over the rows of the warp. Lane 4g + t adds the results of its keys
 // 2g and 2g + 1 to `sum`.
 __device__ inline void sum_over_rows(float (&x)[16], float (&sum)[2]) {
-#pragma unroll
-    for (int half = 8; half >= 2; half /= 2) {
-        const bool upper = threadIdx.x & (2 * half);
-#pragma unroll
-        for (int k = 0; k < half; ++k) {
-            const float other = __shfl_xor_sync(kAllLanes, upper ? x[k] : x[k + half], 2 * half);
-            x[k] = (upper ? x[k + half] : x[k]) + other;
-        }
-    }
+    add_halves<8>(x);
+    add_halves<4>(x);
+    add_halves<2>(x);
     sum[0] += x[0];
     sum[1] += x[1];
 }

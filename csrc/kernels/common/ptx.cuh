@@ -115,10 +115,15 @@ __device__ inline int opaque(int x) {
 __device__ inline int uniform(int x) {
     return __shfl_sync(kAllLanes, x, 0);
 }
-// Returns NaN if either operand is NaN.
+// Return NaN if either operand is NaN.
 __device__ inline float min_nan(float a, float b) {
     float y;
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+__device__ inline float max_nan(float a, float b) {
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
     return y;
 }
 

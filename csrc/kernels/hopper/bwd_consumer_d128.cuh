@@ -56,8 +56,8 @@ class BackwardConsumer : HalfScan<T> {
             begin_tile();
             // Keep the two loops one after the other. If one is inside the other, or both are branches of one loop,
             // ptxas no longer recognises which values are uniform.
-            while (flags_ & kSlowNext) run_round(SlowScan(half_));
-            while (!(flags_ & kLastStepOfTile)) run_round(FastScan(product_offset_));
+            while (flags_ & kSlowNext) run_round(this->slow_scan());
+            while (!(flags_ & kLastStepOfTile)) run_round(this->fast_scan());
             end_tile();
         }
     }
@@ -112,7 +112,8 @@ class BackwardConsumer : HalfScan<T> {
         flags_ = step(number_).flags;
         this->set_product_offset(number_);
         this->mask(number_, flags_);
-        flags_& kSlow ? scan_first_step(SlowScan(half_)) : scan_first_step(FastScan(product_offset_));
+        this->begin_gates(step(number_));
+        flags_& kSlow ? scan_first_step(this->slow_scan()) : scan_first_step(this->fast_scan());
         first_round_ = true;
         next_is_ready_ = false;
     }
@@ -162,6 +163,7 @@ class BackwardConsumer : HalfScan<T> {
 
     __device__ __forceinline__ void end_tile() {
         const Step last = step(number_);
+        this->end_gates(last);
         wait_for_dz(number_ - 1);
         control_.own_half[half_].wait_full(Place<1>::of(number_));
         wgmma_fence();

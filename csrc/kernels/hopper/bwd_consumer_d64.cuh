@@ -46,8 +46,8 @@ class ScanWarpgroup : HalfScan<T> {
         while (!(flags_ & kEndOfWork)) {
             // Keep the two loops one after the other. If one is inside the other, or both are branches of one loop,
             // ptxas no longer recognises which values are uniform.
-            while (flags_ & kSlow) scan_step(SlowScan(half_));
-            while (!(flags_ & (kSlow | kEndOfWork))) scan_step(FastScan(product_offset_));
+            while (flags_ & kSlow) scan_step(this->slow_scan());
+            while (!(flags_ & (kSlow | kEndOfWork))) scan_step(this->fast_scan());
         }
     }
 
@@ -59,7 +59,10 @@ class ScanWarpgroup : HalfScan<T> {
         control_.qdo.wait_full(stage_);
         const auto tile = Place<T::kTileBuffers>::of(tiles_);
         if (tile_begins) {
-            if (!(step(number_).flags & kEndOfWork)) control_.kv.wait_full(tile);
+            if (!(step(number_).flags & kEndOfWork)) {
+                control_.kv.wait_full(tile);
+                this->begin_gates(step(number_));
+            }
             this->set_product_offset(number_);
         }
         flags_ = step(number_).flags;
@@ -94,7 +97,11 @@ class ScanWarpgroup : HalfScan<T> {
     }
     __device__ __forceinline__ void start_next_step() {
         const bool tile_ends = flags_ & kLastStepOfTile;
-        if (tile_ends) this->release(control_.kv, Place<T::kTileBuffers>::of(tiles_++));
+        if (tile_ends) {
+            const auto tile = Place<T::kTileBuffers>::of(tiles_++);
+            this->end_gates(step(number_));
+            this->release(control_.kv, tile);
+        }
         stage_ = stage_.next();
         ++number_;
         start_step(tile_ends);

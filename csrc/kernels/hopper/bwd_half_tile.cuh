@@ -15,8 +15,8 @@
 
 #include <type_traits>
 
+#include "kernels/hopper/bwd_gated_scan.cuh"
 #include "kernels/hopper/bwd_output.cuh"
-#include "kernels/hopper/bwd_scan.cuh"
 
 namespace megatron_sb::hopper {
 
@@ -53,6 +53,55 @@ class HalfScan : protected BackwardThread<T> {
     // ptxas keeps it in a uniform register, and moves it there between the products that follow.
     __device__ __forceinline__ void set_product_offset(uint32_t number) {
         product_offset_ = UnbiasedProduct::offset_of(4 * step(number).tile + lane_ % 4);
+    }
+
+    // The scans of a step.
+    __device__ __forceinline__ auto slow_scan() const {
+        if constexpr (T::kGated)
+            return GatedSlowScan(half_, control_.gates_of_half[half_], lane_ % 4);
+        else
+            return SlowScan(half_);
+    }
+    __device__ __forceinline__ auto fast_scan() const {
+        if constexpr (T::kGated)
+            return GatedFastScan<T::kHasSumWarpgroup>(product_offset_, control_.gates_of_half[half_], lane_ % 4);
+        else
+            return FastScan(product_offset_);
+    }
+
+    // Reads the gates of this half of a key tile. All threads of the warpgroup call it before the first scan of the
+    // tile, and after end_gates() of the last tile.
+    __device__ __forceinline__ void begin_gates(const Step& step) {
+        if constexpr (T::kGated) {
+            gate_sums_[0] = gate_sums_[1] = 0.f;
+            const int key = threadIdx.x % 128, key_of_tile = half_ * kHalfTileKeys + key;
+            if (key < kHalfTileKeys) {
+                const Rows<const void*>& k = args_.params.k;
+                float c = Gate::kLeastC;
+                if (key_of_tile < step.tile_keys)
+                    c = Gate::c_of<Element>(Gate::words(
+                        k, offset_of(k, step.batch, step.kv_head, step.k_row + key_of_tile), args_.params.sizes.head_dim));
+                control_.gates_of_half[half_][key] = c;
+            }
+            warpgroup_barrier(barrier_of_consumer(half_));  // the gates are written
+        }
+    }
+    // Adds the gradients of the gates of a key tile to dk, in the column after the keys. All threads of the warpgroup
+    // call it after the last scan of the tile.
+    __device__ __forceinline__ void end_gates(const Step& last) {
+        if constexpr (T::kGated) {
+            auto& sums = control_.gate_sums[half_];
+            const int first = lane_ % 4 * kBackwardKeysPerThread + lane_ / 4 * 2, key = threadIdx.x % 128;
+            sums[warp_][first] = gate_sums_[0];
+            sums[warp_][first + 1] = gate_sums_[1];
+            warpgroup_barrier(barrier_of_consumer(half_));  // all sums are written, all gates are read
+            if (key < kHalfTileKeys && half_ * kHalfTileKeys + key < last.tile_keys) {
+                const float sum = sums[0][key] + sums[1][key] + sums[2][key] + sums[3][key];
+                this->write_gate_gradient(last, half_ * kHalfTileKeys + key,
+                                        sum * Gate::inverse(control_.gates_of_half[half_][key]));
+            }
+            // The sums are written again after the barrier of begin_gates(). The same thread writes the gate of its key.
+        }
     }
 
     // Hides the keys that a row does not see: e of a hidden key is 0. Rows after the end of the step see none.
@@ -106,12 +155,19 @@ class HalfScan : protected BackwardThread<T> {
         }
         scan.prefixes(lane_ % 4);
         store_carry_out(scan, number);
-        if constexpr (std::is_same_v<Scan, SlowScan>) clear_nan_queries(scan, number, stage);
+        if constexpr (std::is_base_of_v<SlowScan, Scan>) clear_nan_queries(scan, number, stage);
         before_dz();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             scan.template logit_gradients<Element>(r, s_, dp_, packed);
             this->store_rows(dz, r, packed);
+        }
+        if constexpr (T::kGated) {
+            float n[kBackwardKeysPerThread];
+#pragma unroll
+            for (int k = 0; k < kBackwardKeysPerThread; ++k)
+                n[k] = dp_[accumulator_register(0, k)] + dp_[accumulator_register(1, k)];
+            common::sum_over_rows(n, gate_sums_);
         }
     }
     // Replaces NaN by 0 in a row of Q in shared memory if the row starts only in newer keys and its scores in this half
@@ -166,6 +222,7 @@ class HalfScan : protected BackwardThread<T> {
     uint32_t weights_, dz_;             // addresses of A and dz of this half, first slot
     float product_offset_ = 0.f;        // of the key tile
     float s_[32], dp_[32];
+    float gate_sums_[2];  // with gates: sums of n of this key tile over the rows of the warp (sum_over_rows)
 };
 
 }  // namespace megatron_sb::hopper

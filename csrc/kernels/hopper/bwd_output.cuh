@@ -135,6 +135,14 @@ class BackwardThread {
         store_staged_keys(args_.params.dk, head_dim(), step, staged_dk);
         store_staged_keys(args_.params.dv, head_dim_v(), step, staged_dv);
     }
+    // Adds the gradient of the gate of a key to the column of dk after the key, or stores it as that of a part of the
+    // key tile. With gates, gradients are in fp32.
+    __device__ __forceinline__ void write_gate_gradient(const Step& step, int key, float gradient) const {
+        if (step.flags & kPartialSums)
+            args_.plan.partial_gates[partial_row(step) + key] = gradient;
+        else
+            reduce_add_global(key_row<float>(args_.params.dk, step, key) + head_dim(), gradient);
+    }
     // Stores 64 columns of row r of the accumulator with stmatrix. Each lane passes the address of 8 columns of one
     // row.
     __device__ __forceinline__ void store_rows(uint32_t tile, int r, const uint32_t (&x)[8]) const {
@@ -191,11 +199,13 @@ class BackwardThread {
     __device__ __forceinline__ Fp32Rows fp32_rows(const Rows<void*>& to, int columns, float* partial,
                                                   const Step& step) const {
         if (!(step.flags & kPartialSums)) return {key_row<float>(to, step, 0), to.row_stride, columns, false};
-        const Sizes& sizes = args_.params.sizes;
-        const int kv_head = step.batch * sizes.num_kv_heads + step.kv_head;
         constexpr int kStored = T::kPanels * 64;
-        return {partial + args_.plan.partial_row(sizes, step.part, kv_head, step.k_row) * kStored, kStored, kHeadDim,
-                true};
+        return {partial + partial_row(step) * kStored, kStored, kHeadDim, true};
+    }
+    // Index of the first key of a tile in the partial sums of the part.
+    __device__ __forceinline__ int64_t partial_row(const Step& step) const {
+        const Sizes& sizes = args_.params.sizes;
+        return args_.plan.partial_row(sizes, step.part, step.batch * sizes.num_kv_heads + step.kv_head, step.k_row);
     }
     __device__ __forceinline__ void write_fp32(const Fp32Rows& to, const Step& step, int half,
                                                const float (&x)[kHeadDim / 2], float factor) const {

@@ -199,6 +199,7 @@ Layout lay_out_workspace(const BackwardParams& p, BackwardPlan* plan) {
     plan->dq = w.take<float>(heads * plan->max_steps * kStepRows * stored_columns(z));
     plan->partial_dk = w.take<float>(parts * z.k_rows * stored_columns(z));
     plan->partial_dv = w.take<float>(parts * z.k_rows * stored_columns(z));
+    plan->partial_gates = w.take<float>(p.options.forget_gate ? parts * z.k_rows : 0);
     layout.bytes = w.bytes;
     return layout;
 }

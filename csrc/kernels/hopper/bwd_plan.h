@@ -57,9 +57,10 @@ struct BackwardPlan {
     CarrySlot* carries;        // (heads, q_rows)
     float* dq;                 // (heads, max_steps, 64 * stored_columns()), in the order of the accumulator registers
     int32_t* key_tile_tables;  // of KeyTilePlanner, used while planning
-    // The next three have elements only if a key tile can have several parts.
+    // The next four have elements only if a key tile can have several parts.
     int32_t* has_sums;               // (parts, kv_heads, k_rows): 1 at the first key of a tile if the part has steps
     float *partial_dk, *partial_dv;  // (parts, kv_heads, k_rows, stored_columns()), undefined without has_sums
+    float* partial_gates;            // (parts, kv_heads, k_rows): of the gradients of forget gates
 
     // Index of a key in has_sums, and of its row in partial_dk and partial_dv. KV heads are counted over the batch.
     SB_HOST_DEVICE int64_t partial_row(const Sizes& sizes, int part, int kv_head, int key) const {

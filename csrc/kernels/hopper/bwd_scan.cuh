@@ -60,6 +60,12 @@ class UnbiasedProduct {
     const float offset_;
 };
 
+// Makes the compiler compute what depends on s again instead of keeping it: there are not enough registers.
+__device__ __forceinline__ void prevent_reuse(float (&s)[32]) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(s[i]));
+}
+
 class FastScan {
   public:
     __device__ __forceinline__ explicit FastScan(float product_offset) : multiply_(product_offset) {}
@@ -84,12 +90,7 @@ class FastScan {
             product[r] = multiply_(p[1], p[0]);
             large_[r] = __any_sync(~0u, product[r] > kLargeProduct);
         }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const QuadScan over = multiply_over_quad(product[r], t, multiply_);
-            mass_[r] = over.older;
-            newer_mass[r] = over.all;
-        }
+        set_products(product, t);
     }
     __device__ __forceinline__ void start(int r, const Carry& carry) {
         mass_[r] *= carry.mass;
@@ -127,6 +128,23 @@ class FastScan {
 
     float newer_mass[2], newer_prefix[2];  // at the newer edge of the half tile
 
+  protected:
+    // Sets the masses, as products from the older edge of the half tile, from the products of this thread's keys.
+    __device__ __forceinline__ void set_products(const float (&product)[2], int t) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const QuadScan over = multiply_over_quad(product[r], t, multiply_);
+            mass_[r] = over.older;
+            newer_mass[r] = over.all;
+        }
+    }
+
+    const UnbiasedProduct multiply_;
+    float older_product_[2];     // product of 1 + e over the older chain
+    float older_sum_[2];         // sum of g over the older chain
+    float sum_[2];               // sum of g over the keys of this thread
+    float mass_[2], prefix_[2];  // at the older edge of this thread's keys
+
   private:
     // Where e is large, beta is close to 1, and g - beta G loses what is left of g. Then om G - (G - g) is exact
     // enough, with om = 1 - beta = 1 / (1 + e). It takes more instructions, so only warps use it in which the product
@@ -162,12 +180,7 @@ class FastScan {
         sum_[r] = sum[0] + sum[1];
     }
 
-    const UnbiasedProduct multiply_;
-    float older_product_[2];     // product of 1 + e over the older chain
-    float older_sum_[2];         // sum of g over the older chain
-    float sum_[2];               // sum of g over the keys of this thread
-    bool large_[2];              // of the warp: whether a product of 1 + e is above kLargeProduct
-    float mass_[2], prefix_[2];  // at the older edge of this thread's keys
+    bool large_[2];  // of the warp: whether a product of 1 + e is above kLargeProduct
 };
 
 class SlowScan {
@@ -184,12 +197,7 @@ class SlowScan {
                 x = min_nan(exp2_approximate(x * scale_log2), common::kLargestE);
                 product[r] *= reciprocal(1.f + x);
             }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const QuadScan over = multiply_over_quad(product[r], t, [](float x, float y) { return x * y; });
-            mass_[r] = over.newer;
-            newer_mass[r] = over.all;  // the product of 1 - beta; start() turns it into the mass
-        }
+        set_products(product, t);
     }
     // Whether row r starts only in newer keys and has a NaN score in this half.
     __device__ __forceinline__ bool has_unstarted_nan(int r) const {
@@ -255,16 +263,23 @@ class SlowScan {
 
     float newer_mass[2], newer_prefix[2];
 
-  private:
-    // Makes the compiler compute the reciprocals again instead of keeping them: there are not enough registers.
-    __device__ __forceinline__ static void prevent_reuse(float (&s)[32]) {
+  protected:
+    // Sets the masses, as products from the newer edge of the half tile, from the products of this thread's keys.
+    __device__ __forceinline__ void set_products(const float (&product)[2], int t) {
 #pragma unroll
-        for (int i = 0; i < 32; ++i) asm volatile("" : "+f"(s[i]));
+        for (int r = 0; r < 2; ++r) {
+            const QuadScan over = multiply_over_quad(product[r], t, [](float x, float y) { return x * y; });
+            mass_[r] = over.newer;
+            newer_mass[r] = over.all;  // the product of 1 - beta; start() turns it into the mass
+        }
     }
 
-    const int half_;
     float mass_[2], prefix_[2], sum_[2];
-    bool started_[2], unstarted_nan_[2];
+    bool started_[2];
+
+  private:
+    const int half_;
+    bool unstarted_nan_[2];
 };
 
 }  // namespace megatron_sb::hopper

@@ -5,6 +5,7 @@
 
 #include "core/params.h"
 #include "kernels/hopper/bwd_tiles.h"
+#include "kernels/hopper/gates.cuh"
 #include "kernels/hopper/ring.cuh"
 
 namespace megatron_sb::hopper {
@@ -90,8 +91,16 @@ struct BackwardBarriers {
     }
 };
 
+template <bool kGated>
+struct BackwardGates {
+    GateTile<kHalfTileKeys> gates_of_half[2];  // written and read by the warpgroup that scans the half
+    float gate_sums[2][4][kHalfTileKeys];      // of a half and a warp: sums of n over rows
+};
+template <>
+struct BackwardGates<false> {};
+
 template <class T>
-struct BackwardControl : NotedBarriers<BackwardBarriers<T>> {
+struct BackwardControl : NotedBarriers<BackwardBarriers<T>>, BackwardGates<T::kGated> {
     Step step_info[kStepRing];
     Carry carry_in[T::kQdoStages][kStepRows];
     // Mass and prefix at the newer edge of each half. The older half writes [0] for the newer half. The newer half
@@ -99,10 +108,11 @@ struct BackwardControl : NotedBarriers<BackwardBarriers<T>> {
     float2 carry_out[2][kCarryOutSlots][kStepRows];
 };
 
-template <class Element_, int kHeadDim_>
+template <class Element_, int kHeadDim_, bool kGated_>
 struct BackwardTraits {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
+    static constexpr bool kGated = kGated_;  // with forget gates
     static_assert(kHeadDim == 64 || kHeadDim == 96 || kHeadDim == 128, "head_dim must be 64, 96 or 128");
     // At head_dim 64, two warpgroups scan and a third one sums (bwd_consumer_d64.cuh). At head_dim 96 and 128, two
     // warpgroups scan and sum (bwd_consumer_d128.cuh).

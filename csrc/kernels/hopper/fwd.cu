@@ -1,105 +1,21 @@
-// block_forward on Hopper. A warpgroup owns 64 query rows and reads key tiles of 128 from the newest to the oldest:
-//
-//     S = Q K^T     e_k = 2^(scale log2(e) S_k)     P_after_k = P_before_k / (1 + e_k)
-//     A_k = e_k P_after_k     O += A V
-//
-// Warpgroup 0 loads. Its warp 0 takes work tiles and issues TMA loads (fwd_producer.cuh). Its warps 1 and 2 load the
-// tiles in which a segment ends (fwd_tail_loader.cuh); warp 3 exits. The other two (head_dim 128) or three (head_dim
-// 64) warpgroups consume: each computes its rows with wgmma (fwd_consumer.cuh, fwd_scan.cuh). The CTAs are persistent.
-// They take work tiles from a list, those with the most keys first. README.md draws the CTA and the permutation of
-// keys.
-#include <algorithm>
-
-#include "kernels/common/launch.h"
-#include "kernels/hopper/fwd_consumer.cuh"
-#include "kernels/hopper/fwd_tail_loader.cuh"
-#include "kernels/hopper/hopper.h"
+// The forward without forget gates, and the entry of both.
+#include "kernels/hopper/fwd_kernel.cuh"
 
 namespace megatron_sb::hopper {
-namespace {
-
-template <class T>
-__global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant__ ForwardArguments arguments) {
-    extern __shared__ __align__(1024) uint8_t memory[];
-    auto& shared = *reinterpret_cast<typename T::Shared*>(memory);
-    // The shuffle shows the compiler that all lanes have the same value. The compiler then keeps this value, and values
-    // derived from it, in uniform registers.
-    const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
-    auto& c = shared.control;
-    if (threadIdx.x == 0) {
-        for (auto& numbers : c.used_up_work)
-            for (int32_t& number : numbers) number = -1;
-        c.init();
-    }
-    __syncthreads();
-    if (warpgroup == 0) {
-        warpgroup_reg_dealloc<T::kProducerRegisters>();
-        const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
-        if (warp == 0) ForwardProducer<T>(shared, arguments).run();
-        if (warp == 1) TailLoader<T>(c, 0, arguments.params.k, arguments.params.sizes.head_dim).run(shared.k, c.k.full);
-        if (warp == 2)
-            TailLoader<T>(c, 1, arguments.params.v, arguments.params.sizes.head_dim_v).run(shared.v, c.v.full);
-    } else {
-        warpgroup_reg_alloc<T::kConsumerRegisters>();
-        ForwardConsumer<T>(shared, arguments, warpgroup - 1).run();
-        c.finished.arrive({});
-    }
-}
-
-// Number of query heads to process together. It is so small that their K and V stay in the L2 cache. All groups have
-// nearly the same size, so the last group still fills the GPU.
-int heads_in_flight(const Sizes& z) {
-    constexpr int64_t kCacheBytes = 32 << 20;
-    const int64_t kv_head_bytes = std::max<int64_t>(1, int64_t(z.k_rows) * (z.head_dim + z.head_dim_v) * 2);
-    const int64_t max_heads = std::max<int64_t>(1, kCacheBytes / kv_head_bytes) * (z.num_heads / z.num_kv_heads);
-    const int64_t heads = int64_t(z.batch) * z.num_heads, groups = (heads + max_heads - 1) / max_heads;
-    return int((heads + groups - 1) / groups);
-}
-
-template <class Element, int kHeadDim>
-void launch(const ForwardParams& p, cudaStream_t stream) {
-    using T = ForwardTraits<Element, kHeadDim>;
-    const Sizes& z = p.sizes;
-    common::prepare_forward(p, T::kQueryTile, stream);
-    if (p.segments.size == 0) return;
-
-    ForwardArguments a;
-    a.params = p;
-    a.tiles = static_cast<QueryTiles*>(p.workspace);
-    a.q = make_query_map(p.q, {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim}, T::kQueryTile);
-    a.k = make_key_map(p.k, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim}, kKeyTile);
-    a.v = make_key_map(p.v, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim_v}, kKeyTile);
-    a.heads_in_flight = heads_in_flight(z);
-    const common::Scalars scalars = common::scalars_of<Element>(p.options);
-    a.scale_log2 = scalars.scale_log2e;
-    a.min_mass = scalars.least_mass;
-    a.restart_floor = scalars.least_restart;
-    a.expired_wait = common::expired_wait_record();
-
-    const int64_t num_work_tiles = common::max_query_tiles(z, p.segments, T::kQueryTile) * z.batch * z.num_heads;
-    common::launch("hopper forward", forward<T>, std::min<int64_t>(common::num_multiprocessors(), num_work_tiles),
-                   T::kThreads, sizeof(typename T::Shared), stream, a);
-}
-
-constexpr int kSmallestQueryTile = 128;
-
-}  // namespace
 
 int64_t forward_workspace(const ForwardParams& params) {
+    constexpr int kSmallestQueryTile = 128;
     return common::query_tiles_bytes(params.sizes, params.segments, kSmallestQueryTile);
 }
 
-void block_forward(const ForwardParams& given, void* stream) {
+void block_forward(const ForwardParams& given, void* stream_handle) {
     ForwardParams params = given;
     const Sizes& z = params.sizes;
     if (z.k_rows == 0)
         params.segments = {nullptr, 0};  // no query row sees a key, and a tensor map of 0 rows cannot be encoded
     if (z.q_rows == 0 || z.batch == 0 || z.num_heads == 0) return;
-    with_columns(z, [&](auto columns) {
-        constexpr int kColumns = decltype(columns)::value;
-        const auto run = z.dtype == Dtype::kBFloat16 ? launch<__nv_bfloat16, kColumns> : launch<__half, kColumns>;
-        run(params, static_cast<cudaStream_t>(stream));
-    });
+    const auto stream = static_cast<cudaStream_t>(stream_handle);
+    params.options.forget_gate ? launch_gated_forward(params, stream) : launch_forward<false>(params, stream);
 }
 
 }  // namespace megatron_sb::hopper

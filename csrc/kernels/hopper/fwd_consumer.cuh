@@ -13,8 +13,8 @@
 // the Q slot only after it has also read back the output that it staged there.
 #pragma once
 
+#include "kernels/hopper/fwd_gated_scan.cuh"
 #include "kernels/hopper/fwd_producer.cuh"
-#include "kernels/hopper/fwd_scan.cuh"
 #include "kernels/hopper/wgmma.cuh"
 
 namespace megatron_sb::hopper {
@@ -65,7 +65,7 @@ class ForwardConsumer {
     // Waits for work tile work_number_: on q.full for Q, then on k.full for the newest K tile. Returns false if there
     // is no such work tile; it then waits on q.full only.
     __device__ __forceinline__ bool wait_for_work_tile() {
-        control_.q.wait_full(Place<kQueryStages>::of(work_number_));
+        control_.q.wait_full(Place<T::kQueryStages>::of(work_number_));
         const bool more = __shfl_sync(~0u, work(work_number_).queries.num_rows, 0) > 0;
         if (more) wait_for_keys();
         return more;
@@ -75,7 +75,7 @@ class ForwardConsumer {
 
     // Issues S = Q K^T for the tile in K slot k_uses_.
     __device__ __forceinline__ void issue_scores() {
-        const uint32_t q = q_low_ + work_number_ % kQueryStages * (T::kQueryBytes >> 4);
+        const uint32_t q = q_low_ + work_number_ % T::kQueryStages * (T::kQueryBytes >> 4);
         const uint32_t k = k_low_ + k_uses_ % kKvStages * (T::kKeyBytes >> 4);
         wgmma_fence();
         wgmma_overwrite(Element{}, s_, descriptor(q), descriptor(k));
@@ -109,12 +109,12 @@ class ForwardConsumer {
     // fence orders the staged output before the next TMA load into the slot.
     __device__ __forceinline__ void release_queries(int number) {
         fence_async_proxy();
-        control_.q.empty.arrive(Place<kQueryStages>::of(number));
+        control_.q.empty.arrive(Place<T::kQueryStages>::of(number));
     }
 
     // Read from shared memory at each use, because registers are scarce.
     __device__ __forceinline__ const WorkTile& work(int number) const {
-        return control_.work[number % kQueryStages];
+        return control_.work[number % T::kQueryStages];
     }
     __device__ __forceinline__ int row(int r) const {
         return warpgroup_ * 64 + warp_ * 16 + lane_ / 4 + 8 * r;
@@ -147,6 +147,7 @@ class ForwardConsumer {
         int i = __shfl_sync(~0u, num_key_tiles(work(work_number_).queries), 0) - 1;
         const int first_partial =
             __shfl_sync(~0u, visible_keys(work(work_number_).queries, warpgroup_ * 64), 0) / kKeyTile;
+        wait_for_gates();
         wgmma_wait<0>();
         fence_accumulator(s_);
         release(control_.k, k_uses_);
@@ -185,6 +186,7 @@ class ForwardConsumer {
             fence_accumulator(o_);
             return false;
         }
+        wait_for_gates();
         wgmma_wait<1>();
         fence_accumulator(s_);
         release(control_.k, k_uses_);
@@ -230,13 +232,31 @@ class ForwardConsumer {
             }
             release(control_.v, v_uses_);
             wait_for_values();
+            skip_gates();
         }
     }
 
     // Replaces the scores of tile i by weights.
     __device__ __forceinline__ void scan_scores(int i, bool partial) {
         if (partial) mask(i);
-        ForwardScan(s_, args_.scale_log2, lane_ % 4, args_.restart_floor, i, rows_).run();
+        if constexpr (T::kGated) {
+            const auto place = Place<kGateStages>::of(gate_uses_++);
+            GatedForwardScan(s_, args_.scale_log2, lane_ % 4, args_.restart_floor, i, rows_,
+                             control_.gates_of_slot[place.slot])
+                .run();
+            control_.gates.empty.arrive(place);
+        } else {
+            ForwardScan(s_, args_.scale_log2, lane_ % 4, args_.restart_floor, i, rows_).run();
+        }
+    }
+    // Waits for the gates of the next tile.
+    __device__ __forceinline__ void wait_for_gates() {
+        if constexpr (T::kGated) control_.gates.wait_full(Place<kGateStages>::of(gate_uses_));
+    }
+    // Releases the gates of a tile that is not scanned.
+    __device__ __forceinline__ void skip_gates() {
+        wait_for_gates();
+        if constexpr (T::kGated) control_.gates.empty.arrive(Place<kGateStages>::of(gate_uses_++));
     }
 
     // Hides the keys that a row does not see: e of a hidden key is 0.
@@ -293,7 +313,7 @@ class ForwardConsumer {
             write_float(static_cast<float*>(o.data) + offset, o.row_stride, rows);
         else
             write_packed(static_cast<uint16_t*>(o.data) + offset, o.row_stride, rows,
-                         shared_address(shared_.q[number % kQueryStages]) + warp_row * kRowBytes);
+                         shared_address(shared_.q[number % T::kQueryStages]) + warp_row * kRowBytes);
     }
     __device__ __forceinline__ void write_float(float* to, int64_t row_stride, int rows) {
 #pragma unroll
@@ -354,6 +374,7 @@ class ForwardConsumer {
     uint32_t q_low_, k_low_, v_low_;
     int work_number_ = 0, votes_ = 0;
     int k_uses_ = 0, v_uses_ = 0;  // uses of the rings so far; with unsigned numbers the scan at head_dim 64 spills
+    int gate_uses_ = 0;
     int end_of_keys_phases_ = 0;   // bit i: phase of the next end of keys in slot i
     RowState rows_;
     float s_[64], o_[T::kHeadDim / 2];

@@ -55,6 +55,7 @@ class ForwardProducer {
         for (bool more = start_work_tile(); more;) more = load_work_tile();
         send_to_tail_loader(0, -1, {}, 0);
         send_to_tail_loader(1, -1, {}, 0);
+        if constexpr (T::kGated) send_to_tail_loader(kGateLoader, -1, {}, 0);
         watch(control_.finished, Place<1>::of(0));
     }
 
@@ -106,7 +107,7 @@ class ForwardProducer {
     // Publishes the work tile that was read, and loads its Q tile. The producer waits on `q.empty`, on which all
     // consumer threads arrive. It arrives twice on `q.full`, on which the consumers wait.
     __device__ void publish_work_tile() {
-        const auto place = Place<kQueryStages>::of(num_published_++);
+        const auto place = Place<T::kQueryStages>::of(num_published_++);
         const int slot = place.slot;
         auto& full = control_.q.full;
         watch(control_.q.empty, place.previous_use());
@@ -171,6 +172,7 @@ class ForwardProducer {
             send_end_of_keys(place);
             return false;
         }
+        if constexpr (T::kGated) send_to_tail_loader(kGateLoader, place.slot, keys_, tile);
         load(0, shared_.k[place.slot], control_.k.full, args_.k, keys_, tile, place);
         return true;
     }

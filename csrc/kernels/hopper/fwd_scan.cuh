@@ -60,7 +60,13 @@ class ForwardScan {
                 weight(0, k, m);
             }
         }
-        inverse = reciprocal(t);
+        finish_row_1(t);
+    }
+
+  protected:
+    // Replaces e of row 1 by A, given the product of 1 + e.
+    __device__ __forceinline__ void finish_row_1(float t) {
+        const float inverse = reciprocal(t);
         if (saturated(inverse)) {
             scan_key_by_key(1);
         } else {
@@ -70,7 +76,6 @@ class ForwardScan {
         }
     }
 
-  private:
     // Replaces a score by e. t accumulates the product of 1 + e, from the oldest key on.
     __device__ __forceinline__ void exponential(int r, int k, float& t) {
         const float e = exp2_approximate(s_[accumulator_register(r, k)] * scale_log2_);

@@ -34,6 +34,34 @@ class TailLoader {
         }
     }
 
+    // The loader of gates: it gets each tile whose K is loaded. Waits on gates.empty, on which all consumer threads
+    // arrive. Each lane arrives on gates.full; the consumers wait on it.
+    __device__ void load_gates() const {
+        auto& ring = control_.tail_ring[loader_];
+        for (uint32_t number = 0;; ++number) {
+            const auto place = Place<1>::of(number);
+            ring.wait_full(place);
+            const TailTile tile = control_.tail[loader_];
+            ring.empty.arrive(place);
+            if (tile.slot < 0) return;
+            const auto slot = Place<kGateStages>::of(number);
+            constexpr int kKeysPerLane = kKeyTile / 32;
+            const int64_t first = offset_of(rows_, tile.batch, tile.head, tile.row);
+            const int lane = threadIdx.x % 32;
+            uint2 words[kKeysPerLane];
+#pragma unroll
+            for (int i = 0; i < kKeysPerLane; ++i)
+                if (lane + 32 * i < tile.count)
+                    words[i] = Gate::words(rows_, first + 2 * (lane + 32 * i) * rows_.row_stride, columns_);
+            control_.gates.wait_empty(slot);
+#pragma unroll
+            for (int i = 0; i < kKeysPerLane; ++i)
+                control_.gates_of_slot[slot.slot][lane + 32 * i] =
+                    lane + 32 * i < tile.count ? Gate::c_of<typename T::Element>(words[i]) : Gate::kLeastC;
+            control_.gates.full.arrive(slot);
+        }
+    }
+
   private:
     ForwardControl<T>& control_;
     const int loader_;

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "kernels/common/query_tiles.h"
+#include "kernels/hopper/gates.cuh"
 #include "kernels/hopper/ring.cuh"
 
 namespace megatron_sb::hopper {
@@ -13,9 +14,10 @@ using common::QueryTile;
 constexpr int kKeyTile = 128;    // keys in a tile of K or V
 constexpr int kRowBytes = 128;   // bytes of a row in shared memory: 64 elements, the width of the 128-byte swizzle
 constexpr int kKvStages = 2;     // slots in the ring of K tiles, and in the ring of V tiles
-constexpr int kQueryStages = 3;  // slots for Q tiles; Q comes from HBM, so it is loaded one work tile earlier
 constexpr int kMaxWarpgroups = 3;
 constexpr int kTailLoaders = 2;  // warps: one loads tail tiles of K, the other those of V
+constexpr int kGateStages = 4;   // slots for the gates of a K tile
+constexpr int kGateLoader = 2;   // the warp that loads gates; it has a tail ring of its own
 
 // What the consumers know about a work tile: a tile of query rows of one head.
 struct WorkTile {
@@ -35,10 +37,11 @@ template <class T>
 struct ForwardBarriers {
     static constexpr int kConsumers = 128 * T::kWarpgroups, kConsumerWarps = 4 * T::kWarpgroups;
 
-    Ring<Wait::kQFull, Wait::kQEmpty, kQueryStages, 2, kConsumers> q;  // `full`: once for `work`, once for Q
+    Ring<Wait::kQFull, Wait::kQEmpty, T::kQueryStages, 2, kConsumers> q;  // `full`: once for `work`, once for Q
     Ring<Wait::kKFull, Wait::kKEmpty, kKvStages, 1, kConsumerWarps> k;
     Ring<Wait::kVFull, Wait::kVEmpty, kKvStages, 1, kConsumerWarps> v;
-    Ring<Wait::kTailFull, Wait::kTailEmpty, 1, 1, 32> tail_ring[kTailLoaders];
+    Ring<Wait::kTailFull, Wait::kTailEmpty, 1, 1, 32> tail_ring[T::kLoaders];
+    Ring<Wait::kGates, Wait::kGates, kGateStages, 32, kConsumers> gates;  // with forget gates
     Event<Wait::kNone, kKvStages, 1> end_of_keys;  // tested, never awaited
     Event<Wait::kFinished, 1, kConsumers> finished;
 
@@ -48,15 +51,23 @@ struct ForwardBarriers {
         k.visit(f);
         v.visit(f);
         for (auto& loader : tail_ring) loader.visit(f);
+        gates.visit(f);
         f(end_of_keys);
         f(finished);
     }
 };
 
+template <bool kGated>
+struct ForwardGates {
+    GateTile<kKeyTile> gates_of_slot[kGateStages];  // guarded by the ring of gates
+};
+template <>
+struct ForwardGates<false> {};
+
 template <class T>
-struct ForwardControl : NotedBarriers<ForwardBarriers<T>> {
-    WorkTile work[kQueryStages];  // guarded by the ring of Q, like the Q tile of the same slot
-    TailTile tail[kTailLoaders];  // guarded by its ring; [0] is for K, [1] for V
+struct ForwardControl : NotedBarriers<ForwardBarriers<T>>, ForwardGates<T::kGated> {
+    WorkTile work[T::kQueryStages];  // guarded by the ring of Q, like the Q tile of the same slot
+    TailTile tail[T::kLoaders];  // guarded by its ring; [0] is for K, [1] for V, [kGateLoader] for gates of any tile
     // Early exit. The warps of a consumer warpgroup vote in used_up_votes[0] and [1] alternately: "the mass of all my
     // rows is below the threshold". If all four agree, the warpgroup stops computing. From then on, each of its warps
     // writes the number of the work tile to used_up_work[slot] before it releases a K slot. When the producer finds
@@ -66,10 +77,11 @@ struct ForwardControl : NotedBarriers<ForwardBarriers<T>> {
     int32_t used_up_work[kKvStages][4 * kMaxWarpgroups];
 };
 
-template <class Element_, int kHeadDim_>
+template <class Element_, int kHeadDim_, bool kGated_>
 struct ForwardTraits {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
+    static constexpr bool kGated = kGated_;  // with forget gates
     static_assert(kHeadDim == 64 || kHeadDim == 96 || kHeadDim == 128, "head_dim must be 64, 96 or 128");
     // At head_dim 64 the output needs fewer registers, so three consumer warpgroups share a K/V tile.
     static constexpr int kWarpgroups = kHeadDim == 64 ? 3 : 2;
@@ -83,10 +95,15 @@ struct ForwardTraits {
                   "all warpgroups together must not use more registers than the CTA has at launch");
 
     static constexpr int kQueryTile = 64 * kWarpgroups;
+    static constexpr int kLoaders = kGated ? kTailLoaders + 1 : kTailLoaders;
     // A tile is stored as panels of 64 columns of the head dimension. At 96, half of the second panel is zeros.
     static constexpr int kPanels = (kHeadDim + 63) / 64;
     static constexpr int kQueryPanelBytes = kQueryTile * kRowBytes, kKeyPanelBytes = kKeyTile * kRowBytes;
     static constexpr int kQueryBytes = kPanels * kQueryPanelBytes, kKeyBytes = kPanels * kKeyPanelBytes;
+
+    // Slots for Q tiles. Q comes from HBM, so it is loaded one work tile earlier. With gates there is no room for three
+    // tiles of 128 columns.
+    static constexpr int kQueryStages = kGated && kPanels == 2 ? 2 : 3;
 
     struct Shared {
         alignas(1024) uint8_t q[kQueryStages][kQueryBytes];

@@ -1,0 +1,224 @@
+// The scans of the backward with forget gates (gates.cuh): dz = n w, with n = g - e' b and w = E / (1 + E). n replaces g,
+// because its sums over rows are the gradients of the gates.
+#pragma once
+
+#include "kernels/hopper/bwd_scan.cuh"
+#include "kernels/hopper/gates.cuh"
+
+namespace megatron_sb::hopper {
+
+using HalfTileGates = GateTile<kHalfTileKeys>;
+
+// Replaces scores by E.
+__device__ __forceinline__ void inverse_exponentials(float (&s)[32], float scale_log2) {
+#pragma unroll
+    for (float& x : s) x = exp2_approximate(x * -scale_log2);
+}
+// Returns w = E / (1 + E). If E is infinite, e' is 0, and so is n; w is then 0 too, and not infinity times 0.
+__device__ __forceinline__ float exact_w(float inverse_e) {
+    return min_nan(inverse_e, 0x1p127f) * reciprocal(1.f + inverse_e);
+}
+
+// With kKeepsE, E and e' of each score are kept. At head_dim 128 there are not enough registers for both, and e' replaces
+// E, with w = 1 - sigma = 1 - beta / f. This loses at most 2^-12 of w, unless a logit of the row is above
+// log(kLargeOdds). Then the row is *large*: its warp keeps E and computes e' again at each use.
+template <bool kKeepsE>
+class GatedFastScan : public FastScan {
+  public:
+    __device__ __forceinline__ GatedFastScan(float product_offset, const HalfTileGates& gates, int t)
+        : FastScan(product_offset), gates_(gates), t_(t) {}
+
+    // Replaces scores by e', or by E if the row is large.
+    __device__ __forceinline__ void exponentials(float (&s)[32], float scale_log2, int t) {
+        inverse_exponentials(s, scale_log2);
+        float product[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float least = s[accumulator_register(r, 0)];
+#pragma unroll
+            for (int k = 1; k < kBackwardKeysPerThread; ++k) least = fminf(least, s[accumulator_register(r, k)]);
+            large_[r] = !kKeepsE && __any_sync(~0u, least < 1.f / kLargeOdds);
+            product[r] = large_[r] ? odds_of_row<true>(r, s) : odds_of_row<false>(r, s);
+        }
+        set_products(product, t);
+    }
+
+    // Packs the weights of row r. Replaces dp by g.
+    template <class Element>
+    __device__ __forceinline__ void weights(int r, float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
+        large_[r] ? weights_of_row<Element, true>(r, s, dp, packed) : weights_of_row<Element, false>(r, s, dp, packed);
+    }
+    // Packs dz of row r. Replaces g by n.
+    template <class Element>
+    __device__ __forceinline__ void logit_gradients(int r, float (&s)[32], float (&g)[32],
+                                                    uint32_t (&packed)[8]) const {
+        large_[r] ? gradients_of_row<Element, true>(r, s, g, packed) : gradients_of_row<Element, false>(r, s, g, packed);
+    }
+
+  private:
+    static constexpr float kLargeOdds = 0x1p12f;
+
+    // Returns the product of 1 + e' over the keys of this thread.
+    template <bool kLarge>
+    __device__ __forceinline__ float odds_of_row(int r, float (&s)[32]) {
+        float p[kChains] = {1.f, 1.f};
+        for_each_key<true>([&](int key, int chain, float c) {
+            const int i = accumulator_register(r, key);
+            const float e = Gate::odds(c, s[i]);
+            p[chain] = fmaf(p[chain], e, p[chain]);
+            if (kKeepsE) inverse_e_[i] = s[i];
+            if (!kLarge) s[i] = e;
+        });
+        older_product_[r] = p[0];
+        return multiply_(p[1], p[0]);
+    }
+    template <class Element, bool kLarge>
+    __device__ __forceinline__ void weights_of_row(int r, const float (&s)[32], float (&dp)[32],
+                                                   uint32_t (&packed)[8]) {
+        constexpr float kScale = common::kWeightScale<Element>;
+        float m[kChains] = {mass_[r], mass_[r] * older_product_[r]}, sum[kChains] = {}, older[kChains];
+        for_each_key<kLarge>([&](int key, int chain, float c) {
+            const int i = accumulator_register(r, key);
+            const float e = kLarge ? Gate::odds(c, s[i]) : s[i], a = e * m[chain];
+            m[chain] = fmaf(e, m[chain], m[chain]);
+            dp[i] *= a;
+            sum[chain] += dp[i];
+            if (key % 2 == 0)
+                older[chain] = a;
+            else
+                packed[key / 2] = pack<Element>(kScale * older[chain], kScale * a);
+        });
+        older_sum_[r] = sum[0];
+        sum_[r] = sum[0] + sum[1];
+    }
+    template <class Element, bool kLarge>
+    __device__ __forceinline__ void gradients_of_row(int r, const float (&s)[32], float (&g)[32],
+                                                     uint32_t (&packed)[8]) const {
+        float b[kChains] = {prefix_[r], prefix_[r] + older_sum_[r]}, older[kChains];
+        for_each_key<!kKeepsE>([&](int key, int chain, float c) {
+            const int i = accumulator_register(r, key);
+            const float e = kLarge ? Gate::odds(c, s[i]) : s[i], n = fmaf(-e, b[chain], g[i]);
+            const float dz = n * w_of_key<kLarge>(e, s, i, c);
+            b[chain] += g[i];
+            g[i] = n;
+            if (key % 2 == 0)
+                older[chain] = dz;
+            else
+                packed[key / 2] = pack<Element>(older[chain], dz);
+        });
+    }
+    template <bool kLarge>
+    __device__ __forceinline__ float w_of_key(float e, const float (&s)[32], int i, float c) const {
+        if (kKeepsE) return exact_w(inverse_e_[i]);
+        if (kLarge) return exact_w(s[i]);
+        const float beta = e * reciprocal(1.f + e);
+        return 1.f - fmaf(c, beta, beta);
+    }
+
+    // Calls f(key, chain, c) for the keys of this thread, from the oldest on, alternately for each chain. Reads c of the
+    // key if kReadsGates is set.
+    template <bool kReadsGates, class F>
+    __device__ __forceinline__ void for_each_key(const F& f) const {
+#pragma unroll
+        for (int k = 0; k < kChainKeys; k += 2) {
+            float2 c[kChains] = {};
+#pragma unroll
+            for (int chain = 0; chain < kChains; ++chain)
+                if (kReadsGates) c[chain] = gates_.pair(t_, chain * kChainKeys + k);
+#pragma unroll
+            for (int chain = 0; chain < kChains; ++chain) f(chain * kChainKeys + k, chain, c[chain].x);
+#pragma unroll
+            for (int chain = 0; chain < kChains; ++chain) f(chain * kChainKeys + k + 1, chain, c[chain].y);
+        }
+    }
+
+    const HalfTileGates& gates_;
+    const int t_;
+    bool large_[2];  // of the warp
+    float inverse_e_[kKeepsE ? 32 : 1];
+};
+
+class GatedSlowScan : public SlowScan {
+  public:
+    __device__ __forceinline__ GatedSlowScan(int half, const HalfTileGates& gates, int t)
+        : SlowScan(half), gates_(gates), t_(t) {}
+
+    __device__ __forceinline__ void exponentials(float (&s)[32], float scale_log2, int t) {
+        inverse_exponentials(s, scale_log2);
+        float product[2] = {1.f, 1.f};
+#pragma unroll
+        for (int i = 0; i < kBackwardKeysPerThread / 4; ++i) {
+            const float4 c = gates_.quad(t, i);
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+#pragma unroll
+                for (int r = 0; r < 2; ++r)
+                    product[r] *= reciprocal(1.f + odds(component(c, k), s[accumulator_register(r, 4 * i + k)]));
+        }
+        set_products(product, t);
+    }
+    template <class Element>
+    __device__ __forceinline__ void weights(int r, float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
+        constexpr float kScale = common::kWeightScale<Element>;
+        prevent_reuse(s);
+        float newer = 0.f;
+        sum_[r] = 0.f;
+        if (!started_[r]) {  // the row starts in newer keys: A and g are 0, even if its scores or dP are NaN
+#pragma unroll
+            for (int k = 0; k < kBackwardKeysPerThread; ++k) {
+                s[accumulator_register(r, k)] = INFINITY;
+                dp[accumulator_register(r, k)] = 0.f;
+            }
+            mass_[r] = 0.f;
+        }
+#pragma unroll
+        for (int quad = kBackwardKeysPerThread / 4 - 1; quad >= 0; --quad) {
+            const float4 c = gates_.quad(t_, quad);
+#pragma unroll
+            for (int k = 4 * quad + 3; k >= 4 * quad; --k) {
+                const int i = accumulator_register(r, k);
+                const float e = odds(component(c, k % 4), s[i]), inverse = reciprocal(1.f + e);
+                const float a = mass_[r] * (e * inverse);
+                mass_[r] *= inverse;
+                dp[i] *= a;
+                sum_[r] += dp[i];
+                if (k % 2 == 1)
+                    newer = a;
+                else
+                    packed[k / 2] = pack<Element>(kScale * a, kScale * newer);
+            }
+        }
+    }
+    template <class Element>
+    __device__ __forceinline__ void logit_gradients(int r, float (&s)[32], float (&g)[32],
+                                                    uint32_t (&packed)[8]) const {
+        prevent_reuse(s);
+        float b = prefix_[r], older = 0.f;
+#pragma unroll
+        for (int quad = 0; quad < kBackwardKeysPerThread / 4; ++quad) {
+            const float4 c = gates_.quad(t_, quad);
+#pragma unroll
+            for (int k = 4 * quad; k < 4 * quad + 4; ++k) {
+                const int i = accumulator_register(r, k);
+                const float w = exact_w(s[i]);
+                const float e = odds(component(c, k % 4), s[i]), dz = w * g[i] - (w * e) * b, n = g[i] - e * b;
+                b += g[i];
+                g[i] = n;
+                if (k % 2 == 0)
+                    older = dz;
+                else
+                    packed[k / 2] = pack<Element>(older, dz);
+            }
+        }
+    }
+
+  private:
+    __device__ __forceinline__ static float odds(float c, float inverse_e) {
+        return min_nan(Gate::odds(c, inverse_e), common::kLargestE);
+    }
+
+    const HalfTileGates& gates_;
+    const int t_;
+};
+
+}  // namespace megatron_sb::hopper
