@@ -65,7 +65,8 @@ def steps_of(stage: str, options: argparse.Namespace) -> list[Step]:
     """Return the commands of a stage. They run in the repository's root."""
     python, out = sys.executable, options.out
     tests = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=10", "--maxfail=30"]
-    workers = ["-n", str(options.workers)] if options.workers > 1 else []
+    # worksteal: a worker without tests takes some of a worker that still has the slow tests of Megatron
+    workers = ["-n", str(options.workers), "--dist", "worksteal"] if options.workers > 1 else []
     if stage == "build":
         install = [python, "-m", "pip", "install", "-q", "--no-build-isolation", "-e", "."]
         return [Step("build", install, 900)]

@@ -1,5 +1,6 @@
 // p2p: in each step, each lane moves its chunk of keys to the neighbouring rank (plan/schedule.h). In the backward the
-// gradients of a chunk follow one step behind it, so their transfer overlaps the compute of a step too.
+// gradients of a chunk follow one step behind it, so their transfer overlaps the compute of a step too. The last step
+// of the backward is at home: it has this rank's own keys, which need no transfer.
 #include <ATen/ATen.h>
 
 #include "distributed/key_source.h"
@@ -13,8 +14,10 @@ struct Transfer {
     std::vector<at::Tensor> tensors;
     std::unique_ptr<Pending> pending;  // null: complete
 
+    // Returns the tensors once, and later nothing.
     std::vector<at::Tensor> wait() {
         if (pending) pending->wait();
+        pending.reset();
         return std::move(tensors);
     }
 };
@@ -22,12 +25,8 @@ struct Transfer {
 class RingKeys final : public KeySource {
   public:
     RingKeys(Transport& transport, const RankPlan& plan, plan::Pass pass, const at::Tensor& k, const at::Tensor& v)
-        : transport_(transport),
-          plan_(plan),
-          pass_(pass),
-          num_heads_(k.size(2)),
-          d_(k.size(3)),
-          wide_(ops::accumulation_type(k)) {
+        : transport_(transport), plan_(plan), pass_(pass), k_(k), v_(v), wide_(ops::accumulation_type(k)) {
+        if (at_home()) return;
         std::vector<at::Tensor> own;
         for (const RowSet& rows : plan.lanes) own.push_back(at::cat({rows.read(k), rows.read(v)}, -1).contiguous());
         // The backward starts one exchange away from the home rank, so that the gradients end there.
@@ -36,23 +35,26 @@ class RingKeys final : public KeySource {
 
     int num_groups() const override { return 1; }
     int num_steps() const override { return plan_.schedule.num_steps(); }
-    HeadRange heads(int) const override { return {0, num_heads_}; }
+    HeadRange heads(int) const override { return {0, k_.size(2)}; }
 
     std::vector<KeyBlock> next_blocks() override {
-        current_ = keys_.wait();
+        const std::vector<at::Tensor> arrived = keys_.wait();  // empty at home
         std::vector<KeyBlock> blocks;
         for (int lane = 0; lane < plan_.schedule.num_lanes(); ++lane) {
-            blocks.push_back({plan_.schedule.chunk(lane, pass_, plan_.rank, step_), keys_of(current_[lane], d_),
-                              values_of(current_[lane], d_)});
+            const int chunk = plan_.schedule.chunk(lane, pass_, plan_.rank, step_);
+            const RowSet& own = plan_.lanes[lane];
+            blocks.push_back(at_home() ? KeyBlock{chunk, own.read(k_), own.read(v_)}
+                                       : KeyBlock{chunk, keys_of(arrived[lane], d()), values_of(arrived[lane], d())});
         }
         own_gradients_ = std::vector<at::Tensor>(blocks.size());
-        if (++step_ < num_steps()) keys_ = rotate(current_);
+        if (++step_ < num_steps() && !at_home()) keys_ = rotate(arrived);
         return blocks;
     }
 
     KeyGradients gradients(size_t lane) override {
-        own_gradients_[lane] = at::zeros(current_[lane].sizes(), current_[lane].options().dtype(wide_));
-        return {keys_of(own_gradients_[lane], d_), values_of(own_gradients_[lane], d_)};
+        own_gradients_[lane] =
+            at::zeros({k_.size(0), plan_.lanes[lane].count, k_.size(2), d() + v_.size(3)}, k_.options().dtype(wide_));
+        return {keys_of(own_gradients_[lane], d()), values_of(own_gradients_[lane], d())};
     }
 
     void finish_step() override {
@@ -73,10 +75,13 @@ class RingKeys final : public KeySource {
         const int64_t rows = own[0].size(1) * static_cast<int64_t>(own.size());
         const at::Tensor local = at::empty({own[0].size(0), rows, own[0].size(2), own[0].size(3)}, own[0].options());
         for (size_t lane = 0; lane < own.size(); ++lane) plan_.lanes[lane].write(local, own[lane]);
-        return {keys_of(local, d_), values_of(local, d_)};
+        return {keys_of(local, d()), values_of(local, d())};
     }
 
   private:
+    int64_t d() const { return k_.size(3); }
+    bool at_home() const { return pass_ == plan::Pass::kBackward && step_ + 1 == num_steps(); }
+
     // Sends the tensor of each lane to the next rank and receives that of the previous rank. With one rank, returns
     // `tensors`.
     Transfer rotate(const std::vector<at::Tensor>& tensors) {
@@ -95,10 +100,9 @@ class RingKeys final : public KeySource {
     Transport& transport_;
     const RankPlan& plan_;
     const plan::Pass pass_;
-    const int64_t num_heads_, d_;
+    const at::Tensor k_, v_;
     const at::ScalarType wide_;  // the accumulation type
     int step_ = 0;
-    std::vector<at::Tensor> current_;        // this step's keys and values, by lane
     std::vector<at::Tensor> own_gradients_;  // this rank's part of their gradients, by lane
     Transfer keys_, gradients_;
 };

@@ -264,12 +264,13 @@ class Model:
             ready = link = together(clock) + keys
         kinds = [self._block(direction, kind, self.chunk) if kind else 0.0 for kind in ring_segments(self.chunk)]
         own = np.arange(self.ranks)
+        exchanges = self.ranks - (1 if direction == "forward" else 2)  # the last step of the backward is at home
         for step in range(self.ranks):
             clock = np.maximum(clock, ready)
             low, high = ring_kinds(self.ranks, direction, step)
             lows, highs, blocks = np.choose(low, kinds), np.choose(high, kinds), 1 + (high > 0)
             overlap = np.maximum(link - clock, 0.0)
-            if step + 1 < self.ranks:
+            if step < exchanges:
                 # If another transfer is running, the next one gets no multiprocessor until a kernel ends.
                 posted = np.where(link > clock, np.maximum(link, clock + lows), clock)
                 ready = link = together(posted) + keys
