@@ -239,7 +239,7 @@ BlockGradients zero_gradients(const at::Tensor& q, const at::Tensor& k, const at
 }
 
 bool narrow_gradients(const at::Tensor& q, const at::Tensor& v, const BlockOptions& options) {
-    return !options.forget_gate && kernels_for(q, v, false).narrow_gradients;
+    return kernels_for(q, v, options.forget_gate).narrow_gradients;
 }
 
 BlockOutput block_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

@@ -135,13 +135,15 @@ class BackwardThread {
         store_staged_keys(args_.params.dk, head_dim(), step, staged_dk);
         store_staged_keys(args_.params.dv, head_dim_v(), step, staged_dv);
     }
-    // Adds the gradient of the gate of a key to the column of dk after the key, or stores it as that of a part of the
-    // key tile. With gates, gradients are in fp32.
+    // Writes the gradient of the gate of a key to the columns of dk after the key, or stores it as that of a part of the
+    // key tile.
     __device__ __forceinline__ void write_gate_gradient(const Step& step, int key, float gradient) const {
         if (step.flags & kPartialSums)
             args_.plan.partial_gates[partial_row(step) + key] = gradient;
+        else if (accumulates_gradients())
+            write_gate_columns(key_row<float>(args_.params.dk, step, key) + head_dim(), gradient);
         else
-            reduce_add_global(key_row<float>(args_.params.dk, step, key) + head_dim(), gradient);
+            write_gate_columns(key_row<Element>(args_.params.dk, step, key) + head_dim(), gradient);
     }
     // Stores 64 columns of row r of the accumulator with stmatrix. Each lane passes the address of 8 columns of one
     // row.

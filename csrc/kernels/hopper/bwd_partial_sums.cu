@@ -5,6 +5,7 @@
 
 #include "kernels/common/launch.h"
 #include "kernels/hopper/bwd_plan.h"
+#include "kernels/hopper/gates.cuh"
 #include "kernels/hopper/hopper.h"
 
 namespace megatron_sb::hopper {
@@ -71,13 +72,14 @@ __global__ void __launch_bounds__(kSumThreads)
         const int64_t out = batch * to.batch_stride + head * to.head_stride + row * to.row_stride + column;
         write_columns(static_cast<Out*>(to.data) + out, sum_of_parts(partial + at, part_stride, present));
     };
-    const auto add_gate = [&](int row) {  // gradients are in fp32 then
+    const auto add_gate = [&](int row) {
         const int64_t at = plan.partial_row(p.sizes, 0, kv_head, row), stride = part_stride / columns;
         float sum = 0.f;
         for (uint32_t left = present; left != 0; left &= left - 1)
             sum += plan.partial_gates[at + (__ffs(left) - 1) * stride];
-        static_cast<float*>(p.dk.data)[batch * p.dk.batch_stride + head * p.dk.head_stride + row * p.dk.row_stride +
-                                       p.sizes.head_dim] += sum;
+        write_gate_columns(static_cast<Out*>(p.dk.data) + batch * p.dk.batch_stride + head * p.dk.head_stride +
+                               row * p.dk.row_stride + p.sizes.head_dim,
+                           sum);
     };
     for (int key = first_key + threadIdx.x / threads_of_row; key < keys; key += kSumThreads / threads_of_row) {
         if (p.options.forget_gate && column == 0) add_gate(tile_row + key);

@@ -53,7 +53,7 @@ __device__ void clear_uncovered(const BackwardParams& p, int block, int* changes
                 return RowRange{s.k_begin, num_steps(s) > 0 ? s.k_len : 0};
             },
             [&](int row) {
-                clear_row(p.dk, z.batch, z.num_kv_heads, z.head_dim, row);
+                clear_row(p.dk, z.batch, z.num_kv_heads, z.head_dim + (p.options.forget_gate ? kGateColumns : 0), row);
                 clear_row(p.dv, z.batch, z.num_kv_heads, z.head_dim_v, row);
             });
 }

@@ -42,6 +42,17 @@ struct Gate {
     }
 };
 
+// Writes the gradient of a gate to the columns of dk after its key. The fp32 version adds it to the first column; no
+// other thread adds to it at the same time.
+template <class Element>
+__device__ __forceinline__ void write_gate_columns(Element* to, float gradient) {
+    static_assert(kGateColumns * sizeof(Element) == sizeof(uint4));
+    *reinterpret_cast<uint4*>(to) = make_uint4(pack<Element>(gradient, 0.f), 0, 0, 0);
+}
+__device__ __forceinline__ void write_gate_columns(float* to, float gradient) {
+    *to += gradient;
+}
+
 // c of the keys that a quad of threads scans. Thread t has kKeys / 4 neighbouring keys. The threads of a quad read the
 // same four of their keys at once, so these 16 values lie next to each other.
 template <int kKeys>

@@ -6,7 +6,7 @@ ops/test_variants.py tests them at small sizes.
 import pytest
 import torch
 from support.cuda import captured
-from support.variants import ALLOWED, errors, make_variant, run_variant, wide_inputs
+from support.variants import ALLOWED, GATES, assert_variant, errors, make_variant, run_variant, wide_inputs
 
 from megatron_sb import reference, stickbreaking_attention
 
@@ -26,10 +26,33 @@ def test_4k_keys(name, d, regime, dtype):
     assert all(error <= ALLOWED[dtype] for error in found.values()), found
 
 
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("regime", ["randn", "mean -8", "alternating", "saturated +15"])
+@pytest.mark.parametrize(("d", "d_v"), [(64, 64), (128, 128), (96, 72)])
+def test_values_of_gates(d, d_v, regime, gates):
+    """All results match the reference for each kind of gates, dense, with grouped heads, and packed."""
+    for dtype in (torch.bfloat16, torch.float16):
+        sizes = {"s": 700, "d": d, "d_v": d_v, "dtype": dtype, "gates": gates}
+        assert_variant("gated", regime, h=2, h_kv=2, **sizes)
+        assert_variant("gated", regime, attend_current=True, h=4, h_kv=1, **sizes)
+        assert_variant("gated", regime, edges=[0, 1, 70, 70, 333, 690], h=4, h_kv=2, **sizes)
+
+
+@pytest.mark.parametrize("attend_current", [False, True])
 @pytest.mark.parametrize("d", [64, 128])
-def test_bitwise_repeatable(d):
+@pytest.mark.parametrize(("h", "h_kv"), [(8, 1), (2, 2), (1, 1)])
+def test_few_kv_heads(h, h_kv, d, attend_current):
+    """All results match the reference if several CTAs share a key tile of the Hopper backward."""
+    sizes = {"s": 1500, "h": h, "h_kv": h_kv, "d": d, "dtype": torch.bfloat16}
+    assert_variant("gated", "mean -8", attend_current=attend_current, **sizes)
+    assert_variant("gated", "mean -8", edges=[0, 700, 700, 1490], attend_current=attend_current, **sizes)
+
+
+@pytest.mark.parametrize(("h", "h_kv"), [(8, 1), (4, 2)])
+@pytest.mark.parametrize("d", [64, 128])
+def test_bitwise_repeatable(d, h, h_kv):
     """All results, including the gradients of the gates, are bitwise repeatable."""
-    x, options = make_variant("gated", "mean -8", s=2000, h=4, h_kv=2, d=d, dtype=torch.bfloat16)
+    x, options = make_variant("gated", "mean -8", s=2000, h=h, h_kv=h_kv, d=d, dtype=torch.bfloat16)
     first = run_variant(stickbreaking_attention, x, options)
     for _ in range(20):
         again = run_variant(stickbreaking_attention, x, options)

@@ -10,15 +10,20 @@ from .inputs import Inputs, make_inputs
 
 # The argument `logits`, and whether there is a forget gate.
 VARIANTS = {"euclidean": ("euclidean", False), "gated": ("dot", True), "gated euclidean": ("euclidean", True)}
+# Values of forget gates, from standard normal numbers. "mixed" has values from nearly 0 to nearly 1.
+GATES = {
+    "mixed": lambda x: (4 * x + 3).sigmoid(),
+    "open": torch.ones_like,
+    "nearly open": lambda x: 1 - 10 ** (-4 + x),
+    "half open": lambda x: 0.3 + 0.4 * x.sigmoid(),
+    "nearly closed": lambda x: 10 ** (-4 + x),
+}
 # Relative errors that are explained by rounding operands and results to this type, in sums with terms of both signs.
 ALLOWED = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
 
-def make_variant(name: str, regime: str = "randn", **sizes) -> tuple[Inputs, dict]:
-    """Return inputs and options of a variant.
-
-    Forget gates have the accumulation type. Their values are between nearly 0 and nearly 1.
-    """
+def make_variant(name: str, regime: str = "randn", gates: str = "mixed", **sizes) -> tuple[Inputs, dict]:
+    """Return inputs and options of a variant. Forget gates, of kind `gates`, have the accumulation type."""
     logits, gated = VARIANTS[name]
     x = make_inputs(regime, **sizes)
     options = {"logits": logits}
@@ -30,7 +35,7 @@ def make_variant(name: str, regime: str = "randn", **sizes) -> tuple[Inputs, dic
         options["scale"] = min(0.5 * x.q.shape[-1] ** -0.5, 4 / x.q.shape[-1])
     if gated:
         generator = torch.Generator(x.k.device).manual_seed(1)
-        gate = (4 * torch.randn(x.k.shape[:-1], generator=generator) + 3).sigmoid()
+        gate = GATES[gates](torch.randn(x.k.shape[:-1], generator=generator)).clamp(1e-9, 1)
         options["forget_gate"] = gate.to(accumulation_type(x.k.dtype))
     return x, options
 
