@@ -1,7 +1,7 @@
 """Measure what forget gates and Euclidean logits cost compared with plain attention on one GPU.
 
-The contenders of a row take turns, each with a cold L2 cache; times are medians. The portable kernels serve forget
-gates, and Euclidean logits with head_dim above 120. Set MEGATRON_SB_KERNELS=portable to use them for all contenders.
+The contenders of a row take turns, each with a cold L2 cache; times are medians. The portable kernels serve Euclidean
+logits with head_dim above 120. Set MEGATRON_SB_KERNELS=portable to use them for all contenders.
 The inputs are the "full" ones of attention.py, where nothing can be skipped. "both" is forward and backward, including
 the gradients of the gates.
 """

@@ -92,8 +92,8 @@ __device__ inline float read_gate(const HeadRows& key) {
     return float(parts[0]) + float(parts[1]) + float(parts[2]);
 }
 
-// Adds the values of pairs of lanes. A lane keeps the sums of one half of the first 2 kHalf values, its partner those of
-// the other half.
+// Adds the values of pairs of lanes. A lane keeps the sums of one half of the first 2 kHalf values, its partner those
+// of the other half.
 template <int kHalf>
 __device__ inline void add_halves(float (&x)[16]) {
     const bool upper = threadIdx.x & (2 * kHalf);

@@ -3,6 +3,8 @@
 
 namespace megatron_sb::hopper {
 
-void launch_gated_backward(const BackwardParams& params, cudaStream_t stream) { launch_backward<true>(params, stream); }
+void launch_gated_backward(const BackwardParams& params, cudaStream_t stream) {
+    launch_backward<true>(params, stream);
+}
 
 }  // namespace megatron_sb::hopper

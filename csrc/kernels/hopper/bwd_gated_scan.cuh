@@ -1,5 +1,5 @@
-// The scans of the backward with forget gates (gates.cuh): dz = n w, with n = g - e' b and w = E / (1 + E). n replaces g,
-// because its sums over rows are the gradients of the gates.
+// The scans of the backward with forget gates (gates.cuh): dz = n w, with n = g - e' b and w = E / (1 + E). n replaces
+// g, because its sums over rows are the gradients of the gates.
 #pragma once
 
 #include "kernels/hopper/bwd_scan.cuh"
@@ -9,18 +9,13 @@ namespace megatron_sb::hopper {
 
 using HalfTileGates = GateTile<kHalfTileKeys>;
 
-// Replaces scores by E.
-__device__ __forceinline__ void inverse_exponentials(float (&s)[32], float scale_log2) {
-#pragma unroll
-    for (float& x : s) x = exp2_approximate(x * -scale_log2);
-}
 // Returns w = E / (1 + E). If E is infinite, e' is 0, and so is n; w is then 0 too, and not infinity times 0.
 __device__ __forceinline__ float exact_w(float inverse_e) {
     return min_nan(inverse_e, 0x1p127f) * reciprocal(1.f + inverse_e);
 }
 
-// With kKeepsE, E and e' of each score are kept. At head_dim 128 there are not enough registers for both, and e' replaces
-// E, with w = 1 - sigma = 1 - beta / f. This loses at most 2^-12 of w, unless a logit of the row is above
+// With kKeepsE, E and e' of each score are kept. At head_dim 128 there are not enough registers for both, and e'
+// replaces E, with w = 1 - sigma = 1 - beta / f. This loses at most 2^-12 of w, unless a logit of the row is above
 // log(kLargeOdds). Then the row is *large*: its warp keeps E and computes e' again at each use.
 template <bool kKeepsE>
 class GatedFastScan : public FastScan {
@@ -30,7 +25,8 @@ class GatedFastScan : public FastScan {
 
     // Replaces scores by e', or by E if the row is large.
     __device__ __forceinline__ void exponentials(float (&s)[32], float scale_log2, int t) {
-        inverse_exponentials(s, scale_log2);
+#pragma unroll
+        for (float& x : s) x = exp2_approximate(x * -scale_log2);
         float product[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -52,7 +48,8 @@ class GatedFastScan : public FastScan {
     template <class Element>
     __device__ __forceinline__ void logit_gradients(int r, float (&s)[32], float (&g)[32],
                                                     uint32_t (&packed)[8]) const {
-        large_[r] ? gradients_of_row<Element, true>(r, s, g, packed) : gradients_of_row<Element, false>(r, s, g, packed);
+        large_[r] ? gradients_of_row<Element, true>(r, s, g, packed)
+                  : gradients_of_row<Element, false>(r, s, g, packed);
     }
 
   private:
@@ -115,8 +112,8 @@ class GatedFastScan : public FastScan {
         return 1.f - fmaf(c, beta, beta);
     }
 
-    // Calls f(key, chain, c) for the keys of this thread, from the oldest on, alternately for each chain. Reads c of the
-    // key if kReadsGates is set.
+    // Calls f(key, chain, c) for the keys of this thread, from the oldest on, alternately for each chain. Reads c of
+    // the key if kReadsGates is set.
     template <bool kReadsGates, class F>
     __device__ __forceinline__ void for_each_key(const F& f) const {
 #pragma unroll
@@ -138,87 +135,20 @@ class GatedFastScan : public FastScan {
     float inverse_e_[kKeepsE ? 32 : 1];
 };
 
-class GatedSlowScan : public SlowScan {
-  public:
-    __device__ __forceinline__ GatedSlowScan(int half, const HalfTileGates& gates, int t)
-        : SlowScan(half), gates_(gates), t_(t) {}
-
-    __device__ __forceinline__ void exponentials(float (&s)[32], float scale_log2, int t) {
-        inverse_exponentials(s, scale_log2);
-        float product[2] = {1.f, 1.f};
-#pragma unroll
-        for (int i = 0; i < kBackwardKeysPerThread / 4; ++i) {
-            const float4 c = gates_.quad(t, i);
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-#pragma unroll
-                for (int r = 0; r < 2; ++r)
-                    product[r] *= reciprocal(1.f + odds(component(c, k), s[accumulator_register(r, 4 * i + k)]));
-        }
-        set_products(product, t);
+// What SlowScan keeps of a score with forget gates.
+struct GatedScores {
+    static constexpr bool kGated = true;
+    static constexpr float kHidden = INFINITY;
+    const HalfTileGates& gates;
+    int t;
+    __device__ __forceinline__ float4 quad(int i) const { return gates.quad(t, i); }
+    __device__ __forceinline__ static float keep(float score, float scale_log2) {
+        return exp2_approximate(score * -scale_log2);
     }
-    template <class Element>
-    __device__ __forceinline__ void weights(int r, float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
-        constexpr float kScale = common::kWeightScale<Element>;
-        prevent_reuse(s);
-        float newer = 0.f;
-        sum_[r] = 0.f;
-        if (!started_[r]) {  // the row starts in newer keys: A and g are 0, even if its scores or dP are NaN
-#pragma unroll
-            for (int k = 0; k < kBackwardKeysPerThread; ++k) {
-                s[accumulator_register(r, k)] = INFINITY;
-                dp[accumulator_register(r, k)] = 0.f;
-            }
-            mass_[r] = 0.f;
-        }
-#pragma unroll
-        for (int quad = kBackwardKeysPerThread / 4 - 1; quad >= 0; --quad) {
-            const float4 c = gates_.quad(t_, quad);
-#pragma unroll
-            for (int k = 4 * quad + 3; k >= 4 * quad; --k) {
-                const int i = accumulator_register(r, k);
-                const float e = odds(component(c, k % 4), s[i]), inverse = reciprocal(1.f + e);
-                const float a = mass_[r] * (e * inverse);
-                mass_[r] *= inverse;
-                dp[i] *= a;
-                sum_[r] += dp[i];
-                if (k % 2 == 1)
-                    newer = a;
-                else
-                    packed[k / 2] = pack<Element>(kScale * a, kScale * newer);
-            }
-        }
-    }
-    template <class Element>
-    __device__ __forceinline__ void logit_gradients(int r, float (&s)[32], float (&g)[32],
-                                                    uint32_t (&packed)[8]) const {
-        prevent_reuse(s);
-        float b = prefix_[r], older = 0.f;
-#pragma unroll
-        for (int quad = 0; quad < kBackwardKeysPerThread / 4; ++quad) {
-            const float4 c = gates_.quad(t_, quad);
-#pragma unroll
-            for (int k = 4 * quad; k < 4 * quad + 4; ++k) {
-                const int i = accumulator_register(r, k);
-                const float w = exact_w(s[i]);
-                const float e = odds(component(c, k % 4), s[i]), dz = w * g[i] - (w * e) * b, n = g[i] - e * b;
-                b += g[i];
-                g[i] = n;
-                if (k % 2 == 0)
-                    older = dz;
-                else
-                    packed[k / 2] = pack<Element>(older, dz);
-            }
-        }
-    }
-
-  private:
-    __device__ __forceinline__ static float odds(float c, float inverse_e) {
+    __device__ __forceinline__ static float odds(float inverse_e, float c) {
         return min_nan(Gate::odds(c, inverse_e), common::kLargestE);
     }
-
-    const HalfTileGates& gates_;
-    const int t_;
+    __device__ __forceinline__ static float w(float inverse_e) { return exact_w(inverse_e); }
 };
 
 }  // namespace megatron_sb::hopper

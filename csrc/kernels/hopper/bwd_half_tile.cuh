@@ -58,9 +58,9 @@ class HalfScan : protected BackwardThread<T> {
     // The scans of a step.
     __device__ __forceinline__ auto slow_scan() const {
         if constexpr (T::kGated)
-            return GatedSlowScan(half_, control_.gates_of_half[half_], lane_ % 4);
+            return SlowScan(half_, GatedScores{control_.gates_of_half[half_], lane_ % 4});
         else
-            return SlowScan(half_);
+            return SlowScan<PlainScores>(half_);
     }
     __device__ __forceinline__ auto fast_scan() const {
         if constexpr (T::kGated)
@@ -79,8 +79,9 @@ class HalfScan : protected BackwardThread<T> {
                 const Rows<const void*>& k = args_.params.k;
                 float c = Gate::kLeastC;
                 if (key_of_tile < step.tile_keys)
-                    c = Gate::c_of<Element>(Gate::words(
-                        k, offset_of(k, step.batch, step.kv_head, step.k_row + key_of_tile), args_.params.sizes.head_dim));
+                    c = Gate::c_of<Element>(
+                        Gate::words(k, offset_of(k, step.batch, step.kv_head, step.k_row + key_of_tile),
+                                    args_.params.sizes.head_dim));
                 control_.gates_of_half[half_][key] = c;
             }
             warpgroup_barrier(barrier_of_consumer(half_));  // the gates are written
@@ -98,9 +99,10 @@ class HalfScan : protected BackwardThread<T> {
             if (key < kHalfTileKeys && half_ * kHalfTileKeys + key < last.tile_keys) {
                 const float sum = sums[0][key] + sums[1][key] + sums[2][key] + sums[3][key];
                 this->write_gate_gradient(last, half_ * kHalfTileKeys + key,
-                                        sum * Gate::inverse(control_.gates_of_half[half_][key]));
+                                          sum * Gate::inverse(control_.gates_of_half[half_][key]));
             }
-            // The sums are written again after the barrier of begin_gates(). The same thread writes the gate of its key.
+            // The sums are written again after the barrier of begin_gates(). The same thread writes the gate of its
+            // key.
         }
     }
 
@@ -155,7 +157,7 @@ class HalfScan : protected BackwardThread<T> {
         }
         scan.prefixes(lane_ % 4);
         store_carry_out(scan, number);
-        if constexpr (std::is_base_of_v<SlowScan, Scan>) clear_nan_queries(scan, number, stage);
+        if constexpr (kIsSlow<Scan>) clear_nan_queries(scan, number, stage);
         before_dz();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -178,7 +180,8 @@ class HalfScan : protected BackwardThread<T> {
     // of the newer half has arrived on older_carry_out_empty for this step, which it does after its product S. For that
     // the newer half needs nothing from the older half except carry_out[0], which store_carry_out() has written. The dK
     // of the newer half may read NaN or 0: dz of the row is NaN for all of its keys, so dK is NaN in both cases.
-    __device__ __forceinline__ void clear_nan_queries(const SlowScan& scan, uint32_t number, int stage) const {
+    template <class Scan>
+    __device__ __forceinline__ void clear_nan_queries(const Scan& scan, uint32_t number, int stage) const {
         if (!__any_sync(~0u, scan.has_unstarted_nan(0) || scan.has_unstarted_nan(1))) return;
         if (half_ == 0) control_.older_carry_out_empty.wait(CarryPlace::of(number));
 #pragma unroll

@@ -135,8 +135,8 @@ class BackwardThread {
         store_staged_keys(args_.params.dk, head_dim(), step, staged_dk);
         store_staged_keys(args_.params.dv, head_dim_v(), step, staged_dv);
     }
-    // Writes the gradient of the gate of a key to the columns of dk after the key, or stores it as that of a part of the
-    // key tile.
+    // Writes the gradient of the gate of a key to the columns of dk after the key, or stores it as that of a part of
+    // the key tile.
     __device__ __forceinline__ void write_gate_gradient(const Step& step, int key, float gradient) const {
         if (step.flags & kPartialSums)
             args_.plan.partial_gates[partial_row(step) + key] = gradient;

@@ -183,21 +183,53 @@ class FastScan {
     bool large_[2];  // of the warp: whether a product of 1 + e is above kLargeProduct
 };
 
+// What SlowScan keeps of a score, and what it computes from it. c is a number for each key that forget gates need
+// (bwd_gated_scan.cuh).
+struct PlainScores {
+    static constexpr bool kGated = false;
+    static constexpr float kHidden = 0.f;  // of a key that contributes nothing
+    __device__ __forceinline__ float4 quad(int) const { return {}; }
+    // Returns e, at most 2^126.
+    __device__ __forceinline__ static float keep(float score, float scale_log2) {
+        return min_nan(exp2_approximate(score * scale_log2), common::kLargestE);
+    }
+    __device__ __forceinline__ static float odds(float e, float) { return e; }
+    // Returns the derivative of log(odds) with respect to the logit, times 1 - beta.
+    __device__ __forceinline__ static float w(float e) { return reciprocal(1.f + e); }
+};
+
+template <class Scores>
+class SlowScan;
+template <class Scan>
+inline constexpr bool kIsSlow = false;
+template <class Scores>
+inline constexpr bool kIsSlow<SlowScan<Scores>> = true;
+
+template <class Scores>
 class SlowScan {
   public:
-    __device__ __forceinline__ explicit SlowScan(int half) : half_(half) {}
+    __device__ __forceinline__ explicit SlowScan(int half, const Scores& scores = {}) : half_(half), scores_(scores) {}
 
     __device__ __forceinline__ void exponentials(float (&s)[32], float scale_log2, int t) {
         float product[2] = {1.f, 1.f};
 #pragma unroll
         for (int r = 0; r < 2; ++r)
 #pragma unroll
-            for (int k = 0; k < kBackwardKeysPerThread; ++k) {
-                float& x = s[accumulator_register(r, k)];
-                x = min_nan(exp2_approximate(x * scale_log2), common::kLargestE);
-                product[r] *= reciprocal(1.f + x);
+            for (int i = 0; i < kQuads; ++i) {
+                const float4 c = scores_.quad(i);
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    float& x = s[accumulator_register(r, 4 * i + k)];
+                    x = Scores::keep(x, scale_log2);
+                    product[r] *= reciprocal(1.f + Scores::odds(x, component(c, k)));
+                }
             }
-        set_products(product, t);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const QuadScan over = multiply_over_quad(product[r], t, [](float x, float y) { return x * y; });
+            mass_[r] = over.newer;
+            newer_mass[r] = over.all;  // the product of 1 - beta; start() turns it into the mass
+        }
     }
     // Whether row r starts only in newer keys and has a NaN score in this half.
     __device__ __forceinline__ bool has_unstarted_nan(int r) const {
@@ -211,6 +243,7 @@ class SlowScan {
         mass_[r] *= newer_mass[r];
         prefix_[r] = carry.prefix;
     }
+    // Packs the weights of row r. Replaces dp by g.
     template <class Element>
     __device__ __forceinline__ void weights(int r, float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
         constexpr float kScale = common::kWeightScale<Element>;
@@ -219,21 +252,28 @@ class SlowScan {
         sum_[r] = 0.f;
         if (!started_[r]) {  // the row starts in newer keys: A and g are 0, even if its scores or dP are NaN
 #pragma unroll
-            for (int k = 0; k < kBackwardKeysPerThread; ++k)
-                s[accumulator_register(r, k)] = dp[accumulator_register(r, k)] = 0.f;
+            for (int k = 0; k < kBackwardKeysPerThread; ++k) {
+                s[accumulator_register(r, k)] = Scores::kHidden;
+                dp[accumulator_register(r, k)] = 0.f;
+            }
             mass_[r] = 0.f;
         }
 #pragma unroll
-        for (int k = kBackwardKeysPerThread - 1; k >= 0; --k) {
-            const int i = accumulator_register(r, k);
-            const float inverse = reciprocal(1.f + s[i]), a = mass_[r] * (s[i] * inverse);
-            mass_[r] *= inverse;
-            dp[i] *= a;
-            sum_[r] += dp[i];
-            if (k % 2 == 1)
-                newer = a;
-            else
-                packed[k / 2] = pack<Element>(kScale * a, kScale * newer);
+        for (int quad = kQuads - 1; quad >= 0; --quad) {
+            const float4 c = scores_.quad(quad);
+#pragma unroll
+            for (int k = 4 * quad + 3; k >= 4 * quad; --k) {
+                const int i = accumulator_register(r, k);
+                const float e = Scores::odds(s[i], component(c, k % 4)), inverse = reciprocal(1.f + e);
+                const float a = mass_[r] * (e * inverse);
+                mass_[r] *= inverse;
+                dp[i] *= a;
+                sum_[r] += dp[i];
+                if (k % 2 == 1)
+                    newer = a;
+                else
+                    packed[k / 2] = pack<Element>(kScale * a, kScale * newer);
+            }
         }
     }
     __device__ __forceinline__ void prefixes(int t) {
@@ -244,42 +284,39 @@ class SlowScan {
             prefix_[r] = started_[r] ? prefix_[r] + over.older : 0.f;
         }
     }
+    // Packs dz of row r. With forget gates, replaces g by n.
     template <class Element>
-    __device__ __forceinline__ void logit_gradients(int r, float (&s)[32], const float (&g)[32],
+    __device__ __forceinline__ void logit_gradients(int r, float (&s)[32], float (&g)[32],
                                                     uint32_t (&packed)[8]) const {
         prevent_reuse(s);
         float b = prefix_[r], older = 0.f;
 #pragma unroll
-        for (int k = 0; k < kBackwardKeysPerThread; ++k) {
-            const int i = accumulator_register(r, k);
-            const float inverse = reciprocal(1.f + s[i]), dz = inverse * g[i] - (s[i] * inverse) * b;
-            b += g[i];
-            if (k % 2 == 0)
-                older = dz;
-            else
-                packed[k / 2] = pack<Element>(older, dz);
+        for (int quad = 0; quad < kQuads; ++quad) {
+            const float4 c = scores_.quad(quad);
+#pragma unroll
+            for (int k = 4 * quad; k < 4 * quad + 4; ++k) {
+                const int i = accumulator_register(r, k);
+                const float e = Scores::odds(s[i], component(c, k % 4)), w = Scores::w(s[i]);
+                const float dz = w * g[i] - (e * w) * b, n = g[i] - e * b;
+                b += g[i];
+                if (Scores::kGated) g[i] = n;
+                if (k % 2 == 0)
+                    older = dz;
+                else
+                    packed[k / 2] = pack<Element>(older, dz);
+            }
         }
     }
 
     float newer_mass[2], newer_prefix[2];
 
-  protected:
-    // Sets the masses, as products from the newer edge of the half tile, from the products of this thread's keys.
-    __device__ __forceinline__ void set_products(const float (&product)[2], int t) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const QuadScan over = multiply_over_quad(product[r], t, [](float x, float y) { return x * y; });
-            mass_[r] = over.newer;
-            newer_mass[r] = over.all;  // the product of 1 - beta; start() turns it into the mass
-        }
-    }
-
-    float mass_[2], prefix_[2], sum_[2];
-    bool started_[2];
-
   private:
+    static constexpr int kQuads = kBackwardKeysPerThread / 4;
+
     const int half_;
-    bool unstarted_nan_[2];
+    const Scores scores_;
+    float mass_[2], prefix_[2], sum_[2];
+    bool started_[2], unstarted_nan_[2];
 };
 
 }  // namespace megatron_sb::hopper

@@ -375,7 +375,7 @@ class ForwardConsumer {
     int work_number_ = 0, votes_ = 0;
     int k_uses_ = 0, v_uses_ = 0;  // uses of the rings so far; with unsigned numbers the scan at head_dim 64 spills
     int gate_uses_ = 0;
-    int end_of_keys_phases_ = 0;   // bit i: phase of the next end of keys in slot i
+    int end_of_keys_phases_ = 0;  // bit i: phase of the next end of keys in slot i
     RowState rows_;
     float s_[64], o_[T::kHeadDim / 2];
     uint32_t weights_[32];

@@ -3,6 +3,8 @@
 
 namespace megatron_sb::hopper {
 
-void launch_gated_forward(const ForwardParams& params, cudaStream_t stream) { launch_forward<true>(params, stream); }
+void launch_gated_forward(const ForwardParams& params, cudaStream_t stream) {
+    launch_forward<true>(params, stream);
+}
 
 }  // namespace megatron_sb::hopper

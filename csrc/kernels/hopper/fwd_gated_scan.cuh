@@ -14,8 +14,9 @@ class GatedForwardScan : public ForwardScan {
                                                 int tile, RowState& rows, const Gates& gates)
         : ForwardScan(scores, scale_log2, thread_in_quad, floor, tile, rows), gates_(gates) {}
 
-    // Replaces scores by weights and moves the mass to the older edge of the tile. E, e' and the weights of a row are three passes over its keys, and passes of the two rows are
-    // interleaved. In one pass, each key would wait for the latency of two instructions of the MUFU.
+    // Replaces scores by weights and moves the mass to the older edge of the tile. E, e' and the weights of a row are
+    // three passes over its keys, and passes of the two rows are interleaved. In one pass, each key would wait for the
+    // latency of two instructions of the MUFU.
     __device__ __forceinline__ void run() {
 #pragma unroll
         for (int k = 0; k < kForwardKeysPerThread; ++k) inverse_exponential(0, k);

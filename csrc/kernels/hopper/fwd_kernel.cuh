@@ -4,10 +4,10 @@
 //     A_k = e_k P_after_k     O += A V
 //
 // Warpgroup 0 loads. Its warp 0 takes work tiles and issues TMA loads (fwd_producer.cuh). Its warps 1 and 2 load the
-// tiles in which a segment ends (fwd_tail_loader.cuh); warp 3 exits. The other two (head_dim 128) or three (head_dim
-// 64) warpgroups consume: each computes its rows with wgmma (fwd_consumer.cuh, fwd_scan.cuh). The CTAs are persistent.
-// They take work tiles from a list, those with the most keys first. README.md draws the CTA and the permutation of
-// keys.
+// tiles in which a segment ends (fwd_tail_loader.cuh). Warp 3 loads forget gates, or exits. The other two (head_dim
+// 128) or three (head_dim 64) warpgroups consume: each computes its rows with wgmma (fwd_consumer.cuh, fwd_scan.cuh).
+// The CTAs are persistent. They take work tiles from a list, those with the most keys first. README.md draws the CTA
+// and the permutation of keys.
 #pragma once
 
 #include <algorithm>

@@ -11,9 +11,9 @@ namespace megatron_sb::hopper {
 
 using common::QueryTile;
 
-constexpr int kKeyTile = 128;    // keys in a tile of K or V
-constexpr int kRowBytes = 128;   // bytes of a row in shared memory: 64 elements, the width of the 128-byte swizzle
-constexpr int kKvStages = 2;     // slots in the ring of K tiles, and in the ring of V tiles
+constexpr int kKeyTile = 128;   // keys in a tile of K or V
+constexpr int kRowBytes = 128;  // bytes of a row in shared memory: 64 elements, the width of the 128-byte swizzle
+constexpr int kKvStages = 2;    // slots in the ring of K tiles, and in the ring of V tiles
 constexpr int kMaxWarpgroups = 3;
 constexpr int kTailLoaders = 2;  // warps: one loads tail tiles of K, the other those of V
 constexpr int kGateStages = 4;   // slots for the gates of a K tile
@@ -42,7 +42,7 @@ struct ForwardBarriers {
     Ring<Wait::kVFull, Wait::kVEmpty, kKvStages, 1, kConsumerWarps> v;
     Ring<Wait::kTailFull, Wait::kTailEmpty, 1, 1, 32> tail_ring[T::kLoaders];
     Ring<Wait::kGates, Wait::kGates, kGateStages, 32, kConsumers> gates;  // with forget gates
-    Event<Wait::kNone, kKvStages, 1> end_of_keys;  // tested, never awaited
+    Event<Wait::kNone, kKvStages, 1> end_of_keys;                         // tested, never awaited
     Event<Wait::kFinished, 1, kConsumers> finished;
 
     template <class Visit>

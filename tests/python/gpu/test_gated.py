@@ -11,6 +11,14 @@ from support.variants import ALLOWED, GATES, assert_variant, errors, make_varian
 from megatron_sb import reference, stickbreaking_attention
 
 variants = pytest.mark.parametrize("name", ["gated", "euclidean"])
+# Without open gates at logits of 12 +- 13: neither mass_threshold nor the restart floor bounds the error of df there
+# (docs/variants.md), with any kernel.
+REGIMES_AND_GATES = [
+    (regime, gates)
+    for regime in ("randn", "mean -8", "alternating", "saturated +15")
+    for gates in GATES
+    if (regime, gates) != ("alternating", "open")
+]
 
 
 @variants
@@ -26,12 +34,12 @@ def test_4k_keys(name, d, regime, dtype):
     assert all(error <= ALLOWED[dtype] for error in found.values()), found
 
 
-@pytest.mark.parametrize("gates", GATES)
-@pytest.mark.parametrize("regime", ["randn", "mean -8", "alternating", "saturated +15"])
+@pytest.mark.parametrize(("regime", "gates"), REGIMES_AND_GATES)
 @pytest.mark.parametrize(("d", "d_v"), [(64, 64), (128, 128), (96, 72)])
 def test_values_of_gates(d, d_v, regime, gates):
     """All results match the reference for each kind of gates, dense, with grouped heads, and packed."""
-    for dtype in (torch.bfloat16, torch.float16):
+    # fp16 cannot represent small gates and their gradients.
+    for dtype in (torch.bfloat16,) if gates == "nearly closed" else (torch.bfloat16, torch.float16):
         sizes = {"s": 700, "d": d, "d_v": d_v, "dtype": dtype, "gates": gates}
         assert_variant("gated", regime, h=2, h_kv=2, **sizes)
         assert_variant("gated", regime, attend_current=True, h=4, h_kv=1, **sizes)
