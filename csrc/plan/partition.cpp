@@ -69,7 +69,16 @@ Partition::Partition(Layout layout, Packing packing, int size, int64_t seq_len,
     num_documents_ = static_cast<int>(bounds_.size()) - 1;
     const std::vector<int64_t> documents = bounds_;
     if (bounds_.back() < seq_len) bounds_.push_back(seq_len);
-    check_lengths(cu_seqlens.has_value());
+    num_parts_ = num_chunks();
+    if (seq_len % num_parts_ != 0) {
+        throw InvalidArgument(concat("seq_len must be a multiple of ", num_parts_, " (layout \"", name_of(layout),
+                                     "\" over ", size, size == 1 ? " rank" : " ranks", "), got ", seq_len));
+    }
+    int next = 0;
+    for (size_t i = 0; i + 1 < bounds_.size(); ++i) {
+        first_longer_part_.push_back(next);
+        next = static_cast<int>((next + (bounds_[i + 1] - bounds_[i])) % num_parts_);
+    }
     if (layout == Layout::kBalanced) spans_ = balanced_spans(documents, seq_len, size);
 }
 
@@ -88,25 +97,13 @@ Partition Partition::over(int size) const {
     return other;
 }
 
-void Partition::check_lengths(bool packed) const {
-    const int multiple = num_chunks();
-    const bool by_document = packing_ == Packing::kPerDocument && layout_ != Layout::kBalanced;
-    const auto check = [&](int64_t length, const std::string& what) {
-        if (length % multiple == 0) return;
-        const char* packing = packed && by_document ? ", packing \"per_document\"" : "";
-        throw InvalidArgument(concat(what, " must be a multiple of ", multiple, " (layout \"", name_of(layout_),
-                                     "\" over ", size_, size_ == 1 ? " rank" : " ranks", packing, "), got ", length));
-    };
-    if (!packed || !by_document) {
-        check(num_rows(), "seq_len");
-        return;
-    }
-    for (size_t i = 0; i + 1 < bounds_.size(); ++i) {
-        const bool tail = static_cast<int>(i) == num_documents_;
-        check(bounds_[i + 1] - bounds_[i],
-              tail ? concat("the number of rows from cu_seqlens[-1] = ", bounds_[i], " to seq_len = ", num_rows())
-                   : concat("the length of document ", i, " (cu_seqlens ", bounds_[i], " to ", bounds_[i + 1], ")"));
-    }
+int64_t Partition::part_begin(size_t document, int part) const {
+    const int64_t begin = bounds_[document], length = bounds_[document + 1] - begin;
+    const int longer = static_cast<int>(length % num_parts_), first = first_longer_part_[document];
+    // The longer parts are first, first + 1, ..., counted modulo num_parts_.
+    const int wrapped = std::max(first + longer - num_parts_, 0);
+    return begin + part * (length / num_parts_) + std::clamp(part - first, 0, longer - wrapped) +
+           std::min(part, wrapped);
 }
 
 std::vector<int> Partition::chunks_of(int rank) const {
@@ -124,10 +121,11 @@ std::vector<Piece> Partition::chunk(int chunk) const {
     if (layout_ == Layout::kBalanced) return pieces_of_rank(chunk);
     std::vector<Piece> pieces;
     const int64_t chunk_rows = num_rows() / num_chunks();
+    const int parts = num_parts_ / num_chunks();  // in a chunk
     for (size_t i = 0; i + 1 < bounds_.size(); ++i) {
-        const int64_t begin = bounds_[i], end = bounds_[i + 1], part = (end - begin) / num_chunks();
+        const int64_t begin = bounds_[i], end = bounds_[i + 1];
         if (packing_ == Packing::kPerDocument) {
-            append(pieces, i, begin, begin + chunk * part, begin + (chunk + 1) * part);
+            append(pieces, i, begin, part_begin(i, chunk * parts), part_begin(i, (chunk + 1) * parts));
         } else {
             append(pieces, i, begin, std::max(begin, chunk * chunk_rows), std::min(end, (chunk + 1) * chunk_rows));
         }

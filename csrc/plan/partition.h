@@ -2,8 +2,10 @@
 //
 // zigzag splits the stream into 2 * size chunks, and rank r holds chunks r and 2 * size - 1 - r. contiguous splits it
 // into `size` chunks, and rank r holds chunk r. With `per_document` every document is split into that many parts, and
-// chunk i consists of part i of every document. With `whole_stream` the stream as a whole is split. Rows after the last
-// document form a tail that no query sees; the tail is split like a document.
+// chunk i consists of part i of every document. If the length of a document does not divide, some of its parts have one
+// row more than the others; the documents take turns with the parts, so that all chunks have equal rows. With
+// `whole_stream` the stream as a whole is split. Rows after the last document form a tail that no query sees; the tail
+// is split like a document.
 //
 // balanced splits the stream at any row, so that ranks have equal rows and nearly equal work (balanced_partition.h). It
 // does not use the packing. Chunk r then consists of all rows of rank r, in the order of the stream.
@@ -40,15 +42,13 @@ struct Piece {
 class Partition {
   public:
     // `cu_seqlens` has the start of each document and the end of the last; nullopt means one document of seq_len rows.
-    // Throws InvalidArgument if cu_seqlens do not start at 0, decrease or end beyond seq_len, or if a length is not a
-    // multiple of num_chunks(). The lengths are those of each document and of the tail with per_document, else seq_len.
-    // With balanced, only seq_len has to be a multiple.
+    // Throws InvalidArgument if cu_seqlens do not start at 0, decrease or end beyond seq_len, or if seq_len is not a
+    // multiple of num_chunks().
     Partition(Layout layout, Packing packing, int size, int64_t seq_len,
               const std::optional<std::vector<int64_t>>& cu_seqlens);
 
     // Returns the split of the same stream over `size` ranks. `size` must divide the size of this partition. Rank i of
-    // the result holds the rows of this partition's ranks [i * ratio, (i + 1) * ratio), where ratio is size() / size,
-    // if the layout is balanced.
+    // the result holds the rows of this partition's ranks [i * ratio, (i + 1) * ratio), where ratio is size() / size.
     Partition over(int size) const;
 
     Layout layout() const { return layout_; }
@@ -79,15 +79,19 @@ class Partition {
     std::vector<int64_t> chunk_rows(int rank, int chunk) const;
 
   private:
-    void check_lengths(bool packed) const;
+    // Returns the first stream row of part `part` of a document (or of the tail), of the parts that the constructor
+    // made.
+    int64_t part_begin(size_t document, int part) const;
     std::vector<Piece> pieces_of_rank(int rank) const;  // with balanced
 
     Layout layout_;
     Packing packing_;
     int size_;
     int num_documents_;
-    std::vector<int64_t> bounds_;  // bounds of the documents and of the tail, if any
-    std::vector<Span> spans_;      // with balanced, in the order of the stream
+    int num_parts_;                       // chunks of the partition that the constructor made; over() joins them
+    std::vector<int64_t> bounds_;         // bounds of the documents and of the tail, if any
+    std::vector<int> first_longer_part_;  // of each document: the first part with one row more, if any has
+    std::vector<Span> spans_;             // with balanced, in the order of the stream
 };
 
 }  // namespace megatron_sb::plan

@@ -11,7 +11,7 @@ from megatron_sb.ops.snapshot import Snapshot
 
 
 class PlanCache:
-    """Keep the latest context-parallel plans.
+    """Keep the latest context-parallel plans, for documents that Megatron's data loaders have cut into equal chunks.
 
     A plan is reused while the group, the sequence length, the layout and the packing are the same. `cu_seqlens` must
     also be the same tensor object and hold the same values. On a GPU, a write that torch counts makes a new plan. Torch
@@ -53,6 +53,7 @@ class PlanCache:
     ) -> ContextParallelPlan:
         """Return the plan for these arguments of `ContextParallelPlan`. All ranks of the group must call this."""
         arguments = {"seq_len": seq_len, "cu_seqlens": cu_seqlens, "layout": layout, "packing": packing}
+        arguments["equal_chunks"] = True
         if cu_seqlens is not None and cu_seqlens.is_inference():
             return ContextParallelPlan(cp_group, **arguments)
         key = (id(cp_group), seq_len, id(cu_seqlens), layout, packing)

@@ -7,8 +7,9 @@ A stream of ``seq_len`` rows is split over the ranks of a group. It is one docum
 - ``layout="balanced"`` splits the stream at any row, so that ranks have equal rows and nearly equal work. Documents can
   have any length. Rank r holds several parts of the stream, in the order of the stream.
 - With ``cu_seqlens``, ``packing="per_document"`` splits every document in this way, as Megatron and Transformer Engine
-  do. ``packing="whole_stream"`` splits the stream as a whole, at places that do not depend on the documents. A balanced
-  layout does not use the packing.
+  do. Documents can have any length: where it does not divide, some chunks get one row more, and the documents take
+  turns, so that all ranks have equal rows. ``packing="whole_stream"`` splits the stream as a whole, at places that do
+  not depend on the documents. A balanced layout does not use the packing.
 
 Rows after the last document belong to no document. They are split like one more document.
 """
@@ -16,6 +17,7 @@ Rows after the last document belong to no document. They are split like one more
 import functools
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -104,6 +106,19 @@ def _offsets(cu_seqlens: object) -> tuple[list[int] | None, str]:
     return cu_seqlens.tolist(), ""
 
 
+def _unequal_chunks(offsets: list[int], layout: str, size: int) -> str:
+    """Return an error message if a document does not divide into the chunks of a layout, or ""."""
+    chunks = {"zigzag": 2 * size, "contiguous": size}.get(layout, 1)
+    for i, (begin, end) in enumerate(pairwise(offsets)):
+        if (end - begin) % chunks:
+            return (
+                f"The length of document {i} (cu_seqlens {begin} to {end}) must be a multiple of {chunks}, because the "
+                f"data loader cuts each document into {chunks} equal chunks (layout {layout!r}, {size} ranks), got "
+                f"{end - begin}."
+            )
+    return ""
+
+
 def _text(name: str, value: object) -> str:
     """Return value if it is a string, else a text that names it: operators take only strings, and reject this one."""
     return value if isinstance(value, str) else f"{name}={value!r}"
@@ -125,6 +140,9 @@ class ContextParallelPlan:
         layout: "zigzag", "contiguous" or "balanced". Default: "zigzag".
         packing: "per_document" or "whole_stream". Not used without cu_seqlens, or with layout "balanced". Default:
             "per_document".
+        equal_chunks: whether to raise an error if a document does not divide into equal chunks with "per_document". Use
+            it where other code cuts the documents and needs such lengths, as Megatron's data loaders do. Default:
+            False.
 
     Attributes:
         cp_group: the process group.
@@ -139,9 +157,8 @@ class ContextParallelPlan:
 
     Raises:
         ValueError: On every rank, if any rank finds that
-            - a length is not a multiple of 2 * ranks (zigzag) or of ranks (contiguous): the length of each document
-              with "per_document", else seq_len;
-            - seq_len is not a multiple of ranks (balanced): add rows after the last document;
+            - seq_len is not a multiple of 2 * ranks (zigzag) or of ranks (contiguous, balanced): add rows after the
+              last document. With equal_chunks, also the length of a document;
             - offsets do not start at 0, decrease, or end beyond seq_len;
             - an argument has another invalid value, or differs between the ranks.
             On this rank alone, if it is not in the group.
@@ -166,11 +183,14 @@ class ContextParallelPlan:
         cu_seqlens: Tensor | None = None,
         layout: str = "zigzag",
         packing: str = "per_document",
+        equal_chunks: bool = False,
     ) -> None:
         offsets, error = _offsets(cu_seqlens)
         if seq_len is not None and (not isinstance(seq_len, int) or isinstance(seq_len, bool)):
             seq_len, error = None, error or f"seq_len must be an int, got {seq_len!r}."
         self.cp_group = _process_group(cp_group)
+        if equal_chunks and offsets is not None and packing == "per_document" and not error:
+            error = _unequal_chunks(offsets, layout, group_size(self.cp_group))
         self.state = torch.classes.megatron_sb.ContextParallelPlan(
             self.cp_group.group_name, seq_len, offsets, _text("layout", layout), _text("packing", packing), error
         )
@@ -318,8 +338,8 @@ def context_parallel_attention(
         zero gradients.
 
     Raises:
-        ValueError: If an argument has an invalid value, a length does not divide, comm does not support the layout, or
-            the ranks disagree.
+        ValueError: If an argument has an invalid value, the length does not divide, comm does not support the layout,
+            or the ranks disagree.
             While a plan is made, and in a call that is new on every rank, an error on one rank is raised on every
             rank. A rank that makes a known call raises it after the timeout of the group (gloo).
             Four errors are raised only on this rank at any time: a wrong number of dimensions of q without a plan, a
@@ -399,7 +419,7 @@ def shard_positions(
         row i of rank r.
 
     Raises:
-        ValueError: If a length does not divide (see `ContextParallelPlan`), or an argument is invalid.
+        ValueError: If seq_len does not divide (see `ContextParallelPlan`), or an argument is invalid.
 
     Example:
         >>> from megatron_sb.ops.context_parallel import shard_positions
@@ -441,8 +461,8 @@ def shard_sequence(
         each of them is in the whole sequence.
 
     Raises:
-        ValueError: If a length does not divide (see `ContextParallelPlan`), offsets or dim are invalid, or this rank is
-            not in the group.
+        ValueError: If the length does not divide (see `ContextParallelPlan`), offsets or dim are invalid, or this rank
+            is not in the group.
         TypeError: If cp_group is neither a process group nor a DeviceMesh, or x is not a tensor.
 
     Example:
@@ -486,9 +506,9 @@ def unshard_sequence(
         The whole sequence, on every rank.
 
     Raises:
-        ValueError: On every rank, if a length does not divide, or offsets or dim are invalid. Or if the ranks disagree
-            on the shape or dtype of x, dim, layout, packing or cu_seqlens. On this rank alone, if its cu_seqlens has a
-            wrong type, dtype or number of dimensions.
+        ValueError: On every rank, if the length does not divide, or offsets or dim are invalid. Or if the ranks
+            disagree on the shape or dtype of x, dim, layout, packing or cu_seqlens. On this rank alone, if its
+            cu_seqlens has a wrong type, dtype or number of dimensions.
         TypeError: If cp_group is neither a process group nor a DeviceMesh, or x is not a tensor.
         RuntimeError: If another rank is lost, or does not call the function before the timeout of the group.
 

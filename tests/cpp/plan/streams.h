@@ -30,8 +30,8 @@ struct Stream {
     }
 };
 
-// A dense stream, and two streams for each packing. The packed streams have empty documents and rows after the last
-// document. With whole_stream they also have documents of one row.
+// A dense stream, and two packed streams for each packing and kind of lengths. The packed streams have empty documents
+// and rows after the last document. "aligned" lengths are multiples of 2 * size. The others include 1.
 inline std::vector<Stream> streams(int size, unsigned seed) {
     std::mt19937 random(seed);
     const int64_t multiple = 2 * size;
@@ -42,8 +42,10 @@ inline std::vector<Stream> streams(int size, unsigned seed) {
     const int64_t ragged_len = (ragged.back() / multiple + 1) * multiple;
     return {
         {"dense", Packing::kPerDocument, multiple * 3, std::nullopt},
-        {"per_document", Packing::kPerDocument, aligned.back() + multiple, aligned},
-        {"per_document with a long tail", Packing::kPerDocument, aligned.back() + 3 * multiple, aligned},
+        {"per_document, aligned", Packing::kPerDocument, aligned.back() + multiple, aligned},
+        {"per_document, aligned, with a long tail", Packing::kPerDocument, aligned.back() + 3 * multiple, aligned},
+        {"per_document", Packing::kPerDocument, ragged_len, ragged},
+        {"per_document with a long tail", Packing::kPerDocument, ragged_len + 2 * multiple, ragged},
         {"whole_stream", Packing::kWholeStream, ragged_len, ragged},
         {"whole_stream with a long tail", Packing::kWholeStream, ragged_len + 2 * multiple, ragged},
     };

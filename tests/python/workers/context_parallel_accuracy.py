@@ -59,7 +59,8 @@ class Stream:
 
 STREAMS = {
     "dense": Stream(),
-    "per document": Stream((0, 48, 48, 144)),
+    "per document": Stream((0, 5, 52, 52, 143)),
+    "per document, equal chunks": Stream((0, 48, 48, 144)),
     "whole stream": Stream((0, 5, 5, 100, 101, 180), "whole_stream"),
 }
 

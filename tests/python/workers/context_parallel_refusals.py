@@ -35,7 +35,7 @@ def new_group(group) -> dist.ProcessGroup:
 
 
 def refuses_lengths_that_do_not_divide(group) -> None:
-    """The message names the document, its length and the required multiple."""
+    """The message names the length and the required multiple, with equal_chunks also the document."""
     multiple = 2 * dist.get_world_size()
     q, k, v = local_inputs(group)
     expect_on_every_rank(
@@ -47,7 +47,9 @@ def refuses_lengths_that_do_not_divide(group) -> None:
         mentions(f"seq_len {multiple + 1} multiple {multiple // 2} balanced"),
     )
     expect_on_every_rank(
-        lambda: sb.ContextParallelPlan(group, cu_seqlens=offsets(0, multiple, 2 * multiple + 3, 3 * multiple)),
+        lambda: sb.ContextParallelPlan(
+            group, cu_seqlens=offsets(0, multiple, 2 * multiple + 3, 3 * multiple), equal_chunks=True
+        ),
         mentions(f"document 1 cu_seqlens {multiple + 3} multiple {multiple}"),
     )
     expect_on_every_rank(
@@ -59,7 +61,7 @@ def refuses_lengths_that_do_not_divide(group) -> None:
     )
     expect_on_every_rank(
         lambda: sb.unshard_sequence(torch.zeros(1, 3), group, cu_seqlens=offsets(0, 1, 3)),
-        mentions("document 0 length 1"),
+        mentions(f"seq_len multiple {multiple}"),
     )
 
 
