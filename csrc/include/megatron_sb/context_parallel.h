@@ -37,11 +37,10 @@ class ContextParallelPlan : public torch::CustomClassHolder {
     // - cu_seqlens: the start of each packed document and the end of the last one, equal on all ranks. Default: each
     //   batch element is one sequence.
     // - layout: "zigzag" splits a length into 2 * ranks chunks, "contiguous" into as many chunks as ranks. "balanced"
-    //   splits the stream at any row, so that ranks have equal rows and nearly equal work. seq_len must then be a
-    //   multiple of the ranks; documents can have any length.
-    // - packing: "per_document" splits each document, so the length of each document must be a multiple of the number
-    //   of chunks. "whole_stream" splits the stream as a whole, so seq_len must be such a multiple. Not used with
-    //   layout "balanced".
+    //   splits the stream at any row, so that ranks have equal rows and nearly equal work. seq_len must be a multiple
+    //   of the number of chunks ("balanced": of ranks); documents can have any length.
+    // - packing: "per_document" splits each document, "whole_stream" the stream as a whole. Not used with layout
+    //   "balanced".
     // - argument_error: if not empty on some rank, every rank throws std::invalid_argument with this text. A caller
     //   that finds an invalid argument on its rank passes the message here, so that the other ranks do not wait for
     //   this rank.

@@ -44,7 +44,8 @@ TEST(Dispatch, UsesTheFirstGpuKernelsThatSupportTheRequest) {
     EXPECT_EQ(name(90, Dtype::kBFloat16, 256, 256), "portable");
     EXPECT_EQ(name(80, Dtype::kBFloat16, 128, 128), "portable");
     EXPECT_EQ(name(100, Dtype::kFloat16, 64, 64), "portable");
-    EXPECT_STREQ(find({Device::kCuda, 90, Dtype::kBFloat16, 128, 128, true}).name, "portable");  // with forget gates
+    EXPECT_STREQ(find({Device::kCuda, 90, Dtype::kBFloat16, 128, 128, true}).name, "hopper");  // with forget gates
+    EXPECT_STREQ(find({Device::kCuda, 90, Dtype::kBFloat16, 136, 128, true}).name, "portable");
     EXPECT_STREQ(find({Device::kCuda, 90, Dtype::kBFloat16, 128, 128, false, true}).name, "portable");  // paged cache
     EXPECT_THROW(find({Device::kCuda, 90, Dtype::kFloat64, 64, 64}), InvalidArgument);
 }
