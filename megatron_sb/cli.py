@@ -74,15 +74,19 @@ def _convert(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from megatron_sb import checkpoints
+    from megatron_sb.checkpoints import multipliers
     from megatron_sb.checkpoints.runs import find_checkpoint
 
     source = Path(arguments.source)
     source_format = checkpoints.format_of(source)
     checkpoints.check_target(arguments.out, arguments.to)
     source = find_checkpoint(source) or source
-    model = checkpoints.load(source, arguments.config, arguments.swap_attention)
+    model = checkpoints.load(source, arguments.config, arguments.swap_attention, arguments.kv_heads)
     checkpoints.save(model, arguments.out, arguments.to, tokenizer=arguments.source)
     print(f"{source} ({source_format}) -> {arguments.out} ({arguments.to}): {model.num_parameters():,} parameters")
+    folded = [f"{name} {value:g}" for name, value in multipliers.folded(model.config, arguments.to).items()]
+    if folded:
+        print(f"Folded into the weights, each rounded once: {', '.join(folded)}")
     return 0
 
 
@@ -179,7 +183,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("rest", nargs=argparse.REMAINDER)
     command.set_defaults(run=_experiment)
 
-    command = commands.add_parser("convert", help="convert a checkpoint to another format; every weight keeps its bits")
+    command = commands.add_parser("convert", help="convert a checkpoint to another format")
     command.add_argument(
         "source",
         metavar="SOURCE",
@@ -199,6 +203,12 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="read a model with softmax attention (Llama of transformers, or a run) as one with stick-breaking "
         "attention; it then needs training (default: off)",
+    )
+    command.add_argument(
+        "--kv-heads",
+        choices=("grouped", "tiled"),
+        help="for a Dolomite model with more than one KV head and fewer than query heads: query head n reads KV head "
+        "n // (heads / KV heads) (grouped) or n %% KV heads (tiled) (default: what config.json records, else required)",
     )
     command.set_defaults(run=_convert)
     return parser

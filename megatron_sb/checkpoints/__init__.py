@@ -1,9 +1,10 @@
-"""Convert checkpoints of stick-breaking models between formats. Every weight keeps its bits.
+"""Convert checkpoints of stick-breaking models between formats. Every weight keeps its bits, except folded ones.
 
     megatron-sb convert SOURCE OUT --to huggingface
 
 Every conversion goes through `StickBreakingForCausalLM`. The formats are "huggingface" (that model), "megatron"
 (Megatron-Core's distributed checkpoints), "dolomite" (dolomite-engine, lm-engine) and "fla" (flash-linear-attention).
+"megatron" and "fla" have no fields for the multipliers of muP: `save` folds these into the weights (`multipliers`).
 Models with softmax attention can be read too, with `swap_attention`: "llama", and "megatron" checkpoints of such runs.
 """
 
@@ -17,7 +18,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import GenerationConfig
 
-from megatron_sb.checkpoints import dolomite, files, fla, llama, runs
+from megatron_sb.checkpoints import dolomite, files, fla, llama, multipliers, runs
 from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
 from megatron_sb.megatron.integrity import CheckpointError, cause_of
 from megatron_sb.training.config import load_config
@@ -65,7 +66,10 @@ def format_of(source: str | Path) -> str:
 
 
 def load(
-    source: str | Path, config: str | Path | None = None, swap_attention: bool = False
+    source: str | Path,
+    config: str | Path | None = None,
+    swap_attention: bool = False,
+    kv_heads: str | None = None,
 ) -> StickBreakingForCausalLM:
     """Read a model in any of `FORMATS` onto the CPU.
 
@@ -78,6 +82,9 @@ def load(
         swap_attention: read the weights of a model with softmax attention, "llama" or a "megatron" checkpoint of
             such a run, and give it stick-breaking attention. The weights were trained for softmax, so the model needs
             training. Default False.
+        kv_heads: which KV head a query head n of a "dolomite" model reads: "grouped", n // (heads / kv_heads), or
+            "tiled", n % kv_heads. Required if the model has more than one KV head and fewer than query heads, unless
+            config.json records it, as in folders that `save` wrote. Default None.
 
     Returns:
         The model in eval mode, with the dtype of its weights.
@@ -86,7 +93,8 @@ def load(
         FileNotFoundError: if `source` does not exist, has no config.json or no weights, or `config` does not exist.
         ValueError: if an option cannot be converted, or a weight is missing, unexpected or of the wrong shape. Or if
             `config` is given for a format that stores its configuration. Or if the model has softmax attention without
-            swap_attention, or stick-breaking attention with it.
+            swap_attention, or stick-breaking attention with it. Or if kv_heads is missing, unknown, contradicts
+            config.json, or is given for another format. Or if `config` has multipliers, which "megatron" lacks.
 
     Example:
         >>> import tempfile
@@ -102,6 +110,8 @@ def load(
     source_format = format_of(source)
     if config is not None and source_format != "megatron":
         raise InputError(f"config must be None for a {source_format} folder, which has its own, got {str(config)!r}.")
+    if kv_heads is not None and source_format != "dolomite":
+        raise InputError(f"kv_heads must be None for a {source_format} folder, got {kv_heads!r}.")
     if source_format != "megatron":  # there the configuration tells
         _check_swap(swap_attention, source_format == "llama", source)
     if source_format == "huggingface":
@@ -117,7 +127,10 @@ def load(
         weights = megatron.to_ours(found, model_config, source)
     else:
         with files.naming_config(source / "config.json"):
-            model_config, weights = {"fla": fla, "llama": llama, "dolomite": dolomite}[source_format].load(source)
+            if source_format == "dolomite":
+                model_config, weights = dolomite.load(source, kv_heads)
+            else:
+                model_config, weights = {"fla": fla, "llama": llama}[source_format].load(source)
     model = _model_with_weights(model_config, weights, source)
     if source_format == "huggingface" and (source / "generation_config.json").exists():
         with files.naming_config(source / "generation_config.json"):
@@ -151,13 +164,15 @@ def save(model: StickBreakingForCausalLM, out: str | Path, to: str, tokenizer: s
     """Write a model to a new folder. If writing fails, the folder does not exist.
 
     Args:
-        model: the model; its weights keep their dtype.
+        model: the model; its weights keep their dtype. "megatron" and "fla" have no fields for multipliers:
+            `multipliers.fold` multiplies the weights by them, and rounds each of these weights once.
         out: folder to be written; it must not exist.
         to: format to be written, one of `FORMATS`.
         tokenizer: folder with the files of a tokenizer, which are copied. Default: none.
 
     Raises:
-        ValueError: if `to` is not one of `FORMATS`, `out` exists, or the model has an option that the format lacks.
+        ValueError: if `to` is not one of `FORMATS`, `out` exists, or the model has an option that the format lacks. Or
+            if a multiplier cannot be folded: it is 0 or not finite, or a weight overflows its dtype.
         CheckpointError: if the folder cannot be written, for example because the disk is full.
 
     Example:
@@ -243,6 +258,7 @@ def _megatron_config(
             _check_swap(swap_attention, kind == "softmax", source)
         model_config = files.model_config(path)
         megatron.check_one_epsilon(model_config)
+        multipliers.check_none(model_config, "megatron")
         return model_config
     training = load_config(path)
     attention = megatron.attention_of(training, source)

@@ -9,7 +9,12 @@ Two layouts are read. `save` writes "flat".
 | config.json has | n_embd | sequence_mixer_blocks, mlp_blocks |
 | modules of a layer | attn, and mlp or moe | sequence_mixer, mlp_block |
 | head_bias and norm | optional | always |
-| query head n reads KV head | n % num_kv_heads | n // (num_heads / num_kv_heads) |
+| KV heads, if fewer than query heads | tiled | tiled or grouped |
+
+Tiled: query head n reads KV head n % num_kv_heads. Grouped: query head n reads KV head n // (num_heads / num_kv_heads).
+Code of 2025-03 and later tiles KV heads in padded batches and groups them in batches without padding. The files do not
+record which of the two a model was trained with, so `load` has an argument for it. `save` writes tiled KV heads and
+records them in the field KV_HEADS, which only this module reads.
 
 In both layouts `c_attn` is fused as in `layouts.fuse_qkv`. `c_fc` holds the up projection, then the gate.
 The oldest models have sb_remainder but no head_bias: they add the mass times the value at the query's own position.
@@ -27,17 +32,19 @@ from megatron_sb.checkpoints import files
 from megatron_sb.checkpoints.layouts import (
     fuse_glu,
     fuse_qkv,
-    interleaved_head_order,
     reorder_heads,
     split_experts,
     split_glu,
     split_qkv,
+    tiled_head_order,
 )
 from megatron_sb.huggingface import StickBreakingConfig
 from megatron_sb.validation import InputError
 
 MODEL_TYPES = ("sb_dolomite", "stickbreaking", "moe_stickbreaking", "gpt_dolomite", "gpt_base")
 MULTIPLIERS = {"embedding_multiplier": "m_emb", "residual_multiplier": "m_residual", "logits_scaling": "m_width"}
+KV_HEADS = "kv_head_layout"  # field of config.json in folders that `save` wrote
+KV_HEAD_LAYOUTS = ("grouped", "tiled")
 IDS = {"pad_token_id": 50256, "bos_token_id": 50256, "eos_token_id": 50256}
 HALVES = ("up", "gate")  # order of the rows of c_fc
 OUTER = {
@@ -48,14 +55,26 @@ OUTER = {
 HEAD_VECTORS = {"remainder_bias": "head_bias", "norm_weight": "norm.weight", "norm_bias": "norm.bias"}
 
 
-def load(folder: Path) -> tuple[StickBreakingConfig, dict[str, Tensor]]:
+def load(folder: Path, kv_heads: str | None = None) -> tuple[StickBreakingConfig, dict[str, Tensor]]:
     """Read the configuration and the weights of either layout.
 
-    Raise ValueError for options that `StickBreakingForCausalLM` lacks, and for missing or unexpected weights.
+    Args:
+        folder: folder of the model.
+        kv_heads: one of KV_HEAD_LAYOUTS. Required if 1 < num_key_value_heads < num_attention_heads and `save` did not
+            write the folder. Default None.
+
+    Returns:
+        The configuration, and the weights with the names, shapes and grouped KV heads of `StickBreakingForCausalLM`.
+
+    Raises:
+        ValueError: if the model has options that `StickBreakingForCausalLM` lacks, weights are missing or unexpected,
+            or kv_heads is missing or differs from what the folder records.
     """
-    found, tensors = files.read_config(folder), files.read_tensors(folder)
+    found = files.read_config(folder)
     flat = "n_embd" in found
     fields = _flat_fields(found) if flat else _block_fields(found)
+    layout = _kv_head_layout(found.get(KV_HEADS), kv_heads, fields)
+    tensors = files.read_tensors(folder)
     for field, name in MULTIPLIERS.items():
         fields[field] = found.get(name) or 1.0
     fields |= {name: found.get(name, default) for name, default in IDS.items()}
@@ -77,7 +96,7 @@ def load(folder: Path) -> tuple[StickBreakingConfig, dict[str, Tensor]]:
         tie_word_embeddings=found.get("tie_word_embeddings", True),
     )
     modules = _modules(tensors, config)
-    return config, _to_ours(config, files.Weights(folder, tensors), modules, interleaved=flat)
+    return config, _to_ours(config, files.Weights(folder, tensors), modules, layout)
 
 
 def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) -> None:
@@ -111,6 +130,8 @@ def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) 
         **{name: None if (value := getattr(config, field)) == 1 else value for field, name in MULTIPLIERS.items()},
         **{name: getattr(config, name) for name in IDS},
     }
+    if head_type == "gqa":
+        fields[KV_HEADS] = "tiled"
     if config.num_experts:
         fields |= {"num_experts": config.num_experts, "num_experts_per_tok": config.num_experts_per_tok}
     files.write(folder, fields, _to_theirs(config, weights))
@@ -166,6 +187,29 @@ def _block_fields(found: dict) -> dict:
     }
 
 
+def _kv_head_layout(recorded: str | None, given: str | None, fields: dict) -> str:
+    """Return which KV heads the query heads read, one of KV_HEAD_LAYOUTS.
+
+    Raise ValueError if the choice is missing, unknown or contradicts the recorded one.
+    """
+    heads = fields["num_attention_heads"]
+    kv_heads = fields["num_key_value_heads"] or heads
+    choices = " or ".join(map(repr, KV_HEAD_LAYOUTS))
+    if given not in (None, *KV_HEAD_LAYOUTS):
+        raise InputError(f"kv_heads must be {choices}, got {given!r}.")
+    if recorded not in (None, *KV_HEAD_LAYOUTS):
+        raise InputError(f"config.json: {KV_HEADS} must be {choices}, got {recorded!r}.")
+    if recorded and given and given != recorded:
+        raise InputError(f"kv_heads must be {recorded!r}, which config.json records ({KV_HEADS}), got {given!r}.")
+    layout = given or recorded
+    if layout is None and 1 < kv_heads < heads:
+        raise InputError(
+            f"kv_heads must be {choices} (--kv-heads) for {heads} query heads and {kv_heads} KV heads, got None. "
+            "config.json does not record it, and the two give different models: see docs/checkpoints.md."
+        )
+    return layout or "grouped"
+
+
 def _one_of(found: dict, name: str) -> dict:
     """Return the block that all layers share. Raise ValueError if layers differ."""
     first, *others = found[name]
@@ -186,10 +230,10 @@ def _modules(tensors: dict[str, Tensor], config: StickBreakingConfig) -> tuple[s
 
 
 def _to_ours(
-    config: StickBreakingConfig, weights: files.Weights, modules: tuple[str, str], interleaved: bool
+    config: StickBreakingConfig, weights: files.Weights, modules: tuple[str, str], kv_head_layout: str
 ) -> dict[str, Tensor]:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    order = interleaved_head_order(heads, kv_heads) if interleaved else torch.arange(heads)
+    order = tiled_head_order(heads, kv_heads) if kv_head_layout == "tiled" else torch.arange(heads)
     attn, mlp = modules
     converted = {ours: tensor for ours, theirs in OUTER.items() if (tensor := weights.pop_first(theirs)) is not None}
     for number in range(config.num_hidden_layers):
@@ -216,7 +260,7 @@ def _to_ours(
 
 def _to_theirs(config: StickBreakingConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    order = interleaved_head_order(heads, kv_heads).argsort()
+    order = tiled_head_order(heads, kv_heads).argsort()
     attn, mlp = _modules({}, config)
     converted = {theirs: weights[ours] for ours, theirs in OUTER.items() if ours in weights}
     for number in range(config.num_hidden_layers):

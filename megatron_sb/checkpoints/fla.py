@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_sb.checkpoints import files
+from megatron_sb.checkpoints import files, multipliers
 from megatron_sb.huggingface import StickBreakingConfig
 
 MODEL_TYPE = "stickbreaking_attn"
@@ -47,18 +47,15 @@ def load(folder: Path) -> tuple[StickBreakingConfig, dict[str, Tensor]]:
 
 
 def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) -> None:
-    """Write config.json and weights. Raise ValueError for options that this format lacks."""
+    """Write config.json and weights, with multipliers folded. Raise ValueError for options that this format lacks."""
     fixed_fields = {
         "remainder_bias": False,
         "head_norm": False,
         "num_experts": None,
-        "attention_multiplier": None,
-        "embedding_multiplier": 1.0,
-        "residual_multiplier": 1.0,
-        "logits_scaling": 1.0,
         "head_dim": config.hidden_size / config.num_attention_heads,
     }
     files.check_supported(config, fixed_fields, "fla")
+    config, weights = multipliers.fold(config, weights, "fla")
     fields = {name: getattr(config, name) for name in (*SHARED_FIELDS, *IDS, "attend_current", "tie_word_embeddings")}
     fields |= {
         "architectures": ["StickBreakingAttentionForCausalLM"],

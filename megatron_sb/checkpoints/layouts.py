@@ -60,15 +60,15 @@ def split_experts(name: str, gate_up: Tensor, down: Tensor, halves: tuple[str, s
     return weights
 
 
-def interleaved_head_order(num_heads: int, num_kv_heads: int) -> Tensor:
-    """Return the permutation from interleaved to grouped query heads.
+def tiled_head_order(num_heads: int, num_kv_heads: int) -> Tensor:
+    """Return the permutation from tiled to grouped query heads.
 
-    Interleaved: query head n reads KV head n % num_kv_heads. Grouped: query head n reads KV head
-    n // (num_heads // num_kv_heads). x[order] is grouped if x is interleaved; `order.argsort()` is the inverse.
+    Tiled: query head n reads KV head n % num_kv_heads. Grouped: query head n reads KV head
+    n // (num_heads // num_kv_heads). x[order] is grouped if x is tiled; `order.argsort()` is the inverse.
 
     Example:
-        >>> from megatron_sb.checkpoints.layouts import interleaved_head_order
-        >>> interleaved_head_order(num_heads=4, num_kv_heads=2)  # heads 0 and 2 read KV head 0
+        >>> from megatron_sb.checkpoints.layouts import tiled_head_order
+        >>> tiled_head_order(num_heads=4, num_kv_heads=2)  # heads 0 and 2 read KV head 0
         tensor([0, 2, 1, 3])
     """
     return torch.arange(num_heads).view(-1, num_kv_heads).t().flatten()

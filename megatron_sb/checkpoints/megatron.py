@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_sb.checkpoints import files
+from megatron_sb.checkpoints import files, multipliers
 from megatron_sb.checkpoints.layouts import fuse_glu, fuse_qkv, split_experts, split_glu, split_qkv
 from megatron_sb.checkpoints.runs import RELEASE, TRACKER, only_stick_breaking_model
 from megatron_sb.huggingface import StickBreakingConfig
@@ -133,11 +133,10 @@ def to_ours(found: dict[str, Tensor], config: StickBreakingConfig, folder: Path)
 def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) -> None:
     """Write a checkpoint of the weights, without optimizer state, for `--load` of Megatron-LM's scripts.
 
-    Raise ValueError for options that Megatron-Core's models lack.
+    The weights contain the multipliers. Raise ValueError for options that Megatron-Core's models lack.
     """
-    multipliers = dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0)
-    files.check_supported(config, multipliers | {"attention_multiplier": None}, "megatron")
     check_one_epsilon(config)
+    config, weights = multipliers.fold(config, weights, "megatron")
     layers = [_layer_to_theirs(config, weights, f"model.layers.{n}") for n in range(config.num_hidden_layers)]
     converted = {LAYERS + name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()

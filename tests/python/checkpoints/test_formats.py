@@ -1,4 +1,7 @@
-"""Every format preserves every bit. A naive implementation of each foreign layout computes the same logits."""
+"""Every format preserves every bit. A naive implementation of each foreign layout computes the same logits.
+
+test_multipliers.py has the models that conversion changes.
+"""
 
 import json
 
@@ -11,6 +14,7 @@ from transformers import AutoTokenizer
 
 import megatron_sb as sb
 from megatron_sb import checkpoints, cli
+from megatron_sb.checkpoints.multipliers import NO_MULTIPLIERS
 from megatron_sb.huggingface import byte_tokenizer
 from megatron_sb.options import DEFAULT_MASS_THRESHOLD
 
@@ -35,6 +39,14 @@ SUPPORTED = {
     "dolomite": set(VARIANTS) - {"remainder bias, own key, wide heads", "own key"},
     "fla": {"plain", "tied, one KV head", "own key"},
 }
+# The other two formats have no fields for multipliers, so these are folded into weights.
+WITH_MULTIPLIERS = ("huggingface", "dolomite")
+CASES = [
+    (to, variant)
+    for to in checkpoints.FORMATS
+    for variant in VARIANTS
+    if variant != "multipliers" or to in WITH_MULTIPLIERS
+]
 
 
 def make_model(dtype=torch.float32, **fields):
@@ -42,8 +54,7 @@ def make_model(dtype=torch.float32, **fields):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("to", checkpoints.FORMATS)
+@pytest.mark.parametrize(("to", "variant"), CASES)
 def test_there_and_back(to, variant, dtype, tmp_path):
     """Weights keep every bit, the configuration every field. An unsupported option is an error and leaves no file."""
     model = make_model(dtype, **VARIANTS[variant])
@@ -113,8 +124,8 @@ def swiglu(x, wide, back):
     return back @ (up * gate * torch.sigmoid(gate))
 
 
-def dolomite_attention(x, weights, prefix, config, interleaved):
-    """Read c_attn row by row and head by head, as lm-engine's modules of 2025 do. x: (s, hidden)."""
+def dolomite_attention(x, weights, prefix, config, kv_head_layout):
+    """Read c_attn row by row and repeat the KV heads, as lm-engine's modules of 2025 do. x: (s, hidden)."""
     heads, kv_heads = config["n_head"], config["num_key_value_heads"]
     width = config["n_embd"] // heads
     fused = weights[f"{prefix}.c_attn.weight"]
@@ -125,10 +136,11 @@ def dolomite_attention(x, weights, prefix, config, interleaved):
         q += list(rows[: -2 * width].split(width))
         k.append(rows[-2 * width : -width])
         v.append(rows[-width:])
-    out = []
+    out, times = [], heads // kv_heads
+    repeat = {"tiled": lambda w: w.repeat(times, 1, 1), "grouped": lambda w: w.repeat_interleave(times, 0)}
+    k, v = (repeat[kv_head_layout](torch.stack(w)) for w in (k, v))
     for head in range(heads):
-        read = head % kv_heads if interleaved else head // (heads // kv_heads)
-        parts = [(x @ w.T)[None, :, None] for w in (q[head], k[read], v[read])]
+        parts = [(x @ w.T)[None, :, None] for w in (q[head], k[head], v[head])]
         scale = config.get("attention_multiplier")
         o, mass = sb.reference.stickbreaking_attention(*parts, scale=scale, return_mass=True)
         o = o[0, :, 0]
@@ -153,7 +165,7 @@ def dolomite_mlp(x, weights, prefix, config):
     return torch.stack(out)
 
 
-def dolomite_logits(ids, weights, config, attn, mlp, interleaved):
+def dolomite_logits(ids, weights, config, attn, mlp, kv_head_layout):
     """Compute the logits of a whole Dolomite model in float64."""
     weights = {name: tensor.double() for name, tensor in weights.items()}
     eps, step = config["layer_norm_epsilon"], config.get("m_residual") or 1
@@ -161,7 +173,7 @@ def dolomite_logits(ids, weights, config, attn, mlp, interleaved):
     for number in range(config["n_layer"]):
         layer = f"transformer.h.{number}"
         inner = rms_norm(x, weights[f"{layer}.ln_1.weight"], eps)
-        x = x + step * dolomite_attention(inner, weights, f"{layer}.{attn}", config, interleaved)
+        x = x + step * dolomite_attention(inner, weights, f"{layer}.{attn}", config, kv_head_layout)
         inner = rms_norm(x, weights[f"{layer}.ln_2.weight"], eps)
         x = x + step * dolomite_mlp(inner, weights, f"{layer}.{mlp}", config)
     x = rms_norm(x, weights["transformer.ln_f.weight"], eps)
@@ -176,15 +188,14 @@ def test_the_flat_dolomite_format(variant, tmp_path):
     checkpoints.save(model, tmp_path / "out", "dolomite")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     ids, mlp = torch.randint(61, (12,)), "moe" if "num_experts" in config else "mlp"
-    expected = dolomite_logits(
-        ids, load_file(tmp_path / "out" / "model.safetensors"), config, "attn", mlp, interleaved=True
-    )
+    expected = dolomite_logits(ids, load_file(tmp_path / "out" / "model.safetensors"), config, "attn", mlp, "tiled")
     torch.testing.assert_close(model(ids[None]).logits[0].double(), expected, atol=5e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kv_heads", ["grouped", "tiled"])
 @pytest.mark.parametrize("has_experts", [False, True])
-def test_the_dolomite_format_of_blocks(has_experts, tmp_path):
-    """gpt_base has different names, grouped query heads, and experts in mlp_block."""
+def test_the_dolomite_format_of_blocks(has_experts, kv_heads, tmp_path):
+    """gpt_base has different names, grouped or tiled KV heads, and experts in mlp_block."""
     flat = {"n_embd": 32, "n_head": 4, "num_key_value_heads": 2, "n_layer": 2, "layer_norm_epsilon": 1e-5}
     mixer = {"sequence_mixer_type": "stickbreaking_attention", "num_attention_heads": 4, "num_key_value_heads": 2}
     mlp = {"mlp_type": "MoE" if has_experts else "MLP", "intermediate_size": 24, "activation_function": "swiglu"}
@@ -218,9 +229,9 @@ def test_the_dolomite_format_of_blocks(has_experts, tmp_path):
     weights |= {"transformer.wte.weight": torch.randn(61, 32), "transformer.ln_f.weight": torch.rand(32) + 0.5}
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(weights, tmp_path / "model.safetensors")
-    model, ids = checkpoints.load(tmp_path), torch.randint(61, (12,))
+    model, ids = checkpoints.load(tmp_path, kv_heads=kv_heads), torch.randint(61, (12,))
     described = config | flat | {"attention_multiplier": 0.2} | EXPERTS
-    expected = dolomite_logits(ids, weights, described, "sequence_mixer", "mlp_block", interleaved=False)
+    expected = dolomite_logits(ids, weights, described, "sequence_mixer", "mlp_block", kv_heads)
     torch.testing.assert_close(model(ids[None]).logits[0].double(), expected, atol=5e-4, rtol=1e-4)
 
 
@@ -254,29 +265,73 @@ PUBLISHED = {  # the relevant fields of shawntan/stickbreaking-3b's config.json,
 
 
 def write_published(folder, **changes):
+    config = PUBLISHED | changes
+    rows = (config["n_head"] + 2 * config["num_key_value_heads"]) * 32 // config["n_head"]
     weights = {
         "transformer.wte.weight": torch.randn(61, 32),
         "transformer.ln_f.weight": torch.rand(32),
         "transformer.h.0.ln_1.weight": torch.rand(32),
         "transformer.h.0.ln_2.weight": torch.rand(32),
-        "transformer.h.0.attn.c_attn.weight": torch.randn(96, 32),
+        "transformer.h.0.attn.c_attn.weight": torch.randn(rows, 32),
         "transformer.h.0.attn.c_proj.weight": torch.randn(32, 32),
         "transformer.h.0.mlp.c_fc.weight": torch.randn(48, 32),
         "transformer.h.0.mlp.c_proj.weight": torch.randn(32, 24),
     }
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(PUBLISHED | changes))
+    (folder / "config.json").write_text(json.dumps(config))
     save_file(weights, folder / "model.safetensors")
     return weights
 
 
-def test_the_published_configuration(tmp_path):
-    """Embeddings are tied by default; the scale and muP's multipliers are read."""
-    weights = write_published(tmp_path / "published")
-    model, ids = checkpoints.load(tmp_path / "published"), torch.randint(61, (12,))
+@pytest.mark.parametrize("to", checkpoints.FORMATS)
+def test_the_published_configuration(to, tmp_path):
+    """Embeddings are tied by default; the scale and muP's multipliers are read. Every format has the same logits."""
+    source, out = tmp_path / "published", tmp_path / "out"
+    weights, ids = write_published(source), torch.randint(61, (12,))
+    model = checkpoints.load(source)
     assert model.config.tie_word_embeddings and model.config.attention_multiplier == 1 / 64
-    expected = dolomite_logits(ids, weights, PUBLISHED, "attn", "mlp", interleaved=True)
-    torch.testing.assert_close(model(ids[None]).logits[0].double(), expected, atol=1e-3, rtol=1e-3)
+    assert cli.main(["convert", str(source), str(out), "--to", to]) == 0
+    for name, none in NO_MULTIPLIERS.items():
+        setattr(model.config, name, none)
+    model.config.save_pretrained(tmp_path / "config")
+    back = checkpoints.load(out, tmp_path / "config" if to == "megatron" else None)
+    expected = dolomite_logits(ids, weights, PUBLISHED, "attn", "mlp", "tiled")
+    torch.testing.assert_close(back(ids[None]).logits[0].double(), expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kv_heads", ["grouped", "tiled"])
+def test_the_choice_of_kv_heads(kv_heads, tmp_path):
+    """Each choice gives the logits of the code that repeats KV heads that way. They differ from each other."""
+    folder, changes = tmp_path / "source", {"attention_head_type": "gqa", "num_key_value_heads": 2}
+    weights, ids = write_published(folder, **changes), torch.randint(61, (12,))
+    assert cli.main(["convert", str(folder), str(tmp_path / "out"), "--to", "dolomite", "--kv-heads", kv_heads]) == 0
+    # The written folder records its KV heads.
+    models = [checkpoints.load(folder, kv_heads=kv_heads), checkpoints.load(tmp_path / "out")]
+    expected = dolomite_logits(ids, weights, PUBLISHED | changes, "attn", "mlp", kv_heads)
+    for model in models:
+        torch.testing.assert_close(model(ids[None]).logits[0].double(), expected, atol=1e-3, rtol=1e-3)
+    other = {"grouped": "tiled", "tiled": "grouped"}[kv_heads]
+    assert (checkpoints.load(folder, kv_heads=other)(ids[None]).logits[0] - expected).abs().max() > 0.1
+    with pytest.raises(ValueError, match=r"kv_heads must be 'tiled', which config.json records .* got 'grouped'"):
+        checkpoints.load(tmp_path / "out", kv_heads="grouped")
+
+
+def test_the_choice_of_kv_heads_is_required(tmp_path, capsys):
+    """Only where it makes a difference: with one KV head, or as many as query heads, there is one order."""
+    write_published(tmp_path / "source", num_key_value_heads=2)
+    assert cli.main(["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--to", "huggingface"]) == 2
+    message = "kv_heads must be 'grouped' or 'tiled' (--kv-heads) for 4 query heads and 2 KV heads, got None"
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="kv_heads must be 'grouped' or 'tiled', got 'interleaved'"):
+        checkpoints.load(tmp_path / "source", kv_heads="interleaved")
+    for kv_heads in (1, 4):
+        write_published(tmp_path / str(kv_heads), num_key_value_heads=kv_heads)
+        weights = [checkpoints.load(tmp_path / str(kv_heads), kv_heads=choice) for choice in (None, "grouped", "tiled")]
+        first, *others = (model.state_dict() for model in weights)
+        assert all(torch.equal(x, other[name]) for other in others for name, x in first.items())
+    make_model().save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="kv_heads must be None for a huggingface folder, got 'tiled'"):
+        checkpoints.load(tmp_path / "model", kv_heads="tiled")
 
 
 @pytest.mark.parametrize(
@@ -288,6 +343,7 @@ def test_the_published_configuration(tmp_path):
         ({"add_qkv_bias": True}, "add_qkv_bias must be False, got True"),
         ({"position_embedding_type": "alibi"}, "position_embedding_type must be .* got 'alibi'"),
         ({"model_type": "gpt2"}, "model_type must be one of .* got 'gpt2'"),
+        ({"kv_head_layout": "swapped"}, "kv_head_layout must be 'grouped' or 'tiled', got 'swapped'"),
         ({"n_inner": 32}, "Weights of the wrong shape in the checkpoint .*mlp"),
     ],
 )
