@@ -6,6 +6,8 @@
 // and arrives on tail_ring.full; the tail loader waits, reads it, and arrives on tail_ring.empty with all lanes. Every
 // lane waits for its own copies and makes them visible to wgmma (proxy fence). Then lane 0 arrives on k.full or v.full
 // for the slot; the consumers wait on it.
+//
+// With forget gates, a third warp loads the gates of all K tiles in the same way.
 #pragma once
 
 #include "kernels/hopper/fwd_producer.cuh"
@@ -21,12 +23,8 @@ class TailLoader {
 
     // `tiles` are the slots of the ring of K or V; `full` is its event k.full or v.full.
     __device__ void run(uint8_t (*tiles)[T::kKeyBytes], SlotBarriers<kKvStages>& full) const {
-        auto& ring = control_.tail_ring[loader_];
         for (uint32_t number = 0;; ++number) {
-            const auto place = Place<1>::of(number);
-            ring.wait_full(place);
-            const TailTile tile = control_.tail[loader_];
-            ring.empty.arrive(place);
+            const TailTile tile = receive(Place<1>::of(number));
             if (tile.slot < 0) return;
             copy_rows<kKeyTile, T::kPanels>(tiles[tile.slot], rows_, offset_of(rows_, tile.batch, tile.head, tile.row),
                                             tile.count, columns_, KeyOrder<kKeyTile>());
@@ -37,12 +35,8 @@ class TailLoader {
     // The loader of gates: it gets each tile whose K is loaded. Waits on gates.empty, on which all consumer threads
     // arrive. Each lane arrives on gates.full; the consumers wait on it.
     __device__ void load_gates() const {
-        auto& ring = control_.tail_ring[loader_];
         for (uint32_t number = 0;; ++number) {
-            const auto place = Place<1>::of(number);
-            ring.wait_full(place);
-            const TailTile tile = control_.tail[loader_];
-            ring.empty.arrive(place);
+            const TailTile tile = receive(Place<1>::of(number));
             if (tile.slot < 0) return;
             const auto slot = Place<kGateStages>::of(number);
             constexpr int kKeysPerLane = kKeyTile / 32;
@@ -63,6 +57,15 @@ class TailLoader {
     }
 
   private:
+    // Waits on tail_ring.full, on which the producer arrives, and arrives on tail_ring.empty, on which it waits.
+    __device__ __forceinline__ TailTile receive(const Place<1>& place) const {
+        auto& ring = control_.tail_ring[loader_];
+        ring.wait_full(place);
+        const TailTile tile = control_.tail[loader_];
+        ring.empty.arrive(place);
+        return tile;
+    }
+
     ForwardControl<T>& control_;
     const int loader_;
     const Rows<const void*>& rows_;
