@@ -90,7 +90,7 @@ class C10dTransport final : public Transport {
     // The tag of a message is its index among the messages of the list with the same peer. NCCL has no tags: it matches
     // the messages of a coalesced group in order.
     void post_messages(const std::vector<Message>& sends, const std::vector<Message>& receives, Works& works) {
-        const c10::DeviceType device = sends.at(0).tensor.device().type();
+        const c10::DeviceType device = (sends.empty() ? receives : sends).at(0).tensor.device().type();
         const bool coalesce = group_->getBackend(device)->supportsCoalescing();
         if (coalesce) group_->startCoalescing(device);
         std::vector<int> num_sent(size(), 0), num_received(size(), 0);

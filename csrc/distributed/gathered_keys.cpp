@@ -1,8 +1,10 @@
 // all_gather: every rank gets the keys of the whole stream in order, one group of KV heads at a time. The gather of the
 // next group overlaps the compute of this group. In the backward, the reduce-scatter of the gradients of this group
-// overlaps the compute of the next group.
+// overlaps the compute of the next group. If the ranks need at most half of that, each gets only the rows that it
+// needs, and sends their gradients back (key_row_exchange.h).
 #include <ATen/ATen.h>
 
+#include "distributed/key_row_exchange.h"
 #include "distributed/key_source.h"
 #include "ops/tensors.h"
 
@@ -12,12 +14,6 @@ namespace {
 int64_t num_head_groups(int64_t num_kv_heads, int64_t rows, int64_t rows_to_split) {
     return rows < rows_to_split ? 1 : std::min(kMaxHeadGroups, num_kv_heads);
 }
-
-// A collective with rows first, (ranks * rows, b, heads, d + d_v).
-struct Collective {
-    at::Tensor output;
-    std::unique_ptr<Pending> pending;
-};
 
 class GatheredKeys final : public KeySource {
   public:
@@ -38,15 +34,16 @@ class GatheredKeys final : public KeySource {
     }
 
     std::vector<KeyBlock> next_blocks() override {
-        keys_.pending->wait();
-        const at::Tensor stream = select_rows(keys_.output, 0, plan_.to_stream).transpose(0, 1);
-        keys_ = ++group_ < num_groups_ ? gather(group_) : Collective{};
+        keys_.wait();
+        const at::Tensor& order = plan_.key_rows ? plan_.key_rows->to_keys : plan_.to_stream;
+        const at::Tensor stream = select_rows(keys_.output, 0, order).transpose(0, 1);
+        keys_ = ++group_ < num_groups_ ? gather(group_) : RowTransfer{};
         stream_gradients_ = at::Tensor();
         return {{0, keys_of(stream, k_.size(3)), values_of(stream, k_.size(3))}};
     }
 
     KeyGradients gradients(size_t) override {
-        const int64_t rows = plan_.to_stream.numel(), d = k_.size(3);
+        const int64_t rows = from_buffer().numel(), d = k_.size(3);
         stream_gradients_ = at::zeros({k_.size(0), rows, heads(group_ - 1).count, d + v_.size(3)},
                                       k_.options().dtype(ops::accumulation_type(k_)));
         return {keys_of(stream_gradients_, d), values_of(stream_gradients_, d)};
@@ -54,27 +51,37 @@ class GatheredKeys final : public KeySource {
 
     void finish_step() override {
         if (!stream_gradients_.defined()) gradients(0);
-        const at::Tensor input =
-            select_rows(stream_gradients_.transpose(0, 1), 0, plan_.from_stream).unflatten(0, {transport_.size(), -1});
+        const at::Tensor rows = select_rows(stream_gradients_.transpose(0, 1), 0, from_buffer());
+        if (plan_.key_rows) {
+            gradients_.push_back(return_gradients(transport_, *plan_.key_rows, rows));
+            return;
+        }
+        const at::Tensor input = rows.unflatten(0, {transport_.size(), -1});
         const at::Tensor output = at::empty(input.sizes().slice(1), input.options());
         gradients_.push_back({output, transport_.reduce_scatter_sum(input, output)});
     }
 
     KeyGradients own_gradients() override {
         std::vector<at::Tensor> groups;
-        for (const Collective& gradient : gradients_) {
-            gradient.pending->wait();
-            groups.push_back(gradient.output.transpose(0, 1));
+        for (const RowTransfer& gradient : gradients_) {
+            gradient.wait();
+            const at::Tensor own =
+                plan_.key_rows ? sum_returned(*plan_.key_rows, gradient.output, k_.size(1)) : gradient.output;
+            groups.push_back(own.transpose(0, 1));
         }
         const at::Tensor own = at::cat(groups, 2);
         return {keys_of(own, k_.size(3)), values_of(own, k_.size(3))};
     }
 
   private:
-    Collective gather(int group) {
+    // The order in which rows of the key buffer travel.
+    const at::Tensor& from_buffer() const { return plan_.key_rows ? plan_.key_rows->from_keys : plan_.from_stream; }
+
+    RowTransfer gather(int group) {
         const HeadRange range = heads(group);
         const auto narrow = [&](const at::Tensor& x) { return x.narrow(2, range.begin, range.count).transpose(0, 1); };
         const at::Tensor input = at::cat({narrow(k_), narrow(v_)}, -1).contiguous();
+        if (plan_.key_rows) return send_key_rows(transport_, *plan_.key_rows, input);
         const at::Tensor output =
             at::empty({transport_.size(), input.size(0), input.size(1), input.size(2), input.size(3)}, input.options());
         return {output.flatten(0, 1), transport_.all_gather(input, output)};
@@ -86,8 +93,8 @@ class GatheredKeys final : public KeySource {
     const int64_t num_groups_;
     int group_ = 0;
     at::Tensor stream_gradients_;  // this rank's part
-    Collective keys_;
-    std::vector<Collective> gradients_;
+    RowTransfer keys_;
+    std::vector<RowTransfer> gradients_;
 };
 
 }  // namespace

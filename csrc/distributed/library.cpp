@@ -47,6 +47,7 @@ TORCH_LIBRARY_FRAGMENT(megatron_sb, m) {
         .def("size", &ContextParallelPlan::size)
         .def("seq_len", &ContextParallelPlan::seq_len)
         .def("local_len", &ContextParallelPlan::local_len)
+        .def("key_rows", &ContextParallelPlan::key_rows)
         .def("packed", &ContextParallelPlan::packed)
         .def("layout", &ContextParallelPlan::layout)
         .def("packing", &ContextParallelPlan::packing);

@@ -3,8 +3,11 @@
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <numeric>
+
 #include "core/error.h"
 #include "distributed/c10d_transport.h"
+#include "plan/key_rows.h"
 
 namespace megatron_sb {
 namespace {
@@ -124,6 +127,12 @@ int64_t ContextParallelPlan::seq_len() const {
 }
 int64_t ContextParallelPlan::local_len() const {
     return state_->partition.num_local_rows();
+}
+int64_t ContextParallelPlan::key_rows() const {
+    const plan::Partition& partition = state_->partition;
+    if (!plan::needs_few_key_rows(partition)) return seq_len();
+    const std::vector<int64_t> received = plan::key_rows(partition, state_->rank).num_received;
+    return std::accumulate(received.begin(), received.end(), int64_t{0});
 }
 bool ContextParallelPlan::packed() const {
     return state_->packed;

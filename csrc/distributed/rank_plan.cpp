@@ -29,6 +29,16 @@ RowSet make_row_set(const std::vector<int64_t>& rows, c10::Device device) {
     return {rows.front(), count, contiguous ? at::Tensor() : index_tensor(rows, device)};
 }
 
+KeyRowPlan make_key_row_plan(const plan::KeyRows& rows, c10::Device device) {
+    std::vector<int64_t> sent, num_sent;
+    for (const std::vector<int64_t>& of_rank : rows.sent) {
+        sent.insert(sent.end(), of_rank.begin(), of_rank.end());
+        num_sent.push_back(static_cast<int64_t>(of_rank.size()));
+    }
+    const at::Tensor from_keys = index_tensor(rows.place, device);
+    return {index_tensor(sent, device), num_sent, rows.num_received, inverse_permutation(from_keys), from_keys};
+}
+
 // Returns the row in the joint buffer of each row of the concatenated local buffers of the exchanging ranks.
 std::vector<int64_t> joint_order(const plan::Partition& partition, const plan::Partition& joint, int joint_rank) {
     std::vector<int64_t> joint_row(partition.num_rows()), order;
@@ -81,6 +91,9 @@ std::vector<at::Tensor> RankPlan::tensors() const {
         all.insert(all.end(), tables->segments.begin(), tables->segments.end());
     }
     for (const RowSet& lane : lanes) all.push_back(lane.list);
+    if (key_rows) {
+        all.insert(all.end(), {key_rows->sent, key_rows->to_keys, key_rows->from_keys});
+    }
     std::erase_if(all, [](const at::Tensor& tensor) { return !tensor.defined(); });
     return all;
 }
@@ -119,13 +132,23 @@ RankPlan make_rank_plan(const plan::Partition& partition, int rank, c10::Device 
         }
     }
     const at::Tensor from_stream = index_tensor(joint.gathered_positions(), device);
+    plan::SegmentPlan gather;
+    std::optional<KeyRowPlan> key_rows;
+    if (joint.size() > 1 && plan::needs_few_key_rows(joint)) {
+        const plan::KeyRows rows = plan::key_rows(joint, joint_rank);
+        gather = plan::gather_segments(joint, joint_rank, rows);
+        key_rows = make_key_row_plan(rows, device);
+    } else {
+        gather = plan::gather_segments(joint, joint_rank);
+    }
     RankPlan plan{.schedule = plan::Schedule(joint.layout(), joint.size()),
                   .rank = joint_rank,
                   .ring = make_tables(ring, device),
-                  .gather = make_tables(plan::gather_segments(joint, joint_rank), device),
+                  .gather = make_tables(gather, device),
                   .lanes = std::move(lanes),
                   .to_stream = inverse_permutation(from_stream),
                   .from_stream = from_stream,
+                  .key_rows = std::move(key_rows),
                   .rows_to_split_heads = rows_to_split_heads};
     if (num_exchanging > 1) {
         place_joint_rows(plan, joint_order(partition, joint, joint_rank), num_exchanging, device);

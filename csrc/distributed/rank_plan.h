@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <vector>
 
 #include "plan/partition.h"
@@ -55,11 +56,21 @@ constexpr int64_t kRowsToSplitHeads = 32768;
 constexpr size_t kMaxRowRanges = 8;  // the most row ranges of a rank that are sent as one message each
 constexpr int64_t kMaxHeadGroups = 4;
 
+// The key rows that a rank needs with all_gather, if the ranks do not need the whole stream (plan/key_rows.h).
+struct KeyRowPlan {
+    at::Tensor sent;  // rows of the local buffer that rank 0 needs, then those that rank 1 needs, ...
+    std::vector<int64_t> num_sent, num_received;  // by rank, this one included
+    // Row i of the key buffer is row to_keys[i] of the received rows in the order of the ranks; from_keys is the
+    // inverse.
+    at::Tensor to_keys;
+    at::Tensor from_keys;
+};
+
 struct RankPlan {
     plan::Schedule schedule;
     int rank;
     SegmentTables ring;         // a key buffer is a chunk; empty, like `lanes`, if the layout has no ring
-    SegmentTables gather;       // the only key buffer is the stream
+    SegmentTables gather;       // the only key buffer is the stream, or with key_rows the needed part of it
     std::vector<RowSet> lanes;  // by lane: the rows of this rank's own chunk in its local buffer
     // Row i of the stream is row to_stream[i] of the concatenated local buffers of all ranks; from_stream is the
     // inverse.
@@ -71,6 +82,7 @@ struct RankPlan {
     at::Tensor to_joint = {};
     at::Tensor from_joint = {};
     std::vector<std::vector<RowRange>> row_ranges = {};
+    std::optional<KeyRowPlan> key_rows = {};
     int64_t rows_to_split_heads;
 
     // Returns every tensor above that is defined.

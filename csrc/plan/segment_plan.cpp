@@ -35,6 +35,13 @@ bool continues(const Segment& segment, const Piece& query, const Piece& key) {
            segment.q_pos_minus_k_pos + segment.q_len == query.position - key.position;
 }
 
+// Returns the plan of a rank whose only key buffer has these pieces.
+SegmentPlan one_buffer(const Partition& partition, int rank, const std::vector<Piece>& keys) {
+    BufferSegments all{0, pair_pieces(partition.local(rank), keys, partition.num_documents())};
+    if (all.segments.empty()) return {{}, {{}}};
+    return {{{0, static_cast<int32_t>(partition.num_local_rows())}}, {std::move(all)}};
+}
+
 }  // namespace
 
 std::vector<Segment> pair_pieces(const std::vector<Piece>& queries, const std::vector<Piece>& keys, int num_documents) {
@@ -78,9 +85,11 @@ SegmentPlan ring_segments(const Partition& partition, int rank) {
 }
 
 SegmentPlan gather_segments(const Partition& partition, int rank) {
-    BufferSegments all{0, pair_pieces(partition.local(rank), partition.stream(), partition.num_documents())};
-    if (all.segments.empty()) return {{}, {{}}};
-    return {{{0, static_cast<int32_t>(partition.num_local_rows())}}, {std::move(all)}};
+    return one_buffer(partition, rank, partition.stream());
+}
+
+SegmentPlan gather_segments(const Partition& partition, int rank, const KeyRows& rows) {
+    return one_buffer(partition, rank, rows.pieces);
 }
 
 }  // namespace megatron_sb::plan

@@ -151,6 +151,8 @@ class ContextParallelPlan:
         size: number of ranks.
         seq_len: rows of the whole stream.
         local_len: rows of each rank.
+        key_rows: rows of keys that this rank has with "all_gather": seq_len, or only those that its queries see, if the
+            ranks together need at most half of the stream each.
         packed: whether the plan was made with cu_seqlens.
         layout: see Args.
         packing: see Args.
@@ -199,6 +201,7 @@ class ContextParallelPlan:
         self.size: int = self.state.size()
         self.seq_len: int = self.state.seq_len()
         self.local_len: int = self.state.local_len()
+        self.key_rows: int = self.state.key_rows()
         self.packed: bool = self.state.packed()
         self.layout: str = self.state.layout()
         self.packing: str = self.state.packing()

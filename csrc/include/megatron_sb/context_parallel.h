@@ -56,6 +56,7 @@ class ContextParallelPlan : public torch::CustomClassHolder {
     int64_t size() const;       // ranks of the group
     int64_t seq_len() const;    // rows of the whole stream
     int64_t local_len() const;  // rows of each rank: seq_len / size
+    int64_t key_rows() const;   // rows of keys that this rank has with all_gather, its own among them
     bool packed() const;        // whether the plan has cu_seqlens
     std::string layout() const;
     std::string packing() const;

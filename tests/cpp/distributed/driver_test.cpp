@@ -211,6 +211,29 @@ TEST_P(DriverTest, BalancesDocumentsOfAnyLength) {
     }
 }
 
+// Ranks exchange only the keys of the documents that they share.
+TEST_P(DriverTest, SendsOnlyTheKeysThatRanksNeed) {
+    const int size = GetParam();
+    if (size == 1) return;
+    std::vector<int64_t> offsets{0};
+    while (offsets.back() < 64 * size - 20) offsets.push_back(offsets.back() + 3 + 5 * (offsets.size() % 4));
+    const plan::Stream stream{"short documents", plan::Packing::kWholeStream, 64 * size, offsets};
+    for (const at::ScalarType dtype : {at::kDouble, at::kBFloat16}) {
+        const Case x = make_case(stream, dtype, -3.0, 0);
+        const Answer expected = one_rank(stream, x);
+        for (const auto layout : {plan::Layout::kZigzag, plan::Layout::kContiguous, plan::Layout::kBalanced}) {
+            for (const Mode& mode : modes_of(size)) {
+                if (mode.comm != Comm::kGather) continue;
+                const auto plan = make_rank_plan(stream.partition(layout, size), 0, at::kCPU, mode.a2a_size);
+                EXPECT_TRUE(plan.key_rows.has_value() || size / mode.a2a_size == 2) << mode.name;
+                EXPECT_LT(worst_error(many_ranks(stream, x, layout, mode, size), expected),
+                          dtype == at::kDouble ? 1e-13 : 3e-4)
+                    << plan::name_of(layout) << ", " << mode.name;
+            }
+        }
+    }
+}
+
 // The stream is so long that rows skip tiles, also in the run that is computed before its carry is known.
 TEST_P(DriverTest, StaysWithinTheErrorBoundOfSkipping) {
     const int size = GetParam();

@@ -168,6 +168,69 @@ TEST(SegmentPlan, GathersEveryVisiblePairOfABalancedLayout) {
     }
 }
 
+// Ranks that get only the key rows that they need compute the same pairs.
+TEST(KeyRows, HoldEveryVisiblePair) {
+    for (int size = 1; size <= 8; ++size) {
+        for (const Stream& stream : streams(size, 37 * size)) {
+            for (const Layout layout : {Layout::kZigzag, Layout::kContiguous, Layout::kBalanced}) {
+                const Partition partition = stream.partition(layout, size);
+                for (int rank = 0; rank < size; ++rank) {
+                    SCOPED_TRACE(testing::Message() << stream.name << ", rank " << rank << " of " << size);
+                    const KeyRows rows = key_rows(partition, rank);
+                    expect_all_pairs_once(stream, partition, gather_segments(partition, rank, rows), rank, {0},
+                                          [&](int) { return rows.pieces; });
+                }
+            }
+        }
+    }
+}
+
+// What the other ranks send, in order, fills the buffer; and no row of it is of a document without queries.
+TEST(KeyRows, RanksSendWhatTheOthersNeed) {
+    for (int size = 1; size <= 8; ++size) {
+        for (const Stream& stream : streams(size, 41 * size)) {
+            for (const Layout layout : {Layout::kZigzag, Layout::kContiguous, Layout::kBalanced}) {
+                const Partition partition = stream.partition(layout, size);
+                const std::vector<int> document_of = stream.documents();
+                for (int rank = 0; rank < size; ++rank) {
+                    SCOPED_TRACE(testing::Message() << stream.name << ", rank " << rank << " of " << size);
+                    const KeyRows rows = key_rows(partition, rank);
+                    std::vector<int64_t> buffer, received(rows.place.size(), -1), last_query(document_of.size(), -1);
+                    for (const Piece& piece : rows.pieces) {
+                        EXPECT_EQ(piece.begin, static_cast<int64_t>(buffer.size()));
+                        for (int32_t i = 0; i < piece.length; ++i) buffer.push_back(piece.stream_row + i);
+                    }
+                    size_t next = 0;
+                    for (int other = 0; other < size; ++other) {
+                        const std::vector<int64_t> sent = key_rows(partition, other).sent[rank];
+                        EXPECT_EQ(static_cast<int64_t>(sent.size()), rows.num_received[other]);
+                        const std::vector<int64_t> positions = partition.local_positions(other);
+                        for (const int64_t row : sent) received.at(rows.place.at(next++)) = positions[row];
+                    }
+                    EXPECT_EQ(received, buffer);
+                    for (const int64_t row : partition.local_positions(rank)) {
+                        last_query[document_of[row]] = std::max(last_query[document_of[row]], row);
+                    }
+                    for (const int64_t row : buffer) EXPECT_LE(row, last_query[document_of[row]]);
+                }
+            }
+        }
+    }
+}
+
+TEST(KeyRows, AreFewForShortDocuments) {
+    std::vector<int64_t> short_documents{0};
+    while (short_documents.back() < 1024) short_documents.push_back(short_documents.back() + 16);
+    const auto few = [&](Layout layout, const std::vector<int64_t>& cu_seqlens) {
+        return needs_few_key_rows(Partition(layout, Packing::kWholeStream, 4, 1024, cu_seqlens));
+    };
+    EXPECT_TRUE(few(Layout::kContiguous, short_documents));
+    EXPECT_TRUE(few(Layout::kZigzag, short_documents));
+    EXPECT_TRUE(few(Layout::kBalanced, short_documents));
+    EXPECT_FALSE(few(Layout::kContiguous, {0, 1024}));  // 1/4 + 2/4 + 3/4 + 1 of 4
+    EXPECT_FALSE(needs_few_key_rows(Partition(Layout::kZigzag, Packing::kPerDocument, 4, 1024, short_documents)));
+}
+
 TEST(SegmentPlan, ABalancedLayoutHasNoRing) {
     const Partition partition(Layout::kBalanced, Packing::kPerDocument, 2, 16, std::nullopt);
     EXPECT_THROW(ring_segments(partition, 0), InvalidArgument);

@@ -49,15 +49,19 @@ def test_wgmma_descriptors_stay_in_uniform_registers(tmp_path):
     """Otherwise each wgmma waits for moves (R2UR), for example if the end of a loop does not look uniform to ptxas.
 
     The forward then loses 5% of its speed. The backward at head_dim 96 and 128 reads the address of dq from shared
-    memory. This needs two moves.
+    memory. This needs two moves. With forget gates, the backward at head_dim 64 moves the flags of a step between two
+    products.
     """
     kernels = {
         name: code for name, code in instructions_of_kernels(tmp_path).items() if any("HGMMA" in i for _, i in code)
     }
-    assert len(kernels) >= 12  # forward and backward, 64, 96 and 128 columns, bf16 and fp16
+    # forward and backward, 64, 96 and 128 columns, bf16 and fp16, with and without forget gates
+    assert len(kernels) >= 24
     for name, code in kernels.items():
         loops = innermost_loops_of_products(code)
-        assert len(loops) >= (3 if "8backward" in name and "Li64E" in name else 2 if "8backward" in name else 1), name
+        backward, narrow, gated = "8backward" in name, "Li64E" in name, "Lb1E" in name
+        assert len(loops) >= (3 if backward and narrow else 2 if backward else 1), name
+        allowed = 0 if not backward else 2 if not narrow else int(gated)
         for loop in loops:
             products = [i for i, instruction in enumerate(loop) if "HGMMA" in instruction]
             moves = 0
@@ -65,4 +69,4 @@ def test_wgmma_descriptors_stay_in_uniform_registers(tmp_path):
                 between = loop[first:second]
                 if len(between) < 16:
                     moves += sum("R2UR" in instruction for instruction in between)
-            assert moves <= (2 if "8backward" in name and "Li64E" not in name else 0), name
+            assert moves <= allowed, name

@@ -302,6 +302,9 @@ def a_plan_serves_many_calls(group) -> None:
     plan = sb.ContextParallelPlan(group, ROWS)
     ranks = dist.get_world_size()
     assert (plan.rank, plan.size, plan.seq_len, plan.local_len) == (dist.get_rank(), ranks, ROWS, ROWS // ranks)
+    assert plan.key_rows == ROWS
+    short = torch.arange(0, ROWS + 1, 4, dtype=torch.int32)
+    assert sb.ContextParallelPlan(group, cu_seqlens=short, layout="balanced").key_rows == ROWS // ranks
     assert (plan.layout, plan.packing, plan.packed) == ("zigzag", "per_document", False)
     assert repr(plan) == f"ContextParallelPlan(rank {plan.rank} of {ranks}, seq_len={ROWS}, layout='zigzag')"
     for dtype in (torch.float32, torch.bfloat16):

@@ -1,0 +1,65 @@
+#include "plan/key_rows.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace megatron_sb::plan {
+namespace {
+
+// How many positions of each document a rank needs: those up to its last query.
+std::vector<int32_t> needed_positions(const Partition& partition, int rank) {
+    std::vector<int32_t> needed(partition.num_documents(), 0);
+    for (const Piece& piece : partition.local(rank)) {
+        if (piece.document >= partition.num_documents()) continue;  // the tail
+        needed[piece.document] = std::max(needed[piece.document], piece.position + piece.length);
+    }
+    return needed;
+}
+
+// Calls f(piece, count) for each piece of which the first `count` rows are needed.
+template <class F>
+void for_each_needed(const std::vector<Piece>& pieces, const std::vector<int32_t>& needed, const F& f) {
+    for (const Piece& piece : pieces) {
+        if (piece.document >= static_cast<int>(needed.size())) continue;
+        const int32_t count = std::min(needed[piece.document] - piece.position, piece.length);
+        if (count > 0) f(piece, count);
+    }
+}
+
+}  // namespace
+
+KeyRows key_rows(const Partition& partition, int rank) {
+    KeyRows rows;
+    const std::vector<int32_t> needed = needed_positions(partition, rank);
+    std::vector<int32_t> begin_of(partition.num_documents(), 0);
+    int32_t size = 0;
+    for_each_needed(partition.stream(), needed, [&](const Piece& piece, int32_t count) {
+        rows.pieces.push_back({piece.document, piece.position, piece.stream_row, size, count});
+        begin_of[piece.document] = size;
+        size += count;
+    });
+    const std::vector<Piece> local = partition.local(rank);
+    for (int other = 0; other < partition.size(); ++other) {
+        std::vector<int64_t>& sent = rows.sent.emplace_back();
+        for_each_needed(local, needed_positions(partition, other), [&](const Piece& piece, int32_t count) {
+            for (int32_t i = 0; i < count; ++i) sent.push_back(piece.begin + i);
+        });
+        const size_t before = rows.place.size();
+        for_each_needed(partition.local(other), needed, [&](const Piece& piece, int32_t count) {
+            for (int32_t i = 0; i < count; ++i) rows.place.push_back(begin_of[piece.document] + piece.position + i);
+        });
+        rows.num_received.push_back(static_cast<int64_t>(rows.place.size() - before));
+    }
+    return rows;
+}
+
+bool needs_few_key_rows(const Partition& partition) {
+    int64_t sum = 0;
+    for (int rank = 0; rank < partition.size(); ++rank) {
+        const std::vector<int32_t> needed = needed_positions(partition, rank);
+        sum = std::accumulate(needed.begin(), needed.end(), sum);
+    }
+    return 2 * sum <= partition.num_rows() * partition.size();
+}
+
+}  // namespace megatron_sb::plan
