@@ -6,10 +6,10 @@
 namespace megatron_sb::plan {
 namespace {
 
-// How many positions of each document a rank needs: those up to its last query.
-std::vector<int32_t> needed_positions(const Partition& partition, int rank) {
+// How many positions of each document the queries of some pieces need: those up to the last query.
+std::vector<int32_t> needed_positions(const Partition& partition, const std::vector<Piece>& queries) {
     std::vector<int32_t> needed(partition.num_documents(), 0);
-    for (const Piece& piece : partition.local(rank)) {
+    for (const Piece& piece : queries) {
         if (piece.document >= partition.num_documents()) continue;  // the tail
         needed[piece.document] = std::max(needed[piece.document], piece.position + piece.length);
     }
@@ -30,7 +30,8 @@ void for_each_needed(const std::vector<Piece>& pieces, const std::vector<int32_t
 
 KeyRows key_rows(const Partition& partition, int rank) {
     KeyRows rows;
-    const std::vector<int32_t> needed = needed_positions(partition, rank);
+    const std::vector<Piece> local = partition.local(rank);
+    const std::vector<int32_t> needed = needed_positions(partition, local);
     std::vector<int32_t> begin_of(partition.num_documents(), 0);
     int32_t size = 0;
     for_each_needed(partition.stream(), needed, [&](const Piece& piece, int32_t count) {
@@ -38,14 +39,14 @@ KeyRows key_rows(const Partition& partition, int rank) {
         begin_of[piece.document] = size;
         size += count;
     });
-    const std::vector<Piece> local = partition.local(rank);
     for (int other = 0; other < partition.size(); ++other) {
+        const std::vector<Piece> theirs = partition.local(other);
         std::vector<int64_t>& sent = rows.sent.emplace_back();
-        for_each_needed(local, needed_positions(partition, other), [&](const Piece& piece, int32_t count) {
+        for_each_needed(local, needed_positions(partition, theirs), [&](const Piece& piece, int32_t count) {
             for (int32_t i = 0; i < count; ++i) sent.push_back(piece.begin + i);
         });
         const size_t before = rows.place.size();
-        for_each_needed(partition.local(other), needed, [&](const Piece& piece, int32_t count) {
+        for_each_needed(theirs, needed, [&](const Piece& piece, int32_t count) {
             for (int32_t i = 0; i < count; ++i) rows.place.push_back(begin_of[piece.document] + piece.position + i);
         });
         rows.num_received.push_back(static_cast<int64_t>(rows.place.size() - before));
@@ -54,12 +55,13 @@ KeyRows key_rows(const Partition& partition, int rank) {
 }
 
 bool needs_few_key_rows(const Partition& partition) {
+    const int64_t most = partition.num_rows() * partition.size() / 2;
     int64_t sum = 0;
-    for (int rank = 0; rank < partition.size(); ++rank) {
-        const std::vector<int32_t> needed = needed_positions(partition, rank);
+    for (int rank = 0; rank < partition.size() && sum <= most; ++rank) {
+        const std::vector<int32_t> needed = needed_positions(partition, partition.local(rank));
         sum = std::accumulate(needed.begin(), needed.end(), sum);
     }
-    return 2 * sum <= partition.num_rows() * partition.size();
+    return sum <= most;
 }
 
 }  // namespace megatron_sb::plan

@@ -1,5 +1,5 @@
-// The key rows that a rank needs with all_gather, and from whom it gets them. In a stream of packed documents a rank
-// needs only the documents of its queries, up to its last query of each.
+// With all_gather, a rank needs only the documents of its queries, up to its last query of each. KeyRows describes
+// these rows of keys, and which rank sends which of them.
 #pragma once
 
 #include <cstdint>

@@ -52,8 +52,13 @@ class PlanCache:
         packing: str,
     ) -> ContextParallelPlan:
         """Return the plan for these arguments of `ContextParallelPlan`. All ranks of the group must call this."""
-        arguments = {"seq_len": seq_len, "cu_seqlens": cu_seqlens, "layout": layout, "packing": packing}
-        arguments["equal_chunks"] = True
+        arguments = {
+            "seq_len": seq_len,
+            "cu_seqlens": cu_seqlens,
+            "layout": layout,
+            "packing": packing,
+            "equal_chunks": True,
+        }
         if cu_seqlens is not None and cu_seqlens.is_inference():
             return ContextParallelPlan(cp_group, **arguments)
         key = (id(cp_group), seq_len, id(cu_seqlens), layout, packing)

@@ -201,10 +201,14 @@ class ContextParallelPlan:
         self.size: int = self.state.size()
         self.seq_len: int = self.state.seq_len()
         self.local_len: int = self.state.local_len()
-        self.key_rows: int = self.state.key_rows()
         self.packed: bool = self.state.packed()
         self.layout: str = self.state.layout()
         self.packing: str = self.state.packing()
+
+    @property
+    def key_rows(self) -> int:
+        """Return the rows of keys that this rank has with "all_gather". It is computed at each access."""
+        return self.state.key_rows()
 
     def __repr__(self) -> str:
         """Return the rank, the group's size, and the arguments."""

@@ -131,7 +131,6 @@ class GatedFastScan : public FastScan {
 
     const HalfTileGates& gates_;
     const int t_;
-    bool large_[2];  // of the warp
     float inverse_e_[kKeepsE ? 32 : 1];
 };
 

@@ -22,7 +22,7 @@
 #include "kernels/hopper/bwd_consumer_d128.cuh"
 #include "kernels/hopper/bwd_consumer_d64.cuh"
 #include "kernels/hopper/bwd_step_loader.cuh"
-#include "kernels/hopper/hopper.h"
+#include "kernels/hopper/instances.cuh"
 
 namespace megatron_sb::hopper {
 
@@ -83,11 +83,8 @@ void launch_gated_backward(const BackwardParams& params, cudaStream_t stream);
 
 template <bool kGated>
 void launch_backward(const BackwardParams& params, cudaStream_t stream) {
-    with_columns(params.sizes, [&](auto columns) {
-        constexpr int kColumns = decltype(columns)::value;
-        const bool is_bf16 = params.sizes.dtype == Dtype::kBFloat16;
-        const auto run = is_bf16 ? launch<__nv_bfloat16, kColumns, kGated> : launch<__half, kColumns, kGated>;
-        run(params, stream);
+    with_instance(params.sizes, [&](auto element, auto columns) {
+        launch<decltype(element), decltype(columns)::value, kGated>(params, stream);
     });
 }
 

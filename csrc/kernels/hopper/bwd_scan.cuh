@@ -144,6 +144,7 @@ class FastScan {
     float older_sum_[2];         // sum of g over the older chain
     float sum_[2];               // sum of g over the keys of this thread
     float mass_[2], prefix_[2];  // at the older edge of this thread's keys
+    bool large_[2];              // of the warp: whether the row needs more exact formulas (kLarge)
 
   private:
     // Where e is large, beta is close to 1, and g - beta G loses what is left of g. Then om G - (G - g) is exact
@@ -179,8 +180,6 @@ class FastScan {
         older_sum_[r] = sum[0];
         sum_[r] = sum[0] + sum[1];
     }
-
-    bool large_[2];  // of the warp: whether a product of 1 + e is above kLargeProduct
 };
 
 // What SlowScan keeps of a score, and what it computes from it. c is a number for each key that forget gates need

@@ -15,7 +15,7 @@
 #include "kernels/common/launch.h"
 #include "kernels/hopper/fwd_consumer.cuh"
 #include "kernels/hopper/fwd_tail_loader.cuh"
-#include "kernels/hopper/hopper.h"
+#include "kernels/hopper/instances.cuh"
 
 namespace megatron_sb::hopper {
 
@@ -90,11 +90,8 @@ void launch_gated_forward(const ForwardParams& params, cudaStream_t stream);
 
 template <bool kGated>
 void launch_forward(const ForwardParams& params, cudaStream_t stream) {
-    with_columns(params.sizes, [&](auto columns) {
-        constexpr int kColumns = decltype(columns)::value;
-        const bool is_bf16 = params.sizes.dtype == Dtype::kBFloat16;
-        const auto run = is_bf16 ? launch<__nv_bfloat16, kColumns, kGated> : launch<__half, kColumns, kGated>;
-        run(params, stream);
+    with_instance(params.sizes, [&](auto element, auto columns) {
+        launch<decltype(element), decltype(columns)::value, kGated>(params, stream);
     });
 }
 

@@ -2,8 +2,6 @@
 // head_dim and head_dim_v up to 128, multiples of 8, in bf16 and fp16. README.md explains the algorithms.
 #pragma once
 
-#include <type_traits>
-
 #include "core/params.h"
 
 namespace megatron_sb::hopper {
@@ -17,18 +15,6 @@ SB_HOST_DEVICE inline int computed_columns(const Sizes& sizes) {
 }
 SB_HOST_DEVICE inline int stored_columns(const Sizes& sizes) {
     return computed_columns(sizes) == 64 ? 64 : kMostColumns;
-}
-// Calls f with computed_columns(sizes) as a constant.
-template <class F>
-void with_columns(const Sizes& sizes, const F& f) {
-    switch (computed_columns(sizes)) {
-        case 64:
-            return f(std::integral_constant<int, 64>{});
-        case 96:
-            return f(std::integral_constant<int, 96>{});
-        default:
-            return f(std::integral_constant<int, kMostColumns>{});
-    }
 }
 
 // Return the size of `params.workspace` in bytes. The backward needs O(L) bytes and ignores `limit`.
