@@ -36,7 +36,11 @@ from megatron_sb.training.config import (
 )
 from megatron_sb.validation import InputError
 
-SPEED_STEPS, SPEED_WARM_UP = 30, 10  # of the first stage; the steps of the warm-up are not measured
+SPEED_STEPS, SPEED_WARM_UP = 20, 8  # of the first stage; the steps of the warm-up are not measured
+# Rows of a measured step, as a multiple of those of a step. With its own rows a small model waits for the host: on an
+# H100, RoPE and DroPE of verdict.yaml, which are one model in the first stage, differed by 10%.
+SPEED_ROWS = 4
+RATE_FACTORS = (0.5, 1.0, 2.0, 4.0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="RATE",
         help="learning rates of the first stage; those of the others are scaled alike (default: half, once, twice and "
-        "four times that of CONFIG)",
+        "four times that of CONFIG, or of the configuration of --recall)",
     )
     parser.add_argument(
         "--rate-share",
@@ -152,8 +156,7 @@ class Verdict:
         for arm in self.arms:
             if arm not in self.config.compare:
                 raise InputError(f"--arms must name models of compare, which are {self.config.compare}, got {arm!r}.")
-        first = self.config.stages[0].learning_rate
-        self.rates = tuple(options.learning_rates or (factor * first for factor in (0.5, 1.0, 2.0, 4.0)))
+        self.rates = self.recall_rates = tuple(options.learning_rates or _rates_around(self.config))
         if not 0 < options.rate_share <= 1:
             raise InputError(f"--rate-share must be above 0 and at most 1, got {options.rate_share}.")
         if options.seeds < 1 or min(self.rates) <= 0:
@@ -172,8 +175,11 @@ class Verdict:
         self._runs: dict[Trial, Run] = {}
         self._path, self._set, self._out = options.config, tuple(options.set), out
         self._rate_share, self._num_seeds, self._recall_path = options.rate_share, options.seeds, options.recall
-        if self._recall_path is not None and load_config(self._recall_path).data.kind != "recall":
-            raise InputError(f"--recall must be a configuration with data.kind 'recall', got {self._recall_path}.")
+        if self._recall_path is not None:
+            recall = load_config(self._recall_path)
+            if recall.data.kind != "recall":
+                raise InputError(f"--recall must be a configuration with data.kind 'recall', got {self._recall_path}.")
+            self.recall_rates = tuple(options.learning_rates or _rates_around(recall))
 
     def train(self, jobs: int, limit: sweep.TimeLimit) -> None:
         """Train until no run is left. Raise `sweep.SweepStopped` if a run fails, or a signal or the limit ends it."""
@@ -207,7 +213,7 @@ class Verdict:
         recall = []
         if self._recall_path is not None:
             arms = [arm for arm in self.arms if self._can_recall(arm)]
-            recall = [self._recall_run(arm, rate) for arm in arms for rate in self.rates]
+            recall = [self._recall_run(arm, rate) for arm in arms for rate in self.recall_rates]
         return [*rates, *finals, *seconds, *seeds, *recall]
 
     def best_of_families(self) -> dict[str, str]:
@@ -244,10 +250,11 @@ class Verdict:
         return results | {"runs": {"finished": len(done), "known": len(known)}}
 
     def _speed_trial(self) -> Trial:
-        """Return the run that trains all models alone for a few steps."""
+        """Return the run that trains all models alone for a few large steps."""
         fields = {f"stages.{index}.steps": 2 for index in range(len(self.config.stages))}
         fields |= {f"stages.{index}.warmup_steps": 1 for index in range(len(self.config.stages))}
         fields |= {"stages.0.steps": SPEED_STEPS, "evaluation.windows": 1, "report.interval": 1}
+        fields["stages.0.rows_per_step"] = SPEED_ROWS * self.config.stages[0].rows_per_step
         return self._trial("speed", self.config.compare, fields | self._short_evaluation())
 
     def _rate_run(self, arm: str, rate: float) -> Run:
@@ -354,6 +361,11 @@ class Verdict:
             )
             for arm in config.compare
         }
+
+
+def _rates_around(config: TrainingConfig) -> list[float]:
+    """Return the learning rates to try by default."""
+    return [factor * config.stages[0].learning_rate for factor in RATE_FACTORS]
 
 
 def family_of(attention: StickBreakingAttentionConfig | SoftmaxAttentionConfig) -> str:

@@ -35,8 +35,10 @@ def with_gate_channels(
         q, k and v with CHANNELS more channels. The last channels of the output have no meaning.
     """
     start = document_starts(lengths, q.device)
-    sums = log_gates.double().cumsum(1)
-    sums = sums - (sums - log_gates).index_select(1, start)  # sums within documents
+    # Positions last: on a GPU, torch scans another dimension with one thread for each of the b * h_kv rows.
+    gates = log_gates.double().transpose(1, 2)
+    sums = gates.cumsum(2)
+    sums = (sums - (sums - gates).index_select(2, start)).transpose(1, 2)  # sums within documents
     rest, parts = (-sums / scale).to(torch.promote_types(q.dtype, torch.float32)), []
     for _ in range(PARTS):
         parts.append(rest.to(q.dtype))

@@ -51,7 +51,7 @@ class Trainer:
                 for model in config.compare
                 for stage in ("constant", "decayed")
                 for step in range(1, 31)
-                for late in [stage == "constant" and step > 10]
+                for late in [stage == "constant" and step > verdict.SPEED_WARM_UP]
             ]
             (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
             for model in config.compare:
@@ -131,6 +131,25 @@ def test_budgets(trainer, tmp_path):
     for arm in SPEEDS:
         config = runs[f"final-{arm}"]
         assert (config.data, config.model, config.seed) == (experiment.config.data, experiment.config.model, 1234)
+
+
+def test_speeds_are_measured_with_larger_steps(trainer, tmp_path):
+    """The host, which is busy for a time that does not grow with the rows, must not decide which arm is fast."""
+    experiment = Verdict(options_of(*ARMS), tmp_path)
+    experiment.train(1, sweep.NO_LIMIT)
+    speed = load_config(tmp_path / "speed" / "config.yaml")
+    assert [stage.rows_per_step for stage in speed.stages] == [32, 8] and speed.evaluation.windows == 1
+    assert experiment.results()["speeds"] == {arm: SPEEDS.get(arm, 800) for arm in experiment.config.compare}
+
+
+def test_default_rates_are_those_of_each_configuration(tmp_path):
+    experiment = Verdict(options_of("--recall", RECALL), tmp_path)
+    first = experiment.config.stages[0].learning_rate
+    recall = load_config(RECALL).stages[0].learning_rate
+    assert first != recall
+    assert experiment.rates == (first / 2, first, 2 * first, 4 * first)
+    assert experiment.recall_rates == (recall / 2, recall, 2 * recall, 4 * recall)
+    assert {run.value for run in experiment.known_runs() if run.kind == "recall"} == {*experiment.recall_rates}
 
 
 def test_tables(trainer, tmp_path):
