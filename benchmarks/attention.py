@@ -1,9 +1,10 @@
 """Compare this library with softmax attention (cuDNN, FlashAttention) and published stick-breaking kernels on a GPU.
 
 All contenders run in one process. TFLOP/s use the causal model count, whatever a kernel computes or skips: 2 b h s^2 d
-operations in the forward and 2.5 times as many in the backward; for packed inputs 2 h d (sum of squared document
-lengths) in the forward. "full" inputs have logits around -11, so nothing can be skipped. "randn" inputs are standard
-normal: a stick is used up after about 30 keys, and the GPU draws less power.
+operations in the forward and 2.5 times as many in the backward (b h s^2 times d + d_v and 3 d + 2 d_v, if heads of v
+have another width d_v); for packed inputs 2 h d (sum of squared document lengths) in the forward. "full" inputs have
+logits around -11, so nothing can be skipped. "randn" inputs are standard normal: a stick is used up after about 30
+keys, and the GPU draws less power.
 
 A time is the median over rounds in which all contenders of a row take turns, each with a cold L2 cache. "sustained" is
 half a second of one call back to back. A forward is one for training: each contender keeps what its backward needs.
@@ -50,6 +51,7 @@ HEADS = (
     *((s, h, 128) for s in (16384, 65536) for h in (1, 4, 12)),
     *((16384, 12, d) for d in (32, 72, 80, 96, 112, 192, 256)),
 )
+VALUE_DIMS = ((16384, 12, 192, 128),)  # the same with head_dim_v: latent attention
 LENGTHS = sorted({s for _, s, _, _ in (*SHAPES, *KV_HEADS)})
 STEADY = ("ours", "cuDNN", FLASH_4, FLASH_4_DETERMINISTIC)  # also timed back to back
 VARLEN = {"tokens": 32768, "documents": 100, "shortest": 10, "longest": 4000, "seed": 0}
@@ -227,17 +229,18 @@ def run_kv_heads(bench: Benchmark) -> None:
                 continue
             s = bench.shrunk(full_length)
             about = {"group": "kv_heads", "inputs": "full", "shape": f"b={b} h={h}:{h_kv} d={d} L={s}"}
-            compare(bench, fast, draw_inputs("full", b, s, h, d, h_kv=h_kv), 2 * b * h * s**2 * d, about)
+            compare(bench, fast, draw_inputs("full", b, s, h, d, h_kv=h_kv), about)
 
 
-def compare(
-    bench: Benchmark, chosen: list[Contender], inputs: list[Tensor], flops: float, about: dict, *more: str
-) -> None:
-    """Measure these contenders on inputs of one shape, also in the directions `more`. flops: of a forward."""
+def compare(bench: Benchmark, chosen: list[Contender], inputs: list[Tensor], about: dict, *more: str) -> None:
+    """Measure these contenders on inputs of one shape, also in the directions `more`."""
+    b, s, h, d = inputs[0].shape
+    d_v = inputs[2].shape[-1]
     calls = {c.name: calls_of(c, inputs) for c in chosen}
+    columns = {"forward": d + d_v, "backward": 3 * d + 2 * d_v, "both": 4 * d + 3 * d_v}
     for direction in bench.directions(*more):
         ready = {name: of[direction] for name, of in calls.items()}
-        bench.measure(ready, FACTORS[direction] * flops, ("ours",), direction=direction, **about)
+        bench.measure(ready, b * h * s**2 * columns[direction], ("ours",), direction=direction, **about)
 
 
 def draw_lengths(tokens: int, documents: int, shortest: int, longest: int, seed: int) -> list[int]:
@@ -329,10 +332,13 @@ def run_skip(bench: Benchmark) -> None:
 def run_heads(bench: Benchmark) -> None:
     """Compare with the peers on one sequence, by the number of heads and by head_dim."""
     fast = [c for c in bench.contenders if not c.slow]
-    for full_length, h, d in HEADS:
+    for full_length, h, d, d_v in (*((*row, row[-1]) for row in HEADS), *VALUE_DIMS):
         s = bench.shrunk(full_length)
-        about = {"group": "heads", "inputs": "full", "shape": f"b=1 h={h} d={d} L={s}"}
-        compare(bench, fast, draw_inputs("full", 1, s, h, d), 2 * h * s**2 * d, about, "both")
+        q, k, v, do = draw_inputs("full", 1, s, h, d)
+        inputs = [q, k, *(x[..., :d_v].contiguous() for x in (v, do))]
+        width = f"d={d}" if d == d_v else f"d={d}/{d_v}"
+        about = {"group": "heads", "inputs": "full", "shape": f"b=1 h={h} {width} L={s}"}
+        compare(bench, fast, inputs, about, "both")
 
 
 def run_portable(bench: Benchmark) -> None:

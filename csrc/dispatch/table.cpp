@@ -40,7 +40,8 @@ bool is_half(Dtype dtype) {
 
 bool hopper_serves(const Request& r) {
     return r.device == Device::kCuda && r.architecture == 90 && is_half(r.dtype) && head_dims_fit(r) &&
-           std::max(r.head_dim, r.head_dim_v) <= hopper::kMostColumns && !r.key_blocks;
+           std::max(r.head_dim, r.head_dim_v) <= (r.forget_gate ? hopper::kMostGatedColumns : hopper::kMostColumns) &&
+           !r.key_blocks;
 }
 #endif
 
@@ -49,7 +50,8 @@ constexpr Kernels kTable[] = {
     {"hopper", hopper_serves,
      [] {
          return concat("CUDA sm_90; bf16, fp16; head_dim and head_dim_v: multiples of ", kHeadDimMultiple, " up to ",
-                       hopper::kMostColumns, "; no paged cache");
+                       hopper::kMostColumns, ", with forget gates up to ", hopper::kMostGatedColumns,
+                       "; no paged cache");
      },
      hopper::forward_workspace, hopper::backward_workspace, hopper::block_forward, hopper::block_backward, true},
     {"portable", portable_serves,

@@ -51,19 +51,21 @@ __device__ inline void for_each_part(const Sizes& sizes, const Segments& segment
 
 // Plans the key tiles: add() every segment with pairs, then link(), then list(). All threads of the CTA call link() and
 // list(). `tables` are entries() integers in global memory, which must be zero before the first add().
-template <int kTileKeys>
 class KeyTilePlanner {
   public:
-    static int64_t entries(int32_t k_rows) { return 3 * int64_t(k_rows) + num_tiles(k_rows) + 1; }
+    static int64_t entries(int32_t k_rows, int tile_keys) {
+        return 3 * int64_t(k_rows) + num_tiles(k_rows, tile_keys) + 1;
+    }
 
-    __device__ KeyTilePlanner(const Sizes& sizes, const Segments& segments, int32_t* tables)
+    __device__ KeyTilePlanner(const Sizes& sizes, const Segments& segments, int tile_keys, int32_t* tables)
         : sizes_(sizes),
           segments_(segments),
+          tile_keys_(tile_keys),
           from_end_(tables),
           latest_(tables + sizes.k_rows),
           longest_(tables + 2 * int64_t(sizes.k_rows)),
           offsets_(tables + 3 * int64_t(sizes.k_rows)),
-          any_shared_(offsets_ + num_tiles(sizes.k_rows)) {}
+          any_shared_(offsets_ + num_tiles(sizes.k_rows, tile_keys)) {}
 
     __device__ void add(const Segment& s, int i) {
         atomicMax(&from_end_[s.k_begin], segments_.size - i);
@@ -92,15 +94,18 @@ class KeyTilePlanner {
     // range.
     template <class Write>
     __device__ int list(int64_t* warp_sums, Write write) {
-        const auto tiles = [&](int i, const Segment& s) { return is_first(s, i) ? num_tiles(num_keys(s)) : 0; };
+        const auto tiles = [&](int i, const Segment& s) {
+            return is_first(s, i) ? num_tiles(num_keys(s), tile_keys_) : 0;
+        };
         for_each_part(sizes_, segments_, tiles, [&](int, const Segment&, int tile) { atomicAdd(&offsets_[tile], 1); });
         __syncthreads();
         int64_t before = 0;
-        for (int round = 0; round < num_tiles(sizes_.k_rows); round += kPlanThreads) {
+        const int most_tiles = num_tiles(sizes_.k_rows, tile_keys_);
+        for (int round = 0; round < most_tiles; round += kPlanThreads) {
             const int tile = round + int(threadIdx.x);
-            const int64_t count = tile < num_tiles(sizes_.k_rows) ? __ldcg(&offsets_[tile]) : 0;
+            const int64_t count = tile < most_tiles ? __ldcg(&offsets_[tile]) : 0;
             const auto sums = scan_over_block(count, int64_t(0), warp_sums, Sum());
-            if (tile < num_tiles(sizes_.k_rows)) __stcg(&offsets_[tile], int32_t(before + sums.inclusive - count));
+            if (tile < most_tiles) __stcg(&offsets_[tile], int32_t(before + sums.inclusive - count));
             before += sums.total;
         }
         __syncthreads();
@@ -111,7 +116,7 @@ class KeyTilePlanner {
     }
 
   private:
-    static __host__ __device__ int num_tiles(int keys) { return (keys + kTileKeys - 1) / kTileKeys; }
+    static __host__ __device__ int num_tiles(int keys, int tile_keys) { return (keys + tile_keys - 1) / tile_keys; }
     // Whether segment i is the first one of its range.
     __device__ bool is_first(const Segment& s, int i) const {
         return __ldcg(&from_end_[s.k_begin]) == segments_.size - i;
@@ -135,6 +140,7 @@ class KeyTilePlanner {
 
     const Sizes& sizes_;
     const Segments& segments_;
+    const int tile_keys_;
     int32_t* const from_end_;    // at the first key of a range: segments, minus the index of the range's first one
     int32_t* const latest_;      // at the first key of a range: the segment of the range that link() visited last
     int32_t* const longest_;     // at the first key of a range: its number of keys

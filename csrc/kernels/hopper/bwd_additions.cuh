@@ -8,9 +8,10 @@
 //     dq_published    AdditionPublisher                          TurnThread, before it reuses the turn
 // A turn is one of kDqTurns slots for a step that adds to dq.
 //
-// head_dim 64: the sum warpgroup writes dQ of a step to shared memory and goes on. BulkAdder adds it to dq, with a
-// bulk reduction of TMA, when the turn comes. Only the step of the newest key tile is different: it reads the sum and
-// writes the total, so the sum warpgroup waits for the turn.
+// head_dim 64 and wide: the sum warpgroups write dQ of a step to shared memory, panel by panel, and go on. BulkAdder
+// adds the panels to dq, with bulk reductions of TMA, when the turn of the step comes. Panels go round the slots of
+// shared memory in the order of their columns. Only the step of the newest key tile is different: the sum warpgroups
+// read the sum and write the total, so they wait for the turn.
 //     barrier           arrives                                      waits
 //     dq_staged.full    each sum warp, after dQ or the total         BulkAdder
 //     dq_staged.empty   BulkAdder, after it has read dQ              sum warpgroup
@@ -122,8 +123,9 @@ class AdditionPublisher {
     uint32_t next_ = 0;  // first step whose additions are not published yet
 };
 
-// Adds dQ of each step to dq, in its turn. One bulk operation runs at a time. While it runs, the thread asks for the
-// next turn; it publishes the addition before it waits for anything that takes longer.
+// Adds dQ of each step to dq, in its turn. Several bulk operations run at a time. The additions of a step are published
+// when they are complete: after the first addition of the next step has begun, or earlier if the thread would have to
+// wait for anything that takes longer.
 template <class T>
 class BulkAdder : DqThread<T> {
     using Base = DqThread<T>;
@@ -139,43 +141,67 @@ class BulkAdder : DqThread<T> {
         for (uint32_t number = 0;; ++number) {
             const StepPlace place = StepPlace::of(number);
             if (!control_.steps.full.try_wait(place)) {
-                finish_addition();
+                finish_step();
                 this->watch(control_.steps.full, place);
             }
             const Step& step = control_.step_info[place.slot];
             if (step.flags & kEndOfWork) break;
-            const bool ready = this->has_turn(step);
-            finish_addition();
-            if (!ready) this->wait_for_turn(step);
-            const Slot slot = Slot::of(number);
+            if (!this->has_turn(step)) {
+                finish_step();
+                this->wait_for_turn(step);
+            }
             if (step.flags & kNewestKeyTile) {
+                finish_step();
                 control_.dq_turn.arrive(TurnPlace<T>::of(num_newest++));
-                this->watch(control_.dq_staged.full, slot);
-                control_.dq_staged.empty.arrive(slot);
+                for (int panel = 0; panel < T::kPanels; ++panel) {
+                    const Slot slot = slot_of(number, panel);
+                    this->watch(control_.dq_staged.full, slot);
+                    control_.dq_staged.empty.arrive(slot);
+                }
                 control_.steps.empty.arrive(place);
             } else {
-                this->watch(control_.dq_staged.full, slot);
-                start_addition(step, slot);
-                unfinished_ = number;
-                has_unfinished_ = true;
+                add_step(step, number);
             }
         }
-        finish_addition();
+        finish_step();
     }
 
   private:
+    __device__ static Slot slot_of(uint32_t number, int panel) { return Slot::of(number * T::kPanels + panel); }
+
+    // Starts the additions of a step, and finishes those of the step before. Arrives on dq_staged.empty for all panels
+    // but the last.
+    __device__ void add_step(const Step& step, uint32_t number) {
+#pragma unroll 1
+        for (int panel = 0; panel < T::kPanels; ++panel) {
+            const Slot slot = slot_of(number, panel);
+            if (panel == 0 && !control_.dq_staged.full.has_happened(slot)) finish_step();
+            this->watch(control_.dq_staged.full, slot);
+            start_addition(step, panel, slot);
+            if (panel == 0) {
+                finish_step<1>();
+            } else {
+                wait_for_bulk_reads<1>();
+                control_.dq_staged.empty.arrive(slot_of(number, panel - 1));
+            }
+        }
+        unfinished_ = number;
+        has_unfinished_ = true;
+    }
     // The oldest key tile stores dQ, the others add it. The sum warpgroup has fenced its stores to shared memory.
-    __device__ void start_addition(const Step& step, const Slot& slot) const {
-        float* const to = args_.plan.dq + int64_t(step.dq_index) * T::kDqFloats;
+    __device__ void start_addition(const Step& step, int panel, const Slot& slot) const {
+        float* const to = args_.plan.dq + (int64_t(step.dq_index) * T::kPanels + panel) * T::kDqFloats;
         const uint32_t from = shared_address(shared_.dq[slot.slot]);
         constexpr int kBytes = T::kDqFloats * sizeof(float);
         step.flags& kOldestKeyTile ? start_bulk_store(to, from, kBytes) : start_bulk_add(to, from, kBytes);
     }
-    // Waits for the addition in flight, if there is one, and publishes it. Arrives on dq_staged.empty and steps.empty.
-    __device__ void finish_addition() {
+    // Waits for the additions of the unfinished step, if there is one, and publishes it. The last kLater additions that
+    // have begun are of the next step. Arrives on dq_staged.empty for the last panel, and on steps.empty.
+    template <int kLater = 0>
+    __device__ void finish_step() {
         if (!has_unfinished_) return;
-        wait_for_bulk();
-        control_.dq_staged.empty.arrive(Slot::of(unfinished_));
+        wait_for_bulk<kLater>();
+        control_.dq_staged.empty.arrive(slot_of(unfinished_, T::kPanels - 1));
         const StepPlace place = StepPlace::of(unfinished_);
         pass_on_turn(args_.plan, control_.step_info[place.slot]);
         control_.steps.empty.arrive(place);
@@ -183,7 +209,7 @@ class BulkAdder : DqThread<T> {
     }
 
     typename T::Shared& shared_;
-    uint32_t unfinished_ = 0;  // step whose addition is in flight
+    uint32_t unfinished_ = 0;  // step whose additions are in flight
     bool has_unfinished_ = false;
 };
 

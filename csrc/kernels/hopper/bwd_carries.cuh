@@ -81,11 +81,11 @@ class CarryReader {
         for (int i = 0; i < 2; ++i) {
             if (!has_row(step, i)) continue;
             const int64_t at = index(step, i);
-            const int begin = step.tile * kBackwardKeyTile;
+            const int begin = step.tile * T::kKeyTile;
             const int visible = min(step.visible + lane_ + 32 * i, step.num_keys) + begin;
             carries[i].restart_mass = restart_mass<float>(args_.params, at);
-            carries[i].start =
-                start_half(args_.params.restart.edge[at], carries[i].restart_mass, max(visible, 0)) - 2 * step.tile;
+            carries[i].start = start_half(args_.params.restart.edge[at], carries[i].restart_mass, max(visible, 0)) -
+                               T::kHalves * step.tile;
         }
     }
     // Reads the carries at the oldest key tile of the chain. The mass is used only for rows that start before all keys.
@@ -154,15 +154,16 @@ class Publisher {
         const int kv_head = step.batch * sizes.num_kv_heads + step.kv_head;
         if (lane_ == 0) args_.plan.has_sums[args_.plan.partial_row(sizes, step.part, kv_head, step.k_row)] = 1;
     }
-    // Waits on carry_out_full[1], on which the newer half arrives. Arrives on newer_carry_out_empty, on which it waits.
+    // Waits on carry_out_full of the newer half, which arrives. Arrives on newer_carry_out_empty, on which it waits.
     __device__ void publish_carries(uint32_t number) const {
         const Step& step = control_.step_info[number % kStepRing];
         const int64_t first = step.row_index;  // reads the description before the wait
         const int flags = step.flags, num_rows = step.num_rows, tile = step.tile;
         const CarryPlace place = CarryPlace::of(number);
-        for (auto& full : control_.carry_out_full[1]) full.wait(place);
-        const float2 carries[2] = {control_.carry_out[1][place.slot][lane_],
-                                   control_.carry_out[1][place.slot][lane_ + 32]};
+        constexpr int kNewer = T::kHalves - 1;
+        for (auto& full : control_.carry_out_full[kNewer]) full.wait(place);
+        const float2 carries[2] = {control_.carry_out[kNewer][place.slot][lane_],
+                                   control_.carry_out[kNewer][place.slot][lane_ + 32]};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int row = lane_ + 32 * i;

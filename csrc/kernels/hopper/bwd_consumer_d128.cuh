@@ -36,9 +36,10 @@ class BackwardConsumer : HalfScan<T> {
     using Base::args_, Base::control_, Base::dp_, Base::half_, Base::lane_, Base::product_offset_, Base::s_, Base::step,
         Base::warp_;
     using Base::dz_, Base::k_low_, Base::qdo_low_, Base::v_low_, Base::weights_;
-    using Base::kPanel, Base::kHeadDim, Base::kTile;
+    using Base::kPanel, Base::kStage, Base::kTile;
     using typename Base::Element;
     using DzPlace = Place<T::kDzSlots>;
+    static constexpr int kHeadDim = T::kHeadDim;
 
   public:
     __device__ __forceinline__ BackwardConsumer(typename T::Shared& shared, const BackwardArguments& arguments,
@@ -66,10 +67,11 @@ class BackwardConsumer : HalfScan<T> {
     // ---- products -----------------------------------------------------------------------------------------------
 
     __device__ __forceinline__ void issue_scores(int stage) {
-        this->issue_rows_by_keys(s_, this->opaque(qdo_low_) + stage * 2 * kTile, this->opaque(k_low_));
+        this->template issue_rows_by_keys<kHeadDim>(s_, this->opaque(qdo_low_) + stage * kStage, this->opaque(k_low_));
     }
     __device__ __forceinline__ void issue_dp(int stage) {
-        this->issue_rows_by_keys(dp_, this->opaque(qdo_low_) + stage * 2 * kTile + kTile, this->opaque(v_low_));
+        this->template issue_rows_by_keys<kHeadDim>(dp_, this->opaque(qdo_low_) + stage * kStage + kTile,
+                                                    this->opaque(v_low_));
     }
     // Issues dQ = dz K into the registers of dP: one of the two is dead whenever the other is in use.
     __device__ __forceinline__ void issue_dq(int slot) {
@@ -77,7 +79,7 @@ class BackwardConsumer : HalfScan<T> {
         const uint32_t k_columns = this->opaque(k_columns_low_);
         wgmma_overwrite<0, 1>(Element{}, dp_, descriptor(dz), descriptor(k_columns));
 #pragma unroll
-        for (int i = 1; i < kBackwardKeyTile / 16; ++i)
+        for (int i = 1; i < T::kKeyTile / 16; ++i)
             wgmma_accumulate<0, 1>(Element{}, dp_, descriptor(dz + i / 4 * kPanel + i % 4 * 2),
                                    descriptor(k_columns + i / 4 * kTile + i % 4 * 128));
         wgmma_commit();
@@ -85,7 +87,7 @@ class BackwardConsumer : HalfScan<T> {
     // Issues dV += A^T dO and dK += dz^T Q.
     __device__ __forceinline__ void issue_dk_dv(int stage, int slot) {
         constexpr uint32_t kNextColumns = uint32_t(kPanel) << 16;
-        const uint32_t q = (this->opaque(qdo_low_) + stage * 2 * kTile) | kNextColumns, d_o = q + kTile;
+        const uint32_t q = (this->opaque(qdo_low_) + stage * kStage) | kNextColumns, d_o = q + kTile;
         const uint32_t dz = this->opaque(dz_ >> 4) + slot * 2 * kPanel, weights = this->opaque(weights_ >> 4);
 #pragma unroll
         for (int i = 0; i < kStepRows / 16; ++i)
@@ -189,7 +191,8 @@ class BackwardConsumer : HalfScan<T> {
         // reads it. The next write of A waits on own_half.empty, on which each thread arrives after its use of the
         // staging space.
         warpgroup_barrier(barrier_of_consumer(half_));
-        this->write_dk_dv(last, half_, weights_, dk_, dv_);
+        this->write_dk(last, half_, weights_, dk_);
+        this->write_dv(last, half_, weights_, dv_);
     }
 
     // ---- hand-overs ---------------------------------------------------------------------------------------------

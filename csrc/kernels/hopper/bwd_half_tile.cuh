@@ -26,23 +26,25 @@ class HalfScan : protected BackwardThread<T> {
   protected:
     using Base = BackwardThread<T>;
     using Base::args_, Base::control_, Base::lane_, Base::row, Base::step, Base::warp_;
-    using Base::kPanel, Base::kHeadDim, Base::kTile;
+    using Base::kPanel, Base::kStage, Base::kTile, Base::kValueTile;
     using typename Base::Element;
 
     __device__ __forceinline__ HalfScan(typename T::Shared& shared, const BackwardArguments& arguments, int half)
         : Base(shared, arguments), half_(half) {
         k_low_ = descriptor_low(shared_address(shared.k[0][half]), 0);
         v_low_ = descriptor_low(shared_address(shared.v[0][half]), 0);
-        qdo_low_ = descriptor_low(shared_address(shared.qdo[0][0]), 0);
+        qdo_low_ = descriptor_low(shared_address(shared.qdo[0]), 0);
+        d_o_low_ = descriptor_low(shared_address(shared.d_o), 0);
         weights_ = shared_address(shared.weights[0][half]);
         dz_ = shared_address(shared.dz[0][half]);
     }
 
     // Issues d = rows keys^T for 64 rows of Q or dO and the 64 keys of this half.
+    template <int kColumns>
     __device__ __forceinline__ static void issue_rows_by_keys(float (&d)[32], uint32_t rows, uint32_t keys) {
         wgmma_overwrite(Element{}, d, descriptor(rows), descriptor(keys));
 #pragma unroll
-        for (int i = 1; i < kHeadDim / 16; ++i) {
+        for (int i = 1; i < kColumns / 16; ++i) {
             const int at = i / 4 * kPanel + i % 4 * 2;
             wgmma_accumulate(Element{}, d, descriptor(rows + at), descriptor(keys + at));
         }
@@ -64,7 +66,7 @@ class HalfScan : protected BackwardThread<T> {
     }
     __device__ __forceinline__ auto fast_scan() const {
         if constexpr (T::kGated)
-            return GatedFastScan<T::kHasSumWarpgroup>(product_offset_, control_.gates_of_half[half_], lane_ % 4);
+            return GatedFastScan<T::kHeadDim == 64>(product_offset_, control_.gates_of_half[half_], lane_ % 4);
         else
             return FastScan(product_offset_);
     }
@@ -122,23 +124,27 @@ class HalfScan : protected BackwardThread<T> {
         }
     }
 
+    // Whether another half of the tile hands its carries to this one.
+    __device__ __forceinline__ bool follows_half() const {
+        return T::kHalves == 2 && half_ == 1;
+    }
     // Waits for the carries at the older edge of this half, and passes them to the scan.
     template <class Scan>
     __device__ __forceinline__ void load_carries(Scan& scan, uint32_t number, const Stage<T>& stage) {
         const CarryPlace place = CarryPlace::of(number);
         control_.carry_in_full.wait(stage);
-        if (half_ == 1) control_.carry_out_full[0][warp_].wait(place);
+        if (follows_half()) control_.carry_out_full[0][warp_].wait(place);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             Carry carry = control_.carry_in[stage.slot][row(r)];
-            if (half_ == 1) {
+            if (follows_half()) {
                 const float2 from_older_half = control_.carry_out[0][place.slot][row(r)];
                 carry.mass = from_older_half.x;
                 carry.prefix = from_older_half.y;
             }
             scan.start(r, carry);
         }
-        if (half_ == 1) control_.older_carry_out_empty.arrive(place);
+        if (follows_half()) control_.older_carry_out_empty.arrive(place);
     }
 
     // Computes A and dz from e (in s_) and dP (in dp_), stores them in shared memory, and stores the carries at the
@@ -183,11 +189,11 @@ class HalfScan : protected BackwardThread<T> {
     template <class Scan>
     __device__ __forceinline__ void clear_nan_queries(const Scan& scan, uint32_t number, int stage) const {
         if (!__any_sync(~0u, scan.has_unstarted_nan(0) || scan.has_unstarted_nan(1))) return;
-        if (half_ == 0) control_.older_carry_out_empty.wait(CarryPlace::of(number));
+        if (half_ < T::kHalves - 1) control_.older_carry_out_empty.wait(CarryPlace::of(number));
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (!scan.has_unstarted_nan(r)) continue;
-            const uint32_t queries = (this->opaque(qdo_low_) + stage * 2 * kTile) << 4;
+            const uint32_t queries = (this->opaque(qdo_low_) + stage * kStage) << 4;
 #pragma unroll 1
             for (int i = 0; i < 2 * T::kPanels; ++i) {
                 const uint32_t at = queries + i / 2 * T::kPanelBytes + row(r) * 128 + lane_ % 4 * 32 + i % 2 * 16;
@@ -220,10 +226,10 @@ class HalfScan : protected BackwardThread<T> {
         }
     }
 
-    const int half_;                    // 0: older half of the key tile, 1: newer half
-    uint32_t k_low_, v_low_, qdo_low_;  // lower halves of the descriptors of the first buffer or stage
-    uint32_t weights_, dz_;             // addresses of A and dz of this half, first slot
-    float product_offset_ = 0.f;        // of the key tile
+    const int half_;                              // 0: older half of the key tile, 1: newer half
+    uint32_t k_low_, v_low_, qdo_low_, d_o_low_;  // lower halves of the descriptors of the first buffer or stage
+    uint32_t weights_, dz_;                       // addresses of A and dz of this half, first slot
+    float product_offset_ = 0.f;                  // of the key tile
     float s_[32], dp_[32];
     float gate_sums_[2];  // with gates: sums of n of this key tile over the rows of the warp (sum_over_rows)
 };

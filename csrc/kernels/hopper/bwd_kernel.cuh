@@ -21,6 +21,7 @@
 #include "kernels/hopper/bwd_carries.cuh"
 #include "kernels/hopper/bwd_consumer_d128.cuh"
 #include "kernels/hopper/bwd_consumer_d64.cuh"
+#include "kernels/hopper/bwd_consumer_wide.cuh"
 #include "kernels/hopper/bwd_step_loader.cuh"
 #include "kernels/hopper/instances.cuh"
 
@@ -36,28 +37,32 @@ __global__ void __launch_bounds__(T::kThreads, 1) backward(const __grid_constant
     if (threadIdx.x == 0) shared.control.init();
     __syncthreads();
     if (warpgroup == 0) {
-        warpgroup_reg_dealloc<T::kProducerRegisters>();
+        set_registers<T::kProducerRegisters, T::kLaunchRegisters>();
         const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
         if (warp == 0) StepLoader<T>(shared, arguments).run();
         if (warp == 1) CarryReader<T>(shared.control, arguments).run();
         using Dq = std::conditional_t<T::kAddsDqInBulk, BulkAdder<T>, TurnThread<T>>;
         if (warp == 2 && lane == 0) Dq(shared, arguments).run();
         if (warp == 3) Publisher<T>(shared.control, arguments).run();
-    } else if (T::kHasSumWarpgroup && warpgroup == 3) {
-        warpgroup_reg_alloc<T::kSumRegisters>();
-        if constexpr (T::kHasSumWarpgroup) SumWarpgroup<T>(shared, arguments).run();
+    } else if (T::kSumWarpgroups > 0 && warpgroup > T::kHalves) {
+        set_registers<T::kSumRegisters, T::kLaunchRegisters>();
+        if constexpr (T::kWide)
+            warpgroup == 2 ? WideSumWarpgroup<T, true>(shared, arguments).run()
+                           : WideSumWarpgroup<T, false>(shared, arguments).run();
+        else if constexpr (T::kSumWarpgroups > 0)
+            SumWarpgroup<T>(shared, arguments).run();
     } else {
-        warpgroup_reg_alloc<T::kConsumerRegisters>();
-        if constexpr (T::kHasSumWarpgroup)
+        set_registers<T::kConsumerRegisters, T::kLaunchRegisters>();
+        if constexpr (T::kSumWarpgroups > 0)
             ScanWarpgroup<T>(shared, arguments, warpgroup - 1).run();
         else
             BackwardConsumer<T>(shared, arguments, warpgroup - 1).run();
     }
 }
 
-template <class Element, int kHeadDim, bool kGated>
+template <class Element, int kHeadDim, int kHeadDimV, bool kGated>
 void launch(const BackwardParams& p, cudaStream_t stream) {
-    using T = BackwardTraits<Element, kHeadDim, kGated>;
+    using T = BackwardTraits<Element, kHeadDim, kHeadDimV, kGated>;
     const Sizes& z = p.sizes;
     BackwardArguments a;
     a.params = p;
@@ -83,8 +88,8 @@ void launch_gated_backward(const BackwardParams& params, cudaStream_t stream);
 
 template <bool kGated>
 void launch_backward(const BackwardParams& params, cudaStream_t stream) {
-    with_instance(params.sizes, [&](auto element, auto columns) {
-        launch<decltype(element), decltype(columns)::value, kGated>(params, stream);
+    with_instance<kGated>(params.sizes, [&](auto element, auto qk, auto v) {
+        launch<decltype(element), qk(), v(), kGated>(params, stream);
     });
 }
 

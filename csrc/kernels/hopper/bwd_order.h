@@ -69,16 +69,16 @@ class TicketOrder {
 
 // Chooses the order. The constants are measured (docs/design/kernels-hopper-backward.md).
 inline HeadOrder choose_head_order(const Sizes& z, const Segments& segments, bool attend_current) {
-    const int heads = z.batch * z.num_kv_heads, key_tiles = (z.k_rows + kBackwardKeyTile - 1) / kBackwardKeyTile;
+    const int heads = z.batch * z.num_kv_heads, tile = backward_key_tile(z), key_tiles = (z.k_rows + tile - 1) / tile;
     if (segments.by_value()) {  // the host cannot read a segment table
         // Neighbouring tiles of a head are about `in_flight` * steps / 132 steps apart, where `steps` is what a key
         // tile has on average, about as many as the middle one. The data of that many steps of all CTAs stay in the L2
         // cache.
         const Segment s = clamped(segments.whole, z);
-        const int steps_of_head = num_steps(s) - oldest_step(s, attend_current, key_tiles / 2);
+        const int steps_of_head = num_steps(s) - oldest_step(s, attend_current, key_tiles / 2 * tile);
         const int steps = std::max(steps_of_head, 1) * (z.num_heads / z.num_kv_heads);
-        const bool narrow = stored_columns(z) == 64;
-        const float budget = narrow ? 900.f : 450.f, fewest = narrow ? 1.5f : 2.5f, in_flight = budget / float(steps);
+        const int columns = stored_columns(z);
+        const float in_flight = 57600.f / float(columns * steps), fewest = columns == 128 ? 2.5f : 1.5f;
         constexpr float kRounds = 3.f;
         if (in_flight >= fewest && heads >= kRounds * in_flight) return {1, std::max(1, int(key_tiles / in_flight))};
     }

@@ -17,9 +17,9 @@ template <class T>
 class BackwardThread {
   protected:
     using Element = typename T::Element;
-    static constexpr int kHeadDim = T::kHeadDim;
-    static constexpr int kTile = T::kTileBytes >> 4,
-                         kPanel = T::kPanelBytes >> 4;  // in units of a descriptor, 16 bytes
+    // In units of a descriptor, 16 bytes.
+    static constexpr int kTile = T::kTileBytes >> 4, kValueTile = T::kValueTileBytes >> 4;
+    static constexpr int kPanel = T::kPanelBytes >> 4, kStage = T::kStageBytes >> 4;
 
     __device__ __forceinline__ BackwardThread(typename T::Shared& shared, const BackwardArguments& arguments)
         : control_(shared.control),
@@ -90,6 +90,29 @@ class BackwardThread {
         __syncwarp();
         if (lane_ == 0) control_.dq_added.arrive(turn);
     }
+    // Hands 64 columns of dQ of a step to BulkAdder through shared memory, or writes the total if no newer key tile
+    // adds to it, at head_dim 64 and in the wide kernels. `staged` is the address of the first slot. `newest` counts
+    // the steps so far in which this was the newest key tile. Waits on dq_staged.empty and dq_turn, on which BulkAdder
+    // arrives. Arrives on dq_staged.full, on which it waits.
+    __device__ __forceinline__ void pass_on_dq(uint32_t number, const float (&dq)[32], int part, uint32_t staged,
+                                               uint32_t newest) const {
+        const auto slot = Place<T::kDqSlots>::of(number * T::kPanels + part);
+        control_.dq_staged.wait_empty(slot);
+        if (step(number).flags & kNewestKeyTile) {
+            control_.dq_turn.wait(TurnPlace<T>::of(newest));
+            write_total_dq<2>(number, dq_target(number, part).sum, dq, part);
+        } else {
+            const uint32_t to = staged + slot.slot * sizeof(float) * T::kDqFloats + (warp_ * 32 + lane_) * 16;
+#pragma unroll
+            for (int v = 0; v < kDqVectors; ++v) {
+                const float* const x = dq + 4 * v;
+                store_shared(to + v * 2048, make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]),
+                                                       __float_as_uint(x[2]), __float_as_uint(x[3])));
+            }
+            fence_async_proxy();
+        }
+        signal(control_.dq_staged, slot);
+    }
     // Writes 64 columns of dq of a step: the sum of the older key tiles, if there are any, plus this one.
     template <int kLoads>
     __device__ __forceinline__ void write_total_dq(uint32_t number, const float* sum, const float (&dq)[32],
@@ -98,22 +121,20 @@ class BackwardThread {
         accumulates_gradients() ? write_dq<float, kLoads>(step, sum, dq, part * 64)
                                 : write_dq<Element, kLoads>(step, sum, dq, part * 64);
     }
-    // Writes dk and dv of a half tile. The rows of the accumulators are its keys, in the order of shared memory.
-    // `staged` is the address of shared memory for 64 rows of 64 columns. The caller guarantees that nothing else uses
-    // this memory and that all products that read it are done, in all warps.
-    __device__ __forceinline__ void write_dk_dv(const Step& step, int half, uint32_t staged,
-                                                const float (&dk)[kHeadDim / 2],
-                                                const float (&dv)[kHeadDim / 2]) const {
+    // Write columns of dk or dv of a half tile, from `column` on, which is a multiple of 64. The rows of the
+    // accumulator are its keys, in the order of shared memory. `staged` is the address of shared memory for 64 rows of
+    // 64 columns. The caller guarantees that nothing else uses this memory and that all products that read it are done,
+    // in all warps.
+    template <int N>
+    __device__ __forceinline__ void write_dk(const Step& step, int half, uint32_t staged, const float (&dk)[N],
+                                             int column = 0) const {
+        write_keys(args_.params.dk, head_dim(), args_.plan.partial_dk, step, half, staged, dk, args_.scale, column);
+    }
+    template <int N>
+    __device__ __forceinline__ void write_dv(const Step& step, int half, uint32_t staged, const float (&dv)[N],
+                                             int column = 0) const {
         constexpr float kOutputScale = 1.f / common::kWeightScale<Element>;
-        if (writes_fp32(step)) {
-            write_fp32(fp32_rows(args_.params.dk, head_dim(), args_.plan.partial_dk, step), step, half, dk,
-                       args_.scale);
-            write_fp32(fp32_rows(args_.params.dv, head_dim_v(), args_.plan.partial_dv, step), step, half, dv,
-                       kOutputScale);
-        } else {
-            store_gradient_rows(args_.params.dk, head_dim(), step, half, staged, dk, args_.scale);
-            store_gradient_rows(args_.params.dv, head_dim_v(), step, half, staged, dv, kOutputScale);
-        }
+        write_keys(args_.params.dv, head_dim_v(), args_.plan.partial_dv, step, half, staged, dv, kOutputScale, column);
     }
     // The same for both halves, at head_dim 64, from transposed accumulators: their rows are the columns of the head
     // dimension, their columns are the keys in the order of shared memory. Staging takes 128 rows of 64 columns for
@@ -155,7 +176,7 @@ class BackwardThread {
   private:
     // Whether a column of dq belongs to the head. At head_dim 96, dQ has zeros in the columns from 96 to 127.
     __device__ __forceinline__ static bool is_computed(int column) {
-        return kHeadDim % 64 == 0 || column < kHeadDim;
+        return T::kHeadDim % 64 == 0 || column < T::kHeadDim;
     }
 
     template <class Out, int kLoads>
@@ -202,23 +223,33 @@ class BackwardThread {
                                                   const Step& step) const {
         if (!(step.flags & kPartialSums)) return {key_row<float>(to, step, 0), to.row_stride, columns, false};
         constexpr int kStored = T::kPanels * 64;
-        return {partial + partial_row(step) * kStored, kStored, kHeadDim, true};
+        return {partial + partial_row(step) * kStored, kStored, kStored, true};
     }
     // Index of the first key of a tile in the partial sums of the part.
     __device__ __forceinline__ int64_t partial_row(const Step& step) const {
         const Sizes& sizes = args_.params.sizes;
         return args_.plan.partial_row(sizes, step.part, step.batch * sizes.num_kv_heads + step.kv_head, step.k_row);
     }
-    __device__ __forceinline__ void write_fp32(const Fp32Rows& to, const Step& step, int half,
-                                               const float (&x)[kHeadDim / 2], float factor) const {
+    template <int N>
+    __device__ __forceinline__ void write_keys(const Rows<void*>& to, int columns, float* partial, const Step& step,
+                                               int half, uint32_t staged, const float (&x)[N], float factor,
+                                               int column) const {
+        if (writes_fp32(step))
+            write_fp32(fp32_rows(to, columns, partial, step), step, half, x, factor, column);
+        else
+            store_gradient_rows(to, columns, step, half, staged, x, factor, column);
+    }
+    template <int N>
+    __device__ __forceinline__ void write_fp32(const Fp32Rows& to, const Step& step, int half, const float (&x)[N],
+                                               float factor, int column) const {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int key = half * kHalfTileKeys + KeyOrder<kHalfTileKeys>()(row(r));
             if (key >= step.tile_keys) continue;
-            float* const first = to.first + key * to.row_stride + lane_ % 4 * 2;
+            float* const first = to.first + key * to.row_stride + column + lane_ % 4 * 2;
 #pragma unroll
-            for (int n = 0; n < kHeadDim / 8; ++n) {
-                if (8 * n >= to.columns) continue;
+            for (int n = 0; n < N / 4; ++n) {
+                if (column + 8 * n >= to.columns) continue;
                 const float2 pair = make_float2(x[4 * n + 2 * r] * factor, x[4 * n + 2 * r + 1] * factor);
                 if (to.store)
                     *reinterpret_cast<float2*>(first + 8 * n) = pair;
@@ -228,16 +259,18 @@ class BackwardThread {
         }
     }
     // Each warp writes its own 16 rows through shared memory, so that global memory receives whole rows.
+    template <int N>
     __device__ __forceinline__ void store_gradient_rows(const Rows<void*>& to, int columns, const Step& step, int half,
-                                                        uint32_t staged, const float (&x)[kHeadDim / 2],
-                                                        float factor) const {
+                                                        uint32_t staged, const float (&x)[N], float factor,
+                                                        int column) const {
+        constexpr int kBlocks = N / 4;  // of eight columns
 #pragma unroll
-        for (int part = 0; part < T::kPanels; ++part) {
+        for (int part = 0; part < (kBlocks + 7) / 8; ++part) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 uint32_t packed[8] = {};
 #pragma unroll
-                for (int n = 0; n < 8 && 8 * part + n < kHeadDim / 8; ++n) {
+                for (int n = 0; n < 8 && 8 * part + n < kBlocks; ++n) {
                     const float* const pair = x + 4 * (8 * part + n) + 2 * r;
                     packed[n] = pack<Element>(pair[0] * factor, pair[1] * factor);
                 }
@@ -248,8 +281,8 @@ class BackwardThread {
             for (int i = 0; i < 16; i += 4) {
                 const int row = warp_ * 16 + i + lane_ / 8, key = half * kHalfTileKeys + KeyOrder<kHalfTileKeys>()(row);
                 const uint4 eight = load_shared(staged + row * 128 + ((lane_ % 8 ^ row % 8) << 4));
-                const int column = part * 64 + lane_ % 8 * 8;
-                store_global_if(key < step.tile_keys && column < columns, key_row<Element>(to, step, key) + column,
+                const int first = column + part * 64 + lane_ % 8 * 8;
+                store_global_if(key < step.tile_keys && first < columns, key_row<Element>(to, step, key) + first,
                                 eight);
             }
             __syncwarp();
@@ -283,7 +316,7 @@ class BackwardThread {
         const int lane = opaque(lane_), group = lane / 16, columns = warp_ * 2 + lane / 8 % 2;
         const uint32_t first = to + (group * 8 + lane % 8) * 128 + (columns ^ (lane % 8)) * 16;
 #pragma unroll
-        for (int n = 0; n < kBackwardKeyTile / 8; n += 2) {
+        for (int n = 0; n < T::kKeyTile / 8; n += 2) {
             uint32_t packed[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i)

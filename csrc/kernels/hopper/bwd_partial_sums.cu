@@ -50,16 +50,17 @@ __device__ float4 sum_of_parts(const float* partial, int64_t part_stride, uint32
 template <class Out>
 __global__ void __launch_bounds__(kSumThreads)
     add_parts(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardPlan plan) {
-    constexpr int kBlocksOfTile = kBackwardKeyTile / kKeysOfBlock;
-    const int first_key = blockIdx.x % kBlocksOfTile * kKeysOfBlock, tile_and_head = blockIdx.x / kBlocksOfTile;
+    const int tile_keys = backward_key_tile(p.sizes), blocks_of_tile = tile_keys / kKeysOfBlock;
+    const int first_key = blockIdx.x % blocks_of_tile * kKeysOfBlock, tile_and_head = blockIdx.x / blocks_of_tile;
     const int key_tile = tile_and_head / plan.num_kv_heads, kv_head = tile_and_head % plan.num_kv_heads;
     if (key_tile >= plan.counters[kNumKeyTiles]) return;
     const KeyTile tile = plan.key_tiles[key_tile];
     if (tile.is_whole) return;
-    const int keys = min(first_key + kKeysOfBlock, tile.num_keys - tile.tile * kBackwardKeyTile);
-    const int tile_row = clamped(p.segments[tile.segment], p.sizes).k_begin + tile.tile * kBackwardKeyTile;
+    const int keys = min(first_key + kKeysOfBlock, tile.num_keys - tile.tile * tile_keys);
+    const int tile_row = clamped(p.segments[tile.segment], p.sizes).k_begin + tile.tile * tile_keys;
     const int columns = stored_columns(p.sizes), threads_of_row = columns / 4,
               column = threadIdx.x % threads_of_row * 4;
+    const int rows_at_once = kSumThreads / threads_of_row;
     const int batch = kv_head / p.sizes.num_kv_heads, head = kv_head % p.sizes.num_kv_heads;
     const int lane = threadIdx.x % 32;
     const bool has_sums =
@@ -81,7 +82,8 @@ __global__ void __launch_bounds__(kSumThreads)
                                row * p.dk.row_stride + p.sizes.head_dim,
                            sum);
     };
-    for (int key = first_key + threadIdx.x / threads_of_row; key < keys; key += kSumThreads / threads_of_row) {
+    if (threadIdx.x >= rows_at_once * threads_of_row) return;  // of 192 columns
+    for (int key = first_key + threadIdx.x / threads_of_row; key < keys; key += rows_at_once) {
         if (p.options.forget_gate && column == 0) add_gate(tile_row + key);
         add(plan.partial_dk, p.dk, p.sizes.head_dim, tile_row + key);
         add(plan.partial_dv, p.dv, p.sizes.head_dim_v, tile_row + key);
@@ -92,7 +94,8 @@ __global__ void __launch_bounds__(kSumThreads)
 
 void add_partial_sums(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream) {
     if (plan.parts.count() == 1) return;
-    const int64_t blocks = int64_t(plan.max_key_tiles) * plan.num_kv_heads * (kBackwardKeyTile / kKeysOfBlock);
+    const int64_t blocks =
+        int64_t(plan.max_key_tiles) * plan.num_kv_heads * (backward_key_tile(params.sizes) / kKeysOfBlock);
     const auto run = [&](auto kernel) {
         common::launch("hopper backward: add_partial_sums", kernel, blocks, kSumThreads, 0, stream, params, plan);
     };

@@ -63,7 +63,7 @@ struct TileParts {
 inline TileParts choose_tile_parts(const Sizes& z, int num_segments) {
     constexpr int kFewTickets = 250, kManyTickets = 500, kMostTickets = 1600;  // kMostTickets bounds the workspace
     constexpr int kFewChains = 4, kManyChains = 8, kLeastSteps = 16, kStepsForThreeRanges = 1024;
-    const int64_t tiles = int64_t(z.k_rows) * z.batch * z.num_kv_heads / kBackwardKeyTile;
+    const int64_t tiles = int64_t(z.k_rows) * z.batch * z.num_kv_heads / backward_key_tile(z);
     const int64_t chains = int64_t(num_segments) * z.batch * z.num_kv_heads;
     const int group = z.num_heads / z.num_kv_heads, steps = z.q_rows / num_segments / kStepRows;
     TileParts parts;

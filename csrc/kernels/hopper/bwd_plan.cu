@@ -16,15 +16,16 @@ namespace {
 
 constexpr int kStepsAtOnce = 4;  // steps that a warp handles at once in find_starts
 
-using Planner = common::KeyTilePlanner<kBackwardKeyTile>;
+using Planner = common::KeyTilePlanner;
 using common::kMaxWarps, common::kPlanThreads, common::RowRange, common::scan_over_block;
 
 // Whether part 0 of a key tile has all its steps. `segment` is the first segment of its key range.
 __device__ bool is_whole(const BackwardParams& p, const BackwardPlan& plan, int segment, int tile) {
     if (plan.parts.count() == 1) return true;
+    const int first_key = tile * backward_key_tile(p.sizes);
     for (int i = segment; i >= 0; i = plan.segments[i].next) {
         const Segment s = clamped(p.segments[i], p.sizes);
-        if (!plan.parts.is_whole(num_steps(s), oldest_step(s, p.options.attend_current, tile))) return false;
+        if (!plan.parts.is_whole(num_steps(s), oldest_step(s, p.options.attend_current, first_key))) return false;
     }
     return true;
 }
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(kPlanThreads)
     __shared__ int warp_values[kMaxWarps], changes[kPlanThreads];
     __shared__ int64_t warp_sums[kMaxWarps];
     if (blockIdx.x > 0) return clear_uncovered(p, blockIdx.x - 1, changes, warp_values);
-    Planner planner(p.sizes, p.segments, plan.key_tile_tables);
+    Planner planner(p.sizes, p.segments, backward_key_tile(p.sizes), plan.key_tile_tables);
     common::number_units(
         p.sizes, p.segments, warp_sums, [](const Segment& s) { return num_steps(s); },
         [&](int i, const Segment& s, int64_t first) {
@@ -89,6 +90,7 @@ __global__ void __launch_bounds__(kPlanThreads)
 __device__ void find_starts(const BackwardParams& p, const Segment& s, int64_t first_row, StepStarts* starts) {
     constexpr int kRows = kStepsAtOnce * kStepRows / 32;  // rows per lane
     const int steps = num_steps(s), lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    const bool two_halves = halves_of_tile(p.sizes) == 2;
     const int32_t* const edges = p.restart.edge + first_row;
     const float* const masses = static_cast<const float*>(p.restart.mass) + first_row;
     for (int begin = threadIdx.x / 32 * kStepsAtOnce; begin < steps; begin += warps * kStepsAtOnce) {
@@ -110,7 +112,8 @@ __device__ void find_starts(const BackwardParams& p, const Segment& s, int64_t f
                 const int visible = visible_keys(s, p.options.attend_current, row);
                 const int start = start_half(edge[r], mass[r], visible);
                 newest = max(newest, start);
-                if (visible > 0) oldest = min(oldest, start == kNeverStarts ? kNeverStarts : max(start, 0) / 2);
+                const int tile = start == kNeverStarts ? kNeverStarts : max(start, 0) >> two_halves;
+                if (visible > 0) oldest = min(oldest, tile);
             }
             oldest = __reduce_min_sync(~0u, oldest);
             newest = __reduce_max_sync(~0u, newest);
@@ -154,7 +157,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
     for (int step = threadIdx.x; step < steps; step += blockDim.x) {
         const int row = step * kStepRows, end = min(row + kStepRows, s.q_len);
         const int visible = visible_keys(s, p.options.attend_current, end - 1);
-        if (visible > 0 && starts[step].oldest_tile <= (visible - 1) / kBackwardKeyTile) continue;
+        if (visible > 0 && starts[step].oldest_tile <= (visible - 1) / backward_key_tile(p.sizes)) continue;
         for (int r = s.q_begin + row; r < s.q_begin + end; ++r)
             write_zeros(p.dq, head / p.sizes.num_heads, head % p.sizes.num_heads, r, p.sizes.head_dim);
     }
@@ -182,7 +185,7 @@ Layout lay_out_workspace(const BackwardParams& p, BackwardPlan* plan) {
     const Sizes& z = p.sizes;
     const int64_t heads = int64_t(z.batch) * z.num_heads;
     plan->max_steps = z.q_rows / kStepRows + std::min(p.segments.size, z.q_rows);
-    plan->max_key_tiles = z.k_rows / kBackwardKeyTile + std::min(p.segments.size, z.k_rows);
+    plan->max_key_tiles = z.k_rows / backward_key_tile(z) + std::min(p.segments.size, z.k_rows);
     plan->num_kv_heads = z.batch * z.num_kv_heads;
     plan->parts = choose_tile_parts(z, p.segments.size);
     const int64_t parts = plan->parts.count() > 1 ? int64_t(plan->parts.count()) * plan->num_kv_heads : 0;
@@ -190,7 +193,7 @@ Layout lay_out_workspace(const BackwardParams& p, BackwardPlan* plan) {
     plan->counters = w.take<int32_t>(2);
     plan->dq_next_tile = w.take<int32_t>(heads * plan->max_steps);
     plan->carries = w.take<CarrySlot>(heads * z.q_rows);
-    plan->key_tile_tables = w.take<int32_t>(Planner::entries(z.k_rows));
+    plan->key_tile_tables = w.take<int32_t>(Planner::entries(z.k_rows, backward_key_tile(z)));
     plan->has_sums = w.take<int32_t>(parts * z.k_rows);
     Layout layout{w.bytes, 0};
     plan->segments = w.take<SegmentPlan>(p.segments.size);

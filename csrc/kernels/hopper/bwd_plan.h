@@ -2,7 +2,8 @@
 // tile to the next. A kernel makes it on the device, because the host never reads the segment table.
 //
 // Terms. A key range is what segments share that begin at the same key (kernels/common/key_tiles.cuh). A key tile is
-// 128 keys of a key range. A step is 64 query rows of one head. A half is 64 keys, the grid of restart records.
+// 128 keys of a key range, or 64 in the wide kernels. A step is 64 query rows of one head. A half is 64 keys, the grid
+// of restart records.
 #pragma once
 
 #include <cuda_runtime.h>

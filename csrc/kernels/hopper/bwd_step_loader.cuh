@@ -15,6 +15,7 @@
 #pragma once
 
 #include "kernels/hopper/bwd_common.cuh"
+#include "kernels/hopper/instances.cuh"
 #include "kernels/hopper/tile_copy.cuh"
 
 namespace megatron_sb::hopper {
@@ -79,16 +80,17 @@ class StepLoader {
     __device__ void push_steps_of_heads(const Segment& s, int first_step, int first_head, int heads, bool slow) {
         const bool attend_current = args_.params.options.attend_current;
         const int offset = s.q_pos_minus_k_pos + (attend_current ? 1 : 0);
-        const int tile_begin = key_tile_.tile * kBackwardKeyTile;
+        const int tile_begin = key_tile_.tile * T::kKeyTile;
         if (s.k_len <= tile_begin || s.q_len - 1 + offset <= tile_begin) return;
         const auto [oldest, end] =
-            args_.plan.parts.steps_of(part_, num_steps(s), oldest_step(s, attend_current, key_tile_.tile));
+            args_.plan.parts.steps_of(part_, num_steps(s), oldest_step(s, attend_current, tile_begin));
         const StepStarts* const starts = args_.plan.starts + int64_t(first_head) * args_.plan.max_steps + first_step;
         int newest = oldest - 1;  // newest step of this lane's head that needs the tile
         for (int h = 0; h < heads; ++h) {
             const StepStarts* const head_starts = starts + int64_t(h) * args_.plan.max_steps;
             const int found = find_newest_step(head_starts, oldest, end);
-            const bool some = found >= oldest && (!slow || head_starts[found].newest_half_so_far >= 2 * key_tile_.tile);
+            const bool some =
+                found >= oldest && (!slow || head_starts[found].newest_half_so_far >= T::kHalves * key_tile_.tile);
             if (lane_ == h && some) newest = found;
         }
         for (int top = __reduce_max_sync(~0u, newest); top >= oldest; top -= 32) {
@@ -99,7 +101,7 @@ class StepLoader {
                 StepStarts step_starts = {kNeverStarts, -1, -1};
                 if (step >= oldest && step <= newest_of_head)
                     step_starts = starts[int64_t(h) * args_.plan.max_steps + step];
-                const bool is_slow = step_starts.newest_half >= 2 * key_tile_.tile;
+                const bool is_slow = step_starts.newest_half >= T::kHalves * key_tile_.tile;
                 const uint32_t needed =
                     __ballot_sync(~0u, step_starts.oldest_tile <= key_tile_.tile && is_slow == slow);
                 const uint32_t oldest_here = __ballot_sync(~0u, step_starts.oldest_tile == key_tile_.tile);
@@ -117,16 +119,16 @@ class StepLoader {
     }
     // Describes a step in pending_. publish_pending() adds the flags and fields that are not known here.
     __device__ void fill_pending(const Segment& s, int first_step, int head, int step, int offset) {
-        const int tile_begin = key_tile_.tile * kBackwardKeyTile;
+        const int tile_begin = key_tile_.tile * T::kKeyTile;
         const int row = step * kStepRows, rows = min(kStepRows, s.q_len - row);
-        const int last_tile = (clamp_row(row + rows - 1 + offset, 0, s.k_len) - 1) / kBackwardKeyTile;
+        const int last_tile = (clamp_row(row + rows - 1 + offset, 0, s.k_len) - 1) / T::kKeyTile;
         pending_.row_index = int64_t(head) * args_.params.sizes.q_rows + s.q_begin + row;
         pending_.dq_index = head * args_.plan.max_steps + first_step + step;
         pending_.row = s.q_begin + row;
         pending_.head = head - batch_ * args_.params.sizes.num_heads;
         pending_.num_rows = rows;
         pending_.visible = row + offset - tile_begin;
-        pending_.num_keys = min(kBackwardKeyTile, s.k_len - tile_begin);
+        pending_.num_keys = min(T::kKeyTile, s.k_len - tile_begin);
         pending_.flags = (last_tile == key_tile_.tile ? kNewestKeyTile : 0) | masked_halves();
         have_pending_ = true;
     }
@@ -191,40 +193,60 @@ class StepLoader {
         have_pending_ = false;
     }
 
-    // Loads Q and dO of the pending step. Lane 0 arrives on qdo.full, on which the consumers wait.
+    // Loads Q and dO of the pending step. Lane 0 arrives on qdo.full, and on d_o.full if dO has a ring of its own; the
+    // consumers wait.
     __device__ void load_rows_of_step() {
-        const int batch = batch_, head = pending_.head;
         auto& full = control_.qdo.full;
-        uint64_t* const barrier = &full.barriers[stage_.slot];
-        uint8_t* const q = shared_.qdo[stage_.slot][0];
-        uint8_t* const d_o = shared_.qdo[stage_.slot][1];
-        if (pending_.num_rows == kStepRows) {
-            if (lane_ != 0) return;
-            full.arrive_with_bytes(stage_, 2 * T::kTileBytes);
+        uint8_t* const q = shared_.qdo[stage_.slot];
+        if (pending_.num_rows < kStepRows) return copy_rows_of_step(q);
+        if (lane_ == 0) {
+            full.arrive_with_bytes(stage_, T::kStageBytes);
 #pragma unroll
             for (int panel = 0; panel < T::kPanels; ++panel) {
-                tma_load_3d(q + panel * T::kPanelBytes, &args_.q.map, barrier, 64 * panel, pending_.row,
-                            args_.q.heads(batch, head));
-                tma_load_3d(d_o + panel * T::kPanelBytes, &args_.d_o.map, barrier, 64 * panel, pending_.row,
-                            args_.d_o.heads(batch, head));
+                load_panel(q, args_.q, panel, &full.barriers[stage_.slot]);
+                if (!T::kSeparateDo && panel < T::kValuePanels)
+                    load_panel(q + T::kTileBytes, args_.d_o, panel, &full.barriers[stage_.slot]);
             }
-            return;
         }
+        if constexpr (T::kSeparateDo) {
+            const auto place = Place<1>::of(number_);
+            control_.d_o.wait_empty(place);
+            if (lane_ != 0) return;
+            control_.d_o.full.arrive_with_bytes(place, T::kValueTileBytes);
+#pragma unroll
+            for (int panel = 0; panel < T::kValuePanels; ++panel)
+                load_panel(shared_.d_o, args_.d_o, panel, &control_.d_o.full.barriers[place.slot]);
+        }
+    }
+    __device__ void load_panel(uint8_t* to, const TensorMap& map, int panel, uint64_t* barrier) const {
+        tma_load_3d(to + panel * T::kPanelBytes, &map.map, barrier, 64 * panel, pending_.row,
+                    map.heads(batch_, pending_.head));
+    }
+    // The same without TMA, for the last rows of a segment.
+    __device__ void copy_rows_of_step(uint8_t* q) {
         const auto same = [](int row) { return row; };
-        const auto copy = [&](uint8_t* to, const Rows<const void*>& from, int columns) {
-            copy_rows<kStepRows, T::kPanels>(to, from, offset_of(from, batch, head, pending_.row), pending_.num_rows,
-                                             columns, same);
+        const auto copy = [&](auto panels, uint8_t* to, const Rows<const void*>& from, int columns) {
+            copy_rows<kStepRows, decltype(panels)::value>(
+                to, from, offset_of(from, batch_, pending_.head, pending_.row), pending_.num_rows, columns, same);
         };
-        copy(q, args_.params.q, args_.params.sizes.head_dim);
-        copy(d_o, args_.params.d_o, args_.params.sizes.head_dim_v);
-        finish_copy(full, stage_);
+        copy(Count<T::kPanels>{}, q, args_.params.q, args_.params.sizes.head_dim);
+        if constexpr (T::kSeparateDo) {
+            finish_copy(control_.qdo.full, stage_);
+            control_.d_o.wait_empty(Place<1>::of(number_));
+        }
+        uint8_t* const d_o = T::kSeparateDo ? shared_.d_o : q + T::kTileBytes;
+        copy(Count<T::kValuePanels>{}, d_o, args_.params.d_o, args_.params.sizes.head_dim_v);
+        if constexpr (T::kSeparateDo)
+            finish_copy(control_.d_o.full, Place<1>::of(number_));
+        else
+            finish_copy(control_.qdo.full, stage_);
     }
 
     __device__ void locate_tile() {
-        const int first = key_tile_.tile * kBackwardKeyTile;
+        const int first = key_tile_.tile * T::kKeyTile;
         new_key_tile_ = false;
         tile_row_ = clamped(args_.params.segments[key_tile_.segment], args_.params.sizes).k_begin + first;
-        tile_keys_ = min(kBackwardKeyTile, key_tile_.num_keys - first);
+        tile_keys_ = min(T::kKeyTile, key_tile_.num_keys - first);
     }
     // Loads K and V of the key tile. Waits on kv.empty, on which the consumer warps arrive. Lane 0 arrives on kv.full,
     // on which the consumers wait.
@@ -234,29 +256,31 @@ class StepLoader {
         auto& full = control_.kv.full;
         uint64_t* const barrier = &full.barriers[buffer];
         control_.kv.wait_empty(place);
-        if (tile_keys_ == kBackwardKeyTile) {
+        if (tile_keys_ == T::kKeyTile) {
             if (lane_ != 0) return;
-            full.arrive_with_bytes(place, 4 * T::kTileBytes);
+            full.arrive_with_bytes(place, T::kHalves * (T::kTileBytes + T::kValueTileBytes));
 #pragma unroll
-            for (int w = 0; w < 2; ++w)
+            for (int w = 0; w < T::kHalves; ++w)
 #pragma unroll
                 for (int panel = 0; panel < T::kPanels; ++panel) {
                     const int row = tile_row_ + w * kHalfTileKeys;
                     tma_load_5d(shared_.k[buffer][w] + panel * T::kPanelBytes, &args_.k.map, barrier, 64 * panel, row,
                                 0, 0, args_.k.heads(batch_, kv_head_));
-                    tma_load_5d(shared_.v[buffer][w] + panel * T::kPanelBytes, &args_.v.map, barrier, 64 * panel, row,
-                                0, 0, args_.v.heads(batch_, kv_head_));
+                    if (panel < T::kValuePanels)
+                        tma_load_5d(shared_.v[buffer][w] + panel * T::kPanelBytes, &args_.v.map, barrier, 64 * panel,
+                                    row, 0, 0, args_.v.heads(batch_, kv_head_));
                 }
             return;
         }
-        for (int w = 0; w < 2; ++w) {
+        for (int w = 0; w < T::kHalves; ++w) {
             const int first = w * kHalfTileKeys;
-            const auto copy = [&](uint8_t* to, const Rows<const void*>& from, int columns) {
-                copy_rows<kHalfTileKeys, T::kPanels>(to, from, offset_of(from, batch_, kv_head_, tile_row_ + first),
-                                                     tile_keys_ - first, columns, KeyOrder<kHalfTileKeys>());
+            const auto copy = [&](auto panels, uint8_t* to, const Rows<const void*>& from, int columns) {
+                copy_rows<kHalfTileKeys, decltype(panels)::value>(
+                    to, from, offset_of(from, batch_, kv_head_, tile_row_ + first), tile_keys_ - first, columns,
+                    KeyOrder<kHalfTileKeys>());
             };
-            copy(shared_.k[buffer][w], args_.params.k, args_.params.sizes.head_dim);
-            copy(shared_.v[buffer][w], args_.params.v, args_.params.sizes.head_dim_v);
+            copy(Count<T::kPanels>{}, shared_.k[buffer][w], args_.params.k, args_.params.sizes.head_dim);
+            copy(Count<T::kValuePanels>{}, shared_.v[buffer][w], args_.params.v, args_.params.sizes.head_dim_v);
         }
         finish_copy(full, place);
     }

@@ -27,7 +27,7 @@ struct alignas(16) Step {
     int32_t tile;      // number of the key tile in its key range
     int32_t row;       // first query row, counted within its head
     int32_t batch, head, kv_head;
-    int32_t k_row, tile_keys;  // row of k of the first key of the tile; number of keys in the tile (1 to 128)
+    int32_t k_row, tile_keys;  // row of k of the first key of the tile; number of keys in the tile, at least 1
     int32_t part;              // of the key tile, if it has several (kPartialSums)
     int32_t unused;
 };
@@ -50,32 +50,39 @@ struct alignas(16) Carry {
 // The barriers of the backward, with the number of threads that arrive on each. README.md says who arrives and waits.
 template <class T>
 struct BackwardBarriers {
-    static constexpr int kScanWarps = 8, kSumWarps = T::kHasSumWarpgroup ? 4 : kScanWarps;
-    static constexpr int kReaderWarps = T::kHasSumWarpgroup ? kScanWarps + kSumWarps : kScanWarps;  // of Q, dO and K
+    static constexpr int kScanWarps = 4 * T::kHalves;
+    static constexpr int kSumWarps = T::kSumWarpgroups > 0 ? 4 * T::kSumWarpgroups : kScanWarps;
+    static constexpr int kReaderWarps = 4 * (T::kHalves + T::kSumWarpgroups);  // of Q, dO and K
+    // Of K and V. The sum warpgroups of the wide kernels stage dk and dv there with ordinary instructions, so each
+    // thread arrives.
+    static constexpr int kTileReaders = T::kWide ? kScanWarps + kSumWarps * 32 : kReaderWarps;
     static constexpr int kStepReaders = 32 + 32 + 1;  // CarryReader, Publisher, TurnThread or BulkAdder
 
-    Ring<Wait::kKvFull, Wait::kKvEmpty, T::kTileBuffers, 1, kReaderWarps> kv;
+    Ring<Wait::kKvFull, Wait::kKvEmpty, T::kTileBuffers, 1, kTileReaders> kv;
     Ring<Wait::kQdoFull, Wait::kQdoEmpty, T::kQdoStages, 1, kReaderWarps * 32> qdo;  // `empty` also frees carry_in
+    Ring<Wait::kQdoFull, Wait::kQdoEmpty, 1, 1, 8> d_o;  // 256 columns, where qdo is for Q alone
     Event<Wait::kCarryInFull, T::kQdoStages, 32> carry_in_full;
-    Event<Wait::kCarryOutFull, kCarryOutSlots, 8> carry_out_full[2][4];  // of a half, and of a warp: its 16 rows
+    Event<Wait::kCarryOutFull, kCarryOutSlots, 8> carry_out_full[T::kHalves][4];  // of a half and a warp: its 16 rows
     Event<Wait::kCarryOutEmpty, kCarryOutSlots, 128> older_carry_out_empty;
     Event<Wait::kCarryOutEmpty, kCarryOutSlots, 32> newer_carry_out_empty;
-    Ring<Wait::kDzFull, Wait::kDzEmpty, T::kDzSlots, kScanWarps, kSumWarps> dz;  // at head_dim 64 also A
+    Ring<Wait::kDzFull, Wait::kDzEmpty, T::kDzSlots, kScanWarps, kSumWarps> dz;  // also A, except at head_dim 128
     // head_dim 128: A and dz of a half, within its warpgroup
     Ring<Wait::kOwnHalfFull, Wait::kOwnHalfEmpty, 1, 128, 128> own_half[2];
     Event<Wait::kDqTurn, T::kDqTurns, 1> dq_turn;
     Event<Wait::kDqAdded, T::kDqTurns, kSumWarps> dq_added;                        // head_dim 128
     Event<Wait::kDqPublished, T::kDqTurns, 1> dq_published;                        // head_dim 128
-    Ring<Wait::kDqStagedFull, Wait::kDqStagedEmpty, T::kDqSlots, 4, 1> dq_staged;  // head_dim 64
+    Ring<Wait::kDqStagedFull, Wait::kDqStagedEmpty, T::kDqSlots, 4, 1> dq_staged;  // not at head_dim 128
     Ring<Wait::kStepInfoFull, Wait::kStepInfoEmpty, kStepRing, 1, kStepReaders> steps;
 
     __device__ __forceinline__ SlotBarriers<kCarryOutSlots>& carry_out_empty(int half) {
-        return half == 0 ? static_cast<SlotBarriers<kCarryOutSlots>&>(older_carry_out_empty) : newer_carry_out_empty;
+        return half < T::kHalves - 1 ? static_cast<SlotBarriers<kCarryOutSlots>&>(older_carry_out_empty)
+                                     : newer_carry_out_empty;
     }
     template <class Visit>
     __device__ void visit(const Visit& f) {
         kv.visit(f);
         qdo.visit(f);
+        d_o.visit(f);
         f(carry_in_full);
         for (auto& half : carry_out_full)
             for (auto& warp : half) f(warp);
@@ -104,41 +111,61 @@ struct BackwardControl : NotedBarriers<BackwardBarriers<T>>, BackwardGates<T::kG
     Step step_info[kStepRing];
     Carry carry_in[T::kQdoStages][kStepRows];
     // Mass and prefix at the newer edge of each half. The older half writes [0] for the newer half. The newer half
-    // writes [1] for the publisher, which sends it to the next newer key tile.
-    float2 carry_out[2][kCarryOutSlots][kStepRows];
+    // writes for the publisher, which sends it to the next newer key tile.
+    float2 carry_out[T::kHalves][kCarryOutSlots][kStepRows];
 };
 
-template <class Element_, int kHeadDim_, bool kGated_>
+template <class Element_, int kHeadDim_, int kHeadDimV_, bool kGated_>
 struct BackwardTraits {
     using Element = Element_;
-    static constexpr int kHeadDim = kHeadDim_;
-    static constexpr bool kGated = kGated_;  // with forget gates
-    static_assert(kHeadDim == 64 || kHeadDim == 96 || kHeadDim == 128, "head_dim must be 64, 96 or 128");
-    // At head_dim 64, two warpgroups scan and a third one sums (bwd_consumer_d64.cuh). At head_dim 96 and 128, two
-    // warpgroups scan and sum (bwd_consumer_d128.cuh).
-    static constexpr bool kHasSumWarpgroup = kHeadDim == 64;
-    static constexpr bool kAddsDqInBulk = kHasSumWarpgroup;  // bwd_additions.cuh
-    static constexpr int kThreads = kHasSumWarpgroup ? 512 : 384;
-    static constexpr int kProducerRegisters = kHasSumWarpgroup ? 32 : 40;
-    static constexpr int kConsumerRegisters = kHasSumWarpgroup ? 144 : 232, kSumRegisters = 192;
-    static constexpr int kQdoStages = 3;                                         // of Q and dO
-    static constexpr int kTileBuffers = kHasSumWarpgroup ? 2 : 1;                // of K and V
-    static constexpr int kWeightSlots = kHasSumWarpgroup ? 2 : 1, kDzSlots = 2;  // of A and dz
-    // At head_dim 64, steps of dQ in shared memory, on their way to dq. Only the steps of the newest key tiles have a
-    // turn. At head_dim 128, steps that have a turn to add to dq, or wait until their additions are published.
-    static constexpr int kDqSlots = kHasSumWarpgroup ? 2 : 1, kDqTurns = kHasSumWarpgroup ? 1 : 8;
-    static constexpr int kDqFloats = kHasSumWarpgroup ? kStepRows * 64 : 4;  // of a slot; at head_dim 128 unused
+    static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;  // computed columns (hopper.h)
+    static constexpr bool kGated = kGated_;                             // with forget gates
+    static constexpr bool kWide = kHeadDim > 128;
+
+    // Warpgroups beside the producers.
+    //     64         two that scan, one that sums     bwd_consumer_d64.cuh
+    //     96, 128    two that scan and sum            bwd_consumer_d128.cuh
+    //     wide       one that scans, two that sum     bwd_consumer_wide.cuh
+    static constexpr int kSumWarpgroups = kHeadDim == 64 ? 1 : kWide ? 2 : 0;
+    static constexpr int kHalves = kWide ? 1 : 2;  // half tiles in a key tile, and warpgroups that scan
+    static constexpr int kKeyTile = kHalves * kHalfTileKeys;
+    static constexpr int kThreads = 128 * (1 + kHalves + kSumWarpgroups);
+    static constexpr bool kAddsDqInBulk = kSumWarpgroups > 0;  // bwd_additions.cuh
+
+    // Registers per thread: at launch, and then of each kind of warpgroup.
+    static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+    static constexpr int kProducerRegisters = kSumWarpgroups > 0 ? 32 : 40;
+    static constexpr int kConsumerRegisters = kWide ? 96 : kHeadDim == 64 ? 144 : 232;  // of those that scan
+    static constexpr int kSumRegisters = 192;
+    static_assert(kProducerRegisters + kHalves * kConsumerRegisters + kSumWarpgroups * kSumRegisters <=
+                      kThreads / 128 * kLaunchRegisters,
+                  "all warpgroups together must not use more registers than the CTA has at launch");
+
+    static constexpr int kQdoStages = kWide ? 2 : 3;                        // of Q and dO
+    static constexpr int kTileBuffers = kHeadDim == 64 ? 2 : 1;             // of K and V
+    static constexpr int kDzSlots = kHeadDim == 256 ? 1 : 2;                // of dz
+    static constexpr int kWeightSlots = kSumWarpgroups > 0 ? kDzSlots : 1;  // of A
     // A tile is stored as panels of 64 columns of the head dimension. At 96, half of the second panel is zeros.
-    static constexpr int kPanels = (kHeadDim + 63) / 64;
-    static constexpr int kPanelBytes = 64 * 128;              // 64 rows of 64 columns
-    static constexpr int kTileBytes = kPanels * kPanelBytes;  // 64 rows of all columns
+    static constexpr int kPanels = (kHeadDim + 63) / 64, kValuePanels = (kHeadDimV + 63) / 64;
+    static constexpr int kPanelBytes = 64 * 128;  // 64 rows of 64 columns
+    // 64 rows of all columns: of Q or K, and of dO or V.
+    static constexpr int kTileBytes = kPanels * kPanelBytes, kValueTileBytes = kValuePanels * kPanelBytes;
+    // At 256 columns there is room for one tile of dO only, with a ring of its own.
+    static constexpr bool kSeparateDo = kHeadDim == 256;
+    static constexpr int kStageBytes = kTileBytes + (kSeparateDo ? 0 : kValueTileBytes);
+
+    // Panels of dQ in shared memory, on their way to dq. Only the steps of the newest key tiles have a turn. At
+    // head_dim 128 instead, steps that have a turn to add to dq, or wait until their additions are published.
+    static constexpr int kDqSlots = !kAddsDqInBulk ? 1 : kHeadDim == 192 ? 3 : 2, kDqTurns = kAddsDqInBulk ? 1 : 8;
+    static constexpr int kDqFloats = kAddsDqInBulk ? kStepRows * 64 : 4;  // of a slot; at head_dim 128 unused
 
     struct Shared {
-        alignas(1024) uint8_t k[kTileBuffers][2][kTileBytes];
-        alignas(1024) uint8_t v[kTileBuffers][2][kTileBytes];
-        alignas(1024) uint8_t qdo[kQdoStages][2][kTileBytes];         // Q and dO
-        alignas(1024) uint8_t weights[kWeightSlots][2][kPanelBytes];  // A of each half: 64 query rows by 64 keys
-        alignas(1024) uint8_t dz[kDzSlots][2][kPanelBytes];
+        alignas(1024) uint8_t k[kTileBuffers][kHalves][kTileBytes];
+        alignas(1024) uint8_t v[kTileBuffers][kHalves][kValueTileBytes];
+        alignas(1024) uint8_t qdo[kQdoStages][kStageBytes];  // Q, then dO
+        alignas(1024) uint8_t d_o[kSeparateDo ? kValueTileBytes : 16];
+        alignas(1024) uint8_t weights[kWeightSlots][kHalves][kPanelBytes];  // A of each half: 64 rows by 64 keys
+        alignas(1024) uint8_t dz[kDzSlots][kHalves][kPanelBytes];
         alignas(128) float dq[kDqSlots][kDqFloats];
         BackwardControl<BackwardTraits> control;
     };

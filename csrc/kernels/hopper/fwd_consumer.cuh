@@ -10,7 +10,9 @@
 // Synchronisation. Consumers wait on `q.full`, on which the producer arrives, and on `k.full` and `v.full`, on which
 // the producer or a tail loader arrives. Consumers arrive on `q.empty`, `k.empty` and `v.empty`; the producer waits on
 // them. A warp releases a slot only after wgmma_wait has returned for all its products that read the slot. It releases
-// the Q slot only after it has also read back the output that it staged there.
+// the Q slot only after it has also read back the output that it staged there. Wide heads have one Q slot and stage the
+// output elsewhere: a warp releases Q after its last S, so the next Q arrives during the last scan. Consumers must not
+// wait for the next work tile before that.
 #pragma once
 
 #include "kernels/hopper/fwd_gated_scan.cuh"
@@ -56,7 +58,7 @@ class ForwardConsumer {
             fence_accumulator(o_);
             release(control_.v, v_uses_);
             write_output(work_number_ - 1);
-            release_queries(work_number_ - 1);
+            if constexpr (!T::kWide) release_queries(work_number_ - 1);
         }
         wgmma_wait<0>();
     }
@@ -73,9 +75,19 @@ class ForwardConsumer {
     __device__ __forceinline__ void wait_for_keys() { control_.k.wait_full(KvPlace::of(k_uses_)); }
     __device__ __forceinline__ void wait_for_values() { control_.v.wait_full(KvPlace::of(v_uses_)); }
 
+    // Returns where the Q slot of the current work tile begins, in units of a descriptor. With one slot this is 0,
+    // since no CTA gets 2^30 work tiles. But ptxas must not know: it would compute the descriptors of all steps once
+    // for all work tiles, and spill them.
+    __device__ __forceinline__ int query_offset() const {
+        if constexpr (T::kWide)
+            return work_number_ >> 30;
+        else
+            return work_number_ % T::kQueryStages * (T::kQueryBytes >> 4);
+    }
+
     // Issues S = Q K^T for the tile in K slot k_uses_.
     __device__ __forceinline__ void issue_scores() {
-        const uint32_t q = q_low_ + work_number_ % T::kQueryStages * (T::kQueryBytes >> 4);
+        const uint32_t q = q_low_ + query_offset();
         const uint32_t k = k_low_ + k_uses_ % kKvStages * (T::kKeyBytes >> 4);
         wgmma_fence();
         wgmma_overwrite(Element{}, s_, descriptor(q), descriptor(k));
@@ -90,10 +102,10 @@ class ForwardConsumer {
 
     // Issues O += A V for the tile in V slot v_uses_.
     __device__ __forceinline__ void issue_output() {
-        const uint32_t v = v_low_ + v_uses_ % kKvStages * (T::kKeyBytes >> 4);
+        const uint32_t v = v_low_ + v_uses_ % kKvStages * (T::kValueBytes >> 4);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < kKeyTile / 16; ++step)
+        for (int step = 0; step < T::kKeyTile / 16; ++step)
             wgmma_accumulate(Element{}, o_, weights_ + 4 * step, descriptor(v + step * (16 * kRowBytes >> 4)));
         wgmma_commit();
     }
@@ -106,15 +118,22 @@ class ForwardConsumer {
         ++uses;
     }
     // Releases the Q slot of work tile `number`: every consumer thread arrives on q.empty, the producer waits. The
-    // fence orders the staged output before the next TMA load into the slot.
+    // fence orders the output that was staged in the slot before the next TMA load into it.
     __device__ __forceinline__ void release_queries(int number) {
-        fence_async_proxy();
+        if constexpr (!T::kWide) fence_async_proxy();
         control_.q.empty.arrive(Place<T::kQueryStages>::of(number));
+    }
+
+    // Releases K tile i, whose S is done. With one Q slot it also releases Q after tile 0, the last that needs it.
+    __device__ __forceinline__ void release_keys(int i) {
+        release(control_.k, k_uses_);
+        if constexpr (T::kWide)
+            if (i == 0) release_queries(work_number_);
     }
 
     // Read from shared memory at each use, because registers are scarce.
     __device__ __forceinline__ const WorkTile& work(int number) const {
-        return control_.work[number % T::kQueryStages];
+        return control_.work[number % T::kWorkSlots];
     }
     __device__ __forceinline__ int row(int r) const {
         return warpgroup_ * 64 + warp_ * 16 + lane_ / 4 + 8 * r;
@@ -144,15 +163,15 @@ class ForwardConsumer {
     __device__ __forceinline__ bool attend() {
         // i runs from the newest tile to the oldest, tile 0. All rows of this warpgroup see every key of the tiles
         // below `first_partial`.
-        int i = __shfl_sync(~0u, num_key_tiles(work(work_number_).queries), 0) - 1;
+        int i = __shfl_sync(~0u, num_key_tiles<T::kKeyTile>(work(work_number_).queries), 0) - 1;
         const int first_partial =
-            __shfl_sync(~0u, visible_keys(work(work_number_).queries, warpgroup_ * 64), 0) / kKeyTile;
+            __shfl_sync(~0u, visible_keys(work(work_number_).queries, warpgroup_ * 64), 0) / T::kKeyTile;
         wait_for_gates();
         wgmma_wait<0>();
         fence_accumulator(s_);
-        release(control_.k, k_uses_);
+        release_keys(i);
 #pragma unroll
-        for (int n = 0; n < T::kHeadDim / 2; ++n) o_[n] = 0.f;
+        for (int n = 0; n < T::kHeadDimV / 2; ++n) o_[n] = 0.f;
         fence_accumulator(o_);
         scan_scores(i, true);
         pack_weights();
@@ -189,7 +208,7 @@ class ForwardConsumer {
         wait_for_gates();
         wgmma_wait<1>();
         fence_accumulator(s_);
-        release(control_.k, k_uses_);
+        release_keys(i);
         scan_scores(i, i >= first_partial);
         wgmma_wait<0>();
         fence_accumulator(o_);
@@ -218,8 +237,10 @@ class ForwardConsumer {
     }
 
     // Waits for and releases the `tiles` oldest K tiles without reading them, until the producer sends the end of keys.
-    // Also releases the V slots, except the last one: run() releases it.
+    // Also releases the V slots, except the last one: run() releases it. Wide heads also release Q, which no later S
+    // reads.
     __device__ __forceinline__ void release_unread(int tiles) {
+        if constexpr (T::kWide) release_queries(work_number_);
         for (; tiles > 0; --tiles) {
             wait_for_keys();
             const int slot = KvPlace::of(k_uses_).slot;
@@ -246,7 +267,7 @@ class ForwardConsumer {
                 .run();
             control_.gates.empty.arrive(place);
         } else {
-            ForwardScan(s_, args_.scale_log2, lane_ % 4, args_.restart_floor, i, rows_).run();
+            ForwardScan<T::kKeysPerThread>(s_, args_.scale_log2, lane_ % 4, args_.restart_floor, i, rows_).run();
         }
     }
     // Waits for the gates of the next tile.
@@ -265,23 +286,26 @@ class ForwardConsumer {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int num_visible =
-                visible_keys(work(work_number_).queries, row(r)) - i * kKeyTile - lane_ % 4 * kForwardKeysPerThread;
+                visible_keys(work(work_number_).queries, row(r)) - i * T::kKeyTile - lane_ % 4 * T::kKeysPerThread;
 #pragma unroll
-            for (int k = 0; k < kForwardKeysPerThread; ++k)
+            for (int k = 0; k < T::kKeysPerThread; ++k)
                 if (k >= num_visible) s_[accumulator_register(r, k)] = hidden;
         }
     }
 
     __device__ __forceinline__ void pack_weights() {
 #pragma unroll
-        for (int i = 0; i < 32; ++i) weights_[i] = pack<Element>(s_[2 * i], s_[2 * i + 1]);
+        for (int i = 0; i < T::kKeyTile / 4; ++i) weights_[i] = pack<Element>(s_[2 * i], s_[2 * i + 1]);
     }
 
-    // Writes the mass and the restart record of each row. In each tile, the keys of threads 1 and 3 of a quad end at
-    // the edges 64 and 128, so each of the two threads has a candidate. The record is the older candidate. It is edge 0
-    // (before all keys) if the row still has mass at the end.
+    // Writes the mass and the restart record of each row. In each tile of 128 keys, the keys of threads 1 and 3 of a
+    // quad end at the edges 64 and 128, so each of the two threads has a candidate. In a tile of 64 keys, only thread 3
+    // has one. The record is the oldest candidate. It is edge 0 (before all keys) if the row still has mass at the end.
     __device__ __forceinline__ void write_mass_and_restart(int number) {
         constexpr int kNone = 0x7fffffff;
+        constexpr bool kTwoEdges = T::kKeyTile == 2 * kRestartTile;
+        static_assert(kTwoEdges || T::kKeyTile == kRestartTile,
+                      "threads must have their candidates at edges of the grid");
         const QueryTile& queries = work(number).queries;
         const int64_t index = row_index(work(number));
         float* const mass_out = static_cast<float*>(args_.params.mass_out) + index;
@@ -290,10 +314,10 @@ class ForwardConsumer {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int found = rows_.restart_tile[r];
-            const int edge = found < 0 ? kNone : found * kKeyTile + (lane_ % 4 + 1) * kForwardKeysPerThread;
-            const int other_edge = __shfl_xor_sync(~0u, edge, 2), oldest = min(edge, other_edge);
-            const float other_mass = __shfl_xor_sync(~0u, rows_.restart_mass[r], 2);
-            if (lane_ % 4 != 1 || row(r) >= queries.num_rows) continue;
+            const int edge = found < 0 ? kNone : found * T::kKeyTile + (lane_ % 4 + 1) * T::kKeysPerThread;
+            const int other_edge = kTwoEdges ? __shfl_xor_sync(~0u, edge, 2) : kNone, oldest = min(edge, other_edge);
+            const float other_mass = kTwoEdges ? __shfl_xor_sync(~0u, rows_.restart_mass[r], 2) : 0.f;
+            if (lane_ % 4 != (kTwoEdges ? 1 : 3) || row(r) >= queries.num_rows) continue;
             const bool live = rows_.mass[r] >= args_.restart_floor, none = oldest == kNone;
             const float newer_mass = none ? 0.f : edge < other_edge ? rows_.restart_mass[r] : other_mass;
             mass_out[8 * r] = rows_.mass[r] * kOutputScale;
@@ -302,7 +326,8 @@ class ForwardConsumer {
         }
     }
 
-    // Writes the output. A 16-bit output goes through the Q slot in shared memory, so that a warp writes whole rows.
+    // Writes the output. A 16-bit output goes through shared memory, so that a warp writes whole rows: through the Q
+    // slot, or at wide heads through memory of the warp.
     __device__ __forceinline__ void write_output(int number) {
         const WorkTile& work = this->work(number);
         const Rows<void*>& o = args_.params.o;
@@ -312,8 +337,14 @@ class ForwardConsumer {
         if (args_.params.o_dtype == Dtype::kFloat32)
             write_float(static_cast<float*>(o.data) + offset, o.row_stride, rows);
         else
-            write_packed(static_cast<uint16_t*>(o.data) + offset, o.row_stride, rows,
-                         shared_address(shared_.q[number % T::kQueryStages]) + warp_row * kRowBytes);
+            write_packed(static_cast<uint16_t*>(o.data) + offset, o.row_stride, rows, staging(number, warp_row));
+    }
+    // Returns the address at which this warp stages its 16 rows of the output.
+    __device__ __forceinline__ uint32_t staging(int number, int warp_row) const {
+        if constexpr (T::kWide)
+            return shared_address(shared_.o[warp_row / 16]);
+        else
+            return shared_address(shared_.q[number % T::kQueryStages]) + warp_row * kRowBytes;
     }
     __device__ __forceinline__ void write_float(float* to, int64_t row_stride, int rows) {
 #pragma unroll
@@ -322,32 +353,45 @@ class ForwardConsumer {
             if (row >= rows) continue;
             float* const first = to + row * row_stride + lane_ % 4 * 2;
 #pragma unroll
-            for (int n = 0; n < T::kHeadDim / 8; ++n)
+            for (int n = 0; n < T::kHeadDimV / 8; ++n)
                 if (8 * n < args_.params.sizes.head_dim_v)
                     *reinterpret_cast<float2*>(first + 8 * n) = {o_[4 * n + 2 * r] * kOutputScale,
                                                                  o_[4 * n + 2 * r + 1] * kOutputScale};
         }
     }
-    // `staged` is the address of this warp's 16 rows of the Q slot, with the same swizzle. Each warp has waited for its
-    // own products before sync_warpgroup(). So after it, no product of the warpgroup still reads these rows.
+    // `staged` is where this warp stages its 16 rows, with the swizzle of TMA. In the Q slot, products of the other
+    // warps may still read these rows, until each warp has waited for its own products before sync_warpgroup().
     __device__ __forceinline__ void write_packed(uint16_t* to, int64_t row_stride, int rows, uint32_t staged) {
-        sync_warpgroup();
+        if constexpr (!T::kWide) sync_warpgroup();
+#pragma unroll
+        for (int panel = 0; panel < T::kValuePanels; panel += T::kStagedPanels) {
+            if constexpr (T::kWide) __syncwarp();  // the lanes have read the panel that was staged before
+            stage(panel, staged);
+            __syncwarp();
+            write_staged(to + panel * 64, row_stride, args_.params.sizes.head_dim_v - panel * 64, rows, staged);
+        }
+    }
+    // Writes kStagedPanels panels of the output to shared memory, from `panel` on.
+    __device__ __forceinline__ void stage(int panel, uint32_t staged) {
         const int matrix = lane_ / 8, matrix_row = lane_ % 8;  // stmatrix takes the address of this row from the lane
         const uint32_t lane_to = staged + (matrix % 2 * 8 + matrix_row) * kRowBytes + ((matrix / 2 ^ matrix_row) << 4);
 #pragma unroll
-        for (int n = 0; n < T::kHeadDim / 8; n += 2) {
+        for (int n = 0; n < min(8 * T::kStagedPanels, T::kHeadDimV / 8); n += 2) {
             uint32_t x[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float* const pair = &o_[4 * (n + i / 2) + i % 2 * 2];
+                const float* const pair = &o_[4 * (8 * panel + n + i / 2) + i % 2 * 2];
                 x[i] = pack<Element>(pair[0] * kOutputScale, pair[1] * kOutputScale);
             }
             stmatrix_x4((lane_to ^ n % 8 * 16) + n / 8 * T::kQueryPanelBytes, x);
         }
-        __syncwarp();
-        constexpr int kChunks = T::kPanels * 8, kRowsAtOnce = 32 / kChunks;
+    }
+    // Copies the staged panels to `to`, of whose columns the first `columns` exist.
+    __device__ __forceinline__ void write_staged(uint16_t* to, int64_t row_stride, int columns, int rows,
+                                                 uint32_t staged) {
+        constexpr int kChunks = T::kStagedPanels * 8, kRowsAtOnce = 32 / kChunks;
         const int chunk = lane_ % kChunks, first = lane_ / kChunks;
-        if (chunk * 8 >= args_.params.sizes.head_dim_v) rows = 0;
+        if (chunk * 8 >= columns) rows = 0;
         to += first * row_stride + chunk * 8;
         row_stride *= kRowsAtOnce;
         uint4 x[16 / kRowsAtOnce];  // all loads are issued before the first store waits for one
@@ -377,8 +421,8 @@ class ForwardConsumer {
     int gate_uses_ = 0;
     int end_of_keys_phases_ = 0;  // bit i: phase of the next end of keys in slot i
     RowState rows_;
-    float s_[64], o_[T::kHeadDim / 2];
-    uint32_t weights_[32];
+    float s_[T::kKeyTile / 2], o_[T::kHeadDimV / 2];
+    uint32_t weights_[T::kKeyTile / 4];
 };
 
 }  // namespace megatron_sb::hopper

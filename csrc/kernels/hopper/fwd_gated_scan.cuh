@@ -6,20 +6,22 @@
 
 namespace megatron_sb::hopper {
 
-class GatedForwardScan : public ForwardScan {
-  public:
-    using Gates = GateTile<4 * kForwardKeysPerThread>;
+constexpr int kGatedKeys = 32;  // keys of one row that a thread holds
 
-    __device__ __forceinline__ GatedForwardScan(float (&scores)[64], float scale_log2, int thread_in_quad, float floor,
-                                                int tile, RowState& rows, const Gates& gates)
-        : ForwardScan(scores, scale_log2, thread_in_quad, floor, tile, rows), gates_(gates) {}
+class GatedForwardScan : public ForwardScan<kGatedKeys> {
+  public:
+    using Gates = GateTile<4 * kGatedKeys>;
+
+    __device__ __forceinline__ GatedForwardScan(float (&scores)[2 * kGatedKeys], float scale_log2, int thread_in_quad,
+                                                float floor, int tile, RowState& rows, const Gates& gates)
+        : ForwardScan<kGatedKeys>(scores, scale_log2, thread_in_quad, floor, tile, rows), gates_(gates) {}
 
     // Replaces scores by weights and moves the mass to the older edge of the tile. E, e' and the weights of a row are
     // three passes over its keys, and passes of the two rows are interleaved. In one pass, each key would wait for the
     // latency of two instructions of the MUFU.
     __device__ __forceinline__ void run() {
 #pragma unroll
-        for (int k = 0; k < kForwardKeysPerThread; ++k) inverse_exponential(0, k);
+        for (int k = 0; k < kGatedKeys; ++k) inverse_exponential(0, k);
         float t = odds(0, [&](int k) { inverse_exponential(1, k); });
         const float inverse = reciprocal(t);
         if (saturated(inverse)) {
@@ -43,7 +45,7 @@ class GatedForwardScan : public ForwardScan {
     __device__ __forceinline__ float odds(int r, const AfterKey& after_key) {
         float t = 1.f;
 #pragma unroll
-        for (int i = 0; i < kForwardKeysPerThread; i += 2) {
+        for (int i = 0; i < kGatedKeys; i += 2) {
             const float2 c = gates_.pair(thread_, i);
 #pragma unroll
             for (int k = i; k < i + 2; ++k) {

@@ -1,11 +1,12 @@
-// block_forward on Hopper. A warpgroup owns 64 query rows and reads key tiles of 128 from the newest to the oldest:
+// block_forward on Hopper. A warpgroup owns 64 query rows and reads key tiles of 128 (64 at head_dim 256) from the
+// newest to the oldest:
 //
 //     S = Q K^T     e_k = 2^(scale log2(e) S_k)     P_after_k = P_before_k / (1 + e_k)
 //     A_k = e_k P_after_k     O += A V
 //
 // Warpgroup 0 loads. Its warp 0 takes work tiles and issues TMA loads (fwd_producer.cuh). Its warps 1 and 2 load the
-// tiles in which a segment ends (fwd_tail_loader.cuh). Warp 3 loads forget gates, or exits. The other two (head_dim
-// 128) or three (head_dim 64) warpgroups consume: each computes its rows with wgmma (fwd_consumer.cuh, fwd_scan.cuh).
+// tiles in which a segment ends (fwd_tail_loader.cuh). Warp 3 loads forget gates, or exits. The other two (at
+// head_dim 64, three) warpgroups consume: each computes its rows with wgmma (fwd_consumer.cuh, fwd_scan.cuh).
 // The CTAs are persistent. They take work tiles from a list, those with the most keys first. README.md draws the CTA
 // and the permutation of keys.
 #pragma once
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant_
     }
     __syncthreads();
     if (warpgroup == 0) {
-        warpgroup_reg_dealloc<T::kProducerRegisters>();
+        set_registers<T::kProducerRegisters, T::kLaunchRegisters>();
         const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
         if (warp == 0) ForwardProducer<T>(shared, arguments).run();
         if (warp == 1) TailLoader<T>(c, 0, arguments.params.k, arguments.params.sizes.head_dim).run(shared.k, c.k.full);
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant_
             if (warp == 3)
                 TailLoader<T>(c, kGateLoader, arguments.params.k, arguments.params.sizes.head_dim).load_gates();
     } else {
-        warpgroup_reg_alloc<T::kConsumerRegisters>();
+        set_registers<T::kConsumerRegisters, T::kLaunchRegisters>();
         ForwardConsumer<T>(shared, arguments, warpgroup - 1).run();
         c.finished.arrive({});
     }
@@ -60,9 +61,9 @@ inline int heads_in_flight(const Sizes& z) {
     return int((heads + groups - 1) / groups);
 }
 
-template <class Element, int kHeadDim, bool kGated>
+template <class Element, int kHeadDim, int kHeadDimV, bool kGated>
 void launch(const ForwardParams& p, cudaStream_t stream) {
-    using T = ForwardTraits<Element, kHeadDim, kGated>;
+    using T = ForwardTraits<Element, kHeadDim, kHeadDimV, kGated>;
     const Sizes& z = p.sizes;
     common::prepare_forward(p, T::kQueryTile, stream);
     if (p.segments.size == 0) return;
@@ -71,8 +72,8 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
     a.params = p;
     a.tiles = static_cast<QueryTiles*>(p.workspace);
     a.q = make_query_map(p.q, {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim}, T::kQueryTile);
-    a.k = make_key_map(p.k, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim}, kKeyTile);
-    a.v = make_key_map(p.v, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim_v}, kKeyTile);
+    a.k = make_key_map(p.k, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim}, T::kKeyTile);
+    a.v = make_key_map(p.v, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim_v}, T::kKeyTile);
     a.heads_in_flight = heads_in_flight(z);
     const common::Scalars scalars = common::scalars_of<Element>(p.options);
     a.scale_log2 = scalars.scale_log2e;
@@ -90,8 +91,8 @@ void launch_gated_forward(const ForwardParams& params, cudaStream_t stream);
 
 template <bool kGated>
 void launch_forward(const ForwardParams& params, cudaStream_t stream) {
-    with_instance(params.sizes, [&](auto element, auto columns) {
-        launch<decltype(element), decltype(columns)::value, kGated>(params, stream);
+    with_instance<kGated>(params.sizes, [&](auto element, auto columns_qk, auto columns_v) {
+        launch<decltype(element), decltype(columns_qk)::value, decltype(columns_v)::value, kGated>(params, stream);
     });
 }
 

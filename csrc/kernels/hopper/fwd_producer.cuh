@@ -38,6 +38,7 @@ __device__ __forceinline__ int visible_keys(const QueryTile& tile, int row) {
     return min(max(tile.visible + row, 0), tile.k_len);
 }
 // Number of key tiles that a query tile reads. It is at least one, so that every work tile takes the same path.
+template <int kKeyTile>
 __device__ __forceinline__ int num_key_tiles(const QueryTile& tile) {
     return max(1, (visible_keys(tile, tile.num_rows - 1) + kKeyTile - 1) / kKeyTile);
 }
@@ -107,6 +108,7 @@ class ForwardProducer {
     // Publishes the work tile that was read, and loads its Q tile. The producer waits on `q.empty`, on which all
     // consumer threads arrive. It arrives twice on `q.full`, on which the consumers wait.
     __device__ void publish_work_tile() {
+        WorkTile& work = control_.work[num_published_ % T::kWorkSlots];
         const auto place = Place<T::kQueryStages>::of(num_published_++);
         const int slot = place.slot;
         auto& full = control_.q.full;
@@ -115,8 +117,8 @@ class ForwardProducer {
         const QueryTile tile = next_tile();
         const int batch = next_index_ / z.num_heads, head = next_index_ % z.num_heads;
         if (lane_ != 0) return;
-        control_.work[slot] = {tile, batch, head};
-        if (next_index_ < 0) control_.work[slot].queries.num_rows = 0;
+        work = {tile, batch, head};
+        if (next_index_ < 0) work.queries.num_rows = 0;
         full.arrive(place);
         if (next_index_ < 0) return full.arrive(place);
         full.arrive_with_bytes(place, T::kQueryBytes);
@@ -136,7 +138,7 @@ class ForwardProducer {
         keys_.head = next_index_ % z.num_heads / (z.num_heads / z.num_kv_heads);
         keys_.row = tile.k_row;
         keys_.len = tile.k_len;
-        newest_ = num_key_tiles(tile) - 1;
+        newest_ = num_key_tiles<T::kKeyTile>(tile) - 1;
         ++work_number_;
         prefetch_steps_done_ = 0;
         load_keys(newest_);
@@ -146,20 +148,26 @@ class ForwardProducer {
     // Loads the other tiles from the newest to the oldest, each K tile before the V tile that is one tile newer. With
     // tiles numbered from the newest, the order is K1 V0 K2 V1 ... Then it loads the newest K tile of the next work
     // tile, and after that the oldest V tile of this one. Returns false if there is no next work tile.
+    //
+    // With one Q slot (wide heads), it publishes the next work tile only after all these loads. The slot becomes free
+    // when the consumers have computed S of the oldest K tile, or exit early. To get there, they need the oldest K tile
+    // and all V tiles but the oldest, so a wait for the slot before these loads would never end.
     __device__ bool load_work_tile() {
+        constexpr int kSteps = T::kWide ? kPrefetchSteps - 1 : kPrefetchSteps;
         // After an early exit another one is likely, so the prefetch begins at the first tile.
         const int last_tiles = ended_early_ ? newest_ : min(newest_, kPrefetchSteps);
         ended_early_ = false;
         int tile = newest_;
         for (; tile > 0; --tile) {
-            prefetch_work_tile(min(last_tiles - tile + 1, kPrefetchSteps));
+            prefetch_work_tile(min(last_tiles - tile + 1, kSteps));
             if (!load_keys(tile - 1)) break;
             load_values(keys_, tile);
         }
-        prefetch_work_tile(kPrefetchSteps);
+        prefetch_work_tile(kSteps);
         const KeyRange values = keys_;
         const bool more = start_work_tile();
         load_values(values, tile);
+        if constexpr (T::kWide) publish_work_tile();
         return more;
     }
 
@@ -173,13 +181,13 @@ class ForwardProducer {
             return false;
         }
         if constexpr (T::kGated) send_to_tail_loader(kGateLoader, place.slot, keys_, tile);
-        load(0, shared_.k[place.slot], control_.k.full, args_.k, keys_, tile, place);
+        load<T::kPanels>(0, shared_.k[place.slot], control_.k.full, args_.k, keys_, tile, place);
         return true;
     }
     __device__ void load_values(const KeyRange& values, int tile) {
         const auto place = KvPlace::of(v_uses_++);
         watch(control_.v.empty, place.previous_use());
-        load(1, shared_.v[place.slot], control_.v.full, args_.v, values, tile, place);
+        load<T::kValuePanels>(1, shared_.v[place.slot], control_.v.full, args_.v, values, tile, place);
     }
 
     // Whether every consumer warp reported that its warpgroup had stopped, when it released K slot `slot`.
@@ -200,17 +208,18 @@ class ForwardProducer {
         control_.k.full.arrive(place);
     }
 
-    // Loads rows [128 tile, 128 tile + 128) of the segment into a slot that the consumers have released.
+    // Loads tile `tile` of the segment into a slot that the consumers have released.
+    template <int kPanels>
     __device__ void load(int loader, uint8_t* to, SlotBarriers<kKvStages>& full, const TensorMap& map,
                          const KeyRange& keys, int tile, const KvPlace& place) {
-        if (keys.len - tile * kKeyTile < kKeyTile) {
+        if (keys.len - tile * T::kKeyTile < T::kKeyTile) {
             send_to_tail_loader(loader, place.slot, keys, tile);
         } else if (lane_ == 0) {
-            full.arrive_with_bytes(place, T::kKeyBytes);
+            full.arrive_with_bytes(place, kPanels * T::kKeyPanelBytes);
 #pragma unroll
-            for (int panel = 0; panel < T::kPanels; ++panel)
+            for (int panel = 0; panel < kPanels; ++panel)
                 tma_load_5d(to + panel * T::kKeyPanelBytes, &map.map, &full.barriers[place.slot], 64 * panel,
-                            keys.row + tile * kKeyTile, 0, 0, map.heads(keys.batch, keys.head));
+                            keys.row + tile * T::kKeyTile, 0, 0, map.heads(keys.batch, keys.head));
         }
     }
     // Sends a tail tile to its loader warp, after that warp has read the previous one. Slot -1 stops the loader.
@@ -220,8 +229,8 @@ class ForwardProducer {
         watch(ring.empty, place.previous_use());
         tail_phases_ ^= 1 << loader;
         if (lane_ != 0) return;
-        const int count = max(keys.len - tile * kKeyTile, 0);
-        control_.tail[loader] = {keys.batch, keys.head, keys.row + tile * kKeyTile, count, slot};
+        const int count = max(keys.len - tile * T::kKeyTile, 0);
+        control_.tail[loader] = {keys.batch, keys.head, keys.row + tile * T::kKeyTile, count, slot};
         ring.full.arrive(place);
     }
 

@@ -1,10 +1,10 @@
 // The scan of the forward: from scores to weights in the registers of one thread. A thread holds rows r = 0 and 1 of a
-// tile and 32 neighbouring keys of each.
+// tile and kKeys neighbouring keys of each: 32 of a tile of 128, or 16 of a tile of 64.
 //
 //     e_k = 2^(scale log2(e) q . k)     P_after_k = P_before_k / (1 + e_k)     A_k = e_k P_after_k
 //
-// "Before" is the newer side of a key and "after" its older side. One reciprocal serves the 32 keys of a row. Let t be
-// the product of their (1 + e) and P the mass at their newer edge. The mass at their older edge is m = P / t. From
+// "Before" is the newer side of a key and "after" its older side. One reciprocal serves the kKeys keys of a row. Let t
+// be the product of their (1 + e) and P the mass at their newer edge. The mass at their older edge is m = P / t. From
 // there towards newer keys, each key takes A = e m, and then m += A. Always compute the weight as e * m: a difference
 // of masses would lose small weights. The four threads of a quad share a row; two shuffles join their products 1 / t.
 #pragma once
@@ -19,7 +19,6 @@ namespace megatron_sb::hopper {
 
 using common::kLargestE;
 
-constexpr int kForwardKeysPerThread = 32;  // keys of one row that a thread holds, of a tile of 128
 // If 1 / t is below this, 1 / t or P / t may be too small for a normal number. The warp then scans key by key.
 constexpr float kMinProduct = 0x1p-96f;
 
@@ -29,10 +28,11 @@ struct RowState {
     int restart_tile[2];    // oldest tile so far in which that mass was at least restart_floor; -1 if none
 };
 
+template <int kKeys>
 class ForwardScan {
   public:
-    __device__ __forceinline__ ForwardScan(float (&scores)[64], float scale_log2, int thread_in_quad, float floor,
-                                           int tile, RowState& rows)
+    __device__ __forceinline__ ForwardScan(float (&scores)[2 * kKeys], float scale_log2, int thread_in_quad,
+                                           float floor, int tile, RowState& rows)
         : s_(scores),
           scale_log2_(scale_log2),
           thread_(thread_in_quad),
@@ -45,17 +45,17 @@ class ForwardScan {
     __device__ __forceinline__ void run() {
         float t = 1.f;
 #pragma unroll
-        for (int k = 0; k < kForwardKeysPerThread; ++k) exponential(0, k, t);
+        for (int k = 0; k < kKeys; ++k) exponential(0, k, t);
         float inverse = reciprocal(t);
         t = 1.f;
         if (saturated(inverse)) {
             scan_key_by_key(0);
 #pragma unroll
-            for (int k = 0; k < kForwardKeysPerThread; ++k) exponential(1, k, t);
+            for (int k = 0; k < kKeys; ++k) exponential(1, k, t);
         } else {
             float m = mass_at_newer_edge(0, inverse) * inverse;
 #pragma unroll
-            for (int k = 0; k < kForwardKeysPerThread; ++k) {
+            for (int k = 0; k < kKeys; ++k) {
                 exponential(1, k, t);
                 weight(0, k, m);
             }
@@ -72,7 +72,7 @@ class ForwardScan {
         } else {
             float m = mass_at_newer_edge(1, inverse) * inverse;
 #pragma unroll
-            for (int k = 0; k < kForwardKeysPerThread; ++k) weight(1, k, m);
+            for (int k = 0; k < kKeys; ++k) weight(1, k, m);
         }
     }
 
@@ -99,14 +99,14 @@ class ForwardScan {
     __device__ __forceinline__ void scan_key_by_key(int r) {
         float product = 1.f;
 #pragma unroll
-        for (int k = kForwardKeysPerThread - 1; k >= 0; --k) {
+        for (int k = kKeys - 1; k >= 0; --k) {
             const float e = min_nan(s_[accumulator_register(r, k)], kLargestE), inverse = reciprocal(1.f + e);
             s_[accumulator_register(r, k)] = product * (e * inverse);
             product *= inverse;
         }
         const float p = mass_at_newer_edge(r, product);
 #pragma unroll
-        for (int k = 0; k < kForwardKeysPerThread; ++k) s_[accumulator_register(r, k)] *= p;
+        for (int k = 0; k < kKeys; ++k) s_[accumulator_register(r, k)] *= p;
     }
 
     // Returns the mass at the newer edge of this thread's keys, given the product of 1 - beta over them. If the mass is
@@ -122,7 +122,7 @@ class ForwardScan {
         return p;
     }
 
-    float (&s_)[64];
+    float (&s_)[2 * kKeys];
     const float scale_log2_;
     const int thread_;
     const float restart_floor_;

@@ -21,13 +21,15 @@ class TailLoader {
     __device__ TailLoader(ForwardControl<T>& control, int loader, const Rows<const void*>& rows, int columns)
         : control_(control), loader_(loader), rows_(rows), columns_(columns) {}
 
-    // `tiles` are the slots of the ring of K or V; `full` is its event k.full or v.full.
-    __device__ void run(uint8_t (*tiles)[T::kKeyBytes], SlotBarriers<kKvStages>& full) const {
+    // `tiles` are the slots of the ring of K or V, of kBytes each; `full` is its event k.full or v.full.
+    template <int kBytes>
+    __device__ void run(uint8_t (*tiles)[kBytes], SlotBarriers<kKvStages>& full) const {
+        constexpr int kPanels = kBytes / T::kKeyPanelBytes;
         for (uint32_t number = 0;; ++number) {
             const TailTile tile = receive(Place<1>::of(number));
             if (tile.slot < 0) return;
-            copy_rows<kKeyTile, T::kPanels>(tiles[tile.slot], rows_, offset_of(rows_, tile.batch, tile.head, tile.row),
-                                            tile.count, columns_, KeyOrder<kKeyTile>());
+            copy_rows<T::kKeyTile, kPanels>(tiles[tile.slot], rows_, offset_of(rows_, tile.batch, tile.head, tile.row),
+                                            tile.count, columns_, KeyOrder<T::kKeyTile>());
             finish_copy(full, Place<kKvStages>{tile.slot});
         }
     }
@@ -39,7 +41,7 @@ class TailLoader {
             const TailTile tile = receive(Place<1>::of(number));
             if (tile.slot < 0) return;
             const auto slot = Place<kGateStages>::of(number);
-            constexpr int kKeysPerLane = kKeyTile / 32;
+            constexpr int kKeysPerLane = T::kKeyTile / 32;
             const int64_t first = offset_of(rows_, tile.batch, tile.head, tile.row);
             const int lane = threadIdx.x % 32;
             uint2 words[kKeysPerLane];

@@ -1,4 +1,4 @@
-// Tile sizes, register budgets and the shared-memory plan of the forward, for each head dimension.
+// Tile sizes, register budgets and the shared-memory plan of the forward, for each number of columns.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,6 @@ namespace megatron_sb::hopper {
 
 using common::QueryTile;
 
-constexpr int kKeyTile = 128;   // keys in a tile of K or V
 constexpr int kRowBytes = 128;  // bytes of a row in shared memory: 64 elements, the width of the 128-byte swizzle
 constexpr int kKvStages = 2;    // slots in the ring of K tiles, and in the ring of V tiles
 constexpr int kMaxWarpgroups = 3;
@@ -57,17 +56,25 @@ struct ForwardBarriers {
     }
 };
 
-template <bool kGated>
+template <class T, bool kGated = T::kGated>
 struct ForwardGates {
-    GateTile<kKeyTile> gates_of_slot[kGateStages];  // guarded by the ring of gates
+    GateTile<T::kKeyTile> gates_of_slot[kGateStages];  // guarded by the ring of gates
 };
-template <>
-struct ForwardGates<false> {};
+template <class T>
+struct ForwardGates<T, false> {};
+
+// Wide heads: each consumer warp stages its 16 rows of the output here, a panel of 64 columns at a time.
+template <class T, bool kWide = T::kWide>
+struct StagedOutput {
+    alignas(1024) uint8_t o[4 * T::kWarpgroups][16 * kRowBytes];
+};
+template <class T>
+struct StagedOutput<T, false> {};
 
 template <class T>
-struct ForwardControl : NotedBarriers<ForwardBarriers<T>>, ForwardGates<T::kGated> {
-    WorkTile work[T::kQueryStages];  // guarded by the ring of Q, like the Q tile of the same slot
-    TailTile tail[T::kLoaders];  // guarded by its ring; [0] is for K, [1] for V, [kGateLoader] for gates of any tile
+struct ForwardControl : NotedBarriers<ForwardBarriers<T>>, ForwardGates<T> {
+    WorkTile work[T::kWorkSlots];  // guarded by the ring of Q
+    TailTile tail[T::kLoaders];    // guarded by its ring; [0] is for K, [1] for V, [kGateLoader] for gates of any tile
     // Early exit. The warps of a consumer warpgroup vote in used_up_votes[0] and [1] alternately: "the mass of all my
     // rows is below the threshold". If all four agree, the warpgroup stops computing. From then on, each of its warps
     // writes the number of the work tile to used_up_work[slot] before it releases a K slot. When the producer finds
@@ -77,38 +84,52 @@ struct ForwardControl : NotedBarriers<ForwardBarriers<T>>, ForwardGates<T::kGate
     int32_t used_up_work[kKvStages][4 * kMaxWarpgroups];
 };
 
-template <class Element_, int kHeadDim_, bool kGated_>
+template <class Element_, int kHeadDim_, int kHeadDimV_, bool kGated_>
 struct ForwardTraits {
     using Element = Element_;
-    static constexpr int kHeadDim = kHeadDim_;
-    static constexpr bool kGated = kGated_;  // with forget gates
-    static_assert(kHeadDim == 64 || kHeadDim == 96 || kHeadDim == 128, "head_dim must be 64, 96 or 128");
+    static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;  // columns of Q and K; of V and the output
+    static constexpr bool kGated = kGated_;                             // with forget gates
+    static constexpr bool kWide = kHeadDim > 128;                       // one Q slot; without forget gates
+    static_assert(kWide ? !kGated && ((kHeadDim == 192 && kHeadDimV == 128) || (kHeadDim == 256 && kHeadDimV == 256))
+                        : kHeadDim == kHeadDimV && (kHeadDim == 64 || kHeadDim == 96 || kHeadDim == 128),
+                  "columns must be 64, 96, 128, and without forget gates 192 (128 of V) or 256");
     // At head_dim 64 the output needs fewer registers, so three consumer warpgroups share a K/V tile.
     static constexpr int kWarpgroups = kHeadDim == 64 ? 3 : 2;
     static constexpr int kThreads = 128 * (kWarpgroups + 1);
     // Registers per thread at launch. The consumers can take only what warpgroup 0 has given back. If they ask for
-    // more, setmaxnreg waits forever.
+    // more, setmaxnreg waits forever. The consumers of wide heads need at most 222, so that the producer has enough.
     static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-    static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
-    static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : 160;
+    static constexpr int kProducerRegisters = kWide ? 56 : kWarpgroups == 2 ? 40 : 32;
+    static constexpr int kConsumerRegisters = kWide ? 224 : kWarpgroups == 2 ? 232 : 160;
     static_assert(kProducerRegisters + kWarpgroups * kConsumerRegisters <= (kWarpgroups + 1) * kLaunchRegisters,
                   "all warpgroups together must not use more registers than the CTA has at launch");
 
     static constexpr int kQueryTile = 64 * kWarpgroups;
+    // Keys in a tile of K or V. With 256 columns, the output of a thread takes 128 registers. That leaves room for the
+    // scores of 64 keys only.
+    static constexpr int kKeyTile = kHeadDimV == 256 ? 64 : 128;
+    static constexpr int kKeysPerThread = kKeyTile / 4;  // keys of one row that a thread holds
     static constexpr int kLoaders = kGated ? kTailLoaders + 1 : kTailLoaders;
     // A tile is stored as panels of 64 columns of the head dimension. At 96, half of the second panel is zeros.
-    static constexpr int kPanels = (kHeadDim + 63) / 64;
+    static constexpr int kPanels = (kHeadDim + 63) / 64, kValuePanels = (kHeadDimV + 63) / 64;
     static constexpr int kQueryPanelBytes = kQueryTile * kRowBytes, kKeyPanelBytes = kKeyTile * kRowBytes;
     static constexpr int kQueryBytes = kPanels * kQueryPanelBytes, kKeyBytes = kPanels * kKeyPanelBytes;
+    static constexpr int kValueBytes = kValuePanels * kKeyPanelBytes;
 
     // Slots for Q tiles. Q comes from HBM, so it is loaded one work tile earlier. With gates there is no room for three
-    // tiles of 128 columns.
-    static constexpr int kQueryStages = kGated && kPanels == 2 ? 2 : 3;
+    // tiles of 128 columns. A wide head has room for one tile only: the consumers release it after their last S, and
+    // stage the output elsewhere, so that the next Q arrives during the last scan.
+    static constexpr int kQueryStages = kWide ? 1 : kGated && kPanels == 2 ? 2 : 3;
+    // With one Q slot, the consumers still use `work` of a work tile when the producer publishes the next one. When the
+    // slot is free for work tile n + 1, work tile n - 1 is finished, so two slots of `work` are enough.
+    static constexpr int kWorkSlots = kWide ? 2 : kQueryStages;
+    // Panels of the output that a warp stages at once.
+    static constexpr int kStagedPanels = kWide ? 1 : kValuePanels;
 
-    struct Shared {
+    struct Shared : StagedOutput<ForwardTraits> {
         alignas(1024) uint8_t q[kQueryStages][kQueryBytes];
         alignas(1024) uint8_t k[kKvStages][kKeyBytes];
-        alignas(1024) uint8_t v[kKvStages][kKeyBytes];
+        alignas(1024) uint8_t v[kKvStages][kValueBytes];
         ForwardControl<ForwardTraits> control;
     };
     static_assert(sizeof(Shared) <= 227 * 1024, "shared memory of a CTA must fit 227 KiB");

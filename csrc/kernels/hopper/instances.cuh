@@ -1,4 +1,4 @@
-// The instances of the forward and the backward kernel: bf16 and fp16, with 64, 96 and 128 columns.
+// The instances of the forward and the backward kernel: bf16 and fp16, with the columns of hopper.h.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,19 +10,22 @@
 
 namespace megatron_sb::hopper {
 
-// Calls f(Element, computed_columns) for a call with these sizes; the number of columns is a constant.
-template <class F>
+template <int kColumns>
+using Count = std::integral_constant<int, kColumns>;
+
+// Calls f(Element, columns of q and k, columns of v) for a call with these sizes; the numbers are constants (Count).
+template <bool kGated, class F>
 void with_instance(const Sizes& sizes, const F& f) {
-    const auto with_columns = [&](auto columns) {
-        sizes.dtype == Dtype::kBFloat16 ? f(__nv_bfloat16{}, columns) : f(__half{}, columns);
+    const auto with_columns = [&](auto qk, auto v) {
+        sizes.dtype == Dtype::kBFloat16 ? f(__nv_bfloat16{}, qk, v) : f(__half{}, qk, v);
     };
-    switch (computed_columns(sizes)) {
-        case 64:
-            return with_columns(std::integral_constant<int, 64>{});
-        case 96:
-            return with_columns(std::integral_constant<int, 96>{});
-        default:
-            return with_columns(std::integral_constant<int, kMostColumns>{});
+    const Columns columns = computed_columns(sizes);
+    if (columns.qk == 64) return with_columns(Count<64>{}, Count<64>{});
+    if (columns.qk == 96) return with_columns(Count<96>{}, Count<96>{});
+    if (kGated || columns.qk == 128) return with_columns(Count<128>{}, Count<128>{});
+    if constexpr (!kGated) {
+        if (columns.qk == 192) return with_columns(Count<192>{}, Count<128>{});
+        return with_columns(Count<256>{}, Count<256>{});
     }
 }
 

@@ -180,20 +180,27 @@ __device__ __forceinline__ void start_bulk_add(float* to, uint32_t from, int byt
         "r"(from), "r"(bytes)
         : "memory");
 }
-// Waits until all bulk operations of this thread are done: shared memory is read, and global memory is written.
+// Waits until all but the last kInFlight bulk operations of this thread are done: shared memory is read, and global
+// memory is written.
+template <int kInFlight>
 __device__ __forceinline__ void wait_for_bulk() {
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kInFlight) : "memory");
+}
+// Waits until all but the last kInFlight bulk operations of this thread have read shared memory.
+template <int kInFlight>
+__device__ __forceinline__ void wait_for_bulk_reads() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kInFlight) : "memory");
 }
 
 // ---- registers ------------------------------------------------------------------------------------------------------
 
-template <int kRegisters>
-__device__ __forceinline__ void warpgroup_reg_dealloc() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-template <int kRegisters>
-__device__ __forceinline__ void warpgroup_reg_alloc() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+// Gives this warpgroup kRegisters registers per thread, fewer or more than the kAtLaunch that it has at launch.
+template <int kRegisters, int kAtLaunch>
+__device__ __forceinline__ void set_registers() {
+    if constexpr (kRegisters < kAtLaunch)
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+    else
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
 }  // namespace megatron_sb::hopper

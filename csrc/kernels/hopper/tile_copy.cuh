@@ -28,6 +28,12 @@ template <int kRows, int kPanels, class Order>
 __device__ inline void copy_rows(uint8_t* to, const Rows<const void*>& tensor, int64_t source, int count, int columns,
                                  Order order) {
     constexpr int kRowBytes = 128, kChunk = 16, kChunksPerPanel = kRowBytes / kChunk;
+    if constexpr (kPanels > 2) {
+        copy_rows<kRows, 2>(to, tensor, source, count, columns, order);
+        copy_rows<kRows, kPanels - 2>(to + 2 * kRows * kRowBytes, tensor, source + 2 * kRowBytes, count, columns - 128,
+                                      order);
+        return;
+    }
     constexpr int kChunksPerRow = kPanels * kChunksPerPanel;
     const int lane = threadIdx.x % 32, chunk = lane % kChunksPerRow, panel = chunk / kChunksPerPanel;
     const uint8_t* const from = static_cast<const uint8_t*>(tensor.data) + source + chunk * kChunk;

@@ -59,6 +59,8 @@ __device__ __forceinline__ constexpr int accumulator_register(int r, int k) {
 #define SB_OPERANDS_32(f) SB_OPERANDS_16(f), SB_8(f, 16), SB_8(f, 24)
 #define SB_OPERANDS_48(f) SB_OPERANDS_32(f), SB_8(f, 32), SB_8(f, 40)
 #define SB_OPERANDS_64(f) SB_OPERANDS_48(f), SB_8(f, 48), SB_8(f, 56)
+#define SB_OPERANDS_96(f) SB_OPERANDS_64(f), SB_8(f, 64), SB_8(f, 72), SB_8(f, 80), SB_8(f, 88)
+#define SB_OPERANDS_128(f) SB_OPERANDS_96(f), SB_8(f, 96), SB_8(f, 104), SB_8(f, 112), SB_8(f, 120)
 #define SB_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define SB_NAMES_32 SB_NAMES_16 \
     ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -66,6 +68,12 @@ __device__ __forceinline__ constexpr int accumulator_register(int r, int k) {
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define SB_NAMES_64 SB_NAMES_48 \
     ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define SB_NAMES_96 SB_NAMES_64 \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+    ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define SB_NAMES_128 SB_NAMES_96 \
+    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+    ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 // clang-format on
 
 // d (64, n) = a b (wgmma_overwrite) or d += a b (wgmma_accumulate), with a and b in shared memory. A transposed operand
@@ -92,14 +100,17 @@ __device__ __forceinline__ constexpr int accumulator_register(int r, int k) {
                      : SB_OPERANDS_##count(SB_READ)                                                                \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                        \
     }
-#define SB_WGMMA_OF(Type, type)                                                  \
-    SB_SHARED_PRODUCTS(Type, type, "32", 16, "%16", "%17", "%18", "%19")         \
-    SB_SHARED_PRODUCTS(Type, type, "64", 32, "%32", "%33", "%34", "%35")         \
-    SB_SHARED_PRODUCTS(Type, type, "96", 48, "%48", "%49", "%50", "%51")         \
-    SB_SHARED_PRODUCTS(Type, type, "128", 64, "%64", "%65", "%66", "%67")        \
-    SB_REGISTER_PRODUCT(Type, type, "64", 32, "%32", "%33", "%34", "%35", "%36") \
-    SB_REGISTER_PRODUCT(Type, type, "96", 48, "%48", "%49", "%50", "%51", "%52") \
-    SB_REGISTER_PRODUCT(Type, type, "128", 64, "%64", "%65", "%66", "%67", "%68")
+#define SB_WGMMA_OF(Type, type)                                                   \
+    SB_SHARED_PRODUCTS(Type, type, "32", 16, "%16", "%17", "%18", "%19")          \
+    SB_SHARED_PRODUCTS(Type, type, "64", 32, "%32", "%33", "%34", "%35")          \
+    SB_SHARED_PRODUCTS(Type, type, "96", 48, "%48", "%49", "%50", "%51")          \
+    SB_SHARED_PRODUCTS(Type, type, "128", 64, "%64", "%65", "%66", "%67")         \
+    SB_SHARED_PRODUCTS(Type, type, "192", 96, "%96", "%97", "%98", "%99")         \
+    SB_SHARED_PRODUCTS(Type, type, "256", 128, "%128", "%129", "%130", "%131")    \
+    SB_REGISTER_PRODUCT(Type, type, "64", 32, "%32", "%33", "%34", "%35", "%36")  \
+    SB_REGISTER_PRODUCT(Type, type, "96", 48, "%48", "%49", "%50", "%51", "%52")  \
+    SB_REGISTER_PRODUCT(Type, type, "128", 64, "%64", "%65", "%66", "%67", "%68") \
+    SB_REGISTER_PRODUCT(Type, type, "256", 128, "%128", "%129", "%130", "%131", "%132")
 SB_WGMMA_OF(__nv_bfloat16, "bf16.bf16")
 SB_WGMMA_OF(__half, "f16.f16")
 #undef SB_WGMMA_OF
@@ -113,9 +124,13 @@ SB_WGMMA_OF(__half, "f16.f16")
 #undef SB_OPERANDS_32
 #undef SB_OPERANDS_48
 #undef SB_OPERANDS_64
+#undef SB_OPERANDS_96
+#undef SB_OPERANDS_128
 #undef SB_NAMES_16
 #undef SB_NAMES_32
 #undef SB_NAMES_48
 #undef SB_NAMES_64
+#undef SB_NAMES_96
+#undef SB_NAMES_128
 
 }  // namespace megatron_sb::hopper

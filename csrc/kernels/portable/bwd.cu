@@ -12,7 +12,7 @@
 namespace megatron_sb::portable {
 namespace {
 
-using Planner = KeyTilePlanner<kKeyTile>;
+using Planner = KeyTilePlanner;
 
 // Makes the plan, with one CTA: the number of the first block of each query tile, the key tiles, and the links between
 // the segments that share a key range.
@@ -22,7 +22,7 @@ using Planner = KeyTilePlanner<kKeyTile>;
 __global__ void __launch_bounds__(kPlanThreads)
     plan_work(Sizes sizes, Segments segments, bool attend_current, int tile_rows, BackwardPlan plan) {
     __shared__ int64_t warp_sums[kMaxWarps];
-    Planner planner(sizes, segments, plan.key_tile_tables);
+    Planner planner(sizes, segments, kKeyTile, plan.key_tile_tables);
     const auto blocks_of = [&](const Segment& s) { return CarryBlocks(s, attend_current, tile_rows); };
     const int64_t blocks = number_units(
         sizes, segments, warp_sums, [&](const Segment& s) { return blocks_of(s).all(); },
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kPlanThreads)
 }
 
 int64_t key_tile_bytes(const Sizes& sizes) {
-    return Planner::entries(sizes.k_rows) * int64_t(sizeof(int32_t));
+    return Planner::entries(sizes.k_rows, kKeyTile) * int64_t(sizeof(int32_t));
 }
 
 // Upper bounds that the host can compute without the values of the segment table.

@@ -39,9 +39,10 @@ TEST(Dispatch, UsesTheFirstGpuKernelsThatSupportTheRequest) {
     EXPECT_EQ(name(90, Dtype::kFloat16, 64, 64), "hopper");
     EXPECT_EQ(name(90, Dtype::kBFloat16, 128, 8), "hopper");
     EXPECT_EQ(name(90, Dtype::kFloat16, 24, 96), "hopper");
-    EXPECT_EQ(name(90, Dtype::kBFloat16, 128, 136), "portable");
+    EXPECT_EQ(name(90, Dtype::kBFloat16, 192, 128), "hopper");
+    EXPECT_EQ(name(90, Dtype::kFloat16, 8, 256), "hopper");
     EXPECT_EQ(name(90, Dtype::kFloat32, 128, 128), "portable");
-    EXPECT_EQ(name(90, Dtype::kBFloat16, 256, 256), "portable");
+    EXPECT_EQ(name(90, Dtype::kFloat32, 256, 256), "portable");
     EXPECT_EQ(name(80, Dtype::kBFloat16, 128, 128), "portable");
     EXPECT_EQ(name(100, Dtype::kFloat16, 64, 64), "portable");
     EXPECT_STREQ(find({Device::kCuda, 90, Dtype::kBFloat16, 128, 128, true}).name, "hopper");  // with forget gates

@@ -79,6 +79,8 @@ TEST(TicketOrder, IsChosenByTheSizes) {
              Case{order_of(sizes_of(65536, 128, 12, 12, 1), 100), 2, kGroups},
              Case{order_of(sizes_of(0, 128, 12, 12, 1)), 12, kGroups},
              Case{order_of(sizes_of(32768, 128, 12, 12, 1)), 4, kGroups},
+             Case{order_of(sizes_of(16384, 256, 12, 12, 1)), 1, 145},
+             Case{order_of(sizes_of(65536, 256, 12, 12, 1)), 12, kGroups},
              Case{order_of_older_keys(sizes_of(8192, 128, 12, 12, 2)), 1, 18},
              Case{order_of_older_keys(sizes_of(16384, 128, 12, 12, 2)), 24, kGroups},
              Case{order_of_older_keys(sizes_of(32768, 128, 12, 12, 1)), 4, kGroups},

@@ -11,8 +11,8 @@
 namespace megatron_sb::hopper {
 namespace {
 
-TileParts parts_of(int length, int heads, int kv_heads, int batch = 1, int segments = 1) {
-    const Sizes sizes = {Dtype::kBFloat16, batch, heads, kv_heads, length, length, 128, 128};
+TileParts parts_of(int length, int heads, int kv_heads, int batch = 1, int segments = 1, int head_dim = 128) {
+    const Sizes sizes = {Dtype::kBFloat16, batch, heads, kv_heads, length, length, head_dim, head_dim};
     return choose_tile_parts(sizes, segments);
 }
 
@@ -43,7 +43,8 @@ TEST(TileParts, AreChosenWithFewTilesOnly) {
              Case{parts_of(16384, 8, 1), 4, 2}, Case{parts_of(16384, 16, 1), 4, 1}, Case{parts_of(16384, 16, 2), 2, 1},
              Case{parts_of(16384, 4, 4), 1, 2}, Case{parts_of(8192, 2, 2), 1, 3}, Case{parts_of(16384, 32, 8), 1, 1},
              Case{parts_of(65536, 8, 1), 1, 1}, Case{parts_of(4096, 12, 12, 2), 1, 1}, Case{parts_of(500, 4, 2), 1, 1},
-             Case{parts_of(65536, 8, 1, 1, 64), 1, 1},  // 64 documents
+             Case{parts_of(65536, 8, 1, 1, 64), 1, 1},                                                   // 64 documents
+             Case{parts_of(16384, 8, 1, 1, 1, 256), 2, 1}, Case{parts_of(8192, 8, 1, 1, 1, 256), 4, 2},  // tiles of 64
          }) {
         EXPECT_EQ(parts.heads, heads);
         EXPECT_EQ(parts.steps, steps);
@@ -54,13 +55,14 @@ TEST(TileParts, AreChosenWithFewTilesOnly) {
 TEST(TileParts, OfManyKeysDoNotNeedMuchMemory) {
     for (const int keys : {1 << 10, 1 << 14, 1 << 16, 1 << 20})
         for (const int queries : {1 << 10, 1 << 14, 1 << 16})
-            for (const int group : {1, 2, 7, 64, 71}) {
-                const Sizes sizes = {Dtype::kBFloat16, 1, group, 1, queries, keys, 128, 128};
-                const TileParts parts = choose_tile_parts(sizes, 1);
-                const int64_t bytes = parts.count() > 1 ? int64_t(keys) * parts.count() * 8 * 128 : 0;
-                EXPECT_LE(bytes, int64_t(210) << 20);
-                EXPECT_LE(parts.count(), TileParts::kMostParts);
-            }
+            for (const int group : {1, 2, 7, 64, 71})
+                for (const int head_dim : {128, 256}) {
+                    const Sizes sizes = {Dtype::kBFloat16, 1, group, 1, queries, keys, head_dim, head_dim};
+                    const TileParts parts = choose_tile_parts(sizes, 1);
+                    const int64_t bytes = parts.count() > 1 ? int64_t(keys) * parts.count() * 8 * head_dim : 0;
+                    EXPECT_LE(bytes, int64_t(210) << 20);
+                    EXPECT_LE(parts.count(), TileParts::kMostParts);
+                }
 }
 
 }  // namespace

@@ -34,7 +34,7 @@ from megatron_sb import (
 
 # The largest error against fp32 on the CPU.
 DTYPES = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-4}
-HEAD_DIMS = ((64, 64), (128, 128), (40, 24), (72, 128), (96, 80), (256, 256))
+HEAD_DIMS = ((64, 64), (128, 128), (40, 24), (72, 128), (96, 80), (192, 128), (256, 256))
 THRESHOLD = 2.0**-24
 EDGES, EDGES_K = [0, 1, 1, 150, 190], [0, 30, 31, 200, 240]
 
@@ -72,7 +72,7 @@ def cases():
             options = {"return_mass": True, "attend_current": True, "mass_threshold": 0.0}
             yield f"{name} packed", stickbreaking_attention_varlen, packed, (cu_seqlens, cu_seqlens_k), options
     for heads, rows in ((8, 200), (1, 1150)):  # CTAs share key tiles: by query heads, by rows
-        for d in (64, 128):
+        for d in (64, 128, 256):
             x = make_inputs("mean -6", s=rows, h=heads, h_kv=1, d=d, dtype=torch.bfloat16)
             yield f"{heads} heads of {d}, {rows} rows", stickbreaking_attention, x, (), {"return_mass": True}
 

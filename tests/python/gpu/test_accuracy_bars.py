@@ -1,5 +1,7 @@
 """Errors of the bf16 kernels against float64 in every regime of logits. support/bars.py defines the bounds."""
 
+import itertools
+
 import pytest
 import torch
 from support.accuracy import assert_accurate, relative_errors, run
@@ -10,17 +12,20 @@ from support.rounded import rounded_results
 
 from megatron_sb import reference, stickbreaking_attention
 
+VALUE_DIMS = {192: 128}  # head_dim_v where it is not head_dim: that of multi-latent attention
 SAMPLED = {65536: [(1000, 1128), (32700, 32828), (65408, 65536)]}  # at 4096 and 16384 keys, all rows are compared
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("length", [4096, 16384, 65536])
+@pytest.mark.parametrize(
+    ("length", "head_dim"),
+    [*itertools.product((4096, 16384, 65536), (64, 128)), (4096, 192), (4096, 256), (16384, 256)],
+)
 @pytest.mark.parametrize("regime", BARRED)
 @pytest.mark.parametrize("mass_in_loss", [True, False], ids=["mass in loss", "output alone"])
 def test_bf16(regime, length, head_dim, mass_in_loss):
     """o, dq, dk, dv and the mass are within their bounds. At 4096 keys two query heads share a KV head."""
     heads, runs = {"h": 2, "h_kv": 1} if length == 4096 else {"h": 1}, SAMPLED.get(length, [(0, length)])
-    x = barred_inputs(regime, length, runs, d=head_dim, **heads)
+    x = barred_inputs(regime, length, runs, d=head_dim, d_v=VALUE_DIMS.get(head_dim, head_dim), **heads)
     if not mass_in_loss:
         x.dmass.zero_()
     options = {"mass_threshold": threshold_of(regime), "return_mass": True, "mass_in_loss": mass_in_loss}
@@ -29,8 +34,7 @@ def test_bf16(regime, length, head_dim, mass_in_loss):
     assert not missed, "; ".join(missed)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("length", [2048, 8192])
+@pytest.mark.parametrize(("length", "head_dim"), [*itertools.product((2048, 8192), (64, 128)), (2048, 256)])
 @pytest.mark.parametrize("regime", ["randn", "mean -11"])
 @pytest.mark.parametrize(("h", "h_kv"), [(8, 1), (16, 1), (16, 2), (7, 1), (4, 4), (2, 2)])
 def test_bf16_with_few_kv_heads(h, h_kv, regime, length, head_dim):
