@@ -16,10 +16,11 @@ from megatron.core.models.gpt.experimental_attention_variant_module_specs import
 from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 
 from megatron_sb.megatron.arguments import StickBreakingOptions, options_from_args
-from megatron_sb.megatron.checked_attention import CheckedSelfAttention
+from megatron_sb.megatron.checked_attention import CheckedAttention, CheckedMLASelfAttention, CheckedSelfAttention
 from megatron_sb.megatron.core_attention import StickBreakingCoreAttention
 from megatron_sb.megatron.layer_selection import (
     attention_layers_in,
@@ -33,9 +34,12 @@ from megatron_sb.megatron.stand_ins import install_stand_ins
 
 # What a layer that becomes stick-breaking must have.
 _ACCEPTED = {
-    "self_attention": "Megatron's SelfAttention or a subclass of megatron_sb.megatron.CheckedSelfAttention",
+    "self_attention": "Megatron's SelfAttention, its MLASelfAttention with a dense core attention, or a subclass of "
+    "megatron_sb.megatron.CheckedSelfAttention or CheckedMLASelfAttention",
     "cross_attention": "IdentityOp",
 }
+# Megatron's attention and what takes its place.
+_CHECKED = {SelfAttention: CheckedSelfAttention, MLASelfAttention: CheckedMLASelfAttention}
 
 
 class _DenseSelfAttention(CheckedSelfAttention):
@@ -81,7 +85,8 @@ def with_stickbreaking(spec, *, config=None, hybrid_layer_pattern: str | None = 
     Raises:
         TypeError: if an option is unknown.
         ValueError: if an option has an invalid value, or the self-attention of a layer that becomes stick-breaking is
-            not Megatron's `SelfAttention`. With `layers` this is raised when the layer is built.
+            neither Megatron's `SelfAttention` nor its `MLASelfAttention`. With `layers` this is raised when the layer
+            is built.
 
     Example:
         >>> from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -133,8 +138,13 @@ def _checked(layer_spec, options: StickBreakingOptions, numbers: tuple[int, ...]
     return layer_spec
 
 
+def _replace_in_mla_layer(layer_spec, options: StickBreakingOptions, numbers: tuple[int, ...] | None):
+    """Replace the attention in the spec of a layer of a hybrid stack, which may still put another in its place."""
+    return _checked(_replace_in_layers(layer_spec, options, numbers), options, numbers)
+
+
 # What is done with the layers of a hybrid stack that have attention. A stack has specs of layers that it never builds.
-ATTENTION_LAYERS = {"attention_layer": _replace_in_layers, "mla_layer": _checked, "dsa_layer": _checked}
+ATTENTION_LAYERS = {"attention_layer": _replace_in_layers, "mla_layer": _replace_in_mla_layer, "dsa_layer": _checked}
 
 
 @functools.cache
@@ -145,8 +155,15 @@ def _checked_layer(kind: type) -> type:
     class CheckedLayer(stock):
         stock_layer = stock
 
-        def __init__(self, *args, layers=None, attention_layers=None, **kwargs):
-            super().__init__(*args, **kwargs)
+        def __init__(self, config, submodules, *args, layers=None, attention_layers=None, **kwargs):
+            attention = mixer_of(submodules)
+            if "softmax" in getattr(attention, "params", {}) and not _is_checked(module_of(attention)):
+                raise ValueError(
+                    "config.mla_down_proj_fusion (--mla-down-proj-fusion) must be False with with_stickbreaking, got "
+                    f"{getattr(config, 'mla_down_proj_fusion', None)}: the hybrid stack put "
+                    f"{module_of(attention).__name__} in the place of the attention of the layer spec."
+                )
+            super().__init__(config, submodules, *args, **kwargs)
             check_built_layer(self, layers, attention_layers)
 
     return CheckedLayer
@@ -156,7 +173,7 @@ def check_built_layer(layer, layers: tuple[int, ...] | None, attention_layers: t
     """Raise ValueError if a layer has attention of another kind although `layers` makes it stick-breaking."""
     for name in ("self_attention", "cross_attention"):
         attention = getattr(layer, name)
-        other = hasattr(attention, "core_attention") and not isinstance(attention, CheckedSelfAttention)
+        other = hasattr(attention, "core_attention") and not isinstance(attention, CheckedAttention)
         if other and is_selected(layer.layer_number, layer.config, layers, attention_layers):
             raise ValueError(
                 f"{name} of layer {layer.layer_number} must be {_ACCEPTED[name]} to become stick-breaking, got "
@@ -167,6 +184,26 @@ def check_built_layer(layer, layers: tuple[int, ...] | None, attention_layers: t
 def module_of(spec):
     """Return the module class of a ModuleSpec, or `spec` itself if it is a class."""
     return getattr(spec, "module", spec)
+
+
+def _is_checked(module) -> bool:
+    """Return whether a module of a spec is an attention with the checks of this package."""
+    return isinstance(module, type) and issubclass(module, CheckedAttention)
+
+
+def _is_replaceable(attention) -> bool:
+    """Return whether the spec of an attention is of a kind that can become stick-breaking.
+
+    Sparse attention has the module of multi-latent attention. Its core attention has submodules, such as an indexer.
+    """
+    dense = getattr(getattr(attention.submodules, "core_attention", None), "submodules", None) is None
+    return _is_checked(attention.module) or (attention.module in _CHECKED and dense)
+
+
+def _core_of(attention) -> str:
+    """Return a phrase with the core attention of a spec, for a message. It is empty if there is none."""
+    core = getattr(getattr(attention, "submodules", None), "core_attention", None)
+    return "" if core is None else f" with core_attention {module_of(core)!r}"
 
 
 def mixer_of(submodules):
@@ -194,20 +231,21 @@ def with_core_attention(submodules, options: StickBreakingOptions, attention_lay
     module = module_of(attention)
     if not has_attention(attention):
         return submodules
-    if module is not SelfAttention and not (isinstance(module, type) and issubclass(module, CheckedSelfAttention)):
+    if module is attention or not _is_replaceable(attention):
         if isinstance(module, type) and keeps_softmax(options.layers):
             return submodules
         raise ValueError(
-            f"self_attention of the layer spec must be {_ACCEPTED['self_attention']}, got {module!r}. In a model with "
-            "other layers, layers (--sb-layers) can keep this attention."
+            f"self_attention of the layer spec must be {_ACCEPTED['self_attention']}, got {module!r}"
+            f"{_core_of(attention)}. In a model with other layers, layers (--sb-layers) can keep this attention."
         )
     stock, attention = attention, copy.copy(attention)
     softmax = stock.params.get("softmax", stock.submodules.core_attention)
-    attention.module = CheckedSelfAttention if module is SelfAttention else module
+    attention.module = _CHECKED.get(module, module)
     selection = {"layers": options.layers, "attention_layers": attention_layers}
     attention.params = {**stock.params, **selection, "softmax": softmax}
     attention.submodules = copy.copy(stock.submodules)
-    attention.submodules.core_attention = ModuleSpec(StickBreakingCoreAttention, params={"options": options})
+    core = {"options": options, "unrotated": issubclass(attention.module, MLASelfAttention)}
+    attention.submodules.core_attention = ModuleSpec(StickBreakingCoreAttention, params=core)
     submodules = copy.copy(submodules)
     submodules.self_attention = attention
     return submodules
