@@ -4,7 +4,8 @@ import importlib
 
 # Name -> module. A name is imported on first use: the launcher must set sys.path before anything imports Megatron.
 _MODULES = {
-    "CheckedSelfAttention": "spec",
+    "CheckedMLASelfAttention": "checked_attention",
+    "CheckedSelfAttention": "checked_attention",
     "StickBreakingCoreAttention": "core_attention",
     "StickBreakingOptions": "arguments",
     "add_arguments": "arguments",

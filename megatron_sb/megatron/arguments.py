@@ -18,7 +18,8 @@ class StickBreakingOptions(LayerOptions):
     Args:
         attend_current, mass_threshold, logits: see `AttentionOptions`.
         remainder_bias, head_norm, forget_gate, forget_gate_loss: see `LayerOptions`.
-        scale: must be None. Megatron sets the scale of the logits: `config.softmax_scale`.
+        scale: must be None. Megatron sets the scale of the logits: `config.softmax_scale`, or mscale^2 / sqrt(d) in
+            multi-latent attention.
         cp_layout: how the data loader shards a sequence over context-parallel ranks: "zigzag", as Megatron does, or
             "contiguous". Default: "zigzag".
         packing: how the data loader shards a packed (thd) stream: "per_document" shards each document by `cp_layout`,
@@ -77,7 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--stick-breaking-attention",
         action="store_true",
-        help="Replace softmax attention by stick-breaking attention (default: off).",
+        help="Replace softmax attention by stick-breaking attention, also in multi-latent attention, which then does "
+        "not rotate q and k (default: off).",
     )
     group.add_argument(
         "--sb-attend-current",

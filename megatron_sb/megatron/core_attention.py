@@ -25,6 +25,7 @@ from megatron_sb.megatron.settings import check_layer_settings
 from megatron_sb.ops import head_output, stickbreaking_attention, stickbreaking_attention_varlen
 from megatron_sb.ops.context_parallel import ContextParallelPlan, context_parallel_attention
 from megatron_sb.ops.kvcache import attend_to_filled, is_decoding_step
+from megatron_sb.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, MAX_HEAD_DIM_EUCLIDEAN
 
 # The only variant that attention to a cache computes.
 PLAIN_LOGITS = {"logits": "dot", "forget_gate": None}
@@ -49,10 +50,15 @@ class StickBreakingCoreAttention(MegatronModule):
         cp_comm_type: mode of `context_parallel_attention`: "p2p", "all_gather", "a2a" or "a2a+p2p". Default None:
             "auto". "a2a+p2p" needs the groups of `--hierarchical-context-parallel-sizes`. `options.cp_comm` takes
             precedence.
-        softmax_scale: factor of the logits. Default None: 1 / sqrt(config.kv_channels), or 1 for Euclidean logits.
+        softmax_scale: factor of the logits. Default None: 1 / sqrt(k_channels), or 1 for Euclidean logits.
         pg_collection: process groups; `tp` and `cp` are used. Default None: those of `parallel_state`.
         model_comm_pgs: the name of `pg_collection` in older releases of Megatron-Core.
         options: see `StickBreakingOptions`. Default None: its defaults.
+        k_channels: channels of a head's query and key, d. Multi-latent attention passes it together with v_channels.
+            Default None: config.kv_channels.
+        v_channels: channels of a head's value, d_v. Default None: config.kv_channels.
+        unrotated: whether the layer leaves out the rotary embedding of multi-latent attention. It must be True with
+            k_channels. `with_stickbreaking` sets it. Default False.
 
     Raises:
         ValueError: if a setting cannot be combined with stick-breaking attention. The message names the setting.
@@ -83,14 +89,18 @@ class StickBreakingCoreAttention(MegatronModule):
         pg_collection=None,
         model_comm_pgs=None,
         options: StickBreakingOptions | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        unrotated: bool = False,
         **unknown,
     ):
         super().__init__(config=config)
         check_layer_settings(config, layer_number)
-        if "k_channels" in unknown:
+        if k_channels is not None and not unrotated:
             raise ValueError(
-                "core_attention of multi-latent attention (--multi-latent-attention) must be Megatron's, got "
-                f"StickBreakingCoreAttention with k_channels={unknown['k_channels']}: it needs a SelfAttention."
+                "core_attention of multi-latent attention (--multi-latent-attention) must be put there by "
+                f"with_stickbreaking, got StickBreakingCoreAttention with k_channels={k_channels} in another layer "
+                "spec: the layer would rotate q and k."
             )
         if unknown:
             raise TypeError(f"StickBreakingCoreAttention got unknown arguments: {', '.join(sorted(unknown))}.")
@@ -104,8 +114,10 @@ class StickBreakingCoreAttention(MegatronModule):
         self.options = options or StickBreakingOptions()
         self.cp_comm_type = self.options.cp_comm or cp_comm_type
         record_options(self.options)
-        default_scale = 1.0 if self.options.logits == "euclidean" else 1.0 / math.sqrt(config.kv_channels)
-        self.scale = default_scale if softmax_scale is None else softmax_scale
+        self.is_latent = k_channels is not None
+        self.k_channels = k_channels if self.is_latent else config.kv_channels
+        self.v_channels = v_channels if self.is_latent else config.kv_channels
+        self.scale = self._scale_of(softmax_scale)
         groups = pg_collection if pg_collection is not None else model_comm_pgs
         if groups is None:
             self.tp_group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
@@ -117,8 +129,25 @@ class StickBreakingCoreAttention(MegatronModule):
         self._add_head_vector("norm_weight", 1.0, self.options.head_norm)
         self._add_head_vector("norm_bias", 0.0, self.options.head_norm)
 
+    def _scale_of(self, softmax_scale: float | None) -> float:
+        """Return the factor of the logits, and check the channels of multi-latent attention.
+
+        Multi-latent attention always passes a scale, mscale^2 / sqrt(k_channels). Euclidean logits have no factor
+        1 / sqrt(k_channels), so that mscale^2 remains.
+        """
+        euclidean = self.options.logits == "euclidean"
+        if self.is_latent:
+            limit = MAX_HEAD_DIM_EUCLIDEAN if euclidean else MAX_HEAD_DIM
+            _check_channels(
+                "qk_head_dim + qk_pos_emb_head_dim (--qk-head-dim, --qk-pos-emb-head-dim)", self.k_channels, limit
+            )
+            _check_channels("v_head_dim (--v-head-dim)", self.v_channels, MAX_HEAD_DIM)
+        if softmax_scale is None:
+            return 1.0 if euclidean else 1.0 / math.sqrt(self.k_channels)
+        return softmax_scale * math.sqrt(self.k_channels) if self.is_latent and euclidean else softmax_scale
+
     def _add_head_vector(self, name: str, value: float, enabled: bool) -> None:
-        """Register a parameter (h * d,) of this rank's heads, or None.
+        """Register a parameter (h * d_v,) of this rank's heads, or None.
 
         Each tensor-parallel rank has the complete gradient of its heads, also under sequence parallelism. A
         context-parallel rank has the gradient from its rows, which Megatron sums over the DP x CP group.
@@ -128,7 +157,7 @@ class StickBreakingCoreAttention(MegatronModule):
             return
         config, tp_size = self.config, 1 if self.tp_group is None else self.tp_group.size()
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        width = config.num_attention_heads // tp_size * config.kv_channels
+        width = config.num_attention_heads // tp_size * self.v_channels
         parameter = torch.nn.Parameter(torch.full((width,), value, device=device, dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
         self.register_parameter(name, parameter)
@@ -191,7 +220,7 @@ class StickBreakingCoreAttention(MegatronModule):
             key: (s_k, b, g, d), or packed (t, g, d); h must be a multiple of g. May be a strided view. Forget gates
                 follow the d channels (see `gates.with_gates`). Without context parallelism s may be less than s_k: the
                 queries are then the last s positions, as when decoding with a static cache.
-            value: as key, without gates.
+            value: (s_k, b, g, d_v), or packed (t, g, d_v). May be a strided view.
             attention_mask: ignored, because the mask is causal. To save its memory, use
                 `--no-create-attention-mask-in-dataloader`.
             attn_mask_type: replaces the constructor's. `no_mask` is accepted only if s < s_k.
@@ -202,14 +231,14 @@ class StickBreakingCoreAttention(MegatronModule):
                 context parallelism.
 
         Returns:
-            (s, b, h * d), or packed (t, h * d).
+            (s, b, h * d_v), or packed (t, h * d_v).
 
         Raises:
             ValueError: if the mask, the bias or the packing is not supported, or a length is not divisible among the
                 context-parallel ranks.
         """
         packed = is_packed(packed_seq_params)
-        self._check_call(query, key, attn_mask_type or self.attn_mask_type, attention_bias, packed)
+        self._check_call(query, key, value, attn_mask_type or self.attn_mask_type, attention_bias, packed)
         out, mass = self.attend(query, key, value, packed_seq_params, return_mass=self.remainder_bias is not None)
         if self.remainder_bias is not None or self.norm_weight is not None:
             eps = self.config.layernorm_epsilon
@@ -222,8 +251,8 @@ class StickBreakingCoreAttention(MegatronModule):
         """Compute the attention without remainder bias and head norm. Arguments are those of `forward`.
 
         Returns:
-            The output (b, s, h, d), or packed (t, h, d), and the mass (b, h, s), or packed (h, t). Without return_mass
-            the mass is None.
+            The output (b, s, h, d_v), or packed (t, h, d_v), and the mass (b, h, s), or packed (h, t). Without
+            return_mass the mass is None.
         """
         packed, cp_group = is_packed(packed_seq_params), self.cp_group_of(packed_seq_params)
         if not packed:
@@ -257,7 +286,7 @@ class StickBreakingCoreAttention(MegatronModule):
         key, gate = split_gates(key) if self.options.forget_gate else (key, None)
         return key, {"logits": self.options.logits, "forget_gate": gate}
 
-    def _check_call(self, query, key, attn_mask_type, attention_bias, packed: bool) -> None:
+    def _check_call(self, query, key, value, attn_mask_type, attention_bias, packed: bool) -> None:
         """Raise ValueError for a mask, a bias or a shape that is not supported."""
         if attention_bias is not None:
             raise ValueError(
@@ -268,6 +297,11 @@ class StickBreakingCoreAttention(MegatronModule):
             raise ValueError(
                 "query must have shape (s, b, h, d), or (t, h, d) with packed_seq_params.qkv_format='thd', got "
                 f"{tuple(query.shape)}."
+            )
+        if self.is_latent and value.shape[-1] != self.v_channels:
+            raise ValueError(
+                f"value must have {self.v_channels} channels in each head, the v_channels of this module, got "
+                f"{value.shape[-1]}: this release of Megatron-Core pads the values."
             )
         follows_cache = not packed and query.shape[0] < key.shape[0]
         if attn_mask_type not in CAUSAL_MASK_TYPES and not (attn_mask_type == AttnMaskType.no_mask and follows_cache):
@@ -314,6 +348,15 @@ class StickBreakingCoreAttention(MegatronModule):
             cu_seqlens=cu_seqlens,
             layout=layout,
             packing=self.options.packing,
+        )
+
+
+def _check_channels(name: str, channels: int, limit: int) -> None:
+    """Raise ValueError if the kernels do not support this number of channels of a head."""
+    if channels % HEAD_DIM_MULTIPLE or not 0 < channels <= limit:
+        raise ValueError(
+            f"{name} must be a multiple of {HEAD_DIM_MULTIPLE} and at most {limit} with stick-breaking attention, got "
+            f"{channels}."
         )
 
 

@@ -23,19 +23,27 @@ class GateLossScale:
     per_token: float | None = None
 
 
-def gate_projection(config, linear_qkv: torch.nn.Module, tp_group) -> ColumnParallelLinear:
+def gate_projection(
+    config, linear_qkv: torch.nn.Module, tp_group, num_kv_heads: int | None = None
+) -> ColumnParallelLinear:
     """Make the projection of hidden states to one gate logit for each KV head, sharded over tensor-parallel ranks.
+
+    Args:
+        config: the TransformerConfig of the layer.
+        linear_qkv: the projection of the hidden states to the keys, or to the latents of the keys.
+        tp_group: the tensor-parallel group, or None.
+        num_kv_heads: KV heads on all ranks. Default: config.num_query_groups.
 
     Raises:
         ValueError: if there are fewer KV heads than ranks. Or if linear_qkv contains the norm of the layer, because the
             gates would get hidden states before the norm.
     """
     ranks = 1 if tp_group is None else tp_group.size()
-    if config.num_query_groups < ranks:
+    num_kv_heads = config.num_query_groups if num_kv_heads is None else num_kv_heads
+    if num_kv_heads < ranks:
         raise ValueError(
             f"config.num_query_groups (--num-query-groups) must be at least {ranks}, the number of tensor-parallel "
-            f"ranks, with forget_gate=True (--sb-forget-gate), got {config.num_query_groups}: gates are sharded by KV "
-            "head."
+            f"ranks, with forget_gate=True (--sb-forget-gate), got {num_kv_heads}: gates are sharded by KV head."
         )
     if "LayerNorm" in type(linear_qkv).__name__:
         raise ValueError(
@@ -44,7 +52,7 @@ def gate_projection(config, linear_qkv: torch.nn.Module, tp_group) -> ColumnPara
         )
     projection = ColumnParallelLinear(
         config.hidden_size,
-        config.num_query_groups,
+        num_kv_heads,
         config=config,
         init_method=config.init_method,
         bias=True,
@@ -85,15 +93,21 @@ def split_gates(key: Tensor) -> tuple[Tensor, Tensor]:
     return key[..., :-GATE_COLUMNS], gates_of(key[..., -GATE_COLUMNS])
 
 
-def with_gate_loss(logits: Tensor, coefficient: float, config) -> tuple[Tensor, Tensor]:
+def with_gate_loss(logits: Tensor, coefficient: float, config, num_kv_heads: int) -> tuple[Tensor, Tensor]:
     """Add the auxiliary loss of this rank's tokens and KV heads to the backward of the logits.
+
+    Args:
+        logits: (s, b, g) for the g KV heads of this rank.
+        coefficient: `LayerOptions.forget_gate_loss`.
+        config: the TransformerConfig of the layer.
+        num_kv_heads: KV heads on all ranks.
 
     Returns:
         logits (s, b, g), which replace the argument, and the mean of -log f, for logging.
     """
     loss = forget_gate_loss(gates_of(logits))
     if coefficient > 0 and torch.is_grad_enabled():
-        share_of_heads = logits.shape[-1] / config.num_query_groups
+        share_of_heads = logits.shape[-1] / num_kv_heads
         weight = _weight(config, logits.shape[0] * logits.shape[1], logits.device)
         logits = add_to_backward(logits, coefficient * share_of_heads * weight * loss)
     return logits, loss.detach()

@@ -38,6 +38,7 @@ from megatron_sb.megatron.arguments import (
 from megatron_sb.megatron.layer_selection import (
     LINEAR_ATTENTION,
     PATTERN_SETTINGS,
+    REPLACEABLE_SYMBOLS,
     attention_layers_of,
     check_layers,
     hybrid_pattern_of,
@@ -46,6 +47,8 @@ from megatron_sb.megatron.layer_selection import (
 from megatron_sb.megatron.saved_attention import ALLOW_FLAG, compare_when_loading
 from megatron_sb.megatron.settings import (
     CONFIG_REQUIREMENTS,
+    LATENT_REQUIREMENTS,
+    ROPE_FUSION,
     SCRIPT_REQUIREMENTS,
     check_position_embedding,
     check_settings,
@@ -58,8 +61,6 @@ LAUNCHER_REQUIREMENTS = (
     ("yaml_cfg", "--yaml-cfg", None, f"the file replaces the command line, including {FLAG}"),
     ("use_legacy_models", "--use-legacy-models", False, "legacy models have their own attention"),
 )
-# The same for flags that select another attention for all attention layers. With --sb-layers, the layers check it.
-LATENT_ATTENTION = ("multi_latent_attention", "--multi-latent-attention", False, "--sb-layers can keep layers")
 
 
 def main() -> None:
@@ -128,13 +129,16 @@ def check_arguments(args: argparse.Namespace, options: StickBreakingOptions) -> 
 def _check_layers(args: argparse.Namespace, options: StickBreakingOptions) -> None:
     """Check the flags that say which layers have which attention."""
     pattern = hybrid_pattern_of(args)
-    if pattern and "*" not in pattern:
+    if pattern and not set(pattern) & set(REPLACEABLE_SYMBOLS):
         raise ValueError(
-            f"--hybrid-layer-pattern must contain attention layers (*) with {FLAG}, got {pattern!r}: no layer of this "
-            "model can be stick-breaking."
+            f"--hybrid-layer-pattern must contain attention layers (* or +) with {FLAG}, got {pattern!r}: no layer of "
+            "this model can be stick-breaking."
         )
-    if not keeps_softmax(options.layers):
-        check_settings(args, "args", (LATENT_ATTENTION,))
+    if not keeps_softmax(options.layers):  # otherwise the layers check their own attention
+        if args.multi_latent_attention:
+            # Without RoPE, Megatron sets apply_rope_fusion to False later.
+            fused = (ROPE_FUSION,) if args.position_embedding_type == "rope" else ()
+            check_settings(args, "args", (*fused, *(row for row in LATENT_REQUIREMENTS if row is not ROPE_FUSION)))
         variant = getattr(args, "experimental_attention_variant", None)
         if variant not in (None, LINEAR_ATTENTION):
             raise ValueError(
@@ -149,8 +153,8 @@ def _check_layers(args: argparse.Namespace, options: StickBreakingOptions) -> No
 def replace_core_attention(options: StickBreakingOptions) -> None:
     """Patch `TransformerLayer` in this process to use stick-breaking attention, and install the stand-ins.
 
-    Layers that become stick-breaking then raise ValueError for cross-attention, and for a self-attention that is not
-    Megatron's `SelfAttention`. Other layers do not change.
+    Layers that become stick-breaking then raise ValueError for cross-attention, and for a self-attention that is
+    neither Megatron's `SelfAttention` nor its `MLASelfAttention`. Other layers do not change.
     """
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.transformer_layer import TransformerLayer

@@ -12,8 +12,10 @@ from pathlib import Path
 
 from megatron_sb.megatron.settings import script_arguments
 
-# Layers of a hybrid pattern: softmax attention, multi-latent attention, sparse attention.
-ATTENTION_SYMBOLS = "*+D"
+# Layers of a hybrid pattern: self-attention and multi-latent attention, which can become stick-breaking, and sparse
+# attention, which cannot.
+REPLACEABLE_SYMBOLS = "*+"
+ATTENTION_SYMBOLS = REPLACEABLE_SYMBOLS + "D"
 LINEAR_ATTENTION = "gated_delta_net"
 # Megatron-Core 0.16 has the second name.
 PATTERN_SETTINGS = ("hybrid_layer_pattern", "hybrid_override_pattern")

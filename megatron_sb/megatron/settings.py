@@ -15,6 +15,29 @@ CONFIG_REQUIREMENTS = (
     ("log_max_attention_logit", "--log-max-attention-logit", False, "the kernels do not report the largest logit"),
     ("flash_decode", "--flash-decode", False, "it bypasses core_attention and would silently run softmax"),
 )
+# The same for layers of multi-latent attention.
+ROPE_FUSION = (
+    "apply_rope_fusion",
+    "--no-rope-fusion",
+    False,
+    "the fused kernels would rotate q and k. Pass --no-rope-fusion",
+)
+LATENT_REQUIREMENTS = (
+    ROPE_FUSION,
+    (
+        "cache_mla_latents",
+        "--cache-mla-latents",
+        False,
+        "inference from cached latents bypasses core_attention and would run softmax",
+    ),
+    (
+        "mla_down_proj_fusion",
+        "--mla-down-proj-fusion",
+        False,
+        "only the layers without this fusion can become stick-breaking",
+    ),
+    ("qk_l2_norm", "--qk-l2-norm", False, "Megatron's multi-latent attention does not have this norm"),
+)
 # The same for flags of Megatron's scripts that are not fields of TransformerConfig.
 SCRIPT_REQUIREMENTS = (
     (

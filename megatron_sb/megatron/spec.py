@@ -7,7 +7,6 @@ config. Megatron's `--spec` can name this function, or the object `stickbreaking
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 
 from megatron.core.models.gpt import gpt_layer_specs
@@ -17,11 +16,12 @@ from megatron.core.models.gpt.experimental_attention_variant_module_specs import
 from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 
 from megatron_sb.megatron.arguments import StickBreakingOptions, options_from_args
+from megatron_sb.megatron.checked_attention import CheckedAttention, CheckedMLASelfAttention, CheckedSelfAttention
 from megatron_sb.megatron.core_attention import StickBreakingCoreAttention
-from megatron_sb.megatron.gates import gate_projection, with_gate_loss, with_gates
 from megatron_sb.megatron.layer_selection import (
     attention_layers_in,
     attention_layers_of,
@@ -29,100 +29,17 @@ from megatron_sb.megatron.layer_selection import (
     is_selected,
     keeps_softmax,
 )
-from megatron_sb.megatron.settings import rope_disabled_in, script_arguments
+from megatron_sb.megatron.settings import script_arguments
 from megatron_sb.megatron.stand_ins import install_stand_ins
 
 # What a layer that becomes stick-breaking must have.
 _ACCEPTED = {
-    "self_attention": "Megatron's SelfAttention or a subclass of megatron_sb.megatron.CheckedSelfAttention",
+    "self_attention": "Megatron's SelfAttention, its MLASelfAttention with a dense core attention, or a subclass of "
+    "megatron_sb.megatron.CheckedSelfAttention or CheckedMLASelfAttention",
     "cross_attention": "IdentityOp",
 }
-
-
-class CheckedSelfAttention(SelfAttention):
-    """Megatron's self-attention with checks and forget gates for stick-breaking attention.
-
-    The checks reject three settings that a core attention cannot detect. Rotary embeddings are applied to q and k
-    before the core attention runs. Dynamic inference does not call it. `--attention-backend local` replaces it. Without
-    the checks, the model would silently compute another attention.
-
-    With `forget_gate` the module has gate_proj, which computes a gate for each key and KV head from the hidden states.
-    The core attention gets the keys with their gates appended. gate_loss is the mean of -log f over this rank's tokens
-    and heads in the latest micro-batch.
-
-    In a mixed model (`layers`) the other layers are Megatron's own, with the core attention `softmax` and without
-    checks. Only they may use rotary embeddings: `--no-rope-freq` must name the stick-breaking layers. Entry i of
-    `layers` is for the layer with number `attention_layers[i]`. None: as Megatron's settings say, see
-    `attention_layers_of`.
-    """
-
-    def __init__(
-        self, config, submodules, layer_number, *args, layers=None, attention_layers=None, softmax=None, **kwargs
-    ):
-        self.stick_breaking = is_selected(layer_number, config, layers, attention_layers)
-        if not self.stick_breaking:
-            submodules = dataclasses.replace(submodules, core_attention=softmax)
-        if layers is not None:  # layers with different parameters need different keys in a checkpoint
-            config.hetereogenous_dist_checkpoint = True
-        super().__init__(config, submodules, layer_number, *args, **kwargs)
-        if self.stick_breaking and not isinstance(self.core_attention, StickBreakingCoreAttention):
-            raise ValueError(
-                "core_attention must be a StickBreakingCoreAttention, got "
-                f"{type(self.core_attention).__name__}. --attention-backend local replaces it; use --attention-backend "
-                "auto."
-            )
-        for name, flag in (("qk_layernorm", "--qk-layernorm"), ("qk_l2_norm", "--qk-l2-norm")):
-            if getattr(config, name, False) and isinstance(self.q_layernorm, (IdentityOp, type(None))):
-                raise ValueError(
-                    f"config.{name}=True ({flag}) needs a layer spec with q_layernorm, and this one has none. Use "
-                    f"with_stickbreaking on a spec built with {name}=True."
-                )
-        options = self.core_attention.options if self.stick_breaking else StickBreakingOptions()
-        self.gate_proj, self.gate_loss, self.gate_loss_coefficient = None, None, options.forget_gate_loss
-        if options.forget_gate:
-            self.gate_proj = gate_projection(config, self.linear_qkv, self.pg_collection.tp)
-
-    def get_query_key_value_tensors(self, hidden_states, *args, **kwargs):
-        """Compute q, k and v as Megatron-Core does, and append the gates to the keys."""
-        qkv = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
-        if self.gate_proj is None:
-            return qkv
-        logits, _ = self.gate_proj(hidden_states)
-        logits, self.gate_loss = with_gate_loss(logits, self.gate_loss_coefficient, self.config)
-        query, key, *others = qkv
-        return query, with_gates(key, logits), *others
-
-    def forward(self, hidden_states, attention_mask, key_value_states=None, inference_context=None, **kwargs):
-        """Attend as in Megatron-Core.
-
-        Raises:
-            ValueError: in a stick-breaking layer, for rotary embeddings and dynamic inference.
-        """
-        if self.stick_breaking:
-            context = inference_context if inference_context is not None else kwargs.get("inference_params")
-            self._check_call(context, kwargs)
-        return super().forward(hidden_states, attention_mask, key_value_states, inference_context, **kwargs)
-
-    def _check_call(self, inference_context, kwargs: dict) -> None:
-        """Raise ValueError for arguments of a call that are not supported."""
-        # Megatron also passes rotary embeddings to layers where --no-rope-freq disables them.
-        ignored = {"rotary_pos_emb"} if rope_disabled_in(self.config, self.layer_number) else set()
-        for name, value in kwargs.items():
-            if name.startswith("rotary_") and name not in ignored and value is not None:
-                raise ValueError(
-                    f"{name} must be None in a stick-breaking layer, where the order of the keys encodes positions. "
-                    "Use --position-embedding-type none."
-                )
-        if inference_context is not None and self.gate_proj is not None:
-            raise ValueError(
-                "inference_context must be None with forget_gate=True (--sb-forget-gate), got "
-                f"{type(inference_context).__name__}: Megatron's caches cannot store gates."
-            )
-        if inference_context is not None and not inference_context.is_static_batching():
-            raise ValueError(
-                "inference_context must use static batching with stick-breaking attention, got a dynamic "
-                f"{type(inference_context).__name__}, which bypasses core_attention and would run softmax."
-            )
+# Megatron's attention and what takes its place.
+_CHECKED = {SelfAttention: CheckedSelfAttention, MLASelfAttention: CheckedMLASelfAttention}
 
 
 class _DenseSelfAttention(CheckedSelfAttention):
@@ -168,7 +85,8 @@ def with_stickbreaking(spec, *, config=None, hybrid_layer_pattern: str | None = 
     Raises:
         TypeError: if an option is unknown.
         ValueError: if an option has an invalid value, or the self-attention of a layer that becomes stick-breaking is
-            not Megatron's `SelfAttention`. With `layers` this is raised when the layer is built.
+            neither Megatron's `SelfAttention` nor its `MLASelfAttention`. With `layers` this is raised when the layer
+            is built.
 
     Example:
         >>> from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -220,8 +138,13 @@ def _checked(layer_spec, options: StickBreakingOptions, numbers: tuple[int, ...]
     return layer_spec
 
 
+def _replace_in_mla_layer(layer_spec, options: StickBreakingOptions, numbers: tuple[int, ...] | None):
+    """Replace the attention in the spec of a layer of a hybrid stack, which may still put another in its place."""
+    return _checked(_replace_in_layers(layer_spec, options, numbers), options, numbers)
+
+
 # What is done with the layers of a hybrid stack that have attention. A stack has specs of layers that it never builds.
-ATTENTION_LAYERS = {"attention_layer": _replace_in_layers, "mla_layer": _checked, "dsa_layer": _checked}
+ATTENTION_LAYERS = {"attention_layer": _replace_in_layers, "mla_layer": _replace_in_mla_layer, "dsa_layer": _checked}
 
 
 @functools.cache
@@ -232,8 +155,15 @@ def _checked_layer(kind: type) -> type:
     class CheckedLayer(stock):
         stock_layer = stock
 
-        def __init__(self, *args, layers=None, attention_layers=None, **kwargs):
-            super().__init__(*args, **kwargs)
+        def __init__(self, config, submodules, *args, layers=None, attention_layers=None, **kwargs):
+            attention = mixer_of(submodules)
+            if "softmax" in getattr(attention, "params", {}) and not _is_checked(module_of(attention)):
+                raise ValueError(
+                    "config.mla_down_proj_fusion (--mla-down-proj-fusion) must be False with with_stickbreaking, got "
+                    f"{getattr(config, 'mla_down_proj_fusion', None)}: the hybrid stack put "
+                    f"{module_of(attention).__name__} in the place of the attention of the layer spec."
+                )
+            super().__init__(config, submodules, *args, **kwargs)
             check_built_layer(self, layers, attention_layers)
 
     return CheckedLayer
@@ -243,7 +173,7 @@ def check_built_layer(layer, layers: tuple[int, ...] | None, attention_layers: t
     """Raise ValueError if a layer has attention of another kind although `layers` makes it stick-breaking."""
     for name in ("self_attention", "cross_attention"):
         attention = getattr(layer, name)
-        other = hasattr(attention, "core_attention") and not isinstance(attention, CheckedSelfAttention)
+        other = hasattr(attention, "core_attention") and not isinstance(attention, CheckedAttention)
         if other and is_selected(layer.layer_number, layer.config, layers, attention_layers):
             raise ValueError(
                 f"{name} of layer {layer.layer_number} must be {_ACCEPTED[name]} to become stick-breaking, got "
@@ -254,6 +184,26 @@ def check_built_layer(layer, layers: tuple[int, ...] | None, attention_layers: t
 def module_of(spec):
     """Return the module class of a ModuleSpec, or `spec` itself if it is a class."""
     return getattr(spec, "module", spec)
+
+
+def _is_checked(module) -> bool:
+    """Return whether a module of a spec is an attention with the checks of this package."""
+    return isinstance(module, type) and issubclass(module, CheckedAttention)
+
+
+def _is_replaceable(attention) -> bool:
+    """Return whether the spec of an attention is of a kind that can become stick-breaking.
+
+    Sparse attention has the module of multi-latent attention. Its core attention has submodules, such as an indexer.
+    """
+    dense = getattr(getattr(attention.submodules, "core_attention", None), "submodules", None) is None
+    return _is_checked(attention.module) or (attention.module in _CHECKED and dense)
+
+
+def _core_of(attention) -> str:
+    """Return a phrase with the core attention of a spec, for a message. It is empty if there is none."""
+    core = getattr(getattr(attention, "submodules", None), "core_attention", None)
+    return "" if core is None else f" with core_attention {module_of(core)!r}"
 
 
 def mixer_of(submodules):
@@ -281,20 +231,21 @@ def with_core_attention(submodules, options: StickBreakingOptions, attention_lay
     module = module_of(attention)
     if not has_attention(attention):
         return submodules
-    if module is not SelfAttention and not (isinstance(module, type) and issubclass(module, CheckedSelfAttention)):
+    if module is attention or not _is_replaceable(attention):
         if isinstance(module, type) and keeps_softmax(options.layers):
             return submodules
         raise ValueError(
-            f"self_attention of the layer spec must be {_ACCEPTED['self_attention']}, got {module!r}. In a model with "
-            "other layers, layers (--sb-layers) can keep this attention."
+            f"self_attention of the layer spec must be {_ACCEPTED['self_attention']}, got {module!r}"
+            f"{_core_of(attention)}. In a model with other layers, layers (--sb-layers) can keep this attention."
         )
     stock, attention = attention, copy.copy(attention)
     softmax = stock.params.get("softmax", stock.submodules.core_attention)
-    attention.module = CheckedSelfAttention if module is SelfAttention else module
+    attention.module = _CHECKED.get(module, module)
     selection = {"layers": options.layers, "attention_layers": attention_layers}
     attention.params = {**stock.params, **selection, "softmax": softmax}
     attention.submodules = copy.copy(stock.submodules)
-    attention.submodules.core_attention = ModuleSpec(StickBreakingCoreAttention, params={"options": options})
+    core = {"options": options, "unrotated": issubclass(attention.module, MLASelfAttention)}
+    attention.submodules.core_attention = ModuleSpec(StickBreakingCoreAttention, params=core)
     submodules = copy.copy(submodules)
     submodules.self_attention = attention
     return submodules

@@ -1,12 +1,13 @@
 """Plain torch replacements for modules that Megatron-Core has only with Transformer Engine or Apex.
 
 `install_stand_ins` installs them for layer specs of the "local" kind. The launcher calls it. Call it in your own script
-before you build a model. It changes four places in Megatron-Core, for the whole process. Models that use Transformer
+before you build a model. It changes five places in Megatron-Core, for the whole process. Models that use Transformer
 Engine do not change.
 
 - `WrappedTorchNorm` makes a `TorchNorm`, which supports sequence parallelism (`--sequence-parallel`).
 - Local layer specs with `--moe-grouped-gemm` get `GroupedExperts`.
 - `moe_utils.te_general_gemm` is None if it is undefined (Megatron-Core 0.16), so that routers use torch.
+- `multi_latent_attention.HAVE_TE` says whether Transformer Engine is installed (wrong in Megatron-Core 0.16).
 - `DistributedOptimizer` loads the step count of torch's AdamW from its checkpoints (see optimizer_steps.py).
 """
 
@@ -46,6 +47,7 @@ def install_stand_ins() -> None:
         >>> install_stand_ins()  # before the model is built
     """
     versions.define_te_general_gemm()
+    versions.define_te_of_latent_attention()
     load_step_counts()
     WrappedTorchNorm.__new__ = TorchNorm.__new__
     stock = LocalSpecProvider.grouped_mlp_modules

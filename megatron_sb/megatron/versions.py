@@ -5,11 +5,13 @@
 | a layer spec's mixture of experts, and its experts | a ModuleSpec each | a `functools.partial` of the module each |
 | experts of a spec provider | `(module, submodules)` | that `functools.partial` |
 | `moe_utils.te_general_gemm` without Transformer Engine | undefined, and the router raises NameError | None |
+| `multi_latent_attention.HAVE_TE` without Transformer Engine | True, and building a layer raises TypeError | False |
+| values of packed multi-latent attention | as they are | padded to the channels of the keys (0.19) |
 | `megatron.training` | in a Megatron-LM checkout | also in the wheel |
 
 From 0.19 on, a router multiplies its auxiliary losses by the tokens of a micro-batch on all ranks. Older routers
 multiply them by the tokens on their own rank. Both releases build and call `core_attention` in the same way.
-`CheckedSelfAttention` passes on the arguments that only one of them has.
+`CheckedAttention` passes on the arguments that only one of them has.
 """
 
 from __future__ import annotations
@@ -17,8 +19,13 @@ from __future__ import annotations
 import functools
 
 import megatron.core
+from megatron.core.extensions import transformer_engine
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 
+# Later releases may sum the gradient of the key channels that all heads of multi-latent attention share over
+# tensor-parallel ranks, with this function (https://github.com/NVIDIA/Megatron-LM/issues/1699).
+SUMS_SHARED_GRADIENT = hasattr(multi_latent_attention, "copy_to_tensor_model_parallel_region")
 ROUTER_COUNTS_ALL_RANKS = tuple(map(int, megatron.core.__version__.split(".")[:2])) >= (0, 19)
 
 
@@ -44,3 +51,8 @@ def define_te_general_gemm() -> None:
     """Define the router's Transformer Engine GEMM as None, which means that it is absent."""
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def define_te_of_latent_attention() -> None:
+    """Say in the module of multi-latent attention whether Transformer Engine is installed."""
+    multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE

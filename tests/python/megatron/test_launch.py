@@ -62,6 +62,9 @@ def test_missing_scripts(arguments, tmp_path):
 
 # As in pretrain_hybrid.py. A stand-in mixes in the layers M and G, because Mamba and gated delta nets need a GPU.
 HYBRID = "--spec megatron_mixers hybrid_stack_spec --hybrid-layer-pattern M*-G*-"
+# Keys and values have other numbers of channels, and the script's default of YaRN.
+LATENT = "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
+LATENT += "--v-head-dim 16 --qk-layernorm --normalization RMSNorm"
 BUILT = {
     "without the flag": ("--no-persist-layer-norm", ["SelfAttention DotProductAttention LayerNorm"] * 2),
     "experts, with multi-token prediction": (
@@ -76,6 +79,10 @@ BUILT = {
             "CheckedSelfAttention DotProductAttention LayerNorm",
             "CheckedSelfAttention StickBreakingCoreAttention LayerNorm",
         ],
+    ),
+    "latent": (
+        f"--stick-breaking-attention {ACCEPTED} {LATENT}",
+        ["CheckedMLASelfAttention StickBreakingCoreAttention RMSNorm"] * 2,
     ),
     "hybrid": (
         f"--stick-breaking-attention {ACCEPTED} {HYBRID}",
@@ -192,7 +199,11 @@ def test_accepted_flags():
     launch.check_arguments(*parse("--attention-dropout 0 --position-embedding-type rope --no-rope-freq 2"))
     launch.check_arguments(*parse(f"{ACCEPTED} --sb-layers [1,0]"))
     launch.check_arguments(*parse(f"{ACCEPTED} --sb-layers [1,0,1] --hybrid-layer-pattern M*|M*-*"))
-    launch.check_arguments(*parse(f"{ACCEPTED} --sb-layers [1,0] --multi-latent-attention"))
+    launch.check_arguments(*parse(f"{ACCEPTED} {LATENT}"))
+    launch.check_arguments(*parse(f"{ACCEPTED} --multi-latent-attention --hybrid-layer-pattern M+M+-"))
+    launch.check_arguments(*parse(f"{ACCEPTED} --multi-latent-attention --sb-layers [1,0] --cache-mla-latents"))
+    rope = "--attention-dropout 0 --position-embedding-type rope --no-rope-freq 2"
+    launch.check_arguments(*parse(f"{rope} --multi-latent-attention"))
     launch.check_arguments(*parse(f"{ACCEPTED} --experimental-attention-variant gated_delta_net"))
     whole = "--dataloader-inter-document-masking --context-parallel-size 2"
     launch.check_arguments(*parse(f"{ACCEPTED} {whole}"))
@@ -206,7 +217,9 @@ REFUSED = {
     "--attention-dropout 0": "args.position_embedding_type 'learned_absolute' 'none' 'rope'",
     "--attention-dropout 0 --position-embedding-type rope": "args.position_embedding_type 'rope'",
     f"{ACCEPTED} --attention-backend local": "args.attention_backend 'local' --attention-backend 'auto'",
-    f"{ACCEPTED} --multi-latent-attention": "args.multi_latent_attention True --multi-latent-attention",
+    f"{ACCEPTED} --multi-latent-attention --cache-mla-latents": "args.cache_mla_latents True --cache-mla-latents",
+    f"{ACCEPTED} --multi-latent-attention --mla-down-proj-fusion": "args.mla_down_proj_fusion --mla-down-proj-fusion",
+    f"{ACCEPTED} --multi-latent-attention --qk-l2-norm": "args.qk_l2_norm True --qk-l2-norm",
     f"{ACCEPTED} --experimental-attention-variant dsa": "args.experimental_attention_variant 'dsa' 'gated_delta_net'",
     f"{ACCEPTED} --window-size 64,0": "args.window_size (64, 0) --window-size None",
     f"{ACCEPTED} --softmax-type learnable": "args.softmax_type 'learnable' --softmax-type",
@@ -214,7 +227,7 @@ REFUSED = {
     f"{ACCEPTED} --flash-decode": "args.flash_decode True --flash-decode",
     f"{ACCEPTED} --reset-attention-mask": "args.reset_attention_mask True --reset-attention-mask",
     f"{ACCEPTED} --yaml-cfg x.yaml": "args.yaml_cfg 'x.yaml' --yaml-cfg None",
-    f"{ACCEPTED} --hybrid-layer-pattern MM-": "--hybrid-layer-pattern --stick-breaking-attention 'MM-'",
+    f"{ACCEPTED} --hybrid-layer-pattern MM-": "--hybrid-layer-pattern --stick-breaking-attention * + 'MM-'",
     f"{ACCEPTED} --sb-layers [1]*3": "--sb-layers 3 2 --num-layers (1, 2)",
     f"{ACCEPTED} --sb-layers [1]*3 --hybrid-layer-pattern M*M*-": "--sb-layers 3 2 --hybrid-layer-pattern (2, 4)",
     f"{ACCEPTED} --sb-layers [1,0] --mtp-num-layers 1": "1 args.mtp_num_layers --mtp-num-layers",
@@ -231,13 +244,27 @@ def test_unsupported_flags(flags, words):
         launch.check_arguments(*parse(flags))
 
 
+@needs_training
+def test_fused_rope_of_latent_attention():
+    """Megatron's default with RoPE. Without RoPE, Megatron sets it to False after this check."""
+    rope = "--attention-dropout 0 --position-embedding-type rope --no-rope-freq 2 --multi-latent-attention"
+    args, options = parse(rope)
+    args.apply_rope_fusion = True
+    with pytest.raises(ValueError, match=mentions("args.apply_rope_fusion True --no-rope-fusion")):
+        launch.check_arguments(args, options)
+    args.position_embedding_type = "none"
+    launch.check_arguments(args, options)
+
+
 EXPERTS = "--num-experts 4 --moe-grouped-gemm --disable-bias-linear --moe-token-dispatcher-type alltoall"
 
 
 @needs_training
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
-    "flags", ["", EXPERTS, f"{HYBRID} --sb-layers [1,0] --no-masked-softmax-fusion"], ids=["dense", "experts", "hybrid"]
+    "flags",
+    ["", EXPERTS, LATENT, f"{HYBRID} --sb-layers [1,0] --no-masked-softmax-fusion"],
+    ids=["dense", "experts", "latent", "hybrid"],
 )
 def test_training(flags, device, tmp_path):
     """The loss drops quickly on documents that count upwards."""
@@ -273,6 +300,8 @@ ON_TWO_RANKS = {
     "context parallel by heads": "--context-parallel-size 2 --cp-comm-type a2a",
     "tensor and sequence parallel": "--tensor-model-parallel-size 2 --sequence-parallel",
     "head vectors, tensor parallel": "--tensor-model-parallel-size 2 --sb-remainder-bias --sb-head-norm",
+    "latent, tensor and sequence parallel": f"{LATENT} --tensor-model-parallel-size 2 --sequence-parallel",
+    "latent, context parallel": f"{LATENT} --context-parallel-size 2",
     "pipeline": "--pipeline-model-parallel-size 2",
     "virtual pipeline": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
     "overlapped": "--overlap-grad-reduce --overlap-param-gather",
@@ -284,7 +313,14 @@ ON_TWO_RANKS = {
 
 
 # A selection that covers every part of Megatron's loop on CPUs.
-ON_CPUS = ("context parallel", "head vectors, tensor parallel", "virtual pipeline", "overlapped", "experts")
+ON_CPUS = (
+    "context parallel",
+    "head vectors, tensor parallel",
+    "latent, tensor and sequence parallel",
+    "virtual pipeline",
+    "overlapped",
+    "experts",
+)
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +348,8 @@ def test_training_over_two_ranks(device, name, on_one_rank, tmp_path):
     Pipeline stages and experts of other ranks start from other weights, so that only their decrease is checked.
     """
     flags = ON_TWO_RANKS[name].split()
-    expected = on_one_rank(device, *(HEAD_VECTORS if "--sb-head-norm" in flags else ()))
+    model = (HEAD_VECTORS if "--sb-head-norm" in flags else ()) + (tuple(LATENT.split()) if "latent" in name else ())
+    expected = on_one_rank(device, *model)
     losses = train(device, 2, tmp_path, *SPREAD.split(), *flags)
     assert len(expected) == len(losses) == 20 and losses[-1] < losses[0] - 1.0
     if "pipeline" not in name and name != "experts":

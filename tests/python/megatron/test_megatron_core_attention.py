@@ -254,11 +254,12 @@ def test_unsupported_settings(changes, words):
 
 
 def test_latent_attention():
-    """The config of a model with latent attention in other layers is accepted, latent attention itself is not."""
+    """In a layer that was not converted, Megatron would rotate q and k."""
     config = MLATransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
     make_core(config)
+    make_core(config, k_channels=8, v_channels=8, unrotated=True)
     with pytest.raises(
-        ValueError, match=mentions("core_attention --multi-latent-attention k_channels=8 SelfAttention")
+        ValueError, match=mentions("core_attention --multi-latent-attention k_channels=8 with_stickbreaking")
     ):
         make_core(config, k_channels=8, v_channels=8)
 

@@ -51,15 +51,24 @@ def test_heterogeneous_models(findings):
 
 @pytest.mark.parametrize("way", ["converted", "launched"])
 def test_latent_attention(findings, way):
-    """A layer that stays softmax can be of any kind. A layer that becomes stick-breaking cannot."""
+    """The second layer has multi-latent attention. It rotates q and k only if it stays softmax."""
     found = findings["latent attention"][way]
-    assert found["kept"] == [STICK_BREAKING, "LatentCoreAttention"]
-    assert_trains(found["step"])
-    expected = {
-        "selected": "self_attention 2 SelfAttention MLASelfAttention --sb-layers",
-        "all layers": "self_attention SelfAttention --sb-layers",
+    assert {layers: model["cores"] for layers, model in found.items()} == {
+        "None": [STICK_BREAKING, STICK_BREAKING],
+        "(1, 0)": [STICK_BREAKING, "LatentCoreAttention"],
+        "(0, 1)": [SOFTMAX, STICK_BREAKING],
     }
-    assert wrong_messages(expected, found["refused"]) == {}
+    assert [model["rotaries"][1] for model in found.values()] == ["NoRotation", "RotaryEmbedding", "NoRotation"]
+    for model in found.values():
+        assert_trains(model["step"])
+    assert len({model["step"]["loss"] for model in found.values()}) == 3
+    assert found == findings["latent attention"]["converted"]
+
+
+def test_latent_attention_of_a_function_of_the_config(findings):
+    found = findings["latent attention"]["function"]["None"]
+    assert found["cores"] == [STICK_BREAKING] * 2 and found["rotaries"] == ["NoRotation"] * 2
+    assert_trains(found["step"])
 
 
 def test_cross_attention(findings):
@@ -104,9 +113,15 @@ def test_latent_attention_of_hybrid_models(findings):
     found = findings["hybrid, latent"]
     if found is None:
         pytest.skip("the hybrid stack of this Megatron-Core has no layer of latent attention")
-    assert found["kept"] == ["MeanMixer", "LatentCoreAttention"]
-    words = "self_attention 2 SelfAttention MLASelfAttention --sb-layers"
-    assert wrong_messages(dict.fromkeys(("selected", "all layers"), words), found["refused"]) == {}
+    assert found["cores"].pop("kept") == ["MeanMixer", "LatentCoreAttention"]
+    assert found["cores"].keys() == {"selected", "all layers", "launched"}
+    assert all(layers == ["MeanMixer", STICK_BREAKING] for layers in found["cores"].values())
+    assert_trains(found["step"])
+    expected = {
+        "converted": "config.mla_down_proj_fusion True --mla-down-proj-fusion FusedMLASelfAttention",
+        "launched": "self_attention MLASelfAttention FusedMLASelfAttention",
+    }
+    assert wrong_messages(expected, found["refused"]) == {}
 
 
 def test_hybrid_models_over_a_pipeline(findings):

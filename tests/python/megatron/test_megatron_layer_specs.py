@@ -11,6 +11,7 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention, DSAttentionSubmodules
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
@@ -19,6 +20,7 @@ from support.megatron_cpu import core_attention_arguments, small_config
 from support.messages import mentions
 
 from megatron_sb.megatron import (
+    CheckedMLASelfAttention,
     CheckedSelfAttention,
     StickBreakingCoreAttention,
     StickBreakingOptions,
@@ -61,6 +63,20 @@ def test_only_the_attention_of_a_layer_changes(num_experts):
     assert repr(spec) == before
 
 
+def test_latent_attention():
+    stock = get_gpt_layer_local_spec(multi_latent_attention=True)
+    before = repr(stock)
+    spec = with_stickbreaking(stock)
+    assert repr(stock) == before
+    again = with_stickbreaking(spec, head_norm=True)
+    for layer, head_norm in ((spec, False), (again, True)):
+        assert layer.submodules.self_attention.module is CheckedMLASelfAttention
+        channels = {"k_channels": 24, "v_channels": 16, "softmax_scale": 0.5}
+        core = core_of(layer)(**core_attention_arguments(small_config(), **channels))
+        assert (core.k_channels, core.v_channels, core.scale) == (24, 16, 0.5)
+        assert core.options == StickBreakingOptions(head_norm=head_norm)
+
+
 def test_every_layer_of_a_block():
     config = small_config(num_layers=3, num_moe_experts=2, moe_layer_freq=[0, 1, 0], add_bias_linear=False)
     stock = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=None, pp_rank=0)
@@ -76,16 +92,18 @@ def test_every_layer_of_a_block():
 
 
 def test_megatrons_hybrid_stack():
-    """Only attention_layer changes. Layers with other attention raise an error only if a model builds them."""
+    """Self-attention and latent attention change. Sparse attention raises an error only if a model builds it."""
     before = core_of(STOCK_STACK.submodules.attention_layer)
     stock, spec = STOCK_STACK.submodules, with_stickbreaking(STOCK_STACK).submodules
     names = [name for name in vars(stock) if getattr(spec, name) != getattr(stock, name)]
     assert names == [name for name in ("attention_layer", "dsa_layer", "mla_layer") if hasattr(stock, name)]
     assert isinstance(built_core(spec.attention_layer), StickBreakingCoreAttention)
     assert core_of(stock.attention_layer) is before
-    for name in names[1:]:
-        assert issubclass(getattr(spec, name).module, TransformerLayer)
-        assert getattr(spec, name).submodules is getattr(stock, name).submodules
+    if "dsa_layer" in names:
+        assert issubclass(spec.dsa_layer.module, TransformerLayer)
+        assert spec.dsa_layer.submodules is stock.dsa_layer.submodules
+    if "mla_layer" in names:
+        assert spec.mla_layer.submodules.self_attention.module is CheckedMLASelfAttention
     with pytest.raises(ValueError, match=mentions("hybrid_layer_pattern layers None")):
         with_stickbreaking(STOCK_STACK, layers=(1, 0))
 
@@ -118,8 +136,12 @@ def test_invalid_options():
 
 
 def test_unsupported_specs():
-    with pytest.raises(ValueError, match=r"self_attention.*MLASelfAttention"):
-        with_stickbreaking(get_gpt_layer_local_spec(multi_latent_attention=True))
+    sparse = get_gpt_layer_local_spec(multi_latent_attention=True)
+    core = ModuleSpec(DSAttention, submodules=DSAttentionSubmodules(indexer=None))
+    sparse.submodules.self_attention.submodules.core_attention = core
+    with pytest.raises(ValueError, match=mentions("self_attention MLASelfAttention dense DSAttention --sb-layers")):
+        with_stickbreaking(sparse)
+    assert with_stickbreaking(sparse, layers=(0,)).submodules is sparse.submodules
     with pytest.raises(ValueError, match=mentions("self_attention None")):
         with_stickbreaking(ModuleSpec(SelfAttention))
 

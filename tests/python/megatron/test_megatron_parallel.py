@@ -12,7 +12,7 @@ def test_every_layout_gives_the_losses_of_one_rank(tmp_path):
     """GPTModel over TP, CP and EP, sequences and packed documents, 6 optimizer steps each from the same weights."""
     losses = run_worker("megatron_losses.py", 4, tmp_path / "losses.json")
     one_rank = {name.partition("/")[0]: run for name, run in losses.items() if name.endswith("/1 rank")}
-    assert set(one_rank) == {"batch", "multi-query", "head vectors", "gates", "packed", "experts"}
+    assert set(one_rank) == {"batch", "multi-query", "head vectors", "gates", "latent", "packed", "experts"}
     for name, run in one_rank.items():
         assert len(run) == 6 and all(map(math.isfinite, run)), name
         assert min(run[3:]) < run[0] - 0.5, f"{name} does not learn, so its losses would say little: {run}"
@@ -23,7 +23,7 @@ def test_every_layout_gives_the_losses_of_one_rank(tmp_path):
 
     errors = {name: error(name) for name in losses}
     assert errors.pop("batch/misplaced CP2") > 1e-2, "keys in a wrong order must show in the losses"
-    assert len(errors) == 26
+    assert len(errors) == 29
     assert {name: e for name, e in errors.items() if e > 1e-4} == {}
 
 

@@ -20,7 +20,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get_gpt_heterogeneous_layer_spec
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import TransformerConfig, multi_latent_attention
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import CrossAttention, CrossAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -153,13 +153,11 @@ def script_with(**arguments):
             sys.modules[name] = before
 
 
-def latent_config() -> MLATransformerConfig:
+def latent_config(**changes) -> MLATransformerConfig:
     """Return the config of a model with multi-latent attention."""
-    multi_latent_attention.HAVE_TE = False  # Megatron-Core 0.16 sets it to True without Transformer Engine
-    channels = {"kv_channels": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
-    return small_config(
-        MLATransformerConfig, num_query_groups=4, q_lora_rank=16, kv_lora_rank=16, rope_type="rope", **channels
-    )
+    sizes = {"kv_channels": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
+    sizes |= {"num_query_groups": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "rope_type": "rope"}
+    return small_config(MLATransformerConfig, **{**sizes, **changes})
 
 
 def latent_attention() -> dict:
@@ -176,17 +174,20 @@ def latent_attention() -> dict:
     def launch_stock(**options) -> GPTModel:
         return launched(StickBreakingOptions(**options), lambda: make_model(config, stock))
 
-    return {
-        name: {
-            "kept": cores(build(layers=(1, 0))),
-            "step": step(build(layers=(1, 0))),
-            "refused": {
-                "selected": message(lambda build=build: build(layers=(0, 1))),
-                "all layers": message(lambda build=build: build()),
-            },
-        }
+    found = {
+        name: {str(layers): latent_findings(build(layers=layers)) for layers in (None, (1, 0), (0, 1))}
         for name, build in (("converted", convert), ("launched", launch_stock))
     }
+    # Megatron-LM's own layers of a model in which every layer has multi-latent attention, and the function for --spec.
+    latent = latent_config(normalization="RMSNorm", v_head_dim=24)
+    found["function"] = {"None": latent_findings(make_model(latent, stickbreaking_block_spec(latent)))}
+    return found
+
+
+def latent_findings(model: GPTModel) -> dict:
+    """Return the layers, and a step."""
+    rotaries = [type(getattr(layer.self_attention, "rotary_pos_emb", None)).__name__ for layer in model.decoder.layers]
+    return {"cores": cores(model), "rotaries": rotaries, "step": step(model)}
 
 
 def cross_attention() -> dict[str, str]:
@@ -343,13 +344,23 @@ def hybrid_latent() -> dict | None:
     def convert(**options):
         return make_hybrid_model(config, with_stickbreaking(hybrid_stack_spec, **options), "M+")
 
-    return {
-        "kept": cores(convert(layers=(0,), hybrid_layer_pattern="M+")),
-        "refused": {
-            "selected": message(lambda: convert(layers=(1,), hybrid_layer_pattern="M+")),
-            "all layers": message(convert),
-        },
+    def stock_model():
+        return make_hybrid_model(config, hybrid_stack_spec, "M+")
+
+    with script_with(hybrid_layer_pattern="M+"):
+        built = {
+            "kept": convert(layers=(0,), hybrid_layer_pattern="M+"),
+            "selected": convert(layers=(1,), hybrid_layer_pattern="M+"),
+            "all layers": convert(),
+            "launched": launched(StickBreakingOptions(), stock_model),
+        }
+    found = {"cores": {name: cores(model) for name, model in built.items()}, "step": step(built["all layers"])}
+    config = latent_config(mla_down_proj_fusion=True)
+    found["refused"] = {
+        "converted": message(convert),
+        "launched": message(lambda: launched(StickBreakingOptions(), stock_model)),
     }
+    return found
 
 
 def hybrid_pipeline() -> list:

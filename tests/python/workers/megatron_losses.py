@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_sb.megatron import shared_plans, with_stickbreaking
 from megatron_sb.megatron.gates import GateLossScale
@@ -67,6 +68,16 @@ SEQUENCE_PARALLEL = {"sequence_parallel": True}
 PACKED = {"form": "packed", "lengths": UNEQUAL_LENGTHS}
 HEAD_VECTORS = {"options": {"remainder_bias": True, "head_norm": True}}
 GATES = {"options": {"forget_gate": True, "forget_gate_loss": 1.0, "logits": "euclidean"}}
+LATENT = {
+    "num_query_groups": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+    "rope_type": "rope",
+    "qk_layernorm": True,
+}
 
 RUNS = (
     Run("batch/1 rank", alone=True),
@@ -87,6 +98,9 @@ RUNS = (
     Run("head vectors/TP2 CP2", tp=2, cp=2, **HEAD_VECTORS),
     Run("gates/1 rank", alone=True, **GATES),
     Run("gates/TP2 CP2 sequence parallel", tp=2, cp=2, model=SEQUENCE_PARALLEL, **GATES),
+    Run("latent/1 rank", alone=True, model=LATENT),
+    Run("latent/TP2", tp=2, model=LATENT),
+    Run("latent/TP2 CP2 sequence parallel", tp=2, cp=2, model=LATENT | SEQUENCE_PARALLEL),
     Run("packed/1 rank", form="single", lengths=UNEQUAL_LENGTHS, alone=True),
     Run("packed/1 rank packed", alone=True, **PACKED),
     Run("packed/TP2", tp=2, **PACKED),
@@ -119,7 +133,9 @@ def start_groups(tp: int, cp: int, ep: int, *hierarchy: int) -> None:
 
 def build(run: Run) -> GPTModel:
     """Build the model in this run's layout, with weights to be replaced."""
+    is_latent = "kv_lora_rank" in run.model
     config = megatron_cpu.small_config(
+        MLATransformerConfig if is_latent else TransformerConfig,
         **{
             "ffn_hidden_size": 64,
             "normalization": "RMSNorm",
@@ -129,9 +145,14 @@ def build(run: Run) -> GPTModel:
             "expert_model_parallel_size": run.ep,
             "expert_tensor_parallel_size": 1,
             **run.model,
-        }
+        },
     )
-    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization)
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        normalization=config.normalization,
+        multi_latent_attention=is_latent,
+        qk_layernorm=config.qk_layernorm,
+    )
     torch.manual_seed(1)
     spec = with_stickbreaking(layer, **run.options)
     return GPTModel(config, spec, VOCAB_SIZE, max_sequence_length=64, position_embedding_type="none")
