@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.data import PackedBatch, pack
-from megatron_sb.training.documents import CHUNK, Corpus
+from megatron_sb.training.documents import CHUNK, Corpus, chunks
 from megatron_sb.validation import InputError, read_json_object
 
 if TYPE_CHECKING:
@@ -77,7 +77,9 @@ def remove_later_results(out: Path, model: str, stage: StageConfig, step: int) -
 
 
 def choose_windows(corpus: Corpus, config: TrainingConfig) -> list[np.ndarray]:
-    """Choose up to config.evaluation.windows windows: first the start of each long document, then its later parts.
+    """Choose up to config.evaluation.windows windows, spread evenly over all validation documents that are long enough.
+
+    Most data sets keep the documents of a project or an author together, so neighbours would be much alike.
 
     Returns:
         Windows of (longest + 1,) tokens.
@@ -97,21 +99,40 @@ def choose_windows(corpus: Corpus, config: TrainingConfig) -> list[np.ndarray]:
 
 
 def _window_places(lengths: np.ndarray, longest: int, count: int) -> list[tuple[int, int]]:
-    """Return the first `count` of all (start, document), sorted.
+    """Return (start, document) of up to `count` windows: first the starts of documents, then their later parts.
 
-    They lie in the first `count` long documents. This looks at no document after these.
+    Where not all documents are needed, the chosen ones are spread evenly over all that are long enough.
     """
-    documents: list[int] = []
-    for first in range(0, len(lengths), CHUNK):
-        found = first + np.flatnonzero(lengths[first : first + CHUNK] > longest)
-        documents += found[: count - len(documents)].tolist()
-        if len(documents) == count:
-            break
-    return sorted(
-        (start, index)
-        for index in documents
-        for start in range(0, min(int(lengths[index]) - longest, count * longest), longest)
-    )[:count]
+    documents = _spread_documents(lengths, longest, count)
+    places: list[tuple[int, int]] = []
+    start = 0
+    while len(documents) and len(places) < count:
+        chosen = documents[_spread(len(documents), count - len(places))]
+        places += [(start, document) for document in chosen.tolist()]
+        start += longest
+        documents = documents[lengths[documents] > start + longest]
+    return places
+
+
+def _spread_documents(lengths: np.ndarray, longest: int, count: int) -> np.ndarray:
+    """Return up to `count` of the documents with more than `longest` tokens, evenly spaced.
+
+    The memory does not grow with the number of documents.
+    """
+    ranks = _spread(sum(np.count_nonzero(some > longest) for some in chunks(lengths)), count)
+    documents, before = [], 0
+    for index, some in enumerate(chunks(lengths)):
+        found = np.flatnonzero(some > longest)
+        here = ranks[(ranks >= before) & (ranks < before + len(found))] - before
+        documents.append(index * CHUNK + found[here])
+        before += len(found)
+    return np.concatenate(documents)
+
+
+def _spread(total: int, count: int) -> np.ndarray:
+    """Return up to `count` of the numbers below `total`, evenly spaced, from 0 on."""
+    count = min(count, total)
+    return np.arange(count) * total // max(1, count)
 
 
 def evaluate(

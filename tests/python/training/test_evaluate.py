@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_sb.training import documents
+from megatron_sb.training import evaluate as evaluation
 from megatron_sb.training.config import load_config
-from megatron_sb.training.evaluate import Watch, evaluate, read_result, result_path
+from megatron_sb.training.evaluate import Watch, choose_windows, evaluate, read_result, result_path
 from megatron_sb.training.report import Report
 from megatron_sb.validation import InputError
 
@@ -36,6 +38,30 @@ def test_a_damaged_result_is_named(text, message, tmp_path):
     path.write_text(text)
     with pytest.raises(InputError, match=f"{path} {message}"):
         read_result(tmp_path, "stick_breaking", stage, "none")
+
+
+@pytest.mark.parametrize("chunk", [3, 2**16])
+def test_windows_are_spread_over_all_documents(chunk, monkeypatch):
+    """Data sets keep the files of a project together: the first documents would all be of one project."""
+    monkeypatch.setattr(evaluation, "CHUNK", chunk)
+    monkeypatch.setattr(documents, "CHUNK", chunk)
+    config = load_config(TINY, ["evaluation.windows=4", "evaluation.longest=8", "evaluation.target_tokens=4"])
+    read: list[tuple] = []
+
+    def windows_of(*lengths):
+        read.clear()
+        validation = SimpleNamespace(lengths=np.array(lengths), read=lambda *place: read.append(place))
+        choose_windows(SimpleNamespace(validation=validation), config)
+        return read
+
+    assert windows_of(*[9] * 20) == [(document, 0, 9) for document in (0, 5, 10, 15)]
+    assert windows_of(*[8, 9, 20] * 5) == [(document, 0, 9) for document in (1, 4, 8, 11)], "8 tokens are too few"
+    # Two documents are long enough. Both give their starts, then both their second parts.
+    assert windows_of(5, 40, 5, 17) == [(1, 0, 9), (3, 0, 9), (1, 8, 17), (3, 8, 17)]
+    assert windows_of(5, 40, 5) == [(1, start, start + 9) for start in (0, 8, 16, 24)]
+    assert windows_of(17, 17, 17) == [(0, 0, 9), (1, 0, 9), (2, 0, 9), (0, 8, 17)]
+    with pytest.raises(InputError, match="the longest validation document must have 9 tokens, got 8"):
+        windows_of(8, 8)
 
 
 class Adder:
