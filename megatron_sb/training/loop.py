@@ -209,6 +209,8 @@ class Job:
         return progress
 
     def _scalings_to_evaluate(self, model: str, stage: StageConfig, step: int) -> list[str]:
+        if self._config.evaluation.last_stage_only and stage != self._config.stages[-1]:
+            return []
         scalings = self._config.evaluated_scalings(model)
         return [scaling for scaling in scalings if read_result(self._out, model, stage, scaling, step) is None]
 

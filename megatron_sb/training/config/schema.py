@@ -174,6 +174,7 @@ class EvaluationConfig(Section):
     length_factor: PositiveInt = 8
     longest: PositiveInt | None = None
     interval: PositiveInt | None = None
+    last_stage_only: Bool = False
     positions: Bool = False
 
 

@@ -265,6 +265,8 @@ def test_the_command(tmp_path):
     results = json.loads((tmp_path / "results.json").read_text())
     assert [final["arm"] for final in results["finals"]] == ["stick_breaking", "softmax_drope"]
     assert all(speed > 0 for speed in results["speeds"].values()) and len(results["speeds"]) == 2
+    evaluated = {path.name.split(".")[1] for path in tmp_path.glob("*/evaluation/*.json")}
+    assert evaluated == {"decayed"}, "no table has the likelihood before the rate decays"
     positions = results["finals"][0]["evaluations"][0]["results"][1]["by_position"]
     assert [(place["begin"], place["end"]) for place in positions] == [(0, 16), (16, 32), (32, 64)]
     assert (tmp_path / "picture.png").stat().st_size > 1000

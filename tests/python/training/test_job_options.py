@@ -33,6 +33,7 @@ from megatron_sb.training import main, plots, rank, report, supervisor
 from megatron_sb.training.checkpoint import Progress
 from megatron_sb.training.command import Command
 from megatron_sb.training.config import load_config
+from megatron_sb.training.directory import prepare_directory
 
 TORCHRUN = Path(__file__).parents[3] / "examples" / "train_torchrun.sh"
 
@@ -89,6 +90,19 @@ def test_evaluation_during_a_stage(config, tmp_path):
     status, output, errors = train(config, *options, "evaluation.interval=4", "--out", other, "--resume")
     assert status == 0 and "short, step 4: context" in output, errors
     assert {path.name: json.loads(path.read_text()) for path in (other / "evaluation").iterdir()} == written
+
+
+def test_only_the_last_stage_is_evaluated(config, tmp_path):
+    options = ["compare=[stick_breaking]", "stages.0.steps=10", "stages.1.steps=5", "evaluation.interval=4"]
+    last = "evaluation.last_stage_only=true"
+    status, output, errors = train(config, *options, last, "--out", tmp_path / "out")
+    assert status == 0 and "context | stick-breaking, extended\n" in output, errors
+    found = {path.name for path in (tmp_path / "out" / "evaluation").iterdir()}
+    assert found == {"stick_breaking.extended.000004.json", "stick_breaking.extended.json"}
+    assert (tmp_path / "out" / "stick_breaking" / "checkpoints" / "short-000010").exists()
+    # A run may be resumed with another value.
+    _, lock = prepare_directory(load_config(config, options), str(tmp_path / "out"), resume=True)
+    lock.close()
 
 
 def test_a_stop_during_an_evaluation_within_a_stage_saves_its_step(config, tmp_path):
