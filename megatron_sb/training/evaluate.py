@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 
 FIRST_POSITIONS = 16  # measured together, see `by_position`
+# Bounds of a forward: tokens, and numbers in its logits, which are 1 GiB in fp32. A forward may always have as many
+# tokens as the longest window, because that window needs the memory anyway.
+TOKENS_PER_FORWARD = 2**16
+LOGITS_PER_FORWARD = 2**28
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +173,7 @@ def evaluate(
             parts = [windows[index][-context - 1 :] for index in indices]
             return pack(parts, config.row_multiple(stage), corpus.end_of_document, num_targets)
 
-        at_once = max(1, len(windows[0]) // context)
+        at_once = windows_at_once(context, len(windows[0]) - 1, corpus.vocab_size)
         (sums,) = score_windows(engine, [engine.window_losses], batch_of, len(windows), at_once, watch)
         nll, error = mean_and_error((sums / num_targets).tolist())
         results.append({"context": context, "nll": nll, "standard_error": error, "windows": len(windows)})
@@ -206,7 +210,7 @@ def by_position(
     ends = [min(FIRST_POSITIONS, context)]
     while ends[-1] < context:
         ends.append(min(2 * ends[-1], context))
-    results, at_once = [], max(1, len(windows[0]) // context)
+    results, at_once = [], windows_at_once(context, len(windows[0]) - 1, corpus.vocab_size)
     for begin, end in zip([0, *ends[:-1]], ends, strict=True):
 
         def batch_of(indices: Sequence[int], begin: int = begin, end: int = end) -> PackedBatch:
@@ -220,6 +224,26 @@ def by_position(
         nll, error = mean_and_error((sums / (end - begin)).tolist())
         results.append({"begin": begin, "end": end, "nll": nll, "standard_error": error})
     return results
+
+
+def windows_at_once(context: int, longest: int, vocab_size: int) -> int:
+    """Return how many windows of `context` tokens a forward computes at most.
+
+    Args:
+        context: tokens of a window.
+        longest: tokens of the longest window of the evaluation.
+        vocab_size: tokens of the vocabulary.
+
+    Example:
+        >>> windows_at_once(1024, 4096, vocab_size=257)  # 65,536 tokens
+        64
+        >>> windows_at_once(1024, 1024, vocab_size=100_000)  # 268 million logits
+        2
+        >>> windows_at_once(1024, 4096, vocab_size=100_000)  # the logits of the longest window
+        4
+    """
+    tokens = max(longest, min(TOKENS_PER_FORWARD, LOGITS_PER_FORWARD // vocab_size))
+    return max(1, tokens // context)
 
 
 def score_windows(

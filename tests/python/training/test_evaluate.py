@@ -93,7 +93,7 @@ def test_groups_score_as_many_windows_each(num_windows, packing):
     stage = config.stages[1]
     generator = np.random.default_rng(0)
     windows = [generator.integers(256, size=config.longest_evaluated(stage) + 1) for _ in range(num_windows)]
-    engine, corpus, batches = Adder(num_groups=3), SimpleNamespace(end_of_document=256), []
+    engine, corpus, batches = Adder(num_groups=3), SimpleNamespace(end_of_document=256, vocab_size=257), []
     watch = Watch(on_batch=lambda: batches.append(1))
     for engine.data_parallel_rank in range(3):
         engine.turn = 0
@@ -106,6 +106,20 @@ def test_groups_score_as_many_windows_each(num_windows, packing):
     for result in results:
         assert result["nll"] == pytest.approx(np.mean(means)) and result["windows"] == num_windows
         assert result["standard_error"] == pytest.approx(np.std(means, ddof=1) / num_windows**0.5)
+
+
+@pytest.mark.parametrize(("vocab_size", "at_once"), [(257, 64), (100_000, 2)])
+def test_short_windows_share_a_forward(vocab_size, at_once):
+    """As many as the tokens and the logits of a forward allow, also if no window is longer than the others."""
+    overrides = ["evaluation.target_tokens=1024", "evaluation.longest=1024", "evaluation.positions=true"]
+    config = load_config(TINY, [*overrides, "stages.1.context_length=1024"])
+    windows = [np.arange(1025) + index for index in range(64)]
+    engine, corpus = Adder(num_groups=1), SimpleNamespace(end_of_document=256, vocab_size=vocab_size)
+    engine.turn = 0
+    (result,) = evaluate(engine, corpus, windows, config, config.stages[1])
+    forwards = 1 + len(result["by_position"])
+    assert engine.calls[0] == [(at_once, at_once * 1024)] * (64 // at_once * forwards)
+    assert result["nll"] == pytest.approx(np.mean([window[1:].mean() for window in windows]))
 
 
 def test_an_evaluation_of_another_step_does_not_count(tmp_path):
