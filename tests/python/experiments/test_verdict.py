@@ -180,6 +180,38 @@ def test_tables(trainer, tmp_path):
     assert json.loads((tmp_path / "results.json").read_text())["runs"] == {"finished": 24, "known": 24}
 
 
+def test_a_best_rate_at_the_edge_is_named(trainer, tmp_path, capsys):
+    """A better one may lie beyond. With three rates, the best one of RoPE lies within, and recall has best edges only.
+
+    The command says so before the rate is used for longer runs, and the tables say so.
+    """
+    command = ["experiment", "verdict", SMALL, "--out", str(tmp_path), "--arms", "stick_breaking", "softmax_rope"]
+    command += ["--learning-rates", "0.02", "0.01", "0.005", "--recall", RECALL]
+    assert cli.main(command) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "was tried" in line]
+    of_text = "stick-breaking: the best rate, 0.005, is the lowest that was tried."
+    of_recall = [
+        f"{label}: the best rate in associative recall, 0.02, is the highest that was tried."
+        for label in ("stick-breaking", "softmax + RoPE")
+    ]
+    assert warnings == [f"megatron-sb experiment verdict: {text}" for text in (of_text, *of_recall)]
+    text = (tmp_path / "table.md").read_text()
+    sections = dict(re.findall(r"(?ms)^## ([^\n]+)\n(.*?)(?=^## |\Z)", text))
+    listed = {title: re.findall(r"(?m)^- (.*)", body) for title, body in sections.items()}
+    assert {title: texts for title, texts in listed.items() if texts} == {
+        "Associative recall": of_recall,
+        "Learning rates": [of_text],
+    }
+
+
+@pytest.mark.parametrize("rates", [["0.005"], ["0.02", "0.03"]])
+def test_one_rate_or_equal_ones_have_no_edge(rates, trainer, tmp_path):
+    trainer.likelihood = lambda config, model: 2.0
+    experiment = Verdict(options_of("--learning-rates", *rates, "--seeds", "1"), tmp_path)
+    experiment.train(1, sweep.NO_LIMIT)
+    assert experiment.rates_at_the_edge() == []
+
+
 def test_a_stop_writes_what_is_finished(trainer, tmp_path, monkeypatch):
     """The first call ends after the rates, the second one after one final run."""
     command = ["experiment", "verdict", SMALL, "--out", str(tmp_path), *ARMS]
