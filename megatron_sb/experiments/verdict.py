@@ -92,6 +92,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="start no run with less time left before --time-limit (default: %(default)s)",
     )
+    parser.add_argument(
+        "--keep-checkpoints",
+        action="store_true",
+        help="keep the checkpoints of finished runs; no later run reads them (default: they are deleted)",
+    )
     sweep.add_arguments(parser)
 
 
@@ -175,6 +180,7 @@ class Verdict:
         self._test = {"data.validation_paths": options.test_paths} if options.test_paths else {}
         self._runs: dict[Trial, Run] = {}
         self._warned: set[str] = set()
+        self._keep_checkpoints = options.keep_checkpoints
         self._path, self._set, self._out = options.config, tuple(options.set), out
         self._rate_share, self._num_seeds, self._recall_path = options.rate_share, options.seeds, options.recall
         if self._recall_path is not None:
@@ -185,7 +191,8 @@ class Verdict:
 
     def train(self, jobs: int, limit: sweep.TimeLimit) -> None:
         """Train until no run is left. Raise `sweep.SweepStopped` if a run fails, or a signal or the limit ends it."""
-        sweep.train_all(self._path, [self._speed_trial()], self._out, 1, limit)
+        keep = self._keep_checkpoints
+        sweep.train_all(self._path, [self._speed_trial()], self._out, 1, limit, keep_checkpoints=keep)
         while True:
             self._warn_of_rates_at_the_edge()
             left = [run for run in self.known_runs() if not self._is_done(run)]
@@ -195,7 +202,7 @@ class Verdict:
             for path in (self._path, self._recall_path):
                 trials = [run.trial for run in left if (run.kind == "recall") == (path is self._recall_path)]
                 if path is not None and trials:
-                    sweep.train_all(path, trials, self._out, jobs, limit)
+                    sweep.train_all(path, trials, self._out, jobs, limit, keep_checkpoints=keep)
 
     def known_runs(self) -> list[Run]:
         """Return the runs whose prerequisites are finished, those that others depend on first."""

@@ -33,7 +33,8 @@ class Trainer:
     def __init__(self, likelihood):
         self.likelihood, self.trained = likelihood, []
 
-    def __call__(self, path, trials, out, jobs=1, limit=sweep.NO_LIMIT):
+    def __call__(self, path, trials, out, jobs=1, limit=sweep.NO_LIMIT, keep_checkpoints=True):
+        self.keep_checkpoints = keep_checkpoints
         for trial in trials:
             config, folder = load_config(path, trial.overrides), out / trial.name
             if sweep.is_done(config, folder):
@@ -217,7 +218,7 @@ def test_a_stop_writes_what_is_finished(trainer, tmp_path, monkeypatch):
     command = ["experiment", "verdict", SMALL, "--out", str(tmp_path), *ARMS]
 
     def until(last):
-        def train_all(path, trials, out, jobs=1, limit=sweep.NO_LIMIT):
+        def train_all(path, trials, out, jobs=1, limit=sweep.NO_LIMIT, keep_checkpoints=True):
             for trial in trials:
                 trainer(path, [trial], out, jobs)
                 if trial.name == last:
@@ -254,6 +255,12 @@ def test_the_time_limit_reaches_the_runs(tmp_path, capsys):
 def test_invalid_options(words, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         Verdict(options_of(*words), tmp_path)
+
+
+@pytest.mark.parametrize("words", [[], ["--keep-checkpoints"]])
+def test_checkpoints_are_kept_if_asked_for(words, trainer, tmp_path):
+    Verdict(options_of(*ARMS, *words), tmp_path).train(1, sweep.NO_LIMIT)
+    assert trainer.keep_checkpoints == bool(words)
 
 
 def test_both_configurations_have_the_same_arms():
@@ -294,6 +301,7 @@ def test_the_command(tmp_path):
     command = ["experiment", "verdict", SMALL, "--out", str(tmp_path), *overrides, "--learning-rates", "0.01"]
     with forked_runs():
         assert cli.main([*command, "--seeds", "1", "--rate-share", "0.5"]) == 0
+    assert not list(tmp_path.glob("*/*/checkpoints")) and len(list(tmp_path.glob("*/config.yaml"))) >= 5
     results = json.loads((tmp_path / "results.json").read_text())
     assert [final["arm"] for final in results["finals"]] == ["stick_breaking", "softmax_drope"]
     assert all(speed > 0 for speed in results["speeds"].values()) and len(results["speeds"]) == 2
