@@ -21,7 +21,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron_sb.ops.library import module_command
+from megatron_sb.processes import module_command
 from megatron_sb.training.config import TrainingConfig, load_config
 from megatron_sb.training.directory import hold, refuse_changes, refuse_results
 from megatron_sb.training.supervisor import PARENT_PIPE, noting_signals, parent_pipe

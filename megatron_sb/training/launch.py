@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_sb.ops.library import module_command
+from megatron_sb.processes import module_command
 from megatron_sb.training import config as configuration
 from megatron_sb.training.command import Command
 from megatron_sb.training.directory import config_of_run

@@ -21,7 +21,7 @@ from support.markdown import cells_of
 from megatron_sb import cli, experiments
 from megatron_sb.experiments import sweep, tables
 from megatron_sb.experiments.sweep import Trial
-from megatron_sb.ops.library import module_command
+from megatron_sb.processes import module_command
 from megatron_sb.training.config import load_config, to_yaml
 from megatron_sb.training.directory import hold
 from megatron_sb.training.report import hardware
