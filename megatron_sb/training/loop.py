@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,23 @@ from megatron_sb.training.supervisor import note_checkpoint
 from megatron_sb.training.task import Sampler, Task, load_task
 from megatron_sb.training.throughput import model_flops
 from megatron_sb.validation import InputError
+
+
+def import_engine() -> Any:
+    """Return the class `Engine`, imported without flash-linear-attention.
+
+    Megatron-Core imports that package, if it is installed, for gated delta nets, which no model of the trainer has. The
+    import takes ten seconds, because it includes transformers.
+    """
+    hidden = "fla" not in sys.modules
+    if hidden:
+        sys.modules["fla"] = None  # type: ignore[assignment]  # to import it is then an ImportError
+    try:
+        from megatron_sb.training.engine.engine import Engine
+    finally:
+        if hidden:
+            del sys.modules["fla"]
+    return Engine
 
 
 class Interrupted(Exception):
@@ -133,13 +151,11 @@ class Job:
         self, model: str, index: int, stage: StageConfig, directory: CheckpointDirectory, progress: Progress | None
     ) -> Progress:
         """Train the remaining steps of a stage, then evaluate unless that is done."""
-        from megatron_sb.training.engine.engine import Engine
-
         trained = progress is not None and (progress.stage, progress.step) == (stage.name, stage.steps)
         if trained and not self._scalings_to_evaluate(model, stage, stage.steps):
             return progress
         config, task = self._config, self._task
-        engine = Engine(config, model, stage, task.vocab_size, self._device)
+        engine = import_engine()(config, model, stage, task.vocab_size, self._device)
         sampler = task.sampler(stage, index)
         if progress is not None:
             directory.load(engine, progress)
