@@ -1,7 +1,7 @@
 """The training loop of every rank: each model through each stage, with a checkpoint and an evaluation at a stage's end.
 
-A stage starts from the checkpoint of the stage before. A resumed job starts from the newest checkpoint, by the same
-code.
+A stage with another model or layout than the stage before starts from that stage's checkpoint. A resumed job starts
+from the newest checkpoint, by the same code. Otherwise the engine of the stage before trains on.
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ class Job:
         self._report = report
         self._profiler = profiler or ProfilerWindow(out)
         self._stop = StopRequest()
+        self._engine: Any = None  # of the model and the stage that are trained now
         self._task: Task = load_task(config)
         for model in config.compare:
             directory = self._checkpoints(model)
@@ -143,6 +144,7 @@ class Job:
                 if progress is not None and names.index(progress.stage) > index:
                     continue
                 progress = self._run_stage(model, index, stage, directory, progress)
+            self._close_engine()
 
     def _checkpoints(self, model: str) -> CheckpointDirectory:
         return CheckpointDirectory(self._out / model / "checkpoints", self._config.checkpoint.keep)
@@ -154,13 +156,9 @@ class Job:
         trained = progress is not None and (progress.stage, progress.step) == (stage.name, stage.steps)
         if trained and not self._scalings_to_evaluate(model, stage, stage.steps):
             return progress
-        config, task = self._config, self._task
-        engine = import_engine()(config, model, stage, task.vocab_size, self._device)
+        task = self._task
+        engine = self._engine_for(model, stage, directory, progress)
         sampler = task.sampler(stage, index)
-        if progress is not None:
-            directory.load(engine, progress)
-        elif config.initial_checkpoint:
-            load(engine, Path(config.initial_checkpoint))
         if progress is not None and progress.stage == stage.name:
             sampler.load_state_dict(progress.sampler)
         else:
@@ -168,8 +166,27 @@ class Job:
             progress = Progress(stage.name, 0, tokens, sampler.state_dict(), task.fingerprint())
         progress = self._train(model, stage, engine, sampler, directory, progress)
         self._evaluate(model, stage, engine, directory, progress)
-        engine.close()
         return progress
+
+    def _engine_for(
+        self, model: str, stage: StageConfig, directory: CheckpointDirectory, progress: Progress | None
+    ) -> Any:
+        """Return an engine for a stage with the weights of `progress`: that of the stage before, if it fits."""
+        if self._engine is not None and self._engine.fits(stage):
+            return self._engine
+        self._close_engine()
+        engine = import_engine()(self._config, model, stage, self._task.vocab_size, self._device)
+        if progress is not None:
+            directory.load(engine, progress)
+        elif self._config.initial_checkpoint:
+            load(engine, Path(self._config.initial_checkpoint))
+        self._engine = engine
+        return engine
+
+    def _close_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
     def _train(
         self,

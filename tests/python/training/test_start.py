@@ -1,8 +1,18 @@
-"""What a run does at its start."""
+"""What a run does at its start and between its stages."""
 
+import itertools
+import json
+import signal
 import sys
 
-from support.jobs import run_command
+import pytest
+import torch
+import torch.distributed as dist
+from support.jobs import SMALL_JOB, metrics, run_command
+
+from megatron_sb.training import loop, report
+from megatron_sb.training.config import load_config
+from megatron_sb.training.engine.engine import Engine
 
 
 def test_the_engine_is_imported_without_flash_linear_attention(tmp_path):
@@ -20,3 +30,71 @@ def test_the_engine_is_imported_without_flash_linear_attention(tmp_path):
     )
     status, output, errors = run_command([sys.executable, "-c", script])
     assert (status, output) == (0, "imported\n"), errors
+
+
+ONE_RANK = ["parallel.ranks=1", "report.tensorboard=false", "report.attention_interval=4", "evaluation.windows=2"]
+STAGES = [
+    f"{{name: {name}, context_length: 32, steps: {steps}, rows_per_step: 4, learning_rate: 1e-2}}"
+    for name, steps in (("first", 6), ("second", 4))
+]
+ALIKE = [*ONE_RANK, f"stages=[{', '.join(STAGES)}]"]
+DROPPED = "attention={dropped: {kind: softmax, dropped_in: second}}"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A function that runs a job of one rank in this process: (overrides, Engine or None) -> (its files, engines)."""
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALL_JOB)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    folders = (tmp_path / str(number) for number in itertools.count())
+
+    def run(overrides, engine_class=None):
+        built = []
+
+        def build(*arguments):
+            built.append((engine_class or Engine)(*arguments))
+            return built[-1]
+
+        monkeypatch.setattr(loop, "import_engine", lambda: build)
+        config, out = load_config(path, overrides), next(folders)
+        out.mkdir()
+        loop.Job(config, out, torch.device("cpu"), report.Report(out, config, "a CPU")).run()
+        return out, built
+
+    yield run
+    dist.destroy_process_group()
+
+
+def results(out):
+    """Return the losses and the evaluations of a run."""
+    written = {path.name: json.loads(path.read_text()) for path in (out / "evaluation").iterdir()}
+    return [line["loss"] for line in metrics(out)], written
+
+
+@pytest.mark.parametrize("model", ["stick_breaking", "softmax_rope"])
+def test_stages_alike_share_an_engine(model, run):
+    """The results are those of a second engine that loads the checkpoint of the first."""
+
+    class NeverFits(Engine):
+        def fits(self, stage):
+            return False
+
+    out, built = run([*ALIKE, f"compare=[{model}]"])
+    other, built_anew = run([*ALIKE, f"compare=[{model}]"], NeverFits)
+    assert (len(built), len(built_anew)) == (1, 2)
+    assert results(out) == results(other) and len(results(out)[0]) == 10
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["compare=[dropped]", DROPPED],
+        ["compare=[stick_breaking]", "stages.1.context_length=64"],
+        ["compare=[stick_breaking, softmax_rope]", "attention={softmax_rope: {}}"],
+    ],
+)
+def test_other_models_and_lengths_need_an_engine_of_their_own(overrides, run):
+    _, built = run([*ALIKE, *overrides])
+    assert len(built) == 2
