@@ -314,7 +314,8 @@ class Verdict:
         attention = {arm: dataclasses.asdict(self.config.attention[arm])}
         if isinstance(self.config.attention[arm], SoftmaxAttentionConfig):
             attention[arm] |= {"evaluated_scalings": ["none"]}
-        overrides = (f"attention={json.dumps(attention)}", f"compare=[{arm}]", f"stages.0.learning_rate={rate!r}")
+        fields = {"stages.0.learning_rate": rate} | self._checkpoint_fields()
+        overrides = (f"attention={json.dumps(attention)}", f"compare=[{arm}]", *_overrides(fields))
         trial = Trial(f"recall{rate:g}-{arm}", overrides)
         return self._cached("recall", self._recall_path, arm, trial, rate)
 
@@ -339,7 +340,7 @@ class Verdict:
         return self._runs[trial]
 
     def _trial(self, name: str, arms: Iterable[str], fields: dict[str, Any]) -> Trial:
-        overrides = [f"compare=[{', '.join(arms)}]", *(f"{field}={value!r}" for field, value in fields.items())]
+        overrides = (f"compare=[{', '.join(arms)}]", *_overrides(fields | self._checkpoint_fields()))
         return Trial(name, (*self._set, *overrides))
 
     def _scaled_steps(self, share: float) -> dict[str, int]:
@@ -357,6 +358,10 @@ class Verdict:
             f"stages.{index}.learning_rate": rate * (stage.learning_rate / first)
             for index, stage in enumerate(self.config.stages)
         }
+
+    def _checkpoint_fields(self) -> dict[str, Any]:
+        """Return the fields of checkpoints. Those at the ends of stages are not needed if they are deleted anyway."""
+        return {} if self._keep_checkpoints else {"checkpoint.stage_ends": False}
 
     def _short_evaluation(self) -> dict[str, Any]:
         """Return the fields of an evaluation of the likelihood only, up to the trained length."""
@@ -405,6 +410,10 @@ class Verdict:
             )
             for arm in config.compare
         }
+
+
+def _overrides(fields: dict[str, Any]) -> list[str]:
+    return [f"{field}={value!r}" for field, value in fields.items()]
 
 
 def _rates_around(config: TrainingConfig) -> list[float]:

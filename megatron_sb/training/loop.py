@@ -228,7 +228,7 @@ class Job:
                 self._report.step(
                     model, stage, progress, Step(loss, norm, rate, flops, _peak_gib(self._device), *sticks)
                 )
-            if stop or progress.step % config.checkpoint.interval == 0 or progress.step == stage.steps:
+            if stop or self._is_saved(stage, engine, progress.step):
                 saved = directory.save(engine, progress)
                 if self._report:
                     note_checkpoint(saved)
@@ -240,6 +240,16 @@ class Job:
         if self._report:
             self._report.end_stage()
         return progress
+
+    def _is_saved(self, stage: StageConfig, engine: Any, step: int) -> bool:
+        """Return whether the model is saved after a step, also without a request to stop."""
+        checkpoint, stages = self._config.checkpoint, self._config.stages
+        if step % checkpoint.interval == 0:
+            return True
+        if step < stage.steps:
+            return False
+        following = stages[stages.index(stage) + 1 :][:1]
+        return checkpoint.stage_ends or not all(map(engine.fits, following))
 
     def _scalings_to_evaluate(self, model: str, stage: StageConfig, step: int) -> list[str]:
         if self._config.evaluation.last_stage_only and stage != self._config.stages[-1]:

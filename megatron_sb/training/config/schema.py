@@ -180,10 +180,11 @@ class EvaluationConfig(Section):
 
 @section
 class CheckpointConfig(Section):
-    """Checkpoints inside a stage. The end of a stage is always saved."""
+    """Checkpoints inside a stage and at its end."""
 
     interval: PositiveInt = 100
     keep: PositiveInt = 2
+    stage_ends: Bool = True
 
 
 @section

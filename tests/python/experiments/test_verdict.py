@@ -259,8 +259,10 @@ def test_invalid_options(words, message, tmp_path):
 
 @pytest.mark.parametrize("words", [[], ["--keep-checkpoints"]])
 def test_checkpoints_are_kept_if_asked_for(words, trainer, tmp_path):
-    Verdict(options_of(*ARMS, *words), tmp_path).train(1, sweep.NO_LIMIT)
+    experiment = Verdict(options_of(*ARMS, *words, "--recall", RECALL), tmp_path)
+    experiment.train(1, sweep.NO_LIMIT)
     assert trainer.keep_checkpoints == bool(words)
+    assert {run.config.checkpoint.stage_ends for run in experiment.known_runs()} == {bool(words)}
 
 
 def test_both_configurations_have_the_same_arms():

@@ -98,3 +98,21 @@ def test_stages_alike_share_an_engine(model, run):
 def test_other_models_and_lengths_need_an_engine_of_their_own(overrides, run):
     _, built = run([*ALIKE, *overrides])
     assert len(built) == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "interval", "expected"),
+    [
+        (["compare=[stick_breaking]"], 100, set()),
+        (["compare=[stick_breaking]"], 4, {"latest", "first-000004", "second-000004"}),
+        (["compare=[dropped]", DROPPED], 100, {"latest", "first-000006"}),
+    ],
+)
+def test_ends_of_stages_are_saved_only_where_they_are_needed(overrides, interval, expected, run):
+    """The second stage of DroPE has another model, which loads the checkpoint."""
+    options = [*ALIKE, *overrides, f"checkpoint.interval={interval}"]
+    out, _ = run([*options, "checkpoint.stage_ends=false"])
+    assert {path.name for path in out.glob("*/checkpoints/*")} == expected
+    saved, _ = run(options)
+    assert {path.name for path in saved.glob("*/checkpoints/*")} >= {"latest", "first-000006", "second-000004"}
+    assert results(out) == results(saved)
