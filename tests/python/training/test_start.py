@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from support.jobs import SMALL_JOB, metrics, run_command
 
-from megatron_sb.training import loop, report
+from megatron_sb.training import loop, plots, report
+from megatron_sb.training.checkpoint import Progress
 from megatron_sb.training.config import load_config
 from megatron_sb.training.engine.engine import Engine
 
@@ -65,6 +66,27 @@ def run(tmp_path, monkeypatch):
 
     yield run
     dist.destroy_process_group()
+
+
+def test_plots_are_drawn_once_for_what_they_show(tmp_path, monkeypatch):
+    """A short run ends with an evaluation, which draws them, and then draws them for its end."""
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALL_JOB)
+    config, drawn = load_config(path, ALIKE), []
+    stage = config.stages[0]
+    monkeypatch.setattr(plots, "draw_losses", lambda lines, labels, path: drawn.append(len(lines)))
+    monkeypatch.setattr(plots, "draw_nll_by_length", lambda *arguments: None)
+    written = report.Report(tmp_path, config, "a CPU")
+    written.draw()
+    written.start_stage("stick_breaking", stage, Progress("first", 0, 0, {}, {}))
+    written.step("stick_breaking", stage, Progress("first", 1, 9, {}, {}), report.Step(1.0, 1.0, 1.0, 1.0, None))
+    written.draw()
+    written.draw()
+    written.evaluation("stick_breaking", stage, 1, "none", [{"context": 16, "nll": 1.0, "standard_error": None}])
+    written.draw()
+    written.draw()
+    written.close()
+    assert drawn == [0, 1, 1]
 
 
 def results(out):
