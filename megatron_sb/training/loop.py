@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megatron_sb.processes import garbage_collection_paused
 from megatron_sb.training.checkpoint import CheckpointDirectory, Progress, load
 from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.data import rows_ahead
@@ -38,7 +39,8 @@ def import_engine() -> Any:
     if hidden:
         sys.modules["fla"] = None  # type: ignore[assignment]  # to import it is then an ImportError
     try:
-        from megatron_sb.training.engine.engine import Engine
+        with garbage_collection_paused():
+            from megatron_sb.training.engine.engine import Engine
     finally:
         if hidden:
             del sys.modules["fla"]

@@ -17,13 +17,18 @@ from megatron_sb.training.engine.engine import Engine
 
 
 def test_the_engine_is_imported_without_flash_linear_attention(tmp_path):
-    """It would take ten seconds. Another import finds the package afterwards."""
+    """It would take ten seconds. Another import finds the package afterwards. Garbage is not collected meanwhile."""
     (tmp_path / "fla").mkdir()
     (tmp_path / "fla" / "__init__.py").write_text("raise RuntimeError('imported')")
     script = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import gc\n"
         "from megatron_sb.training import loop\n"
+        "collections = []\n"
+        "gc.callbacks.append(lambda phase, info: collections.append(info))\n"
         "assert loop.import_engine().__name__ == 'Engine'\n"
+        "gc.callbacks.clear()\n"
+        "assert len(collections) <= 2 and gc.isenabled()\n"  # the start and the end of one, when they are enabled
         "try:\n"
         "    import fla\n"
         "except RuntimeError as error:\n"
