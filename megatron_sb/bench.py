@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 
 from megatron_sb.ops import stickbreaking_attention
-from megatron_sb.ops.library import module_command
 from megatron_sb.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
+from megatron_sb.processes import module_command
 from megatron_sb.validation import check_output_folder, naming
 
 _FULL_LOGIT = -11.0

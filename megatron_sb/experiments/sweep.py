@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -20,7 +21,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron_sb.ops.library import module_command
+from megatron_sb.processes import module_command
 from megatron_sb.training.config import TrainingConfig, load_config
 from megatron_sb.training.directory import hold, refuse_changes, refuse_results
 from megatron_sb.training.supervisor import PARENT_PIPE, noting_signals, parent_pipe
@@ -93,7 +94,15 @@ def output_folder(options: argparse.Namespace) -> Path:
     return out
 
 
-def train_all(config_path: str, trials: Sequence[Trial], out: Path, jobs: int = 1, limit: TimeLimit = NO_LIMIT) -> None:
+def train_all(
+    config_path: str,
+    trials: Sequence[Trial],
+    out: Path,
+    jobs: int = 1,
+    limit: TimeLimit = NO_LIMIT,
+    *,
+    keep_checkpoints: bool = True,
+) -> None:
     """Train every unfinished trial in out/NAME, with its output in out/NAME.log.
 
     A trial is finished when every model of its configuration has been evaluated after the last stage. After SIGINT or
@@ -106,6 +115,8 @@ def train_all(config_path: str, trials: Sequence[Trial], out: Path, jobs: int = 
         jobs: runs at a time. If it is more than 1, each run uses one GPU and its own share of the cores. Runs that
             share all cores would slow each other down.
         limit: when to stop. Default: when all runs are finished.
+        keep_checkpoints: whether to keep the checkpoints of finished runs. Otherwise they are deleted as soon as a run
+            is finished. Default True.
 
     Raises:
         ValueError: a configuration is invalid or differs from the one that out/NAME was started with, or another sweep
@@ -129,7 +140,10 @@ def train_all(config_path: str, trials: Sequence[Trial], out: Path, jobs: int = 
         pairs = zip(trials, configs, strict=True)
         unfinished = [trial for trial, config in pairs if not is_done(config, out / trial.name)]
         bar.update(len(trials) - len(unfinished))
-        runner = _Runner(config_path, out, jobs, pipe, received, bar, limit)
+        if not keep_checkpoints:
+            for trial in set(trials) - set(unfinished):
+                delete_checkpoints(out / trial.name)
+        runner = _Runner(config_path, out, jobs, pipe, received, bar, limit, keep_checkpoints)
         with ThreadPoolExecutor(jobs, initializer=runner.prepare_thread) as pool:
             futures = [pool.submit(runner.run, trial) for trial in unfinished]
             while wait(futures, timeout=POLL_SECONDS).not_done:
@@ -160,6 +174,12 @@ def is_done(config: TrainingConfig, folder: Path) -> bool:
     )
 
 
+def delete_checkpoints(folder: Path) -> None:
+    """Delete the checkpoints of every model of a finished run."""
+    for checkpoints in folder.glob("*/checkpoints"):
+        shutil.rmtree(checkpoints)
+
+
 def evaluation_path(folder: Path, config: TrainingConfig, model: str, scaling: str = "none") -> Path:
     """Return the file of a model's evaluation after the last stage."""
     from megatron_sb.training.evaluate import result_path
@@ -188,10 +208,12 @@ class _Runner:
         received_signals: list[int],
         progress: tqdm,
         limit: TimeLimit,
+        keep_checkpoints: bool,
     ) -> None:
         self.failures: list[Exception] = []
         self._config_path, self._out, self._jobs, self._pipe = config_path, out, jobs, pipe
         self._received_signals, self._progress, self._limit = received_signals, progress, limit
+        self._keep_checkpoints = keep_checkpoints
         self._num_gpus = _count_gpus() if jobs > 1 else 0
         self._indices = itertools.count()
         self._thread = threading.local()
@@ -220,8 +242,17 @@ class _Runner:
             time.sleep(POLL_SECONDS)
         if process.returncode == 0:
             self._progress.update()
+            self._finish(trial)
         elif num_sent == 0:
             self.failures.append(_failure(trial, process.returncode, self._out))
+
+    def _finish(self, trial: Trial) -> None:
+        if self._keep_checkpoints:
+            return
+        try:
+            delete_checkpoints(self._out / trial.name)
+        except OSError as error:
+            self.failures.append(error)
 
     def _num_stop_requests(self) -> int:
         """Return how many signals each run should receive: 1 to save and stop, 2 to stop without saving."""

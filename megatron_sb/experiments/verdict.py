@@ -19,12 +19,13 @@ import dataclasses
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_sb.experiments import sweep, verdict_tables
+from megatron_sb.experiments import sweep, tables, verdict_tables
 from megatron_sb.experiments.sweep import Trial
 from megatron_sb.training.config import (
     ConfigError,
@@ -90,6 +91,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         metavar="SECONDS",
         help="start no run with less time left before --time-limit (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--keep-checkpoints",
+        action="store_true",
+        help="keep the checkpoints of finished runs; no later run reads them (default: they are deleted)",
     )
     sweep.add_arguments(parser)
 
@@ -173,6 +179,8 @@ class Verdict:
             raise InputError(f"--test-paths needs data.kind = 'indexed', got {self.config.data.kind!r}.")
         self._test = {"data.validation_paths": options.test_paths} if options.test_paths else {}
         self._runs: dict[Trial, Run] = {}
+        self._warned: set[str] = set()
+        self._keep_checkpoints = options.keep_checkpoints
         self._path, self._set, self._out = options.config, tuple(options.set), out
         self._rate_share, self._num_seeds, self._recall_path = options.rate_share, options.seeds, options.recall
         if self._recall_path is not None:
@@ -183,8 +191,10 @@ class Verdict:
 
     def train(self, jobs: int, limit: sweep.TimeLimit) -> None:
         """Train until no run is left. Raise `sweep.SweepStopped` if a run fails, or a signal or the limit ends it."""
-        sweep.train_all(self._path, [self._speed_trial()], self._out, 1, limit)
+        keep = self._keep_checkpoints
+        sweep.train_all(self._path, [self._speed_trial()], self._out, 1, limit, keep_checkpoints=keep)
         while True:
+            self._warn_of_rates_at_the_edge()
             left = [run for run in self.known_runs() if not self._is_done(run)]
             if not left:
                 return
@@ -192,7 +202,7 @@ class Verdict:
             for path in (self._path, self._recall_path):
                 trials = [run.trial for run in left if (run.kind == "recall") == (path is self._recall_path)]
                 if path is not None and trials:
-                    sweep.train_all(path, trials, self._out, jobs, limit)
+                    sweep.train_all(path, trials, self._out, jobs, limit, keep_checkpoints=keep)
 
     def known_runs(self) -> list[Run]:
         """Return the runs whose prerequisites are finished, those that others depend on first."""
@@ -210,10 +220,7 @@ class Verdict:
             for run in finals
             if speeds and not verdict_tables.is_fast(run.arm, speeds)
         ]
-        recall = []
-        if self._recall_path is not None:
-            arms = [arm for arm in self.arms if self._can_recall(arm)]
-            recall = [self._recall_run(arm, rate) for arm in arms for rate in self.recall_rates]
+        recall = [self._recall_run(arm, rate) for arm in self._recalled_arms() for rate in self.recall_rates]
         return [*rates, *finals, *seconds, *seeds, *recall]
 
     def best_of_families(self) -> dict[str, str]:
@@ -231,7 +238,8 @@ class Verdict:
         Returns:
             {"arms", "families": arm -> family, "speeds": arm -> tokens per second, "rates": [{"arm", "rate", "nll"}],
             "finals", "seeds", "seconds": lists of {"arm", "value", "rate", "tokens", "device", "evaluations"},
-            "recall": [{"arm", "rate", "accuracy", "accuracy_standard_error"}], "runs": {"finished", "known"}}.
+            "recall": [{"arm", "rate", "accuracy", "accuracy_standard_error"}], "at_the_edge": see `rates_at_the_edge`,
+            "runs": {"finished", "known"}}.
         """
         known = self.known_runs()
         done = [run for run in known if self._is_done(run)]
@@ -247,7 +255,35 @@ class Verdict:
         results["recall"] = [
             {"arm": run.arm, "rate": run.value} | self._evaluation(run)["results"][-1] for run in by_kind["recall"]
         ]
+        results["at_the_edge"] = self.rates_at_the_edge()
         return results | {"runs": {"finished": len(done), "known": len(known)}}
+
+    def rates_at_the_edge(self) -> list[dict[str, Any]]:
+        """Return the arms whose best learning rate is the lowest or the highest of several: others may be better.
+
+        Returns:
+            [{"arm", "kind": "rate" or "recall", "rate", "edge": "lowest" or "highest"}], for arms that have finished
+            the runs of all rates. Two rates that are equally good are no edge.
+        """
+        grids = [[self._rate_run(arm, rate) for rate in sorted(self.rates)] for arm in self.arms]
+        grids += [[self._recall_run(arm, rate) for rate in sorted(self.recall_rates)] for arm in self._recalled_arms()]
+        found = []
+        for runs in grids:
+            if len(runs) == 1 or not all(map(self._is_done, runs)):
+                continue
+            losses = [self._nll(run) if run.kind == "rate" else -self._accuracy(run) for run in runs]
+            best = [run for run, loss in zip(runs, losses, strict=True) if loss == min(losses)]
+            for run, edge in ((runs[0], "lowest"), (runs[-1], "highest")):
+                if best == [run]:
+                    found.append({"arm": run.arm, "kind": run.kind, "rate": run.value, "edge": edge})
+        return found
+
+    def _warn_of_rates_at_the_edge(self) -> None:
+        """Name each such arm once, before its best rate is used for longer runs."""
+        for sentence in verdict_tables.edge_sentences(self.rates_at_the_edge(), tables.labels_of(self.config)):
+            if sentence not in self._warned:
+                self._warned.add(sentence)
+                print(f"megatron-sb experiment verdict: {sentence}", file=sys.stderr, flush=True)
 
     def _speed_trial(self) -> Trial:
         """Return the run that trains all models alone for a few large steps."""
@@ -278,9 +314,14 @@ class Verdict:
         attention = {arm: dataclasses.asdict(self.config.attention[arm])}
         if isinstance(self.config.attention[arm], SoftmaxAttentionConfig):
             attention[arm] |= {"evaluated_scalings": ["none"]}
-        overrides = (f"attention={json.dumps(attention)}", f"compare=[{arm}]", f"stages.0.learning_rate={rate!r}")
+        fields = {"stages.0.learning_rate": rate} | self._checkpoint_fields()
+        overrides = (f"attention={json.dumps(attention)}", f"compare=[{arm}]", *_overrides(fields))
         trial = Trial(f"recall{rate:g}-{arm}", overrides)
         return self._cached("recall", self._recall_path, arm, trial, rate)
+
+    def _recalled_arms(self) -> list[str]:
+        """Return the arms that are measured with associative recall: none without --recall."""
+        return [arm for arm in self.arms if self._recall_path is not None and self._can_recall(arm)]
 
     def _can_recall(self, arm: str) -> bool:
         """Return whether an arm fits the configuration of recall: it drops nothing, and has its layers of all kinds."""
@@ -299,7 +340,7 @@ class Verdict:
         return self._runs[trial]
 
     def _trial(self, name: str, arms: Iterable[str], fields: dict[str, Any]) -> Trial:
-        overrides = [f"compare=[{', '.join(arms)}]", *(f"{field}={value!r}" for field, value in fields.items())]
+        overrides = (f"compare=[{', '.join(arms)}]", *_overrides(fields | self._checkpoint_fields()))
         return Trial(name, (*self._set, *overrides))
 
     def _scaled_steps(self, share: float) -> dict[str, int]:
@@ -317,6 +358,10 @@ class Verdict:
             f"stages.{index}.learning_rate": rate * (stage.learning_rate / first)
             for index, stage in enumerate(self.config.stages)
         }
+
+    def _checkpoint_fields(self) -> dict[str, Any]:
+        """Return the fields of checkpoints. Those at the ends of stages are not needed if they are deleted anyway."""
+        return {} if self._keep_checkpoints else {"checkpoint.stage_ends": False}
 
     def _short_evaluation(self) -> dict[str, Any]:
         """Return the fields of an evaluation of the likelihood only, up to the trained length."""
@@ -337,6 +382,10 @@ class Verdict:
     def _nll(self, run: Run) -> float:
         """Return the likelihood at the trained length; infinity if it is not a number."""
         return nll_at(self._evaluation(run), run.config.stages[-1])
+
+    def _accuracy(self, run: Run) -> float:
+        """Return the accuracy of a run of associative recall."""
+        return self._evaluation(run)["results"][-1]["accuracy"]
 
     def _measured(self, run: Run) -> dict[str, Any]:
         evaluations = [self._evaluation(run, scaling) for scaling in run.config.evaluated_scalings(run.arm)]
@@ -361,6 +410,10 @@ class Verdict:
             )
             for arm in config.compare
         }
+
+
+def _overrides(fields: dict[str, Any]) -> list[str]:
+    return [f"{field}={value!r}" for field, value in fields.items()]
 
 
 def _rates_around(config: TrainingConfig) -> list[float]:

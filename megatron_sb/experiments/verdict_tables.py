@@ -37,8 +37,8 @@ def write(out: Path, config: TrainingConfig, results: dict[str, Any]) -> None:
         _section("Seeds", over_seeds(results, labels, trained), SEEDS_NOTE),
         _section("By position", by_position(results, labels, trained), POSITIONS_NOTE),
         _section("RULER", ruler(results, labels), RULER_NOTE),
-        _section("Associative recall", recall(results, labels), RECALL_NOTE),
-        _section("Learning rates", rates(results, labels), RATES_NOTE),
+        _section("Associative recall", recall(results, labels), _rates_note(RECALL_NOTE, results, "recall", labels)),
+        _section("Learning rates", rates(results, labels), _rates_note(RATES_NOTE, results, "rate", labels)),
     ]
     evaluations = [entry for final in results["finals"] for entry in final["evaluations"]]
     figure = plots.nll_by_length(evaluations, labels)
@@ -64,6 +64,22 @@ def _equal_tokens_note(config: TrainingConfig) -> str:
         f"Nats per token of the last {config.evaluation.target_tokens} tokens of held-out windows, by context length. "
         f"The models were trained at {config.stages[-1].context_length}. Errors are over windows."
     )
+
+
+def _rates_note(note: str, results: dict[str, Any], kind: str, labels: dict[str, str]) -> str:
+    """Return a note, followed by the arms whose best rate of this kind of run is at the edge."""
+    entries = [entry for entry in results["at_the_edge"] if entry["kind"] == kind]
+    return "\n".join([note, *([""] if entries else []), *(f"- {text}" for text in edge_sentences(entries, labels))])
+
+
+def edge_sentences(entries: Sequence[dict[str, Any]], labels: dict[str, str]) -> list[str]:
+    """Return a sentence for each entry of `Verdict.rates_at_the_edge`."""
+    where = {"rate": "", "recall": " in associative recall"}
+    return [
+        f"{labels[entry['arm']]}: the best rate{where[entry['kind']]}, {entry['rate']:g}, is the {entry['edge']} that "
+        "was tried."
+        for entry in entries
+    ]
 
 
 def _section(title: str, table: DataFrame | None, note: str) -> str:

@@ -3,7 +3,6 @@
 import functools
 import importlib
 import platform
-import sys
 from pathlib import Path
 from typing import TypedDict
 
@@ -86,16 +85,6 @@ def check_torch(build: BuildInfo, version: str, cuda: str | None) -> None:
             f"megatron_sb was built with CUDA {build['cuda']}, but torch {version} has "
             f"{f'CUDA {cuda}' if cuda else 'no CUDA'}. Install a torch for CUDA {needed_cuda}, or {_BUILD_AGAIN}."
         )
-
-
-def module_command(module: str) -> list[str]:
-    """Return the command that runs a module of this package in a new process, from the same installation.
-
-    Python searches the current folder first. A checkout there would hide the installed package, so -P excludes the
-    folder.
-    """
-    runs_in_checkout = Path(__file__).parents[2] == Path.cwd()
-    return [sys.executable, *([] if runs_in_checkout else ["-P"]), "-m", module]
 
 
 @functools.cache

@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.data import PackedBatch, pack
-from megatron_sb.training.documents import CHUNK, Corpus
+from megatron_sb.training.documents import CHUNK, Corpus, chunks
 from megatron_sb.validation import InputError, read_json_object
 
 if TYPE_CHECKING:
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 
 FIRST_POSITIONS = 16  # measured together, see `by_position`
+# Bounds of a forward: tokens, and numbers in its logits, which are 1 GiB in fp32. A forward may always have as many
+# tokens as the longest window, because that window needs the memory anyway.
+TOKENS_PER_FORWARD = 2**16
+LOGITS_PER_FORWARD = 2**28
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +81,9 @@ def remove_later_results(out: Path, model: str, stage: StageConfig, step: int) -
 
 
 def choose_windows(corpus: Corpus, config: TrainingConfig) -> list[np.ndarray]:
-    """Choose up to config.evaluation.windows windows: first the start of each long document, then its later parts.
+    """Choose up to config.evaluation.windows windows, spread evenly over all validation documents that are long enough.
+
+    Most data sets keep the documents of a project or an author together, so neighbours would be much alike.
 
     Returns:
         Windows of (longest + 1,) tokens.
@@ -97,21 +103,40 @@ def choose_windows(corpus: Corpus, config: TrainingConfig) -> list[np.ndarray]:
 
 
 def _window_places(lengths: np.ndarray, longest: int, count: int) -> list[tuple[int, int]]:
-    """Return the first `count` of all (start, document), sorted.
+    """Return (start, document) of up to `count` windows: first the starts of documents, then their later parts.
 
-    They lie in the first `count` long documents. This looks at no document after these.
+    Where not all documents are needed, the chosen ones are spread evenly over all that are long enough.
     """
-    documents: list[int] = []
-    for first in range(0, len(lengths), CHUNK):
-        found = first + np.flatnonzero(lengths[first : first + CHUNK] > longest)
-        documents += found[: count - len(documents)].tolist()
-        if len(documents) == count:
-            break
-    return sorted(
-        (start, index)
-        for index in documents
-        for start in range(0, min(int(lengths[index]) - longest, count * longest), longest)
-    )[:count]
+    documents = _spread_documents(lengths, longest, count)
+    places: list[tuple[int, int]] = []
+    start = 0
+    while len(documents) and len(places) < count:
+        chosen = documents[_spread(len(documents), count - len(places))]
+        places += [(start, document) for document in chosen.tolist()]
+        start += longest
+        documents = documents[lengths[documents] > start + longest]
+    return places
+
+
+def _spread_documents(lengths: np.ndarray, longest: int, count: int) -> np.ndarray:
+    """Return up to `count` of the documents with more than `longest` tokens, evenly spaced.
+
+    The memory does not grow with the number of documents.
+    """
+    ranks = _spread(sum(np.count_nonzero(some > longest) for some in chunks(lengths)), count)
+    documents, before = [], 0
+    for index, some in enumerate(chunks(lengths)):
+        found = np.flatnonzero(some > longest)
+        here = ranks[(ranks >= before) & (ranks < before + len(found))] - before
+        documents.append(index * CHUNK + found[here])
+        before += len(found)
+    return np.concatenate(documents)
+
+
+def _spread(total: int, count: int) -> np.ndarray:
+    """Return up to `count` of the numbers below `total`, evenly spaced, from 0 on."""
+    count = min(count, total)
+    return np.arange(count) * total // max(1, count)
 
 
 def evaluate(
@@ -148,7 +173,7 @@ def evaluate(
             parts = [windows[index][-context - 1 :] for index in indices]
             return pack(parts, config.row_multiple(stage), corpus.end_of_document, num_targets)
 
-        at_once = max(1, len(windows[0]) // context)
+        at_once = windows_at_once(context, len(windows[0]) - 1, corpus.vocab_size)
         (sums,) = score_windows(engine, [engine.window_losses], batch_of, len(windows), at_once, watch)
         nll, error = mean_and_error((sums / num_targets).tolist())
         results.append({"context": context, "nll": nll, "standard_error": error, "windows": len(windows)})
@@ -185,7 +210,7 @@ def by_position(
     ends = [min(FIRST_POSITIONS, context)]
     while ends[-1] < context:
         ends.append(min(2 * ends[-1], context))
-    results, at_once = [], max(1, len(windows[0]) // context)
+    results, at_once = [], windows_at_once(context, len(windows[0]) - 1, corpus.vocab_size)
     for begin, end in zip([0, *ends[:-1]], ends, strict=True):
 
         def batch_of(indices: Sequence[int], begin: int = begin, end: int = end) -> PackedBatch:
@@ -199,6 +224,26 @@ def by_position(
         nll, error = mean_and_error((sums / (end - begin)).tolist())
         results.append({"begin": begin, "end": end, "nll": nll, "standard_error": error})
     return results
+
+
+def windows_at_once(context: int, longest: int, vocab_size: int) -> int:
+    """Return how many windows of `context` tokens a forward computes at most.
+
+    Args:
+        context: tokens of a window.
+        longest: tokens of the longest window of the evaluation.
+        vocab_size: tokens of the vocabulary.
+
+    Example:
+        >>> windows_at_once(1024, 4096, vocab_size=257)  # 65,536 tokens
+        64
+        >>> windows_at_once(1024, 1024, vocab_size=100_000)  # 268 million logits
+        2
+        >>> windows_at_once(1024, 4096, vocab_size=100_000)  # the logits of the longest window
+        4
+    """
+    tokens = max(longest, min(TOKENS_PER_FORWARD, LOGITS_PER_FORWARD // vocab_size))
+    return max(1, tokens // context)
 
 
 def score_windows(

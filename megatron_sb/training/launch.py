@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_sb.ops.library import module_command
+from megatron_sb.processes import garbage_collection_paused, module_command
 from megatron_sb.training import config as configuration
 from megatron_sb.training.command import Command
 from megatron_sb.training.directory import config_of_run
@@ -59,7 +59,8 @@ def main(
         say(str(error))
         return EXIT_REFUSED
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        from megatron_sb.training.rank import run_rank
+        with garbage_collection_paused():
+            from megatron_sb.training.rank import run_rank
 
         run_rank(config, Command(config_path, tuple(overrides), out, resume, window))
     arguments = [config_path, *overrides, *(["--out", out] if out else []), *(["--resume"] if resume else [])]

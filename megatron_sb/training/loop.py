@@ -1,19 +1,21 @@
 """The training loop of every rank: each model through each stage, with a checkpoint and an evaluation at a stage's end.
 
-A stage starts from the checkpoint of the stage before. A resumed job starts from the newest checkpoint, by the same
-code.
+A stage with another model or layout than the stage before starts from that stage's checkpoint. A resumed job starts
+from the newest checkpoint, by the same code. Otherwise the engine of the stage before trains on.
 """
 
 from __future__ import annotations
 
 import math
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_sb.processes import garbage_collection_paused
 from megatron_sb.training.checkpoint import CheckpointDirectory, Progress, load
 from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.data import rows_ahead
@@ -25,6 +27,24 @@ from megatron_sb.training.supervisor import note_checkpoint
 from megatron_sb.training.task import Sampler, Task, load_task
 from megatron_sb.training.throughput import model_flops
 from megatron_sb.validation import InputError
+
+
+def import_engine() -> Any:
+    """Return the class `Engine`, imported without flash-linear-attention.
+
+    Megatron-Core imports that package, if it is installed, for gated delta nets, which no model of the trainer has. The
+    import takes ten seconds, because it includes transformers.
+    """
+    hidden = "fla" not in sys.modules
+    if hidden:
+        sys.modules["fla"] = None  # type: ignore[assignment]  # to import it is then an ImportError
+    try:
+        with garbage_collection_paused():
+            from megatron_sb.training.engine.engine import Engine
+    finally:
+        if hidden:
+            del sys.modules["fla"]
+    return Engine
 
 
 class Interrupted(Exception):
@@ -89,6 +109,7 @@ class Job:
         self._report = report
         self._profiler = profiler or ProfilerWindow(out)
         self._stop = StopRequest()
+        self._engine: Any = None  # of the model and the stage that are trained now
         self._task: Task = load_task(config)
         for model in config.compare:
             directory = self._checkpoints(model)
@@ -125,6 +146,7 @@ class Job:
                 if progress is not None and names.index(progress.stage) > index:
                     continue
                 progress = self._run_stage(model, index, stage, directory, progress)
+            self._close_engine()
 
     def _checkpoints(self, model: str) -> CheckpointDirectory:
         return CheckpointDirectory(self._out / model / "checkpoints", self._config.checkpoint.keep)
@@ -133,18 +155,12 @@ class Job:
         self, model: str, index: int, stage: StageConfig, directory: CheckpointDirectory, progress: Progress | None
     ) -> Progress:
         """Train the remaining steps of a stage, then evaluate unless that is done."""
-        from megatron_sb.training.engine.engine import Engine
-
         trained = progress is not None and (progress.stage, progress.step) == (stage.name, stage.steps)
         if trained and not self._scalings_to_evaluate(model, stage, stage.steps):
             return progress
-        config, task = self._config, self._task
-        engine = Engine(config, model, stage, task.vocab_size, self._device)
+        task = self._task
+        engine = self._engine_for(model, stage, directory, progress)
         sampler = task.sampler(stage, index)
-        if progress is not None:
-            directory.load(engine, progress)
-        elif config.initial_checkpoint:
-            load(engine, Path(config.initial_checkpoint))
         if progress is not None and progress.stage == stage.name:
             sampler.load_state_dict(progress.sampler)
         else:
@@ -152,8 +168,27 @@ class Job:
             progress = Progress(stage.name, 0, tokens, sampler.state_dict(), task.fingerprint())
         progress = self._train(model, stage, engine, sampler, directory, progress)
         self._evaluate(model, stage, engine, directory, progress)
-        engine.close()
         return progress
+
+    def _engine_for(
+        self, model: str, stage: StageConfig, directory: CheckpointDirectory, progress: Progress | None
+    ) -> Any:
+        """Return an engine for a stage with the weights of `progress`: that of the stage before, if it fits."""
+        if self._engine is not None and self._engine.fits(stage):
+            return self._engine
+        self._close_engine()
+        engine = import_engine()(self._config, model, stage, self._task.vocab_size, self._device)
+        if progress is not None:
+            directory.load(engine, progress)
+        elif self._config.initial_checkpoint:
+            load(engine, Path(self._config.initial_checkpoint))
+        self._engine = engine
+        return engine
+
+    def _close_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
     def _train(
         self,
@@ -195,7 +230,7 @@ class Job:
                 self._report.step(
                     model, stage, progress, Step(loss, norm, rate, flops, _peak_gib(self._device), *sticks)
                 )
-            if stop or progress.step % config.checkpoint.interval == 0 or progress.step == stage.steps:
+            if stop or self._is_saved(stage, engine, progress.step):
                 saved = directory.save(engine, progress)
                 if self._report:
                     note_checkpoint(saved)
@@ -208,7 +243,19 @@ class Job:
             self._report.end_stage()
         return progress
 
+    def _is_saved(self, stage: StageConfig, engine: Any, step: int) -> bool:
+        """Return whether the model is saved after a step, also without a request to stop."""
+        checkpoint, stages = self._config.checkpoint, self._config.stages
+        if step % checkpoint.interval == 0:
+            return True
+        if step < stage.steps:
+            return False
+        following = stages[stages.index(stage) + 1 :][:1]
+        return checkpoint.stage_ends or not all(map(engine.fits, following))
+
     def _scalings_to_evaluate(self, model: str, stage: StageConfig, step: int) -> list[str]:
+        if self._config.evaluation.last_stage_only and stage != self._config.stages[-1]:
+            return []
         scalings = self._config.evaluated_scalings(model)
         return [scaling for scaling in scalings if read_result(self._out, model, stage, scaling, step) is None]
 

@@ -79,6 +79,7 @@ class Report:
         self._metrics_path = out / "metrics.jsonl"
         self._tensorboard: dict[str, Any] = {}
         self._bar: tqdm | None = None
+        self._is_drawn = False  # whether the plots show all that is in the files
 
     def start_stage(self, model: str, stage: StageConfig, progress: Progress) -> None:
         """Open the progress bar. Remove the lines of steps after `progress` from metrics.jsonl, and their evaluations.
@@ -131,6 +132,7 @@ class Report:
             "mean_remainder": step.remainder,
             "skipped_tiles": step.skipped,
         }
+        self._is_drawn = False
         with naming(self._metrics_path), self._metrics_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         for name, value in line.items():
@@ -167,6 +169,7 @@ class Report:
         """
         path = result_path(self.out, model, stage, scaling, step)
         path.parent.mkdir(exist_ok=True)
+        self._is_drawn = False
         about = {"model": model, "stage": stage.name, "step": step, "trained_context": stage.context_length}
         about |= {"scaling": scaling, "device": self._device}
         write_atomically(path, json.dumps(about | {"results": results}, indent=1))
@@ -198,11 +201,14 @@ class Report:
         return [entry for entry in entries if entry is not None]
 
     def draw(self) -> None:
-        """Draw loss.png and nll_by_length.png from the files."""
+        """Draw loss.png and nll_by_length.png from the files, unless they show these already."""
+        if self._is_drawn:
+            return
         from megatron_sb.training import plots
 
         plots.draw_losses(self.metrics(), self._labels, self.out / "loss.png")
         plots.draw_nll_by_length(self.evaluations(), self._labels, self.out / "nll_by_length.png")
+        self._is_drawn = True
 
     def table(self) -> str:
         """Return a table of the negative log-likelihood by context length, with a column per model and stage."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -55,26 +56,36 @@ def start_ranks(config: TrainingConfig, command: list[str]) -> int:
     Returns:
         The job's exit status; see `training.launch.main`.
     """
-    from torch.distributed import TCPStore
-
     # The ranks meet at a store of this process, as under torchrun. If this process only looked up a free port for
     # rank 0, another job could take the port before rank 0 listens on it.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
     received: list[int] = []
     ranks: list[subprocess.Popen] = []
-    with parent_pipe() as pipe, noting_signals(received):
+    with listener, parent_pipe() as pipe, noting_signals(received):
         when_parent_is_gone(lambda: os.kill(os.getpid(), signal.SIGINT))
         try:
             for rank in range(config.parallel.ranks):
-                environment = _environment_of(rank, config, store.port, pipe)
+                environment = _environment_of(rank, config, port, pipe)
                 # Each rank has its own session. Ctrl-C then reaches only this process, which forwards it once.
                 ranks.append(subprocess.Popen(command, env=environment, pass_fds=(pipe,), start_new_session=True))
-            return _wait(ranks, received, config.parallel.timeout_seconds, store)
+            return _wait(ranks, received, config.parallel.timeout_seconds, _serve_store(listener))
         finally:
             for process in ranks:
                 with contextlib.suppress(ProcessLookupError):  # the group includes Megatron-Core's helper processes
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def _serve_store(listener: socket.socket) -> TCPStore:
+    """Serve a store on a listening socket, which the store then owns.
+
+    The ranks start before this process imports torch: the import takes seconds. Until then their connections wait.
+    """
+    from torch.distributed import TCPStore
+
+    port = listener.getsockname()[1]
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 @contextlib.contextmanager

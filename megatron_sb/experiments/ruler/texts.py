@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_sb.processes import garbage_collection_paused
 from megatron_sb.training.config import TextDataConfig
 from megatron_sb.training.text_files import list_files
 
@@ -84,7 +85,8 @@ def load_texts() -> Texts:
     bases: dict[str, str] = {}
     class_counts: Counter[str] = Counter()
     for name in list_files(TextDataConfig()).names:
-        module = ast.parse(Path(name).read_bytes())
+        with garbage_collection_paused():  # a syntax tree has no cycles
+            module = ast.parse(Path(name).read_bytes())
         sentences += _sentences(module)
         for node in module.body:
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)):

@@ -174,15 +174,17 @@ class EvaluationConfig(Section):
     length_factor: PositiveInt = 8
     longest: PositiveInt | None = None
     interval: PositiveInt | None = None
+    last_stage_only: Bool = False
     positions: Bool = False
 
 
 @section
 class CheckpointConfig(Section):
-    """Checkpoints inside a stage. The end of a stage is always saved."""
+    """Checkpoints inside a stage and at its end."""
 
     interval: PositiveInt = 100
     keep: PositiveInt = 2
+    stage_ends: Bool = True
 
 
 @section

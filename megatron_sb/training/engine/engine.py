@@ -30,7 +30,7 @@ from megatron_sb.ops.context_parallel import shard_sequence
 from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.engine.backends import MegatronBackend, TorchBackend
 from megatron_sb.training.engine.groups import destroy_groups_except, process_groups
-from megatron_sb.training.engine.model import build_model
+from megatron_sb.training.engine.model import build_model, stage_fields
 from megatron_sb.training.engine.softmax_attention import set_rotary_scaling
 
 
@@ -68,6 +68,8 @@ class Engine:
         self, config: TrainingConfig, model: str, stage: StageConfig, vocab_size: int, device: torch.device
     ) -> None:
         self._config = config
+        self._name = model
+        self._stage_fields = stage_fields(config, model, stage)
         self._device = device
         self._vocab_size = vocab_size
         self._trained_context = stage.context_length
@@ -108,6 +110,10 @@ class Engine:
         self._model.to(device=self._device, dtype=self._model.config.params_dtype)
         backend = MegatronBackend if on_gpu else TorchBackend
         self._backend = backend(self._model, config.optimizer)
+
+    def fits(self, stage: StageConfig) -> bool:
+        """Return whether this engine can train the model in another stage, too."""
+        return stage_fields(self._config, self._name, stage) == self._stage_fields
 
     def train_step(
         self, batches: list[Batch], num_tokens: int, learning_rate: float, *, observe: bool = False

@@ -71,6 +71,16 @@ def build_model(
     )
 
 
+def stage_fields(config: TrainingConfig, model: str, stage: StageConfig) -> dict:
+    """Return what an engine of a model takes from its stage. One engine serves stages with equal fields."""
+    attention = config.attention[model]
+    fields = _parallel_fields(config.parallel, stage, config.context_parallel_size(model, stage))
+    fields |= {"trained_context": stage.context_length, "longest": config.longest_evaluated(stage)}
+    if isinstance(attention, SoftmaxAttentionConfig):
+        fields |= _softmax_fields(config, attention, stage)
+    return fields
+
+
 def _stick_breaking_spec(
     spec: ModuleSpec, attention: StickBreakingAttentionConfig, parallel: ParallelConfig
 ) -> ModuleSpec:

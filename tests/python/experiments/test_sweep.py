@@ -21,7 +21,7 @@ from support.markdown import cells_of
 from megatron_sb import cli, experiments
 from megatron_sb.experiments import sweep, tables
 from megatron_sb.experiments.sweep import Trial
-from megatron_sb.ops.library import module_command
+from megatron_sb.processes import module_command
 from megatron_sb.training.config import load_config, to_yaml
 from megatron_sb.training.directory import hold
 from megatron_sb.training.report import hardware
@@ -97,6 +97,40 @@ def test_interrupted_runs_are_resumed(tmp_path, monkeypatch):
     commands = replace_trainer(monkeypatch, "")
     sweep.train_all(TINY, [Trial("one", ()), Trial("two", ())], tmp_path, jobs=2)
     assert sorted(command[-1] for command in commands) == ["--resume", str(tmp_path / "two")]  # they start together
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_checkpoints_of_finished_runs(keep, tmp_path, monkeypatch):
+    """They are deleted if they are not to be kept: of a run of an earlier call, and of one as soon as it has ended."""
+    code = """
+import sys
+from pathlib import Path
+name = sys.argv[1]
+others = [path.exists() for path in Path().glob("*/*/checkpoints")]
+checkpoints = Path(name, "stick_breaking", "checkpoints", "short-000001")
+checkpoints.mkdir(parents=True)
+(checkpoints / "weights").write_text("1 GB")
+print(len(others))
+if name == "failed": raise SystemExit(3)
+"""
+    config = load_config(TINY)
+    earlier = tmp_path / "earlier"
+    for model in config.compare:
+        (earlier / model / "checkpoints").mkdir(parents=True)
+        for scaling in config.evaluated_scalings(model):
+            path = sweep.evaluation_path(earlier, config, model, scaling)
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("{}")
+    (earlier / "config.yaml").write_text(to_yaml(config))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep, "_command", lambda path, trial, folder: [sys.executable, "-c", code, trial.name])
+    trials = [Trial(name, ()) for name in ("earlier", "one", "two", "failed")]
+    with pytest.raises(sweep.SweepStopped, match="failed ended with status 3"):
+        sweep.train_all(TINY, trials, tmp_path, keep_checkpoints=keep)
+    left = {str(path.relative_to(tmp_path).parent.parent) for path in tmp_path.glob("*/*/checkpoints")}
+    assert left == ({"earlier", "one", "two", "failed"} if keep else {"failed"})
+    assert (tmp_path / "two.log").read_text() == ("3\n" if keep else "0\n")
+    assert sweep.is_done(config, earlier), "its results are kept"
 
 
 def test_parallel_runs_share_the_cores(tmp_path, monkeypatch):

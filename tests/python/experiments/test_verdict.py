@@ -33,7 +33,8 @@ class Trainer:
     def __init__(self, likelihood):
         self.likelihood, self.trained = likelihood, []
 
-    def __call__(self, path, trials, out, jobs=1, limit=sweep.NO_LIMIT):
+    def __call__(self, path, trials, out, jobs=1, limit=sweep.NO_LIMIT, keep_checkpoints=True):
+        self.keep_checkpoints = keep_checkpoints
         for trial in trials:
             config, folder = load_config(path, trial.overrides), out / trial.name
             if sweep.is_done(config, folder):
@@ -180,12 +181,44 @@ def test_tables(trainer, tmp_path):
     assert json.loads((tmp_path / "results.json").read_text())["runs"] == {"finished": 24, "known": 24}
 
 
+def test_a_best_rate_at_the_edge_is_named(trainer, tmp_path, capsys):
+    """A better one may lie beyond. With three rates, the best one of RoPE lies within, and recall has best edges only.
+
+    The command says so before the rate is used for longer runs, and the tables say so.
+    """
+    command = ["experiment", "verdict", SMALL, "--out", str(tmp_path), "--arms", "stick_breaking", "softmax_rope"]
+    command += ["--learning-rates", "0.02", "0.01", "0.005", "--recall", RECALL]
+    assert cli.main(command) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "was tried" in line]
+    of_text = "stick-breaking: the best rate, 0.005, is the lowest that was tried."
+    of_recall = [
+        f"{label}: the best rate in associative recall, 0.02, is the highest that was tried."
+        for label in ("stick-breaking", "softmax + RoPE")
+    ]
+    assert warnings == [f"megatron-sb experiment verdict: {text}" for text in (of_text, *of_recall)]
+    text = (tmp_path / "table.md").read_text()
+    sections = dict(re.findall(r"(?ms)^## ([^\n]+)\n(.*?)(?=^## |\Z)", text))
+    listed = {title: re.findall(r"(?m)^- (.*)", body) for title, body in sections.items()}
+    assert {title: texts for title, texts in listed.items() if texts} == {
+        "Associative recall": of_recall,
+        "Learning rates": [of_text],
+    }
+
+
+@pytest.mark.parametrize("rates", [["0.005"], ["0.02", "0.03"]])
+def test_one_rate_or_equal_ones_have_no_edge(rates, trainer, tmp_path):
+    trainer.likelihood = lambda config, model: 2.0
+    experiment = Verdict(options_of("--learning-rates", *rates, "--seeds", "1"), tmp_path)
+    experiment.train(1, sweep.NO_LIMIT)
+    assert experiment.rates_at_the_edge() == []
+
+
 def test_a_stop_writes_what_is_finished(trainer, tmp_path, monkeypatch):
     """The first call ends after the rates, the second one after one final run."""
     command = ["experiment", "verdict", SMALL, "--out", str(tmp_path), *ARMS]
 
     def until(last):
-        def train_all(path, trials, out, jobs=1, limit=sweep.NO_LIMIT):
+        def train_all(path, trials, out, jobs=1, limit=sweep.NO_LIMIT, keep_checkpoints=True):
             for trial in trials:
                 trainer(path, [trial], out, jobs)
                 if trial.name == last:
@@ -222,6 +255,14 @@ def test_the_time_limit_reaches_the_runs(tmp_path, capsys):
 def test_invalid_options(words, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         Verdict(options_of(*words), tmp_path)
+
+
+@pytest.mark.parametrize("words", [[], ["--keep-checkpoints"]])
+def test_checkpoints_are_kept_if_asked_for(words, trainer, tmp_path):
+    experiment = Verdict(options_of(*ARMS, *words, "--recall", RECALL), tmp_path)
+    experiment.train(1, sweep.NO_LIMIT)
+    assert trainer.keep_checkpoints == bool(words)
+    assert {run.config.checkpoint.stage_ends for run in experiment.known_runs()} == {bool(words)}
 
 
 def test_both_configurations_have_the_same_arms():
@@ -262,9 +303,12 @@ def test_the_command(tmp_path):
     command = ["experiment", "verdict", SMALL, "--out", str(tmp_path), *overrides, "--learning-rates", "0.01"]
     with forked_runs():
         assert cli.main([*command, "--seeds", "1", "--rate-share", "0.5"]) == 0
+    assert not list(tmp_path.glob("*/*/checkpoints")) and len(list(tmp_path.glob("*/config.yaml"))) >= 5
     results = json.loads((tmp_path / "results.json").read_text())
     assert [final["arm"] for final in results["finals"]] == ["stick_breaking", "softmax_drope"]
     assert all(speed > 0 for speed in results["speeds"].values()) and len(results["speeds"]) == 2
+    evaluated = {path.name.split(".")[1] for path in tmp_path.glob("*/evaluation/*.json")}
+    assert evaluated == {"decayed"}, "no table has the likelihood before the rate decays"
     positions = results["finals"][0]["evaluations"][0]["results"][1]["by_position"]
     assert [(place["begin"], place["end"]) for place in positions] == [(0, 16), (16, 32), (32, 64)]
     assert (tmp_path / "picture.png").stat().st_size > 1000

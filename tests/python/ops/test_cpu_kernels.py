@@ -10,7 +10,7 @@ from support.accuracy import run
 from support.inputs import make_inputs
 
 from megatron_sb import stickbreaking_attention
-from megatron_sb.ops import library
+from megatron_sb.processes import module_command
 
 LONG_BACKWARD = """
 import resource
@@ -68,7 +68,7 @@ def test_an_unknown_instruction_set_is_an_error(level):
 
 
 def test_the_command_line_reports_an_unknown_instruction_set():
-    command = library.module_command("megatron_sb.cli")
+    command = module_command("megatron_sb.cli")
     environment = {**os.environ, "MEGATRON_SB_CPU_LEVEL": "sse9"}
     done = subprocess.run([*command, "info"], capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode != 0

@@ -21,6 +21,7 @@ TORCH_FREE = ("core", "kernels", "plan", "dispatch", "bindings")
 PYTHON_FLOORS = {
     "_moved": 0,
     "_tasks": 0,
+    "processes": 0,
     "reference": 0,
     "torch_version": 0,
     "validation": 0,

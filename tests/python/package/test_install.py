@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.messages import mentions
 
+from megatron_sb import processes
 from megatron_sb.ops import library
 
 ROOT = Path(__file__).parents[3]
@@ -96,6 +97,6 @@ def test_sources_that_hide_the_package_raise_an_error(installed):
 
 def test_python_ignores_the_current_folder_unless_the_package_is_there(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert library.module_command("megatron_sb.training")[1:] == ["-P", "-m", "megatron_sb.training"]
-    monkeypatch.chdir(Path(library.__file__).parents[2])
-    assert library.module_command("megatron_sb.training")[1:] == ["-m", "megatron_sb.training"]
+    assert processes.module_command("megatron_sb.training")[1:] == ["-P", "-m", "megatron_sb.training"]
+    monkeypatch.chdir(Path(processes.__file__).parents[1])
+    assert processes.module_command("megatron_sb.training")[1:] == ["-m", "megatron_sb.training"]

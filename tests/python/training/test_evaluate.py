@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_sb.training import documents
+from megatron_sb.training import evaluate as evaluation
 from megatron_sb.training.config import load_config
-from megatron_sb.training.evaluate import Watch, evaluate, read_result, result_path
+from megatron_sb.training.evaluate import Watch, choose_windows, evaluate, read_result, result_path
 from megatron_sb.training.report import Report
 from megatron_sb.validation import InputError
 
@@ -36,6 +38,30 @@ def test_a_damaged_result_is_named(text, message, tmp_path):
     path.write_text(text)
     with pytest.raises(InputError, match=f"{path} {message}"):
         read_result(tmp_path, "stick_breaking", stage, "none")
+
+
+@pytest.mark.parametrize("chunk", [3, 2**16])
+def test_windows_are_spread_over_all_documents(chunk, monkeypatch):
+    """Data sets keep the files of a project together: the first documents would all be of one project."""
+    monkeypatch.setattr(evaluation, "CHUNK", chunk)
+    monkeypatch.setattr(documents, "CHUNK", chunk)
+    config = load_config(TINY, ["evaluation.windows=4", "evaluation.longest=8", "evaluation.target_tokens=4"])
+    read: list[tuple] = []
+
+    def windows_of(*lengths):
+        read.clear()
+        validation = SimpleNamespace(lengths=np.array(lengths), read=lambda *place: read.append(place))
+        choose_windows(SimpleNamespace(validation=validation), config)
+        return read
+
+    assert windows_of(*[9] * 20) == [(document, 0, 9) for document in (0, 5, 10, 15)]
+    assert windows_of(*[8, 9, 20] * 5) == [(document, 0, 9) for document in (1, 4, 8, 11)], "8 tokens are too few"
+    # Two documents are long enough. Both give their starts, then both their second parts.
+    assert windows_of(5, 40, 5, 17) == [(1, 0, 9), (3, 0, 9), (1, 8, 17), (3, 8, 17)]
+    assert windows_of(5, 40, 5) == [(1, start, start + 9) for start in (0, 8, 16, 24)]
+    assert windows_of(17, 17, 17) == [(0, 0, 9), (1, 0, 9), (2, 0, 9), (0, 8, 17)]
+    with pytest.raises(InputError, match="the longest validation document must have 9 tokens, got 8"):
+        windows_of(8, 8)
 
 
 class Adder:
@@ -67,7 +93,7 @@ def test_groups_score_as_many_windows_each(num_windows, packing):
     stage = config.stages[1]
     generator = np.random.default_rng(0)
     windows = [generator.integers(256, size=config.longest_evaluated(stage) + 1) for _ in range(num_windows)]
-    engine, corpus, batches = Adder(num_groups=3), SimpleNamespace(end_of_document=256), []
+    engine, corpus, batches = Adder(num_groups=3), SimpleNamespace(end_of_document=256, vocab_size=257), []
     watch = Watch(on_batch=lambda: batches.append(1))
     for engine.data_parallel_rank in range(3):
         engine.turn = 0
@@ -80,6 +106,20 @@ def test_groups_score_as_many_windows_each(num_windows, packing):
     for result in results:
         assert result["nll"] == pytest.approx(np.mean(means)) and result["windows"] == num_windows
         assert result["standard_error"] == pytest.approx(np.std(means, ddof=1) / num_windows**0.5)
+
+
+@pytest.mark.parametrize(("vocab_size", "at_once"), [(257, 64), (100_000, 2)])
+def test_short_windows_share_a_forward(vocab_size, at_once):
+    """As many as the tokens and the logits of a forward allow, also if no window is longer than the others."""
+    overrides = ["evaluation.target_tokens=1024", "evaluation.longest=1024", "evaluation.positions=true"]
+    config = load_config(TINY, [*overrides, "stages.1.context_length=1024"])
+    windows = [np.arange(1025) + index for index in range(64)]
+    engine, corpus = Adder(num_groups=1), SimpleNamespace(end_of_document=256, vocab_size=vocab_size)
+    engine.turn = 0
+    (result,) = evaluate(engine, corpus, windows, config, config.stages[1])
+    forwards = 1 + len(result["by_position"])
+    assert engine.calls[0] == [(at_once, at_once * 1024)] * (64 // at_once * forwards)
+    assert result["nll"] == pytest.approx(np.mean([window[1:].mean() for window in windows]))
 
 
 def test_an_evaluation_of_another_step_does_not_count(tmp_path):

@@ -19,6 +19,7 @@ from support.jobs import (
     TIMEOUT_SECONDS,
     TRAIN,
     metrics,
+    run_command,
     started,
     started_forks,
     state,
@@ -33,6 +34,7 @@ from megatron_sb.training import main, plots, rank, report, supervisor
 from megatron_sb.training.checkpoint import Progress
 from megatron_sb.training.command import Command
 from megatron_sb.training.config import load_config
+from megatron_sb.training.directory import prepare_directory
 
 TORCHRUN = Path(__file__).parents[3] / "examples" / "train_torchrun.sh"
 
@@ -89,6 +91,19 @@ def test_evaluation_during_a_stage(config, tmp_path):
     status, output, errors = train(config, *options, "evaluation.interval=4", "--out", other, "--resume")
     assert status == 0 and "short, step 4: context" in output, errors
     assert {path.name: json.loads(path.read_text()) for path in (other / "evaluation").iterdir()} == written
+
+
+def test_only_the_last_stage_is_evaluated(config, tmp_path):
+    options = ["compare=[stick_breaking]", "stages.0.steps=10", "stages.1.steps=5", "evaluation.interval=4"]
+    last = "evaluation.last_stage_only=true"
+    status, output, errors = train(config, *options, last, "--out", tmp_path / "out")
+    assert status == 0 and "context | stick-breaking, extended\n" in output, errors
+    found = {path.name for path in (tmp_path / "out" / "evaluation").iterdir()}
+    assert found == {"stick_breaking.extended.000004.json", "stick_breaking.extended.json"}
+    assert (tmp_path / "out" / "stick_breaking" / "checkpoints" / "short-000010").exists()
+    # A run may be resumed with another value.
+    _, lock = prepare_directory(load_config(config, options), str(tmp_path / "out"), resume=True)
+    lock.close()
 
 
 def test_a_stop_during_an_evaluation_within_a_stage_saves_its_step(config, tmp_path):
@@ -193,6 +208,34 @@ def test_the_port_of_a_job_is_reserved_while_its_ranks_start(config, tmp_path):
     )
     assert supervisor.start_ranks(load_config(config), [sys.executable, "-c", script]) == 0
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "EADDRINUSE", "1": "EADDRINUSE"}
+
+
+def test_the_ranks_start_before_the_launcher_imports_torch(config, tmp_path):
+    """The import takes seconds. A rank that connects earlier waits for the store."""
+    rank = (
+        "import os, pathlib, socket\n"
+        "socket.create_connection(('127.0.0.1', int(os.environ['MASTER_PORT'])))\n"
+        f"pathlib.Path({str(tmp_path)!r}, os.environ['RANK']).touch()\n"
+    )
+    launcher = (
+        "import sys, time, types\n"
+        "from pathlib import Path\n"
+        "from megatron_sb.training import launch, supervisor\n"
+        "from megatron_sb.training.config import load_config\n"
+        "assert 'torch' not in sys.modules\n"
+        "serve = supervisor._serve_store\n"
+        "def wait_for_ranks(listener):\n"
+        "    assert 'torch' not in sys.modules\n"
+        "    deadline = time.monotonic() + 30\n"
+        f"    while len(list(Path({str(tmp_path)!r}).iterdir())) < 2 and time.monotonic() < deadline:\n"
+        "        time.sleep(0.01)\n"
+        "    return serve(listener)\n"
+        "supervisor._serve_store = wait_for_ranks\n"
+        f"sys.exit(supervisor.start_ranks(load_config({str(config)!r}), [sys.executable, '-c', {rank!r}]))\n"
+    )
+    status, _, errors = run_command([sys.executable, "-c", launcher])
+    assert status == 0, errors
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
 
 
 def test_torchrun(config, tmp_path, monkeypatch):
