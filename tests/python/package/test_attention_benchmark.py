@@ -114,7 +114,7 @@ def test_a_shape_that_a_contender_does_not_support_is_a_note(run, flash_4):
     assert _contenders(record, "b=1 h=12 d=96 L=256") == {"forward": ["ours", FLASH_4[0]]}
     assert _contenders(record, "b=1 h=12 d=256 L=256") == {"forward": ["ours"]}
     why = "ValueError: head_dim must be at most 128"
-    notes = [f"FlashAttention-4 cannot run heads forward, b=1 h=12 d={d} L=256: {why}" for d in (192, 256)]
+    notes = [f"FlashAttention-4 cannot run heads forward, b=1 h=12 d={d} L=256: {why}" for d in (192, 256, "192/128")]
     assert record["notes"] == notes
     assert all(f"- {note}" in tables for note in notes)
 
