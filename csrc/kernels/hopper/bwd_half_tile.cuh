@@ -1,14 +1,13 @@
-// Shared by the warpgroups that scan, at both head dimensions: S and dP of a step with half a key tile, masks, carries,
-// and the stores of A and dz.
+// Shared by the warpgroups that scan, for all numbers of columns: S and dP of a step with half a key tile, masks,
+// carries, and the stores of A and dz. The key tiles of wide heads have one half; it is the newer one in the table.
 //
 // Synchronisation of the carries.
 //     barrier                 arrives                          waits
 //     carry_in_full           CarryReader                      both halves
 //     qdo.empty               every consumer thread            CarryReader, before it writes carry_in again
 //     carry_out_full[0]       a warp of the older half         the same warp of the newer half
-//     older_carry_out_empty   every thread of the newer half   older half, before it writes the slot again, and before
-//     it
-//                                                              removes NaN from Q (clear_nan_queries)
+//     older_carry_out_empty   every thread of the newer half   older half, before it writes the slot again, and
+//                                                              before it removes NaN from Q (clear_nan_queries)
 //     carry_out_full[1]       each warp of the newer half      Publisher
 //     newer_carry_out_empty   Publisher                        newer half, before it writes the slot again
 #pragma once

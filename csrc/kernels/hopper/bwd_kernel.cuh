@@ -3,16 +3,16 @@
 //     e = 2^(scale log2(e) q . k)     A = e P_after     g = A (dO . v)     b = sum of g over older keys + P dP
 //     dz = (g - e b) / (1 + e)        dQ += dz K        dK += dz^T Q       dV += A^T dO
 //
-// A CTA owns a tile of 128 keys. It processes the query rows that see the tile in steps of 64 rows, from the newest
-// rows to the oldest. The scan along the keys needs two numbers for each row at the older edge of the tile: the mass P
-// and the prefix b. Together they are the carry of the row. The CTA that owns the next older key tile sends it. dK and
-// dV are summed in registers, also over the query heads of a KV head. dQ is summed in global memory, oldest key tile
-// first. If there are too few key tiles for all CTAs, several CTAs share a tile (bwd_parts.h).
+// A CTA owns a tile of 128 keys, or 64 of a wide head. It processes the query rows that see the tile in steps of 64
+// rows, from the newest rows to the oldest. The scan along the keys needs two numbers for each row at the older edge of
+// the tile: the mass P and the prefix b. Together they are the carry of the row. The CTA that owns the next older key
+// tile sends it. dK and dV are summed in registers, also over the query heads of a KV head. dQ is summed in global
+// memory, oldest key tile first. If there are too few key tiles for all CTAs, several CTAs share a tile (bwd_parts.h).
 //
 // Warpgroup 0: one warp loads Q, dO, K and V (bwd_step_loader.cuh); three warps exchange carries with other CTAs and
 // order the additions to dQ (bwd_carries.cuh). The other warpgroups compute: two at head_dim 128
-// (bwd_consumer_d128.cuh), three at head_dim 64 (bwd_consumer_d64.cuh). README.md has a drawing and a list of the
-// barriers.
+// (bwd_consumer_d128.cuh), three at head_dim 64 and for wide heads (bwd_scan_warpgroup.cuh, bwd_consumer_d64.cuh,
+// bwd_consumer_wide.cuh). README.md has drawings and a list of the barriers.
 #pragma once
 
 #include <algorithm>
