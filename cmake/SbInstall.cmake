@@ -23,7 +23,8 @@ if(SB_BUILD_PYTHON)
 endif()
 
 set_target_properties(megatron_sb_ops PROPERTIES EXPORT_NAME ops)
-set(sb_cmake_dir "${sb_prefix}/lib/cmake/megatron_sb")
+# Without a leading "./", which CMake would count as a folder between the prefix and this one.
+cmake_path(SET sb_cmake_dir NORMALIZE "${sb_prefix}/lib/cmake/megatron_sb")
 install(EXPORT megatron_sb_targets NAMESPACE megatron_sb:: DESTINATION "${sb_cmake_dir}")
 configure_package_config_file(cmake/megatron_sbConfig.cmake.in "${CMAKE_CURRENT_BINARY_DIR}/megatron_sbConfig.cmake"
                               INSTALL_DESTINATION "${sb_cmake_dir}")
