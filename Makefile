@@ -37,6 +37,10 @@ SOURCE_ROOTS := CMakeLists.txt cmake csrc tests/cpp
 SOURCES := $(or $(shell git ls-files -co --exclude-standard $(SOURCE_ROOTS) 2>/dev/null),\
 	$(shell find $(SOURCE_ROOTS) -type f 2>/dev/null))
 PYTHON_FILES := megatron_sb tests examples benchmarks
+# As in pyproject.toml. ruff checks the syntax, vermin the standard library. It takes the method of tensors .long() for
+# Python 2.
+OLDEST_PYTHON := 3.10
+VERMIN := vermin --quiet --no-tips --violations --exclude long --target=$(OLDEST_PYTHON)-
 CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES))
 # clang-format without a file would wait for one on standard input.
 CLANG_FORMAT = $(if $(CXX_FILES),$(BIN)/clang-format,$(error there are no C++ files in $(SOURCE_ROOTS)))
@@ -78,6 +82,7 @@ gpu-suite: $(VENV)/.built
 lint: $(VENV)/.built
 	$(BIN)/ruff check $(PYTHON_FILES)
 	$(BIN)/ruff format --check $(PYTHON_FILES)
+	$(BIN)/$(VERMIN) $(PYTHON_FILES)
 	@$(CLANG_FORMAT) --dry-run -Werror $(CXX_FILES)
 
 format: $(VENV)/.built

@@ -25,6 +25,8 @@ import torch
 from pictures import pyplot_for_files, record_or_draw
 from timing import machine
 
+from megatron_sb.processes import module_command
+
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 SEVERAL_MACHINES = ROOT / "tests" / "python" / "support" / "several_machines.sh"
@@ -94,7 +96,7 @@ def settings(options: argparse.Namespace, length: int, num_ranks: int) -> dict:
 
 def train(config: Path, overrides: list[str], folder: Path, machines: int) -> list[dict]:
     """Run a job and return the lines of its log. Raise RuntimeError with the end of its output if it fails."""
-    start = [sys.executable, "-P", "-m", "megatron_sb.training"] if machines == 1 else [SEVERAL_MACHINES]
+    start = module_command("megatron_sb.training") if machines == 1 else [SEVERAL_MACHINES]
     command = [*map(str, [*start, config, *overrides, "--out", folder])]
     environment = {**os.environ, "PYTHON": sys.executable, "SECONDS_AT_MOST": str(LIMIT_SECONDS)}
     environment |= {"NODES": str(machines), "RANKS_PER_NODE": "2"}

@@ -14,7 +14,7 @@ set(SB_TORCH_ROOT "" CACHE PATH
 
 function(sb_ask_python_for_torch)
     if(NOT Python_EXECUTABLE)
-        find_package(Python 3.11 REQUIRED COMPONENTS Interpreter)
+        find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
     endif()
     string(CONCAT question "import os, torch\n"
            "print(';'.join([os.path.dirname(torch.__file__), torch.__version__, torch.version.cuda or '', "

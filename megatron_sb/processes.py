@@ -6,15 +6,23 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+_RUN_MODULE = (
+    "import runpy, sys; del sys.path[0]; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
+
 
 def module_command(module: str) -> list[str]:
     """Return the command that runs a module of this package in a new process, from the same installation.
 
     Python searches the current folder first. A checkout there would hide the installed package, so -P excludes the
-    folder.
+    folder. Python 3.10 has no -P: there a line of code excludes it.
     """
     runs_in_checkout = Path(__file__).parents[1] == Path.cwd()
-    return [sys.executable, *([] if runs_in_checkout else ["-P"]), "-m", module]
+    if runs_in_checkout:
+        return [sys.executable, "-m", module]
+    if sys.version_info >= (3, 11):
+        return [sys.executable, "-P", "-m", module]
+    return [sys.executable, "-c", _RUN_MODULE, module]
 
 
 @contextlib.contextmanager

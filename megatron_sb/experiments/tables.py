@@ -35,7 +35,7 @@ def provenance(device: str) -> dict[str, Any]:
     import torch
 
     return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "device": device,
         "torch": torch.__version__,
         "megatron_core": importlib.metadata.version("megatron-core"),

@@ -250,7 +250,7 @@ class StickBreakingForCausalLM(StickBreakingPreTrainedModel, GenerationMixin):
         torch.Size([1, 7])
     """
 
-    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: StickBreakingConfig) -> None:
         super().__init__(config)

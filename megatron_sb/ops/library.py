@@ -37,7 +37,8 @@ def build_info() -> BuildInfo:
         raise ImportError(
             f"megatron_sb was imported from {folder}, which has no compiled module for Python "
             f"{platform.python_version()}. This is a source tree. It hides an installed package while Python runs in "
-            f"{folder.parent}. Run Python in another folder or with -P, or install with pip install -e . (make build)."
+            f"{folder.parent}. Run Python in another folder or with -P (Python 3.11 or later), or install with "
+            f"pip install -e . (make build)."
         ) from error
 
 

@@ -10,11 +10,11 @@ import importlib
 import io
 import re
 import shlex
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.project import project_table
 
 from megatron_sb import cli
 
@@ -117,8 +117,7 @@ def _is_make_target(word: str) -> bool:
 
 
 def _has_extras(word: str) -> bool:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    return set(word[2:-1].split(",")) <= extras.keys()
+    return set(word[2:-1].split(",")) <= project_table()["optional-dependencies"].keys()
 
 
 def _missing_file(words: list[str]) -> str | None:

@@ -135,6 +135,7 @@ FOREIGN = (
     "fused_weight_gradient_mlp_cuda",
     "module is not found",
     "name 'TESpecProvider'",
+    "no such option: -C",
     "requires a different Python",
     "scikit_build_core",
     "undefined symbol",

@@ -9,10 +9,11 @@ import pytest
 
 from megatron_sb import bench, cli, selfcheck
 from megatron_sb.ops import library
+from megatron_sb.processes import module_command
 from megatron_sb.validation import InputError
 
 TINY = str(Path(__file__).parents[3] / "configs/tiny_context_extension.yaml")
-MODULE = [sys.executable, "-P", "-m", "megatron_sb.cli"]
+MODULE = module_command("megatron_sb.cli")
 
 
 def environment():

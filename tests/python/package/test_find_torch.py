@@ -41,8 +41,8 @@ def configure(folder, source):
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(source)
     isolated = {"HOME": str(folder / "home"), "PYTHONNOUSERSITE": "1", "PYTHONPATH": str(folder / "isolation")}
-    # The Python of a virtual environment never imports packages of the user's home, so use the one below it.
-    command = [CMAKE, "-S", folder, "-B", folder / "build", f"-DPython_EXECUTABLE={sys._base_executable}"]
+    # The Python of a virtual environment never imports packages of the user's home. It is a link to one that does.
+    command = [CMAKE, "-S", folder, "-B", folder / "build", f"-DPython_EXECUTABLE={Path(sys.executable).resolve()}"]
     done = subprocess.run(command, env=os.environ | isolated, capture_output=True, text=True, timeout=60)
     return done.returncode, " ".join((done.stdout + done.stderr).split()), package
 

@@ -92,11 +92,29 @@ def test_sources_that_hide_the_package_raise_an_error(installed):
     assert done.returncode == 1
     checkout = folder / "checkout"
     assert re.search(mentions(f"ImportError {checkout / 'megatron_sb'} {checkout} -P pip install -e"), done.stderr)
-    assert run("-P", "-c", "import megatron_sb.ops").returncode == 0
+    if sys.version_info >= (3, 11):
+        assert run("-P", "-c", "import megatron_sb.ops").returncode == 0
 
 
 def test_python_ignores_the_current_folder_unless_the_package_is_there(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert processes.module_command("megatron_sb.training")[1:] == ["-P", "-m", "megatron_sb.training"]
     monkeypatch.chdir(Path(processes.__file__).parents[1])
     assert processes.module_command("megatron_sb.training")[1:] == ["-m", "megatron_sb.training"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "version_info", (3, 11))
+    assert processes.module_command("megatron_sb.training")[1:] == ["-P", "-m", "megatron_sb.training"]
+
+
+def test_python_3_10_ignores_the_current_folder_without_an_option(monkeypatch, tmp_path):
+    """The module runs as with -m: its name, its arguments, and its file in sys.argv[0]."""
+    (tmp_path / "platform.py").write_text("raise SystemExit('the folder of the process was searched')")
+    (tmp_path / "site").mkdir()
+    module = tmp_path / "site" / "shows_itself.py"
+    module.write_text("import platform, sys\nprint([__name__, *sys.argv])")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "version_info", (3, 10))
+    command = processes.module_command("shows_itself")
+    assert "-P" not in command
+    environment = {**os.environ, "PYTHONPATH": str(module.parent)}
+    environment.pop("PYTHONSAFEPATH", None)
+    done = subprocess.run([*command, "--flag", "x"], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == str(["__main__", str(module), "--flag", "x"]), done.stderr

@@ -6,12 +6,12 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 from support.messages import mentions
+from support.project import project_table
 
 import megatron_sb
 from megatron_sb import cli, selfcheck
@@ -115,6 +115,7 @@ while wanted:
         continue
     wanted += [re.match(r"[\\w.-]+", line).group() for line in requirements if "extra ==" not in line]
 modules = {"megatron_sb", *sys.stdlib_module_names}
+modules |= {name.replace("-", "_") for name in found}  # in Python 3.10, packages_distributions lacks some of these
 for module, owners in importlib.metadata.packages_distributions().items():
     modules |= {module} if found & {re.sub(r"[-_.]+", "-", owner).lower() for owner in owners} else set()
 
@@ -200,7 +201,7 @@ def test_another_missing_module_raises_its_own_error(missing, monkeypatch):
 
 
 def test_the_command_knows_the_extra_of_every_optional_module():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = project_table()["optional-dependencies"]
     modules = {"PyYAML": "yaml", "megatron-core": "megatron"}  # the modules that are not named like their distribution
     wanted = {}
     for extra in ("train", "huggingface"):

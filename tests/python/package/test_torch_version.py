@@ -3,24 +3,21 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 import torch
+from support.cmake import configure, needs_cmake, run_script
 from support.libtorch import write_libtorch
 from support.messages import mentions
+from support.project import project_table
 
 from megatron_sb import torch_version
 from megatron_sb.baselines.softmax import kernels
 from megatron_sb.ops import library
 
 ROOT = Path(__file__).parents[3]
-CMAKE = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 NVCC = os.environ.get("CUDACXX") or shutil.which("nvcc")
-needs_cmake = pytest.mark.skipif(not CMAKE, reason="needs cmake")
 CPU_BUILD = library.BuildInfo(version="0.1.0", torch="2.11.0+cu130", cuda=None, compiler="GNU 12.2.0")
 CUDA_BUILD = library.BuildInfo(version="0.1.0", torch="2.11.0+cu130", cuda="13.0.88", compiler="GNU 12.2.0")
 
@@ -85,19 +82,11 @@ def test_what_an_older_torch_lacks_raises_an_error(monkeypatch):
     assert torch_version.from_torch("torch.nn", "Linear", "2.10") is torch.nn.Linear
 
 
-def run_cmake(folder: Path, call: str) -> tuple[int, str]:
-    """Run a call of a function of SbVersions.cmake as a script. Return the exit status and the output."""
-    script = folder / "script.cmake"
-    script.write_text(f'include({ROOT / "cmake" / "SbVersions.cmake"})\n{call}\nmessage(STATUS "end of script")\n')
-    done = subprocess.run([CMAKE, "-P", script], capture_output=True, text=True, timeout=60)
-    return done.returncode, " ".join((done.stdout + done.stderr).split())
-
-
 def check_torch(folder: Path, version: str, minor: str) -> tuple[int, str]:
     """Run sb_check_torch() for a torch. Return the exit status and the output."""
     settings = {"SB_TORCH_VERSION": version, "SB_TORCH_MINOR": minor, "SB_TORCH_ROOT": "/torch"}
     lines = [f'set({name} "{value}")' for name, value in settings.items()]
-    return run_cmake(folder, "\n".join([*lines, "sb_check_torch()"]))
+    return run_script(folder, "SbVersions", "\n".join([*lines, "sb_check_torch()"]))
 
 
 @needs_cmake
@@ -125,22 +114,15 @@ def test_cmake_warns_of_a_newer_torch(version, minor, tmp_path):
 @needs_cmake
 @pytest.mark.parametrize(("nvcc", "cuda"), [("13.0.88", "13.2"), ("12.4.1", "12.8"), ("13.0.88", "unknown")])
 def test_cmake_accepts_nvcc_of_torchs_major_version(nvcc, cuda, tmp_path):
-    assert run_cmake(tmp_path, f'sb_check_cuda("{nvcc}" "{cuda}")') == (0, "-- end of script")
+    assert run_script(tmp_path, "SbVersions", f'sb_check_cuda("{nvcc}" "{cuda}")') == (0, "-- end of script")
 
 
 @needs_cmake
 @pytest.mark.parametrize(("nvcc", "cuda"), [("13.0.88", "12.8"), ("12.9.1", "13.0")])
 def test_cmake_refuses_nvcc_of_another_major_version(nvcc, cuda, tmp_path):
-    status, output = run_cmake(tmp_path, f'sb_check_cuda("{nvcc}" "{cuda}")')
+    status, output = run_script(tmp_path, "SbVersions", f'sb_check_cuda("{nvcc}" "{cuda}")')
     assert status != 0
     assert re.search(mentions(f"nvcc {nvcc} {cuda} CUDACXX SB_WITH_CUDA=OFF"), output)
-
-
-def configure(folder: Path, *options: str) -> tuple[int, str]:
-    """Configure this project. Return the exit status and the output."""
-    command = [CMAKE, "-S", ROOT, "-B", folder / "build", "-DSB_BUILD_PYTHON=OFF", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    return done.returncode, " ".join((done.stdout + done.stderr).split())
 
 
 @needs_cmake
@@ -174,9 +156,8 @@ def cmake_version(name: str) -> tuple[int, int]:
 
 def test_pip_keeps_an_installed_torch():
     """The oldest version is that of CMake, and there is no upper bound, which would make pip replace a newer torch."""
-    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     major, minor = cmake_version("SB_TORCH_OLDEST")
-    assert [text for text in dependencies if text.startswith("torch")] == [f"torch>={major}.{minor}"]
+    assert [text for text in project_table()["dependencies"] if text.startswith("torch")] == [f"torch>={major}.{minor}"]
 
 
 def test_the_documentation_lists_the_oldest_and_the_newest_version():
