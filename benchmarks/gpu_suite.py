@@ -187,6 +187,7 @@ def library_folder(source: Path) -> Path:
             "version": "unknown",
             "torch": torch.__version__,
             "cuda": str(torch.version.cuda),
+            "cuda_architectures": [80, 90],  # the default of a build
             "compiler": "unknown",
         }
         (package / "_C.py").write_text(f"def build_info():\n    return {about!r}\n")

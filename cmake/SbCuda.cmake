@@ -1,5 +1,7 @@
-# Sets SB_CUDA (ON or OFF) from SB_WITH_CUDA (ON, OFF or AUTO) and prints the decision. Defines sb_add_cuda_kernels,
-# which sets the architectures of one library: wgmma compiles for sm_90a only, the other kernels also for sm_80.
+# Sets SB_CUDA (ON or OFF) from SB_WITH_CUDA (ON, OFF or AUTO), and the list sb_architectures
+# from SB_CUDA_ARCHITECTURES. Prints both. Defines sb_add_cuda_kernels, which creates one library.
+
+include(SbArchitectures)
 
 if(SB_WITH_CUDA STREQUAL "OFF")
     set(SB_CUDA OFF)
@@ -25,8 +27,11 @@ if(SB_CUDA)
     enable_language(CUDA)
     sb_check_cuda("${CMAKE_CUDA_COMPILER_VERSION}" "${SB_TORCH_CUDA_VERSION}")
     find_package(CUDAToolkit REQUIRED)
+    sb_known_architectures(sb_known "${CMAKE_CUDA_COMPILER}")
+    sb_choose_architectures(sb_architectures "${SB_CUDA_ARCHITECTURES}" "${sb_known}" "${CMAKE_CUDA_COMPILER_VERSION}")
+    list(JOIN sb_architectures ", sm_" sb_architecture_names)
     message(STATUS "megatron_sb: CUDA build, nvcc ${CMAKE_CUDA_COMPILER_VERSION}, "
-            "torch for CUDA ${SB_TORCH_CUDA_VERSION}")
+            "torch for CUDA ${SB_TORCH_CUDA_VERSION}, machine code for sm_${sb_architecture_names}")
 else()
     message(WARNING "megatron_sb: this is a CPU BUILD, because ${sb_why}. It has no GPU kernels.")
 endif()

@@ -32,7 +32,12 @@ def collect() -> dict[str, Any]:
     return {
         "version": build["version"],
         "library": str(library.library_path()),
-        "build": {"cuda": build["cuda"], "compiler": build["compiler"], "torch": build["torch"]},
+        "build": {
+            "cuda": build["cuda"],
+            "cuda_architectures": [f"sm_{architecture}" for architecture in build["cuda_architectures"]],
+            "compiler": build["compiler"],
+            "torch": build["torch"],
+        },
         "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
         "python": {"version": platform.python_version(), "machine": platform.machine(), "system": platform.platform()},
         "cpu": {
@@ -48,8 +53,34 @@ def collect() -> dict[str, Any]:
 
 def _gpu(index: int) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(index)
-    capability = f"sm_{properties.major}{properties.minor}"
-    return {"name": properties.name, "capability": capability, "memory_bytes": properties.total_memory}
+    capability = 10 * properties.major + properties.minor
+    return {
+        "name": properties.name,
+        "capability": f"sm_{capability}",
+        "memory_bytes": properties.total_memory,
+        "code": code_for(capability, library.build_info()["cuda_architectures"]),
+    }
+
+
+def code_for(capability: int, architectures: list[int]) -> str | None:
+    """Return which code of a build a GPU runs.
+
+    Args:
+        capability: compute capability of the GPU, times ten: 86 for sm_86.
+        architectures: those with machine code, as in `library.build_info`.
+
+    Returns:
+        The name of the machine code; "compute_80", the PTX, if the driver must compile it; or None.
+
+    Example:
+        >>> code_for(86, [80, 90]), code_for(120, [80, 90]), code_for(75, [80, 90])
+        ('sm_80', 'compute_80', None)
+    """
+    # Machine code runs on GPUs of the same generation, and not on older ones.
+    machine_code = [a for a in architectures if a // 10 == capability // 10 and a <= capability]
+    if machine_code:
+        return f"sm_{max(machine_code)}"
+    return "compute_80" if architectures and capability >= 80 else None
 
 
 def _kernel(line: str) -> dict[str, str]:
@@ -64,6 +95,21 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _about_code(gpu: dict[str, Any], build: dict[str, Any]) -> str:
+    """Return which code the GPU runs, and how to get machine code if it has none."""
+    if build["cuda"] is None:
+        return ""
+    if gpu["code"] is None:
+        return ", not supported: the kernels need sm_80 or later"
+    if gpu["code"] != "compute_80":
+        return f", runs the machine code of {gpu['code']}"
+    number = gpu["capability"].removeprefix("sm_")
+    return (
+        ", no machine code: the driver compiles each kernel at its first call. "
+        f"To avoid this, build with SB_CUDA_ARCHITECTURES={number}."
+    )
+
+
 def to_json(facts: dict[str, Any]) -> str:
     """Return the facts of `collect` as indented JSON."""
     return json.dumps(facts, indent=1)
@@ -72,7 +118,7 @@ def to_json(facts: dict[str, Any]) -> str:
 def to_text(facts: dict[str, Any]) -> str:
     """Return the facts of `collect` as lines for people."""
     build, torch_facts, python, cpu = (facts[name] for name in ("build", "torch", "python", "cpu"))
-    built = f"CUDA {build['cuda']}"
+    built = f"CUDA {build['cuda']}, machine code for {', '.join(build['cuda_architectures'])}"
     if build["cuda"] is None:
         built = "CPU BUILD without GPU kernels. To get them, build with nvcc and a CUDA build of torch."
     packages = [f"{name} {version}" for name, version in facts["packages"].items() if version is not None]
@@ -87,7 +133,7 @@ def to_text(facts: dict[str, Any]) -> str:
     ]
     for index, gpu in enumerate(facts["gpus"]):
         memory = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
-        lines.append(f"cuda:{index}        {gpu['name']}, {gpu['capability']}, {memory}")
+        lines.append(f"cuda:{index}        {gpu['name']}, {gpu['capability']}, {memory}{_about_code(gpu, build)}")
     lines += [] if facts["gpus"] else ["cuda          no device"]
     lines += [f"{name} = {value}" for name, value in facts["environment"].items()]
     lines += ["kernels, fastest first", *(f"  {kernel['name']}: {kernel['serves']}" for kernel in facts["kernels"])]

@@ -7,14 +7,17 @@ namespace py = pybind11;
 PYBIND11_MODULE(_C, m) {
     m.def("build_info", [] {
         py::dict info;
+        py::list architectures;  // with machine code, as numbers: 90 for sm_90
         info["version"] = SB_VERSION;
         info["torch"] = SB_TORCH_VERSION;
         info["compiler"] = SB_COMPILER;
 #if defined(SB_WITH_CUDA)
         info["cuda"] = SB_CUDA_VERSION;
+        for (const int architecture : {SB_CUDA_ARCHITECTURES}) architectures.append(architecture);
 #else
         info["cuda"] = py::none();
 #endif
+        info["cuda_architectures"] = architectures;
         return info;
     });
 }

@@ -10,8 +10,10 @@
 
 #if defined(SB_WITH_CUDA)
 #include "kernels/decode/decode.h"
-#include "kernels/hopper/hopper.h"
 #include "kernels/portable/portable.h"
+#endif
+#if defined(SB_WITH_HOPPER)
+#include "kernels/hopper/hopper.h"
 #endif
 
 namespace megatron_sb::dispatch {
@@ -37,7 +39,9 @@ bool portable_serves(const Request& r) {
 bool is_half(Dtype dtype) {
     return dtype == Dtype::kBFloat16 || dtype == Dtype::kFloat16;
 }
+#endif
 
+#if defined(SB_WITH_HOPPER)
 bool hopper_serves(const Request& r) {
     return r.device == Device::kCuda && r.architecture == 90 && is_half(r.dtype) && head_dims_fit(r) &&
            std::max(r.head_dim, r.head_dim_v) <= (r.forget_gate ? hopper::kMostGatedColumns : hopper::kMostColumns) &&
@@ -46,7 +50,7 @@ bool hopper_serves(const Request& r) {
 #endif
 
 constexpr Kernels kTable[] = {
-#if defined(SB_WITH_CUDA)
+#if defined(SB_WITH_HOPPER)
     {"hopper", hopper_serves,
      [] {
          return concat("CUDA sm_90; bf16, fp16; head_dim and head_dim_v: multiples of ", kHeadDimMultiple, " up to ",
@@ -54,6 +58,8 @@ constexpr Kernels kTable[] = {
                        "; no paged cache");
      },
      hopper::forward_workspace, hopper::backward_workspace, hopper::block_forward, hopper::block_backward, true},
+#endif
+#if defined(SB_WITH_CUDA)
     {"portable", portable_serves,
      [] { return concat("CUDA sm_80 and later; fp32, bf16, fp16; ", supported_head_dims()); },
      portable::forward_workspace, portable::backward_workspace, portable::block_forward, portable::block_backward,

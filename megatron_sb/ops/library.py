@@ -20,6 +20,7 @@ class BuildInfo(TypedDict):
     version: str
     torch: str
     cuda: str | None  # nvcc's version; None for a CPU build
+    cuda_architectures: list[int]  # with machine code: 90 for sm_90
     compiler: str
 
 

@@ -32,6 +32,20 @@ void allow_shared_memory(const char* what, const void* kernel, int bytes) {
     });
 }
 
+// Says what to do if the driver can load neither machine code nor PTX.
+const char* advice(cudaError_t error) {
+    switch (error) {
+        case cudaErrorNoKernelImageForDevice:
+        case cudaErrorUnsupportedPtxVersion:  // the driver is older than nvcc
+        case cudaErrorJitCompilerNotFound:
+        case cudaErrorJitCompilationDisabled:
+            return ". The kernels need sm_80 or later, and this build has no code that this GPU and driver can load. "
+                   "Build with SB_CUDA_ARCHITECTURES=all, or with the number of the GPU, such as 120 for sm_120";
+        default:
+            return "";
+    }
+}
+
 }  // namespace
 
 void check(const char* what, const char* call, cudaError_t error) {
@@ -39,7 +53,7 @@ void check(const char* what, const char* call, cudaError_t error) {
     cudaGetLastError();
     const std::string expired = describe_expired_waits();
     throw RuntimeFailure(concat(what, ": ", call, " failed: ", cudaGetErrorName(error), ", ", cudaGetErrorString(error),
-                                expired.empty() ? "" : ". ", expired));
+                                advice(error), expired.empty() ? "" : ". ", expired));
 }
 
 void check_launch(const char* what) {

@@ -35,17 +35,19 @@ TEST(Dispatch, UsesTheFirstGpuKernelsThatSupportTheRequest) {
     const auto name = [](int architecture, Dtype dtype, int head_dim, int head_dim_v) {
         return std::string(find({Device::kCuda, architecture, dtype, head_dim, head_dim_v}).name);
     };
-    EXPECT_EQ(name(90, Dtype::kBFloat16, 128, 128), "hopper");
-    EXPECT_EQ(name(90, Dtype::kFloat16, 64, 64), "hopper");
-    EXPECT_EQ(name(90, Dtype::kBFloat16, 128, 8), "hopper");
-    EXPECT_EQ(name(90, Dtype::kFloat16, 24, 96), "hopper");
-    EXPECT_EQ(name(90, Dtype::kBFloat16, 192, 128), "hopper");
-    EXPECT_EQ(name(90, Dtype::kFloat16, 8, 256), "hopper");
+    // A build without machine code for sm_90 has no Hopper kernels.
+    const std::string fastest = describe().find("hopper: ") == std::string::npos ? "portable" : "hopper";
+    EXPECT_EQ(name(90, Dtype::kBFloat16, 128, 128), fastest);
+    EXPECT_EQ(name(90, Dtype::kFloat16, 64, 64), fastest);
+    EXPECT_EQ(name(90, Dtype::kBFloat16, 128, 8), fastest);
+    EXPECT_EQ(name(90, Dtype::kFloat16, 24, 96), fastest);
+    EXPECT_EQ(name(90, Dtype::kBFloat16, 192, 128), fastest);
+    EXPECT_EQ(name(90, Dtype::kFloat16, 8, 256), fastest);
     EXPECT_EQ(name(90, Dtype::kFloat32, 128, 128), "portable");
     EXPECT_EQ(name(90, Dtype::kFloat32, 256, 256), "portable");
     EXPECT_EQ(name(80, Dtype::kBFloat16, 128, 128), "portable");
     EXPECT_EQ(name(100, Dtype::kFloat16, 64, 64), "portable");
-    EXPECT_STREQ(find({Device::kCuda, 90, Dtype::kBFloat16, 128, 128, true}).name, "hopper");  // with forget gates
+    EXPECT_EQ(find({Device::kCuda, 90, Dtype::kBFloat16, 128, 128, true}).name, fastest);  // with forget gates
     EXPECT_STREQ(find({Device::kCuda, 90, Dtype::kBFloat16, 136, 128, true}).name, "portable");
     EXPECT_STREQ(find({Device::kCuda, 90, Dtype::kBFloat16, 128, 128, false, true}).name, "portable");  // paged cache
     EXPECT_THROW(find({Device::kCuda, 90, Dtype::kFloat64, 64, 64}), InvalidArgument);

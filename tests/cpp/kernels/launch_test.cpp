@@ -28,6 +28,15 @@ TEST(Check, NamesTheKernelsTheCallAndTheError) {
     EXPECT_TRUE(mentions(message, "decode cudaMemsetAsync cudaErrorInvalidValue"));
 }
 
+TEST(Check, WithoutCodeForTheGpuTheErrorNamesTheBuildOption) {
+    for (const cudaError_t error : {cudaErrorNoKernelImageForDevice, cudaErrorUnsupportedPtxVersion}) {
+        const std::string message = message_of([=] { common::check("decode", "launch", error); });
+        EXPECT_TRUE(mentions(message, "decode launch sm_80 SB_CUDA_ARCHITECTURES"));
+    }
+    const std::string message = message_of([] { common::check("decode", "launch", cudaErrorInvalidValue); });
+    EXPECT_FALSE(mentions(message, "SB_CUDA_ARCHITECTURES"));
+}
+
 TEST(Check, FailedCallIsNotReportedForTheNextLaunch) {
     int devices = 0;
     if (cudaGetDeviceCount(&devices) != cudaSuccess) GTEST_SKIP() << "there is no CUDA device";

@@ -3,11 +3,22 @@
 import itertools
 import re
 import subprocess
+from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from megatron_sb.ops import library
+
+ARCHITECTURES = library.build_info()["cuda_architectures"]
+needs_cuda_build = pytest.mark.skipif(not ARCHITECTURES, reason="needs a build with CUDA")
+
+
+def cuobjdump() -> Path:
+    """Return the path of cuobjdump, or skip the test."""
+    triton = pytest.importorskip("triton", reason="needs cuobjdump, which is a part of triton")
+    return Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 def instructions_of_kernels(folder: Path) -> dict[str, list[tuple[int, str]]]:
@@ -15,12 +26,10 @@ def instructions_of_kernels(folder: Path) -> dict[str, list[tuple[int, str]]]:
 
     Only these kernels can have products (HGMMA): CMakeLists.txt compiles no others for sm_90a.
     """
-    triton = pytest.importorskip("triton", reason="needs cuobjdump, which is a part of triton")
-    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     options = {"cwd": folder, "capture_output": True, "text": True, "check": True, "timeout": 120}
-    subprocess.run([cuobjdump, "-xelf", "sm_90", library.library_path()], **options)
+    subprocess.run([cuobjdump(), "-xelf", "sm_90", library.library_path()], **options)
     hopper = [path for path in sorted(folder.glob("*.cubin")) if b"6hopper" in path.read_bytes()]
-    text = "\n".join(subprocess.run([cuobjdump, "-sass", path], **options).stdout for path in hopper)
+    text = "\n".join(subprocess.run([cuobjdump(), "-sass", path], **options).stdout for path in hopper)
     kernels = re.split(r"\n\s*Function : ", text)[1:]
     return {
         k.split("\n", 1)[0]: [(int(at, 16), i) for at, i in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", k)]
@@ -44,7 +53,21 @@ def innermost_loops_of_products(code: list[tuple[int, str]]) -> list[list[str]]:
     ]
 
 
-@pytest.mark.skipif(library.build_info()["cuda"] is None, reason="needs a build with CUDA")
+@needs_cuda_build
+def test_the_library_has_the_machine_code_that_it_reports():
+    """Every file of portable kernels has PTX, for other GPUs, and code of each architecture. Hopper's have sm_90's."""
+    run = partial(subprocess.run, capture_output=True, text=True, check=True, timeout=120)
+    ptx = run([cuobjdump(), "--list-ptx", library.library_path()]).stdout
+    machine_code = run([cuobjdump(), "--list-elf", library.library_path()]).stdout
+    num_files = Counter(re.findall(r"\.(sm_\d+)\.", machine_code))
+    assert [*Counter(re.findall(r"\.(sm_\d+)\.", ptx))] == ["sm_80"]
+    assert num_files.keys() == {f"sm_{architecture}" for architecture in ARCHITECTURES}
+    num_portable = len(ptx.strip().splitlines())
+    for name, number in num_files.items():
+        assert number > num_portable if name == "sm_90" else number == num_portable, name
+
+
+@pytest.mark.skipif(90 not in ARCHITECTURES, reason="needs a build with the Hopper kernels")
 def test_wgmma_descriptors_stay_in_uniform_registers(tmp_path):
     """Otherwise each wgmma waits for moves (R2UR), for example if the end of a loop does not look uniform to ptxas.
 

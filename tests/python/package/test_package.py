@@ -84,6 +84,7 @@ def test_info_as_json_has_what_the_text_has(capsys, monkeypatch):
     assert len(facts["gpus"]) == torch.cuda.device_count()
     leaves = [facts["library"], facts["build"]["compiler"], facts["python"]["version"], facts["cpu"]["instruction_set"]]
     leaves += [kernel["name"] + ": " + kernel["serves"] for kernel in facts["kernels"]]
+    leaves += facts["build"]["cuda_architectures"]
     leaves += [value for value in (facts["build"]["cuda"], *facts["packages"].values()) if value]
     assert len(facts["kernels"]) >= 2
     for leaf in leaves:

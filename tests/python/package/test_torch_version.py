@@ -18,8 +18,12 @@ from megatron_sb.ops import library
 
 ROOT = Path(__file__).parents[3]
 NVCC = os.environ.get("CUDACXX") or shutil.which("nvcc")
-CPU_BUILD = library.BuildInfo(version="0.1.0", torch="2.11.0+cu130", cuda=None, compiler="GNU 12.2.0")
-CUDA_BUILD = library.BuildInfo(version="0.1.0", torch="2.11.0+cu130", cuda="13.0.88", compiler="GNU 12.2.0")
+CPU_BUILD = library.BuildInfo(
+    version="0.1.0", torch="2.11.0+cu130", cuda=None, cuda_architectures=[], compiler="GNU 12.2.0"
+)
+CUDA_BUILD = library.BuildInfo(
+    version="0.1.0", torch="2.11.0+cu130", cuda="13.0.88", cuda_architectures=[80, 90], compiler="GNU 12.2.0"
+)
 
 
 @pytest.mark.parametrize(
