@@ -17,7 +17,7 @@ namespace megatron_sb::hopper {
 template <class T, bool kKeys>
 class WideSumWarpgroup : BackwardThread<T> {
     using Base = BackwardThread<T>;
-    using Base::control_, Base::kPanel, Base::kStage, Base::kTile, Base::lane_, Base::step, Base::warp_;
+    using Base::control_, Base::kPanel, Base::kStage, Base::step;
     using typename Base::Element;
     static constexpr bool kSeparate = T::kSeparateDo && !kKeys;  // waits for dO on a ring of its own
     static constexpr int kColumns = kKeys ? T::kHeadDim : T::kHeadDimV;

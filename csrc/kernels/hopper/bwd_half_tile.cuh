@@ -33,7 +33,6 @@ class HalfScan : protected BackwardThread<T> {
         k_low_ = descriptor_low(shared_address(shared.k[0][half]), 0);
         v_low_ = descriptor_low(shared_address(shared.v[0][half]), 0);
         qdo_low_ = descriptor_low(shared_address(shared.qdo[0]), 0);
-        d_o_low_ = descriptor_low(shared_address(shared.d_o), 0);
         weights_ = shared_address(shared.weights[0][half]);
         dz_ = shared_address(shared.dz[0][half]);
     }
@@ -225,10 +224,10 @@ class HalfScan : protected BackwardThread<T> {
         }
     }
 
-    const int half_;                              // 0: older half of the key tile, 1: newer half
-    uint32_t k_low_, v_low_, qdo_low_, d_o_low_;  // lower halves of the descriptors of the first buffer or stage
-    uint32_t weights_, dz_;                       // addresses of A and dz of this half, first slot
-    float product_offset_ = 0.f;                  // of the key tile
+    const int half_;                    // 0: older half of the key tile, 1: newer half
+    uint32_t k_low_, v_low_, qdo_low_;  // lower halves of the descriptors of the first buffer or stage
+    uint32_t weights_, dz_;             // addresses of A and dz of this half, first slot
+    float product_offset_ = 0.f;        // of the key tile
     float s_[32], dp_[32];
     float gate_sums_[2];  // with gates: sums of n of this key tile over the rows of the warp (sum_over_rows)
 };

@@ -10,7 +10,8 @@
 //     qdo.full     step loader                                    all warpgroups
 //     qdo.empty    every thread, after its products               step loader, carry reader
 //     kv.full      step loader                                    all warpgroups
-//     kv.empty     each warp, at the end of a key tile            step loader
+//     kv.empty     each warp, at the end of a key tile; of the    step loader
+//                  wide sum warpgroups every thread
 //     dz.full      each scan warp, after it has written A and dz  sum warpgroups
 //     dz.empty     each sum warp, after its products              scan warpgroups, before they write A
 // bwd_half_tile.cuh describes the barriers of the carries, bwd_additions.cuh those of the additions to dQ.
@@ -25,12 +26,12 @@ class ScanWarpgroup : HalfScan<T> {
     using Base = HalfScan<T>;
     using Base::args_, Base::control_, Base::dp_, Base::half_, Base::lane_, Base::product_offset_, Base::s_, Base::step,
         Base::warp_;
-    using Base::d_o_low_, Base::dz_, Base::k_low_, Base::qdo_low_, Base::v_low_, Base::weights_;
+    using Base::dz_, Base::k_low_, Base::qdo_low_, Base::v_low_, Base::weights_;
     using typename Base::Element;
 
   public:
     __device__ __forceinline__ ScanWarpgroup(typename T::Shared& shared, const BackwardArguments& arguments, int half)
-        : Base(shared, arguments, half) {}
+        : Base(shared, arguments, half), d_o_low_(descriptor_low(shared_address(shared.d_o), 0)) {}
 
     __device__ __forceinline__ void run() {
         start_step(true);
@@ -113,7 +114,8 @@ class ScanWarpgroup : HalfScan<T> {
         start_step(tile_ends);
     }
 
-    Stage<T> stage_;  // of step number_
+    const uint32_t d_o_low_;  // of dO, if it has a ring of its own
+    Stage<T> stage_;          // of step number_
     uint32_t number_ = 0, tiles_ = 0;
     int flags_ = 0;
 };
