@@ -1,7 +1,7 @@
 """Generate text with a model of a run of `megatron-sb train` (`megatron-sb generate`).
 
-Stick-breaking models with dot-product logits and without forget gates become transformers models, which have a KV
-cache. The others run in the training engine, which has none: it computes all tokens again for each new one.
+Stick-breaking models become transformers models, which have a KV cache. Softmax models run in the training engine,
+which has none: it computes all tokens again for each new one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_sb.training.config import BYTE_VOCAB_SIZE, TrainingConfig
-from megatron_sb.training.loading import choose_model, config_of, has_portable_attention, load_run
+from megatron_sb.training.loading import choose_model, config_of, load_run
 from megatron_sb.validation import InputError, MissingFileError
 
 # Maps the tokens that are new since its last call to the logits of the next token: (vocab_size,), on the CPU.
@@ -160,7 +160,7 @@ def open_model(run: str | Path, model: str, config: TrainingConfig, device: str)
     Yields:
         The function that computes logits, and a sentence about the checkpoint and the KV cache.
     """
-    if has_portable_attention(config, model):
+    if config.breaks_sticks(model):
         yield _cached(Path(run) / model, device, config.vocab_size)
         return
     with load_run(run, model, device) as loaded:

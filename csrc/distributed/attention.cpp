@@ -274,16 +274,17 @@ class Attend : public torch::autograd::Function<Attend> {
 std::tuple<at::Tensor, at::Tensor> attention(const ops::Arguments& arguments) {
     const ContextParallelCall call(arguments);
     const CheckedCall checked = check_and_agree(call);
-    const ops::Extended extended = ops::with_variant_columns(call.q, call.k, call.options);
+    const at::Tensor q = ops::extended_queries(call.q, call.options.euclidean);
+    const at::Tensor k = ops::extended_keys(call.k, call.options.forget_gate, call.options.euclidean);
     const auto saved_call = c10::make_intrusive<SavedCall>();
     saved_call->plan = call.plan;
     saved_call->agreed = checked.agreed;
-    saved_call->route = choose_route(call, extended.q, extended.k);
+    saved_call->route = choose_route(call, q, k);
     saved_call->options = checked.options;
     saved_call->return_mass = call.return_mass;
     const auto input = [&call](const at::Tensor& x) { return ops::unit_last_stride(call.batched(x)); };
     const variable_list out = explain_failure(*call.plan, *checked.agreed, "forward", [&] {
-        return Attend::apply(input(extended.q), input(extended.k), input(call.v), saved_call, call.wants_gradients());
+        return Attend::apply(input(q), input(k), input(call.v), saved_call, call.wants_gradients());
     });
     call.plan->state().agreement->count(*checked.agreed);
     if (!call.plan->packed()) return {out[0], out[1]};

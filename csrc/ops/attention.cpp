@@ -120,9 +120,10 @@ TensorPair attend(const AttentionCall& call, const OptionalTensor& segments,
     check_attention(call.q, call.k, call.v);
     check_variants(call.q, call.k, call.options);
     const BlockOptions options = block_options(call.options, call.q);
-    const Extended extended = with_variant_columns(call.q, call.k, call.options);
-    const variable_list out = Attend::apply(unit_last_stride(extended.q), unit_last_stride(extended.k),
-                                            unit_last_stride(call.v), segments, max_seqlen_k, options);
+    const at::Tensor q = extended_queries(call.q, call.options.euclidean);
+    const at::Tensor k = extended_keys(call.k, call.options.forget_gate, call.options.euclidean);
+    const variable_list out = Attend::apply(unit_last_stride(q), unit_last_stride(k), unit_last_stride(call.v),
+                                            segments, max_seqlen_k, options);
     return {out[0], out[1]};
 }
 

@@ -10,6 +10,7 @@
 #include "ops/options.h"
 #include "ops/registration.h"
 #include "ops/tensors.h"
+#include "ops/variants.h"
 
 #if defined(SB_WITH_CUDA)
 #include "kernels/decode/append.h"
@@ -20,20 +21,40 @@ namespace megatron_sb::ops {
 namespace {
 
 struct KvCacheCall {
-    at::Tensor q;                  // (b, s_q, h, d)
-    at::Tensor k, v;               // (b, s_cache, h_kv, d or d_v); with a table (blocks, block_size, h_kv, d or d_v)
+    at::Tensor q;  // (b, s_q, h, d)
+    // (b, s_cache, h_kv, d or d_v); with a table (blocks, block_size, h_kv, d or d_v). With forget_gate, rows of k are
+    // wider by kGateColumns (core/params.h).
+    at::Tensor k, v;
     at::Tensor cache_seqlens;      // (b,), int32
     OptionalTensor block_table;    // (b, max_blocks), int32
     OptionalTensor cache_leftpad;  // (b,), int32
 
-    // `q` names the argument with the query heads. For an append, these are the heads of the new keys.
+    bool forget_gate;
+    at::Tensor new_keys;  // of an append: (b, s_new, h_kv, d), with their gates
+
+    // `q_name` names the argument with the query heads.
     explicit KvCacheCall(const Arguments& arguments, const char* q_name = "q")
         : q(arguments.tensor(q_name)),
           k(arguments.tensor("k_cache")),
           v(arguments.tensor("v_cache")),
           cache_seqlens(arguments.tensor("cache_seqlens")),
           block_table(arguments.optional_tensor("block_table")),
-          cache_leftpad(arguments.optional_tensor("cache_leftpad")) {}
+          cache_leftpad(arguments.optional_tensor("cache_leftpad")),
+          forget_gate(arguments.get_or("forget_gate", false)) {}
+
+    // The call that checks an append: the new keys, without their gates, take the place of the queries.
+    static KvCacheCall of_append(const Arguments& arguments) {
+        KvCacheCall call(arguments, "k");
+        check_rank("k", call.q, 4, "(b, s_new, heads, head_dim)");
+        call.new_keys = call.q;
+        if (call.forget_gate) {
+            const c10::SymInt head_dim = call.q.sym_size(3) - kGateColumns;
+            TORCH_CHECK_VALUE(head_dim > 0, "k: head_dim with the gates must be more than ", kGateColumns, ", got ",
+                              call.q.sym_size(3));
+            call.q = call.q.narrow_symint(3, 0, head_dim);
+        }
+        return call;
+    }
 
     bool paged() const { return block_table.has_value(); }
     // The largest possible number of keys of a sequence.
@@ -63,9 +84,12 @@ void check_call(const KvCacheCall& in) {
         check_dtype(name, x);
         check_same_dtype(name, x, in.q);
         check_device(name, x, in.q, "q");
-        check_head_dim(name, x.sym_size(3));
     }
-    check_size("k_cache", "head_dim", in.k.sym_size(3), "q", in.q.sym_size(3));
+    check_head_dim("q", in.q.sym_size(3));
+    check_head_dim("v_cache", in.v.sym_size(3));
+    const c10::SymInt k_head_dim = in.k.sym_size(3) - (in.forget_gate ? int64_t(kGateColumns) : int64_t(0));
+    check_size("k_cache", in.forget_gate ? "head_dim without the gates" : "head_dim", k_head_dim, "q",
+               in.q.sym_size(3));
     for (const auto& [dim, what] : {std::pair{0, "size 0"}, {1, "size 1"}, {2, "number of heads"}})
         check_size("v_cache", what, in.v.sym_size(dim), "k_cache", in.k.sym_size(dim));
     check_head_counts(in.q, in.k, "k_cache");
@@ -201,9 +225,7 @@ TensorPair through_decode(const KvCacheCall& in, const BlockOptions& options) {
 #endif
 
 // ---- append
-// The new keys take the place of q in `in`, so that check_call compares them with the cache.
 void check_append(const KvCacheCall& in, const at::Tensor& v) {
-    check_rank("k", in.q, 4, "(b, s_new, heads, head_dim)");
     check_rank("v", v, 4, "(b, s_new, heads, head_dim)");
     check_call(in);
     check_size("k", "number of heads", in.q.sym_size(2), "k_cache", in.k.sym_size(2));
@@ -240,14 +262,14 @@ void append_on_cpu(const KvCacheCall& in, const at::Tensor& v) {
     }
     const c10::List<OptionalTensor> where({block, position});
     at::Tensor k_cache = in.k, v_cache = in.v;
-    k_cache.index_put_(where, in.q);
+    k_cache.index_put_(where, in.new_keys);
     v_cache.index_put_(where, v);
 }
 
 #if defined(SB_WITH_CUDA)
 void append_on_gpu(const KvCacheCall& in, const at::Tensor& v_given) {
     const DeviceScope scope(in.q.device());
-    const at::Tensor k = unit_last_stride(in.q), v = unit_last_stride(v_given);
+    const at::Tensor k = unit_last_stride(in.new_keys), v = unit_last_stride(v_given);
     const at::Tensor lengths = in.cache_seqlens.contiguous();
     const OptionalTensor table = in.paged() ? OptionalTensor(in.block_table->contiguous()) : std::nullopt;
     decode::AppendParams params;
@@ -283,7 +305,8 @@ at::Tensor append_new_keys(const KvCacheCall& in, const OptionalTensor& k, const
                          {"v", *v},
                          {"cache_seqlens", in.cache_seqlens},
                          {"block_table", in.block_table},
-                         {"cache_leftpad", in.cache_leftpad}});
+                         {"cache_leftpad", in.cache_leftpad},
+                         {"forget_gate", in.forget_gate}});
     return in.cache_seqlens.add(at::Scalar(k->sym_size(1)));
 }
 
@@ -296,7 +319,7 @@ void check_no_gradient(const char* name, const at::Tensor& x) {
 }  // namespace
 
 NoTensor kvcache_append(const Arguments& arguments) {
-    const KvCacheCall in(arguments, "k");
+    const KvCacheCall in = KvCacheCall::of_append(arguments);
     const at::Tensor v = arguments.tensor("v");
     check_append(in, v);
     if (in.q.is_cpu()) check_append_values(in);
@@ -312,7 +335,7 @@ NoTensor kvcache_append(const Arguments& arguments) {
 }
 
 NoTensor kvcache_append_fake(const Arguments& arguments) {
-    check_append(KvCacheCall(arguments, "k"), arguments.tensor("v"));
+    check_append(KvCacheCall::of_append(arguments), arguments.tensor("v"));
     return {};
 }
 
@@ -343,7 +366,7 @@ TensorPair kvcache_forward_fake(const Arguments& arguments) {
 }
 
 TensorPair attention_kvcache(const Arguments& arguments) {
-    const KvCacheCall in(arguments);
+    KvCacheCall in(arguments);
     const OptionalTensor k = arguments.optional_tensor("k"), v = arguments.optional_tensor("v");
     for (const auto& [name, x] :
          {std::pair<const char*, const at::Tensor&>{"q", in.q}, {"k_cache", in.k}, {"v_cache", in.v}})
@@ -352,8 +375,15 @@ TensorPair attention_kvcache(const Arguments& arguments) {
     if (v.has_value()) check_no_gradient("v", *v);
     check_ranks(in);
     check_head_dim("q", in.q.sym_size(3));
-    const BlockOptions options = block_options(read_attention_options(arguments), in.q);
-    check_options(options);
+    AttentionOptions logits;
+    logits.scale = arguments.get<std::optional<double>>("scale");
+    logits.attend_current = arguments.get<bool>("attend_current");
+    logits.mass_threshold = arguments.get<double>("mass_threshold");
+    logits.euclidean = arguments.get<bool>("euclidean");
+    BlockOptions options = block_options(logits, in.q);
+    options.forget_gate = in.forget_gate;
+    check_variants(in.q, in.k, logits);
+    in.q = extended_queries(in.q, logits.euclidean);
     const at::Tensor cache_seqlens = append_new_keys(in, k, v);
     static const Operator kvcache_forward("megatron_sb::kvcache_forward");
     return output_and_mass(kvcache_forward.call({{"q", unit_last_stride(in.q)},
@@ -364,7 +394,8 @@ TensorPair attention_kvcache(const Arguments& arguments) {
                                                  {"cache_leftpad", in.cache_leftpad},
                                                  {"scale", options.scale},
                                                  {"attend_current", options.attend_current},
-                                                 {"mass_threshold", options.mass_threshold}}));
+                                                 {"mass_threshold", options.mass_threshold},
+                                                 {"forget_gate", options.forget_gate}}));
 }
 
 }  // namespace megatron_sb::ops

@@ -24,12 +24,13 @@ TORCH_LIBRARY(megatron_sb, m) {
         "float mass_threshold=5.9604644775390625e-08, Tensor? forget_gate=None, bool euclidean=False) -> (Tensor o, "
         "Tensor mass)");
     // Caches: (b, s_cache, h_kv, d), or (blocks, block_size, h_kv, d) with block_table (b, max_blocks). No autograd.
-    // With k and v, the new keys and values, it first appends them (kvcache_append).
+    // With k and v, the new keys and values, it first appends them (kvcache_append). With forget_gate, or Euclidean
+    // logits, k_cache and k hold the results of keys_for_blocks.
     m.def(
         "attention_kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, "
         "Tensor? block_table=None, Tensor? cache_leftpad=None, *, Tensor? k=None, Tensor? v=None, float? scale=None, "
-        "bool attend_current=False, "
-        "float mass_threshold=5.9604644775390625e-08) -> (Tensor o, Tensor mass)");
+        "bool attend_current=False, float mass_threshold=5.9604644775390625e-08, bool forget_gate=False, "
+        "bool euclidean=False) -> (Tensor o, Tensor mass)");
     m.def(
         "head_output(Tensor o, Tensor? mass, Tensor? remainder_bias=None, Tensor? norm_weight=None, "
         "Tensor? norm_bias=None, *, float eps=1e-05) -> Tensor");
@@ -37,12 +38,12 @@ TORCH_LIBRARY(megatron_sb, m) {
     m.def(
         "kvcache_forward(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? block_table, "
         "Tensor? cache_leftpad, *, float scale, bool attend_current=False, "
-        "float mass_threshold=5.9604644775390625e-08) -> (Tensor o, Tensor mass)");
+        "float mass_threshold=5.9604644775390625e-08, bool forget_gate=False) -> (Tensor o, Tensor mass)");
 
     // Writes k and v (b, s_new, h_kv, d) to positions cache_seqlens, cache_seqlens + 1, ... of the caches.
     m.def(
         "kvcache_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, "
-        "Tensor? block_table=None, Tensor? cache_leftpad=None) -> ()");
+        "Tensor? block_table=None, Tensor? cache_leftpad=None, *, bool forget_gate=False) -> ()");
 
     // Without autograd; o (b, s, h, d). The gradient of an absent argument has no elements.
     m.def(
@@ -53,8 +54,10 @@ TORCH_LIBRARY(megatron_sb, m) {
         "Tensor? norm_bias, float eps) "
         "-> (Tensor d_o, Tensor d_mass, Tensor d_remainder_bias, Tensor d_norm_weight, Tensor d_norm_bias)");
 
-    // q and k with the extra columns of the variants (ops/variants.h), as attention passes them to block_forward.
-    m.def("with_variants(Tensor q, Tensor k, Tensor? forget_gate, bool euclidean) -> (Tensor q, Tensor k)");
+    // q and k with the extra columns of the variants (ops/variants.h), as attention passes them to block_forward, and
+    // as caches store keys.
+    m.def("queries_for_blocks(Tensor q, *, bool euclidean) -> Tensor");
+    m.def("keys_for_blocks(Tensor k, *, Tensor? forget_gate=None, bool euclidean=False) -> Tensor");
 
     // The segment table (documents, 5) of a packed batch: {q_begin, q_len, k_begin, k_len, q_pos_minus_k_pos}.
     m.def("segments(Tensor cu_seqlens, Tensor cu_seqlens_k, SymInt q_rows, SymInt k_rows) -> Tensor");
@@ -104,7 +107,8 @@ TORCH_LIBRARY_IMPL(megatron_sb, CompositeImplicitAutograd, m) {
     m.impl("attention_varlen", boxed<attention_varlen>());
     m.impl("attention_kvcache", boxed<attention_kvcache>());
     m.impl("head_output", boxed<head_output>());
-    m.impl("with_variants", boxed<with_variants>());
+    m.impl("queries_for_blocks", boxed<queries_for_blocks>());
+    m.impl("keys_for_blocks", boxed<keys_for_blocks>());
 }
 
 TORCH_LIBRARY_IMPL(megatron_sb, CPU, m) {

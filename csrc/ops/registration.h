@@ -29,7 +29,8 @@ NoTensor kvcache_append(const Arguments& arguments);
 NoTensor kvcache_append_fake(const Arguments& arguments);
 
 // variants.cpp
-TensorPair with_variants(const Arguments& arguments);
+OneTensor queries_for_blocks(const Arguments& arguments);
+OneTensor keys_for_blocks(const Arguments& arguments);
 
 // head_output.cpp
 OneTensor head_output(const Arguments& arguments);

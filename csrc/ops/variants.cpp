@@ -144,22 +144,31 @@ void check_variants(const at::Tensor& q, const at::Tensor& k, const AttentionOpt
                       ", one gate for each row and head of k, got ", gate.sym_sizes());
 }
 
-Extended with_variant_columns(const at::Tensor& q, const at::Tensor& k, const AttentionOptions& options) {
-    const auto norm = [&](Norm side) { return static_cast<int64_t>(options.euclidean ? side : Norm::kNone); };
-    return {options.euclidean ? Extend::apply(q, std::optional<at::Tensor>(), norm(Norm::kOfQuery)) : q,
-            options.euclidean || options.forget_gate.has_value()
-                ? Extend::apply(k, options.forget_gate, norm(Norm::kOfKey))
-                : k};
+at::Tensor extended_queries(const at::Tensor& q, bool euclidean) {
+    if (!euclidean) return q;
+    return Extend::apply(q, std::optional<at::Tensor>(), static_cast<int64_t>(Norm::kOfQuery));
 }
 
-TensorPair with_variants(const Arguments& arguments) {
-    const at::Tensor q = arguments.tensor("q"), k = arguments.tensor("k");
+at::Tensor extended_keys(const at::Tensor& k, const std::optional<at::Tensor>& forget_gate, bool euclidean) {
+    if (!euclidean && !forget_gate.has_value()) return k;
+    return Extend::apply(k, forget_gate, static_cast<int64_t>(euclidean ? Norm::kOfKey : Norm::kNone));
+}
+
+OneTensor queries_for_blocks(const Arguments& arguments) {
+    const at::Tensor q = arguments.tensor("q");
+    AttentionOptions options;
+    options.euclidean = arguments.get<bool>("euclidean");
+    check_variants(q, q, options);
+    return extended_queries(q, options.euclidean);
+}
+
+OneTensor keys_for_blocks(const Arguments& arguments) {
+    const at::Tensor k = arguments.tensor("k");
     AttentionOptions options;
     options.forget_gate = arguments.optional_tensor("forget_gate");
     options.euclidean = arguments.get<bool>("euclidean");
-    check_variants(q, k, options);
-    const Extended x = with_variant_columns(q, k, options);
-    return {x.q, x.k};
+    check_variants(k, k, options);
+    return extended_keys(k, options.forget_gate, options.euclidean);
 }
 
 }  // namespace megatron_sb::ops

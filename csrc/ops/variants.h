@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+
 #include "megatron_sb/attention.h"
 
 namespace megatron_sb::ops {
@@ -11,13 +13,10 @@ namespace megatron_sb::ops {
 // TypeError.
 void check_variants(const at::Tensor& q, const at::Tensor& k, const AttentionOptions& options);
 
-struct Extended {
-    at::Tensor q;  // (.., h, d')
-    at::Tensor k;  // (.., h_kv, d'), plus kGateColumns with a forget gate
-};
-
-// Returns q and k with extra columns, so that their dot products are the logits that `options` asks for. With a forget
-// gate, the last columns of k hold the gates (core/params.h). Differentiable.
-Extended with_variant_columns(const at::Tensor& q, const at::Tensor& k, const AttentionOptions& options);
+// Return q (.., h, d) and k (.., h_kv, d) with extra columns, so that the dot products of the results are Euclidean
+// logits. Without Euclidean logits they add none. With a forget gate (.., h_kv), the last kGateColumns columns of the
+// keys hold the gates (core/params.h). Differentiable. The arguments have passed check_variants.
+at::Tensor extended_queries(const at::Tensor& q, bool euclidean);
+at::Tensor extended_keys(const at::Tensor& k, const std::optional<at::Tensor>& forget_gate, bool euclidean);
 
 }  // namespace megatron_sb::ops

@@ -53,6 +53,7 @@ def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) 
         "head_norm": False,
         "num_experts": None,
         "head_dim": config.hidden_size / config.num_attention_heads,
+        **files.WITHOUT_VARIANTS,
     }
     files.check_supported(config, fixed_fields, "fla")
     config, weights = multipliers.fold(config, weights, "fla")

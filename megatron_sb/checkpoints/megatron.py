@@ -32,6 +32,8 @@ IN_LAYERS = {
     "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
     "post_attention_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
     "self_attn.o_proj.weight": ("self_attention.linear_proj.weight",),
+    "self_attn.gate_proj.weight": ("self_attention.gate_proj.weight",),
+    "self_attn.gate_proj.bias": ("self_attention.gate_proj.bias",),
     "self_attn.remainder_bias": ("self_attention.core_attention.remainder_bias",),
     "self_attn.norm_weight": ("self_attention.core_attention.norm_weight",),
     "self_attn.norm_bias": ("self_attention.core_attention.norm_bias",),
@@ -63,6 +65,8 @@ def config_of(training: TrainingConfig, attention: AttentionConfig, vocab_size: 
         head_dim=sizes.head_dim,
         attend_current=attention.attend_current,
         mass_threshold=attention.mass_threshold,
+        logits=attention.logits,
+        forget_gate=attention.forget_gate,
         remainder_bias=attention.remainder_bias,
         head_norm=attention.head_norm,
         num_experts=sizes.moe and sizes.moe.num_experts,
@@ -88,30 +92,27 @@ def attention_of(training: TrainingConfig, folder: Path) -> AttentionConfig:
         folder: folder of the checkpoint. In RUN/MODEL/checkpoints/STEP, MODEL is the name of the model.
 
     Raises:
-        ValueError: if the model has Euclidean logits or forget gates. Or if the folder does not name the model, and the
-            run does not have exactly one stick-breaking model.
+        ValueError: if the model has softmax attention with forget gates. Or if the folder does not name the model, and
+            the run does not have exactly one stick-breaking model.
     """
     model = folder.resolve().parent.parent.name
     if model not in training.attention:
         advice = f"Or keep the checkpoint in RUN/MODEL/checkpoints/STEP, got {folder}."
         model = only_stick_breaking_model(training, advice)
     attention = training.attention[model]
-    for name, supported in (("logits", "dot"), ("forget_gate", False)):
-        if (value := getattr(attention, name, supported)) != supported:
-            raise InputError(
-                f"attention.{model}.{name} must be {supported!r} to convert {folder}, got {value!r}. "
-                "No other format supports it."
-            )
+    if attention.kind == "softmax" and attention.forget_gate:
+        raise InputError(
+            f"attention.{model}.forget_gate must be False to convert {folder}, a model with softmax attention, got "
+            "True. Stick-breaking attention has no use for its gates."
+        )
     return attention
 
 
 def to_ours(found: dict[str, Tensor], config: StickBreakingConfig, folder: Path) -> dict[str, Tensor]:
     """Rename and split the weights `found` in a folder for `StickBreakingForCausalLM`.
 
-    Raise ValueError for missing weights, and for weights that the model lacks: biases, forget gates, more layers.
+    Raise ValueError for missing weights, and for weights that the model lacks: biases, more layers.
     """
-    if any(".gate_proj." in name for name in found):
-        raise InputError(f"{folder} has forget gates (gate_proj). No other format supports them.")
     weights = files.Weights(folder, dict(_unstacked(found)))
     converted = {ours: tensor for ours, theirs in OUTER.items() if (tensor := weights.pop_first(theirs)) is not None}
     for number in range(config.num_hidden_layers):

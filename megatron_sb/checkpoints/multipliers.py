@@ -4,13 +4,14 @@
 | --- | --- | --- |
 | embedding_multiplier | the embedding | embedding_multiplier |
 | attention_multiplier | the query projections | attention_multiplier * sqrt(head_dim) |
+| attention_multiplier, with Euclidean logits | the query and key projections | sqrt(attention_multiplier) |
 | residual_multiplier | the output projections of attention, MLPs and experts | residual_multiplier |
 | logits_scaling | the last norm | 1 / logits_scaling |
 | embedding_multiplier, with tied embeddings | also the last norm | 1 / embedding_multiplier |
 
 All other weights keep their bits. Tied embeddings stay tied: the scaled embedding is also the output layer, so the
-last norm divides by the factor. The residual stream keeps its values, so routers and the norms of layers need no
-factor. The output projection comes after the norm of heads and the remainder bias, so these need none either.
+last norm divides by the factor. The residual stream keeps its values, so routers, forget gates and the norms of layers
+need no factor. The output projection comes after the norm of heads and the remainder bias, so these need none either.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ NO_MULTIPLIERS = {  # field -> the value that stands for no multiplier
     "logits_scaling": 1.0,
     "attention_multiplier": None,
 }
-RELATIVE_ERROR = 1e-12  # attention_multiplier within this of 1 / sqrt(head_dim) is the default
+RELATIVE_ERROR = 1e-12  # A factor of the attention within this of 1 is 1: attention_multiplier is the default scale.
 
 
 def folded(config: StickBreakingConfig, to: str) -> dict[str, float]:
@@ -53,7 +54,7 @@ def folded(config: StickBreakingConfig, to: str) -> dict[str, float]:
     if to not in FORMATS_WITHOUT_FIELDS:
         return {}
     found = {name: getattr(config, name) for name, none in NO_MULTIPLIERS.items() if getattr(config, name) != none}
-    if _query_factor(config) == 1:
+    if _attention_factor(config) == 1:
         found.pop("attention_multiplier", None)
     return found
 
@@ -76,17 +77,26 @@ def fold(
         The configuration with `NO_MULTIPLIERS`, and all weights with the same names, shapes and dtypes.
 
     Raises:
-        ValueError: if a multiplier is 0 or not finite, or a weight overflows its dtype.
+        ValueError: if a multiplier is 0 or not finite, attention_multiplier is negative with Euclidean logits, or a
+            weight overflows its dtype.
     """
     for name, value in folded(config, to).items():
         if value == 0 or not math.isfinite(value):
             raise InputError(
                 f"{name} must be finite and not 0 to be folded into weights of the {to} format, got {value}."
             )
+    is_euclidean = config.logits == "euclidean"
+    if is_euclidean and (config.attention_multiplier or 0) < 0:
+        raise InputError(
+            f"attention_multiplier must be greater than 0 with Euclidean logits to be folded into weights of the {to} "
+            f"format, got {config.attention_multiplier}."
+        )
+    of_attention = _attention_factor(config)
     of_head = config.embedding_multiplier if config.tie_word_embeddings else 1.0
     factors = {  # module -> factor of its weight
         "embed_tokens": config.embedding_multiplier,
-        "q_proj": _query_factor(config),
+        "q_proj": of_attention,
+        "k_proj": of_attention if is_euclidean else 1,
         "o_proj": config.residual_multiplier,
         "down_proj": config.residual_multiplier,
         "norm": 1 / (config.logits_scaling * of_head),
@@ -110,11 +120,16 @@ def check_none(config: StickBreakingConfig, to: str) -> None:
         )
 
 
-def _query_factor(config: StickBreakingConfig) -> float:
-    """Return the factor of the query weights that gives logits of scale 1 / sqrt(head_dim) the model's scale."""
-    if config.attention_multiplier is None:
+def _attention_factor(config: StickBreakingConfig) -> float:
+    """Return the factor of weights that gives logits of the default scale the model's scale.
+
+    It is a factor of the query weights. With Euclidean logits it is a factor of the query and the key weights. There it
+    is 0 for a negative scale, which `fold` rejects.
+    """
+    scale = config.attention_multiplier
+    if scale is None:
         return 1.0
-    factor = config.attention_multiplier * math.sqrt(config.head_dim)
+    factor = math.sqrt(max(scale, 0)) if config.logits == "euclidean" else scale * math.sqrt(config.head_dim)
     return 1.0 if math.isclose(factor, 1, rel_tol=RELATIVE_ERROR) else factor
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_sb.experiments import sweep
-from megatron_sb.training.config import TrainingConfig
-from megatron_sb.training.loading import has_portable_attention, on_gpu
+from megatron_sb.training.config import AttentionConfig, TrainingConfig
+from megatron_sb.training.loading import on_gpu
 
 
 def trained_run(options: argparse.Namespace, config: TrainingConfig) -> Path:
@@ -40,8 +40,15 @@ def threads(count: int | None) -> Iterator[None]:
 
 
 def plain_stickbreaking_models(config: TrainingConfig) -> list[str]:
-    """Return the stick-breaking models of compare with dot-product logits and without forget gates."""
-    return [name for name in config.compare if has_portable_attention(config, name)]
+    """Return the stick-breaking models of compare with dot-product logits and without forget gates.
+
+    The experiments compute attention from queries and keys only, and as dot products.
+    """
+
+    def is_plain(attention: AttentionConfig) -> bool:
+        return attention.kind == "stick_breaking" and attention.logits == "dot" and not attention.forget_gate
+
+    return [name for name in config.compare if is_plain(config.attention[name])]
 
 
 def device_of(config: TrainingConfig) -> str:

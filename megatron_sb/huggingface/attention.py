@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddin
 
 from megatron_sb.huggingface.packing import Packing, document_mask, documents_of, leftpad_of
 from megatron_sb.ops import stickbreaking_attention, stickbreaking_attention_varlen
-from megatron_sb.ops.kvcache import attend_to_filled, is_decoding_step
+from megatron_sb.ops.kvcache import attend_to_filled, is_decoding_step, keys_and_gates
 from megatron_sb.options import AttentionOptions
 
 NAME = "stickbreaking"
@@ -129,25 +129,39 @@ def attention_forward(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, return_mass: bool = False, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    logits: str = AttentionOptions.logits,
+    forget_gate: Tensor | bool | None = None,
+    return_mass: bool = False,
+    **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `stickbreaking_attention` over the tokens that the mask keeps.
 
     Args:
         q: (b, s, h, d).
-        k: (b, s_k, h_kv, d).
+        k: (b, s_k, h_kv, d). With Euclidean logits or forget gates, keys of a cache are `stored_keys`.
         v: (b, s_k, h_kv, d_v).
         mask: as `attention_mask` returns it: None, or int (b, num_keys). Keys after its columns are empty slots of a
             cache.
+        logits: "dot" or "euclidean". Default "dot".
+        forget_gate: without a cache, the gates (b, s_k, h_kv), or None. With a cache, whether its keys have gates.
+            Default None: no gates.
         return_mass: also return the mass. Default False.
         options: scale, attend_current and mass_threshold.
 
     Returns:
         The output (b, s, h, d_v), and with return_mass the mass (b, h, s). At padding the output is 0 and the mass 1.
     """
+    options = {"logits": logits, "return_mass": return_mass, **options}
     if mask is None:
-        attention = attend_to_filled if is_decoding_step(q, k, v) else stickbreaking_attention
-        return attention(q, k, v, return_mass=return_mass, **options)
+        if is_decoding_step(q, k, v):
+            return attend_to_filled(q, k, v, forget_gate=bool(forget_gate), **options)
+        k, gates = _keys_and_gates(k, q.shape[-1], logits, forget_gate)
+        return stickbreaking_attention(q, k, v, forget_gate=gates, **options)
     if mask.dim() != 2:
         raise ValueError(
             f"attention_mask must have 2 dimensions, (batch, tokens) with 0 for padding, got {mask.dim()} dimensions."
@@ -159,17 +173,14 @@ def attend(
         )
     leftpad = getattr(mask, "leftpad", None)
     if leftpad is not None and is_decoding_step(q, k, v):
-        return attend_to_filled(q, k, v, mask.shape[1], leftpad, return_mass=return_mass, **options)
-    k, v = k[:, : mask.shape[1]], v[:, : mask.shape[1]]
+        return attend_to_filled(q, k, v, mask.shape[1], leftpad, forget_gate=bool(forget_gate), **options)
     packing = getattr(mask, "packing", None) or Packing.of(mask, q.shape[1])
+    k, v = k[:, : mask.shape[1]], v[:, : mask.shape[1]]
+    k, gates = _keys_and_gates(k, q.shape[-1], logits, forget_gate)
+    k, v, gates = (x if x is None else x.flatten(0, 1)[packing.keys] for x in (k, v, gates))
+    bounds = {"cu_seqlens": packing.cu_seqlens, "cu_seqlens_k": packing.cu_seqlens_k}
     result = stickbreaking_attention_varlen(
-        q.flatten(0, 1)[packing.queries],
-        k.flatten(0, 1)[packing.keys],
-        v.flatten(0, 1)[packing.keys],
-        packing.cu_seqlens,
-        cu_seqlens_k=packing.cu_seqlens_k,
-        return_mass=return_mass,
-        **options,
+        q.flatten(0, 1)[packing.queries], k, v, forget_gate=gates, **bounds, **options
     )
     o, mass = result if return_mass else (result, None)
     out = o.new_zeros(q.shape[0] * q.shape[1], *o.shape[1:]).index_copy(0, packing.queries, o)
@@ -178,6 +189,17 @@ def attend(
         return out
     left = mass.new_ones(q.shape[0] * q.shape[1], q.shape[2]).index_copy(0, packing.queries, mass.t())
     return out, left.unflatten(0, q.shape[:2]).transpose(1, 2)
+
+
+def _keys_and_gates(
+    k: Tensor, head_dim: int, logits: str, forget_gate: Tensor | bool | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return keys without the columns of `stored_keys`, and their gates. The arguments are those of `attend`."""
+    if isinstance(forget_gate, Tensor):
+        return k, forget_gate
+    if not forget_gate and k.shape[-1] == head_dim:  # plain keys
+        return k, None
+    return keys_and_gates(k, head_dim, logits=logits, forget_gate=bool(forget_gate))
 
 
 def attention_mask(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
+from megatron_sb.ops.kvcache import stored_head_dim
 from megatron_sb.options import LayerOptions
 from megatron_sb.validation import check_counts, head_dim_of
 
@@ -21,13 +22,17 @@ class StickBreakingConfig(PreTrainedConfig):
         head_dim: channels of a head. Default None: hidden_size / num_attention_heads.
         attend_current: whether a query attends to its own key. Default False.
         mass_threshold: older keys are skipped once the mass is below this; 0 disables skipping. Default 2**-24.
+        logits: "dot" or "euclidean", see `megatron_sb.options.AttentionOptions`. Default "dot".
+        forget_gate: multiply the beta of each key by a gate, sigmoid(gate_proj(x)) for each KV head. The auxiliary loss
+            that `megatron-sb train` can add for gates (`forget_gate_loss`) is not part of this model. Default False.
         remainder_bias: add the mass, times a learnable vector for each head, to the output (paper eq. 14). Default
             False.
         head_norm: normalise the output of each head (`megatron_sb.head_output`). Default False.
         head_norm_eps: epsilon of that norm. Default 1e-5.
         num_experts: replace every MLP by a mixture of this many experts. Default None: no experts.
         num_experts_per_tok: experts of a token, weighted by the softmax of their logits. Default None.
-        attention_multiplier: scale of the attention's logits. Default None: 1 / sqrt(head_dim).
+        attention_multiplier: scale of the attention's logits. Default None: 1 / sqrt(head_dim), and 1 for Euclidean
+            logits.
         embedding_multiplier: factor of the embeddings. Default 1.
         residual_multiplier: factor of what the attention and the MLP add to the residual stream. Default 1.
         logits_scaling: divisor of the model's logits. Default 1.
@@ -62,6 +67,8 @@ class StickBreakingConfig(PreTrainedConfig):
     head_dim: int | None = None
     attend_current: bool = LayerOptions.attend_current
     mass_threshold: float = LayerOptions.mass_threshold
+    logits: str = LayerOptions.logits
+    forget_gate: bool = LayerOptions.forget_gate
     remainder_bias: bool = LayerOptions.remainder_bias
     head_norm: bool = LayerOptions.head_norm
     head_norm_eps: float = 1e-5
@@ -91,6 +98,8 @@ class StickBreakingConfig(PreTrainedConfig):
             scale=self.attention_multiplier,
             attend_current=self.attend_current,
             mass_threshold=self.mass_threshold,
+            logits=self.logits,
+            forget_gate=self.forget_gate,
             remainder_bias=self.remainder_bias,
             head_norm=self.head_norm,
         )  # this validates the options
@@ -107,3 +116,13 @@ class StickBreakingConfig(PreTrainedConfig):
                 f"{self.num_experts_per_tok} with num_experts={self.num_experts}."
             )
         super().__post_init__(**kwargs)
+
+    @property
+    def qk_head_dim(self) -> int | None:
+        """Width of the keys in a cache, or None if it is head_dim.
+
+        transformers reads this field, and allocates a static cache with keys of head_dim before the first keys are
+        there only if it is None.
+        """
+        width = stored_head_dim(self.head_dim, logits=self.logits, forget_gate=self.forget_gate)
+        return None if width == self.head_dim else width

@@ -17,7 +17,9 @@ from transformers.utils import can_return_tuple
 from megatron_sb.huggingface.attention import NAME, attend
 from megatron_sb.huggingface.configuration import StickBreakingConfig
 from megatron_sb.huggingface.packing import document_mask
+from megatron_sb.nn.gates import OPEN_GATE, gates_of
 from megatron_sb.ops import head_output
+from megatron_sb.ops.kvcache import stored_keys
 
 LOADER = "load_stick_breaking"  # the module in a saved folder that imports the classes
 # The field of outputs that holds the cache. transformers 5.24 renamed it, and the argument of the same name.
@@ -25,8 +27,15 @@ CACHE_FIELD = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__
 AUTO_CLASSES = {"AutoConfig": "StickBreakingConfig", "AutoModelForCausalLM": "StickBreakingForCausalLM"}
 
 
+class StickBreakingGateProjection(nn.Linear):
+    """Compute the logit of a forget gate for each KV head. `_init_weights` finds it by its class, and opens the gates.
+
+    Tools that replace linear layers may replace it, so it must not compute anything else.
+    """
+
+
 class StickBreakingAttention(nn.Module):
-    """Stick-breaking self-attention, optionally with remainder bias and head norm."""
+    """Stick-breaking self-attention, optionally with forget gates, remainder bias and head norm."""
 
     def __init__(self, config: StickBreakingConfig, layer_idx: int) -> None:
         super().__init__()
@@ -39,6 +48,8 @@ class StickBreakingAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        gates = (config.hidden_size, config.num_key_value_heads)
+        self.gate_proj = StickBreakingGateProjection(*gates) if config.forget_gate else None
         head_vectors = {
             "remainder_bias": config.remainder_bias,
             "norm_weight": config.head_norm,
@@ -52,11 +63,15 @@ class StickBreakingAttention(nn.Module):
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
+        config, with_mass = self.config, self.remainder_bias is not None
+        gates = None if self.gate_proj is None else gates_of(self.gate_proj(x))
         if cache is not None:
+            k = stored_keys(k, logits=config.logits, forget_gate=gates)
             k, v = cache.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
             k, v = k.transpose(1, 2), v.transpose(1, 2)
-        config, with_mass = self.config, self.remainder_bias is not None
         options = {
+            "logits": config.logits,
+            "forget_gate": gates if cache is None else config.forget_gate,
             "scale": config.attention_multiplier,
             "attend_current": config.attend_current,
             "mass_threshold": config.mass_threshold,
@@ -147,6 +162,9 @@ class StickBreakingPreTrainedModel(PreTrainedModel):
             for name, value in initial.items():
                 if getattr(module, name) is not None:
                     nn.init.constant_(getattr(module, name), value)
+        # transformers does not call this for the attention of a layer, if that has no parameters of its own.
+        if isinstance(module, StickBreakingGateProjection):
+            nn.init.constant_(module.bias, OPEN_GATE)
 
 
 class StickBreakingModel(StickBreakingPreTrainedModel):

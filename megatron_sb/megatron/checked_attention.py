@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_sb.megatron import versions
 from megatron_sb.megatron.arguments import StickBreakingOptions
 from megatron_sb.megatron.core_attention import StickBreakingCoreAttention
-from megatron_sb.megatron.gates import gate_projection, with_gate_loss, with_gates
+from megatron_sb.megatron.gates import GATE_COLUMNS, gate_projection, with_gate_loss, with_gates
 from megatron_sb.megatron.layer_selection import is_selected
 from megatron_sb.megatron.packed import is_packed
 from megatron_sb.megatron.settings import LATENT_REQUIREMENTS, check_settings, rope_disabled_in
@@ -62,6 +62,7 @@ class CheckedAttention:
         if options.forget_gate:
             inputs, num_kv_heads = self._gate_inputs()
             self.gate_proj = gate_projection(config, inputs, self.pg_collection.tp, num_kv_heads)
+            self.key_hidden_size += GATE_COLUMNS  # of the keys in Megatron's static caches
 
     def _check_config(self, config) -> None:
         """Raise ValueError for a setting of this kind of attention that is not supported."""
@@ -106,11 +107,6 @@ class CheckedAttention:
                     f"{name} must be None in a stick-breaking layer, where the order of the keys encodes positions. "
                     "Use --position-embedding-type none."
                 )
-        if inference_context is not None and self.gate_proj is not None:
-            raise ValueError(
-                "inference_context must be None with forget_gate=True (--sb-forget-gate), got "
-                f"{type(inference_context).__name__}: Megatron's caches cannot store gates."
-            )
         if inference_context is not None and not inference_context.is_static_batching():
             raise ValueError(
                 "inference_context must use static batching with stick-breaking attention, got a dynamic "

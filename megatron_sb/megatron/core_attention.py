@@ -24,11 +24,9 @@ from megatron_sb.megatron.saved_attention import MARKER, record_options
 from megatron_sb.megatron.settings import check_layer_settings
 from megatron_sb.ops import head_output, stickbreaking_attention, stickbreaking_attention_varlen
 from megatron_sb.ops.context_parallel import ContextParallelPlan, context_parallel_attention
-from megatron_sb.ops.kvcache import attend_to_filled, is_decoding_step
+from megatron_sb.ops.kvcache import attend_to_filled, is_decoding_step, stored_keys
 from megatron_sb.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, MAX_HEAD_DIM_EUCLIDEAN
 
-# The only variant that attention to a cache computes.
-PLAIN_LOGITS = {"logits": "dot", "forget_gate": None}
 CAUSAL_MASK_TYPES = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
@@ -266,8 +264,10 @@ class StickBreakingCoreAttention(MegatronModule):
         elif packed:
             cu_seqlens, cu_seqlens_k = document_bounds(packed_seq_params)
             out = stickbreaking_attention_varlen(query, key, value, cu_seqlens, cu_seqlens_k=cu_seqlens_k, **kwargs)
-        elif variant == PLAIN_LOGITS and is_decoding_step(query, key, value):
-            out = attend_to_filled(query, key, value, **self.attention_options, return_mass=return_mass)
+        elif is_decoding_step(query, key, value):
+            stored = stored_keys(key, **variant)  # with a variant, a copy of the cache at each step
+            kwargs["forget_gate"] = variant["forget_gate"] is not None
+            out = attend_to_filled(query, stored, value, **kwargs)
         else:
             out = stickbreaking_attention(query, key, value, **kwargs)
         return out if return_mass else (out, None)

@@ -11,7 +11,13 @@ SHARD = "model_"  # starts the names of several ranks
 PREFIXES = ("model.", SHARD)
 _ENTRY = re.compile(r"model(?:_tensor(\d+)of\d+_expert\d+of\d+)?\.(.+)")
 _GATE_UP = "linear_fc1.weight"
-_SPLIT_BY_ROWS = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight")
+_SPLIT_BY_ROWS = (
+    "word_embeddings.weight",
+    "output_layer.weight",
+    "linear_qkv.weight",
+    "gate_proj.weight",
+    "gate_proj.bias",
+)
 _SPLIT_BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 _OF_HEADS = ".core_attention."  # vectors of the heads of a rank
 

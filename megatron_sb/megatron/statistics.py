@@ -205,7 +205,9 @@ def _mass_and_edges(
         bounds, segments = torch.tensor([0, query.shape[0]], device=query.device), None
         batch = [x.transpose(0, 1) for x in (query, key, value)]
         gate = None if variant["forget_gate"] is None else variant["forget_gate"].transpose(0, 1)
-    batch[:2] = torch.ops.megatron_sb.with_variants(*batch[:2], gate, variant["logits"] == "euclidean")
+    euclidean = variant["logits"] == "euclidean"
+    batch[0] = torch.ops.megatron_sb.queries_for_blocks(batch[0], euclidean=euclidean)
+    batch[1] = torch.ops.megatron_sb.keys_for_blocks(batch[1], forget_gate=gate, euclidean=euclidean)
     options = {**core.attention_options, "forget_gate": gate is not None}
     _, mass, edge, _ = torch.ops.megatron_sb.block_forward(*batch, segments, **options)
     return mass, edge, bounds.long()

@@ -38,7 +38,13 @@ from megatron_sb.validation import InputError, read_json_object
 
 ATTENTION = "attention.json"  # the checkpoint's own name for its model's attention; Megatron-Core does not read it
 LAYERS, EXTRA_STATE = "decoder.layers.", "_extra_state"
-WITH_EXTRA_STATE = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
+WITH_EXTRA_STATE = (
+    "linear_qkv.weight",
+    "linear_proj.weight",
+    "gate_proj.weight",
+    "linear_fc1.weight",
+    "linear_fc2.weight",
+)
 FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,

@@ -173,8 +173,9 @@ class StickBreakingSelfAttention(nn.Module):
             plan: the batch's plan for context parallelism. It holds cu_seqlens, cp_group and layout; cu_seqlens must be
                 None, and cp_group and layout must agree with the plan. Default: None.
             cache: keys and values of earlier positions. The keys and values of x are appended, and each position
-                attends to all positions before it. Not valid with gradients, context parallelism, cu_seqlens, forget
-                gates or Euclidean logits. If an error is raised, the cache is unchanged. Default: None.
+                attends to all positions before it. It must have this layer's logits and forget_gate. Not valid with
+                gradients, context parallelism or cu_seqlens. If an error is raised, the cache is unchanged. Default:
+                None.
 
         Returns:
             A tensor with x's shape.
@@ -200,11 +201,12 @@ class StickBreakingSelfAttention(nn.Module):
             part.view(*x.shape[:-1], n, self.head_dim)
             for n, part in zip(heads, self.qkv_proj(x).split([n * self.head_dim for n in heads], dim=-1), strict=True)
         )
+        gates = self._gates(x, plan)
         if cache is None:
-            return self._output(*self._attend(q, k, v, self._gates(x, plan), cu_seqlens, plan))
+            return self._output(*self._attend(q, k, v, gates, cu_seqlens, plan))
         num_filled = cache.length
         try:
-            return self._output(*self._attend_to(cache, q, k, v))
+            return self._output(*self._attend_to(cache, q, k, v, gates))
         except BaseException:
             cache.length = num_filled
             raise
@@ -251,19 +253,20 @@ class StickBreakingSelfAttention(nn.Module):
         for name, value in (("cp_group", self.cp_group), ("plan", plan), ("cu_seqlens", cu_seqlens)):
             if value is not None:
                 raise ValueError(f"{name} must be None with a cache, which holds whole sequences, got {value}.")
-        if self.gate_proj is not None or self.options.logits != "dot":
-            raise ValueError(
-                "cache must be None with forget gates or Euclidean logits: attention to a cache supports neither."
-            )
+        for name in ("logits", "forget_gate"):
+            wanted, got = getattr(self.options, name), getattr(cache, name)
+            if wanted != got:
+                raise ValueError(f"cache must have {name}={wanted!r}, as this layer, got a cache with {name}={got!r}.")
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *self.parameters())):
             raise ValueError("cache must be None while gradients are recorded. Call the module under torch.no_grad().")
 
-    def _attend_to(self, cache: KVCache, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v to the cache. Return o and mass of the new positions."""
-        cache.append(k, v)
-        options = self.options.attention_options()
-        del options["logits"]  # Attention to a cache supports only dot products, and has no such argument.
-        return attend_to_filled(q, cache.k, cache.v, cache.length, return_mass=True, **options)
+    def _attend_to(
+        self, cache: KVCache, q: Tensor, k: Tensor, v: Tensor, forget_gate: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Append k, v and the gates to the cache. Return o and mass of the new positions."""
+        cache.append(k, v, forget_gate)
+        options = self.options.attention_options() | {"forget_gate": cache.forget_gate, "return_mass": True}
+        return attend_to_filled(q, cache.k, cache.v, cache.length, **options)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, forget_gate: Tensor | None, cu_seqlens, plan

@@ -1,13 +1,93 @@
 """Attention of one or a few queries to a long cache of keys and values, for decoding.
 
-The formulas are those of `megatron_sb.ops.attention`.
+The formulas are those of `megatron_sb.ops.attention`. With forget gates or Euclidean logits, a cache stores keys as the
+kernels read them, with more columns (`stored_keys`). So every cache that stores keys of any width can hold them.
 """
 
 import torch
 from torch import Tensor
 
-from megatron_sb.options import DEFAULT_MASS_THRESHOLD, AttentionOptions
-from megatron_sb.validation import check_counts, check_tensor
+from megatron_sb.options import DEFAULT_MASS_THRESHOLD, LOGITS, AttentionOptions
+from megatron_sb.validation import check_choice, check_counts, check_flag, check_tensor
+
+# Columns of a variant, after the channels of a key: first those of Euclidean logits, then the gate, which is the sum of
+# its first three columns.
+_COLUMNS = 8
+
+
+def stored_head_dim(head_dim: int, *, logits: str = "dot", forget_gate: bool = False) -> int:
+    """Return the width of a key in a cache: head_dim, plus 8 with Euclidean logits and 8 with forget gates.
+
+    Args:
+        head_dim: channels of a key, d.
+        logits: "dot" or "euclidean".
+        forget_gate: whether keys have forget gates.
+
+    Example:
+        >>> from megatron_sb.ops.kvcache import stored_head_dim
+        >>> stored_head_dim(64, forget_gate=True)
+        72
+    """
+    check_choice("logits", logits, LOGITS)
+    check_flag("forget_gate", forget_gate)
+    return head_dim + _COLUMNS * ((logits == "euclidean") + forget_gate)
+
+
+def stored_keys(k: Tensor, *, logits: str = "dot", forget_gate: Tensor | None = None) -> Tensor:
+    """Return keys as a cache stores them: followed by what Euclidean logits need, and by their forget gates.
+
+    Args:
+        k: (b, s, h_kv, d).
+        logits: "dot" or "euclidean". With "euclidean", d is at most 248.
+        forget_gate: f, (b, s, h_kv), in k's dtype or in fp32 (fp64 for fp64). The columns keep 24 bits of f. Default:
+            no gates.
+
+    Returns:
+        (b, s, h_kv, d'), with d' from `stored_head_dim`. Without variants, k itself.
+
+    Raises:
+        TypeError: If an argument has a wrong type or dtype.
+        ValueError: If an argument has a wrong shape, device or value.
+
+    Example:
+        >>> import torch
+        >>> from megatron_sb.ops.kvcache import stored_keys
+        >>> stored_keys(torch.randn(2, 10, 4, 64), forget_gate=torch.rand(2, 10, 4)).shape
+        torch.Size([2, 10, 4, 72])
+    """
+    check_tensor("k", k)
+    check_choice("logits", logits, LOGITS)
+    if forget_gate is not None:
+        check_tensor("forget_gate", forget_gate)
+    euclidean = logits == "euclidean"
+    return torch.ops.megatron_sb.keys_for_blocks(k, forget_gate=forget_gate, euclidean=euclidean)
+
+
+def keys_and_gates(
+    stored: Tensor, head_dim: int, *, logits: str = "dot", forget_gate: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Invert `stored_keys`.
+
+    Args:
+        stored: (b, s, h_kv, d').
+        head_dim: channels of a key, d.
+        logits: "dot" or "euclidean".
+        forget_gate: whether the keys have forget gates.
+
+    Returns:
+        The keys (b, s, h_kv, d), a view, and their gates (b, s, h_kv) in fp32 (fp64 for fp64), or None.
+
+    Raises:
+        ValueError: If d' is not that of `stored_head_dim`.
+    """
+    wanted = stored_head_dim(head_dim, logits=logits, forget_gate=forget_gate)
+    if stored.shape[-1] != wanted:
+        raise ValueError(f"stored must have {wanted} channels, as stored_head_dim says, got {stored.shape[-1]}.")
+    keys = stored[..., :head_dim]
+    if not forget_gate:
+        return keys, None
+    first, second, third = stored[..., -_COLUMNS:].to(torch.promote_types(stored.dtype, torch.float32)).unbind(-1)[:3]
+    return keys, first + (second + third)  # both sums are exact
 
 
 def stickbreaking_attention_with_kvcache(
@@ -23,6 +103,8 @@ def stickbreaking_attention_with_kvcache(
     scale: float | None = None,
     attend_current: bool = False,
     mass_threshold: float = DEFAULT_MASS_THRESHOLD,
+    logits: str = "dot",
+    forget_gate: bool = False,
     return_mass: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention of the last positions of each sequence to the keys in a cache. It has no gradients.
@@ -35,7 +117,7 @@ def stickbreaking_attention_with_kvcache(
         q: (b, s_q, h, d), the last s_q positions of each sequence, bf16, fp16 or fp32, on CPU also fp64. d is a
             multiple of 8 and at most 256.
         k_cache: (b, s_cache, h_kv, d), or with a block_table (num_blocks, block_size, h_kv, d), in q's dtype. h is a
-            multiple of h_kv.
+            multiple of h_kv. With Euclidean logits or forget gates it holds `stored_keys`, and so does k.
         v_cache: (b, s_cache, h_kv, d_v), or with a block_table (num_blocks, block_size, h_kv, d_v), in q's dtype.
         cache_seqlens: int32, (b,), the number of valid keys of each sequence, including the s_q new ones but without
             those in k. It counts from row 0 of the cache, also with cache_leftpad, and is not changed. May be 0. Later
@@ -50,9 +132,11 @@ def stickbreaking_attention_with_kvcache(
             error. On a GPU, keys at positions beyond the cache, or in blocks that do not exist, are not written.
             Sequences must not share the blocks that are written, otherwise one of the keys remains. Default: no keys.
         v: (b, s_new, h_kv, d_v), their values. Given if and only if k is.
-        scale: see `stickbreaking_attention`, also for attend_current, mass_threshold and return_mass.
+        scale: see `stickbreaking_attention`, also for attend_current, mass_threshold, logits and return_mass.
         attend_current: see scale.
         mass_threshold: see scale.
+        logits: see scale.
+        forget_gate: whether the keys in k_cache, and those in k, have forget gates. Default: False.
         return_mass: see scale.
 
     Returns:
@@ -80,13 +164,16 @@ def stickbreaking_attention_with_kvcache(
         >>> torch.equal(k_cache[1, 37], k[1, 0])
         True
     """
-    options = AttentionOptions(scale, attend_current, mass_threshold)
+    options = AttentionOptions(scale, attend_current, mass_threshold, logits)
+    check_flag("forget_gate", forget_gate)
     for name, value in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("cache_seqlens", cache_seqlens)):
         check_tensor(name, value)
     optional = {"block_table": block_table, "cache_leftpad": cache_leftpad, "k": k, "v": v}
     for name, value in optional.items():
         if value is not None:
             check_tensor(name, value)
+    if forget_gate or logits != "dot":
+        _check_stored(q, k_cache, k, logits, forget_gate)
     o, mass = torch.ops.megatron_sb.attention_kvcache(
         q,
         k_cache,
@@ -99,8 +186,23 @@ def stickbreaking_attention_with_kvcache(
         scale=options.scale,
         attend_current=options.attend_current,
         mass_threshold=options.mass_threshold,
+        forget_gate=forget_gate,
+        euclidean=options.logits == "euclidean",
     )
     return (o, mass) if return_mass else o
+
+
+def _check_stored(q: Tensor, k_cache: Tensor, k: Tensor | None, logits: str, forget_gate: bool) -> None:
+    """Raise ValueError if keys do not have the width of `stored_keys`."""
+    if q.dim() != 4:
+        return  # The operator says what is wrong.
+    wanted = stored_head_dim(q.shape[-1], logits=logits, forget_gate=forget_gate)
+    for name, keys in (("k_cache", k_cache), ("k", k)):
+        if keys is not None and keys.dim() == 4 and keys.shape[-1] != wanted:
+            raise ValueError(
+                f"{name} must have {wanted} channels, those of stored_keys for head_dim {q.shape[-1]} with "
+                f"logits={logits!r} and forget_gate={forget_gate}, got {keys.shape[-1]}."
+            )
 
 
 _MOST_NEW_TOKENS = 16  # More new tokens are a prompt, which the dense kernels process.
@@ -142,11 +244,13 @@ class KVCache:
         num_kv_heads: KV heads, h_kv.
         head_dim: channels of a key, d.
         head_dim_v: channels of a value, d_v. Default: head_dim.
+        logits: "dot" or "euclidean".
+        forget_gate: whether keys have forget gates.
         device: device of the cache.
         dtype: dtype of the cache.
 
     Attributes:
-        k: (b, max_len, h_kv, d).
+        k: (b, max_len, h_kv, d'), the `stored_keys`.
         v: (b, max_len, h_kv, d_v).
         length: number of filled positions.
 
@@ -170,6 +274,8 @@ class KVCache:
         head_dim: int,
         head_dim_v: int | None = None,
         *,
+        logits: str = "dot",
+        forget_gate: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -177,26 +283,34 @@ class KVCache:
         sizes = {"batch_size": batch_size, "max_len": max_len, "num_kv_heads": num_kv_heads}
         check_counts(sizes | {"head_dim": head_dim, "head_dim_v": head_dim_v})
         rows, kind = (batch_size, max_len, num_kv_heads), {"device": device, "dtype": dtype}
-        self.k, self.v = torch.empty(*rows, head_dim, **kind), torch.empty(*rows, head_dim_v, **kind)
+        width = stored_head_dim(head_dim, logits=logits, forget_gate=forget_gate)
+        self.k, self.v = torch.empty(*rows, width, **kind), torch.empty(*rows, head_dim_v, **kind)
+        self.logits, self.forget_gate, self._head_dim = logits, forget_gate, head_dim
         self.length = 0
 
-    def append(self, k: Tensor, v: Tensor) -> None:
+    def append(self, k: Tensor, v: Tensor, forget_gate: Tensor | None = None) -> None:
         """Append positions after the filled ones.
 
         Args:
             k: (b, s, h_kv, d), in the cache's dtype and on its device.
             v: (b, s, h_kv, d_v), in the cache's dtype and on its device.
+            forget_gate: f, (b, s, h_kv), in the cache's dtype or in fp32, if and only if keys have forget gates.
 
         Raises:
             TypeError: If k or v is not a tensor of the cache's dtype.
             ValueError: If a shape or device differs from the cache's, or fewer than s positions are free.
         """
-        for name, new, held in (("k", k, self.k), ("v", v, self.v)):
+        if (forget_gate is not None) != self.forget_gate:
+            wanted, got = ("a tensor", "None") if self.forget_gate else ("None", "a tensor")
+            raise ValueError(
+                f"forget_gate must be {wanted} for a cache with forget_gate={self.forget_gate}, got {got}."
+            )
+        batch_size, _, num_kv_heads, _ = self.k.shape
+        for name, new, held, width in (("k", k, self.k, self._head_dim), ("v", v, self.v, self.v.shape[-1])):
             check_tensor(name, new)
-            if new.dim() != 4 or (new.shape[0], *new.shape[2:]) != (held.shape[0], *held.shape[2:]):
-                batch_size, _, num_kv_heads, head_dim = held.shape
+            if new.dim() != 4 or (new.shape[0], *new.shape[2:]) != (batch_size, num_kv_heads, width):
                 raise ValueError(
-                    f"{name} must have shape ({batch_size}, s, {num_kv_heads}, {head_dim}) for this cache, "
+                    f"{name} must have shape ({batch_size}, s, {num_kv_heads}, {width}) for this cache, "
                     f"got {tuple(new.shape)}."
                 )
             if new.dtype != held.dtype:
@@ -209,5 +323,6 @@ class KVCache:
         if end > self.k.shape[1]:
             free = self.k.shape[1] - self.length
             raise ValueError(f"k must have at most {free} positions, the free ones in the cache, got {k.shape[1]}.")
+        k = stored_keys(k.detach(), logits=self.logits, forget_gate=forget_gate)
         self.k[:, self.length : end], self.v[:, self.length : end] = k.detach(), v.detach()
         self.length = end

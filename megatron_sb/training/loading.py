@@ -180,9 +180,3 @@ def on_one_rank(config: TrainingConfig) -> TrainingConfig:
     config = dataclasses.replace(config, parallel=one_rank, stages=stages)
     check(config)
     return config
-
-
-def has_portable_attention(config: TrainingConfig, model: str) -> bool:
-    """Return whether a model has stick-breaking attention that other formats support: dot products, no gates."""
-    attention = config.attention[model]
-    return config.breaks_sticks(model) and attention.logits == "dot" and not attention.forget_gate

@@ -36,6 +36,14 @@ __device__ inline int column_offset(int k) {
 
 // Gates as the rows of k store them: the first kGateBytes after each key. The first kGateParts values sum to the gate.
 inline constexpr int kGateBytes = 16;
+
+// Returns the gate of a key of a 16-bit type, from the first words after the key.
+template <class T>
+__device__ inline float gate_of(uint2 words) {
+    const float2 parts = unpack<T>(words.x);
+    return parts.x + parts.y + unpack<T>(words.y).x;
+}
+
 template <class T>
 struct GateRows {
     static constexpr bool kGated = true;
@@ -49,9 +57,7 @@ struct GateRows {
         for (int k = 0; k < 4; ++k) {
             const uint8_t* const at = first + column_offset(4 * i + k) * kGateBytes;
             if constexpr (sizeof(T) == 2) {
-                const uint2 words = *reinterpret_cast<const uint2*>(at);
-                const float2 parts = unpack<T>(words.x);
-                gates.f[k] = parts.x + parts.y + unpack<T>(words.y).x;
+                gates.f[k] = gate_of<T>(*reinterpret_cast<const uint2*>(at));
             } else {
                 const float4 parts = *reinterpret_cast<const float4*>(at);
                 gates.f[k] = parts.x + parts.y + parts.z;
@@ -76,13 +82,32 @@ struct GateValues {
     }
 };
 
-// Starts to copy the gates of kGroup keys for GateRows. Keys from num_keys on get 0.
-template <int kGroup>
-__device__ inline void load_gates(uint32_t to, const HeadRows& keys, int num_keys) {
+// The gates of a warp's tile of 32 keys: lane i has the gate of key i. All lanes call quad() together.
+struct GateLanes {
+    static constexpr bool kGated = true;
+    using Quad = GateQuad;
+    float of_lane;
+
+    __device__ GateQuad quad(int i) const {
+        GateQuad gates;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) gates.f[k] = __shfl_sync(kAllLanes, of_lane, threadIdx.x % 4 * 8 + 4 * i + k);
+        return gates;
+    }
+};
+
+// Starts to copy the gates of kGroup keys for GateRows. row_of(key) returns the row of a key; keys from num_keys on get
+// 0.
+template <int kGroup, class RowOf>
+__device__ inline void load_gates(uint32_t to, int width, int num_keys, RowOf row_of) {
     const int key = threadIdx.x;
     if (key >= kGroup) return;
-    copy_async(to + column_of_key<kGroup>(key) * kGateBytes, keys.data + key * keys.stride + keys.width,
-               key < num_keys);
+    const char* const row = row_of(key < num_keys ? key : 0);
+    copy_async(to + column_of_key<kGroup>(key) * kGateBytes, row + width, key < num_keys);
+}
+template <int kGroup>
+__device__ inline void load_gates(uint32_t to, const HeadRows& keys, int num_keys) {
+    load_gates<kGroup>(to, keys.width, num_keys, [&](int key) { return keys.data + key * keys.stride; });
 }
 
 // Returns one gate, read from the columns after its key in global memory.
@@ -113,6 +138,6 @@ __device__ inline void sum_over_rows(float (&x)[16], float (&sum)[2]) {
     sum[1] += x[1];
 }
 
-static_assert(kGateParts == 3, "quad() and read_gate() add three parts");
+static_assert(kGateParts == 3, "gate_of(), quad() and read_gate() add three parts");
 
 }  // namespace megatron_sb::common

@@ -110,8 +110,14 @@ __device__ inline void load_rows(uint32_t to, const HeadRows& from, int num_rows
     }
 }
 
-// Copies rows [first_row, first_row + num_rows) of keys in blocks, as load_rows does. `from` is block 0, and
-// `block_stride` is in bytes.
+// Returns a row of keys in blocks. `from` is block 0, and `block_stride` is in bytes.
+__device__ inline const char* row_of_blocks(const HeadRows& from, const KeyBlocks& blocks, int64_t block_stride,
+                                            int row) {
+    const int block = clamp_row(__ldg(blocks.table + row / blocks.block_size), 0, blocks.num_blocks - 1);
+    return from.data + block * block_stride + row % blocks.block_size * from.stride;
+}
+
+// Copies rows [first_row, first_row + num_rows) of keys in blocks, as load_rows does. See row_of_blocks.
 template <int kRows, int kPitch, class Place>
 __device__ inline void load_rows_of_blocks(uint32_t to, const HeadRows& from, const KeyBlocks& blocks,
                                            int64_t block_stride, int first_row, int num_rows, Place place) {
@@ -121,13 +127,8 @@ __device__ inline void load_rows_of_blocks(uint32_t to, const HeadRows& from, co
     const int rows = piece * 16 < from.width ? num_rows : 0;
     for (int row = first; row < kRows; row += kRowsAtOnce) {
         const int at = place(row);
-        const char* data = from.data + piece * 16;
-        if (row < rows) {
-            const int index = (first_row + row) / blocks.block_size, in_block = (first_row + row) % blocks.block_size;
-            const int block = clamp_row(__ldg(blocks.table + index), 0, blocks.num_blocks - 1);
-            data += block * block_stride + in_block * from.stride;
-        }
-        copy_async(to + at * kPitch + ((piece ^ at % 8) << 4), data, row < rows);
+        const char* const data = row < rows ? row_of_blocks(from, blocks, block_stride, first_row + row) : from.data;
+        copy_async(to + at * kPitch + ((piece ^ at % 8) << 4), data + piece * 16, row < rows);
     }
 }
 

@@ -166,7 +166,7 @@ __device__ bool fold_warps(const Params& p, const QueryRows& rows, const Exchang
     return shared.is_last;
 }
 
-template <class T, int kDim>
+template <class T, int kDim, bool kGated>
 __global__ void __launch_bounds__(kWarps * 32, Shape<kDim>::kBlocksPerSm)
     attend(const __grid_constant__ Params p, const __grid_constant__ common::Scalars scalars,
            const __grid_constant__ Exchange exchange, int units, int splits, int row_tiles) {
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kWarps * 32, Shape<kDim>::kBlocksPerSm)
     const int tiles = (rows.visible(rows.count - 1) + kKeys - 1) / kKeys;
     const int64_t share = int64_t(split) * warps + warp, shares = int64_t(splits) * warps;
     const int begin = int(tiles * share / shares), count = int(tiles * (share + 1) / shares) - begin;
-    Worker<T, kDim> worker(p, scalars, rows, queries, common::shared_address(rings + warp * S::kRingBytes));
+    Worker<T, kDim, kGated> worker(p, scalars, rows, queries, common::shared_address(rings + warp * S::kRingBytes));
     if (threadIdx.x == 0) shared.newest_used_up = INT_MAX;
     load_queries<T, S::kPitch>(queries, p, rows);
     worker.start(tiles - 1 - begin, count);
@@ -219,17 +219,21 @@ struct Kernel {
     int shared_bytes(int warps) const { return query_bytes + warps * ring_bytes + int(sizeof(Shared)); }
 };
 
-template <class T>
-Kernel kernel_of_type(const Params& p) {
+template <class T, bool kGated>
+Kernel kernel_with(const Params& p) {
     const auto of = [&](auto function, auto shape) {
         using S = decltype(shape);
         return Kernel{reinterpret_cast<const void*>(function), S::kQueryBytes, S::kRingBytes,
                       common::scalars_of<T>(p.options)};
     };
     const int widest = std::max(p.sizes.head_dim, p.sizes.head_dim_v);
-    if (widest <= 64) return of(attend<T, 64>, Shape<64>{});
-    if (widest <= 128) return of(attend<T, 128>, Shape<128>{});
-    return of(attend<T, int(kMaxHeadDim)>, Shape<int(kMaxHeadDim)>{});
+    if (widest <= 64) return of(attend<T, 64, kGated>, Shape<64>{});
+    if (widest <= 128) return of(attend<T, 128, kGated>, Shape<128>{});
+    return of(attend<T, int(kMaxHeadDim), kGated>, Shape<int(kMaxHeadDim)>{});
+}
+template <class T>
+Kernel kernel_of_type(const Params& p) {
+    return p.options.forget_gate ? kernel_with<T, true>(p) : kernel_with<T, false>(p);
 }
 
 Kernel kernel_for(const Params& p) {

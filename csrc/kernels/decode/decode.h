@@ -24,7 +24,7 @@ struct BlockTable {
 struct Params {
     Sizes sizes;  // k_rows: capacity of the cache for each sequence; dtype: kBFloat16 or kFloat16
     Options options;
-    Rows<const void*> q, k, v;  // rows begin at multiples of 16 bytes, as do those of o
+    Rows<const void*> q, k, v;  // rows begin at multiples of 16 bytes, as do those of o; k with its gates, if any
     Rows<void*> o;              // of type sizes.dtype
     float* mass;                // (batch, num_heads, q_rows), contiguous
     // A batch element has the keys [first, end) of its cache. Its queries are the last of these positions.

@@ -2,9 +2,14 @@
 //
 //   S = Q K^T,   e = exp(z),   A_k = e_k P_k (common/scan.cuh),   O += A V,   P <- P / prod (1 + e)
 //
+// With forget gates, e is the gated odds (common/gates.cuh). Each lane reads the gate of one key of a tile, directly
+// into a register, when it requests the tile.
+//
 // A ring of three slots holds K and V of the tiles: while the warp multiplies one slot, two are being loaded. No other
 // warp accesses the ring, so a warp waits for its own copies only.
 #pragma once
+
+#include <type_traits>
 
 #include "kernels/common/scan.cuh"
 #include "kernels/decode/rows.cuh"
@@ -33,7 +38,7 @@ struct Shared {
     int is_last;
 };
 
-template <class T, int kDim>
+template <class T, int kDim, bool kGated>
 class Worker {
     using S = Shape<kDim>;
 
@@ -71,6 +76,7 @@ class Worker {
         for (int i = 0; i < count; ++i) {
             if (newer_used_up() || !__any_sync(common::kAllLanes, live())) break;
             const bool more = i + 1 < count;
+            const Gates gates = this->gates();
             load_tile_keys(newest - i - 1, more, free_slot_);
             common::wait_for_copies<2>();  // K
             __syncwarp();                  // K of all lanes has arrived
@@ -78,7 +84,7 @@ class Worker {
             common::multiply_rows<T, S::kPitch>(s, queries_, key_slot_, k_.width);
             __syncwarp();  // all lanes have read K: its slot is free
             load_or_skip(key_slot_, v_, more);
-            to_weights(s, newest - i);
+            to_weights(s, newest - i, gates);
             common::wait_for_copies<2>();  // V
             __syncwarp();
             contain_values(newest - i);
@@ -116,14 +122,27 @@ class Worker {
     }
 
   private:
+    using Gates = std::conditional_t<kGated, common::GateLanes, common::NoGates>;
+
     __device__ static int thread_row(int r) {
         return threadIdx.x % 32 / 4 + 8 * r;
+    }
+    // The gates of the tile that was requested last.
+    __device__ Gates gates() const {
+        if constexpr (kGated)
+            return {common::gate_of<T>(gate_words_)};
+        else
+            return {};
     }
 
     __device__ void load_tile_keys(int tile, bool wanted, uint32_t to) {
         if (wanted) {
             const int key = tile * kKeys + threadIdx.x % 32;
             place_ = place_of(p_, rows_.batch, rows_.first_key + key, key < rows_.visible(rows_.count - 1));
+            if constexpr (kGated) {
+                const auto* const words = reinterpret_cast<const uint2*>(k_.data + place_.in(k_) + k_.width);
+                gate_words_ = place_.exists ? __ldg(words) : make_uint2(0, 0);  // other rows may hold NaN
+            }
         }
         load_or_skip(to, k_, wanted);
     }
@@ -136,7 +155,7 @@ class Worker {
     }
 
     // Replaces q . k by A, and moves the masses to the older edge of the tile.
-    __device__ void to_weights(float (&s)[1][kKeys / 8][4], int tile) {
+    __device__ void to_weights(float (&s)[1][kKeys / 8][4], int tile, const Gates& gates) {
         const int begin = tile * kKeys;
         if (rows_.visible(0) < begin + kKeys) {
             common::Limits<1> limit;
@@ -145,7 +164,7 @@ class Worker {
             common::fill_hidden(s, limit, scalars_.hidden);
         }
         common::Rises<1, kKeys / 8> rises;
-        common::exponentials<false>(s, scalars_.scale_log2e, rises, common::NoGates{});
+        common::exponentials<kGated>(s, scalars_.scale_log2e, rises, gates);
         common::weights(s, rises, mass_, [&](int m, int r, int n, float older_a, float newer_a) {
             s[m][n][2 * r] = older_a;
             s[m][n][2 * r + 1] = newer_a;
@@ -197,7 +216,8 @@ class Worker {
     const uint32_t queries_;
     uint32_t key_slot_, value_slot_, free_slot_;  // slots of K and V of this tile, and the slot to fill next
     const CachedRows k_, v_;
-    KeyPlace place_ = {};  // of the tile that was requested last
+    KeyPlace place_ = {};    // of the tile that was requested last
+    uint2 gate_words_ = {};  // of this lane's key of that tile, with forget gates
     int visible_[2];
     float mass_[1][2];  // multiplied by kWeightScale, at the newer edge of the next tile
     float o_[1][S::kColumnBlocks][4] = {};

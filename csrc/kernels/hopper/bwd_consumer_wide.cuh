@@ -55,7 +55,9 @@ class WideSumWarpgroup : BackwardThread<T> {
                 sum_step();
             } while (!(step(number_ - 1).flags & kLastStepOfTile));
             // V becomes staging space. Only the scan warpgroup reads V, and its products were done before it arrived on
-            // dz.full of the last step.
+            // dz.full of the last step. racecheck of compute-sanitizer needs the barrier to know that the copies of V
+            // are done: one lane of the loader arrived on kv.full for all.
+            warpgroup_barrier(kKeys ? NamedBarrier::kConsumer1 : NamedBarrier::kConsumer2);
             const Step last = step(number_ - 1);
 #pragma unroll
             for (int i = 0; i < kPieces; ++i)

@@ -112,9 +112,16 @@ class ForwardTile {
         load_keys(k_buffer(tile), k_, p_.k.batch_stride, tile);
     }
     __device__ void load_gates_of(int tile) const {
-        if constexpr (kGated)
-            load_gates<kKeys>(shared_address(gate_buffer(tile)), k_.rows_from(int64_t(tile) * kKeys),
-                              rows_.tile.k_len - tile * kKeys);
+        if constexpr (kGated) {
+            const int first = tile * kKeys;
+            load_gates<kKeys>(shared_address(gate_buffer(tile)), k_.width, rows_.tile.k_len - first, [&](int key) {
+                if constexpr (kInBlocks)
+                    return row_of_blocks(k_, p_.key_blocks, p_.k.batch_stride * int64_t(sizeof(T)),
+                                         rows_.tile.k_row + first + key);
+                else
+                    return k_.rows_from(first + key).data;
+            });
+        }
     }
     __device__ uint8_t* gate_buffer(int tile) const { return gates_ + tile % S::kKeyBuffers * S::kGatesOfTile; }
     __device__ auto gates(int tile) const {
@@ -279,10 +286,8 @@ void launch_forward(const ForwardParams& params, cudaStream_t stream) {
             launch("block_forward", kernel, int64_t(num_tiles) * params.sizes.batch * params.sizes.num_heads,
                    S::kSharedBytes, stream, params, scalars_of<T>(params.options), num_tiles);
         };
-        if constexpr (!kGated) {  // caches have no forget gates
-            if (params.key_blocks.table != nullptr) return launch_kernel(forward<T, kDim, false, true>);
-        }
-        launch_kernel(forward<T, kDim, kGated, false>);
+        launch_kernel(params.key_blocks.table != nullptr ? forward<T, kDim, kGated, true>
+                                                         : forward<T, kDim, kGated, false>);
     });
 }
 

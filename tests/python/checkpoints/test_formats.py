@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import decoders
-from support.decoders import EXPERTS, HEAD_VECTORS, TO_CONVERT
+from support.decoders import EXPERTS, GATES, HEAD_VECTORS, TO_CONVERT
 from transformers import AutoTokenizer
 
 import megatron_sb as sb
@@ -32,11 +32,14 @@ VARIANTS = {
     "own key": {"attend_current": True},
     "multipliers": MULTIPLIERS,
     "experts, head norm": EXPERTS | {"head_norm": True},
+    "gates": GATES,
+    "Euclidean logits, gates, head vectors": {"logits": "euclidean"} | GATES | HEAD_VECTORS,
 }
+WITH_VARIANTS = {"gates", "Euclidean logits, gates, head vectors"}
 SUPPORTED = {
     "huggingface": set(VARIANTS),
     "megatron": set(VARIANTS) - {"multipliers"},
-    "dolomite": set(VARIANTS) - {"remainder bias, own key, wide heads", "own key"},
+    "dolomite": set(VARIANTS) - {"remainder bias, own key, wide heads", "own key"} - WITH_VARIANTS,
     "fla": {"plain", "tied, one KV head", "own key"},
 }
 # The other two formats have no fields for multipliers, so these are folded into weights.
@@ -79,6 +82,23 @@ def test_there_and_back(to, variant, dtype, tmp_path):
     }
     ids = torch.randint(61, (1, 12))
     assert torch.equal(back(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("to", ["dolomite", "fla"])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (GATES, "forget_gate must be False in the {} format, got True"),
+        ({"logits": "euclidean"}, "logits must be 'dot' in the {} format, got 'euclidean'"),
+    ],
+)
+def test_formats_without_variants(to, fields, message, tmp_path, capsys):
+    """The command names the option in one line."""
+    make_model(**fields).save_pretrained(tmp_path / "model")
+    capsys.readouterr()
+    assert cli.main(["convert", str(tmp_path / "model"), str(tmp_path / "out"), "--to", to]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message.format(to) in line and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("to", checkpoints.FORMATS)

@@ -17,7 +17,7 @@ FLAGS = (
 )
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("kind", ["dense", "experts", "gates"])
 def test_there_and_back(kind, tmp_path):
     """Losses in transformers are equal. After conversion back, bits are equal and another layout resumes training."""
     found = run_worker("converted_checkpoints.py", 2, tmp_path / "out.json", kind)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support import decoders
-from support.decoders import EXPERTS, HEAD_VECTORS, TO_CONVERT
+from support.decoders import EUCLIDEAN, EXPERTS, GATES, HEAD_VECTORS, TO_CONVERT
 
 from megatron_sb import checkpoints, cli
 from megatron_sb.checkpoints import multipliers
@@ -30,6 +30,8 @@ VARIANTS = {
     "head vectors": HEAD_VECTORS,
     "experts, tied": EXPERTS | HEAD_VECTORS | TIED,
     "own key, wide heads": {"attend_current": True, "head_dim": 16},
+    "gates": GATES,
+    "gates, Euclidean": GATES | EUCLIDEAN,
 }
 CASES = [
     *(("megatron", variant) for variant in VARIANTS),
@@ -92,6 +94,14 @@ def test_the_folded_weights(fields, tmp_path):
     assert found == pytest.approx(expected, rel=2**-23)
 
 
+def test_the_folded_scale_of_euclidean_logits(tmp_path):
+    """Queries and keys are multiplied by the square root of the scale, which scales their squared distance."""
+    model = make_model(**dict.fromkeys(PUBLISHED, 1.0) | GATES | EUCLIDEAN)
+    found = factors_of(model, converted(model, "megatron", tmp_path))
+    changed = {f"model.layers.{n}.self_attn.{x}_proj.weight": 0.05**0.5 for n in range(2) for x in "qk"}
+    assert found == pytest.approx(changed, rel=2**-23)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fields", [{}, TIED], ids=["untied", "tied"])
 @pytest.mark.parametrize("to", FORMATS_WITHOUT_FIELDS)
@@ -109,6 +119,8 @@ def test_the_default_scale_is_not_folded():
         for scale in (head_dim**-0.5, 1 / head_dim**0.5):
             config = make_model(**dict.fromkeys(PUBLISHED, 1.0) | {"attention_multiplier": scale, "head_dim": head_dim})
             assert multipliers.folded(config.config, "megatron") == {}
+    config = make_model(**dict.fromkeys(PUBLISHED, 1.0) | {"logits": "euclidean"}).config
+    assert multipliers.folded(config, "megatron") == {}
 
 
 def test_the_command_says_what_is_folded(tmp_path, capsys):
@@ -135,6 +147,17 @@ def test_what_cannot_be_folded(dtype, changes, message, tmp_path):
     """The error leaves no file."""
     with pytest.raises(ValueError, match=message):
         checkpoints.save(make_model(dtype, **changes), tmp_path / "out", "fla")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("scale", "problem"), [(-0.5, "greater than 0 with Euclidean logits"), (0.0, "finite and not 0")]
+)
+def test_scales_of_euclidean_logits_that_cannot_be_folded(scale, problem, tmp_path):
+    """No factor of queries and keys changes the sign of a distance."""
+    model = make_model(logits="euclidean", attention_multiplier=scale)
+    with pytest.raises(ValueError, match=f"attention_multiplier must be {problem} .* megatron format, got {scale}"):
+        checkpoints.save(model, tmp_path / "out", "megatron")
     assert not list(tmp_path.iterdir())
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import decoders
-from support.decoders import EXPERTS, HEAD_VECTORS, TO_CONVERT
+from support.decoders import EXPERTS, GATES, HEAD_VECTORS, TO_CONVERT
 
 from megatron_sb import checkpoints, cli
 from megatron_sb.megatron.weights import read_weights, write_weights
@@ -91,11 +91,13 @@ def test_unexpected_weights(kind, name, tmp_path):
     [
         ("megatron", HEAD_VECTORS),
         ("megatron", EXPERTS),
+        ("megatron", GATES),
         ("dolomite", HEAD_VECTORS),
         ("dolomite", EXPERTS),
         ("fla", {}),
         ("huggingface", HEAD_VECTORS),
         ("huggingface", EXPERTS),
+        ("huggingface", GATES),
     ],
 )
 def test_every_weight_is_required(kind, fields, tmp_path):
@@ -134,6 +136,13 @@ def test_wrong_number_of_experts(kind, tmp_path):
     folder.expect_error("Unexpected weights", "model.layers.0.mlp.experts.2.down_proj.weight")
     folder.configure("num_experts", 4)
     folder.expect_error("Missing weights", "model.layers.0.mlp.experts.3.down_proj.weight")
+
+
+@pytest.mark.parametrize("kind", ["megatron", "huggingface"])
+def test_gates_that_the_configuration_lacks(kind, tmp_path):
+    folder = Folder(tmp_path, kind, **GATES)
+    folder.configure("forget_gate", False)
+    folder.expect_error("Unexpected weights", "model.layers.0.self_attn.gate_proj.bias")
 
 
 @pytest.mark.parametrize("kind", checkpoints.FORMATS)

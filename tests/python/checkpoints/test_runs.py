@@ -13,7 +13,11 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 OPTIONS = {
     "stick_breaking_remainder_norm": {"remainder_bias": True, "head_norm": True},
     "stick_breaking_attend_current": {"attend_current": True},
+    "stick_breaking_euclidean": {"logits": "euclidean"},
+    "stick_breaking_forget_gate": {"forget_gate": True},
 }
+DEFAULTS = {"remainder_bias": False, "head_norm": False, "attend_current": False}
+DEFAULTS |= {"logits": "dot", "forget_gate": False}
 
 
 def save(run, model, config, **options):
@@ -43,8 +47,8 @@ def test_one_of_several_stick_breaking_models(model, named, tmp_path):
     config = configuration.load_config(CONFIGS / "extrapolation_small.yaml")
     folder, weights = save(tmp_path, model, config, **OPTIONS[model])
     back = checkpoints.load(folder, tmp_path / "config.yaml" if named else None)
-    for name in ("remainder_bias", "head_norm", "attend_current"):
-        assert getattr(back.config, name) == OPTIONS[model].get(name, False)
+    assert {name: getattr(back.config, name) for name in DEFAULTS} == DEFAULTS | OPTIONS[model]
+    assert back.state_dict().keys() == weights.keys()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in back.state_dict().items())
 
 
@@ -53,8 +57,6 @@ def test_one_of_several_stick_breaking_models(model, named, tmp_path):
     [
         ("softmax_rope", r"swap_attention must be True .*softmax_rope.*, which has softmax attention, got False"),
         ("softmax_nope", r"swap_attention must be True .*softmax_nope"),
-        ("stick_breaking_euclidean", r"attention\.stick_breaking_euclidean\.logits must be 'dot' .* got 'euclidean'"),
-        ("stick_breaking_forget_gate", r"attention\.stick_breaking_forget_gate\.forget_gate must be False .* got True"),
     ],
 )
 @pytest.mark.parametrize("named", [False, True], ids=["by default", "named"])
@@ -64,6 +66,15 @@ def test_models_that_no_format_supports(model, message, named, tmp_path):
     folder, _ = save(tmp_path, model, config)
     with pytest.raises(ValueError, match=message):
         checkpoints.load(folder, tmp_path / "config.yaml" if named else None)
+
+
+def test_softmax_attention_with_gates(tmp_path):
+    """Its gates have no place in stick-breaking attention."""
+    gates = "attention.softmax_nope={kind: softmax, position: none, forget_gate: true}"
+    config = configuration.load_config(CONFIGS / "extrapolation_small.yaml", [gates])
+    folder, _ = save(tmp_path, "softmax_nope", config)
+    with pytest.raises(ValueError, match=r"attention\.softmax_nope\.forget_gate must be False .* got True"):
+        checkpoints.load(folder, swap_attention=True)
 
 
 def test_softmax_attention_is_swapped(tmp_path):

@@ -31,6 +31,7 @@ from megatron_sb import (
     stickbreaking_attention_varlen,
     stickbreaking_attention_with_kvcache,
 )
+from megatron_sb.ops.kvcache import stored_keys
 
 # The largest error against fp32 on the CPU.
 DTYPES = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-4}
@@ -99,6 +100,11 @@ def cache_cases():
                 tensors, options = CacheCase([1500, 0, 45], dtype=dtype, **sizes, **options).arguments()
                 name = f"{str(dtype).removeprefix('torch.')} {d}:{d_v} {'paged' if block_size else 'contiguous'} cache"
                 yield name, dtype, tensors, options
+                if max(d, d_v) > 128 or regime == "randn":  # also the kernels that read gates
+                    q, k, v = tensors
+                    gates = torch.full(k.shape[:-1], 0.9)
+                    tensors = (q, stored_keys(k, forget_gate=gates.to(k.device)), v)
+                    yield f"{name} with gates", dtype, tensors, options | {"forget_gate": True}
 
 
 def wrong_caches() -> tuple[int, int]:

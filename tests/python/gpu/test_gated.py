@@ -5,10 +5,11 @@ ops/test_variants.py tests them at small sizes.
 
 import pytest
 import torch
+from support.caches import VariantCase
 from support.cuda import captured
 from support.variants import ALLOWED, GATES, assert_variant, errors, make_variant, run_variant, wide_inputs
 
-from megatron_sb import reference, stickbreaking_attention
+from megatron_sb import reference, stickbreaking_attention, stickbreaking_attention_with_kvcache
 
 variants = pytest.mark.parametrize("name", ["gated", "euclidean"])
 # Without open gates at logits of 12 +- 13: neither mass_threshold nor the restart floor bounds the error of df there
@@ -87,3 +88,24 @@ def test_graph():
     graph.replay()
     for name, value in run_variant(stickbreaking_attention, x, options).items():
         assert torch.equal(results[name], value), name
+
+
+@pytest.mark.parametrize("block_size", [None, 16], ids=["contiguous", "blocks"])
+@pytest.mark.parametrize("name", ["gated", "gated euclidean"])
+def test_decoding(name, block_size):
+    """Attention to a long cache matches the reference, ten times bit for bit, and so does a captured call."""
+    sizes = {"h": 4, "h_kv": 2, "d": 128, "block_size": block_size, "dtype": torch.bfloat16}
+    case = VariantCase(name, [9000, 200, 8999], "mean -8", **sizes)
+    case.assert_accurate()
+    tensors, options = case.arguments()
+    if block_size is not None:
+        options["block_table"] = options["block_table"].clamp(max=tensors[1].shape[0] - 1)
+
+    def call():
+        return stickbreaking_attention_with_kvcache(*tensors, **options, return_mass=True)
+
+    first = call()
+    graph, results = captured(call)
+    graph.replay()
+    for found in (*(call() for _ in range(10)), results):
+        assert all(torch.equal(x, y) for x, y in zip(found, first, strict=True))

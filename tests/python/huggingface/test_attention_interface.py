@@ -120,12 +120,18 @@ def test_padding_changes_nothing(side):
         torch.testing.assert_close(found[name], parameter.grad, atol=1e-4, rtol=1e-3, msg=name)
 
 
-def make_stick_breaking_model():
-    return decoders.make_model(**SIZES)
+def make_stick_breaking_model(**fields):
+    return decoders.make_model(**SIZES | fields)
+
+
+def make_gated_model():
+    return make_stick_breaking_model(**decoders.GATES, **decoders.EUCLIDEAN)
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: make_model(without_rotation()), make_stick_breaking_model], ids=["llama", "stickbreaking"]
+    "make",
+    [lambda: make_model(without_rotation()), make_stick_breaking_model, make_gated_model],
+    ids=["llama", "stickbreaking", "gates, Euclidean"],
 )
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("given_by", ["positions", "positions and a mask", "bounds"])

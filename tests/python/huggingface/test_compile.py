@@ -72,6 +72,10 @@ ONE_GRAPH = {
         lambda: decoders.make_model(**SIZES),
         [{"input_ids": IDS, "attention_mask": mask} for mask in (PADDED, torch.ones_like(PADDED), OTHER_PADDED)],
     ),
+    "gates, Euclidean, masks": (
+        lambda: decoders.make_model(**SIZES, **decoders.GATES, **decoders.EUCLIDEAN),
+        [{"input_ids": IDS, "attention_mask": mask} for mask in (PADDED, torch.ones_like(PADDED), OTHER_PADDED)],
+    ),
     "llama, masks": (
         make_llama,
         [{"input_ids": IDS, "attention_mask": mask} for mask in (PADDED, torch.ones_like(PADDED), OTHER_PADDED)],

@@ -3,11 +3,14 @@
 import pytest
 import torch
 from support import decoders
+from support.decoders import EUCLIDEAN, GATES
 from support.messages import mentions
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 
 import megatron_sb as sb
 from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
+from megatron_sb.huggingface.modeling import CACHE_FIELD
+from megatron_sb.nn.gates import OPEN_GATE
 
 SIZES = {
     "vocab_size": 97,
@@ -30,6 +33,9 @@ VARIANTS = {
         "logits_scaling": 2.0,
     },
     "experts, tied": {"num_experts": 5, "num_experts_per_tok": 2, "tie_word_embeddings": True},
+    "gates": GATES,
+    "Euclidean": EUCLIDEAN,
+    "gates, Euclidean": GATES | EUCLIDEAN | {"remainder_bias": True, "attend_current": True},
 }
 
 
@@ -67,6 +73,10 @@ def attention(x, weights, prefix, config):
         (x @ weights[f"{prefix}.{name}_proj.weight"].T).view(1, len(x), -1, config.head_dim) for name in ("q", "k", "v")
     )
     options = {"attend_current": config.attend_current, "return_mass": True, "scale": config.attention_multiplier}
+    options |= {"logits": config.logits}
+    if config.forget_gate:
+        gates = torch.sigmoid(x @ weights[f"{prefix}.gate_proj.weight"].T + weights[f"{prefix}.gate_proj.bias"])
+        options["forget_gate"] = gates[None]
     o, mass = sb.reference.stickbreaking_attention(q, k, v, **options)
     o, mass = o[0], mass[0].T  # (s, h, d), (s, h)
     if config.remainder_bias:
@@ -96,21 +106,77 @@ def expected_logits(model, row):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_the_oracle(variant):
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_logits_equal_the_oracle(use_cache, variant):
     model, ids = make_model(**VARIANTS[variant]), tokens(2, 20)
     expected = torch.stack([expected_logits(model, row) for row in ids])
     assert expected.std() > 0.3
-    torch.testing.assert_close(model(ids).logits.double(), expected, atol=5e-4, rtol=1e-4)
+    found = model(ids, use_cache=use_cache).logits
+    torch.testing.assert_close(found.double(), expected, atol=5e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("variant", ["head vectors", "experts, tied"])
-def test_padding_and_generation(variant):
+@pytest.mark.parametrize(("field", "plain"), [("forget_gate", False), ("logits", "dot")])
+def test_gates_and_euclidean_logits_matter(field, plain):
+    """The oracle has other logits without gates, and with dot products. So it detects that a model ignores them."""
+    model, row = make_model(**VARIANTS["gates, Euclidean"]), tokens(20)
+    expected = expected_logits(model, row)
+    setattr(model.config, field, plain)
+    assert (expected_logits(model, row) - expected).abs().max() > 0.1
+
+
+def test_the_default_scale_of_euclidean_logits():
+    """It is 1. The weights are small, so that queries attend to keys."""
+    model, ids = make_model(logits="euclidean"), tokens(1, 20)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight *= 0.2
+            layer.self_attn.k_proj.weight *= 0.2
+    expected = expected_logits(model, ids[0])
+    torch.testing.assert_close(model(ids).logits[0].double(), expected, atol=5e-4, rtol=1e-4)
+    model.config.attention_multiplier = 8**-0.5  # the default scale of dot products
+    assert (expected_logits(model, ids[0]) - expected).abs().max() > 0.1
+
+
+def test_new_gates_are_open():
+    model = StickBreakingForCausalLM(StickBreakingConfig(**SIZES | GATES | {"initializer_range": 0.02}))
+    for layer in model.model.layers:
+        assert torch.equal(layer.self_attn.gate_proj.bias, torch.full((2,), OPEN_GATE))
+        assert 0.01 < layer.self_attn.gate_proj.weight.std() < 0.03
+
+
+@pytest.mark.parametrize("variant", ["head vectors", "experts, tied", "gates", "Euclidean", "gates, Euclidean"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_padding_and_generation(cache, variant):
     """Generation with a cache and left padding chooses the tokens of whole forwards without a cache."""
     model = make_model(**VARIANTS[variant])
     rows = [tokens(1, 9), tokens(1, 4)]
     ids, mask = decoders.padded(rows)
-    made = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)[:, 9:]
-    assert made.tolist() == [decoders.chosen(model, row, 6) for row in rows]
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
+    expected = [decoders.chosen(model, row, 6) for row in rows]
+    assert model.generate(ids, attention_mask=mask, **options)[:, 9:].tolist() == expected
+    in_chunks = model.generate(rows[0], prefill_chunk_size=4, **options)[0, 9:].tolist()
+    assert in_chunks == expected[0]
+
+
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("variant", ["gates", "Euclidean", "gates, Euclidean"])
+def test_logits_with_a_cache(variant, cache, padding):
+    """A prompt, a second prompt and single tokens have the logits that the oracle computes for the whole row."""
+    model, prompt, steps = make_model(**VARIANTS[variant]), 20, (17, 1, 2, 1)  # 17 tokens are no decoding step
+    rows = [tokens(1, prompt), tokens(1, prompt if padding is None else 13)]
+    new = tokens(2, sum(steps))
+    ids, mask = decoders.padded(rows, padding or "left")
+    ids, mask = torch.cat([ids, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
+    cache = DynamicCache() if cache == "dynamic" else StaticCache(model.config, max_cache_len=48)
+    found, end = [], 0
+    for count in (prompt, *steps):
+        begin, end = end, end + count
+        kept = None if padding is None else mask[:, :end]
+        with torch.no_grad():
+            found.append(model(ids[:, begin:end], attention_mask=kept, past_key_values=cache).logits)
+    for row, kept, logits in zip(ids, mask.bool(), torch.cat(found, 1), strict=True):
+        torch.testing.assert_close(logits[kept].double(), expected_logits(model, row[kept]), atol=5e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
@@ -145,20 +211,24 @@ def test_saving_does_not_upload(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_loss_and_gradients():
-    """The loss is the cross-entropy of the next tokens. Gradient checkpointing does not change gradients."""
-    model, ids = make_model(**VARIANTS["head vectors"]).train(), tokens(2, 16)
+@pytest.mark.parametrize("variant", ["head vectors", "gates, Euclidean"])
+def test_loss_and_gradients(variant):
+    """The loss is the cross-entropy of the next tokens. Gradient checkpointing and a cache do not change gradients."""
+    model, ids = make_model(**VARIANTS[variant]).train(), tokens(2, 16)
     made = model(ids, labels=ids)
     expected = torch.nn.functional.cross_entropy(made.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     torch.testing.assert_close(made.loss, expected)
     made.loss.backward()
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     assert all(gradient.abs().max() > 0 for gradient in gradients.values())
-    model.zero_grad()
-    model.gradient_checkpointing_enable()
-    model(ids, labels=ids).loss.backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, gradients[name], msg=name)
+    for change in (model.eval, lambda: model.train().gradient_checkpointing_enable()):
+        model.zero_grad()
+        change()
+        made = model(ids, labels=ids)
+        assert (getattr(made, CACHE_FIELD) is None) == model.training
+        made.loss.backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-5, rtol=1e-4, msg=name)
 
 
 def test_hidden_states_and_kept_logits():
@@ -177,6 +247,7 @@ def test_hidden_states_and_kept_logits():
         ({"num_attention_heads": 5}, "hidden_size 32 multiple num_attention_heads 5"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3 num_attention_heads 4"),
         ({"mass_threshold": 1.0}, "mass_threshold 1.0"),
+        ({"logits": "cosine"}, "logits 'dot' 'euclidean' 'cosine'"),
         ({"attention_multiplier": float("inf")}, "scale inf"),
         ({"num_experts": 4}, "num_experts_per_tok None num_experts 4"),
         ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok 5 num_experts 4"),
@@ -185,6 +256,8 @@ def test_hidden_states_and_kept_logits():
 def test_invalid_configurations(fields, words):
     with pytest.raises(ValueError, match=mentions(words)):
         StickBreakingConfig(**SIZES | fields)
+    with pytest.raises(TypeError, match=mentions("forget_gate True False int")):
+        StickBreakingConfig(**SIZES, forget_gate=1)
 
 
 def test_invalid_calls():

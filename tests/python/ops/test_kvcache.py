@@ -198,9 +198,6 @@ class TestModule:
                 module(x, cache=[])
             with pytest.raises(ValueError, match=mentions("cu_seqlens cache")):
                 module(x[0], cu_seqlens=torch.tensor([0, 5], dtype=torch.int32), cache=cache)
-            for variant in ({"forget_gate": True}, {"logits": "euclidean"}):
-                with pytest.raises(ValueError, match=r"cache.*forget.*logits"):
-                    sb.StickBreakingSelfAttention(64, 4, 2, **variant)(x, cache=cache)
             module.cp_group = object()
             with pytest.raises(ValueError, match=mentions("cp_group cache")):
                 module(x, cache=cache)

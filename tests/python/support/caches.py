@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from megatron_sb import reference, stickbreaking_attention_with_kvcache
+from megatron_sb.ops.kvcache import stored_keys
 
 from .accuracy import floors, plain_attention, relative_errors
 from .inputs import Inputs, make_inputs
 from .rounded import rounded_results, rounds_weights
+from .variants import ALLOWED, make_variant
 
 _FACTOR = 2.0
 _LOGIT_TRUNCATION = 2.0**-22  # relative error
@@ -115,6 +117,44 @@ class CacheCase:
             return plain_attention(one.q, one.k, one.v, attend_current=self.attend_current)
 
         return self.expected(rounded if rounds_weights(self.x.q) else by_definition)
+
+
+class VariantCase:
+    """Caches of a variant, and the results of the float64 oracle for them."""
+
+    def __init__(self, name: str, ends: list[int], regime: str = "mean -6", **sizes):
+        self.caches = CacheCase(ends, regime=regime, **sizes)
+        case = self.caches
+        shape = {"b": len(ends), "s": case.s_q, "s_k": case.capacity, "h": case.h, "h_kv": case.h_kv}
+        self.x, self.options = make_variant(name, regime, d=case.d, d_v=case.d_v, dtype=case.dtype, **shape)
+        self.gate = self.options.pop("forget_gate", None)
+        keys = stored_keys(self.x.k, logits=self.options["logits"], forget_gate=self.gate)
+        case.x = Inputs(**{**vars(self.x), "k": keys})
+
+    def arguments(self) -> tuple[tuple, dict]:
+        """Return the arguments of `stickbreaking_attention_with_kvcache`: (q, caches), and the others by name."""
+        tensors, options = self.caches.arguments()
+        return tensors, {**options, **self.options, "forget_gate": self.gate is not None}
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """Return o and mass from the oracle, which gets the gate of a key as its last channel."""
+        exact = CacheCase(**{field: getattr(self.caches, field) for field in ("ends", "s_q", "h", "h_kv", "firsts")})
+        gate = self.x.k.new_ones(self.x.k.shape[:-1]) if self.gate is None else self.gate
+        exact.x = Inputs(**{**vars(self.x), "k": torch.cat((self.x.k.double(), gate.double()[..., None]), dim=-1)})
+        options = {**self.options, "attend_current": self.caches.attend_current, "return_mass": True}
+        return exact.expected(
+            lambda one: reference.stickbreaking_attention(
+                one.q.double(), one.k[..., :-1], one.v.double(), forget_gate=one.k[..., -1], **options
+            )
+        )
+
+    def assert_accurate(self) -> None:
+        """Assert that o and mass are within ALLOWED of the oracle. The operator runs first."""
+        tensors, options = self.arguments()
+        actual = stickbreaking_attention_with_kvcache(*tensors, **options, return_mass=True)
+        for result, ours, exact in zip(("o", "mass"), actual, self.expected(), strict=True):
+            error, allowed = relative_errors(ours, exact)[0], ALLOWED[self.caches.dtype]
+            assert error <= allowed, f"{result}: error {error:.3g} is above {allowed:.3g}"
 
 
 def valid_arguments(ends: tuple[int, int] = (9, 4), d_v: int = 16) -> dict[str, Tensor]:

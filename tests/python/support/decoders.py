@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
+from megatron_sb.nn.gates import OPEN_GATE
 
 # Fields of the models that tests convert between formats, and the additional fields of some of them.
 TO_CONVERT = {
@@ -17,19 +18,24 @@ TO_CONVERT = {
 }
 HEAD_VECTORS = {"remainder_bias": True, "head_norm": True}
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2}
+GATES = {"forget_gate": True}
+EUCLIDEAN = {"logits": "euclidean", "attention_multiplier": 0.05}  # With larger logits, queries attend to nothing.
 
 
 def make_model(dtype: torch.dtype = torch.float32, **fields: object) -> StickBreakingForCausalLM:
     """Return a model with these fields of the configuration.
 
-    Its biases and norm weights are random. Their initial values, 0 and 1, would hide an error in their use.
+    Its biases and norm weights are random. Their initial values, 0 and 1, would hide an error in their use. Forget
+    gates are half open, because open ones would hide an error, too.
     """
     torch.manual_seed(1)
     model = StickBreakingForCausalLM(StickBreakingConfig(**fields)).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter += 0.3 * torch.randn_like(parameter)
+            if name.endswith("self_attn.gate_proj.bias"):
+                parameter -= OPEN_GATE
     return model.to(dtype)
 
 

@@ -21,15 +21,16 @@ from megatron_sb.validation import InputError
 STEPS = ["parallel.ranks=1", "report.tensorboard=false", "evaluation.windows=2", "evaluation.length_factor=2"]
 STEPS += [
     "attention.softmax_rope.evaluated_scalings=[none]",
-    "attention.gated={kind: stick_breaking, forget_gate: true}",
+    "attention.gated={kind: stick_breaking, forget_gate: true, logits: euclidean}",
 ]
+STEPS += ["model.init_std=0.1"]  # With large weights, gates and distances between queries and keys matter.
 STEPS += ["compare=[stick_breaking, softmax_rope, gated]", "attention.stick_breaking.remainder_bias=true"]
 STEPS += [f"stages.{n}.{field}" for n in (0, 1) for field in ("context_parallel_size=1", "steps=5", "rows_per_step=2")]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run with a stick-breaking model, a softmax model, and a stick-breaking model with forget gates."""
+    """A run with a stick-breaking model, a softmax model, and a model with forget gates and Euclidean logits."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "small.yaml").write_text(SMALL_JOB)
     status, _, errors = train(folder / "small.yaml", *STEPS, "--out", folder / "run")
@@ -60,19 +61,23 @@ def test_tokens_outside_the_vocabulary_are_an_error(run, tokens):
         model.logits(tokens)
 
 
-def test_the_cache_changes_no_token(run):
-    """The likeliest tokens with the KV cache of the transformers model are those of the engine without a cache."""
+@pytest.mark.parametrize("name", ["stick_breaking", "gated"])
+def test_the_cache_changes_no_token(run, name):
+    """The transformers model with its KV cache has the logits of the engine, which has no cache."""
     config, prompt = load_config(run / "config.yaml"), list(b"import json")
     options = {"num_tokens": 40, "temperature": 0.0, "seed": 0, "end": 256}
-    with generation.open_model(run, "stick_breaking", config, "cpu") as (next_logits, about):
-        cached = list(generation.generate(next_logits, prompt, **options))
+    found = []
+    with generation.open_model(run, name, config, "cpu") as (next_logits, about):
+
+        def kept_logits(new):
+            found.append(next_logits(new))
+            return found[-1]
+
+        cached = list(generation.generate(kept_logits, prompt, **options))
     assert "with a KV cache" in about
-    tokens = list(prompt)
-    with load_run(run, "stick_breaking", "cpu") as model:
-        for token in cached:
-            logits = model.logits(tokens)[-1]
-            assert logits[token] >= logits.max() - 1e-4
-            tokens.append(token)
+    with load_run(run, name, "cpu") as model:
+        expected = model.logits(prompt + cached[:-1])[len(prompt) - 1 :]
+    torch.testing.assert_close(torch.stack(found), expected, atol=2e-5, rtol=1e-5)
     assert len(cached) == 40
 
 
@@ -84,15 +89,15 @@ def generated(capsys, run, *options):
 
 
 def test_the_command(run, capsys):
-    """The seed decides the text. Models without a KV cache say so."""
+    """The seed decides the text. Standard error says whether there is a KV cache."""
     first, about = generated(capsys, run, "--temperature", "1")
     assert "stick_breaking/checkpoints/extended-000005, with a KV cache" in about
     assert generated(capsys, run, "--temperature", "1")[0] == first
     assert generated(capsys, run, "--temperature", "1", "--seed", "1")[0] != first
     assert len(first) > len("é: def \n")
-    for name in ("softmax_rope", "gated"):
+    for name, cache in (("softmax_rope", "no KV cache"), ("gated", "with a KV cache")):
         _, about = generated(capsys, run, "--model", name)
-        assert f"{name}/checkpoints/extended-000005, no KV cache" in about
+        assert f"{name}/checkpoints/extended-000005, {cache}" in about
 
 
 def test_generation_stops_at_the_end_of_a_document():

@@ -1,6 +1,6 @@
 """Train and save a Megatron-Core checkpoint, convert it to transformers and back, and write the losses as JSON.
 
-Runs on 2 CPU ranks: `converted_checkpoints.py OUT.json dense|experts`.
+Runs on 2 CPU ranks: `converted_checkpoints.py OUT.json dense|experts|gates`.
 """
 
 import dataclasses
@@ -24,7 +24,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support import megatron_cpu
 from support.launch import end_worker
 
-KINDS = {"dense": ("dense", TENSOR), "experts": ("mixture, no auxiliary loss", SEQUENCE | EXPERT)}
+GATES = {"attention.stick_breaking.forget_gate": True, "attention.stick_breaking.logits": "euclidean"}
+KINDS = {  # kind -> family, its options, the layout of the ranks that save
+    "dense": ("dense", {}, TENSOR),
+    "experts": ("mixture, no auxiliary loss", {}, SEQUENCE | EXPERT),
+    "gates": ("dense", GATES, TENSOR),
+}
 
 
 def losses_of(model, rows: list[PackedBatch]) -> list[float]:
@@ -53,8 +58,8 @@ def main(out: str, kind: str) -> None:
     engine_module.TorchBackend = MegatronBackend
     megatron_cpu.TensorsOnTheCpu().__enter__()
     dist.init_process_group("gloo")
-    family, layout = KINDS[kind]
-    config = load(family, layout)
+    family, options, layout = KINDS[kind]
+    config = load(family, options | layout)
     (stage,) = config.stages
     run = Path(out).parent / "run"
     saved, back = run / "stick_breaking" / "checkpoints" / "a-000002", run / "back"
@@ -88,7 +93,7 @@ def main(out: str, kind: str) -> None:
         found["equal"] = all(torch.equal(before[name], after[name]) for name in before)
         found["optimizers"] = [has_optimizer(saved), has_optimizer(back / "release")]
     dist.barrier()
-    config = load(family, {})
+    config = load(family, options)
     engine = Engine(config, "stick_breaking", config.stages[0], corpus.vocab_size, torch.device("cpu"))
     engine.load(back / "release")
     found["loaded"] = window_losses(engine, rows)

@@ -18,7 +18,7 @@ from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
@@ -84,6 +84,13 @@ CASES = {
     "CP2 all_gather, packed": Case(options={"cp_comm": "all_gather"}, bounds=DOCUMENTS, cp=2),
     "CP2 p2p, packed, yarn": Case(YARN, {"cp_comm": "p2p"}, DOCUMENTS, cp=2, scale=YARN_FACTOR * CHANNELS**-0.5),
     "CP2 whole stream": Case(options={"packing": "whole_stream"}, bounds=(0, 7, 10, 24), cp=2),
+}
+
+DECODED = {
+    "plain": {},
+    "gates": GATES,
+    "euclidean": {"logits": "euclidean"},
+    "gates, euclidean": {**GATES, "logits": "euclidean"},
 }
 
 
@@ -253,11 +260,19 @@ def start_groups(case: Case) -> None:
     )
 
 
-def decoding() -> float:
-    """Return how far static inference, a prompt and then single tokens, is from the whole sequence."""
+def decoding(latent: bool, **options) -> float:
+    """Return how far static inference, a prompt and then single tokens, is from the whole sequence.
+
+    The layer has multi-latent attention, or two query heads for each KV head.
+    """
     start_groups(Case())
-    layer = make_layer(make_config(add_bias_linear=False)).eval()
-    randomise(layer, Case())
+    if latent:
+        layer = make_layer(make_config(add_bias_linear=False), **options).eval()
+    else:
+        config = small_config(TransformerConfig, add_bias_linear=False)
+        spec = with_stickbreaking(get_gpt_layer_local_spec(normalization="RMSNorm"), **options)
+        layer = build_module(spec.submodules.self_attention, config=config, layer_number=1).eval()
+    randomise(layer, Case(spread=0.1))
     hidden = torch.randn(ROWS, 2, HIDDEN, generator=torch.Generator().manual_seed(7))
     context = StaticInferenceContext(max_batch_size=2, max_sequence_length=ROWS)
     with torch.no_grad():
@@ -320,7 +335,11 @@ def main(out: str) -> None:
     yarn_rotary_pos_embedding.get_pos_emb_on_this_cp_rank = lambda angles, dim, group: angles
     findings = {
         "differences": {name: largest_of_both_ranks(compare(case)) for name, case in CASES.items()},
-        "decoding": decoding(),
+        "decoding": {
+            f"{'latent' if latent else 'grouped heads'} {name}": decoding(latent, **options)
+            for latent in (False, True)
+            for name, options in DECODED.items()
+        },
         "same parameters": same_parameters(),
         "refusals": refusals(),
     }

@@ -1,0 +1,159 @@
+"""KV caches of keys with forget gates and Euclidean logits, which store wider keys."""
+
+import pytest
+import torch
+from support.caches import VariantCase, valid_arguments
+from support.messages import mentions
+from support.variants import VARIANTS
+
+import megatron_sb as sb
+from megatron_sb.ops.kvcache import keys_and_gates, stored_head_dim, stored_keys
+
+pytestmark = pytest.mark.usefixtures("device")
+ops = torch.ops.megatron_sb
+variants = pytest.mark.parametrize("name", VARIANTS)
+dtypes = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=["fp32", "fp64", "bf16", "fp16"]
+)
+ENDS = [300, 0, 1, 2, 70, 129]  # some sequences are shorter than the number of queries
+
+
+@pytest.mark.parametrize("block_size", [None, 16, 7], ids=lambda size: f"blocks {size}" if size else "contiguous")
+@pytest.mark.parametrize("s_q", [1, 5, 40])  # 40 queries of two heads are more rows than the decode kernel supports
+@variants
+@dtypes
+def test_ragged_lengths(name, dtype, s_q, block_size):
+    """Sequences may have any length, also 0. The cache holds NaN outside of them, also in place of gates."""
+    VariantCase(name, ENDS, s_q=s_q, block_size=block_size, dtype=dtype, capacity=320).assert_accurate()
+
+
+@pytest.mark.parametrize(("d", "d_v"), [(128, 128), (40, 24), (8, 256), (200, 64)])
+@pytest.mark.parametrize("block_size", [None, 16])
+@variants
+@dtypes
+def test_head_dims(name, dtype, d, d_v, block_size):
+    VariantCase(name, [200, 77], s_q=2, d=d, d_v=d_v, dtype=dtype, block_size=block_size).assert_accurate()
+
+
+@pytest.mark.parametrize("regime", ["randn", "mean -3.2", "saturated +15"])
+@dtypes
+def test_regimes_of_gates(dtype, regime):
+    """With logits of +15 the odds of beta are f / (1 - f), and no row is used up at its first key."""
+    sizes = {"firsts": [0, 64], "attend_current": True, "h": 8, "h_kv": 1}
+    VariantCase("gated", [700, 650], regime, dtype=dtype, **sizes).assert_accurate()
+
+
+@pytest.mark.parametrize("block_size", [None, 16])
+@variants
+def test_appending_stored_keys(name, block_size):
+    """New keys that the call appends give the results and caches of keys that were there before."""
+    case = VariantCase(name, [40, 21], s_q=3, capacity=48, block_size=block_size)
+    (q, k_cache, v_cache), options = case.arguments()
+    expected = sb.stickbreaking_attention_with_kvcache(q, k_cache, v_cache, **options)
+    new = [torch.stack([x[i, end - 3 : end] for i, end in enumerate([40, 21])]) for x in (case.caches.x.k, case.x.v)]
+    caches = [k_cache.clone(), v_cache.clone()]
+    for cache in caches:
+        for i, end in enumerate([40, 21]):
+            for row in range(end - 3, end):
+                block, slot = (i, row) if block_size is None else (options["block_table"][i, row // 16], row % 16)
+                cache[block, slot] = torch.nan
+    options |= {"cache_seqlens": options["cache_seqlens"] - 3, "k": new[0], "v": new[1]}
+    assert torch.equal(sb.stickbreaking_attention_with_kvcache(q, *caches, **options), expected)
+    for cache, whole in zip(caches, (k_cache, v_cache), strict=True):
+        torch.testing.assert_close(cache, whole, rtol=0, atol=0, equal_nan=True)
+
+
+@dtypes
+def test_stored_keys_keep_24_bits_of_a_gate(dtype):
+    """The gates of a cache are those that were stored, and so is the distance of a nearly open gate from 1."""
+    k = torch.randn(2, 5, 3, 16, dtype=dtype)
+    gate = (1 - torch.logspace(-6, -0.1, 30, dtype=torch.float64)).view(2, 5, 3).float()
+    given = gate.double() if dtype == torch.float64 else gate
+    keys, gates = keys_and_gates(stored_keys(k, forget_gate=given), 16, forget_gate=True)
+    assert torch.equal(keys, k)
+    smallest = 2.0**-24 if dtype == torch.float16 else 0.0  # the smallest positive fp16 number
+    assert (gates.float() - gate).abs().max() <= smallest
+    assert keys_and_gates(k, 16)[1] is None
+    with pytest.raises(ValueError, match=mentions("stored 24 16")):
+        keys_and_gates(k, 16, forget_gate=True)
+
+
+def test_widths():
+    assert [stored_head_dim(64, logits=x, forget_gate=f) for x in ("dot", "euclidean") for f in (False, True)] == [
+        64, 72, 72, 80,
+    ]  # fmt: skip
+    k = torch.randn(1, 2, 3, 16)
+    assert stored_keys(k) is k
+    assert stored_keys(k, logits="euclidean", forget_gate=torch.ones(1, 2, 3)).shape[-1] == 32
+
+
+INVALID = {
+    "cache without gates": ({"forget_gate": True}, ValueError, "k_cache 24 stored_keys 16"),
+    "cache without norms": ({"logits": "euclidean"}, ValueError, "k_cache 24 stored_keys 16"),
+    "new keys without gates": (
+        {"forget_gate": True, "k_cache": torch.randn(2, 9, 2, 24), "k": torch.randn(2, 1, 2, 16),
+         "v": torch.randn(2, 1, 2, 16)},
+        ValueError, "k 24 stored_keys 16",
+    ),
+    "cache with gates": ({"k_cache": torch.randn(2, 9, 2, 24)}, ValueError, "k_cache head_dim 16 24"),
+    "a gate is a tensor": ({"forget_gate": torch.ones(2, 9, 2)}, TypeError, "forget_gate Tensor"),
+    "unknown logits": ({"logits": "cosine"}, ValueError, "logits cosine"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "words"), INVALID.values(), ids=INVALID)
+def test_an_invalid_argument_raises_an_error(device, changes, error, words):
+    changes = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in changes.items()}
+    with pytest.raises(error, match=mentions(words)):
+        sb.stickbreaking_attention_with_kvcache(**{**valid_arguments(), **changes})
+
+
+@variants
+def test_opcheck(name):
+    (q, k, v), options = VariantCase(name, [30, 41], s_q=2, d=16).arguments()
+    gated, euclidean = options["forget_gate"], options["logits"] == "euclidean"
+    tensors = (q, k.nan_to_num(), v.nan_to_num(), options["cache_seqlens"])
+    torch.library.opcheck(ops.attention_kvcache.default, tensors, {"forget_gate": gated, "euclidean": euclidean})
+    new = (q[:, :1, :2].contiguous(), torch.rand(2, 1, 2) if gated else None)
+    torch.library.opcheck(ops.keys_for_blocks.default, new[:1], {"forget_gate": new[1], "euclidean": euclidean})
+    torch.library.opcheck(ops.queries_for_blocks.default, (q,), {"euclidean": euclidean})
+
+
+class TestModule:
+    """StickBreakingSelfAttention with a KVCache."""
+
+    @variants
+    def test_steps_give_the_result_of_one_forward(self, name):
+        """The steps are a prompt, then several positions, then single positions."""
+        logits, gated = VARIANTS[name]
+        module = sb.StickBreakingSelfAttention(64, 4, 2, logits=logits, forget_gate=gated, scale=0.3)
+        if gated:
+            torch.nn.init.normal_(module.gate_proj.bias)  # gates of all sizes
+        cache = sb.KVCache(3, 32, 2, 16, logits=logits, forget_gate=gated)
+        x = torch.randn(3, 21, 64)
+        with torch.no_grad():
+            expected = module(x)
+            steps = [module(part, cache=cache) for part in x.split([11, 4, 1, 1, 1, 3], dim=1)]
+        assert cache.length == 21
+        torch.testing.assert_close(torch.cat(steps, dim=1), expected, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("option", [{"forget_gate": True}, {"logits": "euclidean"}], ids=str)
+    def test_a_cache_of_another_variant_raises_an_error(self, option):
+        x, (name,) = torch.randn(3, 5, 64), option
+        plain, variant = sb.StickBreakingSelfAttention(64, 4, 2), sb.StickBreakingSelfAttention(64, 4, 2, **option)
+        with torch.no_grad():
+            for module, cache in ((plain, sb.KVCache(3, 8, 2, 16, **option)), (variant, sb.KVCache(3, 8, 2, 16))):
+                with pytest.raises(ValueError, match=mentions(f"cache {name}")):
+                    module(x, cache=cache)
+                assert cache.length == 0
+
+    def test_append_needs_the_gates(self):
+        k = torch.randn(2, 5, 3, 16)
+        cache = sb.KVCache(2, 8, 3, 16, forget_gate=True)
+        with pytest.raises(ValueError, match=mentions("forget_gate tensor None")):
+            cache.append(k, k)
+        with pytest.raises(ValueError, match=mentions("forget_gate 5 3 4")):
+            cache.append(k, k, torch.rand(2, 5, 4))
+        with pytest.raises(ValueError, match=mentions("forget_gate None tensor")):
+            sb.KVCache(2, 8, 3, 16).append(k, k, torch.rand(2, 5, 3))
+        assert cache.length == 0
