@@ -59,6 +59,10 @@ TORCH_LIBRARY(megatron_sb, m) {
     m.def("queries_for_blocks(Tensor q, *, bool euclidean) -> Tensor");
     m.def("keys_for_blocks(Tensor k, *, Tensor? forget_gate=None, bool euclidean=False) -> Tensor");
 
+    // What these two compute, without autograd: (b, s, h, d) -> (b, s, h, d'). norm: 0 none, 1 of queries, 2 of keys.
+    m.def("extend_forward(Tensor x, Tensor? gate, int norm) -> Tensor");
+    m.def("extend_backward(Tensor d_extended, Tensor extended, int norm, SymInt head_dim) -> Tensor");
+
     // The segment table (documents, 5) of a packed batch: {q_begin, q_len, k_begin, k_len, q_pos_minus_k_pos}.
     m.def("segments(Tensor cu_seqlens, Tensor cu_seqlens_k, SymInt q_rows, SymInt k_rows) -> Tensor");
 
@@ -94,6 +98,8 @@ void register_device_kernels(torch::Library& m) {
     m.impl("kvcache_append", boxed<kvcache_append>());
     m.impl("head_output_forward", boxed<head_output_forward>());
     m.impl("head_output_backward", boxed<head_output_backward>());
+    m.impl("extend_forward", boxed<extend_forward_op>());
+    m.impl("extend_backward", boxed<extend_backward_op>());
     m.impl("segments", boxed<segments>());
     m.impl("block_forward", boxed<block_forward_op>());
     m.impl("block_backward", boxed<block_backward_op>());
@@ -125,6 +131,8 @@ TORCH_LIBRARY_IMPL(megatron_sb, Meta, m) {
     m.impl("kvcache_append", boxed<kvcache_append_fake>());
     m.impl("head_output_forward", boxed<head_output_forward_fake>());
     m.impl("head_output_backward", boxed<head_output_backward_fake>());
+    m.impl("extend_forward", boxed<extend_forward_fake>());
+    m.impl("extend_backward", boxed<extend_backward_fake>());
     m.impl("segments", boxed<segments_fake>());
     m.impl("block_forward", boxed<block_forward_fake>());
     m.impl("block_backward", boxed<block_backward_fake>());

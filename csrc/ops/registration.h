@@ -32,6 +32,12 @@ NoTensor kvcache_append_fake(const Arguments& arguments);
 OneTensor queries_for_blocks(const Arguments& arguments);
 OneTensor keys_for_blocks(const Arguments& arguments);
 
+// extend.cpp
+OneTensor extend_forward_op(const Arguments& arguments);
+OneTensor extend_forward_fake(const Arguments& arguments);
+OneTensor extend_backward_op(const Arguments& arguments);
+OneTensor extend_backward_fake(const Arguments& arguments);
+
 // head_output.cpp
 OneTensor head_output(const Arguments& arguments);
 OneTensor head_output_forward(const Arguments& arguments);

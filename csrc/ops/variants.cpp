@@ -13,6 +13,8 @@
 #include "core/limits.h"
 #include "core/params.h"
 #include "ops/check.h"
+#include "ops/extend.h"
+#include "ops/once.h"
 #include "ops/registration.h"
 #include "ops/tensors.h"
 
@@ -21,42 +23,6 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-constexpr int64_t kParts = kGateParts;  // columns of one number
-constexpr int64_t kNormColumns = 8;     // columns of norms and ones: 2 * kParts, padded to a multiple of 8
-static_assert(2 * kParts <= kNormColumns && kParts <= kGateColumns);
-
-enum class Norm : int64_t { kNone, kOfQuery, kOfKey };
-
-// The norms are divided by this unit and the ones multiplied by it, because |q|^2 can exceed 65504, the largest fp16
-// number.
-double norm_unit(at::ScalarType type) {
-    return type == at::kHalf ? 128 : 1;
-}
-
-// Smaller gates are replaced by this one: the gradient of a gate is computed from A / f, and A must not vanish first.
-double least_gate(at::ScalarType type) {
-    return type == at::kHalf ? 0x1p-24 : kLeastGate;  // 2^-24 is the smallest positive fp16 number
-}
-
-// Splits x (..) into numbers (.., kParts) of `type`. Their sum is x to 24 bits. In fp64 the first one is x.
-at::Tensor in_parts(const at::Tensor& x, at::ScalarType type) {
-    if (type == at::kDouble) return at::constant_pad_nd(x.unsqueeze(-1), {0, kParts - 1});
-    std::vector<at::Tensor> parts;
-    at::Tensor rest = x;
-    for (int64_t i = 0; i < kParts; ++i) {
-        const at::Tensor part = rest.to(at::kBFloat16);
-        parts.push_back(part.to(type));
-        rest = rest - part.to(rest.scalar_type());
-    }
-    return at::stack(parts, -1);
-}
-
-at::Tensor constant_columns(const at::Tensor& x, int64_t columns, double value) {
-    c10::SymDimVector sizes(x.sym_sizes().begin(), x.sym_sizes().end());
-    sizes.back() = columns;
-    return value == 0 ? at::zeros_symint(sizes, x.options()) : at::ones_symint(sizes, x.options()) * value;
-}
 
 // What the forward of Extend saves for the backward.
 struct SavedExtension {
@@ -75,28 +41,16 @@ struct SavedExtension {
     }
 };
 
-// Appends columns to x: [2x | norms, ones, 0] for queries, [x | ones, norms, 0 | gates, 0] for keys. The columns of a
-// variant that is not used are left out.
+// Appends columns to x (batch, rows, heads, head_dim): [2x | norms, ones, 0] for queries, [x | ones, norms, 0 | gates,
+// 0] for keys. The columns of a variant that is not used are left out.
 class Extend : public torch::autograd::Function<Extend> {
   public:
     static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const std::optional<at::Tensor>& gate,
                               int64_t norm_value) {
         const auto norm = static_cast<Norm>(norm_value);
-        const at::ScalarType type = x.scalar_type(), wide = accumulation_type(x);
-        std::vector<at::Tensor> columns{norm == Norm::kOfQuery ? x * 2 : x};
-        if (norm != Norm::kNone) {
-            const double unit = norm_unit(type);
-            const at::Tensor norms = in_parts(x.to(wide).square().sum(-1) / -unit, type);
-            const at::Tensor ones = constant_columns(x, kParts, unit);
-            columns.push_back(norm == Norm::kOfQuery ? norms : ones);
-            columns.push_back(norm == Norm::kOfQuery ? ones : norms);
-            columns.push_back(constant_columns(x, kNormColumns - 2 * kParts, 0));
-        }
-        if (gate.has_value()) {
-            columns.push_back(in_parts(gate->to(wide).clamp(least_gate(type), 1), type));
-            columns.push_back(constant_columns(x, kGateColumns - kParts, 0));
-        }
-        const at::Tensor out = at::cat(columns, -1);
+        const OptionalTensor wide_gate =
+            gate.has_value() ? OptionalTensor(gate->to(accumulation_type(x))) : std::nullopt;
+        const at::Tensor out = extend_forward(x, wide_gate, norm);
         const auto gate_type = gate.has_value() ? std::optional(gate->scalar_type()) : std::nullopt;
         SavedExtension{norm, gate_type, norm == Norm::kNone ? at::Tensor() : out}.save(ctx);
         return out;
@@ -108,21 +62,30 @@ class Extend : public torch::autograd::Function<Extend> {
         const at::Tensor& d_out = grads[0];
         const c10::SymInt width = d_out.sym_size(-1) - (norm == Norm::kNone ? 0 : kNormColumns) -
                                   (gate_type.has_value() ? int64_t(kGateColumns) : int64_t(0));
-        const auto column = [&](const c10::SymInt& at) { return d_out.narrow_symint(-1, at, 1); };
         at::Tensor dx = d_out.narrow_symint(-1, 0, width), d_gate;
-        if (norm != Norm::kNone) {
-            const auto wide = accumulation_type(d_out);
-            const bool query = norm == Norm::kOfQuery;
-            const at::Tensor x = extended.narrow_symint(-1, 0, width).to(wide);  // 2q or k
-            const at::Tensor d_norm =
-                column(width + (query ? int64_t(0) : kParts)).to(wide) / -norm_unit(d_out.scalar_type());
-            const double twice = query ? 2 : 1;
-            dx = (dx.to(wide) * twice + x * d_norm * (2 / twice)).to(d_out.scalar_type());
-        }
-        if (gate_type.has_value()) d_gate = column(d_out.sym_size(-1) - kGateColumns).squeeze(-1).to(*gate_type);
+        if (norm != Norm::kNone)
+            dx = once_differentiable({d_out, extended}, [&, norm = norm, extended = extended]() -> variable_list {
+                return {extend_backward(d_out, extended, norm, width)};
+            })[0];
+        if (gate_type.has_value()) d_gate = d_out.select_symint(-1, d_out.sym_size(-1) - kGateColumns).to(*gate_type);
         return {dx, d_gate, at::Tensor()};
     }
 };
+
+// Extends x, which may be packed: (t, heads, head_dim).
+at::Tensor extended(const at::Tensor& x, const std::optional<at::Tensor>& gate, Norm norm) {
+    if (x.dim() == 4) return Extend::apply(x, gate, static_cast<int64_t>(norm));
+    const OptionalTensor batched_gate = gate.has_value() ? OptionalTensor(gate->unsqueeze(0)) : std::nullopt;
+    return Extend::apply(x.unsqueeze(0), batched_gate, static_cast<int64_t>(norm)).squeeze(0);
+}
+
+void check_heads(const char* name, const at::Tensor& x) {
+    TORCH_CHECK_VALUE(x.dim() == 3 || x.dim() == 4, name, ": number of dimensions must be 4 (batch, rows, heads, ",
+                      "head_dim) or 3 without batch, got ", x.dim());
+    check_dtype(name, x);
+    check_head_dim(name, x.sym_size(-1));
+    if (x.dim() == 4) check_counts(name, x);
+}
 
 }  // namespace
 
@@ -146,16 +109,17 @@ void check_variants(const at::Tensor& q, const at::Tensor& k, const AttentionOpt
 
 at::Tensor extended_queries(const at::Tensor& q, bool euclidean) {
     if (!euclidean) return q;
-    return Extend::apply(q, std::optional<at::Tensor>(), static_cast<int64_t>(Norm::kOfQuery));
+    return extended(q, std::nullopt, Norm::kOfQuery);
 }
 
 at::Tensor extended_keys(const at::Tensor& k, const std::optional<at::Tensor>& forget_gate, bool euclidean) {
     if (!euclidean && !forget_gate.has_value()) return k;
-    return Extend::apply(k, forget_gate, static_cast<int64_t>(euclidean ? Norm::kOfKey : Norm::kNone));
+    return extended(k, forget_gate, euclidean ? Norm::kOfKey : Norm::kNone);
 }
 
 OneTensor queries_for_blocks(const Arguments& arguments) {
     const at::Tensor q = arguments.tensor("q");
+    check_heads("q", q);
     AttentionOptions options;
     options.euclidean = arguments.get<bool>("euclidean");
     check_variants(q, q, options);
@@ -164,6 +128,7 @@ OneTensor queries_for_blocks(const Arguments& arguments) {
 
 OneTensor keys_for_blocks(const Arguments& arguments) {
     const at::Tensor k = arguments.tensor("k");
+    check_heads("k", k);
     AttentionOptions options;
     options.forget_gate = arguments.optional_tensor("forget_gate");
     options.euclidean = arguments.get<bool>("euclidean");

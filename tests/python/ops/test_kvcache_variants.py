@@ -157,3 +157,23 @@ class TestModule:
         with pytest.raises(ValueError, match=mentions("forget_gate None tensor")):
             sb.KVCache(2, 8, 3, 16).append(k, k, torch.rand(2, 5, 3))
         assert cache.length == 0
+
+
+INVALID_KEYS = {
+    "head_dim": ({"k": torch.randn(1, 2, 3, 12)}, ValueError, "k head_dim 12 8"),
+    "dimensions": ({"k": torch.randn(16)}, ValueError, "k 1 4"),
+    "integers": ({"k": torch.ones(1, 2, 3, 16, dtype=torch.int32)}, TypeError, "k Int"),
+    "shape of the gates": ({"forget_gate": torch.rand(1, 2, 4)}, ValueError, "forget_gate [1, 2, 3] [1, 2, 4]"),
+    "dtype of the gates": ({"forget_gate": torch.rand(1, 2, 3).double()}, TypeError, "forget_gate Double"),
+    "gates are no tensor": ({"forget_gate": 0.5}, TypeError, "forget_gate float"),
+    "logits": ({"logits": "cosine"}, ValueError, "logits cosine"),
+    "too wide": ({"k": torch.randn(1, 2, 3, 256), "logits": "euclidean"}, ValueError, "head_dim 248 256"),
+}
+
+
+@pytest.mark.parametrize(("changes", "error", "words"), INVALID_KEYS.values(), ids=INVALID_KEYS)
+def test_stored_keys_reject_invalid_arguments(device, changes, error, words):
+    arguments = {"k": torch.randn(1, 2, 3, 16), **changes}
+    moved = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+    with pytest.raises(error, match=mentions(words)):
+        stored_keys(**moved)

@@ -271,6 +271,63 @@ class TestTorch:
             gradient.sum().backward()
 
 
+class TestColumns:
+    """The columns that variants append, from their definition: kernels for 16 bits on a GPU, else tensor operations."""
+
+    NORMS = pytest.mark.parametrize("norm", [1, 2], ids=["queries", "keys"])
+    DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+    WIDTHS = pytest.mark.parametrize("d", [8, 40, 64, 128, 248])
+
+    @staticmethod
+    def inputs(dtype, d):
+        """Return x (2, 37, 3, d), a view of rows with other elements around them, and gates from nearly 0 to 1."""
+        x = torch.randn(2, 37, 5, d + 16).to(dtype)[:, :, 1:4, 8 : 8 + d]
+        return x, torch.rand(2, 37, 3, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+
+    @NORMS
+    @DTYPES
+    @WIDTHS
+    def test_norms_and_gates(self, dtype, d, norm):
+        x, gate = self.inputs(dtype, d)
+        gate[0, :3, 0] = torch.tensor([0.0, 1.0, 1.0 - 2.0**-20])
+        out = ops.extend_forward(x, gate, norm)
+        unit = 128 if dtype == torch.float16 else 1
+        parts = out[..., d:].double()
+        norms, ones = (parts[..., 3 * i : 3 * i + 3] for i in ((0, 1) if norm == 1 else (1, 0)))
+        assert out.shape == (2, 37, 3, d + 16) and torch.equal(out[..., :d], x * 2 if norm == 1 else x)
+        exact = -x.double().square().sum(-1) / unit
+        spacing = 2.0**-24 if dtype == torch.float16 else 0  # of the smallest fp16 numbers
+        assert ((norms.sum(-1) - exact).abs() <= 2.0**-20 * exact.abs() + spacing).all()
+        assert not parts[..., [6, 7, 11, 12, 13, 14, 15]].any()
+        assert (ones == unit).all()
+        least = 2.0**-24 if dtype == torch.float16 else 2.0**-64
+        assert (parts[..., 8:11].sum(-1) - gate.double().clamp(least, 1)).abs().max() <= spacing
+
+    @DTYPES
+    @WIDTHS
+    def test_gates_alone(self, dtype, d):
+        x, gate = self.inputs(dtype, d)
+        out = ops.extend_forward(x, gate, 0)
+        assert torch.equal(out[..., :d], x) and out.shape[-1] == d + 8 and not out[..., d + 3 :].any()
+        spacing = 2.0**-24 if dtype == torch.float16 else 0
+        assert (out[..., d : d + 3].double().sum(-1) - gate).abs().max() <= spacing
+
+    @NORMS
+    @DTYPES
+    @WIDTHS
+    def test_gradients(self, dtype, d, norm):
+        x, gate = self.inputs(dtype, d)
+        out = ops.extend_forward(x, gate, norm)
+        gradient = torch.randn(out.shape).to(dtype)
+        unit, twice = 128 if dtype == torch.float16 else 1, 2 if norm == 1 else 1
+        of_norm = -gradient[..., d + (0 if norm == 1 else 3)].double() / unit
+        expected = gradient[..., :d].double() * twice + 2 * x.double() * of_norm[..., None]
+        found = ops.extend_backward(gradient, out, norm, d)
+        assert found.dtype == dtype
+        atol = 1e-12 if dtype == torch.float64 else 1e-5
+        torch.testing.assert_close(found.double(), expected, rtol=torch.finfo(dtype).eps, atol=atol)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [

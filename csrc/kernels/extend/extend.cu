@@ -1,0 +1,150 @@
+// Memory bandwidth limits these kernels: the forward reads x once and writes x' once. kLanes neighbouring lanes own a
+// row of a head, with 8 channels each, one load of 16 bytes.
+#include <type_traits>
+
+#include "kernels/common/launch.h"
+#include "kernels/common/ptx.cuh"
+#include "kernels/common/scalars.h"
+#include "kernels/extend/extend.h"
+
+namespace megatron_sb::extend {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kChannels = 8;  // of a lane, and columns of a variant
+static_assert(kGateParts == 3 && kGateColumns == kChannels);
+
+// The row of a head and the channels that belong to a thread.
+template <int kLanes>
+struct Place {
+    int batch, row, head, lane;
+    bool exists;  // the row
+
+    __device__ explicit Place(const Params& p) {
+        const int64_t rows = int64_t(p.batch) * p.rows * p.num_heads;
+        int64_t index = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / kLanes;
+        lane = threadIdx.x % kLanes;
+        exists = index < rows;
+        if (!exists) index = 0;
+        head = int(index % p.num_heads);
+        row = int(index / p.num_heads % p.rows);
+        batch = int(index / p.num_heads / p.rows);
+    }
+    template <class T, class Pointer>
+    __device__ auto in(const Rows<Pointer>& tensor, int channel) const {
+        using Element = std::conditional_t<std::is_same_v<Pointer, void*>, T, const T>;
+        return static_cast<Element*>(tensor.data) + batch * tensor.batch_stride + row * tensor.row_stride +
+               head * tensor.head_stride + channel;
+    }
+};
+
+struct Eight {
+    float x[kChannels];
+};
+
+template <class T>
+__device__ Eight load(const T* from) {
+    const uint4 words = *reinterpret_cast<const uint4*>(from);
+    const float2 pairs[4] = {common::unpack<T>(words.x), common::unpack<T>(words.y), common::unpack<T>(words.z),
+                             common::unpack<T>(words.w)};
+    return {{pairs[0].x, pairs[0].y, pairs[1].x, pairs[1].y, pairs[2].x, pairs[2].y, pairs[3].x, pairs[3].y}};
+}
+template <class T>
+__device__ void store(T* to, const Eight& v) {
+    *reinterpret_cast<uint4*>(to) = make_uint4(common::pack<T>(v.x[0], v.x[1]), common::pack<T>(v.x[2], v.x[3]),
+                                               common::pack<T>(v.x[4], v.x[5]), common::pack<T>(v.x[6], v.x[7]));
+}
+
+// Writes x in kGateParts numbers of 8 bits each, from columns[first] on. A NaN stays NaN.
+__device__ void split(float x, Eight& columns, int first) {
+#pragma unroll
+    for (int i = 0; i < kGateParts; ++i) {
+        const float part = __bfloat162float(__float2bfloat16_rn(x));
+        columns.x[first + i] = part;
+        x -= part;
+    }
+}
+
+template <class T, int kLanes>
+__global__ void __launch_bounds__(kThreads)
+    append_columns(const __grid_constant__ Params p, const __grid_constant__ Rows<void*> extended) {
+    const Place<kLanes> place(p);
+    const int channel = place.lane * kChannels;
+    const bool has_channels = place.exists && channel < p.head_dim;
+    Eight x = {};
+    if (has_channels) x = load(place.template in<T>(p.x, channel));
+    if (p.norm != Norm::kNone) {
+        float norm = 0.f;
+#pragma unroll
+        for (float value : x.x) norm = fmaf(value, value, norm);
+#pragma unroll
+        for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) norm += __shfl_xor_sync(common::kAllLanes, norm, lanes);
+        if (place.exists && place.lane == 0) {
+            const bool query = p.norm == Norm::kOfQuery;
+            Eight columns = {};
+            split(-norm / p.unit, columns, query ? 0 : kGateParts);
+            for (int i = 0; i < kGateParts; ++i) columns.x[(query ? kGateParts : 0) + i] = p.unit;
+            store(place.template in<T>(extended, p.head_dim), columns);
+        }
+        if (p.norm == Norm::kOfQuery)
+#pragma unroll
+            for (float& value : x.x) value *= 2.f;
+    }
+    if (has_channels) store(place.template in<T>(extended, channel), x);
+    if (p.gate != nullptr && place.exists && place.lane == kLanes - 1) {
+        const float f = p.gate[(int64_t(place.batch) * p.rows + place.row) * p.num_heads + place.head];
+        Eight columns = {};
+        split(common::min_nan(common::max_nan(f, p.least_gate), 1.f), columns, 0);
+        store(place.template in<T>(extended, p.head_dim + (p.norm == Norm::kNone ? 0 : kChannels)), columns);
+    }
+}
+
+// The gradient of a number is that of its first column. |x|^2 has the gradient 2x.
+template <class T, int kLanes>
+__global__ void __launch_bounds__(kThreads)
+    gradient_of_norms(const __grid_constant__ Params p, const __grid_constant__ Rows<const void*> d_extended,
+                      const __grid_constant__ Rows<void*> d_x) {
+    const Place<kLanes> place(p);
+    const int channel = place.lane * kChannels;
+    if (!place.exists || channel >= p.head_dim) return;
+    const bool query = p.norm == Norm::kOfQuery;
+    const float of_norm = -float(*place.template in<T>(d_extended, p.head_dim + (query ? 0 : kGateParts))) / p.unit;
+    const float twice = query ? 2.f : 1.f;
+    const Eight x = load(place.template in<T>(p.x, channel));
+    Eight d = load(place.template in<T>(d_extended, channel));
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) d.x[i] = fmaf(x.x[i], of_norm * (2.f / twice), d.x[i] * twice);
+    store(place.template in<T>(d_x, channel), d);
+}
+
+// Calls f(element, lanes) with the types for `p`.
+template <class F>
+void with_instance(const Params& p, const F& f) {
+    const auto with_lanes = [&](auto element) {
+        if (p.head_dim <= 64) return f(element, std::integral_constant<int, 8>{});
+        if (p.head_dim <= 128) return f(element, std::integral_constant<int, 16>{});
+        return f(element, std::integral_constant<int, 32>{});
+    };
+    p.dtype == Dtype::kBFloat16 ? with_lanes(common::BFloat16{}) : with_lanes(common::Half{});
+}
+int64_t blocks_of(const Params& p, int lanes) {
+    return (int64_t(p.batch) * p.rows * p.num_heads * lanes + kThreads - 1) / kThreads;
+}
+
+}  // namespace
+
+void forward(const Params& p, const Rows<void*>& extended, void* stream) {
+    with_instance(p, [&](auto element, auto lanes) {
+        common::launch("extend_forward", append_columns<decltype(element), lanes()>, blocks_of(p, lanes()), kThreads, 0,
+                       static_cast<cudaStream_t>(stream), p, extended);
+    });
+}
+
+void backward(const Params& p, const Rows<const void*>& d_extended, const Rows<void*>& d_x, void* stream) {
+    with_instance(p, [&](auto element, auto lanes) {
+        common::launch("extend_backward", gradient_of_norms<decltype(element), lanes()>, blocks_of(p, lanes()),
+                       kThreads, 0, static_cast<cudaStream_t>(stream), p, d_extended, d_x);
+    });
+}
+
+}  // namespace megatron_sb::extend
