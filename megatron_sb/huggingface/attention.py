@@ -16,9 +16,14 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RotaryEmbeddingConfigMixin
 
+from megatron_sb.huggingface.operators import (
+    attend_to_filled,
+    is_decoding_step,
+    keys_and_gates,
+    stickbreaking_attention,
+    stickbreaking_attention_varlen,
+)
 from megatron_sb.huggingface.packing import Packing, document_mask, documents_of, leftpad_of
-from megatron_sb.ops import stickbreaking_attention, stickbreaking_attention_varlen
-from megatron_sb.ops.kvcache import attend_to_filled, is_decoding_step, keys_and_gates
 from megatron_sb.options import AttentionOptions
 
 NAME = "stickbreaking"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from megatron_sb.ops.kvcache import stored_head_dim
+from megatron_sb.huggingface.operators import stored_head_dim
 from megatron_sb.options import LayerOptions
 from megatron_sb.validation import check_counts, head_dim_of
 
@@ -116,6 +116,10 @@ class StickBreakingConfig(PreTrainedConfig):
                 f"{self.num_experts_per_tok} with num_experts={self.num_experts}."
             )
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Do nothing. `StickBreakingForCausalLM.save_pretrained` writes the code of this class itself."""
 
     @property
     def qk_head_dim(self) -> int | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from huggingface_hub import HfApi, ModelCard
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
@@ -16,15 +18,13 @@ from transformers.utils import can_return_tuple
 
 from megatron_sb.huggingface.attention import NAME, attend
 from megatron_sb.huggingface.configuration import StickBreakingConfig
+from megatron_sb.huggingface.operators import head_output, stored_keys
 from megatron_sb.huggingface.packing import document_mask
+from megatron_sb.huggingface.saved_folder import AUTO_CLASSES, LOADER, write_card, write_code
 from megatron_sb.nn.gates import OPEN_GATE, gates_of
-from megatron_sb.ops import head_output
-from megatron_sb.ops.kvcache import stored_keys
 
-LOADER = "load_stick_breaking"  # the module in a saved folder that imports the classes
 # The field of outputs that holds the cache. transformers 5.24 renamed it, and the argument of the same name.
 CACHE_FIELD = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
-AUTO_CLASSES = {"AutoConfig": "StickBreakingConfig", "AutoModelForCausalLM": "StickBreakingForCausalLM"}
 
 
 class StickBreakingGateProjection(nn.Linear):
@@ -148,6 +148,10 @@ class StickBreakingPreTrainedModel(PreTrainedModel):
     _no_split_modules = ("StickBreakingDecoderLayer",)
     _skip_keys_device_placement = ("cache", "past_key_values")
     _supports_attention_backend = True
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Do nothing. `StickBreakingForCausalLM.save_pretrained` writes the code of this class itself."""
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """Return "stickbreaking". Raise ValueError if another attention is requested."""
@@ -277,21 +281,75 @@ class StickBreakingForCausalLM(StickBreakingPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
-        """Save the model as transformers does, with a file that imports this class.
+        """Save the model as transformers does, with code that runs it and a model card.
 
-        Programs that do not import megatron_sb load the model through that file, with trust_remote_code=True.
+        Programs that do not import megatron_sb load the model through that code, with trust_remote_code=True. Where
+        megatron_sb is not installed, the code runs the model in pure torch. A README.md in the folder is kept.
 
         Raises:
-            ValueError: for push_to_hub=True, which would upload before that file is written. Use the method
+            ValueError: for push_to_hub=True, which would upload before the code is written. Use the method
                 `push_to_hub` instead.
         """
         if kwargs.get("push_to_hub"):
             raise ValueError("push_to_hub must be False, got True. Call model.push_to_hub(REPOSITORY) instead.")
         self.config.auto_map = {auto: f"{LOADER}.{name}" for auto, name in AUTO_CLASSES.items()}
         super().save_pretrained(save_directory, **kwargs)
-        names = ", ".join(AUTO_CLASSES.values())
-        text = f"from megatron_sb.huggingface import {names}  # noqa: F401\n"
-        (Path(save_directory) / f"{LOADER}.py").write_text(text, encoding="utf-8")
+        if kwargs.get("is_main_process", True):
+            write_code(Path(save_directory))
+            write_card(Path(save_directory), self.config)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str | None = "Upload model",
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: int | str = "50GB",
+        tags: list[str] | None = None,
+    ) -> str:
+        """Upload the files of `save_pretrained`. The signature is that of transformers.
+
+        A README.md in the repository is kept. transformers would replace the model card by one without facts.
+
+        Args:
+            repo_id: name of the repository, which is created if it does not exist.
+            commit_message: of the commit. Default "Upload model".
+            commit_description: of the commit. Default None.
+            private: whether a new repository is private. Default None: as the account says.
+            token: of the account. Default None: the stored one.
+            revision: branch, which is created if it does not exist. Default None: main.
+            create_pr: open a pull request. Default False.
+            max_shard_size: largest size of a file with weights. Default "50GB".
+            tags: additional tags of a new model card. Default None.
+
+        Returns:
+            The address of the commit.
+        """
+        api = HfApi(library_name="megatron_sb", token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None and not revision.startswith("refs/pr"):
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, max_shard_size=max_shard_size)
+            card = Path(folder) / "README.md"
+            if api.file_exists(repo_id, card.name, revision=revision):
+                card.unlink()
+            else:
+                model_card = ModelCard.load(card)
+                model_card.data.tags = sorted({*model_card.data.tags, *(self.model_tags or ()), *(tags or ())})
+                model_card.save(card)
+            return api.upload_folder(
+                repo_id=repo_id,
+                folder_path=folder,
+                commit_message=commit_message,
+                commit_description=commit_description,
+                revision=revision,
+                create_pr=create_pr,
+            )
 
     @can_return_tuple
     def forward(

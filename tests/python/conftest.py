@@ -30,6 +30,9 @@ _SLOW_FILES = (
     "package/test_command_line.py",
     "ops/test_cpu_kernels.py",
     "training/test_checkpoint_files.py",
+    "huggingface/test_plain_torch.py",
+    "huggingface/test_plain_operators.py",
+    "huggingface/test_training_stacks.py",
     "context_parallel/test_lost_rank.py",
 )
 

@@ -30,6 +30,8 @@ HUGGINGFACE = (
     "huggingface.configuration",
     "huggingface.modeling",
     "huggingface.packing",
+    "huggingface.plain_operators",
+    "huggingface.saved_folder",
 )
 MEGATRON = (
     "megatron.arguments",
