@@ -29,6 +29,7 @@ from megatron_sb.training.loop import Diverged, Interrupted, Job
 from megatron_sb.training.profiler import ProfilerWindow
 from megatron_sb.training.report import Report, hardware
 from megatron_sb.training.supervisor import EXIT_FAILED, EXIT_REFUSED, say, when_parent_is_gone
+from megatron_sb.training.wandb_runs import WandbError
 from megatron_sb.validation import InputError
 
 REFUSAL_SECONDS = 60.0  # longer than the start of ranks differs; a launcher ends the waiting ranks before
@@ -93,8 +94,8 @@ def refuse(reason: str) -> int:
 
 
 def _describe(error: BaseException) -> str:
-    """Return a sentence for an error of the file system or of a checkpoint, otherwise the traceback."""
-    if isinstance(error, CheckpointError) or (isinstance(error, OSError) and error.filename is not None):
+    """Return a sentence for an error of the file system, a checkpoint or wandb, otherwise the traceback."""
+    if isinstance(error, (CheckpointError, WandbError)) or (isinstance(error, OSError) and error.filename is not None):
         return f" {error}"
     return f"\n{traceback.format_exc()}"
 

@@ -5,6 +5,7 @@ metrics.jsonl                one line per reported step; model_tflops is per ran
 evaluation/MODEL.STAGE.json  negative log-likelihood by context length; MODEL.STAGE.SCALING.json with scaled positions;
                              MODEL.STAGE.STEP.json and MODEL.STAGE.STEP.SCALING.json after a step before the last one
 tensorboard/  loss.png  nll_by_length.png
+MODEL/wandb_id  wandb/       the run in Weights & Biases, with `report.wandb`
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tqdm import tqdm
 from megatron_sb.training.checkpoint import Progress, write_atomically
 from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.evaluate import read_result, remove_later_results, result_path
+from megatron_sb.training.wandb_runs import WandbRuns
 from megatron_sb.validation import naming
 
 LABELS = {
@@ -69,6 +71,9 @@ class Report:
         out: the run's directory.
         config: the job's configuration.
         device: the hardware, in words.
+
+    Raises:
+        ValueError: `report.wandb` is set, and the package wandb cannot be imported.
     """
 
     def __init__(self, out: Path, config: TrainingConfig, device: str) -> None:
@@ -78,6 +83,7 @@ class Report:
         self._labels = {model: LABELS.get(model, model) for model in config.compare}
         self._metrics_path = out / "metrics.jsonl"
         self._tensorboard: dict[str, Any] = {}
+        self._wandb = WandbRuns(out, config) if config.report.wandb else None
         self._bar: tqdm | None = None
         self._is_drawn = False  # whether the plots show all that is in the files
 
@@ -86,6 +92,8 @@ class Report:
 
         A run that died after its last checkpoint has written them; the resumed run writes them again.
         """
+        if self._wandb:
+            self._wandb.open(model)
         remove_later_results(self.out, model, stage, progress.step)
         kept = [
             line
@@ -135,9 +143,8 @@ class Report:
         self._is_drawn = False
         with naming(self._metrics_path), self._metrics_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        for name, value in line.items():
-            if isinstance(value, float):
-                self._write_scalar(model, f"{stage.name}/{name}", value, progress.step)
+        values = {name: value for name, value in line.items() if isinstance(value, float)}
+        self._write_scalars(model, stage, progress.step, values)
 
     def end_stage(self) -> None:
         """Close the progress bar."""
@@ -174,13 +181,13 @@ class Report:
         about |= {"scaling": scaling, "device": self._device}
         write_atomically(path, json.dumps(about | {"results": results}, indent=1))
         suffix = "" if scaling == "none" else f"_{scaling}"
-        for result in results:
-            self._write_scalar(model, f"{stage.name}/nll_at_{result['context']}{suffix}", result["nll"], step)
+        values = {f"nll_at_{result['context']}{suffix}": result["nll"] for result in results}
+        self._write_scalars(model, stage, step, values)
         if step != stage.steps:
             return
         name = f"{stage.name}/nll_by_length{suffix}"
         for result in results:
-            self._write_scalar(model, name, result["nll"], result["context"])
+            self._write_to_tensorboard(model, name, result["nll"], result["context"])
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl, without a last line that a crash cut off."""
@@ -233,12 +240,21 @@ class Report:
         return "\n".join(lines)
 
     def close(self) -> None:
-        """Close the progress bar and the TensorBoard files."""
+        """Close the progress bar, the TensorBoard files, and the run in Weights & Biases."""
         self.end_stage()
+        if self._wandb:
+            self._wandb.finish()
         for writer in self._tensorboard.values():
             writer.close()
 
-    def _write_scalar(self, model: str, name: str, value: float, step: int) -> None:
+    def _write_scalars(self, model: str, stage: StageConfig, step: int, values: dict[str, float]) -> None:
+        values = {f"{stage.name}/{name}": value for name, value in values.items()}
+        for name, value in values.items():
+            self._write_to_tensorboard(model, name, value, step)
+        if self._wandb:
+            self._wandb.log(model, stage, step, values)
+
+    def _write_to_tensorboard(self, model: str, name: str, value: float, step: int) -> None:
         if not self._config.report.tensorboard:
             return
         if model not in self._tensorboard:

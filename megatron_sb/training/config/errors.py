@@ -17,6 +17,7 @@ EXPECTED = {
     "float_type": "a number",
     "int_type": "an integer",
     "model_attributes_type": "a mapping of fields",
+    "string_too_short": "a string that is not empty",
     "string_type": "a string",
     "tuple_type": "a list",
 }

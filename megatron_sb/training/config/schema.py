@@ -194,6 +194,7 @@ class ReportConfig(Section):
     interval: PositiveInt = 1
     attention_interval: NonNegativeInt = 10
     tensorboard: Bool = True
+    wandb: Annotated[str, Field(min_length=1)] | None = None
 
 
 @section
