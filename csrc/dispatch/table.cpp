@@ -57,19 +57,19 @@ constexpr Kernels kTable[] = {
                        hopper::kMostColumns, ", with forget gates up to ", hopper::kMostGatedColumns,
                        "; no paged cache");
      },
-     hopper::forward_workspace, hopper::backward_workspace, hopper::block_forward, hopper::block_backward, true, true},
+     hopper::forward_workspace, hopper::backward_workspace, hopper::block_forward, hopper::block_backward, true},
 #endif
 #if defined(SB_WITH_CUDA)
     {"portable", portable_serves,
      [] { return concat("CUDA sm_80 and later; fp32, bf16, fp16; ", supported_head_dims()); },
      portable::forward_workspace, portable::backward_workspace, portable::block_forward, portable::block_backward,
-     false, false},
+     false},
 #endif
     {"cpu", cpu_serves, [] { return concat("CPU; fp32, fp64, bf16, fp16; ", supported_head_dims()); },
      [](const ForwardParams& params) { return cpu::forward_workspace(params); },
      [](const BackwardParams& params, int64_t limit) { return cpu::backward_workspace(params, limit); },
      [](const ForwardParams& params, void*) { cpu::block_forward(params); },
-     [](const BackwardParams& params, void*) { cpu::block_backward(params); }, false, false},
+     [](const BackwardParams& params, void*) { cpu::block_backward(params); }, false},
 };
 
 std::string describe(const Request& r) {

@@ -30,7 +30,6 @@ struct Kernels {
     void (*forward)(const ForwardParams&, void* stream);
     void (*backward)(const BackwardParams&, void* stream);
     bool narrow_gradients;  // BackwardParams::grad_dtype can be sizes.dtype
-    bool prefers_sectors;   // the forward is faster with rows that begin at multiples of 32 bytes
 };
 
 // Returns "fp32", "fp64", "bf16" or "fp16".

@@ -10,7 +10,6 @@
 #include "dispatch/table.h"
 #include "ops/check.h"
 #include "ops/device.h"
-#include "ops/extend.h"
 #include "ops/tensors.h"
 
 namespace megatron_sb::ops {
@@ -44,7 +43,6 @@ class SegmentTable {
 
     const Segments& segments() const { return segments_; }
     int64_t k_rows() const { return k_rows_; }
-    bool is_dense() const { return segments_.by_value(); }
 
     // Whether a CPU table leaves a query row in no segment. GPU kernels find such rows themselves.
     bool leaves_rows(int64_t q_rows) const {
@@ -150,20 +148,10 @@ struct ForwardCall {
     BlockOptions options;
 };
 
-// Whether a forward is faster if rows that do not begin at whole sectors are copied first: loads of such rows take up
-// to half of its time more, and the copies a time that does not grow with the square of the length.
-bool copies_rows(const ForwardCall& in, const dispatch::Kernels& kernels) {
-    constexpr int64_t kLeastKeys = 8192;
-    return kernels.prefers_sectors && !in.options.forget_gate && in.table.is_dense() && in.k.size(1) >= kLeastKeys &&
-           in.q.size(1) >= kLeastKeys;
-}
-
 BlockOutput run_forward(const ForwardCall& in, at::ScalarType o_type) {
     const DeviceScope scope(in.q.device());
-    const dispatch::Kernels& kernels = kernels_for(in.q, in.v, in.options.forget_gate, in.block_table.has_value());
-    const bool copies = copies_rows(in, kernels);
-    const auto rows_of = [&](const at::Tensor& x) { return copies && !in_whole_sectors(x) ? padded(x) : aligned(x); };
-    const at::Tensor q = rows_of(in.q), k = rows_of(in.k), v = rows_of(in.v);
+    const at::Tensor q = aligned(in.q), k = aligned(in.k), v = aligned(in.v);
+    const dispatch::Kernels& kernels = kernels_for(q, v, in.options.forget_gate, in.block_table.has_value());
     const at::ScalarType wide = accumulation_type(q);
 
     const std::vector<int64_t> rows = {q.size(0), q.size(2), q.size(1)};

@@ -96,12 +96,14 @@ extend::Params params_of(const at::Tensor& x, Norm norm, int64_t head_dim) {
     return params;
 }
 
-// Writes the result to `out` and returns it.
-at::Tensor forward_on_gpu(const at::Tensor& x_given, const OptionalTensor& gate_given, Norm norm,
-                          const at::Tensor& out) {
+at::Tensor forward_on_gpu(const at::Tensor& x_given, const OptionalTensor& gate_given, Norm norm) {
     const DeviceScope scope(x_given.device());
     const at::Tensor x = aligned(unit_last_stride(x_given));
     const at::Tensor gate = gate_given.has_value() ? gate_given->contiguous() : at::Tensor();
+    const std::vector<int64_t> sizes = {x.size(0), x.size(1), x.size(2),
+                                        extended_width(x, gate_given, norm).expect_int()};
+    // With gates alone, kernels gain nothing from whole sectors, and a cache should be compact.
+    const at::Tensor out = norm == Norm::kNone ? at::empty(sizes, x.options()) : empty_in_sectors(sizes, x.options());
     extend::Params params = params_of(x, norm, x.size(3));
     if (gate.defined()) params.gate = gate.const_data_ptr<float>();
     extend::forward(params, strided_rows<void*>(out), scope.stream());
@@ -132,13 +134,6 @@ at::Tensor extend_forward(const at::Tensor& x, const OptionalTensor& gate, Norm 
     return op.call({{"x", x}, {"gate", gate}, {"norm", static_cast<int64_t>(norm)}})[0].toTensor();
 }
 
-at::Tensor padded(const at::Tensor& x) {
-#if defined(SB_WITH_CUDA)
-    if (on_gpu(x)) return forward_on_gpu(x, std::nullopt, Norm::kNone, empty_in_sectors(x.sizes(), x.options()));
-#endif
-    return empty_in_sectors(x.sizes(), x.options()).copy_(x);
-}
-
 at::Tensor extend_backward(const at::Tensor& d_extended, const at::Tensor& extended, Norm norm,
                            const c10::SymInt& head_dim) {
     static const Operator op("megatron_sb::extend_backward");
@@ -153,15 +148,7 @@ OneTensor extend_forward_op(const Arguments& arguments) {
     const at::Tensor x = arguments.tensor("x");
     const OptionalTensor gate = arguments.optional_tensor("gate");
 #if defined(SB_WITH_CUDA)
-    if (on_gpu(x)) {
-        const Norm norm = norm_of(arguments);
-        const int64_t width = extended_width(x, gate, norm).expect_int();
-        const std::vector<int64_t> sizes = {x.size(0), x.size(1), x.size(2), width};
-        // With gates alone, kernels gain nothing from whole sectors, and a cache should be compact.
-        const at::Tensor out =
-            norm == Norm::kNone ? at::empty(sizes, x.options()) : empty_in_sectors(sizes, x.options());
-        return forward_on_gpu(x, gate, norm, out);
-    }
+    if (on_gpu(x)) return forward_on_gpu(x, gate, norm_of(arguments));
 #endif
     return forward_of_tensors(x, gate, norm_of(arguments));
 }

@@ -18,9 +18,6 @@ static_assert(2 * kGateParts <= kNormColumns && kGateParts <= kGateColumns);
 // Returns x (batch, rows, heads, head_dim) with its extra columns. gate: (batch, rows, heads) in the accumulation type.
 at::Tensor extend_forward(const at::Tensor& x, const std::optional<at::Tensor>& gate, Norm norm);
 
-// Returns a copy of x without extra columns, whose rows begin at multiples of 32 bytes (tensors.h).
-at::Tensor padded(const at::Tensor& x);
-
 // Returns the gradient of x, of `head_dim` columns, from that of the result `extended`. norm: not kNone.
 at::Tensor extend_backward(const at::Tensor& d_extended, const at::Tensor& extended, Norm norm,
                            const c10::SymInt& head_dim);

@@ -27,29 +27,17 @@ at::Tensor unit_last_stride(const at::Tensor& x) {
     return x.sym_stride(-1) == 1 ? x : x.contiguous();
 }
 
-namespace {
-
-// Whether the rows of x begin at multiples of `bytes`.
-bool rows_begin_at_multiples(const at::Tensor& x, int64_t bytes) {
-    bool fits = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % bytes == 0;
-    for (int dim = 0; dim < 3; ++dim)
-        fits &= x.size(dim) <= 1 || (x.stride(dim) > 0 && x.stride(dim) * x.element_size() % bytes == 0);
-    return fits;
-}
-
-constexpr int64_t kSectorBytes = 32;
-
-}  // namespace
-
 at::Tensor aligned(const at::Tensor& x) {
-    return x.is_cpu() || rows_begin_at_multiples(x, 16) ? x : x.clone(at::MemoryFormat::Contiguous);
-}
-
-bool in_whole_sectors(const at::Tensor& x) {
-    return rows_begin_at_multiples(x, kSectorBytes);
+    constexpr int64_t kBytes = 16;
+    if (x.is_cpu()) return x;
+    bool fits = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % kBytes == 0;
+    for (int dim = 0; dim < 3; ++dim)
+        fits &= x.size(dim) <= 1 || (x.stride(dim) > 0 && x.stride(dim) * x.element_size() % kBytes == 0);
+    return fits ? x : x.clone(at::MemoryFormat::Contiguous);
 }
 
 at::Tensor empty_in_sectors(at::IntArrayRef sizes, const at::TensorOptions& options) {
+    constexpr int64_t kSectorBytes = 32;
     std::vector<int64_t> stored = sizes.vec();
     const int64_t elements = kSectorBytes / int64_t(options.dtype().itemsize());
     stored.back() = (stored.back() + elements - 1) / elements * elements;

@@ -28,12 +28,8 @@ at::Tensor unit_last_stride(const at::Tensor& x);
 // kernels load 16 bytes at a time. On a CPU the result is always x.
 at::Tensor aligned(const at::Tensor& x);
 
-// Whether the rows of x (batch, rows, heads, head_dim) begin at multiples of 32 bytes, the unit in which a GPU accesses
-// memory.
-bool in_whole_sectors(const at::Tensor& x);
-
-// Returns an uninitialised tensor (batch, rows, heads, head_dim) with such rows. They are further apart than they are
-// long, if necessary.
+// Returns an uninitialised tensor (batch, rows, heads, head_dim) whose rows begin at multiples of 32 bytes, the unit in
+// which a GPU accesses memory. They are further apart than they are long, if necessary.
 at::Tensor empty_in_sectors(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 // Returns an uninitialised tensor of bytes on the device of `like`.
