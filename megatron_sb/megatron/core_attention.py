@@ -20,6 +20,7 @@ from megatron_sb.megatron.arguments import StickBreakingOptions
 from megatron_sb.megatron.gates import split_gates
 from megatron_sb.megatron.packed import document_bounds, is_packed
 from megatron_sb.megatron.plans import shared_plans
+from megatron_sb.megatron.positions import check_learned_positions, watch_embeddings
 from megatron_sb.megatron.saved_attention import MARKER, record_options
 from megatron_sb.megatron.settings import check_layer_settings
 from megatron_sb.ops import head_output, stickbreaking_attention, stickbreaking_attention_varlen
@@ -28,6 +29,8 @@ from megatron_sb.ops.kvcache import attend_to_filled, is_decoding_step, stored_k
 from megatron_sb.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, MAX_HEAD_DIM_EUCLIDEAN
 
 CAUSAL_MASK_TYPES = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+watch_embeddings()  # before a script builds a model with layers of this module
 
 
 class StickBreakingCoreAttention(MegatronModule):
@@ -94,6 +97,7 @@ class StickBreakingCoreAttention(MegatronModule):
     ):
         super().__init__(config=config)
         check_layer_settings(config, layer_number)
+        check_learned_positions(config)
         if k_channels is not None and not unrotated:
             raise ValueError(
                 "core_attention of multi-latent attention (--multi-latent-attention) must be put there by "

@@ -64,6 +64,8 @@ def test_a_checkpoint_of_two_tensor_parallel_ranks_loads_on_one_and_back(finding
 
 HEAD_VECTORS = ("remainder_bias", "norm_weight", "norm_bias")
 REFUSALS = {
+    "learned positions": "position_embedding_type 'learned_absolute' 'none' GPTModel",
+    "learned positions of softmax": "no error",
     "rope": "rotary_pos_emb --position-embedding-type none",
     "attention backend local": "core_attention DotProductAttention --attention-backend auto",
     "dynamic inference": "inference_context dynamic static",

@@ -60,7 +60,13 @@ def refusals(world) -> dict[str, str]:
     hidden = torch.randn(16, 1, 32)
     sequence = make_qkv(8, 1)
     indivisible = packed_params(0, 8, 14)
+    learned = {"position_embedding_type": "learned_absolute"}
+    shared = small_config()  # of a softmax model with learned positions, and then of a stick-breaking one without
+    GPTModel(shared, get_gpt_layer_local_spec(), VOCAB_SIZE, 32, **learned)
+    without_positions = (shared, with_stickbreaking(get_gpt_layer_local_spec()), VOCAB_SIZE, 32)
     return {
+        "learned positions": message(lambda: make_model(with_stickbreaking(get_gpt_layer_local_spec()), **learned)),
+        "learned positions of softmax": message(lambda: GPTModel(*without_positions, position_embedding_type="none")),
         "rope": message(lambda: rope(tokens, None, None)),
         "attention backend local": message(lambda: make_model(overwritten)),
         "dynamic inference": message(lambda: attention(hidden, None, inference_context=dynamic)),
