@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from transformers import PreTrainedConfig
 
 from megatron_sb.huggingface.operators import stored_head_dim
 from megatron_sb.options import LayerOptions
-from megatron_sb.validation import check_counts, head_dim_of
+from megatron_sb.validation import check_counts, check_flag, check_number, head_dim_of
 
 
 class StickBreakingConfig(PreTrainedConfig):
@@ -31,6 +33,10 @@ class StickBreakingConfig(PreTrainedConfig):
         head_norm_eps: epsilon of that norm. Default 1e-5.
         num_experts: replace every MLP by a mixture of this many experts. Default None: no experts.
         num_experts_per_tok: experts of a token, weighted by the softmax of their logits. Default None.
+        output_router_logits: return the router logits and the load-balancing loss of the experts, and add that loss to
+            the loss of the labels. Default False.
+        router_aux_loss_coef: factor of the load-balancing loss in the loss. Default None: 0.001 with experts, and 0
+            without.
         attention_multiplier: scale of the attention's logits. Default None: 1 / sqrt(head_dim), and 1 for Euclidean
             logits.
         embedding_multiplier: factor of the embeddings. Default 1.
@@ -44,10 +50,11 @@ class StickBreakingConfig(PreTrainedConfig):
         pad_token_id, bos_token_id, eos_token_id: special tokens. Default None.
 
     Raises:
-        TypeError: if an option of the attention has the wrong type.
+        TypeError: if an option of the attention, output_router_logits or router_aux_loss_coef has the wrong type.
         ValueError: if a size is not an int of at least 1, an option of the attention is out of range (see
-            `megatron_sb.options.LayerOptions`), sizes are not divisible as required, or num_experts_per_tok is not in
-            [1, num_experts].
+            `megatron_sb.options.LayerOptions`), sizes are not divisible as required, num_experts_per_tok is not in
+            [1, num_experts], router_aux_loss_coef is negative or infinite, or one of the two options of the router is
+            set without experts.
 
     Example:
         >>> from megatron_sb.huggingface import StickBreakingConfig
@@ -56,7 +63,7 @@ class StickBreakingConfig(PreTrainedConfig):
     """
 
     model_type = "stick_breaking"
-    keys_to_ignore_at_inference = ("cache", "past_key_values")
+    keys_to_ignore_at_inference = ("cache", "past_key_values", "aux_loss", "router_logits")
 
     vocab_size: int = 32000
     hidden_size: int = 1024
@@ -74,6 +81,8 @@ class StickBreakingConfig(PreTrainedConfig):
     head_norm_eps: float = 1e-5
     num_experts: int | None = None
     num_experts_per_tok: int | None = None
+    output_router_logits: bool = False
+    router_aux_loss_coef: float | None = None
     attention_multiplier: float | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -115,7 +124,23 @@ class StickBreakingConfig(PreTrainedConfig):
                 f"num_experts_per_tok must be in [1, num_experts], or None if num_experts is None, got "
                 f"{self.num_experts_per_tok} with num_experts={self.num_experts}."
             )
+        self._resolve_router_options()
         super().__post_init__(**kwargs)
+
+    def _resolve_router_options(self) -> None:
+        """Set the default of router_aux_loss_coef, and validate the options of the router."""
+        if self.router_aux_loss_coef is None:
+            # 0 is for TRL, which requests the loss wherever the coefficient is another value.
+            self.router_aux_loss_coef = 0.001 if self.num_experts else 0.0
+        check_flag("output_router_logits", self.output_router_logits)
+        expected, fits = "a finite number of at least 0", lambda x: 0 <= x < math.inf
+        check_number("router_aux_loss_coef", self.router_aux_loss_coef, expected, fits)
+        if self.num_experts is None and self.output_router_logits:
+            raise ValueError("output_router_logits must be False if num_experts is None, got True.")
+        if self.num_experts is None and self.router_aux_loss_coef:
+            raise ValueError(
+                f"router_aux_loss_coef must be 0 or None if num_experts is None, got {self.router_aux_loss_coef}."
+            )
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    MoeCausalLMOutputWithPast,
+    MoeModelOutputWithPast,
+)
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils import can_return_tuple
 
 from megatron_sb.huggingface.attention import NAME, attend
@@ -107,8 +113,8 @@ class StickBreakingExperts(nn.Module):
         self.router = nn.Linear(config.hidden_size, config.num_experts, bias=False)
         self.experts = nn.ModuleList(StickBreakingMLP(config) for _ in range(config.num_experts))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (b, s, hidden_size)."""
+    def forward(self, x: Tensor, return_router_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """x: (b, s, hidden_size). The router logits have the shape (b * s, num_experts)."""
         tokens = x.flatten(0, -2)
         logits = nn.functional.linear(tokens.float(), self.router.weight.float())
         best, chosen = logits.topk(self.num_chosen, dim=-1)
@@ -118,7 +124,8 @@ class StickBreakingExperts(nn.Module):
             rows, places = (chosen == expert).nonzero(as_tuple=True)
             expert_out = self.experts[expert](tokens[rows])
             out.index_add_(0, rows, expert_out.float() * weights[rows, places, None])
-        return out.to(x.dtype).view_as(x)
+        out = out.to(x.dtype).view_as(x)
+        return (out, logits) if return_router_logits else out
 
 
 class StickBreakingDecoderLayer(GradientCheckpointingLayer):
@@ -132,10 +139,21 @@ class StickBreakingDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = StickBreakingExperts(config) if config.num_experts else StickBreakingMLP(config)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
-        """x: (b, s, hidden_size)."""
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cache: Cache | None = None,
+        output_router_logits: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x: (b, s, hidden_size). With output_router_logits, also return the router logits (b * s, num_experts)."""
         x = x + self.residual_multiplier * self.self_attn(self.input_layernorm(x), mask, cache)
-        return x + self.residual_multiplier * self.mlp(self.post_attention_layernorm(x))
+        normed = self.post_attention_layernorm(x)
+        if not output_router_logits:
+            return x + self.residual_multiplier * self.mlp(normed)
+        # Returned, and not kept by a hook: reentrant checkpointing gives gradients only to what a layer returns.
+        out, router_logits = self.mlp(normed, return_router_logits=True)
+        return x + self.residual_multiplier * out, router_logits
 
 
 class StickBreakingPreTrainedModel(PreTrainedModel):
@@ -169,6 +187,32 @@ class StickBreakingPreTrainedModel(PreTrainedModel):
         # transformers does not call this for the attention of a layer, if that has no parameters of its own.
         if isinstance(module, StickBreakingGateProjection):
             nn.init.constant_(module.bias, OPEN_GATE)
+
+
+def _wants_router_logits(config: StickBreakingConfig, output_router_logits: bool | None) -> bool:
+    """Return output_router_logits, or its default. Raise ValueError if it is True and the model has no experts."""
+    wanted = config.output_router_logits if output_router_logits is None else output_router_logits
+    if wanted and not config.num_experts:
+        raise ValueError(
+            "output_router_logits must be False for a model without experts (num_experts is None), got True. Training "
+            "programs set it if their coefficient of the load-balancing loss (router_aux_loss_coef) is not 0."
+        )
+    return bool(wanted)
+
+
+def _load_balancing_loss(config: StickBreakingConfig, outputs: MoeModelOutputWithPast, mask: Tensor | None) -> Tensor:
+    """Return transformers' load-balancing loss, over the tokens of all layers that are not padding.
+
+    Args:
+        config: of the model.
+        outputs: of the model, with router logits.
+        mask: the attention mask (b, keys so far), 0 for padding. None: no padding.
+    """
+    if mask is not None:
+        length, cache = outputs.last_hidden_state.shape[1], getattr(outputs, CACHE_FIELD)
+        end = length if cache is None else int(cache.get_seq_length())  # columns before end - length are older keys
+        mask = mask[:, end - length : end] != 0
+    return load_balancing_loss_func(outputs.router_logits, config.num_experts, config.num_experts_per_tok, mask)
 
 
 class StickBreakingModel(StickBreakingPreTrainedModel):
@@ -207,8 +251,9 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        output_router_logits: bool | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
+    ) -> BaseModelOutputWithPast | MoeModelOutputWithPast:
         """Compute hidden states.
 
         Packed documents are given by position_ids or by cu_seq_lens_q. Both are used only without older keys in the
@@ -226,10 +271,12 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
                 config.output_hidden_states.
             output_attentions: must be False or None.
             cu_seq_lens_q: int32 (documents + 1,), offsets of the documents of a single row.
+            output_router_logits: return the router logits of each layer. Default None: config.output_router_logits.
             kwargs: ignored.
 
         Returns:
-            last_hidden_state (b, s, hidden_size), the cache and hidden_states.
+            last_hidden_state (b, s, hidden_size), the cache and hidden_states. With output_router_logits also
+            router_logits, fp32 (b * s, num_experts) for each layer.
 
         Raises:
             ValueError: if an argument is not supported.
@@ -249,13 +296,21 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
         if mask is None and (cache is None or cache.get_seq_length() == 0):
             mask = document_mask(position_ids, cu_seq_lens_q, x.shape[:2])
         keep_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        states = []
+        keep_routing = _wants_router_logits(self.config, output_router_logits)
+        states, routing = [], []
         for layer in self.layers:
             if keep_states:
                 states.append(x)
-            x = layer(x, mask, cache)
+            if keep_routing:
+                x, router_logits = layer(x, mask, cache, True)
+                routing.append(router_logits)
+            else:
+                x = layer(x, mask, cache)
         x = self.norm(x)
-        return BaseModelOutputWithPast(x, cache, (*states, x) if keep_states else None)
+        outputs = (x, cache, (*states, x) if keep_states else None)
+        if keep_routing:
+            return MoeModelOutputWithPast(*outputs, router_logits=tuple(routing))
+        return BaseModelOutputWithPast(*outputs)
 
 
 class StickBreakingForCausalLM(StickBreakingPreTrainedModel, GenerationMixin):
@@ -360,9 +415,11 @@ class StickBreakingForCausalLM(StickBreakingPreTrainedModel, GenerationMixin):
         past_key_values: Cache | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: int | Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        output_router_logits: bool | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
-        """Compute logits, and the loss of the next tokens if labels are given.
+    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
+        """Compute logits, and the loss of the next tokens if labels or shift_labels are given.
 
         Args:
             input_ids: (b, s).
@@ -371,15 +428,33 @@ class StickBreakingForCausalLM(StickBreakingPreTrainedModel, GenerationMixin):
             past_key_values: the same, under its name before transformers 5.24.
             logits_to_keep: number of last tokens to compute logits for (0: all), or their indices. Default 0.
             num_items_in_batch: divisor of the summed loss. Default None: the number of labels.
+            shift_labels: (b, s), the next token of each position, -100 for none. It replaces labels where a row of
+                input_ids is a part of a sequence. Default None: labels, shifted by one.
+            output_router_logits: return the router logits and their load-balancing loss, and add this loss, times
+                config.router_aux_loss_coef, to the loss. Default None: config.output_router_logits.
             kwargs: arguments of `StickBreakingModel.forward`.
 
         Returns:
-            loss, logits (b, kept tokens, vocab_size), the cache and hidden_states.
+            loss, logits (b, kept tokens, vocab_size), the cache and hidden_states. With output_router_logits also
+            aux_loss and router_logits, fp32 (b * s, num_experts) for each layer.
+
+        Raises:
+            ValueError: if output_router_logits is True and the model has no experts.
         """
-        outputs = self.model(input_ids, cache=cache, past_key_values=past_key_values, **kwargs)
+        keep_routing = _wants_router_logits(self.config, output_router_logits)
+        caches = {"cache": cache, "past_key_values": past_key_values}
+        outputs = self.model(input_ids, **caches, output_router_logits=keep_routing, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept]) / self.config.logits_scaling
         loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=num_items_in_batch)
-        return CausalLMOutputWithPast(loss, logits, getattr(outputs, CACHE_FIELD), outputs.hidden_states)
+        if labels is not None or shift_labels is not None:
+            shifted = None if shift_labels is None else shift_labels.contiguous()  # for a view in transformers
+            options = {"num_items_in_batch": num_items_in_batch, "shift_labels": shifted}
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **options)
+        common = (logits, getattr(outputs, CACHE_FIELD), outputs.hidden_states)
+        if not keep_routing:
+            return CausalLMOutputWithPast(loss, *common)
+        aux_loss = _load_balancing_loss(self.config, outputs, kwargs.get("attention_mask"))
+        if loss is not None:
+            loss = loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
+        return MoeCausalLMOutputWithPast(loss, aux_loss, *common, router_logits=outputs.router_logits)

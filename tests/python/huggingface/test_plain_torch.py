@@ -42,7 +42,7 @@ MODELS = {  # name of the folder -> dtype and fields
     "euclidean": (torch.float64, EUCLIDEAN),
     "both": (torch.float64, GATES | EUCLIDEAN | {"remainder_bias": True}),
     "both16": (torch.bfloat16, GATES | EUCLIDEAN | {"remainder_bias": True}),
-    "experts": (torch.float64, EXPERTS | GATES),
+    "experts": (torch.float64, EXPERTS | GATES | {"output_router_logits": True, "router_aux_loss_coef": 0.5}),
 }
 ALLOWED = {torch.float64: 1e-10, torch.float32: 2e-4, torch.bfloat16: 0.1}  # of the largest element
 
