@@ -1,4 +1,4 @@
-"""The shell command: megatron-sb info | check | bench | train | plan | generate | experiment | convert."""
+"""The shell command: megatron-sb info | check | bench | train | plan | generate | eval | experiment | convert."""
 
 import argparse
 import errno
@@ -62,6 +62,12 @@ def _generate(arguments: argparse.Namespace) -> int:
     from megatron_sb import generation
 
     return generation.main(arguments)
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from megatron_sb import lm_evaluation
+
+    return lm_evaluation.main(arguments)
 
 
 def _experiment(arguments: argparse.Namespace) -> int:
@@ -142,6 +148,74 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_eval_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="what convert accepts as SOURCE (required)")
+    parser.add_argument(
+        "--tasks",
+        required=True,
+        nargs="+",
+        metavar="TASK",
+        help="tasks, groups or tags of lm-eval, or patterns such as 'mmlu_*' (required)",
+    )
+    parser.add_argument(
+        "--include-path",
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="folder with task files of your own (repeatable; default: none)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="folder with the model's tokenizer (default: the one next to the weights, or bytes for a model that was "
+        "trained on bytes)",
+    )
+    parser.add_argument("--out", metavar="FILE", help="new file for the results, as JSON (default: none)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file of --out (default: off)")
+    parser.add_argument("--batch-size", default="1", help="sequences in a batch, or 'auto' (default: %(default)s)")
+    parser.add_argument("--limit", type=int, help="largest number of examples of each task (default: all)")
+    parser.add_argument("--num-fewshot", type=int, help="examples in each prompt (default: what the task says)")
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        help="tokens at which lm-eval truncates a text on the left (default: max_position_embeddings of the model, or "
+        "more if max_seq_lengths is longer)",
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--metadata",
+        default="{}",
+        metavar="JSON",
+        help="object for tasks that generate their data, such as '{\"max_seq_lengths\": [4096, 8192]}' for RULER "
+        "(default: none)",
+    )
+    _add_reading_arguments(parser)
+
+
+def _add_reading_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `checkpoints.load`."""
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="for a Megatron checkpoint: its training configuration (YAML), or the config.json or folder of a Hugging "
+        "Face model with the same sizes (default: config.yaml of the run that contains SOURCE)",
+    )
+    parser.add_argument(
+        "--swap-attention",
+        action="store_true",
+        help="read a model with softmax attention (Llama of transformers, or a run) as one with stick-breaking "
+        "attention; it then needs training (default: off)",
+    )
+    parser.add_argument(
+        "--kv-heads",
+        choices=("grouped", "tiled"),
+        help="for a Dolomite model with more than one KV head and fewer than query heads: query head n reads KV head "
+        "n // (heads / KV heads) (grouped) or n %% KV heads (tiled) (default: what config.json records, else required)",
+    )
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands. bench and experiment parse their own options."""
     parser = argparse.ArgumentParser(
@@ -177,6 +251,10 @@ def make_parser() -> argparse.ArgumentParser:
     _add_generate_arguments(command)
     command.set_defaults(run=_generate)
 
+    command = commands.add_parser("eval", help="evaluate a model with lm-eval, such as on RULER")
+    _add_eval_arguments(command)
+    command.set_defaults(run=_eval)
+
     command = commands.add_parser(
         "experiment", help="run an experiment of the paper: train models, write a table and a picture"
     )
@@ -192,24 +270,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("out", metavar="OUT", help="new folder (required)")
     formats = ("huggingface", "megatron", "dolomite", "fla")
     command.add_argument("--to", required=True, choices=formats, help="format of OUT (required)")
-    command.add_argument(
-        "--config",
-        metavar="FILE",
-        help="for a Megatron checkpoint: its training configuration (YAML), or the config.json or folder of a Hugging "
-        "Face model with the same sizes (default: config.yaml of the run that contains SOURCE)",
-    )
-    command.add_argument(
-        "--swap-attention",
-        action="store_true",
-        help="read a model with softmax attention (Llama of transformers, or a run) as one with stick-breaking "
-        "attention; it then needs training (default: off)",
-    )
-    command.add_argument(
-        "--kv-heads",
-        choices=("grouped", "tiled"),
-        help="for a Dolomite model with more than one KV head and fewer than query heads: query head n reads KV head "
-        "n // (heads / KV heads) (grouped) or n %% KV heads (tiled) (default: what config.json records, else required)",
-    )
+    _add_reading_arguments(command)
     command.set_defaults(run=_convert)
     return parser
 

@@ -150,7 +150,7 @@ def _help(*names: str) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("command", ["info", "bench", "train", "plan", "generate", "convert"])
+@pytest.mark.parametrize("command", ["info", "bench", "train", "plan", "generate", "eval", "convert"])
 def test_every_option_is_in_the_reference(command):
     explained = (ROOT / "docs/cli.md").read_text()
     for option in re.findall(r"(?<=[\s\[])--[\w-]+", _help(command)):

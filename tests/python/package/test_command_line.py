@@ -34,6 +34,7 @@ INSIDE = with_imports(
         ("train", [TINY], "megatron_sb.training.config.loader", "check"),
         ("plan", ["--config", TINY, "--gpus", "1"], "megatron_sb.planning.command", "load_config"),
         ("generate", ["RUN", "--prompt", "x"], "megatron_sb.generation", "config_of"),
+        ("eval", ["CHECKPOINT", "--tasks", "x"], "megatron_sb.checkpoints", "format_of"),
         ("experiment", ["extrapolation", TINY], "megatron_sb.training.config.loader", "check"),
         ("convert", ["SOURCE", "OUT", "--to", "fla"], "megatron_sb.checkpoints", "format_of"),
     ]

@@ -41,6 +41,7 @@ PYTHON_FLOORS = {
     "experiments": 6,
     "planning": 6,
     "generation": 7,
+    "lm_evaluation": 7,
     "cli": 8,
 }
 # The folders that may import Megatron-Core: the adapter, and the trainer's engine.
