@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_sb.training.config import BYTE_VOCAB_SIZE, TrainingConfig
-from megatron_sb.training.loading import choose_model, config_of, load_run
+from megatron_sb.training.loading import check_device, choose_model, config_of, load_run, resolved_device
 from megatron_sb.validation import InputError, MissingFileError
 
 # Maps the tokens that are new since its last call to the logits of the next token: (vocab_size,), on the CPU.
@@ -178,8 +178,7 @@ def _cached(folder: Path, device: str, vocab_size: int) -> tuple[NextLogits, str
     from megatron_sb.checkpoints.runs import find_checkpoint
     from megatron_sb.huggingface.modeling import CACHE_FIELD
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = resolved_device(device)
     checkpoint = find_checkpoint(folder)
     if checkpoint is None:
         raise MissingFileError(f"{folder} has no checkpoint. Train the run first.")
@@ -229,8 +228,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise InputError(f"--temperature must be a finite number of at least 0, got {arguments.temperature}.")
     if not 0 <= arguments.seed < 2**63:
         raise InputError(f"--seed must be from 0 to 2**63 - 1, got {arguments.seed}.")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device must be 'auto' or 'cpu', got 'cuda': torch finds no CUDA device.")
+    check_device(arguments.device)
 
 
 def main(arguments: argparse.Namespace) -> int:

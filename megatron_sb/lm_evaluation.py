@@ -11,14 +11,12 @@ import dataclasses
 import difflib
 import importlib
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 import megatron_sb
@@ -26,7 +24,9 @@ from megatron_sb import checkpoints
 from megatron_sb.checkpoints.files import TOKENIZER_FILES
 from megatron_sb.checkpoints.runs import find_checkpoint
 from megatron_sb.huggingface import byte_tokenizer
+from megatron_sb.training.checkpoint import write_atomically
 from megatron_sb.training.config import BYTE_VOCAB_SIZE
+from megatron_sb.training.loading import check_device, resolved_device
 from megatron_sb.validation import InputError, MissingFileError, check_output_folder, naming
 
 LENGTHS = "max_seq_lengths"  # key of --metadata: lengths of RULER's texts
@@ -79,7 +79,10 @@ def main(arguments: argparse.Namespace) -> int:
         text = _to_json(results, model)
     try:
         if arguments.out is not None:
-            _write(Path(arguments.out), text)
+            out = Path(arguments.out)
+            with naming(out):
+                out.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(out, text)
     finally:
         _print_tables(results)
     return 0
@@ -94,8 +97,7 @@ def check_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     size = arguments.batch_size
     if size != "auto" and not (size.isdecimal() and int(size) > 0):
         raise InputError(f"--batch-size must be an integer of at least 1 or 'auto', got {size!r}.")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device must be 'auto' or 'cpu', got 'cuda': torch finds no CUDA device.")
+    check_device(arguments.device)
     for folder in arguments.include_path:
         if not Path(folder).is_dir():
             raise MissingFileError(f"--include-path must be a folder with task files of lm-eval, got {folder!r}.")
@@ -273,9 +275,6 @@ def _evaluate(
     """Return lm-eval's results."""
     import lm_eval
 
-    device = arguments.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     return lm_eval.simple_evaluate(
         model="hf",
         model_args={
@@ -288,7 +287,7 @@ def _evaluate(
         task_manager=manager,
         num_fewshot=arguments.num_fewshot,
         batch_size=arguments.batch_size if arguments.batch_size == "auto" else int(arguments.batch_size),
-        device=device,
+        device=resolved_device(arguments.device),
         limit=arguments.limit,
         log_samples=False,
     )
@@ -308,18 +307,6 @@ def _to_json(results: dict[str, Any], model: SavedModel) -> str:
     for folder, name in ((model.tokenizer, facts["tokenizer"]), (model.folder, facts["checkpoint"])):
         text = text.replace(json.dumps(str(folder)), json.dumps(name))
     return text
-
-
-def _write(out: Path, text: str) -> None:
-    """Write a file aside, then rename it: a file of this name is complete."""
-    temporary = out.with_name(f".{out.name}.tmp")
-    with naming(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, out)
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 def _print_tables(results: dict[str, Any]) -> None:

@@ -375,15 +375,11 @@ TensorPair attention_kvcache(const Arguments& arguments) {
     if (v.has_value()) check_no_gradient("v", *v);
     check_ranks(in);
     check_head_dim("q", in.q.sym_size(3));
-    AttentionOptions logits;
-    logits.scale = arguments.get<std::optional<double>>("scale");
-    logits.attend_current = arguments.get<bool>("attend_current");
-    logits.mass_threshold = arguments.get<double>("mass_threshold");
-    logits.euclidean = arguments.get<bool>("euclidean");
-    BlockOptions options = block_options(logits, in.q);
+    const AttentionOptions ungated = read_ungated_options(arguments);
+    BlockOptions options = block_options(ungated, in.q);
     options.forget_gate = in.forget_gate;
-    check_variants(in.q, in.k, logits);
-    in.q = extended_queries(in.q, logits.euclidean);
+    check_variants(in.q, in.k, ungated);
+    in.q = extended_queries(in.q, ungated.euclidean);
     const at::Tensor cache_seqlens = append_new_keys(in, k, v);
     static const Operator kvcache_forward("megatron_sb::kvcache_forward");
     return output_and_mass(kvcache_forward.call({{"q", unit_last_stride(in.q)},

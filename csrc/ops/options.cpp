@@ -12,13 +12,18 @@ using SavedOptions = std::tuple<double, double, bool, bool>;
 
 }  // namespace
 
-AttentionOptions read_attention_options(const Arguments& arguments) {
+AttentionOptions read_ungated_options(const Arguments& arguments) {
     AttentionOptions options;
     options.scale = arguments.get<std::optional<double>>("scale");
     options.attend_current = arguments.get<bool>("attend_current");
     options.mass_threshold = arguments.get<double>("mass_threshold");
-    options.forget_gate = arguments.get_or<OptionalTensor>("forget_gate", std::nullopt);
     options.euclidean = arguments.get_or("euclidean", false);
+    return options;
+}
+
+AttentionOptions read_attention_options(const Arguments& arguments) {
+    AttentionOptions options = read_ungated_options(arguments);
+    options.forget_gate = arguments.get_or<OptionalTensor>("forget_gate", std::nullopt);
     return options;
 }
 

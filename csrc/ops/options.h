@@ -15,6 +15,8 @@ namespace megatron_sb::ops {
 using BlockOptions = Options;
 
 AttentionOptions read_attention_options(const Arguments& arguments);
+// The same without the forget gate. With a cache the gates are in the keys, and the argument forget_gate is a bool.
+AttentionOptions read_ungated_options(const Arguments& arguments);
 NamedArguments named(const AttentionOptions& options);
 
 BlockOptions read_block_options(const Arguments& arguments);

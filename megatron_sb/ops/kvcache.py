@@ -324,5 +324,5 @@ class KVCache:
             free = self.k.shape[1] - self.length
             raise ValueError(f"k must have at most {free} positions, the free ones in the cache, got {k.shape[1]}.")
         k = stored_keys(k.detach(), logits=self.logits, forget_gate=forget_gate)
-        self.k[:, self.length : end], self.v[:, self.length : end] = k.detach(), v.detach()
+        self.k[:, self.length : end], self.v[:, self.length : end] = k, v.detach()
         self.length = end

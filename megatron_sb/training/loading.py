@@ -154,6 +154,23 @@ def _open_newest(run: Path, config: TrainingConfig, model: str) -> Iterator[tupl
         dist.destroy_process_group()
 
 
+def check_device(device: str) -> None:
+    """Raise ValueError if --device is "cuda" and there is no GPU. device: "auto", "cpu" or "cuda"."""
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device must be 'auto' or 'cpu', got 'cuda': torch finds no CUDA device.")
+
+
+def resolved_device(device: str) -> str:
+    """Return "cuda" or "cpu" for --device "auto": a GPU if there is one. Return other values as they are."""
+    import torch
+
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def on_gpu(config: TrainingConfig) -> bool:
     """Return whether `trained_engine` uses a GPU."""
     import torch

@@ -83,3 +83,12 @@ def _fixed_seeds():
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def one_thread():
+    """Use one thread. In thousands of tiny calls, several threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -5,23 +5,12 @@ import json
 import pytest
 import torch
 from support.fork_server import run_python
+from support.lm_eval_tasks import TASK
 from transformers import AutoTokenizer
 
 from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM, byte_tokenizer
 
 pytest.importorskip("lm_eval")
-TASK = """
-task: local_choices
-dataset_path: json
-dataset_kwargs: {data_files: {test: FILE}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: choices
-doc_to_target: answer
-target_delimiter: ""
-metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
-"""
 # `lm_eval` without its own 14,000 tasks. It would read all their files first, for half the time of the test. The forked
 # process has imported megatron_sb; test_attention_interface.py loads a model in a program that has not.
 LM_EVAL = """

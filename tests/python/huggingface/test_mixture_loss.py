@@ -17,6 +17,7 @@ from transformers.modeling_outputs import (
 
 from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM, byte_tokenizer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 EXPERTS, CHOSEN, LAYERS, VOCAB = 5, 2, 2, 257
 DENSE = {
     "vocab_size": VOCAB,
@@ -29,15 +30,6 @@ DENSE = {
 }
 SIZES = DENSE | {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN}
 COEFFICIENT = 0.25
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """On a busy machine, threads that wait for each other in these small operations take ten times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make_model(**fields):

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainerCall
 
 from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM, byte_tokenizer, without_positions
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 VOCAB, LENGTH, STEPS, LAYERS = 257, 24, 20, 2
 SIZES = {
     "vocab_size": VOCAB,
@@ -21,15 +22,6 @@ SIZES = {
     "bos_token_id": 256,
     "eos_token_id": 256,
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """On a busy machine, threads that wait for each other in these small operations take ten times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make_llama(**fields):

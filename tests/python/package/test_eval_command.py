@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.fork_server import run_python
+from support.lm_eval_tasks import TASK
 
 from megatron_sb import cli
 
@@ -18,18 +19,6 @@ lm_eval = pytest.importorskip("lm_eval")
 from megatron_sb import checkpoints, lm_evaluation  # noqa: E402
 from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM, byte_tokenizer  # noqa: E402
 
-TASK = """
-task: local_choices
-dataset_path: json
-dataset_kwargs: {data_files: {test: FILE}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: choices
-doc_to_target: answer
-target_delimiter: ""
-metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
-"""
 TEXT_TASK = """
 include: local_choices.yaml
 task: local_text
