@@ -5,7 +5,8 @@ For query j and key i (Tan et al., Stick-breaking attention, arXiv 2410.17980, e
     beta_ij = sigmoid(z_ij)      log A_ij = log beta_ij + sum_{i<k<j} log(1 - beta_kj)      o_j = sum_i A_ij v_i
 
 The mass is prod_k (1 - beta_kj), the part of the stick that remains after all keys. Euclidean logits are
-z_ij = -scale * |q_j - k_i|^2. With a forget gate, beta_ij = f_i * sigmoid(z_ij).
+z_ij = -scale * |q_j - k_i|^2. Biases of queries and keys are added to z_ij. With a forget gate,
+beta_ij = f_i * sigmoid(z_ij).
 
 Sums of logarithms in float64 are accurate for logits of -30 over many thousand keys, and for a stick that the first key
 uses up. This module shares no code with the operators, and autograd differentiates it. It is slow and stores the
@@ -33,6 +34,8 @@ def stickbreaking_attention(
     return_mass: bool = False,
     logits: str = "dot",
     forget_gate: Tensor | None = None,
+    query_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute stick-breaking attention in float64 from inputs of any dtype.
 
@@ -46,6 +49,8 @@ def stickbreaking_attention(
         return_mass: whether to return the mass as well.
         logits: "dot" or "euclidean". Default "dot".
         forget_gate: (b, s_k, h_kv), f of each key, or None for 1.
+        query_bias: (b, s, h), added to the logits of each query, or None for 0.
+        key_bias: (b, s_k, h_kv), added to the logits of each key, or None for 0.
 
     Returns:
         o: (b, s, h, d_v) float64. With return_mass also mass: (b, h, s) float64.
@@ -72,8 +77,10 @@ def stickbreaking_attention(
     if scale is None:
         scale = 1.0 if logits == "euclidean" else head_dim**-0.5
     gate = k.new_ones(k.shape[:3]) if forget_gate is None else forget_gate
-    q, k, v, gate = (x.double().transpose(1, 2) for x in (q, k, v, gate))
-    k, v, gate = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (k, v, gate))
+    of_query = q.new_zeros(q.shape[:3]) if query_bias is None else query_bias
+    of_key = k.new_zeros(k.shape[:3]) if key_bias is None else key_bias
+    q, k, v, gate, of_query, of_key = (x.double().transpose(1, 2) for x in (q, k, v, gate, of_query, of_key))
+    k, v, gate, of_key = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (k, v, gate, of_key))
 
     rows = max(1, _MAX_WEIGHTS_PER_BLOCK // max(1, q.shape[0] * num_heads * num_keys))
     outputs, masses = [], []
@@ -81,8 +88,9 @@ def stickbreaking_attention(
         end = min(begin + rows, num_queries)
         first = num_keys - num_queries + begin
         seen = first + end - begin
-        keys = (x[:, :, :seen] for x in (k, v, gate))
-        block = (q[:, :, begin:end], *keys, first, scale, attend_current, logits, forget_gate is not None)
+        keys = (x[:, :, :seen] for x in (k, v, gate, of_key))
+        queries = (x[:, :, begin:end] for x in (q, of_query))
+        block = (*queries, *keys, first, scale, attend_current, logits, forget_gate is not None)
         # With several blocks, autograd keeps only their inputs and computes each block again in the backward.
         o, mass = _rows(*block) if rows >= num_queries else checkpoint(_rows, *block, use_reentrant=False)
         outputs.append(o)
@@ -106,6 +114,8 @@ def stickbreaking_attention_varlen(
     return_mass: bool = False,
     logits: str = "dot",
     forget_gate: Tensor | None = None,
+    query_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute stick-breaking attention over packed documents in float64, one document at a time.
 
@@ -124,6 +134,8 @@ def stickbreaking_attention_varlen(
         return_mass: as in stickbreaking_attention.
         logits: as in stickbreaking_attention.
         forget_gate: (t_k, h_kv), f of each key, or None for 1.
+        query_bias: (t, h), added to the logits of each query, or None for 0.
+        key_bias: (t_k, h_kv), added to the logits of each key, or None for 0.
 
     Returns:
         o: (t, h, d_v) float64. With return_mass also mass: (h, t) float64.
@@ -155,6 +167,8 @@ def stickbreaking_attention_varlen(
             return_mass=True,
             logits=logits,
             forget_gate=None if forget_gate is None else forget_gate[None, k_begin:k_end],
+            query_bias=None if query_bias is None else query_bias[None, q_begin:q_end],
+            key_bias=None if key_bias is None else key_bias[None, k_begin:k_end],
         )
         for (q_begin, q_end), (k_begin, k_end) in zip(pairwise(q_edges), pairwise(k_edges), strict=True)
     ]
@@ -166,9 +180,11 @@ def stickbreaking_attention_varlen(
 
 def _rows(
     q: Tensor,
+    query_bias: Tensor,
     k: Tensor,
     v: Tensor,
     gate: Tensor,
+    key_bias: Tensor,
     first_position: int,
     scale: float,
     attend_current: bool,
@@ -185,6 +201,7 @@ def _rows(
         z = -scale * (q_norm[..., None] + k_norm[:, :, None] - 2 * (q @ k.transpose(-1, -2)))
     else:
         z = scale * (q @ k.transpose(-1, -2))
+    z = z + query_bias[..., None] + key_bias[:, :, None]
     log_beta, log_rest = logsigmoid(z), logsigmoid(-z)  # log(1 - beta)
     if gated:
         f = gate[:, :, None]

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 
 #include "core/error.h"
@@ -50,9 +51,17 @@ struct ContextParallelCall {
     // Returns x as (b, rows, heads, head_dim). With a packed plan, b is 1.
     at::Tensor batched(const at::Tensor& x) const { return plan->packed() ? x.unsqueeze(0) : x; }
 
+    // The tensors of the options, by their names.
+    std::array<std::pair<const char*, const ops::OptionalTensor*>, 3> variants() const {
+        return {{{"forget_gate", &options.forget_gate},
+                 {"query_bias", &options.query_bias},
+                 {"key_bias", &options.key_bias}}};
+    }
+
     bool wants_gradients() const {
-        const bool by_gate = options.forget_gate.has_value() && options.forget_gate->requires_grad();
-        return at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad() || by_gate);
+        bool wanted = q.requires_grad() || k.requires_grad() || v.requires_grad();
+        for (const auto& [name, x] : variants()) wanted = wanted || (x->has_value() && (*x)->requires_grad());
+        return wanted && at::GradMode::is_enabled();
     }
 };
 
@@ -134,7 +143,8 @@ CheckedCall check_call(const ContextParallelCall& call) {
     check_rows(call);
     ops::check_attention(call.batched(call.q), call.batched(call.k), call.batched(call.v));
     ops::check_variants(call.q, call.k, call.options);
-    if (call.options.forget_gate.has_value()) ops::check_elements("forget_gate", *call.options.forget_gate);
+    for (const auto& [name, x] : call.variants())
+        if (x->has_value()) ops::check_elements(name, **x);
     CheckedCall checked;
     checked.options = ops::block_options(call.options, call.q);
     if (call.comm == "a2a+p2p") check_hierarchy(*call.plan, call.heads_group, call.keys_group);
@@ -175,6 +185,8 @@ Call agreed_fields(const ContextParallelCall& call, const CheckedCall& checked) 
             {"the number of ranks that exchange heads", std::to_string(checked.num_exchanging)},
             {"logits", call.options.euclidean ? "euclidean" : "dot"},
             {"whether there is a forget_gate", yes_or_no(call.options.forget_gate.has_value())},
+            {"whether there is a query_bias", yes_or_no(call.options.query_bias.has_value())},
+            {"whether there is a key_bias", yes_or_no(call.options.key_bias.has_value())},
             {"return_mass", flag(call.return_mass)},
             {"scale", hex_text_of(checked.options.scale)},
             {"attend_current", flag(call.options.attend_current)},
@@ -274,8 +286,9 @@ class Attend : public torch::autograd::Function<Attend> {
 std::tuple<at::Tensor, at::Tensor> attention(const ops::Arguments& arguments) {
     const ContextParallelCall call(arguments);
     const CheckedCall checked = check_and_agree(call);
-    const at::Tensor q = ops::extended_queries(call.q, call.options.euclidean);
-    const at::Tensor k = ops::extended_keys(call.k, call.options.forget_gate, call.options.euclidean);
+    const ops::BiasColumns columns = ops::bias_columns(call.options, checked.options.scale);
+    const at::Tensor q = ops::extended_queries(call.q, call.options.query_bias, columns);
+    const at::Tensor k = ops::extended_keys(call.k, call.options.key_bias, call.options.forget_gate, columns);
     const auto saved_call = c10::make_intrusive<SavedCall>();
     saved_call->plan = call.plan;
     saved_call->agreed = checked.agreed;

@@ -120,8 +120,9 @@ TensorPair attend(const AttentionCall& call, const OptionalTensor& segments,
     check_attention(call.q, call.k, call.v);
     check_variants(call.q, call.k, call.options);
     const BlockOptions options = block_options(call.options, call.q);
-    const at::Tensor q = extended_queries(call.q, call.options.euclidean);
-    const at::Tensor k = extended_keys(call.k, call.options.forget_gate, call.options.euclidean);
+    const BiasColumns columns = bias_columns(call.options, options.scale);
+    const at::Tensor q = extended_queries(call.q, call.options.query_bias, columns);
+    const at::Tensor k = extended_keys(call.k, call.options.key_bias, call.options.forget_gate, columns);
     const variable_list out = Attend::apply(unit_last_stride(q), unit_last_stride(k), unit_last_stride(call.v),
                                             segments, max_seqlen_k, options);
     return {out[0], out[1]};
@@ -158,7 +159,8 @@ TensorPair attention_varlen(const Arguments& arguments) {
     const torch::jit::Stack table = segments.call(
         {{"cu_seqlens", cu_seqlens}, {"cu_seqlens_k", cu_seqlens_k}, {"q_rows", q_rows}, {"k_rows", k_rows}});
     for (at::Tensor* x : {&call.q, &call.k, &call.v}) *x = x->unsqueeze(0);
-    if (call.options.forget_gate.has_value()) call.options.forget_gate = call.options.forget_gate->unsqueeze(0);
+    for (OptionalTensor* x : {&call.options.forget_gate, &call.options.query_bias, &call.options.key_bias})
+        if (x->has_value()) *x = (*x)->unsqueeze(0);
     const auto [o, mass] = attend(call, table[0].toTensor(), max_seqlen_k);
     return {o.squeeze(0), mass.squeeze(0)};
 }

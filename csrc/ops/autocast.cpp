@@ -17,9 +17,14 @@ bool writes_caches(const c10::FunctionSchema& schema, const torch::jit::Stack& s
     return std::any_of(schema.arguments().begin(), schema.arguments().end(), is_written);
 }
 
+// Whether a tensor may have more bits than q and k: a forget gate, or a bias of the logits.
+bool may_be_wider(const std::string& name) {
+    return name == "forget_gate" || name == "query_bias" || name == "key_bias";
+}
+
 // Casts the floating-point tensors of a call to the dtype of autocast, as PyTorch's own attention does, and calls the
-// operator again below autocast. Integer and float64 tensors keep their dtype. A float32 forget gate keeps it too: the
-// kernels take such gates with 16-bit q and k.
+// operator again below autocast. Integer and float64 tensors keep their dtype. Float32 forget gates and biases keep it
+// too: the operators take them with 16-bit q and k.
 void cast_and_call(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::DeviceType device) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(
         at::autocast::get_autocast_dispatch_key_from_device_type(device));
@@ -30,7 +35,7 @@ void cast_and_call(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10:
         c10::IValue& value = torch::jit::peek(*stack, i, arguments.size());
         if (!value.isTensor()) continue;
         const at::Tensor tensor = value.toTensor();
-        if (arguments[i].name() == "forget_gate" && tensor.scalar_type() == at::kFloat) continue;
+        if (may_be_wider(arguments[i].name()) && tensor.scalar_type() == at::kFloat) continue;
         const at::Tensor cast = at::autocast::cached_cast(type, tensor, device);
         TORCH_CHECK_TYPE(!(appends && is_written(arguments[i])) || cast.is_same(tensor), arguments[i].name(),
                          ": dtype must be that of autocast, ", type, ", to append keys under autocast, got ",

@@ -11,26 +11,21 @@ namespace {
 
 constexpr int64_t kParts = kGateParts;  // columns of one number
 
-// The norms are divided by this unit and the ones multiplied by it, because |q|^2 can exceed 65504, the largest fp16
-// number.
-double norm_unit(at::ScalarType type) {
-    return type == at::kHalf ? 128 : 1;
-}
-
 // Smaller gates are replaced by this one: the gradient of a gate is computed from A / f, and A must not vanish first.
 double least_gate(at::ScalarType type) {
     return type == at::kHalf ? 0x1p-24 : kLeastGate;  // 2^-24 is the smallest positive fp16 number
 }
 
-// Splits x (..) into numbers (.., kParts) of `type`. Their sum is x to 24 bits. In fp64 the first one is x.
+// Splits x (..) into numbers (.., kParts) of `type`. Their sum is x to 24 bits. In fp64 the first one is x. An
+// infinity, also one that is due to the range of `type`, is followed by zeros: inf - inf would be NaN.
 at::Tensor in_parts(const at::Tensor& x, at::ScalarType type) {
     if (type == at::kDouble) return at::constant_pad_nd(x.unsqueeze(-1), {0, kParts - 1});
     std::vector<at::Tensor> parts;
     at::Tensor rest = x;
     for (int64_t i = 0; i < kParts; ++i) {
-        const at::Tensor part = rest.to(at::kBFloat16);
-        parts.push_back(part.to(type));
-        rest = rest - part.to(rest.scalar_type());
+        parts.push_back(rest.to(at::kBFloat16).to(type));
+        const at::Tensor part = parts.back().to(rest.scalar_type());
+        rest = (rest - part).masked_fill(part.isinf(), 0);
     }
     return at::stack(parts, -1);
 }
@@ -41,38 +36,49 @@ at::Tensor constant_columns(const at::Tensor& x, int64_t columns, double value) 
     return at::full(sizes, value, x.options());
 }
 
-at::Tensor forward_of_tensors(const at::Tensor& x, const OptionalTensor& gate, Norm norm) {
-    const at::ScalarType type = x.scalar_type(), wide = accumulation_type(x);
-    std::vector<at::Tensor> columns{norm == Norm::kOfQuery ? x * 2 : x};
-    if (norm != Norm::kNone) {
-        const double unit = norm_unit(type);
-        const at::Tensor norms = in_parts(x.to(wide).square().sum(-1) / -unit, type);
-        const at::Tensor ones = constant_columns(x, kParts, unit);
-        columns.push_back(norm == Norm::kOfQuery ? norms : ones);
-        columns.push_back(norm == Norm::kOfQuery ? ones : norms);
-        columns.push_back(constant_columns(x, kNormColumns - 2 * kParts, 0));
+// The number (batch, rows, heads) that the columns of x hold, times the unit.
+at::Tensor number_of(const at::Tensor& x, const OptionalTensor& bias, const Columns& columns) {
+    const at::ScalarType wide = accumulation_type(x);
+    at::Tensor number = bias.has_value() ? *bias / columns.scale : at::Tensor();
+    if (columns.norms) {
+        const at::Tensor norms = x.to(wide).square().sum(-1);
+        number = number.defined() ? number - norms : -norms;
     }
-    if (gate.has_value()) {
-        columns.push_back(in_parts(gate->clamp(least_gate(type), 1), type));
-        columns.push_back(constant_columns(x, kGateColumns - kParts, 0));
-    }
-    return at::cat(columns, -1);
+    return number.defined() ? number : at::zeros(x.sizes().slice(0, 3), x.options().dtype(wide));
 }
 
-at::Tensor backward_of_tensors(const at::Tensor& d_extended, const at::Tensor& extended, Norm norm, int64_t head_dim) {
+at::Tensor forward_of_tensors(const at::Tensor& x, const OptionalTensor& bias, const OptionalTensor& gate,
+                              const Columns& columns) {
+    const at::ScalarType type = x.scalar_type();
+    const bool query = columns.side == Side::kQuery;
+    std::vector<at::Tensor> parts{query && columns.norms ? x * 2 : x};
+    if (columns.side != Side::kNone) {
+        const double unit = number_unit(type);
+        const at::Tensor number = in_parts(number_of(x, bias, columns) / unit, type);
+        const at::Tensor ones = constant_columns(x, kParts, unit);
+        parts.push_back(query ? number : ones);
+        parts.push_back(query ? ones : number);
+        parts.push_back(constant_columns(x, kBiasColumns - 2 * kParts, 0));
+    }
+    if (gate.has_value()) {
+        parts.push_back(in_parts(gate->clamp(least_gate(type), 1), type));
+        parts.push_back(constant_columns(x, kGateColumns - kParts, 0));
+    }
+    return at::cat(parts, -1);
+}
+
+at::Tensor backward_of_tensors(const at::Tensor& d_extended, const at::Tensor& extended, Side side, int64_t head_dim) {
     const auto wide = accumulation_type(d_extended);
-    const bool query = norm == Norm::kOfQuery;
     const at::Tensor x = extended.narrow(-1, 0, head_dim).to(wide);  // 2q or k
-    const at::Tensor d_norm =
-        d_extended.narrow(-1, head_dim + (query ? 0 : kParts), 1).to(wide) / -norm_unit(d_extended.scalar_type());
-    const double twice = query ? 2 : 1;
+    const int64_t number = head_dim + Columns{side}.number();
+    const at::Tensor d_norm = d_extended.narrow(-1, number, 1).to(wide) / -number_unit(d_extended.scalar_type());
+    const double twice = side == Side::kQuery ? 2 : 1;
     const at::Tensor d_x = d_extended.narrow(-1, 0, head_dim).to(wide) * twice;
     return (d_x + x * d_norm * (2 / twice)).to(d_extended.scalar_type());
 }
 
-c10::SymInt extended_width(const at::Tensor& x, const OptionalTensor& gate, Norm norm) {
-    return x.sym_size(-1) + (norm == Norm::kNone ? int64_t(0) : kNormColumns) +
-           (gate.has_value() ? int64_t(kGateColumns) : int64_t(0));
+c10::SymInt extended_width(const at::Tensor& x, const OptionalTensor& gate, const Columns& columns) {
+    return x.sym_size(-1) + columns.count() + (gate.has_value() ? int64_t(kGateColumns) : int64_t(0));
 }
 
 #if defined(SB_WITH_CUDA)
@@ -81,81 +87,102 @@ bool on_gpu(const at::Tensor& x) {
 }
 
 // Describes x (batch, rows, heads, ..), of which the kernels use head_dim columns.
-extend::Params params_of(const at::Tensor& x, Norm norm, int64_t head_dim) {
+extend::Params params_of(const at::Tensor& x, const Columns& columns, int64_t head_dim) {
     const at::ScalarType type = x.scalar_type();
     extend::Params params;
     params.dtype = dtype_of(type);
-    params.norm = norm;
+    params.side = columns.side;
+    params.norms = columns.norms;
     params.batch = int32_t(x.size(0));
     params.rows = int32_t(x.size(1));
     params.num_heads = int32_t(x.size(2));
     params.head_dim = int32_t(head_dim);
     params.x = strided_rows<const void*>(x);
     params.least_gate = float(least_gate(type));
-    params.unit = float(norm_unit(type));
+    params.unit = float(number_unit(type));
+    params.scale = float(columns.scale);
     return params;
 }
 
-at::Tensor forward_on_gpu(const at::Tensor& x_given, const OptionalTensor& gate_given, Norm norm) {
+at::Tensor forward_on_gpu(const at::Tensor& x_given, const OptionalTensor& bias_given, const OptionalTensor& gate_given,
+                          const Columns& columns) {
     const DeviceScope scope(x_given.device());
     const at::Tensor x = aligned(unit_last_stride(x_given));
+    const at::Tensor bias = bias_given.has_value() ? bias_given->contiguous() : at::Tensor();
     const at::Tensor gate = gate_given.has_value() ? gate_given->contiguous() : at::Tensor();
     const std::vector<int64_t> sizes = {x.size(0), x.size(1), x.size(2),
-                                        extended_width(x, gate_given, norm).expect_int()};
+                                        extended_width(x, gate_given, columns).expect_int()};
     // With gates alone, kernels gain nothing from whole sectors, and a cache should be compact.
-    const at::Tensor out = norm == Norm::kNone ? at::empty(sizes, x.options()) : empty_in_sectors(sizes, x.options());
-    extend::Params params = params_of(x, norm, x.size(3));
+    const at::Tensor out =
+        columns.side == Side::kNone ? at::empty(sizes, x.options()) : empty_in_sectors(sizes, x.options());
+    extend::Params params = params_of(x, columns, x.size(3));
+    if (bias.defined()) params.bias = bias.const_data_ptr<float>();
     if (gate.defined()) params.gate = gate.const_data_ptr<float>();
     extend::forward(params, strided_rows<void*>(out), scope.stream());
     return out;
 }
 
-at::Tensor backward_on_gpu(const at::Tensor& d_extended_given, const at::Tensor& extended_given, Norm norm,
+at::Tensor backward_on_gpu(const at::Tensor& d_extended_given, const at::Tensor& extended_given, Side side,
                            int64_t head_dim) {
     const DeviceScope scope(extended_given.device());
     const at::Tensor d_extended = aligned(unit_last_stride(d_extended_given));
     const at::Tensor extended = aligned(unit_last_stride(extended_given));
     const at::Tensor d_x =
         at::empty({extended.size(0), extended.size(1), extended.size(2), head_dim}, extended.options());
-    extend::backward(params_of(extended, norm, head_dim), strided_rows<const void*>(d_extended),
+    extend::backward(params_of(extended, {side, true}, head_dim), strided_rows<const void*>(d_extended),
                      strided_rows<void*>(d_x), scope.stream());
     return d_x;
 }
 #endif
 
-Norm norm_of(const Arguments& arguments) {
-    return static_cast<Norm>(arguments.get<int64_t>("norm"));
+Side side_of(const Arguments& arguments) {
+    return static_cast<Side>(arguments.get<int64_t>("side"));
+}
+
+Columns columns_of(const Arguments& arguments) {
+    return {side_of(arguments), arguments.get<bool>("norms"), arguments.get<double>("scale")};
 }
 
 }  // namespace
 
-at::Tensor extend_forward(const at::Tensor& x, const OptionalTensor& gate, Norm norm) {
-    static const Operator op("megatron_sb::extend_forward");
-    return op.call({{"x", x}, {"gate", gate}, {"norm", static_cast<int64_t>(norm)}})[0].toTensor();
+double number_unit(at::ScalarType type) {
+    return type == at::kHalf ? 128 : 1;
 }
 
-at::Tensor extend_backward(const at::Tensor& d_extended, const at::Tensor& extended, Norm norm,
+at::Tensor extend_forward(const at::Tensor& x, const OptionalTensor& bias, const OptionalTensor& gate,
+                          const Columns& columns) {
+    static const Operator op("megatron_sb::extend_forward");
+    const NamedArguments inputs = {{"x", x},
+                                   {"bias", bias},
+                                   {"gate", gate},
+                                   {"side", static_cast<int64_t>(columns.side)},
+                                   {"norms", columns.norms},
+                                   {"scale", columns.scale}};
+    return op.call(inputs)[0].toTensor();
+}
+
+at::Tensor extend_backward(const at::Tensor& d_extended, const at::Tensor& extended, Side side,
                            const c10::SymInt& head_dim) {
     static const Operator op("megatron_sb::extend_backward");
     const NamedArguments inputs = {{"d_extended", d_extended},
                                    {"extended", extended},
-                                   {"norm", static_cast<int64_t>(norm)},
+                                   {"side", static_cast<int64_t>(side)},
                                    {"head_dim", head_dim}};
     return op.call(inputs)[0].toTensor();
 }
 
 OneTensor extend_forward_op(const Arguments& arguments) {
     const at::Tensor x = arguments.tensor("x");
-    const OptionalTensor gate = arguments.optional_tensor("gate");
+    const OptionalTensor bias = arguments.optional_tensor("bias"), gate = arguments.optional_tensor("gate");
 #if defined(SB_WITH_CUDA)
-    if (on_gpu(x)) return forward_on_gpu(x, gate, norm_of(arguments));
+    if (on_gpu(x)) return forward_on_gpu(x, bias, gate, columns_of(arguments));
 #endif
-    return forward_of_tensors(x, gate, norm_of(arguments));
+    return forward_of_tensors(x, bias, gate, columns_of(arguments));
 }
 OneTensor extend_forward_fake(const Arguments& arguments) {
     const at::Tensor x = arguments.tensor("x");
     c10::SymDimVector sizes(x.sym_sizes().begin(), x.sym_sizes().end());
-    sizes.back() = extended_width(x, arguments.optional_tensor("gate"), norm_of(arguments));
+    sizes.back() = extended_width(x, arguments.optional_tensor("gate"), columns_of(arguments));
     return at::empty_symint(sizes, x.options());
 }
 
@@ -163,9 +190,9 @@ OneTensor extend_backward_op(const Arguments& arguments) {
     const at::Tensor d_extended = arguments.tensor("d_extended"), extended = arguments.tensor("extended");
     const int64_t head_dim = arguments.get<c10::SymInt>("head_dim").expect_int();
 #if defined(SB_WITH_CUDA)
-    if (on_gpu(extended)) return backward_on_gpu(d_extended, extended, norm_of(arguments), head_dim);
+    if (on_gpu(extended)) return backward_on_gpu(d_extended, extended, side_of(arguments), head_dim);
 #endif
-    return backward_of_tensors(d_extended, extended, norm_of(arguments), head_dim);
+    return backward_of_tensors(d_extended, extended, side_of(arguments), head_dim);
 }
 OneTensor extend_backward_fake(const Arguments& arguments) {
     const at::Tensor d_extended = arguments.tensor("d_extended");

@@ -10,16 +10,33 @@
 
 namespace megatron_sb::ops {
 
-using extend::Norm;
+using extend::Side;
 
-inline constexpr int64_t kNormColumns = 8;  // columns of norms and ones: 2 * kGateParts, padded to a multiple of 8
-static_assert(2 * kGateParts <= kNormColumns && kGateParts <= kGateColumns);
+inline constexpr int64_t kBiasColumns = 8;  // of a number and ones: 2 * kGateParts, padded to a multiple of 8
+static_assert(2 * kGateParts <= kBiasColumns && kGateParts <= kGateColumns);
 
-// Returns x (batch, rows, heads, head_dim) with its extra columns. gate: (batch, rows, heads) in the accumulation type.
-at::Tensor extend_forward(const at::Tensor& x, const std::optional<at::Tensor>& gate, Norm norm);
+// The columns of a number and ones (kernels/extend/extend.h).
+struct Columns {
+    Side side = Side::kNone;
+    bool norms = false;  // Euclidean logits. Requires a side.
+    double scale = 1;    // of the logits
 
-// Returns the gradient of x, of `head_dim` columns, from that of the result `extended`. norm: not kNone.
-at::Tensor extend_backward(const at::Tensor& d_extended, const at::Tensor& extended, Norm norm,
+    int64_t count() const { return side == Side::kNone ? 0 : kBiasColumns; }
+    // The first column of the number, after the channels.
+    int64_t number() const { return side == Side::kQuery ? 0 : kGateParts; }
+};
+
+// The columns of a number hold the number divided by this unit, and the ones are multiplied by it. |q|^2 can exceed
+// 65504, the largest fp16 number.
+double number_unit(at::ScalarType type);
+
+// Returns x (batch, rows, heads, head_dim) with its extra columns. bias, gate: (batch, rows, heads) in the accumulation
+// type.
+at::Tensor extend_forward(const at::Tensor& x, const std::optional<at::Tensor>& bias,
+                          const std::optional<at::Tensor>& gate, const Columns& columns);
+
+// Returns the gradient of x, of `head_dim` columns, from that of the result `extended`, with norms.
+at::Tensor extend_backward(const at::Tensor& d_extended, const at::Tensor& extended, Side side,
                            const c10::SymInt& head_dim);
 
 }  // namespace megatron_sb::ops

@@ -316,6 +316,18 @@ void check_no_gradient(const char* name, const at::Tensor& x) {
                       "Call it under torch.no_grad(), or use stickbreaking_attention for training.");
 }
 
+// The queries with their columns. key_bias: whether the keys have columns of biases; those of Euclidean logits do.
+at::Tensor queries_of_cache(const KvCacheCall& in, const AttentionOptions& options, double scale, bool key_bias) {
+    TORCH_CHECK_VALUE(!options.query_bias.has_value() || key_bias || options.euclidean,
+                      "key_bias must be True with query_bias and dot-product logits, because the stored keys need the "
+                      "columns of biases, got False. Store the keys with a key_bias, for example of zeros.");
+    if (options.query_bias.has_value()) check_no_gradient("query_bias", *options.query_bias);
+    check_variants(in.q, in.k, options, key_bias);
+    BiasColumns columns = bias_columns(options, scale);
+    columns.exist = columns.exist || key_bias;
+    return extended_queries(in.q, options.query_bias, columns);
+}
+
 }  // namespace
 
 NoTensor kvcache_append(const Arguments& arguments) {
@@ -375,11 +387,10 @@ TensorPair attention_kvcache(const Arguments& arguments) {
     if (v.has_value()) check_no_gradient("v", *v);
     check_ranks(in);
     check_head_dim("q", in.q.sym_size(3));
-    const AttentionOptions ungated = read_ungated_options(arguments);
-    BlockOptions options = block_options(ungated, in.q);
+    const AttentionOptions given = read_query_options(arguments);
+    BlockOptions options = block_options(given, in.q);
     options.forget_gate = in.forget_gate;
-    check_variants(in.q, in.k, ungated);
-    in.q = extended_queries(in.q, ungated.euclidean);
+    in.q = queries_of_cache(in, given, options.scale, arguments.get<bool>("key_bias"));
     const at::Tensor cache_seqlens = append_new_keys(in, k, v);
     static const Operator kvcache_forward("megatron_sb::kvcache_forward");
     return output_and_mass(kvcache_forward.call({{"q", unit_last_stride(in.q)},

@@ -5,7 +5,8 @@
 // k, v          (b, s_k, h_kv, d), (b, s_k, h_kv, d_v)           (t_k, h_kv, d), (t_k, h_kv, d_v)
 // o             (b, s, h, d_v)                                   (t, h, d_v)
 // mass          (b, h, s), as all other values of a row          (h, t)
-// forget_gate   (b, s_k, h_kv)                                   (t_k, h_kv)
+// query_bias    (b, s, h)                                        (t, h)
+// key_bias      (b, s_k, h_kv), also forget_gate                 (t_k, h_kv)
 // remainder_bias, norm_weight, norm_bias: (h * d_v,)
 #include <torch/library.h>
 
@@ -16,21 +17,21 @@ TORCH_LIBRARY(megatron_sb, m) {
     // For users, with autograd and autocast.
     m.def(
         "attention(Tensor q, Tensor k, Tensor v, *, float? scale=None, bool attend_current=False, "
-        "float mass_threshold=5.9604644775390625e-08, Tensor? forget_gate=None, bool euclidean=False) "
-        "-> (Tensor o, Tensor mass)");
+        "float mass_threshold=5.9604644775390625e-08, Tensor? forget_gate=None, bool euclidean=False, "
+        "Tensor? query_bias=None, Tensor? key_bias=None) -> (Tensor o, Tensor mass)");
     m.def(
         "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? cu_seqlens_k=None, *, "
         "SymInt? max_seqlen_k=None, float? scale=None, bool attend_current=False, "
-        "float mass_threshold=5.9604644775390625e-08, Tensor? forget_gate=None, bool euclidean=False) -> (Tensor o, "
-        "Tensor mass)");
+        "float mass_threshold=5.9604644775390625e-08, Tensor? forget_gate=None, bool euclidean=False, "
+        "Tensor? query_bias=None, Tensor? key_bias=None) -> (Tensor o, Tensor mass)");
     // Caches: (b, s_cache, h_kv, d), or (blocks, block_size, h_kv, d) with block_table (b, max_blocks). No autograd.
-    // With k and v, the new keys and values, it first appends them (kvcache_append). With forget_gate, or Euclidean
-    // logits, k_cache and k hold the results of keys_for_blocks.
+    // With k and v, the new keys and values, it first appends them (kvcache_append). With forget_gate, Euclidean logits
+    // or key_bias, k_cache and k hold the results of keys_for_blocks.
     m.def(
         "attention_kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, "
         "Tensor? block_table=None, Tensor? cache_leftpad=None, *, Tensor? k=None, Tensor? v=None, float? scale=None, "
         "bool attend_current=False, float mass_threshold=5.9604644775390625e-08, bool forget_gate=False, "
-        "bool euclidean=False) -> (Tensor o, Tensor mass)");
+        "bool euclidean=False, Tensor? query_bias=None, bool key_bias=False) -> (Tensor o, Tensor mass)");
     m.def(
         "head_output(Tensor o, Tensor? mass, Tensor? remainder_bias=None, Tensor? norm_weight=None, "
         "Tensor? norm_bias=None, *, float eps=1e-05) -> Tensor");
@@ -55,13 +56,17 @@ TORCH_LIBRARY(megatron_sb, m) {
         "-> (Tensor d_o, Tensor d_mass, Tensor d_remainder_bias, Tensor d_norm_weight, Tensor d_norm_bias)");
 
     // q and k with the extra columns of the variants (ops/variants.h), as attention passes them to block_forward, and
-    // as caches store keys.
-    m.def("queries_for_blocks(Tensor q, *, bool euclidean) -> Tensor");
-    m.def("keys_for_blocks(Tensor k, *, Tensor? forget_gate=None, bool euclidean=False) -> Tensor");
+    // as caches store keys. If only one of the two has a bias, the other needs a bias of zeros here.
+    m.def("queries_for_blocks(Tensor q, *, bool euclidean, Tensor? query_bias=None, float? scale=None) -> Tensor");
+    m.def(
+        "keys_for_blocks(Tensor k, *, Tensor? forget_gate=None, bool euclidean=False, Tensor? key_bias=None, "
+        "float? scale=None) -> Tensor");
 
-    // What these two compute, without autograd: (b, s, h, d) -> (b, s, h, d'). norm: 0 none, 1 of queries, 2 of keys.
-    m.def("extend_forward(Tensor x, Tensor? gate, int norm) -> Tensor");
-    m.def("extend_backward(Tensor d_extended, Tensor extended, int norm, SymInt head_dim) -> Tensor");
+    // What these two compute, without autograd: (b, s, h, d) -> (b, s, h, d'). side: 0 without bias columns, 1 those of
+    // queries, 2 those of keys. The backward computes the gradient of x with norms.
+    m.def(
+        "extend_forward(Tensor x, Tensor? bias, Tensor? gate, int side, bool norms=False, float scale=1.0) -> Tensor");
+    m.def("extend_backward(Tensor d_extended, Tensor extended, int side, SymInt head_dim) -> Tensor");
 
     // The segment table (documents, 5) of a packed batch: {q_begin, q_len, k_begin, k_len, q_pos_minus_k_pos}.
     m.def("segments(Tensor cu_seqlens, Tensor cu_seqlens_k, SymInt q_rows, SymInt k_rows) -> Tensor");

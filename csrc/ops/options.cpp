@@ -12,17 +12,19 @@ using SavedOptions = std::tuple<double, double, bool, bool>;
 
 }  // namespace
 
-AttentionOptions read_ungated_options(const Arguments& arguments) {
+AttentionOptions read_query_options(const Arguments& arguments) {
     AttentionOptions options;
     options.scale = arguments.get<std::optional<double>>("scale");
     options.attend_current = arguments.get<bool>("attend_current");
     options.mass_threshold = arguments.get<double>("mass_threshold");
     options.euclidean = arguments.get_or("euclidean", false);
+    options.query_bias = arguments.get_or<OptionalTensor>("query_bias", std::nullopt);
     return options;
 }
 
 AttentionOptions read_attention_options(const Arguments& arguments) {
-    AttentionOptions options = read_ungated_options(arguments);
+    AttentionOptions options = read_query_options(arguments);
+    options.key_bias = arguments.get_or<OptionalTensor>("key_bias", std::nullopt);
     options.forget_gate = arguments.get_or<OptionalTensor>("forget_gate", std::nullopt);
     return options;
 }
@@ -32,7 +34,9 @@ NamedArguments named(const AttentionOptions& options) {
             {"attend_current", options.attend_current},
             {"mass_threshold", options.mass_threshold},
             {"forget_gate", options.forget_gate},
-            {"euclidean", options.euclidean}};
+            {"euclidean", options.euclidean},
+            {"query_bias", options.query_bias},
+            {"key_bias", options.key_bias}};
 }
 
 BlockOptions read_block_options(const Arguments& arguments) {

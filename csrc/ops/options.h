@@ -15,8 +15,9 @@ namespace megatron_sb::ops {
 using BlockOptions = Options;
 
 AttentionOptions read_attention_options(const Arguments& arguments);
-// The same without the forget gate. With a cache the gates are in the keys, and the argument forget_gate is a bool.
-AttentionOptions read_ungated_options(const Arguments& arguments);
+// The same without the tensors that belong to keys. With a cache they are in the stored keys, and the arguments
+// key_bias and forget_gate are bools.
+AttentionOptions read_query_options(const Arguments& arguments);
 NamedArguments named(const AttentionOptions& options);
 
 BlockOptions read_block_options(const Arguments& arguments);

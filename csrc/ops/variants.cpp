@@ -1,20 +1,28 @@
-// Euclidean logits (NU-CS-2024-15) are dot products of wider heads:
+// Biases of the logits are columns of wider heads: scale q.k + query_bias + key_bias = scale q' . k' with
 //
-//   -|q - k|^2 = q' . k',   q' = [2q, -|q|^2, 1],   k' = [k, 1, -|k|^2]
+//   q' = [q, query_bias / scale, 1],   k' = [k, 1, key_bias / scale]
 //
-// So every kernel and every context-parallel mode supports them. A norm is computed in the accumulation type and stored
-// in three columns: each column holds the next 8 bits, so that bf16 too holds 24 bits. The ones take three columns as
-// well. A forget gate takes three columns of the same kind after its key.
+// Euclidean logits (NU-CS-2024-15) use the same columns, because -|q - k|^2 = 2 q.k - |q|^2 - |k|^2:
+//
+//   q' = [2q, query_bias / scale - |q|^2, 1],   k' = [k, 1, key_bias / scale - |k|^2]
+//
+// So every kernel and every context-parallel mode supports them. The number after the channels is computed in the
+// accumulation type and stored in three columns: each column holds the next 8 bits, so that bf16 too holds 24 bits. The
+// ones take three columns as well. A forget gate takes three columns of the same kind after its key.
 #include "ops/variants.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
+
+#include <cfloat>
+#include <cmath>
 
 #include "core/limits.h"
 #include "core/params.h"
 #include "ops/check.h"
 #include "ops/extend.h"
 #include "ops/once.h"
+#include "ops/options.h"
 #include "ops/registration.h"
 #include "ops/tensors.h"
 
@@ -23,60 +31,85 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
+using OptionalType = std::optional<at::ScalarType>;
+
+OptionalType type_of(const OptionalTensor& x) {
+    return x.has_value() ? OptionalType(x->scalar_type()) : std::nullopt;
+}
 
 // What the forward of Extend saves for the backward.
 struct SavedExtension {
-    Norm norm;
-    std::optional<at::ScalarType> gate_type;  // none without a forget gate
-    at::Tensor extended;                      // undefined without norms
+    Columns columns;
+    OptionalType bias_type, gate_type;  // none without the tensor
+    at::Tensor extended;                // undefined without norms
 
     void save(AutogradContext* ctx) const {
         ctx->save_for_backward({extended});
-        ctx->saved_data["norm"] = static_cast<int64_t>(norm);
+        ctx->saved_data["side"] = static_cast<int64_t>(columns.side);
+        ctx->saved_data["norms"] = columns.norms;
+        ctx->saved_data["scale"] = columns.scale;
+        ctx->saved_data["bias_type"] = bias_type;
         ctx->saved_data["gate_type"] = gate_type;
     }
     static SavedExtension load(AutogradContext* ctx) {
-        return {static_cast<Norm>(ctx->saved_data["norm"].toInt()),
-                ctx->saved_data["gate_type"].toOptional<at::ScalarType>(), ctx->get_saved_variables()[0]};
+        auto& data = ctx->saved_data;
+        return {{static_cast<Side>(data["side"].toInt()), data["norms"].toBool(), data["scale"].toDouble()},
+                data["bias_type"].toOptional<at::ScalarType>(),
+                data["gate_type"].toOptional<at::ScalarType>(),
+                ctx->get_saved_variables()[0]};
     }
 };
 
-// Appends columns to x (batch, rows, heads, head_dim): [2x | norms, ones, 0] for queries, [x | ones, norms, 0 | gates,
+// Appends columns to x (batch, rows, heads, head_dim): [x | number, ones, 0] for queries, [x | ones, number, 0 | gates,
 // 0] for keys. The columns of a variant that is not used are left out.
 class Extend : public torch::autograd::Function<Extend> {
   public:
-    static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const std::optional<at::Tensor>& gate,
-                              int64_t norm_value) {
-        const auto norm = static_cast<Norm>(norm_value);
-        const OptionalTensor wide_gate =
-            gate.has_value() ? OptionalTensor(gate->to(accumulation_type(x))) : std::nullopt;
-        const at::Tensor out = extend_forward(x, wide_gate, norm);
-        const auto gate_type = gate.has_value() ? std::optional(gate->scalar_type()) : std::nullopt;
-        SavedExtension{norm, gate_type, norm == Norm::kNone ? at::Tensor() : out}.save(ctx);
+    static constexpr int kNumInputs = 6;
+
+    static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const OptionalTensor& bias,
+                              const OptionalTensor& gate, int64_t side, bool norms, double scale) {
+        const Columns columns{static_cast<Side>(side), norms, scale};
+        const auto wide = [&](const OptionalTensor& given) {
+            return given.has_value() ? OptionalTensor(given->to(accumulation_type(x))) : std::nullopt;
+        };
+        const at::Tensor out = extend_forward(x, wide(bias), wide(gate), columns);
+        SavedExtension{columns, type_of(bias), type_of(gate), norms ? out : at::Tensor()}.save(ctx);
         return out;
     }
 
     // The gradient of a number is the gradient of its first part.
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-        const auto [norm, gate_type, extended] = SavedExtension::load(ctx);
+        const auto saved = SavedExtension::load(ctx);
+        const Columns& columns = saved.columns;
         const at::Tensor& d_out = grads[0];
-        const c10::SymInt width = d_out.sym_size(-1) - (norm == Norm::kNone ? 0 : kNormColumns) -
-                                  (gate_type.has_value() ? int64_t(kGateColumns) : int64_t(0));
-        at::Tensor dx = d_out.narrow_symint(-1, 0, width), d_gate;
-        if (norm != Norm::kNone)
-            dx = once_differentiable({d_out, extended}, [&, norm = norm, extended = extended]() -> variable_list {
-                return {extend_backward(d_out, extended, norm, width)};
+        const c10::SymInt width =
+            d_out.sym_size(-1) - columns.count() - (saved.gate_type.has_value() ? int64_t(kGateColumns) : int64_t(0));
+        variable_list gradients(kNumInputs);
+        gradients[0] = d_out.narrow_symint(-1, 0, width);
+        if (columns.norms)
+            gradients[0] = once_differentiable({d_out, saved.extended}, [&]() -> variable_list {
+                return {extend_backward(d_out, saved.extended, columns.side, width)};
             })[0];
-        if (gate_type.has_value()) d_gate = d_out.select_symint(-1, d_out.sym_size(-1) - kGateColumns).to(*gate_type);
-        return {dx, d_gate, at::Tensor()};
+        if (saved.bias_type.has_value()) {
+            const at::Tensor d_number = d_out.select_symint(-1, width + columns.number()).to(accumulation_type(d_out));
+            gradients[1] = (d_number / columns.scale / number_unit(d_out.scalar_type())).to(*saved.bias_type);
+        }
+        if (saved.gate_type.has_value())
+            gradients[2] = d_out.select_symint(-1, d_out.sym_size(-1) - kGateColumns).to(*saved.gate_type);
+        return gradients;
     }
 };
 
 // Extends x, which may be packed: (t, heads, head_dim).
-at::Tensor extended(const at::Tensor& x, const std::optional<at::Tensor>& gate, Norm norm) {
-    if (x.dim() == 4) return Extend::apply(x, gate, static_cast<int64_t>(norm));
-    const OptionalTensor batched_gate = gate.has_value() ? OptionalTensor(gate->unsqueeze(0)) : std::nullopt;
-    return Extend::apply(x.unsqueeze(0), batched_gate, static_cast<int64_t>(norm)).squeeze(0);
+at::Tensor extended(const at::Tensor& x, const OptionalTensor& bias, const OptionalTensor& gate, Side side,
+                    const BiasColumns& columns) {
+    const auto extend = [&](const at::Tensor& x, const OptionalTensor& bias, const OptionalTensor& gate) {
+        return Extend::apply(x, bias, gate, static_cast<int64_t>(side), columns.norms, columns.scale);
+    };
+    const auto batched = [](const OptionalTensor& value) {
+        return value.has_value() ? OptionalTensor(value->unsqueeze(0)) : std::nullopt;
+    };
+    return x.dim() == 4 ? extend(x, bias, gate) : extend(x.unsqueeze(0), batched(bias), batched(gate)).squeeze(0);
 }
 
 void check_heads(const char* name, const at::Tensor& x) {
@@ -87,34 +120,53 @@ void check_heads(const char* name, const at::Tensor& x) {
     if (x.dim() == 4) check_counts(name, x);
 }
 
+// Checks a tensor with one value for each row and head of `like` (.., heads, head_dim), if it is given.
+void check_values(const char* name, const OptionalTensor& values, const char* what, const char* like_name,
+                  const at::Tensor& like) {
+    if (!values.has_value()) return;
+    TORCH_CHECK_TYPE(values->scalar_type() == like.scalar_type() || values->scalar_type() == accumulation_type(like),
+                     name, ": dtype must be ", like.scalar_type(), " as in q or ", accumulation_type(like), ", got ",
+                     values->scalar_type());
+    check_device(name, *values, like, like_name);
+    const auto expected = like.sym_sizes().slice(0, like.dim() - 1);
+    TORCH_CHECK_VALUE(values->sym_sizes() == expected, name, ": shape must be ", expected, ", one ", what,
+                      " for each row and head of ", like_name, ", got ", values->sym_sizes());
+}
+
 }  // namespace
 
-void check_variants(const at::Tensor& q, const at::Tensor& k, const AttentionOptions& options) {
-    if (options.euclidean) {
+void check_variants(const at::Tensor& q, const at::Tensor& k, const AttentionOptions& options, bool stored_biases) {
+    const bool biases = options.query_bias.has_value() || options.key_bias.has_value() || stored_biases;
+    if (options.euclidean || biases) {
         const c10::SymInt d = q.sym_size(-1);
-        TORCH_CHECK_VALUE(d % kHeadDimMultiple == 0 && d > 0 && d <= kMaxHeadDim - kNormColumns,
+        TORCH_CHECK_VALUE(d % kHeadDimMultiple == 0 && d > 0 && d <= kMaxHeadDim - kBiasColumns,
                           "q: head_dim must be a multiple of ", kHeadDimMultiple, " and at most ",
-                          kMaxHeadDim - kNormColumns, " with Euclidean logits, got ", d);
+                          kMaxHeadDim - kBiasColumns, " with ",
+                          options.euclidean ? "Euclidean logits" : "query_bias or key_bias", ", got ", d);
     }
-    if (!options.forget_gate.has_value()) return;
-    const at::Tensor& gate = *options.forget_gate;
-    TORCH_CHECK_TYPE(gate.scalar_type() == q.scalar_type() || gate.scalar_type() == accumulation_type(q),
-                     "forget_gate: dtype must be ", q.scalar_type(), " as in q or ", accumulation_type(q), ", got ",
-                     gate.scalar_type());
-    check_device("forget_gate", gate, k, "k");
-    const auto expected = k.sym_sizes().slice(0, k.dim() - 1);
-    TORCH_CHECK_VALUE(gate.sym_sizes() == expected, "forget_gate: shape must be ", expected,
-                      ", one gate for each row and head of k, got ", gate.sym_sizes());
+    // Columns hold bias / scale.
+    TORCH_CHECK_VALUE(!biases || !(std::abs(options.scale.value_or(1)) < FLT_MIN),
+                      "scale must not be 0 with query_bias or key_bias: its magnitude must be at least ", FLT_MIN,
+                      ", got ", options.scale.value_or(1));
+    check_values("query_bias", options.query_bias, "bias", "q", q);
+    check_values("key_bias", options.key_bias, "bias", "k", k);
+    check_values("forget_gate", options.forget_gate, "gate", "k", k);
 }
 
-at::Tensor extended_queries(const at::Tensor& q, bool euclidean) {
-    if (!euclidean) return q;
-    return extended(q, std::nullopt, Norm::kOfQuery);
+BiasColumns bias_columns(const AttentionOptions& options, double scale) {
+    const bool exist = options.euclidean || options.query_bias.has_value() || options.key_bias.has_value();
+    return {exist, options.euclidean, scale};
 }
 
-at::Tensor extended_keys(const at::Tensor& k, const std::optional<at::Tensor>& forget_gate, bool euclidean) {
-    if (!euclidean && !forget_gate.has_value()) return k;
-    return extended(k, forget_gate, euclidean ? Norm::kOfKey : Norm::kNone);
+at::Tensor extended_queries(const at::Tensor& q, const OptionalTensor& query_bias, const BiasColumns& columns) {
+    if (!columns.exist) return q;
+    return extended(q, query_bias, std::nullopt, Side::kQuery, columns);
+}
+
+at::Tensor extended_keys(const at::Tensor& k, const OptionalTensor& key_bias, const OptionalTensor& forget_gate,
+                         const BiasColumns& columns) {
+    if (!columns.exist && !forget_gate.has_value()) return k;
+    return extended(k, key_bias, forget_gate, columns.exist ? Side::kKey : Side::kNone, columns);
 }
 
 OneTensor queries_for_blocks(const Arguments& arguments) {
@@ -122,18 +174,23 @@ OneTensor queries_for_blocks(const Arguments& arguments) {
     check_heads("q", q);
     AttentionOptions options;
     options.euclidean = arguments.get<bool>("euclidean");
+    options.query_bias = arguments.optional_tensor("query_bias");
+    options.scale = arguments.get<std::optional<double>>("scale");
     check_variants(q, q, options);
-    return extended_queries(q, options.euclidean);
+    return extended_queries(q, options.query_bias, bias_columns(options, block_options(options, q).scale));
 }
 
 OneTensor keys_for_blocks(const Arguments& arguments) {
     const at::Tensor k = arguments.tensor("k");
     check_heads("k", k);
     AttentionOptions options;
-    options.forget_gate = arguments.optional_tensor("forget_gate");
     options.euclidean = arguments.get<bool>("euclidean");
+    options.key_bias = arguments.optional_tensor("key_bias");
+    options.forget_gate = arguments.optional_tensor("forget_gate");
+    options.scale = arguments.get<std::optional<double>>("scale");
     check_variants(k, k, options);
-    return extended_keys(k, options.forget_gate, options.euclidean);
+    return extended_keys(k, options.key_bias, options.forget_gate,
+                         bias_columns(options, block_options(options, k).scale));
 }
 
 }  // namespace megatron_sb::ops

@@ -3,7 +3,8 @@
 z_ij = scale * q_j . k_i,  beta = sigmoid(z),  A_ij = beta_ij * prod_{i<k<j} (1 - beta_kj)     (paper eq. 1)
 o_j = sum_i A_ij v_i,      mass_j = prod_k (1 - beta_kj) = 1 - sum_i A_ij, the part of the stick that remains
 
-Variants of the logit: z_ij = -scale * |q_j - k_i|^2 (logits="euclidean"), beta_ij = f_i * sigmoid(z_ij) (forget_gate).
+Variants of the logit: z_ij = -scale * |q_j - k_i|^2 (logits="euclidean"), z_ij + query_bias_j + key_bias_i, and
+beta_ij = f_i * sigmoid(z_ij) (forget_gate).
 """
 
 from collections.abc import Callable
@@ -29,6 +30,8 @@ def stickbreaking_attention(
     return_mass: bool = False,
     logits: str = "dot",
     forget_gate: Tensor | None = None,
+    query_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute causal stick-breaking attention (Tan et al., arXiv 2410.17980, eq. 1).
 
@@ -52,6 +55,10 @@ def stickbreaking_attention(
         forget_gate: f, (b, s_k, h_kv), for beta_ij = f_i * sigmoid(z_ij), in q's dtype or in fp32 (fp64 for fp64).
             fp32 keeps 1 - f of a gate that is nearly open. Values are clamped to [0, 1]; the gradient is rounded to
             q's dtype. Default: no gate.
+        query_bias: (b, s, h), added to the logits of each query, in q's dtype or in fp32 (fp64 for fp64). The gradient
+            is rounded to q's dtype. Biases need the 8 columns of Euclidean logits, so d is at most 248, and a scale
+            that is not 0. Default: no bias.
+        key_bias: (b, s_k, h_kv), added to the logits of each key, as query_bias. -inf hides the key. Default: no bias.
 
     Returns:
         o, (b, s, h, d_v), in q's dtype. With return_mass, (o, mass), where mass (b, h, s) is fp32 (fp64 for fp64). A
@@ -74,8 +81,10 @@ def stickbreaking_attention(
     options = AttentionOptions(scale, attend_current, mass_threshold, logits)
     for name, value in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, value)
-    if forget_gate is not None:
-        check_tensor("forget_gate", forget_gate)
+    variants = {"forget_gate": forget_gate, "query_bias": query_bias, "key_bias": key_bias}
+    for name, value in variants.items():
+        if value is not None:
+            check_tensor(name, value)
     if over_ranks is not None:
         return over_ranks(
             q,
@@ -86,7 +95,7 @@ def stickbreaking_attention(
             attend_current=attend_current,
             mass_threshold=mass_threshold,
             logits=logits,
-            forget_gate=forget_gate,
+            **variants,
         )
     o, mass = torch.ops.megatron_sb.attention(
         q,
@@ -95,7 +104,7 @@ def stickbreaking_attention(
         scale=options.scale,
         attend_current=options.attend_current,
         mass_threshold=options.mass_threshold,
-        forget_gate=forget_gate,
+        **variants,
         euclidean=options.logits == "euclidean",
     )
     return (o, mass) if return_mass else o

@@ -285,6 +285,8 @@ def context_parallel_attention(
     mass_threshold: float = DEFAULT_MASS_THRESHOLD,
     logits: str = "dot",
     forget_gate: Tensor | None = None,
+    query_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute the attention over a sequence that the ranks of a group share.
 
@@ -338,6 +340,8 @@ def context_parallel_attention(
         return_mass: whether to return the mass as well. Default: False.
         scale, attend_current, mass_threshold, logits: see `stickbreaking_attention`.
         forget_gate: f of the local keys, (b, s_local, h_kv) or (t_local, h_kv). See `stickbreaking_attention`.
+        query_bias: of the local queries, (b, s_local, h) or (t_local, h). See `stickbreaking_attention`.
+        key_bias: of the local keys, (b, s_local, h_kv) or (t_local, h_kv). See `stickbreaking_attention`.
 
     Returns:
         o, (b, s_local, h, d_v) or (t_local, h, d_v), in q's dtype. With return_mass, (o, mass), where mass
@@ -376,8 +380,10 @@ def context_parallel_attention(
     # The operator checks the values of scale and mass_threshold, so that the error is raised on every rank.
     check_option_types(scale, attend_current, mass_threshold)
     check_choice("logits", logits, LOGITS)
-    if forget_gate is not None:
-        check_tensor("forget_gate", forget_gate)
+    variants = {"forget_gate": forget_gate, "query_bias": query_bias, "key_bias": key_bias}
+    for name, value in variants.items():
+        if value is not None:
+            check_tensor(name, value)
     heads_group, keys_group = _hierarchy(hierarchical_groups, comm)
     o, mass = torch.ops.megatron_sb.context_parallel_attention(
         q,
@@ -391,7 +397,7 @@ def context_parallel_attention(
         attend_current,
         mass_threshold,
         return_mass,
-        forget_gate=forget_gate,
+        **variants,
         euclidean=logits == "euclidean",
     )
     return (o, mass) if return_mass else o

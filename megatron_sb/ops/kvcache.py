@@ -1,7 +1,8 @@
 """Attention of one or a few queries to a long cache of keys and values, for decoding.
 
-The formulas are those of `megatron_sb.ops.attention`. With forget gates or Euclidean logits, a cache stores keys as the
-kernels read them, with more columns (`stored_keys`). So every cache that stores keys of any width can hold them.
+The formulas are those of `megatron_sb.ops.attention`. With forget gates, Euclidean logits or biases, a cache stores
+keys as the kernels read them, with more columns (`stored_keys`). So every cache that stores keys of any width can hold
+them.
 """
 
 import torch
@@ -10,18 +11,19 @@ from torch import Tensor
 from megatron_sb.options import DEFAULT_MASS_THRESHOLD, LOGITS, AttentionOptions
 from megatron_sb.validation import check_choice, check_counts, check_flag, check_tensor
 
-# Columns of a variant, after the channels of a key: first those of Euclidean logits, then the gate, which is the sum of
-# its first three columns.
+# Columns of a variant, after the channels of a key: first those that Euclidean logits and biases share, then the gate,
+# which is the sum of its first three columns.
 _COLUMNS = 8
 
 
-def stored_head_dim(head_dim: int, *, logits: str = "dot", forget_gate: bool = False) -> int:
-    """Return the width of a key in a cache: head_dim, plus 8 with Euclidean logits and 8 with forget gates.
+def stored_head_dim(head_dim: int, *, logits: str = "dot", forget_gate: bool = False, key_bias: bool = False) -> int:
+    """Return the width of a key in a cache: head_dim, plus 8 with Euclidean logits or biases, plus 8 with forget gates.
 
     Args:
         head_dim: channels of a key, d.
         logits: "dot" or "euclidean".
         forget_gate: whether keys have forget gates.
+        key_bias: whether keys have biases. Default: False.
 
     Example:
         >>> from megatron_sb.ops.kvcache import stored_head_dim
@@ -30,17 +32,29 @@ def stored_head_dim(head_dim: int, *, logits: str = "dot", forget_gate: bool = F
     """
     check_choice("logits", logits, LOGITS)
     check_flag("forget_gate", forget_gate)
-    return head_dim + _COLUMNS * ((logits == "euclidean") + forget_gate)
+    check_flag("key_bias", key_bias)
+    return head_dim + _COLUMNS * ((logits == "euclidean" or key_bias) + forget_gate)
 
 
-def stored_keys(k: Tensor, *, logits: str = "dot", forget_gate: Tensor | None = None) -> Tensor:
-    """Return keys as a cache stores them: followed by what Euclidean logits need, and by their forget gates.
+def stored_keys(
+    k: Tensor,
+    *,
+    logits: str = "dot",
+    forget_gate: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Return keys as a cache stores them: followed by what Euclidean logits and biases need, and by their forget gates.
 
     Args:
         k: (b, s, h_kv, d).
         logits: "dot" or "euclidean". With "euclidean", d is at most 248.
         forget_gate: f, (b, s, h_kv), in k's dtype or in fp32 (fp64 for fp64). The columns keep 24 bits of f. Default:
             no gates.
+        key_bias: (b, s, h_kv), in k's dtype or in fp32 (fp64 for fp64). The columns keep 24 bits of key_bias / scale. d
+            is then at most 248. Queries with a query_bias need it too: pass zeros. Default: no biases.
+        scale: factor of the logits, the same as in the calls that read the cache. Used with key_bias. Default:
+            1 / sqrt(d), and 1 for Euclidean logits.
 
     Returns:
         (b, s, h_kv, d'), with d' from `stored_head_dim`. Without variants, k itself.
@@ -55,24 +69,27 @@ def stored_keys(k: Tensor, *, logits: str = "dot", forget_gate: Tensor | None = 
         >>> stored_keys(torch.randn(2, 10, 4, 64), forget_gate=torch.rand(2, 10, 4)).shape
         torch.Size([2, 10, 4, 72])
     """
+    options = AttentionOptions(scale=scale, logits=logits)
     check_tensor("k", k)
-    check_choice("logits", logits, LOGITS)
-    if forget_gate is not None:
-        check_tensor("forget_gate", forget_gate)
-    euclidean = logits == "euclidean"
-    return torch.ops.megatron_sb.keys_for_blocks(k, forget_gate=forget_gate, euclidean=euclidean)
+    for name, value in (("forget_gate", forget_gate), ("key_bias", key_bias)):
+        if value is not None:
+            check_tensor(name, value)
+    return torch.ops.megatron_sb.keys_for_blocks(
+        k, forget_gate=forget_gate, euclidean=options.logits == "euclidean", key_bias=key_bias, scale=options.scale
+    )
 
 
 def keys_and_gates(
-    stored: Tensor, head_dim: int, *, logits: str = "dot", forget_gate: bool = False
+    stored: Tensor, head_dim: int, *, logits: str = "dot", forget_gate: bool = False, key_bias: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Invert `stored_keys`.
+    """Invert `stored_keys`, without the biases.
 
     Args:
         stored: (b, s, h_kv, d').
         head_dim: channels of a key, d.
         logits: "dot" or "euclidean".
         forget_gate: whether the keys have forget gates.
+        key_bias: whether the keys have biases. Default: False.
 
     Returns:
         The keys (b, s, h_kv, d), a view, and their gates (b, s, h_kv) in fp32 (fp64 for fp64), or None.
@@ -80,7 +97,7 @@ def keys_and_gates(
     Raises:
         ValueError: If d' is not that of `stored_head_dim`.
     """
-    wanted = stored_head_dim(head_dim, logits=logits, forget_gate=forget_gate)
+    wanted = stored_head_dim(head_dim, logits=logits, forget_gate=forget_gate, key_bias=key_bias)
     if stored.shape[-1] != wanted:
         raise ValueError(f"stored must have {wanted} channels, as stored_head_dim says, got {stored.shape[-1]}.")
     keys = stored[..., :head_dim]
@@ -105,6 +122,8 @@ def stickbreaking_attention_with_kvcache(
     mass_threshold: float = DEFAULT_MASS_THRESHOLD,
     logits: str = "dot",
     forget_gate: bool = False,
+    query_bias: Tensor | None = None,
+    key_bias: bool = False,
     return_mass: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention of the last positions of each sequence to the keys in a cache. It has no gradients.
@@ -117,7 +136,7 @@ def stickbreaking_attention_with_kvcache(
         q: (b, s_q, h, d), the last s_q positions of each sequence, bf16, fp16 or fp32, on CPU also fp64. d is a
             multiple of 8 and at most 256.
         k_cache: (b, s_cache, h_kv, d), or with a block_table (num_blocks, block_size, h_kv, d), in q's dtype. h is a
-            multiple of h_kv. With Euclidean logits or forget gates it holds `stored_keys`, and so does k.
+            multiple of h_kv. With Euclidean logits, forget gates or biases it holds `stored_keys`, and so does k.
         v_cache: (b, s_cache, h_kv, d_v), or with a block_table (num_blocks, block_size, h_kv, d_v), in q's dtype.
         cache_seqlens: int32, (b,), the number of valid keys of each sequence, including the s_q new ones but without
             those in k. It counts from row 0 of the cache, also with cache_leftpad, and is not changed. May be 0. Later
@@ -137,6 +156,10 @@ def stickbreaking_attention_with_kvcache(
         mass_threshold: see scale.
         logits: see scale.
         forget_gate: whether the keys in k_cache, and those in k, have forget gates. Default: False.
+        query_bias: (b, s_q, h), added to the logits of each query. See `stickbreaking_attention`. With dot-product
+            logits it requires key_bias. Default: no bias.
+        key_bias: whether the keys in k_cache, and those in k, were stored with a key_bias, and with this call's scale.
+            Default: False.
         return_mass: see scale.
 
     Returns:
@@ -166,14 +189,15 @@ def stickbreaking_attention_with_kvcache(
     """
     options = AttentionOptions(scale, attend_current, mass_threshold, logits)
     check_flag("forget_gate", forget_gate)
+    check_flag("key_bias", key_bias)
     for name, value in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("cache_seqlens", cache_seqlens)):
         check_tensor(name, value)
-    optional = {"block_table": block_table, "cache_leftpad": cache_leftpad, "k": k, "v": v}
+    optional = {"block_table": block_table, "cache_leftpad": cache_leftpad, "k": k, "v": v, "query_bias": query_bias}
     for name, value in optional.items():
         if value is not None:
             check_tensor(name, value)
-    if forget_gate or logits != "dot":
-        _check_stored(q, k_cache, k, logits, forget_gate)
+    if forget_gate or key_bias or logits != "dot":
+        _check_stored(q, k_cache, k, {"logits": logits, "forget_gate": forget_gate, "key_bias": key_bias})
     o, mass = torch.ops.megatron_sb.attention_kvcache(
         q,
         k_cache,
@@ -188,20 +212,22 @@ def stickbreaking_attention_with_kvcache(
         mass_threshold=options.mass_threshold,
         forget_gate=forget_gate,
         euclidean=options.logits == "euclidean",
+        query_bias=query_bias,
+        key_bias=key_bias,
     )
     return (o, mass) if return_mass else o
 
 
-def _check_stored(q: Tensor, k_cache: Tensor, k: Tensor | None, logits: str, forget_gate: bool) -> None:
+def _check_stored(q: Tensor, k_cache: Tensor, k: Tensor | None, variant: dict[str, object]) -> None:
     """Raise ValueError if keys do not have the width of `stored_keys`."""
     if q.dim() != 4:
         return  # The operator says what is wrong.
-    wanted = stored_head_dim(q.shape[-1], logits=logits, forget_gate=forget_gate)
+    wanted = stored_head_dim(q.shape[-1], **variant)
     for name, keys in (("k_cache", k_cache), ("k", k)):
         if keys is not None and keys.dim() == 4 and keys.shape[-1] != wanted:
             raise ValueError(
                 f"{name} must have {wanted} channels, those of stored_keys for head_dim {q.shape[-1]} with "
-                f"logits={logits!r} and forget_gate={forget_gate}, got {keys.shape[-1]}."
+                f"{', '.join(f'{option}={value!r}' for option, value in variant.items())}, got {keys.shape[-1]}."
             )
 
 
@@ -246,6 +272,9 @@ class KVCache:
         head_dim_v: channels of a value, d_v. Default: head_dim.
         logits: "dot" or "euclidean".
         forget_gate: whether keys have forget gates.
+        key_bias: whether keys have biases. Pass key_bias to the calls that read the cache. Default: False.
+        scale: factor of the logits, the same as in these calls. Used with key_bias. Default: 1 / sqrt(d), and 1 for
+            Euclidean logits.
         device: device of the cache.
         dtype: dtype of the cache.
 
@@ -276,6 +305,8 @@ class KVCache:
         *,
         logits: str = "dot",
         forget_gate: bool = False,
+        key_bias: bool = False,
+        scale: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -283,28 +314,32 @@ class KVCache:
         sizes = {"batch_size": batch_size, "max_len": max_len, "num_kv_heads": num_kv_heads}
         check_counts(sizes | {"head_dim": head_dim, "head_dim_v": head_dim_v})
         rows, kind = (batch_size, max_len, num_kv_heads), {"device": device, "dtype": dtype}
-        width = stored_head_dim(head_dim, logits=logits, forget_gate=forget_gate)
+        width = stored_head_dim(head_dim, logits=logits, forget_gate=forget_gate, key_bias=key_bias)
         self.k, self.v = torch.empty(*rows, width, **kind), torch.empty(*rows, head_dim_v, **kind)
-        self.logits, self.forget_gate, self._head_dim = logits, forget_gate, head_dim
+        self.logits, self.forget_gate, self.key_bias = logits, forget_gate, key_bias
+        self._head_dim, self._scale = head_dim, scale
         self.length = 0
 
-    def append(self, k: Tensor, v: Tensor, forget_gate: Tensor | None = None) -> None:
+    def append(self, k: Tensor, v: Tensor, forget_gate: Tensor | None = None, key_bias: Tensor | None = None) -> None:
         """Append positions after the filled ones.
 
         Args:
             k: (b, s, h_kv, d), in the cache's dtype and on its device.
             v: (b, s, h_kv, d_v), in the cache's dtype and on its device.
             forget_gate: f, (b, s, h_kv), in the cache's dtype or in fp32, if and only if keys have forget gates.
+            key_bias: (b, s, h_kv), in the cache's dtype or in fp32, if and only if keys have biases.
 
         Raises:
             TypeError: If k or v is not a tensor of the cache's dtype.
             ValueError: If a shape or device differs from the cache's, or fewer than s positions are free.
         """
-        if (forget_gate is not None) != self.forget_gate:
-            wanted, got = ("a tensor", "None") if self.forget_gate else ("None", "a tensor")
-            raise ValueError(
-                f"forget_gate must be {wanted} for a cache with forget_gate={self.forget_gate}, got {got}."
-            )
+        for name, values, stored in (
+            ("forget_gate", forget_gate, self.forget_gate),
+            ("key_bias", key_bias, self.key_bias),
+        ):
+            if (values is not None) != stored:
+                wanted, got = ("a tensor", "None") if stored else ("None", "a tensor")
+                raise ValueError(f"{name} must be {wanted} for a cache with {name}={stored}, got {got}.")
         batch_size, _, num_kv_heads, _ = self.k.shape
         for name, new, held, width in (("k", k, self.k, self._head_dim), ("v", v, self.v, self.v.shape[-1])):
             check_tensor(name, new)
@@ -323,6 +358,7 @@ class KVCache:
         if end > self.k.shape[1]:
             free = self.k.shape[1] - self.length
             raise ValueError(f"k must have at most {free} positions, the free ones in the cache, got {k.shape[1]}.")
-        k = stored_keys(k.detach(), logits=self.logits, forget_gate=forget_gate)
-        self.k[:, self.length : end], self.v[:, self.length : end] = k, v.detach()
+        variant = {"logits": self.logits, "forget_gate": forget_gate, "key_bias": key_bias, "scale": self._scale}
+        k = stored_keys(k, **variant)
+        self.k[:, self.length : end], self.v[:, self.length : end] = k.detach(), v.detach()
         self.length = end

@@ -88,7 +88,7 @@ def _attend(plan: ContextParallelPlan, q: Tensor, k: Tensor, v: Tensor, **option
         return context_parallel_attention(q, k, v, plan=plan, **options)
     if q.dim() != 4 or q.shape[0] != 1:
         raise ValueError(f"q must have a batch of one row if the plan is packed, got shape {tuple(q.shape)}.")
-    if options["forget_gate"] is not None:
-        options["forget_gate"] = options["forget_gate"][0]
+    for name in ("forget_gate", "query_bias", "key_bias"):
+        options[name] = None if options[name] is None else options[name][0]
     result = context_parallel_attention(q[0], k[0], v[0], plan=plan, **options)
     return tuple(x[None] for x in result) if options["return_mass"] else result[None]

@@ -26,6 +26,8 @@ def stickbreaking_attention_varlen(
     return_mass: bool = False,
     logits: str = "dot",
     forget_gate: Tensor | None = None,
+    query_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute causal stick-breaking attention within each document of a packed sequence.
 
@@ -48,6 +50,8 @@ def stickbreaking_attention_varlen(
         return_mass: see scale.
         logits: see scale.
         forget_gate: f, (t_k, h_kv), as in `stickbreaking_attention`.
+        query_bias: (t, h), as in `stickbreaking_attention`.
+        key_bias: (t_k, h_kv), as in `stickbreaking_attention`.
 
     Returns:
         o, (t, h, d_v), in q's dtype. With return_mass, (o, mass), where mass (h, t) is fp32 (fp64 for fp64). Rows after
@@ -68,7 +72,8 @@ def stickbreaking_attention_varlen(
     options = AttentionOptions(scale, attend_current, mass_threshold, logits)
     for name, value in (("q", q), ("k", k), ("v", v), ("cu_seqlens", cu_seqlens)):
         check_tensor(name, value)
-    for name, value in (("cu_seqlens_k", cu_seqlens_k), ("forget_gate", forget_gate)):
+    variants = {"forget_gate": forget_gate, "query_bias": query_bias, "key_bias": key_bias}
+    for name, value in {"cu_seqlens_k": cu_seqlens_k, **variants}.items():
         if value is not None:
             check_tensor(name, value)
     if attention.over_ranks is not None:
@@ -88,7 +93,7 @@ def stickbreaking_attention_varlen(
         scale=options.scale,
         attend_current=options.attend_current,
         mass_threshold=options.mass_threshold,
-        forget_gate=forget_gate,
+        **variants,
         euclidean=options.logits == "euclidean",
     )
     return (o, mass) if return_mass else o

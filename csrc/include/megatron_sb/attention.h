@@ -34,6 +34,12 @@ struct AttentionOptions {
     std::optional<at::Tensor> forget_gate = std::nullopt;
     // Euclidean logits, z_ij = -scale * |q_j - k_i|^2 (NU-CS-2024-15). d must then be at most 248.
     bool euclidean = false;
+    // Biases of the logits: query_bias (b, s, h) or packed (t, h) is added to the logits of a query, and key_bias
+    // (b, s_k, h_kv) or packed (t_k, h_kv) to those of a key. In q's dtype or in fp32 (fp64 if q is fp64), on q's
+    // device. d must then be at most 248, and scale must not be 0. A key_bias of -infinity hides the key. Default: no
+    // bias.
+    std::optional<at::Tensor> query_bias = std::nullopt;
+    std::optional<at::Tensor> key_bias = std::nullopt;
 };
 
 // Computes causal attention of a batch of sequences. The queries are the last s of the s_k positions, and s <= s_k.

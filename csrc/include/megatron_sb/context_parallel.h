@@ -92,7 +92,8 @@ struct ContextParallelOptions : AttentionOptions {
 // - q (b, s_local, h, d), k (b, s_local, h_kv, d), v (b, s_local, h_kv, d_v) with s_local = plan->local_len(). With a
 //   packed plan q (t_local, h, d), k (t_local, h_kv, d), v (t_local, h_kv, d_v) with t_local = plan->local_len().
 //   Dtypes and limits as in stickbreaking_attention.
-// - options.forget_gate: of the local keys, (b, s_local, h_kv) or (t_local, h_kv).
+// - options.forget_gate and options.key_bias: of the local keys, (b, s_local, h_kv) or (t_local, h_kv).
+// - options.query_bias: of the local queries, (b, s_local, h) or (t_local, h).
 //
 // Returns (o, mass): o (b, s_local, h, d_v) or (t_local, h, d_v) in q's dtype; mass (b, h, s_local) or (h, t_local) in
 // fp32 (fp64 if q is fp64). Both can be differentiated once. Rows of no document get o = 0, mass = 1 and zero

@@ -11,24 +11,25 @@ namespace megatron_sb::extend {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kChannels = 8;  // of a lane, and columns of a variant
+constexpr int kChannels = 8;  // of a lane, and columns of biases or of gates
 static_assert(kGateParts == 3 && kGateColumns == kChannels);
 
 // The row of a head and the channels that belong to a thread.
 template <int kLanes>
 struct Place {
     int batch, row, head, lane;
-    bool exists;  // the row
+    int64_t value;  // place in a contiguous tensor (batch, rows, num_heads)
+    bool exists;    // the row
 
     __device__ explicit Place(const Params& p) {
         const int64_t rows = int64_t(p.batch) * p.rows * p.num_heads;
-        int64_t index = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / kLanes;
+        value = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / kLanes;
         lane = threadIdx.x % kLanes;
-        exists = index < rows;
-        if (!exists) index = 0;
-        head = int(index % p.num_heads);
-        row = int(index / p.num_heads % p.rows);
-        batch = int(index / p.num_heads / p.rows);
+        exists = value < rows;
+        if (!exists) value = 0;
+        head = int(value % p.num_heads);
+        row = int(value / p.num_heads % p.rows);
+        batch = int(value / p.num_heads / p.rows);
     }
     template <class T, class Pointer>
     __device__ auto in(const Rows<Pointer>& tensor, int channel) const {
@@ -55,14 +56,20 @@ __device__ void store(T* to, const Eight& v) {
                                                common::pack<T>(v.x[4], v.x[5]), common::pack<T>(v.x[6], v.x[7]));
 }
 
-// Writes x in kGateParts numbers of 8 bits each, from columns[first] on. A NaN stays NaN.
+// Writes x in kGateParts numbers of 8 bits each, from columns[first] on. A NaN stays NaN. An infinity, also one that is
+// due to the range of T, is followed by zeros: inf - inf would be NaN.
+template <class T>
 __device__ void split(float x, Eight& columns, int first) {
 #pragma unroll
     for (int i = 0; i < kGateParts; ++i) {
-        const float part = __bfloat162float(__float2bfloat16_rn(x));
+        const float part = float(T(__bfloat162float(__float2bfloat16_rn(x))));
         columns.x[first + i] = part;
-        x -= part;
+        x = isinf(part) ? 0.f : x - part;
     }
+}
+
+__device__ int number_column(Side side) {
+    return side == Side::kQuery ? 0 : kGateParts;
 }
 
 template <class T, int kLanes>
@@ -73,29 +80,29 @@ __global__ void __launch_bounds__(kThreads)
     const bool has_channels = place.exists && channel < p.head_dim;
     Eight x = {};
     if (has_channels) x = load(place.template in<T>(p.x, channel));
-    if (p.norm != Norm::kNone) {
-        float norm = 0.f;
+    float number = 0.f;
+    if (p.norms) {
 #pragma unroll
-        for (float value : x.x) norm = fmaf(value, value, norm);
+        for (float value : x.x) number = fmaf(value, value, number);
 #pragma unroll
-        for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) norm += __shfl_xor_sync(common::kAllLanes, norm, lanes);
-        if (place.exists && place.lane == 0) {
-            const bool query = p.norm == Norm::kOfQuery;
-            Eight columns = {};
-            split(-norm / p.unit, columns, query ? 0 : kGateParts);
-            for (int i = 0; i < kGateParts; ++i) columns.x[(query ? kGateParts : 0) + i] = p.unit;
-            store(place.template in<T>(extended, p.head_dim), columns);
-        }
-        if (p.norm == Norm::kOfQuery)
+        for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) number += __shfl_xor_sync(common::kAllLanes, number, lanes);
+        number = -number / p.unit;
+        if (p.side == Side::kQuery)
 #pragma unroll
             for (float& value : x.x) value *= 2.f;
     }
     if (has_channels) store(place.template in<T>(extended, channel), x);
-    if (p.gate != nullptr && place.exists && place.lane == kLanes - 1) {
-        const float f = p.gate[(int64_t(place.batch) * p.rows + place.row) * p.num_heads + place.head];
+    if (p.side != Side::kNone && place.exists && place.lane == 0) {
+        if (p.bias != nullptr) number += p.bias[place.value] / p.scale / p.unit;
         Eight columns = {};
-        split(common::min_nan(common::max_nan(f, p.least_gate), 1.f), columns, 0);
-        store(place.template in<T>(extended, p.head_dim + (p.norm == Norm::kNone ? 0 : kChannels)), columns);
+        split<T>(number, columns, number_column(p.side));
+        for (int i = 0; i < kGateParts; ++i) columns.x[kGateParts - number_column(p.side) + i] = p.unit;
+        store(place.template in<T>(extended, p.head_dim), columns);
+    }
+    if (p.gate != nullptr && place.exists && place.lane == kLanes - 1) {
+        Eight columns = {};
+        split<T>(common::min_nan(common::max_nan(p.gate[place.value], p.least_gate), 1.f), columns, 0);
+        store(place.template in<T>(extended, p.head_dim + (p.side == Side::kNone ? 0 : kChannels)), columns);
     }
 }
 
@@ -107,9 +114,8 @@ __global__ void __launch_bounds__(kThreads)
     const Place<kLanes> place(p);
     const int channel = place.lane * kChannels;
     if (!place.exists || channel >= p.head_dim) return;
-    const bool query = p.norm == Norm::kOfQuery;
-    const float of_norm = -float(*place.template in<T>(d_extended, p.head_dim + (query ? 0 : kGateParts))) / p.unit;
-    const float twice = query ? 2.f : 1.f;
+    const float of_norm = -float(*place.template in<T>(d_extended, p.head_dim + number_column(p.side))) / p.unit;
+    const float twice = p.side == Side::kQuery ? 2.f : 1.f;
     const Eight x = load(place.template in<T>(p.x, channel));
     Eight d = load(place.template in<T>(d_extended, channel));
 #pragma unroll

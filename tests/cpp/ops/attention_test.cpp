@@ -101,6 +101,23 @@ TEST(Attention, ForgetGateMultipliesBeta) {
     EXPECT_THROW(stickbreaking_attention(q, k, k, gated), c10::ValueError);
 }
 
+TEST(Attention, BiasesAreAddedToTheLogits) {
+    at::manual_seed(5);
+    const at::Tensor q = at::randn({1, 2, 1, 8}, at::kDouble), k = at::randn({1, 2, 1, 8}, at::kDouble);
+    AttentionOptions biased;
+    biased.query_bias = at::full({1, 2, 1}, 0.7, at::kDouble).requires_grad_();
+    biased.key_bias = at::full({1, 2, 1}, -0.4, at::kDouble).requires_grad_();
+    const auto [o, mass] = stickbreaking_attention(q, k, k, biased);
+    const double logit = at::dot(q[0][1][0], k[0][0][0]).item<double>() / std::sqrt(8.0) + 0.7 - 0.4;
+    const double beta = 1 / (1 + std::exp(-logit));
+    EXPECT_NEAR(mass[0][0][1].item<double>(), 1 - beta, 1e-14);
+    mass.sum().backward();
+    EXPECT_NEAR(biased.query_bias->grad()[0][1][0].item<double>(), -beta * (1 - beta), 1e-14);
+    EXPECT_NEAR(biased.key_bias->grad()[0][0][0].item<double>(), -beta * (1 - beta), 1e-14);
+    biased.scale = 0;
+    EXPECT_THROW(stickbreaking_attention(q, k, k, biased), c10::ValueError);
+}
+
 TEST(Attention, ErrorsNameTheArgumentAndTheValue) {
     const at::Tensor q = at::randn({1, 8, 3, 16}), k = at::randn({1, 8, 2, 16});
     try {

@@ -24,7 +24,7 @@ from support.blocks import run_in_blocks
 from support.caches import CacheCase
 from support.inputs import make_inputs
 from support.offsets import corrected, wrong_offsets
-from support.variants import VARIANTS, make_variant, run_variant
+from support.variants import VARIANTS, make_variant, packed_options, run_variant, tensors_of
 
 from megatron_sb import (
     stickbreaking_attention,
@@ -127,22 +127,21 @@ def wrong_caches() -> tuple[int, int]:
 
 
 def variant_errors():
-    """Yield (name, error, bound) of every result with forget gates and Euclidean logits, dense and packed."""
+    """Yield (name, error, bound) of every result with forget gates, Euclidean logits and biases, dense and packed."""
     for dtype, allowed in DTYPES.items():
         short = itertools.product(((64, 64), (128, 128), (200, 24)), VARIANTS, (150,))
         long = itertools.product(((64, 64), (128, 128)), ("gated",), (700,))  # fill the ring of gates more than once
         for (d, d_v), variant, rows in of_this_part(itertools.chain(short, long)):
             sizes = {"s": rows, "s_k": rows, "h": 2, "h_kv": 1, "d": d, "d_v": d_v}
             x, options = make_variant(variant, "mean -3.2", dtype=dtype, **sizes)
-            gate = options.pop("forget_gate", None)
             for packed in (False, True):
                 attention = stickbreaking_attention_varlen if packed else stickbreaking_attention
-                form = x.packed() if packed else x
+                form, of_form = (x.packed(), packed_options(options)) if packed else (x, options)
                 results = []
                 for device, wide in (("cuda", None), ("cpu", torch.float32)):
                     args = (torch.tensor([0, 1, 1, 100, 140], dtype=torch.int32, device=device),) if packed else ()
-                    gates = {} if gate is None else {"forget_gate": (gate[0] if packed else gate).to(device)}
-                    results.append(run_variant(attention, moved(form, device, wide), {**options, **gates}, *args))
+                    tensors = {tensor: value.to(device) for tensor, value in tensors_of(of_form).items()}
+                    results.append(run_variant(attention, moved(form, device, wide), of_form | tensors, *args))
                 for result, value in results[0].items():
                     error, _ = relative_errors(value.cpu().float(), results[1][result])
                     yield f"{variant} {dtype} {d}:{d_v} {rows} rows packed={packed} {result}", error, allowed

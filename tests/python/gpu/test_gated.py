@@ -1,4 +1,4 @@
-"""Forget gates and Euclidean logits on a GPU at 4096 keys: accuracy, repeats, CUDA graphs.
+"""Forget gates, Euclidean logits and biases on a GPU at 4096 keys: accuracy, repeats, CUDA graphs.
 
 ops/test_variants.py tests them at small sizes.
 """
@@ -7,11 +7,11 @@ import pytest
 import torch
 from support.caches import VariantCase
 from support.cuda import captured
-from support.variants import ALLOWED, GATES, assert_variant, errors, make_variant, run_variant, wide_inputs
+from support.variants import ALLOWED, GATES, assert_variant, errors, make_variant, run_variant, tensors_of, wide_inputs
 
 from megatron_sb import reference, stickbreaking_attention, stickbreaking_attention_with_kvcache
 
-variants = pytest.mark.parametrize("name", ["gated", "euclidean"])
+variants = pytest.mark.parametrize("name", ["gated", "euclidean", "biased", "gated biased"])
 # Without open gates at logits of 12 +- 13: neither mass_threshold nor the restart floor bounds the error of df there
 # (docs/variants.md), with any kernel.
 REGIMES_AND_GATES = [
@@ -59,9 +59,10 @@ def test_few_kv_heads(h, h_kv, d, attend_current):
 
 @pytest.mark.parametrize(("h", "h_kv"), [(8, 1), (4, 2)])
 @pytest.mark.parametrize("d", [64, 128])
-def test_bitwise_repeatable(d, h, h_kv):
-    """All results, including the gradients of the gates, are bitwise repeatable."""
-    x, options = make_variant("gated", "mean -8", s=2000, h=h, h_kv=h_kv, d=d, dtype=torch.bfloat16)
+@pytest.mark.parametrize("name", ["gated", "biased"])
+def test_bitwise_repeatable(name, d, h, h_kv):
+    """All results, including the gradients of the gates and biases, are bitwise repeatable."""
+    x, options = make_variant(name, "mean -8", s=2000, h=h, h_kv=h_kv, d=d, dtype=torch.bfloat16)
     first = run_variant(stickbreaking_attention, x, options)
     for _ in range(20):
         again = run_variant(stickbreaking_attention, x, options)
@@ -77,13 +78,15 @@ def test_skipping_changes_little():
 
 
 @pytest.mark.gpu
-def test_graph():
+@pytest.mark.parametrize("name", ["gated", "biased"])
+def test_graph(name):
     """A captured forward and backward can be replayed with other values."""
-    x, options = make_variant("gated", "mean -8", s=500, h=4, h_kv=2, d=128, dtype=torch.bfloat16)
+    x, options = make_variant(name, "mean -8", s=500, h=4, h_kv=2, d=128, dtype=torch.bfloat16)
     if not x.q.is_cuda:
         pytest.skip("needs CUDA graphs")
     graph, results = captured(lambda: run_variant(stickbreaking_attention, x, options))
-    options["forget_gate"].mul_(0.9)
+    for value in tensors_of(options).values():
+        value.mul_(0.9)
     x.q.mul_(0.5)
     graph.replay()
     for name, value in run_variant(stickbreaking_attention, x, options).items():
@@ -91,7 +94,7 @@ def test_graph():
 
 
 @pytest.mark.parametrize("block_size", [None, 16], ids=["contiguous", "blocks"])
-@pytest.mark.parametrize("name", ["gated", "gated euclidean"])
+@pytest.mark.parametrize("name", ["gated", "gated euclidean", "biased"])
 def test_decoding(name, block_size):
     """Attention to a long cache matches the reference, ten times bit for bit, and so does a captured call."""
     sizes = {"h": 4, "h_kv": 2, "d": 128, "block_size": block_size, "dtype": torch.bfloat16}

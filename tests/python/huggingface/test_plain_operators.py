@@ -8,7 +8,7 @@ import torch
 from support.accuracy import relative_errors
 from support.inputs import make_inputs
 from support.messages import mentions
-from support.variants import ALLOWED, GATES, VARIANTS, errors, make_variant, run_variant, wide_inputs
+from support.variants import ALLOWED, GATES, WITHOUT_BIASES, errors, make_variant, run_variant, wide_inputs
 
 from megatron_sb import reference
 from megatron_sb.huggingface import operators, plain_operators
@@ -17,7 +17,7 @@ from megatron_sb.ops import kvcache
 SIZES = {"b": 2, "s": 40, "h": 4, "h_kv": 2, "d": 16, "d_v": 8}
 # The oracle's autograd is exact in float64 for these logits. It takes 1 - sigmoid(z) from a rounded sigmoid(z).
 REGIMES = ("randn", "zeros", "mean -3.2", "saturated +5", "alternating")
-KINDS = {"dot": (), **{name: (name,) for name in VARIANTS}}
+KINDS = {"dot": (), **{name: (name,) for name in WITHOUT_BIASES}}
 
 
 def make(kind, regime="randn", dtype=torch.float32, gates="mixed", **sizes):

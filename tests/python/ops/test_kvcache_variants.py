@@ -1,13 +1,15 @@
-"""KV caches of keys with forget gates and Euclidean logits, which store wider keys."""
+"""KV caches of keys with forget gates, Euclidean logits and biases, which store wider keys."""
+
+import itertools
 
 import pytest
 import torch
 from support.caches import VariantCase, valid_arguments
 from support.messages import mentions
-from support.variants import VARIANTS
+from support.variants import VARIANTS, WITHOUT_BIASES, make_variant
 
 import megatron_sb as sb
-from megatron_sb.ops.kvcache import keys_and_gates, stored_head_dim, stored_keys
+from megatron_sb.ops.kvcache import attend_to_filled, keys_and_gates, stored_head_dim, stored_keys
 
 pytestmark = pytest.mark.usefixtures("device")
 ops = torch.ops.megatron_sb
@@ -79,14 +81,41 @@ def test_stored_keys_keep_24_bits_of_a_gate(dtype):
 
 
 def test_widths():
-    assert [stored_head_dim(64, logits=x, forget_gate=f) for x in ("dot", "euclidean") for f in (False, True)] == [
-        64, 72, 72, 80,
-    ]  # fmt: skip
-    k = torch.randn(1, 2, 3, 16)
+    """Biases and Euclidean logits share their columns."""
+    k, values = torch.randn(1, 2, 3, 16), torch.ones(1, 2, 3)
+    for logits, gated, biased in itertools.product(("dot", "euclidean"), (False, True), (False, True)):
+        columns = 8 * (gated + (biased or logits == "euclidean"))
+        options = {"logits": logits, "forget_gate": gated, "key_bias": biased}
+        assert stored_head_dim(64, **options) == 64 + columns
+        tensors = {name: values if options[name] else None for name in ("forget_gate", "key_bias")}
+        stored = stored_keys(k, logits=logits, **tensors)
+        assert stored.shape[-1] == 16 + columns
+        keys, gates = keys_and_gates(stored, 16, **options)
+        assert torch.equal(keys, k) and (torch.equal(gates, values) if gated else gates is None)
     assert stored_keys(k) is k
-    assert stored_keys(k, logits="euclidean", forget_gate=torch.ones(1, 2, 3)).shape[-1] == 32
 
 
+@pytest.mark.parametrize("name", ["biased", "biased euclidean", "gated biased"])
+def test_steps_give_the_result_of_one_forward(name):
+    """A KVCache stores the bias of a key for its scale, without its gradient. That of a query belongs to the call."""
+    x, options = make_variant(name, b=2, s=12, h=4, h_kv=2, d=16, d_v=8)
+    options["scale"] = 0.3
+    expected, expected_mass = sb.stickbreaking_attention(x.q, x.k, x.v, return_mass=True, **options)
+    query_bias, key_bias, gate = (options.pop(tensor, None) for tensor in ("query_bias", "key_bias", "forget_gate"))
+    key_bias.requires_grad_()
+    of_cache = {"forget_gate": gate is not None, "key_bias": True}
+    cache = sb.KVCache(2, 16, 2, 16, 8, **of_cache, **options)
+    for begin, end in itertools.pairwise((0, 7, 8, 12)):
+        cache.append(*(t if t is None else t[:, begin:end] for t in (x.k, x.v, gate, key_bias)))
+        o, mass = attend_to_filled(
+            x.q[:, begin:end], cache.k, cache.v, end, query_bias=query_bias[:, begin:end], return_mass=True,
+            **of_cache, **options,
+        )  # fmt: skip
+        torch.testing.assert_close(o, expected[:, begin:end], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(mass, expected_mass[:, :, begin:end], rtol=1e-4, atol=1e-5)
+
+
+WITH_COLUMNS = {"key_bias": True, "k_cache": torch.randn(2, 9, 2, 24)}
 INVALID = {
     "cache without gates": ({"forget_gate": True}, ValueError, "k_cache 24 stored_keys 16"),
     "cache without norms": ({"logits": "euclidean"}, ValueError, "k_cache 24 stored_keys 16"),
@@ -96,14 +125,31 @@ INVALID = {
         ValueError, "k 24 stored_keys 16",
     ),
     "cache with gates": ({"k_cache": torch.randn(2, 9, 2, 24)}, ValueError, "k_cache head_dim 16 24"),
+    "cache without biases": ({"key_bias": True}, ValueError, "k_cache 24 stored_keys 16"),
+    "a query_bias without columns": ({"query_bias": torch.ones(2, 1, 4)}, ValueError, "key_bias True query_bias False"),
+    "shape of query_bias": (
+        {"query_bias": torch.ones(2, 1, 2), **WITH_COLUMNS}, ValueError, "query_bias [2, 1, 4] [2, 1, 2]"
+    ),
+    "dtype of query_bias": (
+        {"query_bias": torch.ones(2, 1, 4).half(), **WITH_COLUMNS}, TypeError, "query_bias Float Half"
+    ),
+    "a query_bias that requires a gradient": (
+        {"query_bias": torch.ones(2, 1, 4).requires_grad_(), **WITH_COLUMNS}, ValueError, "query_bias gradient"
+    ),
+    "no scale": ({"scale": 0.0, **WITH_COLUMNS}, ValueError, "scale key_bias 0"),
     "a gate is a tensor": ({"forget_gate": torch.ones(2, 9, 2)}, TypeError, "forget_gate Tensor"),
+    "a key_bias is a tensor": ({"key_bias": torch.ones(2, 9, 2)}, TypeError, "key_bias Tensor"),
+    "query_bias is a flag": ({"query_bias": True}, TypeError, "query_bias bool"),
     "unknown logits": ({"logits": "cosine"}, ValueError, "logits cosine"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "error", "words"), INVALID.values(), ids=INVALID)
 def test_an_invalid_argument_raises_an_error(device, changes, error, words):
-    changes = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in changes.items()}
+    changes = {
+        name: x.to(device).detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+        for name, x in changes.items()
+    }
     with pytest.raises(error, match=mentions(words)):
         sb.stickbreaking_attention_with_kvcache(**{**valid_arguments(), **changes})
 
@@ -111,21 +157,24 @@ def test_an_invalid_argument_raises_an_error(device, changes, error, words):
 @variants
 def test_opcheck(name):
     (q, k, v), options = VariantCase(name, [30, 41], s_q=2, d=16).arguments()
-    gated, euclidean = options["forget_gate"], options["logits"] == "euclidean"
+    euclidean = options["logits"] == "euclidean"
+    flags = {"forget_gate": options["forget_gate"], "key_bias": options["key_bias"]}
+    of_query = {"query_bias": options["query_bias"], "euclidean": euclidean}
     tensors = (q, k.nan_to_num(), v.nan_to_num(), options["cache_seqlens"])
-    torch.library.opcheck(ops.attention_kvcache.default, tensors, {"forget_gate": gated, "euclidean": euclidean})
-    new = (q[:, :1, :2].contiguous(), torch.rand(2, 1, 2) if gated else None)
-    torch.library.opcheck(ops.keys_for_blocks.default, new[:1], {"forget_gate": new[1], "euclidean": euclidean})
-    torch.library.opcheck(ops.queries_for_blocks.default, (q,), {"euclidean": euclidean})
+    torch.library.opcheck(ops.attention_kvcache.default, tensors, flags | of_query)
+    of_keys = {tensor: torch.rand(2, 1, 2) if stored else None for tensor, stored in flags.items()}
+    key = q[:, :1, :2].contiguous()
+    torch.library.opcheck(ops.keys_for_blocks.default, (key,), {"euclidean": euclidean, "scale": 0.3, **of_keys})
+    torch.library.opcheck(ops.queries_for_blocks.default, (q,), of_query)
 
 
 class TestModule:
     """StickBreakingSelfAttention with a KVCache."""
 
-    @variants
+    @pytest.mark.parametrize("name", WITHOUT_BIASES)
     def test_steps_give_the_result_of_one_forward(self, name):
         """The steps are a prompt, then several positions, then single positions."""
-        logits, gated = VARIANTS[name]
+        logits, gated = WITHOUT_BIASES[name][0], bool(WITHOUT_BIASES[name][1])
         module = sb.StickBreakingSelfAttention(64, 4, 2, logits=logits, forget_gate=gated, scale=0.3)
         if gated:
             torch.nn.init.normal_(module.gate_proj.bias)  # gates of all sizes
@@ -147,15 +196,23 @@ class TestModule:
                     module(x, cache=cache)
                 assert cache.length == 0
 
-    def test_append_needs_the_gates(self):
+    def test_a_cache_of_biases_raises_an_error(self):
+        """A layer has no biases."""
+        module, cache = sb.StickBreakingSelfAttention(64, 4, 2), sb.KVCache(3, 8, 2, 16, key_bias=True)
+        with torch.no_grad(), pytest.raises(ValueError, match=mentions("key_bias tensor None")):
+            module(torch.randn(3, 5, 64), cache=cache)
+        assert cache.length == 0
+
+    @pytest.mark.parametrize("name", ["forget_gate", "key_bias"])
+    def test_append_needs_the_gates_and_biases(self, name):
         k = torch.randn(2, 5, 3, 16)
-        cache = sb.KVCache(2, 8, 3, 16, forget_gate=True)
-        with pytest.raises(ValueError, match=mentions("forget_gate tensor None")):
+        cache = sb.KVCache(2, 8, 3, 16, **{name: True})
+        with pytest.raises(ValueError, match=mentions(f"{name} tensor None")):
             cache.append(k, k)
-        with pytest.raises(ValueError, match=mentions("forget_gate 5 3 4")):
-            cache.append(k, k, torch.rand(2, 5, 4))
-        with pytest.raises(ValueError, match=mentions("forget_gate None tensor")):
-            sb.KVCache(2, 8, 3, 16).append(k, k, torch.rand(2, 5, 3))
+        with pytest.raises(ValueError, match=mentions(f"{name} 5 3 4")):
+            cache.append(k, k, **{name: torch.rand(2, 5, 4)})
+        with pytest.raises(ValueError, match=mentions(f"{name} None tensor")):
+            sb.KVCache(2, 8, 3, 16).append(k, k, **{name: torch.rand(2, 5, 3)})
         assert cache.length == 0
 
 
@@ -166,8 +223,17 @@ INVALID_KEYS = {
     "shape of the gates": ({"forget_gate": torch.rand(1, 2, 4)}, ValueError, "forget_gate [1, 2, 3] [1, 2, 4]"),
     "dtype of the gates": ({"forget_gate": torch.rand(1, 2, 3).double()}, TypeError, "forget_gate Double"),
     "gates are no tensor": ({"forget_gate": 0.5}, TypeError, "forget_gate float"),
+    "shape of the biases": ({"key_bias": torch.rand(1, 2, 4)}, ValueError, "key_bias [1, 2, 3] [1, 2, 4]"),
+    "dtype of the biases": ({"key_bias": torch.rand(1, 2, 3).double()}, TypeError, "key_bias Double"),
+    "biases are no tensor": ({"key_bias": True}, TypeError, "key_bias bool"),
+    "no scale": ({"key_bias": torch.rand(1, 2, 3), "scale": 0}, ValueError, "scale 0"),
     "logits": ({"logits": "cosine"}, ValueError, "logits cosine"),
     "too wide": ({"k": torch.randn(1, 2, 3, 256), "logits": "euclidean"}, ValueError, "head_dim 248 256"),
+    "too wide with biases": (
+        {"k": torch.randn(1, 2, 3, 256), "key_bias": torch.rand(1, 2, 3)},
+        ValueError,
+        "head_dim 248 256",
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Forget gates and Euclidean logits: formulas, gradients, accuracy, torch integration, and invalid arguments."""
+"""Forget gates, Euclidean logits and biases: formulas, gradients, accuracy, torch integration, invalid arguments."""
 
 import math
 
@@ -7,7 +7,18 @@ import torch
 from support.bounds import stick_tolerance
 from support.inputs import make_inputs
 from support.messages import mentions
-from support.variants import VARIANTS, assert_variant, errors, make_variant, run_variant, wide_inputs
+from support.variants import (
+    ALLOWED,
+    BIASES,
+    VARIANTS,
+    assert_variant,
+    errors,
+    make_variant,
+    packed_options,
+    run_variant,
+    tensors_of,
+    wide_inputs,
+)
 
 from megatron_sb import reference, stickbreaking_attention, stickbreaking_attention_varlen
 
@@ -20,14 +31,14 @@ def cu(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def formula(q, k, v, scale, logits, gate):
-    """Return the output of one head from the definition, key by key: q (s, d), k (s, d), v (s, d_v), gate (s,)."""
+def formula(q, k, v, scale, logits, gate, query_bias, key_bias):
+    """Return the output of one head from the definition, key by key: q (s, d), k (s, d), v (s, d_v), others (s,)."""
     weights = torch.zeros(len(q), len(k), dtype=torch.float64)
     for j in range(len(q)):
         mass = 1.0
         for i in range(j - 1, -1, -1):
             z = -scale * (q[j] - k[i]).square().sum() if logits == "euclidean" else scale * q[j] @ k[i]
-            beta = gate[i] * z.sigmoid()
+            beta = gate[i] * (z + query_bias[j] + key_bias[i]).sigmoid()
             weights[j, i] = beta * mass
             mass = mass * (1 - beta)
     return weights @ v
@@ -41,7 +52,8 @@ def test_operator_and_oracle_compute_the_definition(name, dtype):
     options.pop("scale", None)
     scale = 1.0 if options["logits"] == "euclidean" else 8**-0.5
     gate = options.get("forget_gate", torch.ones(1, 9, 1, dtype=dtype))[0, :, 0]
-    expected = formula(x.q[0, :, 0], x.k[0, :, 0], x.v[0, :, 0], scale, options["logits"], gate)
+    biases = [options.get(bias, torch.zeros(1, 9, 1, dtype=dtype))[0, :, 0] for bias in BIASES]
+    expected = formula(x.q[0, :, 0], x.k[0, :, 0], x.v[0, :, 0], scale, options["logits"], gate, *biases)
     for attention in (stickbreaking_attention, reference.stickbreaking_attention):
         torch.testing.assert_close(attention(x.q, x.k, x.v, **options)[0, :, 0], expected, rtol=1e-12, atol=1e-13)
 
@@ -51,17 +63,21 @@ def test_operator_and_oracle_compute_the_definition(name, dtype):
 @pytest.mark.parametrize(("packed", "attend_current"), [(False, False), (True, True)], ids=["dense", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float64])
 def test_gradients(name, packed, attend_current, dtype):
-    """Gradients of output and mass with respect to q, k, v and the forget gate agree with finite differences."""
+    """Gradients of output and mass with respect to q, k, v, gates and biases agree with finite differences."""
     x, options = make_variant(name, s=7, h=2, h_kv=1, d=8, dtype=dtype)
-    gate = options.pop("forget_gate", None)
-    leaves = [x.q, x.k, x.v] + ([] if gate is None else [gate])
+    tensors = tensors_of(options)
+    leaves = [x.q, x.k, x.v, *tensors.values()]
 
-    def attention(q, k, v, forget_gate=None):
-        more = {"forget_gate": forget_gate, "attend_current": attend_current, "return_mass": True, **options}
+    def attention(q, k, v, *values):
+        more = {
+            "attend_current": attend_current,
+            "return_mass": True,
+            **options,
+            **dict(zip(tensors, values, strict=True)),
+        }
         if not packed:
             return stickbreaking_attention(q, k, v, **more)
-        gates = None if forget_gate is None else forget_gate[0]
-        return stickbreaking_attention_varlen(q[0], k[0], v[0], cu(0, 3, 3, 6), **{**more, "forget_gate": gates})
+        return stickbreaking_attention_varlen(q[0], k[0], v[0], cu(0, 3, 3, 6), **packed_options(more))
 
     assert torch.autograd.gradcheck(attention, [leaf.requires_grad_() for leaf in leaves])
 
@@ -71,13 +87,12 @@ def test_gradients(name, packed, attend_current, dtype):
 def test_gradients_across_tiles(name, dtype):
     """Gradients agree with finite differences along random directions, with several tiles of queries and keys."""
     x, options = make_variant(name, "mean -3.2", s=150, s_k=210, h=2, h_kv=1, d=8, dtype=dtype)
-    gate = options.pop("forget_gate", None)
-    leaves = [t.requires_grad_() for t in (x.q, x.k, x.v, *([] if gate is None else [gate]))]
+    tensors = tensors_of(options)
+    leaves = [t.requires_grad_() for t in (x.q, x.k, x.v, *tensors.values())]
 
-    def attention(q, k, v, forget_gate=None):
-        return stickbreaking_attention(
-            q, k, v, forget_gate=forget_gate, mass_threshold=0.0, return_mass=True, **options
-        )
+    def attention(q, k, v, *values):
+        more = {"mass_threshold": 0.0, "return_mass": True, **options, **dict(zip(tensors, values, strict=True))}
+        return stickbreaking_attention(q, k, v, **more)
 
     assert torch.autograd.gradcheck(attention, leaves, fast_mode=True)
 
@@ -180,18 +195,80 @@ def test_large_norms_in_fp16():
     assert errors({"o": actual}, {"o": expected})["o"] < 3e-2  # z is a difference of numbers near 1e5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scale", [None, -0.2])
+def test_biases_of_zero_change_little(dtype, scale):
+    """The kernels then compute wider heads. The gradients of biases in q's dtype have that dtype."""
+    x = make_inputs("mean -3.2", s=200, h=4, h_kv=2, d=40, dtype=dtype)
+    biases = {"query_bias": torch.zeros(1, 200, 4, dtype=dtype), "key_bias": torch.zeros(1, 200, 2, dtype=dtype)}
+    biased = run_variant(stickbreaking_attention, x, biases, scale=scale)
+    plain = run_variant(stickbreaking_attention, x, {}, scale=scale)
+    rtol, atol = {torch.float32: (1e-4, 1e-4), torch.float16: (4e-3, 1e-3), torch.bfloat16: (2e-2, 8e-3)}[dtype]
+    for result, value in plain.items():
+        torch.testing.assert_close(biased[result], value, rtol=rtol, atol=atol)
+    assert {biased[f"d{bias}"].dtype for bias in BIASES} == {dtype}
+
+
+@pytest.mark.parametrize("name", ["biased", "biased euclidean", "gated biased"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_bias_of_minus_infinity_hides_a_key(name, dtype):
+    """A large negative number hides it too. Such keys take no weight, and all gradients are finite."""
+    x, options = make_variant(name, "mean -3.2", s=150, h=2, h_kv=1, d=64, dtype=dtype)
+    hidden = torch.arange(150) % 3 == 0
+    lowest = torch.tensor([-math.inf, torch.finfo(torch.float32).min, -1e9, -1e4])
+    options["key_bias"][0, hidden, 0] = lowest[torch.arange(50) % 4].to(options["key_bias"].dtype)
+    options["query_bias"][0, 70, 0] = -math.inf
+    actual = run_variant(stickbreaking_attention, x, options, mass_threshold=0.0)
+    expected = run_variant(reference.stickbreaking_attention, *wide_inputs(x, options), mass_threshold=0.0)
+    found = errors(actual, expected)
+    assert max(found.values()) <= ALLOWED[dtype], found
+    assert not any(actual[result][0, hidden].any() for result in ("dv", "dkey_bias"))
+    assert not actual["o"][0, 70, 0].any() and not actual["dquery_bias"][0, 70, 0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bias", BIASES)
+def test_a_bias_that_is_nan_is_not_dropped(bias, dtype):
+    """It reaches its query, or all queries after its key."""
+    x, options = make_variant("biased", "mean -8", s=40, h=1, d=16, dtype=dtype)
+    options[bias][0, 20] = math.nan
+    rows = stickbreaking_attention(x.q, x.k, x.v, **options)[0, :, 0].isnan()
+    assert torch.equal(rows.all(-1), rows.any(-1))
+    position = torch.arange(40)
+    assert torch.equal(rows.any(-1), position == 20 if bias == "query_bias" else position > 20)
+
+
+@pytest.mark.parametrize("key_bias", [-40.0, 40.0])
+def test_biases_keep_24_bits_in_bf16(key_bias):
+    """A large bias of the queries cancels that of the keys."""
+    x, options = make_variant("biased", s=100, h=2, d=64, dtype=torch.bfloat16)
+    shifted = {
+        bias: value + (key_bias if bias == "key_bias" else -key_bias)
+        for bias, value in options.items()
+        if bias in BIASES
+    }
+    original = run_variant(stickbreaking_attention, x, options)
+    for result, value in run_variant(stickbreaking_attention, x, options | shifted).items():
+        torch.testing.assert_close(value, original[result], rtol=1e-2, atol=1e-2)
+
+
 @variants
 @pytest.mark.parametrize("carry", [True, False])
 def test_two_blocks_of_keys_give_the_result_of_one_call(name, carry):
-    """The block operators get Euclidean logits as wider heads and the forget gate as a column of k."""
+    """The block operators get Euclidean logits and biases as wider heads and the forget gate as a column of k."""
     x, options = make_variant(name, "mean -3.2", s=100, s_k=200, h=2, h_kv=1, d=16)
-    gated = "forget_gate" in options
+    gated, euclidean = "forget_gate" in options, options["logits"] == "euclidean"
     columns = torch.nn.functional.pad(options["forget_gate"][..., None], (0, 7)) if gated else x.k[..., :0]
     q, k, scale = x.q, x.k, options.get("scale", 0.25)
-    if options["logits"] == "euclidean":
+    if euclidean or tensors_of(options).keys() & set(BIASES):
         ones, padding = torch.ones(1, 200, 2, 1), torch.zeros(1, 200, 2, 6)
-        q = torch.cat([2 * q, -q.square().sum(-1, keepdim=True), ones[:, :100], padding[:, :100]], -1)
-        k = torch.cat([k, ones[:, :, :1], -k.square().sum(-1, keepdim=True), padding[:, :, :1]], -1)
+        of_q, of_k = (
+            options.get(bias, t.new_zeros(t.shape[:3]))[..., None] / scale
+            - euclidean * t.square().sum(-1, keepdim=True)
+            for bias, t in zip(BIASES, (q, k), strict=True)
+        )
+        q = torch.cat([q * (1 + euclidean), of_q, ones[:, :100], padding[:, :100]], -1)
+        k = torch.cat([k, ones[:, :, :1], of_k, padding[:, :, :1]], -1)
     k = torch.cat([k, columns], -1)
     mass, o = torch.ones(1, 2, 100), 0.0
     for a, b in ((90, 200), (0, 90)):  # keys, newest first
@@ -213,8 +290,8 @@ class TestTorch:
     def test_opcheck(self, name):
         x, options = make_variant(name, b=2, s=5, s_k=7, h=4, h_kv=2, d=16, d_v=8)
         options["euclidean"] = options.pop("logits") == "euclidean"
-        if "forget_gate" in options:
-            options["forget_gate"].requires_grad_()
+        for value in tensors_of(options).values():
+            value.requires_grad_()
         leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
         torch.library.opcheck(ops.attention.default, leaves, options)
 
@@ -230,11 +307,11 @@ class TestTorch:
     @pytest.mark.parametrize("packed", [False, True])
     def test_compile(self, name, packed):
         """A compiled model gives the results and gradients of the eager one."""
+        torch.compiler.reset()  # the limit of recompilations counts those of all tests here
         x, options = make_variant(name, "mean -3.2", s=90, h=4, h_kv=2, d=16)
         args = (cu(0, 30, 80),) if packed else ()
         if packed:
-            x = x.packed()
-            options |= {"forget_gate": options["forget_gate"][0]} if "forget_gate" in options else {}
+            x, options = x.packed(), packed_options(options)
         attention = stickbreaking_attention_varlen if packed else stickbreaking_attention
 
         def model(q, k, v, *offsets, **options):
@@ -247,10 +324,11 @@ class TestTorch:
         for result, value in run_variant(compiled, x, options, *args).items():
             torch.testing.assert_close(value, expected[result], rtol=1e-5, atol=1e-6)
 
-    def test_autocast(self, device):
-        """q, k and v are cast, forget gates stay in fp32, and gradients have the dtypes of the inputs."""
-        x, options = make_variant("gated euclidean", s=70, h=2, d=16)
-        half = make_variant("gated euclidean", s=70, h=2, d=16, dtype=torch.bfloat16)[0]
+    @pytest.mark.parametrize("name", ["gated euclidean", "gated biased"])
+    def test_autocast(self, device, name):
+        """q, k and v are cast, gates and biases stay in fp32, and gradients have the dtypes of the inputs."""
+        x, options = make_variant(name, s=70, h=2, d=16)
+        half = make_variant(name, s=70, h=2, d=16, dtype=torch.bfloat16)[0]
 
         def attention(*args, **options):
             with torch.autocast(device, dtype=torch.bfloat16):
@@ -258,15 +336,17 @@ class TestTorch:
 
         expected = run_variant(stickbreaking_attention, half, options)
         actual = run_variant(attention, x, options)
-        assert actual["o"].dtype == torch.bfloat16 and actual["dgate"].dtype == actual["dq"].dtype == torch.float32
+        assert actual["o"].dtype == torch.bfloat16
+        assert {actual[result].dtype for result in actual if result.startswith("d")} == {torch.float32}
         for result, value in expected.items():
             assert torch.equal(actual[result].to(value.dtype), value), result
 
-    def test_a_second_derivative_raises_an_error(self):
-        x, options = make_variant("gated euclidean", s=5, h=1, d=8)
-        x.q.requires_grad_()
+    @pytest.mark.parametrize(("name", "leaf"), [("gated euclidean", None), *(("biased", bias) for bias in BIASES)])
+    def test_a_second_derivative_raises_an_error(self, name, leaf):
+        x, options = make_variant(name, s=5, h=1, d=8)
+        of = (x.q if leaf is None else options[leaf]).requires_grad_()
         o = stickbreaking_attention(x.q, x.k, x.v, **options)
-        (gradient,) = torch.autograd.grad(o.square().sum(), x.q, create_graph=True)
+        (gradient,) = torch.autograd.grad(o.square().sum(), of, create_graph=True)
         with pytest.raises(NotImplementedError, match="no second derivative"):
             gradient.sum().backward()
 
@@ -274,30 +354,33 @@ class TestTorch:
 class TestColumns:
     """The columns that variants append, from their definition: kernels for 16 bits on a GPU, else tensor operations."""
 
-    NORMS = pytest.mark.parametrize("norm", [1, 2], ids=["queries", "keys"])
+    SIDES = pytest.mark.parametrize("side", [1, 2], ids=["queries", "keys"])
     DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
     WIDTHS = pytest.mark.parametrize("d", [8, 40, 64, 128, 248])
 
     @staticmethod
     def inputs(dtype, d):
-        """Return x (2, 37, 3, d), a view of rows with other elements around them, and gates from nearly 0 to 1."""
+        """Return x (2, 37, 3, d), a view of rows with other elements around them, gates from 0 to 1, and biases."""
         x = torch.randn(2, 37, 5, d + 16).to(dtype)[:, :, 1:4, 8 : 8 + d]
-        return x, torch.rand(2, 37, 3, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return x, torch.rand(2, 37, 3, dtype=wide), 5 * torch.randn(3, 37, 2, dtype=wide).transpose(0, 2)
 
-    @NORMS
+    @pytest.mark.parametrize(("norms", "biased"), [(True, False), (False, True), (True, True), (False, False)])
+    @SIDES
     @DTYPES
     @WIDTHS
-    def test_norms_and_gates(self, dtype, d, norm):
-        x, gate = self.inputs(dtype, d)
+    def test_numbers_and_gates(self, dtype, d, side, norms, biased):
+        x, gate, bias = self.inputs(dtype, d)
         gate[0, :3, 0] = torch.tensor([0.0, 1.0, 1.0 - 2.0**-20])
-        out = ops.extend_forward(x, gate, norm)
+        out = ops.extend_forward(x, bias if biased else None, gate, side, norms, scale=-0.3)
         unit = 128 if dtype == torch.float16 else 1
         parts = out[..., d:].double()
-        norms, ones = (parts[..., 3 * i : 3 * i + 3] for i in ((0, 1) if norm == 1 else (1, 0)))
-        assert out.shape == (2, 37, 3, d + 16) and torch.equal(out[..., :d], x * 2 if norm == 1 else x)
-        exact = -x.double().square().sum(-1) / unit
+        number, ones = (parts[..., 3 * i : 3 * i + 3] for i in ((0, 1) if side == 1 else (1, 0)))
+        assert out.shape == (2, 37, 3, d + 16) and torch.equal(out[..., :d], x * 2 if norms and side == 1 else x)
+        terms = (-norms * x.double().square().sum(-1) / unit, biased * bias.double() / -0.3 / unit)
+        exact, size = sum(terms), sum(term.abs() for term in terms)
         spacing = 2.0**-24 if dtype == torch.float16 else 0  # of the smallest fp16 numbers
-        assert ((norms.sum(-1) - exact).abs() <= 2.0**-20 * exact.abs() + spacing).all()
+        assert ((number.sum(-1) - exact).abs() <= 2.0**-20 * size + spacing).all()
         assert not parts[..., [6, 7, 11, 12, 13, 14, 15]].any()
         assert (ones == unit).all()
         least = 2.0**-24 if dtype == torch.float16 else 2.0**-64
@@ -306,23 +389,23 @@ class TestColumns:
     @DTYPES
     @WIDTHS
     def test_gates_alone(self, dtype, d):
-        x, gate = self.inputs(dtype, d)
-        out = ops.extend_forward(x, gate, 0)
+        x, gate, _ = self.inputs(dtype, d)
+        out = ops.extend_forward(x, None, gate, 0)
         assert torch.equal(out[..., :d], x) and out.shape[-1] == d + 8 and not out[..., d + 3 :].any()
         spacing = 2.0**-24 if dtype == torch.float16 else 0
         assert (out[..., d : d + 3].double().sum(-1) - gate).abs().max() <= spacing
 
-    @NORMS
+    @SIDES
     @DTYPES
     @WIDTHS
-    def test_gradients(self, dtype, d, norm):
-        x, gate = self.inputs(dtype, d)
-        out = ops.extend_forward(x, gate, norm)
+    def test_gradients(self, dtype, d, side):
+        x, gate, bias = self.inputs(dtype, d)
+        out = ops.extend_forward(x, bias, gate, side, True, 0.5)
         gradient = torch.randn(out.shape).to(dtype)
-        unit, twice = 128 if dtype == torch.float16 else 1, 2 if norm == 1 else 1
-        of_norm = -gradient[..., d + (0 if norm == 1 else 3)].double() / unit
+        unit, twice = 128 if dtype == torch.float16 else 1, 2 if side == 1 else 1
+        of_norm = -gradient[..., d + (0 if side == 1 else 3)].double() / unit
         expected = gradient[..., :d].double() * twice + 2 * x.double() * of_norm[..., None]
-        found = ops.extend_backward(gradient, out, norm, d)
+        found = ops.extend_backward(gradient, out, side, d)
         assert found.dtype == dtype
         atol = 1e-12 if dtype == torch.float64 else 1e-5
         torch.testing.assert_close(found.double(), expected, rtol=torch.finfo(dtype).eps, atol=atol)
@@ -333,6 +416,10 @@ class TestColumns:
     [
         ({"logits": "cosine"}, ValueError, "logits 'cosine'"),
         ({"forget_gate": 0.5}, TypeError, "forget_gate float"),
+        ({"query_bias": 0.5}, TypeError, "query_bias float"),
+        ({"key_bias": 0.5}, TypeError, "key_bias float"),
+        ({"query_bias": torch.zeros(1, 8, 4), "scale": 0.0}, ValueError, "scale query_bias 1.17549e-38 0"),
+        ({"key_bias": torch.zeros(1, 8, 2), "scale": -1e-39}, ValueError, "scale key_bias 1.17549e-38 -1e-39"),
     ],
 )
 def test_an_invalid_variant_raises_an_error(options, error, words):
@@ -342,26 +429,29 @@ def test_an_invalid_variant_raises_an_error(options, error, words):
 
 
 @pytest.mark.parametrize(
-    ("shape", "kind", "error", "words"),
+    ("change", "kind", "error", "words"),
     [
-        ((1, 8, 4), {}, ValueError, "forget_gate [1, 8, 4]"),
-        ((1, 8, 2), {"dtype": torch.float16}, TypeError, "forget_gate Half"),
-        ((1, 8, 2), {"device": "meta"}, ValueError, "forget_gate meta"),
+        (3, {}, ValueError, "shape {shape} {given}"),
+        (0, {"dtype": torch.float16}, TypeError, "Float Half"),
+        (0, {"device": "meta"}, ValueError, "meta"),
     ],
     ids=["shape", "dtype", "device"],
 )
-def test_an_invalid_forget_gate_raises_an_error(shape, kind, error, words):
+@pytest.mark.parametrize(("name", "heads"), [("forget_gate", 2), ("query_bias", 4), ("key_bias", 2)])
+def test_an_invalid_gate_or_bias_raises_an_error(name, heads, change, kind, error, words):
     x = make_inputs(s=8, h=4, h_kv=2, d=16)
-    with pytest.raises(error, match=mentions(words)):
-        stickbreaking_attention(x.q, x.k, x.v, forget_gate=torch.ones(shape, **kind))
+    words = words.format(shape=[1, 8, heads], given=[1, 8, heads + change])
+    with pytest.raises(error, match=mentions(f"{name} {words}")):
+        stickbreaking_attention(x.q, x.k, x.v, **{name: torch.ones(1, 8, heads + change, **kind)})
 
 
-def test_the_widest_head_of_euclidean_logits():
-    """Euclidean logits need eight columns of a head, so head_dim is at most 248."""
-    x = make_inputs(s=8, h=1, d=256)
-    with pytest.raises(ValueError, match=mentions("head_dim 256 248")):
-        stickbreaking_attention(x.q, x.k, x.v, logits="euclidean")
-    x = make_inputs(s=70, h=1, d=248)
-    options = {"logits": "euclidean", "scale": 0.5 / math.sqrt(248)}
-    actual = run_variant(stickbreaking_attention, x, options)
-    assert max(errors(actual, run_variant(reference.stickbreaking_attention, *wide_inputs(x, options))).values()) < 2e-5
+@pytest.mark.parametrize("name", ["euclidean", "query bias", "key bias", "gated biased"])
+def test_the_widest_head(name):
+    """Euclidean logits and biases need eight columns of a head, so head_dim is at most 248."""
+    x, options = make_variant(name, s=8, h=1, d=256)
+    with pytest.raises(ValueError, match=mentions("head_dim 248 256")):
+        stickbreaking_attention(x.q, x.k, x.v, **options)
+    x, options = make_variant(name, s=70, h=1, d=248)
+    actual = run_variant(stickbreaking_attention, x, options, mass_threshold=0.0)
+    expected = run_variant(reference.stickbreaking_attention, *wide_inputs(x, options), mass_threshold=0.0)
+    assert max(errors(actual, expected).values()) < 2e-5

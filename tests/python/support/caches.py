@@ -11,7 +11,7 @@ from megatron_sb.ops.kvcache import stored_keys
 from .accuracy import floors, plain_attention, relative_errors
 from .inputs import Inputs, make_inputs
 from .rounded import rounded_results, rounds_weights
-from .variants import ALLOWED, make_variant
+from .variants import ALLOWED, TENSORS, make_variant
 
 _FACTOR = 2.0
 _LOGIT_TRUNCATION = 2.0**-22  # relative error
@@ -127,26 +127,37 @@ class VariantCase:
         case = self.caches
         shape = {"b": len(ends), "s": case.s_q, "s_k": case.capacity, "h": case.h, "h_kv": case.h_kv}
         self.x, self.options = make_variant(name, regime, d=case.d, d_v=case.d_v, dtype=case.dtype, **shape)
-        self.gate = self.options.pop("forget_gate", None)
-        keys = stored_keys(self.x.k, logits=self.options["logits"], forget_gate=self.gate)
-        case.x = Inputs(**{**vars(self.x), "k": keys})
+        self.gate, self.query_bias, self.key_bias = (self.options.pop(tensor, None) for tensor in TENSORS)
+        if self.query_bias is not None and self.key_bias is None and self.options["logits"] == "dot":
+            self.key_bias = self.x.k.new_zeros(self.x.k.shape[:-1])  # the keys need the columns
+        self.of_keys = {"forget_gate": self.gate, "key_bias": self.key_bias}
+        case.x = Inputs(**{**vars(self.x), "k": stored_keys(self.x.k, **self.options, **self.of_keys)})
 
     def arguments(self) -> tuple[tuple, dict]:
         """Return the arguments of `stickbreaking_attention_with_kvcache`: (q, caches), and the others by name."""
         tensors, options = self.caches.arguments()
-        return tensors, {**options, **self.options, "forget_gate": self.gate is not None}
+        stored = {name: value is not None for name, value in self.of_keys.items()}
+        return tensors, {**options, **self.options, **stored, "query_bias": self.query_bias}
 
     def expected(self) -> tuple[Tensor, Tensor]:
-        """Return o and mass from the oracle, which gets the gate of a key as its last channel."""
+        """Return o and mass from the oracle, which gets the gate and the biases as the last channels of q and k."""
         exact = CacheCase(**{field: getattr(self.caches, field) for field in ("ends", "s_q", "h", "h_kv", "firsts")})
-        gate = self.x.k.new_ones(self.x.k.shape[:-1]) if self.gate is None else self.gate
-        exact.x = Inputs(**{**vars(self.x), "k": torch.cat((self.x.k.double(), gate.double()[..., None]), dim=-1)})
+
+        def with_channels(x: Tensor, *channels: tuple[Tensor | None, float]) -> Tensor:
+            values = [x.new_full(x.shape[:-1], default) if c is None else c for c, default in channels]
+            return torch.cat((x.double(), *(value.double()[..., None] for value in values)), dim=-1)
+
+        q = with_channels(self.x.q, (self.query_bias, 0.0))
+        k = with_channels(self.x.k, (self.gate, 1.0), (self.key_bias, 0.0))
+        exact.x = Inputs(**{**vars(self.x), "q": q, "k": k})
         options = {**self.options, "attend_current": self.caches.attend_current, "return_mass": True}
-        return exact.expected(
-            lambda one: reference.stickbreaking_attention(
-                one.q.double(), one.k[..., :-1], one.v.double(), forget_gate=one.k[..., -1], **options
-            )
-        )
+
+        def oracle(one: Inputs) -> tuple[Tensor, Tensor]:
+            tensors = dict(zip(TENSORS, (one.k[..., -2], one.q[..., -1], one.k[..., -1]), strict=True))
+            q, k = one.q[..., :-1], one.k[..., :-2]
+            return reference.stickbreaking_attention(q, k, one.v.double(), **tensors, **options)
+
+        return exact.expected(oracle)
 
     def assert_accurate(self) -> None:
         """Assert that o and mass are within ALLOWED of the oracle. The operator runs first."""

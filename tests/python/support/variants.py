@@ -1,4 +1,4 @@
-"""Inputs, results and errors of the variants of the logit: forget gates and Euclidean logits."""
+"""Inputs, results and errors of the variants of the logit: forget gates, Euclidean logits and biases."""
 
 import torch
 from torch import Tensor
@@ -8,8 +8,21 @@ from megatron_sb import reference, stickbreaking_attention, stickbreaking_attent
 from .accuracy import accumulation_type, relative_errors
 from .inputs import Inputs, make_inputs
 
-# The argument `logits`, and whether there is a forget gate.
-VARIANTS = {"euclidean": ("euclidean", False), "gated": ("dot", True), "gated euclidean": ("euclidean", True)}
+TENSORS = ("forget_gate", "query_bias", "key_bias")
+BIASES = TENSORS[1:]
+# The argument `logits`, and the options that are tensors.
+WITHOUT_BIASES = {
+    "euclidean": ("euclidean", ()),
+    "gated": ("dot", ("forget_gate",)),
+    "gated euclidean": ("euclidean", ("forget_gate",)),
+}
+VARIANTS = WITHOUT_BIASES | {
+    "biased": ("dot", BIASES),
+    "query bias": ("dot", BIASES[:1]),
+    "key bias": ("dot", BIASES[1:]),
+    "biased euclidean": ("euclidean", BIASES),
+    "gated biased": ("dot", TENSORS),
+}
 # Values of forget gates, from standard normal numbers. "mixed" has values from nearly 0 to nearly 1.
 GATES = {
     "mixed": lambda x: (4 * x + 3).sigmoid(),
@@ -23,8 +36,8 @@ ALLOWED = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 2e-3, torch
 
 
 def make_variant(name: str, regime: str = "randn", gates: str = "mixed", **sizes) -> tuple[Inputs, dict]:
-    """Return inputs and options of a variant. Forget gates, of kind `gates`, have the accumulation type."""
-    logits, gated = VARIANTS[name]
+    """Return inputs and options of a variant. Forget gates, of kind `gates`, and biases have the accumulation type."""
+    logits, tensors = VARIANTS[name]
     x = make_inputs(regime, **sizes)
     options = {"logits": logits}
     if x.q.dtype == torch.float16:  # as with a scaled loss, because fp16 has no numbers below 6e-8
@@ -33,20 +46,31 @@ def make_variant(name: str, regime: str = "randn", gates: str = "mixed", **sizes
         # |q - k|^2 is about 2 d. The scale keeps logits at -8 or above in wide heads, because fp16 has no numbers below
         # 6e-8.
         options["scale"] = min(0.5 * x.q.shape[-1] ** -0.5, 4 / x.q.shape[-1])
-    if gated:
-        generator = torch.Generator(x.k.device).manual_seed(1)
-        gate = GATES[gates](torch.randn(x.k.shape[:-1], generator=generator)).clamp(1e-9, 1)
-        options["forget_gate"] = gate.to(accumulation_type(x.k.dtype))
+    for seed, tensor in enumerate(tensors, start=1):
+        generator = torch.Generator(x.k.device).manual_seed(seed)
+        values = torch.randn((x.q if tensor == "query_bias" else x.k).shape[:-1], generator=generator)
+        if tensor == "forget_gate":
+            values = GATES[gates](values).clamp(1e-9, 1)
+        options[tensor] = values.to(accumulation_type(x.k.dtype))
     return x, options
 
 
+def tensors_of(options: dict) -> dict[str, Tensor]:
+    """Return the options that are tensors."""
+    return {name: value for name, value in options.items() if name in TENSORS}
+
+
+def packed_options(options: dict) -> dict:
+    """Return the options of a batch of one for the inputs as one stream of packed rows."""
+    return options | {name: value[0] for name, value in tensors_of(options).items()}
+
+
 def run_variant(attention, x: Inputs, options: dict, *args, **more) -> dict[str, Tensor]:
-    """Return o, mass, dq, dk, dv, and dgate if there is a forget gate."""
+    """Return o, mass, dq, dk, dv, and dforget_gate and the like of the options that are tensors."""
     leaves = {name: getattr(x, name).detach().requires_grad_() for name in "qkv"}
-    if "forget_gate" in options:
-        leaves["gate"] = options["forget_gate"].detach().requires_grad_()
-        options = {**options, "forget_gate": leaves["gate"]}
-    o, mass = attention(leaves["q"], leaves["k"], leaves["v"], *args, return_mass=True, **options, **more)
+    tensors = {name: value.detach().requires_grad_() for name, value in tensors_of(options).items()}
+    o, mass = attention(*leaves.values(), *args, return_mass=True, **(options | tensors), **more)
+    leaves |= tensors
     gradients = torch.autograd.grad((o, mass), [*leaves.values()], (x.do.to(o.dtype), x.dmass.to(mass.dtype)))
     results = {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
     return {"o": o.detach(), "mass": mass.detach(), **results}
@@ -54,8 +78,8 @@ def run_variant(attention, x: Inputs, options: dict, *args, **more) -> dict[str,
 
 def wide_inputs(x: Inputs, options: dict) -> tuple[Inputs, dict]:
     """Return the same inputs and options in float64."""
-    gate = {"forget_gate": options["forget_gate"].double()} if "forget_gate" in options else {}
-    return Inputs(*(t.double() for t in vars(x).values())), {**options, **gate}
+    wide = {name: value.double() for name, value in tensors_of(options).items()}
+    return Inputs(*(t.double() for t in vars(x).values())), options | wide
 
 
 def errors(actual: dict, expected: dict) -> dict[str, float]:
@@ -73,7 +97,7 @@ def assert_variant(name: str, regime: str, edges: list[int] | None = None, atten
     if edges is not None:
         ours, theirs = stickbreaking_attention_varlen, reference.stickbreaking_attention_varlen
         x, args = x.packed(), (torch.tensor(edges, dtype=torch.int32),)
-        options = {key: value[0] if key == "forget_gate" else value for key, value in options.items()}
+        options = packed_options(options)
     more = {"attend_current": attend_current, "mass_threshold": 0.0}
     actual = run_variant(ours, x, options, *args, **more)  # first, so that recycled memory cannot hold its results
     expected = run_variant(theirs, *wide_inputs(x, options), *args, **more)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from support.accuracy import RESULTS, assert_errors, floors, run
 from support.inputs import Inputs, make_inputs
-from support.variants import VARIANTS, make_variant, run_variant, wide_inputs
+from support.variants import VARIANTS, make_variant, packed_options, run_variant, tensors_of, wide_inputs
 from torch import Tensor
 
 import megatron_sb as sb
@@ -227,14 +227,13 @@ def options_are_passed_on(group) -> None:
 
 
 def variants_of_the_logit(group) -> None:
-    """Forget gates and Euclidean logits work in every mode. Gradients of the gates return to their ranks."""
+    """Each variant works in every mode. Gradients of the gates and biases return to their ranks."""
     on_cpu = torch.get_default_device().type == "cpu"
     dtype, tolerance = (torch.float64, 1e-10) if on_cpu else (torch.float32, 1e-4)
     for name, stream in itertools.product(VARIANTS, (STREAMS["dense"], STREAMS["per document"])):
         x, options = make_variant(name, b=1 + stream.dim, s=ROWS, h=4, h_kv=2, d=16, d_v=24, dtype=dtype)
         if stream.dim == 0:
-            x = x.packed()
-            options |= {"forget_gate": options["forget_gate"][0]} if "forget_gate" in options else {}
+            x, options = x.packed(), packed_options(options)
 
         def oracle(*args, return_mass, of=stream, **options):
             return of.oracle(*args, **options)
@@ -244,8 +243,7 @@ def variants_of_the_logit(group) -> None:
         local = {
             part: sb.shard_sequence(t, group, stream.dim + (part == "dmass"), **cut) for part, t in vars(x).items()
         }
-        if "forget_gate" in options:
-            options["forget_gate"] = sb.shard_sequence(options["forget_gate"], group, stream.dim, **cut)
+        options |= {part: sb.shard_sequence(t, group, stream.dim, **cut) for part, t in tensors_of(options).items()}
         for comm in comms_of(group):
             more = {"comm": comm, "mass_threshold": 0, **groups_for(comm), **cut}
             results = run_variant(sb.context_parallel_attention, Inputs(**local), options, group, **more)

@@ -81,20 +81,23 @@ def with_sharded_parameters(group) -> None:
 
 
 def variants_of_the_attention_in_a_shared_sequence(group) -> None:
-    """Masses, gates and logits reach the ranks, dense and packed."""
+    """Masses, gates, biases and logits reach the ranks, dense and packed."""
     rows = 12 * dist.get_world_size()
     q, k, v = (torch.randn(1, rows, heads, 8) for heads in (4, 2, 2))
-    gate = torch.rand(1, rows, 2)
+    names = ("forget_gate", "query_bias", "key_bias")
+    tensors = [torch.rand(1, rows, heads) for heads in (2, 4, 2)]
     options = {"return_mass": True, "attend_current": True, "logits": "euclidean"}
     cu_seqlens = offsets(0, rows // 3, rows)
-    packed = sb.stickbreaking_attention_varlen(q[0], k[0], v[0], cu_seqlens, forget_gate=gate[0], **options)
+    of_rows = {name: x[0] for name, x in zip(names, tensors, strict=True)}
+    packed = sb.stickbreaking_attention_varlen(q[0], k[0], v[0], cu_seqlens, **of_rows, **options)
     for documents, (o, mass) in (
-        (None, sb.stickbreaking_attention(q, k, v, forget_gate=gate, **options)),
+        (None, sb.stickbreaking_attention(q, k, v, **dict(zip(names, tensors, strict=True)), **options)),
         (cu_seqlens, [x[None] for x in packed]),
     ):
         plan = sb.ContextParallelPlan(group, rows, documents)
-        with sb.shared_sequence(plan, q, k, v, gate) as (*local, local_gate):
-            found, found_mass = sb.stickbreaking_attention(*local, forget_gate=local_gate, **options)
+        with sb.shared_sequence(plan, q, k, v, *tensors) as local:
+            of_rank = dict(zip(names, local[3:], strict=True))
+            found, found_mass = sb.stickbreaking_attention(*local[:3], **of_rank, **options)
         torch.testing.assert_close(sb.unshard_sequence(found, group, 1, cu_seqlens=documents), o, rtol=1e-4, atol=1e-5)
         gathered = sb.unshard_sequence(found_mass, group, 2, cu_seqlens=documents)
         torch.testing.assert_close(gathered, mass, rtol=1e-4, atol=1e-5)

@@ -128,6 +128,9 @@ def refuses_ranks_that_disagree(group) -> None:
     expect_on_every_rank(call(q, k, v, comm="p2p" if odd else "all_gather"), disagreement("comm", "all_gather", "p2p"))
     expect_on_every_rank(call(q, k, v, scale=0.5 if odd else 0.25), disagreement("scale"))
     expect_on_every_rank(call(q, k, v, return_mass=odd), disagreement("return_mass", False, True))
+    for name, x in (("query_bias", q), ("key_bias", k)):
+        bias = {name: torch.zeros(x.shape[:-1])} if odd else {}
+        expect_on_every_rank(call(q, k, v, **bias), disagreement(name, "no", "yes"))
     expect_on_every_rank(call(q[:, :-1] if odd else q, k, v), mentions("q local rows plan"))
     expect_on_every_rank(call(torch.zeros(()) if odd else q, k, v), mentions("q 0 4"))
     expect_on_every_rank(call(q, k, v, comm="a2a+p2p" if odd else "auto"), mentions("hierarchical_groups a2a+p2p"))

@@ -86,11 +86,12 @@ def main(kind: str) -> None:
             (q[:, 7:], k, v, length),
         ),
         "context_parallel": (lambda *x: sb.context_parallel_attention(*x, plan=plan, comm="p2p"), (q, k, v)),
-        "forget_gate": (
-            lambda f: sb.context_parallel_attention(q, k, v, plan=plan, comm="p2p", forget_gate=f),
-            (torch.zeros(1, 8, 2),),
-        ),
     }
+    for name in ("forget_gate", "query_bias", "key_bias"):
+        calls[name] = (
+            lambda x, name=name: sb.context_parallel_attention(q, k, v, plan=plan, comm="p2p", **{name: x}),
+            (torch.zeros(1, 8, 2),),
+        )
     for name, (call, tensors) in calls.items():
         print(f"{name}: {outcome(call, wrap, tensors)}", flush=True)
 
