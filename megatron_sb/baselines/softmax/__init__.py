@@ -2,10 +2,19 @@
 
 attention.py has the module, positions.py the position encodings, stable_mask.py StableMask, forget_gates.py forget
 gates, kernels.py the kernels and the choice between them, and offsets.py the lengths, positions and masks of packed
-documents.
+documents. context_parallel.py computes a sequence that several ranks share, with shards.py, blocks.py and exchange.py.
 """
 
 from megatron_sb.baselines.softmax.attention import Position, SoftmaxAttention
+from megatron_sb.baselines.softmax.context_parallel import context_parallel_softmax
 from megatron_sb.baselines.softmax.positions import FireBias, RotaryKind, RotaryScaling, alibi_slopes
 
-__all__ = ["FireBias", "Position", "RotaryKind", "RotaryScaling", "SoftmaxAttention", "alibi_slopes"]
+__all__ = [
+    "FireBias",
+    "Position",
+    "RotaryKind",
+    "RotaryScaling",
+    "SoftmaxAttention",
+    "alibi_slopes",
+    "context_parallel_softmax",
+]

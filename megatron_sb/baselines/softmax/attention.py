@@ -21,6 +21,7 @@ from megatron_sb.baselines.softmax.offsets import last_offsets
 from megatron_sb.baselines.softmax.positions import (
     FireBias,
     RotaryScaling,
+    alibi_slopes,
     rotary_cos_sin,
     rotate,
     without_autocast,
@@ -136,10 +137,14 @@ class SoftmaxAttention(nn.Module):
         """
         for name, value in (("q", q), ("k", k), ("v", v)):
             check_tensor(name, value)
-        q, k, v = (_cast_by_autocast(x) for x in (q, k, v))
-        self._check_inputs(q, k, v, cu_seqlens)
+        if cu_seqlens is not None:
+            check_tensor("cu_seqlens", cu_seqlens)
+        q, k, v = (cast_by_autocast(x) for x in (q, k, v))
+        self.check_inputs(q, k, v, packed=cu_seqlens is not None)
+        if cu_seqlens is not None:
+            _check_offsets(cu_seqlens)
         if log_gates is not None:
-            _check_gates(log_gates, k)
+            check_gates(log_gates, k)
         with without_autocast(q):
             if cu_seqlens is None:
                 return self._attend(q, k, v, (q.shape[1],), log_gates)
@@ -163,23 +168,29 @@ class SoftmaxAttention(nn.Module):
         if self.position == "rope":
             cos, sin = rotary_cos_sin(lengths, self.head_dim, self.rotary_base, self.scaling, q.dtype, q.device)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        scores = kernels.Scores(
-            scale=self.scale,
-            alibi=self.position == "alibi",
-            fire=self.fire if self.position == "fire" else None,
-            window=None if self.window is None or self.window >= max(lengths) else self.window,
-            stable_mask_gammas=self.stable_mask_gamma,
-        )
+        scores = self.scores(max(lengths))
         if log_gates is not None:
             q, k, v = with_gate_channels(q, k, v, log_gates, lengths, self.scale)
         o = kernels.attend(*(x.transpose(1, 2) for x in (q, k, v)), lengths, scores).transpose(1, 2)
         return o if log_gates is None else o[..., :-CHANNELS]
 
-    def _check_inputs(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: object) -> None:
-        if cu_seqlens is not None:
-            check_tensor("cu_seqlens", cu_seqlens)
-        expected = "(b, s, h, d) without cu_seqlens" if cu_seqlens is None else "(t, h, d) with cu_seqlens"
-        dims = 4 if cu_seqlens is None else 3
+    def scores(self, longest: int) -> kernels.Scores:
+        """Return how the scores are computed from rotated q and k. longest: length of the longest document."""
+        return kernels.Scores(
+            scale=self.scale,
+            alibi_slopes=tuple(alibi_slopes(self.num_heads)) if self.position == "alibi" else None,
+            fire=self.fire if self.position == "fire" else None,
+            window=None if self.window is None or self.window >= longest else self.window,
+            stable_mask_gammas=self.stable_mask_gamma,
+        )
+
+    def check_inputs(self, q: Tensor, k: Tensor, v: Tensor, *, packed: bool, offsets: str = "cu_seqlens") -> None:
+        """Raise ValueError or TypeError for a wrong shape, dtype or device of q, k and v; see `forward`.
+
+        packed: the shapes are those of packed documents. offsets: what describes packed documents, for the message.
+        """
+        expected = f"(t, h, d) with {offsets}" if packed else f"(b, s, h, d) without {offsets}"
+        dims = 3 if packed else 4
         if q.dim() != dims or q.shape[-2:] != (self.num_heads, self.head_dim) or q.numel() == 0:
             raise ValueError(
                 f"q must have shape {expected}, with h = {self.num_heads}, d = {self.head_dim} and at least one token, "
@@ -198,14 +209,18 @@ class SoftmaxAttention(nn.Module):
         for name, x in (("k", k), ("v", v)):
             if (x.dtype, x.device) != (q.dtype, q.device):
                 raise TypeError(f"{name} must be {q.dtype} on {q.device} as q, got {x.dtype} on {x.device}.")
-        if cu_seqlens is not None and (cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2):
-            raise ValueError(
-                "cu_seqlens must be torch.int32 of shape (documents + 1,), "
-                f"got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}."
-            )
 
 
-def _check_gates(log_gates: object, k: Tensor) -> None:
+def _check_offsets(cu_seqlens: Tensor) -> None:
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError(
+            "cu_seqlens must be torch.int32 of shape (documents + 1,), "
+            f"got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}."
+        )
+
+
+def check_gates(log_gates: object, k: Tensor) -> None:
+    """Raise ValueError or TypeError unless log_gates are fp32 or fp64 on k's device, one for each token and KV head."""
     check_tensor("log_gates", log_gates)
     if log_gates.shape != k.shape[:-1]:
         raise ValueError(f"log_gates must have the shape {tuple(k.shape[:-1])} of k, got {tuple(log_gates.shape)}.")
@@ -216,7 +231,7 @@ def _check_gates(log_gates: object, k: Tensor) -> None:
         )
 
 
-def _cast_by_autocast(x: Tensor) -> Tensor:
+def cast_by_autocast(x: Tensor) -> Tensor:
     """Cast x as autocast does for the stick-breaking operators and torch's own. fp64 stays."""
     casts = x.is_floating_point() and x.dtype != torch.float64 and not x.is_meta
     enabled = casts and torch.is_autocast_enabled(x.device.type)

@@ -34,20 +34,30 @@ def with_gate_channels(
     Returns:
         q, k and v with CHANNELS more channels. The last channels of the output have no meaning.
     """
-    start = document_starts(lengths, q.device)
+    return append_gate_channels(q, k, v, gate_channels(log_gates, lengths, scale, q.dtype))
+
+
+def gate_channels(log_gates: Tensor, lengths: tuple[int, ...], scale: float, dtype: torch.dtype) -> Tensor:
+    """Return -c_i / scale of each key as a sum of PARTS channels in `dtype`: (b, s, h_kv, PARTS).
+
+    log_gates, lengths and scale: see `with_gate_channels`.
+    """
+    start = document_starts(lengths, log_gates.device)
     # Positions last: on a GPU, torch scans another dimension with one thread for each of the b * h_kv rows.
     gates = log_gates.double().transpose(1, 2)
     sums = gates.cumsum(2)
     sums = (sums - (sums - gates).index_select(2, start)).transpose(1, 2)  # sums within documents
-    rest, parts = (-sums / scale).to(torch.promote_types(q.dtype, torch.float32)), []
+    rest, parts = (-sums / scale).to(torch.promote_types(dtype, torch.float32)), []
     for _ in range(PARTS):
-        parts.append(rest.to(q.dtype))
+        parts.append(rest.to(dtype))
         rest = rest - parts[-1].to(rest.dtype)
+    return torch.stack(parts, dim=-1)
+
+
+def append_gate_channels(q: Tensor, k: Tensor, v: Tensor, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Append ones to q (b, s, h, d), `channels` (b, s, h_kv, PARTS) to k (b, s, h_kv, d), and zeros to v."""
     ones = q.new_ones(*q.shape[:-1], PARTS)
-    q, k = (
-        torch.cat((x, pad(channels, (0, CHANNELS - PARTS))), dim=-1)
-        for x, channels in ((q, ones), (k, torch.stack(parts, dim=-1)))
-    )
+    q, k = (torch.cat((x, pad(extra, (0, CHANNELS - PARTS))), dim=-1) for x, extra in ((q, ones), (k, channels)))
     return q, k, pad(v, (0, CHANNELS))
 
 

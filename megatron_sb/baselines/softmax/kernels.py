@@ -14,7 +14,7 @@ channels. It cannot differentiate the network inside FIRE's bias.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,22 +48,35 @@ class Scores:
 
     Attributes:
         scale: factor of q . k.
-        alibi: whether ALiBi's bias is added.
+        alibi_slopes: ALiBi's slope of each head, or None without ALiBi.
         fire: the module of FIRE's bias, or None.
         window: number of newest keys that a row sees, including its own. None for all.
         stable_mask_gammas: gamma of each head, or None without StableMask.
+        fire_heads: first head and end of the heads of `fire` that the scores have. None for all.
     """
 
     scale: float
-    alibi: bool
+    alibi_slopes: tuple[float, ...] | None
     fire: FireBias | None
     window: int | None
     stable_mask_gammas: tuple[float, ...] | None
+    fire_heads: tuple[int, int] | None = None
 
     @property
     def is_dot_product(self) -> bool:
         """Whether the scores are only scale * q . k under a causal mask."""
-        return not self.alibi and self.fire is None and self.window is None and self.stable_mask_gammas is None
+        biased = self.alibi_slopes is not None or self.fire is not None
+        return not biased and self.window is None and self.stable_mask_gammas is None
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """FIRE's parameters that are trained."""
+        return () if self.fire is None else tuple(x for x in self.fire.parameters() if x.requires_grad)
+
+    def of_heads(self, begin: int, end: int) -> Scores:
+        """Return the scores of the heads from `begin` to `end`."""
+        slopes, gammas = (x and x[begin:end] for x in (self.alibi_slopes, self.stable_mask_gammas))
+        return replace(self, alibi_slopes=slopes, stable_mask_gammas=gammas, fire_heads=(begin, end))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scores: Scores) -> Tensor:
@@ -124,8 +137,8 @@ _fused_flex = compiled(flex_attention, fullgraph=True)
 def flex(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scores: Scores) -> Tensor:
     """Compute q (b, h, s, d), k and v (b, h_kv, s, d), with torch's flex_attention."""
     score_mod = None
-    if scores.alibi:
-        slopes = alibi_slope_tensor(q.shape[1], torch.float32, q.device)
+    if scores.alibi_slopes is not None:
+        slopes = alibi_slope_tensor(scores.alibi_slopes, torch.float32, q.device)
 
         def score_mod(score, _, head, query, key):
             return score - slopes[head] * (query - key)
@@ -183,21 +196,37 @@ def _plain_rows(q: Tensor, k: Tensor, v: Tensor, first_row: int, first_key: int,
 
     length: length of the document.
     """
+    z = masked_scores(q, k, first_row, first_key, scores)
+    o = z.softmax(-1) @ v.to(z.dtype)
+    if scores.stable_mask_gammas is not None:
+        o = o * real_share(scores.stable_mask_gammas, z.logsumexp(-1), (length,), first_row)
+    return o.to(q.dtype)
+
+
+def masked_scores(q: Tensor, k: Tensor, first_row: int, first_key: int, scores: Scores) -> Tensor:
+    """Return the scores of rows and keys of one document, -inf where a row does not see a key.
+
+    Args:
+        q: (b, h, r, d).
+        k: (b, h, n, d).
+        first_row: position of the first row in the document.
+        first_key: position of the first key in the document.
+        scores: how the scores are computed.
+
+    Returns:
+        (b, h, r, n) in fp32 (fp64 for fp64).
+    """
     dtype = torch.promote_types(q.dtype, torch.float32)
     query = torch.arange(first_row, first_row + q.shape[2], device=q.device)
     key = torch.arange(first_key, first_key + k.shape[2], device=q.device)
     distance = query[:, None] - key
     z = scores.scale * q.to(dtype) @ k.to(dtype).transpose(2, 3)
-    if scores.alibi:
-        z = z - alibi_slope_tensor(q.shape[1], dtype, q.device)[:, None, None] * distance
+    if scores.alibi_slopes is not None:
+        z = z - alibi_slope_tensor(scores.alibi_slopes, dtype, q.device)[:, None, None] * distance
     if scores.fire is not None:
-        z = z + scores.fire(query.to(dtype), key.to(dtype))
+        z = z + scores.fire(query.to(dtype), key.to(dtype), scores.fire_heads)
     hidden = distance < 0 if scores.window is None else (distance < 0) | (distance >= scores.window)
-    z = z.masked_fill(hidden, -torch.inf)
-    o = z.softmax(-1) @ v.to(dtype)
-    if scores.stable_mask_gammas is not None:
-        o = o * real_share(scores.stable_mask_gammas, z.logsumexp(-1), (length,), first_row)
-    return o.to(q.dtype)
+    return z.masked_fill(hidden, -torch.inf)
 
 
 def _joined(outputs: list[Tensor]) -> Tensor:

@@ -128,9 +128,9 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
 
 @shared_by_layers
-def alibi_slope_tensor(num_heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return `alibi_slopes` as a tensor (h,)."""
-    return torch.tensor(alibi_slopes(num_heads), dtype=dtype, device=device)
+def alibi_slope_tensor(slopes: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the slopes of h heads as a tensor (h,)."""
+    return torch.tensor(slopes, dtype=dtype, device=device)
 
 
 class FireBias(nn.Module):
@@ -179,21 +179,23 @@ class FireBias(nn.Module):
         nn.init.constant_(self.c, self.initial_c)
         nn.init.constant_(self.threshold_factor, 1.0)
 
-    def forward(self, query_position: Tensor, key_position: Tensor) -> Tensor:
+    def forward(self, query_position: Tensor, key_position: Tensor, heads: tuple[int, int] | None = None) -> Tensor:
         """Compute the bias of every pair of query and key.
 
         Args:
             query_position: (r,), floating point. Parameters are converted to its dtype, and autocast is ignored: in
                 bfloat16 neighbouring positions would be equal.
             key_position: (n,), in the dtype of query_position.
+            heads: first head and end of the heads to compute. Default None: all.
 
         Returns:
-            (h, r, n) in the dtype of query_position. Entries of keys after the query have no meaning.
+            (h, r, n) in the dtype of query_position, h the number of these heads. Entries of keys after the query have
+            no meaning.
         """
         with without_autocast(query_position):
-            return self._bias(query_position, key_position)
+            return self._bias(query_position, key_position, slice(*heads or (None,)))
 
-    def _bias(self, query_position: Tensor, key_position: Tensor) -> Tensor:
+    def _bias(self, query_position: Tensor, key_position: Tensor, heads: slice) -> Tensor:
         dtype = query_position.dtype
         c, threshold = self.c.abs().to(dtype), (self.threshold_factor * self.threshold).abs().to(dtype)
         # The mask removes future keys later. Without the clamp their logarithm is NaN, which reaches the gradients.
@@ -201,7 +203,9 @@ class FireBias(nn.Module):
         normalizer = torch.log1p(c * torch.maximum(query_position, threshold)) + _FIRE_EPS
         x = torch.log1p(c * distance) / normalizer[:, None]
         network = _fused_fire_network if x.is_cuda else _fire_network
-        return network(x, *(p.to(dtype) for layer in (self.hidden, self.out) for p in (layer.weight, layer.bias)))
+        hidden, out = self.hidden, self.out
+        parameters = (hidden.weight, hidden.bias, out.weight[heads], out.bias[heads])
+        return network(x, *(p.to(dtype) for p in parameters))
 
 
 def _fire_network(x: Tensor, weight: Tensor, bias: Tensor, out_weight: Tensor, out_bias: Tensor) -> Tensor:

@@ -245,11 +245,6 @@ def _context_parallel_problems(config: TrainingConfig, stage: StageConfig, path:
     if available % size:
         ranks = "parallel.ranks" + (" / parallel.tensor_parallel_size" if parallel.tensor_parallel_size > 1 else "")
         yield f"{path}.context_parallel_size must divide {ranks} = {available}, got {size}"
-    if size > 1 and not any(map(config.breaks_sticks, config.compare)):
-        yield (
-            f"{path}.context_parallel_size = {size} contradicts compare = {list(config.compare)}: only stick-breaking "
-            "attention runs with context parallelism"
-        )
     levels = stage.hierarchical_context_parallel_sizes
     if levels and parallel.comm != "a2a+p2p":
         yield (
@@ -298,17 +293,15 @@ def _row_problems(config: TrainingConfig, stage: StageConfig, path: str) -> Iter
             f"{path}.pad_multiple must be a multiple of {needed}, which the stage's ranks need, and divide "
             f"{path}.context_length = {stage.context_length}, got {padded}"
         )
-    for model in config.compare:
-        groups = config.data_parallel_size(model, stage)
-        rows_per_group = stage.rows_per_step // groups
-        if stage.rows_per_step % groups:
-            yield (
-                f"{path}.rows_per_step must be a multiple of {groups}, the data-parallel size of {model}, "
-                f"got {stage.rows_per_step}"
-            )
-        if stage.rows_per_micro_batch is not None and rows_per_group % stage.rows_per_micro_batch:
-            yield (
-                f"{path}.rows_per_micro_batch must divide {rows_per_group}, the rows of one data-parallel group of "
-                f"{model} ({path}.rows_per_step / {groups}), got {stage.rows_per_micro_batch}"
-            )
+    groups = config.data_parallel_size(stage)
+    rows_per_group = stage.rows_per_step // groups
+    if stage.rows_per_step % groups:
+        yield (
+            f"{path}.rows_per_step must be a multiple of {groups}, the data-parallel size, got {stage.rows_per_step}"
+        )
+    if stage.rows_per_micro_batch is not None and rows_per_group % stage.rows_per_micro_batch:
+        yield (
+            f"{path}.rows_per_micro_batch must divide {rows_per_group}, the rows of one data-parallel group "
+            f"({path}.rows_per_step / {groups}), got {stage.rows_per_micro_batch}"
+        )
     yield from config.data.stage_problems(config, stage, path)

@@ -257,13 +257,9 @@ class TrainingConfig(Section):
         """Return whether a model of `compare` has stick-breaking attention."""
         return isinstance(self.attention[model], StickBreakingAttentionConfig)
 
-    def context_parallel_size(self, model: str, stage: StageConfig) -> int:
-        """Return the number of ranks that share a sequence: 1 for softmax, which has no context parallelism."""
-        return stage.context_parallel_size if self.breaks_sticks(model) else 1
-
-    def data_parallel_size(self, model: str, stage: StageConfig) -> int:
+    def data_parallel_size(self, stage: StageConfig) -> int:
         """Return the number of ranks, or groups of ranks, that train on different rows."""
-        shared = self.parallel.tensor_parallel_size * self.context_parallel_size(model, stage)
+        shared = self.parallel.tensor_parallel_size * stage.context_parallel_size
         return self.parallel.ranks // shared
 
     def row_multiple(self, stage: StageConfig) -> int:

@@ -77,15 +77,15 @@ class Engine:
         self.attention_counts = AttentionCounts.zeros(device)
         self._earlier_groups = process_groups()
         try:
-            self._create_groups(model, stage)
+            self._create_groups(stage)
             self._create_model(model, stage)
         except BaseException:
             # Without a barrier: this rank may be the only one that fails.
             self._destroy_parallel_state()
             raise
 
-    def _create_groups(self, model: str, stage: StageConfig) -> None:
-        parallel, context_parallel_size = self._config.parallel, self._config.context_parallel_size(model, stage)
+    def _create_groups(self, stage: StageConfig) -> None:
+        parallel, context_parallel_size = self._config.parallel, stage.context_parallel_size
         levels = stage.hierarchical_context_parallel_sizes if context_parallel_size > 1 else ()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor_parallel_size,

@@ -74,7 +74,7 @@ def build_model(
 def stage_fields(config: TrainingConfig, model: str, stage: StageConfig) -> dict:
     """Return what an engine of a model takes from its stage. One engine serves stages with equal fields."""
     attention = config.attention[model]
-    fields = _parallel_fields(config.parallel, stage, config.context_parallel_size(model, stage))
+    fields = _parallel_fields(config.parallel, stage)
     fields |= {"trained_context": stage.context_length, "longest": config.longest_evaluated(stage)}
     if isinstance(attention, SoftmaxAttentionConfig):
         fields |= _softmax_fields(config, attention, stage)
@@ -93,6 +93,7 @@ def _softmax_fields(config: TrainingConfig, attention: SoftmaxAttentionConfig, s
     names = ("position", "window", "stable_mask_gamma", "rotary_base", "global_interval", "forget_gate")
     fields = {name: getattr(attention, name) for name in names}
     stages = [each.name for each in config.stages]
+    fields |= {"cp_layout": config.parallel.layout, "packing": config.parallel.packing}
     if attention.dropped_in is not None and stages.index(stage.name) >= stages.index(attention.dropped_in):
         fields["position"] = "none"
     return fields
@@ -124,17 +125,17 @@ def _transformer_config(config: TrainingConfig, model: str, stage: StageConfig, 
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         **RECOMPUTE[sizes.recompute],
-        **_parallel_fields(config.parallel, stage, config.context_parallel_size(model, stage)),
+        **_parallel_fields(config.parallel, stage),
         **_moe_fields(sizes),
     )
 
 
-def _parallel_fields(parallel: ParallelConfig, stage: StageConfig, context_parallel_size: int) -> dict:
-    alone = context_parallel_size == 1
+def _parallel_fields(parallel: ParallelConfig, stage: StageConfig) -> dict:
+    alone = stage.context_parallel_size == 1
     return {
         "tensor_model_parallel_size": parallel.tensor_parallel_size,
         "sequence_parallel": parallel.sequence_parallel,
-        "context_parallel_size": context_parallel_size,
+        "context_parallel_size": stage.context_parallel_size,
         "cp_comm_type": None if alone or parallel.comm == "auto" else parallel.comm,
         "hierarchical_context_parallel_sizes": None if alone else [*stage.hierarchical_context_parallel_sizes] or None,
         "expert_model_parallel_size": parallel.expert_parallel_size,

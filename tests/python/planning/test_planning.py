@@ -122,7 +122,7 @@ def test_every_layout_is_a_configuration_that_the_trainer_accepts(name):
     assert {layout.expert for layout in found} == ({1} if name == "dense_1b" else {1, 2, 4, 8})
     for layout in found[:: len(found) // 9]:
         changed = load_config(path, layouts.overrides(config, 0, layout))
-        assert changed.data_parallel_size("stick_breaking", changed.stages[0]) == layout.data
+        assert changed.data_parallel_size(changed.stages[0]) == layout.data
         assert changed.stages[0].rows_per_micro_batch == layout.rows_at_once
         assert (changed.model.recompute, changed.parallel.ranks) == (layout.recompute, 8)
         assert changed.parallel.sequence_parallel == (layout.tensor > 1)

@@ -259,7 +259,7 @@ REFUSALS = {
     "model.recompute=some": r"model\.recompute must be 'none', 'selective' or 'full', got 'some'",
     "model.moe={top_k: 2}": r"model\.moe\.num_experts is required",
     "initial_checkpoint=a": r"initial_checkpoint = 'a' contradicts compare = \['stick_breaking', 'softmax_rope'\]",
-    "parallel.ranks=3": r"rows_per_step must be a multiple of 3, the data-parallel size of stick_breaking, got 8",
+    "parallel.ranks=3": r"rows_per_step must be a multiple of 3, the data-parallel size, got 8",
     "stages.1.context_parallel_size=4": r"context_parallel_size must divide parallel\.ranks = 2, got 4",
     "stages.1.context_length=2046": r"stages\.1\.context_length must be a multiple of 4.*, got 2046",
     "stages.1.pad_multiple=6": r"stages\.1\.pad_multiple must be a multiple of 4.*, got 6",
@@ -293,7 +293,6 @@ REFUSALS = {
     "attention.softmax_rope.dropped_in=short": r"dropped_in must name a stage after .*'extended'.* got 'short'",
     "attention.softmax_rope={dropped_in: extended, evaluated_scalings: [yarn]}": r"needs .*got 'rope' and \['yarn'",
     "attention.softmax_rope.evaluated_scalings=[]": r"softmax_rope\.evaluated_scalings must have at least one item",
-    "compare=[softmax_rope]": r"stages\.1\.context_parallel_size = 2 contradicts compare = \['softmax_rope'\]",
     "evaluation.longest=255": r"target_tokens must be at most .* evaluated context of stages\.0, 255 tokens, got 256",
     "evaluation.target_tokens=5000": r"evaluation\.target_tokens must be at most the longest evaluated .*, got 5000",
     "nonsense": r"override must be dotted\.field=value, .*, got 'nonsense'",
@@ -403,10 +402,17 @@ def test_sizes_that_follow_from_others():
     config = load_config(TINY, [*TENSOR_PARALLEL, "parallel.ranks=8", "parallel.sequence_parallel=true", *ROWS])
     short, extended = config.stages
     assert config.model.head_dim == 32 and config.model.padded_vocab_size(config.vocab_size) == 258
-    assert [config.data_parallel_size("stick_breaking", stage) for stage in config.stages] == [4, 2]
+    assert [config.data_parallel_size(stage) for stage in config.stages] == [4, 2]
     assert (config.pad_multiple(short), config.pad_multiple(extended)) == (2, 8)
     whole = load_config(TINY, ["parallel.packing=whole_stream"])
     assert (whole.row_multiple(extended), whole.pad_multiple(extended)) == (4, 1)
+
+
+@pytest.mark.parametrize("comm", ["auto", "p2p", "all_gather", "a2a", "a2a+p2p"])
+def test_softmax_models_have_context_parallelism(comm):
+    levels = ["stages.1.hierarchical_context_parallel_sizes=[2, 1]"] if comm == "a2a+p2p" else []
+    config = load_config(TINY, ["compare=[softmax_rope]", f"parallel.comm={comm}", *levels])
+    assert config.stages[1].context_parallel_size == 2
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,9 @@ def softmax_attention(num_heads, num_kv_heads, head_dim=16, layer=1, options=Non
         **{"attention_dropout": 0.0, **fields},
     )
     return SoftmaxCoreAttention(config, layer, None, "self", **{"rotary_base": 100.0, **(options or {})})
+
+
+GROUPS = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2))  # of two context-parallel ranks
 
 
 def naive_rotary_softmax(query, key, value, bounds, base, stretch=1.0):
@@ -109,8 +113,8 @@ def test_forget_gates_are_the_last_channels_of_the_keys():
 
 
 def test_what_it_does_not_do_is_refused():
-    with pytest.raises(ValueError, match=r"context_parallel_size .* got 2"):
-        softmax_attention(4, 4, context_parallel_size=2)
+    with pytest.raises(ValueError, match=r"'a2a\+p2p' .* hierarchical_context_parallel_sizes, got 0"):
+        softmax_attention(4, 4, options={"cp_comm_type": "a2a+p2p", "pg_collection": GROUPS}, context_parallel_size=2)
     with pytest.raises(ValueError, match=r"attention_dropout must be 0, got 0\.1"):
         softmax_attention(4, 4, attention_dropout=0.1)
     with pytest.raises(ValueError, match=r"packed_seq_params .* got None"):

@@ -23,8 +23,15 @@ import context_parallel_accuracy
 import context_parallel_gpus
 import context_parallel_models
 import context_parallel_refusals
+import context_parallel_softmax
 
-MODULES = (context_parallel_accuracy, context_parallel_models, context_parallel_refusals, context_parallel_gpus)
+MODULES = (
+    context_parallel_accuracy,
+    context_parallel_models,
+    context_parallel_refusals,
+    context_parallel_gpus,
+    context_parallel_softmax,
+)
 
 TIMEOUT_SECONDS = 60
 

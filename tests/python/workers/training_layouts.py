@@ -12,20 +12,24 @@ import json
 import os
 import sys
 import sysconfig
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.spec_utils import ModuleSpec
 
+from megatron_sb.megatron.spec import with_stickbreaking
 from megatron_sb.training.config import load_config
 from megatron_sb.training.data import PackedBatch, RowSampler, split_rows
 from megatron_sb.training.documents import load_corpus
 from megatron_sb.training.engine import engine as engine_module
+from megatron_sb.training.engine import model as model_module
 from megatron_sb.training.engine.backends import MegatronBackend
 from megatron_sb.training.engine.engine import Engine
 from megatron_sb.training.engine.groups import process_groups
+from megatron_sb.training.engine.softmax_attention import SoftmaxCoreAttention
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support import megatron_cpu
@@ -54,6 +58,8 @@ FAMILIES = {
         "attention.stick_breaking.head_norm": True,
     },
     "softmax": {"compare": ["softmax_rope"]},
+    # The first layer is stick-breaking, the second is softmax with ALiBi and a window; see `mixed_spec`.
+    "mixed": {},
     "mixture": MIXTURE,
     "mixture, no auxiliary loss": {
         **MIXTURE,
@@ -90,7 +96,22 @@ LAYOUTS = {
         "TP2 CP2 sequence parallel": SEQUENCE | context_parallel(2),
         "TP2 CP2, recompute full": TENSOR | context_parallel(2) | {"model.recompute": "full"},
     },
-    "softmax": {"TP2": TENSOR},
+    "softmax": {
+        "TP2": TENSOR,
+        "CP4": context_parallel(4),
+        "CP2, whole stream, contiguous, all_gather": {
+            **context_parallel(2),
+            "parallel.packing": "whole_stream",
+            "parallel.layout": "contiguous",
+            "parallel.comm": "all_gather",
+        },
+        "TP2 CP2 p2p": TENSOR | context_parallel(2) | {"parallel.comm": "p2p"},
+        "CP4 a2a+p2p": {
+            **context_parallel(4, hierarchical_context_parallel_sizes=[2, 2]),
+            "parallel.comm": "a2a+p2p",
+        },
+    },
+    "mixed": {"CP2": context_parallel(2), "CP4 p2p": context_parallel(4) | {"parallel.comm": "p2p"}},
     # The auxiliary loss depends on the micro-batch. In these layouts the micro-batch is that of the reference.
     "mixture": {
         "CP4 EP2": EXPERT | context_parallel(4),
@@ -106,7 +127,12 @@ GPU_LAYOUTS = {
         "CP2, recompute full": context_parallel(2) | {"model.recompute": "full"},
         "TP2 sequence parallel, recompute selective": SEQUENCE | {"model.recompute": "selective"},
     },
-    "softmax": {"TP2": TENSOR},
+    "softmax": {
+        "TP2": TENSOR,
+        "CP2 p2p": context_parallel(2) | {"parallel.comm": "p2p"},
+        "CP2 all_gather": context_parallel(2) | {"parallel.comm": "all_gather"},
+    },
+    "mixed": {"CP2": context_parallel(2)},
     "mixture": {
         "CP2 EP2 alltoall": EXPERT | ALL_TO_ALL | context_parallel(2),
         "TP2 EP2": SEQUENCE | EXPERT,
@@ -138,6 +164,14 @@ MEGATRON_CHECKPOINTED = {
     "TP2 CP2 EP2 alltoall": {"parallel.expert_parallel_size": 4} | ALL_TO_ALL | context_parallel(4),
     "CP2 EP4": {},  # in the layout that loads, experts and other weights share one optimizer
 }
+
+
+def mixed_spec(spec, attention, parallel):
+    """Make the spec of a stick-breaking layer and a softmax layer, in the place of that of a stick-breaking model."""
+    softmax = {"position": "alibi", "window": 21, "cp_layout": parallel.layout, "packing": parallel.packing}
+    spec.submodules.self_attention.submodules.core_attention = ModuleSpec(SoftmaxCoreAttention, params=softmax)
+    options = {"cp_layout": parallel.layout, "packing": parallel.packing}
+    return with_stickbreaking(spec, layers=(1, 0), **options)
 
 
 def load(family: str, layout: dict):
@@ -238,12 +272,13 @@ def main(out: str, kind: str = "cpu") -> None:
         "megatron": (MEGATRON_LAYOUTS, MEGATRON_CHECKPOINTED),
     }[kind]
     layouts = layouts if dist.get_world_size() > 1 else {family: {"one rank": {}} for family in FAMILIES}
-    results = {
-        family: {
-            name: train(family, layout, device, checkpoint / name, last.get(name)) for name, layout in named.items()
-        }
-        for family, named in layouts.items()
-    }
+    results = {}
+    for family, named in layouts.items():
+        mixed = mock.patch.object(model_module, "_stick_breaking_spec", mixed_spec)
+        with mixed if family == "mixed" else nullcontext():
+            results[family] = {
+                name: train(family, layout, device, checkpoint / name, last.get(name)) for name, layout in named.items()
+            }
     if kind == "cpu" and dist.get_world_size() > 1:
         results["process groups after a failure"] = groups_after_a_failed_engine()
         results["refused checkpoint"] = refused_checkpoint(checkpoint)
