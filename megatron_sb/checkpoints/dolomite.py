@@ -9,6 +9,7 @@ Two layouts are read. `save` writes "flat".
 | config.json has | n_embd | sequence_mixer_blocks, mlp_blocks |
 | modules of a layer | attn, and mlp or moe | sequence_mixer, mlp_block |
 | head_bias and norm | optional | always |
+| bias of c_attn | optional (add_qkv_bias) | not read: with add_bias, c_proj has one too |
 | KV heads, if fewer than query heads | tiled | tiled or grouped |
 
 Tiled: query head n reads KV head n % num_kv_heads. Grouped: query head n reads KV head n // (num_heads / num_kv_heads).
@@ -32,6 +33,7 @@ from megatron_sb.checkpoints import files
 from megatron_sb.checkpoints.layouts import (
     fuse_glu,
     fuse_qkv,
+    parts_of_qkv,
     reorder_heads,
     split_experts,
     split_glu,
@@ -125,7 +127,7 @@ def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) 
         "initializer_range": config.initializer_range,
         "position_embedding_type": "nope",
         "add_bias": False,
-        "add_qkv_bias": False,
+        "add_qkv_bias": config.qkv_bias,
         "sb_remainder": config.remainder_bias,
         "tie_word_embeddings": config.tie_word_embeddings,
         **{name: None if (value := getattr(config, field)) == 1 else value for field, name in MULTIPLIERS.items()},
@@ -144,7 +146,7 @@ def _flat_fields(found: dict) -> dict:
     # "rope" is accepted because these models never applied it.
     files.check_field(found, "position_embedding_type", ("nope", "rope"), "learned_absolute")
     files.check_field(found, "add_bias", (False,), True)
-    for name in ("add_qkv_bias", "forget_gate", "use_aux_free_moe"):
+    for name in ("forget_gate", "use_aux_free_moe"):
         files.check_field(found, name, (False,), False)
     files.check_field(found, "scale_attn_weights", (True,), True)
     files.check_field(found, "shared_n_inner", (None,))
@@ -157,6 +159,7 @@ def _flat_fields(found: dict) -> dict:
         "num_attention_heads": found["n_head"],
         "num_key_value_heads": found.get("num_key_value_heads") or by_type[head_type],
         "intermediate_size": found.get("n_inner") or 4 * found["n_embd"],
+        "qkv_bias": found.get("add_qkv_bias", False),
         "attention_multiplier": found.get("attention_multiplier"),
         "max_position_embeddings": found.get("n_positions", 1024),
         **(experts if found.get("model_type", "").startswith("moe") else {}),
@@ -241,9 +244,10 @@ def _to_ours(
         theirs, ours = f"transformer.h.{number}", f"model.layers.{number}"
         converted[f"{ours}.input_layernorm.weight"] = weights.pop(f"{theirs}.ln_1.weight")
         converted[f"{ours}.post_attention_layernorm.weight"] = weights.pop(f"{theirs}.ln_2.weight")
-        q, k, v = split_qkv(weights.pop(f"{theirs}.{attn}.c_attn.weight"), heads, kv_heads)
-        for name, tensor in (("q", reorder_heads(q, order)), ("k", k), ("v", v)):
-            converted[f"{ours}.self_attn.{name}_proj.weight"] = tensor
+        for part in parts_of_qkv(config):
+            q, k, v = split_qkv(weights.pop(f"{theirs}.{attn}.c_attn.{part}"), heads, kv_heads)
+            for name, tensor in (("q", reorder_heads(q, order)), ("k", k), ("v", v)):
+                converted[f"{ours}.self_attn.{name}_proj.{part}"] = tensor
         o = weights.pop(f"{theirs}.{attn}.c_proj.weight")
         converted[f"{ours}.self_attn.o_proj.weight"] = reorder_heads(o, order, 1)
         for name, vector in HEAD_VECTORS.items():
@@ -268,8 +272,10 @@ def _to_theirs(config: StickBreakingConfig, weights: dict[str, Tensor]) -> dict[
         theirs, ours = f"transformer.h.{number}", f"model.layers.{number}"
         converted[f"{theirs}.ln_1.weight"] = weights[f"{ours}.input_layernorm.weight"]
         converted[f"{theirs}.ln_2.weight"] = weights[f"{ours}.post_attention_layernorm.weight"]
-        q, k, v, o = (weights[f"{ours}.self_attn.{name}_proj.weight"] for name in "qkvo")
-        converted[f"{theirs}.{attn}.c_attn.weight"] = fuse_qkv(reorder_heads(q, order), k, v, kv_heads)
+        for part in parts_of_qkv(config):
+            q, k, v = (weights[f"{ours}.self_attn.{name}_proj.{part}"] for name in "qkv")
+            converted[f"{theirs}.{attn}.c_attn.{part}"] = fuse_qkv(reorder_heads(q, order), k, v, kv_heads)
+        o = weights[f"{ours}.self_attn.o_proj.weight"]
         converted[f"{theirs}.{attn}.c_proj.weight"] = reorder_heads(o, order, 1)
         for name, vector in HEAD_VECTORS.items():
             if (tensor := weights.get(f"{ours}.self_attn.{name}")) is not None:

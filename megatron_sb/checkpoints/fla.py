@@ -28,8 +28,7 @@ INTERMEDIATE_SIZE_MULTIPLE = 256  # flash-linear-attention rounds a default inte
 def load(folder: Path) -> tuple[StickBreakingConfig, dict[str, Tensor]]:
     """Read the configuration and the weights. Raise ValueError for options that this project's model lacks."""
     fields = files.read_config(folder)
-    for name in ("qk_norm", "qkv_bias"):
-        files.check_field(fields, name, (False,), False)
+    files.check_field(fields, "qk_norm", (False,), False)
     files.check_field(fields, "hidden_act", ("swish", "silu"), "swish")
     hidden_size = fields.get("hidden_size", SHARED_FIELDS["hidden_size"])
     multiple = INTERMEDIATE_SIZE_MULTIPLE
@@ -40,6 +39,7 @@ def load(folder: Path) -> tuple[StickBreakingConfig, dict[str, Tensor]]:
         num_attention_heads=fields.get("num_heads", 32),
         num_key_value_heads=fields.get("num_kv_heads"),
         attend_current=fields.get("attend_current", False),
+        qkv_bias=fields.get("qkv_bias", False),
         rms_norm_eps=fields.get("norm_eps", 1e-6),
         tie_word_embeddings=fields.get("tie_word_embeddings", False),
     )
@@ -57,8 +57,8 @@ def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) 
     }
     files.check_supported(config, fixed_fields, "fla")
     config, weights = multipliers.fold(config, weights, "fla")
-    fields = {name: getattr(config, name) for name in (*SHARED_FIELDS, *IDS, "attend_current", "tie_word_embeddings")}
-    fields |= {
+    names = (*SHARED_FIELDS, *IDS, "attend_current", "qkv_bias", "tie_word_embeddings")
+    fields = {name: getattr(config, name) for name in names} | {
         "architectures": ["StickBreakingAttentionForCausalLM"],
         "model_type": MODEL_TYPE,
         "intermediate_size": config.intermediate_size,
@@ -66,7 +66,6 @@ def save(config: StickBreakingConfig, weights: dict[str, Tensor], folder: Path) 
         "num_kv_heads": config.num_key_value_heads,
         "hidden_act": "swish",
         "norm_eps": config.rms_norm_eps,
-        "qkv_bias": False,
         "qk_norm": False,
         "use_cache": False,
     }

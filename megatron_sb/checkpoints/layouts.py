@@ -5,11 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_sb.huggingface import StickBreakingConfig
 from megatron_sb.validation import InputError
 
 
+def parts_of_qkv(config: StickBreakingConfig) -> tuple[str, ...]:
+    """Return the names of the parameters that each of the projections to queries, keys and values has."""
+    return ("weight", "bias") if config.qkv_bias else ("weight",)
+
+
 def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, num_kv_heads: int) -> Tensor:
-    """Fuse three projections, (heads * head_dim, hidden) each, into one.
+    """Fuse the weights of three projections, (heads * head_dim, hidden) each, or their biases, into one.
 
     For every KV head the result holds its query heads, its key head and its value head, head_dim rows each.
     Megatron-Core and Dolomite use this layout for any number of KV heads.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_sb.checkpoints import files, multipliers
-from megatron_sb.checkpoints.layouts import fuse_glu, fuse_qkv, split_experts, split_glu, split_qkv
+from megatron_sb.checkpoints.layouts import fuse_glu, fuse_qkv, parts_of_qkv, split_experts, split_glu, split_qkv
 from megatron_sb.checkpoints.runs import RELEASE, TRACKER, only_stick_breaking_model
 from megatron_sb.huggingface import StickBreakingConfig
 from megatron_sb.megatron.integrity import write_checksums
@@ -40,7 +40,7 @@ IN_LAYERS = {
     "mlp.down_proj.weight": ("mlp.linear_fc2.weight",),
     "mlp.router.weight": ("mlp.router.weight",),
 }
-QKV, GATE_UP = "self_attention.linear_qkv.weight", "mlp.linear_fc1.weight"
+QKV, GATE_UP = "self_attention.linear_qkv", "mlp.linear_fc1.weight"
 EXPERTS_GATE_UP, EXPERTS_DOWN = (f"mlp.experts.experts.linear_fc{number}.weight" for number in (1, 2))
 
 
@@ -111,7 +111,7 @@ def attention_of(training: TrainingConfig, folder: Path) -> AttentionConfig:
 def to_ours(found: dict[str, Tensor], config: StickBreakingConfig, folder: Path) -> dict[str, Tensor]:
     """Rename and split the weights `found` in a folder for `StickBreakingForCausalLM`.
 
-    Raise ValueError for missing weights, and for weights that the model lacks: biases, more layers.
+    Raise ValueError for missing weights, and for weights that the model lacks: other biases, more layers.
     """
     weights = files.Weights(folder, dict(_unstacked(found)))
     converted = {ours: tensor for ours, theirs in OUTER.items() if (tensor := weights.pop_first(theirs)) is not None}
@@ -120,8 +120,10 @@ def to_ours(found: dict[str, Tensor], config: StickBreakingConfig, folder: Path)
         for ours, names in IN_LAYERS.items():
             if (tensor := weights.pop_first(*(theirs + name for name in names))) is not None:
                 converted[f"{prefix}.{ours}"] = tensor
-        q, k, v = split_qkv(weights.pop(theirs + QKV), config.num_attention_heads, config.num_key_value_heads)
-        converted |= {f"{prefix}.self_attn.{name}_proj.weight": x for name, x in (("q", q), ("k", k), ("v", v))}
+        for part in parts_of_qkv(config):
+            fused = weights.pop(f"{theirs}{QKV}.{part}")
+            split = split_qkv(fused, config.num_attention_heads, config.num_key_value_heads)
+            converted |= {f"{prefix}.self_attn.{name}_proj.{part}": x for name, x in zip("qkv", split, strict=True)}
         if config.num_experts:
             gate_up, down = (weights.pop(theirs + name) for name in (EXPERTS_GATE_UP, EXPERTS_DOWN))
             converted |= split_experts(f"{prefix}.mlp", gate_up, down, HALVES)
@@ -163,8 +165,9 @@ def _layer_to_theirs(config: StickBreakingConfig, weights: dict[str, Tensor], pr
     converted = {
         theirs: weights[f"{prefix}.{ours}"] for ours, (theirs, *_) in IN_LAYERS.items() if f"{prefix}.{ours}" in weights
     }
-    q, k, v = (weights[f"{prefix}.self_attn.{name}_proj.weight"] for name in "qkv")
-    converted[QKV] = fuse_qkv(q, k, v, config.num_key_value_heads)
+    for part in parts_of_qkv(config):
+        q, k, v = (weights[f"{prefix}.self_attn.{name}_proj.{part}"] for name in "qkv")
+        converted[f"{QKV}.{part}"] = fuse_qkv(q, k, v, config.num_key_value_heads)
     if config.num_experts:
         names = [f"{prefix}.mlp.experts.{expert}" for expert in range(config.num_experts)]
         converted[EXPERTS_GATE_UP] = torch.stack([fuse_glu(name, weights, HALVES) for name in names])

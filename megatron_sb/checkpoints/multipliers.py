@@ -3,15 +3,16 @@
 | field | weights | factor |
 | --- | --- | --- |
 | embedding_multiplier | the embedding | embedding_multiplier |
-| attention_multiplier | the query projections | attention_multiplier * sqrt(head_dim) |
-| attention_multiplier, with Euclidean logits | the query and key projections | sqrt(attention_multiplier) |
+| attention_multiplier | the query projections, with their biases | attention_multiplier * sqrt(head_dim) |
+| attention_multiplier, with Euclidean logits | the same, and the key projections | sqrt(attention_multiplier) |
 | residual_multiplier | the output projections of attention, MLPs and experts | residual_multiplier |
 | logits_scaling | the last norm | 1 / logits_scaling |
 | embedding_multiplier, with tied embeddings | also the last norm | 1 / embedding_multiplier |
 
 All other weights keep their bits. Tied embeddings stay tied: the scaled embedding is also the output layer, so the
-last norm divides by the factor. The residual stream keeps its values, so routers, forget gates and the norms of layers
-need no factor. The output projection comes after the norm of heads and the remainder bias, so these need none either.
+last norm divides by the factor. The residual stream keeps its values, so routers, forget gates, the norms of layers and
+the biases of values need no factor. The output projection comes after the norm of heads and the remainder bias, so
+these need none either.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def fold(
         )
     of_attention = _attention_factor(config)
     of_head = config.embedding_multiplier if config.tie_word_embeddings else 1.0
-    factors = {  # module -> factor of its weight
+    factors = {  # module -> factor of its weight and bias
         "embed_tokens": config.embedding_multiplier,
         "q_proj": of_attention,
         "k_proj": of_attention if is_euclidean else 1,

@@ -31,6 +31,7 @@ class StickBreakingConfig(PreTrainedConfig):
             False.
         head_norm: normalise the output of each head (`megatron_sb.head_output`). Default False.
         head_norm_eps: epsilon of that norm. Default 1e-5.
+        qkv_bias: give the projections to queries, keys and values a bias, which starts at 0. Default False.
         num_experts: replace every MLP by a mixture of this many experts. Default None: no experts.
         num_experts_per_tok: experts of a token, weighted by the softmax of their logits. Default None.
         output_router_logits: return the router logits and the load-balancing loss of the experts, and add that loss to
@@ -50,7 +51,8 @@ class StickBreakingConfig(PreTrainedConfig):
         pad_token_id, bos_token_id, eos_token_id: special tokens. Default None.
 
     Raises:
-        TypeError: if an option of the attention, output_router_logits or router_aux_loss_coef has the wrong type.
+        TypeError: if an option of the attention, qkv_bias, output_router_logits or router_aux_loss_coef has a wrong
+            type.
         ValueError: if a size is not an int of at least 1, an option of the attention is out of range (see
             `megatron_sb.options.LayerOptions`), sizes are not divisible as required, num_experts_per_tok is not in
             [1, num_experts], router_aux_loss_coef is negative or infinite, or one of the two options of the router is
@@ -79,6 +81,7 @@ class StickBreakingConfig(PreTrainedConfig):
     remainder_bias: bool = LayerOptions.remainder_bias
     head_norm: bool = LayerOptions.head_norm
     head_norm_eps: float = 1e-5
+    qkv_bias: bool = False
     num_experts: int | None = None
     num_experts_per_tok: int | None = None
     output_router_logits: bool = False
@@ -112,6 +115,7 @@ class StickBreakingConfig(PreTrainedConfig):
             remainder_bias=self.remainder_bias,
             head_norm=self.head_norm,
         )  # this validates the options
+        check_flag("qkv_bias", self.qkv_bias)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads must divide num_attention_heads, {self.num_attention_heads}, got "

@@ -50,9 +50,9 @@ class StickBreakingAttention(nn.Module):
         width, kv_width = (
             heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)
         )
-        self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
         gates = (config.hidden_size, config.num_key_value_heads)
         self.gate_proj = StickBreakingGateProjection(*gates) if config.forget_gate else None

@@ -10,7 +10,9 @@ from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalL
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "fields", [{}, {"num_key_value_heads": 2, "tie_word_embeddings": True}], ids=["mha", "gqa, tied"]
+    "fields",
+    [{}, {"num_key_value_heads": 2, "tie_word_embeddings": True}, {"qkv_bias": True}],
+    ids=["mha", "gqa, tied", "biases"],
 )
 def test_the_same_logits(fields, tmp_path):
     """Its kernels and modules are as close to float32 as ours."""
@@ -18,7 +20,12 @@ def test_the_same_logits(fields, tmp_path):
     torch.manual_seed(1)
     sizes = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4}
     config = StickBreakingConfig(**sizes, num_attention_heads=8, rms_norm_eps=1e-6, initializer_range=0.05, **fields)
-    exact = StickBreakingForCausalLM(config).eval().cuda().bfloat16()
+    exact = StickBreakingForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in exact.named_parameters():
+            if name.endswith("_proj.bias"):
+                parameter.normal_(std=0.5)
+    exact = exact.cuda().bfloat16()
     checkpoints.save(exact, tmp_path / "fla", "fla")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "fla", dtype=torch.bfloat16).eval().cuda()
     assert type(theirs).__module__.startswith("fla.")

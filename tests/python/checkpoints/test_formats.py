@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import decoders
-from support.decoders import EXPERTS, GATES, HEAD_VECTORS, TO_CONVERT
+from support.decoders import BIASES, EXPERTS, GATES, HEAD_VECTORS, TO_CONVERT
 from transformers import AutoTokenizer
 
 import megatron_sb as sb
@@ -32,6 +32,8 @@ VARIANTS = {
     "own key": {"attend_current": True},
     "multipliers": MULTIPLIERS,
     "experts, head norm": EXPERTS | {"head_norm": True},
+    "biases": BIASES,
+    "biases, head vectors, one KV head": BIASES | HEAD_VECTORS | {"num_key_value_heads": 1},
     "gates": GATES,
     "Euclidean logits, gates, head vectors": {"logits": "euclidean"} | GATES | HEAD_VECTORS,
 }
@@ -40,7 +42,7 @@ SUPPORTED = {
     "huggingface": set(VARIANTS),
     "megatron": set(VARIANTS) - {"multipliers"},
     "dolomite": set(VARIANTS) - {"remainder bias, own key, wide heads", "own key"} - WITH_VARIANTS,
-    "fla": {"plain", "tied, one KV head", "own key"},
+    "fla": {"plain", "tied, one KV head", "own key", "biases"},
 }
 # The other two formats have no fields for multipliers, so these are folded into weights.
 WITH_MULTIPLIERS = ("huggingface", "dolomite")
@@ -149,6 +151,8 @@ def dolomite_attention(x, weights, prefix, config, kv_head_layout):
     heads, kv_heads = config["n_head"], config["num_key_value_heads"]
     width = config["n_embd"] // heads
     fused = weights[f"{prefix}.c_attn.weight"]
+    if (bias := weights.get(f"{prefix}.c_attn.bias")) is not None:  # as a column, which multiplies a 1
+        fused, x = torch.cat([fused, bias[:, None]], 1), torch.cat([x, torch.ones_like(x[:, :1])], 1)
     group = (heads // kv_heads + 2) * width  # rows of a KV head: its query heads, its keys, its values
     q, k, v = [], [], []
     for kv_head in range(kv_heads):
@@ -360,7 +364,9 @@ def test_the_choice_of_kv_heads_is_required(tmp_path, capsys):
         ({"sb_remainder": True}, "sb_remainder must be False .* got True"),
         ({"activation_function": "gelu"}, "activation_function must be 'swiglu', got 'gelu'"),
         ({"normalization_function": "layernorm"}, "normalization_function must be .* got 'layernorm'"),
-        ({"add_qkv_bias": True}, "add_qkv_bias must be False, got True"),
+        ({"add_bias": True}, "add_bias must be False, got True"),
+        ({"add_qkv_bias": True}, r"Missing weights in the checkpoint .*: transformer\.h\.0\.attn\.c_attn\.bias"),
+        ({"add_qkv_bias": "yes"}, "config.json: .*qkv_bias"),
         ({"position_embedding_type": "alibi"}, "position_embedding_type must be .* got 'alibi'"),
         ({"model_type": "gpt2"}, "model_type must be one of .* got 'gpt2'"),
         ({"kv_head_layout": "swapped"}, "kv_head_layout must be 'grouped' or 'tiled', got 'swapped'"),
@@ -373,9 +379,11 @@ def test_unsupported_folders(changes, message, tmp_path):
         checkpoints.load(tmp_path / "published")
 
 
-def test_the_names_of_flash_linear_attention(tmp_path):
+@pytest.mark.parametrize("has_biases", [False, True])
+def test_the_names_of_flash_linear_attention(has_biases, tmp_path):
     """Weights have its models' names. test_flash_linear_attention.py runs its own code on them."""
-    checkpoints.save(make_model(), tmp_path / "out", "fla")
+    checkpoints.save(make_model(qkv_bias=has_biases), tmp_path / "out", "fla")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["qkv_bias"] == has_biases
     names = load_file(tmp_path / "out" / "model.safetensors").keys()
     parts = (
         "attn.q_proj",
@@ -387,6 +395,7 @@ def test_the_names_of_flash_linear_attention(tmp_path):
         "mlp.down_proj",
     )
     expected = {f"model.layers.{n}.{part}.weight" for n in range(2) for part in (*parts, "attn_norm", "mlp_norm")}
+    expected |= {f"model.layers.{n}.{part}.bias" for n in range(2) for part in parts[:3] if has_biases}
     assert names == expected | {"model.embeddings.weight", "model.norm.weight", "lm_head.weight"}
 
 

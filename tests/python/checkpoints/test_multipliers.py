@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support import decoders
-from support.decoders import EUCLIDEAN, EXPERTS, GATES, HEAD_VECTORS, TO_CONVERT
+from support.decoders import BIASES, EUCLIDEAN, EXPERTS, GATES, HEAD_VECTORS, TO_CONVERT
 
 from megatron_sb import checkpoints, cli
 from megatron_sb.checkpoints import multipliers
@@ -30,12 +30,15 @@ VARIANTS = {
     "head vectors": HEAD_VECTORS,
     "experts, tied": EXPERTS | HEAD_VECTORS | TIED,
     "own key, wide heads": {"attend_current": True, "head_dim": 16},
+    "biases": BIASES,
+    "biases, tied": BIASES | TIED,
+    "biases, Euclidean": BIASES | EUCLIDEAN,
     "gates": GATES,
     "gates, Euclidean": GATES | EUCLIDEAN,
 }
 CASES = [
     *(("megatron", variant) for variant in VARIANTS),
-    *(("fla", variant) for variant in ("plain", "tied")),
+    *(("fla", variant) for variant in ("plain", "tied", "biases", "biases, tied")),
 ]
 
 
@@ -78,7 +81,7 @@ def test_the_logits_stay(to, variant, tmp_path):
     torch.testing.assert_close(back.double()(ids).logits, exact, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("fields", [{}, TIED, EXPERTS], ids=["plain", "tied", "experts"])
+@pytest.mark.parametrize("fields", [{}, TIED, EXPERTS, BIASES], ids=["plain", "tied", "experts", "biases"])
 def test_the_folded_weights(fields, tmp_path):
     """The factors are those of the documentation. Other weights keep their bits."""
     model = make_model(**HEAD_VECTORS, **fields)
@@ -88,7 +91,8 @@ def test_the_folded_weights(fields, tmp_path):
         expected |= {"lm_head.weight": 12, "model.norm.weight": 1 / (9 * 12)}
     experts = [f"experts.{number}." for number in range(3)] if fields == EXPERTS else [""]
     for layer in ("model.layers.0", "model.layers.1"):
-        expected[f"{layer}.self_attn.q_proj.weight"] = 8**0.5 / 64
+        for part in ("weight", "bias") if fields == BIASES else ("weight",):
+            expected[f"{layer}.self_attn.q_proj.{part}"] = 8**0.5 / 64
         expected[f"{layer}.self_attn.o_proj.weight"] = 0.22
         expected |= {f"{layer}.mlp.{expert}down_proj.weight": 0.22 for expert in experts}
     assert found == pytest.approx(expected, rel=2**-23)
@@ -96,14 +100,15 @@ def test_the_folded_weights(fields, tmp_path):
 
 def test_the_folded_scale_of_euclidean_logits(tmp_path):
     """Queries and keys are multiplied by the square root of the scale, which scales their squared distance."""
-    model = make_model(**dict.fromkeys(PUBLISHED, 1.0) | GATES | EUCLIDEAN)
+    model = make_model(**dict.fromkeys(PUBLISHED, 1.0) | GATES | BIASES | EUCLIDEAN)
     found = factors_of(model, converted(model, "megatron", tmp_path))
-    changed = {f"model.layers.{n}.self_attn.{x}_proj.weight": 0.05**0.5 for n in range(2) for x in "qk"}
+    parts = [f"self_attn.{x}_proj.{part}" for x in "qk" for part in ("weight", "bias")]
+    changed = {f"model.layers.{n}.{part}": 0.05**0.5 for n in range(2) for part in parts}
     assert found == pytest.approx(changed, rel=2**-23)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fields", [{}, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("fields", [{}, TIED, BIASES], ids=["untied", "tied", "biases"])
 @pytest.mark.parametrize("to", FORMATS_WITHOUT_FIELDS)
 def test_powers_of_two_are_exact(to, fields, dtype, tmp_path):
     """Every bit of the logits stays, also in bf16."""

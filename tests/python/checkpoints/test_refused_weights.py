@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import decoders
-from support.decoders import EXPERTS, GATES, HEAD_VECTORS, TO_CONVERT
+from support.decoders import BIASES, EXPERTS, GATES, HEAD_VECTORS, TO_CONVERT
 
 from megatron_sb import checkpoints, cli
 from megatron_sb.megatron.weights import read_weights, write_weights
@@ -73,7 +73,9 @@ class Folder:
         ("dolomite", "transformer.h.0.attn.c_attn.bias"),
         ("dolomite", "transformer.h.1.attn.forget_gate.weight"),
         ("dolomite", "transformer.wpe.weight"),
+        ("fla", "model.layers.0.attn.q_proj.bias"),
         ("fla", "model.layers.0.mlp.gate_proj.bias"),
+        ("huggingface", "model.layers.0.self_attn.q_proj.bias"),
         ("huggingface", "model.layers.0.mlp.gate_proj.bias"),
     ],
 )
@@ -83,6 +85,7 @@ def test_unexpected_weights(kind, name, tmp_path):
     folder.change(lambda weights: weights.update({name: torch.randn(2, 32)}))
     stacked = kind == "megatron" and name.startswith("decoder.layers.") and ".1." not in name
     named = name.replace("layers.", "layers.0.") if stacked else name
+    named = named.replace(".attn.", ".self_attn.") if kind == "fla" else named
     folder.expect_error("Unexpected weights", named)
 
 
@@ -92,12 +95,16 @@ def test_unexpected_weights(kind, name, tmp_path):
         ("megatron", HEAD_VECTORS),
         ("megatron", EXPERTS),
         ("megatron", GATES),
+        ("megatron", BIASES),
         ("dolomite", HEAD_VECTORS),
         ("dolomite", EXPERTS),
+        ("dolomite", BIASES),
         ("fla", {}),
+        ("fla", BIASES),
         ("huggingface", HEAD_VECTORS),
         ("huggingface", EXPERTS),
         ("huggingface", GATES),
+        ("huggingface", BIASES),
     ],
 )
 def test_every_weight_is_required(kind, fields, tmp_path):
@@ -143,6 +150,21 @@ def test_gates_that_the_configuration_lacks(kind, tmp_path):
     folder = Folder(tmp_path, kind, **GATES)
     folder.configure("forget_gate", False)
     folder.expect_error("Unexpected weights", "model.layers.0.self_attn.gate_proj.bias")
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "first"),
+    [
+        ("megatron", "qkv_bias", "decoder.layers.0.self_attention.linear_qkv.bias"),
+        ("dolomite", "add_qkv_bias", "transformer.h.0.attn.c_attn.bias"),
+        ("fla", "qkv_bias", "model.layers.0.self_attn.k_proj.bias"),
+        ("huggingface", "qkv_bias", "model.layers.0.self_attn.k_proj.bias"),
+    ],
+)
+def test_biases_that_the_configuration_lacks(kind, field, first, tmp_path):
+    folder = Folder(tmp_path, kind, **BIASES)
+    folder.configure(field, False)
+    folder.expect_error("Unexpected weights", first)
 
 
 @pytest.mark.parametrize("kind", checkpoints.FORMATS)

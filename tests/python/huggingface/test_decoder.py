@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support import decoders
-from support.decoders import EUCLIDEAN, GATES
+from support.decoders import BIASES, EUCLIDEAN, GATES
 from support.messages import mentions
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 
@@ -33,6 +33,7 @@ VARIANTS = {
         "logits_scaling": 2.0,
     },
     "experts, tied": {"num_experts": 5, "num_experts_per_tok": 2, "tie_word_embeddings": True},
+    "biases": BIASES | {"num_key_value_heads": 1},
     "gates": GATES,
     "Euclidean": EUCLIDEAN,
     "gates, Euclidean": GATES | EUCLIDEAN | {"remainder_bias": True, "attend_current": True},
@@ -69,9 +70,10 @@ def experts(x, weights, prefix, num_chosen):
 
 
 def attention(x, weights, prefix, config):
-    q, k, v = (
-        (x @ weights[f"{prefix}.{name}_proj.weight"].T).view(1, len(x), -1, config.head_dim) for name in ("q", "k", "v")
-    )
+    q, k, v = (x @ weights[f"{prefix}.{name}_proj.weight"].T for name in "qkv")
+    if config.qkv_bias:
+        q, k, v = (x + weights[f"{prefix}.{name}_proj.bias"] for name, x in (("q", q), ("k", k), ("v", v)))
+    q, k, v = (x.view(1, len(x), -1, config.head_dim) for x in (q, k, v))
     options = {"attend_current": config.attend_current, "return_mass": True, "scale": config.attention_multiplier}
     options |= {"logits": config.logits}
     if config.forget_gate:
@@ -144,7 +146,16 @@ def test_new_gates_are_open():
         assert 0.01 < layer.self_attn.gate_proj.weight.std() < 0.03
 
 
-@pytest.mark.parametrize("variant", ["head vectors", "experts, tied", "gates", "Euclidean", "gates, Euclidean"])
+def test_new_biases_are_zero():
+    model = StickBreakingForCausalLM(StickBreakingConfig(**SIZES | BIASES))
+    for layer in model.model.layers:
+        assert layer.self_attn.o_proj.bias is None
+        assert not any(getattr(layer.self_attn, f"{name}_proj").bias.any() for name in "qkv")
+
+
+@pytest.mark.parametrize(
+    "variant", ["head vectors", "experts, tied", "biases", "gates", "Euclidean", "gates, Euclidean"]
+)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_padding_and_generation(cache, variant):
     """Generation with a cache and left padding chooses the tokens of whole forwards without a cache."""
@@ -211,7 +222,7 @@ def test_saving_does_not_upload(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("variant", ["head vectors", "gates, Euclidean"])
+@pytest.mark.parametrize("variant", ["head vectors", "biases", "gates, Euclidean"])
 def test_loss_and_gradients(variant):
     """The loss is the cross-entropy of the next tokens. Gradient checkpointing and a cache do not change gradients."""
     model, ids = make_model(**VARIANTS[variant]).train(), tokens(2, 16)
@@ -256,8 +267,9 @@ def test_hidden_states_and_kept_logits():
 def test_invalid_configurations(fields, words):
     with pytest.raises(ValueError, match=mentions(words)):
         StickBreakingConfig(**SIZES | fields)
-    with pytest.raises(TypeError, match=mentions("forget_gate True False int")):
-        StickBreakingConfig(**SIZES, forget_gate=1)
+    for name in ("forget_gate", "qkv_bias"):
+        with pytest.raises(TypeError, match=mentions(f"{name} True False int")):
+            StickBreakingConfig(**SIZES | {name: 1})
 
 
 def test_invalid_calls():

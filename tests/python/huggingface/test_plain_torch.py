@@ -13,7 +13,7 @@ import pytest
 import torch
 from support import decoders
 from support.computed import computed, make_inputs
-from support.decoders import EUCLIDEAN, EXPERTS, GATES, HEAD_VECTORS
+from support.decoders import BIASES, EUCLIDEAN, EXPERTS, GATES, HEAD_VECTORS
 from support.messages import mentions
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -37,6 +37,7 @@ MODELS = {  # name of the folder -> dtype and fields
     "plain": (torch.float32, {}),
     "plain64": (torch.float64, {}),
     "all": (torch.float64, ALL | {"tie_word_embeddings": True}),
+    "biases": (torch.float64, BIASES),
     "gates": (torch.float32, GATES),
     "gates64": (torch.float64, GATES | HEAD_VECTORS | {"attend_current": True}),
     "euclidean": (torch.float64, EUCLIDEAN),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from support import decoders
-from support.decoders import EXPERTS, GATES
+from support.decoders import BIASES, EXPERTS, GATES
 from support.messages import mentions
 
 from megatron_sb import checkpoints
@@ -28,8 +28,12 @@ SIZES = {
 @pytest.mark.parametrize(
     ("dtype", "fields", "words"),
     [
-        (torch.float32, GATES, "F32 forget_gate=True logits='dot'"),
-        (torch.bfloat16, EXPERTS | {"tie_word_embeddings": True}, "BF16 experts forget_gate=False"),
+        (torch.float32, GATES, "F32 forget_gate=True logits='dot' qkv_bias=False"),
+        (
+            torch.bfloat16,
+            EXPERTS | BIASES | {"tie_word_embeddings": True},
+            "BF16 experts forget_gate=False qkv_bias=True",
+        ),
     ],
 )
 def test_model_card(dtype, fields, words, tmp_path):

@@ -19,6 +19,7 @@ TO_CONVERT = {
 HEAD_VECTORS = {"remainder_bias": True, "head_norm": True}
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2}
 GATES = {"forget_gate": True}
+BIASES = {"qkv_bias": True}
 EUCLIDEAN = {"logits": "euclidean", "attention_multiplier": 0.05}  # With larger logits, queries attend to nothing.
 
 
