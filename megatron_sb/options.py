@@ -21,15 +21,37 @@ COMMS = ("auto", "p2p", "all_gather", "a2a", "a2a+p2p")
 # Limits of the kernels.
 HEAD_DIM_MULTIPLE = 8
 MAX_HEAD_DIM = 256
+MAX_REACH = 64
 MAX_HEAD_DIM_EUCLIDEAN = 248  # Euclidean logits take 8 more columns of q and k.
 
 
-def check_option_types(scale: object, attend_current: object, mass_threshold: object) -> None:
+def check_option_types(scale: object, attend_current: object, mass_threshold: object, reach: object) -> None:
     """Raise TypeError for a wrong type. Other code checks the values: `AttentionOptions`, or a collective operator."""
     if scale is not None:
         check_number("scale", scale)
     check_flag("attend_current", attend_current)
     check_number("mass_threshold", mass_threshold)
+    if reach is not None:
+        if not isinstance(reach, (tuple, list)):
+            raise TypeError(f"reach must be two numbers or None, got {type(reach).__name__}.")
+        for number in reach:
+            check_number("reach", number)
+
+
+def reach_of_heads(
+    reach: tuple[float, float] | None, num_heads: int, first: int, end: int
+) -> tuple[float, float] | None:
+    """Return the reach of the heads first to end - 1 of num_heads heads, for a call with these heads alone.
+
+    Example:
+        >>> from megatron_sb.options import reach_of_heads
+        >>> reach_of_heads((1.0, 8.0), 8, 4, 8)  # of the second of two tensor-parallel ranks
+        (5.0, 8.0)
+    """
+    if reach is None:
+        return None
+    step = (reach[1] - reach[0]) / max(num_heads - 1, 1)
+    return reach[0] + first * step, reach[0] + (end - 1) * step
 
 
 @dataclass(frozen=True)
@@ -47,15 +69,19 @@ class AttentionOptions:
             an output by at most mass_threshold * max |v|. In [0, 1); 0 disables skipping. Default: 2^-24.
         logits: "dot" for z_ij = scale * q_j . k_i, or "euclidean" for z_ij = -scale * |q_j - k_i|^2 (NU-CS-2024-15).
             Default: "dot".
+        reach: the reach of the first and of the last head, two numbers above 0 and at most 64; the reach of the other
+            heads lies evenly between. A head with reach a has an offset of its logits with which beta = 2^-a where z_ij
+            would be 0: its stick then lasts for about 2^a keys. Default: None, no offset, which is a reach of 1.
 
     Raises:
-        TypeError: If scale or mass_threshold is not a number, or attend_current is not a bool.
-        ValueError: If scale is not finite, mass_threshold is not in [0, 1), or logits is unknown.
+        TypeError: If scale, mass_threshold or reach is not numeric, or attend_current is not a bool.
+        ValueError: If scale is not finite, mass_threshold is not in [0, 1), logits is unknown, or reach is not two
+            numbers in (0, 64].
 
     Example:
         >>> from megatron_sb.options import AttentionOptions
         >>> AttentionOptions(mass_threshold=0.0).attention_options()
-        {'scale': None, 'attend_current': False, 'mass_threshold': 0.0, 'logits': 'dot'}
+        {'scale': None, 'attend_current': False, 'mass_threshold': 0.0, 'logits': 'dot', 'reach': None}
         >>> AttentionOptions(mass_threshold=2)
         Traceback (most recent call last):
             ...
@@ -66,14 +92,20 @@ class AttentionOptions:
     attend_current: bool = False
     mass_threshold: float = DEFAULT_MASS_THRESHOLD
     logits: str = "dot"
+    reach: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        check_option_types(self.scale, self.attend_current, self.mass_threshold)
+        check_option_types(self.scale, self.attend_current, self.mass_threshold, self.reach)
         if self.scale is not None:
             check_finite("scale", self.scale)
         if not 0 <= self.mass_threshold < 1:
             raise ValueError(f"mass_threshold must be in [0, 1), got {self.mass_threshold}. Use 0 to disable skipping.")
         check_choice("logits", self.logits, LOGITS)
+        if self.reach is not None and not (len(self.reach) == 2 and all(0 < a <= MAX_REACH for a in self.reach)):
+            raise ValueError(
+                f"reach must be two numbers above 0 and at most {MAX_REACH}, of the first and the last head, got "
+                f"{self.reach}."
+            )
 
     def attention_options(self) -> dict[str, object]:
         """Return the fields of `AttentionOptions` as keywords for the attention functions."""
@@ -82,6 +114,7 @@ class AttentionOptions:
             "attend_current": self.attend_current,
             "mass_threshold": self.mass_threshold,
             "logits": self.logits,
+            "reach": self.reach,
         }
 
 
@@ -90,7 +123,7 @@ class LayerOptions(AttentionOptions):
     """Options of an attention layer: those of the attention, and the learnable parts around it.
 
     Args:
-        scale, attend_current, mass_threshold, logits: see `AttentionOptions`.
+        scale, attend_current, mass_threshold, logits, reach: see `AttentionOptions`.
         remainder_bias: whether the mass times a learnable vector for each head is added to the output (paper eq. 14).
             Default: False.
         head_norm: whether each head's output is normalised: group norm with one group for each head, a learnable

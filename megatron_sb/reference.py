@@ -5,8 +5,8 @@ For query j and key i (Tan et al., Stick-breaking attention, arXiv 2410.17980, e
     beta_ij = sigmoid(z_ij)      log A_ij = log beta_ij + sum_{i<k<j} log(1 - beta_kj)      o_j = sum_i A_ij v_i
 
 The mass is prod_k (1 - beta_kj), the part of the stick that remains after all keys. Euclidean logits are
-z_ij = -scale * |q_j - k_i|^2. Biases of queries and keys are added to z_ij. With a forget gate,
-beta_ij = f_i * sigmoid(z_ij).
+z_ij = -scale * |q_j - k_i|^2. Biases of queries and keys, and an offset of each head, are added to z_ij. With a forget
+gate, beta_ij = f_i * sigmoid(z_ij).
 
 Sums of logarithms in float64 are accurate for logits of -30 over many thousand keys, and for a stick that the first key
 uses up. This module shares no code with the operators, and autograd differentiates it. It is slow and stores the
@@ -36,6 +36,7 @@ def stickbreaking_attention(
     forget_gate: Tensor | None = None,
     query_bias: Tensor | None = None,
     key_bias: Tensor | None = None,
+    reach: tuple[float, float] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute stick-breaking attention in float64 from inputs of any dtype.
 
@@ -51,6 +52,7 @@ def stickbreaking_attention(
         forget_gate: (b, s_k, h_kv), f of each key, or None for 1.
         query_bias: (b, s, h), added to the logits of each query, or None for 0.
         key_bias: (b, s_k, h_kv), added to the logits of each key, or None for 0.
+        reach: a of the first and the last head: beta is 2^-a where z_ij would be 0. Default None: no offset of z_ij.
 
     Returns:
         o: (b, s, h, d_v) float64. With return_mass also mass: (b, h, s) float64.
@@ -79,6 +81,9 @@ def stickbreaking_attention(
     gate = k.new_ones(k.shape[:3]) if forget_gate is None else forget_gate
     of_query = q.new_zeros(q.shape[:3]) if query_bias is None else query_bias
     of_key = k.new_zeros(k.shape[:3]) if key_bias is None else key_bias
+    if reach is not None:
+        beta = 2.0 ** -torch.linspace(*reach, num_heads, dtype=torch.float64, device=q.device)
+        of_query = of_query.double() + beta.logit()
     q, k, v, gate, of_query, of_key = (x.double().transpose(1, 2) for x in (q, k, v, gate, of_query, of_key))
     k, v, gate, of_key = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (k, v, gate, of_key))
 
@@ -116,6 +121,7 @@ def stickbreaking_attention_varlen(
     forget_gate: Tensor | None = None,
     query_bias: Tensor | None = None,
     key_bias: Tensor | None = None,
+    reach: tuple[float, float] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute stick-breaking attention over packed documents in float64, one document at a time.
 
@@ -136,6 +142,7 @@ def stickbreaking_attention_varlen(
         forget_gate: (t_k, h_kv), f of each key, or None for 1.
         query_bias: (t, h), added to the logits of each query, or None for 0.
         key_bias: (t_k, h_kv), added to the logits of each key, or None for 0.
+        reach: as in stickbreaking_attention.
 
     Returns:
         o: (t, h, d_v) float64. With return_mass also mass: (h, t) float64.
@@ -169,6 +176,7 @@ def stickbreaking_attention_varlen(
             forget_gate=None if forget_gate is None else forget_gate[None, k_begin:k_end],
             query_bias=None if query_bias is None else query_bias[None, q_begin:q_end],
             key_bias=None if key_bias is None else key_bias[None, k_begin:k_end],
+            reach=reach,
         )
         for (q_begin, q_end), (k_begin, k_end) in zip(pairwise(q_edges), pairwise(k_edges), strict=True)
     ]

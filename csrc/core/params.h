@@ -77,11 +77,15 @@ struct Sizes {
     int32_t head_dim_v;  // of v and o
 };
 
+inline constexpr double kNoReach = 1, kMaxReach = 64;
 struct Options {
-    double scale;              // z = scale * q . k
+    double scale;              // z = scale * q . k + the offset of the head
     double mass_threshold;     // a row with less mass skips older keys; 0 disables skipping
     bool attend_current;       // a query sees its own position: keys i <= j instead of i < j
     bool forget_gate = false;  // rows of k contain their gates (below)
+    // Head h reaches a = reach + h * reach_step: the logit has an offset with which beta = 2^-a where q . k = 0. a > 0.
+    // The default has no offset.
+    double reach = kNoReach, reach_step = 0;
 };
 
 // With forget gates, beta = f sigmoid(z), where f in [0, 1] belongs to the key. A row of k then has head_dim +

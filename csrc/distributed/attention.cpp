@@ -189,6 +189,8 @@ Call agreed_fields(const ContextParallelCall& call, const CheckedCall& checked) 
             {"whether there is a key_bias", yes_or_no(call.options.key_bias.has_value())},
             {"return_mass", flag(call.return_mass)},
             {"scale", hex_text_of(checked.options.scale)},
+            {"reach", hex_text_of(checked.options.reach)},
+            {"the step of reach", hex_text_of(checked.options.reach_step)},
             {"attend_current", flag(call.options.attend_current)},
             {"mass_threshold", hex_text_of(call.options.mass_threshold)}};
 }

@@ -55,7 +55,8 @@ TORCH_LIBRARY_FRAGMENT(megatron_sb, m) {
         "context_parallel_attention(Tensor q, Tensor k, Tensor v, "
         "__torch__.torch.classes.megatron_sb.ContextParallelPlan plan, str comm, str heads_group, str keys_group, "
         "float? scale, bool attend_current, float mass_threshold, bool return_mass, Tensor? forget_gate=None, "
-        "bool euclidean=False, Tensor? query_bias=None, Tensor? key_bias=None) -> (Tensor o, Tensor mass)");
+        "bool euclidean=False, Tensor? query_bias=None, Tensor? key_bias=None, float[]? reach=None) "
+        "-> (Tensor o, Tensor mass)");
     m.def("shard_positions(int ranks, int seq_len, str layout, int[]? cu_seqlens, str packing) -> Tensor");
     m.def("shard_sequence(Tensor x, str group_name, int dim, str layout, int[]? cu_seqlens, str packing) -> Tensor");
     m.def(

@@ -20,9 +20,12 @@ Tensor from_rows(const Tensor& x) {
     return x.squeeze(-1).transpose(1, 2);
 }
 
+// The call of this rank. If heads are exchanged, q (b, rows, heads, d) has the rank's share of them.
 RankCall rank_call(const Route& route, const Tensor& q, const Tensor& k, const Tensor& v,
                    const ops::BlockOptions& options) {
-    return {route.keys.get(), *route.plan, route.comm, q, k, v, options};
+    RankCall call{route.keys.get(), *route.plan, route.comm, q, k, v, options};
+    if (route.heads) call.options.reach += double(route.heads->rank() * q.size(2)) * options.reach_step;
+    return call;
 }
 
 RouteOutput exchanged_forward(const Route& route, const Tensor& q, const Tensor& k, const Tensor& v,

@@ -16,16 +16,21 @@ double least_gate(at::ScalarType type) {
     return type == at::kHalf ? 0x1p-24 : kLeastGate;  // 2^-24 is the smallest positive fp16 number
 }
 
-// Splits x (..) into numbers (.., kParts) of `type`. Their sum is x to 24 bits. In fp64 the first one is x. An
-// infinity, also one that is due to the range of `type`, is followed by zeros: inf - inf would be NaN.
+// Larger numbers are replaced by this one, which hides a key or uses up a stick as an infinity does. Kernels multiply
+// columns by rows of zeros that do not exist, and 0 times infinity is NaN. In fp16, 65280 is the largest with 8 bits.
+double largest_number(at::ScalarType type) {
+    return type == at::kHalf ? 65280 : 0x1p100;
+}
+
+// Splits x (..) into numbers (.., kParts) of `type`. Their sum is x to 24 bits. In fp64 the first one is x.
 at::Tensor in_parts(const at::Tensor& x, at::ScalarType type) {
     if (type == at::kDouble) return at::constant_pad_nd(x.unsqueeze(-1), {0, kParts - 1});
     std::vector<at::Tensor> parts;
     at::Tensor rest = x;
     for (int64_t i = 0; i < kParts; ++i) {
-        parts.push_back(rest.to(at::kBFloat16).to(type));
-        const at::Tensor part = parts.back().to(rest.scalar_type());
-        rest = (rest - part).masked_fill(part.isinf(), 0);
+        const at::Tensor part = rest.to(at::kBFloat16);
+        parts.push_back(part.to(type));
+        rest = rest - part.to(rest.scalar_type());
     }
     return at::stack(parts, -1);
 }
@@ -53,8 +58,8 @@ at::Tensor forward_of_tensors(const at::Tensor& x, const OptionalTensor& bias, c
     const bool query = columns.side == Side::kQuery;
     std::vector<at::Tensor> parts{query && columns.norms ? x * 2 : x};
     if (columns.side != Side::kNone) {
-        const double unit = number_unit(type);
-        const at::Tensor number = in_parts(number_of(x, bias, columns) / unit, type);
+        const double unit = number_unit(type), largest = largest_number(type);
+        const at::Tensor number = in_parts((number_of(x, bias, columns) / unit).clamp(-largest, largest), type);
         const at::Tensor ones = constant_columns(x, kParts, unit);
         parts.push_back(query ? number : ones);
         parts.push_back(query ? ones : number);
@@ -99,6 +104,7 @@ extend::Params params_of(const at::Tensor& x, const Columns& columns, int64_t he
     params.head_dim = int32_t(head_dim);
     params.x = strided_rows<const void*>(x);
     params.least_gate = float(least_gate(type));
+    params.largest = float(largest_number(type));
     params.unit = float(number_unit(type));
     params.scale = float(columns.scale);
     return params;

@@ -402,7 +402,9 @@ TensorPair attention_kvcache(const Arguments& arguments) {
                                                  {"scale", options.scale},
                                                  {"attend_current", options.attend_current},
                                                  {"mass_threshold", options.mass_threshold},
-                                                 {"forget_gate", options.forget_gate}}));
+                                                 {"forget_gate", options.forget_gate},
+                                                 {"reach", options.reach},
+                                                 {"reach_step", options.reach_step}}));
 }
 
 }  // namespace megatron_sb::ops

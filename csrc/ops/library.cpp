@@ -18,12 +18,12 @@ TORCH_LIBRARY(megatron_sb, m) {
     m.def(
         "attention(Tensor q, Tensor k, Tensor v, *, float? scale=None, bool attend_current=False, "
         "float mass_threshold=5.9604644775390625e-08, Tensor? forget_gate=None, bool euclidean=False, "
-        "Tensor? query_bias=None, Tensor? key_bias=None) -> (Tensor o, Tensor mass)");
+        "Tensor? query_bias=None, Tensor? key_bias=None, float[]? reach=None) -> (Tensor o, Tensor mass)");
     m.def(
         "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? cu_seqlens_k=None, *, "
         "SymInt? max_seqlen_k=None, float? scale=None, bool attend_current=False, "
         "float mass_threshold=5.9604644775390625e-08, Tensor? forget_gate=None, bool euclidean=False, "
-        "Tensor? query_bias=None, Tensor? key_bias=None) -> (Tensor o, Tensor mass)");
+        "Tensor? query_bias=None, Tensor? key_bias=None, float[]? reach=None) -> (Tensor o, Tensor mass)");
     // Caches: (b, s_cache, h_kv, d), or (blocks, block_size, h_kv, d) with block_table (b, max_blocks). No autograd.
     // With k and v, the new keys and values, it first appends them (kvcache_append). With forget_gate, Euclidean logits
     // or key_bias, k_cache and k hold the results of keys_for_blocks.
@@ -31,7 +31,8 @@ TORCH_LIBRARY(megatron_sb, m) {
         "attention_kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, "
         "Tensor? block_table=None, Tensor? cache_leftpad=None, *, Tensor? k=None, Tensor? v=None, float? scale=None, "
         "bool attend_current=False, float mass_threshold=5.9604644775390625e-08, bool forget_gate=False, "
-        "bool euclidean=False, Tensor? query_bias=None, bool key_bias=False) -> (Tensor o, Tensor mass)");
+        "bool euclidean=False, Tensor? query_bias=None, bool key_bias=False, float[]? reach=None) "
+        "-> (Tensor o, Tensor mass)");
     m.def(
         "head_output(Tensor o, Tensor? mass, Tensor? remainder_bias=None, Tensor? norm_weight=None, "
         "Tensor? norm_bias=None, *, float eps=1e-05) -> Tensor");
@@ -39,7 +40,8 @@ TORCH_LIBRARY(megatron_sb, m) {
     m.def(
         "kvcache_forward(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? block_table, "
         "Tensor? cache_leftpad, *, float scale, bool attend_current=False, "
-        "float mass_threshold=5.9604644775390625e-08, bool forget_gate=False) -> (Tensor o, Tensor mass)");
+        "float mass_threshold=5.9604644775390625e-08, bool forget_gate=False, float reach=1.0, "
+        "float reach_step=0.0) -> (Tensor o, Tensor mass)");
 
     // Writes k and v (b, s_new, h_kv, d) to positions cache_seqlens, cache_seqlens + 1, ... of the caches.
     m.def(
@@ -75,12 +77,14 @@ TORCH_LIBRARY(megatron_sb, m) {
     m.def(
         "block_forward(Tensor q, Tensor k, Tensor v, Tensor? segments=None, Tensor? mass_in=None, *, float scale, "
         "bool attend_current=False, float mass_threshold=5.9604644775390625e-08, ScalarType? out_dtype=None, "
-        "bool forget_gate=False) -> (Tensor o, Tensor mass_out, Tensor restart_edge, Tensor restart_mass)");
+        "bool forget_gate=False, float reach=1.0, float reach_step=0.0) "
+        "-> (Tensor o, Tensor mass_out, Tensor restart_edge, Tensor restart_mass)");
     m.def(
         "block_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor? segments, Tensor restart_edge, "
         "Tensor restart_mass, Tensor? mass_in=None, Tensor? prefix_in=None, *, float scale, bool attend_current=False, "
         "float mass_threshold=5.9604644775390625e-08, ScalarType? out_dtype=None, bool forget_gate=False, "
-        "SymInt? max_seqlen_k=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor prefix_out)");
+        "SymInt? max_seqlen_k=None, float reach=1.0, float reach_step=0.0) -> (Tensor dq, Tensor dk, Tensor dv, Tensor "
+        "prefix_out)");
 
     // The kernels of this build as text, and the instruction set of its CPU kernels on this machine.
     m.def("describe_kernels() -> str", megatron_sb::ops::describe_kernels);

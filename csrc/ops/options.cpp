@@ -8,7 +8,21 @@
 namespace megatron_sb::ops {
 namespace {
 
-using SavedOptions = std::tuple<double, double, bool, bool>;
+using SavedOptions = std::tuple<double, double, bool, bool, double, double>;
+using OptionalNumbers = std::optional<std::vector<double>>;
+
+// Sets the reach of the heads of q (.., heads, d).
+void set_reach(BlockOptions& used, const OptionalNumbers& reach, const at::Tensor& q) {
+    if (!reach.has_value()) return;
+    const bool valid = reach->size() == 2 && std::all_of(reach->begin(), reach->end(), [](double a) {
+                           return a > 0 && a <= kMaxReach;  // not NaN
+                       });
+    TORCH_CHECK_VALUE(valid, "reach must be two numbers, of the first and the last head, above 0 and at most ",
+                      kMaxReach, ", got ", c10::ArrayRef<double>(*reach));
+    const int64_t heads = q.sym_size(-2).guard_int(__FILE__, __LINE__);
+    used.reach = reach->front();
+    used.reach_step = heads > 1 ? (reach->back() - reach->front()) / double(heads - 1) : 0;
+}
 
 }  // namespace
 
@@ -19,6 +33,7 @@ AttentionOptions read_query_options(const Arguments& arguments) {
     options.mass_threshold = arguments.get<double>("mass_threshold");
     options.euclidean = arguments.get_or("euclidean", false);
     options.query_bias = arguments.get_or<OptionalTensor>("query_bias", std::nullopt);
+    options.reach = arguments.get_or<OptionalNumbers>("reach", std::nullopt);
     return options;
 }
 
@@ -36,7 +51,8 @@ NamedArguments named(const AttentionOptions& options) {
             {"forget_gate", options.forget_gate},
             {"euclidean", options.euclidean},
             {"query_bias", options.query_bias},
-            {"key_bias", options.key_bias}};
+            {"key_bias", options.key_bias},
+            {"reach", options.reach}};
 }
 
 BlockOptions read_block_options(const Arguments& arguments) {
@@ -45,6 +61,8 @@ BlockOptions read_block_options(const Arguments& arguments) {
     options.mass_threshold = arguments.get<double>("mass_threshold");
     options.attend_current = arguments.get<bool>("attend_current");
     options.forget_gate = arguments.get_or("forget_gate", false);
+    options.reach = arguments.get_or("reach", kNoReach);
+    options.reach_step = arguments.get_or("reach_step", 0.);
     return options;
 }
 
@@ -52,7 +70,9 @@ NamedArguments named(const BlockOptions& options) {
     return {{"scale", options.scale},
             {"attend_current", options.attend_current},
             {"mass_threshold", options.mass_threshold},
-            {"forget_gate", options.forget_gate}};
+            {"forget_gate", options.forget_gate},
+            {"reach", options.reach},
+            {"reach_step", options.reach_step}};
 }
 
 BlockOptions block_options(const AttentionOptions& options, const at::Tensor& q) {
@@ -65,17 +85,19 @@ BlockOptions block_options(const AttentionOptions& options, const at::Tensor& q)
     used.mass_threshold = options.mass_threshold;
     used.attend_current = options.attend_current;
     used.forget_gate = options.forget_gate.has_value();
+    set_reach(used, options.reach, q);
     check_options(used);
     return used;
 }
 
 c10::IValue saved(const BlockOptions& options) {
-    return SavedOptions{options.scale, options.mass_threshold, options.attend_current, options.forget_gate};
+    return SavedOptions{options.scale,       options.mass_threshold, options.attend_current,
+                        options.forget_gate, options.reach,          options.reach_step};
 }
 
 BlockOptions restored_options(const c10::IValue& value) {
-    const auto [scale, mass_threshold, attend_current, forget_gate] = value.to<SavedOptions>();
-    return {scale, mass_threshold, attend_current, forget_gate};
+    const auto [scale, mass_threshold, attend_current, forget_gate, reach, reach_step] = value.to<SavedOptions>();
+    return {scale, mass_threshold, attend_current, forget_gate, reach, reach_step};
 }
 
 }  // namespace megatron_sb::ops

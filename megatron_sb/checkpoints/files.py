@@ -18,7 +18,11 @@ from megatron_sb.huggingface import StickBreakingConfig
 from megatron_sb.validation import InputError, MissingFileError, read_json_object
 
 NUM_NAMES_IN_MESSAGE = 3
-WITHOUT_VARIANTS = {"logits": "dot", "forget_gate": False}  # fields of a model for formats without variants
+WITHOUT_VARIANTS = {
+    "logits": "dot",
+    "reach": None,
+    "forget_gate": False,
+}  # fields of a model for formats without variants
 TOKENIZER_FILES = (
     "tokenizer*",
     "tokenization_*.py",

@@ -66,6 +66,7 @@ def config_of(training: TrainingConfig, attention: AttentionConfig, vocab_size: 
         attend_current=attention.attend_current,
         mass_threshold=attention.mass_threshold,
         logits=attention.logits,
+        reach=attention.reach,
         forget_gate=attention.forget_gate,
         remainder_bias=attention.remainder_bias,
         head_norm=attention.head_norm,

@@ -156,7 +156,7 @@ def attend(
         forget_gate: without a cache, the gates (b, s_k, h_kv), or None. With a cache, whether its keys have gates.
             Default None: no gates.
         return_mass: also return the mass. Default False.
-        options: scale, attend_current and mass_threshold.
+        options: scale, attend_current, mass_threshold and reach.
 
     Returns:
         The output (b, s, h, d_v), and with return_mass the mass (b, h, s). At padding the output is 0 and the mass 1.

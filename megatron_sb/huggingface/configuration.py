@@ -25,6 +25,7 @@ class StickBreakingConfig(PreTrainedConfig):
         attend_current: whether a query attends to its own key. Default False.
         mass_threshold: older keys are skipped once the mass is below this; 0 disables skipping. Default 2**-24.
         logits: "dot" or "euclidean", see `megatron_sb.options.AttentionOptions`. Default "dot".
+        reach: reach of the first and of the last head, see `megatron_sb.options.AttentionOptions`. Default None.
         forget_gate: multiply the beta of each key by a gate, sigmoid(gate_proj(x)) for each KV head. The auxiliary loss
             that `megatron-sb train` can add for gates (`forget_gate_loss`) is not part of this model. Default False.
         remainder_bias: add the mass, times a learnable vector for each head, to the output (paper eq. 14). Default
@@ -77,6 +78,7 @@ class StickBreakingConfig(PreTrainedConfig):
     attend_current: bool = LayerOptions.attend_current
     mass_threshold: float = LayerOptions.mass_threshold
     logits: str = LayerOptions.logits
+    reach: list[float] | tuple[float, float] | None = LayerOptions.reach
     forget_gate: bool = LayerOptions.forget_gate
     remainder_bias: bool = LayerOptions.remainder_bias
     head_norm: bool = LayerOptions.head_norm
@@ -111,6 +113,7 @@ class StickBreakingConfig(PreTrainedConfig):
             attend_current=self.attend_current,
             mass_threshold=self.mass_threshold,
             logits=self.logits,
+            reach=self.reach,
             forget_gate=self.forget_gate,
             remainder_bias=self.remainder_bias,
             head_norm=self.head_norm,

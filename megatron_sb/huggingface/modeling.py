@@ -81,6 +81,7 @@ class StickBreakingAttention(nn.Module):
             "scale": config.attention_multiplier,
             "attend_current": config.attend_current,
             "mass_threshold": config.mass_threshold,
+            "reach": config.reach,
         }
         result = attend(q, k, v, mask, return_mass=with_mass, **options)
         o, mass = result if with_mass else (result, None)

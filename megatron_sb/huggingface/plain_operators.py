@@ -39,6 +39,7 @@ def stickbreaking_attention(
     return_mass: bool = False,
     logits: str = "dot",
     forget_gate: Tensor | None = None,
+    reach: tuple[float, float] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute what `megatron_sb.stickbreaking_attention` computes.
 
@@ -52,6 +53,7 @@ def stickbreaking_attention(
         return_mass: whether to return the mass as well. Default False.
         logits: "dot" or "euclidean". Default "dot".
         forget_gate: f, (b, s_k, h_kv), clamped to [0, 1]. Default None: no gates.
+        reach: a of the first and the last head: beta is 2^-a where z would be 0. Default None: no offset of the logits.
 
     Returns:
         o, (b, s, h, d_v), in q's dtype. With return_mass, (o, mass), where mass (b, h, s) is fp32 (fp64 for fp64).
@@ -67,7 +69,7 @@ def stickbreaking_attention(
         >>> plain_operators.stickbreaking_attention(q, k, v).shape
         torch.Size([2, 8, 4, 16])
     """
-    options = AttentionOptions(scale, attend_current, mass_threshold, logits)
+    options = AttentionOptions(scale, attend_current, mass_threshold, logits, reach)
     o, mass = _attention(q, k, v, forget_gate, options)
     return (o, mass) if return_mass else o
 
@@ -85,6 +87,7 @@ def stickbreaking_attention_varlen(
     return_mass: bool = False,
     logits: str = "dot",
     forget_gate: Tensor | None = None,
+    reach: tuple[float, float] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute what `megatron_sb.stickbreaking_attention_varlen` computes, one document after the other.
 
@@ -101,6 +104,7 @@ def stickbreaking_attention_varlen(
         return_mass: see scale.
         logits: see scale.
         forget_gate: f, (t_k, h_kv). Default None: no gates.
+        reach: see scale.
 
     Returns:
         o, (t, h, d_v), in q's dtype. With return_mass, (o, mass), where mass (h, t) is fp32 (fp64 for fp64). Rows after
@@ -117,7 +121,7 @@ def stickbreaking_attention_varlen(
         >>> plain_operators.stickbreaking_attention_varlen(q, k, v, torch.tensor([0, 7, 10])).shape
         torch.Size([10, 4, 16])
     """
-    options = AttentionOptions(scale, attend_current, mass_threshold, logits)
+    options = AttentionOptions(scale, attend_current, mass_threshold, logits, reach)
     q_edges = cu_seqlens.tolist()
     k_edges = q_edges if cu_seqlens_k is None else cu_seqlens_k.tolist()
     outputs, masses = [], []
@@ -163,6 +167,7 @@ def attend_to_filled(
     attend_current: bool = False,
     mass_threshold: float = DEFAULT_MASS_THRESHOLD,
     logits: str = "dot",
+    reach: tuple[float, float] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention to the filled slots of a cache.
 
@@ -178,6 +183,7 @@ def attend_to_filled(
         attend_current: see return_mass.
         mass_threshold: see return_mass.
         logits: see return_mass.
+        reach: see `stickbreaking_attention`.
 
     Returns:
         As `stickbreaking_attention`. Queries before the first key of their sequence have o = 0 and mass = 1.
@@ -193,7 +199,7 @@ def attend_to_filled(
         >>> attend_to_filled(q, k, v, num_keys=9, leftpad=torch.tensor([0, 5])).shape
         torch.Size([2, 1, 4, 16])
     """
-    options = AttentionOptions(scale, attend_current, mass_threshold, logits)
+    options = AttentionOptions(scale, attend_current, mass_threshold, logits, reach)
     k, gate = keys_and_gates(k[:, :num_keys], q.shape[-1], logits=logits, forget_gate=forget_gate)
     o, mass = _attention(q, k, v[:, :num_keys], gate, options, leftpad)
     return (o, mass) if return_mass else o
@@ -435,7 +441,7 @@ def _rows(
         leftpad: int (b,), or None.
         first: position of the first query among the keys.
         scale: factor of the logits.
-        options: attend_current and logits are read.
+        options: attend_current, logits and reach are read.
 
     Returns:
         o (b, h_kv, g, n, d_v) and the mass (b, h_kv, g, n).
@@ -445,6 +451,9 @@ def _rows(
         if options.logits == "euclidean":
             norms = q.square().sum(-1, keepdim=True) + k.square().sum(-1)[:, :, None, None]
             z = 2 * z - scale * norms
+        if options.reach is not None:
+            exponents = torch.linspace(*options.reach, q.shape[1:3].numel(), dtype=z.dtype, device=z.device)
+            z = z - (exponents.exp2() - 1).log().view(*q.shape[1:3], 1, 1)
         hidden = _hidden(*z.shape[-2:], first, options.attend_current, leftpad, z.device)
         if gate is None:
             log_rest = logsigmoid(-z)  # log(1 - beta)

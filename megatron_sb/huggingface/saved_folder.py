@@ -173,7 +173,16 @@ def write_card(folder: Path, config: Any) -> None:
     }
     if config.num_experts:
         facts["experts"] = f"{config.num_experts} in each layer, {config.num_experts_per_tok} for each token"
-    options = ("logits", "forget_gate", "attend_current", "remainder_bias", "head_norm", "qkv_bias", "mass_threshold")
+    options = (
+        "logits",
+        "reach",
+        "forget_gate",
+        "attend_current",
+        "remainder_bias",
+        "head_norm",
+        "qkv_bias",
+        "mass_threshold",
+    )
     facts["attention"] = ", ".join(f"`{name}={getattr(config, name)!r}`" for name in options)
     lines = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     (folder / "README.md").write_text(_CARD.format(facts=lines), encoding="utf-8")

@@ -16,7 +16,7 @@ class StickBreakingOptions(LayerOptions):
     """Options of the stick-breaking attention in all layers of a layer spec.
 
     Args:
-        attend_current, mass_threshold, logits: see `AttentionOptions`.
+        attend_current, mass_threshold, logits, reach: see `AttentionOptions`.
         remainder_bias, head_norm, forget_gate, forget_gate_loss: see `LayerOptions`.
         scale: must be None. Megatron sets the scale of the logits: `config.softmax_scale`, or mscale^2 / sqrt(d) in
             multi-latent attention.
@@ -110,6 +110,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Kind of logits: dot products, or negative squared Euclidean distances (default: %(default)s).",
     )
     group.add_argument(
+        "--sb-reach",
+        nargs=2,
+        type=float,
+        metavar=("FIRST", "LAST"),
+        help="Reach of the first and the last head, that of the others evenly between: a head with reach a starts with "
+        "sticks that last for about 2**a keys. Recommended: 0.5 10 (default: 1 for all heads).",
+    )
+    group.add_argument(
         "--sb-forget-gate",
         action="store_true",
         help="Multiply the beta of each key by a gate computed from its hidden state (default: off).",
@@ -177,6 +185,7 @@ def options_from_args(args: argparse.Namespace) -> dict:
     """
     names = [field.name for field in dataclasses.fields(StickBreakingOptions) if field.name != "scale"]
     options = {name: getattr(args, f"sb_{name}") for name in names}
+    options["reach"] = None if options["reach"] is None else tuple(options["reach"])
     if options["cp_layout"] is None:
         options["cp_layout"] = getattr(args, "cp_partition_mode", None) or StickBreakingOptions.cp_layout
     if options["packing"] is None:

@@ -26,7 +26,7 @@ from megatron_sb.megatron.settings import check_layer_settings
 from megatron_sb.ops import head_output, stickbreaking_attention, stickbreaking_attention_varlen
 from megatron_sb.ops.context_parallel import ContextParallelPlan, context_parallel_attention
 from megatron_sb.ops.kvcache import attend_to_filled, is_decoding_step, stored_keys
-from megatron_sb.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, MAX_HEAD_DIM_EUCLIDEAN
+from megatron_sb.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, MAX_HEAD_DIM_EUCLIDEAN, reach_of_heads
 
 CAUSAL_MASK_TYPES = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -126,6 +126,9 @@ class StickBreakingCoreAttention(MegatronModule):
             self.cp_group = parallel_state.get_context_parallel_group(check_initialized=False)
         else:
             self.tp_group, self.cp_group = groups.tp, groups.cp
+        heads, ranks = config.num_attention_heads, 1 if self.tp_group is None else self.tp_group.size()
+        first = get_pg_rank(self.tp_group) * heads // ranks
+        self.reach = reach_of_heads(self.options.reach, heads, first, first + heads // ranks)
         self.hierarchical_groups = self._find_hierarchical_groups(groups) if self.cp_comm_type == "a2a+p2p" else None
         self._add_head_vector("remainder_bias", 0.0, self.options.remainder_bias)
         self._add_head_vector("norm_weight", 1.0, self.options.head_norm)
@@ -283,6 +286,7 @@ class StickBreakingCoreAttention(MegatronModule):
             "scale": self.scale,
             "attend_current": self.options.attend_current,
             "mass_threshold": self.options.mass_threshold,
+            "reach": self.reach,
         }
 
     def variant_of(self, key: torch.Tensor) -> tuple[torch.Tensor, dict]:

@@ -30,7 +30,7 @@ from megatron_sb.megatron.settings import script_arguments
 ALLOW_FLAG = "--sb-allow-mismatch"
 MARKER = "stick_breaking_attention"  # key in the metadata of a sharded state, and name of the marker in it
 # Options that change the function of a model. mass_threshold only bounds the weights that skipping omits.
-COMPARED = ("attend_current", "remainder_bias", "head_norm", "logits", "forget_gate", "layers")
+COMPARED = ("attend_current", "remainder_bias", "head_norm", "logits", "reach", "forget_gate", "layers")
 SWITCH = "stick_breaking_attention"
 CHECKPOINTING = "megatron.training.checkpointing"
 REPLACED = ("_load_base_checkpoint", "_build_sharded_state_dict_metadata")  # functions of that module
@@ -104,6 +104,7 @@ def _attention_of(args: argparse.Namespace) -> dict:
     for name in COMPARED:
         found[f"sb_{name}"] = getattr(args, f"sb_{name}", getattr(StickBreakingOptions, name))
     layers = found["sb_layers"]
+    found["sb_reach"] = None if found["sb_reach"] is None else tuple(found["sb_reach"])
     found["sb_layers"] = None if layers is None or all(layers) else tuple(layers)
     return found
 
@@ -127,6 +128,8 @@ def _remedy(flag: str, value: object) -> str:
         return f"remove {flag}"
     if value is True:
         return f"pass {flag}"
+    if flag == "--sb-reach":
+        value = " ".join(map(str, value))
     return f"pass {flag} {str(list(value)).replace(' ', '') if isinstance(value, tuple) else value}"
 
 

@@ -209,6 +209,8 @@ def _mass_and_edges(
     batch[0] = torch.ops.megatron_sb.queries_for_blocks(batch[0], euclidean=euclidean)
     batch[1] = torch.ops.megatron_sb.keys_for_blocks(batch[1], forget_gate=gate, euclidean=euclidean)
     options = {**core.attention_options, "forget_gate": gate is not None}
+    first, last = options.pop("reach") or (1.0, 1.0)
+    options |= {"reach": first, "reach_step": (last - first) / max(batch[0].shape[2] - 1, 1)}
     _, mass, edge, _ = torch.ops.megatron_sb.block_forward(*batch, segments, **options)
     return mass, edge, bounds.long()
 

@@ -54,6 +54,7 @@ class StickBreakingSelfAttention(nn.Module):
             is added in the backward (`megatron_sb.nn.gates.keep_gates_open`). After a forward, the attribute gate_loss
             is the mean over this rank's keys. Default: 0.0.
         logits: "dot" or "euclidean", see `stickbreaking_attention`. Default: "dot".
+        reach: see `stickbreaking_attention`. (0.5, 10.0) is recommended for contexts from about 1000 on. Default: None.
         attend_current: see `stickbreaking_attention`. Default: False.
         scale: see `stickbreaking_attention`. Default: 1 / sqrt(d), and 1 for Euclidean logits.
         mass_threshold: see `stickbreaking_attention`. Default: 2^-24.
@@ -91,6 +92,7 @@ class StickBreakingSelfAttention(nn.Module):
         forget_gate: bool = False,
         forget_gate_loss: float = 0.0,
         logits: str = "dot",
+        reach: tuple[float, float] | None = None,
         attend_current: bool = False,
         scale: float | None = None,
         mass_threshold: float = DEFAULT_MASS_THRESHOLD,
@@ -111,6 +113,7 @@ class StickBreakingSelfAttention(nn.Module):
             attend_current=attend_current,
             mass_threshold=mass_threshold,
             logits=logits,
+            reach=reach,
             remainder_bias=remainder_bias,
             head_norm=head_norm,
             forget_gate=forget_gate,
@@ -153,7 +156,7 @@ class StickBreakingSelfAttention(nn.Module):
             f"hidden_size={self.hidden_size}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
             f"head_dim={self.head_dim}, remainder_bias={self.options.remainder_bias}, "
             f"head_norm={self.options.head_norm}, logits={self.options.logits!r}, "
-            f"forget_gate={self.options.forget_gate}"
+            f"forget_gate={self.options.forget_gate}, reach={self.options.reach}"
         )
 
     def forward(

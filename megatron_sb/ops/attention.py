@@ -3,8 +3,8 @@
 z_ij = scale * q_j . k_i,  beta = sigmoid(z),  A_ij = beta_ij * prod_{i<k<j} (1 - beta_kj)     (paper eq. 1)
 o_j = sum_i A_ij v_i,      mass_j = prod_k (1 - beta_kj) = 1 - sum_i A_ij, the part of the stick that remains
 
-Variants of the logit: z_ij = -scale * |q_j - k_i|^2 (logits="euclidean"), z_ij + query_bias_j + key_bias_i, and
-beta_ij = f_i * sigmoid(z_ij) (forget_gate).
+Variants of the logit: z_ij = -scale * |q_j - k_i|^2 (logits="euclidean"), z_ij + query_bias_j + key_bias_i, an offset
+of each head (reach), and beta_ij = f_i * sigmoid(z_ij) (forget_gate).
 """
 
 from collections.abc import Callable
@@ -32,6 +32,7 @@ def stickbreaking_attention(
     forget_gate: Tensor | None = None,
     query_bias: Tensor | None = None,
     key_bias: Tensor | None = None,
+    reach: tuple[float, float] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute causal stick-breaking attention (Tan et al., arXiv 2410.17980, eq. 1).
 
@@ -59,6 +60,9 @@ def stickbreaking_attention(
             is rounded to q's dtype. Biases need the 8 columns of Euclidean logits, so d is at most 248, and a scale
             that is not 0. Default: no bias.
         key_bias: (b, s_k, h_kv), added to the logits of each key, as query_bias. -inf hides the key. Default: no bias.
+        reach: the reach a of the first and of the last head, above 0 and at most 64; that of the other heads lies
+            evenly between. The logits of a head have the offset -log(2^a - 1), so that beta = 2^-a where z_ij would be
+            0. Takes no time. Default: no offset.
 
     Returns:
         o, (b, s, h, d_v), in q's dtype. With return_mass, (o, mass), where mass (b, h, s) is fp32 (fp64 for fp64). A
@@ -78,7 +82,7 @@ def stickbreaking_attention(
         (torch.Size([2, 128, 8, 64]), torch.Size([2, 8, 128]))
         >>> o.sum().backward()
     """
-    options = AttentionOptions(scale, attend_current, mass_threshold, logits)
+    options = AttentionOptions(scale, attend_current, mass_threshold, logits, reach)
     for name, value in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, value)
     variants = {"forget_gate": forget_gate, "query_bias": query_bias, "key_bias": key_bias}
@@ -95,6 +99,7 @@ def stickbreaking_attention(
             attend_current=attend_current,
             mass_threshold=mass_threshold,
             logits=logits,
+            reach=reach,
             **variants,
         )
     o, mass = torch.ops.megatron_sb.attention(
@@ -106,5 +111,6 @@ def stickbreaking_attention(
         mass_threshold=options.mass_threshold,
         **variants,
         euclidean=options.logits == "euclidean",
+        reach=options.reach,
     )
     return (o, mass) if return_mass else o

@@ -287,6 +287,7 @@ def context_parallel_attention(
     forget_gate: Tensor | None = None,
     query_bias: Tensor | None = None,
     key_bias: Tensor | None = None,
+    reach: tuple[float, float] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute the attention over a sequence that the ranks of a group share.
 
@@ -338,7 +339,7 @@ def context_parallel_attention(
             context-parallel group = rank in the p2p group * size of the a2a group + rank in the a2a group. Default:
             None.
         return_mass: whether to return the mass as well. Default: False.
-        scale, attend_current, mass_threshold, logits: see `stickbreaking_attention`.
+        scale, attend_current, mass_threshold, logits, reach: see `stickbreaking_attention`.
         forget_gate: f of the local keys, (b, s_local, h_kv) or (t_local, h_kv). See `stickbreaking_attention`.
         query_bias: of the local queries, (b, s_local, h) or (t_local, h). See `stickbreaking_attention`.
         key_bias: of the local keys, (b, s_local, h_kv) or (t_local, h_kv). See `stickbreaking_attention`.
@@ -377,8 +378,8 @@ def context_parallel_attention(
         _check_plan(plan, cp_group, layout, cu_seqlens, packing)
     for name, value in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, value)
-    # The operator checks the values of scale and mass_threshold, so that the error is raised on every rank.
-    check_option_types(scale, attend_current, mass_threshold)
+    # The operator checks the values of scale, mass_threshold and reach, so that the error is raised on every rank.
+    check_option_types(scale, attend_current, mass_threshold, reach)
     check_choice("logits", logits, LOGITS)
     variants = {"forget_gate": forget_gate, "query_bias": query_bias, "key_bias": key_bias}
     for name, value in variants.items():
@@ -399,6 +400,7 @@ def context_parallel_attention(
         return_mass,
         **variants,
         euclidean=logits == "euclidean",
+        reach=reach,
     )
     return (o, mass) if return_mass else o
 

@@ -124,6 +124,7 @@ def stickbreaking_attention_with_kvcache(
     forget_gate: bool = False,
     query_bias: Tensor | None = None,
     key_bias: bool = False,
+    reach: tuple[float, float] | None = None,
     return_mass: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute attention of the last positions of each sequence to the keys in a cache. It has no gradients.
@@ -160,6 +161,7 @@ def stickbreaking_attention_with_kvcache(
             logits it requires key_bias. Default: no bias.
         key_bias: whether the keys in k_cache, and those in k, were stored with a key_bias, and with this call's scale.
             Default: False.
+        reach: see scale. Keys are stored without it.
         return_mass: see scale.
 
     Returns:
@@ -187,7 +189,7 @@ def stickbreaking_attention_with_kvcache(
         >>> torch.equal(k_cache[1, 37], k[1, 0])
         True
     """
-    options = AttentionOptions(scale, attend_current, mass_threshold, logits)
+    options = AttentionOptions(scale, attend_current, mass_threshold, logits, reach)
     check_flag("forget_gate", forget_gate)
     check_flag("key_bias", key_bias)
     for name, value in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("cache_seqlens", cache_seqlens)):
@@ -214,6 +216,7 @@ def stickbreaking_attention_with_kvcache(
         euclidean=options.logits == "euclidean",
         query_bias=query_bias,
         key_bias=key_bias,
+        reach=options.reach,
     )
     return (o, mass) if return_mass else o
 

@@ -28,6 +28,7 @@ def stickbreaking_attention_varlen(
     forget_gate: Tensor | None = None,
     query_bias: Tensor | None = None,
     key_bias: Tensor | None = None,
+    reach: tuple[float, float] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute causal stick-breaking attention within each document of a packed sequence.
 
@@ -52,6 +53,7 @@ def stickbreaking_attention_varlen(
         forget_gate: f, (t_k, h_kv), as in `stickbreaking_attention`.
         query_bias: (t, h), as in `stickbreaking_attention`.
         key_bias: (t_k, h_kv), as in `stickbreaking_attention`.
+        reach: see scale.
 
     Returns:
         o, (t, h, d_v), in q's dtype. With return_mass, (o, mass), where mass (h, t) is fp32 (fp64 for fp64). Rows after
@@ -69,7 +71,7 @@ def stickbreaking_attention_varlen(
         >>> sb.stickbreaking_attention_varlen(q, k, v, cu_seqlens).shape
         torch.Size([100, 4, 64])
     """
-    options = AttentionOptions(scale, attend_current, mass_threshold, logits)
+    options = AttentionOptions(scale, attend_current, mass_threshold, logits, reach)
     for name, value in (("q", q), ("k", k), ("v", v), ("cu_seqlens", cu_seqlens)):
         check_tensor(name, value)
     variants = {"forget_gate": forget_gate, "query_bias": query_bias, "key_bias": key_bias}
@@ -95,6 +97,7 @@ def stickbreaking_attention_varlen(
         mass_threshold=options.mass_threshold,
         **variants,
         euclidean=options.logits == "euclidean",
+        reach=options.reach,
     )
     return (o, mass) if return_mass else o
 

@@ -18,6 +18,7 @@
 
 #include <optional>
 #include <tuple>
+#include <vector>
 
 namespace megatron_sb {
 
@@ -40,6 +41,9 @@ struct AttentionOptions {
     // bias.
     std::optional<at::Tensor> query_bias = std::nullopt;
     std::optional<at::Tensor> key_bias = std::nullopt;
+    // The reach a of the first and of the last head, from above 0 to 64; that of other heads lies evenly between. The
+    // logits of a head have an offset with which beta = 2^-a where z would be 0. Default: no offset.
+    std::optional<std::vector<double>> reach = std::nullopt;
 };
 
 // Computes causal attention of a batch of sequences. The queries are the last s of the s_k positions, and s <= s_k.

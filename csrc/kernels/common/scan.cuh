@@ -58,15 +58,16 @@ struct Rises {
 };
 
 // Replaces q . k of four keys by e, or with kOdds by the gated odds, and adds their rise to `rises`. Call it for the
-// quads of a row in order, oldest first.
-template <bool kOdds, int kTiles, int kBlocks, class Gates = NoGates>
-__device__ inline void exponentials_of_quad(int m, int r, int quad, float (&x)[kTiles][kBlocks][4], float scale_log2e,
-                                            Rises<kTiles, kBlocks>& rises, const typename Gates::Quad& gates) {
+// quads of a row in order, oldest first. logits(q . k, m, r) is the logit of row r of block m, in units of log(2).
+template <bool kOdds, int kTiles, int kBlocks, class Gates = NoGates, class Logits>
+__device__ inline void exponentials_of_quad(int m, int r, int quad, float (&x)[kTiles][kBlocks][4],
+                                            const Logits& logits, Rises<kTiles, kBlocks>& rises,
+                                            const typename Gates::Quad& gates) {
     float e[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
         float& z = at(x[m], r, 4 * quad + k);
-        z = exp2_approximate(z * scale_log2e);
+        z = exp2_approximate(logits(z, m, r));
         if constexpr (Gates::kGated) z = min_nan(z, kLargestE);
         e[k] = gates.odds(z, k);
         if constexpr (kOdds) z = e[k];
@@ -75,29 +76,28 @@ __device__ inline void exponentials_of_quad(int m, int r, int quad, float (&x)[k
     rises.before[m][r][quad] = quad == 0 ? 0.f : rises.all[m][r];
     rises.all[m][r] = quad == 0 ? rise : join(rises.all[m][r], rise);
 }
-template <bool kOdds, int kTiles, int kBlocks, class Gates>
-__device__ inline void exponentials(float (&x)[kTiles][kBlocks][4], float scale_log2e, Rises<kTiles, kBlocks>& rises,
+template <bool kOdds, int kTiles, int kBlocks, class Logits, class Gates>
+__device__ inline void exponentials(float (&x)[kTiles][kBlocks][4], const Logits& logits, Rises<kTiles, kBlocks>& rises,
                                     const Gates& gates) {
     constexpr int kRows = 2 * kTiles, kQuads = kBlocks / 2;
 #pragma unroll
     for (int i = 0; i < kRows * kQuads; ++i) {  // reads gates once for all rows
         const int row = Gates::kGated ? i % kRows : i / kQuads, quad = Gates::kGated ? i / kRows : i % kQuads;
-        exponentials_of_quad<kOdds, kTiles, kBlocks, Gates>(row / 2, row % 2, quad, x, scale_log2e, rises,
-                                                            gates.quad(quad));
+        exponentials_of_quad<kOdds, kTiles, kBlocks, Gates>(row / 2, row % 2, quad, x, logits, rises, gates.quad(quad));
     }
 }
 
 // Returns a function f(part) that does the same without gates, for one of kParts parts of the keys. multiply_rows calls
 // it between its steps.
 template <int kParts, int kTiles, int kBlocks>
-__device__ inline auto exponentials_in_parts(float (&x)[kTiles][kBlocks][4], const Scalars& scalars,
+__device__ inline auto exponentials_in_parts(float (&x)[kTiles][kBlocks][4], const HeadLogits& logits,
                                              Rises<kTiles, kBlocks>& rises) {
-    return [&](int part) {
+    return [&x, &rises, logits](int part) {
         constexpr int kQuads = kTiles * kBlocks;
 #pragma unroll
         for (int i = part * kQuads / kParts; i < (part + 1) * kQuads / kParts; ++i)
-            exponentials_of_quad<false>(i / kBlocks, i / (kBlocks / 2) % 2, i % (kBlocks / 2), x, scalars.scale_log2e,
-                                        rises, NoGates::Quad{});
+            exponentials_of_quad<false>(i / kBlocks, i / (kBlocks / 2) % 2, i % (kBlocks / 2), x, logits, rises,
+                                        NoGates::Quad{});
     };
 }
 

@@ -194,7 +194,7 @@ class BackwardTile {
 
         bool saturated[kTile / kLanes<T>];  // unused: this direction processes every e in the same way
         const bool masked = set_limits(begin, keys);
-        exponentials(s_.scores, keys, lanes, T(p_.options.scale * kLog2E), s_.limit, masked, saturated);
+        exponentials(s_.scores, keys, lanes, Logits<T>(p_.options, tile_.head), s_.limit, masked, saturated);
         std::fill(s_.d_gates, s_.d_gates + keys, T(0));
         for (int v = 0; v < lanes; v += kLanes<T>) scan(v, begin / kTile, keys);
         for (int r = 0; r < tile_.count; ++r)

@@ -134,7 +134,7 @@ class ForwardTile {
 
         bool saturated[kTile / kLanes<T>];
         const bool masked = set_limits(begin, keys);
-        exponentials(s_.scores, keys, lanes, T(p_.options.scale * kLog2E), s_.limit, masked, saturated);
+        exponentials(s_.scores, keys, lanes, Logits<T>(p_.options, tile_.head), s_.limit, masked, saturated);
         if (p_.options.forget_gate) apply_gates(keys);
         for (int v = 0; v < lanes; v += kLanes<T>)
             (saturated[v / kLanes<T>] ? scan_keys<T> : scan_quads<T>)(s_.scores + v, keys, s_.weights + v, s_.mass + v);

@@ -269,17 +269,29 @@ int64_t scratch_bytes(const Sizes& sizes) {
     return memory.bytes();
 }
 
+// The logits of one head, in units of log(2): z = q . k * scale + offset.
+template <class T>
+struct Logits {
+    T scale, offset;
+
+    Logits(const Options& options, int head) : scale(T(options.scale * kLog2E)) {
+        const double a = options.reach + head * options.reach_step;
+        offset = T(-std::log2(std::exp2(a) - 1));
+    }
+};
+
 // Replaces q . k by 2^(z log2 e) = exp(z) for the keys [0, keys) of a tile, and by 0 if the row does not see the key.
 // limit[r] is the number of keys of the tile that row r sees. Writes to `saturated`, for each vector of rows, whether
 // some exp(z) is too large for quads.
 template <class T>
-inline void exponentials(T* scores, int keys, int lanes, T scale_log2e, const T* limit, bool masked, bool* saturated) {
+inline void exponentials(T* scores, int keys, int lanes, const Logits<T>& logits, const T* limit, bool masked,
+                         bool* saturated) {
     for (int v = 0; v * kLanes<T> < lanes; ++v) {
         const Vec<T> row_limit = load(limit + v * kLanes<T>);
         Mask<T> large{};
         for (int k = 0; k < keys; ++k) {
             T* at = scores + k * kTile + v * kLanes<T>;
-            Vec<T> e = exp2_clamped<T>(load(at) * scale_log2e);
+            Vec<T> e = exp2_clamped<T>(load(at) * logits.scale + splat<T>(logits.offset));
             if (masked) e = splat<T>(T(k)) < row_limit ? e : Vec<T>{};
             large |= ~(e <= splat<T>(Numbers<T>::kMaxQuadE));  // NaN counts as large
             store(at, e);

@@ -38,6 +38,12 @@ struct Shared {
     int is_last;
 };
 
+// The logits of a thread's two rows, which belong to different heads, in units of log(2).
+struct RowLogits {
+    float scale, offset[2];
+    __device__ float operator()(float q_k, int, int r) const { return fmaf(q_k, scale, offset[r]); }
+};
+
 template <class T, int kDim, bool kGated>
 class Worker {
     using S = Shape<kDim>;
@@ -53,11 +59,13 @@ class Worker {
           value_slot_(ring + S::kSlotBytes),
           free_slot_(ring + 2 * S::kSlotBytes),
           k_(p.k, rows.kv_head, p.sizes.head_dim),
-          v_(p.v, rows.kv_head, p.sizes.head_dim_v) {
+          v_(p.v, rows.kv_head, p.sizes.head_dim_v),
+          logits_{scalars.scale_log2e, {}} {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = thread_row(r);
             visible_[r] = row < rows.count ? rows.visible(row) : 0;
+            logits_.offset[r] = scalars.reach.offset_of(rows.head(row));
             mass_[0][r] = row < rows.count ? common::kWeightScale<T> : 0.f;
         }
     }
@@ -164,7 +172,7 @@ class Worker {
             common::fill_hidden(s, limit, scalars_.hidden);
         }
         common::Rises<1, kKeys / 8> rises;
-        common::exponentials<kGated>(s, scalars_.scale_log2e, rises, gates);
+        common::exponentials<kGated>(s, logits_, rises, gates);
         common::weights(s, rises, mass_, [&](int m, int r, int n, float older_a, float newer_a) {
             s[m][n][2 * r] = older_a;
             s[m][n][2 * r + 1] = newer_a;
@@ -218,6 +226,7 @@ class Worker {
     const CachedRows k_, v_;
     KeyPlace place_ = {};    // of the tile that was requested last
     uint2 gate_words_ = {};  // of this lane's key of that tile, with forget gates
+    RowLogits logits_;
     int visible_[2];
     float mass_[1][2];  // multiplied by kWeightScale, at the newer edge of the next tile
     float o_[1][S::kColumnBlocks][4] = {};

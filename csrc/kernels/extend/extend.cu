@@ -56,16 +56,18 @@ __device__ void store(T* to, const Eight& v) {
                                                common::pack<T>(v.x[4], v.x[5]), common::pack<T>(v.x[6], v.x[7]));
 }
 
-// Writes x in kGateParts numbers of 8 bits each, from columns[first] on. A NaN stays NaN. An infinity, also one that is
-// due to the range of T, is followed by zeros: inf - inf would be NaN.
-template <class T>
+// Writes x in kGateParts numbers of 8 bits each, from columns[first] on. A NaN stays NaN.
 __device__ void split(float x, Eight& columns, int first) {
 #pragma unroll
     for (int i = 0; i < kGateParts; ++i) {
-        const float part = float(T(__bfloat162float(__float2bfloat16_rn(x))));
+        const float part = __bfloat162float(__float2bfloat16_rn(x));
         columns.x[first + i] = part;
-        x = isinf(part) ? 0.f : x - part;
+        x -= part;
     }
+}
+// Returns x in [low, high], or NaN.
+__device__ float clamped(float x, float low, float high) {
+    return common::min_nan(common::max_nan(x, low), high);
 }
 
 __device__ int number_column(Side side) {
@@ -95,13 +97,13 @@ __global__ void __launch_bounds__(kThreads)
     if (p.side != Side::kNone && place.exists && place.lane == 0) {
         if (p.bias != nullptr) number += p.bias[place.value] / p.scale / p.unit;
         Eight columns = {};
-        split<T>(number, columns, number_column(p.side));
+        split(clamped(number, -p.largest, p.largest), columns, number_column(p.side));
         for (int i = 0; i < kGateParts; ++i) columns.x[kGateParts - number_column(p.side) + i] = p.unit;
         store(place.template in<T>(extended, p.head_dim), columns);
     }
     if (p.gate != nullptr && place.exists && place.lane == kLanes - 1) {
         Eight columns = {};
-        split<T>(common::min_nan(common::max_nan(p.gate[place.value], p.least_gate), 1.f), columns, 0);
+        split(clamped(p.gate[place.value], p.least_gate, 1.f), columns, 0);
         store(place.template in<T>(extended, p.head_dim + (p.side == Side::kNone ? 0 : kChannels)), columns);
     }
 }

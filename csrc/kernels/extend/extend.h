@@ -23,7 +23,8 @@ struct Params {
     const float* gate = nullptr;  // as bias; null: no gates
     float least_gate;             // gates are clamped to [least_gate, 1]
     float unit;
-    float scale;  // of the logits
+    float largest;  // numbers are clamped to [-largest, largest]
+    float scale;    // of the logits
 };
 
 // Launch on `stream`, a cudaStream_t. Throw RuntimeFailure if a launch fails. Do nothing without rows.

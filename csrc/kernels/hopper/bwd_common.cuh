@@ -15,6 +15,7 @@ struct BackwardArguments {
     TensorMap q, d_o, k, v;
     HeadOrder head_order;
     float scale, scale_log2;
+    common::Reach reach;
     ExpiredWait* expired_wait;
 };
 

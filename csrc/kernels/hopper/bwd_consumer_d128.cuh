@@ -121,7 +121,7 @@ class BackwardConsumer : HalfScan<T> {
     }
     template <class Scan>
     __device__ __forceinline__ void scan_first_step(Scan scan) {
-        scan.exponentials(s_, args_.scale_log2, lane_ % 4);
+        scan.exponentials(s_, this->logits(number_), lane_ % 4);
         this->load_carries(scan, number_, stage_);
         control_.own_half[half_].empty.arrive({});
         write_weights_and_dz(scan, number_, stage_);
@@ -149,7 +149,7 @@ class BackwardConsumer : HalfScan<T> {
         wgmma_wait<1>();
         fence_accumulator(s_);
         this->mask(number_ + 1, next_flags);
-        scan.exponentials(s_, args_.scale_log2, lane_ % 4);
+        scan.exponentials(s_, this->logits(number_ + 1), lane_ % 4);
         wgmma_fence();
         issue_dp(next.slot);
         this->load_carries(scan, number_ + 1, next);

@@ -24,9 +24,9 @@ class GatedFastScan : public FastScan {
         : FastScan(product_offset), gates_(gates), t_(t) {}
 
     // Replaces scores by e', or by E if the row is large.
-    __device__ __forceinline__ void exponentials(float (&s)[32], float scale_log2, int t) {
+    __device__ __forceinline__ void exponentials(float (&s)[32], const HeadLogits& logits, int t) {
 #pragma unroll
-        for (float& x : s) x = exp2_approximate(x * -scale_log2);
+        for (float& x : s) x = exp2_approximate(-logits(x, 0, 0));
         float product[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -141,8 +141,8 @@ struct GatedScores {
     const HalfTileGates& gates;
     int t;
     __device__ __forceinline__ float4 quad(int i) const { return gates.quad(t, i); }
-    __device__ __forceinline__ static float keep(float score, float scale_log2) {
-        return exp2_approximate(score * -scale_log2);
+    __device__ __forceinline__ static float keep(float score, const HeadLogits& logits) {
+        return exp2_approximate(-logits(score, 0, 0));
     }
     __device__ __forceinline__ static float odds(float inverse_e, float c) {
         return min_nan(Gate::odds(c, inverse_e), common::kLargestE);

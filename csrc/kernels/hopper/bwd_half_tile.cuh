@@ -106,6 +106,10 @@ class HalfScan : protected BackwardThread<T> {
         }
     }
 
+    __device__ __forceinline__ HeadLogits logits(uint32_t number) const {
+        return {args_.scale_log2, step(number).offset};
+    }
+
     // Hides the keys that a row does not see: e of a hidden key is 0. Rows after the end of the step see none.
     __device__ __forceinline__ void mask(uint32_t number, int flags) {
         if (!(flags & kMasked << half_)) return;

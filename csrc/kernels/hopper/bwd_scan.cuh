@@ -2,7 +2,8 @@
 // holds rows r = 0 and 1 of a step and 16 neighbouring keys of each; a quad of threads holds the 64 keys of a half
 // tile.
 //
-//     e = 2^(scale log2(e) q . k)   A = e m   g = A (dO . v)   dz = (g - e b) / (1 + e)   m' = m (1 + e)   b' = b + g
+//     e = 2^(scale log2(e) q . k + offset)     A = e m     g = A (dO . v)
+//     dz = (g - e b) / (1 + e)     m' = m (1 + e)     b' = b + g
 //
 // m is the mass at the older edge of a key, and b the prefix there (the sum of g over all older keys, plus P dP). m'
 // and b' are the values at its newer edge. FastScan uses the same dz in another form: g - beta (b + g), with the
@@ -21,6 +22,8 @@
 #include "kernels/hopper/wgmma.cuh"
 
 namespace megatron_sb::hopper {
+
+using common::HeadLogits;
 
 constexpr int kChains = 2, kChainKeys = 8;  // FastScan: a thread scans its keys as independent chains
 
@@ -71,13 +74,13 @@ class FastScan {
     __device__ __forceinline__ explicit FastScan(float product_offset) : multiply_(product_offset) {}
 
     // Replaces scores by e. Runs before the carries are known.
-    __device__ __forceinline__ void exponentials(float (&s)[32], float scale_log2, int t) {
+    __device__ __forceinline__ void exponentials(float (&s)[32], const HeadLogits& logits, int t) {
         float product[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
 #pragma unroll
             for (int k = 0; k < kBackwardKeysPerThread; ++k)
-                s[accumulator_register(r, k)] = exp2_approximate(s[accumulator_register(r, k)] * scale_log2);
+                s[accumulator_register(r, k)] = exp2_approximate(logits(s[accumulator_register(r, k)], 0, r));
             float p[kChains];
 #pragma unroll
             for (int k = 0; k < kChainKeys; ++k)
@@ -189,8 +192,8 @@ struct PlainScores {
     static constexpr float kHidden = 0.f;  // of a key that contributes nothing
     __device__ __forceinline__ float4 quad(int) const { return {}; }
     // Returns e, at most 2^126.
-    __device__ __forceinline__ static float keep(float score, float scale_log2) {
-        return min_nan(exp2_approximate(score * scale_log2), common::kLargestE);
+    __device__ __forceinline__ static float keep(float score, const HeadLogits& logits) {
+        return min_nan(exp2_approximate(logits(score, 0, 0)), common::kLargestE);
     }
     __device__ __forceinline__ static float odds(float e, float) { return e; }
     // Returns the derivative of log(odds) with respect to the logit, times 1 - beta.
@@ -209,7 +212,7 @@ class SlowScan {
   public:
     __device__ __forceinline__ explicit SlowScan(int half, const Scores& scores = {}) : half_(half), scores_(scores) {}
 
-    __device__ __forceinline__ void exponentials(float (&s)[32], float scale_log2, int t) {
+    __device__ __forceinline__ void exponentials(float (&s)[32], const HeadLogits& logits, int t) {
         float product[2] = {1.f, 1.f};
 #pragma unroll
         for (int r = 0; r < 2; ++r)
@@ -219,7 +222,7 @@ class SlowScan {
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
                     float& x = s[accumulator_register(r, 4 * i + k)];
-                    x = Scores::keep(x, scale_log2);
+                    x = Scores::keep(x, logits);
                     product[r] *= reciprocal(1.f + Scores::odds(x, component(c, k)));
                 }
             }

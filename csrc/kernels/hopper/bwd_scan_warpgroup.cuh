@@ -78,7 +78,7 @@ class ScanWarpgroup : HalfScan<T> {
         wgmma_fence();
         issue_dp();
         this->mask(number_, flags_);
-        scan.exponentials(s_, args_.scale_log2, lane_ % 4);
+        scan.exponentials(s_, this->logits(number_), lane_ % 4);
         this->load_carries(scan, number_, stage_);
         wgmma_wait<0>();
         fence_accumulator(dp_);

@@ -126,6 +126,7 @@ class StepLoader {
         pending_.dq_index = head * args_.plan.max_steps + first_step + step;
         pending_.row = s.q_begin + row;
         pending_.head = head - batch_ * args_.params.sizes.num_heads;
+        pending_.offset = args_.reach.offset_of(pending_.head);
         pending_.num_rows = rows;
         pending_.visible = row + offset - tile_begin;
         pending_.num_keys = min(T::kKeyTile, s.k_len - tile_begin);

@@ -29,7 +29,7 @@ struct alignas(16) Step {
     int32_t batch, head, kv_head;
     int32_t k_row, tile_keys;  // row of k of the first key of the tile; number of keys in the tile, at least 1
     int32_t part;              // of the key tile, if it has several (kPartialSums)
-    int32_t unused;
+    float offset;              // of the logits of the head, in units of log(2)
 };
 constexpr int kOldestKeyTile = 1;  // the first key tile of the chain that adds to dq of these rows
 constexpr int kNewestKeyTile = 2;  // the last one; it writes dq

@@ -257,17 +257,20 @@ class ForwardConsumer {
         }
     }
 
+    __device__ __forceinline__ HeadLogits logits() const {
+        return {args_.scale_log2, work(work_number_).offset};
+    }
+
     // Replaces the scores of tile i by weights.
     __device__ __forceinline__ void scan_scores(int i, bool partial) {
         if (partial) mask(i);
         if constexpr (T::kGated) {
             const auto place = Place<kGateStages>::of(gate_uses_++);
-            GatedForwardScan(s_, args_.scale_log2, lane_ % 4, args_.restart_floor, i, rows_,
-                             control_.gates_of_slot[place.slot])
+            GatedForwardScan(s_, logits(), lane_ % 4, args_.restart_floor, i, rows_, control_.gates_of_slot[place.slot])
                 .run();
             control_.gates.empty.arrive(place);
         } else {
-            ForwardScan<T::kKeysPerThread>(s_, args_.scale_log2, lane_ % 4, args_.restart_floor, i, rows_).run();
+            ForwardScan<T::kKeysPerThread>(s_, logits(), lane_ % 4, args_.restart_floor, i, rows_).run();
         }
     }
     // Waits for the gates of the next tile.

@@ -12,9 +12,10 @@ class GatedForwardScan : public ForwardScan<kGatedKeys> {
   public:
     using Gates = GateTile<4 * kGatedKeys>;
 
-    __device__ __forceinline__ GatedForwardScan(float (&scores)[2 * kGatedKeys], float scale_log2, int thread_in_quad,
-                                                float floor, int tile, RowState& rows, const Gates& gates)
-        : ForwardScan<kGatedKeys>(scores, scale_log2, thread_in_quad, floor, tile, rows), gates_(gates) {}
+    __device__ __forceinline__ GatedForwardScan(float (&scores)[2 * kGatedKeys], const HeadLogits& logits,
+                                                int thread_in_quad, float floor, int tile, RowState& rows,
+                                                const Gates& gates)
+        : ForwardScan<kGatedKeys>(scores, logits, thread_in_quad, floor, tile, rows), gates_(gates) {}
 
     // Replaces scores by weights and moves the mass to the older edge of the tile. E, e' and the weights of a row are
     // three passes over its keys, and passes of the two rows are interleaved. In one pass, each key would wait for the
@@ -38,7 +39,7 @@ class GatedForwardScan : public ForwardScan<kGatedKeys> {
     // Replaces a score by E.
     __device__ __forceinline__ void inverse_exponential(int r, int k) {
         float& x = s_[accumulator_register(r, k)];
-        x = exp2_approximate(x * -scale_log2_);
+        x = exp2_approximate(-logits_(x, 0, r));
     }
     // Replaces E of row r by e'. Returns the product of 1 + e'. Calls after_key(k) for each key.
     template <class AfterKey>

@@ -77,6 +77,7 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
     a.heads_in_flight = heads_in_flight(z);
     const common::Scalars scalars = common::scalars_of<Element>(p.options);
     a.scale_log2 = scalars.scale_log2e;
+    a.reach = scalars.reach;
     a.min_mass = scalars.least_mass;
     a.restart_floor = scalars.least_restart;
     a.expired_wait = common::expired_wait_record();

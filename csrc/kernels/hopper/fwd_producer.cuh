@@ -27,7 +27,8 @@ struct ForwardArguments {
     QueryTiles* tiles;
     TensorMap q, k, v;
     int32_t heads_in_flight;
-    float scale_log2;     // scale * log2(e), never 0
+    float scale_log2;  // scale * log2(e), never 0
+    common::Reach reach;
     float min_mass;       // a row with less mass is used up: older keys contribute nothing
     float restart_floor;  // a restart record needs at least this mass
     ExpiredWait* expired_wait;
@@ -117,7 +118,7 @@ class ForwardProducer {
         const QueryTile tile = next_tile();
         const int batch = next_index_ / z.num_heads, head = next_index_ % z.num_heads;
         if (lane_ != 0) return;
-        work = {tile, batch, head};
+        work = {tile, batch, head, args_.reach.offset_of(head)};
         if (next_index_ < 0) work.queries.num_rows = 0;
         full.arrive(place);
         if (next_index_ < 0) return full.arrive(place);

@@ -1,7 +1,7 @@
 // The scan of the forward: from scores to weights in the registers of one thread. A thread holds rows r = 0 and 1 of a
 // tile and kKeys neighbouring keys of each: 32 of a tile of 128, or 16 of a tile of 64.
 //
-//     e_k = 2^(scale log2(e) q . k)     P_after_k = P_before_k / (1 + e_k)     A_k = e_k P_after_k
+//     e_k = 2^(scale log2(e) q . k + offset)     P_after_k = P_before_k / (1 + e_k)     A_k = e_k P_after_k
 //
 // "Before" is the newer side of a key and "after" its older side. One reciprocal serves the kKeys keys of a row. Let t
 // be the product of their (1 + e) and P the mass at their newer edge. The mass at their older edge is m = P / t. From
@@ -17,6 +17,7 @@
 
 namespace megatron_sb::hopper {
 
+using common::HeadLogits;
 using common::kLargestE;
 
 // If 1 / t is below this, 1 / t or P / t may be too small for a normal number. The warp then scans key by key.
@@ -31,14 +32,9 @@ struct RowState {
 template <int kKeys>
 class ForwardScan {
   public:
-    __device__ __forceinline__ ForwardScan(float (&scores)[2 * kKeys], float scale_log2, int thread_in_quad,
+    __device__ __forceinline__ ForwardScan(float (&scores)[2 * kKeys], const HeadLogits& logits, int thread_in_quad,
                                            float floor, int tile, RowState& rows)
-        : s_(scores),
-          scale_log2_(scale_log2),
-          thread_(thread_in_quad),
-          restart_floor_(floor),
-          tile_(tile),
-          rows_(rows) {}
+        : s_(scores), logits_(logits), thread_(thread_in_quad), restart_floor_(floor), tile_(tile), rows_(rows) {}
 
     // Replaces scores by weights and moves the mass to the older edge of the tile. The exponentials of row 1 are
     // interleaved with the multiplications of row 0, so that the MUFU and FMA pipes both have work.
@@ -78,7 +74,7 @@ class ForwardScan {
 
     // Replaces a score by e. t accumulates the product of 1 + e, from the oldest key on.
     __device__ __forceinline__ void exponential(int r, int k, float& t) {
-        const float e = exp2_approximate(s_[accumulator_register(r, k)] * scale_log2_);
+        const float e = exp2_approximate(logits_(s_[accumulator_register(r, k)], 0, r));
         s_[accumulator_register(r, k)] = e;
         t = fmaf(t, e, t);
     }
@@ -123,7 +119,7 @@ class ForwardScan {
     }
 
     float (&s_)[2 * kKeys];
-    const float scale_log2_;
+    const HeadLogits logits_;
     const int thread_;
     const float restart_floor_;
     const int tile_;

@@ -22,6 +22,7 @@ constexpr int kGateLoader = 2;   // the warp that loads gates; it has a tail rin
 struct WorkTile {
     QueryTile queries;  // num_rows = 0 means that there is no more work
     int32_t batch, head;
+    float offset;  // of the logits, in units of log(2)
 };
 
 // A tail tile is the tile of K or V in which a segment ends. It holds `count` rows of head `head` of batch element

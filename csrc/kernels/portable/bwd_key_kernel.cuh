@@ -228,14 +228,15 @@ class KeyTilePass {
         wait_for_copies<1>();
         __syncthreads();
         Rises<1, kBlocks> rises;
+        const HeadLogits logits = scalars_.logits_of(step.head);
         const uint32_t do_rows = do_tile + warp_rows * S::kPitch;
         const int width = p_.sizes.head_dim_v * int(sizeof(T));
         if constexpr (kGated) {
-            exponentials<false>(s, scalars_.scale_log2e, rises, gates());
+            exponentials<false>(s, logits, rises, gates());
             multiply_rows<T, S::kPitch>(dp, do_rows, key_operand(1), width);
         } else {
             multiply_rows<T, S::kPitch>(dp, do_rows, key_operand(1), width,
-                                        exponentials_in_parts<S::kPitch / 32>(s, scalars_, rises));
+                                        exponentials_in_parts<S::kPitch / 32>(s, logits, rises));
         }
         to_gradients(s, dp, rises, rows);
         __syncthreads();
@@ -262,7 +263,7 @@ class KeyTilePass {
         ThreadRows rows = read_carries(step);
         if (rows.masked) fill_hidden(x[0], rows.limit, scalars_.hidden);
         Rises<1, kBlocks> rises;
-        exponentials<false>(x[0], scalars_.scale_log2e, rises, gates());
+        exponentials<false>(x[0], scalars_.logits_of(step.head), rises, gates());
         to_gradients(x[0], x[1], rises, rows);
         __syncthreads();
         const int chunk = S::kChunks == 1 ? 0 : slice_;

@@ -57,6 +57,7 @@ class QueryTilePass {
                              const QueryTile& tile, const Head& head, int64_t block, KeyRows& keys, uint8_t* shared)
         : p_(params),
           scalars_(scalars),
+          logits_(scalars.logits_of(head.query)),
           rows_{params.sizes, tile, head},
           starts_(plan.starts + block),
           carries_(plan.carries + block * 2 * S::kRows),
@@ -198,12 +199,12 @@ class QueryTilePass {
             multiply_rows<T, S::kPitch>(s, q_tile_ + rows_.warp_row * S::kPitch, k_tile, q_.width);
             hide(s, scalars_.hidden, u);
             const uint32_t do_rows = do_tile_ + rows_.warp_row * S::kPitch;
-            if (kGated || u.only_mass) exponentials<false>(s, scalars_.scale_log2e, rises, gates(n));
+            if (kGated || u.only_mass) exponentials<false>(s, logits_, rises, gates(n));
             if constexpr (kGated) {
                 if (!u.only_mass) multiply_rows<T, S::kPitch>(dp, do_rows, k_tile + S::kKeyBytes, do_.width);
             } else if (!u.only_mass) {
                 multiply_rows<T, S::kPitch>(dp, do_rows, k_tile + S::kKeyBytes, do_.width,
-                                            exponentials_in_parts<S::kPitch / 32>(s, scalars_, rises));
+                                            exponentials_in_parts<S::kPitch / 32>(s, logits_, rises));
             }
             to_gradients(s, dp, rises, u, gates(n));
             if (!u.only_mass) multiply_accumulators<T, S::kPitch>(dq_[0], dp, k_tile);
@@ -230,7 +231,7 @@ class QueryTilePass {
         if (active) {
             Rises<S::kTiles, kBlocks> rises;
             hide(s, scalars_.hidden, u);
-            exponentials<false>(s, scalars_.scale_log2e, rises, gates(0));
+            exponentials<false>(s, logits_, rises, gates(0));
             to_gradients(s, dp, rises, u, gates(0));
         }
         if (u.only_mass) return;
@@ -342,6 +343,7 @@ class QueryTilePass {
 
     const BackwardParams& p_;
     const Scalars& scalars_;
+    const HeadLogits logits_;
     const QueryRows<S::kTiles> rows_;
     Starts* const starts_;
     float* const carries_;

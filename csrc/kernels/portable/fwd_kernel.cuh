@@ -44,6 +44,7 @@ class ForwardTile {
                            uint8_t* shared)
         : p_(params),
           scalars_(scalars),
+          logits_(scalars.logits_of(head.query)),
           rows_{params.sizes, tile, head},
           q_tile_(shared_address(shared)),
           k_tile_(q_tile_ + S::kRows * S::kPitch),
@@ -203,7 +204,7 @@ class ForwardTile {
             fill_hidden(s, limit, scalars_.hidden);
         }
         Rises<S::kTiles, kKeys / 8> rises;
-        exponentials<true>(s, scalars_.scale_log2e, rises, gates(tile));
+        exponentials<true>(s, logits_, rises, gates(tile));
         float newer[S::kTiles][2];
         rows_.for_each([&](int m, int r, int) { newer[m][r] = mass_[m][r]; });
         weights(s, rises, mass_, [&](int m, int r, int n, float older_a, float newer_a) {
@@ -253,6 +254,7 @@ class ForwardTile {
 
     const ForwardParams& p_;
     const Scalars& scalars_;
+    const HeadLogits logits_;
     const QueryRows<S::kTiles> rows_;
     HeadRows q_, k_, v_;
     const uint32_t q_tile_, k_tile_;

@@ -18,6 +18,7 @@ from megatron_sb.training.config.types import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Reach,
     Seconds,
     Section,
     Seed,
@@ -81,6 +82,7 @@ class StickBreakingAttentionConfig(Section):
     remainder_bias: Bool = LayerOptions.remainder_bias
     head_norm: Bool = LayerOptions.head_norm
     logits: Literal[LOGITS] = LayerOptions.logits
+    reach: tuple[Reach, Reach] | None = LayerOptions.reach
     forget_gate: Bool = LayerOptions.forget_gate
     forget_gate_loss: NonNegativeFloat = LayerOptions.forget_gate_loss
 

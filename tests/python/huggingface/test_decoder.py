@@ -23,6 +23,7 @@ SIZES = {
 }
 VARIANTS = {
     "plain": {},
+    "reach": {"reach": [0.5, 8.0]},
     "head vectors": {"remainder_bias": True, "head_norm": True},
     "remainder bias, own key": {"remainder_bias": True, "attend_current": True},
     "head norm, wide heads": {"head_norm": True, "head_norm_eps": 0.1, "head_dim": 16, "num_key_value_heads": 1},
@@ -75,7 +76,7 @@ def attention(x, weights, prefix, config):
         q, k, v = (x + weights[f"{prefix}.{name}_proj.bias"] for name, x in (("q", q), ("k", k), ("v", v)))
     q, k, v = (x.view(1, len(x), -1, config.head_dim) for x in (q, k, v))
     options = {"attend_current": config.attend_current, "return_mass": True, "scale": config.attention_multiplier}
-    options |= {"logits": config.logits}
+    options |= {"logits": config.logits, "reach": config.reach}
     if config.forget_gate:
         gates = torch.sigmoid(x @ weights[f"{prefix}.gate_proj.weight"].T + weights[f"{prefix}.gate_proj.bias"])
         options["forget_gate"] = gates[None]

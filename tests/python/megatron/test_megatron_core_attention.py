@@ -20,6 +20,7 @@ DEFAULTS = {
     "return_mass": False,
     "logits": "dot",
     "forget_gate": None,
+    "reach": None,
 }
 
 

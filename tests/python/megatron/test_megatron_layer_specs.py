@@ -202,7 +202,7 @@ def test_flags():
 
     line = "--stick-breaking-attention --sb-attend-current --sb-mass-threshold 0 --sb-cp-layout contiguous"
     line += " --sb-remainder-bias --sb-head-norm --sb-logits euclidean --sb-forget-gate --sb-forget-gate-loss 0.5"
-    line += " --sb-cp-comm a2a"
+    line += " --sb-reach 0.5 10 --sb-cp-comm a2a"
     args = parser.parse_args([*line.split(), "--sb-packing", "whole_stream", "--sb-layers", "([1]*2+[0])*2"])
     assert args.stick_breaking_attention
     assert options_from_args(args) == {
@@ -211,6 +211,7 @@ def test_flags():
         "remainder_bias": True,
         "head_norm": True,
         "logits": "euclidean",
+        "reach": (0.5, 10.0),
         "forget_gate": True,
         "forget_gate_loss": 0.5,
         "cp_layout": "contiguous",

@@ -54,6 +54,7 @@ def arguments(**changes) -> Namespace:
             "sb_remainder_bias": False,
             "sb_head_norm": False,
             "sb_logits": "dot",
+            "sb_reach": None,
             "sb_forget_gate": False,
             "sb_forget_gate_loss": 0.0,
             "sb_cp_layout": "zigzag",
@@ -74,6 +75,11 @@ ANOTHER = {
     "no bias": (arguments(), arguments(sb_remainder_bias=True), "args.sb_remainder_bias remove --sb-remainder-bias"),
     "norm": (arguments(sb_head_norm=True), arguments(), "args.sb_head_norm True False pass --sb-head-norm"),
     "logits": (arguments(sb_logits="euclidean"), arguments(), "args.sb_logits 'euclidean' 'dot' --sb-logits"),
+    "reach": (
+        arguments(sb_reach=[0.5, 10.0]),
+        arguments(),
+        "args.sb_reach (0.5, 10.0) None pass --sb-reach 0.5 10.0,",
+    ),
     "gates": (arguments(sb_forget_gate=True), arguments(), "args.sb_forget_gate True False pass --sb-forget-gate"),
     "layers": (
         arguments(sb_layers=(1, 0)),

@@ -19,6 +19,7 @@ SWITCHES = {
     "head norm": {"head_norm": True},
     "euclidean": {"logits": "euclidean", "scale": 0.3},
     "forget gate": {"forget_gate": True},
+    "reach": {"reach": (0.5, 8.0)},
     "all": {
         "forget_gate": True,
         "bias": True,
@@ -26,6 +27,7 @@ SWITCHES = {
         "head_norm": True,
         "attend_current": True,
         "scale": 0.4,
+        "reach": (6.0, 0.3),
     },
 }
 switches = pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
@@ -126,7 +128,7 @@ class TestForward:
         )
         make_module(head_norm=True, mass_threshold=0.5)(torch.randn(1, 9, 48))
         options = {"scale": None, "attend_current": False, "mass_threshold": 0.5, "return_mass": False}
-        assert passed == {**options, "logits": "dot", "forget_gate": None}
+        assert passed == {**options, "logits": "dot", "reach": None, "forget_gate": None}
 
 
 def test_initial_parameters():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.caches import VariantCase, valid_arguments
 from support.messages import mentions
-from support.variants import VARIANTS, WITHOUT_BIASES, make_variant
+from support.variants import VARIANTS, WITHOUT_BIASES, make_variant, reach_of
 
 import megatron_sb as sb
 from megatron_sb.ops.kvcache import attend_to_filled, keys_and_gates, stored_head_dim, stored_keys
@@ -175,7 +175,7 @@ class TestModule:
     def test_steps_give_the_result_of_one_forward(self, name):
         """The steps are a prompt, then several positions, then single positions."""
         logits, gated = WITHOUT_BIASES[name][0], bool(WITHOUT_BIASES[name][1])
-        module = sb.StickBreakingSelfAttention(64, 4, 2, logits=logits, forget_gate=gated, scale=0.3)
+        module = sb.StickBreakingSelfAttention(64, 4, 2, logits=logits, forget_gate=gated, scale=0.3, **reach_of(name))
         if gated:
             torch.nn.init.normal_(module.gate_proj.bias)  # gates of all sizes
         cache = sb.KVCache(3, 32, 2, 16, logits=logits, forget_gate=gated)

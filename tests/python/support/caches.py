@@ -131,7 +131,8 @@ class VariantCase:
         if self.query_bias is not None and self.key_bias is None and self.options["logits"] == "dot":
             self.key_bias = self.x.k.new_zeros(self.x.k.shape[:-1])  # the keys need the columns
         self.of_keys = {"forget_gate": self.gate, "key_bias": self.key_bias}
-        case.x = Inputs(**{**vars(self.x), "k": stored_keys(self.x.k, **self.options, **self.of_keys)})
+        of_cache = {name: value for name, value in self.options.items() if name != "reach"}
+        case.x = Inputs(**{**vars(self.x), "k": stored_keys(self.x.k, **of_cache, **self.of_keys)})
 
     def arguments(self) -> tuple[tuple, dict]:
         """Return the arguments of `stickbreaking_attention_with_kvcache`: (q, caches), and the others by name."""

@@ -15,6 +15,8 @@ WITHOUT_BIASES = {
     "euclidean": ("euclidean", ()),
     "gated": ("dot", ("forget_gate",)),
     "gated euclidean": ("euclidean", ("forget_gate",)),
+    "reaching": ("dot", ()),
+    "gated reaching": ("dot", ("forget_gate",)),
 }
 VARIANTS = WITHOUT_BIASES | {
     "biased": ("dot", BIASES),
@@ -23,6 +25,7 @@ VARIANTS = WITHOUT_BIASES | {
     "biased euclidean": ("euclidean", BIASES),
     "gated biased": ("dot", TENSORS),
 }
+REACH = (0.5, 9.0)  # of the variants named "reaching"
 # Values of forget gates, from standard normal numbers. "mixed" has values from nearly 0 to nearly 1.
 GATES = {
     "mixed": lambda x: (4 * x + 3).sigmoid(),
@@ -35,11 +38,16 @@ GATES = {
 ALLOWED = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
 
+def reach_of(name: str) -> dict:
+    """Return the option `reach` of a variant that has it."""
+    return {"reach": REACH} if "reaching" in name else {}
+
+
 def make_variant(name: str, regime: str = "randn", gates: str = "mixed", **sizes) -> tuple[Inputs, dict]:
     """Return inputs and options of a variant. Forget gates, of kind `gates`, and biases have the accumulation type."""
     logits, tensors = VARIANTS[name]
     x = make_inputs(regime, **sizes)
-    options = {"logits": logits}
+    options = {"logits": logits, **reach_of(name)}
     if x.q.dtype == torch.float16:  # as with a scaled loss, because fp16 has no numbers below 6e-8
         x.do, x.dmass = x.do * 256, x.dmass * 256
     if logits == "euclidean":

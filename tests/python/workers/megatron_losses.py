@@ -67,7 +67,7 @@ HIERARCHY = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
 PACKED = {"form": "packed", "lengths": UNEQUAL_LENGTHS}
 HEAD_VECTORS = {"options": {"remainder_bias": True, "head_norm": True}}
-GATES = {"options": {"forget_gate": True, "forget_gate_loss": 1.0, "logits": "euclidean"}}
+GATES = {"options": {"forget_gate": True, "forget_gate_loss": 1.0, "logits": "euclidean", "reach": (0.5, 6.0)}}
 LATENT = {
     "num_query_groups": 4,
     "q_lora_rank": 16,
