@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from megatron.core.models.common.embeddings import RotaryEmbedding
@@ -16,7 +17,7 @@ from torch import Tensor
 from megatron_sb.megatron import versions
 from megatron_sb.megatron.arguments import StickBreakingOptions
 from megatron_sb.megatron.core_attention import StickBreakingCoreAttention
-from megatron_sb.megatron.gates import GATE_COLUMNS, gate_projection, with_gate_loss, with_gates
+from megatron_sb.megatron.gates import GATE_COLUMNS, gate_projection, normalized, with_gate_loss, with_gates
 from megatron_sb.megatron.layer_selection import is_selected
 from megatron_sb.megatron.packed import is_packed
 from megatron_sb.megatron.settings import LATENT_REQUIREMENTS, check_settings, rope_disabled_in
@@ -80,8 +81,8 @@ class CheckedAttention:
         qkv = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
         if self.gate_proj is None:
             return qkv
-        logits, _ = self.gate_proj(hidden_states)
-        num_kv_heads = self._gate_inputs()[1]
+        projection, num_kv_heads = self._gate_inputs()
+        logits, _ = self.gate_proj(normalized(hidden_states, projection))
         logits, self.gate_loss = with_gate_loss(logits, self.gate_loss_coefficient, self.config, num_kv_heads)
         query, key, *others = qkv
         return query, with_gates(key, logits.view(key.shape[:-1])), *others
@@ -140,7 +141,7 @@ class CheckedMLASelfAttention(CheckedAttention, MLASelfAttention):
     def __init__(self, config, submodules, layer_number, *args, **kwargs):
         super().__init__(config, submodules, layer_number, *args, **kwargs)
         if self.stick_breaking:
-            self.rotary_pos_emb = NoRotation(config.rope_type, next(self.parameters()).device)
+            self.rotary_pos_emb = NoRotation(config.rope_type, lambda: next(self.parameters()).device)
 
     def _check_config(self, config) -> None:
         check_settings(config, "config", LATENT_REQUIREMENTS)
@@ -241,22 +242,21 @@ class NoRotation(RotaryEmbedding):
 
     Args:
         rope_type: `config.rope_type`, "rope" or "yarn", which decides what the caller expects.
-        device: device of the layer's parameters.
+        device: returns the device of the layer's parameters, which can change after the layer was built.
 
     Example:
         >>> import torch
         >>> from megatron_sb.megatron.checked_attention import NoRotation
-        >>> rotary = NoRotation("rope", torch.device("cpu"))
+        >>> rotary = NoRotation("rope", lambda: torch.device("cpu"))
         >>> rotary(rotary.get_rotary_seq_len())[0:128].shape  # of a sequence of 128 rows
         torch.Size([128, 1, 1, 0])
     """
 
     MAX_ROWS = 2**40  # more than any sequence has; an empty tensor takes no memory
 
-    def __init__(self, rope_type: str, device: torch.device):
+    def __init__(self, rope_type: str, device: Callable[[], torch.device]):
         torch.nn.Module.__init__(self)
-        self.rope_type = rope_type
-        self.register_buffer("angles", torch.empty(0, device=device), persistent=False)
+        self.rope_type, self.device = rope_type, device
 
     def get_rotary_seq_len(self, *args, **kwargs) -> int:
         """Return the number of rows of the angles. The caller takes those that it needs."""
@@ -266,5 +266,6 @@ class NoRotation(RotaryEmbedding):
         self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None
     ) -> Tensor | tuple[Tensor, float]:
         """Return angles (max_seq_len, 1, 1, 0), or (1, 1, 0) for packed rows. For YaRN, also its factor, 1."""
-        angles = self.angles.view((1, 1, 0) if packed_seq else (max_seq_len, 1, 1, 0))
+        shape = (1, 1, 0) if packed_seq else (max_seq_len, 1, 1, 0)
+        angles = torch.empty(shape, device=self.device())
         return (angles, 1.0) if self.rope_type == "yarn" else angles

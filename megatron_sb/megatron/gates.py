@@ -6,7 +6,7 @@ import torch
 from megatron.core import num_microbatches_calculator
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import layer_norm, pad, rms_norm
 
 from megatron_sb.nn.gates import OPEN_GATE, add_to_backward, forget_gate_loss, gates_of
 
@@ -35,8 +35,8 @@ def gate_projection(
         num_kv_heads: KV heads on all ranks. Default: config.num_query_groups.
 
     Raises:
-        ValueError: if there are fewer KV heads than ranks. Or if linear_qkv contains the norm of the layer, because the
-            gates would get hidden states before the norm.
+        ValueError: if there are fewer KV heads than ranks. Or if linear_qkv contains a norm that `normalized` does not
+            know.
     """
     ranks = 1 if tp_group is None else tp_group.size()
     num_kv_heads = config.num_query_groups if num_kv_heads is None else num_kv_heads
@@ -45,10 +45,11 @@ def gate_projection(
             f"config.num_query_groups (--num-query-groups) must be at least {ranks}, the number of tensor-parallel "
             f"ranks, with forget_gate=True (--sb-forget-gate), got {num_kv_heads}: gates are sharded by KV head."
         )
-    if "LayerNorm" in type(linear_qkv).__name__:
+    if "LayerNorm" in type(linear_qkv).__name__ and not _contains_norm(linear_qkv):
         raise ValueError(
-            "linear_qkv must not contain the layer's norm with forget_gate=True (--sb-forget-gate), got "
-            f"{type(linear_qkv).__name__}: gates need the normalised hidden states. Use --transformer-impl local."
+            "linear_qkv must have a layer_norm_weight, as in Transformer Engine, if it contains the layer's norm with "
+            f"forget_gate=True (--sb-forget-gate), got {type(linear_qkv).__name__} without: gates need the normalised "
+            "hidden states. Use --transformer-impl local."
         )
     projection = ColumnParallelLinear(
         config.hidden_size,
@@ -63,6 +64,33 @@ def gate_projection(
     with torch.no_grad():
         projection.bias.fill_(OPEN_GATE)
     return projection
+
+
+def _contains_norm(linear: torch.nn.Module) -> bool:
+    """Return whether this is a LayerNormLinear of Transformer Engine, which normalises its input."""
+    return hasattr(linear, "layer_norm_weight")
+
+
+def normalized(hidden_states: Tensor, linear: torch.nn.Module) -> Tensor:
+    """Return the hidden states as `linear` multiplies them: after the norm that it contains, if it contains one.
+
+    Transformer Engine's LayerNormLinear does not return them, so they are computed again, with the parameters of its
+    norm. These parameters get a gradient from here, too.
+
+    Args:
+        hidden_states: (.., hidden size).
+        linear: the projection of the hidden states to q, k and v, or to latents.
+
+    Returns:
+        (.., hidden size), in the dtype of the norm's parameters if there is a norm.
+    """
+    if not _contains_norm(linear):
+        return hidden_states
+    weight = linear.layer_norm_weight + 1 if linear.zero_centered_gamma else linear.layer_norm_weight
+    hidden_states = hidden_states.to(weight.dtype)
+    if linear.normalization == "RMSNorm":
+        return rms_norm(hidden_states, weight.shape, weight, linear.eps)
+    return layer_norm(hidden_states, weight.shape, weight, linear.layer_norm_bias, linear.eps)
 
 
 def with_gates(key: Tensor, logits: Tensor) -> Tensor:

@@ -101,17 +101,20 @@ def run_worker(script: str, num_ranks: int, out: Path, *arguments: str, device: 
     return json.loads(out.read_text())
 
 
-def megatron_losses(script: Path, num_ranks: int, *flags: str, device: str) -> list[float]:
+def megatron_losses(
+    script: Path, num_ranks: int, *flags: str, device: str, environment: dict[str, str] | None = None
+) -> list[float]:
     """Run a Megatron training script with the launcher, in the script's folder, and return the losses that it logs.
 
-    On CPUs the ranks are forked, unless the script's folder holds a Megatron of its own.
+    On CPUs the ranks are forked, unless the script's folder holds a Megatron of its own. `environment` adds variables.
     """
-    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONSAFEPATH": ""}  # "" is the default of users
-    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # Megatron compiles code with `python3`
-    environment |= {} if device == "cuda" else {"TORCHDYNAMO_DISABLE": "1"}
+    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONSAFEPATH": ""}  # "" is the default of users
+    variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # Megatron compiles code with `python3`
+    variables |= {} if device == "cuda" else {"TORCHDYNAMO_DISABLE": "1"}
+    variables |= environment or {}
     launcher = ["-m", "megatron_sb.megatron.launch"] if device == "cuda" else [_WORKERS / "megatron_on_cpu.py"]
     run = run_torchrun if device == "cuda" or (script.parent / "megatron").exists() else run_ranks
-    output = run(num_ranks, [*launcher, script, *flags], 300, script.parent, **environment)
+    output = run(num_ranks, [*launcher, script, *flags], 300, script.parent, **variables)
     return [float(loss) for loss in re.findall(r"lm loss: ([\d.E+-]+)", output)]
 
 
