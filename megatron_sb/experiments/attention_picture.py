@@ -39,8 +39,8 @@ def run(options: argparse.Namespace) -> int:
     model = options.model or config.compare[0]
     if model not in (supported := trained.plain_stickbreaking_models(config)):
         raise ConfigError(
-            f"--model must be one of {supported}, the stick-breaking models of compare without forget gates and "
-            f"Euclidean logits, got {model!r}."
+            f"--model must be one of {supported}, the stick-breaking models of compare without forget gates, reach "
+            f"and Euclidean logits, got {model!r}."
         )
     words = options.sequence.split()
     batch = tokens_of(words, config)

@@ -66,7 +66,7 @@ def _chosen_model(config: TrainingConfig, wanted: str | None) -> str:
     if not supported or (wanted or supported[0]) not in supported:
         raise ConfigError(
             f"--model must be one of {supported}, the stick-breaking models of compare with a mass_threshold above 0, "
-            f"without forget gates and Euclidean logits, got {wanted!r}."
+            f"without forget gates, reach and Euclidean logits, got {wanted!r}."
         )
     return wanted or supported[0]
 

@@ -112,7 +112,7 @@ def trained_keys(run: Path, num_keys: Sequence[int]) -> list[tuple[dict[str, Any
     if config.data.kind == "recall" or not models or config.model.head_dim > key_hull.MAX_HEAD_DIM:
         raise InputError(
             f"run must have text, model.head_dim of at most {key_hull.MAX_HEAD_DIM} and a stick-breaking model without "
-            f"forget gates and Euclidean logits, got {str(run)!r} with data.kind = {config.data.kind!r}, "
+            f"forget gates, reach and Euclidean logits, got {str(run)!r} with data.kind = {config.data.kind!r}, "
             f"model.head_dim = {config.model.head_dim} and the models {models}."
         )
     corpus = load_corpus(config)

@@ -40,13 +40,15 @@ def threads(count: int | None) -> Iterator[None]:
 
 
 def plain_stickbreaking_models(config: TrainingConfig) -> list[str]:
-    """Return the stick-breaking models of compare with dot-product logits and without forget gates.
+    """Return the stick-breaking models of compare with dot-product logits and without forget gates and reach.
 
     The experiments compute attention from queries and keys only, and as dot products.
     """
 
     def is_plain(attention: AttentionConfig) -> bool:
-        return attention.kind == "stick_breaking" and attention.logits == "dot" and not attention.forget_gate
+        if attention.kind != "stick_breaking" or attention.logits != "dot":
+            return False
+        return attention.reach is None and not attention.forget_gate
 
     return [name for name in config.compare if is_plain(config.attention[name])]
 
