@@ -1,7 +1,7 @@
 """Context parallelism of softmax attention on CPUs (gloo). Each check is a test; see test_context_parallel.py."""
 
 import pytest
-from support.launch import assert_passed, failed_checks
+from support.launch import assert_passed, failures_on_cpus
 
 TIMEOUT_SECONDS = 120
 
@@ -21,16 +21,7 @@ CHECKS = {
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory):
-    """Return a function of the number of ranks that runs the checks once and returns {check: {rank: traceback}}."""
-    results, folder = {}, tmp_path_factory.mktemp("softmax")
-
-    def of(num_ranks: int) -> dict[str, dict[str, str]]:
-        if num_ranks not in results:
-            out = folder / f"{num_ranks}_ranks.json"
-            results[num_ranks] = failed_checks(num_ranks, "cpu", CHECKS[num_ranks], out, TIMEOUT_SECONDS)
-        return results[num_ranks]
-
-    return of
+    return failures_on_cpus(CHECKS, tmp_path_factory.mktemp("softmax"), TIMEOUT_SECONDS)
 
 
 @pytest.mark.parametrize(("num_ranks", "check"), [(n, check) for n, checks in CHECKS.items() for check in checks])

@@ -1,5 +1,6 @@
 """Run the ranks of torch.distributed as processes."""
 
+import functools
 import json
 import multiprocessing
 import os
@@ -8,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
@@ -147,6 +149,18 @@ def end_rank() -> NoReturn:
 def failed_checks(num_ranks: int, device: str, checks: tuple[str, ...], out: Path, seconds: int) -> dict:
     """Run checks of workers/context_parallel_run.py. Return {check: {rank: traceback}} for each check that ran."""
     return run_worker("context_parallel_run.py", num_ranks, out, device, *checks, device=device, seconds=seconds)
+
+
+def failures_on_cpus(
+    checks: dict[int, tuple[str, ...]], folder: Path, seconds: int
+) -> Callable[[int], dict[str, dict[str, str]]]:
+    """Return a function of the number of ranks that runs their checks once. It returns {check: {rank: traceback}}."""
+
+    @functools.cache
+    def of(num_ranks: int) -> dict[str, dict[str, str]]:
+        return failed_checks(num_ranks, "cpu", checks[num_ranks], folder / f"{num_ranks}_ranks.json", seconds)
+
+    return of
 
 
 def assert_passed(check: str, found: dict) -> None:
