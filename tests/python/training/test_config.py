@@ -143,15 +143,15 @@ def test_attention_is_added_by_name():
     config = load_config(TINY, [f"attention.far={far}", "attention.stick_breaking.head_norm=true"])
     assert list(config.attention) == ["stick_breaking", "softmax_rope", "far"]
     assert config.attention["far"] == SoftmaxAttentionConfig(position="alibi")
-    assert config.attention["stick_breaking"] == StickBreakingAttentionConfig(head_norm=True)
+    assert config.attention["stick_breaking"] == StickBreakingAttentionConfig(head_norm=True, reach=(0.5, 10.0))
     assert config.attention["softmax_rope"] == SoftmaxAttentionConfig()
 
 
 def test_an_override_changes_what_it_names_alone(tmp_path):
     """Where anchors make one mapping of several, in the file and in an override."""
     path = tmp_path / "anchors.yaml"
-    near = "attention: {near: &sticks {kind: stick_breaking}, far: *sticks}\n"
-    path.write_text(near + TINY.read_text())
+    near = "\nattention:\n  near: &sticks {kind: stick_breaking}\n  far: *sticks\n"
+    path.write_text(TINY.read_text().replace("\nattention:\n", near))
     stage = "{context_length: 64, steps: 5, rows_per_step: 4, learning_rate: 1e-3"
     stages = f"stages=[&first {stage}, name: a}}, *first]"
     config = load_config(
