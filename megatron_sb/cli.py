@@ -138,13 +138,17 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="divisor of the logits; 0 takes the likeliest tokens (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers (default: %(default)s)")
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute (default: %(default)s)"
-    )
+    _add_device_argument(parser)
     parser.add_argument(
         "--tokenizer",
         metavar="FILE",
         help="tokenizer.json of the run's data, if they are not bytes (default: none)",
+    )
+
+
+def _add_device_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute (default: %(default)s)"
     )
 
 
@@ -181,9 +185,7 @@ def _add_eval_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens at which lm-eval truncates a text on the left (default: max_position_embeddings of the model, or "
         "more if max_seq_lengths is longer)",
     )
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute (default: %(default)s)"
-    )
+    _add_device_argument(parser)
     parser.add_argument(
         "--metadata",
         default="{}",

@@ -38,6 +38,17 @@ def check_option_types(scale: object, attend_current: object, mass_threshold: ob
             check_number("reach", number)
 
 
+def reach_step(reach: tuple[float, float], num_heads: int) -> float:
+    """Return by how much the reach of a head differs from that of the head before it.
+
+    Example:
+        >>> from megatron_sb.options import reach_step
+        >>> reach_step((1.0, 8.0), 8)
+        1.0
+    """
+    return (reach[1] - reach[0]) / max(num_heads - 1, 1)
+
+
 def reach_of_heads(
     reach: tuple[float, float] | None, num_heads: int, first: int, end: int
 ) -> tuple[float, float] | None:
@@ -50,7 +61,7 @@ def reach_of_heads(
     """
     if reach is None:
         return None
-    step = (reach[1] - reach[0]) / max(num_heads - 1, 1)
+    step = reach_step(reach, num_heads)
     return reach[0] + first * step, reach[0] + (end - 1) * step
 
 

@@ -76,6 +76,13 @@ def check_tensor(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}.")
 
 
+def check_optional_tensors(values: dict[str, object]) -> None:
+    """Raise TypeError for a value that is neither None nor a tensor. values: name -> value."""
+    for name, value in values.items():
+        if value is not None:
+            check_tensor(name, value)
+
+
 def check_number(
     name: str, value: object, expected: str = "a number", fits: Callable[[float], bool] | None = None
 ) -> None:

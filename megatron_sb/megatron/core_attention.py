@@ -19,7 +19,7 @@ from megatron.core.utils import get_pg_rank
 from megatron_sb.megatron.arguments import StickBreakingOptions
 from megatron_sb.megatron.gates import split_gates
 from megatron_sb.megatron.packed import document_bounds, is_packed
-from megatron_sb.megatron.plans import shared_plans
+from megatron_sb.megatron.plans import hierarchical_levels, shared_plans
 from megatron_sb.megatron.positions import check_learned_positions, watch_embeddings
 from megatron_sb.megatron.saved_attention import MARKER, record_options
 from megatron_sb.megatron.settings import check_layer_settings
@@ -198,15 +198,13 @@ class StickBreakingCoreAttention(MegatronModule):
         """Return Megatron's a2a group and p2p group of this rank, or None without context parallelism."""
         if self.cp_group is None or self.cp_group.size() == 1:
             return None
-        levels = getattr(groups, "hcp", None)
-        if levels is None:
-            levels = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False)
-        if levels is None or len(levels) != 2:
+        levels = hierarchical_levels(groups)
+        if len(levels) != 2:
             raise ValueError(
                 "cp_comm_type='a2a+p2p' needs two levels of context-parallel groups, got "
-                f"{len(levels or ())}. Set --hierarchical-context-parallel-sizes A2A P2P."
+                f"{len(levels)}. Set --hierarchical-context-parallel-sizes A2A P2P."
             )
-        return tuple(levels)
+        return levels
 
     def forward(
         self,

@@ -5,9 +5,26 @@ from __future__ import annotations
 from collections import OrderedDict
 
 import torch
+from megatron.core import parallel_state
 
 from megatron_sb.ops.context_parallel import ContextParallelPlan
 from megatron_sb.ops.snapshot import Snapshot
+
+
+def hierarchical_levels(groups) -> tuple:
+    """Return the levels of this rank's context-parallel groups for "a2a+p2p": the a2a group, then the p2p group.
+
+    Args:
+        groups: a collection of Megatron's process groups, or None. Without levels in it, `parallel_state` is
+            asked.
+
+    Returns:
+        As many groups as there are levels, none if Megatron has not made them.
+    """
+    levels = getattr(groups, "hcp", None)
+    if levels is None:
+        levels = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False)
+    return tuple(levels or ())
 
 
 class PlanCache:

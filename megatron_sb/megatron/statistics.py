@@ -35,6 +35,7 @@ from torch import Tensor
 
 from megatron_sb.megatron.core_attention import StickBreakingCoreAttention
 from megatron_sb.megatron.packed import document_bounds, is_packed
+from megatron_sb.options import reach_step
 
 TILE = 64  # rows and keys of the tiles that kernels skip (csrc/core/params.h)
 
@@ -209,8 +210,8 @@ def _mass_and_edges(
     batch[0] = torch.ops.megatron_sb.queries_for_blocks(batch[0], euclidean=euclidean)
     batch[1] = torch.ops.megatron_sb.keys_for_blocks(batch[1], forget_gate=gate, euclidean=euclidean)
     options = {**core.attention_options, "forget_gate": gate is not None}
-    first, last = options.pop("reach") or (1.0, 1.0)
-    options |= {"reach": first, "reach_step": (last - first) / max(batch[0].shape[2] - 1, 1)}
+    if (reach := options.pop("reach")) is not None:
+        options |= {"reach": reach[0], "reach_step": reach_step(reach, batch[0].shape[2])}
     _, mass, edge, _ = torch.ops.megatron_sb.block_forward(*batch, segments, **options)
     return mass, edge, bounds.long()
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_sb.options import DEFAULT_MASS_THRESHOLD, AttentionOptions
-from megatron_sb.validation import check_tensor
+from megatron_sb.validation import check_optional_tensors, check_tensor
 
 # What `stickbreaking_attention` calls in `shared_sequence`. None outside.
 over_ranks: Callable | None = None
@@ -62,7 +62,7 @@ def stickbreaking_attention(
         key_bias: (b, s_k, h_kv), added to the logits of each key, as query_bias. -inf hides the key. Default: no bias.
         reach: the reach a of the first and of the last head, above 0 and at most 64; that of the other heads lies
             evenly between. The logits of a head have the offset -log(2^a - 1), so that beta = 2^-a where z_ij would be
-            0. Takes no time. Default: no offset.
+            0. Default: no offset.
 
     Returns:
         o, (b, s, h, d_v), in q's dtype. With return_mass, (o, mass), where mass (b, h, s) is fp32 (fp64 for fp64). A
@@ -86,9 +86,7 @@ def stickbreaking_attention(
     for name, value in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, value)
     variants = {"forget_gate": forget_gate, "query_bias": query_bias, "key_bias": key_bias}
-    for name, value in variants.items():
-        if value is not None:
-            check_tensor(name, value)
+    check_optional_tensors(variants)
     if over_ranks is not None:
         return over_ranks(
             q,

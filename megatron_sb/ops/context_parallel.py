@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_sb.options import DEFAULT_MASS_THRESHOLD, LOGITS, check_option_types
-from megatron_sb.validation import check_choice, check_tensor
+from megatron_sb.validation import check_choice, check_optional_tensors, check_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -382,9 +382,7 @@ def context_parallel_attention(
     check_option_types(scale, attend_current, mass_threshold, reach)
     check_choice("logits", logits, LOGITS)
     variants = {"forget_gate": forget_gate, "query_bias": query_bias, "key_bias": key_bias}
-    for name, value in variants.items():
-        if value is not None:
-            check_tensor(name, value)
+    check_optional_tensors(variants)
     heads_group, keys_group = _hierarchy(hierarchical_groups, comm)
     o, mass = torch.ops.megatron_sb.context_parallel_attention(
         q,

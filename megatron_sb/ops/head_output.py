@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_sb.validation import check_number, check_tensor
+from megatron_sb.validation import check_number, check_optional_tensors, check_tensor
 
 
 def head_output(
@@ -52,12 +52,7 @@ def head_output(
     """
     check_tensor("o", o)
     check_number("eps", eps)
-    for name, value in (
-        ("mass", mass),
-        ("remainder_bias", remainder_bias),
-        ("norm_weight", norm_weight),
-        ("norm_bias", norm_bias),
-    ):
-        if value is not None:
-            check_tensor(name, value)
+    check_optional_tensors(
+        {"mass": mass, "remainder_bias": remainder_bias, "norm_weight": norm_weight, "norm_bias": norm_bias}
+    )
     return torch.ops.megatron_sb.head_output(o, mass, remainder_bias, norm_weight, norm_bias, eps=eps)

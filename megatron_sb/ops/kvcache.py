@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_sb.options import DEFAULT_MASS_THRESHOLD, LOGITS, AttentionOptions
-from megatron_sb.validation import check_choice, check_counts, check_flag, check_tensor
+from megatron_sb.validation import check_choice, check_counts, check_flag, check_optional_tensors, check_tensor
 
 # Columns of a variant, after the channels of a key: first those that Euclidean logits and biases share, then the gate,
 # which is the sum of its first three columns.
@@ -71,9 +71,7 @@ def stored_keys(
     """
     options = AttentionOptions(scale=scale, logits=logits)
     check_tensor("k", k)
-    for name, value in (("forget_gate", forget_gate), ("key_bias", key_bias)):
-        if value is not None:
-            check_tensor(name, value)
+    check_optional_tensors({"forget_gate": forget_gate, "key_bias": key_bias})
     return torch.ops.megatron_sb.keys_for_blocks(
         k, forget_gate=forget_gate, euclidean=options.logits == "euclidean", key_bias=key_bias, scale=options.scale
     )
@@ -195,9 +193,7 @@ def stickbreaking_attention_with_kvcache(
     for name, value in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("cache_seqlens", cache_seqlens)):
         check_tensor(name, value)
     optional = {"block_table": block_table, "cache_leftpad": cache_leftpad, "k": k, "v": v, "query_bias": query_bias}
-    for name, value in optional.items():
-        if value is not None:
-            check_tensor(name, value)
+    check_optional_tensors(optional)
     if forget_gate or key_bias or logits != "dot":
         _check_stored(q, k_cache, k, {"logits": logits, "forget_gate": forget_gate, "key_bias": key_bias})
     o, mass = torch.ops.megatron_sb.attention_kvcache(

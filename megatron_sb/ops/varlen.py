@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from megatron_sb.ops import attention
 from megatron_sb.options import DEFAULT_MASS_THRESHOLD, AttentionOptions
-from megatron_sb.validation import check_tensor
+from megatron_sb.validation import check_optional_tensors, check_tensor
 
 
 def stickbreaking_attention_varlen(
@@ -75,9 +75,7 @@ def stickbreaking_attention_varlen(
     for name, value in (("q", q), ("k", k), ("v", v), ("cu_seqlens", cu_seqlens)):
         check_tensor(name, value)
     variants = {"forget_gate": forget_gate, "query_bias": query_bias, "key_bias": key_bias}
-    for name, value in {"cu_seqlens_k": cu_seqlens_k, **variants}.items():
-        if value is not None:
-            check_tensor(name, value)
+    check_optional_tensors({"cu_seqlens_k": cu_seqlens_k, **variants})
     if attention.over_ranks is not None:
         raise ValueError(
             "stickbreaking_attention_varlen must not be called in shared_sequence, whose plan has the documents. Call "

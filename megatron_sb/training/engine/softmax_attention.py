@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid
 from megatron_sb.baselines.softmax import RotaryScaling, SoftmaxAttention, context_parallel_softmax
 from megatron_sb.megatron.gates import GATE_COLUMNS, gate_projection, with_gates
 from megatron_sb.megatron.packed import document_bounds
-from megatron_sb.megatron.plans import shared_plans
+from megatron_sb.megatron.plans import hierarchical_levels, shared_plans
 from megatron_sb.validation import InputError
 
 
@@ -90,14 +90,12 @@ class SoftmaxCoreAttention(MegatronModule):
         self.cp_group = getattr(pg_collection, "cp", None) or parallel_state.get_context_parallel_group()
         if self.cp_comm_type != "a2a+p2p":
             return
-        levels = getattr(pg_collection, "hcp", None)
-        levels = levels or parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False)
-        if levels is None or len(levels) != 2:
+        levels = hierarchical_levels(pg_collection)
+        if len(levels) != 2:
             raise InputError(
-                "cp_comm_type = 'a2a+p2p' needs two levels of hierarchical_context_parallel_sizes, got "
-                f"{len(levels or ())}"
+                f"cp_comm_type = 'a2a+p2p' needs two levels of hierarchical_context_parallel_sizes, got {len(levels)}"
             )
-        self.hierarchical_groups = tuple(levels)
+        self.hierarchical_groups = levels
 
     def forward(
         self,

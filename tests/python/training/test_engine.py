@@ -15,7 +15,7 @@ def runs(tmp_path_factory):
 
 def assert_same_training(layouts, expected, loss, rest):
     """Losses, gradient norms and evaluated windows of each layout are those of one rank, and something was learned."""
-    assert expected["losses"][-1] < expected["losses"][0] - 0.3 and sum(expected["hits"]) > 4
+    assert expected["losses"][-1] < expected["losses"][0] - 0.3 and sum(expected["hits"]) > 16
     for name, run in layouts.items():
         assert run["losses"] == pytest.approx(expected["losses"], abs=loss), name
         assert run["norms"] == pytest.approx(expected["norms"], rel=rest), name
@@ -32,7 +32,7 @@ def test_every_layout_gives_the_training_of_one_rank(runs, family, num_layouts):
     """Tensor, sequence, expert and context parallelism, recomputation, checkpoints, micro-batches; padding uneven."""
     layouts = dict(runs[family])
     expected = layouts.pop("one rank")
-    assert len(layouts) == num_layouts and all(hits > 0 for hits in expected["hits"])
+    assert len(layouts) == num_layouts and all(hits > 4 for hits in expected["hits"])
     assert_same_training(layouts, expected, 2e-5, 1e-4)
 
 

@@ -177,7 +177,13 @@ def mixed_spec(spec, attention, parallel):
 def load(family: str, layout: dict):
     """Return the configuration of a family of models in a layout."""
     stage = {"name": "a", "context_length": ROW_LENGTH, "steps": 9, "rows_per_step": 8, "learning_rate": 1e-2}
-    fields = SIZES | FAMILIES[family] | {"parallel.ranks": dist.get_world_size(), "stages": [stage]} | layout
+    fields = (
+        SIZES
+        | {"attention.stick_breaking.reach": None}
+        | FAMILIES[family]
+        | {"parallel.ranks": dist.get_world_size(), "stages": [stage]}
+        | layout
+    )
     return load_config(TINY, [f"{name}={json.dumps(value)}" for name, value in fields.items()])
 
 
