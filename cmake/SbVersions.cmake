@@ -26,3 +26,14 @@ function(sb_check_cuda nvcc_version torch_version)
                 "SB_WITH_CUDA=OFF.")
     endif()
 endfunction()
+
+# sb_local_version(<result> <nvcc's version, empty for a CPU build> <minor version of torch>) returns the local part of
+# the package's version, such as cu13.torch2.11 or cpu.torch2.11.
+function(sb_local_version result nvcc_version torch_minor)
+    set(device cpu)
+    if(nvcc_version)
+        string(REGEX MATCH "^[0-9]+" major "${nvcc_version}")
+        set(device "cu${major}")
+    endif()
+    set(${result} "${device}.torch${torch_minor}" PARENT_SCOPE)
+endfunction()

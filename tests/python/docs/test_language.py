@@ -98,7 +98,8 @@ def _without_comments(path: Path) -> str:
 
 def _messages() -> list[str]:
     """Return the texts that the sources can print: a text for each string of Python, and for each other file."""
-    messages = [text for path in sorted((ROOT / "megatron_sb").rglob("*.py")) for text in _python_texts(path)]
+    python = [path for folder in ("megatron_sb", "wheels") for path in sorted((ROOT / folder).rglob("*.py"))]
+    messages = [text for path in python for text in _python_texts(path)]
     others = [*(ROOT / "csrc").rglob("*"), *(ROOT / "cmake").iterdir(), ROOT / "CMakeLists.txt"]
     others = [path for path in others if path.suffix in TEXT and path.suffix != ".md"]
     return messages + [_without_comments(path) for path in (*others, ROOT / "Makefile")]
@@ -121,8 +122,11 @@ def _is_in(quote: str, message: str) -> bool:
 FOREIGN = (
     "Could NOT find",
     "Could not find a package",
+    "Could not find the compiler",
     "Could not resolve the process group",
     "Failed to compile the C++ dataset",
+    "Killed signal",
+    "No CMAKE_CXX_COMPILER",
     "No matching distribution found",
     "No module named",
     "Transformer Engine is not installed",
@@ -131,6 +135,7 @@ FOREIGN = (
     "Watchdog caught",
     "apply_rope_fusion is not available",
     "cannot open shared object file",
+    "died due to signal 9",
     "ensurepip is not available",
     "fused_weight_gradient_mlp_cuda",
     "module is not found",

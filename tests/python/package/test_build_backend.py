@@ -1,0 +1,147 @@
+"""The build backend checks the machine before pip downloads anything, and puts the result into the version."""
+
+import email
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from support.cmake import CMAKE, needs_cmake, run_script
+from support.messages import mentions
+from support.project import project_table, pyproject
+
+from megatron_sb import torch_version
+
+pytest.importorskip("scikit_build_core")
+ROOT = Path(__file__).parents[3]
+TORCH = ".".join(map(str, torch_version.major_minor(torch.__version__)))
+CPU = {"cmake.define.SB_WITH_CUDA": "OFF"}
+CALL = """
+import sys
+sys.path.insert(0, "wheels")
+import build_backend
+hook, folder, settings = sys.argv[1:]
+getattr(build_backend, hook)(folder, eval(settings))
+"""
+
+
+def call_hook(hook: str, folder: Path, settings: dict[str, str], root: Path = ROOT, **environment: str):
+    """Call a hook of the backend in a process of its own, as pip does."""
+    return subprocess.run(
+        [sys.executable, "-c", CALL, hook, folder, repr(settings)],
+        cwd=root,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def metadata_in(folder: Path) -> email.message.Message:
+    (path,) = folder.glob("*.dist-info/METADATA")
+    return email.message_from_string(path.read_text())
+
+
+@needs_cmake
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_the_version_of_a_cpu_build_says_so(kind, tmp_path):
+    """pip prints the version in its last line. Nothing but torch and numpy is required, of any version."""
+    done = call_hook(f"prepare_metadata_for_build_{kind}", tmp_path, CPU)
+    assert done.returncode == 0, done.stderr
+    metadata = metadata_in(tmp_path)
+    assert re.fullmatch(rf"[\d.]+\+cpu\.torch{re.escape(TORCH)}", metadata["Version"])
+    required = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
+    assert sorted(required) == ["numpy", "torch"]
+
+
+@needs_cmake
+def test_settings_in_the_environment_count(tmp_path):
+    """Without the variable, a machine with nvcc would get the version of a CUDA build."""
+    done = call_hook("prepare_metadata_for_build_wheel", tmp_path, {}, CMAKE_ARGS="-DSB_WITH_CUDA=OFF")
+    assert done.returncode == 0, done.stderr
+    assert "+cpu." in metadata_in(tmp_path)["Version"]
+
+
+@needs_cmake
+@pytest.mark.parametrize("hook", ["prepare_metadata_for_build_wheel", "prepare_metadata_for_build_editable"])
+def test_an_old_torch_is_an_error_before_anything_is_built(hook, tmp_path):
+    (tmp_path / "torch.py").write_text(
+        "from types import SimpleNamespace\n"
+        "__version__, version, compiled_with_cxx11_abi = '2.8.0', SimpleNamespace(cuda=None), lambda: True\n"
+    )
+    (tmp_path / "out").mkdir()
+    done = call_hook(hook, tmp_path / "out", CPU, PYTHONPATH=str(tmp_path))
+    assert done.returncode != 0 and not list((tmp_path / "out").iterdir())
+    assert re.search(mentions("torch 2.9 2.8.0 changed"), done.stderr)
+
+
+@needs_cmake
+def test_a_missing_compiler_is_an_error_before_anything_is_built(tmp_path):
+    done = call_hook("prepare_metadata_for_build_wheel", tmp_path, CPU, CXX=str(tmp_path / "no-compiler"))
+    assert done.returncode != 0 and not list(tmp_path.iterdir())
+    assert re.search(mentions("no-compiler CXX"), done.stderr)
+
+
+@needs_cmake
+def test_an_archive_of_the_sources_has_what_a_build_needs(tmp_path):
+    """Its version has no local part. The checks of the build pass in the unpacked archive."""
+    done = call_hook("build_sdist", tmp_path, {})
+    assert done.returncode == 0, done.stderr
+    (archive,) = tmp_path.glob("*.tar.gz")
+    assert re.fullmatch(r"megatron_sb-[\d.]+\.tar\.gz", archive.name)
+    with tarfile.open(archive) as file:
+        file.extractall(tmp_path)
+    root = tmp_path / archive.name.removesuffix(".tar.gz")
+    for folder, pattern in (("csrc", "*.*"), ("cmake", "*.*"), ("megatron_sb", "*.py"), ("wheels", "*.py")):
+        tracked = {path.relative_to(ROOT) for path in (ROOT / folder).rglob(pattern) if "__pycache__" not in path.parts}
+        assert tracked and not [path for path in tracked if not (root / path).is_file()], folder
+    (tmp_path / "out").mkdir()
+    done = call_hook("prepare_metadata_for_build_wheel", tmp_path / "out", CPU, root)
+    assert done.returncode == 0, done.stderr
+    assert "+cpu." in metadata_in(tmp_path / "out")["Version"]
+
+
+def test_pyproject_uses_this_backend():
+    """Installers ask the backend for the version only if pyproject.toml has none."""
+    build_system = pyproject()["build-system"]
+    assert build_system["build-backend"] == "build_backend" and build_system["backend-path"] == ["wheels"]
+    assert project_table()["dynamic"] == ["version"] and "version" not in project_table()
+
+
+@needs_cmake
+@pytest.mark.parametrize(("nvcc", "local"), [("13.0.88", "cu13.torch2.11"), ("12.8.93", "cu12.torch2.11"), ("", "cpu")])
+def test_the_local_version_names_cuda_and_torch(nvcc, local, tmp_path):
+    code = f'sb_local_version(local "{nvcc}" "2.11")\nmessage(STATUS "local ${{local}}")'
+    status, output = run_script(tmp_path, "SbVersions", code)
+    assert status == 0
+    assert f"local {local}" in output
+
+
+def configure_compiler(folder: Path, **has: str) -> tuple[int, str]:
+    """Check the compiler in a new project. has: results of its tests. Return the exit status and the output."""
+    (folder / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.25)\nproject(compiler CXX)\n"
+        f'include("{ROOT / "cmake" / "SbCompiler.cmake"}")\nmessage(STATUS "options: ${{sb_float16_options}}.")\n'
+    )
+    results = [f"-D{name}={value}" for name, value in has.items()]
+    done = subprocess.run([CMAKE, "-S", folder, "-B", folder / "build", *results], capture_output=True, text=True)
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+
+@needs_cmake
+def test_a_compiler_without_the_type_of_fp16_is_an_error(tmp_path):
+    status, output = configure_compiler(tmp_path, SB_HAS_FLOAT16="OFF", SB_HAS_FP16="OFF")
+    assert status != 0
+    assert re.search(mentions("_Float16 g++ 12 CXX CUDAHOSTCXX"), output)
+
+
+@needs_cmake
+def test_the_older_name_of_the_type_is_used_only_where_it_is_needed(tmp_path):
+    status, output = configure_compiler(tmp_path)
+    assert status == 0 and "options: ." in output
+    status, output = configure_compiler(tmp_path, SB_HAS_FLOAT16="OFF", SB_HAS_FP16="ON")
+    assert status == 0 and "options: -D_Float16=__fp16." in output
