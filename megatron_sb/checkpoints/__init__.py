@@ -255,6 +255,7 @@ def _megatron_config(
     if path.suffix == ".json":
         kind = attention_kind(source)
         if kind is not None:  # Megatron-LM's scripts record none
+            megatron.check_one_kind(kind, source)
             _check_swap(swap_attention, kind == "softmax", source)
         model_config = files.model_config(path)
         megatron.check_one_epsilon(model_config)

@@ -17,7 +17,7 @@ from megatron_sb.checkpoints.runs import RELEASE, TRACKER, only_stick_breaking_m
 from megatron_sb.huggingface import StickBreakingConfig
 from megatron_sb.megatron.integrity import write_checksums
 from megatron_sb.megatron.weights import LAYERS, write_attention_kind, write_weights
-from megatron_sb.training.config import AttentionConfig, StickBreakingAttentionConfig, TrainingConfig
+from megatron_sb.training.config import LayerAttentionConfig, StickBreakingAttentionConfig, TrainingConfig
 from megatron_sb.validation import InputError
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -44,7 +44,7 @@ QKV, GATE_UP = "self_attention.linear_qkv", "mlp.linear_fc1.weight"
 EXPERTS_GATE_UP, EXPERTS_DOWN = (f"mlp.experts.experts.linear_fc{number}.weight" for number in (1, 2))
 
 
-def config_of(training: TrainingConfig, attention: AttentionConfig, vocab_size: int) -> StickBreakingConfig:
+def config_of(training: TrainingConfig, attention: LayerAttentionConfig, vocab_size: int) -> StickBreakingConfig:
     """Return the configuration of a model with stick-breaking attention.
 
     Args:
@@ -85,7 +85,16 @@ def check_one_epsilon(config: StickBreakingConfig) -> None:
         files.check_supported(config, {"head_norm_eps": config.rms_norm_eps}, "megatron")
 
 
-def attention_of(training: TrainingConfig, folder: Path) -> AttentionConfig:
+def check_one_kind(kind: str, folder: Path) -> None:
+    """Raise ValueError for a model with layers of several kinds, which no other format has."""
+    if kind == "mixed":
+        raise InputError(
+            f"the kind of attention must be 'stick_breaking' or 'softmax' to convert {folder}, got 'mixed'. Use it in "
+            "the trainer: load_run reads it, and initial_checkpoint trains it further."
+        )
+
+
+def attention_of(training: TrainingConfig, folder: Path) -> LayerAttentionConfig:
     """Return the attention of the model that a checkpoint belongs to.
 
     Args:
@@ -93,14 +102,15 @@ def attention_of(training: TrainingConfig, folder: Path) -> AttentionConfig:
         folder: folder of the checkpoint. In RUN/MODEL/checkpoints/STEP, MODEL is the name of the model.
 
     Raises:
-        ValueError: if the model has softmax attention with forget gates. Or if the folder does not name the model, and
-            the run does not have exactly one stick-breaking model.
+        ValueError: if the model has mixed layers, or softmax attention with forget gates. Or if the folder does not
+            name the model, and the run does not have exactly one stick-breaking model.
     """
     model = folder.resolve().parent.parent.name
     if model not in training.attention:
         advice = f"Or keep the checkpoint in RUN/MODEL/checkpoints/STEP, got {folder}."
         model = only_stick_breaking_model(training, advice)
     attention = training.attention[model]
+    check_one_kind(attention.kind, folder)
     if attention.kind == "softmax" and attention.forget_gate:
         raise InputError(
             f"attention.{model}.forget_gate must be False to convert {folder}, a model with softmax attention, got "

@@ -75,7 +75,7 @@ class RecallDataConfig(DataConfig):
                     f"evaluation.{name} must keep its default {default!r} for data.kind = 'recall', got {value!r}: "
                     "evaluation rows have the stage's context length"
                 )
-        for name in config.compare:
+        for name in dict.fromkeys(entry for model in config.compare for entry in config.layers_of(model)):
             attention = config.attention[name]
             if isinstance(attention, SoftmaxAttentionConfig) and attention.evaluated_scalings != ("none",):
                 yield (

@@ -28,7 +28,9 @@ from typing import Any
 from megatron_sb.experiments import sweep, tables, verdict_tables
 from megatron_sb.experiments.sweep import Trial
 from megatron_sb.training.config import (
+    AttentionConfig,
     ConfigError,
+    MixedAttentionConfig,
     SoftmaxAttentionConfig,
     StageConfig,
     StickBreakingAttentionConfig,
@@ -324,10 +326,15 @@ class Verdict:
         return [arm for arm in self.arms if self._recall_path is not None and self._can_recall(arm)]
 
     def _can_recall(self, arm: str) -> bool:
-        """Return whether an arm fits the configuration of recall: it drops nothing, and has its layers of all kinds."""
+        """Return whether an arm fits the configuration of recall: it drops nothing, and has its layers of all kinds.
+
+        Mixed layers are not measured: the configuration of recall lacks the entries that they name.
+        """
         attention = self.config.attention[arm]
         if isinstance(attention, StickBreakingAttentionConfig):
             return True
+        if isinstance(attention, MixedAttentionConfig):
+            return False
         layers = load_config(str(self._recall_path)).model.num_layers
         return attention.dropped_in is None and (attention.global_interval or 0) <= layers
 
@@ -421,7 +428,7 @@ def _rates_around(config: TrainingConfig) -> list[float]:
     return [factor * config.stages[0].learning_rate for factor in RATE_FACTORS]
 
 
-def family_of(attention: StickBreakingAttentionConfig | SoftmaxAttentionConfig) -> str:
+def family_of(attention: AttentionConfig) -> str:
     """Return the family of an arm: variants of one idea, of which the best one is trained with several seeds.
 
     Example:
@@ -430,6 +437,8 @@ def family_of(attention: StickBreakingAttentionConfig | SoftmaxAttentionConfig) 
     """
     if isinstance(attention, StickBreakingAttentionConfig):
         return "stick-breaking"
+    if isinstance(attention, MixedAttentionConfig):
+        return "mixed"
     if attention.global_interval is not None:
         return "windows"
     return "forget gates" if attention.forget_gate else attention.position

@@ -115,7 +115,7 @@ def _saved_attention(saved: argparse.Namespace | None, folder: Path, args: argpa
         from megatron_sb.megatron.weights import read_attention_kind
 
         kind = read_attention_kind(folder)
-        return None if kind is None else {SWITCH: kind == "stick_breaking"}
+        return None if kind is None else {SWITCH: kind != "softmax"}
     found = _attention_of(saved)
     # Without the flags, a script of older releases did not record what it passed to with_stickbreaking.
     known = found[SWITCH] or hasattr(saved, SWITCH) or hasattr(args, "sb_allow_mismatch")

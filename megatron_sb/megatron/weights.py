@@ -108,7 +108,7 @@ def write_attention_kind(folder: Path, kind: str) -> None:
 
     Args:
         folder: folder of the checkpoint.
-        kind: "stick_breaking" or "softmax".
+        kind: "stick_breaking", "softmax" or "mixed".
     """
     (folder / ATTENTION).write_text(json.dumps({"kind": kind}), encoding="utf-8")
 

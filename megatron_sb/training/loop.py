@@ -209,7 +209,7 @@ class Job:
             self._profiler.before(progress.step + 1)
             rate = learning_rate(stage, progress.step)
             every = config.report.attention_interval
-            observe = config.breaks_sticks(model) and every > 0 and (progress.step + 1) % every == 0
+            observe = config.has_sticks(model) and every > 0 and (progress.step + 1) % every == 0
             share, norm = engine.train_step(step.micro_batches, num_tokens, rate, observe=observe)
             own = torch.tensor([norm, *self._stop.flags()], dtype=torch.float64, device=share.device)
             sums = torch.cat([share[None], engine.attention_counts.stack(), own])

@@ -23,7 +23,7 @@ def model_flops(config: TrainingConfig, name: str, vocab_size: int, bounds: Sequ
         bounds: cu_seqlens of each packed row.
     """
     model = config.model
-    weights = count_parameters(model, config.attention[name], vocab_size).active
+    weights = count_parameters(model, config.attention_of_layers(name), vocab_size).active
     if not model.tie_word_embeddings:  # a lookup is not a matrix product
         weights -= model.padded_vocab_size(vocab_size) * model.hidden_size
     lengths = np.concatenate([np.diff(row) for row in bounds]).astype(np.float64)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from megatron_sb.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, MAX_HEAD_DIM_EUCLIDEAN
 from megatron_sb.training.config.parameters import count_parameters
 from megatron_sb.training.config.schema import (
+    LayerAttentionConfig,
+    MixedAttentionConfig,
     SoftmaxAttentionConfig,
     StageConfig,
     StickBreakingAttentionConfig,
@@ -101,11 +103,49 @@ def _model_problems(config: TrainingConfig) -> Iterator[str]:
 
 def _attention_problems(config: TrainingConfig) -> Iterator[str]:
     for name in config.compare:
-        attention, path = config.attention[name], f"attention.{name}"
-        if isinstance(attention, StickBreakingAttentionConfig):
-            yield from _stick_breaking_problems(config, attention, path)
+        attention = config.attention[name]
+        if isinstance(attention, MixedAttentionConfig):
+            yield from _mixed_problems(config, attention, f"attention.{name}")
         else:
-            yield from _softmax_problems(config, attention, path)
+            yield from _layer_problems(config, attention, f"attention.{name}")
+
+
+def _layer_problems(config: TrainingConfig, attention: LayerAttentionConfig, path: str) -> Iterator[str]:
+    if isinstance(attention, StickBreakingAttentionConfig):
+        yield from _stick_breaking_problems(config, attention, path)
+    else:
+        yield from _softmax_problems(config, attention, path)
+
+
+def _mixed_problems(config: TrainingConfig, attention: MixedAttentionConfig, path: str) -> Iterator[str]:
+    names, num_layers = attention.layers, config.model.num_layers
+    entries = {name: entry for name, entry in config.attention.items() if not isinstance(entry, MixedAttentionConfig)}
+    unknown = [name for name in names if name not in entries]
+    for name in unknown:
+        yield f"{path}.layers must name entries of attention of other kinds, which are {list(entries)}, got {name!r}"
+    if not names or num_layers % len(names):
+        yield (
+            f"{path}.layers must have a number of items that divides model.num_layers = {num_layers}, got {len(names)}"
+        )
+    if unknown:
+        return
+    rotary = {}
+    for name in dict.fromkeys(names):
+        entry = entries[name]
+        if name not in config.compare:  # else it is checked anyway
+            yield from _layer_problems(config, entry, f"attention.{name}")
+        if isinstance(entry, SoftmaxAttentionConfig) and entry.position == "rope":
+            rotary[name] = entry.evaluated_scalings
+        if isinstance(entry, SoftmaxAttentionConfig) and entry.global_interval is not None:
+            yield (
+                f"attention.{name}.global_interval = {entry.global_interval} contradicts {path}.layers: there each "
+                "layer has a name of its own"
+            )
+    if len(set(rotary.values())) > 1:
+        yield (
+            f"evaluated_scalings must be the same in the entries with rotary positions of {path}.layers, got "
+            f"{ {name: list(scalings) for name, scalings in rotary.items()} }"
+        )
 
 
 def _stick_breaking_problems(
@@ -171,7 +211,7 @@ def _dropped_problems(config: TrainingConfig, attention: SoftmaxAttentionConfig,
 def _data_problems(config: TrainingConfig) -> Iterator[str]:
     yield from config.data.problems(config)
     expected = config.model.num_parameters
-    total = count_parameters(config.model, config.attention[config.compare[0]], config.vocab_size).total
+    total = count_parameters(config.model, config.attention_of_layers(config.compare[0]), config.vocab_size).total
     if expected is not None and expected != total:
         yield f"model.num_parameters must be {total}, which follows from the other fields of model, got {expected}"
 

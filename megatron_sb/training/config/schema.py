@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -102,7 +103,18 @@ class SoftmaxAttentionConfig(Section):
     forget_gate: Bool = False
 
 
-AttentionConfig = StickBreakingAttentionConfig | SoftmaxAttentionConfig
+LayerAttentionConfig = StickBreakingAttentionConfig | SoftmaxAttentionConfig
+
+
+@section
+class MixedAttentionConfig(Section):
+    """Layers with the attention of other entries. The names repeat until every layer of the model has one."""
+
+    kind: Literal["mixed"] = "mixed"
+    layers: tuple[Name, ...]
+
+
+AttentionConfig = LayerAttentionConfig | MixedAttentionConfig
 
 
 def _predefined_attention() -> dict[str, AttentionConfig]:
@@ -237,7 +249,7 @@ class TrainingConfig(Section):
     seed: Seed = 0
     compare: tuple[Name, ...] = ("stick_breaking", "softmax_rope")
     initial_checkpoint: str | None = None
-    initial_attention: Literal["stick_breaking", "softmax"] | None = None
+    initial_attention: Literal["stick_breaking", "softmax", "mixed"] | None = None
     data: Annotated[DataConfig, BeforeValidator(read_data_section)] = dataclasses.field(
         default_factory=lambda: read_data_section({})
     )
@@ -255,9 +267,23 @@ class TrainingConfig(Section):
         """Size of the vocabulary, before padding."""
         return self.data.vocab_size
 
+    def layers_of(self, model: str) -> tuple[str, ...]:
+        """Return the entry of `attention` that each layer of a model has."""
+        attention = self.attention[model]
+        names = attention.layers if isinstance(attention, MixedAttentionConfig) else (model,)
+        return tuple(itertools.islice(itertools.cycle(names), self.model.num_layers))
+
+    def attention_of_layers(self, model: str) -> tuple[LayerAttentionConfig, ...]:
+        """Return the attention of each layer of a model."""
+        return tuple(self.attention[name] for name in self.layers_of(model))
+
     def breaks_sticks(self, model: str) -> bool:
-        """Return whether a model of `compare` has stick-breaking attention."""
+        """Return whether all layers of a model of `compare` have the same stick-breaking attention."""
         return isinstance(self.attention[model], StickBreakingAttentionConfig)
+
+    def has_sticks(self, model: str) -> bool:
+        """Return whether a layer of a model has stick-breaking attention."""
+        return any(isinstance(each, StickBreakingAttentionConfig) for each in self.attention_of_layers(model))
 
     def data_parallel_size(self, stage: StageConfig) -> int:
         """Return the number of ranks, or groups of ranks, that train on different rows."""
@@ -279,9 +305,10 @@ class TrainingConfig(Section):
         return 1 if self.parallel.packing == "whole_stream" else self.row_multiple(stage)
 
     def evaluated_scalings(self, model: str) -> tuple[str, ...]:
-        """Return the scalings of rotary positions to evaluate a model with; ("none",) for stick-breaking."""
-        attention = self.attention[model]
-        return attention.evaluated_scalings if isinstance(attention, SoftmaxAttentionConfig) else ("none",)
+        """Return the scalings of rotary positions to evaluate a model with; ("none",) without rotary layers."""
+        attentions = self.attention_of_layers(model)
+        softmax = [each for each in attentions if isinstance(each, SoftmaxAttentionConfig) and each.position == "rope"]
+        return softmax[0].evaluated_scalings if softmax else ("none",)
 
     def longest_evaluated(self, stage: StageConfig) -> int:
         """Return the longest context, in tokens, that a model is evaluated with after `stage`."""

@@ -8,12 +8,14 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_sb.megatron import versions
 from megatron_sb.megatron.spec import with_stickbreaking
 from megatron_sb.megatron.stand_ins import install_stand_ins
 from megatron_sb.training.config import (
+    LayerAttentionConfig,
     ModelConfig,
     ParallelConfig,
     SoftmaxAttentionConfig,
@@ -47,38 +49,47 @@ def build_model(
         fused: use Megatron-Core's operators that torch.compile fuses, as Megatron's scripts do by default. For GPUs.
     """
     install_stand_ins()
+    names = config.layers_of(model)
+    specs = {name: _layer_spec(config, config.attention[name], stage) for name in dict.fromkeys(names)}
+    built = GPTModel(
+        _transformer_config(config, model, stage, fused),
+        TransformerBlockSubmodules([specs[name] for name in names], layer_norm=LayerNormImpl),
+        config.model.padded_vocab_size(vocab_size),
+        config.longest_evaluated(stage),
+        position_embedding_type="none",
+        share_embeddings_and_output_weights=config.model.tie_word_embeddings,
+    )
+    # Megatron-Core's checkpoints join the weights of all layers, unless this is set.
+    built.config.hetereogenous_dist_checkpoint = len({_names_of_weights(layer) for layer in built.decoder.layers}) > 1
+    return built
+
+
+def stage_fields(config: TrainingConfig, model: str, stage: StageConfig) -> dict:
+    """Return what an engine of a model takes from its stage. One engine serves stages with equal fields."""
+    fields = _parallel_fields(config.parallel, stage)
+    fields |= {"trained_context": stage.context_length, "longest": config.longest_evaluated(stage)}
+    softmax = [each for each in config.attention_of_layers(model) if isinstance(each, SoftmaxAttentionConfig)]
+    return fields | {"softmax": [_softmax_fields(config, each, stage) for each in softmax]}
+
+
+def _layer_spec(config: TrainingConfig, attention: LayerAttentionConfig, stage: StageConfig) -> ModuleSpec:
     moe = config.model.moe
     spec = get_gpt_layer_local_spec(
         num_experts=moe and moe.num_experts, moe_grouped_gemm=bool(moe and moe.grouped_gemm), normalization="RMSNorm"
     )
     if moe:
         versions.replace_experts(spec, _with_weights_by_index)
-    attention = config.attention[model]
     if isinstance(attention, StickBreakingAttentionConfig):
-        spec = _stick_breaking_spec(spec, attention, config.parallel)
-    else:
-        core_attention = ModuleSpec(module=SoftmaxCoreAttention, params=_softmax_fields(config, attention, stage))
-        spec.submodules.self_attention.submodules.core_attention = core_attention
-        if attention.forget_gate:
-            spec.submodules.self_attention.module = GatedSelfAttention
-    return GPTModel(
-        _transformer_config(config, model, stage, fused),
-        spec,
-        config.model.padded_vocab_size(vocab_size),
-        config.longest_evaluated(stage),
-        position_embedding_type="none",
-        share_embeddings_and_output_weights=config.model.tie_word_embeddings,
-    )
+        return _stick_breaking_spec(spec, attention, config.parallel)
+    core_attention = ModuleSpec(module=SoftmaxCoreAttention, params=_softmax_fields(config, attention, stage))
+    spec.submodules.self_attention.submodules.core_attention = core_attention
+    if attention.forget_gate:
+        spec.submodules.self_attention.module = GatedSelfAttention
+    return spec
 
 
-def stage_fields(config: TrainingConfig, model: str, stage: StageConfig) -> dict:
-    """Return what an engine of a model takes from its stage. One engine serves stages with equal fields."""
-    attention = config.attention[model]
-    fields = _parallel_fields(config.parallel, stage)
-    fields |= {"trained_context": stage.context_length, "longest": config.longest_evaluated(stage)}
-    if isinstance(attention, SoftmaxAttentionConfig):
-        fields |= _softmax_fields(config, attention, stage)
-    return fields
+def _names_of_weights(layer: torch.nn.Module) -> frozenset[str]:
+    return frozenset(name for name, _ in layer.named_parameters())
 
 
 def _stick_breaking_spec(

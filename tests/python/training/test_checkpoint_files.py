@@ -20,6 +20,7 @@ from megatron_sb.megatron.weights import read_weights
 from megatron_sb.training.checkpoint import CheckpointDirectory
 from megatron_sb.training.config import load_config
 from megatron_sb.training.initial_checkpoint import check_initial_checkpoint
+from megatron_sb.training.loading import load_run
 from megatron_sb.validation import naming
 
 SHORT = ["parallel.ranks=1", "compare=[stick_breaking]", "evaluation.windows=1", "report.tensorboard=false"]
@@ -123,6 +124,36 @@ def test_attention_can_be_changed_on_purpose(config, checkpoint, tmp_path):
     assert status == 0, errors
     with pytest.raises(ValueError, match="initial_attention = 'softmax' contradicts initial_checkpoint = None"):
         load_config(config, [*SHORT, "initial_attention=softmax"])
+
+
+def test_a_trained_model_gets_mixed_layers(config, checkpoint, tmp_path):
+    """The run can be read and resumed; no other format has its layers."""
+    layers = ["compare=[both]", "attention.both={kind: mixed, layers: [stick_breaking, softmax_rope]}"]
+    start = [f"initial_checkpoint={checkpoint}", "initial_attention=stick_breaking"]
+    options = [*SHORT, *layers, "report.attention_interval=2"]
+    out = tmp_path / "out"
+    status, _, errors = train(config, *options, *start, "--out", out)
+    assert status == 0, errors
+    observed = [line["step"] for line in metrics(out) if line.get("mean_remainder") is not None]
+    assert observed == [2, 4, 6, 2, 4]
+    with load_run(out) as loaded:
+        assert loaded.logits([1, 2, 3]).isfinite().all()
+        saved = loaded.checkpoint
+    continued = [*options, f"initial_checkpoint={saved}"]
+    check_initial_checkpoint(load_config(config, continued))
+    with pytest.raises(
+        ValueError, match=r"'stick_breaking', got .*, where it is 'mixed'\. Set initial_attention=mixed"
+    ):
+        check_initial_checkpoint(load_config(config, [*SHORT, f"initial_checkpoint={saved}"]))
+    for source in (None, config_of_weights(saved, tmp_path)):
+        with pytest.raises(ValueError, match=r"attention must be .*, got 'mixed'"):
+            checkpoints_of_models.load(saved, source)
+
+
+def config_of_weights(checkpoint, folder):
+    """Write the config.json of a stick-breaking model of the job's sizes, as `convert --config` takes it."""
+    decoders.make_model().config.save_pretrained(folder / "sizes")
+    return folder / "sizes"
 
 
 def flip(path, count=100):

@@ -16,6 +16,7 @@ from megatron_sb.experiments.ruler.mixture import RulerMixtureDataConfig, RulerM
 from megatron_sb.training import config, rank
 from megatron_sb.training.config import (
     ConfigError,
+    MixedAttentionConfig,
     SoftmaxAttentionConfig,
     StickBreakingAttentionConfig,
     flatten,
@@ -56,6 +57,7 @@ REFERENCE = [
     ("`model`: sizes", "field", config.MoEConfig, "moe."),
     ("`attention`: models by name", "field of `stick_breaking`", StickBreakingAttentionConfig, ""),
     ("`attention`: models by name", "field of `softmax`", SoftmaxAttentionConfig, ""),
+    ("`attention`: models by name", "field of `mixed`", MixedAttentionConfig, ""),
     ("`parallel`: ranks and layout", "field", config.ParallelConfig, ""),
     ("`optimizer`: AdamW", "field", config.OptimizerConfig, ""),
     ("`stages`: a list", "field", config.StageConfig, ""),
@@ -145,6 +147,55 @@ def test_attention_is_added_by_name():
     assert config.attention["far"] == SoftmaxAttentionConfig(position="alibi")
     assert config.attention["stick_breaking"] == StickBreakingAttentionConfig(head_norm=True, reach=(0.5, 10.0))
     assert config.attention["softmax_rope"] == SoftmaxAttentionConfig()
+
+
+HYBRID = ["attention.hybrid={kind: mixed, layers: [stick_breaking, softmax_rope]}", "compare=[hybrid]"]
+
+
+def test_mixed_layers():
+    """The names repeat from the first layer to the last. Each layer has the attention of its entry."""
+    config = load_config(TINY, [*HYBRID, "attention.softmax_rope.evaluated_scalings=[none, ntk]"])
+    assert config.layers_of("hybrid") == ("stick_breaking", "softmax_rope") * 2
+    assert config.attention_of_layers("hybrid")[1:3] == (
+        SoftmaxAttentionConfig(evaluated_scalings=("none", "ntk")),
+        StickBreakingAttentionConfig(reach=(0.5, 10.0)),
+    )
+    assert config.layers_of("softmax_rope") == ("softmax_rope",) * 4
+    assert config.evaluated_scalings("hybrid") == ("none", "ntk")
+    sticks = {name: (config.breaks_sticks(name), config.has_sticks(name)) for name in config.attention}
+    assert sticks == {"stick_breaking": (True, True), "softmax_rope": (False, False), "hybrid": (False, True)}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("attention.hybrid={kind: mixed}", r"attention\.hybrid\.layers is required"),
+        ("attention.hybrid.layers=[]", r"hybrid\.layers must have a number of items that divides .* = 4, got 0"),
+        ("attention.hybrid.layers=[stick_breaking, softmax_rope, stick_breaking]", r"model\.num_layers = 4, got 3"),
+        ("attention.hybrid.layers=[sticks]", r"which are \['stick_breaking', 'softmax_rope'\], got 'sticks'"),
+        ("attention.hybrid.layers=[hybrid]", r"attention of other kinds, which are .*, got 'hybrid'"),
+        ("attention.softmax_rope.dropped_in=a", r"attention\.softmax_rope\.dropped_in must name a stage"),
+        (
+            "attention.softmax_rope={window: 8, global_interval: 2}",
+            r"softmax_rope\.global_interval = 2 contradicts attention\.hybrid\.layers",
+        ),
+        (
+            "attention={far: {kind: softmax, evaluated_scalings: [ntk]}, "
+            "hybrid: {kind: mixed, layers: [far, softmax_rope]}}",
+            r"same in .* of attention\.hybrid\.layers, got {'far': \['ntk'\], 'softmax_rope': \['none'\]}",
+        ),
+        (
+            "data={kind: recall, num_pairs: 4, num_keys: 8, num_values: 8}",
+            r"attention\.softmax_rope\.evaluated_scalings",
+        ),
+    ],
+)
+def test_mixed_layers_that_do_not_fit(override, message):
+    overrides = [*HYBRID, override]
+    if override.startswith("data"):
+        overrides += ["attention.softmax_rope.evaluated_scalings=[ntk]", "evaluation={}"]
+    with pytest.raises(ConfigError, match=message):
+        load_config(TINY, overrides)
 
 
 def test_an_override_changes_what_it_names_alone(tmp_path):
@@ -279,7 +330,7 @@ REFUSALS = {
     "attention=3": r"attention must be a mapping of names, got 3",
     "attention.mine=3": r"attention\.mine must be a mapping of fields, got 3",
     "attention.mine={}": r"attention\.mine\.kind is required",
-    "attention.mine={kind: linear}": r"mine\.kind must be one of 'stick_breaking', 'softmax', got 'linear'",
+    "attention.mine={kind: linear}": r"mine\.kind must be one of 'stick_breaking', 'softmax', 'mixed', got 'linear'",
     "attention.my/own={kind: softmax}": r"the name attention\.my/own must be letters, digits.*, got 'my/own'",
     "attention.softmax_rope.head_norm=true": (
         r"unknown field attention\.softmax_rope\.head_norm, got True\. Known fields: kind, position"

@@ -13,8 +13,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_sb import cli
+from megatron_sb.megatron import StickBreakingCoreAttention
 from megatron_sb.training.config import count_parameters, load_config, to_yaml
 from megatron_sb.training.engine.model import build_model
+from megatron_sb.training.engine.softmax_attention import SoftmaxCoreAttention
 from megatron_sb.training.schedule import learning_rate
 from megatron_sb.training.throughput import model_flops
 
@@ -116,6 +118,23 @@ def test_variants_of_attention(name, one_rank):
     packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
     model(tokens, None, None, labels=tokens, packed_seq_params=packed).mean().backward()
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+def test_mixed_layers(one_rank):
+    """Each layer is built from its entry, and the weights are those that are counted."""
+    entries = {"kept": VARIANTS["gates and distances"], "near": VARIANTS["fire"]}
+    entries["mine"] = {"kind": "mixed", "layers": ["kept", "kept", "near", "stick_breaking"]}
+    chosen = [f"attention={json.dumps(entries)}", "compare=[mine]"]
+    config = load("tiny_context_extension", [*ALONE["tiny_context_extension"], *chosen])
+    model = build_model(config, "mine", config.stages[0], config.vocab_size)
+    cores = [layer.self_attention.core_attention for layer in model.decoder.layers]
+    assert [type(core) for core in cores] == [
+        *(StickBreakingCoreAttention, StickBreakingCoreAttention, SoftmaxCoreAttention, StickBreakingCoreAttention)
+    ]
+    assert [getattr(core, "options", None) and core.options.forget_gate for core in cores] == [True, True, None, False]
+    assert cores[2].attention.position == "fire"
+    count = count_parameters(config.model, config.attention_of_layers("mine"), config.vocab_size)
+    assert sum(parameter.numel() for parameter in model.parameters()) == count.total
 
 
 def test_rope_is_dropped_from_a_stage_on(one_rank):

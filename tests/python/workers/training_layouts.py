@@ -12,24 +12,20 @@ import json
 import os
 import sys
 import sysconfig
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron_sb.megatron.spec import with_stickbreaking
 from megatron_sb.training.config import load_config
 from megatron_sb.training.data import PackedBatch, RowSampler, split_rows
 from megatron_sb.training.documents import load_corpus
 from megatron_sb.training.engine import engine as engine_module
-from megatron_sb.training.engine import model as model_module
 from megatron_sb.training.engine.backends import MegatronBackend
 from megatron_sb.training.engine.engine import Engine
 from megatron_sb.training.engine.groups import process_groups
-from megatron_sb.training.engine.softmax_attention import SoftmaxCoreAttention
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support import megatron_cpu
@@ -58,8 +54,12 @@ FAMILIES = {
         "attention.stick_breaking.head_norm": True,
     },
     "softmax": {"compare": ["softmax_rope"]},
-    # The first layer is stick-breaking, the second is softmax with ALiBi and a window; see `mixed_spec`.
-    "mixed": {},
+    "mixed": {  # layers with other names of weights
+        "compare": ["mixed"],
+        "attention.mixed": {"kind": "mixed", "layers": ["normed", "near"]},
+        "attention.normed": {"kind": "stick_breaking", "head_norm": True},
+        "attention.near": {"kind": "softmax", "position": "alibi", "window": 21},
+    },
     "mixture": MIXTURE,
     "mixture, no auxiliary loss": {
         **MIXTURE,
@@ -143,6 +143,7 @@ GPU_LAYOUTS = {
 MEGATRON_LAYOUTS = {
     "dense": {"TP2 CP2 sequence parallel": SEQUENCE | context_parallel(2), "CP4": context_parallel(4)},
     "softmax": {"TP2": TENSOR},
+    "mixed": {"CP2": context_parallel(2)},
     "mixture": {"TP2 CP2 EP2 alltoall": SEQUENCE | EXPERT | ALL_TO_ALL | context_parallel(2)},
     "mixture, no auxiliary loss": {"CP2 EP4": {"parallel.expert_parallel_size": 4} | context_parallel(2)},
 }
@@ -160,18 +161,11 @@ GPU_CHECKPOINTED = {
 MEGATRON_CHECKPOINTED = {
     "TP2 CP2 sequence parallel": context_parallel(4),
     "CP4": {},
+    "CP2": context_parallel(4),
     "TP2": {},
     "TP2 CP2 EP2 alltoall": {"parallel.expert_parallel_size": 4} | ALL_TO_ALL | context_parallel(4),
     "CP2 EP4": {},  # in the layout that loads, experts and other weights share one optimizer
 }
-
-
-def mixed_spec(spec, attention, parallel):
-    """Make the spec of a stick-breaking layer and a softmax layer, in the place of that of a stick-breaking model."""
-    softmax = {"position": "alibi", "window": 21, "cp_layout": parallel.layout, "packing": parallel.packing}
-    spec.submodules.self_attention.submodules.core_attention = ModuleSpec(SoftmaxCoreAttention, params=softmax)
-    options = {"cp_layout": parallel.layout, "packing": parallel.packing}
-    return with_stickbreaking(spec, layers=(1, 0), **options)
 
 
 def load(family: str, layout: dict):
@@ -280,11 +274,9 @@ def main(out: str, kind: str = "cpu") -> None:
     layouts = layouts if dist.get_world_size() > 1 else {family: {"one rank": {}} for family in FAMILIES}
     results = {}
     for family, named in layouts.items():
-        mixed = mock.patch.object(model_module, "_stick_breaking_spec", mixed_spec)
-        with mixed if family == "mixed" else nullcontext():
-            results[family] = {
-                name: train(family, layout, device, checkpoint / name, last.get(name)) for name, layout in named.items()
-            }
+        results[family] = {
+            name: train(family, layout, device, checkpoint / name, last.get(name)) for name, layout in named.items()
+        }
     if kind == "cpu" and dist.get_world_size() > 1:
         results["process groups after a failure"] = groups_after_a_failed_engine()
         results["refused checkpoint"] = refused_checkpoint(checkpoint)
