@@ -14,7 +14,7 @@ from megatron_sb.validation import check_choice, check_finite, check_flag, check
 DEFAULT_MASS_THRESHOLD = 2.0**-24
 LOGITS = ("dot", "euclidean")
 LAYOUTS = ("zigzag", "contiguous", "balanced")
-LOADER_LAYOUTS = LAYOUTS[:2]  # that the data loaders of the trainer and of Megatron make; every mode supports them
+LOADER_LAYOUTS = LAYOUTS[:2]  # that Megatron's data loaders make; every mode supports them
 PACKINGS = ("per_document", "whole_stream")
 COMMS = ("auto", "p2p", "all_gather", "a2a", "a2a+p2p")
 

@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from megatron_sb.megatron.layer_pattern import layer_pattern
-from megatron_sb.options import COMMS, LOADER_LAYOUTS, LOGITS, PACKINGS, LayerOptions
+from megatron_sb.options import COMMS, LAYOUTS, LOADER_LAYOUTS, LOGITS, PACKINGS, LayerOptions
 from megatron_sb.validation import check_choice
 
 
@@ -20,8 +20,8 @@ class StickBreakingOptions(LayerOptions):
         remainder_bias, head_norm, forget_gate, forget_gate_loss: see `LayerOptions`.
         scale: must be None. Megatron sets the scale of the logits: `config.softmax_scale`, or mscale^2 / sqrt(d) in
             multi-latent attention.
-        cp_layout: how the data loader shards a sequence over context-parallel ranks: "zigzag", as Megatron does, or
-            "contiguous". Default: "zigzag".
+        cp_layout: how the data loader shards a sequence over context-parallel ranks: "zigzag", as Megatron does,
+            "contiguous", or "balanced", which Megatron's loaders do not make. Default: "zigzag".
         packing: how the data loader shards a packed (thd) stream: "per_document" shards each document by `cp_layout`,
             "whole_stream" shards the stream as one sequence. Default: "per_document".
         cp_comm: how the ranks exchange keys, a mode of `context_parallel_attention`. Default: None, which is
@@ -49,7 +49,7 @@ class StickBreakingOptions(LayerOptions):
         super().__post_init__()
         if self.scale is not None:
             raise ValueError(f"scale must be None, got {self.scale}. Set config.softmax_scale instead.")
-        check_choice("cp_layout", self.cp_layout, LOADER_LAYOUTS)
+        check_choice("cp_layout", self.cp_layout, LAYOUTS)
         check_choice("packing", self.packing, PACKINGS)
         if self.cp_comm is not None:
             check_choice("cp_comm", self.cp_comm, COMMS)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from megatron_sb.options import COMMS, LOADER_LAYOUTS, LOGITS, PACKINGS, LayerOptions
+from megatron_sb.options import COMMS, LAYOUTS, LOGITS, PACKINGS, LayerOptions
 from megatron_sb.training.config.tasks import read_data_section
 from megatron_sb.training.config.types import (
     BelowOne,
@@ -145,7 +145,7 @@ class ParallelConfig(Section):
     sequence_parallel: Bool = False
     expert_parallel_size: PositiveInt = 1
     comm: Literal[COMMS] = "auto"
-    layout: Literal[LOADER_LAYOUTS] = "zigzag"
+    layout: Literal[LAYOUTS] = "zigzag"
     packing: Literal[PACKINGS] = "per_document"
 
 
@@ -302,7 +302,8 @@ class TrainingConfig(Section):
 
     def needed_pad_multiple(self, stage: StageConfig) -> int:
         """Return the smallest multiple that the stage's ranks need; 1 where they shard the packed stream as a whole."""
-        return 1 if self.parallel.packing == "whole_stream" else self.row_multiple(stage)
+        whole = self.parallel.layout == "balanced" or self.parallel.packing == "whole_stream"
+        return 1 if whole else self.row_multiple(stage)
 
     def evaluated_scalings(self, model: str) -> tuple[str, ...]:
         """Return the scalings of rotary positions to evaluate a model with; ("none",) without rotary layers."""

@@ -47,7 +47,8 @@ class SoftmaxCoreAttention(MegatronModule):
         forget_gate: the last channels of the keys are the logits of forget gates; see `GatedSelfAttention`. Default
             False.
         global_interval: every so many layers, one attends to all keys and has no positions. Default None: no layer.
-        cp_layout: layout of the sequences over context-parallel ranks, "zigzag" or "contiguous". Default "zigzag".
+        cp_layout: layout of the sequences over context-parallel ranks; see `megatron_sb.ContextParallelPlan`. Default
+            "zigzag".
         packing: see `megatron_sb.ContextParallelPlan`. Default "per_document".
         options: position, window, stable_mask_gamma and rotary_base of SoftmaxAttention. The other arguments are those
             of Megatron-Core.

@@ -26,13 +26,13 @@ def assert_same_training(layouts, expected, loss, rest):
 
 @pytest.mark.parametrize(
     ("family", "num_layouts"),
-    [("dense", 8), ("softmax", 5), ("mixed", 2), ("mixture", 2), ("mixture, no auxiliary loss", 2)],
+    [("dense", 8), ("softmax", 5), ("mixed", 2), ("no padding", 3), ("mixture", 2), ("mixture, no auxiliary loss", 2)],
 )
 def test_every_layout_gives_the_training_of_one_rank(runs, family, num_layouts):
     """Tensor, sequence, expert and context parallelism, recomputation, checkpoints, micro-batches; padding uneven."""
     layouts = dict(runs[family])
     expected = layouts.pop("one rank")
-    assert len(layouts) == num_layouts and all(hits > 4 for hits in expected["hits"])
+    assert len(layouts) == num_layouts and all(hits > 2 for hits in expected["hits"])
     assert_same_training(layouts, expected, 2e-5, 1e-4)
 
 

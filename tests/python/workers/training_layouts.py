@@ -43,10 +43,17 @@ SIZES = {
     "data.paths": [sysconfig.get_paths()["stdlib"] + "/" + name for name in ("json", "email")],
 }
 ROW_LENGTH = 64
-PAD_MULTIPLE = 8  # the largest multiple that a layout needs, so that all layouts have the same rows
+# The largest multiple that a layout of the family needs, so that all layouts have the same rows.
+PAD_MULTIPLE, OTHER_PAD_MULTIPLES = 8, {"no padding": 1}
 NUM_STEPS = 5
 
 MIXTURE = {"model.moe": {"num_experts": 4, "top_k": 2, "dispatcher": "allgather", "grouped_gemm": True}}
+MIXED = {  # layers with other names of weights
+    "compare": ["mixed"],
+    "attention.mixed": {"kind": "mixed", "layers": ["normed", "near"]},
+    "attention.normed": {"kind": "stick_breaking", "head_norm": True},
+    "attention.near": {"kind": "softmax", "position": "alibi", "window": 21},
+}
 FAMILIES = {
     "dense": {
         "model.tie_word_embeddings": True,
@@ -54,12 +61,8 @@ FAMILIES = {
         "attention.stick_breaking.head_norm": True,
     },
     "softmax": {"compare": ["softmax_rope"]},
-    "mixed": {  # layers with other names of weights
-        "compare": ["mixed"],
-        "attention.mixed": {"kind": "mixed", "layers": ["normed", "near"]},
-        "attention.normed": {"kind": "stick_breaking", "head_norm": True},
-        "attention.near": {"kind": "softmax", "position": "alibi", "window": 21},
-    },
+    "mixed": MIXED,
+    "no padding": MIXED,
     "mixture": MIXTURE,
     "mixture, no auxiliary loss": {
         **MIXTURE,
@@ -76,6 +79,7 @@ def context_parallel(size, **fields):
 
 TENSOR = {"parallel.tensor_parallel_size": 2}
 SEQUENCE = {**TENSOR, "parallel.sequence_parallel": True}
+BALANCED = {"parallel.layout": "balanced"}
 EXPERT = {"parallel.expert_parallel_size": 2}
 ALL_TO_ALL = {"model.moe.dispatcher": "alltoall"}
 LAYOUTS = {
@@ -112,6 +116,15 @@ LAYOUTS = {
         },
     },
     "mixed": {"CP2": context_parallel(2), "CP4 p2p": context_parallel(4) | {"parallel.comm": "p2p"}},
+    "no padding": {
+        "CP2 balanced, micro-batches": BALANCED | context_parallel(2, rows_per_micro_batch=1),
+        "CP4 balanced, all_gather": BALANCED | context_parallel(4) | {"parallel.comm": "all_gather"},
+        "CP4, whole stream, p2p": {
+            **context_parallel(4),
+            "parallel.packing": "whole_stream",
+            "parallel.comm": "p2p",
+        },
+    },
     # The auxiliary loss depends on the micro-batch. In these layouts the micro-batch is that of the reference.
     "mixture": {
         "CP4 EP2": EXPERT | context_parallel(4),
@@ -190,7 +203,8 @@ def train(family: str, layout: dict, device: torch.device, checkpoint: Path, las
     config = load(family, layout)
     (stage,), (model,) = config.stages, config.compare
     corpus = load_corpus(config)
-    sampler = RowSampler(corpus.train, ROW_LENGTH, PAD_MULTIPLE, corpus.end_of_document, [1])
+    multiple = OTHER_PAD_MULTIPLES.get(family, PAD_MULTIPLE)
+    sampler = RowSampler(corpus.train, ROW_LENGTH, multiple, corpus.end_of_document, [1])
     engine = Engine(config, model, stage, corpus.vocab_size, device)
     group, num_groups = engine.data_parallel_rank, engine.data_parallel_size
     losses, norms, counted = [], [], []
