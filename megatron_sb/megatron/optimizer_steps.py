@@ -7,6 +7,7 @@ Megatron-Core (0.16, 0.19) saves one number for all parameters, but cannot load 
 - It copies all tensors of a parameter from the checkpoint, which has no tensor for the number. In the format
   "dp_reshardable" it copies the number from before the load.
 - It gives all parameters the same tensor. Each parameter would then count the steps of all.
+- In fp32 and in the format "dp_reshardable" it writes into parameters for which torch records operations.
 
 `load_step_counts` mends this. `stand_ins.install_stand_ins` calls it.
 """
@@ -53,7 +54,8 @@ def load_step_counts() -> None:
             group, place = self.model_param_group_index_map[model_param]
             state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
             tensors = {**tensors, "step": state["step"]}  # load_state_dict has set it
-        stock_set(self, model_param, tensors)
+        with torch.no_grad():
+            stock_set(self, model_param, tensors)
 
     DistributedOptimizer.state_dict = state_dict
     DistributedOptimizer.load_state_dict = load_state_dict

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -113,17 +113,24 @@ def state(checkpoint: Path, folder: Path) -> dict:
 
 def kill_while_it_saves(job: subprocess.Popen | PythonProcess, checkpoints: Path) -> None:
     """SIGKILL all processes of a job while it writes a checkpoint, once it has finished an earlier one."""
-    half_written = False
-    while not half_written:
-        _assert_running(job)
-        if not (list(checkpoints.glob(".*.tmp")) and (checkpoints / "latest").exists()):
+    kill_while([job], lambda: bool(list(checkpoints.glob(".*.tmp"))) and (checkpoints / "latest").exists())
+
+
+def kill_while(jobs: Sequence[subprocess.Popen | PythonProcess], condition: Callable[[], bool]) -> None:
+    """SIGKILL all processes of some jobs at a moment when the condition holds. Until then all jobs must run."""
+    killed = False
+    while not killed:
+        for job in jobs:
+            _assert_running(job)
+        if not condition():
             continue
-        parent = psutil.Process(job.pid)
-        processes = [parent, *parent.children(recursive=True)]
+        parents = [psutil.Process(job.pid) for job in jobs]
+        processes = [process for parent in parents for process in (parent, *parent.children(recursive=True))]
         _signal_all(processes, signal.SIGSTOP)
-        half_written = bool(list(checkpoints.glob(".*.tmp")))  # the job may have finished it before it stopped
-        _signal_all(processes, signal.SIGKILL if half_written else signal.SIGCONT)
-    job.wait(TIMEOUT_SECONDS)
+        killed = condition()  # it may have changed before the processes stopped
+        _signal_all(processes, signal.SIGKILL if killed else signal.SIGCONT)
+    for job in jobs:
+        job.wait(TIMEOUT_SECONDS)
 
 
 def _assert_running(job: subprocess.Popen | PythonProcess) -> None:

@@ -1,5 +1,6 @@
 """Run the ranks of torch.distributed as processes."""
 
+import contextlib
 import functools
 import json
 import multiprocessing
@@ -9,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
@@ -31,17 +32,13 @@ def rank_environments(num_ranks: int) -> list[dict[str, str]]:
     return [common | {"RANK": str(rank)} for rank in range(num_ranks)]
 
 
-def run_ranks(num_ranks: int, arguments: list, seconds: float, folder: Path | None = None, **environment: str) -> str:
-    """Run `python ARGUMENTS` as ranks on CPUs, with the environment that torchrun gives them.
+@contextlib.contextmanager
+def started_ranks(
+    num_ranks: int, arguments: list, seconds: float, folder: Path | None = None, **environment: str
+) -> Iterator[list[PythonProcess]]:
+    """Start `python ARGUMENTS` as ranks on CPUs, with the environment that torchrun gives them. Kill them at the end.
 
     The ranks are forks of a process that has torch and Megatron-Core imported; see fork_server.py.
-
-    Returns:
-        The standard output of all ranks, rank 0 first.
-
-    Raises:
-        AssertionError: if a rank fails or runs longer than `seconds`. All ranks are killed. The message contains the
-            output of the failed ranks.
     """
     # This store has the role of the store of torchrun's agent. The ranks connect to it, so no rank has to guess a port.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds))
@@ -59,6 +56,20 @@ def run_ranks(num_ranks: int, arguments: list, seconds: float, folder: Path | No
         for rank in range(num_ranks)
     ]
     with python_processes(jobs) as ranks:
+        yield ranks
+
+
+def run_ranks(num_ranks: int, arguments: list, seconds: float, folder: Path | None = None, **environment: str) -> str:
+    """Run `python ARGUMENTS` as ranks on CPUs.
+
+    Returns:
+        The standard output of all ranks, rank 0 first.
+
+    Raises:
+        AssertionError: if a rank fails or runs longer than `seconds`. All ranks are killed. The message contains the
+            output of the failed ranks.
+    """
+    with started_ranks(num_ranks, arguments, seconds, folder, **environment) as ranks:
         _wait_for_all(ranks, time.monotonic() + seconds)
         failed = {rank: process for rank, process in enumerate(ranks) if process.returncode != 0}
         assert not failed, f"{arguments[0]} failed:\n" + "\n".join(
@@ -110,14 +121,28 @@ def megatron_losses(
 
     On CPUs the ranks are forked, unless the script's folder holds a Megatron of its own. `environment` adds variables.
     """
-    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONSAFEPATH": ""}  # "" is the default of users
-    variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # Megatron compiles code with `python3`
-    variables |= {} if device == "cuda" else {"TORCHDYNAMO_DISABLE": "1"}
+    launcher, variables = _megatron_launcher(device)
     variables |= environment or {}
-    launcher = ["-m", "megatron_sb.megatron.launch"] if device == "cuda" else [_WORKERS / "megatron_on_cpu.py"]
     run = run_torchrun if device == "cuda" or (script.parent / "megatron").exists() else run_ranks
     output = run(num_ranks, [*launcher, script, *flags], 300, script.parent, **variables)
     return [float(loss) for loss in re.findall(r"lm loss: ([\d.E+-]+)", output)]
+
+
+@contextlib.contextmanager
+def started_megatron(script: Path, num_ranks: int, *flags: str) -> Iterator[list[PythonProcess]]:
+    """Start a Megatron training script with the launcher on CPUs, in the script's folder. Kill its ranks at the end."""
+    launcher, variables = _megatron_launcher("cpu")
+    with started_ranks(num_ranks, [*launcher, script, *flags], 300, script.parent, **variables) as ranks:
+        yield ranks
+
+
+def _megatron_launcher(device: str) -> tuple[list, dict[str, str]]:
+    """Return the arguments of `python` before a Megatron training script, and environment variables."""
+    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONSAFEPATH": ""}  # "" is the default of users
+    variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # Megatron compiles code with `python3`
+    if device == "cuda":
+        return ["-m", "megatron_sb.megatron.launch"], variables
+    return [_WORKERS / "megatron_on_cpu.py"], variables | {"TORCHDYNAMO_DISABLE": "1"}
 
 
 def new_folder(path: Path) -> Path:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import TransformerConfig
@@ -108,6 +109,18 @@ def answer_for_training() -> None:
         init_process_group("gloo", **kwargs)
 
     dist.init_process_group = over_gloo
+    FileSystemWriterAsync.preload_tensors = staticmethod(copy_tensors)
+
+
+_preload_tensors = FileSystemWriterAsync.preload_tensors
+
+
+def copy_tensors(*args, **kwargs) -> list:
+    """Copy the tensors of a checkpoint for the process that writes it, as the copy from a GPU to the host does."""
+    return [
+        (file, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
+        for file, key, (data, tensors) in _preload_tensors(*args, **kwargs)
+    ]
 
 
 def message(call) -> str:

@@ -23,6 +23,9 @@ def main() -> None:
     megatron_cpu.answer_for_streams()
     megatron_cpu.answer_for_training()
     initialize._warmup_jit_function = lambda *args, **kwargs: None  # it would change the generator of the weights
+    # A writer of checkpoints that is forked has the fakes, too.
+    start_writer = initialize.init_persistent_async_worker
+    initialize.init_persistent_async_worker = lambda rank, method: start_writer(rank, "fork")
     with megatron_cpu.TensorsOnTheCpu():
         launch.main()
     end_rank()
