@@ -1,9 +1,10 @@
-"""Compare how the layouts of context parallelism divide the work of packed documents among ranks.
+"""Compare how the layouts of context parallelism divide the work of packed documents among ranks, and what they send.
 
 Work is counted in tiles of 128 keys by 64 rows, as the Hopper backward computes them, and by 128 rows, as its forward
 does at head_dim 128. Nothing is timed, so the script runs on any machine.
 
 python benchmarks/context_parallel_balance.py --rows-per-rank 8192 --streams 5
+python benchmarks/context_parallel_balance.py --rows-per-rank 8192 --streams 5 --keys
 """
 
 import argparse
@@ -55,6 +56,23 @@ class Split:
         ends = np.minimum((in_piece + 1) * tile_rows, np.repeat(lengths, tiles_of_piece))
         keys = np.repeat(positions, tiles_of_piece) + ends - 1  # that the last row of the tile sees
         return int(np.maximum(1, -(-keys // KEYS)).sum())
+
+    def received_rows(self) -> np.ndarray:
+        """Return how many rows of keys each rank receives with "all_gather".
+
+        A rank needs the keys of the documents of its queries, up to its last query of each. If the ranks together need
+        more than half of the stream each, they gather the whole stream.
+        """
+        needed = np.array([self._needed_rows(rows) for rows in self.rows])
+        if 2 * needed.sum() > self.rows.shape[0] * self.rows.size:
+            needed[:] = self.rows.size
+        return needed - np.minimum(needed, (self.rows < self.cu_seqlens[-1]).sum(axis=1))
+
+    def _needed_rows(self, rows: np.ndarray) -> int:
+        rows = np.sort(rows[rows < self.cu_seqlens[-1]])
+        document = np.searchsorted(self.cu_seqlens, rows, side="right") - 1
+        is_last = np.diff(document, append=-1) != 0  # the last row of the rank in its document
+        return int((rows - self.cu_seqlens[document] + 1)[is_last].sum())
 
     def cuts(self) -> int:
         """Return the number of places inside documents where neighbouring rows are on different ranks."""
@@ -110,8 +128,22 @@ def measure(kind: str, ranks: int, rows_per_rank: int, streams: int) -> dict[str
     }
 
 
+def print_keys(rows_per_rank: int, streams: int) -> None:
+    """Print a table in Markdown: rows of keys that the rank with the most receives, as multiples of its own rows."""
+    names = tuple(splits(1, np.array([2])))
+    print("| documents | ranks |", " | ".join(names), "| balanced, mean of the ranks |")
+    print("| --- |" + " ---: |" * (len(names) + 2))
+    for kind, ranks in itertools.product(DOCUMENTS, RANKS):
+        received: dict[str, list[np.ndarray]] = {}
+        for seed in range(streams):
+            for name, split in splits(ranks, document_lengths(kind, ranks * rows_per_rank, seed)).items():
+                received.setdefault(name, []).append(split.received_rows() / split.rows.shape[1])
+        cells = [f"{np.mean([each.max() for each in received[name]]):.2f}" for name in names]
+        print("|", " | ".join([kind, str(ranks), *cells, f"{np.mean(received['balanced']):.2f}"]), "|", flush=True)
+
+
 def main() -> None:
-    """Print a table in Markdown.
+    """Print a table in Markdown; with --keys the one of `print_keys`.
 
     For each layout: the work of the rank with the most, relative to the mean and to 1 / ranks of the unsplit stream, in
     tiles of 64 rows; and the number of cuts. For "balanced" also the first of these in tiles of 128 rows.
@@ -119,7 +151,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows-per-rank", type=int, default=8192)
     parser.add_argument("--streams", type=int, default=5, help="streams for each row of the table")
+    parser.add_argument("--keys", action="store_true", help="the keys that ranks receive, in place of their work")
     options = parser.parse_args()
+    if options.keys:
+        print_keys(options.rows_per_rank, options.streams)
+        return
     print(
         "| documents | ranks | balanced: max / mean | of 128 rows | max / ideal | cuts "
         "| zigzag, each document: max / mean | max / ideal | cuts | padding "

@@ -67,6 +67,21 @@ def test_work_is_balanced(balance, kind):
     assert found["balanced"]["cuts"] <= 2 * 4 - 2
 
 
+@pytest.mark.parametrize("layout", ["balanced", "contiguous", "zigzag"])
+@pytest.mark.parametrize("lengths", [[100] * 12, [700, 5, 1, 300], [3, 90, 1, 2, 50, 6]])
+def test_the_benchmark_counts_keys(balance, lengths, layout):
+    """A rank receives the older keys of its queries that it does not hold, or the whole stream."""
+    split = balance.Split.of(4, np.array(lengths), layout, "whole_stream")
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    held = [{row for row in rows.tolist() if row < len(document)} for rows in split.rows]
+    needed = [{key for row in rows for key in range(row + 1) if document[key] == document[row]} for rows in held]
+    assert all(own <= keys for own, keys in zip(held, needed, strict=True))
+    expected = [len(keys) - len(own) for own, keys in zip(held, needed, strict=True)]
+    if sum(map(len, needed)) > 2 * split.rows.size:
+        expected = [split.rows.size - len(own) for own in held]
+    assert split.received_rows().tolist() == expected
+
+
 def test_the_benchmark_counts_tiles(balance):
     lengths = np.array([1000, 1, 300])
     split = balance.Split.of(2, lengths, "contiguous", "whole_stream")
