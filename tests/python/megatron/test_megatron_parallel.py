@@ -62,6 +62,25 @@ def test_a_checkpoint_of_two_tensor_parallel_ranks_loads_on_one_and_back(finding
     assert found["loss"] == {name: pytest.approx(found["loss"]["saved"], abs=1e-5) for name in found["loss"]}
 
 
+@pytest.fixture(scope="module")
+def micro_batches(tmp_path_factory) -> dict:
+    return run_worker("megatron_micro_batches.py", 4, tmp_path_factory.mktemp("micro_batches") / "findings.json")
+
+
+def test_recomputation_in_a_pipeline_makes_dropped_plans_again(micro_batches):
+    """5 packed micro-batches on PP2 x CP2. A cache of one plan drops each plan before the backward of its batch."""
+    found = micro_batches["pipeline"]
+    assert {capacity: run.pop("plans") for capacity, run in found.items()} == {"16": 5, "1": 10}
+    assert max(error for run in found.values() for error in run.values()) < 2e-6
+    assert found["1"] == found["16"]
+
+
+def test_groups_of_hybrid_context_parallelism_change_by_micro_batch(micro_batches):
+    """Groups of 4, 2 and 1 ranks; some ranks share a stream while others have one of their own."""
+    found = micro_batches["hybrid context parallelism"]
+    assert found.keys() == {"loss", "gradients"} and max(found.values()) < 2e-6
+
+
 HEAD_VECTORS = ("remainder_bias", "norm_weight", "norm_bias")
 REFUSALS = {
     "learned positions": "position_embedding_type 'learned_absolute' 'none' GPTModel",
