@@ -28,6 +28,7 @@ from megatron_sb.huggingface.operators import head_output, stored_keys
 from megatron_sb.huggingface.packing import document_mask
 from megatron_sb.huggingface.saved_folder import AUTO_CLASSES, LOADER, write_card, write_code
 from megatron_sb.nn.gates import OPEN_GATE, gates_of
+from megatron_sb.options import reach_of_heads
 
 # The field of outputs that holds the cache. transformers 5.24 renamed it, and the argument of the same name.
 CACHE_FIELD = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
@@ -81,7 +82,7 @@ class StickBreakingAttention(nn.Module):
             "scale": config.attention_multiplier,
             "attend_current": config.attend_current,
             "mass_threshold": config.mass_threshold,
-            "reach": config.reach,
+            "reach": self._reach_of(q.shape[2]),
         }
         result = attend(q, k, v, mask, return_mass=with_mass, **options)
         o, mass = result if with_mass else (result, None)
@@ -89,6 +90,22 @@ class StickBreakingAttention(nn.Module):
             vectors = (self.remainder_bias, self.norm_weight, self.norm_bias)
             o = head_output(o, mass, *vectors, eps=config.head_norm_eps)
         return self.o_proj(o.flatten(2))
+
+    def _reach_of(self, num_heads: int) -> tuple[float, float] | None:
+        """Return the reach of this rank's heads. With tensor parallelism these are not all heads."""
+        reach, all_heads = self.config.reach, self.config.num_attention_heads
+        if reach is None or num_heads == all_heads:
+            return reach
+        placements = getattr(self.q_proj.weight, "placements", None)  # of a DTensor
+        if placements is None:
+            raise ValueError(
+                f"reach must be None, got {tuple(reach)}: q_proj returns {num_heads} of {all_heads} heads, and its "
+                "weight is not a DTensor, which would say which ones. Use torch's parallelize_module."
+            )
+        mesh, index = self.q_proj.weight.device_mesh, 0
+        for size, coordinate, placement in zip(mesh.shape, mesh.get_coordinate(), placements, strict=True):
+            index = index * size + coordinate if placement.is_shard(0) else index
+        return reach_of_heads(reach, all_heads, index * num_heads, (index + 1) * num_heads)
 
 
 class StickBreakingMLP(nn.Module):

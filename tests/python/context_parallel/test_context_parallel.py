@@ -16,6 +16,7 @@ EVERYTHING = (
     "subgroups",
     "a_mesh_is_a_group",
     "with_sharded_parameters",
+    "reach_needs_to_know_the_heads",
     "variants_of_the_attention_in_a_shared_sequence",
     "refuses_wrong_use_of_a_shared_sequence",
     "a_plan_serves_many_calls",

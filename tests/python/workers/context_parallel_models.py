@@ -61,7 +61,7 @@ def with_sharded_parameters(group) -> None:
     device, over_heads = torch.empty(0).device.type, 2 if size >= 4 else 1
     mesh = init_device_mesh(device, (size // over_heads, over_heads), mesh_dim_names=("cp", "tp"))
     torch.manual_seed(0)
-    config = StickBreakingConfig(**SIZES, initializer_range=0.3)
+    config = StickBreakingConfig(**SIZES, initializer_range=0.3, reach=(0.5, 6.0))
     model, whole = StickBreakingForCausalLM(config), StickBreakingForCausalLM(config)
     whole.load_state_dict(model.state_dict())
     for layer in model.model.layers:
@@ -78,6 +78,17 @@ def with_sharded_parameters(group) -> None:
         gradient = parameter.grad.full_tensor() * (size // over_heads)  # FSDP averages them
         error = ((gradient - exact.grad).norm() / exact.grad.norm()).item()
         assert error < 1e-5, f"the gradient of {name} has an error of {error:.2g}"
+
+
+def reach_needs_to_know_the_heads(group) -> None:
+    """A layer whose projections were cut by hand has heads that nothing names. It raises an error."""
+    config = StickBreakingConfig(**SIZES, reach=(0.5, 6.0))
+    model = StickBreakingForCausalLM(config)
+    for layer in model.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            setattr(layer.self_attn, name, torch.nn.Linear(64, 32, bias=False))
+    wanted = mentions("reach None (0.5, 6.0) 4 of 8 heads DTensor parallelize_module")
+    expect_on_every_rank(lambda: model(torch.zeros(1, 8, dtype=torch.int64)), wanted)
 
 
 def variants_of_the_attention_in_a_shared_sequence(group) -> None:
