@@ -1,17 +1,22 @@
 """Measure the error of context-parallel attention against float64 for 1, 2, 4, ... ranks.
 
-The error should not grow with the number of ranks. With --device cpu the ranks use gloo.
+The error should not grow with the number of ranks. With --device cpu the ranks use gloo, and --ranks forks them, which
+takes less memory than torchrun. "a2a" is measured with up to as many ranks as heads.
 
 torchrun --nproc-per-node 4 benchmarks/context_parallel_error.py record OUT.json
+python benchmarks/context_parallel_error.py record OUT.json --device cpu --ranks 64 --length 2048 --head-dim 64
 python benchmarks/context_parallel_error.py draw OUT.json OUT.png
 """
 
 import argparse
+import gc
 import json
 import os
+import socket
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from attention import shift_logits
 from pictures import pyplot_for_files, record_or_draw
 from timing import machine
@@ -46,12 +51,32 @@ def over(group, comm: str, whole: list) -> list:
 
 
 def record(options: argparse.Namespace) -> None:
+    """Measure on the ranks that torchrun has started, or fork options.ranks of them on this machine's CPUs."""
+    if options.ranks is None:
+        record_rank(options)
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(options.ranks)}
+    gc.freeze()  # a collection in a rank would copy the pages that it shares with the others
+    mp.start_processes(record_forked_rank, (options,), options.ranks, start_method="fork")
+
+
+def record_forked_rank(rank: int, options: argparse.Namespace) -> None:
+    """Set what torchrun would set, and measure."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    torch.set_num_threads(1)
+    record_rank(options)
+
+
+def record_rank(options: argparse.Namespace) -> None:
     """Measure every number of ranks, mode and mean logit. Rank 0 writes the errors."""
     device = torch.device(options.device, int(os.environ["LOCAL_RANK"]) if options.device == "cuda" else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    sizes = [size for size in (1, 2, 4, 8, 16) if size <= dist.get_world_size()]
+    sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size <= dist.get_world_size()]
     groups = {size: dist.new_group(list(range(size))) for size in sizes}
     rows = []
     for mean in options.means:
@@ -63,16 +88,18 @@ def record(options: argparse.Namespace) -> None:
         for size in sizes:
             if dist.get_rank() >= size:
                 continue
-            results = {comm: over(groups[size], comm, whole) for comm in options.modes}
+            modes = [comm for comm in options.modes if comm != "a2a" or HEADS % size == 0]
+            results = {comm: over(groups[size], comm, whole) for comm in modes}
             if dist.get_rank() > 0:
                 continue
             exact = results_of(reference.stickbreaking_attention, *(x.double() for x in whole))
-            for comm in options.modes:
+            for comm in modes:
                 rows.append({"mean": mean, "ranks": size, "comm": comm, **errors(results[comm], exact)})
                 print(rows[-1], flush=True)
         dist.barrier()
     if dist.get_rank() == 0:
-        about = {**machine(), "length": options.length, "head_dim": options.head_dim, "dtype": options.dtype}
+        about = machine() | ({"gpu": "none: CPUs over gloo"} if device.type == "cpu" else {})
+        about |= {"length": options.length, "head_dim": options.head_dim, "dtype": options.dtype}
         options.json.write_text(json.dumps({"machine": about, "rows": rows}, indent=1))
     dist.destroy_process_group()
 
@@ -107,6 +134,7 @@ def main() -> None:
     """Record or draw."""
     parser, recording, _ = record_or_draw(__doc__, record, draw)
     recording.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
+    recording.add_argument("--ranks", type=int, help="with --device cpu: ranks to fork (default: those of torchrun)")
     recording.add_argument("--length", type=int, default=8192, help="sequence length (default: %(default)s)")
     recording.add_argument("--head-dim", type=int, default=128, help="default: %(default)s")
     recording.add_argument(
@@ -122,6 +150,8 @@ def main() -> None:
         "--modes", nargs="+", default=["p2p", "all_gather", "a2a"], help="values of comm (default: %(default)s)"
     )
     options = parser.parse_args()
+    if getattr(options, "ranks", None) is not None and options.device != "cpu":
+        parser.error(f"--ranks needs --device cpu, got --device {options.device}")
     options.run(options)
 
 
