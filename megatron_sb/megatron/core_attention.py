@@ -18,13 +18,19 @@ from megatron.core.utils import get_pg_rank
 
 from megatron_sb.megatron.arguments import StickBreakingOptions
 from megatron_sb.megatron.gates import split_gates
+from megatron_sb.megatron.max_logits import largest_logits
 from megatron_sb.megatron.packed import document_bounds, is_packed
 from megatron_sb.megatron.plans import hierarchical_levels, shared_plans
 from megatron_sb.megatron.positions import check_learned_positions, watch_embeddings
 from megatron_sb.megatron.saved_attention import MARKER, record_options
-from megatron_sb.megatron.settings import check_layer_settings
+from megatron_sb.megatron.settings import LOGIT_SETTINGS, check_layer_settings, tracks_logits
 from megatron_sb.ops import head_output, stickbreaking_attention, stickbreaking_attention_varlen
-from megatron_sb.ops.context_parallel import ContextParallelPlan, context_parallel_attention
+from megatron_sb.ops.context_parallel import (
+    ContextParallelPlan,
+    context_parallel_attention,
+    shard_positions,
+    unshard_sequence,
+)
 from megatron_sb.ops.kvcache import attend_to_filled, is_decoding_step, stored_keys
 from megatron_sb.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, MAX_HEAD_DIM_EUCLIDEAN, reach_of_heads
 
@@ -115,6 +121,14 @@ class StickBreakingCoreAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         self.options = options or StickBreakingOptions()
         self.cp_comm_type = self.options.cp_comm or cp_comm_type
+        self.tracks_logits = tracks_logits(config)
+        self.current_max_attn_logits = None  # Megatron reads it after a step, and resets it
+        if self.tracks_logits and self.options.logits != "dot":
+            name, flag = next(setting for setting in LOGIT_SETTINGS if getattr(config, setting[0], False))
+            raise ValueError(
+                f"config.{name} ({flag}) must be False with logits={self.options.logits!r} (--sb-logits), got True: "
+                "these logits are never above 0."
+            )
         record_options(self.options)
         self.is_latent = k_channels is not None
         self.k_channels = k_channels if self.is_latent else config.kv_channels
@@ -243,6 +257,8 @@ class StickBreakingCoreAttention(MegatronModule):
         packed = is_packed(packed_seq_params)
         self._check_call(query, key, value, attn_mask_type or self.attn_mask_type, attention_bias, packed)
         out, mass = self.attend(query, key, value, packed_seq_params, return_mass=self.remainder_bias is not None)
+        if self.tracks_logits and self.training:
+            self._track_logits(query, key, packed_seq_params)
         if self.remainder_bias is not None or self.norm_weight is not None:
             eps = self.config.layernorm_epsilon
             out = head_output(out, mass, self.remainder_bias, self.norm_weight, self.norm_bias, eps=eps)
@@ -276,6 +292,30 @@ class StickBreakingCoreAttention(MegatronModule):
         else:
             out = stickbreaking_attention(query, key, value, **kwargs)
         return out if return_mass else (out, None)
+
+    @torch.no_grad()
+    def _track_logits(self, query: torch.Tensor, key: torch.Tensor, packed_seq_params) -> None:
+        """Update `current_max_attn_logits`, fp32 (h,), with this rank's queries. With context parallelism, collective.
+
+        Megatron takes the maximum over the ranks that have other rows. reach is left out: it adds constants, which
+        smaller weights do not change.
+        """
+        key, _ = self.variant_of(key)
+        cu_seqlens, positions = None, None
+        if is_packed(packed_seq_params):
+            query, key = query[None], key[None]
+            cu_seqlens, _ = document_bounds(packed_seq_params)
+        else:
+            query, key = query.transpose(0, 1), key.transpose(0, 1)
+        cp_group = self.cp_group_of(packed_seq_params)
+        if cp_group is not None:
+            shards = (self.options.cp_layout, cu_seqlens, self.options.packing)
+            positions = shard_positions(cp_group.size(), key.shape[1] * cp_group.size(), *shards)[cp_group.rank()]
+            key = unshard_sequence(key, cp_group, 1, *shards)
+        options = {"scale": self.scale, "attend_current": self.options.attend_current}
+        largest = largest_logits(query, key, positions=positions, cu_seqlens=cu_seqlens, **options)
+        before = self.current_max_attn_logits
+        self.current_max_attn_logits = largest if before is None else before.maximum(largest)
 
     @property
     def attention_options(self) -> dict:

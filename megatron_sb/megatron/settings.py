@@ -11,9 +11,17 @@ CONFIG_REQUIREMENTS = (
     ("softmax_type", "--softmax-type", "vanilla", "stick-breaking attention has no softmax"),
     ("fp8_dot_product_attention", "--fp8-dot-product-attention", False, "there is no fp8 stick-breaking kernel"),
     ("fp8_multi_head_attention", "--fp8-multi-head-attention", False, "there is no fp8 stick-breaking kernel"),
-    ("qk_clip", "--qk-clip", False, "the kernels do not report the largest logit"),
-    ("log_max_attention_logit", "--log-max-attention-logit", False, "the kernels do not report the largest logit"),
     ("flash_decode", "--flash-decode", False, "it bypasses core_attention and would silently run softmax"),
+)
+# The same if Megatron clips or logs the largest logit (LOGIT_SETTINGS).
+LOGIT_SETTINGS = (("qk_clip", "--qk-clip"), ("log_max_attention_logit", "--log-max-attention-logit"))
+LOGIT_REQUIREMENTS = (
+    (
+        "cuda_graph_impl",
+        "--cuda-graph-impl",
+        "none",
+        "a replayed graph would not update the largest logit, which --qk-clip and --log-max-attention-logit read",
+    ),
 )
 # The same for layers of multi-latent attention.
 ROPE_FUSION = (
@@ -107,6 +115,24 @@ def rope_disabled_in(config: object, layer_number: int) -> bool:
         False
     """
     return bool(config.no_rope_freq) and bool(config.no_rope_freq[layer_number - 1])
+
+
+def tracks_logits(config: object) -> bool:
+    """Return whether Megatron needs the largest logit of each head.
+
+    Raises:
+        ValueError: if the config does not support this.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from megatron_sb.megatron.settings import tracks_logits
+        >>> tracks_logits(SimpleNamespace(qk_clip=True))
+        True
+    """
+    if not any(getattr(config, name, False) for name, _ in LOGIT_SETTINGS):
+        return False
+    check_settings(config, "config", LOGIT_REQUIREMENTS)
+    return True
 
 
 def script_arguments() -> object | None:

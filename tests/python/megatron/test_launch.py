@@ -203,6 +203,7 @@ def test_accepted_flags():
     launch.check_arguments(*parse(f"{ACCEPTED} --sb-layers [1,0]"))
     launch.check_arguments(*parse(f"{ACCEPTED} --sb-layers [1,0,1] --hybrid-layer-pattern M*|M*-*"))
     launch.check_arguments(*parse(f"{ACCEPTED} {LATENT}"))
+    launch.check_arguments(*parse(f"{ACCEPTED} --qk-clip --log-max-attention-logit"))
     launch.check_arguments(*parse(f"{ACCEPTED} --multi-latent-attention --hybrid-layer-pattern M+M+-"))
     launch.check_arguments(*parse(f"{ACCEPTED} --multi-latent-attention --sb-layers [1,0] --cache-mla-latents"))
     rope = "--attention-dropout 0 --position-embedding-type rope --no-rope-freq 2"
@@ -226,7 +227,6 @@ REFUSED = {
     f"{ACCEPTED} --experimental-attention-variant dsa": "args.experimental_attention_variant 'dsa' 'gated_delta_net'",
     f"{ACCEPTED} --window-size 64,0": "args.window_size (64, 0) --window-size None",
     f"{ACCEPTED} --softmax-type learnable": "args.softmax_type 'learnable' --softmax-type",
-    f"{ACCEPTED} --qk-clip": "args.qk_clip True --qk-clip",
     f"{ACCEPTED} --flash-decode": "args.flash_decode True --flash-decode",
     f"{ACCEPTED} --reset-attention-mask": "args.reset_attention_mask True --reset-attention-mask",
     f"{ACCEPTED} --yaml-cfg x.yaml": "args.yaml_cfg 'x.yaml' --yaml-cfg None",

@@ -239,11 +239,6 @@ UNSUPPORTED_SETTINGS = {
         "config.fp8_dot_product_attention True --fp8-dot-product-attention False",
     ),
     "fp8 multi head": ({"fp8_multi_head_attention": True}, "config.fp8_multi_head_attention True"),
-    "qk_clip": ({"qk_clip": True}, "config.qk_clip True --qk-clip False"),
-    "log_max_attention_logit": (
-        {"log_max_attention_logit": True},
-        "config.log_max_attention_logit True --log-max-attention-logit False",
-    ),
     "flash_decode": ({"flash_decode": True}, "config.flash_decode True --flash-decode softmax"),
 }
 

@@ -38,6 +38,7 @@ def test_contract_in_process_groups(findings):
         "cp_group of packed_seq_params": 0.0,
         "local_cp_size=1": 0.0,
         "rows of no document": 0.0,
+        "largest logits": pytest.approx(0.0, abs=1e-6),
         "recomputation": 0.0,
     }
     assert findings["plans"] == {
@@ -50,6 +51,13 @@ def test_contract_in_process_groups(findings):
     assert math.isfinite(bare["loss"]) and bare["gradients are finite"]
     assert bare["cores"] == ["StickBreakingCoreAttention"] * 2
     assert bare["checkpoint keys of cores"] == []
+
+
+def test_megatron_clips_the_weights_of_large_logits(findings):
+    """The largest logit of a KV head was above the threshold. Then it is the threshold."""
+    found = findings["clipped weights"]
+    assert max(found["before"]) > 0.6
+    assert found["after"] == pytest.approx([min(logit, 0.5) for logit in found["before"]], abs=1e-5)
 
 
 def test_a_checkpoint_of_two_tensor_parallel_ranks_loads_on_one_and_back(findings):

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_sb.megatron import StickBreakingCoreAttention, plans, shared_plans, with_stickbreaking
 from megatron_sb.megatron.spec import stickbreaking_layer_spec
+from megatron_sb.ops.context_parallel import shard_sequence
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.launch import end_worker
@@ -30,6 +31,7 @@ from support.megatron_cpu import (
 )
 
 VOCAB_SIZE = 32
+THRESHOLD = 0.5  # of clipped logits
 
 
 def make_model(spec, position_embedding_type="none", **changes) -> GPTModel:
@@ -38,9 +40,10 @@ def make_model(spec, position_embedding_type="none", **changes) -> GPTModel:
     return GPTModel(small_config(**changes), spec, VOCAB_SIZE, 32, position_embedding_type=position_embedding_type)
 
 
-def make_core(cp_group, cp_comm_type=None) -> StickBreakingCoreAttention:
+def make_core(cp_group, cp_comm_type=None, **settings) -> StickBreakingCoreAttention:
     """Build a core attention over `cp_group`, without a model."""
-    return StickBreakingCoreAttention(**core_attention_arguments(small_config(), cp_group, cp_comm_type=cp_comm_type))
+    config = small_config(**settings)
+    return StickBreakingCoreAttention(**core_attention_arguments(config, cp_group, cp_comm_type=cp_comm_type))
 
 
 def make_qkv(*rows: int) -> list[torch.Tensor]:
@@ -151,8 +154,36 @@ def differences(world) -> dict[str, float]:
         "local_cp_size=1": (local - turned_off).abs().max().item(),
         # Both ranks together have 16 rows. The first 8 rows are a document. Each rank has 4 of these and 4 others.
         "rows of no document": one_of_two[4:].abs().max().item(),
+        "largest logits": largest_logits(world),
         "recomputation": max((a.grad - b.grad).abs().max().item() for a, b in zip(*inputs, strict=True)),
     }
+
+
+def largest_logits(world) -> float:
+    """Return the difference between two ranks and one in the largest logits of sequences and of documents."""
+    errors = []
+    for rows, params in (((16, 2), None), ((16,), packed_params(0, 4, 16))):
+        whole = make_qkv(*rows)
+        alone, over_two = (make_core(group, qk_clip=True) for group in (None, world))
+        alone(*whole, None, packed_seq_params=params)
+        cu_seqlens = None if params is None else params.cu_seqlens_q
+        over_two(*(shard_sequence(x, world, 0, cu_seqlens=cu_seqlens) for x in whole), None, packed_seq_params=params)
+        largest = over_two.current_max_attn_logits
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)  # as Megatron does
+        errors.append((largest - alone.current_max_attn_logits).abs().max().item())
+    return max(errors)
+
+
+def clipped_weights() -> dict[str, list[float]]:
+    """Return the largest logit of each KV head in the first layer, before and after Megatron clips its weights."""
+    spec = with_stickbreaking(get_gpt_layer_local_spec())
+    model = make_model(spec, qk_clip=True, qk_clip_threshold=THRESHOLD, init_method_std=0.3)
+    attention, found = model.decoder.layers[0].self_attention, {}
+    for name in ("before", "after"):
+        model(torch.arange(16)[None], None, None)
+        found[name] = attention.core_attention.current_max_attn_logits.view(2, -1).amax(1).tolist()
+        attention.clip_qk()
+    return found
 
 
 def bare_spec() -> dict:
@@ -225,6 +256,7 @@ def main(out: str) -> None:
         "differences": differences(world),
         "plans": plan_counts(world),
         "bare spec": bare_spec(),
+        "clipped weights": clipped_weights(),
         "refusals": refusals(world),
         "head vectors": head_vectors(Path(out).parent / "checkpoint"),
     }
