@@ -8,10 +8,13 @@ from context_parallel_refusals import expect_on_every_rank, offsets
 from support.messages import mentions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import local_map
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import megatron_sb as sb
 from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
+from megatron_sb.options import reach_of_heads
 
 SIZES = {"vocab_size": 50, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8}
 
@@ -76,6 +79,53 @@ def with_sharded_parameters(group) -> None:
         (model(local_ids).logits * local_weights).sum().backward()
     for (name, parameter), exact in zip(model.named_parameters(), whole.parameters(), strict=True):
         gradient = parameter.grad.full_tensor() * (size // over_heads)  # FSDP averages them
+        error = ((gradient - exact.grad).norm() / exact.grad.norm()).item()
+        assert error < 1e-5, f"the gradient of {name} has an error of {error:.2g}"
+
+
+def dtensors(group) -> None:
+    """torch's local_map runs the functions on DTensors with sharded heads, sharded rows, and both."""
+    size = dist.get_world_size()
+    torch.manual_seed(0)
+    whole = [torch.randn(2, 6 * size, heads, 8) for heads in (2 * size, size, size, 2 * size)]
+    q, k, v, do = (x.requires_grad_(i < 3) for i, x in enumerate(whole))
+    expected = sb.stickbreaking_attention(q, k, v, reach=(0.5, 6.0))
+    gradients = torch.autograd.grad(expected, (q, k, v), do)
+    over_heads = 2 if size >= 4 else size
+    mesh = init_device_mesh(torch.empty(0).device.type, (size // over_heads, over_heads), mesh_dim_names=("cp", "tp"))
+    for cp, tp in itertools.product((None, mesh["cp"]), (None, mesh["tp"])):
+        placements = [Replicate() if cp is None else Shard(1), Replicate() if tp is None else Shard(2)]
+
+        def attend(q, k, v, cp=cp, tp=tp):
+            heads = q.shape[2]
+            first = heads * tp.get_local_rank() if tp is not None else 0
+            reach = reach_of_heads((0.5, 6.0), 2 * size, first, first + heads)
+            if cp is None:
+                return sb.stickbreaking_attention(q, k, v, reach=reach)
+            return sb.context_parallel_attention(q, k, v, cp, layout="contiguous", reach=reach)
+
+        sharded = [distribute_tensor(x.detach(), mesh, placements).requires_grad_() for x in (q, k, v)]
+        o = local_map(attend, placements, (placements,) * 3, device_mesh=mesh)(*sharded)
+        found = torch.autograd.grad(o, sharded, distribute_tensor(do, mesh, placements))
+        for x, exact in zip((o, *found), (expected, *gradients), strict=True):
+            torch.testing.assert_close(x.full_tensor(), exact, rtol=1e-4, atol=1e-5)
+
+
+def a_layer_with_sharded_parameters(group) -> None:
+    """FSDP2 shards the parameters of StickBreakingSelfAttention over the ranks that share the sequence."""
+    size = dist.get_world_size()
+    mesh = init_device_mesh(torch.empty(0).device.type, (size,), mesh_dim_names=("cp",))
+    torch.manual_seed(0)
+    options = {"remainder_bias": True, "head_norm": True, "forget_gate": True, "reach": (0.5, 6.0)}
+    whole = sb.StickBreakingSelfAttention(32, 4, 2, **options)
+    layer = sb.StickBreakingSelfAttention(32, 4, 2, **options, cp_group=mesh["cp"])
+    layer.load_state_dict(whole.state_dict())
+    fully_shard(layer, mesh=mesh["cp"])
+    x, weights = torch.randn(2, 8 * size, 32), torch.randn(2, 8 * size, 32)
+    (whole(x) * weights).sum().backward()
+    (layer(sb.shard_sequence(x, mesh["cp"])) * sb.shard_sequence(weights, mesh["cp"])).sum().backward()
+    for (name, parameter), exact in zip(layer.named_parameters(), whole.parameters(), strict=True):
+        gradient = parameter.grad.full_tensor() * size  # FSDP averages them
         error = ((gradient - exact.grad).norm() / exact.grad.norm()).item()
         assert error < 1e-5, f"the gradient of {name} has an error of {error:.2g}"
 
