@@ -259,7 +259,8 @@ def test_fused_rope_of_latent_attention():
     launch.check_arguments(args, options)
 
 
-EXPERTS = "--num-experts 4 --moe-grouped-gemm --disable-bias-linear --moe-token-dispatcher-type alltoall"
+UNGROUPED = "--num-experts 4 --disable-bias-linear --moe-token-dispatcher-type alltoall"
+EXPERTS = f"{UNGROUPED} --moe-grouped-gemm"
 
 
 @needs_training
@@ -296,6 +297,8 @@ def test_megatrons_own_script_of_hybrid_models(tmp_path):
     assert len(losses) == 20 and losses[-1] < losses[0] - 0.7, losses
 
 
+# Layers that need no stand-in, which would mix only the tokens of its own rank.
+HYBRID_OF_TWO_RANKS = "--spec megatron_mixers hybrid_stack_spec --hybrid-layer-pattern"
 # Four layers, so that a virtual pipeline has a layer in each stage.
 SPREAD = "--num-layers 4 --use-cpu-initialization --calculate-per-token-loss --use-distributed-optimizer"
 ON_TWO_RANKS = {
@@ -310,6 +313,8 @@ ON_TWO_RANKS = {
     "overlapped": "--overlap-grad-reduce --overlap-param-gather",
     "recomputed": "--context-parallel-size 2 --recompute-granularity selective --recompute-modules core_attn",
     "experts": f"--expert-model-parallel-size 2 {EXPERTS}",
+    "hybrid, context parallel": f"{HYBRID_OF_TWO_RANKS} *-*- --context-parallel-size 2",
+    "hybrid with experts": f"{HYBRID_OF_TWO_RANKS} *-*E --expert-model-parallel-size 2 {UNGROUPED}",
     "recomputed whole": "--context-parallel-size 2 --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1",
 }
@@ -323,6 +328,8 @@ ON_CPUS = (
     "virtual pipeline",
     "overlapped",
     "experts",
+    "hybrid, context parallel",
+    "hybrid with experts",
 )
 
 
@@ -352,8 +359,9 @@ def test_training_over_two_ranks(device, name, on_one_rank, tmp_path):
     """
     flags = ON_TWO_RANKS[name].split()
     model = (HEAD_VECTORS if "--sb-head-norm" in flags else ()) + (tuple(LATENT.split()) if "latent" in name else ())
+    model += tuple(flags[: flags.index("*-*-") + 1]) if "*-*-" in flags else ()
     expected = on_one_rank(device, *model)
     losses = train(device, 2, tmp_path, *SPREAD.split(), *flags)
     assert len(expected) == len(losses) == 20 and losses[-1] < losses[0] - 1.0
-    if "pipeline" not in name and name != "experts":
+    if "pipeline" not in name and "experts" not in name:
         assert losses == pytest.approx(expected, abs=5e-2)
