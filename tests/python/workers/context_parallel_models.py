@@ -18,7 +18,7 @@ from megatron_sb.options import reach_of_heads
 
 SIZES = {"vocab_size": 50, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8}
 
-COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+COLUMNS = (*(f"self_attn.{name}_proj" for name in ("q", "k", "v", "gate")), "mlp.gate_proj", "mlp.up_proj")
 TENSOR_PARALLEL = {name: ColwiseParallel() for name in COLUMNS}
 TENSOR_PARALLEL |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
 
@@ -64,7 +64,7 @@ def with_sharded_parameters(group) -> None:
     device, over_heads = torch.empty(0).device.type, 2 if size >= 4 else 1
     mesh = init_device_mesh(device, (size // over_heads, over_heads), mesh_dim_names=("cp", "tp"))
     torch.manual_seed(0)
-    config = StickBreakingConfig(**SIZES, initializer_range=0.3, reach=(0.5, 6.0))
+    config = StickBreakingConfig(**SIZES, initializer_range=0.3, reach=(0.5, 6.0), forget_gate=True)
     model, whole = StickBreakingForCausalLM(config), StickBreakingForCausalLM(config)
     whole.load_state_dict(model.state_dict())
     for layer in model.model.layers:
