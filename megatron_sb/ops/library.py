@@ -3,6 +3,7 @@
 import functools
 import importlib
 import platform
+import warnings
 from pathlib import Path
 from typing import TypedDict
 
@@ -89,14 +90,30 @@ def check_torch(build: BuildInfo, version: str, cuda: str | None) -> None:
         )
 
 
+def warn_of_missing_kernels(build: BuildInfo) -> None:
+    """Warn of a build without GPU kernels on a machine with GPUs. To count the GPUs does not initialise CUDA.
+
+    Args:
+        build: how this library was built.
+    """
+    num_gpus = torch.cuda.device_count() if build["cuda"] is None and torch.version.cuda else 0
+    if num_gpus:
+        warnings.warn(
+            f"megatron_sb is a CPU build: it has no kernels for the GPUs of this machine ({num_gpus}). "
+            f"To use them, put nvcc on PATH and {_BUILD_AGAIN}.",
+            stacklevel=2,
+        )
+
+
 @functools.cache
 def load() -> None:
-    """Load the operators into torch.ops.megatron_sb.
+    """Load the operators into torch.ops.megatron_sb. Warn if this build has no kernels for the GPUs of this machine.
 
     Raises:
         ImportError: If they are missing, or were built with another torch.
     """
     check_torch(build_info(), torch.__version__, torch.version.cuda)
+    warn_of_missing_kernels(build_info())
     try:
         torch.ops.load_library(library_path())
     except OSError as error:  # such as an undefined symbol: a pre-release of torch differs from the release

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,34 @@ def test_patch_releases_vendor_builds_and_minor_versions_of_cuda_are_accepted():
 def test_a_cpu_build_accepts_a_torch_of_any_cuda():
     library.check_torch(CPU_BUILD, "2.11.1+cpu", None)
     library.check_torch(CPU_BUILD, "2.11.0+cu128", "12.8")
+
+
+@pytest.mark.parametrize(
+    ("build", "cuda", "num_gpus", "warns"),
+    [
+        (CPU_BUILD, "13.0", 2, True),
+        (CPU_BUILD, "13.0", 0, False),
+        (CPU_BUILD, None, 2, False),
+        (CUDA_BUILD, "13.0", 2, False),
+    ],
+)
+def test_the_import_of_a_cpu_build_warns_where_there_are_gpus(build, cuda, num_gpus, warns, monkeypatch):
+    """A CPU build of torch has no use for the GPUs either, so there is nothing to warn of."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        library.warn_of_missing_kernels(build)
+    assert len(caught) == warns
+    assert all(re.search(mentions("CPU build 2 nvcc pip install"), str(warning.message)) for warning in caught)
+
+
+def test_loading_the_library_warns(monkeypatch):
+    """`load` runs once in a process, so this calls the function behind the cache."""
+    calls = []
+    monkeypatch.setattr(library, "warn_of_missing_kernels", calls.append)
+    library.load.__wrapped__()
+    assert calls == [library.build_info()]
 
 
 def test_a_library_that_does_not_load_raises_an_error(monkeypatch, tmp_path):
