@@ -265,6 +265,18 @@ def test_checkpoints_are_kept_if_asked_for(words, trainer, tmp_path):
     assert {run.config.checkpoint.stage_ends for run in experiment.known_runs()} == {bool(words)}
 
 
+def test_mixed_layers_are_a_family_without_recall(trainer, tmp_path):
+    """The configuration of recall has no entries for the layers."""
+    options = options_of("--arms", "stick_breaking", "hybrid", "--recall", RECALL)
+    options.set = ["attention.hybrid={kind: mixed, layers: [stick_breaking, softmax_rope]}"]
+    options.set += ["compare=[stick_breaking, hybrid]"]
+    experiment = Verdict(options, tmp_path)
+    experiment.train(1, sweep.NO_LIMIT)
+    arms = {kind: {run.arm for run in experiment.known_runs() if run.kind == kind} for kind in ("rate", "recall")}
+    assert arms == {"rate": {"stick_breaking", "hybrid"}, "recall": {"stick_breaking"}}
+    assert family_of(experiment.config.attention["hybrid"]) == "mixed"
+
+
 def test_both_configurations_have_the_same_arms():
     full, small = (load_config(CONFIGS / f"{name}.yaml") for name in ("verdict", "verdict_small"))
     assert full.compare == small.compare

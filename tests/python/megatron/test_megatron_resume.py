@@ -114,10 +114,11 @@ def test_checkpoints_of_the_same_attention(saved, now):
     check_checkpoint(saved, CHECKPOINT, now)
 
 
-def test_converted_checkpoints(tmp_path):
-    """They contain no arguments, but the kind of attention."""
+@pytest.mark.parametrize("kind", ["stick_breaking", "mixed"])
+def test_converted_checkpoints(kind, tmp_path):
+    """They contain no arguments, but the kind of attention. Mixed layers are those of the trainer."""
     check_checkpoint(None, tmp_path, SOFTMAX)
-    write_attention_kind(tmp_path, "stick_breaking")
+    write_attention_kind(tmp_path, kind)
     check_checkpoint(None, tmp_path, arguments(sb_attend_current=True))
     with pytest.raises(ValueError, match=mentions("args.stick_breaking_attention True False")):
         check_checkpoint(None, tmp_path, SOFTMAX)
