@@ -62,7 +62,7 @@ FAMILIES = {
     },
     "softmax": {"compare": ["softmax_rope"]},
     "mixed": MIXED,
-    "no padding": MIXED,
+    "no padding": MIXED | {"attention.near": {"kind": "softmax", "window": 21}},
     "mixture": MIXTURE,
     "mixture, no auxiliary loss": {
         **MIXTURE,
@@ -118,6 +118,7 @@ LAYOUTS = {
     "mixed": {"CP2": context_parallel(2), "CP4 p2p": context_parallel(4) | {"parallel.comm": "p2p"}},
     "no padding": {
         "CP2 balanced, micro-batches": BALANCED | context_parallel(2, rows_per_micro_batch=1),
+        "TP2 CP2 balanced": BALANCED | TENSOR | context_parallel(2),
         "CP4 balanced, all_gather": BALANCED | context_parallel(4) | {"parallel.comm": "all_gather"},
         "CP4, whole stream, p2p": {
             **context_parallel(4),
