@@ -24,7 +24,8 @@ POLL_SECONDS = 0.1
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # errors of file systems without flock
 # Fields that a resumed run may change. `refuse_changes` also checks that documents are padded as before.
 LAYOUT_FIELDS = (
-    r"parallel\..*|model\.recompute|report\..*|checkpoint\..*|data\.index_folder|evaluation\.(interval|last_stage_only)"
+    r"parallel\..*|model\.(recompute|recompute_layers|offloaded_inputs|tokens_at_once)|report\..*|checkpoint\..*"
+    r"|data\.index_folder|evaluation\.(interval|last_stage_only)"
     r"|stages\.\d+\.(context_parallel_size|hierarchical_context_parallel_sizes|rows_per_micro_batch|pad_multiple)"
 )
 RESULTS = ("metrics.jsonl", "evaluation", "*/checkpoints")  # what only a run writes

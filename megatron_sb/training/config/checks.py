@@ -52,6 +52,8 @@ def needs_gpu(config: TrainingConfig) -> Iterator[tuple[str, str]]:
         yield "model.precision = 'bf16'", "Megatron's optimizer, which keeps the fp32 master weights, needs CUDA"
     if model.recompute != "none":
         yield f"model.recompute = {model.recompute!r}", "Megatron-Core saves and restores the GPU's generator"
+    if model.offloaded_inputs:
+        yield f"model.offloaded_inputs = {model.offloaded_inputs}", "there is no other memory to copy them to"
     if model.moe is not None:
         yield f"model.moe.num_experts = {model.moe.num_experts}", "Megatron-Core's router and dispatchers need CUDA"
     if parallel.sequence_parallel:
@@ -96,9 +98,35 @@ def _model_problems(config: TrainingConfig) -> Iterator[str]:
             f"model.head_dim must be a multiple of {HEAD_DIM_MULTIPLE} and at most {MAX_HEAD_DIM}, "
             f"got {model.head_dim}. Its default is model.hidden_size / model.num_heads."
         )
+    yield from _memory_problems(config)
     if config.parallel.device == "cpu":
         for field, why in needs_gpu(config):
             yield f"{field} contradicts parallel.device = 'cpu': {why}"
+
+
+def _memory_problems(config: TrainingConfig) -> Iterator[str]:
+    model = config.model
+    if model.recompute != "full":
+        for field, default in (("recompute_layers", 1), ("offloaded_inputs", 0)):
+            if (value := getattr(model, field)) != default:
+                yield f"model.{field} = {value} needs model.recompute = 'full', got {model.recompute!r}"
+    kept = -(-model.num_layers // model.recompute_layers)
+    if model.offloaded_inputs > kept:
+        yield (
+            f"model.offloaded_inputs must be at most the number of inputs that are kept, model.num_layers / "
+            f"model.recompute_layers = {kept}, got {model.offloaded_inputs}"
+        )
+    if model.tokens_at_once is not None:
+        if model.moe is not None:
+            yield (
+                f"model.tokens_at_once = {model.tokens_at_once} contradicts model.moe: the balancing loss is that of "
+                "all tokens"
+            )
+        if config.parallel.sequence_parallel:
+            yield (
+                f"model.tokens_at_once = {model.tokens_at_once} contradicts parallel.sequence_parallel: a part of the "
+                "sequence is on each rank"
+            )
 
 
 def _attention_problems(config: TrainingConfig) -> Iterator[str]:

@@ -62,6 +62,9 @@ class ModelConfig(Section):
     init_std: PositiveFloat = 0.02
     precision: Literal["fp32", "bf16"] = "fp32"
     recompute: Literal["none", "selective", "full"] = "none"
+    recompute_layers: PositiveInt = 1
+    offloaded_inputs: NonNegativeInt = 0
+    tokens_at_once: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         if self.head_dim is None and self.hidden_size % self.num_heads == 0:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -23,12 +25,13 @@ from megatron_sb.training.config import (
     StickBreakingAttentionConfig,
     TrainingConfig,
 )
+from megatron_sb.training.engine.long_sequences import LongSequenceModel
 from megatron_sb.training.engine.softmax_attention import GatedSelfAttention, SoftmaxCoreAttention
 
 RECOMPUTE = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform"},
 }
 
 
@@ -51,7 +54,7 @@ def build_model(
     install_stand_ins()
     names = config.layers_of(model)
     specs = {name: _layer_spec(config, config.attention[name], stage) for name in dict.fromkeys(names)}
-    built = GPTModel(
+    built = _model_class(config.model)(
         _transformer_config(config, model, stage, fused),
         TransformerBlockSubmodules([specs[name] for name in names], layer_norm=LayerNormImpl),
         config.model.padded_vocab_size(vocab_size),
@@ -70,6 +73,14 @@ def stage_fields(config: TrainingConfig, model: str, stage: StageConfig) -> dict
     fields |= {"trained_context": stage.context_length, "longest": config.longest_evaluated(stage)}
     softmax = [each for each in config.attention_of_layers(model) if isinstance(each, SoftmaxAttentionConfig)]
     return fields | {"softmax": [_softmax_fields(config, each, stage) for each in softmax]}
+
+
+def _model_class(sizes: ModelConfig) -> Callable[..., GPTModel]:
+    if sizes.tokens_at_once is None and not sizes.offloaded_inputs:
+        return GPTModel
+    return functools.partial(
+        LongSequenceModel, tokens_at_once=sizes.tokens_at_once, offloaded_inputs=sizes.offloaded_inputs
+    )
 
 
 def _layer_spec(config: TrainingConfig, attention: LayerAttentionConfig, stage: StageConfig) -> ModuleSpec:
@@ -136,6 +147,7 @@ def _transformer_config(config: TrainingConfig, model: str, stage: StageConfig, 
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         **RECOMPUTE[sizes.recompute],
+        recompute_num_layers=sizes.recompute_layers if sizes.recompute == "full" else None,
         **_parallel_fields(config.parallel, stage),
         **_moe_fields(sizes),
     )

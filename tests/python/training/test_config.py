@@ -308,6 +308,8 @@ REFUSALS = {
     "model.head_dim=264": r"model\.head_dim must be a multiple of 8 and at most 256, got 264",
     "model.num_parameters=7": r"model\.num_parameters must be 918912, .*, got 7",
     "model.recompute=some": r"model\.recompute must be 'none', 'selective' or 'full', got 'some'",
+    "model.recompute_layers=2": r"model\.recompute_layers = 2 needs model\.recompute = 'full', got 'none'",
+    "model.offloaded_inputs=1": r"model\.offloaded_inputs = 1 needs model\.recompute = 'full', got 'none'",
     "model.moe={top_k: 2}": r"model\.moe\.num_experts is required",
     "initial_checkpoint=a": r"initial_checkpoint = 'a' contradicts compare = \['stick_breaking', 'softmax_rope'\]",
     "parallel.ranks=3": r"rows_per_step must be a multiple of 3, the data-parallel size, got 8",
@@ -366,6 +368,16 @@ LEVELS = ["parallel.comm=a2a+p2p", "stages.1.hierarchical_context_parallel_sizes
 REFUSED_TOGETHER = [
     (["model.precision=bf16", "parallel.device=cpu"], "model.precision = 'bf16' contradicts parallel.device = 'cpu'"),
     (["model.recompute=full", "parallel.device=cpu"], "model.recompute = 'full' contradicts parallel.device = 'cpu'"),
+    (
+        ["model.recompute=full", "model.offloaded_inputs=3", "model.recompute_layers=2"],
+        "model.offloaded_inputs must be at most the number of inputs that are kept, model.num_layers / "
+        "model.recompute_layers = 2, got 3",
+    ),
+    ([*MIXTURE, "model.tokens_at_once=64"], "model.tokens_at_once = 64 contradicts model.moe: the balancing loss is"),
+    (
+        [*TENSOR_PARALLEL, "parallel.sequence_parallel=true", "model.tokens_at_once=64"],
+        "model.tokens_at_once = 64 contradicts parallel.sequence_parallel: a part of the sequence is on each rank",
+    ),
     ([*MIXTURE, "parallel.device=cpu"], "model.moe.num_experts = 4 contradicts parallel.device = 'cpu'"),
     (
         [*TENSOR_PARALLEL, "parallel.sequence_parallel=true", "parallel.device=cpu"],

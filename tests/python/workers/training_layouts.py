@@ -99,6 +99,7 @@ LAYOUTS = {
         "TP2 CP2": TENSOR | context_parallel(2),
         "TP2 CP2 sequence parallel": SEQUENCE | context_parallel(2),
         "TP2 CP2, recompute full": TENSOR | context_parallel(2) | {"model.recompute": "full"},
+        "TP2 CP2, in parts": TENSOR | context_parallel(2) | {"model.tokens_at_once": 24},
     },
     "softmax": {
         "TP2": TENSOR,
@@ -139,6 +140,8 @@ LAYOUTS = {
 GPU_LAYOUTS = {
     "dense": {
         "CP2, recompute full": context_parallel(2) | {"model.recompute": "full"},
+        "CP2, in parts, offloaded": context_parallel(2)
+        | {"model.recompute": "full", "model.tokens_at_once": 24, "model.offloaded_inputs": 2},
         "TP2 sequence parallel, recompute selective": SEQUENCE | {"model.recompute": "selective"},
     },
     "softmax": {
