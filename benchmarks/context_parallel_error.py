@@ -9,15 +9,13 @@ python benchmarks/context_parallel_error.py draw OUT.json OUT.png
 """
 
 import argparse
-import gc
 import json
 import os
-import socket
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from attention import shift_logits
+from forked_ranks import run_forked
 from pictures import pyplot_for_files, record_or_draw
 from timing import machine
 
@@ -55,19 +53,7 @@ def record(options: argparse.Namespace) -> None:
     if options.ranks is None:
         record_rank(options)
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(options.ranks)}
-    gc.freeze()  # a collection in a rank would copy the pages that it shares with the others
-    mp.start_processes(record_forked_rank, (options,), options.ranks, start_method="fork")
-
-
-def record_forked_rank(rank: int, options: argparse.Namespace) -> None:
-    """Set what torchrun would set, and measure."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    torch.set_num_threads(1)
-    record_rank(options)
+    run_forked(record_rank, options.ranks, options)
 
 
 def record_rank(options: argparse.Namespace) -> None:
