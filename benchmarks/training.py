@@ -30,6 +30,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from timing import machine
 
+from megatron_sb.megatron.gates import normalized
 from megatron_sb.training.config import TrainingConfig, load_config
 from megatron_sb.training.data import PackedBatch
 from megatron_sb.training.engine import engine as engine_module
@@ -61,13 +62,21 @@ def shift_logits(model: GPTModel, logit: float) -> None:
         # Dimension 1: the query heads of a KV head, its key, its value.
         by_head = module.weight.view(groups, -1, head_dim, config.hidden_size)
         by_head[:, :-1] *= QUIET
-        step = wanted / args[0].float().mean().item() / config.hidden_size
+        step = wanted / normalized(args[0], module).float().mean().item() / config.hidden_size
         by_head[:, :-2] += step
         by_head[:, -2] -= step
 
     hooks = [layer.self_attention.linear_qkv.register_forward_pre_hook(change) for layer in model.decoder.layers]
-    tokens = torch.arange(TRIED_TOKENS, device=embedding.device)
-    bounds = torch.tensor([0, TRIED_TOKENS], dtype=torch.int32, device=embedding.device)
+    try_model(model)
+    for hook in hooks:
+        hook.remove()
+
+
+def try_model(model: GPTModel) -> None:
+    """Run a forward of one document of TRIED_TOKENS tokens."""
+    device = model.embedding.word_embeddings.weight.device
+    tokens = torch.arange(TRIED_TOKENS, device=device)
+    bounds = torch.tensor([0, TRIED_TOKENS], dtype=torch.int32, device=device)
     packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,
@@ -76,8 +85,6 @@ def shift_logits(model: GPTModel, logit: float) -> None:
         max_seqlen_kv=TRIED_TOKENS,
     )
     model(tokens[None], None, None, packed_seq_params=packed)
-    for hook in hooks:
-        hook.remove()
 
 
 @contextlib.contextmanager
