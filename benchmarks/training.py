@@ -36,7 +36,6 @@ from megatron_sb.training.data import PackedBatch
 from megatron_sb.training.engine import engine as engine_module
 from megatron_sb.training.throughput import model_flops
 
-WARM_STEPS = 3
 QUIET = 0.25  # factor of the random part of shifted queries and keys
 COMMON = 2.0  # common part of all embeddings, in standard deviations of the rest
 TRIED_TOKENS = 512  # tokens of the forwards that change weights and measure logits
@@ -137,17 +136,19 @@ def random_rows(length: int, tokens: int, vocab_size: int, rows_at_once: int) ->
     return batches
 
 
-def step_seconds(engine: engine_module.Engine, batches: list[PackedBatch], tokens: int, seconds: float) -> list[float]:
-    """Return the seconds of each step, after WARM_STEPS untimed steps."""
+def step_seconds(
+    engine: engine_module.Engine, batches: list[PackedBatch], tokens: int, options: argparse.Namespace
+) -> list[float]:
+    """Return the seconds of each step, after --warm-steps untimed steps."""
     taken: list[float] = []
-    for step in range(WARM_STEPS + 100):
+    for step in range(options.warm_steps + 100):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         engine.train_step(batches, tokens, 0.0)
         torch.cuda.synchronize()
-        if step >= WARM_STEPS:
+        if step >= options.warm_steps:
             taken.append(time.perf_counter() - begin)
-        if len(taken) >= 3 and sum(taken) > seconds:
+        if len(taken) >= options.least_steps and sum(taken) > options.seconds:
             break
     return taken
 
@@ -182,7 +183,7 @@ def measure(options: argparse.Namespace, config: TrainingConfig, model: str, len
         batches = random_rows(length, max(options.tokens, length * rows_at_once), config.vocab_size, rows_at_once)
         tokens = sum(len(batch.tokens) for batch in batches)
         torch.cuda.reset_peak_memory_stats()
-        times = step_seconds(engine, batches, tokens, options.seconds)
+        times = step_seconds(engine, batches, tokens, options)
         second = statistics.median(times)
         for line in busiest(engine, batches, tokens, options.kernels) if options.kernels and not note else ():
             print(line, flush=True)
@@ -223,7 +224,9 @@ def parse() -> argparse.Namespace:
     )
     add("--logit", type=float, default=-11.0, help="mean logit, at most 0 (default: %(default)s)")
     add("--models", nargs="+", choices=MODELS, default=MODELS, help="models to measure (default: both)")
-    add("--seconds", type=float, default=5.0, help="seconds of timed steps, at least 3 steps (default: %(default)s)")
+    add("--seconds", type=float, default=5.0, help="seconds of timed steps (default: %(default)s)")
+    add("--least-steps", type=int, default=3, help="timed steps, also if they take longer (default: %(default)s)")
+    add("--warm-steps", type=int, default=3, help="steps before the timed ones (default: %(default)s)")
     add("--kernels", type=int, default=0, help="number of slowest kernels to print (default: %(default)s)")
     add("--json", type=Path, help="file for all measurements (default: none)")
     return parser.parse_args()
