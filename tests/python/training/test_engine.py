@@ -32,7 +32,8 @@ def test_every_layout_gives_the_training_of_one_rank(runs, family, num_layouts):
     """Tensor, sequence, expert and context parallelism, recomputation, checkpoints, micro-batches; padding uneven."""
     layouts = dict(runs[family])
     expected = layouts.pop("one rank")
-    assert len(layouts) == num_layouts and all(hits > 2 for hits in expected["hits"])
+    fewest = 2 if family == "no padding" else 4  # hits in a row: its rows have other documents
+    assert len(layouts) == num_layouts and all(hits > fewest for hits in expected["hits"])
     assert_same_training(layouts, expected, 2e-5, 1e-4)
 
 
