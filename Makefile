@@ -108,7 +108,7 @@ $(VENV312)/.torch: MAKE_VENV := $(PYTHON312) -m venv
 $(VENV)/.torch $(VENV312)/.torch:
 	test -x $(@D)/bin/python || $(MAKE_VENV) $(@D)
 	$(GET_INSTALLER)
-	$(INSTALL) '$(TORCH)' 'scikit-build-core>=0.10' 'pybind11>=2.13' 'cmake>=3.25' ninja 'setuptools>=70.1,<82'
+	$(INSTALL) '$(TORCH)' 'scikit-build-core>=0.11' 'pybind11>=2.13' 'cmake>=3.25' ninja 'setuptools>=70.1,<82'
 	touch $@
 
 $(VENV)/.built: $(VENV)/.torch pyproject.toml $(SOURCES)

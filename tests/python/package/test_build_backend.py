@@ -1,15 +1,14 @@
 """The build backend checks the machine before pip downloads anything, and puts the result into the version."""
 
 import email
-import os
 import re
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 import torch
+from support.build_backend import CPU, call_hook
 from support.cmake import CMAKE, needs_cmake, run_script
 from support.messages import mentions
 from support.project import project_table, pyproject
@@ -19,26 +18,6 @@ from megatron_sb import torch_version
 pytest.importorskip("scikit_build_core")
 ROOT = Path(__file__).parents[3]
 TORCH = ".".join(map(str, torch_version.major_minor(torch.__version__)))
-CPU = {"cmake.define.SB_WITH_CUDA": "OFF"}
-CALL = """
-import sys
-sys.path.insert(0, "wheels")
-import build_backend
-hook, folder, settings = sys.argv[1:]
-getattr(build_backend, hook)(folder, eval(settings))
-"""
-
-
-def call_hook(hook: str, folder: Path, settings: dict[str, str], root: Path = ROOT, **environment: str):
-    """Call a hook of the backend in a process of its own, as pip does."""
-    return subprocess.run(
-        [sys.executable, "-c", CALL, hook, folder, repr(settings)],
-        cwd=root,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
 
 
 def metadata_in(folder: Path) -> email.message.Message:
@@ -88,7 +67,7 @@ def test_a_missing_compiler_is_an_error_before_anything_is_built(tmp_path):
 
 @needs_cmake
 def test_an_archive_of_the_sources_has_what_a_build_needs(tmp_path):
-    """Its version has no local part. The checks of the build pass in the unpacked archive."""
+    """Its version has no local part. It has no environment and no build of this checkout, and can be checked itself."""
     done = call_hook("build_sdist", tmp_path, {})
     assert done.returncode == 0, done.stderr
     (archive,) = tmp_path.glob("*.tar.gz")
@@ -96,6 +75,8 @@ def test_an_archive_of_the_sources_has_what_a_build_needs(tmp_path):
     with tarfile.open(archive) as file:
         file.extractall(tmp_path)
     root = tmp_path / archive.name.removesuffix(".tar.gz")
+    folders = {path.name for path in root.iterdir() if path.is_dir()}
+    assert folders == {"cmake", "csrc", "megatron_sb", "tests", "wheels"} and not list(root.rglob("*.pyc"))
     for folder, pattern in (("csrc", "*.*"), ("cmake", "*.*"), ("megatron_sb", "*.py"), ("wheels", "*.py")):
         tracked = {path.relative_to(ROOT) for path in (ROOT / folder).rglob(pattern) if "__pycache__" not in path.parts}
         assert tracked and not [path for path in tracked if not (root / path).is_file()], folder

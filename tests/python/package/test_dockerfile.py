@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.build_backend import CPU, call_hook
+from support.cmake import needs_cmake
 from support.project import pyproject
 
 ROOT = Path(__file__).parents[3]
@@ -56,6 +58,19 @@ def test_copied_paths_exist_and_are_in_the_context():
         assert (ROOT / path).exists(), path
     again = [rule for rule in rules if not rule.startswith("!")]
     assert not [name for name in tracked for rule in again if fnmatch.fnmatch(name, rule.replace("**", "*"))]
+
+
+@needs_cmake
+def test_the_copied_sources_can_be_built(tmp_path):
+    """The checks of the build pass with nothing but the files that the Dockerfile copies."""
+    pytest.importorskip("scikit_build_core")
+    for name in copied_paths():
+        target = tmp_path / "source" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.symlink_to(ROOT / name)
+    (tmp_path / "out").mkdir()
+    done = call_hook("prepare_metadata_for_build_wheel", tmp_path / "out", CPU, tmp_path / "source")
+    assert done.returncode == 0, done.stderr
 
 
 def test_shell_commands_have_valid_syntax():
