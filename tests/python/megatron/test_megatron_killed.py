@@ -3,12 +3,9 @@
 The runs are in fp32, so that all layouts have the same losses.
 """
 
-import re
-from pathlib import Path
-
 import pytest
 from support.jobs import kill_while
-from support.megatron_loop import FP32, needs_training, started_training, train
+from support.megatron_loop import FP32, is_saving_another, needs_training, newest, started_training, train
 
 STEPS, INTERVAL = 12, 2
 MODEL = f"--use-cpu-initialization --calculate-per-token-loss --sb-remainder-bias --train-iters {STEPS}".split()
@@ -34,19 +31,6 @@ def expected(tmp_path_factory) -> list[float]:
     losses = train("cpu", 1, tmp_path_factory.mktemp("whole"), *MODEL, model=FP32)
     assert len(losses) == STEPS and losses[-1] < losses[0] - 1.0
     return losses
-
-
-def newest(saved: Path) -> int:
-    """Return the step of the newest complete checkpoint, 0 without one."""
-    tracker = saved / "latest_checkpointed_iteration.txt"
-    text = tracker.read_text() if tracker.exists() else ""
-    return int(text) if text.isdigit() else 0
-
-
-def is_saving_another(saved: Path) -> bool:
-    """Return whether there is a complete checkpoint and a newer one that is not complete."""
-    steps = [int(re.sub(r"\D", "", path.name)) for path in saved.glob("iter_*")]
-    return 0 < newest(saved) < max(steps, default=0)
 
 
 @needs_training

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 TRAIN = [sys.executable, "-m", "megatron_sb.training"]
 # TRAIN with forked ranks. support/fork_server.py runs it.
 FORKED_TRAIN = [Path(__file__).parents[1] / "workers" / "forked_training.py", "megatron_sb.training"]
+Job = subprocess.Popen | PythonProcess | psutil.Process
 TIMEOUT_SECONDS = 120
 _LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 
@@ -116,7 +117,7 @@ def kill_while_it_saves(job: subprocess.Popen | PythonProcess, checkpoints: Path
     kill_while([job], lambda: bool(list(checkpoints.glob(".*.tmp"))) and (checkpoints / "latest").exists())
 
 
-def kill_while(jobs: Sequence[subprocess.Popen | PythonProcess], condition: Callable[[], bool]) -> None:
+def kill_while(jobs: Sequence[Job], condition: Callable[[], bool]) -> None:
     """SIGKILL all processes of some jobs at a moment when the condition holds. Until then all jobs must run."""
     killed = False
     while not killed:
@@ -124,8 +125,7 @@ def kill_while(jobs: Sequence[subprocess.Popen | PythonProcess], condition: Call
             _assert_running(job)
         if not condition():
             continue
-        parents = [psutil.Process(job.pid) for job in jobs]
-        processes = [process for parent in parents for process in (parent, *parent.children(recursive=True))]
+        processes = [process for job in jobs for process in _family(job)]
         _signal_all(processes, signal.SIGSTOP)
         killed = condition()  # it may have changed before the processes stopped
         _signal_all(processes, signal.SIGKILL if killed else signal.SIGCONT)
@@ -133,8 +133,23 @@ def kill_while(jobs: Sequence[subprocess.Popen | PythonProcess], condition: Call
         job.wait(TIMEOUT_SECONDS)
 
 
-def _assert_running(job: subprocess.Popen | PythonProcess) -> None:
-    if isinstance(job, PythonProcess):
+def kill_all(job: Job) -> None:
+    """SIGKILL a job and the processes that it started, if they still run."""
+    _signal_all(_family(job), signal.SIGKILL)
+
+
+def _family(job: Job) -> list[psutil.Process]:
+    try:
+        parent = psutil.Process(job.pid)
+        return [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _assert_running(job: Job) -> None:
+    if isinstance(job, psutil.Process):
+        assert job.is_running(), job
+    elif isinstance(job, PythonProcess):
         assert job.returncode is None, job.stdout + job.stderr
     else:
         assert job.poll() is None, job.communicate()[0]

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 from support.fork_server import PythonProcess, python_processes
+from support.hosts import ON_HOST, Host
 
 _WORKERS = Path(__file__).parents[1] / "workers"
 SEVERAL_MACHINES = Path(__file__).parent / "several_machines.sh"
@@ -34,12 +35,22 @@ def rank_environments(num_ranks: int) -> list[dict[str, str]]:
 
 @contextlib.contextmanager
 def started_ranks(
-    num_ranks: int, arguments: list, seconds: float, folder: Path | None = None, **environment: str
+    num_ranks: int,
+    arguments: list,
+    seconds: float,
+    folder: Path | None = None,
+    hosts: Sequence[Host] = (),
+    **environment: str,
 ) -> Iterator[list[PythonProcess]]:
     """Start `python ARGUMENTS` as ranks on CPUs, with the environment that torchrun gives them. Kill them at the end.
 
-    The ranks are forks of a process that has torch and Megatron-Core imported; see fork_server.py.
+    The ranks are forks of a process that has torch and Megatron-Core imported; see fork_server.py. They are divided
+    among the hosts.
     """
+    if hosts:
+        with python_processes(_jobs_on_hosts(num_ranks, arguments, folder, hosts, environment)) as ranks:
+            yield ranks
+        return
     # This store has the role of the store of torchrun's agent. The ranks connect to it, so no rank has to guess a port.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds))
     common = {
@@ -59,8 +70,36 @@ def started_ranks(
         yield ranks
 
 
-def run_ranks(num_ranks: int, arguments: list, seconds: float, folder: Path | None = None, **environment: str) -> str:
-    """Run `python ARGUMENTS` as ranks on CPUs.
+def _jobs_on_hosts(
+    num_ranks: int, arguments: list, folder: Path | None, hosts: Sequence[Host], environment: dict[str, str]
+) -> list[dict]:
+    """Return the arguments of `PythonProcess` for each rank. Rank 0 has the store."""
+    per_host, jobs = num_ranks // len(hosts), []
+    for rank in range(num_ranks):
+        host = hosts[rank // per_host]
+        variables = {
+            "MASTER_ADDR": hosts[0].address,
+            "MASTER_PORT": "29500",
+            "RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_RANK": str(rank % per_host),
+            "LOCAL_WORLD_SIZE": str(per_host),
+            **host.environment,
+            **environment,
+        }
+        jobs.append({"arguments": [ON_HOST, host.name, *arguments], "folder": folder, "environment": variables})
+    return jobs
+
+
+def run_ranks(
+    num_ranks: int,
+    arguments: list,
+    seconds: float,
+    folder: Path | None = None,
+    hosts: Sequence[Host] = (),
+    **environment: str,
+) -> str:
+    """Run `python ARGUMENTS` as ranks on CPUs, divided among the hosts.
 
     Returns:
         The standard output of all ranks, rank 0 first.
@@ -69,7 +108,7 @@ def run_ranks(num_ranks: int, arguments: list, seconds: float, folder: Path | No
         AssertionError: if a rank fails or runs longer than `seconds`. All ranks are killed. The message contains the
             output of the failed ranks.
     """
-    with started_ranks(num_ranks, arguments, seconds, folder, **environment) as ranks:
+    with started_ranks(num_ranks, arguments, seconds, folder, hosts, **environment) as ranks:
         _wait_for_all(ranks, time.monotonic() + seconds)
         failed = {rank: process for rank, process in enumerate(ranks) if process.returncode != 0}
         assert not failed, f"{arguments[0]} failed:\n" + "\n".join(
@@ -115,28 +154,35 @@ def run_worker(script: str, num_ranks: int, out: Path, *arguments: str, device: 
 
 
 def megatron_losses(
-    script: Path, num_ranks: int, *flags: str, device: str, environment: dict[str, str] | None = None
+    script: Path,
+    num_ranks: int,
+    *flags: str,
+    device: str,
+    environment: dict[str, str] | None = None,
+    hosts: Sequence[Host] = (),
 ) -> list[float]:
     """Run a Megatron training script with the launcher, in the script's folder, and return the losses that it logs.
 
     On CPUs the ranks are forked, unless the script's folder holds a Megatron of its own. `environment` adds variables.
+    Forked ranks are divided among the hosts.
     """
-    launcher, variables = _megatron_launcher(device)
+    launcher, variables = megatron_launcher(device)
     variables |= environment or {}
     run = run_torchrun if device == "cuda" or (script.parent / "megatron").exists() else run_ranks
-    output = run(num_ranks, [*launcher, script, *flags], 300, script.parent, **variables)
+    options = {"hosts": hosts} if hosts else {}
+    output = run(num_ranks, [*launcher, script, *flags], 300, script.parent, **options, **variables)
     return [float(loss) for loss in re.findall(r"lm loss: ([\d.E+-]+)", output)]
 
 
 @contextlib.contextmanager
 def started_megatron(script: Path, num_ranks: int, *flags: str) -> Iterator[list[PythonProcess]]:
     """Start a Megatron training script with the launcher on CPUs, in the script's folder. Kill its ranks at the end."""
-    launcher, variables = _megatron_launcher("cpu")
+    launcher, variables = megatron_launcher("cpu")
     with started_ranks(num_ranks, [*launcher, script, *flags], 300, script.parent, **variables) as ranks:
         yield ranks
 
 
-def _megatron_launcher(device: str) -> tuple[list, dict[str, str]]:
+def megatron_launcher(device: str) -> tuple[list, dict[str, str]]:
     """Return the arguments of `python` before a Megatron training script, and environment variables."""
     variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONSAFEPATH": ""}  # "" is the default of users
     variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # Megatron compiles code with `python3`

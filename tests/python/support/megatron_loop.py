@@ -2,12 +2,16 @@
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 from support.fork_server import PythonProcess
-from support.launch import megatron_losses, started_megatron
+from support.hosts import ON_HOST, Host
+from support.jobs import kill_all
+from support.launch import megatron_launcher, megatron_losses, started_megatron
 
 HAS_TRAINING = importlib.util.find_spec("megatron.training") is not None
 needs_training = pytest.mark.skipif(
@@ -24,9 +28,11 @@ MEGATRON = f"{FP32} --bf16"
 ACCEPTED = "--attention-dropout 0 --position-embedding-type none"
 
 
-def train(device: str, ranks: int, folder: Path, *flags: str, model: str = MEGATRON) -> list[float]:
+def train(
+    device: str, ranks: int, folder: Path, *flags: str, model: str = MEGATRON, hosts: Sequence[Host] = ()
+) -> list[float]:
     """Train with torchrun and the launcher, by default for 20 steps, and return the logged losses."""
-    return megatron_losses(PRETRAIN, ranks, *_all_flags(folder, flags, model), device=device)
+    return megatron_losses(PRETRAIN, ranks, *_all_flags(folder, flags, model), device=device, hosts=hosts)
 
 
 @contextlib.contextmanager
@@ -34,6 +40,54 @@ def started_training(ranks: int, folder: Path, *flags: str, model: str = MEGATRO
     """Start the same on CPUs, and kill it at the end of the `with` block."""
     with started_megatron(PRETRAIN, ranks, *_all_flags(folder, flags, model)) as processes:
         yield processes
+
+
+@contextlib.contextmanager
+def started_torchrun(
+    hosts: Sequence[Host], folder: Path, *flags: str, model: str = MEGATRON
+) -> Iterator[Callable[[int], PythonProcess]]:
+    """Give a function that starts torchrun on a host, with one CPU rank. The ranks of all hosts train together.
+
+    The argument of the function is the number of the host. The first host has the store of the rendezvous. All
+    processes are killed at the end of the `with` block.
+    """
+    launcher, variables = megatron_launcher("cpu")
+    started: list[PythonProcess] = []
+
+    def start(number: int) -> PythonProcess:
+        host = hosts[number]
+        torchrun = ["-m", "torch.distributed.run", "--nnodes", len(hosts), "--nproc-per-node", 1]
+        torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0].address}:29400"]
+        torchrun += ["--rdzv-conf", f"is_host={int(number == 0)}", "--local-addr", host.address]
+        arguments = [ON_HOST, host.name, *torchrun, *launcher, PRETRAIN, *_all_flags(folder, flags, model)]
+        started.append(PythonProcess(arguments, {**variables, **host.environment}, PRETRAIN.parent))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for process in started:
+            kill_all(process)
+            process.close()
+
+
+def rank_of(torchrun: PythonProcess) -> psutil.Process:
+    """Return the rank that torchrun has started."""
+    (rank,) = [child for child in psutil.Process(torchrun.pid).children() if str(PRETRAIN) in child.cmdline()]
+    return rank
+
+
+def newest(saved: Path) -> int:
+    """Return the step of the newest complete checkpoint, 0 without one."""
+    tracker = saved / "latest_checkpointed_iteration.txt"
+    text = tracker.read_text() if tracker.exists() else ""
+    return int(text) if text.isdigit() else 0
+
+
+def is_saving_another(saved: Path) -> bool:
+    """Return whether there is a complete checkpoint and a newer one that is not complete."""
+    steps = [int(re.sub(r"\D", "", path.name)) for path in saved.glob("iter_*")]
+    return 0 < newest(saved) < max(steps, default=0)
 
 
 def _all_flags(folder: Path, flags: tuple[str, ...], model: str) -> list[str]:
