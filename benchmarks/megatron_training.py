@@ -25,7 +25,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -39,7 +38,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from timing import machine, on_gpu
-from training import mean_logits, shift_logits, try_model
+from training import add_common_arguments, mean_logits, shift_logits, try_model
 
 from megatron_sb.megatron import install_stand_ins, with_stickbreaking
 from megatron_sb.megatron.statistics import observed
@@ -325,23 +324,10 @@ def versions() -> dict[str, str]:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add_common_arguments(parser)
     add = parser.add_argument
-    add("config", metavar="CONFIG.yaml", help="configuration of megatron-sb train, of which the sizes are used")
-    add("--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field of the file; repeatable")
-    lengths = [4096, 16384, 65536]
-    add("--lengths", nargs="+", type=int, default=lengths, help="tokens of a row (default: %(default)s)")
     add("--peers", nargs="+", choices=PEERS, default=["cudnn"], help="softmax contenders (default: %(default)s)")
-    add("--recompute-from", type=int, default=65536, help="recompute every layer from here on (default: %(default)s)")
-    add("--tokens", type=int, default=65536, help="tokens of a step, at least a micro-batch (default: %(default)s)")
-    add(
-        "--tokens-at-once",
-        type=int,
-        default=16384,
-        help="tokens of a micro-batch, at least a row (default: %(default)s)",
-    )
-    add("--logit", type=float, default=-11.0, help="mean logit, at most 0 (default: %(default)s)")
     add("--seconds", type=float, default=20.0, help="seconds of all timed steps of a length (default: %(default)s)")
-    add("--json", type=Path, help="file for all measurements (default: none)")
     add("--dry-run", action="store_true", help="toy sizes and local layers, without a GPU and Transformer Engine")
     return parser.parse_args(arguments)
 

@@ -206,11 +206,10 @@ def measure(options: argparse.Namespace, config: TrainingConfig, model: str, len
     torch.cuda.empty_cache()
 
 
-def parse() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that megatron_training.py has, too."""
     add = parser.add_argument
-    add("config", metavar="CONFIG.yaml", help="configuration of megatron-sb train")
+    add("config", metavar="CONFIG.yaml", help="configuration of megatron-sb train, of which the sizes are used")
     add("--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field of the file; repeatable")
     lengths = [4096, 16384, 65536]
     add("--lengths", nargs="+", type=int, default=lengths, help="tokens of a row (default: %(default)s)")
@@ -223,12 +222,19 @@ def parse() -> argparse.Namespace:
         help="tokens of a micro-batch, at least a row (default: %(default)s)",
     )
     add("--logit", type=float, default=-11.0, help="mean logit, at most 0 (default: %(default)s)")
+    add("--json", type=Path, help="file for all measurements (default: none)")
+
+
+def parse() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add_common_arguments(parser)
+    add = parser.add_argument
     add("--models", nargs="+", choices=MODELS, default=MODELS, help="models to measure (default: both)")
     add("--seconds", type=float, default=5.0, help="seconds of timed steps (default: %(default)s)")
     add("--least-steps", type=int, default=3, help="timed steps, also if they take longer (default: %(default)s)")
     add("--warm-steps", type=int, default=3, help="steps before the timed ones (default: %(default)s)")
     add("--kernels", type=int, default=0, help="number of slowest kernels to print (default: %(default)s)")
-    add("--json", type=Path, help="file for all measurements (default: none)")
     return parser.parse_args()
 
 
