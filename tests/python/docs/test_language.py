@@ -98,7 +98,7 @@ def _without_comments(path: Path) -> str:
 
 def _messages() -> list[str]:
     """Return the texts that the sources can print: a text for each string of Python, and for each other file."""
-    python = [path for folder in ("megatron_sb", "wheels") for path in sorted((ROOT / folder).rglob("*.py"))]
+    python = [path for folder in ("megatron_sb", "cmake") for path in sorted((ROOT / folder).rglob("*.py"))]
     messages = [text for path in python for text in _python_texts(path)]
     others = [*(ROOT / "csrc").rglob("*"), *(ROOT / "cmake").iterdir(), ROOT / "CMakeLists.txt"]
     others = [path for path in others if path.suffix in TEXT and path.suffix != ".md"]

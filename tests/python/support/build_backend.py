@@ -1,4 +1,4 @@
-"""Call the hooks of the build backend, wheels/build_backend.py, as pip does."""
+"""Call the hooks of the build backend, cmake/build_backend.py, as pip does."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[3]
 CPU = {"cmake.define.SB_WITH_CUDA": "OFF"}
 CALL = """
 import sys
-sys.path.insert(0, "wheels")
+sys.path.insert(0, "cmake")
 import build_backend
 hook, folder, settings = sys.argv[1:]
 getattr(build_backend, hook)(folder, eval(settings))

@@ -1,6 +1,6 @@
 """Build wheels for the torch of this Python, and the pages to install them from.
 
-    python wheels/make_wheels.py --out dist --try
+    python cmake/make_wheels.py --out dist --try
 
 It writes OUT/LOCAL/*.whl and OUT/LOCAL/index.html, where LOCAL is cpu.torch2.11 or cu13.torch2.11, and OUT/index.html
 with links to these pages. `make wheels` installs the tools and runs it.
