@@ -100,7 +100,7 @@ def _messages() -> list[str]:
     """Return the texts that the sources can print: a text for each string of Python, and for each other file."""
     python = [path for folder in ("megatron_sb", "cmake") for path in sorted((ROOT / folder).rglob("*.py"))]
     messages = [text for path in python for text in _python_texts(path)]
-    others = [*(ROOT / "csrc").rglob("*"), *(ROOT / "cmake").iterdir(), ROOT / "CMakeLists.txt"]
+    others = [*(ROOT / "csrc").rglob("*"), *(ROOT / "cmake").glob("*.cmake*"), ROOT / "CMakeLists.txt"]
     others = [path for path in others if path.suffix in TEXT and path.suffix != ".md"]
     return messages + [_without_comments(path) for path in (*others, ROOT / "Makefile")]
 
@@ -165,7 +165,7 @@ EXPLAINED_PYTHON = (
     "megatron_sb/training/engine/*.py",
 )
 EXPLAINED_CPP = ("csrc/distributed/*.cpp", "csrc/plan/*.cpp")
-EXPLAINED_CMAKE = ("CMakeLists.txt", "cmake/*")
+EXPLAINED_CMAKE = ("CMakeLists.txt", "cmake/*.cmake")
 NOT_SHOWN = (
     "A list of layers cannot contain",  # layer_pattern replaces it
     " waited ",  # the transport of the C++ tests, and the next
