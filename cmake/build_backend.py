@@ -5,6 +5,7 @@ CMakeLists.txt run: a missing or old torch, compiler or nvcc is an error before 
 give the local part of the version, such as 0.1.0+cu13.torch2.11 or 0.1.0+cpu.torch2.11. pip prints it in its last line.
 """
 
+import functools
 import importlib
 import os
 import re
@@ -12,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,34 +49,6 @@ def dynamic_metadata(field: str, settings: Settings) -> str:
     found = re.search(r"project\(megatron_sb VERSION ([\d.]+)", (ROOT / "CMakeLists.txt").read_text())
     local = os.environ.get(LOCAL_VERSION)
     return f"{found[1]}+{local}" if local else found[1]
-
-
-def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: Settings | None = None) -> str:
-    """Check the machine, then write the metadata."""
-    os.environ[LOCAL_VERSION] = check_machine(config_settings)
-    return scikit_build.prepare_metadata_for_build_wheel(metadata_directory, config_settings)
-
-
-def prepare_metadata_for_build_editable(metadata_directory: str, config_settings: Settings | None = None) -> str:
-    """Check the machine, then write the metadata."""
-    os.environ[LOCAL_VERSION] = check_machine(config_settings)
-    return scikit_build.prepare_metadata_for_build_editable(metadata_directory, config_settings)
-
-
-def build_wheel(
-    wheel_directory: str, config_settings: Settings | None = None, metadata_directory: str | None = None
-) -> str:
-    """Check the machine, then build."""
-    os.environ[LOCAL_VERSION] = check_machine(config_settings)
-    return scikit_build.build_wheel(wheel_directory, config_settings, metadata_directory)
-
-
-def build_editable(
-    wheel_directory: str, config_settings: Settings | None = None, metadata_directory: str | None = None
-) -> str:
-    """Check the machine, then build."""
-    os.environ[LOCAL_VERSION] = check_machine(config_settings)
-    return scikit_build.build_editable(wheel_directory, config_settings, metadata_directory)
 
 
 def check_machine(config_settings: Settings | None) -> str:
@@ -121,3 +94,20 @@ def _tool_folders() -> list[str]:
         except (ImportError, AttributeError):
             continue  # the tool of the system
     return folders
+
+
+def _checked(hook: Callable[..., str]) -> Callable[..., str]:
+    """Return a hook of scikit-build-core that first checks the machine."""
+
+    @functools.wraps(hook)
+    def checked(directory: str, config_settings: Settings | None = None, *rest: Any, **named: Any) -> str:
+        os.environ[LOCAL_VERSION] = check_machine(config_settings)
+        return hook(directory, config_settings, *rest, **named)
+
+    return checked
+
+
+prepare_metadata_for_build_wheel = _checked(scikit_build.prepare_metadata_for_build_wheel)
+prepare_metadata_for_build_editable = _checked(scikit_build.prepare_metadata_for_build_editable)
+build_wheel = _checked(scikit_build.build_wheel)
+build_editable = _checked(scikit_build.build_editable)

@@ -28,12 +28,6 @@ from megatron_sb.training.config import (
 from megatron_sb.training.engine.long_sequences import LongSequenceModel
 from megatron_sb.training.engine.softmax_attention import GatedSelfAttention, SoftmaxCoreAttention
 
-RECOMPUTE = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform"},
-}
-
 
 def build_model(
     config: TrainingConfig, model: str, stage: StageConfig, vocab_size: int, *, fused: bool = False
@@ -146,8 +140,7 @@ def _transformer_config(config: TrainingConfig, model: str, stage: StageConfig, 
         bias_dropout_fusion=fused,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        **RECOMPUTE[sizes.recompute],
-        recompute_num_layers=sizes.recompute_layers if sizes.recompute == "full" else None,
+        **_recompute_fields(sizes),
         **_parallel_fields(config.parallel, stage),
         **_moe_fields(sizes),
     )
@@ -164,6 +157,15 @@ def _parallel_fields(parallel: ParallelConfig, stage: StageConfig) -> dict:
         "expert_model_parallel_size": parallel.expert_parallel_size,
         "expert_tensor_parallel_size": 1,
     }
+
+
+def _recompute_fields(sizes: ModelConfig) -> dict:
+    if sizes.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    if sizes.recompute == "full":
+        method = {"recompute_granularity": "full", "recompute_method": "uniform"}
+        return method | {"recompute_num_layers": sizes.recompute_layers}
+    return {}
 
 
 def _moe_fields(sizes: ModelConfig) -> dict:
