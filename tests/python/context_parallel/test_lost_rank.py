@@ -30,7 +30,10 @@ MARGIN_SECONDS = 3 * TIMEOUT_SECONDS
 def gloo_ranks(scenario: str, comm: str):
     """Start NUM_RANKS ranks on CPUs."""
     arguments = [WORKER, scenario, TIMEOUT_SECONDS, comm, "gloo"]
-    with python_processes([{"arguments": arguments, "environment": e} for e in rank_environments(NUM_RANKS)]) as ranks:
+    with (
+        rank_environments(NUM_RANKS, START_SECONDS) as variables,
+        python_processes([{"arguments": arguments, "environment": own} for own in variables]) as ranks,
+    ):
         yield ranks
         if scenario.startswith("killed"):
             assert ranks[-1].wait(START_SECONDS) == -signal.SIGKILL
@@ -42,15 +45,16 @@ def nccl_ranks(num_ranks: int, scenario: str, comm: str):
     common = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": str(NCCL_DUMP_MILLISECONDS)}
     command = [sys.executable, str(WORKER), scenario, str(NCCL_TIMEOUT_SECONDS), comm, "nccl"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    ranks = [subprocess.Popen(command, env=common | variables, **pipes) for variables in rank_environments(num_ranks)]
-    try:
-        yield ranks
-        if scenario.startswith("killed"):
-            assert ranks[-1].wait(timeout=START_SECONDS) == -signal.SIGKILL
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+    with rank_environments(num_ranks, START_SECONDS) as variables:
+        ranks = [subprocess.Popen(command, env=common | own, **pipes) for own in variables]
+        try:
+            yield ranks
+            if scenario.startswith("killed"):
+                assert ranks[-1].wait(timeout=START_SECONDS) == -signal.SIGKILL
+        finally:
+            for process in ranks:
+                process.kill()
+                process.communicate()
 
 
 def wait_for_output(process: PythonProcess) -> str:
@@ -86,8 +90,8 @@ def test_other_ranks_raise_an_error(scenario, comms):
         for ranks in groups:
             assert_others_raised(ranks)
             if scenario == "rejects":
-                # Rank 0 has the server of the store, so it finds the error there even if it ends before rank 1.
-                assert re.search(mentions("rejected rank 2 mass_threshold 1.5"), ranks[0].stdout), ranks[0].stdout
+                for process in ranks[:-1]:
+                    assert re.search(mentions("rejected rank 2 mass_threshold 1.5"), process.stdout), process.stdout
                 assert re.search(mentions("mass_threshold 1.5"), wait_for_output(ranks[-1]))
 
 

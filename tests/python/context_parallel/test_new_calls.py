@@ -35,7 +35,8 @@ def test_every_rank_raises_an_error_that_names_what_differs(scenario, cases, exp
         groups = []
         for num_ranks, comm in cases:
             arguments = [WORKER, scenario, TIMEOUT_SECONDS, comm]
-            jobs = [{"arguments": arguments, "environment": e} for e in rank_environments(num_ranks)]
+            variables = stack.enter_context(rank_environments(num_ranks, START_SECONDS))
+            jobs = [{"arguments": arguments, "environment": own} for own in variables]
             groups.append((comm, stack.enter_context(python_processes(jobs))))
         for comm, ranks in groups:
             for rank, process in enumerate(ranks):
@@ -52,8 +53,10 @@ def test_a_rejected_call_may_be_repeated():
     """The last rank repeats a call with a valid argument. The other ranks do not notice, and all agree on new calls."""
     for num_ranks, comm in ((2, "p2p"), (3, "a2a")):
         arguments = [WORKER, "repeated", TIMEOUT_SECONDS, comm]
-        jobs = [{"arguments": arguments, "environment": e} for e in rank_environments(num_ranks)]
-        with python_processes(jobs) as ranks:
+        with (
+            rank_environments(num_ranks, START_SECONDS) as variables,
+            python_processes([{"arguments": arguments, "environment": own} for own in variables]) as ranks,
+        ):
             for rank, process in enumerate(ranks):
                 assert process.wait(START_SECONDS) == 0, f"{comm}, rank {rank}:\n{process.stderr[-4000:]}"
                 assert process.stdout == "no error\n", f"{comm}, rank {rank}: {process.stdout}"

@@ -5,6 +5,7 @@ import functools
 import json
 import multiprocessing
 import os
+import random
 import re
 import socket
 import subprocess
@@ -24,13 +25,36 @@ _WORKERS = Path(__file__).parents[1] / "workers"
 SEVERAL_MACHINES = Path(__file__).parent / "several_machines.sh"
 
 
-def rank_environments(num_ranks: int) -> list[dict[str, str]]:
-    """Return the environment variables of each rank. torchrun sets the same, but it kills all ranks if one is lost."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
-    return [common | {"RANK": str(rank)} for rank in range(num_ranks)]
+def unused_port() -> int:
+    """Return a port that no process listens on, for a command that takes a number.
+
+    It is below the ports that the kernel gives to sockets without one, so only another caller of this function can
+    take it in the meantime.
+    """
+    while True:
+        port = random.randrange(20000, 28000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+@contextlib.contextmanager
+def rank_environments(num_ranks: int, seconds: float) -> Iterator[list[dict[str, str]]]:
+    """Yield the environment variables of each rank of one host. The ranks meet at a store, which ends with the context.
+
+    torchrun sets the same variables, but it kills all ranks if one is lost. `seconds` is the store's timeout.
+    """
+    # The store of torchrun's agent has the same role. The ranks connect to it, so no rank has to guess a port.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+    }
+    yield [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
 
 
 @contextlib.contextmanager
@@ -51,23 +75,10 @@ def started_ranks(
         with python_processes(_jobs_on_hosts(num_ranks, arguments, folder, hosts, environment)) as ranks:
             yield ranks
         return
-    # This store has the role of the store of torchrun's agent. The ranks connect to it, so no rank has to guess a port.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds))
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        **environment,
-    }
-    jobs = [
-        {"arguments": arguments, "folder": folder, "environment": common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}}
-        for rank in range(num_ranks)
-    ]
-    with python_processes(jobs) as ranks:
-        yield ranks
+    with rank_environments(num_ranks, seconds) as variables:
+        jobs = [{"arguments": arguments, "folder": folder, "environment": own | environment} for own in variables]
+        with python_processes(jobs) as ranks:
+            yield ranks
 
 
 def _jobs_on_hosts(

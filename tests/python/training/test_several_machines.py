@@ -5,7 +5,6 @@ small scripts, and the pods of Kubernetes as processes. test_job_options.py runs
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.launch import SEVERAL_MACHINES
+from support.launch import SEVERAL_MACHINES, unused_port
 
 ROOT = Path(__file__).parents[3]
 SMALL = ["parallel.ranks=2", "parallel.device=cpu", "parallel.threads_per_rank=1", "compare=[stick_breaking]"]
@@ -65,10 +64,8 @@ def test_slurm(tmp_path):
     path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", path)
-        port = str(20000 + os.getpid() % 10000)
-        steps = run(
-            ["bash", ROOT / "examples" / "train_slurm.sbatch"], tmp_path / "out", MASTER_PORT=port, **environment
-        )
+        environment["MASTER_PORT"] = str(unused_port())
+        steps = run(["bash", ROOT / "examples" / "train_slurm.sbatch"], tmp_path / "out", **environment)
     assert steps == [*range(1, 32), *range(1, 12)]
 
 
@@ -101,11 +98,8 @@ class Pods:
 
     def __init__(self, *arguments):
         container = kubernetes()[2]
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         environment = {variable["name"]: variable["value"] for variable in container["env"]}
-        environment |= {"RANKS_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environment |= {"RANKS_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port())}
         environment |= {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         command = [*container["command"], ROOT / "configs" / "tiny_context_extension.yaml", *SMALL, *arguments]
         self.processes = [
