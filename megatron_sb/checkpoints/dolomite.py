@@ -1,23 +1,25 @@
 """The Dolomite format (dolomite-engine, later lm-engine) of the published stick-breaking models.
 
-Two layouts are read. `save` writes "flat".
+Three layouts are read. `save` writes "flat". "patched" is that of examples/lm_engine, which adds stick-breaking
+attention to lm-engine's code of 2026.
 
-| | flat | blocks |
-| --- | --- | --- |
-| in use | 2024-09 to 2025-02 | 2025-02 to 2025-09 |
-| model_type | sb_dolomite, stickbreaking, moe_stickbreaking | gpt_dolomite, gpt_base |
-| config.json has | n_embd | sequence_mixer_blocks, mlp_blocks |
-| modules of a layer | attn, and mlp or moe | sequence_mixer, mlp_block |
-| head_bias and norm | optional | always |
-| bias of c_attn | optional (add_qkv_bias) | not read: with add_bias, c_proj has one too |
-| KV heads, if fewer than query heads | tiled | tiled or grouped |
+| | flat | blocks | patched |
+| --- | --- | --- | --- |
+| in use | 2024-09 to 2025-02 | 2025-02 to 2025-09 | since 2026-11 |
+| model_type | sb_dolomite, stickbreaking, moe_stickbreaking | gpt_dolomite, gpt_base | gpt_base |
+| config.json has | n_embd | sequence_mixer_blocks, mlp_blocks | also reach in sequence_mixer_blocks |
+| modules of a layer | attn, and mlp or moe | sequence_mixer, mlp_block | sequence_mixer, mlp_block |
+| head_bias and norm | optional | always | optional |
+| bias of c_attn | optional (add_qkv_bias) | not read: with add_bias, c_proj has one too | as in blocks |
+| KV heads, if fewer than query heads | tiled | tiled or grouped | grouped |
+| rows of c_fc | up, then gate | up, then gate | pairs: gate, up |
 
 Tiled: query head n reads KV head n % num_kv_heads. Grouped: query head n reads KV head n // (num_heads / num_kv_heads).
 Code of 2025-03 and later tiles KV heads in padded batches and groups them in batches without padding. The files do not
 record which of the two a model was trained with, so `load` has an argument for it. `save` writes tiled KV heads and
 records them in the field KV_HEADS, which only this module reads.
 
-In both layouts `c_attn` is fused as in `layouts.fuse_qkv`. `c_fc` holds the up projection, then the gate.
+In all layouts `c_attn` is fused as in `layouts.fuse_qkv`.
 The oldest models have sb_remainder but no head_bias: they add the mass times the value at the query's own position.
 `load` rejects them.
 """
@@ -48,7 +50,7 @@ MULTIPLIERS = {"embedding_multiplier": "m_emb", "residual_multiplier": "m_residu
 KV_HEADS = "kv_head_layout"  # field of config.json in folders that `save` wrote
 KV_HEAD_LAYOUTS = ("grouped", "tiled")
 IDS = {"pad_token_id": 50256, "bos_token_id": 50256, "eos_token_id": 50256}
-HALVES = ("up", "gate")  # order of the rows of c_fc
+HALVES = ("up", "gate")  # order of the rows of c_fc, except in the layout "patched"
 OUTER = {
     "model.embed_tokens.weight": "transformer.wte.weight",
     "model.norm.weight": "transformer.ln_f.weight",
@@ -58,12 +60,12 @@ HEAD_VECTORS = {"remainder_bias": "head_bias", "norm_weight": "norm.weight", "no
 
 
 def load(folder: Path, kv_heads: str | None = None) -> tuple[StickBreakingConfig, dict[str, Tensor]]:
-    """Read the configuration and the weights of either layout.
+    """Read the configuration and the weights of any of the layouts.
 
     Args:
         folder: folder of the model.
-        kv_heads: one of KV_HEAD_LAYOUTS. Required if 1 < num_key_value_heads < num_attention_heads and `save` did not
-            write the folder. Default None.
+        kv_heads: one of KV_HEAD_LAYOUTS. Required if 1 < num_key_value_heads < num_attention_heads, unless `save` wrote
+            the folder or its layout is "patched". Default None.
 
     Returns:
         The configuration, and the weights with the names, shapes and grouped KV heads of `StickBreakingForCausalLM`.
@@ -75,7 +77,8 @@ def load(folder: Path, kv_heads: str | None = None) -> tuple[StickBreakingConfig
     found = files.read_config(folder)
     flat = "n_embd" in found
     fields = _flat_fields(found) if flat else _block_fields(found)
-    layout = _kv_head_layout(found.get(KV_HEADS), kv_heads, fields)
+    patched = not flat and "reach" in found["sequence_mixer_blocks"][0]
+    layout = _kv_head_layout("grouped" if patched else found.get(KV_HEADS), kv_heads, fields)
     tensors = files.read_tensors(folder)
     for field, name in MULTIPLIERS.items():
         fields[field] = found.get(name) or 1.0
@@ -98,6 +101,8 @@ def load(folder: Path, kv_heads: str | None = None) -> tuple[StickBreakingConfig
         tie_word_embeddings=found.get("tie_word_embeddings", True),
     )
     modules = _modules(tensors, config)
+    if patched:
+        tensors = {name: _as_halves(x) if name.endswith("c_fc.weight") else x for name, x in tensors.items()}
     return config, _to_ours(config, files.Weights(folder, tensors), modules, layout)
 
 
@@ -179,13 +184,18 @@ def _block_fields(found: dict) -> dict:
         files.check_field(mlp, name, (None, False))
     files.check_field(mlp, "normalized_topk", (True,), True)
     has_experts = mlp.get("mlp_type") == "MoE"
+    heads = mixer.get("num_attention_heads") or found["num_attention_heads"]
+    head_dim = mixer.get("head_dim") or found["hidden_size"] // heads
+    inverse = mixer.get("attention_multiplier_method") == "1 / head_dim"  # of the layout "patched"
     return {
         "hidden_size": found["hidden_size"],
         "num_hidden_layers": found["num_layers"],
-        "num_attention_heads": mixer.get("num_attention_heads") or found["num_attention_heads"],
+        "num_attention_heads": heads,
         "num_key_value_heads": mixer["num_key_value_heads"],
+        "head_dim": head_dim,
+        "reach": mixer.get("reach"),
         "intermediate_size": mlp["intermediate_size"],
-        "attention_multiplier": mixer.get("attention_multiplier"),
+        "attention_multiplier": 1 / head_dim if inverse else mixer.get("attention_multiplier"),
         "max_position_embeddings": found.get("max_position_embeddings", 1024),
         **({name: mlp[name] for name in ("num_experts", "num_experts_per_tok")} if has_experts else {}),
     }
@@ -204,7 +214,7 @@ def _kv_head_layout(recorded: str | None, given: str | None, fields: dict) -> st
     if recorded not in (None, *KV_HEAD_LAYOUTS):
         raise InputError(f"config.json: {KV_HEADS} must be {choices}, got {recorded!r}.")
     if recorded and given and given != recorded:
-        raise InputError(f"kv_heads must be {recorded!r}, which config.json records ({KV_HEADS}), got {given!r}.")
+        raise InputError(f"kv_heads must be {recorded!r}, which config.json records, got {given!r}.")
     layout = given or recorded
     if layout is None and 1 < kv_heads < heads:
         raise InputError(
@@ -212,6 +222,11 @@ def _kv_head_layout(recorded: str | None, given: str | None, fields: dict) -> st
             "config.json does not record it, and the two give different models: see docs/checkpoints.md."
         )
     return layout or "grouped"
+
+
+def _as_halves(rows: Tensor) -> Tensor:
+    """Return the rows of a `c_fc` of pairs (gate, up), (..., 2 * intermediate, hidden), in the order of HALVES."""
+    return torch.cat([rows[..., 1::2, :], rows[..., ::2, :]], dim=-2)
 
 
 def _one_of(found: dict, name: str) -> dict:

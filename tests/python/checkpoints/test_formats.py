@@ -165,8 +165,10 @@ def dolomite_attention(x, weights, prefix, config, kv_head_layout):
     k, v = (repeat[kv_head_layout](torch.stack(w)) for w in (k, v))
     for head in range(heads):
         parts = [(x @ w.T)[None, :, None] for w in (q[head], k[head], v[head])]
-        scale = config.get("attention_multiplier")
-        o, mass = sb.reference.stickbreaking_attention(*parts, scale=scale, return_mass=True)
+        options = {"scale": config.get("attention_multiplier"), "return_mass": True}
+        if "reach" in config:
+            options["reach"] = (torch.linspace(*config["reach"], heads)[head].item(),) * 2
+        o, mass = sb.reference.stickbreaking_attention(*parts, **options)
         o = o[0, :, 0]
         if (bias := weights.get(f"{prefix}.head_bias")) is not None:
             o = o + mass[0, 0, :, None] * bias[head]
@@ -216,10 +218,19 @@ def test_the_flat_dolomite_format(variant, tmp_path):
     torch.testing.assert_close(model(ids[None]).logits[0].double(), expected, atol=5e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kv_heads", ["grouped", "tiled"])
+def as_pairs(rows):
+    """Return rows of the up projection, then the gate, as pairs (gate, up)."""
+    up, gate = rows.chunk(2, dim=-2)
+    return torch.stack([gate, up], dim=-2).flatten(-3, -2)
+
+
+@pytest.mark.parametrize("layout", ["grouped", "tiled", "patched"])
 @pytest.mark.parametrize("has_experts", [False, True])
-def test_the_dolomite_format_of_blocks(has_experts, kv_heads, tmp_path):
-    """gpt_base has different names, grouped or tiled KV heads, and experts in mlp_block."""
+def test_the_dolomite_format_of_blocks(has_experts, layout, tmp_path):
+    """gpt_base has different names, grouped or tiled KV heads, and experts in mlp_block.
+
+    examples/lm_engine adds fields. There the rows of c_fc are pairs (gate, up), and KV heads are grouped.
+    """
     flat = {"n_embd": 32, "n_head": 4, "num_key_value_heads": 2, "n_layer": 2, "layer_norm_epsilon": 1e-5}
     mixer = {"sequence_mixer_type": "stickbreaking_attention", "num_attention_heads": 4, "num_key_value_heads": 2}
     mlp = {"mlp_type": "MoE" if has_experts else "MLP", "intermediate_size": 24, "activation_function": "swiglu"}
@@ -251,11 +262,18 @@ def test_the_dolomite_format_of_blocks(has_experts, kv_heads, tmp_path):
         f"transformer.h.{n}.{name}": 0.3 * torch.randn(shape) for n in range(2) for name, shape in shapes.items()
     }
     weights |= {"transformer.wte.weight": torch.randn(61, 32), "transformer.ln_f.weight": torch.rand(32) + 0.5}
+    described, stored, kv_heads = config | flat | {"attention_multiplier": 0.2} | EXPERTS, weights, layout
+    if layout == "patched":
+        options = {"reach": [0.5, 6.0], "head_dim": None}
+        described |= options | {"attention_multiplier": 1 / 8}
+        for block in config["sequence_mixer_blocks"]:
+            block |= options | {"attention_multiplier": None, "attention_multiplier_method": "1 / head_dim"}
+        stored = {name: as_pairs(x) if name.endswith("c_fc.weight") else x for name, x in weights.items()}
+        kv_heads = None
     (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file(weights, tmp_path / "model.safetensors")
+    save_file(stored, tmp_path / "model.safetensors")
     model, ids = checkpoints.load(tmp_path, kv_heads=kv_heads), torch.randint(61, (12,))
-    described = config | flat | {"attention_multiplier": 0.2} | EXPERTS
-    expected = dolomite_logits(ids, weights, described, "sequence_mixer", "mlp_block", kv_heads)
+    expected = dolomite_logits(ids, weights, described, "sequence_mixer", "mlp_block", kv_heads or "grouped")
     torch.testing.assert_close(model(ids[None]).logits[0].double(), expected, atol=5e-4, rtol=1e-4)
 
 
@@ -336,7 +354,7 @@ def test_the_choice_of_kv_heads(kv_heads, tmp_path):
         torch.testing.assert_close(model(ids[None]).logits[0].double(), expected, atol=1e-3, rtol=1e-3)
     other = {"grouped": "tiled", "tiled": "grouped"}[kv_heads]
     assert (checkpoints.load(folder, kv_heads=other)(ids[None]).logits[0] - expected).abs().max() > 0.1
-    with pytest.raises(ValueError, match=r"kv_heads must be 'tiled', which config.json records .* got 'grouped'"):
+    with pytest.raises(ValueError, match=r"kv_heads must be 'tiled', which config.json records, got 'grouped'"):
         checkpoints.load(tmp_path / "out", kv_heads="grouped")
 
 

@@ -20,7 +20,9 @@ from megatron_sb import cli
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted(
-    path for pattern in ("*.md", "docs/**/*.md", "configs/*.md", "benchmarks/*.md") for path in ROOT.glob(pattern)
+    path
+    for pattern in ("*.md", "docs/**/*.md", "configs/*.md", "benchmarks/*.md", "examples/**/*.md")
+    for path in ROOT.glob(pattern)
 )
 # Drawings, formulas, and languages that other tests check.
 NOT_CODE = ("text", "bibtex", "cmake", "cpp", "cuda", "yaml")

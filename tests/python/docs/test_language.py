@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 MARKDOWN = sorted(
     path
-    for folder in ("", "docs/**/", "configs/", "benchmarks/", "csrc/**/", ".github/**/")
+    for folder in ("", "docs/**/", "configs/", "benchmarks/", "examples/**/", "csrc/**/", ".github/**/")
     for path in ROOT.glob(f"{folder}*.md")
 )
 TEXT = (".py", ".h", ".cpp", ".cu", ".cuh", ".md", ".yaml", ".yml", ".toml", ".cmake", ".txt", ".sh", ".sbatch", ".in")
