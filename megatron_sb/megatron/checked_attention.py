@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_sb.megatron import versions
 from megatron_sb.megatron.arguments import StickBreakingOptions
 from megatron_sb.megatron.core_attention import StickBreakingCoreAttention
+from megatron_sb.megatron.dynamic_inference import Requests, attend_to_blocks
 from megatron_sb.megatron.gates import GATE_COLUMNS, gate_projection, normalized, with_gate_loss, with_gates
 from megatron_sb.megatron.layer_selection import is_selected
 from megatron_sb.megatron.packed import is_packed
@@ -24,11 +25,14 @@ from megatron_sb.megatron.settings import LATENT_REQUIREMENTS, check_settings, r
 
 
 class CheckedAttention:
-    """Checks and forget gates for a self-attention of Megatron's. The class is a base beside that self-attention.
+    """Checks, forget gates and dynamic inference for a self-attention of Megatron's, beside which it is a base class.
 
-    The checks reject three settings that a core attention cannot detect. Rotary embeddings are applied to q and k
-    before the core attention runs. Dynamic inference does not call it. `--attention-backend local` replaces it. Without
-    the checks, the model would silently compute another attention.
+    The checks reject settings that a core attention cannot detect. Rotary embeddings are applied to q and k before the
+    core attention runs. `--attention-backend local` replaces it. Without the checks, the model would silently compute
+    another attention.
+
+    Dynamic inference does not call the core attention either, but `flash_decode_and_prefill`. Here that method computes
+    stick-breaking attention.
 
     With `forget_gate` the module has gate_proj, which computes a gate for each key and KV head from the hidden states.
     The core attention gets the keys with their gates appended. gate_loss is the mean of -log f over this rank's tokens
@@ -58,6 +62,7 @@ class CheckedAttention:
                 "auto."
             )
         self._check_norms(config)
+        self.dynamic_context = None  # of the forward that is running
         options = self.core_attention.options if self.stick_breaking else StickBreakingOptions()
         self.gate_proj, self.gate_loss, self.gate_loss_coefficient = None, None, options.forget_gate_loss
         if options.forget_gate:
@@ -91,14 +96,69 @@ class CheckedAttention:
         """Attend as in Megatron-Core.
 
         Raises:
-            ValueError: in a stick-breaking layer, for rotary embeddings and dynamic inference.
+            ValueError: in a stick-breaking layer, for rotary embeddings, and for dynamic inference with forget gates,
+                Euclidean logits, multi-latent attention, or a CUDA graph of prompts.
         """
         if self.stick_breaking:
             context = inference_context if inference_context is not None else kwargs.get("inference_params")
-            self._check_call(context, kwargs)
-        return super().forward(hidden_states, attention_mask, key_value_states, inference_context, **kwargs)
+            self._check_call(kwargs)
+            if context is not None and not context.is_static_batching():
+                self._check_dynamic(context)
+                self.dynamic_context = context
+        try:
+            return super().forward(hidden_states, attention_mask, key_value_states, inference_context, **kwargs)
+        finally:
+            self.dynamic_context = None
 
-    def _check_call(self, inference_context, kwargs: dict) -> None:
+    def flash_decode_and_prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        seqlens_k: Tensor,
+        block_table: Tensor,
+        is_decode_only: bool,
+        **kwargs,
+    ) -> Tensor:
+        """Compute the attention of a step of dynamic inference. Arguments are those of Megatron's method.
+
+        Args:
+            q: (t, 1, h, d), the queries of all requests.
+            k: (num_blocks, block_size, g, d).
+            v: (num_blocks, block_size, g, d).
+            max_seqlen_q: upper bound of the number of queries of a request.
+            max_seqlen_k: upper bound of the number of keys of a request.
+            cu_seqlens_q: int32 (n + 1,), offsets of the queries of n requests.
+            cu_seqlens_k: not used by stick-breaking layers.
+            seqlens_k: int32 (n,), the number of keys of each request.
+            block_table: int32 (n, max_blocks).
+            is_decode_only: whether no request processes its prompt.
+            kwargs: not used by stick-breaking layers, whose softmax settings are checked.
+
+        Returns:
+            (t, 1, h, d).
+        """
+        if not self.stick_breaking:
+            lengths = (max_seqlen_q, max_seqlen_k, cu_seqlens_q, cu_seqlens_k, seqlens_k)
+            return super().flash_decode_and_prefill(q, k, v, *lengths, block_table, is_decode_only, **kwargs)
+        core, context = self.core_attention, self.dynamic_context
+        requests = Requests(
+            num_decoding=len(seqlens_k) if is_decode_only else context.num_decode_requests,
+            queries_to_decode=1 + getattr(context, "num_speculative_tokens", 0),  # 0.16 has no such tokens
+            cu_seqlens_q=cu_seqlens_q,
+            seqlens_k=seqlens_k,
+            block_table=block_table,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+        )
+        out, mass = attend_to_blocks(q.squeeze(1), k, v, requests, **core.attention_options)
+        return core.head_output(out, mass)[:, None]
+
+    def _check_call(self, kwargs: dict) -> None:
         """Raise ValueError for arguments of a call that are not supported."""
         # Megatron also passes rotary embeddings to layers where --no-rope-freq disables them.
         ignored = {"rotary_pos_emb"} if rope_disabled_in(self.config, self.layer_number) else set()
@@ -108,10 +168,25 @@ class CheckedAttention:
                     f"{name} must be None in a stick-breaking layer, where the order of the keys encodes positions. "
                     "Use --position-embedding-type none."
                 )
-        if inference_context is not None and not inference_context.is_static_batching():
+
+    def _check_dynamic(self, inference_context) -> None:
+        """Raise ValueError for a layer or a step that dynamic inference does not support."""
+        options = self.core_attention.options
+        found = {
+            "forget_gate=True (--sb-forget-gate)": options.forget_gate,
+            f"logits={options.logits!r} (--sb-logits)": options.logits != "dot",
+            "multi-latent attention (--multi-latent-attention)": self.core_attention.is_latent,
+        }
+        for name, is_set in found.items():
+            if is_set:
+                raise ValueError(
+                    f"inference_context must use static batching with {name}, got a dynamic "
+                    f"{type(inference_context).__name__}, whose blocks have no room for these keys."
+                )
+        if inference_context.using_cuda_graph_this_step() and not inference_context.is_decode_only():
             raise ValueError(
-                "inference_context must use static batching with stick-breaking attention, got a dynamic "
-                f"{type(inference_context).__name__}, which bypasses core_attention and would run softmax."
+                "use_cuda_graphs_for_non_decode_steps must be False with stick-breaking attention "
+                "(--decode-only-cuda-graphs), got a CUDA graph of a step with prompts."
             )
 
 

@@ -259,10 +259,15 @@ class StickBreakingCoreAttention(MegatronModule):
         out, mass = self.attend(query, key, value, packed_seq_params, return_mass=self.remainder_bias is not None)
         if self.tracks_logits and self.training:
             self._track_logits(query, key, packed_seq_params)
-        if self.remainder_bias is not None or self.norm_weight is not None:
-            eps = self.config.layernorm_epsilon
-            out = head_output(out, mass, self.remainder_bias, self.norm_weight, self.norm_bias, eps=eps)
+        out = self.head_output(out, mass)
         return out.flatten(1) if packed else out.transpose(0, 1).flatten(2)
+
+    def head_output(self, out: torch.Tensor, mass: torch.Tensor | None) -> torch.Tensor:
+        """Apply remainder bias and head norm, if the module has them, to the results of `attend`."""
+        if self.remainder_bias is None and self.norm_weight is None:
+            return out
+        eps = self.config.layernorm_epsilon
+        return head_output(out, mass, self.remainder_bias, self.norm_weight, self.norm_bias, eps=eps)
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed_seq_params, *, return_mass: bool

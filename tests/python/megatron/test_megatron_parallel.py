@@ -95,7 +95,6 @@ REFUSALS = {
     "learned positions of softmax": "no error",
     "rope": "rotary_pos_emb --position-embedding-type none",
     "attention backend local": "core_attention DotProductAttention --attention-backend auto",
-    "dynamic inference": "inference_context dynamic static",
     "qk l2 norm": "config.qk_l2_norm True --qk-l2-norm spec",
     "qk layernorm": "config.qk_layernorm True --qk-layernorm spec",
     "experts": "config.num_moe_experts 2 --num-experts with_stickbreaking get_gpt_decoder_block_spec",

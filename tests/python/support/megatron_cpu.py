@@ -8,15 +8,18 @@ optimizer also needs `answer_for_streams` and `TensorsOnTheCpu`. Megatron's trai
 
 import contextlib
 import os
+from collections.abc import Iterator
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.inference.contexts import dynamic_context
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import random
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import TransformerConfig, attention
 from megatron.core.transformer.enums import AttnMaskType
 from torch.overrides import TorchFunctionMode
 
@@ -86,6 +89,31 @@ class TensorsOnTheCpu(TorchFunctionMode):
         if function is torch.Tensor.type and len(args) == 1:
             return function(*args).replace("torch.", "torch.cuda.")
         return function(*args, **kwargs)
+
+
+class Unpinned(TorchFunctionMode):
+    """Create tensors that a GPU would read from pinned memory in ordinary memory."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        """Call the function without `pin_memory`."""
+        kwargs = dict(kwargs or {})
+        kwargs.pop("pin_memory", None)
+        return function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def answer_for_dynamic_inference() -> Iterator[None]:
+    """Fake what a context of dynamic inference needs besides `answer_for_gpu` and `answer_for_streams`.
+
+    That is pinned memory, a Triton kernel that stores keys, for which the context has code in torch, and an installed
+    FlashAttention, which no stick-breaking layer calls.
+    """
+    with (
+        mock.patch.object(dynamic_context, "triton_append_key_value_cache", None),
+        mock.patch.object(attention, "is_fa_min_version", lambda version: True),
+        Unpinned(),
+    ):
+        yield
 
 
 def answer_for_training() -> None:

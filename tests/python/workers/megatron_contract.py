@@ -6,7 +6,6 @@ Runs on 2 ranks: `megatron_contract.py OUT.json`.
 import sys
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -58,9 +57,6 @@ def refusals(world) -> dict[str, str]:
     rope = make_model(with_stickbreaking(get_gpt_layer_local_spec()), position_embedding_type="rope")
     overwritten = with_stickbreaking(get_gpt_layer_local_spec())
     overwritten.submodules.self_attention.submodules.core_attention = DotProductAttention
-    attention = make_model(stickbreaking_layer_spec).decoder.layers[0].self_attention
-    dynamic = SimpleNamespace(is_static_batching=lambda: False)
-    hidden = torch.randn(16, 1, 32)
     sequence = make_qkv(8, 1)
     indivisible = packed_params(0, 8, 14)
     learned = {"position_embedding_type": "learned_absolute"}
@@ -72,7 +68,6 @@ def refusals(world) -> dict[str, str]:
         "learned positions of softmax": message(lambda: GPTModel(*without_positions, position_embedding_type="none")),
         "rope": message(lambda: rope(tokens, None, None)),
         "attention backend local": message(lambda: make_model(overwritten)),
-        "dynamic inference": message(lambda: attention(hidden, None, inference_context=dynamic)),
         "qk layernorm": message(lambda: make_model(stickbreaking_layer_spec, qk_layernorm=True)),
         "qk l2 norm": message(lambda: make_model(stickbreaking_layer_spec, qk_l2_norm=True)),
         "experts": message(lambda: make_model(stickbreaking_layer_spec, num_moe_experts=2, add_bias_linear=False)),
