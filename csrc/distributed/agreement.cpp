@@ -39,9 +39,9 @@ void compare(const std::string& subject, const std::vector<Field>& fields, const
     }
 }
 
-void agree(Transport& transport, const std::string& subject, const std::vector<Field>& fields,
-           const std::string& error) {
-    const int64_t bytes = kErrorBytes + fields.size() * kValueBytes;
+std::vector<int64_t> agree(Transport& transport, const std::string& subject, const std::vector<Field>& fields,
+                           const std::string& error, int64_t number) {
+    const auto bytes = static_cast<int64_t>(kErrorBytes + fields.size() * kValueBytes + sizeof(number));
     const at::Tensor mine = at::zeros({bytes}, at::kByte);
     char* text = reinterpret_cast<char*>(mine.data_ptr<uint8_t>());
     const auto write = [&text](const std::string& value, size_t capacity) {
@@ -50,6 +50,7 @@ void agree(Transport& transport, const std::string& subject, const std::vector<F
     };
     write(error, kErrorBytes);
     for (const Field& field : fields) write(field.value, kValueBytes);
+    std::memcpy(text, &number, sizeof(number));
 
     at::Tensor all =
         at::empty({transport.size(), bytes}, at::TensorOptions(transport.control_device()).dtype(at::kByte));
@@ -57,14 +58,17 @@ void agree(Transport& transport, const std::string& subject, const std::vector<F
     all = all.cpu();
     if (!error.empty()) throw InvalidArgument(error);
     std::vector<Statement> by_rank;
+    std::vector<int64_t> numbers(transport.size());
     for (int rank = 0; rank < transport.size(); ++rank) {
         const char* theirs = reinterpret_cast<const char*>(all.const_data_ptr<uint8_t>()) + rank * bytes;
         Statement statement{theirs, {}};
         theirs += kErrorBytes;
         for (size_t i = 0; i < fields.size(); ++i, theirs += kValueBytes) statement.values.emplace_back(theirs);
         by_rank.push_back(std::move(statement));
+        std::memcpy(&numbers[rank], theirs, sizeof(number));
     }
     compare(subject, fields, by_rank);
+    return numbers;
 }
 
 }  // namespace megatron_sb::distributed

@@ -39,8 +39,8 @@ void compare(const std::string& subject, const std::vector<Field>& fields, const
 
 // One small collective. All ranks pass fields of the same names. If they differ, every rank throws as compare() does.
 // If a rank passes a non-empty `error`, every rank throws InvalidArgument with that error. The first 119 bytes of a
-// value are compared. Blocks the host.
-void agree(Transport& transport, const std::string& subject, const std::vector<Field>& fields,
-           const std::string& error);
+// value are compared. Returns `number` of each rank, which may differ. Blocks the host.
+std::vector<int64_t> agree(Transport& transport, const std::string& subject, const std::vector<Field>& fields,
+                           const std::string& error, int64_t number = 0);
 
 }  // namespace megatron_sb::distributed

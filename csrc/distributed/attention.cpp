@@ -131,8 +131,8 @@ void check_rows(const ContextParallelCall& call) {
         ops::check_rank(name, x, rank, shape);
         const int64_t rows = x.size(rank - 3);
         TORCH_CHECK_VALUE(rows == plan.local_len(), name, " must have ", plan.local_len(),
-                          " local rows, as the plan has seq_len = ", plan.seq_len(), " over ", plan.size(),
-                          " ranks, got ", rows);
+                          " local rows, as the plan has seq_len = ", plan.seq_len(), " and this is rank ", plan.rank(),
+                          " of ", plan.size(), ", got ", rows);
     }
 }
 
@@ -155,9 +155,13 @@ CheckedCall check_call(const ContextParallelCall& call) {
 }
 
 // Every call writes the agreed fields, so the two functions below avoid concat(), which takes a microsecond.
+// The local rows are left out: they differ between ranks, and the plan determines them.
 std::string text_of(at::IntArrayRef sizes) {
+    const size_t rows = sizes.size() < 3 ? sizes.size() : sizes.size() - 3;
     std::string text = "[";
-    for (const int64_t size : sizes) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+    for (size_t i = 0; i < sizes.size(); ++i) {
+        text += (i > 0 ? ", " : "") + (i == rows ? "local rows" : std::to_string(sizes[i]));
+    }
     return text + "]";
 }
 
@@ -173,6 +177,7 @@ Call agreed_fields(const ContextParallelCall& call, const CheckedCall& checked) 
     const auto yes_or_no = [](bool value) { return value ? "yes" : "no"; };
     const auto flag = [](bool value) { return value ? "True" : "False"; };
     return {{"the pass", "forward"},
+            {"the plan's seq_len", std::to_string(call.plan->seq_len())},
             {"the plan's layout", call.plan->layout()},
             {"the plan's packing", call.plan->packed() ? call.plan->packing() : "no packing"},
             {"q's shape", text_of(call.q.sizes())},

@@ -2,6 +2,8 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
+#include <functional>
 #include <set>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -22,6 +24,10 @@ std::string peers_of(const std::vector<Message>& messages) {
     return text;
 }
 
+bool all_equal(const std::vector<int64_t>& values) {
+    return std::adjacent_find(values.begin(), values.end(), std::not_equal_to<>()) == values.end();
+}
+
 class C10dPending final : public Pending {
   public:
     C10dPending(std::string what, Works works, std::vector<at::Tensor> tensors)
@@ -40,6 +46,11 @@ class C10dPending final : public Pending {
     std::vector<at::Tensor> tensors_;
 };
 
+std::vector<Message> not_empty(std::vector<Message> messages) {
+    std::erase_if(messages, [](const Message& message) { return message.tensor.numel() == 0; });
+    return messages;
+}
+
 class C10dTransport final : public Transport {
   public:
     explicit C10dTransport(c10::intrusive_ptr<c10d::ProcessGroup> group) : group_(std::move(group)) {}
@@ -57,11 +68,12 @@ class C10dTransport final : public Transport {
 
     std::unique_ptr<Pending> exchange(const std::vector<Message>& sends,
                                       const std::vector<Message>& receives) override {
+        const std::vector<Message> sent = not_empty(sends), received = not_empty(receives);
         std::vector<at::Tensor> tensors;
-        for (const Message& send : sends) tensors.push_back(send.tensor);
-        for (const Message& receive : receives) tensors.push_back(receive.tensor);
-        return post(concat("exchange, sending to", peers_of(sends), ", receiving from", peers_of(receives)),
-                    std::move(tensors), [&](Works& works) { post_messages(sends, receives, works); });
+        for (const Message& send : sent) tensors.push_back(send.tensor);
+        for (const Message& receive : received) tensors.push_back(receive.tensor);
+        return post(concat("exchange, sending to", peers_of(sent), ", receiving from", peers_of(received)),
+                    std::move(tensors), [&](Works& works) { post_messages(sent, received, works); });
     }
 
     std::unique_ptr<Pending> all_gather(const at::Tensor& input, const at::Tensor& output) override {
@@ -71,11 +83,13 @@ class C10dTransport final : public Transport {
         });
     }
 
-    std::unique_ptr<Pending> all_to_all(const at::Tensor& input, const at::Tensor& output) override {
+    std::unique_ptr<Pending> all_to_all(const at::Tensor& input, const std::vector<int64_t>& input_rows,
+                                        const at::Tensor& output, const std::vector<int64_t>& output_rows) override {
         return post("all_to_all", {input, output}, [&](Works& works) {
             at::Tensor from = input, to = output;
-            std::vector<int64_t> even;
-            works.push_back(group_->alltoall_base(to, from, even, even));
+            const bool even = all_equal(input_rows) && all_equal(output_rows);  // on all ranks alike
+            std::vector<int64_t> to_rows = output_rows, from_rows = input_rows, none;
+            works.push_back(group_->alltoall_base(to, from, even ? none : to_rows, even ? none : from_rows));
         });
     }
 
@@ -90,6 +104,7 @@ class C10dTransport final : public Transport {
     // The tag of a message is its index among the messages of the list with the same peer. NCCL has no tags: it matches
     // the messages of a coalesced group in order.
     void post_messages(const std::vector<Message>& sends, const std::vector<Message>& receives, Works& works) {
+        if (sends.empty() && receives.empty()) return;
         const c10::DeviceType device = (sends.empty() ? receives : sends).at(0).tensor.device().type();
         const bool coalesce = group_->getBackend(device)->supportsCoalescing();
         if (coalesce) group_->startCoalescing(device);

@@ -22,7 +22,7 @@ class GatheredKeys final : public KeySource {
           plan_(plan),
           k_(k),
           v_(v),
-          num_groups_(num_head_groups(k.size(2), plan.to_stream.numel(), plan.rows_to_split_heads)),
+          num_groups_(num_head_groups(k.size(2), plan.seq_len(), plan.rows_to_split_heads)),
           keys_(gather(0)) {}
 
     int num_groups() const override { return static_cast<int>(num_groups_); }
@@ -35,7 +35,7 @@ class GatheredKeys final : public KeySource {
 
     std::vector<KeyBlock> next_blocks() override {
         keys_.wait();
-        const at::Tensor& order = plan_.key_rows ? plan_.key_rows->to_keys : plan_.to_stream;
+        const at::Tensor& order = plan_.key_rows ? plan_.key_rows->to_keys : plan_.order.to_stream;
         const at::Tensor stream = select_rows(keys_.output, 0, order).transpose(0, 1);
         keys_ = ++group_ < num_groups_ ? gather(group_) : RowTransfer{};
         stream_gradients_ = at::Tensor();
@@ -43,7 +43,7 @@ class GatheredKeys final : public KeySource {
     }
 
     KeyGradients gradients(size_t) override {
-        const int64_t rows = from_buffer().numel(), d = k_.size(3);
+        const int64_t rows = plan_.key_rows ? plan_.key_rows->to_keys.numel() : plan_.seq_len(), d = k_.size(3);
         stream_gradients_ = at::zeros({k_.size(0), rows, heads(group_ - 1).count, d + v_.size(3)},
                                       k_.options().dtype(ops::accumulation_type(k_)));
         return {keys_of(stream_gradients_, d), values_of(stream_gradients_, d)};
@@ -51,7 +51,8 @@ class GatheredKeys final : public KeySource {
 
     void finish_step() override {
         if (!stream_gradients_.defined()) gradients(0);
-        const at::Tensor rows = select_rows(stream_gradients_.transpose(0, 1), 0, from_buffer());
+        const at::Tensor& order = plan_.key_rows ? plan_.key_rows->from_keys : plan_.order.from_stream;
+        const at::Tensor rows = select_rows(stream_gradients_.transpose(0, 1), 0, order);
         if (plan_.key_rows) {
             gradients_.push_back(return_gradients(transport_, *plan_.key_rows, rows));
             return;
@@ -65,8 +66,8 @@ class GatheredKeys final : public KeySource {
         std::vector<at::Tensor> groups;
         for (const RowTransfer& gradient : gradients_) {
             gradient.wait();
-            const at::Tensor own =
-                plan_.key_rows ? sum_returned(*plan_.key_rows, gradient.output, k_.size(1)) : gradient.output;
+            const at::Tensor own = plan_.key_rows ? sum_returned(*plan_.key_rows, gradient.output, k_.size(1))
+                                                  : gradient.output.narrow(0, 0, k_.size(1));  // without padding
             groups.push_back(own.transpose(0, 1));
         }
         const at::Tensor own = at::cat(groups, 2);
@@ -74,14 +75,12 @@ class GatheredKeys final : public KeySource {
     }
 
   private:
-    // The order in which rows of the key buffer travel.
-    const at::Tensor& from_buffer() const { return plan_.key_rows ? plan_.key_rows->from_keys : plan_.from_stream; }
-
     RowTransfer gather(int group) {
         const HeadRange range = heads(group);
         const auto narrow = [&](const at::Tensor& x) { return x.narrow(2, range.begin, range.count).transpose(0, 1); };
-        const at::Tensor input = at::cat({narrow(k_), narrow(v_)}, -1).contiguous();
-        if (plan_.key_rows) return send_key_rows(transport_, *plan_.key_rows, input);
+        const at::Tensor local = at::cat({narrow(k_), narrow(v_)}, -1);
+        if (plan_.key_rows) return send_key_rows(transport_, *plan_.key_rows, local.contiguous());
+        const at::Tensor input = plan_.order.padded(local);
         const at::Tensor output =
             at::empty({transport_.size(), input.size(0), input.size(1), input.size(2), input.size(3)}, input.options());
         return {output.flatten(0, 1), transport_.all_gather(input, output)};
@@ -104,10 +103,11 @@ std::unique_ptr<KeySource> make_gathered_keys(Transport& transport, const RankPl
     return std::make_unique<GatheredKeys>(transport, plan, k, v);
 }
 
-int64_t gathered_bytes(int ranks, const at::Tensor& k, const at::Tensor& v) {
-    const int64_t rows = k.dim() == 4 ? k.size(1) : k.size(0);
-    const int64_t groups = num_head_groups(k.size(-2), ranks * rows, kRowsToSplitHeads);
-    return ranks * (k.nbytes() + v.nbytes()) * std::min<int64_t>(2, groups) / groups;
+int64_t gathered_bytes(int64_t seq_len, const at::Tensor& k, const at::Tensor& v) {
+    const int64_t batch = k.dim() == 4 ? k.size(0) : 1, heads = k.size(-2);
+    const int64_t row_bytes = batch * heads * (k.size(-1) + v.size(-1)) * k.element_size();
+    const int64_t groups = num_head_groups(heads, seq_len, kRowsToSplitHeads);
+    return seq_len * row_bytes * std::min<int64_t>(2, groups) / groups;
 }
 
 }  // namespace megatron_sb::distributed

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <numeric>
 
 #include "core/error.h"
 
@@ -68,7 +69,8 @@ HeadExchange::HeadExchange(Transport& transport, const RankPlan& plan, int64_t n
     : transport_(transport),
       plan_(plan),
       num_kv_heads_(num_kv_heads),
-      num_joint_rows_(plan.to_stream.numel() / plan.schedule.size()) {
+      num_local_rows_(plan.exchanged_rows[transport.rank()]),
+      num_joint_rows_(std::accumulate(plan.exchanged_rows.begin(), plan.exchanged_rows.end(), int64_t{0})) {
     const std::string found = problem(num_heads, num_kv_heads, transport.size());
     if (!found.empty()) throw InvalidArgument(found);
 }
@@ -89,7 +91,7 @@ std::vector<at::Tensor> HeadExchange::to_heads(const std::vector<at::Tensor>& xs
     if (sends_row_ranges()) {
         exchange(pieces_by_rank(input), pieces_of_joint(rows))->wait();
     } else {
-        transport_.all_to_all(input, rows.unflatten(0, {transport_.size(), -1}))->wait();
+        transport_.all_to_all(input.flatten(0, 1), local_rows_for_each(), rows, plan_.exchanged_rows)->wait();
         rows = select_rows(rows, 0, plan_.to_joint);
     }
     return unpack(rows.transpose(0, 1), parts);
@@ -100,11 +102,12 @@ void HeadExchange::to_rows(const std::vector<at::Tensor>& ys, const std::vector<
     for (const at::Tensor& y : ys) parts.push_back(y.transpose(0, 1));
     const at::Tensor rows = pack(parts);  // (joint rows, b, words)
     const int64_t ranks = transport_.size();
-    const at::Tensor output = at::empty({ranks, num_joint_rows_ / ranks, rows.size(1), rows.size(2)}, rows.options());
+    const at::Tensor output = at::empty({ranks, num_local_rows_, rows.size(1), rows.size(2)}, rows.options());
     if (sends_row_ranges()) {
         exchange(pieces_of_joint(rows), pieces_by_rank(output))->wait();
     } else {
-        transport_.all_to_all(select_rows(rows, 0, plan_.from_joint).unflatten(0, {ranks, -1}), output)->wait();
+        const at::Tensor sorted = select_rows(rows, 0, plan_.from_joint);
+        transport_.all_to_all(sorted, plan_.exchanged_rows, output.flatten(0, 1), local_rows_for_each())->wait();
     }
     const std::vector<at::Tensor> received = unpack(output, parts);  // each (ranks, s_local, b, heads, width)
     for (size_t i = 0; i < xs.size(); ++i) write_heads(xs[i], received[i].permute({2, 1, 0, 3, 4}));

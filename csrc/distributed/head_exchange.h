@@ -40,6 +40,9 @@ class HeadExchange {
     // Returns whether each row range is sent to its place in the joint buffer. If not, rows are sorted after the
     // transfer.
     bool sends_row_ranges() const { return !plan_.to_joint.defined(); }
+    std::vector<int64_t> local_rows_for_each() const {
+        return std::vector<int64_t>(plan_.exchanged_rows.size(), num_local_rows_);
+    }
     // Return the messages to or from each rank, as views of x (ranks, s_local, ..) or of x (joint rows, ..). Both x
     // must be contiguous.
     std::vector<Message> pieces_by_rank(const at::Tensor& x) const;
@@ -49,7 +52,7 @@ class HeadExchange {
 
     Transport& transport_;
     const RankPlan& plan_;
-    const int64_t num_kv_heads_, num_joint_rows_;
+    const int64_t num_kv_heads_, num_local_rows_, num_joint_rows_;
 };
 
 }  // namespace megatron_sb::distributed

@@ -79,12 +79,14 @@ class InProcessTransport final : public Transport {
 
     std::unique_ptr<Pending> all_gather(const at::Tensor& input, const at::Tensor& output) override {
         for (int peer = 0; peer < size(); ++peer) put(peer, input);
-        return receive_from_all(output);
+        return receive_from_all(output.unbind());
     }
 
-    std::unique_ptr<Pending> all_to_all(const at::Tensor& input, const at::Tensor& output) override {
-        for (int peer = 0; peer < size(); ++peer) put(peer, input[peer]);
-        return receive_from_all(output);
+    std::unique_ptr<Pending> all_to_all(const at::Tensor& input, const std::vector<int64_t>& input_rows,
+                                        const at::Tensor& output, const std::vector<int64_t>& output_rows) override {
+        const std::vector<at::Tensor> from = input.split_with_sizes(input_rows);
+        for (int peer = 0; peer < size(); ++peer) put(peer, from[peer]);
+        return receive_from_all(output.split_with_sizes(output_rows));
     }
 
     std::unique_ptr<Pending> reduce_scatter_sum(const at::Tensor& input, const at::Tensor& output) override {
@@ -112,11 +114,11 @@ class InProcessTransport final : public Transport {
         };
     }
 
-    std::unique_ptr<Pending> receive_from_all(const at::Tensor& output) {
+    std::unique_ptr<Pending> receive_from_all(const std::vector<at::Tensor>& outputs) {
         std::vector<std::function<at::Tensor()>> boxes;
-        for (int peer = 0; peer < size(); ++peer) boxes.push_back(expect(peer, output[peer]));
-        return std::make_unique<InProcessPending>([boxes, output] {
-            for (size_t peer = 0; peer < boxes.size(); ++peer) output[static_cast<int64_t>(peer)].copy_(boxes[peer]());
+        for (int peer = 0; peer < size(); ++peer) boxes.push_back(expect(peer, outputs[peer]));
+        return std::make_unique<InProcessPending>([boxes, outputs] {
+            for (size_t peer = 0; peer < boxes.size(); ++peer) outputs[peer].copy_(boxes[peer]());
         });
     }
 

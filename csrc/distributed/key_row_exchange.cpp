@@ -20,10 +20,9 @@ RowTransfer exchange_slices(Transport& transport, const at::Tensor& input, const
             to[rank].copy_(from[rank]);
             continue;
         }
-        if (counts[rank] > 0) sends.push_back({rank, from[rank]});
-        if (result_counts[rank] > 0) receives.push_back({rank, to[rank]});
+        sends.push_back({rank, from[rank]});
+        receives.push_back({rank, to[rank]});
     }
-    if (sends.empty() && receives.empty()) return {output, nullptr};
     return {output, transport.exchange(sends, receives)};
 }
 

@@ -59,8 +59,9 @@ std::unique_ptr<KeySource> make_gathered_keys(Transport& transport, const RankPl
 // Returns k and v as one block, without a transfer. dk and dv have the dtype `type`.
 std::unique_ptr<KeySource> make_local_keys(const at::Tensor& k, const at::Tensor& v, at::ScalarType type);
 
-// Returns how many bytes of gathered keys and values are allocated at a time, at most.
-int64_t gathered_bytes(int ranks, const at::Tensor& k, const at::Tensor& v);
+// Returns how many bytes of gathered keys and values are allocated at a time, at most. The result depends on seq_len
+// and on the other sizes of k and v, but not on their rows, so it is the same on all ranks.
+int64_t gathered_bytes(int64_t seq_len, const at::Tensor& k, const at::Tensor& v);
 
 // Return k and v as views of kv, or dk and dv as views of its gradient.
 inline at::Tensor keys_of(const at::Tensor& kv, int64_t d) {

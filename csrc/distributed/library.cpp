@@ -41,7 +41,7 @@ TORCH_LIBRARY_FRAGMENT(megatron_sb, m) {
     using megatron_sb::ContextParallelPlan;
     m.class_<ContextParallelPlan>("ContextParallelPlan")
         .def(torch::init<std::string, std::optional<int64_t>, std::optional<std::vector<int64_t>>, std::string,
-                         std::string, std::string>())
+                         std::string, std::string, std::optional<int64_t>>())
         .def("group_name", [](const c10::intrusive_ptr<ContextParallelPlan>& plan) { return plan->group_name(); })
         .def("rank", &ContextParallelPlan::rank)
         .def("size", &ContextParallelPlan::size)

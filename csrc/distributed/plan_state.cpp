@@ -16,11 +16,17 @@ using distributed::Field;
 using distributed::Transport;
 using CuSeqlens = std::optional<std::vector<int64_t>>;
 
-int64_t stream_rows(std::optional<int64_t> seq_len, const CuSeqlens& cu_seqlens) {
-    if (seq_len) return *seq_len;
-    if (!cu_seqlens) throw InvalidArgument("seq_len must be given if cu_seqlens is not, got neither");
-    return cu_seqlens->empty() ? 0 : cu_seqlens->back();
-}
+// The arguments of a plan, equal on all ranks except for local_len.
+struct PlanArguments {
+    std::optional<int64_t> seq_len, local_len;
+    CuSeqlens cu_seqlens;
+    std::string layout, packing;
+
+    std::string seq_len_text() const {
+        if (seq_len) return concat(*seq_len);
+        return local_len ? "the sum of the local rows" : "that of cu_seqlens";
+    }
+};
 
 // Describes the first difference between the lists of the ranks, which have equal lengths. Collective.
 std::string first_difference(Transport& transport, const std::vector<int64_t>& cu_seqlens) {
@@ -40,23 +46,30 @@ std::string first_difference(Transport& transport, const std::vector<int64_t>& c
     return "the ranks disagree on cu_seqlens of the plan";
 }
 
-void agree_on_plan(Transport& transport, const std::optional<plan::Partition>& partition, plan::Packing packing,
-                   const CuSeqlens& cu_seqlens, const std::string& error) {
-    const auto text = [&](const auto& value) { return partition ? concat(value) : std::string(); };
-    const std::vector<int64_t> bounds = cu_seqlens.value_or(std::vector<int64_t>());
+// Returns the local_len of each rank, 0 if it is not given. Collective.
+std::vector<int64_t> agree_on_plan(Transport& transport, const PlanArguments& plan, const std::string& error) {
+    const std::vector<int64_t> bounds = plan.cu_seqlens.value_or(std::vector<int64_t>());
     const std::vector<Field> fields = {
-        {"seq_len", text(partition ? partition->num_rows() : 0)},
-        {"layout", text(partition ? name_of(partition->layout()) : "")},
-        {"packing", text(cu_seqlens ? name_of(packing) : "no packing")},
-        {"the length of cu_seqlens", text(bounds.size())},
-        {"cu_seqlens", text(distributed::checksum(bounds))},
+        {"seq_len", plan.seq_len_text()},
+        {"layout", plan.layout},
+        {"packing", plan.cu_seqlens ? plan.packing : "no packing"},
+        {"the length of cu_seqlens", concat(bounds.size())},
+        {"cu_seqlens", concat(distributed::checksum(bounds))},
     };
     try {
-        agree(transport, "the plan", fields, error);
+        return agree(transport, "the plan", fields, error, plan.local_len.value_or(0));
     } catch (const distributed::Disagreement& disagreement) {
         if (disagreement.field() != "cu_seqlens") throw;
         throw InvalidArgument(first_difference(transport, bounds));
     }
+}
+
+// Returns the rows of the whole stream.
+int64_t stream_rows(const PlanArguments& plan, const std::vector<int64_t>& local_lens) {
+    if (plan.seq_len) return *plan.seq_len;
+    if (plan.local_len) return std::accumulate(local_lens.begin(), local_lens.end(), int64_t{0});
+    if (!plan.cu_seqlens) throw InvalidArgument("seq_len must be given if cu_seqlens is not, got neither");
+    return plan.cu_seqlens->empty() ? 0 : plan.cu_seqlens->back();
 }
 
 }  // namespace
@@ -91,24 +104,17 @@ std::shared_ptr<const distributed::RankPlan> ContextParallelPlan::State::rank_pl
 
 ContextParallelPlan::ContextParallelPlan(const std::string& group_name, std::optional<int64_t> seq_len,
                                          CuSeqlens cu_seqlens, const std::string& layout, const std::string& packing,
-                                         const std::string& argument_error) {
+                                         const std::string& argument_error, std::optional<int64_t> local_len) {
     const std::unique_ptr<Transport> transport = distributed::c10d_transport(group_name);
     auto agreement = distributed::CallAgreement::of_group(group_name);
-    std::optional<plan::Partition> partition;
-    plan::Packing cut = plan::Packing::kPerDocument;
-    std::string error = argument_error;
-    try {
-        if (error.empty()) {
-            cut = plan::parse_packing(packing);
-            partition.emplace(plan::parse_layout(layout), cut, transport->size(), stream_rows(seq_len, cu_seqlens),
-                              cu_seqlens);
-        }
-    } catch (const InvalidArgument& invalid) {
-        error = invalid.what();
-    }
-    agree_on_plan(*transport, partition, cut, cu_seqlens, error);
-    state_ = std::make_unique<State>(group_name, std::move(agreement), transport->rank(), std::move(*partition), cut,
-                                     cu_seqlens.has_value());
+    const PlanArguments arguments{seq_len, local_len, std::move(cu_seqlens), layout, packing};
+    const std::vector<int64_t> local_lens = agree_on_plan(*transport, arguments, argument_error);
+    // The ranks agree on everything from here on, so an error is raised on every rank.
+    const plan::Packing cut = plan::parse_packing(packing);
+    plan::Partition partition(plan::parse_layout(layout), cut, transport->size(), stream_rows(arguments, local_lens),
+                              arguments.cu_seqlens);
+    state_ = std::make_unique<State>(group_name, std::move(agreement), transport->rank(), std::move(partition), cut,
+                                     arguments.cu_seqlens.has_value());
 }
 
 ContextParallelPlan::~ContextParallelPlan() = default;
@@ -126,7 +132,7 @@ int64_t ContextParallelPlan::seq_len() const {
     return state_->partition.num_rows();
 }
 int64_t ContextParallelPlan::local_len() const {
-    return state_->partition.num_local_rows();
+    return state_->partition.num_local_rows(state_->rank);
 }
 int64_t ContextParallelPlan::key_rows() const {
     const plan::Partition& partition = state_->partition;

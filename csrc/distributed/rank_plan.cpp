@@ -24,6 +24,7 @@ SegmentTables make_tables(const plan::SegmentPlan& segment_plan, c10::Device dev
 }
 
 RowSet make_row_set(const std::vector<int64_t>& rows, c10::Device device) {
+    if (rows.empty()) return {0, 0, {}};
     const auto count = static_cast<int64_t>(rows.size());
     const bool contiguous = rows.back() - rows.front() + 1 == count;  // rows increase
     return {rows.front(), count, contiguous ? at::Tensor() : index_tensor(rows, device)};
@@ -53,20 +54,23 @@ std::vector<int64_t> joint_order(const plan::Partition& partition, const plan::P
     return order;
 }
 
-// Returns the row ranges of each rank. `order` is the result of joint_order().
-std::vector<std::vector<RowRange>> find_row_ranges(const std::vector<int64_t>& order, int num_ranks) {
-    const auto rows = static_cast<int64_t>(order.size()) / num_ranks;
-    std::vector<std::vector<RowRange>> ranges(num_ranks);
-    for (int64_t i = 0; i < static_cast<int64_t>(order.size()); ++i) {
-        std::vector<RowRange>& of_rank = ranges[i / rows];
-        const bool extends_last = i % rows != 0 && order[i] == order[i - 1] + 1;
-        extends_last ? void(++of_rank.back().count) : of_rank.push_back({i % rows, order[i], 1});
+// Returns the row ranges of each rank. `order` is the result of joint_order(), `rows` has the rows of each rank.
+std::vector<std::vector<RowRange>> find_row_ranges(const std::vector<int64_t>& order,
+                                                   const std::vector<int64_t>& rows) {
+    std::vector<std::vector<RowRange>> ranges;
+    auto next = order.begin();
+    for (const int64_t rows_of_rank : rows) {
+        std::vector<RowRange>& of_rank = ranges.emplace_back();
+        for (int64_t i = 0; i < rows_of_rank; ++i, ++next) {
+            const bool extends_last = i > 0 && *next == *(next - 1) + 1;
+            extends_last ? void(++of_rank.back().count) : of_rank.push_back({i, *next, 1});
+        }
     }
     return ranges;
 }
 
-void place_joint_rows(RankPlan& plan, const std::vector<int64_t>& order, int num_ranks, c10::Device device) {
-    plan.row_ranges = find_row_ranges(order, num_ranks);
+void place_joint_rows(RankPlan& plan, const std::vector<int64_t>& order, c10::Device device) {
+    plan.row_ranges = find_row_ranges(order, plan.exchanged_rows);
     const auto few = [](const std::vector<RowRange>& of_rank) { return of_rank.size() <= kMaxRowRanges; };
     const bool many_rows = static_cast<int64_t>(order.size()) >= plan.rows_to_split_heads;
     if (many_rows && std::all_of(plan.row_ranges.begin(), plan.row_ranges.end(), few)) return;
@@ -85,8 +89,28 @@ void RowSet::write(const at::Tensor& x, const at::Tensor& value) const {
     list.defined() ? x.index_copy_(1, list, value) : x.narrow(1, begin, count).copy_(value);
 }
 
+at::Tensor GatherOrder::padded(const at::Tensor& local) const {
+    const int64_t padding = rows - local.size(0);
+    if (padding == 0) return local.contiguous();
+    std::vector<int64_t> sizes = local.sizes().vec();
+    sizes[0] = padding;
+    return at::cat({local, at::zeros(sizes, local.options())});
+}
+
+GatherOrder make_gather_order(const plan::Partition& partition, c10::Device device) {
+    std::vector<int64_t> from_stream = partition.gathered_positions(), to_stream(partition.num_rows());
+    for (size_t i = 0; i < from_stream.size(); ++i) {
+        if (from_stream[i] == plan::kNoRow) {
+            from_stream[i] = 0;
+        } else {
+            to_stream[from_stream[i]] = static_cast<int64_t>(i);
+        }
+    }
+    return {partition.max_local_rows(), index_tensor(to_stream, device), index_tensor(from_stream, device)};
+}
+
 std::vector<at::Tensor> RankPlan::tensors() const {
-    std::vector<at::Tensor> all{to_stream, from_stream, to_joint, from_joint};
+    std::vector<at::Tensor> all{order.to_stream, order.from_stream, to_joint, from_joint};
     for (const SegmentTables* tables : {&ring, &gather}) {
         all.insert(all.end(), tables->segments.begin(), tables->segments.end());
     }
@@ -124,14 +148,18 @@ RankPlan make_rank_plan(const plan::Partition& partition, int rank, c10::Device 
     const int joint_rank = rank / num_exchanging;
     const plan::Partition joint = partition.over(partition.size() / num_exchanging);
     std::vector<RowSet> lanes;
+    std::vector<int64_t> chunk_rows, exchanged_rows;
     plan::SegmentPlan ring;
     if (joint.has_ring()) {
         ring = plan::ring_segments(joint, joint_rank);
         for (const int chunk : joint.chunks_of(joint_rank)) {
             lanes.push_back(make_row_set(joint.chunk_rows(joint_rank, chunk), device));
         }
+        for (int chunk = 0; chunk < joint.num_chunks(); ++chunk) chunk_rows.push_back(joint.num_chunk_rows(chunk));
     }
-    const at::Tensor from_stream = index_tensor(joint.gathered_positions(), device);
+    for (int i = 0; i < num_exchanging; ++i) {
+        exchanged_rows.push_back(partition.num_local_rows(joint_rank * num_exchanging + i));
+    }
     plan::SegmentPlan gather;
     std::optional<KeyRowPlan> key_rows;
     if (joint.size() > 1 && plan::needs_few_key_rows(joint)) {
@@ -146,12 +174,13 @@ RankPlan make_rank_plan(const plan::Partition& partition, int rank, c10::Device 
                   .ring = make_tables(ring, device),
                   .gather = make_tables(gather, device),
                   .lanes = std::move(lanes),
-                  .to_stream = inverse_permutation(from_stream),
-                  .from_stream = from_stream,
+                  .chunk_rows = std::move(chunk_rows),
+                  .order = make_gather_order(joint, device),
+                  .exchanged_rows = std::move(exchanged_rows),
                   .key_rows = std::move(key_rows),
                   .rows_to_split_heads = rows_to_split_heads};
     if (num_exchanging > 1) {
-        place_joint_rows(plan, joint_order(partition, joint, joint_rank), num_exchanging, device);
+        place_joint_rows(plan, joint_order(partition, joint, joint_rank), device);
     }
     return plan;
 }

@@ -66,16 +66,28 @@ struct KeyRowPlan {
     at::Tensor from_keys;
 };
 
+// The local buffers of all ranks, one after another, each padded to `rows` rows: collectives need equal buffers.
+struct GatherOrder {
+    int64_t rows;            // of the largest local buffer
+    at::Tensor to_stream;    // row i of the stream is row to_stream[i] of the buffers
+    at::Tensor from_stream;  // row i of the buffers is row from_stream[i] of the stream, or any row if it is padding
+
+    // Returns a local buffer (rows, ..) with the padding, contiguous.
+    at::Tensor padded(const at::Tensor& local) const;
+};
+
+GatherOrder make_gather_order(const plan::Partition& partition, c10::Device device);
+
 struct RankPlan {
     plan::Schedule schedule;
     int rank;
-    SegmentTables ring;         // a key buffer is a chunk; empty, like `lanes`, if the layout has no ring
-    SegmentTables gather;       // the only key buffer is the stream, or with key_rows the needed part of it
-    std::vector<RowSet> lanes;  // by lane: the rows of this rank's own chunk in its local buffer
-    // Row i of the stream is row to_stream[i] of the concatenated local buffers of all ranks; from_stream is the
-    // inverse.
-    at::Tensor to_stream;
-    at::Tensor from_stream;
+    SegmentTables ring;               // a key buffer is a chunk; empty, like `lanes`, if the layout has no ring
+    SegmentTables gather;             // the only key buffer is the stream, or with key_rows the needed part of it
+    std::vector<RowSet> lanes;        // by lane: the rows of this rank's own chunk in its local buffer
+    std::vector<int64_t> chunk_rows;  // by chunk of the ring: how many rows it has
+    GatherOrder order;
+    // The rows of each rank that exchanges heads with this one, which is among them.
+    std::vector<int64_t> exchanged_rows;
     // If ranks exchange heads, the place of their rows in the joint buffer. Either to_joint is defined: row i of the
     // joint buffer is row to_joint[i] of the concatenated local buffers of these ranks, and from_joint is the inverse.
     // Or row_ranges is filled, one list for each of these ranks.
@@ -88,6 +100,7 @@ struct RankPlan {
     // Returns every tensor above that is defined.
     std::vector<at::Tensor> tensors() const;
 
+    int64_t seq_len() const { return order.to_stream.numel(); }
     // The tables that serve kGather also serve kLocal.
     const SegmentTables& tables(Comm comm) const { return comm == Comm::kRing ? ring : gather; }
 };

@@ -30,7 +30,7 @@ class RingKeys final : public KeySource {
         std::vector<at::Tensor> own;
         for (const RowSet& rows : plan.lanes) own.push_back(at::cat({rows.read(k), rows.read(v)}, -1).contiguous());
         // The backward starts one exchange away from the home rank, so that the gradients end there.
-        keys_ = pass == plan::Pass::kForward ? Transfer{std::move(own), nullptr} : rotate(own);
+        keys_ = pass == plan::Pass::kForward ? Transfer{std::move(own), nullptr} : rotate(own, 0);
     }
 
     int num_groups() const override { return 1; }
@@ -47,13 +47,14 @@ class RingKeys final : public KeySource {
                                        : KeyBlock{chunk, keys_of(arrived[lane], d()), values_of(arrived[lane], d())});
         }
         own_gradients_ = std::vector<at::Tensor>(blocks.size());
-        if (++step_ < num_steps() && !at_home()) keys_ = rotate(arrived);
+        if (++step_ < num_steps() && !at_home()) keys_ = rotate(arrived, step_);
         return blocks;
     }
 
+    // Called after next_blocks(), so step_ is one step ahead.
     KeyGradients gradients(size_t lane) override {
-        own_gradients_[lane] =
-            at::zeros({k_.size(0), plan_.lanes[lane].count, k_.size(2), d() + v_.size(3)}, k_.options().dtype(wide_));
+        const int64_t rows = rows_of(static_cast<int>(lane), step_ - 1);
+        own_gradients_[lane] = at::zeros({k_.size(0), rows, k_.size(2), d() + v_.size(3)}, k_.options().dtype(wide_));
         return {keys_of(own_gradients_[lane], d()), values_of(own_gradients_[lane], d())};
     }
 
@@ -67,13 +68,13 @@ class RingKeys final : public KeySource {
                 own = own.defined() ? own.add_(received[lane]) : received[lane];
             }
         }
-        gradients_ = step_ < num_steps() ? rotate(own_gradients_) : Transfer{own_gradients_, nullptr};
+        gradients_ = step_ < num_steps() ? rotate(own_gradients_, step_) : Transfer{own_gradients_, nullptr};
     }
 
     KeyGradients own_gradients() override {
         const std::vector<at::Tensor> own = gradients_.wait();
-        const int64_t rows = own[0].size(1) * static_cast<int64_t>(own.size());
-        const at::Tensor local = at::empty({own[0].size(0), rows, own[0].size(2), own[0].size(3)}, own[0].options());
+        const at::Tensor local =
+            at::empty({own[0].size(0), k_.size(1), own[0].size(2), own[0].size(3)}, own[0].options());
         for (size_t lane = 0; lane < own.size(); ++lane) plan_.lanes[lane].write(local, own[lane]);
         return {keys_of(local, d()), values_of(local, d())};
     }
@@ -82,14 +83,21 @@ class RingKeys final : public KeySource {
     int64_t d() const { return k_.size(3); }
     bool at_home() const { return pass_ == plan::Pass::kBackward && step_ + 1 == num_steps(); }
 
-    // Sends the tensor of each lane to the next rank and receives that of the previous rank. With one rank, returns
-    // `tensors`.
-    Transfer rotate(const std::vector<at::Tensor>& tensors) {
+    // The rows of the chunk of a lane that this rank holds during a step.
+    int64_t rows_of(int lane, int step) const {
+        return plan_.chunk_rows[plan_.schedule.chunk(lane, pass_, plan_.rank, step)];
+    }
+
+    // Sends the tensor of each lane to the next rank and receives that of the previous rank, which is for the chunk of
+    // `step`. With one rank, returns `tensors`.
+    Transfer rotate(const std::vector<at::Tensor>& tensors, int step) {
         if (transport_.size() == 1) return {tensors, nullptr};
         Transfer transfer;
         std::vector<Message> sends, receives;
         for (int lane = 0; lane < plan_.schedule.num_lanes(); ++lane) {
-            transfer.tensors.push_back(at::empty_like(tensors[lane]));
+            std::vector<int64_t> sizes = tensors[lane].sizes().vec();
+            sizes[1] = rows_of(lane, step);
+            transfer.tensors.push_back(at::empty(sizes, tensors[lane].options()));
             sends.push_back({plan_.schedule.next_rank(lane, pass_, plan_.rank), tensors[lane]});
             receives.push_back({plan_.schedule.previous_rank(lane, pass_, plan_.rank), transfer.tensors[lane]});
         }

@@ -86,10 +86,10 @@ constexpr int64_t kMaxGatheredBytes = int64_t{1} << 30;
 
 const char* choose_comm(const plan::Partition& partition, const Tensor& q, const Tensor& k, const Tensor& v) {
     const int ranks = partition.size();
-    const int64_t heads = q.size(-2), rows = ranks * q.size(-3);
+    const int64_t heads = q.size(-2), rows = partition.num_rows();
     const bool exchanges = HeadExchange::problem(heads, k.size(-2), ranks).empty();
     if (exchanges && heads / ranks * rows >= kMinRowsTimesHeads) return "a2a";
-    return !partition.has_ring() || gathered_bytes(ranks, k, v) <= kMaxGatheredBytes ? "all_gather" : "p2p";
+    return !partition.has_ring() || gathered_bytes(rows, k, v) <= kMaxGatheredBytes ? "all_gather" : "p2p";
 }
 
 Route make_route(const ContextParallelPlan& plan, const RouteNames& names, c10::Device device) {

@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <numeric>
+
 #include "distributed/agreement.h"
 #include "distributed/c10d_transport.h"
 #include "distributed/rank_plan.h"
@@ -28,51 +30,65 @@ int64_t checked_dim(const at::Tensor& x, int64_t dim) {
 struct Split {
     std::string group_name;
     int64_t dim;             // counts the rows
-    at::Tensor from_stream;  // the stream row of each row of the concatenated local buffers
+    int64_t num_local_rows;  // of this rank
+    GatherOrder order;
+
+    Split(const std::string& group_name, int64_t dim, int rank, const plan::Partition& partition, c10::Device device)
+        : group_name(group_name),
+          dim(dim),
+          num_local_rows(partition.num_local_rows(rank)),
+          order(make_gather_order(partition, device)) {}
+
+    explicit Split(AutogradContext* ctx)
+        : group_name(ctx->saved_data["group_name"].toStringRef()),
+          dim(ctx->saved_data["dim"].toInt()),
+          num_local_rows(ctx->saved_data["num_local_rows"].toInt()) {
+        const variable_list orders = ctx->get_saved_variables();
+        order = {ctx->saved_data["rows"].toInt(), orders[0], orders[1]};
+    }
 
     void save(AutogradContext* ctx) const {
-        ctx->save_for_backward({from_stream});
+        ctx->save_for_backward({order.to_stream, order.from_stream});
         ctx->saved_data["group_name"] = group_name;
         ctx->saved_data["dim"] = dim;
-    }
-    static Split load(AutogradContext* ctx) {
-        return {ctx->saved_data["group_name"].toStringRef(), ctx->saved_data["dim"].toInt(),
-                ctx->get_saved_variables()[0]};
+        ctx->saved_data["num_local_rows"] = num_local_rows;
+        ctx->saved_data["rows"] = order.rows;
     }
 };
 
-// Returns the rows of x_local (.., rows, ..) of all ranks in the order of the stream, (.., ranks * rows, ..).
+// Returns the rows of x_local (.., local rows, ..) of all ranks in the order of the stream, (.., seq_len, ..).
 at::Tensor gather_rows(const at::Tensor& x_local, const Split& split) {
     const auto transport = c10d_transport(split.group_name);
-    const at::Tensor input = x_local.movedim(split.dim, 0).contiguous();
+    const at::Tensor input = split.order.padded(x_local.movedim(split.dim, 0));
     std::vector<int64_t> sizes = input.sizes().vec();
     sizes.insert(sizes.begin(), transport->size());
     const at::Tensor output = at::empty(sizes, input.options());
     transport->all_gather(input, output)->wait();
-    return output.flatten(0, 1).index_select(0, inverse_permutation(split.from_stream)).movedim(0, split.dim);
+    return output.flatten(0, 1).index_select(0, split.order.to_stream).movedim(0, split.dim);
 }
 
-// Sums x (.., rows, ..) over the ranks and returns this rank's rows of the sum.
+// Sums x (.., seq_len, ..) over the ranks and returns this rank's rows of the sum.
 at::Tensor scatter_rows(const at::Tensor& x, const Split& split) {
     const auto transport = c10d_transport(split.group_name);
-    const at::Tensor rows = x.movedim(split.dim, 0).index_select(0, split.from_stream).to(ops::accumulation_type(x));
+    const at::Tensor by_row = x.movedim(split.dim, 0);
+    const at::Tensor rows = by_row.index_select(0, split.order.from_stream).to(ops::accumulation_type(x));
     const at::Tensor input = rows.contiguous().unflatten(0, {transport->size(), -1});
     const at::Tensor output = at::empty(input.sizes().slice(1), input.options());
     transport->reduce_scatter_sum(input, output)->wait();
-    return output.to(x.scalar_type()).movedim(0, split.dim);
+    return output.narrow(0, 0, split.num_local_rows).to(x.scalar_type()).movedim(0, split.dim);
 }
 
 class Shard : public torch::autograd::Function<Shard> {
   public:
-    static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const Split& split, int64_t rank,
-                              int64_t num_local_rows) {
+    static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, const Split& split, int64_t rank) {
         split.save(ctx);
-        return x.index_select(split.dim, split.from_stream.narrow(0, rank * num_local_rows, num_local_rows));
+        const at::Tensor& from_stream = split.order.from_stream;
+        return x.index_select(split.dim, from_stream.narrow(0, rank * split.order.rows, split.num_local_rows));
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
         return ops::once_differentiable(grads, [&]() -> variable_list {
-            return {gather_rows(grads[0], Split::load(ctx)), {}, {}, {}};
+            return {gather_rows(grads[0], Split(ctx)), {}, {}};
         });
     }
 };
@@ -86,7 +102,7 @@ class Unshard : public torch::autograd::Function<Unshard> {
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
         return ops::once_differentiable(grads, [&]() -> variable_list {
-            return {scatter_rows(grads[0], Split::load(ctx)), {}};
+            return {scatter_rows(grads[0], Split(ctx)), {}};
         });
     }
 };
@@ -114,33 +130,38 @@ at::Tensor shard(const at::Tensor& x, const std::string& group_name, int64_t dim
     dim = checked_dim(x, dim);
     const auto transport = c10d_transport(group_name);
     const plan::Partition partition = partition_of(transport->size(), x.size(dim), layout, cu_seqlens, packing);
-    const Split split{group_name, dim, index_tensor(partition.gathered_positions(), x.device())};
-    return Shard::apply(x, split, transport->rank(), partition.num_local_rows());
+    return Shard::apply(x, Split(group_name, dim, transport->rank(), partition, x.device()), transport->rank());
 }
 
 at::Tensor unshard(const at::Tensor& x_local, const std::string& group_name, int64_t dim, const std::string& layout,
                    const CuSeqlens& cu_seqlens, const std::string& packing) {
     const auto transport = c10d_transport(group_name);
-    std::vector<int64_t> from_stream;
+    std::vector<int64_t> others = x_local.sizes().vec();
+    int64_t num_local_rows = 0;
     std::string error;
     try {
         dim = checked_dim(x_local, dim);
-        from_stream =
-            partition_of(transport->size(), x_local.size(dim) * transport->size(), layout, cu_seqlens, packing)
-                .gathered_positions();
+        num_local_rows = x_local.size(dim);
+        others.erase(others.begin() + dim);
     } catch (const c10::Error& invalid) {
         error = invalid.what_without_backtrace();
-    } catch (const InvalidArgument& invalid) {
-        error = invalid.what();
     }
-    const std::vector<Field> fields = {{"x_local's shape", concat(x_local.sizes())},
+    const std::vector<Field> fields = {{"x_local's shape without its rows", concat(at::IntArrayRef(others))},
                                        {"x_local's dtype", concat(x_local.scalar_type())},
                                        {"dim", concat(dim)},
                                        {"layout", layout},
                                        {"packing", packing},
                                        {"cu_seqlens", summary(cu_seqlens)}};
-    agree(*transport, "unshard_sequence", fields, error);
-    return Unshard::apply(x_local, Split{group_name, dim, index_tensor(from_stream, x_local.device())});
+    const std::vector<int64_t> rows = agree(*transport, "unshard_sequence", fields, error, num_local_rows);
+    const int64_t seq_len = std::accumulate(rows.begin(), rows.end(), int64_t{0});
+    const plan::Partition partition = partition_of(transport->size(), seq_len, layout, cu_seqlens, packing);
+    for (int rank = 0; rank < transport->size(); ++rank) {
+        const int64_t expected = partition.num_local_rows(rank);
+        if (rows[rank] == expected) continue;
+        throw InvalidArgument(concat("x_local must have ", expected, " rows in dimension ", dim, " on rank ", rank,
+                                     ", as the ranks have ", seq_len, " together, got ", rows[rank]));
+    }
+    return Unshard::apply(x_local, Split(group_name, dim, transport->rank(), partition, x_local.device()));
 }
 
 }  // namespace megatron_sb::distributed

@@ -32,13 +32,16 @@ class Transport {
     // The device for small tensors that the host reads.
     virtual c10::Device control_device() const = 0;
 
-    // Sends the tensors of `sends` and fills the tensors of `receives`.
+    // Sends the tensors of `sends` and fills the tensors of `receives`. Messages without
+    // elements are not sent; both ranks know which these are.
     virtual std::unique_ptr<Pending> exchange(const std::vector<Message>& sends,
                                               const std::vector<Message>& receives) = 0;
     // output (size, ...): the input (...) of every rank, in the order of the ranks. Both contiguous.
     virtual std::unique_ptr<Pending> all_gather(const at::Tensor& input, const at::Tensor& output) = 0;
-    // output (size, ...): entry i is entry rank() of rank i's input (size, ...). Both contiguous.
-    virtual std::unique_ptr<Pending> all_to_all(const at::Tensor& input, const at::Tensor& output) = 0;
+    // input (rows, ...): input_rows[i] rows for rank i, one rank after another. output (rows, ...): output_rows[i] rows
+    // from rank i. Both contiguous.
+    virtual std::unique_ptr<Pending> all_to_all(const at::Tensor& input, const std::vector<int64_t>& input_rows,
+                                                const at::Tensor& output, const std::vector<int64_t>& output_rows) = 0;
     // output (...): the sum over ranks of entry rank() of their input (size, ...). Both contiguous and of one dtype,
     // in which the sum is computed: callers pass fp32 or fp64 gradients.
     virtual std::unique_ptr<Pending> reduce_scatter_sum(const at::Tensor& input, const at::Tensor& output) = 0;

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <limits>
+#include <optional>
 #include <utility>
 
 namespace megatron_sb::plan {
@@ -30,6 +32,17 @@ void append(Intervals& intervals, Interval next) {
     } else {
         intervals.push_back(next);
     }
+}
+
+int64_t num_rows(const Intervals& intervals) {
+    int64_t rows = 0;
+    for (const Interval& interval : intervals) rows += interval.end - interval.begin;
+    return rows;
+}
+
+// Returns the first row of a window, or a row after the stream if it has none.
+int64_t first_row(const Window& window) {
+    return window.intervals.empty() ? std::numeric_limits<int64_t>::max() : window.intervals[0].begin;
 }
 
 // Calls f(interval) for each part of rows [from, to), counted from the first row of the intervals.
@@ -96,12 +109,12 @@ class TileCounter {
     std::vector<int64_t> before_;  // tiles of all documents before a document
 };
 
-// The rows of two ranks, of which one rank gets the part [begin, begin + rows of a rank) and the other one gets the
-// rest.
+// The rows of two ranks, of which one rank gets the part [begin, begin + rows of a) and the other one gets the rest,
+// which has as many rows as b.
 class TwoWindows {
   public:
-    TwoWindows(const TileCounter& count, const Intervals& a, const Intervals& b, int64_t rows)
-        : count_(count), rows_(rows) {
+    TwoWindows(const TileCounter& count, const Intervals& a, const Intervals& b)
+        : count_(count), rows_(num_rows(a)), last_begin_(num_rows(b)) {
         Intervals all = a;
         all.insert(all.end(), b.begin(), b.end());
         std::sort(all.begin(), all.end(), [](const Interval& x, const Interval& y) { return x.begin < y.begin; });
@@ -110,13 +123,14 @@ class TwoWindows {
 
     int64_t part_tiles(int64_t begin) const { return count_(both_, begin, begin + rows_); }
     int64_t rest_tiles(int64_t begin) const {
-        return count_(both_, 0, begin) + count_(both_, begin + rows_, 2 * rows_);
+        return count_(both_, 0, begin) + count_(both_, begin + rows_, last_begin_ + rows_);
     }
 
-    // Returns the begin with the least cost near a place where `above` changes. It must differ at 0 and rows.
+    // Returns the begin with the least cost near a place where `above` changes, or near the last begin if it is the
+    // same everywhere.
     template <class Above, class Cost>
     int64_t best_begin(Above above, Cost cost) const {
-        int64_t low = 0, high = rows_;
+        int64_t low = 0, high = last_begin_;
         const bool above_at_first = above(low);
         while (high - low > 1) {
             const int64_t middle = (low + high) / 2;
@@ -129,7 +143,7 @@ class TwoWindows {
         int64_t best = low;
         auto least = cost(low);
         for (const int64_t begin : candidates) {
-            if (begin < 0 || begin > rows_) continue;
+            if (begin < 0 || begin > last_begin_) continue;
             const auto found = cost(begin);
             if (found < least) least = found, best = begin;
         }
@@ -141,13 +155,14 @@ class TwoWindows {
         std::pair<Intervals, Intervals> result;
         for_each_part(both_, begin, begin + rows_, [&](Interval rows) { append(result.first, rows); });
         for_each_part(both_, 0, begin, [&](Interval rows) { append(result.second, rows); });
-        for_each_part(both_, begin + rows_, 2 * rows_, [&](Interval rows) { append(result.second, rows); });
+        for_each_part(both_, begin + rows_, last_begin_ + rows_, [&](Interval rows) { append(result.second, rows); });
         return result;
     }
 
   private:
     const TileCounter& count_;
-    const int64_t rows_;  // of a rank
+    const int64_t rows_;        // of the part
+    const int64_t last_begin_;  // rows of the rest
     Intervals both_;
 };
 
@@ -157,10 +172,13 @@ class Splitter {
   public:
     // `tolerance_permille`: how far the work of a rank may be from the mean of the rows that are left.
     Splitter(const TileCounter& count, int64_t seq_len, int size, int64_t tolerance_permille)
-        : count_(count), rows_(seq_len / size), tolerance_permille_(tolerance_permille) {
+        : count_(count), tolerance_permille_(tolerance_permille) {
+        const auto begin_of = [&](int64_t i) { return i * (seq_len / size) + std::min(i, seq_len % size); };
         for (int i = 0; i < size; ++i) {
-            const Interval rows{i * rows_, (i + 1) * rows_};
-            windows_.push_back({{rows}, count_(rows)});
+            const Interval rows{begin_of(i), begin_of(i + 1)};
+            Intervals intervals;
+            append(intervals, rows);
+            windows_.push_back({std::move(intervals), count_(rows)});
             total_ += windows_.back().tiles;
         }
     }
@@ -185,7 +203,7 @@ class Splitter {
         // Some window is above the mean and some window is below it, so two neighbours are on different sides.
         size_t i = 0;
         while ((deviation(windows_[i].tiles) > 0) == (deviation(windows_[i + 1].tiles) > 0)) ++i;
-        const TwoWindows both(count_, windows_[i].intervals, windows_[i + 1].intervals, rows_);
+        const TwoWindows both(count_, windows_[i].intervals, windows_[i + 1].intervals);
         const int64_t tiles_before = windows_[i].tiles + windows_[i + 1].tiles;
         const int64_t begin = both.best_begin(
             [&](int64_t first) { return deviation(both.part_tiles(first)) > 0; },
@@ -210,7 +228,6 @@ class Splitter {
     }
 
     const TileCounter& count_;
-    const int64_t rows_;  // of a rank
     const int64_t tolerance_permille_;
     std::vector<Window> windows_;
     int64_t total_ = 0;  // tiles of the windows
@@ -218,7 +235,7 @@ class Splitter {
 
 // A total order, so that every implementation of std::sort gives the same result.
 bool fewer_tiles(const Window& a, const Window& b) {
-    return std::pair{a.tiles, a.intervals[0].begin} < std::pair{b.tiles, b.intervals[0].begin};
+    return std::pair{a.tiles, first_row(a)} < std::pair{b.tiles, first_row(b)};
 }
 
 bool is_balanced(const std::vector<Window>& ranks, int64_t most) {
@@ -233,16 +250,16 @@ bool is_balanced(const std::vector<Window>& ranks) {
 
 // Divides the rows of the rank with the most work and of a rank with little work anew, until the work is balanced or no
 // partner helps. How well two ranks can divide their rows depends on where tiles end, so several partners are tried.
-void even_out(std::vector<Window>& ranks, const TileCounter& count, int64_t rows) {
+void even_out(std::vector<Window>& ranks, const TileCounter& count) {
     for (size_t step = 0; step < ranks.size(); ++step) {
         std::sort(ranks.begin(), ranks.end(), fewer_tiles);
         Window& most = ranks.back();
         if (is_balanced(ranks, most.tiles)) return;
         const size_t num_partners = std::min<size_t>(kMaxPartners, ranks.size() - 1);
         Window best_part{{}, most.tiles}, best_rest{{}, most.tiles};
-        size_t best = 0;
+        std::optional<size_t> best;
         for (size_t i = 0; i < num_partners; ++i) {
-            const TwoWindows both(count, ranks[i].intervals, most.intervals, rows);
+            const TwoWindows both(count, ranks[i].intervals, most.intervals);
             const auto larger = [&](int64_t begin) { return std::max(both.part_tiles(begin), both.rest_tiles(begin)); };
             const int64_t begin =
                 both.best_begin([&](int64_t first) { return both.part_tiles(first) > both.rest_tiles(first); }, larger);
@@ -253,15 +270,14 @@ void even_out(std::vector<Window>& ranks, const TileCounter& count, int64_t rows
             best = i;
             if (is_balanced(ranks, larger(begin))) break;
         }
-        if (best_part.intervals.empty()) return;
-        most = std::move(best_part);
-        ranks[best] = std::move(best_rest);
+        if (!best) return;
+        most = std::move(best_rest);
+        ranks[*best] = std::move(best_part);
     }
 }
 
 std::vector<Span> spans_in_order(std::vector<Window> ranks) {
-    std::sort(ranks.begin(), ranks.end(),
-              [](const Window& a, const Window& b) { return a.intervals[0].begin < b.intervals[0].begin; });
+    std::sort(ranks.begin(), ranks.end(), [](const Window& a, const Window& b) { return first_row(a) < first_row(b); });
     std::vector<Span> spans;
     for (size_t rank = 0; rank < ranks.size(); ++rank) {
         for (const Interval& rows : ranks[rank].intervals)
@@ -293,7 +309,7 @@ std::vector<Span> balanced_spans(const std::vector<int64_t>& cu_seqlens, int64_t
         ranks = Splitter(count, seq_len, size, tolerance_permille).split();
         if (is_balanced(ranks)) return spans_in_order(std::move(ranks));
     }
-    even_out(ranks, count, seq_len / size);
+    even_out(ranks, count);
     return spans_in_order(std::move(ranks));
 }
 

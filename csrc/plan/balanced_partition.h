@@ -1,16 +1,17 @@
-// The layout "balanced": a split of a packed stream into spans, such that ranks have equal rows and nearly equal work.
+// The layout "balanced": a split of a packed stream into spans, such that ranks have nearly equal work, and rows that
+// differ by at most one.
 //
 // Work is counted in the tiles that the kernels compute: kWorkTileRows rows of Q by kWorkTileKeys keys. Tiles of rows
 // begin at the first row of a piece, and tiles of keys at the first key of a document. Tiles above the causal diagonal
 // and between documents are not computed. So a row of a long document costs more than a row of a short one, and a span
 // that ends inside a document costs a partial tile.
 //
-// Why equal rows and equal work are both possible: take a contiguous part of the stream with the rows of one rank, and
-// move it along the stream. The work of all its positions has the mean W / n, and it changes in small steps. So some
-// position has nearly the work W / n. Rank 0 gets this part. The rest of the stream, without the hole, is split in the
-// same way for the other ranks. Each rank adds at most two cuts. Tiles make the steps coarse if documents are long and
-// ranks have few rows. Then pairs of ranks, one with much and one with little work, divide their rows anew, which also
-// adds at most two cuts for each rank.
+// Why equal rows and equal work are both possible, if the number of ranks divides the rows: take a contiguous part of
+// the stream with the rows of one rank, and move it along the stream. The work of all its positions has the mean W / n,
+// and it changes in small steps. So some position has nearly the work W / n. Rank 0 gets this part. The rest of the
+// stream, without the hole, is split in the same way for the other ranks. Each rank adds at most two cuts. Tiles make
+// the steps coarse if documents are long and ranks have few rows. Then pairs of ranks, one with much and one with
+// little work, divide their rows anew, which also adds at most two cuts for each rank.
 #pragma once
 
 #include <cstdint>
@@ -33,11 +34,12 @@ inline constexpr int kMaxImbalancePercent = 5;
 // counts at least one tile of keys.
 int64_t piece_tiles(int64_t position, int64_t length);
 
-// Returns the spans of the stream in the order of their rows, fewer than 4 * size. Each row is in one span, each rank
-// has seq_len / size rows, and neighbouring spans have different ranks. Ranks are numbered by their first rows.
+// Returns the spans of the stream in the order of their rows, fewer than 4 * size. Each row is in one span, and
+// neighbouring spans have different ranks. Each rank has seq_len / size rows, and seq_len % size ranks have one more.
+// Ranks are numbered by their first rows; ranks without rows are the last ones.
 //
 // Document i has the rows [cu_seqlens[i], cu_seqlens[i + 1]), and rows from cu_seqlens.back() to seq_len have no work.
-// `size` must divide seq_len. The result is a pure function of the arguments.
+// The result is a pure function of the arguments.
 //
 // No rank has more than kMaxImbalancePercent more work than the mean, if tiles are small enough for this: see
 // docs/context_parallel.md.

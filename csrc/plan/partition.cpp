@@ -70,16 +70,13 @@ Partition::Partition(Layout layout, Packing packing, int size, int64_t seq_len,
     const std::vector<int64_t> documents = bounds_;
     if (bounds_.back() < seq_len) bounds_.push_back(seq_len);
     num_parts_ = num_chunks();
-    if (seq_len % num_parts_ != 0) {
-        throw InvalidArgument(concat("seq_len must be a multiple of ", num_parts_, " (layout \"", name_of(layout),
-                                     "\" over ", size, size == 1 ? " rank" : " ranks", "), got ", seq_len));
-    }
     int next = 0;
     for (size_t i = 0; i + 1 < bounds_.size(); ++i) {
         first_longer_part_.push_back(next);
         next = static_cast<int>((next + (bounds_[i + 1] - bounds_[i])) % num_parts_);
     }
     if (layout == Layout::kBalanced) spans_ = balanced_spans(documents, seq_len, size);
+    count_local_rows();
 }
 
 Partition Partition::over(int size) const {
@@ -94,7 +91,30 @@ Partition Partition::over(int size) const {
             other.spans_.push_back({span.begin, span.end, rank});
         }
     }
+    other.count_local_rows();
     return other;
+}
+
+void Partition::count_local_rows() {
+    local_rows_.assign(size_, 0);
+    for (int rank = 0; rank < size_; ++rank) {
+        for (const int held : chunks_of(rank)) local_rows_[rank] += num_chunk_rows(held);
+    }
+}
+
+int64_t Partition::num_chunk_rows(int chunk) const {
+    const int parts = num_parts_ / num_chunks();  // in a chunk
+    if (layout_ != Layout::kBalanced) return rows_before((chunk + 1) * parts) - rows_before(chunk * parts);
+    int64_t rows = 0;
+    for (const Span& span : spans_) {
+        if (span.rank == chunk) rows += span.end - span.begin;
+    }
+    return rows;
+}
+
+// The documents deal their longer parts in turn, so the parts have as many rows as those of one document.
+int64_t Partition::rows_before(int part) const {
+    return part * (num_rows() / num_parts_) + std::min<int64_t>(part, num_rows() % num_parts_);
 }
 
 int64_t Partition::part_begin(size_t document, int part) const {
@@ -120,14 +140,14 @@ std::vector<Piece> Partition::stream() const {
 std::vector<Piece> Partition::chunk(int chunk) const {
     if (layout_ == Layout::kBalanced) return pieces_of_rank(chunk);
     std::vector<Piece> pieces;
-    const int64_t chunk_rows = num_rows() / num_chunks();
     const int parts = num_parts_ / num_chunks();  // in a chunk
+    const int64_t first = rows_before(chunk * parts), last = rows_before((chunk + 1) * parts);
     for (size_t i = 0; i + 1 < bounds_.size(); ++i) {
         const int64_t begin = bounds_[i], end = bounds_[i + 1];
         if (packing_ == Packing::kPerDocument) {
             append(pieces, i, begin, part_begin(i, chunk * parts), part_begin(i, (chunk + 1) * parts));
         } else {
-            append(pieces, i, begin, std::max(begin, chunk * chunk_rows), std::min(end, (chunk + 1) * chunk_rows));
+            append(pieces, i, begin, std::max(begin, first), std::min(end, last));
         }
     }
     return pieces;
@@ -166,7 +186,7 @@ std::vector<Piece> Partition::local(int rank) const {
 
 std::vector<int64_t> Partition::local_positions(int rank) const {
     std::vector<int64_t> rows;
-    rows.reserve(num_local_rows());
+    rows.reserve(num_local_rows(rank));
     for (const Piece& piece : local(rank)) {
         for (int32_t i = 0; i < piece.length; ++i) rows.push_back(piece.stream_row + i);
     }
@@ -175,10 +195,12 @@ std::vector<int64_t> Partition::local_positions(int rank) const {
 
 std::vector<int64_t> Partition::gathered_positions() const {
     std::vector<int64_t> rows;
-    rows.reserve(num_rows());
+    const int64_t padded = max_local_rows();
+    rows.reserve(size_ * padded);
     for (int rank = 0; rank < size_; ++rank) {
         const std::vector<int64_t> part = local_positions(rank);
         rows.insert(rows.end(), part.begin(), part.end());
+        rows.resize((rank + 1) * padded, kNoRow);
     }
     return rows;
 }

@@ -3,14 +3,17 @@
 // zigzag splits the stream into 2 * size chunks, and rank r holds chunks r and 2 * size - 1 - r. contiguous splits it
 // into `size` chunks, and rank r holds chunk r. With `per_document` every document is split into that many parts, and
 // chunk i consists of part i of every document. If the length of a document does not divide, some of its parts have one
-// row more than the others; the documents take turns with the parts, so that all chunks have equal rows. With
-// `whole_stream` the stream as a whole is split. Rows after the last document form a tail that no query sees; the tail
-// is split like a document.
+// row more than the others; the documents take turns with the parts. With `whole_stream` the stream as a whole is
+// split. Rows after the last document form a tail that no query sees; the tail is split like a document.
 //
-// balanced splits the stream at any row, so that ranks have equal rows and nearly equal work (balanced_partition.h). It
-// does not use the packing. Chunk r then consists of all rows of rank r, in the order of the stream.
+// balanced splits the stream at any row, so that ranks have nearly equal work (balanced_partition.h). It does not use
+// the packing. Chunk r then consists of all rows of rank r, in the order of the stream.
+//
+// In every layout the rows of two chunks, and of two ranks, differ by at most one. With fewer rows than ranks, some
+// ranks have none.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -39,11 +42,12 @@ struct Piece {
     int32_t length;
 };
 
+inline constexpr int64_t kNoRow = -1;
+
 class Partition {
   public:
     // `cu_seqlens` has the start of each document and the end of the last; nullopt means one document of seq_len rows.
-    // Throws InvalidArgument if cu_seqlens do not start at 0, decrease or end beyond seq_len, or if seq_len is not a
-    // multiple of num_chunks().
+    // Throws InvalidArgument if cu_seqlens do not start at 0, decrease or end beyond seq_len.
     Partition(Layout layout, Packing packing, int size, int64_t seq_len,
               const std::optional<std::vector<int64_t>>& cu_seqlens);
 
@@ -54,7 +58,8 @@ class Partition {
     Layout layout() const { return layout_; }
     int size() const { return size_; }
     int64_t num_rows() const { return bounds_.back(); }
-    int64_t num_local_rows() const { return num_rows() / size_; }
+    int64_t num_local_rows(int rank) const { return local_rows_[rank]; }
+    int64_t max_local_rows() const { return *std::max_element(local_rows_.begin(), local_rows_.end()); }
     int num_chunks() const { return layout_ == Layout::kZigzag ? 2 * size_ : size_; }
     // Whether keys can move around a ring in order (plan/schedule.h): chunks must be neighbours in every document.
     bool has_ring() const { return layout_ != Layout::kBalanced; }
@@ -63,6 +68,7 @@ class Partition {
 
     // Returns the chunks of a rank in the order of their lanes (plan/schedule.h): the low chunk, then the high chunk.
     std::vector<int> chunks_of(int rank) const;
+    int64_t num_chunk_rows(int chunk) const;
 
     // Return the pieces of the whole stream, of a chunk, and of the local buffer of a rank. The local buffer is in
     // Megatron's order. per_document: the low part and the high part of each document in turn. whole_stream: the low
@@ -73,7 +79,8 @@ class Partition {
 
     // Returns the stream row of each local row of a rank.
     std::vector<int64_t> local_positions(int rank) const;
-    // Returns the stream row of each row of the concatenated local buffers of all ranks.
+    // Returns the stream row of each row of the local buffers of all ranks, one buffer after another. Each is padded to
+    // max_local_rows() with rows kNoRow.
     std::vector<int64_t> gathered_positions() const;
     // Returns the local row of each row of a chunk. Throws InvalidArgument if `rank` does not hold the chunk.
     std::vector<int64_t> chunk_rows(int rank, int chunk) const;
@@ -82,6 +89,9 @@ class Partition {
     // Returns the first stream row of part `part` of a document (or of the tail), of the parts that the constructor
     // made.
     int64_t part_begin(size_t document, int part) const;
+    // Returns how many rows the parts before `part` have, of all documents.
+    int64_t rows_before(int part) const;
+    void count_local_rows();
     std::vector<Piece> pieces_of_rank(int rank) const;  // with balanced
 
     Layout layout_;
@@ -92,6 +102,7 @@ class Partition {
     std::vector<int64_t> bounds_;         // bounds of the documents and of the tail, if any
     std::vector<int> first_longer_part_;  // of each document: the first part with one row more, if any has
     std::vector<Span> spans_;             // with balanced, in the order of the stream
+    std::vector<int64_t> local_rows_;     // by rank
 };
 
 }  // namespace megatron_sb::plan

@@ -39,7 +39,7 @@ bool continues(const Segment& segment, const Piece& query, const Piece& key) {
 SegmentPlan one_buffer(const Partition& partition, int rank, const std::vector<Piece>& keys) {
     BufferSegments all{0, pair_pieces(partition.local(rank), keys, partition.num_documents())};
     if (all.segments.empty()) return {{}, {{}}};
-    return {{{0, static_cast<int32_t>(partition.num_local_rows())}}, {std::move(all)}};
+    return {{{0, static_cast<int32_t>(partition.num_local_rows(rank))}}, {std::move(all)}};
 }
 
 }  // namespace

@@ -315,8 +315,8 @@ class StickBreakingCoreAttention(MegatronModule):
         cp_group = self.cp_group_of(packed_seq_params)
         if cp_group is not None:
             shards = (self.options.cp_layout, cu_seqlens, self.options.packing)
-            positions = shard_positions(cp_group.size(), key.shape[1] * cp_group.size(), *shards)[cp_group.rank()]
             key = unshard_sequence(key, cp_group, 1, *shards)
+            positions = shard_positions(cp_group.size(), key.shape[1], *shards)[cp_group.rank(), : query.shape[1]]
         options = {"scale": self.scale, "attend_current": self.options.attend_current}
         largest = largest_logits(query, key, positions=positions, cu_seqlens=cu_seqlens, **options)
         before = self.current_max_attn_logits
@@ -395,7 +395,7 @@ class StickBreakingCoreAttention(MegatronModule):
                 )
         return shared_plans.get(
             cp_group,
-            seq_len=query.shape[-3] * cp_group.size(),
+            local_len=query.shape[-3],
             cu_seqlens=cu_seqlens,
             layout=layout,
             packing=self.options.packing,

@@ -28,13 +28,16 @@ def hierarchical_levels(groups) -> tuple:
 
 
 class PlanCache:
-    """Keep the latest context-parallel plans, for documents that Megatron's data loaders have cut into equal chunks.
+    """Keep the latest context-parallel plans.
 
-    A plan is reused while the group, the sequence length, the layout and the packing are the same. `cu_seqlens` must
-    also be the same tensor object and hold the same values. On a GPU, a write that torch counts makes a new plan. Torch
-    does not count writes by collectives, by CUDA graphs and through `.data`: after such a write, the device stops with
-    an error (`megatron_sb.ops.snapshot`). Torch counts no writes to inference tensors, so each call with one makes a
-    new plan.
+    Megatron's data loaders cut documents into equal chunks, so other lengths raise an error. They do not make packed
+    batches of the layout "balanced": these may have any length, and the ranks numbers of rows that differ by one.
+
+    A plan is reused while the group, the local rows, the layout and the packing are the same. `cu_seqlens` must also be
+    the same tensor object and hold the same values. On a GPU, a write that torch counts makes a new plan. Torch does
+    not count writes by collectives, by CUDA graphs and through `.data`: after such a write, the device stops with an
+    error (`megatron_sb.ops.snapshot`). Torch counts no writes to inference tensors, so each call with one makes a new
+    plan.
 
     Making a plan is a collective. The ranks of a group run the same layers on the same batches, so they make plans at
     the same calls. The cache holds references to process groups and `cu_seqlens` until `clear`.
@@ -48,7 +51,7 @@ class PlanCache:
         >>> from megatron_sb.megatron.plans import PlanCache
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # one rank
         >>> plans = PlanCache()
-        >>> arguments = {"seq_len": 64, "cu_seqlens": None, "layout": "zigzag", "packing": "per_document"}
+        >>> arguments = {"local_len": 64, "cu_seqlens": None, "layout": "zigzag", "packing": "per_document"}
         >>> plans.get(dist.group.WORLD, **arguments) is plans.get(dist.group.WORLD, **arguments)
         True
         >>> plans.clear()
@@ -63,22 +66,20 @@ class PlanCache:
         self,
         cp_group: torch.distributed.ProcessGroup,
         *,
-        seq_len: int,
+        local_len: int,
         cu_seqlens: torch.Tensor | None,
         layout: str,
         packing: str,
     ) -> ContextParallelPlan:
         """Return the plan for these arguments of `ContextParallelPlan`. All ranks of the group must call this."""
-        arguments = {
-            "seq_len": seq_len,
-            "cu_seqlens": cu_seqlens,
-            "layout": layout,
-            "packing": packing,
-            "equal_chunks": True,
-        }
+        arguments = {"cu_seqlens": cu_seqlens, "layout": layout, "packing": packing}
+        if layout == "balanced" and cu_seqlens is not None:
+            arguments["local_len"] = local_len
+        else:
+            arguments |= {"seq_len": local_len * cp_group.size(), "equal_chunks": True}
         if cu_seqlens is not None and cu_seqlens.is_inference():
             return ContextParallelPlan(cp_group, **arguments)
-        key = (id(cp_group), seq_len, id(cu_seqlens), layout, packing)
+        key = (id(cp_group), local_len, id(cu_seqlens), layout, packing)
         plan, snapshot, *_ = self._plans.get(key, (None, None))
         if plan is None or not (snapshot is None or snapshot.is_current(cu_seqlens)):
             if cu_seqlens is not None:

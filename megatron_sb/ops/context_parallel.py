@@ -4,14 +4,15 @@ A stream of ``seq_len`` rows is split over the ranks of a group. It is one docum
 
 - ``layout="zigzag"`` splits the stream into 2 * ranks chunks. Rank r holds chunks r and 2 * ranks - 1 - r.
 - ``layout="contiguous"`` splits the stream into as many chunks as ranks. Rank r holds chunk r.
-- ``layout="balanced"`` splits the stream at any row, so that ranks have equal rows and nearly equal work. Documents can
-  have any length. Rank r holds several parts of the stream, in the order of the stream.
+- ``layout="balanced"`` splits the stream at any row, so that ranks have nearly equal work. Rank r holds several parts
+  of the stream, in the order of the stream.
 - With ``cu_seqlens``, ``packing="per_document"`` splits every document in this way, as Megatron and Transformer Engine
-  do. Documents can have any length: where it does not divide, some chunks get one row more, and the documents take
-  turns, so that all ranks have equal rows. ``packing="whole_stream"`` splits the stream as a whole, at places that do
-  not depend on the documents. A balanced layout does not use the packing.
+  do. ``packing="whole_stream"`` splits the stream as a whole, at places that do not depend on the documents. A balanced
+  layout does not use the packing.
 
-Rows after the last document belong to no document. They are split like one more document.
+The stream and its documents can have any length. Where a length does not divide, some chunks get one row more, and
+documents take turns, so the rows of two ranks differ by at most one. Rows after the last document belong to no
+document. They are split like one more document.
 """
 
 import functools
@@ -106,17 +107,30 @@ def _offsets(cu_seqlens: object) -> tuple[list[int] | None, str]:
     return cu_seqlens.tolist(), ""
 
 
-def _unequal_chunks(offsets: list[int], layout: str, size: int) -> str:
-    """Return an error message if a document does not divide into the chunks of a layout, or ""."""
-    chunks = {"zigzag": 2 * size, "contiguous": size}.get(layout, 1)
-    for i, (begin, end) in enumerate(pairwise(offsets)):
+def _unequal_chunks(seq_len: int | None, offsets: list[int] | None, layout: str, packing: str, size: int) -> str:
+    """Return an error message if the stream or a document does not divide into the chunks of a layout, or ""."""
+    chunks = 2 * size if layout == "zigzag" else size
+    cut = pairwise(offsets or ()) if packing == "per_document" and layout != "balanced" else ()
+    for i, (begin, end) in enumerate(cut):
         if (end - begin) % chunks:
             return (
                 f"The length of document {i} (cu_seqlens {begin} to {end}) must be a multiple of {chunks}, because the "
                 f"data loader cuts each document into {chunks} equal chunks (layout {layout!r}, {size} ranks), got "
                 f"{end - begin}."
             )
+    if seq_len is not None and seq_len % chunks:
+        return (
+            f"seq_len must be a multiple of {chunks}, because the data loader cuts it into {chunks} equal chunks "
+            f"(layout {layout!r}, {size} ranks), got {seq_len}."
+        )
     return ""
+
+
+def _length(name: str, value: object, error: str) -> tuple[int | None, str]:
+    """Return a length or None, and the error, or one that says that the length has a wrong type."""
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value, error
+    return None, error or f"{name} must be an int, got {value!r}."
 
 
 def _text(name: str, value: object) -> str:
@@ -133,16 +147,17 @@ class ContextParallelPlan:
 
     Args:
         cp_group: the process group, or a `DeviceMesh` with one dimension. Every rank of it must make the plan.
-        seq_len: rows of the whole stream. Required without cu_seqlens. Default: cu_seqlens[-1].
+        seq_len: rows of the whole stream. Required without cu_seqlens or local_len. Default: cu_seqlens[-1].
         cu_seqlens: int32, (documents + 1,), offsets of the documents in the whole stream, the same on all ranks. The
             first entry is 0. If documents are padded, these are the padded offsets. A GPU tensor is copied to the host.
             Default: None, one document.
         layout: "zigzag", "contiguous" or "balanced". Default: "zigzag".
         packing: "per_document" or "whole_stream". Not used without cu_seqlens, or with layout "balanced". Default:
             "per_document".
-        equal_chunks: whether to raise an error if a document does not divide into equal chunks with "per_document". Use
-            it where other code cuts the documents and needs such lengths, as Megatron's data loaders do. Default:
+        equal_chunks: whether to raise an error if seq_len does not divide into equal chunks, or with "per_document" a
+            document. Use it where other code cuts them and needs such lengths, as Megatron's data loaders do. Default:
             False.
+        local_len: rows of this rank, in place of seq_len, which is then the sum over the ranks. Default: None.
 
     Attributes:
         cp_group: the process group.
@@ -150,7 +165,7 @@ class ContextParallelPlan:
         rank: this rank in cp_group.
         size: number of ranks.
         seq_len: rows of the whole stream.
-        local_len: rows of each rank.
+        local_len: rows of this rank: seq_len / size, on some ranks one more.
         key_rows: rows of keys that this rank has with "all_gather": seq_len, or only those that its queries see, if the
             ranks together need at most half of the stream each.
         packed: whether the plan was made with cu_seqlens.
@@ -159,8 +174,7 @@ class ContextParallelPlan:
 
     Raises:
         ValueError: On every rank, if any rank finds that
-            - seq_len is not a multiple of 2 * ranks (zigzag) or of ranks (contiguous, balanced): add rows after the
-              last document. With equal_chunks, also the length of a document;
+            - seq_len, or a document, does not divide into equal chunks, with equal_chunks;
             - offsets do not start at 0, decrease, or end beyond seq_len;
             - an argument has another invalid value, or differs between the ranks.
             On this rank alone, if it is not in the group.
@@ -186,15 +200,26 @@ class ContextParallelPlan:
         layout: str = "zigzag",
         packing: str = "per_document",
         equal_chunks: bool = False,
+        local_len: int | None = None,
     ) -> None:
         offsets, error = _offsets(cu_seqlens)
-        if seq_len is not None and (not isinstance(seq_len, int) or isinstance(seq_len, bool)):
-            seq_len, error = None, error or f"seq_len must be an int, got {seq_len!r}."
+        seq_len, error = _length("seq_len", seq_len, error)
+        local_len, error = _length("local_len", local_len, error)
+        if seq_len is not None and local_len is not None:
+            error = error or f"local_len must be None if seq_len is given, got {local_len} and seq_len {seq_len}."
         self.cp_group = _process_group(cp_group)
-        if equal_chunks and offsets is not None and packing == "per_document" and not error:
-            error = _unequal_chunks(offsets, layout, group_size(self.cp_group))
+        if equal_chunks and not error:
+            size = group_size(self.cp_group)
+            total = seq_len if local_len is None else local_len * size
+            error = _unequal_chunks(total, offsets, layout, packing, size)
         self.state = torch.classes.megatron_sb.ContextParallelPlan(
-            self.cp_group.group_name, seq_len, offsets, _text("layout", layout), _text("packing", packing), error
+            self.cp_group.group_name,
+            seq_len,
+            offsets,
+            _text("layout", layout),
+            _text("packing", packing),
+            error,
+            local_len,
         )
         self.cu_seqlens = None if offsets is None else torch.tensor(offsets, dtype=torch.int32, device="cpu")
         self.rank: int = self.state.rank()
@@ -229,7 +254,7 @@ def _make_plan(
     if q.dim() != rank:
         shape = "(b, s_local, h, d)" if cu_seqlens is None else "(t_local, h, d) with cu_seqlens"
         raise ValueError(f"q must have {rank} dimensions, {shape}, got {q.dim()}.")
-    return ContextParallelPlan(cp_group, q.shape[rank - 3] * group_size(cp_group), cu_seqlens, layout, packing)
+    return ContextParallelPlan(cp_group, None, cu_seqlens, layout, packing, local_len=q.shape[rank - 3])
 
 
 def _check_plan(
@@ -350,8 +375,7 @@ def context_parallel_attention(
         zero gradients.
 
     Raises:
-        ValueError: If an argument has an invalid value, the length does not divide, comm does not support the layout,
-            or the ranks disagree.
+        ValueError: If an argument has an invalid value, comm does not support the layout, or the ranks disagree.
             While a plan is made, and in a call that is new on every rank, an error on one rank is raised on every
             rank. A rank that makes a known call raises it after the timeout of the group (gloo).
             Four errors are raised only on this rank at any time: a wrong number of dimensions of q without a plan, a
@@ -428,17 +452,20 @@ def shard_positions(
         seq_len, layout, cu_seqlens, packing: see `ContextParallelPlan`. seq_len is required.
 
     Returns:
-        int64, (num_ranks, seq_len / num_ranks), on the CPU. Entry (r, i) is the row of the whole sequence that is local
-        row i of rank r.
+        int64, (num_ranks, rows of the rank with the most), on the CPU. Entry (r, i) is the row of the whole sequence
+        that is local row i of rank r, or -1 if rank r has no row i: the last entry of a rank with one row less.
 
     Raises:
-        ValueError: If seq_len does not divide (see `ContextParallelPlan`), or an argument is invalid.
+        ValueError: If an argument is invalid.
 
     Example:
         >>> from megatron_sb.ops.context_parallel import shard_positions
         >>> shard_positions(2, 8)
         tensor([[0, 1, 6, 7],
                 [2, 3, 4, 5]])
+        >>> shard_positions(2, 5, "contiguous")
+        tensor([[ 0,  1,  2],
+                [ 3,  4, -1]])
     """
     offsets, error = _offsets(cu_seqlens)
     if error:
@@ -474,8 +501,7 @@ def shard_sequence(
         each of them is in the whole sequence.
 
     Raises:
-        ValueError: If the length does not divide (see `ContextParallelPlan`), offsets or dim are invalid, or this rank
-            is not in the group.
+        ValueError: If offsets or dim are invalid, or this rank is not in the group.
         TypeError: If cp_group is neither a process group nor a DeviceMesh, or x is not a tensor.
 
     Example:
@@ -483,7 +509,7 @@ def shard_sequence(
         >>> import torch.distributed as dist
         >>> import megatron_sb as sb
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # one rank
-        >>> sb.shard_sequence(torch.randn(1, 64, 8), dist.group.WORLD).shape  # 64 / ranks rows
+        >>> sb.shard_sequence(torch.randn(1, 64, 8), dist.group.WORLD).shape  # all rows of one rank
         torch.Size([1, 64, 8])
         >>> dist.destroy_process_group()
     """
@@ -519,9 +545,10 @@ def unshard_sequence(
         The whole sequence, on every rank.
 
     Raises:
-        ValueError: On every rank, if the length does not divide, or offsets or dim are invalid. Or if the ranks
-            disagree on the shape or dtype of x, dim, layout, packing or cu_seqlens. On this rank alone, if its
-            cu_seqlens has a wrong type, dtype or number of dimensions.
+        ValueError: On every rank, if offsets or dim are invalid, or a rank has more or fewer rows than
+            `shard_sequence` returns. Or if the ranks disagree on the other sizes or the dtype of x, dim, layout,
+            packing or cu_seqlens. On this rank alone, if its cu_seqlens has a wrong type, dtype or number of
+            dimensions.
         TypeError: If cp_group is neither a process group nor a DeviceMesh, or x is not a tensor.
         RuntimeError: If another rank is lost, or does not call the function before the timeout of the group.
 

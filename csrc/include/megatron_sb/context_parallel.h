@@ -33,29 +33,31 @@ class ContextParallelPlan : public torch::CustomClassHolder {
   public:
     // Collective.
     //
-    // - seq_len: rows of the whole stream. Default: cu_seqlens.back(); required without cu_seqlens.
+    // - seq_len: rows of the whole stream, of any number. Default: cu_seqlens.back(); required without cu_seqlens.
     // - cu_seqlens: the start of each packed document and the end of the last one, equal on all ranks. Default: each
     //   batch element is one sequence.
     // - layout: "zigzag" splits a length into 2 * ranks chunks, "contiguous" into as many chunks as ranks. "balanced"
-    //   splits the stream at any row, so that ranks have equal rows and nearly equal work. seq_len must be a multiple
-    //   of the number of chunks ("balanced": of ranks); documents can have any length.
+    //   splits the stream at any row, so that ranks have nearly equal work. In every layout the rows of two ranks
+    //   differ by at most one.
     // - packing: "per_document" splits each document, "whole_stream" the stream as a whole. Not used with layout
     //   "balanced".
     // - argument_error: if not empty on some rank, every rank throws std::invalid_argument with this text. A caller
     //   that finds an invalid argument on its rank passes the message here, so that the other ranks do not wait for
     //   this rank.
+    // - local_len: rows of this rank. If it is given and seq_len is not, seq_len is the sum over the ranks.
     //
     // Throws std::invalid_argument on every rank if an argument is invalid on any rank or if the ranks disagree.
     ContextParallelPlan(const std::string& group_name, std::optional<int64_t> seq_len,
                         std::optional<std::vector<int64_t>> cu_seqlens, const std::string& layout = "zigzag",
-                        const std::string& packing = "per_document", const std::string& argument_error = "");
+                        const std::string& packing = "per_document", const std::string& argument_error = "",
+                        std::optional<int64_t> local_len = std::nullopt);
     ~ContextParallelPlan() override;
 
     const std::string& group_name() const;
     int64_t rank() const;       // of this process in the group
     int64_t size() const;       // ranks of the group
     int64_t seq_len() const;    // rows of the whole stream
-    int64_t local_len() const;  // rows of each rank: seq_len / size
+    int64_t local_len() const;  // rows of this rank: seq_len / size, on some ranks one more
     int64_t key_rows() const;   // rows of keys that this rank has with all_gather, its own among them
     bool packed() const;        // whether the plan has cu_seqlens
     std::string layout() const;
@@ -107,7 +109,7 @@ std::tuple<at::Tensor, at::Tensor> context_parallel_attention(const at::Tensor& 
                                                               const c10::intrusive_ptr<ContextParallelPlan>& plan,
                                                               const ContextParallelOptions& options = {});
 
-// Returns this rank's rows of x (.., seq_len, ..), of shape (.., seq_len / ranks, ..). `dim` is the dimension of the
+// Returns this rank's rows of x (.., seq_len, ..), of shape (.., local rows, ..). `dim` is the dimension of the
 // rows; x can have any dtype. `layout`, `cu_seqlens` and `packing` are those of ContextParallelPlan.
 //
 // The forward sends nothing. The backward is collective: it gathers the gradients of all ranks, so every rank gets the
@@ -119,7 +121,7 @@ at::Tensor shard_sequence(const at::Tensor& x, const std::string& group_name, in
                           const std::optional<std::vector<int64_t>>& cu_seqlens = std::nullopt,
                           const std::string& packing = "per_document");
 
-// Returns the rows of all ranks in the order of the stream: (.., seq_len, ..) from x_local (.., seq_len / ranks, ..).
+// Returns the rows of all ranks in the order of the stream: (.., seq_len, ..) from x_local (.., local rows, ..).
 // The arguments are those of shard_sequence. Collective, and so is its backward, which sums the gradients of all ranks
 // in fp32 (fp64 if x_local is fp64).
 //

@@ -184,17 +184,21 @@ class SoftmaxAttention(nn.Module):
             stable_mask_gammas=self.stable_mask_gamma,
         )
 
-    def check_inputs(self, q: Tensor, k: Tensor, v: Tensor, *, packed: bool, offsets: str = "cu_seqlens") -> None:
+    def check_inputs(
+        self, q: Tensor, k: Tensor, v: Tensor, *, packed: bool, offsets: str = "cu_seqlens", min_tokens: int = 1
+    ) -> None:
         """Raise ValueError or TypeError for a wrong shape, dtype or device of q, k and v; see `forward`.
 
         packed: the shapes are those of packed documents. offsets: what describes packed documents, for the message.
+        min_tokens: the least number of tokens, 0 or 1.
         """
         expected = f"(t, h, d) with {offsets}" if packed else f"(b, s, h, d) without {offsets}"
         dims = 3 if packed else 4
-        if q.dim() != dims or q.shape[-2:] != (self.num_heads, self.head_dim) or q.numel() == 0:
+        heads = (self.num_heads, self.head_dim)
+        if q.dim() != dims or q.shape[-2:] != heads or q.shape[:-2].numel() < min_tokens:
             raise ValueError(
-                f"q must have shape {expected}, with h = {self.num_heads}, d = {self.head_dim} and at least one token, "
-                f"got {tuple(q.shape)}."
+                f"q must have shape {expected}, with h = {self.num_heads}, d = {self.head_dim} and at least "
+                f"{min_tokens} token{'s' if min_tokens != 1 else ''}, got {tuple(q.shape)}."
             )
         if k.dim() != dims or (*k.shape[:-2], k.shape[-1]) != (*q.shape[:-2], self.head_dim):
             raise ValueError(

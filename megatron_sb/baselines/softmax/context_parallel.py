@@ -100,7 +100,8 @@ def context_parallel_softmax(
     for name, value in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, value)
     q, k, v = (cast_by_autocast(x) for x in (q, k, v))
-    attention.check_inputs(q, k, v, packed=plan.packed, offsets="the plan's cu_seqlens")
+    min_tokens = min(1, plan.local_len)  # a rank of a short stream may have none
+    attention.check_inputs(q, k, v, packed=plan.packed, offsets="the plan's cu_seqlens", min_tokens=min_tokens)
     if q.shape[-3] != plan.local_len:
         raise ValueError(f"q must have the {plan.local_len} local rows of {plan!r}, got {q.shape[-3]}.")
     if log_gates is not None:
@@ -125,7 +126,8 @@ def _chosen(comm: str, q: Tensor, k: Tensor, plan: ContextParallelPlan) -> str:
         return comm
     if not _heads_problem(q.shape[-2], k.shape[-2], plan.size):
         return "a2a"
-    num_bytes = 2 * k.numel() * k.element_size() * plan.size
+    batch = 1 if plan.packed else k.shape[0]  # not the local rows, which differ between ranks
+    num_bytes = 2 * batch * plan.seq_len * k.shape[-2] * k.shape[-1] * k.element_size()
     return "all_gather" if num_bytes <= MAX_GATHERED_BYTES else "p2p"
 
 
@@ -212,24 +214,21 @@ def _attend(
         share = q.shape[2] // dist.get_world_size(head_group)
         first = share * dist.get_rank(head_group)
         scores = scores.of_heads(first, first + share)
-        q, k, v = exchange_heads(q, k, v, head_group, indices)
+        q, k, v = exchange_heads(q, k, v, head_group, shards)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if key_group is None:
         documents = (x[:, :, : shards.num_rows] for x in (q, k, v))
         o = kernels.attend(*documents, shards.lengths, scores)
         o = pad(o, (0, 0, 0, q.shape[2] - shards.num_rows))
     else:
-        if comm == "all_gather":
-            transport = Gathered(key_group, shards.blocks_of_stream(scores.window), indices)
-        else:
-            transport = Ring(key_group, shards.blocks_by_member(scores.window))
+        transport = (Gathered if comm == "all_gather" else Ring)(key_group, shards, scores.window)
         o, lse = _SharedKeys.apply(q, k, v, transport, scores, *scores.parameters)
         if scores.stable_mask_gammas is not None:
             pseudo = pseudo_lse(scores.stable_mask_gammas, shards.all_lengths, q.device)
             pseudo = pseudo[:, indices.member].to(lse.dtype)
             o = (o * (lse - pseudo).sigmoid()[..., None]).to(q.dtype)
     o = o.transpose(1, 2)
-    return o if head_group is None else exchange_rows(o, head_group, indices)
+    return o if head_group is None else exchange_rows(o, head_group, shards)
 
 
 class _SharedKeys(torch.autograd.Function):

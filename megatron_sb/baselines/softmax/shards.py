@@ -70,8 +70,9 @@ class Indices:
         member: (rows of a member,), rows of the stream that this rank's member holds, ascending.
         exchanged: (rows of a member,), sorts rows that are concatenated by rank of the a2a group as in the stream.
         unexchanged: the inverse of `exchanged`.
-        gathered: (seq_len,), sorts rows that are concatenated by member as in the stream.
-        ungathered: the inverse of `gathered`.
+        gathered: (seq_len,), sorts rows that are concatenated by member as in the stream. Each member's rows are padded
+            to those of the member with the most.
+        ungathered: (members * rows of the member with the most,), the inverse of `gathered`, and 0 for the padding.
     """
 
     local: Tensor
@@ -80,6 +81,10 @@ class Indices:
     unexchanged: Tensor
     gathered: Tensor
     ungathered: Tensor
+
+    def to(self, device: torch.device) -> Indices:
+        """Return the orders on a device."""
+        return Indices(*(index.to(device) for index in vars(self).values()))
 
 
 class Shards:
@@ -94,6 +99,8 @@ class Shards:
         all_lengths: the same, followed by the number of rows after the last document if there are any.
         num_rows: rows of all documents.
         member: index of the member that this rank belongs to.
+        member_rows: numbers of rows of all members.
+        exchanged_rows: numbers of rows of the ranks of this rank's member.
     """
 
     def __init__(self, plan: ContextParallelPlan, exchanging: int) -> None:
@@ -105,13 +112,17 @@ class Shards:
         self.all_lengths = (*self.lengths, *([num_others] if num_others else []))
         self.member = plan.rank // exchanging
         table = shard_positions(plan.size, plan.seq_len, plan.layout, plan.cu_seqlens, plan.packing)
-        members = table.view(plan.size // exchanging, -1)
-        self._rows, order = members.sort(dim=1)
-        gathered = self._rows.flatten().argsort()
-        exchanged = order[self.member]
-        self._indices = Indices(
-            table[plan.rank], self._rows[self.member], exchanged, exchanged.argsort(), gathered, gathered.argsort()
-        )
+        ranks = [rows[rows >= 0] for rows in table]  # a rank with one row less has -1 in its place
+        members = [torch.cat(ranks[i : i + exchanging]) for i in range(0, plan.size, exchanging)]
+        self._rows = [rows.sort().values for rows in members]
+        self.member_rows = tuple(map(len, members))
+        self.exchanged_rows = tuple(map(len, ranks[self.member * exchanging :][:exchanging]))
+        exchanged = members[self.member].argsort()
+        padded = torch.nn.utils.rnn.pad_sequence(self._rows, batch_first=True, padding_value=plan.seq_len).flatten()
+        gathered = padded.argsort()[: plan.seq_len]
+        ungathered = padded.where(padded < plan.seq_len, 0)
+        member = self._rows[self.member]
+        self._indices = Indices(ranks[plan.rank], member, exchanged, exchanged.argsort(), gathered, ungathered)
         self._on_device: dict[torch.device, Indices] = {}
         self._starts = torch.tensor([0, *itertools.accumulate(self.lengths)])
         self._blocks: dict[tuple, tuple[Block, ...]] = {}
@@ -120,7 +131,7 @@ class Shards:
     def indices(self, device: torch.device) -> Indices:
         """Return the orders of rows on a device. The first call copies them."""
         if device not in self._on_device:
-            self._on_device[device] = Indices(*(index.to(device) for index in vars(self._indices).values()))
+            self._on_device[device] = self._indices.to(device)
         return self._on_device[device]
 
     def pieces(self, rows: Tensor) -> list[Piece]:

@@ -294,10 +294,12 @@ class TrainingConfig(Section):
         return self.parallel.ranks // shared
 
     def row_multiple(self, stage: StageConfig) -> int:
-        """Return the number that must divide the length of a row, so that all ranks get equal shards."""
-        size = stage.context_parallel_size
-        chunks = size * (2 if size > 1 and self.parallel.layout == "zigzag" else 1)
-        return chunks * (self.parallel.tensor_parallel_size if self.parallel.sequence_parallel else 1)
+        """Return the number that must divide the length of a row: that of equal shards, where ranks need them."""
+        parallel, size = self.parallel, stage.context_parallel_size
+        if parallel.layout == "balanced" and not parallel.sequence_parallel:
+            return 1
+        chunks = size * (2 if size > 1 and parallel.layout == "zigzag" else 1)
+        return chunks * (parallel.tensor_parallel_size if parallel.sequence_parallel else 1)
 
     def pad_multiple(self, stage: StageConfig) -> int:
         """Return the multiple that each document's part of a row is padded to, the same for all models."""

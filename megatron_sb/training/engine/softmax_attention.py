@@ -137,7 +137,7 @@ class SoftmaxCoreAttention(MegatronModule):
             return self.attention(query, key, value, cu_seqlens, log_gates).flatten(1)
         plan = shared_plans.get(
             self.cp_group,
-            seq_len=len(query) * self.cp_group.size(),
+            local_len=len(query),
             cu_seqlens=cu_seqlens,
             layout=self.cp_layout,
             packing=self.packing,

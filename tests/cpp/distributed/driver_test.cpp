@@ -198,7 +198,7 @@ TEST_P(DriverTest, BalancesDocumentsOfAnyLength) {
     const std::vector<std::vector<int64_t>> offsets{
         {0, 301, 302, 302, 303, 360, 561, 599}, {0, 1, 2, 3, 4, 5, 6, 7, 8, 9}, {0, 613}, {0, 7, 620}};
     for (const std::vector<int64_t>& cu_seqlens : offsets) {
-        const int64_t seq_len = (cu_seqlens.back() / size + 1) * size;
+        const int64_t seq_len = cu_seqlens.back() + 1;
         const plan::Stream stream{"any length", plan::Packing::kPerDocument, seq_len, cu_seqlens};
         const Case x = make_case(stream, at::kDouble, -3.0, 0);
         const Answer expected = one_rank({"one rank", plan::Packing::kWholeStream, seq_len, cu_seqlens}, x);
@@ -338,17 +338,17 @@ TEST(Route, ChoosesByHeadsRowsAndMemory) {
 
 TEST(Route, GatheredKeysAreTwoGroupsOfHeadsAtATime) {
     const auto bytes = [](int ranks, int64_t num_kv_heads, int64_t rows = 8192) {
-        const Tensor x = at::empty({1, rows, num_kv_heads, 64}, at::kBFloat16);
-        return gathered_bytes(ranks, x, x);
+        const Tensor x = at::empty({1, 0, num_kv_heads, 64}, at::kBFloat16);  // a rank may have no rows
+        return gathered_bytes(ranks * rows, x, x);
     };
-    constexpr int64_t kOneHead = 2 * 8192 * 64 * 2;  // keys and values of one rank
+    constexpr int64_t kOneHead = 2 * 8192 * 64 * 2;  // keys and values of 8192 rows
     EXPECT_EQ(bytes(4, 1), 4 * kOneHead);
     EXPECT_EQ(bytes(4, 2), 4 * 2 * kOneHead);
     EXPECT_EQ(bytes(4, 8), 4 * 4 * kOneHead);
     EXPECT_EQ(bytes(8, 32), 8 * 16 * kOneHead);
     EXPECT_EQ(bytes(4, 8, 4096), 4 * 8 * kOneHead / 2);  // with so few rows, all heads are gathered at once
     const Tensor packed = at::empty({8192, 8, 64}, at::kBFloat16);
-    EXPECT_EQ(gathered_bytes(4, packed, packed), 4 * 4 * kOneHead);
+    EXPECT_EQ(gathered_bytes(4 * 8192, packed, packed), 4 * 4 * kOneHead);
 }
 
 TEST(Driver, EveryRankInAGroupWithALostRankFails) {

@@ -52,8 +52,8 @@ TEST(PlanState, AnotherStreamReadsWholeTables) {
         sums.push_back(std::async(std::launch::async, [&state, device, stream] {
             const c10::StreamGuard guard(stream);
             const auto plan = state->rank_plan(device, 1);
-            return (plan->from_stream.index_select(0, plan->to_stream) !=
-                    at::arange(plan->to_stream.numel(), plan->to_stream.options()))
+            return (plan->order.from_stream.index_select(0, plan->order.to_stream) !=
+                    at::arange(plan->order.to_stream.numel(), plan->order.to_stream.options()))
                 .sum()
                 .cpu();
         }));
@@ -65,13 +65,13 @@ TEST(PlanState, MemoryOfAFreedPlanIsNotReusedWhileAStreamReadsIt) {
     if (!at::hasCUDA()) GTEST_SKIP() << "needs a GPU";
     const c10::Device device(at::kCUDA, 0);
     std::unique_ptr<State> state = make_state(int64_t{1} << 20);
-    const int64_t rows = state->rank_plan(device, 1)->to_stream.numel();  // allocated on the default stream
+    const int64_t rows = state->rank_plan(device, 1)->order.to_stream.numel();  // allocated on the default stream
     const c10::Stream stream = new_stream();
     at::Tensor read;
     {
         const c10::StreamGuard guard(stream);
         delay();
-        read = state->rank_plan(device, 1)->to_stream.clone();
+        read = state->rank_plan(device, 1)->order.to_stream.clone();
     }
     state.reset();
     std::vector<at::Tensor> written;  // on the default stream, in the memory of the plan if the allocator reuses it

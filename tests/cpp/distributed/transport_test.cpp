@@ -45,10 +45,12 @@ TEST(InProcessTransport, GathersAndReduceScatters) {
 
 TEST(InProcessTransport, ExchangesAllToAll) {
     run_ranks_or_throw(3, [](Transport& transport) {
-        const at::Tensor mine = at::tensor({0, 1, 2}).view({3, 1}) + 10 * transport.rank(),
-                         theirs = at::empty_like(mine);
-        transport.all_to_all(mine, theirs)->wait();
-        EXPECT_TRUE(theirs.equal(at::tensor({0, 10, 20}).view({3, 1}) + transport.rank()));
+        // Rank i sends i rows to each rank: 10 i + to.
+        const int rank = transport.rank();
+        const at::Tensor mine = at::tensor({0, 1, 2}).repeat_interleave(rank).view({-1, 1}) + 10 * rank;
+        const at::Tensor theirs = at::empty({3, 1}, mine.options());
+        transport.all_to_all(mine, {rank, rank, rank}, theirs, {0, 1, 2})->wait();
+        EXPECT_TRUE(theirs.equal(at::tensor({10, 20, 20}).view({3, 1}) + rank));
     });
 }
 

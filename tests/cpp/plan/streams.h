@@ -31,7 +31,8 @@ struct Stream {
 };
 
 // A dense stream, and two packed streams for each packing and kind of lengths. The packed streams have empty documents
-// and rows after the last document. "aligned" lengths are multiples of 2 * size. The others include 1.
+// and rows after the last document. "aligned" lengths are multiples of 2 * size. The others include 1. The last streams
+// have lengths that do not divide among the ranks, and one of them has fewer rows than ranks.
 inline std::vector<Stream> streams(int size, unsigned seed) {
     std::mt19937 random(seed);
     const int64_t multiple = 2 * size;
@@ -48,6 +49,10 @@ inline std::vector<Stream> streams(int size, unsigned seed) {
         {"per_document with a long tail", Packing::kPerDocument, ragged_len + 2 * multiple, ragged},
         {"whole_stream", Packing::kWholeStream, ragged_len, ragged},
         {"whole_stream with a long tail", Packing::kWholeStream, ragged_len + 2 * multiple, ragged},
+        {"dense, of any length", Packing::kPerDocument, multiple * 3 + size + size / 2, std::nullopt},
+        {"dense, with fewer rows than ranks", Packing::kPerDocument, size / 2 + 1, std::nullopt},
+        {"per_document, of any length", Packing::kPerDocument, ragged.back(), ragged},
+        {"whole_stream, of any length", Packing::kWholeStream, ragged_len + 1, ragged},
     };
 }
 

@@ -40,6 +40,13 @@ def test_each_rank_holds_as_many_rows_in_order(ranks, lengths):
     assert int((rows.diff() != 1).sum()) + ranks < 4 * ranks  # parts of the stream
 
 
+def test_ranks_with_one_row_less_end_with_minus_one():
+    for layout in ("zigzag", "contiguous", "balanced"):
+        rows = shard_positions(3, 10, layout)
+        assert rows.shape == (3, 4) and int((rows == -1).sum()) == int((rows[:, -1] == -1).sum()) == 2
+    assert shard_positions(3, 1, "balanced").tolist() == [[0], [-1], [-1]]
+
+
 def test_positions_of_zigzag():
     assert positions(2, [8, 4], "zigzag").tolist() == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
 
@@ -47,7 +54,7 @@ def test_positions_of_zigzag():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((4, 10, "balanced"), "seq_len multiple 4 balanced 10"),
+        ((4, 0, "balanced"), "seq_len 1 0"),
         ((0, 10, "balanced"), "group 1 0"),
         ((2, 10, "even"), "layout balanced even"),
         ((2, 10, "balanced", torch.tensor([0, 12], dtype=torch.int32)), "cu_seqlens seq_len 10 12"),

@@ -8,7 +8,7 @@ TIMEOUT_SECONDS = 240
 EVERYTHING = (
     "same_answer_as_one_rank",
     "same_answer_at_2k",
-    "balanced_documents_of_any_length",
+    "streams_of_any_length",
     "a2a_gives_the_bits_of_one_rank",
     "options_are_passed_on",
     "variants_of_the_logit",
@@ -27,7 +27,7 @@ EVERYTHING = (
     "gradients_of_one_result",
     "mass_in_one_ranks_loss",
     "shard_and_unshard",
-    "refuses_lengths_that_do_not_divide",
+    "refuses_unequal_chunks",
     "refuses_bad_offsets",
     "refuses_ranks_that_disagree",
     "refuses_hierarchies_that_disagree",
@@ -39,7 +39,7 @@ CHECKS = {
     2: (
         "same_answer_as_one_rank",
         "same_answer_at_2k",
-        "balanced_documents_of_any_length",
+        "streams_of_any_length",
         "a2a_gives_the_bits_of_one_rank",
         "groups_of_one_rank",
         "a_transformers_model_is_untouched",
@@ -48,9 +48,9 @@ CHECKS = {
         "shard_and_unshard",
         "refuses_ranks_that_disagree",
     ),
-    3: ("same_answer_as_one_rank_in_short", "balanced_documents_of_any_length", "shard_and_unshard"),
+    3: ("same_answer_as_one_rank_in_short", "streams_of_any_length", "shard_and_unshard"),
     4: EVERYTHING,
-    5: ("balanced_documents_of_any_length",),
+    5: ("streams_of_any_length", "shard_and_unshard"),
     8: (
         "same_answer_as_one_rank_in_short",
         "same_answer_at_2k",

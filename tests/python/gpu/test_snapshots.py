@@ -24,7 +24,7 @@ USES = {
     "Megatron-Core": """
     from megatron_sb.megatron.plans import PlanCache
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    cache, sizes = PlanCache(), {"seq_len": 8, "layout": "contiguous", "packing": "whole_stream"}
+    cache, sizes = PlanCache(), {"local_len": 8, "layout": "contiguous", "packing": "whole_stream"}
     use = lambda: cache.get(dist.group.WORLD, cu_seqlens=offsets, **sizes)
 """,
     "transformers": """

@@ -315,12 +315,16 @@ class TestPlanCache:
     """Which calls share a plan. Groups and plans are fakes, because the cache compares identities only."""
 
     @pytest.fixture
-    def get(self, monkeypatch):
+    def groups(self):
+        return [SimpleNamespace(size=lambda: 1) for _ in range(2)]
+
+    @pytest.fixture
+    def get(self, monkeypatch, groups):
         monkeypatch.setattr(plans, "ContextParallelPlan", lambda *args, **kwargs: object())
         cache = plans.PlanCache(capacity=2)
 
-        def get(group="group", **changes):
-            key = {"seq_len": 8, "cu_seqlens": None, "layout": "zigzag", "packing": "per_document"}
+        def get(group=groups[0], **changes):
+            key = {"local_len": 8, "cu_seqlens": None, "layout": "zigzag", "packing": "per_document"}
             return cache.get(group, **{**key, **changes})
 
         get.clear = cache.clear
@@ -331,7 +335,7 @@ class TestPlanCache:
         assert get() is get()
         assert get(cu_seqlens=offsets) is get(cu_seqlens=offsets)
 
-    def test_other_batches_get_another_plan(self, get):
+    def test_other_batches_get_another_plan(self, get, groups):
         offsets = torch.tensor([0, 8], dtype=torch.int32)
         plan = get(cu_seqlens=offsets)
         assert get(cu_seqlens=offsets.clone()) is not plan
@@ -339,7 +343,7 @@ class TestPlanCache:
         offsets[1] = 4
         assert get(cu_seqlens=offsets) is not plan
         plan = get()
-        for other in ({"seq_len": 16}, {"layout": "contiguous"}, {"packing": "whole_stream"}, {"group": "other"}):
+        for other in ({"local_len": 16}, {"layout": "contiguous"}, {"packing": "whole_stream"}, {"group": groups[1]}):
             assert get(**other) is not plan
 
     def test_writes_that_torch_does_not_count(self, get):
@@ -359,11 +363,11 @@ class TestPlanCache:
         assert get(cu_seqlens=counted) is get(cu_seqlens=counted)
 
     def test_oldest_plan_is_evicted_first(self, get):
-        first, second = get(), get(seq_len=16)
+        first, second = get(), get(local_len=16)
         assert get() is first
-        get(seq_len=24)
+        get(local_len=24)
         assert get() is first
-        assert get(seq_len=16) is not second
+        assert get(local_len=16) is not second
 
     def test_clear_forgets(self, get):
         plan = get()

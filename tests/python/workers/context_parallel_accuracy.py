@@ -185,17 +185,27 @@ def exact_answer_at_2k(stream: Stream, inputs: Inputs) -> dict[str, Tensor]:
     return results
 
 
-def balanced_documents_of_any_length(group) -> None:
-    """The balanced layout takes documents of any length: empty ones, single rows, and one that most ranks share."""
-    size, failures = dist.get_world_size(), []
-    for lengths in ((301, 1, 0, 1, 57, 200, 38), (1,) * 9, (613,), (7, 613), (0, 0)):
-        cu_seqlens = (0, *itertools.accumulate(lengths))
-        stream, rows = Stream(cu_seqlens), (cu_seqlens[-1] // size + 1) * size
-        for dtype in (torch.float32, torch.bfloat16):
-            inputs = make_inputs("mean -3.2", s=rows, h=4, h_kv=2, d=16, d_v=24, dtype=dtype).packed()
-            modes = modes_of(group, ("balanced",))
-            results = {mode: run_over(group, stream, inputs, *mode) for mode in modes}
-            failures += failures_of(f"{lengths}, {dtype}", stream, inputs, results, {})
+def streams_of_any_length(group) -> None:
+    """Lengths that do not divide among the ranks, in every layout and mode.
+
+    Documents are empty, of one row, or so long that most ranks share one. One stream has fewer rows than ranks.
+    """
+    failures = []
+    for lengths, packing, rows in (
+        ((301, 1, 0, 1, 57, 200, 38), "per_document", 599),
+        ((301, 1, 0, 1, 57, 200, 38), "whole_stream", 598),
+        ((1,) * 9, "per_document", 9),
+        ((7, 612), "per_document", 619),
+        ((0, 0), "per_document", 7),
+        ((1,), "whole_stream", 1),
+        (None, "per_document", 613),
+        (None, "per_document", 1),
+    ):
+        stream = Stream(None if lengths is None else (0, *itertools.accumulate(lengths)), packing)
+        inputs = make_inputs("mean -3.2", s=rows, h=4, h_kv=2, d=16, d_v=24)
+        inputs = inputs if lengths is None else inputs.packed()
+        results = {mode: run_over(group, stream, inputs, *mode) for mode in modes_of(group)}
+        failures += failures_of(f"{lengths} of {rows} rows, {packing}", stream, inputs, results, {})
     assert not failures, "\n".join(failures)
 
 
@@ -301,6 +311,9 @@ def a_plan_serves_many_calls(group) -> None:
     ranks = dist.get_world_size()
     assert (plan.rank, plan.size, plan.seq_len, plan.local_len) == (dist.get_rank(), ranks, ROWS, ROWS // ranks)
     assert plan.key_rows == ROWS
+    odd = sb.ContextParallelPlan(group, ROWS + 1)
+    assert odd.local_len == ROWS // ranks + (odd.rank == 0)
+    assert sb.ContextParallelPlan(group, local_len=odd.local_len).seq_len == ROWS + 1
     short = torch.arange(0, ROWS + 1, 4, dtype=torch.int32)
     assert sb.ContextParallelPlan(group, cu_seqlens=short, layout="balanced").key_rows == ROWS // ranks
     assert (plan.layout, plan.packing, plan.packed) == ("zigzag", "per_document", False)
@@ -378,19 +391,21 @@ def mass_in_one_ranks_loss(group) -> None:
 def shard_and_unshard(group) -> None:
     """The functions are inverses in any dimension and dtype, and the backward of one is the other."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    for stream, layout in itertools.product(STREAMS.values(), LAYOUTS):
+    odd = ((Stream(), 41), (Stream((0, 5, 5, 38)), 43), (Stream((0, 5, 38), "whole_stream"), 38), (Stream(), 1))
+    cases = [*((stream, ROWS) for stream in STREAMS.values()), *odd]
+    for (stream, rows), layout in itertools.product(cases, LAYOUTS):
         cut = {"layout": layout, "cu_seqlens": stream.offsets, "packing": stream.packing}
-        for dim, x in ((0, torch.arange(ROWS)), (-1, torch.randn(2, 3, ROWS)), (1, torch.randn(2, ROWS, 3).bfloat16())):
+        for dim, x in ((0, torch.arange(rows)), (-1, torch.randn(2, 3, rows)), (1, torch.randn(2, rows, 3).bfloat16())):
             local = sb.shard_sequence(x, group, dim, **cut)
-            assert local.shape[dim] == ROWS // ranks and local.dtype == x.dtype
+            assert local.shape[dim] in (rows // ranks, -(-rows // ranks)) and local.dtype == x.dtype
             assert torch.equal(sb.unshard_sequence(local, group, dim, **cut), x)
         # Each rank has its own weights; gradients are those of the sum of all ranks' losses.
-        weights = [torch.randn(3, ROWS, generator=torch.Generator(x.device).manual_seed(r)) for r in range(ranks)]
-        x = torch.randn(3, ROWS).requires_grad_()
+        weights = [torch.randn(3, rows, generator=torch.Generator(x.device).manual_seed(r)) for r in range(ranks)]
+        x = torch.randn(3, rows).requires_grad_()
         local = sb.shard_sequence(x, group, 1, **cut)
         (local * sb.shard_sequence(weights[rank], group, 1, **cut)).sum().backward()
-        owned = [torch.zeros(ROWS) for _ in range(ranks)]
-        dist.all_gather(owned, owned_rows(group, cut))
+        owned = [torch.zeros(rows) for _ in range(ranks)]
+        dist.all_gather(owned, owned_rows(group, cut, rows))
         expected = sum(w * rows for w, rows in zip(weights, owned, strict=True))
         torch.testing.assert_close(x.grad, expected, rtol=0, atol=0)
 
@@ -400,7 +415,7 @@ def shard_and_unshard(group) -> None:
         torch.testing.assert_close(leaf.grad, expected, rtol=1e-6, atol=1e-6)
 
 
-def owned_rows(group, cut: dict) -> Tensor:
+def owned_rows(group, cut: dict, num_rows: int) -> Tensor:
     """Return 1 for each row of the stream that this rank holds, else 0."""
-    rows = sb.shard_sequence(torch.arange(ROWS), group, 0, **cut)
-    return torch.zeros(ROWS).index_fill(0, rows, 1.0)
+    rows = sb.shard_sequence(torch.arange(num_rows), group, 0, **cut)
+    return torch.zeros(num_rows).index_fill(0, rows, 1.0)

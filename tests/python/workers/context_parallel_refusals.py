@@ -34,34 +34,23 @@ def new_group(group) -> dist.ProcessGroup:
     return dist.new_group(dist.get_process_group_ranks(group))
 
 
-def refuses_lengths_that_do_not_divide(group) -> None:
-    """The message names the length and the required multiple, with equal_chunks also the document."""
+def refuses_unequal_chunks(group) -> None:
+    """With equal_chunks, the message names the length and the required multiple, or the document."""
     multiple = 2 * dist.get_world_size()
-    q, k, v = local_inputs(group)
+    for layout, chunks in (("zigzag", multiple), ("contiguous", multiple // 2), ("balanced", multiple // 2)):
+        expect_on_every_rank(
+            lambda layout=layout: sb.ContextParallelPlan(group, 100 * multiple + 1, layout=layout, equal_chunks=True),
+            mentions(f"seq_len {100 * multiple + 1} multiple {chunks} {layout}"),
+        )
     expect_on_every_rank(
-        lambda: sb.ContextParallelPlan(group, 100 * multiple + 1),
-        mentions(f"seq_len {100 * multiple + 1} multiple {multiple} layout"),
-    )
-    expect_on_every_rank(
-        lambda: sb.ContextParallelPlan(group, cu_seqlens=offsets(0, 3, multiple + 1), layout="balanced"),
-        mentions(f"seq_len {multiple + 1} multiple {multiple // 2} balanced"),
+        lambda: sb.ContextParallelPlan(group, local_len=3, equal_chunks=True),
+        mentions(f"seq_len {3 * multiple // 2} multiple {multiple}"),
     )
     expect_on_every_rank(
         lambda: sb.ContextParallelPlan(
             group, cu_seqlens=offsets(0, multiple, 2 * multiple + 3, 3 * multiple), equal_chunks=True
         ),
         mentions(f"document 1 cu_seqlens {multiple + 3} multiple {multiple}"),
-    )
-    expect_on_every_rank(
-        lambda: sb.context_parallel_attention(q[:, 1:], k[:, 1:], v[:, 1:], group), mentions("seq_len multiple")
-    )
-    expect_on_every_rank(
-        lambda: sb.shard_sequence(torch.zeros(1, multiple + 1), group),
-        mentions(f"seq_len {multiple + 1} multiple {multiple}"),
-    )
-    expect_on_every_rank(
-        lambda: sb.unshard_sequence(torch.zeros(1, 3), group, cu_seqlens=offsets(0, 1, 3)),
-        mentions(f"seq_len multiple {multiple}"),
     )
 
 
@@ -83,6 +72,8 @@ def refuses_bad_offsets(group) -> None:
     expect_on_every_rank(lambda: sb.ContextParallelPlan(group), mentions("seq_len cu_seqlens"))
     expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 0), mentions("seq_len 0 1"))
     expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 64.0), mentions("seq_len 64.0 int"))
+    expect_on_every_rank(lambda: sb.ContextParallelPlan(group, local_len="8"), mentions("local_len '8' int"))
+    expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 64, local_len=8), mentions("local_len seq_len 64 8"))
     expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 64, layout="striped"), mentions('layout "striped"'))
     expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 64, layout=3), mentions('layout "layout=3"'))
     expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 64, packing="tight"), mentions('packing "tight"'))
@@ -117,7 +108,9 @@ def refuses_ranks_that_disagree(group) -> None:
     expect_on_every_rank(
         plan_of(cu_seqlens=offsets(0, 96 if odd else 48, ROWS)), mentions("cu_seqlens[1] rank 0 1 48 96")
     )
-    expect_on_every_rank(plan_of(seq_len=ROWS + 1 if odd else ROWS), mentions(f"seq_len {ROWS + 1} multiple"))
+    expect_on_every_rank(
+        plan_of(local_len=8, seq_len=None) if odd else plan_of(seq_len=ROWS), disagreement("seq_len", ROWS, "sum")
+    )
 
     def call(*tensors, **options):
         return lambda: sb.context_parallel_attention(*tensors, plan=plan, **options)
@@ -135,6 +128,11 @@ def refuses_ranks_that_disagree(group) -> None:
     expect_on_every_rank(call(torch.zeros(()) if odd else q, k, v), mentions("q 0 4"))
     expect_on_every_rank(call(q, k, v, comm="a2a+p2p" if odd else "auto"), mentions("hierarchical_groups a2a+p2p"))
     expect_on_every_rank(lambda: sb.unshard_sequence(q[:1] if odd else q, group), disagreement("x_local's shape"))
+    rows, ranks = q.shape[1], dist.get_world_size()
+    expect_on_every_rank(
+        lambda: sb.unshard_sequence(q[:, 2:] if odd else q, group),
+        mentions(f"x_local rows {rows - 1} rank 0 {ranks * rows - 2} {rows}"),
+    )
     for of_rank_1, of_others in (((0, 96), (0, 48)), ((0, 48, 96), (0, 96)), (None, (0, 96))):
         cu_seqlens = of_rank_1 if odd else of_others
         lengths = (len(of_others), "none" if of_rank_1 is None else len(of_rank_1))

@@ -16,12 +16,16 @@ from megatron_sb.baselines.softmax import RotaryScaling, SoftmaxAttention, conte
 
 LAYOUTS = ("zigzag", "contiguous", "balanced")
 ROWS, HEAD_DIM = 48, 8  # 2 * ranks * 6 for 4 ranks
-# Name: offsets of the documents, packing. Some documents are empty, and some rows are after the last document.
+# Name: offsets of the documents, packing, rows. Some documents are empty, and some rows are after the last document.
 STREAMS = {
-    "dense": (None, "per_document"),
-    "per document": ((0, 5, 19, 19, 40), "per_document"),
-    "whole stream": ((0, 3, 3, 37, 38, 45), "whole_stream"),
-    "equal documents": ((0, 16, 32, 48), "whole_stream"),
+    "dense": (None, "per_document", ROWS),
+    "per document": ((0, 5, 19, 19, 40), "per_document", ROWS),
+    "whole stream": ((0, 3, 3, 37, 38, 45), "whole_stream", ROWS),
+    "equal documents": ((0, 16, 32, 48), "whole_stream", ROWS),
+    "dense of any length": (None, "per_document", 37),
+    "per document of any length": ((0, 5, 19, 19, 40), "per_document", 41),
+    "whole stream of any length": ((0, 3, 3, 37, 38), "whole_stream", 38),
+    "fewer rows than ranks": ((0, 1), "whole_stream", 1),
 }
 VARIANTS = {
     "none": {"position": "none", "scale": 0.7},
@@ -65,10 +69,10 @@ def make_module(group, options, dtype=torch.float64) -> SoftmaxAttention:
     return module
 
 
-def make_inputs(group, packed: bool, gates: bool, dtype=torch.float64) -> list:
+def make_inputs(group, packed: bool, gates: bool, dtype=torch.float64, rows=ROWS) -> list:
     """Draw q, k, v, the gradient of o, and the logarithms of gates or None; the same on every rank."""
     heads, kv_heads = heads_of(group)
-    shape = (ROWS,) if packed else (2, ROWS)
+    shape = (rows,) if packed else (2, rows)
     inputs = [torch.randn(*shape, h, HEAD_DIM, dtype=dtype) for h in (heads, kv_heads, kv_heads, heads)]
     log_gates = torch.nn.functional.logsigmoid(2 + torch.randn(*shape, kv_heads, dtype=torch.float64))
     return [*inputs, log_gates if gates else None]
@@ -102,13 +106,13 @@ def of_one_rank(module, inputs, offsets):
 
 def assert_same(group, name, options, layout, comm, gates=False, dtype=torch.float64, tolerance=EXACT) -> None:
     """Compare the local results with the rows of one rank's."""
-    offsets, packing = STREAMS[name]
-    module, inputs = make_module(group, options, dtype), make_inputs(group, offsets is not None, gates, dtype)
+    offsets, packing, rows = STREAMS[name]
+    module, inputs = make_module(group, options, dtype), make_inputs(group, offsets is not None, gates, dtype, rows)
     if options.get("rotary_base"):
         module.scaling = RotaryScaling("linear", 2.0)
     expected, expected_parameters = of_one_rank(module, inputs, offsets)
     cu_seqlens = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
-    plan = sb.ContextParallelPlan(group, ROWS, cu_seqlens, layout, packing)
+    plan = sb.ContextParallelPlan(group, rows, cu_seqlens, layout, packing)
     dim = 1 if offsets is None else 0
 
     def local(x):
@@ -134,7 +138,7 @@ def softmax_layouts_and_modes(group):
 
 def softmax_variants(group):
     """Positions, windows and StableMask in every mode. Layouts take turns, and so do dense and packed batches."""
-    streams = list(itertools.product(LAYOUTS, ("per document", "dense")))
+    streams = list(itertools.product(LAYOUTS, ("per document", "dense of any length")))
     for (i, options), (j, comm) in itertools.product(enumerate(VARIANTS.values()), enumerate(EVERY_RANK)):
         layout, name = streams[(i + j) % len(streams)]
         assert_same(group, name, options, layout, comm)
@@ -142,7 +146,7 @@ def softmax_variants(group):
 
 def softmax_forget_gates(group):
     """Gates multiply along the whole document, over the ranks that share it."""
-    for name, layout, comm in itertools.product(("dense", "per document"), LAYOUTS, EVERY_RANK):
+    for name, layout, comm in itertools.product(("dense", "per document of any length"), LAYOUTS, EVERY_RANK):
         assert_same(group, name, VARIANTS["rope"], layout, comm, gates=True)
 
 

@@ -43,8 +43,9 @@ SIZES = {
     "data.paths": [sysconfig.get_paths()["stdlib"] + "/" + name for name in ("json", "email")],
 }
 ROW_LENGTH = 64
+OTHER_ROW_LENGTHS = {"odd rows": 61}  # which does not divide among the ranks
 # The largest multiple that a layout of the family needs, so that all layouts have the same rows.
-PAD_MULTIPLE, OTHER_PAD_MULTIPLES = 8, {"no padding": 1}
+PAD_MULTIPLE, OTHER_PAD_MULTIPLES = 8, {"no padding": 1, "odd rows": 1}
 NUM_STEPS = 5
 
 MIXTURE = {"model.moe": {"num_experts": 4, "top_k": 2, "dispatcher": "allgather", "grouped_gemm": True}}
@@ -63,6 +64,7 @@ FAMILIES = {
     "softmax": {"compare": ["softmax_rope"]},
     "mixed": MIXED,
     "no padding": MIXED | {"attention.near": {"kind": "softmax", "window": 21}},
+    "odd rows": {},
     "mixture": MIXTURE,
     "mixture, no auxiliary loss": {
         **MIXTURE,
@@ -120,12 +122,15 @@ LAYOUTS = {
     "no padding": {
         "CP2 balanced, micro-batches": BALANCED | context_parallel(2, rows_per_micro_batch=1),
         "TP2 CP2 balanced": BALANCED | TENSOR | context_parallel(2),
-        "CP4 balanced, all_gather": BALANCED | context_parallel(4) | {"parallel.comm": "all_gather"},
         "CP4, whole stream, p2p": {
             **context_parallel(4),
             "parallel.packing": "whole_stream",
             "parallel.comm": "p2p",
         },
+    },
+    "odd rows": {
+        "CP2 balanced, odd rows": BALANCED | context_parallel(2, rows_per_micro_batch=1),
+        "CP4 balanced, all_gather": BALANCED | context_parallel(4) | {"parallel.comm": "all_gather"},
     },
     # The auxiliary loss depends on the micro-batch. In these layouts the micro-batch is that of the reference.
     "mixture": {
@@ -187,7 +192,8 @@ MEGATRON_CHECKPOINTED = {
 
 def load(family: str, layout: dict):
     """Return the configuration of a family of models in a layout."""
-    stage = {"name": "a", "context_length": ROW_LENGTH, "steps": 9, "rows_per_step": 8, "learning_rate": 1e-2}
+    length = OTHER_ROW_LENGTHS.get(family, ROW_LENGTH)
+    stage = {"name": "a", "context_length": length, "steps": 9, "rows_per_step": 8, "learning_rate": 1e-2}
     fields = (
         SIZES
         | {"attention.stick_breaking.reach": None}
@@ -208,7 +214,7 @@ def train(family: str, layout: dict, device: torch.device, checkpoint: Path, las
     (stage,), (model,) = config.stages, config.compare
     corpus = load_corpus(config)
     multiple = OTHER_PAD_MULTIPLES.get(family, PAD_MULTIPLE)
-    sampler = RowSampler(corpus.train, ROW_LENGTH, multiple, corpus.end_of_document, [1])
+    sampler = RowSampler(corpus.train, stage.context_length, multiple, corpus.end_of_document, [1])
     engine = Engine(config, model, stage, corpus.vocab_size, device)
     group, num_groups = engine.data_parallel_rank, engine.data_parallel_size
     losses, norms, counted = [], [], []
