@@ -48,6 +48,7 @@ TORCH_LIBRARY_FRAGMENT(megatron_sb, m) {
         .def("seq_len", &ContextParallelPlan::seq_len)
         .def("local_len", &ContextParallelPlan::local_len)
         .def("key_rows", &ContextParallelPlan::key_rows)
+        .def("key_rows_p2p", &ContextParallelPlan::key_rows_p2p)
         .def("packed", &ContextParallelPlan::packed)
         .def("layout", &ContextParallelPlan::layout)
         .def("packing", &ContextParallelPlan::packing);

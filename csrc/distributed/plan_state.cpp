@@ -140,6 +140,9 @@ int64_t ContextParallelPlan::key_rows() const {
     const std::vector<int64_t> received = plan::key_rows(partition, state_->rank).num_received;
     return std::accumulate(received.begin(), received.end(), int64_t{0});
 }
+int64_t ContextParallelPlan::key_rows_p2p() const {
+    return plan::key_rows_fit_in_ring(state_->partition) ? key_rows() : seq_len();
+}
 bool ContextParallelPlan::packed() const {
     return state_->packed;
 }

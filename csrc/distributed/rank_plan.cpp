@@ -30,14 +30,15 @@ RowSet make_row_set(const std::vector<int64_t>& rows, c10::Device device) {
     return {rows.front(), count, contiguous ? at::Tensor() : index_tensor(rows, device)};
 }
 
-KeyRowPlan make_key_row_plan(const plan::KeyRows& rows, c10::Device device) {
+KeyRowPlan make_key_row_plan(const plan::KeyRows& rows, bool fit_in_ring, c10::Device device) {
     std::vector<int64_t> sent, num_sent;
     for (const std::vector<int64_t>& of_rank : rows.sent) {
         sent.insert(sent.end(), of_rank.begin(), of_rank.end());
         num_sent.push_back(static_cast<int64_t>(of_rank.size()));
     }
     const at::Tensor from_keys = index_tensor(rows.place, device);
-    return {index_tensor(sent, device), num_sent, rows.num_received, inverse_permutation(from_keys), from_keys};
+    return {fit_in_ring,       index_tensor(sent, device),     num_sent,
+            rows.num_received, inverse_permutation(from_keys), from_keys};
 }
 
 // Returns the row in the joint buffer of each row of the concatenated local buffers of the exchanging ranks.
@@ -165,7 +166,7 @@ RankPlan make_rank_plan(const plan::Partition& partition, int rank, c10::Device 
     if (joint.size() > 1 && plan::needs_few_key_rows(joint)) {
         const plan::KeyRows rows = plan::key_rows(joint, joint_rank);
         gather = plan::gather_segments(joint, joint_rank, rows);
-        key_rows = make_key_row_plan(rows, device);
+        key_rows = make_key_row_plan(rows, plan::key_rows_fit_in_ring(joint), device);
     } else {
         gather = plan::gather_segments(joint, joint_rank);
     }

@@ -56,9 +56,10 @@ constexpr int64_t kRowsToSplitHeads = 32768;
 constexpr size_t kMaxRowRanges = 8;  // the most row ranges of a rank that are sent as one message each
 constexpr int64_t kMaxHeadGroups = 4;
 
-// The key rows that a rank needs with all_gather, if the ranks do not need the whole stream (plan/key_rows.h).
+// The key rows that a rank needs, if the ranks do not need the whole stream (plan/key_rows.h).
 struct KeyRowPlan {
-    at::Tensor sent;  // rows of the local buffer that rank 0 needs, then those that rank 1 needs, ...
+    bool fit_in_ring;  // whether they take no more memory than the chunks of a ring
+    at::Tensor sent;   // rows of the local buffer that rank 0 needs, then those that rank 1 needs, ...
     std::vector<int64_t> num_sent, num_received;  // by rank, this one included
     // Row i of the key buffer is row to_keys[i] of the received rows in the order of the ranks; from_keys is the
     // inverse.
@@ -101,6 +102,11 @@ struct RankPlan {
     std::vector<at::Tensor> tensors() const;
 
     int64_t seq_len() const { return order.to_stream.numel(); }
+    // Returns how keys reach this rank in a mode: instead of moving around the ring, the rows that ranks need are sent
+    // directly, if they take no more memory. The answer is the same on all ranks.
+    Comm transfer(Comm mode) const {
+        return mode == Comm::kRing && key_rows && key_rows->fit_in_ring ? Comm::kGather : mode;
+    }
     // The tables that serve kGather also serve kLocal.
     const SegmentTables& tables(Comm comm) const { return comm == Comm::kRing ? ring : gather; }
 };

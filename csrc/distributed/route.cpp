@@ -96,6 +96,7 @@ Route make_route(const ContextParallelPlan& plan, const RouteNames& names, c10::
     const auto transport = [](const std::string& name) { return name.empty() ? nullptr : c10d_transport(name); };
     Route route{transport(names.heads), transport(names.keys), names.comm, nullptr};
     route.plan = plan.state().rank_plan(device, route.heads ? route.heads->size() : 1);
+    route.comm = route.plan->transfer(names.comm);
     return route;
 }
 

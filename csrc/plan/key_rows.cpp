@@ -16,6 +16,12 @@ std::vector<int32_t> needed_positions(const Partition& partition, const std::vec
     return needed;
 }
 
+// How many key rows a rank needs.
+int64_t num_needed(const Partition& partition, int rank) {
+    const std::vector<int32_t> needed = needed_positions(partition, partition.local(rank));
+    return std::accumulate(needed.begin(), needed.end(), int64_t{0});
+}
+
 // Calls f(piece, count) for each piece of which the first `count` rows are needed.
 template <class F>
 void for_each_needed(const std::vector<Piece>& pieces, const std::vector<int32_t>& needed, const F& f) {
@@ -57,11 +63,15 @@ KeyRows key_rows(const Partition& partition, int rank) {
 bool needs_few_key_rows(const Partition& partition) {
     const int64_t most = partition.num_rows() * partition.size() / 2;
     int64_t sum = 0;
-    for (int rank = 0; rank < partition.size() && sum <= most; ++rank) {
-        const std::vector<int32_t> needed = needed_positions(partition, partition.local(rank));
-        sum = std::accumulate(needed.begin(), needed.end(), sum);
-    }
+    for (int rank = 0; rank < partition.size() && sum <= most; ++rank) sum += num_needed(partition, rank);
     return sum <= most;
+}
+
+bool key_rows_fit_in_ring(const Partition& partition) {
+    for (int rank = 0; rank < partition.size(); ++rank) {
+        if (num_needed(partition, rank) > 2 * partition.max_local_rows()) return false;
+    }
+    return true;
 }
 
 }  // namespace megatron_sb::plan

@@ -1,4 +1,4 @@
-// With all_gather, a rank needs only the documents of its queries, up to its last query of each. KeyRows describes
+// A rank needs only the documents of its queries, up to its last query of each. KeyRows describes
 // these rows of keys, and which rank sends which of them.
 #pragma once
 
@@ -21,5 +21,9 @@ KeyRows key_rows(const Partition& partition, int rank);
 // Whether the ranks together need at most half of what they would get if each got the whole stream. The answer is the
 // same on every rank.
 bool needs_few_key_rows(const Partition& partition);
+
+// Whether each rank that gets only the rows that it needs has no more of them than a rank of a ring, which holds two
+// chunks of each lane at a time. The answer is the same on every rank.
+bool key_rows_fit_in_ring(const Partition& partition);
 
 }  // namespace megatron_sb::plan

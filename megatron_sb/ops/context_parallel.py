@@ -168,6 +168,7 @@ class ContextParallelPlan:
         local_len: rows of this rank: seq_len / size, on some ranks one more.
         key_rows: rows of keys that this rank has with "all_gather": seq_len, or only those that its queries see, if the
             ranks together need at most half of the stream each.
+        key_rows_p2p: the same with "p2p": seq_len if chunks of keys move around the ring.
         packed: whether the plan was made with cu_seqlens.
         layout: see Args.
         packing: see Args.
@@ -234,6 +235,11 @@ class ContextParallelPlan:
     def key_rows(self) -> int:
         """Return the rows of keys that this rank has with "all_gather". It is computed at each access."""
         return self.state.key_rows()
+
+    @property
+    def key_rows_p2p(self) -> int:
+        """Return the rows of keys that this rank has with "p2p", one after another. It is computed at each access."""
+        return self.state.key_rows_p2p()
 
     def __repr__(self) -> str:
         """Return the rank, the group's size, and the arguments."""
@@ -349,7 +355,8 @@ def context_parallel_attention(
         plan: a plan for this batch. It holds layout, cu_seqlens and packing; cu_seqlens must then be None, and layout
             and packing must have their default or the plan's value. Default: None, make a plan.
         comm: how this rank gets the keys that its queries see.
-            - "p2p": chunks of keys move around the ring of ranks.
+            - "p2p": chunks of keys move around the ring of ranks. If each rank needs few keys, of short documents, only
+              these are sent, directly.
             - "all_gather": the keys of all ranks are gathered, one group of heads at a time.
             - "a2a": the ranks exchange heads for rows, so that each rank has all rows of its share of the heads. To
               exchange heads between n ranks, h must be a multiple of n, and h_kv a multiple or a divisor of n. With

@@ -59,7 +59,9 @@ class ContextParallelPlan : public torch::CustomClassHolder {
     int64_t seq_len() const;    // rows of the whole stream
     int64_t local_len() const;  // rows of this rank: seq_len / size, on some ranks one more
     int64_t key_rows() const;   // rows of keys that this rank has with all_gather, its own among them
-    bool packed() const;        // whether the plan has cu_seqlens
+    // The same with p2p: seq_len if chunks of keys move around the ring.
+    int64_t key_rows_p2p() const;
+    bool packed() const;  // whether the plan has cu_seqlens
     std::string layout() const;
     std::string packing() const;
 
@@ -72,7 +74,7 @@ class ContextParallelPlan : public torch::CustomClassHolder {
 };
 
 struct ContextParallelOptions : AttentionOptions {
-    // - "p2p": keys move around the ring.
+    // - "p2p": keys move around the ring. If each rank needs few keys, only these are sent, directly.
     // - "all_gather": each rank gathers the keys of all ranks, one group of heads at a time.
     // - "a2a": ranks exchange heads for rows, so that each rank has all rows of its share of the heads. With n ranks,
     //   h must be a multiple of n, and h_kv a multiple or a divisor of n.

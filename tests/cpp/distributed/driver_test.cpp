@@ -222,10 +222,13 @@ TEST_P(DriverTest, SendsOnlyTheKeysThatRanksNeed) {
         const Case x = make_case(stream, dtype, -3.0, 0);
         const Answer expected = one_rank(stream, x);
         for (const auto layout : {plan::Layout::kZigzag, plan::Layout::kContiguous, plan::Layout::kBalanced}) {
-            for (const Mode& mode : modes_of(size)) {
-                if (mode.comm != Comm::kGather) continue;
+            for (Mode mode : modes_of(size)) {
+                if (mode.comm == Comm::kLocal) continue;
                 const auto plan = make_rank_plan(stream.partition(layout, size), 0, at::kCPU, mode.a2a_size);
                 EXPECT_TRUE(plan.key_rows.has_value() || size / mode.a2a_size == 2) << mode.name;
+                EXPECT_TRUE(!plan.key_rows || plan.transfer(mode.comm) == Comm::kGather) << mode.name;
+                if (mode.comm == Comm::kRing && !plan.key_rows) continue;
+                mode.comm = plan.transfer(mode.comm);
                 EXPECT_LT(worst_error(many_ranks(stream, x, layout, mode, size), expected),
                           dtype == at::kDouble ? 1e-13 : 3e-4)
                     << plan::name_of(layout) << ", " << mode.name;

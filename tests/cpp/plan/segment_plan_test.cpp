@@ -227,6 +227,11 @@ TEST(KeyRows, AreFewForShortDocuments) {
     EXPECT_TRUE(few(Layout::kContiguous, short_documents));
     EXPECT_TRUE(few(Layout::kZigzag, short_documents));
     EXPECT_TRUE(few(Layout::kBalanced, short_documents));
+    const Partition short_ones(Layout::kContiguous, Packing::kWholeStream, 4, 1024, short_documents);
+    EXPECT_TRUE(key_rows_fit_in_ring(short_ones));
+    // Rank 3 has rows of one document only, which begins on rank 0.
+    EXPECT_FALSE(key_rows_fit_in_ring(
+        Partition(Layout::kContiguous, Packing::kWholeStream, 4, 1024, std::vector<int64_t>{0, 16, 1024})));
     EXPECT_FALSE(few(Layout::kContiguous, {0, 1024}));  // 1/4 + 2/4 + 3/4 + 1 of 4
     EXPECT_FALSE(needs_few_key_rows(Partition(Layout::kZigzag, Packing::kPerDocument, 4, 1024, short_documents)));
 }

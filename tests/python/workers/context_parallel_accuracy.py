@@ -310,12 +310,13 @@ def a_plan_serves_many_calls(group) -> None:
     plan = sb.ContextParallelPlan(group, ROWS)
     ranks = dist.get_world_size()
     assert (plan.rank, plan.size, plan.seq_len, plan.local_len) == (dist.get_rank(), ranks, ROWS, ROWS // ranks)
-    assert plan.key_rows == ROWS
+    assert plan.key_rows == plan.key_rows_p2p == ROWS
     odd = sb.ContextParallelPlan(group, ROWS + 1)
     assert odd.local_len == ROWS // ranks + (odd.rank == 0)
     assert sb.ContextParallelPlan(group, local_len=odd.local_len).seq_len == ROWS + 1
     short = torch.arange(0, ROWS + 1, 4, dtype=torch.int32)
     assert sb.ContextParallelPlan(group, cu_seqlens=short, layout="balanced").key_rows == ROWS // ranks
+    assert sb.ContextParallelPlan(group, cu_seqlens=short, packing="whole_stream").key_rows_p2p == ROWS // ranks
     assert (plan.layout, plan.packing, plan.packed) == ("zigzag", "per_document", False)
     assert repr(plan) == f"ContextParallelPlan(rank {plan.rank} of {ranks}, seq_len={ROWS}, layout='zigzag')"
     for dtype in (torch.float32, torch.bfloat16):
