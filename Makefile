@@ -2,7 +2,7 @@
 # make test       every test that this machine can run, from nothing
 # make check      after `make build`: lint, the C++ tests, the core tests and the test files that changed (two minutes)
 # make docs       the documentation as a site, in build/site
-# make wheels     wheels for the installed torch, for CPUs and with nvcc for GPUs, and a page to install them from, in dist
+# make wheels     wheels for one or several versions of torch, for CPUs and with nvcc for GPUs, and pages, in dist
 # make gpu-suite  on a GPU machine: the GPU tests, compute-sanitizer and the benchmarks, with a record
 # Each target creates .venv if it is missing. A second run reuses it.
 
@@ -122,7 +122,8 @@ $(VENV312)/.built: $(VENV312)/.torch $(VENV)/.built
 	cp -r "$$($(BIN)/megatron-sb info --cmake-prefix)/lib" $(@D)/lib/python3.12/site-packages/megatron_sb/
 	touch $@
 
-# WHEELS chooses what is built, such as --variants cpu. --try also installs each wheel into a new environment.
+# WHEELS chooses what is built, such as --variants cpu --torch 2.11.0 2.13.0. --try also installs each wheel into a new
+# environment for each torch.
 WHEELS ?= --try
 wheels: $(VENV)/.wheel-tools
 	$(BIN)/python cmake/make_wheels.py --out dist $(WHEELS)

@@ -84,7 +84,7 @@ def measure_build(package: Path, options: argparse.Namespace) -> list[dict[str, 
 
 
 def package_of(build: str) -> Path:
-    """Return the folder with the package of a build: its own one, or this checkout's with its operator library."""
+    """Return the folder with the package of a build: its own one, or this checkout's with its libraries."""
     folder = Path(build).resolve()
     has_package = (folder / "megatron_sb/__init__.py").exists() and any(folder.glob("megatron_sb/lib/*.so"))
     return folder if has_package else library_folder(folder)
@@ -110,7 +110,7 @@ def parse(args: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("builds", nargs="*", metavar="BUILD", help="folder with a libmegatron_sb_ops.so, or with a package megatron_sb")
+    add("builds", nargs="*", metavar="BUILD", help="folder with the lib/ of a build, or with a package megatron_sb")
     add("--rows", nargs="+", default=list(ROWS), metavar="ROW", help="DIRECTION:HEAD_DIM:BATCH:HEADS:KV_HEADS:LENGTH")
     add("--rounds", type=int, default=3, help="processes of each build (default: %(default)s)")
     add("--seconds", type=float, default=0.3, help="device time of a row in a process (default: %(default)s)")

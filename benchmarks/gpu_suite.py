@@ -1,9 +1,9 @@
 """Build, run the `gpu` tests, compute-sanitizer and benchmarks on a GPU machine, and write a dated record.
 
 The stages run one after another, each with a time limit, even after a stage fails. A short table follows. Logs and the
-record (YYYY-MM-DD-GPU-suite.md) are written to --out. With --library-from nothing is built: the suite uses the operator
-library of a build made elsewhere, with the Python files of this checkout. That build needs the same torch, but may have
-another Python.
+record (YYYY-MM-DD-GPU-suite.md) are written to --out. With --library-from nothing is built: the suite uses the
+libraries of a build made elsewhere, with the Python files of this checkout. That build needs the same torch, but may
+have another Python.
 """
 
 import argparse
@@ -171,21 +171,20 @@ def _summary(log: str) -> str:
 
 
 def library_folder(source: Path) -> Path:
-    """Make a folder with the package megatron_sb: Python files of this checkout, operator library from `source`."""
-    libraries = [*source.rglob("libmegatron_sb_ops.so")]
+    """Make a folder with the package megatron_sb: Python files of this checkout, libraries from `source`."""
+    version = f"torch{'.'.join(torch.__version__.split('.')[:2])}"
+    libraries = [*source.rglob(f"{version}/libmegatron_sb_ops.so")]
     if not libraries:
-        raise SystemExit(f"--library-from must be a folder with a libmegatron_sb_ops.so, got {source}.")
+        raise SystemExit(f"--library-from must be a folder with a {version}/libmegatron_sb_ops.so, got {source}.")
     package = Path(tempfile.mkdtemp(prefix="megatron_sb_suite_")) / "megatron_sb"
     shutil.copytree(ROOT / "megatron_sb", package)
-    (package / "lib").mkdir(exist_ok=True)
-    shutil.copy(libraries[0], package / "lib")
+    shutil.copytree(libraries[0].parents[1], package / "lib")
     modules = [*source.rglob(f"_C{sysconfig.get_config_var('EXT_SUFFIX')}")]
     if modules:
         shutil.copy(modules[0], package)
-    else:  # the operator library works with every Python, the module _C with one; a Python file replaces _C
+    else:  # the libraries work with every Python, the module _C with one; a Python file replaces _C
         about = {
             "version": "unknown",
-            "torch": torch.__version__,
             "cuda": str(torch.version.cuda),
             "cuda_architectures": [80, 90],  # the default of a build
             "compiler": "unknown",

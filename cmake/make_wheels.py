@@ -1,9 +1,12 @@
-"""Build wheels for the torch of this Python, and the pages to install them from.
+"""Build wheels that serve several versions of torch, and the pages to install them from.
 
-    python cmake/make_wheels.py --out dist --try
+    python cmake/make_wheels.py --torch 2.11.0 2.13.0 --out dist --try
 
-It writes OUT/LOCAL/*.whl and OUT/LOCAL/index.html, where LOCAL is cpu.torch2.11 or cu13.torch2.11, and OUT/index.html
-with links to these pages. `make wheels` installs the tools and runs it.
+It writes OUT/DEVICE/*.whl and OUT/DEVICE/index.html, where DEVICE is cpu or cu13, and OUT/index.html with links to
+these pages. `make wheels` installs the tools and runs it.
+
+pip builds one wheel for each torch, in one folder, so that only the operators are compiled again. The files of these
+wheels that depend on torch are in folders with its version. All others are the same, so the wheels can be merged.
 """
 
 import argparse
@@ -15,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 from urllib.parse import quote
 
@@ -47,30 +51,93 @@ def run(*command: object, quiet: bool = False, cwd: Path = ROOT) -> str:
     return done.stdout
 
 
-def build(variant: str, folder: Path) -> Path:
-    """Build the wheel of a variant, cpu or cuda, in an empty folder. Return its path."""
+def torch_folder(version: str) -> Path:
+    """Return the folder with the headers and libraries of a torch: the installed one, or else that of a new download.
+
+    The folder of the downloads is build/torch. Without its dependencies this torch cannot be imported.
+    """
+    import torch
+
+    if torch.__version__.partition("+")[0] == version:
+        return Path(torch.__file__).parent
+    target = ROOT / "build" / "torch" / version
+    if not (target / "torch" / "version.py").exists():
+        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile")
+        run(*pip, "--no-deps", "--target", target, f"torch=={version}")
+    return target / "torch"
+
+
+def build(variant: str, torch_root: Path, folder: Path) -> Path:
+    """Build the wheel of a variant, cpu or cuda, for one torch, in an empty folder. Return its path."""
     command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--wheel-dir", folder]
-    run(*command, "-C", f"cmake.define.SB_WITH_CUDA={WITH_CUDA[variant]}", "-C", f"build-dir=build/wheels/{variant}")
+    settings = [f"cmake.define.SB_WITH_CUDA={WITH_CUDA[variant]}", f"cmake.define.SB_TORCH_ROOT={torch_root}"]
+    settings += [f"build-dir=build/wheels/{variant}"]
+    run(*command, *(word for setting in settings for word in ("-C", setting)))
     (wheel,) = folder.glob("*.whl")
     return wheel
 
 
-def local_version(wheel: Path) -> str:
-    """Return the local part of the version in a wheel's name.
+def local_version(wheel: Path) -> tuple[str, int, int]:
+    """Return the device and the version of torch in the name of a wheel for one torch.
 
     Example:
         >>> local_version(Path("megatron_sb-0.1.0+cu13.torch2.11-cp311-cp311-linux_x86_64.whl"))
-        'cu13.torch2.11'
+        ('cu13', 2, 11)
     """
-    found = re.match(r"[^-]+-[^-+]+\+([^-]+)-", wheel.name)
+    found = re.match(r"[^-]+-[^-+]+\+(\w+)\.torch(\d+)\.(\d+)-", wheel.name)
     if found is None:
-        sys.exit(f"make_wheels: the version of {wheel.name} has no local part.")
-    return found[1]
+        sys.exit(f"make_wheels: the name must have a local version such as cpu.torch2.11, got {wheel.name}.")
+    return found[1], int(found[2]), int(found[3])
 
 
-def finish(wheel: Path, out: Path) -> Path:
-    """Give a wheel the tag of the oldest system that it runs on, and move it to its folder in `out`."""
-    target = out / local_version(wheel)
+def requirement(versions: list[tuple[int, int]]) -> str:
+    """Return the requirement of the versions of torch (major, minor). It allows pre-releases of vendors.
+
+    Example:
+        >>> requirement([(2, 9), (2, 10), (2, 12)])
+        'torch>=2.9.dev0,!=2.11.*,<2.13'
+    """
+    (major, first), (last_major, last) = min(versions), max(versions)
+    if major != last_major:
+        sys.exit(f"make_wheels: one wheel serves one major version of torch, got {major} and {last_major}.")
+    missing = [minor for minor in range(first, last) if (major, minor) not in versions]
+    return ",".join(
+        [f"torch>={major}.{first}.dev0", *(f"!={major}.{minor}.*" for minor in missing), f"<{major}.{last + 1}"]
+    )
+
+
+def merge(wheels: list[Path], folder: Path) -> Path:
+    """Merge wheels of one variant, each for one torch, into a wheel in `folder` that requires one of these versions.
+
+    The local part of its version has the device only. `finish` writes the digests of its files into RECORD.
+    """
+    names = [local_version(wheel) for wheel in wheels]
+    needs = requirement([(major, minor) for _, major, minor in names])
+    with tempfile.TemporaryDirectory() as unpacked:
+        root = Path(unpacked)
+        for wheel in wheels:
+            for info in root.glob("*.dist-info"):
+                shutil.rmtree(info)
+            with zipfile.ZipFile(wheel) as archive:
+                for name in archive.namelist():
+                    if (root / name).is_file() and (root / name).read_bytes() != archive.read(name):
+                        sys.exit(f"make_wheels: {name} depends on torch. In {wheel.name} and another wheel it differs.")
+                archive.extractall(root)
+        (info,) = root.glob("*.dist-info")
+        name, _, local = info.name.removesuffix(".dist-info").partition("+")
+        device = names[-1][0]
+        text = (info / "METADATA").read_text()
+        text = text.replace(f"+{local}\n", f"+{device}\n", 1)
+        (info / "METADATA").write_text(text.replace("Requires-Dist: torch\n", f"Requires-Dist: {needs}\n", 1))
+        info = info.rename(root / f"{name}+{device}.dist-info")
+        files = [path.relative_to(root) for path in sorted(root.rglob("*")) if path.is_file()]
+        (info / "RECORD").write_text("".join(f"{path},,\n" for path in files))
+        merged = folder / wheels[-1].name.replace(f"+{local}-", f"+{device}-")
+        return Path(shutil.move(shutil.make_archive(str(merged), "zip", root), merged))
+
+
+def finish(wheel: Path, target: Path) -> Path:
+    """Give a wheel the tag of the oldest system that it runs on, and move it to the folder `target`."""
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         excluded = [word for name in NOT_BUNDLED for word in ("--exclude", name)]
@@ -125,6 +192,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheels (default: dist)")
     parser.add_argument(
+        "--torch",
+        nargs="+",
+        metavar="VERSION",
+        default=[torch.__version__.partition("+")[0]],
+        help="versions of torch that the wheels serve, one of each minor version (default: the installed one)",
+    )
+    parser.add_argument(
         "--variants",
         nargs="+",
         choices=list(WITH_CUDA),
@@ -132,16 +206,21 @@ def main() -> None:
         help="what to build (default: cpu, and cuda if there is an nvcc and torch has CUDA)",
     )
     parser.add_argument(
-        "--try", dest="attempt", action="store_true", help="install each wheel into a new environment (default: off)"
+        "--try", dest="attempt", action="store_true", help="install each wheel into new environments (default: off)"
     )
     options = parser.parse_args()
+    if len({version.rpartition(".")[0] for version in options.torch}) < len(options.torch):
+        parser.error(f"--torch must have one version of each minor version, got {' '.join(options.torch)}")
+    out = options.out.resolve()
     for variant in options.variants:
         with tempfile.TemporaryDirectory() as folder:
-            wheel = finish(build(variant, Path(folder)), options.out.resolve())
+            parts = [build(variant, torch_folder(version), Path(folder, version)) for version in options.torch]
+            device, _, _ = local_version(parts[0])
+            wheel = finish(merge(parts, Path(folder)), out / device)
         print(f"{wheel}: {wheel.stat().st_size / 1e6:.1f} MB")
-        write_pages(options.out.resolve())
-        if options.attempt:
-            try_page(wheel.parent / "index.html", f"torch=={torch.__version__.partition('+')[0]}")
+        write_pages(out)
+        for version in options.torch if options.attempt else []:
+            try_page(wheel.parent / "index.html", f"torch=={version}")
 
 
 if __name__ == "__main__":

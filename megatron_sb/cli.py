@@ -25,7 +25,7 @@ def info(arguments: argparse.Namespace) -> int:
     from megatron_sb import info as report
 
     if arguments.cmake_prefix:
-        print(library.library_path().parents[1])
+        print(library.library_path().parents[2])
         return 0
     facts = report.collect()
     print(report.to_json(facts) if arguments.json else report.to_text(facts))

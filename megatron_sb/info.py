@@ -21,7 +21,7 @@ def collect() -> dict[str, Any]:
         Values that JSON can hold. Memory is in bytes. A version is None if there is no such package or build.
 
     Raises:
-        ImportError: If the library is missing or was built with another torch.
+        ImportError: If the library is missing or was built for another torch.
 
     Example:
         >>> from megatron_sb import info
@@ -36,7 +36,8 @@ def collect() -> dict[str, Any]:
             "cuda": build["cuda"],
             "cuda_architectures": [f"sm_{architecture}" for architecture in build["cuda_architectures"]],
             "compiler": build["compiler"],
-            "torch": build["torch"],
+            "torch": torch.ops.megatron_sb.torch_version(),
+            "torch_versions": [*library.libraries()],
         },
         "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
         "python": {"version": platform.python_version(), "machine": platform.machine(), "system": platform.platform()},
@@ -121,12 +122,13 @@ def to_text(facts: dict[str, Any]) -> str:
     built = f"CUDA {build['cuda']}, machine code for {', '.join(build['cuda_architectures'])}"
     if build["cuda"] is None:
         built = "CPU BUILD without GPU kernels. To get them, build with nvcc and a CUDA build of torch."
+    versions = ", ".join(build["torch_versions"])
     packages = [f"{name} {version}" for name, version in facts["packages"].items() if version is not None]
     lines = [
         f"megatron_sb   {facts['version']}, {facts['library']}",
         f"build         {built}",
         f"compiler      {build['compiler']}",
-        f"torch         {torch_facts['version']} (built with {build['torch']})",
+        f"torch         {torch_facts['version']} (built with {build['torch']}; libraries for {versions})",
         f"python        {python['version']} on {python['machine']}",
         f"packages      {', '.join(packages) or 'no optional package'}",
         f"cpu           {cpu['instruction_set']}, {cpu['threads']} threads",

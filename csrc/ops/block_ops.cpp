@@ -151,6 +151,10 @@ std::string instruction_set() {
     return dispatch::instruction_set();
 }
 
+std::string torch_version() {
+    return SB_TORCH_VERSION;
+}
+
 std::string expired_waits() {
 #if defined(SB_WITH_CUDA)
     return common::describe_expired_waits();

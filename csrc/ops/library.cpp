@@ -86,9 +86,11 @@ TORCH_LIBRARY(megatron_sb, m) {
         "SymInt? max_seqlen_k=None, float reach=1.0, float reach_step=0.0) -> (Tensor dq, Tensor dk, Tensor dv, Tensor "
         "prefix_out)");
 
-    // The kernels of this build as text, and the instruction set of its CPU kernels on this machine.
+    // The kernels of this build as text, the instruction set of its CPU kernels on this machine, and the version of
+    // torch that this library was built with.
     m.def("describe_kernels() -> str", megatron_sb::ops::describe_kernels);
     m.def("instruction_set() -> str", megatron_sb::ops::instruction_set);
+    m.def("torch_version() -> str", megatron_sb::ops::torch_version);
 
     // The waits of GPU kernels that ended their launch in this process (kernels/common/expired_wait.h), or "".
     m.def("expired_waits() -> str", megatron_sb::ops::expired_waits);

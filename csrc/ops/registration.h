@@ -54,6 +54,7 @@ BlockBackwardResults block_backward_op(const Arguments& arguments);
 BlockBackwardResults block_backward_fake(const Arguments& arguments);
 std::string describe_kernels();
 std::string instruction_set();
+std::string torch_version();
 std::string expired_waits();
 
 }  // namespace megatron_sb::ops

@@ -1,4 +1,4 @@
-"""Find and load the operator library, which must be built for the installed torch."""
+"""Find and load the operator library for the installed torch. A package has one for each version of torch it serves."""
 
 import functools
 import importlib
@@ -11,15 +11,14 @@ import torch
 
 from megatron_sb.torch_version import major_minor
 
-_LIBRARY = "lib/libmegatron_sb_ops.so"
+_LIBRARIES = "lib/torch[0-9]*/libmegatron_sb_ops.so"
 _BUILD_AGAIN = "build megatron_sb again (pip install --force-reinstall --no-deps .)"
 
 
 class BuildInfo(TypedDict):
-    """How the installed library was built."""
+    """How the installed package was built."""
 
     version: str
-    torch: str
     cuda: str | None  # nvcc's version; None for a CPU build
     cuda_architectures: list[int]  # with machine code: 90 for sm_90
     compiler: str
@@ -49,37 +48,61 @@ def package_folders() -> list[Path]:
     return [Path(folder) for folder in importlib.import_module("megatron_sb").__path__]
 
 
-def library_path() -> Path:
-    """Return the operator library's path.
+def libraries() -> dict[str, Path]:
+    """Return the operator libraries of this package by the version of torch that they are for, such as 2.11.
 
     Raises:
-        ImportError: If the library is in none of the folders of the package.
+        ImportError: If there is none in the folders of the package.
     """
-    for folder in package_folders():
-        if (folder / _LIBRARY).is_file():
-            return folder / _LIBRARY
-    folders = [str(folder) for folder in package_folders()]
-    raise ImportError(f"megatron_sb: {_LIBRARY} is in none of {folders}. Install the package again (pip install .).")
+    paths = [path for folder in package_folders() for path in folder.glob(_LIBRARIES)]
+    if not paths:
+        folders = [str(folder) for folder in package_folders()]
+        raise ImportError(
+            f"megatron_sb: {_LIBRARIES} is in none of {folders}. Install the package again (pip install .)."
+        )
+    by_version = {path.parent.name.removeprefix("torch"): path for path in reversed(paths)}
+    return dict(sorted(by_version.items(), key=lambda item: major_minor(item[0])))
 
 
-def check_torch(build: BuildInfo, version: str, cuda: str | None) -> None:
-    """Check that this library works with a torch.
+def library_path() -> Path:
+    """Return the path of the operator library for the installed torch.
+
+    Raises:
+        ImportError: If the package has none for this version of torch.
+    """
+    return choose_library(libraries(), torch.__version__)
+
+
+def choose_library(found: dict[str, Path], version: str) -> Path:
+    """Return the path of the operator library for a torch.
 
     Args:
-        build: how this library was built.
+        found: the paths by version of torch, as `libraries` returns them.
+        version: torch.__version__.
+
+    Raises:
+        ImportError: If there is none for the major and minor number of this version.
+    """
+    major, minor = major_minor(version)
+    if f"{major}.{minor}" not in found:
+        raise ImportError(
+            f"megatron_sb has libraries for torch {', '.join(found)}, but torch {version} is installed. "
+            f"Install a version of this list, or {_BUILD_AGAIN}."
+        )
+    return found[f"{major}.{minor}"]
+
+
+def check_cuda(build: BuildInfo, version: str, cuda: str | None) -> None:
+    """Check that this package works with the CUDA version of a torch.
+
+    Args:
+        build: how this package was built.
         version: torch.__version__.
         cuda: torch.version.cuda; None for a CPU build of torch.
 
     Raises:
-        ImportError: If torch has another major or minor number, or if this library has CUDA kernels and torch has
-            another major version of CUDA.
+        ImportError: If this package has CUDA kernels and torch has another major version of CUDA.
     """
-    needed = major_minor(build["torch"])
-    if major_minor(version) != needed:
-        raise ImportError(
-            f"megatron_sb was built with torch {build['torch']}, but torch {version} is installed. "
-            f"Install torch {needed[0]}.{needed[1]}, or {_BUILD_AGAIN}."
-        )
     if build["cuda"] is None:
         return
     needed_cuda = build["cuda"].partition(".")[0]
@@ -94,7 +117,7 @@ def warn_of_missing_kernels(build: BuildInfo) -> None:
     """Warn of a build without GPU kernels on a machine with GPUs. To count the GPUs does not initialise CUDA.
 
     Args:
-        build: how this library was built.
+        build: how this package was built.
     """
     num_gpus = torch.cuda.device_count() if build["cuda"] is None and torch.version.cuda else 0
     if num_gpus:
@@ -110,14 +133,14 @@ def load() -> None:
     """Load the operators into torch.ops.megatron_sb. Warn if this build has no kernels for the GPUs of this machine.
 
     Raises:
-        ImportError: If they are missing, or were built with another torch.
+        ImportError: If they are missing, or were built for another torch.
     """
-    check_torch(build_info(), torch.__version__, torch.version.cuda)
-    warn_of_missing_kernels(build_info())
+    build, path = build_info(), library_path()
+    check_cuda(build, torch.__version__, torch.version.cuda)
+    warn_of_missing_kernels(build)
     try:
-        torch.ops.load_library(library_path())
+        torch.ops.load_library(path)
     except OSError as error:  # such as an undefined symbol: a pre-release of torch differs from the release
         raise ImportError(
-            f"megatron_sb was built with torch {build_info()['torch']}, and its library does not load with torch "
-            f"{torch.__version__}: {error}. To fix this, {_BUILD_AGAIN}."
+            f"megatron_sb: {path} does not load with torch {torch.__version__}: {error}. To fix this, {_BUILD_AGAIN}."
         ) from error

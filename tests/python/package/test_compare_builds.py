@@ -24,7 +24,7 @@ def compare(monkeypatch):
 
 def test_two_builds_take_turns(compare, tmp_path, capsys):
     """The table has a column for each build: here one with a library only, and one with a package."""
-    shutil.copy(library.library_path(), tmp_path)
+    shutil.copytree(library.library_path().parents[1], tmp_path / "lib")
     package = Path(library.__file__).parents[2]
     assert compare(str(tmp_path), str(package), "--rows", "backward:64:1:2:1:4096") == 0
     header, _, row = capsys.readouterr().out.splitlines()[-3:]
@@ -35,7 +35,7 @@ def test_two_builds_take_turns(compare, tmp_path, capsys):
 
 def test_the_package_need_not_be_installed(tmp_path):
     """Only the processes that measure import megatron_sb, and each imports the one of its build."""
-    shutil.copy(library.library_path(), tmp_path)
+    shutil.copytree(library.library_path().parents[1], tmp_path / "lib")
     code = (
         "import runpy, sys; sys.modules['megatron_sb'] = None; del sys.argv[0]; "
         "runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -55,7 +55,7 @@ def test_the_package_need_not_be_installed(tmp_path):
         (["build", "--rows", "sideways:64:1:2:1:4096"], "got 'sideways:64:1:2:1:4096'"),
         (["build", "--rows", "backward:64:1:2:1"], "a row must be DIRECTION:HEAD_DIM"),
         ([], "needs a BUILD"),
-        (["no-such-folder"], "must be a folder with a libmegatron_sb_ops.so"),
+        (["no-such-folder"], f"must be a folder with a {library.library_path().parent.name}/libmegatron_sb_ops.so"),
     ],
 )
 def test_errors_name_the_argument(compare, args, message, capsys):

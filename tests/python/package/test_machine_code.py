@@ -11,6 +11,7 @@ import pytest
 
 from megatron_sb.ops import library
 
+KERNELS = library.library_path().parents[1] / "libmegatron_sb_kernels.so"
 ARCHITECTURES = library.build_info()["cuda_architectures"]
 needs_cuda_build = pytest.mark.skipif(not ARCHITECTURES, reason="needs a build with CUDA")
 
@@ -27,7 +28,7 @@ def instructions_of_kernels(folder: Path) -> dict[str, list[tuple[int, str]]]:
     Only these kernels can have products (HGMMA): CMakeLists.txt compiles no others for sm_90a.
     """
     options = {"cwd": folder, "capture_output": True, "text": True, "check": True, "timeout": 120}
-    subprocess.run([cuobjdump(), "-xelf", "sm_90", library.library_path()], **options)
+    subprocess.run([cuobjdump(), "-xelf", "sm_90", KERNELS], **options)
     hopper = [path for path in sorted(folder.glob("*.cubin")) if b"6hopper" in path.read_bytes()]
     text = "\n".join(subprocess.run([cuobjdump(), "-sass", path], **options).stdout for path in hopper)
     kernels = re.split(r"\n\s*Function : ", text)[1:]
@@ -57,8 +58,8 @@ def innermost_loops_of_products(code: list[tuple[int, str]]) -> list[list[str]]:
 def test_the_library_has_the_machine_code_that_it_reports():
     """Every file of portable kernels has PTX, for other GPUs, and code of each architecture. Hopper's have sm_90's."""
     run = partial(subprocess.run, capture_output=True, text=True, check=True, timeout=120)
-    ptx = run([cuobjdump(), "--list-ptx", library.library_path()]).stdout
-    machine_code = run([cuobjdump(), "--list-elf", library.library_path()]).stdout
+    ptx = run([cuobjdump(), "--list-ptx", KERNELS]).stdout
+    machine_code = run([cuobjdump(), "--list-elf", KERNELS]).stdout
     num_files = Counter(re.findall(r"\.(sm_\d+)\.", machine_code))
     assert [*Counter(re.findall(r"\.(sm_\d+)\.", ptx))] == ["sm_80"]
     assert num_files.keys() == {f"sm_{architecture}" for architecture in ARCHITECTURES}

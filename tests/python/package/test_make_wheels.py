@@ -16,12 +16,13 @@ make_wheels = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(make_wheels)
 
 
-def write_wheel(folder: Path, version: str) -> Path:
-    """Write a wheel for every system that has only metadata."""
+def write_wheel(folder: Path, version: str, files: dict[str, str] | None = None) -> Path:
+    """Write a wheel for every system that has metadata and these files."""
     folder.mkdir(parents=True)
     info = f"megatron_sb-{version}.dist-info"
-    files = {
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: megatron-sb\nVersion: {version}\n",
+    requires = "Requires-Dist: torch\nRequires-Dist: numpy\n"
+    files = (files or {}) | {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: megatron-sb\nVersion: {version}\n{requires}",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"])
@@ -41,28 +42,81 @@ def download(page: Path, folder: Path) -> subprocess.CompletedProcess:
     return done
 
 
-def test_pip_installs_from_the_page_of_a_variant(tmp_path):
-    names = [write_wheel(tmp_path / local, f"0.1.0+{local}").name for local in ("cpu.torch2.11", "cu13.torch2.11")]
+def test_pip_installs_from_the_page_of_a_device(tmp_path):
+    names = {device: write_wheel(tmp_path / device, f"0.1.0+{device}").name for device in ("cpu", "cu13")}
     make_wheels.write_pages(tmp_path)
-    for name in names:
-        local = make_wheels.local_version(Path(name))
-        done = download(tmp_path / local / "index.html", tmp_path / "downloads" / local)
+    for device, name in names.items():
+        done = download(tmp_path / device / "index.html", tmp_path / "downloads" / device)
         assert done.returncode == 0, done.stderr
-        assert [path.name for path in (tmp_path / "downloads" / local).iterdir()] == [name]
-        assert f'href="{local}/index.html"' in (tmp_path / "index.html").read_text()
+        assert [path.name for path in (tmp_path / "downloads" / device).iterdir()] == [name]
+        assert f'href="{device}/index.html"' in (tmp_path / "index.html").read_text()
 
 
 def test_pip_refuses_a_wheel_that_differs_from_the_page(tmp_path):
-    wheel = write_wheel(tmp_path / "cpu.torch2.11", "0.1.0+cpu.torch2.11")
+    wheel = write_wheel(tmp_path / "cpu", "0.1.0+cpu")
     make_wheels.write_pages(tmp_path)
     with zipfile.ZipFile(wheel, "a") as archive:
         archive.writestr("later.txt", "")
     assert download(wheel.parent / "index.html", tmp_path / "downloads").returncode != 0
 
 
-def test_a_wheel_without_a_local_version_is_an_error():
-    with pytest.raises(SystemExit, match=mentions("megatron_sb-0.1.0-py3-none-any.whl")):
-        make_wheels.local_version(Path("megatron_sb-0.1.0-py3-none-any.whl"))
+@pytest.mark.parametrize("local", ["", "+cpu", "+cpu.2.11"])
+def test_a_wheel_without_the_local_version_of_a_build_is_an_error(local):
+    name = f"megatron_sb-0.1.0{local}-py3-none-any.whl"
+    with pytest.raises(SystemExit, match=mentions(f"cpu.torch2.11 {name}")):
+        make_wheels.local_version(Path(name))
+
+
+def wheels_of(folder: Path, versions: list[str], **files: str) -> list[Path]:
+    """Write a wheel for each of these versions of torch, with a library for it, a common file and `files`."""
+    return [
+        write_wheel(
+            folder / version,
+            f"0.1.0+cu13.torch{version}",
+            {f"megatron_sb/lib/torch{version}/ops.so": version, "megatron_sb/lib/kernels.so": "kernels"}
+            | {name: text.format(version) for name, text in files.items()},
+        )
+        for version in versions
+    ]
+
+
+def test_merged_wheels_have_the_libraries_of_all_versions(tmp_path):
+    """They have one set of metadata, which requires one of the versions. The local version names the device only."""
+    merged = make_wheels.merge(wheels_of(tmp_path, ["2.9", "2.10", "2.12"]), tmp_path)
+    assert merged == tmp_path / "megatron_sb-0.1.0+cu13-py3-none-any.whl"
+    with zipfile.ZipFile(merged) as archive:
+        files = {name: archive.read(name).decode() for name in archive.namelist() if not name.endswith("/")}
+    info = "megatron_sb-0.1.0+cu13.dist-info"
+    libraries = {f"megatron_sb/lib/torch{version}/ops.so": version for version in ("2.9", "2.10", "2.12")}
+    assert {name: text for name, text in files.items() if not name.startswith(info)} == libraries | {
+        "megatron_sb/lib/kernels.so": "kernels"
+    }
+    assert {name for name in files if name.startswith(info)} == {
+        f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD")
+    }
+    assert {line.partition(",")[0] for line in files[f"{info}/RECORD"].splitlines()} == files.keys()
+    lines = files[f"{info}/METADATA"].splitlines()
+    assert "Version: 0.1.0+cu13" in lines and "Requires-Dist: numpy" in lines
+    assert "Requires-Dist: torch>=2.9.dev0,!=2.11.*,<2.13" in lines and "Requires-Dist: torch" not in lines
+
+
+def test_a_common_file_that_depends_on_torch_is_an_error(tmp_path):
+    wheels = wheels_of(tmp_path, ["2.9", "2.10"], **{"megatron_sb/_C.so": "built with {}"})
+    with pytest.raises(SystemExit, match=mentions(f"megatron_sb/_C.so {wheels[1].name}")):
+        make_wheels.merge(wheels, tmp_path)
+
+
+def test_a_wheel_requires_the_versions_that_it_serves():
+    """pip must keep patch releases, pre-releases of vendors and any local part, and no other version."""
+    specifiers = pytest.importorskip("packaging.specifiers")
+    text = make_wheels.requirement([(2, 12), (2, 9), (2, 11)])
+    allowed = specifiers.SpecifierSet(text.removeprefix("torch"))
+    for version in ("2.9.0", "2.9.0a0+git-nv25.09", "2.11.3+cu130", "2.12.0"):
+        assert allowed.contains(version, prereleases=True), version
+    for version in ("2.8.1", "2.10.0a0", "2.10.1+cpu", "2.13.0.dev20261101", "2.13.0", "3.11.0"):
+        assert not allowed.contains(version, prereleases=True), version
+    with pytest.raises(SystemExit, match=mentions("major 2 3")):
+        make_wheels.requirement([(2, 15), (3, 0)])
 
 
 def test_a_command_that_fails_ends_the_script(capsys):

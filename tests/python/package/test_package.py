@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.libtorch import write_libtorch
 from support.messages import mentions
 from support.project import project_table
 
 import megatron_sb
-from megatron_sb import cli, selfcheck
+from megatron_sb import cli, selfcheck, torch_version
 from megatron_sb.ops import library
 
 ROOT = Path(__file__).parents[3]
@@ -23,7 +24,9 @@ CMAKE = Path(sys.executable).with_name("cmake")
 
 def test_version_and_torch_are_those_of_the_build():
     assert megatron_sb.__version__ == library.build_info()["version"]
-    assert library.build_info()["torch"] == torch.__version__
+    built_with = torch.ops.megatron_sb.torch_version()
+    assert torch_version.major_minor(built_with) == torch_version.major_minor(torch.__version__)
+    assert library.library_path().parent.name == "torch{}.{}".format(*torch_version.major_minor(built_with))
 
 
 def test_library_has_no_python_symbol():
@@ -35,7 +38,7 @@ def test_library_has_no_python_symbol():
 def test_info_names_build_and_kernels(capsys):
     assert cli.main(["info"]) == 0
     text = capsys.readouterr().out
-    assert f"built with {library.build_info()['torch']}" in text
+    assert f"built with {torch.ops.megatron_sb.torch_version()}; libraries for {', '.join(library.libraries())}" in text
     assert ("CPU BUILD" in text) == (library.build_info()["cuda"] is None)
     assert "cpu: CPU; fp32, fp64, bf16, fp16" in text
 
@@ -214,7 +217,7 @@ def test_the_command_knows_the_extra_of_every_optional_module():
 
 def _configured_cpp_example(folder: Path, *definitions: str) -> tuple[Path, str]:
     """Configure the C++ example and return its build folder and the commands of the build, without the folder."""
-    prefix = library.library_path().parents[1]
+    prefix = library.library_path().parents[2]
     configure = [CMAKE, "-S", ROOT / "examples/cpp", "-B", folder, f"-DCMAKE_PREFIX_PATH={prefix}", *definitions]
     options = {"check": True, "capture_output": True, "text": True, "timeout": 300}
     subprocess.run(configure, **options)
@@ -232,6 +235,14 @@ def test_the_cpp_example_builds_with_the_installed_package_and_runs(tmp_path):
     subprocess.run([CMAKE, "--build", build], check=True, capture_output=True, text=True, timeout=300)
     printed = subprocess.run([build / "attention"], check=True, capture_output=True, text=True, timeout=300).stdout
     assert float(printed) < 5e-6
+
+
+def test_cmake_names_the_versions_of_torch_that_a_cpp_program_can_use(tmp_path):
+    root = write_libtorch(tmp_path / "libtorch", "2.99.0")
+    with pytest.raises(subprocess.CalledProcessError) as failure:
+        _configured_cpp_example(tmp_path / "build", f"-DSB_TORCH_ROOT={root}")
+    versions = ", ".join(f"torch{version}" for version in library.libraries())
+    assert re.search(mentions(f"{versions} 2.99.0 {root}"), " ".join(failure.value.stderr.split()))
 
 
 def _configure_without_nvcc(folder: Path, with_cuda: str) -> subprocess.CompletedProcess:

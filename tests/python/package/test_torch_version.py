@@ -19,12 +19,9 @@ from megatron_sb.ops import library
 
 ROOT = Path(__file__).parents[3]
 NVCC = os.environ.get("CUDACXX") or shutil.which("nvcc")
-CPU_BUILD = library.BuildInfo(
-    version="0.1.0", torch="2.11.0+cu130", cuda=None, cuda_architectures=[], compiler="GNU 12.2.0"
-)
-CUDA_BUILD = library.BuildInfo(
-    version="0.1.0", torch="2.11.0+cu130", cuda="13.0.88", cuda_architectures=[80, 90], compiler="GNU 12.2.0"
-)
+CPU_BUILD = library.BuildInfo(version="0.1.0", cuda=None, cuda_architectures=[], compiler="GNU 12.2.0")
+CUDA_BUILD = library.BuildInfo(version="0.1.0", cuda="13.0.88", cuda_architectures=[80, 90], compiler="GNU 12.2.0")
+LIBRARIES = {version: Path(f"lib/torch{version}/libmegatron_sb_ops.so") for version in ("2.9", "2.11")}
 
 
 @pytest.mark.parametrize(
@@ -47,28 +44,48 @@ def test_a_version_without_numbers_is_an_error():
         torch_version.major_minor("nightly")
 
 
-@pytest.mark.parametrize("build", [CPU_BUILD, CUDA_BUILD], ids=["CPU", "CUDA"])
-@pytest.mark.parametrize("installed", ["2.1.0", "2.10.0+cu130", "2.12.0+cu130", "2.9.0a0+git-nv25.09", "3.11.0"])
-def test_another_minor_version_raises_an_error(build, installed):
+@pytest.mark.parametrize(
+    ("installed", "version"), [("2.11.1+cu132", "2.11"), ("2.9.0a0+git-nv25.09", "2.9"), ("2.11.0+cpu", "2.11")]
+)
+def test_the_library_of_the_minor_version_is_chosen(installed, version):
+    """Patch releases and the builds of vendors use the library of the release."""
+    assert library.choose_library(LIBRARIES, installed) == LIBRARIES[version]
+
+
+@pytest.mark.parametrize("installed", ["2.1.0", "2.10.0+cu130", "2.12.0+cu130", "2.90.0", "3.11.0"])
+def test_a_torch_without_a_library_raises_an_error(installed):
     """The message names both versions and what to do."""
-    with pytest.raises(ImportError, match=mentions(f"torch 2.11.0+cu130 {installed} 2.11 pip install --no-deps")):
-        library.check_torch(build, installed, "13.0")
+    with pytest.raises(ImportError, match=mentions(f"torch 2.9, 2.11 {installed} pip install --no-deps")):
+        library.choose_library(LIBRARIES, installed)
+
+
+def test_libraries_are_found_in_the_folders_of_versions(monkeypatch, tmp_path):
+    """They are sorted by version. The first of two folders of the package hides the same version in the second."""
+    for folder, version in (("a", "2.9"), ("b", "2.9"), ("b", "2.11"), ("b", "2.10")):
+        path = tmp_path / folder / "lib" / f"torch{version}" / "libmegatron_sb_ops.so"
+        path.parent.mkdir(parents=True)
+        path.touch()
+    monkeypatch.setattr(library, "package_folders", lambda: [tmp_path / "a", tmp_path / "b"])
+    assert [*library.libraries()] == ["2.9", "2.10", "2.11"]
+    assert library.libraries()["2.9"].is_relative_to(tmp_path / "a")
+    monkeypatch.setattr(library, "package_folders", lambda: [tmp_path])
+    with pytest.raises(ImportError, match=mentions(f"libmegatron_sb_ops.so {tmp_path} pip install")):
+        library.library_path()
 
 
 @pytest.mark.parametrize("cuda", ["12.8", None])
 def test_another_major_version_of_cuda_raises_an_error(cuda):
     with pytest.raises(ImportError, match=mentions(f"CUDA 13.0.88 2.11.1 {cuda or 'no CUDA'} 13 pip install")):
-        library.check_torch(CUDA_BUILD, "2.11.1", cuda)
+        library.check_cuda(CUDA_BUILD, "2.11.1", cuda)
 
 
-def test_patch_releases_vendor_builds_and_minor_versions_of_cuda_are_accepted():
-    library.check_torch(CUDA_BUILD, "2.11.1+cu132", "13.2")
-    library.check_torch(CUDA_BUILD, "2.11.0a0+git-nv26.01", "13.1")
+def test_minor_versions_of_cuda_are_accepted():
+    library.check_cuda(CUDA_BUILD, "2.11.1+cu132", "13.2")
 
 
 def test_a_cpu_build_accepts_a_torch_of_any_cuda():
-    library.check_torch(CPU_BUILD, "2.11.1+cpu", None)
-    library.check_torch(CPU_BUILD, "2.11.0+cu128", "12.8")
+    library.check_cuda(CPU_BUILD, "2.11.1+cpu", None)
+    library.check_cuda(CPU_BUILD, "2.11.0+cu128", "12.8")
 
 
 @pytest.mark.parametrize(
