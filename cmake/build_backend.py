@@ -3,6 +3,7 @@
 pip asks for the metadata of a package before it downloads what the package depends on. At this point the checks of
 CMakeLists.txt run: a missing or old torch, compiler or nvcc is an error before anything is installed. The same checks
 give the local part of the version, such as 0.1.0+cu13.torch2.11 or 0.1.0+cpu.torch2.11. pip prints it in its last line.
+The build that follows takes it from the metadata.
 """
 
 import functools
@@ -97,12 +98,17 @@ def _tool_folders() -> list[str]:
 
 
 def _checked(hook: Callable[..., str]) -> Callable[..., str]:
-    """Return a hook of scikit-build-core that first checks the machine."""
+    """Return a hook of scikit-build-core that first checks the machine, unless the hook of the metadata did it."""
 
     @functools.wraps(hook)
-    def checked(directory: str, config_settings: Settings | None = None, *rest: Any, **named: Any) -> str:
-        os.environ[LOCAL_VERSION] = check_machine(config_settings)
-        return hook(directory, config_settings, *rest, **named)
+    def checked(directory: str, config_settings: Settings | None = None, metadata_directory: str | None = None) -> str:
+        if metadata_directory is None:
+            os.environ[LOCAL_VERSION] = check_machine(config_settings)
+            return hook(directory, config_settings)
+        # The wheel must have these metadata, so its version is known.
+        version = re.search(r"^Version: (.*)$", Path(metadata_directory, "METADATA").read_text(), re.MULTILINE)
+        os.environ[LOCAL_VERSION] = version[1].partition("+")[2]
+        return hook(directory, config_settings, metadata_directory)
 
     return checked
 

@@ -1,6 +1,8 @@
 """The build backend checks the machine before pip downloads anything, and puts the result into the version."""
 
 import email
+import importlib.util
+import os
 import re
 import subprocess
 import tarfile
@@ -84,6 +86,19 @@ def test_an_archive_of_the_sources_has_what_a_build_needs(tmp_path):
     done = call_hook("prepare_metadata_for_build_wheel", tmp_path / "out", CPU, root)
     assert done.returncode == 0, done.stderr
     assert "+cpu." in metadata_in(tmp_path / "out")["Version"]
+
+
+def test_the_build_takes_the_version_from_the_metadata(monkeypatch, tmp_path):
+    """pip asks for the metadata first, and gives them to the build. The machine is not checked a second time."""
+    spec = importlib.util.spec_from_file_location("build_backend", ROOT / "cmake" / "build_backend.py")
+    backend = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(backend)
+    monkeypatch.setenv(backend.LOCAL_VERSION, "")  # restores the environment after the test
+    monkeypatch.setattr(backend, "check_machine", lambda _: "cpu.torch2.11")
+    build = backend._checked(lambda *arguments: (os.environ[backend.LOCAL_VERSION], *arguments))
+    assert build("out", CPU) == ("cpu.torch2.11", "out", CPU)
+    (tmp_path / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron-sb\nVersion: 0.1.0+cu13.torch2.9\n")
+    assert build("out", CPU, str(tmp_path)) == ("cu13.torch2.9", "out", CPU, str(tmp_path))
 
 
 def test_pyproject_uses_this_backend():
