@@ -2,6 +2,7 @@
 
 set(SB_TORCH_OLDEST 2.9)  # torch 2.8 does not tell C++ code the store and the timeout of a process group
 set(SB_TORCH_NEWEST_TESTED 2.15)  # docs/installation.md has the results
+set(SB_CUDA_OLDEST 12.5)  # CUDA 12.4 does not have cudaGetDriverEntryPointByVersion
 
 # sb_check_torch() compares SB_TORCH_MINOR, which SbTorch.cmake sets, with the supported versions.
 function(sb_check_torch)
@@ -14,9 +15,14 @@ function(sb_check_torch)
     endif()
 endfunction()
 
-# sb_check_cuda(<nvcc's version> <torch's CUDA version>) compares the major versions. One process cannot use two CUDA
-# runtimes on the same tensors. The CUDA version of a LibTorch in SB_TORCH_ROOT may be "unknown": it is not compared.
+# sb_check_cuda(<nvcc's version> <torch's CUDA version>) refuses an old nvcc, and compares the major versions. One
+# process cannot use two CUDA runtimes on the same tensors. The CUDA version of a LibTorch in SB_TORCH_ROOT may be
+# "unknown": it is not compared.
 function(sb_check_cuda nvcc_version torch_version)
+    if(nvcc_version VERSION_LESS SB_CUDA_OLDEST)
+        message(FATAL_ERROR "megatron_sb: the kernels need nvcc ${SB_CUDA_OLDEST} or later and found ${nvcc_version}. "
+                "Set CUDACXX to a newer nvcc, or build without GPU kernels with SB_WITH_CUDA=OFF.")
+    endif()
     string(REGEX MATCH "^[0-9]+" nvcc_major "${nvcc_version}")
     string(REGEX MATCH "^[0-9]+" torch_major "${torch_version}")
     if(torch_major AND NOT nvcc_major EQUAL torch_major)

@@ -162,7 +162,7 @@ def test_cmake_warns_of_a_newer_torch(version, minor, tmp_path):
 
 
 @needs_cmake
-@pytest.mark.parametrize(("nvcc", "cuda"), [("13.0.88", "13.2"), ("12.4.1", "12.8"), ("13.0.88", "unknown")])
+@pytest.mark.parametrize(("nvcc", "cuda"), [("13.0.88", "13.2"), ("12.6.85", "12.8"), ("13.0.88", "unknown")])
 def test_cmake_accepts_nvcc_of_torchs_major_version(nvcc, cuda, tmp_path):
     assert run_script(tmp_path, "SbVersions", f'sb_check_cuda("{nvcc}" "{cuda}")') == (0, "-- end of script")
 
@@ -173,6 +173,14 @@ def test_cmake_refuses_nvcc_of_another_major_version(nvcc, cuda, tmp_path):
     status, output = run_script(tmp_path, "SbVersions", f'sb_check_cuda("{nvcc}" "{cuda}")')
     assert status != 0
     assert re.search(mentions(f"nvcc {nvcc} {cuda} CUDACXX SB_WITH_CUDA=OFF"), output)
+
+
+@needs_cmake
+def test_cmake_refuses_an_old_nvcc(tmp_path):
+    """CUDA 12.4 lacks a function of the runtime that the Hopper kernels call."""
+    status, output = run_script(tmp_path, "SbVersions", 'sb_check_cuda("12.4.131" "12.8")')
+    assert status != 0
+    assert re.search(mentions("nvcc 12.5 12.4.131 CUDACXX SB_WITH_CUDA=OFF"), output)
 
 
 @needs_cmake
