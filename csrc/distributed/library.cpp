@@ -37,11 +37,35 @@ at::Tensor unshard_sequence(const at::Tensor& x_local, const std::string& group_
 
 }  // namespace megatron_sb
 
+namespace {
+
+using megatron_sb::ContextParallelPlan;
+
+c10::intrusive_ptr<ContextParallelPlan> make_plan(const std::string& group_name, std::optional<int64_t> seq_len,
+                                                  const std::optional<std::vector<int64_t>>& cu_seqlens,
+                                                  const std::string& layout, const std::string& packing,
+                                                  const std::string& argument_error, std::optional<int64_t> local_len) {
+    return megatron_sb::ops::with_value_errors([&] {
+        return c10::make_intrusive<ContextParallelPlan>(group_name, seq_len, cu_seqlens, layout, packing,
+                                                        argument_error, local_len);
+    });
+}
+
+// The kernel of an operator from a function that may throw InvalidArgument.
+template <auto function>
+struct Checked;
+template <class Result, class... Arguments, Result (*function)(Arguments...)>
+struct Checked<function> {
+    static Result call(Arguments... arguments) {
+        return megatron_sb::ops::with_value_errors([&] { return function(arguments...); });
+    }
+};
+
+}  // namespace
+
 TORCH_LIBRARY_FRAGMENT(megatron_sb, m) {
-    using megatron_sb::ContextParallelPlan;
     m.class_<ContextParallelPlan>("ContextParallelPlan")
-        .def(torch::init<std::string, std::optional<int64_t>, std::optional<std::vector<int64_t>>, std::string,
-                         std::string, std::string, std::optional<int64_t>>())
+        .def(torch::init(make_plan))
         .def("group_name", [](const c10::intrusive_ptr<ContextParallelPlan>& plan) { return plan->group_name(); })
         .def("rank", &ContextParallelPlan::rank)
         .def("size", &ContextParallelPlan::size)
@@ -69,9 +93,9 @@ TORCH_LIBRARY_IMPL(megatron_sb, CompositeImplicitAutograd, m) {
     using namespace megatron_sb;
     m.impl("context_parallel_attention",
            torch::CppFunction::makeFromBoxedFunction<&ops::boxed_kernel<distributed::attention>>());
-    m.impl("shard_positions", distributed::shard_positions);
-    m.impl("shard_sequence", distributed::shard);
-    m.impl("unshard_sequence", distributed::unshard);
+    m.impl("shard_positions", Checked<distributed::shard_positions>::call);
+    m.impl("shard_sequence", Checked<distributed::shard>::call);
+    m.impl("unshard_sequence", Checked<distributed::unshard>::call);
 }
 
 TORCH_LIBRARY_IMPL(megatron_sb, AutocastCPU, m) {

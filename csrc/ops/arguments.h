@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "ops/check.h"
+
 namespace megatron_sb::ops {
 
 using OptionalTensor = std::optional<at::Tensor>;
@@ -64,7 +66,7 @@ inline std::tuple<at::Tensor, at::Tensor> output_and_mass(const torch::jit::Stac
 // A boxed kernel from a function that takes Arguments and returns a tuple of results.
 template <auto function>
 void boxed_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-    auto results = function(Arguments(op.schema(), *stack));
+    auto results = with_value_errors([&] { return function(Arguments(op.schema(), *stack)); });
     torch::jit::drop(*stack, op.schema().arguments().size());
     std::apply([&](auto&... result) { torch::jit::push(*stack, std::move(result)...); }, results);
 }

@@ -94,11 +94,7 @@ const dispatch::Kernels& kernels_for(const at::Tensor& q, const at::Tensor& v, b
                                        int(v.size(3)),
                                        forget_gate,
                                        key_blocks};
-    try {
-        return dispatch::find(request);
-    } catch (const InvalidArgument& error) {
-        TORCH_CHECK_VALUE(false, error.what());
-    }
+    return with_value_errors([&]() -> const dispatch::Kernels& { return dispatch::find(request); });
 }
 
 std::optional<at::Tensor> contiguous(const std::optional<at::Tensor>& x) {

@@ -148,7 +148,7 @@ std::string describe_kernels() {
 }
 
 std::string instruction_set() {
-    return dispatch::instruction_set();
+    return with_value_errors([] { return dispatch::instruction_set(); });
 }
 
 std::string torch_version() {

@@ -4,9 +4,21 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "core/error.h"
 #include "core/params.h"
 
 namespace megatron_sb::ops {
+
+// Returns f(), which operators call. Throws torch's ValueError for an InvalidArgument: Python would get a RuntimeError
+// from torch 2.15 and later.
+template <class F>
+decltype(auto) with_value_errors(const F& f) {
+    try {
+        return f();
+    } catch (const InvalidArgument& error) {
+        TORCH_CHECK_VALUE(false, error.what());
+    }
+}
 
 // x has `rank` dimensions; `shape` names them.
 void check_rank(const char* name, const at::Tensor& x, int64_t rank, const char* shape);

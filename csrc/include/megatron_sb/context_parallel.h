@@ -103,9 +103,9 @@ struct ContextParallelOptions : AttentionOptions {
 // fp32 (fp64 if q is fp64). Both can be differentiated once. Rows of no document get o = 0, mass = 1 and zero
 // gradients.
 //
-// The first call of a group with new shapes or options checks that the ranks agree on them. Throws c10::TypeError,
-// c10::ValueError or std::invalid_argument if an argument is invalid or the ranks disagree. Ranks for which the call is
-// new throw at once. A rank for which it is known waits for data: on a CPU, it throws after the timeout of the group.
+// The first call of a group with new shapes or options checks that the ranks agree on them. Throws c10::TypeError or
+// c10::ValueError if an argument is invalid or the ranks disagree. Ranks for which the call is new throw at once. A
+// rank for which it is known waits for data: on a CPU, it throws after the timeout of the group.
 std::tuple<at::Tensor, at::Tensor> context_parallel_attention(const at::Tensor& q, const at::Tensor& k,
                                                               const at::Tensor& v,
                                                               const c10::intrusive_ptr<ContextParallelPlan>& plan,
