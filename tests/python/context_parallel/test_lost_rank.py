@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from support.fork_server import PythonProcess, python_processes
-from support.launch import rank_environments
+from support.fork_server import PythonProcess
+from support.launch import rank_environments, started_ranks
 from support.messages import mentions
 
 WORKER = Path(__file__).parents[1] / "workers" / "context_parallel_lost_rank.py"
@@ -30,10 +30,7 @@ MARGIN_SECONDS = 3 * TIMEOUT_SECONDS
 def gloo_ranks(scenario: str, comm: str):
     """Start NUM_RANKS ranks on CPUs."""
     arguments = [WORKER, scenario, TIMEOUT_SECONDS, comm, "gloo"]
-    with (
-        rank_environments(NUM_RANKS, START_SECONDS) as variables,
-        python_processes([{"arguments": arguments, "environment": own} for own in variables]) as ranks,
-    ):
+    with started_ranks(NUM_RANKS, arguments, START_SECONDS) as ranks:
         yield ranks
         if scenario.startswith("killed"):
             assert ranks[-1].wait(START_SECONDS) == -signal.SIGKILL

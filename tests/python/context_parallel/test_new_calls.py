@@ -5,8 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from support.fork_server import python_processes
-from support.launch import rank_environments
+from support.launch import started_ranks
 from support.messages import mentions
 
 WORKER = Path(__file__).parents[1] / "workers" / "context_parallel_new_calls.py"
@@ -35,9 +34,7 @@ def test_every_rank_raises_an_error_that_names_what_differs(scenario, cases, exp
         groups = []
         for num_ranks, comm in cases:
             arguments = [WORKER, scenario, TIMEOUT_SECONDS, comm]
-            variables = stack.enter_context(rank_environments(num_ranks, START_SECONDS))
-            jobs = [{"arguments": arguments, "environment": own} for own in variables]
-            groups.append((comm, stack.enter_context(python_processes(jobs))))
+            groups.append((comm, stack.enter_context(started_ranks(num_ranks, arguments, START_SECONDS))))
         for comm, ranks in groups:
             for rank, process in enumerate(ranks):
                 where = f"{comm}, rank {rank} of {len(ranks)}"
@@ -53,10 +50,7 @@ def test_a_rejected_call_may_be_repeated():
     """The last rank repeats a call with a valid argument. The other ranks do not notice, and all agree on new calls."""
     for num_ranks, comm in ((2, "p2p"), (3, "a2a")):
         arguments = [WORKER, "repeated", TIMEOUT_SECONDS, comm]
-        with (
-            rank_environments(num_ranks, START_SECONDS) as variables,
-            python_processes([{"arguments": arguments, "environment": own} for own in variables]) as ranks,
-        ):
+        with started_ranks(num_ranks, arguments, START_SECONDS) as ranks:
             for rank, process in enumerate(ranks):
                 assert process.wait(START_SECONDS) == 0, f"{comm}, rank {rank}:\n{process.stderr[-4000:]}"
                 assert process.stdout == "no error\n", f"{comm}, rank {rank}: {process.stdout}"

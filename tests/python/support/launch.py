@@ -46,15 +46,20 @@ def rank_environments(num_ranks: int, seconds: float) -> Iterator[list[dict[str,
     """
     # The store of torchrun's agent has the same role. The ranks connect to it, so no rank has to guess a port.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds))
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
+    common = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    yield [_rank_variables(rank, num_ranks, num_ranks, "127.0.0.1", store.port) | common for rank in range(num_ranks)]
+
+
+def _rank_variables(rank: int, num_ranks: int, per_host: int, address: str, port: int) -> dict[str, str]:
+    """Return the environment variables of a rank, where each host has `per_host` of the ranks."""
+    return {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "LOCAL_RANK": str(rank % per_host),
+        "LOCAL_WORLD_SIZE": str(per_host),
     }
-    yield [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
 
 
 @contextlib.contextmanager
@@ -88,16 +93,8 @@ def _jobs_on_hosts(
     per_host, jobs = num_ranks // len(hosts), []
     for rank in range(num_ranks):
         host = hosts[rank // per_host]
-        variables = {
-            "MASTER_ADDR": hosts[0].address,
-            "MASTER_PORT": "29500",
-            "RANK": str(rank),
-            "WORLD_SIZE": str(num_ranks),
-            "LOCAL_RANK": str(rank % per_host),
-            "LOCAL_WORLD_SIZE": str(per_host),
-            **host.environment,
-            **environment,
-        }
+        variables = _rank_variables(rank, num_ranks, per_host, hosts[0].address, 29500)
+        variables |= {**host.environment, **environment}
         jobs.append({"arguments": [ON_HOST, host.name, *arguments], "folder": folder, "environment": variables})
     return jobs
 
