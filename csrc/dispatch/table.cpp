@@ -44,8 +44,7 @@ bool is_half(Dtype dtype) {
 #if defined(SB_WITH_HOPPER)
 bool hopper_serves(const Request& r) {
     return r.device == Device::kCuda && r.architecture == 90 && is_half(r.dtype) && head_dims_fit(r) &&
-           std::max(r.head_dim, r.head_dim_v) <= (r.forget_gate ? hopper::kMostGatedColumns : hopper::kMostColumns) &&
-           !r.key_blocks;
+           !(r.forget_gate && hopper::is_wide(r.head_dim, r.head_dim_v)) && !r.key_blocks;
 }
 #endif
 
@@ -54,8 +53,7 @@ constexpr Kernels kTable[] = {
     {"hopper", hopper_serves,
      [] {
          return concat("CUDA sm_90; bf16, fp16; head_dim and head_dim_v: multiples of ", kHeadDimMultiple, " up to ",
-                       hopper::kMostColumns, ", with forget gates up to ", hopper::kMostGatedColumns,
-                       "; no paged cache");
+                       hopper::kMostColumns, ", with forget gates up to 128; no paged cache");
      },
      hopper::forward_workspace, hopper::backward_workspace, hopper::block_forward, hopper::block_backward, true},
 #endif

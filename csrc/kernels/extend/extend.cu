@@ -22,20 +22,30 @@ struct Place {
     bool exists;    // the row
 
     __device__ explicit Place(const Params& p) {
-        const int64_t rows = int64_t(p.batch) * p.rows * p.num_heads;
         value = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / kLanes;
         lane = threadIdx.x % kLanes;
-        exists = value < rows;
+        exists = value < int64_t(p.batch) * p.rows * p.num_heads;
         if (!exists) value = 0;
-        head = int(value % p.num_heads);
-        row = int(value / p.num_heads % p.rows);
-        batch = int(value / p.num_heads / p.rows);
+        // Divisions of 64 bits take longer than the loads and stores of the thread.
+        if (value >> 32 == 0)
+            locate(uint32_t(value), uint32_t(p.num_heads), uint32_t(p.rows));
+        else
+            locate(value, int64_t(p.num_heads), int64_t(p.rows));
     }
     template <class T, class Pointer>
     __device__ auto in(const Rows<Pointer>& tensor, int channel) const {
         using Element = std::conditional_t<std::is_same_v<Pointer, void*>, T, const T>;
         return static_cast<Element*>(tensor.data) + batch * tensor.batch_stride + row * tensor.row_stride +
                head * tensor.head_stride + channel;
+    }
+
+  private:
+    template <class Integer>
+    __device__ void locate(Integer index, Integer num_heads, Integer rows) {
+        const Integer row_of_all = index / num_heads;
+        head = int(index - row_of_all * num_heads);
+        batch = int(row_of_all / rows);
+        row = int(row_of_all - batch * rows);
     }
 };
 
@@ -56,12 +66,12 @@ __device__ void store(T* to, const Eight& v) {
                                                common::pack<T>(v.x[4], v.x[5]), common::pack<T>(v.x[6], v.x[7]));
 }
 
-// Writes x in kGateParts numbers of 8 bits each, from columns[first] on. A NaN stays NaN.
-__device__ void split(float x, Eight& columns, int first) {
+// Writes x in kGateParts numbers of 8 bits each, in the first columns. A NaN stays NaN.
+__device__ void split(float x, Eight& columns) {
 #pragma unroll
     for (int i = 0; i < kGateParts; ++i) {
         const float part = __bfloat162float(__float2bfloat16_rn(x));
-        columns.x[first + i] = part;
+        columns.x[i] = part;
         x -= part;
     }
 }
@@ -96,14 +106,19 @@ __global__ void __launch_bounds__(kThreads)
     if (has_channels) store(place.template in<T>(extended, channel), x);
     if (p.side != Side::kNone && place.exists && place.lane == 0) {
         if (p.bias != nullptr) number += p.bias[place.value] / p.scale / p.unit;
-        Eight columns = {};
-        split(clamped(number, -p.largest, p.largest), columns, number_column(p.side));
-        for (int i = 0; i < kGateParts; ++i) columns.x[kGateParts - number_column(p.side) + i] = p.unit;
+        Eight parts = {}, columns = {};
+        split(clamped(number, -p.largest, p.largest), parts);
+        const bool query = p.side == Side::kQuery;
+#pragma unroll
+        for (int i = 0; i < kGateParts; ++i) {  // an index that depends on the side would put the array into memory
+            columns.x[i] = query ? parts.x[i] : p.unit;
+            columns.x[kGateParts + i] = query ? p.unit : parts.x[i];
+        }
         store(place.template in<T>(extended, p.head_dim), columns);
     }
     if (p.gate != nullptr && place.exists && place.lane == kLanes - 1) {
         Eight columns = {};
-        split(clamped(p.gate[place.value], p.least_gate, 1.f), columns, 0);
+        split(clamped(p.gate[place.value], p.least_gate, 1.f), columns);
         store(place.template in<T>(extended, p.head_dim + (p.side == Side::kNone ? 0 : kChannels)), columns);
     }
 }

@@ -159,7 +159,7 @@ class Publisher {
         const Step& step = control_.step_info[number % kStepRing];
         const int64_t first = step.row_index;  // reads the description before the wait
         const int flags = step.flags, num_rows = step.num_rows, tile = step.tile;
-        const CarryPlace place = CarryPlace::of(number);
+        const auto place = CarryPlace<T>::of(number);
         constexpr int kNewer = T::kHalves - 1;
         for (auto& full : control_.carry_out_full[kNewer]) full.wait(place);
         const float2 carries[2] = {control_.carry_out[kNewer][place.slot][lane_],

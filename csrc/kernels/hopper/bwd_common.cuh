@@ -17,6 +17,7 @@ struct BackwardArguments {
     float scale, scale_log2;
     common::Reach reach;
     ExpiredWait* expired_wait;
+    TensorMap q_extra, k_extra;  // with extra columns
 };
 
 // Where a step is in a ring. Most rings have a place for each step; only that of Q and dO is counted by next().
@@ -25,6 +26,7 @@ using Stage = Place<T::kQdoStages>;
 template <class T>
 using TurnPlace = Place<T::kDqTurns>;
 using StepPlace = Place<kStepRing>;
-using CarryPlace = Place<kCarryOutSlots>;
+template <class T>
+using CarryPlace = Place<T::kCarryOutSlots>;
 
 }  // namespace megatron_sb::hopper

@@ -66,12 +66,10 @@ class BackwardConsumer : HalfScan<T> {
   private:
     // ---- products -----------------------------------------------------------------------------------------------
 
-    __device__ __forceinline__ void issue_scores(int stage) {
-        this->template issue_rows_by_keys<kHeadDim>(s_, this->opaque(qdo_low_) + stage * kStage, this->opaque(k_low_));
-    }
     __device__ __forceinline__ void issue_dp(int stage) {
-        this->template issue_rows_by_keys<kHeadDim>(dp_, this->opaque(qdo_low_) + stage * kStage + kTile,
-                                                    this->opaque(v_low_));
+        this->template multiply_rows_by_keys<kHeadDim>(dp_, this->opaque(qdo_low_) + stage * kStage + kTile,
+                                                       this->opaque(v_low_));
+        wgmma_commit();
     }
     // Issues dQ = dz K into the registers of dP: one of the two is dead whenever the other is in use.
     __device__ __forceinline__ void issue_dq(int slot) {
@@ -82,6 +80,8 @@ class BackwardConsumer : HalfScan<T> {
         for (int i = 1; i < T::kKeyTile / 16; ++i)
             wgmma_accumulate<0, 1>(Element{}, dp_, descriptor(dz + i / 4 * kPanel + i % 4 * 2),
                                    descriptor(k_columns + i / 4 * kTile + i % 4 * 128));
+        if constexpr (T::kExtra > 0)
+            if (half_ == T::kPanels - 1) this->issue_extra_dq(dz, 0);
         wgmma_commit();
     }
     // Issues dV += A^T dO and dK += dz^T Q.
@@ -95,6 +95,7 @@ class BackwardConsumer : HalfScan<T> {
 #pragma unroll
         for (int i = 0; i < kStepRows / 16; ++i)
             wgmma_accumulate<1, 1>(Element{}, dk_, descriptor(dz + i * 128), descriptor(q + i * 128));
+        if constexpr (T::kExtra > 0) this->issue_extra_dk(dk_extra_, dz, stage);
         wgmma_commit();
     }
 
@@ -103,10 +104,15 @@ class BackwardConsumer : HalfScan<T> {
     __device__ __forceinline__ void begin_tile() {
 #pragma unroll
         for (int i = 0; i < kHeadDim / 2; ++i) dk_[i] = dv_[i] = 0.f;
+        if constexpr (T::kExtra > 0) {
+#pragma unroll
+            for (float& x : dk_extra_) x = 0.f;
+            fence_accumulator(dk_extra_);
+        }
         fence_accumulator(dk_);
         fence_accumulator(dv_);
         wgmma_fence();
-        issue_scores(stage_.slot);
+        this->issue_scores(stage_.slot, 0);
         issue_dp(stage_.slot);
         wgmma_wait<0>();
         fence_accumulator(s_);
@@ -138,12 +144,12 @@ class BackwardConsumer : HalfScan<T> {
         const auto target = this->dq_target(number_ - 1, half_);
         wgmma_fence();
         issue_dq((number_ - 1) & 1);  // in the first round of a tile the result is not used
-        issue_scores(next.slot);
+        this->issue_scores(next.slot, 0);
         control_.own_half[half_].wait_full(Place<1>::of(number_));
         wgmma_fence();
         issue_dk_dv(stage_.slot, number_ & 1);
         wgmma_wait<2>();
-        fence_accumulator(dp_);
+        this->fence_dq(dp_);
         if (!first_round_) finish_dq<2>(number_ - 1, target);
         first_round_ = false;
         wgmma_wait<1>();
@@ -172,9 +178,10 @@ class BackwardConsumer : HalfScan<T> {
         issue_dq((number_ - 1) & 1);
         issue_dk_dv(stage_.slot, number_ & 1);
         wgmma_wait<1>();
-        fence_accumulator(dp_);
+        this->fence_dq(dp_);
         if (!first_round_) finish_dq<kDqVectors>(number_ - 1, this->dq_target(number_ - 1, half_));
         wgmma_wait<0>();
+        if constexpr (T::kExtra > 0) fence_accumulator(dk_extra_);
         fence_accumulator(dk_);
         fence_accumulator(dv_);
         control_.qdo.empty.arrive(stage_);
@@ -182,7 +189,7 @@ class BackwardConsumer : HalfScan<T> {
         wgmma_fence();
         issue_dq(number_ & 1);
         wgmma_wait<0>();
-        fence_accumulator(dp_);
+        this->fence_dq(dp_);
         this->release(control_.kv, tile_);
         finish_dq<kDqVectors>(number_, this->dq_target(number_, half_));
         stage_ = stage_.next();
@@ -192,6 +199,7 @@ class BackwardConsumer : HalfScan<T> {
         // staging space.
         warpgroup_barrier(barrier_of_consumer(half_));
         this->write_dk(last, half_, weights_, dk_);
+        if constexpr (T::kExtra > 0) this->write_extra_dk(last, half_, dk_extra_);
         this->write_dv(last, half_, weights_, dv_);
     }
 
@@ -235,6 +243,7 @@ class BackwardConsumer : HalfScan<T> {
     bool first_round_ = true;     // of the key tile; there is no previous step
     bool next_is_ready_ = false;  // whether the next round need not wait for dz and Q
     float dk_[kHeadDim / 2], dv_[kHeadDim / 2];
+    float dk_extra_[4];  // with extra columns
 };
 
 }  // namespace megatron_sb::hopper

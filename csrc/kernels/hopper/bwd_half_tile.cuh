@@ -37,16 +37,27 @@ class HalfScan : protected BackwardThread<T> {
         dz_ = shared_address(shared.dz[0][half]);
     }
 
-    // Issues d = rows keys^T for 64 rows of Q or dO and the 64 keys of this half.
+    // Issues S = Q K^T for the rows of a stage and the 64 keys of this half.
+    __device__ __forceinline__ void issue_scores(int stage, int buffer) {
+        multiply_rows_by_keys<T::kHeadDim>(s_, this->opaque(qdo_low_) + stage * kStage,
+                                           this->opaque(k_low_) + buffer * T::kHalves * kTile);
+        if constexpr (T::kExtra > 0) {
+            const uint32_t zeros = shared_address(this->shared_.zeros);
+            const uint32_t q = shared_address(this->shared_.q_extra[stage]);
+            const uint32_t k = shared_address(this->shared_.k_extra[buffer][half_]);
+            wgmma_accumulate(Element{}, s_, extra_descriptor(q, zeros), extra_descriptor(k, zeros));
+        }
+        wgmma_commit();
+    }
+    // d = rows keys^T for 64 rows of Q or dO and the 64 keys of this half.
     template <int kColumns>
-    __device__ __forceinline__ static void issue_rows_by_keys(float (&d)[32], uint32_t rows, uint32_t keys) {
+    __device__ __forceinline__ static void multiply_rows_by_keys(float (&d)[32], uint32_t rows, uint32_t keys) {
         wgmma_overwrite(Element{}, d, descriptor(rows), descriptor(keys));
 #pragma unroll
         for (int i = 1; i < kColumns / 16; ++i) {
             const int at = i / 4 * kPanel + i % 4 * 2;
             wgmma_accumulate(Element{}, d, descriptor(rows + at), descriptor(keys + at));
         }
-        wgmma_commit();
     }
 
     // Call this once a step of a new key tile is there. The lane makes the offset differ between threads. Otherwise
@@ -133,7 +144,7 @@ class HalfScan : protected BackwardThread<T> {
     // Waits for the carries at the older edge of this half, and passes them to the scan.
     template <class Scan>
     __device__ __forceinline__ void load_carries(Scan& scan, uint32_t number, const Stage<T>& stage) {
-        const CarryPlace place = CarryPlace::of(number);
+        const auto place = CarryPlace<T>::of(number);
         control_.carry_in_full.wait(stage);
         if (follows_half()) control_.carry_out_full[0][warp_].wait(place);
 #pragma unroll
@@ -191,7 +202,7 @@ class HalfScan : protected BackwardThread<T> {
     template <class Scan>
     __device__ __forceinline__ void clear_nan_queries(const Scan& scan, uint32_t number, int stage) const {
         if (!__any_sync(~0u, scan.has_unstarted_nan(0) || scan.has_unstarted_nan(1))) return;
-        if (half_ < T::kHalves - 1) control_.older_carry_out_empty.wait(CarryPlace::of(number));
+        if (half_ < T::kHalves - 1) control_.older_carry_out_empty.wait(CarryPlace<T>::of(number));
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (!scan.has_unstarted_nan(r)) continue;
@@ -199,10 +210,17 @@ class HalfScan : protected BackwardThread<T> {
 #pragma unroll 1
             for (int i = 0; i < 2 * T::kPanels; ++i) {
                 const uint32_t at = queries + i / 2 * T::kPanelBytes + row(r) * 128 + lane_ % 4 * 32 + i % 2 * 16;
-                const uint4 x = load_shared(at);
-                store_shared(at, make_uint4(nan_to_zero(x.x), nan_to_zero(x.y), nan_to_zero(x.z), nan_to_zero(x.w)));
+                store_shared(at, without_nan(load_shared(at)));
             }
+            if constexpr (T::kExtra > 0)
+                if (lane_ % 4 == 0) {
+                    const uint32_t at = shared_address(this->shared_.q_extra[stage]) + row(r) * kExtraRowBytes;
+                    store_shared(at, without_nan(load_shared(at)));
+                }
         }
+    }
+    __device__ __forceinline__ static uint4 without_nan(const uint4& x) {
+        return make_uint4(nan_to_zero(x.x), nan_to_zero(x.y), nan_to_zero(x.z), nan_to_zero(x.w));
     }
     // Replaces NaN by 0 in a pair of elements.
     __device__ __forceinline__ static uint32_t nan_to_zero(uint32_t pair) {
@@ -218,7 +236,7 @@ class HalfScan : protected BackwardThread<T> {
 #pragma unroll
         for (int r = 0; r < 2; ++r)  // a NaN in this half must not reach newer keys
             prefix[r] = isnan(scan.newer_prefix[r]) ? 0.f : scan.newer_prefix[r];
-        const CarryPlace place = CarryPlace::of(number);
+        const auto place = CarryPlace<T>::of(number);
         control_.carry_out_empty(half_).wait(place.previous_use());
         if (lane_ % 4 == 0) {
 #pragma unroll

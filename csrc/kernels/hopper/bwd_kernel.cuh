@@ -35,6 +35,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) backward(const __grid_constant
     // derived from it, in uniform registers.
     const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
     if (threadIdx.x == 0) shared.control.init();
+    if constexpr (T::kExtra > 0) clear_shared(shared.zeros);
     __syncthreads();
     if (warpgroup == 0) {
         set_registers<T::kProducerRegisters, T::kLaunchRegisters>();
@@ -60,9 +61,9 @@ __global__ void __launch_bounds__(T::kThreads, 1) backward(const __grid_constant
     }
 }
 
-template <class Element, int kHeadDim, int kHeadDimV, bool kGated>
+template <class Element, int kColumns, int kHeadDimV, bool kGated>
 void launch(const BackwardParams& p, cudaStream_t stream) {
-    using T = BackwardTraits<Element, kHeadDim, kHeadDimV, kGated>;
+    using T = BackwardTraits<Element, kColumns, kHeadDimV, kGated>;
     const Sizes& z = p.sizes;
     BackwardArguments a;
     a.params = p;
@@ -72,6 +73,12 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
     a.d_o = make_query_map(p.d_o, {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim_v}, kStepRows);
     a.k = make_key_map(p.k, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim}, kHalfTileKeys);
     a.v = make_key_map(p.v, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim_v}, kHalfTileKeys);
+    if constexpr (T::kExtra > 0) {
+        const TensorSizes q = {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim};
+        a.q_extra = make_query_map(p.q, q, kStepRows, T::kExtra);
+        const TensorSizes k = {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim};
+        a.k_extra = make_key_map(p.k, k, kHalfTileKeys, T::kExtra);
+    }
     a.head_order = choose_head_order(z, p.segments, p.options.attend_current);
     const common::Scalars scalars = common::scalars_of<Element>(p.options);
     a.scale = scalars.scale;

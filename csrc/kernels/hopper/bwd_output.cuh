@@ -22,7 +22,8 @@ class BackwardThread {
     static constexpr int kPanel = T::kPanelBytes >> 4, kStage = T::kStageBytes >> 4;
 
     __device__ __forceinline__ BackwardThread(typename T::Shared& shared, const BackwardArguments& arguments)
-        : control_(shared.control),
+        : shared_(shared),
+          control_(shared.control),
           args_(arguments),
           warp_(__shfl_sync(~0u, int(threadIdx.x / 32 % 4), 0)),
           lane_(__shfl_sync(~0u, int(threadIdx.x % 32), int(threadIdx.x % 32))) {  // ptxas cannot read it again
@@ -54,6 +55,51 @@ class BackwardThread {
         return y;
     }
 
+    // ---- extra columns of dq and dk (hopper.h): products with eight columns
+
+    // Issues them as dz K, for all keys of the tile in a buffer. `dz` is as for the product with the other columns.
+    __device__ __forceinline__ void issue_extra_dq(uint32_t dz, int buffer) {
+        const uint32_t keys = shared_address(shared_.k_extra[buffer]);
+        const auto issue = [&](int i) { return descriptor(dz + i / 4 * kPanel + i % 4 * 2); };
+        wgmma_overwrite<0, 1>(Element{}, dq_extra_, issue(0), extra_rows_descriptor(keys));
+#pragma unroll
+        for (int i = 1; i < T::kKeyTile / 16; ++i)
+            wgmma_accumulate<0, 1>(Element{}, dq_extra_, issue(i),
+                                   extra_rows_descriptor(keys + i * 2 * kExtraMatrixBytes));
+    }
+    // Issues dk += dz^T Q for the keys of a half tile and the rows of a stage.
+    __device__ __forceinline__ void issue_extra_dk(float (&dk)[4], uint32_t dz, int stage) const {
+        const uint32_t queries = shared_address(shared_.q_extra[stage]);
+#pragma unroll
+        for (int i = 0; i < kStepRows / 16; ++i)
+            wgmma_accumulate<1, 1>(Element{}, dk, descriptor(dz + i * 128),
+                                   extra_rows_descriptor(queries + i * 2 * kExtraMatrixBytes));
+    }
+    __device__ __forceinline__ void fence_dq(float (&dq)[32]) {
+        fence_accumulator(dq);
+        if constexpr (T::kExtra > 0) fence_accumulator(dq_extra_);
+    }
+    // Writes those of dk of a half tile: the rows of the accumulator are its keys, in the order of shared memory.
+    __device__ __forceinline__ void write_extra_dk(const Step& step, int half, const float (&dk)[4]) const {
+        const int column = T::kHeadDim + lane_ % 4 * 2;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int key = half * kHalfTileKeys + KeyOrder<kHalfTileKeys>()(row(r));
+            if (key >= step.tile_keys) continue;
+            const float x = dk[2 * r] * args_.scale, y = dk[2 * r + 1] * args_.scale;
+            if (!writes_fp32(step)) {
+                write_pair(key_row<Element>(args_.params.dk, step, key) + column, x, y);
+                continue;
+            }
+            const Fp32Rows to = fp32_rows(args_.params.dk, head_dim(), args_.plan.partial_dk, step);
+            float* const at = to.first + key * to.row_stride + column;
+            if (to.store)
+                *reinterpret_cast<float2*>(at) = make_float2(x, y);
+            else
+                reduce_add_global(at, x, y);
+        }
+    }
+
     // Where a thread adds its part of dq of a step. `part` is the index of a group of 64 columns.
     struct DqTarget {
         float* sum;
@@ -62,8 +108,16 @@ class BackwardThread {
     __device__ __forceinline__ DqTarget dq_target(uint32_t number, int part) const {
         const Step& step = this->step(number);
         const int thread = warp_ * 32 + lane_;
-        return {args_.plan.dq + (int64_t(step.dq_index) * T::kPanels + part) * (kStepRows * 64) + thread * 4,
+        return {args_.plan.dq + (int64_t(step.dq_index) * T::kPanels + part) * (kStepRows * 64) +
+                    int64_t(step.dq_index) * (kStepRows * T::kExtra) + thread * 4,
                 step.flags};
+    }
+    // Whether the extra columns come after the 64 columns of a part: as one vector more of each thread.
+    __device__ __forceinline__ static bool has_extra(int part) {
+        return T::kExtra > 0 && part == T::kPanels - 1;
+    }
+    __device__ __forceinline__ float4 extra_dq() const {
+        return make_float4(dq_extra_[0], dq_extra_[1], dq_extra_[2], dq_extra_[3]);
     }
     // Adds what this key tile contributes to 64 columns of dq of a step, at head_dim 128. Key tiles add in order, the
     // oldest first: it stores, the next ones add, and the newest one writes the total to dq.
@@ -81,11 +135,14 @@ class BackwardThread {
                 if (is_computed(part * 64 + 8 * v))
                     *reinterpret_cast<float4*>(sum + v * 512) =
                         make_float4(dq[4 * v], dq[4 * v + 1], dq[4 * v + 2], dq[4 * v + 3]);
+            if (has_extra(part)) *reinterpret_cast<float4*>(sum + kDqVectors * 512) = extra_dq();
         } else {
 #pragma unroll
             for (int v = 0; v < kDqVectors; ++v)
                 if (is_computed(part * 64 + 8 * v))
                     reduce_add_global(sum + v * 512, dq[4 * v], dq[4 * v + 1], dq[4 * v + 2], dq[4 * v + 3]);
+            if (has_extra(part))
+                reduce_add_global(sum + kDqVectors * 512, dq_extra_[0], dq_extra_[1], dq_extra_[2], dq_extra_[3]);
         }
         __syncwarp();
         if (lane_ == 0) control_.dq_added.arrive(turn);
@@ -109,6 +166,10 @@ class BackwardThread {
                 store_shared(to + v * 2048, make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]),
                                                        __float_as_uint(x[2]), __float_as_uint(x[3])));
             }
+            if (has_extra(part))
+                store_shared(to + kDqVectors * 2048,
+                             make_uint4(__float_as_uint(dq_extra_[0]), __float_as_uint(dq_extra_[1]),
+                                        __float_as_uint(dq_extra_[2]), __float_as_uint(dq_extra_[3])));
             fence_async_proxy();
         }
         signal(control_.dq_staged, slot);
@@ -206,6 +267,15 @@ class BackwardThread {
                                (dq[4 * v + 3] + older[i].w) * args_.scale);
             }
         }
+        if (!has_extra(first_column / 64)) return;
+        const float4 older = only_tile ? make_float4(0.f, 0.f, 0.f, 0.f)
+                                       : __ldcg(reinterpret_cast<const float4*>(sum + kDqVectors * 512));
+        Out* const extra = first + 8 * kDqVectors;
+        if (row(0) < step.num_rows)
+            write_pair(extra, (dq_extra_[0] + older.x) * args_.scale, (dq_extra_[1] + older.y) * args_.scale);
+        if (row(1) < step.num_rows)
+            write_pair(extra + 8 * to.row_stride, (dq_extra_[2] + older.z) * args_.scale,
+                       (dq_extra_[3] + older.w) * args_.scale);
     }
 
     // dk or dv of a key tile in fp32: the sums of a part of the tile, which are stored, or gradients that accumulate,
@@ -222,8 +292,7 @@ class BackwardThread {
     __device__ __forceinline__ Fp32Rows fp32_rows(const Rows<void*>& to, int columns, float* partial,
                                                   const Step& step) const {
         if (!(step.flags & kPartialSums)) return {key_row<float>(to, step, 0), to.row_stride, columns, false};
-        constexpr int kStored = T::kPanels * 64;
-        return {partial + partial_row(step) * kStored, kStored, kStored, true};
+        return {partial + partial_row(step) * T::kStored, T::kStored, T::kStored, true};
     }
     // Index of the first key of a tile in the partial sums of the part.
     __device__ __forceinline__ int64_t partial_row(const Step& step) const {
@@ -365,9 +434,11 @@ class BackwardThread {
     }
 
   protected:
+    typename T::Shared& shared_;
     BackwardControl<T>& control_;
     const BackwardArguments& args_;
     const int warp_, lane_;
+    float dq_extra_[4];  // extra columns of dQ
 
   private:
     uint32_t store_offset_;  // offset of the 8 columns that this lane passes to stmatrix

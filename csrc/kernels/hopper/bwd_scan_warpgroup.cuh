@@ -61,16 +61,16 @@ class ScanWarpgroup : HalfScan<T> {
         }
         flags_ = step(number_).flags;
         wgmma_fence();
-        this->template issue_rows_by_keys<T::kHeadDim>(s_, queries(),
-                                                       this->opaque(k_low_) + tile.slot * T::kHalves * Base::kTile);
+        this->issue_scores(stage_.slot, tile.slot);
     }
     __device__ __forceinline__ uint32_t queries() const { return this->opaque(qdo_low_) + stage_.slot * Base::kStage; }
     // Waits for dO and issues dP.
     __device__ __forceinline__ void issue_dp() {
         if constexpr (T::kSeparateDo) control_.d_o.wait_full(Place<1>::of(number_));
         const uint32_t d_o = T::kSeparateDo ? this->opaque(d_o_low_) : queries() + Base::kTile;
-        this->template issue_rows_by_keys<T::kHeadDimV>(
+        this->template multiply_rows_by_keys<T::kHeadDimV>(
             dp_, d_o, this->opaque(v_low_) + tiles_ % T::kTileBuffers * T::kHalves * Base::kValueTile);
+        wgmma_commit();
     }
 
     template <class Scan>

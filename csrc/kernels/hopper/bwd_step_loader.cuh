@@ -201,13 +201,16 @@ class StepLoader {
         uint8_t* const q = shared_.qdo[stage_.slot];
         if (pending_.num_rows < kStepRows) return copy_rows_of_step(q);
         if (lane_ == 0) {
-            full.arrive_with_bytes(stage_, T::kStageBytes);
+            full.arrive_with_bytes(stage_, T::kStageBytes + kStepRows * 2 * T::kExtra);
 #pragma unroll
             for (int panel = 0; panel < T::kPanels; ++panel) {
                 load_panel(q, args_.q, panel, &full.barriers[stage_.slot]);
                 if (!T::kSeparateDo && panel < T::kValuePanels)
                     load_panel(q + T::kTileBytes, args_.d_o, panel, &full.barriers[stage_.slot]);
             }
+            if constexpr (T::kExtra > 0)
+                tma_load_3d(shared_.q_extra[stage_.slot], &args_.q_extra.map, &full.barriers[stage_.slot], T::kHeadDim,
+                            pending_.row, args_.q_extra.heads(batch_, pending_.head));
         }
         if constexpr (T::kSeparateDo) {
             const auto place = Place<1>::of(number_);
@@ -231,6 +234,11 @@ class StepLoader {
                 to, from, offset_of(from, batch_, pending_.head, pending_.row), pending_.num_rows, columns, same);
         };
         copy(Count<T::kPanels>{}, q, args_.params.q, args_.params.sizes.head_dim);
+        if constexpr (T::kExtra > 0)
+            copy_extra_columns<kStepRows>(
+                shared_.q_extra[stage_.slot], args_.params.q,
+                offset_of(args_.params.q, batch_, pending_.head, pending_.row) + 2 * T::kHeadDim, pending_.num_rows,
+                same);
         if constexpr (T::kSeparateDo) {
             finish_copy(control_.qdo.full, stage_);
             control_.d_o.wait_empty(Place<1>::of(number_));
@@ -259,9 +267,10 @@ class StepLoader {
         control_.kv.wait_empty(place);
         if (tile_keys_ == T::kKeyTile) {
             if (lane_ != 0) return;
-            full.arrive_with_bytes(place, T::kHalves * (T::kTileBytes + T::kValueTileBytes));
+            full.arrive_with_bytes(place,
+                                   T::kHalves * (T::kTileBytes + T::kValueTileBytes + kHalfTileKeys * 2 * T::kExtra));
 #pragma unroll
-            for (int w = 0; w < T::kHalves; ++w)
+            for (int w = 0; w < T::kHalves; ++w) {
 #pragma unroll
                 for (int panel = 0; panel < T::kPanels; ++panel) {
                     const int row = tile_row_ + w * kHalfTileKeys;
@@ -271,6 +280,10 @@ class StepLoader {
                         tma_load_5d(shared_.v[buffer][w] + panel * T::kPanelBytes, &args_.v.map, barrier, 64 * panel,
                                     row, 0, 0, args_.v.heads(batch_, kv_head_));
                 }
+                if constexpr (T::kExtra > 0)
+                    tma_load_5d(shared_.k_extra[buffer][w], &args_.k_extra.map, barrier, T::kHeadDim,
+                                tile_row_ + w * kHalfTileKeys, 0, 0, args_.k_extra.heads(batch_, kv_head_));
+            }
             return;
         }
         for (int w = 0; w < T::kHalves; ++w) {
@@ -281,6 +294,11 @@ class StepLoader {
                     KeyOrder<kHalfTileKeys>());
             };
             copy(Count<T::kPanels>{}, shared_.k[buffer][w], args_.params.k, args_.params.sizes.head_dim);
+            if constexpr (T::kExtra > 0)
+                copy_extra_columns<kHalfTileKeys>(
+                    shared_.k_extra[buffer][w], args_.params.k,
+                    offset_of(args_.params.k, batch_, kv_head_, tile_row_ + first) + 2 * T::kHeadDim,
+                    tile_keys_ - first, KeyOrder<kHalfTileKeys>());
             copy(Count<T::kValuePanels>{}, shared_.v[buffer][w], args_.params.v, args_.params.sizes.head_dim_v);
         }
         finish_copy(full, place);

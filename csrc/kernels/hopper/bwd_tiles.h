@@ -15,7 +15,7 @@ SB_HOST_DEVICE inline int num_steps(const Segment& s) {
 }
 // Half tiles in a key tile: two, or one in the wide kernels.
 SB_HOST_DEVICE inline int halves_of_tile(const Sizes& sizes) {
-    return is_wide(sizes) ? 1 : 2;
+    return is_wide(sizes.head_dim, sizes.head_dim_v) ? 1 : 2;
 }
 SB_HOST_DEVICE inline int backward_key_tile(const Sizes& sizes) {
     return halves_of_tile(sizes) * kHalfTileKeys;

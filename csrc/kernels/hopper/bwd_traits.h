@@ -14,7 +14,6 @@ namespace megatron_sb::hopper {
 // arrive there. They still read in time: the loader also waits on qdo.empty, on which a consumer arrives at most one
 // step before its last use of the description. So the loader is at most T::kQdoStages + 1 steps ahead.
 constexpr int kStepRing = 16;
-constexpr int kCarryOutSlots = 8;
 
 // A step: up to 64 query rows of one head against one key tile.
 struct alignas(16) Step {
@@ -62,9 +61,9 @@ struct BackwardBarriers {
     Ring<Wait::kQdoFull, Wait::kQdoEmpty, T::kQdoStages, 1, kReaderWarps * 32> qdo;  // `empty` also frees carry_in
     Ring<Wait::kQdoFull, Wait::kQdoEmpty, 1, 1, 8> d_o;  // 256 columns, where qdo is for Q alone
     Event<Wait::kCarryInFull, T::kQdoStages, 32> carry_in_full;
-    Event<Wait::kCarryOutFull, kCarryOutSlots, 8> carry_out_full[T::kHalves][4];  // of a half and a warp: its 16 rows
-    Event<Wait::kCarryOutEmpty, kCarryOutSlots, 128> older_carry_out_empty;
-    Event<Wait::kCarryOutEmpty, kCarryOutSlots, 32> newer_carry_out_empty;
+    Event<Wait::kCarryOutFull, T::kCarryOutSlots, 8> carry_out_full[T::kHalves][4];  // of a half and a warp: 16 rows
+    Event<Wait::kCarryOutEmpty, T::kCarryOutSlots, 128> older_carry_out_empty;
+    Event<Wait::kCarryOutEmpty, T::kCarryOutSlots, 32> newer_carry_out_empty;
     Ring<Wait::kDzFull, Wait::kDzEmpty, T::kDzSlots, kScanWarps, kSumWarps> dz;  // also A, except at head_dim 128
     // head_dim 128: A and dz of a half, within its warpgroup
     Ring<Wait::kOwnHalfFull, Wait::kOwnHalfEmpty, 1, 128, 128> own_half[2];
@@ -74,8 +73,8 @@ struct BackwardBarriers {
     Ring<Wait::kDqStagedFull, Wait::kDqStagedEmpty, T::kDqSlots, 4, 1> dq_staged;  // not at head_dim 128
     Ring<Wait::kStepInfoFull, Wait::kStepInfoEmpty, kStepRing, 1, kStepReaders> steps;
 
-    __device__ __forceinline__ SlotBarriers<kCarryOutSlots>& carry_out_empty(int half) {
-        return half < T::kHalves - 1 ? static_cast<SlotBarriers<kCarryOutSlots>&>(older_carry_out_empty)
+    __device__ __forceinline__ SlotBarriers<T::kCarryOutSlots>& carry_out_empty(int half) {
+        return half < T::kHalves - 1 ? static_cast<SlotBarriers<T::kCarryOutSlots>&>(older_carry_out_empty)
                                      : newer_carry_out_empty;
     }
     template <class Visit>
@@ -106,20 +105,33 @@ struct BackwardGates {
 template <>
 struct BackwardGates<false> {};
 
+// The extra columns of Q and K (hopper.h), and zeros after them in place of further columns (wgmma.cuh). The tiles are
+// guarded by the rings of Q and K.
+template <class T, bool kExists = (T::kExtra > 0)>
+struct BackwardExtraColumns {
+    alignas(128) uint8_t q_extra[T::kQdoStages][kStepRows * kExtraRowBytes];
+    alignas(128) uint8_t k_extra[T::kTileBuffers][T::kHalves][kHalfTileKeys * kExtraRowBytes];
+    alignas(128) uint8_t zeros[kHalfTileKeys * kExtraRowBytes];
+};
+template <class T>
+struct BackwardExtraColumns<T, false> {};
+
 template <class T>
 struct BackwardControl : NotedBarriers<BackwardBarriers<T>>, BackwardGates<T::kGated> {
     Step step_info[kStepRing];
     Carry carry_in[T::kQdoStages][kStepRows];
     // Mass and prefix at the newer edge of each half. The older half writes [0] for the newer half. The newer half
     // writes for the publisher, which sends it to the next newer key tile.
-    float2 carry_out[T::kHalves][kCarryOutSlots][kStepRows];
+    float2 carry_out[T::kHalves][T::kCarryOutSlots][kStepRows];
 };
 
-template <class Element_, int kHeadDim_, int kHeadDimV_, bool kGated_>
+template <class Element_, int kColumns, int kHeadDimV_, bool kGated_>
 struct BackwardTraits {
     using Element = Element_;
-    static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;  // computed columns (hopper.h)
-    static constexpr bool kGated = kGated_;                             // with forget gates
+    static constexpr int kExtra = kColumns % 16;  // extra columns of Q and K: 8 or none
+    static constexpr int kHeadDim = kColumns - kExtra,
+                         kHeadDimV = kHeadDimV_;  // other columns; columns of V (hopper.h)
+    static constexpr bool kGated = kGated_;       // with forget gates
     static constexpr bool kWide = kHeadDim > 128;
 
     // Warpgroups beside the producers.
@@ -135,31 +147,37 @@ struct BackwardTraits {
     // Registers per thread: at launch, and then of each kind of warpgroup.
     static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
     static constexpr int kProducerRegisters = kSumWarpgroups > 0 ? 32 : 40;
-    static constexpr int kConsumerRegisters = kWide ? 96 : kHeadDim == 64 ? 144 : 232;  // of those that scan
-    static constexpr int kSumRegisters = 192;
+    static constexpr int kConsumerRegisters = kWide ? 96 : kHeadDim != 64 ? 232 : kExtra > 0 ? 136 : 144;  // that scan
+    static constexpr int kSumRegisters = kHeadDim == 64 && kExtra > 0 ? 208 : 192;
     static_assert(kProducerRegisters + kHalves * kConsumerRegisters + kSumWarpgroups * kSumRegisters <=
                       kThreads / 128 * kLaunchRegisters,
                   "all warpgroups together must not use more registers than the CTA has at launch");
 
-    static constexpr int kQdoStages = kWide ? 2 : 3;                        // of Q and dO
-    static constexpr int kTileBuffers = kHeadDim == 64 ? 2 : 1;             // of K and V
-    static constexpr int kDzSlots = kHeadDim == 256 ? 1 : 2;                // of dz
+    static constexpr int kQdoStages = kWide ? 2 : 3;             // of Q and dO
+    static constexpr int kTileBuffers = kHeadDim == 64 ? 2 : 1;  // of K and V
+    static constexpr int kDzSlots = kHeadDim == 256 ? 1 : 2;     // of dz
+    // Beside 128 columns there is less room.
+    static constexpr int kCarryOutSlots = kHeadDim == 128 && kExtra > 0 ? (kGated ? 2 : 4) : 8;
     static constexpr int kWeightSlots = kSumWarpgroups > 0 ? kDzSlots : 1;  // of A
     // A tile is stored as panels of 64 columns of the head dimension. At 96, half of the second panel is zeros.
     static constexpr int kPanels = (kHeadDim + 63) / 64, kValuePanels = (kHeadDimV + 63) / 64;
     static constexpr int kPanelBytes = 64 * 128;  // 64 rows of 64 columns
     // 64 rows of all columns: of Q or K, and of dO or V.
     static constexpr int kTileBytes = kPanels * kPanelBytes, kValueTileBytes = kValuePanels * kPanelBytes;
+    static constexpr int kStored = kPanels * 64 + kExtra;  // stored_columns()
     // At 256 columns there is room for one tile of dO only, with a ring of its own.
     static constexpr bool kSeparateDo = kHeadDim == 256;
     static constexpr int kStageBytes = kTileBytes + (kSeparateDo ? 0 : kValueTileBytes);
 
     // Panels of dQ in shared memory, on their way to dq. Only the steps of the newest key tiles have a turn. At
     // head_dim 128 instead, steps that have a turn to add to dq, or wait until their additions are published.
-    static constexpr int kDqSlots = !kAddsDqInBulk ? 1 : kHeadDim == 192 ? 3 : 2, kDqTurns = kAddsDqInBulk ? 1 : 8;
-    static constexpr int kDqFloats = kAddsDqInBulk ? kStepRows * 64 : 4;  // of a slot; at head_dim 128 unused
+    // Beside extra columns there is room for one slot.
+    static constexpr int kDqSlots = !kAddsDqInBulk || kExtra > 0 ? 1 : kHeadDim == 192 ? 3 : 2;
+    static constexpr int kDqTurns = kAddsDqInBulk ? 1 : 8;
+    static constexpr int kDqFloats =
+        kAddsDqInBulk ? kStepRows * (64 + kExtra) : 4;  // of a slot; unused at head_dim 128
 
-    struct Shared {
+    struct Shared : BackwardExtraColumns<BackwardTraits> {
         alignas(1024) uint8_t k[kTileBuffers][kHalves][kTileBytes];
         alignas(1024) uint8_t v[kTileBuffers][kHalves][kValueTileBytes];
         alignas(1024) uint8_t qdo[kQdoStages][kStageBytes];  // Q, then dO

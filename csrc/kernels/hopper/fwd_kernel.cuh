@@ -33,14 +33,21 @@ __global__ void __launch_bounds__(T::kThreads, 1) forward(const __grid_constant_
             for (int32_t& number : numbers) number = -1;
         c.init();
     }
+    if constexpr (T::kExtra > 0) clear_shared(shared.zeros);
     __syncthreads();
     if (warpgroup == 0) {
         set_registers<T::kProducerRegisters, T::kLaunchRegisters>();
         const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
         if (warp == 0) ForwardProducer<T>(shared, arguments).run();
-        if (warp == 1) TailLoader<T>(c, 0, arguments.params.k, arguments.params.sizes.head_dim).run(shared.k, c.k.full);
+        if (warp == 1) {
+            const TailLoader<T> loader(c, 0, arguments.params.k, arguments.params.sizes.head_dim);
+            loader.run(shared.k, c.k.full, [&](const TailTile& tile) {
+                if constexpr (T::kExtra > 0) loader.copy_extra(shared.k_extra, tile);
+            });
+        }
         if (warp == 2)
-            TailLoader<T>(c, 1, arguments.params.v, arguments.params.sizes.head_dim_v).run(shared.v, c.v.full);
+            TailLoader<T>(c, 1, arguments.params.v, arguments.params.sizes.head_dim_v)
+                .run(shared.v, c.v.full, [](const TailTile&) {});
         if constexpr (T::kGated)
             if (warp == 3)
                 TailLoader<T>(c, kGateLoader, arguments.params.k, arguments.params.sizes.head_dim).load_gates();
@@ -61,9 +68,9 @@ inline int heads_in_flight(const Sizes& z) {
     return int((heads + groups - 1) / groups);
 }
 
-template <class Element, int kHeadDim, int kHeadDimV, bool kGated>
+template <class Element, int kColumns, int kHeadDimV, bool kGated>
 void launch(const ForwardParams& p, cudaStream_t stream) {
-    using T = ForwardTraits<Element, kHeadDim, kHeadDimV, kGated>;
+    using T = ForwardTraits<Element, kColumns, kHeadDimV, kGated>;
     const Sizes& z = p.sizes;
     common::prepare_forward(p, T::kQueryTile, stream);
     if (p.segments.size == 0) return;
@@ -74,6 +81,12 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
     a.q = make_query_map(p.q, {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim}, T::kQueryTile);
     a.k = make_key_map(p.k, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim}, T::kKeyTile);
     a.v = make_key_map(p.v, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim_v}, T::kKeyTile);
+    if constexpr (T::kExtra > 0) {
+        const TensorSizes q = {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim};
+        a.q_extra = make_query_map(p.q, q, T::kQueryTile, T::kExtra);
+        const TensorSizes k = {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim};
+        a.k_extra = make_key_map(p.k, k, T::kKeyTile, T::kExtra);
+    }
     a.heads_in_flight = heads_in_flight(z);
     const common::Scalars scalars = common::scalars_of<Element>(p.options);
     a.scale_log2 = scalars.scale_log2e;

@@ -32,6 +32,7 @@ struct ForwardArguments {
     float min_mass;       // a row with less mass is used up: older keys contribute nothing
     float restart_floor;  // a restart record needs at least this mass
     ExpiredWait* expired_wait;
+    TensorMap q_extra, k_extra;  // with extra columns
 };
 
 // Number of keys of the segment that are visible to row `row` of a query tile.
@@ -122,11 +123,14 @@ class ForwardProducer {
         if (next_index_ < 0) work.queries.num_rows = 0;
         full.arrive(place);
         if (next_index_ < 0) return full.arrive(place);
-        full.arrive_with_bytes(place, T::kQueryBytes);
+        full.arrive_with_bytes(place, T::kQueryBytes + T::kQueryTile * 2 * T::kExtra);
 #pragma unroll
         for (int panel = 0; panel < T::kPanels; ++panel)
             tma_load_3d(shared_.q[slot] + panel * T::kQueryPanelBytes, &args_.q.map, &full.barriers[slot], 64 * panel,
                         tile.q_row, args_.q.heads(batch, head));
+        if constexpr (T::kExtra > 0)
+            tma_load_3d(shared_.q_extra[slot], &args_.q_extra.map, &full.barriers[slot], T::kHeadDim, tile.q_row,
+                        args_.q_extra.heads(batch, head));
     }
 
     // Makes the published work tile the current one and loads its newest K tile. Returns false, without a load, if
@@ -182,7 +186,12 @@ class ForwardProducer {
             return false;
         }
         if constexpr (T::kGated) send_to_tail_loader(kGateLoader, place.slot, keys_, tile);
-        load<T::kPanels>(0, shared_.k[place.slot], control_.k.full, args_.k, keys_, tile, place);
+        if (load<T::kPanels>(0, shared_.k[place.slot], control_.k.full, args_.k, keys_, tile, place,
+                             T::kKeyTile * 2 * T::kExtra))
+            if constexpr (T::kExtra > 0)
+                tma_load_5d(shared_.k_extra[place.slot], &args_.k_extra.map, &control_.k.full.barriers[place.slot],
+                            T::kHeadDim, keys_.row + tile * T::kKeyTile, 0, 0,
+                            args_.k_extra.heads(keys_.batch, keys_.head));
         return true;
     }
     __device__ void load_values(const KeyRange& values, int tile) {
@@ -209,19 +218,22 @@ class ForwardProducer {
         control_.k.full.arrive(place);
     }
 
-    // Loads tile `tile` of the segment into a slot that the consumers have released.
+    // Loads tile `tile` of the segment into a slot that the consumers have released. Returns whether this thread has
+    // begun a load with TMA; `more` bytes must then follow.
     template <int kPanels>
-    __device__ void load(int loader, uint8_t* to, SlotBarriers<kKvStages>& full, const TensorMap& map,
-                         const KeyRange& keys, int tile, const KvPlace& place) {
-        if (keys.len - tile * T::kKeyTile < T::kKeyTile) {
+    __device__ bool load(int loader, uint8_t* to, SlotBarriers<kKvStages>& full, const TensorMap& map,
+                         const KeyRange& keys, int tile, const KvPlace& place, int more = 0) {
+        const bool ends = keys.len - tile * T::kKeyTile < T::kKeyTile;
+        if (ends) {
             send_to_tail_loader(loader, place.slot, keys, tile);
         } else if (lane_ == 0) {
-            full.arrive_with_bytes(place, kPanels * T::kKeyPanelBytes);
+            full.arrive_with_bytes(place, kPanels * T::kKeyPanelBytes + more);
 #pragma unroll
             for (int panel = 0; panel < kPanels; ++panel)
                 tma_load_5d(to + panel * T::kKeyPanelBytes, &map.map, &full.barriers[place.slot], 64 * panel,
                             keys.row + tile * T::kKeyTile, 0, 0, map.heads(keys.batch, keys.head));
         }
+        return !ends && lane_ == 0;
     }
     // Sends a tail tile to its loader warp, after that warp has read the previous one. Slot -1 stops the loader.
     __device__ void send_to_tail_loader(int loader, int slot, const KeyRange& keys, int tile) {

@@ -21,17 +21,25 @@ class TailLoader {
     __device__ TailLoader(ForwardControl<T>& control, int loader, const Rows<const void*>& rows, int columns)
         : control_(control), loader_(loader), rows_(rows), columns_(columns) {}
 
-    // `tiles` are the slots of the ring of K or V, of kBytes each; `full` is its event k.full or v.full.
-    template <int kBytes>
-    __device__ void run(uint8_t (*tiles)[kBytes], SlotBarriers<kKvStages>& full) const {
+    // `tiles` are the slots of the ring of K or V, of kBytes each; `full` is its event k.full or v.full. `after_copy`
+    // gets each tail tile, and may copy more.
+    template <int kBytes, class AfterCopy>
+    __device__ void run(uint8_t (*tiles)[kBytes], SlotBarriers<kKvStages>& full, const AfterCopy& after_copy) const {
         constexpr int kPanels = kBytes / T::kKeyPanelBytes;
         for (uint32_t number = 0;; ++number) {
             const TailTile tile = receive(Place<1>::of(number));
             if (tile.slot < 0) return;
             copy_rows<T::kKeyTile, kPanels>(tiles[tile.slot], rows_, offset_of(rows_, tile.batch, tile.head, tile.row),
                                             tile.count, columns_, KeyOrder<T::kKeyTile>());
+            after_copy(tile);
             finish_copy(full, Place<kKvStages>{tile.slot});
         }
+    }
+
+    __device__ void copy_extra(uint8_t (*tiles)[T::kKeyTile * kExtraRowBytes], const TailTile& tile) const {
+        copy_extra_columns<T::kKeyTile>(tiles[tile.slot], rows_,
+                                        offset_of(rows_, tile.batch, tile.head, tile.row) + 2 * T::kHeadDim, tile.count,
+                                        KeyOrder<T::kKeyTile>());
     }
 
     // The loader of gates: it gets each tile whose K is loaded. Waits on gates.empty, on which all consumer threads

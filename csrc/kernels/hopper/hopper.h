@@ -1,6 +1,6 @@
 // Block forward and backward on sm_90a, with TMA and wgmma. They implement the block contract of core/params.h for
-// head_dim and head_dim_v up to 256 (with forget gates 128), multiples of 8, in bf16 and fp16. README.md explains the
-// algorithms.
+// head_dim and head_dim_v up to 256, multiples of 8, in bf16 and fp16; with forget gates unless is_wide().
+// README.md explains the algorithms.
 #pragma once
 
 #include "core/params.h"
@@ -15,21 +15,27 @@ struct Columns {
 // The kernels exist for 64, 96 and 128 columns, and wide ones for 192 (128 of v) and 256. A narrower head has zeros in
 // the other columns: TMA writes zeros for columns after the end of a row, and the output leaves them out. Columns are
 // stored in panels of 64, so 96 columns are stored as 128.
-inline constexpr int kMostColumns = 256, kMostGatedColumns = 128;
-SB_HOST_DEVICE inline Columns computed_columns(const Sizes& sizes) {
-    const int widest = sizes.head_dim > sizes.head_dim_v ? sizes.head_dim : sizes.head_dim_v;
+//
+// Biases and Euclidean logits give heads of 64 and 128 eight more columns of q and k (ops/variants.cpp). Instances for
+// 72 and 136 columns hold these *extra columns* beside the panels.
+inline constexpr int kMostColumns = 256, kExtraColumns = 8, kExtraRowBytes = 2 * kExtraColumns;
+SB_HOST_DEVICE inline Columns computed_columns(int32_t head_dim, int32_t head_dim_v) {
+    const int32_t widest = head_dim > head_dim_v ? head_dim : head_dim_v;
+    for (int32_t panels = 64; panels <= 128; panels += 64)
+        if (head_dim == panels + kExtraColumns && head_dim_v <= panels) return {head_dim, panels};
     if (widest <= 64) return {64, 64};
     if (widest <= 96) return {96, 96};
     if (widest <= 128) return {128, 128};
-    if (sizes.head_dim <= 192 && sizes.head_dim_v <= 128) return {192, 128};
+    if (head_dim <= 192 && head_dim_v <= 128) return {192, 128};
     return {kMostColumns, kMostColumns};
 }
 SB_HOST_DEVICE inline int stored_columns(const Sizes& sizes) {
-    return (computed_columns(sizes).qk + 63) / 64 * 64;
+    const int columns = computed_columns(sizes.head_dim, sizes.head_dim_v).qk;
+    return columns % 16 == kExtraColumns ? columns : (columns + 63) / 64 * 64;
 }
 // Whether the wide kernels compute the call. They have no forget gates.
-SB_HOST_DEVICE inline bool is_wide(const Sizes& sizes) {
-    return computed_columns(sizes).qk > kMostGatedColumns;
+SB_HOST_DEVICE inline bool is_wide(int32_t head_dim, int32_t head_dim_v) {
+    return computed_columns(head_dim, head_dim_v).qk > 128 + kExtraColumns;
 }
 
 // Return the size of `params.workspace` in bytes. The backward needs O(L) bytes and ignores `limit`.

@@ -87,6 +87,14 @@ __device__ __forceinline__ void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Fills shared memory with zeros, for wgmma. All threads of the CTA call it together, before a __syncthreads().
+template <int kBytes>
+__device__ __forceinline__ void clear_shared(uint8_t (&to)[kBytes]) {
+    for (int i = threadIdx.x; i < kBytes / int(sizeof(uint4)); i += blockDim.x)
+        reinterpret_cast<uint4*>(to)[i] = make_uint4(0, 0, 0, 0);
+    fence_async_proxy();
+}
+
 // Stores four 8 x 8 matrices of 16-bit values. Lanes 8i to 8i + 7 pass the addresses of the rows of matrix i.
 __device__ __forceinline__ void stmatrix_x4(uint32_t to, const uint32_t (&x)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),

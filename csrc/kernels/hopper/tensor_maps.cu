@@ -13,8 +13,8 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
                             const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                             CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-constexpr int kColumns = 64;      // columns of a box: 128 bytes, the width of the swizzle
 constexpr int kElementBytes = 2;  // bf16 and fp16
+static_assert(kPanelColumns * kElementBytes == 128, "a panel must have the width of the swizzle");
 
 // Returns cuTensorMapEncodeTiled. It is looked up at the first use, so that the library also loads on machines without
 // a CUDA driver.
@@ -64,9 +64,11 @@ CUtensorMap encode(const Rows<const void*>& tensor, Dtype dtype, const cuuint64_
     for (int i = 0; i < kRank; ++i) steps[i] = 1;
     const CUtensorMapDataType type =
         dtype == Dtype::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    const CUtensorMapSwizzle swizzle =
+        box[0] == kPanelColumns ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE;
     CUtensorMap map;
     const CUresult result = encode_function()(&map, type, kRank, const_cast<void*>(tensor.data), sizes, bytes, box,
-                                              steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                              steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
         throw RuntimeFailure(concat("cuTensorMapEncodeTiled failed with CUresult ", int(result),
@@ -79,21 +81,21 @@ CUtensorMap encode(const Rows<const void*>& tensor, Dtype dtype, const cuuint64_
 
 }  // namespace
 
-TensorMap make_query_map(const Rows<const void*>& tensor, const TensorSizes& sizes, int box_rows) {
+TensorMap make_query_map(const Rows<const void*>& tensor, const TensorSizes& sizes, int box_rows, int columns) {
     const Layout layout = layout_of(tensor, sizes);
     const cuuint64_t extents[] = {cuuint64_t(sizes.head_dim), cuuint64_t(sizes.rows), layout.num_heads};
     const cuuint64_t strides[] = {layout.row_stride, layout.head_stride};
-    const cuuint32_t box[] = {kColumns, cuuint32_t(box_rows), 1};
+    const cuuint32_t box[] = {cuuint32_t(columns), cuuint32_t(box_rows), 1};
     return {encode(tensor, sizes.dtype, extents, strides, box), layout.index};
 }
 
-TensorMap make_key_map(const Rows<const void*>& tensor, const TensorSizes& sizes, int tile_keys) {
+TensorMap make_key_map(const Rows<const void*>& tensor, const TensorSizes& sizes, int tile_keys, int columns) {
     const Layout layout = layout_of(tensor, sizes);
     const cuuint64_t row = layout.row_stride, keys_per_thread = cuuint64_t(tile_keys / 4);
     const cuuint64_t extents[] = {cuuint64_t(sizes.head_dim), cuuint64_t(sizes.rows), 4, keys_per_thread / 2,
                                   layout.num_heads};
     const cuuint64_t strides[] = {row, keys_per_thread * row, 2 * row, layout.head_stride};
-    const cuuint32_t box[] = {kColumns, 2, 4, cuuint32_t(keys_per_thread / 2), 1};
+    const cuuint32_t box[] = {cuuint32_t(columns), 2, 4, cuuint32_t(keys_per_thread / 2), 1};
     return {encode(tensor, sizes.dtype, extents, strides, box), layout.index};
 }
 

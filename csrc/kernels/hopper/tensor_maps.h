@@ -27,12 +27,18 @@ struct TensorSizes {
     int32_t batch, rows, heads, head_dim;
 };
 
-// Returns the map of query tiles. A load copies `box_rows` rows of 64 columns. Coordinates: {column, row, head index}.
-TensorMap make_query_map(const Rows<const void*>& tensor, const TensorSizes& sizes, int box_rows);
+// Columns of a box: a panel, with the 128-byte swizzle, or the extra columns (hopper.h), without a swizzle.
+constexpr int kPanelColumns = 64;
 
-// Returns the map of key tiles. A load copies 64 columns of `tile_keys` keys in permuted order: row 8n + 2t + c of the
-// tile is key (tile_keys / 4) t + 2n + c. Coordinates: {column, first key, 0, 0, head index}. TMA compares only the
-// first two keys with the end of the tensor, so request only tiles that lie inside the tensor.
-TensorMap make_key_map(const Rows<const void*>& tensor, const TensorSizes& sizes, int tile_keys);
+// Returns the map of query tiles. A load copies `box_rows` rows of `columns` columns. Coordinates: {column, row, head
+// index}.
+TensorMap make_query_map(const Rows<const void*>& tensor, const TensorSizes& sizes, int box_rows,
+                         int columns = kPanelColumns);
+
+// Returns the map of key tiles. A load copies `columns` columns of `tile_keys` keys in permuted order: row 8n + 2t + c
+// of the tile is key (tile_keys / 4) t + 2n + c. Coordinates: {column, first key, 0, 0, head index}. TMA compares only
+// the first two keys with the end of the tensor, so request only tiles that lie inside the tensor.
+TensorMap make_key_map(const Rows<const void*>& tensor, const TensorSizes& sizes, int tile_keys,
+                       int columns = kPanelColumns);
 
 }  // namespace megatron_sb::hopper

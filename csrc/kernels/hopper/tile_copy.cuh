@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/params.h"
+#include "kernels/hopper/hopper.h"
 #include "kernels/hopper/ptx.cuh"
 
 namespace megatron_sb::hopper {
@@ -44,6 +45,19 @@ __device__ inline void copy_rows(uint8_t* to, const Rows<const void*>& tensor, i
         const bool inside = row < count && chunk * 8 < columns;
         copy_async(shared_address(to + r * kRowBytes + swizzled * kChunk),
                    inside ? from + 2 * row * tensor.row_stride : tensor.data, inside);
+    }
+}
+
+// Copies the extra columns of kRows rows (hopper.h), 16 bytes of each, without a swizzle. Row r in shared memory is row
+// order(r) of the source, or zeros if order(r) >= count. Like copy_rows() otherwise.
+template <int kRows, class Order>
+__device__ inline void copy_extra_columns(uint8_t* to, const Rows<const void*>& tensor, int64_t source, int count,
+                                          Order order) {
+    constexpr int kBytes = 2 * kExtraColumns;
+    for (int r = threadIdx.x % 32; r < kRows; r += 32) {
+        const int row = order(r);
+        const uint8_t* const from = static_cast<const uint8_t*>(tensor.data) + source + 2 * row * tensor.row_stride;
+        copy_async(shared_address(to + r * kBytes), row < count ? from : tensor.data, row < count);
     }
 }
 

@@ -4,6 +4,8 @@
 // Descriptors describe tiles of 128-byte rows with the 128-byte swizzle. An atom of the swizzle has 8 rows, so the
 // stride between atoms (SBO, stride byte offset) is 1024 bytes. A K-major operand needs no LBO (leading byte offset).
 // For an MN-major operand such as V, LBO is the distance to the next 64 columns.
+//
+// Extra columns (hopper.h) are rows of 16 bytes without a swizzle, so a matrix of 8 rows takes 128 bytes.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -21,6 +23,17 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t low) {
 }
 __device__ __forceinline__ uint32_t descriptor_low(uint32_t shared_address, int lbo_bytes) {
     return (shared_address >> 4) | (uint32_t(lbo_bytes >> 4) << 16);
+}
+
+// The same for extra columns: SBO 128 bytes, no swizzle. As a K-major operand of 16 columns, the extra columns need
+// eight more: the zeros at address `zeros`, after them. An MN-major operand has 16 rows; `zeros` is then the next
+// matrix.
+constexpr int kExtraMatrixBytes = 128;
+__device__ __forceinline__ uint64_t extra_descriptor(uint32_t shared_address, uint32_t zeros) {
+    return (uint64_t(kExtraMatrixBytes >> 4) << 32) | descriptor_low(shared_address, zeros - shared_address);
+}
+__device__ __forceinline__ uint64_t extra_rows_descriptor(uint32_t shared_address) {
+    return extra_descriptor(shared_address, shared_address + kExtraMatrixBytes);
 }
 
 // Orders earlier accesses to registers before the wgmma that follow. Ordinary writes to shared memory also need
@@ -55,12 +68,14 @@ __device__ __forceinline__ constexpr int accumulator_register(int r, int k) {
 #define SB_WRITE(i) "=f"(d[i])
 #define SB_READ(i) "+f"(d[i])
 #define SB_8(f, i) f(i), f(i + 1), f(i + 2), f(i + 3), f(i + 4), f(i + 5), f(i + 6), f(i + 7)
+#define SB_OPERANDS_4(f) f(0), f(1), f(2), f(3)
 #define SB_OPERANDS_16(f) SB_8(f, 0), SB_8(f, 8)
 #define SB_OPERANDS_32(f) SB_OPERANDS_16(f), SB_8(f, 16), SB_8(f, 24)
 #define SB_OPERANDS_48(f) SB_OPERANDS_32(f), SB_8(f, 32), SB_8(f, 40)
 #define SB_OPERANDS_64(f) SB_OPERANDS_48(f), SB_8(f, 48), SB_8(f, 56)
 #define SB_OPERANDS_96(f) SB_OPERANDS_64(f), SB_8(f, 64), SB_8(f, 72), SB_8(f, 80), SB_8(f, 88)
 #define SB_OPERANDS_128(f) SB_OPERANDS_96(f), SB_8(f, 96), SB_8(f, 104), SB_8(f, 112), SB_8(f, 120)
+#define SB_NAMES_4 "%0, %1, %2, %3"
 #define SB_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define SB_NAMES_32 SB_NAMES_16 \
     ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -101,6 +116,7 @@ __device__ __forceinline__ constexpr int accumulator_register(int r, int k) {
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                        \
     }
 #define SB_WGMMA_OF(Type, type)                                                   \
+    SB_SHARED_PRODUCTS(Type, type, "8", 4, "%4", "%5", "%6", "%7")                \
     SB_SHARED_PRODUCTS(Type, type, "32", 16, "%16", "%17", "%18", "%19")          \
     SB_SHARED_PRODUCTS(Type, type, "64", 32, "%32", "%33", "%34", "%35")          \
     SB_SHARED_PRODUCTS(Type, type, "96", 48, "%48", "%49", "%50", "%51")          \
@@ -120,12 +136,14 @@ SB_WGMMA_OF(__half, "f16.f16")
 #undef SB_WRITE
 #undef SB_READ
 #undef SB_8
+#undef SB_OPERANDS_4
 #undef SB_OPERANDS_16
 #undef SB_OPERANDS_32
 #undef SB_OPERANDS_48
 #undef SB_OPERANDS_64
 #undef SB_OPERANDS_96
 #undef SB_OPERANDS_128
+#undef SB_NAMES_4
 #undef SB_NAMES_16
 #undef SB_NAMES_32
 #undef SB_NAMES_48

@@ -35,7 +35,7 @@ from megatron_sb.ops.kvcache import stored_keys
 
 # The largest error against fp32 on the CPU.
 DTYPES = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-4}
-HEAD_DIMS = ((64, 64), (128, 128), (40, 24), (72, 128), (96, 80), (192, 128), (256, 256))
+HEAD_DIMS = ((64, 64), (128, 128), (40, 24), (72, 64), (72, 128), (136, 128), (96, 80), (192, 128), (256, 256))
 THRESHOLD = 2.0**-24
 EDGES, EDGES_K = [0, 1, 1, 150, 190], [0, 30, 31, 200, 240]
 

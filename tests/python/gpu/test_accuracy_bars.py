@@ -12,13 +12,14 @@ from support.rounded import rounded_results
 
 from megatron_sb import reference, stickbreaking_attention
 
-VALUE_DIMS = {192: 128}  # head_dim_v where it is not head_dim: that of multi-latent attention
+# head_dim_v where it is not head_dim: that of multi-latent attention, and of heads with biases or Euclidean logits.
+VALUE_DIMS = {72: 64, 136: 128, 192: 128}
 SAMPLED = {65536: [(1000, 1128), (32700, 32828), (65408, 65536)]}  # at 4096 and 16384 keys, all rows are compared
 
 
 @pytest.mark.parametrize(
     ("length", "head_dim"),
-    [*itertools.product((4096, 16384, 65536), (64, 128)), (4096, 192), (4096, 256), (16384, 256)],
+    [*itertools.product((4096, 16384, 65536), (64, 128)), *((4096, d) for d in (72, 136, 192, 256)), (16384, 256)],
 )
 @pytest.mark.parametrize("regime", BARRED)
 @pytest.mark.parametrize("mass_in_loss", [True, False], ids=["mass in loss", "output alone"])
@@ -34,13 +35,15 @@ def test_bf16(regime, length, head_dim, mass_in_loss):
     assert not missed, "; ".join(missed)
 
 
-@pytest.mark.parametrize(("length", "head_dim"), [*itertools.product((2048, 8192), (64, 128)), (2048, 256)])
+@pytest.mark.parametrize(
+    ("length", "head_dim"), [*itertools.product((2048, 8192), (64, 128)), (2048, 72), (2048, 136), (2048, 256)]
+)
 @pytest.mark.parametrize("regime", ["randn", "mean -11"])
 @pytest.mark.parametrize(("h", "h_kv"), [(8, 1), (16, 1), (16, 2), (7, 1), (4, 4), (2, 2)])
 def test_bf16_with_few_kv_heads(h, h_kv, regime, length, head_dim):
     """Several CTAs share a key tile: each sums dk and dv over a part of the query heads and rows."""
     runs = [(0, length)] if length == 2048 else [(1000, 1128), (4000, 4200), (8000, 8192)]
-    x = barred_inputs(regime, length, runs, d=head_dim, h=h, h_kv=h_kv)
+    x = barred_inputs(regime, length, runs, d=head_dim, d_v=VALUE_DIMS.get(head_dim, head_dim), h=h, h_kv=h_kv)
     missed = Bar(x, runs).missed(run(stickbreaking_attention, x, return_mass=True), regime)
     assert not missed, "; ".join(missed)
 

@@ -64,6 +64,8 @@ def draw_case(number: int) -> Case:
     h = h_kv * rng.choice((1, 1, 2, 3, 4, 8))
     d = rng.choice((64, 128)) if rng.random() < 0.5 else 8 * rng.randint(1, 32)
     d_v = d if rng.random() < 0.75 else 8 * rng.randint(1, 32)
+    if rng.random() < 0.1:  # heads with biases or Euclidean logits
+        d, d_v = rng.choice(((72, 64), (136, 128)))
     b = rng.choice((1, 1, 1, 2, 3)) if form != "packed" else 1
     documents = rng.randint(1, 8) if form == "packed" else 1
     longer_keys = rng.random() < 0.4
