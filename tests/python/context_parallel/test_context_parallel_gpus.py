@@ -1,11 +1,14 @@
 """Context parallelism over NCCL, with a GPU for each rank."""
 
+import ast
+
 import pytest
 import torch
-from support.launch import assert_passed, failed_checks
+from support.launch import WORKERS, assert_passed, failed_checks
 
 TIMEOUT_SECONDS = 300
-# One group of ranks runs all checks. The first checks have short sequences, which the fast kernels do not serve.
+# Checks of workers/context_parallel_*.py. One group of ranks runs all. The first checks have short sequences, which
+# the fast kernels do not serve.
 CHECKS = (
     "same_answer_as_one_rank",
     "variants_of_the_logit",
@@ -14,16 +17,28 @@ CHECKS = (
     "autocast",
     "mass_in_one_ranks_loss",
     "shard_and_unshard",
-    "refuses_lengths_that_do_not_divide",
+    "refuses_unequal_chunks",
     "refuses_ranks_that_disagree",
     "refuses_a_second_derivative",
     "packed_within_the_bars",
-    "balanced_documents_of_any_length",
+    "streams_of_any_length",
     "a2a_gives_the_bits_of_one_rank",
     "a2a_gives_the_bits_of_one_rank_at_8k",
     "repeats_bit_for_bit_at_16k",
     "within_the_bars",
 )
+
+
+OVER_SOCKETS = ("same_answer_as_one_rank", "packed_within_the_bars")
+IN_A_GRAPH = ("replays_in_a_cuda_graph",)
+
+
+def test_the_checks_exist():
+    """Without GPUs too: a check that has another name now is found before the next run on several GPUs."""
+    bodies = [ast.parse(path.read_text()).body for path in WORKERS.glob("context_parallel_*.py")]
+    names = {node.name for body in bodies for node in body if isinstance(node, ast.FunctionDef)}
+    missing = {*CHECKS, *OVER_SOCKETS, *IN_A_GRAPH} - names
+    assert not missing
 
 
 def run_checks(num_ranks, checks, tmp_path, num_gpus):
@@ -52,7 +67,7 @@ def test_two_hosts_over_sockets(tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("NCCL_DEBUG_SUBSYS", "INIT,GRAPH,P2P")
     monkeypatch.setenv("NCCL_DEBUG_FILE", str(tmp_path / "nccl.%p"))
-    run_checks(4, ("same_answer_as_one_rank", "packed_within_the_bars"), tmp_path, num_gpus=2)
+    run_checks(4, OVER_SOCKETS, tmp_path, num_gpus=2)
     words = "".join(path.read_text() for path in tmp_path.glob("nccl.*"))
     assert "via NET/Socket" in words and "via P2P" in words
 
@@ -61,4 +76,4 @@ def test_two_hosts_over_sockets(tmp_path, monkeypatch):
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_in_a_cuda_graph(num_ranks, tmp_path):
     """A layer can be captured: it does not wait for the host and allocates only from the graph's pool."""
-    run_checks(num_ranks, ("replays_in_a_cuda_graph",), tmp_path, num_ranks)
+    run_checks(num_ranks, IN_A_GRAPH, tmp_path, num_ranks)

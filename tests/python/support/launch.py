@@ -21,7 +21,7 @@ import torch.distributed as dist
 from support.fork_server import PythonProcess, python_processes
 from support.hosts import ON_HOST, Host
 
-_WORKERS = Path(__file__).parents[1] / "workers"
+WORKERS = Path(__file__).parents[1] / "workers"
 SEVERAL_MACHINES = Path(__file__).parent / "several_machines.sh"
 
 
@@ -157,7 +157,7 @@ def run_torchrun(
 def run_worker(script: str, num_ranks: int, out: Path, *arguments: str, device: str = "cpu", seconds: float = 300):
     """Run `workers/SCRIPT OUT ARGUMENTS..` on every rank and return the JSON that rank 0 wrote to OUT."""
     run = run_ranks if device == "cpu" else run_torchrun
-    run(num_ranks, [_WORKERS / script, out, *arguments], seconds)
+    run(num_ranks, [WORKERS / script, out, *arguments], seconds)
     return json.loads(out.read_text())
 
 
@@ -196,7 +196,7 @@ def megatron_launcher(device: str) -> tuple[list, dict[str, str]]:
     variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # Megatron compiles code with `python3`
     if device == "cuda":
         return ["-m", "megatron_sb.megatron.launch"], variables
-    return [_WORKERS / "megatron_on_cpu.py"], variables | {"TORCHDYNAMO_DISABLE": "1"}
+    return [WORKERS / "megatron_on_cpu.py"], variables | {"TORCHDYNAMO_DISABLE": "1"}
 
 
 def new_folder(path: Path) -> Path:
