@@ -124,7 +124,7 @@ class Shards:
         member = self._rows[self.member]
         self._indices = Indices(ranks[plan.rank], member, exchanged, exchanged.argsort(), gathered, ungathered)
         self._on_device: dict[torch.device, Indices] = {}
-        self._starts = torch.tensor([0, *itertools.accumulate(self.lengths)])
+        self._starts = torch.tensor([0, *itertools.accumulate(self.lengths)], device=table.device)
         self._blocks: dict[tuple, tuple[Block, ...]] = {}
 
     @torch.inference_mode(False)
@@ -140,7 +140,7 @@ class Shards:
         if not len(rows):
             return []
         document = torch.searchsorted(self._starts, rows, right=True) - 1
-        is_first = torch.ones(len(rows), dtype=torch.bool)
+        is_first = torch.ones_like(rows, dtype=torch.bool)
         is_first[1:] = (rows.diff() != 1) | (document.diff() != 0)
         first = is_first.nonzero().flatten()
         position = (rows - self._starts[document])[first].tolist()
@@ -157,7 +157,7 @@ class Shards:
 
     def blocks_of_stream(self, window: int | None) -> tuple[Block, ...]:
         """Return the blocks of this member's queries and the keys of the whole stream."""
-        return self._blocks_of(self.pieces(torch.arange(self.num_rows)), (window, None))
+        return self._blocks_of(self.pieces(torch.arange(self.num_rows, device=self._starts.device)), (window, None))
 
     def _blocks_of(self, sources: list[Piece], key: tuple) -> tuple[Block, ...]:
         if key not in self._blocks:

@@ -7,7 +7,13 @@ TIMEOUT_SECONDS = 120
 
 IN_SHORT = ("softmax_layouts_and_modes", "softmax_in_blocks_of_rows", "softmax_forget_gates")
 CHECKS = {
-    2: (*IN_SHORT, "softmax_variants", "softmax_a2a_gives_the_bits_of_one_rank", "softmax_in_half_precision"),
+    2: (
+        *IN_SHORT,
+        "softmax_blocks_with_another_default_device",
+        "softmax_variants",
+        "softmax_a2a_gives_the_bits_of_one_rank",
+        "softmax_in_half_precision",
+    ),
     3: (*IN_SHORT[:1], "softmax_without_the_last_rank"),
     4: (
         *IN_SHORT,

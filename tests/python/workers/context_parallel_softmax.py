@@ -215,6 +215,22 @@ def softmax_without_the_last_rank(group):
         dist.barrier(group)
 
 
+def softmax_blocks_with_another_default_device(group):
+    """The tables of rows and blocks are on the host, wherever new tensors are."""
+    offsets = torch.tensor((0, 5, 19, 19, 40), dtype=torch.int32)
+    plan = sb.ContextParallelPlan(group, ROWS, cu_seqlens=offsets, layout="balanced")
+    here, window = torch.device("cpu"), 7
+    expected = shards.Shards(plan, 1)
+    blocks, whole = expected.blocks_by_member(window), expected.blocks_of_stream(None)
+    with torch.device("meta"):
+        found = shards.Shards(plan, 1)
+        assert found.blocks_by_member(window) == blocks and found.blocks_of_stream(None) == whole
+        indices = found.indices(here)
+    assert blocks != [()] * len(blocks) and whole
+    for name, index in vars(expected.indices(here)).items():
+        assert torch.equal(getattr(indices, name), index), name
+
+
 def refuses_wrong_softmax_calls(group):
     """Every rank raises the error before it communicates."""
     size = dist.get_world_size(group)
