@@ -26,6 +26,9 @@ CHECKS = (
     "a2a_gives_the_bits_of_one_rank_at_8k",
     "repeats_bit_for_bit_at_16k",
     "within_the_bars",
+    "softmax_layouts_and_modes",
+    "softmax_variants",
+    "softmax_in_half_precision",
 )
 
 

@@ -165,7 +165,7 @@ def softmax_in_half_precision(group):
     module, (q, k, v, *_) = make_module(group, {}), make_inputs(group, False, False, torch.float32)
     plan = sb.ContextParallelPlan(group, ROWS)
     q, k, v = (sb.shard_sequence(x, group).requires_grad_() for x in (q, k, v))
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(q.device.type, torch.bfloat16):
         o = context_parallel_softmax(module, q, k, v, plan=plan, comm="p2p")
         o.sum().backward()
     assert o.dtype == torch.bfloat16 and q.grad.dtype == torch.float32 and q.grad.isfinite().all()
