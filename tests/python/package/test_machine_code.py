@@ -73,19 +73,20 @@ def test_wgmma_descriptors_stay_in_uniform_registers(tmp_path):
     """Otherwise each wgmma waits for moves (R2UR), for example if the end of a loop does not look uniform to ptxas.
 
     The forward then loses 5% of its speed. The backward at head_dim 96 and 128 reads the address of dq from shared
-    memory. This needs two moves. With forget gates, the backward at head_dim 64 moves the flags of a step between two
-    products.
+    memory. This needs two moves, and two more with 136 columns. With forget gates, the backward at head_dim 64 moves
+    the flags of a step between two products.
     """
     kernels = {
         name: code for name, code in instructions_of_kernels(tmp_path).items() if any("HGMMA" in i for _, i in code)
     }
-    # forward and backward, bf16 and fp16: 64, 96 and 128 columns with and without forget gates, 192 and 256 without
-    assert len(kernels) >= 32
+    # forward and backward, bf16 and fp16: 64, 72, 96, 128 and 136 columns with and without forget gates, 192 and 256
+    # without
+    assert len(kernels) >= 48
     for name, code in kernels.items():
         loops = innermost_loops_of_products(code)
         backward, narrow, gated = "8backward" in name, "Li64E" in name, "Lb1E" in name
         assert len(loops) >= (3 if backward and narrow else 2 if backward else 1), name
-        allowed = 0 if not backward else 2 if not narrow else int(gated)
+        allowed = 0 if not backward else int(gated) if narrow else 4 if "Li136E" in name else 2
         for loop in loops:
             products = [i for i, instruction in enumerate(loop) if "HGMMA" in instruction]
             moves = 0
