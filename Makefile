@@ -51,7 +51,11 @@ CLANG_FORMAT = $(if $(CXX_FILES),$(BIN)/clang-format,$(error there are no C++ fi
 train: $(VENV)/.built
 	$(BIN)/megatron-sb train $(CONFIG)
 
-test: lint test-cpp test-python test-megatron-3.12
+# The C++ tests leave a core free. Meanwhile it prepares the second environment.
+test: $(VENV)/.built
+	+$(MAKE) --output-sync=target -j 2 lint test-cpp $(BUILT312)
+	+$(MAKE) test-python
+	+$(MAKE) test-megatron-3.12
 
 check: lint test-cpp
 	$(BIN)/python $(PYTEST) $(sort $(CORE_TESTS) $(CHANGED_TESTS))
@@ -65,11 +69,12 @@ test-cpp: $(VENV)/.built
 test-python: $(VENV)/.built
 	$(BIN)/python $(PYTEST)
 
+BUILT312 := $(if $(PYTHON312),$(VENV312)/.built)
 ifeq ($(PYTHON312),)
 test-megatron-3.12:
 	@echo "SKIPPED [1] $(TESTS312) with $(MEGATRON312): there is no python3.12 (PYTHON312=...)"
 else
-test-megatron-3.12: $(VENV312)/.built
+test-megatron-3.12: $(BUILT312)
 	$(VENV312)/bin/python $(PYTEST) $(TESTS312)
 endif
 
