@@ -128,10 +128,10 @@ struct BackwardControl : NotedBarriers<BackwardBarriers<T>>, BackwardGates<T::kG
 template <class Element_, int kColumns, int kHeadDimV_, bool kGated_>
 struct BackwardTraits {
     using Element = Element_;
-    static constexpr int kExtra = kColumns % 16;  // extra columns of Q and K: 8 or none
-    static constexpr int kHeadDim = kColumns - kExtra,
-                         kHeadDimV = kHeadDimV_;  // other columns; columns of V (hopper.h)
-    static constexpr bool kGated = kGated_;       // with forget gates
+    static constexpr int kExtra = kColumns % 16;        // extra columns of Q and K (hopper.h): 8 or none
+    static constexpr int kHeadDim = kColumns - kExtra;  // their other columns
+    static constexpr int kHeadDimV = kHeadDimV_;        // columns of V
+    static constexpr bool kGated = kGated_;             // with forget gates
     static constexpr bool kWide = kHeadDim > 128;
 
     // Warpgroups beside the producers.
@@ -147,6 +147,7 @@ struct BackwardTraits {
     // Registers per thread: at launch, and then of each kind of warpgroup.
     static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
     static constexpr int kProducerRegisters = kSumWarpgroups > 0 ? 32 : 40;
+    // With fewer than 208 for the sums of 72 columns, ptxas serialises their products.
     static constexpr int kConsumerRegisters = kWide ? 96 : kHeadDim != 64 ? 232 : kExtra > 0 ? 136 : 144;  // that scan
     static constexpr int kSumRegisters = kHeadDim == 64 && kExtra > 0 ? 208 : 192;
     static_assert(kProducerRegisters + kHalves * kConsumerRegisters + kSumWarpgroups * kSumRegisters <=
