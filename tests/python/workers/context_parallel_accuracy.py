@@ -104,8 +104,13 @@ def run_over(group, stream: Stream, inputs: Inputs, layout: str, comm: str, **op
         )
 
     results = run(attention, local)
-    of = {"o": "do", "mass": "dmass", "dq": "q", "dk": "k", "dv": "v"}
-    return {name: sb.unshard_sequence(x, group, dims[of[name]], **cut) for name, x in results.items()}
+    gathered = {"mass": sb.unshard_sequence(results["mass"], group, dims["dmass"], **cut)}
+    for names in (("o", "dq"), ("dk", "dv")):  # side by side, in one message
+        widths = [results[name].shape[-1] for name in names]
+        both = torch.cat([results[name] for name in names], dim=-1)
+        whole = sb.unshard_sequence(both, group, stream.dim, **cut)
+        gathered |= zip(names, whole.split(widths, dim=-1), strict=True)
+    return gathered
 
 
 def exact_answer(stream: Stream, inputs: Inputs, **options) -> dict[str, Tensor]:
