@@ -53,9 +53,9 @@ train: $(VENV)/.built
 
 # The C++ tests leave a core free. Meanwhile it prepares the second environment.
 test: $(VENV)/.built
-	+$(MAKE) --output-sync=target -j 2 lint test-cpp $(BUILT312)
-	+$(MAKE) test-python
-	+$(MAKE) test-megatron-3.12
+	$(MAKE) --output-sync=target -j 2 lint test-cpp $(BUILT312)
+	$(MAKE) test-python
+	$(MAKE) test-megatron-3.12
 
 check: lint test-cpp
 	$(BIN)/python $(PYTEST) $(sort $(CORE_TESTS) $(CHANGED_TESTS))

@@ -1,6 +1,5 @@
 #include "dispatch/table.h"
 
-#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -53,9 +52,9 @@ constexpr Kernels kTable[] = {
     {"hopper", hopper_serves,
      [] {
          return concat("CUDA sm_90; bf16, fp16; head_dim and head_dim_v: multiples of ", kHeadDimMultiple, " up to ",
-                       hopper::kMostColumns,
-                       ", with forget gates up to 128, and 136 with head_dim_v up to 128; no paged "
-                       "cache");
+                       hopper::kMostColumns, ", with forget gates up to ", hopper::kMostGatedColumns, ", and ",
+                       hopper::kMostGatedColumns + hopper::kExtraColumns, " with head_dim_v up to ",
+                       hopper::kMostGatedColumns, "; no paged cache");
      },
      hopper::forward_workspace, hopper::backward_workspace, hopper::block_forward, hopper::block_backward, true},
 #endif

@@ -69,14 +69,14 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
     a.params = p;
     plan_backward(p, &a.plan);
     launch_plan(p, a.plan, stream);
-    a.q = make_query_map(p.q, {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim}, kStepRows);
+    const TensorSizes q = {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim};
+    const TensorSizes k = {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim};
+    a.q = make_query_map(p.q, q, kStepRows);
     a.d_o = make_query_map(p.d_o, {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim_v}, kStepRows);
-    a.k = make_key_map(p.k, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim}, kHalfTileKeys);
+    a.k = make_key_map(p.k, k, kHalfTileKeys);
     a.v = make_key_map(p.v, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim_v}, kHalfTileKeys);
     if constexpr (T::kExtra > 0) {
-        const TensorSizes q = {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim};
         a.q_extra = make_query_map(p.q, q, kStepRows, T::kExtra);
-        const TensorSizes k = {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim};
         a.k_extra = make_key_map(p.k, k, kHalfTileKeys, T::kExtra);
     }
     a.head_order = choose_head_order(z, p.segments, p.options.attend_current);

@@ -60,11 +60,11 @@ class BackwardThread {
     // Issues them as dz K, for all keys of the tile in a buffer. `dz` is as for the product with the other columns.
     __device__ __forceinline__ void issue_extra_dq(uint32_t dz, int buffer) {
         const uint32_t keys = shared_address(shared_.k_extra[buffer]);
-        const auto issue = [&](int i) { return descriptor(dz + i / 4 * kPanel + i % 4 * 2); };
-        wgmma_overwrite<0, 1>(Element{}, dq_extra_, issue(0), extra_rows_descriptor(keys));
+        const auto dz_of = [&](int i) { return descriptor(dz + i / 4 * kPanel + i % 4 * 2); };
+        wgmma_overwrite<0, 1>(Element{}, dq_extra_, dz_of(0), extra_rows_descriptor(keys));
 #pragma unroll
         for (int i = 1; i < T::kKeyTile / 16; ++i)
-            wgmma_accumulate<0, 1>(Element{}, dq_extra_, issue(i),
+            wgmma_accumulate<0, 1>(Element{}, dq_extra_, dz_of(i),
                                    extra_rows_descriptor(keys + i * 2 * kExtraMatrixBytes));
     }
     // Issues dk += dz^T Q for the keys of a half tile and the rows of a stage.

@@ -78,13 +78,13 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
     ForwardArguments a;
     a.params = p;
     a.tiles = static_cast<QueryTiles*>(p.workspace);
-    a.q = make_query_map(p.q, {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim}, T::kQueryTile);
-    a.k = make_key_map(p.k, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim}, T::kKeyTile);
+    const TensorSizes q = {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim};
+    const TensorSizes k = {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim};
+    a.q = make_query_map(p.q, q, T::kQueryTile);
+    a.k = make_key_map(p.k, k, T::kKeyTile);
     a.v = make_key_map(p.v, {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim_v}, T::kKeyTile);
     if constexpr (T::kExtra > 0) {
-        const TensorSizes q = {z.dtype, z.batch, z.q_rows, z.num_heads, z.head_dim};
         a.q_extra = make_query_map(p.q, q, T::kQueryTile, T::kExtra);
-        const TensorSizes k = {z.dtype, z.batch, z.k_rows, z.num_kv_heads, z.head_dim};
         a.k_extra = make_key_map(p.k, k, T::kKeyTile, T::kExtra);
     }
     a.heads_in_flight = heads_in_flight(z);

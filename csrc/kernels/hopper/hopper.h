@@ -18,7 +18,8 @@ struct Columns {
 //
 // Biases and Euclidean logits give heads of 64 and 128 eight more columns of q and k (ops/variants.cpp). Instances for
 // 72 and 136 columns hold these *extra columns* beside the panels.
-inline constexpr int kMostColumns = 256, kExtraColumns = 8, kExtraRowBytes = 2 * kExtraColumns;
+inline constexpr int kMostColumns = 256, kMostGatedColumns = 128;  // without extra columns
+inline constexpr int kExtraColumns = 8, kExtraRowBytes = 2 * kExtraColumns;
 SB_HOST_DEVICE inline Columns computed_columns(int32_t head_dim, int32_t head_dim_v) {
     const int32_t widest = head_dim > head_dim_v ? head_dim : head_dim_v;
     for (int32_t panels = 64; panels <= 128; panels += 64)
@@ -35,7 +36,7 @@ SB_HOST_DEVICE inline int stored_columns(const Sizes& sizes) {
 }
 // Whether the wide kernels compute the call. They have no forget gates.
 SB_HOST_DEVICE inline bool is_wide(int32_t head_dim, int32_t head_dim_v) {
-    return computed_columns(head_dim, head_dim_v).qk > 128 + kExtraColumns;
+    return computed_columns(head_dim, head_dim_v).qk > kMostGatedColumns + kExtraColumns;
 }
 
 // Return the size of `params.workspace` in bytes. The backward needs O(L) bytes and ignores `limit`.

@@ -30,8 +30,6 @@ CHECKS = (
     "softmax_variants",
     "softmax_in_half_precision",
 )
-
-
 OVER_SOCKETS = ("same_answer_as_one_rank", "packed_within_the_bars")
 IN_A_GRAPH = ("replays_in_a_cuda_graph",)
 
