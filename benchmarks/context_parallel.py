@@ -176,8 +176,7 @@ class Benchmark:
         plan = sb.ContextParallelPlan(dist.group.WORLD, **cut)
         local = [sb.shard_sequence(x, dist.group.WORLD, dim=0, **cut) for x in whole]
         for comm in self.options.modes:
-            if layout != "balanced" or comm != "p2p":  # the balanced layout has no ring
-                self.measure(what, comm, calls_over(plan, comm, local), flops / dist.get_world_size())
+            self.measure(what, comm, calls_over(plan, comm, local), flops / dist.get_world_size())
 
 
 def _line(row: dict) -> str:

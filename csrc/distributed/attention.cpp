@@ -78,14 +78,6 @@ void check_comm(const std::string& comm) {
                       "\"");
 }
 
-// In the modes with a ring, keys move around it in the order of their positions.
-void check_layout(const ContextParallelPlan& plan, const std::string& comm) {
-    const bool needs_ring = comm == "p2p" || comm == "a2a+p2p";
-    TORCH_CHECK_VALUE(!needs_ring || plan.state().partition.has_ring(),
-                      "comm must be \"auto\", \"all_gather\" or \"a2a\" with layout \"", plan.layout(), "\", got \"",
-                      comm, "\". The chunks of this layout cannot move around a ring.");
-}
-
 // The groups of "a2a+p2p" must be subgroups of the plan's group, and the ranks of an a2a group neighbours in it.
 void check_hierarchy(const ContextParallelPlan& plan, const std::string& heads, const std::string& keys) {
     TORCH_CHECK_VALUE(!heads.empty() && !keys.empty(),
@@ -112,7 +104,8 @@ int exchanging_ranks(const ContextParallelCall& call, const std::string& comm) {
 // q and k include the columns of the variants. A group of one rank exchanges nothing.
 RouteNames choose_route(const ContextParallelCall& call, const at::Tensor& q, const at::Tensor& k) {
     const ContextParallelPlan& plan = *call.plan;
-    const std::string comm = call.comm == "auto" ? choose_comm(plan.state().partition, q, k, call.v) : call.comm;
+    const std::string comm =
+        call.comm == "auto" ? choose_comm(plan.state().partition, plan.state().key_rows, q, k, call.v) : call.comm;
     const int num_exchanging = exchanging_ranks(call, comm);
     const std::string heads = num_exchanging == 1 ? "" : comm == "a2a" ? plan.group_name() : call.heads_group;
     if (num_exchanging == plan.size()) return {heads, "", Comm::kLocal};
@@ -139,7 +132,6 @@ void check_rows(const ContextParallelCall& call) {
 // The checks that need no other rank.
 CheckedCall check_call(const ContextParallelCall& call) {
     check_comm(call.comm);
-    check_layout(*call.plan, call.comm);
     check_rows(call);
     ops::check_attention(call.batched(call.q), call.batched(call.k), call.batched(call.v));
     ops::check_variants(call.q, call.k, call.options);

@@ -14,7 +14,8 @@
 //           prefix of the run = block_backward(dO, q, block, prefix_in = prefix of the run), which adds to dq, dk, dv
 //           send the gradients of the block
 //
-// Both repeat this for each group of KV heads. Only all_gather has several groups.
+// Both repeat this for each group of KV heads. Only all_gather has several groups. The documents that no other rank has
+// are computed while the first blocks arrive (own_documents.h).
 #include "distributed/driver.h"
 
 #include <ATen/ATen.h>
@@ -22,7 +23,8 @@
 #include <cmath>
 
 #include "distributed/fold.h"
-#include "ops/block.h"
+#include "distributed/key_source.h"
+#include "distributed/own_documents.h"
 #include "ops/tensors.h"
 
 namespace megatron_sb::distributed {
@@ -43,6 +45,14 @@ Tensor query_heads(const RankCall& call, const Tensor& x, int64_t dim, HeadRange
     return x.narrow(dim, kv_heads.begin * heads_per_kv_head, kv_heads.count * heads_per_kv_head);
 }
 
+// The options of the query heads that read a range of KV heads: their reach depends on the head.
+ops::BlockOptions options_of_heads(const RankCall& call, HeadRange kv_heads) {
+    ops::BlockOptions options = call.options;
+    const int64_t first = kv_heads.begin * (call.q.size(2) / call.k.size(2));
+    options.reach += double(first) * options.reach_step;
+    return options;
+}
+
 // Returns the prefix with which each run starts at its oldest block, for the query heads of one group.
 std::vector<Tensor> initial_prefixes(const SegmentTables& tables, const GroupRecord& record, const Tensor& d_o,
                                      const Tensor& oldest_prefix) {
@@ -60,37 +70,36 @@ std::vector<Tensor> initial_prefixes(const SegmentTables& tables, const GroupRec
     return prefixes;
 }
 
-}  // namespace
-
-RankOutput attend_forward(const RankCall& call, bool keep_records) {
+RankOutput forward_with(KeySource& keys, const RankCall& call, bool keep_records) {
     const SegmentTables& tables = call.plan.tables(call.comm);
-    const auto keys = make_key_source(call, plan::Pass::kForward, call.k.scalar_type());
     // The output of a single block is the result. The outputs of several blocks are summed in the accumulation type.
     const auto o_type = tables.segments.size() == 1 ? call.q.scalar_type() : ops::accumulation_type(call.q);
     RankOutput result;
     std::vector<Tensor> o, mass;  // by group of KV heads
-    for (int group = 0; group < keys->num_groups(); ++group) {
-        const Tensor q = query_heads(call, call.q, 2, keys->heads(group));
+    for (int group = 0; group < keys.num_groups(); ++group) {
+        const HeadRange kv_heads = keys.heads(group);
+        const Tensor q = query_heads(call, call.q, 2, kv_heads);
+        const ops::BlockOptions options = options_of_heads(call, kv_heads);
         GroupRecord record;
         record.restart_edge.resize(tables.segments.size());
         record.restart_mass.resize(tables.segments.size());
         std::vector<Partial> partials(tables.runs.size());
-        for (int step = 0; step < keys->num_steps(); ++step) {
-            for (const KeyBlock& block : keys->next_blocks()) {
+        for (int step = 0; step < keys.num_steps(); ++step) {
+            for (const KeyBlock& block : keys.next_blocks()) {
                 const Tensor& segments = tables.segments[block.buffer];
                 if (!segments.defined()) continue;  // no query of this rank sees the block
                 const int run = tables.run_of[block.buffer];
                 Partial& partial = partials[run];
                 const ops::BlockOutput out =
                     ops::block_forward(run_rows(q, 1, tables.runs[run]), block.k, block.v, segments,
-                                       ops::if_defined(partial.mass), call.options, o_type);
+                                       ops::if_defined(partial.mass), options, o_type);
                 partial = {partial.o.defined() ? partial.o.add_(out.o) : out.o, out.mass};
                 record.restart_edge[block.buffer] = out.restart_edge;
                 record.restart_mass[block.buffer] = out.restart_mass;
             }
         }
-        const Partial whole = fold_runs(tables, partials, q, call.v.size(3), call.options.mass_threshold,
-                                        keep_records ? &record : nullptr);
+        const Partial whole =
+            fold_runs(tables, partials, q, call.v.size(3), options.mass_threshold, keep_records ? &record : nullptr);
         o.push_back(whole.o.to(q.scalar_type()));
         mass.push_back(whole.mass);
         if (keep_records) result.records.push_back(std::move(record));
@@ -100,43 +109,68 @@ RankOutput attend_forward(const RankCall& call, bool keep_records) {
     return result;
 }
 
-Gradients attend_backward(const RankCall& call, const Tensor& d_o, const Tensor& d_mass, const Tensor& mass,
-                          const std::vector<GroupRecord>& records, at::ScalarType type) {
+// dq: the kernels write it or add to it. oldest_prefix (b, h, s_local): the prefix of each row at its oldest key.
+Gradients backward_with(KeySource& keys, const RankCall& call, const Tensor& d_o, const Tensor& oldest_prefix,
+                        const std::vector<GroupRecord>& records, const Tensor& dq, at::ScalarType type) {
     const SegmentTables& tables = call.plan.tables(call.comm);
-    const Tensor& q = call.q;
-    // The gradients of a single block are the result, so the kernel can write them in `type`. The gradients of several
-    // blocks are summed in the accumulation type.
-    const bool kernel_writes = call.comm == Comm::kLocal && type == q.scalar_type() && tables.segments[0].defined() &&
-                               ops::narrow_gradients(q, call.v, call.options);
-    const auto block_type = kernel_writes ? type : ops::accumulation_type(q);
-    const auto keys = make_key_source(call, plan::Pass::kBackward, block_type);
-    const auto dq_options = q.options().dtype(block_type);
-    const Tensor dq = kernel_writes ? at::empty(q.sizes(), dq_options) : at::zeros(q.sizes(), dq_options);
-    const Tensor oldest_prefix = d_mass.defined() ? mass * d_mass : at::zeros_like(mass);
-    for (int group = 0; group < keys->num_groups(); ++group) {
-        const HeadRange kv_heads = keys->heads(group);
+    for (int group = 0; group < keys.num_groups(); ++group) {
+        const HeadRange kv_heads = keys.heads(group);
+        const ops::BlockOptions options = options_of_heads(call, kv_heads);
         const GroupRecord& record = records[group];
         const auto rows = [&](const Tensor& x, int run) {
             return run_rows(query_heads(call, x, 2, kv_heads), 1, tables.runs[run]);
         };
         std::vector<Tensor> prefixes = initial_prefixes(tables, record, query_heads(call, d_o, 2, kv_heads),
                                                         query_heads(call, oldest_prefix, 1, kv_heads));
-        for (int step = 0; step < keys->num_steps(); ++step) {
-            const std::vector<KeyBlock> blocks = keys->next_blocks();
+        for (int step = 0; step < keys.num_steps(); ++step) {
+            const std::vector<KeyBlock> blocks = keys.next_blocks();
             for (size_t i = 0; i < blocks.size(); ++i) {
                 const int buffer = blocks[i].buffer, run = tables.run_of[buffer];
                 if (!tables.segments[buffer].defined()) continue;
-                const KeyGradients gradients = keys->gradients(i);
+                const KeyGradients gradients = keys.gradients(i);
                 prefixes[run] = ops::block_backward(
-                    rows(d_o, run), rows(q, run), blocks[i].k, blocks[i].v, tables.segments[buffer],
+                    rows(d_o, run), rows(call.q, run), blocks[i].k, blocks[i].v, tables.segments[buffer],
                     record.restart_edge[buffer], record.restart_mass[buffer], ops::if_defined(record.mass_in[run]),
-                    prefixes[run], call.options, {rows(dq, run), gradients.dk, gradients.dv});
+                    prefixes[run], options, {rows(dq, run), gradients.dk, gradients.dv});
             }
-            keys->finish_step();
+            keys.finish_step();
         }
     }
-    const KeyGradients own = keys->own_gradients();
+    const KeyGradients own = keys.own_gradients();
     return {dq.to(type), own.dk.to(type), own.dv.to(type)};
+}
+
+}  // namespace
+
+RankOutput attend_forward(const RankCall& call, bool keep_records) {
+    const RankCall shared = shared_part(call);
+    const auto keys = make_key_source(shared, plan::Pass::kForward, call.k.scalar_type());  // starts the first transfer
+    if (!has_own_documents(call)) return forward_with(*keys, call, keep_records);
+    const ops::BlockOutput own = own_documents_forward(call);
+    RankOutput result = forward_with(*keys, shared, keep_records);
+    write_shared_rows(call, own, result);
+    if (keep_records) result.records.push_back(record_of_own_documents(call, own));
+    return {own.o, own.mass, std::move(result.records)};
+}
+
+Gradients attend_backward(const RankCall& call, const Tensor& d_o, const Tensor& d_mass, const Tensor& mass,
+                          const std::vector<GroupRecord>& records, at::ScalarType type) {
+    // The gradients of a single block are the result, so the kernel can write them in `type`. The gradients of several
+    // blocks are summed in the accumulation type.
+    const bool writes =
+        call.comm == Comm::kLocal && call.plan.gather.segments[0].defined() && kernels_write(call, type);
+    const auto block_type = writes ? type : ops::accumulation_type(call.q);
+    const RankCall shared = shared_part(call);
+    const auto keys = make_key_source(shared, plan::Pass::kBackward, block_type);  // starts the first transfer
+    const auto dq_options = call.q.options().dtype(block_type);
+    const Tensor dq = writes ? at::empty(call.q.sizes(), dq_options) : at::zeros(shared.q.sizes(), dq_options);
+    const Tensor oldest_prefix = d_mass.defined() ? mass * d_mass : at::zeros_like(mass);
+    if (!has_own_documents(call)) return backward_with(*keys, call, d_o, oldest_prefix, records, dq, type);
+    const Gradients own = own_documents_backward(call, d_o, oldest_prefix, records.back(), type);
+    const Gradients rest =
+        backward_with(*keys, shared, shared_rows(call, d_o), shared_row_values(call, oldest_prefix), records, dq, type);
+    write_shared_rows(call, own, rest);
+    return own;
 }
 
 }  // namespace megatron_sb::distributed

@@ -1,7 +1,7 @@
 // all_gather: every rank gets the keys of the whole stream in order, one group of KV heads at a time. The gather of the
 // next group overlaps the compute of this group. In the backward, the reduce-scatter of the gradients of this group
-// overlaps the compute of the next group. If the ranks need at most half of that, each gets only the rows that it
-// needs, and sends their gradients back (key_row_exchange.h).
+// overlaps the compute of the next group. If the ranks need at most half of what this sends, each gets only the rows
+// that it needs, and sends their gradients back (key_row_exchange.h). Queries and local keys are then the shared rows.
 #include <ATen/ATen.h>
 
 #include "distributed/key_row_exchange.h"
@@ -22,7 +22,8 @@ class GatheredKeys final : public KeySource {
           plan_(plan),
           k_(k),
           v_(v),
-          num_groups_(num_head_groups(k.size(2), plan.seq_len(), plan.rows_to_split_heads)),
+          num_groups_(num_head_groups(k.size(2), plan.key_rows ? plan.key_rows->most_rows : plan.seq_len(),
+                                      plan.rows_to_split_heads)),
           keys_(gather(0)) {}
 
     int num_groups() const override { return static_cast<int>(num_groups_); }
@@ -55,6 +56,7 @@ class GatheredKeys final : public KeySource {
         const at::Tensor rows = select_rows(stream_gradients_.transpose(0, 1), 0, order);
         if (plan_.key_rows) {
             gradients_.push_back(return_gradients(transport_, *plan_.key_rows, rows));
+            computed_.push_back(rows);
             return;
         }
         const at::Tensor input = rows.unflatten(0, {transport_.size(), -1});
@@ -64,13 +66,14 @@ class GatheredKeys final : public KeySource {
 
     KeyGradients own_gradients() override {
         std::vector<at::Tensor> groups;
-        for (const RowTransfer& gradient : gradients_) {
+        for (size_t group = 0; group < gradients_.size(); ++group) {
+            const RowTransfer& gradient = gradients_[group];
             gradient.wait();
-            const at::Tensor own = plan_.key_rows ? sum_returned(*plan_.key_rows, gradient.output, k_.size(1))
+            const at::Tensor own = plan_.key_rows ? sum_gradients(*plan_.key_rows, computed_[group], gradient.output)
                                                   : gradient.output.narrow(0, 0, k_.size(1));  // without padding
             groups.push_back(own.transpose(0, 1));
         }
-        const at::Tensor own = at::cat(groups, 2);
+        const at::Tensor own = groups.size() == 1 ? groups[0] : at::cat(groups, 2);
         return {keys_of(own, k_.size(3)), values_of(own, k_.size(3))};
     }
 
@@ -78,9 +81,8 @@ class GatheredKeys final : public KeySource {
     RowTransfer gather(int group) {
         const HeadRange range = heads(group);
         const auto narrow = [&](const at::Tensor& x) { return x.narrow(2, range.begin, range.count).transpose(0, 1); };
-        const at::Tensor local = at::cat({narrow(k_), narrow(v_)}, -1);
-        if (plan_.key_rows) return send_key_rows(transport_, *plan_.key_rows, local.contiguous());
-        const at::Tensor input = plan_.order.padded(local);
+        if (plan_.key_rows) return send_key_rows(transport_, *plan_.key_rows, narrow(k_), narrow(v_));
+        const at::Tensor input = plan_.order.padded(at::cat({narrow(k_), narrow(v_)}, -1));
         const at::Tensor output =
             at::empty({transport_.size(), input.size(0), input.size(1), input.size(2), input.size(3)}, input.options());
         return {output.flatten(0, 1), transport_.all_gather(input, output)};
@@ -94,6 +96,7 @@ class GatheredKeys final : public KeySource {
     at::Tensor stream_gradients_;  // this rank's part
     RowTransfer keys_;
     std::vector<RowTransfer> gradients_;
+    std::vector<at::Tensor> computed_;  // with key_rows, by group: this rank's part of the gradients
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
 // Sends key rows only to the ranks that need them, and the gradients of these rows back (KeyRowPlan). Each pair of
-// ranks exchanges at most one message.
+// ranks exchanges at most one message. Tensors have rows first: (rows, b, heads, d + d_v).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,7 +12,7 @@
 
 namespace megatron_sb::distributed {
 
-// A collective with rows first, (rows, b, heads, d + d_v). `pending` is null if nothing travels.
+// A collective. `pending` is null if nothing travels.
 struct RowTransfer {
     at::Tensor output;
     std::unique_ptr<Pending> pending;
@@ -22,12 +22,16 @@ struct RowTransfer {
     }
 };
 
-// Returns the rows that this rank needs, in the order of the ranks that hold them. `local` are the rows of this rank.
-RowTransfer send_key_rows(Transport& transport, const KeyRowPlan& rows, const at::Tensor& local);
-// Sends the gradients of the rows that send_key_rows() returned to the ranks that hold them. Returns the gradients of
-// this rank's rows, in the order of rows.sent.
+// Returns the rows that this rank needs: those that it keeps, then the received ones in the order of the ranks. `k` and
+// `v` are its shared rows.
+RowTransfer send_key_rows(Transport& transport, const KeyRowPlan& rows, const at::Tensor& k, const at::Tensor& v);
+
+// Sends the gradients of received rows back. `gradients` are those of the rows that send_key_rows() returned. The
+// result is those of this rank's rows, in the order of rows.sent.
 RowTransfer return_gradients(Transport& transport, const KeyRowPlan& rows, const at::Tensor& gradients);
-// Adds the result of return_gradients() to rows of the local buffer, in the order of the ranks: (local rows, ..).
-at::Tensor sum_returned(const KeyRowPlan& rows, const at::Tensor& returned, int64_t num_local_rows);
+
+// Returns the gradients of the shared rows: adds the result of return_gradients() to those of the kept rows, which are
+// the first of `gradients`, in the order of the ranks. Other shared rows get 0.
+at::Tensor sum_gradients(const KeyRowPlan& rows, const at::Tensor& gradients, const at::Tensor& returned);
 
 }  // namespace megatron_sb::distributed

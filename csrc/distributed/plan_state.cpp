@@ -7,7 +7,6 @@
 
 #include "core/error.h"
 #include "distributed/c10d_transport.h"
-#include "plan/key_rows.h"
 
 namespace megatron_sb {
 namespace {
@@ -81,7 +80,8 @@ ContextParallelPlan::State::State(std::string group_name, std::shared_ptr<distri
       rank(rank),
       partition(std::move(partition)),
       packing(packing),
-      packed(packed) {}
+      packed(packed),
+      key_rows(plan::count_if_few(this->partition)) {}
 
 std::shared_ptr<const distributed::RankPlan> ContextParallelPlan::State::rank_plan(c10::Device device,
                                                                                    int num_exchanging) {
@@ -135,13 +135,17 @@ int64_t ContextParallelPlan::local_len() const {
     return state_->partition.num_local_rows(state_->rank);
 }
 int64_t ContextParallelPlan::key_rows() const {
-    const plan::Partition& partition = state_->partition;
-    if (!plan::needs_few_key_rows(partition)) return seq_len();
-    const std::vector<int64_t> received = plan::key_rows(partition, state_->rank).num_received;
-    return std::accumulate(received.begin(), received.end(), int64_t{0});
+    if (!state_->key_rows) return seq_len();
+    const plan::KeyRows rows = plan::key_rows(state_->partition, state_->rank);
+    int64_t num_rows = 0;
+    for (const Segment& document : rows.own) num_rows += document.k_len;
+    for (const plan::Piece& piece : rows.pieces) num_rows += piece.length;
+    return num_rows;
 }
 int64_t ContextParallelPlan::key_rows_p2p() const {
-    return plan::key_rows_fit_in_ring(state_->partition) ? key_rows() : seq_len();
+    const plan::Partition& partition = state_->partition;
+    const bool fit = state_->key_rows && state_->key_rows->fit_in_ring(partition);
+    return fit || !partition.has_ring() ? key_rows() : seq_len();
 }
 bool ContextParallelPlan::packed() const {
     return state_->packed;

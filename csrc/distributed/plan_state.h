@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -14,6 +15,7 @@
 #include "distributed/call_agreement.h"
 #include "distributed/rank_plan.h"
 #include "megatron_sb/context_parallel.h"
+#include "plan/key_rows.h"
 #include "plan/partition.h"
 
 namespace megatron_sb {
@@ -29,6 +31,7 @@ class ContextParallelPlan::State {
     const plan::Partition partition;
     const plan::Packing packing;
     const bool packed;
+    const std::optional<plan::KeyRowCounts> key_rows;  // if they are few
 
     // Returns the tables on a device, for `num_exchanging` ranks that exchange heads (rank_plan.h), for use on the
     // current stream of the device. The first call uploads them and waits for the device, so that any stream can read

@@ -7,18 +7,20 @@
 namespace megatron_sb::distributed {
 namespace {
 
+// Returns the table of the segments, undefined if there are none.
+at::Tensor make_table(const std::vector<Segment>& segments, c10::Device device) {
+    if (segments.empty()) return {};
+    const auto* fields = reinterpret_cast<const int32_t*>(segments.data());
+    const auto rows = static_cast<int64_t>(segments.size());
+    return at::from_blob(const_cast<int32_t*>(fields), {rows, kSegmentFields}, at::kInt).clone().to(device);
+}
+
 SegmentTables make_tables(const plan::SegmentPlan& segment_plan, c10::Device device) {
     SegmentTables tables;
     tables.runs = segment_plan.runs;
     for (const plan::BufferSegments& buffer : segment_plan.buffers) {
         tables.run_of.push_back(buffer.run);
-        at::Tensor table;
-        if (!buffer.segments.empty()) {
-            const auto* fields = reinterpret_cast<const int32_t*>(buffer.segments.data());
-            const auto rows = static_cast<int64_t>(buffer.segments.size());
-            table = at::from_blob(const_cast<int32_t*>(fields), {rows, kSegmentFields}, at::kInt).clone().to(device);
-        }
-        tables.segments.push_back(table);
+        tables.segments.push_back(make_table(buffer.segments, device));
     }
     return tables;
 }
@@ -30,15 +32,24 @@ RowSet make_row_set(const std::vector<int64_t>& rows, c10::Device device) {
     return {rows.front(), count, contiguous ? at::Tensor() : index_tensor(rows, device)};
 }
 
-KeyRowPlan make_key_row_plan(const plan::KeyRows& rows, bool fit_in_ring, c10::Device device) {
+KeyRowPlan make_key_row_plan(const plan::KeyRows& rows, const plan::KeyRowCounts& counts,
+                             const plan::Partition& partition, c10::Device device) {
     std::vector<int64_t> sent, num_sent;
     for (const std::vector<int64_t>& of_rank : rows.sent) {
         sent.insert(sent.end(), of_rank.begin(), of_rank.end());
         num_sent.push_back(static_cast<int64_t>(of_rank.size()));
     }
     const at::Tensor from_keys = index_tensor(rows.place, device);
-    return {fit_in_ring,       index_tensor(sent, device),     num_sent,
-            rows.num_received, inverse_permutation(from_keys), from_keys};
+    return {.most_rows = counts.needed,
+            .fit_in_ring = counts.fit_in_ring(partition),
+            .own = make_table(rows.own, device),
+            .shared = make_row_set(rows.shared_rows, device),
+            .num_kept = rows.num_kept,
+            .sent = index_tensor(sent, device),
+            .num_sent = num_sent,
+            .num_received = rows.num_received,
+            .to_keys = inverse_permutation(from_keys),
+            .from_keys = from_keys};
 }
 
 // Returns the row in the joint buffer of each row of the concatenated local buffers of the exchanging ranks.
@@ -117,7 +128,8 @@ std::vector<at::Tensor> RankPlan::tensors() const {
     }
     for (const RowSet& lane : lanes) all.push_back(lane.list);
     if (key_rows) {
-        all.insert(all.end(), {key_rows->sent, key_rows->to_keys, key_rows->from_keys});
+        all.insert(all.end(),
+                   {key_rows->own, key_rows->shared.list, key_rows->sent, key_rows->to_keys, key_rows->from_keys});
     }
     std::erase_if(all, [](const at::Tensor& tensor) { return !tensor.defined(); });
     return all;
@@ -163,10 +175,10 @@ RankPlan make_rank_plan(const plan::Partition& partition, int rank, c10::Device 
     }
     plan::SegmentPlan gather;
     std::optional<KeyRowPlan> key_rows;
-    if (joint.size() > 1 && plan::needs_few_key_rows(joint)) {
+    if (const auto counts = plan::count_if_few(joint)) {
         const plan::KeyRows rows = plan::key_rows(joint, joint_rank);
-        gather = plan::gather_segments(joint, joint_rank, rows);
-        key_rows = make_key_row_plan(rows, plan::key_rows_fit_in_ring(joint), device);
+        gather = plan::gather_segments(joint, rows);
+        key_rows = make_key_row_plan(rows, *counts, joint, device);
     } else {
         gather = plan::gather_segments(joint, joint_rank);
     }

@@ -56,13 +56,18 @@ constexpr int64_t kRowsToSplitHeads = 32768;
 constexpr size_t kMaxRowRanges = 8;  // the most row ranges of a rank that are sent as one message each
 constexpr int64_t kMaxHeadGroups = 4;
 
-// The key rows that a rank needs, if the ranks do not need the whole stream (plan/key_rows.h).
+// The key rows that a rank needs, if the ranks do not need the whole stream (plan/key_rows.h). The documents that only
+// this rank has take no part in transfers.
 struct KeyRowPlan {
-    bool fit_in_ring;  // whether they take no more memory than the chunks of a ring
-    at::Tensor sent;   // rows of the local buffer that rank 0 needs, then those that rank 1 needs, ...
-    std::vector<int64_t> num_sent, num_received;  // by rank, this one included
-    // Row i of the key buffer is row to_keys[i] of the received rows in the order of the ranks; from_keys is the
-    // inverse.
+    int64_t most_rows;  // of the key buffer of one rank
+    bool fit_in_ring;   // whether no rank has more than the chunks of a ring
+    at::Tensor own;     // segments of the documents that only this rank has, on local rows; undefined: none
+    RowSet shared;      // all other local rows
+    int64_t num_kept;   // the first shared rows, which this rank needs itself
+    at::Tensor sent;    // shared rows that rank 0 needs, then those that rank 1 needs, ...
+    std::vector<int64_t> num_sent, num_received;  // by rank; 0 for this one
+    // Row i of the key buffer is row to_keys[i] of the kept rows followed by the received rows in the order of the
+    // ranks; from_keys is the inverse.
     at::Tensor to_keys;
     at::Tensor from_keys;
 };
@@ -83,7 +88,8 @@ struct RankPlan {
     plan::Schedule schedule;
     int rank;
     SegmentTables ring;               // a key buffer is a chunk; empty, like `lanes`, if the layout has no ring
-    SegmentTables gather;             // the only key buffer is the stream, or with key_rows the needed part of it
+    SegmentTables gather;             // the only key buffer is the stream, or with key_rows the needed part of it,
+                                      // and queries are then shared rows
     std::vector<RowSet> lanes;        // by lane: the rows of this rank's own chunk in its local buffer
     std::vector<int64_t> chunk_rows;  // by chunk of the ring: how many rows it has
     GatherOrder order;
@@ -103,9 +109,10 @@ struct RankPlan {
 
     int64_t seq_len() const { return order.to_stream.numel(); }
     // Returns how keys reach this rank in a mode: instead of moving around the ring, the rows that ranks need are sent
-    // directly, if they take no more memory. The answer is the same on all ranks.
+    // directly, if they take no more memory or if the layout has no ring. The answer is the same on all ranks.
     Comm transfer(Comm mode) const {
-        return mode == Comm::kRing && key_rows && key_rows->fit_in_ring ? Comm::kGather : mode;
+        const bool direct = lanes.empty() || (key_rows && key_rows->fit_in_ring);
+        return mode == Comm::kRing && direct ? Comm::kGather : mode;
     }
     // The tables that serve kGather also serve kLocal.
     const SegmentTables& tables(Comm comm) const { return comm == Comm::kRing ? ring : gather; }

@@ -5,11 +5,13 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "distributed/driver.h"
 #include "megatron_sb/context_parallel.h"
+#include "plan/key_rows.h"
 
 namespace megatron_sb::distributed {
 
@@ -26,11 +28,12 @@ struct Route {
     std::shared_ptr<const RankPlan> plan;
 };
 
-// Returns the mode of comm = "auto" for local tensors (.., s_local, heads, head_dim): "a2a" if the heads can be
-// exchanged and each rank then has enough work, else "all_gather" if it needs little memory or if the layout has no
-// ring, else "p2p".
-const char* choose_comm(const plan::Partition& partition, const at::Tensor& q, const at::Tensor& k,
-                        const at::Tensor& v);
+// Returns the mode of comm = "auto" for local tensors (.., s_local, heads, head_dim): "all_gather" if the layout is
+// balanced and ranks then receive less than by an exchange of heads; else "a2a" if the heads can be exchanged and each
+// rank then has enough work; else "all_gather" if it needs little memory or if the layout has no ring; else "p2p".
+// key_rows: of the partition, if they are few.
+const char* choose_comm(const plan::Partition& partition, const std::optional<plan::KeyRowCounts>& key_rows,
+                        const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
 
 Route make_route(const ContextParallelPlan& plan, const RouteNames& names, c10::Device device);
 

@@ -6,20 +6,34 @@
 namespace megatron_sb::plan {
 namespace {
 
+constexpr int kNone = -1, kSeveral = -2;
+
+// Whether a piece is of the tail.
+bool in_tail(const Partition& partition, const Piece& piece) {
+    return piece.document >= partition.num_documents();
+}
+
+// Returns the rank that has rows of a document, kSeveral or kNone, by document.
+std::vector<int> rank_of_documents(const Partition& partition) {
+    std::vector<int> rank_of(partition.num_documents(), kNone);
+    for (int rank = 0; rank < partition.size(); ++rank) {
+        for (const Piece& piece : partition.local(rank)) {
+            if (in_tail(partition, piece) || piece.length == 0) continue;
+            int& found = rank_of[piece.document];
+            found = found == kNone || found == rank ? rank : kSeveral;
+        }
+    }
+    return rank_of;
+}
+
 // How many positions of each document the queries of some pieces need: those up to the last query.
 std::vector<int32_t> needed_positions(const Partition& partition, const std::vector<Piece>& queries) {
     std::vector<int32_t> needed(partition.num_documents(), 0);
     for (const Piece& piece : queries) {
-        if (piece.document >= partition.num_documents()) continue;  // the tail
+        if (in_tail(partition, piece)) continue;
         needed[piece.document] = std::max(needed[piece.document], piece.position + piece.length);
     }
     return needed;
-}
-
-// How many key rows a rank needs.
-int64_t num_needed(const Partition& partition, int rank) {
-    const std::vector<int32_t> needed = needed_positions(partition, partition.local(rank));
-    return std::accumulate(needed.begin(), needed.end(), int64_t{0});
 }
 
 // Calls f(piece, count) for each piece of which the first `count` rows are needed.
@@ -32,12 +46,31 @@ void for_each_needed(const std::vector<Piece>& pieces, const std::vector<int32_t
     }
 }
 
+// Divides the local buffer into the documents that only this rank has and all other rows. In every layout the local
+// buffer has a document of the first kind whole and in order, and the tail last.
+void divide_local_rows(const Partition& partition, const std::vector<int>& rank_of, const std::vector<Piece>& local,
+                       KeyRows& rows) {
+    for (const Piece& piece : local) {
+        if (piece.length == 0) continue;
+        if (in_tail(partition, piece) || rank_of[piece.document] == kSeveral) {
+            rows.queries.push_back(piece);
+            rows.queries.back().begin = static_cast<int32_t>(rows.shared_rows.size());
+            for (int32_t i = 0; i < piece.length; ++i) rows.shared_rows.push_back(piece.begin + i);
+        } else if (piece.position == 0) {
+            rows.own.push_back({piece.begin, piece.length, piece.begin, piece.length, 0});
+        } else {
+            rows.own.back().q_len += piece.length;
+            rows.own.back().k_len += piece.length;
+        }
+    }
+}
+
 }  // namespace
 
 KeyRows key_rows(const Partition& partition, int rank) {
     KeyRows rows;
-    const std::vector<Piece> local = partition.local(rank);
-    const std::vector<int32_t> needed = needed_positions(partition, local);
+    divide_local_rows(partition, rank_of_documents(partition), partition.local(rank), rows);
+    const std::vector<int32_t> needed = needed_positions(partition, rows.queries);
     std::vector<int32_t> begin_of(partition.num_documents(), 0);
     int32_t size = 0;
     for_each_needed(partition.stream(), needed, [&](const Piece& piece, int32_t count) {
@@ -45,33 +78,47 @@ KeyRows key_rows(const Partition& partition, int rank) {
         begin_of[piece.document] = size;
         size += count;
     });
+    const auto place = [&](const Piece& piece, int32_t count) {
+        for (int32_t i = 0; i < count; ++i) rows.place.push_back(begin_of[piece.document] + piece.position + i);
+    };
+    for_each_needed(rows.queries, needed, place);
+    rows.num_kept = static_cast<int64_t>(rows.place.size());
     for (int other = 0; other < partition.size(); ++other) {
-        const std::vector<Piece> theirs = partition.local(other);
         std::vector<int64_t>& sent = rows.sent.emplace_back();
-        for_each_needed(local, needed_positions(partition, theirs), [&](const Piece& piece, int32_t count) {
-            for (int32_t i = 0; i < count; ++i) sent.push_back(piece.begin + i);
-        });
         const size_t before = rows.place.size();
-        for_each_needed(theirs, needed, [&](const Piece& piece, int32_t count) {
-            for (int32_t i = 0; i < count; ++i) rows.place.push_back(begin_of[piece.document] + piece.position + i);
-        });
+        if (other != rank) {
+            const std::vector<Piece> theirs = partition.local(other);
+            for_each_needed(rows.queries, needed_positions(partition, theirs), [&](const Piece& piece, int32_t count) {
+                for (int32_t i = 0; i < count; ++i) sent.push_back(piece.begin + i);
+            });
+            for_each_needed(theirs, needed, place);
+        }
         rows.num_received.push_back(static_cast<int64_t>(rows.place.size() - before));
     }
     return rows;
 }
 
-bool needs_few_key_rows(const Partition& partition) {
-    const int64_t most = partition.num_rows() * partition.size() / 2;
+std::optional<KeyRowCounts> count_if_few(const Partition& partition) {
+    if (partition.size() == 1) return std::nullopt;
     int64_t sum = 0;
-    for (int rank = 0; rank < partition.size() && sum <= most; ++rank) sum += num_needed(partition, rank);
-    return sum <= most;
-}
-
-bool key_rows_fit_in_ring(const Partition& partition) {
+    KeyRowCounts counts{0, 0};
     for (int rank = 0; rank < partition.size(); ++rank) {
-        if (num_needed(partition, rank) > 2 * partition.max_local_rows()) return false;
+        const std::vector<Piece> local = partition.local(rank);
+        const std::vector<int32_t> needed = needed_positions(partition, local);
+        int64_t received = std::accumulate(needed.begin(), needed.end(), int64_t{0});
+        for_each_needed(local, needed, [&](const Piece&, int32_t count) { received -= count; });
+        counts.received = std::max(counts.received, received);
+        sum += received;
+        if (2 * sum >= (partition.size() - 1) * partition.num_rows()) return std::nullopt;
     }
-    return true;
+    const std::vector<int> rank_of = rank_of_documents(partition);
+    for (int rank = 0; rank < partition.size(); ++rank) {
+        const std::vector<int32_t> needed = needed_positions(partition, partition.local(rank));
+        int64_t of_shared = 0;
+        for (size_t i = 0; i < needed.size(); ++i) of_shared += rank_of[i] == kSeveral ? needed[i] : 0;
+        counts.needed = std::max(counts.needed, of_shared);
+    }
+    return counts;
 }
 
 }  // namespace megatron_sb::plan

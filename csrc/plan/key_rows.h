@@ -1,29 +1,41 @@
-// A rank needs only the documents of its queries, up to its last query of each. KeyRows describes
-// these rows of keys, and which rank sends which of them.
+// What a rank computes if it gets only the key rows that it needs. A document without rows on other ranks needs no
+// transfer. Of a shared document, a rank needs the keys up to its last query. KeyRows describes these rows, and which
+// rank sends which of them.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
+#include "core/params.h"
 #include "plan/partition.h"
 
 namespace megatron_sb::plan {
 
 struct KeyRows {
-    std::vector<Piece> pieces;               // the needed rows as a buffer: the beginning of each document
-    std::vector<std::vector<int64_t>> sent;  // by rank: rows of this rank's local buffer that the rank needs
-    std::vector<int64_t> num_received;       // by rank, this one included
-    std::vector<int64_t> place;              // of each received row in the buffer; in the order of the ranks
+    std::vector<Segment> own;          // of the documents that only this rank has; of queries and keys: local rows
+    std::vector<int64_t> shared_rows;  // all other local rows, increasing. "Shared row i" is shared_rows[i]
+    std::vector<Piece> queries;        // the pieces of the local buffer in these rows; `begin` counts shared rows
+    std::vector<Piece> pieces;         // the needed key rows as a buffer: the beginning of each shared document
+    int64_t num_kept;                  // the first shared rows, which this rank needs itself; the others are the tail
+    std::vector<std::vector<int64_t>> sent;  // by rank: shared rows of this rank that another rank needs
+    std::vector<int64_t> num_received;       // by rank; 0 for this one
+    std::vector<int64_t> place;  // in the buffer: of each kept row, then of each received row in the order of the ranks
 };
 
 KeyRows key_rows(const Partition& partition, int rank);
 
-// Whether the ranks together need at most half of what they would get if each got the whole stream. The answer is the
-// same on every rank.
-bool needs_few_key_rows(const Partition& partition);
+// The most rows of keys of one rank, if each gets only those that it needs.
+struct KeyRowCounts {
+    int64_t needed;    // of shared documents
+    int64_t received;  // from other ranks
 
-// Whether each rank that gets only the rows that it needs has no more of them than a rank of a ring, which holds two
-// chunks of each lane at a time. The answer is the same on every rank.
-bool key_rows_fit_in_ring(const Partition& partition);
+    // Whether no rank needs more rows than a rank of a ring holds, which has two chunks of each lane at a time.
+    bool fit_in_ring(const Partition& partition) const { return needed <= 2 * partition.max_local_rows(); }
+};
+
+// Returns nothing if the ranks together receive at least half of what they would receive if each got the whole stream,
+// or if there is one rank. The answer is the same on every rank.
+std::optional<KeyRowCounts> count_if_few(const Partition& partition);
 
 }  // namespace megatron_sb::plan

@@ -36,10 +36,11 @@ bool continues(const Segment& segment, const Piece& query, const Piece& key) {
 }
 
 // Returns the plan of a rank whose only key buffer has these pieces.
-SegmentPlan one_buffer(const Partition& partition, int rank, const std::vector<Piece>& keys) {
-    BufferSegments all{0, pair_pieces(partition.local(rank), keys, partition.num_documents())};
+SegmentPlan one_buffer(const Partition& partition, const std::vector<Piece>& queries, int64_t num_queries,
+                       const std::vector<Piece>& keys) {
+    BufferSegments all{0, pair_pieces(queries, keys, partition.num_documents())};
     if (all.segments.empty()) return {{}, {{}}};
-    return {{{0, static_cast<int32_t>(partition.num_local_rows(rank))}}, {std::move(all)}};
+    return {{{0, static_cast<int32_t>(num_queries)}}, {std::move(all)}};
 }
 
 }  // namespace
@@ -85,11 +86,11 @@ SegmentPlan ring_segments(const Partition& partition, int rank) {
 }
 
 SegmentPlan gather_segments(const Partition& partition, int rank) {
-    return one_buffer(partition, rank, partition.stream());
+    return one_buffer(partition, partition.local(rank), partition.num_local_rows(rank), partition.stream());
 }
 
-SegmentPlan gather_segments(const Partition& partition, int rank, const KeyRows& rows) {
-    return one_buffer(partition, rank, rows.pieces);
+SegmentPlan gather_segments(const Partition& partition, const KeyRows& rows) {
+    return one_buffer(partition, rows.queries, static_cast<int64_t>(rows.shared_rows.size()), rows.pieces);
 }
 
 }  // namespace megatron_sb::plan

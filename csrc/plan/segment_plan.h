@@ -41,7 +41,7 @@ SegmentPlan ring_segments(const Partition& partition, int rank);
 // Returns the plan of a rank for all_gather: the only key buffer is the whole stream in order, and the only run is the
 // whole local buffer.
 SegmentPlan gather_segments(const Partition& partition, int rank);
-// The same if the key buffer holds only the rows that the rank needs.
-SegmentPlan gather_segments(const Partition& partition, int rank, const KeyRows& rows);
+// The same for the shared rows of the rank, whose key buffer holds only the rows that they need.
+SegmentPlan gather_segments(const Partition& partition, const KeyRows& rows);
 
 }  // namespace megatron_sb::plan

@@ -167,7 +167,7 @@ class ContextParallelPlan:
         seq_len: rows of the whole stream.
         local_len: rows of this rank: seq_len / size, on some ranks one more.
         key_rows: rows of keys that this rank has with "all_gather": seq_len, or only those that its queries see, if the
-            ranks together need at most half of the stream each.
+            ranks together then receive less than half.
         key_rows_p2p: the same with "p2p": seq_len if chunks of keys move around the ring.
         packed: whether the plan was made with cu_seqlens.
         layout: see Args.
@@ -362,10 +362,11 @@ def context_parallel_attention(
               exchange heads between n ranks, h must be a multiple of n, and h_kv a multiple or a divisor of n. With
               fewer KV heads than ranks, each KV head goes to several ranks.
             - "a2a+p2p": "a2a" within the a2a group, and "p2p" over the p2p group.
-            - "auto": "a2a" if the heads can be exchanged and a rank's share has at least 32768 rows (its heads times
-              the rows of the sequence); else "all_gather" if the gathered keys and values in memory at a time take at
-              most 1 GiB, or if the layout is "balanced"; else "p2p".
-            "p2p" and "a2a+p2p" do not support the layout "balanced". Default: "auto".
+            - "auto": "all_gather" if the layout is "balanced" and each rank needs so few keys that it receives less
+              than with "a2a"; else "a2a" if the heads can be exchanged and a rank's share has at least 32768 rows (its
+              heads times the rows of the sequence); else "all_gather" if the gathered keys and values in memory at a
+              time take at most 1 GiB, or if the layout is "balanced"; else "p2p".
+            With the layout "balanced" there is no ring, and "p2p" does the same as "all_gather". Default: "auto".
         layout, cu_seqlens, packing: see `ContextParallelPlan`.
         hierarchical_groups: (a2a group, p2p group) of this rank for "a2a+p2p", as Megatron makes them: rank in the
             context-parallel group = rank in the p2p group * size of the a2a group + rank in the a2a group. Default:

@@ -56,28 +56,37 @@ struct RowRange {
     int begin, size;
 };
 
-// Calls f(row) for each row that no range(segment) contains. All lanes of a warp call f together. Each thread of the
-// CTA examines one row, from row `first` on; rows from `rows` on are ignored. All threads must call this. `changes` is
-// shared memory with one entry for each thread: the number of ranges that begin at its row, minus the number that end
-// there.
+// How many rows a CTA of for_uncovered_row() examines. Few, so that a long range of such rows is divided among many
+// CTAs.
+constexpr int kRowsToExamine = 128;
+
+__host__ __device__ inline int blocks_to_examine(int rows) {
+    return (rows + kRowsToExamine - 1) / kRowsToExamine;
+}
+
+// Calls f(row) for each row of a CTA that no range(segment) contains. All lanes of a warp call f together. CTA `block`
+// examines kRowsToExamine rows; rows from `rows` on are ignored. All threads must call this, at least kRowsToExamine.
+// `changes` is shared memory with one entry for each thread: first the number of ranges that begin at a row, minus the
+// number that end there, then whether the row is covered.
 template <class Range, class F>
-__device__ inline void for_uncovered_row(const Sizes& sizes, const Segments& segments, int first, int rows,
+__device__ inline void for_uncovered_row(const Sizes& sizes, const Segments& segments, int block, int rows,
                                          int* changes, int* warp_values, Range range, F f) {
-    const int threads = blockDim.x;
+    const int first = block * kRowsToExamine, count = min(kRowsToExamine, rows - first);
     changes[threadIdx.x] = 0;
     __syncthreads();
-    for (int i = threadIdx.x; i < segments.size; i += threads) {
+    for (int i = threadIdx.x; i < segments.size; i += blockDim.x) {
         const RowRange r = range(clamped(segments[i], sizes));
-        const int begin = max(r.begin - first, 0), end = min(r.begin + r.size - first, threads);
+        const int begin = max(r.begin - first, 0), end = min(r.begin + r.size - first, count);
         if (begin >= end) continue;
         atomicAdd(&changes[begin], 1);
-        if (end < threads) atomicAdd(&changes[end], -1);
+        if (end < count) atomicAdd(&changes[end], -1);
     }
     __syncthreads();
-    const bool covered = scan_over_block(changes[threadIdx.x], 0, warp_values, Sum()).inclusive > 0;
-    const int row = first + int(threadIdx.x), lane = threadIdx.x % 32;
-    for (uint32_t left = __ballot_sync(~0u, row < rows && !covered); left != 0; left &= left - 1)
-        f(row - lane + __ffs(left) - 1);
+    const int covered = scan_over_block(changes[threadIdx.x], 0, warp_values, Sum()).inclusive;
+    changes[threadIdx.x] = covered;
+    __syncthreads();
+    for (int i = threadIdx.x / 32; i < count; i += blockDim.x / 32)
+        if (changes[i] == 0) f(first + i);
 }
 
 }  // namespace megatron_sb::common

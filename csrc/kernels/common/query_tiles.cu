@@ -69,22 +69,23 @@ __device__ void write_query_tiles(const Sizes& sizes, const Segments& segments, 
 }
 static_assert(kThreads == kBuckets, "each thread has one bucket");
 
-// Writes the results of a row that is in no tile. One warp calls this.
-__device__ void fill_row(const ForwardParams& p, int batch, int head, int row) {
-    const int lane = threadIdx.x % 32;
-    if (lane == 0) {
-        const int64_t index = (int64_t(batch) * p.sizes.num_heads + head) * p.sizes.q_rows + row;
+// Writes the results of a row that is in no tile, for all batch elements and heads. One warp calls this.
+__device__ void fill_row(const ForwardParams& p, int row) {
+    const int heads = p.sizes.batch * p.sizes.num_heads, lane = threadIdx.x % 32;
+    for (int head = lane; head < heads; head += 32) {
+        const int64_t index = int64_t(head) * p.sizes.q_rows + row;
         const float* mass_in = static_cast<const float*>(p.mass_in);
         static_cast<float*>(p.mass_out)[index] = mass_in == nullptr ? 1.f : mass_in[index];
         static_cast<float*>(p.restart.mass)[index] = 0.f;
         p.restart.edge[index] = 0;
     }
-    const int64_t at = batch * p.o.batch_stride + row * p.o.row_stride + head * p.o.head_stride;
-    for (int c = lane; c < p.sizes.head_dim_v; c += 32) {
-        if (p.o_dtype == Dtype::kFloat32)
-            static_cast<float*>(p.o.data)[at + c] = 0.f;
-        else
-            static_cast<uint16_t*>(p.o.data)[at + c] = 0;
+    // Pieces of 16 bytes: head_dim_v is a multiple of 8.
+    const int element = p.o_dtype == Dtype::kFloat32 ? 4 : 2, pieces = p.sizes.head_dim_v * element / 16;
+    for (int i = lane; i < heads * pieces; i += 32) {
+        const int batch = i / pieces / p.sizes.num_heads, head = i / pieces % p.sizes.num_heads;
+        const int64_t at = batch * p.o.batch_stride + row * p.o.row_stride + head * p.o.head_stride;
+        char* const first = static_cast<char*>(p.o.data) + at * element;
+        reinterpret_cast<uint4*>(first)[i % pieces] = make_uint4(0, 0, 0, 0);
     }
 }
 
@@ -103,15 +104,11 @@ __global__ void __launch_bounds__(kThreads)
                           shared);
     else
         for_uncovered_row(
-            params.sizes, params.segments, (blockIdx.x - 1) * kThreads, params.sizes.q_rows, shared.ends,
-            shared.warp_sums,
+            params.sizes, params.segments, blockIdx.x - 1, params.sizes.q_rows, shared.ends, shared.warp_sums,
             [](const Segment& s) {
                 return RowRange{s.q_begin, s.q_len};
             },
-            [&](int row) {
-                for (int batch = 0; batch < params.sizes.batch; ++batch)
-                    for (int head = 0; head < params.sizes.num_heads; ++head) fill_row(params, batch, head, row);
-            });
+            [&](int row) { fill_row(params, row); });
 }
 
 }  // namespace
@@ -133,7 +130,7 @@ void make_query_tiles(const Sizes& sizes, const Segments& segments, bool attend_
 void prepare_forward(const ForwardParams& params, int tile_rows, void* stream) {
     const int rows = params.segments.by_value() ? 0 : params.sizes.q_rows;
     const int capacity = int(max_query_tiles(params.sizes, params.segments, tile_rows));
-    prepare<<<1 + (rows + kThreads - 1) / kThreads, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+    prepare<<<1 + blocks_to_examine(rows), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
         params, tile_rows, capacity, static_cast<QueryTiles*>(params.workspace));
     check_launch("prepare_forward");
 }

@@ -32,24 +32,26 @@ __device__ bool is_whole(const BackwardParams& p, const BackwardPlan& plan, int 
 
 // Zeroes one row of a gradient, for all batch elements and heads. Runs in one warp.
 __device__ void clear_row(const Rows<void*>& to, int batch, int heads, int columns, int row) {
-    for (int i = threadIdx.x % 32; i < batch * heads; i += 32) write_zeros(to, i / heads, i % heads, row, columns);
+    const int pieces = columns / kZeroColumns;
+    for (int i = threadIdx.x % 32; i < batch * heads * pieces; i += 32) {
+        const int head = i / pieces;
+        write_zeros(to, head / heads, head % heads, row, i % pieces * kZeroColumns);
+    }
 }
 
-__host__ __device__ int blocks_of(int rows) {
-    return (rows + kPlanThreads - 1) / kPlanThreads;
-}
 __device__ void clear_uncovered(const BackwardParams& p, int block, int* changes, int* warp_sums) {
     const Sizes& z = p.sizes;
-    if (block < blocks_of(z.q_rows))
+    const int q_blocks = common::blocks_to_examine(z.q_rows);
+    if (block < q_blocks)
         common::for_uncovered_row(
-            z, p.segments, block * kPlanThreads, z.q_rows, changes, warp_sums,
+            z, p.segments, block, z.q_rows, changes, warp_sums,
             [](const Segment& s) {
                 return RowRange{s.q_begin, num_steps(s) > 0 ? s.q_len : 0};
             },
             [&](int row) { clear_row(p.dq, z.batch, z.num_heads, z.head_dim, row); });
     else
         common::for_uncovered_row(
-            z, p.segments, (block - blocks_of(z.q_rows)) * kPlanThreads, z.k_rows, changes, warp_sums,
+            z, p.segments, block - q_blocks, z.k_rows, changes, warp_sums,
             [](const Segment& s) {
                 return RowRange{s.k_begin, num_steps(s) > 0 ? s.k_len : 0};
             },
@@ -61,7 +63,7 @@ __device__ void clear_uncovered(const BackwardParams& p, int block, int* changes
 // Number of thread blocks that zero rows. None are needed for a dense call, or if the kernel adds to the gradients.
 int blocks_that_clear(const BackwardParams& p) {
     if (p.segments.by_value() || p.grad_dtype == Dtype::kFloat32) return 0;
-    return blocks_of(p.sizes.q_rows) + blocks_of(p.sizes.k_rows);
+    return common::blocks_to_examine(p.sizes.q_rows) + common::blocks_to_examine(p.sizes.k_rows);
 }
 
 // Thread block 0 plans. The other thread blocks zero the gradients of query rows and keys that belong to no segment.
@@ -159,7 +161,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
         const int visible = visible_keys(s, p.options.attend_current, end - 1);
         if (visible > 0 && starts[step].oldest_tile <= (visible - 1) / backward_key_tile(p.sizes)) continue;
         for (int r = s.q_begin + row; r < s.q_begin + end; ++r)
-            write_zeros(p.dq, head / p.sizes.num_heads, head % p.sizes.num_heads, r, p.sizes.head_dim);
+            for (int column = 0; column < p.sizes.head_dim; column += kZeroColumns)
+                write_zeros(p.dq, head / p.sizes.num_heads, head % p.sizes.num_heads, r, column);
     }
 }
 

@@ -325,12 +325,6 @@ def _context_parallel_problems(config: TrainingConfig, stage: StageConfig, path:
         )
     if parallel.comm == "a2a+p2p" and size > 1 and not levels:
         yield f"parallel.comm = 'a2a+p2p' needs {path}.hierarchical_context_parallel_sizes"
-    if parallel.layout == "balanced" and size > 1 and parallel.comm in ("p2p", "a2a+p2p"):
-        for name in filter(config.has_sticks, config.compare):
-            yield (
-                f"parallel.comm = {parallel.comm!r} contradicts parallel.layout = 'balanced' in {path}: the keys of "
-                f"stick-breaking layers ({name}) move around the ring in the order of their positions. Use 'auto'."
-            )
     exchanging = {"a2a": size, "a2a+p2p": levels[0] if levels else 1}.get(parallel.comm, 1)
     yield from _all_to_all_problems(config, exchanging, path)
 

@@ -7,6 +7,7 @@
 #include <iostream>
 
 #include "core/error.h"
+#include "distributed/key_source.h"
 #include "distributed/route.h"
 #include "ops/block.h"
 #include "ops/tensors.h"
@@ -83,12 +84,11 @@ struct LayoutAndMode {
     std::string name() const { return concat(plan::name_of(layout), ", ", mode.name); }
 };
 
-// The modes of each layout. The balanced layout has no ring.
 std::vector<LayoutAndMode> layouts_and_modes(int size) {
     std::vector<LayoutAndMode> all;
     for (const auto layout : {plan::Layout::kZigzag, plan::Layout::kContiguous, plan::Layout::kBalanced}) {
         for (const Mode& mode : modes_of(size)) {
-            if (layout != plan::Layout::kBalanced || mode.comm != Comm::kRing) all.push_back({layout, mode});
+            all.push_back({layout, mode});
         }
     }
     return all;
@@ -111,8 +111,10 @@ class Groups {
         const int a2a_rank = rank % mode_.a2a_size, p2p_rank = rank / mode_.a2a_size;
         auto plan = std::make_shared<RankPlan>(
             make_rank_plan(partition, rank, at::kCPU, mode_.a2a_size, kTestRowsToSplitHeads));
+        // Other layouts use the ring also where a plan would not.
+        const Comm comm = partition.has_ring() ? mode_.comm : plan->transfer(mode_.comm);
         return {mode_.a2a_size > 1 ? heads_[p2p_rank].transport(a2a_rank) : nullptr,
-                mode_.comm == Comm::kLocal ? nullptr : keys_[a2a_rank].transport(p2p_rank), mode_.comm, plan};
+                mode_.comm == Comm::kLocal ? nullptr : keys_[a2a_rank].transport(p2p_rank), comm, plan};
     }
 
   private:
@@ -182,7 +184,12 @@ TEST_P(DriverTest, GivesTheResultOfOneRank) {
     for (const plan::Stream& stream : plan::streams(size, 31 * size)) {
         for (const double mean_logit : {0.0, -3.0}) {
             Case x = make_case(stream, at::kDouble, mean_logit, 0);
-            x.options.attend_current = mean_logit == 0;
+            if (mean_logit == 0) {
+                x.options.attend_current = true;
+            } else {  // each head has a reach of its own, whatever part of the heads a kernel gets
+                x.options.reach = 0.5;
+                x.options.reach_step = 1.2;
+            }
             const Answer expected = one_rank(stream, x);
             for (const LayoutAndMode& run : layouts_and_modes(size)) {
                 const double error = worst_error(many_ranks(stream, x, run.layout, run.mode, size), expected);
@@ -203,7 +210,6 @@ TEST_P(DriverTest, BalancesDocumentsOfAnyLength) {
         const Case x = make_case(stream, at::kDouble, -3.0, 0);
         const Answer expected = one_rank({"one rank", plan::Packing::kWholeStream, seq_len, cu_seqlens}, x);
         for (const Mode& mode : modes_of(size)) {
-            if (mode.comm == Comm::kRing) continue;
             const Answer answer = many_ranks(stream, x, plan::Layout::kBalanced, mode, size);
             EXPECT_LT(worst_error(answer, expected), 1e-13) << mode.name << ", " << cu_seqlens.size() - 1
                                                             << " documents, the first of " << cu_seqlens[1] << " rows";
@@ -225,9 +231,9 @@ TEST_P(DriverTest, SendsOnlyTheKeysThatRanksNeed) {
             for (Mode mode : modes_of(size)) {
                 if (mode.comm == Comm::kLocal) continue;
                 const auto plan = make_rank_plan(stream.partition(layout, size), 0, at::kCPU, mode.a2a_size);
-                EXPECT_TRUE(plan.key_rows.has_value() || size / mode.a2a_size == 2) << mode.name;
-                EXPECT_TRUE(!plan.key_rows || plan.transfer(mode.comm) == Comm::kGather) << mode.name;
-                if (mode.comm == Comm::kRing && !plan.key_rows) continue;
+                ASSERT_TRUE(plan.key_rows.has_value()) << mode.name;
+                EXPECT_TRUE(plan.key_rows->own.defined()) << mode.name;
+                EXPECT_EQ(plan.transfer(mode.comm), Comm::kGather) << mode.name;
                 mode.comm = plan.transfer(mode.comm);
                 EXPECT_LT(worst_error(many_ranks(stream, x, layout, mode, size), expected),
                           dtype == at::kDouble ? 1e-13 : 3e-4)
@@ -328,7 +334,8 @@ TEST(Route, ChoosesByHeadsRowsAndMemory) {
                            plan::Layout layout = plan::Layout::kZigzag) {
         const plan::Partition partition(layout, plan::Packing::kPerDocument, ranks, rows, std::nullopt);
         const auto local = [&](int64_t count) { return at::empty({1, rows / ranks, count, 128}, at::kBFloat16); };
-        return std::string(choose_comm(partition, local(heads), local(num_kv_heads), local(num_kv_heads)));
+        return std::string(
+            choose_comm(partition, std::nullopt, local(heads), local(num_kv_heads), local(num_kv_heads)));
     };
     EXPECT_EQ(chosen(4, 16384, 12, 12), "a2a");
     EXPECT_EQ(chosen(8, 16384, 16, 2), "a2a");         // each KV head goes to several ranks
@@ -337,6 +344,21 @@ TEST(Route, ChoosesByHeadsRowsAndMemory) {
     EXPECT_EQ(chosen(8, 1 << 20, 12, 12), "p2p");      // 3 GiB of keys and values
     EXPECT_EQ(chosen(8, 1 << 20, 12, 12, plan::Layout::kBalanced), "all_gather");  // which has no ring
     EXPECT_EQ(chosen(1, 4096, 3, 1), "all_gather");
+}
+
+// Of `received` rows, a rank receives keys and values twice and gradients once, in fp32.
+TEST(Route, ChoosesKeyRowsIfTheyAreFewerThanRowsOfExchangedHeads) {
+    const auto chosen = [](plan::Layout layout, int64_t received, int64_t num_kv_heads) {
+        const plan::Partition partition(layout, plan::Packing::kWholeStream, 4, 65536, std::vector<int64_t>{0, 65536});
+        const auto local = [&](int64_t count) { return at::empty({16384, count, 128}, at::kBFloat16); };
+        const plan::KeyRowCounts counts{received, received};
+        return std::string(choose_comm(partition, counts, local(12), local(num_kv_heads), local(num_kv_heads)));
+    };
+    EXPECT_EQ(chosen(plan::Layout::kBalanced, 12287, 12), "all_gather");  // 3/4 of 16384 is 12288
+    EXPECT_EQ(chosen(plan::Layout::kBalanced, 12288, 12), "a2a");
+    EXPECT_EQ(chosen(plan::Layout::kBalanced, 24575, 4), "all_gather");
+    EXPECT_EQ(chosen(plan::Layout::kBalanced, 24576, 4), "a2a");
+    EXPECT_EQ(chosen(plan::Layout::kZigzag, 1000, 12), "a2a");  // work would be unequal
 }
 
 TEST(Route, GatheredKeysAreTwoGroupsOfHeadsAtATime) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <functional>
 #include <map>
+#include <set>
 
 #include "core/error.h"
 #include "plan/schedule.h"
@@ -88,11 +89,11 @@ TEST(Schedule, ChunksOfEachRunAreInOrder) {
 }
 
 // Expects that each query meets every key of its document at its own or an older position exactly once. The keys of a
-// query come newest to oldest if the buffers are processed in the order `buffer_order`.
-void expect_all_pairs_once(const Stream& stream, const Partition& partition, const SegmentPlan& segment_plan, int rank,
-                           const std::vector<int>& buffer_order,
+// query come newest to oldest if the buffers are processed in the order `buffer_order`. local: the stream rows of the
+// queries; a row kNoRow meets no key.
+void expect_all_pairs_once(const Stream& stream, const Partition& partition, const SegmentPlan& segment_plan,
+                           const std::vector<int64_t>& local, const std::vector<int>& buffer_order,
                            const std::function<std::vector<Piece>(int)>& key_buffer) {
-    const std::vector<int64_t> local = partition.local_positions(rank);
     const std::vector<int> document_of = stream.documents();
     std::vector<std::vector<std::vector<int64_t>>> keys_of(local.size(),
                                                            std::vector<std::vector<int64_t>>(segment_plan.runs.size()));
@@ -122,9 +123,8 @@ void expect_all_pairs_once(const Stream& stream, const Partition& partition, con
     for (size_t row = 0; row < local.size(); ++row) {
         std::vector<int64_t> seen, expected;
         for (const auto& run : keys_of[row]) seen.insert(seen.end(), run.begin(), run.end());
-        const int document = document_of[local[row]];
-        for (int64_t key = local[row]; key >= 0 && document < partition.num_documents(); --key) {
-            if (document_of[key] == document) expected.push_back(key);
+        for (int64_t key = local[row]; key >= 0 && document_of[local[row]] < partition.num_documents(); --key) {
+            if (document_of[key] == document_of[local[row]]) expected.push_back(key);
         }
         EXPECT_EQ(seen, expected) << "stream row " << local[row];
     }
@@ -139,15 +139,16 @@ TEST(SegmentPlan, HoldsEveryVisiblePairOnceAndInOrder) {
                 for (int rank = 0; rank < size; ++rank) {
                     SCOPED_TRACE(testing::Message()
                                  << stream.name << ", " << name_of(layout) << ", rank " << rank << " of " << size);
+                    const std::vector<int64_t> local = partition.local_positions(rank);
                     std::vector<int> order;
                     for (int step = 0; step < ring.num_steps(); ++step) {
                         for (int lane = 0; lane < ring.num_lanes(); ++lane) {
                             order.push_back(ring.chunk(lane, Pass::kForward, rank, step));
                         }
                     }
-                    expect_all_pairs_once(stream, partition, ring_segments(partition, rank), rank, order,
+                    expect_all_pairs_once(stream, partition, ring_segments(partition, rank), local, order,
                                           [&](int chunk) { return partition.chunk(chunk); });
-                    expect_all_pairs_once(stream, partition, gather_segments(partition, rank), rank, {0},
+                    expect_all_pairs_once(stream, partition, gather_segments(partition, rank), local, {0},
                                           [&](int) { return partition.stream(); });
                 }
             }
@@ -161,8 +162,8 @@ TEST(SegmentPlan, GathersEveryVisiblePairOfABalancedLayout) {
             const Partition partition = stream.partition(Layout::kBalanced, size);
             for (int rank = 0; rank < size; ++rank) {
                 SCOPED_TRACE(testing::Message() << stream.name << ", rank " << rank << " of " << size);
-                expect_all_pairs_once(stream, partition, gather_segments(partition, rank), rank, {0},
-                                      [&](int) { return partition.stream(); });
+                expect_all_pairs_once(stream, partition, gather_segments(partition, rank),
+                                      partition.local_positions(rank), {0}, [&](int) { return partition.stream(); });
             }
         }
     }
@@ -177,15 +178,26 @@ TEST(KeyRows, HoldEveryVisiblePair) {
                 for (int rank = 0; rank < size; ++rank) {
                     SCOPED_TRACE(testing::Message() << stream.name << ", rank " << rank << " of " << size);
                     const KeyRows rows = key_rows(partition, rank);
-                    expect_all_pairs_once(stream, partition, gather_segments(partition, rank, rows), rank, {0},
+                    const std::vector<int64_t> local = partition.local_positions(rank);
+                    std::vector<int64_t> shared, own = local;
+                    for (const int64_t row : rows.shared_rows) {
+                        shared.push_back(local[row]);
+                        own[row] = kNoRow;
+                    }
+                    expect_all_pairs_once(stream, partition, gather_segments(partition, rows), shared, {0},
                                           [&](int) { return rows.pieces; });
+                    if (rows.own.empty()) continue;
+                    const SegmentPlan alone{{{0, static_cast<int32_t>(local.size())}}, {{0, rows.own}}};
+                    expect_all_pairs_once(stream, partition, alone, own, {0},
+                                          [&](int) { return partition.local(rank); });
                 }
             }
         }
     }
 }
 
-// What the other ranks send, in order, fills the buffer; and no row of it is of a document without queries.
+// What the other ranks send, in order, fills the buffer. No row of it is of a document without queries, or of one that
+// no other rank has.
 TEST(KeyRows, RanksSendWhatTheOthersNeed) {
     for (int size = 1; size <= 8; ++size) {
         for (const Stream& stream : streams(size, 41 * size)) {
@@ -200,18 +212,31 @@ TEST(KeyRows, RanksSendWhatTheOthersNeed) {
                         EXPECT_EQ(piece.begin, static_cast<int64_t>(buffer.size()));
                         for (int32_t i = 0; i < piece.length; ++i) buffer.push_back(piece.stream_row + i);
                     }
+                    std::set<int> on_other_rank;
                     size_t next = 0;
+                    const std::vector<int64_t> own = partition.local_positions(rank);
+                    for (int64_t i = 0; i < rows.num_kept; ++i) {
+                        received.at(rows.place.at(next++)) = own[rows.shared_rows[i]];
+                    }
                     for (int other = 0; other < size; ++other) {
-                        const std::vector<int64_t> sent = key_rows(partition, other).sent[rank];
-                        EXPECT_EQ(static_cast<int64_t>(sent.size()), rows.num_received[other]);
+                        const KeyRows theirs = key_rows(partition, other);
+                        EXPECT_EQ(static_cast<int64_t>(theirs.sent[rank].size()), rows.num_received[other]);
                         const std::vector<int64_t> positions = partition.local_positions(other);
-                        for (const int64_t row : sent) received.at(rows.place.at(next++)) = positions[row];
+                        for (const int64_t row : theirs.sent[rank]) {
+                            received.at(rows.place.at(next++)) = positions[theirs.shared_rows[row]];
+                        }
                     }
                     EXPECT_EQ(received, buffer);
                     for (const int64_t row : partition.local_positions(rank)) {
                         last_query[document_of[row]] = std::max(last_query[document_of[row]], row);
                     }
                     for (const int64_t row : buffer) EXPECT_LE(row, last_query[document_of[row]]);
+                    for (int other = 0; other < size; ++other) {
+                        for (const int64_t row : partition.local_positions(other)) {
+                            if (other != rank) on_other_rank.insert(document_of[row]);
+                        }
+                    }
+                    for (const int64_t row : buffer) EXPECT_EQ(on_other_rank.count(document_of[row]), 1U);
                 }
             }
         }
@@ -222,18 +247,19 @@ TEST(KeyRows, AreFewForShortDocuments) {
     std::vector<int64_t> short_documents{0};
     while (short_documents.back() < 1024) short_documents.push_back(short_documents.back() + 16);
     const auto few = [&](Layout layout, const std::vector<int64_t>& cu_seqlens) {
-        return needs_few_key_rows(Partition(layout, Packing::kWholeStream, 4, 1024, cu_seqlens));
+        return count_if_few(Partition(layout, Packing::kWholeStream, 4, 1024, cu_seqlens)).has_value();
     };
     EXPECT_TRUE(few(Layout::kContiguous, short_documents));
     EXPECT_TRUE(few(Layout::kZigzag, short_documents));
     EXPECT_TRUE(few(Layout::kBalanced, short_documents));
     const Partition short_ones(Layout::kContiguous, Packing::kWholeStream, 4, 1024, short_documents);
-    EXPECT_TRUE(key_rows_fit_in_ring(short_ones));
+    EXPECT_TRUE(count_if_few(short_ones)->fit_in_ring(short_ones));
     // Rank 3 has rows of one document only, which begins on rank 0.
-    EXPECT_FALSE(key_rows_fit_in_ring(
-        Partition(Layout::kContiguous, Packing::kWholeStream, 4, 1024, std::vector<int64_t>{0, 16, 1024})));
-    EXPECT_FALSE(few(Layout::kContiguous, {0, 1024}));  // 1/4 + 2/4 + 3/4 + 1 of 4
-    EXPECT_FALSE(needs_few_key_rows(Partition(Layout::kZigzag, Packing::kPerDocument, 4, 1024, short_documents)));
+    const Partition long_one(Layout::kContiguous, Packing::kWholeStream, 4, 1024, std::vector<int64_t>{0, 16, 1024});
+    EXPECT_FALSE(count_if_few(long_one)->fit_in_ring(long_one));
+    EXPECT_FALSE(few(Layout::kContiguous, {0, 1024}));  // ranks receive 0 + 1/4 + 2/4 + 3/4 of 4 * 3/4
+    EXPECT_FALSE(count_if_few(Partition(Layout::kZigzag, Packing::kPerDocument, 4, 1024, short_documents)));
+    EXPECT_FALSE(count_if_few(Partition(Layout::kBalanced, Packing::kPerDocument, 1, 1024, short_documents)));
 }
 
 TEST(SegmentPlan, ABalancedLayoutHasNoRing) {

@@ -323,9 +323,6 @@ REFUSALS = {
     "stages.0.warmup_start_rate=1": r"stages\.0\.warmup_start_rate .* stages\.0\.learning_rate = 0\.003, got 1\.0",
     "stages.1.power_coefficient=1": r"power_coefficient = 1\.0 contradicts stages\.1\.schedule = 'exponential'",
     "stages.1.hierarchical_context_parallel_sizes=[2, 1]": r"sizes = \[2, 1\] contradicts parallel\.comm = 'auto'",
-    "parallel={ranks: 2, layout: balanced, comm: p2p}": (
-        r"parallel\.comm = 'p2p' contradicts parallel\.layout = 'balanced' in stages\.1: .* \(stick_breaking\) .*'auto'"
-    ),
     "parallel={ranks: 2, layout: balanced, sequence_parallel: true}": r"sequence_parallel = True contradicts",
     "parallel.layout=striped": r"parallel\.layout must be 'zigzag', 'contiguous' or 'balanced', got 'striped'",
     "parallel.comm=a2a+p2p": r"'a2a\+p2p' needs stages\.1\.hierarchical_context_parallel_sizes",

@@ -73,9 +73,8 @@ def comms_of(group) -> list[str]:
 
 
 def modes_of(group, layouts=LAYOUTS) -> list[tuple[str, str]]:
-    """Return each (layout, mode) that is possible in a group. The balanced layout has no ring."""
-    pairs = itertools.product(layouts, comms_of(group))
-    return [(layout, comm) for layout, comm in pairs if layout != "balanced" or not comm.endswith("p2p")]
+    """Return each (layout, mode) that is possible in a group."""
+    return list(itertools.product(layouts, comms_of(group)))
 
 
 @functools.cache

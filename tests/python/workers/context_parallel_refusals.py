@@ -186,12 +186,6 @@ def refuses_bad_calls(group) -> None:
             ValueError,
         ),
         (lambda: call(q, k, v, group, comm="ring"), 'comm "ring" "auto"', ValueError),
-        (lambda: call(q, k, v, group, comm="p2p", layout="balanced"), 'comm "all_gather" "balanced" "p2p"', ValueError),
-        (
-            lambda: call(q, k, v, group, comm="a2a+p2p", layout="balanced", hierarchical_groups=hierarchy()),
-            'comm "all_gather" "balanced" "a2a+p2p"',
-            ValueError,
-        ),
         (
             lambda: call(q[:, :, :3], k[:, :, :1], v[:, :, :1], group, comm="a2a"),
             'comm "a2a" q 3 k 1 4 ranks',
