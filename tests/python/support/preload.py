@@ -5,6 +5,8 @@ import gc
 import importlib
 from multiprocessing import context
 
+from support import gloo
+
 for module in (
     "matplotlib.pyplot",
     "torch.distributed.checkpoint.format_utils",
@@ -24,6 +26,8 @@ for module in (
 ):
     with contextlib.suppress(ImportError):  # Megatron-Core and transformers are optional
         importlib.import_module(module)
+
+gloo.share_devices()
 
 # Megatron-Core's checkpoint writer spawns a process in every rank that saves. A fork need not import all this again.
 context._concrete_contexts["spawn"] = context._concrete_contexts["fork"]
