@@ -64,6 +64,8 @@ def pytest_configure():
     torch.compile would compile and run several programs to find the instructions of the CPU, for half a minute.
     """
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")  # read when torch._inductor is imported
+    # Threads of commands that tests start. Waiting threads would spin on cores that other tests need.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
 
