@@ -11,6 +11,8 @@ Compared with the medians on 2 and on 4 GPUs of 2026-11-22, no dense row is off 
 Back to back, the model is within 8% from 64K rows on. At 16K it predicts up to 14% too few TFLOP/s: the model assumes
 that the power limit lowers the clocks, and with several GPUs at 16K it hardly did.
 
+On H100s (2026-11-26), p2p of 16K rows took 12% to 19% longer than predicted; all other dense rows are within 9%.
+
 python benchmarks/context_parallel_model.py compare benchmarks/results/2026-11-22-4xh200-context-parallel.json
 python benchmarks/context_parallel_model.py compare benchmarks/results/2026-11-22-2xh200-context-parallel.json
 python benchmarks/context_parallel_model.py table
