@@ -1,7 +1,7 @@
 // all_gather: every rank gets the keys of the whole stream in order, one group of KV heads at a time. The gather of the
 // next group overlaps the compute of this group. In the backward, the reduce-scatter of the gradients of this group
-// overlaps the compute of the next group. If the ranks need at most half of what this sends, each gets only the rows
-// that it needs, and sends their gradients back (key_row_exchange.h). Queries and local keys are then the shared rows.
+// overlaps the compute of the next group. If the rows that ranks need are less than half of this, each gets only these,
+// and sends their gradients back (key_row_exchange.h). Queries and local keys are then the shared rows.
 #include <ATen/ATen.h>
 
 #include "distributed/key_row_exchange.h"
