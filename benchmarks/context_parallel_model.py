@@ -45,6 +45,11 @@ def measured_rows(path: Path) -> list[tuple[Shape, int, dict]]:
     return found
 
 
+def predicted_ms(shape: Shape, ranks: int, name: str, call: str) -> float:
+    """Return the predicted milliseconds of a row of that name. call: "forward" or "both"."""
+    return Model(Machine(), shape, ranks).time(name, *CALLS[call]) / 1e3
+
+
 def compare(path: Path, within: float) -> bool:
     """Print predictions and measurements. Return whether there are dense rows and none is off by more than `within`."""
     rows = measured_rows(path)
@@ -53,9 +58,8 @@ def compare(path: Path, within: float) -> bool:
     print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |")
     for shape, ranks, row in rows:
         cells, off = [], False
-        for call, directions in CALLS.items():
-            predicted = Model(Machine(), shape, ranks).time(row["name"], *directions) / 1e3
-            measured = row[call]["ms"]
+        for call in CALLS:
+            predicted, measured = predicted_ms(shape, ranks, row["name"], call), row[call]["ms"]
             off |= abs(predicted / measured - 1) > within
             cells += [f"{predicted:.3f}", f"{measured:.3f}", f"{predicted / measured:.2f}"]
         good &= not off

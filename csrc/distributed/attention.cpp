@@ -104,8 +104,9 @@ int exchanging_ranks(const ContextParallelCall& call, const std::string& comm) {
 // q and k include the columns of the variants. A group of one rank exchanges nothing.
 RouteNames choose_route(const ContextParallelCall& call, const at::Tensor& q, const at::Tensor& k) {
     const ContextParallelPlan& plan = *call.plan;
+    const ContextParallelPlan::State& state = plan.state();
     const std::string comm =
-        call.comm == "auto" ? choose_comm(plan.state().partition, plan.state().key_rows, q, k, call.v) : call.comm;
+        call.comm == "auto" ? choose_comm(state.partition, state.key_rows_without_ring, q, k, call.v) : call.comm;
     const int num_exchanging = exchanging_ranks(call, comm);
     const std::string heads = num_exchanging == 1 ? "" : comm == "a2a" ? plan.group_name() : call.heads_group;
     if (num_exchanging == plan.size()) return {heads, "", Comm::kLocal};

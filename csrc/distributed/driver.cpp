@@ -45,12 +45,9 @@ Tensor query_heads(const RankCall& call, const Tensor& x, int64_t dim, HeadRange
     return x.narrow(dim, kv_heads.begin * heads_per_kv_head, kv_heads.count * heads_per_kv_head);
 }
 
-// The options of the query heads that read a range of KV heads: their reach depends on the head.
+// Returns the options of these query heads.
 ops::BlockOptions options_of_heads(const RankCall& call, HeadRange kv_heads) {
-    ops::BlockOptions options = call.options;
-    const int64_t first = kv_heads.begin * (call.q.size(2) / call.k.size(2));
-    options.reach += double(first) * options.reach_step;
-    return options;
+    return ops::from_head(call.options, kv_heads.begin * (call.q.size(2) / call.k.size(2)));
 }
 
 // Returns the prefix with which each run starts at its oldest block, for the query heads of one group.

@@ -81,7 +81,7 @@ ContextParallelPlan::State::State(std::string group_name, std::shared_ptr<distri
       partition(std::move(partition)),
       packing(packing),
       packed(packed),
-      key_rows(plan::count_if_few(this->partition)) {}
+      key_rows_without_ring(this->partition.has_ring() ? std::nullopt : plan::count_if_few(this->partition)) {}
 
 std::shared_ptr<const distributed::RankPlan> ContextParallelPlan::State::rank_plan(c10::Device device,
                                                                                    int num_exchanging) {
@@ -135,7 +135,7 @@ int64_t ContextParallelPlan::local_len() const {
     return state_->partition.num_local_rows(state_->rank);
 }
 int64_t ContextParallelPlan::key_rows() const {
-    if (!state_->key_rows) return seq_len();
+    if (!plan::count_if_few(state_->partition)) return seq_len();
     const plan::KeyRows rows = plan::key_rows(state_->partition, state_->rank);
     int64_t num_rows = 0;
     for (const Segment& document : rows.own) num_rows += document.k_len;
@@ -144,7 +144,8 @@ int64_t ContextParallelPlan::key_rows() const {
 }
 int64_t ContextParallelPlan::key_rows_p2p() const {
     const plan::Partition& partition = state_->partition;
-    const bool fit = state_->key_rows && state_->key_rows->fit_in_ring(partition);
+    const auto counts = plan::count_if_few(partition);
+    const bool fit = counts && counts->fit_in_ring(partition);
     return fit || !partition.has_ring() ? key_rows() : seq_len();
 }
 bool ContextParallelPlan::packed() const {

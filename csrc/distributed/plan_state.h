@@ -31,7 +31,8 @@ class ContextParallelPlan::State {
     const plan::Partition partition;
     const plan::Packing packing;
     const bool packed;
-    const std::optional<plan::KeyRowCounts> key_rows;  // if they are few
+    // Of a layout without a ring, if they are few: comm = "auto" asks in each call. Other plans do not count them.
+    const std::optional<plan::KeyRowCounts> key_rows_without_ring;
 
     // Returns the tables on a device, for `num_exchanging` ranks that exchange heads (rank_plan.h), for use on the
     // current stream of the device. The first call uploads them and waits for the device, so that any stream can read

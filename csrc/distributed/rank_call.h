@@ -22,9 +22,11 @@ struct RankCall {
 };
 
 struct RankOutput {
-    at::Tensor o;                      // (b, s_local, h, d_v), q's dtype
-    at::Tensor mass;                   // (b, h, s_local), accumulation type
-    std::vector<GroupRecord> records;  // one for each group of KV heads; empty without keep_records
+    at::Tensor o;     // (b, s_local, h, d_v), q's dtype
+    at::Tensor mass;  // (b, h, s_local), accumulation type
+    // One for each group of KV heads, then one of the own documents (own_documents.h), if any. Empty without
+    // keep_records.
+    std::vector<GroupRecord> records;
 };
 
 struct Gradients {

@@ -24,9 +24,8 @@ Tensor from_rows(const Tensor& x) {
 // The call of this rank. If heads are exchanged, q (b, rows, heads, d) has the rank's share of them.
 RankCall rank_call(const Route& route, const Tensor& q, const Tensor& k, const Tensor& v,
                    const ops::BlockOptions& options) {
-    RankCall call{route.keys.get(), *route.plan, route.comm, q, k, v, options};
-    if (route.heads) call.options.reach += double(route.heads->rank() * q.size(2)) * options.reach_step;
-    return call;
+    const int64_t first_head = route.heads ? route.heads->rank() * q.size(2) : 0;
+    return {route.keys.get(), *route.plan, route.comm, q, k, v, ops::from_head(options, first_head)};
 }
 
 RouteOutput exchanged_forward(const Route& route, const Tensor& q, const Tensor& k, const Tensor& v,

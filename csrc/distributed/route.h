@@ -40,7 +40,7 @@ Route make_route(const ContextParallelPlan& plan, const RouteNames& names, c10::
 // What the backward needs.
 struct RouteRecord {
     at::Tensor q, k, v, mass;         // the inputs and the mass of attend_forward
-    std::vector<GroupRecord> groups;  // one for each group of KV heads
+    std::vector<GroupRecord> groups;  // RankOutput::records
 };
 
 struct RouteOutput {

@@ -26,6 +26,12 @@ NamedArguments named(const BlockOptions& options);
 // Returns the options of the block contract for queries q (.., d), and checks their values.
 BlockOptions block_options(const AttentionOptions& options, const at::Tensor& q);
 
+// Returns the options of a call for the heads from head `first` on: their reach depends on the head.
+inline BlockOptions from_head(BlockOptions options, int64_t first) {
+    options.reach += double(first) * options.reach_step;
+    return options;
+}
+
 // Converts options to one value, which autograd can save for the backward, and back.
 c10::IValue saved(const BlockOptions& options);
 BlockOptions restored_options(const c10::IValue& value);
