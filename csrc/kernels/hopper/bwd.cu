@@ -1,5 +1,6 @@
-// The backward without forget gates, and the entry of both.
-#include "kernels/hopper/bwd_kernel.cuh"
+// The entry of the backward.
+#include "kernels/hopper/bwd_plan.h"
+#include "kernels/hopper/instances.cuh"
 
 namespace megatron_sb::hopper {
 namespace {
@@ -22,7 +23,9 @@ int64_t backward_workspace(const BackwardParams& params, int64_t) {
 void block_backward(const BackwardParams& params, void* stream_handle) {
     if (!has_work(params)) return;
     const auto stream = static_cast<cudaStream_t>(stream_handle);
-    params.options.forget_gate ? launch_gated_backward(params, stream) : launch_backward<false>(params, stream);
+    with_instance(params.sizes, params.options.forget_gate, [&](auto element, auto qk, auto v, auto gated) {
+        launch_backward<decltype(element), qk(), v(), gated()>(params, stream);
+    });
 }
 
 }  // namespace megatron_sb::hopper

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) backward(const __grid_constant
 }
 
 template <class Element, int kColumns, int kHeadDimV, bool kGated>
-void launch(const BackwardParams& p, cudaStream_t stream) {
+void launch_backward(const BackwardParams& p, cudaStream_t stream) {
     using T = BackwardTraits<Element, kColumns, kHeadDimV, kGated>;
     const Sizes& z = p.sizes;
     BackwardArguments a;
@@ -89,16 +89,6 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
     common::launch("hopper backward", backward<T>, std::min<int64_t>(common::num_multiprocessors(), num_tickets),
                    T::kThreads, sizeof(typename T::Shared), stream, a);
     add_partial_sums(p, a.plan, stream);
-}
-
-// In bwd_gated.cu.
-void launch_gated_backward(const BackwardParams& params, cudaStream_t stream);
-
-template <bool kGated>
-void launch_backward(const BackwardParams& params, cudaStream_t stream) {
-    with_instance<kGated>(params.sizes, [&](auto element, auto qk, auto v) {
-        launch<decltype(element), qk(), v(), kGated>(params, stream);
-    });
 }
 
 }  // namespace megatron_sb::hopper

@@ -1,5 +1,6 @@
-// The forward without forget gates, and the entry of both.
-#include "kernels/hopper/fwd_kernel.cuh"
+// The entry of the forward.
+#include "kernels/common/query_tiles.h"
+#include "kernels/hopper/instances.cuh"
 
 namespace megatron_sb::hopper {
 
@@ -15,7 +16,9 @@ void block_forward(const ForwardParams& given, void* stream_handle) {
         params.segments = {nullptr, 0};  // no query row sees a key, and a tensor map of 0 rows cannot be encoded
     if (z.q_rows == 0 || z.batch == 0 || z.num_heads == 0) return;
     const auto stream = static_cast<cudaStream_t>(stream_handle);
-    params.options.forget_gate ? launch_gated_forward(params, stream) : launch_forward<false>(params, stream);
+    with_instance(params.sizes, params.options.forget_gate, [&](auto element, auto qk, auto v, auto gated) {
+        launch_forward<decltype(element), qk(), v(), gated()>(params, stream);
+    });
 }
 
 }  // namespace megatron_sb::hopper

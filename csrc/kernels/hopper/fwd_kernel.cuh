@@ -69,7 +69,7 @@ inline int heads_in_flight(const Sizes& z) {
 }
 
 template <class Element, int kColumns, int kHeadDimV, bool kGated>
-void launch(const ForwardParams& p, cudaStream_t stream) {
+void launch_forward(const ForwardParams& p, cudaStream_t stream) {
     using T = ForwardTraits<Element, kColumns, kHeadDimV, kGated>;
     const Sizes& z = p.sizes;
     common::prepare_forward(p, T::kQueryTile, stream);
@@ -98,16 +98,6 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
     const int64_t num_work_tiles = common::max_query_tiles(z, p.segments, T::kQueryTile) * z.batch * z.num_heads;
     common::launch("hopper forward", forward<T>, std::min<int64_t>(common::num_multiprocessors(), num_work_tiles),
                    T::kThreads, sizeof(typename T::Shared), stream, a);
-}
-
-// In fwd_gated.cu.
-void launch_gated_forward(const ForwardParams& params, cudaStream_t stream);
-
-template <bool kGated>
-void launch_forward(const ForwardParams& params, cudaStream_t stream) {
-    with_instance<kGated>(params.sizes, [&](auto element, auto columns_qk, auto columns_v) {
-        launch<decltype(element), decltype(columns_qk)::value, decltype(columns_v)::value, kGated>(params, stream);
-    });
 }
 
 }  // namespace megatron_sb::hopper
