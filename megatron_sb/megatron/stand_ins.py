@@ -1,7 +1,7 @@
 """Plain torch replacements for modules that Megatron-Core has only with Transformer Engine or Apex.
 
 `install_stand_ins` installs them for layer specs of the "local" kind. The launcher calls it. Call it in your own script
-before you build a model. It changes five places in Megatron-Core, for the whole process. Models that use Transformer
+before you build a model. It changes six places in Megatron-Core, for the whole process. Models that use Transformer
 Engine do not change.
 
 - `WrappedTorchNorm` makes a `TorchNorm`, which supports sequence parallelism (`--sequence-parallel`).
@@ -9,6 +9,8 @@ Engine do not change.
 - `moe_utils.te_general_gemm` is None if it is undefined (Megatron-Core 0.16), so that routers use torch.
 - `multi_latent_attention.HAVE_TE` says whether Transformer Engine is installed (wrong in Megatron-Core 0.16).
 - `DistributedOptimizer` loads the step count of torch's AdamW from its checkpoints (see optimizer_steps.py).
+- `DistributedOptimizer` saves models with several buckets of gradients without errors (see optimizer_buckets.py). This
+  one has nothing to do with Transformer Engine: Megatron-Core before 0.20 needs it in any case.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from megatron_sb.megatron import versions
+from megatron_sb.megatron.optimizer_buckets import index_without_padding
 from megatron_sb.megatron.optimizer_steps import load_step_counts
 
 # Rows of a grouped product must start at multiples of 16 bytes: 8 numbers of 16 bits.
@@ -49,6 +52,7 @@ def install_stand_ins() -> None:
     versions.define_te_general_gemm()
     versions.define_te_of_latent_attention()
     load_step_counts()
+    index_without_padding()
     WrappedTorchNorm.__new__ = TorchNorm.__new__
     stock = LocalSpecProvider.grouped_mlp_modules
 

@@ -26,7 +26,9 @@ from megatron.core.transformer.moe import moe_utils
 # Later releases may sum the gradient of the key channels that all heads of multi-latent attention share over
 # tensor-parallel ranks, with this function (https://github.com/NVIDIA/Megatron-LM/issues/1699).
 SUMS_SHARED_GRADIENT = hasattr(multi_latent_attention, "copy_to_tensor_model_parallel_region")
-ROUTER_COUNTS_ALL_RANKS = tuple(map(int, megatron.core.__version__.split(".")[:2])) >= (0, 19)
+_VERSION = tuple(map(int, megatron.core.__version__.split(".")[:2]))
+ROUTER_COUNTS_ALL_RANKS = _VERSION >= (0, 19)
+INDEXES_WITHOUT_PADDING = _VERSION >= (0, 20)  # see optimizer_buckets.py
 
 
 def with_experts_module(experts, module: type):

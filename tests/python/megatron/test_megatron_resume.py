@@ -24,10 +24,12 @@ def findings(tmp_path_factory) -> dict:
     return run_worker("megatron_checkpoints.py", 2, tmp_path_factory.mktemp("checkpoints") / "findings.json")
 
 
+@pytest.mark.parametrize("buckets", ["one bucket", "several buckets"])
 @pytest.mark.parametrize("kind", ["fully_reshardable", "dp_reshardable"])
-def test_distributed_optimizer_resumes(findings, kind):
+def test_distributed_optimizer_resumes(findings, kind, buckets):
     """An interrupted training ends with the parameters and step counts of one in a piece."""
-    found = findings["resumed"][kind]
+    found = findings["resumed"][f"{kind}, {buckets}"]
+    assert any(found["padding"][:-1]) == (buckets == "several buckets")  # parameters follow the padding of a bucket
     assert found["steps"] == [[3.0], [6.0]]
     assert found["difference"] == 0.0
     assert found["difference from the interrupted training"] > 1e-3

@@ -25,6 +25,7 @@ from support.launch import end_worker, new_folder
 
 VOCABULARY, LENGTH = 32, 16
 FORMATS = ("fully_reshardable", "dp_reshardable")
+BUCKETS = {"one bucket": None, "several buckets": 2048}  # parameters of a bucket
 
 
 def build_model(*, stick_breaking: bool = True, **options) -> GPTModel:
@@ -42,11 +43,19 @@ def build_model(*, stick_breaking: bool = True, **options) -> GPTModel:
 
 
 class Training:
-    """A model with Megatron's distributed optimizer around torch's AdamW."""
+    """A model with Megatron's distributed optimizer around torch's AdamW.
 
-    def __init__(self) -> None:
+    bucket_size: parameters after which a bucket of gradients ends; None: there is one bucket.
+    """
+
+    def __init__(self, bucket_size: int | None = None) -> None:
         model = build_model()
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=bucket_size is not None,
+            bucket_size=bucket_size,
+        )
         self.ddp = DistributedDataParallel(model.config, ddp_config, model)
         config = OptimizerConfig(
             optimizer="adam",
@@ -84,6 +93,10 @@ class Training:
         self.ddp.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
+    def buckets(self) -> list:
+        """Return the buckets of gradients."""
+        return [bucket for buffer in self.ddp.buffers for bucket in buffer.buckets]
+
     def step_counts(self) -> list[float]:
         """Return the step count of each parameter on this rank."""
         return [state["step"].item() for state in self.adam.state.values()]
@@ -94,9 +107,9 @@ class Training:
         return max((a.float() - b.float()).abs().max().item() for a, b in pairs)
 
 
-def resumed(folder: Path, kind: str) -> dict:
+def resumed(folder: Path, kind: str, bucket_size: int | None = None) -> dict:
     """Interrupt a training after 3 of 6 steps. Return how its parameters and step counts differ from one in a piece."""
-    whole, begun, resumed = Training(), Training(), Training()
+    whole, begun, resumed = (Training(bucket_size) for _ in range(3))
     whole.train(0, 6)
     begun.train(0, 3)
     dist_checkpointing.save(begun.state(kind, is_loading=False), str(folder))
@@ -107,6 +120,7 @@ def resumed(folder: Path, kind: str) -> dict:
         "steps": [loaded, sorted({*resumed.step_counts()})],
         "difference": resumed.difference(whole),
         "difference from the interrupted training": resumed.difference(begun),
+        "padding": [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in begun.buckets()],
     }
 
 
@@ -156,7 +170,11 @@ def main(out: str) -> None:
     folder = Path(out).parent
     with megatron_cpu.TensorsOnTheCpu():
         found = {"marked": marked_checkpoints(folder), "before the first step": state_before_the_first_step()}
-        found["resumed"] = {kind: resumed(new_folder(folder / kind), kind) for kind in FORMATS}
+        found["resumed"] = {
+            f"{kind}, {name}": resumed(new_folder(folder / f"{kind}-{size}"), kind, size)
+            for kind in FORMATS
+            for name, size in BUCKETS.items()
+        }
     end_worker(out, found)
 
 
