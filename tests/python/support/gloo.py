@@ -26,8 +26,10 @@ def share_devices() -> None:
     has dozens of groups. The connections stay those of a group.
     """
 
-    def init(self, store: Store, rank: int, size: int, timeout: timedelta = _DEFAULT_TIMEOUT) -> None:
+    def init(self, store: Store, rank: int, size: int, timeout: timedelta = _DEFAULT_TIMEOUT, **newer: bool) -> None:
         options = ProcessGroupGloo._Options()
+        for name, value in newer.items():  # torch 2.15 passes enable_reconfigure, which is an option, too
+            setattr(options, name, value)
         options._devices, options._timeout = _devices(), timeout
         options._threads = 2 * len(options._devices)
         _own_init(self, store, rank, size, options)
