@@ -212,7 +212,7 @@ def _check_parallel(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
             )
     if packed and q.shape[0] != 1:
         raise ValueError(
-            f"The batch size of q is expected to be 1 with cu_seqlens, got {q.shape[0]}. Pack into one row."
+            f"The batch size is expected to be 1 with cu_seqlens, got {q.shape[0]} rows of q. Pack them into one."
         )
 
 

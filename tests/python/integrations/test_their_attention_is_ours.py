@@ -85,3 +85,23 @@ def test_a_model_has_the_same_logits():
         flash_linear_attention.install()
         ours = model(ids).logits.float()
     assert (ours - theirs).std() < 0.03 * theirs.std()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "packed", "message"),
+    [
+        ([(1, 1, 3, 16), (1, 1, 2, 16), (1, 1, 2, 16)], False, "must be divisible"),
+        ([(1, 1, 2, 16), (1, 8, 2, 16), (1, 8, 2, 16)], False, "Expected q, k and v of shapes"),
+        ([(1, 8, 2, 257), (1, 8, 2, 257), (1, 8, 2, 64)], False, "key dimension"),
+        ([(1, 8, 2, 64), (1, 8, 2, 64), (1, 8, 2, 257)], False, "value dimension"),
+        ([(2, 8, 2, 16), (2, 8, 2, 16), (2, 8, 2, 16)], True, "batch size is expected to be 1"),
+    ],
+    ids=["heads", "shapes", "key dimension", "value dimension", "packed"],
+)
+def test_errors_have_the_words_that_their_tests_expect(shapes, packed, message):
+    """Both functions raise them."""
+    theirs = getattr(fla, NAME)
+    options = {"cu_seqlens": torch.tensor([0, 8], dtype=torch.int32)} if packed else {}
+    for function in (theirs, compat.parallel_stickbreaking_attn):
+        with pytest.raises(ValueError, match=message):
+            function(*(torch.zeros(shape) for shape in shapes), **options)
