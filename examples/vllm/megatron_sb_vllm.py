@@ -1,0 +1,280 @@
+"""An attention backend of vLLM that computes stick-breaking attention with megatron_sb.
+
+vLLM calls `register` in each of its processes. Users choose the backend with `--attention-backend CUSTOM`.
+
+Shapes: query (tokens, heads, head_size), key and value (tokens, KV heads, head_size), of the requests of a step one
+after the other. A KV cache has the shape (blocks, KV heads, block size, 2 * head_size): each row is a key and a value.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+import megatron_sb as sb
+from megatron_sb.huggingface import attention
+from megatron_sb.options import DEFAULT_MASS_THRESHOLD, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
+
+
+def register() -> None:
+    """Register the backend with vLLM, and let vLLM load transformers models without positions."""
+    register_backend(AttentionBackendEnum.CUSTOM, f"{StickBreakingBackend.__module__}.{StickBreakingBackend.__name__}")
+    for rope_type in (attention.NO_ROTATION, attention.NO_ROTATION_0_1):
+        ROPE_INIT_FUNCTIONS[rope_type] = _no_rotation
+
+
+def _no_rotation(config, device=None, seq_len=None, layer_type=None):
+    """Return rotary frequencies of 0. Raise ValueError if vLLM would compute another attention."""
+    if config._attn_implementation == "vllm":
+        backend = get_current_vllm_config().attention_config.backend
+        if backend is not AttentionBackendEnum.CUSTOM:
+            raise ValueError(
+                "A model without positions needs the attention backend CUSTOM, got "
+                f"{backend.name if backend else 'none'}. Start vLLM with --attention-backend CUSTOM."
+            )
+        config = copy.copy(config)
+        config._attn_implementation = attention.NAME
+    return attention._no_rotation(config, device, seq_len, layer_type)
+
+
+@dataclass
+class Prompts:
+    """The requests of a step that have several queries. All of their keys are read.
+
+    Attributes:
+        first: the first row of their queries.
+        cu_seqlens, max_seqlen: int32, (prompts + 1,), offsets of queries; the most queries of a prompt.
+        cu_seqlens_k, max_seqlen_k: the same of keys. None: as many keys as queries.
+        blocks, rows: (keys,), the block of each key in the cache, and its row there. None: keys are those of the step.
+    """
+
+    first: int
+    cu_seqlens: Tensor
+    max_seqlen: int
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_k: int | None = None
+    blocks: Tensor | None = None
+    rows: Tensor | None = None
+
+
+@dataclass
+class StickBreakingMetadata(AttentionMetadata):
+    """What all layers need in a step.
+
+    Attributes:
+        num_tokens: number of tokens, without padding.
+        num_decodes: number of requests with one query. They come first.
+        seq_lens, block_table: int32, of these requests: number of keys, blocks.
+        blocks, rows: (num_tokens,), where new keys and values are written.
+        prompts: the other requests, or None.
+    """
+
+    num_tokens: int
+    num_decodes: int
+    seq_lens: Tensor
+    block_table: Tensor
+    blocks: Tensor
+    rows: Tensor
+    prompts: Prompts | None
+
+
+class StickBreakingMetadataBuilder(AttentionMetadataBuilder[StickBreakingMetadata]):
+    """Makes the metadata of a step once for all layers."""
+
+    reorder_batch_threshold = 1  # vLLM moves requests with one query to the front
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.block_size = kv_cache_spec.block_size
+        if vllm_config.speculative_config is not None:
+            raise ValueError("speculative_config must be None with stick-breaking attention.")
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> StickBreakingMetadata:
+        """Return the metadata. The host waits for the GPU only if vLLM does not know the lengths of prompts."""
+        del common_prefix_len, fast_build
+        common = common_attn_metadata
+        num_decodes, num_prompts, first, _ = split_decodes_and_prefills(common, self.reorder_batch_threshold)
+        slots = common.slot_mapping[: common.num_actual_tokens].long()
+        return StickBreakingMetadata(
+            num_tokens=common.num_actual_tokens,
+            num_decodes=num_decodes,
+            seq_lens=common.seq_lens[:num_decodes].int(),
+            block_table=common.block_table_tensor[:num_decodes].int(),
+            blocks=slots // self.block_size,
+            rows=slots % self.block_size,
+            prompts=self._prompts(common, num_decodes, first) if num_prompts else None,
+        )
+
+    def _prompts(self, common: CommonAttentionMetadata, num_decodes: int, first: int) -> Prompts:
+        device = common.query_start_loc.device
+        starts = common.query_start_loc_cpu[num_decodes : common.num_reqs + 1]
+        queries = starts.diff()
+        known = common.seq_lens_cpu_upper_bound
+        keys = (common.seq_lens.cpu() if known is None else known)[num_decodes : common.num_reqs]
+        cu_seqlens = (starts - starts[0]).int().to(device)
+        prompts = Prompts(first, cu_seqlens, int(queries.max()))
+        if torch.equal(keys.long(), queries.long()):
+            return prompts
+        table = common.block_table_tensor[num_decodes : common.num_reqs]
+        ends = torch.zeros(len(keys) + 1, dtype=torch.int32)
+        ends[1:] = keys.cumsum(0)
+        total, of_request, ends_there = int(ends[-1]), keys.long().to(device), ends.to(device)
+        request = torch.repeat_interleave(torch.arange(len(keys), device=device), of_request, output_size=total)
+        position = torch.arange(total, device=device) - ends_there.long()[request]
+        prompts.cu_seqlens_k, prompts.max_seqlen_k = ends_there, int(keys.max())
+        prompts.blocks = table[request, position // self.block_size].long()
+        prompts.rows = position % self.block_size
+        return prompts
+
+
+class StickBreakingImpl(AttentionImpl[StickBreakingMetadata]):
+    """Computes the attention of one layer."""
+
+    supports_dcp = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **others,
+    ) -> None:
+        unsupported = {
+            "alibi_slopes": alibi_slopes,
+            "sliding_window": sliding_window,
+            "logits_soft_cap": logits_soft_cap or None,
+            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
+            **others,
+        }
+        for name, value in unsupported.items():
+            if value is not None:
+                raise ValueError(f"{name} must be None with stick-breaking attention, got {value!r}.")
+        if attn_type != AttentionType.DECODER:
+            raise ValueError(f"attn_type must be {AttentionType.DECODER.value!r}, got {attn_type!r}.")
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads or num_heads, head_size
+        self.kv_cache_dtype = kv_cache_dtype
+        config = get_current_vllm_config().model_config.hf_text_config
+        self.options = {
+            "scale": float(scale),
+            "attend_current": getattr(config, "attend_current", False),
+            "mass_threshold": getattr(config, "mass_threshold", DEFAULT_MASS_THRESHOLD),
+        }
+        self.scale = self.options["scale"]
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: StickBreakingMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Write keys and values to the cache, attend, and write the result to output."""
+        if output_scale is not None or output_block_scale is not None:
+            raise ValueError("output_scale and output_block_scale must be None with stick-breaking attention.")
+        if attn_metadata is None:  # vLLM measures memory
+            return output.fill_(0)
+        step, cache = attn_metadata, kv_cache.transpose(1, 2)  # (blocks, block size, KV heads, 2 * head_size)
+        num_tokens, num_decodes = step.num_tokens, step.num_decodes
+        cache[step.blocks, step.rows] = torch.cat((key[:num_tokens], value[:num_tokens]), dim=-1).to(cache.dtype)
+        if num_decodes:
+            output[:num_decodes] = sb.stickbreaking_attention_with_kvcache(
+                query[:num_decodes, None],
+                *cache.split(self.head_size, dim=-1),
+                cache_seqlens=step.seq_lens,
+                block_table=step.block_table,
+                **self.options,
+            )[:, 0]
+        if step.prompts is not None:
+            rows = slice(step.prompts.first, num_tokens)
+            output[rows] = self._prompts(step.prompts, query[rows], key[rows], value[rows], cache)
+        return output
+
+    def _prompts(self, prompts: Prompts, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> Tensor:
+        if prompts.blocks is not None:  # a copy of their keys, which the kernels for long sequences need
+            key, value = cache[prompts.blocks, prompts.rows].split(self.head_size, dim=-1)
+        return sb.stickbreaking_attention_varlen(
+            query,
+            key,
+            value,
+            prompts.cu_seqlens,
+            prompts.max_seqlen,
+            cu_seqlens_k=prompts.cu_seqlens_k,
+            max_seqlen_k=prompts.max_seqlen_k,
+            **self.options,
+        )
+
+
+class StickBreakingBackend(AttentionBackend):
+    """What vLLM asks before it builds a model."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name in vLLM's list of backends."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[StickBreakingImpl]:
+        """Return the class that computes."""
+        return StickBreakingImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[StickBreakingMetadataBuilder]:
+        """Return the class that makes the metadata."""
+        return StickBreakingMetadataBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Return the shape of a cache."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """Return the order in memory: blocks, layers, rows of a block, KV heads, channels."""
+        return (1, 0, 3, 2, 4) if include_num_layers_dimension else (0, 2, 1, 3)
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Return the multiples of 8 up to 256."""
+        return list(range(HEAD_DIM_MULTIPLE, MAX_HEAD_DIM + 1, HEAD_DIM_MULTIPLE))
+
+    @classmethod
+    def supports_compute_capability(cls, capability) -> bool:
+        """Return whether the GPU has kernels: sm_80 and later."""
+        return capability is None or capability.major >= 8

@@ -1,0 +1,167 @@
+"""examples/vllm: an attention backend of vLLM. Its modules are called directly, on a CPU."""
+
+import importlib
+import types
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_sb import reference
+
+vllm = pytest.importorskip("vllm", reason="needs vLLM")
+EXAMPLE = Path(__file__).parents[3] / "examples/vllm"
+BLOCK, HEADS, KV_HEADS, DIM = 16, 4, 2, 32
+
+
+@pytest.fixture
+def plugin(monkeypatch):
+    """The module of the example, with a model that has no options of its own."""
+    monkeypatch.syspath_prepend(EXAMPLE)
+    module = importlib.import_module("megatron_sb_vllm")
+    config = types.SimpleNamespace(model_config=types.SimpleNamespace(hf_text_config=types.SimpleNamespace()))
+    monkeypatch.setattr(module, "get_current_vllm_config", lambda: config)
+    return module
+
+
+def make_cache(plugin, num_blocks: int, layers: bool = False) -> torch.Tensor:
+    """A cache in the layout of the backend. With `layers`, blocks of several layers lie between its blocks."""
+    shape = plugin.StickBreakingBackend.get_kv_cache_shape(num_blocks, BLOCK, KV_HEADS, DIM)
+    if layers:
+        order = plugin.StickBreakingBackend.get_kv_cache_stride_order(include_num_layers_dimension=True)
+        shape = (3, *shape)
+    else:
+        order = plugin.StickBreakingBackend.get_kv_cache_stride_order()
+    memory = torch.full([shape[i] for i in order], float("nan"))
+    cache = memory.permute([order.index(i) for i in range(len(order))])
+    return cache[1] if layers else cache
+
+
+def builder_of(plugin, **config):
+    spec = types.SimpleNamespace(block_size=BLOCK)
+    return plugin.StickBreakingMetadataBuilder(
+        spec, ["layer"], types.SimpleNamespace(**{"speculative_config": None, **config}), torch.device("cpu")
+    )
+
+
+def common_metadata(queries: list[int], keys: list[int], known: bool):
+    """The metadata of a step of vLLM, and for each request the slots of its keys."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    starts = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    seq_lens = torch.tensor(keys, dtype=torch.int32)
+    most = max(-(-n // BLOCK) for n in keys)
+    blocks = torch.randperm(most * len(keys) + 3)[: most * len(keys)].view(len(keys), most)
+    slots = [blocks[r, torch.arange(n) // BLOCK] * BLOCK + torch.arange(n) % BLOCK for r, n in enumerate(keys)]
+    new = torch.cat([s[n - q :] for s, q, n in zip(slots, queries, keys, strict=True)])
+    common = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=seq_lens,
+        num_reqs=len(queries),
+        num_actual_tokens=sum(queries),
+        max_query_len=max(queries),
+        max_seq_len=max(keys),
+        block_table_tensor=blocks.int(),
+        slot_mapping=torch.cat((new, torch.tensor([-1, -1]))),  # padding
+        seq_lens_cpu_upper_bound=seq_lens if known else None,
+    )
+    return common, slots
+
+
+@pytest.mark.parametrize("layers", [False, True], ids=["one layer", "several layers in one tensor"])
+@pytest.mark.parametrize("known", [True, False], ids=["lengths known", "lengths on the device"])
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [
+        ([1, 1, 1], [40, 1, 17]),
+        ([20, 35], [20, 35]),
+        ([1, 1, 20, 35], [40, 7, 20, 50]),
+        ([6, 33], [70, 33]),
+    ],
+    ids=["decodes", "prompts", "decodes, a prompt and a chunk", "chunks"],
+)
+def test_a_step_computes_stickbreaking_attention(plugin, queries, keys, known, layers):
+    torch.manual_seed(0)
+    common, slots = common_metadata(queries, keys, known)
+    cache = make_cache(plugin, int(common.block_table_tensor.max()) + 1, layers)
+    all_keys, all_values = ([torch.randn(n, KV_HEADS, DIM) for n in keys] for _ in range(2))
+    for slot, k, v, q in zip(slots, all_keys, all_values, queries, strict=True):
+        old = slot[: len(slot) - q]
+        cache.transpose(1, 2)[old // BLOCK, old % BLOCK] = torch.cat((k, v), dim=-1)[: len(old)]
+    tokens = common.num_actual_tokens
+    query, output = torch.randn(tokens + 2, HEADS, DIM), torch.full((tokens + 2, HEADS, DIM), 7.0)
+    key, value = (
+        torch.cat([*(x[len(x) - q :] for x, q in zip(of, queries, strict=True)), torch.full((2, KV_HEADS, DIM), 9.0)])
+        for of in (all_keys, all_values)
+    )
+    metadata = builder_of(plugin).build(0, common)
+    impl = plugin.StickBreakingImpl(HEADS, DIM, DIM**-0.5, KV_HEADS)
+    impl.forward(None, query, key, value, cache, metadata, output)
+    for (begin, end), k, v in zip(pairwise(common.query_start_loc.tolist()), all_keys, all_values, strict=True):
+        exact = reference.stickbreaking_attention(query[None, begin:end], k[None], v[None])[0]
+        torch.testing.assert_close(output[begin:end].double(), exact, rtol=1e-4, atol=1e-5)
+    assert torch.equal(output[tokens:], torch.full((2, HEADS, DIM), 7.0))
+
+
+def test_options_of_the_model(plugin):
+    config = plugin.get_current_vllm_config().model_config.hf_text_config
+    config.attend_current, config.mass_threshold = True, 0.0
+    impl = plugin.StickBreakingImpl(HEADS, DIM, 0.5, KV_HEADS)
+    assert impl.options == {"scale": 0.5, "attend_current": True, "mass_threshold": 0.0}
+
+
+def test_while_vllm_measures_memory_the_output_is_0(plugin):
+    impl = plugin.StickBreakingImpl(HEADS, DIM, 0.5, KV_HEADS)
+    output = torch.ones(3, HEADS, DIM)
+    assert impl.forward(None, *[output] * 3, torch.tensor([]), None, output).count_nonzero() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sliding_window": 128}, "sliding_window must be None"),
+        ({"alibi_slopes": [0.5]}, "alibi_slopes must be None"),
+        ({"logits_soft_cap": 30.0}, "logits_soft_cap must be None"),
+        ({"sinks": torch.zeros(4)}, "sinks must be None"),
+        ({"attn_type": "encoder"}, "attn_type must be 'decoder', got 'encoder'"),
+    ],
+)
+def test_what_vllm_must_not_ask_for(plugin, options, words):
+    with pytest.raises(ValueError, match=words):
+        plugin.StickBreakingImpl(HEADS, DIM, 0.5, KV_HEADS, **options)
+
+
+def test_speculative_decoding_is_an_error(plugin):
+    with pytest.raises(ValueError, match="speculative_config must be None"):
+        builder_of(plugin, speculative_config=object())
+
+
+def test_vllm_finds_the_backend(plugin):
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    plugin.register()
+    backend = AttentionBackendEnum.CUSTOM.get_class()
+    assert backend is plugin.StickBreakingBackend and AttentionBackendEnum[backend.get_name()].get_class() is backend
+    assert backend.supports_head_size(64) and not backend.supports_head_size(60)
+    assert backend.get_kv_cache_block_dim(BLOCK, KV_HEADS, DIM) == 0 and backend.indexes_kv_by_block_stride()
+
+
+@pytest.mark.parametrize("backend", ["CUSTOM", None])
+def test_a_model_without_positions_needs_this_backend(plugin, backend):
+    from transformers import LlamaConfig
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from megatron_sb.huggingface import without_positions
+
+    chosen = AttentionBackendEnum[backend] if backend else None
+    plugin.get_current_vllm_config().attention_config = types.SimpleNamespace(backend=chosen)
+    config = without_positions(LlamaConfig(hidden_size=128, num_attention_heads=4))
+    config._attn_implementation = "vllm"
+    if backend:
+        frequencies, factor = plugin._no_rotation(config)
+        assert frequencies.count_nonzero() == 0 and factor == 1.0 and config._attn_implementation == "vllm"
+    else:
+        with pytest.raises(ValueError, match="--attention-backend CUSTOM"):
+            plugin._no_rotation(config)
