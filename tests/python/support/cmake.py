@@ -21,7 +21,8 @@ def run_script(folder: Path, module: str, code: str) -> tuple[int, str]:
         (0, '-- end of script')
     """
     script = folder / "script.cmake"
-    script.write_text(f'include({ROOT / "cmake" / module}.cmake)\n{code}\nmessage(STATUS "end of script")\n')
+    begin = "cmake_minimum_required(VERSION 3.25)"  # as in CMakeLists.txt; it sets policies
+    script.write_text(f'{begin}\ninclude({ROOT / "cmake" / module}.cmake)\n{code}\nmessage(STATUS "end of script")\n')
     done = subprocess.run([CMAKE, "-P", script], capture_output=True, text=True, timeout=60)
     return done.returncode, " ".join((done.stdout + done.stderr).split())
 
