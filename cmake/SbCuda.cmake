@@ -29,6 +29,7 @@ if(SB_CUDA)
     find_package(CUDAToolkit REQUIRED)
     sb_known_architectures(sb_known "${CMAKE_CUDA_COMPILER}")
     sb_choose_architectures(sb_architectures "${SB_CUDA_ARCHITECTURES}" "${sb_known}" "${CMAKE_CUDA_COMPILER_VERSION}")
+    sb_warn_of_slow_hopper_kernels("${CMAKE_CUDA_COMPILER_VERSION}" "${sb_architectures}")
     list(JOIN sb_architectures ", sm_" sb_architecture_names)
     message(STATUS "megatron_sb: CUDA build, nvcc ${CMAKE_CUDA_COMPILER_VERSION}, "
             "torch for CUDA ${SB_TORCH_CUDA_VERSION}, machine code for sm_${sb_architecture_names}")

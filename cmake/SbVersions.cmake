@@ -3,6 +3,7 @@
 set(SB_TORCH_OLDEST 2.9)  # torch 2.8 does not tell C++ code the store and the timeout of a process group
 set(SB_TORCH_NEWEST_TESTED 2.15)  # docs/installation.md has the results
 set(SB_CUDA_OLDEST 12.5)  # CUDA 12.4 does not have cudaGetDriverEntryPointByVersion
+set(SB_CUDA_FAST_HOPPER 12.6)  # ptxas of CUDA 12.5 waits after each wgmma of most Hopper kernels ("serialized")
 
 # sb_check_torch() compares SB_TORCH_MINOR, which SbTorch.cmake sets, with the supported versions.
 function(sb_check_torch)
@@ -30,6 +31,15 @@ function(sb_check_cuda nvcc_version torch_version)
                 "CUDA ${torch_version}. The major versions must be equal. Set CUDACXX to the nvcc of CUDA "
                 "${torch_major}, install a torch for CUDA ${nvcc_major}, or build without GPU kernels with "
                 "SB_WITH_CUDA=OFF.")
+    endif()
+endfunction()
+
+# sb_warn_of_slow_hopper_kernels(<nvcc's version> <architectures>) warns if nvcc makes slow code for sm_90.
+function(sb_warn_of_slow_hopper_kernels nvcc_version architectures)
+    list(FIND architectures 90 hopper)
+    if(nvcc_version VERSION_LESS SB_CUDA_FAST_HOPPER AND hopper GREATER -1)
+        message(WARNING "megatron_sb: nvcc ${nvcc_version} makes slow kernels for H100 and H200, because it waits after "
+                "each matrix product. For these GPUs set CUDACXX to nvcc ${SB_CUDA_FAST_HOPPER} or later.")
     endif()
 endfunction()
 

@@ -184,6 +184,18 @@ def test_cmake_refuses_an_old_nvcc(tmp_path):
 
 
 @needs_cmake
+@pytest.mark.parametrize(
+    ("nvcc", "architectures", "warns"),
+    [("12.5.82", "80;90", True), ("12.6.20", "80;90", False), ("13.0.88", "90", False), ("12.5.82", "80;89", False)],
+)
+def test_cmake_warns_of_an_nvcc_that_makes_slow_hopper_kernels(nvcc, architectures, warns, tmp_path):
+    call = f'sb_warn_of_slow_hopper_kernels("{nvcc}" "{architectures}")'
+    status, output = run_script(tmp_path, "SbVersions", call)
+    assert status == 0 and "end of script" in output
+    assert bool(re.search(mentions(f"Warning nvcc {nvcc} H100 CUDACXX 12.6"), output)) == warns
+
+
+@needs_cmake
 def test_the_project_refuses_an_older_torch(tmp_path):
     """It does so before it looks for nvcc."""
     root = write_libtorch(tmp_path / "libtorch", "2.8.0", cuda="12.8")
