@@ -1,7 +1,8 @@
 """Megatron-LM's unmodified scripts with Transformer Engine under the launcher, on one and two GPUs.
 
 MEGATRON_LM names a checkout of Megatron-LM. Each case trains a small model for ten steps on Megatron's mock data. The
-losses of most cases must be those of another case, for example of the same model without recomputation.
+losses of most cases must be those of another case, for example of the same model without recomputation. Jobs that are
+killed while they save must have the losses of a job that never stopped.
 """
 
 import dataclasses
@@ -14,13 +15,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from filelock import FileLock
-from support.launch import megatron_losses
+from support.jobs import kill_while
+from support.launch import megatron_losses, started_megatron_on_gpus
+from support.megatron_loop import is_saving_another, newest
 
 MEGATRON_LM = os.environ.get("MEGATRON_LM")
 HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
-STEPS, ROWS = 10, 4
+STEPS, ROWS, INTERVAL = 10, 4, 2  # INTERVAL: of the saves of jobs that are killed
 LIMIT_SECONDS = 300  # of a run
 ROUNDING = 2e-2  # of losses in bf16
+SAME = 1e-3  # of losses in the same layout
 OF_FP8 = 0.15
 
 MODEL = f"""
@@ -42,6 +46,9 @@ LATENT = "--multi-latent-attention --qk-head-dim 64 --qk-pos-emb-head-dim 32 --v
 HYBRID = "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec --hybrid-layer-pattern"
 DOCUMENTS = "--dataloader-inter-document-masking"
 CONVERSATIONS = "--sft --sft-tokenizer-prompt-format identity --calculate-per-token-loss"
+MAMBA = ("mamba_ssm", "causal_conv1d")
+ASYNC = "--async-save --use-persistent-ckpt-worker --async-strategy mcore"
+RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 SHARDED = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor"
 
 
@@ -58,6 +65,7 @@ class Case:
         environment: variables, as pairs.
         saved_by: flags of a run that saves at half of the steps; this run resumes from there.
         conversations: trains on packed conversations instead of the mock data.
+        modules: other packages that it needs.
     """
 
     flags: str
@@ -68,6 +76,7 @@ class Case:
     environment: tuple[tuple[str, str], ...] = ()
     saved_by: str = ""
     conversations: bool = False
+    modules: tuple[str, ...] = ()
 
 
 MANY_QUEUES = (("CUDA_DEVICE_MAX_CONNECTIONS", "32"),)
@@ -78,6 +87,12 @@ CASES = {
     "the same without Transformer Engine": Case(f"{STICKS} {LEARNED} {LOCAL}", "gates and head vectors"),
     "grouped heads": Case(f"{STICKS} --group-query-attention --num-query-groups 2"),
     "mixed with softmax": Case(f"{STICKS} --sb-layers ([1,0])*2"),
+    "mixed with softmax and RoPE": Case(
+        f"{STICKS} --sb-layers ([1,0])*2 --position-embedding-type rope --no-rope-freq ([1,0])*2"
+    ),
+    "reach": Case(f"{STICKS} --sb-reach 0.5 10"),
+    "norms of queries and keys": Case(f"{STICKS} --qk-layernorm"),
+    "largest logits": Case(f"{STICKS} --log-max-attention-logit", "dense"),
     "multi-token prediction": Case(f"{STICKS} --mtp-num-layers 1"),
     "latent": Case(f"{STICKS} {LATENT}"),
     "experts, alltoall": Case(f"{STICKS} {ALLTOALL}"),
@@ -105,15 +120,15 @@ CASES = {
     "Megatron-FSDP": Case(f"{STICKS} {SHARDED}", "dense", environment=MANY_QUEUES),
     "overlapped": Case(f"{STICKS} --overlap-grad-reduce --overlap-param-gather", "dense"),
     "resumed": Case(STICKS, "dense", saved_by=STICKS),
-    "resumed, async save": Case(
-        STICKS, "dense", saved_by=f"{STICKS} --async-save --use-persistent-ckpt-worker --async-strategy mcore"
-    ),
-    "resumed, fully reshardable": Case(
-        f"{STICKS} --dist-ckpt-optim-fully-reshardable",
-        "dense",
-        saved_by=f"{STICKS} --dist-ckpt-optim-fully-reshardable",
-    ),
+    "resumed, async save": Case(STICKS, "dense", saved_by=f"{STICKS} {ASYNC}"),
+    "resumed, fully reshardable": Case(f"{STICKS} {RESHARDABLE}", "dense", saved_by=f"{STICKS} {RESHARDABLE}"),
     "hybrid": Case(f"{STICKS} {HYBRID} *-*E {ALLTOALL}", script="pretrain_hybrid.py"),
+    "hybrid with Mamba": Case(
+        f"{STICKS} {HYBRID} M*M-",
+        script="pretrain_hybrid.py",
+        environment=(("MAMBA_DETERMINISTIC", "1"),),  # without searching the fastest tiles
+        modules=MAMBA,
+    ),
 }
 TWO = functools.partial(Case, ranks=2)
 # Megatron pads the vocabulary to a multiple of the second flag times the tensor-parallel ranks.
@@ -143,12 +158,19 @@ ON_TWO_GPUS = {
     ),
     "Megatron-FSDP on two GPUs": TWO(f"{STICKS} {SHARDED}", "dense", environment=MANY_QUEUES),
     "resumed with tensor parallelism": TWO(
-        f"{STICKS} {TENSOR_PARALLEL} --dist-ckpt-optim-fully-reshardable",
+        f"{STICKS} {TENSOR_PARALLEL} {RESHARDABLE}",
         "dense",
-        saved_by=f"{STICKS} --context-parallel-size 2 --dist-ckpt-optim-fully-reshardable",
+        saved_by=f"{STICKS} --context-parallel-size 2 {RESHARDABLE}",
     ),
 }
 ALL_CASES = CASES | ON_TWO_GPUS
+# The flags of both jobs, the ranks, and the layout of the job that is killed and of the job that resumes.
+KILLED = {
+    "synchronous save": ("", 1, "", ""),
+    "async save": (ASYNC, 1, "", ""),
+    "async save, fully reshardable": (f"{ASYNC} {RESHARDABLE}", 1, "", ""),
+    "async save, to tensor parallelism": (f"{ASYNC} {RESHARDABLE}", 2, "--context-parallel-size 2", TENSOR_PARALLEL),
+}
 
 pytestmark = [
     pytest.mark.skipif(MEGATRON_LM is None, reason="MEGATRON_LM does not name a checkout of Megatron-LM"),
@@ -186,22 +208,28 @@ def write_conversations(folder: Path) -> list:
     return [*data, "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", folder / "tokenizer"]
 
 
+def flags_of(case: Case, folder: Path) -> list:
+    """Return the flags of a case, with its model and data."""
+    data = write_conversations(folder) if case.conversations else MOCK_DATA.split()
+    return [*MODEL.split(), *data, "--data-cache-path", folder, *case.flags.split()]
+
+
+def script_of(case: Case) -> Path:
+    """Return the training script of a case."""
+    return Path(MEGATRON_LM).resolve() / case.script
+
+
 def train(case: Case, folder: Path) -> list[float]:
     """Run the script, first to half of the steps if the case resumes, and return the losses of the last run."""
-    data = write_conversations(folder) if case.conversations else MOCK_DATA.split()
-    flags = [*MODEL.split(), *data, "--data-cache-path", folder]
     run = functools.partial(
-        megatron_losses,
-        Path(MEGATRON_LM).resolve() / case.script,
-        case.ranks,
-        device="cuda",
-        environment=dict(case.environment),
+        megatron_losses, script_of(case), case.ranks, device="cuda", environment=dict(case.environment)
     )
     if not case.saved_by:
-        return run(*flags, *case.flags.split())
+        return run(*flags_of(case, folder))
     checkpoints = ["--ckpt-format", "torch_dist", "--save-interval", STEPS // 2]
-    run(*flags, *case.saved_by.split(), *checkpoints, "--save", folder / "saved", "--exit-interval", STEPS // 2)
-    return run(*flags, *case.flags.split(), *checkpoints, "--load", folder / "saved")
+    saving = dataclasses.replace(case, flags=case.saved_by)
+    run(*flags_of(saving, folder), *checkpoints, "--save", folder / "saved", "--exit-interval", STEPS // 2)
+    return run(*flags_of(case, folder), *checkpoints, "--load", folder / "saved")
 
 
 def losses_of(name: str, folders: pytest.TempPathFactory) -> list[float]:
@@ -224,6 +252,8 @@ def losses_of(name: str, folders: pytest.TempPathFactory) -> list[float]:
 def test_training(name, tmp_path_factory, record_property):
     """The losses are finite and drop, and are those of the case that this one is compared with."""
     case = ALL_CASES[name]
+    for module in case.modules:
+        pytest.importorskip(module)
     losses = losses_of(name, tmp_path_factory)
     record_property("losses", losses)
     assert len(losses) == (STEPS // 2 if case.saved_by else STEPS), losses
@@ -233,6 +263,38 @@ def test_training(name, tmp_path_factory, record_property):
         record_property("distance", max(abs(a - b) for a, b in zip(losses[2:], base[2:], strict=True)))
         # Megatron logs the mean of the first two losses in the place of the second.
         assert losses[2:] == pytest.approx(base[2:], abs=case.tolerance), (losses, base)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.gpu if ranks == 1 else pytest.mark.multigpu)
+        for name, (_, ranks, *_) in KILLED.items()
+    ],
+)
+def test_a_killed_job_resumes(name, tmp_path_factory, tmp_path, record_property):
+    """The second job has the losses of a job that never stopped, and completes the checkpoint that was begun.
+
+    After a resume, the second loss that Megatron logs is the mean of both.
+    """
+    flags, ranks, first, second = KILLED[name]
+    saved = tmp_path / "saved"
+    save = ["--ckpt-format", "torch_dist", "--save", saved, "--save-interval", INTERVAL]
+    case = Case(f"{STICKS} {flags} {first}", ranks=ranks)
+    with started_megatron_on_gpus(script_of(case), ranks, *flags_of(case, tmp_path), *save) as job:
+        kill_while([job], lambda: is_saving_another(saved))
+    step = newest(saved)
+    record_property("step", step)
+    assert step % INTERVAL == 0 and is_saving_another(saved)
+
+    case = Case(f"{STICKS} {flags} {second}", ranks=ranks)
+    resumed = [*flags_of(case, tmp_path), *save, "--load", saved]
+    losses = megatron_losses(script_of(case), ranks, *resumed, device="cuda")
+    whole = losses_of("dense", tmp_path_factory)[step:]
+    whole[1] = (whole[0] + whole[1]) / 2
+    record_property("distance", max(abs(a - b) for a, b in zip(losses, whole, strict=True)))
+    assert losses == pytest.approx(whole, abs=ROUNDING if second else SAME)
+    assert newest(saved) == STEPS and not is_saving_another(saved)
 
 
 @pytest.mark.gpu
