@@ -30,15 +30,15 @@ void with_instance(const Sizes& sizes, bool gated, const F& f) {
     const auto with_columns = [&](auto qk, auto v) {
         gated ? with_type(qk, v, std::true_type{}) : with_type(qk, v, std::false_type{});
     };
-    switch (computed_columns(sizes.head_dim, sizes.head_dim_v).qk) {
-        case 64: return with_columns(Count<64>{}, Count<64>{});
-        case 72: return with_columns(Count<72>{}, Count<64>{});
-        case 96: return with_columns(Count<96>{}, Count<96>{});
-        case 128: return with_columns(Count<128>{}, Count<128>{});
-        case 136: return with_columns(Count<136>{}, Count<128>{});
-        case 192: return with_type(Count<192>{}, Count<128>{}, std::false_type{});  // wide heads have no gates
-        default: return with_type(Count<256>{}, Count<256>{}, std::false_type{});
-    }
+    const int columns = computed_columns(sizes.head_dim, sizes.head_dim_v).qk;
+    if (columns == 64) return with_columns(Count<64>{}, Count<64>{});
+    if (columns == 72) return with_columns(Count<72>{}, Count<64>{});
+    if (columns == 96) return with_columns(Count<96>{}, Count<96>{});
+    if (columns == 128) return with_columns(Count<128>{}, Count<128>{});
+    if (columns == 136) return with_columns(Count<136>{}, Count<128>{});
+    // Wide heads have no gates.
+    if (columns == 192) return with_type(Count<192>{}, Count<128>{}, std::false_type{});
+    return with_type(Count<256>{}, Count<256>{}, std::false_type{});
 }
 
 }  // namespace megatron_sb::hopper

@@ -5,4 +5,4 @@ template void launch_backward<__nv_bfloat16, 128, 128, false>(const BackwardPara
 template void launch_backward<__half, 128, 128, false>(const BackwardParams&, cudaStream_t);
 template void launch_backward<__nv_bfloat16, 128, 128, true>(const BackwardParams&, cudaStream_t);
 template void launch_backward<__half, 128, 128, true>(const BackwardParams&, cudaStream_t);
-}
+}  // namespace megatron_sb::hopper

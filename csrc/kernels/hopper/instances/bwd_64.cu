@@ -5,4 +5,4 @@ template void launch_backward<__nv_bfloat16, 64, 64, false>(const BackwardParams
 template void launch_backward<__half, 64, 64, false>(const BackwardParams&, cudaStream_t);
 template void launch_backward<__nv_bfloat16, 64, 64, true>(const BackwardParams&, cudaStream_t);
 template void launch_backward<__half, 64, 64, true>(const BackwardParams&, cudaStream_t);
-}
+}  // namespace megatron_sb::hopper

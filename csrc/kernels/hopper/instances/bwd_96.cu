@@ -5,4 +5,4 @@ template void launch_backward<__nv_bfloat16, 96, 96, false>(const BackwardParams
 template void launch_backward<__half, 96, 96, false>(const BackwardParams&, cudaStream_t);
 template void launch_backward<__nv_bfloat16, 96, 96, true>(const BackwardParams&, cudaStream_t);
 template void launch_backward<__half, 96, 96, true>(const BackwardParams&, cudaStream_t);
-}
+}  // namespace megatron_sb::hopper

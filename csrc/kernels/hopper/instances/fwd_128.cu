@@ -5,4 +5,4 @@ template void launch_forward<__nv_bfloat16, 128, 128, false>(const ForwardParams
 template void launch_forward<__half, 128, 128, false>(const ForwardParams&, cudaStream_t);
 template void launch_forward<__nv_bfloat16, 128, 128, true>(const ForwardParams&, cudaStream_t);
 template void launch_forward<__half, 128, 128, true>(const ForwardParams&, cudaStream_t);
-}
+}  // namespace megatron_sb::hopper

@@ -3,4 +3,4 @@
 namespace megatron_sb::hopper {
 template void launch_forward<__nv_bfloat16, 192, 128, false>(const ForwardParams&, cudaStream_t);
 template void launch_forward<__half, 192, 128, false>(const ForwardParams&, cudaStream_t);
-}
+}  // namespace megatron_sb::hopper

@@ -3,4 +3,4 @@
 namespace megatron_sb::hopper {
 template void launch_forward<__nv_bfloat16, 256, 256, false>(const ForwardParams&, cudaStream_t);
 template void launch_forward<__half, 256, 256, false>(const ForwardParams&, cudaStream_t);
-}
+}  // namespace megatron_sb::hopper
