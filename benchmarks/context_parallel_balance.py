@@ -23,6 +23,12 @@ DOCUMENTS = {"web": (600, 1.2), "code": (800, 2.0), "books": (60000, 0.7)}
 RANKS = (4, 16, 64, 256)
 
 
+def pieces_of(rows: np.ndarray, cu_seqlens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the document of each row, and where pieces begin: neighbouring rows of one document. rows: increasing."""
+    document = np.searchsorted(cu_seqlens, rows, side="right") - 1
+    return document, np.flatnonzero((np.diff(rows, prepend=-2) != 1) | (np.diff(document, prepend=-1) != 0))
+
+
 @dataclass(frozen=True)
 class Split:
     """A packed stream, split over ranks."""
@@ -47,8 +53,7 @@ class Split:
         rows = np.sort(rows[rows < self.cu_seqlens[-1]])
         if rows.size == 0:
             return 0
-        document = np.searchsorted(self.cu_seqlens, rows, side="right") - 1
-        begins = np.flatnonzero((np.diff(rows, prepend=-2) != 1) | (np.diff(document, prepend=-1) != 0))
+        document, begins = pieces_of(rows, self.cu_seqlens)
         lengths = np.diff(begins, append=rows.size)
         positions = (rows - self.cu_seqlens[document])[begins]
         tiles_of_piece = -(-lengths // tile_rows)

@@ -2,8 +2,8 @@
 
 One GPU computes what one of several ranks would. Nothing is sent, so this is the bound that transfers and hosts leave.
 "all keys" is one call with the keys of the whole stream, as after a gather. "ring" is one call for each rank's keys.
-A line has the rate of pairs of both, and their ratio: 1 means that the table costs nothing. The inputs are the "full"
-ones of attention.py, where nothing can be skipped. The packed streams are those of attention.py's row varlen.
+A line has the speed of both, and their ratio: 1 means that the table costs nothing. The inputs are the "full" ones of
+attention.py, where nothing can be skipped. Packed documents are as short and as long as those of context_parallel.py.
 """
 
 import argparse
@@ -14,14 +14,14 @@ from itertools import pairwise
 import numpy as np
 import torch
 from attention import draw_inputs, draw_lengths
+from context_parallel import LONGEST, SHORTEST
+from context_parallel_balance import Split, pieces_of
 from table import table_main
 from timing import DRY_RUN_FACTOR, FACTORS, on_gpu, take_turns
 
-from megatron_sb.ops.context_parallel import shard_positions
-
 RANKS = (4, 8, 64)
 HEADS, HEAD_DIM = 12, 128
-LONGEST, SHORTEST = 16384, 100  # tokens of a packed document
+MEAN = 2400  # tokens of a packed document
 
 
 def table(rows: np.ndarray, keys: np.ndarray, cu_seqlens: np.ndarray) -> np.ndarray:
@@ -29,11 +29,10 @@ def table(rows: np.ndarray, keys: np.ndarray, cu_seqlens: np.ndarray) -> np.ndar
 
     Args:
         rows: position in the stream of each query row, increasing.
-        keys: position of each key, increasing. Keys between two rows of a document's piece are those rows themselves.
+        keys: position of each key, increasing. A piece of rows is among the keys as a whole, or not at all.
         cu_seqlens: where documents begin, and the end of the stream.
     """
-    document = np.searchsorted(cu_seqlens, rows, side="right") - 1
-    begins = np.flatnonzero((np.diff(rows, prepend=-2) != 1) | (np.diff(document, prepend=-1) != 0))
+    document, begins = pieces_of(rows, cu_seqlens)
     segments = []
     for begin, end in pairwise([*begins, len(rows)]):
         first = rows[begin]
@@ -47,7 +46,7 @@ def pairs_of(segments: np.ndarray) -> int:
     """Return how many pairs of a query and an older key a table has."""
     _, q_len, _, k_len, offset = segments.astype(np.int64).T
     # Row r sees the first `offset + r` keys, at most all of them.
-    rising = np.minimum(q_len, k_len - offset + 1).clip(min=0)
+    rising = np.minimum(q_len, k_len - offset)
     return int((rising * offset + rising * (rising - 1) // 2 + (q_len - rising) * k_len).sum())
 
 
@@ -89,25 +88,22 @@ def dense(pairs: int) -> Blocks:
     return Blocks([(np.array([[0, length, 0, length, 0]], dtype=np.int32), length)], length)
 
 
-def streams(ranks: int, rows_per_rank: int) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Yield the name, the offsets of documents, and the positions of each rank (ranks, rows_per_rank)."""
+def streams(ranks: int, rows_per_rank: int) -> Iterator[tuple[str, Split]]:
+    """Yield the name of each stream, and how it is split."""
     length = ranks * rows_per_rank
-    whole = np.array([0, length])
-    yield "one sequence, zigzag", whole, shard_positions(ranks, length, "zigzag").numpy()
-    lengths = draw_lengths(length, max(1, length // 2400), min(SHORTEST, length), LONGEST, seed=0)
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    cut = torch.from_numpy(offsets.astype(np.int32))
-    yield "packed, balanced", offsets, shard_positions(ranks, length, "balanced", cut, "per_document").numpy()
+    yield "one sequence, zigzag", Split.of(ranks, np.array([length]), "zigzag", "whole_stream")
+    lengths = draw_lengths(length, max(1, length // MEAN), SHORTEST, LONGEST, seed=0)
+    yield "packed, balanced", Split.of(ranks, np.array(lengths), "balanced", "per_document")
 
 
 def measure(name: str, tables: list[tuple[np.ndarray, int]], num_rows: int, seconds: float) -> Iterator[dict]:
-    """Measure both directions: pairs in a nanosecond and head, of the tables and of a dense sequence, and the ratio."""
+    """Measure the tables and a dense sequence in both directions: milliseconds and TFLOP/s."""
     of_rank = Blocks(tables, num_rows)
     contenders = {"rank": of_rank, "dense": dense(of_rank.pairs)}
     for direction in ("forward", "backward"):
         ms = take_turns({key: getattr(blocks, direction) for key, blocks in contenders.items()}, seconds=seconds)
-        rate = {key: blocks.pairs * HEADS / ms[key] / 1e6 for key, blocks in contenders.items()}
-        tflops = {key: 4 * HEAD_DIM * FACTORS[direction] * value / 1e3 for key, value in rate.items()}
+        flops = 4 * HEADS * HEAD_DIM * FACTORS[direction]  # of a pair
+        tflops = {key: flops * blocks.pairs / ms[key] / 1e9 for key, blocks in contenders.items()}
         yield {"case": name, "direction": direction, "calls": len(tables), "ms": ms, "tflops": tflops}
 
 
@@ -115,10 +111,10 @@ def rows(options: argparse.Namespace) -> Iterator[dict]:
     """Yield the lines of every number of ranks."""
     rows_per_rank = options.rows_per_rank if on_gpu() else max(16, options.rows_per_rank // DRY_RUN_FACTOR)
     for ranks in options.ranks:
-        for name, offsets, positions in streams(ranks, rows_per_rank):
-            own = [np.sort(of_rank[of_rank >= 0]) for of_rank in positions]
-            rank = own[ranks // 2]
-            stream = np.arange(offsets[-1])
+        for name, split in streams(ranks, rows_per_rank):
+            offsets = split.cu_seqlens
+            own = [np.sort(of_rank[of_rank < offsets[-1]]) for of_rank in split.rows]  # without the padding of a stream
+            rank, stream = own[ranks // 2], np.arange(offsets[-1])
             about = f"{ranks} ranks, {name}"
             yield from measure(
                 f"{about}, all keys", [(table(rank, stream, offsets), len(stream))], len(rank), options.seconds

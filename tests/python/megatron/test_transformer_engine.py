@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from filelock import FileLock
 from support.jobs import kill_while
-from support.launch import megatron_losses, started_megatron_on_gpus
-from support.megatron_loop import is_saving_another, newest
+from support.launch import megatron_losses
+from support.megatron_loop import is_saving_another, newest, started_on_gpus
 
 MEGATRON_LM = os.environ.get("MEGATRON_LM")
 HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
@@ -281,7 +281,7 @@ def test_a_killed_job_resumes(name, tmp_path_factory, tmp_path, record_property)
     saved = tmp_path / "saved"
     save = ["--ckpt-format", "torch_dist", "--save", saved, "--save-interval", INTERVAL]
     case = Case(f"{STICKS} {flags} {first}", ranks=ranks)
-    with started_megatron_on_gpus(script_of(case), ranks, *flags_of(case, tmp_path), *save) as job:
+    with started_on_gpus(script_of(case), ranks, *flags_of(case, tmp_path), *save) as job:
         kill_while([job], lambda: is_saving_another(saved))
     step = newest(saved)
     record_property("step", step)

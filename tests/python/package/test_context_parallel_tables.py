@@ -21,6 +21,7 @@ def script(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     module = importlib.import_module("context_parallel_tables")
     monkeypatch.setattr(module, "SHORTEST", 3)
+    monkeypatch.setattr(module, "MEAN", 30)
     monkeypatch.setattr(module, "HEADS", 2)
     monkeypatch.setattr(module, "HEAD_DIM", 16)
     return module
@@ -34,18 +35,21 @@ def documents_of(offsets: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_tables_have_the_pairs_of_the_stream(script, ranks):
     """Each pair of a row and an older key of its document is in one table of the gather, and in one of the ring."""
-    for _, offsets, positions in script.streams(ranks, 96):
-        own = [np.sort(rows[rows >= 0]) for rows in positions]
+    documents = []
+    for _, split in script.streams(ranks, 96):
+        own, offsets = np.sort(split.rows), split.cu_seqlens
+        documents.append(len(offsets) - 1)
         stream = np.arange(offsets[-1])
         pairs = sum(length * (length - 1) // 2 for length in np.diff(offsets).tolist())
         assert sum(script.pairs_of(script.table(rows, stream, offsets)) for rows in own) == pairs
         assert sum(script.pairs_of(script.table(rows, keys, offsets)) for rows in own for keys in own) == pairs
+    assert documents == [1, 96 * ranks // 30]
 
 
 def test_a_rank_computes_its_rows(script):
     """With all keys, the block operator returns the rows of the whole attention."""
-    for _, offsets, positions in script.streams(4, 96):
-        rows = np.sort(positions[2][positions[2] >= 0])
+    for _, split in script.streams(4, 96):
+        rows, offsets = np.sort(split.rows[2]), split.cu_seqlens
         q, k, v = (torch.randn(1, offsets[-1], 2, 16, dtype=torch.float64) for _ in range(3))
         segments = torch.from_numpy(script.table(rows, np.arange(offsets[-1]), offsets))
         o, *_ = torch.ops.megatron_sb.block_forward(q[:, rows], k, v, segments, scale=SCALE, mass_threshold=0.0)

@@ -10,7 +10,6 @@ import re
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -18,7 +17,6 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import NoReturn
 
-import psutil
 import torch.distributed as dist
 from support.fork_server import PythonProcess, python_processes
 from support.hosts import ON_HOST, Host
@@ -147,14 +145,14 @@ def run_torchrun(
     Raises:
         AssertionError: if a rank fails. The message contains the end of the output.
     """
-    command, environment = _torchrun(num_ranks, arguments, environment)
+    command, environment = torchrun_command(num_ranks, arguments, environment)
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds)
     errors = done.stderr.partition("torch.distributed.elastic.multiprocessing")[0]
     assert done.returncode == 0, f"{arguments[0]} failed:\n{done.stdout[-2000:]}\n{errors[-8000:]}"
     return done.stdout
 
 
-def _torchrun(num_ranks: int, arguments: list, environment: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+def torchrun_command(num_ranks: int, arguments: list, environment: dict[str, str]) -> tuple[list[str], dict[str, str]]:
     """Return the command that runs `python ARGUMENTS` under torchrun, and its environment."""
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     return [*map(str, [*command, num_ranks, *arguments])], {**os.environ, "OMP_NUM_THREADS": "1", **environment}
@@ -194,30 +192,6 @@ def started_megatron(script: Path, num_ranks: int, *flags: str) -> Iterator[list
     launcher, variables = megatron_launcher("cpu")
     with started_ranks(num_ranks, [*launcher, script, *flags], 300, script.parent, **variables) as ranks:
         yield ranks
-
-
-@contextlib.contextmanager
-def started_megatron_on_gpus(script: Path, num_ranks: int, *flags: object) -> Iterator[subprocess.Popen]:
-    """Start a Megatron training script with the launcher under torchrun. Kill all its processes at the end.
-
-    If the block raises an error, a note with the end of the output is added to it.
-    """
-    launcher, variables = megatron_launcher("cuda")
-    command, environment = _torchrun(num_ranks, [*launcher, script, *flags], variables)
-    with tempfile.TemporaryFile("w+") as log:
-        job = subprocess.Popen(command, cwd=script.parent, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        processes = psutil.Process(job.pid)
-        try:
-            yield job
-        except BaseException as error:
-            log.seek(0)
-            error.add_note(log.read()[-8000:])
-            raise
-        finally:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for process in [*processes.children(recursive=True), processes]:
-                    process.kill()
-            job.wait()
 
 
 def megatron_launcher(device: str) -> tuple[list, dict[str, str]]:

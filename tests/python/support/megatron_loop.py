@@ -3,6 +3,8 @@
 import contextlib
 import importlib.util
 import re
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 from support.fork_server import PythonProcess
 from support.hosts import ON_HOST, Host
 from support.jobs import kill_all
-from support.launch import megatron_launcher, megatron_losses, started_megatron
+from support.launch import megatron_launcher, megatron_losses, started_megatron, torchrun_command
 
 HAS_TRAINING = importlib.util.find_spec("megatron.training") is not None
 needs_training = pytest.mark.skipif(
@@ -40,6 +42,27 @@ def started_training(ranks: int, folder: Path, *flags: str, model: str = MEGATRO
     """Start the same on CPUs, and kill it at the end of the `with` block."""
     with started_megatron(PRETRAIN, ranks, *_all_flags(folder, flags, model)) as processes:
         yield processes
+
+
+@contextlib.contextmanager
+def started_on_gpus(script: Path, ranks: int, *flags: object) -> Iterator[subprocess.Popen]:
+    """Start a Megatron training script with the launcher under torchrun. Kill all its processes at the end.
+
+    If the block raises an error, a note with the end of the output is added to it.
+    """
+    launcher, variables = megatron_launcher("cuda")
+    command, environment = torchrun_command(ranks, [*launcher, script, *flags], variables)
+    with tempfile.TemporaryFile("w+") as log:
+        job = subprocess.Popen(command, cwd=script.parent, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            yield job
+        except BaseException as error:
+            log.seek(0)
+            error.add_note(log.read()[-8000:])
+            raise
+        finally:
+            kill_all(job)
+            job.wait()
 
 
 @contextlib.contextmanager
