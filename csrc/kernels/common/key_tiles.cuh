@@ -53,8 +53,10 @@ __device__ inline void for_each_part(const Sizes& sizes, const Segments& segment
 // list(). `tables` are entries() integers in global memory, which must be zero before the first add().
 class KeyTilePlanner {
   public:
+    static constexpr int kMostGroups = 64;
+
     static int64_t entries(int32_t k_rows, int tile_keys) {
-        return 3 * int64_t(k_rows) + num_tiles(k_rows, tile_keys) + 1;
+        return 3 * int64_t(k_rows) + num_places(k_rows, tile_keys) + kMostGroups + 1;
     }
 
     __device__ KeyTilePlanner(const Sizes& sizes, const Segments& segments, int tile_keys, int32_t* tables)
@@ -65,7 +67,8 @@ class KeyTilePlanner {
           latest_(tables + sizes.k_rows),
           longest_(tables + 2 * int64_t(sizes.k_rows)),
           offsets_(tables + 3 * int64_t(sizes.k_rows)),
-          any_shared_(offsets_ + num_tiles(sizes.k_rows, tile_keys)) {}
+          group_begin_(offsets_ + num_places(sizes.k_rows, tile_keys)),
+          any_shared_(group_begin_ + kMostGroups) {}
 
     __device__ void add(const Segment& s, int i) {
         atomicMax(&from_end_[s.k_begin], segments_.size - i);
@@ -90,33 +93,55 @@ class KeyTilePlanner {
     }
 
     // Calls write(at, segment, tile, keys of the range) for each key tile, `at` from 0 on, and returns the number of
-    // key tiles. They are sorted by tile number with a counting sort, the oldest first. `segment` is the first of the
-    // range.
-    template <class Write>
-    __device__ int list(int64_t* warp_sums, Write write) {
+    // key tiles. They are sorted with a counting sort: by the group of their range, and in a group by tile number, the
+    // oldest first. `segment` is the first of the range. group_of(segment) is from 0 to kMostGroups - 1.
+    template <class GroupOf, class Write>
+    __device__ int list(int64_t* warp_sums, GroupOf group_of, Write write) {
         const auto tiles = [&](int i, const Segment& s) {
             return is_first(s, i) ? num_tiles(num_keys(s), tile_keys_) : 0;
         };
-        for_each_part(sizes_, segments_, tiles, [&](int, const Segment&, int tile) { atomicAdd(&offsets_[tile], 1); });
+        const int num_places = begin_groups(warp_sums, group_of, tiles);
+        const auto offset = [&](int i, int tile) {
+            return &offsets_[min(__ldcg(&group_begin_[group_of(i)]) + tile, num_places - 1)];
+        };
+        for_each_part(sizes_, segments_, tiles,
+                      [&](int i, const Segment&, int tile) { atomicAdd(offset(i, tile), 1); });
         __syncthreads();
         int64_t before = 0;
-        const int most_tiles = num_tiles(sizes_.k_rows, tile_keys_);
-        for (int round = 0; round < most_tiles; round += kPlanThreads) {
-            const int tile = round + int(threadIdx.x);
-            const int64_t count = tile < most_tiles ? __ldcg(&offsets_[tile]) : 0;
+        for (int round = 0; round < num_places; round += kPlanThreads) {
+            const int place = round + int(threadIdx.x);
+            const int64_t count = place < num_places ? __ldcg(&offsets_[place]) : 0;
             const auto sums = scan_over_block(count, int64_t(0), warp_sums, Sum());
-            if (tile < most_tiles) __stcg(&offsets_[tile], int32_t(before + sums.inclusive - count));
+            if (place < num_places) __stcg(&offsets_[place], int32_t(before + sums.inclusive - count));
             before += sums.total;
         }
         __syncthreads();
         for_each_part(sizes_, segments_, tiles, [&](int i, const Segment& s, int tile) {
-            write(atomicAdd(&offsets_[tile], 1), i, tile, num_keys(s));
+            write(atomicAdd(offset(i, tile), 1), i, tile, num_keys(s));
         });
         return int(before);
     }
 
   private:
     static __host__ __device__ int num_tiles(int keys, int tile_keys) { return (keys + tile_keys - 1) / tile_keys; }
+    // In the table of the counting sort: as many for each group as its longest range has tiles.
+    static __host__ __device__ int num_places(int k_rows, int tile_keys) {
+        return num_tiles(k_rows, tile_keys) + kMostGroups;
+    }
+    // Writes where the places of each group begin, and returns the number of places.
+    template <class GroupOf, class Tiles>
+    __device__ int begin_groups(int64_t* warp_sums, GroupOf group_of, Tiles tiles) {
+        for (int i = threadIdx.x; i < segments_.size; i += kPlanThreads) {
+            const Segment s = clamped(segments_[i], sizes_);
+            if (has_pairs(s)) atomicMax(&group_begin_[group_of(i)], tiles(i, s));
+        }
+        __syncthreads();
+        const int64_t mine = threadIdx.x < kMostGroups ? __ldcg(&group_begin_[threadIdx.x]) : 0;
+        const auto sums = scan_over_block(mine, int64_t(0), warp_sums, Sum());
+        if (threadIdx.x < kMostGroups) __stcg(&group_begin_[threadIdx.x], int32_t(sums.inclusive - mine));
+        __syncthreads();
+        return int(min(sums.total, int64_t(num_places(sizes_.k_rows, tile_keys_))));
+    }
     // Whether segment i is the first one of its range.
     __device__ bool is_first(const Segment& s, int i) const {
         return __ldcg(&from_end_[s.k_begin]) == segments_.size - i;
@@ -141,11 +166,12 @@ class KeyTilePlanner {
     const Sizes& sizes_;
     const Segments& segments_;
     const int tile_keys_;
-    int32_t* const from_end_;    // at the first key of a range: segments, minus the index of the range's first one
-    int32_t* const latest_;      // at the first key of a range: the segment of the range that link() visited last
-    int32_t* const longest_;     // at the first key of a range: its number of keys
-    int32_t* const offsets_;     // by tile number: its key tiles, then the place of the next one in the list
-    int32_t* const any_shared_;  // 1: some segments share a range
+    int32_t* const from_end_;     // at the first key of a range: segments, minus the index of the range's first one
+    int32_t* const latest_;       // at the first key of a range: the segment of the range that link() visited last
+    int32_t* const longest_;      // at the first key of a range: its number of keys
+    int32_t* const offsets_;      // by place: its key tiles, then where the next one is in the list
+    int32_t* const group_begin_;  // by group: the tiles of its longest range, then its first place
+    int32_t* const any_shared_;   // 1: some segments share a range
 };
 
 }  // namespace megatron_sb::common

@@ -86,14 +86,23 @@ int resident_blocks(const char* what, const void* kernel, int threads, int share
 }
 
 void launch_with(const char* what, const void* kernel, int64_t blocks, dim3 threads, int shared_bytes,
-                 cudaStream_t stream, void** arguments) {
+                 cudaStream_t stream, void** arguments, Start start) {
     if (blocks == 0) return;
     if (blocks > kMaxThreadBlocks)
         throw RuntimeFailure(concat(what, ": the launch needs ", blocks, " CTAs, and CUDA launches at most ",
                                     kMaxThreadBlocks, ". Split the batch or the heads."));
     allow_shared_memory(what, kernel, shared_bytes);
-    check(what, "launch",
-          cudaLaunchKernel(kernel, dim3(unsigned(blocks)), threads, arguments, size_t(shared_bytes), stream));
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(unsigned(blocks));
+    config.blockDim = threads;
+    config.dynamicSmemBytes = size_t(shared_bytes);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = start == Start::kBeforeEnd ? 1 : 0;
+    check(what, "launch", cudaLaunchKernelExC(&config, kernel, arguments));
 }
 
 }  // namespace megatron_sb::common

@@ -26,16 +26,19 @@ int resident_blocks(const char* what, const void* kernel, int threads, int share
 // Launches `kernel` with `blocks` CTAs and `shared_bytes` of dynamic shared memory on the current device. All launches
 // of a kernel on a device must have the same shared_bytes. `arguments` are pointers to the arguments of the kernel.
 // Does nothing for 0 CTAs. Throws RuntimeFailure with the name `what` if there are too many CTAs for one launch, or if
-// the launch fails.
+// the launch fails. With kBeforeEnd its CTAs may start before the kernel before it in the stream has ended, if that
+// kernel allows it (programmatic dependent launch).
+enum class Start { kInOrder, kBeforeEnd };
 void launch_with(const char* what, const void* kernel, int64_t blocks, dim3 threads, int shared_bytes,
-                 cudaStream_t stream, void** arguments);
+                 cudaStream_t stream, void** arguments, Start start = Start::kInOrder);
 
-template <class... Parameters, class... Arguments>
+template <Start kStart = Start::kInOrder, class... Parameters, class... Arguments>
 void launch(const char* what, void (*kernel)(Parameters...), int64_t blocks, dim3 threads, int shared_bytes,
             cudaStream_t stream, const Arguments&... arguments) {
     const auto with_converted = [&](Parameters... converted) {
         void* pointers[] = {&converted...};
-        launch_with(what, reinterpret_cast<const void*>(kernel), blocks, threads, shared_bytes, stream, pointers);
+        launch_with(what, reinterpret_cast<const void*>(kernel), blocks, threads, shared_bytes, stream, pointers,
+                    kStart);
     };
     with_converted(arguments...);
 }

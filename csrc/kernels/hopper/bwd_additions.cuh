@@ -10,12 +10,10 @@
 //
 // head_dim 64 and wide: the sum warpgroups write dQ of a step to shared memory, panel by panel, and go on. BulkAdder
 // adds the panels to dq, with bulk reductions of TMA, when the turn of the step comes. Panels go round the slots of
-// shared memory in the order of their columns. Only the step of the newest key tile is different: the sum warpgroups
-// read the sum and write the total, so they wait for the turn.
-//     barrier           arrives                                      waits
-//     dq_staged.full    each sum warp, after dQ or the total         BulkAdder
-//     dq_staged.empty   BulkAdder, after it has read dQ              sum warpgroup
-//     dq_turn           BulkAdder, in steps of the newest key tile   sum warpgroup, before it writes the total
+// shared memory in the order of their columns.
+//     barrier           arrives                          waits
+//     dq_staged.full    each sum warp, after dQ          BulkAdder
+//     dq_staged.empty   BulkAdder, after it has read dQ  sum warpgroup
 //
 // Between CTAs: the CTA stores the number of the next newer key tile in plan.dq_next_tile, after its additions and a
 // fence. Warp 2 of the CTA that owns that tile waits for its number (load with acquire).
@@ -28,10 +26,11 @@
 
 namespace megatron_sb::hopper {
 
-// Stores which key tile may add to dq of a step next, once the additions of this one are done.
+// Stores which key tile may add to dq of a step next, once the additions of this one are done. After the newest one,
+// write_dq (bwd_finish.cu) reads this number.
 __device__ __forceinline__ void pass_on_turn(const BackwardPlan& plan, const Step& step) {
     fence_acq_rel_gpu();
-    if (!(step.flags & kNewestKeyTile)) store_relaxed(plan.dq_next_tile + step.dq_index, step.tile + 1);
+    store_relaxed(plan.dq_next_tile + step.dq_index, step.tile + 1);
 }
 
 // Waits of warp 2. All run in one thread.
@@ -137,7 +136,6 @@ class BulkAdder : DqThread<T> {
         : Base(shared.control, arguments), shared_(shared) {}
 
     __device__ void run() {
-        uint32_t num_newest = 0;
         for (uint32_t number = 0;; ++number) {
             const StepPlace place = StepPlace::of(number);
             if (!control_.steps.full.try_wait(place)) {
@@ -150,18 +148,7 @@ class BulkAdder : DqThread<T> {
                 finish_step();
                 this->wait_for_turn(step);
             }
-            if (step.flags & kNewestKeyTile) {
-                finish_step();
-                control_.dq_turn.arrive(TurnPlace<T>::of(num_newest++));
-                for (int panel = 0; panel < T::kPanels; ++panel) {
-                    const Slot slot = slot_of(number, panel);
-                    this->watch(control_.dq_staged.full, slot);
-                    control_.dq_staged.empty.arrive(slot);
-                }
-                control_.steps.empty.arrive(place);
-            } else {
-                add_step(step, number);
-            }
+            add_step(step, number);
         }
         finish_step();
     }

@@ -148,7 +148,7 @@ class Publisher {
     }
 
   private:
-    // Tells add_partial_sums() that this part of the key tile has sums. It runs after this kernel.
+    // Tells add_parts() that this part of the key tile has sums. It runs after this kernel.
     __device__ void mark_sums(const Step& step) const {
         const Sizes& sizes = args_.params.sizes;
         const int kv_head = step.batch * sizes.num_kv_heads + step.kv_head;

@@ -2,7 +2,6 @@
 // descriptions.
 #pragma once
 
-#include "kernels/hopper/bwd_order.h"
 #include "kernels/hopper/bwd_plan.h"
 #include "kernels/hopper/tensor_maps.h"
 #include "kernels/hopper/wait.cuh"
@@ -13,7 +12,6 @@ struct BackwardArguments {
     BackwardParams params;
     BackwardPlan plan;
     TensorMap q, d_o, k, v;
-    HeadOrder head_order;
     float scale, scale_log2;
     common::Reach reach;
     ExpiredWait* expired_wait;

@@ -150,7 +150,7 @@ class BackwardConsumer : HalfScan<T> {
         issue_dk_dv(stage_.slot, number_ & 1);
         wgmma_wait<2>();
         this->fence_dq(dp_);
-        if (!first_round_) finish_dq<2>(number_ - 1, target);
+        if (!first_round_) finish_dq(number_ - 1, target);
         first_round_ = false;
         wgmma_wait<1>();
         fence_accumulator(s_);
@@ -179,7 +179,7 @@ class BackwardConsumer : HalfScan<T> {
         issue_dk_dv(stage_.slot, number_ & 1);
         wgmma_wait<1>();
         this->fence_dq(dp_);
-        if (!first_round_) finish_dq<kDqVectors>(number_ - 1, this->dq_target(number_ - 1, half_));
+        if (!first_round_) finish_dq(number_ - 1, this->dq_target(number_ - 1, half_));
         wgmma_wait<0>();
         if constexpr (T::kExtra > 0) fence_accumulator(dk_extra_);
         fence_accumulator(dk_);
@@ -191,7 +191,7 @@ class BackwardConsumer : HalfScan<T> {
         wgmma_wait<0>();
         this->fence_dq(dp_);
         this->release(control_.kv, tile_);
-        finish_dq<kDqVectors>(number_, this->dq_target(number_, half_));
+        finish_dq(number_, this->dq_target(number_, half_));
         stage_ = stage_.next();
         ++number_;
         // The slot of A becomes staging space. After this barrier, all four warps have finished the dV product that
@@ -223,12 +223,10 @@ class BackwardConsumer : HalfScan<T> {
         this->signal(control_.dz, dz);
     }
     // Releases dz after dQ: each warp arrives on dz.empty, on which the warps that write dz wait. Then adds dQ in
-    // memory. kLoads is 2 in a round, because of the registers. At the end of a tile, the registers of the scores are
-    // free.
-    template <int kLoads>
+    // memory.
     __device__ __forceinline__ void finish_dq(uint32_t number, const typename Base::DqTarget& target) {
         this->release(control_.dz, DzPlace::of(number));
-        this->template add_dq<kLoads>(number, target, dp_, half_);
+        this->add_dq(number, target, dp_, half_);
     }
     // Waits until both warpgroups have written dz of step `number`.
     __device__ __forceinline__ void wait_for_dz(uint32_t number) {

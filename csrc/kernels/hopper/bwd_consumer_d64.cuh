@@ -95,8 +95,7 @@ class SumWarpgroup : BackwardThread<T> {
         wgmma_wait<0>();
         this->fence_dq(dq_);
         this->release(control_.dz, slot);
-        this->pass_on_dq(number_, dq_, 0, dq_staged_, num_newest_);
-        num_newest_ += step(number_).flags & kNewestKeyTile ? 1 : 0;
+        this->pass_on_dq(number_, dq_, 0, dq_staged_);
         stage_ = stage_.next();
         ++number_;
     }
@@ -110,9 +109,8 @@ class SumWarpgroup : BackwardThread<T> {
     }
 
     uint32_t k_low_, qdo_low_, weights_low_, dz_low_, k_, v_;
-    uint32_t dq_staged_;       // address of the first slot of dQ
-    uint32_t num_newest_ = 0;  // steps so far in which this was the newest key tile
-    Stage<T> stage_;           // of step number_
+    uint32_t dq_staged_;  // address of the first slot of dQ
+    Stage<T> stage_;      // of step number_
     uint32_t number_ = 0;
     float dq_[32], dk_[64], dv_[64];  // dK and dV transposed: rows are columns of the head dimension
     float dk_extra_[2][4];            // with extra columns, of each half: rows are keys

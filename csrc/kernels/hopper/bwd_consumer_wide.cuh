@@ -82,7 +82,7 @@ class WideSumWarpgroup : BackwardThread<T> {
             issue_sum(slot.slot);
             wgmma_wait<1>();
             fence_accumulator(dq_);
-            this->pass_on_dq(number_, dq_, kFirstPanel, dq_staged_, num_newest_);
+            this->pass_on_dq(number_, dq_, kFirstPanel, dq_staged_);
             wgmma_wait<0>();
             fence_sum();
             release_rows();
@@ -94,7 +94,7 @@ class WideSumWarpgroup : BackwardThread<T> {
             release_rows();
             wgmma_wait<0>();
             fence_accumulator(dq_);
-            this->pass_on_dq(number_, dq_, kFirstPanel, dq_staged_, num_newest_);
+            this->pass_on_dq(number_, dq_, kFirstPanel, dq_staged_);
         }
 #pragma unroll
         for (int panel = kFirstPanel + kNextPanel; panel < T::kPanels; panel += kNextPanel) {
@@ -103,10 +103,9 @@ class WideSumWarpgroup : BackwardThread<T> {
             wgmma_wait<0>();
             fence_accumulator(dq_);
             if (panel + kNextPanel >= T::kPanels) this->release(control_.dz, slot);
-            this->pass_on_dq(number_, dq_, panel, dq_staged_, num_newest_);
+            this->pass_on_dq(number_, dq_, panel, dq_staged_);
         }
         if (kFirstPanel + kNextPanel >= T::kPanels) this->release(control_.dz, slot);
-        num_newest_ += step(number_).flags & kNewestKeyTile ? 1 : 0;
         stage_ = stage_.next();
         ++number_;
     }
@@ -143,7 +142,6 @@ class WideSumWarpgroup : BackwardThread<T> {
 
     uint32_t k_low_, rows_low_, dz_low_, scores_low_;
     uint32_t dq_staged_, staged_;  // addresses of the first slot of dQ, and of the staging space of dK or dV
-    uint32_t num_newest_ = 0;      // steps so far in which this was the newest key tile
     Stage<T> stage_;               // of step number_
     uint32_t number_ = 0;
     float dq_[32], sum_[kPieces][kPieceColumns / 2];  // sum_: dK or dV

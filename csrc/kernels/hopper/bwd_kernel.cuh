@@ -34,7 +34,10 @@ __global__ void __launch_bounds__(T::kThreads, 1) backward(const __grid_constant
     // The shuffle shows the compiler that all lanes have the same value. The compiler then keeps this value, and values
     // derived from it, in uniform registers.
     const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
-    if (threadIdx.x == 0) shared.control.init();
+    if (threadIdx.x == 0) {
+        shared.control.init();
+        allow_next_kernel();  // write_dq, on the multiprocessors of CTAs that have no more work
+    }
     if constexpr (T::kExtra > 0) clear_shared(shared.zeros);
     __syncthreads();
     if (warpgroup == 0) {
@@ -79,7 +82,6 @@ void launch_backward(const BackwardParams& p, cudaStream_t stream) {
         a.q_extra = make_query_map(p.q, q, kStepRows, T::kExtra);
         a.k_extra = make_key_map(p.k, k, kHalfTileKeys, T::kExtra);
     }
-    a.head_order = choose_head_order(z, p.segments, p.options.attend_current);
     const common::Scalars scalars = common::scalars_of<Element>(p.options);
     a.scale = scalars.scale;
     a.scale_log2 = scalars.scale_log2e;
@@ -88,7 +90,7 @@ void launch_backward(const BackwardParams& p, cudaStream_t stream) {
     const int64_t num_tickets = int64_t(a.plan.max_key_tiles) * a.plan.num_kv_heads * a.plan.parts.count();
     common::launch("hopper backward", backward<T>, std::min<int64_t>(common::num_multiprocessors(), num_tickets),
                    T::kThreads, sizeof(typename T::Shared), stream, a);
-    add_partial_sums(p, a.plan, stream);
+    finish_gradients(p, a.plan, a.scale, stream);
 }
 
 }  // namespace megatron_sb::hopper

@@ -21,11 +21,14 @@
 
 namespace megatron_sb::hopper {
 
+constexpr int kMostDocumentGroups = 64;  // of HeadOrder
+
 struct HeadOrder {
     static constexpr int32_t kOneAfterAnother = INT32_MAX;
 
     int32_t heads_together;  // KV heads that start together
     int32_t distance;        // key tiles between the starts of two such groups; if there are fewer, all of them
+    int32_t steps_together;  // of a head: documents with so many form a group; its tiles come before those of the next
 };
 
 // What a ticket stands for.
@@ -67,6 +70,12 @@ class TicketOrder {
     const int num_heads_, num_key_tiles_, num_parts_, heads_together_, distance_, num_lanes_;
 };
 
+// Groups of at most `most_together` heads, of equal size if possible, one after another.
+inline HeadOrder one_after_another(int heads, int most_together, int steps_together) {
+    const int together = std::max(most_together, 1), groups = (heads + together - 1) / together;
+    return {(heads + groups - 1) / groups, HeadOrder::kOneAfterAnother, std::max(steps_together, 1)};
+}
+
 // Chooses the order. The constants are measured (docs/design/kernels-hopper-backward.md).
 inline HeadOrder choose_head_order(const Sizes& z, const Segments& segments, bool attend_current) {
     const int heads = z.batch * z.num_kv_heads, tile = backward_key_tile(z), key_tiles = (z.k_rows + tile - 1) / tile;
@@ -80,14 +89,21 @@ inline HeadOrder choose_head_order(const Sizes& z, const Segments& segments, boo
         const int columns = stored_columns(z);
         const float in_flight = 57600.f / float(columns * steps), fewest = columns == 128 ? 2.5f : 1.5f;
         constexpr float kRounds = 3.f;
-        if (in_flight >= fewest && heads >= kRounds * in_flight) return {1, std::max(1, int(key_tiles / in_flight))};
+        if (in_flight >= fewest && heads >= kRounds * in_flight)
+            return {1, std::max(1, int(key_tiles / in_flight)), INT32_MAX};
     }
-    // Long key ranges, documents, and chunks of a ring: groups of heads, one after another. The chains of a group fill
-    // the GPU, and follow each other as closely as they can.
+    // Groups of heads, one after another. The chains of a group fill the GPU, and follow each other as closely as they
+    // can.
     const int chains = z.k_rows <= 4096 ? 32 : z.k_rows <= 16384 ? 24 : z.k_rows <= 32768 ? 4 : 12;
-    const int most_together = std::max(chains / segments.size, 2);
-    const int groups = (heads + most_together - 1) / most_together;
-    return {(heads + groups - 1) / groups, HeadOrder::kOneAfterAnother};
+    if (segments.by_value() && z.k_rows <= 65536) return one_after_another(heads, chains, INT32_MAX);
+    // With a segment table, and for very long sequences: groups of documents in a group of heads, so that Q, dO and dq
+    // of a group stay in the L2 cache. They have 8 bytes for each element.
+    constexpr int64_t kCachedBytes = 48 << 20;
+    constexpr int kMostRows = 16384, kLeastHeads = 3;
+    const int cached_rows = int(kCachedBytes / (8 * stored_columns(z) * (z.num_heads / z.num_kv_heads)));
+    const int rows = std::max(std::min({z.q_rows, kMostRows, cached_rows / kLeastHeads}), kStepRows);
+    const int rows_together = std::max(rows, z.q_rows / kMostDocumentGroups + kStepRows);
+    return one_after_another(heads, cached_rows / rows, rows_together / kStepRows);
 }
 
 }  // namespace megatron_sb::hopper

@@ -120,16 +120,13 @@ class BackwardThread {
         return make_float4(dq_extra_[0], dq_extra_[1], dq_extra_[2], dq_extra_[3]);
     }
     // Adds what this key tile contributes to 64 columns of dq of a step, at head_dim 128. Key tiles add in order, the
-    // oldest first: it stores, the next ones add, and the newest one writes the total to dq.
-    template <int kLoads>  // loads of the sum in flight together
+    // oldest first: it stores, the next ones add.
     __device__ __forceinline__ void add_dq(uint32_t number, const DqTarget& target, const float (&dq)[32],
                                            int part) const {
         const auto turn = TurnPlace<T>::of(number);
         control_.dq_turn.wait(turn);
         float* const sum = target.sum;
-        if (target.flags & kNewestKeyTile) {
-            write_total_dq<kLoads>(number, sum, dq, part);
-        } else if (target.flags & kOldestKeyTile) {
+        if (target.flags & kOldestKeyTile) {
 #pragma unroll
             for (int v = 0; v < kDqVectors; ++v)
                 if (is_computed(part * 64 + 8 * v))
@@ -147,40 +144,26 @@ class BackwardThread {
         __syncwarp();
         if (lane_ == 0) control_.dq_added.arrive(turn);
     }
-    // Hands 64 columns of dQ of a step to BulkAdder through shared memory, or writes the total if no newer key tile
-    // adds to it, at head_dim 64 and in the wide kernels. `staged` is the address of the first slot. `newest` counts
-    // the steps so far in which this was the newest key tile. Waits on dq_staged.empty and dq_turn, on which BulkAdder
-    // arrives. Arrives on dq_staged.full, on which it waits.
-    __device__ __forceinline__ void pass_on_dq(uint32_t number, const float (&dq)[32], int part, uint32_t staged,
-                                               uint32_t newest) const {
+    // Hands 64 columns of dQ of a step to BulkAdder through shared memory, at head_dim 64 and in the wide kernels.
+    // `staged` is the address of the first slot. Waits on dq_staged.empty, on which BulkAdder arrives. Arrives on
+    // dq_staged.full, on which it waits.
+    __device__ __forceinline__ void pass_on_dq(uint32_t number, const float (&dq)[32], int part,
+                                               uint32_t staged) const {
         const auto slot = Place<T::kDqSlots>::of(number * T::kPanels + part);
         control_.dq_staged.wait_empty(slot);
-        if (step(number).flags & kNewestKeyTile) {
-            control_.dq_turn.wait(TurnPlace<T>::of(newest));
-            write_total_dq<2>(number, dq_target(number, part).sum, dq, part);
-        } else {
-            const uint32_t to = staged + slot.slot * sizeof(float) * T::kDqFloats + (warp_ * 32 + lane_) * 16;
+        const uint32_t to = staged + slot.slot * sizeof(float) * T::kDqFloats + (warp_ * 32 + lane_) * 16;
 #pragma unroll
-            for (int v = 0; v < kDqVectors; ++v) {
-                const float* const x = dq + 4 * v;
-                store_shared(to + v * 2048, make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]),
-                                                       __float_as_uint(x[2]), __float_as_uint(x[3])));
-            }
-            if (has_extra(part))
-                store_shared(to + kDqVectors * 2048,
-                             make_uint4(__float_as_uint(dq_extra_[0]), __float_as_uint(dq_extra_[1]),
-                                        __float_as_uint(dq_extra_[2]), __float_as_uint(dq_extra_[3])));
-            fence_async_proxy();
+        for (int v = 0; v < kDqVectors; ++v) {
+            const float* const x = dq + 4 * v;
+            store_shared(to + v * 2048, make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
+                                                   __float_as_uint(x[3])));
         }
+        if (has_extra(part))
+            store_shared(to + kDqVectors * 2048,
+                         make_uint4(__float_as_uint(dq_extra_[0]), __float_as_uint(dq_extra_[1]),
+                                    __float_as_uint(dq_extra_[2]), __float_as_uint(dq_extra_[3])));
+        fence_async_proxy();
         signal(control_.dq_staged, slot);
-    }
-    // Writes 64 columns of dq of a step: the sum of the older key tiles, if there are any, plus this one.
-    template <int kLoads>
-    __device__ __forceinline__ void write_total_dq(uint32_t number, const float* sum, const float (&dq)[32],
-                                                   int part) const {
-        const Step& step = this->step(number);
-        accumulates_gradients() ? write_dq<float, kLoads>(step, sum, dq, part * 64)
-                                : write_dq<Element, kLoads>(step, sum, dq, part * 64);
     }
     // Write columns of dk or dv of a half tile, from `column` on, which is a multiple of 64. The rows of the
     // accumulator are its keys, in the order of shared memory. `staged` is the address of shared memory for 64 rows of
@@ -238,44 +221,6 @@ class BackwardThread {
     // Whether a column of dq belongs to the head. At head_dim 96, dQ has zeros in the columns from 96 to 127.
     __device__ __forceinline__ static bool is_computed(int column) {
         return T::kHeadDim % 64 == 0 || column < T::kHeadDim;
-    }
-
-    template <class Out, int kLoads>
-    __device__ __forceinline__ void write_dq(const Step& step, const float* sum, const float (&dq)[32],
-                                             int first_column) const {
-        const Rows<void*>& to = args_.params.dq;
-        Out* const first = static_cast<Out*>(to.data) + step.batch * to.batch_stride + step.head * to.head_stride +
-                           (step.row + row(0)) * to.row_stride + first_column + lane_ % 4 * 2;
-        const bool only_tile = step.flags & kOldestKeyTile;
-#pragma unroll
-        for (int u = 0; u < kDqVectors; u += kLoads) {
-            float4 older[kLoads];
-#pragma unroll
-            for (int i = 0; i < kLoads; ++i)
-                older[i] = only_tile || !is_computed(first_column + 8 * (u + i))
-                               ? make_float4(0.f, 0.f, 0.f, 0.f)
-                               : __ldcg(reinterpret_cast<const float4*>(sum + (u + i) * 512));
-#pragma unroll
-            for (int i = 0; i < kLoads; ++i) {
-                const int v = u + i;
-                if (first_column + 8 * v >= head_dim()) continue;
-                if (row(0) < step.num_rows)
-                    write_pair(first + 8 * v, (dq[4 * v] + older[i].x) * args_.scale,
-                               (dq[4 * v + 1] + older[i].y) * args_.scale);
-                if (row(1) < step.num_rows)
-                    write_pair(first + 8 * to.row_stride + 8 * v, (dq[4 * v + 2] + older[i].z) * args_.scale,
-                               (dq[4 * v + 3] + older[i].w) * args_.scale);
-            }
-        }
-        if (!has_extra(first_column / 64)) return;
-        const float4 older = only_tile ? make_float4(0.f, 0.f, 0.f, 0.f)
-                                       : __ldcg(reinterpret_cast<const float4*>(sum + kDqVectors * 512));
-        Out* const extra = first + 8 * kDqVectors;
-        if (row(0) < step.num_rows)
-            write_pair(extra, (dq_extra_[0] + older.x) * args_.scale, (dq_extra_[1] + older.y) * args_.scale);
-        if (row(1) < step.num_rows)
-            write_pair(extra + 8 * to.row_stride, (dq_extra_[2] + older.z) * args_.scale,
-                       (dq_extra_[3] + older.w) * args_.scale);
     }
 
     // dk or dv of a key tile in fp32: the sums of a part of the tile, which are stored, or gradients that accumulate,
@@ -421,11 +366,7 @@ class BackwardThread {
         return args_.params.sizes.head_dim_v;
     }
 
-    // Write two neighbouring columns. The fp32 version adds with a reduction, which returns no value to wait for. No
-    // other CTA adds to these columns at the same time.
-    __device__ __forceinline__ static void write_pair(float* to, float x, float y) {
-        reduce_add_global(to, x, y);
-    }
+    // Writes two neighbouring columns.
     __device__ __forceinline__ static void write_pair(Element* to, float x, float y) {
         *reinterpret_cast<uint32_t*>(to) = pack<Element>(x, y);
     }

@@ -3,7 +3,7 @@
 // Usually one CTA does all steps of a key tile, for all query heads of a KV head. With few key tiles and few KV heads
 // this leaves CTAs without work, because the oldest tile alone has about twice the steps of an average tile. Then a
 // tile is divided into parts. A part is a range of the query heads times a range of the steps. Each part is one ticket
-// and has sums of dk and dv of its own, which add_partial_sums() adds in the order of the parts (bwd_partial_sums.cu).
+// and has sums of dk and dv of its own, which add_parts() adds in the order of the parts (bwd_finish.cu).
 //
 // The ranges of steps also shorten the chains of key tiles: the carries of two ranges are independent, so a second
 // chain begins in the middle of the rows. The ranges of newer steps are longer, because only they have steps in newer

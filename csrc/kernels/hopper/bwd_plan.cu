@@ -1,6 +1,5 @@
 // Plans a backward call on the device, with two kernels. plan_work numbers the steps and sorts the key tiles.
-// plan_starts finds where the rows of each step start. Both also zero the gradients that the main kernel does not
-// write.
+// plan_starts finds where the rows of each step start. plan_work also zeroes the gradients of rows in no segment.
 #include <algorithm>
 
 #include "core/limits.h"
@@ -17,6 +16,7 @@ namespace {
 constexpr int kStepsAtOnce = 4;  // steps that a warp handles at once in find_starts
 
 using Planner = common::KeyTilePlanner;
+static_assert(Planner::kMostGroups == kMostDocumentGroups);
 using common::kMaxWarps, common::kPlanThreads, common::RowRange, common::scan_over_block;
 
 // Whether part 0 of a key tile has all its steps. `segment` is the first segment of its key range.
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kPlanThreads)
     __shared__ int64_t warp_sums[kMaxWarps];
     if (blockIdx.x > 0) return clear_uncovered(p, blockIdx.x - 1, changes, warp_values);
     Planner planner(p.sizes, p.segments, backward_key_tile(p.sizes), plan.key_tile_tables);
-    common::number_units(
+    const int64_t steps = common::number_units(
         p.sizes, p.segments, warp_sums, [](const Segment& s) { return num_steps(s); },
         [&](int i, const Segment& s, int64_t first) {
             const int64_t last_place = plan.max_steps - num_steps(s);
@@ -81,15 +81,20 @@ __global__ void __launch_bounds__(kPlanThreads)
             if (common::has_pairs(s)) planner.add(s, i);
         });
     planner.link([&](int i, int next) { plan.segments[i].next = next; });
-    const int key_tiles = planner.list(warp_sums, [&](int at, int segment, int tile, int num_keys) {
+    const auto group_of = [&](int segment) {
+        return min(plan.segments[segment].first_step / plan.head_order.steps_together, Planner::kMostGroups - 1);
+    };
+    const int key_tiles = planner.list(warp_sums, group_of, [&](int at, int segment, int tile, int num_keys) {
         if (at < plan.max_key_tiles) plan.key_tiles[at] = {segment, tile, num_keys, is_whole(p, plan, segment, tile)};
     });
-    if (threadIdx.x == 0) plan.counters[kNumKeyTiles] = min(key_tiles, plan.max_key_tiles);
+    if (threadIdx.x > 0) return;
+    plan.counters[kNumKeyTiles] = min(key_tiles, plan.max_key_tiles);
+    plan.counters[kNumSteps] = int(min(steps, int64_t(plan.max_steps)));
 }
 
-// Writes oldest_tile and newest_half of each step, over the rows of this step alone. `first_row` is the index of the
-// first query row of the segment in a tensor (batch, head, row).
-__device__ void find_starts(const BackwardParams& p, const Segment& s, int64_t first_row, StepStarts* starts) {
+// Writes the starts of each step of segment i, over the rows of this step alone. `first_row` is the index of the first
+// query row of the segment in a tensor (batch, head, row).
+__device__ void find_starts(const BackwardParams& p, int i, const Segment& s, int64_t first_row, StepStarts* starts) {
     constexpr int kRows = kStepsAtOnce * kStepRows / 32;  // rows per lane
     const int steps = num_steps(s), lane = threadIdx.x % 32, warps = blockDim.x / 32;
     const bool two_halves = halves_of_tile(p.sizes) == 2;
@@ -119,7 +124,7 @@ __device__ void find_starts(const BackwardParams& p, const Segment& s, int64_t f
             }
             oldest = __reduce_min_sync(~0u, oldest);
             newest = __reduce_max_sync(~0u, newest);
-            if (lane == 0 && begin + n < steps) starts[begin + n] = {oldest, newest, newest};
+            if (lane == 0 && begin + n < steps) starts[begin + n] = {oldest, newest, newest, i};
         }
     }
 }
@@ -139,8 +144,7 @@ __device__ void scan_starts(StepStarts* first, int steps, int direction, int32_t
     }
 }
 
-// Finds where the rows of each step start. A thread block handles one segment of one head. If gradients are
-// overwritten, it also zeroes the rows of dq that no key tile writes.
+// Finds where the rows of each step start. A thread block handles one segment of one head.
 __global__ void __launch_bounds__(kMaxWarps * 32)
     plan_starts(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardPlan plan) {
     __shared__ int warp_values[kMaxWarps];
@@ -148,22 +152,12 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
     const Segment s = clamped(p.segments[i], p.sizes);
     const int steps = num_steps(s);
     StepStarts* const starts = plan.starts + int64_t(head) * plan.max_steps + plan.segments[i].first_step;
-    find_starts(p, s, int64_t(head) * p.sizes.q_rows + s.q_begin, starts);
+    find_starts(p, i, s, int64_t(head) * p.sizes.q_rows + s.q_begin, starts);
     __syncthreads();
     scan_starts(starts + steps - 1, steps, -1, &StepStarts::oldest_tile, kNeverStarts, warp_values,
                 [](int a, int b) { return min(a, b); });
     scan_starts(starts, steps, 1, &StepStarts::newest_half_so_far, -1, warp_values,
                 [](int a, int b) { return max(a, b); });
-    if (p.grad_dtype == Dtype::kFloat32) return;
-    __syncthreads();
-    for (int step = threadIdx.x; step < steps; step += blockDim.x) {
-        const int row = step * kStepRows, end = min(row + kStepRows, s.q_len);
-        const int visible = visible_keys(s, p.options.attend_current, end - 1);
-        if (visible > 0 && starts[step].oldest_tile <= (visible - 1) / backward_key_tile(p.sizes)) continue;
-        for (int r = s.q_begin + row; r < s.q_begin + end; ++r)
-            for (int column = 0; column < p.sizes.head_dim; column += kZeroColumns)
-                write_zeros(p.dq, head / p.sizes.num_heads, head % p.sizes.num_heads, r, column);
-    }
 }
 
 // Allocates the arrays of the workspace one after another. With `base` null it only counts the bytes.
@@ -191,10 +185,11 @@ Layout lay_out_workspace(const BackwardParams& p, BackwardPlan* plan) {
     plan->max_key_tiles = z.k_rows / backward_key_tile(z) + std::min(p.segments.size, z.k_rows);
     plan->num_kv_heads = z.batch * z.num_kv_heads;
     plan->parts = choose_tile_parts(z, p.segments.size);
+    plan->head_order = choose_head_order(z, p.segments, p.options.attend_current);
     const int64_t parts = plan->parts.count() > 1 ? int64_t(plan->parts.count()) * plan->num_kv_heads : 0;
     Workspace w{static_cast<char*>(p.workspace)};
-    plan->counters = w.take<int32_t>(2);
-    plan->dq_next_tile = w.take<int32_t>(heads * plan->max_steps);
+    plan->counters = w.take<int32_t>(3);
+    plan->dq_next_tile = w.take<int32_t>(heads * plan->max_steps + 1);
     plan->carries = w.take<CarrySlot>(heads * z.q_rows);
     plan->key_tile_tables = w.take<int32_t>(Planner::entries(z.k_rows, backward_key_tile(z)));
     plan->has_sums = w.take<int32_t>(parts * z.k_rows);
@@ -202,7 +197,7 @@ Layout lay_out_workspace(const BackwardParams& p, BackwardPlan* plan) {
     plan->segments = w.take<SegmentPlan>(p.segments.size);
     plan->key_tiles = w.take<KeyTile>(plan->max_key_tiles);
     plan->starts = w.take<StepStarts>(heads * plan->max_steps);
-    plan->dq = w.take<float>(heads * plan->max_steps * kStepRows * stored_columns(z));
+    plan->dq = w.take<float>((heads * plan->max_steps + 1) * kStepRows * stored_columns(z));
     plan->partial_dk = w.take<float>(parts * z.k_rows * stored_columns(z));
     plan->partial_dv = w.take<float>(parts * z.k_rows * stored_columns(z));
     plan->partial_gates = w.take<float>(p.options.forget_gate ? parts * z.k_rows : 0);

@@ -11,6 +11,7 @@
 #include "core/params.h"
 #include "core/restart.h"
 #include "core/segment.h"
+#include "kernels/hopper/bwd_order.h"
 #include "kernels/hopper/bwd_parts.h"
 #include "kernels/hopper/bwd_traits.h"
 
@@ -36,6 +37,7 @@ struct StepStarts {
     int32_t oldest_tile;         // oldest key tile that a row of this step, or of a newer step, needs
     int32_t newest_half;         // newest half in which a row of this step starts
     int32_t newest_half_so_far;  // maximum of newest_half over this step and all older ones
+    int32_t segment;
 };
 
 // The carry of a row at the newer edge of a key tile, on its way to the next newer one. The publisher writes it, and
@@ -48,15 +50,18 @@ struct alignas(16) CarrySlot {
 
 struct BackwardPlan {
     int32_t max_steps, max_key_tiles;
-    int32_t num_kv_heads;      // of all batch elements
-    TileParts parts;           // into which the work of a key tile is divided
-    int32_t* counters;         // number of tickets taken, number of key tiles
+    int32_t num_kv_heads;  // of all batch elements
+    TileParts parts;       // into which the work of a key tile is divided
+    HeadOrder head_order;
+    int32_t* counters;         // number of tickets taken, number of key tiles, number of steps of a head
     SegmentPlan* segments;     // one per segment
     KeyTile* key_tiles;        // ordered by tile number, the oldest first
     StepStarts* starts;        // (heads, max_steps)
-    int32_t* dq_next_tile;     // (heads, max_steps): number of the key tile that adds to dq next; 0 before the first
+    int32_t* dq_next_tile;     // (heads, max_steps), then one for steps without rows: number of the key tile that adds
+                               // to dq next; 0 before the first
     CarrySlot* carries;        // (heads, q_rows)
-    float* dq;                 // (heads, max_steps, 64 * stored_columns()), in the order of the accumulator registers
+    float* dq;                 // (heads, max_steps, 64 * stored_columns()), in the order of the accumulator registers;
+                               // then a place for steps without rows
     int32_t* key_tile_tables;  // of KeyTilePlanner, used while planning
     // The next four have elements only if a key tile can have several parts.
     int32_t* has_sums;               // (parts, kv_heads, k_rows): 1 at the first key of a tile if the part has steps
@@ -69,15 +74,15 @@ struct BackwardPlan {
     }
 };
 
-constexpr int kTicket = 0, kNumKeyTiles = 1;
+constexpr int kTicket = 0, kNumKeyTiles = 1, kNumSteps = 2;
 
 // Sets the pointers of `plan` into params.workspace and returns the number of bytes that the workspace needs.
 int64_t plan_backward(const BackwardParams& params, BackwardPlan* plan);
 // Launches the kernels that fill the plan. Throws RuntimeFailure if a launch fails.
 void launch_plan(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream);
-// Launches the kernel that adds the partial sums of dk and dv, if key tiles have several parts. Throws RuntimeFailure
-// if the launch fails.
-void add_partial_sums(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream);
+// Launches what follows the main kernel: it writes dq, and adds the partial sums of dk and dv if key tiles have several
+// parts. Throws RuntimeFailure if a launch fails.
+void finish_gradients(const BackwardParams& params, const BackwardPlan& plan, float scale, cudaStream_t stream);
 
 // Number of keys of a segment that are visible to its row `row`.
 SB_HOST_DEVICE inline int visible_keys(const Segment& s, bool attend_current, int row) {

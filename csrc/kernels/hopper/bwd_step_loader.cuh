@@ -41,12 +41,12 @@ class StepLoader {
 
   private:
     // Whether the consumers write zeros to the gradients of a key tile without steps. If the tile has several parts,
-    // add_partial_sums() does.
+    // add_parts() does.
     __device__ bool writes_zeros() const { return args_.params.grad_dtype != Dtype::kFloat32 && key_tile_.is_whole; }
     // Takes tickets until one has work, and finds its key tile, KV head and part. Returns false if no work is left.
     __device__ bool next_key_tile() {
         const Sizes& z = args_.params.sizes;
-        const TicketOrder order(args_.head_order, z.batch * z.num_kv_heads, args_.plan.counters[kNumKeyTiles],
+        const TicketOrder order(args_.plan.head_order, z.batch * z.num_kv_heads, args_.plan.counters[kNumKeyTiles],
                                 args_.plan.parts.count());
         Work work;
         int ticket = 0;
@@ -134,9 +134,10 @@ class StepLoader {
         have_pending_ = true;
     }
     // Describes a step without rows, for a key tile that no row needs. With it, the consumers write zeros to the
-    // gradients of the tile.
+    // gradients of the tile. Its dQ goes to a place that nothing reads.
     __device__ void fill_empty_step() {
         pending_ = {};
+        pending_.dq_index = args_.plan.max_steps * args_.params.sizes.batch * args_.params.sizes.num_heads;
         pending_.flags = kOldestKeyTile | kNewestKeyTile | kSlow | kMasked | kMasked << 1;
         pending_.visible = -kStepRows;
         have_pending_ = true;

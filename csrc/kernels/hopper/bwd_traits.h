@@ -31,7 +31,7 @@ struct alignas(16) Step {
     float offset;              // of the logits of the head, in units of log(2)
 };
 constexpr int kOldestKeyTile = 1;  // the first key tile of the chain that adds to dq of these rows
-constexpr int kNewestKeyTile = 2;  // the last one; it writes dq
+constexpr int kNewestKeyTile = 2;  // the last one
 constexpr int kLastStepOfTile = 4;
 constexpr int kEndOfWork = 8;      // not a step: all work is done
 constexpr int kMasked = 16;        // shifted left by the half (0 or 1): some row does not see all keys of that half
@@ -67,7 +67,7 @@ struct BackwardBarriers {
     Ring<Wait::kDzFull, Wait::kDzEmpty, T::kDzSlots, kScanWarps, kSumWarps> dz;  // also A, except at head_dim 128
     // head_dim 128: A and dz of a half, within its warpgroup
     Ring<Wait::kOwnHalfFull, Wait::kOwnHalfEmpty, 1, 128, 128> own_half[2];
-    Event<Wait::kDqTurn, T::kDqTurns, 1> dq_turn;
+    Event<Wait::kDqTurn, T::kDqTurns, 1> dq_turn;                                  // head_dim 128
     Event<Wait::kDqAdded, T::kDqTurns, kSumWarps> dq_added;                        // head_dim 128
     Event<Wait::kDqPublished, T::kDqTurns, 1> dq_published;                        // head_dim 128
     Ring<Wait::kDqStagedFull, Wait::kDqStagedEmpty, T::kDqSlots, 4, 1> dq_staged;  // not at head_dim 128
@@ -170,9 +170,8 @@ struct BackwardTraits {
     static constexpr bool kSeparateDo = kHeadDim == 256;
     static constexpr int kStageBytes = kTileBytes + (kSeparateDo ? 0 : kValueTileBytes);
 
-    // Panels of dQ in shared memory, on their way to dq. Only the steps of the newest key tiles have a turn. At
-    // head_dim 128 instead, steps that have a turn to add to dq, or wait until their additions are published.
-    // Beside extra columns there is room for one slot.
+    // Panels of dQ in shared memory, on their way to dq. Beside extra columns there is room for one slot. At head_dim
+    // 128 instead, steps that have a turn to add to dq, or wait until their additions are published.
     static constexpr int kDqSlots = !kAddsDqInBulk || kExtra > 0 ? 1 : kHeadDim == 192 ? 3 : 2;
     static constexpr int kDqTurns = kAddsDqInBulk ? 1 : 8;
     static constexpr int kDqFloats =

@@ -59,6 +59,17 @@ __device__ __forceinline__ bool mbarrier_test_wait(uint64_t* barrier, int parity
     return done;
 }
 
+// ---- programmatic dependent launch ----------------------------------------------------------------------------------
+
+// Lets the next kernel of the stream start on multiprocessors that this one no longer uses. All CTAs call it.
+__device__ __forceinline__ void allow_next_kernel() {
+    asm volatile("griddepcontrol.launch_dependents;");
+}
+// Waits until the kernel before this one in the stream has ended, and makes its writes visible.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // ---- copies into shared memory --------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void tma_load_3d(void* to, const CUtensorMap* map, uint64_t* barrier, int c0, int c1,

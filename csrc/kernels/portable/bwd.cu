@@ -45,10 +45,12 @@ __global__ void __launch_bounds__(kPlanThreads)
     for_each_part(
         sizes, segments, [](int, const Segment&) { return 1; },
         [&](int, const Segment& s, int) { write_first_block(s, 0); });
-    const int key_tiles = planner.list(warp_sums, [&](int at, int segment, int tile, int num_keys) {
-        const int k_row = clamped(segments[segment], sizes).k_begin;
-        if (at < plan.max_key_tiles) plan.key_tiles[at] = {k_row, num_keys, tile * kKeyTile, segment};
-    });
+    const int key_tiles = planner.list(
+        warp_sums, [](int) { return 0; },
+        [&](int at, int segment, int tile, int num_keys) {
+            const int k_row = clamped(segments[segment], sizes).k_begin;
+            if (at < plan.max_key_tiles) plan.key_tiles[at] = {k_row, num_keys, tile * kKeyTile, segment};
+        });
     if (threadIdx.x == 0) *plan.totals = {blocks, key_tiles};
 }
 

@@ -15,17 +15,17 @@ Sizes sizes_of(int length, int head_dim, int heads, int kv_heads, int batch) {
 }
 
 TEST(TicketOrder, HandsOutEachPartOnceAndOlderTilesFirst) {
-    for (const HeadOrder order : {HeadOrder{1, 1},
-                                  {1, 3},
-                                  {1, 16},
-                                  {1, HeadOrder::kOneAfterAnother},
-                                  {2, 5},
-                                  {5, 7},
-                                  {3, HeadOrder::kOneAfterAnother},
-                                  {7, HeadOrder::kOneAfterAnother}})
+    for (const HeadOrder order : {HeadOrder{1, 1, 1},
+                                  {1, 3, 1},
+                                  {1, 16, 1},
+                                  {1, HeadOrder::kOneAfterAnother, 1},
+                                  {2, 5, 1},
+                                  {5, 7, 1},
+                                  {3, HeadOrder::kOneAfterAnother, 1},
+                                  {7, HeadOrder::kOneAfterAnother, 1}})
         for (const int heads : {1, 2, 7, 24})
             for (const int tiles : {1, 2, 16, 37})
-                for (const int parts : {1, 4}) {
+                for (const int parts : {1, 4, 1}) {
                     const TicketOrder tickets(order, heads, tiles, parts);
                     std::vector<int> next(heads);  // next tile and part of each head
                     Work work;
@@ -42,8 +42,8 @@ TEST(TicketOrder, HandsOutEachPartOnceAndOlderTilesFirst) {
 }
 
 TEST(TicketOrder, HasNoTicketsWithoutKeyTiles) {
-    EXPECT_FALSE(TicketOrder({1, 4}, 3, 0, 1).is_before_end(0));
-    EXPECT_FALSE(TicketOrder({3, HeadOrder::kOneAfterAnother}, 3, 0, 1).is_before_end(0));
+    EXPECT_FALSE(TicketOrder({1, 4, 1}, 3, 0, 1).is_before_end(0));
+    EXPECT_FALSE(TicketOrder({3, HeadOrder::kOneAfterAnother, 1}, 3, 0, 1).is_before_end(0));
 }
 
 HeadOrder order_of(const Sizes& z, int num_segments = 1) {
@@ -61,6 +61,31 @@ HeadOrder order_of_older_keys(Sizes z) {
     return choose_head_order(z, segments, false);
 }
 
+// With a segment table, the rows of a group of documents and heads stay in the L2 cache.
+TEST(TicketOrder, GroupsDocuments) {
+    struct Case {
+        HeadOrder order;
+        int heads_together, rows_together;
+    };
+    for (const auto& [order, heads_together, rows_together] : {
+             Case{order_of(sizes_of(65536, 128, 12, 12, 1), 100), 3, 16384},
+             Case{order_of(sizes_of(65536, 64, 24, 24, 1), 100), 6, 16384},
+             Case{order_of(sizes_of(65536, 128, 32, 8, 1), 100), 3, 4096},
+             Case{order_of(sizes_of(65536, 128, 8, 1, 1), 100), 1, 2048},
+             Case{order_of(sizes_of(65536, 256, 8, 8, 1), 100), 3, 8192},
+             Case{order_of(sizes_of(8192, 128, 12, 12, 1), 2), 6, 8192},
+             Case{order_of(sizes_of(131072, 128, 12, 12, 1)), 3, 16384},
+             Case{order_of(sizes_of(131072, 64, 24, 24, 1)), 6, 16384},
+             Case{order_of(sizes_of(2048, 128, 12, 12, 1), 2), 12, 2048},
+             Case{order_of(sizes_of(1 << 21, 128, 12, 12, 1), 100), 3, (1 << 21) / kMostDocumentGroups + 64},
+             Case{order_of(sizes_of(1, 128, 1, 1, 1), 2), 1, 64},
+         }) {
+        EXPECT_EQ(order.heads_together, heads_together);
+        EXPECT_EQ(order.distance, HeadOrder::kOneAfterAnother);
+        EXPECT_EQ(order.steps_together, rows_together / 64);
+    }
+}
+
 // In a dense call with many heads the tiles of a head are spread over time; else heads run in groups.
 TEST(TicketOrder, IsChosenByTheSizes) {
     struct Case {
@@ -76,7 +101,6 @@ TEST(TicketOrder, IsChosenByTheSizes) {
              Case{order_of(sizes_of(65536, 128, 12, 12, 1)), 12, kGroups},
              Case{order_of(sizes_of(16384, 128, 32, 8, 1)), 8, kGroups},
              Case{order_of(sizes_of(16384, 128, 4, 4, 1)), 4, kGroups},
-             Case{order_of(sizes_of(65536, 128, 12, 12, 1), 100), 2, kGroups},
              Case{order_of(sizes_of(0, 128, 12, 12, 1)), 12, kGroups},
              Case{order_of(sizes_of(32768, 128, 12, 12, 1)), 4, kGroups},
              Case{order_of(sizes_of(16384, 256, 12, 12, 1)), 1, 145},
@@ -87,6 +111,7 @@ TEST(TicketOrder, IsChosenByTheSizes) {
          }) {
         EXPECT_EQ(order.heads_together, heads_together);
         EXPECT_EQ(order.distance, distance);
+        EXPECT_EQ(order.steps_together, INT32_MAX);
     }
 }
 

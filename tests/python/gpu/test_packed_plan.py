@@ -1,12 +1,14 @@
-"""The plan of a packed backward with the portable kernels, which max_seqlen bounds."""
+"""The plan of a packed backward: the portable kernels, which max_seqlen bounds, and groups of documents on Hopper."""
 
+import itertools
 import os
 import subprocess
 import sys
 
+import pytest
 import torch
 from support.accuracy import relative_errors, run
-from support.inputs import make_inputs
+from support.inputs import Inputs, make_inputs
 
 from megatron_sb import stickbreaking_attention_varlen
 
@@ -72,3 +74,19 @@ def test_a_document_longer_than_max_seqlen_is_an_error():
     )
     assert run.returncode != 0
     assert "max_seqlen_k must be" in run.stderr + run.stdout
+
+
+@pytest.mark.parametrize(("h", "d"), [(12, 128), (16, 64), (9, 256)])
+def test_groups_of_documents_change_no_bit(h, d):
+    """The Hopper backward runs the documents of a long stream in groups. A document alone gives the same bits."""
+    lengths = [3000, 700, 129, 9000, 64, 1, 5000, 2500, 4096, 1000, 8000, 333, 6000]
+    x = make_inputs("mean -8", s=sum(lengths), h=h, d=d, dtype=torch.bfloat16).packed()
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    together = run(stickbreaking_attention_varlen, x, cu_seqlens, max(lengths), return_mass=True)
+    for first, last in itertools.pairwise(cu_seqlens.tolist()):
+        rows = Inputs(*(y[first:last] for y in (x.q, x.k, x.v, x.do)), x.dmass[:, first:last])
+        offsets = torch.tensor([0, last - first], dtype=torch.int32)
+        alone = run(stickbreaking_attention_varlen, rows, offsets, last - first, return_mass=True)
+        for name, value in alone.items():
+            dim = int(name == "mass")
+            assert torch.equal(together[name].narrow(dim, first, last - first), value), (name, first, last)
