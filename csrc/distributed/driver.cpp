@@ -15,7 +15,8 @@
 //           send the gradients of the block
 //
 // Both repeat this for each group of KV heads. Only all_gather has several groups. The documents that no other rank has
-// are computed while the first blocks arrive (own_documents.h).
+// (own_documents.h) are computed while the first blocks arrive, and in the backward while the gradients travel, which
+// have twice as many bytes.
 #include "distributed/driver.h"
 
 #include <ATen/ATen.h>
@@ -32,11 +33,14 @@ namespace {
 
 using at::Tensor;
 
-// `type`: the dtype of dk and dv with kLocal. The other modes use the accumulation type.
-std::unique_ptr<KeySource> make_key_source(const RankCall& call, plan::Pass pass, at::ScalarType type) {
+// With kLocal, kernels compute dk and dv in `type`, in the backward in `to` if it has this type. The other modes use
+// the accumulation type.
+std::unique_ptr<KeySource> make_key_source(const RankCall& call, plan::Pass pass, at::ScalarType type,
+                                           const KeyGradients& to = {}) {
     if (call.comm == Comm::kRing) return make_ring_keys(*call.transport, call.plan, pass, call.k, call.v);
-    if (call.comm == Comm::kGather) return make_gathered_keys(*call.transport, call.plan, call.k, call.v);
-    return make_local_keys(call.k, call.v, type);
+    if (call.comm == Comm::kLocal) return make_local_keys(call.k, call.v, type, to);
+    const auto make = call.plan.key_rows ? make_needed_keys : make_gathered_keys;
+    return make(*call.transport, call.plan, call.k, call.v);
 }
 
 // Returns the query heads of x that read a range of KV heads. `dim` is the dimension of x that counts query heads.
@@ -107,8 +111,8 @@ RankOutput forward_with(KeySource& keys, const RankCall& call, bool keep_records
 }
 
 // dq: the kernels write it or add to it. oldest_prefix (b, h, s_local): the prefix of each row at its oldest key.
-Gradients backward_with(KeySource& keys, const RankCall& call, const Tensor& d_o, const Tensor& oldest_prefix,
-                        const std::vector<GroupRecord>& records, const Tensor& dq, at::ScalarType type) {
+void backward_with(KeySource& keys, const RankCall& call, const Tensor& d_o, const Tensor& oldest_prefix,
+                   const std::vector<GroupRecord>& records, const Tensor& dq) {
     const SegmentTables& tables = call.plan.tables(call.comm);
     for (int group = 0; group < keys.num_groups(); ++group) {
         const HeadRange kv_heads = keys.heads(group);
@@ -133,8 +137,14 @@ Gradients backward_with(KeySource& keys, const RankCall& call, const Tensor& d_o
             keys.finish_step();
         }
     }
-    const KeyGradients own = keys.own_gradients();
-    return {dq.to(type), own.dk.to(type), own.dv.to(type)};
+}
+
+// Returns dq, dk and dv of all rows, not initialised, or 0 where some rows of dk and dv may not be written.
+Gradients make_gradients(const RankCall& call, at::ScalarType type) {
+    const auto like = [&](const Tensor& x) { return at::empty(x.sizes(), x.options().dtype(type)); };
+    Gradients gradients{like(call.q), like(call.k), like(call.v)};
+    if (call.comm == Comm::kGather && call.plan.key_rows) gradients.dk.zero_(), gradients.dv.zero_();
+    return gradients;
 }
 
 }  // namespace
@@ -157,17 +167,23 @@ Gradients attend_backward(const RankCall& call, const Tensor& d_o, const Tensor&
     const bool writes =
         call.comm == Comm::kLocal && call.plan.gather.segments[0].defined() && kernels_write(call, type);
     const auto block_type = writes ? type : ops::accumulation_type(call.q);
+    const bool has_own = has_own_documents(call);
     const RankCall shared = shared_part(call);
-    const auto keys = make_key_source(shared, plan::Pass::kBackward, block_type);  // starts the first transfer
-    const auto dq_options = call.q.options().dtype(block_type);
-    const Tensor dq = writes ? at::empty(call.q.sizes(), dq_options) : at::zeros(shared.q.sizes(), dq_options);
+    Gradients result = has_own ? Gradients{} : make_gradients(call, type);
+    const auto keys = make_key_source(shared, plan::Pass::kBackward, block_type,
+                                      {result.dk, result.dv});  // starts the first transfer
     const Tensor oldest_prefix = d_mass.defined() ? mass * d_mass : at::zeros_like(mass);
-    if (!has_own_documents(call)) return backward_with(*keys, call, d_o, oldest_prefix, records, dq, type);
-    const Gradients own = own_documents_backward(call, d_o, oldest_prefix, records.back(), type);
-    const Gradients rest =
-        backward_with(*keys, shared, shared_rows(call, d_o), shared_row_values(call, oldest_prefix), records, dq, type);
-    write_shared_rows(call, own, rest);
-    return own;
+    const Tensor dq = writes ? result.dq : at::zeros(shared.q.sizes(), shared.q.options().dtype(block_type));
+    if (has_own) {
+        backward_with(*keys, shared, shared_rows(call, d_o), shared_row_values(call, oldest_prefix), records, dq);
+        result = own_documents_backward(call, d_o, oldest_prefix, records.back(), type);
+        write_shared_rows(call, result.dq, dq);
+    } else {
+        backward_with(*keys, shared, d_o, oldest_prefix, records, dq);
+        if (!writes) result.dq = dq.to(type);
+    }
+    keys->write_own_gradients({result.dk, result.dv});
+    return result;
 }
 
 }  // namespace megatron_sb::distributed

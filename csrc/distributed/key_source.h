@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -44,8 +45,9 @@ class KeySource {
     virtual KeyGradients gradients(size_t block) = 0;
     // Sends the gradients of this step's blocks.
     virtual void finish_step() = 0;
-    // Returns, after the last step, the gradients of this rank's own keys and values, (b, s_local, kv heads, ..).
-    virtual KeyGradients own_gradients() = 0;
+    // Writes, after the last step, the gradients of this rank's own keys and values to `to`, (b, s_local, kv heads,
+    // ..), of any dtype. Rows that no rank needs may be left as they are.
+    virtual void write_own_gradients(const KeyGradients& to) = 0;
 };
 
 // All take k (b, s_local, h_kv, d) and v (b, s_local, h_kv, d_v). `transport` and `plan` must outlive the source.
@@ -56,8 +58,22 @@ std::unique_ptr<KeySource> make_ring_keys(Transport& transport, const RankPlan& 
 // Gathers the whole stream, a group of KV heads at a time, and reduce-scatters the gradients.
 std::unique_ptr<KeySource> make_gathered_keys(Transport& transport, const RankPlan& plan, const at::Tensor& k,
                                               const at::Tensor& v);
-// Returns k and v as one block, without a transfer. dk and dv have the dtype `type`.
-std::unique_ptr<KeySource> make_local_keys(const at::Tensor& k, const at::Tensor& v, at::ScalarType type);
+// Gets the rows of KeyRowPlan, a group of KV heads at a time, and sends their gradients back.
+std::unique_ptr<KeySource> make_needed_keys(Transport& transport, const RankPlan& plan, const at::Tensor& k,
+                                            const at::Tensor& v);
+// Returns k and v as one block, without a transfer. Kernels compute the gradients in `type`: in the backward directly
+// in `to`, which then is also the `to` of write_own_gradients(), if it has this type.
+std::unique_ptr<KeySource> make_local_keys(const at::Tensor& k, const at::Tensor& v, at::ScalarType type,
+                                           const KeyGradients& to);
+
+// How many groups of KV heads travel one after another, and one of them.
+inline int64_t num_head_groups(int64_t num_kv_heads, int64_t rows, int64_t rows_to_split) {
+    return rows < rows_to_split ? 1 : std::min(kMaxHeadGroups, num_kv_heads);
+}
+inline HeadRange head_group(int64_t num_kv_heads, int64_t num_groups, int group) {
+    const int64_t begin = num_kv_heads * group / num_groups;
+    return {begin, num_kv_heads * (group + 1) / num_groups - begin};
+}
 
 // Returns how many bytes of gathered keys and values are allocated at a time, at most. The result depends on seq_len
 // and on the other sizes of k and v, but not on their rows, so it is the same on all ranks.

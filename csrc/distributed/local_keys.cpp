@@ -9,7 +9,8 @@ namespace {
 
 class LocalKeys final : public KeySource {
   public:
-    LocalKeys(const at::Tensor& k, const at::Tensor& v, at::ScalarType type) : k_(k), v_(v), type_(type) {}
+    LocalKeys(const at::Tensor& k, const at::Tensor& v, at::ScalarType type, const KeyGradients& to)
+        : k_(k), v_(v), type_(type), to_(to) {}
 
     int num_groups() const override { return 1; }
     int num_steps() const override { return 1; }
@@ -17,34 +18,38 @@ class LocalKeys final : public KeySource {
     std::vector<KeyBlock> next_blocks() override { return {{0, k_, v_}}; }
 
     KeyGradients gradients(size_t) override {
-        // Kernels add to gradients in the accumulation type, so they start at 0.
-        const auto make = type_ == ops::accumulation_type(k_) ? zeros : empty;
-        gradients_ = {make(k_, type_), make(v_, type_)};
+        const auto make = [&](const at::Tensor& to) {
+            const at::Tensor x = to.scalar_type() == type_ ? to : at::empty(to.sizes(), to.options().dtype(type_));
+            // Kernels add to gradients in the accumulation type, so they start at 0.
+            return type_ == ops::accumulation_type(k_) ? x.zero_() : x;
+        };
+        gradients_ = {make(to_.dk), make(to_.dv)};
         return gradients_;
     }
     void finish_step() override {}
-    KeyGradients own_gradients() override {
-        if (!gradients_.dk.defined()) gradients_ = {zeros(k_, type_), zeros(v_, type_)};
-        return gradients_;
+    void write_own_gradients(const KeyGradients& to) override {
+        const auto write = [](const at::Tensor& x, const at::Tensor& gradient) {
+            if (!gradient.defined())
+                x.zero_();
+            else if (!x.is_same(gradient))
+                x.copy_(gradient);
+        };
+        write(to.dk, gradients_.dk);
+        write(to.dv, gradients_.dv);
     }
 
   private:
-    static at::Tensor zeros(const at::Tensor& like, at::ScalarType type) {
-        return at::zeros(like.sizes(), like.options().dtype(type));
-    }
-    static at::Tensor empty(const at::Tensor& like, at::ScalarType type) {
-        return at::empty(like.sizes(), like.options().dtype(type));
-    }
-
     const at::Tensor k_, v_;
     const at::ScalarType type_;
-    KeyGradients gradients_;
+    const KeyGradients to_;
+    KeyGradients gradients_;  // undefined: of no block
 };
 
 }  // namespace
 
-std::unique_ptr<KeySource> make_local_keys(const at::Tensor& k, const at::Tensor& v, at::ScalarType type) {
-    return std::make_unique<LocalKeys>(k, v, type);
+std::unique_ptr<KeySource> make_local_keys(const at::Tensor& k, const at::Tensor& v, at::ScalarType type,
+                                           const KeyGradients& to) {
+    return std::make_unique<LocalKeys>(k, v, type, to);
 }
 
 }  // namespace megatron_sb::distributed

@@ -15,13 +15,7 @@ bool has_own_documents(const RankCall& call) {
 
 RankCall shared_part(const RankCall& call) {
     if (!has_own_documents(call)) return call;
-    return {call.transport,
-            call.plan,
-            call.comm,
-            shared_rows(call, call.q),
-            shared_rows(call, call.k),
-            shared_rows(call, call.v),
-            call.options};
+    return {call.transport, call.plan, call.comm, shared_rows(call, call.q), call.k, call.v, call.options};
 }
 
 ops::BlockOutput own_documents_forward(const RankCall& call) {
@@ -59,11 +53,8 @@ void write_shared_rows(const RankCall& call, const ops::BlockOutput& all, const 
     rows.write(all.mass.transpose(1, 2), shared.mass.transpose(1, 2));
 }
 
-void write_shared_rows(const RankCall& call, const Gradients& all, const Gradients& shared) {
-    const RowSet& rows = key_rows(call).shared;
-    rows.write(all.dq, shared.dq);
-    rows.write(all.dk, shared.dk);
-    rows.write(all.dv, shared.dv);
+void write_shared_rows(const RankCall& call, const at::Tensor& all_dq, const at::Tensor& shared_dq) {
+    key_rows(call).shared.write(all_dq, shared_dq);
 }
 
 }  // namespace megatron_sb::distributed

@@ -11,7 +11,7 @@ namespace megatron_sb::distributed {
 // Whether a call has such documents, which its mode computes apart from the other rows.
 bool has_own_documents(const RankCall& call);
 
-// Returns the call of the other rows, or the whole call if there are no such documents.
+// Returns the call of the queries in the other rows, or the whole call if there are no such documents.
 RankCall shared_part(const RankCall& call);
 
 // Returns o in q's dtype. The other rows get o = 0 and mass = 1.
@@ -28,8 +28,8 @@ GroupRecord record_of_own_documents(const RankCall& call, const ops::BlockOutput
 at::Tensor shared_rows(const RankCall& call, const at::Tensor& x);
 at::Tensor shared_row_values(const RankCall& call, const at::Tensor& x);
 
-// Writes the results of the other rows to those of all rows.
+// Write the results of the other rows, or dq of them, to those of all rows.
 void write_shared_rows(const RankCall& call, const ops::BlockOutput& all, const RankOutput& shared);
-void write_shared_rows(const RankCall& call, const Gradients& all, const Gradients& shared);
+void write_shared_rows(const RankCall& call, const at::Tensor& all_dq, const at::Tensor& shared_dq);
 
 }  // namespace megatron_sb::distributed

@@ -34,22 +34,14 @@ RowSet make_row_set(const std::vector<int64_t>& rows, c10::Device device) {
 
 KeyRowPlan make_key_row_plan(const plan::KeyRows& rows, const plan::KeyRowCounts& counts,
                              const plan::Partition& partition, c10::Device device) {
-    std::vector<int64_t> sent, num_sent;
-    for (const std::vector<int64_t>& of_rank : rows.sent) {
-        sent.insert(sent.end(), of_rank.begin(), of_rank.end());
-        num_sent.push_back(static_cast<int64_t>(of_rank.size()));
-    }
-    const at::Tensor from_keys = index_tensor(rows.place, device);
     return {.most_rows = counts.needed,
             .fit_in_ring = counts.fit_in_ring(partition),
             .own = make_table(rows.own, device),
             .shared = make_row_set(rows.shared_rows, device),
-            .num_kept = rows.num_kept,
-            .sent = index_tensor(sent, device),
-            .num_sent = num_sent,
-            .num_received = rows.num_received,
-            .to_keys = inverse_permutation(from_keys),
-            .from_keys = from_keys};
+            .num_rows = rows.num_rows,
+            .kept = rows.kept,
+            .sent = rows.sent,
+            .received = rows.received};
 }
 
 // Returns the row in the joint buffer of each row of the concatenated local buffers of the exchanging ranks.
@@ -98,7 +90,7 @@ at::Tensor RowSet::read(const at::Tensor& x) const {
 }
 
 void RowSet::write(const at::Tensor& x, const at::Tensor& value) const {
-    list.defined() ? x.index_copy_(1, list, value) : x.narrow(1, begin, count).copy_(value);
+    list.defined() ? x.index_copy_(1, list, value.to(x.scalar_type())) : x.narrow(1, begin, count).copy_(value);
 }
 
 at::Tensor GatherOrder::padded(const at::Tensor& local) const {
@@ -128,8 +120,7 @@ std::vector<at::Tensor> RankPlan::tensors() const {
     }
     for (const RowSet& lane : lanes) all.push_back(lane.list);
     if (key_rows) {
-        all.insert(all.end(),
-                   {key_rows->own, key_rows->shared.list, key_rows->sent, key_rows->to_keys, key_rows->from_keys});
+        all.insert(all.end(), {key_rows->own, key_rows->shared.list});
     }
     std::erase_if(all, [](const at::Tensor& tensor) { return !tensor.defined(); });
     return all;

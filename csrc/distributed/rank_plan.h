@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "plan/key_rows.h"
 #include "plan/partition.h"
 #include "plan/schedule.h"
 #include "plan/segment_plan.h"
@@ -20,6 +21,7 @@ struct RowSet {
 
     // Returns these rows of x (b, rows, ..): a view for a range, a copy for a list.
     at::Tensor read(const at::Tensor& x) const;
+    // The dtypes may differ.
     void write(const at::Tensor& x, const at::Tensor& value) const;
 };
 
@@ -62,14 +64,10 @@ struct KeyRowPlan {
     int64_t most_rows;  // of the key buffer of one rank
     bool fit_in_ring;   // whether no rank has more than the chunks of a ring
     at::Tensor own;     // segments of the documents that only this rank has, on local rows; undefined: none
-    RowSet shared;      // all other local rows
-    int64_t num_kept;   // the first shared rows, which this rank needs itself
-    at::Tensor sent;    // shared rows that rank 0 needs, then those that rank 1 needs, ...
-    std::vector<int64_t> num_sent, num_received;  // by rank; 0 for this one
-    // Row i of the key buffer is row to_keys[i] of the kept rows followed by the received rows in the order of the
-    // ranks; from_keys is the inverse.
-    at::Tensor to_keys;
-    at::Tensor from_keys;
+    RowSet shared;      // all other local rows, whose queries see the key buffer
+    int64_t num_rows;   // of the key buffer of this rank
+    std::vector<plan::KeyRange> kept;                         // its rows that this rank has
+    std::vector<std::vector<plan::KeyRange>> sent, received;  // by rank
 };
 
 // The local buffers of all ranks, one after another, each padded to `rows` rows: collectives need equal buffers.

@@ -71,12 +71,12 @@ class RingKeys final : public KeySource {
         gradients_ = step_ < num_steps() ? rotate(own_gradients_, step_) : Transfer{own_gradients_, nullptr};
     }
 
-    KeyGradients own_gradients() override {
+    void write_own_gradients(const KeyGradients& to) override {
         const std::vector<at::Tensor> own = gradients_.wait();
-        const at::Tensor local =
-            at::empty({own[0].size(0), k_.size(1), own[0].size(2), own[0].size(3)}, own[0].options());
-        for (size_t lane = 0; lane < own.size(); ++lane) plan_.lanes[lane].write(local, own[lane]);
-        return {keys_of(local, d()), values_of(local, d())};
+        for (size_t lane = 0; lane < own.size(); ++lane) {
+            plan_.lanes[lane].write(to.dk, keys_of(own[lane], d()));
+            plan_.lanes[lane].write(to.dv, values_of(own[lane], d()));
+        }
     }
 
   private:

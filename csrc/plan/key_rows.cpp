@@ -72,28 +72,28 @@ KeyRows key_rows(const Partition& partition, int rank) {
     divide_local_rows(partition, rank_of_documents(partition), partition.local(rank), rows);
     const std::vector<int32_t> needed = needed_positions(partition, rows.queries);
     std::vector<int32_t> begin_of(partition.num_documents(), 0);
-    int32_t size = 0;
+    rows.num_rows = 0;
     for_each_needed(partition.stream(), needed, [&](const Piece& piece, int32_t count) {
-        rows.pieces.push_back({piece.document, piece.position, piece.stream_row, size, count});
-        begin_of[piece.document] = size;
-        size += count;
+        rows.pieces.push_back({piece.document, piece.position, piece.stream_row, rows.num_rows, count});
+        begin_of[piece.document] = rows.num_rows;
+        rows.num_rows += count;
     });
-    const auto place = [&](const Piece& piece, int32_t count) {
-        for (int32_t i = 0; i < count; ++i) rows.place.push_back(begin_of[piece.document] + piece.position + i);
+    const auto ranges = [&](const std::vector<Piece>& pieces, const std::vector<int32_t>& needed_by_a_rank) {
+        std::vector<KeyRange> found;
+        for_each_needed(pieces, needed_by_a_rank, [&](const Piece& piece, int32_t count) {
+            found.push_back({piece.begin, begin_of[piece.document] + piece.position, count});
+        });
+        return found;
     };
-    for_each_needed(rows.queries, needed, place);
-    rows.num_kept = static_cast<int64_t>(rows.place.size());
+    const std::vector<Piece> local = partition.local(rank);
+    rows.kept = ranges(local, needed);
+    rows.sent.resize(partition.size());
+    rows.received.resize(partition.size());
     for (int other = 0; other < partition.size(); ++other) {
-        std::vector<int64_t>& sent = rows.sent.emplace_back();
-        const size_t before = rows.place.size();
-        if (other != rank) {
-            const std::vector<Piece> theirs = partition.local(other);
-            for_each_needed(rows.queries, needed_positions(partition, theirs), [&](const Piece& piece, int32_t count) {
-                for (int32_t i = 0; i < count; ++i) sent.push_back(piece.begin + i);
-            });
-            for_each_needed(theirs, needed, place);
-        }
-        rows.num_received.push_back(static_cast<int64_t>(rows.place.size() - before));
+        if (other == rank) continue;
+        const std::vector<Piece> theirs = partition.local(other);
+        rows.sent[other] = ranges(local, needed_positions(partition, theirs));
+        rows.received[other] = ranges(theirs, needed);
     }
     return rows;
 }

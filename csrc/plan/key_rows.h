@@ -12,15 +12,22 @@
 
 namespace megatron_sb::plan {
 
+// Neighbouring rows of one document.
+struct KeyRange {
+    int32_t local;  // the first row in the local buffer of the rank that has them
+    int32_t place;  // in the key buffer of the rank whose KeyRows has the range
+    int32_t count;
+};
+
 struct KeyRows {
     std::vector<Segment> own;          // of the documents that only this rank has; of queries and keys: local rows
     std::vector<int64_t> shared_rows;  // all other local rows, increasing. "Shared row i" is shared_rows[i]
     std::vector<Piece> queries;        // the pieces of the local buffer in these rows; `begin` counts shared rows
     std::vector<Piece> pieces;         // the needed key rows as a buffer: the beginning of each shared document
-    int64_t num_kept;                  // the first shared rows, which this rank needs itself; the others are the tail
-    std::vector<std::vector<int64_t>> sent;  // by rank: shared rows of this rank that another rank needs
-    std::vector<int64_t> num_received;       // by rank; 0 for this one
-    std::vector<int64_t> place;  // in the buffer: of each kept row, then of each received row in the order of the ranks
+    int32_t num_rows;                  // of this buffer
+    std::vector<KeyRange> kept;        // rows of the buffer that this rank has: all shared rows but the tail
+    // By rank, in the same order on both; empty for this rank. The sent ranges are parts of the kept ones.
+    std::vector<std::vector<KeyRange>> sent, received;
 };
 
 KeyRows key_rows(const Partition& partition, int rank);

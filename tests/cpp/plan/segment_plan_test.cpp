@@ -207,26 +207,36 @@ TEST(KeyRows, RanksSendWhatTheOthersNeed) {
                 for (int rank = 0; rank < size; ++rank) {
                     SCOPED_TRACE(testing::Message() << stream.name << ", rank " << rank << " of " << size);
                     const KeyRows rows = key_rows(partition, rank);
-                    std::vector<int64_t> buffer, received(rows.place.size(), -1), last_query(document_of.size(), -1);
+                    std::vector<int64_t> buffer, filled(rows.num_rows, -1), last_query(document_of.size(), -1);
                     for (const Piece& piece : rows.pieces) {
                         EXPECT_EQ(piece.begin, static_cast<int64_t>(buffer.size()));
                         for (int32_t i = 0; i < piece.length; ++i) buffer.push_back(piece.stream_row + i);
                     }
                     std::set<int> on_other_rank;
-                    size_t next = 0;
-                    const std::vector<int64_t> own = partition.local_positions(rank);
-                    for (int64_t i = 0; i < rows.num_kept; ++i) {
-                        received.at(rows.place.at(next++)) = own[rows.shared_rows[i]];
-                    }
+                    const auto fill = [&](int from, const KeyRange& range) {
+                        const std::vector<int64_t> positions = partition.local_positions(from);
+                        for (int32_t i = 0; i < range.count; ++i) {
+                            EXPECT_EQ(filled.at(range.place + i), -1);
+                            filled.at(range.place + i) = positions.at(range.local + i);
+                        }
+                    };
+                    for (const KeyRange& range : rows.kept) fill(rank, range);
                     for (int other = 0; other < size; ++other) {
                         const KeyRows theirs = key_rows(partition, other);
-                        EXPECT_EQ(static_cast<int64_t>(theirs.sent[rank].size()), rows.num_received[other]);
-                        const std::vector<int64_t> positions = partition.local_positions(other);
-                        for (const int64_t row : theirs.sent[rank]) {
-                            received.at(rows.place.at(next++)) = positions[theirs.shared_rows[row]];
+                        ASSERT_EQ(theirs.sent[rank].size(), rows.received[other].size());
+                        for (size_t i = 0; i < rows.received[other].size(); ++i) {
+                            EXPECT_EQ(theirs.sent[rank][i].local, rows.received[other][i].local);
+                            EXPECT_EQ(theirs.sent[rank][i].count, rows.received[other][i].count);
+                            fill(other, rows.received[other][i]);
+                        }
+                        const std::vector<int64_t> own = partition.local_positions(rank);
+                        for (const KeyRange& range : rows.sent[other]) {
+                            for (int32_t i = 0; i < range.count; ++i) {
+                                EXPECT_EQ(buffer.at(range.place + i), own.at(range.local + i));
+                            }
                         }
                     }
-                    EXPECT_EQ(received, buffer);
+                    EXPECT_EQ(filled, buffer);
                     for (const int64_t row : partition.local_positions(rank)) {
                         last_query[document_of[row]] = std::max(last_query[document_of[row]], row);
                     }
