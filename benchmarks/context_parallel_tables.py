@@ -1,14 +1,18 @@
 """Time the kernels on the segment tables of a rank of context parallelism, beside as many pairs of a dense sequence.
 
-One GPU computes what one of several ranks would. Nothing is sent, so this is the bound that transfers and hosts leave.
-"all keys" is one call with the keys of the whole stream, as after a gather. "ring" is one call for each rank's keys.
-A line has the speed of both, and their ratio: 1 means that the table costs nothing. The inputs are the "full" ones of
-attention.py, where nothing can be skipped. Packed documents are as short and as long as those of context_parallel.py.
+One GPU computes what one of several ranks would. Only the kernels of this library are timed: nothing is sent, copied or
+cleared, so this is the bound that these leave. A line has the speed of both, and their ratio: 1 means that the table
+costs nothing. The calls are those of the modes: "gather" is one call with the keys of the whole stream, "ring" one call
+for each chunk of keys, "needed keys" one call for the documents that only this rank has and one for the others, with
+the keys that they need. The inputs are the "full" ones of attention.py, where nothing can be skipped. Packed documents
+are as short and as long as those of context_parallel.py.
 """
 
 import argparse
+import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -22,106 +26,153 @@ from timing import DRY_RUN_FACTOR, FACTORS, on_gpu, take_turns
 RANKS = (4, 8, 64)
 HEADS, HEAD_DIM = 12, 128
 MEAN = 2400  # tokens of a packed document
+LEAST_ROUNDS, MOST_ROUNDS = 3, 20  # of each contender, by turns
 
 
-def table(rows: np.ndarray, keys: np.ndarray, cu_seqlens: np.ndarray) -> np.ndarray:
-    """Return the segments of a call, (segments, 5) as in the block contract.
+@dataclass(frozen=True)
+class Block:
+    """A call of the block operators: its segments, (segments, 5) as in the block contract, and its numbers of rows."""
 
-    Args:
-        rows: position in the stream of each query row, increasing.
-        keys: position of each key, increasing. A piece of rows is among the keys as a whole, or not at all.
-        cu_seqlens: where documents begin, and the end of the stream.
-    """
-    document, begins = pieces_of(rows, cu_seqlens)
-    segments = []
-    for begin, end in pairwise([*begins, len(rows)]):
-        first = rows[begin]
-        oldest, older, seen = np.searchsorted(keys, (cu_seqlens[document[begin]], first, first + end - begin))
-        if seen > oldest:
-            segments.append((begin, end - begin, oldest, seen - oldest, (older if seen > older else seen) - oldest))
-    return np.array(segments, dtype=np.int32).reshape(-1, 5)
+    segments: np.ndarray
+    num_queries: int
+    num_keys: int
 
+    @classmethod
+    def of(cls, rows: np.ndarray, keys: np.ndarray, cu_seqlens: np.ndarray) -> "Block":
+        """Pair query rows with the keys that they see.
 
-def pairs_of(segments: np.ndarray) -> int:
-    """Return how many pairs of a query and an older key a table has."""
-    _, q_len, _, k_len, offset = segments.astype(np.int64).T
-    # Row r sees the first `offset + r` keys, at most all of them.
-    rising = np.minimum(q_len, k_len - offset)
-    return int((rising * offset + rising * (rising - 1) // 2 + (q_len - rising) * k_len).sum())
+        Args:
+            rows: position in the stream of each query row, increasing.
+            keys: position of each key, increasing. A piece of rows is among the keys as a whole, or not at all.
+            cu_seqlens: where documents begin, and the end of the stream.
+        """
+        document, begins = pieces_of(rows, cu_seqlens)
+        segments = []
+        for begin, end in pairwise([*begins, len(rows)]):
+            first = rows[begin]
+            oldest, older, seen = np.searchsorted(keys, (cu_seqlens[document[begin]], first, first + end - begin))
+            if seen > oldest:
+                visible = (older if seen > older else seen) - oldest
+                segments.append((begin, end - begin, oldest, seen - oldest, visible))
+        return cls(np.array(segments, dtype=np.int32).reshape(-1, 5), len(rows), len(keys))
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs of a query and an older key there are."""
+        _, q_len, _, k_len, offset = self.segments.astype(np.int64).T
+        # Row r sees the first `offset + r` keys, at most all of them.
+        rising = np.minimum(q_len, k_len - offset)
+        return int((rising * offset + rising * (rising - 1) // 2 + (q_len - rising) * k_len).sum())
 
 
 class Blocks:
-    """Calls of the block operators with tables, with inputs of their own.
+    """Calls of the block operators, with inputs of their own."""
 
-    Args:
-        tables: (segments, number of keys) of each call.
-        num_rows: number of query rows.
-    """
-
-    def __init__(self, tables: list[tuple[np.ndarray, int]], num_rows: int) -> None:
-        self.pairs = sum(pairs_of(segments) for segments, _ in tables)
-        self._q, _, _, self._do = draw_inputs("full", 1, num_rows, HEADS, HEAD_DIM)
-        _, self._k, self._v, _ = draw_inputs("full", 1, max(keys for _, keys in tables), HEADS, HEAD_DIM)
-        self._calls = [(torch.from_numpy(segments).to(self._q.device), keys) for segments, keys in tables]
+    def __init__(self, blocks: list[Block]) -> None:
+        self.pairs = sum(block.pairs for block in blocks)
+        self._q, _, _, self._do = draw_inputs("full", 1, max(b.num_queries for b in blocks), HEADS, HEAD_DIM)
+        _, self._k, self._v, _ = draw_inputs("full", 1, max(b.num_keys for b in blocks), HEADS, HEAD_DIM)
+        self._calls = [(torch.from_numpy(b.segments).to(self._q.device), b.num_queries, b.num_keys) for b in blocks]
         self._options = {"scale": HEAD_DIM**-0.5}
         self._records = [records for _, _, *records in self.forward()]
 
     def forward(self) -> list[tuple[torch.Tensor, ...]]:
-        """Call block_forward with every table."""
+        """Call block_forward for every block."""
         forward = torch.ops.megatron_sb.block_forward
         return [
-            forward(self._q, self._k[:, :keys], self._v[:, :keys], segments, **self._options)
-            for segments, keys in self._calls
+            forward(self._q[:, :rows], self._k[:, :keys], self._v[:, :keys], segments, **self._options)
+            for segments, rows, keys in self._calls
         ]
 
     def backward(self) -> None:
-        """Call block_backward with every table."""
-        for (segments, keys), records in zip(self._calls, self._records, strict=True):
-            torch.ops.megatron_sb.block_backward(
-                self._do, self._q, self._k[:, :keys], self._v[:, :keys], segments, *records, **self._options
-            )
+        """Call block_backward for every block."""
+        for (segments, rows, keys), records in zip(self._calls, self._records, strict=True):
+            inputs = (self._do[:, :rows], self._q[:, :rows], self._k[:, :keys], self._v[:, :keys])
+            torch.ops.megatron_sb.block_backward(*inputs, segments, *records, **self._options)
+
+
+def kernel_ms(call: Callable[[], object]) -> float:
+    """Return the milliseconds in which kernels of this library run during a call."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    times = [event.time_range for event in profile.events() if "megatron_sb" in event.name]
+    total, end = 0.0, 0.0
+    for time in sorted(times, key=lambda time: time.start):  # some overlap
+        total += max(time.end, end) - max(time.start, end)
+        end = max(time.end, end)
+    return total / 1e3
+
+
+def median_ms(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+    """Return the median time of the kernels of each call, or of the whole call without a GPU."""
+    if not on_gpu():
+        return take_turns(calls, seconds=seconds)
+    first = {name: (call(), kernel_ms(call))[1] for name, call in calls.items()}
+    number = min(MOST_ROUNDS, max(LEAST_ROUNDS, int(seconds * 1e3 / sum(first.values()))))
+    rounds = [{name: kernel_ms(call) for name, call in calls.items()} for _ in range(number)]
+    return {name: statistics.median(times[name] for times in rounds) for name in calls}
 
 
 def dense(pairs: int) -> Blocks:
     """Return a causal sequence with about as many pairs."""
     length = max(1, round((2 * pairs) ** 0.5 / 128)) * 128
-    return Blocks([(np.array([[0, length, 0, length, 0]], dtype=np.int32), length)], length)
+    return Blocks([Block(np.array([[0, length, 0, length, 0]], dtype=np.int32), length, length)])
 
 
-def streams(ranks: int, rows_per_rank: int) -> Iterator[tuple[str, Split]]:
-    """Yield the name of each stream, and how it is split."""
+def sequence_blocks(ranks: int, rank: int, rows_per_rank: int) -> Iterator[tuple[str, list[Block]]]:
+    """Yield the calls of a rank for one sequence in zigzag."""
     length = ranks * rows_per_rank
-    yield "one sequence, zigzag", Split.of(ranks, np.array([length]), "zigzag", "whole_stream")
+    split = Split.of(ranks, np.array([length]), "zigzag", "whole_stream")
+    rows, stream = np.sort(split.rows[rank]), np.arange(length)
+    yield "one sequence, zigzag, gather", [Block.of(rows, stream, split.cu_seqlens)]
+    ring = []
+    for chunk in np.split(stream, 2 * ranks):
+        seeing = rows[rows >= chunk[0]]
+        if len(seeing):
+            ring.append(Block.of(seeing, chunk, split.cu_seqlens))
+    yield "one sequence, zigzag, ring", ring
+
+
+def packed_blocks(ranks: int, rank: int, rows_per_rank: int) -> tuple[str, list[Block]]:
+    """Return the calls of a rank for packed documents in the layout balanced."""
+    length = ranks * rows_per_rank
     lengths = draw_lengths(length, max(1, length // MEAN), SHORTEST, LONGEST, seed=0)
-    yield "packed, balanced", Split.of(ranks, np.array(lengths), "balanced", "per_document")
+    split = Split.of(ranks, np.array(lengths), "balanced", "per_document")
+    offsets = split.cu_seqlens
+    rows = np.sort(split.rows[rank])
+    rows = rows[rows < offsets[-1]]
+    document = np.searchsorted(offsets, rows, side="right") - 1
+    rows_of = np.bincount(document, minlength=len(lengths))
+    is_own = (rows_of == np.diff(offsets))[document]
+    blocks = [Block.of(rows[is_own], rows[is_own], offsets)] if is_own.any() else []
+    shared = rows[~is_own]
+    if len(shared):
+        last = shared[np.diff(document[~is_own], append=-1) != 0]  # the last row of the rank in each document
+        first = offsets[np.searchsorted(offsets, last, side="right") - 1]
+        needed = np.concatenate([np.arange(a, b + 1) for a, b in zip(first, last, strict=True)])
+        blocks.append(Block.of(shared, needed, offsets))
+    return "packed, balanced, needed keys", blocks
 
 
-def measure(name: str, tables: list[tuple[np.ndarray, int]], num_rows: int, seconds: float) -> Iterator[dict]:
-    """Measure the tables and a dense sequence in both directions: milliseconds and TFLOP/s."""
-    of_rank = Blocks(tables, num_rows)
+def measure(name: str, blocks: list[Block], seconds: float) -> Iterator[dict]:
+    """Measure the calls and a dense sequence in both directions: milliseconds and TFLOP/s."""
+    of_rank = Blocks(blocks)
     contenders = {"rank": of_rank, "dense": dense(of_rank.pairs)}
     for direction in ("forward", "backward"):
-        ms = take_turns({key: getattr(blocks, direction) for key, blocks in contenders.items()}, seconds=seconds)
+        ms = median_ms({key: getattr(contender, direction) for key, contender in contenders.items()}, seconds)
         flops = 4 * HEADS * HEAD_DIM * FACTORS[direction]  # of a pair
-        tflops = {key: flops * blocks.pairs / ms[key] / 1e9 for key, blocks in contenders.items()}
-        yield {"case": name, "direction": direction, "calls": len(tables), "ms": ms, "tflops": tflops}
+        tflops = {key: flops * contender.pairs / ms[key] / 1e9 for key, contender in contenders.items()}
+        yield {"case": name, "direction": direction, "calls": len(blocks), "ms": ms, "tflops": tflops}
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict]:
     """Yield the lines of every number of ranks."""
     rows_per_rank = options.rows_per_rank if on_gpu() else max(16, options.rows_per_rank // DRY_RUN_FACTOR)
     for ranks in options.ranks:
-        for name, split in streams(ranks, rows_per_rank):
-            offsets = split.cu_seqlens
-            own = [np.sort(of_rank[of_rank < offsets[-1]]) for of_rank in split.rows]  # without the padding of a stream
-            rank, stream = own[ranks // 2], np.arange(offsets[-1])
-            about = f"{ranks} ranks, {name}"
-            yield from measure(
-                f"{about}, all keys", [(table(rank, stream, offsets), len(stream))], len(rank), options.seconds
-            )
-            ring = [(table(rank, keys, offsets), len(keys)) for keys in own]
-            ring = [(segments, keys) for segments, keys in ring if len(segments)]
-            yield from measure(f"{about}, ring", ring, len(rank), options.seconds)
+        middle = ranks // 2, rows_per_rank
+        for name, blocks in (*sequence_blocks(ranks, *middle), packed_blocks(ranks, *middle)):
+            yield from measure(f"{ranks} ranks, {name}", blocks, options.seconds)
 
 
 def line(row: dict) -> str:

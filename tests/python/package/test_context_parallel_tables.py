@@ -1,6 +1,7 @@
 """benchmarks/context_parallel_tables.py at toy sizes on a CPU."""
 
 import importlib
+import itertools
 import json
 from pathlib import Path
 
@@ -27,48 +28,44 @@ def script(monkeypatch):
     return module
 
 
-def documents_of(offsets: np.ndarray) -> np.ndarray:
-    """Return the document of each row of a stream."""
-    return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-
-
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_tables_have_the_pairs_of_the_stream(script, ranks):
-    """Each pair of a row and an older key of its document is in one table of the gather, and in one of the ring."""
-    documents = []
-    for _, split in script.streams(ranks, 96):
-        own, offsets = np.sort(split.rows), split.cu_seqlens
-        documents.append(len(offsets) - 1)
-        stream = np.arange(offsets[-1])
-        pairs = sum(length * (length - 1) // 2 for length in np.diff(offsets).tolist())
-        assert sum(script.pairs_of(script.table(rows, stream, offsets)) for rows in own) == pairs
-        assert sum(script.pairs_of(script.table(rows, keys, offsets)) for rows in own for keys in own) == pairs
-    assert documents == [1, 96 * ranks // 30]
+def test_blocks_have_the_pairs_of_the_stream(script, ranks):
+    """Each pair of a row and an older key of its document is in one block of a mode."""
+    length = 96 * ranks
+    for mode in range(2):
+        blocks = [[*script.sequence_blocks(ranks, rank, 96)][mode][1] for rank in range(ranks)]
+        assert sum(block.pairs for of_rank in blocks for block in of_rank) == length * (length - 1) // 2
+    lengths = script.draw_lengths(length, length // script.MEAN, script.SHORTEST, script.LONGEST, seed=0)
+    blocks = [script.packed_blocks(ranks, rank, 96)[1] for rank in range(ranks)]
+    assert sum(block.pairs for of_rank in blocks for block in of_rank) == sum(n * (n - 1) // 2 for n in lengths)
+    assert len(lengths) == 96 * ranks // 30
+    assert max(map(len, blocks)) == 2
 
 
-def test_a_rank_computes_its_rows(script):
-    """With all keys, the block operator returns the rows of the whole attention."""
-    for _, split in script.streams(4, 96):
-        rows, offsets = np.sort(split.rows[2]), split.cu_seqlens
-        q, k, v = (torch.randn(1, offsets[-1], 2, 16, dtype=torch.float64) for _ in range(3))
-        segments = torch.from_numpy(script.table(rows, np.arange(offsets[-1]), offsets))
-        o, *_ = torch.ops.megatron_sb.block_forward(q[:, rows], k, v, segments, scale=SCALE, mass_threshold=0.0)
-        documents = documents_of(offsets)
-        for document in set(documents[rows]):
-            part = slice(offsets[document], offsets[document + 1])
-            whole = reference.stickbreaking_attention(q[:, part], k[:, part], v[:, part], scale=SCALE)
-            here = documents[rows] == document
-            expected = whole[:, rows[here] - offsets[document]]
-            assert (o[:, torch.from_numpy(here)] - expected).abs().max() < 1e-12
+def test_a_block_computes_its_rows(script):
+    """With the keys that they need, the block operator returns the rows of the whole attention."""
+    offsets = np.array([0, 20, 50, 120])
+    rows = np.array([*range(5, 20), *range(60, 80), *range(100, 120)])
+    keys = np.array([*range(20), *range(50, 120)])
+    q, k, v = (torch.randn(1, 120, 2, 16, dtype=torch.float64) for _ in range(3))
+    segments = torch.from_numpy(script.Block.of(rows, keys, offsets).segments)
+    o, *_ = torch.ops.megatron_sb.block_forward(
+        q[:, rows], k[:, keys], v[:, keys], segments, scale=SCALE, mass_threshold=0.0
+    )
+    whole = [
+        reference.stickbreaking_attention(*(x[:, a:b] for x in (q, k, v)), scale=SCALE)
+        for a, b in itertools.pairwise(offsets)
+    ]
+    assert (o - torch.cat(whole, 1)[:, rows]).abs().max() < 1e-12
 
 
 def test_lines(script, tmp_path, capsys):
-    """Two streams, two ways to compute, two directions."""
+    """Three ways to compute, two directions."""
     out = tmp_path / "out.json"
     arguments = ["--dry-run", "--seconds", "0.001", "--ranks", "4", "--rows-per-rank", "6144", "--json", str(out)]
     script.main(arguments)
     rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 8
+    assert len(rows) == 6
     assert all(value > 0 for row in rows for value in (*row["ms"].values(), *row["tflops"].values()))
     lines = capsys.readouterr().out.splitlines()
     assert {text.count("|") for text in lines[1:]} == {8}
