@@ -139,12 +139,11 @@ void backward_with(KeySource& keys, const RankCall& call, const Tensor& d_o, con
     }
 }
 
-// Returns dq, dk and dv of all rows, not initialised, or 0 where some rows of dk and dv may not be written.
-Gradients make_gradients(const RankCall& call, at::ScalarType type) {
-    const auto like = [&](const Tensor& x) { return at::empty(x.sizes(), x.options().dtype(type)); };
-    Gradients gradients{like(call.q), like(call.k), like(call.v)};
-    if (call.comm == Comm::kGather && call.plan.key_rows) gradients.dk.zero_(), gradients.dv.zero_();
-    return gradients;
+// Returns a tensor for the gradient of x. It is 0 where the modes may leave rows of dk and dv as they are.
+Tensor make_gradient(const RankCall& call, const Tensor& x, at::ScalarType type) {
+    const auto options = x.options().dtype(type);
+    const bool some_rows = call.comm == Comm::kGather && call.plan.key_rows;
+    return some_rows ? at::zeros(x.sizes(), options) : at::empty(x.sizes(), options);
 }
 
 }  // namespace
@@ -167,23 +166,28 @@ Gradients attend_backward(const RankCall& call, const Tensor& d_o, const Tensor&
     const bool writes =
         call.comm == Comm::kLocal && call.plan.gather.segments[0].defined() && kernels_write(call, type);
     const auto block_type = writes ? type : ops::accumulation_type(call.q);
-    const bool has_own = has_own_documents(call);
+    const bool local = call.comm == Comm::kLocal, has_own = has_own_documents(call);
     const RankCall shared = shared_part(call);
-    Gradients result = has_own ? Gradients{} : make_gradients(call, type);
-    const auto keys = make_key_source(shared, plan::Pass::kBackward, block_type,
-                                      {result.dk, result.dv});  // starts the first transfer
+    KeyGradients own_keys;  // allocated early only where kernels can write them
+    if (local) own_keys = {make_gradient(call, call.k, type), make_gradient(call, call.v, type)};
+    const auto keys =
+        make_key_source(shared, plan::Pass::kBackward, block_type, own_keys);  // starts the first transfer
     const Tensor oldest_prefix = d_mass.defined() ? mass * d_mass : at::zeros_like(mass);
-    const Tensor dq = writes ? result.dq : at::zeros(shared.q.sizes(), shared.q.options().dtype(block_type));
+    const auto dq_options = shared.q.options().dtype(block_type);
+    Tensor dq = writes ? at::empty(shared.q.sizes(), dq_options) : at::zeros(shared.q.sizes(), dq_options);
     if (has_own) {
         backward_with(*keys, shared, shared_rows(call, d_o), shared_row_values(call, oldest_prefix), records, dq);
-        result = own_documents_backward(call, d_o, oldest_prefix, records.back(), type);
-        write_shared_rows(call, result.dq, dq);
+        const Gradients own = own_documents_backward(call, d_o, oldest_prefix, records.back(), type);
+        write_shared_rows(call, own.dq, dq);
+        dq = own.dq;
+        own_keys = {own.dk, own.dv};
     } else {
         backward_with(*keys, shared, d_o, oldest_prefix, records, dq);
-        if (!writes) result.dq = dq.to(type);
+        dq = dq.to(type);
+        if (!local) own_keys = {make_gradient(call, call.k, type), make_gradient(call, call.v, type)};
     }
-    keys->write_own_gradients({result.dk, result.dv});
-    return result;
+    keys->write_own_gradients(own_keys);
+    return {dq, own_keys.dk, own_keys.dv};
 }
 
 }  // namespace megatron_sb::distributed

@@ -354,10 +354,10 @@ TEST(Route, ChoosesKeyRowsIfTheyAreFewerThanRowsOfExchangedHeads) {
         const plan::KeyRowCounts counts{received, received};
         return std::string(choose_comm(partition, counts, local(12), local(num_kv_heads), local(num_kv_heads)));
     };
-    EXPECT_EQ(chosen(plan::Layout::kBalanced, 12287, 12), "all_gather");  // 3/4 of 16384 is 12288
-    EXPECT_EQ(chosen(plan::Layout::kBalanced, 12288, 12), "a2a");
-    EXPECT_EQ(chosen(plan::Layout::kBalanced, 24575, 4), "all_gather");
-    EXPECT_EQ(chosen(plan::Layout::kBalanced, 24576, 4), "a2a");
+    EXPECT_EQ(chosen(plan::Layout::kBalanced, 13823, 12), "all_gather");  // 9/8 of 3/4 of 16384 is 13824
+    EXPECT_EQ(chosen(plan::Layout::kBalanced, 13824, 12), "a2a");
+    EXPECT_EQ(chosen(plan::Layout::kBalanced, 27647, 4), "all_gather");
+    EXPECT_EQ(chosen(plan::Layout::kBalanced, 27648, 4), "a2a");
     EXPECT_EQ(chosen(plan::Layout::kZigzag, 1000, 12), "a2a");  // work would be unequal
 }
 
