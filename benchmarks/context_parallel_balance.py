@@ -29,6 +29,13 @@ def pieces_of(rows: np.ndarray, cu_seqlens: np.ndarray) -> tuple[np.ndarray, np.
     return document, np.flatnonzero((np.diff(rows, prepend=-2) != 1) | (np.diff(document, prepend=-1) != 0))
 
 
+def needed_keys(rows: np.ndarray, cu_seqlens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return where the keys that rows need begin and end: in each document, up to its last row. rows: increasing."""
+    document = np.searchsorted(cu_seqlens, rows, side="right") - 1
+    is_last = np.diff(document, append=-1) != 0
+    return cu_seqlens[document[is_last]], rows[is_last] + 1
+
+
 @dataclass(frozen=True)
 class Split:
     """A packed stream, split over ranks."""
@@ -74,10 +81,8 @@ class Split:
         return needed - np.minimum(needed, (self.rows < self.cu_seqlens[-1]).sum(axis=1))
 
     def _needed_rows(self, rows: np.ndarray) -> int:
-        rows = np.sort(rows[rows < self.cu_seqlens[-1]])
-        document = np.searchsorted(self.cu_seqlens, rows, side="right") - 1
-        is_last = np.diff(document, append=-1) != 0  # the last row of the rank in its document
-        return int((rows - self.cu_seqlens[document] + 1)[is_last].sum())
+        begins, ends = needed_keys(np.sort(rows[rows < self.cu_seqlens[-1]]), self.cu_seqlens)
+        return int((ends - begins).sum())
 
     def cuts(self) -> int:
         """Return the number of places inside documents where neighbouring rows are on different ranks."""

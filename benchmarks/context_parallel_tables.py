@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from attention import draw_inputs, draw_lengths
 from context_parallel import LONGEST, SHORTEST
-from context_parallel_balance import Split, pieces_of
+from context_parallel_balance import Split, needed_keys, pieces_of
 from table import table_main
 from timing import DRY_RUN_FACTOR, FACTORS, on_gpu, take_turns
 
@@ -148,10 +148,8 @@ def packed_blocks(ranks: int, rank: int, rows_per_rank: int) -> tuple[str, list[
     blocks = [Block.of(rows[is_own], rows[is_own], offsets)] if is_own.any() else []
     shared = rows[~is_own]
     if len(shared):
-        last = shared[np.diff(document[~is_own], append=-1) != 0]  # the last row of the rank in each document
-        first = offsets[np.searchsorted(offsets, last, side="right") - 1]
-        needed = np.concatenate([np.arange(a, b + 1) for a, b in zip(first, last, strict=True)])
-        blocks.append(Block.of(shared, needed, offsets))
+        needed = [np.arange(begin, end) for begin, end in zip(*needed_keys(shared, offsets), strict=True)]
+        blocks.append(Block.of(shared, np.concatenate(needed), offsets))
     return "packed, balanced, needed keys", blocks
 
 

@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "core/error.h"
+#include "distributed/row_messages.h"
 
 namespace megatron_sb::distributed {
 namespace {
@@ -116,9 +117,7 @@ void HeadExchange::to_rows(const std::vector<at::Tensor>& ys, const std::vector<
 std::vector<Message> HeadExchange::pieces_by_rank(const at::Tensor& x) const {
     std::vector<Message> pieces;
     for (int rank = 0; rank < transport_.size(); ++rank) {
-        for (const RowRange& range : plan_.row_ranges[transport_.rank()]) {
-            pieces.push_back({rank, x[rank].narrow(0, range.local, range.count)});
-        }
+        add_row_messages(pieces, rank, plan_.row_ranges[transport_.rank()], &plan::RowRange::local, x[rank]);
     }
     return pieces;
 }
@@ -126,9 +125,7 @@ std::vector<Message> HeadExchange::pieces_by_rank(const at::Tensor& x) const {
 std::vector<Message> HeadExchange::pieces_of_joint(const at::Tensor& x) const {
     std::vector<Message> pieces;
     for (int rank = 0; rank < transport_.size(); ++rank) {
-        for (const RowRange& range : plan_.row_ranges[rank]) {
-            pieces.push_back({rank, x.narrow(0, range.joint, range.count)});
-        }
+        add_row_messages(pieces, rank, plan_.row_ranges[rank], &plan::RowRange::place, x);
     }
     return pieces;
 }

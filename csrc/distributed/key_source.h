@@ -1,7 +1,7 @@
 // How keys reach a rank and how their gradients return: the only part of context parallelism that differs by mode.
 //
-// Keys and values travel as one tensor kv (b, rows, kv heads, d + d_v) in their own dtype. Their gradients travel as a
-// tensor of the same shape in the accumulation type (fp32; fp64 for fp64).
+// Keys and values travel in their own dtype, their gradients in the accumulation type (fp32; fp64 for fp64): as one
+// tensor kv (b, rows, kv heads, d + d_v), or apart where ranges of rows travel without copies (needed_keys.cpp).
 #pragma once
 
 #include <ATen/core/Tensor.h>

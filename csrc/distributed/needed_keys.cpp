@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 
 #include "distributed/key_source.h"
+#include "distributed/row_messages.h"
 #include "ops/tensors.h"
 
 namespace megatron_sb::distributed {
@@ -58,7 +59,7 @@ class NeededKeys final : public KeySource {
         for (int group = 0; group < num_groups_; ++group) {
             const HeadRange range = heads(group);
             add_returned(computed_[group], returned_[group]);
-            for (const plan::KeyRange& rows : rows_.kept) {
+            for (const plan::RowRange& rows : rows_.kept) {
                 const auto write = [&](const Tensor& x, const Tensor& from) {
                     x.narrow(1, rows.local, rows.count)
                         .narrow(2, range.begin, range.count)
@@ -71,13 +72,6 @@ class NeededKeys final : public KeySource {
     }
 
   private:
-    // Adds messages with the rows of each range of a tensor, which begin at KeyRange::*first.
-    static void add_messages(std::vector<Message>& messages, int peer, const std::vector<plan::KeyRange>& ranges,
-                             int32_t plan::KeyRange::*first, const Tensor& x) {
-        for (const plan::KeyRange& rows : ranges)
-            messages.push_back({peer, x.narrow(0, rows.*first, rows.count).contiguous()});
-    }
-
     Transfer get_keys(int group) {
         const HeadRange range = heads(group);
         const auto own = [&](const Tensor& x) { return x.narrow(2, range.begin, range.count).transpose(0, 1); };
@@ -88,12 +82,12 @@ class NeededKeys final : public KeySource {
         std::vector<Message> sends, receives;
         for (int rank = 0; rank < transport_.size(); ++rank) {
             for (const auto& [from, to] : {std::pair{own(k_), keys.k}, {own(v_), keys.v}}) {
-                add_messages(sends, rank, rows_.sent[rank], &plan::KeyRange::local, from);
-                add_messages(receives, rank, rows_.received[rank], &plan::KeyRange::place, to);
+                add_row_messages(sends, rank, rows_.sent[rank], &plan::RowRange::local, from);
+                add_row_messages(receives, rank, rows_.received[rank], &plan::RowRange::place, to);
             }
         }
         keys.pending = transport_.exchange(sends, receives);
-        for (const plan::KeyRange& rows : rows_.kept) {
+        for (const plan::RowRange& rows : rows_.kept) {
             keys.k.narrow(0, rows.place, rows.count).copy_(own(k_).narrow(0, rows.local, rows.count));
             keys.v.narrow(0, rows.place, rows.count).copy_(own(v_).narrow(0, rows.local, rows.count));
         }
@@ -105,7 +99,7 @@ class NeededKeys final : public KeySource {
     Transfer return_gradients(const KeyGradients& computed) {
         int64_t num_sent = 0;
         for (const auto& ranges : rows_.sent)
-            for (const plan::KeyRange& rows : ranges) num_sent += rows.count;
+            for (const plan::RowRange& rows : ranges) num_sent += rows.count;
         const auto buffer = [&](const Tensor& x) {
             return at::empty({num_sent, x.size(1), x.size(2), x.size(3)}, x.options());
         };
@@ -114,8 +108,8 @@ class NeededKeys final : public KeySource {
         for (const auto& [from, to] : {std::pair{computed.dk, returned.k}, {computed.dv, returned.v}}) {
             int64_t begin = 0;
             for (int rank = 0; rank < transport_.size(); ++rank) {
-                add_messages(sends, rank, rows_.received[rank], &plan::KeyRange::place, from);
-                for (const plan::KeyRange& rows : rows_.sent[rank]) {
+                add_row_messages(sends, rank, rows_.received[rank], &plan::RowRange::place, from);
+                for (const plan::RowRange& rows : rows_.sent[rank]) {
                     receives.push_back({rank, to.narrow(0, begin, rows.count)});
                     begin += rows.count;
                 }
@@ -129,7 +123,7 @@ class NeededKeys final : public KeySource {
         returned.pending->wait();
         int64_t begin = 0;
         for (const auto& ranges : rows_.sent) {
-            for (const plan::KeyRange& rows : ranges) {
+            for (const plan::RowRange& rows : ranges) {
                 computed.dk.narrow(0, rows.place, rows.count).add_(returned.k.narrow(0, begin, rows.count));
                 computed.dv.narrow(0, rows.place, rows.count).add_(returned.v.narrow(0, begin, rows.count));
                 begin += rows.count;

@@ -59,12 +59,12 @@ std::vector<int64_t> joint_order(const plan::Partition& partition, const plan::P
 }
 
 // Returns the row ranges of each rank. `order` is the result of joint_order(), `rows` has the rows of each rank.
-std::vector<std::vector<RowRange>> find_row_ranges(const std::vector<int64_t>& order,
-                                                   const std::vector<int64_t>& rows) {
-    std::vector<std::vector<RowRange>> ranges;
+std::vector<std::vector<plan::RowRange>> find_row_ranges(const std::vector<int64_t>& order,
+                                                         const std::vector<int64_t>& rows) {
+    std::vector<std::vector<plan::RowRange>> ranges;
     auto next = order.begin();
     for (const int64_t rows_of_rank : rows) {
-        std::vector<RowRange>& of_rank = ranges.emplace_back();
+        std::vector<plan::RowRange>& of_rank = ranges.emplace_back();
         for (int64_t i = 0; i < rows_of_rank; ++i, ++next) {
             const bool extends_last = i > 0 && *next == *(next - 1) + 1;
             extends_last ? void(++of_rank.back().count) : of_rank.push_back({i, *next, 1});
@@ -75,7 +75,7 @@ std::vector<std::vector<RowRange>> find_row_ranges(const std::vector<int64_t>& o
 
 void place_joint_rows(RankPlan& plan, const std::vector<int64_t>& order, c10::Device device) {
     plan.row_ranges = find_row_ranges(order, plan.exchanged_rows);
-    const auto few = [](const std::vector<RowRange>& of_rank) { return of_rank.size() <= kMaxRowRanges; };
+    const auto few = [](const std::vector<plan::RowRange>& of_rank) { return of_rank.size() <= kMaxRowRanges; };
     const bool many_rows = static_cast<int64_t>(order.size()) >= plan.rows_to_split_heads;
     if (many_rows && std::all_of(plan.row_ranges.begin(), plan.row_ranges.end(), few)) return;
     plan.row_ranges.clear();

@@ -25,14 +25,6 @@ struct RowSet {
     void write(const at::Tensor& x, const at::Tensor& value) const;
 };
 
-// A range of rows in two buffers: rows [local, local + count) of the local buffer of a rank, and rows [joint, joint +
-// count) of the joint buffer of the ranks that exchange heads.
-struct RowRange {
-    int64_t local;
-    int64_t joint;
-    int64_t count;
-};
-
 // plan::SegmentPlan with its tables on the device: int32 (num_segments, 5), undefined for a key buffer without
 // segments.
 struct SegmentTables {
@@ -66,8 +58,8 @@ struct KeyRowPlan {
     at::Tensor own;     // segments of the documents that only this rank has, on local rows; undefined: none
     RowSet shared;      // all other local rows, whose queries see the key buffer
     int64_t num_rows;   // of the key buffer of this rank
-    std::vector<plan::KeyRange> kept;                         // its rows that this rank has
-    std::vector<std::vector<plan::KeyRange>> sent, received;  // by rank
+    std::vector<plan::RowRange> kept;                         // its rows that this rank has
+    std::vector<std::vector<plan::RowRange>> sent, received;  // by rank
 };
 
 // The local buffers of all ranks, one after another, each padded to `rows` rows: collectives need equal buffers.
@@ -95,10 +87,10 @@ struct RankPlan {
     std::vector<int64_t> exchanged_rows;
     // If ranks exchange heads, the place of their rows in the joint buffer. Either to_joint is defined: row i of the
     // joint buffer is row to_joint[i] of the concatenated local buffers of these ranks, and from_joint is the inverse.
-    // Or row_ranges is filled, one list for each of these ranks.
+    // Or row_ranges is filled, one list for each of these ranks. `place` counts rows of the joint buffer.
     at::Tensor to_joint = {};
     at::Tensor from_joint = {};
-    std::vector<std::vector<RowRange>> row_ranges = {};
+    std::vector<std::vector<plan::RowRange>> row_ranges = {};
     std::optional<KeyRowPlan> key_rows = {};
     int64_t rows_to_split_heads;
 

@@ -79,7 +79,7 @@ KeyRows key_rows(const Partition& partition, int rank) {
         rows.num_rows += count;
     });
     const auto ranges = [&](const std::vector<Piece>& pieces, const std::vector<int32_t>& needed_by_a_rank) {
-        std::vector<KeyRange> found;
+        std::vector<RowRange> found;
         for_each_needed(pieces, needed_by_a_rank, [&](const Piece& piece, int32_t count) {
             found.push_back({piece.begin, begin_of[piece.document] + piece.position, count});
         });

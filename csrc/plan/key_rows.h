@@ -12,11 +12,12 @@
 
 namespace megatron_sb::plan {
 
-// Neighbouring rows of one document.
-struct KeyRange {
-    int32_t local;  // the first row in the local buffer of the rank that has them
-    int32_t place;  // in the key buffer of the rank whose KeyRows has the range
-    int32_t count;
+// Neighbouring rows in two buffers: rows [local, local + count) of the local buffer of a rank, and rows [place, place +
+// count) of a buffer with rows of several ranks.
+struct RowRange {
+    int64_t local;
+    int64_t place;
+    int64_t count;
 };
 
 struct KeyRows {
@@ -25,9 +26,9 @@ struct KeyRows {
     std::vector<Piece> queries;        // the pieces of the local buffer in these rows; `begin` counts shared rows
     std::vector<Piece> pieces;         // the needed key rows as a buffer: the beginning of each shared document
     int32_t num_rows;                  // of this buffer
-    std::vector<KeyRange> kept;        // rows of the buffer that this rank has: all shared rows but the tail
+    std::vector<RowRange> kept;        // rows of the buffer that this rank has: all shared rows but the tail
     // By rank, in the same order on both; empty for this rank. The sent ranges are parts of the kept ones.
-    std::vector<std::vector<KeyRange>> sent, received;
+    std::vector<std::vector<RowRange>> sent, received;
 };
 
 KeyRows key_rows(const Partition& partition, int rank);

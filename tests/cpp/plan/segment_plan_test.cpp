@@ -213,14 +213,14 @@ TEST(KeyRows, RanksSendWhatTheOthersNeed) {
                         for (int32_t i = 0; i < piece.length; ++i) buffer.push_back(piece.stream_row + i);
                     }
                     std::set<int> on_other_rank;
-                    const auto fill = [&](int from, const KeyRange& range) {
+                    const auto fill = [&](int from, const RowRange& range) {
                         const std::vector<int64_t> positions = partition.local_positions(from);
-                        for (int32_t i = 0; i < range.count; ++i) {
+                        for (int64_t i = 0; i < range.count; ++i) {
                             EXPECT_EQ(filled.at(range.place + i), -1);
                             filled.at(range.place + i) = positions.at(range.local + i);
                         }
                     };
-                    for (const KeyRange& range : rows.kept) fill(rank, range);
+                    for (const RowRange& range : rows.kept) fill(rank, range);
                     for (int other = 0; other < size; ++other) {
                         const KeyRows theirs = key_rows(partition, other);
                         ASSERT_EQ(theirs.sent[rank].size(), rows.received[other].size());
@@ -230,8 +230,8 @@ TEST(KeyRows, RanksSendWhatTheOthersNeed) {
                             fill(other, rows.received[other][i]);
                         }
                         const std::vector<int64_t> own = partition.local_positions(rank);
-                        for (const KeyRange& range : rows.sent[other]) {
-                            for (int32_t i = 0; i < range.count; ++i) {
+                        for (const RowRange& range : rows.sent[other]) {
+                            for (int64_t i = 0; i < range.count; ++i) {
                                 EXPECT_EQ(buffer.at(range.place + i), own.at(range.local + i));
                             }
                         }
