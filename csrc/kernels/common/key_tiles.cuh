@@ -100,19 +100,19 @@ class KeyTilePlanner {
         const auto tiles = [&](int i, const Segment& s) {
             return is_first(s, i) ? num_tiles(num_keys(s), tile_keys_) : 0;
         };
-        const int num_places = begin_groups(warp_sums, group_of, tiles);
+        const int places_used = begin_groups(warp_sums, group_of, tiles);
         const auto offset = [&](int i, int tile) {
-            return &offsets_[min(__ldcg(&group_begin_[group_of(i)]) + tile, num_places - 1)];
+            return &offsets_[min(__ldcg(&group_begin_[group_of(i)]) + tile, places_used - 1)];
         };
         for_each_part(sizes_, segments_, tiles,
                       [&](int i, const Segment&, int tile) { atomicAdd(offset(i, tile), 1); });
         __syncthreads();
         int64_t before = 0;
-        for (int round = 0; round < num_places; round += kPlanThreads) {
+        for (int round = 0; round < places_used; round += kPlanThreads) {
             const int place = round + int(threadIdx.x);
-            const int64_t count = place < num_places ? __ldcg(&offsets_[place]) : 0;
+            const int64_t count = place < places_used ? __ldcg(&offsets_[place]) : 0;
             const auto sums = scan_over_block(count, int64_t(0), warp_sums, Sum());
-            if (place < num_places) __stcg(&offsets_[place], int32_t(before + sums.inclusive - count));
+            if (place < places_used) __stcg(&offsets_[place], int32_t(before + sums.inclusive - count));
             before += sums.total;
         }
         __syncthreads();

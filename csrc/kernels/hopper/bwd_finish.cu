@@ -56,8 +56,6 @@ __device__ float4 sum_of_parts(const float* partial, int64_t part_stride, uint32
 // Thread blocks start while the last CTAs of the main kernel run, on the other multiprocessors, in about the order in
 // which steps are finished. If its step is not finished, a block waits for the end of the main kernel, which the
 // watchdog bounds. The last block always does, so what follows in the stream also begins after the main kernel.
-constexpr int kDqThreads = 128, kDqVectors = kStepRows * 64 / kDqThreads / 4;
-
 template <class Out>
 __global__ void __launch_bounds__(kDqThreads)
     write_dq(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardPlan plan, int heads_together,

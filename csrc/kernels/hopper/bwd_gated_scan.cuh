@@ -27,29 +27,49 @@ class GatedFastScan : public FastScan {
     __device__ __forceinline__ void exponentials(float (&s)[32], const HeadLogits& logits, int t) {
 #pragma unroll
         for (float& x : s) x = exp2_approximate(-logits(x, 0, 0));
-        float product[2];
+        float product[2], least = s[0];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float least = s[accumulator_register(r, 0)];
+        for (float x : s) least = fminf(least, x);
+        large_ = !kKeepsE && __any_sync(~0u, least < 1.f / kLargeOdds);
 #pragma unroll
-            for (int k = 1; k < kBackwardKeysPerThread; ++k) least = fminf(least, s[accumulator_register(r, k)]);
-            large_[r] = !kKeepsE && __any_sync(~0u, least < 1.f / kLargeOdds);
-            product[r] = large_[r] ? odds_of_row<true>(r, s) : odds_of_row<false>(r, s);
-        }
+        for (int r = 0; r < 2; ++r) product[r] = large_ ? odds_of_row<true>(r, s) : odds_of_row<false>(r, s);
         set_products(product, t);
     }
 
     // Packs the weights of row r. Replaces dp by g.
-    template <class Element>
-    __device__ __forceinline__ void weights(int r, float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
-        large_[r] ? weights_of_row<Element, true>(r, s, dp, packed) : weights_of_row<Element, false>(r, s, dp, packed);
+    template <class Element, bool kLarge>
+    __device__ __forceinline__ void weights(int r, const float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
+        constexpr float kScale = common::kWeightScale<Element>;
+        float m = mass_[r], sum = 0.f, older;
+        for_each_key<kLarge>([&](int key, float c) {
+            const int i = accumulator_register(r, key);
+            const float e = kLarge ? Gate::odds(c, s[i]) : s[i], a = e * m;
+            m = fmaf(e, m, m);
+            dp[i] *= a;
+            sum += dp[i];
+            if (key % 2 == 0)
+                older = a;
+            else
+                packed[key / 2] = pack<Element>(kScale * older, kScale * a);
+        });
+        sum_[r] = sum;
     }
     // Packs dz of row r. Replaces g by n.
-    template <class Element>
-    __device__ __forceinline__ void logit_gradients(int r, float (&s)[32], float (&g)[32],
+    template <class Element, bool kLarge>
+    __device__ __forceinline__ void logit_gradients(int r, const float (&s)[32], float (&g)[32],
                                                     uint32_t (&packed)[8]) const {
-        large_[r] ? gradients_of_row<Element, true>(r, s, g, packed)
-                  : gradients_of_row<Element, false>(r, s, g, packed);
+        float b = prefix_[r], older;
+        for_each_key<!kKeepsE>([&](int key, float c) {
+            const int i = accumulator_register(r, key);
+            const float e = kLarge ? Gate::odds(c, s[i]) : s[i], n = fmaf(-e, b, g[i]);
+            const float dz = n * w_of_key<kLarge>(e, s, i, c);
+            b += g[i];
+            g[i] = n;
+            if (key % 2 == 0)
+                older = dz;
+            else
+                packed[key / 2] = pack<Element>(older, dz);
+        });
     }
 
   private:
@@ -58,51 +78,15 @@ class GatedFastScan : public FastScan {
     // Returns the product of 1 + e' over the keys of this thread.
     template <bool kLarge>
     __device__ __forceinline__ float odds_of_row(int r, float (&s)[32]) {
-        float p[kChains] = {1.f, 1.f};
-        for_each_key<true>([&](int key, int chain, float c) {
+        float product = 1.f;
+        for_each_key<true>([&](int key, float c) {
             const int i = accumulator_register(r, key);
             const float e = Gate::odds(c, s[i]);
-            p[chain] = fmaf(p[chain], e, p[chain]);
+            product = fmaf(product, e, product);
             if (kKeepsE) inverse_e_[i] = s[i];
             if (!kLarge) s[i] = e;
         });
-        older_product_[r] = p[0];
-        return multiply_(p[1], p[0]);
-    }
-    template <class Element, bool kLarge>
-    __device__ __forceinline__ void weights_of_row(int r, const float (&s)[32], float (&dp)[32],
-                                                   uint32_t (&packed)[8]) {
-        constexpr float kScale = common::kWeightScale<Element>;
-        float m[kChains] = {mass_[r], mass_[r] * older_product_[r]}, sum[kChains] = {}, older[kChains];
-        for_each_key<kLarge>([&](int key, int chain, float c) {
-            const int i = accumulator_register(r, key);
-            const float e = kLarge ? Gate::odds(c, s[i]) : s[i], a = e * m[chain];
-            m[chain] = fmaf(e, m[chain], m[chain]);
-            dp[i] *= a;
-            sum[chain] += dp[i];
-            if (key % 2 == 0)
-                older[chain] = a;
-            else
-                packed[key / 2] = pack<Element>(kScale * older[chain], kScale * a);
-        });
-        older_sum_[r] = sum[0];
-        sum_[r] = sum[0] + sum[1];
-    }
-    template <class Element, bool kLarge>
-    __device__ __forceinline__ void gradients_of_row(int r, const float (&s)[32], float (&g)[32],
-                                                     uint32_t (&packed)[8]) const {
-        float b[kChains] = {prefix_[r], prefix_[r] + older_sum_[r]}, older[kChains];
-        for_each_key<!kKeepsE>([&](int key, int chain, float c) {
-            const int i = accumulator_register(r, key);
-            const float e = kLarge ? Gate::odds(c, s[i]) : s[i], n = fmaf(-e, b[chain], g[i]);
-            const float dz = n * w_of_key<kLarge>(e, s, i, c);
-            b[chain] += g[i];
-            g[i] = n;
-            if (key % 2 == 0)
-                older[chain] = dz;
-            else
-                packed[key / 2] = pack<Element>(older[chain], dz);
-        });
+        return product;
     }
     template <bool kLarge>
     __device__ __forceinline__ float w_of_key(float e, const float (&s)[32], int i, float c) const {
@@ -112,20 +96,15 @@ class GatedFastScan : public FastScan {
         return 1.f - fmaf(c, beta, beta);
     }
 
-    // Calls f(key, chain, c) for the keys of this thread, from the oldest on, alternately for each chain. Reads c of
-    // the key if kReadsGates is set.
+    // Calls f(key, c) for the keys of this thread, from the oldest on. Reads c of the key if kReadsGates is set.
     template <bool kReadsGates, class F>
     __device__ __forceinline__ void for_each_key(const F& f) const {
 #pragma unroll
-        for (int k = 0; k < kChainKeys; k += 2) {
-            float2 c[kChains] = {};
-#pragma unroll
-            for (int chain = 0; chain < kChains; ++chain)
-                if (kReadsGates) c[chain] = gates_.pair(t_, chain * kChainKeys + k);
-#pragma unroll
-            for (int chain = 0; chain < kChains; ++chain) f(chain * kChainKeys + k, chain, c[chain].x);
-#pragma unroll
-            for (int chain = 0; chain < kChains; ++chain) f(chain * kChainKeys + k + 1, chain, c[chain].y);
+        for (int k = 0; k < kBackwardKeysPerThread; k += 2) {
+            float2 c = {};
+            if (kReadsGates) c = gates_.pair(t_, k);
+            f(k, c.x);
+            f(k + 1, c.y);
         }
     }
 

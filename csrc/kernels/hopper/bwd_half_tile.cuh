@@ -165,12 +165,21 @@ class HalfScan : protected BackwardThread<T> {
     // slot is empty. The caller must then fence and signal that the slots are full.
     template <class Scan, class BeforeWeights, class BeforeDz>
     __device__ __forceinline__ void write_weights_and_dz(Scan& scan, uint32_t number, int stage, uint32_t weights,
-                                                         uint32_t dz, BeforeWeights before_weights,
-                                                         BeforeDz before_dz) {
+                                                         uint32_t dz, const BeforeWeights& before_weights,
+                                                         const BeforeDz& before_dz) {
+        // One branch for all that follows. A branch for each row in each function of the scan costs 2% to 4%.
+        if (scan.is_large())
+            write_rows<true>(scan, number, stage, weights, dz, before_weights, before_dz);
+        else
+            write_rows<false>(scan, number, stage, weights, dz, before_weights, before_dz);
+    }
+    template <bool kLarge, class Scan, class BeforeWeights, class BeforeDz>
+    __device__ __forceinline__ void write_rows(Scan& scan, uint32_t number, int stage, uint32_t weights, uint32_t dz,
+                                               const BeforeWeights& before_weights, const BeforeDz& before_dz) {
         uint32_t packed[8];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            scan.template weights<Element>(r, s_, dp_, packed);
+            scan.template weights<Element, kLarge>(r, s_, dp_, packed);
             if (r == 0) before_weights();
             this->store_rows(weights, r, packed);
         }
@@ -180,7 +189,7 @@ class HalfScan : protected BackwardThread<T> {
         before_dz();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            scan.template logit_gradients<Element>(r, s_, dp_, packed);
+            scan.template logit_gradients<Element, kLarge>(r, s_, dp_, packed);
             this->store_rows(dz, r, packed);
         }
         if constexpr (T::kGated) {

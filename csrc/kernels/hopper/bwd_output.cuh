@@ -9,8 +9,6 @@
 
 namespace megatron_sb::hopper {
 
-constexpr int kDqVectors = 8;  // vectors of four floats in a thread's part of 64 columns of dq
-
 // A thread of a consumer warpgroup. The accumulators of a warpgroup have 64 rows: query rows for dQ, keys for dK and
 // dV.
 template <class T>
@@ -130,16 +128,17 @@ class BackwardThread {
 #pragma unroll
             for (int v = 0; v < kDqVectors; ++v)
                 if (is_computed(part * 64 + 8 * v))
-                    *reinterpret_cast<float4*>(sum + v * 512) =
+                    *reinterpret_cast<float4*>(sum + v * 4 * kDqThreads) =
                         make_float4(dq[4 * v], dq[4 * v + 1], dq[4 * v + 2], dq[4 * v + 3]);
-            if (has_extra(part)) *reinterpret_cast<float4*>(sum + kDqVectors * 512) = extra_dq();
+            if (has_extra(part)) *reinterpret_cast<float4*>(sum + kDqVectors * 4 * kDqThreads) = extra_dq();
         } else {
 #pragma unroll
             for (int v = 0; v < kDqVectors; ++v)
                 if (is_computed(part * 64 + 8 * v))
-                    reduce_add_global(sum + v * 512, dq[4 * v], dq[4 * v + 1], dq[4 * v + 2], dq[4 * v + 3]);
+                    reduce_add_global(sum + v * 4 * kDqThreads, dq[4 * v], dq[4 * v + 1], dq[4 * v + 2], dq[4 * v + 3]);
             if (has_extra(part))
-                reduce_add_global(sum + kDqVectors * 512, dq_extra_[0], dq_extra_[1], dq_extra_[2], dq_extra_[3]);
+                reduce_add_global(sum + kDqVectors * 4 * kDqThreads, dq_extra_[0], dq_extra_[1], dq_extra_[2],
+                                  dq_extra_[3]);
         }
         __syncwarp();
         if (lane_ == 0) control_.dq_added.arrive(turn);
@@ -155,11 +154,11 @@ class BackwardThread {
 #pragma unroll
         for (int v = 0; v < kDqVectors; ++v) {
             const float* const x = dq + 4 * v;
-            store_shared(to + v * 2048, make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
-                                                   __float_as_uint(x[3])));
+            store_shared(to + v * 16 * kDqThreads, make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]),
+                                                              __float_as_uint(x[2]), __float_as_uint(x[3])));
         }
         if (has_extra(part))
-            store_shared(to + kDqVectors * 2048,
+            store_shared(to + kDqVectors * 16 * kDqThreads,
                          make_uint4(__float_as_uint(dq_extra_[0]), __float_as_uint(dq_extra_[1]),
                                     __float_as_uint(dq_extra_[2]), __float_as_uint(dq_extra_[3])));
         fence_async_proxy();

@@ -74,6 +74,8 @@ struct BackwardPlan {
     }
 };
 
+// Of 64 columns of BackwardPlan::dq: the threads that add a step, and the vectors of four floats of each.
+constexpr int kDqThreads = 128, kDqVectors = kStepRows * 64 / kDqThreads / 4;
 constexpr int kTicket = 0, kNumKeyTiles = 1, kNumSteps = 2;
 
 // Sets the pointers of `plan` into params.workspace and returns the number of bytes that the workspace needs.

@@ -25,8 +25,6 @@ namespace megatron_sb::hopper {
 
 using common::HeadLogits;
 
-constexpr int kChains = 2, kChainKeys = 8;  // FastScan: a thread scans its keys as independent chains
-
 // Product or sum of one value x of each thread of a quad: over the threads with older keys, over those with newer keys,
 // and over all four. Thread t = 0 has the oldest keys. add_over_quad does not compute `newer`.
 struct QuadScan {
@@ -81,19 +79,17 @@ class FastScan {
 #pragma unroll
             for (int k = 0; k < kBackwardKeysPerThread; ++k)
                 s[accumulator_register(r, k)] = exp2_approximate(logits(s[accumulator_register(r, k)], 0, r));
-            float p[kChains];
+            float& p = product[r];
+            p = 1.f + s[accumulator_register(r, 0)];
 #pragma unroll
-            for (int k = 0; k < kChainKeys; ++k)
-#pragma unroll
-                for (int c = 0; c < kChains; ++c) {
-                    const float e = s[accumulator_register(r, kChainKeys * c + k)];
-                    p[c] = k == 0 ? 1.f + e : fmaf(p[c], e, p[c]);
-                }
-            older_product_[r] = p[0];
-            product[r] = multiply_(p[1], p[0]);
-            large_[r] = __any_sync(~0u, product[r] > kLargeProduct);
+            for (int k = 1; k < kBackwardKeysPerThread; ++k) p = fmaf(p, s[accumulator_register(r, k)], p);
         }
+        large_ = __any_sync(~0u, fmaxf(product[0], product[1]) > kLargeProduct);
         set_products(product, t);
+    }
+    // Whether this warp needs the formulas for large products (kLarge).
+    __device__ __forceinline__ bool is_large() const {
+        return large_;
     }
     __device__ __forceinline__ void start(int r, const Carry& carry) {
         mass_[r] *= carry.mass;
@@ -102,11 +98,32 @@ class FastScan {
     }
 
     // Packs the weights of row r. Replaces s by beta = e / (1 + e), which is A over the mass at the newer edge of the
-    // key, and dp by its part of dz that does not depend on older chains: g - beta G, where G is the sum of g from the
-    // beginning of the chain to this key.
-    template <class Element>
+    // key, and dp by its part of dz that does not depend on the keys of older threads: g - beta G, where G is the sum
+    // of g from the oldest key of this thread to this key.
+    template <class Element, bool kLarge>
     __device__ __forceinline__ void weights(int r, float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
-        large_[r] ? scan_row<Element, true>(r, s, dp, packed) : scan_row<Element, false>(r, s, dp, packed);
+        constexpr float kScale = common::kWeightScale<Element>;
+        float m = mass_[r], sum = 0.f, older;
+#pragma unroll
+        for (int k = 0; k < kBackwardKeysPerThread; ++k) {
+            const int i = accumulator_register(r, k);
+            const float e = s[i], a = e * m, g = dp[i] * a, newer_mass = fmaf(e, m, m);
+            const float inverse = reciprocal(newer_mass), newer_sum = k == 0 ? g : sum + g;
+            s[i] = a * inverse;
+            dp[i] = fmaf(-s[i], newer_sum, g);
+            if (kLarge && e > 1.f) {
+                const float om = m * inverse;
+                s[i] = 1.f - om;
+                dp[i] = fmaf(om, newer_sum, -sum);
+            }
+            m = newer_mass;
+            sum = newer_sum;
+            if (k % 2 == 0)
+                older = a;
+            else
+                packed[k / 2] = pack<Element>(kScale * older, kScale * a);
+        }
+        sum_[r] = sum;
     }
     __device__ __forceinline__ void prefixes(int t) {
 #pragma unroll
@@ -118,14 +135,14 @@ class FastScan {
     }
 
     // Packs dz of row r: dz = (g - e b) / (1 + e) = g - beta (b + g). `dp` holds g - beta G.
-    template <class Element>
+    template <class Element, bool kLarge>
     __device__ __forceinline__ void logit_gradients(int r, const float (&beta)[32], const float (&dp)[32],
                                                     uint32_t (&packed)[8]) const {
-        const float b[kChains] = {prefix_[r], prefix_[r] + older_sum_[r]};
+        const float b = prefix_[r];
 #pragma unroll
-        for (int key = 0; key < kBackwardKeysPerThread; key += 2) {
-            const int i = accumulator_register(r, key), j = accumulator_register(r, key + 1), c = key / kChainKeys;
-            packed[key / 2] = pack<Element>(fmaf(-beta[i], b[c], dp[i]), fmaf(-beta[j], b[c], dp[j]));
+        for (int k = 0; k < kBackwardKeysPerThread; k += 2) {
+            const int i = accumulator_register(r, k), j = accumulator_register(r, k + 1);
+            packed[k / 2] = pack<Element>(fmaf(-beta[i], b, dp[i]), fmaf(-beta[j], b, dp[j]));
         }
     }
 
@@ -143,46 +160,15 @@ class FastScan {
     }
 
     const UnbiasedProduct multiply_;
-    float older_product_[2];     // product of 1 + e over the older chain
-    float older_sum_[2];         // sum of g over the older chain
     float sum_[2];               // sum of g over the keys of this thread
     float mass_[2], prefix_[2];  // at the older edge of this thread's keys
-    bool large_[2];              // of the warp: whether the row needs more exact formulas (kLarge)
+    bool large_;                 // of the warp
 
   private:
     // Where e is large, beta is close to 1, and g - beta G loses what is left of g. Then om G - (G - g) is exact
     // enough, with om = 1 - beta = 1 / (1 + e). It takes more instructions, so only warps use it in which the product
     // of 1 + e over the keys of a thread is above this bound. Below it, the loss is at most 2^-12 of the result.
     static constexpr float kLargeProduct = 0x1p12f;
-
-    template <class Element, bool kLarge>
-    __device__ __forceinline__ void scan_row(int r, float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
-        constexpr float kScale = common::kWeightScale<Element>;
-        float m[kChains] = {mass_[r], mass_[r] * older_product_[r]}, sum[kChains], older[kChains];
-#pragma unroll
-        for (int k = 0; k < kChainKeys; ++k)
-#pragma unroll
-            for (int c = 0; c < kChains; ++c) {
-                const int key = kChainKeys * c + k, i = accumulator_register(r, key);
-                const float e = s[i], a = e * m[c], g = dp[i] * a, newer_mass = fmaf(e, m[c], m[c]);
-                const float inverse = reciprocal(newer_mass), newer_sum = k == 0 ? g : sum[c] + g;
-                s[i] = a * inverse;
-                dp[i] = fmaf(-s[i], newer_sum, g);
-                if (kLarge && e > 1.f) {
-                    const float om = m[c] * inverse;
-                    s[i] = 1.f - om;
-                    dp[i] = fmaf(om, newer_sum, k == 0 ? 0.f : -sum[c]);
-                }
-                m[c] = newer_mass;
-                sum[c] = newer_sum;
-                if (k % 2 == 0)
-                    older[c] = a;
-                else
-                    packed[key / 2] = pack<Element>(kScale * older[c], kScale * a);
-            }
-        older_sum_[r] = sum[0];
-        sum_[r] = sum[0] + sum[1];
-    }
 };
 
 // What SlowScan keeps of a score, and what it computes from it. c is a number for each key that forget gates need
@@ -233,6 +219,10 @@ class SlowScan {
             newer_mass[r] = over.all;  // the product of 1 - beta; start() turns it into the mass
         }
     }
+    // One formula serves all rows.
+    __device__ __forceinline__ static constexpr bool is_large() {
+        return false;
+    }
     // Whether row r starts only in newer keys and has a NaN score in this half.
     __device__ __forceinline__ bool has_unstarted_nan(int r) const {
         return unstarted_nan_[r];
@@ -246,7 +236,7 @@ class SlowScan {
         prefix_[r] = carry.prefix;
     }
     // Packs the weights of row r. Replaces dp by g.
-    template <class Element>
+    template <class Element, bool>
     __device__ __forceinline__ void weights(int r, float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
         constexpr float kScale = common::kWeightScale<Element>;
         prevent_reuse(s);
@@ -287,7 +277,7 @@ class SlowScan {
         }
     }
     // Packs dz of row r. With forget gates, replaces g by n.
-    template <class Element>
+    template <class Element, bool>
     __device__ __forceinline__ void logit_gradients(int r, float (&s)[32], float (&g)[32],
                                                     uint32_t (&packed)[8]) const {
         prevent_reuse(s);

@@ -110,7 +110,7 @@ class StepLoader {
             for (int n = 0; n < 32; ++n)
                 for (uint32_t left = __ballot_sync(~0u, to_push >> n & 1); left != 0; left &= left - 1) {
                     const int h = __ffs(left) - 1;
-                    if (have_pending_) publish_pending(slow ? kSlowNext : 0);
+                    if (have_pending_) publish_pending(next_flags(s, top - n, offset, slow));
                     fill_pending(s, first_step, first_head + h, top - n, offset);
                     const bool is_oldest_tile = __shfl_sync(~0u, is_oldest, h) >> n & 1;
                     pending_.flags |= (slow ? kSlow : 0) | (is_oldest_tile ? kOldestKeyTile : 0);
@@ -121,7 +121,8 @@ class StepLoader {
     __device__ void fill_pending(const Segment& s, int first_step, int head, int step, int offset) {
         const int tile_begin = key_tile_.tile * T::kKeyTile;
         const int row = step * kStepRows, rows = min(kStepRows, s.q_len - row);
-        const int last_tile = (clamp_row(row + rows - 1 + offset, 0, s.k_len) - 1) / T::kKeyTile;
+        const int newest_tile =
+            (visible_keys(s, args_.params.options.attend_current, row + rows - 1) - 1) / T::kKeyTile;
         pending_.row_index = int64_t(head) * args_.params.sizes.q_rows + s.q_begin + row;
         pending_.dq_index = head * args_.plan.max_steps + first_step + step;
         pending_.row = s.q_begin + row;
@@ -130,8 +131,15 @@ class StepLoader {
         pending_.num_rows = rows;
         pending_.visible = row + offset - tile_begin;
         pending_.num_keys = min(T::kKeyTile, s.k_len - tile_begin);
-        pending_.flags = (last_tile == key_tile_.tile ? kNewestKeyTile : 0) | masked_halves();
+        pending_.flags = (newest_tile == key_tile_.tile ? kNewestKeyTile : 0) |
+                         kMasked * masked_halves(rows, pending_.visible, pending_.num_keys);
         have_pending_ = true;
+    }
+    // What a step must know of the next one of its key tile.
+    __device__ int next_flags(const Segment& s, int next, int offset, bool slow) const {
+        const int row = next * kStepRows, tile_begin = key_tile_.tile * T::kKeyTile;
+        return (slow ? kSlowNext : 0) |
+               kMaskedNext * masked_halves(s.q_len - row, row + offset - tile_begin, s.k_len - tile_begin);
     }
     // Describes a step without rows, for a key tile that no row needs. With it, the consumers write zeros to the
     // gradients of the tile. Its dQ goes to a place that nothing reads.
@@ -142,10 +150,13 @@ class StepLoader {
         pending_.visible = -kStepRows;
         have_pending_ = true;
     }
-    __device__ int masked_halves() const {
-        if (pending_.num_rows < kStepRows) return kMasked | kMasked << 1;
-        const int num_visible = min(pending_.visible, pending_.num_keys);
-        return (num_visible < kHalfTileKeys ? kMasked : 0) | (num_visible < 2 * kHalfTileKeys ? kMasked << 1 : 0);
+    // The halves of the key tile of which some row does not see all keys: bit 0 is the older half. A step has at most
+    // kStepRows of `rows`, the first one sees `visible` keys without clamping, and the tile has at most T::kKeyTile of
+    // `keys`.
+    __device__ static int masked_halves(int rows, int visible, int keys) {
+        if (rows < kStepRows) return 3;
+        const int num_visible = min(visible, keys);
+        return (num_visible < kHalfTileKeys ? 1 : 0) | (num_visible < 2 * kHalfTileKeys ? 2 : 0);
     }
 
     // Returns the newest step in [oldest, end) that needs this key tile, or oldest - 1 if no step needs it. A step

@@ -33,11 +33,12 @@ struct alignas(16) Step {
 constexpr int kOldestKeyTile = 1;  // the first key tile of the chain that adds to dq of these rows
 constexpr int kNewestKeyTile = 2;  // the last one
 constexpr int kLastStepOfTile = 4;
-constexpr int kEndOfWork = 8;      // not a step: all work is done
-constexpr int kMasked = 16;        // shifted left by the half (0 or 1): some row does not see all keys of that half
-constexpr int kSlow = 64;          // some row starts in this tile, in newer keys, or never
-constexpr int kSlowNext = 128;     // the next step of this tile is slow
-constexpr int kPartialSums = 256;  // the sums of dk and dv at the end of the tile are those of a part
+constexpr int kEndOfWork = 8;       // not a step: all work is done
+constexpr int kMasked = 16;         // shifted left by the half (0 or 1): some row does not see all keys of that half
+constexpr int kSlow = 64;           // some row starts in this tile, in newer keys, or never
+constexpr int kSlowNext = 128;      // the next step of this tile is slow
+constexpr int kMaskedNext = 256;    // shifted left by the half: the next step is kMasked
+constexpr int kPartialSums = 1024;  // the sums of dk and dv at the end of the tile are those of a part
 
 // The carry of a row that a key tile receives: mass and prefix at the older edge of the tile, and where the row starts.
 struct alignas(16) Carry {
