@@ -2,6 +2,7 @@
 
 python benchmarks/megatron_training.py configs/dense_1b.yaml --lengths 4096 16384 65536
 python benchmarks/megatron_training.py configs/dense_350m.yaml --dry-run    # toy sizes without a GPU: tries the script
+torchrun --nproc-per-node 4 benchmarks/megatron_training.py configs/dense_1b.yaml --context-parallel 4
 
 The contenders are models with the same layers, which share their weights, gradients and optimizer. They differ in the
 core attention: stick-breaking without positions, or Transformer Engine's softmax after its fused rotary embedding. The
@@ -9,7 +10,12 @@ kernels of softmax are cuDNN's, which Transformer Engine prefers on Hopper, or t
 
 As in training.py, the weights are changed so that logits are about --logit. With -11 nothing is skipped; the share of
 skipped tiles is counted and printed. The contenders take turns by steps: forward, backward and update at a learning
-rate of 0. A time is the median over a contender's steps on one GPU.
+rate of 0. A time is the median over a contender's steps; with several GPUs a step takes as long as on the slowest one.
+
+With context parallelism, sequences are split in zigzag order. Stick-breaking chooses its mode itself ("auto"); softmax
+uses Transformer Engine's context parallelism, in each mode of --cp-comm. Without --context-parallel, GPUs that no other
+option uses are data-parallel. With --experts every layer is a mixture of experts: each has the MLP of CONFIG.yaml, a
+token goes to two, and a random router loads all equally.
 
 The fused kernels need a complete cuDNN. If Transformer Engine finds another one than torch's, set CUDNN_HOME to the
 folder nvidia/cudnn beside the folder torch, and LD_PRELOAD to its lib/libcudnn.so.9.
@@ -38,8 +44,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from timing import machine, on_gpu
-from training import add_common_arguments, mean_logits, shift_logits, try_model
+from training import TRIED_TOKENS, add_common_arguments, mean_logits, shift_logits
 
+from megatron_sb import shard_sequence
 from megatron_sb.megatron import install_stand_ins, with_stickbreaking
 from megatron_sb.megatron.statistics import observed
 from megatron_sb.training.config import ModelConfig, TrainingConfig, load_config
@@ -52,6 +59,7 @@ FLASH = {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "1", "NVTE_UNFUSED_ATTN": "0
 PEERS = {"cudnn": CUDNN, "flash": FLASH, "flash-deterministic": FLASH}
 WARM_ROUNDS, LEAST_ROUNDS, MOST_ROUNDS = 1, 3, 30
 LOCAL = {"normalization": "RMSNorm"}
+TOP_K = 2  # experts of a token
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 DRY_RUN = [
     *("num_layers=2", "hidden_size=32", "num_heads=2", "num_kv_heads=2", "head_dim=16", "ffn_hidden_size=64"),
@@ -77,8 +85,29 @@ class Timings:
     kernels: str = ""
 
 
-def transformer_config(sizes: ModelConfig) -> TransformerConfig:
-    """Return the configuration of all contenders. `Contenders.recompute` changes its recompute_granularity."""
+def parallelism(options: argparse.Namespace) -> dict:
+    """Return the fields of TransformerConfig for the layout of the ranks and for experts."""
+    fields = {
+        "tensor_model_parallel_size": options.tensor_parallel,
+        "sequence_parallel": options.tensor_parallel > 1 and on_gpu(),
+        "context_parallel_size": options.context_parallel,
+        "expert_model_parallel_size": options.expert_parallel,
+        "expert_tensor_parallel_size": 1,
+    }
+    if options.experts == 0:
+        return fields
+    return fields | {
+        "num_moe_experts": options.experts,
+        "moe_router_topk": TOP_K,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_force_load_balancing": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": True,
+    }
+
+
+def transformer_config(sizes: ModelConfig, options: argparse.Namespace) -> TransformerConfig:
+    """Return the configuration of all contenders. `Contenders` changes recompute_granularity and cp_comm_type."""
     fused = on_gpu()
     return TransformerConfig(
         num_layers=sizes.num_layers,
@@ -106,18 +135,27 @@ def transformer_config(sizes: ModelConfig) -> TransformerConfig:
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         **FULL_RECOMPUTE,
+        **parallelism(options),
     )
+
+
+def peer_of(contender: str) -> str:
+    """Return the key of PEERS of a softmax contender, whose name may go on with a mode of context parallelism."""
+    return contender.partition(",")[0]
 
 
 def build_model(config: TransformerConfig, training: TrainingConfig, contender: str, longest: int) -> GPTModel:
     """Build the model of a contender. On a CPU all have local layers with stick-breaking: there softmax needs a GPU."""
-    softmax = contender in PEERS and on_gpu()
-    spec = get_gpt_layer_with_transformer_engine_spec() if on_gpu() else get_gpt_layer_local_spec(**LOCAL)
-    variables = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0" if contender == "flash-deterministic" else "1"}
+    softmax = contender != STICKS and on_gpu()
+    experts = {"num_experts": config.num_moe_experts, "moe_grouped_gemm": config.moe_grouped_gemm}
+    make_spec = get_gpt_layer_with_transformer_engine_spec if on_gpu() else get_gpt_layer_local_spec
+    spec = make_spec(**experts, **({} if on_gpu() else LOCAL))
+    deterministic = peer_of(contender) == "flash-deterministic"
+    variables = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0" if deterministic else "1"}
     with mock.patch.dict(os.environ, variables):  # the layers read it when they are built
         model = GPTModel(
             config,
-            spec if softmax else with_stickbreaking(spec),
+            spec if softmax else with_stickbreaking(spec, cp_comm="auto"),
             training.model.padded_vocab_size(training.vocab_size),
             longest,
             position_embedding_type="rope" if softmax else "none",
@@ -141,12 +179,12 @@ def share_parameters(source: torch.nn.Module, target: torch.nn.Module) -> None:
 @contextlib.contextmanager
 def kernels_of(contender: str) -> Iterator[None]:
     """Make Transformer Engine choose the kernels of a contender in the block."""
-    if contender not in PEERS or not on_gpu():
+    if contender == STICKS or not on_gpu():
         yield
         return
     from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
 
-    with mock.patch.dict(os.environ, PEERS[contender]):
+    with mock.patch.dict(os.environ, PEERS[peer_of(contender)]):
         _attention_backends["backend_selection_requires_update"] = True  # else the last choice stays
         yield
 
@@ -167,31 +205,34 @@ class Contenders:
 
     Args:
         training: sizes and vocabulary.
-        peers: keys of PEERS.
-        longest: tokens of the longest row.
-        logit: mean logit of the changed weights.
+        options: the command line.
 
     Attributes:
-        names: of the contenders, in the order of their turns.
+        names: of the contenders, in the order of their turns. Those of softmax under context parallelism end with its
+            mode.
         mean_logits: the smallest and the largest mean logit of a layer.
     """
 
-    def __init__(self, training: TrainingConfig, peers: list[str], longest: int, logit: float) -> None:
-        self.names = [STICKS, *peers]
-        self._config = transformer_config(training.model)
+    def __init__(self, training: TrainingConfig, options: argparse.Namespace) -> None:
+        comms = options.cp_comm if options.context_parallel > 1 else [None]
+        softmax = {f"{peer}, {comm}" if comm else peer: comm for peer in options.peers for comm in comms}
+        self.names = [STICKS, *softmax]
+        self._config = transformer_config(training.model, options)
         torch.manual_seed(1)
         if on_gpu():
             model_parallel_cuda_manual_seed(1, force_reset_rng=True)
         self._models: dict[str, GPTModel] = {}
         for name in self.names:
-            model = build_model(self._config, training, name, longest)
+            self._config.cp_comm_type = softmax.get(name)  # the layers read it when they are built
+            model = build_model(self._config, training, name, max(options.lengths))
             if self._models:
                 share_parameters(self._models[STICKS], model)
             self._models[name] = model
         self.recompute(False)
-        shift_logits(self._models[STICKS], logit)
+        few = random_rows(options, options.context_parallel * TRIED_TOKENS, training.vocab_size)[0]
+        shift_logits(self._models[STICKS], options.logit, lambda _: self._loss(STICKS, few))
         with torch.no_grad(), mean_logits(self._models[STICKS]) as logits:
-            try_model(self._models[STICKS])
+            self._loss(STICKS, few)
         self.mean_logits = [min(logits), max(logits)]
         backend = MegatronBackend if on_gpu() else TorchBackend
         self._backend = backend(self._models[STICKS], training.optimizer)
@@ -201,8 +242,11 @@ class Contenders:
         self._config.recompute_granularity = "full" if layers else None
 
     def _loss(self, name: str, tokens: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        return self._models[name](tokens, positions, None, labels=tokens.roll(-1, 1)).mean()
+        """Return the mean loss of this rank's part of whole rows."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        group = parallel_state.get_context_parallel_group()
+        local = [shard_sequence(x, group) if group.size() > 1 else x for x in (tokens, positions, tokens.roll(-1, 1))]
+        return self._models[name](*local[:2], None, labels=local[2]).mean()
 
     def step(self, name: str, batches: list[torch.Tensor]) -> torch.Tensor:
         """Train a contender on micro-batches of tokens (rows, length) and return their mean loss."""
@@ -217,8 +261,13 @@ class Contenders:
         return total
 
     @torch.no_grad()
-    def skipped_share(self, tokens: torch.Tensor) -> float:
-        """Return the share of the tiles that the attention's backward skips, over all layers."""
+    def skipped_share(self, tokens: torch.Tensor) -> float | None:
+        """Return the share of the tiles that the attention's backward skips, over all layers.
+
+        Under context parallelism they are not counted, and the result is None.
+        """
+        if self._config.context_parallel_size > 1:
+            return None
         with observed(self._models[STICKS], tokens.device) as counts:
             self._loss(STICKS, tokens)
         return (counts[0].skipped / counts[0].tiles).item()
@@ -227,6 +276,13 @@ class Contenders:
 def _synchronize() -> None:
     if on_gpu():
         torch.cuda.synchronize()
+
+
+def slowest(seconds: float) -> float:
+    """Return the largest value of all ranks."""
+    value = torch.tensor(seconds, dtype=torch.float64, device="cuda" if on_gpu() else "cpu")
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value.item()
 
 
 def take_turns(contenders: Contenders, batches: list[torch.Tensor], seconds: float) -> dict[str, Timings]:
@@ -240,12 +296,13 @@ def take_turns(contenders: Contenders, batches: list[torch.Tensor], seconds: flo
             begin = time.perf_counter()
             loss = contenders.step(name, batches)
             _synchronize()
+            second = slowest(time.perf_counter() - begin)
             if round_number >= WARM_ROUNDS:
-                timings.seconds.append(time.perf_counter() - begin)
+                timings.seconds.append(second)
             timings.loss = loss.item()
             if on_gpu():
                 timings.gib = max(timings.gib, torch.cuda.max_memory_allocated() / 2**30)
-                timings.kernels = used_kernels() if name in PEERS else ""
+                timings.kernels = used_kernels() if name != STICKS else ""
         taken = [timings.seconds for timings in found.values()]
         if len(taken[0]) >= LEAST_ROUNDS and sum(map(sum, taken)) > seconds:
             break
@@ -253,9 +310,9 @@ def take_turns(contenders: Contenders, batches: list[torch.Tensor], seconds: flo
 
 
 def random_rows(options: argparse.Namespace, length: int, vocab_size: int) -> list[torch.Tensor]:
-    """Draw the micro-batches of a step, of random tokens (rows, length)."""
+    """Draw the micro-batches of a step of this data-parallel rank, of random tokens (rows, length)."""
     device = "cuda" if on_gpu() else "cpu"
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(parallel_state.get_data_parallel_rank())
     rows = max(1, options.tokens_at_once // length)
     count = max(1, options.tokens // (rows * length))
     return [torch.randint(vocab_size, (rows, length), generator=generator, device=device) for _ in range(count)]
@@ -263,7 +320,8 @@ def random_rows(options: argparse.Namespace, length: int, vocab_size: int) -> li
 
 def measure(options: argparse.Namespace, training: TrainingConfig) -> Iterator[dict]:
     """Yield a row for each length and contender."""
-    contenders = Contenders(training, options.peers, max(options.lengths), options.logit)
+    contenders = Contenders(training, options)
+    data_parallel = parallel_state.get_data_parallel_world_size()
     for length in options.lengths:
         recompute = on_gpu() and length >= options.recompute_from
         contenders.recompute(recompute)
@@ -272,17 +330,17 @@ def measure(options: argparse.Namespace, training: TrainingConfig) -> Iterator[d
         skipped = contenders.skipped_share(batches[0])
         found = take_turns(contenders, batches, options.seconds)
         for name, timings in found.items():
-            second = statistics.median(timings.seconds)
+            second, tokens = statistics.median(timings.seconds), data_parallel * sum(rows.numel() for rows in batches)
             yield {
                 "contender": name,
                 "kernels": timings.kernels,
                 "length": length,
                 "rows_at_once": len(batches[0]),
-                "tokens": sum(tokens.numel() for tokens in batches),
+                "tokens": tokens,
                 "recompute": recompute,
                 "mean_logits": contenders.mean_logits,
                 "skipped": skipped if name == STICKS else None,
-                "tokens_per_second": sum(tokens.numel() for tokens in batches) / second,
+                "tokens_per_second": tokens / second,
                 "ours_faster": second / statistics.median(found[STICKS].seconds),
                 "seconds": timings.seconds,
                 "loss": timings.loss,
@@ -300,10 +358,11 @@ def described(row: dict) -> str:
     )
     if row["recompute"]:
         line += ", recomputed"
-    if row["skipped"] is None:
+    if row["contender"] != STICKS:
         return f"{line}, ours is {row['ours_faster']:.3f} times as fast, {row['kernels']}"
     low, high = row["mean_logits"]
-    return f"{line}, layers' mean logits {low:.1f} to {high:.1f}, {row['skipped']:.1%} of the tiles skipped"
+    line += f", layers' mean logits {low:.1f} to {high:.1f}"
+    return line if row["skipped"] is None else f"{line}, {row['skipped']:.1%} of the tiles skipped"
 
 
 def versions() -> dict[str, str]:
@@ -328,29 +387,48 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--peers", nargs="+", choices=PEERS, default=["cudnn"], help="softmax contenders (default: %(default)s)")
     add("--seconds", type=float, default=20.0, help="seconds of all timed steps of a length (default: %(default)s)")
+    add("--tensor-parallel", type=int, default=1, help="ranks that share heads and MLPs (default: %(default)s)")
+    add("--context-parallel", type=int, default=1, help="ranks that share a row (default: %(default)s)")
+    add("--expert-parallel", type=int, default=1, help="ranks that share the experts (default: %(default)s)")
+    add("--experts", type=int, default=0, help="experts of each layer; 0 is a dense model (default: %(default)s)")
+    comms = ["p2p", "all_gather", "a2a"]
+    add("--cp-comm", nargs="+", choices=comms, default=["p2p", "a2a"], help="of softmax (default: %(default)s)")
     add("--dry-run", action="store_true", help="toy sizes and local layers, without a GPU and Transformer Engine")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure all contenders and lengths on one GPU."""
+    """Measure all contenders and lengths on the GPUs of this host."""
     options = parse(arguments)
     if on_gpu():
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     elif not options.dry_run:
         raise SystemExit("megatron_training.py needs a GPU. Use --dry-run to try it without one.")
+    elif options.experts > 0:
+        raise SystemExit("--experts needs a GPU: Megatron-Core's router puts its weights there.")
     install_stand_ins()  # without Transformer Engine
-    dist.init_process_group("nccl" if on_gpu() else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    alone = {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if on_gpu() else "gloo", **alone)
+    parallel_state.initialize_model_parallel(
+        options.tensor_parallel,
+        context_parallel_size=options.context_parallel,
+        expert_model_parallel_size=options.expert_parallel,
+        expert_tensor_parallel_size=1,
+        create_gloo_process_groups=False,
+    )
+    is_first = dist.get_rank() == 0
     toy = [*(f"model.{value}" for value in DRY_RUN), f"data.vocab_size={DRY_RUN_VOCAB_SIZE}"] if options.dry_run else []
     device = "cuda" if on_gpu() else "cpu"
     fixed = ["parallel.ranks=1", f"parallel.device={device}", "compare=[stick_breaking]"]
     training = load_config(options.config, [*fixed, *toy, *options.set])
     here = machine() | versions()
-    print(here, flush=True)
+    if is_first:
+        print(here, flush=True)
     rows = []
     for row in measure(options, training):
         rows.append(row)
+        if not is_first:
+            continue
         print(described(row), flush=True)
         if options.json:
             about = {name: str(value) for name, value in vars(options).items() if name != "json"}

@@ -19,7 +19,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -43,18 +43,20 @@ MODELS = ("stick_breaking", "softmax_rope")
 
 
 @torch.no_grad()
-def shift_logits(model: GPTModel, logit: float) -> None:
+def shift_logits(model: GPTModel, logit: float, forward: Callable[[GPTModel], object]) -> None:
     """Change the weights so that the logits of all layers are about `logit` (at most 0) for any tokens.
 
     All embeddings get a common part, and become large compared with what layers add to them. Queries read the common
     part with one sign and keys with the other. The weights for this depend on the size of the common part in the input
-    of a layer, so a forward changes the layers one after another.
+    of a layer, so `forward` of any tokens changes the layers one after another. Tensor-parallel ranks change their own
+    heads.
     """
     embedding = model.embedding.word_embeddings.weight
     embedding /= embedding.std()
     embedding += COMMON
     config = model.config
-    head_dim, groups = config.kv_channels, config.num_query_groups
+    head_dim = config.kv_channels
+    groups = config.num_query_groups // config.tensor_model_parallel_size
     wanted = math.sqrt(-logit / math.sqrt(head_dim))  # added to each channel of a query, subtracted from a key's
 
     def change(module: torch.nn.Module, args: tuple) -> None:
@@ -66,7 +68,7 @@ def shift_logits(model: GPTModel, logit: float) -> None:
         by_head[:, -2] -= step
 
     hooks = [layer.self_attention.linear_qkv.register_forward_pre_hook(change) for layer in model.decoder.layers]
-    try_model(model)
+    forward(model)
     for hook in hooks:
         hook.remove()
 
@@ -92,7 +94,8 @@ def mean_logits(model: GPTModel) -> Iterator[list[float]]:
     found: list[float] = []
 
     def measure_logits(module, args, kwargs) -> None:
-        query, key = (x.detach().float().mean(1) for x in args[:2])  # (t, h, d) -> mean over heads, which are alike
+        # (t, h, d) or (s, b, h, d) -> mean over heads, which are alike
+        query, key = (x.detach().float().flatten(0, -3).mean(1) for x in args[:2])
         products = query[::7] @ key[::7].T / math.sqrt(query.shape[-1])
         found.append(products.mean().item())
 
@@ -117,7 +120,7 @@ def shifted_weights(logit: float) -> Iterator[list[GPTModel]]:
 
     def with_shift(model: GPTModel, *args):
         if logit:
-            shift_logits(model, logit)
+            shift_logits(model, logit, try_model)
         models.append(model)
         return backend(model, *args)
 

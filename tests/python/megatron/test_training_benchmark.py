@@ -35,9 +35,25 @@ def test_contenders_take_turns(tmp_path):
     assert len(lines) == 6 and "0.0% of the tiles skipped" in lines[0] and "times as fast" in lines[1]
 
 
-def test_a_gpu_is_needed(tmp_path):
-    done = run_python([SCRIPT, CONFIG], seconds=120)
-    assert done.returncode == 1 and "Use --dry-run" in done.stderr
+def test_ranks_share_rows(tmp_path):
+    """With two context-parallel ranks, softmax runs in each mode. Losses are those of a rank's half of the rows."""
+    toy = ["--dry-run", "--lengths", "64", "--tokens", "64", "--tokens-at-once", "64", "--seconds", "0.001"]
+    ranks = ["-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT, CONFIG, "--context-parallel", "2"]
+    done = run_python([*ranks, *toy, "--json", tmp_path / "out.json"], seconds=240)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["contender"] for row in rows] == ["stick-breaking", "cudnn, p2p", "cudnn, a2a"]
+    assert {row["tokens"] for row in rows} == {64} and {row["skipped"] for row in rows} == {None}
+    assert len({row["loss"] for row in rows}) == 1 and all(6 < row["loss"] < 7 for row in rows)
+    assert all(-12 < logit < -10 for row in rows for logit in row["mean_logits"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [([], "Use --dry-run"), (["--dry-run", "--experts", "4"], "--experts needs a GPU")]
+)
+def test_a_gpu_is_needed(options, message):
+    done = run_python([SCRIPT, CONFIG, *options], seconds=120)
+    assert done.returncode == 1 and message in done.stderr
 
 
 def test_shared_parameters_are_trained_by_both(benchmark):
