@@ -18,7 +18,8 @@ option uses are data-parallel. With --experts every layer is a mixture of expert
 token goes to two, and a random router loads all equally.
 
 The fused kernels need a complete cuDNN. If Transformer Engine finds another one than torch's, set CUDNN_HOME to the
-folder nvidia/cudnn beside the folder torch, and LD_PRELOAD to its lib/libcudnn.so.9.
+folder nvidia/cudnn beside the folder torch, and LD_PRELOAD to its lib/libcudnn.so.9. If LD_LIBRARY_PATH is set, put
+that folder lib first in it, and all of its libcudnn*.so.9 into LD_PRELOAD.
 """
 
 import argparse

@@ -15,15 +15,15 @@ __device__ __forceinline__ float exact_w(float inverse_e) {
 }
 
 // With kKeepsE, E and e' of each score are kept. At head_dim 128 there are not enough registers for both, and e'
-// replaces E, with w = 1 - sigma = 1 - beta / f. This loses at most 2^-12 of w, unless a logit of the row is above
-// log(kLargeOdds). Then the row is *large*: its warp keeps E and computes e' again at each use.
+// replaces E, with w = 1 - sigma = 1 - beta / f. This loses at most 2^-12 of w, unless a logit is above
+// log(kLargeOdds). A warp with such a logit (is_large()) keeps E and computes e' again at each use.
 template <bool kKeepsE>
 class GatedFastScan : public FastScan {
   public:
     __device__ __forceinline__ GatedFastScan(float product_offset, const HalfTileGates& gates, int t)
         : FastScan(product_offset), gates_(gates), t_(t) {}
 
-    // Replaces scores by e', or by E if the row is large.
+    // Replaces scores by e', or by E if is_large().
     __device__ __forceinline__ void exponentials(float (&s)[32], const HeadLogits& logits, int t) {
 #pragma unroll
         for (float& x : s) x = exp2_approximate(-logits(x, 0, 0));

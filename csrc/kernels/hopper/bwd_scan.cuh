@@ -13,7 +13,8 @@
 // newer one. No product of (1 + e) exceeds 2^64, because the mass rises from at least 2^-64 to at most 1.
 // SlowScan also serves rows that start in this half tile, in newer keys, or never. It computes masses key by key from
 // the newer edge, with e up to 2^126.
-// Call the functions in this order: exponentials, start, weights, prefixes, logit_gradients.
+// Call the functions in this order: exponentials, start, weights, prefixes, logit_gradients. kLarge of weights and
+// logit_gradients must be is_large(), which exponentials sets.
 #pragma once
 
 #include "kernels/common/scalars.h"
@@ -87,7 +88,7 @@ class FastScan {
         large_ = __any_sync(~0u, fmaxf(product[0], product[1]) > kLargeProduct);
         set_products(product, t);
     }
-    // Whether this warp needs the formulas for large products (kLarge).
+    // Whether rows of this warp need the formulas for a large product of 1 + e (kLarge). The same for all its lanes.
     __device__ __forceinline__ bool is_large() const {
         return large_;
     }
@@ -162,7 +163,7 @@ class FastScan {
     const UnbiasedProduct multiply_;
     float sum_[2];               // sum of g over the keys of this thread
     float mass_[2], prefix_[2];  // at the older edge of this thread's keys
-    bool large_;                 // of the warp
+    bool large_;                 // is_large()
 
   private:
     // Where e is large, beta is close to 1, and g - beta G loses what is left of g. Then om G - (G - g) is exact
