@@ -231,7 +231,7 @@ class Contenders:
             self._models[name] = model
         self.recompute(False)
         few = random_rows(options, options.context_parallel * TRIED_TOKENS, training.vocab_size)[0]
-        shift_logits(self._models[STICKS], options.logit, lambda _: self._loss(STICKS, few))
+        shift_logits(self._models[STICKS], options.logit, lambda: self._loss(STICKS, few))
         with torch.no_grad(), mean_logits(self._models[STICKS]) as logits:
             self._loss(STICKS, few)
         self.mean_logits = [min(logits), max(logits)]
@@ -246,7 +246,7 @@ class Contenders:
         """Return the mean loss of this rank's part of whole rows."""
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         group = parallel_state.get_context_parallel_group()
-        local = [shard_sequence(x, group) if group.size() > 1 else x for x in (tokens, positions, tokens.roll(-1, 1))]
+        local = [shard_sequence(x, group) for x in (tokens, positions, tokens.roll(-1, 1))]
         return self._models[name](*local[:2], None, labels=local[2]).mean()
 
     def step(self, name: str, batches: list[torch.Tensor]) -> torch.Tensor:

@@ -43,13 +43,13 @@ MODELS = ("stick_breaking", "softmax_rope")
 
 
 @torch.no_grad()
-def shift_logits(model: GPTModel, logit: float, forward: Callable[[GPTModel], object]) -> None:
+def shift_logits(model: GPTModel, logit: float, forward: Callable[[], object]) -> None:
     """Change the weights so that the logits of all layers are about `logit` (at most 0) for any tokens.
 
     All embeddings get a common part, and become large compared with what layers add to them. Queries read the common
     part with one sign and keys with the other. The weights for this depend on the size of the common part in the input
-    of a layer, so `forward` of any tokens changes the layers one after another. Tensor-parallel ranks change their own
-    heads.
+    of a layer, so `forward`, which must run the model on any tokens, changes the layers one after another.
+    Tensor-parallel ranks change their own heads.
     """
     embedding = model.embedding.word_embeddings.weight
     embedding /= embedding.std()
@@ -68,7 +68,7 @@ def shift_logits(model: GPTModel, logit: float, forward: Callable[[GPTModel], ob
         by_head[:, -2] -= step
 
     hooks = [layer.self_attention.linear_qkv.register_forward_pre_hook(change) for layer in model.decoder.layers]
-    forward(model)
+    forward()
     for hook in hooks:
         hook.remove()
 
@@ -120,7 +120,7 @@ def shifted_weights(logit: float) -> Iterator[list[GPTModel]]:
 
     def with_shift(model: GPTModel, *args):
         if logit:
-            shift_logits(model, logit, try_model)
+            shift_logits(model, logit, lambda: try_model(model))
         models.append(model)
         return backend(model, *args)
 
