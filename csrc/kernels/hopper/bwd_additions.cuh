@@ -26,11 +26,20 @@
 
 namespace megatron_sb::hopper {
 
+// The additions to dq of a step.
+struct Addition {
+    int32_t dq_index, tile;
+    bool is_first;  // of the additions to dq of these rows
+
+    __device__ __forceinline__ static Addition of(const Step& step) {
+        return {step.dq_index, step.tile, (step.flags & kOldestKeyTile) != 0};
+    }
+};
+
 // Stores which key tile may add to dq of a step next, once the additions of this one are done. After the newest one,
-// write_dq (bwd_finish.cu) reads this number.
-__device__ __forceinline__ void pass_on_turn(const BackwardPlan& plan, const Step& step) {
-    fence_acq_rel_gpu();
-    store_relaxed(plan.dq_next_tile + step.dq_index, step.tile + 1);
+// write_dq (bwd_finish.cu) reads this number. The caller has fenced after the additions.
+__device__ __forceinline__ void pass_on_turn(const BackwardPlan& plan, const Addition& addition) {
+    store_relaxed(plan.dq_next_tile + addition.dq_index, addition.tile + 1);
 }
 
 // Waits of warp 2. All run in one thread.
@@ -44,12 +53,11 @@ class DqThread {
     __device__ void watch(Event& event, const Place& item) const {
         watch_until<Event::kWait>(control_, args_.expired_wait, [&] { return event.try_wait(item); });
     }
-    // Whether the next older key tile has added to dq of the step.
-    __device__ bool has_turn(const Step& step) const {
-        return step.flags & kOldestKeyTile || load_acquire(args_.plan.dq_next_tile + step.dq_index) == step.tile;
-    }
-    __device__ void wait_for_turn(const Step& step) const {
-        watch_until<Wait::kDqAddedByOlderTile>(control_, args_.expired_wait, [&] { return has_turn(step); });
+    // Waits until the next older key tile has added to dq of the step.
+    __device__ void wait_for_turn(const Addition& addition) const {
+        watch_until<Wait::kDqAddedByOlderTile>(control_, args_.expired_wait, [&] {
+            return addition.is_first || load_acquire(args_.plan.dq_next_tile + addition.dq_index) == addition.tile;
+        });
     }
 
     BackwardControl<T>& control_;
@@ -76,7 +84,7 @@ class TurnThread : DqThread<T> {
             if (step.flags & kEndOfWork) break;
             const auto turn = TurnPlace<T>::of(number);
             this->watch(control_.dq_published, turn.previous_use());
-            this->wait_for_turn(step);
+            this->wait_for_turn(Addition::of(step));
             control_.dq_turn.arrive(turn);
             control_.steps.empty.arrive(place);
         }
@@ -107,7 +115,9 @@ class AdditionPublisher {
             if (lane_ == 0) {
                 const auto turn = TurnPlace<T>::of(next_);
                 control_.dq_added.wait(turn);
-                pass_on_turn(args_.plan, control_.step_info[next_ % kStepRing]);
+                const Addition addition = Addition::of(control_.step_info[next_ % kStepRing]);
+                fence_acq_rel_gpu();
+                pass_on_turn(args_.plan, addition);
                 control_.dq_published.arrive(turn);
             }
             __syncwarp();
@@ -122,9 +132,10 @@ class AdditionPublisher {
     uint32_t next_ = 0;  // first step whose additions are not published yet
 };
 
-// Adds dQ of each step to dq, in its turn. Several bulk operations run at a time. The additions of a step are published
-// when they are complete: after the first addition of the next step has begun, or earlier if the thread would have to
-// wait for anything that takes longer.
+// Adds dQ of each step to dq, in its turn. This thread would limit the kernel if it waited for one thing after another:
+// the addition takes 1,000 cycles, the fence before the turn is passed on 800, and a look at the turn of the next step
+// 500. So the addition of the next step runs during the fence, and the next turn is looked at just before it. The
+// additions of a step are published as soon as the thread would have to wait for something else.
 template <class T>
 class BulkAdder : DqThread<T> {
     using Base = DqThread<T>;
@@ -138,17 +149,13 @@ class BulkAdder : DqThread<T> {
     __device__ void run() {
         for (uint32_t number = 0;; ++number) {
             const StepPlace place = StepPlace::of(number);
-            if (!control_.steps.full.try_wait(place)) {
-                finish_step();
+            if (!knows_next_ && !control_.steps.full.has_happened(place)) finish_step();
+            if (!knows_next_) {
                 this->watch(control_.steps.full, place);
+                read_next(place);
             }
-            const Step& step = control_.step_info[place.slot];
-            if (step.flags & kEndOfWork) break;
-            if (!this->has_turn(step)) {
-                finish_step();
-                this->wait_for_turn(step);
-            }
-            add_step(step, number);
+            if (next_flags_ & kEndOfWork) break;
+            add_step(number);
         }
         finish_step();
     }
@@ -156,47 +163,77 @@ class BulkAdder : DqThread<T> {
   private:
     __device__ static Slot slot_of(uint32_t number, int panel) { return Slot::of(number * T::kPanels + panel); }
 
-    // Starts the additions of a step, and finishes those of the step before. Arrives on dq_staged.empty for all panels
-    // but the last.
-    __device__ void add_step(const Step& step, uint32_t number) {
-#pragma unroll 1
-        for (int panel = 0; panel < T::kPanels; ++panel) {
-            const Slot slot = slot_of(number, panel);
-            if (panel == 0 && !control_.dq_staged.full.has_happened(slot)) finish_step();
-            this->watch(control_.dq_staged.full, slot);
-            start_addition(step, panel, slot);
-            if (panel == 0) {
-                finish_step<1>();
-            } else {
-                wait_for_bulk_reads<1>();
-                control_.dq_staged.empty.arrive(slot_of(number, panel - 1));
-            }
+    // Reads the description of the next step. Arrives on steps.empty.
+    __device__ void read_next(const StepPlace& place) {
+        const Step& step = control_.step_info[place.slot];
+        next_ = Addition::of(step);
+        next_flags_ = step.flags;
+        control_.steps.empty.arrive(place);
+        knows_next_ = true;
+        next_has_turn_ = next_.is_first || next_flags_ & kEndOfWork;
+    }
+
+    // Starts the additions of the next step, and finishes those of the step before. Arrives on dq_staged.empty for all
+    // panels but the last.
+    __device__ void add_step(uint32_t number) {
+        const Slot first = slot_of(number, 0);
+        if (!control_.dq_staged.full.has_happened(first)) finish_step();
+        this->watch(control_.dq_staged.full, first);
+        if (!next_has_turn_) {
+            finish_step();
+            this->wait_for_turn(next_);
         }
-        unfinished_ = number;
+        const Addition addition = next_;
+        start_addition(addition, 0, first);
+        const StepPlace following = StepPlace::of(number + 1);
+        knows_next_ = false;
+        if (control_.steps.full.has_happened(following)) read_next(following);
+        finish_step<1>();
+#pragma unroll 1
+        for (int panel = 1; panel < T::kPanels; ++panel) {
+            const Slot slot = slot_of(number, panel);
+            this->watch(control_.dq_staged.full, slot);
+            start_addition(addition, panel, slot);
+            wait_for_bulk_reads<1>();
+            control_.dq_staged.empty.arrive(slot_of(number, panel - 1));
+        }
+        unfinished_ = addition;
+        unfinished_number_ = number;
         has_unfinished_ = true;
     }
     // The oldest key tile stores dQ, the others add it. The sum warpgroup has fenced its stores to shared memory.
-    __device__ void start_addition(const Step& step, int panel, const Slot& slot) const {
-        float* const to = args_.plan.dq + (int64_t(step.dq_index) * T::kPanels + panel) * T::kDqFloats;
+    __device__ void start_addition(const Addition& addition, int panel, const Slot& slot) const {
+        float* const to = args_.plan.dq + (int64_t(addition.dq_index) * T::kPanels + panel) * T::kDqFloats;
         const uint32_t from = shared_address(shared_.dq[slot.slot]);
         constexpr int kBytes = T::kDqFloats * sizeof(float);
-        step.flags& kOldestKeyTile ? start_bulk_store(to, from, kBytes) : start_bulk_add(to, from, kBytes);
+        addition.is_first ? start_bulk_store(to, from, kBytes) : start_bulk_add(to, from, kBytes);
     }
     // Waits for the additions of the unfinished step, if there is one, and publishes it. The last kLater additions that
-    // have begun are of the next step. Arrives on dq_staged.empty for the last panel, and on steps.empty.
+    // have begun are of the step after it. Arrives on dq_staged.empty for the last panel.
+    //
+    // The fence orders the additions before the turn that is passed on (release). It also orders what this thread does
+    // for the next step after the additions of the older key tile, if the load has seen that the turn has come
+    // (acquire).
     template <int kLater = 0>
     __device__ void finish_step() {
         if (!has_unfinished_) return;
         wait_for_bulk<kLater>();
-        control_.dq_staged.empty.arrive(slot_of(unfinished_, T::kPanels - 1));
-        const StepPlace place = StepPlace::of(unfinished_);
-        pass_on_turn(args_.plan, control_.step_info[place.slot]);
-        control_.steps.empty.arrive(place);
+        control_.dq_staged.empty.arrive(slot_of(unfinished_number_, T::kPanels - 1));
+        const bool looks = knows_next_ && !next_has_turn_;
+        const int turn = looks ? load_relaxed(args_.plan.dq_next_tile + next_.dq_index) : 0;
+        fence_acq_rel_gpu();
+        pass_on_turn(args_.plan, unfinished_);
+        if (looks) next_has_turn_ = turn == next_.tile;
         has_unfinished_ = false;
     }
 
     typename T::Shared& shared_;
-    uint32_t unfinished_ = 0;  // step whose additions are in flight
+    Addition next_ = {};  // the step that is added next
+    int next_flags_ = 0;
+    bool knows_next_ = false;     // whether next_ and next_flags_ are read
+    bool next_has_turn_ = false;  // whether the older key tile is known to have added to the same rows
+    Addition unfinished_ = {};    // the step whose additions are in flight
+    uint32_t unfinished_number_ = 0;
     bool has_unfinished_ = false;
 };
 

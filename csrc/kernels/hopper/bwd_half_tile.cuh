@@ -176,6 +176,8 @@ class HalfScan : protected BackwardThread<T> {
     template <bool kLarge, class Scan, class BeforeWeights, class BeforeDz>
     __device__ __forceinline__ void write_rows(Scan& scan, uint32_t number, int stage, uint32_t weights, uint32_t dz,
                                                const BeforeWeights& before_weights, const BeforeDz& before_dz) {
+        const auto carry_out = CarryPlace<T>::of(number);
+        const bool carry_out_is_empty = control_.carry_out_empty(half_).has_happened(carry_out.previous_use());
         uint32_t packed[8];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -184,7 +186,8 @@ class HalfScan : protected BackwardThread<T> {
             this->store_rows(weights, r, packed);
         }
         scan.prefixes(lane_ % 4);
-        store_carry_out(scan, number);
+        if (!carry_out_is_empty) control_.carry_out_empty(half_).wait(carry_out.previous_use());
+        store_carry_out(scan, carry_out);
         if constexpr (kIsSlow<Scan>) clear_nan_queries(scan, number, stage);
         before_dz();
 #pragma unroll
@@ -238,21 +241,19 @@ class HalfScan : protected BackwardThread<T> {
         const uint32_t high = (pair >> 16 & kMagnitude) > kInfinity ? 0 : pair & 0xffff0000;
         return high | low;
     }
-    // Stores the carries at the newer edge of this half: waits on carry_out_empty, arrives on carry_out_full.
+    // Stores the carries at the newer edge of this half, once their slot is empty: arrives on carry_out_full.
     template <class Scan>
-    __device__ __forceinline__ void store_carry_out(const Scan& scan, uint32_t number) {
+    __device__ __forceinline__ void store_carry_out(const Scan& scan, const CarryPlace<T>& place) {
         float prefix[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r)  // a NaN in this half must not reach newer keys
             prefix[r] = isnan(scan.newer_prefix[r]) ? 0.f : scan.newer_prefix[r];
-        const auto place = CarryPlace<T>::of(number);
-        control_.carry_out_empty(half_).wait(place.previous_use());
-        if (lane_ % 4 == 0) {
+        // Without branches: they would end the schedule of the scan.
+        const bool stores = lane_ % 4 == 0;
+        const uint32_t to = shared_address(&control_.carry_out[half_][place.slot][row(0)]);
 #pragma unroll
-            for (int r = 0; r < 2; ++r)
-                control_.carry_out[half_][place.slot][row(r)] = make_float2(scan.newer_mass[r], prefix[r]);
-            control_.carry_out_full[half_][warp_].arrive(place);
-        }
+        for (int r = 0; r < 2; ++r) store_shared_if(stores, to + 8 * r * sizeof(float2), scan.newer_mass[r], prefix[r]);
+        control_.carry_out_full[half_][warp_].arrive_if(stores, place);
     }
 
     const int half_;                    // 0: older half of the key tile, 1: newer half

@@ -87,10 +87,11 @@ inline HeadOrder choose_head_order(const Sizes& z, const Segments& segments, boo
         const int steps_of_head = num_steps(s) - oldest_step(s, attend_current, key_tiles / 2 * tile);
         const int steps = std::max(steps_of_head, 1) * (z.num_heads / z.num_kv_heads);
         const int columns = stored_columns(z);
-        const float in_flight = 57600.f / float(columns * steps), fewest = columns == 128 ? 2.5f : 1.5f;
+        const float in_flight = (columns < 128 ? 45000.f : 57600.f) / float(columns * steps);
+        const float fewest = columns < 128 ? 1.3f : columns == 128 ? 2.5f : 1.5f;
         constexpr float kRounds = 3.f;
         if (in_flight >= fewest && heads >= kRounds * in_flight)
-            return {1, std::max(1, int(key_tiles / in_flight)), INT32_MAX};
+            return {1, int((key_tiles - 1) / in_flight) + 1, INT32_MAX};
     }
     // Groups of heads, one after another. The chains of a group fill the GPU, and follow each other as closely as they
     // can.

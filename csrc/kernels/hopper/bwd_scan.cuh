@@ -27,20 +27,22 @@ namespace megatron_sb::hopper {
 using common::HeadLogits;
 
 // Product or sum of one value x of each thread of a quad: over the threads with older keys, over those with newer keys,
-// and over all four. Thread t = 0 has the oldest keys. add_over_quad does not compute `newer`.
+// and over all four. Thread t = 0 has the oldest keys. add_over_quad does not compute `newer`. Three shuffles that do
+// not depend on each other take half as long as two that do.
 struct QuadScan {
     float older, newer, all;
 };
 template <class Multiply>
 __device__ __forceinline__ QuadScan multiply_over_quad(float x, int t, const Multiply& multiply) {
-    const float neighbour = __shfl_xor_sync(~0u, x, 1), pair = multiply(x, neighbour);
-    const float other = __shfl_xor_sync(~0u, pair, 2);
+    const float neighbour = __shfl_xor_sync(~0u, x, 1), across = __shfl_xor_sync(~0u, x, 2);
+    const float pair = multiply(x, neighbour), other = multiply(across, __shfl_xor_sync(~0u, x, 3));
     return {multiply((t & 1) ? neighbour : 1.f, (t & 2) ? other : 1.f),
             multiply((t & 1) ? 1.f : neighbour, (t & 2) ? 1.f : other), multiply(pair, other)};
 }
 __device__ __forceinline__ QuadScan add_over_quad(float x, int t) {
-    const float neighbour = __shfl_xor_sync(~0u, x, 1), pair = x + neighbour, other = __shfl_xor_sync(~0u, pair, 2);
-    return {((t & 1) ? neighbour : 0.f) + ((t & 2) ? other : 0.f), 0.f, pair + other};
+    const float neighbour = __shfl_xor_sync(~0u, x, 1), across = __shfl_xor_sync(~0u, x, 2);
+    const float other = across + __shfl_xor_sync(~0u, x, 3);
+    return {((t & 1) ? neighbour : 0.f) + ((t & 2) ? other : 0.f), 0.f, x + neighbour + other};
 }
 
 // Products of two numbers from 1 to 2, rounded without bias. With ordinary rounding, the mass would drift over many
@@ -91,6 +93,11 @@ class FastScan {
     // Whether rows of this warp need the formulas for a large product of 1 + e (kLarge). The same for all its lanes.
     __device__ __forceinline__ bool is_large() const {
         return large_;
+    }
+    // Returns 0, as no product of 1 + e is negative, but not before e of row 0 is known. What depends on it cannot be
+    // scheduled earlier.
+    __device__ __forceinline__ uint32_t zero_after_row_0() const {
+        return row_0_is_negative_;
     }
     __device__ __forceinline__ void start(int r, const Carry& carry) {
         mass_[r] *= carry.mass;
@@ -158,12 +165,14 @@ class FastScan {
             mass_[r] = over.older;
             newer_mass[r] = over.all;
         }
+        row_0_is_negative_ = __any_sync(~0u, product[0] < 0.f);
     }
 
     const UnbiasedProduct multiply_;
     float sum_[2];               // sum of g over the keys of this thread
     float mass_[2], prefix_[2];  // at the older edge of this thread's keys
     bool large_;                 // is_large()
+    bool row_0_is_negative_;     // the product of 1 + e
 
   private:
     // Where e is large, beta is close to 1, and g - beta G loses what is left of g. Then om G - (G - g) is exact
@@ -223,6 +232,9 @@ class SlowScan {
     // One formula serves all rows.
     __device__ __forceinline__ static constexpr bool is_large() {
         return false;
+    }
+    __device__ __forceinline__ static constexpr uint32_t zero_after_row_0() {
+        return 0;
     }
     // Whether row r starts only in newer keys and has a NaN score in this half.
     __device__ __forceinline__ bool has_unstarted_nan(int r) const {

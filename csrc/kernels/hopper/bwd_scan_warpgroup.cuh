@@ -46,9 +46,9 @@ class ScanWarpgroup : HalfScan<T> {
     }
 
   private:
-    // Waits on qdo.full, and on kv.full at the first step of a tile, then issues S of step number_. Sets flags_ to the
-    // flags of the step. After the last step it multiplies stale data; the result is not used. S does not wait for the
-    // flags, except at the first step: reading them takes 90 cycles.
+    // Waits on qdo.full, and on kv.full at the first step of a tile, then issues S of step number_. Reads flags_ and
+    // logit_offset_ of the step. After the last step it multiplies stale data; the result is not used. S does not wait
+    // for the flags, except at the first step: reading them takes 90 cycles.
     __device__ __forceinline__ void start_step(bool tile_begins) {
         control_.qdo.wait_full(stage_);
         const auto tile = Place<T::kTileBuffers>::of(tiles_);
@@ -60,6 +60,7 @@ class ScanWarpgroup : HalfScan<T> {
             this->set_product_offset(number_);
         }
         flags_ = step(number_).flags;
+        logit_offset_ = step(number_).offset;
         wgmma_fence();
         this->issue_scores(stage_.slot, tile.slot);
     }
@@ -75,17 +76,18 @@ class ScanWarpgroup : HalfScan<T> {
 
     template <class Scan>
     __device__ __forceinline__ void scan_step(Scan scan) {
+        const auto dz = Place<T::kDzSlots>::of(number_);
         wgmma_fence();
         issue_dp();
+        const bool dz_is_empty = control_.dz.is_empty(dz);
         this->mask(number_, flags_);
-        scan.exponentials(s_, this->logits(number_), lane_ % 4);
+        scan.exponentials(s_, {args_.scale_log2, logit_offset_}, lane_ % 4);
         this->load_carries(scan, number_, stage_);
         wgmma_wait<0>();
         fence_accumulator(dp_);
         control_.qdo.empty.arrive(stage_);
         if constexpr (T::kSeparateDo) this->release(control_.d_o, Place<1>::of(number_));
-        const auto dz = Place<T::kDzSlots>::of(number_);
-        control_.dz.wait_empty(dz);
+        if (!dz_is_empty) control_.dz.wait_empty(dz);
         constexpr int kSlotBytes = T::kHalves * T::kPanelBytes;
         this->write_weights_and_dz(
             scan, number_, stage_.slot, weights_ + dz.slot * kSlotBytes, dz_ + dz.slot * kSlotBytes, [] {}, [] {});
@@ -117,7 +119,8 @@ class ScanWarpgroup : HalfScan<T> {
     const uint32_t d_o_low_;  // of dO, if it has a ring of its own
     Stage<T> stage_;          // of step number_
     uint32_t number_ = 0, tiles_ = 0;
-    int flags_ = 0;
+    int flags_ = 0;             // of step number_
+    float logit_offset_ = 0.f;  // of step number_
 };
 
 }  // namespace megatron_sb::hopper

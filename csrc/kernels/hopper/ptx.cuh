@@ -38,6 +38,12 @@ __device__ __forceinline__ void fence_mbarrier_init() {
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
+__device__ __forceinline__ void mbarrier_arrive_if(bool condition, uint64_t* barrier) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%1];\n}" ::"r"(int(condition)),
+        "r"(shared_address(barrier))
+        : "memory");
+}
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
@@ -122,6 +128,12 @@ __device__ __forceinline__ void store_shared(uint32_t to, uint4 x) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
                  : "memory");
 }
+__device__ __forceinline__ void store_shared_if(bool condition, uint32_t to, float x, float y) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.shared.v2.f32 [%1], {%2, %3};\n}" ::"r"(int(condition)),
+        "r"(to), "f"(x), "f"(y)
+        : "memory");
+}
 __device__ __forceinline__ uint4 load_shared(uint32_t from) {
     uint4 x;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -147,6 +159,11 @@ __device__ __forceinline__ void fence_acq_rel_gpu() {
 __device__ __forceinline__ int32_t load_acquire(const int32_t* from) {
     int32_t x;
     asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+    return x;
+}
+__device__ __forceinline__ int32_t load_relaxed(const int32_t* from) {
+    int32_t x;
+    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
     return x;
 }
 __device__ __forceinline__ void store_relaxed(int32_t* to, int32_t x) {

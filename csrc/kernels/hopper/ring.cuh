@@ -28,6 +28,9 @@ struct SlotBarriers {
     uint64_t barriers[kSlots];
 
     __device__ __forceinline__ void arrive(const Place<kSlots>& item) { mbarrier_arrive(&barriers[item.slot]); }
+    __device__ __forceinline__ void arrive_if(bool condition, const Place<kSlots>& item) {
+        mbarrier_arrive_if(condition, &barriers[item.slot]);
+    }
     // Arrives, and makes the event wait for this many bytes of TMA loads.
     __device__ __forceinline__ void arrive_with_bytes(const Place<kSlots>& item, int bytes) {
         mbarrier_arrive_expect_tx(&barriers[item.slot], bytes);
@@ -62,6 +65,10 @@ struct Ring {
 
     __device__ __forceinline__ void wait_full(const Place<kSlots>& item) { full.wait(item); }
     __device__ __forceinline__ void wait_empty(const Place<kSlots>& item) { empty.wait(item.previous_use()); }
+    // A test some time before the wait hides the latency of the answer.
+    __device__ __forceinline__ bool is_empty(const Place<kSlots>& item) {
+        return empty.has_happened(item.previous_use());
+    }
 
     template <class Visit>
     __device__ void visit(const Visit& f) {

@@ -94,16 +94,18 @@ TEST(TicketOrder, IsChosenByTheSizes) {
     };
     constexpr int kGroups = HeadOrder::kOneAfterAnother;
     for (const auto& [order, heads_together, distance] : {
-             Case{order_of(sizes_of(16384, 64, 24, 24, 2)), 1, 18},
-             Case{order_of(sizes_of(16384, 128, 12, 12, 2)), 1, 36},
-             Case{order_of(sizes_of(4096, 128, 12, 12, 8)), 1, 2},
-             Case{order_of(sizes_of(65536, 64, 24, 24, 1)), 1, 291},
+             Case{order_of(sizes_of(4096, 64, 24, 24, 8)), 1, 2},
+             Case{order_of(sizes_of(8192, 64, 24, 24, 4)), 1, 6},
+             Case{order_of(sizes_of(16384, 64, 24, 24, 2)), 1, 24},
+             Case{order_of(sizes_of(65536, 64, 24, 24, 1)), 1, 373},
+             Case{order_of(sizes_of(4096, 128, 12, 12, 8)), 1, 3},
+             Case{order_of(sizes_of(16384, 128, 12, 12, 2)), 1, 37},
              Case{order_of(sizes_of(65536, 128, 12, 12, 1)), 12, kGroups},
              Case{order_of(sizes_of(16384, 128, 32, 8, 1)), 8, kGroups},
              Case{order_of(sizes_of(16384, 128, 4, 4, 1)), 4, kGroups},
              Case{order_of(sizes_of(0, 128, 12, 12, 1)), 12, kGroups},
              Case{order_of(sizes_of(32768, 128, 12, 12, 1)), 4, kGroups},
-             Case{order_of(sizes_of(16384, 256, 12, 12, 1)), 1, 145},
+             Case{order_of(sizes_of(16384, 256, 12, 12, 1)), 1, 146},
              Case{order_of(sizes_of(65536, 256, 12, 12, 1)), 12, kGroups},
              Case{order_of_older_keys(sizes_of(8192, 128, 12, 12, 2)), 1, 18},
              Case{order_of_older_keys(sizes_of(16384, 128, 12, 12, 2)), 24, kGroups},
