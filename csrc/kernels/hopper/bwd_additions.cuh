@@ -37,8 +37,9 @@ struct Addition {
 };
 
 // Stores which key tile may add to dq of a step next, once the additions of this one are done. After the newest one,
-// write_dq (bwd_finish.cu) reads this number. The caller has fenced after the additions.
+// write_dq (bwd_finish.cu) reads this number.
 __device__ __forceinline__ void pass_on_turn(const BackwardPlan& plan, const Addition& addition) {
+    fence_acq_rel_gpu();
     store_relaxed(plan.dq_next_tile + addition.dq_index, addition.tile + 1);
 }
 
@@ -115,9 +116,7 @@ class AdditionPublisher {
             if (lane_ == 0) {
                 const auto turn = TurnPlace<T>::of(next_);
                 control_.dq_added.wait(turn);
-                const Addition addition = Addition::of(control_.step_info[next_ % kStepRing]);
-                fence_acq_rel_gpu();
-                pass_on_turn(args_.plan, addition);
+                pass_on_turn(args_.plan, Addition::of(control_.step_info[next_ % kStepRing]));
                 control_.dq_published.arrive(turn);
             }
             __syncwarp();
@@ -149,8 +148,8 @@ class BulkAdder : DqThread<T> {
     __device__ void run() {
         for (uint32_t number = 0;; ++number) {
             const StepPlace place = StepPlace::of(number);
-            if (!knows_next_ && !control_.steps.full.has_happened(place)) finish_step();
             if (!knows_next_) {
+                if (!control_.steps.full.has_happened(place)) finish_step();
                 this->watch(control_.steps.full, place);
                 read_next(place);
             }
@@ -211,7 +210,7 @@ class BulkAdder : DqThread<T> {
     // Waits for the additions of the unfinished step, if there is one, and publishes it. The last kLater additions that
     // have begun are of the step after it. Arrives on dq_staged.empty for the last panel.
     //
-    // The fence orders the additions before the turn that is passed on (release). It also orders what this thread does
+    // The fence of pass_on_turn() orders the additions before the turn (release). It also orders what this thread does
     // for the next step after the additions of the older key tile, if the load has seen that the turn has come
     // (acquire).
     template <int kLater = 0>
@@ -221,7 +220,6 @@ class BulkAdder : DqThread<T> {
         control_.dq_staged.empty.arrive(slot_of(unfinished_number_, T::kPanels - 1));
         const bool looks = knows_next_ && !next_has_turn_;
         const int turn = looks ? load_relaxed(args_.plan.dq_next_tile + next_.dq_index) : 0;
-        fence_acq_rel_gpu();
         pass_on_turn(args_.plan, unfinished_);
         if (looks) next_has_turn_ = turn == next_.tile;
         has_unfinished_ = false;
