@@ -61,7 +61,7 @@ class TailLoader {
 #pragma unroll
             for (int i = 0; i < kKeysPerLane; ++i)
                 control_.gates_of_slot[slot.slot][lane + 32 * i] =
-                    lane + 32 * i < tile.count ? Gate::c_of<typename T::Element>(words[i]) : Gate::kLeastC;
+                    lane + 32 * i < tile.count ? common::gate_of<typename T::Element>(words[i]) : 1.f;
             control_.gates.full.arrive(slot);
         }
     }

@@ -1,14 +1,14 @@
-// Forget gates: beta = f sigmoid(z) (core/params.h). With E = 1 / e = 2^(-scale log2(e) q . k) and c = (1 - f) / f, the
-// odds of beta are
+// Forget gates: beta = f sigmoid(z) (core/params.h). fwd_gated_scan.cuh says how the forward computes weights from f.
+// The backward uses the odds of beta. With E = 1 / e = 2^(-scale log2(e) q . k) and c = (1 - f) / f, these are
 //
 //     e' = f e / (1 + (1 - f) e) = 1 / (E + c (1 + E))
 //
-// so nothing cancels. All that the scans say about e holds for e'. The gradients of z and f are
+// so nothing cancels. All that its scans say about e holds for e'. The gradients of z and f are
 //
 //     dz = n w     df = sum of n over the rows / f     n = g - e' b     w = 1 / (1 + e) = E / (1 + E)
 //
-// f is read from the columns after each key, and c is written to shared memory: in the forward by a warp of the
-// producers, in the backward by the warpgroup that scans the keys.
+// f is read from the columns after each key. In the forward a warp of the producers writes it to shared memory; in the
+// backward the warpgroup that scans the keys writes c there.
 #pragma once
 
 #include "kernels/common/gates.cuh"
@@ -53,24 +53,25 @@ __device__ __forceinline__ void write_gate_columns(float* to, float gradient) {
     *to += gradient;
 }
 
-// c of the keys that a quad of threads scans. Thread t has kKeys / 4 neighbouring keys. The threads of a quad read the
-// same four of their keys at once, so these 16 values lie next to each other.
+// A number for each key that a quad of threads scans: f in the forward, c in the backward. Thread t has kKeys / 4
+// neighbouring keys. The threads of a quad read the same four of their keys at once, so these 16 numbers lie next to
+// each other.
 template <int kKeys>
 struct GateTile {
-    float4 c[kKeys / 4];
+    float4 numbers[kKeys / 4];
 
     __device__ __forceinline__ float& operator[](int key) {
         constexpr int kKeysPerThread = kKeys / 4;
         const int t = key / kKeysPerThread, i = key % kKeysPerThread;
-        return reinterpret_cast<float*>(c)[(i / 4 * 4 + t) * 4 + i % 4];
+        return reinterpret_cast<float*>(numbers)[(i / 4 * 4 + t) * 4 + i % 4];
     }
-    // c of the keys 4i to 4i + 3 of thread t. Volatile, because the compiler would otherwise read all of them early and
-    // run out of registers.
+    // Returns the numbers of the keys 4i to 4i + 3 of thread t. Volatile, because the compiler would otherwise read all
+    // of them early and run out of registers.
     __device__ __forceinline__ float4 quad(int t, int i) const {
         float4 x;
         asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                      : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                     : "r"(shared_address(c + 4 * i + t)));
+                     : "r"(shared_address(numbers + 4 * i + t)));
         return x;
     }
     // The same for two keys, from the even key k of the thread on.
@@ -78,7 +79,7 @@ struct GateTile {
         float2 x;
         asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];"
                      : "=f"(x.x), "=f"(x.y)
-                     : "r"(shared_address(c + k / 4 * 4 + t) + k % 4 * 4));
+                     : "r"(shared_address(numbers + k / 4 * 4 + t) + k % 4 * 4));
         return x;
     }
 };
