@@ -59,7 +59,7 @@ class ForwardScan {
         finish_row_1(t);
     }
 
-  protected:
+  private:
     // Replaces e of row 1 by A, given the product of 1 + e.
     __device__ __forceinline__ void finish_row_1(float t) {
         const float inverse = reciprocal(t);
@@ -72,17 +72,19 @@ class ForwardScan {
         }
     }
 
-    // Replaces a score by e. t accumulates the product of 1 + e, from the oldest key on.
-    __device__ __forceinline__ void exponential(int r, int k, float& t) {
-        const float e = exp2_approximate(logits_(s_[accumulator_register(r, k)], 0, r));
-        s_[accumulator_register(r, k)] = e;
-        t = fmaf(t, e, t);
-    }
     // Replaces e by A, and m, the mass after this key, by the mass before it.
     __device__ __forceinline__ void weight(int r, int k, float& m) {
         const float e = s_[accumulator_register(r, k)];
         s_[accumulator_register(r, k)] = e * m;
         m = fmaf(m, e, m);
+    }
+
+  protected:
+    // Replaces a score by e. t accumulates the product of 1 + e, from the oldest key on.
+    __device__ __forceinline__ void exponential(int r, int k, float& t) {
+        const float e = exp2_approximate(logits_(s_[accumulator_register(r, k)], 0, r));
+        s_[accumulator_register(r, k)] = e;
+        t = fmaf(t, e, t);
     }
 
     // Whether any thread of the warp has a product of 1 - beta that is NaN or too small for the fast scan.
