@@ -95,7 +95,7 @@ inline HeadOrder choose_head_order(const Sizes& z, const Segments& segments, boo
     }
     // Groups of heads, one after another. The chains of a group fill the GPU, and follow each other as closely as they
     // can.
-    const int chains = z.k_rows <= 4096 ? 32 : z.k_rows <= 16384 ? 24 : z.k_rows <= 32768 ? 4 : 12;
+    const int chains = z.k_rows <= 4096 ? 32 : z.k_rows <= 16384 ? 24 : z.k_rows <= 32768 ? 4 : 6;
     if (segments.by_value() && z.k_rows <= 65536) return one_after_another(heads, chains, INT32_MAX);
     // With a segment table, and for very long sequences: groups of documents in a group of heads, so that Q, dO and dq
     // of a group stay in the L2 cache. They have 8 bytes for each element.
