@@ -47,6 +47,20 @@ def calls_over(plan: sb.ContextParallelPlan, comm: str, local: list[Tensor]) -> 
     return calls_of(functools.partial(sb.context_parallel_attention, plan=plan, comm=comm), *local)
 
 
+def replays_of(calls: dict[str, Call]) -> dict[str, Call]:
+    """Return calls that replay a CUDA graph of each call. Every rank must capture the same calls in the same order."""
+    replays = {}
+    for name, call in calls.items():
+        with torch.cuda.stream(torch.cuda.Stream()):  # torch requires a warm-up on a side stream
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog may call CUDA meanwhile
+            call()
+        replays[name] = graph.replay
+    return replays
+
+
 def join_ranks() -> None:
     """Join the process group of torchrun. Each rank uses the GPU of its local rank."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -138,7 +152,10 @@ class Benchmark:
         plan = sb.ContextParallelPlan(dist.group.WORLD, s)
         local = [sb.shard_sequence(x, dist.group.WORLD) for x in whole]
         for comm in self.options.modes:
-            self.measure(what, comm, calls_over(plan, comm, local), flops / ranks)
+            calls = calls_over(plan, comm, local)
+            self.measure(what, comm, calls, flops / ranks)
+            if self.options.graphs:
+                self.measure(what, f"{comm}, graph", replays_of(calls), flops / ranks)
         if self.options.peer and h == h_kv:
             with torch_context_parallel(*whole) as calls:
                 self.measure(what, "torch, cuDNN", calls, flops / ranks)
@@ -196,6 +213,7 @@ def main() -> None:
     add("--grouped-length", type=int, default=65536, help="length of the rows of --grouped (default: %(default)s)")
     add("--packed", type=int, default=65536, help="tokens of the packed rows; 0 skips them (default: %(default)s)")
     add("--modes", nargs="+", default=list(MODES), help="values of comm (default: %(default)s)")
+    add("--graphs", action="store_true", help="also replay each dense call as a CUDA graph (default: off)")
     add("--no-peer", dest="peer", action="store_false", help="skip torch's context_parallel (default: off)")
     add("--seconds", type=float, default=0.3, help="device time for the rounds of a cell (default: %(default)s)")
     add("--sustained", type=float, default=0.3, help="seconds of each back-to-back run (default: %(default)s)")

@@ -1,10 +1,14 @@
 // The layout "balanced": a split of a packed stream into spans, such that ranks have nearly equal work, and rows that
 // differ by at most one.
 //
-// Work is counted in the tiles that the kernels compute: kWorkTileRows rows of Q by kWorkTileKeys keys. Tiles of rows
-// begin at the first row of a piece, and tiles of keys at the first key of a document. Tiles above the causal diagonal
-// and between documents are not computed. So a row of a long document costs more than a row of a short one, and a span
-// that ends inside a document costs a partial tile.
+// Work is counted in tiles of kWorkTileRows rows of Q by kWorkTileKeys keys. Such a tile is a step of the Hopper
+// backward with up to 128 columns, and what a warpgroup of the Hopper forward computes at a time. The backward has most
+// of the work, so its tiles are counted. A work tile of the forward has two or three warpgroups, which read the same
+// keys: 128 rows, 192 at head_dim 64. So the forward of short pieces computes more than is counted.
+//
+// Tiles of rows begin at the first row of a piece, and tiles of keys at the first key of a document. Tiles above the
+// causal diagonal and between documents are not computed. So a row of a long document costs more than a row of a short
+// one, and a span that ends inside a document costs a partial tile.
 //
 // Why equal rows and equal work are both possible, if the number of ranks divides the rows: take a contiguous part of
 // the stream with the rows of one rank, and move it along the stream. The work of all its positions has the mean W / n,
@@ -26,7 +30,7 @@ struct Span {
     int rank;
 };
 
-inline constexpr int kWorkTileRows = 64;   // of a warpgroup in the forward, and of a step in the backward
+inline constexpr int kWorkTileRows = 64;   // of a step of the backward, and of a warpgroup of the forward
 inline constexpr int kWorkTileKeys = 128;  // in both
 inline constexpr int kMaxImbalancePercent = 5;
 

@@ -6,12 +6,12 @@ import copy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_sb.nn.gates import OPEN_GATE, forget_gate_loss, gates_of, keep_gates_open
 from megatron_sb.ops import head_output, stickbreaking_attention, stickbreaking_attention_varlen
-from megatron_sb.ops.context_parallel import ContextParallelPlan, context_parallel_attention, group_size
+from megatron_sb.ops.context_parallel import ContextParallelPlan, context_parallel_attention
+from megatron_sb.ops.groups import Group, group_size
 from megatron_sb.ops.kvcache import KVCache, attend_to_filled
 from megatron_sb.options import COMMS, DEFAULT_MASS_THRESHOLD, HEAD_DIM_MULTIPLE, LAYOUTS, MAX_HEAD_DIM, LayerOptions
 from megatron_sb.validation import check_choice, check_counts, check_finite, check_tensor, head_dim_of
@@ -96,7 +96,7 @@ class StickBreakingSelfAttention(nn.Module):
         attend_current: bool = False,
         scale: float | None = None,
         mass_threshold: float = DEFAULT_MASS_THRESHOLD,
-        cp_group: dist.ProcessGroup | None = None,
+        cp_group: Group | None = None,
         layout: str = "zigzag",
         comm: str = "auto",
         device: torch.device | str | None = None,

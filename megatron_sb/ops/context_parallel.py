@@ -19,17 +19,14 @@ import functools
 import sys
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megatron_sb.ops.groups import Group, group_size, hierarchical_pair, process_group
+from megatron_sb.ops.received_bytes import ReceivedBytes, Sizes, received_bytes
 from megatron_sb.options import DEFAULT_MASS_THRESHOLD, LOGITS, check_option_types
 from megatron_sb.validation import check_choice, check_optional_tensors, check_tensor
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _WHY_NOT_COMPILED = (
     "megatron_sb: context parallelism is not a part of a compiled graph, because ranks exchange data in it. Compile "
@@ -55,43 +52,6 @@ def _outside_graphs(function: Callable) -> Callable:
     call._torchdynamo_disable = True
     call._torchdynamo_disable_msg = _WHY_NOT_COMPILED
     return call
-
-
-def _process_group(group: object, argument: str = "cp_group") -> dist.ProcessGroup:
-    """Return a process group, or that of a DeviceMesh with one dimension. Raise if it does not contain this rank."""
-    if not dist.is_available() or not dist.is_initialized():
-        raise ValueError(f"{argument} needs torch.distributed. Call torch.distributed.init_process_group first.")
-    module = sys.modules.get("torch.distributed.device_mesh")  # there is no mesh before it is imported
-    if module is not None and isinstance(group, module.DeviceMesh):
-        if group.ndim != 1:
-            names = group.mesh_dim_names or tuple(range(group.ndim))
-            raise ValueError(
-                f"{argument} must have one dimension if it is a DeviceMesh, got the dimensions {names}. Pass one of "
-                f"them, such as mesh[{names[-1]!r}]."
-            )
-        inside = group.get_coordinate() is not None
-        group = group.get_group() if inside else dist.GroupMember.NON_GROUP_MEMBER
-    is_outside = group is dist.GroupMember.NON_GROUP_MEMBER
-    if not is_outside and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"{argument} must be a torch.distributed.ProcessGroup or a DeviceMesh, got {type(group).__name__}. "
-            "Use torch.distributed.group.WORLD for all ranks."
-        )
-    if is_outside or dist.get_rank(group) < 0:
-        raise ValueError(
-            f"{argument} must contain this rank, got a group without rank {dist.get_rank()}. "
-            "torch.distributed.new_group returns such a group on ranks that are not in its list."
-        )
-    return group
-
-
-def _group_name(group: object, argument: str = "cp_group") -> str:
-    return _process_group(group, argument).group_name
-
-
-def group_size(group: object) -> int:
-    """Return the number of ranks of a group that contains this rank. Raise if it is not such a group."""
-    return dist.get_world_size(_process_group(group))
 
 
 def _offsets(cu_seqlens: object) -> tuple[list[int] | None, str]:
@@ -187,15 +147,15 @@ class ContextParallelPlan:
         >>> import megatron_sb as sb
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # one rank
         >>> plan = sb.ContextParallelPlan(dist.group.WORLD, seq_len=64)
-        >>> plan, plan.local_len
-        (ContextParallelPlan(rank 0 of 1, seq_len=64, layout='zigzag'), 64)
+        >>> plan
+        ContextParallelPlan(rank 0 of 1, seq_len=64, layout='zigzag', local_len=64, key_rows=64, key_rows_p2p=64)
         >>> dist.destroy_process_group()
     """
 
     @_outside_graphs
     def __init__(
         self,
-        cp_group: "dist.ProcessGroup | DeviceMesh",
+        cp_group: Group,
         seq_len: int | None = None,
         cu_seqlens: Tensor | None = None,
         layout: str = "zigzag",
@@ -208,7 +168,7 @@ class ContextParallelPlan:
         local_len, error = _length("local_len", local_len, error)
         if seq_len is not None and local_len is not None:
             error = error or f"local_len must be None if seq_len is given, got {local_len} and seq_len {seq_len}."
-        self.cp_group = _process_group(cp_group)
+        self.cp_group = process_group(cp_group)
         if equal_chunks and not error:
             size = group_size(self.cp_group)
             total = seq_len if local_len is None else local_len * size
@@ -241,17 +201,65 @@ class ContextParallelPlan:
         """Return the rows of keys that this rank has with "p2p", one after another. It is computed at each access."""
         return self.state.key_rows_p2p()
 
+    def received_bytes(
+        self,
+        comm: str,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        head_dim_v: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        batch_size: int = 1,
+        a2a_size: int | None = None,
+    ) -> ReceivedBytes:
+        """Return how many bytes this rank receives from other ranks in one layer. It is computed at each call.
+
+        Keys, values and their gradients are counted, and with "a2a" and "a2a+p2p" also queries, outputs and their
+        gradients. The mass of `return_mass` and the extra columns of gates and biases are not. A gather or a
+        reduce-scatter counts the parts of the other ranks once, as in a ring of NCCL.
+
+        Args:
+            comm: "p2p", "all_gather", "a2a" or "a2a+p2p", see `context_parallel_attention`.
+            num_heads: query heads.
+            num_kv_heads: KV heads.
+            head_dim: channels of q and k.
+            head_dim_v: channels of v. Default: head_dim.
+            dtype: of q, k and v. Default: torch.bfloat16.
+            batch_size: sequences of a batch that is not packed. Default: 1.
+            a2a_size: ranks of the a2a group. Required with "a2a+p2p". Default: None.
+
+        Returns:
+            (forward, backward), a named tuple of two ints.
+
+        Raises:
+            ValueError: If an argument has an invalid value, or the heads cannot be exchanged.
+            TypeError: If dtype is not a floating-point dtype.
+
+        Example:
+            >>> import torch.distributed as dist
+            >>> import megatron_sb as sb
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # one rank
+            >>> plan = sb.ContextParallelPlan(dist.group.WORLD, seq_len=64)
+            >>> plan.received_bytes("all_gather", num_heads=4, num_kv_heads=2, head_dim=16)  # there is no other rank
+            ReceivedBytes(forward=0, backward=0)
+            >>> dist.destroy_process_group()
+        """
+        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        sizes = Sizes(num_heads, num_kv_heads, head_dim, head_dim_v, dtype, batch_size)
+        return received_bytes(self, comm, sizes, a2a_size)
+
     def __repr__(self) -> str:
-        """Return the rank, the group's size, and the arguments."""
+        """Return the rank, the group's size, the arguments, and the rows of this rank and of its keys."""
         packing = f", packing={self.packing!r}" if self.packed and self.layout != "balanced" else ""
         return (
             f"ContextParallelPlan(rank {self.rank} of {self.size}, seq_len={self.seq_len}, "
-            f"layout={self.layout!r}{packing})"
+            f"layout={self.layout!r}{packing}, local_len={self.local_len}, key_rows={self.key_rows}, "
+            f"key_rows_p2p={self.key_rows_p2p})"
         )
 
 
 def _make_plan(
-    q: object, cp_group: "dist.ProcessGroup | DeviceMesh | None", layout: str, cu_seqlens: Tensor | None, packing: str
+    q: object, cp_group: Group | None, layout: str, cu_seqlens: Tensor | None, packing: str
 ) -> ContextParallelPlan:
     if cp_group is None:
         raise ValueError("cp_group or plan must be given, got neither.")
@@ -265,14 +273,14 @@ def _make_plan(
 
 def _check_plan(
     plan: object,
-    cp_group: "dist.ProcessGroup | DeviceMesh | None",
+    cp_group: Group | None,
     layout: str,
     cu_seqlens: Tensor | None,
     packing: str,
 ) -> None:
     if not isinstance(plan, ContextParallelPlan):
         raise TypeError(f"plan must be a ContextParallelPlan, got {type(plan).__name__}.")
-    if cp_group is not None and _group_name(cp_group) != plan.state.group_name():
+    if cp_group is not None and process_group(cp_group).group_name != plan.state.group_name():
         raise ValueError(
             f"plan must be made for cp_group, got {plan!r} of another group. Pass the plan without cp_group."
         )
@@ -286,30 +294,19 @@ def _check_plan(
             raise ValueError(f"{name} must be the plan's, {planned!r}, got {value!r}.")
 
 
-def _hierarchy(groups: object, comm: object) -> tuple[str, str]:
-    """Return the names of this rank's a2a group and p2p group, or "" without groups."""
-    if groups is None:
-        return "", ""
-    if comm != "a2a+p2p":
-        raise ValueError(f"hierarchical_groups must be None unless comm is 'a2a+p2p', got comm {comm!r}.")
-    if not isinstance(groups, (tuple, list)) or len(groups) != 2:
-        raise ValueError(f"hierarchical_groups must be two groups, (a2a group, p2p group), got {groups!r}.")
-    return _group_name(groups[0], "hierarchical_groups[0]"), _group_name(groups[1], "hierarchical_groups[1]")
-
-
 @_outside_graphs
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cp_group: "dist.ProcessGroup | DeviceMesh | None" = None,
+    cp_group: Group | None = None,
     *,
     plan: ContextParallelPlan | None = None,
     comm: str = "auto",
     layout: str = "zigzag",
     cu_seqlens: Tensor | None = None,
     packing: str = "per_document",
-    hierarchical_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+    hierarchical_groups: tuple[Group, Group] | None = None,
     return_mass: bool = False,
     scale: float | None = None,
     attend_current: bool = False,
@@ -362,15 +359,15 @@ def context_parallel_attention(
               exchange heads between n ranks, h must be a multiple of n, and h_kv a multiple or a divisor of n. With
               fewer KV heads than ranks, each KV head goes to several ranks.
             - "a2a+p2p": "a2a" within the a2a group, and "p2p" over the p2p group.
-            - "auto": "all_gather" if the layout is "balanced" and each rank needs so few keys that it receives less
-              than with "a2a"; else "a2a" if the heads can be exchanged and a rank's share has at least 32768 rows (its
-              heads times the rows of the sequence); else "all_gather" if the gathered keys and values in memory at a
-              time take at most 1 GiB, or if the layout is "balanced"; else "p2p".
+            - "auto": "all_gather" if the layout is "balanced" and each rank needs so few keys that it receives at most
+              9/8 of what it would receive with "a2a"; else "a2a" if the heads can be exchanged and a rank's share has
+              at least 32768 rows (its heads times the rows of the sequence); else "all_gather" if the gathered keys
+              and values in memory at a time take at most 1 GiB, or if the layout is "balanced"; else "p2p".
             With the layout "balanced" there is no ring, and "p2p" does the same as "all_gather". Default: "auto".
         layout, cu_seqlens, packing: see `ContextParallelPlan`.
         hierarchical_groups: (a2a group, p2p group) of this rank for "a2a+p2p", as Megatron makes them: rank in the
-            context-parallel group = rank in the p2p group * size of the a2a group + rank in the a2a group. Default:
-            None.
+            context-parallel group = rank in the p2p group * size of the a2a group + rank in the a2a group. Each can be
+            a `DeviceMesh` with one dimension. Default: None.
         return_mass: whether to return the mass as well. Default: False.
         scale, attend_current, mass_threshold, logits, reach: see `stickbreaking_attention`.
         forget_gate: f of the local keys, (b, s_local, h_kv) or (t_local, h_kv). See `stickbreaking_attention`.
@@ -415,7 +412,8 @@ def context_parallel_attention(
     check_choice("logits", logits, LOGITS)
     variants = {"forget_gate": forget_gate, "query_bias": query_bias, "key_bias": key_bias}
     check_optional_tensors(variants)
-    heads_group, keys_group = _hierarchy(hierarchical_groups, comm)
+    pair = hierarchical_pair(hierarchical_groups, comm)
+    heads_group, keys_group = ("", "") if pair is None else (group.group_name for group in pair)
     o, mass = torch.ops.megatron_sb.context_parallel_attention(
         q,
         k,
@@ -486,7 +484,7 @@ def shard_positions(
 @_outside_graphs
 def shard_sequence(
     x: Tensor,
-    cp_group: "dist.ProcessGroup | DeviceMesh",
+    cp_group: Group,
     dim: int = 1,
     layout: str = "zigzag",
     cu_seqlens: Tensor | None = None,
@@ -523,14 +521,14 @@ def shard_sequence(
     """
     offsets = _check_sequence(x, cu_seqlens)
     return torch.ops.megatron_sb.shard_sequence(
-        x, _group_name(cp_group), dim, _text("layout", layout), offsets, _text("packing", packing)
+        x, process_group(cp_group).group_name, dim, _text("layout", layout), offsets, _text("packing", packing)
     )
 
 
 @_outside_graphs
 def unshard_sequence(
     x: Tensor,
-    cp_group: "dist.ProcessGroup | DeviceMesh",
+    cp_group: Group,
     dim: int = 1,
     layout: str = "zigzag",
     cu_seqlens: Tensor | None = None,
@@ -573,5 +571,5 @@ def unshard_sequence(
     """
     offsets = _check_sequence(x, cu_seqlens)
     return torch.ops.megatron_sb.unshard_sequence(
-        x, _group_name(cp_group), dim, _text("layout", layout), offsets, _text("packing", packing)
+        x, process_group(cp_group).group_name, dim, _text("layout", layout), offsets, _text("packing", packing)
     )

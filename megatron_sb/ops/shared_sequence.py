@@ -4,11 +4,11 @@ import contextlib
 import functools
 from collections.abc import Iterator
 
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_sb.ops import attention
 from megatron_sb.ops.context_parallel import ContextParallelPlan, context_parallel_attention, shard_sequence
+from megatron_sb.ops.groups import Group
 
 
 @contextlib.contextmanager
@@ -17,7 +17,7 @@ def shared_sequence(
     *tensors: Tensor,
     dim: int = 1,
     comm: str = "auto",
-    hierarchical_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+    hierarchical_groups: tuple[Group, Group] | None = None,
 ) -> Iterator[tuple[Tensor, ...]]:
     """Let the ranks of a group share one sequence, in a model that needs no change.
 

@@ -79,10 +79,10 @@ struct ContextParallelOptions : AttentionOptions {
     // - "a2a": ranks exchange heads for rows, so that each rank has all rows of its share of the heads. With n ranks,
     //   h must be a multiple of n, and h_kv a multiple or a divisor of n.
     // - "a2a+p2p": a2a in the first of `hierarchical_groups` and p2p in the second.
-    // - "auto": all_gather if the layout is balanced and each rank needs so few keys that it receives less than with
-    //   a2a; else a2a if the heads can be exchanged and heads times rows of a rank's share is at least 32768; else
-    //   all_gather if at most 1 GiB of gathered keys and values is allocated at a time, or if the layout is balanced;
-    //   else p2p.
+    // - "auto": all_gather if the layout is balanced and each rank needs so few keys that it receives at most 9/8 of
+    //   what it would receive with a2a; else a2a if the heads can be exchanged and heads times rows of a rank's share
+    //   is at least 32768; else all_gather if at most 1 GiB of gathered keys and values is allocated at a time, or if
+    //   the layout is balanced; else p2p.
     // With the layout "balanced" there is no ring, and "p2p" does the same as "all_gather".
     std::string comm = "auto";
     // For "a2a+p2p": the names of this rank's a2a group and p2p group. The rank in the plan's group must be

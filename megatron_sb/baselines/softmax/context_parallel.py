@@ -22,6 +22,7 @@ from megatron_sb.baselines.softmax.positions import rotary_cos_sin, rotate, with
 from megatron_sb.baselines.softmax.shards import Shards, shards_of
 from megatron_sb.baselines.softmax.stable_mask import pseudo_lse
 from megatron_sb.ops.context_parallel import ContextParallelPlan, unshard_sequence
+from megatron_sb.ops.groups import Group, hierarchical_pair
 from megatron_sb.options import COMMS
 from megatron_sb.validation import check_choice, check_tensor
 
@@ -37,7 +38,7 @@ def context_parallel_softmax(
     *,
     plan: ContextParallelPlan,
     comm: str = "auto",
-    hierarchical_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+    hierarchical_groups: tuple[Group, Group] | None = None,
 ) -> Tensor:
     """Compute softmax attention over a sequence that the ranks of a group share.
 
@@ -137,16 +138,14 @@ def _groups(
     """Return the groups that exchange heads, and keys. None: no exchange."""
     if plan.size == 1:
         return None, None
+    pair = hierarchical_pair(hierarchical_groups, comm)
     if comm != "a2a+p2p":
-        if hierarchical_groups is not None:
-            raise ValueError(f"hierarchical_groups must be None unless comm is 'a2a+p2p', got comm {comm!r}.")
         return (plan.cp_group, None) if comm == "a2a" else (None, plan.cp_group)
-    if not isinstance(hierarchical_groups, (tuple, list)) or len(hierarchical_groups) != 2:
+    if pair is None:
         raise ValueError(
-            "hierarchical_groups must be two groups, (a2a group, p2p group), with comm 'a2a+p2p', got "
-            f"{hierarchical_groups!r}."
+            "hierarchical_groups must be two groups, (a2a group, p2p group), with comm 'a2a+p2p', got None."
         )
-    head_group, key_group = hierarchical_groups
+    head_group, key_group = pair
     sizes = dist.get_world_size(head_group), dist.get_world_size(key_group)
     expected = divmod(plan.rank, sizes[0])  # rank in the p2p group, rank in the a2a group
     if sizes[0] * sizes[1] != plan.size or expected != (dist.get_rank(key_group), dist.get_rank(head_group)):

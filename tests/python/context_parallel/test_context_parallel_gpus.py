@@ -30,6 +30,14 @@ CHECKS = (
     "softmax_variants",
     "softmax_in_half_precision",
 )
+IN_MODELS = (
+    "a_transformers_model_is_untouched",
+    "with_sharded_parameters",
+    "dtensors",
+    "a_layer_with_sharded_parameters",
+    "variants_of_the_attention_in_a_shared_sequence",
+    "a_mesh_is_a_group",
+)
 OVER_SOCKETS = ("same_answer_as_one_rank", "packed_within_the_bars")
 IN_A_GRAPH = ("replays_in_a_cuda_graph",)
 
@@ -38,7 +46,7 @@ def test_the_checks_exist():
     """Without GPUs too: a check that has another name now is found before the next run on several GPUs."""
     bodies = [ast.parse(path.read_text()).body for path in WORKERS.glob("context_parallel_*.py")]
     names = {node.name for body in bodies for node in body if isinstance(node, ast.FunctionDef)}
-    missing = {*CHECKS, *OVER_SOCKETS, *IN_A_GRAPH} - names
+    missing = {*CHECKS, *IN_MODELS, *OVER_SOCKETS, *IN_A_GRAPH} - names
     assert not missing
 
 
@@ -56,6 +64,13 @@ def run_checks(num_ranks, checks, tmp_path, num_gpus):
 def test_on_nccl(num_ranks, tmp_path):
     """Every mode gives the results of one rank."""
     run_checks(num_ranks, CHECKS, tmp_path, num_ranks)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_models_on_nccl(num_ranks, tmp_path):
+    """Models that know nothing of other ranks, sharded parameters and DTensors give the results of one rank."""
+    run_checks(num_ranks, IN_MODELS, tmp_path, num_ranks)
 
 
 @pytest.mark.multigpu

@@ -259,6 +259,20 @@ def test_fused_rope_of_latent_attention():
     launch.check_arguments(args, options)
 
 
+@needs_training
+def test_a_layout_that_contradicts_the_data_loader():
+    """Megatron's branch `dev` has --cp-partition-mode. The releases and main do not, so the test sets its value."""
+    args, options = parse(f"{ACCEPTED} --context-parallel-size 2 --sb-cp-layout zigzag")
+    args.cp_partition_mode = "contiguous"
+    words = "--sb-cp-layout 'contiguous' args.cp_partition_mode 'contiguous' --cp-partition-mode "
+    with pytest.raises(ValueError, match=mentions(f"{words} --context-parallel-size 2 'zigzag' data loader")):
+        launch.check_arguments(args, options)
+    args.cp_partition_mode = "zigzag"
+    launch.check_arguments(args, options)
+    args.cp_partition_mode, args.context_parallel_size = "contiguous", 1
+    launch.check_arguments(args, options)
+
+
 UNGROUPED = "--num-experts 4 --disable-bias-linear --moe-token-dispatcher-type alltoall"
 EXPERTS = f"{UNGROUPED} --moe-grouped-gemm"
 

@@ -68,21 +68,21 @@ def started_on_gpus(script: Path, ranks: int, *flags: object) -> Iterator[subpro
 @contextlib.contextmanager
 def started_torchrun(
     hosts: Sequence[Host], folder: Path, *flags: str, model: str = MEGATRON
-) -> Iterator[Callable[[int], PythonProcess]]:
+) -> Iterator[Callable[..., PythonProcess]]:
     """Give a function that starts torchrun on a host, with one CPU rank. The ranks of all hosts train together.
 
-    The argument of the function is the number of the host. The first host has the store of the rendezvous. All
-    processes are killed at the end of the `with` block.
+    The arguments of the function are the number of the host, and more flags. The first host has the store of the
+    rendezvous. All processes are killed at the end of the `with` block.
     """
     launcher, variables = megatron_launcher("cpu")
     started: list[PythonProcess] = []
 
-    def start(number: int) -> PythonProcess:
+    def start(number: int, *more: str) -> PythonProcess:
         host = hosts[number]
         torchrun = ["-m", "torch.distributed.run", "--nnodes", len(hosts), "--nproc-per-node", 1]
         torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0].address}:29400"]
         torchrun += ["--rdzv-conf", f"is_host={int(number == 0)}", "--local-addr", host.address]
-        arguments = [ON_HOST, host.name, *torchrun, *launcher, PRETRAIN, *_all_flags(folder, flags, model)]
+        arguments = [ON_HOST, host.name, *torchrun, *launcher, PRETRAIN, *_all_flags(folder, flags, model), *more]
         started.append(PythonProcess(arguments, {**variables, **host.environment}, PRETRAIN.parent))
         return started[-1]
 

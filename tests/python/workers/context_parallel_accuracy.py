@@ -322,7 +322,8 @@ def a_plan_serves_many_calls(group) -> None:
     assert sb.ContextParallelPlan(group, cu_seqlens=short, layout="balanced").key_rows == ROWS // ranks
     assert sb.ContextParallelPlan(group, cu_seqlens=short, packing="whole_stream").key_rows_p2p == ROWS // ranks
     assert (plan.layout, plan.packing, plan.packed) == ("zigzag", "per_document", False)
-    assert repr(plan) == f"ContextParallelPlan(rank {plan.rank} of {ranks}, seq_len={ROWS}, layout='zigzag')"
+    rows = f"local_len={ROWS // ranks}, key_rows={ROWS}, key_rows_p2p={ROWS}"
+    assert repr(plan) == f"ContextParallelPlan(rank {plan.rank} of {ranks}, seq_len={ROWS}, layout='zigzag', {rows})"
     for dtype in (torch.float32, torch.bfloat16):
         q, k, v = local_inputs(group, dtype)
         expected = sb.context_parallel_attention(q, k, v, group, comm="p2p")

@@ -4,6 +4,7 @@ import itertools
 
 import torch
 import torch.distributed as dist
+from context_parallel_accuracy import EXCHANGING, groups_for
 from context_parallel_refusals import expect_on_every_rank, offsets
 from support.messages import mentions
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,6 +14,7 @@ from torch.distributed.tensor.experimental import local_map
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import megatron_sb as sb
+from megatron_sb.baselines.softmax import SoftmaxAttention, context_parallel_softmax
 from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
 from megatron_sb.options import reach_of_heads
 
@@ -207,3 +209,32 @@ def a_mesh_is_a_group(group) -> None:
     assert layer(torch.randn(1, 4, 16)).shape == (1, 4, 16)
     wanted = mentions("cp_group one dimension DeviceMesh ('dp', 'cp')")
     expect_on_every_rank(lambda: sb.ContextParallelPlan(mesh, 4 * size), wanted)
+
+
+def meshes_are_hierarchical_groups(group) -> None:
+    """Two dimensions of a mesh serve as the a2a group and the p2p group, for stick-breaking and softmax attention."""
+    size = dist.get_world_size()
+    device = torch.empty(0).device.type
+    sizes = (1, size // EXCHANGING, EXCHANGING)
+    mesh = init_device_mesh(device, sizes, mesh_dim_names=("dp", "p2p", "a2a"))
+    plan = sb.ContextParallelPlan(group, 4 * size)
+    local = sb.shard_sequence(torch.randn(1, 4 * size, 4, 8), group)
+    softmax = SoftmaxAttention(4, 8)
+    functions = {
+        "stick-breaking": sb.context_parallel_attention,
+        "softmax": lambda *tensors, **options: context_parallel_softmax(softmax, *tensors, **options),
+    }
+    for name, function in functions.items():
+
+        def results(groups, function=function) -> tuple[torch.Tensor, torch.Tensor]:
+            x = local.clone().requires_grad_()
+            o = function(x, x, x, plan=plan, comm="a2a+p2p", hierarchical_groups=groups)
+            return o.detach(), torch.autograd.grad(o.square().sum(), x)[0]
+
+        expected = results(groups_for("a2a+p2p")["hierarchical_groups"])
+        for found, exact in zip(results((mesh["a2a"], mesh["p2p"])), expected, strict=True):
+            assert torch.equal(found, exact), name
+        wanted = mentions("hierarchical_groups[1] one dimension DeviceMesh")
+        expect_on_every_rank(lambda call=results: call((mesh["a2a"], mesh["dp", "p2p"])), wanted)
+        wanted = mentions("hierarchical_groups[0] ProcessGroup str")
+        expect_on_every_rank(lambda call=results: call(("a2a", mesh["p2p"])), wanted, TypeError)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import context_parallel_accuracy
+import context_parallel_bytes
 import context_parallel_gpus
 import context_parallel_models
 import context_parallel_refusals
@@ -27,6 +28,7 @@ import context_parallel_softmax
 
 MODULES = (
     context_parallel_accuracy,
+    context_parallel_bytes,
     context_parallel_models,
     context_parallel_refusals,
     context_parallel_gpus,

@@ -1,0 +1,56 @@
+"""Process groups as arguments. A `DeviceMesh` with one dimension can stand for its group."""
+
+import sys
+from typing import TYPE_CHECKING, Union
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Group = Union[dist.ProcessGroup, "DeviceMesh"]
+
+
+def process_group(group: object, argument: str = "cp_group") -> dist.ProcessGroup:
+    """Return a process group, or that of a DeviceMesh with one dimension. Raise if it does not contain this rank."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(f"{argument} needs torch.distributed. Call torch.distributed.init_process_group first.")
+    module = sys.modules.get("torch.distributed.device_mesh")  # there is no mesh before it is imported
+    if module is not None and isinstance(group, module.DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names or tuple(range(group.ndim))
+            raise ValueError(
+                f"{argument} must have one dimension if it is a DeviceMesh, got the dimensions {names}. Pass one of "
+                f"them, such as mesh[{names[-1]!r}]."
+            )
+        inside = group.get_coordinate() is not None
+        group = group.get_group() if inside else dist.GroupMember.NON_GROUP_MEMBER
+    is_outside = group is dist.GroupMember.NON_GROUP_MEMBER
+    if not is_outside and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"{argument} must be a torch.distributed.ProcessGroup or a DeviceMesh, got {type(group).__name__}. "
+            "Use torch.distributed.group.WORLD for all ranks."
+        )
+    if is_outside or dist.get_rank(group) < 0:
+        raise ValueError(
+            f"{argument} must contain this rank, got a group without rank {dist.get_rank()}. "
+            "torch.distributed.new_group returns such a group on ranks that are not in its list."
+        )
+    return group
+
+
+def hierarchical_pair(groups: object, comm: object) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
+    """Return the process groups of hierarchical_groups, or None without them. Raise if comm does not use them."""
+    if groups is None:
+        return None
+    if comm != "a2a+p2p":
+        raise ValueError(f"hierarchical_groups must be None unless comm is 'a2a+p2p', got comm {comm!r}.")
+    if not isinstance(groups, (tuple, list)) or len(groups) != 2:
+        raise ValueError(f"hierarchical_groups must be two groups, (a2a group, p2p group), got {groups!r}.")
+    a2a, p2p = (process_group(group, f"hierarchical_groups[{i}]") for i, group in enumerate(groups))
+    return a2a, p2p
+
+
+def group_size(group: object) -> int:
+    """Return the number of ranks of a group that contains this rank. Raise if it is not such a group."""
+    return dist.get_world_size(process_group(group))
