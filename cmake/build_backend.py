@@ -3,9 +3,13 @@
 pip asks for the metadata of a package before it downloads what the package depends on. At this point the checks of
 CMakeLists.txt run: a missing or old torch, compiler or nvcc is an error before anything is installed. The same checks
 give the local part of the version, such as 0.1.0+cu13.torch2.11 or 0.1.0+cpu.torch2.11. pip prints it in its last line.
-The build that follows takes it from the metadata.
+The build that follows takes it from the metadata. If the system kills a compiler because memory runs out, the build
+ends with a message that says how to compile fewer files at a time.
 """
 
+from __future__ import annotations
+
+import contextlib
 import functools
 import importlib
 import os
@@ -14,7 +18,8 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +48,11 @@ ROOT = Path(__file__).parents[1]
 # scikit-build-core may import this module a second time, as the provider of the version. Both copies see the variable.
 LOCAL_VERSION = "SB_LOCAL_VERSION"
 Settings = Mapping[str, Any]
+# What g++, nvcc, the shell, ninja and make print if a compiler was killed.
+KILLED = re.compile(
+    rb"Killed signal terminated program|died due to signal 9\b|^Killed$|: +\d+ Killed |\[code=137\]|Error 137$",
+    re.MULTILINE,
+)
 
 
 def dynamic_metadata(field: str, settings: Settings) -> str:
@@ -113,7 +123,75 @@ def _checked(hook: Callable[..., str]) -> Callable[..., str]:
     return checked
 
 
+@contextlib.contextmanager
+def _watched_output() -> Iterator[list[bytes]]:
+    """Yield a list that gets the lines of this process and its children which say that a compiler was killed.
+
+    The output goes on to where it went before. The list is complete after the block.
+    """
+    found: list[bytes] = []
+
+    def forward(source: int, target: int) -> None:
+        with open(source, "rb") as lines, open(target, "wb", buffering=0) as out:
+            for line in lines:
+                out.write(line)
+                if KILLED.search(line):
+                    found.append(line)
+
+    threads, saved = [], []
+    for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        saved.append((stream, descriptor, os.dup(descriptor)))
+        read, write = os.pipe()
+        os.dup2(write, descriptor)
+        os.close(write)
+        threads.append(threading.Thread(target=forward, args=(read, os.dup(saved[-1][2])), daemon=True))
+        threads[-1].start()
+    try:
+        yield found
+    finally:
+        for stream, descriptor, original in saved:
+            stream.flush()
+            os.dup2(original, descriptor)
+            os.close(original)
+        for thread in threads:
+            thread.join(timeout=5)  # a program that stays in the background, such as a cache, keeps the pipe open
+
+
+def _too_little_memory() -> str:
+    """Return the message for a compiler that was killed."""
+    given = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", "")
+    jobs = int(given) if given.isdigit() and int(given) else len(os.sched_getaffinity(0)) + 2  # ninja's default
+    message = "megatron_sb: a compiler was killed, most likely because memory ran out. "
+    if jobs == 1:
+        return message + (
+            "CMAKE_BUILD_PARALLEL_LEVEL is 1 already. Add memory or swap, or build without GPU kernels: "
+            "-C cmake.define.SB_WITH_CUDA=OFF."
+        )
+    return message + (
+        f"Up to {jobs} compilers ran at a time. Use fewer: CMAKE_BUILD_PARALLEL_LEVEL={max(1, jobs // 4)} pip install "
+        ". In a checkout, the next build keeps the files that are compiled already."
+    )
+
+
+def _explained(hook: Callable[..., str]) -> Callable[..., str]:
+    """Return a hook that ends with an explanation if a compiler was killed."""
+
+    @functools.wraps(hook)
+    def explained(*arguments: Any, **options: Any) -> str:
+        killed: list[bytes] = []
+        try:
+            with _watched_output() as killed:
+                return hook(*arguments, **options)
+        except (Exception, SystemExit):
+            if not killed:
+                raise
+        sys.exit(_too_little_memory())
+
+    return explained
+
+
 prepare_metadata_for_build_wheel = _checked(scikit_build.prepare_metadata_for_build_wheel)
 prepare_metadata_for_build_editable = _checked(scikit_build.prepare_metadata_for_build_editable)
-build_wheel = _checked(scikit_build.build_wheel)
-build_editable = _checked(scikit_build.build_editable)
+build_wheel = _checked(_explained(scikit_build.build_wheel))
+build_editable = _checked(_explained(scikit_build.build_editable))

@@ -67,11 +67,16 @@ def torch_folder(version: str) -> Path:
     return target / "torch"
 
 
-def build(variant: str, torch_root: Path, folder: Path) -> Path:
-    """Build the wheel of a variant, cpu or cuda, for one torch, in an empty folder. Return its path."""
+def build(variant: str, torch_root: Path, folder: Path, architectures: list[str]) -> Path:
+    """Build the wheel of a variant, cpu or cuda, for one torch, in an empty folder. Return its path.
+
+    architectures: of GPUs, as for SB_CUDA_ARCHITECTURES. Not used by the variant cpu.
+    """
     command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--wheel-dir", folder]
     settings = [f"cmake.define.SB_WITH_CUDA={WITH_CUDA[variant]}", f"cmake.define.SB_TORCH_ROOT={torch_root}"]
     settings += [f"build-dir=build/wheels/{variant}"]
+    if variant == "cuda":
+        settings += [f"cmake.define.SB_CUDA_ARCHITECTURES={';'.join(architectures)}"]
     run(*command, *(word for setting in settings for word in ("-C", setting)))
     (wheel,) = folder.glob("*.whl")
     return wheel
@@ -146,7 +151,7 @@ def finish(wheel: Path, target: Path) -> Path:
         if repaired.stat().st_size > MOST_BYTES:
             sys.exit(
                 f"make_wheels: a wheel must have at most {MOST_BYTES // 10**6} MB, and {repaired.name} has "
-                f"{repaired.stat().st_size / 1e6:.0f} MB. Build for fewer SB_CUDA_ARCHITECTURES."
+                f"{repaired.stat().st_size / 1e6:.0f} MB. Build for fewer --architectures."
             )
         return Path(shutil.move(repaired, target / repaired.name))
 
@@ -184,8 +189,8 @@ def try_page(page: Path, torch_requirement: str) -> None:
             sys.exit(f"make_wheels: the import must take at most {MOST_IMPORT_SECONDS:g} s.")
 
 
-def main() -> None:
-    """Build, check and list the wheels."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     import torch
 
     has_nvcc = torch.version.cuda is not None and shutil.which("nvcc") is not None
@@ -206,15 +211,32 @@ def main() -> None:
         help="what to build (default: cpu, and cuda if there is an nvcc and torch has CUDA)",
     )
     parser.add_argument(
+        "--architectures",
+        nargs="+",
+        metavar="NUMBER",
+        default=["all"],
+        help="GPU architectures with machine code in CUDA wheels, such as 80 90 (default: all, which is 80 86 89 90 "
+        "100 120 as far as nvcc knows them; 90 includes the kernels for sm_90a). Other GPUs use the PTX",
+    )
+    parser.add_argument(
         "--try", dest="attempt", action="store_true", help="install each wheel into new environments (default: off)"
     )
+    return parser
+
+
+def main() -> None:
+    """Build, check and list the wheels."""
+    parser = make_parser()
     options = parser.parse_args()
     if len({version.rpartition(".")[0] for version in options.torch}) < len(options.torch):
         parser.error(f"--torch must have one version of each minor version, got {' '.join(options.torch)}")
     out = options.out.resolve()
     for variant in options.variants:
         with tempfile.TemporaryDirectory() as folder:
-            parts = [build(variant, torch_folder(version), Path(folder, version)) for version in options.torch]
+            parts = [
+                build(variant, torch_folder(version), Path(folder, version), options.architectures)
+                for version in options.torch
+            ]
             device, _, _ = local_version(parts[0])
             wheel = finish(merge(parts, Path(folder)), out / device)
         print(f"{wheel}: {wheel.stat().st_size / 1e6:.1f} MB")

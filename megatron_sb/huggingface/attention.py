@@ -23,7 +23,14 @@ from megatron_sb.huggingface.operators import (
     stickbreaking_attention,
     stickbreaking_attention_varlen,
 )
-from megatron_sb.huggingface.packing import Packing, document_mask, documents_of, leftpad_of
+from megatron_sb.huggingface.packing import (
+    Packing,
+    document_mask,
+    documents_of,
+    leftpad_of,
+    of_step_mask,
+    step_mask,
+)
 from megatron_sb.options import AttentionOptions
 
 NAME = "stickbreaking"
@@ -150,8 +157,8 @@ def attend(
         q: (b, s, h, d).
         k: (b, s_k, h_kv, d). With Euclidean logits or forget gates, keys of a cache are `stored_keys`.
         v: (b, s_k, h_kv, d_v).
-        mask: as `attention_mask` returns it: None, or int (b, num_keys). Keys after its columns are empty slots of a
-            cache.
+        mask: as `attention_mask` returns it: None, int (b, num_keys), or a `step_mask`. Keys after the columns of the
+            second are empty slots of a cache.
         logits: "dot" or "euclidean". Default "dot".
         forget_gate: without a cache, the gates (b, s_k, h_kv), or None. With a cache, whether its keys have gates.
             Default None: no gates.
@@ -167,6 +174,14 @@ def attend(
             return attend_to_filled(q, k, v, forget_gate=bool(forget_gate), **options)
         k, gates = _keys_and_gates(k, q.shape[-1], logits, forget_gate)
         return stickbreaking_attention(q, k, v, forget_gate=gates, **options)
+    if (step := of_step_mask(mask)) is not None:
+        if not is_decoding_step(q, k, v):
+            raise ValueError(
+                "attention_mask of a decoding step must be used without gradients, got tensors that require them. "
+                "Make the mask and call the model under torch.no_grad()."
+            )
+        leftpad, num_keys = step
+        return attend_to_filled(q, k, v, num_keys, leftpad, forget_gate=bool(forget_gate), **options)
     if mask.dim() != 2:
         raise ValueError(
             f"attention_mask must have 2 dimensions, (batch, tokens) with 0 for padding, got {mask.dim()} dimensions."
@@ -222,10 +237,11 @@ def attention_mask(
     """Make the mask of a batch for `attend`. transformers calls this once for each forward, with its own arguments.
 
     Returns:
-        None if all keys are visible. Otherwise int32 (b, num_keys): 0 for padding, else the document number of the key.
-        Its attribute `packing` is the batch's `Packing`. Its attribute `leftpad` is the number of padding tokens of
-        each row, for decoding steps, or None if padding is not on the left only. A mask without columns stands for an
-        unsupported mask; a layer that uses it raises ValueError.
+        None if all keys are visible. `step_mask` for a decoding step of one token with a static cache, without padding
+        or with padding on the left, if no gradients are recorded. Otherwise int32 (b, num_keys): 0 for padding, else
+        the document number of the key. Its attribute `packing` is the batch's `Packing`. Its attribute `leftpad` is the
+        number of padding tokens of each row, for decoding steps, or None if padding is not on the left only. A mask
+        without columns stands for an unsupported mask; a layer that uses it raises ValueError.
 
     Raises:
         ValueError: if the cache drops old keys, or the configuration does not state its kind of positions. Some models
@@ -240,6 +256,12 @@ def attention_mask(
         mask = is_token.int()
         mask.packing = Packing.of_rows(is_token)  # also if nothing is padding, which only the values tell
         return mask
+    has_static_cache = isinstance(q_offset, Tensor) and q_length < kv_length
+    if has_static_cache and q_length == 1 and mask_function is causal_mask_function and not torch.is_grad_enabled():
+        padding = None if attention_mask is None else attention_mask.to(device=device, dtype=torch.bool)
+        mask = step_mask((q_offset + q_length).to(device), padding, batch_size)
+        if mask is not None:
+            return mask
     num_keys = int(q_offset) + q_length  # in a static cache, the filled slots
     kept = None if attention_mask is None else attention_mask[:, :num_keys].to(device=device, dtype=torch.bool)
     if mask_function is causal_mask_function and num_keys == kv_length and (kept is None or bool(kept.all())):

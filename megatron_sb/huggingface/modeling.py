@@ -25,7 +25,7 @@ from transformers.utils import can_return_tuple
 from megatron_sb.huggingface.attention import NAME, attend
 from megatron_sb.huggingface.configuration import StickBreakingConfig
 from megatron_sb.huggingface.operators import head_output, stored_keys
-from megatron_sb.huggingface.packing import document_mask
+from megatron_sb.huggingface.packing import document_mask, of_step_mask
 from megatron_sb.huggingface.saved_folder import AUTO_CLASSES, LOADER, write_card, write_code
 from megatron_sb.nn.gates import OPEN_GATE, gates_of
 from megatron_sb.options import reach_of_heads
@@ -224,9 +224,13 @@ def _load_balancing_loss(config: StickBreakingConfig, outputs: MoeModelOutputWit
     Args:
         config: of the model.
         outputs: of the model, with router logits.
-        mask: the attention mask (b, keys so far), 0 for padding. None: no padding.
+        mask: the attention mask (b, keys so far), 0 for padding, or a `step_mask`. None: no padding.
     """
-    if mask is not None:
+    step = None if mask is None else of_step_mask(mask)
+    if step is not None:
+        first_key, num_keys = step
+        mask = (first_key < num_keys)[:, None]
+    elif mask is not None:
         length, cache = outputs.last_hidden_state.shape[1], getattr(outputs, CACHE_FIELD)
         end = length if cache is None else int(cache.get_seq_length())  # columns before end - length are older keys
         mask = mask[:, end - length : end] != 0

@@ -100,6 +100,63 @@ def leftpad_of(documents: Tensor) -> Tensor | None:
     return leftpad.int() if bool((is_one_document & (is_token == after_padding)).all()) else None
 
 
+def step_mask(num_keys: Tensor, padding: Tensor | None, batch_size: int) -> Tensor | None:
+    """Make the mask of a decoding step of one token against a static cache.
+
+    Its shape is the same for all steps, and no graph reads its values, so that one compiled graph serves all steps.
+    transformers passes a mask with 4 dimensions to the layers as it is. No other mask of a decoding step has its last
+    dimension, 1, because that is the number of keys.
+
+    Args:
+        num_keys: int (), the number of filled slots of the cache, with those of the new tokens.
+        padding: bool (b, at least num_keys), False for padding. Default None: no padding. A compiled graph breaks here
+            if it is given, because whether padding is on the left only depends on its values.
+        batch_size: b.
+
+    Returns:
+        int32 (b, 2, 1, 1): the slot where each sequence begins, and num_keys. None if padding is not on the left only.
+
+    Example:
+        >>> import torch
+        >>> from megatron_sb.huggingface.packing import step_mask
+        >>> step_mask(torch.tensor(3), torch.tensor([[True, True, True], [False, True, True]]), 2).flatten(1)
+        tensor([[0, 3],
+                [1, 3]], dtype=torch.int32)
+    """
+    leftpad = num_keys.new_zeros(batch_size) if padding is None else _leftpad_of_filled(num_keys, padding)
+    if leftpad is None:
+        return None
+    columns = [leftpad.int(), num_keys.int().expand(batch_size)]
+    return torch.stack(columns, dim=1)[..., None, None]
+
+
+@torch.compiler.disable
+def _leftpad_of_filled(num_keys: Tensor, padding: Tensor) -> Tensor | None:
+    return leftpad_of(padding[:, : int(num_keys)].int())
+
+
+def of_step_mask(mask: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Invert `step_mask`.
+
+    Args:
+        mask: any mask.
+
+    Returns:
+        int32 (b,), the slot where each sequence begins, and int32 (b,), the number of filled slots. None if the mask is
+        not that of a decoding step.
+
+    Example:
+        >>> import torch
+        >>> from megatron_sb.huggingface.packing import of_step_mask, step_mask
+        >>> of_step_mask(step_mask(torch.tensor(3), None, 2))
+        (tensor([0, 0], dtype=torch.int32), tensor([3, 3], dtype=torch.int32))
+    """
+    if mask.dtype != torch.int32 or mask.shape[1:] != (2, 1, 1):
+        return None
+    leftpad, num_keys = mask[:, :, 0, 0].unbind(1)
+    return leftpad.contiguous(), num_keys.contiguous()
+
+
 def document_mask(positions: Tensor | None, bounds: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
     """Make the mask of packed documents from position_ids or cu_seq_lens_q, in the format of `attention_mask`.
 

@@ -158,7 +158,7 @@ def attend_to_filled(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    num_keys: int | None = None,
+    num_keys: int | Tensor | None = None,
     leftpad: Tensor | None = None,
     *,
     forget_gate: bool = False,
@@ -175,7 +175,7 @@ def attend_to_filled(
         q: (b, s, h, d), the last s of the filled positions.
         k: (b, slots, h_kv, d'), as `stored_keys` returns them.
         v: (b, slots, h_kv, d_v).
-        num_keys: number of filled slots. Default None: all.
+        num_keys: number of filled slots, or int (b,) with this number in each row. Default None: all.
         leftpad: int (b,), the slot where each sequence begins. Default None: 0.
         forget_gate: whether the keys have forget gates. Default False.
         return_mass: see `stickbreaking_attention`, also for scale, attend_current, mass_threshold and logits.
@@ -200,6 +200,7 @@ def attend_to_filled(
         torch.Size([2, 1, 4, 16])
     """
     options = AttentionOptions(scale, attend_current, mass_threshold, logits, reach)
+    num_keys = int(num_keys[0]) if isinstance(num_keys, Tensor) else num_keys
     k, gate = keys_and_gates(k[:, :num_keys], q.shape[-1], logits=logits, forget_gate=forget_gate)
     o, mass = _attention(q, k, v[:, :num_keys], gate, options, leftpad)
     return (o, mass) if return_mass else o

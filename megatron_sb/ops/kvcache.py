@@ -240,7 +240,12 @@ def is_decoding_step(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def attend_to_filled(
-    q: Tensor, k: Tensor, v: Tensor, num_keys: int | None = None, leftpad: Tensor | None = None, **options: object
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    num_keys: int | Tensor | None = None,
+    leftpad: Tensor | None = None,
+    **options: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Call `stickbreaking_attention_with_kvcache` for sequences of equal length.
 
@@ -248,15 +253,17 @@ def attend_to_filled(
         q: (b, s_q, h, d).
         k: (b, s_cache, h_kv, d).
         v: (b, s_cache, h_kv, d_v).
-        num_keys: number of valid keys of every sequence. Default: s_cache.
+        num_keys: number of valid keys of every sequence, or int32 (b,) with this number. Default: s_cache.
         leftpad: int32, (b,), the row of the cache where each sequence begins. Default: 0.
         options: other keyword arguments of that function.
 
     Returns:
         The result of that function.
     """
-    num_keys = k.shape[1] if num_keys is None else num_keys
-    seqlens = torch.full((q.shape[0],), num_keys, dtype=torch.int32, device=q.device)
+    seqlens = num_keys
+    if not isinstance(num_keys, Tensor):
+        num_keys = k.shape[1] if num_keys is None else num_keys
+        seqlens = torch.full((q.shape[0],), num_keys, dtype=torch.int32, device=q.device)
     return stickbreaking_attention_with_kvcache(q, k, v, cache_seqlens=seqlens, cache_leftpad=leftpad, **options)
 
 

@@ -22,6 +22,7 @@ _SLOW_FILES = (
     "context_parallel/test_new_calls.py",
     "training/test_several_machines.py",
     "huggingface/test_compile.py",
+    "huggingface/test_compile_generation.py",
     "megatron/test_megatron_killed.py",
     "megatron/test_megatron_hosts.py",
     "megatron/test_megatron_resume.py",

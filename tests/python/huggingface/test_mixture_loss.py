@@ -7,7 +7,7 @@ import torch
 from support import decoders
 from support.decoders import GATES, padded
 from support.messages import mentions
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
@@ -110,6 +110,20 @@ def test_new_tokens_of_a_cache():
     made = model(ids[:, 5:], attention_mask=mask, past_key_values=cache, output_router_logits=True)
     assert isinstance(made, MoeCausalLMOutputWithPast)
     new = [logits.view(2, 12, -1)[:, 5:].flatten(0, 1) for logits in whole.router_logits]
+    torch.testing.assert_close(made.aux_loss.double(), formula(new), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("prompts", [(12, 8), (12, 0)])
+def test_a_new_token_of_a_static_cache(prompts):
+    """A row that is only padding does not count."""
+    model = make_model()
+    ids, mask = padded([tokens(1, length) for length in prompts])
+    cache = StaticCache(model.config, max_cache_len=16)
+    with torch.no_grad():
+        whole = model(ids, attention_mask=mask, output_router_logits=True, use_cache=False)
+        model(ids[:, :11], attention_mask=mask[:, :11], past_key_values=cache)
+        made = model(ids[:, 11:], attention_mask=mask, past_key_values=cache, output_router_logits=True)
+    new = [logits.view(2, 12, -1)[: len(prompts) - prompts.count(0), 11] for logits in whole.router_logits]
     torch.testing.assert_close(made.aux_loss.double(), formula(new), atol=1e-5, rtol=1e-5)
 
 

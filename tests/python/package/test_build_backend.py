@@ -5,6 +5,7 @@ import importlib.util
 import os
 import re
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -99,6 +100,79 @@ def test_the_build_takes_the_version_from_the_metadata(monkeypatch, tmp_path):
     assert build("out", CPU) == ("cpu.torch2.11", "out", CPU)
     (tmp_path / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron-sb\nVersion: 0.1.0+cu13.torch2.9\n")
     assert build("out", CPU, str(tmp_path)) == ("cu13.torch2.9", "out", CPU, str(tmp_path))
+
+
+KILLED_COMPILER = """#!/bin/sh
+case "$*" in *csrc*) kill -9 $$;; esac
+exec ${REAL_CXX:-c++} "$@"
+"""
+# What compilers and build tools print if the system kills a compiler, and lines that only look like it.
+KILLED = (
+    "g++: fatal error: Killed signal terminated program cc1plus",
+    "nvcc error   : 'cicc' died due to signal 9 (Kill signal)",
+    "Killed",
+    "/bin/sh: line 1: 4711 Killed                  nvcc -c fwd.cu",
+    "FAILED: [code=137] CMakeFiles/sb.dir/fwd.cpp.o ",
+    "make[2]: *** [CMakeFiles/sb.dir/build.make:76: fwd.cpp.o] Error 137",
+)
+NOT_KILLED = ("error: 'Killed' was not declared", "FAILED: [code=1] fwd.cpp.o", "make: *** [fwd.cpp.o] Error 1", "died")
+WATCH = """
+import subprocess, sys
+sys.path.insert(0, "cmake")
+import build_backend
+
+def hook(line, status):
+    print("before", flush=True)
+    subprocess.run([sys.executable, "-c", "import sys; print(sys.argv[1], file=sys.stderr)", line])
+    if status:
+        raise SystemExit(status)
+    return "wheel"
+
+print(build_backend._explained(hook)(sys.argv[1], int(sys.argv[2])))
+"""
+
+
+def run_watched(line, status, **environment):
+    """Call a hook that prints a line, in a child as compilers do, and exits with a status if it is not 0."""
+    command = [sys.executable, "-c", WATCH, line, str(status)]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("line", [*KILLED, *NOT_KILLED])
+def test_a_killed_compiler_is_explained(line):
+    """The last line says what to do. All output is passed on, in its stream."""
+    done = run_watched(line, 7, CMAKE_BUILD_PARALLEL_LEVEL="8")
+    assert done.stdout == "before\n" and done.stderr.splitlines()[0] == line
+    if line in NOT_KILLED:
+        assert done.returncode == 7 and len(done.stderr.splitlines()) == 1
+    else:
+        assert done.returncode == 1
+        assert re.search(mentions("killed memory 8 CMAKE_BUILD_PARALLEL_LEVEL=2"), done.stderr.splitlines()[-1])
+
+
+def test_a_build_that_succeeds_is_not_explained():
+    """A build tool may have started the compiler again."""
+    done = run_watched(KILLED[0], 0)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "before\nwheel\n", KILLED[0] + "\n")
+
+
+def test_one_compiler_that_needs_too_much_memory():
+    done = run_watched("Killed", 7, CMAKE_BUILD_PARALLEL_LEVEL="1")
+    assert re.search(mentions("killed CMAKE_BUILD_PARALLEL_LEVEL SB_WITH_CUDA=OFF"), done.stderr.splitlines()[-1])
+
+
+@needs_cmake
+def test_a_build_whose_compilers_are_killed(tmp_path):
+    """The compiler works for CMake's checks. Each file of the project kills it, as the system does without memory."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(KILLED_COMPILER)
+    compiler.chmod(0o755)
+    environment = {"CXX": str(compiler), "REAL_CXX": os.environ.get("CXX", "c++")}
+    (tmp_path / "out").mkdir()
+    settings = CPU | {"build-dir": str(tmp_path / "build")}
+    done = call_hook("build_wheel", tmp_path / "out", settings, **environment, CMAKE_BUILD_PARALLEL_LEVEL="2")
+    assert done.returncode != 0 and not list((tmp_path / "out").iterdir())
+    assert re.search(mentions("killed memory CMAKE_BUILD_PARALLEL_LEVEL=1"), done.stderr.splitlines()[-1]), done.stderr
 
 
 def test_pyproject_uses_this_backend():

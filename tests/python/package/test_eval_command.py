@@ -1,7 +1,9 @@
-"""`megatron-sb eval` evaluates checkpoints with lm-eval on a task that this file defines, and on one of RULER."""
+"""`megatron-sb eval` evaluates checkpoints with lm-eval on a task of this file, on RULER and on LongBench."""
 
 import json
+import re
 import sys
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,8 +28,17 @@ output_type: generate_until
 generation_kwargs: {max_gen_toks: 50, until: []}
 metric_list: [{metric: exact_match}]
 """
-RULER = Path(lm_eval.__file__).parent / "tasks" / "ruler"
+# lm-eval's task with a data set of its own, as docs/huggingface.md describes.
+PASSAGES_TASK = """
+include: PASSAGES
+dataset_path: json
+dataset_name: null
+dataset_kwargs: {data_files: {test: FILE}}
+"""
+TASKS = Path(lm_eval.__file__).parent / "tasks"
+RULER, PASSAGES = TASKS / "ruler", TASKS / "longbench" / "passage_count.yaml"
 HAS_RULER = find_spec("wonderwords") is not None and find_spec("nltk") is not None
+HAS_LONGBENCH = all(find_spec(name) is not None for name in ("jieba", "fuzzywuzzy", "rouge"))
 # Runs several commands in one process, without lm-eval's own 14,000 tasks, whose files take ten seconds to read. RULER
 # sorts a million pairs of words, for another ten seconds, and tries to download what its essays need.
 SCRIPT = """
@@ -56,6 +67,38 @@ def small_model():
     special = {"bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256, "max_position_embeddings": 128}
     config = StickBreakingConfig(**sizes, **special, num_attention_heads=4, initializer_range=0.3)
     return StickBreakingForCausalLM(config).eval()
+
+
+def digits_model():
+    """Return a model that generates the digit 7 and spaces. Another token never has the largest logit."""
+    model = small_model()
+    with torch.no_grad():
+        weight = model.lm_head.weight
+        row = weight[ord("7")].clone()
+        weight.zero_()
+        weight[ord("7")], weight[ord(" ")] = row, -row
+    return model
+
+
+def write_passages(folder, model):
+    """Write a task with two documents, whose paragraphs "A" and "B" the model is to count.
+
+    Return the expected score: the mean of the shares of the right number among the numbers that the model generates.
+    """
+    prompt = re.search(r'doc_to_text: "(.*)"', PASSAGES.read_text())[1].replace("\\n", "\n")
+    contexts, docs, shares = ("Paragraph 1: A\n\nParagraph 2: B", "Paragraph 1: A\n\nParagraph 2: A\n\n" * 3), [], []
+    for context in contexts:
+        ids = torch.tensor([list(prompt.replace("{{context}}", context).encode())])
+        new = model.generate(ids, max_new_tokens=32, do_sample=False)[0, ids.shape[1] :]
+        numbers = re.findall(r"\d+", bytes(new.tolist()).decode())
+        right, count = Counter(numbers).most_common(1)[0]
+        shares.append(count / len(numbers))
+        docs.append({"context": context, "answers": ["none", right]})
+    docs.append({"context": contexts[0], "answers": ["12345"]})
+    (folder / "passages.jsonl").write_text("\n".join(map(json.dumps, docs)))
+    text = PASSAGES_TASK.replace("PASSAGES", str(PASSAGES)).replace("FILE", str(folder / "passages.jsonl"))
+    (folder / "local_passages.yaml").write_text(text)
+    return sum(shares) / len(docs)
 
 
 def likelihood(model, question, choice):
@@ -95,23 +138,34 @@ def evaluated(tmp_path_factory):
         ["model", *options, "--out", "new/huggingface.json"],
         ["megatron", *config, *options, "--limit", "3", "--out", "old.json", "--overwrite"],
     ]
-    ruler = ["--include-path", str(RULER), "--metadata", '{"max_seq_lengths": [1024]}', "--limit", "1"]
+    ruler = ["--include-path", str(RULER), "--metadata", '{"max_seq_lengths": [1024]}', "--limit", "2"]
+    both = ["--tasks", "niah_single_1", "ruler_fwe"]
     commands += [
-        ["model", "--tasks", "niah_single_1", *ruler, "--device", "cpu", "--out", "ruler.json"],
+        ["megatron", *config, *both, *ruler, "--device", "cpu", "--out", "ruler.json"],
         ["model", "--tasks", "niah_single_1", "ruler_vt", *ruler],
         ["model", "--tasks", "local_text", *options[2:], "--max-length", "40"],
         ["model", "--tasks", "needs_module", *options[2:]],
     ]
+    if HAS_LONGBENCH:
+        model = digits_model()
+        checkpoints.save(model, folder / "digits", "megatron")
+        model.save_pretrained(folder / "digits_model")
+        (folder / "passages").mkdir()
+        (folder / "expected.json").write_text(json.dumps(write_passages(folder / "passages", model)))
+        passages = ["--include-path", str(folder / "passages"), "--device", "cpu", "--max-length", "2048"]
+        passages += ["--tasks", "longbench_passage_count", "--out", "passages.json"]
+        commands.append(["digits", "--config", str(folder / "digits_model"), *passages])
     environment = {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}
     arguments = [folder / "evaluate.py", json.dumps(commands), HAS_RULER]
     return folder, run_python(arguments, environment=environment, folder=folder, seconds=300)
 
 
 def test_status_and_messages(evaluated):
-    """The last three commands name a task that cannot run, and so does RULER's without the packages that it needs."""
+    """Three commands name a task that cannot run, and so does RULER's without the packages that it needs."""
     _, done = evaluated
     statuses = [line for line in done.stdout.splitlines() if line.startswith("STATUS")]
-    assert statuses == [f"STATUS {status}" for status in (0, 0, 0 if HAS_RULER else 2, 2, 2, 2)], done.stderr[-4000:]
+    expected = [0, 0, 0 if HAS_RULER else 2, 2, 2, 2, *([0] if HAS_LONGBENCH else [])]
+    assert statuses == [f"STATUS {status}" for status in expected], done.stderr[-4000:]
     messages = [line for line in done.stderr.splitlines() if line.startswith("megatron-sb: --")]
     expected = [
         "--tasks must not contain ruler_vt for a tokenizer of bytes, got 'ruler_vt'",
@@ -151,13 +205,27 @@ def test_another_format_is_converted(evaluated):
 
 @pytest.mark.skipif(not HAS_RULER, reason="needs wonderwords and nltk")
 def test_ruler(evaluated):
-    """The text is generated at the length of --metadata, and lm-eval does not truncate it."""
+    """The texts are generated at the length of --metadata, and lm-eval does not truncate them."""
     folder, _ = evaluated
     results = json.loads((folder / "ruler.json").read_text())
-    assert results["n-samples"]["niah_single_1"] == {"original": 500, "effective": 1}
-    assert 0 <= results["results"]["niah_single_1"]["1024,none"] <= 1
+    assert results["megatron_sb"]["format"] == "megatron"
     assert results["config"]["model_args"]["max_length"] > 1024
-    assert results["configs"]["niah_single_1"]["metadata"]["tokenizer"] == "bytes"
+    for task in ("niah_single_1", "ruler_fwe"):
+        assert results["n-samples"][task] == {"original": 500, "effective": 2}
+        assert 0 <= results["results"][task]["1024,none"] <= 1
+        assert results["configs"][task]["metadata"]["tokenizer"] == "bytes"
+
+
+@pytest.mark.skipif(not HAS_LONGBENCH, reason="needs jieba, fuzzywuzzy and rouge")
+def test_longbench(evaluated):
+    """The score is the one that the model's own greedy generation has for lm-eval's prompt."""
+    folder, _ = evaluated
+    results, expected = (json.loads((folder / name).read_text()) for name in ("passages.json", "expected.json"))
+    found = results["results"]["longbench_passage_count"]
+    assert 0 < expected < 1
+    assert found["count_score,none"] == found["score,none"] == pytest.approx(expected)
+    assert results["n-samples"]["longbench_passage_count"] == {"original": 3, "effective": 3}
+    assert results["megatron_sb"]["format"] == "megatron"
 
 
 def refuse(arguments, capsys):

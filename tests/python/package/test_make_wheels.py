@@ -1,6 +1,7 @@
 """cmake/make_wheels.py writes pages that pip installs wheels from. No test builds a wheel, which takes minutes."""
 
 import importlib.util
+import itertools
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,9 @@ ROOT = Path(__file__).parents[3]
 spec = importlib.util.spec_from_file_location("make_wheels", ROOT / "cmake" / "make_wheels.py")
 make_wheels = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(make_wheels)
+# The newest torch that PyPI has for each Python, for x86-64 and aarch64, as `pip index versions torch --python-version
+# 3.10 --only-binary=:all:` printed on 2026-11-27. Each has torch 2.9.1 and all later minor versions up to it.
+NEWEST_TORCH = {"3.10": (2, 14, 1), "3.11": (2, 15, 0), "3.12": (2, 15, 0), "3.13": (2, 15, 0)}
 
 
 def write_wheel(folder: Path, version: str, files: dict[str, str] | None = None) -> Path:
@@ -117,6 +121,87 @@ def test_a_wheel_requires_the_versions_that_it_serves():
         assert not allowed.contains(version, prereleases=True), version
     with pytest.raises(SystemExit, match=mentions("major 2 3")):
         make_wheels.requirement([(2, 15), (3, 0)])
+
+
+@pytest.mark.parametrize(
+    ("variant", "options", "expected"),
+    [
+        ("cuda", [], ["cmake.define.SB_CUDA_ARCHITECTURES=all"]),
+        ("cuda", ["--architectures", "80", "120"], ["cmake.define.SB_CUDA_ARCHITECTURES=80;120"]),
+        ("cpu", ["--architectures", "80"], []),
+    ],
+)
+def test_cuda_wheels_have_code_for_all_architectures_unless_told_otherwise(
+    variant, options, expected, tmp_path, monkeypatch
+):
+    """The value reaches pip's option -C. test_cuda_architectures.py tests what CMake makes of it."""
+    commands = []
+
+    def run(*command, **_):
+        commands.append([str(word) for word in command])
+        (tmp_path / "built.whl").touch()
+
+    monkeypatch.setattr(make_wheels, "run", run)
+    chosen = make_wheels.make_parser().parse_args(options).architectures
+    assert make_wheels.build(variant, Path("torch"), tmp_path, chosen) == tmp_path / "built.whl"
+    (command,) = commands
+    settings = [value for option, value in itertools.pairwise(command) if option == "-C"]
+    assert [setting for setting in settings if "ARCHITECTURES" in setting] == expected
+    assert f"cmake.define.SB_WITH_CUDA={'ON' if variant == 'cuda' else 'OFF'}" in settings
+
+
+def test_the_options_reach_the_build(monkeypatch, tmp_path):
+    """main() builds each variant for each torch with the architectures of the command line."""
+    calls = []
+
+    def build(variant, root, folder, architectures):
+        calls.append((variant, architectures))
+        return folder / f"megatron_sb-0.1.0+{variant}.torch2.11-py3-none-any.whl"
+
+    (tmp_path / "wheel").touch()
+    monkeypatch.setattr(make_wheels, "build", build)
+    monkeypatch.setattr(make_wheels, "torch_folder", lambda version: Path("torch"))
+    monkeypatch.setattr(make_wheels, "merge", lambda wheels, folder: wheels[0])
+    monkeypatch.setattr(make_wheels, "finish", lambda wheel, target: tmp_path / "wheel")
+    words = ["--variants", "cpu", "cuda", "--torch", "2.11.0", "2.13.0", "--architectures", "90", "120"]
+    monkeypatch.setattr(sys, "argv", ["make_wheels.py", "--out", str(tmp_path / "out"), *words])
+    monkeypatch.setattr(make_wheels, "write_pages", lambda out: None)
+    make_wheels.main()
+    assert calls == [(variant, ["90", "120"]) for variant in ("cpu", "cpu", "cuda", "cuda")]
+
+
+def combinations(matrix: dict) -> list[dict]:
+    """Return the jobs of a matrix of GitHub Actions.
+
+    An entry of `include` adds its keys to every combination whose own keys it does not change. It may replace keys that
+    an earlier entry added.
+    """
+    axes = {name: values for name, values in matrix.items() if name != "include"}
+    jobs = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    for entry in matrix.get("include", []):
+        fitting = [job for job in jobs if all(job[name] == entry[name] for name in axes.keys() & entry.keys())]
+        assert fitting, f"{entry} would be a job of its own"
+        for job in fitting:
+            job |= entry
+    return jobs
+
+
+@pytest.mark.parametrize("job", ["cpu", "cuda"])
+def test_the_workflow_lists_versions_of_torch_that_each_python_has(job):
+    """A version that pip cannot find fails the whole job. No other version is left out."""
+    yaml = pytest.importorskip("yaml")
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "wheels.yml").read_text())["jobs"][job]
+    (command,) = [step["run"] for step in workflow["steps"] if "make wheels" in step.get("run", "")]
+    assert command.rstrip().endswith('--torch ${{ matrix.torch }}"')
+    jobs = combinations(workflow["strategy"]["matrix"])
+    assert {combination["python"] for combination in jobs} == NEWEST_TORCH.keys()
+    listed = {python: set() for python in NEWEST_TORCH}
+    for combination in jobs:
+        versions = {tuple(map(int, version.split("."))) for version in combination["torch"].split()}
+        assert all((2, 9, 1) <= version <= NEWEST_TORCH[combination["python"]] for version in versions), combination
+        listed[combination["python"]] |= versions
+    for python, versions in listed.items():
+        assert {minor for _, minor, _ in versions} == set(range(9, NEWEST_TORCH[python][1] + 1)), python
 
 
 def test_a_command_that_fails_ends_the_script(capsys):
