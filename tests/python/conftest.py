@@ -13,6 +13,7 @@ _GPUS_NEEDED = {"gpu": 1, "multigpu": 2}  # by mark
 # These files take 10 seconds to a minute each, the longest first. They start first: if one of them started last, the
 # other workers would wait for it.
 _SLOW_FILES = (
+    "megatron/test_megatron_hosts.py",
     "training/test_job_options.py",
     "megatron/test_launch.py",
     "training/test_job.py",
@@ -24,7 +25,6 @@ _SLOW_FILES = (
     "huggingface/test_compile.py",
     "huggingface/test_compile_generation.py",
     "megatron/test_megatron_killed.py",
-    "megatron/test_megatron_hosts.py",
     "megatron/test_megatron_resume.py",
     "package/test_package.py",
     "package/test_install.py",
