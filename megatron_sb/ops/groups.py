@@ -1,4 +1,7 @@
-"""Process groups as arguments. A `DeviceMesh` with one dimension can stand for its group."""
+"""Process groups as arguments, and the heads that their ranks can exchange.
+
+A `DeviceMesh` with one dimension can stand for its group.
+"""
 
 import sys
 from typing import TYPE_CHECKING, Union
@@ -54,3 +57,17 @@ def hierarchical_pair(groups: object, comm: object) -> tuple[dist.ProcessGroup, 
 def group_size(group: object) -> int:
     """Return the number of ranks of a group that contains this rank. Raise if it is not such a group."""
     return dist.get_world_size(process_group(group))
+
+
+def exchange_problem(
+    num_heads: int,
+    num_kv_heads: int,
+    num_ranks: int,
+    names: tuple[str, str] = ("the number of heads", "the number of KV heads"),
+) -> str:
+    """Return why ranks cannot exchange heads, or "". names: of the first two arguments, for the text."""
+    if num_heads % num_ranks:
+        return f"{names[0]} must be a multiple of {num_ranks}, got {num_heads}"
+    if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
+        return f"{names[1]} must be a multiple or a divisor of {num_ranks}, got {num_kv_heads}"
+    return ""

@@ -260,11 +260,10 @@ def attend_to_filled(
     Returns:
         The result of that function.
     """
-    seqlens = num_keys
+    num_keys = k.shape[1] if num_keys is None else num_keys
     if not isinstance(num_keys, Tensor):
-        num_keys = k.shape[1] if num_keys is None else num_keys
-        seqlens = torch.full((q.shape[0],), num_keys, dtype=torch.int32, device=q.device)
-    return stickbreaking_attention_with_kvcache(q, k, v, cache_seqlens=seqlens, cache_leftpad=leftpad, **options)
+        num_keys = torch.full((q.shape[0],), num_keys, dtype=torch.int32, device=q.device)
+    return stickbreaking_attention_with_kvcache(q, k, v, cache_seqlens=num_keys, cache_leftpad=leftpad, **options)
 
 
 class KVCache:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_sb.ops.groups import exchange_problem
 from megatron_sb.options import COMMS
 from megatron_sb.validation import check_choice, check_counts
 
@@ -131,12 +132,9 @@ def _exchanging_ranks(num_ranks: int, comm: str, a2a_size: int | None) -> int:
 def _check_heads(sizes: Sizes, num_ranks: int, comm: str) -> None:
     if sizes.num_heads % sizes.num_kv_heads:
         raise ValueError(f"num_heads must be a multiple of num_kv_heads {sizes.num_kv_heads}, got {sizes.num_heads}.")
-    if sizes.num_heads % num_ranks:
-        raise ValueError(f"num_heads must be a multiple of {num_ranks} with comm {comm!r}, got {sizes.num_heads}.")
-    if sizes.num_kv_heads % num_ranks and num_ranks % sizes.num_kv_heads:
-        raise ValueError(
-            f"num_kv_heads must be a multiple or a divisor of {num_ranks} with comm {comm!r}, got {sizes.num_kv_heads}."
-        )
+    names = "num_heads", "num_kv_heads"
+    if problem := exchange_problem(sizes.num_heads, sizes.num_kv_heads, num_ranks, names):
+        raise ValueError(f"comm {comm!r} exchanges heads between {num_ranks} ranks: {problem}.")
 
 
 def _head_bytes(plan, sizes: Sizes, num_ranks: int, num_joint_rows: int) -> tuple[int, int]:

@@ -23,9 +23,9 @@ class GatedForwardScan : public ForwardScan<kGatedKeys> {
                                                 const Gates& gates)
         : ForwardScan<kGatedKeys>(scores, logits, thread_in_quad, floor, tile, rows), gates_(gates) {}
 
-    // Replaces scores by weights and moves the mass to the older edge of the tile. The exponentials of row
-    // 1 are interleaved with the multiplications of row 0, so that the MUFU and FMA pipes both have work. The factor of
-    // row 0 is multiplied in beside row 1.
+    // Replaces scores by weights and moves the mass to the older edge of the tile. The exponentials of row 1 are
+    // interleaved with the multiplications of row 0, so that the MUFU and FMA pipes both have work. The factor of row 0
+    // is multiplied in beside row 1.
     __device__ __forceinline__ void run() {
         OlderKeys older[2];
 #pragma unroll

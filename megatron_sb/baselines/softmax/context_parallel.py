@@ -22,7 +22,7 @@ from megatron_sb.baselines.softmax.positions import rotary_cos_sin, rotate, with
 from megatron_sb.baselines.softmax.shards import Shards, shards_of
 from megatron_sb.baselines.softmax.stable_mask import pseudo_lse
 from megatron_sb.ops.context_parallel import ContextParallelPlan, unshard_sequence
-from megatron_sb.ops.groups import Group, hierarchical_pair
+from megatron_sb.ops.groups import Group, exchange_problem, hierarchical_pair
 from megatron_sb.options import COMMS
 from megatron_sb.validation import check_choice, check_tensor
 
@@ -125,7 +125,7 @@ def _chosen(comm: str, q: Tensor, k: Tensor, plan: ContextParallelPlan) -> str:
     """Return the mode that "auto" stands for."""
     if comm != "auto":
         return comm
-    if not _heads_problem(q.shape[-2], k.shape[-2], plan.size):
+    if not exchange_problem(q.shape[-2], k.shape[-2], plan.size):
         return "a2a"
     batch = 1 if plan.packed else k.shape[0]  # not the local rows, which differ between ranks
     num_bytes = 2 * batch * plan.seq_len * k.shape[-2] * k.shape[-1] * k.element_size()
@@ -156,17 +156,8 @@ def _groups(
     return head_group, key_group if sizes[1] > 1 else None
 
 
-def _heads_problem(num_heads: int, num_kv_heads: int, num_ranks: int) -> str:
-    """Return why heads cannot be exchanged between ranks, or ""."""
-    if num_heads % num_ranks:
-        return f"the number of heads must be a multiple of {num_ranks}, got {num_heads}"
-    if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
-        return f"the number of KV heads must be a multiple or a divisor of {num_ranks}, got {num_kv_heads}"
-    return ""
-
-
 def _check_heads(num_heads: int, num_kv_heads: int, num_ranks: int, comm: str) -> None:
-    if problem := _heads_problem(num_heads, num_kv_heads, num_ranks):
+    if problem := exchange_problem(num_heads, num_kv_heads, num_ranks):
         raise ValueError(
             f"comm {comm!r} exchanges heads between {num_ranks} ranks: {problem}. Use 'all_gather' or 'p2p'."
         )
