@@ -47,6 +47,7 @@ HYBRID = "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spe
 DOCUMENTS = "--dataloader-inter-document-masking"
 CONVERSATIONS = "--sft --sft-tokenizer-prompt-format identity --calculate-per-token-loss"
 MAMBA = ("mamba_ssm", "causal_conv1d")
+FIXED_TILES = (("MAMBA_DETERMINISTIC", "1"),)  # Mamba's kernels without searching the fastest tiles
 ASYNC = "--async-save --use-persistent-ckpt-worker --async-strategy mcore"
 RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 SHARDED = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor"
@@ -126,7 +127,7 @@ CASES = {
     "hybrid with Mamba": Case(
         f"{STICKS} {HYBRID} M*M-",
         script="pretrain_hybrid.py",
-        environment=(("MAMBA_DETERMINISTIC", "1"),),  # without searching the fastest tiles
+        environment=FIXED_TILES,
         modules=MAMBA,
     ),
 }
@@ -155,6 +156,19 @@ ON_TWO_GPUS = {
         f"{STICKS} {ALLTOALL} --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm",
         "experts, alltoall",
         environment=MANY_QUEUES,
+    ),
+    "hybrid, context parallel": TWO(
+        f"{STICKS} {HYBRID} *-*E {ALLTOALL} --context-parallel-size 2", "hybrid", script="pretrain_hybrid.py"
+    ),
+    "hybrid, expert parallel": TWO(
+        f"{STICKS} {HYBRID} *-*E {ALLTOALL} --expert-model-parallel-size 2", "hybrid", script="pretrain_hybrid.py"
+    ),
+    "hybrid with Mamba, context parallel": TWO(
+        f"{STICKS} {HYBRID} M*M- --context-parallel-size 2",
+        "hybrid with Mamba",
+        script="pretrain_hybrid.py",
+        environment=FIXED_TILES,
+        modules=MAMBA,
     ),
     "Megatron-FSDP on two GPUs": TWO(f"{STICKS} {SHARDED}", "dense", environment=MANY_QUEUES),
     "resumed with tensor parallelism": TWO(
