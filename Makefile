@@ -34,9 +34,10 @@ CORE_TESTS := $(addprefix tests/python/,package/test_floors.py ops/test_accuracy
 CHANGED_TESTS = $(shell git diff --name-only --diff-filter=d HEAD -- 'tests/python/*/test_*.py' 2>/dev/null)
 
 SOURCE_ROOTS := CMakeLists.txt cmake csrc tests/cpp
-# The files that git knows; all files in an archive, or in another user's folder, where git refuses to answer.
-SOURCES := $(or $(shell git ls-files -co --exclude-standard $(SOURCE_ROOTS) 2>/dev/null),\
-	$(shell find $(SOURCE_ROOTS) -type f 2>/dev/null))
+# The files that git knows and that are not deleted; all files in an archive, or in another user's folder, where git
+# refuses to answer.
+SOURCES := $(wildcard $(or $(shell git ls-files -co --exclude-standard $(SOURCE_ROOTS) 2>/dev/null),\
+	$(shell find $(SOURCE_ROOTS) -type f 2>/dev/null)))
 PYTHON_FILES := megatron_sb tests examples benchmarks cmake
 # As in pyproject.toml. ruff checks the syntax, vermin the standard library. It takes the method of tensors .long() for
 # Python 2.
@@ -113,7 +114,7 @@ $(VENV312)/.torch: MAKE_VENV := $(PYTHON312) -m venv
 $(VENV)/.torch $(VENV312)/.torch:
 	test -x $(@D)/bin/python || $(MAKE_VENV) $(@D)
 	$(GET_INSTALLER)
-	$(INSTALL) '$(TORCH)' 'scikit-build-core>=0.11' 'pybind11>=2.13' 'cmake>=3.25' ninja 'setuptools>=70.1,<82'
+	$(INSTALL) '$(TORCH)' 'scikit-build-core>=0.11' 'cmake>=3.25' ninja 'setuptools>=70.1,<82'
 	touch $@
 
 $(VENV)/.built: $(VENV)/.torch pyproject.toml $(SOURCES)

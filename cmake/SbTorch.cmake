@@ -47,7 +47,7 @@ endfunction()
 function(sb_read_torch_version)
     set(header "${SB_TORCH_ROOT}/include/torch/headeronly/version.h")
     if(NOT EXISTS "${header}")
-        set(header "${SB_TORCH_ROOT}/include/torch/csrc/api/include/torch/version.h")  # torch 2.9
+        set(header "${SB_TORCH_ROOT}/include/torch/csrc/api/include/torch/version.h")  # torch 2.8 and 2.9
     endif()
     if(NOT EXISTS "${header}")
         message(FATAL_ERROR "megatron_sb: SB_TORCH_ROOT must be the folder with include/ and lib/ of LibTorch, "

@@ -1,7 +1,7 @@
 # The supported versions of torch, and the checks of versions that stop a build before anything is compiled.
 
-set(SB_TORCH_OLDEST 2.9)  # torch 2.8 does not tell C++ code the store and the timeout of a process group
-set(SB_TORCH_NEWEST_TESTED 2.15)  # docs/installation.md has the results
+set(SB_TORCH_OLDEST 2.8)  # docs/installation.md has the results of the tests
+set(SB_TORCH_NEWEST_TESTED 2.15)
 set(SB_CUDA_OLDEST 12.5)  # CUDA 12.4 does not have cudaGetDriverEntryPointByVersion
 set(SB_CUDA_FAST_HOPPER 12.6)  # ptxas of CUDA 12.5 waits after each wgmma of most Hopper kernels ("serialized")
 

@@ -1,22 +1,38 @@
-// The pybind11 module: how this package was built. Python reads it before it loads the operators. The module does not
+// The extension module: how this package was built. Python reads it before it loads the operators. The module does not
 // depend on Torch, so it is the same for all versions of torch and can be imported, and a mismatch reported, with any.
-#include <pybind11/pybind11.h>
+// It uses Python's C API: the headers of pybind11 need functions that older systems lack (cmake/SbOlderSystems.cmake).
+#include <Python.h>
 
-namespace py = pybind11;
+#include <initializer_list>
 
-PYBIND11_MODULE(_C, m) {
-    m.def("build_info", [] {
-        py::dict info;
-        py::list architectures;  // with machine code, as numbers: 90 for sm_90
-        info["version"] = SB_VERSION;
-        info["compiler"] = SB_COMPILER;
+namespace {
+
+// Returns the GPU architectures with machine code, as numbers: 90 for sm_90.
+PyObject* architectures() {
+    PyObject* list = PyList_New(0);
+    for (const long number : std::initializer_list<long>{SB_CUDA_ARCHITECTURES}) {
+        PyObject* item = PyLong_FromLong(number);
+        if (list && (!item || PyList_Append(list, item) != 0)) Py_CLEAR(list);
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
+PyObject* build_info(PyObject*, PyObject*) {
 #if defined(SB_WITH_CUDA)
-        info["cuda"] = SB_CUDA_VERSION;
-        for (const int architecture : {SB_CUDA_ARCHITECTURES}) architectures.append(architecture);
+    const char* cuda = SB_CUDA_VERSION;
 #else
-        info["cuda"] = py::none();
+    const char* cuda = nullptr;  // None
 #endif
-        info["cuda_architectures"] = architectures;
-        return info;
-    });
+    return Py_BuildValue("{s:s, s:s, s:z, s:N}", "version", SB_VERSION, "compiler", SB_COMPILER, "cuda", cuda,
+                         "cuda_architectures", architectures());
+}
+
+PyMethodDef functions[] = {{"build_info", build_info, METH_NOARGS, "Return how this package was built."}, {}};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, 0, functions, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__C() {
+    return PyModule_Create(&definition);
 }

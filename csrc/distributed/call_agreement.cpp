@@ -9,6 +9,7 @@
 
 #include "core/error.h"
 #include "distributed/c10d_transport.h"
+#include "distributed/group_properties.h"
 
 namespace megatron_sb::distributed {
 namespace {
@@ -23,12 +24,15 @@ constexpr milliseconds kFirstPause{1}, kLongestPause{64};
 // A rank that began to wait for data when this rank began to ask answers after the same timeout. This is its time to do
 // so.
 constexpr milliseconds kAnswerTime{1000};
+// A thread that waits for another thread of its rank looks again after this time, notified or not. libstdc++ has a new
+// condition_variable::wait(), which systems with an older libstdc++ lack. A wait until a time needs nothing new.
+constexpr std::chrono::minutes kLook{1};
 
 // What the ranks of a group publish about one number.
 class Question {
   public:
     Question(ProcessGroup& group, int64_t nonce, int64_t number)
-        : store_(group.getStore()),
+        : store_(store_of(group)),
           rank_(group.getRank()),
           size_(group.getSize()),
           prefix_(concat("megatron_sb/", std::hex, nonce, std::dec, "/", number, "/")) {}
@@ -132,19 +136,6 @@ std::string clear_old_errors(const History& mine, std::vector<Statement>& by_ran
     return sentences;
 }
 
-// The shortest timeout of the group's backends. Custom backends may have no options; c10d's default holds for them.
-milliseconds timeout_of(ProcessGroup& group) {
-    milliseconds shortest = kBackendDefaultTimeout;
-    for (const c10::Device& device : group.getDeviceTypes()) {
-        try {
-            shortest = std::min(shortest, group.getBackend(device.type())->getBackendOptions()->timeout);
-        } catch (const c10::Error&) {
-            continue;
-        }
-    }
-    return shortest;
-}
-
 // Collective. Returns a random number of rank 0.
 int64_t exchange_nonce(Transport& transport) {
     const auto options = at::TensorOptions(transport.control_device()).dtype(at::kLong);
@@ -191,7 +182,9 @@ CallPointer CallAgreement::agree(Call call, const std::string& error) {
             auto found = calls_.find(key);
             // The asking thread notifies when its wait has ended, which the timeout bounds. If it failed, this one
             // asks.
-            for (; found != calls_.end() && !found->second; found = calls_.find(key)) decided_.wait(lock);
+            for (; found != calls_.end() && !found->second; found = calls_.find(key)) {
+                decided_.wait_until(lock, std::chrono::system_clock::now() + kLook);
+            }
             if (found != calls_.end()) return found->second;
             calls_[key] = nullptr;
         }

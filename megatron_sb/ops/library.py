@@ -144,3 +144,5 @@ def load() -> None:
         raise ImportError(
             f"megatron_sb: {path} does not load with torch {torch.__version__}: {error}. To fix this, {_BUILD_AGAIN}."
         ) from error
+    if major_minor(torch.__version__) < (2, 9):
+        importlib.import_module("megatron_sb.ops.group_timeout").register()

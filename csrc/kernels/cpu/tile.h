@@ -275,7 +275,8 @@ struct Logits {
     T scale, offset;
 
     Logits(const Options& options, int head) : scale(T(options.scale * kLog2E)) {
-        const double a = options.reach + head * options.reach_step;
+        // long double: the exp2 and log2 of double are of glibc 2.29, which older systems lack.
+        const long double a = options.reach + head * options.reach_step;
         offset = T(-std::log2(std::exp2(a) - 1));
     }
 };

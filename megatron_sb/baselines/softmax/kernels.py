@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -27,7 +28,7 @@ from megatron_sb.baselines.softmax.compiled import compiled
 from megatron_sb.baselines.softmax.offsets import batches_by_length, document_block_mask, make_cu_seqlens
 from megatron_sb.baselines.softmax.positions import FireBias, alibi_slope_tensor
 from megatron_sb.baselines.softmax.stable_mask import real_share
-from megatron_sb.torch_version import from_torch
+from megatron_sb.torch_version import from_torch, major_minor
 
 # Fastest first. EFFICIENT_ATTENTION serves fp32 with O(s) memory.
 CUDA_BACKENDS = [
@@ -132,6 +133,21 @@ def sdpa_varlen(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scale
 # fullgraph makes it an error to exceed the limit of recompilations. Without fullgraph torch would silently build an
 # s x s matrix.
 _fused_flex = compiled(flex_attention, fullgraph=True)
+# torch 2.8 has the argument return_lse instead.
+_AuxRequest = (
+    from_torch("torch.nn.attention.flex_attention", "AuxRequest", "2.9")
+    if major_minor(torch.__version__) >= (2, 9)
+    else None
+)
+
+
+def _flex_with_lse(with_lse: bool, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """Call torch's flex_attention. Return the output, and the log of each row's sum of exponentials if `with_lse`."""
+    if _AuxRequest is not None:
+        o, aux = _fused_flex(*args, **options, return_aux=_AuxRequest(lse=with_lse))
+        return o, aux.lse
+    result = _fused_flex(*args, **options, return_lse=with_lse)
+    return result if with_lse else (result, None)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scores: Scores) -> Tensor:
@@ -144,7 +160,8 @@ def flex(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scores: Scor
             return score - slopes[head] * (query - key)
 
     gammas = scores.stable_mask_gammas
-    o, aux = _fused_flex(
+    o, lse = _flex_with_lse(
+        gammas is not None,
         q,
         k,
         v,
@@ -152,9 +169,8 @@ def flex(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scores: Scor
         document_block_mask(lengths, scores.window, q.device),
         scores.scale,
         enable_gqa=True,
-        return_aux=AuxRequest(lse=gammas is not None),
     )
-    return o if gammas is None else (o * real_share(gammas, aux.lse, lengths)).to(q.dtype)
+    return o if gammas is None else (o * real_share(gammas, lse, lengths)).to(q.dtype)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], scores: Scores) -> Tensor:

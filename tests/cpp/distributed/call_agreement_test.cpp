@@ -14,13 +14,14 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// Has a timeout and no transfers: an agreement must not use them.
+// Has a timeout and no transfers: an agreement must not use them. Without "override", because torch 2.8 has no
+// getBackendOptions().
 class NoTransfers final : public c10d::Backend {
   public:
     NoTransfers(int rank, int size, std::chrono::milliseconds timeout)
         : Backend(rank, size), options_(c10::make_intrusive<Options>("none", timeout)) {}
-    const std::string getBackendName() const override { return "none"; }
-    c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+    const std::string getBackendName() const { return "none"; }
+    c10::intrusive_ptr<Options> getBackendOptions() { return options_; }
 
   private:
     c10::intrusive_ptr<Options> options_;
@@ -33,6 +34,7 @@ struct Ranks {
     std::vector<std::unique_ptr<CallAgreement>> agreements;
 
     explicit Ranks(int size, std::chrono::milliseconds timeout = 30s) {
+        store->setTimeout(timeout);  // for torch 2.8
         for (int rank = 0; rank < size; ++rank) {
             groups.push_back(c10::make_intrusive<c10d::ProcessGroup>(store, rank, size));
             groups[rank]->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::CUSTOM,

@@ -53,12 +53,12 @@ def test_settings_in_the_environment_count(tmp_path):
 def test_an_old_torch_is_an_error_before_anything_is_built(hook, tmp_path):
     (tmp_path / "torch.py").write_text(
         "from types import SimpleNamespace\n"
-        "__version__, version, compiled_with_cxx11_abi = '2.8.0', SimpleNamespace(cuda=None), lambda: True\n"
+        "__version__, version, compiled_with_cxx11_abi = '2.7.1', SimpleNamespace(cuda=None), lambda: True\n"
     )
     (tmp_path / "out").mkdir()
     done = call_hook(hook, tmp_path / "out", CPU, PYTHONPATH=str(tmp_path))
     assert done.returncode != 0 and not list((tmp_path / "out").iterdir())
-    assert re.search(mentions("torch 2.9 2.8.0 changed"), done.stderr)
+    assert re.search(mentions("torch 2.8 2.7.1 changed"), done.stderr)
 
 
 @needs_cmake
