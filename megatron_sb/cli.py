@@ -313,14 +313,20 @@ def _discard_output() -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status. argv: arguments. Default: those of the process.
 
-    `InputError`, a file that the system cannot open or write, and a missing optional module print one line to standard
-    error and return 2. If the reader of standard output is gone, as with `megatron-sb info | head -1`, the command ends
-    silently. Every other error is a defect of the program and keeps its traceback.
+    `InputError`, a variable MEGATRON_SB_* that the operators reject, a file that the system cannot open or write, and a
+    missing optional module print one line to standard error and return 2. If the reader of standard output is gone, as
+    with `megatron-sb info | head -1`, the command ends silently. Every other error is a defect of the program and keeps
+    its traceback.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
         return _run(argv)
     except InputError as error:
+        print(f"megatron-sb: {error}", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        if not str(error).startswith("MEGATRON_SB_"):  # the name of the variable
+            raise
         print(f"megatron-sb: {error}", file=sys.stderr)
         return 2
     except OSError as error:

@@ -79,8 +79,14 @@ std::string describe(const Request& r) {
 
 // MEGATRON_SB_KERNELS=portable disables the Hopper and decode kernels, for comparisons and as a workaround.
 bool only_portable() {
-    static const char* const wanted = std::getenv("MEGATRON_SB_KERNELS");
-    return wanted != nullptr && std::strcmp(wanted, "portable") == 0;
+    static const bool portable = [] {
+        const char* const wanted = std::getenv("MEGATRON_SB_KERNELS");
+        if (wanted == nullptr || *wanted == 0) return false;
+        if (std::strcmp(wanted, "portable") != 0)
+            throw InvalidArgument(concat("MEGATRON_SB_KERNELS must be portable or not be set, got '", wanted, "'"));
+        return true;
+    }();
+    return portable;
 }
 bool disabled(const Kernels& kernels) {
     return only_portable() && std::strcmp(kernels.name, "hopper") == 0;

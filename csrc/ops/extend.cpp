@@ -79,7 +79,9 @@ at::Tensor backward_of_tensors(const at::Tensor& d_extended, const at::Tensor& e
     const at::Tensor d_norm = d_extended.narrow(-1, number, 1).to(wide) / -number_unit(d_extended.scalar_type());
     const double twice = side == Side::kQuery ? 2 : 1;
     const at::Tensor d_x = d_extended.narrow(-1, 0, head_dim).to(wide) * twice;
-    return (d_x + x * d_norm * (2 / twice)).to(d_extended.scalar_type());
+    // Rows after the last document have gradients of 0, whatever they hold: 0 times infinity would be NaN.
+    const at::Tensor of_norm = at::where(d_norm == 0, 0, x * d_norm * (2 / twice));
+    return (d_x + of_norm).to(d_extended.scalar_type());
 }
 
 c10::SymInt extended_width(const at::Tensor& x, const OptionalTensor& gate, const Columns& columns) {

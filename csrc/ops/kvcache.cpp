@@ -225,16 +225,23 @@ TensorPair through_decode(const KvCacheCall& in, const BlockOptions& options) {
 #endif
 
 // ---- append
+// The new keys come before `check_call`, which would name them q.
 void check_append(const KvCacheCall& in, const at::Tensor& v) {
     check_rank("v", v, 4, "(b, s_new, heads, head_dim)");
-    check_call(in);
-    check_size("k", "number of heads", in.q.sym_size(2), "k_cache", in.k.sym_size(2));
-    check_dtype("v", v);
-    check_same_dtype("v", v, in.q);
-    check_device("v", v, in.q, "k");
-    for (const auto& [dim, what] : {std::pair{0, "batch size"}, {1, "number of positions"}, {2, "number of heads"}})
-        check_size("v", what, v.sym_size(dim), "k", in.q.sym_size(dim));
+    check_rank("cache_seqlens", in.cache_seqlens, 1, "(b,)");
+    check_ranks(in);
+    for (const auto& [name, x] : {std::pair<const char*, const at::Tensor&>{"k", in.new_keys}, {"v", v}}) {
+        check_dtype(name, x);
+        TORCH_CHECK_TYPE(x.scalar_type() == in.k.scalar_type(), name, ": dtype must be ", in.k.scalar_type(),
+                         " as in k_cache, got ", x.scalar_type(), ". Convert the tensor or use autocast.");
+        check_device(name, x, in.k, "k_cache");
+        check_size(name, "batch size", x.sym_size(0), "cache_seqlens", in.cache_seqlens.sym_size(0));
+        check_size(name, "number of heads", x.sym_size(2), "k_cache", in.k.sym_size(2));
+    }
+    check_size("k", "head_dim", in.new_keys.sym_size(3), "k_cache", in.k.sym_size(3));
     check_size("v", "head_dim", v.sym_size(3), "v_cache", in.v.sym_size(3));
+    check_size("v", "number of positions", v.sym_size(1), "k", in.new_keys.sym_size(1));
+    check_call(in);
 }
 
 // Checks the values of CPU tensors before anything is written.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron_sb.nn.gates import OPEN_GATE, forget_gate_loss, gates_of, keep_gates_open
 from megatron_sb.ops import head_output, stickbreaking_attention, stickbreaking_attention_varlen
 from megatron_sb.ops.context_parallel import ContextParallelPlan, context_parallel_attention
-from megatron_sb.ops.groups import Group, group_size
+from megatron_sb.ops.groups import Group
 from megatron_sb.ops.kvcache import KVCache, attend_to_filled
 from megatron_sb.options import COMMS, DEFAULT_MASS_THRESHOLD, HEAD_DIM_MULTIPLE, LAYOUTS, MAX_HEAD_DIM, LayerOptions
 from megatron_sb.validation import check_choice, check_counts, check_finite, check_tensor, head_dim_of
@@ -59,8 +59,9 @@ class StickBreakingSelfAttention(nn.Module):
         scale: see `stickbreaking_attention`. Default: 1 / sqrt(d), and 1 for Euclidean logits.
         mass_threshold: see `stickbreaking_attention`. Default: 2^-24.
         cp_group: context-parallel process group, or a `DeviceMesh` with one dimension: its ranks share each sequence.
-            A rank's parameter gradients then come from its own rows only, so sum them over the group. Each rank adds
-            1 / ranks of its auxiliary loss. copy.deepcopy shares the group. Default: None, no context parallelism.
+            A rank's parameter gradients then come from its own rows only, so sum them over the group. The auxiliary
+            loss of a rank counts by its share of the rows. copy.deepcopy shares the group. Default: None, no context
+            parallelism.
         layout: see `context_parallel_attention`. Not used without cp_group or a plan. Default: "zigzag".
         comm: see `context_parallel_attention`. Not used without cp_group or a plan. Default: "auto".
         device: device of the parameters.
@@ -199,6 +200,9 @@ class StickBreakingSelfAttention(nn.Module):
         """
         self._check_input(x, cu_seqlens, plan)
         self._check_cache(x, cache, cu_seqlens, plan)
+        if self.cp_group is not None and plan is None:
+            plan = ContextParallelPlan(self.cp_group, None, cu_seqlens, self.layout, local_len=x.shape[-2])
+            cu_seqlens = None  # the plan holds them
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q, k, v = (
             part.view(*x.shape[:-1], n, self.head_dim)
@@ -226,15 +230,10 @@ class StickBreakingSelfAttention(nn.Module):
             return None
         f = gates_of(self.gate_proj(x))
         self.gate_loss = forget_gate_loss(f.detach())
-        # All ranks have the same number of keys, so the mean over all keys is the mean of the means of the ranks.
-        coefficient = self.options.forget_gate_loss / self._num_ranks(plan)
+        # Ranks can have different numbers of keys. With these shares, the sum over the ranks is the mean over all keys.
+        share = 1 if plan is None else plan.local_len / plan.seq_len
+        coefficient = self.options.forget_gate_loss * share
         return keep_gates_open(f, coefficient) if coefficient > 0 else f
-
-    def _num_ranks(self, plan: ContextParallelPlan | None) -> int:
-        """Return the number of ranks that share a sequence."""
-        if plan is not None:
-            return plan.size
-        return 1 if self.cp_group is None else group_size(self.cp_group)
 
     def _check_input(self, x: object, cu_seqlens: object, plan: object) -> None:
         check_tensor("x", x)
@@ -277,7 +276,7 @@ class StickBreakingSelfAttention(nn.Module):
         """Return o, and the mass if there is a remainder bias, else None."""
         return_mass = self.remainder_bias is not None
         options = self.options.attention_options() | {"forget_gate": forget_gate, "return_mass": return_mass}
-        if self.cp_group is not None or plan is not None:
+        if plan is not None:
             options |= {"cu_seqlens": cu_seqlens, "layout": self.layout, "comm": self.comm}
             result = context_parallel_attention(q, k, v, self.cp_group, plan=plan, **options)
         elif cu_seqlens is not None:

@@ -8,6 +8,7 @@ them.
 import torch
 from torch import Tensor
 
+from megatron_sb.ops import attention
 from megatron_sb.options import DEFAULT_MASS_THRESHOLD, LOGITS, AttentionOptions
 from megatron_sb.validation import check_choice, check_counts, check_flag, check_optional_tensors, check_tensor
 
@@ -169,7 +170,7 @@ def stickbreaking_attention_with_kvcache(
     Raises:
         TypeError: If an argument has a wrong type or dtype.
         ValueError: If an argument has a wrong shape, device or value, or requires a gradient while gradients are
-            recorded. Nothing is computed or written in either case.
+            recorded, or in `shared_sequence`. Nothing is computed or written in either case.
 
     Example:
         >>> import torch
@@ -194,6 +195,11 @@ def stickbreaking_attention_with_kvcache(
         check_tensor(name, value)
     optional = {"block_table": block_table, "cache_leftpad": cache_leftpad, "k": k, "v": v, "query_bias": query_bias}
     check_optional_tensors(optional)
+    if attention.over_ranks is not None:
+        raise ValueError(
+            "stickbreaking_attention_with_kvcache must not be called in shared_sequence, because a cache holds whole "
+            "sequences. Use the cache outside of the block."
+        )
     if forget_gate or key_bias or logits != "dot":
         _check_stored(q, k_cache, k, {"logits": logits, "forget_gate": forget_gate, "key_bias": key_bias})
     o, mass = torch.ops.megatron_sb.attention_kvcache(

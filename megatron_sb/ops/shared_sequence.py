@@ -41,8 +41,9 @@ def shared_sequence(
 
     Raises:
         ValueError: If the block is inside another one, or a tensor does not have the rows of the plan. In the block, if
-            an argument of the attention is invalid, or if it gets other rows than the plan's local ones, which a model
-            with a KV cache does. `stickbreaking_attention_varlen` raises: the documents are those of the plan.
+            an argument of the attention is invalid, or if it gets other rows than the plan's local ones.
+            `stickbreaking_attention_varlen` raises: the documents are those of the plan.
+            `stickbreaking_attention_with_kvcache` raises: a cache holds whole sequences.
         TypeError: If plan is not a ContextParallelPlan, or one of `tensors` is not a tensor.
 
     Example:

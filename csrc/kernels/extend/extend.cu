@@ -133,7 +133,9 @@ __global__ void __launch_bounds__(kThreads)
     if (!place.exists || channel >= p.head_dim) return;
     const float of_norm = -float(*place.template in<T>(d_extended, p.head_dim + number_column(p.side))) / p.unit;
     const float twice = p.side == Side::kQuery ? 2.f : 1.f;
-    const Eight x = load(place.template in<T>(p.x, channel));
+    // Rows after the last document have gradients of 0, whatever they hold: 0 times infinity would be NaN.
+    Eight x = {};
+    if (of_norm != 0.f) x = load(place.template in<T>(p.x, channel));
     Eight d = load(place.template in<T>(d_extended, channel));
 #pragma unroll
     for (int i = 0; i < kChannels; ++i) d.x[i] = fmaf(x.x[i], of_norm * (2.f / twice), d.x[i] * twice);

@@ -67,9 +67,25 @@ def test_an_unknown_instruction_set_is_an_error(level):
     assert f"MEGATRON_SB_CPU_LEVEL must be avx512, avx2 or baseline, got '{level}'" in message
 
 
-def test_the_command_line_reports_an_unknown_instruction_set():
-    command = module_command("megatron_sb.cli")
-    environment = {**os.environ, "MEGATRON_SB_CPU_LEVEL": "sse9"}
-    done = subprocess.run([*command, "info"], capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert done.returncode != 0
-    assert "MEGATRON_SB_CPU_LEVEL" in done.stderr
+@pytest.mark.parametrize(
+    ("command", "name", "value"),
+    [
+        ("info", "MEGATRON_SB_CPU_LEVEL", "sse9"),
+        ("check", "MEGATRON_SB_WORKSPACE_MIB", "0"),
+        ("check", "MEGATRON_SB_KERNELS", "Portable"),
+    ],
+)
+def test_the_command_line_reports_an_invalid_variable(command, name, value):
+    """The message is one line, and the exit status is that of an invalid argument."""
+    environment = {**os.environ, name: value}
+    done = subprocess.run(
+        [*module_command("megatron_sb.cli"), command],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith(f"megatron-sb: {name} must be ") and value in line

@@ -73,13 +73,15 @@ def test_documents_with_longer_keys():
     assert_accurate(x, edges(lengths), cu_seqlens_k=edges(lengths_k))
 
 
-def test_rows_after_the_last_document():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("logits", ["dot", "euclidean"])
+def test_rows_after_the_last_document(logits, dtype):
     """These rows have output 0, mass 1 and gradient 0, even if the inputs are NaN there."""
-    x = make_inputs(s=90, h=2, d=16).packed()
+    x = make_inputs(s=90, h=2, d=16, dtype=dtype).packed()
     for tensor in (x.q, x.k, x.v, x.do):
         tensor[70:] = torch.nan
     x.dmass[:, 70:] = torch.nan
-    results = run(stickbreaking_attention_varlen, x, edges([30, 40]), return_mass=True)
+    results = run(stickbreaking_attention_varlen, x, edges([30, 40]), return_mass=True, logits=logits)
     assert (results["mass"][:, 70:] == 1).all()
     for name in ("o", "dq", "dk", "dv"):
         assert not results[name][70:].any()
