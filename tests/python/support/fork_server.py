@@ -147,11 +147,16 @@ def _run(arguments: list[str], environment: dict[str, str], folder: str, stdout:
     os.environ.update(environment)
     os.chdir(folder)
     warnings.simplefilter("ignore")
+    run_program(arguments)
+
+
+def run_program(arguments: Sequence[str]) -> None:
+    """Do what `python ARGUMENTS` does, in this process. ARGUMENTS begin with "-m" and a module, or with a script."""
     if arguments[0] == "-m":
-        sys.argv = arguments[1:]
-        sys.path.insert(0, folder)
+        sys.argv = list(arguments[1:])
+        sys.path.insert(0, os.getcwd())
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = arguments
+        sys.argv = list(arguments)
         sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
         runpy.run_path(arguments[0], run_name="__main__")

@@ -13,13 +13,13 @@ import pytest
 from support.fork_server import PythonProcess
 from support.hosts import ON_HOST, Host
 from support.jobs import kill_all
-from support.launch import megatron_launcher, megatron_losses, started_megatron, torchrun_command
+from support.launch import WORKERS, megatron_launcher, megatron_losses, started_megatron, torchrun_command
 
 HAS_TRAINING = importlib.util.find_spec("megatron.training") is not None
 needs_training = pytest.mark.skipif(
     not HAS_TRAINING, reason="this Megatron-Core has no megatron.training (wheels from 0.17 on, for Python 3.12, do)"
 )
-PRETRAIN = Path(__file__).parents[1] / "workers" / "megatron_pretrain.py"
+PRETRAIN = WORKERS / "megatron_pretrain.py"
 SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
 BATCHES = "--micro-batch-size 1 --global-batch-size 4 --train-iters 20 --lr 5e-3 --lr-decay-style constant --mock-data"
 TOKENS = "--tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 2"
@@ -71,6 +71,8 @@ def started_torchrun(
 ) -> Iterator[Callable[..., PythonProcess]]:
     """Give a function that starts torchrun on a host, with one CPU rank. The ranks of all hosts train together.
 
+    torchrun forks its rank, see workers/forked_training.py.
+
     The arguments of the function are the number of the host, and more flags. The first host has the store of the
     rendezvous. All processes are killed at the end of the `with` block.
     """
@@ -79,7 +81,8 @@ def started_torchrun(
 
     def start(number: int, *more: str) -> PythonProcess:
         host = hosts[number]
-        torchrun = ["-m", "torch.distributed.run", "--nnodes", len(hosts), "--nproc-per-node", 1]
+        torchrun = [WORKERS / "forked_training.py", "torch.distributed.run", "--nnodes", len(hosts)]
+        torchrun += ["--nproc-per-node", 1]
         torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0].address}:29400"]
         torchrun += ["--rdzv-conf", f"is_host={int(number == 0)}", "--local-addr", host.address]
         arguments = [ON_HOST, host.name, *torchrun, *launcher, PRETRAIN, *_all_flags(folder, flags, model), *more]
@@ -96,7 +99,7 @@ def started_torchrun(
 
 def rank_of(torchrun: PythonProcess) -> psutil.Process:
     """Return the rank that torchrun has started."""
-    (rank,) = [child for child in psutil.Process(torchrun.pid).children() if str(PRETRAIN) in child.cmdline()]
+    (rank,) = psutil.Process(torchrun.pid).children()
     return rank
 
 

@@ -17,7 +17,6 @@ import pytest
 from support.jobs import (
     SMALL_JOB,
     TIMEOUT_SECONDS,
-    TRAIN,
     metrics,
     run_command,
     started,
@@ -111,12 +110,13 @@ def test_a_stop_during_an_evaluation_within_a_stage_saves_its_step(config, tmp_p
     options = ["compare=[stick_breaking]", "stages.0.steps=10", "stages.1.steps=5", "evaluation.interval=5"]
     long = ["evaluation={windows: 4000, target_tokens: 16, longest: 32, interval: 5}"]
     out = tmp_path / "out"
-    with started(TRAIN, config, *options, *long, "--out", out) as job:
+    with started_forks(config, *options, *long, "--out", out) as job:
         wait_for_step(job, out, "stick_breaking", "short", 5)
         time.sleep(0.5)
         job.send_signal(signal.SIGINT)
-        output, _ = job.communicate(timeout=60)
-    assert job.returncode == 130, output
+        status = job.wait(60)
+        output = job.stdout + job.stderr
+    assert status == 130, output
     stopped = re.search(r"stopped by SIGINT while evaluating step 5 of stick_breaking / short; saved (\S+)\.", output)
     assert stopped and stopped[1].endswith("short-000005"), output
 

@@ -93,22 +93,40 @@ def groups_for(comm: str) -> dict:
 
 def run_over(group, stream: Stream, inputs: Inputs, layout: str, comm: str, **options) -> dict[str, Tensor]:
     """Run the context-parallel operator on this rank's rows and gather the results."""
-    cut = {"layout": layout, "cu_seqlens": stream.offsets, "packing": stream.packing}
-    dims = dict.fromkeys(("q", "k", "v", "do"), stream.dim) | {"dmass": stream.dim + 1 if stream.dim else 1}
-    local = Inputs(**{name: sb.shard_sequence(x, group, dims[name], **cut) for name, x in vars(inputs).items()})
+    (results,) = run_modes(group, stream, inputs, [(layout, comm)], **options).values()
+    return results
 
-    def attention(q, k, v):
-        return sb.context_parallel_attention(
-            q, k, v, group, comm=comm, return_mass=True, **groups_for(comm), **cut, **options
-        )
 
-    results = run(attention, local)
-    gathered = {"mass": sb.unshard_sequence(results["mass"], group, dims["dmass"], **cut)}
-    for names in (("o", "dq"), ("dk", "dv")):  # side by side, in one message
-        widths = [results[name].shape[-1] for name in names]
-        both = torch.cat([results[name] for name in names], dim=-1)
-        whole = sb.unshard_sequence(both, group, stream.dim, **cut)
-        gathered |= zip(names, whole.split(widths, dim=-1), strict=True)
+def run_modes(
+    group, stream: Stream, inputs: Inputs, modes: list[tuple[str, str]], **options
+) -> dict[tuple[str, str], dict[str, Tensor]]:
+    """Do the same for several modes, which are sorted by layout. Return {mode: results}."""
+    gathered = {}
+    for layout, modes_of_layout in itertools.groupby(modes, key=lambda mode: mode[0]):
+        cut = {"layout": layout, "cu_seqlens": stream.offsets, "packing": stream.packing}
+        dims = dict.fromkeys(("q", "k", "v", "do"), stream.dim) | {"dmass": stream.dim + 1 if stream.dim else 1}
+        local = Inputs(**{name: sb.shard_sequence(x, group, dims[name], **cut) for name, x in vars(inputs).items()})
+        results = {}
+        for mode in modes_of_layout:
+            arguments = {"comm": mode[1], "return_mass": True, **groups_for(mode[1]), **cut, **options}
+            results[mode] = run(sb.context_parallel_attention, local, group, **arguments)
+        gathered |= gather(group, stream, results, cut)
+    return gathered
+
+
+def gather(group, stream: Stream, results: dict, cut: dict) -> dict:
+    """Gather the tensors of {mode: results} in one message, as columns of one matrix. Few messages save most time."""
+    tensors = [
+        (mode, name, x.transpose(stream.dim, stream.dim + 1) if name == "mass" else x)  # (.., rows, heads, ..)
+        for mode, by_name in results.items()
+        for name, x in by_name.items()
+    ]
+    columns = [x.flatten(stream.dim + 1) for _, _, x in tensors]
+    whole = sb.unshard_sequence(torch.cat(columns, dim=-1), group, stream.dim, **cut)
+    gathered = {mode: {} for mode in results}
+    for (mode, name, local), x in zip(tensors, whole.split([x.shape[-1] for x in columns], dim=-1), strict=True):
+        x = x.unflatten(-1, local.shape[stream.dim + 1 :]).to(local.dtype)  # a wider dtype holds the same numbers
+        gathered[mode][name] = x.transpose(stream.dim, stream.dim + 1) if name == "mass" else x
     return gathered
 
 
@@ -128,7 +146,7 @@ def compare(group, dtypes, regimes, layouts=LAYOUTS) -> None:
         # Gradients of saturated logits are so small that skipping may drop them.
         options = {"mass_threshold": 0.0} if regime.startswith("saturated") else {}
         # Run all modes before the oracle leaves its results in recycled memory.
-        results = {mode: run_over(group, stream, inputs, *mode, **options) for mode in modes_of(group, layouts)}
+        results = run_modes(group, stream, inputs, modes_of(group, layouts), **options)
         failures += failures_of(f"{name}, {dtype}, {regime}", stream, inputs, results, options)
     assert not failures, "\n".join(failures)
 
@@ -208,7 +226,7 @@ def streams_of_any_length(group) -> None:
         stream = Stream(None if lengths is None else (0, *itertools.accumulate(lengths)), packing)
         inputs = make_inputs("mean -3.2", s=rows, h=4, h_kv=2, d=16, d_v=24)
         inputs = inputs if lengths is None else inputs.packed()
-        results = {mode: run_over(group, stream, inputs, *mode) for mode in modes_of(group)}
+        results = run_modes(group, stream, inputs, modes_of(group))
         failures += failures_of(f"{lengths} of {rows} rows, {packing}", stream, inputs, results, {})
     assert not failures, "\n".join(failures)
 
@@ -217,11 +235,11 @@ def same_answer_at_2k(group) -> None:
     """A sequence of 2048 rows in every mode. Rank 0 compares."""
     stream = Stream()
     inputs = make_inputs("mean -6", s=2048, h=4, h_kv=2, d=16)
-    results = {comm: run_over(group, stream, inputs, "zigzag", comm) for comm in comms_of(group)}
+    results = run_modes(group, stream, inputs, modes_of(group, ("zigzag",)))
     if dist.get_rank() > 0:
         return
     alone, exact = run(stream.one_rank, inputs), exact_answer_at_2k(stream, inputs)
-    for comm, result in results.items():
+    for (_, comm), result in results.items():
         try:
             assert_errors(result, alone, exact, floors(torch.float32, 2048))
         except AssertionError as error:
@@ -258,12 +276,13 @@ def variants_of_the_logit(group) -> None:
             part: sb.shard_sequence(t, group, stream.dim + (part == "dmass"), **cut) for part, t in vars(x).items()
         }
         options |= {part: sb.shard_sequence(t, group, stream.dim, **cut) for part, t in tensors_of(options).items()}
+        results = {}
         for comm in comms_of(group):
             more = {"comm": comm, "mass_threshold": 0, **groups_for(comm), **cut}
-            results = run_variant(sb.context_parallel_attention, Inputs(**local), options, group, **more)
-            for result, value in results.items():
-                whole = sb.unshard_sequence(value, group, stream.dim + (result == "mass"), **cut).double()
-                torch.testing.assert_close(whole, exact[result], rtol=tolerance, atol=tolerance / 10)
+            results[comm] = run_variant(sb.context_parallel_attention, Inputs(**local), options, group, **more)
+        for by_name in gather(group, stream, results, cut).values():
+            for result, whole in by_name.items():
+                torch.testing.assert_close(whole.double(), exact[result], rtol=tolerance, atol=tolerance / 10)
 
 
 def repeats_bit_for_bit(group) -> None:

@@ -85,15 +85,15 @@ def documents_of(cu_seqlens: torch.Tensor) -> PackedSeqParams:
 
 
 def kill_in_backward(model: torch.nn.Module) -> None:
-    """Let the next backward kill torchrun, which started this rank, and this rank.
+    """Let the next backward kill torchrun, which started this rank, this rank and its writer of checkpoints.
 
     The gradient of the last layer's projection of the output is computed before those of its attention.
     """
     weights = [weight for name, weight in model.named_parameters() if name.endswith("linear_proj.weight")]
 
     def kill(gradient: torch.Tensor) -> None:
-        for process in (os.getppid(), os.getpid()):
-            os.kill(process, signal.SIGKILL)
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.killpg(0, signal.SIGKILL)
 
     weights[-1].register_hook(kill)
 
