@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from megatron_sb.ops.context_parallel import ContextParallelPlan, context_parall
 from megatron_sb.ops.groups import Group
 from megatron_sb.ops.kvcache import KVCache, attend_to_filled
 from megatron_sb.options import COMMS, DEFAULT_MASS_THRESHOLD, HEAD_DIM_MULTIPLE, LAYOUTS, MAX_HEAD_DIM, LayerOptions
-from megatron_sb.validation import check_choice, check_counts, check_finite, check_tensor, head_dim_of
+from megatron_sb.validation import check_choice, check_counts, check_number, check_tensor, head_dim_of
 
 
 def _checked_head_dim(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
@@ -47,7 +48,7 @@ class StickBreakingSelfAttention(nn.Module):
             eq. 14). The parameter remainder_bias (h * d,) starts at 0. Default: False.
         head_norm: whether to normalise each head's output after the remainder: group norm with one group for each
             head. The parameters norm_weight and norm_bias (h * d,) start at 1 and 0. Default: False.
-        norm_eps: number that the norm adds to the variance. Default: 1e-5.
+        norm_eps: number that the norm adds to the variance, at least 1e-30. Default: 1e-5.
         forget_gate: whether to multiply beta by f = sigmoid(gate_proj(x)), one for each key and KV head, computed in
             fp32. The bias of gate_proj starts at OPEN_GATE (5). Default: False.
         forget_gate_loss: coefficient of the auxiliary loss mean(-log f), which pushes gates towards open. Its gradient
@@ -107,7 +108,8 @@ class StickBreakingSelfAttention(nn.Module):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.head_dim = _checked_head_dim(hidden_size, num_heads, num_kv_heads, head_dim)
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
-        check_finite("norm_eps", norm_eps)
+        # As head_output does when it is called.
+        check_number("norm_eps", norm_eps, "a finite number of at least 1e-30", lambda x: 1e-30 <= x < math.inf)
         self.norm_eps = norm_eps
         self.options = LayerOptions(
             scale=scale,

@@ -166,6 +166,8 @@ INVALID_OPTIONS = {
     "scale is a parameter": ({"scale": torch.nn.Parameter(torch.ones(()))}, TypeError, "scale Parameter"),
     "scale is infinite": ({"scale": float("inf")}, ValueError, "scale inf"),
     "norm_eps is None": ({"norm_eps": None}, TypeError, "norm_eps NoneType"),
+    "norm_eps of 0": ({"norm_eps": 0.0}, ValueError, "norm_eps 1e-30 0.0"),
+    "norm_eps is infinite": ({"norm_eps": float("inf")}, ValueError, "norm_eps inf"),
     "forget_gate_loss is NaN": ({"forget_gate_loss": float("nan")}, ValueError, "forget_gate_loss nan"),
     "attend_current is None": ({"attend_current": None}, TypeError, "attend_current NoneType"),
     "mass_threshold of 2": ({"mass_threshold": 2.0}, ValueError, "mass_threshold 2.0"),
