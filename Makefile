@@ -114,14 +114,14 @@ $(VENV312)/.torch: MAKE_VENV := $(PYTHON312) -m venv
 $(VENV)/.torch $(VENV312)/.torch:
 	test -x $(@D)/bin/python || $(MAKE_VENV) $(@D)
 	$(GET_INSTALLER)
-	$(INSTALL) '$(TORCH)' 'scikit-build-core>=0.11' 'cmake>=3.25' ninja 'setuptools>=70.1,<82'
+	$(INSTALL) '$(TORCH)' 'scikit-build-core>=0.11' 'cmake>=3.26' ninja 'setuptools>=70.1,<82'
 	touch $@
 
 $(VENV)/.built: $(VENV)/.torch pyproject.toml $(SOURCES)
 	$(INSTALL) --no-build-isolation -e '.$(EXTRAS)' -C cmake.define.SB_BUILD_TESTS=ON
 	touch $@
 
-# Of the compiled files, only the module _C depends on the Python version.
+# The compiled files serve every version of Python. The module _C is built again because it is installed by a build.
 $(VENV312)/.built: $(VENV312)/.torch $(VENV)/.built
 	$(INSTALL) '$(MEGATRON312)' --no-build-isolation -e '.$(EXTRAS)' \
 		-C build-dir=build/python3.12 -C build.targets=_C -C install.components=python

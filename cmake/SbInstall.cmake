@@ -1,6 +1,6 @@
 # Installs these files in the prefix or, for a wheel, in the folder of the package:
 #   lib/libmegatron_sb_kernels.so   lib/torch2.11/libmegatron_sb_ops.so   include/megatron_sb/*.h
-#   lib/cmake/megatron_sb/   lib/cmake/megatron_sb/torch2.11/   _C.*.so
+#   lib/cmake/megatron_sb/   lib/cmake/megatron_sb/torch2.11/   _C.abi3.so
 # Only the files in the folders of a version of torch depend on torch. So the union of installations for several
 # versions is an installation for all of them (cmake/make_wheels.py). The folder of the build has the same layout.
 include(CMakePackageConfigHelpers)

@@ -90,7 +90,7 @@ def check_machine(config_settings: Settings | None) -> str:
                 command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
             )
         except FileNotFoundError:
-            sys.exit("megatron_sb: there is no cmake. Run pip install 'cmake>=3.25' ninja, or build with isolation.")
+            sys.exit("megatron_sb: there is no cmake. Run pip install 'cmake>=3.26' ninja, or build with isolation.")
         if done.returncode != 0:
             sys.exit(f"{done.stderr}\nmegatron_sb cannot be built here. Nothing was changed. The reason is above.")
         return answer.read_text().strip()

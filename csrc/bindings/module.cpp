@@ -1,6 +1,7 @@
 // The extension module: how this package was built. Python reads it before it loads the operators. The module does not
 // depend on Torch, so it is the same for all versions of torch and can be imported, and a mismatch reported, with any.
-// It uses Python's C API: the headers of pybind11 need functions that older systems lack (cmake/SbOlderSystems.cmake).
+// It uses the stable part of Python's C API, so it is also the same for all versions of Python. The headers of pybind11
+// use other parts, and functions that older systems lack (cmake/SbOlderSystems.cmake).
 #include <Python.h>
 
 #include <initializer_list>

@@ -1,6 +1,7 @@
-"""The libraries load on systems with glibc 2.28, such as RHEL 8. cmake/SbOlderSystems.cmake says how.
+"""The libraries load on systems with glibc 2.28, such as RHEL 8, and the module with every version of Python.
 
-auditwheel gives a wheel the tag manylinux_2_28 only if its libraries need no newer symbols of the system.
+cmake/SbOlderSystems.cmake says how. auditwheel gives a wheel the tag manylinux_2_28 only if its libraries need no newer
+symbols of the system.
 """
 
 import importlib.util
@@ -76,3 +77,8 @@ def test_the_definitions_stay_inside():
     found = {path: exported(symbols) for path, symbols in symbols_of_libraries().items()}
     assert all(found.values())
     assert not [name for names in found.values() for name in names if DEFINED_INSIDE.match(name)]
+
+
+def test_the_module_serves_every_version_of_python():
+    """Else each version of Python would need wheels of its own."""
+    assert importlib.util.find_spec("megatron_sb._C").origin.endswith("/_C.abi3.so")
