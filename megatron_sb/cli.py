@@ -321,11 +321,9 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         return _run(argv)
-    except InputError as error:
-        print(f"megatron-sb: {error}", file=sys.stderr)
-        return 2
     except ValueError as error:
-        if not str(error).startswith("MEGATRON_SB_"):  # the name of the variable
+        names_variable = str(error).startswith("MEGATRON_SB_")
+        if not (isinstance(error, InputError) or names_variable):
             raise
         print(f"megatron-sb: {error}", file=sys.stderr)
         return 2

@@ -202,7 +202,7 @@ void check_block_backward(const at::Tensor& d_o, const at::Tensor& q, const at::
                           const std::optional<at::Tensor>& prefix_in, const BlockOptions& options) {
     check_block(q, k, v, segments, mass_in, options);
     check_rows("do", d_o);
-    check_same_dtype("do", d_o, q);
+    check_same_dtype("do", d_o, q, "q");
     check_device("do", d_o, q, "q");
     const std::vector<c10::SymInt> shape = {q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)};
     TORCH_CHECK_VALUE(d_o.sym_sizes() == c10::SymIntArrayRef(shape), "do: shape must be that of the output, ",

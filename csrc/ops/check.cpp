@@ -37,9 +37,9 @@ void check_size(const char* name, const char* what, const c10::SymInt& size, con
     TORCH_CHECK_VALUE(size == like, name, ": ", what, " must be ", like, " as in ", like_name, ", got ", size);
 }
 
-void check_same_dtype(const char* name, const at::Tensor& x, const at::Tensor& q) {
-    TORCH_CHECK_TYPE(x.scalar_type() == q.scalar_type(), name, ": dtype must be ", q.scalar_type(), " as in q, got ",
-                     x.scalar_type(), ". Convert the tensors or use autocast.");
+void check_same_dtype(const char* name, const at::Tensor& x, const at::Tensor& like, const char* like_name) {
+    TORCH_CHECK_TYPE(x.scalar_type() == like.scalar_type(), name, ": dtype must be ", like.scalar_type(), " as in ",
+                     like_name, ", got ", x.scalar_type(), ". Convert the tensors or use autocast.");
 }
 
 void check_head_counts(const at::Tensor& q, const at::Tensor& k, const char* k_name) {
@@ -68,7 +68,7 @@ void check_counts(const char* name, const at::Tensor& x) {
 void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool gates) {
     for (const auto& [name, x] : {std::pair<const char*, const at::Tensor&>{"q", q}, {"k", k}, {"v", v}}) {
         check_dtype(name, x);
-        check_same_dtype(name, x, q);
+        check_same_dtype(name, x, q, "q");
         check_device(name, x, q, "q");
     }
     check_size("k", "batch size", k.sym_size(0), "q", q.sym_size(0));

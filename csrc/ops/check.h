@@ -27,7 +27,7 @@ void check_dtype(const char* name, const at::Tensor& x);
 // dispatcher calls for a device never get one. A composite operator gets one, and must check it before it calls kernels
 // directly.
 void check_elements(const char* name, const at::Tensor& x);
-void check_same_dtype(const char* name, const at::Tensor& x, const at::Tensor& q);
+void check_same_dtype(const char* name, const at::Tensor& x, const at::Tensor& like, const char* like_name);
 void check_device(const char* name, const at::Tensor& x, const at::Tensor& like, const char* like_name);
 // q and k (b, rows, heads, head_dim): the number of query heads is a positive multiple of the number of KV heads.
 void check_head_counts(const at::Tensor& q, const at::Tensor& k, const char* k_name);

@@ -82,7 +82,7 @@ void check_call(const KvCacheCall& in) {
     for (const auto& [name, x] :
          {std::pair<const char*, const at::Tensor&>{"q", in.q}, {"k_cache", in.k}, {"v_cache", in.v}}) {
         check_dtype(name, x);
-        check_same_dtype(name, x, in.q);
+        check_same_dtype(name, x, in.q, "q");
         check_device(name, x, in.q, "q");
     }
     check_head_dim("q", in.q.sym_size(3));
@@ -232,8 +232,7 @@ void check_append(const KvCacheCall& in, const at::Tensor& v) {
     check_ranks(in);
     for (const auto& [name, x] : {std::pair<const char*, const at::Tensor&>{"k", in.new_keys}, {"v", v}}) {
         check_dtype(name, x);
-        TORCH_CHECK_TYPE(x.scalar_type() == in.k.scalar_type(), name, ": dtype must be ", in.k.scalar_type(),
-                         " as in k_cache, got ", x.scalar_type(), ". Convert the tensor or use autocast.");
+        check_same_dtype(name, x, in.k, "k_cache");
         check_device(name, x, in.k, "k_cache");
         check_size(name, "batch size", x.sym_size(0), "cache_seqlens", in.cache_seqlens.sym_size(0));
         check_size(name, "number of heads", x.sym_size(2), "k_cache", in.k.sym_size(2));
