@@ -32,11 +32,6 @@ namespace megatron_sb::hopper {
 template <class T>
 class CarryReader {
   public:
-    // FastScan divides by the mass, so it must not be 0, nor so small that its reciprocal is infinite. Rows with a
-    // smaller mass get this one; their weights are then wrong by less than 2^-62. Rows that see no keys, or lie after
-    // the end of the step, have e = 0 and no weights.
-    static constexpr float kLeastMass = 0x1p-126f;
-
     __device__ CarryReader(BackwardControl<T>& control, const BackwardArguments& arguments)
         : control_(control), args_(arguments), lane_(threadIdx.x % 32) {}
 
@@ -56,7 +51,7 @@ class CarryReader {
                 wait_for_carries(step, stage.slot, carries);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                if (carries[i].mass < kLeastMass) carries[i].mass = kLeastMass;  // keeps NaN
+                if (carries[i].mass < kLeastCarriedMass) carries[i].mass = kLeastCarriedMass;  // keeps NaN
                 control_.carry_in[stage.slot][lane_ + 32 * i] = carries[i];
             }
             control_.carry_in_full.arrive(stage);
@@ -77,15 +72,18 @@ class CarryReader {
 #pragma unroll
         for (int i = 0; i < 2; ++i) carries[i] = {0.f, 0.f, has_row(step, i) ? -1 : kNeverStarts, 0.f};
         if (!(step.flags & kSlow)) return;  // all rows have started in older tiles
+        int edges[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {  // loads without branches, for both rows at once
+            const int64_t at = step.row_index + max(min(lane_ + 32 * i, step.num_rows - 1), 0);
+            edges[i] = args_.params.restart.edge[at];
+            carries[i].restart_mass = restart_mass<float>(args_.params, at);
+        }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            if (!has_row(step, i)) continue;
-            const int64_t at = index(step, i);
-            const int begin = step.tile * T::kKeyTile;
-            const int visible = min(step.visible + lane_ + 32 * i, step.num_keys) + begin;
-            carries[i].restart_mass = restart_mass<float>(args_.params, at);
-            carries[i].start = start_half(args_.params.restart.edge[at], carries[i].restart_mass, max(visible, 0)) -
-                               T::kHalves * step.tile;
+            const int visible = min(step.visible + lane_ + 32 * i, step.num_keys) + step.tile * T::kKeyTile;
+            const int start = start_half(edges[i], carries[i].restart_mass, max(visible, 0)) - T::kHalves * step.tile;
+            if (has_row(step, i)) carries[i].start = start;
         }
     }
     // Reads the carries at the oldest key tile of the chain. The mass is used only for rows that start before all keys.

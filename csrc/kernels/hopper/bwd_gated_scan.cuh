@@ -16,14 +16,14 @@ __device__ __forceinline__ float exact_w(float inverse_e) {
 
 // With kKeepsE, E and e' of each score are kept. At head_dim 128 there are not enough registers for both, and e'
 // replaces E, with w = 1 - sigma = 1 - beta / f. This loses at most 2^-12 of w, unless a logit is above
-// log(kLargeOdds). A warp with such a logit (is_large()) keeps E and computes e' again at each use.
+// log(kLargeOdds). A warp with such a logit (form() is kLarge) keeps E and computes e' again at each use.
 template <bool kKeepsE>
 class GatedFastScan : public FastScan {
   public:
     __device__ __forceinline__ GatedFastScan(float product_offset, const HalfTileGates& gates, int t)
         : FastScan(product_offset), gates_(gates), t_(t) {}
 
-    // Replaces scores by e', or by E if is_large().
+    // Replaces scores by e', or by E if form() is kLarge.
     __device__ __forceinline__ void exponentials(float (&s)[32], const HeadLogits& logits, int t) {
 #pragma unroll
         for (float& x : s) x = exp2_approximate(-logits(x, 0, 0));
@@ -37,8 +37,9 @@ class GatedFastScan : public FastScan {
     }
 
     // Packs the weights of row r. Replaces dp by g.
-    template <class Element, bool kLarge>
+    template <class Element, ScanForm kForm>
     __device__ __forceinline__ void weights(int r, const float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
+        constexpr bool kLarge = kForm == ScanForm::kLarge;
         constexpr float kScale = common::kWeightScale<Element>;
         float m = mass_[r], sum = 0.f, older;
         for_each_key<kLarge>([&](int key, float c) {
@@ -55,9 +56,10 @@ class GatedFastScan : public FastScan {
         sum_[r] = sum;
     }
     // Packs dz of row r. Replaces g by n.
-    template <class Element, bool kLarge>
+    template <class Element, ScanForm kForm>
     __device__ __forceinline__ void logit_gradients(int r, const float (&s)[32], float (&g)[32],
                                                     uint32_t (&packed)[8]) const {
+        constexpr bool kLarge = kForm == ScanForm::kLarge;
         float b = prefix_[r], older;
         for_each_key<!kKeepsE>([&](int key, float c) {
             const int i = accumulator_register(r, key);

@@ -69,9 +69,9 @@ class HalfScan : protected BackwardThread<T> {
     // The scans of a step.
     __device__ __forceinline__ auto slow_scan() const {
         if constexpr (T::kGated)
-            return SlowScan(half_, GatedScores{control_.gates_of_half[half_], lane_ % 4});
+            return SlowScan(half_, product_offset_, GatedScores{control_.gates_of_half[half_], lane_ % 4});
         else
-            return SlowScan<PlainScores>(half_);
+            return SlowScan<PlainScores>(half_, product_offset_);
     }
     __device__ __forceinline__ auto fast_scan() const {
         if constexpr (T::kGated)
@@ -168,12 +168,19 @@ class HalfScan : protected BackwardThread<T> {
                                                          uint32_t dz, const BeforeWeights& before_weights,
                                                          const BeforeDz& before_dz) {
         // One branch for all that follows. A branch for each row in each function of the scan costs 2% to 4%.
-        if (scan.is_large())
-            write_rows<true>(scan, number, stage, weights, dz, before_weights, before_dz);
+        const ScanForm form = scan.form();
+        if constexpr (kIsSlow<Scan>) {
+            if (form == ScanForm::kKeyByKey) {
+                scan.begin_key_by_key(s_, lane_ % 4);
+                return write_rows<ScanForm::kKeyByKey>(scan, number, stage, weights, dz, before_weights, before_dz);
+            }
+        }
+        if (form == ScanForm::kLarge)
+            write_rows<ScanForm::kLarge>(scan, number, stage, weights, dz, before_weights, before_dz);
         else
-            write_rows<false>(scan, number, stage, weights, dz, before_weights, before_dz);
+            write_rows<ScanForm::kSmall>(scan, number, stage, weights, dz, before_weights, before_dz);
     }
-    template <bool kLarge, class Scan, class BeforeWeights, class BeforeDz>
+    template <ScanForm kForm, class Scan, class BeforeWeights, class BeforeDz>
     __device__ __forceinline__ void write_rows(Scan& scan, uint32_t number, int stage, uint32_t weights, uint32_t dz,
                                                const BeforeWeights& before_weights, const BeforeDz& before_dz) {
         const auto carry_out = CarryPlace<T>::of(number);
@@ -181,7 +188,7 @@ class HalfScan : protected BackwardThread<T> {
         uint32_t packed[8];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            scan.template weights<Element, kLarge>(r, s_, dp_, packed);
+            scan.template weights<Element, kForm>(r, s_, dp_, packed);
             if (r == 0) before_weights();
             this->store_rows(weights, r, packed);
         }
@@ -192,7 +199,7 @@ class HalfScan : protected BackwardThread<T> {
         before_dz();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            scan.template logit_gradients<Element, kLarge>(r, s_, dp_, packed);
+            scan.template logit_gradients<Element, kForm>(r, s_, dp_, packed);
             this->store_rows(dz, r, packed);
         }
         if constexpr (T::kGated) {

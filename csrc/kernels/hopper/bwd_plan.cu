@@ -124,7 +124,7 @@ __device__ void find_starts(const BackwardParams& p, int i, const Segment& s, in
             }
             oldest = __reduce_min_sync(~0u, oldest);
             newest = __reduce_max_sync(~0u, newest);
-            if (lane == 0 && begin + n < steps) starts[begin + n] = {oldest, newest, newest, i};
+            if (lane == 0 && begin + n < steps) starts[begin + n] = {oldest, oldest, newest, i};
         }
     }
 }
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
     StepStarts* const starts = plan.starts + int64_t(head) * plan.max_steps + plan.segments[i].first_step;
     find_starts(p, i, s, int64_t(head) * p.sizes.q_rows + s.q_begin, starts);
     __syncthreads();
-    scan_starts(starts + steps - 1, steps, -1, &StepStarts::oldest_tile, kNeverStarts, warp_values,
+    scan_starts(starts + steps - 1, steps, -1, &StepStarts::oldest_from_here, kNeverStarts, warp_values,
                 [](int a, int b) { return min(a, b); });
     scan_starts(starts, steps, 1, &StepStarts::newest_half_so_far, -1, warp_values,
                 [](int a, int b) { return max(a, b); });

@@ -30,13 +30,13 @@ struct SegmentPlan {
     int32_t next;        // next segment with the same key range, or -1
 };
 
-// Where the rows of a step start. From a step to the next newer one, oldest_tile never decreases. So the step loader
-// finds the newest step that needs a key tile by binary search. newest_half_so_far of that step then shows whether any
-// of the steps is slow.
+// Where the rows of a step start. From a step to the next newer one, oldest_from_here and newest_half_so_far never
+// decrease. So the step loader finds the newest step that needs a key tile by binary search, and the slow steps of a
+// tile are newer than its fast ones.
 struct StepStarts {
-    int32_t oldest_tile;         // oldest key tile that a row of this step, or of a newer step, needs
-    int32_t newest_half;         // newest half in which a row of this step starts
-    int32_t newest_half_so_far;  // maximum of newest_half over this step and all older ones
+    int32_t oldest_tile;         // oldest key tile that a row of this step needs
+    int32_t oldest_from_here;    // minimum of oldest_tile over this step and all newer ones
+    int32_t newest_half_so_far;  // newest half in which a row of this step, or of an older one, starts
     int32_t segment;
 };
 

@@ -11,10 +11,13 @@
 //
 // FastScan needs rows that have started in older keys. It computes masses from the older edge of the half tile to the
 // newer one. No product of (1 + e) exceeds 2^64, because the mass rises from at least 2^-64 to at most 1.
-// SlowScan also serves rows that start in this half tile, in newer keys, or never. It computes masses key by key from
-// the newer edge, with e up to 2^126.
-// Call the functions in this order: exponentials, start, weights, prefixes, logit_gradients. kLarge of weights and
-// logit_gradients must be is_large(), which exponentials sets.
+//
+// SlowScan also serves rows that start in this half tile, in newer keys, or never. It uses the formulas of FastScan,
+// with weights of 0 for rows that have not started. Only if the product of (1 + e) is large for a row that starts here,
+// it computes masses key by key from the newer edge, with e up to 2^126.
+//
+// Call the functions in this order: exponentials, start, weights, prefixes, logit_gradients. The form of weights and
+// logit_gradients must be form(), which is known after start.
 #pragma once
 
 #include "kernels/common/scalars.h"
@@ -25,6 +28,13 @@
 namespace megatron_sb::hopper {
 
 using common::HeadLogits;
+
+// The formulas of a step. The same for all lanes of a warp.
+enum class ScanForm {
+    kSmall,     // the products of 1 + e are at most FastScan::kLargeProduct
+    kLarge,     // some are not
+    kKeyByKey,  // so is one of a row that starts in this half tile; or forget gates
+};
 
 // Product or sum of one value x of each thread of a quad: over the threads with older keys, over those with newer keys,
 // and over all four. Thread t = 0 has the oldest keys. add_over_quad does not compute `newer`. Three shuffles that do
@@ -72,6 +82,11 @@ __device__ __forceinline__ void prevent_reuse(float (&s)[32]) {
 
 class FastScan {
   public:
+    // Where e is large, beta is close to 1, and g - beta G loses what is left of g. Then om G - (G - g) is exact
+    // enough, with om = 1 - beta = 1 / (1 + e). It takes more instructions, so only warps use it in which the product
+    // of 1 + e over the keys of a thread is above this bound. Below it, the loss is at most 2^-12 of the result.
+    static constexpr float kLargeProduct = 0x1p12f;
+
     __device__ __forceinline__ explicit FastScan(float product_offset) : multiply_(product_offset) {}
 
     // Replaces scores by e. Runs before the carries are known.
@@ -90,9 +105,8 @@ class FastScan {
         large_ = __any_sync(~0u, fmaxf(product[0], product[1]) > kLargeProduct);
         set_products(product, t);
     }
-    // Whether rows of this warp need the formulas for a large product of 1 + e (kLarge). The same for all its lanes.
-    __device__ __forceinline__ bool is_large() const {
-        return large_;
+    __device__ __forceinline__ ScanForm form() const {
+        return large_ ? ScanForm::kLarge : ScanForm::kSmall;
     }
     // Returns 0, as no product of 1 + e is negative, but not before e of row 0 is known. What depends on it cannot be
     // scheduled earlier.
@@ -105,13 +119,19 @@ class FastScan {
         prefix_[r] = carry.prefix;
     }
 
-    // Packs the weights of row r. Replaces s by beta = e / (1 + e), which is A over the mass at the newer edge of the
-    // key, and dp by its part of dz that does not depend on the keys of older threads: g - beta G, where G is the sum
-    // of g from the oldest key of this thread to this key.
-    template <class Element, bool kLarge>
+    template <class Element, ScanForm kForm>
     __device__ __forceinline__ void weights(int r, float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
+        sum_[r] = weights_of_row<Element, kForm == ScanForm::kLarge>(r, mass_[r], s, dp, packed);
+    }
+    // Packs the weights of row r, with mass m at the older edge of this thread's keys. Replaces s by
+    // beta = e / (1 + e), which is A over the mass at the newer edge of the key, and dp by its part of dz that does not
+    // depend on the keys of older threads: g - beta G, where G is the sum of g from the oldest key of this thread to
+    // this key. Returns the sum of g over the keys of this thread.
+    template <class Element, bool kLarge>
+    __device__ __forceinline__ static float weights_of_row(int r, float m, float (&s)[32], float (&dp)[32],
+                                                           uint32_t (&packed)[8]) {
         constexpr float kScale = common::kWeightScale<Element>;
-        float m = mass_[r], sum = 0.f, older;
+        float sum = 0.f, older;
 #pragma unroll
         for (int k = 0; k < kBackwardKeysPerThread; ++k) {
             const int i = accumulator_register(r, k);
@@ -131,7 +151,7 @@ class FastScan {
             else
                 packed[k / 2] = pack<Element>(kScale * older, kScale * a);
         }
-        sum_[r] = sum;
+        return sum;
     }
     __device__ __forceinline__ void prefixes(int t) {
 #pragma unroll
@@ -142,11 +162,16 @@ class FastScan {
         }
     }
 
-    // Packs dz of row r: dz = (g - e b) / (1 + e) = g - beta (b + g). `dp` holds g - beta G.
-    template <class Element, bool kLarge>
+    template <class Element, ScanForm>
     __device__ __forceinline__ void logit_gradients(int r, const float (&beta)[32], const float (&dp)[32],
                                                     uint32_t (&packed)[8]) const {
-        const float b = prefix_[r];
+        gradients_of_row<Element>(r, prefix_[r], beta, dp, packed);
+    }
+    // Packs dz of row r, with prefix b at the older edge of this thread's keys:
+    // dz = (g - e b) / (1 + e) = g - beta (b + g). `dp` holds g - beta G.
+    template <class Element>
+    __device__ __forceinline__ static void gradients_of_row(int r, float b, const float (&beta)[32],
+                                                            const float (&dp)[32], uint32_t (&packed)[8]) {
 #pragma unroll
         for (int k = 0; k < kBackwardKeysPerThread; k += 2) {
             const int i = accumulator_register(r, k), j = accumulator_register(r, k + 1);
@@ -171,14 +196,8 @@ class FastScan {
     const UnbiasedProduct multiply_;
     float sum_[2];               // sum of g over the keys of this thread
     float mass_[2], prefix_[2];  // at the older edge of this thread's keys
-    bool large_;                 // is_large()
+    bool large_;                 // form() is kLarge
     bool row_0_is_negative_;     // the product of 1 + e
-
-  private:
-    // Where e is large, beta is close to 1, and g - beta G loses what is left of g. Then om G - (G - g) is exact
-    // enough, with om = 1 - beta = 1 / (1 + e). It takes more instructions, so only warps use it in which the product
-    // of 1 + e over the keys of a thread is above this bound. Below it, the loss is at most 2^-12 of the result.
-    static constexpr float kLargeProduct = 0x1p12f;
 };
 
 // What SlowScan keeps of a score, and what it computes from it. c is a number for each key that forget gates need
@@ -206,80 +225,78 @@ inline constexpr bool kIsSlow<SlowScan<Scores>> = true;
 template <class Scores>
 class SlowScan {
   public:
-    __device__ __forceinline__ explicit SlowScan(int half, const Scores& scores = {}) : half_(half), scores_(scores) {}
+    __device__ __forceinline__ SlowScan(int half, float product_offset, const Scores& scores = {})
+        : half_(half), multiply_(product_offset), scores_(scores) {}
 
+    // Replaces scores by e. Rows that start in older keys get the same bits as in FastScan.
     __device__ __forceinline__ void exponentials(float (&s)[32], const HeadLogits& logits, int t) {
-        float product[2] = {1.f, 1.f};
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-#pragma unroll
-            for (int i = 0; i < kQuads; ++i) {
-                const float4 c = scores_.quad(i);
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    float& x = s[accumulator_register(r, 4 * i + k)];
-                    x = Scores::keep(x, logits);
-                    product[r] *= reciprocal(1.f + Scores::odds(x, component(c, k)));
-                }
-            }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const QuadScan over = multiply_over_quad(product[r], t, [](float x, float y) { return x * y; });
-            mass_[r] = over.newer;
-            newer_mass[r] = over.all;  // the product of 1 - beta; start() turns it into the mass
+            float product = 1.f;
+            for_each_key([&](int key, float c) {
+                float& x = s[accumulator_register(r, key)];
+                x = Scores::keep(x, logits);
+                product = fmaf(product, Scores::odds(x, c), product);
+            });
+            products_[r] = multiply_over_quad(product, t, multiply_);
+            large_[r] = !(product <= FastScan::kLargeProduct);  // also if it is NaN, as infinity times e = 0
         }
     }
-    // One formula serves all rows.
-    __device__ __forceinline__ static constexpr bool is_large() {
-        return false;
+    __device__ __forceinline__ ScanForm form() const {
+        if (Scores::kGated || __any_sync(~0u, (large_[0] && here_[0]) || (large_[1] && here_[1])))
+            return ScanForm::kKeyByKey;
+        const bool large = (large_[0] && started_[0]) || (large_[1] && started_[1]);
+        return __any_sync(~0u, large) ? ScanForm::kLarge : ScanForm::kSmall;
     }
     __device__ __forceinline__ static constexpr uint32_t zero_after_row_0() {
         return 0;
     }
-    // Whether row r starts only in newer keys and has a NaN score in this half.
+    // Whether row r starts only in newer keys and can have a NaN score in this half.
     __device__ __forceinline__ bool has_unstarted_nan(int r) const {
         return unstarted_nan_[r];
     }
     __device__ __forceinline__ void start(int r, const Carry& carry) {
-        const bool before = carry.start < half_, here = carry.start == half_;
-        started_[r] = before || here;
-        unstarted_nan_[r] = !started_[r] && isnan(newer_mass[r]);
-        newer_mass[r] = before ? __fdividef(carry.mass, newer_mass[r]) : here ? carry.restart_mass : 0.f;
-        mass_[r] *= newer_mass[r];
+        const bool before = carry.start < half_;
+        here_[r] = carry.start == half_;
+        started_[r] = before || here_[r];
+        unstarted_nan_[r] = !started_[r] && isnan(products_[r].all);
+        // Masses with a reciprocal that is infinite: of a record, because of mass_in of a block, and of a carry from
+        // the older half.
+        large_[r] |= here_[r] && !(carry.restart_mass >= kLeastRestartMass);
+        const float mass = carry.mass < kLeastCarriedMass ? kLeastCarriedMass : carry.mass;
+        newer_mass[r] = before ? mass * products_[r].all : here_[r] ? carry.restart_mass : 0.f;
+        older_mass_[r] = before ? mass : __fdividef(carry.restart_mass, products_[r].all);
         prefix_[r] = carry.prefix;
     }
-    // Packs the weights of row r. Replaces dp by g.
-    template <class Element, bool>
-    __device__ __forceinline__ void weights(int r, float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
-        constexpr float kScale = common::kWeightScale<Element>;
+    // Call this before weights() if form() is kKeyByKey. It sets the masses from products of 1 / (1 + e).
+    __device__ __forceinline__ void begin_key_by_key(float (&s)[32], int t) {
         prevent_reuse(s);
-        float newer = 0.f;
-        sum_[r] = 0.f;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float product = 1.f;
+            for_each_key([&](int key, float c) {
+                product *= reciprocal(1.f + Scores::odds(s[accumulator_register(r, key)], c));
+            });
+            products_[r] = multiply_over_quad(product, t, [](float x, float y) { return x * y; });
+            if (started_[r] && !here_[r]) newer_mass[r] = __fdividef(older_mass_[r], products_[r].all);
+        }
+    }
+    // Packs the weights of row r. Replaces dp by g with kKeyByKey, else s and dp as FastScan does.
+    template <class Element, ScanForm kForm>
+    __device__ __forceinline__ void weights(int r, float (&s)[32], float (&dp)[32], uint32_t (&packed)[8]) {
         if (!started_[r]) {  // the row starts in newer keys: A and g are 0, even if its scores or dP are NaN
 #pragma unroll
             for (int k = 0; k < kBackwardKeysPerThread; ++k) {
                 s[accumulator_register(r, k)] = Scores::kHidden;
                 dp[accumulator_register(r, k)] = 0.f;
             }
-            mass_[r] = 0.f;
         }
-#pragma unroll
-        for (int quad = kQuads - 1; quad >= 0; --quad) {
-            const float4 c = scores_.quad(quad);
-#pragma unroll
-            for (int k = 4 * quad + 3; k >= 4 * quad; --k) {
-                const int i = accumulator_register(r, k);
-                const float e = Scores::odds(s[i], component(c, k % 4)), inverse = reciprocal(1.f + e);
-                const float a = mass_[r] * (e * inverse);
-                mass_[r] *= inverse;
-                dp[i] *= a;
-                sum_[r] += dp[i];
-                if (k % 2 == 1)
-                    newer = a;
-                else
-                    packed[k / 2] = pack<Element>(kScale * a, kScale * newer);
-            }
-        }
+        if (kForm == ScanForm::kKeyByKey)
+            sum_[r] =
+                weights_key_by_key<Element>(r, started_[r] ? newer_mass[r] * products_[r].newer : 0.f, s, dp, packed);
+        else  // with any mass, the weights of a row that has not started are 0
+            sum_[r] = FastScan::weights_of_row<Element, kForm == ScanForm::kLarge>(
+                r, started_[r] ? products_[r].older * older_mass_[r] : 1.f, s, dp, packed);
     }
     __device__ __forceinline__ void prefixes(int t) {
 #pragma unroll
@@ -290,38 +307,85 @@ class SlowScan {
         }
     }
     // Packs dz of row r. With forget gates, replaces g by n.
-    template <class Element, bool>
-    __device__ __forceinline__ void logit_gradients(int r, float (&s)[32], float (&g)[32],
+    template <class Element, ScanForm kForm>
+    __device__ __forceinline__ void logit_gradients(int r, float (&s)[32], float (&dp)[32],
                                                     uint32_t (&packed)[8]) const {
-        prevent_reuse(s);
-        float b = prefix_[r], older = 0.f;
-#pragma unroll
-        for (int quad = 0; quad < kQuads; ++quad) {
-            const float4 c = scores_.quad(quad);
-#pragma unroll
-            for (int k = 4 * quad; k < 4 * quad + 4; ++k) {
-                const int i = accumulator_register(r, k);
-                const float e = Scores::odds(s[i], component(c, k % 4)), w = Scores::w(s[i]);
-                const float dz = w * g[i] - (e * w) * b, n = g[i] - e * b;
-                b += g[i];
-                if (Scores::kGated) g[i] = n;
-                if (k % 2 == 0)
-                    older = dz;
-                else
-                    packed[k / 2] = pack<Element>(older, dz);
-            }
-        }
+        if (kForm == ScanForm::kKeyByKey)
+            gradients_key_by_key<Element>(r, s, dp, packed);
+        else
+            FastScan::gradients_of_row<Element>(r, prefix_[r], s, dp, packed);
     }
 
     float newer_mass[2], newer_prefix[2];
 
   private:
     static constexpr int kQuads = kBackwardKeysPerThread / 4;
+    // Divided by the product of a quad, at most 2^48, it is above 2^-126.
+    static constexpr float kLeastRestartMass = 0x1p-64f;
+
+    // Calls f(key, c) for the keys of this thread, from the oldest on.
+    template <class F>
+    __device__ __forceinline__ void for_each_key(const F& f) const {
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) {
+            const float4 c = scores_.quad(i);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) f(4 * i + k, component(c, k));
+        }
+    }
+    // Packs the weights of row r, with mass m at the newer edge of this thread's keys. Replaces dp by g, and returns
+    // its sum over the keys of this thread.
+    template <class Element>
+    __device__ __forceinline__ float weights_key_by_key(int r, float m, float (&s)[32], float (&dp)[32],
+                                                        uint32_t (&packed)[8]) const {
+        constexpr float kScale = common::kWeightScale<Element>;
+        prevent_reuse(s);
+        float newer = 0.f, sum = 0.f;
+#pragma unroll
+        for (int quad = kQuads - 1; quad >= 0; --quad) {
+            const float4 c = scores_.quad(quad);
+#pragma unroll
+            for (int k = 4 * quad + 3; k >= 4 * quad; --k) {
+                const int i = accumulator_register(r, k);
+                const float e = Scores::odds(s[i], component(c, k % 4)), inverse = reciprocal(1.f + e);
+                const float a = m * (e * inverse);
+                m *= inverse;
+                dp[i] *= a;
+                sum += dp[i];
+                if (k % 2 == 1)
+                    newer = a;
+                else
+                    packed[k / 2] = pack<Element>(kScale * a, kScale * newer);
+            }
+        }
+        return sum;
+    }
+    template <class Element>
+    __device__ __forceinline__ void gradients_key_by_key(int r, float (&s)[32], float (&g)[32],
+                                                         uint32_t (&packed)[8]) const {
+        prevent_reuse(s);
+        float b = prefix_[r], older = 0.f;
+        for_each_key([&](int key, float c) {
+            const int i = accumulator_register(r, key);
+            const float e = Scores::odds(s[i], c), w = Scores::w(s[i]);
+            const float dz = w * g[i] - (e * w) * b, n = g[i] - e * b;
+            b += g[i];
+            if (Scores::kGated) g[i] = n;
+            if (key % 2 == 0)
+                older = dz;
+            else
+                packed[key / 2] = pack<Element>(older, dz);
+        });
+    }
 
     const int half_;
+    const UnbiasedProduct multiply_;
     const Scores scores_;
-    float mass_[2], prefix_[2], sum_[2];
-    bool started_[2], unstarted_nan_[2];
+    QuadScan products_[2];  // of 1 + e, or of the odds that gates leave; with kKeyByKey of its reciprocals
+    float older_mass_[2];   // at the older edge of the half tile, of a row that has started
+    float prefix_[2], sum_[2];
+    bool large_[2];  // whether the product of this thread's keys is large, or the mass of the record too small
+    bool here_[2], started_[2], unstarted_nan_[2];
 };
 
 }  // namespace megatron_sb::hopper

@@ -29,7 +29,9 @@ class StepLoader {
     __device__ void run() {
         while (next_key_tile()) {
             if (key_tile_.is_whole && part_ > 0) continue;  // part 0 has all steps
-            // The slow steps (kSlow) come first, because the consumers run them in a separate loop.
+            // The slow steps (kSlow) come first, because the consumers run them in a separate loop. They are the newest
+            // ones, so all key tiles process their steps in the same order. Otherwise a tile would wait for steps that
+            // the older one does later.
             push_steps(true);
             push_steps(false);
             if (!have_pending_ && writes_zeros()) fill_empty_step();
@@ -98,10 +100,10 @@ class StepLoader {
             uint32_t to_push = 0, is_oldest = 0;
             for (int h = 0; h < heads; ++h) {
                 const int step = top - lane_, newest_of_head = __shfl_sync(~0u, newest, h);
-                StepStarts step_starts = {kNeverStarts, -1, -1};
+                StepStarts step_starts = {kNeverStarts, kNeverStarts, -1, 0};
                 if (step >= oldest && step <= newest_of_head)
                     step_starts = starts[int64_t(h) * args_.plan.max_steps + step];
-                const bool is_slow = step_starts.newest_half >= T::kHalves * key_tile_.tile;
+                const bool is_slow = step_starts.newest_half_so_far >= T::kHalves * key_tile_.tile;
                 const uint32_t needed =
                     __ballot_sync(~0u, step_starts.oldest_tile <= key_tile_.tile && is_slow == slow);
                 const uint32_t oldest_here = __ballot_sync(~0u, step_starts.oldest_tile == key_tile_.tile);
@@ -160,14 +162,14 @@ class StepLoader {
     }
 
     // Returns the newest step in [oldest, end) that needs this key tile, or oldest - 1 if no step needs it. A step
-    // needs the tile if a row of this step, or of a newer one, starts in this tile or in an older one. All 32 lanes
-    // search together.
+    // needs the tile if a row of this step starts in this tile or in an older one. All 32 lanes search together.
     __device__ int find_newest_step(const StepStarts* starts, int oldest, int end) const {
-        // Invariant: step `low` needs the tile, or low = oldest - 1; step `high` does not, or high = end.
+        // Invariant: step `low` or a newer one needs the tile, or low = oldest - 1; step `high` and all newer ones do
+        // not, or high = end.
         int low = oldest - 1, high = end;
         while (high - low > 1) {
             const int stride = max((high - low + 31) / 32, 1), step = low + (lane_ + 1) * stride;
-            const bool needed = step < high && starts[step].oldest_tile <= key_tile_.tile;
+            const bool needed = step < high && starts[step].oldest_from_here <= key_tile_.tile;
             const int count = __popc(__ballot_sync(~0u, needed));
             high = min(high, low + (count + 1) * stride);
             low += count * stride;

@@ -35,7 +35,7 @@ constexpr int kNewestKeyTile = 2;  // the last one
 constexpr int kLastStepOfTile = 4;
 constexpr int kEndOfWork = 8;       // not a step: all work is done
 constexpr int kMasked = 16;         // shifted left by the half (0 or 1): some row does not see all keys of that half
-constexpr int kSlow = 64;           // some row starts in this tile, in newer keys, or never
+constexpr int kSlow = 64;           // a row of this step or of an older one starts in this tile, in newer keys or never
 constexpr int kSlowNext = 128;      // the next step of this tile is slow
 constexpr int kMaskedNext = 256;    // shifted left by the half: the next step is kMasked
 constexpr int kPartialSums = 1024;  // the sums of dk and dv at the end of the tile are those of a part
@@ -46,6 +46,9 @@ struct alignas(16) Carry {
     int32_t start;       // the half in which the row starts, counted from this tile's older half
     float restart_mass;  // mass at the newer edge of that half
 };
+// FastScan divides by masses, so a carried mass below this one, or 0, is replaced by it. The weights are then wrong by
+// less than 2^-62. Rows that see no keys, or lie after the end of the step, have e = 0 and no weights.
+constexpr float kLeastCarriedMass = 0x1p-126f;
 
 // The barriers of the backward, with the number of threads that arrive on each. README.md says who arrives and waits.
 template <class T>

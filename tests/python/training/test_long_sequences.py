@@ -46,7 +46,8 @@ def test_offloaded_tensors_come_back(monkeypatch):
         return x.sin().exp().tanh().sum()
 
     expected = torch.autograd.grad(loss(), x)[0]
-    with OffloadedTensors(2) as offloaded:
+    offloaded = OffloadedTensors(2)
+    with offloaded:
         result = loss()
     assert offloaded.left == 0
     assert torch.equal(torch.autograd.grad(result, x)[0], expected)
