@@ -19,6 +19,7 @@ EXPERIMENTS: dict[str, str] = {
     "needles": "megatron_sb.experiments.needles",
     "skipping": "megatron_sb.experiments.skipping",
     "stolen-attention": "megatron_sb.experiments.stolen_attention",
+    "swap": "megatron_sb.experiments.swap",
     "verdict": "megatron_sb.experiments.verdict",
 }
 

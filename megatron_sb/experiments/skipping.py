@@ -7,27 +7,26 @@ one window of validation text. There are three cases:
 - the model's mass_threshold;
 - threshold 0, which skips only tiles that cannot contribute in the precision of the arithmetic;
 - every tile: queries and keys of the same shapes that use up no stick, so that nothing is skipped.
+
+--thresholds measures other thresholds on the same windows (thresholds.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from pandas import DataFrame
 
-from megatron_sb.experiments import sweep, tables, trained
+from megatron_sb.experiments import sweep, tables, thresholds, trained
+from megatron_sb.experiments.attention_times import PASSES, time_cases
 from megatron_sb.training import loading
 from megatron_sb.training.config import ConfigError, TrainingConfig, load_config
 from megatron_sb.validation import InputError
 
-PASSES = ("forward", "backward")
 CASES = ("model's threshold", "threshold 0", "every tile")
-_MIN_SECONDS = 2e-3  # of one measurement; in a shorter one, waking up the device would dominate
-_MIN_ROUNDS = 5
 _LOGIT_OF_UNBROKEN_STICKS = -11.0  # low enough that 64K keys do not use up a stick
 
 
@@ -38,6 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seconds", type=float, default=0.2, metavar="S", help="duration of each measurement (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--thresholds",
+        type=thresholds.parse_threshold,
+        nargs="+",
+        default=[],
+        metavar="T",
+        help="values of mass_threshold, such as 2^-20, whose likelihood and time are compared with those of the first "
+        "(default: none)",
     )
 
 
@@ -55,18 +63,25 @@ def run(options: argparse.Namespace) -> int:
     ):
         entries, device = measure(engine, single_rank_config, options.seconds), trained.device_of(single_rank_config)
     results = {"model": model, "mass_threshold": config.attention[model].mass_threshold, "entries": entries}
-    tables.write_results(sweep.output_folder(options), results, to_tables(entries), draw(entries), device)
+    table = to_tables(entries)
+    if options.thresholds:
+        with trained.threads(single_rank_config.parallel.threads_per_rank):
+            compared = thresholds.measure(folder, single_rank_config, model, options.thresholds, options.seconds)
+        results["thresholds"] = compared
+        table += "\n" + thresholds.to_table(compared)
+    tables.write_results(sweep.output_folder(options), results, table, draw(entries), device)
     return 0
 
 
 def _chosen_model(config: TrainingConfig, wanted: str | None) -> str:
-    supported = [name for name in trained.plain_stickbreaking_models(config) if config.attention[name].mass_threshold]
+    plain = trained.plain_stickbreaking_models(config, with_reach=True)
+    supported = [name for name in plain if config.attention[name].mass_threshold]
     if config.data.kind == "recall":
         raise ConfigError("data.kind must be a kind of text for skipping, got 'recall'.")
     if not supported or (wanted or supported[0]) not in supported:
         raise ConfigError(
             f"--model must be one of {supported}, the stick-breaking models of compare with a mass_threshold above 0, "
-            f"without forget gates, reach and Euclidean logits, got {wanted!r}."
+            f"without forget gates and Euclidean logits, got {wanted!r}."
         )
     return wanted or supported[0]
 
@@ -108,43 +123,15 @@ def measure(engine: Any, config: TrainingConfig, seconds: float) -> list[dict[st
 def time_layer(
     core: Any, query: Any, key: Any, value: Any, packed_seq_params: Any, *, seconds: float
 ) -> dict[str, list[float]]:
-    """Return the median milliseconds of one call's forward and backward for each of CASES.
-
-    The gradient of the output is normally distributed and the same for all cases.
-    """
+    """Return the median milliseconds of one call's forward and backward for each of CASES."""
     import torch
 
-    from megatron_sb.ops import stickbreaking_attention_varlen
-
-    bounds = packed_seq_params.cu_seqlens_q
-    generator = torch.Generator(device=query.device).manual_seed(0)
-    d_o = torch.randn(*query.shape[:-1], value.shape[-1], generator=generator, device=query.device, dtype=query.dtype)
+    generator = torch.Generator(device=query.device).manual_seed(1)
     unbroken = [torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype) for x in (query, key)]
     unbroken[0][..., 0], unbroken[1][..., 0] = 4.0, _LOGIT_OF_UNBROKEN_STICKS / (4.0 * core.scale)
     options = core.attention_options
     cases = [(query, key, options), (query, key, {**options, "mass_threshold": 0.0}), (*unbroken, options)]
-    calls: dict[str, list[Callable[[], Any]]] = {name: [] for name in PASSES}
-    for q, k, settings in cases:
-        tensors = [x.detach().clone().requires_grad_() for x in (q, k, value)]
-        forward = functools.partial(stickbreaking_attention_varlen, *tensors, bounds, **settings)
-        with torch.enable_grad():
-            o = forward()
-        calls["forward"].append(torch.no_grad()(forward))
-        calls["backward"].append(functools.partial(torch.autograd.grad, o, tensors, d_o, retain_graph=True))
-    return {name: _median_ms(calls[name], seconds) for name in PASSES}
-
-
-def _median_ms(calls: Sequence[Callable[[], Any]], seconds: float) -> list[float]:
-    """Return the median milliseconds of each call. The calls alternate, so that other load affects each equally."""
-    import torch
-    from torch.utils.benchmark import Timer
-
-    timers = [Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads()) for call in calls]
-    first = [timer.timeit(2).mean for timer in timers]
-    repeats = max(1, int(_MIN_SECONDS / max(first)))
-    rounds = max(_MIN_ROUNDS, int(seconds / (repeats * max(first))))
-    measured = [[timer.timeit(repeats).mean for timer in timers] for _ in range(rounds)]
-    return (1e3 * np.median(measured, axis=0)).tolist()
+    return time_cases(cases, value, packed_seq_params.cu_seqlens_q, seconds)
 
 
 def saved_shares(milliseconds: Sequence[float]) -> list[float]:

@@ -83,6 +83,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_time_limit_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `limit_of`."""
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help="stop after this time with status 75; the same command resumes (default: none)",
+    )
+    parser.add_argument(
+        "--run-time",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="start no run with less time left before --time-limit (default: %(default)s)",
+    )
+
+
+def limit_of(options: argparse.Namespace) -> TimeLimit:
+    """Return the time limit of a command that starts now."""
+    if options.time_limit is None:
+        return NO_LIMIT
+    return TimeLimit(time.monotonic() + options.time_limit, options.run_time)
+
+
 def output_folder(options: argparse.Namespace) -> Path:
     """Return the output folder: --out, or runs/EXPERIMENT-CONFIG. For RUN/config.yaml, CONFIG is the name of RUN."""
     path = Path(options.config).absolute()

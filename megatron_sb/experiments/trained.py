@@ -39,16 +39,17 @@ def threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def plain_stickbreaking_models(config: TrainingConfig) -> list[str]:
-    """Return the stick-breaking models of compare with dot-product logits and without forget gates and reach.
+def plain_stickbreaking_models(config: TrainingConfig, *, with_reach: bool = False) -> list[str]:
+    """Return the stick-breaking models of compare with dot-product logits and without forget gates.
 
-    The experiments compute attention from queries and keys only, and as dot products.
+    The experiments compute attention from queries and keys only, and as dot products. Models with reach are left out,
+    unless with_reach.
     """
 
     def is_plain(attention: AttentionConfig) -> bool:
         if attention.kind != "stick_breaking" or attention.logits != "dot":
             return False
-        return attention.reach is None and not attention.forget_gate
+        return (with_reach or attention.reach is None) and not attention.forget_gate
 
     return [name for name in config.compare if is_plain(config.attention[name])]
 

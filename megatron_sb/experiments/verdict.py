@@ -20,7 +20,6 @@ import json
 import math
 import statistics
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -81,19 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recall", metavar="CONFIG.yaml", help="configuration of associative recall (default: it is not measured)"
     )
-    parser.add_argument(
-        "--time-limit",
-        type=float,
-        metavar="SECONDS",
-        help="stop after this time with status 75; the same command resumes (default: none)",
-    )
-    parser.add_argument(
-        "--run-time",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="start no run with less time left before --time-limit (default: %(default)s)",
-    )
+    sweep.add_time_limit_arguments(parser)
     parser.add_argument(
         "--keep-checkpoints",
         action="store_true",
@@ -107,10 +94,7 @@ def run(options: argparse.Namespace) -> int:
 
     Return the exit status.
     """
-    began = time.monotonic()
-    limit = sweep.NO_LIMIT
-    if options.time_limit is not None:
-        limit = sweep.TimeLimit(began + options.time_limit, options.run_time)
+    limit = sweep.limit_of(options)
     out = sweep.output_folder(options)
     verdict = Verdict(options, out)
     stop: sweep.SweepStopped | None = None

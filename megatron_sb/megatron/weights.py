@@ -38,6 +38,7 @@ from megatron_sb.validation import InputError, read_json_object
 
 ATTENTION = "attention.json"  # the checkpoint's own name for its model's attention; Megatron-Core does not read it
 LAYERS, EXTRA_STATE = "decoder.layers.", "_extra_state"
+EMBEDDING, MOMENT = "embedding.word_embeddings.weight", "exp_avg"  # in names of optimizer state
 WITH_EXTRA_STATE = (
     "linear_qkv.weight",
     "linear_proj.weight",
@@ -101,6 +102,17 @@ def has_optimizer(folder: Path) -> bool:
         ValueError: if `.metadata` cannot be read safely.
     """
     return any(belongs_to_optimizer(name) for name in read_metadata(folder).state_dict_metadata)
+
+
+def has_optimizer_of_attention(folder: Path) -> bool:
+    """Return whether a checkpoint holds optimizer state of attention only, as after a stage with `loss: layers`.
+
+    Raises:
+        ValueError: if `.metadata` cannot be read safely.
+    """
+    names = [name for name in read_metadata(folder).state_dict_metadata if belongs_to_optimizer(name)]
+    moments = [name for name in names if MOMENT in name]
+    return bool(moments) and not any(EMBEDDING in name for name in moments)
 
 
 def write_attention_kind(folder: Path, kind: str) -> None:

@@ -180,7 +180,7 @@ def _choose_directory(config: TrainingConfig, out: str | None, resume: bool) -> 
     directory, lock = prepare_directory(config, out, resume)
     for model in config.compare:
         checkpoints = CheckpointDirectory(directory / model / "checkpoints", config.checkpoint.keep)
-        if checkpoints.is_empty():
+        if checkpoints.is_empty() or config.is_distilled:  # the teacher is read again
             check_initial_checkpoint(config)
         for sentence in checkpoints.restore_latest():
             say(sentence)

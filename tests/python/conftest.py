@@ -30,6 +30,8 @@ _SLOW_FILES = (
     "package/test_install.py",
     "experiments/test_recall_experiments.py",
     "experiments/test_verdict.py",
+    "experiments/test_swap.py",
+    "training/test_distillation.py",
     "package/test_command_line.py",
     "ops/test_cpu_kernels.py",
     "training/test_checkpoint_files.py",

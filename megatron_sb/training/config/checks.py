@@ -35,6 +35,7 @@ def check(config: TrainingConfig) -> None:
             _data_problems,
             _parallel_problems,
             _moe_problems,
+            _teacher_problems,
         )
     ]
     for index, stage in enumerate(config.stages):
@@ -286,6 +287,45 @@ def _moe_problems(config: TrainingConfig) -> Iterator[str]:
             f"parallel.tensor_parallel_size = {parallel.tensor_parallel_size} with model.moe needs "
             "parallel.sequence_parallel = true and parallel.expert_parallel_size > 1"
         )
+
+
+def _teacher_problems(config: TrainingConfig) -> Iterator[str]:
+    name = config.teacher
+    if not config.is_distilled:
+        if name is not None:
+            yield f"teacher = {name!r} needs a stage with loss = 'logits' or 'layers', got 'tokens' in all stages"
+        return
+    field = next(f"stages.{i}.loss = {stage.loss!r}" for i, stage in enumerate(config.stages) if stage.loss != "tokens")
+    if config.initial_checkpoint is None:
+        yield f"{field} needs initial_checkpoint, which holds the teacher's weights, got None"
+    teacher = config.attention.get(name)
+    if not isinstance(teacher, SoftmaxAttentionConfig):
+        softmax = [each for each, entry in config.attention.items() if isinstance(entry, SoftmaxAttentionConfig)]
+        yield f"{field} needs teacher, an entry of attention with kind 'softmax', which are {softmax}, got {name!r}"
+    else:
+        if name not in config.compare:  # else it is checked anyway
+            yield from _layer_problems(config, teacher, f"attention.{name}")
+        held = config.initial_attention or config.attention[config.compare[0]].kind
+        if held != "softmax":
+            yield (
+                f"teacher = {name!r} needs initial_attention = 'softmax', because the teacher has the weights of "
+                f"initial_checkpoint, got {held!r}"
+            )
+    yield from _distilled_layout_problems(config, field)
+
+
+def _distilled_layout_problems(config: TrainingConfig, field: str) -> Iterator[str]:
+    model = config.model
+    if config.parallel.ranks > 1:
+        yield f"{field} contradicts parallel.ranks = {config.parallel.ranks}: one rank computes teacher and student"
+    if model.moe is not None:
+        yield f"{field} contradicts model.moe: the router's losses are those of the tokens"
+    if all(stage.loss != "layers" for stage in config.stages):
+        return
+    if model.recompute != "none":
+        yield f"loss = 'layers' contradicts model.recompute = {model.recompute!r}: it keeps the outputs of attention"
+    if model.tokens_at_once is not None:
+        yield f"loss = 'layers' contradicts model.tokens_at_once = {model.tokens_at_once}: MLPs are not trained"
 
 
 def _schedule_problems(config: TrainingConfig, stage: StageConfig, path: str) -> Iterator[str]:

@@ -172,6 +172,7 @@ class StageConfig(Section):
     steps: PositiveInt
     rows_per_step: PositiveInt
     learning_rate: PositiveFloat
+    loss: Literal["tokens", "logits", "layers"] = "tokens"
     rows_per_micro_batch: PositiveInt | None = None
     warmup_steps: NonNegativeInt = 0
     warmup_start_rate: NonNegativeFloat = 0.0
@@ -253,6 +254,7 @@ class TrainingConfig(Section):
     compare: tuple[Name, ...] = ("stick_breaking", "softmax_rope")
     initial_checkpoint: str | None = None
     initial_attention: Literal["stick_breaking", "softmax", "mixed"] | None = None
+    teacher: Name | None = None
     data: Annotated[DataConfig, BeforeValidator(read_data_section)] = dataclasses.field(
         default_factory=lambda: read_data_section({})
     )
@@ -264,6 +266,11 @@ class TrainingConfig(Section):
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     report: ReportConfig = dataclasses.field(default_factory=ReportConfig)
+
+    @property
+    def is_distilled(self) -> bool:
+        """Whether a stage has a loss that compares the model with the teacher."""
+        return any(stage.loss != "tokens" for stage in self.stages)
 
     @property
     def vocab_size(self) -> int:

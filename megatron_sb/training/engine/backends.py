@@ -37,9 +37,11 @@ class TorchBackend:
         self._ddp = torch.nn.parallel.DistributedDataParallel(model, process_group=reduce_group)
         self._ddp.register_comm_hook(reduce_group, _sum_in_rank_order)
         self._clip_grad = config.clip_grad
-        vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
-        matrices = [parameter for parameter in model.parameters() if parameter.ndim != 1]
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        vectors = [parameter for parameter in self._trained if parameter.ndim == 1]
+        matrices = [parameter for parameter in self._trained if parameter.ndim != 1]
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]  # torch does not restore an empty group
         self._optimizer = torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), eps=config.eps)
 
     def forward(self, *args, **kwargs) -> Tensor:
@@ -52,10 +54,9 @@ class TorchBackend:
 
     def step(self, learning_rate: float) -> float:
         """Reduce the remaining gradients, clip, update and clear them. Return the norm before clipping."""
-        parameters = list(self._ddp.parameters())
-        _reduce_model_parallel_gradients(parameters)
-        norm = _gradient_norm(parameters)
-        torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad, norm)
+        _reduce_model_parallel_gradients(self._trained)
+        norm = _gradient_norm(self._trained)
+        torch.nn.utils.clip_grads_with_norm_(self._trained, self._clip_grad, norm)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
@@ -66,29 +67,32 @@ class TorchBackend:
         """Write model and optimizer. Collective."""
         dcp.save(self._state(), checkpoint_id=path)
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, *, with_optimizer: bool = True) -> None:
         """Read what `save` wrote. Collective. Code in the files is not executed.
+
+        Args:
+            path: folder of the checkpoint.
+            with_optimizer: false leaves the optimizer as it is. Default True.
 
         Raises:
             ValueError: The checkpoint was saved with other parallel sizes, or on GPUs. Or `.metadata` cannot be read
                 safely.
         """
+        if not with_optimizer:
+            self.load_weights(self._ddp.module, path)
+            return
         state = self._state()
-        saved = read_metadata(path).state_dict_metadata
-        if not any(name.startswith(f"model{_shard_suffix()}.") for name in saved):
-            raise InputError(
-                f"{path} was saved with another parallel.tensor_parallel_size or parallel.expert_parallel_size, or on "
-                "GPUs. On CPUs a checkpoint can be loaded only with the two sizes that it was saved with on CPUs."
-            )
-        load_state(state, path)  # in place: the model's tensors are the parameters themselves
+        _load_state_of_cpus(state, path)
         set_optimizer_state_dict(self._ddp, self._optimizer, optim_state_dict=state[f"optimizer{_shard_suffix()}"])
 
+    @staticmethod
+    def load_weights(model: torch.nn.Module, path: Path) -> None:
+        """Read the weights of a model that has no optimizer. Collective. For the errors, see `load`."""
+        _load_state_of_cpus({f"model{_shard_suffix()}": _tensors(model)}, path)
+
     def _state(self) -> dict:
-        tensors = {
-            name: value for name, value in self._ddp.module.state_dict().items() if isinstance(value, Tensor)
-        }  # Megatron's extra states are None
         return {
-            f"model{_shard_suffix()}": tensors,
+            f"model{_shard_suffix()}": _tensors(self._ddp.module),
             f"optimizer{_shard_suffix()}": get_optimizer_state_dict(self._ddp, self._optimizer),
         }
 
@@ -152,17 +156,20 @@ class MegatronBackend:
         dist_checkpointing.save(self._sharded_state(is_loading=False), str(path))
 
     @torch.no_grad()
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, *, with_optimizer: bool = True) -> None:
         """Read what `save` wrote. Collective. A checkpoint without an optimizer leaves the optimizer as it is.
 
         Code in the files is not executed: `has_optimizer` reads the metadata safely before Megatron-Core does.
 
+        Args:
+            path: folder of the checkpoint.
+            with_optimizer: false leaves the optimizer as it is, too. Default True.
+
         Raises:
             ValueError: `.metadata` cannot be read safely.
         """
-        if not has_optimizer(path):
-            state = _read({"model": self._ddp.module.sharded_state_dict()}, path)
-            self._ddp.module.load_state_dict(state["model"])
+        if not has_optimizer(path) or not with_optimizer:
+            self.load_weights(self._ddp.module, path)
             self._optimizer.reload_model_params()
             return
         state = _read(self._sharded_state(is_loading=True), path)
@@ -179,11 +186,37 @@ class MegatronBackend:
                 group["step"] = self._steps
             optimizer.load_state_dict({**own, **tensors})
 
+    @staticmethod
+    @torch.no_grad()
+    def load_weights(model: torch.nn.Module, path: Path) -> None:
+        """Read the weights of a model that has no optimizer. Collective. For the errors, see `load`."""
+        read_metadata(path)  # safely, before Megatron-Core reads it
+        model.load_state_dict(_read({"model": model.sharded_state_dict()}, path)["model"])
+
     def _sharded_state(self, *, is_loading: bool) -> dict:
         model = self._ddp.module.sharded_state_dict()
         metadata = {"distrib_optim_sharding_type": _RESHARDABLE, "chained_optim_avoid_prefix": True}
         optimizer = self._optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
         return {"model": model, "optimizer": optimizer, "steps": self._steps}
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Return the weights of a model without Megatron's extra states, which are None."""
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
+def _load_state_of_cpus(state: dict, path: Path) -> None:
+    """Read the entries of `state` from a checkpoint of `TorchBackend`, tensors in place. Collective.
+
+    The tensors of a model are the parameters themselves. For the errors, see `TorchBackend.load`.
+    """
+    saved = read_metadata(path).state_dict_metadata
+    if not any(name.startswith(f"model{_shard_suffix()}.") for name in saved):
+        raise InputError(
+            f"{path} was saved with another parallel.tensor_parallel_size or parallel.expert_parallel_size, or on "
+            "GPUs. On CPUs a checkpoint can be loaded only with the two sizes that it was saved with on CPUs."
+        )
+    load_state(state, path)
 
 
 def _read(state: dict, path: Path) -> dict:

@@ -25,10 +25,11 @@ from megatron_sb.megatron import versions
 from megatron_sb.megatron.core_attention import shared_plans
 from megatron_sb.megatron.gates import GateLossScale
 from megatron_sb.megatron.statistics import AttentionCounts, AttentionInputs, captured, observed, watched
-from megatron_sb.megatron.weights import write_attention_kind
+from megatron_sb.megatron.weights import has_optimizer_of_attention, write_attention_kind
 from megatron_sb.ops.context_parallel import shard_sequence
 from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.engine.backends import MegatronBackend, TorchBackend
+from megatron_sb.training.engine.distillation import compared, divergence, freeze_all_but_attention, recorded
 from megatron_sb.training.engine.groups import destroy_groups_except, process_groups
 from megatron_sb.training.engine.model import build_model, stage_fields
 from megatron_sb.training.engine.softmax_attention import set_rotary_scaling
@@ -69,6 +70,8 @@ class Engine:
     ) -> None:
         self._config = config
         self._name = model
+        self._stage = stage
+        self._teacher: torch.nn.Module | None = None  # built in the first step that needs it
         self._stage_fields = stage_fields(config, model, stage)
         self._device = device
         self._vocab_size = vocab_size
@@ -108,8 +111,18 @@ class Engine:
         self._model = build_model(config, model, stage, self._vocab_size, fused=on_gpu)
         # The dtype is that of the norms too, as in Megatron's scripts.
         self._model.to(device=self._device, dtype=self._model.config.params_dtype)
+        if stage.loss == "layers":
+            freeze_all_but_attention(self._model)
         backend = MegatronBackend if on_gpu else TorchBackend
         self._backend = backend(self._model, config.optimizer)
+
+    def _create_teacher(self) -> torch.nn.Module:
+        """Return the teacher, with the weights of initial_checkpoint."""
+        config, on_gpu = self._config, self._device.type == "cuda"
+        teacher = build_model(config, config.teacher, self._stage, self._vocab_size, fused=on_gpu)
+        teacher.to(device=self._device, dtype=teacher.config.params_dtype).eval().requires_grad_(False)
+        self._backend.load_weights(teacher, Path(config.initial_checkpoint))
+        return teacher
 
     def fits(self, stage: StageConfig) -> bool:
         """Return whether this engine can train the model in another stage, too."""
@@ -129,21 +142,40 @@ class Engine:
                 measurement.
 
         Returns:
-            This rank's share of the loss (a float64 scalar, which `sum_over_ranks` sums to the loss), and the norm of
-            the gradient before clipping.
+            This rank's share of the loss of the stage (a float64 scalar, which `sum_over_ranks` sums to the loss), and
+            the norm of the gradient before clipping.
         """
+        if self._teacher is None and self._stage.loss != "tokens":
+            self._teacher = self._create_teacher()
         self._model.train()
         self._scale_auxiliary_losses(num_tokens)
         share = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, batch in enumerate(batches):
             with self._backend.accumulate(last=index == len(batches) - 1):
                 with observed(self._model, self._device) if observe and index == 0 else nullcontext([]) as found:
-                    losses, counted, _ = self._forward(self._backend.forward, batch, batch.counted)
+                    losses, counted = self._training_losses(batch)
                 loss = (losses * counted).sum() / num_tokens
                 loss.backward()
             share += loss.detach()
             self.attention_counts = found[0] if found else self.attention_counts
         return share, self._backend.step(learning_rate)
+
+    def _training_losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the stage's losses of the tokens, (t,) or a scalar for all of them, and which tokens count, (t,)."""
+        if self._stage.loss == "tokens":
+            losses, counted, _ = self._forward(self._backend.forward, batch, batch.counted)
+        elif self._stage.loss == "logits":
+            with torch.no_grad():
+                expected, _, _ = self._forward(self._teacher, batch, batch.counted, "logits")
+            logits, counted, _ = self._forward(self._backend.forward, batch, batch.counted, "logits")
+            losses = divergence(logits, expected)
+        else:
+            with torch.no_grad(), recorded(self._teacher) as calls:
+                self._forward(self._teacher, batch, batch.counted)
+            with compared(self._model, calls) as errors:
+                _, counted, _ = self._forward(self._backend.forward, batch, batch.counted)
+            losses = torch.stack(errors).mean()
+        return losses, counted
 
     @torch.no_grad()
     def window_losses(self, batch: Batch, num_windows: int) -> Tensor:
@@ -207,12 +239,17 @@ class Engine:
             write_attention_kind(path, self._attention_kind)
 
     def load(self, path: Path) -> None:
-        """Read what `save` wrote, possibly under another parallel layout. Collective."""
-        self._backend.load(path)
+        """Read what `save` wrote, possibly under another parallel layout. Collective.
+
+        A stage with `loss: layers` has optimizer state of attention only. The optimizer then starts without state
+        before it and after it.
+        """
+        trains_attention = self._stage.loss == "layers"
+        self._backend.load(path, with_optimizer=has_optimizer_of_attention(path) == trains_attention)
 
     def close(self) -> None:
         """Destroy the parallel state and its process groups, so that another engine can be created. Collective."""
-        del self._backend, self._model, self._cp_group
+        del self._backend, self._model, self._teacher, self._cp_group
         dist.barrier()  # keeps a rank from closing its connections while another rank still receives
         self._destroy_parallel_state()
 

@@ -63,7 +63,7 @@ def build_model(
 
 def stage_fields(config: TrainingConfig, model: str, stage: StageConfig) -> dict:
     """Return what an engine of a model takes from its stage. One engine serves stages with equal fields."""
-    fields = _parallel_fields(config.parallel, stage)
+    fields = _parallel_fields(config.parallel, stage) | {"loss": stage.loss}
     fields |= {"trained_context": stage.context_length, "longest": config.longest_evaluated(stage)}
     softmax = [each for each in config.attention_of_layers(model) if isinstance(each, SoftmaxAttentionConfig)]
     return fields | {"softmax": [_softmax_fields(config, each, stage) for each in softmax]}

@@ -4,18 +4,21 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.markdown import tables_of
 from support.sweeps import forked_runs
 
 from megatron_sb import cli
-from megatron_sb.experiments import skipping, stolen_attention
+from megatron_sb.experiments import skipping, stolen_attention, thresholds
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 TINY = ["model.num_layers=2", "model.hidden_size=32", "model.num_heads=4", "model.num_kv_heads=2"]
 TINY += ["model.ffn_hidden_size=64", "stages.0.steps=4", "stages.0.warmup_steps=1", "stages.0.context_length=128"]
 TINY += ["evaluation.windows=2", "evaluation.target_tokens=128", "evaluation.length_factor=4", "model.init_std=0.3"]
+
+THRESHOLDS = [2.0**-24, 2.0**-8, 0.9]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +27,8 @@ def out(tmp_path_factory):
     threads = torch.get_num_threads()
     folder = tmp_path_factory.mktemp("skipping") / "out"
     command = ["experiment", "skipping", str(CONFIGS / "skipping_small.yaml"), "--out", str(folder)]
-    command += ["--seconds", "0.01", *(word for override in TINY for word in ("--set", override))]
+    command += ["--seconds", "0.01", "--thresholds", "2^-24", "2^-8", "0.9"]
+    command += [*(word for override in TINY for word in ("--set", override))]
     try:
         with forked_runs():
             assert cli.main(command) == 0
@@ -41,10 +45,40 @@ def test_the_command_trains_and_measures(out):
         assert all(0 <= share < 1 for share in entry["skipped"])
         assert all(len(times) == 3 and min(times) > 0 for times in entry["milliseconds"].values())
     assert max(results["entries"][-1]["skipped"]) > 0.3, "with such large weights, few keys use up the mass"
-    by_context, by_layer = tables_of((out / "table.md").read_text())
+    by_context, by_layer, _ = tables_of((out / "table.md").read_text())
     assert [row[0] for row in by_context] == ["context", "128", "256", "512"]
     assert [row[0] for row in by_layer] == ["layer, at 512", "1", "2"]
     assert (out / "picture.png").stat().st_size > 1000
+
+
+def test_thresholds_are_compared_on_the_same_windows(out):
+    results = json.loads((out / "results.json").read_text())
+    found = results["thresholds"]
+    assert [(entry["context"], entry["mass_threshold"]) for entry in found] == [
+        (context, threshold) for context in (128, 256, 512) for threshold in THRESHOLDS
+    ]
+    evaluated = json.loads((out / "trained" / "evaluation" / "stick_breaking.trained.json").read_text())["results"]
+    for (first, second, largest), measured in zip((found[:3], found[3:6], found[6:]), evaluated, strict=True):
+        assert first["nll"] == pytest.approx(measured["nll"], rel=1e-6), "2^-24 is the model's own threshold"
+        assert first["standard_error"] == pytest.approx(measured["standard_error"], rel=1e-4)
+        assert first["difference"] == first["difference_error"] == 0
+        assert largest["difference"] == pytest.approx(largest["nll"] - first["nll"], abs=1e-9)
+        assert first["skipped"] <= second["skipped"] <= largest["skipped"] < 1
+        assert all(min(entry["milliseconds"].values()) > 0 for entry in (first, second, largest))
+    assert 0 < abs(found[7]["difference"]) < abs(found[8]["difference"])
+    skipped = [np.mean(entry["skipped"]) for entry in results["entries"] if entry["context"] == 512]
+    assert found[6]["skipped"] == pytest.approx(np.mean(skipped), rel=1e-6)
+
+
+def test_the_table_of_thresholds():
+    entry = {"context": 128, "windows": 2, "nll": 1.5, "standard_error": 0.25, "skipped": 0.5}
+    entry |= {"milliseconds": {"forward": 1.0, "backward": 2.5}, "difference": 0.0, "difference_error": 0.0}
+    other = entry | {"mass_threshold": 0.25, "nll": 1.501, "difference": 0.001, "difference_error": 0.0005}
+    ((_, *rows),) = tables_of(thresholds.to_table([entry | {"mass_threshold": 2.0**-24}, other]))
+    assert rows == [
+        ["128", "2^-24", "50.0%", "1", "2.5", "1.5000 ± 0.2500", ""],
+        ["128", "2^-2", "50.0%", "1", "2.5", "1.5010 ± 0.2500", "1.0e-03 ± 5.0e-04"],
+    ]
 
 
 def test_keys_of_the_trained_model(out, tmp_path):
