@@ -90,18 +90,13 @@ def run(options: argparse.Namespace) -> int:
     Return the exit status.
     """
     limit = sweep.limit_of(options)
-    out = sweep.output_folder(options)
-    swap = Swap(options, out)
-    stop: sweep.SweepStopped | None = None
+    swap = Swap(options, sweep.output_folder(options))
     try:
         swap.train(options.jobs, limit)
-    except sweep.SweepStopped as stopped:
-        stop = stopped
-    results = swap.results()
-    if results["base"]:
-        swap_tables.write(out, swap.config, results)
-    if stop is not None:
-        raise stop
+    except sweep.SweepStopped:
+        swap.write()
+        raise
+    swap.write()
     return 0
 
 
@@ -184,6 +179,12 @@ class Swap:
         sweep.train_all(path, [self.base.trial], self._out, jobs, limit)
         trials = [run.trial for run in self.known_runs()]
         sweep.train_all(path, trials, self._out, jobs, limit, keep_checkpoints=keep)
+
+    def write(self) -> None:
+        """Write the results to the output folder, if there are any."""
+        results = self.results()
+        if results["base"]:
+            swap_tables.write(self._out, self.config, results)
 
     def known_runs(self) -> list[Run]:
         """Return the runs that start from the base, those with the fewest tokens first; none before it is finished."""

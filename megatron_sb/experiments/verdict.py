@@ -95,18 +95,13 @@ def run(options: argparse.Namespace) -> int:
     Return the exit status.
     """
     limit = sweep.limit_of(options)
-    out = sweep.output_folder(options)
-    verdict = Verdict(options, out)
-    stop: sweep.SweepStopped | None = None
+    verdict = Verdict(options, sweep.output_folder(options))
     try:
         verdict.train(options.jobs, limit)
-    except sweep.SweepStopped as stopped:
-        stop = stopped
-    results = verdict.results()
-    if results["finals"]:
-        verdict_tables.write(out, verdict.config, results)
-    if stop is not None:
-        raise stop
+    except sweep.SweepStopped:
+        verdict.write()
+        raise
+    verdict.write()
     return 0
 
 
@@ -189,6 +184,12 @@ class Verdict:
                 trials = [run.trial for run in left if (run.kind == "recall") == (path is self._recall_path)]
                 if path is not None and trials:
                     sweep.train_all(path, trials, self._out, jobs, limit, keep_checkpoints=keep)
+
+    def write(self) -> None:
+        """Write the results to the output folder, if there are any."""
+        results = self.results()
+        if results["finals"]:
+            verdict_tables.write(self._out, self.config, results)
 
     def known_runs(self) -> list[Run]:
         """Return the runs whose prerequisites are finished, those that others depend on first."""
