@@ -44,7 +44,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
-from timing import machine, on_gpu
+from timing import machine, on_gpu, synchronize
 from training import TRIED_TOKENS, add_common_arguments, mean_logits, shift_logits
 
 from megatron_sb import shard_sequence
@@ -274,11 +274,6 @@ class Contenders:
         return (counts[0].skipped / counts[0].tiles).item()
 
 
-def _synchronize() -> None:
-    if on_gpu():
-        torch.cuda.synchronize()
-
-
 def slowest(seconds: float) -> float:
     """Return the largest value of all ranks."""
     value = torch.tensor(seconds, dtype=torch.float64, device="cuda" if on_gpu() else "cpu")
@@ -293,10 +288,10 @@ def take_turns(contenders: Contenders, batches: list[torch.Tensor], seconds: flo
         for name, timings in found.items():
             if on_gpu():
                 torch.cuda.reset_peak_memory_stats()
-            _synchronize()
+            synchronize()
             begin = time.perf_counter()
             loss = contenders.step(name, batches)
-            _synchronize()
+            synchronize()
             second = slowest(time.perf_counter() - begin)
             if round_number >= WARM_ROUNDS:
                 timings.seconds.append(second)

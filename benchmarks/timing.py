@@ -27,6 +27,12 @@ def on_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if on_gpu():
+        torch.cuda.synchronize()
+
+
 class Stopwatch:
     """Measure the time from construction to stop(): the GPU's time, or wall time without a GPU."""
 

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from timing import machine, on_gpu
+from timing import machine, on_gpu, synchronize
 from torch.nn.attention import SDPBackend
 
 from megatron_sb.baselines.softmax import kernels
@@ -219,12 +219,6 @@ class TextRows:
             while len(tokens) > length:
                 yield tokens[: length + 1]
                 tokens = tokens[length:]
-
-
-def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
-    if on_gpu():
-        torch.cuda.synchronize()
 
 
 def step_seconds(

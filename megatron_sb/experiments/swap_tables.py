@@ -9,7 +9,7 @@ from typing import Any
 from pandas import DataFrame
 
 from megatron_sb.experiments import tables
-from megatron_sb.experiments.verdict_tables import NOT_RUN, mean_task, with_error
+from megatron_sb.experiments.verdict_tables import NOT_RUN, mean_task
 from megatron_sb.training.config import TrainingConfig
 
 DROPE = "drope"  # the recipe that drops positions, and its entry of attention
@@ -67,14 +67,14 @@ def _table(results: dict[str, Any], cells_of: Callable[[dict[str, Any]], dict[st
 
 
 def _likelihood(entry: dict[str, Any]) -> dict[str, str]:
-    return {str(entry["context"]): with_error(entry["nll"], entry["standard_error"])}
+    return {str(entry["context"]): tables.with_error(entry["nll"], entry["standard_error"])}
 
 
 def _ruler(entry: dict[str, Any]) -> dict[str, str]:
     if "ruler" not in entry:
         return {}
     accuracy, error, single = mean_task(entry)
-    return {str(entry["context"]): f"{with_error(accuracy, error, '.1%')} ({single:.1%})"}
+    return {str(entry["context"]): f"{tables.with_error(accuracy, error, '.1%')} ({single:.1%})"}
 
 
 def _label(run: dict[str, Any]) -> str:

@@ -21,6 +21,11 @@ def to_markdown(table: DataFrame) -> str:
     return table.to_markdown(index=False, disable_numparse=True, colalign=alignment) + "\n"
 
 
+def with_error(value: float, error: float | None, form: str = ".3f") -> str:
+    """Return a value and its standard error, if it has one, after the sign ±."""
+    return f"{value:{form}}" if error is None else f"{value:{form}} ± {error:{form}}"
+
+
 def labels_of(config: TrainingConfig) -> dict[str, str]:
     """Return the name of every compared model in tables and pictures, in the configuration's order."""
     from megatron_sb.training.report import LABELS

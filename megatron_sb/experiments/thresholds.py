@@ -165,21 +165,17 @@ def to_table(entries: Sequence[dict[str, Any]]) -> str:
     first = entries[0]["mass_threshold"]
     rows = []
     for entry in entries:
-        difference = _with_error(entry["difference"], entry["difference_error"], ".1e")
+        difference = tables.with_error(entry["difference"], entry["difference_error"], ".1e")
         rows.append(
             [
                 str(entry["context"]),
                 name_of(entry["mass_threshold"]),
                 f"{entry['skipped']:.1%}",
                 *(f"{entry['milliseconds'][name]:.3g}" for name in PASSES),
-                _with_error(entry["nll"], entry["standard_error"], ".4f"),
+                tables.with_error(entry["nll"], entry["standard_error"], ".4f"),
                 difference if entry["mass_threshold"] != first else "",
             ]
         )
     names = ["context", "threshold", "tiles skipped", *(f"{name}, ms" for name in PASSES)]
     columns = [*names, "nats per token", f"difference to {name_of(first)}"]
     return tables.to_markdown(DataFrame(rows, columns=columns))
-
-
-def _with_error(value: float, error: float | None, form: str) -> str:
-    return f"{value:{form}}" if error is None else f"{value:{form}} ± {error:{form}}"

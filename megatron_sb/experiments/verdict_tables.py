@@ -93,7 +93,10 @@ def equal_tokens(results: dict[str, Any], labels: dict[str, str]) -> DataFrame |
 
     rows = [
         {"attention": plots.label_of(evaluation, labels), "rate": f"{final['rate']:g}", "tokens": _tokens(final)}
-        | {str(entry["context"]): with_error(entry["nll"], entry["standard_error"]) for entry in evaluation["results"]}
+        | {
+            str(entry["context"]): tables.with_error(entry["nll"], entry["standard_error"])
+            for entry in evaluation["results"]
+        }
         for final in results["finals"]
         for evaluation in final["evaluations"]
     ]
@@ -117,8 +120,8 @@ def equal_seconds(results: dict[str, Any], labels: dict[str, str], trained: int)
                 "attention": labels[arm],
                 "tokens/s": f"{speeds[arm]:,.0f}",
                 "tokens": _tokens(run or final),
-                str(trained): with_error(at_trained["nll"], at_trained["standard_error"]),
-                str(at_longest["context"]): with_error(at_longest["nll"], at_longest["standard_error"]),
+                str(trained): tables.with_error(at_trained["nll"], at_trained["standard_error"]),
+                str(at_longest["context"]): tables.with_error(at_longest["nll"], at_longest["standard_error"]),
             }
         )
     return _table(rows)
@@ -152,7 +155,7 @@ def by_position(results: dict[str, Any], labels: dict[str, str], trained: int) -
         entry = next(entry for entry in final["evaluations"][0]["results"] if entry["context"] == trained)
         if "by_position" in entry:
             cells = {
-                f"{place['begin']} to {place['end'] - 1}": with_error(place["nll"], place["standard_error"])
+                f"{place['begin']} to {place['end'] - 1}": tables.with_error(place["nll"], place["standard_error"])
                 for place in entry["by_position"]
             }
             rows.append({"attention": labels[final["arm"]]} | cells)
@@ -169,7 +172,7 @@ def ruler(results: dict[str, Any], labels: dict[str, str]) -> DataFrame | None:
             cells = {}
             for entry in (entry for entry in evaluation["results"] if "ruler" in entry):
                 accuracy, error, single_bytes = mean_task(entry)
-                cells[str(entry["context"])] = f"{with_error(accuracy, error, '.1%')} ({single_bytes:.1%})"
+                cells[str(entry["context"])] = f"{tables.with_error(accuracy, error, '.1%')} ({single_bytes:.1%})"
             if cells:
                 rows.append({"attention": plots.label_of(evaluation, labels)} | cells)
     return _table(rows)
@@ -192,7 +195,7 @@ def recall(results: dict[str, Any], labels: dict[str, str]) -> DataFrame | None:
         {
             "attention": labels[arm],
             "rate": f"{run['rate']:g}",
-            "accuracy": with_error(run["accuracy"], run["accuracy_standard_error"], ".1%"),
+            "accuracy": tables.with_error(run["accuracy"], run["accuracy_standard_error"], ".1%"),
         }
         for arm, run in best.items()
     ]
@@ -210,16 +213,12 @@ def rates(results: dict[str, Any], labels: dict[str, str]) -> DataFrame | None:
 
 def _over(lists: Sequence[list[dict[str, Any]]], context: int, value_of: Callable[[dict[str, Any]], float]) -> str:
     """Return the mean over runs, and its standard error over them, of a value at a context length."""
-    return with_error(*mean_and_error([value_of(next(e for e in found if e["context"] == context)) for found in lists]))
+    values = [value_of(next(entry for entry in found if entry["context"] == context)) for found in lists]
+    return tables.with_error(*mean_and_error(values))
 
 
 def _tokens(run: dict[str, Any]) -> str:
     return f"{run['tokens'] / 1e6:.3g} M"
-
-
-def with_error(value: float, error: float | None, form: str = ".3f") -> str:
-    """Return a value and its standard error, if it has one, after the sign ±."""
-    return f"{value:{form}}" + ("" if error is None else f" ± {error:{form}}")
 
 
 def _table(rows: list[dict[str, str]]) -> DataFrame | None:
