@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver
@@ -26,6 +27,7 @@ from unittest import mock
 
 TESTS = Path(__file__).parents[1]
 _context = multiprocessing.get_context("forkserver")
+_environment_lock = threading.Lock()
 
 
 class PythonProcess:
@@ -43,8 +45,7 @@ class PythonProcess:
         self.arguments = [str(argument) for argument in arguments]
         self._files = tempfile.TemporaryDirectory()
         self._stdout, self._stderr = (Path(self._files.name) / name for name in ("stdout", "stderr"))
-        variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **(environment or {})}
-        _ensure_server()
+        variables = _start_server() | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **(environment or {})}
         self._process = _context.Process(
             target=_run, args=(self.arguments, variables, str(folder or Path.cwd()), self._stdout, self._stderr)
         )
@@ -122,19 +123,27 @@ def run_python(
         return subprocess.CompletedProcess(process.arguments, process.returncode, process.stdout, process.stderr)
 
 
-def _ensure_server() -> None:
-    paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables = {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # the import would start a pool of processes, which breaks in a fork
-    }
-    _context.set_forkserver_preload(["support.preload"])
-    with mock.patch.dict(os.environ, variables):
-        forkserver.ensure_running()
+def _start_server() -> dict[str, str]:
+    """Start the server, if it does not run, and return the environment of this process.
+
+    The server starts with other variables than this process has. Threads take turns: a thread that read the variables
+    of the server would restore these, and torch.compile would do nothing in this process.
+    """
+    with _environment_lock:
+        environment = dict(os.environ)
+        paths = [str(TESTS), *filter(None, [environment.get("PYTHONPATH")])]
+        variables = {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # the import would start processes, which break in a fork
+        }
+        _context.set_forkserver_preload(["support.preload"])
+        with mock.patch.dict(os.environ, variables):
+            forkserver.ensure_running()
+        return environment
 
 
 def _run(arguments: list[str], environment: dict[str, str], folder: str, stdout: Path, stderr: Path) -> None:
