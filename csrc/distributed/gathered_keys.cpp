@@ -9,13 +9,13 @@
 namespace megatron_sb::distributed {
 namespace {
 
-// Rows first: (rows, b, heads, d + d_v).
-struct Transfer {
-    at::Tensor output;
-    std::unique_ptr<Pending> pending;
-};
-
 class GatheredKeys final : public KeySource {
+    // Rows first: (rows, b, heads, d + d_v).
+    struct Transfer {
+        at::Tensor output;
+        std::unique_ptr<Pending> pending;
+    };
+
   public:
     GatheredKeys(Transport& transport, const RankPlan& plan, const at::Tensor& k, const at::Tensor& v)
         : transport_(transport),

@@ -12,13 +12,13 @@ namespace {
 
 using at::Tensor;
 
-// Keys and values, or their gradients, that this rank receives.
-struct Transfer {
-    Tensor k, v;
-    std::unique_ptr<Pending> pending;
-};
-
 class NeededKeys final : public KeySource {
+    // Keys and values, or their gradients, that this rank receives.
+    struct Transfer {
+        Tensor k, v;
+        std::unique_ptr<Pending> pending;
+    };
+
   public:
     NeededKeys(Transport& transport, const RankPlan& plan, const Tensor& k, const Tensor& v)
         : transport_(transport),

@@ -9,20 +9,20 @@
 namespace megatron_sb::distributed {
 namespace {
 
-// Tensors that this rank receives, one for each lane.
-struct Transfer {
-    std::vector<at::Tensor> tensors;
-    std::unique_ptr<Pending> pending;  // null: complete
-
-    // Returns the tensors once, and later nothing.
-    std::vector<at::Tensor> wait() {
-        if (pending) pending->wait();
-        pending.reset();
-        return std::move(tensors);
-    }
-};
-
 class RingKeys final : public KeySource {
+    // Tensors that this rank receives, one for each lane.
+    struct Transfer {
+        std::vector<at::Tensor> tensors;
+        std::unique_ptr<Pending> pending;  // null: complete
+
+        // Returns the tensors once, and later nothing.
+        std::vector<at::Tensor> wait() {
+            if (pending) pending->wait();
+            pending.reset();
+            return std::move(tensors);
+        }
+    };
+
   public:
     RingKeys(Transport& transport, const RankPlan& plan, plan::Pass pass, const at::Tensor& k, const at::Tensor& v)
         : transport_(transport), plan_(plan), pass_(pass), k_(k), v_(v), wide_(ops::accumulation_type(k)) {

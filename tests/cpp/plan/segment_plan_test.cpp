@@ -14,11 +14,11 @@
 namespace megatron_sb::plan {
 namespace {
 
-constexpr Layout kLayouts[] = {Layout::kZigzag, Layout::kContiguous};
+constexpr Layout kEqualChunks[] = {Layout::kZigzag, Layout::kContiguous};
 constexpr Pass kPasses[] = {Pass::kForward, Pass::kBackward};
 
 TEST(Schedule, EachRankReceivesWhatItsNeighbourSends) {
-    for (const Layout layout : kLayouts) {
+    for (const Layout layout : kEqualChunks) {
         for (int size = 1; size <= 8; ++size) {
             const Schedule ring(layout, size);
             for (const Pass pass : kPasses) {
@@ -40,7 +40,7 @@ TEST(Schedule, EachRankReceivesWhatItsNeighbourSends) {
 }
 
 TEST(Schedule, HomeChunksOfARankAreItsChunksInThePartition) {
-    for (const Layout layout : kLayouts) {
+    for (const Layout layout : kEqualChunks) {
         const Schedule ring(layout, 3);
         const Partition partition(layout, Packing::kPerDocument, 3, 12, std::nullopt);
         for (int rank = 0; rank < 3; ++rank) {
@@ -54,7 +54,7 @@ TEST(Schedule, HomeChunksOfARankAreItsChunksInThePartition) {
 // A rank gets every chunk once in each pass. Inside a run, chunks come newest to oldest in the forward and oldest to
 // newest in the backward. The runs together cover every chunk that the newest chunk of the rank sees, newest to oldest.
 TEST(Schedule, ChunksOfEachRunAreInOrder) {
-    for (const Layout layout : kLayouts) {
+    for (const Layout layout : kEqualChunks) {
         for (int size = 1; size <= 8; ++size) {
             const Schedule ring(layout, size);
             const int num_chunks = ring.num_lanes() * size;
@@ -133,7 +133,7 @@ void expect_all_pairs_once(const Stream& stream, const Partition& partition, con
 TEST(SegmentPlan, HoldsEveryVisiblePairOnceAndInOrder) {
     for (int size = 1; size <= 8; ++size) {
         for (const Stream& stream : streams(size, 23 * size)) {
-            for (const Layout layout : kLayouts) {
+            for (const Layout layout : kEqualChunks) {
                 const Partition partition = stream.partition(layout, size);
                 const Schedule ring(layout, size);
                 for (int rank = 0; rank < size; ++rank) {

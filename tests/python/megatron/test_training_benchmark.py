@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.fork_server import run_python
+from support.launch import run_ranks
 
 ROOT = Path(__file__).parents[3]
 SCRIPT, CONFIG = ROOT / "benchmarks" / "megatron_training.py", ROOT / "configs" / "dense_350m.yaml"
@@ -38,9 +39,8 @@ def test_contenders_take_turns(tmp_path):
 def test_ranks_share_rows(tmp_path):
     """With two context-parallel ranks, softmax runs in each mode. Losses are those of a rank's half of the rows."""
     toy = ["--dry-run", "--lengths", "64", "--tokens", "64", "--tokens-at-once", "64", "--seconds", "0.001"]
-    ranks = ["-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT, CONFIG, "--context-parallel", "2"]
-    done = run_python([*ranks, *toy, "--json", tmp_path / "out.json"], seconds=240)
-    assert done.returncode == 0, done.stderr
+    arguments = [SCRIPT, CONFIG, "--context-parallel", "2", *toy, "--json", tmp_path / "out.json"]
+    run_ranks(2, arguments, 240, TORCHELASTIC_RUN_ID="as under torchrun")
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [row["contender"] for row in rows] == ["stick-breaking", "cudnn, p2p", "cudnn, a2a"]
     assert {row["tokens"] for row in rows} == {64} and {row["skipped"] for row in rows} == {None}
