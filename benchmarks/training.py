@@ -27,7 +27,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -268,7 +268,8 @@ def opened(
     backends = [SOFTMAX_KERNELS[contender.kernels]] if contender.kernels else kernels.CUDA_BACKENDS
     with mock.patch.object(kernels, "CUDA_BACKENDS", backends):
         with shifted_weights(options.logit if contender.weights == "changed" else 0.0) as models:
-            engine = engine_module.Engine(config, contender.model, config.stages[0], config.vocab_size, device)
+            stage = replace(config.stages[-1], loss="tokens")  # without a teacher
+            engine = engine_module.Engine(config, contender.model, stage, config.vocab_size, device)
         if contender.weights == "trained":
             load(engine, options.checkpoint)
         try:

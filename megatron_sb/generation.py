@@ -222,6 +222,10 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     """Raise ValueError for a value that cannot be used."""
     if not arguments.prompt:
         raise InputError("--prompt must have at least one character, got ''.")
+    try:
+        arguments.prompt.encode()
+    except UnicodeEncodeError:  # Python decodes bytes of the command line that are not UTF-8 to surrogates
+        raise InputError(f"--prompt must be UTF-8 text, got {arguments.prompt!r}.") from None
     if arguments.tokens < 1:
         raise InputError(f"--tokens must be at least 1, got {arguments.tokens}.")
     if not (math.isfinite(arguments.temperature) and arguments.temperature >= 0):

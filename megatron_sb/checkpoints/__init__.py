@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 from megatron_sb.checkpoints import dolomite, files, fla, llama, multipliers, runs
 from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM
 from megatron_sb.megatron.integrity import CheckpointError, cause_of
-from megatron_sb.training.config import load_config
+from megatron_sb.training.config import SoftmaxAttentionConfig, load_config
 from megatron_sb.validation import InputError, MissingFileError, check_output_folder, read_json_object
 
 FORMATS = ("huggingface", "megatron", "dolomite", "fla")
@@ -243,6 +243,7 @@ def _megatron_config(
     source: Path, config: str | Path | None, vocab_size: int, swap_attention: bool
 ) -> StickBreakingConfig:
     from megatron_sb.checkpoints import megatron
+    from megatron_sb.megatron.weights import read_attention_kind
     from megatron_sb.training.initial_checkpoint import attention_kind
 
     path = Path(config) if config is not None else source.resolve().parent.parent.parent / "config.yaml"
@@ -263,6 +264,15 @@ def _megatron_config(
         return model_config
     training = load_config(path)
     attention = megatron.attention_of(training, source)
+    recorded = read_attention_kind(source)  # a folder that was moved out of its run does not name its model
+    if recorded is not None and recorded != attention.kind:
+        megatron.check_one_kind(recorded, source)
+        if recorded != "softmax":
+            raise InputError(
+                f"config must describe the model in {source}, whose attention is {recorded!r}, got {str(path)!r}, "
+                f"where it is {attention.kind!r}."
+            )
+        attention = SoftmaxAttentionConfig()
     _check_swap(swap_attention, attention.kind == "softmax", source)
     return megatron.config_of(training, attention, vocab_size)
 

@@ -55,6 +55,12 @@ def run(options: argparse.Namespace) -> int:
     model = _chosen_model(config, options.model)
     if not options.seconds > 0:
         raise InputError(f"--seconds must be greater than 0, got {options.seconds}.")
+    if options.thresholds and not thresholds.contexts_of(config):
+        stage = config.stages[-1]
+        raise ConfigError(
+            f"evaluation.longest must be at least the context_length of stage {stage.name}, {stage.context_length}, "
+            f"for --thresholds, got {config.evaluation.longest}."
+        )
     single_rank_config = loading.on_one_rank(config)
     folder = trained.trained_run(options, config)
     with (

@@ -25,6 +25,7 @@ from megatron_sb.experiments.sweep import Trial
 from megatron_sb.experiments.verdict import nll_at
 from megatron_sb.training.checkpoint import newest_checkpoint
 from megatron_sb.training.config import ConfigError, SoftmaxAttentionConfig, StageConfig, TrainingConfig, load_config
+from megatron_sb.training.initial_checkpoint import OWN_WEIGHTS
 from megatron_sb.validation import InputError
 
 # Recipe -> the loss of each stage.
@@ -142,22 +143,30 @@ class Swap:
         trial = Trial("base", overrides)
         self.base = Run("base", self.base_model, 1.0, 1.0, trial, load_config(options.config, overrides))
         self._known: list[Run] = []
+        self._runs_from(out / "unknown")  # raises an error for a run that is invalid
 
     def _check_options(self) -> None:
         options = self._options
         if not all(0 < share <= 1 for share in options.shares):
             raise InputError(f"--shares must be above 0 and at most 1, got {options.shares}.")
-        if min(options.rate_factors) <= 0:
-            raise InputError(f"--rate-factors must be above 0, got {options.rate_factors}.")
+        if not all(0 < factor < math.inf for factor in options.rate_factors):
+            raise InputError(f"--rate-factors must be above 0 and finite, got {options.rate_factors}.")
         if not 0 < options.layers_share < 1:
             raise InputError(f"--layers-share must be between 0 and 1, got {options.layers_share}.")
         sticks = [name for name, entry in self.config.attention.items() if entry.kind != "softmax"]
-        for arm in options.arms:
+        base = self.config.attention[self.config.compare[0]]
+        for arm in options.arms if {*options.recipes} - {*SOFTMAX_RECIPES} else ():
             if arm not in sticks:
                 raise InputError(
                     f"--arms must name entries of attention of other kinds than softmax, which are {sticks}, "
                     f"got {arm!r}."
                 )
+            for option in OWN_WEIGHTS:
+                if getattr(self.config.attention[arm], option, False) and not getattr(base, option, False):
+                    raise InputError(
+                        f"attention.{arm}.{option} must be False for an arm, because the base has no weights for it, "
+                        "got True."
+                    )
 
     def _check_config(self) -> None:
         config = self.config
@@ -189,15 +198,8 @@ class Swap:
     def known_runs(self) -> list[Run]:
         """Return the runs that start from the base, those with the fewest tokens first; none before it is finished."""
         if not self._known and self._is_done(self.base):
-            options = self._options
-            self._known = [
-                self._run(recipe, arm, share, factor)
-                for share in sorted(set(options.shares))
-                for recipe in RECIPES
-                if recipe in options.recipes
-                for arm in self._models_of(recipe)
-                for factor in dict.fromkeys(options.rate_factors)
-            ]
+            checkpoint = newest_checkpoint(self._out / "base" / self.base_model / "checkpoints")
+            self._known = self._runs_from(checkpoint.resolve())
         return self._known
 
     def results(self) -> dict[str, Any]:
@@ -224,16 +226,27 @@ class Swap:
         softmax = {"rope": self.base_model, DROPE: DROPE}
         return [softmax[recipe]] if recipe in softmax else list(dict.fromkeys(self._options.arms))
 
-    def _run(self, recipe: str, model: str, share: float, factor: float) -> Run:
+    def _runs_from(self, checkpoint: Path) -> list[Run]:
+        """Return the runs that start from a checkpoint of the base. Raise ValueError for a run that is invalid."""
+        options = self._options
+        return [
+            self._run(recipe, arm, share, factor, checkpoint)
+            for share in sorted(set(options.shares))
+            for recipe in RECIPES
+            if recipe in options.recipes
+            for arm in self._models_of(recipe)
+            for factor in dict.fromkeys(options.rate_factors)
+        ]
+
+    def _run(self, recipe: str, model: str, share: float, factor: float, checkpoint: Path) -> Run:
         name = recipe if recipe in SOFTMAX_RECIPES else f"{recipe}-{model}"
-        fields = self._fields(recipe, model) | {"stages": self._stages(recipe, share, factor)}
+        fields = self._fields(recipe, model, checkpoint) | {"stages": self._stages(recipe, share, factor)}
         overrides = (*self._options.set, *(f"{field}={json.dumps(value)}" for field, value in fields.items()))
         trial = Trial(f"{name}-share{share:g}-rate{factor:g}", overrides)
         return Run(recipe, model, share, factor, trial, load_config(self._options.config, overrides))
 
-    def _fields(self, recipe: str, model: str) -> dict[str, Any]:
+    def _fields(self, recipe: str, model: str, checkpoint: Path) -> dict[str, Any]:
         """Return the fields of a run besides its stages."""
-        checkpoint = newest_checkpoint(self._out / "base" / self.base_model / "checkpoints")
         fields: dict[str, Any] = {"compare": [model], "initial_checkpoint": str(checkpoint)}
         if not self._options.keep_checkpoints:
             fields["checkpoint.stage_ends"] = False

@@ -101,7 +101,14 @@ def add_time_limit_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def limit_of(options: argparse.Namespace) -> TimeLimit:
-    """Return the time limit of a command that starts now."""
+    """Return the time limit of a command that starts now.
+
+    Raises:
+        ValueError: a time is negative or not a number.
+    """
+    for name, seconds in (("--time-limit", options.time_limit), ("--run-time", options.run_time)):
+        if seconds is not None and not seconds >= 0:
+            raise InputError(f"{name} must be at least 0 seconds, got {seconds}.")
     if options.time_limit is None:
         return NO_LIMIT
     return TimeLimit(time.monotonic() + options.time_limit, options.run_time)
@@ -166,7 +173,7 @@ def train_all(
         bar.update(len(trials) - len(unfinished))
         if not keep_checkpoints:
             for trial in set(trials) - set(unfinished):
-                delete_checkpoints(out / trial.name)
+                _delete_unless_kept(out / trial.name)
         runner = _Runner(config_path, out, jobs, pipe, received, bar, limit, keep_checkpoints)
         with ThreadPoolExecutor(jobs, initializer=runner.prepare_thread) as pool:
             futures = [pool.submit(runner.run, trial) for trial in unfinished]
@@ -202,6 +209,12 @@ def delete_checkpoints(folder: Path) -> None:
     """Delete the checkpoints of every model of a finished run."""
     for checkpoints in folder.glob("*/checkpoints"):
         shutil.rmtree(checkpoints)
+
+
+def _delete_unless_kept(folder: Path) -> None:
+    """Delete the checkpoints of a finished run, unless it was started by a call that keeps the ends of its stages."""
+    if not load_config(folder / "config.yaml").checkpoint.stage_ends:
+        delete_checkpoints(folder)
 
 
 def evaluation_path(folder: Path, config: TrainingConfig, model: str, scaling: str = "none") -> Path:

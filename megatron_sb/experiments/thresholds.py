@@ -52,6 +52,12 @@ def name_of(threshold: float) -> str:
     return f"2^{exponent - 1}" if mantissa == 0.5 else f"{threshold:g}"
 
 
+def contexts_of(config: TrainingConfig) -> list[int]:
+    """Return the evaluated lengths at which thresholds are compared: from the trained length on."""
+    last = config.stages[-1]
+    return [length for length in config.evaluation_lengths(last) if length >= last.context_length]
+
+
 def measure(
     run: Path, config: TrainingConfig, model: str, thresholds: Sequence[float], seconds: float
 ) -> list[dict[str, Any]]:
@@ -75,7 +81,7 @@ def measure(
 
     corpus = load_corpus(config)
     windows = choose_windows(corpus, config)
-    contexts = [n for n in config.evaluation_lengths(config.stages[-1]) if n >= config.stages[-1].context_length]
+    contexts = contexts_of(config)
     scores: dict[tuple[int, float], np.ndarray] = {}
     skipped: dict[tuple[int, float], float] = {}
     times: dict[int, dict[str, list[float]]] = {}

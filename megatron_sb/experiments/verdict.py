@@ -139,14 +139,14 @@ class Verdict:
         self.config = load_config(options.config, options.set)
         if self.config.data.kind == "recall":
             raise ConfigError("data.kind must be a kind of text for verdict, got 'recall'. Use --recall.")
-        self.arms = tuple(options.arms or self.config.compare)
+        self.arms = tuple(dict.fromkeys(options.arms or self.config.compare))
         for arm in self.arms:
             if arm not in self.config.compare:
                 raise InputError(f"--arms must name models of compare, which are {self.config.compare}, got {arm!r}.")
-        self.rates = self.recall_rates = tuple(options.learning_rates or _rates_around(self.config))
+        self.rates = self.recall_rates = tuple(dict.fromkeys(options.learning_rates or _rates_around(self.config)))
         if not 0 < options.rate_share <= 1:
             raise InputError(f"--rate-share must be above 0 and at most 1, got {options.rate_share}.")
-        if options.seeds < 1 or min(self.rates) <= 0:
+        if options.seeds < 1 or not all(0 < rate < math.inf for rate in self.rates):
             raise InputError(
                 f"--seeds must be at least 1 and --learning-rates above 0, got {options.seeds} and {[*self.rates]}."
             )
@@ -168,7 +168,7 @@ class Verdict:
             recall = load_config(self._recall_path)
             if recall.data.kind != "recall":
                 raise InputError(f"--recall must be a configuration with data.kind 'recall', got {self._recall_path}.")
-            self.recall_rates = tuple(options.learning_rates or _rates_around(recall))
+            self.recall_rates = tuple(dict.fromkeys(options.learning_rates or _rates_around(recall)))
 
     def train(self, jobs: int, limit: sweep.TimeLimit) -> None:
         """Train until no run is left. Raise `sweep.SweepStopped` if a run fails, or a signal or the limit ends it."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_sb.ops.groups import Group, group_size, hierarchical_pair, process_group
 from megatron_sb.ops.received_bytes import ReceivedBytes, Sizes, received_bytes
-from megatron_sb.options import DEFAULT_MASS_THRESHOLD, LOGITS, check_option_types
+from megatron_sb.options import DEFAULT_MASS_THRESHOLD, LAYOUTS, LOGITS, PACKINGS, check_option_types
 from megatron_sb.validation import check_choice, check_optional_tensors, check_tensor
 
 _WHY_NOT_COMPILED = (
@@ -86,11 +86,28 @@ def _unequal_chunks(seq_len: int | None, offsets: list[int] | None, layout: str,
     return ""
 
 
-def _length(name: str, value: object, error: str) -> tuple[int | None, str]:
-    """Return a length or None, and the error, or one that says that the length has a wrong type."""
-    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
-        return value, error
-    return None, error or f"{name} must be an int, got {value!r}."
+def _length_error(name: str, value: object, smallest: int) -> str:
+    """Return an error message if a length has a wrong type or is out of range, or ""."""
+    if value is None:
+        return ""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return f"{name} must be an int, got {value!r}."
+    return "" if smallest <= value < 2**31 else f"{name} must be from {smallest} to 2^31 - 1, got {value}."
+
+
+def _lengths_error(seq_len: object, local_len: object, offsets: list[int] | None) -> str:
+    """Return an error message if the lengths of a plan are invalid or contradict each other, or ""."""
+    if error := _length_error("seq_len", seq_len, 1) or _length_error("local_len", local_len, 0):
+        return error
+    if seq_len is not None and local_len is not None:
+        return f"local_len must be None if seq_len is given, got {local_len} and seq_len {seq_len}."
+    if offsets is None:
+        return ""
+    if not offsets:
+        return "cu_seqlens must have documents + 1 entries, got none."
+    if seq_len is None and local_len is None and offsets[-1] < 1:
+        return f"cu_seqlens must end at 1 or later if seq_len is not given, got cu_seqlens[-1] = {offsets[-1]}."
+    return ""
 
 
 def _text(name: str, value: object) -> str:
@@ -164,12 +181,12 @@ class ContextParallelPlan:
         local_len: int | None = None,
     ) -> None:
         offsets, error = _offsets(cu_seqlens)
-        seq_len, error = _length("seq_len", seq_len, error)
-        local_len, error = _length("local_len", local_len, error)
-        if seq_len is not None and local_len is not None:
-            error = error or f"local_len must be None if seq_len is given, got {local_len} and seq_len {seq_len}."
+        error = error or _lengths_error(seq_len, local_len, offsets)
+        if error:
+            seq_len = local_len = None  # the operator takes only integers of 64 bits; it raises the error
+        layout, packing = _text("layout", layout), _text("packing", packing)
         self.cp_group = process_group(cp_group)
-        if equal_chunks and not error:
+        if equal_chunks and not error and layout in LAYOUTS and packing in PACKINGS:
             size = group_size(self.cp_group)
             total = seq_len if local_len is None else local_len * size
             error = _unequal_chunks(total, offsets, layout, packing, size)
@@ -177,8 +194,8 @@ class ContextParallelPlan:
             self.cp_group.group_name,
             seq_len,
             offsets,
-            _text("layout", layout),
-            _text("packing", packing),
+            layout,
+            packing,
             error,
             local_len,
         )

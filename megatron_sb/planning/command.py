@@ -9,7 +9,15 @@ import math
 import shlex
 from typing import Any
 
-from megatron_sb.planning.layouts import GPUS_OF_A_HOST, Layout, find_layouts, overrides, with_layout
+from megatron_sb.planning.layouts import (
+    GPUS_OF_A_HOST,
+    Layout,
+    changes_of_other_stages,
+    find_layouts,
+    model_in_layout,
+    overrides,
+    why_rejected,
+)
 from megatron_sb.planning.memory import Memory, predict_memory
 from megatron_sb.planning.throughput import ALIGNMENT, StepTime, can_predict, predict_step
 from megatron_sb.training.config import StageConfig, TrainingConfig, load_config
@@ -94,7 +102,7 @@ def make_plans(
         )
     plans = []
     for layout in find_layouts(config, stage, gpus):
-        sizes = with_layout(config, stage, layout).model, config.attention[model], config.vocab_size
+        sizes = model_in_layout(config, layout), config.attention[model], config.vocab_size
         memory = predict_memory(*sizes, stage, layout)
         fits = memory.total <= MARGIN * memory_gib * GIB
         time = predict_step(*sizes, stage, layout, skipped) if fits and can_predict(config.model) is None else None
@@ -103,7 +111,8 @@ def make_plans(
     if not plans:
         raise InputError(
             f"--gpus must be a number of GPUs that divides the heads, the row of {stage.context_length} tokens and the "
-            f"{stage.rows_per_step} rows of a step of stage {stage.name!r}, got {gpus}."
+            f"{stage.rows_per_step} rows of a step of stage {stage.name!r}, got {gpus}. "
+            f"With data parallelism alone: {why_rejected(config, stage, Layout(data=gpus)).splitlines()[0]}."
         )
     return sorted(plans, key=_rank)
 
@@ -208,6 +217,8 @@ def main(arguments: argparse.Namespace) -> int:
     if not fitting:
         print(f"No layout fits: each needs more than {MARGIN:.0%} of the memory of a GPU.")
         return 1
+    for name, changes in changes_of_other_stages(config, index, plans[0].layout).items():
+        print(f"The first layout also changes stage {name}, which is not predicted here: {', '.join(changes)}.")
     words = [f"--set={override}" for override in (*arguments.set, *overrides(config, index, plans[0].layout))]
     print(f"The first layout: {shlex.join(['megatron-sb', 'train', arguments.config, *words])}")
     return 0

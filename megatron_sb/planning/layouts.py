@@ -6,12 +6,13 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator
-from typing import Any
 
-from megatron_sb.training.config import ConfigError, StageConfig, TrainingConfig
+from megatron_sb.training.config import ConfigError, ModelConfig, StageConfig, TrainingConfig
 from megatron_sb.training.config.checks import check
+from megatron_sb.training.config.types import Section
 
 RECOMPUTES = ("none", "full")
+ONLY_WITH_FULL_RECOMPUTE = ("recompute_layers", "offloaded_inputs")  # fields of ModelConfig
 GPUS_OF_A_HOST = 8  # tensor parallelism stays within a host
 
 
@@ -43,7 +44,7 @@ class Layout:
 
 
 def find_layouts(config: TrainingConfig, stage: StageConfig, gpus: int) -> Iterator[Layout]:
-    """Yield every layout of a stage that the trainer accepts.
+    """Yield every layout of a stage with which the trainer accepts the whole configuration, see `with_layout`.
 
     All numbers of GPUs for one purpose divide `gpus`. The rows of a micro-batch are powers of two, and all rows of a
     data-parallel rank.
@@ -61,40 +62,92 @@ def find_layouts(config: TrainingConfig, stage: StageConfig, gpus: int) -> Itera
             if stage.rows_per_step % data:
                 continue
             for expert in _divisors(tensor * context * data) if config.model.moe else (1,):
-                if not _is_accepted(config, stage, Layout(tensor, context, data, expert)):
-                    continue
+                layouts = [Layout(tensor, context, data, expert, recompute=recompute) for recompute in RECOMPUTES]
+                accepted = [layout for layout in layouts if why_rejected(config, stage, layout) is None]
                 for rows in _rows_at_once(stage.rows_per_step // data):
-                    for recompute in RECOMPUTES:
-                        yield Layout(tensor, context, data, expert, rows, recompute)
+                    for layout in accepted:
+                        yield dataclasses.replace(layout, rows_at_once=rows)
+
+
+def why_rejected(config: TrainingConfig, stage: StageConfig, layout: Layout) -> str | None:
+    """Return why the trainer rejects the configuration in a layout of a stage, one line each, or None."""
+    try:
+        check(with_layout(config, stage, layout))
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def model_in_layout(config: TrainingConfig, layout: Layout) -> ModelConfig:
+    """Return the model in a layout. Tensor parallelism may pad the vocabulary."""
+    multiple = math.lcm(config.model.make_vocab_size_divisible_by, layout.tensor)
+    model = dataclasses.replace(config.model, recompute=layout.recompute, make_vocab_size_divisible_by=multiple)
+    if layout.recompute != "full":
+        model = dataclasses.replace(model, **{name: getattr(ModelConfig, name) for name in ONLY_WITH_FULL_RECOMPUTE})
+    if model.padded_vocab_size(config.vocab_size) != config.model.padded_vocab_size(config.vocab_size):
+        model = dataclasses.replace(model, num_parameters=None)
+    return model
 
 
 def with_layout(config: TrainingConfig, stage: StageConfig, layout: Layout) -> TrainingConfig:
-    """Return the configuration with one stage, in a layout. Tensor parallelism may pad the vocabulary."""
-    changed = dataclasses.replace(
-        stage,
-        context_parallel_size=layout.context,
-        rows_per_micro_batch=layout.rows_at_once,
-        hierarchical_context_parallel_sizes=(),
-        pad_multiple=None,
-    )
+    """Return the configuration in a layout of one stage. The other stages change where the layout requires it.
+
+    The attention chooses its own communication (parallel.comm = "auto"). Another stage gets the largest divisor of its
+    context_parallel_size with which the layout can split its rows. If there is none, it gets the nearest other size.
+
+    Args:
+        config: the job's configuration.
+        stage: one of config.stages.
+        layout: the layout of this stage. The trainer may reject it, see `why_rejected`.
+    """
     parallel = dataclasses.replace(
         config.parallel,
         ranks=layout.gpus,
-        device="cuda",
+        device="cuda" if config.parallel.device == "cpu" else config.parallel.device,
         tensor_parallel_size=layout.tensor,
         sequence_parallel=layout.tensor > 1,
         expert_parallel_size=layout.expert,
         comm="auto",
     )
-    multiple = math.lcm(config.model.make_vocab_size_divisible_by, layout.tensor)
-    model = dataclasses.replace(config.model, recompute=layout.recompute, make_vocab_size_divisible_by=multiple)
-    if model.padded_vocab_size(config.vocab_size) != config.model.padded_vocab_size(config.vocab_size):
-        model = dataclasses.replace(model, num_parameters=None)
-    return dataclasses.replace(config, model=model, parallel=parallel, stages=(changed,))
+    wanted = dataclasses.replace(config, model=model_in_layout(config, layout), parallel=parallel)
+    stages = [
+        dataclasses.replace(
+            _with_context_parallel_size(wanted, each, layout.context), rows_per_micro_batch=layout.rows_at_once
+        )
+        if each == stage
+        else _fitting(wanted, each)
+        for each in config.stages
+    ]
+    return dataclasses.replace(wanted, stages=tuple(stages))
+
+
+def _fitting(config: TrainingConfig, stage: StageConfig) -> StageConfig:
+    """Return a stage that the parallel layout of the configuration can run: unchanged if possible."""
+    available = config.parallel.ranks // config.parallel.tensor_parallel_size
+    sizes = _divisors(available)
+    sizes.sort(key=lambda size: (stage.context_parallel_size % size != 0, abs(stage.context_parallel_size - size)))
+    for size in sizes:
+        changed = _with_context_parallel_size(config, stage, size)
+        groups = config.data_parallel_size(changed)
+        if stage.rows_per_step % groups == 0 and stage.context_length % config.row_multiple(changed) == 0:
+            if stage.rows_per_micro_batch is None:
+                return changed
+            rows = math.gcd(stage.rows_per_micro_batch, stage.rows_per_step // groups)
+            return dataclasses.replace(changed, rows_per_micro_batch=rows)
+    return _with_context_parallel_size(config, stage, sizes[0])  # no size fits, and `check` says why
+
+
+def _with_context_parallel_size(config: TrainingConfig, stage: StageConfig, size: int) -> StageConfig:
+    """Return a stage with a context_parallel_size. It keeps its pad_multiple if this is valid with the size."""
+    changed = dataclasses.replace(stage, context_parallel_size=size, hierarchical_context_parallel_sizes=())
+    padded = config.pad_multiple(changed)
+    if padded % config.needed_pad_multiple(changed) or stage.context_length % padded:
+        changed = dataclasses.replace(changed, pad_multiple=None)
+    return changed
 
 
 def overrides(config: TrainingConfig, index: int, layout: Layout) -> list[str]:
-    """Return the `field=value` that change a configuration to a layout of stages[index].
+    """Return the `field=value` that change a configuration to a layout of stages[index], see `with_layout`.
 
     Example:
         >>> from megatron_sb.planning.layouts import Layout, overrides
@@ -103,26 +156,24 @@ def overrides(config: TrainingConfig, index: int, layout: Layout) -> list[str]:
         ['stages.0.context_parallel_size=2']
     """
     wanted = with_layout(config, config.stages[index], layout)
-    stage = f"stages.{index}"
-    fields = [
-        *_changes("parallel", config.parallel, wanted.parallel, "ranks", "tensor_parallel_size", "sequence_parallel"),
-        *_changes("parallel", config.parallel, wanted.parallel, "expert_parallel_size"),
-        *_changes("model", config.model, wanted.model, "recompute", "make_vocab_size_divisible_by", "num_parameters"),
-        *_changes(stage, config.stages[index], wanted.stages[0], "context_parallel_size", "rows_per_micro_batch"),
-    ]
-    return [f"{path}={json.dumps(new).strip(chr(34))}" for path, old, new in fields if old != new]
+    changes = [*_changes("parallel", config.parallel, wanted.parallel), *_changes("model", config.model, wanted.model)]
+    for number, (old, new) in enumerate(zip(config.stages, wanted.stages, strict=True)):
+        changes += _changes(f"stages.{number}", old, new)
+    return changes
 
 
-def _changes(path: str, old: Any, new: Any, *names: str) -> list[tuple[str, Any, Any]]:
-    return [(f"{path}.{name}", getattr(old, name), getattr(new, name)) for name in names]
+def changes_of_other_stages(config: TrainingConfig, index: int, layout: Layout) -> dict[str, list[str]]:
+    """Return the `field=value` that a layout of stages[index] changes in each other stage that changes, by its name."""
+    wanted = with_layout(config, config.stages[index], layout)
+    pairs = [pair for number, pair in enumerate(zip(config.stages, wanted.stages, strict=True)) if number != index]
+    return {old.name: _changes("", old, new) for old, new in pairs if old != new}
 
 
-def _is_accepted(config: TrainingConfig, stage: StageConfig, layout: Layout) -> bool:
-    try:
-        check(with_layout(config, stage, layout))
-    except ConfigError:
-        return False
-    return True
+def _changes(path: str, old: Section, new: Section) -> list[str]:
+    """Return `path.field=value` for each field that differs. The values are YAML."""
+    fields = [(field.name, getattr(old, field.name), getattr(new, field.name)) for field in dataclasses.fields(old)]
+    prefix = f"{path}." if path else ""
+    return [f"{prefix}{name}={json.dumps(after).strip(chr(34))}" for name, before, after in fields if before != after]
 
 
 def _divisors(number: int) -> list[int]:

@@ -73,7 +73,7 @@ class CheckpointDirectory:
 
     def latest(self) -> Progress | None:
         """Return the position of the newest checkpoint, or None if there is none."""
-        return None if self.is_empty() else _read_progress(newest_checkpoint(self.root))
+        return None if self.is_empty() else read_progress(newest_checkpoint(self.root))
 
     def is_empty(self) -> bool:
         """Return whether no checkpoint was saved."""
@@ -190,11 +190,16 @@ def check_whole(path: Path) -> None:
     Raises:
         ValueError: A file is damaged or missing.
     """
-    _read_progress(path)
+    read_progress(path)
     check_files(path)
 
 
-def _read_progress(path: Path) -> Progress:
+def read_progress(path: Path) -> Progress:
+    """Return the position of training at which a checkpoint was saved.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+    """
     try:
         return Progress(**json.loads((path / "progress.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
@@ -205,7 +210,7 @@ def _read_progress(path: Path) -> Progress:
 def _tokens(path: Path) -> int:
     """Return the number of labels that the model of a checkpoint was trained on; 0 if its progress is damaged."""
     try:
-        return _read_progress(path).tokens
+        return read_progress(path).tokens
     except CheckpointError:
         return 0
 

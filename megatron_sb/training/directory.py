@@ -130,6 +130,9 @@ def refuse_changes(directory: Path, config: TrainingConfig) -> None:
     """
     before = configuration.load_config(directory / "config.yaml")
     started, wanted = configuration.flatten(before), configuration.flatten(config)
+    for fields in (started, wanted):
+        if fields.get("initial_checkpoint"):  # two paths can name one folder
+            fields["initial_checkpoint"] = str(Path(fields["initial_checkpoint"]).resolve())
     for path in started | wanted:
         if started.get(path) != wanted.get(path) and not re.fullmatch(LAYOUT_FIELDS, path):
             raise InputError(

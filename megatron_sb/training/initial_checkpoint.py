@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
@@ -16,6 +17,12 @@ from megatron_sb.training.config import SoftmaxAttentionConfig, TrainingConfig, 
 from megatron_sb.validation import InputError
 
 OF_ATTENTION = (".core_attention.", ".gate_proj.")  # in names of weights that not every kind of attention has
+# Options of attention with weights of their own -> what the names of these weights contain.
+OWN_WEIGHTS = {
+    "forget_gate": ".gate_proj.",
+    "remainder_bias": ".core_attention.remainder_bias",
+    "head_norm": ".core_attention.norm_weight",
+}
 
 
 def check_initial_checkpoint(config: TrainingConfig) -> None:
@@ -35,6 +42,7 @@ def check_initial_checkpoint(config: TrainingConfig) -> None:
     metadata = read_metadata(folder)
     check_files(folder)
     _check_attention(config, folder)
+    _check_own_weights(config, folder, metadata)
     _check_sizes(config, folder, metadata)
 
 
@@ -44,12 +52,18 @@ def attention_kind(folder: Path) -> str | None:
     Version 0.1.0 recorded it only in the run's config.yaml: the folder is then RUN/MODEL/checkpoints/STEP.
     """
     kind = read_attention_kind(folder)
-    model = folder.resolve().parent.parent
-    path = model.parent / "config.yaml"
-    if kind is None and path.exists():
-        sections = yaml.safe_load(path.read_text(encoding="utf-8"))["attention"]
-        kind = sections.get(model.name, {}).get("kind")
-    return kind
+    return _configured_kind(folder.resolve().parent.parent) if kind is None else kind
+
+
+def _configured_kind(model: Path) -> str | None:
+    """Return the kind in RUN/config.yaml of the model RUN/MODEL, or None if there is no such file with this model."""
+    try:
+        entry = yaml.safe_load((model.parent / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None  # the file of something else
+    for name in ("attention", model.name, "kind"):
+        entry = entry.get(name) if isinstance(entry, dict) else None
+    return entry if isinstance(entry, str) else None
 
 
 def _check_attention(config: TrainingConfig, folder: Path) -> None:
@@ -62,6 +76,19 @@ def _check_attention(config: TrainingConfig, folder: Path) -> None:
             f"initial_checkpoint must hold a model with {source} = {wanted!r}, got {folder}, where it is {found!r}. "
             f"Set initial_attention={found} to train its weights with {own!r} attention."
         )
+
+
+def _check_own_weights(config: TrainingConfig, folder: Path, metadata: Metadata) -> None:
+    """Check that the checkpoint has the weights of the attention's options. A job does not initialise some weights."""
+    (model,) = config.compare
+    names = getattr(config.attention[model], "layers", (model,))  # of mixed attention
+    for name, (option, part) in itertools.product(dict.fromkeys(names), OWN_WEIGHTS.items()):
+        is_set = getattr(config.attention[name], option, False)
+        if is_set and not any(part in weight for weight in metadata.state_dict_metadata):
+            raise InputError(
+                f"attention.{name}.{option} must be False to start from {folder}, which has no weights for it, got "
+                "True."
+            )
 
 
 def _check_sizes(config: TrainingConfig, folder: Path, metadata: Metadata) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_sb.training.checkpoint import check_whole, load, newest_checkpoint
+from megatron_sb.training.checkpoint import check_whole, load, newest_checkpoint, read_progress
 from megatron_sb.training.config import ConfigError, ParallelConfig, TrainingConfig, load_config, needs_gpu
 from megatron_sb.training.config.checks import check
 from megatron_sb.training.data import PackedBatch
@@ -112,7 +112,7 @@ def load_run(run: str | Path, model: str | None = None, device: str | None = Non
 
 @contextlib.contextmanager
 def trained_engine(run: Path, config: TrainingConfig, model: str) -> Iterator[Any]:
-    """Open an `Engine` of the last stage on one device, with the newest weights of one model of a run.
+    """Open an `Engine` on one device with the newest weights of one model of a run, in the stage that trained them.
 
     Raise ConfigError if the configuration needs a GPU and there is none, FileNotFoundError without a checkpoint, and
     ValueError if it is damaged.
@@ -144,7 +144,9 @@ def _open_newest(run: Path, config: TrainingConfig, model: str) -> Iterator[tupl
     dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-        engine = Engine(config, model, config.stages[-1], config.vocab_size, device)
+        stages = {stage.name: stage for stage in config.stages}
+        stage = stages.get(read_progress(checkpoint).stage, config.stages[-1])  # a run may change its model by stage
+        engine = Engine(config, model, stage, config.vocab_size, device)
         try:
             load(engine, checkpoint)
             yield engine, checkpoint

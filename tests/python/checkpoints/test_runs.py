@@ -7,6 +7,8 @@ import torch
 from support import decoders
 
 from megatron_sb import checkpoints
+from megatron_sb.megatron.integrity import write_checksums
+from megatron_sb.megatron.weights import write_attention_kind
 from megatron_sb.training import config as configuration
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -36,6 +38,8 @@ def save(run, model, config, **options):
     checkpoints.save(built, run / "converted", "megatron")
     folder.parent.mkdir(parents=True)
     (run / "converted" / "release").rename(folder)
+    write_attention_kind(folder, config.attention[model].kind)  # as the trainer does
+    write_checksums(folder)
     (run / "config.yaml").write_text(configuration.to_yaml(config))
     return folder, built.state_dict()
 
@@ -86,6 +90,21 @@ def test_softmax_attention_is_swapped(tmp_path):
     folder, _ = save(tmp_path / "other", "stick_breaking", config)
     with pytest.raises(ValueError, match="swap_attention must be False"):
         checkpoints.load(folder, swap_attention=True)
+
+
+def test_the_record_of_a_copied_checkpoint_counts(tmp_path):
+    """The folder does not name the model, and the run's only stick-breaking model is another one."""
+    config = configuration.load_config(CONFIGS / "tiny_context_extension.yaml")
+    folder, weights = save(tmp_path / "run", "softmax_rope", config)
+    folder = folder.rename(tmp_path / "copied")
+    with pytest.raises(ValueError, match=r"swap_attention must be True .*copied, which has softmax attention"):
+        checkpoints.load(folder, tmp_path / "run" / "config.yaml")
+    back = checkpoints.load(folder, tmp_path / "run" / "config.yaml", swap_attention=True)
+    assert torch.equal(back.lm_head.weight, weights["lm_head.weight"])
+    other, _ = save(tmp_path / "other", "stick_breaking", config)
+    softmax = other.parent.parent.rename(tmp_path / "other" / "softmax_rope")
+    with pytest.raises(ValueError, match=r"config must describe the model .* 'stick_breaking', got .* it is 'softmax'"):
+        checkpoints.load(softmax / "checkpoints" / "short-000100")
 
 
 def test_a_checkpoint_outside_of_its_run(tmp_path):

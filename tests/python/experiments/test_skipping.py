@@ -131,6 +131,7 @@ NO_MODEL = r"--model must be one of \[\], .*got None"
         (["--model", "softmax_rope"], r"--model must be one of \['stick_breaking'\].*got 'softmax_rope'"),
         (["--set", "attention={stick_breaking: {mass_threshold: 0}}"], NO_MODEL),
         (["--seconds", "0"], r"--seconds must .*got 0\.0"),
+        (["--thresholds", "0", "--set", "evaluation.longest=256"], r"evaluation\.longest must be at least .*got 256"),
         (["--set", "compare=[softmax_rope]"], NO_MODEL),
         (["--set", "attention={stick_breaking: {forget_gate: true}}"], NO_MODEL),
         (["--set", "attention={stick_breaking: {logits: euclidean}}"], NO_MODEL),

@@ -149,6 +149,9 @@ def test_a_stop_writes_what_is_finished(trainer, tmp_path, monkeypatch):
         (["--arms", "softmax_rope"], [], "--arms must name entries of attention of other kinds .* got 'softmax_rope'"),
         (["--shares", "0"], [], r"--shares must be above 0 and at most 1, got \[0.0\]"),
         (["--rate-factors", "0"], [], "--rate-factors must be above 0"),
+        (["--rate-factors", "nan"], [], "--rate-factors must be above 0 and finite"),
+        ([], ["parallel.ranks=2"], r"'logits' contradicts parallel\.ranks = 2"),
+        ([], ["attention.stick_breaking.head_norm=true"], r"attention\.stick_breaking\.head_norm must be False"),
         (["--layers-share", "1"], [], "--layers-share must be between 0 and 1, got 1.0"),
         ([], ["compare=[stick_breaking]"], "compare must name one softmax model with rotary positions"),
         ([], ["evaluation.target_tokens=48"], "the context_length of stage decayed must be"),
@@ -157,6 +160,11 @@ def test_a_stop_writes_what_is_finished(trainer, tmp_path, monkeypatch):
 def test_invalid_options(words, overrides, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         Swap(options_of(*words, overrides=overrides), tmp_path)
+
+
+def test_softmax_recipes_need_no_arms(tmp_path):
+    options = options_of("--recipes", "rope", "--arms", "nothing", overrides=["parallel.ranks=2"])
+    assert Swap(options, tmp_path).known_runs() == []
 
 
 def test_both_configurations_have_the_arms():

@@ -1,5 +1,6 @@
 """The command's arguments, the runs of a sweep, and the files that an experiment writes."""
 
+import argparse
 import json
 import os
 import platform
@@ -99,9 +100,9 @@ def test_interrupted_runs_are_resumed(tmp_path, monkeypatch):
     assert sorted(command[-1] for command in commands) == ["--resume", str(tmp_path / "two")]  # they start together
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_checkpoints_of_finished_runs(keep, tmp_path, monkeypatch):
-    """They are deleted if they are not to be kept: of a run of an earlier call, and of one as soon as it has ended."""
+@pytest.mark.parametrize(("keep", "started_to_keep"), [(True, True), (True, False), (False, True), (False, False)])
+def test_checkpoints_of_finished_runs(keep, started_to_keep, tmp_path, monkeypatch):
+    """They are deleted as soon as a run has ended, if they are not to be kept. An earlier call decided for its runs."""
     code = """
 import sys
 from pathlib import Path
@@ -113,7 +114,7 @@ checkpoints.mkdir(parents=True)
 print(len(others))
 if name == "failed": raise SystemExit(3)
 """
-    config = load_config(TINY)
+    config = load_config(TINY, [f"checkpoint.stage_ends={str(started_to_keep).lower()}"])
     earlier = tmp_path / "earlier"
     for model in config.compare:
         (earlier / model / "checkpoints").mkdir(parents=True)
@@ -128,8 +129,10 @@ if name == "failed": raise SystemExit(3)
     with pytest.raises(sweep.SweepStopped, match="failed ended with status 3"):
         sweep.train_all(TINY, trials, tmp_path, keep_checkpoints=keep)
     left = {str(path.relative_to(tmp_path).parent.parent) for path in tmp_path.glob("*/*/checkpoints")}
-    assert left == ({"earlier", "one", "two", "failed"} if keep else {"failed"})
-    assert (tmp_path / "two.log").read_text() == ("3\n" if keep else "0\n")
+    is_kept = {"failed": True, "one": keep, "two": keep, "earlier": keep or started_to_keep}
+    assert left == {name for name in is_kept if is_kept[name]}
+    seen = len(config.compare) * is_kept["earlier"] + is_kept["one"]
+    assert (tmp_path / "two.log").read_text() == f"{seen}\n"
     assert sweep.is_done(config, earlier), "its results are kept"
 
 
@@ -163,6 +166,14 @@ def test_a_signal_is_forwarded_to_the_runs(tmp_path, monkeypatch):
         sweep.train_all(TINY, [Trial("one", ()), Trial("two", ())], tmp_path, jobs=2)
     assert stop.value.status == 128 + signal.SIGTERM
     assert all((tmp_path / name).read_text().endswith("saved\n") for name in ("one.log", "two.log"))
+
+
+@pytest.mark.parametrize("words", [["--time-limit", "nan"], ["--time-limit", "9", "--run-time", "-1"]])
+def test_invalid_times(words):
+    parser = argparse.ArgumentParser()
+    sweep.add_time_limit_arguments(parser)
+    with pytest.raises(ValueError, match=f"{words[-2]} must be at least 0 seconds, got {words[-1]}"):
+        sweep.limit_of(parser.parse_args(words))
 
 
 def test_a_time_limit_stops_the_runs_and_starts_none_that_it_is_too_short_for(tmp_path, monkeypatch):

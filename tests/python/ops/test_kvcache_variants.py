@@ -154,6 +154,24 @@ def test_an_invalid_argument_raises_an_error(device, changes, error, words):
         sb.stickbreaking_attention_with_kvcache(**{**valid_arguments(), **changes})
 
 
+@pytest.mark.parametrize("flags", [{"key_bias": True}, {"logits": "euclidean"}], ids=str)
+def test_autocast_of_stored_numbers(flags, device):
+    """The columns of a number have another unit in fp16. bf16 and fp32 have the same."""
+    q, k, v = (torch.randn(1, 24, 2, 16, device=device) for _ in range(3))
+    bias = torch.randn(1, 24, 2, device=device) if "key_bias" in flags else None
+    filled = {"cache_seqlens": torch.tensor([24], dtype=torch.int32, device=device)} | flags
+    stored = stored_keys(k, key_bias=bias, logits=flags.get("logits", "dot"))
+    expected = sb.stickbreaking_attention_with_kvcache(q, stored, v, **filled)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        found = sb.stickbreaking_attention_with_kvcache(q, stored, v, **filled)
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=0.1)
+    with (
+        torch.autocast(device, dtype=torch.float16),
+        pytest.raises(TypeError, match=mentions("k_cache dtype autocast Half stored keys biases Float")),
+    ):
+        sb.stickbreaking_attention_with_kvcache(q, stored, v, **filled)
+
+
 @variants
 def test_opcheck(name):
     (q, k, v), options = VariantCase(name, [30, 41], s_q=2, d=16).arguments()

@@ -3,7 +3,9 @@
 import importlib
 import itertools
 import json
+import math
 import re
+import shlex
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -137,6 +139,81 @@ def test_every_layout_is_a_configuration_that_the_trainer_accepts(name):
         assert changed.parallel.sequence_parallel == (layout.tensor > 1)
 
 
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_train_accepts_the_printed_command(path, capsys):
+    """For every stage of every shipped configuration, and every number of GPUs of a host."""
+    printed = 0
+    for stage in load_config(path).stages:
+        for gpus in range(1, 9):
+            words = ["plan", "--config", str(path), "--stage", stage.name, "--memory", "1000", "--gpus", str(gpus)]
+            status, shown = cli.main(words), capsys.readouterr()
+            if status == 2:  # no stick-breaking model, fp32, or no layout: test_bad_arguments_are_one_sentence
+                assert shown.err
+                continue
+            found = shlex.split(shown.out.splitlines()[-1].removeprefix("The first layout: "))
+            assert found[:3] == ["megatron-sb", "train", str(path)]
+            changed = load_config(path, [word.removeprefix("--set=") for word in found[3:]])
+            assert changed.parallel.ranks == gpus
+            printed += 1
+    assert printed >= {"context_extension_1b": 8, "dense_1b": 8, "moe_6_5b": 8}.get(path.stem, 0)
+
+
+UNLIKE_ANY_LAYOUT = (
+    "parallel.comm=a2a+p2p",
+    "stages.0.hierarchical_context_parallel_sizes=[2, 1]",
+    "stages.1.hierarchical_context_parallel_sizes=[2, 4]",
+    "stages.0.pad_multiple=64",
+    "stages.1.pad_multiple=16",
+    "stages.0.rows_per_micro_batch=16",
+    "model.recompute=full",
+    "model.recompute_layers=2",
+    "model.offloaded_inputs=1",
+)
+
+
+@pytest.mark.parametrize("fields", [(), UNLIKE_ANY_LAYOUT], ids=["as it is", "with other fields"])
+def test_overrides_make_the_configuration_of_the_layout(fields):
+    """The trainer accepts both stages, whichever is planned. The other one shares its rows between fewer GPUs."""
+    path = CONFIGS / "context_extension_1b.yaml"
+    config = load_config(path, fields)
+    for index, gpus in itertools.product((0, 1), (1, 2, 4, 8, 16)):
+        found = list(layouts.find_layouts(config, config.stages[index], gpus))
+        assert {layout.recompute for layout in found} == set(layouts.RECOMPUTES)
+        for layout in found[:: max(1, len(found) // 6)]:
+            changed = load_config(path, [*fields, *layouts.overrides(config, index, layout)])
+            expected = layouts.with_layout(config, config.stages[index], layout)
+            assert changed == expected and changed.parallel.comm == "auto"
+            assert changed.stages[index].context_parallel_size == layout.context
+            other = config.stages[1 - index].context_parallel_size
+            fitting = math.gcd(other, gpus // layout.tensor)
+            assert changed.stages[1 - index].context_parallel_size == fitting
+            named = layouts.changes_of_other_stages(config, index, layout)
+            if fitting != other:
+                assert f"context_parallel_size={fitting}" in named[config.stages[1 - index].name]
+            elif not fields:
+                assert not named
+
+
+def test_what_another_stage_keeps():
+    """Its padding and micro-batches if they fit. A stage with few rows shares them between more GPUs."""
+    path = CONFIGS / "context_extension_1b.yaml"
+    fields = ["stages.0.pad_multiple=4", "stages.0.rows_per_micro_batch=64", "stages.0.context_parallel_size=1"]
+    fields += ["parallel.ranks=4", "stages.1.context_parallel_size=4"]
+    config = load_config(path, fields)
+
+    def first_stage(layout, *more):
+        changed = layouts.with_layout(load_config(path, [*fields, *more]), config.stages[1], layout).stages[0]
+        return changed.context_parallel_size, changed.pad_multiple, changed.rows_per_micro_batch
+
+    assert first_stage(Layout(data=4)) == (1, 4, 64)
+    assert first_stage(Layout(data=8)) == (1, 4, 32)
+    assert first_stage(Layout(tensor=8)) == (1, None, 64)
+    few = ("stages.0.rows_per_step=2", "stages.0.rows_per_micro_batch=null", "parallel.ranks=2")
+    few += ("stages.1.context_parallel_size=2",)
+    assert first_stage(Layout(data=2), *few) == (1, 4, None)
+    assert first_stage(Layout(data=8), *few) == (4, None, None)
+
+
 def test_fast_layouts_that_fit_come_first():
     config = load_config(DENSE)
     plans = command.make_plans(config, "stick_breaking", config.stages[0], 8, memory_gib=20)
@@ -183,11 +260,20 @@ def test_a_mixture_has_memory_and_no_speed(capsys):
     assert "No tokens/s: no kernel rates of experts were recorded." in capsys.readouterr().out
 
 
+def test_other_stages_that_change_are_named(capsys):
+    path = str(CONFIGS / "context_extension_1b.yaml")
+    assert cli.main(["plan", "--config", path, "--gpus", "1"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "also changes" in line)
+    assert re.search(mentions("extend_16k context_parallel_size=1"), line) and "extend_64k" not in line
+    assert cli.main(["plan", "--config", path, "--gpus", "4"]) == 0
+    assert "also changes" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--gpus", "0"], "--gpus 1 0"),
-        (["--gpus", "7"], "--gpus 1024 4096 7"),
+        (["--gpus", "7"], "--gpus 1024 4096 7 stages.0.rows_per_step"),
         (["--gpus", "8", "--memory", "0"], "--memory 0 0.0"),
         (["--gpus", "8", "--memory", "nan"], "--memory 0 nan"),
         (["--gpus", "8", "--skipped", "1"], "--skipped 0 0.999 1.0"),

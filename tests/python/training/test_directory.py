@@ -1,5 +1,6 @@
 """A run's directory: which one it is, and that one job at a time writes to it."""
 
+import dataclasses
 import errno
 import fcntl
 import subprocess
@@ -52,6 +53,15 @@ def test_the_newest_run_of_exactly_this_name(tmp_path, monkeypatch):
     found, lock = prepare_directory(CONFIG, None, resume=True)
     lock.close()
     assert found == Path("runs") / own[-1]
+
+
+def test_another_path_to_the_same_initial_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    changed = dataclasses.replace(CONFIG, compare=CONFIG.compare[:1], initial_checkpoint="base/step")
+    (tmp_path / "config.yaml").write_text(to_yaml(changed))
+    directory.refuse_changes(tmp_path, dataclasses.replace(changed, initial_checkpoint=str(tmp_path / "base/step")))
+    with pytest.raises(ValueError, match=r"initial_checkpoint must be '/.*base/step', .* got '/.*base/other'"):
+        directory.refuse_changes(tmp_path, dataclasses.replace(changed, initial_checkpoint="base/other"))
 
 
 @pytest.mark.parametrize("left", ["small/checkpoints/latest", "evaluation/small.short.json", "metrics.jsonl"])

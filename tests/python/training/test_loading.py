@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import sys
 
 import numpy as np
@@ -24,13 +25,14 @@ STEPS += [
     "attention.gated={kind: stick_breaking, forget_gate: true, logits: euclidean}",
 ]
 STEPS += ["model.init_std=0.1"]  # With large weights, gates and distances between queries and keys matter.
-STEPS += ["compare=[stick_breaking, softmax_rope, gated]", "attention.stick_breaking.remainder_bias=true"]
+STEPS += ["attention.dropping={kind: softmax, dropped_in: extended}"]
+STEPS += ["compare=[stick_breaking, softmax_rope, gated, dropping]", "attention.stick_breaking.remainder_bias=true"]
 STEPS += [f"stages.{n}.{field}" for n in (0, 1) for field in ("context_parallel_size=1", "steps=5", "rows_per_step=2")]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run with a stick-breaking model, a softmax model, and a model with forget gates and Euclidean logits."""
+    """A run with a stick-breaking model, two softmax models, and a model with forget gates and Euclidean logits."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "small.yaml").write_text(SMALL_JOB)
     status, _, errors = train(folder / "small.yaml", *STEPS, "--out", folder / "run")
@@ -38,14 +40,25 @@ def run(tmp_path_factory):
     return folder / "run"
 
 
-@pytest.mark.parametrize("name", ["stick_breaking", "softmax_rope", "gated"])
+@pytest.mark.parametrize("name", ["stick_breaking", "softmax_rope", "gated", "dropping"])
 def test_likelihoods_are_those_of_the_evaluation(run, name):
+    assert_likelihoods(run, name, "extended")
+
+
+def test_positions_of_a_run_that_has_not_dropped_them_yet(run, tmp_path):
+    """The newest checkpoint is that of the stage before."""
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "dropping" / "checkpoints" / "latest").write_text("short-000005")
+    assert_likelihoods(tmp_path / "run", "dropping", "short")
+
+
+def assert_likelihoods(run, name, stage):
     config = load_config(run / "config.yaml")
-    evaluation = json.loads((run / "evaluation" / f"{name}.extended.json").read_text())
+    evaluation = json.loads((run / "evaluation" / f"{name}.{stage}.json").read_text())
     windows, num_targets = choose_windows(load_corpus(config), config), config.evaluation.target_tokens
     entry = evaluation["results"][-2]  # within the trained context
     with load_run(run, name) as model:
-        assert model.name == name and model.checkpoint.name == "extended-000005"
+        assert model.name == name and model.checkpoint.name == f"{stage}-000005"
         found = []
         for window in windows:
             tokens = torch.from_numpy(np.array(window[-entry["context"] - 1 :])).long()
@@ -161,6 +174,7 @@ DATA = "data={kind: indexed, paths: [a], vocab_size: 300, end_of_document: 299}"
     ("options", "words"),
     [
         (["--prompt", ""], "--prompt ''"),
+        (["--prompt", "ab\udcff"], r"--prompt UTF-8 'ab\udcff'"),  # as Python reads the byte 0xff
         (["--tokens", "0"], "--tokens 1 0"),
         (["--temperature", "-1"], "--temperature 0 -1.0"),
         (["--temperature", "nan"], "--temperature 0 nan"),

@@ -52,6 +52,11 @@ def refuses_unequal_chunks(group) -> None:
         ),
         mentions(f"document 1 cu_seqlens {multiple + 3} multiple {multiple}"),
     )
+    for field, name in (("layout", "zig"), ("packing", "tight")):  # which have no number of chunks
+        expect_on_every_rank(
+            lambda field=field, name=name: sb.ContextParallelPlan(group, 7, equal_chunks=True, **{field: name}),
+            rf'^raised: {field} must be .*"{name}"',
+        )
 
 
 def refuses_bad_offsets(group) -> None:
@@ -71,8 +76,17 @@ def refuses_bad_offsets(group) -> None:
         )
     expect_on_every_rank(lambda: sb.ContextParallelPlan(group), mentions("seq_len cu_seqlens"))
     expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 0), mentions("seq_len 0 1"))
-    expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 64.0), mentions("seq_len 64.0 int"))
-    expect_on_every_rank(lambda: sb.ContextParallelPlan(group, local_len="8"), mentions("local_len '8' int"))
+    for arguments, expected in (
+        ({"seq_len": 64.0}, "^raised: seq_len must be an int, got 64.0"),
+        ({"seq_len": 2**70}, rf"^raised: seq_len must be from 1 to .*got {2**70}"),
+        ({"local_len": "8"}, "^raised: local_len must be an int, got '8'"),
+        ({"local_len": -1}, "^raised: local_len must be from 0 to .*got -1"),
+        ({"local_len": 2**70}, rf"^raised: local_len must be from 0 to .*got {2**70}"),
+        ({"cu_seqlens": offsets()}, "^raised: cu_seqlens must have .*got none"),
+        ({"cu_seqlens": offsets(), "local_len": 8}, "^raised: cu_seqlens must have .*got none"),
+        ({"cu_seqlens": offsets(0)}, r"^raised: cu_seqlens must end at .*got cu_seqlens\[-1\] = 0"),
+    ):
+        expect_on_every_rank(lambda arguments=arguments: sb.ContextParallelPlan(group, **arguments), expected)
     expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 64, local_len=8), mentions("local_len seq_len 64 8"))
     expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 64, layout="striped"), mentions('layout "striped"'))
     expect_on_every_rank(lambda: sb.ContextParallelPlan(group, 64, layout=3), mentions('layout "layout=3"'))
