@@ -60,6 +60,16 @@ def test_a_trained_model_beside_every_tile_and_softmax(run, measured):
     assert [row["skipped"] for row in named] == [row["skipped"] for row in rows[:6]]
 
 
+def test_a_distilled_model_is_measured_without_its_teacher(run, measured):
+    """The teacher's checkpoint need not exist."""
+    distilled = ["teacher=softmax_rope", "initial_checkpoint=missing", "initial_attention=softmax"]
+    distilled += [f"stages.{n}.loss=logits" for n in (0, 1)]
+    words = [word for override in distilled for word in ("--set", override)]
+    rows, _ = measured("--checkpoint", run / "with_reach" / "checkpoints", "--models", "stick_breaking", *words)
+    assert [row["weights"] for row in rows] == ["trained"] * 3 + ["changed"] * 3
+    assert [row["skipped"] for row in rows[3:]] == [0.0] * 3
+
+
 def test_changed_weights_and_random_tokens(measured):
     rows, _ = measured()
     assert [row["model"] for row in rows] == ["stick_breaking"] * 3 + ["softmax_rope"] * 3
