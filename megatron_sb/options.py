@@ -25,6 +25,21 @@ MAX_REACH = 64
 MAX_HEAD_DIM_EUCLIDEAN = 248  # Euclidean logits take 8 more columns of q and k.
 
 
+def check_head_dim(name: str, head_dim: int, *, extra_columns: bool = False) -> None:
+    """Raise ValueError unless the kernels support a head_dim. extra_columns: of Euclidean logits, or of biases.
+
+    Example:
+        >>> from megatron_sb.options import check_head_dim
+        >>> check_head_dim("head_dim", 256, extra_columns=True)
+        Traceback (most recent call last):
+            ...
+        ValueError: head_dim must be a multiple of 8 and at most 248 with Euclidean logits or biases, got 256.
+    """
+    limit, why = (MAX_HEAD_DIM_EUCLIDEAN, " with Euclidean logits or biases") if extra_columns else (MAX_HEAD_DIM, "")
+    if head_dim % HEAD_DIM_MULTIPLE or head_dim > limit:
+        raise ValueError(f"{name} must be a multiple of {HEAD_DIM_MULTIPLE} and at most {limit}{why}, got {head_dim}.")
+
+
 def check_option_types(scale: object, attend_current: object, mass_threshold: object, reach: object) -> None:
     """Raise TypeError for a wrong type. Other code checks the values: `AttentionOptions`, or a collective operator."""
     if scale is not None:

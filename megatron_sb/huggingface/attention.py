@@ -25,6 +25,7 @@ from megatron_sb.huggingface.operators import (
 )
 from megatron_sb.huggingface.packing import (
     Packing,
+    check_mask_shape,
     document_mask,
     documents_of,
     leftpad_of,
@@ -244,12 +245,15 @@ def attention_mask(
         without columns stands for an unsupported mask; a layer that uses it raises ValueError.
 
     Raises:
-        ValueError: if the cache drops old keys, or the configuration does not state its kind of positions. Some models
-            without that statement request the mask and then compute the attention themselves.
+        ValueError: if attention_mask has a wrong shape, the cache drops old keys, or the configuration does not state
+            its kind of positions. Some models without that statement request the mask and then compute the attention
+            themselves.
     """
     if config is not None:
         _check_position_kind(config)
     _require(kv_offset == 0, "kv_offset (a cache that drops its oldest keys)", kv_offset, "0")
+    if attention_mask is not None:
+        check_mask_shape(attention_mask, batch_size)
     has_rows = attention_mask is not None and attention_mask.shape == (batch_size, q_length) and q_length == kv_length
     if torch.compiler.is_compiling() and mask_function is causal_mask_function and has_rows:
         is_token = attention_mask.to(device=device, dtype=torch.bool)
@@ -263,6 +267,8 @@ def attention_mask(
         if mask is not None:
             return mask
     num_keys = int(q_offset) + q_length  # in a static cache, the filled slots
+    if attention_mask is not None:
+        check_mask_shape(attention_mask, batch_size, num_keys)
     kept = None if attention_mask is None else attention_mask[:, :num_keys].to(device=device, dtype=torch.bool)
     if mask_function is causal_mask_function and num_keys == kv_length and (kept is None or bool(kept.all())):
         return None

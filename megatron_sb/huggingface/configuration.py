@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 from transformers import PreTrainedConfig
 
 from megatron_sb.huggingface.operators import stored_head_dim
-from megatron_sb.options import LayerOptions
+from megatron_sb.options import LayerOptions, check_head_dim
 from megatron_sb.validation import check_counts, check_flag, check_number, head_dim_of
 
 
@@ -21,7 +22,8 @@ class StickBreakingConfig(PreTrainedConfig):
         num_hidden_layers: number of layers. Default 24.
         num_attention_heads: number of query heads. Default 16.
         num_key_value_heads: number of KV heads. Default None: num_attention_heads.
-        head_dim: channels of a head. Default None: hidden_size / num_attention_heads.
+        head_dim: channels of a head, a multiple of 8 and at most 256, with Euclidean logits at most 248. Default None:
+            hidden_size / num_attention_heads.
         attend_current: whether a query attends to its own key. Default False.
         mass_threshold: older keys are skipped once the mass is below this; 0 disables skipping. Default 2**-24.
         logits: "dot" or "euclidean", see `megatron_sb.options.AttentionOptions`. Default "dot".
@@ -55,9 +57,9 @@ class StickBreakingConfig(PreTrainedConfig):
         TypeError: if an option of the attention, qkv_bias, output_router_logits or router_aux_loss_coef has a wrong
             type.
         ValueError: if a size is not an int of at least 1, an option of the attention is out of range (see
-            `megatron_sb.options.LayerOptions`), sizes are not divisible as required, num_experts_per_tok is not in
-            [1, num_experts], router_aux_loss_coef is negative or infinite, or one of the two options of the router is
-            set without experts.
+            `megatron_sb.options.LayerOptions`), head_dim is not supported, sizes are not divisible as required,
+            num_experts_per_tok is not in [1, num_experts], router_aux_loss_coef is negative or infinite, or one of the
+            two options of the router is set without experts.
 
     Example:
         >>> from megatron_sb.huggingface import StickBreakingConfig
@@ -66,7 +68,8 @@ class StickBreakingConfig(PreTrainedConfig):
     """
 
     model_type = "stick_breaking"
-    keys_to_ignore_at_inference = ("cache", "past_key_values", "aux_loss", "router_logits")
+    # A list, because Trainer.evaluate() adds a list to it.
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "past_key_values", "aux_loss", "router_logits"]
 
     vocab_size: int = 32000
     hidden_size: int = 1024
@@ -108,6 +111,7 @@ class StickBreakingConfig(PreTrainedConfig):
         names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         check_counts({name: getattr(self, name) for name in (*names, "num_key_value_heads")})
         self.head_dim = head_dim_of(self.hidden_size, heads, self.head_dim, "num_attention_heads")
+        check_counts({"head_dim": self.head_dim})
         LayerOptions(
             scale=self.attention_multiplier,
             attend_current=self.attend_current,
@@ -118,6 +122,7 @@ class StickBreakingConfig(PreTrainedConfig):
             remainder_bias=self.remainder_bias,
             head_norm=self.head_norm,
         )  # this validates the options
+        check_head_dim("head_dim", self.head_dim, extra_columns=self.logits == "euclidean")
         check_flag("qkv_bias", self.qkv_bias)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(

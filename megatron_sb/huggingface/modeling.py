@@ -224,7 +224,7 @@ def _load_balancing_loss(config: StickBreakingConfig, outputs: MoeModelOutputWit
     Args:
         config: of the model.
         outputs: of the model, with router logits.
-        mask: the attention mask (b, keys so far), 0 for padding, or a `step_mask`. None: no padding.
+        mask: the attention mask (b or 1, keys so far), 0 for padding, or a `step_mask`. None: no padding.
     """
     step = None if mask is None else of_step_mask(mask)
     if step is not None:
@@ -233,8 +233,25 @@ def _load_balancing_loss(config: StickBreakingConfig, outputs: MoeModelOutputWit
     elif mask is not None:
         length, cache = outputs.last_hidden_state.shape[1], getattr(outputs, CACHE_FIELD)
         end = length if cache is None else int(cache.get_seq_length())  # columns before end - length are older keys
-        mask = mask[:, end - length : end] != 0
+        mask = (mask[:, end - length : end] != 0).expand(len(outputs.last_hidden_state), -1)
     return load_balancing_loss_func(outputs.router_logits, config.num_experts, config.num_experts_per_tok, mask)
+
+
+def _given_cache(model: StickBreakingModel, cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
+    """Return the cache of older keys, which has two names. Raise ValueError if it cannot be used."""
+    if cache is not None and past_key_values is not None and cache is not past_key_values:
+        raise ValueError(
+            "past_key_values must be None if cache is given, got another cache. Both names are for the same cache. "
+            "PEFT's prefix tuning passes two caches with transformers 5.24 or later."
+        )
+    cache = past_key_values if cache is None else cache
+    # The backward would compute the layers again.
+    if cache is not None and model.gradient_checkpointing and model.training and torch.is_grad_enabled():
+        raise ValueError(
+            f"cache must be None with gradient checkpointing, got {type(cache).__name__}: the backward would append "
+            "its keys a second time. Call model.gradient_checkpointing_disable(), or use torch.no_grad()."
+        )
+    return cache
 
 
 class StickBreakingModel(StickBreakingPreTrainedModel):
@@ -283,9 +300,9 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
 
         Args:
             input_ids: (b, s). Exactly one of input_ids and inputs_embeds is required.
-            attention_mask: (b, keys so far), 0 for padding. Default None: no padding.
+            attention_mask: (b or 1, keys so far), 0 for padding. Default None: no padding.
             position_ids: (b, s), used only to find document boundaries (where they restart at 0).
-            cache: a cache of older keys and values.
+            cache: a cache of older keys and values. Not valid in training with gradient checkpointing.
             past_key_values: the same, under its name before transformers 5.24.
             inputs_embeds: (b, s, hidden_size).
             use_cache: return a cache. Default None: config.use_cache.
@@ -311,7 +328,7 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         x = x * self.config.embedding_multiplier
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        cache = cache if cache is not None else past_key_values
+        cache = _given_cache(self, cache, past_key_values)
         if use_cache and cache is None and not self.training:
             cache = DynamicCache(config=self.config)
         mask = create_causal_mask(self.config, x, attention_mask, cache)
@@ -432,40 +449,62 @@ class StickBreakingForCausalLM(StickBreakingPreTrainedModel, GenerationMixin):
     def forward(
         self,
         input_ids: Tensor | None = None,
-        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         cache: Cache | None = None,
         past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: int | Tensor | None = None,
-        shift_labels: Tensor | None = None,
         output_router_logits: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
         """Compute logits, and the loss of the next tokens if labels or shift_labels are given.
 
+        The arguments without a description are those of `StickBreakingModel.forward`. transformers reads their names
+        from the signature: its Trainer drops columns of other names, and generate() makes the masks that are named.
+
         Args:
-            input_ids: (b, s).
+            input_ids, attention_mask, position_ids, cache, past_key_values, inputs_embeds: see above.
             labels: (b, s), usually input_ids; -100 excludes a token from the loss.
-            cache: a cache of older keys and values.
-            past_key_values: the same, under its name before transformers 5.24.
+            use_cache, output_hidden_states, output_attentions, cu_seq_lens_q: see above.
             logits_to_keep: number of last tokens to compute logits for (0: all), or their indices. Default 0.
             num_items_in_batch: divisor of the summed loss. Default None: the number of labels.
-            shift_labels: (b, s), the next token of each position, -100 for none. It replaces labels where a row of
-                input_ids is a part of a sequence. Default None: labels, shifted by one.
             output_router_logits: return the router logits and their load-balancing loss, and add this loss, times
                 config.router_aux_loss_coef, to the loss. Default None: config.output_router_logits.
-            kwargs: arguments of `StickBreakingModel.forward`.
+            kwargs: `shift_labels`, (b, s), the next token of each position, -100 for none. It replaces labels where a
+                row of input_ids is a part of a sequence. Default None: labels, shifted by one. Other arguments are
+                ignored.
 
         Returns:
             loss, logits (b, kept tokens, vocab_size), the cache and hidden_states. With output_router_logits also
             aux_loss and router_logits, fp32 (b * s, num_experts) for each layer.
 
         Raises:
-            ValueError: if output_router_logits is True and the model has no experts.
+            ValueError: if output_router_logits is True and the model has no experts, or an argument is not supported.
         """
+        # Not an argument: the Trainer takes every argument with "label" in its name for a required label.
+        shift_labels = kwargs.pop("shift_labels", None)
         keep_routing = _wants_router_logits(self.config, output_router_logits)
-        caches = {"cache": cache, "past_key_values": past_key_values}
-        outputs = self.model(input_ids, **caches, output_router_logits=keep_routing, **kwargs)
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+            cu_seq_lens_q=cu_seq_lens_q,
+            output_router_logits=keep_routing,
+            **kwargs,
+        )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept]) / self.config.logits_scaling
         loss = None
@@ -476,7 +515,7 @@ class StickBreakingForCausalLM(StickBreakingPreTrainedModel, GenerationMixin):
         common = (logits, getattr(outputs, CACHE_FIELD), outputs.hidden_states)
         if not keep_routing:
             return CausalLMOutputWithPast(loss, *common)
-        aux_loss = _load_balancing_loss(self.config, outputs, kwargs.get("attention_mask"))
+        aux_loss = _load_balancing_loss(self.config, outputs, attention_mask)
         if loss is not None:
             loss = loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
         return MoeCausalLMOutputWithPast(loss, aux_loss, *common, router_logits=outputs.router_logits)

@@ -79,6 +79,31 @@ class Packing:
         return cls(tokens_first, tokens_first, cu_seqlens, cu_seqlens)
 
 
+def check_mask_shape(mask: Tensor, batch_size: int, num_keys: int | None = None) -> None:
+    """Raise ValueError unless an attention_mask fits a batch.
+
+    Args:
+        mask: must have 2 dimensions, and a row for each sequence or a single one for all.
+        batch_size: number of sequences, b.
+        num_keys: number of keys so far, which is the smallest number of columns. Default None: it is not checked.
+
+    Example:
+        >>> import torch
+        >>> from megatron_sb.huggingface.packing import check_mask_shape
+        >>> check_mask_shape(torch.ones(2, 5), 2, 8)
+        Traceback (most recent call last):
+            ...
+        ValueError: attention_mask must have shape (2 or 1, at least 8), got (2, 5). Its columns are all keys so far.
+    """
+    if mask.dim() == 2 and mask.shape[0] in (1, batch_size) and (num_keys is None or mask.shape[1] >= num_keys):
+        return
+    columns = "keys so far" if num_keys is None else f"at least {num_keys}"
+    raise ValueError(
+        f"attention_mask must have shape ({batch_size} or 1, {columns}), got {tuple(mask.shape)}. Its columns are all "
+        "keys so far."
+    )
+
+
 def leftpad_of(documents: Tensor) -> Tensor | None:
     """Return the number of padding tokens of each row, int32 (b,).
 
@@ -109,8 +134,8 @@ def step_mask(num_keys: Tensor, padding: Tensor | None, batch_size: int) -> Tens
 
     Args:
         num_keys: int (), the number of filled slots of the cache, with those of the new tokens.
-        padding: bool (b, at least num_keys), False for padding. Default None: no padding. A compiled graph breaks here
-            if it is given, because whether padding is on the left only depends on its values.
+        padding: bool (b or 1, at least num_keys), False for padding. Default None: no padding. A compiled graph breaks
+            here if it is given, because whether padding is on the left only depends on its values.
         batch_size: b.
 
     Returns:
@@ -123,16 +148,18 @@ def step_mask(num_keys: Tensor, padding: Tensor | None, batch_size: int) -> Tens
         tensor([[0, 3],
                 [1, 3]], dtype=torch.int32)
     """
-    leftpad = num_keys.new_zeros(batch_size) if padding is None else _leftpad_of_filled(num_keys, padding)
+    leftpad = num_keys.new_zeros(batch_size) if padding is None else _leftpad_of_filled(num_keys, padding, batch_size)
     if leftpad is None:
         return None
-    columns = [leftpad.int(), num_keys.int().expand(batch_size)]
+    columns = [leftpad.int().expand(batch_size), num_keys.int().expand(batch_size)]
     return torch.stack(columns, dim=1)[..., None, None]
 
 
 @torch.compiler.disable
-def _leftpad_of_filled(num_keys: Tensor, padding: Tensor) -> Tensor | None:
-    return leftpad_of(padding[:, : int(num_keys)].int())
+def _leftpad_of_filled(num_keys: Tensor, padding: Tensor, batch_size: int) -> Tensor | None:
+    length = int(num_keys)
+    check_mask_shape(padding, batch_size, length)
+    return leftpad_of(padding[:, :length].int())
 
 
 def of_step_mask(mask: Tensor) -> tuple[Tensor, Tensor] | None:

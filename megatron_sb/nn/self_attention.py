@@ -14,20 +14,20 @@ from megatron_sb.ops import head_output, stickbreaking_attention, stickbreaking_
 from megatron_sb.ops.context_parallel import ContextParallelPlan, context_parallel_attention
 from megatron_sb.ops.groups import Group
 from megatron_sb.ops.kvcache import KVCache, attend_to_filled
-from megatron_sb.options import COMMS, DEFAULT_MASS_THRESHOLD, HEAD_DIM_MULTIPLE, LAYOUTS, MAX_HEAD_DIM, LayerOptions
+from megatron_sb.options import COMMS, DEFAULT_MASS_THRESHOLD, LAYOUTS, LayerOptions, check_head_dim
 from megatron_sb.validation import check_choice, check_counts, check_number, check_tensor, head_dim_of
 
 
-def _checked_head_dim(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None) -> int:
+def _checked_head_dim(
+    hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None, euclidean: bool
+) -> int:
     """Return head_dim. Raise ValueError if the sizes do not fit each other."""
     sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
     check_counts(sizes if head_dim is None else sizes | {"head_dim": head_dim})
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads must be a divisor of num_heads, {num_heads}, got {num_kv_heads}.")
     used = head_dim_of(hidden_size, num_heads, head_dim)
-    if used % HEAD_DIM_MULTIPLE or used > MAX_HEAD_DIM:
-        name = "hidden_size / num_heads" if head_dim is None else "head_dim"
-        raise ValueError(f"{name} must be a multiple of {HEAD_DIM_MULTIPLE} and at most {MAX_HEAD_DIM}, got {used}.")
+    check_head_dim("hidden_size / num_heads" if head_dim is None else "head_dim", used, extra_columns=euclidean)
     return used
 
 
@@ -42,7 +42,8 @@ class StickBreakingSelfAttention(nn.Module):
         hidden_size: channels of x.
         num_heads: query heads, h.
         num_kv_heads: KV heads, a divisor of num_heads. Default: num_heads.
-        head_dim: channels of a head, d, a multiple of 8 and at most 256. Default: hidden_size / num_heads.
+        head_dim: channels of a head, d, a multiple of 8 and at most 256, with Euclidean logits at most 248. Default:
+            hidden_size / num_heads.
         bias: whether the two projections have biases. Default: False.
         remainder_bias: whether to add the mass times a learnable vector for each head to the attention's output (paper
             eq. 14). The parameter remainder_bias (h * d,) starts at 0. Default: False.
@@ -106,7 +107,7 @@ class StickBreakingSelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.head_dim = _checked_head_dim(hidden_size, num_heads, num_kv_heads, head_dim)
+        self.head_dim = _checked_head_dim(hidden_size, num_heads, num_kv_heads, head_dim, logits == "euclidean")
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
         # As head_output does when it is called.
         check_number("norm_eps", norm_eps, "a finite number of at least 1e-30", lambda x: 1e-30 <= x < math.inf)

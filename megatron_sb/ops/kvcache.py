@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 
 from megatron_sb.ops import attention
-from megatron_sb.options import DEFAULT_MASS_THRESHOLD, LOGITS, AttentionOptions
-from megatron_sb.validation import check_choice, check_counts, check_flag, check_optional_tensors, check_tensor
+from megatron_sb.options import DEFAULT_MASS_THRESHOLD, LOGITS, AttentionOptions, check_head_dim
+from megatron_sb.validation import (
+    check_choice,
+    check_counts,
+    check_flag,
+    check_number,
+    check_optional_tensors,
+    check_tensor,
+)
 
 # Columns of a variant, after the channels of a key: first those that Euclidean logits and biases share, then the gate,
 # which is the sum of its first three columns.
@@ -279,8 +286,8 @@ class KVCache:
         batch_size: number of sequences, b.
         max_len: most positions of a sequence.
         num_kv_heads: KV heads, h_kv.
-        head_dim: channels of a key, d.
-        head_dim_v: channels of a value, d_v. Default: head_dim.
+        head_dim: channels of a key, d, a multiple of 8 and at most 256, with Euclidean logits or biases at most 248.
+        head_dim_v: channels of a value, d_v, a multiple of 8 and at most 256. Default: head_dim.
         logits: "dot" or "euclidean".
         forget_gate: whether keys have forget gates.
         key_bias: whether keys have biases. Pass key_bias to the calls that read the cache. Default: False.
@@ -295,7 +302,8 @@ class KVCache:
         length: number of filled positions.
 
     Raises:
-        ValueError: If a size is not an int of at least 1.
+        TypeError: If an option has a wrong type.
+        ValueError: If a size is not an int of at least 1, or an option or a number of channels is not supported.
 
     Example:
         >>> import torch
@@ -324,6 +332,14 @@ class KVCache:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         sizes = {"batch_size": batch_size, "max_len": max_len, "num_kv_heads": num_kv_heads}
         check_counts(sizes | {"head_dim": head_dim, "head_dim_v": head_dim_v})
+        AttentionOptions(scale=scale, logits=logits)  # this validates both
+        check_flag("key_bias", key_bias)
+        check_head_dim("head_dim", head_dim, extra_columns=logits == "euclidean" or key_bias)
+        check_head_dim("head_dim_v", head_dim_v)
+        if key_bias and scale is not None:
+            least = torch.finfo(torch.float32).tiny  # the columns hold key_bias / scale
+            expected = f"a number of magnitude at least {least:.6g} with key_bias=True"
+            check_number("scale", scale, expected, lambda x: abs(x) >= least)
         rows, kind = (batch_size, max_len, num_kv_heads), {"device": device, "dtype": dtype}
         width = stored_head_dim(head_dim, logits=logits, forget_gate=forget_gate, key_bias=key_bias)
         self.k, self.v = torch.empty(*rows, width, **kind), torch.empty(*rows, head_dim_v, **kind)

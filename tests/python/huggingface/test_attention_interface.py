@@ -11,7 +11,15 @@ import torch
 from support import decoders
 from support.decoders import chosen, padded
 from support.messages import mentions
-from transformers import AttentionInterface, AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    BloomConfig,
+    DynamicCache,
+    GPT2Config,
+    LlamaConfig,
+    StaticCache,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import megatron_sb as sb
@@ -154,6 +162,47 @@ def test_packed_documents(make, use_cache, given_by):
         whole = logits(model, torch.cat(rows, 1))
         torch.testing.assert_close(logits(model, torch.cat(rows, 1), **documents), whole, atol=1e-5, rtol=1e-4)
         assert (whole - alone).abs().max() > 1e-3
+
+
+BOTH_MODELS = pytest.mark.parametrize(
+    "make", [lambda: make_model(without_rotation()), make_stick_breaking_model], ids=["llama", "stickbreaking"]
+)
+
+
+@BOTH_MODELS
+@pytest.mark.parametrize("shape", [(8,), (2, 1, 8), (3, 8), (2, 7)])
+def test_masks_of_a_wrong_shape(make, shape):
+    with pytest.raises(ValueError, match=mentions("attention_mask 8") + f".*{re.escape(str(shape))}"):
+        make()(tokens(2, 8), attention_mask=torch.ones(shape, dtype=torch.long))
+
+
+@BOTH_MODELS
+@pytest.mark.parametrize("columns", [1, 8])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_masks_must_cover_the_cache(make, cache, columns):
+    """With a mask of the new tokens alone, the keys in the cache would have no mask."""
+    model, ids = make(), tokens(2, 9)
+    cache = DynamicCache(config=model.config) if cache == "dynamic" else StaticCache(model.config, max_cache_len=16)
+    with torch.no_grad():
+        model(ids[:, :8], past_key_values=cache)
+        with pytest.raises(ValueError, match=mentions("attention_mask 9") + rf".*\(2, {columns}\)"):
+            model(ids[:, 8:], attention_mask=torch.ones(2, columns, dtype=torch.long), past_key_values=cache)
+
+
+@BOTH_MODELS
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_mask_of_one_row(make, cache, side):
+    """It is the mask of every row, for a prompt and for a step. Columns after the keys are ignored."""
+    model, ids, mask = make(), tokens(2, 9), torch.ones(1, 9, dtype=torch.long)
+    mask[:, slice(0, 3) if side == "left" else slice(5, 8)] = 0
+    expected = logits(model, ids, attention_mask=mask.expand(2, 9))
+    cache = DynamicCache(config=model.config) if cache == "dynamic" else StaticCache(model.config, max_cache_len=16)
+    with torch.no_grad():
+        prompt = model(ids[:, :8], attention_mask=mask, past_key_values=cache).logits
+        step = model(ids[:, 8:], attention_mask=mask, past_key_values=cache).logits
+    found = torch.cat([prompt, step], 1)
+    torch.testing.assert_close(found[:, mask[0] > 0], expected[:, mask[0] > 0], atol=1e-5, rtol=1e-4)
 
 
 def test_bounds_must_match_the_row():

@@ -170,6 +170,33 @@ def test_padding_and_generation(cache, variant):
     assert in_chunks == expected[0]
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_generation_finds_the_padding(use_cache):
+    """Without a mask, generate() takes tokens with pad_token_id on the left for padding."""
+    model, rows = make_model(), [tokens(1, 9), tokens(1, 4)]
+    ids, mask = decoders.padded(rows)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "use_cache": use_cache}
+    found = model.generate(ids, **options)
+    assert torch.equal(found, model.generate(ids, attention_mask=mask, **options))
+    assert found[:, 9:].tolist() == [decoders.chosen(model, row, 6) for row in rows]
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_second_turn_computes_only_new_tokens(cache, padding):
+    """generate() of the whole conversation, with the cache of the first turn and without a mask."""
+    model, prompts, new = make_model(), [tokens(1, 10), tokens(1, 4 if padding else 10)], tokens(2, 4)
+    cache = DynamicCache(config=model.config) if cache == "dynamic" else StaticCache(model.config, max_cache_len=48)
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, CACHE_FIELD: cache}
+    whole = torch.cat([model.generate(decoders.padded(prompts)[0], **options), new], 1)
+    lengths = []
+    model.model.register_forward_pre_hook(lambda _, arguments: lengths.append(arguments[0].shape[1]))
+    found = model.generate(whole, **options)[:, whole.shape[1] :].tolist()
+    assert lengths == [5, 1, 1]  # the last token of the first turn is not in the cache
+    rows = [row[10 - prompt.shape[1] :][None] for row, prompt in zip(whole, prompts, strict=True)]
+    assert found == [decoders.chosen(model, row, 3) for row in rows]
+
+
 @pytest.mark.parametrize("padding", [None, "left", "right"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("variant", ["gates", "Euclidean", "gates, Euclidean"])
@@ -199,6 +226,15 @@ def test_cache_under_both_names(name):
     model(ids[:, :7], **{name: cache})
     assert cache.get_seq_length() == 7
     torch.testing.assert_close(model(ids[:, 7:], **{name: cache}).logits, whole[:, 7:], atol=1e-4, rtol=1e-4)
+
+
+def test_two_caches():
+    """They are one argument with two names."""
+    model, ids, cache = make_model(), tokens(1, 4), DynamicCache()
+    model(ids, cache=cache, past_key_values=cache)
+    with pytest.raises(ValueError, match=mentions("cache past_key_values None")):
+        model(ids, cache=cache, past_key_values=DynamicCache())
+    assert cache.get_seq_length() == 4
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -243,6 +279,23 @@ def test_loss_and_gradients(variant):
             torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-5, rtol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_refuses_a_cache(reentrant):
+    """The backward would append the keys twice. Without gradients, and without a cache, training mode is as before."""
+    model, ids = make_model().train(), tokens(2, 12)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=24)):
+        with torch.no_grad():
+            model(ids[:, :6], **{CACHE_FIELD: cache})
+        for part in (model, model.model):
+            with pytest.raises(ValueError, match=mentions(f"cache None gradient checkpointing {type(cache).__name__}")):
+                part(ids[:, 6:], **{CACHE_FIELD: cache})
+        assert int(cache.get_seq_length()) == 6
+    made = model(ids, labels=ids, use_cache=True)
+    assert getattr(made, CACHE_FIELD) is None
+    made.loss.backward()
+
+
 def test_hidden_states_and_kept_logits():
     model, ids = make_model(), tokens(1, 8)
     made = model(ids, output_hidden_states=True, logits_to_keep=2)
@@ -261,6 +314,11 @@ def test_hidden_states_and_kept_logits():
         ({"mass_threshold": 1.0}, "mass_threshold 1.0"),
         ({"logits": "cosine"}, "logits 'dot' 'euclidean' 'cosine'"),
         ({"attention_multiplier": float("inf")}, "scale inf"),
+        ({"head_dim": 7}, "head_dim multiple 8 256 7"),
+        ({"head_dim": 264}, "head_dim 256 264"),
+        ({"head_dim": 0}, "head_dim 1 0"),
+        ({"hidden_size": 48}, "head_dim multiple 8 12"),
+        ({"head_dim": 256, "logits": "euclidean"}, "head_dim 248 Euclidean 256"),
         ({"num_experts": 4}, "num_experts_per_tok None num_experts 4"),
         ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok 5 num_experts 4"),
     ],

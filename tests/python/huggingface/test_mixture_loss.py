@@ -338,6 +338,17 @@ def test_defaults_and_invalid_calls():
     assert model(tokens(1, 4), output_router_logits=False).logits.shape == (1, 4, VOCAB)
 
 
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_a_mask_of_one_row(use_cache):
+    """It counts as the mask of every row."""
+    model, ids, mask = decoders.make_model(**SIZES), tokens(2, 8), torch.ones(1, 8, dtype=torch.long)
+    mask[0, :3] = 0
+    options = {"output_router_logits": True, "use_cache": use_cache}
+    expected = model(ids, attention_mask=mask.expand(2, 8), **options).aux_loss
+    assert torch.equal(model(ids, attention_mask=mask, **options).aux_loss, expected)
+    assert (model(ids, **options).aux_loss - expected).abs() > 1e-4
+
+
 @pytest.mark.parametrize("items", [None, 7])
 def test_labels_that_are_shifted_before_the_model(items):
     """The halves of a row, with the next token of each position, have the loss and the logits of the row."""

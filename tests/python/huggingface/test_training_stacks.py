@@ -4,8 +4,15 @@ from functools import partial
 
 import pytest
 import torch
-from support.decoders import EXPERTS, GATES, HEAD_VECTORS
-from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainerCallback, TrainingArguments
+from support.decoders import EXPERTS, GATES, HEAD_VECTORS, chosen, padded
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
 
 from megatron_sb.huggingface import StickBreakingConfig, StickBreakingForCausalLM, byte_tokenizer, without_positions
 
@@ -114,6 +121,53 @@ def test_trainer_with_gradient_checkpointing(make_model, reentrant, tmp_path):
         for name, gradient in expected.items():
             assert gradient.abs().max() > 0, name
             assert torch.equal(found[name], gradient), f"{name}, step {step + 1}"
+
+
+MASKED = [
+    {"attention_mask": [0, 0, 0, 1, 1, 1, 1, 1], "labels": [-100] * 3 + [5, 6, 7, 8, 9]},
+    {"attention_mask": [1] * 8, "labels": [1, 2, 3, 4, 5, 6, 7, 8]},
+]
+PACKED = [{"position_ids": [0, 1, 2, 3, 0, 1, 2, 3], "labels": list(range(first, first + 8))} for first in (3, 40)]
+BALANCED = {**EXPERTS, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+
+
+@pytest.mark.parametrize("fields", [HEAD_VECTORS, BALANCED], ids=["head vectors", "experts"])
+@pytest.mark.parametrize(("column", "rows"), [("attention_mask", MASKED), ("position_ids", PACKED)])
+def test_trainer_keeps_columns(column, rows, fields, tmp_path):
+    """The Trainer drops columns that no argument of the model is named after. It evaluates the loss of the labels."""
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+    datasets = pytest.importorskip("datasets", reason="needs datasets")
+    model = make_stick_breaking_model(**fields, initializer_range=0.3)
+    data = datasets.Dataset.from_list(
+        [{**row, "input_ids": [max(label, 0) for label in row["labels"]]} for row in rows]
+    )
+    options = {"train_dataset": data, "eval_dataset": data, "data_collator": default_data_collator}
+    trainer = Trainer(model, TrainingArguments(**arguments(tmp_path)), **options)
+    assert trainer.label_names == ["labels"]
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert batch.keys() == {"input_ids", "labels", column}
+    whole = {name: torch.tensor(data[name]) for name in batch}
+    expected = model(**whole).loss
+    torch.testing.assert_close(trainer.compute_loss(model, batch), expected, atol=1e-5, rtol=1e-5)
+    found = trainer.evaluate()["eval_loss"]
+    torch.testing.assert_close(torch.tensor(found), expected.detach(), atol=1e-5, rtol=1e-5)
+    del whole[column]
+    assert (model(**whole).loss - expected).abs() > 1e-3
+
+
+@each_model
+def test_prompt_tuning_generates(make_model):
+    """Without a cache: with a cache, PEFT 0.21 inserts its virtual tokens in every step (transformers 5.24)."""
+    peft = pytest.importorskip("peft", reason="needs peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(make_model(initializer_range=0.3), config).eval()
+    rows = [torch.arange(5, 14)[None], torch.arange(30, 34)[None]]
+    ids, mask = padded(rows)
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "use_cache": False}
+    found = model.generate(input_ids=ids, attention_mask=mask, **options)[:, -4:]
+    for row, new in zip(rows, found.tolist(), strict=True):
+        alone = model.generate(input_ids=row, **options)[0, -4:]
+        assert new == alone.tolist() == chosen(model, row, 4)
 
 
 class Loop:

@@ -153,6 +153,7 @@ INVALID_SIZES = {
     "num_heads does not divide hidden_size": ((66, 4), {}, "hidden_size 66"),
     "head_dim is no multiple of 8": ((48, 4), {}, "hidden_size num_heads 12"),
     "head_dim above 256": ((64, 4), {"head_dim": 264}, "head_dim 264"),
+    "head_dim above 248": ((64, 4), {"head_dim": 256, "logits": "euclidean"}, "head_dim 248 Euclidean 256"),
 }
 
 

@@ -232,3 +232,29 @@ class TestModule:
             cache.append(k, v[:, :4])
         with pytest.raises(ValueError, match=mentions("max_len 0")):
             sb.KVCache(2, 0, 3, 16)
+
+    @pytest.mark.parametrize(
+        ("options", "error", "words"),
+        [
+            ({"head_dim": 7}, ValueError, "head_dim 8 256 7"),
+            ({"head_dim": 264}, ValueError, "head_dim 256 264"),
+            ({"head_dim_v": 12}, ValueError, "head_dim_v 8 256 12"),
+            ({"head_dim": 256, "logits": "euclidean"}, ValueError, "head_dim 248 256"),
+            ({"head_dim": 256, "key_bias": True}, ValueError, "head_dim 248 256"),
+            ({"logits": "cosine"}, ValueError, "logits 'dot' 'euclidean' 'cosine'"),
+            ({"scale": "a"}, TypeError, "scale number str"),
+            ({"scale": float("inf")}, ValueError, "scale finite inf"),
+            ({"scale": 0.0, "key_bias": True}, ValueError, "scale key_bias=True 0.0"),
+            ({"forget_gate": 1}, TypeError, "forget_gate True False int"),
+            ({"key_bias": "yes"}, TypeError, "key_bias True False str"),
+        ],
+    )
+    def test_invalid_options(self, options, error, words):
+        """A cache raises an error before it is filled."""
+        with pytest.raises(error, match=mentions(words)):
+            sb.KVCache(2, 8, 3, **{"head_dim": 16} | options)
+
+    def test_largest_heads(self):
+        assert sb.KVCache(1, 2, 1, 256, forget_gate=True).k.shape[-1] == 264
+        assert sb.KVCache(1, 2, 1, 248, 256, logits="euclidean", key_bias=True, scale=-0.1).k.shape[-1] == 256
+        assert sb.KVCache(1, 2, 1, 16, scale=0.0).length == 0
