@@ -79,7 +79,7 @@ def _check_attention(config: TrainingConfig, folder: Path) -> None:
 
 
 def _check_own_weights(config: TrainingConfig, folder: Path, metadata: Metadata) -> None:
-    """Check that the checkpoint has the weights of the attention's options. A job does not initialise some weights."""
+    """Check that the checkpoint has the weights of the attention's options: a job that starts from it makes none."""
     (model,) = config.compare
     names = getattr(config.attention[model], "layers", (model,))  # of mixed attention
     for name, (option, part) in itertools.product(dict.fromkeys(names), OWN_WEIGHTS.items()):
