@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from pandas import DataFrame
+from tqdm import tqdm
 
 from megatron_sb.experiments import sweep, tables, thresholds, trained
 from megatron_sb.experiments.attention_times import PASSES, time_cases
@@ -68,11 +69,12 @@ def run(options: argparse.Namespace) -> int:
         loading.trained_engine(folder, single_rank_config, model) as engine,
     ):
         entries, device = measure(engine, single_rank_config, options.seconds), trained.device_of(single_rank_config)
+        compared = []
+        if options.thresholds:
+            compared = thresholds.measure(engine, single_rank_config, options.thresholds, options.seconds)
     results = {"model": model, "mass_threshold": config.attention[model].mass_threshold, "entries": entries}
     table = to_tables(entries)
-    if options.thresholds:
-        with trained.threads(single_rank_config.parallel.threads_per_rank):
-            compared = thresholds.measure(folder, single_rank_config, model, options.thresholds, options.seconds)
+    if compared:
         results["thresholds"] = compared
         table += "\n" + thresholds.to_table(compared)
     tables.write_results(sweep.output_folder(options), results, table, draw(entries), device)
@@ -106,7 +108,7 @@ def measure(engine: Any, config: TrainingConfig, seconds: float) -> list[dict[st
     corpus = load_corpus(config)
     windows = choose_windows(corpus, config)
     entries = []
-    for context in config.evaluation_lengths(config.stages[-1]):
+    for context in tqdm(config.evaluation_lengths(config.stages[-1]), "skipping", unit="length"):
         shares: dict[int, list[np.ndarray]] = {}
         times: dict[int, dict[str, list[float]]] = {}
 

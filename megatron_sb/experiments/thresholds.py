@@ -7,18 +7,16 @@ so the standard error of the difference is over the differences of single window
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pandas import DataFrame
+from tqdm import tqdm
 
 from megatron_sb.experiments import tables
 from megatron_sb.experiments.attention_times import PASSES, time_cases
-from megatron_sb.training import loading
 from megatron_sb.training.config import TrainingConfig
 
 
@@ -58,15 +56,14 @@ def contexts_of(config: TrainingConfig) -> list[int]:
     return [length for length in config.evaluation_lengths(last) if length >= last.context_length]
 
 
-def measure(
-    run: Path, config: TrainingConfig, model: str, thresholds: Sequence[float], seconds: float
-) -> list[dict[str, Any]]:
+def measure(engine: Any, config: TrainingConfig, thresholds: Sequence[float], seconds: float) -> list[dict[str, Any]]:
     """Measure every threshold at the trained context length and all longer ones of the evaluation.
 
+    The engine has the last threshold afterwards.
+
     Args:
-        run: folder of the finished run.
-        config: its configuration, for one rank.
-        model: a stick-breaking model of config.compare.
+        engine: `loading.trained_engine` of a stick-breaking model.
+        config: the configuration of its run, for one rank.
         thresholds: the first one is what the others are compared with.
         seconds: duration of each measurement of a time.
 
@@ -85,13 +82,12 @@ def measure(
     scores: dict[tuple[int, float], np.ndarray] = {}
     skipped: dict[tuple[int, float], float] = {}
     times: dict[int, dict[str, list[float]]] = {}
-    for threshold in thresholds:
-        with loading.trained_engine(run, _with_threshold(config, model, threshold), model) as engine:
-            for context in contexts:
-                scores[context, threshold] = _nll_of_windows(engine, corpus, windows, config, context)
-                skipped[context, threshold] = _skipped_share(engine, corpus, windows, context)
-                if threshold == thresholds[0]:
-                    times[context] = _milliseconds(engine, corpus, windows[0], context, thresholds, seconds)
+    for context in tqdm(contexts, "thresholds", unit="length"):
+        times[context] = _milliseconds(engine, corpus, windows[0], context, thresholds, seconds)
+        for threshold in thresholds:
+            engine.set_mass_threshold(threshold)
+            scores[context, threshold] = _nll_of_windows(engine, corpus, windows, config, context)
+            skipped[context, threshold] = _skipped_share(engine, corpus, windows, context)
     entries = []
     for context in contexts:
         for index, threshold in enumerate(thresholds):
@@ -112,11 +108,6 @@ def measure(
                 }
             )
     return entries
-
-
-def _with_threshold(config: TrainingConfig, model: str, threshold: float) -> TrainingConfig:
-    changed = dataclasses.replace(config.attention[model], mass_threshold=threshold)
-    return dataclasses.replace(config, attention={**config.attention, model: changed})
 
 
 def _nll_of_windows(

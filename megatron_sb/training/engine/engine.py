@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_sb.baselines.softmax import RotaryScaling
 from megatron_sb.megatron import versions
-from megatron_sb.megatron.core_attention import shared_plans
+from megatron_sb.megatron.core_attention import set_mass_threshold, shared_plans
 from megatron_sb.megatron.gates import GateLossScale
 from megatron_sb.megatron.statistics import AttentionCounts, AttentionInputs, captured, observed, watched
 from megatron_sb.megatron.weights import has_optimizer_of_attention, write_attention_kind
@@ -218,6 +218,10 @@ class Engine:
         """Run a forward without gradients that calls `look` in every stick-breaking layer; see `statistics.watched`."""
         with watched(self._model, look):
             self.likeliest_tokens(batch)
+
+    def set_mass_threshold(self, threshold: float) -> None:
+        """Set the `mass_threshold`, in [0, 1), of every stick-breaking layer. A checkpoint does not keep it."""
+        set_mass_threshold(self._model, threshold)
 
     def scale_positions(self, kind: str, factor: float) -> None:
         """Set how rotary positions are scaled; see `megatron_sb.baselines.softmax.RotaryScaling`."""
