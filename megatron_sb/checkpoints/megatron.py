@@ -86,10 +86,10 @@ def check_one_epsilon(config: StickBreakingConfig) -> None:
 
 
 def check_one_kind(kind: str, folder: Path) -> None:
-    """Raise ValueError for a model with layers of several kinds, which no other format has."""
-    if kind == "mixed":
+    """Raise ValueError for a model with layers of several kinds or gated delta nets, which no other format has."""
+    if kind not in ("stick_breaking", "softmax"):
         raise InputError(
-            f"the kind of attention must be 'stick_breaking' or 'softmax' to convert {folder}, got 'mixed'. Use it in "
+            f"the kind of attention must be 'stick_breaking' or 'softmax' to convert {folder}, got {kind!r}. Use it in "
             "the trainer: load_run reads it, and initial_checkpoint trains it further."
         )
 
@@ -102,8 +102,8 @@ def attention_of(training: TrainingConfig, folder: Path) -> LayerAttentionConfig
         folder: folder of the checkpoint. In RUN/MODEL/checkpoints/STEP, MODEL is the name of the model.
 
     Raises:
-        ValueError: if the model has mixed layers, or softmax attention with forget gates. Or if the folder does not
-            name the model, and the run does not have exactly one stick-breaking model.
+        ValueError: if the model has mixed layers, gated delta nets, or softmax attention with forget gates. Or if the
+            folder does not name the model, and the run does not have exactly one stick-breaking model.
     """
     model = folder.resolve().parent.parent.name
     if model not in training.attention:

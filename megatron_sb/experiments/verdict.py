@@ -29,11 +29,13 @@ from megatron_sb.experiments.sweep import Trial
 from megatron_sb.training.config import (
     AttentionConfig,
     ConfigError,
+    GatedDeltaNetConfig,
     MixedAttentionConfig,
     SoftmaxAttentionConfig,
     StageConfig,
     StickBreakingAttentionConfig,
     TrainingConfig,
+    check_packages,
     load_config,
 )
 from megatron_sb.validation import InputError
@@ -143,6 +145,7 @@ class Verdict:
         for arm in self.arms:
             if arm not in self.config.compare:
                 raise InputError(f"--arms must name models of compare, which are {self.config.compare}, got {arm!r}.")
+        check_packages(self.config, self.arms)
         self.rates = self.recall_rates = tuple(dict.fromkeys(options.learning_rates or _rates_around(self.config)))
         if not 0 < options.rate_share <= 1:
             raise InputError(f"--rate-share must be above 0 and at most 1, got {options.rate_share}.")
@@ -316,10 +319,10 @@ class Verdict:
         Mixed layers are not measured: the configuration of recall lacks the entries that they name.
         """
         attention = self.config.attention[arm]
-        if isinstance(attention, StickBreakingAttentionConfig):
-            return True
         if isinstance(attention, MixedAttentionConfig):
             return False
+        if not isinstance(attention, SoftmaxAttentionConfig):
+            return True
         layers = load_config(str(self._recall_path)).model.num_layers
         return attention.dropped_in is None and (attention.global_interval or 0) <= layers
 
@@ -422,8 +425,8 @@ def family_of(attention: AttentionConfig) -> str:
     """
     if isinstance(attention, StickBreakingAttentionConfig):
         return "stick-breaking"
-    if isinstance(attention, MixedAttentionConfig):
-        return "mixed"
+    if isinstance(attention, (MixedAttentionConfig, GatedDeltaNetConfig)):
+        return attention.kind
     if attention.global_interval is not None:
         return "windows"
     return "forget gates" if attention.forget_gate else attention.position

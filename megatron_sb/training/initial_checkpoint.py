@@ -13,7 +13,7 @@ from megatron_sb.megatron.integrity import check_files
 from megatron_sb.megatron.metadata import read_metadata
 from megatron_sb.megatron.shards import SHARD
 from megatron_sb.megatron.weights import EXTRA_STATE, belongs_to_optimizer, read_attention_kind
-from megatron_sb.training.config import SoftmaxAttentionConfig, TrainingConfig, count_parameters
+from megatron_sb.training.config import GatedDeltaNetConfig, SoftmaxAttentionConfig, TrainingConfig, count_parameters
 from megatron_sb.validation import InputError
 
 OF_ATTENTION = (".core_attention.", ".gate_proj.")  # in names of weights that not every kind of attention has
@@ -92,7 +92,8 @@ def _check_own_weights(config: TrainingConfig, folder: Path, metadata: Metadata)
 
 
 def _check_sizes(config: TrainingConfig, folder: Path, metadata: Metadata) -> None:
-    """Compare the numbers of weights. Weights that depend on the kind of attention do not count."""
+    """Compare the numbers of weights. Those that stick-breaking and softmax attention differ in do not count."""
+    (model,) = config.compare
     entries = metadata.state_dict_metadata
     if any(name.startswith(SHARD) for name in entries):
         return  # shards of a CPU's tensor-parallel ranks, which repeat some weights
@@ -104,7 +105,9 @@ def _check_sizes(config: TrainingConfig, folder: Path, metadata: Metadata) -> No
         and EXTRA_STATE not in name
         and not any(part in name for part in OF_ATTENTION)
     )
-    expected = count_parameters(config.model, SoftmaxAttentionConfig(), config.vocab_size).total
+    attention = config.attention_of_layers(model)
+    layers = [each if isinstance(each, GatedDeltaNetConfig) else SoftmaxAttentionConfig() for each in attention]
+    expected = count_parameters(config.model, layers, config.vocab_size).total
     if found != expected:
         raise InputError(
             f"initial_checkpoint must hold a model of the configured sizes, {expected:,} weights, got {folder} with "

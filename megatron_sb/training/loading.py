@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_sb.training.checkpoint import check_whole, load, newest_checkpoint, read_progress
-from megatron_sb.training.config import ConfigError, ParallelConfig, TrainingConfig, load_config, needs_gpu
+from megatron_sb.training.config import (
+    ConfigError,
+    ParallelConfig,
+    TrainingConfig,
+    check_packages,
+    load_config,
+    needs_gpu,
+)
 from megatron_sb.training.config.checks import check
 from megatron_sb.training.data import PackedBatch
 from megatron_sb.validation import InputError, MissingFileError, check_choice
@@ -132,6 +139,7 @@ def _open_newest(run: Path, config: TrainingConfig, model: str) -> Iterator[tupl
     silence_warnings()
     from megatron_sb.training.engine.engine import Engine
 
+    check_packages(config, [model])
     cuda = on_gpu(config)
     if config.parallel.device == "cuda" and not cuda:
         raise ConfigError("the device must be 'cpu' or 'auto' without a GPU, got 'cuda'. Use a machine with a GPU.")

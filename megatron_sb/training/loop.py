@@ -32,8 +32,8 @@ from megatron_sb.validation import InputError
 def import_engine() -> Any:
     """Return the class `Engine`, imported without flash-linear-attention.
 
-    Megatron-Core imports that package, if it is installed, for gated delta nets, which no model of the trainer has. The
-    import takes ten seconds, because it includes transformers.
+    Megatron-Core imports that package, if it is installed, for its own gated delta nets, which no model of the trainer
+    has. The import takes ten seconds, because it includes transformers. The trainer's `GatedDeltaNet` imports it later.
     """
     hidden = "fla" not in sys.modules
     if hidden:

@@ -61,8 +61,10 @@ def choose_device(config: TrainingConfig) -> torch.device:
     """Return this rank's device.
 
     Raises:
-        ConfigError: The number of ranks differs from parallel.ranks, or the configuration needs more GPUs.
+        ConfigError: The number of ranks differs from parallel.ranks, or the configuration needs more GPUs, or a package
+            that is not installed.
     """
+    configuration.check_packages(config, config.compare)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     num_gpus = torch.cuda.device_count()
     wanted = config.parallel.device

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_sb.training.config import TrainingConfig, count_parameters
+from megatron_sb.training.config import GatedDeltaNetConfig, TrainingConfig, count_parameters
 
 
 def model_flops(config: TrainingConfig, name: str, vocab_size: int, bounds: Sequence[np.ndarray]) -> float:
@@ -14,7 +15,8 @@ def model_flops(config: TrainingConfig, name: str, vocab_size: int, bounds: Sequ
 
     Weights take 6 operations for each token and active weight. Attention takes 6 * num_heads * head_dim * L**2 for each
     layer and document of L tokens: half of the matrix is masked, as in Megatron's count. A sliding window does not
-    reduce the count.
+    reduce the count. A gated delta net takes 18 operations for each token and number of its state: three products of
+    the state with a vector.
 
     Args:
         config: the job's configuration.
@@ -27,5 +29,10 @@ def model_flops(config: TrainingConfig, name: str, vocab_size: int, bounds: Sequ
     if not model.tie_word_embeddings:  # a lookup is not a matrix product
         weights -= model.padded_vocab_size(vocab_size) * model.hidden_size
     lengths = np.concatenate([np.diff(row) for row in bounds]).astype(np.float64)
-    attention = model.num_layers * model.num_heads * model.head_dim * (lengths**2).sum()
+    attention = 0.0
+    for layer in config.attention_of_layers(name):
+        if isinstance(layer, GatedDeltaNetConfig):
+            attention += 3 * math.prod(layer.sizes(model)) * lengths.sum()
+        else:
+            attention += model.num_heads * model.head_dim * (lengths**2).sum()
     return float(6 * (weights * lengths.sum() + attention))

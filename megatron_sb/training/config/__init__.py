@@ -10,7 +10,7 @@ Example:
 
 import warnings
 
-from megatron_sb.training.config.checks import needs_gpu
+from megatron_sb.training.config.checks import check_packages, needs_gpu
 from megatron_sb.training.config.data import (
     BYTE_VOCAB_SIZE,
     SITE_PACKAGES,
@@ -27,6 +27,7 @@ from megatron_sb.training.config.schema import (
     AttentionConfig,
     CheckpointConfig,
     EvaluationConfig,
+    GatedDeltaNetConfig,
     LayerAttentionConfig,
     MixedAttentionConfig,
     ModelConfig,
@@ -53,6 +54,7 @@ __all__ = [
     "DataConfig",
     "DocumentDataConfig",
     "EvaluationConfig",
+    "GatedDeltaNetConfig",
     "IndexedDataConfig",
     "LayerAttentionConfig",
     "MixedAttentionConfig",
@@ -68,6 +70,7 @@ __all__ = [
     "StickBreakingAttentionConfig",
     "TextDataConfig",
     "TrainingConfig",
+    "check_packages",
     "count_parameters",
     "flatten",
     "load_config",

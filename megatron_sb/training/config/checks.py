@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron_sb.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, MAX_HEAD_DIM_EUCLIDEAN
 from megatron_sb.training.config.parameters import count_parameters
 from megatron_sb.training.config.schema import (
+    GatedDeltaNetConfig,
     LayerAttentionConfig,
     MixedAttentionConfig,
     SoftmaxAttentionConfig,
@@ -59,6 +61,28 @@ def needs_gpu(config: TrainingConfig) -> Iterator[tuple[str, str]]:
         yield f"model.moe.num_experts = {model.moe.num_experts}", "Megatron-Core's router and dispatchers need CUDA"
     if parallel.sequence_parallel:
         yield "parallel.sequence_parallel = True", "Megatron-Core forks the GPU's generator"
+    for name in _delta_nets(config, config.compare):
+        yield f"attention.{name}.kind = 'gated_delta_net'", "its kernels are those of flash-linear-attention"
+
+
+def check_packages(config: TrainingConfig, models: Sequence[str]) -> None:
+    """Raise ConfigError if one of these models needs a package that is not installed."""
+    for name in _delta_nets(config, models):
+        if importlib.util.find_spec("fla") is None:
+            raise ConfigError(
+                f"attention.{name}.kind = 'gated_delta_net' needs flash-linear-attention, which is not installed. Run "
+                "`pip install flash-linear-attention`."
+            )
+
+
+def _delta_nets(config: TrainingConfig, models: Sequence[str]) -> list[str]:
+    """Return the entries of attention that are gated delta nets in these models. Unknown names do not count."""
+    found = []
+    for model in models:
+        attention = config.attention.get(model)
+        names = attention.layers if isinstance(attention, MixedAttentionConfig) else (model,)
+        found += [name for name in names if isinstance(config.attention.get(name), GatedDeltaNetConfig)]
+    return list(dict.fromkeys(found))
 
 
 def _list_problems(config: TrainingConfig) -> Iterator[str]:
@@ -142,6 +166,8 @@ def _attention_problems(config: TrainingConfig) -> Iterator[str]:
 def _layer_problems(config: TrainingConfig, attention: LayerAttentionConfig, path: str) -> Iterator[str]:
     if isinstance(attention, StickBreakingAttentionConfig):
         yield from _stick_breaking_problems(config, attention, path)
+    elif isinstance(attention, GatedDeltaNetConfig):
+        yield from _delta_net_problems(config, attention, path)
     else:
         yield from _softmax_problems(config, attention, path)
 
@@ -192,6 +218,22 @@ def _stick_breaking_problems(
         yield (
             f"model.head_dim must be at most {MAX_HEAD_DIM_EUCLIDEAN} with {path}.logits = 'euclidean', "
             f"got {model.head_dim}"
+        )
+
+
+def _delta_net_problems(config: TrainingConfig, attention: GatedDeltaNetConfig, path: str) -> Iterator[str]:
+    kind = f"{path}.kind = 'gated_delta_net'"
+    if (tensor := config.parallel.tensor_parallel_size) > 1:
+        yield f"{kind} contradicts parallel.tensor_parallel_size = {tensor}: its heads are not split"
+    for index, stage in enumerate(config.stages):
+        if (size := stage.context_parallel_size) > 1:
+            yield f"{kind} contradicts stages.{index}.context_parallel_size = {size}: its state is not passed on"
+        if stage.loss == "layers":
+            yield f"{kind} contradicts stages.{index}.loss = 'layers': it has no core attention to compare"
+    if not (config.model.head_dim * attention.expand_v).is_integer():
+        yield (
+            f"{path}.expand_v must give values a whole number of channels with model.head_dim = "
+            f"{config.model.head_dim}, got {attention.expand_v}"
         )
 
 

@@ -106,7 +106,20 @@ class SoftmaxAttentionConfig(Section):
     forget_gate: Bool = False
 
 
-LayerAttentionConfig = StickBreakingAttentionConfig | SoftmaxAttentionConfig
+@section
+class GatedDeltaNetConfig(Section):
+    """The gated delta net of flash-linear-attention, a linear attention (arXiv 2412.06464)."""
+
+    kind: Literal["gated_delta_net"] = "gated_delta_net"
+    num_heads: PositiveInt | None = None
+    expand_v: PositiveFloat = 2.0
+
+    def sizes(self, model: ModelConfig) -> tuple[int, int, int]:
+        """Return the number of heads, and the channels of a head's keys and values."""
+        return self.num_heads or model.num_heads, model.head_dim, round(model.head_dim * self.expand_v)
+
+
+LayerAttentionConfig = StickBreakingAttentionConfig | SoftmaxAttentionConfig | GatedDeltaNetConfig
 
 
 @section

@@ -17,6 +17,7 @@ from megatron_sb.megatron import versions
 from megatron_sb.megatron.spec import with_stickbreaking
 from megatron_sb.megatron.stand_ins import install_stand_ins
 from megatron_sb.training.config import (
+    GatedDeltaNetConfig,
     LayerAttentionConfig,
     ModelConfig,
     ParallelConfig,
@@ -25,6 +26,7 @@ from megatron_sb.training.config import (
     StickBreakingAttentionConfig,
     TrainingConfig,
 )
+from megatron_sb.training.engine.linear_attention import GatedDeltaNet
 from megatron_sb.training.engine.long_sequences import LongSequenceModel
 from megatron_sb.training.engine.softmax_attention import GatedSelfAttention, SoftmaxCoreAttention
 
@@ -86,6 +88,11 @@ def _layer_spec(config: TrainingConfig, attention: LayerAttentionConfig, stage: 
         versions.replace_experts(spec, _with_weights_by_index)
     if isinstance(attention, StickBreakingAttentionConfig):
         return _stick_breaking_spec(spec, attention, config.parallel)
+    if isinstance(attention, GatedDeltaNetConfig):
+        num_heads, *_ = attention.sizes(config.model)
+        sizes = {"num_heads": num_heads, "expand_v": attention.expand_v}
+        spec.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params=sizes)
+        return spec
     core_attention = ModuleSpec(module=SoftmaxCoreAttention, params=_softmax_fields(config, attention, stage))
     spec.submodules.self_attention.submodules.core_attention = core_attention
     if attention.forget_gate:

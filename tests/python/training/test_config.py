@@ -16,6 +16,7 @@ from megatron_sb.experiments.ruler.mixture import RulerMixtureDataConfig, RulerM
 from megatron_sb.training import config, rank
 from megatron_sb.training.config import (
     ConfigError,
+    GatedDeltaNetConfig,
     MixedAttentionConfig,
     SoftmaxAttentionConfig,
     StickBreakingAttentionConfig,
@@ -57,6 +58,7 @@ REFERENCE = [
     ("`model`: sizes", "field", config.MoEConfig, "moe."),
     ("`attention`: models by name", "field of `stick_breaking`", StickBreakingAttentionConfig, ""),
     ("`attention`: models by name", "field of `softmax`", SoftmaxAttentionConfig, ""),
+    ("`attention`: models by name", "field of `gated_delta_net`", GatedDeltaNetConfig, ""),
     ("`attention`: models by name", "field of `mixed`", MixedAttentionConfig, ""),
     ("`parallel`: ranks and layout", "field", config.ParallelConfig, ""),
     ("`optimizer`: AdamW", "field", config.OptimizerConfig, ""),
@@ -334,7 +336,7 @@ REFUSALS = {
     "attention=3": r"attention must be a mapping of names, got 3",
     "attention.mine=3": r"attention\.mine must be a mapping of fields, got 3",
     "attention.mine={}": r"attention\.mine\.kind is required",
-    "attention.mine={kind: linear}": r"mine\.kind must be one of 'stick_breaking', 'softmax', 'mixed', got 'linear'",
+    "attention.mine={kind: linear}": r"mine\.kind must be one of 'stick_breaking', 'softmax', .*, got 'linear'",
     "attention.my/own={kind: softmax}": r"the name attention\.my/own must be letters, digits.*, got 'my/own'",
     "attention.softmax_rope.head_norm=true": (
         r"unknown field attention\.softmax_rope\.head_norm, got True\. Known fields: kind, position"
