@@ -244,7 +244,7 @@ def skipped_share(engine: engine_module.Engine, batches: list[PackedBatch]) -> f
     for batch in batches:  # a step observes its first micro-batch only
         engine.train_step([batch], len(batch.tokens), 0.0, observe=True)
         counts = engine.attention_counts
-        skipped, tiles = skipped + counts.skipped.item(), tiles + counts.tiles.item()
+        skipped, tiles = skipped + counts.skipped.sum().item(), tiles + counts.tiles.sum().item()
     return skipped / tiles
 
 

@@ -227,7 +227,8 @@ class Verdict:
 
         Returns:
             {"arms", "families": arm -> family, "speeds": arm -> tokens per second, "rates": [{"arm", "rate", "nll"}],
-            "finals", "seeds", "seconds": lists of {"arm", "value", "rate", "tokens", "device", "evaluations"},
+            "finals", "seeds", "seconds": lists of {"arm", "value", "rate", "tokens", "device", "evaluations",
+            "attention": lines of metrics.jsonl in which sticks were measured},
             "recall": [{"arm", "rate", "accuracy", "accuracy_standard_error"}], "at_the_edge": see `rates_at_the_edge`,
             "runs": {"finished", "known"}}.
         """
@@ -386,8 +387,14 @@ class Verdict:
         evaluations = [self._evaluation(run, scaling) for scaling in run.config.evaluated_scalings(run.arm)]
         tokens = sum(stage.steps * stage.rows_per_step * stage.context_length for stage in run.config.stages)
         rate = run.config.stages[0].learning_rate
-        about = {"arm": run.arm, "value": run.value, "rate": rate, "tokens": tokens}
+        about = {"arm": run.arm, "value": run.value, "rate": rate, "tokens": tokens, "attention": self._sticks(run)}
         return about | {"device": evaluations[0]["device"], "evaluations": evaluations}
+
+    def _sticks(self, run: Run) -> list[dict[str, Any]]:
+        """Return the reported steps of a run that measured the sticks of its layers, each with its tokens and loss."""
+        names = ("stage", "step", "tokens", "loss", "remainder_by_layer", "skipped_tiles_by_layer")
+        lines = sweep.metrics(self._out / run.trial.name)
+        return [{name: line[name] for name in names} for line in lines if "skipped_tiles_by_layer" in line]
 
     def _speeds(self) -> dict[str, float]:
         """Return the tokens per second of every arm, alone on its device; {} until they are measured."""
@@ -395,7 +402,7 @@ class Verdict:
         config = load_config(self._path, self._speed_trial().overrides)
         if not path.exists() or not sweep.is_done(config, path.parent):
             return {}
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = sweep.metrics(path.parent)
         first = config.stages[0].name
         return {
             arm: statistics.median(

@@ -36,6 +36,7 @@ def write(out: Path, config: TrainingConfig, results: dict[str, Any]) -> None:
         _section("Equal GPU seconds", equal_seconds(results, labels, trained), EQUAL_SECONDS_NOTE),
         _section("Seeds", over_seeds(results, labels, trained), SEEDS_NOTE),
         _section("By position", by_position(results, labels, trained), POSITIONS_NOTE),
+        _section("Sticks by layer", sticks_by_layer(results, labels), STICKS_NOTE),
         _section("RULER", ruler(results, labels), RULER_NOTE),
         _section("Associative recall", recall(results, labels), _rates_note(RECALL_NOTE, results, "recall", labels)),
         _section("Learning rates", rates(results, labels), _rates_note(RATES_NOTE, results, "rate", labels)),
@@ -54,6 +55,10 @@ SEEDS_NOTE = (
     "family."
 )
 POSITIONS_NOTE = "Nats per token at the trained length, by the position of the token that is read."
+STICKS_NOTE = (
+    "Percent, from the first layer on, in training rows at the beginning, after a quarter and at the end of the steps "
+    "that were measured. Layers of other kinds are left out."
+)
 RULER_NOTE = "Right answers to RULER's tasks, mean over the tasks, by length in bytes. In brackets: right single bytes."
 RECALL_NOTE = "Right answers in associative recall, with the best learning rate."
 RATES_NOTE = "Nats per token at the trained length after the share of the steps that chooses the learning rate."
@@ -159,6 +164,21 @@ def by_position(results: dict[str, Any], labels: dict[str, str], trained: int) -
                 for place in entry["by_position"]
             }
             rows.append({"attention": labels[final["arm"]]} | cells)
+    return _table(rows)
+
+
+def sticks_by_layer(results: dict[str, Any], labels: dict[str, str]) -> DataFrame | None:
+    """Return the skipped tiles and the remaining mass of each stick-breaking layer of the final runs, over training."""
+    rows = []
+    for final in results["finals"]:
+        lines = final["attention"]
+        for line in (lines[round(share * (len(lines) - 1))] for share in (0, 0.25, 1) if lines):
+            cells = {
+                "tiles skipped": line["skipped_tiles_by_layer"],
+                "mass that remains": line["remainder_by_layer"],
+            }
+            about = {"attention": labels[final["arm"]], "tokens": _tokens(line), "loss": f"{line['loss']:.3f}"}
+            rows.append(about | {name: " ".join(f"{100 * x:.0f}" for x in values) for name, values in cells.items()})
     return _table(rows)
 
 

@@ -16,8 +16,8 @@ Example:
     >>> packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
     >>> with observed(layer, torch.device("cpu")) as counts, captured(layer) as inputs:
     ...     output = layer(q, k, v, None, packed_seq_params=packed)
-    >>> counts[0].rows, counts[0].tiles  # 200 rows x 4 heads, 2 x 3 tiles x 4 heads
-    (tensor(800., dtype=torch.float64), tensor(24., dtype=torch.float64))
+    >>> counts[0].rows, counts[0].tiles  # of the layer: 200 rows x 4 heads, 2 x 3 tiles x 4 heads
+    (tensor([800.], dtype=torch.float64), tensor([24.], dtype=torch.float64))
     >>> inputs[0].query.shape
     torch.Size([200, 4, 8])
     >>> skipped_share(layer, q, k, v, packed).shape
@@ -42,7 +42,7 @@ TILE = 64  # rows and keys of the tiles that kernels skip (csrc/core/params.h)
 
 @dataclass(frozen=True)
 class AttentionCounts:
-    """Sums over rows, heads and layers. Counts of several ranks can be added.
+    """Sums over rows and heads, by stick-breaking layer: float64 (layers,). Counts of several ranks can be added.
 
     Under context parallelism skipped and tiles are 0, because no rank has the restart records of all keys.
 
@@ -51,13 +51,6 @@ class AttentionCounts:
         rows: number of counted rows.
         skipped: number of 64 x 64 tiles on or below the diagonal that the backward skips.
         tiles: number of all 64 x 64 tiles on or below the diagonal.
-
-    Example:
-        >>> import torch
-        >>> from megatron_sb.megatron.statistics import AttentionCounts
-        >>> counts = AttentionCounts(*torch.tensor([5.0, 10.0, 1.0, 4.0]))
-        >>> (counts + counts).stack()
-        tensor([10., 20.,  2.,  8.])
     """
 
     remainder: Tensor
@@ -66,17 +59,23 @@ class AttentionCounts:
     tiles: Tensor
 
     @staticmethod
-    def zeros(device: torch.device) -> AttentionCounts:
+    def zeros(num_layers: int, device: torch.device) -> AttentionCounts:
         """Return counts of no rows."""
-        return AttentionCounts(*torch.zeros(4, dtype=torch.float64, device=device))
+        return AttentionCounts(*torch.zeros(4, num_layers, dtype=torch.float64, device=device))
 
-    def __add__(self, other: AttentionCounts) -> AttentionCounts:
-        """Add two counts."""
-        return AttentionCounts(*(self.stack() + other.stack()))
+    def add(self, layer: int, counts: Tensor) -> None:
+        """Add the four sums of a call, (4,), to those of a layer."""
+        for sums, value in zip((self.remainder, self.rows, self.skipped, self.tiles), counts, strict=True):
+            sums[layer] += value
 
     def stack(self) -> Tensor:
-        """Return the four sums, (4,)."""
+        """Return the four sums, (4, layers)."""
         return torch.stack((self.remainder, self.rows, self.skipped, self.tiles))
+
+
+def stick_breaking_layers(model: torch.nn.Module) -> list[StickBreakingCoreAttention]:
+    """Return the core attentions of the stick-breaking layers of a model, or the model if it is one."""
+    return [module for module in model.modules() if isinstance(module, StickBreakingCoreAttention)]
 
 
 @contextlib.contextmanager
@@ -91,8 +90,7 @@ def watched(model: torch.nn.Module, look: Callable[..., None]) -> Iterator[None]
     def before(core: StickBreakingCoreAttention, args: tuple, kwargs: dict) -> None:
         look(core, *args[:3], kwargs.get("packed_seq_params"))
 
-    cores = [module for module in model.modules() if isinstance(module, StickBreakingCoreAttention)]
-    hooks = [core.register_forward_pre_hook(before, with_kwargs=True) for core in cores]
+    hooks = [core.register_forward_pre_hook(before, with_kwargs=True) for core in stick_breaking_layers(model)]
     try:
         yield
     finally:
@@ -112,12 +110,13 @@ def observed(model: torch.nn.Module, device: torch.device) -> Iterator[list[Atte
         device: device of the counts.
 
     Yields:
-        A list with one entry: the AttentionCounts so far.
+        A list with one entry: the AttentionCounts so far, in the order of `stick_breaking_layers`.
     """
-    counts = [AttentionCounts.zeros(device)]
+    layers = stick_breaking_layers(model)
+    counts = [AttentionCounts.zeros(len(layers), device)]
 
-    def add(*call) -> None:
-        counts[0] += count(*call)
+    def add(core: StickBreakingCoreAttention, *call) -> None:
+        counts[0].add(layers.index(core), count(core, *call))
 
     with watched(model, add):
         yield counts
@@ -159,24 +158,26 @@ def captured(model: torch.nn.Module) -> Iterator[list[AttentionInputs]]:
         query, key = (x.detach().cpu() for x in (query, key))
         found.append(AttentionInputs(query, key, core.scale, core.options.attend_current))
 
-    if not any(isinstance(module, StickBreakingCoreAttention) for module in model.modules()):
+    if not stick_breaking_layers(model):
         raise ValueError("model must have a stick-breaking layer, got none.")
     with watched(model, keep):
         yield found
 
 
 @torch.no_grad()
-def count(
-    core: StickBreakingCoreAttention, query: Tensor, key: Tensor, value: Tensor, packed_seq_params
-) -> AttentionCounts:
-    """Count the rows and tiles of one call of a core attention. The arguments are those of its forward."""
+def count(core: StickBreakingCoreAttention, query: Tensor, key: Tensor, value: Tensor, packed_seq_params) -> Tensor:
+    """Count the rows and tiles of one call of a core attention. The arguments are those of its forward.
+
+    Returns:
+        The four sums of `AttentionCounts`, float64 (4,).
+    """
     zero = torch.zeros((), dtype=torch.float64, device=query.device)
     if core.cp_group_of(packed_seq_params) is not None:
         _, mass = core.attend(query, key, value, packed_seq_params, return_mass=True)
-        return AttentionCounts(mass.sum(dtype=torch.float64), zero + mass.numel(), zero, zero)
+        return torch.stack((mass.sum(dtype=torch.float64), zero + mass.numel(), zero, zero))
     mass, edge, bounds = _mass_and_edges(core, query, key, value, packed_seq_params)
     skipped, tiles = skipped_tiles(edge, bounds, core.options.attend_current)
-    return AttentionCounts(mass.sum(dtype=torch.float64), zero + mass.numel(), skipped, tiles)
+    return torch.stack((mass.sum(dtype=torch.float64), zero + mass.numel(), skipped, tiles))
 
 
 @torch.no_grad()

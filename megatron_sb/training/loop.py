@@ -212,11 +212,12 @@ class Job:
             observe = config.has_sticks(model) and every > 0 and (progress.step + 1) % every == 0
             share, norm = engine.train_step(step.micro_batches, num_tokens, rate, observe=observe)
             own = torch.tensor([norm, *self._stop.flags()], dtype=torch.float64, device=share.device)
-            sums = torch.cat([share[None], engine.attention_counts.stack(), own])
-            loss, remainder, counted, skipped, tiles, norms, *sums = engine.sum_over_ranks(sums).tolist()
+            counts = engine.attention_counts.stack()
+            sums = engine.sum_over_ranks(torch.cat([share[None], own, counts.flatten()]))
+            loss, norms, *flags = sums[: 1 + len(own)].tolist()
             if not math.isfinite(loss) or not math.isfinite(norms):
                 raise Diverged(_how_it_diverged(model, stage, progress.step + 1, loss, norms, directory))
-            stop = StopRequest.agreed(sums)
+            stop = StopRequest.agreed(flags)
             epoch = step.sampler.get("epoch", 0)
             if self._report and epoch > progress.sampler.get("epoch", 0):
                 self._report.message(f"  {model} / {stage.name}: epoch {epoch + 1} begins at step {progress.step + 1}")
@@ -226,7 +227,7 @@ class Job:
             self._profiler.after(progress.step, model, stage.name)
             if self._report:
                 flops = model_flops(config, model, self._task.vocab_size, [row.cu_seqlens for row in step.rows])
-                sticks = (remainder / counted, skipped / tiles if tiles else None) if observe else (None, None)
+                sticks = _shares(sums[1 + len(own) :].view(counts.shape)) if observe else ()
                 self._report.step(
                     model, stage, progress, Step(loss, norm, rate, flops, _peak_gib(self._device), *sticks)
                 )
@@ -304,6 +305,12 @@ def _how_it_diverged(
     left = f"the newest checkpoint is {directory.path(newest)}" if newest else "no checkpoint was saved before"
     where = f"step {step} of {model} / {stage.name}"
     return f"{what} at {where}: training has diverged and ends without saving this step; {left}"
+
+
+def _shares(counts: torch.Tensor) -> tuple[list[float], list[float]]:
+    """Return the mean remaining mass and the share of skipped tiles by layer. counts: `AttentionCounts.stack`."""
+    remainder, rows, skipped, tiles = counts
+    return (remainder / rows).tolist(), (skipped / tiles).tolist() if tiles.all() else []
 
 
 def _peak_gib(device: torch.device) -> float | None:

@@ -1,7 +1,8 @@
 """The report of a job, on rank 0: a progress bar, files of metrics and evaluations, plots, and a table at the end.
 
 metrics.jsonl                one line per reported step; model_tflops is per rank, peak_gib is rank 0's,
-                             training_seconds is the wall-clock time of the model's steps so far, with their checkpoints
+                             training_seconds is the wall-clock time of the model's steps and checkpoints so far;
+                             remainder_by_layer and skipped_tiles_by_layer are those of the step
 evaluation/MODEL.STAGE.json  negative log-likelihood by context length; MODEL.STAGE.SCALING.json with scaled positions;
                              MODEL.STAGE.STEP.json and MODEL.STAGE.STEP.SCALING.json after a step before the last one
 tensorboard/  loss.png  nll_by_length.png
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import platform
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,9 +44,10 @@ class Step:
         learning_rate: learning rate of the step.
         flops: floating-point operations of the model, over all ranks.
         peak_gib: largest use of this rank's GPU so far, in GiB. None on a CPU.
-        remainder: mean of the mass after all keys of each query. None if the step did not measure it.
-        skipped: share of tiles that the backward skipped. None if the step did not measure it, or with context
-            parallelism.
+        remainder: by stick-breaking layer, mean of the mass after all keys of each query. Empty if the step did not
+            measure it.
+        skipped: by stick-breaking layer, share of tiles that the backward skipped. Empty if the step did not measure
+            it, or with context parallelism.
     """
 
     loss: float
@@ -52,8 +55,12 @@ class Step:
     learning_rate: float
     flops: float
     peak_gib: float | None
-    remainder: float | None = None
-    skipped: float | None = None
+    remainder: Sequence[float] = ()
+    skipped: Sequence[float] = ()
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def hardware(device_type: str, ranks: int) -> str:
@@ -137,9 +144,11 @@ class Report:
             "tokens_per_second": round(rate, 1),
             "model_tflops": float(f"{tflops:.4g}"),
             "peak_gib": step.peak_gib,
-            "mean_remainder": step.remainder,
-            "skipped_tiles": step.skipped,
+            "mean_remainder": _mean(step.remainder),  # layers have as many rows and tiles
+            "skipped_tiles": _mean(step.skipped),
         }
+        for name, values in (("remainder", step.remainder), ("skipped_tiles", step.skipped)):
+            line |= {f"{name}_by_layer": [*values]} if values else {}
         self._is_drawn = False
         with naming(self._metrics_path), self._metrics_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

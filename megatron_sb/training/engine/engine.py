@@ -24,7 +24,14 @@ from megatron_sb.baselines.softmax import RotaryScaling
 from megatron_sb.megatron import versions
 from megatron_sb.megatron.core_attention import set_mass_threshold, shared_plans
 from megatron_sb.megatron.gates import GateLossScale
-from megatron_sb.megatron.statistics import AttentionCounts, AttentionInputs, captured, observed, watched
+from megatron_sb.megatron.statistics import (
+    AttentionCounts,
+    AttentionInputs,
+    captured,
+    observed,
+    stick_breaking_layers,
+    watched,
+)
 from megatron_sb.megatron.weights import has_optimizer_of_attention, write_attention_kind
 from megatron_sb.ops.context_parallel import shard_sequence
 from megatron_sb.training.config import StageConfig, TrainingConfig
@@ -77,7 +84,6 @@ class Engine:
         self._vocab_size = vocab_size
         self._trained_context = stage.context_length
         self._attention_kind = config.attention[model].kind
-        self.attention_counts = AttentionCounts.zeros(device)
         self._earlier_groups = process_groups()
         try:
             self._create_groups(stage)
@@ -111,6 +117,7 @@ class Engine:
         self._model = build_model(config, model, stage, self._vocab_size, fused=on_gpu)
         # The dtype is that of the norms too, as in Megatron's scripts.
         self._model.to(device=self._device, dtype=self._model.config.params_dtype)
+        self.attention_counts = AttentionCounts.zeros(len(stick_breaking_layers(self._model)), self._device)
         if stage.loss == "layers":
             freeze_all_but_attention(self._model)
         backend = MegatronBackend if on_gpu else TorchBackend

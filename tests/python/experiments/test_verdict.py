@@ -54,6 +54,9 @@ class Trainer:
                 for step in range(1, 31)
                 for late in [stage == "constant" and step > verdict.SPEED_WARM_UP]
             ]
+            for line in (line for line in lines[9::10] if line["model"].startswith("stick")):
+                line |= {"tokens": 1e6 * line["step"], "loss": 2.0, "remainder_by_layer": [0.25, 0.1234]}
+                line["skipped_tiles_by_layer"] = [line["step"] / 100, 0.5]
             (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
             for model in config.compare:
                 for scaling in config.evaluated_scalings(model):
@@ -173,6 +176,12 @@ def test_tables(trainer, tmp_path):
     assert seconds["softmax + RoPE"][1:4] == ["1,000", "0.0256 M", "1.776 ± 0.125"], "the fastest needs no other run"
     seeds = {row[0]: row for row in tables_of(sections["Seeds"])[0]}
     assert seeds["rope"][:3] == ["rope", "softmax + RoPE", "3"] and seeds["stick-breaking"][1] == "stick_breaking_both"
+    header, *sticks = tables_of(sections["Sticks by layer"])[0]
+    assert header == ["attention", "tokens", "loss", "tiles skipped", "mass that remains"]
+    steps = ((10, "10 M"), (20, "20 M"), (30, "30 M"))
+    expected = [["stick-breaking", tokens, "2.000", f"{step} 50", "25 12"] for step, tokens in steps]
+    assert [row[:4] for row in sticks[:1]] == [expected[0][:4]] and sticks[2] == expected[2]
+    assert {row[0] for row in sticks} == {"stick-breaking", "stick_breaking_both"}
     recall = {row[0]: row for row in tables_of(sections["Associative recall"])[0]}
     assert recall["stick-breaking"] == ["stick-breaking", "0.01", "51.0% ± 1.0%"]
     rates = {row[0]: row for row in tables_of(sections["Learning rates"])[0]}

@@ -61,6 +61,9 @@ def test_files_and_output_of_a_run(straight):
         assert line["model_tflops"] > 0 and line["peak_gib"] is None and line["skipped_tiles"] is None
         looked = line["model"] == "stick_breaking" and line["step"] % 10 == 0
         assert (line["mean_remainder"] is not None) == looked and (not looked or 0 < line["mean_remainder"] < 1)
+        layers = line.get("remainder_by_layer", [])
+        assert len(layers) == (2 if looked else 0) and "skipped_tiles_by_layer" not in line
+        assert not looked or sum(layers) / 2 == pytest.approx(line["mean_remainder"], rel=1e-12)
     for model in ("stick_breaking", "softmax_rope"):
         losses = [line["loss"] for line in lines if line["model"] == model]
         assert losses[0] == pytest.approx(5.55, abs=0.1) and sum(losses[-5:]) / 5 < 3.6, "the loss does not decrease"

@@ -162,6 +162,7 @@ def test_profiled_steps_and_skipped_tiles(config, tmp_path, capsys):
     looked = [line for line in metrics(tmp_path) if line["mean_remainder"] is not None]
     assert [line["step"] for line in looked] == [5, 10, 5]
     assert all(line["skipped_tiles"] == 0 for line in looked), "documents of one tile have none to skip"
+    assert all(line["skipped_tiles_by_layer"] == [0, 0] for line in looked)
     for window, sentence in {
         "5:4": "--profile must be FIRST:LAST",
         "61:70": "--profile must start at step 60 or before",
