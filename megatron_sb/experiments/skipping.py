@@ -52,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train unless the run is finished, measure every length, write the results. Return the exit status."""
+    from megatron_sb.training.documents import load_corpus
+    from megatron_sb.training.evaluate import choose_windows
+
     config = load_config(options.config, options.set)
     model = _chosen_model(config, options.model)
     if not options.seconds > 0:
@@ -68,10 +71,13 @@ def run(options: argparse.Namespace) -> int:
         trained.threads(single_rank_config.parallel.threads_per_rank),
         loading.trained_engine(folder, single_rank_config, model) as engine,
     ):
-        entries, device = measure(engine, single_rank_config, options.seconds), trained.device_of(single_rank_config)
+        corpus = load_corpus(single_rank_config)
+        windows = choose_windows(corpus, single_rank_config)
+        text = (single_rank_config, corpus, windows)
+        entries, device = measure(engine, *text, options.seconds), trained.device_of(single_rank_config)
         compared = []
         if options.thresholds:
-            compared = thresholds.measure(engine, single_rank_config, options.thresholds, options.seconds)
+            compared = thresholds.measure(engine, *text, options.thresholds, options.seconds)
     results = {"model": model, "mass_threshold": config.attention[model].mass_threshold, "entries": entries}
     table = to_tables(entries)
     if compared:
@@ -94,19 +100,17 @@ def _chosen_model(config: TrainingConfig, wanted: str | None) -> str:
     return wanted or supported[0]
 
 
-def measure(engine: Any, config: TrainingConfig, seconds: float) -> list[dict[str, Any]]:
-    """Measure every context length and layer.
+def measure(
+    engine: Any, config: TrainingConfig, corpus: Any, windows: Sequence[np.ndarray], seconds: float
+) -> list[dict[str, Any]]:
+    """Measure every context length and layer. Arguments are those of `thresholds.measure`.
 
     Returns a list of {"context", "layer" (from 1), "skipped" (share of each head, mean over windows), "windows",
     "milliseconds" (by pass, for each of CASES)}.
     """
     from megatron_sb.megatron.statistics import skipped_share
     from megatron_sb.training.data import pack
-    from megatron_sb.training.documents import load_corpus
-    from megatron_sb.training.evaluate import choose_windows
 
-    corpus = load_corpus(config)
-    windows = choose_windows(corpus, config)
     entries = []
     for context in tqdm(config.evaluation_lengths(config.stages[-1]), "skipping", unit="length"):
         shares: dict[int, list[np.ndarray]] = {}

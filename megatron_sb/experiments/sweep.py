@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -223,11 +222,6 @@ def evaluation_path(folder: Path, config: TrainingConfig, model: str, scaling: s
     from megatron_sb.training.evaluate import result_path
 
     return result_path(folder, model, config.stages[-1], scaling)
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return what a finished run reported of its steps."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def evaluation(folder: Path, config: TrainingConfig, model: str, scaling: str = "none") -> dict[str, Any]:

@@ -56,7 +56,14 @@ def contexts_of(config: TrainingConfig) -> list[int]:
     return [length for length in config.evaluation_lengths(last) if length >= last.context_length]
 
 
-def measure(engine: Any, config: TrainingConfig, thresholds: Sequence[float], seconds: float) -> list[dict[str, Any]]:
+def measure(
+    engine: Any,
+    config: TrainingConfig,
+    corpus: Any,
+    windows: Sequence[np.ndarray],
+    thresholds: Sequence[float],
+    seconds: float,
+) -> list[dict[str, Any]]:
     """Measure every threshold at the trained context length and all longer ones of the evaluation.
 
     The engine has the last threshold afterwards.
@@ -64,6 +71,8 @@ def measure(engine: Any, config: TrainingConfig, thresholds: Sequence[float], se
     Args:
         engine: `loading.trained_engine` of a stick-breaking model.
         config: the configuration of its run, for one rank.
+        corpus: `load_corpus` of config.
+        windows: `choose_windows` of the corpus.
         thresholds: the first one is what the others are compared with.
         seconds: duration of each measurement of a time.
 
@@ -73,11 +82,8 @@ def measure(engine: Any, config: TrainingConfig, thresholds: Sequence[float], se
         mean over layers, heads and windows), "milliseconds" (by pass, of all layers on one window)}. The standard
         errors are None with one window.
     """
-    from megatron_sb.training.documents import load_corpus
-    from megatron_sb.training.evaluate import choose_windows, mean_and_error
+    from megatron_sb.training.evaluate import mean_and_error
 
-    corpus = load_corpus(config)
-    windows = choose_windows(corpus, config)
     contexts = contexts_of(config)
     scores: dict[tuple[int, float], np.ndarray] = {}
     skipped: dict[tuple[int, float], float] = {}

@@ -38,6 +38,7 @@ from megatron_sb.training.config import (
     check_packages,
     load_config,
 )
+from megatron_sb.training.directory import read_metrics
 from megatron_sb.validation import InputError
 
 SPEED_STEPS, SPEED_WARM_UP = 20, 8  # of the first stage; the steps of the warm-up are not measured
@@ -393,16 +394,15 @@ class Verdict:
     def _sticks(self, run: Run) -> list[dict[str, Any]]:
         """Return the reported steps of a run that measured the sticks of its layers, each with its tokens and loss."""
         names = ("stage", "step", "tokens", "loss", "remainder_by_layer", "skipped_tiles_by_layer")
-        lines = sweep.metrics(self._out / run.trial.name)
+        lines = read_metrics(self._out / run.trial.name)
         return [{name: line[name] for name in names} for line in lines if "skipped_tiles_by_layer" in line]
 
     def _speeds(self) -> dict[str, float]:
         """Return the tokens per second of every arm, alone on its device; {} until they are measured."""
-        path = self._out / self._speed_trial().name / "metrics.jsonl"
-        config = load_config(self._path, self._speed_trial().overrides)
-        if not path.exists() or not sweep.is_done(config, path.parent):
+        folder = self._out / self._speed_trial().name
+        config, lines = load_config(self._path, self._speed_trial().overrides), read_metrics(folder)
+        if not lines or not sweep.is_done(config, folder):
             return {}
-        lines = sweep.metrics(path.parent)
         first = config.stages[0].name
         return {
             arm: statistics.median(

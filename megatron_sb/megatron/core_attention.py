@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import torch
@@ -401,13 +400,6 @@ class StickBreakingCoreAttention(MegatronModule):
             layout=layout,
             packing=self.options.packing,
         )
-
-
-def set_mass_threshold(model: torch.nn.Module, threshold: float) -> None:
-    """Set the `mass_threshold` of every stick-breaking layer of a model. threshold: a number in [0, 1)."""
-    for core in model.modules():
-        if isinstance(core, StickBreakingCoreAttention):
-            core.options = dataclasses.replace(core.options, mass_threshold=threshold)
 
 
 def _check_channels(name: str, channels: int, limit: int) -> None:

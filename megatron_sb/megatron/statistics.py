@@ -63,11 +63,6 @@ class AttentionCounts:
         """Return counts of no rows."""
         return AttentionCounts(*torch.zeros(4, num_layers, dtype=torch.float64, device=device))
 
-    def add(self, layer: int, counts: Tensor) -> None:
-        """Add the four sums of a call, (4,), to those of a layer."""
-        for sums, value in zip((self.remainder, self.rows, self.skipped, self.tiles), counts, strict=True):
-            sums[layer] += value
-
     def stack(self) -> Tensor:
         """Return the four sums, (4, layers)."""
         return torch.stack((self.remainder, self.rows, self.skipped, self.tiles))
@@ -113,13 +108,13 @@ def observed(model: torch.nn.Module, device: torch.device) -> Iterator[list[Atte
         A list with one entry: the AttentionCounts so far, in the order of `stick_breaking_layers`.
     """
     layers = stick_breaking_layers(model)
-    counts = [AttentionCounts.zeros(len(layers), device)]
+    sums = torch.zeros(4, len(layers), dtype=torch.float64, device=device)
 
     def add(core: StickBreakingCoreAttention, *call) -> None:
-        counts[0].add(layers.index(core), count(core, *call))
+        sums[:, layers.index(core)] += count(core, *call)
 
     with watched(model, add):
-        yield counts
+        yield [AttentionCounts(*sums)]  # its fields are rows of the sums, so they grow with them
 
 
 @dataclass(frozen=True)

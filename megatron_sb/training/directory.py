@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import re
 import sys
 import time
 import warnings
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from megatron_sb.training import config as configuration
 from megatron_sb.training.config import TrainingConfig
@@ -29,6 +30,15 @@ LAYOUT_FIELDS = (
     r"|stages\.\d+\.(context_parallel_size|hierarchical_context_parallel_sizes|rows_per_micro_batch|pad_multiple)"
 )
 RESULTS = ("metrics.jsonl", "evaluation", "*/checkpoints")  # what only a run writes
+
+
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics.jsonl, without a last line that a crash cut off. Without the file, none."""
+    path = directory / "metrics.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
 
 
 def prepare_directory(config: TrainingConfig, out: str | None, resume: bool) -> tuple[Path, IO]:

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from megatron_sb.training.checkpoint import Progress, write_atomically
 from megatron_sb.training.config import StageConfig, TrainingConfig
+from megatron_sb.training.directory import read_metrics
 from megatron_sb.training.evaluate import read_result, remove_later_results, result_path
 from megatron_sb.training.wandb_runs import WandbRuns
 from megatron_sb.validation import naming
@@ -199,11 +200,8 @@ class Report:
             self._write_to_tensorboard(model, name, result["nll"], result["context"])
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl, without a last line that a crash cut off."""
-        if not self._metrics_path.exists():
-            return []
-        lines = self._metrics_path.read_text(encoding="utf-8").split("\n")
-        return [json.loads(line) for line in lines[:-1]]
+        """See `read_metrics`."""
+        return read_metrics(self.out)
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Return every finished evaluation, in the order of the configuration."""

@@ -5,6 +5,7 @@ The trainer uses Megatron-Core only through `Engine`. backends.py holds the diff
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from megatron_sb.baselines.softmax import RotaryScaling
 from megatron_sb.megatron import versions
-from megatron_sb.megatron.core_attention import set_mass_threshold, shared_plans
+from megatron_sb.megatron.core_attention import shared_plans
 from megatron_sb.megatron.gates import GateLossScale
 from megatron_sb.megatron.statistics import (
     AttentionCounts,
@@ -228,7 +229,8 @@ class Engine:
 
     def set_mass_threshold(self, threshold: float) -> None:
         """Set the `mass_threshold`, in [0, 1), of every stick-breaking layer. A checkpoint does not keep it."""
-        set_mass_threshold(self._model, threshold)
+        for core in stick_breaking_layers(self._model):
+            core.options = dataclasses.replace(core.options, mass_threshold=threshold)
 
     def scale_positions(self, kind: str, factor: float) -> None:
         """Set how rotary positions are scaled; see `megatron_sb.baselines.softmax.RotaryScaling`."""

@@ -336,7 +336,9 @@ REFUSALS = {
     "attention=3": r"attention must be a mapping of names, got 3",
     "attention.mine=3": r"attention\.mine must be a mapping of fields, got 3",
     "attention.mine={}": r"attention\.mine\.kind is required",
-    "attention.mine={kind: linear}": r"mine\.kind must be one of 'stick_breaking', 'softmax', .*, got 'linear'",
+    "attention.mine={kind: linear}": (
+        r"mine\.kind must be one of 'stick_breaking', 'softmax', 'gated_delta_net', 'mixed', got 'linear'"
+    ),
     "attention.my/own={kind: softmax}": r"the name attention\.my/own must be letters, digits.*, got 'my/own'",
     "attention.softmax_rope.head_norm=true": (
         r"unknown field attention\.softmax_rope\.head_norm, got True\. Known fields: kind, position"

@@ -1,7 +1,6 @@
 """Layers with gated delta nets: built from their entry, trained on one GPU, refused where they cannot run."""
 
 import json
-import math
 import subprocess
 import sys
 import types
@@ -11,15 +10,14 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
-from support.jobs import SMALL_JOB
+from support.jobs import SMALL_JOB, metrics
+from support.likelihoods import nll_of_windows
 
 from megatron_sb.training import load_run
 from megatron_sb.training.config import ConfigError, GatedDeltaNetConfig, check_packages, load_config
 from megatron_sb.training.config.checks import needs_gpu
 from megatron_sb.training.config.parameters import count_parameters
-from megatron_sb.training.documents import load_corpus
 from megatron_sb.training.engine.linear_attention import GatedDeltaNet
-from megatron_sb.training.evaluate import choose_windows
 from megatron_sb.training.throughput import model_flops
 
 HYBRID = [
@@ -126,15 +124,9 @@ def test_training(job):
     command = [sys.executable, "-m", "megatron_sb.training", str(job), *overrides, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    losses = [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in metrics(out)]
     assert losses[-1] < 0.8 * losses[0]
-    config = load_config(out / "config.yaml")
-    windows, num_targets = choose_windows(load_corpus(config), config), config.evaluation.target_tokens
     entry = json.loads((out / "evaluation" / "hybrid.extended.json").read_text())["results"][-1]
     with load_run(out) as model:
-        found = []
-        for window in windows:
-            tokens = torch.from_numpy(np.array(window[-entry["context"] - 1 :])).long()
-            logits = model.logits(tokens[:-1].tolist()).float()
-            found.append(torch.nn.functional.cross_entropy(logits[-num_targets:], tokens[-num_targets:]).item())
-    assert math.fsum(found) / len(found) == pytest.approx(entry["nll"], rel=1e-2)
+        found = nll_of_windows(model, load_config(out / "config.yaml"), entry["context"])
+    assert found == pytest.approx(entry["nll"], rel=1e-2)

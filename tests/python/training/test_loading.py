@@ -6,17 +6,15 @@ import re
 import shutil
 import sys
 
-import numpy as np
 import pytest
 import torch
 from support.jobs import SMALL_JOB, train
+from support.likelihoods import nll_of_windows
 from support.messages import mentions
 
 from megatron_sb import cli, generation
 from megatron_sb.training import load_run
 from megatron_sb.training.config import load_config
-from megatron_sb.training.documents import load_corpus
-from megatron_sb.training.evaluate import choose_windows
 from megatron_sb.validation import InputError
 
 STEPS = ["parallel.ranks=1", "report.tensorboard=false", "evaluation.windows=2", "evaluation.length_factor=2"]
@@ -55,17 +53,10 @@ def test_positions_of_a_run_that_has_not_dropped_them_yet(run, tmp_path):
 def assert_likelihoods(run, name, stage):
     config = load_config(run / "config.yaml")
     evaluation = json.loads((run / "evaluation" / f"{name}.{stage}.json").read_text())
-    windows, num_targets = choose_windows(load_corpus(config), config), config.evaluation.target_tokens
     entry = evaluation["results"][-2]  # within the trained context
     with load_run(run, name) as model:
-        assert model.name == name and model.checkpoint.name == f"{stage}-000005"
-        found = []
-        for window in windows:
-            tokens = torch.from_numpy(np.array(window[-entry["context"] - 1 :])).long()
-            logits = model.logits(tokens[:-1].tolist())
-            assert logits.shape == (entry["context"], 257)
-            found.append(torch.nn.functional.cross_entropy(logits[-num_targets:], tokens[-num_targets:]).item())
-    assert math.fsum(found) / len(found) == pytest.approx(entry["nll"], rel=1e-5)
+        assert model.name == name and model.checkpoint.name == f"{stage}-000005" and config.vocab_size == 257
+        assert nll_of_windows(model, config, entry["context"]) == pytest.approx(entry["nll"], rel=1e-5)
 
 
 @pytest.mark.parametrize("tokens", [[], [257], [-1, 3], [[1, 2]]])
