@@ -1,6 +1,8 @@
-"""Compare every mode of context parallelism on the GPUs of a host with one GPU and with torch's context_parallel.
+"""Compare every mode of context parallelism on the GPUs of a host with one GPU and with softmax over several GPUs.
 
 torchrun --nproc-per-node 4 benchmarks/context_parallel.py
+
+Peers are torch's context_parallel with cuDNN, and an exchange of heads around an attention of `peers.py`.
 
 TFLOP/s per GPU use the causal model count: 2 b h s^2 d operations in the forward, 3.5 times as many in forward and
 backward; for packed inputs 2 h d (sum of squared document lengths) in the forward. Logits are around -11, so nothing is
@@ -21,6 +23,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from attention import draw_inputs, draw_lengths
+from exchanged_heads import exchanged_heads
+from peers import NAMES, Contender, contenders
 from timing import Call, Stopwatch, back_to_back, machine
 from torch import Tensor
 from torch.nn import functional
@@ -121,11 +125,19 @@ def torch_context_parallel(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Itera
         yield calls_of(attention, *(x.clone() for x in buffers))
 
 
+def rows_first(peer: Contender) -> Callable:
+    """Return attention(q, k, v) of (b, s, h, d) tensors."""
+    if not peer.heads_first:
+        return peer.dense
+    return lambda *qkv: peer.dense(*(x.transpose(1, 2) for x in qkv)).transpose(1, 2)
+
+
 class Benchmark:
     """The options of a run, and the rows measured so far."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.rows = options, []
+        self.exchanged = contenders(options.exchanged)
 
     def measure(self, what: str, name: str, calls: dict[str, Call], forward_flops: float) -> None:
         """Measure and print a row: TFLOP/s per GPU of the forward, and of forward and backward."""
@@ -139,6 +151,10 @@ class Benchmark:
             row["peak_mib"] = peak_mib(calls["both"])
         except RuntimeError as error:  # out of memory, or not supported by the peer
             row["error"] = str(error).splitlines()[0][:200]
+        self.report(row)
+
+    def report(self, row: dict) -> None:
+        """Keep and print a row."""
         self.rows.append(row)
         if dist.get_rank() == 0:
             print(_line(row), flush=True)
@@ -159,6 +175,19 @@ class Benchmark:
         if self.options.peer and h == h_kv:
             with torch_context_parallel(*whole) as calls:
                 self.measure(what, "torch, cuDNN", calls, flops / ranks)
+        self.exchange(what, rows_first, [x.chunk(ranks, 1)[dist.get_rank()] for x in whole], flops / ranks)
+
+    def exchange(self, what: str, attention_of: Callable, local: list[Tensor], flops: float) -> None:
+        """Measure the exchange of heads around attention_of(peer) of each peer. local: q, k, v, do of the rank's rows.
+
+        A peer for which attention_of returns None is left out.
+        """
+        for peer in self.exchanged:
+            name = f"{peer.name}, a2a"
+            if peer.missing:
+                self.report({"what": what, "name": name, "error": peer.missing})
+            elif (attention := attention_of(peer)) is not None:
+                self.measure(what, name, calls_of(exchanged_heads(attention), *local), flops)
 
     def packed(self, tokens: int, h: int, d: int) -> None:
         """Measure documents of 100 to 16K tokens: padded per document, balanced, and a dense batch with as many pairs.
@@ -192,15 +221,22 @@ class Benchmark:
         cut = {"cu_seqlens": cu_seqlens, "layout": layout}
         plan = sb.ContextParallelPlan(dist.group.WORLD, **cut)
         local = [sb.shard_sequence(x, dist.group.WORLD, dim=0, **cut) for x in whole]
+        ranks = dist.get_world_size()
         for comm in self.options.modes:
-            self.measure(what, comm, calls_over(plan, comm, local), flops / dist.get_world_size())
+            self.measure(what, comm, calls_over(plan, comm, local), flops / ranks)
+        documents = {"cu_seqlens": cu_seqlens.cuda(), "longest": max(lengths)}
+
+        def of_documents(peer: Contender) -> Callable | None:
+            return peer.packed and functools.partial(peer.packed, **documents)
+
+        self.exchange(what, of_documents, [x.chunk(ranks)[dist.get_rank()] for x in whole], flops / ranks)
 
 
 def _line(row: dict) -> str:
     if "error" in row:
-        return f"{row['what']:36s} {row['name']:13s} {row['error']}"
+        return f"{row['what']:36s} {row['name']:34s} {row['error']}"
     cells = [f"{row[d]['ms']:9.3f} ms {row[d]['tflops']:4.0f} ({row[d]['sustained']:.0f})" for d in ("forward", "both")]
-    return f"{row['what']:36s} {row['name']:13s} {' | '.join(cells)} | {row['peak_mib']:6.0f} MiB"
+    return f"{row['what']:36s} {row['name']:34s} {' | '.join(cells)} | {row['peak_mib']:6.0f} MiB"
 
 
 def main() -> None:
@@ -215,6 +251,8 @@ def main() -> None:
     add("--modes", nargs="+", default=list(MODES), help="values of comm (default: %(default)s)")
     add("--graphs", action="store_true", help="also replay each dense call as a CUDA graph (default: off)")
     add("--no-peer", dest="peer", action="store_false", help="skip torch's context_parallel (default: off)")
+    peers = {"nargs": "*", "choices": NAMES, "default": []}
+    add("--exchanged", **peers, help="attentions that ranks exchange heads around (default: none)")
     add("--seconds", type=float, default=0.3, help="device time for the rounds of a cell (default: %(default)s)")
     add("--sustained", type=float, default=0.3, help="seconds of each back-to-back run (default: %(default)s)")
     add("--json", type=Path, help="file for all measurements (default: none)")

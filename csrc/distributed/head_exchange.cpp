@@ -40,21 +40,33 @@ void copy_wide(const at::Tensor& to, const at::Tensor& from) {
     wide ? as_16_bytes(to).copy_(as_16_bytes(from)) : to.copy_(from);
 }
 
-// Splits x (.., words), packed like `likes`, into tensors (.., heads, width) with the dtypes of `likes`.
-std::vector<at::Tensor> unpack(const at::Tensor& x, const std::vector<at::Tensor>& likes) {
+// What pack() forgets of a tensor (.., heads, width).
+struct PartSizes {
+    at::ScalarType dtype;
+    int64_t heads, width;
+
+    int64_t words() const { return heads * width * static_cast<int64_t>(at::elementSize(dtype)) / 4; }
+};
+
+std::vector<PartSizes> sizes_of(const std::vector<at::Tensor>& xs) {
+    std::vector<PartSizes> sizes;
+    for (const at::Tensor& x : xs) sizes.push_back({x.scalar_type(), x.size(-2), x.size(-1)});
+    return sizes;
+}
+
+// Splits x (.., words), packed from tensors of these sizes, into views (.., heads, width).
+std::vector<at::Tensor> unpack(const at::Tensor& x, const std::vector<PartSizes>& sizes) {
     std::vector<at::Tensor> parts;
     int64_t begin = 0;
-    for (const at::Tensor& like : likes) {
-        const int64_t heads = like.size(-2), width = like.size(-1);
-        const int64_t words = heads * width * static_cast<int64_t>(like.element_size()) / 4;
-        parts.push_back(x.narrow(-1, begin, words).view(like.scalar_type()).unflatten(-1, {heads, width}));
-        begin += words;
+    for (const PartSizes& part : sizes) {
+        parts.push_back(x.narrow(-1, begin, part.words()).view(part.dtype).unflatten(-1, {part.heads, part.width}));
+        begin += part.words();
     }
     return parts;
 }
 
-// Writes the heads of each rank, (b, s_local, ranks, heads, width), into x (b, s_local, all heads, width). Sums a head
-// that several ranks have.
+}  // namespace
+
 void write_heads(const at::Tensor& x, const at::Tensor& by_rank) {
     const int64_t ranks = by_rank.size(2), heads = x.size(2);
     if (heads % ranks == 0) {
@@ -63,8 +75,6 @@ void write_heads(const at::Tensor& x, const at::Tensor& by_rank) {
         x.copy_(by_rank.select(3, 0).unflatten(2, {heads, -1}).sum(3));
     }
 }
-
-}  // namespace
 
 HeadExchange::HeadExchange(Transport& transport, const RankPlan& plan, int64_t num_heads, int64_t num_kv_heads)
     : transport_(transport),
@@ -87,31 +97,36 @@ std::string HeadExchange::problem(int64_t num_heads, int64_t num_kv_heads, int n
 std::vector<at::Tensor> HeadExchange::to_heads(const std::vector<at::Tensor>& xs) const {
     std::vector<at::Tensor> parts;
     for (const at::Tensor& x : xs) parts.push_back(by_rank(x, transport_.size()).permute({2, 1, 0, 3, 4}));
-    const at::Tensor input = pack(parts);  // (ranks, s_local, b, words)
+    const std::vector<PartSizes> sizes = sizes_of(parts);
+    at::Tensor input = pack(parts);  // (ranks, s_local, b, words)
+    parts.clear();
     at::Tensor rows = at::empty({num_joint_rows_, input.size(2), input.size(3)}, input.options());
     if (sends_row_ranges()) {
         exchange(pieces_by_rank(input), pieces_of_joint(rows))->wait();
     } else {
         transport_.all_to_all(input.flatten(0, 1), local_rows_for_each(), rows, plan_.exchanged_rows)->wait();
+        input.reset();  // its memory serves the sorted rows
         rows = select_rows(rows, 0, plan_.to_joint);
     }
-    return unpack(rows.transpose(0, 1), parts);
+    return unpack(rows.transpose(0, 1), sizes);
 }
 
-void HeadExchange::to_rows(const std::vector<at::Tensor>& ys, const std::vector<at::Tensor>& xs) const {
-    std::vector<at::Tensor> parts;
-    for (const at::Tensor& y : ys) parts.push_back(y.transpose(0, 1));
-    const at::Tensor rows = pack(parts);  // (joint rows, b, words)
+std::vector<at::Tensor> HeadExchange::to_rows(std::vector<at::Tensor> ys) const {
+    const std::vector<PartSizes> sizes = sizes_of(ys);
+    for (at::Tensor& y : ys) y = y.transpose(0, 1);
+    at::Tensor rows = pack(ys);  // (joint rows, b, words)
+    ys.clear();
+    if (!sends_row_ranges()) rows = select_rows(rows, 0, plan_.from_joint);
     const int64_t ranks = transport_.size();
     const at::Tensor output = at::empty({ranks, num_local_rows_, rows.size(1), rows.size(2)}, rows.options());
     if (sends_row_ranges()) {
         exchange(pieces_of_joint(rows), pieces_by_rank(output))->wait();
     } else {
-        const at::Tensor sorted = select_rows(rows, 0, plan_.from_joint);
-        transport_.all_to_all(sorted, plan_.exchanged_rows, output.flatten(0, 1), local_rows_for_each())->wait();
+        transport_.all_to_all(rows, plan_.exchanged_rows, output.flatten(0, 1), local_rows_for_each())->wait();
     }
-    const std::vector<at::Tensor> received = unpack(output, parts);  // each (ranks, s_local, b, heads, width)
-    for (size_t i = 0; i < xs.size(); ++i) write_heads(xs[i], received[i].permute({2, 1, 0, 3, 4}));
+    std::vector<at::Tensor> received = unpack(output, sizes);  // each (ranks, s_local, b, heads, width)
+    for (at::Tensor& x : received) x = x.permute({2, 1, 0, 3, 4});
+    return received;
 }
 
 std::vector<Message> HeadExchange::pieces_by_rank(const at::Tensor& x) const {

@@ -18,6 +18,10 @@
 
 namespace megatron_sb::distributed {
 
+// Writes the heads of each rank, (b, s_local, ranks, heads, width), into x (b, s_local, all heads, width). Sums a head
+// that several ranks have.
+void write_heads(const at::Tensor& x, const at::Tensor& by_rank);
+
 class HeadExchange {
   public:
     // `transport` and `plan` must outlive the object; `plan` is for transport.size() exchanging ranks.
@@ -32,9 +36,10 @@ class HeadExchange {
     // Converts each x (b, s_local, heads or KV heads, width) to (b, joint rows, this rank's heads, width). The tensors
     // may have different dtypes. One row of a head must take a multiple of four bytes.
     std::vector<at::Tensor> to_heads(const std::vector<at::Tensor>& xs) const;
-    // Writes each y (b, joint rows, this rank's heads, width) into its x (b, s_local, heads or KV heads, width). Sums a
-    // head that several ranks have.
-    void to_rows(const std::vector<at::Tensor>& ys, const std::vector<at::Tensor>& xs) const;
+    // Converts each y (b, joint rows, this rank's heads, width) to the heads of each rank for this rank's rows,
+    // (b, s_local, ranks, heads, width), for write_heads(). Move the tensors in: each is released as soon as it is
+    // packed, because memory is needed most here.
+    std::vector<at::Tensor> to_rows(std::vector<at::Tensor> ys) const;
 
   private:
     // Returns whether each row range is sent to its place in the joint buffer. If not, rows are sorted after the

@@ -33,43 +33,52 @@ RouteOutput exchanged_forward(const Route& route, const Tensor& q, const Tensor&
     const HeadExchange exchange(*route.heads, *route.plan, q.size(2), k.size(2));
     const std::vector<Tensor> joint = exchange.to_heads({q, k, v});
     RankOutput attended = attend_forward(rank_call(route, joint[0], joint[1], joint[2], options), keep_record);
+    std::vector<Tensor> sources{std::move(attended.o)};
+    if (with_mass) sources.push_back(as_rows(attended.mass));
+    const std::vector<Tensor> by_rank = exchange.to_rows(std::move(sources));
     RouteOutput result;
     result.o = at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options());
-    std::vector<Tensor> sources{attended.o}, targets{result.o};
+    write_heads(result.o, by_rank[0]);
     if (with_mass) {
         const auto wide = q.options().dtype(ops::accumulation_type(q));
         result.mass = at::empty({q.size(0), q.size(2), q.size(1)}, wide);
-        sources.push_back(as_rows(attended.mass));
-        targets.push_back(as_rows(result.mass));
+        write_heads(as_rows(result.mass), by_rank[1]);
     }
-    exchange.to_rows(sources, targets);
     result.record = {joint[0], joint[1], joint[2], attended.mass, std::move(attended.records)};
     return result;
 }
 
-Gradients exchanged_backward(const Route& route, const Tensor& d_o, const Tensor& d_mass, int64_t num_kv_heads,
-                             const RouteRecord& record, const ops::BlockOptions& options, bool with_mass) {
+// Returns the gradients of the heads of this rank, as tensors that can be exchanged.
+std::vector<Tensor> gradients_of_heads(const Route& route, const HeadExchange& exchange, const Tensor& d_o,
+                                       const Tensor& d_mass, const RouteRecord& record,
+                                       const ops::BlockOptions& options, bool with_mass) {
     const auto& [q, k, v, mass, groups] = record;
-    const int64_t num_heads = d_o.size(2);
-    const HeadExchange exchange(*route.heads, *route.plan, num_heads, num_kv_heads);
     std::vector<Tensor> sources{d_o};
     if (with_mass) {
         const Tensor d_mass_or_zero =
-            d_mass.defined() ? d_mass : at::zeros({d_o.size(0), num_heads, d_o.size(1)}, mass.options());
+            d_mass.defined() ? d_mass : at::zeros({d_o.size(0), d_o.size(2), d_o.size(1)}, mass.options());
         sources.push_back(as_rows(d_mass_or_zero));
     }
     const std::vector<Tensor> joint = exchange.to_heads(sources);
     // The gradients of a KV head that several ranks have are summed, so they are sent in the accumulation type.
     const auto type = exchange.repeats_keys() ? ops::accumulation_type(q) : q.scalar_type();
-    const Gradients joint_gradients = attend_backward(rank_call(route, q, k, v, options), joint[0],
-                                                      with_mass ? from_rows(joint[1]) : Tensor(), mass, groups, type);
-    const auto empty = [&, options = q.options()](int64_t heads, int64_t width) {
-        return at::empty({d_o.size(0), d_o.size(1), heads, width}, options);
+    const Gradients of_heads = attend_backward(rank_call(route, q, k, v, options), joint[0],
+                                               with_mass ? from_rows(joint[1]) : Tensor(), mass, groups, type);
+    return {of_heads.dq.to(q.scalar_type()), of_heads.dk, of_heads.dv};
+}
+
+Gradients exchanged_backward(const Route& route, const Tensor& d_o, const Tensor& d_mass, int64_t num_kv_heads,
+                             const RouteRecord& record, const ops::BlockOptions& options, bool with_mass) {
+    const int64_t num_heads = d_o.size(2);
+    const HeadExchange exchange(*route.heads, *route.plan, num_heads, num_kv_heads);
+    const std::vector<Tensor> by_rank =
+        exchange.to_rows(gradients_of_heads(route, exchange, d_o, d_mass, record, options, with_mass));
+    const auto written = [&](const Tensor& of_ranks, int64_t heads) {
+        const Tensor x = at::empty({d_o.size(0), d_o.size(1), heads, of_ranks.size(-1)}, record.q.options());
+        write_heads(x, of_ranks);
+        return x;
     };
-    const Gradients result{empty(num_heads, q.size(3)), empty(num_kv_heads, k.size(3)), empty(num_kv_heads, v.size(3))};
-    exchange.to_rows({joint_gradients.dq.to(q.scalar_type()), joint_gradients.dk, joint_gradients.dv},
-                     {result.dq, result.dk, result.dv});
-    return result;
+    return {written(by_rank[0], num_heads), written(by_rank[1], num_kv_heads), written(by_rank[2], num_kv_heads)};
 }
 
 // Four H200s, 12 heads of 128, forward and backward in milliseconds:
