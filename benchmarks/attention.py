@@ -17,6 +17,7 @@ import json
 import math
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -423,7 +424,7 @@ def parse(args: list[str] | None) -> argparse.Namespace:
 
 
 def main(args: list[str] | None = None) -> int:
-    """Measure the requested rows, and print and write the tables."""
+    """Measure the requested rows, and print and write the tables. A run that is stopped writes what it has measured."""
     options = parse(args)
     begin = time.monotonic()
     with Sensors() as sensors:
@@ -433,19 +434,30 @@ def main(args: list[str] | None = None) -> int:
         if not options.no_ceilings:
             record["ceilings"] = ceilings()
             print(record["ceilings"], flush=True)
-        for row in options.rows:
-            RUNNERS[row](bench)
-    print("\n".join(f"# {note}" for note in bench.notes))
-    record["seconds"] = round(time.monotonic() - begin, 1)
-    record |= {"notes": bench.notes, "measurements": [dataclasses.asdict(m) for m in bench.measurements]}
-    text = markdown(record)
-    print(text)
-    for path, content in ((options.json, json.dumps(record, indent=1)), (options.markdown, text)):
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content)
+        try:
+            for row in options.rows:
+                RUNNERS[row](bench)
+        except BaseException:
+            bench.notes.append("The run was stopped before its end.")
+            raise
+        finally:
+            record["seconds"] = round(time.monotonic() - begin, 1)
+            write(bench, record)
     return int(bench.failed)
 
 
+def write(bench: Benchmark, record: dict) -> None:
+    """Print the notes and the tables, and write the files."""
+    print("\n".join(f"# {note}" for note in bench.notes))
+    record |= {"notes": bench.notes, "measurements": [dataclasses.asdict(m) for m in bench.measurements]}
+    text = markdown(record)
+    print(text)
+    for path, content in ((bench.options.json, json.dumps(record, indent=1)), (bench.options.markdown, text)):
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

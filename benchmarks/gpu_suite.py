@@ -2,8 +2,7 @@
 
 The stages run one after another, each with a time limit, even after a stage fails. A short table follows. Logs and the
 record (YYYY-MM-DD-GPU-suite.md) are written to --out. With --library-from nothing is built: the suite uses the
-libraries of a build made elsewhere, with the Python files of this checkout. That build needs the same torch, but may
-have another Python.
+libraries of a build made elsewhere, with the Python files of this checkout. That build needs the same torch.
 """
 
 import argparse
@@ -14,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -173,23 +171,15 @@ def _summary(log: str) -> str:
 def library_folder(source: Path) -> Path:
     """Make a folder with the package megatron_sb: Python files of this checkout, libraries from `source`."""
     version = f"torch{'.'.join(torch.__version__.split('.')[:2])}"
-    libraries = [*source.rglob(f"{version}/libmegatron_sb_ops.so")]
-    if not libraries:
-        raise SystemExit(f"--library-from must be a folder with a {version}/libmegatron_sb_ops.so, got {source}.")
+    libraries, modules = [*source.rglob(f"{version}/libmegatron_sb_ops.so")], [*source.rglob("_C.abi3.so")]
+    if not libraries or not modules:
+        raise SystemExit(
+            f"--library-from must be a folder with _C.abi3.so and {version}/libmegatron_sb_ops.so, got {source}."
+        )
     package = Path(tempfile.mkdtemp(prefix="megatron_sb_suite_")) / "megatron_sb"
     shutil.copytree(ROOT / "megatron_sb", package)
     shutil.copytree(libraries[0].parents[1], package / "lib")
-    modules = [*source.rglob(f"_C{sysconfig.get_config_var('EXT_SUFFIX')}")]
-    if modules:
-        shutil.copy(modules[0], package)
-    else:  # the libraries work with every Python, the module _C with one; a Python file replaces _C
-        about = {
-            "version": "unknown",
-            "cuda": str(torch.version.cuda),
-            "cuda_architectures": [80, 90],  # the default of a build
-            "compiler": "unknown",
-        }
-        (package / "_C.py").write_text(f"def build_info():\n    return {about!r}\n")
+    shutil.copy(modules[0], package)
     return package.parent
 
 

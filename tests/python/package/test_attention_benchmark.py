@@ -131,3 +131,16 @@ def test_a_package_that_cannot_be_imported_is_a_note(run, error, monkeypatch, tm
     why = f"{error.__name__}: no compiler"
     assert record["notes"] == [f"FlashAttention-4: Python cannot import flash_attn.cute ({why})"]
     assert {m["contender"] for m in record["measurements"]} == {"ours"}
+
+
+def test_a_run_that_is_stopped_keeps_what_it_has_measured(run, attention, monkeypatch, tmp_path):
+    def stop(bench):
+        raise SystemExit(143)
+
+    monkeypatch.setitem(attention.RUNNERS, "portable", stop)
+    with pytest.raises(SystemExit):
+        run("--rows", "skip", "portable", "--peers")
+    record = json.loads((tmp_path / "json").read_text())
+    assert {measurement["group"] for measurement in record["measurements"]} == {"skip"}
+    assert record["notes"][-1] == "The run was stopped before its end."
+    assert record["notes"][-1] in (tmp_path / "markdown").read_text()
