@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import math
+import re
 from collections.abc import Iterator, Sequence
 
 from megatron_sb.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, MAX_HEAD_DIM_EUCLIDEAN
@@ -68,11 +70,28 @@ def needs_gpu(config: TrainingConfig) -> Iterator[tuple[str, str]]:
 def check_packages(config: TrainingConfig, models: Sequence[str]) -> None:
     """Raise ConfigError if one of these models needs a package that is not installed."""
     for name in _delta_nets(config, models):
+        entry = f"attention.{name}.kind = 'gated_delta_net'"
         if importlib.util.find_spec("fla") is None:
             raise ConfigError(
-                f"attention.{name}.kind = 'gated_delta_net' needs flash-linear-attention, which is not installed. Run "
+                f"{entry} needs flash-linear-attention, which is not installed. Run "
                 "`pip install flash-linear-attention`."
             )
+        if importlib.util.find_spec("tilelang") is None and (version := _triton_with_wrong_backward()):
+            raise ConfigError(
+                f"{entry} needs tilelang: the backward of flash-linear-attention is wrong with Triton {version} on "
+                "this GPU. Run `pip install tilelang`."
+            )
+
+
+def _triton_with_wrong_backward() -> str | None:
+    """Return the version of Triton if flash-linear-attention refuses it for gated delta nets on this machine's GPU."""
+    import torch
+
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return None
+    version = importlib.metadata.version("triton")
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    return version if (3, 4) <= numbers < (3, 7, 1) else None
 
 
 def _delta_nets(config: TrainingConfig, models: Sequence[str]) -> list[str]:

@@ -103,6 +103,29 @@ def test_a_missing_package_is_an_error_before_anything_runs(job, monkeypatch):
         check_packages(config, config.compare)
 
 
+@pytest.mark.parametrize(
+    ("triton", "capability", "installed", "refused"),
+    [
+        ("3.6.0", (9, 0), ("fla",), True),
+        ("3.4.0", (9, 0), ("fla",), True),
+        ("3.6.0", (9, 0), ("fla", "tilelang"), False),
+        ("3.6.0", (8, 0), ("fla",), False),
+        ("3.7.1", (9, 0), ("fla",), False),
+        ("3.3.1", (9, 0), ("fla",), False),
+    ],
+)
+def test_tilelang_where_triton_is_wrong(job, monkeypatch, triton, capability, installed, refused):
+    config = load_config(job, HYBRID)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: {"triton": triton}[name])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    if not refused:
+        return check_packages(config, config.compare)
+    with pytest.raises(ConfigError, match=rf"attention\.delta\.kind = .*Triton {triton}.*`pip install tilelang`"):
+        check_packages(config, config.compare)
+
+
 @pytest.mark.gpu
 def test_the_weights_are_those_that_are_counted(job):
     layers = pytest.importorskip("fla.layers")
