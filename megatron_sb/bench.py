@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 
 from megatron_sb.ops import stickbreaking_attention
-from megatron_sb.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
+from megatron_sb.options import head_dim_problem
 from megatron_sb.processes import module_command
 from megatron_sb.validation import check_output_folder, naming
 
@@ -214,9 +214,8 @@ def _parse(args: list[str] | None) -> argparse.Namespace:
     for name, number in {**numbers, "lengths": min(options.lengths)}.items():
         if number < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {number}.")
-    if options.head_dim % HEAD_DIM_MULTIPLE or options.head_dim > MAX_HEAD_DIM:
-        limits = f"a multiple of {HEAD_DIM_MULTIPLE} and at most {MAX_HEAD_DIM}"
-        parser.error(f"--head-dim must be {limits}, got {options.head_dim}.")
+    if problem := head_dim_problem("--head-dim", options.head_dim):
+        parser.error(f"{problem}.")
     if options.memory_length < 0:
         parser.error(f"--memory-length must be at least 0, got {options.memory_length}.")
     return options

@@ -35,9 +35,16 @@ def check_head_dim(name: str, head_dim: int, *, extra_columns: bool = False) -> 
             ...
         ValueError: head_dim must be a multiple of 8 and at most 248 with Euclidean logits or biases, got 256.
     """
+    if problem := head_dim_problem(name, head_dim, extra_columns=extra_columns):
+        raise ValueError(f"{problem}.")
+
+
+def head_dim_problem(name: str, head_dim: int, *, extra_columns: bool = False) -> str | None:
+    """Return why the kernels do not support a head_dim, or None. See `check_head_dim`."""
     limit, why = (MAX_HEAD_DIM_EUCLIDEAN, " with Euclidean logits or biases") if extra_columns else (MAX_HEAD_DIM, "")
-    if head_dim % HEAD_DIM_MULTIPLE or head_dim > limit:
-        raise ValueError(f"{name} must be a multiple of {HEAD_DIM_MULTIPLE} and at most {limit}{why}, got {head_dim}.")
+    if head_dim % HEAD_DIM_MULTIPLE == 0 and 0 < head_dim <= limit:
+        return None
+    return f"{name} must be a multiple of {HEAD_DIM_MULTIPLE} and at most {limit}{why}, got {head_dim}"
 
 
 def check_option_types(scale: object, attend_current: object, mass_threshold: object, reach: object) -> None:

@@ -32,7 +32,7 @@ from megatron_sb.ops.context_parallel import (
     unshard_sequence,
 )
 from megatron_sb.ops.kvcache import attend_to_filled, is_decoding_step, stored_keys
-from megatron_sb.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, MAX_HEAD_DIM_EUCLIDEAN, reach_of_heads
+from megatron_sb.options import check_head_dim, reach_of_heads
 
 CAUSAL_MASK_TYPES = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -156,11 +156,9 @@ class StickBreakingCoreAttention(MegatronModule):
         """
         euclidean = self.options.logits == "euclidean"
         if self.is_latent:
-            limit = MAX_HEAD_DIM_EUCLIDEAN if euclidean else MAX_HEAD_DIM
-            _check_channels(
-                "qk_head_dim + qk_pos_emb_head_dim (--qk-head-dim, --qk-pos-emb-head-dim)", self.k_channels, limit
-            )
-            _check_channels("v_head_dim (--v-head-dim)", self.v_channels, MAX_HEAD_DIM)
+            sum_of_both = "qk_head_dim + qk_pos_emb_head_dim (--qk-head-dim, --qk-pos-emb-head-dim)"
+            check_head_dim(sum_of_both, self.k_channels, extra_columns=euclidean)
+            check_head_dim("v_head_dim (--v-head-dim)", self.v_channels)
         if softmax_scale is None:
             return 1.0 if euclidean else 1.0 / math.sqrt(self.k_channels)
         return softmax_scale * math.sqrt(self.k_channels) if self.is_latent and euclidean else softmax_scale
@@ -399,15 +397,6 @@ class StickBreakingCoreAttention(MegatronModule):
             cu_seqlens=cu_seqlens,
             layout=layout,
             packing=self.options.packing,
-        )
-
-
-def _check_channels(name: str, channels: int, limit: int) -> None:
-    """Raise ValueError if the kernels do not support this number of channels of a head."""
-    if channels % HEAD_DIM_MULTIPLE or not 0 < channels <= limit:
-        raise ValueError(
-            f"{name} must be a multiple of {HEAD_DIM_MULTIPLE} and at most {limit} with stick-breaking attention, got "
-            f"{channels}."
         )
 
 

@@ -16,7 +16,7 @@ Example:
     >>> packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
     >>> with observed(layer, torch.device("cpu")) as counts, captured(layer) as inputs:
     ...     output = layer(q, k, v, None, packed_seq_params=packed)
-    >>> counts[0].rows, counts[0].tiles  # of the layer: 200 rows x 4 heads, 2 x 3 tiles x 4 heads
+    >>> counts.rows, counts.tiles  # of the layer: 200 rows x 4 heads, 2 x 3 tiles x 4 heads
     (tensor([800.], dtype=torch.float64), tensor([24.], dtype=torch.float64))
     >>> inputs[0].query.shape
     torch.Size([200, 4, 8])
@@ -94,7 +94,7 @@ def watched(model: torch.nn.Module, look: Callable[..., None]) -> Iterator[None]
 
 
 @contextlib.contextmanager
-def observed(model: torch.nn.Module, device: torch.device) -> Iterator[list[AttentionCounts]]:
+def observed(model: torch.nn.Module, device: torch.device) -> Iterator[AttentionCounts]:
     """Count the rows and tiles of every forward in the block. See the example of this module.
 
     The attention of each layer runs a second time for this, without gradients. All ranks of a context-parallel group
@@ -105,7 +105,7 @@ def observed(model: torch.nn.Module, device: torch.device) -> Iterator[list[Atte
         device: device of the counts.
 
     Yields:
-        A list with one entry: the AttentionCounts so far, in the order of `stick_breaking_layers`.
+        The counts so far, which grow with each forward. Their layers are in the order of `stick_breaking_layers`.
     """
     layers = stick_breaking_layers(model)
     sums = torch.zeros(4, len(layers), dtype=torch.float64, device=device)
@@ -114,7 +114,7 @@ def observed(model: torch.nn.Module, device: torch.device) -> Iterator[list[Atte
         sums[:, layers.index(core)] += count(core, *call)
 
     with watched(model, add):
-        yield [AttentionCounts(*sums)]  # its fields are rows of the sums, so they grow with them
+        yield AttentionCounts(*sums)  # its fields are rows of the sums, so they grow with them
 
 
 @dataclass(frozen=True)

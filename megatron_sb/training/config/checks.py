@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from megatron_sb.options import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, MAX_HEAD_DIM_EUCLIDEAN
+from megatron_sb.options import MAX_HEAD_DIM_EUCLIDEAN, head_dim_problem
 from megatron_sb.training.config.parameters import count_parameters
 from megatron_sb.training.config.schema import (
     GatedDeltaNetConfig,
@@ -137,11 +137,8 @@ def _model_problems(config: TrainingConfig) -> Iterator[str]:
         return
     if model.num_heads % model.num_kv_heads:
         yield f"model.num_heads must be a multiple of model.num_kv_heads = {model.num_kv_heads}, got {model.num_heads}"
-    if model.head_dim % HEAD_DIM_MULTIPLE or model.head_dim > MAX_HEAD_DIM:
-        yield (
-            f"model.head_dim must be a multiple of {HEAD_DIM_MULTIPLE} and at most {MAX_HEAD_DIM}, "
-            f"got {model.head_dim}. Its default is model.hidden_size / model.num_heads."
-        )
+    if problem := head_dim_problem("model.head_dim", model.head_dim):
+        yield f"{problem}. Its default is model.hidden_size / model.num_heads."
     yield from _memory_problems(config)
     if config.parallel.device == "cpu":
         for field, why in needs_gpu(config):

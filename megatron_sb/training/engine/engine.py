@@ -160,12 +160,12 @@ class Engine:
         share = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, batch in enumerate(batches):
             with self._backend.accumulate(last=index == len(batches) - 1):
-                with observed(self._model, self._device) if observe and index == 0 else nullcontext([]) as found:
+                with observed(self._model, self._device) if observe and index == 0 else nullcontext() as found:
                     losses, counted = self._training_losses(batch)
                 loss = (losses * counted).sum() / num_tokens
                 loss.backward()
             share += loss.detach()
-            self.attention_counts = found[0] if found else self.attention_counts
+            self.attention_counts = found or self.attention_counts
         return share, self._backend.step(learning_rate)
 
     def _training_losses(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -47,11 +47,11 @@ def test_layers_are_counted_by_themselves():
     for core, x in zip(cores, inputs, strict=True):
         with observed(core, torch.device("cpu")) as counts:
             core(x, x, x, None)
-        alone.append(counts[0].stack())
+        alone.append(counts.stack())
     with observed(torch.nn.ModuleList(cores), torch.device("cpu")) as counts:
         for core, x in reversed([*zip(cores, inputs, strict=True)]):
             core(x, x, x, None)
-    assert torch.equal(counts[0].stack(), torch.cat(alone, 1)) and counts[0].rows.tolist() == [280, 1200]
+    assert torch.equal(counts.stack(), torch.cat(alone, 1)) and counts.rows.tolist() == [280, 1200]
 
 
 @pytest.mark.parametrize("bounds", [(0, 300), BOUNDS])
@@ -68,7 +68,7 @@ def test_counts_equal_those_of_the_matrix(bounds, shift):
         core(*tensors, None, packed_seq_params=params)
         core(*tensors, None, packed_seq_params=params)
     core(*tensors, None, packed_seq_params=params)
-    found = (counts[0].stack()[:, 0] / 2).tolist()
+    found = (counts.stack()[:, 0] / 2).tolist()
     expected = expected_counts(query, key, core.scale, bounds, core.options.mass_threshold)
     assert found[0] == pytest.approx(expected[0], rel=1e-5, abs=1e-4)
     assert found[1:] == expected[1:]
