@@ -171,15 +171,23 @@ def _summary(log: str) -> str:
 def library_folder(source: Path) -> Path:
     """Make a folder with the package megatron_sb: Python files of this checkout, libraries from `source`."""
     version = f"torch{'.'.join(torch.__version__.split('.')[:2])}"
-    libraries, modules = [*source.rglob(f"{version}/libmegatron_sb_ops.so")], [*source.rglob("_C.abi3.so")]
-    if not libraries or not modules:
-        raise SystemExit(
-            f"--library-from must be a folder with _C.abi3.so and {version}/libmegatron_sb_ops.so, got {source}."
-        )
+    libraries = [*source.rglob(f"{version}/libmegatron_sb_ops.so")]
+    if not libraries:
+        raise SystemExit(f"--library-from must be a folder with a {version}/libmegatron_sb_ops.so, got {source}.")
     package = Path(tempfile.mkdtemp(prefix="megatron_sb_suite_")) / "megatron_sb"
     shutil.copytree(ROOT / "megatron_sb", package)
     shutil.copytree(libraries[0].parents[1], package / "lib")
-    shutil.copy(modules[0], package)
+    modules = [*source.rglob("_C.abi3.so")]
+    if modules:
+        shutil.copy(modules[0], package)
+    else:  # a build without Python; only `megatron-sb info` reads the module
+        about = {
+            "version": "unknown",
+            "cuda": str(torch.version.cuda),
+            "cuda_architectures": [80, 90],  # the default of a build
+            "compiler": "unknown",
+        }
+        (package / "_C.py").write_text(f"def build_info():\n    return {about!r}\n")
     return package.parent
 
 
