@@ -1,9 +1,11 @@
 #include "distributed/c10d_transport.h"
 
+#include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <functional>
+#include <mutex>
 #include <set>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -106,8 +108,18 @@ class C10dTransport final : public Transport {
     void post_messages(const std::vector<Message>& sends, const std::vector<Message>& receives, Works& works) {
         if (sends.empty() && receives.empty()) return;
         const c10::DeviceType device = (sends.empty() ? receives : sends).at(0).tensor.device().type();
-        const bool coalesce = group_->getBackend(device)->supportsCoalescing();
-        if (coalesce) group_->startCoalescing(device);
+        if (!group_->getBackend(device)->supportsCoalescing()) return post_each(sends, receives, works);
+        group_->startCoalescing(device);
+        try {
+            post_each(sends, receives, works);
+        } catch (...) {
+            end_failed_coalescing(device);
+            throw;
+        }
+        works = {group_->endCoalescing(device)};
+    }
+
+    void post_each(const std::vector<Message>& sends, const std::vector<Message>& receives, Works& works) {
         std::vector<int> num_sent(size(), 0), num_received(size(), 0);
         for (const Message& send : sends) {
             std::vector<at::Tensor> tensor{send.tensor};
@@ -117,7 +129,14 @@ class C10dTransport final : public Transport {
             std::vector<at::Tensor> tensor{receive.tensor};
             works.push_back(group_->recv(tensor, receive.peer, num_received[receive.peer]++));
         }
-        if (coalesce) works = {group_->endCoalescing(device)};
+    }
+
+    // Otherwise NCCL would add every later operation of this thread to the group of messages.
+    void end_failed_coalescing(c10::DeviceType device) {
+        try {
+            group_->endCoalescing(device);
+        } catch (const std::exception&) {  // the first error is reported
+        }
     }
 
     template <class Post>
@@ -145,6 +164,25 @@ void guard(const std::string& what, c10::function_ref<void()> call) {
 
 std::unique_ptr<Transport> c10d_transport(const std::string& group_name) {
     return std::make_unique<C10dTransport>(c10d::resolve_process_group(group_name));
+}
+
+void connect(const std::string& group_name, c10::Device device) {
+    if (device.is_cpu()) return;
+    static std::mutex mutex;
+    static std::vector<std::pair<c10::weak_intrusive_ptr<c10d::ProcessGroup>, c10::Device>> connected;
+    const auto group = c10d::resolve_process_group(group_name);
+    {
+        const std::lock_guard<std::mutex> lock(mutex);
+        std::erase_if(connected, [](const auto& entry) { return entry.first.expired(); });
+        const auto is_same = [&](const auto& entry) { return entry.first.lock() == group && entry.second == device; };
+        if (std::any_of(connected.begin(), connected.end(), is_same)) return;
+    }
+    guard("context parallelism: connecting the ranks of a group", [&] {
+        std::vector<at::Tensor> sum{at::zeros({1}, device)};
+        group->allreduce(sum)->wait();
+    });
+    const std::lock_guard<std::mutex> lock(mutex);
+    connected.emplace_back(group, device);
 }
 
 }  // namespace megatron_sb::distributed

@@ -13,7 +13,14 @@ class GatheredKeys final : public KeySource {
     // Rows first: (rows, b, heads, d + d_v).
     struct Transfer {
         at::Tensor output;
-        std::unique_ptr<Pending> pending;
+        std::unique_ptr<Pending> pending;  // null: complete
+
+        // Returns the output. Releases what was sent.
+        const at::Tensor& wait() {
+            if (pending) pending->wait();
+            pending.reset();
+            return output;
+        }
     };
 
   public:
@@ -30,8 +37,8 @@ class GatheredKeys final : public KeySource {
     HeadRange heads(int group) const override { return head_group(k_.size(2), num_groups_, group); }
 
     std::vector<KeyBlock> next_blocks() override {
-        keys_.pending->wait();
-        const at::Tensor stream = select_rows(keys_.output, 0, plan_.order.to_stream).transpose(0, 1);
+        const at::Tensor stream = select_rows(keys_.wait(), 0, plan_.order.to_stream).transpose(0, 1);
+        keys_ = {};  // its memory serves the next gather
         keys_ = ++group_ < num_groups_ ? gather(group_) : Transfer{};
         stream_gradients_ = at::Tensor();
         return {{0, keys_of(stream, k_.size(3)), values_of(stream, k_.size(3))}};
@@ -46,6 +53,7 @@ class GatheredKeys final : public KeySource {
 
     void finish_step() override {
         if (!stream_gradients_.defined()) gradients(0);
+        if (!gradients_.empty()) gradients_.back().wait();  // only one group's gradients of the stream stay in memory
         const at::Tensor rows = select_rows(stream_gradients_.transpose(0, 1), 0, plan_.order.from_stream);
         const at::Tensor input = rows.unflatten(0, {transport_.size(), -1});
         const at::Tensor output = at::empty(input.sizes().slice(1), input.options());
@@ -54,9 +62,8 @@ class GatheredKeys final : public KeySource {
 
     void write_own_gradients(const KeyGradients& to) override {
         for (int group = 0; group < num_groups_; ++group) {
-            gradients_[group].pending->wait();
             const at::Tensor own =
-                gradients_[group].output.narrow(0, 0, k_.size(1)).transpose(0, 1);  // without padding
+                gradients_[group].wait().narrow(0, 0, k_.size(1)).transpose(0, 1);  // without padding
             const HeadRange range = heads(group);
             to.dk.narrow(2, range.begin, range.count).copy_(keys_of(own, k_.size(3)));
             to.dv.narrow(2, range.begin, range.count).copy_(values_of(own, k_.size(3)));

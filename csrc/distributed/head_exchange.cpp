@@ -151,8 +151,9 @@ std::unique_ptr<Pending> HeadExchange::exchange(const std::vector<Message>& from
     std::vector<Message> own_from, own_to, sends, receives;
     std::partition_copy(from.begin(), from.end(), std::back_inserter(own_from), std::back_inserter(sends), own);
     std::partition_copy(to.begin(), to.end(), std::back_inserter(own_to), std::back_inserter(receives), own);
+    std::unique_ptr<Pending> pending = transport_.exchange(sends, receives);
     for (size_t i = 0; i < own_from.size(); ++i) copy_wide(own_to[i].tensor, own_from[i].tensor);
-    return transport_.exchange(sends, receives);
+    return pending;
 }
 
 }  // namespace megatron_sb::distributed

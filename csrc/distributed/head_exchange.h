@@ -37,7 +37,7 @@ class HeadExchange {
     // may have different dtypes. One row of a head must take a multiple of four bytes.
     std::vector<at::Tensor> to_heads(const std::vector<at::Tensor>& xs) const;
     // Converts each y (b, joint rows, this rank's heads, width) to the heads of each rank for this rank's rows,
-    // (b, s_local, ranks, heads, width), for write_heads(). Move the tensors in: each is released as soon as it is
+    // (b, s_local, ranks, heads, width), for write_heads(). Move the tensors in: they are released once they are
     // packed, because memory is needed most here.
     std::vector<at::Tensor> to_rows(std::vector<at::Tensor> ys) const;
 

@@ -31,8 +31,9 @@ RankCall rank_call(const Route& route, const Tensor& q, const Tensor& k, const T
 RouteOutput exchanged_forward(const Route& route, const Tensor& q, const Tensor& k, const Tensor& v,
                               const ops::BlockOptions& options, bool keep_record, bool with_mass) {
     const HeadExchange exchange(*route.heads, *route.plan, q.size(2), k.size(2));
-    const std::vector<Tensor> joint = exchange.to_heads({q, k, v});
+    std::vector<Tensor> joint = exchange.to_heads({q, k, v});
     RankOutput attended = attend_forward(rank_call(route, joint[0], joint[1], joint[2], options), keep_record);
+    if (!keep_record) joint.assign(3, Tensor());  // nothing reads them any more
     std::vector<Tensor> sources{std::move(attended.o)};
     if (with_mass) sources.push_back(as_rows(attended.mass));
     const std::vector<Tensor> by_rank = exchange.to_rows(std::move(sources));
@@ -122,7 +123,11 @@ const char* choose_comm(const plan::Partition& partition, const std::optional<pl
 }
 
 Route make_route(const ContextParallelPlan& plan, const RouteNames& names, c10::Device device) {
-    const auto transport = [](const std::string& name) { return name.empty() ? nullptr : c10d_transport(name); };
+    const auto transport = [device](const std::string& name) -> std::unique_ptr<Transport> {
+        if (name.empty()) return nullptr;
+        connect(name, device);
+        return c10d_transport(name);
+    };
     Route route{transport(names.heads), transport(names.keys), names.comm, nullptr};
     route.plan = plan.state().rank_plan(device, route.heads ? route.heads->size() : 1);
     route.comm = route.plan->transfer(names.comm);

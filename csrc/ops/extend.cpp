@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include "ops/check.h"
 #include "ops/device.h"
 #include "ops/registration.h"
 #include "ops/tensors.h"
@@ -144,7 +145,41 @@ at::Tensor backward_on_gpu(const at::Tensor& d_extended_given, const at::Tensor&
 #endif
 
 Side side_of(const Arguments& arguments) {
-    return static_cast<Side>(arguments.get<int64_t>("side"));
+    const auto side = arguments.get<int64_t>("side");
+    TORCH_CHECK_VALUE(side >= 0 && side <= int64_t(Side::kKey), "side must be from 0 to ", int64_t(Side::kKey),
+                      ", got ", side);
+    return static_cast<Side>(side);
+}
+
+void check_rows_of_heads(const char* name, const at::Tensor& x) {
+    check_rank(name, x, 4, "(batch, rows, heads, head_dim)");
+    check_dtype(name, x);
+    check_counts(name, x);
+}
+
+void check_forward(const at::Tensor& x, const OptionalTensor& bias, const OptionalTensor& gate) {
+    check_rows_of_heads("x", x);
+    check_head_dim("x", x.sym_size(3));
+    for (const auto& [name, values] : {std::pair<const char*, const OptionalTensor&>{"bias", bias}, {"gate", gate}}) {
+        if (!values.has_value()) continue;
+        TORCH_CHECK_TYPE(values->scalar_type() == accumulation_type(x), name, ": dtype must be ", accumulation_type(x),
+                         ", got ", values->scalar_type());
+        check_device(name, *values, x, "x");
+        TORCH_CHECK_VALUE(values->sym_sizes() == x.sym_sizes().slice(0, 3), name, ": shape must be ",
+                          x.sym_sizes().slice(0, 3), ", as x without its last dimension, got ", values->sym_sizes());
+    }
+}
+
+void check_backward(const at::Tensor& d_extended, const at::Tensor& extended, const c10::SymInt& head_dim) {
+    check_rows_of_heads("extended", extended);
+    check_head_dim("extended", head_dim);
+    const c10::SymInt least = head_dim + int64_t(kBiasColumns);  // there may be gates, too
+    TORCH_CHECK_VALUE(extended.sym_size(3) >= least, "extended: last size must be at least ", least, ", got ",
+                      extended.sym_size(3));
+    check_same_dtype("d_extended", d_extended, extended, "extended");
+    check_device("d_extended", d_extended, extended, "extended");
+    TORCH_CHECK_VALUE(d_extended.sym_sizes() == extended.sym_sizes(), "d_extended: shape must be ",
+                      extended.sym_sizes(), " as in extended, got ", d_extended.sym_sizes());
 }
 
 Columns columns_of(const Arguments& arguments) {
@@ -182,6 +217,7 @@ at::Tensor extend_backward(const at::Tensor& d_extended, const at::Tensor& exten
 OneTensor extend_forward_op(const Arguments& arguments) {
     const at::Tensor x = arguments.tensor("x");
     const OptionalTensor bias = arguments.optional_tensor("bias"), gate = arguments.optional_tensor("gate");
+    check_forward(x, bias, gate);
 #if defined(SB_WITH_CUDA)
     if (on_gpu(x)) return forward_on_gpu(x, bias, gate, columns_of(arguments));
 #endif
@@ -189,14 +225,17 @@ OneTensor extend_forward_op(const Arguments& arguments) {
 }
 OneTensor extend_forward_fake(const Arguments& arguments) {
     const at::Tensor x = arguments.tensor("x");
+    const OptionalTensor gate = arguments.optional_tensor("gate");
+    check_forward(x, arguments.optional_tensor("bias"), gate);
     c10::SymDimVector sizes(x.sym_sizes().begin(), x.sym_sizes().end());
-    sizes.back() = extended_width(x, arguments.optional_tensor("gate"), columns_of(arguments));
+    sizes.back() = extended_width(x, gate, columns_of(arguments));
     return at::empty_symint(sizes, x.options());
 }
 
 OneTensor extend_backward_op(const Arguments& arguments) {
     const at::Tensor d_extended = arguments.tensor("d_extended"), extended = arguments.tensor("extended");
     const int64_t head_dim = arguments.get<c10::SymInt>("head_dim").expect_int();
+    check_backward(d_extended, extended, head_dim);
 #if defined(SB_WITH_CUDA)
     if (on_gpu(extended)) return backward_on_gpu(d_extended, extended, side_of(arguments), head_dim);
 #endif
@@ -204,8 +243,10 @@ OneTensor extend_backward_op(const Arguments& arguments) {
 }
 OneTensor extend_backward_fake(const Arguments& arguments) {
     const at::Tensor d_extended = arguments.tensor("d_extended");
+    const auto head_dim = arguments.get<c10::SymInt>("head_dim");
+    check_backward(d_extended, arguments.tensor("extended"), head_dim);
     c10::SymDimVector sizes(d_extended.sym_sizes().begin(), d_extended.sym_sizes().end());
-    sizes.back() = arguments.get<c10::SymInt>("head_dim");
+    sizes.back() = head_dim;
     return at::empty_symint(sizes, d_extended.options());
 }
 

@@ -96,6 +96,7 @@ void check_call(const HeadOutputCall& in) {
 void check_output_gradient(const at::Tensor& d_out, const at::Tensor& o) {
     TORCH_CHECK_TYPE(d_out.scalar_type() == o.scalar_type(), "d_out: dtype must be ", o.scalar_type(), " as in o, got ",
                      d_out.scalar_type());
+    check_device("d_out", d_out, o, "o");
     TORCH_CHECK_VALUE(d_out.sym_sizes() == o.sym_sizes(), "d_out: shape must be ", o.sym_sizes(), " as in o, got ",
                       d_out.sym_sizes());
 }

@@ -195,7 +195,8 @@ bool decode_serves(const KvCacheCall& in) {
 
 TensorPair through_decode(const KvCacheCall& in, const BlockOptions& options) {
     const DeviceScope scope(in.q.device());
-    const at::Tensor q = aligned(in.q), k = aligned(in.k), v = aligned(in.v);
+    const at::Tensor q = aligned(unit_last_stride(in.q)), k = aligned(unit_last_stride(in.k));
+    const at::Tensor v = aligned(unit_last_stride(in.v));
     const at::Tensor ends = in.cache_seqlens.contiguous();
     const OptionalTensor firsts =
         in.cache_leftpad.has_value() ? OptionalTensor(in.cache_leftpad->contiguous()) : std::nullopt;
@@ -236,6 +237,10 @@ void check_append(const KvCacheCall& in, const at::Tensor& v) {
         check_device(name, x, in.k, "k_cache");
         check_size(name, "batch size", x.sym_size(0), "cache_seqlens", in.cache_seqlens.sym_size(0));
         check_size(name, "number of heads", x.sym_size(2), "k_cache", in.k.sym_size(2));
+    }
+    for (const auto& [name, cache] : {std::pair<const char*, const at::Tensor&>{"k_cache", in.k}, {"v_cache", in.v}}) {
+        TORCH_CHECK_VALUE(cache.sym_stride(3) == 1 || cache.sym_size(3) <= 1, name,
+                          ": last stride must be 1 to append keys, got ", cache.sym_stride(3));
     }
     check_size("k", "head_dim", in.new_keys.sym_size(3), "k_cache", in.k.sym_size(3));
     check_size("v", "head_dim", v.sym_size(3), "v_cache", in.v.sym_size(3));

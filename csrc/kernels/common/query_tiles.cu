@@ -81,8 +81,8 @@ __device__ void fill_row(const ForwardParams& p, int row) {
     }
     // Pieces of 16 bytes: head_dim_v is a multiple of 8.
     const int element = p.o_dtype == Dtype::kFloat32 ? 4 : 2, pieces = p.sizes.head_dim_v * element / 16;
-    for (int i = lane; i < heads * pieces; i += 32) {
-        const int batch = i / pieces / p.sizes.num_heads, head = i / pieces % p.sizes.num_heads;
+    for (int64_t i = lane; i < int64_t(heads) * pieces; i += 32) {
+        const int index = int(i / pieces), batch = index / p.sizes.num_heads, head = index % p.sizes.num_heads;
         const int64_t at = batch * p.o.batch_stride + row * p.o.row_stride + head * p.o.head_stride;
         char* const first = static_cast<char*>(p.o.data) + at * element;
         reinterpret_cast<uint4*>(first)[i % pieces] = make_uint4(0, 0, 0, 0);

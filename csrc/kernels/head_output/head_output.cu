@@ -77,7 +77,7 @@ struct Place {
           batch(blockIdx.x / in.num_heads / chunks.count),
           chunk(blockIdx.x / in.num_heads),
           first(chunk % chunks.count * chunks.rows),
-          end(min(first + chunks.rows, in.rows)),
+          end(first + min(chunks.rows, in.rows - first)),  // the sum of both could exceed int32
           group(threadIdx.x / Layout::kLanes),
           channel(threadIdx.x % Layout::kLanes * kChannels),
           has_channels(channel < in.head_dim),

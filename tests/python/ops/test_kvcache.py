@@ -203,6 +203,13 @@ class TestModule:
                 module(x, cache=cache)
         assert cache.length == 0
 
+    @pytest.mark.parametrize("options", [{"key_bias": True}, {"forget_gate": True}, {"logits": "euclidean"}], ids=str)
+    def test_the_cache_must_have_the_variants_of_the_layer(self, options):
+        module, cache = sb.StickBreakingSelfAttention(64, 4, 2), sb.KVCache(3, 8, 2, 16, **options)
+        ((name, value),) = options.items()
+        with torch.no_grad(), pytest.raises(ValueError, match=mentions(f"cache {name} this layer {name}={value!r}")):
+            module(torch.randn(3, 5, 64), cache=cache)
+
     def test_a_call_that_raises_appends_nothing(self, monkeypatch):
         """A call can fail because of a gradient or later. The next call gives the result that it gives without them."""
         module, x, cache = sb.StickBreakingSelfAttention(64, 4, 2), torch.randn(3, 5, 64), sb.KVCache(3, 8, 2, 16)

@@ -86,6 +86,16 @@ INVALID = {
     "dtype of v": ({"v": torch.randn(2, 3, 2, 24).bfloat16()}, TypeError, "v: Float k_cache BFloat16"),
     "k requires a gradient": ({"k": torch.randn(2, 3, 2, 16, requires_grad=True)}, ValueError, "k gradient"),
     "head_dim of q": ({"q": torch.randn(2, 1, 4, 24)}, ValueError, "k_cache head_dim 16 q 24"),
+    "strides of k_cache": (
+        {"k_cache": torch.zeros(2, 2, 16, 9).permute(0, 3, 1, 2)},
+        ValueError,
+        "k_cache: last stride 1 append 9",
+    ),
+    "strides of v_cache": (
+        {"v_cache": torch.zeros(2, 2, 24, 9).permute(0, 3, 1, 2)},
+        ValueError,
+        "v_cache: last stride 1 append 9",
+    ),
     "mass_threshold of 1": ({"mass_threshold": 1.0}, ValueError, "mass_threshold 1.0"),
 }
 INVALID_VALUES = {
