@@ -36,11 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train unless the run is finished, compute the attention, write the results. Return the exit status."""
     config = load_config(options.config, options.set)
-    model = options.model or config.compare[0]
-    if model not in (supported := trained.plain_stickbreaking_models(config)):
+    if config.data.kind != "recall":
+        raise ConfigError(f"data.kind must be 'recall' for attention-picture, got {config.data.kind!r}.")
+    model, supported = options.model or config.compare[0], trained.plain_stickbreaking_models(config)
+    if model not in supported:
         raise ConfigError(
-            f"--model must be one of {supported}, the stick-breaking models of compare without forget gates, reach "
-            f"and Euclidean logits, got {model!r}."
+            f"{'--model' if options.model else 'The first model of compare'} must be a stick-breaking model without "
+            f"forget gates, reach and Euclidean logits, which are {supported}, got {model!r}."
         )
     words = options.sequence.split()
     batch = tokens_of(words, config)
@@ -70,8 +72,6 @@ def tokens_of(words: Sequence[str], config: TrainingConfig) -> Any:
     """
     from megatron_sb.experiments.recall import labelled
 
-    if config.data.kind != "recall":
-        raise ConfigError(f"data.kind must be 'recall' for attention-picture, got {config.data.kind!r}.")
     if len(words) % 2 or not words:
         raise InputError(f"--sequence must alternate keys and values, an even number of words, got {len(words)}.")
     names = list(dict.fromkeys(words[::2]))

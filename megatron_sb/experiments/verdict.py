@@ -2,7 +2,7 @@
 
 Every model of `compare` is an arm. The runs follow from the configuration and the options:
 
-speed       all models of compare, one after the other: tokens per second
+speed       every arm, alone on the device: tokens per second
 rate        every arm with every learning rate, with a share of the budget
 final       every arm with its best learning rate
 seed        the best arm of each family with further seeds
@@ -177,7 +177,8 @@ class Verdict:
     def train(self, jobs: int, limit: sweep.TimeLimit) -> None:
         """Train until no run is left. Raise `sweep.SweepStopped` if a run fails, or a signal or the limit ends it."""
         keep = self._keep_checkpoints
-        sweep.train_all(self._path, [self._speed_trial()], self._out, 1, limit, keep_checkpoints=keep)
+        speeds = [self._speed_trial(arm) for arm in self.arms]
+        sweep.train_all(self._path, speeds, self._out, 1, limit, keep_checkpoints=keep)
         while True:
             self._warn_of_rates_at_the_edge()
             left = [run for run in self.known_runs() if not self._is_done(run)]
@@ -277,13 +278,13 @@ class Verdict:
                 self._warned.add(sentence)
                 print(f"megatron-sb experiment verdict: {sentence}", file=sys.stderr, flush=True)
 
-    def _speed_trial(self) -> Trial:
-        """Return the run that trains all models alone for a few large steps."""
+    def _speed_trial(self, arm: str) -> Trial:
+        """Return the run that trains an arm for a few large steps."""
         fields = {f"stages.{index}.steps": 2 for index in range(len(self.config.stages))}
         fields |= {f"stages.{index}.warmup_steps": 1 for index in range(len(self.config.stages))}
         fields |= {"stages.0.steps": SPEED_STEPS, "evaluation.windows": 1, "report.interval": 1}
         fields["stages.0.rows_per_step"] = SPEED_ROWS * self.config.stages[0].rows_per_step
-        return self._trial("speed", self.config.compare, fields | self._short_evaluation())
+        return self._trial(f"speed-{arm}", (arm,), fields | self._short_evaluation())
 
     def _rate_run(self, arm: str, rate: float) -> Run:
         fields = self._scaled_steps(self._rate_share) | self._rate_fields(rate) | self._short_evaluation()
@@ -398,20 +399,18 @@ class Verdict:
         return [{name: line[name] for name in names} for line in lines if "skipped_tiles_by_layer" in line]
 
     def _speeds(self) -> dict[str, float]:
-        """Return the tokens per second of every arm, alone on its device; {} until they are measured."""
-        folder = self._out / self._speed_trial().name
-        config, lines = load_config(self._path, self._speed_trial().overrides), read_metrics(folder)
-        if not lines or not sweep.is_done(config, folder):
-            return {}
-        first = config.stages[0].name
-        return {
-            arm: statistics.median(
-                line["tokens_per_second"]
-                for line in lines
-                if line["model"] == arm and line["stage"] == first and line["step"] > SPEED_WARM_UP
+        """Return the tokens per second of every arm, alone on its device; {} until all are measured."""
+        speeds = {}
+        for arm in self.arms:
+            trial, first = self._speed_trial(arm), self.config.stages[0].name
+            folder = self._out / trial.name
+            if not sweep.is_done(load_config(self._path, trial.overrides), folder):
+                return {}
+            measured = [line for line in read_metrics(folder) if line["stage"] == first]
+            speeds[arm] = statistics.median(
+                line["tokens_per_second"] for line in measured if line["step"] > SPEED_WARM_UP
             )
-            for arm in config.compare
-        }
+        return speeds
 
 
 def _overrides(fields: dict[str, Any]) -> list[str]:

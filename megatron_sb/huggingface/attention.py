@@ -26,6 +26,7 @@ from megatron_sb.huggingface.operators import (
 from megatron_sb.huggingface.packing import (
     Packing,
     check_mask_shape,
+    check_without_documents,
     document_mask,
     documents_of,
     leftpad_of,
@@ -125,9 +126,12 @@ def attention_forward(
     _require(not wants_weights, "output_attentions", True, "False")
     for name, required in REQUIRED_VALUES.items():
         _require(kwargs.get(name) is required, name, kwargs.get(name), str(required))
-    if attention_mask is None and query.shape[2] == key.shape[2]:
-        rows = (query.shape[0], query.shape[2])
-        attention_mask = document_mask(kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q"), rows)
+    bounds = kwargs.get("cu_seq_lens_q")
+    if query.shape[2] == key.shape[2]:  # no older keys
+        if attention_mask is None:
+            attention_mask = document_mask(kwargs.get("position_ids"), bounds, (query.shape[0], query.shape[2]))
+        else:
+            check_without_documents(bounds)
     config = module.config
     out = attend(
         query.transpose(1, 2),

@@ -25,7 +25,7 @@ from transformers.utils import can_return_tuple
 from megatron_sb.huggingface.attention import NAME, attend
 from megatron_sb.huggingface.configuration import StickBreakingConfig
 from megatron_sb.huggingface.operators import head_output, stored_keys
-from megatron_sb.huggingface.packing import document_mask, of_step_mask
+from megatron_sb.huggingface.packing import check_without_documents, document_mask, of_step_mask
 from megatron_sb.huggingface.saved_folder import AUTO_CLASSES, LOADER, write_card, write_code
 from megatron_sb.nn.gates import OPEN_GATE, gates_of
 from megatron_sb.options import reach_of_heads
@@ -332,8 +332,11 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
         if use_cache and cache is None and not self.training:
             cache = DynamicCache(config=self.config)
         mask = create_causal_mask(self.config, x, attention_mask, cache)
-        if mask is None and (cache is None or cache.get_seq_length() == 0):
-            mask = document_mask(position_ids, cu_seq_lens_q, x.shape[:2])
+        if cache is None or cache.get_seq_length() == 0:
+            if mask is None:
+                mask = document_mask(position_ids, cu_seq_lens_q, x.shape[:2])
+            else:
+                check_without_documents(cu_seq_lens_q)
         keep_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         keep_routing = _wants_router_logits(self.config, output_router_logits)
         states, routing = [], []

@@ -219,6 +219,14 @@ def document_mask(positions: Tensor | None, bounds: Tensor | None, shape: tuple[
     return mask
 
 
+def check_without_documents(bounds: Tensor | None) -> None:
+    """Raise ValueError if there are documents. Call it where a mask has padding. bounds: cu_seq_lens_q."""
+    if bounds is not None:
+        raise ValueError(
+            f"cu_seq_lens_q must be None if attention_mask has padding, got the offsets of {len(bounds) - 1} documents."
+        )
+
+
 def _documents_by_position(positions: Tensor, shape: tuple[int, int]) -> Tensor | None:
     is_start = positions[:, 1:] != positions[:, :-1] + 1
     if not bool(is_start.any()):

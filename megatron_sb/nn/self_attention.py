@@ -258,10 +258,10 @@ class StickBreakingSelfAttention(nn.Module):
         for name, value in (("cp_group", self.cp_group), ("plan", plan), ("cu_seqlens", cu_seqlens)):
             if value is not None:
                 raise ValueError(f"{name} must be None with a cache, which holds whole sequences, got {value}.")
-        for name in ("logits", "forget_gate"):
-            wanted, got = getattr(self.options, name), getattr(cache, name)
-            if wanted != got:
-                raise ValueError(f"cache must have {name}={wanted!r}, as this layer, got a cache with {name}={got!r}.")
+        wanted = {"logits": self.options.logits, "forget_gate": self.options.forget_gate, "key_bias": False}
+        for name, value in wanted.items():
+            if value != (got := getattr(cache, name)):
+                raise ValueError(f"cache must have {name}={value!r}, as this layer, got a cache with {name}={got!r}.")
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *self.parameters())):
             raise ValueError("cache must be None while gradients are recorded. Call the module under torch.no_grad().")
 

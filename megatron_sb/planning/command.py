@@ -110,9 +110,9 @@ def make_plans(
         plans.append(Plan(layout, memory, fits, time, tokens / time.total if time else None))
     if not plans:
         raise InputError(
-            f"--gpus must be a number of GPUs that divides the heads, the row of {stage.context_length} tokens and the "
-            f"{stage.rows_per_step} rows of a step of stage {stage.name!r}, got {gpus}. "
-            f"With data parallelism alone: {why_rejected(config, stage, Layout(data=gpus)).splitlines()[0]}."
+            f"--gpus must be a number of GPUs with a layout that the trainer accepts for stage {stage.name!r}, with "
+            f"rows of {stage.context_length} tokens and {stage.rows_per_step} rows in a step, got {gpus}. Why it "
+            f"rejects one of them, data parallelism: {why_rejected(config, stage, Layout(data=gpus)).splitlines()[0]}."
         )
     return sorted(plans, key=_rank)
 

@@ -71,6 +71,8 @@ def main(
 def _of_run(config_path: str, out: str | None, resume: bool) -> tuple[str, str | None]:
     """Return the configuration and the folder of a run that `config_path` names. For a file, return both arguments."""
     folder = Path(config_path)
+    if resume and not folder.exists():
+        raise InputError(f"--resume needs the folder of a run or a configuration, got {folder}, which does not exist.")
     if not folder.is_dir():
         return config_path, out
     if not resume:

@@ -102,7 +102,13 @@ def test_invalid_sequences(sequence, message):
 def test_softmax_models_are_an_error(capsys):
     command = ["experiment", "attention-picture", SMALL, "--model"]
     assert cli.main([*command, "softmax_rope"]) == 2
-    assert re.search("--model must be one of .*stick-breaking.*got 'softmax_rope'", capsys.readouterr().err)
+    assert re.search("--model must be a stick-breaking model .*got 'softmax_rope'", capsys.readouterr().err)
+
+
+def test_models_of_text_are_an_error(capsys):
+    command = ["experiment", "attention-picture", str(Path(SMALL).with_name("tiny_context_extension.yaml"))]
+    assert cli.main(command) == 2
+    assert "data.kind must be 'recall' for attention-picture, got 'text'" in capsys.readouterr().err
 
 
 def test_the_best_learning_rate_is_reported():

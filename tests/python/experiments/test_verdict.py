@@ -99,8 +99,9 @@ def test_runs_follow_from_results(trainer, tmp_path):
     experiment = Verdict(options_of(*ARMS, "--recall", RECALL), tmp_path)
     experiment.train(3, sweep.NO_LIMIT)
     names = [name for name, _ in trainer.trained]
-    assert trainer.trained[0] == ("speed", 1) and all(jobs == 3 for _, jobs in trainer.trained[1:])
-    assert names[1:9] == [f"rate{rate}-{arm}" for arm in SPEEDS for rate in ("0.005", "0.01")]
+    assert trainer.trained[:4] == [(f"speed-{arm}", 1) for arm in SPEEDS]
+    assert all(jobs == 3 for _, jobs in trainer.trained[4:])
+    assert names[4:12] == [f"rate{rate}-{arm}" for arm in SPEEDS for rate in ("0.005", "0.01")]
     assert {name for name in names if name.startswith("final")} == {f"final-{arm}" for arm in SPEEDS}
     slow = ("stick_breaking", "stick_breaking_both")
     assert {name for name in names if name.startswith("seconds")} == {f"seconds-{arm}" for arm in slow}
@@ -141,9 +142,10 @@ def test_speeds_are_measured_with_larger_steps(trainer, tmp_path):
     """The host, which is busy for a time that does not grow with the rows, must not decide which arm is fast."""
     experiment = Verdict(options_of(*ARMS), tmp_path)
     experiment.train(1, sweep.NO_LIMIT)
-    speed = load_config(tmp_path / "speed" / "config.yaml")
+    speed = load_config(tmp_path / "speed-stick_breaking" / "config.yaml")
+    assert speed.compare == ("stick_breaking",)
     assert [stage.rows_per_step for stage in speed.stages] == [32, 8] and speed.evaluation.windows == 1
-    assert experiment.results()["speeds"] == {arm: SPEEDS.get(arm, 800) for arm in experiment.config.compare}
+    assert experiment.results()["speeds"] == SPEEDS
 
 
 def test_default_rates_are_those_of_each_configuration(tmp_path):
@@ -248,7 +250,7 @@ def test_a_stop_writes_what_is_finished(trainer, tmp_path, monkeypatch):
 def test_the_time_limit_reaches_the_runs(tmp_path, capsys):
     command = ["experiment", "verdict", SMALL, "--out", str(tmp_path), "--time-limit", "5", "--run-time", "10"]
     assert cli.main(command) == 75
-    assert "1 of 1 runs are not finished" in capsys.readouterr().err and not list(tmp_path.glob("*.log"))
+    assert "10 of 10 runs are not finished" in capsys.readouterr().err and not list(tmp_path.glob("*.log"))
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,15 @@ def test_a_mask_of_one_row(make, cache, side):
     torch.testing.assert_close(found[:, mask[0] > 0], expected[:, mask[0] > 0], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("make", [lambda: make_model(without_rotation()), decoders.make_model])
+def test_documents_and_padding_exclude_each_other(make):
+    """Without an error, the documents of a padded row would attend to each other."""
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
+    bounds = torch.tensor([0, 5, 8], dtype=torch.int32)
+    with pytest.raises(ValueError, match=mentions("cu_seq_lens_q None attention_mask padding 2 documents")):
+        logits(make(), tokens(1, 8), attention_mask=mask, cu_seq_lens_q=bounds)
+
+
 def test_bounds_must_match_the_row():
     bounds = torch.tensor([0, 3, 9], dtype=torch.int32)
     with pytest.raises(ValueError, match=mentions("cu_seq_lens_q 9 8")):

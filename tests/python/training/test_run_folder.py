@@ -35,11 +35,12 @@ def test_resume_takes_the_folder_of_a_run(run, started, with_out):
 
 
 def test_wrong_folders_are_refused(run, started, tmp_path, capfd):
-    empty = tmp_path / "empty"
+    empty, none = tmp_path / "empty", tmp_path / "none"
     empty.mkdir()
     for path, out, resume, message in (
         (run, None, False, f"the configuration must be a YAML file, got the folder {run}. To continue a run, give"),
         (empty, None, True, f"--resume: {empty} holds no run, because it has no config.yaml"),
+        (none, None, True, f"--resume needs the folder of a run or a configuration, got {none}, which does not exist"),
         (run, empty, True, f"--out must be absent or {run}, the run to resume, got {empty}"),
     ):
         assert launch.main(str(path), out=out and str(out), resume=resume) == EXIT_REFUSED
