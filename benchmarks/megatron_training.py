@@ -271,7 +271,7 @@ class Contenders:
             return None
         with observed(self._models[STICKS], tokens.device) as counts:
             self._loss(STICKS, tokens)
-        return (counts[0].skipped.sum() / counts[0].tiles.sum()).item()
+        return (counts.skipped.sum() / counts.tiles.sum()).item()
 
 
 def slowest(seconds: float) -> float:

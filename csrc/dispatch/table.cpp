@@ -126,12 +126,14 @@ bool decode_serves(const Request& request) {
 }
 
 std::string describe() {
+    constexpr const char* kDisabled = "disabled by MEGATRON_SB_KERNELS. Otherwise: ";
     std::string text;
-    for (const Kernels& kernels : kTable) text += concat("  ", kernels.name, ": ", kernels.description(), "\n");
+    for (const Kernels& kernels : kTable)
+        text += concat("  ", kernels.name, ": ", disabled(kernels) ? kDisabled : "", kernels.description(), "\n");
 #if defined(SB_WITH_CUDA)
-    text +=
-        concat("  decode: a KV cache on CUDA sm_80 and later; bf16, fp16; ", supported_head_dims(), "; at most ",
-               decode::kMaxQueryRows, " query rows for each KV head. The kernels above serve all other requests.\n");
+    text += concat("  decode: ", only_portable() ? kDisabled : "", "a KV cache on CUDA sm_80 and later; bf16, fp16; ",
+                   supported_head_dims(), "; at most ", decode::kMaxQueryRows,
+                   " query rows for each KV head. The kernels above serve all other requests.\n");
 #endif
     return text;
 }

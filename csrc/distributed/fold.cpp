@@ -9,11 +9,6 @@ namespace {
 
 using at::Tensor;
 
-// Converts values of rows (b, h, rows) to (b, rows, h, 1), which broadcasts over o (b, rows, h, d_v).
-Tensor broadcast_to_rows(const Tensor& value) {
-    return value.transpose(1, 2).unsqueeze(-1);
-}
-
 // Zeroes the restart records of the rows that are not `live`, in all blocks of a run. The backward of the run then
 // starts these rows in no block.
 void zero_restarts_except(const SegmentTables& tables, size_t run, const Tensor& live, GroupRecord& record) {
@@ -54,7 +49,7 @@ Partial fold_runs(const SegmentTables& tables, const std::vector<Partial>& parti
             const Tensor live = mass_threshold > 0 ? mass.ge(mass_threshold) : mass.gt(0);
             const Tensor used_up = live.logical_not();
             mass_in[i] = mass.masked_fill(used_up, 0);
-            partials[i].o.masked_fill_(broadcast_to_rows(used_up), 0);
+            partials[i].o.masked_fill_(ops::per_row(used_up), 0);
             partials[i].mass.masked_fill_(used_up, 1);
             if (record != nullptr) zero_restarts_except(tables, i, live, *record);
         }
@@ -69,9 +64,9 @@ Partial fold_runs(const SegmentTables& tables, const std::vector<Partial>& parti
         if (i == 0) {
             o.add_(partials[0].o);
         } else if (oldest) {
-            at::mul_out(o, partials[i].o, broadcast_to_rows(mass_in[i]));
+            at::mul_out(o, partials[i].o, ops::per_row(mass_in[i]));
         } else {
-            o.addcmul_(partials[i].o, broadcast_to_rows(mass_in[i]));
+            o.addcmul_(partials[i].o, ops::per_row(mass_in[i]));
         }
     }
     if (record != nullptr) record->mass_in = std::move(mass_in);

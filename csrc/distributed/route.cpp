@@ -13,10 +13,7 @@ namespace {
 
 using at::Tensor;
 
-// Convert values of rows (b, h, rows) to a tensor (b, rows, h, 1), and back.
-Tensor as_rows(const Tensor& x) {
-    return x.transpose(1, 2).unsqueeze(-1);
-}
+// The inverse of ops::per_row().
 Tensor from_rows(const Tensor& x) {
     return x.squeeze(-1).transpose(1, 2);
 }
@@ -35,7 +32,7 @@ RouteOutput exchanged_forward(const Route& route, const Tensor& q, const Tensor&
     RankOutput attended = attend_forward(rank_call(route, joint[0], joint[1], joint[2], options), keep_record);
     if (!keep_record) joint.assign(3, Tensor());  // nothing reads them any more
     std::vector<Tensor> sources{std::move(attended.o)};
-    if (with_mass) sources.push_back(as_rows(attended.mass));
+    if (with_mass) sources.push_back(ops::per_row(attended.mass));
     const std::vector<Tensor> by_rank = exchange.to_rows(std::move(sources));
     RouteOutput result;
     result.o = at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options());
@@ -43,7 +40,7 @@ RouteOutput exchanged_forward(const Route& route, const Tensor& q, const Tensor&
     if (with_mass) {
         const auto wide = q.options().dtype(ops::accumulation_type(q));
         result.mass = at::empty({q.size(0), q.size(2), q.size(1)}, wide);
-        write_heads(as_rows(result.mass), by_rank[1]);
+        write_heads(ops::per_row(result.mass), by_rank[1]);
     }
     result.record = {joint[0], joint[1], joint[2], attended.mass, std::move(attended.records)};
     return result;
@@ -58,7 +55,7 @@ std::vector<Tensor> gradients_of_heads(const Route& route, const HeadExchange& e
     if (with_mass) {
         const Tensor d_mass_or_zero =
             d_mass.defined() ? d_mass : at::zeros({d_o.size(0), d_o.size(2), d_o.size(1)}, mass.options());
-        sources.push_back(as_rows(d_mass_or_zero));
+        sources.push_back(ops::per_row(d_mass_or_zero));
     }
     const std::vector<Tensor> joint = exchange.to_heads(sources);
     // The gradients of a KV head that several ranks have are summed, so they are sent in the accumulation type.

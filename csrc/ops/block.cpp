@@ -97,10 +97,6 @@ const dispatch::Kernels& kernels_for(const at::Tensor& q, const at::Tensor& v, b
     return with_value_errors([&]() -> const dispatch::Kernels& { return dispatch::find(request); });
 }
 
-std::optional<at::Tensor> contiguous(const std::optional<at::Tensor>& x) {
-    return x.has_value() ? std::optional<at::Tensor>(x->contiguous()) : std::nullopt;
-}
-
 // The most bytes of workspace for a backward: 256 MiB, or MEGATRON_SB_WORKSPACE_MIB, which is read once.
 int64_t workspace_limit() {
     constexpr int64_t kDefaultMiB = 256;

@@ -144,7 +144,7 @@ BlockBackwardResults block_backward_fake(const Arguments& arguments) {
 }
 
 std::string describe_kernels() {
-    return dispatch::describe();
+    return with_value_errors([] { return dispatch::describe(); });
 }
 
 std::string instruction_set() {

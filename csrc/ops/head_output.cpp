@@ -105,9 +105,6 @@ void check_output_gradient(const at::Tensor& d_out, const at::Tensor& o) {
 at::Tensor per_head(const at::Tensor& vectors, const at::Tensor& o) {
     return vectors.to(accumulation_type(o)).reshape({o.size(2), o.size(3)});
 }
-at::Tensor per_row(const at::Tensor& mass) {
-    return mass.transpose(1, 2).unsqueeze(-1);
-}
 
 struct Normalised {
     at::Tensor x, rstd;
@@ -153,10 +150,6 @@ HeadOutputGradients backward_on_cpu(const at::Tensor& d_out, const HeadOutputCal
 
 // ---- on a GPU
 #if defined(SB_WITH_CUDA)
-OptionalTensor contiguous(const OptionalTensor& x) {
-    return x.has_value() ? OptionalTensor(x->contiguous()) : std::nullopt;
-}
-
 template <class Pointer>
 head_output::HeadVectors<Pointer> vectors_of(const at::Tensor& x) {
     return {x.data_ptr(), dtype_of(x.scalar_type())};

@@ -23,6 +23,14 @@ Dtype dtype_of(at::ScalarType type) {
     }
 }
 
+std::optional<at::Tensor> contiguous(const std::optional<at::Tensor>& x) {
+    return x.has_value() ? std::optional<at::Tensor>(x->contiguous()) : std::nullopt;
+}
+
+at::Tensor per_row(const at::Tensor& values) {
+    return values.transpose(1, 2).unsqueeze(-1);
+}
+
 at::Tensor unit_last_stride(const at::Tensor& x) {
     return x.sym_stride(-1) == 1 ? x : x.contiguous();
 }

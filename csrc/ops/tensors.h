@@ -18,6 +18,12 @@ inline std::optional<at::Tensor> if_defined(const at::Tensor& x) {
     return x.defined() ? std::optional<at::Tensor>(x) : std::nullopt;
 }
 
+// Returns a contiguous x, if there is one.
+std::optional<at::Tensor> contiguous(const std::optional<at::Tensor>& x);
+
+// Returns values of rows (batch, heads, rows) as (batch, rows, heads, 1), to combine them with vectors of rows.
+at::Tensor per_row(const at::Tensor& values);
+
 // Raises TypeError for a type that no kernel supports.
 Dtype dtype_of(at::ScalarType type);
 

@@ -130,7 +130,7 @@ def attention_forward(
     if query.shape[2] == key.shape[2]:  # no older keys
         if attention_mask is None:
             attention_mask = document_mask(kwargs.get("position_ids"), bounds, (query.shape[0], query.shape[2]))
-        else:
+        elif getattr(attention_mask, "is_padding_only", False):
             check_without_documents(bounds)
     config = module.config
     out = attend(
@@ -245,8 +245,9 @@ def attention_mask(
         None if all keys are visible. `step_mask` for a decoding step of one token with a static cache, without padding
         or with padding on the left, if no gradients are recorded. Otherwise int32 (b, num_keys): 0 for padding, else
         the document number of the key. Its attribute `packing` is the batch's `Packing`. Its attribute `leftpad` is the
-        number of padding tokens of each row, for decoding steps, or None if padding is not on the left only. A mask
-        without columns stands for an unsupported mask; a layer that uses it raises ValueError.
+        number of padding tokens of each row, for decoding steps, or None if padding is not on the left only. Its
+        attribute `is_padding_only` is whether each row is one document. A mask without columns stands for an
+        unsupported mask; a layer that uses it raises ValueError.
 
     Raises:
         ValueError: if attention_mask has a wrong shape, the cache drops old keys, or the configuration does not state
@@ -263,6 +264,7 @@ def attention_mask(
         is_token = attention_mask.to(device=device, dtype=torch.bool)
         mask = is_token.int()
         mask.packing = Packing.of_rows(is_token)  # also if nothing is padding, which only the values tell
+        mask.is_padding_only = True
         return mask
     has_static_cache = isinstance(q_offset, Tensor) and q_length < kv_length
     if has_static_cache and q_length == 1 and mask_function is causal_mask_function and not torch.is_grad_enabled():
@@ -284,6 +286,7 @@ def attention_mask(
         return None  # under torch.compile, transformers asks for a mask also where there is none to make
     mask.leftpad = leftpad_of(mask) if q_length < num_keys else None
     mask.packing = Packing.of(mask, q_length)
+    mask.is_padding_only = mask_function is causal_mask_function
     return mask
 
 

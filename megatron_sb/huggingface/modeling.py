@@ -332,11 +332,10 @@ class StickBreakingModel(StickBreakingPreTrainedModel):
         if use_cache and cache is None and not self.training:
             cache = DynamicCache(config=self.config)
         mask = create_causal_mask(self.config, x, attention_mask, cache)
-        if cache is None or cache.get_seq_length() == 0:
-            if mask is None:
-                mask = document_mask(position_ids, cu_seq_lens_q, x.shape[:2])
-            else:
-                check_without_documents(cu_seq_lens_q)
+        if mask is None and (cache is None or cache.get_seq_length() == 0):
+            mask = document_mask(position_ids, cu_seq_lens_q, x.shape[:2])
+        elif cu_seq_lens_q is not None and (cache is None or cache.get_seq_length() == 0):
+            check_without_documents(cu_seq_lens_q)
         keep_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         keep_routing = _wants_router_logits(self.config, output_router_logits)
         states, routing = [], []

@@ -1,5 +1,6 @@
 """The CPU kernels: memory and results with many threads, and the choice of the instruction set."""
 
+import json
 import os
 import subprocess
 import sys
@@ -73,6 +74,7 @@ def test_an_unknown_instruction_set_is_an_error(level):
         ("info", "MEGATRON_SB_CPU_LEVEL", "sse9"),
         ("check", "MEGATRON_SB_WORKSPACE_MIB", "0"),
         ("check", "MEGATRON_SB_KERNELS", "Portable"),
+        ("info", "MEGATRON_SB_KERNELS", "hopper"),
     ],
 )
 def test_the_command_line_reports_an_invalid_variable(command, name, value):
@@ -89,3 +91,11 @@ def test_the_command_line_reports_an_invalid_variable(command, name, value):
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith(f"megatron-sb: {name} must be ") and value in line
+
+
+def test_info_names_the_kernels_that_a_variable_disables():
+    code = "import json; from megatron_sb import info; print(json.dumps(info.collect()['kernels']))"
+    kernels = json.loads(run_python(code, MEGATRON_SB_KERNELS="portable").stdout)
+    disabled = {kernel["name"] for kernel in kernels if "disabled by MEGATRON_SB_KERNELS" in kernel["serves"]}
+    built = {kernel["name"] for kernel in kernels}
+    assert "cpu" in built and disabled == built & {"hopper", "decode"}

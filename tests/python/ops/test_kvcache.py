@@ -203,7 +203,7 @@ class TestModule:
                 module(x, cache=cache)
         assert cache.length == 0
 
-    @pytest.mark.parametrize("options", [{"key_bias": True}, {"forget_gate": True}, {"logits": "euclidean"}], ids=str)
+    @pytest.mark.parametrize("options", [{"forget_gate": True}, {"logits": "euclidean"}], ids=str)
     def test_the_cache_must_have_the_variants_of_the_layer(self, options):
         module, cache = sb.StickBreakingSelfAttention(64, 4, 2), sb.KVCache(3, 8, 2, 16, **options)
         ((name, value),) = options.items()
