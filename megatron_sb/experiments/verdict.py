@@ -400,9 +400,9 @@ class Verdict:
 
     def _speeds(self) -> dict[str, float]:
         """Return the tokens per second of every arm, alone on its device; {} until all are measured."""
-        speeds = {}
+        speeds, first = {}, self.config.stages[0].name
         for arm in self.arms:
-            trial, first = self._speed_trial(arm), self.config.stages[0].name
+            trial = self._speed_trial(arm)
             folder = self._out / trial.name
             if not sweep.is_done(load_config(self._path, trial.overrides), folder):
                 return {}

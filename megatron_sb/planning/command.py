@@ -111,8 +111,8 @@ def make_plans(
     if not plans:
         raise InputError(
             f"--gpus must be a number of GPUs with a layout that the trainer accepts for stage {stage.name!r}, with "
-            f"rows of {stage.context_length} tokens and {stage.rows_per_step} rows in a step, got {gpus}. Why it "
-            f"rejects one of them, data parallelism: {why_rejected(config, stage, Layout(data=gpus)).splitlines()[0]}."
+            f"rows of {stage.context_length} tokens and {stage.rows_per_step} rows in a step, got {gpus}. With "
+            f"data parallelism alone it says: {why_rejected(config, stage, Layout(data=gpus)).splitlines()[0]}."
         )
     return sorted(plans, key=_rank)
 
