@@ -68,7 +68,7 @@ class RecallDataConfig(DataConfig):
             yield f"data.num_pairs must be at most data.num_keys = {self.num_keys}, got {self.num_pairs}"
         elif self.fewest_pairs is not None and self.fewest_pairs > self.num_pairs:
             yield f"data.fewest_pairs must be at most data.num_pairs = {self.num_pairs}, got {self.fewest_pairs}"
-        for name in ("target_tokens", "length_factor", "longest", "positions"):
+        for name in ("target_tokens", "length_factor", "longest", "positions", "sentence_pairs"):
             value, default = getattr(config.evaluation, name), getattr(EvaluationConfig, name)
             if value != default:
                 yield (

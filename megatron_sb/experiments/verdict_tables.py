@@ -38,6 +38,7 @@ def write(out: Path, config: TrainingConfig, results: dict[str, Any]) -> None:
         _section("By position", by_position(results, labels, trained), POSITIONS_NOTE),
         _section("Sticks by layer", sticks_by_layer(results, labels), STICKS_NOTE),
         _section("RULER", ruler(results, labels), RULER_NOTE),
+        _section("Sentence pairs", sentence_pairs(results, labels, trained), PAIRS_NOTE),
         _section("Associative recall", recall(results, labels), _rates_note(RECALL_NOTE, results, "recall", labels)),
         _section("Learning rates", rates(results, labels), _rates_note(RATES_NOTE, results, "rate", labels)),
     ]
@@ -60,6 +61,9 @@ STICKS_NOTE = (
     "that were measured. Layers of other kinds are left out."
 )
 RULER_NOTE = "Right answers to RULER's tasks, mean over the tasks, by length in bytes. In brackets: right single bytes."
+PAIRS_NOTE = (
+    "Pairs of sentences of which the model prefers the acceptable one, mean over the files. Errors are over pairs."
+)
 RECALL_NOTE = "Right answers in associative recall, with the best learning rate."
 RATES_NOTE = "Nats per token at the trained length after the share of the steps that chooses the learning rate."
 
@@ -149,6 +153,8 @@ def over_seeds(results: dict[str, Any], labels: dict[str, str], trained: int) ->
                 row[str(entry["context"])] = _over(lists, entry["context"], lambda found: found["nll"])
         for entry in (entry for entry in lists[0] if "ruler" in entry):
             row[f"RULER, {entry['context']}"] = _over(lists, entry["context"], lambda found: mean_task(found)[0])
+        if all("sentence_pairs" in _entry_at(found, trained) for found in lists):
+            row["sentence pairs"] = _over(lists, trained, lambda found: found["sentence_pairs"]["accuracy"])
         rows.append(row)
     return _table(rows)
 
@@ -157,7 +163,7 @@ def by_position(results: dict[str, Any], labels: dict[str, str], trained: int) -
     """Return the likelihood by position at the trained length of the final runs."""
     rows = []
     for final in results["finals"]:
-        entry = next(entry for entry in final["evaluations"][0]["results"] if entry["context"] == trained)
+        entry = _entry_at(final["evaluations"][0]["results"], trained)
         if "by_position" in entry:
             cells = {
                 f"{place['begin']} to {place['end'] - 1}": tables.with_error(place["nll"], place["standard_error"])
@@ -206,6 +212,17 @@ def mean_task(entry: dict[str, Any]) -> tuple[float, float, float]:
     return means[0], error, means[1]
 
 
+def sentence_pairs(results: dict[str, Any], labels: dict[str, str], trained: int) -> DataFrame | None:
+    """Return the accuracy of the final runs on sentence pairs: a row for each arm."""
+    rows = []
+    for final in results["finals"]:
+        score = _entry_at(final["evaluations"][0]["results"], trained).get("sentence_pairs")
+        if score is not None:
+            accuracy = tables.with_error(score["accuracy"], score["standard_error"], ".1%")
+            rows.append({"attention": labels[final["arm"]], "accuracy": accuracy})
+    return _table(rows)
+
+
 def recall(results: dict[str, Any], labels: dict[str, str]) -> DataFrame | None:
     """Return the accuracy of the best learning rate in associative recall."""
     best: dict[str, dict[str, Any]] = {}
@@ -231,9 +248,14 @@ def rates(results: dict[str, Any], labels: dict[str, str]) -> DataFrame | None:
     return _table(list(rows.values()))
 
 
+def _entry_at(entries: Sequence[dict[str, Any]], context: int) -> dict[str, Any]:
+    """Return the entry of an evaluation for a context length."""
+    return next(entry for entry in entries if entry["context"] == context)
+
+
 def _over(lists: Sequence[list[dict[str, Any]]], context: int, value_of: Callable[[dict[str, Any]], float]) -> str:
     """Return the mean over runs, and its standard error over them, of a value at a context length."""
-    values = [value_of(next(entry for entry in found if entry["context"] == context)) for found in lists]
+    values = [value_of(_entry_at(found, context)) for found in lists]
     return tables.with_error(*mean_and_error(values))
 
 

@@ -13,6 +13,7 @@ from megatron_sb.training.config import StageConfig, TrainingConfig
 from megatron_sb.training.data import PackedBatch, Row, RowSampler, require_a_row
 from megatron_sb.training.documents import load_corpus
 from megatron_sb.training.evaluate import UNWATCHED, Watch, choose_windows, evaluate
+from megatron_sb.training.sentence_pairs import accuracy_on_pairs, load_pairs
 from megatron_sb.validation import InputError
 
 
@@ -66,6 +67,7 @@ class DocumentTask:
         self._config = config
         self._corpus = load_corpus(config)
         self._windows = choose_windows(self._corpus, config)
+        self._pairs = load_pairs(config.evaluation.sentence_pairs)
         self.vocab_size = self._corpus.vocab_size
         for index, stage in enumerate(config.stages):  # fail before the first stage trains
             try:
@@ -111,8 +113,12 @@ class DocumentTask:
         return stage.steps * stage.rows_per_step
 
     def evaluate(self, engine: Any, stage: StageConfig, scaling: str, watch: Watch = UNWATCHED) -> list[dict[str, Any]]:
-        """See `Task.evaluate`."""
-        return evaluate(engine, self._corpus, self._windows, self._config, stage, scaling, watch)
+        """See `Task.evaluate`. With sentence pairs, the entry of the stage's own length has "sentence_pairs"."""
+        results = evaluate(engine, self._corpus, self._windows, self._config, stage, scaling, watch)
+        for entry in results if self._pairs else ():
+            if entry["context"] == stage.context_length:
+                entry["sentence_pairs"] = accuracy_on_pairs(engine, self._pairs, self._config, stage, watch)
+        return results
 
 
 def load_task(config: TrainingConfig) -> Task:

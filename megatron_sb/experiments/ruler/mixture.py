@@ -20,6 +20,7 @@ from megatron_sb.training.config import (
     TextDataConfig,
     TrainingConfig,
 )
+from megatron_sb.training.config.data import BYTE_TOKENS
 from megatron_sb.training.config.types import BelowOne, NonNegativeInt, PositiveInt, section
 from megatron_sb.training.evaluate import UNWATCHED, Watch
 from megatron_sb.training.task import DocumentTask
@@ -45,7 +46,7 @@ class RulerFields(DocumentDataConfig):
     def problems(self, config: TrainingConfig) -> Iterator[str]:
         """See `DataConfig.problems`."""
         yield from super().problems(config)
-        if (self.vocab_size, self.end_of_document) != (BYTE_VOCAB_SIZE, BYTE_VOCAB_SIZE - 1):
+        if (self.vocab_size, self.end_of_document) != BYTE_TOKENS:
             yield (
                 f"data.vocab_size and data.end_of_document must be {BYTE_VOCAB_SIZE} and {BYTE_VOCAB_SIZE - 1} for "
                 f"RULER's tasks, whose tokens are bytes, got {self.vocab_size} and {self.end_of_document}"

@@ -207,6 +207,7 @@ class EvaluationConfig(Section):
     interval: PositiveInt | None = None
     last_stage_only: Bool = False
     positions: Bool = False
+    sentence_pairs: tuple[str, ...] = ()
 
 
 @section

@@ -242,7 +242,7 @@ def test_a_stop_writes_what_is_finished(trainer, tmp_path, monkeypatch):
     until("final-stick_breaking")
     assert cli.main(command) == sweep.UNFINISHED
     text = (tmp_path / "table.md").read_text()
-    assert text.startswith("9 of 14 known runs") and text.count("Not run yet.") == 5
+    assert text.startswith("9 of 14 known runs") and text.count("Not run yet.") == 6
     monkeypatch.setattr(sweep, "train_all", trainer)
     assert cli.main(command) == 0 and "known runs are finished" in (tmp_path / "table.md").read_text()
 
@@ -323,7 +323,10 @@ TINY += ["evaluation.length_factor=2", "compare=[stick_breaking, softmax_drope]"
 
 def test_the_command(tmp_path):
     """Real runs: every arm is trained, and DroPE drops its positions before the last stage."""
-    overrides = [word for override in TINY for word in ("--set", override)]
+    pairs = tmp_path.with_suffix(".jsonl")
+    pairs.write_text('{"sentence_good": "It runs.", "sentence_bad": "It run."}\n' * 2)
+    tiny = [*TINY, f"evaluation.sentence_pairs=[{pairs}]"]
+    overrides = [word for override in tiny for word in ("--set", override)]
     command = ["experiment", "verdict", SMALL, "--out", str(tmp_path), *overrides, "--learning-rates", "0.01"]
     with forked_runs():
         assert cli.main([*command, "--seeds", "1", "--rate-share", "0.5"]) == 0
@@ -335,6 +338,9 @@ def test_the_command(tmp_path):
     assert evaluated == {"decayed"}, "no table has the likelihood before the rate decays"
     positions = results["finals"][0]["evaluations"][0]["results"][1]["by_position"]
     assert [(place["begin"], place["end"]) for place in positions] == [(0, 16), (16, 32), (32, 64)]
+    for final in results["finals"]:
+        score = final["evaluations"][0]["results"][1]["sentence_pairs"]
+        assert score["accuracy"] in (0, 1) and score["pairs"] == 2
     assert (tmp_path / "picture.png").stat().st_size > 1000
     with forked_runs():
         assert cli.main([*command, "--seeds", "1", "--rate-share", "0.5"]) == 0

@@ -417,15 +417,16 @@ class TestColumns:
     @pytest.mark.parametrize(
         ("changes", "error", "words"),
         [
-            ({"x": torch.zeros(1, 8, 2, 12)}, ValueError, "x head_dim 12"),
-            ({"x": torch.zeros(8, 2, 16)}, ValueError, "x 3 4"),
-            ({"bias": torch.zeros(1, 1, 1)}, ValueError, "bias 1, 8, 2 1, 1, 1"),
-            ({"gate": torch.zeros(1, 8, 2, dtype=torch.float64)}, TypeError, "gate Float Double"),
-            ({"side": 3}, ValueError, "side 2 3"),
+            (lambda: {"x": torch.zeros(1, 8, 2, 12)}, ValueError, "x head_dim 12"),
+            (lambda: {"x": torch.zeros(8, 2, 16)}, ValueError, "x 3 4"),
+            (lambda: {"bias": torch.zeros(1, 1, 1)}, ValueError, "bias 1, 8, 2 1, 1, 1"),
+            (lambda: {"gate": torch.zeros(1, 8, 2, dtype=torch.float64)}, TypeError, "gate Float Double"),
+            (lambda: {"side": 3}, ValueError, "side 2 3"),
         ],
     )
     def test_invalid_arguments(self, changes, error, words):
-        arguments = {"x": torch.zeros(1, 8, 2, 16), "bias": None, "gate": None, "side": 1} | changes
+        """The changes are functions: their tensors must be on the device of the test."""
+        arguments = {"x": torch.zeros(1, 8, 2, 16), "bias": None, "gate": None, "side": 1} | changes()
         with pytest.raises(error, match=mentions(words)):
             ops.extend_forward(**arguments)
 
