@@ -34,13 +34,17 @@ namespace {
 using at::Tensor;
 
 // With kLocal, kernels compute dk and dv in `type`, in the backward in `to` if it has this type. The other modes use
-// the accumulation type.
+// the accumulation type. `records`: those of the forward; {} in the forward.
 std::unique_ptr<KeySource> make_key_source(const RankCall& call, plan::Pass pass, at::ScalarType type,
-                                           const KeyGradients& to = {}) {
+                                           const std::vector<GroupRecord>& records, const KeyGradients& to = {}) {
     if (call.comm == Comm::kRing) return make_ring_keys(*call.transport, call.plan, pass, call.k, call.v);
     if (call.comm == Comm::kLocal) return make_local_keys(call.k, call.v, type, to);
-    const auto make = call.plan.key_rows ? make_needed_keys : make_gathered_keys;
-    return make(*call.transport, call.plan, call.k, call.v);
+    if (!call.plan.key_rows) return make_gathered_keys(*call.transport, call.plan, call.k, call.v);
+    std::vector<KeyBlock> kept;
+    if (call.plan.keeps_keys(call.comm)) {
+        for (const GroupRecord& record : records) kept.push_back({0, record.k, record.v});
+    }
+    return make_needed_keys(*call.transport, call.plan, call.k, call.v, std::move(kept));
 }
 
 // Returns the query heads of x that read a range of KV heads. `dim` is the dimension of x that counts query heads.
@@ -87,6 +91,7 @@ RankOutput forward_with(KeySource& keys, const RankCall& call, bool keep_records
         std::vector<Partial> partials(tables.runs.size());
         for (int step = 0; step < keys.num_steps(); ++step) {
             for (const KeyBlock& block : keys.next_blocks()) {
+                if (keep_records && call.plan.keeps_keys(call.comm)) record.k = block.k, record.v = block.v;
                 const Tensor& segments = tables.segments[block.buffer];
                 if (!segments.defined()) continue;  // no query of this rank sees the block
                 const int run = tables.run_of[block.buffer];
@@ -150,7 +155,7 @@ Tensor make_gradient(const RankCall& call, const Tensor& x, at::ScalarType type)
 
 RankOutput attend_forward(const RankCall& call, bool keep_records) {
     const RankCall shared = shared_part(call);
-    const auto keys = make_key_source(shared, plan::Pass::kForward, call.k.scalar_type());  // starts the first transfer
+    const auto keys = make_key_source(shared, plan::Pass::kForward, call.k.scalar_type(), {});  // starts a transfer
     if (!has_own_documents(call)) return forward_with(*keys, call, keep_records);
     const ops::BlockOutput own = own_documents_forward(call);
     RankOutput result = forward_with(*keys, shared, keep_records);
@@ -171,7 +176,7 @@ Gradients attend_backward(const RankCall& call, const Tensor& d_o, const Tensor&
     KeyGradients own_keys;  // allocated early only where kernels can write them
     if (local) own_keys = {make_gradient(call, call.k, type), make_gradient(call, call.v, type)};
     const auto keys =
-        make_key_source(shared, plan::Pass::kBackward, block_type, own_keys);  // starts the first transfer
+        make_key_source(shared, plan::Pass::kBackward, block_type, records, own_keys);  // may start a transfer
     const Tensor oldest_prefix = d_mass.defined() ? mass * d_mass : at::zeros_like(mass);
     const auto dq_options = shared.q.options().dtype(block_type);
     Tensor dq = writes ? at::empty(shared.q.sizes(), dq_options) : at::zeros(shared.q.sizes(), dq_options);

@@ -10,6 +10,7 @@ std::vector<at::Tensor> flatten(const std::vector<GroupRecord>& records) {
         for (const auto* part : {&record.restart_edge, &record.restart_mass, &record.mass_in, &record.older_o}) {
             tensors.insert(tensors.end(), part->begin(), part->end());
         }
+        tensors.insert(tensors.end(), {record.k, record.v});
     }
     return tensors;
 }
@@ -27,6 +28,8 @@ std::vector<GroupRecord> unflatten(const SegmentTables& tables, const std::vecto
         record.restart_mass = read(tables.segments.size());
         record.mass_in = read(tables.runs.size());
         record.older_o = read(tables.runs.size());
+        record.k = *next++;
+        record.v = *next++;
         records.push_back(std::move(record));
     }
     return records;

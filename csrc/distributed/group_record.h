@@ -18,6 +18,8 @@ struct GroupRecord {
     // By run: the output (b, rows, heads, d_v) of all keys older than the run, in the accumulation type. Undefined for
     // the oldest run.
     std::vector<at::Tensor> older_o;
+    // The key buffer as KeyBlock has it, if the plan keeps it (RankPlan::keeps_keys). Otherwise undefined.
+    at::Tensor k = {}, v = {};
 };
 
 // Convert records to one list of tensors, which autograd can save, and back.

@@ -58,9 +58,10 @@ std::unique_ptr<KeySource> make_ring_keys(Transport& transport, const RankPlan& 
 // Gathers the whole stream, a group of KV heads at a time, and reduce-scatters the gradients.
 std::unique_ptr<KeySource> make_gathered_keys(Transport& transport, const RankPlan& plan, const at::Tensor& k,
                                               const at::Tensor& v);
-// Gets the rows of KeyRowPlan, a group of KV heads at a time, and sends their gradients back.
+// Gets the rows of KeyRowPlan, a group of KV heads at a time, and sends their gradients back. `kept`: by group, the
+// blocks that the forward has kept; if it is empty, they are received.
 std::unique_ptr<KeySource> make_needed_keys(Transport& transport, const RankPlan& plan, const at::Tensor& k,
-                                            const at::Tensor& v);
+                                            const at::Tensor& v, std::vector<KeyBlock> kept);
 // Returns k and v as one block, without a transfer. Kernels compute the gradients in `type`: in the backward directly
 // in `to`, which then is also the `to` of write_own_gradients(), if it has this type.
 std::unique_ptr<KeySource> make_local_keys(const at::Tensor& k, const at::Tensor& v, at::ScalarType type,

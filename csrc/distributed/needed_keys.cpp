@@ -1,6 +1,7 @@
 // all_gather and p2p, if ranks need few key rows (KeyRowPlan): every rank gets the rows that it needs, and sends their
-// gradients back. Rows travel in ranges, from their place in one tensor to their place in the other, without copies.
-// Tensors have rows first: (rows, b, heads, ..).
+// gradients back. The backward reads the rows that the forward has kept, or gets them again. Rows travel in ranges,
+// from their place in one tensor to their place in the other, without copies. Tensors have rows first: (rows, b, heads,
+// ..).
 #include <ATen/ATen.h>
 
 #include "distributed/key_source.h"
@@ -16,16 +17,17 @@ class NeededKeys final : public KeySource {
     // Keys and values, or their gradients, that this rank receives.
     struct Transfer {
         Tensor k, v;
-        std::unique_ptr<Pending> pending;
+        std::unique_ptr<Pending> pending;  // null: they are here
     };
 
   public:
-    NeededKeys(Transport& transport, const RankPlan& plan, const Tensor& k, const Tensor& v)
+    NeededKeys(Transport& transport, const RankPlan& plan, const Tensor& k, const Tensor& v, std::vector<KeyBlock> kept)
         : transport_(transport),
           plan_(plan),
           rows_(*plan.key_rows),
           k_(k),
           v_(v),
+          kept_(std::move(kept)),
           num_groups_(num_head_groups(k.size(2), rows_.most_rows, plan.rows_to_split_heads)),
           keys_(get_keys(0)) {}
 
@@ -34,7 +36,7 @@ class NeededKeys final : public KeySource {
     HeadRange heads(int group) const override { return head_group(k_.size(2), num_groups_, group); }
 
     std::vector<KeyBlock> next_blocks() override {
-        keys_.pending->wait();
+        if (keys_.pending) keys_.pending->wait();
         std::vector<KeyBlock> blocks{{0, keys_.k.transpose(0, 1), keys_.v.transpose(0, 1)}};
         keys_ = ++group_ < num_groups_ ? get_keys(group_) : Transfer{};
         computed_.push_back({});
@@ -73,6 +75,7 @@ class NeededKeys final : public KeySource {
 
   private:
     Transfer get_keys(int group) {
+        if (!kept_.empty()) return {kept_[group].k.transpose(0, 1), kept_[group].v.transpose(0, 1), nullptr};
         const HeadRange range = heads(group);
         const auto own = [&](const Tensor& x) { return x.narrow(2, range.begin, range.count).transpose(0, 1); };
         const auto buffer = [&](const Tensor& x) {
@@ -135,6 +138,7 @@ class NeededKeys final : public KeySource {
     const RankPlan& plan_;
     const KeyRowPlan& rows_;
     const Tensor k_, v_;
+    const std::vector<KeyBlock> kept_;
     const int64_t num_groups_;
     int group_ = 0;
     Transfer keys_;
@@ -145,8 +149,8 @@ class NeededKeys final : public KeySource {
 }  // namespace
 
 std::unique_ptr<KeySource> make_needed_keys(Transport& transport, const RankPlan& plan, const Tensor& k,
-                                            const Tensor& v) {
-    return std::make_unique<NeededKeys>(transport, plan, k, v);
+                                            const Tensor& v, std::vector<KeyBlock> kept) {
+    return std::make_unique<NeededKeys>(transport, plan, k, v, std::move(kept));
 }
 
 }  // namespace megatron_sb::distributed

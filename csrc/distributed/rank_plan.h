@@ -104,6 +104,9 @@ struct RankPlan {
         const bool direct = lanes.empty() || (key_rows && key_rows->fit_in_ring);
         return mode == Comm::kRing && direct ? Comm::kGather : mode;
     }
+    // Returns whether the forward keeps the key rows of other ranks for the backward, which then receives no keys: if
+    // they take no more memory than a ring does. The answer is the same on all ranks.
+    bool keeps_keys(Comm comm) const { return comm == Comm::kGather && key_rows && key_rows->fit_in_ring; }
     // The tables that serve kGather also serve kLocal.
     const SegmentTables& tables(Comm comm) const { return comm == Comm::kRing ? ring : gather; }
 };

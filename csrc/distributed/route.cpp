@@ -94,8 +94,9 @@ constexpr int64_t kMaxGatheredBytes = int64_t{1} << 30;
 // leave ranks with unequal work.
 //
 // An exchange of heads receives (n - 1) / n of the local rows: q, k, v and the gradient of o, then o and the gradients
-// of q, k and v. Key rows are received twice, and their gradients are fp32. H100s, 64K tokens in 27 documents, 12 heads
-// of 128, forward and backward in milliseconds, two ranks with earlier kernels:
+// of q, k and v. Key rows are counted twice, although the backward may still have them, and their gradients are fp32.
+// H100s, 64K tokens in 27 documents, 12 heads of 128, forward and backward in milliseconds, two ranks with earlier
+// kernels:
 //   ranks   rows that a rank receives   exchange of heads   key rows
 //       2                0.31 of local               9.29       6.57
 //       4                0.77 of local               4.43       4.21

@@ -32,12 +32,14 @@ class KeyRows(NamedTuple):
     """Rows of keys and of gradients that a rank receives.
 
     Attributes:
-        keys: rows of k and v, in the forward and again in the backward.
+        keys: rows of k and v, in the forward.
         gradients: rows of dk and dv, in the backward.
+        are_kept: whether the backward still has the rows of k and v, and does not receive them again.
     """
 
     keys: int
     gradients: int
+    are_kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def received_bytes(plan, comm: str, sizes: Sizes, a2a_size: int | None) -> Recei
         share = sizes.share(exchanging)
         keys = rows.keys * share.keys_and_values * share.element_size
         forward += keys
-        backward += keys + rows.gradients * share.keys_and_values * share.wide_size
+        backward += (0 if rows.are_kept else keys) + rows.gradients * share.keys_and_values * share.wide_size
     return ReceivedBytes(forward, backward)
 
 
@@ -157,7 +159,7 @@ def _key_rows(plan, joint: list[Tensor], exchanging: int, comm: str) -> KeyRows:
     if needed := _needed_rows(plan, joint, rank):
         fits_in_ring = needed.most <= 2 * longest  # a rank of a ring has two chunks of each lane at a time
         if comm == "all_gather" or plan.layout == "balanced" or fits_in_ring:
-            return needed.rows
+            return needed.rows._replace(are_kept=fits_in_ring)
     if comm == "p2p" and plan.layout != "balanced":
         others = plan.seq_len - joint[rank].numel()
         return KeyRows(others, plan.seq_len - _first_rows_of_ring(plan, exchanging, num_ranks, rank))
